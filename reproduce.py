@@ -5,7 +5,6 @@
     python reproduce.py TABLE --local [--workers 4] [--dry-run]    trains the small stand-ins on this machine
     python reproduce.py [TABLE] --status [--local]                 what ran, what is left, GPU hours
     python reproduce.py [TABLE] --collect runs/                    Markdown, from the run folders alone
-    python reproduce.py report                                     results/index.html: all results on one page
 
 What is finished is left alone. A cell of the paper that is unknown to us is empty; a row without runs: "not run".
 """
@@ -31,7 +30,6 @@ import tyro
 
 from core import UserError
 from core.methods import METHODS
-from results import gang
 from results.collect import collect, keep_stand_ins, status
 from results.paper import GPUS, TABLES, Row, Table
 from results.runs import Finished, is_kept, load_recipe, read_kept, read_run, run_name, stand_in_overrides
@@ -52,7 +50,7 @@ class Command:
     """
 
     table: tyro.conf.Positional[str] = "list"
-    """A table's name, all, report, or list, which shows the names; with --collect and --status: all by default."""
+    """A table's name, all, or list, which shows the names; with --collect and --status: all by default."""
     rows: str = ""
     """Only these rows, by label or recipe, separated by commas: resnet50,vitbase."""
     methods: str = ""
@@ -92,10 +90,6 @@ def main() -> None:
     if command.workers < 1 or command.array < 0:
         remedy = "give 1 or more workers, an array of 0 or more"
         raise UserError(f"workers={command.workers}, array={command.array}: {remedy}")
-    if command.table == "report":
-        from results.page import write_page  # needs Markdown, of the documentation's packages
-
-        return print(write_page(ROOT / "results"))
     if command.table == "list" and not command.collect and not command.status:
         return print("\n".join(listing()))
     named = "`python reproduce.py list` names them"
@@ -112,7 +106,6 @@ def main() -> None:
     if command.status:
         folders = {name: [(job.row, job.seed, ROOT / job.folder) for job in listed] for name, listed in jobs.items()}
         return print("\n".join(status(folders, "worker" if command.local else "GPU", kept)))
-    gang.preload({f"{job.row.task}.train" for listed in jobs.values() for job in listed})
     for name, listed in jobs.items():
         if command.local:
             run_local(listed, kept, command)
@@ -122,10 +115,7 @@ def main() -> None:
             for job in unfinished(listed):
                 run_sbatch(job.env, job.command, command.dry_run)
     if command.local and not command.dry_run:
-        keep_stand_ins(tables, ROOT / "runs/local", KEPT)
-        if (ROOT / "runs/local").is_dir():
-            print("\n".join(collect(tables, ROOT / "runs/local")))
-        print(*(f"all of them: {KEPT / name}.md" for name in tables), sep="\n")
+        print("\n".join(keep_stand_ins(tables, ROOT / "runs/local", KEPT)))
 
 
 def listing() -> Iterator[str]:
@@ -336,7 +326,7 @@ def run_local(jobs: Sequence[Job], kept: Sequence[Finished], command: Command) -
         print(shlex.join(job.command), flush=True)
         if command.dry_run:
             continue
-        gang.train(module := f"{job.row.task}.train", train_options(job, module), command.workers)
+        subprocess.run(job.command, cwd=ROOT)
         if not isinstance(read_run(ROOT / job.folder), Finished):
             raise UserError(f"{job.folder} is not finished, see above; the command goes on from its last checkpoint")
 

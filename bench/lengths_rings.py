@@ -1,6 +1,6 @@
 """Ways to place documents on an island, timed on the emulated cluster: python -m bench.lengths_rings
 
-Two nodes of two ranks each, a link for each rank. Messages are those of training/layouts/ring.py, over the links;
+Two nodes of two ranks each, a link for each rank. Messages are those of language/lengths/ring.py, over the links;
 computing is stood in for: a rank sleeps for as long as a layer of an A800 would take (bench/lengths_plans.py), times a
 stretch. The width of the keys is such that a token's hop across takes as many times longer: the ratio of computing to
 links is that of the real one. Ways:
@@ -33,11 +33,10 @@ from bench import report
 from bench.cluster import Cluster, run_ranks
 from bench.lengths_plans import ATTENTION, BITS, LINEAR, RIVALS, WAYS, Placement, drawn
 from bench.report import Asked, mean_sd, require
-from language.lengths import laws
+from language.lengths import laws, ring
 from language.lengths.plan import Island, layer_seconds
+from language.lengths.ring import Shares, ring_attention
 from language.lengths.rings import hop_of, slowest
-from training.layouts import ring
-from training.layouts.ring import Shares, ring_attention
 from training.script import launch
 
 NAME = "lengths_rings"

@@ -1,7 +1,7 @@
 """Are the hops of ring attention hidden under its blocks? python -m bench.ring [--delays 0 30 100] [--clock real]
 
 Each rank is a process of this machine. A stand-in link holds every exchange back until the delay is over, counted from
-the moment in which the sender posts it. Overlapped: training/layouts/ring.py as it is. At once: each exchange is waited
+the moment in which the sender posts it. Overlapped: language/lengths/ring.py as it is. At once: each exchange is waited
 for where it is posted. A time is that of the slowest rank.
 
 With --clock counted a block takes --block ms and an exchange its delay, which each rank adds up instead of letting them
@@ -27,8 +27,8 @@ from bench.report import Asked, mean_sd, require, require_company
 from core.errors import UserError
 from core.testing import run_distributed
 from core.testing.link import Link
-from training.layouts import ring
-from training.layouts.ring import Piece, Shares, Waited, ring_attention
+from language.lengths import ring
+from language.lengths.ring import Piece, Shares, Waited, ring_attention
 from training.script import launch
 
 HEADS, WIDTH = 4, 64
@@ -151,7 +151,7 @@ def paced(fn: Callable[..., Any], seconds: float, clock: Clock) -> Callable[...,
 
 
 def expected(ranks: int, delay: float, block: float, at_once: bool, whole: bool = False) -> tuple[float, float]:
-    """What forward and backward take by the schedule of training/layouts/ring.py, in the unit of delay and block.
+    """What forward and backward take by the schedule of language/lengths/ring.py, in the unit of delay and block.
 
     whole: whether each rank has a document of its own, too, which is a block.
     """

@@ -15,29 +15,22 @@ from training.script import launch
 if __name__ == "__main__":
     answer_help(RECIPES, prog="language.finetune")  # before the imports below, which take seconds
 
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
-
-from torch import nn
+from typing import Any
 
 from core.errors import UserError
 from core.methods import Zeroth
 from language import pretrained, zo_replay
-from language import train as language_train
 from language.corpora import open_text
 from language.data import CausalObjective
 from language.prompts import PromptTask
 from language.train import TextTask, learn
 from training.run import Run
 
-if TYPE_CHECKING:
-    from training.memory import Step
-
 
 def main() -> None:
     recipe = parse(RECIPES, prog="language.finetune")
     if recipe.dry_run:
-        return dry_run(recipe, lambda: pretrained.build_model(recipe), fake_step)
+        return dry_run(recipe, lambda: pretrained.build_model(recipe))
     tune(recipe)
 
 
@@ -72,12 +65,6 @@ def open_task(recipe: FinetuneRecipe, tokenizer: Any, context: int) -> PromptTas
     objective = CausalObjective(context)
     some = corpus.val[: recipe.eval_samples and recipe.eval_samples * objective.stride + 1]
     return TextTask(corpus, objective, some, {"val": corpus.val})
-
-
-def fake_step(step: Step, recipe: FinetuneRecipe, model: nn.Module, samples: int) -> None:
-    """A step on zeros, for training.memory: samples as long as the model's positions, where the recipe says no less."""
-    context = pretrained.positions(model, recipe.context)
-    language_train.fake_step(step, replace(recipe, context=context), model, samples)
 
 
 if __name__ == "__main__":

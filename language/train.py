@@ -14,7 +14,6 @@ if __name__ == "__main__":
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 import numpy as np
 import torch
@@ -26,7 +25,6 @@ from language import generate
 from language.corpora import open_corpus, open_wikitext2
 from language.data import (
     IGNORE,
-    PREDICTED,
     Batch,
     CausalObjective,
     Corpus,
@@ -53,7 +51,6 @@ from training.workers import pick_device, upload
 
 if TYPE_CHECKING:
     from language.prompts import PromptTask
-    from training.memory import Step
 
 PROMPT_TOKENS, NEW_TOKENS, TOP_K = 16, 48, 20  # of the text that a causal model writes for TensorBoard
 SAMPLES = 4
@@ -64,7 +61,7 @@ Texts = dict[str, np.ndarray]  # held-out tokens by the name of their text
 def main() -> None:
     recipe = parse(RECIPES, prog="language.train")
     if recipe.dry_run:
-        return dry_run(recipe, lambda: make_model(recipe, pad=1), fake_step)
+        return dry_run(recipe, lambda: make_model(recipe, pad=1))
     if recipe.layout:
         from training.layouts.stages import check_cut  # here, because DTensors take seconds to import
 
@@ -189,7 +186,7 @@ def learn(run: Run, recipe: TextRecipe, model: nn.Module, task: TextTask | Promp
 Part = tuple[Tensor, Tensor, Tensor | None] | Packed
 
 
-def backward(run: Run | Step, recipe: TextRecipe, wrapped: nn.Module, batch: Batch | Rows) -> Tensor:
+def backward(run: Run, recipe: TextRecipe, wrapped: nn.Module, batch: Batch | Rows) -> Tensor:
     """Adds the gradient of this worker's mean loss over the batch, in micro-batches; returns the loss."""
     if recipe.layout:
         return laid_out_backward(run, wrapped, batch)
@@ -202,7 +199,7 @@ def backward(run: Run | Step, recipe: TextRecipe, wrapped: nn.Module, batch: Bat
     return batch.mean_loss(loss) if isinstance(batch, Rows) else loss
 
 
-def laid_out_backward(run: Run | Step, parallel: Any, batch: Batch) -> Tensor:
+def laid_out_backward(run: Run, parallel: Any, batch: Batch) -> Tensor:
     """The same of a model of which each rank has a part, whose layout says how many micro-batches there are."""
     inputs, targets = (part.to(run.device, non_blocking=True) for part in batch)
     predicted = (targets != IGNORE).sum().clamp(min=1)
@@ -210,7 +207,7 @@ def laid_out_backward(run: Run | Step, parallel: Any, batch: Batch) -> Tensor:
         return parallel.backward(inputs, targets, lambda x, y: token_loss(x, y, reduction="sum") / predicted)
 
 
-def measure(run: Run | Step, recipe: TextRecipe, method: Zeroth, batch: Batch) -> Tensor:
+def measure(run: Run, recipe: TextRecipe, method: Zeroth, batch: Batch) -> Tensor:
     """A step of method zo; returns this worker's mean loss over the batch."""
     parts, predicted = micro_batches(run, recipe, batch)
 
@@ -220,7 +217,7 @@ def measure(run: Run | Step, recipe: TextRecipe, method: Zeroth, batch: Batch) -
     return method.measure(mean_loss, count=int(predicted))
 
 
-def micro_batches(run: Run | Step, recipe: TextRecipe, batch: Batch | Rows) -> tuple[list[Part], Tensor | float]:
+def micro_batches(run: Run, recipe: TextRecipe, batch: Batch | Rows) -> tuple[list[Part], Tensor | float]:
     """The batch in parts on the device, and how many tokens are predicted over all of it, 0-d."""
     if isinstance(batch, Rows):
         return [row.to(run.device) for row in batch.parts], batch.predicted
@@ -232,7 +229,7 @@ def micro_batches(run: Run | Step, recipe: TextRecipe, batch: Batch | Rows) -> t
     return list(parts), predicted
 
 
-def part_loss(run: Run | Step, model: nn.Module, part: Part) -> Tensor:
+def part_loss(run: Run, model: nn.Module, part: Part) -> Tensor:
     """The sum of the losses of a micro-batch's predicted tokens, 0-d."""
     if isinstance(part, Packed):
         with run.autocast():
@@ -249,18 +246,6 @@ def part_loss(run: Run | Step, model: nn.Module, part: Part) -> Tensor:
 def predicted_places(targets: Tensor) -> Tensor:
     """Where in targets [batch, time], flattened, something is predicted: int64 [n]."""
     return (targets.flatten() != IGNORE).nonzero()[:, 0]
-
-
-def fake_step(step: Step, recipe: TextRecipe, model: nn.Module, samples: int) -> None:
-    """A step on zeros, for training.memory; fake tensors do not tell how many tokens are predicted."""
-    zeros = torch.zeros(samples, recipe.context, dtype=torch.int64)
-    with mock.patch(f"{__name__}.predicted_places", lambda t: torch.arange(int(PREDICTED * t.numel()))):
-        if recipe.method == "zo":
-            with torch.no_grad():
-                parts, _ = micro_batches(step, recipe, (zeros, zeros))
-                sum(part_loss(step, model, part) for part in parts)
-        else:
-            backward(step, recipe, model, (zeros, zeros))
 
 
 @repeated

@@ -10,7 +10,6 @@ from training.script import launch
 if __name__ == "__main__":
     answer_help(RECIPES, prog="pointcloud.train")  # before the imports below, which take seconds
 
-from typing import TYPE_CHECKING
 
 import matplotlib.image
 import torch
@@ -28,14 +27,11 @@ from training.optim import clip_gradients, make_optimizer, make_schedule
 from training.run import Run
 from training.sampling import generator, steps_per_epoch
 
-if TYPE_CHECKING:
-    from training.memory import Step
-
 
 def main() -> None:
     recipe = parse(RECIPES, prog="pointcloud.train")
     if recipe.dry_run:
-        return dry_run(recipe, lambda: make_model(recipe), fake_step)
+        return dry_run(recipe, lambda: make_model(recipe))
     train_set, test_set = data.load(recipe)
     with Run(recipe) as run:
         train(run, recipe, train_set, test_set)
@@ -79,7 +75,7 @@ def train(run: Run, recipe: PointCloudRecipe, train_set: PointClouds, test_set: 
     run.end(evaluate(run, recipe, model, test_set))
 
 
-def backward(run: Run | Step, recipe: PointCloudRecipe, wrapped: nn.Module, points: Tensor) -> Scalars:
+def backward(run: Run, recipe: PointCloudRecipe, wrapped: nn.Module, points: Tensor) -> Scalars:
     """Adds the gradient of this worker's mean loss over clouds [B, n, 3]; returns train_loss."""
 
     def part_of(part: Tensor) -> Scalars:
@@ -88,11 +84,6 @@ def backward(run: Run | Step, recipe: PointCloudRecipe, wrapped: nn.Module, poin
         return {"train_loss": chamfer_distance(out.prediction, out.target).mean() * (len(part) / len(points))}
 
     return backward_in_parts(wrapped, points.chunk(recipe.accumulate), part_of)
-
-
-def fake_step(step: Step, recipe: PointCloudRecipe, model: nn.Module, samples: int) -> None:
-    """A step on zeros, for training.memory."""
-    backward(step, recipe, model, torch.zeros(samples, recipe.points, 3))
 
 
 @repeated

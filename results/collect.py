@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
-import importlib
-import json
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-import torch
 
 from bench import report
 from bench.report import mean_sd, plus_minus
 from core import UserError
-from results.paper import GPUS, SHORT, TABLES, Metric, Row, Table
-from results.runs import Finished, differences, hours, is_kept, load_recipe, read_kept, read_run, stretched, write_kept
+from results.paper import GPUS, TABLES, Metric, Row, Table
+from results.runs import Finished, differences, hours, is_kept, read_kept, read_run, write_kept
 from training.untrusted import printable
-
-CAPTION = (
-    "Measured here: small models, and short runs of them; no number of the paper compares with these. Where there are "
-    "several seeds: mean ± standard deviation over them. The learning rate is the recipe's, not tuned for each method; "
-    "CO2 has the settings of the authors' released example, but for tau (there 48) and the outer momentum, and our "
-    "reading of the penalty. Seconds are measured elsewhere, over links that are slow."
-)
 
 
 def collect(tables: Mapping[str, Table], folder: Path) -> Iterator[str]:
@@ -54,9 +41,9 @@ def collect(tables: Mapping[str, Table], folder: Path) -> Iterator[str]:
     )
 
 
-def keep_stand_ins(names: Iterable[str], folder: Path, out: Path) -> None:
-    """Writes to `out` the stand-ins of all rows of these tables, which ran under `folder` or are in `out` from before:
-    NAME.md and NAME.json of each table, and index.md, which counts them."""
+def keep_stand_ins(names: Iterable[str], folder: Path, out: Path) -> Iterator[str]:
+    """Keeps in `out`, as NAME.json of each table, the stand-ins that ran under `folder` or are in `out` from before.
+    Lines of Markdown: each table with all of them."""
     ran = [run for path in sorted(folder.rglob("config.json")) if isinstance(run := read_run(path.parent), Finished)]
     runs = ran + read_kept(out)  # of two that count with one seed the first does
     out.mkdir(parents=True, exist_ok=True)
@@ -64,81 +51,8 @@ def keep_stand_ins(names: Iterable[str], folder: Path, out: Path) -> None:
         table, counted = TABLES[name], set[Path]()
         lines = [*section(table, True, runs, counted)]
         mine = sorted((run for run in runs if run.folder in counted), key=lambda run: run.folder.name)
-        head = [f"# {name}: {table.title}, stand-ins", "", f"[All tables](index.md). {CAPTION}", ""]
-        lines = [*head, *lines, "", *caption(name, table, mine)]
-        (out / f"{name}.md").write_text("".join(f"{printable(line)}\n" for line in lines))
         write_kept(out / f"{name}.json", mine, table.metric)
-    (out / "index.md").write_text(overview(out))
-
-
-def overview(out: Path) -> str:
-    """The page of all tables of stand-ins in `out`: how many of each table's runs are there."""
-    rows, without, runs = list[tuple[str, ...]](), list[str](), read_kept(out)
-    for name, table in TABLES.items():
-        if not table.has_stand_ins:
-            without.append(name)
-            continue
-        kept, wanted = out / f"{name}.json", sum(len(row.seeds) for row in table.rows if row.local)
-        mine = {run["folder"] for run in json.loads(kept.read_text())} if kept.exists() else set[str]()
-        counted = set[Path]()
-        list(section(table, True, [run for run in runs if run.folder.name in mine], counted))
-        ran = f"{len(counted)} of {wanted}" if kept.exists() else "not run"
-        rows.append((f"[{name}]({name}.md)" if kept.exists() else name, table.title, ran))
-    shown = report.table(["table", "subject", "runs"], rows)
-    notes = [
-        "Command: `python reproduce.py TABLE --local`.",
-        f"No stand-ins: {', '.join(without)}. They need several nodes; [over emulated links](../scaling.md) small "
-        "models were measured.",
-        "Tables share runs: one that is in several rows is trained once, and counts in each.",
-        "Of the paper's models we know ResNet-50, ViT-Base, GPT-2's sizes, RoBERTa and TransNormer-LLM 7B; the "
-        "others of its tasks we chose. Ablation, wire and clip are ours, lgreco's tables after L-GreCo.",
-    ]
-    return (
-        f"# The paper's tables, small\n\n[All results](../index.md). {CAPTION}\n\n{shown}\n\n{report.bullets(notes)}\n"
-    )
-
-
-def caption(name: str, table: Table, runs: Sequence[Finished]) -> Iterator[str]:
-    """What the stand-ins are, how many of them ran, and by which command."""
-    rows = [row for row in table.rows if row.local]
-    named = dict.fromkeys((row.task, row.local) for row in rows)
-    yield f"- Stand-ins: {'; '.join(described(*stand_in) for stand_in in named if stand_in[1])}."
-    for task in dict.fromkeys(row.task for row in rows):
-        if changes := " ".join(f"--{key} {value}" for key, value in SHORT[task].items()):
-            yield f"- Runs shorter than the recipes': `{changes}`."
-    if table.note:
-        yield f"- {table.note}"
-    momenta = {
-        row.overrides.get("co2.outer_momentum", load_recipe(row.task, row.local).co2.outer_momentum)
-        for row in rows
-        if row.method == "co2" and row.local
-    }
-    if momenta:
-        told = " and ".join(map(str, sorted(momenta)))
-        yield f"- CO2's outer momentum: {told}. The released example has 0 with up to 16 GPUs."
-    one_by_one = {commit for run in runs for commit in run.commit.split(", ")}
-    workers, seeds, commits = (
-        ", ".join(map(str, sorted(of))) or "none"
-        for of in ({r.workers for r in runs}, {r.settings["seed"] for r in runs}, one_by_one - {""})
-    )
-    yield f"- Workers: {workers}. Seeds: {seeds}. Commits: {commits}. Command: `python reproduce.py {name} --local`."
-    wanted = missing = 0
-    for row in rows:
-        found = {run.settings["seed"] for of in matching(runs, row, table.metric, True).values() for run in of}
-        wanted, missing = wanted + len(row.seeds), missing + len({*row.seeds} - found)
-    if missing:
-        yield f"- Not run: {missing} of {wanted}, for want of time; the command makes those alone."
-
-
-def described(task: str, name: str) -> str:
-    """A stand-in's name, its model's size and its data."""
-    short = {key: value for key, value in SHORT[task].items() if "." not in key}
-    recipe: Any = dataclasses.replace(load_recipe(task, name), **short)
-    make = importlib.import_module(f"{task}.train").make_model
-    with torch.device("meta"):
-        model = make(recipe, pad=1) if task == "language" else make(recipe)
-    millions = sum(p.numel() for p in model.parameters()) / 1e6
-    return f"{name} ({millions:.2f} M parameters, {recipe.corpus if task == 'language' else recipe.dataset})"
+        yield from (f"## {name}: {table.title}, stand-ins", "", *map(printable, lines), "")
 
 
 def section(table: Table, local: bool, runs: Sequence[Finished], counted: set[Path]) -> Iterator[str]:
@@ -220,7 +134,7 @@ def status(
     """Lines of Markdown: of each row's runs, given as (row, seed, folder), what ran, what is left, and the hours.
 
     worker: what the hours are of, GPU or worker. kept: stand-ins that ran elsewhere. What is left is known where one of
-    the row's runs has finished here. A line more for each run whose schedule was stretched.
+    the row's runs has finished here.
     """
     titles = ["table", "row", "method", "tau", "finished", "begun", "left", f"{worker} hours", f"{worker} hours left"]
     rows: list[tuple[object, ...]] = []
@@ -244,7 +158,6 @@ def status(
     yield from report.table(titles, rows).splitlines()
     more = ", and what the rows marked ? need, of which no run has finished here" if open_end else ""
     yield f"\n{sum(spent.values()):,.1f} {worker} hours used; left: {sum(to_come.values()):,.1f}{more}."
-    yield from (printable(f"{folder}: {where}.") for folder in spent for where in stretched(folder))
 
 
 def _key(row: Row) -> tuple[str, str, object]:

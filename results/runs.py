@@ -16,7 +16,7 @@ from core import UserError
 from core.checkpoints.untrusted import parse_json
 from core.methods import entry_of
 from results.paper import GPUS, SHORT, Metric, Row
-from training.config import of_other_methods, settings, stretches, with_defaults
+from training.config import of_other_methods, settings, with_defaults
 from training.recipe import Recipe, flat
 
 
@@ -43,7 +43,7 @@ def run_name(recipe: Recipe, row: Row, overrides: Mapping[str, Any], seed: int, 
 
 # Settings that do not change what a row measures.
 FREE = {
-    "seed", "out", "resume", "extend", "dry_run", "device", "timeout", "eval_every", "checkpoint_every", "save_minutes",
+    "seed", "out", "resume", "dry_run", "device", "timeout", "eval_every", "checkpoint_every", "save_minutes",
     "log_every", "recommended", "accumulate", "workers", "loader_workers", "gpu_gb", "recompute", "tf32",
     "cudnn_benchmark", "channels_last", "compile",
 }  # fmt: skip
@@ -59,8 +59,6 @@ class Finished:
     commit: str
     """Its own, and behind commas those with which it was resumed."""
     results: dict[str, float]
-    stretched: tuple[str, ...] = ()
-    """Where its schedule was: see training.config.stretches."""
 
     @property
     def line(self) -> tuple[int, int, int]:
@@ -103,14 +101,6 @@ def hours(folder: Path) -> float:
         return 0.0
 
 
-def stretched(folder: Path) -> list[str]:
-    """Where the schedule of the run in `folder`, finished or not, was stretched: see training.config.stretches."""
-    try:
-        return stretches(parse_json((folder / "config.json").read_text()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return []
-
-
 def read_run(folder: Path) -> Finished | str:
     """The run in `folder`, or why it does not count."""
     try:
@@ -124,9 +114,8 @@ def read_run(folder: Path) -> Finished | str:
             "tokens_per_second": samples * settings.get("context", 0),
             "exposed_share": 1 - (math.nan if summary["hidden_share"] is None else summary["hidden_share"]),
         }
-        where = tuple(stretches(config))
         commits = dict.fromkeys([config["commit"], *(line["commit"] for line in config.get("history", []))])
-        found = Finished(folder, settings, config["world_size"], ", ".join(commits), summary | derived, where)
+        found = Finished(folder, settings, config["world_size"], ", ".join(commits), summary | derived)
         _check_types(found)
         return found
     except FileNotFoundError:
@@ -215,7 +204,6 @@ def differences(run: Finished, row: Row, metric: Metric | None, local: bool) -> 
         found.append(f"{run.workers} workers in place of {row.nodes * GPUS}")
     if row.network and not local and row.network not in run.folder.name.split("-"):
         found.append(f"not over {row.network}, by its folder's name")
-    found += run.stretched
     found += [] if metric is None or run.results.get(metric.key) is not None else [f"no {metric.key} in summary.json"]
     return found
 

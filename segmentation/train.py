@@ -11,13 +11,10 @@ if __name__ == "__main__":
     answer_help(RECIPES, prog="segmentation.train")  # before the imports below, which take seconds
 
 import functools
-from typing import TYPE_CHECKING, Any
-from unittest import mock
+from typing import Any
 
 import torch
-from mmengine.structures import PixelData
 from mmseg.datasets import BaseSegDataset
-from mmseg.structures import SegDataSample
 from torch import Tensor, nn
 
 from segmentation.data import CROP, EVAL_BATCH, EVAL_SPLITS, NUM_CLASSES, build_dataset
@@ -33,16 +30,13 @@ from training.run import Run
 from training.sampling import steps_per_epoch
 from training.workers import to_device
 
-if TYPE_CHECKING:
-    from training.memory import Step
-
 PICTURES = 4  # samples shown at each evaluation
 
 
 def main() -> None:
     recipe = parse(RECIPES, prog="segmentation.train")
     if recipe.dry_run:
-        return dry_run(recipe, lambda: make_model(recipe), fake_step)
+        return dry_run(recipe, lambda: make_model(recipe))
     train_set = build_dataset(recipe.dataset, "train")
     eval_sets = {split: build_dataset(recipe.dataset, split) for split in EVAL_SPLITS[recipe.dataset]}
     with Run(recipe) as run:
@@ -97,7 +91,7 @@ def train(
 
 
 def backward(
-    run: Run | Step, recipe: SegmentationRecipe, model: nn.Module, wrapped: nn.Module, images: Tensor, labels: list[Any]
+    run: Run, recipe: SegmentationRecipe, model: nn.Module, wrapped: nn.Module, images: Tensor, labels: list[Any]
 ) -> Scalars:
     """Adds the gradient of this worker's mean loss; returns train_loss and train_aAcc (percent of the pixels).
 
@@ -114,15 +108,6 @@ def backward(
     size = -(-len(images) // recipe.accumulate)
     parts = [range(i, min(i + size, len(images))) for i in range(0, len(images), size)]
     return backward_in_parts(wrapped, parts, part_of)
-
-
-def fake_step(step: Step, recipe: SegmentationRecipe, model: nn.Module, samples: int) -> None:
-    """A step on zeros, for training.memory; without the accuracy, for which mmseg picks pixels by their labels."""
-    height, width = CROP[recipe.dataset]
-    label = SegDataSample(gt_sem_seg=PixelData(data=torch.zeros(1, height, width, dtype=torch.int64)))
-    with mock.patch("mmseg.models.decode_heads.decode_head.accuracy", lambda *_, **__: torch.zeros(1)):
-        images = torch.zeros(samples, 3, height, width)
-        backward(step, recipe, model, model, images, [label] * samples)
 
 
 @repeated

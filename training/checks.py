@@ -6,7 +6,6 @@ import dataclasses
 import json
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -17,13 +16,11 @@ from core.methods import check_apart
 from core.methods.ddp import check_wire
 from core.sharded.checks import check_shared
 from core.sharded.mesh import local_world_size
+from training import memory
 from training.layouts.layout import Layout
 from training.recipe import Recipe, momentum_note
 from training.sampling import per_worker, smallest_part
 from training.workers import check_nodes, make_link, pick_device, rank, world_size
-
-if TYPE_CHECKING:
-    from training.memory import Backward
 
 
 def check_start(recipe: Recipe, workers: int | None) -> int:
@@ -68,11 +65,8 @@ def check_batch_norm(recipe: Recipe, model: nn.Module, workers: int) -> None:
     )
 
 
-def dry_run(recipe: Recipe, build_model: Callable[[], nn.Module], backward: Backward | None = None) -> None:
-    """Prints the resolved recipe, the model's size and, with `backward`, the memory that each GPU needs.
-
-    The model is built on the meta device. backward: see training.memory.
-    """
+def dry_run(recipe: Recipe, build_model: Callable[[], nn.Module]) -> None:
+    """Prints the resolved recipe, the model's size and the memory that each GPU needs. The model has no memory."""
     workers = world_size()
     share = check_start(recipe, workers if "WORLD_SIZE" in os.environ else None)
     make_link(recipe.link_mbit, pick_device(recipe.device))
@@ -85,7 +79,4 @@ def dry_run(recipe: Recipe, build_model: Callable[[], nn.Module], backward: Back
         print(f"{millions:.2f} M parameters, {workers} workers of {share} samples a step")
         if note := momentum_note(recipe, workers):
             print(note)
-        if backward is not None:
-            from training import memory  # here, because FakeTensorMode takes seconds to import
-
-            print(*memory.lines(memory.estimate(recipe, build_model, backward, workers), recipe), sep="\n")
+        print(*memory.lines(memory.estimate(recipe, model, workers), recipe), sep="\n")

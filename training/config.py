@@ -70,26 +70,17 @@ def setting(change: str) -> str:
     return change.partition(":")[0]
 
 
-def stretches(config: dict[str, Any]) -> list[str]:
-    """Where the run that a config.json describes was resumed for another length, its schedule stretched (--extend)."""
-    found = []
-    for line in config.get("history", []):
-        what = ", ".join(change for change in line.get("changed", []) if setting(change) in LENGTH)
-        if what and line.get("step"):  # at step 0 it began anew
-            found.append(f"stretched at step {line['step']} ({what})")
-    return found
-
-
 def resumed(file: Path, config: dict[str, Any], kind: type[Recipe]) -> tuple[dict[str, Any], str]:
     """What the file holds from now on, where a run of `config` goes on with the run that it describes: its history gets
     a line more. Or why it cannot go on. kind: of both recipes."""
     try:
         old = parse_json(file.read_text())
+        config["recipe"]["extend"] = bool(config["recipe"].get("extend") or old["recipe"].get("extend"))  # from now on
         changed = differences(with_defaults(settings(old["recipe"]), kind), settings(config["recipe"]))
         history = [*old.get("history", [])]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         return {}, f"{file} is damaged ({error!r}): restore it, or choose another --out"
-    free = FREE | (LENGTH if config["recipe"].get("extend") else set())
+    free = FREE | (LENGTH if config["recipe"]["extend"] else set())
     if old["recipe"].get("layout") and config["recipe"].get("layout"):
         free |= {"layout"}  # from a checkpoint of one another goes on, but no run without
     unread = of_other_methods(config["recipe"]["method"])

@@ -115,7 +115,7 @@ class Recipe(OfMethods):
     """Continue from the run folder's newest checkpoint, if it has one."""
     extend: bool = False
     """With resume: accept another number of epochs, or of steps in them. The learning rate goes on as in a run of that
-    length, its schedule stretched: config.json's history says where, and reproduce.py --collect counts it in no row."""
+    length, its schedule stretched: config.json says so from then on, and reproduce.py --collect counts it in no row."""
     eval_every: int | float = 1
     """Epochs between evaluations; 0.1: ten in each."""
     checkpoint_every: int = 1

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile, schedule
 
 from core.lgreco import Allocation, LGreco
 from core.methods import Method
@@ -20,9 +19,6 @@ from training.folder import RunFolder
 from training.progress import pacing_of
 from training.recipe import Recipe
 from training.workers import rank
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 @dataclass
@@ -69,12 +65,12 @@ class Overlap:
 
 
 class RoundLog:
-    """Attributes: overlap, the communication of all rounds that were read so far; allocations, what L-GreCo decides."""
+    """Attributes: overlap, the communication of all rounds that were read so far."""
 
     def __init__(self, recipe: Recipe, folder: RunFolder, device: torch.device):
         self.overlap = Overlap()
         self._folder = folder
-        self.allocations = AllocationLog(folder)
+        self._allocation: Allocation | None = None  # L-GreCo's last decision
         self._log_every = recipe.log_every
         self._on_gpu = device.type == "cuda"
         self._synchronous = False
@@ -95,7 +91,7 @@ class RoundLog:
             sent = f"{method.stats.bytes_sent / 1e6:.3g} MB a round, {decision.exposed_share:.0%} of the time exposed"
             new = f"tau {decision.old} -> {decision.new}, wire {decision.wire}"
             self._folder.note(step, "tau", f"{new}: {decision.reason}; {sent}")
-        self.allocations.read(step, method)
+        self._note_allocation(step, method)
         if self._trace and self._trace.close_round():
             self._folder.note(step, "trace", f"trace in {self._trace.path}")
 
@@ -121,20 +117,31 @@ class RoundLog:
         return values
 
     def finish(self, step: int) -> None:
-        """Reads the rounds that are left, ends the trace, and draws the last allocation."""
+        """Reads the rounds that are left, and ends the trace."""
         self.read()
-        self.allocations.finish(step)
         if self._trace and self._trace.finish():
             self._folder.note(step, "trace", f"trace in {self._trace.path}")
-        elif self._trace and not self._trace.began:
+        elif self._trace and not self._trace.wrote:
             self._folder.note(step, "trace", f"no trace, which begins when {self._trace.first} rounds have closed")
 
     def state_dict(self) -> dict[str, float]:
-        return self.overlap.state_dict() | {"lgreco_seconds": self.allocations.seconds}
+        return self.overlap.state_dict()
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         self.overlap.load_state_dict(state)
-        self.allocations.seconds = float(state.get("lgreco_seconds", 0.0))
+
+    def _note_allocation(self, step: int, method: Method) -> None:
+        """Logs L-GreCo's newest decision, once."""
+        reducer = reducer_of(method)
+        found = reducer.allocation if reducer is not None else None
+        if found is None or found is self._allocation:
+            return
+        self._allocation = found
+        self._folder.note(step, "lgreco", f"L-GreCo: {found.reason}")
+        if self._folder.writes:
+            self._folder.writer.add_text("lgreco/layers", found.table(), step)
+        numbers = {"bytes": sum(found.bytes), "uniform_bytes": found.uniform_bytes, "seconds": sum(found.seconds)}
+        self._folder.log(step, {f"lgreco/{name}": value for name, value in numbers.items()})
 
     def _read(self) -> None:
         """Adds the oldest unread round up, and logs it; where every step is a round, only each log_every-th."""
@@ -143,45 +150,6 @@ class RoundLog:
         self.overlap.add(values)
         if not self._synchronous or self.overlap.rounds % self._log_every == 0:
             self._folder.log(step, {f"round/{name}": value for name, value in values.items()})
-
-
-class AllocationLog:
-    """model: gives the layers their names; None until it is known. seconds: that curves and programmes have taken, and
-    telling what they chose."""
-
-    def __init__(self, folder: RunFolder):
-        self.model: nn.Module | None = None
-        self.seconds = 0.0
-        self._folder = folder
-        self._last: Allocation | None = None
-        self._names: list[str] = []
-
-    def read(self, step: int, method: Method) -> None:
-        """Logs the method's newest decision, once; nothing where it has none."""
-        reducer = reducer_of(method)
-        found = reducer.allocation if reducer is not None else None
-        if reducer is None or found is None or found is self._last:
-            return
-        began = time.perf_counter()
-        self._last, self._names = found, self._names_of(reducer)
-        self._folder.note(step, "lgreco", f"L-GreCo: {found.reason}")
-        if rank() == 0:
-            self._folder.writer.add_text("lgreco/layers", found.table(self._names), step)
-        seconds = sum(found.seconds) + time.perf_counter() - began
-        self.seconds += seconds
-        numbers = {"bytes": sum(found.bytes), "uniform_bytes": found.uniform_bytes, "seconds": seconds}
-        self._folder.log(step, {f"lgreco/{name}": value for name, value in numbers.items()})
-
-    def finish(self, step: int) -> None:
-        """The picture of the last decision: at the end, for drawing takes longer than deciding."""
-        if self._last is not None and rank() == 0:
-            self._folder.writer.add_figure("lgreco/bits", picture(self._last, self._names), step)
-
-    def _names_of(self, reducer: LGreco) -> list[str]:
-        """The layers' names in the model; of a parameter that is not its own, such as a float32 master, the number."""
-        known = {id(p): name for name, p in self.model.named_parameters()} if self.model is not None else {}
-        params = [p for bucket in reducer.buckets for p in bucket.params if p.numel()]
-        return [known.get(id(p), str(i)) for i, p in enumerate(params)]
 
 
 def reducer_of(method: Method) -> LGreco | None:
@@ -193,54 +161,35 @@ def reducer_of(method: Method) -> LGreco | None:
     return found if isinstance(found, LGreco) else None
 
 
-def picture(found: Allocation, names: list[str]) -> Figure:
-    """Bits that a message holds for each element, by layer."""
-    from matplotlib.figure import Figure  # here, for it is slow to import
-
-    colours = {"raw": "0.7", "int": "C0", "top": "C1", "rank": "C2"}
-    figure = Figure(figsize=(8, 1.2 + 0.16 * len(names)), layout="constrained")
-    axes = figure.add_subplot()
-    rows = range(len(names))
-    axes.barh(rows, found.bits, color=[colours[c.kind] for c in found.choices])
-    axes.set_yticks(rows, [f"{name}: {choice}" for name, choice in zip(names, found.choices, strict=True)], fontsize=6)
-    axes.set_xscale("log")
-    axes.set_xlabel("bits an element")
-    axes.invert_yaxis()
-    return figure
-
-
 class Trace:
-    """Writes a torch.profiler trace of some rounds: the all-reduce is seen under the local steps.
+    """A torch.profiler trace of `rounds` rounds, after `first` (1 or more) have closed and everything has warmed up.
 
     Open it in https://ui.perfetto.dev or chrome://tracing: gloo's all-reduce lies in a thread of its own
-    (`gloo:all_reduce`), NCCL's in a stream of its own. The trace begins when `first` rounds have closed, so that
-    everything has warmed up, and covers `rounds` rounds.
+    (`gloo:all_reduce`), NCCL's in a stream of its own.
     """
 
     def __init__(self, path: Path, *, cuda: bool = False, first: int = 2, rounds: int = 2):
-        self.path, self.first, self.rounds = path, first, rounds
-        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * cuda
-        self._profile: Any = profile(activities=activities)
-        self._running = False
-        self._closed = 0
+        self.path, self.first = path, first
+        self.wrote = False
+        self._profile: Any = profile(
+            activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * cuda,
+            schedule=schedule(wait=first - 1, warmup=1, active=rounds, repeat=1),
+            on_trace_ready=self._write,
+        )
+        self._profile.start()
 
-    @property
-    def began(self) -> bool:
-        return self._closed >= self.first
+    def _write(self, finished: Any) -> None:
+        finished.export_chrome_trace(str(self.path))
+        self.wrote = True
 
     def close_round(self) -> bool:
         """Call it when a round has closed; True when that wrote the trace."""
-        self._closed += 1
-        if self._closed == self.first:
-            self._profile.start()
-            self._running = True
-        return self._closed == self.first + self.rounds and self.finish()
+        before = self.wrote
+        self._profile.step()
+        return self.wrote and not before
 
     def finish(self) -> bool:
-        """Writes what there is; True when there was something (a run may end before the trace begins)."""
-        if not self._running:
-            return False
-        self._running = False
+        """Writes what there is; True when that wrote the trace."""
+        before = self.wrote
         self._profile.stop()
-        self._profile.export_chrome_trace(str(self.path))
-        return True
+        return self.wrote and not before

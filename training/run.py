@@ -131,7 +131,6 @@ class Run(Progress):
         """
         self.total = total
         self._trained = Trained(model, optimizer, schedule, method, self.recipe.method, self.requests, self.snapshots)
-        self.rounds.allocations.model = model
         if isinstance(method, Rounds):
             method.rider(Guard).on_left_out = forget(optimizer)
         seconds = self._workers.begin(self._trained, samples, epoch)
@@ -308,8 +307,6 @@ class Run(Progress):
             "steps_per_second": self.step / seconds if seconds else 0.0,
             **self.rounds.overlap.summary(),
         }
-        if deciding := self.rounds.allocations.seconds:
-            summary |= {"lgreco_seconds": deciding, "lgreco_share": deciding / seconds}
         if self._bar is not None:
             self._bar.close()  # before the table is printed
         self.folder.summarise(self.recipe, summary)

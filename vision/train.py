@@ -11,7 +11,6 @@ if __name__ == "__main__":
     answer_help(RECIPES, prog="vision.train")  # before the imports below, which take seconds
 
 import functools
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -27,9 +26,6 @@ from vision.imagenet import ImageNet
 from vision.model import build_model
 from vision.pictures import labelled
 
-if TYPE_CHECKING:
-    from training.memory import Step
-
 Dataset = data.Images | ImageNet
 PICTURES = 8  # test images that TensorBoard shows
 
@@ -37,7 +33,7 @@ PICTURES = 8  # test images that TensorBoard shows
 def main() -> None:
     recipe = parse(RECIPES, prog="vision.train")
     if recipe.dry_run:
-        return dry_run(recipe, lambda: make_model(recipe), fake_step)
+        return dry_run(recipe, lambda: make_model(recipe))
     train_set, test_set = data.load(recipe.dataset)
     with Run(recipe) as run:
         train(run, recipe, train_set, test_set)
@@ -87,7 +83,7 @@ def train(run: Run, recipe: VisionRecipe, train_set: Dataset, test_set: Dataset)
     run.end(evaluate(run, recipe, model, test_set))
 
 
-def backward(run: Run | Step, recipe: VisionRecipe, wrapped: nn.Module, images: Tensor, labels: Tensor) -> Scalars:
+def backward(run: Run, recipe: VisionRecipe, wrapped: nn.Module, images: Tensor, labels: Tensor) -> Scalars:
     """Adds the gradient of this worker's mean loss; returns train_loss and train_top1."""
 
     def part_of(part: tuple[Tensor, Tensor]) -> Scalars:
@@ -103,13 +99,6 @@ def backward(run: Run | Step, recipe: VisionRecipe, wrapped: nn.Module, images: 
 
     parts = list(zip(images.chunk(recipe.accumulate), labels.chunk(recipe.accumulate), strict=True))
     return backward_in_parts(wrapped, parts, part_of)
-
-
-def fake_step(step: Step, recipe: VisionRecipe, model: nn.Module, samples: int) -> None:
-    """A step on zeros, for training.memory."""
-    shape = data.SHAPES[recipe.dataset]
-    images = torch.zeros(samples, shape.in_chans, shape.image_size, shape.image_size)
-    backward(step, recipe, model, images, torch.zeros(samples, dtype=torch.int64))
 
 
 @repeated

@@ -25,8 +25,8 @@ from transformers.masking_utils import sdpa_mask
 
 from core.errors import UserError
 from language.data import IGNORE
+from language.lengths.ring import Shares, chunks, ring_attention
 from language.transnormer import TransNormer
-from training.layouts.ring import Shares, chunks, ring_attention
 
 NAME = "documents"  # of the attention, among transformers'
 Document = tuple[Tensor, Tensor]  # inputs and targets, int64 [tokens] each; IGNORE where nothing is predicted

@@ -7,7 +7,7 @@ Zeppelin (whole, inside a node, across nodes); its thresholds are not known to u
 that all documents can meet is searched for by bisection.
 
     rings = plan(documents, island)         # documents: cumulative lengths, int64 [documents + 1]
-    shares = Shares(documents, rings)       # of training/layouts/ring.py
+    shares = Shares(documents, rings)       # of language/lengths/ring.py
 
 Nothing is sent: every rank computes the same plan of the same arguments. So all sums are Python's, one by one, whose
 order no machine changes; an island whose costs were measured must be rank 0's everywhere.

@@ -1,6 +1,6 @@
 """Documents split over an island of workers that meet at every step: `--balance rings` of language.train and finetune.
 
-Each row is planned (language/lengths/plan.py) and attended to around rings (layouts/ring.py). What the plan reckons
+Each row is planned (language/lengths/plan.py) and attended to around rings (ring.py). What the plan reckons
 with is measured when a run starts, by the model itself and by messages as a ring sends them, or given (--rings.costs).
 """
 

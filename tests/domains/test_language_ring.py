@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from core.testing import run_distributed
 from language.lengths.packed import attend_to_documents
+from language.lengths.ring import Shares
 from tests.tiny_models import CONFIGS
-from training.layouts.ring import Shares
 
 VOCABULARY, IGNORED = 50, -100
 LENGTHS = [100, 37, 5, 1, 60, 3]

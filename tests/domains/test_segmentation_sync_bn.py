@@ -14,7 +14,7 @@ from core.testing import run_distributed
 from segmentation import sync_bn
 from segmentation.data import build_dataset
 from segmentation.recipes import RECIPES, digits_small
-from segmentation.train import fake_step, make_model, train
+from segmentation.train import make_model, train
 from tests.domains.sync_bn_on_cpu import be_in_a_node, log_collectives, of_two_images, one_pass
 from tests.scripts import Mistakes
 from training.checks import dry_run
@@ -92,7 +92,7 @@ def test_a_dry_run_stands_for_the_cluster(capsys: pytest.CaptureFixture[str], mo
     monkeypatch.setenv("WORLD_SIZE", "16")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     recipe = replace(digits_small(), sync_bn="node")
-    dry_run(recipe, lambda: make_model(recipe), fake_step)
+    dry_run(recipe, lambda: make_model(recipe))
     text = capsys.readouterr().out
     assert '"sync_bn": "node"' in text and "16 workers of 2 samples a step" in text
 

@@ -1,4 +1,4 @@
-"""reproduce.py --local: the small runs that stand for the paper's rows, and the processes that train them."""
+"""reproduce.py --local: the small runs that stand for the paper's rows."""
 
 import sys
 from pathlib import Path
@@ -7,7 +7,6 @@ import pytest
 
 import reproduce
 from core import UserError
-from results import gang
 from results.paper import TABLES
 from tests.e2e.test_collect import make_run
 
@@ -15,17 +14,17 @@ from tests.e2e.test_collect import make_run
 def test_local_runs_what_is_missing_and_stops_at_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     started: list[Path] = []
 
-    def train(_: str, arguments: list[str], workers: int) -> None:
+    def train(arguments: list[str], cwd: Path) -> None:
+        assert arguments[1:5] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
         started.append(Path(arguments[arguments.index("--out") + 1]))
         if len(started) < 3:
             seed = int(started[-1].name[-1])
-            make_run(tmp_path / started[-1], "language", "gpt2_pydoc_small", seed=seed, workers=workers, results={})
+            make_run(tmp_path / started[-1], "language", "gpt2_pydoc_small", seed=seed, workers=4, results={})
 
     monkeypatch.setattr(sys, "argv", ["reproduce.py", "gap", "--local"])
     monkeypatch.setattr(reproduce, "ROOT", tmp_path)
     monkeypatch.setattr(reproduce, "KEPT", tmp_path / "kept")
-    monkeypatch.setattr(reproduce.gang, "preload", lambda _: None)
-    monkeypatch.setattr(reproduce.gang, "train", train)
+    monkeypatch.setattr(reproduce.subprocess, "run", train)
     done, *_ = TABLES["gap"].rows
     folder, _ = reproduce.stand_in(done, 4, seed=0)
     make_run(tmp_path / folder, "language", "gpt2_pydoc_small", results={})
@@ -40,10 +39,3 @@ def test_a_stand_in_of_lgreco_decides_within_its_short_run():
     ours = reproduce.stand_in_overrides(row)
     assert ours["ddp_wire.format"] == "lgreco" and ours["epochs"] == 8
     assert not any(key.endswith((".first", ".every")) for key in ours)
-
-
-def test_a_stand_ins_workers_are_forked_and_end_with_one_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    gang.train("tests.gang_script", [str(tmp_path), "--x"], 2)
-    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"0": "2 2 0 --x", "1": "2 2 1 --x"}
-    monkeypatch.setattr(gang, "GRACE", 0.1)
-    gang.train("tests.gang_script", [str(tmp_path), "--fail"], 2)  # the other would sleep

@@ -242,9 +242,7 @@ def test_lgreco_from_the_command_line(tmp_path: Path):
         options += ["--method", method, "--epochs", "1", "--co2.tau", "4"]
         said = run_distributed(on_worker, 2, tmp_path / method, *options, timeout=120)
         assert "L-GreCo: " in said[0] and "of int4" not in said[0]
-        decided, end = [r for r in rows(tmp_path / method) if "lgreco/bytes" in r], summary(tmp_path / method)
+        decided = [r for r in rows(tmp_path / method) if "lgreco/bytes" in r]
         assert decided and 0 < decided[0]["lgreco/bytes"] <= decided[0]["lgreco/uniform_bytes"]
-        assert end["lgreco_seconds"] == pytest.approx(sum(r["lgreco/seconds"] for r in decided))
-        assert end["lgreco_share"] == pytest.approx(end["lgreco_seconds"] / end["seconds"])
         events = EventAccumulator(str(tmp_path / method)).Reload()
-        assert "lgreco/bits" in events.Tags()["images"] and "lgreco/layers/text_summary" in events.Tags()["tensors"]
+        assert "lgreco/layers/text_summary" in events.Tags()["tensors"]

@@ -227,13 +227,14 @@ def test_a_method_holds_what_the_dry_run_says(name: str):
     """Of the tiny GPT-2's recipe, one worker."""
     pytest.importorskip("tyro", reason="recipes need tyro: carry its wheel")
     from language.recipes import gpt2_pydoc_small
-    from language.train import fake_step, make_model
-    from training.memory import estimate, size_of
+    from language.train import make_model
+    from training.memory import held, size_of
 
     small = replace(gpt2_pydoc_small(), batch_size=2)
     settings = small.co2 if name == "paper" else replace(CO2Config.recommended(1), tau=small.co2.tau)
     recipe = replace(small, co2=settings, recommended=name != "paper")
-    said = estimate(recipe, lambda: make_model(recipe, pad=1), fake_step, 1).method
+    with torch.device("meta"):
+        said = held(recipe, make_model(recipe, pad=1), 1, 1)
     with one_rank(DEVICE):
         model = make_model(recipe, pad=1).to(DEVICE)
         params = [p for p in model.parameters() if p.requires_grad]

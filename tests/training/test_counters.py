@@ -56,6 +56,6 @@ def test_the_trace_covers_the_rounds_asked_for(tmp_path: Path):
 
 def test_a_run_that_ends_early_still_writes_its_trace(tmp_path: Path):
     trace = Trace(tmp_path / "trace.json", first=1, rounds=5)
-    assert not trace.finish() and not trace.began
     trace.close_round()
+    assert not trace.wrote
     assert trace.finish() and (tmp_path / "trace.json").exists()

@@ -39,7 +39,6 @@ LOADS: dict[tuple[str, str], dict[str, bool]] = {
     ("segmentation/model.py", "mmengine.config.Config.fromfile"): {},
     # modules that the project names itself
     ("bench/chaos/worker.py", "runpy.run_module"): {},
-    ("results/gang.py", "runpy.run_module"): {},
     # results of processes that the same one has started, in a temporary folder of its own
     ("core/testing/__init__.py", "pickle.loads"): {},
     ("bench/cluster/ranks.py", "pickle.loads"): {},

@@ -7,30 +7,25 @@ import torch
 
 from core import UserError
 from tests.training.test_plan_search import of
-from training.plan import show
+from training.layouts.layout import Layout
+from training.plan import memory, show, time
+from training.plan.case import Case, Layouts, Software
 from training.plan.clusters import preset
 from training.plan.command import main
+from training.plan.model import preset_model
+from training.plan.search import plan
 
 
-def test_each_number_of_a_stage_follows_from_what_is_explained(capsys: pytest.CaptureFixture[str]):
-    """tp4.pp2.dp16.v2 by hand: activations, what passes, hops."""
-    gpt = ["--preset", "dgx-a100-tcp", "--model", "gpt-22b", "--batch", "512"]
-    main([*gpt, "--layout", "tp4.pp2.dp16.v2.mb16.zero1", "--explain", "1"])
-    screen = capsys.readouterr().out
-    found = {name: float(x.replace(",", "")) for name, x in re.findall(r"^  (\S.*?) {2,}([\d.,e+]+) ", screen, re.M)}
-    kept, given = found["measured, kept"], found["given"]
-    assert found["activations"] == pytest.approx((24 * kept + given) * 2 * (1 + 1 / 4) / 1e9, rel=1e-4)
-    assert found["passing"] == pytest.approx((found["measured, more"] + 4 * found["block"]) / 1e9, rel=1e-3)
-    assert found["hop"] == pytest.approx(given / 1e9 + 50e-6, rel=1e-4)  # 64 of a node's ranks share 8 GB/s
-    assert found["pipeline"] == pytest.approx(2 * (1 + 16 * 2) * found["hop"], rel=1e-4)
-    memory = screen.partition("gigabytes")[2].partition("seconds of a step")[0]
-    *parts, total = [float(x) for x in re.findall(r"^  \w+ +([\d.]+)", memory, re.M)]
-    assert sum(parts) == pytest.approx(total, abs=1e-3)
-    assert "recompute none" in screen and "symbols and sources: training/plan/__init__.py" in screen
-    main(["--preset", "laptops", "--model", "gpt-125m", "--batch", "64", "--explain", "1"])
-    screen = capsys.readouterr().out
-    assert "wire int4, merge keep" in screen
-    assert re.search(r"co2 +2\.5510  .*island of 1: 4 own \(3, keep: \+ 1, narrow wire: \+ 1 \+ 1/I\)", screen)
+def test_each_number_of_a_stage_by_hand():
+    """tp4.pp2.dp16.v2: activations, what passes, hops."""
+    model, cluster = preset_model("gpt-22b", None), preset("dgx-a100-tcp")
+    p = plan(Case(model, cluster, Software(), 512, Layouts(1, 1, 1, 1, 1)), Layout.parse("tp4.pp2.dp16.v2.mb16.zero1"))
+    c = p.at(p.best[0])
+    first, seconds, (kept, more) = memory.of_stage(c, False), time.seconds(c), c.of_block
+    assert first["activations"] == pytest.approx((24 * kept + c.given) * 2 * (1 + 1 / 4))
+    assert first["passing"] == pytest.approx(more + 4 * c.block)
+    assert time.hop(c) == pytest.approx(c.given / 1e9 + 50e-6)  # 64 of a node's ranks share 8 GB/s
+    assert seconds["pipeline"] == pytest.approx(2 * (1 + 16 * 2) * time.hop(c))
 
 
 def test_rows_with_long_names_are_one_line(capsys: pytest.CaptureFixture[str]):

@@ -26,7 +26,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.run import determine_local_world_size
@@ -100,26 +100,17 @@ class Coordinator:
         return self.store.check([key])
 
 
-class Process(Protocol):
-    """A worker, as subprocess.Popen has it."""
-
-    returncode: Any
-
-    def poll(self) -> int | None: ...
-    def kill(self) -> None: ...
-    def send_signal(self, sig: int) -> None: ...
-
-
 class Agent:
     """One node's launcher: its workers, and their restarts.
 
-    spawn: (what a worker finds in its environment) -> the worker's process. workers: on each node. restarts: of each
-    worker. node: this one's number, of `nodes`. host, port: of the store, which the first node serves; port 0: any.
+    spawn: (what a worker finds in its environment) -> the worker's process, as subprocess.Popen has it. workers: on
+    each node. restarts: of each worker. node: this one's number, of `nodes`. host, port: of the store, which the first
+    node serves; port 0: any.
     """
 
     def __init__(
         self,
-        spawn: Callable[[dict[str, str]], Process],
+        spawn: Callable[[dict[str, str]], Any],
         workers: int,
         restarts: int = 0,
         *,
@@ -137,7 +128,7 @@ class Agent:
             raise UserError(f"no store at {host}:{port} ({reason}): {remedy}") from None
         self.store = dist.PrefixStore("elastic", self._served)
         self.coordinator = Coordinator(self.store, nodes) if node == 0 else None
-        self.processes: dict[int, Process] = {}  # by slot
+        self.processes: dict[int, Any] = {}  # by slot
         self.started = [0] * workers  # how often each slot's worker has been started again
         self.status, self.signalled, self._beat = 0, 0, 0
         self.finished = False  # whether a worker has ended well
@@ -264,7 +255,7 @@ def run_elastic(args: Namespace) -> int:
     """Starts the workers of this node, and returns the exit status once all have ended. args: torchrun's."""
     script = [*(["-m"] if args.module else []), args.training_script, *args.training_script_args]
 
-    def spawn(env: dict[str, str]) -> Process:
+    def spawn(env: dict[str, str]) -> subprocess.Popen[bytes]:
         return subprocess.Popen([sys.executable, *script], env={"OMP_NUM_THREADS": "1", **os.environ, **env})
 
     nodes = int(str(args.nnodes).split(":")[-1])

@@ -9,11 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from training.plan.block import measured
 from training.plan.clusters import Cluster, Numbers
 from training.plan.model import Model
 
-RECOMPUTE = ("none", "selective", "full")
+RECOMPUTE = ("none", "full")
 WIRES = {"float32": 4.0, "int8": 260 / 256, "int4": 132 / 256}  # bytes an element: core/wires/formats.py
 MERGES = ("keep", "mix", "outer")
 
@@ -26,8 +25,7 @@ class Software:
     goes from block to block, which autocast leaves in float32. fused: attention keeps no s x s matrix. overlap: DDP
     and FSDP2 communicate beneath computing. gloo: FSDP2 does not, a reduce-scatter is an all-reduce, a broadcast goes
     along a tree. megatron: a pipeline's hop is cut over the TP ranks [N sec. 4.1], logits stay
-    cut over them, no buffers for what each micro-batch receives, and sequence parallelism is known. reserve: bytes that
-    none of the parts counts.
+    cut over them, no buffers for what each micro-batch receives. reserve: bytes that none of the parts counts.
     """
 
     parameter: float = 4
@@ -63,8 +61,6 @@ class Layouts:
     zero: Numbers = 0
     recompute: Numbers = 0
     """Index of RECOMPUTE."""
-    sequence: Numbers = 0
-    """1: what TP does not cut is cut along the sequence [K]."""
     tau: Numbers = 1
     wire: Numbers = 0
     """Index of WIRES."""
@@ -133,11 +129,10 @@ class Case:
 
     @cached_property
     def kept(self) -> Numbers:
-        """b s (4 h size + masks, over t where cut in sequence, + 12 h size / t): of a layer, no scores [K eq. 2, 4]"""
+        """b s (4 h size + masks + 12 h size / t): of a layer, without scores [K eq. 2]"""
         m, x, size = self.model, self.layout, self.software.value
         outside = m.kept_whole * size + m.masks
-        share = np.where(x.sequence == 1, x.tp, 1)
-        return x.micro * m.context * (outside / share + m.kept_cut * size / x.tp)
+        return x.micro * m.context * (outside + m.kept_cut * size / x.tp)
 
     @cached_property
     def scores(self) -> Numbers:
@@ -157,16 +152,16 @@ class Case:
         return self.software.stream * self.tokens * self.model.width
 
     @cached_property
-    def measured(self) -> tuple[Numbers, Numbers]:
-        """b (whole + cut / t): bytes that a block keeps, and has more at its backward pass's peak, both measured [M]
+    def of_block(self) -> tuple[Numbers, Numbers]:
+        """b s (whole + cut / t): bytes that a block keeps, and has more at its backward pass's peak [O]
 
-        Megatron-LM's, which is not here: `kept` and the scores; 0.
+        Megatron-LM's: `kept` and the scores; 0.
         """
         x, s = self.layout, self.software
         if s.megatron:
             return self.kept + np.where(x.recompute == 0, self.scores, 0.0), 0.0
-        block = measured(self.model, int(s.value))
-        return tuple(x.micro * (whole + cut / x.tp) for whole, cut in (block.kept, block.more))  # pyright: ignore
+        kept, more = (self.tokens * (whole + cut / x.tp) for whole, cut in self.model.in_block(s.value))
+        return kept, more
 
     @cached_property
     def shares(self) -> Numbers:

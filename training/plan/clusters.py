@@ -74,10 +74,16 @@ class Cluster:
 
         size: bytes S. Of n ranks that lie `stride` devices apart, B their bytes/s, A a hop's seconds.
         """
-        n, bytes_each, hop = np.maximum(ranks, 1), size / self.rate(ranks, stride), self.hop(ranks, stride)
-        ring = 2 * (n - 1) / n * bytes_each + 2 * (n - 1) * hop
-        trees = np.where(n > 2, 2, 1) * bytes_each + 2 * np.ceil(np.log2(n)) * hop
-        return np.where(n > 1, np.minimum(ring, trees), 0.0)
+        return collective(size / self.rate(ranks, stride), ranks, self.hop(ranks, stride))
+
+
+def collective(seconds: Numbers, ranks: Numbers, hop: Numbers, *, trees: bool = True) -> Numbers:
+    """Cluster.allreduce's formula. seconds: of the bytes over one link. trees: whether there are any, as NCCL has."""
+    n = np.maximum(ranks, 1)
+    found = 2 * (n - 1) / n * seconds + 2 * (n - 1) * hop
+    if trees:
+        found = np.minimum(found, np.where(n > 2, 2, 1) * seconds + 2 * np.ceil(np.log2(n)) * hop)
+    return np.where(n > 1, found, 0.0)
 
 
 def device(key: str) -> Device:

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import math
 import shlex
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
 import tyro
 
 from core.errors import UserError
 from training.layouts.layout import Layout
-from training.plan import clusters, show
-from training.plan.block import measured
+from training.plan import clusters, methods, show
 from training.plan.case import FLOAT32, MERGES, WIRES, Case, Layouts, Software
 from training.plan.model import preset_model, presets
-from training.plan.search import Plan, holds, plan
-from training.plan.trial import check_here, run, tried
+from training.plan.search import plan
 
 
 @dataclass(frozen=True)
@@ -44,38 +42,21 @@ class Options:
     """Measure this machine's device in place of looking it up by the name that the doctor found."""
     layout: str | None = None
     """Plan with this one alone, such as tp2.pp2.dp2.co2x2."""
-    explain: int | None = None
-    """Shows the sums of the K-th of the list, each with its formula and source."""
-    why: tuple[str, str] | None = None
-    """Which term decides between two: numbers of the list, or names of layouts."""
     sbatch: bool = False
     """Shows the submission line and the overrides of the first."""
-    run: bool = False
-    """Runs the first here, one process for each device."""
-    measure: int = 0
-    """Runs the k best here for some steps, and ranks them by what was measured."""
-    steps: int = 30
-    """Of each measured run."""
     recipe: str | None = None
-    """The recipe of language.train that is run; the model's by default."""
-    plot: Path | None = None
-    """Draws memory against seconds, such as plan.png."""
+    """The recipe of language.train for --sbatch; the model's by default."""
 
     def check(self) -> None:
         """UserError names the first option that cannot be."""
-        ones = dict.fromkeys(("batch", "context", "nodes", "per_node", "explain"), 1)
-        for name, least in (ones | {"steps": 4, "measure": 0}).items():
-            if (value := getattr(self, name)) is not None and value < least:
-                raise UserError(f"{name}={value}: give {least} or more")
+        for name in ("batch", "context", "nodes", "per_node"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise UserError(f"{name}={value}: give 1 or more")
         if (self.preset is None) == (self.cluster is None):
             raise UserError(
                 f"preset={self.preset} and cluster={self.cluster}: give one of them, a preset of "
                 f"{', '.join(presets()['clusters'])} or a file"
             )
-        if self.plot is not None and not self.plot.absolute().parent.is_dir():
-            raise UserError(f"plot={self.plot}: there is no folder {self.plot.parent}: make it first")
-        if self.plot is not None and self.plot.suffix not in (".png", ".pdf", ".svg"):
-            raise UserError(f"plot={self.plot}: give a file that ends in .png, .pdf or .svg")
 
 
 def case(options: Options) -> Case:
@@ -94,19 +75,7 @@ def case(options: Options) -> Case:
     return Case(model, cluster, software, options.batch, Layouts(1, 1, 1, 1, 1))
 
 
-def chosen(p: Plan, text: str | int) -> int:
-    """The row of a number of the list, or of the best layout of a name."""
-    if str(text).isdecimal():
-        if not 1 <= int(text) <= len(p.best):
-            raise UserError(f"number {text}: the list has 1 to {len(p.best)}")
-        return p.best[int(text) - 1]
-    held = np.flatnonzero(holds(Layout.parse(str(text)), p.case))
-    if not len(held):
-        raise UserError(f"layout {text} is not among those that fit: --layout {text} says why")
-    return p.pick(held)
-
-
-# -- to run -----------------------------------------------------------------------------------------------------------
+# -- to start it -------------------------------------------------------------------------------------------------------
 
 
 def overrides(c: Case, text: str) -> list[str]:
@@ -150,33 +119,20 @@ def recipe_of(options: Options) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["methods"]:
+        methods.main(argv[1:])
+        return
     options = tyro.cli(Options, prog="python -m training.plan", args=argv, use_underscores=True)
     options.check()
     named = Layout.parse(options.layout) if options.layout else None
     asked = case(options)
-    measured(asked.model, int(asked.software.value))  # imports transformers, which takes longer than the search
     began = time.perf_counter()
     p = plan(asked, named)
     spent = time.perf_counter() - began
-    if options.explain is not None:
-        print("\n".join(show.explain(p, chosen(p, options.explain))))
-    if options.why is not None:
-        a, b = (chosen(p, text) for text in options.why)
-        if a == b:
-            raise UserError(f"why={' '.join(options.why)}: both are {p.name(a)}: give two layouts")
-        print("\n".join(show.why(p, a, b)))
-    if options.explain is None and options.why is None:
-        print("\n".join(show.table(p)), f"\n{p.count:,} layouts in {spent:.2f} s")
-    if options.plot is not None:
-        show.plot(p, options.plot)
-    best = p.best[: max(1, options.measure)]
-    of = [(p.name(row), float(p.total[row]), overrides(p.at(row), p.name(row))) for row in best]
+    print("\n".join(show.table(p)), f"\n{p.count:,} layouts in {spent:.2f} s")
     if options.sbatch:
-        print(sbatch(p.at(p.best[0]), of[0][2], recipe_of(options)))
-        print(f"-m language.train {recipe_of(options)} {shlex.join(of[0][2])}")
-    if options.run or options.measure:
-        check_here(p.case)
-    if options.run:
-        run(p.case, recipe_of(options), of[0][2])
-    if options.measure:
-        print("\n".join(tried(p.case, recipe_of(options), of, options.steps)))
+        first = p.best[0]
+        words = overrides(p.at(first), p.name(first))
+        print(sbatch(p.at(first), words, recipe_of(options)))
+        print(f"-m language.train {recipe_of(options)} {shlex.join(words)}")

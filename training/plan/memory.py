@@ -61,13 +61,13 @@ def in_flight(c: Case, last: bool) -> Numbers:
 
 def layer(c: Case) -> Numbers:
     """Kept by a block, of one micro-batch."""
-    return np.where(c.layout.recompute == RECOMPUTE.index("full"), c.given, c.measured[0])
+    return np.where(c.layout.recompute == RECOMPUTE.index("full"), c.given, c.of_block[0])
 
 
 def activations(c: Case, last: bool) -> Numbers:
     """(l/p kept + ends) n: n = min(m, p) [N], in the last stage 1; v > 1: min(m, n (1 + (p - 1) / (p v))) [K] [M]
 
-    The second is the first stage's. Kept: a block's, measured; with full recomputation what it is given [K sec. 5].
+    The second is the first stage's. Kept: a block's; with full recomputation what it is given [K sec. 5].
     Ends: what the embedding gives, what the last norm gives, each of a stage that has it.
     """
     x = c.layout
@@ -88,15 +88,15 @@ def passing(c: Case, last: bool) -> Numbers:
 
     Logits, of the last stage: b s V (size + 4 + 4), with a float32 log-softmax and its gradient; Megatron-LM's over t.
     Of two stages and more: size more, for torch's pipelining keeps what the last one gives.
-    A block: what is measured beyond what it keeps, its gradients, with z >= 2 once more in float32 for their reduction,
+    A block: what it has beyond what it keeps, its gradients, with z >= 2 once more in float32 for their reduction,
     and with full recomputation what it keeps.
     """
     x, size, cut = c.layout, c.software.value, c.layout.tp if c.software.megatron else 1
     kept = size * (x.pp > 1) * (not c.software.megatron)
     logits = c.tokens * c.model.vocabulary * (size + 2 * FLOAT32 + kept) / cut
     reduced = np.where((x.zero >= 2) & (x.dp > 1), FLOAT32, 0)
-    again = np.where(x.recompute == RECOMPUTE.index("full"), c.measured[0], 0.0)
-    block = c.measured[1] + again + (c.software.gradient + reduced) * c.block
+    again = np.where(x.recompute == RECOMPUTE.index("full"), c.of_block[0], 0.0)
+    block = c.of_block[1] + again + (c.software.gradient + reduced) * c.block
     return np.maximum(logits if last else np.where(x.pp == 1, logits, 0.0), block)
 
 

@@ -13,6 +13,9 @@ from core.checkpoints.untrusted import parse_json, reason
 from core.errors import UserError
 from training.recipe import find
 
+FLOAT32 = 4  # bytes
+# bytes that an activation keeps of each of its values beyond its input and its result
+ACTIVATIONS = {"gelu": 0, "gelu_pytorch_tanh": 0, "gelu_new": 12, "silu": 0}
 LARGEST = 10**7  # of a size in a config.json
 FAMILIES = {"gpt2": "gpt2", "llama": "llama", "mistral": "llama"}  # by model_type in Hugging Face's config.json
 # of a family there: layers, width, heads, inner width, positions, activation and its default
@@ -38,7 +41,7 @@ def of_preset(kind: str, name: str) -> Any:
 
 
 def formula(text: str, act: Callable[[Any], float]) -> Any:
-    """A property, whose text --explain prints."""
+    """A property with its formula as text."""
     return property(act, doc=text)
 
 
@@ -48,7 +51,7 @@ class Model:
 
     family: gpt2 (GELU, biases, two layer norms, learned positions) or llama (gated SiLU, no biases, RMS norms, rotary
     positions). context: tokens of a sample. tied: embedding and head share a matrix. activation: as transformers call
-    it, whose implementations keep more or less.
+    it: one of ACTIVATIONS.
     """
 
     name: str
@@ -112,6 +115,21 @@ class Model:
     )
     masks = formula("2 h bytes of dropout's masks [K eq. 2]", lambda m: 0 if m.gated else 2 * m.width)
 
+    def in_block(self, size: float) -> tuple[tuple[float, float], tuple[float, float]]:
+        """Bytes of a token, (whole, cut by TP), without dropout: kept by a block of transformers; more in its backward
+
+        size: of a value that products take. Whole: what comes to two norms and to two sums, in float32, and the norms'
+        statistics. Cut: q, k, v, attention's result and log-sum-exp, the activation's input and result [O]
+        """
+        if self.gated:
+            kept = 24 * self.width + (2 * self.width if size < FLOAT32 else 0) + 8
+            cut = 2 * size * (self.width + self.kv_width + 2 * self.inner) + 4 * self.heads
+        else:
+            kept = 16 * self.width + 16
+            cut = 4 * size * self.width + (2 * size + ACTIVATIONS[self.activation]) * self.inner + 4 * self.heads
+        steps = 10 if ACTIVATIONS[self.activation] else 0  # at most: of an activation computed in float32 by steps
+        return (kept, cut), (4 * self.width, (4 if size >= FLOAT32 else steps) * self.inner)
+
     def scores(self, size: float) -> float:
         """a s (2 size + 1) bytes: softmax, what dropout leaves, its mask [K eq. 2]; without dropout a s size"""
         return self.heads * self.context * (size if self.gated else 2 * size + 1)
@@ -163,6 +181,7 @@ def from_config(folder: Path, context: int | None) -> Model:
 
 def check_counted(file: Path, m: Model, config: dict[str, Any]) -> None:
     """UserError: no such model can be, or it has parameters that are not counted."""
+    find("activation", m.activation, ACTIVATIONS, f"the planner knows {', '.join(ACTIVATIONS)}")
     if m.heads % m.kv_heads:
         raise UserError(f"{file}: num_key_value_heads={m.kv_heads} does not divide num_attention_heads={m.heads}")
     each = m.width // m.heads

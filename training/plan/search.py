@@ -87,7 +87,6 @@ def notes(c: Case) -> str:
         f"ZeRO-{x.zero} with a pipeline keeps whole gradients until its last micro-batch": x.zero >= 2 and x.pp > 1,
         refused: refused,
         "CO2's outer state in the host's memory is costed, not run, with TP or stages": x.offload and x.tp * x.pp > 1,
-        "sequence parallelism is costed, not run": x.sequence,
     }
     return "; ".join(text for text, told in of.items() if told)
 
@@ -116,7 +115,6 @@ def steps(c: Case, split: tuple[int, int, int, int], only: Layout | None = None)
     micros = [b for b in divisors(share) if b <= LARGEST_MICRO]
     if only is not None and only.microbatches:
         micros = [share // only.microbatches]
-    recomputes = [k for k, kind in enumerate(RECOMPUTE) if not (c.software.fused and kind == "selective")]
     methods = [(1, 0, 0, 0)]
     if islands > 1:  # shared outer state takes float32 and the paper's merge (core/sharded/checks.py)
         paper = MERGES.index("outer")
@@ -127,7 +125,7 @@ def steps(c: Case, split: tuple[int, int, int, int], only: Layout | None = None)
     chunks, zeros = CHUNKS if pp > 1 else (1,), range(4 if dp > 1 else 1)
     if only is not None:
         chunks = (only.v,)
-    inner = micros, chunks, zeros, recomputes, range(2 if tp > 1 and c.software.megatron else 1)
+    inner = micros, chunks, zeros, range(len(RECOMPUTE))
     *axes, which = (axis.ravel() for axis in np.meshgrid(*inner, np.arange(len(methods)), indexing="ij"))
     one = np.ones_like(which)
     return Layouts(tp * one, pp * one, dp * one, islands * one, *axes, *np.array(methods)[which].T)
@@ -205,7 +203,7 @@ def plan(case: Case, only: Layout | None = None) -> Plan:
     if only is not None and whole:
         kept = replace(kept, layout=kept.layout[holds(only, kept)])
     if not kept.layout.shape[0]:
-        raise UserError(f"no layout can be: {listed(dropped)}; {hint(case, dropped)}")
+        raise UserError(f"no layout can be: {listed(dropped)}: give another --batch, --nodes or --per_node")
     return fitting(kept, dropped if only is None else Counter())
 
 
@@ -237,17 +235,3 @@ def fitting(c: Case, dropped: Counter[str]) -> Plan:
 
 def listed(dropped: Counter[str]) -> str:
     return ", ".join(f"{count:,} {reason}" for reason, count in dropped.most_common())
-
-
-def hint(c: Case, dropped: Counter[str]) -> str:
-    """What would let more layouts be."""
-    m, n = c.model, c.cluster.devices
-    found = []
-    if dropped["batch"]:
-        near = max(1, round(c.batch / n)) * n
-        found.append(f"batch {c.batch}: {near} is the nearest that divides among {n} replicas")
-    if dropped["layers"]:
-        found.append(f"{m.layers} layers divide among {', '.join(map(str, divisors(m.layers)))} stages")
-    if dropped["heads"]:
-        found.append(f"{m.heads} heads are cut by TP up to {np.gcd(m.heads, np.gcd(m.kv_heads, 1 << 20))}")
-    return "; ".join(found)

@@ -11,6 +11,7 @@ from training.plan.clusters import Numbers
 
 ADAMW = 28  # bytes moved for a parameter: gradient, 16-bit copy, itself, two moments read; the last four written
 FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20  # bytes of DistributedDataParallel's by default
+BACKWARD = 2 / 3  # of a step's computing is its backward pass
 BOUNDARY = 32  # of an element: parameter, payload, x and m, read and written in one pass (docs/design.md)
 
 
@@ -60,7 +61,7 @@ def host(c: Case) -> Numbers:
 
 
 def tensor(c: Case) -> Numbers:
-    """m l/p (4 + 2 again) allreduce(size b s h, t ranks) [N sec. 3.2]; cut in sequence it is as much [K sec. 4.2]"""
+    """m l/p (4 + 2 again) allreduce(size b s h, t ranks) [N sec. 3.2]"""
     x, size = c.layout, c.software.value * c.tokens * c.model.width
     return c.micro_batches * c.layers * (4 + 2 * again(c)) * c.cluster.allreduce(size, x.tp, 1)
 
@@ -78,7 +79,7 @@ def ends(c: Case) -> Numbers:
 def hop(c: Case) -> Numbers:
     """stream b s h / B + A: from a stage to the next; over t if scattered [N sec. 4.1]"""
     x = c.layout
-    size = c.given / np.where((x.sequence == 1) | c.software.megatron, x.tp, 1)
+    size = c.given / (x.tp if c.software.megatron else 1)
     return sent(c, size, x.pp, x.tp * x.dp)
 
 
@@ -117,18 +118,29 @@ def data(c: Case) -> Numbers:
 
     The first reduces gradients, once a step; the second gathers: parameters (z = 1), or values of theirs (z >= 2).
     Hidden: the first under the last micro-batch's backward pass, 2/3 of its compute, where DDP or FSDP2 reduces (not z
-    < 2 with TP or stages), but for DDP's last bucket; the second under all compute with z >= 2 [O].
+    < 2 with TP or stages); DDP's from its first full bucket on, but for its last one; the second under all compute with
+    z >= 2 [O].
     """
     m, x, by_zero, s = c.micro_batches, c.layout, c.layout.zero >= 2, c.software
     by_ddp, prefetch = ~by_zero & (x.tp * x.pp == 1), by_zero & s.overlap & (not s.gloo)
     compute, size = products(c) + passes(c), s.gradient * c.largest
     reduced = ring(c, size) * np.where(by_zero & (not s.gloo), 0.5, 1.0)
-    beneath = ((by_ddp & s.overlap) | prefetch) * compute / m * 2 / 3
-    left = np.where(by_ddp, ring(c, np.where(size > FIRST_BUCKET, (size - FIRST_BUCKET) % BUCKET, size)), 0.0)
+    beneath = np.where(by_ddp & s.overlap, under_backward(size), prefetch * BACKWARD) * compute / m
+    left = np.where(by_ddp, ring(c, last_bucket(size)), 0.0)
     values = np.where(by_zero, s.value, s.parameter) * c.largest
     gathered = np.where(x.zero == 3, 2.0 * m, np.where(x.zero > 0, 1.0, 0.0)) / 2 * ring(c, values)
     gathered = np.where((x.zero == 1) & s.gloo, broadcasts(c, values), gathered)
     return np.maximum(left, reduced - beneath) + np.maximum(0.0, gathered - prefetch * compute)
+
+
+def under_backward(size: Numbers) -> Numbers:
+    """2/3 (1 - first bucket / size): of a step's computing, the rest of the backward pass once DDP can reduce [O]"""
+    return BACKWARD * np.maximum(0.0, 1 - FIRST_BUCKET / size)
+
+
+def last_bucket(size: Numbers) -> Numbers:
+    """Bytes of the last of DDP's buckets, whose all-reduce nothing hides."""
+    return np.where(size > FIRST_BUCKET, (size - FIRST_BUCKET) % BUCKET, size)
 
 
 def tensors(c: Case) -> Numbers:

@@ -1,4 +1,4 @@
-"""Published figures beside the planner's: python -m training.plan.published writes results/plan.md and plan.json.
+"""Published figures that the planner is held against, as data, and what the planner's formulas give for them.
 
 What a constant was fitted to and what is predicted stand apart. Megatron-LM: configurations of its repository's
 examples/sc21/run_table_1.sh, TFLOP/s of a device of its images/cases_april2021.png [N table 1]. CO2: words/s that its
@@ -8,24 +8,18 @@ shares of the peak and scaling of its abstract, whose configurations are not rec
 
 from __future__ import annotations
 
-import json
 import math
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tyro
 
-from training.config import commit
 from training.plan.case import MEGATRON, RECOMPUTE, Case, Layouts
 from training.plan.clusters import Cluster, preset
 from training.plan.model import Model
 from training.plan.time import seconds
-from training.script import launch
 
 FULL = RECOMPUTE.index("full")
 VOCABULARY, CONTEXT = 51200, 2048
@@ -81,22 +75,6 @@ def fit(cells: Sequence[tuple[Any, ...]], cluster: Cluster) -> Cluster:
     bounds = np.log([(0.3, 0.1, 50e9), (1.0, 10.0, 300e9)])
     found = least_squares(off, np.log([0.7, 2.0, 200e9]), bounds=bounds)
     return with_constants(cluster, *np.exp(found.x).tolist())
-
-
-def megatron() -> dict[str, Any]:
-    """The ten cells, predicted by constants of four."""
-    c = preset("selene")
-    fitted = fit([MEGATRON_CELLS[i] for i in FITTED], c)
-    rows = [
-        {"model": cell[0], "published": cell[-1], "predicted": tflops(cell, fitted), "fitted": i in FITTED}
-        for i, cell in enumerate(MEGATRON_CELLS)
-    ]
-    return {
-        "constants": {"top": fitted.device.top, "passes": fitted.device.passes, "inside": fitted.inside},
-        "rows": rows,
-        "worst_of_six": max(abs(r["predicted"] / r["published"] - 1) for r in rows if not r["fitted"]),
-        "worst_of_constant": max(abs(CONSTANT / r["published"] - 1) for r in rows),
-    }
 
 
 def co2() -> dict[str, float]:
@@ -164,110 +142,3 @@ def frontier() -> dict[str, Any]:
         spanned[name] = {key: [min(x), max(x)] if x else None for key, x in spans.items()}
         spanned[name] |= {"published": SHARES[name], "published_strong": STRONG[name]}
     return {"tops": [c.device.top for c in fitted], "spans": spanned, "assumed": ASSUMED}
-
-
-# -- the page ---------------------------------------------------------------------------------------------------------
-
-
-def row(*cells: object) -> str:
-    return f"| {' | '.join(map(str, cells))} |"
-
-
-def percent(span: Sequence[float] | None) -> str:
-    return f"{span[0]:.1%} to {span[1]:.1%}" if span else "none of those assumed divides"
-
-
-def page(found: dict[str, Any]) -> str:
-    """results/plan.md."""
-    m, c, f = found["megatron"], found["co2"], found["frontier"]
-    cells, spans = [], []
-    for r in m["rows"]:
-        off, constant = (f"{said / r['published'] - 1:+.1%}" for said in (r["predicted"], CONSTANT))
-        cells.append(
-            row(r["model"], r["published"], f"{r['predicted']:.0f}", "fitted" if r["fitted"] else off, constant)
-        )
-    for name, s in f["spans"].items():
-        published, strong = f"{s['published']:.2%}", f"{s['published_strong']:.0%}"
-        spans.append(
-            row(name, published, percent(s["span"]), "100 %", percent(s["weak"]), strong, percent(s["strong"]))
-        )
-    return TEXT.format(
-        **{"found": found, "m": m, "c": c, "k": m["constants"], "inside": m["constants"]["inside"] / 1e9},
-        constant=CONSTANT,
-        cells="\n".join(cells),
-        spans="\n".join(spans),
-        tops=" to ".join(f"{x:.2f}" for x in (min(f["tops"]), max(f["tops"]))),
-        assumed="\n".join(row(name, *run) for name, runs in ASSUMED.items() for run in runs),
-        fractions=", ".join(map(str, FRACTIONS)),
-    )
-
-
-TEXT = """\
-# The planner beside published figures
-
-[All results](index.md). Nothing on this page is measured by us. Published figures of three papers stand beside what the
-planner's formulas give ([Planning](../docs/planning.md)). Fitted and predicted cells stand apart.
-
-- Command: `{found[command]}`. Commit: {found[commit]}. Seeds: none, nothing is drawn.
-
-## Megatron-LM's ten runs
-
-| model | published | the planner | off | constant {constant}, off |
-|---|---|---|---|---|
-{cells}
-
-- Entries: TFLOP/s of an A100, recomputation counted as work. Published: table 1 of arXiv 2104.04473. Configurations:
-  `examples/sc21/run_table_1.sh` of its repository.
-- Fitted to the four marked cells: the share of the peak that products get, {k[top]:.2f}; passes over memory,
-  {k[passes]:.2f}; the bandwidth inside a node, {inside:.0f} GB/s. Everything else is from formulas and data sheets.
-
-The form of the formulas was chosen knowing all ten cells. The six predicted ones are off by at most
-{m[worst_of_six]:.1%}. A constant that knows all of them, {constant}, is off by at most {m[worst_of_constant]:.1%}. So
-little is proved: layouts as good as these hardly differ in speed.
-
-## CO2 against AdamW over 80 Gbit/s
-
-| published | predicted | off |
-|---|---|---|
-| {c[published]:.1f} times | {c[predicted]:.1f} times | {c[off]:+.0%} |
-
-- Model: unknown to us, and the formula needs none: it takes ratios of words/s. Nodes: 16 of 8 GPUs. Published:
-  [the paper's figures](paper.md).
-- Fitted to the cells of one and of two nodes: an all-reduce takes {c[allreduce_steps]:.1f} steps. Predicted: a flat
-  ring over all 128 GPUs, with all of CO2's communication hidden.
-
-## Frontier
-
-| model | share of the peak | the planner | weak scaling | the planner | strong scaling | the planner |
-|---|---|---|---|---|---|---|
-{spans}
-
-- Published: the columns without a span, of the abstract of "Optimizing Distributed Training on Frontier for Large
-  Language Models"; scaling on 1,024 GPUs (175B) and 3,072 (1T).
-- Configuration not recovered. No fit is claimed: the planner's entries are spans over assumptions.
-- Assumed: the table below; ZeRO-1, recomputation, no interleaving.
-- Assumed for each of the 22B model's: its published share, 38.38 %, on one replica. Products then get {tops} of the
-  peak; above 1 it could not be.
-- Weak scaling: against one replica. Strong scaling: at one batch, against {fractions} times fewer replicas.
-
-| assumed of | TP | PP | samples of a micro-batch | micro-batches of a replica |
-|---|---|---|---|---|
-{assumed}
-
-The spans are wider than what lies between the published figures, so they decide nothing.
-"""
-
-
-def write(out: Path = Path("results")) -> None:
-    """Writes plan.md and plan.json, published figures beside the planner's, to a folder."""
-    found = {"format": 1, "date": time.strftime("%Y-%m-%d"), "commit": commit()}
-    found |= {"command": "python -m training.plan.published"}
-    found |= {"megatron": megatron(), "co2": co2(), "frontier": frontier()}
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "plan.json").write_text(json.dumps(found, indent=1) + "\n")
-    (out / "plan.md").write_text(page(found))
-    print(f"written to {out}/plan.md and plan.json")
-
-
-if __name__ == "__main__":
-    launch(lambda: tyro.cli(write, prog="python -m training.plan.published"))

@@ -9,10 +9,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-import training.layouts.ring
+import language.lengths.ring
 from core import UserError
 from core.testing import run_distributed
-from training.layouts.ring import Shares, flash, flash_backward, ring_attention
+from language.lengths.ring import Shares, flash, flash_backward, ring_attention
 
 HEADS, WIDTH = 2, 8
 
@@ -163,7 +163,7 @@ def events(rank: int, ranks: int) -> tuple[list[str], list[str]]:
     shares = Noted(ends([60, 5]), [(0, 1, 2), (rank,)] if rank else [(0, 1, 2), (0,)])
     shares.log = log = []
     for name in ("flash", "flash_backward"):
-        setattr(training.layouts.ring, name, logged(getattr(training.layouts.ring, name), log))
+        setattr(language.lengths.ring, name, logged(getattr(language.lengths.ring, name), log))
     q, k, v = (torch.randn(len(shares.indices), 1, 8, requires_grad=True) for _ in range(3))
     out = ring_attention(q, k, v, shares)
     forward = log[:]
@@ -192,7 +192,7 @@ def messages(rank: int, ranks: int) -> list[int]:
     """How many messages each exchange of a rank has, sent and received."""
     shares, counts = Shares(ends([60, 5, 40]), [(0, 1), (1, 0), (0, 1)]), []
     start = dist.batch_isend_irecv
-    training.layouts.ring.dist.batch_isend_irecv = lambda ops: counts.append(len(ops)) or start(ops)
+    language.lengths.ring.dist.batch_isend_irecv = lambda ops: counts.append(len(ops)) or start(ops)
     q, k, v = (torch.randn(len(shares.indices), 1, 8, requires_grad=True) for _ in range(3))
     ring_attention(q, k, v, shares).sum().backward()
     return counts

@@ -1,0 +1,174 @@
+"""Speed of each method over one link a worker: python -m training.plan methods --parameters 125e6 --step 0.5 --gbit 1
+
+Every worker holds the whole model and has a link of its own. A round is tau local steps of T seconds each, B seconds of
+the boundary's own work, and an all-reduce of A seconds:
+
+    ddp                          T + max(A of the last bucket, A - what is left of the backward pass: 2/3 T, once the
+                                 first bucket is full), as in training/plan/time.py
+    local, slowmo, diloco        (tau T + B + A) / tau                      the loop waits for the all-reduce
+    overlap_local, co2           (max(tau T, A) + B) / tau                  the all-reduce runs under the next round
+    co2 recommended              the same, with tau and wire chosen as core/adaptive/tau.py chooses them
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import tyro
+
+from core.adaptive.tau import COST, smallest_tau
+from core.errors import UserError
+from core.methods import CO2Config
+from training.plan.case import WIRES
+from training.plan.clusters import BITS, collective
+from training.plan.time import last_bucket, under_backward
+
+BLOCKING, HIDDEN, RECOMMENDED = ("local", "slowmo", "diloco"), ("overlap_local", "co2"), "co2 recommended"
+METHODS = ("ddp", *BLOCKING, *HIDDEN, RECOMMENDED)
+MOST_WORKERS = 10**6
+
+
+@dataclass(frozen=True)
+class Work:
+    """What every worker does, and its link.
+
+    Args:
+        parameters: number of the model's float32 parameters.
+        step: seconds of a local step without communication.
+        rate: bytes per second of a worker's link, each way.
+        latency: seconds of one hop.
+        boundary: seconds of a boundary's own work, without waiting.
+        trees: whether an all-reduce may run along two trees, as NCCL's does; gloo has only the ring.
+    """
+
+    parameters: float
+    step: float
+    rate: float
+    latency: float = 0.0
+    boundary: float = 0.0
+    trees: bool = False
+
+    def allreduce(self, workers: int, wire: str = "float32", parameters: float | None = None) -> float:
+        """Seconds of an all-reduce. A narrow wire takes an all-to-all of one hop, then an all-gather of n - 1 hops."""
+        seconds = WIRES[wire] * (self.parameters if parameters is None else parameters) / self.rate
+        if wire == "float32":
+            return float(collective(seconds, workers, self.latency, trees=self.trees))
+        return 2 * (workers - 1) / workers * seconds + workers * self.latency
+
+
+@dataclass(frozen=True)
+class Speed:
+    """A method's predicted speed. Per worker; seconds, bytes.
+
+    allreduce_seconds, exposed_seconds: of a round. bytes_sent: of a step.
+    """
+
+    method: str
+    workers: int
+    tau: int
+    wire: str
+    step_seconds: float
+    allreduce_seconds: float
+    exposed_seconds: float
+    bytes_sent: float
+
+    @property
+    def steps_per_second(self) -> float:
+        return 1 / self.step_seconds
+
+    @property
+    def exposed_share(self) -> float:
+        """Share of the time in which the loop waits for communication."""
+        return self.exposed_seconds / (self.tau * self.step_seconds)
+
+
+def predict(method: str, work: Work, workers: int, tau: int = 48) -> Speed:
+    """The speed of one of METHODS. ddp and the recommended settings do not read tau."""
+    wire, boundary = "float32", work.boundary
+    if method == RECOMMENDED:
+        tau, wire = recommended(work, workers)
+    if method == "ddp":
+        tau, boundary = 1, 0.0
+    whole = work.allreduce(workers, wire)
+    if method == "ddp":
+        size = 4 * work.parameters
+        last = work.allreduce(workers, parameters=float(last_bucket(size)) / 4)
+        exposed = max(last, whole - float(under_backward(size)) * work.step)
+    else:
+        exposed = whole if method in BLOCKING else max(0.0, whole - tau * work.step)
+    step = work.step + (boundary + exposed) / tau
+    sent = 2 * (workers - 1) / workers * WIRES[wire] * work.parameters / tau
+    return Speed(method, workers, tau, wire, step, whole, exposed, sent)
+
+
+def recommended(work: Work, workers: int) -> tuple[int, str]:
+    """tau and the wire that CO2Config.recommended settles on.
+
+    int4, unless a float32 average arrives within a local step or needs no larger tau. tau outlasts the all-reduce by
+    the config's margin, and keeps a boundary's own work at COST of the time.
+    """
+    config = CO2Config.recommended(workers)
+    seconds = {wire: work.allreduce(workers, wire) for wire in ("int4", "float32")}
+    least = max(1, math.ceil(work.boundary / (COST * work.step)))
+    taus = {wire: max(least, smallest_tau(s, work.step, config.tau_margin)) for wire, s in seconds.items()}
+    wire = "float32" if seconds["float32"] <= work.step or taus["float32"] <= taus["int4"] else "int4"
+    return min(taus[wire], config.tau_max), wire
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Options:
+    """How fast each method trains over a link, from the time of a step. Each worker has a link of its own."""
+
+    parameters: float
+    """Number of the model's parameters."""
+    step: float
+    """Seconds of a local step without communication."""
+    gbit: float
+    """Rate of a worker's link in Gbit/s, each way."""
+    workers: tuple[int, ...] = (2, 8, 64, 1024, 10_000)
+    tau: int = 48
+    """Local steps per round of the local methods. The recommended settings choose their own."""
+    latency: float = 0.0
+    """Seconds of a hop from one worker to the next."""
+    boundary: float = 0.0
+    """Seconds of a boundary's own work, which the doctor measures."""
+    trees: bool = False
+    """Let all-reduces run along trees where that is faster, as NCCL does. gloo has only rings."""
+
+    def check(self) -> None:
+        """UserError names the first option that cannot be."""
+        for name in ("parameters", "step", "gbit"):
+            if not 0 < (value := getattr(self, name)) < math.inf:
+                raise UserError(f"{name}={value:g}: give a finite number above 0")
+        for name in ("latency", "boundary"):
+            if not 0 <= (value := getattr(self, name)) < math.inf:
+                raise UserError(f"{name}={value:g}: give a finite number, 0 or more")
+        if self.tau < 1:
+            raise UserError(f"tau={self.tau}: give 1 or more")
+        for workers in self.workers:
+            if not 2 <= workers <= MOST_WORKERS:
+                raise UserError(f"workers={workers}: give 2 to {MOST_WORKERS}")
+
+
+def table(options: Options) -> Iterator[str]:
+    """The lines of the table: every method at every number of workers."""
+    o = options
+    work = Work(o.parameters, o.step, o.gbit * 1e9 / BITS, o.latency, o.boundary, o.trees)
+    titles = "workers", "method", "tau", "wire", "steps/s", "exposed", "MB/step", "all-reduce"
+    yield "{:>7}  {:<16}{:>4}  {:<8}{:>9}{:>9}{:>10}{:>13}".format(*titles)
+    for workers in o.workers:
+        for method in METHODS:
+            s = predict(method, work, workers, o.tau)
+            speed = f"{s.steps_per_second:>9.4g}{s.exposed_share:>9.1%}{s.bytes_sent / 1e6:>10.4g}"
+            yield f"{workers:>7,}  {method:<16}{s.tau:>4}  {s.wire:<8}{speed}{s.allreduce_seconds:>11.4g} s"
+
+
+def main(argv: Sequence[str]) -> None:
+    options = tyro.cli(Options, prog="python -m training.plan methods", args=argv, use_underscores=True)
+    options.check()
+    print("\n".join(table(options)))
