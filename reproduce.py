@@ -5,7 +5,6 @@
     python reproduce.py TABLE --local [--workers 4] [--dry-run]    trains the small stand-ins on this machine
     python reproduce.py [TABLE] --status [--local]                 what ran, what is left, GPU hours
     python reproduce.py [TABLE] --collect runs/                    Markdown, from the run folders alone
-    python reproduce.py report                                     results/index.html: all results on one page
 
 What is finished is left alone. A cell of the paper that is unknown to us is empty; a row without runs: "not run".
 """
@@ -39,7 +38,7 @@ from training.recipe import LARGEST, find, parse
 from training.script import launch
 
 ROOT = Path(__file__).resolve().parent
-KEPT = ROOT / "results/tables"  # the stand-ins that ran, here or elsewhere
+KEPT = ROOT / "runs/tables"  # rows of the stand-ins that ran in this checkout
 Cluster = Literal["a100", "3090"]
 NODES: dict[Cluster, int] = {"a100": 16, "3090": 10}  # of GPUS each
 
@@ -52,7 +51,7 @@ class Command:
     """
 
     table: tyro.conf.Positional[str] = "list"
-    """A table's name, all, report, or list, which shows the names; with --collect and --status: all by default."""
+    """A table's name, all, or list, which shows the names; with --collect and --status: all by default."""
     rows: str = ""
     """Only these rows, by label or recipe, separated by commas: resnet50,vitbase."""
     methods: str = ""
@@ -92,10 +91,6 @@ def main() -> None:
     if command.workers < 1 or command.array < 0:
         remedy = "give 1 or more workers, an array of 0 or more"
         raise UserError(f"workers={command.workers}, array={command.array}: {remedy}")
-    if command.table == "report":
-        from results.page import write_page  # needs Markdown, of the documentation's packages
-
-        return print(write_page(ROOT / "results"))
     if command.table == "list" and not command.collect and not command.status:
         return print("\n".join(listing()))
     named = "`python reproduce.py list` names them"

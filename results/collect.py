@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import json
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -56,7 +55,7 @@ def collect(tables: Mapping[str, Table], folder: Path) -> Iterator[str]:
 
 def keep_stand_ins(names: Iterable[str], folder: Path, out: Path) -> None:
     """Writes to `out` the stand-ins of all rows of these tables, which ran under `folder` or are in `out` from before:
-    NAME.md and NAME.json of each table, and index.md, which counts them."""
+    NAME.md and NAME.json of each table."""
     ran = [run for path in sorted(folder.rglob("config.json")) if isinstance(run := read_run(path.parent), Finished)]
     runs = ran + read_kept(out)  # of two that count with one seed the first does
     out.mkdir(parents=True, exist_ok=True)
@@ -64,35 +63,10 @@ def keep_stand_ins(names: Iterable[str], folder: Path, out: Path) -> None:
         table, counted = TABLES[name], set[Path]()
         lines = [*section(table, True, runs, counted)]
         mine = sorted((run for run in runs if run.folder in counted), key=lambda run: run.folder.name)
-        head = [f"# {name}: {table.title}, stand-ins", "", f"[All tables](index.md). {CAPTION}", ""]
+        head = [f"# {name}: {table.title}, stand-ins", "", CAPTION, ""]
         lines = [*head, *lines, "", *caption(name, table, mine)]
         (out / f"{name}.md").write_text("".join(f"{printable(line)}\n" for line in lines))
         write_kept(out / f"{name}.json", mine, table.metric)
-    (out / "index.md").write_text(overview(out))
-
-
-def overview(out: Path) -> str:
-    """The page of all tables of stand-ins in `out`: how many of each table's runs are there."""
-    rows, without = list[tuple[str, ...]](), list[str]()
-    for name, table in TABLES.items():
-        if not table.has_stand_ins:
-            without.append(name)
-            continue
-        kept, wanted = out / f"{name}.json", sum(len(row.seeds) for row in table.rows if row.local)
-        ran = f"{len(json.loads(kept.read_text()))} of {wanted}" if kept.exists() else "not run"
-        rows.append((f"[{name}]({name}.md)" if kept.exists() else name, table.title, ran))
-    shown = report.table(["table", "subject", "runs"], rows)
-    notes = [
-        "Command: `python reproduce.py TABLE --local`.",
-        f"No stand-ins: {', '.join(without)}. They need several nodes; [over emulated links](../scaling.md) small "
-        "models were measured.",
-        "Tables share runs: one that is in several rows is trained once, and counts in each.",
-        "Of the paper's models we know ResNet-50, ViT-Base, GPT-2's sizes, RoBERTa and TransNormer-LLM 7B; the "
-        "others of its tasks we chose. Ablation, wire and clip are ours, lgreco's tables after L-GreCo.",
-    ]
-    return (
-        f"# The paper's tables, small\n\n[All results](../index.md). {CAPTION}\n\n{shown}\n\n{report.bullets(notes)}\n"
-    )
 
 
 def caption(name: str, table: Table, runs: Sequence[Finished]) -> Iterator[str]:
