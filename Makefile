@@ -85,5 +85,5 @@ docs: setup ## build the site into site/; a warning is an error
 gpu-report: ## costs and real loops on a GPU: results/gpu.md (GPU="--parts costs")
 	$(if $(wildcard $(PY)),$(PY),$(PYTHON)) -m bench.gpu $(GPU)
 
-chaos: setup ## kill workers, cut links, fill disks under small runs: results/chaos.md (hours; CHAOS="--kills 10 ..." scales it)
+chaos: setup ## kill workers, cut links, fill disks under small runs: results/chaos.json (hours; CHAOS="--kills 10 ..." scales it)
 	OMP_NUM_THREADS=1 $(PY) -m bench.chaos $(CHAOS)

@@ -37,7 +37,7 @@ from training.recipe import LARGEST, find, parse
 from training.script import launch
 
 ROOT = Path(__file__).resolve().parent
-KEPT = ROOT / "results/tables"  # the stand-ins that ran, here or elsewhere
+KEPT = ROOT / "runs/tables"  # rows of the stand-ins that ran in this checkout
 Cluster = Literal["a100", "3090"]
 NODES: dict[Cluster, int] = {"a100": 16, "3090": 10}  # of GPUS each
 

@@ -159,7 +159,7 @@ def camvid_small() -> SegmentationRecipe:
 
     Measured with co2, --no_recommended and an outer momentum of 0.5, one seed, in 6.1 minutes on a busy machine of two
     cores: mIoU 32.8 % on the validation split (18.9 % after 224 steps), 28.5 % on the test split; pixel accuracy 78.0
-    and 73.3 %. Five epochs, five methods: results/tables/ade20k.md.
+    and 73.3 %. Five epochs, five methods: results/tables.md.
     """
     return SegmentationRecipe(
         dataset="camvid",

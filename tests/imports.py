@@ -1,4 +1,4 @@
-"""Reads who imports whom from the source, for the tests of the rooms and for docs/house.svg."""
+"""Reads who imports whom from the source, for the tests of the rooms."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from tests.imports import ROOT
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 pytestmark = pytest.mark.slow
-PAGES = ["index", "choosing", "integrations", "messages", "api", "design", "results/index", "results/loss"]
+PAGES = ["index", "choosing", "integrations", "api", "design", "results/index", "results/loss"]
 
 
 class Quiet(SimpleHTTPRequestHandler):
