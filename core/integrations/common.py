@@ -1,4 +1,7 @@
-"""What the integrations share: what they refuse, each worker's own part of a checkpoint, and what they log."""
+"""What the integrations share: what they refuse, each worker's own part of a checkpoint, and what they log.
+
+All of them follow one policy: before every evaluation and every checkpoint, finish() brings all workers to one model.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from ..assembly import CO2Config
 from ..checkpoints.untrusted import reason
 from ..errors import UserError
 from ..groups import of_all
@@ -22,6 +26,15 @@ from ..stats import RoundStats
 
 UNFINISHED = "are not of one checkpoint, as where a run ended while it saved: go on from an older one"
 WRAPPERS = (DistributedDataParallel, FullyShardedDataParallel, FSDPModule, DataParallel)
+
+
+def config_or_recommended(config: CO2Config | None, steps: float | None = None, **how: Any) -> CO2Config:
+    """The config that is given, else CO2Config.recommended for all workers. steps: of the whole run, None or infinite
+    if unknown. how: mesh, as recommended() takes it."""
+    if config is not None:
+        return config
+    known = int(steps) if steps is not None and 1 <= steps < float("inf") else None
+    return CO2Config.recommended(dist.get_world_size() if dist.is_initialized() else 1, known, **how)
 
 
 def check_model(who: str, model: nn.Module) -> None:
@@ -53,14 +66,6 @@ def check_accelerator(who: str, accelerator: Any) -> None:
         )
     if getattr(accelerator, "parallelism_config", None) is not None:
         raise UserError(f"{who}: a parallelism_config shards the model: leave it out, or take ShardedCO2 in a loop")
-
-
-def check_loader(who: str, loader: Any) -> None:
-    """UserError for a loader of accelerate's whose batches rank 0 reads and sends to all, as for an IterableDataset."""
-    if type(loader).__name__ == "DataLoaderDispatcher":
-        raise UserError(
-            f"{who}: dispatch_batches=True: rank 0 sends out every batch, so all workers wait for it: set it to False"
-        )
 
 
 def save_own(folder: str | os.PathLike[str], rank: int, **parts: Any) -> None:

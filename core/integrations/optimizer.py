@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..assembly import CO2, CO2Config, ShardedCO2
 from ..errors import UserError
+from .common import config_or_recommended
 
 
 @contextlib.contextmanager
@@ -25,7 +26,8 @@ def attach(
 ) -> Iterator[CO2 | ShardedCO2]:
     """Calls co2.step() after each optimizer.step() of the block, and finish() and close() at its end.
 
-    params, config, options: as for CO2; with mesh among the options, for ShardedCO2. After an exception the group is
+    params, config, options: as for CO2; with mesh among the options, for ShardedCO2. Without config it is
+    CO2Config.recommended for these workers. After an exception the group is
     left, and nobody is waited for. With gradient accumulation nothing is to be done: a step of the optimiser is one.
 
     Not with a GradScaler (torch.amp), which is refused with UserError where it has called the step: it leaves out
@@ -39,6 +41,7 @@ def attach(
             f"optimizer: a {type(optimizer).__name__} is given: give a torch optimiser, or make CO2 and call "
             "co2.step() after its step"
         )
+    config = config_or_recommended(config, mesh=options.get("mesh"))
     method = (ShardedCO2 if "mesh" in options else CO2)(params, config, **options)
 
     def stepped(*_: Any) -> None:
