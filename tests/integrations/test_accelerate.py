@@ -30,7 +30,7 @@ def accelerator_of(log: str, **settings: Any) -> Any:
     return accelerator
 
 
-def loop(config: CO2Config = PAPER, *, seed: int = 0, micro: int = 1, precision: str = "no", **how: Any) -> Any:
+def loop(config: CO2Config | None = PAPER, *, seed: int = 0, micro: int = 1, precision: str = "no", **how: Any) -> Any:
     """Everything after each update, after the last one behind the block; and what `train` returns. how: see there."""
     from core.integrations.accelerate import CO2Training
 
@@ -40,6 +40,7 @@ def loop(config: CO2Config = PAPER, *, seed: int = 0, micro: int = 1, precision:
     optimizer, loader = accelerator.prepare(plain.adam(model), data)
     trace: list[Tensor] = []
     with CO2Training(accelerator, model, optimizer, config) as co2:
+        assert co2.config == (config or CO2Config.recommended(accelerator.num_processes))
         boundaries = train(accelerator, model, optimizer, loader, co2, trace, **how)
     for tracker in accelerator.trackers:  # end_training() would destroy the process group, too
         tracker.finish()
@@ -122,7 +123,7 @@ def test_trains_as_the_plain_loop_and_goes_on_from_checkpoints(ranks: Ranks, wor
 
 
 def recommended(rank: int, workers: int) -> Any:
-    trace, boundaries = loop(CO2Config.recommended(workers, 240), epochs=20, shuffle=True)
+    trace, boundaries = loop(None, epochs=20, shuffle=True)
     return trace[-1], boundaries
 
 

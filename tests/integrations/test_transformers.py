@@ -47,10 +47,12 @@ def watcher(trainer: Any, callback: Any, watch: Any) -> Any:
             self.evaluated: list[tuple[int, bool, Tensor]] = []
             self.saved: list[tuple[int, bool]] = []
             self.wrapped: list[str] = []
+            self.config: Any = None
 
         def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
             self.trace.append(plain.everything(model))
             self.wrapped.append(type(trainer.model_wrapped).__name__)
+            self.config = callback.co2.config
             if watch:
                 watch(state, control, callback)
 
@@ -72,7 +74,7 @@ def arguments(folder: str, changes: dict[str, Any]) -> Any:
     return TrainingArguments(**(settings | changes))
 
 
-def run(folder: str, config: CO2Config = PAPER, *, resume: Any = None, watch: Any = None, **changes: Any) -> Any:
+def run(folder: str, config: CO2Config | None = PAPER, *, resume: Any = None, watch: Any = None, **changes: Any) -> Any:
     """Trains; a dictionary of what is looked at."""
     from transformers import Trainer
 
@@ -196,10 +198,11 @@ def best_and_early(rank: int, workers: int, folder: str) -> Any:
     assert torch.equal(best, stopped["end"]), "the best model is not what is left"
     recommended: Any = run(
         f"{folder}/recommended",
-        CO2Config.recommended(workers, 400),
+        None,
         num_train_epochs=20,
         **{name: asked[name] for name in ("eval_strategy", "eval_steps", "save_strategy", "save_steps")},
     )
+    assert recommended["config"] == CO2Config.recommended(workers, 240)
     keys = ("evaluated", "end", "steps", "saved")
     return {"stopped": {k: stopped[k] for k in keys}, "recommended": {k: recommended[k] for k in keys}}
 
