@@ -125,13 +125,10 @@ def measure(found: dict[str, Any], asked: argparse.Namespace, nodes: list[list[i
     found["settings"] = [reports.choose(config, workers, step, *how) for step in steps]
 
 
-# -- who is there -----------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Facts:
-    """What a worker knows of itself. host: a network namespace of a machine: what two workers need no link to cross.
-    alike: what must be alike on all workers. memory: bytes of its GPU, or its share of the host's."""
+    """Of a worker. host: a network namespace of a machine, within which workers need no link. alike: what must be alike
+    on all workers. memory: bytes of its GPU, or its share of the host's."""
 
     rank: int
     host: str

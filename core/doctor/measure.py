@@ -17,8 +17,7 @@ from ..groups import host_group, of_all, ring_bytes
 
 SMALLEST, MOST_BYTES = 4, 1 << 28  # bytes of an all-reduce
 FROM, REPEATS, LONG = 1 << 12, 5, 0.6  # the second size; repeats; seconds after which no larger one is timed
-SAMPLE_SECONDS, MOST_PARAMS, ROUNDS = 0.6, 1 << 25, 3  # of a sample that stands for the model
-MOST_ALONE = 1 << 24  # parameters of the sample that no link carries
+SAMPLE_SECONDS, MOST_PARAMS, MOST_ALONE, ROUNDS = 0.6, 1 << 25, 1 << 24, 3  # of samples; alone: without a link
 WIRES: tuple[Format, ...] = ("float32", "int8", "int4")
 
 

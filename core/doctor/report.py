@@ -28,8 +28,7 @@ def choose(
     for number in range(HEARD):
         tuner.hear(number, [step], [seconds[tuner.wire]], [boundary])
     tau, took, float32 = tuner.tau, seconds[tuner.wire], seconds["float32"]
-    # shares of the time: what of an all-reduce does not fit under local steps, and a boundary's own work
-    shares = max(0.0, 1 - tau * step / took), boundary / (max(tau * step, took) + boundary)
+    exposed, own = max(0.0, 1 - tau * step / took), boundary / (max(tau * step, took) + boundary)
     ddp = max(0.0, 1 - step / float32)  # at least: float32 gradients in every step, all of it hidden
     return {
         "step_seconds": step,
@@ -38,10 +37,10 @@ def choose(
         "merge": config.merge,
         "awaited": min(tau, tuner.needed or tau),  # local steps after its sending after which a mean is waited for
         "allreduce_seconds": took,
-        "exposed_share": shares[0],
-        "boundary_share": shares[1],
+        "exposed_share": exposed,  # of the time, as the next two
+        "boundary_share": own,
         "ddp_share": ddp,
-        "take": "DDP" if ddp <= sum(shares) else "CO2",
+        "take": "DDP" if ddp <= exposed + own else "CO2",
         "float32_ratio": float32 / step,
         "float32_tau": smallest_tau(float32, step, config.tau_margin),
         "reason": tuner.decisions[-1].reason,
@@ -95,9 +94,9 @@ def screen(report: Mapping[str, Any]) -> str:
                 c["take"],
             )
             lines.append(" " * FIRST + COLUMNS.format(*row))
-        line("", "r: seconds of a float32 all-reduce over those of a local step; take: what loses less time")
-        wider = f"; over float32 it would take {c['float32_tau']}" if c["wire"] != "float32" else ""
-        line("  why", c["reason"] + wider if len(choices) == 1 else "--step_ms gives your own step, and says why")
+        line("", "r: seconds of a float32 all-reduce over a local step's; take: what loses less time")
+        reason = f"{c['reason']}; over float32 {c['float32_tau']} steps"
+        line("  why", reason if len(choices) == 1 else "--step_ms gives your own step, and says why")
         line("  call", f"CO2(model.parameters(), CO2Config.recommended({n}), buffers=model.buffers())")
     for text in report["failures"]:
         line("FAILS", text)
