@@ -15,7 +15,7 @@ import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -179,7 +179,6 @@ def header(facts: Sequence[Facts], params: float) -> dict[str, Any]:
     sizes, memory = {len(node) for node in nodes}, min(f.memory for f in facts)
     return {
         "format": 1,  # a key that the planner reads and that changes raises it
-        "made": datetime.now(UTC).isoformat(timespec="seconds"),
         "params": max(1, round(params)),
         "workers": len(facts),
         "workers_per_node": sizes.pop() if len(sizes) == 1 else None,

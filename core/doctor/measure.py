@@ -60,8 +60,8 @@ def sound(device: torch.device) -> str:
     n = dist.get_world_size()
     x = torch.full((1 << 16,), float(dist.get_rank() + 1), device=device)
     dist.all_reduce(x)
-    right = bool((x == n * (n + 1) / 2).all())
-    return "" if right else f"an all-reduce of {device.type} tensors makes {x[0].item():g} of {n * (n + 1) / 2:g}"
+    wrong = f"an all-reduce of {device.type} tensors makes {x[0].item():g} of {n * (n + 1) / 2:g}"
+    return "" if bool((x == n * (n + 1) / 2).all()) else wrong
 
 
 def links(nodes: list[list[int]], device: torch.device) -> dict[str, Link]:

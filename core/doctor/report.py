@@ -74,9 +74,8 @@ def screen(report: Mapping[str, Any]) -> str:
     if report["wires"]:
         line("CO2's mean", f"of {report['params']:.4g} parameters, among all workers")
         for name, wire in report["wires"].items():
-            sample = f"extrapolated: {wire['sample_params']:.3g} parameters took {_time(wire['sample_seconds'])}"
-            measured = wire["sample_params"] == report["params"]
-            line(f"  {name}", f"{_time(wire['seconds'])}, {'measured' if measured else sample}")
+            sample = f"from {wire['sample_params']:.4g} parameters, measured: {_time(wire['sample_seconds'])}"
+            line(f"  {name}", f"{_time(wire['seconds'])}, {sample}")
         line("  boundary", f"{_time(report['boundary_seconds'])} of its own work, once in tau steps")
     if choices := report["settings"]:
         line("settings", "of CO2Config.recommended, with the times above:")
