@@ -52,8 +52,8 @@ def screen(report: Mapping[str, Any]) -> str:
     lines: list[str] = []
 
     def line(name: str, text: str) -> None:
-        hang = {"initial_indent": name.ljust(FIRST), "subsequent_indent": " " * FIRST}
-        lines.extend(textwrap.wrap(text, WIDTH, break_on_hyphens=False, **hang))
+        first, rest = name.ljust(FIRST), " " * FIRST
+        lines.extend(textwrap.wrap(text, WIDTH, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False))
 
     n, nodes = report["workers"], report["nodes"]
     many = f"{n} on {len(nodes)} node{'s' * (len(nodes) > 1)}" if n > 1 else "one process"
@@ -94,7 +94,7 @@ def screen(report: Mapping[str, Any]) -> str:
             )
             lines.append(" " * FIRST + COLUMNS.format(*row))
         line("", "r: seconds of a float32 all-reduce over a local step's; take: what loses less time")
-        reason = f"{c['reason']}; over float32 {c['float32_tau']} steps"
+        reason = f"{choices[0]['reason']}; over float32 {choices[0]['float32_tau']} steps"
         line("  why", reason if len(choices) == 1 else "--step_ms gives your own step, and says why")
         line("  call", f"CO2(model.parameters(), CO2Config.recommended({n}), buffers=model.buffers())")
     for text in report["failures"]:

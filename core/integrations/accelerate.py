@@ -1,20 +1,13 @@
 """CO2 with Hugging Face's accelerate, after its own LocalSGD:
 
-    accelerator = Accelerator(gradient_accumulation_steps=4)
-    optimizer, loader, schedule = accelerator.prepare(optimizer, loader, schedule)  # all but the model
-    with CO2Training(accelerator, model, optimizer) as co2:
-        for x, y in loader:
-            with accelerator.accumulate(model):
-                accelerator.backward(loss(model(x), y))
-                optimizer.step(); schedule.step(); optimizer.zero_grad()
-                co2.step()
-
-What is relied on of accelerate (1.15):
-- prepare_model(model, evaluation_mode=True) places the model, casts its passes and compiles it, the first two in place,
-  but puts it in no DistributedDataParallel.
-- save_state calls its pre-hooks with the folder on every worker; models, optimizers and registered objects are then
-  written by rank 0 alone. The weights that it has collected before share the parameters' memory.
-- load_state calls its pre-hooks with the folder first, and load_state_dict of what was registered last.
+accelerator = Accelerator(gradient_accumulation_steps=4)
+optimizer, loader, schedule = accelerator.prepare(optimizer, loader, schedule)  # all but the model
+with CO2Training(accelerator, model, optimizer) as co2:
+    for x, y in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(loss(model(x), y))
+            optimizer.step(); schedule.step(); optimizer.zero_grad()
+            co2.step()
 """
 
 from __future__ import annotations
@@ -35,13 +28,11 @@ WHO = "CO2Training"
 class CO2Training(CO2):
     """A core.CO2 that knows accelerate's updates and checkpoints.
 
-    accelerator: as it is. model: the bare one, which is prepared here but for DistributedDataParallel; call `co2.model`
-    where the accelerator compiles. optimizer: that accelerator.prepare returned. config: see core.CO2Config; without it
-    CO2Config.recommended for these workers. options: what core.CO2 takes besides; buffers: the model's, if no others
-    are given.
+    model: the bare one, which is prepared here but for DistributedDataParallel; call `co2.model` where the accelerator
+    compiles. optimizer: that accelerator.prepare returned. config: without it CO2Config.recommended for these workers.
+    options: what core.CO2 takes besides; buffers: the model's, if no others are given.
 
-    step(): after every batch; micro-batches of accumulate() count as none, and True says that a round closed. Call
-    finish() before an evaluation: it brings all workers to one model. Log what metrics() returns. Inside the block
+    Call step() after every batch, and finish() before an evaluation; log what metrics() returns. Inside the block
     save_state() calls finish(), and save_state() and load_state() write and read each worker's own model, optimizer and
     outer state, too, in co2/rankN.pt. A run goes on bit for bit where schedules are equal on all workers.
 
@@ -62,14 +53,14 @@ class CO2Training(CO2):
         if not isinstance(optimizer, AcceleratedOptimizer):
             raise UserError(f"{WHO}: the optimizer is a bare {type(optimizer).__name__}: give what prepare() returned")
         self.accelerator, self.optimizer, self._bare = accelerator, optimizer, model
-        self.model = accelerator.prepare_model(model, evaluation_mode=True)
+        self.model = accelerator.prepare_model(model, evaluation_mode=True)  # in no DistributedDataParallel
         given: dict[str, Any] = {"buffers": model.buffers()} | options
         super().__init__(model.parameters(), config_or_recommended(config), **given)
         self._closed = self.stats  # of the last round
         self._checkpoint = _Checkpoint(self)
 
     def step(self, *, last: bool = False) -> bool:
-        """See core.CO2; nothing where the batch ended no update. last: this was the last batch."""
+        """See core.CO2; nothing where the batch ended no update."""
         closed = self.accelerator.sync_gradients and super().step(last=last)
         self._closed = self.stats if closed else self._closed  # of later ones only a part is known
         return closed
@@ -95,20 +86,18 @@ class _Checkpoint:
 
     def __init__(self, co2: CO2Training):
         self._co2, self._folder, accelerator = co2, "", co2.accelerator
-        self._hooks = [
-            accelerator.register_save_state_pre_hook(self._save),
-            accelerator.register_load_state_pre_hook(self._remember),
-        ]
+        on_save = accelerator.register_save_state_pre_hook(self._save)
+        self._hooks = [on_save, accelerator.register_load_state_pre_hook(self._remember)]
         accelerator.register_for_checkpointing(self)
 
     def leave(self) -> None:
-        """It stays registered, for accelerate lets nothing go, but does nothing any more."""
+        """It stays registered, because accelerate lets nothing go, but does nothing any more."""
+        self._folder = ""
         for hook in self._hooks:
             hook.remove()
-        self._folder = ""
 
     def _save(self, models: list[nn.Module], weights: list[Any], folder: str) -> None:
-        self._co2.finish()
+        self._co2.finish()  # the weights that rank 0 writes next share the parameters' memory
         save_own(f"{folder}/co2", self._co2.accelerator.process_index, **self._parts())
 
     def _remember(self, models: list[nn.Module], folder: str) -> None:

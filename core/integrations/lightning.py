@@ -3,15 +3,7 @@
     trainer = Trainer(strategy=CO2Strategy(), devices=8, num_nodes=2)
     trainer.fit(module, loader)
 
-What is relied on of Lightning (2.6):
-- DDPStrategy.setup() wraps the model in configure_ddp(). optimizer_step is called once an update, however many batches
-  are accumulated, also where a GradScaler skips it.
-- Every checkpoint takes the weights from Strategy.lightning_module_state_dict, and is then written and removed by
-  save_checkpoint and remove_checkpoint, on every worker. load_checkpoint comes first in a resumed run, on_train_start
-  last.
-- Lightning sets its handlers of signals before on_train_start, and restores those before it after teardown().
-
-Lightning itself broadcasts rank 0's SIGTERM flag before every batch, so that workers wait for rank 0 there.
+Lightning 2.6 broadcasts rank 0's SIGTERM flag before every batch, so that workers start each batch together.
 """
 
 from __future__ import annotations
@@ -23,9 +15,9 @@ import threading
 from collections.abc import Callable
 from typing import Any, Literal
 
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
@@ -97,6 +89,7 @@ class CO2Strategy(DDPStrategy):
         return self.lightning_module
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """Once an update, however many batches are accumulated, also where a GradScaler skips it."""
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
         assert self.co2 is not None
         trainer, self._is_one_model = self._module.trainer, False
@@ -123,6 +116,7 @@ class CO2Strategy(DDPStrategy):
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The weights of every checkpoint, whoever asks for it; all workers come here."""
         if not self._module.trainer.interrupted:  # after an exception nobody else may come
             self.to_one_model()
         return super().lightning_module_state_dict()
@@ -143,7 +137,7 @@ class CO2Strategy(DDPStrategy):
         return super().load_checkpoint(checkpoint_path, weights_only)
 
     def on_train_start(self) -> None:
-        """What rank 0 has written has been loaded on all workers."""
+        """What rank 0 has written has been loaded on all workers, and Lightning has set its handlers of signals."""
         super().on_train_start()
         assert self._events is not None
         self._events.take_signals(self.cluster_environment)
@@ -180,6 +174,8 @@ class CO2Strategy(DDPStrategy):
 class _Signals(Requests):
     """What a signal asks for: sent until it is granted. A validation's finish() does not answer it."""
 
+    granted: set[str]
+
     def take(self) -> list[float]:
         return [float(name in self.asked) for name in self.shared]
 
@@ -210,7 +206,7 @@ class _Events(Callback):
         if threading.current_thread() is not threading.main_thread():
             return
         numbers = {"stop": signal.SIGTERM}
-        if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
+        if isinstance(environment, SLURMEnvironment) and environment.auto_requeue and environment.requeue_signal:
             numbers["requeue"] = environment.requeue_signal
         for name, number in numbers.items():
             self._handlers[name] = (number, signal.getsignal(number))

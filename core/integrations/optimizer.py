@@ -27,14 +27,12 @@ def attach(
     """Calls co2.step() after each optimizer.step() of the block, and finish() and close() at its end.
 
     params, config, options: as for CO2; with mesh among the options, for ShardedCO2. Without config it is
-    CO2Config.recommended for these workers. After an exception the group is
-    left, and nobody is waited for. With gradient accumulation nothing is to be done: a step of the optimiser is one.
+    CO2Config.recommended for these workers. After an exception the group is left, and nobody is waited for. With
+    gradient accumulation nothing is to be done: a step of the optimizer is one.
 
-    Not with a GradScaler (torch.amp), which is refused with UserError where it has called the step: it leaves out
-    optimizer.step() where gradients overflow, on that worker alone, and torch calls no hook then, so that this worker
-    would count a step less than the others, which would wait for it. There make CO2 itself, and call co2.step() once
-    an update, behind scaler.update(). Optimisers that handle the overflow inside their step (fused=True) are called in
-    any case, and accepted.
+    UserError with a GradScaler (torch.amp): it leaves out optimizer.step() where gradients overflow, on that worker
+    alone, and torch calls no hook then. There make CO2 itself, and call co2.step() once an update, behind
+    scaler.update(). Optimizers that handle the overflow inside their step (fused=True) are accepted.
     """
     if not isinstance(optimizer, torch.optim.Optimizer) or not hasattr(optimizer, "_optimizer_step_post_hooks"):
         raise UserError(

@@ -4,12 +4,7 @@
     trainer.add_callback(CO2Callback(trainer))
     trainer.train()
 
-What is relied on of transformers (5.23, trainer.py):
-- on_train_begin comes when the model, the optimizer and a checkpoint are loaded.
-- on_step_end follows every update, also one that a GradScaler skipped, and no micro-batch. What it leaves in `control`
-  decides whether Trainer logs, evaluates and saves behind it. on_save comes on all workers, behind Trainer's own files.
-- Trainer.log's last call, with train_loss, is the last that happens before load_best_model_at_end, which comes before
-  on_train_end.
+Start it as any other training, with torchrun or alone.
 """
 
 from __future__ import annotations
@@ -69,7 +64,7 @@ class CO2Callback(TrainerCallback):
             args.average_tokens_across_devices = False
             if args.process_index == 0:
                 logger.warning(f"{WHO} switches average_tokens_across_devices off: it {WAITS}")
-        accelerator: Any = trainer.accelerator
+        accelerator: Any = trainer.accelerator  # which then puts the model in no DistributedDataParallel
         accelerator.prepare_model = functools.partial(accelerator.prepare_model, evaluation_mode=True)
         around: Any = trainer
         around.train = functools.partial(self._train, around.train)
@@ -89,7 +84,7 @@ class CO2Callback(TrainerCallback):
 
     def _log(self, log: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Trainer.log."""
-        if self.co2 is not None and "train_loss" in logs:  # the training has ended, for whatever reason
+        if self.co2 is not None and "train_loss" in logs:  # the training's end, before load_best_model_at_end
             self._to_one_model()
         if self.co2 is not None and "loss" in logs:
             logs |= logged(self._closed)
@@ -123,6 +118,7 @@ class CO2Callback(TrainerCallback):
             load_own(WHO, f"{self._resumed}/co2", args.process_index, **self._parts())
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """After every update, also one that a GradScaler skipped. What `control` asks for, Trainer does behind it."""
         assert self.co2 is not None
         last = state.global_step >= state.max_steps or control.should_training_stop
         meet = last or control.should_evaluate or control.should_save
