@@ -209,18 +209,8 @@ def new_folder(name: str, out: Path | None) -> Path:
     return folder
 
 
-def linked(text: str, page: Path) -> str:
-    """The text of a page; of one in results/ with the way to the list of all, below its title where it has one."""
-    folder = page.resolve().parent
-    if RESULTS not in (folder, *folder.parents) or "[All results](" in text:
-        return text
-    link = f"[All results]({os.path.relpath(RESULTS / 'index.md', folder)})."
-    title, rest = text.split("\n\n", 1) if text.startswith("# ") else ("", text)
-    return "\n\n".join([title, link, rest] if title else [link, rest])
-
-
 def write(page: Path, text: str) -> None:
-    page.write_text(linked(text, page))
+    page.write_text(text)
 
 
 def save(folder: Path, name: str, result: dict[str, Any], text: str | None = None) -> None:

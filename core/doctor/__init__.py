@@ -1,1 +1,1 @@
-"""Measures a user's own nodes, and says which settings CO2 would take on them: `torchrun ... -m core.doctor`."""
+"""Measures a user's own nodes, and prints the settings that CO2 takes on them: `torchrun ... -m core.doctor`."""

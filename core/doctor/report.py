@@ -1,179 +1,106 @@
-"""What was found, as JSON for other tools (docs/doctor.md says what stands in it) and as one screen."""
+"""What follows from measured times: the recommended settings, and one screen."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
-from datetime import UTC, datetime
+from collections.abc import Mapping
 from typing import Any
 
-from .choose import gib
-from .facts import Facts, nodes_of
-from .measure import Link, Wire
+from ..adaptive.tau import smallest_tau
+from ..assembly import CO2Config, tuned_for
 
-FORMAT = 1  # of the file; a key that is added leaves it, one that is changed or taken away raises it
+STEPS = (0.01, 0.03, 0.1, 0.3, 1.0)  # seconds of a local step, where the user gives none
+HEARD = 40  # rounds, after which a tuner that always hears the same has settled
 WIDTH, FIRST = 100, 13  # columns of the screen, and of a line's name
-SHOWN = 5  # sizes of a link
+COLUMNS = "{:<12}{:<5}{:<9}{:<12}{:<9}{:<10}{:<13}{:<8}{}"
+TITLES = ("local step", "tau", "wire", "mean after", "exposed", "boundary", "DDP exposed", "r", "take")
+LINKS = {"within": "in a node", "across": "across nodes", "all": "all workers"}
 
 
-def header(facts: Sequence[Facts], params: int) -> dict[str, Any]:
-    """What is known before anything is measured."""
-    nodes, first = nodes_of(facts), facts[0]
-    of_node = [[f for f in facts if f.rank in node] for node in nodes]
-    sizes = {len(node) for node in nodes}
+def choose(
+    config: CO2Config, workers: int, step: float, seconds: Mapping[str, float], boundary: float
+) -> dict[str, Any]:
+    """What the tuner of tau auto settles on. step: seconds of a local step of the slowest worker. seconds: of a mean,
+    by format. boundary: seconds of a boundary's own work."""
+    tuned = tuned_for(config, workers)
+    assert tuned is not None and workers > 1, "one worker has nothing to send"
+    tuner = tuned.tuner
+    for number in range(HEARD):
+        tuner.hear(number, [step], [seconds[tuner.wire]], [boundary])
+    tau, took, float32 = tuner.tau, seconds[tuner.wire], seconds["float32"]
+    exposed, own = max(0.0, 1 - tau * step / took), boundary / (max(tau * step, took) + boundary)
+    ddp = max(0.0, 1 - step / float32)  # at least: float32 gradients in every step, all of it hidden
     return {
-        "format": FORMAT,
-        "made": datetime.now(UTC).isoformat(timespec="seconds"),
-        "params": params,
-        "workers": len(facts),
-        "workers_per_node": sizes.pop() if len(sizes) == 1 else None,
-        "nodes": [
-            {"hostname": n[0].hostname, "ranks": [f.rank for f in n], "device": n[0].device_name} for n in of_node
-        ],
-        "backend": "nccl" if first.device == "cuda" else "gloo",
-        "device": {
-            "type": first.device,
-            "name": first.device_name,
-            "memory_bytes_per_worker": min(f.memory for f in facts),
-        },
-        "versions": first.versions,
-        "variables": first.variables,
-        "interface": {"name": first.interface, "address": first.address},
-        "links": {"within": None, "across": None, "all": None},
-        "wires": {},
-        "boundary_seconds": None,
-        "settings": [],
-        "memory": None,
-        "failures": [],
-        "warnings": [],
+        "step_seconds": step,
+        "tau": tau,
+        "wire": tuner.wire,
+        "merge": config.merge,
+        "awaited": min(tau, tuner.needed or tau),  # local steps after its sending after which a mean is waited for
+        "allreduce_seconds": took,
+        "exposed_share": exposed,  # of the time, as the next two
+        "boundary_share": own,
+        "ddp_share": ddp,
+        "take": "DDP" if ddp <= exposed + own else "CO2",
+        "float32_ratio": float32 / step,
+        "float32_tau": smallest_tau(float32, step, config.tau_margin),
+        "reason": tuner.decisions[-1].reason,
     }
-
-
-def of_link(link: Link) -> dict[str, Any]:
-    return {
-        "workers": link.workers,
-        "latency_seconds": link.latency,
-        "bandwidth_bits_per_second": link.bandwidth,
-        "allreduce": [{"bytes": nbytes, "seconds": seconds} for nbytes, seconds in link.points],
-    }
-
-
-def of_wire(wire: Wire, params: int) -> dict[str, Any]:
-    return {
-        "seconds": wire.seconds(params),
-        "extrapolated": wire.params < params,
-        "copies": wire.copies,
-        "measured": {"params": wire.params, "seconds": wire.measured},
-    }
-
-
-# -- one screen -----------------------------------------------------------------------------------------------------
 
 
 def screen(report: Mapping[str, Any]) -> str:
-    """At most some 45 lines of WIDTH columns."""
-    parts = (_cluster, _links, _wires, _settings, _memory, _judgement)
-    return "\n".join(line for part in parts for line in part(report))
+    """At most some 30 lines of WIDTH columns."""
+    lines: list[str] = []
 
+    def line(name: str, text: str) -> None:
+        first, rest = name.ljust(FIRST), " " * FIRST
+        lines.extend(textwrap.wrap(text, WIDTH, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False))
 
-def _line(name: str, text: str) -> Iterator[str]:
-    yield from textwrap.wrap(
-        text, WIDTH, initial_indent=name.ljust(FIRST), subsequent_indent=" " * FIRST, break_on_hyphens=False
-    )
-
-
-def _cluster(report: Mapping[str, Any]) -> Iterator[str]:
-    n, nodes, device = report["workers"], report["nodes"], report["device"]
+    n, nodes = report["workers"], report["nodes"]
     many = f"{n} on {len(nodes)} node{'s' * (len(nodes) > 1)}" if n > 1 else "one process"
-    names = ", ".join(dict.fromkeys(node["hostname"] for node in nodes))
-    yield from _line("workers", f"{many} ({textwrap.shorten(names, 60, placeholder=' ...')}), {report['backend']}")
+    names = textwrap.shorten(", ".join(dict.fromkeys(node["hostname"] for node in nodes)), 60, placeholder=" ...")
+    line("workers", f"{many} ({names}), {report['backend']}")
     if n == 1:
-        yield from _line("", "alone: links and tau are measured with several, started by torchrun (docs/doctor.md)")
+        line("", "alone: links and tau are measured with several, started by torchrun (docs/doctor.md)")
     kinds = ", ".join(dict.fromkeys(node["device"] for node in nodes))
-    yield from _line("device", f"{kinds}, {gib(device['memory_bytes_per_worker'])} a worker")
-    known = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
-    alike = " on all ranks" if n > 1 and not any(" is unlike: " in text for text in report["failures"]) else ""
-    yield from _line("versions", known + alike)
-    taken = report["interface"]
-    chosen = "NCCL_SOCKET_IFNAME or NCCL's own choice for the GPUs" if report["backend"] == "nccl" else ""
-    yield from _line("interface", f"{taken['name']} {taken['address']} for gloo{chosen and ', ' + chosen}")
-    variables = " ".join(f"{name}={value}" for name, value in report["variables"].items()) or "none set"
-    yield from _line("variables", textwrap.shorten(variables, 2 * (WIDTH - FIRST), placeholder=" ..."))
-
-
-def _links(report: Mapping[str, Any]) -> Iterator[str]:
-    found = report["links"]
-    names = {"within": "in a node", "across": "across nodes", "all": "all workers"}
-    twins = report["workers_per_node"] == 1 or len(report["nodes"]) == 1  # then all is one of the two
-    for key, name in names.items():
-        link = found[key]
-        if link is None or (twins and key == "all"):
-            continue
-        step = max(1, -(-len(link["allreduce"]) // SHOWN))
-        some = link["allreduce"][::-1][::step][::-1]
-        times = ", ".join(f"{_bytes(p['bytes'])} {_time(p['seconds'])}" for p in some)
-        rate = f"{_rate(link['bandwidth_bits_per_second'])}, latency {_time(link['latency_seconds'])}"
-        yield from _line(name, f"{link['workers']} workers: {rate}; all-reduces: {times}")
-
-
-def _wires(report: Mapping[str, Any]) -> Iterator[str]:
-    if not report["wires"]:
-        return
-    yield from _line("CO2's mean", f"of {report['params']:.4g} parameters, among all workers")
-    for name, wire in report["wires"].items():
-        sample = wire["measured"]
-        how = f"extrapolated by the link's rate: {sample['params']:.3g} parameters took {_time(sample['seconds'])}"
-        yield from _line(f"  {name}", f"{_time(wire['seconds'])}, {how if wire['extrapolated'] else 'measured'}")
-    yield from _line("  boundary", f"{_time(report['boundary_seconds'])} of its own work, once in tau steps")
-
-
-COLUMNS = "{:<12}{:<5}{:<9}{:<13}{:<9}{:<17}{}"
-
-
-def _settings(report: Mapping[str, Any]) -> Iterator[str]:
-    if not (choices := report["settings"]):
-        return
-    titles = ("local step", "tau", "wire", "mean after", "exposed", "boundary's work", "DDP exposed, at least")
-    yield from _line("settings", "of CO2Config.recommended, with the times above:")
-    yield " " * FIRST + COLUMNS.format(*titles)
-    for c in choices:
-        shares = (f"{c[name]:.1%}" for name in ("exposed_share", "boundary_share", "ddp_share"))
-        steps = f"{c['awaited']} step{'s' * (c['awaited'] > 1)}"
-        yield " " * FIRST + COLUMNS.format(_time(c["step_seconds"]), c["tau"], c["wire"], steps, *shares)
-    first, n, per_node = choices[0], report["workers"], report["workers_per_node"]
-    wider = f"; over float32 it would take {first['float32_tau']}" if first["wire"] != "float32" else ""
-    why = first["reason"] + wider if len(choices) == 1 else "--step_ms gives your own step, and says why"
-    yield from _line("  why", why)
-    kept = f"merge {first['merge']}: a worker keeps its own progress since the sending"
-    yield from _line("  call", f"CO2(model.parameters(), CO2Config.recommended({n}), buffers=model.buffers()); {kept}")
-    links, rate = report["links"], "bandwidth_bits_per_second"
-    if per_node and per_node > 1 and len(report["nodes"]) > 1 and links["within"][rate] > 4 * links["across"][rate]:
-        yield from _line(
-            "  or",
-            f"nodes as workers: gradients averaged in each step in a node of {per_node}, CO2 across: ShardedCO2(model."
-            f"parameters(), CO2Config.recommended({n // per_node}, mesh=mesh), mesh=mesh)",
-        )
-
-
-def _memory(report: Mapping[str, Any]) -> Iterator[str]:
-    if (m := report["memory"]) is not None:
-        copies = f"CO2 {gib(m['co2_bytes'])} ({m['copies']:.4g} float32 copies of the parameters)"
-        model = f"parameters and gradients {gib(m['parameters_and_gradients_bytes'])}, AdamW {gib(m['adam_bytes'])}"
-        yield from _line("memory", f"{copies}, {model}; a worker has {gib(m['worker_bytes'])}; activations come on top")
-
-
-def _judgement(report: Mapping[str, Any]) -> Iterator[str]:
+    line("device", f"{kinds}, {report['device']['memory_bytes_per_worker'] / (1 << 30):.3g} GiB a worker")
+    links = dict(report["links"])
+    if report["workers_per_node"] == 1 or len(nodes) == 1:
+        del links["all"]  # it is one of the two
+    for key, link in links.items():
+        if link is not None:
+            rate, most = _rate(link["bandwidth_bits_per_second"]), link["allreduce"][-1]
+            took = f"an all-reduce of {most['bytes'] / (1 << 20):.3g} MiB takes {_time(most['seconds'])}"
+            line(LINKS[key], f"{link['workers']} workers: {rate}, latency {_time(link['latency_seconds'])}; {took}")
+    if report["wires"]:
+        line("CO2's mean", f"of {report['params']:.4g} parameters, among all workers")
+        for name, wire in report["wires"].items():
+            sample = f"from {wire['sample_params']:.4g} parameters, measured: {_time(wire['sample_seconds'])}"
+            line(f"  {name}", f"{_time(wire['seconds'])}, {sample}")
+        line("  boundary", f"{_time(report['boundary_seconds'])} of its own work, once in tau steps")
+    if choices := report["settings"]:
+        line("settings", "of CO2Config.recommended, with the times above:")
+        lines.append(" " * FIRST + COLUMNS.format(*TITLES))
+        for c in choices:
+            shares = (f"{c[name]:.1%}" for name in ("exposed_share", "boundary_share", "ddp_share"))
+            steps = f"{c['awaited']} step{'s' * (c['awaited'] > 1)}"
+            row = (
+                _time(c["step_seconds"]),
+                c["tau"],
+                c["wire"],
+                steps,
+                *shares,
+                f"{c['float32_ratio']:.3g}",
+                c["take"],
+            )
+            lines.append(" " * FIRST + COLUMNS.format(*row))
+        line("", "r: seconds of a float32 all-reduce over a local step's; take: what loses less time")
+        reason = f"{choices[0]['reason']}; over float32 {choices[0]['float32_tau']} steps"
+        line("  why", reason if len(choices) == 1 else "--step_ms gives your own step, and says why")
+        line("  call", f"CO2(model.parameters(), CO2Config.recommended({n}), buffers=model.buffers())")
     for text in report["failures"]:
-        yield from _line("FAILS", text)
-    for text in report["warnings"]:
-        yield from _line("warning", text)
-    if report["workers"] > 1:
-        yield from _line(
-            "look for",
-            "DistributedDataParallel around the model, which averages gradients in every step, and SyncBatchNorm, "
-            "which waits for all in every layer: CO2 needs neither, and the doctor cannot see them",
-        )
-    yield from _line("result", "a run would fail" if report["failures"] else "nothing found that would make a run fail")
+        line("FAILS", text)
+    line("result", "a run would fail" if report["failures"] else "nothing found that would make a run fail")
+    return "\n".join(lines)
 
 
 def _time(seconds: float) -> str:
@@ -181,13 +108,6 @@ def _time(seconds: float) -> str:
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}"
     return f"{seconds * 1e6:.3g} us"
-
-
-def _bytes(nbytes: int) -> str:
-    for unit, size in (("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if nbytes >= size:
-            return f"{nbytes >> (20 if unit == 'MiB' else 10)} {unit}"
-    return f"{nbytes} B"
 
 
 def _rate(bits: float) -> str:

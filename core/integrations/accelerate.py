@@ -1,25 +1,13 @@
 """CO2 with Hugging Face's accelerate, after its own LocalSGD:
 
-    accelerator = Accelerator(gradient_accumulation_steps=4)
-    optimizer, loader, schedule = accelerator.prepare(optimizer, loader, schedule)  # all but the model
-    with CO2Training(accelerator, model, optimizer, CO2Config(tau=48)) as co2:
-        for x, y in loader:
-            with accelerator.accumulate(model):
-                accelerator.backward(loss(model(x), y))
-                optimizer.step(); schedule.step(); optimizer.zero_grad()
-                co2.step()
-
-The workers then average their parameters in the background every tau updates, instead of their gradients at every one.
-At the block's end all hold one model.
-
-What is relied on of accelerate (1.15, accelerator.py, checkpointing.py, optimizer.py):
-- Accelerator.prepare_model(model, evaluation_mode=True) places the model, casts its passes and compiles it, the first
-  two in place, but puts it in no DistributedDataParallel.
-- Accelerator.sync_gradients is True where the batch ends an update. AcceleratedOptimizer.step and zero_grad do nothing
-  elsewhere. Accelerator.accumulate takes a bare model, too.
-- save_state calls its pre-hooks with the folder on every worker, behind a barrier of nobody; models, optimisers and
-  registered objects are then written by rank 0 alone.
-- load_state calls its pre-hooks with the folder first, and load_state_dict of what was registered last.
+accelerator = Accelerator(gradient_accumulation_steps=4)
+optimizer, loader, schedule = accelerator.prepare(optimizer, loader, schedule)  # all but the model
+with CO2Training(accelerator, model, optimizer) as co2:
+    for x, y in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(loss(model(x), y))
+            optimizer.step(); schedule.step(); optimizer.zero_grad()
+            co2.step()
 """
 
 from __future__ import annotations
@@ -28,12 +16,11 @@ from typing import Any
 
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import synchronize_rng_states
 from torch import nn
 
 from ..assembly import CO2, CO2Config
 from ..errors import UserError
-from .common import check_accelerator, check_loader, check_model, leave_at_exit, load_own, logged, save_own
+from .common import check_accelerator, check_model, config_or_recommended, leave_at_exit, load_own, logged, save_own
 
 WHO = "CO2Training"
 
@@ -41,17 +28,16 @@ WHO = "CO2Training"
 class CO2Training(CO2):
     """A core.CO2 that knows accelerate's updates and checkpoints.
 
-    accelerator: as it is. model: the bare one, which is prepared here but for DistributedDataParallel; call `co2.model`
-    where the accelerator compiles. optimizer: that accelerator.prepare returned. config: see core.CO2Config. options:
-    what core.CO2 takes besides; buffers: the model's, if no others are given.
+    model: the bare one, which is prepared here but for DistributedDataParallel; call `co2.model` where the accelerator
+    compiles. optimizer: that accelerator.prepare returned. config: without it CO2Config.recommended for these workers.
+    options: what core.CO2 takes besides; buffers: the model's, if no others are given.
 
-    step(): after every batch; micro-batches of accumulate() count as none, and True says that a round closed. Evaluate
-    where `at_boundary` is True, behind settle(), and log what metrics() returns. Inside the block save_state() and
-    load_state() write and read each worker's own model, optimiser and outer state, too, in co2/rankN.pt. A run goes on
-    bit for bit, from a boundary or from mid-round.
+    Call step() after every batch, and finish() before an evaluation; log what metrics() returns. Inside the block
+    save_state() calls finish(), and save_state() and load_state() write and read each worker's own model, optimizer and
+    outer state, too, in co2/rankN.pt. A run goes on bit for bit where schedules are equal on all workers.
 
-    UserError: DeepSpeed, FSDP, Megatron, a parallelism_config, dispatched batches, a model in DistributedDataParallel
-    or with SyncBatchNorm, and an optimiser that was not prepared.
+    UserError: DeepSpeed, FSDP, Megatron, a parallelism_config, a model in DistributedDataParallel or with
+    SyncBatchNorm, and an optimizer that was not prepared.
     """
 
     def __init__(
@@ -64,23 +50,17 @@ class CO2Training(CO2):
     ):
         check_accelerator(WHO, accelerator)
         check_model(WHO, model)
-        for loader in accelerator._dataloaders:
-            check_loader(WHO, loader)
-            agree_once(loader)
         if not isinstance(optimizer, AcceleratedOptimizer):
             raise UserError(f"{WHO}: the optimizer is a bare {type(optimizer).__name__}: give what prepare() returned")
-        self.accelerator, self.optimizer, self.model = accelerator, optimizer, model
-        if not getattr(model, "_is_accelerate_prepared", False):
-            self.model = accelerator.prepare_model(model, evaluation_mode=True)
-            self.model._is_accelerate_prepared = True  # pyright: ignore[reportArgumentType]
-        self._bare = model
+        self.accelerator, self.optimizer, self._bare = accelerator, optimizer, model
+        self.model = accelerator.prepare_model(model, evaluation_mode=True)  # in no DistributedDataParallel
         given: dict[str, Any] = {"buffers": model.buffers()} | options
-        super().__init__(model.parameters(), config, **given)
+        super().__init__(model.parameters(), config_or_recommended(config), **given)
         self._closed = self.stats  # of the last round
         self._checkpoint = _Checkpoint(self)
 
     def step(self, *, last: bool = False) -> bool:
-        """See core.CO2; nothing where the batch ended no update. last: this was the last batch."""
+        """See core.CO2; nothing where the batch ended no update."""
         closed = self.accelerator.sync_gradients and super().step(last=last)
         self._closed = self.stats if closed else self._closed  # of later ones only a part is known
         return closed
@@ -101,33 +81,23 @@ class CO2Training(CO2):
         super().leave()
 
 
-def agree_once(loader: Any) -> None:
-    """The workers take rank 0's generator for the order of a loader now, and not at every epoch's start, where all
-    would wait for it, some perhaps for good: with tau auto workers come to it in unlike rounds. From one generator all
-    draw the same order in every epoch."""
-    if getattr(loader, "rng_types", None) == ["generator"]:
-        synchronize_rng_states(loader.rng_types, loader.synchronized_generator)
-        loader.rng_types = None
-
-
 class _Checkpoint:
     """Each worker's own part of save_state() and load_state()."""
 
     def __init__(self, co2: CO2Training):
         self._co2, self._folder, accelerator = co2, "", co2.accelerator
-        self._hooks = [
-            accelerator.register_save_state_pre_hook(self._save),
-            accelerator.register_load_state_pre_hook(self._remember),
-        ]
+        on_save = accelerator.register_save_state_pre_hook(self._save)
+        self._hooks = [on_save, accelerator.register_load_state_pre_hook(self._remember)]
         accelerator.register_for_checkpointing(self)
 
     def leave(self) -> None:
+        """It stays registered, because accelerate lets nothing go, but does nothing any more."""
+        self._folder = ""
         for hook in self._hooks:
             hook.remove()
-        objects = self._co2.accelerator._custom_objects
-        objects[:] = [one for one in objects if one is not self]
 
     def _save(self, models: list[nn.Module], weights: list[Any], folder: str) -> None:
+        self._co2.finish()  # the weights that rank 0 writes next share the parameters' memory
         save_own(f"{folder}/co2", self._co2.accelerator.process_index, **self._parts())
 
     def _remember(self, models: list[nn.Module], folder: str) -> None:
@@ -138,11 +108,11 @@ class _Checkpoint:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The last that load_state() does: rank 0's model and optimiser have been loaded on all workers."""
-        load_own(WHO, f"{self._folder}/co2", self._co2.accelerator.process_index, **self._parts())
+        """The last that load_state() does: rank 0's model and optimizer have been loaded on all workers."""
+        if self._folder:
+            load_own(WHO, f"{self._folder}/co2", self._co2.accelerator.process_index, **self._parts())
 
     def _parts(self) -> dict[str, Any]:
         co2 = self._co2
-        schedules = {f"schedule{i}": one for i, one in enumerate(co2.accelerator._schedulers)}
         scaler = {"scaler": co2.accelerator.scaler} if co2.accelerator.scaler is not None else {}
-        return {"model": co2._bare, "optimizer": co2.optimizer, **schedules, **scaler, "co2": co2}
+        return {"model": co2._bare, "optimizer": co2.optimizer, **scaler, "co2": co2}

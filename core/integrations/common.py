@@ -1,9 +1,13 @@
-"""What the integrations share: what they refuse, each worker's own part of a checkpoint, and what they log."""
+"""What the integrations share: what they refuse, each worker's own part of a checkpoint, and what they log.
+
+All of them follow one policy: before every evaluation and every checkpoint, finish() brings all workers to one model.
+"""
 
 from __future__ import annotations
 
 import atexit
 import functools
+import math
 import os
 import sys
 from pathlib import Path
@@ -15,6 +19,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from ..assembly import CO2Config
 from ..checkpoints.untrusted import reason
 from ..errors import UserError
 from ..groups import of_all
@@ -24,9 +29,14 @@ UNFINISHED = "are not of one checkpoint, as where a run ended while it saved: go
 WRAPPERS = (DistributedDataParallel, FullyShardedDataParallel, FSDPModule, DataParallel)
 
 
+def config_or_recommended(config: CO2Config | None, steps: float = math.inf, **how: Any) -> CO2Config:
+    """The config that is given, else CO2Config.recommended for all workers. steps: of the run, infinite if unknown."""
+    known = int(steps) if 1 <= steps < math.inf else None
+    return config or CO2Config.recommended(_workers(), known, **how)
+
+
 def check_model(who: str, model: nn.Module) -> None:
-    """UserError for a model whose passes communicate, for then every step would wait for all workers. who: the class
-    that the user has called."""
+    """UserError for a model whose passes communicate, so that every step would wait for all workers."""
     for name, module in model.named_modules():
         if isinstance(module, WRAPPERS):
             raise UserError(
@@ -40,13 +50,12 @@ def check_model(who: str, model: nn.Module) -> None:
 
 
 def check_accelerator(who: str, accelerator: Any) -> None:
-    """UserError for an accelerate.Accelerator that shards the model, hands it to another engine, or that knows of other
-    workers than torch.distributed: on a CPU it takes itself to be alone unless it is told."""
+    """UserError for an accelerate.Accelerator that shards the model, hands it to another engine, or knows of other
+    workers than torch.distributed, as on a CPU unless it is told."""
     kind = str(accelerator.distributed_type.value)
     if kind != "NO" and not kind.startswith("MULTI_"):  # as accelerate's own LocalSGD allows
         raise UserError(f"{who}: distributed_type={kind}: choose plain multi-GPU or multi-CPU in accelerate's config")
-    workers = dist.get_world_size() if dist.is_initialized() else 1
-    if accelerator.num_processes != workers:
+    if accelerator.num_processes != (workers := _workers()):
         raise UserError(
             f"{who}: torch.distributed has {workers} workers, accelerate {accelerator.num_processes}: all would read "
             "the same data; without GPUs set Accelerator(cpu=True) or TrainingArguments(use_cpu=True)"
@@ -55,12 +64,8 @@ def check_accelerator(who: str, accelerator: Any) -> None:
         raise UserError(f"{who}: a parallelism_config shards the model: leave it out, or take ShardedCO2 in a loop")
 
 
-def check_loader(who: str, loader: Any) -> None:
-    """UserError for a loader of accelerate's whose batches rank 0 reads and sends to all, as for an IterableDataset."""
-    if type(loader).__name__ == "DataLoaderDispatcher":
-        raise UserError(
-            f"{who}: dispatch_batches=True: rank 0 sends out every batch, so all workers wait for it: set it to False"
-        )
+def _workers() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def save_own(folder: str | os.PathLike[str], rank: int, **parts: Any) -> None:
@@ -68,44 +73,37 @@ def save_own(folder: str | os.PathLike[str], rank: int, **parts: Any) -> None:
     is co2."""
     if "://" in str(folder):
         raise UserError(f"{folder}: each worker writes a file of its own: save to a folder that all can reach")
-    path = _file(folder, rank)
+    path = Path(folder, f"rank{rank}.tmp")
     path.parent.mkdir(parents=True, exist_ok=True)
-    written = {"workers": dist.get_world_size() if dist.is_initialized() else 1, "rounds": parts["co2"].rounds}
-    torch.save(written | {name: _state_of(part) for name, part in parts.items()}, path.with_suffix(".tmp"))
-    path.with_suffix(".tmp").rename(path)
+    written = {"workers": _workers(), "rounds": parts["co2"].rounds}
+    torch.save(written | {name: _state_of(part) for name, part in parts.items()}, path)
+    path.rename(path.with_suffix(".pt"))
 
 
 def load_own(who: str, folder: str | os.PathLike[str], rank: int, **parts: Any) -> None:
     """Loads what save_own wrote; every worker must call it. Where fewer workers wrote it, this one takes the part of
-    its rank modulo their number.
-
-    UserError on all workers where none has written one, as in a run without CO2, or the files are not of one
-    checkpoint, as where a run ended while they were written.
-    """
-    saved, problem = _read(folder, rank)
+    its rank modulo their number. UserError on all workers where the files are missing, or not of one checkpoint."""
+    saved, problem = _read(Path(folder), rank)
     if saved and (lacks := sorted(parts.keys() - saved.keys())):
-        problem = f"{_file(folder, rank)} holds no {lacks[0]}: go on with the settings of the run that saved it"
+        problem = f"a file in {folder} holds no {lacks[0]}: go on with the settings of the run that saved it"
     told = of_all((problem, (saved.get("workers"), saved.get("rounds"))))
     if problem := next((problem for problem, _ in told if problem), ""):
         raise UserError(f"{who}: {problem}")
     if len({written for _, written in told}) > 1:
         raise UserError(f"{who}: the files in {folder} {UNFINISHED}")
-    for name, part in parts.items():
-        if isinstance(part, nn.Module):
-            part.load_state_dict(saved[name], strict=False)  # without what is frozen
-        else:
-            part.load_state_dict(saved[name])
+    for name, part in parts.items():  # a model without what is frozen
+        part.load_state_dict(saved[name], **({"strict": False} if isinstance(part, nn.Module) else {}))
 
 
-def _read(folder: str | os.PathLike[str], rank: int) -> tuple[dict[str, Any], str]:
+def _read(folder: Path, rank: int) -> tuple[dict[str, Any], str]:
     """The part that this worker takes, and what is wrong with it."""
-    path, any_file = _file(folder, rank), next(Path(folder).glob("rank*.pt"), None)
+    path, any_file = folder / f"rank{rank}.pt", next(folder.glob("rank*.pt"), None)
     if any_file is None:
         return {}, f"{folder} is missing, as where a run without CO2 has saved: load the weights alone"
     try:
         if not path.exists():
             workers = torch.load(any_file, map_location="cpu", weights_only=True, mmap=True)["workers"]
-            path = _file(folder, rank % workers)
+            path = folder / f"rank{rank % workers}.pt"
         return torch.load(path, map_location="cpu", weights_only=True), ""
     except FileNotFoundError:
         return {}, f"{path} is missing: the files there {UNFINISHED}"
@@ -113,17 +111,11 @@ def _read(folder: str | os.PathLike[str], rank: int) -> tuple[dict[str, Any], st
         return {}, f"{path} cannot be read ({reason(error)}): go on from an older checkpoint"
 
 
-def _file(folder: str | os.PathLike[str], rank: int) -> Path:
-    return Path(folder, f"rank{rank}.pt")
-
-
 def _state_of(part: Any) -> dict[str, Any]:
     """Of a model only what training changes: frozen parameters are the same on all workers."""
-    state = part.state_dict()
-    if not isinstance(part, nn.Module):
-        return state
-    frozen = {name for name, p in part.named_parameters(remove_duplicate=False) if not p.requires_grad}
-    return {name: value for name, value in state.items() if name not in frozen}
+    named = part.named_parameters(remove_duplicate=False) if isinstance(part, nn.Module) else ()
+    frozen = {name for name, p in named if not p.requires_grad}
+    return {name: value for name, value in part.state_dict().items() if name not in frozen}
 
 
 def logged(stats: RoundStats) -> dict[str, float]:
@@ -133,9 +125,8 @@ def logged(stats: RoundStats) -> dict[str, float]:
 
 @functools.cache
 def leave_at_exit() -> None:
-    """After a training that has ended well: the process leaves torch.distributed before the interpreter ends, where the
-    framework does not. A thread of gloo's that drops a collective's tensor later waits for Python's lock, finds the
-    interpreter gone, and takes the process down by std::terminate."""
+    """After a training that has ended well: the process leaves torch.distributed before the interpreter ends. A thread
+    of gloo's that drops a tensor later finds no interpreter, and takes the process down by std::terminate."""
     atexit.register(_leave)
 
 

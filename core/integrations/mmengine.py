@@ -1,10 +1,7 @@
 """CO2 for any mmengine project: two lines in a config.
 
-    custom_imports = dict(imports=["co2_training.integrations.mmengine"])
-    custom_hooks = [dict(type="CO2Hook", tau=48, co2=dict(outer_lr=1.0, outer_momentum=0.5))]
-
-The workers then average their parameters in the background every tau optimiser steps instead of their gradients at
-every one.
+custom_imports = dict(imports=["co2_training.integrations.mmengine"])
+custom_hooks = [dict(type="CO2Hook", tau=48, co2=dict(outer_lr=1.0, outer_momentum=0.5))]
 """
 
 from __future__ import annotations
@@ -16,7 +13,6 @@ from mmengine.hooks import CheckpointHook, Hook
 from mmengine.model import is_model_wrapper
 from mmengine.registry import HOOKS
 from mmengine.runner import Runner
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..checkpoints.saved import Saved
@@ -34,24 +30,25 @@ from ..methods import (
 )
 from ..robust.guard import Guard, forget
 from ..stats import RoundStats
-from .common import leave_at_exit
+from .common import check_model, config_or_recommended, leave_at_exit
 
-Settings = Mapping[str, Any] | None
+WHO = "CO2Hook"
+OWN = {"co2": CO2Config, "delayed": DelayedConfig, "slowmo": SlowMoConfig, "overlap_local": OverlapLocalConfig}
+INNER = {"wire": WireConfig, "lgreco": LGrecoConfig}  # of CO2Config, and of that
 
 
 @HOOKS.register_module()
 class CO2Hook(Hook):
     """Trains with CO2, or another local method, in place of DistributedDataParallel.
 
-    method: co2, delayed, local, overlap_local or slowmo. tau: optimiser steps per round. co2, delayed, slowmo,
-    overlap_local: fields of CO2Config (wire: of WireConfig), DelayedConfig, SlowMoConfig and
-    OverlapLocalConfig, as dicts. average_buffers: BatchNorm statistics are averaged with the parameters. timeout:
-    seconds until a missing worker is an error.
+    method: co2, delayed, local, overlap_local or slowmo. tau: optimizer steps a round, 48 where other settings are
+    given without it. settings: co2, delayed, slowmo or overlap_local, a dict with fields of their configs. Method co2
+    with none of these takes CO2Config.recommended for these workers and iterations. average_buffers: BatchNorm's
+    statistics are averaged with the parameters. timeout: seconds until a missing worker is an error.
 
     The model is taken out of the MMDistributedDataParallel that the runner wraps it in; other wrappers and SyncBN,
-    which communicate in every forward pass, are refused. With gradient accumulation a step is one update. Before a
-    validation or a checkpoint of CheckpointHook, and at the end, all workers are brought to equal parameters; a
-    checkpoint holds the outer state, and rank 0's inner optimiser for all. Each round is logged under train/co2.
+    which communicate in every forward pass, are refused. With gradient accumulation a step is one update. A checkpoint
+    holds the outer state, and rank 0's inner optimizer for all. Each round is logged under train/co2.
     """
 
     priority = "ABOVE_NORMAL"  # before whatever logs, saves or averages the new parameters
@@ -59,35 +56,24 @@ class CO2Hook(Hook):
     def __init__(
         self,
         method: Literal["co2", "delayed", "local", "overlap_local", "slowmo"] = "co2",
-        tau: int = 48,
-        co2: Settings = None,
-        delayed: Settings = None,
-        slowmo: Settings = None,
-        overlap_local: Settings = None,
+        tau: int | None = None,
         average_buffers: bool = True,
         timeout: float = 600.0,
+        **settings: Mapping[str, Any] | None,
     ):
         if method not in METHODS or method == "ddp":
             raise UserError(
-                f"CO2Hook: method={method!r}: choose co2, delayed, local, overlap_local or slowmo; leave out for ddp"
+                f"{WHO}: method={method!r}: choose co2, delayed, local, overlap_local or slowmo; leave out for ddp"
             )
         self.method_name, self.average_buffers, self.timeout = method, average_buffers, timeout
-        co2 = dict(co2 or {})
-        if "wire" in co2:
-            if not isinstance(co2["wire"], Mapping):
-                raise UserError(f"CO2Hook: co2.wire={co2['wire']!r}: give a dict, such as dict(format='int8')")
-            wire = dict(co2["wire"])
-            lgreco = _config("wire.lgreco", LGrecoConfig, wire.pop("lgreco", None))
-            co2["wire"] = _config("wire", WireConfig, wire | {"lgreco": lgreco})
-        self.configs = {
-            "co2": _config("co2", CO2Config, {"tau": tau} | co2),
-            "delayed": _config("delayed", DelayedConfig, delayed),
-            "slowmo": _config("slowmo", SlowMoConfig, slowmo),
-            "overlap_local": _config("overlap_local", OverlapLocalConfig, overlap_local),
-        }
+        self.recommended = method == "co2" and tau is None and not settings
+        if other := settings.keys() - OWN:
+            raise UserError(f"{WHO} has no setting {min(other)!r}: it has method, tau, timeout, {', '.join(OWN)}")
+        settings["co2"] = {"tau": 48 if tau is None else tau, **(settings.get("co2") or {})}
+        self.configs = {name: _config(name, OWN[name], given or {}) for name, given in settings.items()}
         self.method: Any = None
         self._unread: list[RoundStats] = []
-        self._resumed: dict[str, Any] | None = None
+        self._saved: dict[str, Any] | None = None  # what a checkpoint that was loaded holds of a method
 
     def before_run(self, runner: Runner) -> None:
         if isinstance(runner.model, DistributedDataParallel):
@@ -95,25 +81,19 @@ class CO2Hook(Hook):
             runner.model = runner.model.module
         if is_model_wrapper(runner.model):
             raise UserError(
-                f"CO2Hook: the model is wrapped in {type(runner.model).__name__}: leave model_wrapper_cfg out"
+                f"{WHO}: the model is wrapped in {type(runner.model).__name__}: leave model_wrapper_cfg out"
             )
-        for name, module in runner.model.named_modules():
-            if isinstance(module, nn.SyncBatchNorm):
-                raise UserError(
-                    f"CO2Hook: {name} is SyncBN, which waits for all workers in every forward pass: set norm_cfg to "
-                    "dict(type='BN'); its statistics are averaged with the parameters"
-                )
+        check_model(WHO, runner.model)
 
     def after_load_checkpoint(self, runner: Runner, checkpoint: dict[str, Any]) -> None:
-        if runner._resume:  # not for load_from, which starts a new training
-            self._resumed = checkpoint.get("co2")
-            if self._resumed is None:
-                raise UserError("CO2Hook: the checkpoint was not trained with this hook: use load_from, without resume")
+        self._saved = checkpoint.get("co2")
 
     def before_train(self, runner: Runner) -> None:
         """Built here, when the weights to start from are in place; rank 0's go to all workers."""
         optim_wrapper: Any = runner.optim_wrapper
         groups = optim_wrapper.param_groups
+        if self.recommended:
+            self.configs["co2"] = config_or_recommended(None, runner.max_iters)
         self.method = make_method(
             self.method_name,
             runner.model,
@@ -124,12 +104,16 @@ class CO2Hook(Hook):
         )[1]
         if isinstance(self.method, Saved):
             self.method.rider(Guard).on_left_out = forget(optim_wrapper.optimizer)
-        if self._resumed is not None:
-            if self._resumed["name"] != self.method_name:
-                raise UserError(
-                    f"CO2Hook: the checkpoint was trained with {self._resumed['name']}, not {self.method_name}"
-                )
-            self.method.load_state_dict(self._resumed["state"])
+        if runner.iter > 0:  # resumed; load_from starts a new training
+            self._resume()
+        self._saved = None
+
+    def _resume(self) -> None:
+        if self._saved is None:
+            raise UserError(f"{WHO}: the checkpoint was not trained with this hook: use load_from, without resume")
+        if self._saved["name"] != self.method_name:
+            raise UserError(f"{WHO}: the checkpoint was trained with {self._saved['name']}, not {self.method_name}")
+        self.method.load_state_dict(self._saved["state"])
 
     def after_train_iter(self, runner: Runner, *_: Any, **__: Any) -> None:
         optim_wrapper: Any = runner.optim_wrapper
@@ -174,10 +158,11 @@ class CO2Hook(Hook):
         return any(every(runner, h.interval, h.save_begin) or last for h in hooks)
 
 
-def _config(name: str, cls: Any, settings: Settings) -> Any:
-    """The config that the dict describes."""
-    known = cls.__dataclass_fields__
-    for key in settings or {}:
-        if key not in known:
-            raise UserError(f"CO2Hook: {name} has no setting {key!r}: it has {', '.join(known)}")
-    return cls(**(settings or {}))
+def _config(name: str, kind: Any, given: Any) -> Any:
+    """The config that a dict describes, with those that dicts in it describe."""
+    if not isinstance(given, Mapping):
+        raise UserError(f"{WHO}: {name}={given!r}: give a dict, such as dict(format='int8')")
+    for key in given:
+        if key not in (known := kind.__dataclass_fields__):
+            raise UserError(f"{WHO}: {name} has no setting {key!r}: it has {', '.join(known)}")
+    return kind(**{k: _config(f"{name}.{k}", INNER[k], v) if k in INNER else v for k, v in given.items()})

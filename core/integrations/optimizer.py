@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..assembly import CO2, CO2Config, ShardedCO2
 from ..errors import UserError
+from .common import config_or_recommended
 
 
 @contextlib.contextmanager
@@ -25,20 +26,20 @@ def attach(
 ) -> Iterator[CO2 | ShardedCO2]:
     """Calls co2.step() after each optimizer.step() of the block, and finish() and close() at its end.
 
-    params, config, options: as for CO2; with mesh among the options, for ShardedCO2. After an exception the group is
-    left, and nobody is waited for. With gradient accumulation nothing is to be done: a step of the optimiser is one.
+    params, config, options: as for CO2; with mesh among the options, for ShardedCO2. Without config it is
+    CO2Config.recommended for these workers. After an exception the group is left, and nobody is waited for. With
+    gradient accumulation nothing is to be done: a step of the optimizer is one.
 
-    Not with a GradScaler (torch.amp), which is refused with UserError where it has called the step: it leaves out
-    optimizer.step() where gradients overflow, on that worker alone, and torch calls no hook then, so that this worker
-    would count a step less than the others, which would wait for it. There make CO2 itself, and call co2.step() once
-    an update, behind scaler.update(). Optimisers that handle the overflow inside their step (fused=True) are called in
-    any case, and accepted.
+    UserError with a GradScaler (torch.amp): it leaves out optimizer.step() where gradients overflow, on that worker
+    alone, and torch calls no hook then. There make CO2 itself, and call co2.step() once an update, behind
+    scaler.update(). Optimizers that handle the overflow inside their step (fused=True) are accepted.
     """
     if not isinstance(optimizer, torch.optim.Optimizer) or not hasattr(optimizer, "_optimizer_step_post_hooks"):
         raise UserError(
             f"optimizer: a {type(optimizer).__name__} is given: give a torch optimiser, or make CO2 and call "
             "co2.step() after its step"
         )
+    config = config_or_recommended(config, mesh=options.get("mesh"))
     method = (ShardedCO2 if "mesh" in options else CO2)(params, config, **options)
 
     def stepped(*_: Any) -> None:

@@ -1,7 +1,5 @@
 """The report writer of all measurements, and the checks of their options."""
 
-import json
-import math
 import re
 import sys
 from dataclasses import dataclass
@@ -11,14 +9,9 @@ from typing import Any
 
 import pytest
 
-from bench import loss_table, plots, report, zeroth
+from bench import plots, report
 from bench.report import Spread, mean_sd, require
-from bench.search import controls
-from bench.search.rows import Rows, markdown
 from core.errors import UserError
-from results import paper
-
-RESULTS = Path(__file__).parents[2] / "results"
 
 
 @dataclass
@@ -80,104 +73,6 @@ def test_a_folder_without_measurements_is_refused(text: str | None, said: str, t
         (tmp_path / "scaling.json").write_text(text)
     with pytest.raises(UserError, match=said):
         plots.page(tmp_path)
-
-
-def test_the_published_tables_are_those_of_the_published_figures():
-    written = {
-        **dict.fromkeys(("zeroth", "zeroth_quality", "zeroth_sharing"), zeroth.text),
-    }
-    for name, made in written.items():
-        table_of = RESULTS / f"{name}.md"
-        text = made(json.loads((RESULTS / f"{name}.json").read_text()))
-        assert table_of.read_text() == report.linked(text, table_of), name
-
-
-def table_lines(text: str) -> list[str]:
-    return sorted(line for line in text.splitlines() if line.startswith("|"))
-
-
-def test_the_published_seconds_to_a_loss_stand_in_their_tables():
-    pages = [path.with_suffix(".md") for path in RESULTS.rglob("time_to_loss.json")]
-    assert len(pages) >= 6
-    for page in pages:
-        made = loss_table.markdown(json.loads(page.with_suffix(".json").read_text()))
-        assert table_lines(made) == table_lines(page.read_text()), page
-
-
-def test_the_published_rows_of_other_packages_stand_in_their_tables():
-    columns = {"exposed": ".0%", "loss_at_samples": ".3f", "seconds_to_target": ".1f", "bytes_per_sample": ".0f"}
-    for path in RESULTS.glob("peers*.json"):
-        lines = {
-            line.split(" | ")[0]: line.replace("**", "") for line in table_lines(path.with_suffix(".md").read_text())
-        }
-        rows = [row for row in json.loads(path.read_text())["rows"] if "reason" not in row]
-        assert len(rows) >= 7
-        for row in rows:
-            for name, spec in columns.items():
-                values = row.get(name, [None])
-                if None not in values and all(map(math.isfinite, values)):
-                    assert f" {Spread.of(values).show(spec)} |" in lines[f"| {row['method']}"], (
-                        path,
-                        row["method"],
-                        name,
-                    )
-
-
-def test_every_page_of_results_leads_back_to_the_list_of_all():
-    for page in RESULTS.rglob("*.md"):
-        if page.parent.name != "tables" and page != RESULTS / "index.md":
-            link = re.search(r"\[All results\]\(([^)]*)\)", page.read_text())
-            assert link is not None and (page.parent / link[1]).resolve() == RESULTS / "index.md", page
-    assert report.linked("# A page\n\nText.\n", RESULTS / "a" / "page.md") == (
-        "# A page\n\n[All results](../index.md).\n\nText.\n"
-    )
-    assert report.linked("Text.\n", RESULTS / "page.md") == "[All results](index.md).\n\nText.\n"
-
-
-def test_a_page_elsewhere_has_no_link_to_a_list_that_is_not_there(tmp_path: Path):
-    report.save(tmp_path, "page", {}, "# A page\n\nText.\n")
-    assert (tmp_path / "page.md").read_text() == "# A page\n\nText.\n"
-
-
-def test_the_published_search_is_read_and_its_rows_stand_in_its_tables(monkeypatch: pytest.MonkeyPatch):
-    """Rows of before an option went, or came, count."""
-    monkeypatch.setattr("bench.search.rows.about", lambda task: task)  # what stands there needs the task's data
-    rows = Rows(RESULTS / "search.jsonl")
-    assert (len(rows.runs), len(rows.choices)) == (603, 175)
-    told = [line for line in markdown(rows).splitlines() if line.startswith("|")]
-    assert told == [line for line in (RESULTS / "search.md").read_text().splitlines() if line.startswith("|")]
-
-
-def test_the_published_controls_are_those_of_their_rows(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("bench.search.controls.about", lambda task: task)
-    made = controls.markdown(Rows(RESULTS / "controls.jsonl"), controls.Controls().searches())
-    told = [line for line in made.splitlines() if line.startswith("|")]
-    assert told == [line for line in (RESULTS / "controls.md").read_text().splitlines() if line.startswith("|")]
-
-
-PAGES = re.findall(r"\]\((\w+\.md)\)", (RESULTS / "index.md").read_text())
-
-
-def test_the_papers_numbers_stand_on_one_page_of_the_results():
-    papers = (RESULTS / "paper.md").read_text()
-    ours = "".join((RESULTS / page).read_text() for page in {"index.md", *PAGES} - {"paper.md", "chaos.md", "gpu.md"})
-    assert "Reported by the paper (not by us)" in papers and "not run" in papers
-    reported = [f"{mean:.2f}" + (f" ± {sd:.2f}" if sd else "") for mean, sd in paper.REPORTED.values()]
-    reported += [f"{words:,}" for words in paper.WORDS_PER_SECOND.values()]
-    for number in reported:
-        assert number in papers and number not in ours
-    assert all(f"{number:.2f}" in papers for number in (*paper.GAP_PERPLEXITY.values(), *paper.SCALING_RATIO.values()))
-
-
-def test_every_link_of_the_results_leads_somewhere_and_no_sentence_is_a_heap_of_figures():
-    """At most two figures a sentence in prose; captions (lists) and tables hold the others."""
-    for page in {"index.md", *PAGES} - {"chaos.md", "gpu.md"}:
-        text = (RESULTS / page).read_text()
-        assert all((RESULTS / link).exists() for link in re.findall(r"\]\(([^)#:]+)\)", text)), page
-        prose = re.sub(r"`[^`]*`|\([^()]*\)|\[[^]]*\]", "", re.sub(r"(?m)^(\||- |  |#|!).*$", "", text))
-        for sentence in re.split(r"(?<=[.:;])\s+(?=[A-Z`*])", prose):
-            figures = re.findall(r"(?<![\w.-])\d[\d.,]*(?: to \d[\d.]*)?(?: ± [\d.]+)?", sentence)
-            assert len(figures) <= 2, (page, sentence)
 
 
 @pytest.mark.parametrize(

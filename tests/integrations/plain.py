@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,13 @@ def everything(model: nn.Module) -> Tensor:
     return flat([*model.parameters(), *model.buffers()])
 
 
+def everything_in(written: Mapping[str, Tensor]) -> Tensor:
+    """As everything(), of a file's state dict, whose keys may have a prefix."""
+    model = Net(seed=1)
+    model.load_state_dict({name.removeprefix("net."): value for name, value in written.items()})
+    return everything(model)
+
+
 def in_turn(rank: int, workers: int, epochs: int = EPOCHS) -> list[list[Batch]]:
     """A rank's batches of each epoch, where batch after batch goes to worker after worker."""
     x, y = examples()
@@ -87,20 +94,21 @@ def train(
     micro: int = 1,
     clip: float = 0.0,
     updates: int = 10**9,
-    finishes: bool = False,
+    meets: Collection[int] = (),
+    told: bool = False,
     dtype: torch.dtype | None = None,
     asks: Sequence[str] = (),
 ) -> list[Tensor]:
     """Everything after each update, behind the last one with finish(). epochs: the batches of each. micro: batches an
     update, fewer at an epoch's end. clip: the gradients' norm, 0 for no limit. updates: after which training stops.
-    finishes: whether every epoch ends with finish(). dtype: of autocast, None for none. asks: what Requests go along:
-    of more than two workers the order of an element's sum depends on how long the whole tensor is."""
+    meets: updates behind which finish() is called, as before an evaluation; told: whether step() hears of it. dtype: of
+    autocast, None for none. asks: what Requests go along: of more than two workers the order of an element's sum
+    depends on how long the whole tensor is."""
     model = Net()
     optimizer = adam(model)
     co2 = CO2(model.parameters(), config, buffers=model.buffers(), riders=[Requests(*asks)] if asks else [])
     trace: list[Tensor] = []
     parts = [[batches[i : i + micro] for i in range(0, len(batches), micro)] for batches in epochs]
-    ends = {sum(map(len, parts[: epoch + 1])) for epoch in range(len(parts)) if finishes}
     groups = [group for part in parts for group in part][:updates]
     for number, group in enumerate(groups, 1):
         for x, y in group:
@@ -111,8 +119,9 @@ def train(
             nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
         optimizer.zero_grad()
-        co2.step(last=(last := number == len(groups) or number in ends))
-        if last:
+        last = number == len(groups)
+        co2.step(last=last or (told and number in meets))
+        if last or number in meets:
             co2.finish()
         trace.append(everything(model))
     co2.close()

@@ -15,7 +15,6 @@ from core import CO2Config, CollectiveError
 from tests.integrations import plain
 from tests.integrations.plain import BATCH, EPOCHS, PAPER, Net
 from tests.integrations.ranks import Ranks
-from tests.problems import flat
 
 MODULES = ("transformers.trainer", "core.integrations.transformers", "tensorboard", "torch.utils.tensorboard")
 
@@ -48,18 +47,17 @@ def watcher(trainer: Any, callback: Any, watch: Any) -> Any:
             self.evaluated: list[tuple[int, bool, Tensor]] = []
             self.saved: list[tuple[int, bool]] = []
             self.wrapped: list[str] = []
+            self.config: Any = None
 
         def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
             self.trace.append(plain.everything(model))
             self.wrapped.append(type(trainer.model_wrapped).__name__)
+            self.config = callback.co2.config
             if watch:
                 watch(state, control, callback)
 
         def on_evaluate(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-            held = (
-                plain.everything(model) if callback.co2.rounds > 1 else flat(model.parameters())
-            )  # buffers are not yet
-            self.evaluated.append((state.global_step, callback.co2.at_boundary, held))
+            self.evaluated.append((state.global_step, callback.co2.at_boundary, plain.everything(model)))
 
         def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             self.saved.append((state.global_step, callback.co2.at_boundary))
@@ -76,7 +74,7 @@ def arguments(folder: str, changes: dict[str, Any]) -> Any:
     return TrainingArguments(**(settings | changes))
 
 
-def run(folder: str, config: CO2Config = PAPER, *, resume: Any = None, watch: Any = None, **changes: Any) -> Any:
+def run(folder: str, config: CO2Config | None = PAPER, *, resume: Any = None, watch: Any = None, **changes: Any) -> Any:
     """Trains; a dictionary of what is looked at."""
     from transformers import Trainer
 
@@ -138,14 +136,18 @@ def test_trains_as_the_plain_loop(ranks: Ranks, workers: int, tmp_path: Path) ->
         assert kinds == ["ForTrainer"]
 
 
+EVALUATED, SAVED = range(6, 37, 6), range(9, 37, 9)
+
+
 def held_run(rank: int, workers: int, folder: str) -> Any:
-    """Logs, evaluations and checkpoints at steps that are no boundary; then each checkpoint is gone on from."""
-    asked = dict(eval_strategy="steps", eval_steps=4, save_strategy="steps", save_steps=4, logging_strategy="steps")
+    """Logs, evaluations and checkpoints within rounds; then checkpoints are gone on from."""
+    asked = dict(eval_strategy="steps", eval_steps=6, save_strategy="steps", save_steps=9, logging_strategy="steps")
     asked |= dict(report_to="tensorboard")
     os.environ["TENSORBOARD_LOGGING_DIR"] = f"{folder}/tb"
     whole: Any = run(f"{folder}/held", **asked)
-    plain.assert_equal(whole["trace"], plain.train(plain.in_turn(rank, workers)))
-    for step in (5, 25):
+    meets = {*EVALUATED, *SAVED}
+    plain.assert_equal(whole["trace"], plain.train(plain.in_turn(rank, workers), meets=meets, told=True))
+    for step in (9, 27):
         # another start: all must come from the checkpoint
         model = ForTrainer(seed=7 + rank)
         again: Any = run(f"{folder}/again", model=model, resume=f"{folder}/held/checkpoint-{step}", **asked)
@@ -153,17 +155,20 @@ def held_run(rank: int, workers: int, folder: str) -> Any:
     return {name: whole[name] for name in ("evaluated", "saved", "log")}
 
 
-def test_logs_evaluations_and_checkpoints_wait_for_a_boundary(ranks: Ranks, tmp_path: Path) -> None:
+def test_evaluations_and_checkpoints_are_of_one_model_and_logs_wait_for_a_boundary(
+    ranks: Ranks, tmp_path: Path
+) -> None:
     first, second = ranks(held_run, 2, str(tmp_path))
-    at = [5, 10, 15, 20, 25, 30, 35, 36]  # asked for at 4, 8, ... 36
     for result in (first, second):
-        assert [(step, True) for step in at] == result["saved"]
-        assert [(step, True) for step in at] == [seen[:2] for seen in result["evaluated"]]
+        assert [(step, True) for step in SAVED] == result["saved"]
+        assert [(step, True) for step in EVALUATED] == [seen[:2] for seen in result["evaluated"]]
     for (_, _, a), (_, _, b) in zip(first["evaluated"], second["evaluated"], strict=True):
         assert torch.equal(a, b), "workers evaluated unlike models"
     logs = [entry for entry in first["log"] if "loss" in entry]
-    assert [entry["step"] for entry in logs] == at
-    assert [entry["co2/round"] for entry in logs[1:4]] == [1.0, 2.0, 3.0]
+    # asked for at 3, 6, ... 36; rounds of 5 begin anew behind each evaluation and checkpoint
+    assert [entry["step"] for entry in logs] == [5, 6, 9, 12, 17, 18, 23, 24, 27, 30, 35, 36]
+    landed = [entry["co2/round"] for entry in logs if entry["co2/allreduce_seconds"]]  # nothing has in a first round
+    assert landed == sorted(set(landed)) and len(landed) == 8
     assert all(f"co2/{name}" in logs[0] for name in ("tau", "exposed_seconds", "momentum_norm"))
     assert plain.tags(tmp_path / "tb") >= {"train/co2/round", "train/loss", "train/co2/exposed_seconds"}
 
@@ -193,10 +198,11 @@ def best_and_early(rank: int, workers: int, folder: str) -> Any:
     assert torch.equal(best, stopped["end"]), "the best model is not what is left"
     recommended: Any = run(
         f"{folder}/recommended",
-        CO2Config.recommended(workers, 400),
+        None,
         num_train_epochs=20,
         **{name: asked[name] for name in ("eval_strategy", "eval_steps", "save_strategy", "save_steps")},
     )
+    assert recommended["config"] == CO2Config.recommended(workers, 240)
     keys = ("evaluated", "end", "steps", "saved")
     return {"stopped": {k: stopped[k] for k in keys}, "recommended": {k: recommended[k] for k in keys}}
 
