@@ -28,7 +28,7 @@ from bench.trainings import FAST
 from bench.zeroth_memory import measure_memory, measure_sharing, memory_text, opt_table, opt_text, sharing_text
 from bench.zeroth_quality import Quality, measure_quality, measure_tuning, quality_text, tuning_text
 from core.errors import UserError
-from core.zeroth import ZerothConfig, ZerothOrder
+from language.zeroth import ZerothConfig, ZerothOrder
 from language.model import build_model
 from training.script import launch
 

@@ -26,8 +26,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from core.errors import DivergedError
-from core.zeroth import ZerothConfig, ZerothOrder
-from core.zeroth.blocks import BlockStream
+from language.zeroth import ZerothConfig, ZerothOrder
+from language.zeroth.blocks import BlockStream
 from language.corpora import open_corpus, open_wikitext2
 from training.sampling import generator
 

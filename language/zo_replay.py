@@ -19,9 +19,9 @@ from torch import nn
 
 from core.checkpoints.untrusted import parse_json
 from core.errors import UserError
-from core.zeroth import ScalarLog, ZerothConfig, ZerothOrder
-from core.zeroth.noise import kind_of
-from core.zeroth.weights import digest
+from language.zeroth import ScalarLog, ZerothConfig, ZerothOrder
+from language.zeroth.noise import kind_of
+from language.zeroth.weights import digest
 from language import pretrained
 from language.finetune_recipes import RECIPES, FinetuneRecipe, LoraConfig
 from training.script import launch

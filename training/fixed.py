@@ -23,7 +23,7 @@ from core.errors import UserError
 from core.groups import host_group
 from core.methods import Method, Zeroth, make_method
 from core.rounds import Rounds
-from core.zeroth.blocks import BlockStream
+from language.zeroth.blocks import BlockStream
 from training.config import settings
 from training.folder import RunFolder
 from training.optim import lent_rate

@@ -16,8 +16,8 @@ import tyro
 from core import CO2Config, UserError
 from core.elastic.joining import check_elastic
 from core.methods import REGISTRY, check_settings, entry_of
-from core.zeroth.elastic import check_elastic as check_elastic_zeroth
-from core.zeroth.exchange import Place
+from language.zeroth.elastic import check_elastic as check_elastic_zeroth
+from language.zeroth.exchange import Place
 from training.layouts.layout import Layout
 from training.optim import OptimConfig
 from training.script import launch

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from core.errors import UserError
-from core.zeroth.noise import seed_of as mix
+from language.zeroth.noise import seed_of as mix
 from training.script import SIGNALS
 
 

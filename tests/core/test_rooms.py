@@ -31,7 +31,7 @@ ARROWS: dict[str, set[str]] = {
     "core.testing": {"core"},
     "core.triton": {"core", "core.adaptive", "core.wires"},  # whose passes and formats it knows as kernels
     "core.wires": {"core", "core.collectives"},
-    "core.zeroth": {
+    "language.zeroth": {
         "core",
         "core.collectives",
         "core.elastic",

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from core import CO2Config, WireConfig
-from core.zeroth import ZerothConfig
+from language.zeroth import ZerothConfig
 from language.finetune_recipes import LoraConfig, prompts_adamw
 from language.recipe import RingsConfig
 from language.recipes import RECIPES, gpt2_pydoc_small

@@ -16,7 +16,7 @@ from bench import report
 from bench.search.rows import Rows
 from core import UserError
 from core.checkpoints import checkpoint
-from core.zeroth import ScalarLog
+from language.zeroth import ScalarLog
 from language import pretrained, zo_replay
 from language.data import load_corpus
 from language.prepare import read_documents

@@ -12,9 +12,9 @@ from bench.chaos.crew import Crew
 from core import testing
 from core.checkpoints import checkpoint
 from core.methods import ElasticZeroth
-from core.zeroth import ScalarLog, ZerothOrder
-from core.zeroth.forward import Loss
-from core.zeroth.weights import digest
+from language.zeroth import ScalarLog, ZerothOrder
+from language.zeroth.forward import Loss
+from language.zeroth.weights import digest
 from language import zo_replay
 from language.corpora import open_corpus
 from language.finetune import tune

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from core.methods import METHODS
 from core.testing import run_distributed
-from core.zeroth import ZerothConfig
+from language.zeroth import ZerothConfig
 from language import train as script
 from language.corpora import open_corpus
 from language.model import GPT2_SIZES, ROBERTA_SIZES, TRANSNORMER_SIZES

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..elastic.members import Came, Members, Report, Workers
-from ..errors import CollectiveError, UserError
-from ..groups import set_timeout
+from core.elastic.members import Came, Members, Report, Workers
+from core.errors import CollectiveError, UserError
+from core.groups import set_timeout
 from .config import ZerothConfig
 from .exchange import Place
 from .forward import Loss, evaluating

@@ -30,11 +30,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..checks import check_group
-from ..errors import DivergedError, UserError
-from ..groups import broadcast, compare, leave_group
-from ..loop import Loop
-from ..testing.link import Link
+from core.checks import check_group
+from core.errors import DivergedError, UserError
+from core.groups import broadcast, compare, leave_group
+from core.loop import Loop
+from core.testing.link import Link
 from .config import ZerothConfig
 from .exchange import NUMBERS, Exchange, Place, own_group
 from .forward import Forward, Loss, ScratchCopy, evaluating, refuse_batch_norm

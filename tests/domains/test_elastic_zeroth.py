@@ -17,9 +17,9 @@ from bench.chaos.crew import Crew
 from core import UserError, testing
 from core.elastic.members import Members, Over
 from core.methods import ElasticZeroth, ZerothConfig
-from core.zeroth import ScalarLog, ZerothOrder
-from core.zeroth.exchange import Exchange
-from core.zeroth.weights import digest
+from language.zeroth import ScalarLog, ZerothOrder
+from language.zeroth.exchange import Exchange
+from language.zeroth.weights import digest
 from tests.core.test_elastic import members
 from tests.zeroth_net import Net, losses_of, rate, share
 

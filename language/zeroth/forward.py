@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..errors import UserError
+from core.errors import UserError
 from .replay import Update
 from .weights import Weights
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from core import DivergedError
 from core.testing import run_distributed
-from core.zeroth import ZerothConfig, ZerothOrder
-from core.zeroth.noise import CHUNK, Noise, seed_of
-from core.zeroth.weights import digest
+from language.zeroth import ZerothConfig, ZerothOrder
+from language.zeroth.noise import CHUNK, Noise, seed_of
+from language.zeroth.weights import digest
 from tests.zeroth_net import CPU, SAMPLES, Net, batch, losses_of, rate, share, step_of
 from tests.zeroth_reference import mezo, train
 

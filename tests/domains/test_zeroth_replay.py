@@ -9,7 +9,7 @@ import torch
 
 from core import UserError
 from core.testing import run_distributed
-from core.zeroth import ScalarLog, ZerothConfig, ZerothOrder
+from language.zeroth import ScalarLog, ZerothConfig, ZerothOrder
 from tests.zeroth_net import SAMPLES, Net, batch, losses_of, step_of
 
 # -- resuming and replaying -----------------------------------------------------------------------------------------

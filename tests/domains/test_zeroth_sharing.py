@@ -7,8 +7,8 @@ import torch.distributed as dist
 
 from core import CollectiveError, UserError
 from core.testing import run_distributed
-from core.zeroth import ZerothConfig, ZerothOrder
-from tests.core.test_zeroth_blocks import Model, batch, both_step, loss_of, same, streamed
+from language.zeroth import ZerothConfig, ZerothOrder
+from tests.domains.test_zeroth_blocks import Model, batch, both_step, loss_of, same, streamed
 
 
 def sharing(rank: int, world_size: int) -> list[tuple[bool, list[int]]]:

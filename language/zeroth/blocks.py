@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..errors import UserError
-from ..flat import unique
-from ..offload.pinned import pinned
+from core.errors import UserError
+from core.flat import unique
+from core.offload.pinned import pinned
 from .forward import weights_uncached
 from .noise import Noise
 from .replay import Update

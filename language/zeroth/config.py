@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from ..config import is_number, is_whole, require
+from core.config import is_number, is_whole, require
 
 MOST_DIRECTIONS = 10_000  # each is two forward passes, and a number that every worker keeps for every step
 

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from ..checks import check_inputs
-from ..errors import UserError
-from ..flat import is_dtensor
+from core.checks import check_inputs
+from core.errors import UserError
+from core.flat import is_dtensor
 from .config import ZerothConfig
 from .noise import CHUNK, Noise
 from .replay import Update

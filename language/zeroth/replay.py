@@ -11,7 +11,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..errors import UserError
+from core.errors import UserError
 
 _FORMAT = "co2 zeroth-order scalars 1"
 

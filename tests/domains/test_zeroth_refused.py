@@ -12,9 +12,9 @@ from torch import nn
 
 from core import CollectiveError, UserError
 from core.testing import run_distributed
-from core.zeroth import ZerothConfig, ZerothOrder
-from core.zeroth.exchange import Place
-from core.zeroth.weights import digest
+from language.zeroth import ZerothConfig, ZerothOrder
+from language.zeroth.exchange import Place
+from language.zeroth.weights import digest
 from tests.zeroth_net import SAMPLES, Net, batch, losses_of
 
 # -- what is refused, and what is changed while it measures ---------------------------------------------------------
@@ -136,7 +136,7 @@ def differing(rank: int, world_size: int) -> list[str]:
         model = frozen_but("weight") if what == "frozen" and rank else Net()
         model = model.bfloat16() if what == "dtype" and rank else model
         kind = "a GPU" if what == "device" and rank else "cpu"
-        with mock.patch("core.zeroth.order.kind_of", lambda device, kind=kind: kind):
+        with mock.patch("language.zeroth.order.kind_of", lambda device, kind=kind: kind):
             with pytest.raises(UserError) as told:
                 ZerothOrder(model, config, lr=0.1, timeout=60)
             said.append(str(told.value))

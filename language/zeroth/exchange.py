@@ -10,10 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..errors import CollectiveError, UserError
-from ..groups import new_group
-from ..robust import peers
-from ..testing.link import Link
+from core.errors import CollectiveError, UserError
+from core.groups import new_group
+from core.robust import peers
+from core.testing.link import Link
 from .config import ZerothConfig
 
 NUMBERS = 3  # of a direction: (sum of the samples' losses at W + eps z, the same at W - eps z, samples)

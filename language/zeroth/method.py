@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..loop import Loop
-from ..riders import Rider
-from ..robust.requests import Requests
-from ..stats import RoundStats
+from core.loop import Loop
+from core.riders import Rider
+from core.robust.requests import Requests
+from core.stats import RoundStats
 from .config import ZerothConfig
 from .forward import Loss
 from .order import ZerothOrder

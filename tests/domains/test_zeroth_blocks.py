@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from core import UserError
 from core.testing import run_distributed
-from core.zeroth import ZerothConfig, ZerothOrder
-from core.zeroth.blocks import BlockStream
-from core.zeroth.turns import Passes
+from language.zeroth import ZerothConfig, ZerothOrder
+from language.zeroth.blocks import BlockStream
+from language.zeroth.turns import Passes
 
 BLOCKS = 4
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from torch import nn
 
-from ..errors import UserError
-from ..zeroth import ZerothConfig
-from ..zeroth.method import Zeroth
-from .registry import Entry, Given, Settings
+from core.errors import UserError
+from . import ZerothConfig
+from .method import Zeroth
+from core.methods.registry import Entry, Given, Settings
 
 
 def _make(given: Given) -> tuple[nn.Module, Zeroth]:
-    raise UserError("method 'zo' takes the place of an optimiser: make a core.zeroth.ZerothOrder, and call its step")
+    raise UserError("method 'zo' takes the place of an optimiser: make a language.zeroth.ZerothOrder, and call its step")
 
 
 ENTRY = Entry(
