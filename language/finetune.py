@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from core.errors import UserError
-from core.methods import Zeroth
 from language import pretrained, zo_replay
 from language import train as language_train
 from language.corpora import open_text
 from language.data import CausalObjective
 from language.prompts import PromptTask
 from language.train import TextTask, learn
+from language.zeroth import Zeroth
 from training.run import Run
 
 if TYPE_CHECKING:
@@ -49,8 +49,7 @@ def tune(recipe: FinetuneRecipe) -> None:
     task = open_task(recipe, tokenizer, pretrained.positions(model, recipe.context))
     with Run(recipe) as run:
         model = run.shard(model)
-        writes = run.rank == 0 or recipe.elastic  # at the end
-        before = zo_replay.tuned_digest(model) if recipe.method == "zo" and writes else ""
+        before = zo_replay.tuned_digest(model) if recipe.method == "zo" and run.rank == 0 else ""
         method = learn(run, recipe, model, task)
         if method is None or not run.folder.writes:
             return

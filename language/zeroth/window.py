@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from core.collectives.stages import gather_parts
 from core.errors import CollectiveError
 from core.flat import unique
+
 from .replay import Update
 from .weights import Weights
 
