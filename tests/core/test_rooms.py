@@ -31,14 +31,6 @@ ARROWS: dict[str, set[str]] = {
     "core.testing": {"core"},
     "core.triton": {"core", "core.adaptive", "core.wires"},  # whose passes and formats it knows as kernels
     "core.wires": {"core", "core.collectives"},
-    "language.zeroth": {
-        "core",
-        "core.collectives",
-        "core.elastic",
-        "core.offload",
-        "core.robust",
-        "core.testing",
-    },  # it has no Rounds to be plugged into
     "core.assembly": {"core", *ROOMS},  # the one room that puts others together
     "core.methods": {"core", *ROOMS, "core.assembly"},
     "core.__init__": {"core", *ROOMS, "core.methods"},
@@ -138,7 +130,6 @@ OF_ROOMS = {
     "sharded": "sharded offload offloaded",
     "checkpoints": "checkpoints saver stored misfit",
     "elastic": "elastic member members joining newcomer newcomers",
-    "zeroth": "zeroth zo zo2 lanes",
     "methods": "ddp slowmo delayed",
     "integrations": "mmengine",
     "doctor": "doctor",

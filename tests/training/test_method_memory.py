@@ -20,12 +20,13 @@ from core.flight import Flight
 from core.lgreco import curves, decide
 from core.lgreco.choices import parse
 from core.lgreco.decide import allocate
-from core.methods import DelayedConfig, SlowMoConfig, Zeroth, ZerothConfig, make_method
+from core.methods import DelayedConfig, SlowMoConfig, make_method
 from core.methods.gradient_wire import GradientWire
 from core.rounds import Rounds
 from core.sharded.mesh import node_mesh
 from core.testing import run_distributed
 from core.wires import quantized
+from language.zeroth import Zeroth, ZerothConfig
 from training import memory
 from training.method_memory import Held, Live
 from training.recipe import Recipe
