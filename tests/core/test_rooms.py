@@ -125,8 +125,8 @@ def test_the_root_stays_as_small_as_the_paper():
 OF_ROOMS = {
     "adaptive": "tuner pace speed auto arrival skip skipped apart",
     "robust": "guard outlier agreement agreed checksum checksums watch drifted request requests",
-    "wires": "wire wires quantized int8 int6 int5 int4 int3 int2 feedback",
-    "lgreco": "lgreco greco accordion",
+    "wires": "wire wires quantized int8 int4 int2 feedback",
+    "lgreco": "lgreco greco",
     "sharded": "sharded offload offloaded",
     "checkpoints": "checkpoints saver stored misfit",
     "elastic": "elastic member members joining newcomer newcomers",
