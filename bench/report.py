@@ -26,7 +26,6 @@ from core.errors import UserError
 from training.config import commit, version
 
 FORMAT = 1  # of the JSON
-RESULTS = Path(__file__).resolve().parents[1] / "results"
 UNRECORDED = "-dirty: the working tree had changes that were not recorded"
 MOST_WORKERS = 1024
 MOST_PARAMETERS = 1e12

@@ -361,7 +361,7 @@ def compare(model: str, tensors: list[Tensor], like: str, workers: int) -> dict[
     layers = decider.layers
     pieces = zip(in_bucket(sender.sent, layers, range(len(layers))), layers, decider.offered.tolist(), strict=True)
     curves = torch.stack([curve(g, z, decider.choices, ok, i) for i, (g, z, ok) in enumerate(pieces)])
-    choices = list(decider.decide(curves, torch.zeros(len(layers)), decider.uniform, 0).choices)
+    choices = list(decider.decide(curves, decider.uniform, 0).choices)
     row: dict[str, Any] = {"model": model, "like": like, "workers": workers, "layers": len(layers)}
     row["plain_bytes"] = sum(bytes_of(z, RAW, workers) for z in layers)
     for name, each in (("uniform", decider.uniform), ("lgreco", choices)):

@@ -28,8 +28,8 @@ from bench.trainings import FAST
 from bench.zeroth_memory import measure_memory, measure_sharing, memory_text, opt_table, opt_text, sharing_text
 from bench.zeroth_quality import Quality, measure_quality, measure_tuning, quality_text, tuning_text
 from core.errors import UserError
-from core.zeroth import ZerothConfig, ZerothOrder
 from language.model import build_model
+from language.zeroth import ZerothConfig, ZerothOrder
 from training.script import launch
 
 FORWARD_MS = (500.0, 60.0)  # of the whole batch on one device, in speed
@@ -67,9 +67,9 @@ def on_rank(model: nn.Module, config: ZerothConfig, timeout: float = 120.0) -> Z
     return ZerothOrder(model, config, lr=1e-6, timeout=timeout)
 
 
-def paced(pairs: bool, forward_seconds: float, delay: Literal[0, 1], steps: int) -> dict[str, float]:
+def paced(pairs: bool, forward_seconds: float, steps: int) -> dict[str, float]:
     """One rank: steps whose forward passes end at their deadlines. forward_seconds: of the whole batch."""
-    zo = on_rank(nn.Linear(256, 256), ZerothConfig(pairs=pairs, delay=delay))
+    zo = on_rank(nn.Linear(256, 256), ZerothConfig(pairs=pairs))
     x = torch.ones(4, 256)
     deadline = time.perf_counter()
 
@@ -116,11 +116,10 @@ def measure_speed(o: ZerothBench) -> Iterator[dict[str, Any]]:
     with Cluster(4, o.rate, o.delay_ms) as cluster:
         for forward_ms in FORWARD_MS:
             for mesh, (workers, pairs) in MESHES.items():
-                for delay in (0, 1) if workers > 1 else (0,):
-                    steps = max(3, round(o.seconds / (2e-3 * forward_ms / workers)))
-                    job = (pairs, forward_ms / 1e3, delay, steps)
-                    found = run_ranks(paced, cluster, 1, workers, *job, timeout=60 + 10 * o.seconds)
-                    yield {"forward_ms": forward_ms, "mesh": mesh, "delay": delay, "steps": steps} | found[0]
+                steps = max(3, round(o.seconds / (2e-3 * forward_ms / workers)))
+                job = (pairs, forward_ms / 1e3, steps)
+                found = run_ranks(paced, cluster, 1, workers, *job, timeout=60 + 10 * o.seconds)
+                yield {"forward_ms": forward_ms, "mesh": mesh, "delay": 0, "steps": steps} | found[0]
     with Cluster(2, FAST) as cluster:
         for mesh, (workers, pairs) in list(MESHES.items())[:2]:
             found = run_ranks(unpaced, cluster, 1, workers, pairs, 40, timeout=300)

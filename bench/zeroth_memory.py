@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from bench import report
 from core.testing import run_distributed
-from core.zeroth import ZerothConfig, ZerothOrder
-from core.zeroth.blocks import BlockStream
-from core.zeroth.weights import digest
+from language.zeroth import ZerothConfig, ZerothOrder
+from language.zeroth.blocks import BlockStream
+from language.zeroth.weights import digest
 
 # -- memory -----------------------------------------------------------------------------------------------------
 

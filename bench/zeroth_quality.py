@@ -64,12 +64,10 @@ def recipes(o: Quality, base: Path) -> dict[str, tuple[int, LanguageRecipe]]:
     fewer = max(1, o.epochs // 5)
     adam = replace(gpt2_pydoc_small(), **common, epochs=fewer, method="ddp", recommended=False)
     adam = replace(adam, optim=replace(adam.optim, warmup_steps=5))
-    late = replace(zo, zeroth=replace(zo.zeroth, delay=1))
     co2 = replace(adam, method="co2", recommended=True, co2=replace(adam.co2.recommended(4), tau=5))
     return {
         "MeZO, one process": (1, zo),
         "zo": (4, zo),
-        "zo, delay 1": (4, late),
         "ddp, AdamW": (4, adam),
         "co2": (4, co2),
     }

@@ -26,9 +26,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from core.errors import DivergedError
-from core.zeroth import ZerothConfig, ZerothOrder
-from core.zeroth.blocks import BlockStream
 from language.corpora import open_corpus, open_wikitext2
+from language.zeroth import ZerothConfig, ZerothOrder
+from language.zeroth.blocks import BlockStream
 from training.sampling import generator
 
 VOCABULARY, CONTEXT, HELD_OUT = 1024, 64, 128  # the last in windows

@@ -20,8 +20,5 @@ from .methods import make_method as make_method
 from .methods import save as save
 from .sharded.mesh import node_mesh as node_mesh
 from .stats import RoundStats as RoundStats
-from .zeroth import ScalarLog as ScalarLog
-from .zeroth import ZerothConfig as ZerothConfig
-from .zeroth import ZerothOrder as ZerothOrder
 
 __version__ = "0.1.0"

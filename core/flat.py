@@ -169,14 +169,7 @@ def copy_where(where: Tensor, to: Sequence[Tensor], source: Sequence[Tensor]) ->
         if where:
             copy(to, source, queued=True)
         return
-    pairs = [(to[i], source[i]) for i in left_by_kernel(where, to, source)]
-    copy([t for t, _ in pairs], [torch.where(where.to(t.device), s, t.to(s.dtype)) for t, s in pairs])
-
-
-def left_by_kernel(where: Tensor, to: Sequence[Tensor], source: Sequence[Tensor] | None = None) -> Sequence[int]:
-    """The places that a room's kernel, if there is one, does not set; it touches memory only where `where` holds."""
-    kernels = kernels_of(where.device)
-    return range(len(to)) if kernels is None else kernels.queue(where, to, source)
+    copy(to, [torch.where(where.to(t.device), s, t.to(s.dtype)) for t, s in zip(to, source, strict=True)])
 
 
 def unique(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -18,12 +18,12 @@ if __name__ == "__main__":
 from typing import Any
 
 from core.errors import UserError
-from core.methods import Zeroth
 from language import pretrained, zo_replay
 from language.corpora import open_text
 from language.data import CausalObjective
 from language.prompts import PromptTask
 from language.train import TextTask, learn
+from language.zeroth import Zeroth
 from training.run import Run
 
 
@@ -42,8 +42,7 @@ def tune(recipe: FinetuneRecipe) -> None:
     task = open_task(recipe, tokenizer, pretrained.positions(model, recipe.context))
     with Run(recipe) as run:
         model = run.shard(model)
-        writes = run.rank == 0 or recipe.elastic  # at the end
-        before = zo_replay.tuned_digest(model) if recipe.method == "zo" and writes else ""
+        before = zo_replay.tuned_digest(model) if recipe.method == "zo" and run.rank == 0 else ""
         method = learn(run, recipe, model, task)
         if method is None or not run.folder.writes:
             return

@@ -62,7 +62,7 @@ class FinetuneRecipe(TextRecipe):
         if self.weights != "float32" and self.method != "zo":
             raise UserError(f"weights={self.weights} with method {self.method!r}: it needs float32; leave it out")
         for name in ("zero", "elastic"):
-            if (value := getattr(self, name)) and not (name == "elastic" and self.method == "zo"):
+            if value := getattr(self, name):
                 raise UserError(f"{name}={value}: one worker, which has the whole model, writes it; leave it out")
 
 

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Annotated, Literal
+
+import tyro
 
 from core.errors import UserError
 from core.sharded.mesh import local_world_size
-from training.recipe import Recipe
+from language.zeroth import ZerothConfig  # and registers method zo
+from language.zeroth.exchange import Place
+from training.optim import OptimConfig
+from training.recipe import MethodName, Recipe
 
 ModelName = Literal[
     "gpt2_tiny", "gpt2_mini", "gpt2_midi", "gpt2_small", "gpt2_medium", "gpt2_large",
     "roberta_tiny", "roberta_mini", "roberta_base", "roberta_large", "transnormer_tiny", "transnormer_7b",
 ]  # fmt: skip
+TextMethod = Literal[MethodName, "zo"]
 CorpusName = Literal["pydoc", "gutenberg", "openwebtext", "wikibooks", "wikitext103"]
 LinearAttention = Literal["torch", "fla"]
 GPT2_VOCABULARY = 50257  # nanoGPT's prepare.py; its end-of-text token is the last one
@@ -34,7 +40,13 @@ class RingsConfig:
 class TextRecipe(Recipe):
     """What training from scratch and fine-tuning have in common."""
 
-    zeroth_order: ClassVar[bool] = True
+    method: TextMethod = "co2"
+    """How the workers are kept together. The period of every local method is co2.tau. zo: no backward pass, the workers
+    exchange losses alone."""
+    zeroth: Annotated[ZerothConfig, tyro.conf.arg(help="Of method zo.")] = field(default_factory=ZerothConfig)
+    offload: bool = False
+    """Keep CO2's outer state and its all-reduce in the host's memory: no copy of the parameters on a GPU. Of method zo:
+    keep the model's blocks there, of which three at a time are on the GPU; per_node workers upload a part each."""
     epoch_steps: int | None = None
     """Optimiser steps that count as an epoch; None for one pass over the data."""
     loader_workers: int = 0
@@ -51,6 +63,8 @@ class TextRecipe(Recipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.method == "zo":
+            self._check_zeroth_order()
         self.check(loader_workers=(0, 1000))
         self.check_least(epoch_steps=1)
         if self.crossing is not None and not self.crossing > 0:
@@ -61,6 +75,23 @@ class TextRecipe(Recipe):
             self._check_balance()
         if self.balance == "rings" or self.rings != RingsConfig():
             self._check_rings()
+
+    def _check_zeroth_order(self) -> None:
+        """Refuses what zeroth-order steps would leave unused: gradients, and an optimiser beyond its learning rate."""
+        unused = {"per_node": 1, "zero": 0, "recompute": False, "compile": False}
+        if self.offload:  # the workers of a node share uploads
+            del unused["per_node"]
+        for name, needed in unused.items():
+            if (value := getattr(self, name)) != needed:
+                raise UserError(f"{name}={value!r} with method 'zo', which makes no use of it: leave it out")
+        usual = OptimConfig("sgd", momentum=0.0)
+        for name in ("name", "momentum", "weight_decay", "clip_grad_norm"):
+            if (value := getattr(self.optim, name)) != (needed := getattr(usual, name)):
+                instead = ", and --zeroth.weight_decay for that" if name == "weight_decay" else ""
+                raise UserError(
+                    f"optim.{name}={value!r} with method 'zo', which has no gradients: give --optim.{name} {needed}"
+                    f"{instead}, or start from recipe gpt2_zo_small"
+                )
 
     def _check_balance(self) -> None:
         """Refuses what does not go with documents that are dealt over a round."""
@@ -93,9 +124,11 @@ class TextRecipe(Recipe):
             raise UserError(f"rings.costs={' '.join(map(str, costs))}: give 4 or 6 numbers, 0 or more")
 
     def data_workers(self, workers: int) -> int:
-        """With balance rings a node takes as one worker does."""
+        """With balance rings a node takes as one worker does; with method zo two workers may take the same part."""
         if self.balance == "rings":
             return max(1, workers // (self.per_node or local_world_size()))
+        if self.method == "zo":
+            return Place.make(0, workers, self.zeroth).data_workers
         return super().data_workers(workers)
 
     def check_least(self, **least: int) -> None:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from core.errors import UserError
-from core.methods import Method, Zeroth
+from core.methods import Method
 from language import generate
 from language.corpora import open_corpus, open_wikitext2
 from language.data import (
@@ -40,6 +40,7 @@ from language.lengths.packed import Packed, Rows
 from language.metrics import held_out_sums, summarize, token_loss
 from language.model import blocks_of, build_model, is_causal, make_optimizer
 from language.transnormer import check_attention
+from language.zeroth.method import Zeroth, of_run
 from training.backward import Scalars, backward_in_parts, recompute
 from training.checkpoint import load_weights
 from training.elastic.run import repeated
@@ -145,7 +146,7 @@ class TextTask:
         return evaluate(run, model, self.corpus, self.objective, self.texts if at_end else {"val": self.some})
 
 
-def learn(run: Run, recipe: TextRecipe, model: nn.Module, task: TextTask | PromptTask) -> Method | None:
+def learn(run: Run, recipe: TextRecipe, model: nn.Module, task: TextTask | PromptTask) -> Method | Zeroth | None:
     """The loop: optimiser steps, method.step(), and at round boundaries evaluations and checkpoints.
 
     model: what run.shard gave; it stays in its mode, for fine-tuning has no dropout. Returns the method where the run
@@ -156,11 +157,16 @@ def learn(run: Run, recipe: TextRecipe, model: nn.Module, task: TextTask | Promp
     epoch = recipe.epoch_steps or steps_per_epoch((dealt or task).samples, recipe.batch_size)
     total = epoch * recipe.epochs
     schedule = make_schedule(optimizer, total, recipe.optim)
-    wrapped, method = run.make_method(model, optimizer, blocks_of(model))
+    make = task.batches
+    if recipe.method == "zo":
+        wrapped, method = model, of_run(run, model, optimizer, blocks_of(model))
+        make = method.dealing(make)
+    else:
+        wrapped, method = run.make_method(model, optimizer)
     run.begin(model, optimizer, schedule, method, epoch=epoch, total=total, samples=task.samples)
 
     wrapped.train(model.training)
-    for batch in run.batches(dealt.following(method) if dealt else task.batches):
+    for batch in run.batches(dealt.following(method) if dealt else make):
         if isinstance(method, Zeroth):  # two forward passes stand for the gradient and its step
             loss = measure(run, recipe, method, batch)
         else:

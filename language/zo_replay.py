@@ -1,4 +1,4 @@
-"""Makes a tuned model of the one that it was tuned from and a run's scalars, 8 bytes a step and direction:
+"""Makes a tuned model of the one that it was tuned from and a run's scalars, 8 bytes a step:
 
     python -m language.zo_replay OUT/replay --model FOLDER --out TUNED
 
@@ -19,11 +19,10 @@ from torch import nn
 
 from core.checkpoints.untrusted import parse_json
 from core.errors import UserError
-from core.zeroth import ScalarLog, ZerothConfig, ZerothOrder
-from core.zeroth.noise import kind_of
-from core.zeroth.weights import digest
 from language import pretrained
 from language.finetune_recipes import RECIPES, FinetuneRecipe, LoraConfig
+from language.zeroth import ScalarLog, ZerothConfig, ZerothOrder
+from language.zeroth.weights import digest, kind_of
 from training.script import launch
 
 KEPT = ("weights", "trainable", "seed", "zeroth", "lora")  # of a recipe: what the tuned weights depend on

@@ -175,7 +175,7 @@ def late(label: str, **overrides: Any) -> Row:
 
 
 def lgreco(task: str, recipe: str, stand_in: str, rank: int, first: int, every: int) -> tuple[Row, ...]:
-    """Gradients, or CO2's differences, in two factors: one rank for all, each layer its own, any way of sending.
+    """Gradients, or CO2's differences, in two factors: one rank for all, or each layer its own.
 
     rank: the released code's base. first, every: steps of ddp before the first decision, and between two.
     """
@@ -191,10 +191,8 @@ def lgreco(task: str, recipe: str, stand_in: str, rank: int, first: int, every: 
         row("float32", "ddp"),
         row(f"rank {rank}", "ddp", **ours, **{"lgreco.rule": "uniform"}),
         row("L-GreCo", "ddp", **ours, **period),
-        row("L-GreCo, any family", "ddp", **ours, **period, **{"lgreco.family": "any"}),
         row("float32", "co2"),
         row("L-GreCo", "co2", **ours),
-        row("L-GreCo, any family", "co2", **ours, **{"lgreco.family": "any"}),
     )
 
 

@@ -64,10 +64,6 @@ prompts --lora.rank 2 --trainable *.bias
 prompts --lora.alpha nan
 prompts --zeroth.eps 0
 prompts --zeroth.eps nan
-prompts --zeroth.directions 0
-prompts --zeroth.directions 1e20
-prompts --zeroth.directions 100000000
-prompts --zeroth.delay 2
 prompts --zeroth.weight_decay -1
 prompts --zeroth.seed -1
 prompts --zeroth.pairs --device=cpu
@@ -75,7 +71,7 @@ prompts --zero 1
 prompts --elastic
 prompts --optim.lr inf
 prompts_adamw --weights float16
-prompts_adamw --zeroth.directions 2
+prompts_adamw --zeroth.eps 0.1
 prompts_adamw --method nope
 prompts_adamw --optim.lr nan
 prompts_adamw --batch_size 0

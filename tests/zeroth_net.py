@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from core.zeroth import ZerothOrder
+from language.zeroth import ZerothOrder
 
 CPU = torch.device("cpu")
 SAMPLES = 12  # of a step, over all workers

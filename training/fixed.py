@@ -8,7 +8,7 @@ import contextlib
 import functools
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -21,12 +21,10 @@ from core.checkpoints import checkpoint, stored
 from core.checkpoints.named import random_state, set_random_state
 from core.errors import UserError
 from core.groups import host_group
-from core.methods import Method, Zeroth, make_method
+from core.methods import Method, entry_of, make_method
 from core.rounds import Rounds
-from core.zeroth.blocks import BlockStream
 from training.config import settings
 from training.folder import RunFolder
-from training.optim import lent_rate
 from training.progress import Due, Progress, Trained
 from training.round_log import RoundLog
 from training.sampling import mix
@@ -44,7 +42,6 @@ class Fixed:
         self.run, self.folder, self.rounds = run, folder, rounds
         self.mesh: DeviceMesh | None = None
         self._saver: checkpoint.Saver | None = None
-        self._node: DeviceMesh | None = None  # whose workers share uploads, with method zo
         self._made_group = False
         self._hand_over: Callable[[], None] = lambda: None  # the method's part of a checkpoint
 
@@ -53,8 +50,8 @@ class Fixed:
         run, r = self.run, self.run.recipe
         self._made_group = join(run.device, r.timeout, settings(r))
         self.folder.open(r, run.world_size, run.device)
-        mesh = make_mesh(run.device, r.per_node, r.zero, r.timeout)
-        self.mesh, self._node = (None, mesh) if r.method == "zo" else (mesh, None)
+        if entry_of(r.method).kind != "optimizer":  # which has no gradients to synchronise
+            self.mesh = make_mesh(run.device, r.per_node, r.zero, r.timeout)
         made = checkpoint.Saver(self.folder.checkpoints, run.rank, run.world_size, self.folder.attempt, r.timeout)
         self._saver = made
 
@@ -82,20 +79,9 @@ class Fixed:
         """Keeps the model's parameters whole, for evaluations."""
         return _zero().gathered(self._trained.model, self.run.recipe.zero)
 
-    def make_method(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        blocks: Sequence[nn.Module],
-    ) -> tuple[nn.Module, Method]:
-        """See core.methods.make_method, and Run.make_method for blocks."""
+    def make_method(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, Method]:
+        """See core.methods.make_method."""
         r = self.run.recipe
-        if r.method == "zo":
-            options: dict[str, Any] = {"lr": lent_rate(optimizer)}
-            if r.offload:
-                options["make_forward"] = self._stream(blocks)
-            options |= {"timeout": r.timeout, "link": self.run.link, "riders": [self.run.requests]}
-            return model, Zeroth(model, r.zeroth, **options)
         wrapped, method = make_method(
             r.method,
             model,
@@ -112,12 +98,6 @@ class Fixed:
         )
         return wrapped, method
 
-    def _stream(self, blocks: Sequence[nn.Module]) -> Callable[..., BlockStream]:
-        if not blocks:
-            raise UserError("offload: the model has no list of blocks that could be uploaded one by one: leave it out")
-        share = self._node.get_group("shard") if self._node is not None else None
-        return functools.partial(BlockStream, blocks=blocks, device=self.run.device, share=share)
-
     def begin(self, trained: Trained, samples: int, epoch: int) -> float:  # noqa: ARG002
         """Resumes where the recipe says so; returns the seconds of training that led to it."""
         self._trained, self._hand_over = trained, trained.hand_over
@@ -126,11 +106,8 @@ class Fixed:
         return seconds
 
     def batches(self, make: Callable[[Any, int, int, int, int], Iterator[T]], start: int, total: int) -> Iterator[T]:
-        """The batches of steps `start` to `total`; with method zo two workers may take the same."""
-        place = self.run.rank, self.run.world_size
-        if isinstance(method := self._trained.method, Zeroth):
-            place = method.order.data_rank, method.order.data_workers
-        return make(self.run.recipe, *place, start, total)
+        """The batches of steps `start` to `total`."""
+        return make(self.run.recipe, self.run.rank, self.run.world_size, start, total)
 
     def come_together(self, due: Due) -> Due:
         """What is due to all. Each worker of a node has heard only those of its own place on other nodes."""
@@ -165,8 +142,8 @@ class Fixed:
         with run.clock.paused():
             self._saver.wait()
             self.rounds.read()
-            if isinstance(trained.method, Zeroth):
-                trained.method.order.flush()
+            if not isinstance(trained.method, Rounds):
+                trained.method.settle()
             live = trained.state_dict() | self._counted() | {"node": self._per_node, "rng": random_state(run.device)}
             tensors: dict[str, Tensor] = {}
             state = stored.take_out(live, tensors)

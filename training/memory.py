@@ -118,7 +118,7 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
 
 def streamed(model: nn.Module) -> float:
-    """Bytes of what core.zeroth.blocks.BlockStream holds: three blocks, what belongs to none, and where the largest
+    """Bytes of what language.zeroth.blocks.BlockStream holds: three blocks, what belongs to none, and where the largest
     module of that has more than a block, its perturbed copy."""
     blocks = [size_of(block.parameters()) for block in blocks_of(model)]
     block = max(blocks, default=0)

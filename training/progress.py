@@ -180,9 +180,8 @@ class Trained:
         return {"method": {"name": self.name, "state": of_method(self.method, self.model, state)}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores both; not the model where the state has none, for it follows from the method's."""
-        if "model" in state:
-            load_model(self.model, state["model"])
+        """Restores both."""
+        load_model(self.model, state["model"])
         load_optimizer(self.optimizer, self.model, state["optimizer"])
         self.schedule.load_state_dict(state["schedule"])
         self.method.load_state_dict(flat_of_method(self.method, state["method"]["state"]))

@@ -15,9 +15,7 @@ import tyro
 
 from core import CO2Config, UserError
 from core.elastic.joining import check_elastic
-from core.methods import REGISTRY, check_settings, entry_of
-from core.zeroth.elastic import check_elastic as check_elastic_zeroth
-from core.zeroth.exchange import Place
+from core.methods import METHODS, REGISTRY, check_settings, entry_of
 from training.layouts.layout import Layout
 from training.optim import OptimConfig
 from training.script import launch
@@ -25,13 +23,13 @@ from training.workers import rank, world_size
 
 SHARES = {"shard", "offload", "per_node", "zero", "layout"}  # options with which not all recommended settings go
 LARGEST = 10**9  # number of a recipe
-MethodName = Literal[tuple(REGISTRY)]
+MethodName = Literal[METHODS]  # a task may register more
 # each method's own settings, under its key
 OfMethods = dataclasses.make_dataclass(
     "OfMethods",
     [
         (own.key, Annotated[own.config, tyro.conf.arg(help=own.help)], field(default_factory=own.config))
-        for own in (entry.settings for entry in REGISTRY.values())
+        for own in (entry_of(name).settings for name in METHODS)
         if own is not None
     ],
     frozen=True,
@@ -54,15 +52,12 @@ class Recipe(OfMethods):
     """
 
     name: tyro.conf.Suppress[str] = ""
-    zeroth_order: ClassVar[bool] = False
-    """Whether the task's script knows method zo."""
     layout: ClassVar[str] = ""
     """How the model lies on its workers, where a task knows layouts (training/layouts/layout.py)."""
     least_part: ClassVar[int] = 2
     """Samples that BatchNorm needs at once; 1 where it is taken over the many points of each sample."""
     method: MethodName = "co2"
-    """How the workers are kept together. The period of every local method is co2.tau. zo: no backward pass, the workers
-    exchange losses alone; of language models."""
+    """How the workers are kept together. The period of every local method is co2.tau."""
     co2: CO2Config = field(default_factory=CO2Config)
     recommended: bool = False
     """Start from CO2Config.recommended, at the recipe's tau, instead of the paper's settings; --co2.* change it. Small
@@ -99,11 +94,9 @@ class Recipe(OfMethods):
     shard: bool = False
     """Share CO2's outer state out over all workers: 1 + 2 / workers copies of the parameters, not 3."""
     offload: bool = False
-    """Keep CO2's outer state and its all-reduce in the host's memory: no copy of the parameters on a GPU. Of method zo:
-    keep the model's blocks there, of which three at a time are on the GPU; per_node workers upload a part each."""
+    """Keep CO2's outer state and its all-reduce in the host's memory: no copy of the parameters on a GPU."""
     elastic: bool = False
-    """Go on without a worker that dies, and let it come back: of methods co2 and zo, under python -m
-    training.launch."""
+    """Go on without a worker that dies, and let it come back: of method co2, under python -m training.launch."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     timeout: float = 600.0
     """Seconds until a missing worker is an error."""
@@ -154,41 +147,17 @@ class Recipe(OfMethods):
             if abs(value) > LARGEST:
                 raise UserError(f"{name}={value}: give {LARGEST} or less")
         check_settings(self.method, self.co2, shard=self.shard, offload=self.offload, **self.own_settings)
-        if self.method == "zo":
-            self._check_zeroth_order()
         if self.elastic:
             self._check_elastic()
-
-    def _check_zeroth_order(self) -> None:
-        """Refuses what zeroth-order steps would leave unused: gradients, and an optimiser beyond its learning rate."""
-        if not self.zeroth_order:
-            raise UserError("method='zo' is of language models: run language.train, or choose another method")
-        unused = {"per_node": 1, "zero": 0, "recompute": False, "compile": False}
-        if self.offload:  # the workers of a node share uploads
-            del unused["per_node"]
-        for name, needed in unused.items():
-            if (value := getattr(self, name)) != needed:
-                raise UserError(f"{name}={value!r} with method 'zo', which makes no use of it: leave it out")
-        usual = OptimConfig("sgd", momentum=0.0)
-        for name in ("name", "momentum", "weight_decay", "clip_grad_norm"):
-            if (value := getattr(self.optim, name)) != (needed := getattr(usual, name)):
-                instead = ", and --zeroth.weight_decay for that" if name == "weight_decay" else ""
-                raise UserError(
-                    f"optim.{name}={value!r} with method 'zo', which has no gradients: give --optim.{name} {needed}"
-                    f"{instead}, or start from recipe gpt2_zo_small"
-                )
 
     def _check_elastic(self) -> None:
         """Refuses what does not go with workers that come and go."""
         if "elastic" not in entry_of(self.method).takes:
-            raise UserError(f"elastic does not go with method={self.method!r}: give --method co2 or zo, or no elastic")
+            raise UserError(f"elastic does not go with method={self.method!r}: give --method co2, or no elastic")
         for name, needed in (("per_node", 1), ("zero", 0), ("shard", False), ("offload", False)):
             if (value := getattr(self, name)) != needed:
                 raise UserError(f"elastic does not go with {name}={value!r}: give {name}={needed!r}, or no elastic")
-        if self.method == "zo":
-            check_elastic_zeroth(self.zeroth)
-        else:
-            check_elastic(self.co2)
+        check_elastic(self.co2)
 
     def check(self, **ranges: tuple[float, float]) -> None:
         """Refuses a field outside its range, both ends of which belong to it."""
@@ -200,16 +169,15 @@ class Recipe(OfMethods):
         """Refuses a worker's part of a batch that the task cannot train on."""
 
     def data_workers(self, workers: int) -> int:
-        """Among how many of so many workers a batch is dealt out: with method zo two may take the same part, under a
-        layout several do."""
-        if self.layout:
-            return Layout.parse(self.layout).data_workers
-        return Place.make(0, workers, self.zeroth).data_workers if self.method == "zo" else workers
+        """Among how many of so many workers a batch is dealt out: under a layout several take the same part."""
+        return Layout.parse(self.layout).data_workers if self.layout else workers
 
     @property
     def own_settings(self) -> dict[str, Any]:
         """The method's own, under its key, as make_method takes them."""
         own = entry_of(self.method).settings
+        if own and not hasattr(self, own.key):
+            raise UserError(f"method={self.method!r} is not of this task: choose another method")
         return {own.key: getattr(self, own.key)} if own else {}
 
     def eval_steps(self, epoch: int) -> int:
@@ -291,7 +259,8 @@ def refuse_unused(recipe: Recipe, default: Recipe) -> None:
     mistake.
     """
     shared = {"tau", "tau_max"} | ({"wire"} & entry_of(recipe.method).takes)
-    owners = [(entry.settings.key, [entry.name]) for entry in REGISTRY.values() if entry.settings]
+    keys = {name: entry.settings.key for name, entry in REGISTRY.items() if entry.settings}
+    owners = [(key, [name]) for name, key in keys.items() if hasattr(recipe, key)]  # other tasks may have more methods
     for part, methods in [*owners, ("co2", [entry.name for entry in REGISTRY.values() if entry.reads_co2])]:
         usual = vars(getattr(default, part)) | (dict.fromkeys(shared, ...) if part == "co2" else {})
         given = {k: v for k, v in vars(getattr(recipe, part)).items() if usual[k] is not ... and v != usual[k]}

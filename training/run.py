@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from tqdm import tqdm
 
 from core.errors import DivergedError
-from core.methods import Method, Zeroth, entry_of
+from core.methods import Method, entry_of
 from core.robust import peers
 from core.robust.guard import Guard, forget
 from core.rounds import Rounds
@@ -61,9 +61,7 @@ class Run(Progress):
         self._bar: tqdm[Any] | None = None
 
     def __enter__(self) -> Run:
-        # rank 0's initial parameters are broadcast, but for those of workers that come and replay a run of method zo
-        rank = 0 if self.recipe.elastic and self.recipe.method == "zo" else self.rank
-        torch.manual_seed(self.recipe.seed * 1_000_003 + rank)
+        torch.manual_seed(self.recipe.seed * 1_000_003 + self.rank)  # rank 0's initial parameters are broadcast
         self._stop.listen()
         self._workers.meet()
         self.mesh = self._workers.mesh
@@ -87,7 +85,7 @@ class Run(Progress):
         check_batch_norm(self.recipe, model, self.world_size)
         if self._parted:
             return self._workers.shard(model, torch.bfloat16 if self._mixed() else torch.float32)
-        streamed = self.recipe.method == "zo" and self.recipe.offload
+        streamed = entry_of(self.recipe.method).kind == "optimizer" and self.recipe.offload
         return model if streamed else model.to(self.device)
 
     def shard_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -99,15 +97,9 @@ class Run(Progress):
         """Whether several workers synchronise every step, and may hold parts of one model."""
         return self.mesh is not None or bool(self.recipe.layout)
 
-    def make_method(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        blocks: Sequence[nn.Module] = (),
-    ) -> tuple[nn.Module, Method]:
-        """The model to call in the loop, and the recipe's method: see core.methods.make_method. blocks: which the model
-        calls one after the other, for method zo with offload."""
-        wrapped, method = self._workers.make_method(model, optimizer, blocks)
+    def make_method(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, Method]:
+        """The model to call in the loop, and the recipe's method: see core.methods.make_method."""
+        wrapped, method = self._workers.make_method(model, optimizer)
         if self.recipe.compile:  # the model inside keeps its parameters' names, and is evaluated as it is
             check_compiler(self.device)
             return torch.compile(wrapped), method  # pyright: ignore[reportReturnType]
@@ -233,13 +225,9 @@ class Run(Progress):
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """For evaluations: of the model that all workers have in common, where the method has one; stops the clock, but
-        not for what that waits for; gathers a sharded model's parameters, and lets blocks that stay on the host pass
-        through the device."""
-        method, gathering = self._trained.method, contextlib.nullcontext()
-        if isinstance(method, Zeroth):
-            gathering = method.order.inference()
-        elif self._parted:
-            gathering = self._workers.gathered()
+        not for what that waits for; gathers a sharded model's parameters."""
+        method = self._trained.method
+        gathering = self._workers.gathered() if self._parted else contextlib.nullcontext()
         with method.shared_model() as self._shared, self.clock.paused(), gathering:
             yield
 

@@ -17,8 +17,20 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from core.errors import UserError
-from core.zeroth.noise import seed_of as mix
 from training.script import SIGNALS
+
+_MASK = (1 << 64) - 1
+
+
+def mix(*key: int) -> int:
+    """A generator's seed: 63 bits that depend on all numbers of `key`, such as (seed, epoch)."""
+    seed = 0
+    for number in key:  # splitmix64, so that neighbouring keys give unrelated numbers
+        seed = (seed + number + 0x9E3779B97F4A7C15) & _MASK
+        seed = ((seed ^ (seed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        seed = ((seed ^ (seed >> 27)) * 0x94D049BB133111EB) & _MASK
+        seed ^= seed >> 31
+    return seed & 0x7FFFFFFFFFFFFFFF
 
 
 def per_worker(batch_size: int, world_size: int) -> int:

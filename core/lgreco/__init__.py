@@ -1,10 +1,9 @@
 """L-GreCo: each layer its own compression, chosen anew while training. After the abstract and the released code.
 
-config, choices, curves, decide and clock are what is chosen, by which errors, and when; layout, senders and reducer
-send it.
+choices, curves and decide say what is chosen, by which errors, and when; layout, senders and reducer send it.
 """
 
-from .decide import Allocation, Decider
+from .decide import Allocation
 from .reducer import LGreco
 
-__all__ = ["Allocation", "Decider", "LGreco"]
+__all__ = ["Allocation", "LGreco"]

@@ -14,10 +14,6 @@ from ..wires.quantized import chunk_of
 Kind = Literal["raw", "int", "top", "rank"]
 INT_BITS = sorted(BITS.values())
 POINTS = 9  # densities, geometric, from a tenth of the given one to ten times it
-RANKS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # where a layer may change its family
-REMEDY = (
-    "give int2, int3, int4, int5, int6, int8, topD with a density 0 < D < 0.5 such as top0.01, or rankR such as rank4"
-)
 
 
 @dataclass(frozen=True)
@@ -103,14 +99,16 @@ def parse(text: str) -> Choice:
         value = float(str(text)[len(name) :])
     except ValueError:
         value = -1.0
-    whole = value.is_integer()
     if (
         (name == "int" and value in INT_BITS)
         or (name == "top" and 0 < value < 0.5)
-        or (name == "rank" and whole and value >= 1)
+        or (name == "rank" and value.is_integer() and value >= 1)
     ):
         return Choice(name, value)
-    raise UserError(f"wire.like={text!r}: {REMEDY}")
+    raise UserError(
+        f"wire.like={text!r}: give int2, int4, int8, topD with a density 0 < D < 0.5 such as top0.01, or rankR such as "
+        "rank4"
+    )
 
 
 def uniform(layer: Layer, like: Choice) -> Choice:
@@ -121,40 +119,23 @@ def uniform(layer: Layer, like: Choice) -> Choice:
     return like if layer.offers(like) else RAW
 
 
-def offered(
-    like: Choice, family: Literal["same", "any"], lowest: float, highest: float, most: float = math.inf
-) -> list[Choice]:
-    """The choices, without repetitions. lowest, highest: the range of ranks, in units of the given one; most: the
-    highest rank of any layer."""
-    tops = geometric(like.value if like.kind == "top" else 0.01)
-    ints = [Choice("int", bits) for bits in INT_BITS]
-    r = like.value if like.kind == "rank" else 0.0
-    ranks = [Choice("rank", k) for k in range(max(1, int(lowest * r)), int(min(highest * r, most)) + 1)] if r else []
-    if family == "any":
-        ranks += [Choice("rank", k) for k in RANKS]
-        return list(dict.fromkeys([RAW, like, *ints, *tops, *ranks]))
-    return list(dict.fromkeys([RAW, like, *{"int": ints, "top": tops, "rank": ranks}[like.kind]]))
+def family(like: Choice, lowest: float, highest: float, most: float = math.inf) -> list[Choice]:
+    """The choices among which layers are shared out, those of the uniform setting's kind, without repetitions. lowest,
+    highest: the range of ranks, in units of the given one; most: the highest rank of any layer."""
+    if like.kind == "int":
+        found = [Choice("int", bits) for bits in INT_BITS]
+    elif like.kind == "rank":
+        ranks = range(max(1, int(lowest * like.value)), int(min(highest * like.value, most)) + 1)
+        found = [Choice("rank", r) for r in ranks]
+    else:
+        values = [like.value * 10 ** (2 * i / (POINTS - 1) - 1) for i in range(POINTS)]
+        values[POINTS // 2] = like.value
+        found = [Choice("top", value) for value in values if value < 0.5]
+    return list(dict.fromkeys([RAW, like, *found]))
 
 
-def geometric(density: float) -> list[Choice]:
-    """POINTS densities from a tenth of the given one to ten times it, below a half."""
-    values = [density * 10 ** (2 * i / (POINTS - 1) - 1) for i in range(POINTS)]
-    values[POINTS // 2] = density
-    return [Choice("top", value) for value in values if value < 0.5]
-
-
-def may_take(layer: Layer, choices: Sequence[Choice], like: Choice, family: str, world_size: int) -> list[bool]:
-    """Whether the layer may take each of the choices. With one family, a layer that is sent as it is stays so. Of all
-    families no choice that costs as much as int8, whose error is nearly nothing: the curves would be most of the work.
-    """
-    own = uniform(layer, like)
-    if family == "same":
-        return [c == RAW for c in choices] if own == RAW else [layer.offers(c) and c != RAW for c in choices]
-    dear = sent_bytes(layer, Choice("int", INT_BITS[-1]), world_size)
-    cheap = [c.kind == "int" or sent_bytes(layer, c, world_size) < dear for c in choices]
-    return [c == own or (ok and c != RAW and layer.offers(c)) for c, ok in zip(choices, cheap, strict=True)]
-
-
-def code(choice: Choice) -> float:
-    """A number that names the choice in a checkpoint: 1, 1,000 + bits, 1,000,000 + rank, or the density itself."""
-    return {"raw": 1.0, "int": 1e3 + choice.value, "rank": 1e6 + choice.value, "top": choice.value}[choice.kind]
+def may_take(layer: Layer, choices: Sequence[Choice], like: Choice) -> list[bool]:
+    """Whether the layer may take each of the choices. A layer that is sent as it is stays so."""
+    if uniform(layer, like) == RAW:
+        return [c == RAW for c in choices]
+    return [layer.offers(c) and c != RAW for c in choices]

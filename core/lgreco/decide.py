@@ -1,4 +1,4 @@
-"""From the error curves to each layer's choice: the fewest bytes whose summed error stays within a budget.
+"""From the error curves to each layer's choice, and when: the fewest bytes whose summed error stays within a budget.
 
 After the abstract and the released code of L-GreCo: a knapsack like SPDY's, solved by a dynamic programme over bins of
 the budget. Nothing here communicates.
@@ -6,7 +6,6 @@ the budget. Nothing here communicates.
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import math
 from collections.abc import Sequence
@@ -16,10 +15,11 @@ import torch
 from torch import Tensor
 
 from ..errors import UserError
-from .choices import RAW, Choice, Layer, may_take, message_bytes, offered, padded_bytes, parse, sent_bytes, uniform
+from .choices import RAW, Choice, Layer, family, may_take, message_bytes, padded_bytes, parse, sent_bytes, uniform
 from .config import LGrecoConfig
 
 BINS = 10_000  # of the budget, as released
+SUMMED = 10  # reductions whose compressed tensors the curves are taken of, as released
 
 
 @dataclass(frozen=True)
@@ -53,39 +53,49 @@ class Allocation:
 
 
 class Decider:
-    """L-GreCo's rule. Another rule derives from it and overrides `fixed`, `start`, `more` or `pick`.
+    """L-GreCo's rule.
 
     choices: all that any layer may take. offered: bool [layers, choices], whether the layer may; sizes: float64
-    [layers, choices], bytes that a worker sends. uniform: each layer's choice where all get the same; start: before the
-    first decision. memory: tensors on the CPU that a rule keeps between decisions, for a checkpoint.
+    [layers, choices], bytes that a worker sends. uniform: each layer's choice where all get the same, and before the
+    first decision. fixed: whether that holds for good.
     """
 
-    fixed = False
-    """Whether `start` holds for good."""
-
     def __init__(self, layers: Sequence[Layer], like: str, config: LGrecoConfig, world_size: int):
-        self.layers, self.config, self.name, self.world_size = layers, config, like, world_size
-        self.like = parse(like)
-        self.uniform = [uniform(layer, self.like) for layer in layers]
+        self.layers, self.name, self.world_size = layers, like, world_size
+        self.fixed = config.rule == "uniform"
+        wanted = parse(like)
+        self.uniform = [uniform(layer, wanted) for layer in layers]
         if all(choice == RAW for choice in self.uniform):
             raise UserError(f"wire.like={like!r} would save nothing in any parameter of this model: give less")
         most = max(min(layer.rows, layer.columns) for layer in layers)
-        family = offered(self.like, config.family, config.lowest_rank, config.highest_rank, most)
-        self.choices = list(dict.fromkeys([*family, *self.more()]))
-        may = [may_take(layer, self.choices, self.like, config.family, world_size) for layer in layers]
-        self.offered = torch.tensor(may)
+        self.choices = family(wanted, config.lowest_rank, config.highest_rank, most)
+        self.offered = torch.tensor([may_take(layer, self.choices, wanted) for layer in layers])
         self.sizes = torch.tensor([[sent_bytes(z, c, world_size) for c in self.choices] for z in layers]).double()
-        self.start: Sequence[Choice] = self.uniform
-        self.memory: list[Tensor] = []
 
-    def more(self) -> Sequence[Choice]:
-        """Choices beyond those of the family."""
-        return ()
+    def decide(self, curves: Tensor, now: Sequence[Choice], number: int) -> Allocation:
+        """curves: float64 [layers, choices], the workers' mean; a layer with a number in its row that is not finite
+        keeps its choice."""
+        errors = torch.where(self.offered, curves, float("inf"))
+        known = torch.where(self.offered, curves, 0.0).isfinite().all(1)
+        new, rows = list(now), known.nonzero().flatten().tolist()
+        for i, choice in zip(rows, self.pick(errors, rows) if rows else (), strict=True):
+            new[i] = self.choices[choice]
+        every = range(len(new))
+        lost = curves[torch.arange(len(new)), self._indices(new, every)].tolist()
+        sizes = padded_bytes(self.layers, new, self.world_size)
+        uniform_bytes = self._size(self._indices(self.uniform, every), [*every])
+        reason = (
+            f"{sum(sizes) / 1e6:.3g} MB a reduction, uniform {self.name} {uniform_bytes / 1e6:.3g} MB; "
+            f"{sum(a != b for a, b in zip(new, now, strict=True))} of {len(new)} layers change"
+        )
+        if unknown := [str(i) for i, ok in enumerate(known.tolist()) if not ok]:
+            reason += f"; layers {', '.join(unknown)} are not finite and keep what they have"
+        return Allocation(number, reason, self.layers, new, sizes, lost, uniform_bytes)
 
-    def pick(self, errors: Tensor, norms: Tensor, known: list[int]) -> list[int]:
-        """The index of the choice of each of the `known` layers. errors: float64 [layers, choices], in the measure that
-        adds up, infinite where not offered; norms: [layers], of the tensors that the workers want to send."""
-        like = self.indices(self.uniform, known)
+    def pick(self, errors: Tensor, known: list[int]) -> list[int]:
+        """The index of the choice of each of the `known` layers. errors: float64 [layers, choices], infinite where not
+        offered."""
+        like = self._indices(self.uniform, known)
         found = self._merged(allocate(errors[known], self.sizes[known], like), errors, known)
         return like if self._size(like, known) < self._size(found, known) else found
 
@@ -106,47 +116,37 @@ class Decider:
         choices = [self.choices[c] for c in picked]
         return math.fsum(padded_bytes([self.layers[i] for i in known], choices, self.world_size))
 
-    def indices(self, choices: Sequence[Choice], layers: Sequence[int]) -> list[int]:
+    def _indices(self, choices: Sequence[Choice], layers: Sequence[int]) -> list[int]:
         return [self.choices.index(choices[i]) for i in layers]
 
-    def decide(self, curves: Tensor, norms: Tensor, now: Sequence[Choice], number: int) -> Allocation:
-        """curves: float64 [layers, choices], the workers' mean; a layer with a number in its row that is not finite
-        keeps its choice. norms: see `pick`."""
-        errors = torch.where(self.offered, curves, float("inf"))
-        errors = errors.square() if self.config.error == "squared" else errors
-        known = torch.where(self.offered, errors, 0.0).isfinite().all(1)
-        new, rows = list(now), known.nonzero().flatten().tolist()
-        for i, choice in zip(rows, self.pick(errors, norms, rows) if rows else (), strict=True):
-            new[i] = self.choices[choice]
-        every = range(len(new))
-        lost = curves[torch.arange(len(new)), self.indices(new, every)].tolist()
-        sizes = padded_bytes(self.layers, new, self.world_size)
-        uniform_bytes = self._size(self.indices(self.uniform, every), [*every])
-        reason = (
-            f"{sum(sizes) / 1e6:.3g} MB a reduction, uniform {self.name} {uniform_bytes / 1e6:.3g} MB; "
-            f"{sum(a != b for a, b in zip(new, now, strict=True))} of {len(new)} layers change"
-        )
-        if unknown := [str(i) for i, ok in enumerate(known.tolist()) if not ok]:
-            reason += f"; layers {', '.join(unknown)} are not finite and keep what they have"
-        return Allocation(number, reason, self.layers, new, sizes, lost, uniform_bytes)
 
+class Clock:
+    """At fixed reductions, so that a run can be repeated.
 
-class Uniform(Decider):
-    """Every layer as the uniform setting says, for good."""
+    first: the reduction that decides first. The second decision comes as many reductions later, at 2 x first, and so
+    on: the time between two doubles, up to `every`, for at the beginning of a run gradients change fast.
+    numbers: float64 [1] on the CPU, for a checkpoint: the reduction that decides next, 0 for the first.
+    """
 
-    fixed = True
+    def __init__(self, every: int, first: int):
+        self.every, self.first = every, first
+        self.numbers = torch.zeros(1, dtype=torch.float64)
 
+    def due(self, number: int) -> bool:
+        """Whether the `number`-th reduction, from 1, is to decide."""
+        return number >= self._planned
 
-def make_decider(layers: Sequence[Layer], like: str, config: LGrecoConfig, world_size: int) -> Decider:
-    """The one that config.rule names. UserError where that is a class that cannot be imported."""
-    kind = {"lgreco": Decider, "uniform": Uniform}.get(config.rule)
-    if kind is None:
-        module, _, name = config.rule.rpartition(".")
-        try:
-            kind = getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError) as error:
-            raise UserError(f"wire.lgreco.rule={config.rule!r}: {error}; name a class that can be imported") from None
-    return kind(layers, like, config, world_size)
+    def counts(self, number: int) -> bool:
+        """Whether the `number`-th reduction is one of the SUMMED up to the one that is to decide."""
+        return number > self._planned - SUMMED
+
+    @property
+    def _planned(self) -> float:
+        return max(self.first, self.numbers.item())
+
+    def plan(self, number: int) -> None:
+        """After the `number`-th reduction, which decides: plans the next decision."""
+        self.numbers.fill_(number + min(self.every, number))
 
 
 # -- the dynamic programme ----------------------------------------------------------------------------------------

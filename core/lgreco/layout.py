@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import torch
 from torch import Tensor
 
 from ..flat import Bucket, copy
@@ -76,13 +75,6 @@ class Layout:
         """And back."""
         copy(self._payload, [*self.values.values()])
         self.bucket.values.copy_(self._buffers)
-
-    def release_raw(self, moved: Tensor) -> None:
-        """Layers that travel as they are take along what an earlier format of theirs has left, where a worker moved."""
-        start, n = self.raw
-        held = self.memory.errors[start : start + n]
-        self.memory.staging[start : start + n].add_(torch.where(moved, held, 0.0))
-        held.copy_(torch.where(moved, 0.0, held))
 
     def parts(self) -> Iterator[tuple[Part, Wire, Tensor, Tensor]]:
         """For each int format, at least one: its layers, in the first part also the values that travel as they are, and

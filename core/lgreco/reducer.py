@@ -1,7 +1,7 @@
 """The reducer that sends each layer in a way of its own, and chooses those ways anew while training goes on.
 
     G = the mean of d + e, what the worker wanted to send, over the last ten reductions
-    at fixed reductions, before anything is sent (core/lgreco/clock.py):
+    at fixed reductions, before anything is sent (Clock):
         e[l, c] = ||G_l - C_c(G_l)|| for each layer and choice
         the errors' mean over the workers, which travels with this reduction
     when it has landed (where NCCL moves the tensors, at the next reduction's begin), on every worker alike:
@@ -29,11 +29,10 @@ from ..groups import Stage, all_reduce, moved_by_nccl
 from ..reducer import Reducer
 from ..stats import Mark, Seconds, between, mark
 from ..wires.quantized import Quantized
-from .choices import Choice, code
-from .clock import Clock
+from .choices import Choice
 from .config import LGrecoConfig
-from .curves import curve, norm
-from .decide import Allocation, make_decider
+from .curves import curve
+from .decide import Allocation, Clock, Decider
 from .layout import Layout, Memory, layers_of
 from .senders import Factored, Sparse, fill, low_rank, moved, top_k
 
@@ -45,8 +44,8 @@ class LGreco(Reducer):
     """See the module. like: the uniform setting.
 
     state: "error_feedback" and "mean_error_feedback", in an order that follows the allocation; "allocation", by which
-    a resumed run goes on with it: the choices' codes, the columns of "q", low rank's, that are in use, the clock, and
-    what the rule remembers; "summed", G's sum so far, in the buckets' own order, and the number of its summands;
+    a resumed run goes on with it: the choices' values, the columns of "q", low rank's, that are in use, and the clock;
+    "summed", G's sum so far, in the buckets' own order, and the number of its summands;
     "asked", the curves that no decision has been made of yet. All zeros is the start. Where NCCL moves the tensors the
     host waits, at the launch after a reduction that asked, until that has landed.
     """
@@ -60,10 +59,9 @@ class LGreco(Reducer):
         self.rank, self.world_size, self.scale = rank, world_size, 1.0
         self.clock = Clock(config.every or EVERY, config.first or FIRST)
         self.layers = layers_of(buckets)
-        self.decider = make_decider(self.layers, like, config, world_size)
-        self.chosen: Sequence[Choice] = self.decider.start
+        self.decider = Decider(self.layers, like, config, world_size)
+        self.chosen: Sequence[Choice] = self.decider.uniform
         self.allocation: Allocation | None = None  # the last decision
-        self._codes = {code(c): c for c in self.decider.choices}
         self._make_state()
         self._lay_out()
 
@@ -73,18 +71,18 @@ class LGreco(Reducer):
         ranks = torch.tensor([c.value if c.kind == "rank" else 0 for c in decider.choices])
         highest = (decider.offered * ranks).amax(1).int().tolist()
         self._q = [flats[z.bucket].new_zeros(z.columns * r) for z, r in zip(self.layers, highest, strict=True)]
-        self._codes_now, self._filled = (torch.zeros(many, dtype=torch.float64) for _ in range(2))
+        self._values, self._filled = (torch.zeros(many, dtype=torch.float64) for _ in range(2))
         self._sums = [] if decider.fixed else [b.flat.new_zeros(b.numel) for b in self.buckets]
         self._summands = flats[0].new_zeros(1, dtype=torch.float64)
         self._asked_by = torch.zeros(1, dtype=torch.float64)  # the reduction that asked; 0: all is decided
-        self._asked = flats[0].new_zeros(many * (len(decider.choices) + 1), dtype=torch.float64)
+        self._asked = flats[0].new_zeros(many * len(decider.choices), dtype=torch.float64)
         # the reduction that asked, and its copy on the way to the host
         self._coming: tuple[int, Tensor, Mark] = (0, self._asked, 0.0)
         self._took: Seconds = 0.0  # to ask, last
         self.state = {
             "error_feedback": [m.errors for m in self._memory],
             "mean_error_feedback": [m.means for m in self._memory],
-            "allocation": [self._codes_now, self._filled, self.clock.numbers, *decider.memory],
+            "allocation": [self._values, self._filled, self.clock.numbers],
             "q": self._q,
             "summed": [*self._sums, self._summands],
             "asked": [self._asked, self._asked_by],
@@ -105,8 +103,6 @@ class LGreco(Reducer):
         own = moved(self.scalars)
         self._sum_up(number, own)
         asked = self._ask(number) if self.due(number) else None
-        for layout in self._layouts:
-            layout.release_raw(own)
         parts = [self._ints.stages(group, number), *(stages(group) for stages in self._others)]
         if asked is not None and group is not None:
             parts.append(iter([all_reduce([asked], group)]))
@@ -138,13 +134,12 @@ class LGreco(Reducer):
         return [self._sums[z.bucket][z.start : z.start + z.numel] for z in self.layers]
 
     def _ask(self, number: int) -> Tensor:
-        """float64 [layers, choices + 1]: this worker's errors, and the norm of each layer. The next sum begins."""
+        """float64 [layers, choices]: this worker's errors. The next sum begins."""
         began = mark(self._asked.device)
         rows, count = [], self._summands.clamp(min=1)
         for i, (layer, wanted) in enumerate(zip(self.layers, self._sum_views(), strict=True)):
             row = curve(wanted, layer, self.decider.choices, self.decider.offered[i].tolist(), i)
-            row = torch.where(row.isinf(), 0.0, row)  # not offered: their sum would hide another worker's NaN
-            rows.append(torch.cat([row, norm(wanted)[None]]) / count)
+            rows.append(torch.where(row.isinf(), 0.0, row) / count)  # not offered: would hide another worker's NaN
         for flat in (*self._sums, self._summands):
             flat.zero_()
         asked = torch.stack(rows)
@@ -181,7 +176,7 @@ class LGreco(Reducer):
         if (table == NOBODY).all():
             return False
         curves = torch.where(table == NOT_FINITE, float("nan"), table)
-        found = self.decider.decide(curves[:, :-1], curves[:, -1], self.chosen, number)
+        found = self.decider.decide(curves, self.chosen, number)
         if list(found.choices) != list(self.chosen):
             self._switch(found.choices)
         self.allocation = replace(found, seconds=(float(self._took), time.perf_counter() - began))
@@ -198,11 +193,11 @@ class LGreco(Reducer):
             kept = [held.clone() for held in old.held.values()]
             new.memory.errors.zero_()
             copy([*new.held.values()], kept)
-        self._codes_now.copy_(torch.tensor([code(c) for c in choices], dtype=torch.float64))
+        self._values.copy_(torch.tensor([c.value for c in choices], dtype=torch.float64))
 
     def _follow(self) -> None:
         """A checkpoint, or a new start, may have brought another allocation; low rank may need more columns."""
-        found = [self._choice(i, number) for i, number in enumerate(self._codes_now.tolist())]
+        found = [self._choice(i, value) for i, value in enumerate(self._values.tolist())]
         if found != list(self.chosen):
             self.chosen = found
             self._lay_out()
@@ -212,15 +207,15 @@ class LGreco(Reducer):
                 fill(self._q_of(i, r), int(filled), seed=i)
             self._filled[i] = r or filled
 
-    def _choice(self, layer: int, number: float) -> Choice:
-        if not number:
-            return self.decider.start[layer]
-        if number not in self._codes:
+    def _choice(self, layer: int, value: float) -> Choice:
+        """The one of that value; 0: of the start, or as it is."""
+        found = [c for c in self.decider.choices if c.value == value] if value else [self.decider.uniform[layer]]
+        if not found:
             raise UserError(
-                f"the checkpoint sends layer {layer} in a way ({number:g}) that wire.like={self.decider.name!r} with "
-                f"family={self.config.family!r} does not offer: resume with the settings that wrote it"
+                f"the checkpoint sends layer {layer} in a way ({value:g}) that wire.like={self.decider.name!r} does "
+                "not offer: resume with the settings that wrote it"
             )
-        return self._codes[number]
+        return found[0]
 
     # -- what sends -----------------------------------------------------------------------------------------
 

@@ -24,10 +24,6 @@ from ..flat import is_dtensor
 from ..riders import Rider
 from ..sharded.checks import check_mesh, check_shared
 from ..testing.link import Link
-from ..zeroth import ZerothConfig as ZerothConfig
-from ..zeroth.elastic import ElasticZeroth as ElasticZeroth
-from ..zeroth.method import Zeroth
-from . import zeroth
 from .ddp import DDP
 from .delayed import DelayedCO2 as DelayedCO2
 from .delayed import DelayedConfig as DelayedConfig
@@ -103,9 +99,8 @@ register(Entry("delayed", _delayed, "hidden", OF_DELAYED, lambda given: given.ow
 register(Entry("local", _local, "blocking", check=lambda given: given.tau, takes=WIRE))
 register(Entry("overlap_local", _overlap_local, "hidden", OF_OVERLAP, takes=WIRE))
 register(Entry("slowmo", _slowmo, "blocking", OF_SLOWMO, check=lambda given: given.tau, takes=WIRE))
-register(zeroth.ENTRY)
-METHODS = tuple(name for name, entry in REGISTRY.items() if entry.kind != "optimizer")
-Method = Saved | DDP | Zeroth
+METHODS = tuple(REGISTRY)
+Method = Saved | DDP
 
 
 def make_method(

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import DivergedError
-from ..flat import Bucket, left_by_kernel, local_shard, read_blocks
+from ..flat import Bucket, local_shard, read_blocks
 from ..groups import Stage
 from ..held import Held
 from ..outer import norm
@@ -156,8 +156,8 @@ class Guard(Rider):
 def wipe(flats: Sequence[Tensor], where: Tensor) -> None:
     """Makes zeros of all, NaN or not, if `where` holds, a 0-d truth value; a GPU is not waited for."""
     if read_blocks(where):
-        for i in left_by_kernel(where, flats):
-            flats[i].masked_fill_(where.to(flats[i].device), 0)
+        for flat in flats:
+            flat.masked_fill_(where.to(flat.device), 0)
     elif where and flats:
         torch._foreach_zero_(list(flats))  # pyright: ignore[reportPrivateImportUsage]
 

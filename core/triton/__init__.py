@@ -1,11 +1,10 @@
-"""Triton's kernels for CUDA: the boundary, what happens where a flag holds, and the wire formats.
+"""Triton's kernels for CUDA: the boundary, and the wire formats.
 
-Each does what a plain part does, and is tested to be equal to it; core/assembly/kernels.py offers them. So it is
-in Triton's interpreter, and in the instructions compiled for sm_80 and sm_90. On a device: not run.
+Tests hold each equal to the plain part that it stands for, in Triton's interpreter; on an H200 the boundary was, too
+(results/gpu.json). core/assembly/kernels.py offers them.
 """
 
 from .boundary import TritonBoundary
 from .codec import TritonCodec
-from .where import queue
 
-__all__ = ["TritonBoundary", "TritonCodec", "queue"]
+__all__ = ["TritonBoundary", "TritonCodec"]

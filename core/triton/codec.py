@@ -37,20 +37,20 @@ def where(blocks, BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def unpacked(at, live, WIDTH: tl.constexpr, LOW: tl.constexpr):
+def unpacked(at, live, BITS: tl.constexpr):
     """The inverse of pack, int32 [blocks, 256]."""
     i = tl.arange(0, 256)[None, :]
-    byte = tl.load((at + 32 * LOW)[:, None] + i % (32 * WIDTH), mask=live[:, None], other=0).to(tl.int32)
-    return ((byte >> (i // (32 * WIDTH) * WIDTH)) & ((1 << WIDTH) - 1)) << LOW
+    byte = tl.load(at[:, None] + i % (32 * BITS), mask=live[:, None], other=0).to(tl.int32)
+    return (byte >> (i // (32 * BITS) * BITS)) & ((1 << BITS) - 1)
 
 
 @triton.jit
-def pack(u, at, live, WIDTH: tl.constexpr, LOW: tl.constexpr):
-    """Stores of each of u, int32 [blocks, 256], the WIDTH bits from LOW on, 8 / WIDTH elements in a byte; at: [blocks],
-    where the blocks' bytes begin."""
-    fields = tl.reshape((u >> LOW) & ((1 << WIDTH) - 1), [u.shape[0], 8 // WIDTH, 32 * WIDTH])
-    bytes = tl.sum(fields << (tl.arange(0, 8 // WIDTH) * WIDTH)[None, :, None], axis=1)
-    tl.store((at + 32 * LOW)[:, None] + tl.arange(0, 32 * WIDTH)[None, :], bytes.to(tl.uint8), mask=live[:, None])
+def pack(u, at, live, BITS: tl.constexpr):
+    """Stores the lowest BITS bits of each of u, int32 [blocks, 256], 8 / BITS elements in a byte; at: [blocks], where
+    the blocks' bytes begin."""
+    fields = tl.reshape(u & ((1 << BITS) - 1), [u.shape[0], 8 // BITS, 32 * BITS])
+    bytes = tl.sum(fields << (tl.arange(0, 8 // BITS) * BITS)[None, :, None], axis=1)
+    tl.store(at[:, None] + tl.arange(0, 32 * BITS)[None, :], bytes.to(tl.uint8), mask=live[:, None])
 
 
 @triton.jit
@@ -70,14 +70,7 @@ def decoded(at, live, D: tl.constexpr, HEAD: tl.constexpr, BITS: tl.constexpr):
     elif BITS == 8:
         values = tl.load((at + HEAD).to(tl.pointer_type(tl.int8))[:, None] + i, mask=mask, other=0).to(D)
     else:
-        u = tl.zeros([live.shape[0], 256], tl.int32)
-        if BITS & 4:
-            u = u | unpacked(at + HEAD, live, 4, 0)
-        if BITS & 2:
-            u = u | unpacked(at + HEAD, live, 2, BITS & 4)
-        if BITS & 1:
-            u = u | unpacked(at + HEAD, live, 1, BITS & 6)
-        values = (u - (1 << (BITS - 1))).to(D)
+        values = (unpacked(at + HEAD, live, BITS) - (1 << (BITS - 1))).to(D)
     if HEAD > 0:
         scale = tl.load(at.to(tl.pointer_type(tl.float32)), mask=live, other=0.0)
         values = values * scale.to(D)[:, None]
@@ -132,14 +125,7 @@ def int_encoded(values, at, live, HEAD: tl.constexpr, BITS: tl.constexpr):
     u = q.to(tl.int32)
     if BITS < 8:
         u = u + (1 << (BITS - 1))
-    if BITS & 8:
-        pack(u, at + HEAD, live, 8, 0)
-    if BITS & 4:
-        pack(u, at + HEAD, live, 4, 0)
-    if BITS & 2:
-        pack(u, at + HEAD, live, 2, BITS & 4)
-    if BITS & 1:
-        pack(u, at + HEAD, live, 1, BITS & 6)
+    pack(u, at + HEAD, live, BITS)
     return q * scale.to(D)[:, None]
 
 

@@ -5,10 +5,9 @@
 | bfloat16 | 512 | rounded to 8 significant binary digits; no scale, for it has float32's range |
 | float16 | 4 + 512 | s times a float16: 11 digits down to 2^-29 of the block's largest; no tiny block flushes to 0 |
 | int8 | 4 + 256 | s q, q in -127 ... 127, s = the block's largest magnitude / 127 |
-| intB | 4 + 32 B | s q, q in -L ... L, L = 2^(B - 1) - 1, s = the block's largest magnitude / L; B = 6, 5, 4, 3, 2 |
+| int4, int2 | 4 + 32 B | s q, q in -L ... L, L = 2^(B - 1) - 1, s = the block's largest magnitude / L; B bits |
 
-The B bits of q + L + 1 are cut, from the lowest, into fields of 4, 2 and 1 bits, as many as are needed; the fields of
-one width follow each other, and elements i, i + 256 w / 8, i + 2 x 256 w / 8, ... share a byte of those of w bits.
+The B bits of q + L + 1 of elements i, i + 32 B, i + 2 x 32 B, ... share a byte, the first one's the lowest.
 
 The scale s leads its block, as float32: one in bfloat16 would save 2 bytes in 132 at best, and has to be rounded up,
 which costs more precision than that. float16's s is a power of two. Symmetric scales a block are those of 8-bit
@@ -23,11 +22,11 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-Wire = Literal["float32", "bfloat16", "float16", "int8", "int6", "int5", "int4", "int3", "int2"]
+Wire = Literal["float32", "bfloat16", "float16", "int8", "int4", "int2"]
 WIRES: tuple[Wire, ...] = get_args(Wire)
 
 BLOCK = 256  # elements
-INTS: tuple[Wire, ...] = ("int8", "int6", "int5", "int4", "int3", "int2")
+INTS: tuple[Wire, ...] = ("int8", "int4", "int2")
 BITS = {wire: int(wire.removeprefix("int")) for wire in INTS}
 BLOCK_BYTES = {"bfloat16": 2 * BLOCK, "float16": 4 + 2 * BLOCK} | {w: 4 + BLOCK // 8 * b for w, b in BITS.items()}
 LEVELS = {wire: (1 << bits - 1) - 1 for wire, bits in BITS.items()}
@@ -100,41 +99,19 @@ def _scales(blocks: Tensor, wire: str) -> Tensor:
 def _pack(q: Tensor, bits: int) -> Tensor:
     """[blocks, 256] whole numbers, |q| < 2^(bits - 1) -> uint8 [blocks, 32 bits]."""
     u = q.add_(1 << bits - 1).to(torch.int8).view(torch.int64)  # of a NaN any bits will do: its scale tells
-    fields = []
-    for low, width in _fields(bits):
-        field = u if width == bits else (u >> low).bitwise_and_(_in_each_byte((1 << width) - 1))
-        first, *others = field.chunk(8 // width, dim=1)
-        for i, other in enumerate(others, 1):
-            first = first | (other << i * width)
-        fields.append(first)
-    return (fields[0] if len(fields) == 1 else torch.cat(fields, dim=1)).view(torch.uint8)
+    first, *others = u.chunk(8 // bits, dim=1)
+    for i, other in enumerate(others, 1):
+        first = first | (other << i * bits)
+    return first.view(torch.uint8)
 
 
 def _unpack(body: Tensor, bits: int) -> Tensor:
     """The inverse of _pack, as int8."""
     u = torch.empty(len(body), BLOCK // 8, dtype=torch.int64, device=body.device)
-    start, body = 0, body.clone(memory_format=torch.contiguous_format).view(torch.int64)
-    for low, width in _fields(bits):
-        field = body[:, start : start + BLOCK // 64 * width]
-        start += field.shape[1]
-        mask = _in_each_byte((1 << width) - 1 << low)
-        for i, part in enumerate(u.chunk(8 // width, dim=1)):
-            by = i * width - low
-            bits_here = (field >> by if by > 0 else field << -by).bitwise_and_(mask)
-            part.bitwise_or_(bits_here) if low else part.copy_(bits_here)
+    packed = body.clone(memory_format=torch.contiguous_format).view(torch.int64)
+    mask = int.from_bytes(
+        bytes([(1 << bits) - 1] * 8), "little"
+    )  # eight bytes at a time take an eighth of the operations
+    for i, part in enumerate(u.chunk(8 // bits, dim=1)):
+        part.copy_((packed >> i * bits).bitwise_and_(mask))
     return u.view(torch.int8).sub_(1 << bits - 1)
-
-
-def _in_each_byte(mask: int) -> int:
-    """Eight bytes at a time take an eighth of the operations; this is such a mask, as a signed number."""
-    return int.from_bytes(bytes([mask] * 8), "little", signed=True)
-
-
-def _fields(bits: int) -> list[tuple[int, int]]:
-    """(lowest bit, width) of each field into which the bits of an element are cut."""
-    fields, low = [], 0
-    for width in (4, 2, 1):
-        if bits - low >= width:
-            fields.append((low, width))
-            low += width
-    return fields

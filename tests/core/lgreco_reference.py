@@ -13,10 +13,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from core.lgreco.choices import Choice, Layer
-from core.lgreco.clock import SUMMED
 from core.lgreco.config import LGrecoConfig
 from core.lgreco.curves import curve
-from core.lgreco.decide import make_decider
+from core.lgreco.decide import SUMMED, Decider
 from core.lgreco.senders import fill, orthonormal
 from core.wires.formats import BLOCK, decode, encode
 from core.wires.quantized import chunk_of
@@ -30,8 +29,8 @@ class Reference:
     ):
         self.workers, self.config = workers, config
         self.layers = [_layer(shape, dtype) for shape in shapes]
-        self.decider = make_decider(self.layers, like, config, workers)
-        self.chosen: Sequence[Choice] = self.decider.start
+        self.decider = Decider(self.layers, like, config, workers)
+        self.chosen: Sequence[Choice] = self.decider.uniform
         self.errors = [torch.zeros(workers, z.numel, dtype=dtype) for z in self.layers]
         self.mean_errors = [torch.zeros(z.numel, dtype=dtype) for z in self.layers]
         self.q = [torch.zeros(z.columns, 0, dtype=dtype) for z in self.layers]
@@ -48,8 +47,7 @@ class Reference:
         if self.number == self.next and not self.decider.fixed:
             means = [torch.stack(each).mean(0) for each in zip(*self.wanted[-SUMMED:], strict=True)]
             curves = torch.stack([self._curve(i, mean) for i, mean in enumerate(means)])
-            norms = torch.stack([mean.double().norm(dim=1).mean() for mean in means])
-            found = self.decider.decide(curves, norms, self.chosen, self.number)
+            found = self.decider.decide(curves, self.chosen, self.number)
             self.next, self.wanted = self.number + min(self.number, self.config.every), []
         landed: list[Tensor] = [torch.empty(0)] * len(sends)
         for wire in {c.wire for c in self.chosen if c.kind == "int"}:

@@ -26,7 +26,7 @@ from training.sampling import generator
 
 LGRECO = {
     "int4": WireConfig("lgreco", like="int4", lgreco=LGrecoConfig(every=3, first=2)),
-    "rank2": WireConfig("lgreco", like="rank2", lgreco=LGrecoConfig("any", every=3, first=2)),
+    "rank2": WireConfig("lgreco", like="rank2", lgreco=LGrecoConfig(every=3, first=2)),
     "top0.05": WireConfig("lgreco", like="top0.05", lgreco=LGrecoConfig(every=3, first=2)),
     "uniform": WireConfig("lgreco", like="rank2", lgreco=LGrecoConfig(rule="uniform")),
 }

@@ -9,7 +9,7 @@ from tests.imports import ROOT, files, imports
 FILES = [file for file in files() if file.parts[0] == "core"]
 OUTSIDE = {"integrations/mmengine.py": {"mmengine"}}  # imported when used, as these are
 OUTSIDE |= {f"integrations/{name}.py": {name} for name in ("accelerate", "lightning", "transformers")}
-OUTSIDE |= {f"triton/{name}.py": {"triton"} for name in ("boundary", "codec", "shared", "where")}
+OUTSIDE |= {f"triton/{name}.py": {"triton"} for name in ("boundary", "codec", "shared")}
 
 
 def test_only_torch_is_imported_from_outside():

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from core.lgreco import reducer
-from core.lgreco.clock import Clock
 from core.lgreco.config import LGrecoConfig
+from core.lgreco.decide import Clock
 from tests.core import test_stats
 from tests.core.test_host_reads import HostReads
 from tests.core.test_lgreco import SETTINGS, SHAPES, built, once
@@ -45,7 +45,7 @@ class Event(test_stats.Event):
 
 def test_asking_is_timed_where_it_runs(monkeypatch: pytest.MonkeyPatch):
     """The curves take 2 s of a device, and none of the host's."""
-    mean, real = built("rank4", LGrecoConfig("any", first=1)), reducer.curve
+    mean, real = built("rank4", LGrecoConfig(first=1)), reducer.curve
 
     def curve(*args: Any) -> Any:
         Event.now += 2000.0 / len(SHAPES)
@@ -75,7 +75,7 @@ def test_over_nccl_the_launch_after_decides_the_same(setting: Any, monkeypatch: 
 
 
 def test_asking_reads_nothing_from_a_device():
-    mean = built("rank4", LGrecoConfig("any", first=1))
+    mean = built("rank4", LGrecoConfig(first=1))
     with HostReads() as reads:
         asked = mean.reducer._ask(1)
         mean.reducer._hear(asked, 1)

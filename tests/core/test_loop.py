@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from core import CO2, CO2Config, CollectiveError, LocalSGD, OverlapLocalSGD, ShardedCO2, ZerothOrder, make_method
+from core import CO2, CO2Config, CollectiveError, LocalSGD, OverlapLocalSGD, ShardedCO2, make_method
 from core.sharded.mesh import node_mesh
 from core.testing import run_distributed
+from language.zeroth import ZerothOrder
 from tests import problems
 from tests.problems import flat, sgd_step, take_steps
 

@@ -16,9 +16,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from core import CO2, CO2Config, OverlapLocalSGD, ShardedCO2, UserError, WireConfig, ZerothOrder, load, save
+from core import CO2, CO2Config, OverlapLocalSGD, ShardedCO2, UserError, WireConfig, load, save
 from core.checkpoints import checkpoint
 from core.testing import run_distributed
+from language.zeroth import ZerothOrder
 from tests import problems
 from tests.problems import flat, refusal
 

@@ -14,7 +14,7 @@ from core.wires.formats import BLOCK, decode, encode, nbytes
 from tests.problems import Mean
 from training.sampling import generator
 
-NARROW: tuple[Any, ...] = ("bfloat16", "float16", "int8", "int4", "int3")  # the other ints are packed as these
+NARROW: tuple[Any, ...] = ("bfloat16", "float16", "int8", "int4", "int2")
 WAYS = [(wire, feedback) for wire in NARROW for feedback in (True, False)]
 ROUNDS = 3
 # numel of the encoded tensors, then of the exact ones, by dtype: several blocks, part of one, none

@@ -115,7 +115,7 @@ def test_bytes_means_and_errors_are_the_plain_codecs(
         {"delay": 0, "gap": "none"},
         {"delay": 1, "merge": "keep", "gap": "norm", "wire": "int4"},
         {"delay": 1, "merge": "mix", "gap": "none", "wire": "float16"},
-        {"merge": "mix", "mix": 0.3, "wire": "int5"},
+        {"merge": "mix", "mix": 0.3, "wire": "int2"},
     ],
     ids=str,
 )

@@ -16,11 +16,11 @@ from bench import report
 from bench.search.rows import Rows
 from core import UserError
 from core.checkpoints import checkpoint
-from core.zeroth import ScalarLog
 from language import pretrained, zo_replay
 from language.data import load_corpus
 from language.prepare import read_documents
 from language.prompts import read_lines
+from language.zeroth import ScalarLog
 from results import runs
 from training import config, folder
 from training.recipe import Recipe

@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_file
 
 from core.errors import UserError
-from core.methods import ZerothConfig
 from core.testing import run_distributed
 from language import zo_replay
 from language.finetune import tune
 from language.finetune_recipes import RECIPES, FinetuneRecipe
+from language.zeroth import ZerothConfig
 from tests.runs import logged, summary
 from tests.scripts import Mistakes, run_script
 from tests.tiny_models import make_model, make_prompts, make_text
@@ -55,7 +55,7 @@ JOBS = {
     "zo": ZO,
     "zo first half": ZO | {"name": "zo halves", "epochs": 1, "offload": True},
     "zo second half": ZO | {"name": "zo halves", "resume": True, "extend": True, "offload": True},
-    "zo 16 bits": ZO | {"weights": "bfloat16", "zeroth": ZerothConfig(eps=0.01, delay=1)},
+    "zo 16 bits": ZO | {"weights": "bfloat16", "zeroth": ZerothConfig(eps=0.01)},
     "zo text": ZO | {"task": "text", "context": 16, "epochs": 1},
 }
 

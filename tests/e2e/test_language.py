@@ -13,12 +13,12 @@ from torch import Tensor
 
 from core.methods import METHODS
 from core.testing import run_distributed
-from core.zeroth import ZerothConfig
 from language import train as script
 from language.corpora import open_corpus
 from language.model import GPT2_SIZES, ROBERTA_SIZES, TRANSNORMER_SIZES
 from language.recipe import LanguageRecipe
 from language.recipes import RECIPES, gpt2_pydoc_small
+from language.zeroth import ZerothConfig
 from tests.runs import logged, summary
 from tests.scripts import fork_script
 from training.progress import Due

@@ -8,8 +8,10 @@ import torch
 from torch import nn
 
 from core import UserError
+from language.model import blocks_of
 from language.recipes import RECIPES
 from language.train import make_model
+from language.zeroth.method import of_run
 from tests.e2e.test_language import ZO, tiny
 from tests.scripts import Mistakes
 from training import memory
@@ -22,7 +24,7 @@ def test_a_model_without_a_list_of_blocks_cannot_be_streamed(tmp_path: Path):
         pytest.raises(UserError, match="offload: the model has no list of blocks that could be uploaded one by one"),
         Run(tiny(**ZO, offload=True, out=tmp_path / "run")) as run,
     ):
-        run.make_method(run.shard(model), torch.optim.SGD(model.parameters()))
+        of_run(run, run.shard(model), torch.optim.SGD(model.parameters()), blocks_of(model))
 
 
 def test_half_as_many_parts_of_a_batch_as_workers_in_pairs():

@@ -200,8 +200,8 @@ def test_offloaded_state_takes_the_hosts_memory_as_asked():
 
 def test_blocks_that_pass_through_the_device_train_as_on_it():
     """BlockStream, with the model on the host, against the model on the device, bit for bit; noise of the host."""
-    from core.zeroth import ZerothConfig, ZerothOrder
-    from core.zeroth.blocks import BlockStream
+    from language.zeroth import ZerothConfig, ZerothOrder
+    from language.zeroth.blocks import BlockStream
 
     def run(streamed: bool) -> list[Tensor]:
         model = Stack() if streamed else Stack().to(DEVICE)

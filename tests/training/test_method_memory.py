@@ -20,27 +20,25 @@ from core.flight import Flight
 from core.lgreco import curves, decide
 from core.lgreco.choices import parse
 from core.lgreco.decide import allocate
-from core.methods import DelayedConfig, SlowMoConfig, Zeroth, ZerothConfig, make_method
+from core.methods import DelayedConfig, SlowMoConfig, make_method
 from core.methods.gradient_wire import GradientWire
 from core.rounds import Rounds
 from core.sharded.mesh import node_mesh
 from core.testing import run_distributed
 from core.wires import quantized
+from language.zeroth import Zeroth, ZerothConfig
 from tests.training.live import Live
 from training import memory
 from training.recipe import Recipe
 
 CO2 = CO2Config(tau=2)
-FEWER = f"{__name__}.Fewer"  # what is said counts a switch, so one must come
 SEGMENT = 1 << 13
 TWICE = {"first": 1, "every": 1}
 
 
-class Fewer(decide.Decider):
-    """Its first decision changes something: a bit less for every layer."""
-
-    def pick(self, errors: Tensor, norms: Tensor, known: list[int]) -> list[int]:
-        return [self.choices.index(parse("int3"))] * len(known)
+def fewer(self: decide.Decider, errors: Tensor, known: list[int]) -> list[int]:
+    """A decision that changes something: fewer bits for every layer."""
+    return [self.choices.index(parse("int2"))] * len(known)
 
 
 def wired(format: Any, like: str = "int4", **lgreco: Any) -> CO2Config:
@@ -55,12 +53,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "bfloat16, no feedback": {"co2": replace(CO2, wire=WireConfig("bfloat16", error_feedback=False))},
     "keep": {"co2": replace(CO2, merge="keep", delay=1, gap="none")},
     "mix": {"co2": replace(CO2, merge="mix")},
-    "lgreco int4": {"co2": wired("lgreco", **TWICE, rule=FEWER)},
+    "lgreco int4": {"co2": wired("lgreco", **TWICE)},
     "lgreco top": {"co2": wired("lgreco", "top0.01", **TWICE)},
     "lgreco rank": {"co2": wired("lgreco", "rank4", **TWICE)},
     "local": {"method": "local"},
     **{f"{m} int4": {"method": m, "co2": wired("int4", "")} for m in ("local", "slowmo", "overlap_local")},
-    "local lgreco": {"method": "local", "co2": wired("lgreco", **TWICE, rule=FEWER)},
+    "local lgreco": {"method": "local", "co2": wired("lgreco", **TWICE)},
     "slowmo": {"method": "slowmo", "slowmo": SlowMoConfig()},
     "overlap_local": {"method": "overlap_local"},
     "delayed": {"method": "delayed", "co2": CO2Config(tau=2)},
@@ -135,7 +133,9 @@ def trains(name: str) -> tuple[float, float, float]:
     counted = Counted(model)
     mesh = node_mesh("cpu", recipe.per_node) if recipe.per_node > 1 else None
     host = mock.patch.object(decide, "allocate", uncounted)
-    with counted.patch, host, small_segments(), counted.live, torch.no_grad():
+    switches = name in ("lgreco int4", "local lgreco")  # what is said counts a switch, so one must come
+    pick = mock.patch.object(decide.Decider, "pick", fewer) if switches else contextlib.nullcontext()
+    with counted.patch, host, pick, small_segments(), counted.live, torch.no_grad():
         method = make(recipe, model, mesh)
         counted.made()
         for _ in range(4 if not isinstance(method, Zeroth) else 0):

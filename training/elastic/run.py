@@ -16,8 +16,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -31,11 +30,10 @@ from core.checkpoints import checkpoint, stored
 from core.elastic.joining import Joining
 from core.elastic.members import Members, Over, Report, Workers, WorkersChanged
 from core.errors import UserError
-from core.methods import ElasticZeroth, Method
+from core.methods import Method
 from core.rounds import Rounds
 from training.config import settings
 from training.folder import RunFolder
-from training.optim import lent_rate
 from training.progress import Due, Progress, Trained
 from training.recipe import Recipe
 from training.round_log import RoundLog
@@ -71,8 +69,8 @@ class Elastic:
     """One worker's part. Attributes: deal; drawn, how many steps' batches this worker has taken or skipped; method;
     workers, the part of it that knows of others."""
 
-    method: Rounds | ElasticZeroth
-    joining: Joining | ElasticZeroth
+    method: Rounds
+    joining: Joining
     workers: Workers
     mesh = None  # no workers that synchronise every step
     _trained: Trained
@@ -110,20 +108,14 @@ class Elastic:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        blocks: Sequence[nn.Module],  # noqa: ARG002
     ) -> tuple[nn.Module, Method]:
         """The model, and the method, still alone."""
         r = self.run.recipe
         options: dict[str, Any] = {"members": self.members, "timeout": r.timeout, "link": self.run.link}
         options["riders"] = [self.run.requests, self.run.snapshots]
-        if r.method == "zo":
-            self.method = ElasticZeroth(model, r.zeroth, lr=lent_rate(optimizer), **options)
-            self.workers = self.joining = self.method
-        else:
-            buffers = list(model.buffers()) if r.average_buffers else []
-            options["buffers"] = buffers
-            self.method, self.joining = elastic_co2(model.parameters(), r.co2, **options)
-            self.workers = self.joining.flight
+        options["buffers"] = list(model.buffers()) if r.average_buffers else []
+        self.method, self.joining = elastic_co2(model.parameters(), r.co2, **options)
+        self.workers = self.joining.flight
         self.workers.tell = self._tell
         self.workers.on_change = self._on_change
         self.joining.give = self.state
@@ -142,8 +134,6 @@ class Elastic:
                 f"evaluated; give a larger --eval_every{smaller}"
             )
         self.samples = samples
-        if isinstance(self.method, ElasticZeroth) and (self.run.recipe.resume or self.members.restarted):
-            self._replay_saved(self.method)
         try:
             self.joining.join(self._found)
         except Over:
@@ -158,8 +148,6 @@ class Elastic:
         self.drawn = start
         while self.drawn < total:
             deal, place = self.deal, (self.run.rank, self.run.world_size)
-            if isinstance(self.method, ElasticZeroth):  # two workers may take the same
-                place = self.method.order.data_rank, self.method.order.data_workers
             recipe = replace(self.run.recipe, batch_size=self.share * deal.workers)
             at = deal.at + self.drawn - deal.since
             for batch in make(recipe, *place, at, at + total - self.drawn):
@@ -196,10 +184,8 @@ class Elastic:
     # -- state ------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """What a newcomer needs, and a checkpoint holds: of method zo no weights, which follow from the scalars."""
+        """What a newcomer needs, and a checkpoint holds."""
         state = self._trained.state_dict() | self._trained.state_of_method(self.method.state_dict())
-        if isinstance(self.method, ElasticZeroth):
-            del state["model"]
         return state | {"step": self.drawn, "deal": asdict(self.deal), "totals": {"seconds": self.run.clock.seconds}}
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -235,14 +221,6 @@ class Elastic:
             self.restore(found[0])
             self.deal = self.deal.again(number, self.drawn, self.members.size, self.samples, self.share)
         self.folder.begin(run.step, run.total)
-
-    def _replay_saved(self, method: ElasticZeroth) -> None:
-        """What the newest checkpoint knows of the run, before the others are met: they wait for the rest alone."""
-        found = None
-        with suppress(UserError):  # the first worker says what is wrong with it
-            found = checkpoint.load(self.folder.checkpoints, rank=0, alone=True)
-        if found is not None:
-            method.load_state_dict(found[0]["method"]["state"])
 
     # -- changes ----------------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -64,7 +64,6 @@ class LaidOut(Fixed):
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,  # noqa: ARG002
-        blocks: Sequence[nn.Module],  # noqa: ARG002
     ) -> tuple[nn.Module, Method]:
         """CO2 between islands; of one island what only counts steps, for its ranks are synchronous by themselves."""
         run, r = self.run, self.run.recipe

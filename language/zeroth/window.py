@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..collectives.stages import gather_parts
-from ..errors import CollectiveError
-from ..flat import unique
+from core.collectives.stages import gather_parts
+from core.errors import CollectiveError
+from core.flat import unique
+
 from .replay import Update
 from .weights import Weights
 

@@ -1,4 +1,4 @@
-"""What a zeroth-order run was: its seed and one number a step and direction, from which its weights follow."""
+"""What a zeroth-order run was: its seed and one number a step, from which its weights follow."""
 
 from __future__ import annotations
 
@@ -11,46 +11,45 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..errors import UserError
+from core.errors import UserError
 
 _FORMAT = "co2 zeroth-order scalars 1"
 
 
 class Update(NamedTuple):
-    """W <- W - lr (mean over directions of g_j z_j + weight_decay W), with the z of that step."""
+    """W <- W - lr (g z + weight_decay W), with the z of that step."""
 
     step: int
     lr: float
-    g: tuple[float, ...]
+    g: float
 
     @property
     def dropped(self) -> bool:
         """A loss was not finite somewhere: nothing is changed, nor decayed."""
-        return not all(map(math.isfinite, self.g))
+        return not math.isfinite(self.g)
 
 
 @dataclass
 class ScalarLog:
-    """The projected gradients g of steps 0, 1, ..., in float64: 8 bytes a step and direction.
+    """The projected gradients g of steps 0, 1, ..., in float64: 8 bytes a step.
 
-    A learning rate is kept for each step at which it changed. seed, directions, weight_decay: as in ZerothConfig.
+    A learning rate is kept for each step at which it changed. seed, weight_decay: as in ZerothConfig.
     """
 
     seed: int
-    directions: int = 1
     weight_decay: float = 0.0
     g: array[float] = field(default_factory=lambda: array("d"))
     lrs: list[tuple[int, float]] = field(default_factory=list)  # (step, the rate from there on)
 
     def __len__(self) -> int:
         """Steps."""
-        return len(self.g) // self.directions
+        return len(self.g)
 
     def append(self, update: Update) -> None:
-        assert update.step == len(self) and len(update.g) == self.directions, "steps follow one another"
+        assert update.step == len(self), "steps follow one another"
         if not self.lrs or self.lrs[-1][1] != update.lr:
             self.lrs.append((update.step, update.lr))
-        self.g.extend(update.g)
+        self.g.append(update.g)
 
     def updates(self, first: int = 0) -> list[Update]:
         """The updates of the steps from `first` on."""
@@ -58,13 +57,13 @@ class ScalarLog:
         lr = next((rate for step, rate in reversed(self.lrs) if step <= first), 0.0)
         for step in range(first, len(self)):
             lr = rates.get(step, lr)
-            found.append(Update(step, lr, tuple(self.g[step * self.directions : (step + 1) * self.directions])))
+            found.append(Update(step, lr, self.g[step]))
         return found
 
     def beyond(self, known: ScalarLog) -> list[Update]:
         """The steps that follow those of `known`. UserError where its settings differ, or its steps are no first steps
         of this log, bit for bit."""
-        for name in ("seed", "directions", "weight_decay"):
+        for name in ("seed", "weight_decay"):
             if (ours := getattr(self, name)) != (here := getattr(known, name)):
                 raise UserError(f"the scalars are of {name}={ours!r}, here it is {here!r}: replay with their settings")
         first = self.g[: len(known.g)].tobytes() == known.g.tobytes()  # the bytes, for NaN is unequal to itself
@@ -89,7 +88,7 @@ class ScalarLog:
         line, _, numbers = Path(path).read_bytes().partition(b"\n")
         try:
             header = json.loads(line)
-            known = header["format"] == _FORMAT and len(numbers) == 8 * header["steps"] * header["directions"]
+            known = header["format"] == _FORMAT and len(numbers) == 8 * header["steps"]
             log = cls.from_state(header | {"g": []})
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
             known, log = False, cls(0)
@@ -99,10 +98,9 @@ class ScalarLog:
         return log
 
     def state_dict(self) -> dict[str, Any]:
-        names = ("seed", "directions", "weight_decay", "lrs")
-        return {name: getattr(self, name) for name in names} | {"g": list(self.g)}
+        return {name: getattr(self, name) for name in ("seed", "weight_decay", "lrs")} | {"g": list(self.g)}
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> ScalarLog:
         lrs = [(int(step), float(rate)) for step, rate in state["lrs"]]
-        return cls(state["seed"], state["directions"], state["weight_decay"], array("d", state["g"]), lrs)
+        return cls(state["seed"], state["weight_decay"], array("d", state["g"]), lrs)

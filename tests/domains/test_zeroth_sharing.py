@@ -7,13 +7,13 @@ import torch.distributed as dist
 
 from core import CollectiveError, UserError
 from core.testing import run_distributed
-from core.zeroth import ZerothConfig, ZerothOrder
-from tests.core.test_zeroth_blocks import Model, batch, both_step, loss_of, same, streamed
+from language.zeroth import ZerothConfig, ZerothOrder
+from tests.domains.test_zeroth_blocks import Model, batch, both_step, loss_of, same, streamed
 
 
 def sharing(rank: int, world_size: int) -> list[tuple[bool, list[int]]]:
     """By config, whether the weights are as without sharing; bytes uploaded in two steps, and those of each block."""
-    return [shared(rank, world_size, c) for c in (ZerothConfig(), ZerothConfig(directions=3, pairs=False))]
+    return [shared(rank, world_size, c) for c in (ZerothConfig(), ZerothConfig(pairs=False))]
 
 
 def shared(rank: int, world_size: int, config: ZerothConfig) -> tuple[bool, list[int]]:

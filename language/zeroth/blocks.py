@@ -15,21 +15,23 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..errors import UserError
-from ..flat import unique
-from ..offload.pinned import pinned
-from .forward import weights_uncached
-from .noise import Noise
+from core.errors import UserError
+from core.flat import unique
+from core.offload.pinned import pinned
+
+from .order import weights_uncached
 from .replay import Update
-from .turns import Passes
-from .weights import Weights
+from .weights import Noise, Weights
 from .window import Block, Hold, Window, aligned
+
+T = TypeVar("T")
 
 
 class BlockStream:
@@ -77,7 +79,7 @@ class BlockStream:
         self._passes = Passes(self.device)
         self._rest = Rest(weights, self.window, [p for p in weights.params if id(p) not in in_blocks])
         self._signs: tuple[int, ...] = ()  # of eps z, in each pass
-        self._now = 0, 0  # step and direction
+        self._now = 0  # step
         self._came = 0  # how many of the passes have come to the block that computes
         self._updated = False  # whether it was updated when it came by
         for i, block in enumerate(blocks):
@@ -130,9 +132,9 @@ class BlockStream:
             self.window.forget_ahead()
             self.window.shares = True
 
-    def losses(self, loss: Callable[[nn.Module], Any], step: int, direction: int, signs: tuple[int, ...]) -> list[Any]:
+    def losses(self, loss: Callable[[nn.Module], Any], step: int, signs: tuple[int, ...]) -> list[Any]:
         """loss(model) at W + sign eps z for each sign, of which there are one or two; 0 stands for W itself."""
-        self._now, self._signs = (step, direction), signs
+        self._now, self._signs = step, signs
         self._rest.catch_up()
         self.window.begin_first()
         try:
@@ -155,7 +157,7 @@ class BlockStream:
             moved = block.views(self.window.scratch)
             for number, w, out in zip(block.numbers, views, moved, strict=True):
                 if number is not None:
-                    self._weights.perturb(number, w, out, *self._now, sign)
+                    self._weights.perturb(number, w, out, self._now, sign)
             views = [w if n is None else out for n, w, out in zip(block.numbers, views, moved, strict=True)]
         if self._came == len(self._signs) and self._updated:
             self.window.keep()
@@ -199,7 +201,7 @@ class BlockStream:
         """Before a module that belongs to no block computes."""
         number = self._passes.number
         if number is not None and self._signs[number]:
-            self._rest.perturb(module, *self._now, self._signs[number])
+            self._rest.perturb(module, self._now, self._signs[number])
 
 
 class Rest:
@@ -228,7 +230,7 @@ class Rest:
                 self._weights.update(self._weights.numbers[id(p)], p.data, update)
         self.behind.clear()
 
-    def perturb(self, module: nn.Module, step: int, direction: int, sign: int) -> None:
+    def perturb(self, module: nn.Module, step: int, sign: int) -> None:
         """Before the module computes: its own parameters are W + sign eps z, but for those that already are so in a
         module around it."""
         around = {id(p): p for kept in self._perturbed.values() for p, _ in kept}
@@ -242,7 +244,7 @@ class Rest:
             fits = at + size <= spare.nbytes
             out = spare[at : at + p.nbytes].view(p.dtype).view(p.shape) if fits else torch.empty_like(p.data)
             at, more = (at + size, more) if fits else (at, more + size)
-            self._weights.perturb(numbers[id(p)], p.data, out, step, direction, sign)
+            self._weights.perturb(numbers[id(p)], p.data, out, step, sign)
             kept.append((p, p.data))
             around[id(p)] = p
             p.data = out
@@ -252,6 +254,82 @@ class Rest:
         """After the module has computed."""
         for p, data in self._perturbed.pop(id(module), ()):
             p.data = data
+
+
+class Passes:
+    """One or two passes at a time, each in a thread; of two, one computes until it passes its turn on."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._local = threading.local()
+        self._condition = threading.Condition()
+        self._turn, self._going, self._failed = 0, set[int](), False  # whose turn it is; the passes that have not ended
+
+    @property
+    def number(self) -> int | None:
+        """Of this thread's pass, from 0; None where it makes none: somebody else calls the model."""
+        return getattr(self._local, "number", None)
+
+    @contextlib.contextmanager
+    def under_way(self, number: int) -> Iterator[None]:
+        """Inside, this thread makes the pass of that number."""
+        self._local.number = number
+        try:
+            yield
+        finally:
+            self._local.number = None
+
+    def run(self, work: Callable[[], T], count: int) -> list[T]:
+        """What `work` returns in each of `count` passes, one or two. Raises what the first of them to fail raised."""
+        self._turn, self._going, self._failed = 0, set(range(count)), False
+        kind = self._device.type
+        stream = torch.cuda.current_stream(self._device) if kind == "cuda" else None
+        cast = {"enabled": torch.is_autocast_enabled(kind), "dtype": torch.get_autocast_dtype(kind)}
+
+        def go(number: int) -> T:
+            # a thread has a grad mode, an autocast and a stream of its own; a cache would mix up the passes' weights
+            passing = torch.autocast(kind, **cast, cache_enabled=False)
+            try:
+                with self.under_way(number), torch.no_grad(), passing, torch.cuda.stream(stream):
+                    self._await(number)
+                    return work()
+            except BaseException:
+                self._failed = True
+                raise
+            finally:
+                self._going.discard(number)
+                self._give(1 - number)
+
+        with ThreadPoolExecutor(1) as pool:
+            beside = [pool.submit(go, number) for number in range(1, count)]
+            try:
+                found = [go(0)]
+            except _OtherFailed:
+                found = []
+            return found + [other.result() for other in beside]
+
+    def pass_on(self) -> None:
+        """The other pass's turn, if there is one, and then again this thread's."""
+        me = self.number
+        assert me is not None
+        if 1 - me in self._going:
+            self._give(1 - me)
+            self._await(me)
+
+    def _give(self, turn: int) -> None:
+        with self._condition:
+            self._turn = turn
+            self._condition.notify_all()
+
+    def _await(self, me: int) -> None:
+        with self._condition:
+            self._condition.wait_for(lambda: self._turn == me or self._failed)
+        if self._failed:
+            raise _OtherFailed
+
+
+class _OtherFailed(Exception):
+    """The pass beside this one has failed, and says why."""
 
 
 def _refuse(model: nn.Module, blocks: Sequence[nn.Module], inside: set[int]) -> None:

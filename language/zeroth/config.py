@@ -6,9 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from ..config import is_number, is_whole, require
-
-MOST_DIRECTIONS = 10_000  # each is two forward passes, and a number that every worker keeps for every step
+from core.config import is_number, require
 
 
 @dataclass(frozen=True)
@@ -17,15 +15,10 @@ class ZerothConfig:
 
     eps: float = 1e-3
     """How far the weights are moved along z to measure the slope; MeZO's."""
-    directions: int = 1
-    """Directions z a step, of whose updates the mean is taken. Each group of workers with data of its own measures its
-    part of them; where there are more such groups than directions, some measure the same one."""
-    delay: Literal[0, 1] = 0
-    """1: a step's scalars cross the network under the next step's forward passes, and its update comes a step later."""
     weight_decay: float = 0.0
     """Of matrices, embeddings among them; not of biases and norms, which are vectors."""
     seed: int = 0
-    """Of z, which depends on (seed, step, direction, tensor, place in it) and nothing else."""
+    """Of z, which depends on (seed, step, tensor, place in it) and nothing else."""
     pairs: bool | None = None
     """Two ranks (2 i and 2 i + 1) take the same data, one at W + eps z, one at W - eps z. None: where the number of
     workers is even. Otherwise every worker does both."""
@@ -34,9 +27,6 @@ class ZerothConfig:
 
     def __post_init__(self) -> None:
         require(self, is_number(self.eps) and 0 < self.eps < math.inf, "eps", "give a number above 0, such as 1e-3")
-        few = is_whole(self.directions) and self.directions <= MOST_DIRECTIONS
-        require(self, few, "directions", f"give a whole number from 1 to {MOST_DIRECTIONS}")
-        require(self, type(self.delay) is int and self.delay in (0, 1), "delay", "give 0 or 1")
         decays = is_number(self.weight_decay) and 0 <= self.weight_decay < math.inf
         require(self, decays, "weight_decay", "give 0 or more")
         seeds = type(self.seed) is int and 0 <= self.seed < 1 << 63
