@@ -1,4 +1,4 @@
-"""On a GPU without a process group: the kernels, the codecs, and what lies in the host's memory.
+"""On a GPU without a process group: kernels, codecs, memory, streams.
 
 tests/core has more of the kernels: test_triton, test_triton_wire, test_boundary_calls.
 """
@@ -217,6 +217,20 @@ def test_blocks_that_pass_through_the_device_train_as_on_it():
         return [p.detach().cpu() for p in model.parameters()]
 
     assert same(run(True), run(False))
+
+
+def test_flash_linear_attention_equals_torchs():
+    pytest.importorskip("fla", reason="flash-linear-attention is not installed")
+    from language.transnormer import chunked_attention, decay_slopes, fla_attention
+
+    torch.manual_seed(0)
+    inputs = [torch.randn(2, 4, 300, 64, device=DEVICE, requires_grad=True) for _ in range(3)]
+    slope = decay_slopes(4, 0, 2).to(DEVICE)
+    found, wanted = fla_attention(*inputs, slope), chunked_attention(*inputs, slope, 64)
+    torch.testing.assert_close(found, wanted, atol=0.2, rtol=0.02)  # its products are in TF32
+    theirs, ours = (torch.autograd.grad(out.square().mean(), inputs) for out in (found, wanted))
+    for a, b in zip(theirs, ours, strict=True):
+        assert (a - b).norm() < 0.01 * b.norm()
 
 
 # -- memory -------------------------------------------------------------------------------------------------------
