@@ -17,8 +17,6 @@ from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 
 from core import CO2Config, UserError
-from core.adaptive.pacing import Adaptive
-from core.robust.requests import Requests
 from core.testing import run_distributed
 from tests.runs import Loop, rows, summary
 from training.folder import table
@@ -152,23 +150,6 @@ def test_evaluations_and_checkpoints_are_due_where_rounds_close_but_not_at_the_e
     assert due_steps(replace(recipe, checkpoint_every=0, out=tmp_path / "b"), 6, 18) == ([6, 12], [], [])
     often = replace(recipe, eval_every=0.5, checkpoint_every=0, out=tmp_path / "c")
     assert due_steps(often, 6, 12) == ([3, 6, 9], [], []) and replace(often, eval_every=0.01).eval_steps(6) == 1
-
-
-def test_nothing_is_due_while_workers_close_rounds_at_unlike_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Until step 12 here: what was due before is due where the first round closes after that; a stop, too."""
-    begin, rounds = Adaptive.begin, []
-
-    def begins(pacing: Adaptive, number: int, taken: int = 0) -> None:
-        rounds.append(number)
-        begin(pacing, number, taken)
-
-    monkeypatch.setattr(Adaptive, "begin", begins)
-    monkeypatch.setattr(Adaptive, "apart", property(lambda pacing: rounds[-1] < 4))
-    asked_by_another = property(lambda requests: {"stop"}, lambda requests, names: None)
-    monkeypatch.setattr(Requests, "granted", asked_by_another, raising=False)
-    recipe = Toy(name="toy", out=tmp_path, device="cpu", eval_every=1, checkpoint_every=2)
-    evaluations, checkpoints, stops = due_steps(recipe, epoch=4, total=15)
-    assert (evaluations, checkpoints, stops[0]) == ([12], [12], 12)
 
 
 def stopped_by_one(rank: int, world_size: int, folder: str) -> dict[str, Any]:
