@@ -43,6 +43,8 @@ class Flight:
     and in wait() on a CPU; on a GPU, in place of the last, how long the current stream stands still there.
     """
 
+    launches = 0  # of all objects in this process
+
     def __init__(
         self,
         device: torch.device,
@@ -100,6 +102,7 @@ class Flight:
         if self.group is None and self.world_size > 1:
             raise UserError("close() has left the workers' group: make a new object to train on")
         self.launched += 1
+        Flight.launches += 1
         self.in_flight = True
         self._host_seconds = 0.0
         with self.counted():

@@ -15,7 +15,7 @@ def load_weights(model: nn.Module, folder: Path) -> None:
 
     UserError where there is none, or it is of another model.
     """
-    checkpoints = folder / "checkpoints"
+    checkpoints = folder.expanduser() / "checkpoints"
     if not finished(checkpoints):
         raise UserError(f"{folder} holds no checkpoint of a run: give the --out of one that has ended, or saved")
     found = load(checkpoints, rank=0)

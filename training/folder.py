@@ -53,8 +53,8 @@ class RunFolder:
     writer: SummaryWriter
 
     def __init__(self, path: Path, rank: int, clock: Stopwatch):
-        self.path, self.clock = path, clock
-        self.checkpoints = path / "checkpoints"
+        self.path, self.clock = path.expanduser(), clock
+        self.checkpoints = self.path / "checkpoints"
         self.attempt = ""
         self.writes = rank == 0
         self._lock: IO[str] | None = None

@@ -1,14 +1,10 @@
-"""Where a run stands: this worker's place in it, what its loop counts with, and the state of what it trains.
-
-That state goes by the names of the model's parameters: torch numbers those of an optimiser, and a method has theirs one
-after the other in flat tensors (core.flat.Bucket).
-"""
+"""Where a run stands: this worker's place in it, what its loop counts with, and the state of what it trains."""
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from core.adaptive.pacing import Adaptive
 from core.checkpoints.named import load_model, load_optimizer, of_optimizer
-from core.checkpoints.saved import of_rank, under_rank
 from core.checkpoints.snapshot import Snapshot
-from core.flat import Bucket, views
 from core.methods import Method
 from core.robust.requests import Requests
 from core.rounds import Rounds
@@ -177,14 +171,14 @@ class Trained:
 
     def state_of_method(self, state: dict[str, Any]) -> dict[str, Any]:
         """The method's part. state: its state_dict."""
-        return {"method": {"name": self.name, "state": of_method(self.method, self.model, state)}}
+        return {"method": {"name": self.name, "state": state}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores both."""
         load_model(self.model, state["model"])
         load_optimizer(self.optimizer, self.model, state["optimizer"])
         self.schedule.load_state_dict(state["schedule"])
-        self.method.load_state_dict(flat_of_method(self.method, state["method"]["state"]))
+        self.method.load_state_dict(state["method"]["state"])
 
     def snapshot(self, then: Callable[[dict[str, Any]], None]) -> None:
         """Calls `then` with the method's state, once what is in flight has landed."""
@@ -209,44 +203,3 @@ def names_of(method: Rounds, model: nn.Module) -> dict[int, str]:
     """id -> the name in the model, of each parameter that the method trains."""
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     return {id(p): name for p, name in zip(method.params, trained, strict=True)}
-
-
-def of_method(method: Method, model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-    """The method's state_dict with {name: tensor} for each flat tensor; what lies behind the parameters is under "".
-    What its reducer keeps has an order of its own, and stays as it is."""
-    if not isinstance(method, Rounds):
-        return state
-    ((rank, own),), names = state.items(), names_of(method, model)
-    flats = own["state"]
-    kept = flats | {key: _by_name(flats[key], method.buckets, names) for key in method.state}
-    return {rank: own | {"state": kept, "flats": _by_name(own["flats"], method.buckets, names)}}
-
-
-def flat_of_method(method: Method, state: dict[str, Any]) -> dict[str, Any]:
-    """What of_method was given, from what it returned."""
-    if not isinstance(method, Rounds):
-        return state
-    own = of_rank(state)
-    kept = {key: _flat(flats) for key, flats in own["state"].items()}
-    return under_rank(own | {"state": kept, "flats": _flat(own["flats"])})
-
-
-def _by_name(flats: Sequence[Tensor], buckets: Sequence[Bucket], names: dict[int, str]) -> list[dict[str, Tensor]]:
-    """Shares that are cut across parameters stay whole."""
-    found = []
-    for flat, bucket in zip(flats, buckets, strict=True):
-        whole = len(flat) >= bucket.numel
-        params = bucket.params if whole else []
-        pieces = zip(params, views(flat, params), strict=True)
-        rest = flat[bucket.numel :] if whole else flat
-        found.append({names[id(p)]: piece for p, piece in pieces} | ({"": rest} if len(rest) else {}))
-    return found
-
-
-def _flat(found: list[Any]) -> list[Tensor]:
-    """found: {name: tensor} each, or a reducer's tensors."""
-    return [t if isinstance(t, Tensor) else _joined(list(t.values())) for t in found]
-
-
-def _joined(pieces: list[Tensor]) -> Tensor:
-    return torch.cat([t.reshape(-1) for t in pieces]) if pieces else torch.empty(0)

@@ -6,9 +6,7 @@ import torch.utils.tensorboard  # noqa: F401
 
 import training.zero  # noqa: F401
 import vision.train  # noqa: F401
-from core.checkpoints import stored
 from training.recipe import parse
 from vision.recipes import RECIPES
 
-stored.library()
 parse(RECIPES, ["digits_small"])  # reads the options' docstrings

@@ -1,8 +1,8 @@
 """A run's checkpoints: written in the background, and only a whole and undamaged one is ever loaded.
 
-A checkpoint is written into a folder of its own, step*.tmp-ATTEMPT, which rank 0 renames once all have written
-theirs and it has added a manifest. So one without .tmp holds what one attempt wrote at one step. What lies in it:
-stored.py.
+A checkpoint is written into a folder of its own, step*.tmp-ATTEMPT. Rank 0 adds a manifest and renames the folder once
+all workers have written their files. So a folder without .tmp holds what one attempt wrote at one step. stored.py has
+the format.
 """
 
 from __future__ import annotations
@@ -25,17 +25,19 @@ from ..errors import UserError
 from ..flat import local_shard
 from ..groups import leave_group, new_group, of_all
 from . import stored
-from .stored import Rest
 from .untrusted import parse_json, reason
 
 KEEP = 2  # checkpoints; the older one serves where the newer is damaged
 MANIFEST = "manifest.json"
+WRAPPERS = ("module", "_orig_mod", "model")  # what DistributedDataParallel, torch.compile and others put around a model
 PATIENCE = 5.0  # seconds that a run which fails gives the checkpoint that it writes
 
 
 def all_finite(tensors: Iterable[Tensor]) -> Tensor:
     """Whether all their numbers are finite: 0-d, on the first one's device. Of a DTensor the local shard counts."""
-    ends = [torch.stack(torch.aminmax(t)).double() for t in (local_shard(t.detach()) for t in tensors) if t.numel()]
+    local = [local_shard(t.detach()) for t in tensors if t.numel() and "float4" not in str(t.dtype)]  # which always are
+    wide = [t.float() if t.element_size() == 1 else t for t in local]  # aminmax knows no float8
+    ends = [torch.stack(torch.aminmax(t)).double() for t in wide]
     return torch.stack([e.to(ends[0].device) for e in ends]).isfinite().all() if ends else torch.tensor(True)
 
 
@@ -60,40 +62,26 @@ class Saver:
     ):
         self.folder, self.rank, self.world_size, self.attempt, self.timeout = folder, rank, world_size, attempt, timeout
         self.keep = keep
-        stored.library()  # now, and not beside the local steps
         own = world_size > 1 and group is None
         self._group = new_group(None, timeout, torch.device("cpu"), "gloo") if own else group
         self._thread: threading.Thread | None = None
-        self._finite = True
-        self._begun = 0.0
-        self._failure = ""
-        self._error: Exception | None = None
+        self._ended: bool | Exception = True  # of the last one: whether all models were finite
 
-    def start(
-        self,
-        step: int,
-        state: Any,
-        tensors: dict[str, Tensor],
-        begun: float | None = None,
-        weights: list[Tensor] | None = None,
-    ) -> None:
-        """Begins to write, under folder/step*/, what stored.take_out has left and found; removes old checkpoints when
-        that is done. Where state["model"] of any worker is not finite nothing is written, and no good one given up.
+    def start(self, step: int, state: Any, tensors: dict[str, Tensor], begun: float | None = None) -> None:
+        """Begins to write, under folder/step*/, what stored.take_out has made; removes old checkpoints when that is
+        done. Where state["model"] of any worker is not finite nothing is written, and no good one given up.
         Every worker must call it, at its own time. Waits for the one before, if that is not written.
 
         begun: when (time.monotonic) the round closed whose state it is, from which the manifest's seconds are counted.
-        weights: to be looked at in place of state["model"].
         """
         self.wait()
-        self._begun = time.monotonic() if begun is None else begun
-        looked_at = _floats(state.get("model", {}), tensors) if weights is None else weights
-        self._thread = threading.Thread(target=self._run, args=(step, state, tensors, looked_at), daemon=True)
+        job = step, state, tensors, time.monotonic() if begun is None else begun
+        self._thread = threading.Thread(target=self._run, args=job, daemon=True)
         self._thread.start()
 
     def write(self, step: int, state: Any, tensors: dict[str, Tensor]) -> bool:
         """As start() and wait(), in the calling thread."""
-        self._begun = time.monotonic()
-        self._run(step, state, tensors, _floats(state.get("model", {}), tensors))
+        self._run(step, state, tensors, time.monotonic())
         return self.wait()
 
     def wait(self) -> bool:
@@ -104,12 +92,11 @@ class Saver:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        failure, error, self._failure, self._error = self._failure, self._error, "", None
-        if error is not None:
-            raise error
-        if failure:
-            raise UserError(f"{failure}: make room or choose another folder; the last checkpoint stays")
-        return self._finite
+        ended = self._ended
+        if isinstance(ended, Exception):
+            self._ended = True
+            raise ended
+        return ended
 
     def close(self) -> None:
         """Waits, and leaves the group."""
@@ -123,35 +110,39 @@ class Saver:
         if self._thread is not None:
             self._thread.join(PATIENCE)
 
-    def _run(self, step: int, state: Any, tensors: dict[str, Tensor], weights: list[Tensor]) -> None:
+    def _run(self, step: int, state: Any, tensors: dict[str, Tensor], begun: float) -> None:
         try:
+            weights = [t for path, t in tensors.items() if path.startswith("model.") and t.is_floating_point()]
             finite = self._gather(bool(all_finite(weights)))
-            self._finite = all(finite)
-            if not self._finite:
+            self._ended = all(finite)
+            if not self._ended:
                 what = f"the model of rank {finite.index(False)} is not finite: no checkpoint is written"
-                return _say(self.rank, [f"warning: step {step}: {what}, the last one stays"])
-            self._failure = self._write(step, state, tensors)
-            if self._failure and self._thread is not None:
-                _say(self.rank, [f"warning: {self._failure}: the run stops where the next checkpoint is due"])
+                _say(self.rank, [f"warning: step {step}: {what}, the last one stays"])
+            elif failure := self._write(step, state, tensors, begun):
+                if self._thread is not None:
+                    _say(self.rank, [f"warning: {failure}: the run stops where the next checkpoint is due"])
+                self._ended = UserError(f"{failure}: make room or choose another folder; the last checkpoint stays")
         except Exception as error:
-            self._error = error
+            self._ended = error
 
-    def _write(self, step: int, state: Any, tensors: dict[str, Tensor]) -> str:
+    def _write(self, step: int, state: Any, tensors: dict[str, Tensor], begun: float) -> str:
         """Why the checkpoint could not be written, the same on all workers."""
         target = self.folder / f"step{step:09d}"
         fresh = self.folder / f"{target.name}.tmp-{self.attempt}"
-        rest, failure = ("", ""), ""
+        everyone = self._gather({path: stored.digest(tensor) for path, tensor in tensors.items()})
+        digest, failure = "", ""
         try:
-            rest = stored.write(fresh, state, tensors, self.rank, self._gather, self._group)
-        except OSError as error:
-            failure = f"{target} cannot be written ({reason(error)})"
-        written = self._gather((rest, failure))
+            digest = stored.write(fresh, self.rank, state, tensors, everyone)
+        except (OSError, RuntimeError) as error:  # the latter of torch, around the system's own
+            failure = f"{target} cannot be written (rank {self.rank}: {reason(error)})"
+        written = self._gather((digest, failure))
         failures = [failure for _, failure in written if failure]
         if self.rank == 0 and not failures:
-            seconds = round(time.monotonic() - self._begun, 1)  # slurm/launch.sh reads it
-            manifest = {"workers": self.world_size, "seconds": seconds, "rests": [rest for rest, _ in written]}
+            seconds = round(time.monotonic() - begun, 1)  # slurm/launch.sh reads it
+            files = {f"rank{rank}.json": digest for rank, (digest, _) in enumerate(written)}
+            others = [f"rank{rank}.pt" for rank in range(self.world_size)]
             try:
-                publish(fresh, target, json.dumps(manifest, indent=1))
+                publish(fresh, target, json.dumps({"seconds": seconds, "files": files}, indent=1), [*files, *others])
             except OSError as error:
                 failures = [f"{target} cannot be written ({reason(error)})"]
         if self.rank == 0:
@@ -198,8 +189,22 @@ def unlike(theirs: dict[str, Any], mine: dict[str, Any]) -> str:
     for name in sorted(theirs.keys() | mine.keys()):
         was, here = _shape(theirs, name), _shape(mine, name)
         if was != here:
-            return f"{name} is {was} there, {here} here"
+            return _wrapped(theirs, mine) or f"{name} is {was} there, {here} here"
     return ""
+
+
+def _wrapped(theirs: Iterable[str], mine: Iterable[str]) -> str:
+    """Which wrapper's prefix the names of one state_dict have and those of the other lack; "" if they differ beyond."""
+
+    def bare(names: Iterable[str]) -> set[str]:
+        return {".".join(part for part in name.split(".") if part not in WRAPPERS) for name in names}
+
+    if bare(theirs) != bare(mine):
+        return ""
+    parts = [{part for name in names for part in name.split(".") if part in WRAPPERS} for names in (theirs, mine)]
+    there, here = (", ".join(f"'{part}.'" for part in sorted(one - other)) for one, other in (parts, parts[::-1]))
+    where = f"{there} there, not here" if there else f"{here} here, not there"
+    return f"the names have the prefix {where}, as a wrapper gives it: save and load the model inside the wrapper"
 
 
 def _shape(state: dict[str, Any], name: str) -> list[int] | None:
@@ -207,10 +212,11 @@ def _shape(state: dict[str, Any], name: str) -> list[int] | None:
     return list(local_shard(held).shape) if isinstance(held, Tensor) else None
 
 
-def publish(fresh: Path, target: Path, manifest: str) -> None:
-    """Completes a folder that all have written to, and gives it its name, from another of that step if need be."""
-    if name := stored.missing(fresh):
-        raise OSError(f"another worker's {name} did not come here: the folder must be one that all nodes share")
+def publish(fresh: Path, target: Path, manifest: str, files: Iterable[str]) -> None:
+    """Completes a folder to which all workers have written `files`, and gives it its name. A folder of that name makes
+    way."""
+    if missing := [name for name in files if not (fresh / name).exists()]:
+        raise OSError(f"another worker's {missing[0]} did not come here: the folder must be one that all nodes share")
     (fresh / MANIFEST).write_text(manifest)
     if target.exists():
         target.rename(fresh.with_name(f"{fresh.name}-old"))
@@ -233,12 +239,6 @@ def tidy(folder: Path, step: int, keep: int) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _floats(state: dict[str, Any], tensors: dict[str, Tensor]) -> list[Tensor]:
-    """The floating point numbers of a model's state, as stored.take_out has left and found it."""
-    whole = stored.put_back(state, tensors.__getitem__).values()
-    return [t for t in whole if isinstance(t, Tensor) and t.is_floating_point()]
-
-
 def finished(folder: Path) -> list[str]:
     """The names of the complete checkpoints, from the newest."""
     paths = [path for path in folder.glob("step*") if re.fullmatch(r"step\d{9}", path.name) and path.is_dir()]
@@ -249,13 +249,17 @@ def _read(target: Path, rank: int) -> tuple[Any, int, str]:
     """The state that this worker takes, how many workers wrote it, and what is wrong with it."""
     try:
         manifest = parse_json((target / MANIFEST).read_text())
-        rests: list[Rest] = [(str(name), str(digest)) for name, digest in manifest["rests"]]
-        workers = int(manifest["workers"])
-        if workers != len(rests) or sorted(name for name, _ in rests) != stored.rests(target):
+        if "rests" in manifest or "layout" in manifest:
+            return None, 0, "it is of an older version, or of a run with a layout: resume with what wrote it"
+        files = manifest["files"]
+        if files.keys() != {path.name for path in target.glob("rank*.json")}:
             return None, 0, f"{MANIFEST} is damaged, it names other workers than those that wrote the checkpoint"
-        return stored.read(target, rests[rank % workers]), workers, ""
+        taken = rank % len(files)
+        return stored.read(target, taken, files[f"rank{taken}.json"]), len(files), ""
     except FileNotFoundError as error:
         return None, 0, f"{Path(error.filename).name} is missing"
+    except UserError as error:
+        return None, 0, str(error)
     except Exception as error:  # whatever it is: a worker that raised here would leave the others waiting
         return None, 0, f"it cannot be read, {reason(error)}"
 

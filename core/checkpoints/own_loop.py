@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..errors import UserError
 from ..groups import host_group, of_all
+from ..robust import peers
 from . import checkpoint, stored
 from .named import load_model, load_optimizer, of_optimizer, random_state, set_random_state
 
@@ -37,22 +38,33 @@ def save(
     keep: int = 2,
     others: Mapping[str, Stateful] | None = None,
 ) -> bool:
-    """Writes folder/stepNNNNNNNNN, from which `load` goes on bit for bit, also in mid-round. Every process must call
-    it.
+    """Writes folder/stepNNNNNNNNN, from which `load` goes on bit for bit, also in mid-round. Every worker must call it.
 
-    co2: CO2 or any other method, of which all is saved, what is in flight included: it waits for that to land. step:
-    how many the loop has taken. keep: so many checkpoints stay, older ones go, and those of later steps, of a run that
-    was given up. others: what else has a state, by name, such as {"schedule": scheduler}. torch's random state goes
-    along. Each process writes its own model, shards, optimiser and method; what is equal is written once.
+    Each worker saves its own model, optimizer, method and torch's random state. What is equal on several workers is
+    written once. The folder gets its name when all have written their files, so a worker that is killed leaves the
+    checkpoint before. `save` waits for what is in flight.
 
-    The folder gets its name when all have written theirs: a process that is killed at any moment leaves the checkpoint
-    before. False: a worker's model is not finite, nothing was written, and the last one stays. UserError on all
-    workers where one cannot write.
+    Args:
+        folder: Where checkpoints lie, on a file system that all workers share. `~` is the home folder.
+        co2: CO2 or any other method.
+        step: How many steps the loop has taken.
+        keep: How many checkpoints stay. Older ones go, and so do those of later steps, of a run that was given up.
+        others: What else has a state, by name, such as {"schedule": scheduler}. Plain values, tensors, numpy's arrays
+            and numbers, paths and Python's containers are restored with their types. Named tuples, dataclasses and
+            tensor subclasses need torch.serialization.add_safe_globals([the class]) before save() and load().
+
+    Returns:
+        False if a worker's model is not finite: nothing was written, and the last checkpoint stays.
+
+    Raises:
+        UserError: On all workers, if a state holds what `load` could not give back, if one worker cannot write, or if
+            some workers went on without calling save().
     """
     if not isinstance(step, int) or not 0 <= step < STEPS:
         raise UserError(f"step={step!r}: give the number of steps taken, from 0 to {STEPS - 1}")
     if not isinstance(keep, int) or keep < 1:
         raise UserError(f"keep={keep!r}: give the number of checkpoints that stay, 1 or more")
+    peers.come_together("save()")
     held = {
         "model": model.state_dict(),
         "optimizer": of_optimizer(optimizer, model) if optimizer is not None else {},
@@ -62,12 +74,18 @@ def save(
         "random": random_state(_device(model)),
         "step": step,
     }
-    tensors: dict[str, Tensor] = {}
-    state = stored.take_out(held, tensors)
+    tensors, state, problem = dict[str, Tensor](), {}, ""
+    try:
+        state = stored.take_out(held, tensors)
+    except UserError as error:
+        problem = str(error)
     group = host_group()
-    rank, workers = (dist.get_rank(), dist.get_world_size()) if group is not None else (0, 1)
-    attempt = of_all(secrets.token_hex(4))[0]
-    return checkpoint.Saver(Path(folder), rank, workers, attempt, keep=keep, group=group).write(step, state, tensors)
+    told = of_all((secrets.token_hex(4), problem))
+    if problems := [problem for _, problem in told if problem]:
+        raise UserError(problems[0])
+    rank = dist.get_rank() if group is not None else 0
+    saver = checkpoint.Saver(Path(folder).expanduser(), rank, len(told), told[0][0], keep=keep, group=group)
+    return saver.write(step, state, tensors)
 
 
 def load(
@@ -78,16 +96,20 @@ def load(
     *,
     others: Mapping[str, Stateful] | None = None,
 ) -> int | None:
-    """Goes on from the newest whole checkpoint that every worker can read: its step; None where there is none.
+    """Goes on from the newest whole checkpoint that every worker can read. Every worker must call it, with the objects
+    as they were made for the first step.
 
-    Every process must call it, with the objects as they were made for the first step. Which checkpoints are damaged is
-    said, and the one before is taken. On another number of workers each takes the state of the one whose rank is its
-    own modulo the former number, with a warning, and torch's random state is left alone; a method whose outer state is
-    unlike on all workers refuses. UserError, of one line, where the checkpoint is of another model, optimiser or
-    method, or where there are some and none can be read: then nothing may be trained on.
+    Rank 0 prints which checkpoints are damaged. On another number of workers, worker r takes the state of worker r
+    modulo the former number, with a warning, and torch's random states begin anew.
+
+    Returns:
+        The checkpoint's step, or None if there is none.
+
+    Raises:
+        UserError: There are checkpoints, but none can be read, or the newest is of another model, optimizer or method.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
-    found = checkpoint.load(Path(folder), rank=rank)
+    found = checkpoint.load(folder := Path(folder).expanduser(), rank=rank)
     if found is None:
         return None
     state, before = found

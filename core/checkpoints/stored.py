@@ -1,232 +1,247 @@
-"""What lies in a checkpoint's folder: the workers' tensors, each content once, by torch.distributed.checkpoint (DCP).
+"""The format of a checkpoint: for each worker a JSON file of what it holds, and a torch file of tensors.
 
-DCP writes a file a worker, *.distcp, and says in .metadata where each tensor lies; its own tools read the folder. Three
-things are added. Tensors are named by what they are, `model.layers.0.weight`, and by a worker where workers differ,
-`rank3.optimizer.layers.0.weight.exp_avg`; what has one content has one name, so that what is equal on all workers is
-written once, by turns. What is no tensor lies in one of bytes for each worker, `rank3.rest`, with the names and SHA-256
-digests of that worker's tensors, which are compared on loading. And .metadata, a pickle, is read by an unpickler that
-makes nothing but DCP's own records, for whoever loads a checkpoint should not have to trust it.
+`rank3.json` is the state of worker 3. A plain value is itself, and a dict with string keys is a JSON object. Any other
+value is a list that begins with the name of its type. `rank3.pt` holds a dict from path to tensor, with paths such as
+`optimizer.state.0.weight.exp_avg`. The first worker that holds a tensor writes it, so the file of rank 0 has what all
+workers share. `rank3.json` names that worker and the tensor's SHA-256.
+
+Reading makes the types below, and classes that the user gave to torch.serialization.add_safe_globals. It runs no code.
 """
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
 import hashlib
 import io
-import pickle
+import json
+import os
 import re
-import warnings
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable
+from pathlib import Path, PosixPath, PurePosixPath
 from typing import Any
 
+import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from ..errors import UserError
 from ..flat import local_shard
-from .untrusted import reason
+from .untrusted import LEVELS, parse_json, reason
 
-Gather = Callable[[Any], list[Any]]  # what each worker gives, by rank
-Rest = tuple[str, str]  # name and digest of a worker's tensor of bytes
-
-STORED = "stored as"  # marks what stands in a tensor's place: its path first, then [name, digest, strides]
-# what .metadata is made of; dtypes besides
-RECORDS = {
-    "torch": {"Size"},
-    "torch.serialization": {"_get_layout"},
-    "pathlib": {"Path", "PosixPath"},
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.distributed.checkpoint.metadata": {
-        *("ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"),
-        *("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
-    },
-}
+LARGEST = 2**1000  # of whole numbers: parse_json refuses those that no float can be
+DEEPEST = LEVELS // 3 - 1  # of values in each other; each takes up to three levels of JSON
+MAPS: dict[str, Any] = {kind.__name__: kind for kind in (dict, OrderedDict, Counter, defaultdict)}
+MAKERS: dict[str, Any] = {kind.__name__: kind for kind in (int, float, list, dict, set, str)}  # of a defaultdict
+DTYPES: dict[str, Any] = {str(kind): kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)}
 
 
-def take_out(state: Any, tensors: dict[str, Tensor], path: str = "", *, copy: bool = True) -> Any:
-    """`state`, nested dicts and lists, with a mark in each tensor's place; the tensors go to `tensors`, by their paths,
-    in the host's memory.
-
-    copy: for tensors that the training goes on to change. Of a DTensor this worker's shard is taken. 0-d tensors stay.
-    """
-    if isinstance(state, Tensor):
-        held = local_shard(state.detach()).to("cpu", copy=copy)
-        if not held.dim():
-            return held
-        assert path not in tensors, path
-        tensors[path] = held
-        return {STORED: path}
-    if isinstance(state, dict):
-        below = f"{path}." if path else ""
-        return {key: take_out(value, tensors, f"{below}{key}", copy=copy) for key, value in state.items()}
-    if isinstance(state, list | tuple):
-        return type(state)(take_out(value, tensors, f"{path}.{i}", copy=copy) for i, value in enumerate(state))
-    return state
-
-
-def put_back(state: Any, put: Callable[[Any], Any]) -> Any:
-    """`state` with put(what the mark says) in place of each mark."""
-    if isinstance(state, dict):
-        if state.keys() == {STORED}:
-            return put(state[STORED])
-        return {key: put_back(value, put) for key, value in state.items()}
-    if isinstance(state, list | tuple):
-        return type(state)(put_back(value, put) for value in state)
-    return state
-
-
-def write(
-    folder: Path, state: Any, tensors: dict[str, Tensor], rank: int, gather: Gather, group: dist.ProcessGroup | None
-) -> Rest:
-    """Writes what take_out has left and found into a new folder; every worker must call it.
-
-    gather: over `group`, of all workers; None: this one is alone. An error is raised on all of them, but where a worker
-    is gone.
-    """
-    digests = {path: digest(tensor) for path, tensor in tensors.items()}
-    names = make_names(gather(digests))
-    stored = {path: [names[d], d, strides(tensors[path])] for path, d in digests.items()}
+def _packed(array: Any) -> Tensor:
+    """Returns the bytes of an .npy file, uint8 [n], with an array or a number of numpy."""
     buffer = io.BytesIO()
-    torch.save(put_back(state, lambda path: {STORED: stored[path]}), buffer)
-    rest, name = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8), f"rank{rank}.rest"
-    write_tensors(folder, {stored[path][0]: t for path, t in tensors.items()} | {name: rest}, group)
-    return name, digest(rest)
+    np.save(buffer, array, allow_pickle=False)
+    return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
 
 
-def write_tensors(folder: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup | None) -> None:
-    dcp = library()
-
-    class Writer(dcp.FileSystemWriter):
-        def write_data(self, plan: Any, planner: Any) -> Any:
-            try:
-                return super().write_data(plan, planner)
-            except Exception as error:  # what caused it would be lost on the way to the other workers
-                raise OSError(reason(error)) from None
-
-    planner = dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    with named_failures(dcp, alone=group is None):
-        dcp.save(tensors, storage_writer=Writer(folder), planner=planner, process_group=group, no_dist=group is None)
+def _unpacked(data: Tensor) -> Any:
+    return np.load(io.BytesIO(data.numpy().tobytes()), allow_pickle=False)
 
 
-def make_names(everyone: list[dict[str, str]]) -> dict[str, str]:
-    """Digest -> name, from each worker's path -> digest; the same on all workers."""
-    found: dict[str, set[str]] = {}
-    for digests in everyone:
-        for path, d in digests.items():
-            found.setdefault(path, set()).add(d)
-    names: dict[str, str] = {}
-    for rank, digests in enumerate(everyone):
-        for path, d in digests.items():
-            names.setdefault(d, path if len(found[path]) == 1 else f"rank{rank}.{path}")
-    return names
+# type -> what turns a value into simpler ones, and what turns these into the value
+TYPES: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    tuple: (list, tuple),
+    set: (list, set),
+    frozenset: (list, frozenset),
+    deque: (lambda value: [list(value), value.maxlen], lambda parts: deque(*parts)),
+    complex: (lambda value: [value.real, value.imag], lambda parts: complex(*parts)),
+    bytes: (bytes.hex, bytes.fromhex),
+    PosixPath: (str, PosixPath),
+    PurePosixPath: (str, PurePosixPath),
+    torch.Size: (list, torch.Size),
+    torch.device: (str, torch.device),
+    torch.dtype: (str, DTYPES.__getitem__),
+    np.ndarray: (_packed, _unpacked),
+    np.generic: (_packed, lambda data: _unpacked(data)[()]),
+}
+NAMED = {kind.__name__: kind for kind in TYPES}
 
 
-def rests(folder: Path) -> list[str]:
-    """The names under which the workers' rests lie there, sorted."""
-    found = open_folder(folder).read_metadata().state_dict_metadata
-    return sorted(name for name in found if re.fullmatch(r"rank\d+\.rest", name))
+def take_out(state: Any, tensors: dict[str, Tensor], path: str = "", *, copy: bool = True, depth: int = 0) -> Any:
+    """Returns `state` as JSON, and adds its tensors to `tensors`, by path, in the host's memory.
+
+    Args:
+        copy: Whether to copy tensors that already lie in the host's memory, because the training changes them.
+
+    Raises:
+        UserError: `load` could not give a value back with its type. The error names the value's path.
+    """
+
+    def inner(value: Any, name: Any = None) -> Any:
+        below = path if name is None else f"{path}.{name}" if path else str(name)
+        return take_out(value, tensors, below, copy=copy, depth=depth + 1)
+
+    def refusal(why: str) -> UserError:
+        return UserError(f"save(): {path or 'the state'} is {why}")
+
+    held = _bare(state)
+    kind: Any = np.generic if issubclass(type(held), np.generic) else type(held)
+    fields = getattr(kind, "_fields", None)  # of a named tuple
+    if depth > DEEPEST:
+        raise refusal(f"nested more than {DEEPEST} levels deep")
+    if kind in (type(None), bool, float, int, str):
+        if (kind is int and abs(held) > LARGEST) or (kind is str and held != held.encode(errors="ignore").decode()):
+            raise refusal("too large a number" if kind is int else f"a text that is no Unicode: {held!r}")
+        return held
+    if kind is list:
+        return ["list", *(inner(value, i) for i, value in enumerate(held))]
+    if kind is dict and all(type(key) is str for key in held):
+        # a method's state lies under this worker's rank, and must have the same paths on all workers
+        return {inner(key): inner(value, re.sub(r"^rank\d+$", "", key) or None) for key, value in held.items()}
+    if kind in MAPS.values():
+        made = getattr(held, "default_factory", None)
+        if made is not None and made not in MAKERS.values():
+            raise refusal(f"a defaultdict of {made!r}: give one of {', '.join(MAKERS)}")
+        return [kind.__name__, made and made.__name__, *([inner(k), inner(value, k)] for k, value in held.items())]
+    if kind in (np.ndarray, np.generic) and held.dtype.hasobject:
+        raise refusal("an array of Python objects: give numbers")
+    if kind in TYPES:
+        return [kind.__name__, inner(TYPES[kind][0](held))]
+    if kind is Tensor:
+        if held.layout is not torch.strided or held.is_quantized or held.is_meta:
+            raise refusal(f"a tensor with layout {held.layout} on {held.device}: give a dense one, with its numbers")
+        while path in tensors:
+            path += "'"
+        tensors[path] = held.to("cpu", copy=copy).resolve_conj().resolve_neg()
+        return ["tensor", path]
+    name = _name(kind)
+    if name not in _registered():
+        raise refusal(
+            f"a {name}, which load() cannot make: give plain values, or call "
+            "torch.serialization.add_safe_globals([the class]) before save() and load()"
+        )
+    if hasattr(held, "__tensor_flatten__"):
+        names, context = held.__tensor_flatten__()
+        parts = {attribute: inner(getattr(held, attribute), attribute) for attribute in names}
+        return ["subclass", name, parts, inner(context), inner(held.shape), inner(held.stride())]
+    if dataclasses.is_dataclass(held):
+        return ["dataclass", name, {f.name: inner(getattr(held, f.name), f.name) for f in dataclasses.fields(held)}]
+    if issubclass(kind, tuple) and fields is not None:
+        return ["namedtuple", name, *(inner(value, field) for field, value in zip(fields, held, strict=True))]
+    raise refusal(f"a {name}, and no dataclass, named tuple or tensor with __tensor_flatten__: give plain values")
 
 
-def missing(folder: Path) -> str:
-    """The name of a file that a worker has written and that is not there, as where it wrote elsewhere; "" if none."""
-    written = {info.relative_path for info in open_folder(folder).read_metadata().storage_data.values()}
-    return min((name for name in written if not (folder / name).exists()), default="")
+def _bare(value: Any) -> Any:
+    """A tensor without its graph, of a DTensor this worker's shard; any other value itself."""
+    return local_shard(value.detach()) if isinstance(value, Tensor) else value
 
 
-def read(folder: Path, rest: Rest) -> Any:
-    """The state of the worker whose `rest` that is. ValueError where a digest differs; any other error where .metadata
-    or a file of tensors is missing or not what it was."""
-    name, known = rest
-    reader = open_folder(folder)
-    data = _load(reader, {name: (known, [])})[name]
-    state = torch.load(io.BytesIO(data.numpy().tobytes()), map_location="cpu", weights_only=True)
-    wanted: dict[str, tuple[str, list[int]]] = {}
-    put_back(state, lambda stored: wanted.update({stored[0]: (stored[1], stored[2])}))
-    tensors = _load(reader, wanted)
-    shared: set[str] = set()
+def put_back(tree: Any, tensor: Callable[[str], Tensor]) -> Any:
+    """Returns what take_out was given. tensor: gives the tensor of a path."""
 
-    def own(name: str) -> Tensor:  # nobody wants memory that is somebody else's, too
-        seen = name in shared
-        shared.add(name)
-        return tensors[name].clone() if seen else tensors[name]
+    def inner(value: Any) -> Any:
+        return put_back(value, tensor)
 
-    return put_back(state, lambda stored: own(stored[0]))
+    if isinstance(tree, dict):
+        return {key: inner(value) for key, value in tree.items()}
+    if not isinstance(tree, list):
+        return tree
+    kind, *rest = tree
+    if kind == "tensor":
+        return tensor(rest[0])
+    if kind == "list":
+        return [inner(value) for value in rest]
+    if kind in MAPS:
+        pairs = {inner(key): inner(value) for key, value in rest[1:]}
+        return defaultdict(rest[0] and MAKERS[rest[0]], pairs) if kind == "defaultdict" else MAPS[kind](pairs)
+    if kind in NAMED:
+        return TYPES[NAMED[kind]][1](inner(rest[0]))
+    name, *values = rest
+    if name not in _registered():
+        raise UserError(f"it holds a {name}: call torch.serialization.add_safe_globals([the class]) before load()")
+    made = _registered()[name]
+    if kind == "subclass":
+        return made.__tensor_unflatten__(*map(inner, values))
+    if kind == "namedtuple":
+        return made(*map(inner, values))
+    assert kind == "dataclass", kind
+    new = object.__new__(made)  # without __init__, which could do anything
+    for field, value in inner(values[0]).items():
+        object.__setattr__(new, field, value)
+    return new
+
+
+def _registered() -> dict[str, Any]:
+    """Returns the classes that torch.serialization.add_safe_globals was given, by name."""
+    return {_name(given): given for given in torch.serialization.get_safe_globals() if isinstance(given, type)}
+
+
+def _name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def write(folder: Path, rank: int, state: Any, tensors: dict[str, Tensor], everyone: list[dict[str, str]]) -> str:
+    """Writes this worker's two files, and returns the SHA-256 of the JSON file.
+
+    Args:
+        state, tensors: What take_out has made.
+        everyone: For each worker the SHA-256 of its tensors, by path.
+    """
+    table = {
+        path: [next(r for r, theirs in enumerate(everyone) if theirs.get(path) == found), found]
+        for path, found in everyone[rank].items()
+    }
+    mine = {path: tensors[path] for path, (owner, _) in table.items() if owner == rank}
+    # torch.save writes the whole memory that a view is of
+    mine = {path: t if t.untyped_storage().nbytes() == t.nbytes else t.clone() for path, t in mine.items()}
+    text = json.dumps({"state": state, "tensors": table}).encode()
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / f"rank{rank}.pt", "wb") as file:
+        torch.save(mine, file)
+        file.flush()
+        os.fsync(file.fileno())
+    with open(folder / f"rank{rank}.json", "wb") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    return hashlib.sha256(text).hexdigest()
+
+
+def read(folder: Path, rank: int, known: str) -> Any:
+    """Returns the state of worker `rank`, in memory of its own. known: the SHA-256 of its JSON file.
+
+    Raises:
+        UserError: A checksum differs. Any other error means that a file is missing or not what it was.
+    """
+    text = (folder / f"rank{rank}.json").read_bytes()
+    if hashlib.sha256(text).hexdigest() != known:
+        raise UserError(f"rank{rank}.json is damaged, its checksum differs")
+    held, files = parse_json(text), dict[str, dict[str, Tensor]]()
+
+    def tensor(path: str) -> Tensor:
+        owner, wanted = held["tensors"][path]
+        name = f"rank{int(owner)}.pt"
+        if name not in files:
+            files[name] = _load(folder / name)
+        found = files[name][path].clone()
+        if digest(found) != wanted:
+            raise UserError(f"{name} is damaged, the checksum of {path} differs")
+        return found
+
+    return put_back(held["state"], tensor)
+
+
+def _load(file: Path) -> dict[str, Tensor]:
+    """Maps the tensors into memory, so that a worker reads only its part of another worker's file."""
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except FileNotFoundError:
+        raise
+    except Exception as error:  # torch and zipfile raise nearly any
+        raise UserError(f"{file.name} cannot be read, {reason(error)}") from None
 
 
 def digest(tensor: Tensor) -> str:
-    """SHA-256 of a tensor's dtype, shape and elements."""
+    """Returns the SHA-256 of a tensor's dtype, shape and elements."""
     found = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
     found.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)  # hashlib lets other threads run
     return found.hexdigest()
-
-
-def file_digest(path: Path) -> str:
-    """SHA-256 of a file's bytes."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def strides(tensor: Tensor) -> list[int]:
-    """As a tensor lies in memory where that is not row by row, as with channels innermost; else nothing."""
-    return [] if tensor.is_contiguous() else list(tensor.stride())
-
-
-def _load(reader: Any, wanted: dict[str, tuple[str, list[int]]]) -> dict[str, Tensor]:
-    """Name -> tensor; wanted: name -> (digest, strides)."""
-    dcp = library()
-    known = reader.read_metadata().state_dict_metadata
-    tensors = {}
-    for name, (_, layout) in wanted.items():
-        kind, size = known[name].properties.dtype, known[name].size
-        tensors[name] = torch.empty_strided(size, layout, dtype=kind) if layout else torch.empty(size, dtype=kind)
-    planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    with named_failures(dcp, alone=True):
-        dcp.load(tensors, storage_reader=reader, planner=planner, no_dist=True)
-    for name, tensor in tensors.items():
-        if digest(tensor) != wanted[name][0]:
-            raise ValueError(f"{name} is damaged, its checksum differs")
-    return tensors
-
-
-class _Unpickler(pickle.Unpickler):
-    """Makes the records of .metadata, which run nothing, and refuses all else. Without the record of bytes: DCP would
-    load those as any pickle."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if name in RECORDS.get(module, ()) or (
-            module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        ):
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f".metadata holds {module}.{name}, which belongs in no checkpoint")
-
-
-def open_folder(folder: Path) -> Any:
-    """DCP's reader, which would unpickle anything."""
-
-    class Reader(library().FileSystemReader):
-        def read_metadata(self, *_: Any, **__: Any) -> Any:
-            with open(folder / ".metadata", "rb") as file:
-                return _Unpickler(file).load()
-
-    return Reader(folder)
-
-
-@contextlib.contextmanager
-def named_failures(dcp: Any, *, alone: bool) -> Iterator[None]:
-    """DCP's exception, which is no Exception, holds those of the workers: the first one's; not alone, with its rank."""
-    try:
-        yield
-    except dcp.CheckpointException as error:
-        rank, (cause, _) = next(iter(error.failures.items()))
-        if alone:
-            raise cause from None
-        raise OSError(f"rank {rank}: {reason(cause)}") from None
-
-
-def library() -> Any:
-    """torch.distributed.checkpoint, imported where it is used: that takes most of a second."""
-    from torch.distributed import checkpoint
-
-    warnings.filterwarnings("ignore", "torch.distributed is disabled")  # of a worker alone, and of each in loading
-    return checkpoint

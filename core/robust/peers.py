@@ -19,16 +19,18 @@ import contextlib
 import os
 import secrets
 import socket
+import sys
 import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 
-from ..errors import CollectiveError
-from ..flight import UNKNOWN
+from ..errors import CollectiveError, UserError
+from ..flight import UNKNOWN, Flight
 from ..groups import of_all
 
 ANSWERS_WITHIN = 2.0  # seconds in which a process answers, and in which the others notice that a group was left
@@ -107,7 +109,7 @@ class Peers:
             return dict(zip(ranks, pool.map(lambda rank: self._ask_one(self._known[rank], say), ranks), strict=True))
 
     def _ask_one(self, address: Address, say: str) -> str:
-        """running or failed, as it answers; gone, silent; unknown where the address is of no use here."""
+        """What it answers, running or failed; gone, silent; unknown where the address is of no use here."""
         if address.host.startswith("127.") and address.machine != self.address.machine:
             return "unknown"
         try:
@@ -118,7 +120,7 @@ class Peers:
             return "gone"
         except OSError:  # also where it ended with the question in hand: asked again it is gone
             return "silent"
-        return answer if answer in ("running", "failed") else "unknown"
+        return answer or "unknown"
 
     def _answer(self) -> None:
         """The thread: one line for one line."""
@@ -130,7 +132,9 @@ class Peers:
             with contextlib.suppress(OSError, ValueError), connection:
                 connection.settimeout(ANSWERS_WITHIN)
                 token, said = connection.makefile().readline(256).split()
-                if token == self.address.token:
+                if token == self.address.token and said == "where":
+                    connection.sendall(f"{_place()}\n".encode())
+                elif token == self.address.token:
                     self._asked_by.add(int(said))
                     connection.sendall(b"failed\n" if self._has_failed else b"running\n")
 
@@ -171,6 +175,70 @@ def who(ranks: Sequence[int]) -> str:
     if not ranks:
         return UNKNOWN
     return f"no answer from rank {', '.join(map(str, ranks))}"
+
+
+# -- a call that every worker must make ---------------------------------------------------------------------------
+
+LATE = 1800.0  # seconds that a worker may come after another
+FIRST_LOOK = 2.0  # seconds after which a worker that waits asks where the others are
+_calls = 0  # how many of them this process has begun
+
+
+def come_together(what: str) -> None:
+    """Waits until all workers have come to this call. They may come late, after slower steps or an evaluation.
+
+    They meet at the store: a collective could meet another one that a worker has started elsewhere. A worker that was
+    slower has launched no more reductions than this one, and one that has launched more has passed the call. Workers
+    that wait in torch.distributed cannot come if all that are missing do so, and use no processor between two looks.
+
+    Args:
+        what: The call, for a message.
+
+    Raises:
+        UserError: Other workers cannot come any more.
+        CollectiveError: A worker is gone.
+    """
+    global _calls
+    if not dist.is_initialized() or (workers := dist.get_world_size()) == 1:
+        return
+    _calls += 1
+    store, began, look = dist.distributed_c10d._get_default_store(), time.monotonic(), FIRST_LOOK
+    came, all_came, before = f"co2/call{_calls}/came", f"co2/call{_calls}/all", dict[int, list[str]]()
+    if store.add(came, 1) == workers:
+        store.set(all_came, "")
+    while not _is_set(store, all_came):
+        waited = time.monotonic() - began
+        time.sleep(min(0.5, 1e-3 + waited / 20))
+        if waited < look:
+            continue
+        look = waited + min(waited, 30.0)
+        answers = _peers._ask(sorted(_peers._known), "where") if _peers is not None else {}
+        if waited > LATE or not {"gone", "failed"}.isdisjoint(answers.values()):
+            raise CollectiveError(f"{what}: not all workers came within {waited:.0f} s; {gone()}")
+        places = {rank: answer.split() for rank, answer in answers.items() if answer.count(" ") == 2}
+        missing = {rank: place for rank, place in places.items() if int(place[1]) < _calls}
+        passed = [rank for rank, place in missing.items() if int(place[0]) > Flight.launches]
+        stuck = [rank for rank, place in missing.items() if place[2] != "-" and before.get(rank) == place]
+        if passed or (stuck and len(stuck) == len(missing)):
+            ranks = ", ".join(map(str, passed or stuck))
+            raise UserError(f"rank {ranks} went on without {what}: every worker must call {what}, at the same step")
+        before = missing
+
+
+def _is_set(store: Any, key: str) -> bool:
+    with contextlib.suppress(RuntimeError):  # the store is gone with its process, which is asked then
+        return store.check([key])
+    return False
+
+
+def _place() -> str:
+    """How far this process is: how many reductions it has launched, how many calls it has begun in which workers come
+    together, and the processor seconds of its main thread if that waits in torch.distributed, else "-"."""
+    main, seconds = threading.main_thread().ident or 0, "-"
+    frame = sys._current_frames().get(main)
+    if frame is not None and frame.f_code.co_filename == dist.distributed_c10d.__file__:
+        seconds = f"{time.clock_gettime(time.pthread_getcpuclockid(main)):.2f}"
+    return f"{Flight.launches} {_calls} {seconds}"
 
 
 def _own_host() -> str:

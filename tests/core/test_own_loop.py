@@ -1,8 +1,8 @@
 """save() and load(): a loop of one's own is killed and goes on, bit for bit."""
 
 import os
-import shutil
 import signal
+import time
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,6 +18,8 @@ from torch.distributed.fsdp import fully_shard
 
 from core import CO2, CO2Config, OverlapLocalSGD, ShardedCO2, UserError, WireConfig, load, save
 from core.checkpoints import checkpoint
+from core.errors import CollectiveError
+from core.robust import peers
 from core.testing import run_distributed
 from language.zeroth import ZerothOrder
 from tests import problems
@@ -237,7 +239,7 @@ def on_disks_of_their_own(rank: int, world_size: int, folder: str) -> str:
 
 def test_a_folder_that_not_all_workers_share_is_one_line(tmp_path: Path):
     lines = run_distributed(on_disks_of_their_own, 2, str(tmp_path))
-    assert lines[0] == lines[1] and "__1_0.distcp did not come here: the folder must be one that all" in lines[0]
+    assert lines[0] == lines[1] and "rank1.json did not come here: the folder must be one that all" in lines[0]
 
 
 def sharded(rank: int, world_size: int, folder: str) -> list[Any]:
@@ -289,12 +291,10 @@ def test_a_damaged_one_is_refused_for_the_one_before(tmp_path: Path, capfd: Any)
     for until in (3, 6):
         loop.go(until)
         loop.save(str(tmp_path))
-    shutil.rmtree(tmp_path / "step000000006" / ".metadata", ignore_errors=True)
-    (tmp_path / "step000000006" / ".metadata").unlink()
+    (tmp_path / "step000000006" / "rank0.pt").unlink()
     assert Loop(0).load(str(tmp_path)) == 3
-    assert (
-        "step000000006 is refused (rank 0: .metadata is missing); going on from step000000003" in capfd.readouterr().err
-    )
+    said = capfd.readouterr().err
+    assert "step000000006 is refused (rank 0: rank0.pt is missing); going on from step000000003" in said
 
 
 def test_a_kill_between_the_names_of_two_of_one_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -319,3 +319,67 @@ def test_an_optimiser_of_more_than_the_model_is_refused(tmp_path: Path):
     loop.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
     with pytest.raises(UserError, match="the optimiser has 1 parameters that the model lacks"):
         loop.save(str(tmp_path))
+
+
+def alone(rank: int, world_size: int, folder: str, how: str) -> tuple[str, float]:
+    """Rank 0 alone calls save(); the others go on into the next collective."""
+    loop = Loop(rank)
+    loop.go(4)
+    began = time.monotonic()
+    try:
+        if rank == 0:
+            loop.save(folder)
+        elif how == "in a barrier":
+            dist.barrier()
+        else:
+            loop.go(STEPS)
+            loop.end()
+    except (UserError, RuntimeError) as error:
+        seconds = time.monotonic() - began
+        loop.co2.leave()  # the others wait for this worker
+        return str(error), seconds
+    return "", 0.0
+
+
+@pytest.mark.parametrize("how", ["in the loop", "in a barrier"])
+def test_saving_on_rank_0_alone_is_one_line_at_once(how: str, tmp_path: Path):
+    (told, seconds), *_ = run_distributed(alone, 3, str(tmp_path), how)
+    assert told.startswith("rank 1") and "\n" not in told
+    assert told.endswith(" went on without save(): every worker must call save(), at the same step")
+    assert seconds < 10 and not [*tmp_path.iterdir()]
+
+
+def late(rank: int, world_size: int, folder: str) -> list[bool]:
+    """A worker comes late, from slow steps, from an evaluation, and from a collective that others came late to."""
+    peers.FIRST_LOOK = 0.2
+    loop, saved, pair = Loop(rank), [], dist.new_group([1, 2])
+    for until, slow in ((3, 1), (5, 0), (7, 2)):
+        while loop.step < until:
+            time.sleep(0.5 * (rank == slow == 1))
+            loop.go(loop.step + 1)
+        time.sleep(1.5 * (rank == slow != 1))
+        if rank > 0 and slow == 2:
+            dist.barrier(pair)
+        saved.append(loop.save(folder))
+    loop.end()
+    return saved
+
+
+def test_who_comes_late_is_waited_for(tmp_path: Path):
+    assert run_distributed(late, 3, str(tmp_path)) == [[True] * 3] * 3
+
+
+def dead(rank: int, world_size: int, folder: str) -> str:
+    loop = Loop(rank)
+    loop.go(4)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(CollectiveError) as caught:
+        loop.save(folder)
+    return str(caught.value)
+
+
+def test_who_died_before_is_named(tmp_path: Path):
+    found = run_distributed(dead, 3, str(tmp_path), expect_death=(1,))
+    for told in (found[0], found[2]):
+        assert told.startswith("save(): not all workers came within ") and told.endswith("; no answer from rank 1")

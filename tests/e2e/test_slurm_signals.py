@@ -82,7 +82,7 @@ def test_a_run_whose_checkpoints_take_long_is_told_to_stop_earlier(end: int | No
     for step, seconds in enumerate((1.9, 0.7)):
         manifest = tmp_path / "checkpoints" / f"step{step:09d}" / "manifest.json"
         manifest.parent.mkdir(parents=True)
-        manifest.write_text(json.dumps({"workers": 2, "seconds": seconds, "rests": []}, indent=1))
+        manifest.write_text(json.dumps({"seconds": seconds, "files": {}}, indent=1))
     began = int(time.time())
     (tmp_path / "now").write_text(str(began))
     if end:

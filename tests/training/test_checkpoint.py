@@ -3,7 +3,6 @@
 import io
 import json
 import os
-import pickle
 import resource
 import signal
 import sys
@@ -100,50 +99,50 @@ class Hostile:
         return Path.touch, (self.path,)
 
 
-def other_records(path: Path) -> None:
-    """.metadata with one tensor fewer."""
-    with open(path, "rb") as file:
-        metadata = pickle.load(file)
-    del metadata.state_dict_metadata["tensor"]
-    path.write_bytes(pickle.dumps(metadata))
+def another_digest(path: Path) -> None:
+    """Of the state's tree."""
+    manifest = json.loads(path.read_text())
+    path.write_text(json.dumps(manifest | {"files": {"rank0.json": "0" * 64}}))
 
 
 def a_worker_less(path: Path) -> None:
-    manifest = json.loads(path.read_text())
-    path.write_text(json.dumps(manifest | {"rests": []}))
+    path.write_text(json.dumps({"files": {}}))
 
 
 def a_worker_more(path: Path) -> None:
-    manifest = json.loads(path.read_text())
-    path.write_text(json.dumps(manifest | {"workers": 2, "rests": manifest["rests"] * 2}))
+    files = json.loads(path.read_text())["files"]
+    path.write_text(json.dumps({"files": files | {"rank1.json": files["rank0.json"]}}))
 
 
 def another_worker(path: Path) -> None:
-    manifest = json.loads(path.read_text())
-    path.write_text(json.dumps(manifest | {"rests": [["rank1.rest", digest] for _, digest in manifest["rests"]]}))
+    files = json.loads(path.read_text())["files"]
+    path.write_text(json.dumps({"files": {"rank1.json": files["rank0.json"]}}))
 
 
-FILE = "__0_0.distcp"
+def half(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+FILE, TREE = "rank0.pt", "rank0.json"
 DAMAGES: dict[str, tuple[str, Callable[[Path], Any], str]] = {
-    "truncated": (FILE, lambda path: os.truncate(path, path.stat().st_size // 2), "cannot be read"),
-    "empty": (FILE, lambda path: os.truncate(path, 0), "cannot be read"),
-    "garbage": (FILE, lambda path: path.write_bytes(b"garbage" * 999), "cannot be read"),
-    "a flipped bit": (FILE, flip, ""),
+    "truncated": (FILE, half, f"{FILE} cannot be read"),
+    "empty": (FILE, lambda path: os.truncate(path, 0), f"{FILE} cannot be read"),
+    "garbage": (FILE, lambda path: path.write_bytes(b"garbage" * 999), f"{FILE} cannot be read"),
+    "a flipped bit": (FILE, flip, f"{FILE} is damaged, the checksum of tensor differs"),
     "no part": (FILE, Path.unlink, f"{FILE} is missing"),
-    "no records": (".metadata", Path.unlink, ".metadata is missing"),
-    "half the records": (".metadata", lambda path: os.truncate(path, path.stat().st_size // 2), "cannot be read"),
-    "a record less": (".metadata", other_records, "cannot be read, KeyError: 'tensor'"),
-    "hostile": (
-        ".metadata",
-        lambda path: path.write_bytes(pickle.dumps(Hostile(path))),
-        "belongs in no checkpoint",
-    ),
+    "a tensor less": (FILE, lambda path: torch.save({}, path), "cannot be read, KeyError: 'tensor'"),
+    "hostile": (FILE, lambda path: torch.save(Hostile(path), path), f"{FILE} cannot be read"),
+    "no tree": (TREE, Path.unlink, "manifest.json is damaged, it names other workers"),
+    "half the tree": (TREE, half, f"{TREE} is damaged"),
+    "another tree": (TREE, lambda path: path.write_text('{"state": {}, "tensors": {}}'), f"{TREE} is damaged"),
+    "another digest": ("manifest.json", another_digest, f"{TREE} is damaged"),
     "no manifest": ("manifest.json", Path.unlink, "manifest.json is missing"),
     "no such manifest": ("manifest.json", lambda path: path.write_text("[]"), "cannot be read"),
     "half a manifest": ("manifest.json", lambda path: os.truncate(path, 20), "cannot be read"),
     "a worker less": ("manifest.json", a_worker_less, "manifest.json is damaged"),
     "a worker more": ("manifest.json", a_worker_more, "manifest.json is damaged, it names other workers"),
     "another worker": ("manifest.json", another_worker, "manifest.json is damaged, it names other workers"),
+    "of an older version": ("manifest.json", lambda path: path.write_text('{"rests": []}'), "is of an older version"),
 }
 
 
@@ -170,7 +169,7 @@ def on_all(rank: int, world_size: int, folder: str) -> list[Any]:
     for view in (Path(folder, "ahead"), Path(folder, "behind")):
         save(view, 1, 2, rank=rank, world_size=world_size)
     if rank == 1:
-        os.truncate(views[0] / "step000000002" / "__1_0.distcp", 1000)
+        os.truncate(views[0] / "step000000002" / "rank1.pt", 100)
         (views[1] / "step000000002").rename(views[1] / "later")
     dist.barrier()
     return [load(view, rank, world_size) for view in views]
@@ -204,14 +203,23 @@ def test_a_model_that_is_not_finite_is_not_written_and_costs_no_other(tmp_path: 
     ]
 
 
-def test_what_is_equal_is_named_and_written_once():
-    """By hand: `x` is equal on all, `y` on two of three, `z` on the last alone, and there it is what x is."""
-    everyone = [{"x": "1", "y": "2"}, {"x": "1", "y": "3"}, {"x": "1", "y": "3", "z": "1"}]
-    assert stored.make_names(everyone) == {"1": "x", "2": "rank0.y", "3": "rank1.y"}
+def shared_out(rank: int, world_size: int, folder: str) -> None:
+    held = {"x": torch.ones(3), "y": torch.full((3,), float(rank // 2)), "z": torch.full((3,), float(rank))}
+    save(Path(folder), 1, rank=rank, world_size=world_size, **held)
+
+
+def test_what_workers_share_is_written_once(tmp_path: Path):
+    """By hand: x is equal on all four workers, y on two and two, z differs."""
+    run_distributed(shared_out, 4, str(tmp_path))
+    files = [torch.load(tmp_path / "step000000001" / f"rank{rank}.pt", weights_only=True) for rank in range(4)]
+    mine = [sorted(file.keys() & {"x", "y", "z"}) for file in files]
+    assert mine == [["x", "y", "z"], ["z"], ["y", "z"], ["z"]]
+    tree = json.loads((tmp_path / "step000000001" / "rank3.json").read_text())
+    assert [tree["tensors"][name][0] for name in "xyz"] == [0, 2, 3]
 
 
 WHERE: dict[str, tuple[Any, str, int]] = {  # attempt -> what the worker is killed in, and which
-    "a": (stored, "make_names", 0),  # the workers exchange what they have
+    "a": (stored, "write", 0),  # the workers know what they have
     "b": (torch, "save", 1),  # writing its file
     "c": (checkpoint, "publish", 0),
     "d": (checkpoint, "tidy", 0),  # the new one is complete, the old ones are about to go
@@ -250,7 +258,7 @@ def on_a_full_disk(rank: int, world_size: int, folder: str) -> str:
     if rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY))
     with pytest.raises(UserError) as caught:
-        save(Path(folder), 2, rank=rank, world_size=world_size)
+        save(Path(folder), 2, rank=rank, world_size=world_size, own=torch.full((1000,), float(rank)))
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     return str(caught.value)
 

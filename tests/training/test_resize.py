@@ -12,12 +12,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed import checkpoint as dcp
 
-from core import CO2, CO2Config, UserError, WireConfig
+from core import CO2Config, UserError
 from core.testing import run_distributed
 from tests.runs import Loop
-from training import progress
 from training.optim import OptimConfig
 from training.recipe import Recipe
 from training.run import Run
@@ -115,7 +113,7 @@ def test_a_manifest_that_names_fewer_workers_than_wrote_it_is_refused(of_three: 
     shutil.copytree(of_three[0], tmp_path / "run")
     for file in (tmp_path / "run").glob("checkpoints/*/manifest.json"):
         manifest = json.loads(file.read_text())
-        file.write_text(json.dumps(manifest | {"workers": 1, "rests": manifest["rests"][:1]}))
+        file.write_text(json.dumps({"files": {"rank0.json": manifest["files"]["rank0.json"]}}))
     (said,) = by_worker(tmp_path / "run", 1, resume=True)
     assert "manifest.json is damaged, it names other workers than those that wrote the checkpoint" in said
 
@@ -129,17 +127,17 @@ def test_what_is_cut_for_a_number_of_workers_needs_as_many(tmp_path: Path):
 def nbytes(folder: Path) -> float:
     """Of the newest checkpoint's tensors, without what says where they lie."""
     newest = max((folder / "checkpoints").glob("step*"))
-    return sum(path.stat().st_size for path in newest.glob("*.distcp"))
+    return sum(path.stat().st_size for path in newest.glob("*.pt"))
 
 
 @pytest.mark.parametrize("n", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_bytes_of_a_checkpoint(n: int, tmp_path: Path):
-    """Adam's 8 bytes a parameter and worker; and once 12: the outer iterate, which the parameters are, the momentum,
-    and what is in flight. The rest, as random states of 5 kB and 1.5 kB around a tensor, is the same for both."""
+    """Adam's 8 bytes a parameter and worker; and once 16: the parameters, the outer iterate, the momentum, and what is
+    in flight. The rest, as random states of 5 kB and 1.5 kB around a tensor, is the same for both."""
     numel = {width: width * width + width for width in (100, 400)}
     run_distributed(wide, n, str(tmp_path), list(numel), timeout=120)
     small, large = (nbytes(tmp_path / str(width)) for width in numel)
-    assert (large - small) / (numel[400] - numel[100]) == pytest.approx(8 * n + 12, abs=0.01), n
+    assert (large - small) / (numel[400] - numel[100]) == pytest.approx(8 * n + 16, abs=0.01), n
 
 
 def wide(rank: int, world_size: int, folder: str, widths: list[int]) -> None:
@@ -154,31 +152,9 @@ def save_wide(rank: int, folder: Path, width: int) -> None:
         for step in range(SAVED):
             loop.step(loop.wrapped(torch.randn(5, width, generator=generator(step, rank))).square().mean())
         run.save()
-    read = {f"model.{name}": torch.zeros_like(p) for name, p in model.named_parameters()}
-    dcp.load(read, checkpoint_id=folder / "checkpoints" / f"step{SAVED:09d}", no_dist=True)  # by DCP's own means
+    file = folder / "checkpoints" / f"step{SAVED:09d}" / "rank0.pt"
+    read = torch.load(file, weights_only=True)  # by torch's own means
     assert all(torch.equal(read[f"model.{name}"], p) for name, p in model.named_parameters())
-
-
-@pytest.mark.parametrize("wire", [WireConfig(), WireConfig("int8"), WireConfig("lgreco", like="rank2")])
-def test_a_methods_state_by_name_and_back(wire: WireConfig):
-    model = network()
-    co2 = CO2(model.parameters(), CO2Config(tau=1, wire=wire), buffers=model.buffers())
-    with torch.no_grad():
-        for _ in range(5):
-            for p in model.parameters():
-                p.sub_(torch.randn(p.shape, generator=generator(p.numel())))
-            co2.step()
-    state = co2.state_dict()
-    by_name = progress.of_method(co2, model, state)
-    ((rank, own),) = by_name.items()
-    names = [f"{layer}.{kind}" for layer in range(3) for kind in ("weight", "bias")]
-    assert rank == "rank0" and [*own["flats"][0]] == [*names, ""]
-    assert torch.equal(own["state"]["outer_iterate"][0]["2.bias"], co2.state["outer_iterate"][0][-2:])
-    back = progress.flat_of_method(co2, by_name)
-    CO2(network().parameters(), CO2Config(tau=1, wire=wire), buffers=model.buffers()).load_state_dict(back)
-    for name, flats in (state[rank]["state"] | {"flats": state[rank]["flats"]}).items():
-        theirs = (back[rank]["state"] | {"flats": back[rank]["flats"]})[name]
-        assert all(torch.equal(a, b) for a, b in zip(flats, theirs, strict=True)), name
 
 
 def timed(rank: int, world_size: int, folder: str, methods: list[str]) -> dict[str, list[int]]:

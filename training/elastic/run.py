@@ -205,8 +205,7 @@ class Elastic:
             return
         tensors: dict[str, Tensor] = {}
         state = stored.take_out(self.state(), tensors, copy=False)
-        weights = [t for t in self._trained.model.state_dict().values() if t.is_floating_point()]
-        self._saver.start(self.drawn, state, tensors, weights=weights)
+        self._saver.start(self.drawn, state, tensors)
         self._saver.wait()
 
     def saved(self) -> bool:

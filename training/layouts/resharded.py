@@ -4,23 +4,31 @@ Every tensor has the name that it has in the whole model, and is a DTensor where
 part once, and reads what another layout needs of it. So are CO2's outer iterate, its momentum and what has landed,
 which are equal on all islands; an island's own, its model, its optimiser and its small numbers, stands under its
 number. The manifest has a SHA-256 digest of every file, which are compared on loading.
+
+DCP keeps where each tensor lies in .metadata, a pickle, which only its own tools read here. The same records lie in
+records.pt, which torch.load reads without running code.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import io
 import json
 import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path, PosixPath
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.tensor import DTensor
 
-from core.checkpoints import checkpoint, stored
+from core.checkpoints import checkpoint
 from core.checkpoints.checkpoint import all_finite
 from core.checkpoints.saved import of_rank, under_rank
 from core.checkpoints.untrusted import parse_json, reason
@@ -34,7 +42,19 @@ from training.layouts.parallel import Parallel
 from training.progress import names_of
 
 Named = dict[str, Tensor]
-RECORDS = ".metadata"  # DCP's, of where each tensor lies
+RECORDS = "records.pt"
+KINDS = (  # what records are made of
+    metadata.ChunkStorageMetadata,
+    metadata.Metadata,
+    metadata.MetadataIndex,
+    metadata.StorageMeta,
+    metadata.TensorProperties,
+    metadata.TensorStorageMetadata,
+    metadata._MEM_FORMAT_ENCODING,
+    filesystem._StorageInfo,
+    PosixPath,
+    torch.serialization._get_layout,
+)
 
 
 class Resharded:
@@ -70,16 +90,16 @@ class Resharded:
         digests: dict[str, str] = {}
 
         def write() -> None:
-            stored.write_tensors(fresh, tensors, host_group())
+            write_tensors(fresh, tensors, host_group())
             files = fresh.glob(f"__{dist.get_rank()}_*")
-            digests.update({file.name: stored.file_digest(file) for file in files})
+            digests.update({file.name: file_digest(file) for file in files})
 
         def complete() -> None:
             if dist.get_rank() == 0:
                 files = {name: found for mine in everyone for name, found in mine.items()}
-                files[RECORDS] = stored.file_digest(fresh / RECORDS)
+                files |= {name: file_digest(fresh / name) for name in (RECORDS, ".metadata")}
                 layout = {"layout": str(self.parallel.layout), "islands": self.parallel.layout.islands}
-                checkpoint.publish(fresh, target, json.dumps(layout | {"files": files}, indent=1))
+                checkpoint.publish(fresh, target, json.dumps(layout | {"files": files}, indent=1), files)
                 checkpoint.tidy(folder, step, checkpoint.KEEP)
 
         self._all(write, target)
@@ -180,12 +200,12 @@ class Resharded:
         if "layout" not in manifest:
             raise UserError("it is of a run without a layout: resume without --layout")
         for name, known in [*sorted(manifest["files"].items())][dist.get_rank() :: dist.get_world_size()]:
-            if stored.file_digest(target / Path(name).name) != known:
+            if file_digest(target / Path(name).name) != known:
                 raise UserError(f"{name} is damaged, its checksum differs")
 
     def _load(self, target: Path) -> dict[str, Any]:
         manifest = parse_json((target / checkpoint.MANIFEST).read_text())
-        reader = stored.open_folder(target)
+        reader = Reader(target)
         known = reader.read_metadata().state_dict_metadata
         prefix = f"island{self.parallel.place.island % int(manifest['islands'])}."
         rest = torch.empty(known[f"{prefix}rest"].size, dtype=torch.uint8)
@@ -266,9 +286,55 @@ def _zeros(known: Any, p: Tensor, device: torch.device) -> Tensor:
     return torch.zeros_like(p.detach(), dtype=kind) if alike else torch.zeros(known.size, dtype=kind, device=device)
 
 
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file's bytes."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+class Writer(dcp.FileSystemWriter):
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        try:
+            return super().write_data(plan, planner)
+        except Exception as error:  # what caused it would be lost on the way to the other workers
+            raise OSError(reason(error)) from None
+
+    def finish(self, metadata: Any, results: Any) -> None:
+        super().finish(metadata, results)
+        torch.save(metadata, Path(self.path, RECORDS))
+
+
+class Reader(dcp.FileSystemReader):
+    """DCP's own would unpickle anything."""
+
+    def read_metadata(self, *_: Any, **__: Any) -> Any:
+        with torch.serialization.safe_globals([*KINDS]):
+            return torch.load(Path(self.path, RECORDS), weights_only=True)
+
+
+def write_tensors(folder: Path, tensors: Named, group: dist.ProcessGroup | None) -> None:
+    """Every rank of the group must call it. OSError on all of them where one cannot write."""
+    planner = dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    with _named_failures(alone=group is None):
+        dcp.save(tensors, storage_writer=Writer(folder), planner=planner, process_group=group, no_dist=group is None)
+
+
 def _read(reader: Any, tensors: Named) -> None:
     """In place, this rank's parts."""
-    dcp = stored.library()
     planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    with stored.named_failures(dcp, alone=True):
+    with _named_failures(alone=True):
         dcp.load(tensors, storage_reader=reader, planner=planner, no_dist=True)
+
+
+@contextlib.contextmanager
+def _named_failures(*, alone: bool) -> Iterator[None]:
+    """DCP's exception, which is no Exception, holds those of the workers: the first one's; not alone, with its rank."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # of each that loads
+            yield
+    except dcp.CheckpointException as error:
+        rank, (cause, _) = next(iter(error.failures.items()))
+        if alone:
+            raise cause from None
+        raise OSError(f"rank {rank}: {reason(cause)}") from None

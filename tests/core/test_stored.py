@@ -1,0 +1,358 @@
+"""save() takes what load() gives back with its type, and refuses anything else by its path."""
+
+import random
+import tempfile
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from dataclasses import dataclass
+from pathlib import Path, PosixPath
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from core import CO2, CO2Config, UserError, load, save
+from core.checkpoints import stored
+from core.testing import run_distributed
+from tests import problems
+
+
+class Codes(Tensor):
+    """8-bit numbers and their scale, as torchao's optimiser states are: a wrapper without numbers of its own."""
+
+    codes: Tensor
+    scale: Tensor
+
+    @staticmethod
+    def __new__(cls, codes: Tensor, scale: Tensor, signed: bool, shape: Any) -> Any:
+        return Tensor._make_wrapper_subclass(cls, shape, dtype=scale.dtype)
+
+    def __init__(self, codes: Tensor, scale: Tensor, signed: bool, shape: Any):
+        self.codes, self.scale, self.signed = codes, scale, signed
+
+    def __tensor_flatten__(self) -> Any:
+        return ["codes", "scale"], [self.signed, self.shape]
+
+    @classmethod
+    def __tensor_unflatten__(cls, parts: Any, context: Any, *_: Any) -> Any:
+        return cls(parts["codes"], parts["scale"], *context)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+            return args[0]
+        if func is torch.ops.aten._to_copy.default:
+            (self,) = args
+            return cls(self.codes.clone(), self.scale.clone(), self.signed, self.shape)
+        raise NotImplementedError(f"{func}")
+
+
+class Unknown(Codes):
+    """Not given to torch.serialization.add_safe_globals."""
+
+
+class Plain(Tensor):
+    """Without __tensor_flatten__."""
+
+
+class Point(NamedTuple):
+    x: float
+    y: Tensor
+
+
+Pair = namedtuple("Pair", "a b")
+Strange = namedtuple("Strange", "a")
+
+
+@dataclass(frozen=True)
+class Settings:
+    rate: float
+    sizes: tuple[int, ...]
+    weight: Tensor
+
+
+@dataclass
+class Other:
+    a: int = 1
+
+
+class Whole(int):
+    pass
+
+
+torch.serialization.add_safe_globals([Codes, Plain, Point, Pair, Settings])
+
+
+def codes(kind: type = Codes) -> Any:
+    return kind(torch.arange(6, dtype=torch.uint8), torch.tensor([0.5, 0.25]), True, torch.Size([2, 3]))
+
+
+def back(value: Any) -> Any:
+    """What comes back by way of the files."""
+    tensors: dict[str, Tensor] = {}
+    state = stored.take_out({"it": value}, tensors)
+    with tempfile.TemporaryDirectory() as folder:
+        digests = {path: stored.digest(tensor) for path, tensor in tensors.items()}
+        known = stored.write(Path(folder), 0, state, tensors, [digests])
+        return stored.read(Path(folder), 0, known)["it"]
+
+
+def equal(a: Any, b: Any) -> bool:
+    """Of one type, with equal content, down to the bits of numbers."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, Codes):
+        return equal(a.__tensor_flatten__(), b.__tensor_flatten__()) and equal([a.codes, a.scale], [b.codes, b.scale])
+    if isinstance(a, Tensor):
+        same = (a.dtype, a.shape) == (b.dtype, b.shape)
+        return same and stored.digest(a.resolve_conj()) == stored.digest(b)
+    if isinstance(a, np.ndarray | np.generic):
+        return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+    if isinstance(a, Settings):
+        return equal(vars(a), vars(b))
+    if isinstance(a, dict):
+        made = getattr(a, "default_factory", None) is getattr(b, "default_factory", None)
+        return made and equal([*a], [*b]) and equal([*a.values()], [*b.values()])
+    if isinstance(a, list | tuple | deque):
+        ends = getattr(a, "maxlen", None) == getattr(b, "maxlen", None)
+        return ends and len(a) == len(b) and all(map(equal, a, b))
+    return repr(a) == repr(b)
+
+
+FLOATS = ["float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"]
+INTEGERS = ["bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"]
+DTYPES = [getattr(torch, name) for name in (*FLOATS, *INTEGERS, "complex64", "complex128")]
+SHAPES: dict[str, Any] = {
+    "0-d": lambda t: t[0, 0],
+    "empty": lambda t: t[:0],
+    "a matrix": lambda t: t,
+    "transposed": lambda t: t.T,
+    "a view": lambda t: t[1:, ::2],
+    "expanded": lambda t: t[:1, :1].expand(3, 2),
+}
+CONTAINERS: dict[str, Any] = {
+    "alone": lambda t: t,
+    "a list": lambda t: [t, 1],
+    "a tuple": lambda t: (t, None),
+    "a named tuple": lambda t: Point(0.5, t),
+    "a dataclass": lambda t: Settings(0.5, (1, 2), t),
+    "by number": lambda t: {0: t, "0": t},
+    "ordered": lambda t: OrderedDict(b=t, a=1),
+    "defaultdict": lambda t: defaultdict(list, a=[t]),
+    "deque": lambda t: deque([t], maxlen=2),
+    "under one path": lambda t: {"a.b": t, "a": {"b": t + 0 if t.dtype.is_floating_point else t}},
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("copy", [True, False])
+def test_tensors_of_every_dtype_shape_and_container_come_back(dtype: torch.dtype, copy: bool):
+    """1,020 cells with both kinds of copy."""
+    whole = (torch.arange(12.0).view(3, 4) % 5).to(dtype)
+    for shape, cut in SHAPES.items():
+        tensor = cut(whole)
+        for name, put in CONTAINERS.items():
+            if dtype in (torch.float8_e4m3fn, torch.float8_e5m2) and name == "under one path":
+                continue  # which torch does not add
+            held, tensors = put(tensor), dict[str, Tensor]()
+            state = stored.take_out(held, tensors, copy=copy)
+            kept = {path: t.clone() for path, t in tensors.items()}
+            assert equal(stored.put_back(state, kept.__getitem__), held), (shape, name)
+
+
+VALUES: dict[str, Any] = {
+    "numbers": [0, -1, 2**127 + 1, 1.5, float("inf"), -0.0, 5e-324, True, None, 1 + 2j],
+    "texts": ["", "ä\u2028\x00", b"\x00\xff", PosixPath("/a b/c")],
+    "counter": Counter({10: 1, 20: 3}),
+    "defaultdict of numbers": defaultdict(float, a=0.5),
+    "defaultdict of none": defaultdict(None, {1: 2}),
+    "sets": [{1, 2}, frozenset({"a"}), set()],
+    "keys": {1: "a", (1, 2): "b", None: "c", 1.5: "d", False: "e"} | {np.float64(7.0): "f"},
+    "pair": Pair([1, (2,)], {"a": Pair(1, 2)}),
+    "lists like tags": [["tensor", "x"], ["dict", 1], [], {"list": ["list"]}],
+    "torch": [torch.Size([2, 3]), torch.bfloat16, torch.device("cpu"), torch.get_rng_state()],
+    "numpy's numbers": [np.float64(0.1), np.float32(0.1), np.int64(3), np.bool_(True), np.uint8(255), np.complex64(1j)],
+    "numpy's others": [np.datetime64("2024-01-01"), np.str_("a"), np.float16(0.5)],
+    "arrays": [np.arange(6).reshape(2, 3).T, np.zeros((0, 2)), np.array(["a", "bc"]), np.array([(1, 2.0)], "i4,f8")],
+    "PCG64": np.random.default_rng(0).bit_generator.state,
+    "MT19937": np.random.RandomState(0).get_state(),
+    "Philox": np.random.Philox(3).state,
+    "python's random state": random.Random(0).getstate(),
+    "a wrapper": [codes(), {"exp_avg": codes()}],
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_values_come_back_with_their_types(name: str):
+    assert equal(back(VALUES[name]), VALUES[name])
+
+
+def test_a_numpy_generator_draws_on():
+    first, second = np.random.default_rng(0), np.random.default_rng(1)
+    second.bit_generator.state = back(first.bit_generator.state)
+    assert first.random() == second.random()
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "an object": (object(), "save(): a.0 is a builtins.object, which load() cannot make: give plain values, or call"),
+    "a function": (len, "is a builtins.builtin_function_or_method, which"),
+    "a class": (dict, "is a builtins.type, which"),
+    "a module": (nn.Linear(1, 1), "is a torch.nn.modules.linear.Linear, which"),
+    "a generator": (np.random.default_rng(0), "Generator, which load() cannot make"),
+    "an unknown named tuple": (Strange(1), "test_stored.Strange, which load() cannot make"),
+    "an unknown dataclass": (Other(), "test_stored.Other, which load() cannot make"),
+    "an unknown wrapper": (codes(Unknown), "test_stored.Unknown, which load() cannot make"),
+    "a plain subclass": (torch.zeros(2).as_subclass(Plain), "test_stored.Plain, and no dataclass, named tuple or"),
+    "a number's subclass": (Whole(3), "test_stored.Whole, which load() cannot make"),
+    "an array of objects": (np.array([{}, None]), "is an array of Python objects"),
+    "a made default": (defaultdict(lambda: 0), "is a defaultdict of <function"),
+    "a sparse tensor": (torch.eye(3).to_sparse(), "is a tensor with layout torch.sparse_coo on cpu"),
+    "CSR": (torch.eye(3).to_sparse_csr(), "is a tensor with layout torch.sparse_csr"),
+    "a meta tensor": (torch.empty(3, device="meta"), "is a tensor with layout torch.strided on meta"),
+    "a quantised tensor": (torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), "is a tensor with layout"),
+    "a huge number": (10**400, "is too large a number"),
+    "half a surrogate": ("\ud800", "is a text that is no Unicode: '\\ud800'"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_come_back_is_refused_by_its_path(name: str):
+    value, told = REFUSED[name]
+    with pytest.raises(UserError) as caught:
+        stored.take_out({"a": [value]}, {})
+    assert str(caught.value).startswith("save(): a.0 is ") and told in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_key_that_cannot_come_back_and_a_state_without_end():
+    with pytest.raises(UserError, match=r"save\(\): a is a tests.core.test_stored.Whole"):
+        stored.take_out({"a": {Whole(1): 2}}, {})
+    held: list[Any] = []
+    held.append(held)
+    with pytest.raises(UserError, match=r"is nested more than \d+ levels deep"):
+        stored.take_out(held, {})
+    deep: Any = 1
+    for _ in range(stored.DEEPEST - 1):
+        deep = {1: deep}
+    assert equal(back(deep), deep)
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [["namedtuple", "os.system", "true"], ["dataclass", "builtins.object", {}], ["subclass", "torch.Tensor"], ["x", 1]],
+)
+def test_a_tree_makes_no_other_classes(tree: list[Any]):
+    with pytest.raises(UserError, match="call torch.serialization.add_safe_globals"):
+        stored.put_back(tree, lambda path: torch.zeros(1))
+
+
+# -- by save() and load() -------------------------------------------------------------------------------------------
+
+
+class Kept:
+    """What has a state of any kind."""
+
+    def __init__(self, value: Any = None):
+        self.value = value
+
+    def state_dict(self) -> Any:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.value = state["value"]
+
+
+def in_codes(rank: int, world_size: int, folder: str) -> list[Any]:
+    """An optimiser has a wrapper for a state and a rate of numpy's, a schedule has a Counter: saved, and loaded."""
+    found = []
+    for resumes in (False, True):
+        model = problems.small_net(torch.float32)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 2, 3])
+        co2, kept = CO2(model.parameters(), CO2Config(tau=1)), Kept(None if resumes else Point(0.5, torch.ones(2)))
+        others = {"schedule": schedule, "kept": kept}
+        if resumes:
+            assert load(folder, model, optimizer, co2, others=others) == 1
+        else:
+            for p in model.parameters():
+                optimizer.state[p]["exp_avg"] = codes()
+            optimizer.param_groups[0]["lr"] = np.float64(0.25)
+            co2.step()
+            assert save(folder, model, optimizer, co2, step=1, others=others)
+        states = [optimizer.state[p]["exp_avg"].codes.tolist() for p in model.parameters()]
+        rate = optimizer.param_groups[0]["lr"]
+        found.append([states, (type(rate).__name__, rate), type(schedule.milestones).__name__, kept.value.y.tolist()])
+        if resumes:
+            optimizer.step()
+            schedule.step()  # Counter became a dict once, which this would tell
+        co2.finish()
+        co2.close()
+    return found
+
+
+def test_an_optimisers_wrappers_and_a_schedules_counter_survive(tmp_path: Path):
+    for saved, loaded in run_distributed(in_codes, 2, str(tmp_path)):
+        assert saved == loaded and loaded[1:3] == [("float64", 0.25), "Counter"]
+
+
+def refused_by_one(rank: int, world_size: int, folder: str) -> str:
+    model = problems.small_net(torch.float32)
+    co2 = CO2(model.parameters(), CO2Config(tau=1))
+    kept = Kept(len if rank == 1 else 1)
+    with pytest.raises(UserError) as caught:
+        save(folder, model, None, co2, step=0, others={"kept": kept})
+    return str(caught.value)
+
+
+def test_a_refusal_of_one_worker_is_one_of_all(tmp_path: Path):
+    said = run_distributed(refused_by_one, 2, str(tmp_path))
+    assert said[0] == said[1] and said[0].startswith("save(): others.kept.value is a builtins.builtin_function_or")
+    assert not [*tmp_path.iterdir()]
+
+
+class Wrapper(nn.Module):
+    def __init__(self, name: str, model: nn.Module):
+        super().__init__()
+        setattr(self, name, model)
+
+
+WRAPPED: dict[str, tuple[Any, str]] = {
+    "DistributedDataParallel": (lambda net: Wrapper("module", net), "module."),
+    "compiled": (torch.compile, "_orig_mod."),
+    "a field": (lambda net: Wrapper("model", net), "model."),
+    "both": (lambda net: torch.compile(Wrapper("module", net)), "_orig_mod.', 'module."),
+    "a compiled layer": (lambda net: nn.Sequential(torch.compile(net[0]), *net[1:]), "_orig_mod."),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_a_wrappers_prefix_is_named(name: str, tmp_path: Path):
+    wrap, prefix = WRAPPED[name]
+    nets = [problems.small_net(torch.float32), wrap(problems.small_net(torch.float32))]
+    for i, (before, after) in enumerate((nets, nets[::-1])):
+        co2 = CO2(before.parameters())
+        save(tmp_path / str(i), before, None, co2, step=0)
+        with pytest.raises(UserError) as caught:
+            load(tmp_path / str(i), after, None, CO2(after.parameters()))
+        where = "here, not there" if i == 0 else "there, not here"
+        assert f"the names have the prefix '{prefix}' {where}" in str(caught.value)
+        assert "save and load the model inside the wrapper" in str(caught.value)
+
+
+def test_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    model = problems.small_net(torch.float32)
+    save("~/run", model, None, CO2(model.parameters()), step=3)
+    assert (tmp_path / "run" / "step000000003").is_dir()
+    assert load("~/run", model, None, CO2(model.parameters())) == 3
+
+
+def test_a_model_in_8_bit_floats_is_saved(tmp_path: Path):
+    """torch says of few of those whether they are finite."""
+    model = problems.small_net(torch.float32)
+    for kind in (torch.float8_e4m3fn, torch.float8_e5m2):
+        model.register_buffer("frozen", torch.ones(3).to(kind))
+        assert save(tmp_path, model, None, CO2(problems.small_net().parameters()), step=1)
+        model.frozen = torch.tensor([1.0, float("nan")]).to(kind)
+        assert not save(tmp_path, model, None, CO2(problems.small_net().parameters()), step=2)
