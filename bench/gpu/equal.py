@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from bench.gpu.checks import NotRun, Scope, check, one_rank
-from bench.reference import LateReference
 from core import CO2, CO2Config, DelayedCO2, DelayedConfig, LGrecoConfig, OverlapLocalSGD, ShardedCO2, WireConfig
 from core.adaptive.merging import Merge, MergeRule, MergingBoundary, make_boundary
 from core.outer import NOTHING_LANDED, Rule
 from core.wires import formats as wire
+from tests.reference import LateReference
 
 STEPS = 26
 SETTINGS = {

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from bench.search import methods
+from bench.search.task import Inner
 from torch import Tensor, nn
 
+from bench.loss.runs import vmap_gradient
 from bench.peers import loop
 from bench.peers.adapters import PEERS, Task
 from bench.peers.loop import BATCH, Job
-from bench.reference import vmap_gradient
-from bench.search import methods
-from bench.search.task import Inner
 from bench.standin import LR, MOMENTUM, build_model
 from bench.trainings import split_wire
 from core.testing import run_distributed

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-
 from bench.search import __main__ as command
 from bench.search import methods
 from bench.search.__main__ import Search, at_most, parse, plans, search
 from bench.search.engine import Plan, Result, run, train
 from bench.search.rows import Rows, markdown
 from bench.search.task import Inner, Task, stacked_draw
+
 from core.errors import UserError
 from tests.problems import small_net
 from tests.scripts import run_script

@@ -4,11 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-
 from bench.search.__main__ import parse
 from bench.search.methods import ACCO, DPU, mean_over
 from bench.search.task import Inner, clip_rows, matrices_inside
+from torch import Tensor, nn
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-
 from bench.search.__main__ import parse
 from bench.search.engine import Plan, train
 from bench.search.task import Batch, Inner, Shards, Task, cosine
+from torch import nn
+
 from core import CO2, CO2Config, WireConfig, make_method
 from core.methods import DelayedConfig, OverlapLocalConfig, SlowMoConfig
 from core.testing import run_distributed

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-
 from bench.search import pictures, texts
 from bench.search.__main__ import parse
 from bench.search.engine import TASKS, Plan, Stack, load_task, train
 from bench.search.task import places
+
 from core.errors import UserError
 
 
