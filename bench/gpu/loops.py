@@ -1,5 +1,5 @@
 """Real loops: the train scripts on the device, a small GPT-2 on text beside a slow collective, with a trace; and GPT-2
-Small, 124 M parameters, with the methods of bench.search, all workers in one process on the device."""
+Small, 124 M parameters, with the methods of bench.loss, all workers in one process on the device."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def loss_of_gpt2_small(scope: Scope, case: str) -> dict[str, Any]:
     settings = {"tasks": task, "steps": steps, "tau": tau, "workers": workers, "seeds": 0, "lr_factors": 1}
     settings |= {"methods": METHODS[case], "configurations": 2, "rows": rows, "device": scope.device}
     if (row := search_row(rows, METHODS[case], steps, scope.device)) is None:
-        command = [sys.executable, "-m", "bench.search", *flags(settings)]
+        command = [sys.executable, "-m", "bench.loss", *flags(settings)]
         env = os.environ | {"HF_HUB_OFFLINE": "1"}
         done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
         if "no Gutenberg books in" in done.stderr:
@@ -190,7 +190,7 @@ def loss_of_gpt2_small(scope: Scope, case: str) -> dict[str, Any]:
 
 def search_row(rows: Path, asked: str, steps: int, device: str) -> dict[str, Any] | None:
     """The search's run of a method with seed 0, where there is one, of whatever commit, which the row names.
-    bench.search itself would take a minute to make its tokens, and may have added runs with other seeds."""
+    bench.loss itself would take a minute to make its tokens, and may have added runs with other seeds."""
     found = [json.loads(text) for text in rows.read_text().splitlines()] if rows.exists() else []
     choices = [row for row in found if row["kind"] == "choice" and (row["asked"], row["steps"]) == (asked, steps)]
     keys = ("task", "steps", "method", "options", "workers")

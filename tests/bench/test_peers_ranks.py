@@ -1,5 +1,4 @@
-"""The peers that torch brings, on real processes, against sums by hand; the rows whose gradients come late, against
-the search's; and the bench's own loop and command.
+"""The peers that torch brings, on real processes, against sums by hand; and the bench's own loop and command.
 
 One start of two workers serves all tests but the command's: starting takes longer than all that they do.
 """
@@ -13,11 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from bench.search import methods
-from bench.search.task import Inner
 from torch import Tensor, nn
 
-from bench.loss.runs import vmap_gradient
 from bench.peers import loop
 from bench.peers.adapters import PEERS, Task
 from bench.peers.loop import BATCH, Job
@@ -26,9 +22,7 @@ from bench.trainings import split_wire
 from core.testing import run_distributed
 from core.wires.formats import nbytes
 from core.wires.quantized import chunk_of
-from tests import problems
 from tests.bench.emulated import python
-from tests.problems import flat
 from vision import data
 
 STEPS, TAU = 7, 3
@@ -92,57 +86,6 @@ def test_powersgd_is_exact_for_gradients_of_its_rank(terms: int):
     torch.testing.assert_close(first, second)
     error = (first - expected).abs().max().item()
     assert error < 1e-5 if terms == 1 else error > 1e-3
-
-
-# -- late gradients ---------------------------------------------------------------------------------------------
-
-INNER = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
-OF_INNER = {"sgd": {"momentum": 0.9}, "adamw": {"weight_decay": 0.01}}
-
-
-def late(rank: int, _: int) -> list[tuple[Tensor, int, int]]:
-    ends = []
-    for name, (kind, parts) in loop.LATE.items():
-        for inner, options in OF_INNER.items():
-            net = problems.small_net()
-            method = kind(INNER[inner](net.parameters(), 0.1, **options), STEPS, timeout=30.0, link=None)
-            assert name in methods.KINDS
-            for step in range(STEPS):
-                for part in zip(*(tensor.chunk(parts) for tensor in problems.batch(rank, step)), strict=True):
-                    problems.loss(net, part).backward()
-                    method.step()
-                    method.zero_grad()
-            method.flight.close()
-            ends.append((flat(net.parameters()), method.rounds, method.sent))
-    return ends
-
-
-def late_in_one_process() -> list[Tensor]:
-    """The same by the search's own methods, which are tested by hand."""
-    net = problems.small_net()
-    template = {name: p.detach() for name, p in net.named_parameters()}
-    gradient = vmap_gradient(
-        lambda params, *data: problems.loss(lambda x: torch.func.functional_call(net, params, (x,)), data), template
-    )
-    ends = []
-    for name in loop.LATE:
-        for inner in ("sgd", "adamw"):
-            x = flat(net.parameters()).expand(2, -1).clone()
-            method, state = methods.KINDS[name].method(x, 1), Inner(inner, 0.1).start(x)
-            for step in range(STEPS):
-                both = [problems.batch(rank, step) for rank in range(2)]
-                method.train_step(gradient, tuple(torch.stack(parts) for parts in zip(*both, strict=True)), state, 0.1)
-            ends.append(method.x[0])
-    return ends
-
-
-def test_late_gradients_equal_the_search():
-    """The mean is sent as often as it is used: after 6 of 7 steps, and of ACCO after 13 of 14 halves."""
-    n = sum(p.numel() for p in problems.small_net().parameters())
-    for ends in on_ranks()["late"]:
-        for (end, rounds, sent), expected, wanted in zip(ends, late_in_one_process(), (6, 6, 13, 13), strict=True):
-            torch.testing.assert_close(end, expected, rtol=1e-9, atol=1e-9)
-            assert (rounds, sent) == (wanted, wanted * 8 * n)  # 2 (n - 1) / n = 1; float64
 
 
 # -- the loop ---------------------------------------------------------------------------------------------------
@@ -216,7 +159,7 @@ def test_a_row_over_a_narrow_format_sends_so_much_less(method: str, rounds: int)
 
 
 def everything(rank: int, _: int, folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = {"post_local": post_local(rank, 2), "late": late(rank, 2)}
+    found: dict[str, Any] = {"post_local": post_local(rank, 2)}
     found |= {f"power {terms}": power(rank, 2, terms) for terms in (1, 3)}
     for method in ("none", "local", "dpu", "acco", "diloco", "ddp:wire=int8", "local:wire=int4", "diloco:wire=int4"):
         (folder / method).mkdir(exist_ok=True)

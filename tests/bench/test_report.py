@@ -4,22 +4,18 @@ import json
 import re
 import statistics
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import tyro
 
-from bench import loss_table, plots, report, slow_links, utilisation, zeroth
+from bench import loss_table, plots, report, slow_links, utilisation
+from bench.loss.runs import Rows, markdown
 from bench.peers import table
 from bench.report import Spread, mean_sd, require
-from bench.search import controls
-from bench.search.rows import Rows, markdown
 from bench.simulator import against
-from bench.uneven.__main__ import Rows as uneven_rows
-from bench.uneven.__main__ import Uneven, section
 from core.errors import UserError
 from results import paper
 
@@ -104,7 +100,6 @@ def test_the_published_tables_are_those_of_the_published_figures():
             loss_table.markdown,
         ),
         **dict.fromkeys(("slow_links", "slow_links_10", "slow_links_bytes"), slow_links.text),
-        **dict.fromkeys(("zeroth", "zeroth_quality", "zeroth_sharing"), zeroth.text),
         **dict.fromkeys(("peers", *(f"peers_{rate}" for rate in (10, 20, 40, 200, 1000))), table.markdown),
     }
     for name, made in written.items():
@@ -136,30 +131,14 @@ def test_the_simulator_is_within_its_bounds_where_the_link_decides_and_the_page_
     assert (RESULTS / "simulator.md").read_text() == against.markdown(RESULTS)
 
 
-def test_the_published_search_is_read_and_its_rows_stand_in_its_tables(monkeypatch: pytest.MonkeyPatch):
-    """Rows of before an option went, or came, count."""
-    monkeypatch.setattr("bench.search.rows.about", lambda task: task)  # what stands there needs the task's data
+def test_the_published_search_is_read_and_its_losses_stand_in_its_tables():
+    """Rows of removed tasks, methods and options are read; the page has columns that its command no longer makes."""
     rows = Rows(RESULTS / "search.jsonl")
     assert (len(rows.runs), len(rows.choices)) == (603, 175)
-    told = [line for line in markdown(rows).splitlines() if line.startswith("|")]
-    assert told == [line for line in (RESULTS / "search.md").read_text().splitlines() if line.startswith("|")]
-
-
-def test_the_published_workers_at_unlike_speeds_stand_in_their_tables():
-    page = (RESULTS / "uneven.md").read_text()
-    asked = re.search(r"`python -m bench.uneven ([^`]*)`", page)
-    assert asked is not None
-    o = tyro.cli(Uneven, args=asked[1].split(), use_underscores=True)
-    o = replace(o, report=True, rows=RESULTS / "uneven.jsonl")
-    for allreduce in o.allreduce:
-        assert section(o, uneven_rows(o.rows), allreduce) in page
-
-
-def test_the_published_controls_are_those_of_their_rows(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("bench.search.controls.about", lambda task: task)
-    made = controls.markdown(Rows(RESULTS / "controls.jsonl"), controls.Controls().searches())
-    told = [line for line in made.splitlines() if line.startswith("|")]
-    assert told == [line for line in (RESULTS / "controls.md").read_text().splitlines() if line.startswith("|")]
+    cells = [line.split(" | ") for line in (RESULTS / "search.md").read_text().splitlines() if line.startswith("| `")]
+    page = [(asked, lr, tried, loss.strip("*")) for asked, _, lr, tried, _, _, loss, *_ in cells]
+    made = [line.split(" | ") for line in markdown(rows).splitlines() if line.startswith("| `")]
+    assert page == [(asked, lr, tried, loss) for asked, _, lr, tried, loss, *_ in made]
 
 
 PAGES = re.findall(r"\]\((\w+\.md)\)", (RESULTS / "index.md").read_text())

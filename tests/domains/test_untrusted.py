@@ -12,9 +12,8 @@ import pytest
 import training.prepared  # noqa: F401, transformers imports torchvision when it is installed
 
 # isort: split
-from bench.search.rows import Rows
-
 from bench import report
+from bench.loss.runs import Rows
 from core import UserError
 from core.checkpoints import checkpoint
 from core.zeroth import ScalarLog
