@@ -9,7 +9,7 @@ for example co2:merge=mix,kappa=0.5,delay=3,gap=none,beta=0.
 A method's configurations are its options' values times learning rates, as many as --configurations allows. Each is
 trained on the tuning seed and evaluated on the tuning split; the best is trained on the other seeds and evaluated on
 the test split. Initial weights and batches depend on the seed alone. Every run is a line of --rows; a run that has its
-line is not repeated, so the same command continues after an interruption. The tables are in the .md of the same name.
+line is not repeated, so the same command continues after an interruption. At the end it prints the tables of all rows.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ from typing import Any, Literal
 
 import torch
 
-from bench import report
 from bench.loss.methods import METHODS, Settings
 from bench.loss.runs import Plan, Rows, markdown, run
 from bench.loss.tasks import TASKS, Shards, load_task
-from bench.report import read_options, require, require_device, require_no_crowd
+from bench.report import read_options, require, require_device, require_no_crowd, stoppable
 from bench.trainings import TUNING_SEED
 from core.errors import UserError
 from core.wires.formats import WIRES
@@ -65,7 +64,7 @@ class Options:
     device: Literal["cpu", "cuda"] = "cpu"
     """Holds all workers of a run. On cuda, products are in TF32, as in the train scripts."""
     report: bool = False
-    """Make the tables from the rows that are there; run nothing."""
+    """Print the tables of the rows that are there; run nothing."""
 
     def check(self) -> None:
         require(self, once="tasks methods workers seeds", positive="workers lr_factors", tasks=TASKS)
@@ -172,12 +171,10 @@ def main() -> None:
     rows = Rows(o.rows)
     if o.report and not rows.choices:
         raise UserError(f"rows={o.rows}: no rows to report; run python -m bench.loss first")
-    with report.stoppable(f"the runs that ended are in {o.rows}"):
-        if not o.report:
+    if not o.report:
+        with stoppable(f"the runs that ended are in {o.rows}"):
             search(o, rows)
-    tables = markdown(rows)
-    report.write(o.rows.with_suffix(".md"), tables)
-    print("\n" + tables)
+    print("\n" + markdown(rows))
 
 
 if __name__ == "__main__":

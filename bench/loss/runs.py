@@ -52,14 +52,9 @@ def unflat(row: Tensor, template: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def vmap_gradient(loss: Callable[..., Tensor], template: dict[str, Tensor]) -> Gradient:
-    """The gradient of a functional model for all workers at once.
+    """The gradient for all workers at once: f(x [workers, n], batch of tensors [workers, ...]) -> [workers, n].
 
-    Args:
-        loss: (params, *batch) -> 0-d loss of one worker.
-        template: name -> tensor, the shapes that a row of x unflattens to.
-
-    Returns:
-        f(x [workers, n], batch of tensors [workers, ...]) -> [workers, n].
+    loss: (params, *batch) -> 0-d loss of one worker. template: name -> tensor, the shapes of a row's parameters.
     """
 
     def of_flat(row: Tensor, batch: tuple[Any, ...]) -> Tensor:

@@ -62,7 +62,7 @@ bench.loss --methods co2:merge=half => merge='half'; choose among outer, mix, ke
 bench.loss --methods co2:beta=x => beta='x'; give a number, 0 or more
 bench.loss --methods co2:delay=1.5 => delay='1.5'; give a whole number, 0 or more
 bench.loss --methods ddp:wire=int1 => wire='int1'; choose among float32, bfloat16
-bench.loss --methods co2:nesterov=1 => nesterov='1'; choose true or false
+bench.loss --methods co2:nesterov=1 => nesterov='1'; choose among true, false
 bench.loss --methods co2:delay=9 --tau 6 => delay=9: between 0 and tau=6
 bench.loss --methods co2:beta=0|0.1|0.2 --configurations 2 => make 3 configurations; allow as many
 bench.loss --seeds 0 100 => seeds=100: it is the tuning seed
@@ -85,11 +85,6 @@ bench.time_to_loss --seeds 1 1 => seeds=1 1: give one or more, each once
 bench.time_to_loss --workers 1 => workers=1: a lone worker has no link
 bench.time_to_loss --vision_loss nan => vision_loss=nan: give a number above 0
 bench.time_to_loss --throttle --out FOLDER => holds a measurement: choose another --out
-bench.uneven --task nope => task: 'nope' does not exist
-bench.uneven --allreduce 24 => tau=24: an all-reduce takes 24 local steps; give a tau above 24
-bench.uneven --scenarios odd => scenarios: 'odd' does not exist; choose among even, half, stalls
-bench.uneven --seeds 100 => seeds=100: it is the tuning seed
-bench.uneven --workers 1 => give 2 or more
 """
 
 
