@@ -1,12 +1,23 @@
-"""How long workers wait for each other where documents differ in length, by how documents are dealt.
+"""Documents of unequal lengths: how long workers wait, and where a document is best split over ranks.
 
-    python -m bench.lengths [--out FOLDER]
+    python -m bench.lengths [--parts waits rings] [--out FOLDER]
 
-Nothing is timed: a document's work is s^2 + crossing s, and the waits follow from it, the same on every machine. Four
-ways of dealing are compared: equal counts, as torch's DistributedSampler deals; equal tokens, as a loader with a budget
-of tokens does (--balance tokens); cut packing, where documents are joined and cut into rows of as many tokens as there
-are positions; and --balance round. What is longer than the positions is cut in all of them, and no token attends to
-another document.
+waits: computed from costs, the same on every machine. A document costs s^2 + crossing s. Ways to deal documents:
+
+- counts: equal numbers, as torch's DistributedSampler.
+- tokens: --balance tokens.
+- cut packing: documents are joined and cut into rows of as many tokens as there are positions.
+- round: --balance round.
+
+rings: a layer's forward and backward pass, timed on the emulated cluster: two nodes of two ranks, a link for each rank.
+training/layouts/ring.py sends the messages. Computing is a stand-in: a rank sleeps as long as an A800 would take, times
+a stretch, and the width of the keys makes a hop across nodes as much slower. Ways to place documents:
+
+- plan: language/lengths/plan.py, with hops measured on the cluster.
+- even: every document over all ranks (even context parallelism).
+- grouped: disjoint groups of ranks, chosen as if no hop were hidden (after FlexSP).
+- whole: no document is split; the costliest first, each to the least busy rank.
+- cut: rows of equal tokens. Attention ends where a row ends, so this trains another model.
 """
 
 from __future__ import annotations
@@ -14,31 +25,75 @@ from __future__ import annotations
 import functools
 import lzma
 import statistics
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from training.layouts.ring import Shares, ring_attention
 
 from bench import report
+from bench.cluster import Cluster, run_ranks
 from bench.report import Asked, mean_sd, require
 from core.errors import UserError
 from language.corpora import gutenberg_file, wikitext2_file
 from language.lengths import laws
+from language.lengths.plan import Island, Ring, layer_seconds, plan
+from language.lengths.rings import hop_of, slowest
 from language.lengths.rounds import Order, by_tokens, cost, deal
+from training.layouts import ring
 from training.script import launch
 
-STEP = 8192  # tokens a worker and step, or one full context where that is more
-PROMPTS = 16  # a worker and step
+PARTS = ("waits", "rings")
+
+
+@dataclass(frozen=True)
+class Bench(Asked):
+    """What to measure."""
+
+    parts: tuple[str, ...] = PARTS
+    workers: tuple[int, ...] = (4, 16)
+    """Of waits."""
+    taus: tuple[int, ...] = (6, 24)
+    """Of waits."""
+    rounds: int = 20
+    """Of waits, for each seed."""
+    seeds: tuple[int, ...] = (0, 1, 2)
+    laws: tuple[str, ...] = tuple(laws.LAWS)
+    """Of rings: distributions of document lengths."""
+    links: tuple[float, ...] = (200.0, 25.0)
+    """Of rings: Gbit/s of a flow across nodes, next to an A800."""
+    tokens: int = 32768
+    """Of rings, for each rank."""
+    rate: float = 200.0
+    """Of rings: Mbit/s of a link of the emulated cluster."""
+    stretch: float = 2.0
+    """Of rings: how many times slower than on an A800 computing is, about."""
+
+    def check(self) -> None:
+        require(self, once="parts workers taus seeds laws links", positive="links rate stretch", ones="rounds tokens")
+        require(self, parts=PARTS, laws=laws.LAWS)
+        if min(self.workers) < 2 or min(self.taus) < 1:
+            raise UserError("workers and taus: give 2 workers or more, and local steps, 1 or more")
+
+
+# -- waits ------------------------------------------------------------------------------------------------------------
+
+STEP = 8192  # tokens a worker and step, or one full context if that is more
+PROMPTS = 16  # samples a worker and step
 DRAWN = 400_000  # documents of a law
 WAYS = ("counts", "tokens", "cut packing", "round")
-EXCHANGE = 0.5  # of a round: how long the mean takes, where it runs under the next round
+EXCHANGE = 0.5  # duration of the all-reduce, as a share of a round
 
 
 @dataclass(frozen=True)
 class Case:
-    """Documents, the model's positions, and the crossing of its width (12 x 768 is GPT-2 small's, 12 x 4,096 that of
-    a model of 7 billion)."""
+    """Documents, the model's positions, and its width (768: GPT-2 small; 4,096: a model of 7 billion parameters)."""
 
     documents: str
     positions: int
@@ -59,72 +114,41 @@ CASES = (
 )
 
 
-@dataclass(frozen=True)
-class Bench(Asked):
-    """Waits of every case, number of workers and tau."""
-
-    workers: tuple[int, ...] = (4, 16)
-    taus: tuple[int, ...] = (6, 24)
-    rounds: int = 20
-    """Of each seed."""
-    seeds: tuple[int, ...] = (0, 1, 2)
-
-    def check(self) -> None:
-        require(self, once="workers taus seeds", ones="rounds")
-        if min(self.workers) < 2 or min(self.taus) < 1:
-            raise UserError("workers and taus: give 2 workers or more, and local steps, 1 or more")
-
-
-def main() -> None:
-    take = lambda o, session: session.take("rows", measure(o), lambda row: report.row(*cells(row)))  # noqa: E731
-    report.run(Bench, "lengths", take, text, packages=("numpy", "torch"))
-
-
-# -- documents --------------------------------------------------------------------------------------------------------
-
-
-def documents_of(case: Case, seed: int) -> np.ndarray:
-    """Lengths in tokens, none above the positions: int64 [n]. A real text's are the same for all seeds."""
-    found = REAL[case.documents]() if case.documents in REAL else laws.draw(case.documents, DRAWN, seed)
-    return laws.cut(found, case.positions)
-
-
 @functools.cache
 def books() -> str:
     with lzma.open(gutenberg_file(), "rt") as file:
         return file.read()
 
 
-def prompts() -> np.ndarray:
-    """Sentences of WikiText-2's test text, with an answer of one token: no data set of prompts was at hand."""
-    return laws.of_text(wikitext2_file().read_text(), r" \. |\n") + 1
-
-
 REAL: dict[str, Callable[[], np.ndarray]] = {
     "paragraphs": lambda: laws.of_text(books(), laws.PARAGRAPH),
     "chapters": lambda: laws.of_text(books(), laws.HEADING),
-    "prompts": prompts,
+    # sentences of WikiText-2's test text, with an answer of one token
+    "prompts": lambda: laws.of_text(wikitext2_file().read_text(), r" \. |\n") + 1,
 }
 
 
-# -- waits ------------------------------------------------------------------------------------------------------------
+def documents_of(case: Case, seed: int) -> np.ndarray:
+    """Lengths in tokens, none above the positions: int64 [n]. A real text has the same for all seeds."""
+    found = REAL[case.documents]() if case.documents in REAL else laws.draw(case.documents, DRAWN, seed)
+    return laws.cut(found, case.positions)
 
 
-def measure(bench: Bench) -> Iterator[dict[str, Any]]:
+def measure_waits(o: Bench) -> Iterator[dict[str, Any]]:
     """A row for each case, number of workers and tau; a value for each seed."""
     for case in CASES:
-        pools = [documents_of(case, seed) for seed in bench.seeds]
-        for workers in bench.workers:
-            for tau in bench.taus:
-                runs = [one_run(case, pool, workers, tau, bench.rounds, seed) for seed, pool in enumerate(pools)]
+        pools = [documents_of(case, seed) for seed in o.seeds]
+        for workers in o.workers:
+            for tau in o.taus:
+                runs = [one_run(case, pool, workers, tau, o.rounds, seed) for seed, pool in enumerate(pools)]
                 row = {"documents": case.documents, "positions": case.positions, "width": case.width}
                 row |= {"workers": workers, "tau": tau}
                 yield row | {key: [run[key] for run in runs] for key in runs[0]}
 
 
 def one_run(case: Case, lengths: np.ndarray, workers: int, tau: int, rounds: int, seed: int) -> dict[str, Any]:
-    """Waits of each way, {way: share of a round}: mean and worst over the rounds where workers meet at once, and over
-    all of them where a round's exchange runs under the next; and how far tokens are from even, at most."""
+    """Waits of each way, {way: share of a round}. mean, worst: over the rounds, if workers meet at every boundary.
+    slack: over all rounds, if the all-reduce runs during the next round. tokens off: largest distance from even."""
     is_prompts = case.documents == "prompts"
     sizes = np.ones_like(lengths) if is_prompts else lengths
     step = workers * (PROMPTS if is_prompts else max(case.positions, STEP))
@@ -157,7 +181,7 @@ def one_run(case: Case, lengths: np.ndarray, workers: int, tau: int, rounds: int
 def owners(
     way: str, lengths: np.ndarray, positions: int, workers: int, crossing: float, is_prompts: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    """What of the documents is dealt, int64 [n] lengths, and to whom, int64 [n]."""
+    """The lengths of the pieces that are dealt, and the worker of each; int64 [n] both."""
     if way == "counts":
         return lengths, np.arange(len(lengths)) % workers
     if way == "tokens":
@@ -171,13 +195,13 @@ def owners(
 
 
 def wait(loads: np.ndarray) -> float:
-    """The share of a round that the average worker waits, where all meet at its end."""
+    """The share of a round that the average worker waits if all meet at its end."""
     return float(1 - loads.mean() / loads.max())
 
 
 def wait_with_slack(loads: np.ndarray, exchange: float = EXCHANGE) -> float:
-    """The same over rounds [rounds, workers] of CO2: a worker ends its next round when its work is done, and the mean
-    is there that was sent when the slowest one ended the round before. exchange: of an average round, what it takes."""
+    """The same over rounds [rounds, workers] of CO2. A worker ends its next round when its work is done and the mean
+    has arrived that was sent when the slowest worker ended the round before."""
     end, arrived = np.zeros(loads.shape[1]), 0.0
     for row in loads:
         end = np.maximum(end + row, arrived)
@@ -185,87 +209,221 @@ def wait_with_slack(loads: np.ndarray, exchange: float = EXCHANGE) -> float:
     return float(1 - loads.sum(axis=0).mean() / end.max())
 
 
+# -- rings: ways to place documents -----------------------------------------------------------------------------------
+
+NODES, DEVICES = 2, 2
+WIDTH = 4096  # of the layer on an A800: 150 TFLOP/s in linear layers, 100 in attention
+LINEAR, ATTENTION = 72 * WIDTH**2 / 150e12, 7 * WIDTH / 100e12  # seconds a token; a pair of a causal triangle
+BITS = 8 * 16 * WIDTH  # a token's keys and values in 16 bits, twice, and their gradients in 32
+LONGEST = 65536  # tokens of a document, at most
+CPU = torch.device("cpu")
+Placement = tuple[list[int], list[Ring]]  # lengths, and the ranks of each
+
+
+def drawn(law: str, seed: int, number: int, tokens: float = np.inf) -> list[int]:
+    """`number` lengths of a law, or fewer if they reach so many tokens."""
+    lengths = np.minimum(laws.draw(law, number, seed), LONGEST)
+    return lengths[: max(2, int(np.searchsorted(np.cumsum(lengths), tokens)))].tolist()
+
+
+def whole(lengths: list[int], i: Island) -> Placement:
+    busy, rings = [0.0] * i.size, [(0,)] * len(lengths)
+    for k in sorted(range(len(lengths)), key=lambda k: -lengths[k]):
+        rings[k] = (busy.index(min(busy)),)
+        busy[rings[k][0]] += i.whole(lengths[k])
+    return lengths, list[Ring](rings)
+
+
+def cut(lengths: list[int], i: Island) -> Placement:
+    ends = np.cumsum(lengths)
+    row = -(-int(ends[-1]) // i.size)
+    cuts = np.union1d(ends, np.arange(row, ends[-1], row))
+    return np.diff(cuts, prepend=0).tolist(), [(rank,) for rank in ((cuts - 1) // row).tolist()]
+
+
+def grouped(lengths: list[int], i: Island) -> Placement:
+    """The best partition into groups of power-of-two sizes; each document goes to the group that is done first."""
+    best, found = np.inf, list[Ring]()
+    for sizes in partitions(i.size):
+        ends = np.cumsum(sizes).tolist()
+        groups = [tuple(range(end - g, end)) for end, g in zip(ends, sizes, strict=True)]
+        busy, rings = [0.0] * len(groups), [groups[0]] * len(lengths)
+        for k in sorted(range(len(lengths)), key=lambda k: -lengths[k]):
+            n = lengths[k]
+            costs = [sum(i.share(n, g)[:2]) + i.linear * n / len(g) for g in groups]
+            after = [b + c for b, c in zip(busy, costs, strict=True)]
+            first = after.index(min(after))
+            busy[first], rings[k] = after[first], groups[first]
+        if max(busy) < best:
+            best, found = max(busy), rings
+    return lengths, found
+
+
+def partitions(total: int, largest: int | None = None) -> list[list[int]]:
+    """All ways to write total as a sum of powers of two, the largest first."""
+    if total == 0:
+        return [[]]
+    sizes = [1 << k for k in range(total.bit_length()) if 1 << k <= min(total, largest or total)]
+    return [[g, *rest] for g in reversed(sizes) for rest in partitions(total - g, g)]
+
+
+PLACED: dict[str, Callable[[list[int], Island], Placement]] = {
+    "plan": lambda lengths, i: (lengths, plan(torch.tensor([0, *lengths]).cumsum(0), i)),
+    "even": lambda lengths, i: (lengths, [tuple(range(i.size))] * len(lengths)),
+    "grouped": grouped,
+    "whole": whole,
+    "cut": cut,
+}
+
+# -- rings: timed -----------------------------------------------------------------------------------------------------
+
+
+class Paced:
+    """Computing that takes as long as it is told, in place of the attention of training/layouts/ring.py."""
+
+    def __init__(self, island: Island):
+        self.island, self.due, self.busy = island, 0.0, 0.0
+
+    def spend(self, seconds: float) -> None:
+        self.due = max(self.due, time.perf_counter()) + seconds
+        self.busy += seconds
+        self.catch_up(1e-3)
+
+    def catch_up(self, most: float = 0.0) -> None:
+        """Sleeps unless it is at most so far ahead: short sleeps take longer than they should."""
+        ahead = self.due - time.perf_counter()
+        if ahead > most:
+            time.sleep(ahead)
+
+    def attend(self, q: Tensor, k: Tensor, causal: bool, share: float) -> None:
+        self.spend(share * 2 * self.island.attention * len(q) * len(k) * (0.5 if causal else 1.0))
+
+    def flash(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:  # noqa: ARG002
+        self.attend(q, k, causal, 2 / 7)
+        return torch.zeros_like(q), q.new_zeros(q.shape[:2])
+
+    def flash_backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Tensor, causal: bool) -> Any:  # noqa: ARG002
+        self.attend(q, k, causal, 5 / 7)
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+
+
+def stepped(placement: Placement, island: Island, width: int) -> tuple[float, float]:
+    """Seconds of a layer's two passes: on the slowest rank from begin to end, and this rank's computing."""
+    lengths, rings = placement
+    shares, paced = Shares(torch.tensor([0, *lengths]).cumsum(0), rings), Paced(island)
+    tokens = len(shares.indices)
+    q, k, v = (torch.zeros(tokens, 1, width, requires_grad=True) for _ in range(3))
+    with mock.patch.object(ring, "flash", paced.flash), mock.patch.object(ring, "flash_backward", paced.flash_backward):
+        dist.barrier()
+        began = time.perf_counter()
+        paced.spend(island.linear * tokens / 3)
+        ring_attention(q, k, v, shares).sum().backward()
+        paced.spend(island.linear * tokens * 2 / 3)
+        paced.catch_up()
+        took = time.perf_counter() - began
+    assert dist.group.WORLD is not None
+    return slowest([took], dist.group.WORLD)[0], paced.busy
+
+
+def island_of(link: float, rate: float, stretch: float) -> tuple[Island, float, int]:
+    """The island with the hops measured here, its stretch, and the width of keys that stretches a hop as much."""
+    per_width = 8 * 24 / (rate * 1e6)  # seconds of a hop for a token and unit of width: 24 bytes in float32
+    modelled = BITS / (link * 1e9)
+    width = max(1, round(stretch * modelled / per_width))
+    stretch = width * per_width / modelled
+    assert dist.group.WORLD is not None
+    rings = (DEVICES, NODES * DEVICES)
+    inside, across = (hop_of(dist.group.WORLD, devices, 24 * width, 4096, CPU) for devices in rings)
+    return Island(NODES, DEVICES, stretch * ATTENTION, stretch * LINEAR, inside, across), stretch, width
+
+
+def measured_rings(o: Bench) -> list[dict[str, Any]]:
+    """On each rank of the cluster: a row for each link, law and seed."""
+    dist.init_process_group("gloo")
+    rows = []
+    for link in o.links:
+        island, stretch, width = island_of(link, o.rate, o.stretch)
+        stepped(([64], [tuple(range(island.size))]), island, width)  # connects, and warms up
+        for law in o.laws:
+            for seed in o.seeds:
+                lengths = drawn(law, seed, 4000, o.tokens * island.size)
+                row = dict(link=link, law=law, seed=seed, tokens=sum(lengths), stretch=stretch, seconds={}, model={})
+                row["least"] = sum(map(island.whole, lengths)) / island.size
+                for way, place in PLACED.items():
+                    placement = place(lengths, island)
+                    row["seconds"][way], _ = stepped(placement, island, width)
+                    row["model"][way] = layer_seconds(*placement, island)
+                rows.append(row)
+    dist.barrier()
+    return rows
+
+
 # -- the tables -------------------------------------------------------------------------------------------------------
 
-TITLES = ("documents", "positions", "crossing", "workers", "tau", *WAYS, "round, worst", "round, tokens off by")
-NOTE = """\
-- Shares of a round's time, in %, that the average worker waits for the one with most work: means and standard
-  deviations over {seeds} seeds of {rounds} rounds each. The worst is of all these rounds.
-- A step takes 8,192 tokens a worker, or one full context where that is more; of prompts 16 a worker. The crossing is 12
-  times the width, 768 or 4,096.
-- The laws' parameters are ours: `uniform` 900 to 1,100 tokens; `log_normal` of median 500 and sigma 1.1; `github_like`
-  with 6 % from a Pareto tail above 8,000; `prolong_like` with 2 % of 65,536 tokens, some 60 % of all.
-- `paragraphs` and `chapters` are those of Gutenberg's books at 4.3 characters a token. `prompts` are sentences of
-  WikiText-2 and a token more. What is longer than the positions is cut.
-- Computed from costs, not timed: {source}."""
-AFTER = """\
-Where a worker's share is a few full contexts, its tokens and its work cannot both be even: the exchange weighs the two
-alike. Windows that run across documents (--balance none) are all alike, and nobody waits, but every token pays for
-attention across documents."""
-SLACK = f"""\
-A mean is sent at a boundary and needed at the next, so a worker may be late by what the mean leaves of a round. Here
-the mean takes {EXCHANGE:g} of one. What a worker is late in one round it may make up in another, so that the gain is
-smaller than above."""
 
-
-def cells(row: dict[str, Any], key: str = "mean") -> list[str]:
+def wait_cells(row: dict[str, Any]) -> list[str]:
+    """Waits in % of a round, with and without slack."""
     start = [row["documents"], f"{row['positions']:,}", f"{12 * row['width']:,}", row["workers"], row["tau"]]
-    ways = [mean_sd([100 * of[way] for of in row[key]], ".2f") if way in row[key][0] else "" for way in WAYS]
-    if key == "slack":
-        return [*start, *ways]
+    ways = [
+        mean_sd([100 * of[way] for of in row[key]], ".2f") if way in row[key][0] else ""
+        for key in ("mean", "slack")
+        for way in WAYS
+    ]
     worst = max(of["round"] for of in row["worst"])
     return [*start, *ways, f"{100 * worst:.2f}", f"{100 * max(row['tokens off']):.2f}"]
 
 
-def marks(rows: list[dict[str, Any]], tau: int, most: float) -> str:
-    """Whether the mean wait of `round` is at most so much in every row of a tau."""
-    found = {
-        statistics.fmean(of["round"] for of in row["mean"]): f"{row['documents']}, {row['workers']} workers"
-        for row in rows
-        if row["tau"] == tau
-    }
-    if not found:
-        return f"tau {tau}: not run"
-    largest = max(found)
-    verdict = "met in every row" if largest <= most else "missed"
-    return f"tau {tau}: at most {100 * most:.0f} %: {verdict}, the largest is {100 * largest:.2f} % ({found[largest]})"
+def ring_cells(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Of one link and law. Tokens a second are those of a device that is not stretched."""
+    speeds = [r["stretch"] * r["tokens"] / r["seconds"]["plan"] / 1e3 for r in rows]
+    ratios = [[r["seconds"][way] / r["seconds"]["plan"] for r in rows] for way in PLACED if way != "plan"]
+    least = mean_sd([100 * r["least"] / r["seconds"]["plan"] for r in rows], ".0f")
+    model = mean_sd([100 * r["seconds"]["plan"] / r["model"]["plan"] - 100 for r in rows], "+.0f")
+    start = [f"{rows[0]['link']:g}", rows[0]["law"], mean_sd(speeds, ".0f")]
+    return [*start, *(mean_sd(of, ".2f") for of in ratios), least, model]
 
 
-def uneven(rows: list[dict[str, Any]]) -> str:
-    """Which rows of `round` have a worker whose tokens are more than 1 % off, and how small their shares are."""
-    found = [row for row in rows if max(row["tokens off"]) > 0.01]
-    shares = sorted({row["tau"] * max(1, STEP // row["positions"]) for row in found if row["documents"] != "prompts"})
-    if not found:
-        return "tokens a worker: within 1 % in every round of every row"
-    at = ", ".join(map(str, shares))
-    return f"tokens a worker: more than 1 % off in some round of {len(found)} rows, whose shares are {at} full contexts"
-
-
-def lost(rows: list[dict[str, Any]]) -> str:
-    """Where equal tokens wait less than 1 % already, or less than `round` does."""
-    little = [row for row in rows if statistics.fmean(of["tokens"] for of in row["mean"]) < 0.01]
-    names = dict.fromkeys(f"{row['documents']} at {row['positions']:,} positions" for row in little)
-    return "; ".join(names) or "nowhere here"
+WAIT_TITLES = (
+    *("documents", "positions", "crossing", "workers", "tau", *WAYS, *(f"{way}, slack" for way in WAYS)),
+    *("round, worst", "round, tokens off by"),
+)
+WAIT_NOTE = (
+    f"Shares of a round, in %, that the average worker waits for the one with most work, over the seeds. A step takes "
+    f"{STEP:,} tokens a worker, or one full context if that is more; of prompts {PROMPTS} a worker. With slack, the "
+    f"all-reduce takes {EXCHANGE:g} of a round and runs during the next. Computed from costs, not timed."
+)
+RING_TITLES = (
+    *("link, Gbit/s", "law", "plan, 1,000 tokens/s", *(f"{way} / plan" for way in PLACED if way != "plan")),
+    *("least / plan, %", "plan against its model, %"),
+)
+RING_NOTE = (
+    f"Seconds of a layer over the plan's, {NODES} nodes of {DEVICES} ranks: above 1 the plan wins. `least` is the work "
+    "divided by the ranks, which no way can beat. `cut` trains another model. Computing is a stand-in for an A800."
+)
 
 
 def text(result: dict[str, Any]) -> str:
-    rows, options = result["rows"], result["options"]
-    note = NOTE.format(seeds=len(options["seeds"]), rounds=options["rounds"], source=report.source(result))
-    verdicts = [marks(rows, 24, 0.01), marks(rows, 6, 0.03), uneven(rows)]
-    verdicts.append(f"equal tokens wait less than 1 % in some row already, and nothing is to be won: {lost(rows)}")
-    parts = [
-        "# Waits where documents differ in length",
-        note,
-        "## Where all meet at a boundary at once",
-        report.table(TITLES, (cells(row) for row in rows)),
-        "`round` against its marks:",
-        report.bullets(verdicts),
-        AFTER,
-        "## With CO2's slack of a round",
-        SLACK,
-        report.table(TITLES[:-2], (cells(row, "slack") for row in rows)),
-    ]
+    parts = [f"# Documents of unequal lengths\n\n- {report.source(result)}."]
+    if rows := result.get("waits"):
+        parts.append(f"## Waits\n\n{WAIT_NOTE}\n\n{report.table(WAIT_TITLES, map(wait_cells, rows))}")
+    groups: dict[tuple[float, str], list[dict[str, Any]]] = {}
+    for row in result.get("rings", ()):
+        groups.setdefault((row["link"], row["law"]), []).append(row)
+    if groups:
+        parts.append(f"## Rings\n\n{RING_NOTE}\n\n{report.table(RING_TITLES, map(ring_cells, groups.values()))}")
     return "\n\n".join(parts) + "\n"
+
+
+def measure(o: Bench, session: report.Session) -> None:
+    if "waits" in o.parts:
+        session.take("waits", measure_waits(o), lambda row: report.row(*wait_cells(row)))
+    if "rings" in o.parts:
+        with Cluster(NODES, o.rate, nics=DEVICES) as cluster:
+            session.take("rings", run_ranks(measured_rings, cluster, DEVICES, NODES, o, timeout=3600.0)[0])
+
+
+def main() -> None:
+    report.run(Bench, "lengths", measure, text, packages=("numpy", "torch"), forks=lambda o: "rings" in o.parts)
 
 
 if __name__ == "__main__":

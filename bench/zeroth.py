@@ -1,74 +1,91 @@
-"""What zeroth-order training gains and costs: python -m bench.zeroth [--parts speed traffic memory ...]
+"""Speed, traffic and memory of zeroth-order training: python -m bench.zeroth [--parts speed traffic blocks limit]
 
-speed: steps/s where a forward pass is a stand-in that takes as long as on a device of its own, on nodes whose links
-have --rate Mbit/s and --delay_ms; and of a tiny GPT-2 as fast as it goes. traffic: bytes that the kernel counts at a
-node's network device. memory: bytes of blocks on the device, and uploads hidden, over an emulated bus; and the table of
-ZO2's README computed. sharing: what each of a node's workers uploads. quality: the tiny GPT-2, trained on Python's
-documentation, goes on with WikiText-2's test text (four fifths of it; the rest is held out): MeZO alone, method zo, ddp
-with AdamW, and co2 (bench/zeroth_quality.py). tuning: chooses each one's learning rate, on another seed. Writes
-zeroth.json and zeroth.md.
+- speed: steps/s on nodes whose links have --rate Mbit/s and --delay_ms. The forward pass is a stand-in that takes as
+  long as on a device of its own.
+- traffic: bytes that the kernel counts at a node's network interface.
+- blocks: bytes of a model's blocks on the device, and the share of uploads that is hidden, over an emulated bus.
+- limit: the least memory in which a GPT-2 of --shape (layers, width) takes two steps. A process may grow by a limit of
+  private writable memory (RLIMIT_DATA); the limits are a ladder. Weights that are streamed lie in a mapped file, which
+  does not count, as a host's memory does not count as a GPU's.
 """
 
 from __future__ import annotations
 
+import training.prepared  # noqa: F401, transformers imports torchvision when it is installed
+
+# isort: split
+import ctypes
+import functools
+import itertools
 import os
+import resource
+import tempfile
+import threading
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from bench import report
 from bench.cluster import Cluster, run_ranks, sent_bytes
-from bench.report import require
+from bench.report import Asked, require
 from bench.trainings import FAST
-from bench.zeroth_memory import measure_memory, measure_sharing, memory_text, opt_table, opt_text, sharing_text
-from bench.zeroth_quality import Quality, measure_quality, measure_tuning, quality_text, tuning_text
 from core.errors import UserError
-from language.model import build_model
 from language.zeroth import ZerothConfig, ZerothOrder
+from language.zeroth.blocks import BlockStream
+from training.sampling import generator
 from training.script import launch
 
 FORWARD_MS = (500.0, 60.0)  # of the whole batch on one device, in speed
-Part = Literal["speed", "traffic", "memory", "sharing", "tuning", "quality"]
+MESHES = {"one process": (1, False), "1 x 2 (a pair)": (2, True), "2 x 1 (data)": (2, False), "2 x 2": (4, True)}
+WAYS = ("AdamW", "AdamW, recomputation", "zo", "zo, offload")
+LADDER = (0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 8.0)
+"""Limits, in units of the weights."""
 
 
 @dataclass(frozen=True)
-class ZerothBench(Quality):
+class ZerothBench(Asked):
     """What to measure."""
 
-    parts: tuple[Part, ...] = get_args(Part)
+    parts: tuple[str, ...] = ("speed", "traffic", "blocks", "limit")
     rate: float = 50.0
-    """Mbit/s of the links in speed."""
+    """Of speed: Mbit/s of the links."""
     delay_ms: float = 5.0
-    """Of each link in speed, one way."""
+    """Of speed: delay of each link, one way."""
     seconds: float = 10.0
-    """Of each measurement of speed."""
+    """Of speed: duration of each measurement."""
+    shape: tuple[int, int] = (12, 512)
+    """Of limit: layers and width."""
+    batch: int = 4
+    """Of limit: windows of 64 tokens in a step."""
 
     def check(self) -> None:
-        require(self, once="parts", positive="rate delay_ms seconds")
-        super().check()
-        if "quality" in self.parts and "tuning" not in self.parts:
-            raise UserError("parts: quality takes the learning rates of tuning; name both")
+        require(self, once="parts", positive="rate delay_ms seconds", ones="batch", parts=MEASURES)
+        layers, width = self.shape
+        if layers < 1 or width < 64 or width % 64:
+            raise UserError(f"shape={layers} {width}: give layers, 1 or more, and a width that 64 divides")
 
 
-# -- speed ------------------------------------------------------------------------------------------------------
-
-MESHES = {"one process": (1, False), "1 x 2 (a pair)": (2, True), "2 x 1 (data)": (2, False), "2 x 2": (4, True)}
+# -- speed ------------------------------------------------------------------------------------------------------------
 
 
 def on_rank(model: nn.Module, config: ZerothConfig, timeout: float = 120.0) -> ZerothOrder:
-    """This rank's, in a group of all."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     return ZerothOrder(model, config, lr=1e-6, timeout=timeout)
 
 
 def paced(pairs: bool, forward_seconds: float, steps: int) -> dict[str, float]:
-    """One rank: steps whose forward passes end at their deadlines. forward_seconds: of the whole batch."""
+    """One rank: forward passes that end at their deadlines. forward_seconds: of the whole batch."""
     zo = on_rank(nn.Linear(256, 256), ZerothConfig(pairs=pairs))
     x = torch.ones(4, 256)
     deadline = time.perf_counter()
@@ -87,46 +104,35 @@ def paced(pairs: bool, forward_seconds: float, steps: int) -> dict[str, float]:
     for _ in range(steps):
         zo.step(loss, 4)
         exposed += zo.exposed_seconds
-        deadline = max(deadline, time.perf_counter())  # what was waited for is not caught up
+        deadline = max(deadline, time.perf_counter())  # waiting is not caught up
     zo.finish()
     seconds = time.perf_counter() - began
     zo.close()
     return {"steps_per_second": steps / seconds, "exposed_ms": 1e3 * exposed / steps}
 
 
-def unpaced(pairs: bool, steps: int) -> dict[str, float]:
-    """One rank: a tiny GPT-2, 32 samples of 64 tokens, as fast as it goes."""
-    zo = on_rank(build_model("gpt2_tiny", vocab_size=1024, context=64, dropout=0.0), ZerothConfig(pairs=pairs))
-    ids = torch.randint(1024, (32, 64), generator=torch.Generator().manual_seed(0))
-
-    def loss(model: nn.Module) -> Tensor:
-        return nn.functional.cross_entropy(model(ids).logits.flatten(0, 1), ids.flatten())
-
-    zo.step(loss, 32)
-    dist.barrier()
-    began = time.perf_counter()
-    for _ in range(steps):
-        zo.step(loss, 32)
-    seconds = time.perf_counter() - began
-    zo.close()
-    return {"steps_per_second": steps / seconds}
-
-
 def measure_speed(o: ZerothBench) -> Iterator[dict[str, Any]]:
     with Cluster(4, o.rate, o.delay_ms) as cluster:
-        for forward_ms in FORWARD_MS:
-            for mesh, (workers, pairs) in MESHES.items():
-                steps = max(3, round(o.seconds / (2e-3 * forward_ms / workers)))
-                job = (pairs, forward_ms / 1e3, steps)
-                found = run_ranks(paced, cluster, 1, workers, *job, timeout=60 + 10 * o.seconds)
-                yield {"forward_ms": forward_ms, "mesh": mesh, "delay": 0, "steps": steps} | found[0]
-    with Cluster(2, FAST) as cluster:
-        for mesh, (workers, pairs) in list(MESHES.items())[:2]:
-            found = run_ranks(unpaced, cluster, 1, workers, pairs, 40, timeout=300)
-            yield {"forward_ms": None, "mesh": mesh, "delay": 0, "steps": 40} | found[0]
+        for forward_ms, (mesh, (workers, pairs)) in itertools.product(FORWARD_MS, MESHES.items()):
+            steps = max(3, round(o.seconds / (2e-3 * forward_ms / workers)))
+            job = pairs, forward_ms / 1e3, steps
+            found = run_ranks(paced, cluster, 1, workers, *job, timeout=60 + 10 * o.seconds)
+            yield {"forward_ms": forward_ms, "mesh": mesh, "steps": steps} | found[0]
 
 
-# -- traffic ----------------------------------------------------------------------------------------------------
+def speed_text(rows: Sequence[dict[str, Any]]) -> str:
+    alone = {row["forward_ms"]: row["steps_per_second"] for row in rows if row["mesh"] == "one process"}
+    cells = []
+    for row in rows:
+        speed = row["steps_per_second"]
+        ratio = f"{speed / alone[row['forward_ms']]:.2f}"
+        cells.append([f"{row['forward_ms']:g}", row["mesh"], f"{speed:.2f}", ratio, f"{row['exposed_ms']:.1f}"])
+    titles = ("forward of the whole batch, ms", "mesh", "steps/s", "x one process", "waited, ms a step")
+    note = "One process takes both forward passes of the whole batch, as ZO2 does. Ideal: 2, and 4 for 2 x 2."
+    return f"{report.table(titles, cells)}\n\n{note}"
+
+
+# -- traffic ----------------------------------------------------------------------------------------------------------
 
 
 def counted(width: int, steps: int) -> float:
@@ -143,66 +149,11 @@ def counted(width: int, steps: int) -> float:
     return sent / steps
 
 
-def measure_traffic() -> Iterator[dict[str, Any]]:
+def measure_traffic(_: ZerothBench) -> Iterator[dict[str, Any]]:
     with Cluster(4, FAST) as cluster:
         for width, steps in ((1000, 20), (10_000, 4)):
             sent = run_ranks(counted, cluster, 1, 4, width, steps, timeout=300)
             yield {"parameters": width**2, "workers": 4, "bytes_a_step": max(sent)}
-
-
-# -- all of it --------------------------------------------------------------------------------------------------
-
-
-def run_all(o: ZerothBench, session: report.Session) -> None:
-    session.result |= {"verified_mbit": {}, "opt": list(opt_table())}
-    of: dict[Part, Callable[[], Iterator[dict[str, Any]]]] = {
-        "speed": lambda: measure_speed(o),
-        "traffic": measure_traffic,
-        "memory": measure_memory,
-        "sharing": measure_sharing,
-        "tuning": lambda: measure_tuning(o, session.folder),
-        "quality": lambda: measure_quality(o, session.result, session.folder),
-    }
-    for part in (part for part in get_args(Part) if part in o.parts):  # tuning before quality
-        session.take(part, of[part](), lambda row: {k: v for k, v in row.items() if k != "losses"})
-
-
-# -- the tables -------------------------------------------------------------------------------------------------
-
-
-def text(result: dict[str, Any]) -> str:
-    o = result["options"]
-    titles: dict[str, tuple[str, Callable[[Any], str]]] = {
-        "speed": (f"Speed at {o['rate']:g} Mbit/s and {o['delay_ms']:g} ms", speed_text),
-        "traffic": ("Traffic", traffic_text),
-        "memory": ("Blocks, over an emulated bus", memory_text),
-        "sharing": ("Uploads shared by the workers of a node", sharing_text),
-        "opt": ("Device memory of OPT, computed, beside ZO2's README", opt_text),
-        "tuning": ("Learning rates", tuning_text),
-        "quality": ("Quality", quality_text),
-    }
-    lines = [f"Zeroth-order training. {report.source(result)}", ""]
-    for part, (title, written) in titles.items():
-        lines += [f"## {title}", "", written(result[part]), ""] if result.get(part) else []
-    return "\n".join(lines)
-
-
-def speed_text(rows: Sequence[dict[str, Any]]) -> str:
-    alone = {row["forward_ms"]: row["steps_per_second"] for row in rows if row["mesh"] == "one process"}
-    cells = [
-        [
-            f"{row['forward_ms']:g} ms" if row["forward_ms"] else "a tiny GPT-2, unpaced",
-            row["mesh"],
-            row["delay"],
-            f"{row['steps_per_second']:.2f}",
-            f"{row['steps_per_second'] / alone[row['forward_ms']]:.2f}",
-            f"{row['exposed_ms']:.1f}" if "exposed_ms" in row else "",
-        ]
-        for row in rows
-    ]
-    titles = ("forward, whole batch", "mesh", "delay", "steps/s", "x one process", "waited, ms a step")
-    note = "One process takes both forward passes of the whole batch, as ZO2 does. Ideal: 2, and 4 for 2 x 2."
-    return f"{report.table(titles, cells)}\n\n{note}"
 
 
 def traffic_text(rows: Sequence[dict[str, Any]]) -> str:
@@ -210,9 +161,241 @@ def traffic_text(rows: Sequence[dict[str, Any]]) -> str:
     return report.table(("parameters", "workers", "bytes a step and worker"), cells)
 
 
+# -- blocks -----------------------------------------------------------------------------------------------------------
+
+IDS = torch.arange(32)[None]
+
+
+class Stack(nn.Module):
+    """Blocks whose computation takes a set time."""
+
+    def __init__(self, blocks: int, width: int, seconds: float):
+        super().__init__()
+        self.embed = nn.Embedding(64, width)
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(blocks))
+        self.head = nn.Linear(width, 64, bias=False)
+        for block in self.blocks:
+            block.register_forward_hook(lambda *_: time.sleep(seconds))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+def measure_blocks(_: ZerothBench) -> Iterator[dict[str, Any]]:
+    """A block's upload takes 20 ms. Both its passes together compute twice as long, as long, and half as long."""
+    for compute_ms in (40.0, 20.0, 10.0):
+        model = Stack(12, 512, compute_ms / 2e3)
+        make = functools.partial(BlockStream, blocks=list(model.blocks), hold=lambda nbytes: time.sleep(0.02))
+        zo = ZerothOrder(model, lr=1e-6, make_forward=make)
+        stream: Any = zo._forward
+        for step in range(6):
+            if step == 1:
+                waited, uploaded = stream.window.waited, stream.window.upload.seconds
+            zo.step(lambda m: cross_entropy(m(IDS)[0], IDS[0]), 1)
+        hidden = 1 - (stream.window.waited - waited) / (stream.window.upload.seconds - uploaded)
+        on_device = stream.device_bytes / max(b.nbytes for b in stream.blocks)
+        yield {"compute_ms": compute_ms, "blocks_on_device": on_device, "of_blocks": 12, "hidden": hidden}
+
+
+def blocks_text(rows: Sequence[dict[str, Any]]) -> str:
+    names = ("compute_ms", "blocks_on_device", "of_blocks")
+    cells = [[*(f"{row[name]:g}" for name in names), f"{row['hidden']:.1%}"] for row in rows]
+    return report.table(("compute a block, ms", "blocks on the device", "of", "uploads of 20 ms hidden"), cells)
+
+
+# -- limit ------------------------------------------------------------------------------------------------------------
+
+VOCABULARY, CONTEXT = 1024, 64
+NO_MEMORY = ("can't allocate memory", "bad_alloc", "can't start new thread")
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # of glibc's mallopt
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training in one of WAYS, from a file of weights. limit: of memory, in units of the weights; None: none."""
+
+    way: str
+    shape: tuple[int, int]
+    base: Path
+    batch: int = 4
+    steps: int = 2
+    limit: float | None = None
+
+    @property
+    def weights_mb(self) -> float:
+        return sum(p.numel() for p in blank(self.shape).parameters()) * 4e-6
+
+
+def blank(shape: tuple[int, int]) -> GPT2LMHeadModel:
+    """A model without memory."""
+    layers, width = shape
+    sizes = {"vocab_size": VOCABULARY, "n_positions": CONTEXT}
+    sizes |= {"n_layer": layers, "n_head": width // 64, "n_embd": width}
+    rest = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0) | {"use_cache": False}
+    with torch.device("meta"):
+        return GPT2LMHeadModel(GPT2Config(**sizes, **rest, bos_token_id=None, eos_token_id=None))
+
+
+def random_base(path: Path, shape: tuple[int, int]) -> Path:
+    """Writes a file of initial weights."""
+    model = blank(shape).to_empty(device="cpu")
+    torch.manual_seed(0)
+    model.init_weights()
+    with path.open("wb") as file:
+        for p in model.parameters():
+            file.write(p.detach().contiguous().numpy().tobytes())
+    return path
+
+
+def opened(path: Path, shape: tuple[int, int], streamed: bool) -> GPT2LMHeadModel:
+    """A model with the file's weights: copies in memory, but for blocks that are streamed, which stay mapped."""
+    model, start = blank(shape), 0
+    flat = torch.from_file(str(path), shared=True, size=sum(p.numel() for p in model.parameters()))
+    for name, p in list(model.named_parameters()):
+        view = flat[start : start + p.numel()].view(p.shape)
+        owner, _, leaf = name.rpartition(".")
+        weight = view if streamed and ".h." in name else view.clone()
+        setattr(model.get_submodule(owner), leaf, nn.Parameter(weight))
+        start += p.numel()
+    model.lm_head.weight = model.transformer.wte.weight
+    return model.train()
+
+
+def mapped(folder: str) -> Callable[[int], Tensor]:
+    """Makes memory in files of the folder, for BlockStream."""
+    numbers = itertools.count()
+    return lambda n: torch.from_file(f"{folder}/{next(numbers)}", shared=True, size=n, dtype=torch.uint8)
+
+
+def train(job: Job) -> dict[str, Any]:
+    """One rank: whether the memory suffices, the processor's seconds, and the last step's loss."""
+    torch.set_num_threads(1)
+    if job.limit is not None:
+        restrict(round(job.limit * job.weights_mb * 1e6))
+    try:
+        return {"fits": True} | _train(job)
+    except (RuntimeError, MemoryError) as error:
+        if isinstance(error, MemoryError) or any(text in str(error) for text in NO_MEMORY):
+            return {"fits": False}
+        raise
+
+
+def _train(job: Job) -> dict[str, float]:
+    streamed = "offload" in job.way
+    with tempfile.TemporaryDirectory() as folder:
+        model = opened(job.base, job.shape, streamed)
+        shape = job.steps, job.batch, CONTEXT + 1
+        batches = torch.randint(VOCABULARY, shape, generator=generator(1))
+        loss_of = lambda m, x: cross_entropy(m(x[:, :-1]).logits.flatten(0, 1), x[:, 1:].flatten())  # noqa: E731
+        if job.way.startswith("zo"):
+            stream = functools.partial(BlockStream, blocks=list(model.transformer.h), make_host=mapped(folder))
+            zo = ZerothOrder(model, ZerothConfig(), lr=1e-6, **({"make_forward": stream} if streamed else {}))
+
+            def step(x: Tensor) -> Any:
+                return zo.step(lambda m: loss_of(m, x), len(x)).loss
+        else:
+            if "recomputation" in job.way:
+                for block in model.transformer.h:
+                    block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
+
+            def step(x: Tensor) -> Any:
+                optimizer.zero_grad()
+                loss = loss_of(model, x)
+                loss.backward()
+                optimizer.step()
+                return loss.detach()
+
+        began = time.process_time()
+        loss = [float(step(x)) for x in batches][-1]
+        return {"cpu_seconds": time.process_time() - began, "loss": loss}
+
+
+def restrict(nbytes: int) -> None:
+    """From here on the process may take so many more bytes of private writable memory. Small stacks, one arena, and
+    freed memory that goes back at once: so the limit counts tensors."""
+    libc = ctypes.CDLL(None)
+    for option, value in ((M_ARENA_MAX, 1), (M_MMAP_THRESHOLD, 1 << 16), (M_TRIM_THRESHOLD, 1 << 16)):
+        libc.mallopt(option, value)
+    libc.malloc_trim(0)
+    threading.stack_size(1 << 18)
+    status = Path("/proc/self/status").read_text()
+    now = int(status.partition("VmData:")[2].split()[0]) << 10
+    libc.mallinfo2.restype = MallInfo
+    free = libc.mallinfo2().fordblks  # in the heap, where it is taken before the limit counts
+    resource.setrlimit(resource.RLIMIT_DATA, (now - free + nbytes, resource.RLIM_INFINITY))
+
+
+class MallInfo(ctypes.Structure):
+    """glibc's struct mallinfo2."""
+
+    _fields_ = [(name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd")]
+    _fields_ += [(name, ctypes.c_size_t) for name in ("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")]
+
+
+def run(job: Job) -> dict[str, Any] | None:
+    """In a process of its own; None if the memory did not suffice."""
+    found = run_ranks(train, None, 1, 1, job, timeout=7200.0)[0]
+    return found if found["fits"] else None
+
+
+def smallest(job: Job) -> tuple[float | None, dict[str, Any] | None]:
+    """The least limit of the ladder in which the job runs, and what it measured there."""
+    found: dict[float, dict[str, Any] | None] = {}
+
+    def suffices(limit: float) -> bool:
+        found[limit] = run(replace(job, limit=limit))
+        return found[limit] is not None
+
+    at = bisect_left(LADDER, True, key=suffices)
+    return (LADDER[at], found[LADDER[at]]) if at < len(LADDER) else (None, None)
+
+
+def measure_limit(o: ZerothBench) -> Iterator[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as scratch:
+        tiny = random_base(Path(scratch) / "tiny", (1, 64))
+        for way in WAYS:  # imports of a first step are no part of a model's memory
+            _train(Job(way, (1, 64), tiny, 1, 1))
+        base = random_base(Path(scratch) / "base", o.shape)
+        for way in WAYS:
+            job = Job(way, o.shape, base, o.batch)
+            limit, found = smallest(job)
+            seconds = found["cpu_seconds"] / job.steps if found else None
+            yield {"way": way, "weights_mb": job.weights_mb, "limit": limit, "cpu_seconds_a_step": seconds}
+
+
+def limit_text(rows: Sequence[dict[str, Any]]) -> str:
+    cells = []
+    for row in rows:
+        megabytes = f"{(row['limit'] or LADDER[-1]) * row['weights_mb']:.0f}"
+        fits = [megabytes, f"{row['limit']:g}", f"{row['cpu_seconds_a_step']:.2f}"] if row["limit"] else []
+        cells.append([row["way"], *(fits or [f"not in {megabytes}"])])
+    return report.table(("way", "fits in, MB", "x its weights", "processor seconds a step"), cells)
+
+
+# -- all of it --------------------------------------------------------------------------------------------------------
+
+MEASURES = {"speed": measure_speed, "traffic": measure_traffic, "blocks": measure_blocks, "limit": measure_limit}
+TEXTS = {"speed": speed_text, "traffic": traffic_text, "blocks": blocks_text, "limit": limit_text}
+
+
+def measure(o: ZerothBench, session: report.Session) -> None:
+    for part in o.parts:
+        session.take(part, MEASURES[part](o))
+
+
+def text(result: dict[str, Any]) -> str:
+    parts = [f"# Zeroth-order training\n\n- {report.source(result)}."]
+    parts += [f"## {part.capitalize()}\n\n{TEXTS[part](result[part])}" for part in TEXTS if result.get(part)]
+    return "\n\n".join(parts) + "\n"
+
+
 def main() -> None:
-    forks = lambda o: bool(set(o.parts) - {"memory", "sharing"})  # noqa: E731
-    report.run(ZerothBench, "zeroth", run_all, text, packages=("torch", "transformers"), forks=forks)
+    forks = lambda o: bool(set(o.parts) & {"speed", "traffic"})  # noqa: E731
+    report.run(ZerothBench, "zeroth", measure, text, packages=("torch", "transformers"), forks=forks)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 import core.outer
-from bench.reference import LateReference
 from core import CO2, CO2Config, UserError, make_method
 from core.assembly.wire import WireConfig
 from core.flat import Scalars, make_buckets
@@ -21,6 +20,7 @@ from core.methods.delayed import DelayedCO2, DelayedConfig
 from core.reducer import Reducer
 from core.testing import run_distributed
 from core.testing.link import flight_over
+from tests.reference import LateReference
 
 LR = 0.1
 

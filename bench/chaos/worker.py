@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import runpy
@@ -10,12 +9,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    import torch
-
-    from training.run import Run
+from typing import Any
 
 Action = Callable[..., None]
 PHASES = ("local", "boundary", "flight", "checkpoint", "evaluation")  # in which a worker may be killed
@@ -34,20 +28,47 @@ def work(module: str, arguments: Sequence[str], harm: dict[str, Any], log: str) 
 
 
 def arm(phase: str, after: int, trace: Path) -> None:
-    """Lets the harm happen in this process, once, in the first `phase` after step `after`; see Harm."""
+    """Lets the harm happen in this process, once, in the first `phase` after step `after`. trace: a file that is there
+    once it has happened."""
     import torch
 
     from core.flight import Flight
     from training.run import Run
 
-    harm = Harm(phase, after, trace)
-    wrap(Run, "after_step", harm.stepped)
-    wrap(torch.Tensor, "backward", harm.learns)
-    wrap(Run, "save", harm.saves)
-    wrap(os, "fsync", lambda *_: harm.die_in("checkpoint"))  # whole, but without its name
-    wrap(Run, "sum_tensor", lambda *_: harm.die_in("evaluation"))
-    wrap(Flight, "launch", behind=harm.launched)
-    wrap(Flight, "_begin", behind=harm.in_flight)
+    step = 0
+
+    def due(*phases: str) -> bool:
+        found = phase in phases and step > after and not trace.exists()
+        if found:
+            trace.write_text(f"{phase} {step}")
+        return found
+
+    def die_in(where: str) -> None:
+        if due(where):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def stepped(run: Run, closed: bool, *_: Any) -> None:
+        nonlocal step
+        step = run.step + 1
+        if closed:
+            die_in("boundary")
+
+    def saves(*_: Any) -> None:
+        if due("disk"):
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 12, resource.RLIM_INFINITY))
+
+    def learns(loss: torch.Tensor, *_: Any) -> None:
+        die_in("local")
+        if due("nan"):
+            loss.register_hook(lambda gradient: gradient * float("nan"))
+
+    wrap(Run, "after_step", stepped)
+    wrap(torch.Tensor, "backward", learns)
+    wrap(Run, "save", saves)
+    wrap(os, "fsync", lambda *_: die_in("checkpoint"))  # the file is whole, but does not have its name yet
+    wrap(Run, "sum_tensor", lambda *_: die_in("evaluation"))
+    wrap(Flight, "_begin", behind=lambda *_: die_in("flight"))
 
 
 def wrap(owner: Any, name: str, before: Action = lambda *_: None, behind: Action = lambda *_: None) -> None:
@@ -61,48 +82,3 @@ def wrap(owner: Any, name: str, before: Action = lambda *_: None, behind: Action
         return result
 
     setattr(owner, name, outer)
-
-
-class Harm:
-    """What is to happen, and where this worker is. trace: a file that then tells `step`, how many steps this worker had
-    taken, and `sent`, up to which of them it had sent what it learned."""
-
-    def __init__(self, phase: str, after: int, trace: Path):
-        self.phase, self.after, self.trace = phase, after, trace
-        self.step = self.sent = 0
-
-    def due(self, phase: str) -> bool:
-        return self.phase == phase and self.step > self.after
-
-    def tell(self) -> None:
-        self.trace.write_text(json.dumps({"step": self.step, "sent": self.sent}))
-
-    def die_in(self, phase: str) -> None:
-        if self.due(phase):
-            self.tell()
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    def stepped(self, run: Run, closed: bool, *_: Any) -> None:
-        self.step = run.step + 1
-        if closed:
-            self.die_in("boundary")
-
-    def launched(self, *_: Any) -> None:
-        self.sent = self.step + 1
-
-    def in_flight(self, *_: Any) -> None:
-        if self.due("flight"):
-            self.step += 1  # which after_step would count
-            self.die_in("flight")
-
-    def saves(self, *_: Any) -> None:
-        if self.due("disk") and not self.trace.exists():
-            self.tell()
-            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 12, resource.RLIM_INFINITY))
-
-    def learns(self, loss: torch.Tensor, *_: Any) -> None:
-        self.die_in("local")
-        if self.due("nan") and not self.trace.exists():
-            self.tell()
-            loss.register_hook(lambda gradient: gradient * float("nan"))

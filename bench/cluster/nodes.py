@@ -117,7 +117,6 @@ def _in_thread(fn: Callable[[], T]) -> T:
 
 
 BURST = "256kb"  # of the token bucket; with 64kb gloo runs several times too slow although plain sockets do not
-UNCUT = 16384  # bytes of a segment where bursts are short: the bucket must hold some
 TRIES = 3  # to find a link at its rate: what else the machine does can only slow one down
 HEADERS = 1514 / 1448  # bytes on an Ethernet wire per byte of TCP payload, full frames with time stamps
 BESIDE = str(Path(__file__).parent / "beside.py")
@@ -134,9 +133,7 @@ class Cluster:
 
     interface: str = "e0"
 
-    def __init__(
-        self, nodes: int, rate_mbit: float, delay_ms: float = 0.0, nics: int = 1, burst_ms: float | None = None
-    ):
+    def __init__(self, nodes: int, rate_mbit: float, delay_ms: float = 0.0, nics: int = 1):
         if not 1 <= nodes <= 250:
             raise UserError(f"nodes={nodes}: give 1 to 250")
         if delay_ms < 0:
@@ -144,7 +141,6 @@ class Cluster:
         if not 1 <= nics <= 16:
             raise UserError(f"nics={nics}: give 1 to 16")
         self.nodes, self.rate_mbit, self.delay_ms, self.nics = nodes, _positive(rate_mbit), delay_ms, nics
-        self.burst_ms = burst_ms
         self._namespaces: list[int] = []  # descriptors: the nodes', then the bridge's
         self._processes: list[subprocess.Popen[Any]] = []
         self._guard: subprocess.Popen[Any] | None = None
@@ -252,11 +248,10 @@ class Cluster:
                 lines += [f"link add {port} type veth peer {peer}", f"link set {port} addrgenmode none up"]
                 lines += [] if self.delay_ms else [f"link set {port} master {bridge}"]
         self._configure("ip", -1, lines)
-        small = "" if self.burst_ms is None else f" gso_max_size {UNCUT}"
         for node in range(self.nodes):
             lines = ["link set lo up"]
             for nic, interface in enumerate(self.interfaces):
-                lines.append(f"link set {interface} addrgenmode none{small} up")
+                lines.append(f"link set {interface} addrgenmode none up")
                 lines.append(f"addr add {self.address(node, nic)}/24 dev {interface}")
             self._configure("ip", node, lines)
         self.set_rate(self.rate_mbit)
@@ -276,10 +271,7 @@ class Cluster:
                 raise UserError("--delay: the kernel grants no packet sockets for it; leave it out")
 
     def _tbf(self, interface: str) -> str:
-        rate, burst = f"{self.rate_mbit * 1e6:.0f}bit", BURST
-        if self.burst_ms is not None:
-            burst = f"{min(256, max(32, round(self.rate_mbit * self.burst_ms / 8.192)))}kb"
-        return f"qdisc replace dev {interface} root tbf rate {rate} burst {burst} latency 100ms"
+        return f"qdisc replace dev {interface} root tbf rate {self.rate_mbit * 1e6:.0f}bit burst {BURST} latency 100ms"
 
     def _configure(self, command: str, node: int, lines: list[str]) -> None:
         """Runs lines of `ip` or `tc` in a node, or in the bridge's namespace (-1)."""

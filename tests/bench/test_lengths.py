@@ -1,12 +1,32 @@
-"""bench.lengths: what it counts as waiting, and its ways to deal; bench.lengths_loss: its verdict."""
+"""bench.lengths: what it counts as waiting, its ways to deal and to place documents, and its tables."""
 
-from pathlib import Path
+from itertools import combinations
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from bench import lengths, lengths_loss
-from bench.lengths import Bench, Case, cells, measure, one_run, owners, text, wait, wait_with_slack
+from bench import lengths
+from bench.lengths import (
+    ATTENTION,
+    BITS,
+    LINEAR,
+    PLACED,
+    Bench,
+    Case,
+    drawn,
+    measure_waits,
+    one_run,
+    owners,
+    partitions,
+    stepped,
+    text,
+    wait,
+    wait_with_slack,
+)
+from core.testing import run_distributed
+from language.lengths.plan import Island, layer_seconds, plan
 
 
 def test_waits_by_hand():
@@ -33,26 +53,97 @@ def test_round_waits_less_and_a_rerun_gives_the_same():
     assert first["slack"]["round"] < first["slack"]["tokens"] < first["mean"]["tokens"] + 0.02
 
 
-def test_the_page_says_where_marks_are_met_and_where_nothing_is_won(monkeypatch: pytest.MonkeyPatch):
+# -- plans ------------------------------------------------------------------------------------------------------------
+
+
+def optimum(of: list[int], i: Island, bound: float) -> float:
+    """Least layer_seconds over all sets of devices, by branch and bound below `bound`."""
+    rings = [ring for g in range(1, i.size + 1) for ring in combinations(range(i.size), g)]
+    order = sorted(of, reverse=True)
+    costs = [[(ring, *i.share(n, ring)) for ring in rings] for n in order]
+    left = [sum(map(i.whole, order[depth:])) for depth in range(len(order) + 1)]
+    best = bound
+
+    def descend(depth: int, state: list[tuple[float, ...]]) -> None:
+        nonlocal best
+        busy = [max(work, hops) + i.linear * tokens for work, hops, tokens in state]
+        spent = sum(work + i.linear * tokens for work, _, tokens in state)
+        if max(max(busy), (spent + left[depth]) / i.size) >= best * (1 - 1e-9):
+            return
+        if depth == len(order):
+            best = max(busy)
+            return
+        seen = set()
+        for ring, *more in costs[depth]:
+            after = [tuple(map(sum, zip(s, more, strict=True))) if d in ring else s for d, s in enumerate(state)]
+            nodes = (tuple(sorted(after[n : n + i.devices])) for n in range(0, i.size, i.devices))
+            if (key := tuple(sorted(nodes))) not in seen:  # devices of a node are alike, and nodes
+                seen.add(key)
+                descend(depth + 1, after)
+
+    descend(0, [(0.0, 0.0, 0.0)] * i.size)
+    return best
+
+
+@pytest.mark.parametrize("draws", [8, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("link", [800e9, 25e9, 1e9])
+def test_plans_are_close_to_the_optimum(link: float, draws: int):
+    """On 2 nodes of 2 devices; none ends below the bound that a plan is."""
+    hops = (20e-6, BITS / 1600e9), (50e-6 if link > 5e9 else 1e-3, BITS / link)
+    i, ratios = Island(2, 2, ATTENTION, LINEAR, *hops), []
+    for seed in range(draws):
+        some = drawn("github_like", seed, 3 + seed % 5)
+        took = layer_seconds(some, plan(torch.tensor([0, *some]).cumsum(0), i), i)
+        ratios.append(took / optimum(some, i, took * (1 + 1e-6)))
+    assert sum(ratios) / draws <= 1.02 and max(ratios) <= 1.10 and min(ratios) > 1 - 1e-5
+
+
+def test_the_optimum_of_cases_that_are_plain():
+    free = Island(1, 3, attention=1.0, linear=0.0, inside=(0.0, 0.0), across=(0.0, 0.0))
+    assert optimum([3], free, 10.0) == pytest.approx(3.0)  # split over all three
+    dear = Island(1, 3, attention=1.0, linear=0.0, inside=(100.0, 0.0), across=(0.0, 0.0))
+    assert optimum([3, 2, 1, 1], dear, 100.0) == pytest.approx(9.0)  # hops of 100 s: the longest stays whole
+    assert optimum([3, 3, 3, 3], dear, 100.0) == pytest.approx(18.0)
+
+
+def test_the_ways_on_a_case_that_is_plain():
+    """Documents of 4, 2 and 2 tokens on two devices, a second for each squared token and for each token."""
+    i = Island(1, 2, attention=1.0, linear=1.0, inside=(0.0, 0.0), across=(0.0, 0.0))
+    seconds = {way: layer_seconds(*place([4, 2, 2], i), i) for way, place in PLACED.items()}
+    assert seconds == pytest.approx({"plan": 16.0, "even": 16.0, "grouped": 16.0, "whole": 20.0, "cut": 20.0})
+    assert layer_seconds(*PLACED["cut"]([8], i), i) == 20.0  # two pieces of 4; the whole document costs 72
+    assert partitions(4) == [[4], [2, 2], [2, 1, 1], [1, 1, 1, 1]] and len(partitions(16)) == 36
+
+
+ISLAND = Island(1, 2, attention=2e-6, linear=1e-4, inside=(0.0, 0.0), across=(0.0, 0.0))
+LENGTHS = [100, 40, 40, 1]
+
+
+def spent(rank: int, ranks: int) -> list[tuple[float, float]]:
+    return [stepped(place(LENGTHS, ISLAND), ISLAND, 2) for place in PLACED.values()]
+
+
+def test_a_rank_computes_for_as_long_as_its_share_would_take():
+    for way, *of_ranks in zip(PLACED, *run_distributed(spent, 2), strict=True):
+        work = sum(map(ISLAND.whole, PLACED[way](LENGTHS, ISLAND)[0]))
+        assert sum(busy for _, busy in of_ranks) == pytest.approx(work, rel=0.02), way  # chunks differ by a token
+        assert of_ranks[0][0] == of_ranks[1][0] >= max(busy for _, busy in of_ranks)
+
+
+# -- the tables -------------------------------------------------------------------------------------------------------
+
+
+def ring_row(law: str, seed: int, **seconds: float) -> dict[str, Any]:
+    times = dict.fromkeys(PLACED, 1.0) | seconds
+    return dict(link=200.0, law=law, seed=seed, seconds=times, model=times, tokens=1000, least=0.9, stretch=2.0)
+
+
+def test_the_page(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(lengths, "CASES", (Case("uniform", 2048), Case("log_normal", 8192)))
-    bench = Bench(workers=(4,), taus=(6, 24), rounds=2, seeds=(0,))
-    rows = list(measure(bench))
-    result = {"rows": rows, "options": {"seeds": [0], "rounds": 2}, "commit": None, "date": "today"}
-    page = text(result)
-    assert "tau 24: at most 1 %: met in every row" in page and "tau 6: at most 3 %: met in every row" in page
-    assert "nothing is to be won: uniform at 2,048 positions\n" in page
-    assert len(cells(rows[0])) == len(lengths.TITLES)
-    for row in rows:
-        row["mean"][0]["round"] = 0.05
-    assert "tau 24: at most 1 %: missed" in text(result)
-
-
-def test_the_losses_verdict_is_within_the_seeds_or_not():
-    apart = {"tokens": [1.0, 1.2, 1.1], "round": [1.5, 1.7, 1.6]}
-    found = lengths_loss.verdict(apart)
-    assert "+0.5000 ± 0.0000" in found and found.endswith("spread by up to 0.1000: round ends higher.")
-    near = {"tokens": [1.0, 1.2, 1.1], "round": [1.01, 1.18, 1.12]}
-    assert lengths_loss.verdict(near).endswith("spread by up to 0.1000: round ends equal within that.")
-    assert lengths_loss.verdict({"round": [1.0], "tokens": [1.1]}).endswith("by up to 0.0000: round ends lower.")
-    recipe = lengths_loss.recipe_of(lengths_loss.Bench(), "round", 1, Path("x"))
-    assert (recipe.balance, recipe.seed, recipe.co2.tau) == ("round", 1, 6)
+    waits = list(measure_waits(Bench(workers=(4,), taus=(6,), rounds=2, seeds=(0,))))
+    rings = [ring_row("log_normal", 0, even=3.0, grouped=1.01), ring_row("log_normal", 1, even=2.0, grouped=1.03)]
+    rings.append(ring_row("uniform", 0, whole=0.96))
+    page = text({"waits": waits, "rings": rings, "commit": None, "date": "today"})
+    assert "| log_normal | 8,192 | 9,216 | 4 | 6 | " in page
+    assert "| 200 | log_normal | 2 ± 0 | 2.50 ± 0.71 | 1.02 ± 0.01 | 1.00 ± 0.00 |" in page
+    assert "| 200 | uniform | 2 | 1.00 | 1.00 | 0.96 |" in page

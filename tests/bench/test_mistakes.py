@@ -23,55 +23,41 @@ bench.cluster --rate 1mbit --nics 0 -- x => nics=0
 bench.cluster --rate 1mbit => no command
 bench.cluster --rate 1mbit -- => no command
 bench.gpu --device cpu --checks birds => checks=birds: no measurement of costs, loops has that name
-bench.layouts --layouts => give one or more
-bench.layouts --layouts tp2.pp2 => it takes 4 processes
-bench.layouts --layouts tp2.dp4.zero1 => takes no DTensors
-bench.layouts --layouts tp2.pp4.mb4 --batch 6 => multiple of 4
-bench.layouts --rates 0 => rates=0
-bench.lengths --workers 1 => give 2 workers
-bench.lengths --rounds 0 => rounds=0
-bench.lengths --seeds 1 1 => seeds=1 1
-bench.ring --workers 1 => workers=1
-bench.ring --delays 0 0 => delays=0.0 0.0: give one or more, each once
-bench.ring --delays -1 => -1.0: delays, block and whole are 0 or more
-bench.ring --split 0 => split=0: give 1 or more
-bench.ring --block 0 => block=0: give the time of a block, or --clock real
 bench.scaling --workers 0 => workers=0: give a number above 0
 bench.scaling --workers 2 99999 => workers=99999: give up to 1024, for each is a process on this machine
 bench.scaling --rates 200 200 => rates=200.0 200.0: give one or more, each once
 bench.scaling --seconds inf => seconds=inf: give a number above 0
 bench.scaling --methods co2 => methods: 'co2': ddp has no tau
 bench.scaling --throttle --out FOLDER => holds a measurement: choose another --out
-bench.search --tasks birds => tasks: 'birds' does not exist; choose among digits, cifar, cifar_vit
-bench.search --tau 0 => tau=0: give 1 or more
-bench.search --steps 0 => steps=0: give 1 or more
-bench.search --workers 0 => workers=0: give a number above 0
-bench.search --methods adam => method 'adam' does not exist; choose among ddp, dpu
-bench.search --methods co2:speed=1 => co2 has no option 'speed'
-bench.search --methods local:beta=1 => local has no option 'beta'; it has: wire
-bench.search --device cuda => device=cuda: this torch finds no CUDA device
-bench.search --methods co2:merge=half => merge='half'; choose among outer, mix, keep
-bench.search --methods co2:beta=x => beta='x'; give a number, 0 or more
-bench.search --methods co2:delay=1.5 => delay='1.5'; give a whole number, 0 or more
-bench.search --methods co2:fragments=9 --tau 6 => fragments=9: between 1 and tau=6
-bench.search --methods ddp:wire=int1 => wire='int1'; choose among float32, bfloat16
-bench.search --methods co2:nesterov=1 => nesterov='1'; choose true or false
-bench.search --methods co2:delay=9 --tau 6 => delay=9: between 0 and tau=6
-bench.search --methods co2:beta=0|0.1|0.2 --configurations 2 => make 3 configurations; allow as many
-bench.search --seeds 0 100 => seeds=100: it is the tuning seed
-bench.search --batch 7 --methods acco => batch=7: acco halves it
-bench.search --report --rows EMPTY/rows.jsonl => no rows to report
-bench.search.controls --tasks gpt2 => tasks: 'gpt2' does not exist
-bench.search.controls --wires int2 => wires: 'int2' does not exist
-bench.search.controls --taus 0 => taus=0: give a number above 0
-bench.search.controls --seeds 100 => seeds=100: it is the tuning seed
-bench.search.sizes --rows EMPTY/rows.jsonl => run bench.search
+bench.lengths --workers 1 => give 2 workers
+bench.lengths --rounds 0 => rounds=0
+bench.lengths --seeds 1 1 => seeds=1 1
+bench.lengths --parts => parts=
+bench.zeroth --parts => parts=
+bench.zeroth --rate 0 => rate=0
+bench.zeroth --shape 2 100 => shape=2 100
+bench.zeroth --batch 0 => batch=0
+bench.loss --tasks birds => tasks: 'birds' does not exist; choose among digits, cifar, bytes
+bench.loss --tau 0 => tau=0: give 1 or more
+bench.loss --steps 0 => steps=0: give 1 or more
+bench.loss --workers 0 => workers=0: give a number above 0
+bench.loss --methods adam => method 'adam' does not exist; choose among ddp, local
+bench.loss --methods co2:speed=1 => co2 has no option 'speed'
+bench.loss --methods local:beta=1 => local has no option 'beta'; it has: wire
+bench.loss --device cuda => device=cuda: this torch finds no CUDA device
+bench.loss --methods co2:merge=half => merge='half'; choose among outer, mix, keep
+bench.loss --methods co2:beta=x => beta='x'; give a number, 0 or more
+bench.loss --methods co2:delay=1.5 => delay='1.5'; give a whole number, 0 or more
+bench.loss --methods ddp:wire=int1 => wire='int1'; choose among float32, bfloat16
+bench.loss --methods co2:nesterov=1 => nesterov='1'; choose among true, false
+bench.loss --methods co2:delay=9 --tau 6 => delay=9: between 0 and tau=6
+bench.loss --methods co2:beta=0|0.1|0.2 --configurations 2 => make 3 configurations; allow as many
+bench.loss --seeds 0 100 => seeds=100: it is the tuning seed
+bench.loss --report --rows EMPTY/rows.jsonl => no rows to report
 bench.slow_links --methods ddp zip => methods: 'zip'
 bench.slow_links --models bert => models: 'bert'
 bench.slow_links --workers 1 => workers=1
 bench.slow_links --rates 0 => rates=0.0
-bench.theory --steps 100 => steps=100
-bench.theory --parts practice => parts: 'practice'
 bench.time_to_loss --tasks speech => tasks: 'speech' does not exist; choose among vision, language
 bench.time_to_loss --methods co2 sgd => methods: 'sgd' does not exist; choose among none, ddp
 bench.time_to_loss --rates 0 => rates=0.0: give a number above 0
@@ -82,17 +68,6 @@ bench.time_to_loss --step_ms -1 => step_ms=-1.0: give 0 or more
 bench.time_to_loss --eval_every 0 => eval_every=0: give 1 or more
 bench.time_to_loss --methods local:beta=1 => 'local:beta=1' has 'beta=1'; give one of wire, tau, lr
 bench.time_to_loss --throttle --out FOLDER => holds a measurement: choose another --out
-bench.zeroth --parts => parts=
-bench.zeroth --rates 0 => rates=0.0
-bench.zeroth --epochs 0 => epochs=0
-bench.zeroth --seeds 100 => seeds=100: it is the tuning seed
-bench.zeroth --parts quality => parts: quality takes the learning rates of tuning
-bench.zeroth_limit --ways SGD => ways: 'SGD'
-bench.zeroth_limit --large 0 64 => large=0 64: give layers, 1 or more, and a width that 64 divides
-bench.zeroth_limit --small 2 100 => small=2 100
-bench.zeroth_limit --zo_steps 0 => zo_steps=0
-bench.zeroth_limit --lrs 0 => lrs=0.0
-bench.zeroth_limit --batch 0 => batch=0
 """
 
 

@@ -1,91 +1,84 @@
-"""The measurement of zeroth-order training: its tables, its options, and with namespaces the bytes on the wire."""
+"""The measurement of zeroth-order training: its tables, the memory limit, and with namespaces the bytes on the wire."""
 
 import pytest
+import torch
 
-from bench import report, zeroth
+from bench import zeroth
 from bench.cluster import Cluster, run_ranks
 from bench.trainings import FAST
-from bench.zeroth import ZerothBench, counted
-from bench.zeroth_memory import Stack, measure_memory, measure_sharing, opt_table, opt_text
-from bench.zeroth_quality import quality_text, recipes, tuned_lr, tuning_text
+from bench.zeroth import LADDER, WAYS, Job, counted, measure_blocks, opened, random_base, smallest, text
+from tests.bench.emulated import script
+
+SHAPE = 2, 64
 
 
-def test_opts_table_is_embedding_head_and_three_blocks_with_one_constant():
-    rows = list(opt_table())
-    assert rows[-1]["weights_gb"] == pytest.approx(13.39, abs=0.01)  # 2 (102,594 h + 3 (12 h^2 + 13 h)), h = 12,288
-    assert rows[0]["with_rest_gb"] == pytest.approx(rows[0]["published_gb"])
-    for row in rows[1:]:
-        assert abs(row["with_rest_gb"] / row["published_gb"] - 1) < 0.15, row
-    assert "| OPT-175B | 18.04 | 13.39 |" in opt_text(rows)
+def test_offload_and_recomputation_change_no_loss(tmp_path):
+    base = random_base(tmp_path / "base", SHAPE)
+    before = base.read_bytes()
+    losses = [zeroth._train(Job(way, SHAPE, base, 2, 3))["loss"] for way in WAYS]
+    assert base.read_bytes() == before, "which the next way begins with"
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5) and losses[3] == pytest.approx(losses[2], rel=1e-5)
 
 
-def row(method: str, rate: float | None, seed: int, losses: list[tuple[float, float]]) -> dict:
-    found = {"method": method, "rate_mbit": rate, "seed": seed, "lr": 1e-3, "losses": losses, "final": losses[-1][1]}
-    return found | {"steps": 10, "steps_per_second": 2.0, "bytes_a_step": 120}
+def test_streamed_weights_lie_in_the_file(tmp_path):
+    base = random_base(tmp_path / "base", SHAPE)
+    whole, mapped = opened(base, SHAPE, streamed=False), opened(base, SHAPE, streamed=True)
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), mapped.parameters(), strict=True))
+    assert mapped.lm_head.weight is mapped.transformer.wte.weight
+    with torch.no_grad():
+        mapped.transformer.h[0].mlp.c_fc.weight.fill_(7.0)
+        mapped.transformer.wte.weight.fill_(7.0)
+    again = opened(base, SHAPE, streamed=False)
+    assert (again.transformer.h[0].mlp.c_fc.weight == 7.0).all() and (again.transformer.wte.weight != 7.0).any()
 
 
-def test_methods_are_timed_to_where_the_worst_of_mezos_seeds_ended():
-    rows = [
-        row("MeZO, one process", None, 0, [(1, 5.0), (2, 4.0)]),
-        row("MeZO, one process", None, 1, [(1, 5.0), (3, 4.5)]),
-        row("zo", 50.0, 0, [(1, 4.6), (2, 4.4)]),
-        row("zo", 50.0, 1, [(1, 4.5), (2, 4.4)]),
-        row("ddp, AdamW", 50.0, 0, [(9, 4.6)]),
-        {"method": "co2", "rate_mbit": 50.0, "seed": 0, "failed": "gone"},
+def test_the_smallest_limit_of_the_ladder(monkeypatch, tmp_path):
+    tried = []
+
+    def run(job: Job):
+        tried.append(job.limit)
+        return {"cpu_seconds": job.limit} if job.limit >= 1.5 else None
+
+    monkeypatch.setattr(zeroth, "run", run)
+    assert smallest(Job("zo", SHAPE, tmp_path)) == (1.5, {"cpu_seconds": 1.5}) and len(tried) <= 5
+    monkeypatch.setattr(zeroth, "run", lambda job: None)
+    assert smallest(Job("zo", SHAPE, tmp_path)) == (None, None)
+    assert list(LADDER) == sorted(set(LADDER))
+
+
+def test_the_tables():
+    limit = [
+        {"way": "AdamW", "weights_mb": 100.0, "limit": 5.0, "cpu_seconds_a_step": 2.5},
+        {"way": "zo", "weights_mb": 100.0, "limit": None, "cpu_seconds_a_step": None},
     ]
-    text = quality_text(rows)
-    assert "The target is 4.5000" in text
-    assert "| zo | 50 | 0.001 | 10 | 4.4000 ± 0.0000 | 2.00 ± 0.00 | 120 | 1.5 ± 0.7 (2 of 2) |" in text
-    assert "| ddp, AdamW | 50 | 0.001 | 10 | 4.6000 | 2.00 | 120 | not reached (0 of 1) |" in text
-    assert "| co2 | failed: gone |" in text
-    assert (
-        "| MeZO, one process | none | 0.001 | 10 | 4.2500 ± 0.3536 | 2.00 ± 0.00 | 120 | 2.5 ± 0.7 (2 of 2) |" in text
-    )
-
-
-def test_the_learning_rate_is_that_of_the_run_that_ended_lowest():
-    def tried(method: str, lr: float, **found: float | str) -> dict:
-        return {"method": method, "lr": lr} | found
-
-    rows = [
-        tried("zo", 1e-4, final=5.0),
-        tried("zo", 1e-3, final=4.0),
-        tried("zo", 1e-2, final=float("nan")),
-        tried("zo", 1e-1, failed="DivergedError"),
-        tried("co2", 1e-3, final=4.5),
-        tried("co2", 1e-2, final=4.25),
-        tried("ddp, AdamW", 1e-3, failed="gone"),
-    ]
-    names = ("zo", "MeZO, one process", "co2", "ddp, AdamW")
-    assert [tuned_lr(rows, name) for name in names] == [1e-3, 1e-3, 1e-2, None]
-    text = tuning_text(rows)
-    assert "| final loss at | 0.0001 | 0.001 | 0.01 | 0.1 |  |" in text
-    assert "| zo | 5.0000 | **4.0000** | failed | failed |  |" in text
-    assert "| co2 |  | 4.5000 | **4.2500** |  | at the grid's end |" in text
-    assert "| ddp, AdamW |  | failed |  |  |  |" in text
-
-
-def test_every_method_starts_from_the_same_weights_and_sees_as_large_batches(tmp_path):
-    made = recipes(ZerothBench(epochs=20, epoch_steps=7), tmp_path)
-    assert {r.init_from for _, r in made.values()} == {tmp_path}
-    assert {(r.batch_size, r.epoch_steps, r.context) for _, r in made.values()} == {(32, 7, 64)}
-    assert made["zo"][1] == made["MeZO, one process"][1], "but for the workers"
-    assert made["co2"][1].epochs == made["ddp, AdamW"][1].epochs == 4
+    speed = [{"forward_ms": 60.0, "mesh": mesh, "exposed_ms": 1.0} for mesh in ("one process", "2 x 2")]
+    speed = [row | {"steps_per_second": speed} for row, speed in zip(speed, (8.0, 30.0), strict=True)]
+    traffic = [{"parameters": 10**6, "workers": 4, "bytes_a_step": 512.4}]
+    page = text({"limit": limit, "speed": speed, "traffic": traffic, "commit": "c", "date": "d"})
+    assert "| AdamW | 500 | 5 | 2.50 |" in page and "| zo | not in 800 |  |  |" in page
+    assert "| 60 | 2 x 2 | 30.00 | 3.75 | 1.0 |" in page and "| 1,000,000 | 4 | 512 |" in page
 
 
 @pytest.mark.slow
-def test_workers_of_a_node_upload_equal_parts():
-    rows = list(measure_sharing())
-    assert [rows[0]["bytes_a_step"] / row["bytes_a_step"] for row in rows] == [1, 2, 4]
-    text = zeroth.text({"options": {}, "opt": [], "sharing": rows} | report.header("bench.zeroth", ZerothBench()))
-    assert "| 4 | 394,752 |" in text and "The weights are the same, bit for bit." in text
+def test_memory_is_limited(tmp_path):
+    """In a process that has done nothing else: three blocks of eight pass through less memory than AdamW needs."""
+    code = f"""
+        from pathlib import Path
+        from bench import zeroth
+        from bench.cluster import prepare_to_fork
+        prepare_to_fork()
+        base = zeroth.random_base(Path({str(tmp_path / "base")!r}), (8, 256))
+        for way, limit in (("AdamW", 2.5), ("AdamW", 8.0), ("zo, offload", 2.5), ("zo, offload", 0.1)):
+            print(way, limit, zeroth.run(zeroth.Job(way, (8, 256), base, 2, 2, limit)) is not None)
+    """
+    lines = "AdamW 2.5 False\nAdamW 8.0 True\nzo, offload 2.5 True\nzo, offload 0.1 False\n"
+    assert script(tmp_path, code) == lines
 
 
 @pytest.mark.slow  # of time, which a busy machine has not
 def test_uploads_hide_and_three_blocks_lie_on_the_device():
-    first = next(iter(measure_memory()))
+    first = next(iter(measure_blocks(zeroth.ZerothBench())))
     assert first["blocks_on_device"] == 3 and first["hidden"] > 0.7
-    assert len(Stack(3, 8, 0.0).blocks) == 3
 
 
 @pytest.mark.root

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bench.reference import LateReference, vmap_gradient
+from bench.loss.runs import vmap_gradient
 from core.testing.reference import Reference
 from tests.problems import batch, small_net
+from tests.reference import LateReference
 
 
 def vector(*values: float) -> Tensor:

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.reference import LateReference
 from core.testing.reference import Reference
 from tests.core.test_reference import run_quadratic, vector
+from tests.reference import LateReference
 
 PLAIN = {"alpha": 1.0, "beta": 0.0, "gap": "none", "phi": None}
 

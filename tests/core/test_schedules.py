@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bench.reference import LateReference
 from core import CO2, CO2Config, ShardedCO2, UserError, WireConfig
 from core.adaptive.pacing import Adaptive
 from core.adaptive.schedules import Schedule
@@ -17,6 +16,7 @@ from core.outer import carried
 from core.testing import run_distributed
 from tests import problems
 from tests.problems import LR, Settings, assert_traces_equal, flat, gradient, train_with
+from tests.reference import LateReference
 
 
 def ramp_tau(tau: int, first: int = 1) -> Schedule:

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bench.quadratic import Quadratic
 from core import CO2, CO2Config
 from core.testing import run_distributed
 from tests import problems
 from tests.problems import Settings, flat, sgd_step
+from tests.quadratic import Quadratic
 
 BASE = Settings(tau=4, gap="none", outer_lr=0.5, outer_momentum=0.2)
 WAYS: dict[str, dict[str, Any]] = {

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 import core.adaptive.tau
-from bench.reference import LateReference
 from core import CO2, CO2Config, make_method
 from core.adaptive.tau import CALIBRATION_TAU, Tuned
 from core.flat import copy
@@ -19,6 +18,7 @@ from core.testing import run_distributed
 from core.testing.link import ThrottledLink
 from tests import problems
 from tests.problems import LR, flat, gradient, sgd_step
+from tests.reference import LateReference
 
 AUTO = CO2Config(tau="auto", outer_momentum=0.4, clip=None)
 BYTES = 4 * problems.flat(problems.odd_parameters()).numel()

@@ -13,7 +13,7 @@ import training.prepared  # noqa: F401, transformers imports torchvision when it
 
 # isort: split
 from bench import report
-from bench.search.rows import Rows
+from bench.loss.runs import Rows
 from core import UserError
 from core.checkpoints import checkpoint
 from language import pretrained, zo_replay

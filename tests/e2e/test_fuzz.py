@@ -26,7 +26,7 @@ MODULES = (
     "reproduce",
     "bench.scaling",
     "bench.time_to_loss",
-    "bench.search.__main__",
+    "bench.loss.__main__",
 )
 
 

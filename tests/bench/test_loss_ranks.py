@@ -1,4 +1,4 @@
-"""The search's workers in one process, against the same training on real ones."""
+"""bench.loss: its workers in one process, against the same training on real ones."""
 
 import math
 from collections.abc import Callable
@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from bench.search.__main__ import parse
-from bench.search.engine import Plan, train
-from bench.search.task import Batch, Inner, Shards, Task, cosine
-from core import CO2, CO2Config, WireConfig, make_method
+from bench.loss.__main__ import parse
+from bench.loss.runs import Plan, train
+from bench.loss.tasks import Batch, Inner, Shards, Task, cosine
+from core import CO2Config, WireConfig, make_method
 from core.methods import DelayedConfig, OverlapLocalConfig, SlowMoConfig
 from core.testing import run_distributed
 from tests.problems import batch, small_net
@@ -27,7 +27,7 @@ OWN = {  # settings of methods of core, beside CO2Config
     "overlap_local": OverlapLocalConfig(anchor_momentum=0.4),
     "delayed": DelayedConfig(nesterov=True),
 }
-# what the search calls a method, and how core makes it
+# what bench.loss calls a method, and how core makes it
 PAIRS: dict[str, tuple[str, CO2Config]] = {
     "co2": ("co2", CO2Config(TAU)),
     "co2:beta=0,gap=norm,phi=0.1": ("co2", CO2Config(TAU, outer_momentum=0.0, gap="norm", clip=0.1)),
@@ -63,38 +63,16 @@ def draw(seed: int, step: int, workers: int, size: int, shards: Shards) -> Batch
 
 
 def stacked(name: str, inner: Inner) -> torch.Tensor:
-    """The end, [n], of the search's own training."""
-    task = Task("tiny", "", small_net, nn.functional.cross_entropy, draw, {}, inner, batch=4)
+    """The end, [n], of bench.loss's own training."""
+    task = Task(small_net, nn.functional.cross_entropy, draw, {}, inner, batch=4)
     plan = Plan("tiny", parse(name)[0], LR, WORKERS, 4, STEPS, TAU, "iid", 0, "test")
     _, method = train(task, plan)
     method.finish()
     return method.x[0]
 
 
-FRAGMENTS = "co2:merge=keep,gap=none,beta=0.2,delay=1,fragments=2,wire=int8"
-
-
-def in_fragments(rank: int, inner: Inner) -> torch.Tensor:
-    """A CO2 for each half of the parameters, the first of which begins its rounds TAU / 2 steps before the other."""
-    net = small_net()
-    whole = nn.utils.parameters_to_vector(net.parameters()).detach()
-    nn.utils.vector_to_parameters(whole, net.parameters())  # they are views of it
-    config = CO2Config(**CLIPPED, outer_momentum=0.2, merge="keep", delay=1, wire=WireConfig("int8"))
-    halves = [CO2([half.requires_grad_()], config) for half in whole.tensor_split(2)]
-    for _ in range(TAU // 2):
-        halves[0].step()
-    train_on_rank(rank, net, inner, lambda: [half.step() for half in halves], [LR])
-    for half in halves:
-        half.finish()
-        half.close()
-    return whole
-
-
 def on_ranks(rank: int, world_size: int, cases: list[tuple[str, str]]) -> dict[tuple[str, str], torch.Tensor]:
-    return {
-        (name, inner): on_rank(rank, PAIRS[name], INNERS[inner]) if name in PAIRS else in_fragments(rank, INNERS[inner])
-        for name, inner in cases
-    }
+    return {(name, inner): on_rank(rank, PAIRS[name], INNERS[inner]) for name, inner in cases}
 
 
 def on_rank(rank: int, pair: tuple[str, CO2Config], inner: Inner) -> torch.Tensor:
@@ -132,7 +110,7 @@ CORNER = [
     *(("local:wire=int4", "adamw"), ("slowmo:beta=0.3,wire=int8", "sgd"), ("overlap_local:mu=0.4,wire=int4", "sgd")),
     ("diloco:beta=0.9,wire=int4", "sgd"),
 ]
-WHOLE = [(name, inner) for name in (*PAIRS, FRAGMENTS) for inner in INNERS]
+WHOLE = [(name, inner) for name in PAIRS for inner in INNERS]
 
 
 @pytest.mark.parametrize("cases", [CORNER, pytest.param(WHOLE, marks=pytest.mark.slow)], ids=["corner", "whole"])

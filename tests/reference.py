@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -152,24 +151,3 @@ class LateReference(Reference):
             self.land(finishing=True)
         self.x.copy_(self.z.expand_as(self.x))
         self.base, self.steps = self.x.clone(), 0
-
-
-def unflat(row: Tensor, template: dict[str, Tensor]) -> dict[str, Tensor]:
-    """[n] -> tensors by name, shaped as in the template."""
-    pieces = row.split([p.numel() for p in template.values()])
-    return {k: v.view(p.shape) for (k, p), v in zip(template.items(), pieces, strict=True)}
-
-
-def vmap_gradient(
-    loss: Callable[..., Tensor], template: dict[str, Tensor]
-) -> Callable[[Tensor, tuple[Any, ...]], Tensor]:
-    """The gradient of a functional model for all workers at once.
-
-    loss(params, *batch) -> 0-d for one worker. template: name -> tensor, the shapes that a row of x unflattens to.
-    Returns f(x [workers, n], batch of tensors [workers, ...]) -> [workers, n].
-    """
-
-    def of_flat(row: Tensor, batch: tuple[Any, ...]) -> Tensor:
-        return loss(unflat(row, template), *batch)
-
-    return torch.vmap(torch.func.grad(of_flat))

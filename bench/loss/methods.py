@@ -1,0 +1,303 @@
+"""The methods: how workers are synchronized. All workers are the rows of one tensor.
+
+A method is a subclass of `Method` and a line of METHODS. Its options, with their defaults, are a class attribute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from bench.loss.tasks import InnerState
+from core.errors import UserError
+from core.wires.formats import BLOCK, decode, encode
+
+Gradient = Callable[[Tensor, Any], Tensor]
+EPS = 1e-12
+
+# -- the all-reduce -------------------------------------------------------------------------------------------------
+
+
+def mean(values: Tensor, weights: Tensor) -> Tensor:
+    """The weighted mean over the workers, [workers, n] and [workers] -> [n]; 0 if all weights are 0."""
+    total = weights.sum()
+    return torch.einsum("w,w...->...", weights, values) / torch.where(total == 0, 1.0, total)
+
+
+class CompressedMean:
+    """The mean over the workers in a narrow format with error feedback, as core/wires/quantized.py computes it.
+
+    Each worker encodes what it sends. The mean is encoded once more: worker j averages the j-th chunk, whole blocks.
+    """
+
+    def __init__(self, wire: str):
+        self.wire = wire
+        self.residuals: Tensor | None = None  # [workers, n], n padded to equal chunks
+        self.mean_residual: Tensor | None = None  # [n]
+
+    def __call__(self, rows: Tensor, weights: Tensor) -> Tensor:
+        """[workers, n] -> [n]. weights: 1, or 0 for an excluded worker, which keeps its residual."""
+        workers, n = rows.shape
+        rows = pad(rows, (0, -n % (workers * BLOCK)))
+        before = torch.zeros_like(rows) if self.residuals is None else self.residuals
+        arrived, left = self.send(rows, before)
+        self.residuals = torch.where(weights[:, None] == 0, before, left)
+        average, self.mean_residual = self.send(mean(arrived, weights), self.mean_residual)
+        return average[:n]
+
+    def send(self, values: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The decoded values and the new residual, both shaped as values."""
+        values = values if residual is None else values + residual
+        arrived = decode(encode(values.reshape(-1), self.wire), self.wire, values.dtype).view_as(values)
+        return arrived, values - arrived
+
+
+# -- the methods ----------------------------------------------------------------------------------------------------
+
+
+class Method:
+    """Workers that are never synchronized; the base class.
+
+    Args:
+        x: parameters, [workers, n], updated in place.
+        tau: local steps per round.
+        options: the class's options with their values.
+    """
+
+    options: ClassVar[dict[str, Any]] = {"wire": "float32"}
+    fixed: ClassVar[tuple[str, ...]] = ()
+    """Options that the command line may not set."""
+    tried: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    """Values that the tuning tries if the command line gives none."""
+    has_rounds: ClassVar[bool] = True
+    """Whether tau changes the result."""
+
+    def __init__(self, x: Tensor, tau: int, **options: Any):
+        self.x, self.tau, self.o = x, tau, options
+        self.taken, self.lr = 0, 0.0
+        wire = options.get("wire", "float32")
+        self.reduce = mean if wire == "float32" else CompressedMean(wire)
+
+    def mean(self, rows: Tensor) -> Tensor:
+        """The mean over the workers after compression, [workers, n] -> [n]."""
+        return self.reduce(rows, torch.ones_like(rows[:, 0]))
+
+    def train_step(self, gradient: Gradient, batch: tuple[Tensor, ...], inner: InnerState, lr: float) -> None:
+        """One local step of every worker. gradient: (x, batch) -> [workers, n]."""
+        inner.step(self.x, gradient(self.x, batch), lr)
+        self.taken, self.lr = self.taken + 1, lr
+        self.after_local_step()
+
+    def after_local_step(self) -> None:
+        if self.taken % self.tau == 0:
+            self.boundary()
+
+    def boundary(self) -> None:
+        """Called after every tau-th step."""
+
+    def finish(self) -> None:
+        """Makes all rows of x equal."""
+
+
+class DDP(Method):
+    """The mean of the gradients, every step. Gradient clipping clips the mean."""
+
+    has_rounds = False
+
+    def train_step(self, gradient: Gradient, batch: tuple[Tensor, ...], inner: InnerState, lr: float) -> None:
+        inner.step(self.x, self.mean(gradient(self.x, batch)).expand_as(self.x), lr)
+
+
+class SlowMo(Method):
+    """Blocking. u <- beta u + mean(x - x^i) / lr; x <- x - alpha lr u."""
+
+    options = {"alpha": 1.0, "beta": 0.5, "wire": "float32"}
+    tried = {"beta": (0.5, 0.2)}
+
+    def __init__(self, x: Tensor, tau: int, **options: Any):
+        super().__init__(x, tau, **options)
+        self.start, self.u = x[0].clone(), torch.zeros_like(x[0])
+
+    def boundary(self) -> None:
+        lr = max(self.lr, 1e-12)
+        self.u = self.o["beta"] * self.u + self.mean(self.start - self.x) / lr
+        self.start = self.start - self.o["alpha"] * lr * self.u
+        self.x.copy_(self.start.expand_as(self.x))
+
+    def finish(self) -> None:
+        if self.taken % self.tau:
+            self.boundary()
+
+
+class OverlapLocal(Method):
+    """Overlap-Local-SGD. The mean launched one round ago moves the anchor z: v <- mu v + (mean - z), z <- z + v. Each
+    worker is pulled towards z, then the all-reduce of the difference from z starts."""
+
+    options = {"pull": 0.6, "mu": 0.7, "wire": "float32"}
+    tried = {"mu": (0.7, 0.0)}
+    in_flight: Tensor | None = None
+
+    def __init__(self, x: Tensor, tau: int, **options: Any):
+        super().__init__(x, tau, **options)
+        self.z, self.v = x[0].clone(), torch.zeros_like(x[0])
+
+    def boundary(self) -> None:
+        if self.in_flight is not None:
+            self.v = self.o["mu"] * self.v - self.in_flight
+            self.z = self.z + self.v
+        self.x.lerp_(self.z.expand_as(self.x), self.o["pull"])
+        self.in_flight = self.mean(self.z - self.x)
+
+    def finish(self) -> None:
+        self.boundary()
+        assert self.in_flight is not None
+        self.x.copy_((self.z - self.in_flight).expand_as(self.x))
+
+
+class CO2(Method):
+    """Algorithm 1 of the paper, and other ways to merge a late averaged update.
+
+    Options:
+        alpha, beta, nesterov, gap, phi: the outer step. nesterov applies beta m + new in place of m.
+        delay: local steps from the start of an all-reduce to its merge. round is tau, the paper's; 0 is blocking.
+        merge: where worker i continues after the outer step gave z. outer: from z (the paper). mix: from
+            kappa z + (1 - kappa) x^i (Streaming DiLoCo, arXiv 2501.18512). keep: from z plus the local progress since
+            the all-reduce started (LOSCAR-SGD, arXiv 2605.20866).
+
+    A worker sends z - x^i. With keep it leaves out progress that it sent before, so nothing counts twice. A worker
+    whose difference is not finite is excluded from the mean and continues from z.
+    """
+
+    options = {
+        **{"alpha": 1.0, "beta": 0.5, "gap": "elementwise", "phi": 1.0, "delay": "round"},
+        **{"merge": "outer", "kappa": 0.5, "nesterov": False, "wire": "float32"},
+    }
+    tried = {"beta": (0.5, 0.0)}
+
+    def __init__(self, x: Tensor, tau: int, **options: Any):
+        super().__init__(x, tau, **options)
+        self.delay = tau if self.o["delay"] == "round" else self.o["delay"]
+        if not 0 <= self.delay <= tau:
+            raise UserError(f"delay={self.delay}: between 0 and tau={tau}")
+        self.z, self.m = x[0].clone(), torch.zeros_like(x[0])
+        self.z_before = self.z
+        self.base = x.clone()  # x without the local progress since the last send
+        self.in_flight: list[tuple[Tensor, Tensor]] = []  # what each worker sent, [workers, n], and its mean, [n]
+
+    def after_local_step(self) -> None:
+        if self.in_flight and self.taken % self.tau == self.delay > 0:
+            self.merge()
+        super().after_local_step()
+
+    def boundary(self) -> None:
+        self.send()  # step 3
+        if self.delay == 0 or len(self.in_flight) == 2:
+            self.merge()  # steps 2 and 4 to 7
+        elif self.delay == self.tau:  # round 0: nothing was launched before
+            self.restart()
+        self.x.copy_(torch.where(self.excluded, self.z, self.x))
+        self.base.copy_(torch.where(self.excluded, self.x, self.base))
+
+    def send(self) -> None:
+        own = (self.base if self.o["merge"] == "keep" else self.z) - self.x
+        self.excluded = ~own.isfinite().all(dim=1, keepdim=True)
+        own = torch.where(self.excluded, 0.0, own)
+        self.in_flight.append((own, self.reduce(own, (~self.excluded[:, 0]).to(own))))
+        self.base = self.x.clone()
+
+    def merge(self, finishing: bool = False) -> None:
+        """Applies the oldest averaged update."""
+        _, delta = self.in_flight.pop(0)
+        new = delta / self.gap(delta)
+        self.m = self.o["beta"] * self.m + new  # step 5
+        if self.o["phi"] != "none":  # step 6
+            self.m = torch.where(self.m.abs() > self.o["phi"], self.o["phi"] * self.m.sign(), self.m)
+        self.z_before = self.z
+        self.z = self.z - self.o["alpha"] * (self.o["beta"] * self.m + new if self.o["nesterov"] else self.m)
+        self.restart(finishing)
+
+    def gap(self, delta: Tensor) -> Tensor | float:
+        """The staleness gap Lambda, from the last movement of z (step 4)."""
+        moved = self.z - self.z_before
+        if self.o["gap"] == "elementwise":
+            return 1 + moved.abs() / (delta.pow(2).mean().sqrt() + EPS)
+        return 1 + moved.norm() / (delta.norm() + EPS) if self.o["gap"] == "norm" else 1.0
+
+    def restart(self, finishing: bool = False) -> None:
+        progress = self.x - self.base
+        merge, kappa = self.o["merge"], self.o["kappa"]
+        if merge == "outer":
+            self.x.copy_(self.z.expand_as(self.x))
+        elif merge == "keep":
+            self.x.copy_(self.z + (progress - sum(own for own, _ in self.in_flight)))
+        elif not finishing:
+            self.x.copy_(kappa * self.z + (1 - kappa) * self.x)
+        self.base = self.x - progress
+
+    def finish(self) -> None:
+        """Merges what is in flight and averages the local steps since the last boundary. With merge outer, a merge
+        inside a round gives up the local steps before it, at the end too."""
+        late = bool(self.in_flight) and self.delay < self.tau
+        if late:
+            self.merge(finishing=True)
+        if self.taken % self.tau and not (late and self.o["merge"] == "outer"):
+            self.send()
+        while self.in_flight:
+            self.merge(finishing=True)
+        self.x.copy_(self.z.expand_as(self.x))
+
+
+BLOCKING = CO2.options | {"delay": 0, "gap": "none", "phi": "none"}
+
+
+class Local(CO2):
+    """Local-SGD: a blocking mean every tau steps."""
+
+    options = BLOCKING | {"beta": 0.0}
+    fixed = tuple(name for name in options if name != "wire")
+    tried = {}
+
+
+class DiLoCo(CO2):
+    """A blocking mean every tau steps, and an outer step with Nesterov momentum."""
+
+    options = BLOCKING | {"alpha": 0.7, "beta": 0.9, "nesterov": True}
+    tried = {"beta": (0.9, 0.5)}
+
+
+METHODS: dict[str, type[Method]] = {
+    "ddp": DDP,
+    "local": Local,
+    "slowmo": SlowMo,
+    "diloco": DiLoCo,
+    "overlap_local": OverlapLocal,
+    "co2": CO2,
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A method with a value for each option, as in a row of the file."""
+
+    name: str
+    options: tuple[tuple[str, Any], ...]
+
+    def make(self, x: Tensor, tau: int) -> Method:
+        try:
+            return METHODS[self.name](x, tau, **dict(self.options))
+        except UserError as error:
+            raise UserError(f"method {self}: {error}") from None
+
+    def __str__(self) -> str:
+        defaults = METHODS[self.name].options if self.name in METHODS else {}
+        changed = ",".join(
+            f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}"
+            for key, value in self.options
+            if key not in defaults or value != defaults[key]
+        )
+        return f"{self.name}:{changed}" if changed else self.name
