@@ -166,7 +166,7 @@ def test_a_dry_run_prints_what_a_gpu_needs(folder: Path, capsys: pytest.CaptureF
     options = ["--model", str(folder / "model"), "--data", str(folder / "data"), "--dry_run", "--weights", "bfloat16"]
     run_script("language.finetune", "prompts", *options)
     said = capsys.readouterr().out
-    assert "0.04 M parameters, 1 workers of 16 samples" in said and "GiB a GPU: parameters" in said
+    assert "0.04 M parameters, 1 workers of 16 samples" in said and "GiB a GPU and activations: parameters" in said
 
 
 def test_a_users_mistake_is_one_line(folder: Path, tmp_path: Path, mistake: Mistakes):
