@@ -14,7 +14,6 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from torch import nn
-from torch.distributed.checkpoint import FileSystemReader
 
 from core import CO2Config, UserError
 from core.testing import run_distributed
@@ -96,8 +95,8 @@ def test_a_compiled_model_trains_alike_and_its_checkpoints_are_any_models(
     plain, compiled = train(tmp_path / "plain", 9), train(tmp_path / "compiled", 9, compile=True)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     assert all(torch.equal(a, b) for a, b in zip(plain, compiled, strict=True))
-    saved = [FileSystemReader(folder).read_metadata() for folder in tmp_path.glob("*/checkpoints/*")]
-    assert len(saved) == 2 and saved[0].state_dict_metadata.keys() == saved[1].state_dict_metadata.keys()
+    saved = [torch.load(file, weights_only=True) for file in tmp_path.glob("*/checkpoints/*/rank0.pt")]
+    assert len(saved) == 2 and saved[0].keys() == saved[1].keys()
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(UserError, match="compile needs a C\\+\\+ compiler, and there is no no-such-compiler here"):
         train(tmp_path / "refused", 1, compile=True)
