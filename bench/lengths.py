@@ -35,18 +35,17 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from training.layouts.ring import Shares, ring_attention
 
 from bench import report
 from bench.cluster import Cluster, run_ranks
 from bench.report import Asked, mean_sd, require
 from core.errors import UserError
 from language.corpora import gutenberg_file, wikitext2_file
-from language.lengths import laws
+from language.lengths import laws, ring
 from language.lengths.plan import Island, Ring, layer_seconds, plan
+from language.lengths.ring import Shares, ring_attention
 from language.lengths.rings import hop_of, slowest
 from language.lengths.rounds import Order, by_tokens, cost, deal
-from training.layouts import ring
 from training.script import launch
 
 PARTS = ("waits", "rings")

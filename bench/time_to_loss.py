@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -40,7 +41,6 @@ from bench.trainings import AUTO, Metrics
 from core.errors import UserError
 from core.methods import make_method
 from core.testing.link import ThrottledLink
-from training.memory import Step
 from training.optim import clip_gradients, lr_factor
 from training.recipe import parse
 from training.sampling import per_worker, steps_per_epoch
@@ -235,7 +235,7 @@ def work(o: TimeToLoss, run: Planned, task: Learned, interface: str | None, fold
         standin.pace(model, pacer)
     trainer = start(method, model, optimizer, recipe, rate if o.throttle else None)
     total, batches = task.batches(recipe, rank, workers)
-    step = Step(CPU, contextlib.nullcontext)
+    step = SimpleNamespace(device=CPU, autocast=contextlib.nullcontext)  # what a backward pass reads of a Run
 
     def set_rate(number: int) -> None:
         for group in trainer.optimizer.param_groups:

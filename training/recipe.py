@@ -15,7 +15,7 @@ import tyro
 
 from core import CO2Config, UserError
 from core.elastic.joining import check_elastic
-from core.methods import METHODS, REGISTRY, check_settings, entry_of
+from core.methods import REGISTRY, check_settings, entry_of
 from training.layouts.layout import Layout
 from training.optim import OptimConfig
 from training.script import launch
@@ -23,13 +23,13 @@ from training.workers import rank, world_size
 
 SHARES = {"shard", "offload", "per_node", "zero", "layout"}  # options with which not all recommended settings go
 LARGEST = 10**9  # number of a recipe
-MethodName = Literal[METHODS]  # a task may register more
+MethodName = Literal[tuple(REGISTRY)]  # a task may register more
 # each method's own settings, under its key
 OfMethods = dataclasses.make_dataclass(
     "OfMethods",
     [
         (own.key, Annotated[own.config, tyro.conf.arg(help=own.help)], field(default_factory=own.config))
-        for own in (entry_of(name).settings for name in METHODS)
+        for own in (entry_of(name).settings for name in REGISTRY)
         if own is not None
     ],
     frozen=True,

@@ -26,7 +26,7 @@ def train(x: Tensor, gradient: Callable[[Tensor], Tensor], rounds: int, see: Cal
         if step % tau == 0:
             found.append(see(r))
         r.local_step()
-        for history in (r.restarts, r.deltas, r.outer, r.first_steps):
+        for history in (r.restarts, r.deltas, r.outer):
             history.clear()
     return found
 
