@@ -142,11 +142,12 @@ def test_the_squared_gradient_falls_as_one_over_the_root_of_workers_and_steps(me
             seen.append(float(of(x.mean(0)).square().view(-1, 20).sum(1).mean()))
             return lr * (of(x) + drawn(workers))
 
-        train((1.5 * drawn(1)).repeat(workers, 1), gradient, steps // 8, len_of, merge=merge, tau=8, delay=delay)
+        train(
+            (1.5 * drawn(1)).repeat(workers, 1), gradient, steps // 8, lambda _: None, merge=merge, tau=8, delay=delay
+        )
         return float(np.mean(seen))
 
-    len_of = lambda r: None  # noqa: E731
-    by_workers = [squared(g, 8000) for g in (1, 4, 16)]
-    by_steps = [squared(4, t) for t in (1000, 4000, 16000)]
-    for values, sizes in ((by_workers, (1, 4, 16)), (by_steps, (1000, 4000, 16000))):
-        assert np.polyfit(np.log(sizes), np.log(values), 1)[0] == pytest.approx(-0.5, abs=0.1)
+    for cases in (((1, 4000), (4, 4000), (16, 4000)), ((4, 1000), (4, 4000), (4, 8000))):
+        sizes = [max(case[i] / cases[0][i] for i in (0, 1)) for case in cases]
+        slope = np.polyfit(np.log(sizes), np.log([squared(*case) for case in cases]), 1)[0]
+        assert slope == pytest.approx(-0.5, abs=0.1)
