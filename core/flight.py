@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -21,6 +22,7 @@ from .errors import CollectiveError, UserError
 from .groups import Pending, Stage, drop_groups, host_group, leave_group, moved_by_nccl, new_group, set_timeout
 from .stats import Mark, Seconds, between, mark, plus
 
+RECENT = 8  # times between launches that a timeout allows for: one slow compile counts for so many rounds
 LEFT = "this worker has left the others after an exception: make a new object to train on"
 UNKNOWN = "a worker has failed or cannot be reached, it is not known which"
 
@@ -29,9 +31,9 @@ class Flight:
     """Runs the stages of one reduction at a time while the caller computes.
 
     device: where the reduced tensors lie. group: the workers (None: all). timeout: seconds until a missing peer is an
-    error, beyond the longest time between two launches: so far a peer may be behind. backend: None for the group's own.
-    hidden: whether the caller computes meanwhile, and does not wait at once. roll: `meet` learns of a group's members,
-    and `gone` says for a message because of which of them a collective has failed.
+    error, beyond the longest of the last times between two launches: so far a peer may be behind. backend: None for
+    the group's own. hidden: whether the caller computes meanwhile, and does not wait at once. roll: `meet` learns of a
+    group's members, and `gone` says for a message because of which of them a collective has failed.
 
         flight.launch(reducer.stages(flight.group, number))    # returns at once, whether or not peers are there
         flight.done()                                              # True once all is through; never blocks
@@ -80,7 +82,8 @@ class Flight:
         self._hurry = threading.Event()  # the calling thread waits for that one
         self._error: Exception | None = None  # of a stage
         self._failed, self._left = "", False
-        self._launched_at, self._longest = time.perf_counter(), 0.0  # the longest time between two launches
+        self._launched_at = time.perf_counter()
+        self._between = deque([0.0], RECENT)  # seconds between the last launches
         self._host_seconds = 0.0  # that the calling thread has spent here since the last launch
 
     def agree(self, settings: tuple[Any, ...], tensors: Sequence[Tensor]) -> None:
@@ -89,6 +92,8 @@ class Flight:
         if self.group is not None:
             groups.compare(settings, tensors, self.group)
             groups.broadcast(tensors, self.group, self.device)
+            if self._by_nccl:
+                groups.connect(self.group, self.device, sum(t.numel() * t.element_size() for t in tensors))
 
     def check_alive(self) -> None:
         """Raises again what has failed."""
@@ -107,9 +112,10 @@ class Flight:
         self._host_seconds = 0.0
         with self.counted():
             now = time.perf_counter()
-            self._longest, self._launched_at = max(self._longest, now - self._launched_at), now
+            self._between.append(now - self._launched_at)
+            self._launched_at = now
             for group in self.timed_groups:
-                set_timeout(group, self.timeout + self._longest)
+                set_timeout(group, self.timeout + max(self._between))
             self._begin(stages)
 
     def done(self) -> bool:
@@ -275,6 +281,8 @@ class Flight:
         assert self.group is not None
         ranks, alone = dist.get_process_group_ranks(self.group), len(self.timed_groups) == 1
         group, self.group, self.timed_groups = self.group, None, self.timed_groups[1:]
+        if self._by_nccl:
+            group.abort()  # else its kernels wait for the peers', and destroying it waits for them
         dist.destroy_process_group(group)
         del group
         gone = self._roll.gone(ranks if alone else ()) if self._roll else UNKNOWN  # a node's are not all in both groups

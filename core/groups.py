@@ -30,7 +30,12 @@ class Pending(Protocol):
 
 
 Stage = tuple[Sequence[Pending], int]  # collectives under way, and the bytes that this worker sends for them
-MAX_CTAS = 8  # thread blocks, each on a multiprocessor of its own, that one of NCCL's collectives may hold
+# Thread blocks, each on a multiprocessor of its own, that one of NCCL's collectives may hold (results/gpu.md). Over
+# sockets NCCL takes two; a matrix product beside eight that wait is 12 % slower, beside two 7 %.
+MAX_CTAS = 8
+BLOCKING = ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")  # torch honors both
+DUMP = ("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")
+CONNECT_SIZES = (4, 1 << 20, 1 << 26)  # bytes: NCCL chooses among its algorithms by size
 LONGEST = 1e8  # seconds of a timeout, three years
 MIXED = 6364136223846793005  # odd, as Knuth's generator multiplies by
 _BITS = {1: torch.uint8, 2: torch.int16}  # by an element's bytes; of wider ones int32, several an element
@@ -58,12 +63,27 @@ def moved_by_nccl(group: dist.ProcessGroup, device: torch.device) -> bool:
     in threads of its own, and a wait for it blocks. UserError where the environment makes NCCL's waits block, too."""
     if device.type != "cuda" or backend_for(group, device) != "nccl":
         return False
-    if os.environ.get("TORCH_NCCL_BLOCKING_WAIT", "0") not in ("", "0"):
-        raise UserError(
-            f"TORCH_NCCL_BLOCKING_WAIT={os.environ['TORCH_NCCL_BLOCKING_WAIT']}: the host would wait for every "
-            "all-reduce, and nothing would be hidden; unset it"
-        )
+    for name in BLOCKING:
+        if os.environ.get(name, "0") not in ("", "0"):
+            raise UserError(
+                f"{name}={os.environ[name]}: the host would wait for every all-reduce, and nothing would be hidden; "
+                "unset it"
+            )
     return True
+
+
+@torch.no_grad()
+def connect(group: dist.ProcessGroup, device: torch.device, nbytes: int) -> None:
+    """Makes NCCL's connections for all-reduces up to `nbytes` bytes, and for the collectives of compressed ones.
+
+    NCCL connects when an algorithm is first used, and the host then waits inside the call for the latest peer. All
+    members call this function together, before training, so that no later call waits.
+    """
+    for size in sorted({min(size, max(4, nbytes)) for size in CONNECT_SIZES}):
+        dist.all_reduce(torch.zeros(size // 4, device=device), group=group)
+    rows = torch.zeros(dist.get_world_size(group), 16, dtype=torch.uint8, device=device)
+    dist.all_to_all_single(torch.empty_like(rows), rows, group=group)
+    dist.all_gather([*rows.unbind()], rows[0].clone(), group=group)
 
 
 def new_group(
@@ -96,6 +116,9 @@ def new_group(
     if left and is_alive(left[-1]()):
         return left.pop()()
     within = timedelta(seconds=timeout)
+    if backend == "nccl":
+        # after a failure torch's watchdog sleeps four times as long before it ends the process: a minute by default
+        os.environ.setdefault(*DUMP)
     made = dist.new_group(
         ranks,
         timeout=within,
@@ -109,7 +132,7 @@ def new_group(
 
 def _nccl_options(timeout: timedelta, hidden: bool) -> Any:
     """High priority, so that a collective's blocks get their turn beside a full device. Of hidden ones few blocks, for
-    they are held, spinning, until the slowest peer has arrived. MAX_CTAS was not measured on a device."""
+    they are held, spinning, until the slowest peer has arrived."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout  # torch takes its own argument, and warns where the two differ
     options.is_high_priority_stream = True

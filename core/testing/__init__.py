@@ -31,8 +31,13 @@ def run_distributed(
     *args: Any,
     timeout: float = 60.0,
     expect_death: tuple[int, ...] = (),
+    backend: str = "gloo",
 ) -> list[Any]:
-    """Runs fn(rank, world_size, *args) on `world_size` gloo processes; returns their results in rank order.
+    """Runs fn(rank, world_size, *args) on `world_size` processes; returns their results in rank order.
+
+    backend: "gloo", or "cpu:gloo,cuda:nccl". With NCCL several ranks may share one GPU: each process counts as a
+    machine of its own (NCCL_HOSTID), and they talk over sockets on loopback. They take turns on the GPU, so times mean
+    little.
 
     fn must be importable (defined at a module's top level) and return something that pickles. The rendezvous is a
     file, so parallel tests share no port. When a rank fails, RuntimeError shows the traceback of the first that did:
@@ -41,7 +46,7 @@ def run_distributed(
     """
     with tempfile.TemporaryDirectory() as folder:
         context = _context()
-        job = (fn, world_size, args, folder, timeout, not expect_death)
+        job = (fn, world_size, args, folder, timeout, not expect_death, backend)
         workers = [context.Process(target=_worker, args=(rank, *job), daemon=True) for rank in range(world_size)]
         for worker in workers:
             worker.start()
@@ -65,9 +70,18 @@ def _context() -> Any:
 
 
 def _worker(
-    rank: int, fn: Callable[..., Any], world_size: int, args: Any, folder: str, timeout: float, stay: bool
+    rank: int,
+    fn: Callable[..., Any],
+    world_size: int,
+    args: Any,
+    folder: str,
+    timeout: float,
+    stay: bool,
+    backend: str,
 ) -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    if "nccl" in backend:
+        os.environ |= {"NCCL_HOSTID": f"rank{rank}", "NCCL_SOCKET_IFNAME": "=lo", "NCCL_MNNVL_ENABLE": "0"}
     import torch
     import torch.distributed as dist
 
@@ -75,7 +89,7 @@ def _worker(
     try:
         with _barrier_behind():
             dist.init_process_group(
-                "gloo",
+                backend,
                 init_method=f"file://{folder}/rendezvous",
                 rank=rank,
                 world_size=world_size,
@@ -84,7 +98,7 @@ def _worker(
         _tell(Path(folder, f"rank{rank}"), "", fn(rank, world_size, *args))
         if stay:  # nobody leaves while a peer still needs it
             with contextlib.suppress(RuntimeError):  # a peer that failed tells its own story
-                dist.barrier()
+                dist.all_reduce(torch.zeros(1))
             dist.destroy_process_group()
     except BaseException:
         _tell(Path(folder, f"rank{rank}"), f"rank {rank}:\n{traceback.format_exc()}", None)

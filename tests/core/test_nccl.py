@@ -6,6 +6,7 @@ timeout the host waits until the collective has completed.
 
 import contextlib
 import math
+import os
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from core import CO2, CO2Config, DivergedError, UserError, WireConfig, groups, make_method, stats
+from core import CO2, CO2Config, CollectiveError, DivergedError, UserError, WireConfig, groups, make_method, stats
 from core import flight as collectives
 from core.adaptive.tau import Tuned
 from core.flight import Flight
@@ -127,11 +128,12 @@ def test_the_backend_is_that_of_the_tensors(monkeypatch: Any, config: str, devic
     assert collectives.moved_by_nccl(group, torch.device(device)) is (device == "cuda" and backend == "nccl")
 
 
-def test_an_environment_that_makes_every_wait_block_is_refused(monkeypatch: Any):
+@pytest.mark.parametrize("name", groups.BLOCKING)
+def test_an_environment_that_makes_every_wait_block_is_refused(name: str, monkeypatch: Any):
     monkeypatch.setattr(dist, "get_backend_config", lambda group: "cuda:nccl")
-    monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "1")
+    monkeypatch.setenv(name, "1")
     group: Any = None
-    with pytest.raises(UserError, match="TORCH_NCCL_BLOCKING_WAIT=1: .*unset it"):
+    with pytest.raises(UserError, match=f"{name}=1: .*unset it"):
         collectives.moved_by_nccl(group, torch.device("cuda"))
 
 
@@ -284,3 +286,42 @@ def test_what_a_gpu_still_holds_of_a_diverged_run_is_not_heard_after_a_new_start
     for step in range(4):
         train(0.7 - step / 10)
     assert weight.isfinite().all()
+
+
+def test_one_slow_round_lengthens_the_timeout_for_some_rounds_only(background: Flight, monkeypatch: pytest.MonkeyPatch):
+    given: list[float] = []
+    monkeypatch.setattr(collectives, "set_timeout", lambda group, seconds: given.append(seconds - background.timeout))
+    for late in (17.0, *[0.0] * collectives.RECENT):
+        background._launched_at -= late  # as if a step had compiled for so long
+        background.launch(iter([]))
+        background.wait()
+    assert all(17 <= more < 18 for more in given[: collectives.RECENT]) and given[-1] < 1
+
+
+def test_a_failure_aborts_the_communicator(background: Flight, monkeypatch: pytest.MonkeyPatch):
+    """Its kernels would wait for a dead peer, and whoever destroys it for them."""
+    aborted: list[Any] = []
+    monkeypatch.setattr(dist.ProcessGroup, "abort", lambda group: aborted.append(group), raising=False)
+    group = background.group
+
+    def fails() -> Iterator[groups.Stage]:
+        raise RuntimeError("NCCL error: remote process exited")
+        yield
+
+    with pytest.raises(CollectiveError, match="remote process exited"):
+        background.launch(fails())
+    assert aborted == [group]
+
+
+def test_connections_are_made_before_training_by_all_sizes_and_collectives(
+    background: Flight, monkeypatch: pytest.MonkeyPatch
+):
+    sizes: list[int] = []
+    reduce = dist.all_reduce
+    monkeypatch.setattr(dist, "all_reduce", lambda t, **how: (sizes.append(t.nbytes), reduce(t, **how)))
+    background.agree((), [torch.zeros(1 << 19)])
+    assert {4, 1 << 20, 1 << 21} <= {*sizes} and max(sizes) == 1 << 21
+    monkeypatch.delenv(groups.DUMP[0], raising=False)
+    with contextlib.suppress(AttributeError, RuntimeError, ValueError):  # this torch may have no NCCL
+        groups.new_group(None, 5.0, torch.device("cuda"), "nccl")
+    assert os.environ[groups.DUMP[0]] == groups.DUMP[1]

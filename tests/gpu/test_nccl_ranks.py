@@ -1,0 +1,222 @@
+"""Several NCCL ranks on one GPU: the same results as over gloo, nobody's host waits, and what a lost peer does.
+
+Each process has another NCCL_HOSTID, so NCCL takes them for machines and talks over sockets on loopback. The processes
+take turns on the GPU. Without a GPU the same functions run over gloo on the CPU, which tests the tests.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from core import CO2Config, CollectiveError, WireConfig, load, make_method, node_mesh, save
+from core.testing import run_distributed
+
+PAPER = CO2Config(tau=4)
+RECOMMENDED = CO2Config(4, outer_momentum=0.0, gap="none", merge="keep", delay=2)
+NCCL = "cpu:gloo,cuda:nccl"
+STEPS = 26
+METHODS: dict[str, tuple[str, dict[str, Any]]] = {
+    "ddp": ("ddp", {}),
+    "ddp, int8": ("ddp", {"ddp_wire": WireConfig("int8")}),
+    "paper": ("co2", {"co2": PAPER}),
+    "recommended": ("co2", {"co2": RECOMMENDED}),
+    "recommended, int4": ("co2", {"co2": CO2Config(**vars(RECOMMENDED) | {"wire": WireConfig("int4")})}),
+    "int8": ("co2", {"co2": CO2Config(tau=4, wire=WireConfig("int8"))}),
+    "bfloat16": ("co2", {"co2": CO2Config(tau=4, wire=WireConfig("bfloat16"))}),
+    "lgreco": ("co2", {"co2": CO2Config(tau=4, wire=WireConfig("lgreco", like="int4"))}),
+    "sharded": ("co2", {"co2": PAPER, "shard": True}),
+    "nodes of two": ("co2", {"co2": PAPER, "per_node": 2}),
+    "local": ("local", {"co2": PAPER}),
+    "overlap_local": ("overlap_local", {"co2": PAPER}),
+    "slowmo": ("slowmo", {"co2": PAPER, "lr": lambda: 0.05}),
+}
+EXACT_RESUME = ("paper", "recommended, int4", "sharded")
+gpu = pytest.mark.gpu
+
+
+def device_of(backend: str) -> str:
+    return "cuda:0" if "nccl" in backend else "cpu"
+
+
+class Trained:
+    """A small network with BatchNorm, its optimizer and a method."""
+
+    def __init__(self, name: str, device: str, rank: int):
+        kind, how = METHODS[name]
+        how = dict(how)
+        if per_node := how.pop("per_node", 0):
+            how["mesh"] = node_mesh(device.partition(":")[0], per_node)
+        self.mover = rank // per_node if per_node else rank
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(24, 64), nn.BatchNorm1d(64), nn.GELU(), nn.Linear(64, 8))
+        self.net = net.to(device, torch.float64)
+        self.device = device
+        self.forward, self.method = make_method(kind, self.net, timeout=40.0, **how)
+        self.optimizer = torch.optim.SGD(self.net.parameters(), 0.05, momentum=0.9)
+
+    def go(self, steps: range) -> None:
+        for step in steps:
+            random = torch.Generator().manual_seed(1000 * self.mover + step)
+            x = torch.randn(16, 24, generator=random, dtype=torch.float64)
+            y = (x[:, :8].sin() + 0.1 * self.mover).to(self.device)
+            (self.forward(x.to(self.device)) - y).square().mean().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.method.step(last=step == STEPS - 1)
+
+    def end(self) -> torch.Tensor:
+        self.method.finish()
+        tensors = (*self.net.parameters(), *(b for b in self.net.buffers() if b.is_floating_point()))
+        flat = torch.cat([t.detach().reshape(-1).cpu() for t in tensors])
+        self.method.close()
+        return flat
+
+
+def train_all(rank: int, ranks: int, backend: str, folder: str) -> dict[str, Any]:
+    """Every method; and three of them saved in mid-round, with an all-reduce in flight, and loaded into new objects."""
+    found: dict[str, Any] = {}
+    for name in METHODS:
+        if name == "nodes of two" and ranks % 2:
+            continue
+        trained = Trained(name, device_of(backend), rank)
+        trained.go(range(STEPS))
+        found[name] = trained.end()
+    for name in EXACT_RESUME:
+        first = Trained(name, device_of(backend), rank)
+        first.go(range(14))
+        at = Path(folder, name)
+        save(at, first.net, first.optimizer, first.method, step=14)
+        first.method.leave()
+        second = Trained(name, device_of(backend), rank)
+        assert load(at, second.net, second.optimizer, second.method) == 14
+        second.go(range(14, STEPS))
+        found[f"{name}, resumed"] = second.end()
+    return found
+
+
+def check(ends: list[dict[str, Any]], name: str, reference: dict[str, Any] | None) -> None:
+    if name not in ends[0]:
+        pytest.skip("needs an even number of ranks")
+    assert all(torch.equal(end[name], ends[0][name]) for end in ends), "ranks differ"
+    assert ends[0][name].isfinite().all()
+    if f"{name}, resumed" in ends[0]:
+        assert torch.equal(ends[0][f"{name}, resumed"], ends[0][name]), "a resumed run differs"
+    if reference is not None:
+        torch.testing.assert_close(ends[0][name], reference[name], rtol=1e-9, atol=1e-12)
+
+
+@pytest.fixture(scope="module")
+def on_host(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_distributed(train_all, 2, "gloo", str(tmp_path_factory.mktemp("gloo")), timeout=240)
+
+
+@pytest.fixture(scope="module")
+def between_nccl_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = str(tmp_path_factory.mktemp("nccl"))
+    return run_distributed(train_all, 2, NCCL, folder, timeout=240, backend=NCCL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", METHODS)
+def test_the_methods_agree_over_gloo(name: str, on_host: list[dict[str, Any]]):
+    check(on_host, name, None)
+
+
+@gpu
+@pytest.mark.parametrize("name", METHODS)
+def test_nccl_ranks_agree_with_each_other_with_a_resume_and_with_gloo(
+    name: str, between_nccl_ranks: list[dict[str, Any]], on_host: list[dict[str, Any]]
+):
+    check(between_nccl_ranks, name, on_host[0])
+
+
+# -- a peer that comes late, or not at all ---------------------------------------------------------------------------
+
+
+def first_calls(rank: int, ranks: int, backend: str, name: str) -> float:
+    """Rank 1 arrives two seconds late in its first round: the longest call of rank 0's step()."""
+    trained = Trained(name, device_of(backend), rank)
+    if rank == 1:
+        time.sleep(2.0)
+    longest = 0.0
+    for _ in range(4):
+        for p in trained.net.parameters():
+            p.data.mul_(0.999)
+        began = time.perf_counter()
+        trained.method.step()
+        longest = max(longest, time.perf_counter() - began)
+    trained.method.finish()
+    return longest
+
+
+@gpu
+@pytest.mark.parametrize("name", ["paper", "recommended, int4"])
+def test_the_first_launch_does_not_wait_for_a_late_peer(name: str):
+    assert run_distributed(first_calls, 2, NCCL, name, timeout=90, backend=NCCL)[0] < 1.0
+
+
+def lost(rank: int, ranks: int, backend: str, how: str, folder: str) -> Any:
+    """The last rank goes in mid-round; another trains until something ends it."""
+    trained = Trained("paper", device_of(backend), rank)
+    for step in range(100_000):
+        trained.go(range(step, step + 1))
+        if step == 9 and rank == ranks - 1:
+            Path(folder, "gone").write_text(str(time.time()))
+            if how == "leave":
+                trained.method.leave()
+                time.sleep(20)
+                os._exit(0)
+            os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+        if device_of(backend) != "cpu":
+            torch.cuda.synchronize()
+        time.sleep(0.01)
+    return None
+
+
+@gpu
+@pytest.mark.parametrize(("how", "within"), [("kill", 25.0), ("leave", 45.0), ("stop", 75.0)])
+def test_a_lost_peer_ends_the_others(how: str, within: float, tmp_path: Path):
+    """torch's watchdog, or CO2's own error, ends the process; nobody waits for ever."""
+    began = time.monotonic()
+    try:
+        run_distributed(lost, 2, NCCL, how, str(tmp_path), timeout=within + 30, expect_death=(1,), backend=NCCL)
+    except TimeoutError:
+        pytest.fail(f"rank 0 still waits {within + 30:g} s after its start")
+    except RuntimeError as error:  # died by the watchdog, or raised
+        assert "rank 0" in str(error)
+    gone = float((tmp_path / "gone").read_text())
+    assert time.time() - gone < within, f"{time.monotonic() - began:.0f} s in all"
+
+
+def two_groups(rank: int, ranks: int, backend: str) -> bool:
+    """DDP-like all-reduces of the model's own beside CO2's hidden ones: all sums are right."""
+    trained = Trained("paper", device_of(backend), rank)
+    own = dist.new_group()
+    right = True
+    for step in range(20):
+        trained.go(range(step, step + 1))
+        x = torch.full((1000,), float(rank + step), device=device_of(backend))
+        dist.all_reduce(x, group=own)
+        right &= bool((x == sum(r + step for r in range(ranks))).all())
+    trained.method.finish()
+    return right
+
+
+@pytest.mark.parametrize("backend", ["gloo", pytest.param(NCCL, marks=gpu)])
+def test_two_communicators_side_by_side(backend: str):
+    assert run_distributed(two_groups, 2, backend, timeout=60, backend=backend) == [True, True]
+
+
+def test_a_lost_peer_over_gloo_is_an_error(tmp_path: Path):
+    """What test_a_lost_peer_ends_the_others does, on the CPU."""
+    with pytest.raises(RuntimeError, match=CollectiveError.__name__):
+        run_distributed(lost, 2, "gloo", "kill", str(tmp_path), timeout=60, expect_death=(1,))
