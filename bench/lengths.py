@@ -10,7 +10,7 @@ waits: computed from costs, the same on every machine. A document costs s^2 + cr
 - round: --balance round.
 
 rings: a layer's forward and backward pass, timed on the emulated cluster: two nodes of two ranks, a link for each rank.
-training/layouts/ring.py sends the messages. Computing is a stand-in: a rank sleeps as long as an A800 would take, times
+language/lengths/ring.py sends the messages. Computing is a stand-in: a rank sleeps as long as an A800 would take, times
 a stretch, and the width of the keys makes a hop across nodes as much slower. Ways to place documents:
 
 - plan: language/lengths/plan.py, with hops measured on the cluster.
@@ -278,7 +278,7 @@ PLACED: dict[str, Callable[[list[int], Island], Placement]] = {
 
 
 class Paced:
-    """Computing that takes as long as it is told, in place of the attention of training/layouts/ring.py."""
+    """Computing that takes as long as it is told, in place of the attention of language/lengths/ring.py."""
 
     def __init__(self, island: Island):
         self.island, self.due, self.busy = island, 0.0, 0.0
