@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from bench import memory, report
-from bench.report import MOST_PARAMETERS, Asked, Spread, require, require_device
+from bench.report import MOST_PARAMETERS, Asked, Summary, require, require_device
 from core import CO2, CO2Config, UserError, outer
 from core.passes import make_boundary
 from training.script import launch
@@ -61,7 +61,7 @@ class Bench(Asked):
 
 
 def main() -> None:
-    report.run(Bench, "boundary", measure_all, text)
+    report.run(Bench, "boundary", measure_all, TABLES)
 
 
 def measure_all(bench: Bench, session: report.Session) -> None:
@@ -69,7 +69,7 @@ def measure_all(bench: Bench, session: report.Session) -> None:
     session.result["machine"] = torch.cuda.get_device_name() if bench.device == "cuda" else threads
     cases = ((int(size), way) for size in bench.sizes for way in bench.ways)
     rows = ({"parameters": size, "way": way} | in_process(bench, way, size) for size, way in cases)
-    session.take("rows", rows, lambda row: report.row(*cells(row)))
+    session.take("rows", rows)
 
 
 def in_process(bench: Bench, way: Way, size: int) -> dict[str, Any]:
@@ -184,32 +184,9 @@ WAYS: dict[Way, Callable[[list[torch.nn.Parameter]], Callable[[], Any]]] = {
 }
 
 
-def cells(row: dict[str, Any]) -> list[str]:
-    """One row of the table. The share is that of the bytes that one pass must move, whichever way was taken."""
-    head = [f"{row['parameters']:.3g}", row["way"]]
-    if "not_run" in row:
-        return [*head, f"not run: {row['not_run']}"]
-    took = Spread.of([1e3 * seconds for seconds in row["seconds"]])
-    speed = row["copy_bytes_per_second"]
-    share = BYTES * row["parameters"] / (took.median / 1e3) / speed
-    memory = [f"{row[f'memory_{how}'] / 1e6:.4g}" for how in ("counted", "measured")]
-    return [*head, took.show(".4g"), f"{speed / 1e9:.1f}", f"{share:.0%}", *memory]
-
-
-TITLES = (
-    *("parameters", "way", "ms a boundary, median (range)", "copy GB/s", f"share of it: {BYTES} bytes a parameter"),
-    *("MB beyond the parameters, counted", "measured"),
-)
-
-
-def text(result: dict[str, Any]) -> str:
-    return (
-        f"{result['options']['device']}, {result['machine']}, torch {result['versions']['torch']}; "
-        f"{report.source(result)}\n\n{report.table(TITLES, map(cells, result['rows']))}\n\n"
-        "The share can exceed 100 %: a small model fits into the processor's cache, and a copy also reads what it "
-        "overwrites, which we do not count.\n"
-    )
-
+MEMORY = {"memory_counted": ".4g", "memory_measured": ".4g"}
+SHOWN = {"seconds": ".4g", "bytes_moved": ".4g", "copy_bytes_per_second": ".4g"} | MEMORY
+TABLES = {"rows": Summary("parameters way not_run", SHOWN)}
 
 if __name__ == "__main__":
     launch(main)

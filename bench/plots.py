@@ -33,8 +33,8 @@ def lines_of(rows: Sequence[dict[str, Any]]) -> list[Line]:
 
 
 def plot(result: dict[str, Any], what: str) -> Figure:
-    """samples_per_second against workers, a panel for each link rate; exposed_share against link rates, a panel for each
-    number of workers. Medians, with bars from the lowest to the highest repeat."""
+    """samples_per_second against workers, a panel for each link rate; or exposed_share against link rates, a panel for
+    each number of workers. Medians, with bars from the lowest to the highest repeat."""
     speed = what == "samples_per_second"
     rows = [row for row in result["rows"] if speed or row["rate_mbit"] is not None]
     panel_of, x_of, unit = ("rate_mbit", "workers", "Mbit/s") if speed else ("workers", "rate_mbit", "workers")
@@ -53,7 +53,8 @@ def plot(result: dict[str, Any], what: str) -> Figure:
             mine = [row for row in here if (row["method"], row["tau_setting"]) == line]
             xs = sorted({row[x_of] for row in mine})
             draw_line(ax, line, xs, [[row[what] for row in mine if row[x_of] == x] for x in xs])
-        ax.set(xscale="log", xlabel=x_of.replace("_mbit", ", Mbit/s"), title=f"{panel:g} {unit}" if panel else "no link")
+        title = f"{panel:g} {unit}" if panel else "no link"
+        ax.set(xscale="log", xlabel=x_of.replace("_mbit", ", Mbit/s"), title=title)
         ax.set(**{"yscale": "log"} if speed else {"ylim": (-0.02, 1.02)})
         ax.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
         ax.minorticks_off()

@@ -38,7 +38,7 @@ from bench import report, standin, trainings
 from bench.cluster import Cluster, run_ranks, sent_bytes
 from bench.peers.adapters import PEERS, Task, Trainer
 from bench.report import Asked, Summary, require, require_company
-from bench.trainings import AUTO, Metrics
+from bench.trainings import Metrics
 from core.errors import UserError
 from core.methods import make_method
 from core.testing.link import ThrottledLink
@@ -54,25 +54,24 @@ CPU = torch.device("cpu")
 # -- methods ----------------------------------------------------------------------------------------------------
 
 DILOCO = ("--co2.outer_lr", "0.7", "--co2.outer_momentum", "0.9", "--co2.gap", "none", "--co2.clip", "None")
-LGRECO = (*AUTO, "--co2.wire.format", "lgreco", "--co2.wire.lgreco.every", "10", "--co2.wire.like")
 OURS = {  # name -> options of a train script; the period is the recipe's tau where they set none
     **{name: ("--method", name, "--no_recommended") for name in ("ddp", "local", "overlap_local", "slowmo")},
     "diloco": ("--method", "delayed", *DILOCO, "--co2.delay", "0", "--delayed.nesterov"),
     "co2": ("--method", "co2", "--no_recommended"),
     "co2_recommended": ("--method", "co2", "--recommended"),
-    "co2_auto": ("--method", "co2", *AUTO),
-    "co2_auto_lgreco": ("--method", "co2", *LGRECO, "rank4"),
-    "co2_auto_lgreco_int4": ("--method", "co2", *LGRECO, "int4"),
+    "co2_auto": ("--method", "co2", "--recommended", "--co2.tau", "auto", "--co2.tau_max", "24"),
 }
 METHODS = (NONE, *OURS, *PEERS)
 
 
 def options_of(method: str) -> list[str]:
-    """NAME or NAME:key=value,..., with keys wire, tau and lr, as options of a train script."""
+    """NAME or NAME:key=value,..., as options of a train script. like, rule, first and every are L-GreCo's."""
     name, _, rest = method.partition(":")
     if name not in METHODS:
         raise UserError(f"methods: {name!r} does not exist; choose among {', '.join(METHODS)}")
-    keys = {"wire": "ddp_wire.format" if name == "ddp" else "co2.wire.format", "tau": "co2.tau", "lr": "optim.lr"}
+    wire = "ddp_wire" if name == "ddp" else "co2.wire"
+    keys = {"wire": f"{wire}.format", "tau": "co2.tau", "lr": "optim.lr", "like": f"{wire}.like"}
+    keys |= {key: f"{wire}.lgreco.{key}" for key in ("rule", "first", "every")}
     options = list(OURS.get(name, OURS["local"]))
     for text in filter(None, rest.split(",")):
         key, _, value = text.partition("=")

@@ -193,27 +193,9 @@ def split(model: nn.Module, parts: int) -> list[nn.Module]:
     return list(groups)
 
 
-# -- accelerate -----------------------------------------------------------------------------------------------
-
-
-def accelerate_local_sgd(task: Task) -> Trainer:
-    """accelerate's LocalSGD around the model that its Accelerator prepared."""
-    from accelerate import Accelerator
-    from accelerate.local_sgd import LocalSGD
-
-    accelerator = Accelerator(cpu=True)
-    model, optimizer = accelerator.prepare(task.model, task.optimizer)
-    local = LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=task.tau)
-    local.__enter__()
-    finish = lambda: local.__exit__(None, None, None)  # noqa: E731 (it averages once more)
-    stats = lambda: {"rounds": local.num_steps // task.tau}  # noqa: E731
-    return Trainer(model, optimizer, lambda **_: local.step(), finish, stats=stats)
-
-
 PEERS = {
     "torch_post_local": Peer("torch", post_local_sgd),
     "torch_powersgd": Peer("torch", powersgd),
     "torchft_diloco": Peer("torchft-nightly", diloco),
     "torchft_streaming": Peer("torchft-nightly", streaming_diloco),
-    "accelerate_local": Peer("accelerate", accelerate_local_sgd),
 }
