@@ -70,9 +70,6 @@ class Setting:
         """Whether tau, or the wire, is chosen while training."""
         return self.tau == "auto" or self.method == RECOMMENDED
 
-    def __str__(self) -> str:
-        return f"{self.method}:{self.tau}"
-
 
 def wire_seconds(workers: int, rate: float | None) -> float:
     """A ring all-reduce of the stand-in's parameters, in theory."""
@@ -167,11 +164,6 @@ def measure_all(job: Job) -> list[dict[str, Any]]:
         shuffle.shuffle(order)
         for setting in order:
             cells.append(measure(job, setting, trainers[setting], repeat))
-            if rank == 0:
-                print(
-                    f"{job.workers} workers, {job.rate} Mbit/s, {setting}: {cells[-1]['samples_per_second']:.0f}/s",
-                    flush=True,
-                )
     for trainer in trainers.values():
         if isinstance(trainer.method, Rounds) and trainer.method.flight.in_flight:
             trainer.method.flight.wait()  # finish() would take two more all-reduces; the models are thrown away
@@ -286,8 +278,7 @@ def run(o: Scaling, session: report.Session) -> None:
             if cluster and rate:
                 cluster.shape(rate, result["verified_mbit"])
             per_rank = run_ranks(work, cluster if rate else None, 1, n, Job(o, n, rate, data), timeout=LIMIT)
-            result["rows"] += combine(per_rank, o.step_ms)
-            session.save()
+            session.take("rows", combine(per_rank, o.step_ms))
     plots.draw(session.folder, result)
 
 

@@ -13,17 +13,17 @@ Writes slow_links.json after each run. No --methods, or no --models, leaves a pa
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from bench import report, time_to_loss, trainings
 from bench.cluster import Cluster
@@ -38,6 +38,7 @@ from core.lgreco.choices import sent_bytes as bytes_of
 from core.lgreco.curves import curve
 from core.lgreco.decide import Decider
 from core.lgreco.layout import in_bucket
+from training.memory import Step
 from training.script import launch
 
 RECIPE, BATCH, LR = "gpt2_pydoc_small", 32, 4e-3
@@ -83,7 +84,7 @@ class SlowLinks(Asked):
     """Hold collectives back in software instead of making network namespaces."""
 
     def check(self) -> None:
-        require(self, once="rates seeds lrs", positive="rates lrs", methods=METHODS, models=LOSSES)
+        require(self, once="rates seeds lrs", positive="rates lrs", methods=METHODS, models=MODELS)
         require(self, ones="epochs epoch_steps batch_size")
         require_company(self)
 
@@ -106,7 +107,7 @@ def measure(o: SlowLinks, cluster: Cluster | None, method: str, rate: float, see
         limit_seconds=30.0 * steps,
         throttle=o.throttle,
     )
-    asked = METHODS[method] + (",", ":")[":" not in METHODS[method]] + f"lr={lr * LR}"
+    asked = f"{METHODS[method]}{',' if ':' in METHODS[method] else ':'}lr={lr * LR}"
     found = time_to_loss.train(loop, cluster, o.task, (seed, rate, RECIPE, asked), log)
     row: dict[str, Any] = {"method": method, "rate_mbit": rate, "seed": seed, "lr": lr}
     if found["ended"] != "not reached":  # its last step
@@ -133,7 +134,7 @@ def run_all(o: SlowLinks, session: report.Session) -> None:
             log = "-".join(map(str, run)) + ".txt"
             yield measure(o, cluster, *run, session.folder / "logs" / log)
 
-    with trainings.network(o.throttle, o.workers, FAST) as cluster:
+    with trainings.network(o.throttle or not o.methods, o.workers, FAST) as cluster:
         tuning = [(m, FAST, TUNING_SEED, lr) for m in o.methods for lr in o.lrs] if len(o.lrs) > 1 else []
         session.take("tuning", rows(tuning))
         result["lrs"] = {m: best_lr(result["tuning"], m) or o.lrs[0] for m in o.methods}
@@ -158,54 +159,21 @@ def best_lr(tuning: Iterable[Mapping[str, Any]], method: str) -> float | None:
 STEPS, SUMMED = 100, 10  # steps before the gradients are added up; steps whose gradients are
 WARM = 5  # times that the same tensors are sent, of which the last is measured: low rank needs a warm Q
 LIKES = ("int4", "top0.01", "rank4")
-Batches = Iterator[Callable[[], Tensor]]
+MODELS = {"gpt2": Learned("language", RECIPE, 0.0), "resnet": Learned("vision", "digits_small", 0.0)}
 
 
-def gpt2(steps: int) -> tuple[nn.Module, torch.optim.Optimizer, Batches]:
-    """The recipe gpt2_pydoc_small, alone."""
-    from language.corpora import open_corpus
-    from language.data import train_batches
-    from language.model import make_optimizer
-    from language.recipes import gpt2_pydoc_small
-    from language.train import make_model, make_objective
-
-    recipe = gpt2_pydoc_small()
-    corpus = open_corpus(recipe.corpus, recipe.vocab_size)
-    model = make_model(recipe, corpus.pad)
-    objective = make_objective(recipe, corpus)
-    batches = train_batches(corpus.train, objective, recipe, 0, 1, 0, steps)
-    losses = (lambda b=b: F.cross_entropy(model(b[0]).logits.flatten(0, 1), b[1].flatten()) for b in batches)
-    return model, make_optimizer(model, recipe.optim), losses
-
-
-def resnet(steps: int) -> tuple[nn.Module, torch.optim.Optimizer, Batches]:
-    """The recipe digits_small, alone."""
-    from training.optim import make_optimizer
-    from vision import data
-    from vision.recipes import digits_small
-    from vision.train import make_model
-
-    recipe = digits_small()
-    train_set, _ = data.load(recipe.dataset)
-    model = make_model(recipe, len(train_set.classes))
-    batches = train_set.train_batches(recipe, 0, 1, 0, steps)
-    return model, make_optimizer(model, recipe.optim), (lambda b=b: F.cross_entropy(model(b[0]), b[1]) for b in batches)
-
-
-LOSSES = {"gpt2": gpt2, "resnet": resnet}
-
-
-def gradients(name: str, steps: int = STEPS, summed: int = SUMMED) -> list[Tensor]:
-    """The sum of a model's gradients over the last steps, a tensor a parameter."""
+def gradients(of: Learned, steps: int = STEPS, summed: int = SUMMED) -> list[Tensor]:
+    """The sum of a model's gradients over the last steps, a tensor a parameter. One process trains it."""
     torch.manual_seed(0)
-    model, optimizer, losses = LOSSES[name](steps + summed)
-    model.train()
+    recipe, step = of.parse(), Step(time_to_loss.CPU, contextlib.nullcontext)
+    model = of.model(recipe).train()
+    optimizer = of.script.make_optimizer(model, recipe.optim)
     params = [p for p in model.parameters() if p.requires_grad]
     sums = [torch.zeros_like(p) for p in params]
-    for step, loss in enumerate(losses):
-        loss().backward()
+    for number, batch in zip(range(steps + summed), of.batches(recipe, 0, 1)[1], strict=False):
+        of.script.backward(step, recipe, model, *batch)
         for total, p in zip(sums, params, strict=True):
-            if step >= steps and p.grad is not None:
+            if number >= steps and p.grad is not None:
                 total += p.grad
         optimizer.step()
         optimizer.zero_grad()
@@ -257,7 +225,7 @@ def compare(model: str, tensors: list[Tensor], like: str, workers: int) -> dict[
 
 def compare_all(o: SlowLinks) -> Iterator[dict[str, Any]]:
     for model in o.models:
-        tensors = gradients(model)
+        tensors = gradients(MODELS[model])
         for like, workers in itertools.product(LIKES, sorted({2, o.workers})):
             yield compare(model, tensors, like, workers)
 

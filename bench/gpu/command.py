@@ -45,10 +45,6 @@ class Scope:
             torch.cuda.synchronize()
 
 
-class NotRun(Exception):
-    """Why something was not measured."""
-
-
 Measure = Callable[[Scope], dict[str, Any]]  # returns figures by name; raises AssertionError where one cannot be
 CHECKS: dict[str, tuple[Part, Measure]] = {}
 
@@ -66,14 +62,12 @@ def check(part: Part, cases: Iterable[str] = ("",)) -> Callable[[Any], Any]:
 
 
 def measured(name: str, scope: Scope) -> dict[str, Any]:
-    """The row of a measurement, whatever comes of it. state: ok, failed or not run."""
+    """The row of a measurement, whatever comes of it. state: ok or failed."""
     began, (part, measure) = time.monotonic(), CHECKS[name]
     try:
         figures = measure(scope)
         says = ", ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in figures.items())
         row: dict[str, Any] = {"state": "ok", "says": says, "figures": figures}
-    except NotRun as reason:
-        row = {"state": "not run", "says": str(reason)}
     except Exception as error:
         says = " ".join(f"{type(error).__name__}: {error}".split())[:600]
         row = {"state": "failed", "says": says, "traceback": traceback.format_exc()}
@@ -109,7 +103,9 @@ class Options:
 def main() -> None:
     o = report.read_options(Options, "bench.gpu")
     o.out.mkdir(parents=True, exist_ok=True)
-    result = report.header("bench.gpu", o) | facts(o) | {"rows": read(o.out / f"{NAME}.json")}
+    file = o.out / f"{NAME}.json"
+    rows = json.loads(file.read_text())["rows"] if file.exists() else []  # also of checks that are tests now
+    result = report.header("bench.gpu", o) | facts(o) | {"rows": rows}
     now = {key: result[key] for key in SAME}
     for name in o.chosen():
         known = {row["name"]: row for row in result["rows"]}
@@ -121,7 +117,7 @@ def main() -> None:
         print(f"{row['state']:8}{row['seconds']:6.1f} s  {name}", flush=True)
     rows = [row for row in result["rows"] if row["name"] in CHECKS]
     titles = ("name", "state", "says", "commit", "device")
-    print(report.table(titles, [[row[title] for title in titles] for row in rows]))
+    print(report.table(titles, [[row.get(title, "") for title in titles] for row in rows]))
     sys.exit(any(row["state"] == "failed" for row in rows))
 
 
@@ -133,16 +129,3 @@ def facts(o: Options) -> dict[str, Any]:
     found = {"device": name + ", tiny sizes: a test of the command" * o.tiny, "torch": str(torch.__version__)}
     found |= {"cuda": torch.version.cuda or "none", "triton": version("triton") or "none"}
     return found | ({"commit": o.commit} if o.commit else {})
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    """The rows that are there, also of checks that this command no longer has."""
-    if not path.exists():
-        return []
-    try:
-        before = json.loads(path.read_text())
-        rows = [{key: before.get(key) for key in SAME} | row for row in before["rows"]]
-        assert all(isinstance(row[key], str) for row in rows for key in ("part", "name", "state", "says"))
-    except (ValueError, KeyError, TypeError, AssertionError):
-        raise UserError(f"{path} is no report of bench.gpu: remove it, or choose another --out") from None
-    return rows
