@@ -13,7 +13,6 @@ Writes slow_links.json after each run. No --methods, or no --models, leaves a pa
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import random
@@ -28,7 +27,7 @@ from torch import Tensor
 from bench import report, time_to_loss, trainings
 from bench.cluster import Cluster
 from bench.report import Asked, Summary, require, require_company
-from bench.time_to_loss import Learned, TimeToLoss
+from bench.time_to_loss import RUN, Learned, TimeToLoss
 from bench.trainings import FAST, TUNING_SEED
 from core import LGrecoConfig
 from core.flat import Scalars, make_buckets
@@ -38,7 +37,6 @@ from core.lgreco.choices import sent_bytes as bytes_of
 from core.lgreco.curves import curve
 from core.lgreco.decide import Decider
 from core.lgreco.layout import in_bucket
-from training.memory import Step
 from training.script import launch
 
 RECIPE, BATCH, LR = "gpt2_pydoc_small", 32, 4e-3
@@ -165,13 +163,13 @@ MODELS = {"gpt2": Learned("language", RECIPE, 0.0), "resnet": Learned("vision", 
 def gradients(of: Learned, steps: int = STEPS, summed: int = SUMMED) -> list[Tensor]:
     """The sum of a model's gradients over the last steps, a tensor a parameter. One process trains it."""
     torch.manual_seed(0)
-    recipe, step = of.parse(), Step(time_to_loss.CPU, contextlib.nullcontext)
+    recipe = of.parse()
     model = of.model(recipe).train()
     optimizer = of.script.make_optimizer(model, recipe.optim)
     params = [p for p in model.parameters() if p.requires_grad]
     sums = [torch.zeros_like(p) for p in params]
     for number, batch in zip(range(steps + summed), of.batches(recipe, 0, 1)[1], strict=False):
-        of.script.backward(step, recipe, model, *batch)
+        of.script.backward(RUN, recipe, model, *batch)
         for total, p in zip(sums, params, strict=True):
             if number >= steps and p.grad is not None:
                 total += p.grad

@@ -50,6 +50,7 @@ from training.script import launch
 TIMEOUT = 300.0  # seconds until a missing worker is an error
 NONE = "none"  # the same steps without communication
 CPU = torch.device("cpu")
+RUN = SimpleNamespace(device=CPU, autocast=contextlib.nullcontext)  # what a backward pass reads of a Run
 
 # -- methods ----------------------------------------------------------------------------------------------------
 
@@ -235,7 +236,6 @@ def work(o: TimeToLoss, run: Planned, task: Learned, interface: str | None, fold
         standin.pace(model, pacer)
     trainer = start(method, model, optimizer, recipe, rate if o.throttle else None)
     total, batches = task.batches(recipe, rank, workers)
-    step = SimpleNamespace(device=CPU, autocast=contextlib.nullcontext)  # what a backward pass reads of a Run
 
     def set_rate(number: int) -> None:
         for group in trainer.optimizer.param_groups:
@@ -258,7 +258,7 @@ def work(o: TimeToLoss, run: Planned, task: Learned, interface: str | None, fold
         began, stopped = time.perf_counter(), 0.0
         for number, batch in enumerate(batches, start=1):
             pacer.restart()
-            task.script.backward(step, recipe, trainer.model, *batch)
+            task.script.backward(RUN, recipe, trainer.model, *batch)
             clip_gradients(model, recipe.optim)
             trainer.optimizer.step()
             trainer.optimizer.zero_grad()
