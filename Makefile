@@ -82,7 +82,7 @@ docs: setup ## build the site into site/; a warning is an error
 	$(PY) -m mkdocs build --strict
 
 ##@ Measure
-gpu-report: ## costs and real loops on a GPU: results/gpu.md (GPU="--parts costs")
+gpu-report: ## costs and real loops on a GPU: rows of results/gpu.json (GPU="--parts costs")
 	$(if $(wildcard $(PY)),$(PY),$(PYTHON)) -m bench.gpu $(GPU)
 
 chaos: setup ## kill workers, cut links, fill disks under small runs: results/chaos.json (hours; CHAOS="--kills 10 ..." scales it)

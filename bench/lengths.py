@@ -26,7 +26,7 @@ import functools
 import lzma
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -38,7 +38,7 @@ from torch import Tensor
 
 from bench import report
 from bench.cluster import Cluster, run_ranks
-from bench.report import Asked, mean_sd, require
+from bench.report import Asked, Summary, require
 from core.errors import UserError
 from language.corpora import gutenberg_file, wikitext2_file
 from language.lengths import laws, ring
@@ -147,7 +147,7 @@ def measure_waits(o: Bench) -> Iterator[dict[str, Any]]:
 
 def one_run(case: Case, lengths: np.ndarray, workers: int, tau: int, rounds: int, seed: int) -> dict[str, Any]:
     """Waits of each way, {way: share of a round}. mean, worst: over the rounds, if workers meet at every boundary.
-    slack: over all rounds, if the all-reduce runs during the next round. tokens off: largest distance from even."""
+    slack: over all rounds, if the all-reduce runs during the next round."""
     is_prompts = case.documents == "prompts"
     sizes = np.ones_like(lengths) if is_prompts else lengths
     step = workers * (PROMPTS if is_prompts else max(case.positions, STEP))
@@ -156,24 +156,17 @@ def one_run(case: Case, lengths: np.ndarray, workers: int, tau: int, rounds: int
     crossing = 12.0 * case.width
     as_they_come, held = (Order(sizes, step, of, seed=seed, workers=workers) for of in (none, full))
     loads: dict[str, list[np.ndarray]] = {way: [] for way in WAYS if not (is_prompts and way == "cut packing")}
-    off, documents = [], 0
     for start in range(0, rounds * tau, tau):
         found = lengths[as_they_come.of(start, tau)]
         for way in loads:
             some = lengths[held.of(start, tau)] if way == "round" else found
             pieces, owner = owners(way, some, case.positions, workers, crossing, is_prompts)
             loads[way].append(np.bincount(owner, cost(pieces, crossing), workers))
-            if way == "round":
-                tokens = np.bincount(owner, pieces, workers)
-                off.append(float(np.abs(tokens / tokens.mean() - 1).max()))
-                documents += len(some)
     waits = {way: [wait(row) for row in rows] for way, rows in loads.items()}
     return {
-        "documents a round": documents / rounds,
         "mean": {way: statistics.fmean(found) for way, found in waits.items()},
         "worst": {way: max(found) for way, found in waits.items()},
         "slack": {way: wait_with_slack(np.array(rows)) for way, rows in loads.items()},
-        "tokens off": max(off),
     }
 
 
@@ -357,72 +350,26 @@ def measured_rings(o: Bench) -> list[dict[str, Any]]:
     return rows
 
 
-# -- the tables -------------------------------------------------------------------------------------------------------
+# -- all of it --------------------------------------------------------------------------------------------------------
 
-
-def wait_cells(row: dict[str, Any]) -> list[str]:
-    """Waits in % of a round, with and without slack."""
-    start = [row["documents"], f"{row['positions']:,}", f"{12 * row['width']:,}", row["workers"], row["tau"]]
-    ways = [
-        mean_sd([100 * of[way] for of in row[key]], ".2f") if way in row[key][0] else ""
-        for key in ("mean", "slack")
-        for way in WAYS
-    ]
-    worst = max(of["round"] for of in row["worst"])
-    return [*start, *ways, f"{100 * worst:.2f}", f"{100 * max(row['tokens off']):.2f}"]
-
-
-def ring_cells(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Of one link and law. Tokens a second are those of a device that is not stretched."""
-    speeds = [r["stretch"] * r["tokens"] / r["seconds"]["plan"] / 1e3 for r in rows]
-    ratios = [[r["seconds"][way] / r["seconds"]["plan"] for r in rows] for way in PLACED if way != "plan"]
-    least = mean_sd([100 * r["least"] / r["seconds"]["plan"] for r in rows], ".0f")
-    model = mean_sd([100 * r["seconds"]["plan"] / r["model"]["plan"] - 100 for r in rows], "+.0f")
-    start = [f"{rows[0]['link']:g}", rows[0]["law"], mean_sd(speeds, ".0f")]
-    return [*start, *(mean_sd(of, ".2f") for of in ratios), least, model]
-
-
-WAIT_TITLES = (
-    *("documents", "positions", "crossing", "workers", "tau", *WAYS, *(f"{way}, slack" for way in WAYS)),
-    *("round, worst", "round, tokens off by"),
-)
-WAIT_NOTE = (
-    f"Shares of a round, in %, that the average worker waits for the one with most work, over the seeds. A step takes "
-    f"{STEP:,} tokens a worker, or one full context if that is more; of prompts {PROMPTS} a worker. With slack, the "
-    f"all-reduce takes {EXCHANGE:g} of a round and runs during the next. Computed from costs, not timed."
-)
-RING_TITLES = (
-    *("link, Gbit/s", "law", "plan, 1,000 tokens/s", *(f"{way} / plan" for way in PLACED if way != "plan")),
-    *("least / plan, %", "plan against its model, %"),
-)
-RING_NOTE = (
-    f"Seconds of a layer over the plan's, {NODES} nodes of {DEVICES} ranks: above 1 the plan wins. `least` is the work "
-    "divided by the ranks, which no way can beat. `cut` trains another model. Computing is a stand-in for an A800."
-)
-
-
-def text(result: dict[str, Any]) -> str:
-    parts = [f"# Documents of unequal lengths\n\n- {report.source(result)}."]
-    if rows := result.get("waits"):
-        parts.append(f"## Waits\n\n{WAIT_NOTE}\n\n{report.table(WAIT_TITLES, map(wait_cells, rows))}")
-    groups: dict[tuple[float, str], list[dict[str, Any]]] = {}
-    for row in result.get("rings", ()):
-        groups.setdefault((row["link"], row["law"]), []).append(row)
-    if groups:
-        parts.append(f"## Rings\n\n{RING_NOTE}\n\n{report.table(RING_TITLES, map(ring_cells, groups.values()))}")
-    return "\n\n".join(parts) + "\n"
+SHARES = {f"{what}.{way}": ".2%" for what in ("mean", "slack") for way in WAYS}
+SECONDS = {f"seconds.{way}": ".3f" for way in PLACED} | {"model.plan": ".3f", "least": ".3f"}
+TABLES = {
+    "waits": Summary("documents positions width workers tau", SHARES | {"worst.round": ".2%"}),
+    "rings": Summary("link law", SECONDS),
+}
 
 
 def measure(o: Bench, session: report.Session) -> None:
     if "waits" in o.parts:
-        session.take("waits", measure_waits(o), lambda row: report.row(*wait_cells(row)))
+        session.take("waits", measure_waits(o))
     if "rings" in o.parts:
         with Cluster(NODES, o.rate, nics=DEVICES) as cluster:
             session.take("rings", run_ranks(measured_rings, cluster, DEVICES, NODES, o, timeout=3600.0)[0])
 
 
 def main() -> None:
-    report.run(Bench, "lengths", measure, text, packages=("numpy", "torch"), forks=lambda o: "rings" in o.parts)
+    report.run(Bench, "lengths", measure, TABLES, packages=("numpy", "torch"), forks=lambda o: "rings" in o.parts)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What the commands of bench have in common: their options, and the report of a measurement.
 
-A report is NAME.json, the figures and where they come from, and NAME.md, the tables.
+A command writes NAME.json, its rows and where they come from, and prints a table. results/pages.py reads the rows.
 """
 
 from __future__ import annotations
@@ -17,20 +17,17 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 import tyro
 
-from core.checkpoints.untrusted import parse_json
 from core.errors import UserError
 from training.config import commit, version
 
 FORMAT = 1  # of the JSON
-UNRECORDED = "-dirty: the working tree had changes that were not recorded"
 MOST_WORKERS = 1024
 MOST_PARAMETERS = 1e12
 Options = TypeVar("Options")
-Text = Callable[[dict[str, Any]], str]  # makes the page of what the JSON holds
 
 
 # -- options ----------------------------------------------------------------------------------------------------
@@ -104,58 +101,56 @@ def require_company(options: Any) -> None:
 # -- tables -----------------------------------------------------------------------------------------------------
 
 
-def row(*cells: object) -> str:
-    """A row of a Markdown table."""
-    return "| " + " | ".join(map(str, cells)) + " |"
-
-
 def table(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A Markdown table; a row that ends early, such as one that was not run, is filled up with empty cells."""
-    lines = [row(*titles), "|---" * len(titles) + "|"]
-    for cells in rows:
-        lines.append(row(*cells, *[""] * (len(titles) - len(cells))))
-    return "\n".join(lines)
-
-
-def bullets(notes: Iterable[str]) -> str:
-    return "\n".join(f"- {note}" for note in notes)
+    """A Markdown table. A row that ends early, such as one that was not run, gets empty cells."""
+    lines = [titles, *([*cells, *[""] * (len(titles) - len(cells))] for cells in rows)]
+    first, *rest = [f"| {' | '.join(map(str, line))} |" for line in lines]
+    return "\n".join([first, "|---" * len(titles) + "|", *rest])
 
 
 @dataclass(frozen=True)
-class Spread:
-    """The median of a measurement's repeats, and the least and the greatest of them."""
+class Summary:
+    """How to show rows: a line for each group of rows that agree in `by`, with the number of its rows.
 
-    median: float
-    least: float
-    greatest: float
+    by: Names of entries, divided by spaces. They stand in a line as they are.
+    show: Name -> format. A line has the mean ± standard deviation over its rows. A name may be a path, such as
+        model.plan, through dicts and lists of dicts. A number in a list counts like one of a row of its own.
+    """
 
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
-        return cls(statistics.median(values), min(values), max(values))
+    by: str
+    show: dict[str, str]
 
-    def range(self, spec: str) -> str:
-        return f"{self.least:{spec}} to {self.greatest:{spec}}"
+    def lines(self, rows: Iterable[dict[str, Any]]) -> list[list[str]]:
+        groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+        for row in rows:
+            groups.setdefault(tuple(_cell(row.get(name, "")) for name in self.by.split()), []).append(row)
+        return [[*key, str(len(some)), *self.figures(some)] for key, some in groups.items()]
 
-    def show(self, spec: str) -> str:
-        """`median (least to greatest)`, each in the format `spec`; the median alone where all three look alike."""
-        alike = f"{self.least:{spec}}" == f"{self.greatest:{spec}}"
-        return f"{self.median:{spec}}" + ("" if alike else f" ({self.range(spec)})")
+    def figures(self, rows: list[dict[str, Any]]) -> Iterator[str]:
+        for name, spec in self.show.items():
+            values = _numbers(rows, name.split("."))
+            yield mean_sd(values, spec) if values else ""
+
+    def table(self, rows: Iterable[dict[str, Any]]) -> str:
+        return table([*self.by.split(), "rows", *self.show], self.lines(rows))
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value).replace("|", "\\|")  # a bar would end the cell
+
+
+def _numbers(found: Any, path: Sequence[str]) -> list[float]:
+    """All numbers at the end of a path."""
+    if isinstance(found, list):
+        return [number for each in found for number in _numbers(each, path)]
+    if path:
+        return _numbers(found.get(path[0]), path[1:]) if isinstance(found, dict) else []
+    return [] if found is None else [found]
 
 
 def mean_sd(values: Sequence[float], spec: str) -> str:
     """`mean ± sample standard deviation`, each in the format `spec`; the mean alone of a single value."""
     return plus_minus(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None, spec)
-
-
-def of_seeds(losses: Sequence[float | None], spec: str, seeds: int = 0) -> str:
-    """mean_sd of runs that ended with a number; how many diverged, None; and how many there are of `seeds`."""
-    known = [loss for loss in losses if loss is not None]
-    if not losses:
-        return "not run"
-    text = mean_sd(known, spec) if known else ""
-    if lost := len(losses) - len(known):
-        text = f"diverged in {lost} of {len(losses)}" + (f" (else {text})" if known else "")
-    return f"{text} ({len(losses)} of {seeds} seeds)" if len(losses) < seeds else text
 
 
 def plus_minus(mean: float, sd: float | None, spec: str) -> str:
@@ -177,13 +172,6 @@ def header(module: str, options: Any, packages: Sequence[str] = ("torch",)) -> d
         "cpu_count": len(os.sched_getaffinity(0)),
         "options": json.loads(json.dumps(asdict(options), default=str)),
     }
-
-
-def source(result: dict[str, Any]) -> str:
-    """Command, commit and date of a measurement in words."""
-    command = f"`{result['command']}`, " if "command" in result else ""
-    changed = f" ({UNRECORDED})" if (result["commit"] or "").endswith("-dirty") else ""
-    return f"{command}commit {result['commit'] or 'unknown'}{changed}, {result['date']}"
 
 
 # -- files ------------------------------------------------------------------------------------------------------
@@ -208,100 +196,60 @@ def new_folder(name: str, out: Path | None) -> Path:
     return folder
 
 
-def write(page: Path, text: str) -> None:
-    page.write_text(text)
-
-
-def save(folder: Path, name: str, result: dict[str, Any], text: str | None = None) -> None:
-    """Writes NAME.json, never half of it, and NAME.md when there is a text."""
+def save(folder: Path, name: str, result: dict[str, Any]) -> None:
+    """Writes NAME.json, never half of it."""
     partial = folder / f".{name}.json"
     partial.write_text(json.dumps(result, indent=1, default=str) + "\n")
     partial.rename(folder / f"{name}.json")
-    if text is not None:
-        write(folder / f"{name}.md", text)
-
-
-def conclude(folder: Path, name: str, result: dict[str, Any], text: str) -> None:
-    """Saves a measurement that is complete, and shows it."""
-    save(folder, name, result, text)
-    print(f"\n{text}\nwritten to {folder}/{name}.md and {name}.json")
 
 
 @dataclass
 class Session:
-    """A measurement under way. result: what is known so far, of which `text` makes the page."""
+    """A measurement under way. result: what is known so far. tables: of each part of it that holds rows."""
 
     name: str
     folder: Path
     result: dict[str, Any]
-    text: Text
+    tables: dict[str, Summary]
 
     def save(self) -> None:
-        """Both files as they are now, so that an interruption costs no more than what is being measured."""
-        save(self.folder, self.name, self.result, self.text(self.result))
+        """The file as it is now, so that an interruption costs no more than what is being measured."""
+        save(self.folder, self.name, self.result)
 
-    def take(
-        self, part: str, rows: Iterable[dict[str, Any]], say: Callable[[dict[str, Any]], object] | None = str
-    ) -> None:
-        """Adds rows to a part of the result, and saves and shows each as it comes; say: how, None for not at all."""
+    def take(self, part: str, rows: Iterable[dict[str, Any]]) -> None:
+        """Adds rows to a part of the result, and saves and shows each as it comes."""
         found = self.result.setdefault(part, [])
         for row in rows:
             found.append(row)
             self.save()
-            if say is not None:
-                print(say(row), flush=True)
+            print(part, *self.tables[part].lines([row])[0], sep=" | ", flush=True)
 
 
 def run(
     kind: type[Options],
     name: str,
     measure: Callable[[Options, Session], object],
-    text: Text,
+    tables: dict[str, Summary],
     *,
     packages: Sequence[str] = ("torch",),
     forks: Callable[[Options], bool] | None = None,
-    module: str = "",
 ) -> None:
-    """A command, python -m MODULE, bench.NAME by default: its options, a measurement, NAME.json and NAME.md.
+    """The command python -m bench.NAME: its options, a measurement, NAME.json, and a table of each part.
 
     measure: fills the session's result, which begins as the header. packages: whose versions that names. forks: where
     ranks are forked; whether they sit on an emulated cluster.
     """
-    module = module or f"bench.{name}"
-    o = read_options(kind, module)
+    o = read_options(kind, f"bench.{name}")
     if forks is not None:
         from bench.cluster import prepare_to_fork
 
         prepare_to_fork(namespaces=forks(o))
-    session = Session(name, new_folder(name, o.out), header(module, o, packages), text)
-    with stoppable(f"what was measured is in {session.folder / name}.json"):
+    session = Session(name, new_folder(name, o.out), header(f"bench.{name}", o, packages), tables)
+    file = session.folder / f"{name}.json"
+    with stoppable(f"what was measured is in {file}"):
         measure(o, session)
-    conclude(session.folder, name, session.result, text(session.result))
-
-
-def load(path: Path, module: str, rows: str = "rows") -> dict[str, Any]:
-    """A file that `python -m MODULE` has written, with a row in one of its parts `rows`; else a UserError."""
-    remedy = f"measure with python -m {module} --out {path.parent}"
-    try:
-        result = parse_json(path.read_text())
-    except FileNotFoundError:
-        raise UserError(f"{path.parent} holds no {path.name}: {remedy}") from None
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}; {remedy}") from None
-    except ValueError as error:  # also of bytes that are no text
-        raise UserError(f"{path}: not JSON ({error}); {remedy}") from None
-    if not isinstance(result, dict) or result.get("format") != FORMAT:
-        raise UserError(f"{path}: not of format {FORMAT}; {remedy}")
-    if not any(isinstance(result.get(part), list) and result[part] for part in rows.split()):
-        raise UserError(f"{path}: has no {rows.split()[0]}; {remedy}")
-    return result
-
-
-def remake(module: str, about: str | None, holds: str, name: str, page: Callable[[Path], str]) -> None:
-    """The command `python -m MODULE FOLDER`, which makes NAME.md of a folder's figures anew."""
-    positional = tyro.conf.arg(metavar="FOLDER", help=f"Holds {holds}.")
-    folder = Annotated[tyro.conf.Positional[Path], positional]
-    where = tyro.cli(folder, prog=f"python -m {module}", description=about)
-    text = page(where)
-    write(where / f"{name}.md", text)
-    print(text)
+    session.save()
+    for part, summary in tables.items():
+        if session.result.get(part):
+            print(f"\n{part}\n\n{summary.table(session.result[part])}")
+    print(f"\nwritten to {file}")

@@ -5,7 +5,7 @@ python -m bench.scaling [--workers 1 2 4 8 16] [--rates 50 200 1000] [--repeats 
 Each worker is a node: a network namespace of its own, with links shaped to each rate. With --throttle all workers share
 the loopback device, and software holds collectives back. The model's computation is a stand-in (bench/standin.py).
 Each group of workers and rate builds every method once and measures the methods in an order that is shuffled for each
-repeat. Writes scaling.json, scaling.md and two plots.
+repeat. Writes scaling.json and two plots.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from bench import plots, report
 from bench.cluster import run_ranks
-from bench.report import Asked, require, require_no_crowd
+from bench.report import Asked, Summary, require, require_no_crowd
 from bench.standin import BYTES, LAYERS, LEARNING_RATE, PARAMS, Pacer, StandIn, Trainer, digits
 from bench.trainings import network, of_link
 from core import CO2Config
@@ -69,9 +69,6 @@ class Setting:
     def settles(self) -> bool:
         """Whether tau, or the wire, is chosen while training."""
         return self.tau == "auto" or self.method == RECOMMENDED
-
-    def __str__(self) -> str:
-        return plots.named(self.method, self.tau)
 
 
 def wire_seconds(workers: int, rate: float | None) -> float:
@@ -167,11 +164,6 @@ def measure_all(job: Job) -> list[dict[str, Any]]:
         shuffle.shuffle(order)
         for setting in order:
             cells.append(measure(job, setting, trainers[setting], repeat))
-            if rank == 0:
-                print(
-                    f"{job.workers} workers, {job.rate} Mbit/s, {setting}: {cells[-1]['samples_per_second']:.0f}/s",
-                    flush=True,
-                )
     for trainer in trainers.values():
         if isinstance(trainer.method, Rounds) and trainer.method.flight.in_flight:
             trainer.method.flight.wait()  # finish() would take two more all-reduces; the models are thrown away
@@ -286,14 +278,17 @@ def run(o: Scaling, session: report.Session) -> None:
             if cluster and rate:
                 cluster.shape(rate, result["verified_mbit"])
             per_rank = run_ranks(work, cluster if rate else None, 1, n, Job(o, n, rate, data), timeout=LIMIT)
-            result["rows"] += combine(per_rank, o.step_ms)
-            session.save()
+            session.take("rows", combine(per_rank, o.step_ms))
     plots.draw(session.folder, result)
+
+
+SHOWN = {"samples_per_second": ".0f", "exposed_share": ".1%", "tau": ".3g", "late": ".0%"}
+TABLES = {"rows": Summary("rate_mbit workers method tau_setting", SHOWN)}
 
 
 def main() -> None:
     forks = lambda o: not o.throttle and max(o.workers) > 1  # noqa: E731
-    report.run(Scaling, plots.NAME, run, plots.markdown, forks=forks)
+    report.run(Scaling, "scaling", run, TABLES, forks=forks)
 
 
 if __name__ == "__main__":

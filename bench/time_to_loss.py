@@ -6,7 +6,7 @@ python -m bench.time_to_loss [--tasks vision language cifar10 perceptron] [--rat
 All methods share the loop, the model and its initial values, the data and their order, the inner optimizer and the
 evaluation. Every --eval_every steps each worker writes its parameters to a file while its clock stands still. After
 the run, the mean of the workers' models is evaluated. Every run keeps its whole trajectory. The command writes
-time_to_loss.json and time_to_loss.md (bench/loss_table.py).
+time_to_loss.json.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import itertools
 import json
 import os
 import random
+import statistics
 import tempfile
 import time
 from collections.abc import Iterator
@@ -33,45 +34,45 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bench import loss_table, report, standin, trainings
+from bench import report, standin, trainings
 from bench.cluster import Cluster, run_ranks, sent_bytes
 from bench.peers.adapters import PEERS, Task, Trainer
-from bench.report import Asked, require, require_company
-from bench.trainings import AUTO, Metrics
+from bench.report import Asked, Summary, require, require_company
+from bench.trainings import Metrics
 from core.errors import UserError
 from core.methods import make_method
 from core.testing.link import ThrottledLink
 from training.optim import clip_gradients, lr_factor
 from training.recipe import parse
-from training.sampling import per_worker, steps_per_epoch
+from training.sampling import steps_per_epoch
 from training.script import launch
 
 TIMEOUT = 300.0  # seconds until a missing worker is an error
 NONE = "none"  # the same steps without communication
 CPU = torch.device("cpu")
+RUN = SimpleNamespace(device=CPU, autocast=contextlib.nullcontext)  # what a backward pass reads of a Run
 
 # -- methods ----------------------------------------------------------------------------------------------------
 
 DILOCO = ("--co2.outer_lr", "0.7", "--co2.outer_momentum", "0.9", "--co2.gap", "none", "--co2.clip", "None")
-LGRECO = (*AUTO, "--co2.wire.format", "lgreco", "--co2.wire.lgreco.every", "10", "--co2.wire.like")
 OURS = {  # name -> options of a train script; the period is the recipe's tau where they set none
     **{name: ("--method", name, "--no_recommended") for name in ("ddp", "local", "overlap_local", "slowmo")},
     "diloco": ("--method", "delayed", *DILOCO, "--co2.delay", "0", "--delayed.nesterov"),
     "co2": ("--method", "co2", "--no_recommended"),
     "co2_recommended": ("--method", "co2", "--recommended"),
-    "co2_auto": ("--method", "co2", *AUTO),
-    "co2_auto_lgreco": ("--method", "co2", *LGRECO, "rank4"),
-    "co2_auto_lgreco_int4": ("--method", "co2", *LGRECO, "int4"),
+    "co2_auto": ("--method", "co2", "--recommended", "--co2.tau", "auto", "--co2.tau_max", "24"),
 }
 METHODS = (NONE, *OURS, *PEERS)
 
 
 def options_of(method: str) -> list[str]:
-    """NAME or NAME:key=value,..., with keys wire, tau and lr, as options of a train script."""
+    """NAME or NAME:key=value,..., as options of a train script. like, rule, first and every are L-GreCo's."""
     name, _, rest = method.partition(":")
     if name not in METHODS:
         raise UserError(f"methods: {name!r} does not exist; choose among {', '.join(METHODS)}")
-    keys = {"wire": "ddp_wire.format" if name == "ddp" else "co2.wire.format", "tau": "co2.tau", "lr": "optim.lr"}
+    wire = "ddp_wire" if name == "ddp" else "co2.wire"
+    keys = {"wire": f"{wire}.format", "tau": "co2.tau", "lr": "optim.lr", "like": f"{wire}.like"}
+    keys |= {key: f"{wire}.lgreco.{key}" for key in ("rule", "first", "every")}
     options = list(OURS.get(name, OURS["local"]))
     for text in filter(None, rest.split(",")):
         key, _, value = text.partition("=")
@@ -235,7 +236,6 @@ def work(o: TimeToLoss, run: Planned, task: Learned, interface: str | None, fold
         standin.pace(model, pacer)
     trainer = start(method, model, optimizer, recipe, rate if o.throttle else None)
     total, batches = task.batches(recipe, rank, workers)
-    step = SimpleNamespace(device=CPU, autocast=contextlib.nullcontext)  # what a backward pass reads of a Run
 
     def set_rate(number: int) -> None:
         for group in trainer.optimizer.param_groups:
@@ -258,7 +258,7 @@ def work(o: TimeToLoss, run: Planned, task: Learned, interface: str | None, fold
         began, stopped = time.perf_counter(), 0.0
         for number, batch in enumerate(batches, start=1):
             pacer.restart()
-            task.script.backward(step, recipe, trainer.model, *batch)
+            task.script.backward(RUN, recipe, trainer.model, *batch)
             clip_gradients(model, recipe.optim)
             trainer.optimizer.step()
             trainer.optimizer.zero_grad()
@@ -283,8 +283,7 @@ def start(
     if name == NONE:
         return Trainer(model, optimizer)
     if name in PEERS:
-        batch = per_worker(recipe.batch_size, dist.get_world_size())
-        return PEERS[name].start(Task(model, optimizer, recipe.co2.tau, batch, TIMEOUT))
+        return PEERS[name].start(Task(model, optimizer, recipe.co2.tau, TIMEOUT))
     wrapped, made = make_method(
         recipe.method,
         model,
@@ -371,6 +370,38 @@ def train(o: TimeToLoss, cluster: Cluster | None, task: Learned, run: Planned, l
         return {"ended": ended, "reason": reason, "trajectory": trajectory(o, task, folder) if read else []}
 
 
+def outcome(o: TimeToLoss, run: dict[str, Any], runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """How a run came to the target: status, seconds, steps, loss, exposed_share, tau.
+
+    status is reached, or how the run ended. The rest is of the first evaluation at or below the target, or else of the
+    last one. runs: all so far.
+    """
+    lines, target = run["trajectory"], o.target or TASKS[run["task"]].target
+    reached = next((line for line in lines if line["loss"] <= target), None)
+    at = reached or (lines[-1] if lines else {"step": 0, "seconds": 0.0, "loss": None})
+    late = run["ended"] == "out of time" and not reached
+    return {
+        "status": "reached" if reached else run["ended"],
+        "seconds": o.limit_seconds if late else at["seconds"],
+        "steps": at["step"],
+        "loss": at["loss"],
+        "exposed_share": exposed_share(run, at, runs),
+        "tau": at.get("tau"),
+    }
+
+
+def exposed_share(run: dict[str, Any], at: dict[str, Any], runs: list[dict[str, Any]]) -> float | None:
+    """The share of the time until `at` that the run without communication did not need for the same steps. Without such
+    a run: the share that the method says it waited for communication, None of another package's method."""
+    if not at["seconds"]:
+        return None
+    same = [r for r in runs if (r["method"], r["task"], r["seed"]) == (NONE, run["task"], run["seed"])]
+    free = [line["seconds"] for r in same for line in r["trajectory"] if line["step"] == at["step"]]
+    if free:
+        return max(0.0, 1 - statistics.fmean(free) / at["seconds"])
+    return at["exposed_seconds"] / at["seconds"] if "exposed_seconds" in at else None
+
+
 # -- all of them ------------------------------------------------------------------------------------------------
 
 
@@ -378,7 +409,7 @@ def run_all(o: TimeToLoss, session: report.Session) -> None:
     """Trains everything. A method that has failed at a task and rate is not tried again there."""
     about = {name: vars(TASKS[name]) | {"target": o.target or TASKS[name].target} for name in o.tasks}
     options = {method: " ".join(options_of(method)) for method in o.methods if method.partition(":")[0] in OURS}
-    session.result |= trainings.of_link(o.throttle) | {"tasks": about, "method_options": options}
+    session.result |= trainings.of_link(o.throttle) | {"tasks": about, "method_options": options, "runs": []}
     for name in o.tasks:  # once, and not in every rank
         TASKS[name].data()
     plan, broken = o.plan(), dict[Any, dict[str, Any]]()
@@ -386,7 +417,7 @@ def run_all(o: TimeToLoss, session: report.Session) -> None:
     logs.mkdir(parents=True)
 
     def runs(cluster: Cluster | None) -> Iterator[dict[str, Any]]:
-        for done, planned in enumerate(plan, start=1):
+        for planned in plan:
             seed, rate, name, method = planned
             if cluster:
                 cluster.shape(rate, session.result["verified_mbit"])
@@ -395,18 +426,21 @@ def run_all(o: TimeToLoss, session: report.Session) -> None:
             if found["reason"]:
                 broken[planned[1:]] = found
             row = {"task": name, "rate_mbit": rate, "method": method, "seed": seed, **found}
-            said = loss_table.say(loss_table.outcome(session.result, row))
-            print(f"{done}/{len(plan)} {name} {rate:g} Mbit/s {method} seed {seed}: {said}", flush=True)
-            yield row
+            yield row | outcome(o, row, session.result["runs"])
 
     with trainings.network(o.throttle, o.workers, o.rates[0]) as cluster:
-        session.take("runs", runs(cluster), None)
+        session.take("runs", runs(cluster))
+    for run in session.result["runs"]:  # a run without communication may have come after this one
+        run |= outcome(o, run, session.result["runs"])
+
+
+FIGURES = {"seconds": ".1f", "steps": ".0f", "loss": ".3f", "exposed_share": ".0%", "tau": ".3g"}
+TABLES = {"runs": Summary("task rate_mbit method status reason", FIGURES)}
 
 
 def main() -> None:
     packages = list(dict.fromkeys(peer.package for peer in PEERS.values()))
-    page = loss_table.markdown
-    report.run(TimeToLoss, "time_to_loss", run_all, page, packages=packages, forks=lambda o: not o.throttle)
+    report.run(TimeToLoss, "time_to_loss", run_all, TABLES, packages=packages, forks=lambda o: not o.throttle)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,8 @@
-"""Speed, traffic and memory of zeroth-order training: python -m bench.zeroth [--parts speed traffic blocks limit]
+"""Speed, traffic and memory of zeroth-order training: python -m bench.zeroth [--parts speed traffic limit]
 
 - speed: steps/s on nodes whose links have --rate Mbit/s and --delay_ms. The forward pass is a stand-in that takes as
   long as on a device of its own.
 - traffic: bytes that the kernel counts at a node's network interface.
-- blocks: bytes of a model's blocks on the device, and the share of uploads that is hidden, over an emulated bus.
 - limit: the least memory in which a GPT-2 of --shape (layers, width) takes two steps. A process may grow by a limit of
   private writable memory (RLIMIT_DATA); the limits are a ladder. Weights that are streamed lie in a mapped file, which
   does not count, as a host's memory does not count as a GPU's.
@@ -23,7 +22,7 @@ import tempfile
 import threading
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from bench import report
 from bench.cluster import Cluster, run_ranks, sent_bytes
-from bench.report import Asked, require
+from bench.report import Asked, Summary, require
 from bench.trainings import FAST
 from core.errors import UserError
 from language.zeroth import ZerothConfig, ZerothOrder
@@ -56,7 +55,7 @@ LADDER = (0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0, 
 class ZerothBench(Asked):
     """What to measure."""
 
-    parts: tuple[str, ...] = ("speed", "traffic", "blocks", "limit")
+    parts: tuple[str, ...] = ("speed", "traffic", "limit")
     rate: float = 50.0
     """Of speed: Mbit/s of the links."""
     delay_ms: float = 5.0
@@ -120,18 +119,6 @@ def measure_speed(o: ZerothBench) -> Iterator[dict[str, Any]]:
             yield {"forward_ms": forward_ms, "mesh": mesh, "steps": steps} | found[0]
 
 
-def speed_text(rows: Sequence[dict[str, Any]]) -> str:
-    alone = {row["forward_ms"]: row["steps_per_second"] for row in rows if row["mesh"] == "one process"}
-    cells = []
-    for row in rows:
-        speed = row["steps_per_second"]
-        ratio = f"{speed / alone[row['forward_ms']]:.2f}"
-        cells.append([f"{row['forward_ms']:g}", row["mesh"], f"{speed:.2f}", ratio, f"{row['exposed_ms']:.1f}"])
-    titles = ("forward of the whole batch, ms", "mesh", "steps/s", "x one process", "waited, ms a step")
-    note = "One process takes both forward passes of the whole batch, as ZO2 does. Ideal: 2, and 4 for 2 x 2."
-    return f"{report.table(titles, cells)}\n\n{note}"
-
-
 # -- traffic ----------------------------------------------------------------------------------------------------------
 
 
@@ -154,56 +141,6 @@ def measure_traffic(_: ZerothBench) -> Iterator[dict[str, Any]]:
         for width, steps in ((1000, 20), (10_000, 4)):
             sent = run_ranks(counted, cluster, 1, 4, width, steps, timeout=300)
             yield {"parameters": width**2, "workers": 4, "bytes_a_step": max(sent)}
-
-
-def traffic_text(rows: Sequence[dict[str, Any]]) -> str:
-    cells = [[f"{row['parameters']:,}", row["workers"], f"{row['bytes_a_step']:.0f}"] for row in rows]
-    return report.table(("parameters", "workers", "bytes a step and worker"), cells)
-
-
-# -- blocks -----------------------------------------------------------------------------------------------------------
-
-IDS = torch.arange(32)[None]
-
-
-class Stack(nn.Module):
-    """Blocks whose computation takes a set time."""
-
-    def __init__(self, blocks: int, width: int, seconds: float):
-        super().__init__()
-        self.embed = nn.Embedding(64, width)
-        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(blocks))
-        self.head = nn.Linear(width, 64, bias=False)
-        for block in self.blocks:
-            block.register_forward_hook(lambda *_: time.sleep(seconds))
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids)
-        for block in self.blocks:
-            x = x + block(x)
-        return self.head(x)
-
-
-def measure_blocks(_: ZerothBench) -> Iterator[dict[str, Any]]:
-    """A block's upload takes 20 ms. Both its passes together compute twice as long, as long, and half as long."""
-    for compute_ms in (40.0, 20.0, 10.0):
-        model = Stack(12, 512, compute_ms / 2e3)
-        make = functools.partial(BlockStream, blocks=list(model.blocks), hold=lambda nbytes: time.sleep(0.02))
-        zo = ZerothOrder(model, lr=1e-6, make_forward=make)
-        stream: Any = zo._forward
-        for step in range(6):
-            if step == 1:
-                waited, uploaded = stream.window.waited, stream.window.upload.seconds
-            zo.step(lambda m: cross_entropy(m(IDS)[0], IDS[0]), 1)
-        hidden = 1 - (stream.window.waited - waited) / (stream.window.upload.seconds - uploaded)
-        on_device = stream.device_bytes / max(b.nbytes for b in stream.blocks)
-        yield {"compute_ms": compute_ms, "blocks_on_device": on_device, "of_blocks": 12, "hidden": hidden}
-
-
-def blocks_text(rows: Sequence[dict[str, Any]]) -> str:
-    names = ("compute_ms", "blocks_on_device", "of_blocks")
-    cells = [[*(f"{row[name]:g}" for name in names), f"{row['hidden']:.1%}"] for row in rows]
-    return report.table(("compute a block, ms", "blocks on the device", "of", "uploads of 20 ms hidden"), cells)
 
 
 # -- limit ------------------------------------------------------------------------------------------------------------
@@ -364,22 +301,18 @@ def measure_limit(o: ZerothBench) -> Iterator[dict[str, Any]]:
             job = Job(way, o.shape, base, o.batch)
             limit, found = smallest(job)
             seconds = found["cpu_seconds"] / job.steps if found else None
-            yield {"way": way, "weights_mb": job.weights_mb, "limit": limit, "cpu_seconds_a_step": seconds}
-
-
-def limit_text(rows: Sequence[dict[str, Any]]) -> str:
-    cells = []
-    for row in rows:
-        megabytes = f"{(row['limit'] or LADDER[-1]) * row['weights_mb']:.0f}"
-        fits = [megabytes, f"{row['limit']:g}", f"{row['cpu_seconds_a_step']:.2f}"] if row["limit"] else []
-        cells.append([row["way"], *(fits or [f"not in {megabytes}"])])
-    return report.table(("way", "fits in, MB", "x its weights", "processor seconds a step"), cells)
+            row = {"way": way, "shape": o.shape, "weights_mb": job.weights_mb}
+            yield row | {"limit": limit, "cpu_seconds_a_step": seconds}
 
 
 # -- all of it --------------------------------------------------------------------------------------------------------
 
-MEASURES = {"speed": measure_speed, "traffic": measure_traffic, "blocks": measure_blocks, "limit": measure_limit}
-TEXTS = {"speed": speed_text, "traffic": traffic_text, "blocks": blocks_text, "limit": limit_text}
+MEASURES = {"speed": measure_speed, "traffic": measure_traffic, "limit": measure_limit}
+TABLES = {
+    "speed": Summary("forward_ms mesh", {"steps_per_second": ".2f", "exposed_ms": ".1f"}),
+    "traffic": Summary("parameters workers", {"bytes_a_step": ".0f"}),
+    "limit": Summary("way", {"limit": ".3g", "weights_mb": ".1f", "cpu_seconds_a_step": ".2f"}),
+}
 
 
 def measure(o: ZerothBench, session: report.Session) -> None:
@@ -387,15 +320,9 @@ def measure(o: ZerothBench, session: report.Session) -> None:
         session.take(part, MEASURES[part](o))
 
 
-def text(result: dict[str, Any]) -> str:
-    parts = [f"# Zeroth-order training\n\n- {report.source(result)}."]
-    parts += [f"## {part.capitalize()}\n\n{TEXTS[part](result[part])}" for part in TEXTS if result.get(part)]
-    return "\n\n".join(parts) + "\n"
-
-
 def main() -> None:
     forks = lambda o: bool(set(o.parts) & {"speed", "traffic"})  # noqa: E731
-    report.run(ZerothBench, "zeroth", measure, text, packages=("torch", "transformers"), forks=forks)
+    report.run(ZerothBench, "zeroth", measure, TABLES, packages=("torch", "transformers"), forks=forks)
 
 
 if __name__ == "__main__":

@@ -363,7 +363,7 @@ def bytes_until(evaluated: Sequence[Sequence[float]], loss: float) -> float:
 
 def zo_speed() -> Table:
     """Steps a second of DistZO2 against one process, without its delayed form."""
-    rows = [row for row in load("zeroth.json")["speed"] if not row["delay"]]
+    rows = [row for row in load("zeroth.json")["speed"] if not row.get("delay")]
     times = (500.0, 60.0)
     table: Table = [("workers", "forward pass of 500 ms", "60 ms")]
     for mesh in dict.fromkeys(row["mesh"] for row in rows):

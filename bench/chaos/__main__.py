@@ -2,8 +2,8 @@
 
 Each run trains scikit-learn's digits with four workers and suffers one harm: a worker is killed in a phase of training,
 is killed and comes back, loses its link, cannot write, or has a NaN gradient. Elastic runs must go on by themselves;
-the others are started again with --resume. The table compares them with undisturbed runs. The campaign continues where
-it was stopped.
+the others are started again with --resume. Undisturbed runs are there to compare with. The campaign continues where it
+was stopped. It writes a row for each run, and prints a table.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import multiprocessing
 import random
 import shutil
 import signal
-import statistics
 import sys
 import tempfile
 import time
@@ -23,11 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench import report
 from bench.chaos.crew import Crew, group
 from bench.chaos.worker import PHASES, work
 from bench.cluster.nodes import Cluster, require_namespaces
-from bench.report import read_options
+from bench.report import Summary, read_options
 from bench.trainings import Metrics
 from training.script import launch
 
@@ -63,7 +61,7 @@ class Campaign:
     minutes: float = 600.0
     """Starts no further run after so many."""
     out: Path = Path("results/chaos.json")
-    """One object a run; beside it a table in Markdown."""
+    """One object a run."""
 
     def check(self) -> None:
         if self.outages:
@@ -85,7 +83,7 @@ def main() -> None:
         rows.append(planned | suffer(context, planned))
         print(json.dumps(rows[-1]), flush=True)
         asked.out.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
-    report.write(asked.out.with_suffix(".md"), table(rows))
+    print(table(rows))
 
 
 def plan(asked: Campaign) -> Iterator[Row]:
@@ -191,41 +189,14 @@ class Net:
             self._down_since = -1.0
 
 
-ABOUT = """# Runs that were harmed
-
-`python -m bench.chaos`: four workers train scikit-learn's digits and suffer one harm each.
-
-- **ended**: runs that came to their last step. **by itself**: those without a start with `--resume`. **hung**: runs
-  that had to be killed. **came back**: elastic runs that a killed worker joined again.
-- **agrees**: runs whose final test loss is at most three standard deviations above the mean of the undisturbed runs of
-  the same settings, which follows.
-"""
-HEAD = ("harm", "settings", "runs", "ended", "by itself", "hung", "came back", "agrees", "undisturbed")
+SHOWN = {"ended": ".0%", "attempts": ".1f", "hung": ".0%", "came_back": ".1f", "test_loss": ".3f"}
 
 
 def table(rows: list[Row]) -> str:
-    """A line for each harm and configuration."""
-    groups: dict[tuple[str, str], list[Row]] = {}
-    for row in sorted(rows, key=lambda row: (row["harm"], row.get("phase", ""), row["config"])):
-        harm = f"{row['harm']}, {row['phase']}" if row["harm"] in ("kill", "rejoin") else row["harm"]
-        groups.setdefault((harm, row["config"]), []).append(row)
-    usual: dict[str, list[float]] = {}
-    for row in rows:
-        if row["harm"] == "none" and row["test_loss"] is not None:
-            usual.setdefault(row["config"], []).append(row["test_loss"])
-    lines = [cells(harm, config, some, usual.get(config, [])) for (harm, config), some in groups.items()]
-    return f"{ABOUT}\n{report.table(HEAD, lines)}\n"
-
-
-def cells(harm: str, config: str, some: list[Row], usual: list[float]) -> tuple[object, ...]:
-    ended = [r for r in some if r["status"] == 0 and r["steps"] == steps(config)]
-    hung, back = (sum(bool(r[key]) for r in some) for key in ("hung", "came_back"))
-    agrees = "not known"
-    if len(usual) >= 3:
-        most = statistics.mean(usual) + 3 * statistics.stdev(usual)
-        agrees = f"{sum(r['test_loss'] <= most for r in ended)} of {len(ended)}"
-    told = report.mean_sd(usual, ".3f") if usual else "not run"
-    return harm, config, len(some), len(ended), sum(r["attempts"] == 1 for r in ended), hung, back, agrees, told
+    """A line for each harm and configuration. ended: the share of runs that came to their last step."""
+    ended = [row | {"ended": row["status"] == 0 and row["steps"] == steps(row["config"])} for row in rows]
+    ended.sort(key=lambda row: (row["harm"], row.get("phase", ""), row["config"]))
+    return Summary("harm phase config", SHOWN).table(ended)
 
 
 if __name__ == "__main__":

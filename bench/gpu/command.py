@@ -1,4 +1,4 @@
-"""The command line of bench.gpu: what is measured, what is kept between calls, and the report."""
+"""The command line of bench.gpu: what is measured, and what is kept between calls."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from training.config import version
 
 NAME = "gpu"
 Part = Literal["costs", "loops"]
-PARTS: dict[Part, str] = {"costs": "Costs", "loops": "Real loops"}
+PARTS: tuple[Part, ...] = ("costs", "loops")
 SAME = ("commit", "device", "torch")  # of a row that is not measured again
 
 
@@ -45,10 +45,6 @@ class Scope:
             torch.cuda.synchronize()
 
 
-class NotRun(Exception):
-    """Why something was not measured."""
-
-
 Measure = Callable[[Scope], dict[str, Any]]  # returns figures by name; raises AssertionError where one cannot be
 CHECKS: dict[str, tuple[Part, Measure]] = {}
 
@@ -66,14 +62,12 @@ def check(part: Part, cases: Iterable[str] = ("",)) -> Callable[[Any], Any]:
 
 
 def measured(name: str, scope: Scope) -> dict[str, Any]:
-    """The row of a measurement, whatever comes of it. state: ok, failed or not run."""
+    """The row of a measurement, whatever comes of it. state: ok or failed."""
     began, (part, measure) = time.monotonic(), CHECKS[name]
     try:
         figures = measure(scope)
         says = ", ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in figures.items())
         row: dict[str, Any] = {"state": "ok", "says": says, "figures": figures}
-    except NotRun as reason:
-        row = {"state": "not run", "says": str(reason)}
     except Exception as error:
         says = " ".join(f"{type(error).__name__}: {error}".split())[:600]
         row = {"state": "failed", "says": says, "traceback": traceback.format_exc()}
@@ -84,7 +78,7 @@ def measured(name: str, scope: Scope) -> dict[str, Any]:
 class Options:
     """The report of a GPU. What has a row of this commit, device and torch is not measured again."""
 
-    parts: tuple[Part, ...] = tuple(PARTS)
+    parts: tuple[Part, ...] = PARTS
     checks: tuple[str, ...] = ()
     """Only those whose names hold one of these words, also where they have a row."""
     device: Literal["cuda", "cpu"] = "cuda"
@@ -109,7 +103,9 @@ class Options:
 def main() -> None:
     o = report.read_options(Options, "bench.gpu")
     o.out.mkdir(parents=True, exist_ok=True)
-    result = report.header("bench.gpu", o) | facts(o) | {"rows": read(o.out / f"{NAME}.json")}
+    file = o.out / f"{NAME}.json"
+    rows = json.loads(file.read_text())["rows"] if file.exists() else []  # also of checks that are tests now
+    result = report.header("bench.gpu", o) | facts(o) | {"rows": rows}
     now = {key: result[key] for key in SAME}
     for name in o.chosen():
         known = {row["name"]: row for row in result["rows"]}
@@ -117,10 +113,12 @@ def main() -> None:
             continue
         known[name] = row = measured(name, Scope(o.device, o.out.resolve(), o.tiny)) | now
         result["rows"] = list(known.values())
-        report.save(o.out, NAME, result, markdown(result))
-        print(f"{row['state']:8}{row['seconds']:6.1f} s  {name}: {row['says']}", flush=True)
-    report.conclude(o.out, NAME, result, markdown(result))
-    sys.exit(any(row["state"] == "failed" for row in result["rows"] if row["name"] in CHECKS))
+        report.save(o.out, NAME, result)
+        print(f"{row['state']:8}{row['seconds']:6.1f} s  {name}", flush=True)
+    rows = [row for row in result["rows"] if row["name"] in CHECKS]
+    titles = ("name", "state", "says", "commit", "device")
+    print(report.table(titles, [[row.get(title, "") for title in titles] for row in rows]))
+    sys.exit(any(row["state"] == "failed" for row in rows))
 
 
 def facts(o: Options) -> dict[str, Any]:
@@ -131,42 +129,3 @@ def facts(o: Options) -> dict[str, Any]:
     found = {"device": name + ", tiny sizes: a test of the command" * o.tiny, "torch": str(torch.__version__)}
     found |= {"cuda": torch.version.cuda or "none", "triton": version("triton") or "none"}
     return found | ({"commit": o.commit} if o.commit else {})
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    """The rows that are there, also of checks that this command no longer has."""
-    if not path.exists():
-        return []
-    try:
-        before = json.loads(path.read_text())
-        rows = [{key: before.get(key) for key in SAME} | row for row in before["rows"]]
-        assert all(isinstance(row[key], str) for row in rows for key in ("part", "name", "state", "says"))
-    except (ValueError, KeyError, TypeError, AssertionError):
-        raise UserError(f"{path} is no report of bench.gpu: remove it, or choose another --out") from None
-    return rows
-
-
-def markdown(result: dict[str, Any]) -> str:
-    """A table for each part, and the commits of the checks that this command no longer has."""
-    about = [
-        f"Device: {result['device']}",
-        f"torch {result['torch']}, CUDA {result['cuda']}, Triton {result['triton']}",
-        f"Commit {result['commit']}, {result['date']}. A row of another commit or device names it.",
-    ]
-    gone = [row for row in result["rows"] if row["name"] not in CHECKS]
-    if gone:
-        commits = ", ".join(sorted({str(row["commit"]) for row in gone}))
-        about.append(f"{len(gone)} rows of gpu.json are of earlier checks, at commits {commits}: see `make test-gpu`.")
-    text = ["# On a GPU", "Written by `make gpu-report`. [bench/gpu](../bench/gpu/__init__.py) says how to run it."]
-    text.append(report.bullets(about))
-    for part, title in PARTS.items():
-        rows = [cells(row, result) for row in result["rows"] if row["part"] == part and row not in gone]
-        text += [f"## {title}", report.table(("measurement", "", "figures or error", "seconds"), rows)]
-    return "\n\n".join(text) + "\n"
-
-
-def cells(row: dict[str, Any], result: dict[str, Any]) -> list[str]:
-    other = [str(row[key]) for key in ("commit", "device") if row[key] != result[key]]
-    state = f"**{row['state']}**" if row["state"] == "failed" else row["state"]
-    state += f" ({', '.join(other)})" if other else ""
-    return [row["name"], state, row["says"].replace("|", "\\|"), f"{row['seconds']:.1f}"]

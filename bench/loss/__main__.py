@@ -1,7 +1,6 @@
 """Trains every method with the same tuning budget, and reports the loss on other seeds and other data.
 
 python -m bench.loss [--tasks bytes digits] [--methods local co2 co2:merge=keep,delay=3] [--workers 4] [--tau 24]
-python -m bench.loss --report
 
 A method is NAME or NAME:OPTION=VALUE,... The tuning tries all of VALUE|VALUE. bench/loss/methods.py has the options,
 for example co2:merge=mix,kappa=0.5,delay=3,gap=none,beta=0.
@@ -9,7 +8,7 @@ for example co2:merge=mix,kappa=0.5,delay=3,gap=none,beta=0.
 A method's configurations are its options' values times learning rates, as many as --configurations allows. Each is
 trained on the tuning seed and evaluated on the tuning split; the best is trained on the other seeds and evaluated on
 the test split. Initial weights and batches depend on the seed alone. Every run is a line of --rows; a run that has its
-line is not repeated, so the same command continues after an interruption. At the end it prints the tables of all rows.
+line is not repeated, so the same command continues after an interruption. At the end it prints a table of all rows.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from typing import Any, Literal
 import torch
 
 from bench.loss.methods import METHODS, Settings
-from bench.loss.runs import Plan, Rows, markdown, run
+from bench.loss.runs import Plan, Rows, run
 from bench.loss.tasks import TASKS, Shards, load_task
 from bench.report import read_options, require, require_device, require_no_crowd, stoppable
 from bench.trainings import TUNING_SEED
@@ -63,8 +62,6 @@ class Options:
     rows: Path = Path("results/search.jsonl")
     device: Literal["cpu", "cuda"] = "cpu"
     """Holds all workers of a run. On cuda, products are in TF32, as in the train scripts."""
-    report: bool = False
-    """Print the tables of the rows that are there; run nothing."""
 
     def check(self) -> None:
         require(self, once="tasks methods workers seeds", positive="workers lr_factors", tasks=TASKS)
@@ -169,12 +166,9 @@ def main() -> None:
     if o.device == "cuda":
         torch.set_float32_matmul_precision("high")
     rows = Rows(o.rows)
-    if o.report and not rows.choices:
-        raise UserError(f"rows={o.rows}: no rows to report; run python -m bench.loss first")
-    if not o.report:
-        with stoppable(f"the runs that ended are in {o.rows}"):
-            search(o, rows)
-    print("\n" + markdown(rows))
+    with stoppable(f"the runs that ended are in {o.rows}"):
+        search(o, rows)
+    print("\n" + rows.table())
 
 
 if __name__ == "__main__":

@@ -1,11 +1,10 @@
-"""One run with all workers in this process, the file of runs, and the tables that are made from it."""
+"""One run with all workers in this process, the file of runs, and its table."""
 
 from __future__ import annotations
 
 import functools
 import json
 import math
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,10 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bench import report
 from bench.loss.methods import METHODS, Gradient, Method, Settings
 from bench.loss.tasks import Batch, Shards, Split, Task, cosine
-from bench.report import FORMAT
+from bench.report import FORMAT, Summary
 from bench.trainings import TUNING_SEED
 from core.checkpoints.untrusted import parse_json
 from core.errors import UserError
@@ -204,49 +202,16 @@ class Rows:
         if self.choices.get(tuple(row[name] for name in (*GROUP, "asked"))) != row:
             self._append(row)
 
-    def losses(self, choice: Row) -> dict[int, float | None]:
-        """The test losses with the chosen settings, by seed."""
-        seeds = {row["seed"] for row in self.runs.values() if row["split"] == "test"}
-        runs = {seed: self.runs.get(key_of(choice, seed=seed, split="test")) for seed in sorted(seeds)}
-        return {seed: row["loss"] for seed, row in runs.items() if row is not None}
+    def table(self) -> str:
+        """The test losses of every choice."""
+        seeds = sorted({row["seed"] for row in self.runs.values() if row["split"] == "test"})
+        lines = []
+        for choice in self.choices.values():
+            chosen = Settings(choice["method"], tuple(choice["options"].items()))
+            for seed in seeds:
+                if row := self.runs.get(key_of(choice, seed=seed, split="test")):
+                    lines.append(choice | {"chosen": chosen, "loss": row["loss"], "diverged": row["loss"] is None})
+        return TABLE.table(lines)
 
 
-# -- the tables -----------------------------------------------------------------------------------------------------
-
-TITLES = ("method", "chosen", "lr", "tried", "held-out loss", "seeds", "against local", "against ddp")
-NOTE = (
-    "Loss on the test split of the model that all workers share at the end, mean ± standard deviation over the seeds. "
-    "tried: configurations on the tuning seed and the tuning split, of which the row shows the best. Against local and "
-    "ddp: over the seeds that both have. All workers run in one process, in float32; no time is measured.\n"
-)
-
-
-def markdown(rows: Rows) -> str:
-    """A table for each group of choices, from the file alone."""
-    groups: dict[tuple[Any, ...], list[Row]] = {}
-    for (*group, _), choice in rows.choices.items():
-        groups.setdefault(tuple(group), []).append(choice)
-    parts = [NOTE]
-    for (task, workers, batch, steps, tau, shards, tuning), choices in groups.items():
-        losses = {choice["asked"]: rows.losses(choice) for choice in choices}
-        others = [losses.get(name, {}) for name in ("local", "ddp")]
-        head = f"### {task}: {workers} workers of {batch} samples a step, {steps} steps, tau {tau}, {shards} shards"
-        lines = [cells(choice, losses[choice["asked"]], others) for choice in choices]
-        parts.append(f"{head}; {tuning}\n\n{report.table(TITLES, lines)}\n")
-    return "\n".join(parts)
-
-
-def cells(choice: Row, losses: dict[int, float | None], others: list[dict[int, float | None]]) -> list[str]:
-    asked = choice["asked"].replace("|", "\\|")  # a bar would end the cell
-    chosen = Settings(choice["method"], tuple(choice["options"].items()))
-    first = [f"`{asked}`", f"`{chosen}`", f"{choice['lr']:.3g}", str(choice["tried"])]
-    loss, seeds = report.of_seeds([*losses.values()], ".4f"), ", ".join(map(str, losses))
-    return [*first, loss, seeds, *(against(losses, other) for other in others)] if losses else [*first, "not run"]
-
-
-def against(losses: dict[int, float | None], others: dict[int, float | None]) -> str:
-    """How much higher the loss is than the other's, over the seeds that both have; empty without any."""
-    pairs = [(loss, others.get(seed)) for seed, loss in losses.items()]
-    both = [(ours, theirs) for ours, theirs in pairs if ours is not None and theirs is not None]
-    ratio = statistics.fmean(a for a, _ in both) / statistics.fmean(b for _, b in both) if both else math.nan
-    return f"{100 * (ratio - 1):+.1f} %" if both else ""
+TABLE = Summary(" ".join((*GROUP, "asked chosen lr tried")), {"loss": ".4f", "diverged": ".0%"})

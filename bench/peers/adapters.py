@@ -7,7 +7,6 @@ period that the benchmark compares. Functions import their packages, so a missin
 from __future__ import annotations
 
 import importlib.util
-import multiprocessing
 import os
 import socket
 from collections.abc import Callable
@@ -51,17 +50,15 @@ class Task:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     tau: int
-    batch: int  # samples per worker and step
     timeout: float  # seconds until a missing worker is an error
 
 
 @dataclass(frozen=True)
 class Peer:
-    """A method of another package: the distribution that has it, what starts it, and its settings for the table."""
+    """A method of another package: the distribution that has it, and what starts it."""
 
     package: str
     start: Callable[[Task], Trainer]
-    note: str
 
     def missing(self) -> str:
         """Why the method cannot run here; empty where its package is installed."""
@@ -196,111 +193,9 @@ def split(model: nn.Module, parts: int) -> list[nn.Module]:
     return list(groups)
 
 
-# -- hivemind -------------------------------------------------------------------------------------------------
-
-
-class UntilFirstEnds:
-    """hivemind's optimiser until the first worker has taken all its steps, from then on the local one inside it.
-
-    hivemind's workers do not keep step with each other; those behind would look for partners, until a timeout, at
-    every step that is left.
-    """
-
-    KEY = "bench/hivemind/ended"
-
-    def __init__(self, optimizer: Any):
-        self._optimizer = optimizer
-        self._store = dist.distributed_c10d._get_default_store()
-        self.zero_grad, self.param_groups = optimizer.zero_grad, optimizer.param_groups
-
-    def step(self) -> None:
-        if self._store.check([self.KEY]):
-            self._optimizer.state_averager.optimizer.step()
-        else:
-            self._optimizer.step()
-
-    def end(self) -> None:
-        """Of the training of this worker."""
-        self._store.set(self.KEY, "")
-        self._optimizer.state_averager.step(wait_for_delayed_updates=True)
-
-
-def hivemind(task: Task) -> Trainer:
-    """Local updates whose states hivemind averages in the background (delayed by what that takes).
-
-    Its epochs end when the swarm is believed to have seen tau global batches. That belief comes from counts in a
-    distributed hash table, extrapolated in time (time spent waiting too): the period is approximate. In 1.1.12 the
-    next local step waits for the average that was started in the background, so little of it is hidden.
-    """
-    multiprocessing.current_process()._config["daemon"] = False  # hivemind starts processes, a daemon must not
-    from hivemind import DHT, Optimizer
-
-    inner, workers = task.optimizer, dist.get_world_size()
-    offline: dict[str, Any] = dict(use_relay=False, use_auto_relay=False, nat_port_map=False, auto_nat=False)
-    listen = [f"/ip4/{own_address()}/tcp/0"]
-    first = DHT(host_maddrs=listen, start=True, **offline) if dist.get_rank() == 0 else None
-    peers = shared(lambda: [str(address) for address in first.get_visible_maddrs()])
-    dht = first or DHT(host_maddrs=listen, initial_peers=peers, start=True, **offline)
-    optimizer = Optimizer(
-        dht=dht,
-        run_id="bench",
-        params=[{k: v for k, v in g.items() if k in ("params", "weight_decay")} for g in inner.param_groups],
-        optimizer=lambda groups: type(inner)(groups, **inner.defaults),
-        batch_size_per_step=task.batch,
-        target_batch_size=task.tau * task.batch * workers,
-        use_local_updates=True,
-        delay_state_averaging=True,
-        matchmaking_time=1.0,
-        averaging_timeout=5.0,
-        averager_opts=dict(request_timeout=0.5, target_group_size=workers),
-        tracker_opts=dict(min_refresh_period=0.1, max_refresh_period=0.1, default_refresh_period=0.1),
-        verbose=True,
-    )
-
-    def close() -> None:
-        dist.barrier()
-        optimizer.shutdown()
-        dht.shutdown()
-
-    steps = UntilFirstEnds(optimizer)
-    stats = lambda: {"rounds": optimizer.local_epoch}  # noqa: E731
-    return Trainer(task.model, steps, finish=steps.end, close=close, stats=stats)
-
-
-# -- accelerate -----------------------------------------------------------------------------------------------
-
-
-def accelerate_local_sgd(task: Task) -> Trainer:
-    """accelerate's LocalSGD around the model that its Accelerator prepared."""
-    from accelerate import Accelerator
-    from accelerate.local_sgd import LocalSGD
-
-    accelerator = Accelerator(cpu=True)
-    model, optimizer = accelerator.prepare(task.model, task.optimizer)
-    local = LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=task.tau)
-    local.__enter__()
-    finish = lambda: local.__exit__(None, None, None)  # noqa: E731 (it averages once more)
-    stats = lambda: {"rounds": local.num_steps // task.tau}  # noqa: E731
-    return Trainer(model, optimizer, lambda **_: local.step(), finish, stats=stats)
-
-
 PEERS = {
-    "torch_post_local": Peer(
-        "torch", post_local_sgd, "PostLocalSGDOptimizer, PeriodicModelAverager(period=tau), no warm-up"
-    ),
-    "torch_powersgd": Peer("torch", powersgd, "DDP with powerSGD_hook, rank 1, from step 2; every step"),
-    "torchft_diloco": Peer("torchft-nightly", diloco, "DiLoCo, outer SGD lr 0.7, Nesterov momentum 0.9; blocks"),
-    "torchft_streaming": Peer(
-        "torchft-nightly",
-        streaming_diloco,
-        "DiLoCo in 2 fragments, fragment_sync_delay tau/2 - 1, fragment_update_alpha 0 (torchft's default), outer SGD "
-        "as above",
-    ),
-    "hivemind": Peer(
-        "hivemind",
-        hivemind,
-        "Optimizer, use_local_updates, delay_state_averaging, target_batch_size tau global batches, matchmaking_time "
-        "1 s; it times its rounds itself, near tau only where tau steps take seconds",
-    ),
-    "accelerate_local": Peer("accelerate", accelerate_local_sgd, "LocalSGD(local_sgd_steps=tau)"),
+    "torch_post_local": Peer("torch", post_local_sgd),
+    "torch_powersgd": Peer("torch", powersgd),
+    "torchft_diloco": Peer("torchft-nightly", diloco),
+    "torchft_streaming": Peer("torchft-nightly", streaming_diloco),
 }

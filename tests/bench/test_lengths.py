@@ -1,7 +1,6 @@
-"""bench.lengths: what it counts as waiting, its ways to deal and to place documents, and its tables."""
+"""bench.lengths: what it counts as waiting, and its ways to deal and to place documents."""
 
 from itertools import combinations
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +12,7 @@ from bench.lengths import (
     BITS,
     LINEAR,
     PLACED,
+    TABLES,
     Bench,
     Case,
     drawn,
@@ -21,7 +21,6 @@ from bench.lengths import (
     owners,
     partitions,
     stepped,
-    text,
     wait,
     wait_with_slack,
 )
@@ -130,20 +129,12 @@ def test_a_rank_computes_for_as_long_as_its_share_would_take():
         assert of_ranks[0][0] == of_ranks[1][0] >= max(busy for _, busy in of_ranks)
 
 
-# -- the tables -------------------------------------------------------------------------------------------------------
-
-
-def ring_row(law: str, seed: int, **seconds: float) -> dict[str, Any]:
-    times = dict.fromkeys(PLACED, 1.0) | seconds
-    return dict(link=200.0, law=law, seed=seed, seconds=times, model=times, tokens=1000, least=0.9, stretch=2.0)
-
-
-def test_the_page(monkeypatch: pytest.MonkeyPatch):
+def test_rows_of_waits_have_what_the_table_shows(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(lengths, "CASES", (Case("uniform", 2048), Case("log_normal", 8192)))
     waits = list(measure_waits(Bench(workers=(4,), taus=(6,), rounds=2, seeds=(0,))))
-    rings = [ring_row("log_normal", 0, even=3.0, grouped=1.01), ring_row("log_normal", 1, even=2.0, grouped=1.03)]
-    rings.append(ring_row("uniform", 0, whole=0.96))
-    page = text({"waits": waits, "rings": rings, "commit": None, "date": "today"})
-    assert "| log_normal | 8,192 | 9,216 | 4 | 6 | " in page
-    assert "| 200 | log_normal | 2 ± 0 | 2.50 ± 0.71 | 1.02 ± 0.01 | 1.00 ± 0.00 |" in page
-    assert "| 200 | uniform | 2 | 1.00 | 1.00 | 0.96 |" in page
+    lines = TABLES["waits"].lines(waits)
+    assert [line[:6] for line in lines] == [
+        ["uniform", "2048", "768", "4", "6", "1"],
+        ["log_normal", "8192", "768", "4", "6", "1"],
+    ]
+    assert all(cell.endswith("%") for line in lines for cell in line[6:])

@@ -6,7 +6,7 @@ import pytest
 
 from tests.scripts import Mistakes
 
-# a case a line: the command, and what it says. FOLDER holds measurements, EMPTY nothing
+# a case a line: the command, and what it says. FOLDER holds measurements
 CASES = """
 bench.boundary --sizes 0 => sizes=(0.0,): give one or more numbers
 bench.boundary --repeats 0 => repeats=0: give 1 or more
@@ -53,7 +53,6 @@ bench.loss --methods co2:nesterov=1 => nesterov='1'; choose among true, false
 bench.loss --methods co2:delay=9 --tau 6 => delay=9: between 0 and tau=6
 bench.loss --methods co2:beta=0|0.1|0.2 --configurations 2 => make 3 configurations; allow as many
 bench.loss --seeds 0 100 => seeds=100: it is the tuning seed
-bench.loss --report --rows EMPTY/rows.jsonl => no rows to report
 bench.slow_links --methods ddp zip => methods: 'zip'
 bench.slow_links --models bert => models: 'bert'
 bench.slow_links --workers 1 => workers=1
@@ -77,7 +76,6 @@ def test_a_mistake_is_one_line(mistake: Mistakes, tmp_path: Path, case: str):
     command, said = case.split(" => ")
     for name in ("scaling", "time_to_loss"):
         (tmp_path / f"{name}.json").write_text("{}")
-    (tmp_path / "empty").mkdir()
-    module, *arguments = command.replace("FOLDER", f"{tmp_path}").replace("EMPTY", f"{tmp_path}/empty").split()
+    module, *arguments = command.replace("FOLDER", f"{tmp_path}").split()
     message = mistake(module, *arguments)
     assert message.startswith("error: ") and said in message and message.count("\n") == 1, message

@@ -1,7 +1,6 @@
 """The methods that torch brings, on real processes, against sums by hand, and how a model is cut into fragments."""
 
 import functools
-import os
 from typing import Any
 
 import pytest
@@ -28,7 +27,7 @@ def gradient(rank: int, step: int, terms: int = 1, size: int = 8) -> Tensor:
 
 def start(name: str) -> tuple[nn.Parameter, Trainer]:
     model = linear()
-    task = Task(model, torch.optim.SGD(model.parameters(), lr=0.1), TAU, 1, 30.0)
+    task = Task(model, torch.optim.SGD(model.parameters(), lr=0.1), TAU, 30.0)
     return model[0].weight, PEERS[name].start(task)  # pyright: ignore[reportReturnType]
 
 
@@ -42,19 +41,15 @@ def averaging(rank: int, name: str) -> tuple[Tensor, int]:
     return weight.detach(), trainer.stats()["rounds"]
 
 
-@pytest.mark.parametrize(
-    ("name", "after", "wanted"), [("torch_post_local", (1, 4, 7), 3), ("accelerate_local", (3, 6, 7), 2)], ids=str
-)
-def test_models_are_averaged_every_tau_steps(name: str, after: tuple[int, ...], wanted: int):
-    """accelerate averages once more at the end, outside its rounds."""
+def test_models_are_averaged_every_tau_steps():
     workers = [linear()[0].weight.detach().clone() for _ in range(2)]
     for step in range(STEPS):
         workers = [w - 0.1 * gradient(rank, step) for rank, w in enumerate(workers)]
-        if step + 1 in after:
+        if step + 1 in (1, 4, 7):
             workers = [(workers[0] + workers[1]) / 2] * 2
-    for (weight, rounds), expected in zip(on_ranks()[name], workers, strict=True):
+    for (weight, rounds), expected in zip(on_ranks()["torch_post_local"], workers, strict=True):
         torch.testing.assert_close(weight, expected)
-        assert rounds == wanted
+        assert rounds == 3
 
 
 def power(rank: int, terms: int) -> Tensor:
@@ -80,15 +75,7 @@ def test_powersgd_is_exact_for_gradients_of_its_rank(terms: int):
 
 
 def everything(rank: int, _: int) -> dict[str, Any]:
-    # accelerate learns from the environment that there are others, as under torchrun
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "-",
-        "MASTER_PORT": "1",
-    }
-    found: dict[str, Any] = {name: averaging(rank, name) for name in ("torch_post_local", "accelerate_local")}
+    found: dict[str, Any] = {"torch_post_local": averaging(rank, "torch_post_local")}
     return found | {f"power {terms}": power(rank, terms) for terms in (1, 3)}
 
 

@@ -1,7 +1,8 @@
 """The report writer of all measurements, and the checks of their options."""
 
-import re
+import json
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from bench import plots, report
-from bench.report import Spread, mean_sd, require
+from bench import report
+from bench.report import Summary, mean_sd, require
 from core.errors import UserError
 
 
@@ -26,10 +27,18 @@ def test_a_table_fills_rows_that_end_early():
     assert text.splitlines() == ["| a | b | c |", "|---|---|---|", "| 1 | 2 | 3 |", "| x | not run |  |"]
 
 
-def test_repeats_in_words():
-    assert Spread.of([4.0, 1.0, 2.0]) == Spread(2.0, 1.0, 4.0)
-    assert Spread.of([4.0, 1.0, 2.0]).show(".1f") == "2.0 (1.0 to 4.0)"
-    assert Spread.of([0.701, 0.702]).show(".0%") == "70%", "all look alike"
+def test_rows_that_agree_become_one_line():
+    summary = Summary("method rate failed", {"seconds": ".1f", "model.plan": ".2f", "loss": ".0f"})
+    rows: list[dict[str, Any]] = [
+        {"method": "co2", "rate": 40.0, "seconds": 1.0, "model": {"plan": 3.0}, "loss": None},
+        {"method": "a|b", "rate": 40.0, "failed": "no answer"},
+        {"method": "co2", "rate": 40.0, "seconds": [2.0, 3.0], "model": [{"plan": 4.0}, {"other": 1.0}]},
+    ]
+    assert summary.lines(rows) == [
+        ["co2", "40", "", "2", "2.0 ± 1.0", "3.50 ± 0.71", ""],
+        ["a\\|b", "40", "no answer", "1", "", "", ""],
+    ]
+    assert summary.table(rows[:1]).splitlines()[0] == "| method | rate | failed | rows | seconds | model.plan | loss |"
     assert mean_sd([1.0, 2.0, 3.0], ".2f") == "2.00 ± 1.00" and mean_sd([0.5], ".0%") == "50%"
 
 
@@ -40,39 +49,22 @@ def test_a_result_says_where_it_comes_from(monkeypatch: pytest.MonkeyPatch):
     assert result["command"] == "python -m bench.x --out 'a folder'" and result["cpu_count"] >= 1
     assert result["versions"].keys() == {"python", "torch", "co2-no-such-package"}
     assert result["versions"]["co2-no-such-package"] == "absent" and result["versions"]["torch"][0].isdigit()
-    assert re.fullmatch(
-        r"`python -m bench.x --out 'a folder'`, commit \S+( \(-dirty: .*\))?, 2\d{3}-\d\d-\d\d \S+",
-        report.source(result),
-    )
-    assert report.source({"commit": "", "date": "today"}) == "commit unknown, today"
-    changed = "commit abc-dirty (-dirty: the working tree had changes that were not recorded), today"
-    assert report.source({"commit": "abc-dirty", "date": "today"}) == changed
 
 
-def test_what_is_saved_can_be_loaded_and_is_not_overwritten(tmp_path: Path):
+def test_every_row_is_saved_as_it_comes_and_no_measurement_is_overwritten(tmp_path: Path, capsys):
     folder = report.new_folder("speed", tmp_path / "new")
-    result = {"format": 1, "rows": [{"folder": folder}]}
-    report.save(folder, "speed", result, "| a |\n")
-    assert report.load(folder / "speed.json", "bench.x") == {"format": 1, "rows": [{"folder": str(folder)}]}
-    assert {path.name for path in folder.iterdir()} == {"speed.json", "speed.md"}
+    session = report.Session("speed", folder, {"format": 1}, {"rows": Summary("method", {"ms": ".1f"})})
+
+    def rows() -> Iterator[dict[str, Any]]:
+        yield {"method": "co2", "ms": 2.0, "folder": folder}
+        saved = json.loads((folder / "speed.json").read_text())
+        assert saved == {"format": 1, "rows": [{"method": "co2", "ms": 2.0, "folder": str(folder)}]}
+
+    session.take("rows", rows())
+    assert capsys.readouterr().out == "rows | co2 | 1 | 2.0\n"
+    assert {path.name for path in folder.iterdir()} == {"speed.json"}
     with pytest.raises(UserError, match="holds a measurement: choose another --out"):
         report.new_folder("speed", folder)
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        (None, "holds no scaling.json: measure with python -m bench.scaling --out "),
-        ("{", "not JSON"),
-        ("[]", "not of format 1"),
-        ('{"format": 1}', "has no rows"),
-    ],
-)
-def test_a_folder_without_measurements_is_refused(text: str | None, said: str, tmp_path: Path):
-    if text is not None:
-        (tmp_path / "scaling.json").write_text(text)
-    with pytest.raises(UserError, match=said):
-        plots.page(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""From trajectories to a time to the loss, the table, the options, a run that ends early, and small real runs."""
+"""From trajectories to a time to the loss, the options, a run that ends early, and small real runs."""
 
 import json
 import math
@@ -8,19 +8,18 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from bench import loss_table, time_to_loss
+from bench import time_to_loss
 from bench.cluster import Cluster
-from bench.loss_table import cells, markdown, outcome, speed_up
 from bench.peers.adapters import PEERS, Peer
+from bench.report import Session
 from bench.standin import build_model
-from bench.time_to_loss import METHODS, OURS, TASKS, TimeToLoss, options_of, trajectory
+from bench.time_to_loss import METHODS, OURS, TABLES, TASKS, TimeToLoss, options_of, outcome, trajectory
 from core.errors import UserError
 from tests.bench.emulated import python
 from training.sampling import worker_batches
@@ -34,26 +33,25 @@ def lines(*losses: float, seconds: float = 2.0, **more: Any) -> list[dict[str, A
     return [{"step": 6 * i, "seconds": seconds * i, "loss": loss} | more for i, loss in enumerate(losses)]
 
 
-def of(run: dict[str, Any], target: float = 0.9, others: list[dict[str, Any]] = []) -> dict[str, Any]:  # noqa: B006
+def of(run: dict[str, Any], others: list[dict[str, Any]] = []) -> dict[str, Any]:  # noqa: B006
     run = {"task": "vision", "method": "co2", "seed": 0, "ended": "not reached", "reason": "", **run}
-    result = {"tasks": {"vision": {"target": target}}, "options": {"limit_seconds": 60.0}, "runs": [*others, run]}
-    return outcome(result, run)
+    return outcome(TimeToLoss(target=0.9), run, [*others, run])
 
 
 def test_the_first_evaluation_at_the_target_counts():
     found = of({"trajectory": lines(2.3, 1.5, 0.9, 0.7, exposed_seconds=1.0, tau=4)})
     assert [found[k] for k in ("status", "seconds", "steps", "loss", "tau")] == ["reached", 4.0, 12, 0.9, 4]
     assert found["exposed_share"] == 0.25
-    assert loss_table.say(found) == "4.0 (12 steps)"
 
 
 def test_a_run_that_did_not_reach_the_target_is_told_by_its_end():
-    short = {"trajectory": lines(2.3, 1.5)}
-    assert loss_table.say(of(short)) == "not reached (loss 1.500) (6 steps)"
+    short = {"trajectory": lines(2.3, 1.5, exposed_seconds=0.5)}
+    found = of(short)
+    assert [found[k] for k in ("status", "seconds", "loss")] == ["not reached", 2.0, 1.5]
     late = of(short | {"ended": "out of time"})
-    assert (late["seconds"], loss_table.say(late)) == (60.0, "> 60.0 (6 steps)")
+    assert (late["status"], late["seconds"], late["steps"], late["exposed_share"]) == ("out of time", 60.0, 6, 0.25)
     failed = of({"trajectory": [], "ended": "failed", "reason": "rank 1: gone"})
-    assert loss_table.say(failed) == "failed (0 steps): rank 1: gone" and failed["loss"] is None
+    assert (failed["status"], failed["steps"], failed["loss"]) == ("failed", 0, None)
 
 
 def test_not_a_number_is_not_the_target():
@@ -66,94 +64,6 @@ def test_the_exposed_share_is_what_the_run_without_communication_did_not_need():
     assert of(run, others=[free])["exposed_share"] == 0.25
     assert of(run, others=[free | {"seed": 1}])["exposed_share"] == pytest.approx(0.1 / 4.0)
     assert of({"trajectory": lines(2.3, 0.9)})["exposed_share"] is None  # another package's
-
-
-# -- the table --------------------------------------------------------------------------------------------------
-
-
-def run(method: str, seed: int, seconds: float, status: str = "reached", **more: Any) -> dict[str, Any]:
-    """A row of results from before trajectories were kept."""
-    values = {"task": "vision", "rate_mbit": 40.0, "method": method, "seed": seed, "status": status, "reason": ""}
-    return values | {"seconds": seconds, "steps": 100, "loss": 0.2, "exposed_share": 0.5} | more
-
-
-OUT_OF_TIME = {"status": "out of time", "loss": 0.8}
-RUNS = [
-    run("co2", 1, 12.0, steps=110, exposed_share=0.25, tau=12),
-    run("co2", 0, 10.0, steps=90, tau=6),
-    run("ddp", 0, 48.0),
-    run("ddp", 1, 60.0, **OUT_OF_TIME),
-    run("local", 0, 20.0),
-    run("local", 1, 30.0, "not reached", loss=0.31),
-]
-RESULT = {
-    "date": "2026-01-02 03:04:05",
-    "commit": "abc",
-    "command": "python -m bench.time_to_loss",
-    "versions": {"torch": "1.2"},
-    "link": "namespaces + tbf",
-    "verified_mbit": {"40": 40.02},
-    "cpu_count": 2,
-    "options": {"workers": 4, "limit_seconds": 60.0, "methods": ["ddp", "local", "co2", "hivemind"]},
-    "tasks": {"vision": {"target": 0.25, "command": "digits_small"}},
-    "runs": RUNS,
-}
-
-
-def test_the_table():
-    shown = markdown(RESULT).splitlines()
-    assert shown[2:5] == [
-        "| vision | 40 Mbit/s | ddp | 1 of 2 | 48.0, > 60.0 |  | 100 | 50% | 0.500 ± 0.424 |  |",
-        "| vision | 40 Mbit/s | local | 1 of 2 | 20.0, not reached (loss 0.310) |  | 100 | 50% | 0.255 ± 0.078 |  |",
-        "| vision | 40 Mbit/s | co2 | 2 of 2 | 11.0 ± 1.4 | > 4.9 x | 100 ± 14 | 38% | 0.200 ± 0.000 | 6, 12 |",
-    ]
-    text = "\n".join(shown[5:])
-    for said in ("4 workers", "40: 40.0", "share 2 CPU cores", "after 60 s", "target loss 0.25", "commit abc"):
-        assert said in text
-    assert "hivemind: Optimizer, use_local_updates" in text and "torch 1.2" in text
-    assert "Link: throttled in software" in markdown(RESULT | {"link": "throttled in software"})
-    part = vars(replace(TASKS["cifar10"], settings=()))
-    said = "cifar10: the parts of `vision.train cifar10_small`, target loss 1.6, on one of 5 images of the test set."
-    assert said in markdown(RESULT | {"tasks": RESULT["tasks"] | {"cifar10": part}})
-
-
-def test_a_trajectory_and_an_older_row_stand_in_one_table_and_a_reason_below_it():
-    new = {"task": "vision", "rate_mbit": 40.0, "method": "hivemind", "seed": 0, "reason": ""}
-    whole = new | {"ended": "not reached", "trajectory": lines(2.3, 0.2, 0.1)}
-    missing = new | {"seed": 1, "ended": "not run", "reason": "package hivemind is not installed", "trajectory": []}
-    text = markdown(RESULT | {"runs": [*RUNS, whole, missing]})
-    assert "| hivemind | 1 of 2 | 2.0, not run |  | 6 |  | 0.100 |  |" in text
-    assert "- hivemind: package hivemind is not installed." in text
-
-
-def test_the_limit_is_ddp_without_communication_where_its_steps_are_known_for_every_seed():
-    assert "| limit |" not in markdown(RESULT)
-    faster = run("ddp", 1, 15.0, rate_mbit=200.0, steps=80)  # as many steps as over any link
-    shown = markdown(RESULT | {"runs": [*RUNS, faster]}).splitlines()
-    assert shown[5] == "| vision | 40 Mbit/s | limit |  | 11.0 ± 1.4 |  |  |  |  |  |"  # 100 x 0.1 s and 80 x 0.15 s
-
-
-def test_tasks_and_rates_stand_apart():
-    other = [r | {"rate_mbit": 200.0} for r in RUNS[:2]] + [r | {"task": "language"} for r in RUNS[:2]]
-    rows = [line.split(" | ")[:5] for line in markdown(RESULT | {"runs": other + RUNS}).splitlines()[2:7]]
-    assert [row[1:3] for row in rows[:4]] == [["40 Mbit/s", m] for m in ("ddp", "local", "co2")] + [
-        ["200 Mbit/s", "co2"]
-    ]
-    assert rows[4][:3] == ["| language", "40 Mbit/s", "co2"]
-
-
-def test_speed_up_needs_the_same_seeds_and_a_known_time():
-    co2, ddp = [run("co2", 0, 10.0)], [run("ddp", 0, 48.0)]
-    assert speed_up(co2, ddp) == "4.8 x"
-    assert speed_up(co2, [run("ddp", 0, 60.0, **OUT_OF_TIME)]) == "> 6.0 x"
-    assert speed_up(co2, [run("ddp", 1, 48.0)]) == ""
-    assert speed_up(co2, [run("ddp", 0, 48.0, "not reached")]) == ""
-    assert speed_up([run("co2", 0, 60.0, **OUT_OF_TIME)], ddp) == ""
-
-
-def test_a_method_whose_runs_all_failed():
-    failed = run("co2", 0, 0.0, "failed", loss=None, exposed_share=None)
-    assert cells([failed], []) == ["0 of 1", "failed", "", "", "", "no evaluation", ""]
 
 
 # -- options and runs -------------------------------------------------------------------------------------------
@@ -178,7 +88,7 @@ def test_the_train_script_understands_every_method(method: str, task: str, monke
     own = method if method in OURS else "local"
     assert recipe.method == {"diloco": "delayed"}.get(own, own.split("_auto")[0].split("_rec")[0])
     assert (recipe.co2.tau == "auto") == ("auto" in method) and recipe.delayed.nesterov == (method == "diloco")
-    expected = "lgreco" if "lgreco" in method else "auto" if method in ("co2_recommended", "co2_auto") else "float32"
+    expected = "auto" if method in ("co2_recommended", "co2_auto") else "float32"
     assert recipe.co2.wire.format == expected and recipe.seed == 3
 
 
@@ -186,7 +96,10 @@ def test_a_method_may_have_another_wire_tau_and_learning_rate():
     recipe = TASKS["vision"].parse(*options_of("local:tau=12,wire=int4,lr=0.2"))
     assert (recipe.co2.tau, recipe.co2.wire.format, recipe.optim.lr) == (12, "int4", 0.2)
     assert TASKS["vision"].parse(*options_of("ddp:wire=int8")).ddp_wire.format == "int8"
-    assert TASKS["vision"].parse(*options_of("hivemind:tau=24")).co2.tau == 24
+    assert TASKS["vision"].parse(*options_of("torchft_diloco:tau=24")).co2.tau == 24
+    wire = TASKS["vision"].parse(*options_of("co2_auto:wire=lgreco,like=rank4,first=3,every=10")).co2.wire
+    assert (wire.format, wire.like, wire.lgreco.first, wire.lgreco.every) == ("lgreco", "rank4", 3, 10)
+    assert TASKS["vision"].parse(*options_of("ddp:wire=lgreco,like=int4,rule=uniform")).ddp_wire.lgreco.rule == "uniform"
     with pytest.raises(UserError, match="'local:beta=1' has 'beta=1'; give one of wire, tau, lr"):
         options_of("local:beta=1")
 
@@ -272,8 +185,8 @@ def test_a_users_mistake_ends_the_command(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_an_absent_package_is_named_and_a_software_throttle_refuses_every_package(monkeypatch, tmp_path: Path):
-    monkeypatch.setitem(PEERS, "hivemind", Peer("nosuchpackage-nightly", lambda _: pytest.fail("started"), ""))
-    planned, cluster = (0, 40.0, "vision", "hivemind:tau=12"), Cluster(2, 40.0)
+    monkeypatch.setitem(PEERS, "torchft_diloco", Peer("nosuchpackage-nightly", lambda _: pytest.fail("started")))
+    planned, cluster = (0, 40.0, "vision", "torchft_diloco:tau=12"), Cluster(2, 40.0)
     found = time_to_loss.train(TimeToLoss(), cluster, TASKS["vision"], planned, tmp_path)
     assert found["ended"] == "not run" and found["reason"] == "package nosuchpackage-nightly is not installed"
     refused = time_to_loss.train(TimeToLoss(throttle=True), None, TASKS["vision"], planned, tmp_path)
@@ -291,13 +204,13 @@ def test_a_method_that_failed_is_not_tried_again_and_the_others_go_on(monkeypatc
 
     monkeypatch.setattr(time_to_loss, "train", train)
     o = TimeToLoss(tasks=("vision",), rates=(40.0,), methods=("co2", "local"), throttle=True)
-    session = SimpleNamespace(result={"options": {"limit_seconds": 60.0}, "runs": []}, folder=tmp_path)
-    session.take = lambda part, rows, say: session.result[part].extend(rows)
-    time_to_loss.run_all(o, session)  # pyright: ignore[reportArgumentType]
+    session = Session("time_to_loss", tmp_path, {}, TABLES)
+    time_to_loss.run_all(o, session)
     assert [planned[0] for planned in tried if planned[3] == "co2"] == [0]
     assert sorted(planned[0] for planned in tried if planned[3] == "local") == [0, 1, 2]
     assert [r["reason"] for r in session.result["runs"] if r["method"] == "co2"] == ["rank 0: gone"] * 3
-    assert "local seed 2: 2.0 (6 steps)" in capsys.readouterr().out
+    assert "runs | vision | 40 | local | reached |  | 1 | 2.0 | 6 | 0.100" in capsys.readouterr().out
+    assert [r["status"] for r in session.result["runs"] if r["method"] == "local"] == ["reached"] * 3
 
 
 # -- real runs --------------------------------------------------------------------------------------------------
@@ -308,7 +221,6 @@ def small(folder: Path, *options: str) -> tuple[dict[str, Any], str]:
     fixed = ["--tasks", "perceptron", "--seeds", "0", "--workers", "2", "--out"]
     said = python("-m", "bench.time_to_loss", *fixed, folder, *options, timeout=300)
     result = json.loads((folder / "time_to_loss.json").read_text())
-    assert (folder / "time_to_loss.md").read_text() in said
     return {run["method"]: run for run in result["runs"]}, said
 
 
@@ -363,7 +275,7 @@ def test_the_loop_against_two_workers_by_hand(tmp_path: Path):
     assert (at_12["step"], at_12["rounds"], at_12["tau"]) == (12, 3, 4)
     assert at_12["bytes_sent"] == pytest.approx(3 * 4 * 282_378, rel=0.01)  # 2 (n - 1) / n = 1; 4 bytes each
     assert at_12["seconds"] > 0.95 * at_12["bytes_sent"] * 8 / 400e6  # what the link takes
-    assert "torch_powersgd seed 0: not run (0 steps): other packages need network namespaces" in said
+    assert "| torch_powersgd | not run | other packages need network namespaces | 1 |" in said
 
 
 @pytest.mark.root
@@ -376,4 +288,4 @@ def test_own_methods_and_other_packages_in_namespaces(tmp_path: Path):
     assert first["bytes_sent"] == 0 and last["rounds"] == 21
     assert 21 * 4 * 282_378 < last["bytes_sent"] < 1.1 * 21 * 4 * 282_378
     assert runs["none"]["trajectory"][-1]["seconds"] > 242 * 0.01
-    assert "joined by shaped links" in said and "torch_post_local:tau=12 | 1 of 1" in said
+    assert "| torch_post_local:tau=12 | reached |  | 1 |" in said

@@ -12,7 +12,6 @@ import pytest
 import training.prepared  # noqa: F401, transformers imports torchvision when it is installed
 
 # isort: split
-from bench import report
 from bench.loss.runs import Rows
 from core import UserError
 from core.checkpoints import checkpoint
@@ -60,7 +59,6 @@ REFUSES: dict[str, Callable[[Path, Any], Any]] = {  # UserError, whatever stands
     "config.json": lambda at, found: pretrained.open_config(text(at / "config.json", found).parent),
     "replay": lambda at, found: zo_replay.read(text(at / "run.json", found).parent, at),
     "scalars": lambda at, found: ScalarLog.load(text(at / "scalars", found)),
-    "report": lambda at, found: report.load(text(at / "a.json", found), "bench.scaling"),
 }
 
 
