@@ -99,7 +99,8 @@ def test_a_method_may_have_another_wire_tau_and_learning_rate():
     assert TASKS["vision"].parse(*options_of("torchft_diloco:tau=24")).co2.tau == 24
     wire = TASKS["vision"].parse(*options_of("co2_auto:wire=lgreco,like=rank4,first=3,every=10")).co2.wire
     assert (wire.format, wire.like, wire.lgreco.first, wire.lgreco.every) == ("lgreco", "rank4", 3, 10)
-    assert TASKS["vision"].parse(*options_of("ddp:wire=lgreco,like=int4,rule=uniform")).ddp_wire.lgreco.rule == "uniform"
+    ddp = TASKS["vision"].parse(*options_of("ddp:wire=lgreco,like=int4,rule=uniform"))
+    assert ddp.ddp_wire.lgreco.rule == "uniform"
     with pytest.raises(UserError, match="'local:beta=1' has 'beta=1'; give one of wire, tau, lr"):
         options_of("local:beta=1")
 
