@@ -173,7 +173,7 @@ def lost(rank: int, ranks: int, backend: str, how: str, folder: str) -> Any:
             Path(folder, "gone").write_text(str(time.time()))
             if how == "leave":
                 trained.method.leave()
-                time.sleep(20)
+                time.sleep(5)
                 os._exit(0)
             os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
         if device_of(backend) != "cpu":

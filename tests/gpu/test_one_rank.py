@@ -46,7 +46,6 @@ WARM_UP, WATCHED = 24, 16  # steps; a round has four
 SETTINGS: dict[str, dict[str, Any]] = {
     "paper": {},
     "gap norm, no clip": {"clip": None, "gap": "norm"},
-    "gap inner": {"gap": "inner"},
     "delay 0": {"gap": "none", "delay": 0},
     "delay 0, momentum": {"gap": "none", "delay": 0, "outer_momentum": 0.5, "outer_lr": 0.4},
     "mix": {"merge": "mix"},
