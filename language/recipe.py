@@ -131,12 +131,6 @@ class TextRecipe(Recipe):
             return Place.make(0, workers, self.zeroth).data_workers
         return super().data_workers(workers)
 
-    def check_least(self, **least: int) -> None:
-        """Refuses a field below its least value, where it is not None."""
-        for name, value in least.items():
-            if (found := getattr(self, name)) is not None and found < value:
-                raise UserError(f"{name}={found}: give {value} or more")
-
 
 @dataclass(frozen=True)
 class LanguageRecipe(TextRecipe):

@@ -57,12 +57,7 @@ def test_flops_of_a_small_model_and_what_is_said_of_a_step():
     assert (MODEL.linear_flops, MODEL.attention_flops, MODEL.head_flops) == (12e6, 1e6, 1e7)
     assert MODEL.step_flops == 3 * (8 * 13e6 + 1e7) and MODEL.params == OWN
     c = case(CUT)
-    assert show.tokens(c, 2.0) == 16 * 50 / 2
     assert show.mfu(c, 2.0) == 16 * 342e6 / (2.0 * 8 * 1e12)
-    parts = time.seconds(c)
-    assert show.exposed(parts) == pytest.approx(
-        sum(parts[name] for name in ("tensor", "ends", "pipeline", "tied", "data"))
-    )
 
 
 def test_flops_are_those_of_megatron():

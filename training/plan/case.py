@@ -21,11 +21,11 @@ MERGES = ("keep", "mix", "outer")
 class Software:
     """What the training program does; the defaults are this project's with torch under autocast in 16 bits.
 
-    parameter, gradient, optimizer, value: bytes of each parameter, and of a value that products take. stream: of what
-    goes from block to block, which autocast leaves in float32. fused: attention keeps no s x s matrix. overlap: DDP
-    and FSDP2 communicate beneath computing. gloo: FSDP2 does not, a reduce-scatter is an all-reduce, a broadcast goes
-    along a tree. megatron: a pipeline's hop is cut over the TP ranks [N sec. 4.1], logits stay
-    cut over them, no buffers for what each micro-batch receives. reserve: bytes that none of the parts counts.
+    parameter, gradient, optimizer, value: bytes of each parameter, and of a value that products take. stream: of a
+    value between blocks, which autocast leaves in float32. fused: attention keeps no s x s matrix. overlap: DDP and
+    FSDP2 communicate during computation. gloo: FSDP2 does not, a reduce-scatter is an all-reduce, a broadcast goes
+    along a tree. megatron: hops [N sec. 4.1] and logits are cut over the TP ranks; no buffers for received tensors.
+    reserve: bytes that none of the parts counts.
     """
 
     parameter: float = 4

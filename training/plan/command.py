@@ -130,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     began = time.perf_counter()
     p = plan(asked, named)
     spent = time.perf_counter() - began
-    print("\n".join(show.table(p)), f"\n{p.count:,} layouts in {spent:.2f} s")
+    print("\n".join(show.table(p)), f"\n{len(p.total) + p.dropped.total():,} layouts in {spent:.2f} s")
     if options.sbatch:
         first = p.best[0]
         words = overrides(p.at(first), p.name(first))
