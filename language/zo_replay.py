@@ -1,9 +1,9 @@
-"""Makes a tuned model of the one that it was tuned from and a run's scalars, 8 bytes a step:
+"""Makes a tuned model from the original model and a run's scalars, 8 bytes a step:
 
     python -m language.zo_replay OUT/replay --model FOLDER --out TUNED
 
-OUT/replay is what language.finetune writes with method zo: `scalars`, and `run.json`, which says what was tuned, and
-the SHA-256 of the tuned tensors before and after. No data are read; TUNED is OUT/model, bit for bit, or is not written.
+language.finetune writes OUT/replay with method zo: `scalars`, and `run.json` with the recipe and the SHA-256 of the
+tuned tensors before and after. This reads no data; TUNED is OUT/model, bit for bit, or is not written.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -37,8 +38,7 @@ from core.groups import broadcast, compare, leave_group
 from core.loop import Loop
 from core.testing.link import Link
 
-from .config import ZerothConfig
-from .exchange import Place, exchange, own_group
+from .exchange import Place, ZerothConfig, exchange, own_group
 from .replay import ScalarLog, Update
 from .weights import Weights, kind_of
 
@@ -150,15 +150,17 @@ class StepResult:
 class ZerothOrder(Loop):
     """Trains a model by its losses alone; see the module's text.
 
-    model: the same on all workers; where its tensors differ at the start, rank 0's are taken. Convert it (dtype,
-    device) before. What requires a gradient is trained. It is evaluated in eval mode: dropout would make the two losses
-    of a step incomparable. lr: the learning rate, which a schedule may set before each step. timeout: seconds until a
-    missing worker is an error. link: an emulated slow one. make_forward: another way than ScratchCopy to hold the
-    weights, such as blocks.BlockStream.
+    Args:
+        model: in its final dtype and on its device; rank 0's tensors are taken where workers differ. Trains what
+            requires a gradient, in eval mode: dropout would make the two losses of a step incomparable.
+        lr: the learning rate, which a schedule may set before each step.
+        timeout: seconds until a missing worker is an error.
+        link: an emulated slow link.
+        make_forward: how to hold the weights: ScratchCopy, or blocks.BlockStream.
 
-    Attributes: log, the ScalarLog; place, what this worker measures; news, numbers that a worker sends along with its
-    losses, equally many on all, and heard, their sums over the workers; own_loss, on this worker's data, at its sides;
-    bytes_sent and exposed_seconds, of the exchange: how long the step waited for it. All are of the last step.
+    Attributes: log, the ScalarLog; place, what this worker measures; news, numbers that a worker sends along, equally
+    many on all, and heard, their sums. Of the last step: own_loss, this worker's; bytes_sent and exposed_seconds of the
+    exchange.
     """
 
     def __init__(
@@ -215,8 +217,8 @@ class ZerothOrder(Loop):
     def step(self, loss: Loss, count: float) -> StepResult:
         """One step of all workers.
 
-        loss: called with the model, perhaps twice; returns the mean over this worker's samples, 0-d or a float; it
-        need not be differentiable. count: these samples, which weigh the mean over workers; 0: none.
+        loss: called with the model, perhaps twice; returns the mean over this worker's samples. count: these samples,
+        which weigh the mean over workers; 0: none.
         """
         if self.group is None:
             check_group()
@@ -259,13 +261,11 @@ class ZerothOrder(Loop):
 
     @torch.no_grad()
     def flush(self) -> None:
-        """Applies updates that were put off until a block is next uploaded; for an evaluation or a checkpoint. It
-        changes no later step."""
+        """Applies updates that wait for a block's next upload, for an evaluation. It changes no later step."""
         self._forward.flush()
 
     def inference(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, the model may be called, as for an evaluation: after a `flush`, and its blocks pass through the
-        device where BlockStream holds them."""
+        """Inside, the model may be called with every update, as for an evaluation."""
         return self._forward.inference()
 
     def finish(self) -> None:
@@ -281,8 +281,7 @@ class ZerothOrder(Loop):
     # -- checkpoints and replay -----------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """All but the model's weights, the same on all workers. Save the weights as they are at this moment: with or
-        without `flush`, the resumed run is the unbroken one."""
+        """All but the model's weights, the same on all workers. Save the weights at the same moment."""
         return {
             "config": self._lasting(),
             "pending": [tuple(update) for update in self._forward.pending],
@@ -308,12 +307,13 @@ class ZerothOrder(Loop):
 
     @torch.no_grad()
     def replay(self, log: ScalarLog) -> None:
-        """Takes the steps that `log` has beyond this object's own: from the initial weights, all; bit for bit.
+        """Takes the steps that `log` has beyond this object's own, bit for bit, without data and other workers.
 
-        Alone, without the other workers and without data. UserError where the log is of other settings or another run.
+        UserError where the log is of other settings or another run.
         """
         for update in log.beyond(self.log):
             self._forward.apply(update)
             self.log.append(update)
-        self._dropped = self.log.dropped_at_its_end()
+        dropped = takewhile(lambda update: update.dropped, reversed(self.log.updates()))
+        self._dropped = len([*dropped])
         self.flush()
