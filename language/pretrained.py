@@ -126,9 +126,8 @@ def add_lora(model: nn.Module, config: LoraConfig, seed: int) -> nn.Module:
     try:
         import peft
     except ImportError:
-        raise UserError(
-            f"lora.rank={config.rank} needs peft: pip install peft, or choose parameters by --trainable"
-        ) from None
+        remedy = "pip install peft, or choose parameters by --trainable"
+        raise UserError(f"lora.rank={config.rank} needs peft: {remedy}") from None
     targets = list(config.targets) or None
     adapters = peft.LoraConfig(
         r=config.rank, lora_alpha=config.alpha, target_modules=targets, lora_dropout=0.0, task_type="CAUSAL_LM"
@@ -198,6 +197,6 @@ def _explained(where: Path) -> Iterator[None]:
 
 
 def _quiet() -> None:
-    """Its tables and bars go to every worker's screen; what is wrong is said in one line instead."""
+    """Keeps transformers' tables and bars off every worker's screen."""
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()

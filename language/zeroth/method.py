@@ -102,6 +102,7 @@ class Zeroth(Loop):
 
 def of_run(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, blocks: Sequence[nn.Module]) -> Zeroth:
     """The method of a run, with the learning rate of `optimizer`. blocks: in the order of calls, for offload."""
+    r = run.recipe
     options: dict[str, Any] = {"lr": lent_rate(optimizer), "timeout": r.timeout, "link": run.link}
     if r.offload:
         if not blocks:
