@@ -94,7 +94,7 @@ def answers_of(lines: list[Line], given: tuple[str, ...], file: Path) -> list[st
 
 
 def encode(lines: list[Line], answers: list[str], tokenizer: Any, limit: int) -> list[Prompt]:
-    """The lines in tokens. limit: tokens that the model reads. UserError names a longer line, or one with another answer."""
+    """The lines in tokens. limit: tokens that the model reads. UserError names a longer line, or an unknown answer."""
     for line in lines:
         if line.answer not in answers:
             raise UserError(
