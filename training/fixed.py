@@ -1,6 +1,4 @@
-"""A run whose workers stay the same, the usual one: its process group, its nodes, its checkpoints and what resumes from
-them. What Run asks of it training/elastic/run.py answers where workers come and go.
-"""
+"""A run whose workers stay the same: process group, nodes, checkpoints. Otherwise see training/elastic/run.py."""
 
 from __future__ import annotations
 
@@ -109,7 +107,7 @@ class Fixed:
         return make(self.run.recipe, self.run.rank, self.run.world_size, start, total)
 
     def come_together(self, due: Due) -> Due:
-        """What is due to all. Each worker of a node has heard only those of its own place on other nodes."""
+        """What is due to all: a worker of a node has heard only workers of its own place on other nodes."""
         run, method = self.run, self._trained.method
         if isinstance(method, Rounds) and method.everybody < run.world_size and method.at_boundary:
             assert self.mesh is not None
@@ -135,7 +133,7 @@ class Fixed:
     # -- checkpoints ----------------------------------------------------------------------------------------
 
     def save(self) -> None:
-        """Begins a checkpoint: copies what it holds, but for what an all-reduce in flight has yet to bring."""
+        """Begins a checkpoint: copies the state, without an all-reduce in flight."""
         assert self._saver is not None
         run, trained = self.run, self._trained
         with run.clock.paused():
@@ -149,7 +147,7 @@ class Fixed:
             trained.snapshot(functools.partial(self._write, time.monotonic(), state, tensors))
 
     def _counted(self) -> dict[str, Any]:
-        """Of a checkpoint, what the loop counts with and logs."""
+        """A checkpoint's counters of the loop and the log."""
         run, totals = self.run, vars(self.rounds.overlap) | {"seconds": self.run.clock.seconds}
         return {"step": run.step, "means": run.means.state_dict(), "totals": totals}
 

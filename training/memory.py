@@ -1,8 +1,7 @@
 """The bytes that a run needs on each GPU, counted from the recipe and the model's sizes.
 
-Counted: parameters, gradients, the optimizer's state, the method's state, DDP's buckets, what FSDP2 gathers. Not
-counted: activations, which the planner estimates for decoders (training/plan); and what a compressed all-reduce encodes
-and receives. RESERVE stands for the CUDA context, the buffers of NCCL and cuDNN, and fragmentation.
+This leaves out activations, which the planner estimates for decoders, and what a compressed all-reduce encodes and
+receives. RESERVE stands for the CUDA context, the buffers of NCCL and cuDNN, and fragmentation.
 """
 
 from __future__ import annotations
@@ -29,10 +28,8 @@ class Memory:
     gradients: float
     optimizer: float
     method: float
-    buckets: float
-    """DDP's copy of the gradients, where workers synchronize every step."""
-    gathered: float
-    """Whole parameters and gradients that FSDP2 holds at once."""
+    buckets: float  # DDP's copy of the gradients
+    gathered: float  # whole parameters and gradients that FSDP2 holds at once
 
     @property
     def total(self) -> float:

@@ -180,7 +180,9 @@ class Agent:
         if status == 2 and not self.finished:  # a user's mistake: the others make it, too, or wait for this one
             self.restarts, self._ends_them = 0, True
             self._send_all(signal.SIGKILL)
-            print(self._message(slot), file=sys.stderr, end="", flush=True)
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # the worker's last line, if any
+                said = json.loads(self._error_file(slot).read_text())["message"]["message"]
+                print(said, file=sys.stderr, flush=True)
         over = self.signalled or self.store.check(["over"])
         if not over and self.started[slot] < self.restarts:
             print(f"worker {self.name(slot)} died (status {status}): starting it again", file=sys.stderr, flush=True)
@@ -198,12 +200,6 @@ class Agent:
 
     def _error_file(self, slot: int) -> Path:
         return Path(self._folder.name, f"error{self.name(slot)}.json")
-
-    def _message(self, slot: int) -> str:
-        """A worker's last line, which it leaves to the launcher; nothing where it has none."""
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            return json.loads(self._error_file(slot).read_text())["message"]["message"] + "\n"
-        return ""
 
     def _send_all(self, number: int) -> None:
         for process in self.processes.values():

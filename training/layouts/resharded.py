@@ -144,7 +144,7 @@ class Resharded:
         return torch.cat(shares)[: bucket.numel], flat[:0]
 
     def _part(self, whole: Tensor, bucket: Bucket, like: Tensor) -> Tensor:
-        """Of the payload what this rank keeps. like: that, where it is a share, or the payload with what follows."""
+        """This rank's part of the payload, which has `like`'s length, or the whole one."""
         filled = torch.cat([whole, whole.new_zeros(bucket.padded - len(whole))])
         if len(like) >= bucket.numel:
             return filled
@@ -265,7 +265,6 @@ def _zeros(known: Any, p: Tensor, device: torch.device) -> Tensor:
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 of a file's bytes."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

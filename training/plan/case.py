@@ -46,28 +46,22 @@ FLOAT32 = Software(value=4, gloo=True, reserve=0.0)  # on CPUs
 
 @dataclass(frozen=True)
 class Layouts:
-    """One layout, or as many as each field has numbers; the first seven fields but `micro` are its name's."""
+    """One layout, or as many as each field has numbers. dp: of an island. islands 1: ddp. micro: samples of a
+    micro-batch. v: chunks of a stage's layers. recompute, wire, merge: indices of RECOMPUTE, WIRES, MERGES. offload 1:
+    CO2's outer state lies in the host's memory."""
 
     tp: Numbers
     pp: Numbers
     dp: Numbers
-    """Data parallel ranks of an island."""
     islands: Numbers
-    """1: synchronous (ddp)."""
     micro: Numbers
-    """Samples of a micro-batch."""
     v: Numbers = 1
-    """Chunks of layers of a stage: 2 and more are interleaved."""
     zero: Numbers = 0
     recompute: Numbers = 0
-    """Index of RECOMPUTE."""
     tau: Numbers = 1
     wire: Numbers = 0
-    """Index of WIRES."""
     merge: Numbers = 0
-    """Index of MERGES."""
     offload: Numbers = 0
-    """1: CO2's outer state lies in the host's memory."""
 
     def __getitem__(self, k: Any) -> Layouts:
         """The k-th, or those of a mask."""

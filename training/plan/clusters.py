@@ -57,7 +57,7 @@ class Cluster:
         return self.nodes * self.per_node
 
     def crosses(self, ranks: Numbers, stride: Numbers) -> Numbers:
-        """Whether a group of so many ranks, `stride` devices apart, reaches over its node."""
+        """Whether a group of so many ranks, `stride` devices apart, spans nodes."""
         return ranks * stride > self.per_node
 
     def hop(self, ranks: Numbers, stride: Numbers) -> Numbers:
