@@ -41,7 +41,7 @@ def noise_kind(device: torch.device, config: ZerothConfig) -> str:
 def write(folder: Path, recipe: FinetuneRecipe, zo: ZerothOrder, before: str, device: torch.device) -> None:
     """Writes OUT/replay after a run. before: tuned_digest of the model that it began with."""
     folder.mkdir(parents=True, exist_ok=True)
-    zo.save_scalars(folder / "scalars")
+    zo.log.save(folder / "scalars")
     made = {"recipe": {key: value for key, value in asdict(recipe).items() if key in KEPT}}
     made |= {"before": before, "after": tuned_digest(zo.model), "noise": noise_kind(device, recipe.zeroth)}
     (folder / "run.json").write_text(json.dumps(made, indent=1) + "\n")

@@ -24,13 +24,11 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import takewhile
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from core.checks import check_group
 from core.errors import DivergedError, UserError
@@ -51,8 +49,7 @@ class Forward(Protocol):
     """How losses at perturbed weights are measured, and where the weights lie meanwhile."""
 
     pending: list[Update]
-    share: dist.ProcessGroup | None
-    """The workers with whom this one must make equally many passes."""
+    share: dist.ProcessGroup | None  # with whom this worker must make equally many passes
 
     def losses(self, loss: Loss, step: int, signs: tuple[int, ...]) -> list[Tensor | float]: ...
     def apply(self, update: Update) -> None: ...
@@ -122,20 +119,6 @@ def weights_uncached() -> Iterator[None]:
         torch.set_autocast_cache_enabled(cached)
 
 
-def refuse_batch_norm(model: nn.Module) -> None:
-    """In eval mode it normalises with statistics that no step here changes."""
-    for name, module in model.named_modules():
-        if not isinstance(module, _BatchNorm):
-            continue
-        if module.running_mean is None:
-            raise UserError(f"{name or 'the model'} is a BatchNorm without running statistics: use another norm")
-        if module.num_batches_tracked is not None and not module.num_batches_tracked:
-            raise UserError(
-                f"{name or 'the model'} is a BatchNorm whose statistics have seen no data, and zeroth-order steps "
-                "never change them: start from trained weights, or use another norm"
-            )
-
-
 @dataclass(frozen=True)
 class StepResult:
     """The outcome of a step. loss: the mean over samples and both sides. g: the projected gradient. dropped: a loss was
@@ -174,7 +157,6 @@ class ZerothOrder(Loop):
         make_forward: Callable[[nn.Module, Weights], Forward] = ScratchCopy,
     ):
         self.model, self.config, self.lr = model, config or ZerothConfig(), lr
-        refuse_batch_norm(model)
         self._timeout, self._link = timeout, link
         rank, workers = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self.place = Place.make(rank, workers, self.config)
@@ -300,10 +282,6 @@ class ZerothOrder(Loop):
     def _lasting(self) -> dict[str, Any]:
         """The settings that a resumed run must share; pairs and rng may change."""
         return asdict(self.config) | {"pairs": None, "rng": None}
-
-    def save_scalars(self, path: str | Path) -> None:
-        """The run so far as its list of scalars: 8 bytes a step, and a line of text."""
-        self.log.save(path)
 
     @torch.no_grad()
     def replay(self, log: ScalarLog) -> None:

@@ -84,7 +84,7 @@ class ScalarLog:
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
             known, log = False, cls(0)
         if not known:
-            raise UserError(f"{path} is no whole list of a zeroth-order run's scalars: give a file of save_scalars")
+            raise UserError(f"{path} is no whole list of a zeroth-order run's scalars: give a file of ScalarLog.save")
         log.g.extend(struct.unpack(f"<{len(numbers) // 8}d", numbers))
         return log
 
