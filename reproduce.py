@@ -145,7 +145,7 @@ def passed_on(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def plain(name: str) -> str:
-    """In small letters and digits alone: "ResNet-50" and "resnet50" are one."""
+    """Lower-case letters and digits: "ResNet-50" is "resnet50"."""
     return "".join(c for c in name.lower() if c.isalnum())
 
 

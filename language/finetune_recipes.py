@@ -75,15 +75,8 @@ def prompts() -> FinetuneRecipe:
 
     As in MeZO's runs of OPT: 20,000 steps of 16 prompts, the learning rate constant at 1e-6 (they also tried 1e-7).
     """
-    return FinetuneRecipe(
-        method="zo",
-        batch_size=16,
-        epoch_steps=1000,
-        epochs=20,
-        optim=MEZO,
-        log_every=100,
-        eval_samples=1000,
-    )
+    length = {"batch_size": 16, "epoch_steps": 1000, "epochs": 20}
+    return FinetuneRecipe(method="zo", optim=MEZO, log_every=100, eval_samples=1000, **length)
 
 
 def prompts_adamw() -> FinetuneRecipe:

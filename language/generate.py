@@ -9,19 +9,12 @@ from language.data import IGNORE
 
 @torch.no_grad()
 def continue_text(
-    model: nn.Module,
-    prompts: Tensor,
-    new_tokens: int,
-    *,
-    context: int,
-    top_k: int,
-    generator: torch.Generator,
+    model: nn.Module, prompts: Tensor, new_tokens: int, *, context: int, top_k: int, generator: torch.Generator
 ) -> Tensor:
-    """Sample from a causal model: int64 [batch, time] -> [batch, time + new_tokens].
+    """Samples from a causal model: int64 [batch, time] -> [batch, time + new_tokens].
 
-    Not by transformers' generate(), which TransNormer does not have: it draws from the generator that dropout uses, and
-    ends at the model's last position. The model reads at most the last `context` tokens, and the next one is drawn
-    among the top_k most likely ones by the generator, which is on the CPU.
+    The model reads at most the last `context` tokens; the CPU generator draws among the top_k most likely tokens.
+    transformers' generate(), which TransNormer lacks, would draw from dropout's generator.
     """
     was_training = model.training
     model.eval()

@@ -1,8 +1,7 @@
-"""What is measured on held-out tokens: perplexity, bits per byte, and accuracy.
+"""Metrics of held-out tokens: perplexity, bits per byte, and accuracy.
 
-Perplexity is exp of the mean negative log-likelihood per predicted token and depends on the tokenizer. Bits
-per byte divides the same sum by the bytes of text that the tokens stand for, so models with different
-vocabularies compare. Sums, not means, are added over ranks, so the result is exact for every world size.
+Perplexity depends on the tokenizer; bits per byte of text compare between vocabularies. Ranks add sums, not means, so
+the result is exact for every world size.
 """
 
 import math
@@ -30,10 +29,7 @@ def held_out_sums(
     device: torch.device,
     token_bytes: Tensor | None,
 ) -> Tensor:
-    """Add up, over (inputs, targets): float64 [nats, predicted tokens, their bytes, right first guesses].
-
-    Add those of all workers, then call `summarize`. The model is put into eval mode and back.
-    """
+    """Sums over (inputs, targets): float64 [nats, predicted tokens, their bytes, right first guesses], in eval mode."""
     was_training = model.training
     model.eval()
     sizes = None if token_bytes is None else token_bytes.to(device)
@@ -56,9 +52,8 @@ def held_out_sums(
 def summarize(sums: Sequence[float], causal: bool) -> dict[str, float]:
     """Metrics from `held_out_sums` added over all workers.
 
-    Keys: loss (nats per predicted token), perplexity, accuracy, tokens; bits_per_byte and bytes as well for a
-    causal model whose tokenizer is known. A masked model predicts only a sample, which codes no text. The perplexity of
-    a model that has diverged may be inf.
+    Keys: loss (nats per predicted token), perplexity (inf after divergence), accuracy, tokens; bits_per_byte and bytes
+    for a causal model with a known tokenizer.
     """
     nats, tokens, n_bytes, right = sums
     loss = nats / tokens

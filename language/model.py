@@ -3,6 +3,8 @@
 All map int64 token ids [batch, time] to an object whose `logits` are [batch, time, vocab_size].
 """
 
+from typing import Any
+
 import training.prepared  # noqa: F401, transformers imports torchvision when it is installed
 
 # isort: split
@@ -63,45 +65,20 @@ def build_model(
     context: longest input, in tokens. dropout: on embeddings, attention weights and residual branches; TransNormer has
     none. pad: id of the pad token, for RoBERTa only, whose position numbers begin after it. attention: TransNormer's.
     """
+    common: dict[str, Any] = {"vocab_size": vocab_size, "bos_token_id": None, "eos_token_id": None}
     if name in GPT2_SIZES:
-        return _gpt2(name, vocab_size, context, dropout)
+        # the same function: transformers' "gelu_new" keeps five tensors of it, torch's kernel one
+        act = "gelu_new" if name in ("gpt2_tiny", "gpt2_mini", "gpt2_midi") else "gelu_pytorch_tanh"
+        drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
+        sizes = GPT2_SIZES[name] | {"n_positions": context, "use_cache": False, "activation_function": act}
+        return GPT2LMHeadModel(GPT2Config(**common, **drops, **sizes))
     if name in ROBERTA_SIZES:
         assert pad is not None, "a masked model needs a vocabulary with a pad token"
-        return _roberta(name, vocab_size, context, dropout, pad)
+        drops = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), dropout)
+        sizes = ROBERTA_SIZES[name] | {"max_position_embeddings": context + pad + 1}  # numbers begin at pad + 1
+        other = {"type_vocab_size": 1, "layer_norm_eps": 1e-5, "pad_token_id": pad}
+        return MaskedRoberta(RobertaConfig(**common, **drops, **sizes, **other))
     return TransNormer(TransNormerConfig(vocab_size=vocab_size, attention=attention, **TRANSNORMER_SIZES[name]))
-
-
-def _gpt2(name: str, vocab_size: int, context: int, dropout: float) -> GPT2LMHeadModel:
-    config = GPT2Config(
-        vocab_size=vocab_size,
-        n_positions=context,
-        resid_pdrop=dropout,
-        embd_pdrop=dropout,
-        attn_pdrop=dropout,
-        use_cache=False,
-        bos_token_id=None,
-        eos_token_id=None,
-        # the same function: transformers' "gelu_new" keeps five tensors of it, torch's kernel one
-        activation_function="gelu_new" if name in ("gpt2_tiny", "gpt2_mini", "gpt2_midi") else "gelu_pytorch_tanh",
-        **GPT2_SIZES[name],
-    )
-    return GPT2LMHeadModel(config)
-
-
-def _roberta(name: str, vocab_size: int, context: int, dropout: float, pad: int) -> MaskedRoberta:
-    config = RobertaConfig(
-        vocab_size=vocab_size,
-        max_position_embeddings=context + pad + 1,  # position numbers begin at pad + 1
-        type_vocab_size=1,
-        layer_norm_eps=1e-5,
-        hidden_dropout_prob=dropout,
-        attention_probs_dropout_prob=dropout,
-        pad_token_id=pad,
-        bos_token_id=None,
-        eos_token_id=None,
-        **ROBERTA_SIZES[name],
-    )
-    return MaskedRoberta(config)
 
 
 def blocks_of(model: nn.Module) -> nn.ModuleList:
@@ -116,11 +93,9 @@ def is_causal(name: ModelName) -> bool:
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict]:
-    """Two parameter groups for an optimiser: weight decay on matrices that multiply, none on anything else.
+    """Two parameter groups: weight decay on matrices that multiply, none on biases, norms, positions and embeddings.
 
-    Biases, norms, positions and embeddings are not decayed, nor is an output layer that shares the
-    embedding's weight; by timm's rule and that of transformers' Trainer, which go by shapes and by names, embeddings
-    are. Every parameter that needs a gradient is in exactly one group.
+    timm's rule and transformers' Trainer decay embeddings too.
     """
     modules = list(model.modules())
     embedded = {id(m.weight) for m in modules if isinstance(m, nn.Embedding)}

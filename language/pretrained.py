@@ -62,7 +62,8 @@ def open_model(recipe: FinetuneRecipe) -> nn.Module:
     assert folder is not None
     if not any(folder.glob("*.safetensors")):
         raise UserError(f"{folder} has no *.safetensors: convert its weights with transformers' save_pretrained")
-    _quiet()
+    transformers.utils.logging.set_verbosity_error()  # what is wrong is one line, without tables and bars
+    transformers.utils.logging.disable_progress_bar()
     with _explained(folder):
         model, found = AutoModelForCausalLM.from_pretrained(
             folder,
@@ -81,17 +82,12 @@ def open_model(recipe: FinetuneRecipe) -> nn.Module:
 
 def _check_tensors(folder: Path, found: dict[str, Any]) -> None:
     """UserError where the weights are not those of the model that config.json describes."""
-    for key, what in (
-        ("missing_keys", "are missing"),
-        ("mismatched_keys", "have another shape than config.json says"),
-        ("unexpected_keys", "have no place in the model of config.json"),
-    ):
+    said = {"missing_keys": "are missing", "mismatched_keys": "have another shape than config.json says"}
+    for key, what in (said | {"unexpected_keys": "have no place in the model of config.json"}).items():
         names = sorted(str(name if isinstance(name, str) else name[0]) for name in found[key])
         if wrong := [name for name in names if key != "unexpected_keys" or not BUFFERS.fullmatch(name)]:
-            names = ", ".join(wrong[:3])
-            raise UserError(
-                f"{folder}: {len(wrong)} tensors {what}, such as {names}: copy its files again, of one model"
-            )
+            some = f"{len(wrong)} tensors {what}, such as {', '.join(wrong[:3])}"
+            raise UserError(f"{folder}: {some}: copy its files again, of one model")
 
 
 def build_model(recipe: FinetuneRecipe) -> nn.Module:
@@ -126,9 +122,8 @@ def add_lora(model: nn.Module, config: LoraConfig, seed: int) -> nn.Module:
     try:
         import peft
     except ImportError:
-        raise UserError(
-            f"lora.rank={config.rank} needs peft: pip install peft, or choose parameters by --trainable"
-        ) from None
+        remedy = "pip install peft, or choose parameters by --trainable"
+        raise UserError(f"lora.rank={config.rank} needs peft: {remedy}") from None
     targets = list(config.targets) or None
     adapters = peft.LoraConfig(
         r=config.rank, lora_alpha=config.alpha, target_modules=targets, lora_dropout=0.0, task_type="CAUSAL_LM"
@@ -195,9 +190,3 @@ def _explained(where: Path) -> Iterator[None]:
         raise UserError(f"{where}: a *.safetensors file is damaged ({error}): copy it again") from None
     except Exception as error:
         raise UserError(f"{where} cannot be opened ({type(error).__name__}: {error}): copy it again") from None
-
-
-def _quiet() -> None:
-    """Its tables and bars go to every worker's screen; what is wrong is said in one line instead."""
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from os.path import commonprefix
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -48,9 +48,8 @@ class Prompt:
         return self.start + self.ends[self.right if answer is None else answer], len(self.start)
 
 
-@dataclass(frozen=True)
-class Line:
-    """A line of a prompt file, and where it stands."""
+class Line(NamedTuple):
+    """A line of a prompt file, and its place."""
 
     where: str
     prompt: str
@@ -95,8 +94,7 @@ def answers_of(lines: list[Line], given: tuple[str, ...], file: Path) -> list[st
 
 
 def encode(lines: list[Line], answers: list[str], tokenizer: Any, limit: int) -> list[Prompt]:
-    """The lines in tokens. limit: the most that the model can read, of a prompt with its longest answer but for that
-    answer's last token. UserError names the line that is longer, or has another answer."""
+    """The lines in tokens. limit: tokens that the model reads. UserError names a longer line, or an unknown answer."""
     for line in lines:
         if line.answer not in answers:
             raise UserError(
@@ -120,8 +118,10 @@ def encode(lines: list[Line], answers: list[str], tokenizer: Any, limit: int) ->
 
 
 def collate(samples: Iterable[tuple[list[int], int]]) -> Batch:
-    """(tokens, how many are the prompt's) each -> inputs and targets, int64 [batch, time]; targets are IGNORE but where
-    an answer's token is to be predicted. Short samples are filled up behind, which a causal model does not see."""
+    """(tokens, how many are the prompt's) each -> inputs and targets, int64 [batch, time], padded at the end.
+
+    Targets are IGNORE except for an answer's tokens.
+    """
     samples = list(samples)
     width = max(len(ids) for ids, _ in samples) - 1
     inputs = torch.zeros(len(samples), width, dtype=torch.int64)
@@ -133,8 +133,7 @@ def collate(samples: Iterable[tuple[list[int], int]]) -> Batch:
 
 
 class PromptDocuments:
-    """Samples, (tokens, how many are the prompt's) each, as documents (language.lengths.dealt): the batch size counts
-    them, and the answers' tokens alone are targets."""
+    """Samples, (tokens, how many are the prompt's) each, as documents (language.lengths.dealt)."""
 
     def __init__(self, samples: list[tuple[list[int], int]]):
         self.samples, self.sample_size = samples, 1
@@ -202,8 +201,7 @@ class PromptTask:
 
     @repeated
     def evaluate(self, run: Run, model: nn.Module, *, at_end: bool) -> dict[str, float]:
-        """The share of the held-out prompts whose right answer is the likeliest per token, and the loss, each worker on
-        its part; while training, of the recipe's first eval_samples. Shows some prompts in TensorBoard."""
+        """The share of the held-out prompts whose right answer is the likeliest per token, and the loss."""
         recipe: Any = run.recipe
         val = self.val[: None if at_end else recipe.eval_samples]
         mine = [val[i] for i in eval_share(len(val), rank=run.rank, world_size=run.world_size)]

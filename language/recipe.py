@@ -115,9 +115,8 @@ class TextRecipe(Recipe):
         if self.balance == "rings" and self.per_node == 1:
             raise UserError("balance='rings' with per_node=1: nobody could split a document; add --per_node 2 or more")
         if self.balance != "rings":
-            name = "costs" if costs else "room"
-            given = f"rings.{name}={getattr(self.rings, name)}"
-            raise UserError(f"{given} is balance rings' own: leave it out, or add --balance rings")
+            given = f"costs={costs}" if costs else f"room={room}"
+            raise UserError(f"rings.{given} is balance rings' own: leave it out, or add --balance rings")
         if room is not None and room < 1:
             raise UserError(f"rings.room={room}: give tokens, 1 or more")
         if costs and (len(costs) not in (4, 6) or min(costs) < 0):
@@ -130,12 +129,6 @@ class TextRecipe(Recipe):
         if self.method == "zo":
             return Place.make(0, workers, self.zeroth).data_workers
         return super().data_workers(workers)
-
-    def check_least(self, **least: int) -> None:
-        """Refuses a field below its least value, where it is not None."""
-        for name, value in least.items():
-            if (found := getattr(self, name)) is not None and found < value:
-                raise UserError(f"{name}={found}: give {value} or more")
 
 
 @dataclass(frozen=True)
@@ -175,14 +168,11 @@ class LanguageRecipe(TextRecipe):
 
     def _check_model(self) -> None:
         """Refuses a model that cannot be trained on rows of documents."""
+        linear = self.model.startswith("transnormer") and self.balance != "tokens"
         for ok, what, remedy in (
             (not self.model.startswith("roberta"), f"model={self.model}", "whose masks are windows': leave it out"),
             (not self.dropout, f"dropout={self.dropout}", "which attention to documents lacks: add --dropout 0"),
-            (
-                self.balance == "tokens" or not self.model.startswith("transnormer"),
-                f"model={self.model}",
-                "whose attention costs no square: add --balance tokens",
-            ),
+            (not linear, f"model={self.model}", "whose attention costs no square: add --balance tokens"),
         ):
             if not ok:
                 raise UserError(f"balance={self.balance!r} does not go with {what}, {remedy}")

@@ -8,19 +8,15 @@ from core import CO2Config
 from language.recipe import GPT2_VOCABULARY, LanguageRecipe
 from training.optim import OptimConfig
 
-# -- the paper's rows -------------------------------------------------------------------------------------------------
-
 
 def gpt2_small_owt() -> LanguageRecipe:
     """GPT-2 Small on OpenWebText; the paper's perplexity: CO2 7.37 +- 0.73, SlowMo 7.34 +- 0.89. Not run.
 
-    The paper's: context 1,024, total batch 480, the data, 64 A100. As in the authors' example for GPT-2 Medium: the
-    optimiser and CO2's settings, its outer momentum that for 64 GPUs. As fairseq, which that example runs: dropout 0.1
-    (its GPT-2 models' default), and its Adam decays weights as AdamW does, all of them. Ours: 100,000 steps, 49 billion
-    tokens. 480 does not divide by 64 or 128 workers: slurm/gpt2_a100.sh and reproduce.py take 512 there, and say so.
+    The paper's: context 1,024, total batch 480, the data, 64 A100. From the authors' example for GPT-2 Medium, which
+    runs fairseq: the optimizer, CO2's settings, dropout 0.1, weight decay on all parameters. Ours: 100,000 steps.
+    480 does not divide by 64 or 128 workers: slurm/gpt2_a100.sh and reproduce.py take 512 there.
 
-    What the 7.37 is a perplexity of is not known to us. Inferred: 2^2.88 = 7.36, so that it may have another base than
-    e, or another unit than a token of GPT-2's; ours is e to the mean loss a token, and may not compare.
+    The paper's perplexity may have another base or unit: 2^2.88 = 7.36. Ours is e to the mean loss a token.
     """
     return LanguageRecipe(
         model="gpt2_small",
@@ -85,9 +81,8 @@ def gpt2_small_wikitext103() -> LanguageRecipe:
 def transnormer_7b_owt() -> LanguageRecipe:
     """A TransNormer of 7 billion parameters; the paper's perplexity: AdamW 16.82, with ZeRO-2. Not run.
 
-    Sizes, data, batch, steps and optimiser are ours. In float32, parameters, gradients and AdamW's state take 111 GB
-    and CO2's copies 83 GB more: an eighth of that on each device of a node of eight. As it stands it needs GPUs of 80
-    GB; add --zero 3 for 40 GB, --zero 3 --offload for 24 GB.
+    Sizes, data, batch, steps and optimizer are ours. It needs GPUs of 80 GB in nodes of eight; add --zero 3 for 40 GB,
+    --zero 3 --offload for 24 GB.
     """
     adamw = OptimConfig("adamw", lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, warmup_steps=2000, clip_grad_norm=1.0)
     co2 = CO2Config(tau=48, outer_momentum=0.6)
@@ -99,9 +94,8 @@ def transnormer_7b_owt() -> LanguageRecipe:
 def roberta_base_wikibooks() -> LanguageRecipe:
     """RoBERTa Base on Wikipedia and BookCorpus, which the paper names. Not run.
 
-    Context, batch, steps, dropout and optimiser are those of Liu et al. (arXiv 1907.11692) for this text, without
-    clipping and, as fairseq does, with weight decay on all parameters, and a linear decay to 0; 6,000 steps of warm-up
-    are ours. CO2's outer momentum is the authors' example's for more than 64 GPUs.
+    As in Liu et al. (arXiv 1907.11692) for this text, with fairseq's weight decay on all parameters; the 6,000 steps
+    of warm-up are ours. CO2's outer momentum is that of the authors' example for more than 64 GPUs.
     """
     return LanguageRecipe(
         model="roberta_base",

@@ -77,23 +77,12 @@ def main() -> None:
 
 
 def make_model(recipe: LanguageRecipe, pad: int | None) -> nn.Module:
-    """The recipe's model, its vocabulary padded to a multiple of 64, which GPUs multiply faster.
-
-    The ids that this adds are never a target, and training makes them improbable.
-    """
+    """The recipe's model, its vocabulary padded to a multiple of 64, which GPUs multiply faster."""
     padded = -(-recipe.vocab_size // 64) * 64
     sizes = {"vocab_size": padded, "context": recipe.context, "dropout": recipe.dropout}
     model = build_model(recipe.model, **sizes, pad=pad, attention=recipe.linear_attention)
     if recipe.recompute:
         recompute(blocks_of(model))
-    return model
-
-
-def initial(recipe: LanguageRecipe, pad: int | None) -> nn.Module:
-    """The model with random weights, or those of `init_from`."""
-    model = make_model(recipe, pad)
-    if recipe.init_from is not None:
-        load_weights(model, recipe.init_from)
     return model
 
 
@@ -115,14 +104,15 @@ def make_objective(recipe: LanguageRecipe, corpus: Corpus) -> Objective:
 
 def train(run: Run, recipe: LanguageRecipe, corpus: Corpus, objective: Objective, final_texts: Texts) -> None:
     """A run from random weights, or those of `init_from`. final_texts: to evaluate on at the end."""
-    model = run.shard(initial(recipe, corpus.pad))
-    learn(run, recipe, model, TextTask(corpus, objective, corpus.val[: recipe.eval_tokens], final_texts))
+    model = make_model(recipe, corpus.pad)
+    if recipe.init_from is not None:
+        load_weights(model, recipe.init_from)
+    learn(run, recipe, run.shard(model), TextTask(corpus, objective, corpus.val[: recipe.eval_tokens], final_texts))
 
 
 @dataclass(frozen=True)
 class TextTask:
-    """What is learned of a corpus, by an objective; some: held-out tokens to evaluate on while training; texts: those
-    to evaluate on at the end."""
+    """A corpus and an objective. some: held-out tokens for evaluations during training; texts: for the last one."""
 
     corpus: Corpus
     objective: Objective
@@ -147,10 +137,9 @@ class TextTask:
 
 
 def learn(run: Run, recipe: TextRecipe, model: nn.Module, task: TextTask | PromptTask) -> Method | Zeroth | None:
-    """The loop: optimiser steps, method.step(), and at round boundaries evaluations and checkpoints.
+    """The loop: optimizer steps, method.step(), and at round boundaries evaluations and checkpoints.
 
-    model: what run.shard gave; it stays in its mode, for fine-tuning has no dropout. Returns the method where the run
-    has ended, None where a signal stopped it.
+    model: from run.shard; it stays in its mode, because fine-tuning has no dropout. Returns None after a signal.
     """
     optimizer = run.shard_optimizer(make_optimizer(model, recipe.optim))
     dealt = Dealt.of(recipe, model, task.documents, run) if recipe.balance != "none" else None
@@ -194,8 +183,12 @@ Part = tuple[Tensor, Tensor, Tensor | None] | Packed
 
 def backward(run: Run, recipe: TextRecipe, wrapped: nn.Module, batch: Batch | Rows) -> Tensor:
     """Adds the gradient of this worker's mean loss over the batch, in micro-batches; returns the loss."""
-    if recipe.layout:
-        return laid_out_backward(run, wrapped, batch)
+    if recipe.layout:  # which cuts the batch into micro-batches itself
+        parallel: Any = wrapped
+        inputs, targets = (part.to(run.device, non_blocking=True) for part in batch)
+        predicted = (targets != IGNORE).sum().clamp(min=1)
+        with run.autocast():
+            return parallel.backward(inputs, targets, lambda x, y: token_loss(x, y, reduction="sum") / predicted)
     parts, predicted = micro_batches(run, recipe, batch)
 
     def part_of(part: Part) -> Scalars:
@@ -203,14 +196,6 @@ def backward(run: Run, recipe: TextRecipe, wrapped: nn.Module, batch: Batch | Ro
 
     loss = backward_in_parts(wrapped, parts, part_of)["train_loss"]
     return batch.mean_loss(loss) if isinstance(batch, Rows) else loss
-
-
-def laid_out_backward(run: Run, parallel: Any, batch: Batch) -> Tensor:
-    """The same of a model of which each rank has a part, whose layout says how many micro-batches there are."""
-    inputs, targets = (part.to(run.device, non_blocking=True) for part in batch)
-    predicted = (targets != IGNORE).sum().clamp(min=1)
-    with run.autocast():
-        return parallel.backward(inputs, targets, lambda x, y: token_loss(x, y, reduction="sum") / predicted)
 
 
 def measure(run: Run, recipe: TextRecipe, method: Zeroth, batch: Batch) -> Tensor:
@@ -230,7 +215,8 @@ def micro_batches(run: Run, recipe: TextRecipe, batch: Batch | Rows) -> tuple[li
     inputs, targets = (part.to(run.device, non_blocking=True) for part in batch)
     predicted = (targets != IGNORE).sum().clamp(min=1)  # over the whole batch, so that micro-batches change nothing
     on_host = batch[1].chunk(recipe.accumulate)
-    chosen = [None if is_causal(recipe.model) else upload(predicted_places(t), run.device) for t in on_host]
+    places = [(t.flatten() != IGNORE).nonzero()[:, 0] for t in on_host]  # where something is predicted, int64 [n]
+    chosen = [None if is_causal(recipe.model) else upload(at, run.device) for at in places]
     parts = zip(inputs.chunk(recipe.accumulate), targets.chunk(recipe.accumulate), chosen, strict=True)
     return list(parts), predicted
 
@@ -247,11 +233,6 @@ def part_loss(run: Run, model: nn.Module, part: Part) -> Tensor:
     if places is not None:
         wanted = wanted.flatten()[places]
     return token_loss(logits, wanted, reduction="sum")
-
-
-def predicted_places(targets: Tensor) -> Tensor:
-    """Where in targets [batch, time], flattened, something is predicted: int64 [n]."""
-    return (targets.flatten() != IGNORE).nonzero()[:, 0]
 
 
 @repeated

@@ -21,8 +21,7 @@ from language.recipe import LinearAttention
 @dataclass(frozen=True)
 class TransNormerConfig:
     """Sizes of the model. width: of the residual stream; a multiple of `heads`. glu_width: of the channel mixer. chunk:
-    tokens per chunk of the attention; changes speed and rounding, not the function. attention: how it is computed on a
-    GPU; elsewhere always by torch."""
+    tokens per chunk of the attention. attention: how a GPU computes it."""
 
     vocab_size: int
     layers: int
@@ -36,8 +35,7 @@ class TransNormerConfig:
 class TransNormer(nn.Module):
     """int64 token ids [batch, time] -> CausalLMOutput with logits [batch, time, vocab_size]; any length.
 
-    documents: where those of a row begin, and its end, int64 [n + 1] (language.lengths.packed); none sees another.
-    position_ids, which such rows have, are not needed: order comes from distances alone.
+    documents: see language.lengths.packed. position_ids are ignored: order comes from distances.
     """
 
     def __init__(self, config: TransNormerConfig):
@@ -130,10 +128,10 @@ class SimpleRMSNorm(nn.Module):
 
 
 class LRPE(nn.Module):
-    """Linearised relative positions: [batch, heads, time, d] -> [batch, heads, time, 2 d].
+    """Linearized relative positions: [batch, heads, time, d] -> [batch, heads, time, 2 d].
 
-    x_t becomes [x_t cos(theta t), x_t sin(theta t)], so that the product of a query at t and a key at s
-    depends on t - s only: sum_i q_i k_i cos(theta_i (t - s)). theta is learned, from a geometric series.
+    x_t becomes [x_t cos(theta t), x_t sin(theta t)], so that products of queries and keys depend on t - s only. theta
+    is learned, from a geometric series.
     """
 
     def __init__(self, heads: int, dim: int):
@@ -150,7 +148,7 @@ def decay_slopes(heads: int, layer: int, layers: int) -> Tensor:
     """Decay rate of each head: float32 [heads], in (0, 1]; a token n steps back weighs exp(-slope n).
 
     The rates are geometric over the heads (2^(-8 h / H), h = 1 ... H, as in ALiBi) and fall linearly over the layers,
-    to almost nothing in the last: low layers look near, and the last sees everything. They are not learned.
+    to almost nothing in the last. They are not learned.
     """
     geometric = 2.0 ** (-8.0 * torch.arange(1, heads + 1, dtype=torch.float32) / heads)
     return geometric * (1.0 - layer / max(layers - 1, 1) + 1e-5)
@@ -159,9 +157,8 @@ def decay_slopes(heads: int, layer: int, layers: int) -> Tensor:
 def chunked_attention(query: Tensor, key: Tensor, value: Tensor, slope: Tensor, chunk: int) -> Tensor:
     """o_t = sum over s <= t of exp(-slope (t - s)) (q_t . k_s) v_s, in time linear in the sequence length.
 
-    Inside a chunk of so many tokens this is computed as written; earlier chunks enter by a running sum of k_s v_s^T.
-    Every exponent is at most 0, so nothing overflows at any length. query, key: [batch, heads, time, d]; value: [batch,
-    heads, time, e], as what is returned; slope: [heads].
+    Earlier chunks enter by a running sum of k_s v_s^T. query, key: [batch, heads, time, d]; value, output: [batch,
+    heads, time, e]; slope: [heads].
     """
     time = query.shape[-2]
     padding = -time % chunk  # zero keys at the end change nothing before it
@@ -177,10 +174,7 @@ def chunked_attention(query: Tensor, key: Tensor, value: Tensor, slope: Tensor, 
 
 
 def fla_attention(query: Tensor, key: Tensor, value: Tensor, slope: Tensor) -> Tensor:
-    """chunked_attention by flash-linear-attention's Triton kernels, whose layout is [batch, time, heads, d].
-
-    The same up to rounding. Not run: no GPU was there.
-    """
+    """chunked_attention, up to rounding, by flash-linear-attention's Triton kernels, [batch, time, heads, d]."""
     from fla.ops.simple_gla import chunk_simple_gla  # imports triton
 
     query, key, value = (t.transpose(1, 2).contiguous() for t in (query, key, value))

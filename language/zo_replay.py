@@ -1,9 +1,9 @@
-"""Makes a tuned model of the one that it was tuned from and a run's scalars, 8 bytes a step:
+"""Makes a tuned model from the original model and a run's scalars, 8 bytes a step:
 
     python -m language.zo_replay OUT/replay --model FOLDER --out TUNED
 
-OUT/replay is what language.finetune writes with method zo: `scalars`, and `run.json`, which says what was tuned, and
-the SHA-256 of the tuned tensors before and after. No data are read; TUNED is OUT/model, bit for bit, or is not written.
+language.finetune writes OUT/replay with method zo: `scalars`, and `run.json` with the recipe and the SHA-256 of the
+tuned tensors before and after. This reads no data; TUNED is OUT/model, bit for bit, or is not written.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def noise_kind(device: torch.device, config: ZerothConfig) -> str:
 def write(folder: Path, recipe: FinetuneRecipe, zo: ZerothOrder, before: str, device: torch.device) -> None:
     """Writes OUT/replay after a run. before: tuned_digest of the model that it began with."""
     folder.mkdir(parents=True, exist_ok=True)
-    zo.save_scalars(folder / "scalars")
+    zo.log.save(folder / "scalars")
     made = {"recipe": {key: value for key, value in asdict(recipe).items() if key in KEPT}}
     made |= {"before": before, "after": tuned_digest(zo.model), "noise": noise_kind(device, recipe.zeroth)}
     (folder / "run.json").write_text(json.dumps(made, indent=1) + "\n")

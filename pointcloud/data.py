@@ -1,8 +1,4 @@
-"""Training items of fixed size, made of whole clouds: `pointcloud.sources` says where these come from.
-
-What an item holds follows from its key, (seed, epoch, index), alone: neither the rank nor the number of loader workers
-changes it.
-"""
+"""Training items of fixed size, made of whole clouds of `pointcloud.sources`, by their keys, (seed, epoch, index)."""
 
 from __future__ import annotations
 
@@ -36,9 +32,8 @@ def load_source(name: str, split: str) -> Source:
 class PointClouds(Dataset[Tensor]):
     """Clouds of a fixed number of points, centred and scaled into the unit sphere, by their keys.
 
-    Each epoch takes another random subset of every cloud's points. `augment` stretches each
-    axis by a factor in [2/3, 3/2] and moves it by up to 0.2, the augmentation of Point-MAE's pre-training; the result
-    may leave the unit sphere. UserError, on access, names the file of a cloud that cannot be used.
+    Each epoch takes another random subset of every cloud's points. `augment` stretches each axis by a factor in
+    [2/3, 3/2] and moves it by up to 0.2, as in Point-MAE's pre-training. UserError names a cloud that cannot be used.
     """
 
     def __init__(self, source: Source, points: int, augment: bool = False):

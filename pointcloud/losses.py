@@ -20,9 +20,7 @@ _ACCELERATOR_TILE = 1 << 26
 def nearest(x: Tensor, y: Tensor, tile: int | None = None) -> Tensor:
     """Index of the point of y [B, m, 3] that is nearest to each point of x [B, n, 3], float32 or float64: int64 [B, n].
 
-    Never builds an n x m x 3 tensor, and only `tile` elements of the n x m distance matrix at a time (one row of
-    every cloud at least): |x - y|^2 = |x|^2 - 2 x.y + |y|^2, where |x|^2 does not change which y is nearest. tile: by
-    default chosen for the device.
+    Builds `tile` elements of the n x m distance matrix at a time: |x - y|^2 = |x|^2 - 2 x.y + |y|^2, without |x|^2.
     """
     if tile is None:
         tile = _CPU_TILE if x.device.type == "cpu" else _ACCELERATOR_TILE
@@ -39,9 +37,8 @@ def nearest(x: Tensor, y: Tensor, tile: int | None = None) -> Tensor:
 def chamfer_distance(x: Tensor, y: Tensor, tile: int | None = None) -> Tensor:
     """Squared Chamfer distance of each pair of clouds, [B, n, 3] and [B, m, 3] (convention: see the module): [B].
 
-    Only the search for neighbours uses the expanded form: the distances are computed again from coordinate
-    differences, exact also for coinciding points, and gradients flow through those differences to both clouds. Half
-    precision is raised to float32. tile: see `nearest`.
+    Distances and gradients come from coordinate differences in float32 or float64; only the search for neighbors uses
+    the expanded form.
     """
     x, y = _at_least_float32(x), _at_least_float32(y)
     return _one_way(x, y, tile) + _one_way(y, x, tile)
@@ -50,9 +47,7 @@ def chamfer_distance(x: Tensor, y: Tensor, tile: int | None = None) -> Tensor:
 def earth_mover_distance(x: Tensor, y: Tensor) -> Tensor:
     """Exact earth mover's distance of each pair of clouds, [B, n, 3] both (convention: see the module): [B].
 
-    The matching is solved on the CPU in O(n^3) (scipy's `linear_sum_assignment`; a few ms at 256 points): meant for
-    small clouds. Gradients flow through the matched pairs. A cloud that holds NaN or inf gets NaN or inf. Half
-    precision is raised to float32.
+    scipy's `linear_sum_assignment` matches small clouds on the CPU in O(n^3). Clouds with NaN or inf give NaN or inf.
     """
     if x.shape != y.shape:
         raise ValueError(f"EMD needs clouds of equal size, got {list(x.shape)} and {list(y.shape)}")

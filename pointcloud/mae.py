@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 
 from core import UserError
-from pointcloud.geometry import patches
 from pointcloud.model import Reconstruction
 
 
@@ -50,11 +49,9 @@ class PatchEmbedding(nn.Module):
 
     def __init__(self, dim: int):
         super().__init__()
-        self.first = nn.Sequential(
-            nn.Conv1d(3, 128, 1), nn.BatchNorm1d(128), nn.ReLU(inplace=True), nn.Conv1d(128, 256, 1)
-        )
-        self.second = nn.Sequential(
-            nn.Conv1d(512, 512, 1), nn.BatchNorm1d(512), nn.ReLU(inplace=True), nn.Conv1d(512, dim, 1)
+        self.first, self.second = (
+            nn.Sequential(nn.Conv1d(a, b, 1), nn.BatchNorm1d(b), nn.ReLU(inplace=True), nn.Conv1d(b, c, 1))
+            for a, b, c in ((3, 128, 256), (512, 512, dim))
         )
 
     def forward(self, patch: Tensor) -> Tensor:
@@ -88,12 +85,11 @@ class Transformer(nn.Module):
 
 
 class MaskedAutoencoder(nn.Module):
-    """Hides most patches of a cloud and predicts the points of the hidden ones from the rest.
+    """Hides most patches of a cloud and predicts their points from the rest.
 
-    The encoder sees visible patches only; a lighter decoder gets its tokens and one shared mask token, with the
-    centres' positions, for every hidden patch. While training, masks come from torch's global generator; in
-    evaluation all clouds share one fixed mask over the order of the centres, so that a result depends neither on
-    the batch nor on the rank. points: of the clouds to come.
+    The encoder sees visible patches only; a lighter decoder gets its tokens, and one shared mask token for every hidden
+    patch. Training draws masks from torch's global generator. Evaluations share one fixed mask, so that results depend
+    neither on the batch nor on the rank. points: of the clouds to come.
     """
 
     def __init__(self, points: int, config: MaskedAutoencoderConfig):
@@ -164,3 +160,33 @@ def _initialise(module: nn.Module) -> None:
         nn.init.trunc_normal_(module.weight, std=0.02)
         if module.bias is not None:
             nn.init.zeros_(module.bias)
+
+
+# -- patches ----------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def farthest_points(x: Tensor, count: int) -> Tensor:
+    """Farthest-point sampling of x [B, n, 3] from point 0, as PointNet++'s kernel does it: indices int64 [B, count]."""
+    chosen = torch.zeros(x.shape[0], count, dtype=torch.long, device=x.device)
+    to_chosen = torch.full(x.shape[:2], torch.inf, dtype=x.dtype, device=x.device)
+    for i in range(1, count):
+        latest = torch.take_along_dim(x, chosen[:, i - 1, None, None], dim=1)
+        to_chosen = torch.minimum(to_chosen, (x - latest).square().sum(dim=2))
+        chosen[:, i] = to_chosen.argmax(dim=1)
+    return chosen
+
+
+@torch.no_grad()
+def nearest_neighbours(x: Tensor, centres: Tensor, count: int) -> Tensor:
+    """Indices of the `count` points of x [B, n, 3] nearest to each of centres [B, g, 3]: [B, g, count], int64."""
+    distances = torch.cdist(centres, x, compute_mode="donot_use_mm_for_euclid_dist")
+    return distances.topk(count, dim=2, largest=False).indices
+
+
+def patches(x: Tensor, groups: int, size: int) -> tuple[Tensor, Tensor]:
+    """Overlapping patches of x [B, n, 3], [B, groups, size, 3], relative to evenly spread centers [B, groups, 3]."""
+    centres = torch.take_along_dim(x, farthest_points(x, groups)[..., None], dim=1)
+    members = nearest_neighbours(x, centres, size).flatten(1)
+    grouped = torch.take_along_dim(x, members[..., None], dim=1).unflatten(1, (groups, size))
+    return grouped - centres[:, :, None], centres

@@ -43,11 +43,7 @@ class AutoencoderConfig:
 
 
 class PointNetEncoder(nn.Module):
-    """One small network applied to every point, then the maximum over the points (PointNet, arXiv 1612.00593).
-
-    Without PointNet's input and feature transforms, as usual in autoencoders. Batch normalisation and ReLU follow
-    every layer but the last.
-    """
+    """One small network applied to every point, then the maximum (PointNet, arXiv 1612.00593), without transforms."""
 
     def __init__(self, widths: tuple[int, ...], latent: int):
         super().__init__()
@@ -77,10 +73,7 @@ class Fold(nn.Module):
 
 
 class FoldingDecoder(nn.Module):
-    """Folds a square grid twice into the shape (FoldingNet, arXiv 1712.07262).
-
-    Gives side^2 points for the largest side with side^2 <= points: 2,025 for 2,048, as in FoldingNet.
-    """
+    """Folds a square grid twice into the shape (FoldingNet, arXiv 1712.07262): 2,025 points for 2,048."""
 
     def __init__(self, points: int, latent: int, width: int):
         super().__init__()
@@ -109,8 +102,7 @@ class MLPDecoder(nn.Module):
 
 
 class Autoencoder(nn.Module):
-    """Compresses a cloud to `latent` numbers and reconstructs it with `points` points; a folding decoder gives the
-    largest square number up to that."""
+    """Compresses a cloud to `latent` numbers, and reconstructs it with `points` points."""
 
     def __init__(self, points: int, config: AutoencoderConfig):
         super().__init__()

@@ -123,11 +123,7 @@ class ModelNet10:
 
 
 class Surfaces:
-    """Embedded: analytic surfaces of random proportions (`pointcloud.surfaces`), 2,048 points a shape.
-
-    Every shape is drawn from its own generator, so it is the same wherever and however often it is loaded. The
-    two splits draw from the same distribution and share no shape.
-    """
+    """Embedded: analytic surfaces of random proportions (`pointcloud.surfaces`), each drawn from its own generator."""
 
     COUNTS = {"train": 4096, "test": 512}
     POINTS = 2048
@@ -155,6 +151,5 @@ SOURCES = {"shapenet": ShapeNetPC15k, "shapenet55": ShapeNet55, "modelnet10": Mo
 
 
 def unpacked(name: str, split: str) -> Source:
-    """The clouds of data set `name` (a key of `SOURCES`), split train or test, from the files of its release; UserError
-    where they are missing."""
+    """The clouds of a data set's split, from the files of its release; UserError where they are missing."""
     return SOURCES[name](data_root(), split)

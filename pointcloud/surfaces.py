@@ -19,11 +19,7 @@ def sphere(rng: Generator, points: int) -> Points:
 
 
 def ellipsoid(rng: Generator, points: int, axes: np.ndarray) -> Points:
-    """Ellipsoid with semi-axes [3].
-
-    Stretching the unit sphere by `axes` multiplies the area around u by prod(axes) * |u / axes|; a direction is kept
-    with a probability proportional to that.
-    """
+    """Ellipsoid with semi-axes [3]: keeps directions in proportion to the area around them, prod(axes) |u / axes|."""
 
     def propose(count: int) -> Points:
         u = sphere(rng, count)

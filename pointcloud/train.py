@@ -11,8 +11,13 @@ if __name__ == "__main__":
     answer_help(RECIPES, prog="pointcloud.train")  # before the imports below, which take seconds
 
 
+from collections.abc import Mapping, Sequence
+
 import matplotlib.image
+import numpy as np
 import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from pointcloud import data
@@ -20,7 +25,6 @@ from pointcloud.data import PointClouds
 from pointcloud.losses import chamfer_distance, earth_mover_distance
 from pointcloud.mae import MaskedAutoencoder
 from pointcloud.model import Autoencoder
-from pointcloud.picture import draw_clouds
 from training.backward import Scalars, backward_in_parts, recompute
 from training.elastic.run import repeated
 from training.optim import clip_gradients, make_optimizer, make_schedule
@@ -91,8 +95,7 @@ def backward(run: Run, recipe: PointCloudRecipe, wrapped: nn.Module, points: Ten
 def evaluate(run: Run, recipe: PointCloudRecipe, model: nn.Module, test_set: PointClouds) -> dict[str, float]:
     """Chamfer distance and EMD of whole clouds over the test set, each worker on its share, and a picture.
 
-    The EMD compares at most recipe.emd_points random points of each cloud. test_loss is the training loss on the
-    test set: for a masked autoencoder, of the masked patches only, while test_chamfer includes the visible ones.
+    test_loss is the training loss: for a masked autoencoder, of the masked patches only.
     """
     with run.paused():
         model.eval()
@@ -123,10 +126,7 @@ def subset(clouds: Tensor, size: int) -> Tensor:
 
 @torch.no_grad()
 def save_picture(run: Run, recipe: PointCloudRecipe, model: nn.Module, test_set: PointClouds) -> None:
-    """Six test clouds beside their reconstructions: reconstructions.png in the run folder, and TensorBoard.
-
-    model: in evaluation mode.
-    """
+    """Six test clouds and their reconstructions: reconstructions.png in the run folder, and TensorBoard."""
     index = [i * len(test_set) // 6 for i in range(6)]
     points = torch.stack([test_set[0, 0, i] for i in index])
     out = model(points.to(run.device))
@@ -141,6 +141,28 @@ def save_picture(run: Run, recipe: PointCloudRecipe, model: nn.Module, test_set:
     )
     matplotlib.image.imsave(run.folder.path / "reconstructions.png", image)
     run.folder.writer.add_image("reconstructions", image, run.step, dataformats="HWC")
+
+
+def draw_clouds(rows: Mapping[str, Sequence[np.ndarray]], labels: Sequence[str], caption: str = "") -> np.ndarray:
+    """3-D scatter plots with equal limits, colored by height: uint8 [height, width, 3].
+
+    rows: what the row shows ("input", "reconstruction") -> clouds, float [n, 3] each. labels: one title a column.
+    """
+    columns = len(labels)
+    figure = Figure(figsize=(2.2 * columns + 0.4, 2.2 * len(rows) + 0.4), dpi=100)
+    canvas = FigureCanvasAgg(figure)  # not pyplot, which opens windows and keeps every figure
+    figure.suptitle(caption, fontsize=9)
+    for row, (name, clouds) in enumerate(rows.items()):
+        for column, cloud in enumerate(clouds):
+            axes = figure.add_subplot(len(rows), columns, row * columns + column + 1, projection="3d")
+            axes.scatter(*np.asarray(cloud, dtype=np.float64).T, c=cloud[:, 2], cmap="viridis", vmin=-1, vmax=1, s=2)
+            axes.set(xlim=(-0.8, 0.8), ylim=(-0.8, 0.8), zlim=(-0.8, 0.8))
+            axes.set_box_aspect((1, 1, 1), zoom=1.15)
+            axes.set_axis_off()
+            axes.set_title(f"{labels[column]}: {name}" if row == 0 else name, fontsize=8, y=0.99)
+    figure.subplots_adjust(0, 0, 1, 0.9, 0, 0.08)
+    canvas.draw()
+    return np.asarray(canvas.buffer_rgba())[..., :3].copy()
 
 
 if __name__ == "__main__":

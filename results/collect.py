@@ -42,8 +42,7 @@ def collect(tables: Mapping[str, Table], folder: Path) -> Iterator[str]:
 
 
 def keep_stand_ins(names: Iterable[str], folder: Path, out: Path) -> Iterator[str]:
-    """Keeps in `out`, as NAME.json of each table, the stand-ins that ran under `folder` or are in `out` from before.
-    Lines of Markdown: each table with all of them."""
+    """Keeps in `out`, as NAME.json of each table, the stand-ins that ran under `folder`; yields the tables' lines."""
     ran = [run for path in sorted(folder.rglob("config.json")) if isinstance(run := read_run(path.parent), Finished)]
     runs = ran + read_kept(out)  # of two that count with one seed the first does
     out.mkdir(parents=True, exist_ok=True)
@@ -131,10 +130,9 @@ def departure(run: Finished, tables: Mapping[str, Table]) -> str:
 def status(
     tables: Mapping[str, Sequence[tuple[Row, int, Path]]], worker: str, kept: Sequence[Finished] = ()
 ) -> Iterator[str]:
-    """Lines of Markdown: of each row's runs, given as (row, seed, folder), what ran, what is left, and the hours.
+    """Lines of Markdown: of each row's runs, (row, seed, folder), what ran, what is left, and hours of a `worker`.
 
-    worker: what the hours are of, GPU or worker. kept: stand-ins that ran elsewhere. What is left is known where one of
-    the row's runs has finished here.
+    kept: stand-ins that ran elsewhere. The hours left are known where one of the row's runs has finished here.
     """
     titles = ["table", "row", "method", "tau", "finished", "begun", "left", f"{worker} hours", f"{worker} hours left"]
     rows: list[tuple[object, ...]] = []
@@ -143,7 +141,7 @@ def status(
     to_come: dict[Path, float] = {}
     for name, jobs in tables.items():
         for row in dict.fromkeys(_key(row) for row, _, _ in jobs):
-            mine = [(of, seed, folder) for of, seed, folder in jobs if _key(of) == row]
+            mine = [job for job in jobs if _key(job[0]) == row]
             folders = [folder for _, _, folder in mine]
             used = {folder: hours(folder) for folder in folders}
             here = [folder for folder in folders if isinstance(read_run(folder), Finished)]

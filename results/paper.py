@@ -1,8 +1,6 @@
-"""The paper's tables as data: what each row runs, and the paper's value where it is known to us.
+"""The tables of the CO2 paper (arXiv 2401.16265) as data: what each row runs, and every value of it that we know.
 
-The paper is CO2 (arXiv 2401.16265). We do not know its tables in full: every value of the paper that we know stands in
-this file. Of the models we know ResNet-50, ViT-Base, GPT-2's sizes, RoBERTa and TransNormer-LLM 7B; the other rows of
-its tasks have models that we chose.
+Of its models we know ResNet-50, ViT-Base, GPT-2's sizes, RoBERTa and TransNormer-LLM 7B; we chose the others.
 """
 
 from __future__ import annotations

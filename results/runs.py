@@ -26,8 +26,7 @@ def load_recipe(task: str, name: str) -> Recipe:
 
 
 def stand_in_overrides(row: Row) -> dict[str, Any]:
-    """What a row's stand-in changes of its recipe: it is shorter, and has those of the row's overrides that small runs
-    have, too; L-GreCo decides when it does by default."""
+    """What a row's stand-in changes of its recipe: it is shorter, and has the row's overrides that suit small runs."""
     of = {key: value for key, value in row.overrides.items() if key.startswith(("co2.", "delayed.", "ddp_wire."))}
     return SHORT[row.task] | {key: of[key] for key in of if not key.endswith(("lgreco.first", "lgreco.every"))}
 
@@ -83,8 +82,7 @@ def logged_times(folder: Path) -> list[tuple[int, float]]:
 
 
 def warm_rate(folder: Path) -> float | None:
-    """Steps per second without the first steps, in which memory is found, kernels are chosen and compiled, and caches
-    are cold; None where the log is too short to tell."""
+    """Steps per second after the warm-up; None where the log is too short."""
     times = logged_times(folder)
     warm = [(step, seconds) for step, seconds in times if step >= WARM_UP * times[-1][0]]
     if not warm or warm[-1][0] <= warm[0][0] or warm[-1][1] <= warm[0][1]:
@@ -125,8 +123,7 @@ def read_run(folder: Path) -> Finished | str:
 
 
 def write_kept(path: Path, runs: Iterable[Finished], metric: Metric) -> None:
-    """Runs in JSON, a line each: read_kept gives back what counts in the same rows. Settings that no row asks for stay
-    away."""
+    """Writes runs in JSON for read_kept, a line each, without settings that no row asks for."""
     asked = {"seed", "co2.tau"}.union(*SHORT.values())
     lines = []
     for run in runs:

@@ -16,10 +16,9 @@ from segmentation.data import IGNORE
 
 
 class SegmentationMetric:
-    """Collects one worker's predictions; compute() gives the result over all workers.
+    """Collects one worker's predictions; compute() sums four areas a class over all workers by one all-reduce.
 
-    mmseg's own evaluate() gathers one record per image through files in the working directory; the four areas per
-    class are all that it needs, so this sums them with one all-reduce.
+    mmseg's own evaluate() gathers a record for each image through files.
     """
 
     def __init__(self, classes: Sequence[str], device: torch.device | str = "cpu"):

@@ -35,12 +35,9 @@ BASES = Path(mmseg.__path__[0], ".mim", "configs", "_base_", "models")
 class Backbone:
     """An mmseg backbone and what UPerNet must know of it."""
 
-    base: str
-    """mmseg's file."""
-    changes: Config
-    """Of the backbone in it."""
-    channels: tuple[int, ...]
-    """Of the four feature maps, finest first."""
+    base: str  # mmseg's file
+    changes: Config  # of its backbone
+    channels: tuple[int, ...]  # of the four feature maps, finest first
 
 
 def _resnet(depth: int, width: int = 64) -> Backbone:
@@ -88,8 +85,7 @@ def upernet(
 ) -> Config:
     """The config of UPerNet with an FCN auxiliary head (loss weight 0.4): mmseg's base model with the backbone's sizes.
 
-    crop: (height, width) of training images. norm: SyncBN shares batch statistics in every forward pass, with whom
-    segmentation.sync_bn says. pretrained: the backbone's weights, see segmentation.backbones.
+    crop: (height, width) of training images. norm: see segmentation.sync_bn. pretrained: see segmentation.backbones.
     """
     b = BACKBONES[name]
     config: Config = ConfigFile.fromfile(BASES / f"{b.base}.py").model.to_dict() | {"pretrained": None}

@@ -20,10 +20,9 @@ PANELS = ("image", "true classes", "predicted classes")
 def side_by_side(
     image: Tensor, label: Tensor, prediction: Tensor, classes: Sequence[str], palette: Sequence[Sequence[int]]
 ) -> Figure:
-    """Image, labels and prediction beside each other, over a legend of the classes that are seen in them.
+    """Image, labels and prediction side by side, over a legend of their classes; ignored pixels are black.
 
-    image: uint8 [3, *, *] BGR, brought to the labels' size. label, prediction: integer class maps [h, w]. palette: an
-    RGB colour a class. Pixels whose label is ignored are black in both masks.
+    image: uint8 [3, *, *] BGR. label, prediction: integer class maps [h, w]. palette: an RGB color a class.
     """
     from matplotlib.figure import Figure  # here, for it is slow to import
     from matplotlib.patches import Patch

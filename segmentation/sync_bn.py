@@ -1,7 +1,6 @@
 """SyncBN: torch's SyncBatchNorm over the workers whose images share batch statistics, in every forward pass.
 
-Under a local method these are a node's. Each worker's gradient is then that of its node's summed loss by its own
-parameters, for the backward pass sums what all of the node's losses say of the statistics.
+Under a local method these are a node's workers, and each worker has the gradient of its node's summed loss.
 """
 
 from __future__ import annotations
@@ -36,10 +35,7 @@ def check_sync_bn(run: Run, recipe: SegmentationRecipe) -> None:
 
 
 def share_statistics(run: Run, model: nn.Module, method: Method) -> None:
-    """Gives each SyncBatchNorm layer its process group; every worker must call it.
-
-    That of the gradients where its workers synchronise these, too, so that one communicator carries both in one order.
-    """
+    """Gives each SyncBatchNorm layer its process group, that of the gradients where there is one; all must call it."""
     layers = [m for m in model.modules() if isinstance(m, nn.SyncBatchNorm)]
     if not layers:
         return
@@ -50,16 +46,11 @@ def share_statistics(run: Run, model: nn.Module, method: Method) -> None:
 
 
 def node_group(run: Run) -> dist.ProcessGroup:
-    """That in which a node's workers synchronise gradients, or one made here of those that torchrun started on one
-    machine; every worker must call it.
+    """The group in which a node's workers synchronize gradients, or a new one of this machine's workers.
 
-    The method's own group, whose all-reduce is hidden, is used beside it. Of two NCCL groups torch asks for one order
-    of their collectives on all ranks, and for a wait() that orders streams between an asynchronous one and the next of
-    the other group (torch.distributed.new_group). Both hold where workers of a node close rounds at the same steps, as
-    the recipe makes sure: the calling thread queues all of a reduction there, and its side stream waits (Flight).
-    NCCL may then hold MAX_CTAS multiprocessors until the last node has come; these collectives run on others. DDP does
-    not wait for a bucket before the next layer's backward pass. Its order is autograd's, the same on all ranks, and
-    torch's own example of SyncBatchNorm stands beside DDP in that way. Not run on GPUs.
+    torch needs one order of two NCCL groups' collectives on all ranks, and a wait() between an asynchronous one and
+    the other group's next (torch.distributed.new_group). The workers of a node close rounds at the same steps, and the
+    reduction's side stream waits, so both hold beside the method's own group. Not run on GPUs.
     """
     mesh = run.mesh or make_mesh(run.device, 0, 0, run.recipe.timeout)
     assert mesh is not None, "check_sync_bn refuses a node of one worker"

@@ -24,11 +24,7 @@ from training.workers import check_nodes, make_link, pick_device, rank, world_si
 
 
 def check_start(recipe: Recipe, workers: int | None) -> int:
-    """Refuses settings that do not go with so many workers; returns the samples of each in a step.
-
-    workers: None where their number is yet to be chosen. What the data alone can tell, or the machine (a GPU, a
-    compiler), is refused where it is looked at.
-    """
+    """Refuses settings that do not go with so many workers (None: not known yet); returns the samples of each."""
     many = workers or 1
     share = per_worker(recipe.batch_size, recipe.data_workers(many))
     if recipe.elastic:

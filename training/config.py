@@ -41,17 +41,13 @@ def describe(recipe: Recipe, world_size: int, device: torch.device) -> dict[str,
 
 
 def settings(recipe: Any) -> dict[str, Any]:
-    """The recipe's fields under the names of the command line, as a file in JSON gives them back.
-
-    recipe: or what describe() holds of one.
-    """
+    """The fields of a recipe, or of what describe() holds of one, by the command line's names and as JSON has them."""
     nested = dataclasses.asdict(recipe) if dataclasses.is_dataclass(recipe) else recipe
     return flat(json.loads(json.dumps(nested, default=str)))
 
 
 def with_defaults(old: dict[str, Any], kind: type[Recipe]) -> dict[str, Any]:
-    """The settings of a file that may be older than some of the fields of its kind of recipe: such a run did what the
-    fields' defaults say."""
+    """The settings of a file that may be older than some fields: such a run had their defaults."""
     return settings(kind()) | old
 
 
@@ -65,14 +61,8 @@ def of_other_methods(method: str) -> set[str]:
     return {entry.settings.key for entry in REGISTRY.values() if entry.settings and entry.name != method}
 
 
-def setting(change: str) -> str:
-    """The name in one of `differences`."""
-    return change.partition(":")[0]
-
-
 def resumed(file: Path, config: dict[str, Any], kind: type[Recipe]) -> tuple[dict[str, Any], str]:
-    """What the file holds from now on, where a run of `config` goes on with the run that it describes: its history gets
-    a line more. Or why it cannot go on. kind: of both recipes."""
+    """The content of config.json after a run of `config` resumes it, with a line more of history; or why it cannot."""
     try:
         old = parse_json(file.read_text())
         config["recipe"]["extend"] = bool(config["recipe"].get("extend") or old["recipe"].get("extend"))  # from now on
@@ -84,9 +74,10 @@ def resumed(file: Path, config: dict[str, Any], kind: type[Recipe]) -> tuple[dic
     if old["recipe"].get("layout") and config["recipe"].get("layout"):
         free |= {"layout"}  # from a checkpoint of one another goes on, but no run without
     unread = of_other_methods(config["recipe"]["method"])
-    if refused := [s for s in changed if setting(s) not in free and setting(s).split(".")[0] not in unread]:
+    names = {change: change.partition(":")[0] for change in changed}
+    if refused := [c for c in changed if names[c] not in free and names[c].split(".")[0] not in unread]:
         what = ", ".join(refused)
-        if {setting(change) for change in refused} <= LENGTH:
+        if {names[change] for change in refused} <= LENGTH:
             return {}, (
                 f"{file.parent} is a run of another length ({what}), which its learning rate has followed: resume with "
                 "that length, add --extend to stretch the schedule from here on, or choose another --out"

@@ -19,9 +19,6 @@ T = TypeVar("T")
 Key = tuple[int, int, int]  # (seed, epoch, index): a sample's random numbers follow from it alone
 
 
-# -- where data lies, and what is made of it once ---------------------------------------------------------------------
-
-
 def data_root() -> Path:
     """The folder that CO2_DATA names, ~ being the home folder; `data` in the working directory where it is not set."""
     return Path(os.path.expanduser(os.environ.get("CO2_DATA") or "data"))
@@ -38,11 +35,10 @@ def missing(what: str, folder: Path, expected: str, stand_in: str, holds: str = 
 
 
 def cached(name: str, build: Callable[[Path], Any]) -> Path:
-    """The folder `name` of the cache, made by `build(empty folder)` when it is not there yet.
+    """The folder `name` of the cache (CO2_CACHE, or ~/.cache/co2), made by `build(empty folder)` where it is missing.
 
-    The cache is the folder that CO2_CACHE names, ~/.cache/co2 where it is not set. Safe when several workers, also of
-    several hosts on a shared file system, start at once: a lock lets one build while the others wait, and the folder
-    appears by one atomic rename, so it is never half full.
+    Safe for several workers, also of several hosts on a shared file system: one builds while the others wait for its
+    lock, and the folder appears by one atomic rename.
     """
     cache = Path(os.environ.get("CO2_CACHE") or "~/.cache/co2").expanduser()
     folder = cache / name
@@ -92,10 +88,10 @@ def damaged(what: str, file: Path, why: object) -> UserError:
 def train_keys(
     recipe: Any, samples: int, rank: int, world_size: int, start: int, total: int, repeats: int = 1
 ) -> Iterator[tuple[tuple[int, ...], list[Key]]]:
-    """This worker's batches from step `start` to `total` of a run over so many samples: (the batch's key, those of its
-    samples). The batch's is (seed, epoch, number in the epoch, rank). recipe: its seed, and its global batch_size.
+    """This worker's batches from step `start` to `total`: (the batch's key, its samples' keys).
 
-    repeats: see training.sampling.epoch_batches; a copy's index is the sample's plus a multiple of `samples`.
+    A batch's key is (seed, epoch, number in the epoch, rank). recipe: has the seed and the global batch_size. repeats:
+    see training.sampling.epoch_batches; a copy's index is the sample's plus a multiple of `samples`.
     """
     of = dict(seed=recipe.seed, rank=rank, world_size=world_size, start=start, total=total, repeats=repeats)
     for epoch, number, indices in worker_batches(samples, recipe.batch_size, **of):

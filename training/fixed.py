@@ -1,6 +1,4 @@
-"""A run whose workers stay the same, the usual one: its process group, its nodes, its checkpoints and what resumes from
-them. What Run asks of it training/elastic/run.py answers where workers come and go.
-"""
+"""A run whose workers stay the same: process group, nodes, checkpoints. Otherwise see training/elastic/run.py."""
 
 from __future__ import annotations
 
@@ -52,8 +50,8 @@ class Fixed:
         self.folder.open(r, run.world_size, run.device)
         if entry_of(r.method).kind != "optimizer":  # which has no gradients to synchronise
             self.mesh = make_mesh(run.device, r.per_node, r.zero, r.timeout)
-        made = checkpoint.Saver(self.folder.checkpoints, run.rank, run.world_size, self.folder.attempt, r.timeout)
-        self._saver = made
+        place = run.rank, run.world_size
+        self._saver = checkpoint.Saver(self.folder.checkpoints, *place, self.folder.attempt, r.timeout)
 
     def leave(self, failed: bool) -> None:
         """Waits for the checkpoint that is being written, unless the run failed, and leaves the others."""
@@ -82,7 +80,7 @@ class Fixed:
     def make_method(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, Method]:
         """See core.methods.make_method."""
         r = self.run.recipe
-        wrapped, method = make_method(
+        return make_method(
             r.method,
             model,
             co2=r.co2,
@@ -96,7 +94,6 @@ class Fixed:
             riders=[self.run.requests, self.run.snapshots],
             **r.own_settings,
         )
-        return wrapped, method
 
     def begin(self, trained: Trained, samples: int, epoch: int) -> float:  # noqa: ARG002
         """Resumes where the recipe says so; returns the seconds of training that led to it."""
@@ -110,7 +107,7 @@ class Fixed:
         return make(self.run.recipe, self.run.rank, self.run.world_size, start, total)
 
     def come_together(self, due: Due) -> Due:
-        """What is due to all. Each worker of a node has heard only those of its own place on other nodes."""
+        """What is due to all: a worker of a node has heard only workers of its own place on other nodes."""
         run, method = self.run, self._trained.method
         if isinstance(method, Rounds) and method.everybody < run.world_size and method.at_boundary:
             assert self.mesh is not None
@@ -136,7 +133,7 @@ class Fixed:
     # -- checkpoints ----------------------------------------------------------------------------------------
 
     def save(self) -> None:
-        """Begins a checkpoint: copies what it holds, but for what an all-reduce in flight has yet to bring."""
+        """Begins a checkpoint: copies the state, without an all-reduce in flight."""
         assert self._saver is not None
         run, trained = self.run, self._trained
         with run.clock.paused():
@@ -150,13 +147,13 @@ class Fixed:
             trained.snapshot(functools.partial(self._write, time.monotonic(), state, tensors))
 
     def _counted(self) -> dict[str, Any]:
-        """Of a checkpoint, what the loop counts with and logs."""
-        run, totals = self.run, self.rounds.state_dict() | {"seconds": self.run.clock.seconds}
+        """A checkpoint's counters of the loop and the log."""
+        run, totals = self.run, vars(self.rounds.overlap) | {"seconds": self.run.clock.seconds}
         return {"step": run.step, "means": run.means.state_dict(), "totals": totals}
 
     def _count_on(self, state: dict[str, Any]) -> float:
         """Goes on from it; returns the seconds of training that led to it."""
-        self.rounds.load_state_dict(state["totals"])
+        vars(overlap := self.rounds.overlap).update({name: state["totals"][name] for name in vars(overlap)})
         self.run.means.load_state_dict(state["means"])
         self.run.step = int(state["step"])
         return state["totals"]["seconds"]
@@ -195,7 +192,7 @@ class Fixed:
         return seconds
 
     def _change_workers(self, before: int) -> None:
-        """Says what of a checkpoint of `before` workers goes on, and gives all random states of their own."""
+        """Gives all workers new random states, and warns what of a checkpoint of `before` workers carries over."""
         run, r = self.run, self.run.recipe
         torch.manual_seed(mix(r.seed, run.rank, run.step))
         if run.rank > 0:

@@ -45,9 +45,7 @@ UNITS = {
 class RunFolder:
     """Rank 0 writes config.json, metrics.jsonl, TensorBoard's events and summary.json; the other workers write nothing.
 
-    clock: gives every line its seconds of training. Attributes: path; checkpoints, the folder of these; attempt, of
-    which the workers know that they were started together; writes, whether this worker does; writer, TensorBoard's, on
-    rank 0 alone.
+    attempt: a text that workers share which were started together. writer: TensorBoard's, on rank 0.
     """
 
     writer: SummaryWriter
@@ -62,8 +60,7 @@ class RunFolder:
         self._metrics: IO[str] | None = None
 
     def open(self, recipe: Recipe, world_size: int, device: torch.device) -> None:
-        """Takes the folder for this run. Every worker must call it; all raise UserError when the folder holds another
-        run, or one that goes on."""
+        """Takes the folder for this run; all workers raise UserError where it holds another run, or one in progress."""
         refusal = ""
         if self.writes:
             try:
@@ -77,8 +74,7 @@ class RunFolder:
             raise UserError(refusal)
 
     def lead(self, recipe: Recipe, world_size: int, device: torch.device, *, goes_on: bool) -> None:
-        """This worker writes from now on, where workers come and go; goes_on: in place of one that was lost, and may
-        still hold the lock where it is stopped."""
+        """This elastic worker writes from now on; goes_on: in place of a lost one, which may still hold the lock."""
         self.writes = True
         resume = recipe.resume or goes_on
         if refusal := self._take(recipe, world_size, device, resume=resume, force=goes_on):
@@ -110,8 +106,7 @@ class RunFolder:
         return measured or any(self.checkpoints.glob("step*"))
 
     def begin(self, step: int, total: int) -> None:
-        """Goes on after `step` of `total`: forgets what an attempt that came further has logged, and the summary.
-        UserError where the run is shorter than what it has done: its learning rate would never have come down."""
+        """Goes on after `step`: drops later lines of the log, and the summary. UserError where total is less."""
         if step > total:
             remedy = "give more --epochs with --extend, or choose another --out"
             raise UserError(f"{self.path} has done {step} steps, and a run of this length has {total}: {remedy}")
@@ -136,8 +131,7 @@ class RunFolder:
             self._lock.close()
 
     def log(self, step: int, scalars: Mapping[str, float | Tensor], of_model: str = "") -> None:
-        """Writes one line of metrics.jsonl, and TensorBoard's scalars. of_model: of which model they are, where they
-        come from an evaluation; scalars of a worker's `own` are tagged own/NAME in TensorBoard."""
+        """Writes one line of metrics.jsonl, and TensorBoard's scalars. of_model: `shared` or `own`, of evaluations."""
         if not self.writes:
             return
         values = {name: float(value) for name, value in scalars.items()}
@@ -159,8 +153,7 @@ class RunFolder:
         self._metrics.write(json.dumps(line) + "\n")
 
     def summarise(self, recipe: Recipe, summary: dict[str, float]) -> None:
-        """Writes summary.json, where null stands for what is no finite number, prints it, and gives TensorBoard the
-        recipe beside it, for comparing runs."""
+        """Writes and prints summary.json, with null for what is not finite; gives TensorBoard recipe and summary."""
         if not self.writes:
             return
         known = {name: value if math.isfinite(value) else None for name, value in summary.items()}
@@ -201,8 +194,7 @@ def _replace(file: Path, text: str) -> None:
 
 
 def _lock(path: Path) -> tuple[IO[str] | None, str]:
-    """Against two runs that write to one folder: the open file that holds the lock until it is closed, or its process
-    is gone; or who holds the lock; neither where the file system has no locks."""
+    """The open file that holds the folder's lock, or who holds it; neither where the file system has no locks."""
     file = open(path, "a+")  # noqa: SIM115
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock's, no process inherits it that loads data

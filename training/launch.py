@@ -2,9 +2,8 @@
 
     python -m training.launch --nproc-per-node 4 -m TASK.train RECIPE [overrides]
 
-torchrun ends every failure with a traceback of its own. Here a user's mistake ends in one line, and Ctrl-C in none;
-torchrun's report is left to what is a bug. This calls the two functions that torchrun's own entry point is made of.
-With --elastic among the overrides workers may come and go: see training/elastic/agent.py.
+torchrun ends every failure with a traceback. Here a user's mistake ends in one line, and Ctrl-C in none. With --elastic
+among the overrides workers may come and go: see training/elastic/agent.py.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The bytes that a run needs on each GPU, counted from the recipe and the model's sizes.
 
-Counted: parameters, gradients, the optimizer's state, the method's state, DDP's buckets, what FSDP2 gathers. Not
-counted: activations, which the planner estimates for decoders (training/plan); and what a compressed all-reduce encodes
-and receives. RESERVE stands for the CUDA context, the buffers of NCCL and cuDNN, and fragmentation.
+This leaves out activations, which the planner estimates for decoders, and what a compressed all-reduce encodes and
+receives. RESERVE stands for the CUDA context, the buffers of NCCL and cuDNN, and fragmentation.
 """
 
 from __future__ import annotations
@@ -29,10 +28,8 @@ class Memory:
     gradients: float
     optimizer: float
     method: float
-    buckets: float
-    """DDP's copy of the gradients, where workers synchronize every step."""
-    gathered: float
-    """Whole parameters and gradients that FSDP2 holds at once."""
+    buckets: float  # DDP's copy of the gradients
+    gathered: float  # whole parameters and gradients that FSDP2 holds at once
 
     @property
     def total(self) -> float:
@@ -41,18 +38,11 @@ class Memory:
 
 
 def size_of(params: Iterable[Tensor]) -> int:
-    """Their bytes."""
     return sum(p.numel() * p.element_size() for p in params)
 
 
 def estimate(recipe: Recipe, model: nn.Module, world_size: int) -> Memory:
-    """Counts the bytes of one of world_size workers.
-
-    Args:
-        recipe: per_node 0 takes the workers of this machine, as in a run.
-        model: the whole model, which may be on the meta device.
-        world_size: number of workers.
-    """
+    """Counts the bytes of one of world_size workers. model: the whole model, which may be on the meta device."""
     node = recipe.per_node or local_world_size()
     size, trained = size_of(model.parameters()), size_of(p for p in model.parameters() if p.requires_grad)
     parts = node if recipe.zero >= 2 else 1
@@ -73,8 +63,8 @@ def estimate(recipe: Recipe, model: nn.Module, world_size: int) -> Memory:
 def held(recipe: Recipe, model: nn.Module, node: int, workers: int) -> float:
     """Bytes of the method's state on one of `workers`, `node` of which synchronize every step.
 
-    A compressed all-reduce with error feedback holds one copy of the errors, and 1/n of a copy for the part that this
-    worker averages. L-GreCo holds two copies more: the sum that it decides from, and what the last switch moved.
+    Error feedback holds one copy of the errors, and 1/n of a copy for the part that this worker averages. L-GreCo
+    holds two copies more.
     """
     trained = size_of(p for p in model.parameters() if p.requires_grad)
     method, trained = recipe.method, trained / (node if recipe.zero >= 2 else 1)
@@ -118,8 +108,7 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
 
 def streamed(model: nn.Module) -> float:
-    """Bytes of what language.zeroth.blocks.BlockStream holds: three blocks, what belongs to none, and where the largest
-    module of that has more than a block, its perturbed copy."""
+    """Bytes that language.zeroth.blocks.BlockStream holds: three blocks, the rest, and a large module's copy."""
     blocks = [size_of(block.parameters()) for block in blocks_of(model)]
     block = max(blocks, default=0)
     alone = max((size_of(m.parameters(recurse=False)) for m in model.modules()), default=0)

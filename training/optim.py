@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from core.errors import UserError
 
@@ -60,19 +61,17 @@ class OptimConfig:
         require(0 < self.power < LARGE, "power", "a number above 0")
         require(self.warmup_steps >= 0, "warmup_steps", "0 or more")
         require(0 <= self.min_lr_share <= 1, "min_lr_share", "a share, from 0 to 1")
-        clip = self.clip_grad_norm
+        clip, momentum = self.clip_grad_norm, self.name != "sgd" or self.momentum > 0
         require(clip is None or 0 < clip < LARGE, "clip_grad_norm", "a number above 0, or None")
-        if self.name == "sgd":
-            require(not self.nesterov or self.momentum > 0, "nesterov", "a momentum above 0 with it")
+        require(not self.nesterov or momentum, "nesterov", "a momentum above 0 with it")
 
 
 def make_optimizer(
     model: nn.Module, config: OptimConfig, groups: list[dict[str, Any]] | None = None
 ) -> torch.optim.Optimizer:
-    """SGD, Adam or AdamW over the trainable parameters, in two groups: with and without weight decay.
+    """The optimizer of the trainable parameters, by default in two groups: with and without weight decay.
 
-    groups: parameter groups in torch's form, to be taken instead of those that config.undecayed makes. For muon, those
-    with "muon": True are its own.
+    groups: parameter groups in torch's form; "muon": True marks Muon's.
     """
     groups = [g for g in groups or decay_groups(model, config) if g["params"]]
     on_gpu = all(p.is_cuda for g in groups for p in g["params"])
@@ -86,9 +85,10 @@ def make_optimizer(
 
 
 class MuonAdamW(torch.optim.Optimizer):
-    """torch.optim.Muon for the parameter groups with "muon": True, torch.optim.AdamW for the others: one optimiser to
-    schedules, checkpoints and CO2. One learning rate serves both: Muon scales its own to the size of AdamW's steps
-    (adjust_lr_fn="match_rms_adamw"). UserError where no group is Muon's."""
+    """torch.optim.Muon for the parameter groups with "muon": True, torch.optim.AdamW for the others, as one optimizer.
+
+    One learning rate serves both: Muon scales its own to the size of AdamW's steps (adjust_lr_fn="match_rms_adamw").
+    """
 
     def __init__(self, groups: list[dict[str, Any]], lr: float, **adamw: Any):
         muon, others = ([g for g in groups if bool(g.get("muon")) == wanted] for wanted in (True, False))
@@ -115,9 +115,7 @@ class MuonAdamW(torch.optim.Optimizer):
 
 
 def decay_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:
-    """The trainable parameters in two groups, with and without weight decay, by config.undecayed.
-
-    None is the rule of timm's param_groups_weight_decay, which has no other, and which not every task imports."""
+    """The trainable parameters in two groups, with and without weight decay; undecayed None is timm's rule."""
     spared = getattr(model, "no_weight_decay", set)()
 
     def decays(name: str, p: Tensor) -> bool:
@@ -133,8 +131,7 @@ def decay_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:
 
 
 def clip_gradients(model: nn.Module, config: OptimConfig) -> None:
-    """Clips the norm of this worker's gradient where the recipe says so; call it after backward. Of a model under a
-    layout (training.layouts.parallel) no rank has it whole."""
+    """Clips the norm of this worker's gradient where the recipe says so; a model under a layout has its own way."""
     if config.clip_grad_norm is None:
         return
     if clip := getattr(model, "clip_gradients", None):
@@ -144,16 +141,13 @@ def clip_gradients(model: nn.Module, config: OptimConfig) -> None:
 
 
 def lent_rate(optimizer: torch.optim.Optimizer) -> Callable[[], float]:
-    """Gives the learning rate of an optimiser that nobody calls, of which torch's schedules would warn."""
+    """The learning rate of an optimizer that never steps, without the warning of torch's schedules."""
     warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step\\(\\)` before", UserWarning)
     return lambda: optimizer.param_groups[0]["lr"]
 
 
 def lr_factor(step: int, total_steps: int, config: OptimConfig) -> float:
-    """The learning rate of 0-based `step` as a share of the peak.
-
-    Of any step, as a schedule of tau and a stretched run ask for it: torch's and mmengine's schedulers multiply rates
-    from step to step. timm's begin a warm-up with a step at rate 0."""
+    """The learning rate of a step, counted from 0, as a share of the peak."""
     warmup = config.warmup_steps
     if step < warmup:
         return (step + 1) / (warmup + 1)
@@ -169,8 +163,6 @@ def lr_factor(step: int, total_steps: int, config: OptimConfig) -> float:
     return config.min_lr_share + (1 - config.min_lr_share) * left
 
 
-def make_schedule(
-    optimizer: torch.optim.Optimizer, total_steps: int, config: OptimConfig
-) -> torch.optim.lr_scheduler.LambdaLR:
-    """The schedule as a torch scheduler: call its step() after every optimiser step."""
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(step, total_steps, config))
+def make_schedule(optimizer: torch.optim.Optimizer, total_steps: int, config: OptimConfig) -> LambdaLR:
+    """The schedule as a torch scheduler: call its step() after every optimizer step."""
+    return LambdaLR(optimizer, lambda step: lr_factor(step, total_steps, config))

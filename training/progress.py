@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from core.adaptive.pacing import Adaptive
 from core.checkpoints.named import load_model, load_optimizer, of_optimizer
 from core.checkpoints.snapshot import Snapshot
 from core.methods import Method
@@ -23,11 +22,9 @@ from training.workers import make_link, rank, world_size
 
 
 class Progress:
-    """What Run shares with the part of it that knows of other workers (training/fixed.py, training/elastic/run.py).
+    """What Run shares with the part of it that handles other workers (training/fixed.py, training/elastic/run.py).
 
-    Attributes: recipe; device; rank, world_size; step, how many have been taken; total, how many there are; clock;
-    means of what is logged; evaluation, when one is due; link, an emulated slow one; data_rank, data_workers, among
-    whom batches are dealt out: under a layout several ranks are one of them.
+    step counts the steps taken, total all steps. Under a layout several ranks are one of the data_workers.
     """
 
     def __init__(self, recipe: Recipe, device: torch.device):
@@ -55,17 +52,14 @@ class Due:
 
 
 class Every:
-    """Says when something that happens every `period` steps is due, though it is asked at some steps only.
-
-    period: 0 for never. start: the step that the run begins or resumes at.
-    """
+    """Says when something that happens every `period` steps (0: never) is due, asked at some steps after `start`."""
 
     def __init__(self, period: int, start: int = 0):
         self.period = period
         self._last = start
 
     def due(self, step: int) -> bool:
-        """Whether a multiple of the period has been passed since the last step at which this was True."""
+        """Whether the run has passed a multiple of the period since the last step at which this was True."""
         due = self.would_be(step)
         self._last = step if due else self._last
         return due
@@ -73,25 +67,6 @@ class Every:
     def would_be(self, step: int) -> bool:
         """`due`, which does not count as asked."""
         return self.period > 0 and step // self.period > self._last // self.period
-
-
-class Timer:
-    """Says when `minutes` have passed since it said so last, by this worker's clock; 0 for never."""
-
-    clock = staticmethod(time.monotonic)  # seconds
-
-    def __init__(self, minutes: float):
-        self.minutes = minutes
-        self.restart()
-
-    def restart(self) -> None:
-        self._since = self.clock()
-
-    def due(self) -> bool:
-        due = self.minutes > 0 and self.clock() - self._since >= 60 * self.minutes
-        if due:
-            self.restart()
-        return due
 
 
 class Averages:
@@ -145,24 +120,19 @@ class Stopwatch:
             self._since = time.perf_counter()
 
 
-# -- what is trained --------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Trained:
-    """The model, and what trains it: the parts of a checkpoint. What goes along with the method's reductions, requests
-    and snapshots, is asked here and nowhere else."""
+    """The model, and what trains it: the parts of a checkpoint. name: the method's."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     schedule: LRScheduler
     method: Method
-    name: str  # the method's
-    requests: Requests
+    name: str
     snapshots: Snapshot
 
     def state_dict(self) -> dict[str, Any]:
-        """Without the method's part, which may come later: see state_of_method."""
+        """All but the method's part, which may come later: see state_of_method."""
         return {
             "model": self.model.state_dict(),
             "optimizer": of_optimizer(self.optimizer, self.model),
@@ -170,11 +140,9 @@ class Trained:
         }
 
     def state_of_method(self, state: dict[str, Any]) -> dict[str, Any]:
-        """The method's part. state: its state_dict."""
         return {"method": {"name": self.name, "state": state}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores both."""
         load_model(self.model, state["model"])
         load_optimizer(self.optimizer, self.model, state["optimizer"])
         self.schedule.load_state_dict(state["schedule"])
@@ -191,15 +159,3 @@ class Trained:
         """Lets a snapshot that still waits have what there is."""
         if isinstance(self.method, Rounds):
             self.snapshots.hand_over()
-
-
-def pacing_of(method: Method) -> Adaptive | None:
-    """What tells of tau auto's decisions; None where a method has no rounds."""
-    pacing = method.pacing if isinstance(method, Rounds) else None
-    return pacing if isinstance(pacing, Adaptive) else None
-
-
-def names_of(method: Rounds, model: nn.Module) -> dict[int, str]:
-    """id -> the name in the model, of each parameter that the method trains."""
-    trained = [name for name, p in model.named_parameters() if p.requires_grad]
-    return {id(p): name for p, name in zip(method.params, trained, strict=True)}

@@ -24,7 +24,6 @@ from training.workers import rank, world_size
 SHARES = {"shard", "offload", "per_node", "zero", "layout"}  # options with which not all recommended settings go
 LARGEST = 10**9  # number of a recipe
 MethodName = Literal[tuple(REGISTRY)]  # a task may register more
-# each method's own settings, under its key
 OfMethods = dataclasses.make_dataclass(
     "OfMethods",
     [
@@ -46,10 +45,7 @@ def flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Recipe(OfMethods):
-    """The settings that every recipe has; a task's own recipe adds its model and data.
-
-    The command line shows each field's docstring as its help text.
-    """
+    """The settings that every recipe has; a task adds its model and data. The command line shows these docstrings."""
 
     name: tyro.conf.Suppress[str] = ""
     layout: ClassVar[str] = ""
@@ -126,10 +122,7 @@ class Recipe(OfMethods):
     """Of a dry run: warn where a GPU of so many GB (GiB, as makers count) is too small."""
 
     def __post_init__(self) -> None:
-        least_of = dict.fromkeys(("epochs", "batch_size", "log_every", "accumulate"), 1)
-        for name, least in (least_of | dict.fromkeys(("seed", "checkpoint_every", "per_node"), 0)).items():
-            if getattr(self, name) < least:
-                raise UserError(f"{name}={getattr(self, name)}: give {least} or more")
+        self.check_least(epochs=1, batch_size=1, log_every=1, accumulate=1, seed=0, checkpoint_every=0, per_node=0)
         numbers = {k: v for k, v in flat(dataclasses.asdict(self)).items() if isinstance(v, int | float)}
         for name, value in numbers.items():
             if isinstance(value, float) and not math.isfinite(value):
@@ -147,11 +140,8 @@ class Recipe(OfMethods):
             if abs(value) > LARGEST:
                 raise UserError(f"{name}={value}: give {LARGEST} or less")
         check_settings(self.method, self.co2, shard=self.shard, offload=self.offload, **self.own_settings)
-        if self.elastic:
-            self._check_elastic()
-
-    def _check_elastic(self) -> None:
-        """Refuses what does not go with workers that come and go."""
+        if not self.elastic:
+            return
         if "elastic" not in entry_of(self.method).takes:
             raise UserError(f"elastic does not go with method={self.method!r}: give --method co2, or no elastic")
         for name, needed in (("per_node", 1), ("zero", 0), ("shard", False), ("offload", False)):
@@ -165,11 +155,17 @@ class Recipe(OfMethods):
             if not least <= getattr(self, name) <= most:
                 raise UserError(f"{name}={getattr(self, name)}: give a number from {least:g} to {most:g}")
 
+    def check_least(self, **least: int) -> None:
+        """Refuses a field below its least value, where it is not None."""
+        for name, value in least.items():
+            if (found := getattr(self, name)) is not None and found < value:
+                raise UserError(f"{name}={found}: give {value} or more")
+
     def check_share(self, workers: int) -> None:
         """Refuses a worker's part of a batch that the task cannot train on."""
 
     def data_workers(self, workers: int) -> int:
-        """Among how many of so many workers a batch is dealt out: under a layout several take the same part."""
+        """How many of these workers take different data: under a layout several take the same."""
         return Layout.parse(self.layout).data_workers if self.layout else workers
 
     @property
@@ -181,7 +177,7 @@ class Recipe(OfMethods):
         return {own.key: getattr(self, own.key)} if own else {}
 
     def eval_steps(self, epoch: int) -> int:
-        """Steps between evaluations; epoch: those of an epoch."""
+        """Steps between evaluations, of the steps of an epoch."""
         return max(1, round(epoch * self.eval_every))
 
     @property
@@ -220,7 +216,7 @@ def parse(recipes: Mapping[str, R], argv: Sequence[str] | None = None, prog: str
 
 
 def find(kind: str, name: str, known: Mapping[str, T], lists: str) -> T:
-    """UserError where there is none of that name. kind: what it is called; lists: what names those that are known."""
+    """The entry of that name; else a UserError, which names similar ones, or where they are listed."""
     if name not in known:
         near = difflib.get_close_matches(name, known, n=3)
         raise UserError(f"{kind} {name!r} does not exist; " + (f"did you mean {', '.join(near)}?" if near else lists))
@@ -228,7 +224,7 @@ def find(kind: str, name: str, known: Mapping[str, T], lists: str) -> T:
 
 
 def answer_help(recipes: Mapping[str, Recipe], prog: str) -> None:
-    """Prints the help that the command line asks for, and exits; a train script calls it before its slow imports."""
+    """Prints the help that the command line asks for, and exits, before a train script's slow imports."""
     if not sys.argv[1:] or {"-h", "--help"} & set(sys.argv[1:]):
         launch(lambda: sys.exit(parse(recipes, prog=prog) is None))
 
@@ -253,11 +249,7 @@ def starting_point(recipe: R, overrides: Sequence[str]) -> R:
 
 
 def refuse_unused(recipe: Recipe, default: Recipe) -> None:
-    """Refuses settings that were given for another method than the recipe's, rather than to leave them unused.
-
-    Every local method has co2.tau, and most co2.wire; what a recipe itself sets for methods that may be chosen is no
-    mistake.
-    """
+    """Refuses settings of another method than the recipe's. Local methods share co2.tau, and most co2.wire."""
     shared = {"tau", "tau_max"} | ({"wire"} & entry_of(recipe.method).takes)
     keys = {name: entry.settings.key for name, entry in REGISTRY.items() if entry.settings}
     owners = [(key, [name]) for name, key in keys.items() if hasattr(recipe, key)]  # other tasks may have more methods
@@ -273,10 +265,7 @@ def refuse_unused(recipe: Recipe, default: Recipe) -> None:
 
 
 def momentum_note(recipe: Recipe, workers: int) -> str:
-    """A line where CO2's outer momentum is another than the authors' release sets for so many workers, or nothing.
-
-    A recipe's is that for the cluster in its description, and stays on any other: a run is what its recipe says.
-    """
+    """A note where CO2's outer momentum differs from the authors' release for so many workers, or nothing."""
     c, usual = recipe.co2, CO2Config.recommended(workers).outer_momentum
     as_released = recipe.method == "co2" and workers > 1 and c.outer_lr == 1 and c.merge == "outer"
     if not as_released or c.outer_momentum == usual:

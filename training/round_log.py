@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, schedule
 
+from core.adaptive.pacing import Adaptive
 from core.lgreco import Allocation, LGreco
 from core.methods import Method
 from core.rounds import Rounds
 from core.stats import RoundStats, send_off
 from training.folder import RunFolder
-from training.progress import pacing_of
 from training.recipe import Recipe
 from training.workers import rank
 
@@ -31,7 +31,6 @@ class Overlap:
     bytes_sent: float = 0.0
 
     def add(self, stats: dict[str, float]) -> None:
-        """A closed round's RoundStats.as_dict()."""
         self.rounds += 1
         self.exposed_seconds += stats["exposed_seconds"]
         self.allreduce_seconds += stats["allreduce_seconds"]
@@ -53,15 +52,8 @@ class Overlap:
         return self.bytes_sent * 8e-6 / self.allreduce_seconds if self.allreduce_seconds else 0.0
 
     def summary(self) -> dict[str, float]:
-        """For the end of a run."""
         names = ("rounds", "exposed_seconds", "hidden_seconds", "allreduce_seconds", "hidden_share", "bytes_sent")
         return {name: getattr(self, name) for name in (*names, "link_mbit")}
-
-    def state_dict(self) -> dict[str, float]:
-        return asdict(self)
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        vars(self).update({f.name: state[f.name] for f in fields(self)})
 
 
 class RoundLog:
@@ -82,12 +74,12 @@ class RoundLog:
             self._trace = Trace(folder.path / "trace.json", cuda=self._on_gpu, first=first)
 
     def close_round(self, step: int, method: Method) -> None:
-        """Call it when a round has closed. On a GPU the round's statistics are read when the next one closes, so that
-        the host waits for nothing that it has queued since."""
+        """Call it when a round has closed. On a GPU this reads the round before, so that the host does not wait."""
         self._synchronous = method.tau == 1
         self._unread.append((step, method.stats))
         self.read(leave=int(self._on_gpu))
-        if (pacing := pacing_of(method)) and (decision := pacing.decision):
+        pacing = method.pacing if isinstance(method, Rounds) else None
+        if isinstance(pacing, Adaptive) and (decision := pacing.decision):
             sent = f"{method.stats.bytes_sent / 1e6:.3g} MB a round, {decision.exposed_share:.0%} of the time exposed"
             new = f"tau {decision.old} -> {decision.new}, wire {decision.wire}"
             self._folder.note(step, "tau", f"{new}: {decision.reason}; {sent}")
@@ -96,8 +88,7 @@ class RoundLog:
             self._folder.note(step, "trace", f"trace in {self._trace.path}")
 
     def log(self, step: int, scalars: Mapping[str, float | Tensor]) -> dict[str, float] | None:
-        """Logs scalars; on a GPU when the next ones come, or all are read, so that the host does not wait for them.
-        Returns those that it logs last, None where it logs none."""
+        """Logs scalars, on a GPU those of the last call; returns what it logged last, if anything."""
         self._unlogged.append((step, send_off(scalars)))
         return self._log(leave=int(self._on_gpu))
 
@@ -124,16 +115,10 @@ class RoundLog:
         elif self._trace and not self._trace.wrote:
             self._folder.note(step, "trace", f"no trace, which begins when {self._trace.first} rounds have closed")
 
-    def state_dict(self) -> dict[str, float]:
-        return self.overlap.state_dict()
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        self.overlap.load_state_dict(state)
-
     def _note_allocation(self, step: int, method: Method) -> None:
         """Logs L-GreCo's newest decision, once."""
-        reducer = reducer_of(method)
-        found = reducer.allocation if reducer is not None else None
+        reducer = method.reducer if isinstance(method, Rounds) else getattr(method.wire, "reducer", None)
+        found = reducer.allocation if isinstance(reducer, LGreco) else None
         if found is None or found is self._allocation:
             return
         self._allocation = found
@@ -152,20 +137,10 @@ class RoundLog:
             self._folder.log(step, {f"round/{name}": value for name, value in values.items()})
 
 
-def reducer_of(method: Method) -> LGreco | None:
-    """The method's reducer, where it is L-GreCo's."""
-    if isinstance(method, Rounds):
-        found = method.reducer
-    else:
-        found = method.wire.reducer if method.wire is not None else None
-    return found if isinstance(found, LGreco) else None
-
-
 class Trace:
-    """A torch.profiler trace of `rounds` rounds, after `first` (1 or more) have closed and everything has warmed up.
+    """A torch.profiler trace of `rounds` rounds, after the first `first` (1 or more), for https://ui.perfetto.dev.
 
-    Open it in https://ui.perfetto.dev or chrome://tracing: gloo's all-reduce lies in a thread of its own
-    (`gloo:all_reduce`), NCCL's in a stream of its own.
+    gloo's all-reduce has a thread of its own (`gloo:all_reduce`), NCCL's a stream.
     """
 
     def __init__(self, path: Path, *, cuda: bool = False, first: int = 2, rounds: int = 2):

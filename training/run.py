@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import time
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, TypeVar
@@ -24,7 +25,7 @@ from training.checks import check_batch_norm, check_start
 from training.elastic.run import Elastic
 from training.fixed import Fixed
 from training.folder import RunFolder
-from training.progress import Due, Every, Progress, Timer, Trained
+from training.progress import Due, Every, Progress, Trained
 from training.recipe import Recipe, momentum_note
 from training.round_log import RoundLog
 from training.script import StopSignal
@@ -37,13 +38,12 @@ class Run(Progress):
     """One training run of this worker: use it as a context manager around the loop.
 
     Before the loop: shard, shard_optimizer, make_method, begin. After every step: after_step, which says whether an
-    evaluation, a checkpoint (save) or the stop (stop) is due. After the loop: end.
-
-    Attributes, beside Progress's: folder; rounds, their log; mesh, see Fixed.
+    evaluation, a checkpoint (save) or the stop (stop) is due. After the loop: end. mesh: see Fixed.
     """
 
     mesh: DeviceMesh | None
     _trained: Trained
+    _now = staticmethod(time.monotonic)
 
     def __init__(self, recipe: Recipe):
         check_start(recipe, world_size())
@@ -55,7 +55,7 @@ class Run(Progress):
         if recipe.layout:  # imported here, because torch's pipelines take a second
             from training.layouts.laid_out import LaidOut as kind
         self._workers = kind(self, self.folder, self.rounds)
-        self._minutes = Timer(recipe.save_minutes)
+        self._saved_at = 0.0  # seconds, by self._now
         self._stop = StopSignal()
         self._shared = True  # whether what was evaluated last is one model on all workers
         self._bar: tqdm[Any] | None = None
@@ -80,8 +80,7 @@ class Run(Progress):
     # -- before the loop ------------------------------------------------------------------------------------
 
     def shard(self, model: nn.Module) -> nn.Module:
-        """The model on this worker's device, its parameters sharded inside the node with ZeRO-2 and 3; on the host as
-        yet where its blocks are to stay there."""
+        """The model on this worker's device, with ZeRO-2 and 3 sharded; on the host where its blocks stay there."""
         check_batch_norm(self.recipe, model, self.world_size)
         if self._parted:
             return self._workers.shard(model, torch.bfloat16 if self._mixed() else torch.float32)
@@ -118,11 +117,12 @@ class Run(Progress):
     ) -> int:
         """Resumes where the recipe says so, and starts the clock and the progress bar; returns the steps taken so far.
 
-        epoch, total: the optimiser steps of an epoch and of the whole run. samples: of the training set, which elastic
-        runs deal out anew. The rest is what a checkpoint holds.
+        Args:
+            epoch, total: optimizer steps of an epoch and of the whole run.
+            samples: size of the training set, which elastic runs deal out anew.
         """
         self.total = total
-        self._trained = Trained(model, optimizer, schedule, method, self.recipe.method, self.requests, self.snapshots)
+        self._trained = Trained(model, optimizer, schedule, method, self.recipe.method, self.snapshots)
         if isinstance(method, Rounds):
             method.rider(Guard).on_left_out = forget(optimizer)
         seconds = self._workers.begin(self._trained, samples, epoch)
@@ -130,7 +130,7 @@ class Run(Progress):
             self._tell_settings(total)
         self.evaluation = Every(self.recipe.eval_steps(epoch), self.step)
         self._saving = Every(epoch * self.recipe.checkpoint_every, self.step)
-        self._minutes.restart()
+        self._saved_at = self._now()
         interval = 0.5 if sys.stderr.isatty() else 20.0
         label = f"{self.recipe.name} {self.recipe.method}"
         self._bar = tqdm(total=total, initial=self.step, desc=label, disable=self.rank != 0, mininterval=interval)
@@ -169,11 +169,13 @@ class Run(Progress):
         return self.step + 1 == self.total
 
     def after_step(self, closed: bool, **scalars: Tensor) -> Due:
-        """Counts the optimiser step that was just taken, moves the bar, logs, and says what is due.
+        """Counts the optimizer step that was just taken, moves the bar, logs, and says what is due.
 
-        closed: what method.step() returned. scalars: 0-d each, always the same names; metrics.jsonl gets their means
-        over log_every steps. Evaluations, checkpoints and stops happen when a round has closed with all workers at one
-        step, and not at the run's last step, after which they happen anyway.
+        Evaluations, checkpoints and stops wait for a round's end. None is due at the run's last step.
+
+        Args:
+            closed: what method.step() returned.
+            scalars: 0-d each, always the same names; metrics.jsonl gets their means over log_every steps.
         """
         assert self._bar is not None, "call begin() before the loop"
         self.step += 1
@@ -186,7 +188,7 @@ class Run(Progress):
         running = self.step < self.total
         stops = running and self._granted("stop", bool(self._stop.number)) and (closed or dist.is_initialized())
         open_end = running and closed
-        minutes_over = open_end and self.rank == 0 and self._minutes.due()  # of which all hear a round later
+        minutes_over = open_end and self.rank == 0 and self._minutes_over()  # the others learn it a round later
         due = Due(
             evaluation=open_end and self.evaluation.due(self.step),
             checkpoint=open_end and (self._saving.due(self.step) | self._granted("save", minutes_over)),
@@ -194,15 +196,21 @@ class Run(Progress):
         )
         return self._workers.come_together(due)
 
+    def _minutes_over(self) -> bool:
+        """Whether a checkpoint is due by this worker's clock."""
+        due = 0 < 60 * self.recipe.save_minutes <= self._now() - self._saved_at
+        if due:
+            self._saved_at = self._now()
+        return due
+
     def _granted(self, name: str, mine: bool) -> bool:
-        """Whether a worker asks for it, and all have heard so, at the same step; one that is alone need not wait."""
+        """Whether a worker asked for it and all received that at the same step; a lone worker need not wait."""
         if mine and dist.is_initialized():
             self.requests.ask(name)
         return name in self.requests.granted or (mine and not dist.is_initialized())
 
     def _log_means(self) -> None:
-        """Logs the means since the last time, the learning rate and the share of communication hidden so far; on a GPU
-        those of the time before, which it has passed."""
+        """Logs the means since the last time; on a GPU those of the time before, so that the host does not wait."""
         overlap, bar = self.rounds.overlap, self._bar
         scalars = {"lr": self._trained.schedule.get_last_lr()[0], **self.means.pop()}
         logged = self.rounds.log(self.step, scalars | {"hidden_share": overlap.hidden_share})
@@ -216,16 +224,14 @@ class Run(Progress):
         self.folder.log(self.step, scalars)
 
     def log_evaluation(self, results: dict[str, float]) -> None:
-        """Logs what an evaluation measured, and of which model: `shared`, or `own`, each worker's on its share of
-        the set, in the middle of a run whose method leaves the workers apart."""
+        """Logs what an evaluation measured, of the `shared` model or of each worker's `own`."""
         self.rounds.read()  # lines keep the steps' order
         own = not self._shared and self.world_size > 1 and self.step < self.total
         self.folder.log(self.step, results, of_model="own" if own else "shared")
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """For evaluations: of the model that all workers have in common, where the method has one; stops the clock, but
-        not for what that waits for; gathers a sharded model's parameters."""
+        """For evaluations: the model that all workers share, where the method has one, gathered; the clock stands."""
         method = self._trained.method
         gathering = self._workers.gathered() if self._parted else contextlib.nullcontext()
         with method.shared_model() as self._shared, self.clock.paused(), gathering:
@@ -245,29 +251,24 @@ class Run(Progress):
     def save(self) -> None:
         """Begins a checkpoint, at a round boundary or after method.finish(); every worker must call it.
 
-        What it holds is copied here, but for what an all-reduce in flight has yet to bring; it is written while the
-        training goes on, unless a worker's model is not finite. UserError on all workers where the one before could
-        not be written.
+        This copies the state, without an all-reduce in flight. A thread writes it during the next steps, unless a
+        worker's model is not finite. UserError on all workers where the last checkpoint could not be written.
         """
         self._workers.save()
 
     def stop(self) -> None:
         """Ends the run early, in place of method.finish(), the last evaluation and end().
 
-        Saves with the all-reduce in flight, so that the resumed run is the one that was never stopped. Nothing is
-        evaluated: what stopped it may leave no time, and the resumed run will.
+        The checkpoint has the all-reduce in flight, so that the resumed run equals one that was never stopped.
         """
         self.save()
         number = self._workers.stopped_by(self._stop.number)
-        self._trained.method.finish()  # of this the checkpoint knows nothing: the workers part in peace
+        self._trained.method.finish()  # after the checkpoint, which does not contain this
         self._workers.saved()
         self._part(lambda: self._summarise({"stopped_by_signal": number}))
 
     def end(self, results: dict[str, float]) -> None:
-        """Call it after method.finish() and the last evaluation: saves, writes summary.json and closes the method.
-
-        results: what the last evaluation measured; summary.json holds it with what communication cost.
-        """
+        """Call it after method.finish() and the last evaluation: saves, writes summary.json and closes the method."""
 
         def conclude() -> None:
             self.save()
@@ -282,7 +283,7 @@ class Run(Progress):
 
     def _part(self, conclude: Callable[[], None]) -> None:
         """Concludes the run, and leaves the other workers."""
-        with self.clock.paused():  # what is drawn and written now is no training
+        with self.clock.paused():
             self.rounds.finish(self.step)
         self._workers.conclude(conclude)
 

@@ -51,7 +51,7 @@ def smallest_part(samples: int, parts: int) -> int:
 
 
 def steps_per_epoch(n: int, batch_size: int) -> int:
-    """Optimiser steps that n samples make with a global batch; an incomplete last batch is left out."""
+    """Optimizer steps of n samples, without an incomplete last batch."""
     if n < batch_size:
         raise UserError(f"batch_size={batch_size} (global) exceeds the {n} training samples: choose a smaller one")
     return n // batch_size
@@ -60,14 +60,13 @@ def steps_per_epoch(n: int, batch_size: int) -> int:
 def epoch_batches(
     n: int, batch_size: int, *, seed: int, epoch: int, rank: int, world_size: int, repeats: int = 1
 ) -> Tensor:
-    """Sample indices of this worker, int64 [steps, batch_size / world_size].
+    """Sample indices of this worker, int64 [steps, batch_size / world_size], without an incomplete last batch.
 
-    One shuffle of all n samples is cut into global batches and each batch into `world_size` consecutive shares, so
-    the same samples are seen in the same order by any number of workers. An incomplete last batch is left out.
+    One shuffle of all n samples is cut into global batches, and each batch into world_size shares, so that any number
+    of workers sees the same samples in the same order.
 
-    repeats: above 1, repeated augmentation (Berman et al., arXiv 1902.05509) as DeiT has it: an epoch is as long, but
-    each of its n / repeats samples stands in neighbouring places, which go to different workers. The copies of sample i
-    are numbered i, i + n, i + 2 n, so that each may be augmented in its own way.
+    repeats: above 1, repeated augmentation (Berman et al., arXiv 1902.05509) as in DeiT: an epoch has n / repeats
+    samples, whose copies i, i + n, i + 2 n, ... go to different workers.
     """
     share, steps = per_worker(batch_size, world_size), steps_per_epoch(n, batch_size)
     order = torch.randperm(n, generator=generator(seed, epoch))
@@ -104,11 +103,9 @@ def load_batches(
     *,
     collate: Callable[[list[Any]], Any] | None = None,
 ) -> Iterator[Any]:
-    """The batches whose items' keys are listed, in order.
+    """The batches whose items' keys are listed, in order, in pinned memory where there is a GPU.
 
-    workers: how many processes load them, as long as batches are taken; 0 for this one. collate: makes a batch of a
-    list of items, None for torch's way. In pinned memory where there is a GPU. A UserError of a loading process is
-    raised as the one line that it was there.
+    workers: processes that load them; 0: this one. A UserError of a loading process is raised in one line.
     """
     loader = DataLoader(
         dataset,
@@ -143,8 +140,7 @@ def _end_loading() -> None:
 
 @contextlib.contextmanager
 def seeded(seed: int, device: torch.device | None = None) -> Iterator[None]:
-    """Inside, the global generators of Python, numpy and torch, the GPU's among them, start from the seed; after it
-    they are as they were, for the model's own random numbers come from them."""
+    """Inside, Python's, numpy's and torch's global generators start from the seed; afterwards they are as before."""
     states = random.getstate(), np.random.get_state()
     with torch.random.fork_rng([device] if device is not None and device.type == "cuda" else []):
         random.seed(seed)

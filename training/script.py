@@ -27,9 +27,8 @@ OF_A_PATH = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno
 
 
 def launch(main: Callable[[], None]) -> None:
-    """Runs a train script's main, without tracebacks: a user's mistake, or a disk that takes no more, becomes one line
-    and exit status 2; Ctrl-C, which ends a run of one process early, exit status 130. Workers that wait for this one
-    to start hear of it."""
+    """Runs a train script's main, without tracebacks: a user's mistake or a full disk ends in one line and exit status
+    2, Ctrl-C in exit status 130. Workers that wait for this one to start are told."""
     threading.excepthook = functools.partial(_of_a_thread, threading.excepthook)
     try:
         main()
@@ -84,8 +83,7 @@ def _tell_torchrun(text: str) -> bool:
 
 
 def _first_to_say(text: str) -> bool:
-    """Whether no other worker that the same torchrun started has said `text`: each line is printed once. What tells
-    lies in the folder that torchrun has made for this attempt's errors."""
+    """Whether no other worker of the same torchrun has printed this line; marks lie in torchrun's error folder."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return True
     parent = Path(f"/proc/{os.getppid()}")
@@ -100,11 +98,8 @@ def _first_to_say(text: str) -> bool:
 
 
 class StopSignal:
-    """Whether a signal has asked to end the run.
-
-    Attributes: interrupted, of the class, whether Ctrl-C has ended this process's run; number, of the signal that this
-    worker got, 0 for none. The workers agree on where they stop in a collective that their method makes anyway.
-    """
+    """Whether a signal has asked to end the run. number: the signal that this worker got, 0 for none. interrupted:
+    whether Ctrl-C has ended this process's run."""
 
     interrupted = False
 
@@ -119,8 +114,7 @@ class StopSignal:
         self._before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
 
     def ignore(self) -> None:
-        """Leaves the signals to those who handled them before, for what the process does after the run. Not where one
-        has come: the terminal and torchrun each send one, and the second must not spoil the exit status."""
+        """Restores the handlers, unless a signal has come: a second one must not spoil the exit status."""
         if not self.number:
             for number, handler in self._before.items():
                 signal.signal(number, handler)

@@ -94,11 +94,9 @@ def upload(t: Tensor, device: torch.device) -> Tensor:
 
 
 def make_mesh(device: torch.device, per_node: int, zero: int, timeout: float = 600.0) -> DeviceMesh | None:
-    """[nodes, workers of a node] where the workers of a node synchronise every step; None where none do.
+    """[nodes, workers of a node] where the workers of a node synchronize every step; None where none do.
 
-    per_node: how many consecutive ranks make a node; 0 for those that torchrun or SLURM started on one machine.
-    zero: the ZeRO stage, which is refused where a node has nothing to shard. timeout: seconds until a missing worker is
-    an error.
+    per_node: consecutive ranks of a node; 0: those that torchrun or SLURM started on one machine. zero: ZeRO's stage.
     """
     n = per_node or local_world_size()
     check_nodes(n, zero, dist.get_world_size() if dist.is_initialized() else 1)
@@ -106,7 +104,7 @@ def make_mesh(device: torch.device, per_node: int, zero: int, timeout: float = 6
 
 
 def check_nodes(n: int, zero: int, world: int) -> None:
-    """Refuses a ZeRO stage where the n workers of a node have nothing to shard, and an n that does not divide all."""
+    """Refuses ZeRO in a node of one worker, and nodes of n workers that do not divide all of them."""
     if zero and n < 2:
         raise UserError(
             f"zero={zero} with 1 worker that synchronises every step has nothing to shard: give --per_node 0 (the "
@@ -131,7 +129,7 @@ def least_seconds(work: Callable[[], object], device: torch.device, repeats: int
 
 
 def largest_of_workers(numbers: Sequence[int], group: dist.ProcessGroup | None = None) -> list[int]:
-    """The largest of the group's workers' numbers (None: of all), each by itself; each of them must call it."""
+    """The largest of each number over the group (None: all workers), each of which must call it."""
     return [max(of) for of in zip(*of_all(list(numbers), group), strict=True)]
 
 
@@ -139,9 +137,9 @@ def largest_of_workers(numbers: Sequence[int], group: dist.ProcessGroup | None =
 
 
 def join(device: torch.device, timeout: float, settings: dict[str, Any]) -> bool:
-    """Joins the process group of all workers that torchrun started; returns whether it had to be made.
+    """Joins the process group of all workers that torchrun started; returns whether this made it.
 
-    settings: as JSON holds them. UserError on all workers where one has others than rank 0, or was refused its own.
+    settings: as JSON. UserError on all workers where one differs from rank 0, or has refused its own.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)

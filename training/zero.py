@@ -34,12 +34,11 @@ def shard_model(
     everywhere: bool = False,
     compute: torch.dtype = torch.float32,
 ) -> nn.Module:
-    """Stages 2 and 3: makes DTensors of the parameters, a shard on each worker of the mesh's dimension "shard".
+    """Stages 2 and 3: shards the parameters over the mesh's dimension "shard". Build the optimizer afterwards.
 
-    Each element of a ModuleList, such as a transformer's block, is gathered by itself, and the rest of the model as a
-    whole. Every backward pass averages the gradients over the shards' workers, and with `everywhere` over all nodes too
-    (HSDP), as ddp wants it. Build the optimiser afterwards. compute: what parameters are gathered in, for half the
-    memory and traffic in 16 bits; shards, gradients' means and the optimiser stay in float32.
+    Each element of a ModuleList, such as a transformer's block, is gathered by itself, and the rest as a whole. Every
+    backward pass averages the gradients over the shards' workers; with `everywhere`, as ddp needs it, over all nodes
+    (HSDP). compute: the dtype in which parameters are gathered; all else stays in float32.
     """
     if stage >= 2:
         # it would warn at every DTensor of a checkpoint
@@ -59,10 +58,7 @@ def shard_model(
 
 
 def shard_optimizer(optimizer: torch.optim.Optimizer, mesh: DeviceMesh, stage: Stage) -> torch.optim.Optimizer:
-    """Stage 1: the same optimiser, of which each worker of the mesh's "shard" keeps the state of its own parameters.
-
-    The other stages return the optimiser as it is: its state is sharded as the parameters are.
-    """
+    """Stage 1: shares the optimizer's state out over the mesh's "shard"; other stages return the optimizer as it is."""
     if stage != 1:
         return optimizer
     group = mesh["shard"].get_group()
@@ -93,11 +89,7 @@ def group_settings(group: dict[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def gathered(model: nn.Module, stage: Stage) -> Iterator[None]:
-    """Keeps the whole parameters on every worker, so that a forward pass communicates nothing.
-
-    Evaluations need it, in which workers may see different numbers of batches. A model that is not sharded stays as
-    it is.
-    """
+    """Keeps a sharded model whole, for evaluations, in which workers may see different numbers of batches."""
     sharded = [m for m in model.modules() if isinstance(m, FSDPModule)]
     for module in sharded:
         module.set_reshard_after_forward(False, recurse=False)

@@ -27,8 +27,8 @@ SCANNED = 1 << 26  # tokens of a file that are looked through at a time
 
 
 class Documents(Protocol):
-    """What is dealt. lengths: tokens that the model reads; targets: those of them that count in the loss; sizes: what
-    each fills of a step, of which a sample of the batch size takes sample_size. The three are int64 [documents]."""
+    """What is dealt. int64 [documents]: lengths, tokens that the model reads; targets, tokens that count in the loss;
+    sizes, parts of a step. A sample of the batch size takes sample_size of a step."""
 
     lengths: np.ndarray
     targets: np.ndarray
@@ -40,10 +40,9 @@ class Documents(Protocol):
 
 
 class TextDocuments:
-    """The documents of a token file, each with its end-of-text token; longer ones than `context` are cut into pieces of
-    so many inputs and a rest, and each token but a document's first is predicted once. Empty ones are left out.
+    """The documents of a token file, without empty ones; those longer than `context` are cut into pieces of it.
 
-    tokens: 1-D; end: the id that ends a document. An epoch's step is as many tokens as windows would be.
+    Each token but a document's first is predicted once. end: the id that ends a document.
     """
 
     def __init__(self, tokens: np.ndarray, end: int, context: int):
@@ -82,8 +81,7 @@ class Dealt:
 
     @classmethod
     def of(cls, recipe: TextRecipe, model: nn.Module, documents: Documents, run: Run | None = None) -> Dealt:
-        """crossing: the recipe's, or that of the model's width. From now on the model attends to documents. run: whose
-        nodes are islands, with balance rings."""
+        """Makes the model attend to documents. run: with balance rings its nodes are islands."""
         workers, n = recipe.data_workers(world_size()), len(documents.lengths)
         if n < workers:
             raise UserError(f"{n} documents over {workers} workers: give as many, or --balance none")
@@ -129,8 +127,7 @@ class Dealt:
     def steps(
         self, recipe: TextRecipe, rank: int, workers: int, start: int, total: int, ahead: Callable[[], int]
     ) -> Iterator[Rows]:
-        """The steps of this worker, or island, from `start` to `total`. ahead: asked where a deal begins, gives the
-        steps it is for."""
+        """The steps of this worker, or island, from `start` to `total`. ahead: returns a deal's number of steps."""
         d = self.documents
         full = (d.lengths == d.lengths.max()) & (self.balance != "tokens")
         order = Order(d.sizes, recipe.batch_size * d.sample_size, full, seed=recipe.seed, workers=workers)
@@ -162,6 +159,5 @@ class Dealt:
 
 
 def steps_ahead(method: Method) -> int:
-    """The optimiser steps that all workers take before they meet next; 1 where they meet at every step. Asked between
-    two rounds."""
+    """The optimizer steps until all workers next meet."""
     return method.tau if isinstance(method, Rounds) else 1

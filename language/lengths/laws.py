@@ -1,7 +1,6 @@
-"""Lengths of documents in tokens: laws, drawn by a seed, and those of a real text.
+"""Lengths of documents in tokens: laws, drawn by a seed, and a real text's lengths.
 
-The parameters are ours. No source of ours gives those of a law's namesake: `github_like` and `prolong_like` share a
-shape with the data that they are named after, and no figure.
+The parameters are ours: `github_like` and `prolong_like` only share a shape with the data of these names.
 """
 
 import re

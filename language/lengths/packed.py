@@ -1,10 +1,9 @@
 """Several documents in a row: no attention between them, positions restart, the loss counts every target alike.
 
-A model of transformers attends so after `attend_to_documents(model)`, and when it is called with
-`model(row.ids, position_ids=row.positions, documents=row.boundaries)`; TransNormer takes the same call as it is. Called
-without `documents` it is the model that it was. transformers' own way, restarting positions alone, builds a dense mask,
-which costs the square of the row's length; here the work is the sum of the documents' squares. `documents` may also be
-what `boundaries` of `pack_share` are: of a row whose documents are split over the ranks of an island.
+After `attend_to_documents(model)` call `model(row.ids, position_ids=row.positions, documents=row.boundaries)`;
+TransNormer takes the same call. Without `documents` the model is unchanged. transformers alone would build a dense
+mask, of the row's length squared; here the work is the sum of the documents' squares. `pack_share` makes rows whose
+documents are split over the ranks of an island.
 """
 
 from __future__ import annotations
@@ -36,8 +35,7 @@ Document = tuple[Tensor, Tensor]  # inputs and targets, int64 [tokens] each; IGN
 class Packed:
     """One row: ids, positions and targets are int64 [1, tokens].
 
-    boundaries: where documents begin in the row, and its end, int64 [documents + 1], in the host's memory. Where they
-    are split over several ranks, what this one holds of them.
+    boundaries: where documents begin in the row, and its end, int64 [documents + 1] on the host; or a rank's Shares.
     """
 
     ids: Tensor
@@ -53,11 +51,10 @@ class Packed:
 
 @dataclass(frozen=True)
 class Rows:
-    """What a worker trains on in an optimiser step: a row for each micro-batch.
+    """A worker's rows of an optimizer step, one for each micro-batch.
 
-    predicted: the targets of a worker and step, in the mean over all of the round. Every worker divides its sum of
-    losses by it: a target counts alike on all, and none has to ask the others for their counts.
-    island: the ranks over which rows are split, if they are.
+    predicted: targets of a worker and step, averaged over the round. Every worker divides its sum of losses by it, so
+    that all targets weigh the same. island: the ranks over which rows are split, if they are.
     """
 
     parts: list[Packed]
@@ -76,8 +73,7 @@ FILLER: Document = torch.zeros(1, dtype=torch.int64), torch.full((1,), IGNORE)  
 
 
 def pack(documents: Sequence[Document]) -> Packed:
-    """Joins whole documents to a row. Without any it is a filler of one token that predicts nothing: transformers'
-    models refuse empty rows, and a worker that skipped its backward pass would leave others waiting in theirs."""
+    """Joins whole documents to a row; without any a filler of one token, because every worker needs a backward pass."""
     documents = documents or [FILLER]
     return Packed(
         ids=torch.cat([ids for ids, _ in documents])[None],
@@ -90,10 +86,7 @@ def pack(documents: Sequence[Document]) -> Packed:
 def pack_share(
     documents: Sequence[Document], rings: Sequence[Sequence[int]], group: dist.ProcessGroup | None = None
 ) -> Packed:
-    """What this rank holds of a row whose documents are split over the group (None: all ranks), each over its ring.
-
-    All ranks of the group give the same. Ranks without a token get a filler.
-    """
+    """What this rank holds of a row whose documents are split over the group, each over its ring; or a filler."""
     ranks = dist.get_world_size(group) if dist.is_initialized() else 1
     held = [0] * ranks
     for (ids, _), ring in zip(documents, rings, strict=True):

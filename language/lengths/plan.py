@@ -1,16 +1,14 @@
 """Which ranks of an island hold which document of a step: each on the smallest ring that meets a deadline.
 
-Attention costs the square of a document's length, all else its length. A document on a ring of g ranks costs each of
-them a g-th of both, and g - 1 hops that send a g-th of its keys and values, under the computing of the device. So most
-documents are best whole, and those that are too long for one rank are split over as few as will do. The idea is that of
-Zeppelin (whole, inside a node, across nodes); its thresholds are not known to us, and ours are none: the least deadline
-that all documents can meet is searched for by bisection.
+Attention costs the square of a document's length, all else its length. On a ring of g ranks each rank has a g-th of
+both, and g - 1 hops during computation. So most documents are best whole, and a document that is too long for one rank
+is split over few. Zeppelin has this idea (whole, inside a node, across nodes), with thresholds that we do not know; we
+search for the least deadline that all documents meet, by bisection.
 
     rings = plan(documents, island)         # documents: cumulative lengths, int64 [documents + 1]
     shares = Shares(documents, rings)       # of language/lengths/ring.py
 
-Nothing is sent: every rank computes the same plan of the same arguments. So all sums are Python's, one by one, whose
-order no machine changes; an island whose costs were measured must be rank 0's everywhere.
+Every rank computes the same plan of the same arguments, so all sums are Python's, in one order.
 """
 
 from __future__ import annotations
@@ -36,21 +34,19 @@ TRIALS = 6  # halvings of the interval in which the deadline lies
 
 @dataclass(frozen=True)
 class Island:
-    """Nodes of equal devices, ranks node by node, and what one layer costs there, forward and backward, in seconds."""
+    """Nodes of equal devices, and the seconds of one layer, forward and backward.
+
+    attention: for each squared token of a document. linear: of all else, for each token. inside, across: latency of a
+    hop in a node, or of a ring over several, and for each token sent. room: tokens that a device's memory holds.
+    """
 
     nodes: int
     devices: int
-    """Of a node."""
     attention: float
-    """Of a document, for each square of a token."""
     linear: float
-    """Of all else, for each token."""
     inside: tuple[float, float]
-    """Of a hop between devices of a node: its latency, and for each token whose keys and values are sent."""
     across: tuple[float, float]
-    """Of a hop of a ring over several nodes."""
     room: float = math.inf
-    """Tokens that a device's memory holds."""
 
     def __post_init__(self) -> None:
         if min(self.nodes, self.devices) < 1:
@@ -88,7 +84,7 @@ class Loads:
     def after(self, ring: Ring, load: Load) -> float:
         """Seconds for which the busiest device of a ring is busy with so much more. inf: one has no room."""
         work, hops, tokens = load
-        if len(ring) == 1 and self.island.room == math.inf:  # the same, for the many that stay whole
+        if len(ring) == 1 and self.island.room == math.inf:  # faster, for the many that stay whole
             (device,) = ring
             spent = max(self.work[device] + work, self.hops[device] + hops)
             return spent + self.island.linear * (self.tokens[device] + tokens)
@@ -118,18 +114,14 @@ class Loads:
 
 
 def layer_seconds(lengths: Sequence[int], rings: Sequence[Ring], island: Island) -> float:
-    """What one layer takes by this model, forward and backward: as long as the busiest device.
-
-    Rings add nothing: where all ranks begin a layer together, all have ended it by then, if hops hide.
-    """
+    """Seconds of one layer by this model, forward and backward: those of the busiest device."""
     return max(Loads.of(lengths, rings, island).busy)
 
 
 def plan(documents: Tensor, island: Island) -> list[Ring]:
-    """For each document the ranks that hold it. documents: cumulative lengths, int64 [documents + 1].
+    """For each document the ranks that hold it; a rank may get no token. documents: cumulative, int64 [documents + 1].
 
-    A rank may be left without a token; where a model refuses empty rows, it needs a filler that predicts nothing.
-    UserError where the tokens are more than the devices' memory holds.
+    UserError where the devices' memory does not hold the tokens.
     """
     lengths = documents.diff().tolist()
     if sum(lengths) > island.room * island.size:

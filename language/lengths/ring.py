@@ -6,16 +6,15 @@
 
 A document on a ring of G ranks is cut into 2 G chunks; the rank at place p holds chunks p and 2 G - 1 - p, so all have
 equal work ("zigzag", after Zhu's ring-flash-attention). Keys and values travel the ring (Liu et al., arXiv 2310.01889)
-while the blocks that are here are computed; every hop is one rectangle, one call of a flash kernel. Outputs are merged
-by their log-sum-exp; the backward pass takes the final output and log-sum-exp, so the blocks' gradients just add up.
-torch's context_parallel needs a GPU, and splits all sequences over all ranks.
+during computation; every hop is one call of a flash kernel. Outputs are merged by their log-sum-exp, and gradients add
+up. torch's context_parallel needs a GPU, and splits all sequences over all ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -56,8 +55,7 @@ class Piece:
     def block(self, hop: int) -> tuple[slice, slice]:
         """Rows of this rank and keys of the visitor that this hop multiplies; at hop 0 causal, later all with all.
 
-        An earlier place's first chunk is seen by all rows, its second by none; a later place's two are both seen by
-        this rank's second chunk alone.
+        All rows see an earlier place's first chunk. The second chunk's rows see both of a later place's chunks.
         """
         if hop == 0:
             return self.rows, slice(None)
@@ -73,25 +71,15 @@ def chunks(length: int, ranks: int, place: int) -> tuple[range, range]:
     return first, second
 
 
-class Waited(Protocol):
-    """Communication under way."""
-
-    def wait(self) -> Any: ...
-
-
 class Shares:
     """What each rank of the group holds of a step's documents; every rank makes it of the same arguments.
 
-    documents: cumulative lengths, int64 [documents + 1], from 0. rings: for each document the ranks of the group that
-    hold it, without repetition; one rank holds it whole. group: None for all ranks.
-    """
+    documents: cumulative lengths, int64 [documents + 1], from 0. rings: for each document the ranks of the group
+    (None: all ranks) that hold it, each once.
 
-    indices: Tensor
-    """int64 [tokens]: places of this rank's tokens in all documents put end to end, in the order it holds them."""
-    positions: Tensor
-    """int64 [tokens]: places in the tokens' own documents."""
-    longest: int
-    """Tokens of the longest document of which this rank holds a part."""
+    Attributes, int64 [tokens]: indices, places of this rank's tokens in all documents put end to end; positions, in
+    their own documents. longest: tokens of the longest document of which this rank holds a part.
+    """
 
     def __init__(self, documents: Tensor, rings: Sequence[Sequence[int]], group: dist.ProcessGroup | None = None):
         self.group = group
@@ -116,20 +104,15 @@ class Shares:
 
     def exchange(
         self, pieces: Sequence[Piece], outgoing: dict[int, Tensor], incoming: dict[int, Tensor], lane: int
-    ) -> list[Waited]:
-        """Starts to send to the next and to receive from the previous rank, for all documents at once: between two
-        ranks in one message, so that many documents cost no more messages than one.
+    ) -> list[Any]:
+        """Starts to send to the next and to receive from the previous rank: one message between two ranks.
 
-        Empty chunks send nothing. Every rank lists documents in one order. lane: 0 for keys and values, 1 for
-        gradients, both of which may be under way.
+        Every rank lists documents in one order. lane: 0 for keys and values, 1 for gradients, which overlap them.
         """
         outward = _by_peer((p.next, outgoing[p.number]) for p in pieces)
         inward = _by_peer((p.previous, incoming[p.number]) for p in pieces)
-        sent = {peer: parts[0] if len(parts) == 1 else _joined(parts) for peer, parts in outward.items()}
-        arriving = {
-            peer: parts[0] if len(parts) == 1 else parts[0].new_empty(sum(part.numel() for part in parts))
-            for peer, parts in inward.items()
-        }
+        sent = {to: x[0] if len(x) == 1 else torch.cat([t.reshape(-1) for t in x]) for to, x in outward.items()}
+        arriving = {of: x[0] if len(x) == 1 else x[0].new_empty(sum(map(Tensor.numel, x))) for of, x in inward.items()}
         how: dict[str, Any] = dict(group=self.group, tag=lane)
         ops = [dist.P2POp(dist.isend, message, group_peer=peer, **how) for peer, message in sent.items()]
         ops += [dist.P2POp(dist.irecv, message, group_peer=peer, **how) for peer, message in arriving.items()]
@@ -148,14 +131,10 @@ def _by_peer(pairs: Iterable[tuple[int, Tensor]]) -> dict[int, list[Tensor]]:
     return found
 
 
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    return torch.cat([part.reshape(-1) for part in parts])
-
-
 class _Exchange:
     """Messages under way. sent: kept until they are through; received: messages of several documents, and those."""
 
-    def __init__(self, works: list[Waited], sent: Any, received: list[tuple[Tensor, list[Tensor]]]):
+    def __init__(self, works: list[Any], sent: Any, received: list[tuple[Tensor, list[Tensor]]]):
         self.works, self.sent, self.received = works, sent, received
 
     def wait(self) -> None:
@@ -168,7 +147,7 @@ class _Exchange:
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, shares: Shares) -> Tensor:
     """Causal attention inside each document: [tokens, heads, width] of this rank's tokens -> the same.
 
-    A collective of the ranks on rings, forward and backward; a rank that is on none may leave it out.
+    A collective of all ranks on rings, forward and backward.
     """
     if len(q) != len(shares.indices):
         raise UserError(f"{len(q)} tokens, but the documents give this rank {len(shares.indices)}: take shares.indices")
@@ -182,7 +161,7 @@ class _RingAttention(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, shares: Shares) -> Tensor:
         exact = torch.promote_types(q.dtype, torch.float32)
         out, lse = q.new_empty(q.shape, dtype=exact), q.new_empty(q.shape[:2], dtype=exact)
-        here = {p.number: _held(k, v, p) for p in shares.pieces}
+        here = {p.number: torch.stack([k[p.rows], v[p.rows]]) for p in shares.pieces}
         for hop in range(shares.hops):
             going_on = [p for p in shares.pieces if hop + 1 < len(p.ring)]
             coming = {p.number: p.room(k, hop + 1, k.dtype) for p in going_on}
@@ -208,9 +187,9 @@ class _RingAttention(torch.autograd.Function):
         shares: Shares = ctx.shares
         d = _Gradients(q, k, v, out, lse, grad)
         split = [p for p in shares.pieces if len(p.ring) > 1]
-        here = {p.number: _held(k, v, p) for p in split}
+        here = {p.number: torch.stack([k[p.rows], v[p.rows]]) for p in split}
         arriving: dict[int, Tensor] = {}
-        sent: list[Waited] = []
+        sent: list[Any] = []
         for hop in range(shares.hops + 1):
             active = [p for p in split if hop < len(p.ring)]
             going_on = [p for p in split if hop + 1 < len(p.ring)]
@@ -220,7 +199,7 @@ class _RingAttention(torch.autograd.Function):
             if hop == shares.hops:
                 for p in shares.pieces:
                     if len(p.ring) == 1:
-                        d.own[:, p.rows] += d.block(_held(k, v, p), p, 0)
+                        d.own[:, p.rows] += d.block(torch.stack([k[p.rows], v[p.rows]]), p, 0)
             _wait(sent)
             for p in split:
                 if hop == 0 or hop == len(p.ring):
@@ -256,11 +235,6 @@ class _Gradients:
         return result
 
 
-def _held(k: Tensor, v: Tensor, p: Piece) -> Tensor:
-    """The keys and values of this rank's own chunks, [2, tokens, heads, width]."""
-    return torch.stack([k[p.rows], v[p.rows]])
-
-
 def _add_block(out: Tensor, lse: Tensor, q: Tensor, visitor: Tensor, p: Piece, hop: int) -> None:
     """Attention of a block, merged into (out, lse) in place: softmax over both sets of keys."""
     rows, keys = p.block(hop)
@@ -277,7 +251,7 @@ def _add_block(out: Tensor, lse: Tensor, q: Tensor, visitor: Tensor, p: Piece, h
     lse[rows] = both
 
 
-def _wait(works: list[Waited]) -> None:
+def _wait(works: list[Any]) -> None:
     """Waits and forgets: a second wait on one of gloo's sends or receives never returns."""
     while works:
         works.pop().wait()
@@ -321,7 +295,6 @@ def _tokens_first(x: Tensor) -> Tensor:
 
 
 def _check(ends: list[int], rings: Sequence[Sequence[int]], ranks: int) -> None:
-    """A UserError for what cannot be meant."""
     if ends[:1] != [0] or any(b < a for a, b in zip(ends, ends[1:], strict=False)):
         raise UserError("documents: give cumulative lengths that begin with 0 and never fall")
     if len(rings) != len(ends) - 1:

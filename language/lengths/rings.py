@@ -1,7 +1,7 @@
 """Documents split over an island of workers that meet at every step: `--balance rings` of language.train and finetune.
 
-Each row is planned (language/lengths/plan.py) and attended to around rings (ring.py). What the plan reckons
-with is measured when a run starts, by the model itself and by messages as a ring sends them, or given (--rings.costs).
+A run measures the plan's costs at its start, by the model itself and by messages as a ring sends them, or takes
+--rings.costs.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Rings:
     def of(
         cls, recipe: TextRecipe, model: nn.Module, mesh: DeviceMesh, longest: int, autocast: AbstractContextManager[Any]
     ) -> Rings:
-        """Those of a node of the mesh. All workers must call it. longest: tokens of a document, at most."""
+        """The workers of a node of the mesh, each of whom must call it. longest: tokens of a document, at most."""
         device = next(model.parameters()).device
         group = new_group(mesh.get_group("shard"), recipe.timeout, device)
         assert group is not None
@@ -120,12 +120,8 @@ def exchange(group: dist.ProcessGroup, devices: int, nbytes: int, device: torch.
         if devices == 1:
             return
         how: dict[str, Any] = {"group": group}
-        works = dist.batch_isend_irecv(
-            [
-                dist.P2POp(dist.isend, ours, group_peer=following, **how),
-                dist.P2POp(dist.irecv, theirs, group_peer=before, **how),
-            ]
-        )
+        sends = dist.P2POp(dist.isend, ours, group_peer=following, **how)
+        works = dist.batch_isend_irecv([sends, dist.P2POp(dist.irecv, theirs, group_peer=before, **how)])
         while works:
             works.pop().wait()
 

@@ -1,8 +1,8 @@
 """Whole documents dealt over a round of CO2: workers meet every tau steps, so nothing is split and nothing is sent.
 
-Attention costs the square of a document's length, the rest its length. So workers with as many tokens each may have
-unlike work, and wait for the one that has most. Every worker computes the same deal by itself, a pure function of seed,
-step, steps and workers: another number of workers, another tau and a resumed run need nothing from a checkpoint.
+Attention costs the square of a document's length, the rest its length, so that workers with equal tokens may have
+unequal work. Every worker computes the same deal, a pure function of seed, step, steps and workers: a checkpoint needs
+nothing of it.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ TOLERANCE = 0.004  # of a worker's share, within which nothing is exchanged any 
 
 
 def crossing_of(width: int) -> float:
-    """The length at which a causal document's attention costs as much as the rest of a transformer, in multiplications.
+    """The length at which a causal document's attention costs as much as the rest of a transformer.
 
-    A layer multiplies 12 width^2 times a token in its matrices (four in attention, a feed-forward part four times as
-    wide), and width x length times a token for the scores and the mean of the values, as half of them are masked.
+    A layer multiplies 12 width^2 times a token in its matrices, and width x length times in attention, half masked.
     """
     return 12.0 * width
 
@@ -34,19 +33,14 @@ def cost(lengths: np.ndarray, crossing: float) -> np.ndarray:
     return lengths.astype(np.float64) * (lengths + crossing)
 
 
-# -- which documents a round holds ----------------------------------------------------------------------------------
-
-
 class Order:
     """In which order documents come, and which a round holds.
 
-    sizes: int64 [n], what each fills of a step, which takes `step_size` over all workers. One shuffle an epoch lays
-    them one behind the other, and a document belongs to the step in which it ends. What is less than a step at an
-    epoch's end is left out.
+    sizes: int64 [n], each document's part of a step, which takes `step_size` over all workers. An epoch is one shuffle;
+    a document belongs to the step in which it ends. An epoch leaves out an incomplete last step.
 
-    full: bool [n], those as long as a document can be. No deal evens out five of them over four workers: each waits for
-    others, until there is one for each worker, and all come where the last of them ends. Fewer than `workers` of these
-    are left out of an epoch; where the number of workers changes within one, as many may come twice, or not at all.
+    full: bool [n], documents of the maximal length. They come in groups of one for each worker, because no deal evens
+    out five of them over four workers. An epoch leaves out an incomplete last group.
     """
 
     def __init__(self, sizes: np.ndarray, step_size: int, full: np.ndarray, *, seed: int, workers: int):
@@ -89,10 +83,10 @@ class Order:
 
 
 def deal(shares: np.ndarray, workers: int) -> np.ndarray:
-    """The worker of each document, int64 [n], so that all get alike of every column.
+    """The worker of each document, int64 [n], so that all get equal sums of every column.
 
-    shares: float64 [n, k], such as tokens and costs. Documents are taken by their size, one for each worker at a time,
-    the largest of them to the worker that has least; then workers exchange documents while they come closer.
+    shares: float64 [n, k], such as tokens and costs. The next largest documents go to one worker each, the largest to
+    the worker that has least; then workers exchange documents while that helps.
     """
     if not len(shares):
         return np.empty(0, dtype=np.int64)
@@ -112,7 +106,7 @@ def deal(shares: np.ndarray, workers: int) -> np.ndarray:
 
 
 def _exchange(owner: np.ndarray, loads: np.ndarray, have: np.ndarray) -> None:
-    """Lets the worker that is farthest off swap a document, or give one, while the sum of squared misses falls."""
+    """The worker that is farthest off swaps or gives a document, while the sum of squared misses falls."""
     for _ in range(20 * len(have)):
         miss = have - 1
         if (np.abs(miss) <= TOLERANCE).all():

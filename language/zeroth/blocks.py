@@ -1,12 +1,9 @@
 """Training a model that does not fit the device: its blocks lie in the host's memory and pass through one at a time.
 
-While block i computes, block i + 1 is uploaded and block i - 1 offloaded: two threads beside the computation on a CPU,
-two streams beside its own on a GPU. After the last block comes the first one again: it is uploaded
-under the last one, the head and the exchange of scalars, and takes this step's update when the next step comes to it.
-So a block is moved once a step each way: its update is applied when it next comes by (ZO2's idea), and where one
-process measures both W + eps z and W - eps z, two passes go through the model side by side, block by block.
-
-On the device are, beside what belongs to no block (embedding, head), three blocks: see Window.
+While block i computes, block i + 1 is uploaded and block i - 1 offloaded (threads on a CPU, streams on a GPU).
+The first block is uploaded during the last one, the head and the exchange of scalars. A block moves once a step each
+way, because its update is applied when it next comes by (ZO2's idea). Where one process measures both W + eps z and
+W - eps z, two passes go through the model side by side. The device holds three blocks (Window), the embedding and head.
 """
 
 from __future__ import annotations
@@ -14,24 +11,27 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
-from core.errors import UserError
+from core.collectives.stages import gather_parts
+from core.errors import CollectiveError, UserError
 from core.flat import unique
 from core.offload.pinned import pinned
 
 from .order import weights_uncached
 from .replay import Update
 from .weights import Noise, Weights
-from .window import Block, Hold, Window, aligned
 
 T = TypeVar("T")
+Hold = Callable[[int], None]
+ALIGNED = 64  # bytes, where a tensor begins in a block
 
 
 class BlockStream:
@@ -39,14 +39,16 @@ class BlockStream:
 
         make_forward=functools.partial(BlockStream, blocks=model.transformer.h)
 
-    blocks: modules that the model calls one after the other, in this order, in every forward pass. device: where to
-    compute (None: where the model is); what belongs to no block is moved there, and is perturbed a module at a time.
-    hold: see Lane. make_host: makes the host's memory of a block, uint8 [its argument], such as a mapped file where a
-    model does not fit that either; None: pinned for a GPU, else plain. share: the workers of a node, in a group that
-    nobody else uses: each uploads its part of a block, and they send each other theirs; all must then make equally many
-    passes. Losses and updates are ScratchCopy's, bit for bit.
+    Losses and updates are ScratchCopy's, bit for bit.
 
-    Attributes: window, the blocks on the device.
+    Args:
+        blocks: modules that the model calls one after the other, in this order, in every forward pass.
+        device: where to compute (None: where the model is). What belongs to no block moves there.
+        hold: see Lane.
+        make_host: makes the host's memory of a block, uint8 [its argument], such as a mapped file; None: pinned for a
+            GPU, else plain.
+        share: a group of the workers of a node alone: each uploads a part of a block and sends it to the others. All
+            must make equally many passes.
     """
 
     def __init__(
@@ -57,7 +59,7 @@ class BlockStream:
         blocks: Sequence[nn.Module],
         device: torch.device | None = None,
         hold: Hold | None = None,
-        make_host: Callable[[int], torch.Tensor] | None = None,
+        make_host: Callable[[int], Tensor] | None = None,
         share: dist.ProcessGroup | None = None,
     ):
         self._model, self._weights = model, weights
@@ -92,7 +94,7 @@ class BlockStream:
 
     @property
     def device_bytes(self) -> int:
-        """What has been held on the device beyond the weights that belong to no block."""
+        """Bytes on the device beyond the weights that belong to no block."""
         return self.window.nbytes + self._rest.beyond
 
     @property
@@ -121,7 +123,7 @@ class BlockStream:
 
     @contextlib.contextmanager
     def inference(self) -> Iterator[None]:
-        """Inside, the model may be called, at W with every update: its blocks pass through, and no upload is shared."""
+        """Inside, the model may be called, at W with every update; no upload is shared."""
         self.flush()
         self._signs, self.window.shares = (0,), False
         try:
@@ -174,7 +176,7 @@ class BlockStream:
         self._came, self._updated = 0, bool(self.blocks[i].behind)
         self._update(self.blocks[i], self.window.slot)
 
-    def _update(self, block: Block, slot: torch.Tensor) -> None:
+    def _update(self, block: Block, slot: Tensor) -> None:
         """Applies the updates that were put off to a copy of the block: bytes [nbytes]."""
         for number, w in zip(block.numbers, block.views(slot), strict=True):
             if number is not None:
@@ -205,11 +207,9 @@ class BlockStream:
 
 
 class Rest:
-    """The parameters that belong to no block: they stay on the device, and those of one module at a time are perturbed,
-    in the window's scratch.
+    """The parameters of no block: they stay on the device; one module at a time is perturbed, in the window's scratch.
 
-    Attributes: behind, the updates that are not applied to it yet; beyond, bytes of the largest module's perturbed copy
-    that the scratch had no room for.
+    behind: updates that are not applied yet. beyond: bytes of perturbed copies that the scratch had no room for.
     """
 
     def __init__(self, weights: Weights, window: Window, params: Sequence[nn.Parameter]):
@@ -219,7 +219,7 @@ class Rest:
         self._local = threading.local()
 
     @property
-    def _perturbed(self) -> dict[int, list[tuple[nn.Parameter, torch.Tensor]]]:
+    def _perturbed(self) -> dict[int, list[tuple[nn.Parameter, Tensor]]]:
         """In this thread's pass, by the id of each module that computes: its parameters, and what they were."""
         return self._local.__dict__.setdefault("perturbed", {})
 
@@ -231,8 +231,7 @@ class Rest:
         self.behind.clear()
 
     def perturb(self, module: nn.Module, step: int, sign: int) -> None:
-        """Before the module computes: its own parameters are W + sign eps z, but for those that already are so in a
-        module around it."""
+        """Before the module computes: makes its own parameters W + sign eps z, unless a module around it has."""
         around = {id(p): p for kept in self._perturbed.values() for p, _ in kept}
         numbers, kept = self._weights.numbers, self._perturbed.setdefault(id(module), [])
         spare = self._window.scratch  # passes take turns between blocks, so that none computes now
@@ -349,3 +348,204 @@ def _refuse(model: nn.Module, blocks: Sequence[nn.Module], inside: set[int]) -> 
             raise UserError(f"{name or 'the model'} has tensors of its own beside blocks: they cannot be streamed")
         if shared := [owners[id(t)] for t in own if id(t) in owners]:
             raise UserError(f"{name} shares a tensor with {shared[0]}: such blocks cannot be streamed")
+
+
+# -- where blocks lie -------------------------------------------------------------------------------------------------
+
+
+class Lane:
+    """Copies during computation, one after the other: a thread on a CPU, a stream on a GPU.
+
+    hold: called with a copy's bytes when it is done, to emulate a slow bus on a CPU. bytes, seconds (on a CPU): of this
+    worker's part of all copies.
+    """
+
+    def __init__(self, device: torch.device, hold: Hold | None):
+        self._device, self._hold = device, hold
+        self.bytes, self.seconds = 0, 0.0
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._thread = None if self._stream else ThreadPoolExecutor(1)
+
+    def copy(self, target: Tensor, source: Tensor, after: Any = None, share: dist.ProcessGroup | None = None) -> Any:
+        """Begins a copy, after another lane's and what the device computes so far; returns what `wait` takes.
+
+        share: each worker of this group copies its part of `source`, and sends it to the others.
+        """
+        source = own_part(source, share)
+        self.bytes += source.nbytes
+        if self._thread is not None:
+            return self._thread.submit(self._copy, target, source, after, share)
+        assert self._stream is not None
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        if after is not None:
+            self._stream.wait_event(after)
+        with torch.cuda.stream(self._stream):
+            own_part(target, share).copy_(source, non_blocking=True)
+            if share is not None:
+                gather(target, share)
+            return self._stream.record_event()
+
+    def _copy(
+        self, target: Tensor, source: Tensor, after: Future[None] | None, share: dist.ProcessGroup | None
+    ) -> None:
+        if after is not None:
+            after.result()
+        began = time.perf_counter()
+        own_part(target, share).copy_(source)
+        if self._hold is not None:
+            self._hold(source.nbytes)
+        self.seconds += time.perf_counter() - began
+        if share is not None:
+            gather(target, share)
+
+
+def own_part(flat: Tensor, share: dist.ProcessGroup | None) -> Tensor:
+    """The part that this worker of the group copies; all without a group."""
+    return flat if share is None else flat.view(dist.get_world_size(share), -1)[dist.get_rank(share)]
+
+
+def gather(flat: Tensor, share: dist.ProcessGroup) -> None:
+    """Fills in the other workers' parts of a flat tensor."""
+    try:
+        for work in gather_parts(flat, share)[0]:
+            work.wait()
+    except RuntimeError as error:
+        raise CollectiveError(
+            f"rank {dist.get_rank()}: another worker's part of a block did not come: "
+            f"{str(error).strip().partition(chr(10))[0]}"
+        ) from None
+
+
+def wait(copy: Any, device: torch.device, *, host: bool = False) -> None:
+    """Until a copy is through: the host on a CPU, or where it asks for that; else the GPU's current stream."""
+    if isinstance(copy, Future):
+        copy.result()
+    elif copy is not None and host:
+        copy.synchronize()
+    elif copy is not None:
+        torch.cuda.current_stream(device).wait_event(copy)
+
+
+def aligned(nbytes: int, to: int = ALIGNED) -> int:
+    """As many bytes or a little more, a multiple of `to`."""
+    return -(-nbytes // to) * to
+
+
+class Block:
+    """A module whose tensors lie in one piece of the host's memory, of which `parts` workers may upload equal parts.
+
+    Attributes: host, that piece, bytes [nbytes]; tensors; numbers, theirs in Weights (None: not trained); behind,
+    updates that are not applied yet.
+    """
+
+    def __init__(self, module: nn.Module, weights: Weights, *, make_host: Callable[[int], Tensor], parts: int):
+        self.tensors = unique([*module.parameters(), *module.buffers()])
+        self.numbers = [weights.numbers.get(id(t)) for t in self.tensors]
+        self._places, self.nbytes = [], 0
+        for t in self.tensors:
+            self._places.append(self.nbytes)
+            self.nbytes += aligned(t.nbytes)
+        self.nbytes = aligned(self.nbytes, ALIGNED * parts)
+        self.host = make_host(self.nbytes)
+        for t, view in zip(self.tensors, self.views(self.host), strict=True):
+            view.copy_(t.data)
+            t.data = view
+        self.behind: list[Update] = []
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """The block's tensors in a flat one of bytes."""
+        places = zip(self.tensors, self._places, strict=True)
+        return [flat[at : at + t.nbytes].view(t.dtype).view(t.shape) for t, at in places]
+
+    def show(self, views: Sequence[Tensor]) -> None:
+        """From here on the module computes with these."""
+        for t, view in zip(self.tensors, views, strict=True):
+            t.data = view
+
+    def versions(self) -> list[int]:
+        """They change where somebody writes into the parameters, as load_state_dict does."""
+        return [t._version for t in self.tensors]
+
+
+class _Ahead(NamedTuple):
+    """A block whose upload has begun. copy: as Lane.copy returns it; versions: the block's, of what is uploaded."""
+
+    number: int
+    copy: Any
+    versions: list[int]
+
+
+class Window:
+    """Memory on the device for three blocks: the one that computes, the next one, and a perturbed copy of the first.
+
+    Attributes: at, the number of the block that computes, -1 before the first; slot, its bytes; scratch, room for the
+    copy; shares, whether uploads are shared now; waited, seconds (on a CPU) that the computation waited for uploads.
+    """
+
+    def __init__(
+        self, blocks: Sequence[Block], device: torch.device, hold: Hold | None, share: dist.ProcessGroup | None
+    ):
+        self._blocks, self._device, self._share = blocks, device, share
+        self.upload, self.offload = Lane(device, hold), Lane(device, hold)
+        self.waited = 0.0
+        self.shares = True
+        size = max(block.nbytes for block in blocks)
+        *self._slots, self.scratch = torch.empty(3, size, dtype=torch.uint8, device=device)
+        self.nbytes = 3 * size
+        self.at = -1
+        self._slot = 1  # which of the two it is in; the next block comes into the other
+        self._ahead: _Ahead | None = None
+        self._offloaded: Any = None  # the newest copy to the host
+
+    @property
+    def slot(self) -> Tensor:
+        """Bytes [nbytes of the block]."""
+        return self._slots[self._slot][: self._blocks[self.at].nbytes]
+
+    def move_on(self) -> None:
+        """The next block is here, uploaded, and the upload of the one after it begins; after the last comes the first.
+
+        A lone block is not uploaded anew before it is offloaded.
+        """
+        number, count = (self.at + 1) % len(self._blocks), len(self._blocks)
+        if self._ahead is None:
+            self._begin(number)
+        assert self._ahead is not None and self._ahead.number == number
+        began = time.perf_counter()
+        wait(self._ahead.copy, self._device)
+        self.waited += time.perf_counter() - began
+        self._ahead, self._slot, self.at = None, 1 - self._slot, number
+        if count > 1:
+            self._begin((number + 1) % count)
+
+    def begin_first(self) -> None:
+        """Begins to upload the first block, unless it is on its way, and nobody has changed it since."""
+        if self._ahead is not None and self._ahead.versions != self._blocks[0].versions():
+            self.forget_ahead()
+        if self._ahead is None:
+            self._begin(0)
+
+    def _begin(self, number: int) -> None:
+        """Into the slot that is free once the last block there is offloaded, as are all that were before it."""
+        block = self._blocks[number]
+        slot = self._slots[1 - self._slot][: block.nbytes]
+        copy = self.upload.copy(slot, block.host, self._offloaded, self._share if self.shares else None)
+        self._ahead = _Ahead(number, copy, block.versions())
+
+    def forget_ahead(self) -> None:
+        """Ends the upload that is under way, of no use now."""
+        if self._ahead is not None:
+            wait(self._ahead.copy, self._device)
+        self._ahead = None
+
+    def keep(self) -> None:
+        """Begins to offload the block that computes."""
+        self._offloaded = self.offload.copy(self._blocks[self.at].host, self.slot)
+
+    def close(self) -> None:
+        """After the last block, or a pass that failed: all are on the host, and no other than the first is uploaded."""
+        wait(self._offloaded, self._device, host=True)
+        self._offloaded = None
+        if self._ahead is not None and self._ahead.number != 0:
+            self.forget_ahead()
+        self.at = -1

@@ -20,7 +20,7 @@ from training.optim import lent_rate
 from training.workers import make_mesh
 
 from .blocks import BlockStream
-from .config import ZerothConfig
+from .exchange import ZerothConfig
 from .order import Loss, ZerothOrder
 
 if TYPE_CHECKING:
@@ -33,8 +33,7 @@ class Zeroth(Loop):
         loss = method.measure(lambda model: mean_loss(model, batch), count=len(batch))
         method.step()
 
-    lr: gives the learning rate. requests: are heard of at every step. The rest: see ZerothOrder.
-    Attributes: stats, the exchange of scalars as a round's communication.
+    lr: gives the learning rate. The rest: see ZerothOrder. stats: the exchange of scalars as a round's communication.
     """
 
     wire = None  # of gradients: there are none
@@ -55,7 +54,7 @@ class Zeroth(Loop):
         self._lr, self._requests = lr, requests or Requests()
 
     def measure(self, loss: Loss, count: float) -> Tensor:
-        """One step of all workers; this worker's own loss, float64 0-d, of its data and its side. See ZerothOrder."""
+        """One step of all workers, see ZerothOrder; returns this worker's own loss, float64 0-d."""
         order = self.order
         order.lr, order.news = self._lr(), self._requests.take()
         order.step(loss, count)
@@ -96,15 +95,13 @@ class Zeroth(Loop):
         self.order.close()
 
     def dealing(self, make: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
-        """make: see Run.batches. The same for the parts of the data that this method deals out, which are fewer than
-        workers where two take the same."""
+        """make: see Run.batches. The same where the two workers of a pair take the same data."""
         place = self.order.data_rank, self.order.data_workers
         return lambda recipe, rank, workers, start, total: make(recipe, *place, start, total)
 
 
 def of_run(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, blocks: Sequence[nn.Module]) -> Zeroth:
-    """The method of a train script's run. optimizer: lends its learning rate. blocks: of the model, in the order in
-    which it calls them, for offload; then the workers of a node share uploads."""
+    """The method of a run, with the learning rate of `optimizer`. blocks: in the order of calls, for offload."""
     r = run.recipe
     options: dict[str, Any] = {"lr": lent_rate(optimizer), "timeout": r.timeout, "link": run.link}
     if r.offload:

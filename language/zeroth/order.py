@@ -23,13 +23,12 @@ import math
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from itertools import takewhile
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from core.checks import check_group
 from core.errors import DivergedError, UserError
@@ -37,8 +36,7 @@ from core.groups import broadcast, compare, leave_group
 from core.loop import Loop
 from core.testing.link import Link
 
-from .config import ZerothConfig
-from .exchange import Place, exchange, own_group
+from .exchange import Place, ZerothConfig, exchange, own_group
 from .replay import ScalarLog, Update
 from .weights import Weights, kind_of
 
@@ -51,8 +49,7 @@ class Forward(Protocol):
     """How losses at perturbed weights are measured, and where the weights lie meanwhile."""
 
     pending: list[Update]
-    share: dist.ProcessGroup | None
-    """The workers with whom this one must make equally many passes."""
+    share: dist.ProcessGroup | None  # with whom this worker must make equally many passes
 
     def losses(self, loss: Loss, step: int, signs: tuple[int, ...]) -> list[Tensor | float]: ...
     def apply(self, update: Update) -> None: ...
@@ -122,20 +119,6 @@ def weights_uncached() -> Iterator[None]:
         torch.set_autocast_cache_enabled(cached)
 
 
-def refuse_batch_norm(model: nn.Module) -> None:
-    """In eval mode it normalises with statistics that no step here changes."""
-    for name, module in model.named_modules():
-        if not isinstance(module, _BatchNorm):
-            continue
-        if module.running_mean is None:
-            raise UserError(f"{name or 'the model'} is a BatchNorm without running statistics: use another norm")
-        if module.num_batches_tracked is not None and not module.num_batches_tracked:
-            raise UserError(
-                f"{name or 'the model'} is a BatchNorm whose statistics have seen no data, and zeroth-order steps "
-                "never change them: start from trained weights, or use another norm"
-            )
-
-
 @dataclass(frozen=True)
 class StepResult:
     """The outcome of a step. loss: the mean over samples and both sides. g: the projected gradient. dropped: a loss was
@@ -150,15 +133,17 @@ class StepResult:
 class ZerothOrder(Loop):
     """Trains a model by its losses alone; see the module's text.
 
-    model: the same on all workers; where its tensors differ at the start, rank 0's are taken. Convert it (dtype,
-    device) before. What requires a gradient is trained. It is evaluated in eval mode: dropout would make the two losses
-    of a step incomparable. lr: the learning rate, which a schedule may set before each step. timeout: seconds until a
-    missing worker is an error. link: an emulated slow one. make_forward: another way than ScratchCopy to hold the
-    weights, such as blocks.BlockStream.
+    Args:
+        model: in its final dtype and on its device; rank 0's tensors are taken where workers differ. Trains what
+            requires a gradient, in eval mode: dropout would make the two losses of a step incomparable.
+        lr: the learning rate, which a schedule may set before each step.
+        timeout: seconds until a missing worker is an error.
+        link: an emulated slow link.
+        make_forward: how to hold the weights: ScratchCopy, or blocks.BlockStream.
 
-    Attributes: log, the ScalarLog; place, what this worker measures; news, numbers that a worker sends along with its
-    losses, equally many on all, and heard, their sums over the workers; own_loss, on this worker's data, at its sides;
-    bytes_sent and exposed_seconds, of the exchange: how long the step waited for it. All are of the last step.
+    Attributes: log, the ScalarLog; place, what this worker measures; news, numbers that a worker sends along, equally
+    many on all, and heard, their sums. Of the last step: own_loss, this worker's; bytes_sent and exposed_seconds of the
+    exchange.
     """
 
     def __init__(
@@ -172,7 +157,6 @@ class ZerothOrder(Loop):
         make_forward: Callable[[nn.Module, Weights], Forward] = ScratchCopy,
     ):
         self.model, self.config, self.lr = model, config or ZerothConfig(), lr
-        refuse_batch_norm(model)
         self._timeout, self._link = timeout, link
         rank, workers = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self.place = Place.make(rank, workers, self.config)
@@ -215,8 +199,8 @@ class ZerothOrder(Loop):
     def step(self, loss: Loss, count: float) -> StepResult:
         """One step of all workers.
 
-        loss: called with the model, perhaps twice; returns the mean over this worker's samples, 0-d or a float; it
-        need not be differentiable. count: these samples, which weigh the mean over workers; 0: none.
+        loss: called with the model, perhaps twice; returns the mean over this worker's samples. count: these samples,
+        which weigh the mean over workers; 0: none.
         """
         if self.group is None:
             check_group()
@@ -259,13 +243,11 @@ class ZerothOrder(Loop):
 
     @torch.no_grad()
     def flush(self) -> None:
-        """Applies updates that were put off until a block is next uploaded; for an evaluation or a checkpoint. It
-        changes no later step."""
+        """Applies updates that wait for a block's next upload, for an evaluation. It changes no later step."""
         self._forward.flush()
 
     def inference(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, the model may be called, as for an evaluation: after a `flush`, and its blocks pass through the
-        device where BlockStream holds them."""
+        """Inside, the model may be called with every update, as for an evaluation."""
         return self._forward.inference()
 
     def finish(self) -> None:
@@ -281,8 +263,7 @@ class ZerothOrder(Loop):
     # -- checkpoints and replay -----------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """All but the model's weights, the same on all workers. Save the weights as they are at this moment: with or
-        without `flush`, the resumed run is the unbroken one."""
+        """All but the model's weights, the same on all workers. Save the weights at the same moment."""
         return {
             "config": self._lasting(),
             "pending": [tuple(update) for update in self._forward.pending],
@@ -302,18 +283,15 @@ class ZerothOrder(Loop):
         """The settings that a resumed run must share; pairs and rng may change."""
         return asdict(self.config) | {"pairs": None, "rng": None}
 
-    def save_scalars(self, path: str | Path) -> None:
-        """The run so far as its list of scalars: 8 bytes a step, and a line of text."""
-        self.log.save(path)
-
     @torch.no_grad()
     def replay(self, log: ScalarLog) -> None:
-        """Takes the steps that `log` has beyond this object's own: from the initial weights, all; bit for bit.
+        """Takes the steps that `log` has beyond this object's own, bit for bit, without data and other workers.
 
-        Alone, without the other workers and without data. UserError where the log is of other settings or another run.
+        UserError where the log is of other settings or another run.
         """
         for update in log.beyond(self.log):
             self._forward.apply(update)
             self.log.append(update)
-        self._dropped = self.log.dropped_at_its_end()
+        dropped = takewhile(lambda update: update.dropped, reversed(self.log.updates()))
+        self._dropped = len([*dropped])
         self.flush()

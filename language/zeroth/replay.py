@@ -7,7 +7,6 @@ import math
 import struct
 from array import array
 from dataclasses import dataclass, field
-from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,10 +30,7 @@ class Update(NamedTuple):
 
 @dataclass
 class ScalarLog:
-    """The projected gradients g of steps 0, 1, ..., in float64: 8 bytes a step.
-
-    A learning rate is kept for each step at which it changed. seed, weight_decay: as in ZerothConfig.
-    """
+    """The projected gradients g of steps 0, 1, ..., in float64, and the learning rate where it changed."""
 
     seed: int
     weight_decay: float = 0.0
@@ -61,8 +57,7 @@ class ScalarLog:
         return found
 
     def beyond(self, known: ScalarLog) -> list[Update]:
-        """The steps that follow those of `known`. UserError where its settings differ, or its steps are no first steps
-        of this log, bit for bit."""
+        """The steps that follow those of `known`; UserError where its settings or steps differ from this log's."""
         for name in ("seed", "weight_decay"):
             if (ours := getattr(self, name)) != (here := getattr(known, name)):
                 raise UserError(f"the scalars are of {name}={ours!r}, here it is {here!r}: replay with their settings")
@@ -71,10 +66,6 @@ class ScalarLog:
         if not first or any(mine.lr != theirs.lr for mine, theirs in rates):
             raise UserError("the scalars are of another run than this one: replay from its initial weights")
         return self.updates(len(known))
-
-    def dropped_at_its_end(self) -> int:
-        """How many of its last steps, one after the other, were dropped."""
-        return sum(1 for _ in takewhile(lambda u: u.dropped, reversed(self.updates())))
 
     def save(self, path: str | Path) -> None:
         """Writes a line of JSON, and the numbers in little-endian float64."""
@@ -93,7 +84,7 @@ class ScalarLog:
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
             known, log = False, cls(0)
         if not known:
-            raise UserError(f"{path} is no whole list of a zeroth-order run's scalars: give a file of save_scalars")
+            raise UserError(f"{path} is no whole list of a zeroth-order run's scalars: give a file of ScalarLog.save")
         log.g.extend(struct.unpack(f"<{len(numbers) // 8}d", numbers))
         return log
 

@@ -13,7 +13,7 @@ from core.errors import UserError
 from core.flat import is_dtensor
 from training.sampling import mix
 
-from .config import ZerothConfig
+from .exchange import ZerothConfig
 from .replay import Update
 
 CHUNK = 1 << 20  # elements, drawn from one generator: a slice that begins at a multiple of it needs no others
@@ -22,8 +22,7 @@ CHUNK = 1 << 20  # elements, drawn from one generator: a slice that begins at a 
 class Noise:
     """z, of the standard normal distribution, for every (step, tensor, chunk): any worker can draw it, in any order.
 
-    device: where generators are: of one kind on all workers. On a CPU the numbers are the same for any number of
-    threads; on CUDA devices they are the same on devices of one model.
+    device: of the generators, one kind on all workers; CUDA devices of one model draw the same numbers.
     """
 
     def __init__(self, seed: int, device: torch.device):
@@ -33,11 +32,7 @@ class Noise:
     def chunk(
         self, step: int, tensor: int, number: int, numel: int, out: torch.device, into: Tensor | None = None
     ) -> Tensor:
-        """float32 [numel] on `out`: elements number * CHUNK to number * CHUNK + numel of the tensor.
-
-        numel: CHUNK, or what is left of the tensor in its last chunk. into: memory for it, which is returned; None:
-        fresh memory, which takes the longer the larger it is.
-        """
+        """float32 [numel] on `out`, in `into` if given: elements number * CHUNK to number * CHUNK + numel."""
         into = torch.empty(numel, dtype=torch.float32, device=out) if into is None else into
         self._generator.manual_seed(mix(self.seed, step, 0, tensor, number))  # 0: scalars that were saved hold with it
         if self.device == out:
@@ -51,8 +46,7 @@ def kind_of(device: torch.device) -> str:
 
 
 class Weights:
-    """names, params: what is trained, tied weights once. An index into them is the tensor's number in Noise; numbers
-    has it by the parameter's id."""
+    """names, params: what is trained, tied weights once. numbers: each one's index, by its id; its number in Noise."""
 
     def __init__(self, model: nn.Module, config: ZerothConfig):
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
@@ -80,11 +74,7 @@ class Weights:
 
     @torch.no_grad()
     def update(self, index: int, w: Tensor, update: Update) -> None:
-        """The step's update of tensor `index`, in place.
-
-        Products and differences are rounded one by one, never fused, so that all devices and any number of threads give
-        the same bits.
-        """
+        """The step's update of tensor `index`, in place; never fused, so that all devices give the same bits."""
         if update.dropped:
             return
         decay = update.lr * self.config.weight_decay if w.ndim >= 2 else 0.0

@@ -59,7 +59,7 @@ def trained(rank: int, ranks: int, folder: str, jobs: dict[str, LanguageRecipe])
         with Run(recipe) as run:
             if name.endswith("stopped"):
                 stop_after(run, 5)
-            model = run.shard(train.initial(recipe, None).double())
+            model = run.shard(train.make_model(recipe, None).double())
             train.learn(run, recipe, model, train.TextTask(text, train.make_objective(recipe, text), text.val, {}))
         found[name] = flat(model.parameters()), logged(recipe.folder)
     return found

@@ -7,11 +7,16 @@ from scipy.spatial import cKDTree
 from torch import nn
 
 from core import UserError
-from pointcloud.geometry import farthest_points, nearest_neighbours, patches
 from pointcloud.losses import chamfer_distance
-from pointcloud.mae import MaskedAutoencoder, MaskedAutoencoderConfig
+from pointcloud.mae import (
+    MaskedAutoencoder,
+    MaskedAutoencoderConfig,
+    farthest_points,
+    nearest_neighbours,
+    patches,
+)
 from pointcloud.model import Autoencoder, AutoencoderConfig, FoldingDecoder, MLPDecoder, PointNetEncoder
-from pointcloud.picture import draw_clouds
+from pointcloud.train import draw_clouds
 
 EXACT = "donot_use_mm_for_euclid_dist"
 SMALL_MAE = MaskedAutoencoderConfig(groups=8, group_size=16, dim=32, depth=2, heads=2, decoder_depth=1)

@@ -7,7 +7,6 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import nn
 
 from core import CollectiveError, UserError
 from core.testing import run_distributed
@@ -71,11 +70,6 @@ def test_what_requires_no_gradient_is_left_alone():
             "rank 0 had 2 samples and rank 1 3: a pair takes the same batch",
         ),
         (lambda: ZerothOrder(Net().requires_grad_(False), lr=0.1), "nothing to train"),
-        (lambda: ZerothOrder(nn.BatchNorm1d(3), lr=0.1), "BatchNorm whose statistics have seen no data"),
-        (
-            lambda: ZerothOrder(nn.Sequential(nn.BatchNorm1d(3, track_running_stats=False)), lr=0.1),
-            "0 is a BatchNorm without running statistics",
-        ),
         (lambda: ZerothOrder(Net(), lr=math.inf).step(lambda m: 1.0, 1), "lr=inf: give a finite number"),
         (lambda: ZerothOrder(Net(), lr=0.1).step(lambda m: 1.0, -1), "count=-1"),
         (lambda: ZerothOrder(Net(), lr=0.1).step(lambda m: torch.ones(2), 1), r"the loss has shape \(2,\)"),
@@ -85,12 +79,6 @@ def test_mistakes_are_told_in_one_line(build: Callable, message: str):
     with pytest.raises(UserError, match=message) as found:
         build()
     assert "\n" not in str(found.value)
-
-
-def test_batch_norm_with_trained_statistics_is_taken():
-    norm = nn.BatchNorm1d(3)
-    norm(torch.randn(5, 3))
-    assert ZerothOrder(norm, lr=0.1).step(lambda m: float(m(torch.ones(2, 3)).sum()), 2).step == 0
 
 
 def test_two_neighbours_take_the_sides_of_one_share_of_the_data():

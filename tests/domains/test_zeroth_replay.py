@@ -62,7 +62,7 @@ def test_a_worker_that_is_behind_replays_the_rest(tmp_path):
             ahead.step(lambda m, x=x, step=step: losses_of(m, x).mean() if step != 4 else math.nan, SAMPLES)
         if step == 2:
             behind.replay(ahead.log)
-    ahead.save_scalars(tmp_path / "log")
+    ahead.log.save(tmp_path / "log")
     behind.replay(ScalarLog.load(tmp_path / "log"))
     assert any(math.isnan(g) for g in behind.log.g), "a dropped step is part of the list"
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
@@ -71,7 +71,7 @@ def test_a_worker_that_is_behind_replays_the_rest(tmp_path):
 def test_scalars_of_another_run_are_refused(tmp_path):
     zo = ZerothOrder(Net(), lr=0.1)
     zo.step(lambda m: losses_of(m, batch(0)).mean(), SAMPLES)
-    zo.save_scalars(tmp_path / "log")
+    zo.log.save(tmp_path / "log")
     log = ScalarLog.load(tmp_path / "log")
     with pytest.raises(UserError, match="scalars are of seed=0, here it is 1"):
         ZerothOrder(Net(), ZerothConfig(seed=1), lr=0.1).replay(log)

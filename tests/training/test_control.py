@@ -58,7 +58,7 @@ def evaluated(rank: int, world_size: int, folder: str) -> tuple[list[str], list[
     run = Progress(Recipe(), torch.device("cpu"))
     nobody: Any = None  # no folder, no model
     fixed = Fixed(run, nobody, nobody)
-    fixed._trained = Trained(nobody, nobody, nobody, co2, "co2", run.requests, run.snapshots)
+    fixed._trained = Trained(nobody, nobody, nobody, co2, "co2", run.snapshots)
     sums = []
     for run.step in range(1, 9):
         with torch.no_grad():

@@ -75,8 +75,7 @@ def test_the_first_worker_alone_saves_what_all_others_get(tmp_path: Path, capsys
     schedule = make_schedule(optimizer, 9, OptimConfig())
     worker.members = Members(dist.HashStore(), "0.0")
     worker.method, _ = elastic_co2(model.parameters(), CO2Config(tau=3), members=worker.members)
-    along = worker.run.requests, worker.run.snapshots
-    worker._trained = Trained(model, optimizer, schedule, worker.method, "co2", *along)
+    worker._trained = Trained(model, optimizer, schedule, worker.method, "co2", worker.run.snapshots)
     for worker.drawn, bias in enumerate((1.0, 2.0, float("nan"), float("inf"))):
         nn.init.constant_(model.bias, bias)
         worker.save()

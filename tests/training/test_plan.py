@@ -1,8 +1,6 @@
 """The planner's formulas against numbers computed by hand."""
 
 import contextlib
-import inspect
-import re
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -57,12 +55,7 @@ def test_flops_of_a_small_model_and_what_is_said_of_a_step():
     assert (MODEL.linear_flops, MODEL.attention_flops, MODEL.head_flops) == (12e6, 1e6, 1e7)
     assert MODEL.step_flops == 3 * (8 * 13e6 + 1e7) and MODEL.params == OWN
     c = case(CUT)
-    assert show.tokens(c, 2.0) == 16 * 50 / 2
     assert show.mfu(c, 2.0) == 16 * 342e6 / (2.0 * 8 * 1e12)
-    parts = time.seconds(c)
-    assert show.exposed(parts) == pytest.approx(
-        sum(parts[name] for name in ("tensor", "ends", "pipeline", "tied", "data"))
-    )
 
 
 def test_flops_are_those_of_megatron():
@@ -290,9 +283,3 @@ def test_gloo_waits_and_takes_detours():
     wide = case(Layouts(1, 1, 8, 1, 1, zero=1), software=FLOAT32)  # two hops in a node, then four ranks share a card
     trees = 2 * 4 * OWN / 1e10 + 4 * 4 * OWN / 1e9 + 1e-3 + 3 * 96 * 1e-3
     assert time.broadcasts(wide, 4 * OWN) == pytest.approx(trees)
-
-
-def test_every_sum_names_its_formula_and_source():
-    for part in (*memory.PARTS, *time.PARTS):
-        assert re.search(r"\[[NKRFPTCMO]\b.*\]", inspect.getdoc(part).splitlines()[0]), part  # pyright: ignore
-    assert set(time.COMMUNICATION) <= {part.__name__ for part in time.PARTS}

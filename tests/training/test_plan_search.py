@@ -193,8 +193,7 @@ def of(cluster: Cluster, model: str, batch: int):
 def test_ten_thousand_layouts_take_under_two_seconds():
     began = clock.process_time()
     p = of(preset("dgx-a100-tcp"), "llama-7b", 512)
-    assert p.best and clock.process_time() - began < 2 and p.count > 10_000
-    assert len(p.total) + p.dropped.total() == p.count
+    assert p.best and clock.process_time() - began < 2 and len(p.total) + p.dropped.total() > 10_000
     x, m = p.case.layout, p.case.micro_batches
     assert np.all(m >= x.pp) and np.all((x.v == 1) | (m % x.pp == 0)) and np.all(32 % (x.pp * x.v) == 0)
     assert np.all(x.ranks == 128) and np.all(m * x.micro * x.dp * x.islands == 512) and np.all(p.bytes <= 80e9)
@@ -230,7 +229,7 @@ def test_laptops_take_co2_over_a_narrow_wire():
 def test_one_device_and_one_node_make_sense(per_node: int, capsys: pytest.CaptureFixture[str]):
     p = of(replace(preset("dgx-a100-tcp"), nodes=1, per_node=per_node), "gpt-125m", 64)
     assert p.case.layout.islands[p.best[0]] == 1, "NVSwitch needs no CO2"
-    exposed = show.exposed(p.seconds)[p.best[0]]
+    exposed = sum(p.seconds[part][p.best[0]] for part in time.COMMUNICATION)
     assert exposed == 0 if per_node == 1 else exposed < 0.05 * p.total[p.best[0]]
     print("\n".join(show.table(p)))
     assert ("across" in capsys.readouterr().out) is False

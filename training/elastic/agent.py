@@ -1,12 +1,9 @@
 """The launcher of workers that may come and go.
 
-torchrun's own agent stops all workers where one has died, and starts all anew; torchft's manager and lighthouse keep
-them running, but bring process groups, transports and a server of their own. Here the launcher that starts the workers
-also serves their store and sees them die at once. It trains nothing: what a worker may take down, it survives. It is
-itself the one process that must live: the run ends where the first node's launcher does, and goes on with --resume. On
-each node a launcher starts its workers, and starts one that has died again, --max-restarts times each, under a new
-name, RANK.RESTARTS. It tells in the store which of them live; the first node's launcher lists the generations, see
-core/elastic/members.py.
+torchrun's agent restarts all workers where one has died; torchft brings process groups, transports and a server of its
+own. On each node this launcher starts the workers, and starts one that has died again, --max-restarts times each, under
+a new name, RANK.RESTARTS. It writes to the store which of them live. The first node's launcher serves the store and
+lists the generations, see core/elastic/members.py; the run ends with it, and goes on with --resume.
 """
 
 from __future__ import annotations
@@ -49,14 +46,14 @@ class Coordinator:
 
     def look(self) -> None:
         """Lists the next generation where it is due."""
-        alive = self._alive()
+        alive = self.alive()
         if alive is None:
             return
         members = [name for name in self.members if name in alive]
         ready = [name for name in alive if name not in self.members and self._is_set(f"ready/{name}")]
         if not members:
             if alive and len(ready) == len(alive) and not self._is_set("over"):  # the start, or all were lost
-                self._list(sorted(ready, key=lambda name: [int(part) for part in name.split(".")]), planned=True)
+                self._list(sorted(ready, key=lambda name: [*map(int, name.split("."))]), planned=True)
             return
         if len(members) < len(self.members):
             self.store.set(f"broken/{self.generation}", "")
@@ -78,7 +75,7 @@ class Coordinator:
         self.generation, self.members, self._waits_since = self.generation + 1, names, None
         self.store.set(f"generation/{self.generation}", json.dumps({"names": names, "planned": planned}))
 
-    def _alive(self) -> list[str] | None:
+    def alive(self) -> list[str] | None:
         """The names of the workers that live; None as long as not all nodes have started theirs."""
         alive: list[str] = []
         for node in range(self.nodes):
@@ -92,10 +89,6 @@ class Coordinator:
                 alive += told["alive"]
         return alive
 
-    def ended(self) -> bool:
-        """Whether no worker is left on any node."""
-        return self._alive() == []
-
     def _is_set(self, key: str) -> bool:
         return self.store.check([key])
 
@@ -103,9 +96,12 @@ class Coordinator:
 class Agent:
     """One node's launcher: its workers, and their restarts.
 
-    spawn: (what a worker finds in its environment) -> the worker's process, as subprocess.Popen has it. workers: on
-    each node. restarts: of each worker. node: this one's number, of `nodes`. host, port: of the store, which the first
-    node serves; port 0: any.
+    Args:
+        spawn: starts a worker with these environment variables; returns its process, as subprocess.Popen does.
+        workers: number of workers on each node.
+        restarts: how often each worker is started again.
+        node: this node's number, of `nodes`.
+        host, port: of the store, which the first node serves; port 0: any.
     """
 
     def __init__(
@@ -142,7 +138,7 @@ class Agent:
         try:
             for slot in range(self.workers):
                 self._start(slot)
-            while self.processes or (self.coordinator and not self.coordinator.ended()):
+            while self.processes or (self.coordinator and self.coordinator.alive() != []):
                 self.look()
                 time.sleep(POLL)
         finally:
@@ -184,7 +180,9 @@ class Agent:
         if status == 2 and not self.finished:  # a user's mistake: the others make it, too, or wait for this one
             self.restarts, self._ends_them = 0, True
             self._send_all(signal.SIGKILL)
-            print(self._message(slot), file=sys.stderr, end="", flush=True)
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # the worker's last line, if any
+                said = json.loads(self._error_file(slot).read_text())["message"]["message"]
+                print(said, file=sys.stderr, flush=True)
         over = self.signalled or self.store.check(["over"])
         if not over and self.started[slot] < self.restarts:
             print(f"worker {self.name(slot)} died (status {status}): starting it again", file=sys.stderr, flush=True)
@@ -194,26 +192,14 @@ class Agent:
             print(f"worker {self.name(slot)} was killed by signal {-status}", file=sys.stderr, flush=True)
 
     def _start(self, slot: int) -> None:
-        env = {
-            "RANK": str(self.node * self.workers + slot),
-            "WORLD_SIZE": str(self.nodes * self.workers),
-            "LOCAL_RANK": str(slot),
-            "LOCAL_WORLD_SIZE": str(self.workers),
-            "MASTER_ADDR": self._served.host,
-            "MASTER_PORT": str(self._served.port),
-            "CO2_WORKER": self.name(slot),
-            "TORCHELASTIC_ERROR_FILE": str(self._error_file(slot)),
-        }
-        self.processes[slot] = self.spawn(env)
+        env = {"RANK": self.node * self.workers + slot, "WORLD_SIZE": self.nodes * self.workers}
+        env |= {"LOCAL_RANK": slot, "LOCAL_WORLD_SIZE": self.workers, "CO2_WORKER": self.name(slot)}
+        env |= {"MASTER_ADDR": self._served.host, "MASTER_PORT": self._served.port}
+        env["TORCHELASTIC_ERROR_FILE"] = self._error_file(slot)
+        self.processes[slot] = self.spawn({name: str(value) for name, value in env.items()})
 
     def _error_file(self, slot: int) -> Path:
         return Path(self._folder.name, f"error{self.name(slot)}.json")
-
-    def _message(self, slot: int) -> str:
-        """A worker's last line, which it leaves to the launcher; nothing where it has none."""
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            return json.loads(self._error_file(slot).read_text())["message"]["message"] + "\n"
-        return ""
 
     def _send_all(self, number: int) -> None:
         for process in self.processes.values():
@@ -229,9 +215,10 @@ class Agent:
 
 
 def _serve(host: str, port: int, *, alone: bool) -> dist.TCPStore:
-    """The store, listening at this address and nowhere else; everywhere only where the address is none of this
-    machine's own, as behind a translation of addresses, or one that other nodes cannot reach, as where its own name
-    means 127.0.1.1. port: 0 for any. alone: there are no other nodes."""
+    """The store, listening at this address alone where it is this machine's own and other nodes can reach it.
+
+    An address behind NAT is not this machine's own; other nodes cannot reach 127.0.1.1. alone: there are no others.
+    """
     try:
         listening = socket.create_server((host, port))
     except OSError as error:
@@ -252,7 +239,7 @@ def _store(host: str, port: int, **options: Any) -> dist.TCPStore:
 
 
 def run_elastic(args: Namespace) -> int:
-    """Starts the workers of this node, and returns the exit status once all have ended. args: torchrun's."""
+    """Starts this node's workers, by torchrun's arguments; returns the exit status once all have ended."""
     script = [*(["-m"] if args.module else []), args.training_script, *args.training_script_args]
 
     def spawn(env: dict[str, str]) -> subprocess.Popen[bytes]:

@@ -1,10 +1,8 @@
-"""A run whose workers come and go: what Run does otherwise then. The workers: core/elastic/joining.py; who starts
-and lists them: agent.py.
+"""A run whose workers come and go: what Run does differently then (see core/elastic/joining.py and agent.py).
 
-The run's length is its number of steps, whatever the number of workers; each worker's batch stays that of the number it
-was started with. Samples are dealt from one shuffle an epoch, as always. When the number of workers changes, the rest
-of the epoch is dealt anew, from the next whole batch on: no sample is dealt twice in an epoch, but for those of the
-round in which a worker was lost, and those missed are what a lost worker had been dealt in its last two rounds, and
+The run has a fixed number of steps; each worker's batch stays as large as it was at the start. Samples come from one
+shuffle an epoch. When the number of workers changes, the rest of the epoch is dealt again from the next whole batch on.
+Only samples of the round in which a worker was lost come twice. An epoch misses the lost worker's last two rounds, and
 less than one global batch a change.
 """
 
@@ -45,8 +43,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Deal:
-    """From step `since` on samples are dealt to so many workers, as from step `at` of a run that always had as many.
-    number: of the worker's generation; the latest counts."""
+    """From step `since` on, samples are dealt to so many workers, as from step `at` of a run that always had as many.
+
+    number: of the generation; the latest counts.
+    """
 
     number: int
     since: int
@@ -54,10 +54,7 @@ class Deal:
     workers: int
 
     def again(self, number: int, step: int, workers: int, samples: int, share: int) -> Deal:
-        """The rest of the epoch that step `step` lies in, to another number of workers, from a whole batch on.
-
-        samples: of the data set. share: samples a worker and step.
-        """
+        """Deals the rest of step's epoch to another number of workers. share: samples a worker and step."""
         epoch, done = divmod(self.at + step - self.since, steps_per_epoch(samples, share * self.workers))
         of_epoch = steps_per_epoch(samples, share * workers)
         done = -(-done * self.workers // workers)
@@ -66,8 +63,7 @@ class Deal:
 
 
 class Elastic:
-    """One worker's part. Attributes: deal; drawn, how many steps' batches this worker has taken or skipped; method;
-    workers, the part of it that knows of others."""
+    """One worker's part. drawn: how many steps' batches this worker has taken or skipped."""
 
     method: Rounds
     joining: Joining
@@ -92,11 +88,13 @@ class Elastic:
         if "CO2_WORKER" not in os.environ:
             raise UserError("elastic workers are started, and started again, by python -m training.launch: use it")
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        recipe = self.run.recipe
-        within = timedelta(seconds=recipe.timeout)
+        with socket.create_connection((host, port)) as connection:
+            address = connection.getsockname()[0]  # of this machine, as the launcher's machine sees it
+        timeout = self.run.recipe.timeout
+        within = timedelta(seconds=timeout)
         store = dist.TCPStore(host, port, None, False, timeout=within, wait_for_workers=False)
-        self.members = Members(store, os.environ["CO2_WORKER"], address=_address(host, port), timeout=recipe.timeout)
-        mine = settings(recipe)
+        self.members = Members(store, os.environ["CO2_WORKER"], address=address, timeout=timeout)
+        mine = settings(self.run.recipe)
         first = json.loads(self.members.store.compare_set("settings", "", json.dumps(mine)))
         if verdict := difference(first, mine, self.run.rank):
             raise UserError(verdict)
@@ -104,11 +102,7 @@ class Elastic:
     def leave(self, failed: bool) -> None:
         """Nothing to do: the others go on without this worker, and a checkpoint is written at once."""
 
-    def make_method(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-    ) -> tuple[nn.Module, Method]:
+    def make_method(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, Method]:
         """The model, and the method, still alone."""
         r = self.run.recipe
         options: dict[str, Any] = {"members": self.members, "timeout": r.timeout, "link": self.run.link}
@@ -143,8 +137,7 @@ class Elastic:
         return self._seconds
 
     def batches(self, make: Callable[[Recipe, int, int, int, int], Iterator[T]], start: int, total: int) -> Iterator[T]:
-        """The batches of steps `start` to `total`. make: (recipe, rank, workers, start, total) -> those of a run that
-        always has as many workers."""
+        """The batches of steps `start` to `total`. make: see Run.batches."""
         self.drawn = start
         while self.drawn < total:
             deal, place = self.deal, (self.run.rank, self.run.world_size)
@@ -169,7 +162,7 @@ class Elastic:
         return number or signal.SIGTERM
 
     def conclude(self, act: Callable[[], None]) -> None:
-        """The first worker's `act`, for which all wait; the next one's where it is lost meanwhile. Then the end."""
+        """All wait for the first worker's `act`, or the next one's where that is lost; then the end."""
         while True:
             if self.run.rank == 0:
                 act()
@@ -241,10 +234,8 @@ class Elastic:
             if self._trains:
                 self.folder.begin(run.step, run.total)  # drawn may be one more: that step is yet to be logged
         if self._trains:
-            lost, came = (
-                [n for n in a if n not in b] for a, b in ((self._names, members.names), (members.names, self._names))
-            )
-            changes = [f"{', '.join(names)} {what}" for names, what in ((lost, "lost"), (came, "came")) if names]
+            pairs = ("lost", self._names, members.names), ("came", members.names, self._names)
+            changes = [f"{', '.join(n for n in a if n not in b)} {what}" for what, a, b in pairs if {*a} - {*b}]
             self.folder.note(self.drawn, "workers", f"{members.size} workers: {'; '.join(changes) or 'the same ones'}")
         self._names = list(members.names)
 
@@ -261,9 +252,3 @@ def repeated(evaluate: Callable[..., T]) -> Callable[..., T]:
                 continue
 
     return whole
-
-
-def _address(host: str, port: int) -> str:
-    """Of this machine, where the launcher's machine sees it."""
-    with socket.create_connection((host, port)) as connection:
-        return connection.getsockname()[0]

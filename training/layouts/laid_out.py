@@ -15,7 +15,7 @@ from training.fixed import Fixed
 from training.layouts.layout import Layout
 from training.layouts.parallel import Parallel
 from training.layouts.resharded import Resharded
-from training.progress import Trained, pacing_of
+from training.progress import Trained
 from training.sampling import mix
 from training.workers import join
 from training.zero import gathered, group_settings, shard_optimizer
@@ -70,10 +70,7 @@ class LaidOut(Fixed):
         options: dict[str, Any] = {"timeout": r.timeout, "link": run.link}
         if self.layout.islands == 1:
             return model, DDP(model, average_buffers=False, synchronous=True, riders=[run.requests], **options)
-        riders = [run.requests, run.snapshots]
-        method = self.parallel.co2(r.co2, riders=riders, **options)
-        assert pacing_of(method) is not None
-        return model, method
+        return model, self.parallel.co2(r.co2, riders=[run.requests, run.snapshots], **options)
 
     def begin(self, trained: Trained, samples: int, epoch: int) -> float:
         self._held = Resharded(self.parallel, trained.optimizer, trained.method)

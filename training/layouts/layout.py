@@ -28,8 +28,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the axes. microbatches: of a data-parallel worker's batch; 0: as many as there are stages. zero: the
-    ZeRO stage over dp; 2 and 3 are FSDP2's, `zero2` and `fsdp`."""
+    """Sizes of the axes. microbatches 0: as many as stages. zero: ZeRO's stage over dp; 2 and 3 are FSDP2's."""
 
     tp: int = 1
     pp: int = 1
@@ -41,8 +40,7 @@ class Layout:
 
     @classmethod
     def parse(cls, name: str) -> Layout:
-        """From its name, the axes in any order, those of size 1 left out. UserError where it is no name, or its
-        pipeline cannot run."""
+        """From its name: the axes in any order, without axes of size 1. UserError where its pipeline cannot run."""
         sizes: dict[str, int] = {}
         for part in name.replace("fsdp", "zero3").split("."):
             found = re.fullmatch(r"(tp|pp|dp|v|mb|zero|co2x)(\d{1,7})", part)
@@ -109,8 +107,6 @@ class Layout:
         size = layers // (self.pp * self.v)
         return [range(i * size, (i + 1) * size) for i in range(stage, self.pp * self.v, self.pp)]
 
-    # -- what cannot be --------------------------------------------------------------------------------------
-
     def check(self) -> None:
         """UserError where torch's schedules cannot run the pipeline, or there is no such ZeRO stage."""
         if self.zero > 3:
@@ -128,30 +124,23 @@ class Layout:
         if self.devices == 1:
             self._refuse("one process", "nothing is laid out: leave layout out")
         if self.zero and self.dp == 1:
-            self._refuse(
-                "fsdp" if self.zero == 3 else f"zero{self.zero}", "dp is 1, nothing to share out: leave it out"
-            )
+            name = "fsdp" if self.zero == 3 else f"zero{self.zero}"
+            self._refuse(name, "dp is 1, nothing to share out: leave it out")
         if self.zero == 1 and self.tp > 1:
-            self._refuse(
-                "zero1 with tp",
-                "torch's ZeroRedundancyOptimizer takes no DTensors: give fsdp or zero2, or leave zero1 out",
-            )
+            remedy = "torch's ZeroRedundancyOptimizer takes no DTensors: give fsdp or zero2, or leave zero1 out"
+            self._refuse("zero1 with tp", remedy)
 
     def check_devices(self, started: int) -> None:
         """UserError where another number of processes was started."""
         if self.devices != started:
             word = "process was" if started == 1 else "processes were"
-            self._refuse(
-                f"it takes {self.devices} processes", f"{started} {word} started: start {self.devices} with torchrun"
-            )
+            remedy = f"{started} {word} started: start {self.devices} with torchrun"
+            self._refuse(f"it takes {self.devices} processes", remedy)
 
     def check_model(self, *, layers: int, heads: int, key_heads: int, vocabulary: int) -> None:
         """UserError where the model cannot be cut so. key_heads: those of keys and values."""
-        for what, n in (
-            ("attention heads", heads),
-            ("heads of keys", key_heads),
-            ("tokens of the vocabulary", vocabulary),
-        ):
+        counts = {"attention heads": heads, "heads of keys": key_heads, "tokens of the vocabulary": vocabulary}
+        for what, n in counts.items():
             if n % self.tp:
                 self._refuse(f"tp={self.tp} does not divide {n} {what}", f"give tp {_divisors(n, self.tp)}")
         if layers % (self.pp * self.v):

@@ -10,7 +10,7 @@ islands of it.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -37,14 +37,16 @@ AXES = ("replicate", "pp", "shard", "tp")  # of the mesh: islands, stages, data-
 
 
 class Parallel(nn.Module):
-    """This rank's part of a causal language model of transformers, and what trains it.
+    """This rank's part of a causal language model of transformers. Make the optimizer afterwards, of parameters(),
+    whose names are the same under every layout.
 
-    model: the whole one, the same on all ranks; what is not this rank's is dropped of it. compute: in what FSDP2
-    gathers parameters. timeout: seconds until a missing rank is an error. Make the optimiser afterwards, of
-    parameters(), whose names are the same under every layout. UserError where layout, model and processes do not fit.
+    Args:
+        model: the whole model, the same on all ranks; this rank's part of it stays.
+        compute: the dtype in which FSDP2 gathers parameters.
+        timeout: seconds until a missing rank is an error.
 
-    Attributes: model, what is left of it; place, of this rank; mesh, of dimensions AXES; island, the process group of
-    all ranks of its island; parts, of the pipeline, that this rank computes.
+    Attributes: place, of this rank; mesh, of dimensions AXES; island, the process group of all ranks of its island;
+    parts, of the pipeline, that this rank computes.
     """
 
     def __init__(
@@ -97,10 +99,8 @@ class Parallel(nn.Module):
     # -- in the loop ----------------------------------------------------------------------------------------
 
     def backward(self, tokens: Tensor, targets: Tensor, loss: Loss) -> Tensor:
-        """Adds the gradients, means over the island's data-parallel workers, of the sum of loss(logits, targets) over
-        the micro-batches; returns this worker's sum, 0-d, on all its ranks.
-
-        tokens, targets: int64 [batch, time] of this rank's worker, the same on all ranks of it.
+        """Adds the gradients of the sum of loss(logits, targets) over the micro-batches, averaged over the island's
+        data-parallel workers; returns this worker's sum, 0-d. tokens, targets: int64 [batch, time], of this worker.
         """
         if len(tokens) % self.layout.parts:
             near = max(1, round(len(tokens) / self.layout.parts)) * self.layout.parts
@@ -141,10 +141,8 @@ class Parallel(nn.Module):
         for copy in self._tied:
             own, group = local_shard(copy.grad), self.mesh.get_group("pp")
             other, peer = torch.empty_like(own), self.layout.pp - 1 - self.place.stage
-            ends = [
-                dist.P2POp(op, t, group=group, group_peer=peer) for op, t in ((dist.isend, own), (dist.irecv, other))
-            ]
-            for work in dist.batch_isend_irecv(ends):
+            pairs = (dist.isend, own), (dist.irecv, other)
+            for work in dist.batch_isend_irecv([dist.P2POp(op, t, group=group, group_peer=peer) for op, t in pairs]):
                 work.wait()
             own.add_(other)  # the same sum on both, to the bit
         if self.layout.dp > 1 and self.layout.zero < 2 and not self._ddp:
@@ -175,24 +173,20 @@ class Parallel(nn.Module):
         """For evaluations, without gradients: an object with logits, [batch, time, vocabulary], on the last stage's
         ranks; None on the others'. All ranks of a data-parallel worker must call it. tokens: int64 [batch, time]."""
         pp, group = self.layout.pp, self.mesh.get_group("pp")
-        x = tokens
+        x, dtype = tokens, next(self.parameters()).dtype
         for number in range(pp * self.layout.v):
             if number % pp != self.place.stage:
                 continue
             part = self.parts[number // pp]
             if number and pp > 1:
                 width = self.model.config.hidden_size  # pyright: ignore
-                x = torch.empty(*tokens.shape, width, dtype=self._dtype, device=self._device)
+                x = torch.empty(*tokens.shape, width, dtype=dtype, device=self._device)
                 dist.recv(x, group=group, group_src=(number - 1) % pp)
             x = part(x)
             if part.last:
                 return SimpleNamespace(logits=x)
-            dist.send(x.to(self._dtype).contiguous(), group=group, group_dst=(number + 1) % pp)
+            dist.send(x.to(dtype).contiguous(), group=group, group_dst=(number + 1) % pp)
         return None
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        return next(self.parameters()).dtype
 
     # -- between islands ------------------------------------------------------------------------------------
 
@@ -201,7 +195,10 @@ class Parallel(nn.Module):
         layout, here = self.layout, self.place
         found: dict[Tensor, list[int]] = {}
         for p in self.parameters():
-            cut = _cut_axes(p)
+            cut = []  # axes of the mesh over which p is cut
+            if isinstance(p, DTensor):
+                axes = zip(p.device_mesh.mesh_dim_names or (), p.placements, strict=True)
+                cut = [name for name, how in axes if not how.is_replicate()]
             stages = (0, layout.pp - 1) if any(p is copy for copy in self._tied) else (here.stage,)
             data = (here.data,) if "shard" in cut else range(layout.dp)
             tensors = (here.tensor,) if "tp" in cut else range(layout.tp)
@@ -212,11 +209,3 @@ class Parallel(nn.Module):
         """CO2 between the islands, each of which counts as one worker. options: see core.ShardedCO2."""
         shards = self.holders() if self.layout.is_cut else False
         return ShardedCO2(self.parameters(), config, mesh=self._islands, shards=shards, **options)
-
-
-def _cut_axes(p: Tensor) -> Sequence[str]:
-    """The axes of the mesh over which the parameter is cut."""
-    if not isinstance(p, DTensor):
-        return ()
-    names = p.device_mesh.mesh_dim_names or ()
-    return [name for name, how in zip(names, p.placements, strict=True) if not how.is_replicate()]

@@ -1,12 +1,11 @@
 """Checkpoints that a run under another layout can go on from, by torch.distributed.checkpoint (DCP).
 
-Every tensor has the name that it has in the whole model, and is a DTensor where ranks hold parts of it: DCP writes each
-part once, and reads what another layout needs of it. So are CO2's outer iterate, its momentum and what has landed,
-which are equal on all islands; an island's own, its model, its optimiser and its small numbers, stands under its
-number. The manifest has a SHA-256 digest of every file, which are compared on loading.
+Every tensor has its name in the whole model, and is a DTensor where ranks hold parts of it: DCP writes each part once,
+and reads what another layout needs. CO2's outer iterate, momentum and averaged update are equal on all islands. An
+island's model, optimizer and small numbers have its number in their names. The manifest has every file's SHA-256.
 
-DCP keeps where each tensor lies in .metadata, a pickle, which only its own tools read here. The same records lie in
-records.pt, which torch.load reads without running code.
+DCP writes where each tensor lies to .metadata, a pickle. The same records are in records.pt, which torch.load reads
+without running code.
 """
 
 from __future__ import annotations
@@ -39,7 +38,6 @@ from core.methods import Method
 from core.rounds import Rounds
 from core.sharded.sharded import ShardedCO2
 from training.layouts.parallel import Parallel
-from training.progress import names_of
 
 Named = dict[str, Tensor]
 RECORDS = "records.pt"
@@ -58,10 +56,7 @@ KINDS = (  # what records are made of
 
 
 class Resharded:
-    """What is trained under a layout, as tensors by name and the rest.
-
-    method: CO2 between the islands, or what keeps all workers synchronous.
-    """
+    """Saves and loads what is trained under a layout. method: CO2 between the islands, or DDP's."""
 
     def __init__(self, parallel: Parallel, optimizer: torch.optim.Optimizer, method: Method):
         self.parallel, self.method = parallel, method
@@ -69,23 +64,24 @@ class Resharded:
         self._states, self._groups = own.state, own.param_groups
         self._named = dict(parallel.named_parameters())
         self._buckets: Sequence[Bucket] = method.buckets if isinstance(method, Rounds) else ()
-        self._names = names_of(method, parallel) if isinstance(method, Rounds) else {}
+        self._names = {id(p): name for name, p in self._named.items()}
 
     # -- writing --------------------------------------------------------------------------------------------
 
     def save(self, folder: Path, step: int, attempt: str, others: dict[str, Any]) -> bool:
-        """Writes folder/step*/, whole or not at all; every rank must call it. others: of plain numbers, texts, lists
-        and tensors, equal on all ranks. False, and nothing written, where a rank's model is not finite. UserError on
-        all where one cannot write."""
+        """Writes folder/step*/, whole or not at all; every rank must call it. others: equal on all ranks.
+
+        False, and nothing written, where a rank's model is not finite. UserError on all where one cannot write.
+        """
         if not all(of_all(bool(all_finite(self._named.values())))):
             self._say(f"warning: step {step}: the model is not finite: no checkpoint is written, the last one stays")
             return False
         target = folder / f"step{step:09d}"
         fresh = folder / f"{target.name}.tmp-{attempt}"
-        own = self._own_of_method()
+        own = of_rank(self.method.state_dict())  # waits for what is in flight
         tensors = self._of_island(self._tensors()) | self._outer(own)
         rest = others | {"method": own, "layout": str(self.parallel.layout)}
-        if self._leads:
+        if dist.get_rank(self.parallel.island) == 0:
             tensors |= self._of_island({"rest": packed(rest)})
         digests: dict[str, str] = {}
 
@@ -125,26 +121,18 @@ class Resharded:
             found |= {f"optimizer.{name}.{key}": value for key, value in values if isinstance(value, Tensor)}
         return found
 
-    def _own_of_method(self) -> dict[str, Any]:
-        """This rank's part of the method's state; waits for what is in flight."""
-        return of_rank(self.method.state_dict())
-
     def _outer(self, own: dict[str, Any]) -> Named:
         """CO2's flat tensors, by the parameters' names; in `own` stays what lies behind them."""
         found: Named = {}
         for key, flats in self._flats(own):
             for i, bucket in enumerate(self._buckets):
                 whole, flats[i] = self._joined(flats[i], bucket)
-                pieces = zip(self._names_of(bucket), views(whole, bucket.params), strict=True)
-                found |= {f"co2.{key}.{name}": placed(t, self._named[name]) for name, t in pieces}
+                for p, t in zip(bucket.params, views(whole, bucket.params), strict=True):
+                    found[f"co2.{key}.{self._names[id(p)]}"] = placed(t, p)
         return found
 
     def _flats(self, own: dict[str, Any]) -> list[tuple[str, list[Tensor]]]:
         return [*own["state"].items(), ("flats", own["flats"])] if self._buckets else []
-
-    def _names_of(self, bucket: Bucket) -> list[str]:
-        """Its parameters'."""
-        return [self._names[id(p)] for p in bucket.params]
 
     def _joined(self, flat: Tensor, bucket: Bucket) -> tuple[Tensor, Tensor]:
         """The payload whole, of which the ranks of an island may keep a share each; and what lies behind it."""
@@ -156,7 +144,7 @@ class Resharded:
         return torch.cat(shares)[: bucket.numel], flat[:0]
 
     def _part(self, whole: Tensor, bucket: Bucket, like: Tensor) -> Tensor:
-        """Of the payload what this rank keeps. like: that, where it is a share, or the payload with what follows."""
+        """This rank's part of the payload, which has `like`'s length, or the whole one."""
         filled = torch.cat([whole, whole.new_zeros(bucket.padded - len(whole))])
         if len(like) >= bucket.numel:
             return filled
@@ -165,8 +153,7 @@ class Resharded:
     # -- reading --------------------------------------------------------------------------------------------
 
     def load(self, folder: Path) -> dict[str, Any] | None:
-        """Goes on from the newest checkpoint that all ranks can read; its `others`, None where there is none. UserError
-        where there are some and none can be read, or the newest is of a run without a layout."""
+        """Loads the newest checkpoint that all ranks can read; returns its `others`, None where there is none."""
         refused: list[str] = []
         for name in of_all(checkpoint.finished(folder))[0]:
             others: dict[str, Any] = {}
@@ -210,8 +197,8 @@ class Resharded:
         prefix = f"island{self.parallel.place.island % int(manifest['islands'])}."
         rest = torch.empty(known[f"{prefix}rest"].size, dtype=torch.uint8)
         _read(reader, {f"{prefix}rest": rest})
-        others = unpacked(rest)
-        now = self._own_of_method()
+        others = torch.load(io.BytesIO(rest.numpy().tobytes()), map_location="cpu", weights_only=True)
+        now = of_rank(self.method.state_dict())
         likes = {key: [*flats] for key, flats in self._flats(now)}
         outer = self._outer(now)
         self._begin_states(f"{prefix}optimizer.", known)
@@ -240,17 +227,12 @@ class Resharded:
             own["places"] = 0  # what sums over as many ranks alone could hold is forgotten
         for key, flats in self._flats(own):
             for i, bucket in enumerate(self._buckets):
-                pieces = [outer[f"co2.{key}.{name}"] for name in self._names_of(bucket)]
+                pieces = [outer[f"co2.{key}.{self._names[id(p)]}"] for p in bucket.params]
                 whole = torch.cat([local_shard(t).to(flats[i].device).reshape(-1) for t in pieces])
                 flats[i] = torch.cat([self._part(whole, bucket, likes[key][i]), flats[i]])
         self.method.load_state_dict(under_rank(own))
         if isinstance(self.method, ShardedCO2):  # whose share of the momentum is not the leader's
             self.method.recount()
-
-    @property
-    def _leads(self) -> bool:
-        """Whether this rank writes its island's small numbers."""
-        return dist.get_rank(self.parallel.island) == 0
 
     def _of_island(self, tensors: Named) -> Named:
         return {f"island{self.parallel.place.island}.{name}": t for name, t in tensors.items()}
@@ -275,10 +257,6 @@ def packed(held: Any) -> Tensor:
     return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
 
 
-def unpacked(data: Tensor) -> Any:
-    return torch.load(io.BytesIO(data.numpy().tobytes()), map_location="cpu", weights_only=True)
-
-
 def _zeros(known: Any, p: Tensor, device: torch.device) -> Tensor:
     """For a tensor of an optimiser's state. known: DCP's record of it. device: of a count of steps."""
     kind = known.properties.dtype
@@ -287,7 +265,6 @@ def _zeros(known: Any, p: Tensor, device: torch.device) -> Tensor:
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 of a file's bytes."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -1,8 +1,7 @@
 """Where a family's model is cut: into stages of a pipeline, and each block's matrices over tensor parallelism.
 
-Two families of transformers' causal language models are known, by config.model_type. A cut model keeps the names of the
-whole one, so that checkpoints of all layouts have the same ones. But GPT-2's joint projection of queries, keys and
-values would be cut across the three: here it is three layers, of every layout.
+A cut model keeps the whole model's names, so that checkpoints of all layouts have the same ones. GPT-2's joint
+projection of queries, keys and values becomes three layers under every layout, because a cut would cross the three.
 """
 
 from __future__ import annotations
@@ -78,8 +77,10 @@ def check_cut(model: nn.Module, layout: Layout) -> None:
 
 
 def take_stage(model: nn.Module, layout: Layout, stage: int) -> list[Stage]:
-    """Leaves of the whole model what a rank of that stage holds; returns the parts of it, v of them, which share its
-    modules. The head's stage holds the token embedding, too, where they are tied: a copy of the first stage's."""
+    """Removes from the whole model what other stages hold; returns this stage's v parts, which share its modules.
+
+    The head's stage holds a copy of the token embedding where they are tied.
+    """
     check_cut(model, layout)
     family, tied = family_of(model), is_tied(model)
     root: Any = model

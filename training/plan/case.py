@@ -21,11 +21,11 @@ MERGES = ("keep", "mix", "outer")
 class Software:
     """What the training program does; the defaults are this project's with torch under autocast in 16 bits.
 
-    parameter, gradient, optimizer, value: bytes of each parameter, and of a value that products take. stream: of what
-    goes from block to block, which autocast leaves in float32. fused: attention keeps no s x s matrix. overlap: DDP
-    and FSDP2 communicate beneath computing. gloo: FSDP2 does not, a reduce-scatter is an all-reduce, a broadcast goes
-    along a tree. megatron: a pipeline's hop is cut over the TP ranks [N sec. 4.1], logits stay
-    cut over them, no buffers for what each micro-batch receives. reserve: bytes that none of the parts counts.
+    parameter, gradient, optimizer, value: bytes of each parameter, and of a value that products take. stream: of a
+    value between blocks, which autocast leaves in float32. fused: attention keeps no s x s matrix. overlap: DDP and
+    FSDP2 communicate during computation. gloo: FSDP2 does not, a reduce-scatter is an all-reduce, a broadcast goes
+    along a tree. megatron: hops [N sec. 4.1] and logits are cut over the TP ranks; no buffers for received tensors.
+    reserve: bytes that none of the parts counts.
     """
 
     parameter: float = 4
@@ -46,28 +46,22 @@ FLOAT32 = Software(value=4, gloo=True, reserve=0.0)  # on CPUs
 
 @dataclass(frozen=True)
 class Layouts:
-    """One layout, or as many as each field has numbers; the first seven fields but `micro` are its name's."""
+    """One layout, or as many as each field has numbers. dp: of an island. islands 1: ddp. micro: samples of a
+    micro-batch. v: chunks of a stage's layers. recompute, wire, merge: indices of RECOMPUTE, WIRES, MERGES. offload 1:
+    CO2's outer state lies in the host's memory."""
 
     tp: Numbers
     pp: Numbers
     dp: Numbers
-    """Data parallel ranks of an island."""
     islands: Numbers
-    """1: synchronous (ddp)."""
     micro: Numbers
-    """Samples of a micro-batch."""
     v: Numbers = 1
-    """Chunks of layers of a stage: 2 and more are interleaved."""
     zero: Numbers = 0
     recompute: Numbers = 0
-    """Index of RECOMPUTE."""
     tau: Numbers = 1
     wire: Numbers = 0
-    """Index of WIRES."""
     merge: Numbers = 0
-    """Index of MERGES."""
     offload: Numbers = 0
-    """1: CO2's outer state lies in the host's memory."""
 
     def __getitem__(self, k: Any) -> Layouts:
         """The k-th, or those of a mask."""

@@ -57,7 +57,7 @@ class Cluster:
         return self.nodes * self.per_node
 
     def crosses(self, ranks: Numbers, stride: Numbers) -> Numbers:
-        """Whether a group of so many ranks, `stride` devices apart, reaches over its node."""
+        """Whether a group of so many ranks, `stride` devices apart, spans nodes."""
         return ranks * stride > self.per_node
 
     def hop(self, ranks: Numbers, stride: Numbers) -> Numbers:
@@ -104,10 +104,7 @@ def preset(name: str, *, probe: bool = False) -> Cluster:
 
 
 def from_doctor(file: Path, *, probe: bool) -> Cluster:
-    """What core.doctor wrote (docs/doctor.md). probe: the device is measured on this machine, else known by its name.
-
-    UserError: a file that holds other than that, or a device that is not known.
-    """
+    """The report of core.doctor (docs/doctor.md). probe: measure the device here, instead of finding it by its name."""
     try:
         report = parse_json(file.read_text())
     except (OSError, ValueError) as error:
@@ -163,8 +160,10 @@ def known(name: str) -> Device:
 
 
 def probed(name: str, ranks: int = 1) -> Device:
-    """Measured here: float32 products on a CPU, bfloat16 on a GPU, at full rate as a 1024-wide layer has them, and a
-    copy. What is measured is what programs get, so that top is 1; passes are the A100's, assumed. ranks: share it."""
+    """Measures products, float32 on a CPU and bfloat16 on a GPU, and a copy. ranks: how many share the device.
+
+    Programs get the measured rate, so top is 1; we assume the A100's passes.
+    """
     gpu = torch.cuda.is_available()
     where, dtype = (torch.device("cuda"), torch.bfloat16) if gpu else (torch.device("cpu"), torch.float32)
     width = 8192 if gpu else 1024

@@ -75,9 +75,6 @@ def case(options: Options) -> Case:
     return Case(model, cluster, software, options.batch, Layouts(1, 1, 1, 1, 1))
 
 
-# -- to start it -------------------------------------------------------------------------------------------------------
-
-
 def overrides(c: Case, text: str) -> list[str]:
     """Of a train script, for one layout. text: its name."""
     x, m = c.layout, int(c.micro_batches)
@@ -110,14 +107,6 @@ def sbatch(c: Case, words: list[str], recipe: str) -> str:
     return f"{' '.join(f'{k}={v}' for k, v in env.items())} sbatch {size} {script} {shlex.join(rest)}"
 
 
-def recipe_of(options: Options) -> str:
-    """Of language.train."""
-    known = options.recipe or presets()["recipes"].get(options.model)
-    if known is None:
-        raise UserError(f"model {options.model} is no recipe's of language.train: give --recipe")
-    return known
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["methods"]:
@@ -130,9 +119,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     began = time.perf_counter()
     p = plan(asked, named)
     spent = time.perf_counter() - began
-    print("\n".join(show.table(p)), f"\n{p.count:,} layouts in {spent:.2f} s")
+    print("\n".join(show.table(p)), f"\n{len(p.total) + p.dropped.total():,} layouts in {spent:.2f} s")
     if options.sbatch:
+        recipe = options.recipe or presets()["recipes"].get(options.model)
+        if recipe is None:
+            raise UserError(f"model {options.model} is no recipe's of language.train: give --recipe")
         first = p.best[0]
         words = overrides(p.at(first), p.name(first))
-        print(sbatch(p.at(first), words, recipe_of(options)))
-        print(f"-m language.train {recipe_of(options)} {shlex.join(words)}")
+        print(sbatch(p.at(first), words, recipe))
+        print(f"-m language.train {recipe} {shlex.join(words)}")

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from training.plan.case import MERGES, RECOMPUTE, WIRES, Case
+from training.plan.case import MERGES, RECOMPUTE, Case
 from training.plan.clusters import Numbers
 
 FLOAT32 = 4  # bytes of an element of CO2's outer state, and of the logits that the loss is computed from
@@ -120,7 +120,6 @@ def reserve(c: Case, last: bool) -> Numbers:
 PARTS: tuple[Callable[[Case, bool], Numbers], ...] = (
     parameters, gradients, optimizer, buckets, casts, gathered, activations, received, passing, co2, reserve,
 )  # fmt: skip
-assert list(WIRES)[0] == "float32"  # which a wire above 0 is narrower than
 
 
 def of_stage(c: Case, last: bool) -> dict[str, Numbers]:

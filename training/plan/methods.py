@@ -32,16 +32,7 @@ MOST_WORKERS = 10**6
 
 @dataclass(frozen=True)
 class Work:
-    """What every worker does, and its link.
-
-    Args:
-        parameters: number of the model's float32 parameters.
-        step: seconds of a local step without communication.
-        rate: bytes per second of a worker's link, each way.
-        latency: seconds of one hop.
-        boundary: seconds of a boundary's own work, without waiting.
-        trees: whether an all-reduce may run along two trees, as NCCL's does; gloo has only the ring.
-    """
+    """What every worker does, and its link, as Options have it; rate: bytes per second each way."""
 
     parameters: float
     step: float
@@ -60,10 +51,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Speed:
-    """A method's predicted speed. Per worker; seconds, bytes.
-
-    allreduce_seconds, exposed_seconds: of a round. bytes_sent: of a step.
-    """
+    """A method's predicted speed: bytes_sent of a worker and step, seconds of an all-reduce and exposed in a round."""
 
     method: str
     workers: int
@@ -104,10 +92,10 @@ def predict(method: str, work: Work, workers: int, tau: int = 48) -> Speed:
 
 
 def recommended(work: Work, workers: int) -> tuple[int, str]:
-    """tau and the wire that CO2Config.recommended settles on.
+    """The tau and the format that CO2Config.recommended settles on.
 
-    int4, unless a float32 average arrives within a local step or needs no larger tau. tau outlasts the all-reduce by
-    the config's margin, and keeps a boundary's own work at COST of the time.
+    The format is int4, unless a float32 average arrives within a local step or needs no larger tau. tau outlasts the
+    all-reduce by the config's margin, and keeps a boundary's own work at COST of the time.
     """
     config = CO2Config.recommended(workers)
     seconds = {wire: work.allreduce(workers, wire) for wire in ("int4", "float32")}
@@ -142,12 +130,10 @@ class Options:
 
     def check(self) -> None:
         """UserError names the first option that cannot be."""
-        for name in ("parameters", "step", "gbit"):
-            if not 0 < (value := getattr(self, name)) < math.inf:
-                raise UserError(f"{name}={value:g}: give a finite number above 0")
-        for name in ("latency", "boundary"):
-            if not 0 <= (value := getattr(self, name)) < math.inf:
-                raise UserError(f"{name}={value:g}: give a finite number, 0 or more")
+        for name in ("parameters", "step", "gbit", "latency", "boundary"):
+            value, zero = getattr(self, name), name in ("latency", "boundary")
+            if not 0 <= value < math.inf or not (value or zero):
+                raise UserError(f"{name}={value:g}: give a finite number{', 0 or more' if zero else ' above 0'}")
         if self.tau < 1:
             raise UserError(f"tau={self.tau}: give 1 or more")
         for workers in self.workers:

@@ -136,7 +136,7 @@ class Model:
 
 
 def preset_model(name: str, context: int | None) -> Model:
-    """Of presets.toml, or of a folder with Hugging Face's config.json."""
+    """A model of presets.toml, or of a folder with Hugging Face's config.json."""
     if Path(name).is_dir() or "/" in name:
         return from_config(Path(name), context)
     family, layers, width, heads, inner, vocabulary, length = of_preset("models", name)

@@ -29,7 +29,7 @@ GB, CENT = 1e9, 1e7
 
 
 def named(c: Case) -> Layout:
-    """What a case's one layout is called."""
+    """The name of a case's one layout."""
     x, m = c.layout, int(c.micro_batches)
     sizes = {axis: int(getattr(x, axis)) for axis in NAMED}
     return Layout(**sizes, microbatches=m if m > 1 else 0)
@@ -60,7 +60,7 @@ OF_STEPS: dict[str, Rule] = {
 
 
 def check(name: Layout, c: Case) -> None:
-    """UserError: a layout that a user names cannot be on this cluster, or not of this model and batch."""
+    """UserError where a layout that a user names does not fit the cluster, the model or the batch."""
     k, m = c.cluster, c.model
     if name.devices != k.devices:
         raise UserError(f"layout={name}: it takes {name.devices} devices, {k.name} has {k.devices}: name as many")
@@ -133,10 +133,9 @@ def steps(c: Case, split: tuple[int, int, int, int], only: Layout | None = None)
 
 @dataclass(frozen=True)
 class Plan:
-    """What fits, and how many layouts were dropped for which reason."""
+    """The layouts that fit, and how many were dropped for which reason."""
 
     case: Case
-    """Its layouts fit."""
     memory: dict[str, Numbers]
     seconds: dict[str, Numbers]
     dropped: Counter[str]
@@ -151,10 +150,6 @@ class Plan:
     def total(self) -> Numbers:
         """Seconds of a step."""
         return sum(self.seconds.values())
-
-    @property
-    def count(self) -> int:
-        return len(self.total) + sum(self.dropped.values())
 
     def pick(self, rows: Numbers) -> int:
         """Of those within ALIKE of the fastest: synchronous, a smaller tau, a wider wire, the merge that costs less
@@ -186,7 +181,7 @@ class Plan:
 
 
 def plan(case: Case, only: Layout | None = None) -> Plan:
-    """Of all layouts, or of one name's; the case's own is not looked at. UserError: none can be, or none fits."""
+    """Searches all layouts, or those of one name; ignores the case's own. UserError: none can be, or none fits."""
     if (devices := case.cluster.devices) > MOST:
         raise UserError(f"{case.cluster.name} has {devices} devices: the planner takes {MOST}: give fewer --nodes")
     if only is not None:
@@ -194,9 +189,9 @@ def plan(case: Case, only: Layout | None = None) -> Plan:
     found = np.array([*splits(case)] if only is None else [(only.tp, only.pp, only.dp, only.islands)])
     dropped: Counter[str] = Counter()
     kept = sieve(replace(case, layout=Layouts(*found.T, micro=1)), OF_SPLITS, dropped)
-    whole = [
-        steps(case, split, only) for split in zip(*(getattr(kept.layout, f).tolist() for f in AXES[:4]), strict=True)
-    ]
+    x = kept.layout
+    each = zip(*(axis.tolist() for axis in (x.tp, x.pp, x.dp, x.islands)), strict=True)
+    whole = [steps(case, split, only) for split in each]
     if whole:
         every = Layouts(*(np.concatenate([getattr(part, axis) for part in whole]) for axis in AXES))
         kept = sieve(replace(case, layout=every), OF_STEPS, dropped)

@@ -19,19 +19,9 @@ LOSS = (
 )
 
 
-def tokens(c: Case, seconds: Numbers) -> Numbers:
-    """B s / seconds: tokens a second"""
-    return c.batch * c.model.context / seconds
-
-
 def mfu(c: Case, seconds: Numbers) -> Numbers:
     """3 B (l (linear + attention) + head) / (seconds devices peak): recomputation is no work [K sec. 6]"""
     return c.batch * c.model.step_flops / (seconds * c.cluster.devices * c.cluster.device.peak)
-
-
-def exposed(parts: dict[str, Numbers]) -> Numbers:
-    """tensor + ends + pipeline + tied + data + waiting: seconds of communication that nothing hides"""
-    return sum(parts[name] for name in time.COMMUNICATION)
 
 
 def rounded(value: float) -> str:
@@ -56,7 +46,8 @@ def rows(p: Plan) -> Iterator[str]:
     for number, row in enumerate(p.best[:TEN], 1):
         c, seconds = p.at(row), p.total[row]
         x = c.layout
-        shares = mfu(c, seconds), p.seconds["bubble"][row] / seconds, exposed(p.seconds)[row] / seconds
+        waits = sum(p.seconds[part][row] for part in time.COMMUNICATION)
+        shares = mfu(c, seconds), p.seconds["bubble"][row] / seconds, waits / seconds
         co2 = f"{x.tau}, {list(WIRES)[x.wire]}, {'host' if x.offload else MERGES[x.merge]}"
         yield COLUMNS.format(
             number,
@@ -65,7 +56,7 @@ def rows(p: Plan) -> Iterator[str]:
             co2 if x.islands > 1 else "ddp",
             f"{p.bytes[row] / GB:.3g}",
             f"{seconds:.4g}",
-            f"{tokens(c, seconds):,.0f}",
+            f"{c.batch * c.model.context / seconds:,.0f}",
             *(f"{share:.1%}" for share in shares),
         )
         yield f"      GB: {large(p.memory, row, GB)}" + (f"; {text}" if (text := notes(c)) else "")
@@ -80,12 +71,12 @@ def large(parts: dict[str, Numbers], row: int, unit: float) -> str:
 
 def table(p: Plan) -> Iterator[str]:
     """The screen."""
-    for text in sentences(p):
-        width = max(WIDTH, len(text)) if text.endswith("%") else WIDTH  # of a row with a long name, a line as well
+    for text in _sentences(p):
+        width = max(WIDTH, len(text)) if text.endswith("%") else WIDTH  # rows with a long name stay one line
         yield from textwrap.wrap(text, width, subsequent_indent=" " * 6, break_long_words=False, break_on_hyphens=False)
 
 
-def sentences(p: Plan) -> Iterator[str]:
+def _sentences(p: Plan) -> Iterator[str]:
     yield from header(p.case)
     yield from rows(p)
     yield f"the best of each TP x PP x DP, islands, interleaving and ZeRO; exposed: {', '.join(time.COMMUNICATION)}"
@@ -104,11 +95,7 @@ def gain(p: Plan) -> Iterator[str]:
         return
     ratio = p.total[sync] / p.total[co2]
     told = f"{ratio:.2f} times as fast" if ratio > 1 + ALIKE else f"no gain, {ratio:.2f} times as fast"
-    yield f"CO2, {p.name(co2)}: {told} as {p.name(sync)}, the best synchronous layout; {decides(p, sync, co2)}"
+    part = max(p.seconds, key=lambda name: abs(p.seconds[name][sync] - p.seconds[name][co2]))
+    reason = f"{part} decides, {p.seconds[part][sync]:.4g} s against {p.seconds[part][co2]:.4g}"
+    yield f"CO2, {p.name(co2)}: {told} as {p.name(sync)}, the best synchronous layout; {reason}"
     yield LOSS
-
-
-def decides(p: Plan, a: int, b: int) -> str:
-    """The term whose seconds differ most."""
-    name = max(p.seconds, key=lambda part: abs(p.seconds[part][a] - p.seconds[part][b]))
-    return f"{name} decides, {p.seconds[name][a]:.4g} s against {p.seconds[name][b]:.4g}"

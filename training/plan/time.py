@@ -14,7 +14,6 @@ FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20  # bytes of DistributedDataParallel's b
 BACKWARD = 2 / 3  # of a step's computing is its backward pass
 BOUNDARY = 32  # of an element: parameter, payload, x and m, read and written in one pass (docs/design.md)
 
-
 Part = Callable[[Case], Numbers]
 
 
@@ -79,8 +78,7 @@ def ends(c: Case) -> Numbers:
 def hop(c: Case) -> Numbers:
     """stream b s h / B + A: from a stage to the next; over t if scattered [N sec. 4.1]"""
     x = c.layout
-    size = c.given / (x.tp if c.software.megatron else 1)
-    return sent(c, size, x.pp, x.tp * x.dp)
+    return sent(c, c.given / (x.tp if c.software.megatron else 1), x.pp, x.tp * x.dp)
 
 
 def sent(c: Case, size: Numbers, ranks: Numbers, stride: Numbers) -> Numbers:
@@ -143,28 +141,23 @@ def last_bucket(size: Numbers) -> Numbers:
     return np.where(size > FIRST_BUCKET, (size - FIRST_BUCKET) % BUCKET, size)
 
 
-def tensors(c: Case) -> Numbers:
-    """12 l/p: those that are sent one by one where neither DDP nor FSDP2 joins them"""
-    return 12 * c.layers
-
-
 def ring(c: Case, size: Numbers) -> Numbers:
-    """n allreduce(size / n, d ranks, t apart), n: 1 for DDP, blocks + 1 with z >= 2, else one a tensor [O]"""
+    """n allreduce(size / n, d ranks, t apart), n: 1 for DDP, blocks + 1 with z >= 2, else 12 l/p, one a tensor [O]"""
     x = c.layout
     alone = (x.tp * x.pp > 1) & (not c.software.megatron)
-    many = np.where(x.zero >= 2, c.layers + 1, np.where(alone, tensors(c), 1))
+    many = np.where(x.zero >= 2, c.layers + 1, np.where(alone, 12 * c.layers, 1))
     return many * c.cluster.allreduce(size / many, x.dp, x.tp)
 
 
 def broadcasts(c: Case, size: Numbers) -> Numbers:
-    """log2(q) size / inside + log2(d / q) q size / B + log2(d) tensors A: of ZeroRedundancyOptimizer, one a tensor [O]
+    """log2(q) size / inside + log2(d / q) q size / B + log2(d) 12 l/p A: ZeroRedundancyOptimizer's, one a tensor [O]
 
     Along gloo's binomial trees: first among the q ranks of a node, which then share its card.
     """
     x, k = c.layout, c.cluster
     q = np.minimum(x.dp, np.maximum(1, k.per_node // x.tp))
     wide = np.ceil(np.log2(x.dp / q)) * sent(c, q * size, x.dp, x.tp)
-    each = np.ceil(np.log2(x.dp)) * tensors(c) * k.hop(x.dp, x.tp)
+    each = np.ceil(np.log2(x.dp)) * 12 * c.layers * k.hop(x.dp, x.tp)
     return np.log2(q) * size / k.inside + wide + each
 
 
@@ -182,14 +175,6 @@ def outer_allreduce(c: Case) -> Numbers:
     return c.cluster.allreduce(wire * c.largest / c.shares, c.layout.islands, c.island)
 
 
-def boundary_pass(c: Case) -> Numbers:
-    """32 own / (shares bandwidth) + allreduce(4 own, d) / 2, offloaded + 8 own / (shares host): in tau steps [O]"""
-    x, device = c.layout, c.cluster.device
-    share = c.largest / c.shares
-    gather = np.where((x.zero >= 2) | (c.shares == 1), 0.0, 0.5 * ring(c, 4 * c.largest))
-    return BOUNDARY * share / device.bandwidth + gather + np.where(x.offload == 1, 8 * share / device.host, 0.0)
-
-
 def waiting(c: Case) -> Numbers:
     """max(0, outer all-reduce / tau - T), T a step's seconds before CO2: what tau steps do not hide [C]"""
     step = sum(part(c) for part in INSIDE)
@@ -197,15 +182,20 @@ def waiting(c: Case) -> Numbers:
 
 
 def boundary(c: Case) -> Numbers:
-    """boundary pass / tau: (max(tau T, all-reduce) + boundary) / tau is a step [C]"""
-    return np.where(c.layout.islands > 1, boundary_pass(c) / c.layout.tau, 0.0)
+    """(32 own / (shares bandwidth) + allreduce(4 own, d) / 2, offloaded + 8 own / (shares host)) / tau [O]
+
+    A step is (max(tau T, all-reduce) + boundary) / tau [C].
+    """
+    x, device = c.layout, c.cluster.device
+    share = c.largest / c.shares
+    gather = np.where((x.zero >= 2) | (c.shares == 1), 0.0, 0.5 * ring(c, 4 * c.largest))
+    whole = BOUNDARY * share / device.bandwidth + gather + np.where(x.offload == 1, 8 * share / device.host, 0.0)
+    return np.where(x.islands > 1, whole / x.tau, 0.0)
 
 
 PARTS = (*INSIDE, waiting, boundary)
-COMMUNICATION = ("tensor", "ends", "pipeline", "tied", "data", "waiting")
-"""Whose seconds are exposed communication; the bubble is idle for another reason."""
+COMMUNICATION = ("tensor", "ends", "pipeline", "tied", "data", "waiting")  # parts that are exposed communication
 
 
 def seconds(c: Case) -> dict[str, Numbers]:
-    """By part: what is computed and exposed in a step, and what CO2 adds."""
     return {part.__name__: part(c) for part in PARTS}
