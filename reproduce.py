@@ -26,6 +26,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import training  # noqa: F401, says in one line what is not installed
+
+# isort: split
 import tyro
 
 from core import UserError

@@ -201,7 +201,6 @@ class ADE20K(ADE20KDataset):
         if not len(self):
             raise UserError(f"no *.jpg in {Path(root, 'images', part)}: unpack ADE20K there again")
 
-
     def load_data_list(self) -> list[dict[str, Any]]:
         """mmseg's, without the files of hidden folders, such as .ipynb_checkpoints."""
         images = self.data_prefix["img_path"]

@@ -32,7 +32,9 @@ def labelled(images: Tensor, labels: Tensor, predictions: Tensor, classes: Seque
         axes = figure.add_subplot(rows, COLUMNS, i + 1)
         axes.imshow(image, cmap="gray")
         axes.set_title(
-            f"true {printable(classes[true])}\npredicted {printable(classes[seen])}", fontsize=9, color="C2" if seen == true else "C3"
+            f"true {printable(classes[true])}\npredicted {printable(classes[seen])}",
+            fontsize=9,
+            color="C2" if seen == true else "C3",
         )
         axes.axis("off")
     return figure
