@@ -93,7 +93,7 @@ def is_text(file: Path) -> bool:
 def read_documents(file: Path) -> Iterator[str]:
     """Yield the documents of a UTF-8 file, text or JSON Lines, or of a folder of `datasets`; empty ones are left out.
 
-    Lines may end as on Unix, Windows or old Macs; they end in a newline in what is given. A byte order mark is left out.
+    Lines may end as on Unix, Windows or old Macs; what is given has newlines. A byte order mark is left out.
     Raises UserError that names the file when it cannot be decompressed or decoded, or holds no text.
     """
     empty = True
@@ -292,8 +292,8 @@ def prepare(
     """Make token files from text; returns what meta.json holds.
 
     Args:
-        sources: text files (.txt, .txt.xz, .xz; UTF-8; a line with only a form feed and blanks ends a document), JSON Lines
-            (.jsonl, .jsonl.xz; the key "text"), folders of such files, or folders of datasets' save_to_disk.
+        sources: text files (.txt, .txt.xz, .xz; UTF-8; a line with only a form feed and blanks ends a document), JSON
+            Lines (.jsonl, .jsonl.xz; the key "text"), folders of such files, or folders of datasets' save_to_disk.
         out: folder to create; it appears only when complete.
         vocab_size: tokens of the byte-level BPE vocabulary, the three special ones included.
         tokenizer: a tokenizer.json to use in place of one trained on the text, whose vocabulary it brings; perplexities

@@ -64,7 +64,10 @@ class LoadMask(BaseTransform):
     """Reads results["seg_map_path"] into `gt_seg_map`, uint8 [h, w] in [0, num_classes) or 255.
 
     In place of mmseg's LoadAnnotations, which wraps 16-bit labels around and lets labels out of range through to the
-    loss. Like it, this never turns a mask: an image with an EXIF orientation needs a mask of the turned image. With results["reduce_zero_label"] label 0 is ignored and the others move down by one. UserError names the
+    loss. Like LoadAnnotations, it never turns a mask: an image with an EXIF orientation needs a mask of the turned
+    image.
+
+    With results["reduce_zero_label"] label 0 is ignored and the others move down by one. UserError names the
     file.
     """
 

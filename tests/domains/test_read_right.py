@@ -368,7 +368,7 @@ def test_lists_that_cannot_be_meant_are_refused(tmp_path: Path, content: bytes, 
         listing(tmp_path, content)
 
 
-# -- evaluations --------------------------------------------------------------------------------------------------------
+# -- evaluations ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("images", "classes"), [(100, 10), (1797, 10), (8, 8), (3, 3), (0, 1)])
