@@ -131,7 +131,10 @@ class RunFolder:
             self._lock.close()
 
     def log(self, step: int, scalars: Mapping[str, float | Tensor], of_model: str = "") -> None:
-        """Writes one line of metrics.jsonl, and TensorBoard's scalars. of_model: `shared` or `own`, of evaluations."""
+        """Writes one line of metrics.jsonl, with null for what is not finite, and TensorBoard's scalars.
+
+        of_model: `shared` or `own`, of evaluations.
+        """
         if not self.writes:
             return
         values = {name: float(value) for name, value in scalars.items()}
