@@ -26,6 +26,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import training  # noqa: F401, says in one line what is not installed
+
+# isort: split
 import tyro
 
 from core import UserError
@@ -33,6 +36,7 @@ from core.methods import METHODS
 from results.collect import collect, keep_stand_ins, status
 from results.paper import GPUS, TABLES, Row, Table
 from results.runs import Finished, is_kept, load_recipe, read_kept, read_run, run_name, stand_in_overrides
+from training.data import paths_from_home
 from training.recipe import LARGEST, find, parse
 from training.script import launch
 
@@ -86,7 +90,7 @@ class Job:
 
 def main() -> None:
     at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
-    command, extra = tyro.cli(Command, args=sys.argv[1:at]), passed_on(sys.argv[at + 1 :])
+    command, extra = paths_from_home(tyro.cli(Command, args=sys.argv[1:at])), passed_on(sys.argv[at + 1 :])
     if command.workers < 1 or command.array < 0:
         remedy = "give 1 or more workers, an array of 0 or more"
         raise UserError(f"workers={command.workers}, array={command.array}: {remedy}")

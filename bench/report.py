@@ -23,6 +23,7 @@ import tyro
 
 from core.errors import UserError
 from training.config import commit, version
+from training.data import paths_from_home
 
 FORMAT = 1  # of the JSON
 MOST_WORKERS = 1024
@@ -39,7 +40,7 @@ def read_options(kind: type[Options], module: str, **how: Any) -> Options:
 
     check() is not called by the dataclass itself, for tyro would dress its UserError up.
     """
-    options = tyro.cli(kind, prog=f"python -m {module}", use_underscores=True, **how)
+    options = paths_from_home(tyro.cli(kind, prog=f"python -m {module}", use_underscores=True, **how))
     options.check()  # pyright: ignore[reportAttributeAccessIssue]
     return options
 

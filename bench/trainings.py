@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -55,5 +56,6 @@ class Metrics:
                 file.seek(self._at)
                 complete, end, _ = file.read().rpartition(b"\n")
             self._at += len(complete + end)
-            self.rows += [json.loads(line) for line in complete.splitlines()]
+            rows = [json.loads(line) for line in complete.splitlines()]
+            self.rows += [{k: math.nan if v is None else v for k, v in row.items()} for row in rows]
         return self.rows

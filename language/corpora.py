@@ -31,7 +31,7 @@ STAND_IN = "gpt2_pydoc_small"
 GUTENBERG_HELD_OUT = 4  # books; with seed 0 about 3 % of the text
 # Whole topics of the documentation, about a seventh of its text.
 PYDOC_HELD_OUT = ("calls", "formatstrings", "import", "objects", "raise", "typesmapping")
-_FORMAT = "1"  # part of every cache key: raise it when the files' content changes for the same source
+_FORMAT = "2"  # part of every cache key: raise it when the files' content changes for the same source
 
 
 def open_corpus(name: CorpusName, vocab_size: int) -> Corpus:

@@ -46,7 +46,8 @@ class FinetuneRecipe(TextRecipe):
     weights: Literal["float32", "bfloat16", "float16"] = "float32"
     """The type that parameters are kept in; the 16-bit ones for method zo alone, which needs no gradients."""
     eval_samples: int | None = None
-    """Held-out prompts, or windows of text, to evaluate on while training, None for all, as at the end."""
+    """Held-out prompts, or windows of text, to evaluate on while training, None for all, as at the end. Results on a
+    part are named val_part_*."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

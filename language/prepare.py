@@ -14,6 +14,7 @@ wrote with save_to_disk. Nothing is fetched. Documents are held out whole, so th
 import json
 import lzma
 import random
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,10 +26,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from core.checkpoints.untrusted import parse_json
 from core.errors import UserError
-from training.data import build_whole
+from training.data import build_whole, from_home, hidden
 from training.script import launch
 
-DOCUMENT_END = "\x0c\n"  # a line with nothing but a form feed
+FORM_FEED = "\x0c"  # a line with nothing else but blanks ends a document
+BYTE_ORDER_MARK = "\ufeff"
+LINE_ENDS = "\n\x85\u2028\u2029"
 JSON_LINES = (".jsonl", ".jsonl.xz")
 SUFFIXES = (".txt", ".txt.xz", ".xz", *JSON_LINES)
 END_OF_TEXT, PAD, MASK = SPECIAL_TOKENS = ("<|endoftext|>", "<pad>", "<mask>")
@@ -63,28 +66,34 @@ def text_files(sources: Iterable[Path]) -> tuple[Path, ...]:
     """The text files that the sources name; a folder stands for those anywhere below it, sorted by path, one of
     `datasets` for itself."""
     files: list[Path] = []
-    for source in sources:
+    for source in map(from_home, sources):
         if (source / "dataset_dict.json").is_file():
             raise UserError(f"{source} holds several splits: name one of them, such as {source / 'train'}")
         if (source / "dataset_info.json").is_file():
             files.append(source)
         elif source.is_dir():
-            found = sorted(file for file in source.rglob("*") if file.is_file() and file.name.endswith(SUFFIXES))
+            found = sorted(file for file in source.rglob("*") if is_text(file) and not hidden(file, source))
             if not found:
                 raise UserError(f"no text file in folder {source}: expected names that end in {', '.join(SUFFIXES)}")
             files += found
         elif not source.is_file():
             raise UserError(f"no such file or folder: {source}")
-        elif not source.name.endswith(SUFFIXES):
+        elif not is_text(source):
             raise UserError(f"{source} is no text file: expected a name that ends in {', '.join(SUFFIXES)}")
         else:
             files.append(source)
     return tuple(files)
 
 
+def is_text(file: Path) -> bool:
+    """Whether it is a file with a name that text has; Windows writes some in capitals."""
+    return file.name.lower().endswith(SUFFIXES) and file.is_file()
+
+
 def read_documents(file: Path) -> Iterator[str]:
     """Yield the documents of a UTF-8 file, text or JSON Lines, or of a folder of `datasets`; empty ones are left out.
 
+    Lines may end as on Unix, Windows or old Macs; what is given has newlines. A byte order mark is left out.
     Raises UserError that names the file when it cannot be decompressed or decoded, or holds no text.
     """
     empty = True
@@ -101,9 +110,13 @@ def read_documents(file: Path) -> Iterator[str]:
 
 
 def _in_file(file: Path) -> Iterator[str]:
-    opener = lzma.open if file.name.endswith(".xz") else open
-    with opener(file, "rt", encoding="utf-8", newline="\n") as stream:
-        yield from _from_json(file, stream) if file.name.endswith(JSON_LINES) else _split(stream)
+    name = file.name.lower()
+    opener = lzma.open if name.endswith(".xz") else open
+    with opener(file, "rt", encoding="utf-8-sig") as stream:
+        for document in _from_json(file, stream) if (json_lines := name.endswith(JSON_LINES)) else _split(stream):
+            if "\0" in document and not json_lines:
+                raise UserError(f"{file} holds zero bytes, as UTF-16 and binary files do: convert it to UTF-8 text")
+            yield document
 
 
 def _from_json(file: Path, lines: Iterable[str]) -> Iterator[str]:
@@ -130,16 +143,26 @@ def _saved_by_datasets(folder: Path) -> Iterator[str]:
 
 
 def _split(lines: Iterable[str]) -> Iterator[str]:
-    """Join lines to documents, those without text left out; the line end before a form feed goes with it."""
+    """Join lines to documents, those without text left out; the line end before a form feed goes with it.
+
+    A file that was joined of others may have a byte order mark at the start of any document.
+    """
     held: list[str] = []
     for line in lines:
-        held.append(line)
-        if line == DOCUMENT_END:
-            document, held = "".join(held[:-1]).removesuffix("\n"), []
-            if document.strip():
-                yield document
+        for part in _parts(line) if FORM_FEED in line else (line,):
+            if FORM_FEED in part and not part.replace(BYTE_ORDER_MARK, "").strip():
+                document, held = "".join(held), []
+                if document.strip():
+                    yield document[:-1] if document[-1] in LINE_ENDS else document
+            else:
+                held.append(part if held else part.lstrip(BYTE_ORDER_MARK))
     if (last := "".join(held)).strip():
         yield last
+
+
+def _parts(line: str) -> list[str]:
+    """The line cut behind Unicode's other line ends, which Python's files do not part lines at."""
+    return re.findall(f"[^{LINE_ENDS}]*[{LINE_ENDS}]|[^{LINE_ENDS}]+", line)
 
 
 def split_documents(files: tuple[Path, ...], hold_out: int, seed: int) -> tuple[Documents, Documents]:
@@ -269,8 +292,8 @@ def prepare(
     """Make token files from text; returns what meta.json holds.
 
     Args:
-        sources: text files (.txt, .txt.xz, .xz; UTF-8; a line with only a form feed ends a document), JSON Lines
-            (.jsonl, .jsonl.xz; the key "text"), folders of such files, or folders of datasets' save_to_disk.
+        sources: text files (.txt, .txt.xz, .xz; UTF-8; a line with only a form feed and blanks ends a document), JSON
+            Lines (.jsonl, .jsonl.xz; the key "text"), folders of such files, or folders of datasets' save_to_disk.
         out: folder to create; it appears only when complete.
         vocab_size: tokens of the byte-level BPE vocabulary, the three special ones included.
         tokenizer: a tokenizer.json to use in place of one trained on the text, whose vocabulary it brings; perplexities
@@ -279,8 +302,8 @@ def prepare(
         val: the same that make val.bin, where a data set brings its own split.
         seed: chooses the held-out documents.
     """
-    out, files = out.expanduser(), text_files(sources)
-    own = read_tokenizer(tokenizer) if tokenizer is not None else None
+    out, files = from_home(out), text_files(sources)
+    own = read_tokenizer(from_home(tokenizer)) if tokenizer is not None else None
     if out.exists():
         raise UserError(f"{out} exists already: remove it, or give another --out")
     train, held = (Documents(files), Documents(text_files(val))) if val else split_documents(files, hold_out, seed)

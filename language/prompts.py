@@ -61,7 +61,7 @@ def read_lines(file: Path) -> list[Line]:
     if not file.is_file():
         raise UserError(f'{file} is missing: it should have {{"prompt": ..., "answer": ...}} a line')
     try:
-        texts = file.read_text(encoding="utf-8").split("\n")  # JSON may hold what else splitlines() parts lines at
+        texts = file.read_text(encoding="utf-8-sig").split("\n")  # JSON may hold what else splitlines() parts lines at
     except UnicodeDecodeError as error:
         raise UserError(f"{file} is not UTF-8 text ({error.reason}): convert it") from None
     lines = [_parse(f"{file} line {n}", text) for n, text in enumerate(texts, 1) if text.strip()]
@@ -213,7 +213,8 @@ class PromptTask:
             if run.rank == 0:
                 run.folder.writer.add_text("sample", self.sample(model, run.device), run.step)
         right, nats, tokens = run.sum(right, nats, tokens)
-        results = {"val_accuracy": right / len(val), "val_loss": nats / tokens, "val_samples": len(val)}
+        name = "val" if len(val) == len(self.val) else "val_part"
+        results = {f"{name}_accuracy": right / len(val), f"{name}_loss": nats / tokens, f"{name}_samples": len(val)}
         run.log_evaluation(results)
         return results
 

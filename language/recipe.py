@@ -146,7 +146,8 @@ class LanguageRecipe(TextRecipe):
     """Tokens per sample."""
     dropout: float = 0.0
     eval_tokens: int | None = None
-    """Held-out tokens to evaluate on while training, None for all; at the end it is always all."""
+    """Held-out tokens to evaluate on while training, None for all; their results are named val_part_*. At the end it is
+    always all: val_*."""
     wikitext2: bool = False
     """Evaluate on WikiText-2's test text, too, at the end."""
     layout: str = ""

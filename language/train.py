@@ -55,6 +55,7 @@ if TYPE_CHECKING:
 
 PROMPT_TOKENS, NEW_TOKENS, TOP_K = 16, 48, 20  # of the text that a causal model writes for TensorBoard
 SAMPLES = 4
+VAL_PART = "val_part"  # results on the part of the held-out text that is evaluated during training; val: on all of it
 
 Texts = dict[str, np.ndarray]  # held-out tokens by the name of their text
 
@@ -133,7 +134,8 @@ class TextTask:
         return TextDocuments(self.corpus.train, self.corpus.eot, self.objective.context)
 
     def evaluate(self, run: Run, model: nn.Module, *, at_end: bool) -> dict[str, float]:
-        return evaluate(run, model, self.corpus, self.objective, self.texts if at_end else {"val": self.some})
+        some = {"val" if len(self.some) == len(self.corpus.val) else VAL_PART: self.some}
+        return evaluate(run, model, self.corpus, self.objective, self.texts if at_end else some)
 
 
 def learn(run: Run, recipe: TextRecipe, model: nn.Module, task: TextTask | PromptTask) -> Method | Zeroth | None:

@@ -23,6 +23,7 @@ from language import pretrained
 from language.finetune_recipes import RECIPES, FinetuneRecipe, LoraConfig
 from language.zeroth import ScalarLog, ZerothConfig, ZerothOrder
 from language.zeroth.weights import digest, kind_of
+from training.data import from_home
 from training.script import launch
 
 KEPT = ("weights", "trainable", "seed", "zeroth", "lora")  # of a recipe: what the tuned weights depend on
@@ -81,6 +82,7 @@ def replay(
         model: the folder of the model that the run began with.
         out: the folder to write; it appears only when complete.
     """
+    run, model, out = map(from_home, (run, model, out))
     recipe, made = read(run, model)
     if out.exists():
         raise UserError(f"{out} exists already: remove it, or give another --out")

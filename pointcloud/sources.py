@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Protocol
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from core import UserError
 from pointcloud.surfaces import random_surface
-from training.data import data_root, missing
+from training.data import data_root, hidden, missing
 from training.untrusted import read_arrays
 
 SPLITS = ("train", "test")
@@ -61,7 +62,7 @@ class ShapeNetPC15k(Files):
 
     def __init__(self, root: Path, split: str):
         folder = root / "ShapeNetCore.v2.PC15k"
-        self.files = sorted(folder.glob(f"*/{split}/*.npy"))
+        self.files = sorted(f for f in folder.glob(f"*/{split}/*.npy") if not hidden(f, folder))
         if not self.files:
             raise missing("data set shapenet", root, f"{folder.name}/<synset>/{split}/<model>.npy", STAND_IN)
 
@@ -82,12 +83,26 @@ class ShapeNet55(Files):
         if not listing.is_file():
             files = f"{folder.name}/{{ShapeNet-55/{split}.txt,shapenet_pc/<synset>-<model>.npy}}"
             raise missing("data set shapenet55", root, files, STAND_IN)
-        self.files = [folder / "shapenet_pc" / name for name in listing.read_text().split()]
+        self.files = [folder / "shapenet_pc" / name for name in read_list(listing)]
         if not self.files:
             raise UserError(f"{listing} is empty: it should name one file of {folder / 'shapenet_pc'} a line")
 
     def label(self, index: int) -> str:
         return self.files[index].name.split("-")[0]
+
+
+def read_list(file: Path) -> list[str]:
+    """The names in a list, one a line; UserError where it is not UTF-8, or names something twice."""
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file} is not UTF-8 text ({error.reason}): convert it") from None
+    if "\0" in text:
+        raise UserError(f"{file} holds zero bytes, as UTF-16 does: convert it to UTF-8 text")
+    names = [name for line in text.split("\n") if (name := line.strip())]
+    if twice := next((name for name, count in Counter(names).items() if count > 1), None):
+        raise UserError(f"{file} names {twice} twice: remove one of the lines")
+    return names
 
 
 class ModelNet10:

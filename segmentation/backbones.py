@@ -22,7 +22,7 @@ from torch import Tensor
 
 from core import UserError
 from core.checkpoints.untrusted import reason
-from training.data import data_root
+from training.data import data_root, from_home
 
 SCHEME = "backbone:"  # in front of a checkpoint's name, it has mmengine load it by load_backbone
 # Where mmseg's configs take them from (mmseg's Swin, mmcv's ResNet-V1c) and timm's ViT, which mmseg would convert.
@@ -101,7 +101,7 @@ def _name_in_mmseg(key: str) -> str:
 
 def find_backbone(name: str) -> Path:
     """The file, in CO2_DATA/backbones unless `name` is a full path; UserError where it is missing or another one."""
-    path = data_root() / "backbones" / Path(name).expanduser()
+    path = data_root() / "backbones" / from_home(name)
     if not path.is_file():
         source = next((url for start, url in SOURCES.items() if path.name.startswith(start)), None)
         remedy = f"fetch {source}/{path.name} there" if source else "give the file of a backbone's weights"

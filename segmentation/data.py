@@ -9,6 +9,7 @@ from __future__ import annotations
 import segmentation.registries  # noqa: F401
 
 # isort: split
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,12 +18,13 @@ from mmcv.transforms import BaseTransform
 from mmseg.datasets import ADE20KDataset, BaseSegDataset
 from mmseg.registry import DATASETS, TRANSFORMS
 from numpy.typing import NDArray
-from PIL import Image, UnidentifiedImageError
+from PIL import UnidentifiedImageError
 
 from core import UserError
 from segmentation import synthetic
 from segmentation.recipes import DataName
-from training.data import data_root, missing
+from training.data import data_root, hidden, missing
+from training.images import read_mask, read_rgb
 from training.untrusted import read_arrays
 
 Split = Literal["train", "val", "test"]
@@ -46,11 +48,12 @@ CAMVID_PALETTE = [
 class LoadImage(BaseTransform):
     """Reads results["img_path"] into `img`, uint8 [h, w, 3] BGR.
 
-    In place of mmcv's LoadImageFromFile, which takes a truncated JPEG for a whole one. UserError names the file.
+    In place of mmcv's LoadImageFromFile, which takes a truncated JPEG for a whole one. Like mmcv's default reader, it
+    turns the image as its EXIF orientation says. UserError names the file.
     """
 
     def transform(self, results: dict[str, Any]) -> dict[str, Any]:
-        image = np.asarray(_read(results["img_path"], "RGB"))
+        image = _read(results["img_path"], _picture)
         results["img"] = np.ascontiguousarray(image[..., ::-1])
         results["img_shape"] = results["ori_shape"] = image.shape[:2]
         return results
@@ -61,7 +64,10 @@ class LoadMask(BaseTransform):
     """Reads results["seg_map_path"] into `gt_seg_map`, uint8 [h, w] in [0, num_classes) or 255.
 
     In place of mmseg's LoadAnnotations, which wraps 16-bit labels around and lets labels out of range through to the
-    loss. With results["reduce_zero_label"] label 0 is ignored and the others move down by one. UserError names the
+    loss. Like LoadAnnotations, it never turns a mask: an image with an EXIF orientation needs a mask of the turned
+    image.
+
+    With results["reduce_zero_label"] label 0 is ignored and the others move down by one. UserError names the
     file.
     """
 
@@ -70,7 +76,7 @@ class LoadMask(BaseTransform):
 
     def transform(self, results: dict[str, Any]) -> dict[str, Any]:
         path, shift = results["seg_map_path"], int(results["reduce_zero_label"])
-        mask = np.asarray(_read(path)).astype(np.int64)
+        mask = _read(path, read_mask)
         # an image resized for testing keeps the mask's size in ori_shape
         if mask.shape != tuple(results["ori_shape"]):
             raise UserError(
@@ -84,11 +90,15 @@ class LoadMask(BaseTransform):
         return results
 
 
-def _read(path: str, mode: str | None = None) -> Image.Image:
+def _picture(path: str) -> Bytes:
+    return np.asarray(read_rgb(path, path, upright=True))
+
+
+def _read(path: str, read: Callable[[str], NDArray[Any]]) -> NDArray[Any]:
     try:
-        image = Image.open(path)
-        image.load()
-        return image.convert(mode) if mode else image
+        return read(path)
+    except UserError:
+        raise
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; every image needs its mask, of the same name") from None
     except (UnidentifiedImageError, OSError, SyntaxError, ValueError) as error:
@@ -193,6 +203,11 @@ class ADE20K(ADE20KDataset):
         super().__init__(data_root=str(root), data_prefix=prefix, **options)
         if not len(self):
             raise UserError(f"no *.jpg in {Path(root, 'images', part)}: unpack ADE20K there again")
+
+    def load_data_list(self) -> list[dict[str, Any]]:
+        """mmseg's, without the files of hidden folders, such as .ipynb_checkpoints."""
+        images = self.data_prefix["img_path"]
+        return [item for item in super().load_data_list() if not hidden(item["img_path"], images)]
 
 
 # -- the three tasks --------------------------------------------------------------------------------------------

@@ -113,7 +113,10 @@ def backward(
 @repeated
 @torch.no_grad()
 def evaluate(run: Run, model: nn.Module, split: str, eval_set: BaseSegDataset) -> dict[str, float]:
-    """mIoU, mAcc and aAcc over the whole split, each worker on its share; logs each class's IoU and some pictures."""
+    """mIoU, mAcc and aAcc over the whole split, each worker on its share; logs each class's IoU and some pictures.
+
+    The model runs in float32 at any precision of training, as in mmseg's published figures.
+    """
     classes, palette = eval_set.metainfo["classes"], eval_set.metainfo["palette"]
     metric = SegmentationMetric(classes, run.device)
     shown = 0
@@ -121,8 +124,7 @@ def evaluate(run: Run, model: nn.Module, split: str, eval_set: BaseSegDataset) -
         model.eval()
         size = EVAL_BATCH[run.recipe.dataset]
         for batch in eval_batches(eval_set, run.recipe, run.rank, run.world_size, size, run.device):
-            with run.autocast():
-                samples = model(**model.data_preprocessor(batch, training=False), mode="predict")
+            samples = model(**model.data_preprocessor(batch, training=False), mode="predict")
             for image, sample in zip(batch["inputs"], samples, strict=True):
                 prediction, label = sample.pred_sem_seg.data[0], sample.gt_sem_seg.data[0]
                 metric.update(prediction, label)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import os
 import shutil
@@ -21,7 +22,30 @@ Key = tuple[int, int, int]  # (seed, epoch, index): a sample's random numbers fo
 
 def data_root() -> Path:
     """The folder that CO2_DATA names, ~ being the home folder; `data` in the working directory where it is not set."""
-    return Path(os.path.expanduser(os.environ.get("CO2_DATA") or "data"))
+    return from_home(os.environ.get("CO2_DATA") or "data")
+
+
+def from_home(path: str | Path) -> Path:
+    """The path with ~ and ~user replaced by that home folder, as a shell does only at the start of a word."""
+    found = os.path.expanduser(path)
+    if (first := found.split(os.sep)[0]).startswith("~") and not os.path.lexists(first):
+        raise UserError(f"{path}: {first} is no user here: give the whole path")
+    return Path(found)
+
+
+def paths_from_home(options: T) -> T:
+    """The dataclass with from_home applied to every path in its fields, in tuples too."""
+    changed = {}
+    for f in dataclasses.fields(options):  # pyright: ignore[reportArgumentType]
+        value = getattr(options, f.name)
+        if isinstance(value, Path) and str(value).startswith("~"):
+            changed[f.name] = from_home(value)
+    return dataclasses.replace(options, **changed) if changed else options  # pyright: ignore[reportArgumentType]
+
+
+def hidden(path: str | Path, folder: str | Path) -> bool:
+    """Whether the path's name, or that of a folder between it and `folder`, begins with a dot."""
+    return any(part.startswith(".") for part in Path(path).relative_to(folder).parts)
 
 
 def missing(what: str, folder: Path, expected: str, stand_in: str, holds: str = "it") -> UserError:
@@ -40,7 +64,7 @@ def cached(name: str, build: Callable[[Path], Any]) -> Path:
     Safe for several workers, also of several hosts on a shared file system: one builds while the others wait for its
     lock, and the folder appears by one atomic rename.
     """
-    cache = Path(os.environ.get("CO2_CACHE") or "~/.cache/co2").expanduser()
+    cache = from_home(os.environ.get("CO2_CACHE") or "~/.cache/co2")
     folder = cache / name
     if folder.is_dir():
         return folder
@@ -55,8 +79,8 @@ def cached(name: str, build: Callable[[Path], Any]) -> Path:
         try:
             return folder if folder.is_dir() else build_whole(folder, build)[0]
         except OSError as error:
-            if error.filename and not Path(os.fsdecode(error.filename)).is_relative_to(cache):
-                raise  # of what is read
+            if error.errno is None or error.filename and not Path(os.fsdecode(error.filename)).is_relative_to(cache):
+                raise  # about what is read
             if not folder.is_dir():  # otherwise another host was first
                 raise _unwritable(cache, error) from None
     return folder

@@ -131,7 +131,10 @@ class RunFolder:
             self._lock.close()
 
     def log(self, step: int, scalars: Mapping[str, float | Tensor], of_model: str = "") -> None:
-        """Writes one line of metrics.jsonl, and TensorBoard's scalars. of_model: `shared` or `own`, of evaluations."""
+        """Writes one line of metrics.jsonl, with null for what is not finite, and TensorBoard's scalars.
+
+        of_model: `shared` or `own`, of evaluations.
+        """
         if not self.writes:
             return
         values = {name: float(value) for name, value in scalars.items()}
@@ -150,7 +153,8 @@ class RunFolder:
     def _write_line(self, step: int, values: dict[str, Any]) -> None:
         assert self._metrics is not None, "begin() comes first"
         line = {"step": step, "seconds": round(self.clock.seconds, 3), **values}
-        self._metrics.write(json.dumps(line) + "\n")
+        line = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
+        self._metrics.write(json.dumps(line, allow_nan=False) + "\n")
 
     def summarise(self, recipe: Recipe, summary: dict[str, float]) -> None:
         """Writes and prints summary.json, with null for what is not finite; gives TensorBoard recipe and summary."""

@@ -16,6 +16,7 @@ import tyro
 from core import CO2Config, UserError
 from core.elastic.joining import check_elastic
 from core.methods import REGISTRY, check_settings, entry_of
+from training.data import paths_from_home
 from training.layouts.layout import Layout
 from training.optim import OptimConfig
 from training.script import launch
@@ -207,6 +208,7 @@ def parse(recipes: Mapping[str, R], argv: Sequence[str] | None = None, prog: str
         console_outputs=rank() == 0,
         config=(tyro.conf.AvoidSubcommands,),
     )
+    recipe = paths_from_home(recipe)
     if recipe.out == Path():
         raise UserError("out='' is the folder that you are in: name one of the run's own, such as runs/mine")
     refuse_unused(recipe, default)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from core import UserError
 from training.data import Key, cached, damaged, data_root, eval_keys, missing, train_keys
+from training.images import read_rgb
 from training.sampling import generator
 from training.untrusted import read_arrays
 from training.workers import upload
@@ -167,10 +168,10 @@ def _jpegs(archive: Path) -> dict[str, list[tuple[str, str, bytes]]]:
 
 def _pixels(archive: Path, name: str, content: bytes) -> np.ndarray:
     """uint8 [32, 32, 3]."""
-    from PIL import Image
-
     try:
-        pixels = np.asarray(Image.open(io.BytesIO(content)).convert("RGB"))
+        pixels = np.asarray(read_rgb(io.BytesIO(content), f"{archive}: {name}"))
+    except UserError:
+        raise
     except Exception:  # Pillow's formats raise nearly any
         raise UserError(f"{archive}: {name} is not a readable image; fetch it again") from None
     if pixels.shape != (32, 32, 3):

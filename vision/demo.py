@@ -20,6 +20,8 @@ import tyro
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+from training.data import paths_from_home
+
 ROWS = {  # folder -> options
     "ddp": ["--method", "ddp"],
     "slowmo": ["--method", "slowmo"],
@@ -43,7 +45,7 @@ class Demo:
 
 
 def main() -> int:
-    demo = tyro.cli(Demo, use_underscores=True)
+    demo = paths_from_home(tyro.cli(Demo, use_underscores=True))
     out = demo.out or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")
     print(
         f"{demo.workers} workers on this machine's CPU, scikit-learn's digits, {demo.epochs} epochs each.\n"

@@ -29,7 +29,7 @@ from training.sampling import load_batches, mix, seeded
 from vision.index import IndexedFolder
 from vision.model import image_size
 from vision.recipes import VisionRecipe
-from vision.shards import Shards
+from vision.shards import Shards, tars
 from vision.transforms import CPU, on_device
 
 Samples = IndexedFolder | Shards
@@ -55,7 +55,7 @@ class ImageNet:
 
     def __init__(self, folder: Path):
         try:
-            self.samples: Samples = Shards(folder) if any(folder.glob("*.tar")) else IndexedFolder(str(folder))
+            self.samples: Samples = Shards(folder) if tars(folder) else IndexedFolder(str(folder))
         except FileNotFoundError as error:
             raise UserError(f"{folder}: {str(error).splitlines()[0]}; every class is a folder with images") from None
         self.classes = tuple(self.samples.classes)
@@ -110,6 +110,8 @@ class Augmented(Dataset[tuple[Tensor, int]]):
         index = key[-1] % len(self.samples)  # that of a copy is larger
         try:
             image, label = self.samples.read(index)
+        except UserError:
+            raise
         except Exception:  # Pillow's formats raise nearly any
             raise UserError(f"{self.samples.name(index)}: not a readable image; fetch it again or remove it") from None
         with seeded(mix(*key)):

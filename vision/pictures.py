@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from training.untrusted import printable
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -30,7 +32,9 @@ def labelled(images: Tensor, labels: Tensor, predictions: Tensor, classes: Seque
         axes = figure.add_subplot(rows, COLUMNS, i + 1)
         axes.imshow(image, cmap="gray")
         axes.set_title(
-            f"true {classes[true]}\npredicted {classes[seen]}", fontsize=9, color="C2" if seen == true else "C3"
+            f"true {printable(classes[true])}\npredicted {printable(classes[seen])}",
+            fontsize=9,
+            color="C2" if seen == true else "C3",
         )
         axes.axis("off")
     return figure

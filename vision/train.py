@@ -20,7 +20,7 @@ from training.backward import Scalars, backward_in_parts
 from training.elastic.run import repeated
 from training.optim import clip_gradients, make_optimizer, make_schedule
 from training.run import Run
-from training.sampling import steps_per_epoch
+from training.sampling import eval_share, steps_per_epoch
 from vision import data
 from vision.imagenet import ImageNet
 from vision.model import build_model
@@ -101,25 +101,34 @@ def backward(run: Run, recipe: VisionRecipe, wrapped: nn.Module, images: Tensor,
     return backward_in_parts(wrapped, parts, part_of)
 
 
+def spread(images: int) -> list[int]:
+    """Which of so many test images TensorBoard shows: some from all over a set that is sorted by class."""
+    return sorted({i * images // PICTURES for i in range(PICTURES)} if images else ())
+
+
 @repeated
 @torch.no_grad()
 def evaluate(run: Run, recipe: VisionRecipe, model: nn.Module, test_set: Dataset) -> dict[str, float]:
     """Top-1, top-5 and loss over the whole test set, each worker on its share."""
     with run.paused():
         model.eval()
-        top1 = top5 = loss = count = 0.0
+        top1 = top5 = loss = 0.0
+        count, few = 0, list[tuple[Tensor, Tensor, Tensor]]()
+        shown = spread(len(eval_share(len(test_set), rank=run.rank, world_size=run.world_size)))
         for images, labels in test_set.test_batches(recipe, run.rank, run.world_size, run.device):
             with run.autocast():
                 logits = model(images).float()
-            if run.rank == 0 and not count:
-                few = (images[:PICTURES], labels[:PICTURES], logits[:PICTURES].argmax(1))
-                run.folder.writer.add_figure("test/images", labelled(*few, test_set.classes), run.step)
+            if run.rank == 0 and (at := [i - count for i in shown if count <= i < count + len(labels)]):
+                few.append((images[at], labels[at], logits[at].argmax(1)))
             # counts add up exactly over workers; timm.utils.accuracy gives percents of a batch, in float32
             best = logits.topk(min(5, logits.shape[1]), dim=1).indices == labels[:, None]
             top1 += best[:, 0].sum().item()
             top5 += best.any(dim=1).sum().item()
             loss += F.cross_entropy(logits, labels, reduction="sum").item()
             count += len(labels)
+        if few:
+            pictures = labelled(*map(torch.cat, zip(*few, strict=True)), test_set.classes)
+            run.folder.writer.add_figure("test/images", pictures, run.step)
         model.train()
         top1, top5, loss, count = run.sum(top1, top5, loss, count)
         results = {"test_top1": top1 / count, "test_top5": top5 / count, "test_loss": loss / count}

@@ -176,13 +176,14 @@ def test_a_link_in_a_shard_is_named(shards: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    "content", ["", "x", "a\tb\tc\td\n", "other.tar\t0\t10\t1\n", "../x.tar\t0\t1\t1\n", b"\xff\n"]
+    "content",
+    ["", "x", "a\tb\tc\td\0\0", "other.tar\t0\t10\t1\0\0", "../x.tar\t0\t1\t1\0\0", b"\xff\0\0", "\0\0", "x\0\0y\0"],
 )
 def test_a_damaged_index_is_named(shards: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, content: str | bytes):
     monkeypatch.setenv("CO2_DATA", str(shards.parent))
     monkeypatch.setenv("CO2_CACHE", str(tmp_path / "cache"))
     data.load("imagenet")
-    for path in (tmp_path / "cache").glob("index-*/files.txt"):
+    for path in (tmp_path / "cache").glob("index-*/files"):
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(
         UserError, match=rf"^{tmp_path}/cache/index-\S*: .*remove {tmp_path}/cache/index-\S*, it is made again$"
@@ -207,8 +208,8 @@ def test_an_image_that_cannot_be_read_is_named(folders: Path):
 def test_files_are_listed_once_and_again_when_they_change(folders: Path, monkeypatch: pytest.MonkeyPatch):
     plain = [index.ImageFolder(str(folders / split)).samples for split in ("train", "val")]
     listed: list[str] = []
-    really = index.ImageFolder.make_dataset
-    monkeypatch.setattr(index.ImageFolder, "make_dataset", lambda *a: listed.append(a[0]) or really(*a))
+    really = index.pictures
+    monkeypatch.setattr(index, "pictures", lambda *a: listed.append(a[0]) or really(*a))
     assert [part.samples.samples for part in data.load("imagenet")] == plain and len(listed) == 2
     assert [part.samples.samples for part in data.load("imagenet")] == plain and len(listed) == 2
     (folders / "train" / "b" / "1.JPEG").rename(folders / "train" / "b" / "2.JPEG")

@@ -13,6 +13,7 @@ from pathlib import Path
 import tyro
 
 from core.errors import UserError
+from training.data import paths_from_home
 from training.layouts.layout import Layout
 from training.plan import clusters, methods, show
 from training.plan.case import FLOAT32, MERGES, WIRES, Case, Layouts, Software
@@ -113,6 +114,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         methods.main(argv[1:])
         return
     options = tyro.cli(Options, prog="python -m training.plan", args=argv, use_underscores=True)
+    options = paths_from_home(options)
     options.check()
     named = Layout.parse(options.layout) if options.layout else None
     asked = case(options)

@@ -11,6 +11,7 @@ from typing import Any
 
 from core.checkpoints.untrusted import parse_json, reason
 from core.errors import UserError
+from training.data import from_home
 from training.recipe import find
 
 FLOAT32 = 4  # bytes
@@ -138,7 +139,7 @@ class Model:
 def preset_model(name: str, context: int | None) -> Model:
     """A model of presets.toml, or of a folder with Hugging Face's config.json."""
     if Path(name).is_dir() or "/" in name:
-        return from_config(Path(name), context)
+        return from_config(from_home(name), context)
     family, layers, width, heads, inner, vocabulary, length = of_preset("models", name)
     activation = presets()["activations"].get(name, NAMES[family][-1] if family == "llama" else "gelu_pytorch_tanh")
     sizes = layers, width, heads, vocabulary, context or length, inner, heads

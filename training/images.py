@@ -1,0 +1,60 @@
+"""Reads pictures and label masks of every mode that Pillow knows, without saturating or stretching their values."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageOps
+
+from core.errors import UserError
+
+BITS_PER_SAMPLE = 258  # TIFF's tag
+STRETCHED = {"L;2": 85, "L;4": 17}  # Pillow multiplies small greys by this, to fill a byte
+
+
+def read_rgb(file: str | Path | IO[bytes], name: str, *, upright: bool = False) -> Image.Image:
+    """Reads a picture as RGB; 16-bit greys keep their upper 8 bits, as cv2 and Pillow's 16-bit colours do.
+
+    Args:
+        file: path or open file.
+        name: what an error calls it.
+        upright: turn the picture as its EXIF orientation says.
+
+    Raises:
+        UserError: the mode has no known range of values. Pillow's own errors pass through.
+    """
+    with Image.open(file) as image:
+        image.load()
+        turned = ImageOps.exif_transpose(image) if upright else image
+        return _eight_bits(turned, image, name).convert("RGB")
+
+
+def _eight_bits(turned: Image.Image, image: Image.Image, name: str) -> Image.Image:
+    """image: as opened, with its format and tags."""
+    if turned.mode.startswith("I;16") or (turned.mode == "I" and image.format in ("PPM", "PNG")):
+        tags = getattr(image, "tag_v2", {})
+        bits = int(np.max(tags.get(BITS_PER_SAMPLE, 16)))  # 12-bit TIFF has mode I;16, too
+        return Image.fromarray((np.asarray(turned).astype(np.int64) >> (bits - 8)).clip(0, 255).astype(np.uint8))
+    if turned.mode in ("I", "F"):
+        kind = "floats" if turned.mode == "F" else "32-bit integers"
+        raise UserError(f"{name}: pixels are {kind}, whose range is not known: save it with 8 or 16 bits a channel")
+    return turned
+
+
+def read_mask(path: str | Path) -> NDArray[Any]:
+    """Reads a label mask as stored: integer [h, w], palette indices included; no EXIF orientation is applied.
+
+    Raises:
+        UserError: labels are floats, or a JPEG's. Pillow's own errors pass through.
+    """
+    with Image.open(path) as image:
+        raw = image.tile[0][3] if image.tile else ""
+        raw = raw[0] if isinstance(raw, tuple) else raw
+        image.load()
+        if image.mode == "F" or image.format == "JPEG":
+            kind = "floats" if image.mode == "F" else "a JPEG, which changes labels"
+            raise UserError(f"{path}: a mask of {kind}: save its labels as whole numbers in a PNG")
+        return np.asarray(image).astype(np.int64) // STRETCHED.get(raw, 1)
