@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
-from ..held import Held
-from ..pacing import Pacing
+from ..rounds import Pacing, Rounds
 from .tau import TauDecision, Tuned
 
 
@@ -38,7 +37,7 @@ class Adaptive(Pacing):
         if self.tuned is not None:
             self.tuned.tuner.given = self.tuned.tuner.tau = self.tau
 
-    def merges(self, method: Held) -> bool:
+    def merges(self, method: Rounds) -> bool:
         if self.delay != "auto":
             return method.local_steps == self.delay
         return method.flight.landed() or (self.tuned is not None and method.local_steps == self.tuned.tuner.needed)

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..riders import Heard, Rider
+from ..rounds import Heard, Rider
 from ..stats import RoundStats, ready
 
 CALIBRATION_TAU = 2  # local steps a round until the first decision; 4 led later to a loss that falls fast

@@ -14,7 +14,7 @@ from ..checkpoints.saved import Saved
 from ..elastic.flight import ElasticFlight
 from ..elastic.joining import Joining, check_elastic
 from ..elastic.members import Members
-from ..riders import Rider
+from ..rounds import Rider
 from ..testing.link import Link, SlowFlight
 from .config import CO2Config, of_kind
 from .plugged import Options, plugs

@@ -14,15 +14,14 @@ from ..adaptive.tau import TauTuner, Tuned
 from ..checks import tensors_of
 from ..errors import UserError
 from ..flat import Bucket, Scalars
-from ..flight import Flight
-from ..reducer import Reducer, all_reduce
-from ..riders import Rider
+from ..flight import Flight, Reducer, all_reduce
 from ..robust import peers
 from ..robust.agreement import Agreement
 from ..robust.guard import Guard
 from ..robust.masters import Masters
 from ..robust.spread import Spread
 from ..robust.watch import Watch
+from ..rounds import Rider
 from ..sharded.checks import check_names
 from ..testing.link import Link, flight_over
 from ..wires.auto import AutoWire

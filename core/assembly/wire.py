@@ -11,11 +11,11 @@ from torch import Tensor
 
 from ..errors import UserError
 from ..flat import Bucket, Scalars
+from ..flight import Reducer
 from ..groups import backend_for
 from ..lgreco.choices import parse
 from ..lgreco.config import LGrecoConfig
 from ..lgreco.reducer import LGreco
-from ..reducer import Reducer
 from ..wires.formats import BLOCK, BLOCK_BYTES, Wire
 from ..wires.quantized import Quantized
 

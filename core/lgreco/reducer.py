@@ -25,8 +25,8 @@ from torch import Tensor
 
 from ..errors import UserError
 from ..flat import Bucket, Scalars, copy
+from ..flight import Reducer
 from ..groups import Stage, all_reduce, moved_by_nccl
-from ..reducer import Reducer
 from ..stats import Mark, Seconds, between, mark
 from ..wires.quantized import Quantized
 from .choices import Choice

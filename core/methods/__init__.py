@@ -21,7 +21,7 @@ from ..checkpoints.own_loop import save as save
 from ..checkpoints.saved import Saved
 from ..errors import UserError
 from ..flat import is_dtensor
-from ..riders import Rider
+from ..rounds import Rider
 from ..sharded.checks import check_mesh, check_shared
 from ..testing.link import Link
 from .ddp import DDP

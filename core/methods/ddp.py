@@ -18,10 +18,9 @@ from ..checkpoints.saved import of_rank, under_rank
 from ..errors import DivergedError, UserError
 from ..flat import copy, is_dtensor, views
 from ..groups import broadcast, compare, leave_group, new_group, ring_bytes
-from ..loop import Loop
-from ..riders import Rider
 from ..robust import peers
 from ..robust.requests import Requests
+from ..rounds import Loop, Rider
 from ..stats import Late, Mark, RoundStats, Seconds, between, mark
 from ..testing.link import Link
 from .gradient_wire import GradientWire

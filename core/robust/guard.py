@@ -19,9 +19,8 @@ from torch import Tensor
 from ..errors import DivergedError
 from ..flat import Bucket, local_shard, read_blocks
 from ..groups import Stage
-from ..held import Held
 from ..outer import norm
-from ..riders import Heard, Rider
+from ..rounds import Heard, Rider, Rounds
 
 SOUND, NOT_FINITE, JUMPED = 0, 1, 2  # verdicts
 REASONS = {NOT_FINITE: "not finite", JUMPED: "out of proportion to its own before"}
@@ -54,7 +53,7 @@ class Guard(Rider):
         self.on_left_out: LeftOut | None = None
         self.count = 0
 
-    def attach(self, method: Held) -> None:
+    def attach(self, method: Rounds) -> None:
         super().attach(method)
         flight = method.flight
         ranks = range(flight.places) if flight.group is None else dist.get_process_group_ranks(flight.group)

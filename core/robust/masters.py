@@ -9,8 +9,7 @@ from torch import Tensor
 
 from ..errors import UserError
 from ..flat import copy, local_shard
-from ..held import Held
-from ..riders import Rider
+from ..rounds import Rider, Rounds
 
 
 class Masters(Rider):
@@ -22,7 +21,7 @@ class Masters(Rider):
     def __init__(self, model_params: Iterable[Tensor]):
         self.model_params = [local_shard(p) for p in model_params]
 
-    def attach(self, method: Held) -> None:
+    def attach(self, method: Rounds) -> None:
         super().attach(method)
         given, masters = [p.shape for p in self.model_params], [p.shape for p in method.params]
         if given != masters:

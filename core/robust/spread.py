@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..riders import Rider
+from ..rounds import Rider
 from .guard import Guard
 
 

@@ -18,9 +18,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..flat import Bucket, views
 from ..groups import is_alive
-from ..held import Held
 from ..outer import norm
-from ..riders import Rider
+from ..rounds import Rider, Rounds
 
 # Of a tensor's norm. Weights that were swapped for an evaluation come back as they were, or nearly so; where a worker
 # begins a round with progress of its own, that is no reason to warn, while loaded weights are farther off.
@@ -40,7 +39,7 @@ class Watch(Rider):
         self._looked = False  # for what else averages the parameters
         self._unchecked: dict[int, tuple[int, int]] = {}
 
-    def attach(self, method: Held) -> None:
+    def attach(self, method: Rounds) -> None:
         super().attach(method)
         self._params = method.params
         self._number = {id(p): i for i, p in enumerate(method.trained)}

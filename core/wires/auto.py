@@ -9,9 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..flat import Bucket, Scalars
-from ..flight import Flight
+from ..flight import Flight, Reducer
 from ..groups import Stage
-from ..reducer import Reducer
 from .formats import Wire
 from .quantized import Quantized, nothing_held_back
 

@@ -23,8 +23,8 @@ from torch.nn.functional import pad
 
 from ..collectives.stages import all_gather
 from ..flat import Bucket, Scalars, kernels_of
+from ..flight import Reducer
 from ..groups import Stage
-from ..reducer import Reducer
 from . import formats as wires
 from .formats import BLOCK, BLOCK_BYTES, Wire
 

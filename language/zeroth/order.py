@@ -34,7 +34,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from core.checks import check_group
 from core.errors import DivergedError, UserError
 from core.groups import broadcast, compare, leave_group
-from core.loop import Loop
+from core.rounds import Loop
 from core.testing.link import Link
 
 from .config import ZerothConfig
