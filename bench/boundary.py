@@ -25,7 +25,7 @@ from torch import Tensor
 from bench import memory, report
 from bench.report import MOST_PARAMETERS, Asked, Spread, require, require_device
 from core import CO2, CO2Config, UserError, outer
-from core.passes import make_boundary
+from core.outer import make_boundary
 from training.script import launch
 
 MATRIX = 2048  # the model is matrices [2048, 2048] and vectors [2048], as in a transformer of that width

@@ -35,12 +35,11 @@ from bench.report import Asked, mean_sd, require, require_company
 from bench.trainings import AUTO, FAST, TUNING_SEED
 from core import LGrecoConfig
 from core.flat import Scalars, make_buckets
-from core.lgreco import LGreco
 from core.lgreco.choices import RAW, Choice, padded_bytes
 from core.lgreco.choices import sent_bytes as bytes_of
-from core.lgreco.curves import curve
-from core.lgreco.decide import Decider
+from core.lgreco.decide import Decider, curve
 from core.lgreco.layout import in_bucket
+from core.lgreco.reducer import LGreco
 from training.script import launch
 
 RECIPE, LOSS, BATCH, LR = "gpt2_pydoc_small", "val_loss", 32, 4e-3

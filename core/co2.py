@@ -33,7 +33,7 @@ from torch import Tensor
 
 from . import outer
 from .config import OuterConfig, check_known
-from .passes import make_boundary
+from .outer import make_boundary
 from .rounds import Pacing, Rounds
 
 Settings = Callable[[int], OuterConfig]  # of a round, from its number alone

@@ -17,9 +17,22 @@ from typing import Any, NamedTuple, Self, TypeVar
 import torch
 from torch import Tensor
 
-from .checks import check_group, check_inputs, tensors_of
 from .errors import UserError
-from .flat import Bucket, Scalars, State, copy, copy_where, is_dtensor, local_shard, make_buckets, rescale, unique
+from .flat import (
+    Bucket,
+    Scalars,
+    State,
+    check_group,
+    check_inputs,
+    copy,
+    copy_where,
+    is_dtensor,
+    local_shard,
+    make_buckets,
+    rescale,
+    tensors_of,
+    unique,
+)
 from .flight import Flight, Reducer, all_reduce
 from .groups import Stage
 from .stats import Late, RoundClock, RoundStats

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from core.adaptive.pacing import Adaptive
+from core.adaptive.tau import Adaptive
 from core.checkpoints.named import load_model, load_optimizer, of_optimizer
 from core.checkpoints.snapshot import Snapshot
 from core.methods import Method

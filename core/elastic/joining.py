@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ..adaptive.arrival import OnArrival
+from ..adaptive.merging import OnArrival
 from ..checkpoints.saved import Saved
 from ..errors import UserError
 from ..rounds import Rider, Rounds

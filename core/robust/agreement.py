@@ -18,9 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..collectives.stages import send_first
 from ..errors import UserError
-from ..groups import Stage
+from ..groups import Stage, send_first
 from ..rounds import Heard, Rider, Rounds
 
 PARTS = 16  # a round looks at one part of so many: a quarter of a byte read a parameter

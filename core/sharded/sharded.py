@@ -22,15 +22,12 @@ from torch import Tensor
 from .. import outer
 from ..adaptive.config import AdaptiveConfig
 from ..checkpoints.saved import Saved
-from ..checks import tensors_of
-from ..collectives.stages import gather_parts
 from ..errors import UserError
-from ..flat import Bucket, copy, make_buckets, unique
-from ..groups import Stage, all_reduce
-from ..offload.pinned import pinned
+from ..flat import Bucket, copy, make_buckets, tensors_of, unique
+from ..groups import Stage, all_reduce, gather_parts
 from ..stats import send_off
-from .checks import check_shared
-from .live import HostCopies, Live, beside
+from .live import HostCopies, Live, beside, pinned
+from .mesh import check_shared
 from .placement import Holders, Placement, sum_parts
 
 

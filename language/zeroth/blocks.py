@@ -24,7 +24,7 @@ from torch import nn
 
 from core.errors import UserError
 from core.flat import unique
-from core.offload.pinned import pinned
+from core.sharded.live import pinned
 
 from .order import weights_uncached
 from .replay import Update

@@ -31,8 +31,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from core.checks import check_group
 from core.errors import DivergedError, UserError
+from core.flat import check_group
 from core.groups import broadcast, compare, leave_group
 from core.rounds import Loop
 from core.testing.link import Link

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from core.collectives.stages import gather_parts
 from core.errors import CollectiveError
 from core.flat import unique
+from core.groups import gather_parts
 
 from .replay import Update
 from .weights import Weights
