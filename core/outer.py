@@ -186,7 +186,7 @@ def all_seen(parts: Sequence[Tensor]) -> Tensor:
 
 
 class Boundary:
-    """`update` over one bucket, segment after segment; the faster ways to do the same (`ChunkedBoundary`) derive from it.
+    """`update` over one bucket, segment after segment; the faster ways to do the same derive from it.
 
     params: the live parameters, of one dtype and device, in any shapes and strides, at least one element in all.
     d, x, m: flat [sum of their numel], in the parameters' order; float32 where the parameters are 16-bit, else their

@@ -2,7 +2,6 @@
 
 from .co2 import CO2 as CO2
 from .co2 import Options as Options
-from .co2 import ShardedCO2 as ShardedCO2
 from .co2 import plugs as plugs
 from .co2 import plugs_of_other as plugs_of_other
 from .co2 import tuned_for as tuned_for

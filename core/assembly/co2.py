@@ -1,5 +1,5 @@
-"""CO2 and ShardedCO2 with all that runs on real clusters need, and what is plugged into any method: the riders in their
-order, the pacing, the reducer and the flight.
+"""CO2 with all that runs on real clusters need, and what is plugged into any method: the riders in their order, the
+pacing, the reducer and the flight.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Any, TypedDict, Unpack
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from ..adaptive.config import Schedule, settings_of
 from ..adaptive.merging import OnArrival
@@ -26,9 +25,7 @@ from ..robust.agreement import Agreement
 from ..robust.guard import Guard, Spread
 from ..robust.watch import Masters, Watch
 from ..rounds import Rider
-from ..sharded import sharded
-from ..sharded.mesh import check_names, check_shared, groups_of
-from ..sharded.placement import Holders
+from ..sharded.mesh import check_names
 from ..testing.link import Link, flight_over
 from ..wires.quantized import AutoWire
 from .config import CO2Config, WireConfig, of_kind
@@ -157,40 +154,3 @@ class CO2(Saved, OnArrival):
         c.wire.check(params, options.get("group"))
         settings = settings_of(c, schedule)
         super().__init__(params, settings, **plugs(c, lambda number: settings(number).tau, options))
-
-
-class ShardedCO2(sharded.ShardedCO2):
-    """CO2 whose outer state is shared out over the workers of a node, over all workers, or lies on the host.
-
-        mesh = node_mesh("cuda", 8)  # of core.sharded.mesh: nodes of eight consecutive ranks
-        loops = DistributedDataParallel(model, process_group=mesh.get_group("shard"))  # to be called in the loop
-        co2 = ShardedCO2(model.parameters(), CO2Config(tau=48), mesh=mesh, buffers=model.buffers())
-
-    In that order: DistributedDataParallel writes the parameters when it is made, of which ShardedCO2 would warn.
-
-    mesh: [replicate, shard], as node_mesh makes it; or its two dimensions as groups: inner_group, a node's
-    ranks, and group, of Options, the ranks with the same share across nodes; that alone, or neither: all workers are
-    equal. shards, shard, offload: see core/sharded/sharded.py. The other arguments: see CO2.
-    """
-
-    def __init__(
-        self,
-        params: Iterable[Tensor],
-        config: CO2Config | None = None,
-        *,
-        mesh: DeviceMesh | None = None,
-        inner_group: dist.ProcessGroup | None = None,
-        shards: bool | Holders = False,
-        shard: bool = False,
-        offload: bool = False,
-        schedule: Schedule | None = None,
-        **options: Unpack[Options],
-    ):
-        c = of_kind(config, CO2Config, "config")
-        settings = settings_of(c, schedule)
-        check_shared(settings(0), c.wire.format)
-        options["group"], inner_group = groups_of(mesh, options.get("group"), inner_group)
-        how: dict[str, Any] = {"shards": shards, "shard": shard, "offload": offload}
-        how |= {"timeout": options["timeout"]} if "timeout" in options else {}
-        plugged = plugs(c, lambda number: settings(number).tau, options)
-        super().__init__(params, settings, inner_group=inner_group, **how, **plugged)

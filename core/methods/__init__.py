@@ -15,7 +15,6 @@ from ..adaptive.config import Schedule
 from ..assembly import CO2 as CO2
 from ..assembly import CO2Config, Options, of_kind
 from ..assembly import LGrecoConfig as LGrecoConfig
-from ..assembly import ShardedCO2 as ShardedCO2
 from ..assembly import WireConfig as WireConfig
 from ..checkpoints.own_loop import load as load
 from ..checkpoints.own_loop import save as save
@@ -24,6 +23,7 @@ from ..errors import UserError
 from ..flat import is_dtensor
 from ..rounds import Rider
 from ..sharded.mesh import check_mesh, check_shared
+from ..sharded.sharded import ShardedCO2 as ShardedCO2
 from ..testing.link import Link
 from .ddp import DDP
 from .delayed import DelayedCO2 as DelayedCO2
@@ -97,25 +97,21 @@ class Entry:
         return self.kind in ("hidden", "blocking")
 
     def refuse(self, given: Given) -> None:
-        """UserError for settings that the method does not have, or that do not go together."""
-        for key in ("shard", "offload", "schedule"):
-            if (value := getattr(given, key)) and key not in self.takes:
-                shown = key if key == "schedule" else f"{key}={value!r}"
-                raise UserError(f"{shown} is CO2's own, method {self.name!r} does not have it: leave it out")
-        if not self.reads_co2:
-            self._refuse_unread(given.co2)
+        """UserError for settings that the method does not have, or that do not go together. Comparisons may share CO2's
+        settings of the outer step, but not its others."""
+        c, remedy = given.co2, "leave it out"
+        unread = [(key, getattr(given, key)) for key in ("shard", "offload", "schedule") if key not in self.takes]
+        found = [key if key == "schedule" else f"{key}={value!r}" for key, value in unread if value]
+        if not self.reads_co2 and not found:
+            if c.wire.format != "float32" and "wire" not in self.takes:
+                found, remedy = [f"wire.format={c.wire.format!r}"], "set ddp_wire" if self.name == "ddp" else remedy
+            else:
+                c.wire.check_given()
+                changed = [key for key in ("merge", "delay", "outlier") if getattr(c, key) != getattr(CO2Config(), key)]
+                found = [f"{key}={getattr(c, key)!r}" for key in changed]
+        if found:
+            raise UserError(f"{found[0]} is CO2's own, method {self.name!r} does not have it: {remedy}")
         self.check(given)
-
-    def _refuse_unread(self, co2: CO2Config) -> None:
-        """Comparisons may share CO2's settings of the outer step, but not its others."""
-        if co2.wire.format != "float32" and "wire" not in self.takes:
-            remedy = "set ddp_wire" if self.name == "ddp" else "leave it out"
-            given = f"wire.format={co2.wire.format!r}"
-            raise UserError(f"{given} is CO2's own, method {self.name!r} does not have it: {remedy}")
-        co2.wire.check_given()
-        for key in ("merge", "delay", "outlier"):
-            if (value := getattr(co2, key)) != getattr(CO2Config(), key):
-                raise UserError(f"{key}={value!r} is CO2's own, method {self.name!r} does not have it: leave it out")
 
 
 def _co2(given: Given) -> tuple[nn.Module, Any]:
@@ -144,23 +140,23 @@ def _check_ddp(given: Given) -> None:
         raise UserError("ddp_wire.format='auto' is chosen together with tau, which ddp does not have: give a format")
 
 
-def _delayed(given: Given) -> tuple[nn.Module, Any]:
-    return given.model, DelayedCO2(given.params, given.co2, given.own, **given.options)
-
-
 def _local(given: Given) -> tuple[nn.Module, Any]:
     return given.model, LocalSGD(given.params, given.tau, wire=given.co2.wire, **given.options)
 
 
 def _overlap_local(given: Given) -> tuple[nn.Module, Any]:
     c = given.co2
-    made = OverlapLocalSGD(given.params, c.tau, given.own, tau_max=c.tau_max, wire=c.wire, **given.options)
-    return given.model, made
+    more: dict[str, Any] = {"tau_max": c.tau_max, "wire": c.wire, **given.options}
+    return given.model, OverlapLocalSGD(given.params, c.tau, given.own, **more)
 
 
 def _slowmo(given: Given) -> tuple[nn.Module, Any]:
-    made = SlowMo(given.params, given.tau, given.own, lr=given.lr, wire=given.co2.wire, **given.options)
-    return given.model, made
+    more: dict[str, Any] = {"lr": given.lr, "wire": given.co2.wire, **given.options}
+    return given.model, SlowMo(given.params, given.tau, given.own, **more)
+
+
+def _delayed(given: Given) -> tuple[nn.Module, Any]:
+    return given.model, DelayedCO2(given.params, given.co2, given.own, **given.options)
 
 
 OF_CO2, WIRE = frozenset({"shard", "offload", "schedule", "elastic"}), frozenset({"wire"})
