@@ -31,12 +31,11 @@ from bench.time_to_loss import RUN, Learned, TimeToLoss
 from bench.trainings import FAST, TUNING_SEED
 from core import LGrecoConfig
 from core.flat import Scalars, make_buckets
-from core.lgreco import LGreco
 from core.lgreco.choices import RAW, Choice, padded_bytes
 from core.lgreco.choices import sent_bytes as bytes_of
-from core.lgreco.curves import curve
-from core.lgreco.decide import Decider
+from core.lgreco.decide import Decider, curve
 from core.lgreco.layout import in_bucket
+from core.lgreco.reducer import LGreco
 from training.script import launch
 
 RECIPE, BATCH, LR = "gpt2_pydoc_small", 32, 4e-3

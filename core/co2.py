@@ -33,9 +33,8 @@ from torch import Tensor
 
 from . import outer
 from .config import OuterConfig, check_known
-from .pacing import Pacing
-from .passes import make_boundary
-from .rounds import Rounds
+from .outer import make_boundary
+from .rounds import Pacing, Rounds
 
 Settings = Callable[[int], OuterConfig]  # of a round, from its number alone
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .flat import copy, group_pieces, views
+from .flat import copy, group_pieces, kernels_of, views
 
 EPS = 1e-12  # keeps Lambda finite when a pseudo-gradient is exactly zero
 # Elements updated at a time: on a CPU what belongs to them, some 5 MiB in float32, stays in its cache; on a GPU few
@@ -186,7 +186,7 @@ def all_seen(parts: Sequence[Tensor]) -> Tensor:
 
 
 class Boundary:
-    """`update` over one bucket, segment after segment; the faster ways to do the same (core/passes.py) derive from it.
+    """`update` over one bucket, segment after segment; the faster ways to do the same derive from it.
 
     params: the live parameters, of one dtype and device, in any shapes and strides, at least one element in all.
     d, x, m: flat [sum of their numel], in the parameters' order; float32 where the parameters are 16-bit, else their
@@ -229,3 +229,76 @@ class Boundary:
 
     def update(self, rule: Rule) -> Tensor:
         return all_seen([update(s, rule) for s in self.segments])
+
+
+class ChunkedBoundary(Boundary):
+    """In one pass over memory, a cache-sized segment after the other; correct on any device, but it synchronises a GPU.
+
+    Each element of p, d, x and m is read and written once; the elementwise gap reads d once more before. The result is
+    not bit for bit that of `update`: Lambda / scale is divided by instead of Lambda, and the slope of Lambda is
+    computed once. Both round differently where the number of workers is no power of two, or the gap is elementwise.
+    """
+
+    def plan(self) -> None:
+        super().plan()
+        longest = max((len(s.d) for s in self.segments), default=0)
+        self._scratch = self.d.new_empty(longest)
+        self.narrow = self.params[0].dtype != self.d.dtype
+        self._rounded = self._scratch.to(self.params[0].dtype) if self.narrow else None
+
+    def update(self, rule: Rule) -> Tensor:
+        slope = 0.0 if rule.c is None else float(rule.last_alpha) / (rule.c.item() + EPS)
+        gap = 1.0 if rule.gap is None else rule.gap.item()
+        seen = []
+        for s in self.segments:
+            seen.append(_momentum(s, self._scratch[: len(s.d)], rule, gap, slope))
+            self.send(s, rule)
+            s.x.sub_(s.m, alpha=float(rule.alpha))
+            self.restart_segment(s, rule)
+        squares, gaps, tops, clipped = zip(*seen, strict=True)
+        numbers = [sum(squares), sum(gaps), max(tops), sum(clipped)]
+        return torch.tensor(numbers, dtype=torch.float64, device=self.d.device)
+
+    def send(self, s: Segment, rule: Rule) -> None:
+        """Step 3 of a segment."""
+        self.take_difference(s)
+
+    def restart_segment(self, s: Segment, rule: Rule) -> None:
+        """What the worker continues from."""
+        copy(s.params, s.x_views)
+
+    def take_difference(self, s: Segment) -> None:
+        """d <- r(x) - p, with r(x) = x rounded to p's dtype."""
+        if self._rounded is None and len(s.params) == 1:
+            torch.sub(s.x_views[0], s.params[0], out=s.d_views[0])
+            return
+        s.d.copy_(s.x if self._rounded is None else self._rounded[: len(s.d)].copy_(s.x))
+        torch._foreach_sub_(s.d_views, s.params)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def _momentum(s: Segment, scratch: Tensor, rule: Rule, gap: float, slope: float) -> tuple[float, float, float, float]:
+    """m <- clip(beta m + Delta / Lambda), where Lambda = 1 + slope |m|, or `gap` where slope is 0. Returns what was
+    seen, as new_momentum does, in plain numbers: on a CPU .item() costs nothing worth saving."""
+    gap_sum, gap_max, clipped, scale = gap * len(s.m), gap, 0.0, float(rule.scale)
+    if slope:
+        torch.abs(s.m, out=scratch)  # then Lambda / scale, which saves scaling d
+        torch.add(s.m.new_tensor(1 / scale), scratch, alpha=slope / scale, out=scratch)
+        gap_sum = scratch.sum().item() * scale
+        gap_max = scratch.amax().item() * scale
+        torch.div(s.d, scratch, out=scratch)
+        torch.add(scratch, s.m, alpha=rule.beta, out=s.m)
+    else:
+        s.m.mul_(rule.beta).add_(s.d, alpha=scale / gap)
+    if rule.phi is not None:
+        low, high = torch.aminmax(s.m)
+        if not (-rule.phi <= low.item() and high.item() <= rule.phi):  # mostly nothing is clipped: one read
+            clipped = torch.abs(s.m, out=scratch).gt_(rule.phi).sum().item()
+            s.m.clamp_(-rule.phi, rule.phi)
+    return torch.dot(s.m, s.m).item(), gap_sum, gap_max, clipped
+
+
+def make_boundary(params: Sequence[Tensor], d: Tensor, x: Tensor, m: Tensor) -> Boundary:
+    """Triton's kernel on CUDA where Triton is installed, the in-place pass on a CPU; elsewhere the plain one."""
+    if kernels := kernels_of(d.device):
+        return kernels.TritonBoundary(params, d, x, m)
+    return (Boundary if d.is_cuda else ChunkedBoundary)(params, d, x, m)

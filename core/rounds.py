@@ -1,28 +1,204 @@
 """Round after round: local steps are counted, what was sent a round ago lands, and the next reduction is launched.
 
 A method (CO2, the baselines) says in `close_round` what a round's end means, by `land` and `send`. Plugged in are: what
-carries a reduction (Flight), how it travels (Reducer), when a round ends (Pacing), and what goes along (Riders).
+carries a reduction (Flight), how it travels (Reducer), when a round ends (Pacing), and what goes along (Riders). A
+rider knows one thing, such as who is left out of a mean. Nothing here knows a rider by name: each is called at the same
+points of a round, in the order in which they were given.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor
 
 from .errors import UserError
-from .flat import Bucket, Scalars, copy, copy_where, rescale
-from .flight import Flight
+from .flat import (
+    Bucket,
+    Scalars,
+    State,
+    check_group,
+    check_inputs,
+    copy,
+    copy_where,
+    is_dtensor,
+    local_shard,
+    make_buckets,
+    rescale,
+    tensors_of,
+    unique,
+)
+from .flight import Flight, Reducer, all_reduce
 from .groups import Stage
-from .held import Held
-from .loop import Loop
-from .pacing import Pacing
-from .reducer import Reducer, all_reduce
-from .riders import Heard, Rider, check_riders
-from .stats import Late
+from .stats import Late, RoundClock, RoundStats
+
+OWN = {"finished": 1, "steps": 1, "weight": 1}  # the scalars of every reduction
+
+
+class Loop:
+    """As a context manager a method ends with its block, every worker's alike:
+
+        with CO2(model.parameters(), CO2Config(tau=48), buffers=model.buffers()) as co2:
+            for batch in loader:
+                ...
+                co2.step()
+
+    calls finish() and close(). After an exception it calls leave() instead, and waits for nobody.
+
+    What is said here holds where each step ends a round with equal parameters, as in DDP; Rounds says it for others.
+    """
+
+    @property
+    def at_boundary(self) -> bool:
+        """Whether a round has just closed on this worker (or none has begun), and all workers are at that boundary: the
+        same on all after the same calls of step(). There they may evaluate, save and stop together."""
+        return True
+
+    def settle(self) -> bool:
+        """At a boundary, for an evaluation or a checkpoint: waits for what was sent, where workers differ until it has
+        come. Every worker must call it. True where all workers hold the same model now, False where each holds its own,
+        whose loss is the greater: in mid-round, or while `at_boundary` is False. No reduction is launched for it, so
+        that buffers, such as BatchNorm's statistics, are each worker's own until the first mean has landed: where it is
+        merged at the next boundary, not yet at the first."""
+        return True
+
+    @contextlib.contextmanager
+    def shared_model(self) -> Iterator[bool]:
+        """As `settle`, for the block: a method that cannot go on from the common model lends it to the block alone."""
+        yield self.settle()
+
+    def finish(self) -> Any:
+        """Ends what is under way, with equal parameters on all workers; every worker must call it."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Leaves the process group. Only after finish()."""
+        raise NotImplementedError
+
+    def leave(self) -> None:
+        """After an exception, in place of finish() and close(): waits for nobody. Here the process's end is noticed."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if kind is not None:
+            return self.leave()
+        self.finish()
+        self.close()
+
+
+class Pacing:
+    """tau: local steps a round, or a function of the round's number that gives them.
+
+    Attributes: tau, of the round that runs.
+    """
+
+    def __init__(self, tau: int | Callable[[int], int]):
+        self._tau_of = tau if callable(tau) else lambda number: tau
+        self.begin(0)
+
+    def begin(self, number: int) -> None:
+        """Round `number` begins, counted from 0."""
+        self.tau = self._tau_of(number)
+        if not isinstance(self.tau, int) or self.tau < 1:
+            raise UserError(f"tau={self.tau!r}: give a whole number of local steps, 1 or more")
+
+    def closes(self, method: Rounds) -> bool:
+        """After a local step: whether the round ends with it."""
+        return method.local_steps >= self.tau
+
+    def merges(self, method: Rounds) -> bool:  # noqa: ARG002
+        """After a local step that ends no round: whether to merge the mean that is in flight."""
+        return False
+
+
+class Heard(NamedTuple):
+    """What the sums of a reduction were taken over. round: that ended with their sending, from 0. everybody: the number
+    of processes. workers: that of payloads, fewer where several processes hold parts of one payload."""
+
+    round: int
+    everybody: int
+    workers: int
+
+
+class Rider:
+    """Every hook does nothing unless it is overridden. A reduction calls pack, stages, landed and hear, in this order;
+    a round calls end and moved last. Where reductions are hidden, landed and hear are about the reduction
+    that was launched a round ago, and come before pack.
+
+    name: under which a checkpoint keeps its state; "" keeps none. shared, of_each: its scalars, name -> how many
+    numbers; of those in of_each every worker has a place of its own. method: whose reductions it goes along with.
+    """
+
+    name = ""
+    shared: Mapping[str, int] = {}
+    of_each: Mapping[str, int] = {}
+    method: Rounds
+
+    def attach(self, method: Rounds) -> None:
+        """The method is made."""
+        self.method = method
+
+    def pack(self) -> None:
+        """Before a launch: writes its scalars; may change what is sent, and its weight."""
+
+    def stages(self) -> Iterator[Stage]:
+        """What is sent ahead of the payload, in the background."""
+        yield from ()
+
+    def landed(self) -> None:
+        """The sum has landed, and nothing has used it yet."""
+
+    def hear(self, sums: Mapping[str, Sequence[float]], of: Heard) -> None:
+        """The sums over all processes, as the host knows them: on a GPU those of the reduction before."""
+
+    def end(self) -> None:
+        """The round is over: what was heard takes effect, on all workers at once."""
+
+    def moved(self, *, at_boundary: bool) -> None:
+        """The method has written the parameters."""
+
+    def finishing(self) -> None:
+        """finish() begins."""
+
+    def finished(self) -> None:
+        """finish() is over."""
+
+    def restart(self) -> None:
+        """Everything starts anew from the parameters."""
+
+    def left_out(self, where: Tensor) -> None:
+        """where: 0-d truth value. Where it is true, this worker starts anew from where the others are."""
+
+    def others_came(self) -> None:
+        """The method goes on among other workers, which have not heard what this one has heard."""
+
+    def state_dict(self) -> Any:
+        """A tensor, a list of tensors, or plain values; a checkpoint copies tensors to the host's memory."""
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Any, *, of_others: bool) -> None:
+        """state: None where the checkpoint holds none. of_others: another number of workers wrote it."""
+
+
+def check_riders(riders: Sequence[Any]) -> None:
+    """Refuses what is no rider, one that goes along with another method, and two whose numbers share a name."""
+    names: set[str] = set()
+    for rider in riders:
+        if not isinstance(rider, Rider):
+            raise UserError(f"riders: {rider!r} is among them: give objects of a Rider's classes")
+        if hasattr(rider, "method"):
+            raise UserError(f"riders: this {type(rider).__name__} goes along with another method: make one for each")
+        if twice := names & (own := {*rider.shared, *rider.of_each, *([rider.name] if rider.name else [])}):
+            raise UserError(f"riders: two have the name {min(twice)!r}, of a scalar or of a state: make them differ")
+        names |= own
+
 
 OneRider = TypeVar("OneRider", bound=Rider)
 
@@ -35,14 +211,30 @@ class Landing(NamedTuple):
     empty: bool
 
 
-class Rounds(Held, Loop):
-    """A method that trains in rounds. pacing, riders: see the top of this file. The other arguments: see Held; what a
-    loop calls besides step and finish: see Loop.
+class Rounds(Loop, ABC):
+    """A method that trains in rounds. What a loop calls besides step and finish: see Loop.
 
-    Attributes, beside Held's: sent_tau, the tau of the round whose reduction is in flight, or landed last; growth,
-    sent_tau over the tau of the round whose mean landed before (outer.carried).
+    params: trained together, all beginning as on the first worker; frozen ones are broadcast once. buffers: those of
+    floating point are averaged along, as BatchNorm's statistics; others are broadcast once. Convert a model (dtype,
+    device, memory format) before: what puts new tensors in their place is not seen. flight, reducer: make what carries
+    the reductions, and what says how they travel. pacing, riders: see the top of this file.
+
+    Attributes: trained, the parameters that require a gradient, DTensors as they are; params, buffers, DTensors' shards
+    among them; buckets, the flat tensors that travel; state, the tensors that are kept from round to round, and
+    replicas, those of them that are equal on all workers; starts, the point at which rounds begin, a flat tensor a
+    bucket, empty where it is not kept; scale, by which sums that have landed become means; clock, which takes the
+    times; local_steps, the number taken since the last boundary; sent_tau, the tau of the round whose reduction is in
+    flight, or landed last; growth, sent_tau over the tau of the round whose mean landed before (outer.carried).
+
+    Here each worker holds the whole model. A method whose workers hold parts of it overrides the properties below.
     """
 
+    name = ""
+    title = "rank"  # what messages call a worker, before its number
+    differences = False  # whether payloads are differences: zero where nothing has moved
+    starts_roughly = False  # whether workers begin a round near `starts` only, not exactly there
+    needs_whole_norms = False  # whether norms of all parameters are taken, which none has of DTensors
+    sends_later = False  # whether payloads are complete only in the background, before the riders' stages
     numbers: Sequence[str] = ()  # attributes that belong into a checkpoint beside `state`: plain, or 0-d tensors
 
     def __init__(
@@ -59,7 +251,26 @@ class Rounds(Held, Loop):
         check_riders(self.riders)
         shared = {name: n for rider in self.riders for name, n in rider.shared.items()}
         of_each = {name: n for rider in self.riders for name, n in rider.of_each.items()}
-        super().__init__(params, buffers, flight, reducer, shared, of_each)
+        given, others = unique(tensors_of(params, "parameters")), unique(tensors_of(buffers, "buffers"))
+        if self.needs_whole_norms and any(map(is_dtensor, given)):
+            raise UserError("DTensors as parameters need ShardedCO2 with mesh=: their norms are of the whole model")
+        self.trained = [p for p in given if p.requires_grad]
+        self._frozen = [p for p in given if not p.requires_grad]
+        self.params = [local_shard(p) for p in self.trained]
+        self.buffers = [local_shard(b) for b in others if b.is_floating_point()]
+        self._alike = [local_shard(t) for t in (*given, *others)]
+        check_inputs(given, self.params, self.buffers)
+        self.flight = flight(self.device)
+        if self.flight.places == 1:
+            check_group()
+        self.scalars = Scalars({**OWN, **shared, **{name: n * self.flight.places for name, n in of_each.items()}})
+        self.buckets = self.make_buckets()
+        self.scalars.attach(self.buckets[0].scalars)
+        self.reducer = reducer(self.buckets, self.scalars, self.flight)
+        self.scale: float | Tensor = self.reducer.scale
+        self.state, self.replicas, self.starts = State(self.buckets), list[Tensor](), list[Tensor]()
+        self._own_buffers = [[b.clone() for b in bucket.buffers] for bucket in self.buckets]
+        self.clock, self.local_steps = RoundClock(self.flight.device), 0
         self.sent_tau = self._moved_tau = pacing.tau
         self.growth = 1.0
         self._late = Late()
@@ -83,6 +294,44 @@ class Rounds(Held, Loop):
             if isinstance(rider, kind):
                 return rider
         raise UserError(f"{self.name} has no {kind.__name__}: give one among its riders")
+
+    @property
+    def rounds(self) -> int:
+        """Rounds closed so far, those of finish() included."""
+        return self.flight.launched
+
+    @property
+    def stats(self) -> RoundStats:
+        """Statistics of the round that closed last; once a mean was merged in mid-round, of the round that runs."""
+        return self.clock.stats
+
+    def make_buckets(self) -> list[Bucket]:
+        return make_buckets(self.params, self.buffers, self.scalars.numel)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the flat tensors lie."""
+        return self.params[0].device
+
+    @property
+    def everybody(self) -> int:
+        """The number of all processes over which scalars are summed."""
+        return self.flight.world_size
+
+    @property
+    def tells(self) -> bool:
+        """Whether this process tells the user what concerns all."""
+        return self.flight.rank == 0
+
+    @property
+    def turn(self) -> int | None:
+        """Which comparison of replicas this round makes, counted from 0; None where this worker's replicas are not
+        compared in it. Workers that hold the same replicas are compared in the same rounds."""
+        return self.rounds
+
+    def sum_parts(self, numbers: Tensor) -> Iterator[Stage]:
+        """numbers: of the part of a payload that this process holds; they become their sums over all its parts."""
+        yield from ()
 
     # -- for users ---------------------------------------------------------------------------------------------
 
@@ -150,9 +399,11 @@ class Rounds(Held, Loop):
         return f"tau={self.tau}"
 
     def settings(self) -> Any:
+        """What must be equal on all workers in every round."""
         return self.tau
 
     def left_out(self, where: Tensor) -> None:
+        """where: 0-d truth value. Where it is true, what this worker sends has weight 0, and it starts anew."""
         for rider in self.riders:
             rider.left_out(where)
 

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 import core.outer
 from core import CO2, CO2Config, UserError, make_method
-from core.assembly.wire import WireConfig
+from core.assembly.config import WireConfig
 from core.flat import Scalars, make_buckets
+from core.flight import Reducer
 from core.methods.delayed import DelayedCO2, DelayedConfig
-from core.reducer import Reducer
 from core.testing import run_distributed
 from core.testing.link import flight_over
 from tests.reference import LateReference

@@ -14,8 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from core.errors import UserError
 from core.methods import check_apart
 from core.methods.ddp import check_wire
-from core.sharded.checks import check_shared
-from core.sharded.mesh import local_world_size
+from core.sharded.mesh import check_shared, local_world_size
 from training import memory
 from training.layouts.layout import Layout
 from training.recipe import Recipe, momentum_note

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from core.adaptive.pacing import Adaptive
-from core.lgreco import Allocation, LGreco
+from core.adaptive.tau import Adaptive
+from core.lgreco.decide import Allocation
+from core.lgreco.reducer import LGreco
 from core.methods import Method
 from core.rounds import Rounds
 from core.stats import RoundStats, send_off

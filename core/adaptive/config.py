@@ -1,14 +1,40 @@
-"""The settings of when a mean is merged, into what, and how long rounds are."""
+"""The settings of when a mean is merged, into what, and how long rounds are; and their schedules, by a round's number.
+
+What a change of tau does to the outer momentum: core/outer.py, `carried`.
+"""
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass
-from typing import Literal
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Any, Literal, TypeVar
 
 from ..config import OuterConfig, is_number, is_whole, require
-from .merging import MERGES, Merge, largest_outer_lr
+from ..errors import UserError
 
 SCHEDULED = ("tau", "outer_lr", "outer_momentum", "clip")  # what may change from round to round
+
+
+Merge = Literal["outer", "mix", "keep"]
+MERGES: tuple[Merge, ...] = ("outer", "mix", "keep")
+
+
+def largest_outer_lr(merge: Merge, beta: float, late: float) -> float:
+    """The outer learning rate from which on a mean that is not merged in the paper's order makes some direction of a
+    quadratic grow, without a penalty. beta: outer momentum. late: local steps from sending to merging, over tau.
+
+    After what is left of an error by tau local steps (a) and by those behind the merge (b), Jury's criterion on the
+    mean's map. Undelayed, and for all but keep: 2 (1 + beta). keep adds the old momentum's kick late: from late = 1,
+    the worst, 2 (1 - beta^2).
+    """
+    limits = [2 * (1 + beta)]
+    for i in range(1, 1000) if merge == "keep" and late > 0 else ():
+        a = i / 1000
+        b = a ** (1 - late)
+        v = b - a
+        limits.append((1 - beta) * (1 + v) * (1 + beta * v) / (v * (1 - beta + beta * b)))
+    return 2 * (1 - beta**2) if merge == "keep" and late == 1 else min(limits)
 
 
 @dataclass(frozen=True)
@@ -93,3 +119,31 @@ class AdaptiveConfig(OuterConfig):
     def at_boundary(self) -> bool:
         """Whether a mean is merged at the boundary after the one at which it was sent, in the paper's order."""
         return self.delay == "boundary" or (self.delay != "auto" and self.delay == self.tau)
+
+
+Schedule = Callable[[int], Mapping[str, Any]]
+Config = TypeVar("Config", bound=AdaptiveConfig)
+
+
+def settings_of(c: Config, schedule: Schedule | None) -> Callable[[int], Config]:
+    """The settings of a round, by its number."""
+    return functools.partial(_scheduled, c, schedule) if schedule else lambda number: c
+
+
+def _scheduled(c: Config, schedule: Schedule, number: int) -> Config:
+    changes = schedule(number)
+    if not isinstance(changes, Mapping):
+        raise UserError(
+            f"the schedule gives {changes!r} for round {number}: return a dict of what changes, {{}} for none"
+        )
+    if unknown := changes.keys() - set(SCHEDULED):
+        raise UserError(f"the schedule changes {', '.join(sorted(unknown))}: only {', '.join(SCHEDULED)} may change")
+    if "tau" in changes and "auto" in (c.tau, changes["tau"]):
+        raise UserError(f"the schedule gives tau={changes['tau']!r} while tau is {c.tau!r}: give numbers, or only auto")
+    changed = replace(c, **changes)
+    if changed.at_boundary != c.at_boundary and c.merge != "keep":  # which has one order for both
+        raise UserError(
+            f"the schedule gives tau={changed.tau} after tau={c.tau}, with merge={c.merge!r} and delay={c.delay}: at "
+            "the end of a round a mean is merged otherwise than within one; keep tau above delay, or set delay auto"
+        )
+    return changed

@@ -1,19 +1,20 @@
 """Choosing tau: the fewest local steps under which an all-reduce fits, and beside which a boundary's own work is small,
 from times measured while training; with it whether a wider wire would do as well as a narrow one; and after how many
-steps a mean that is merged on arrival is waited for."""
+steps a mean that is merged on arrival is waited for.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from statistics import fmean, median
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
-from ..riders import Heard, Rider
+from ..rounds import Heard, Pacing, Rider, Rounds
 from ..stats import RoundStats, ready
 
 CALIBRATION_TAU = 2  # local steps a round until the first decision; 4 led later to a loss that falls fast
@@ -283,3 +284,37 @@ class Tuned(Rider):
             self.tuner.load_state_dict(state)
         if of_others:
             self.method.scalars["times"].zero_()
+
+
+class Adaptive(Pacing):
+    """delay: when a mean is merged, see AdaptiveConfig. tuned: the rider that hears the workers' times; None where they
+    are not needed.
+    """
+
+    def __init__(
+        self,
+        tau: Callable[[int], int],
+        delay: int | Literal["boundary", "auto"] = "boundary",
+        *,
+        tuned: Tuned | None = None,
+    ):
+        self.delay, self.tuned = delay, tuned
+        super().__init__(tau)
+
+    @property
+    def decision(self) -> TauDecision | None:
+        """Taken by tau auto at the last boundary, if any was."""
+        return self.tuned.decision if self.tuned is not None else None
+
+    def begin(self, number: int) -> None:
+        if self.tuned is not None and self.tuned.chooses:
+            self.tau = self.tuned.tuner.tau
+            return
+        super().begin(number)
+        if self.tuned is not None:
+            self.tuned.tuner.given = self.tuned.tuner.tau = self.tau
+
+    def merges(self, method: Rounds) -> bool:
+        if self.delay != "auto":
+            return method.local_steps == self.delay
+        return method.flight.landed() or (self.tuned is not None and method.local_steps == self.tuned.tuner.needed)

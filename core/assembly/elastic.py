@@ -8,17 +8,16 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from ..adaptive.arrival import OnArrival
-from ..adaptive.schedules import Schedule, settings_of
+from ..adaptive.config import Schedule, settings_of
+from ..adaptive.merging import OnArrival
 from ..checkpoints.saved import Saved
 from ..elastic.flight import ElasticFlight
 from ..elastic.joining import Joining, check_elastic
 from ..elastic.members import Members
-from ..riders import Rider
+from ..rounds import Rider
 from ..testing.link import Link, SlowFlight
-from .config import CO2Config, of_kind
-from .plugged import Options, plugs
-from .wire import WireConfig
+from .co2 import Options, plugs
+from .config import CO2Config, WireConfig, of_kind
 
 
 class SlowElasticFlight(SlowFlight, ElasticFlight):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..errors import UserError
 from ..flat import copy
-from ..reducer import Reducer
+from ..flight import Reducer
 from ..rounds import Rounds
 from ..stats import Late
 

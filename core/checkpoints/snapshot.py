@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ..held import Held
-from ..riders import Rider
+from ..rounds import Rider, Rounds
 from .saved import Saved, under_rank
 
 
@@ -17,7 +16,7 @@ class Snapshot(Rider):
         self._wanted: Callable[[dict[str, Any]], None] | None = None
         self._of_now: dict[str, Any] = {}  # what the local steps of the next round change
 
-    def attach(self, method: Held) -> None:
+    def attach(self, method: Rounds) -> None:
         super().attach(method)
         assert isinstance(method, Saved), "see core.assembly"
         self._saved = method

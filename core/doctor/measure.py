@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..assembly import CO2, CO2Config
-from ..assembly.wire import Format, WireConfig
+from ..assembly.config import Format, WireConfig
 from ..groups import host_group, of_all, ring_bytes
 
 SMALLEST, MOST_BYTES = 4, 1 << 28  # bytes of an all-reduce

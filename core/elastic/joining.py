@@ -17,11 +17,10 @@ from typing import Any
 
 import torch
 
-from ..adaptive.arrival import OnArrival
+from ..adaptive.merging import OnArrival
 from ..checkpoints.saved import Saved
 from ..errors import UserError
-from ..held import Held
-from ..riders import Rider
+from ..rounds import Rider, Rounds
 from .flight import ElasticFlight
 from .members import Members, Report
 
@@ -44,7 +43,7 @@ class Joining(Rider):
         self._joining = False  # whether all have agreed that newcomers may join
         self.may_join: Callable[[], bool] = lambda: True
 
-    def attach(self, method: Held) -> None:
+    def attach(self, method: Rounds) -> None:
         super().attach(method)
         assert isinstance(method, OnArrival) and isinstance(method, Saved), "see core.assembly.elastic_co2"
         assert isinstance(method.flight, ElasticFlight)

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..assembly import CO2, CO2Config, ShardedCO2
+from ..assembly import CO2, CO2Config
 from ..errors import UserError
+from ..sharded.sharded import ShardedCO2
 from .common import config_or_recommended
 
 

@@ -25,14 +25,12 @@ from torch import Tensor
 
 from ..errors import UserError
 from ..flat import Bucket, Scalars, copy
+from ..flight import Reducer
 from ..groups import Stage, all_reduce, moved_by_nccl
-from ..reducer import Reducer
 from ..stats import Mark, Seconds, between, mark
 from ..wires.quantized import Quantized
-from .choices import Choice
-from .config import LGrecoConfig
-from .curves import curve
-from .decide import Allocation, Clock, Decider
+from .choices import Choice, LGrecoConfig
+from .decide import Allocation, Clock, Decider, curve
 from .layout import Layout, Memory, layers_of
 from .senders import Factored, Sparse, fill, low_rank, moved, top_k
 

@@ -13,9 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..collectives.stages import all_gather
 from ..flat import Scalars
-from ..groups import Stage, all_reduce
+from ..groups import Stage, all_gather, all_reduce
 
 SAMPLE = 1 << 13  # elements
 ROUNDING = 16  # epsilons of a column's norm: what is left of it below that is rounding

@@ -3,37 +3,115 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from ..adaptive.schedules import Schedule
+from ..adaptive.config import Schedule
 from ..assembly import CO2 as CO2
 from ..assembly import CO2Config, Options, of_kind
 from ..assembly import LGrecoConfig as LGrecoConfig
-from ..assembly import ShardedCO2 as ShardedCO2
 from ..assembly import WireConfig as WireConfig
 from ..checkpoints.own_loop import load as load
 from ..checkpoints.own_loop import save as save
 from ..checkpoints.saved import Saved
 from ..errors import UserError
 from ..flat import is_dtensor
-from ..riders import Rider
-from ..sharded.checks import check_mesh, check_shared
+from ..rounds import Rider
+from ..sharded.mesh import check_mesh, check_shared
+from ..sharded.sharded import ShardedCO2 as ShardedCO2
 from ..testing.link import Link
 from .ddp import DDP
 from .delayed import DelayedCO2 as DelayedCO2
 from .delayed import DelayedConfig as DelayedConfig
 from .local_sgd import LocalSGD as LocalSGD
+from .local_sgd import SlowMo as SlowMo
+from .local_sgd import SlowMoConfig as SlowMoConfig
 from .overlap_local_sgd import OverlapLocalConfig as OverlapLocalConfig
 from .overlap_local_sgd import OverlapLocalSGD as OverlapLocalSGD
-from .registry import Entry, Given
-from .registry import Settings as Settings
-from .slowmo import SlowMo as SlowMo
-from .slowmo import SlowMoConfig as SlowMoConfig
+
+
+@dataclass(frozen=True)
+class Given:
+    """What make_method was given. own: the method's own settings. model: to be called in the loop. options: what all
+    methods take."""
+
+    co2: CO2Config
+    own: Any = None
+    model: nn.Module = field(default_factory=nn.Module)
+    options: Options = field(default_factory=Options)
+    shard: bool = False
+    offload: bool = False
+    schedule: Schedule | None = None
+    lr: Callable[[], float] | None = None
+    mesh: DeviceMesh | None = None
+
+    @property
+    def params(self) -> list[Tensor]:
+        return list(self.model.parameters())
+
+    @property
+    def tau(self) -> int:
+        """UserError for auto, which chooses the fewest local steps that hide the communication."""
+        if self.co2.tau == "auto":
+            raise UserError("tau='auto' with a method that hides no communication: give a number of local steps")
+        return self.co2.tau
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A method's own. config: their dataclass. key: of make_method's keywords, and before the names of train scripts'
+    options, --KEY.NAME. help: of these."""
+
+    key: str
+    config: type
+    help: str = ""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A method.
+
+    make: the model to call in the loop, and the method. kind: hidden, reductions run under local steps; blocking, local
+    steps wait for them; synchronous, every step is a round; or optimizer, a method in an optimiser's place.
+    settings: its own, if it has any. check: refuses settings that do not go together. reads_co2: whether it reads all
+    of CO2Config, or tau and tau_max alone. takes: which of shard, offload, schedule, elastic and, of those that do not
+    read all of CO2Config, wire.
+    """
+
+    name: str
+    make: Callable[[Given], tuple[nn.Module, Any]]
+    kind: Literal["hidden", "blocking", "synchronous", "optimizer"]
+    settings: Settings | None = None
+    check: Callable[[Given], object] = lambda given: None
+    reads_co2: bool = False
+    takes: frozenset[str] = frozenset()
+
+    @property
+    def local(self) -> bool:
+        """Whether it takes local steps."""
+        return self.kind in ("hidden", "blocking")
+
+    def refuse(self, given: Given) -> None:
+        """UserError for settings that the method does not have, or that do not go together. Comparisons may share CO2's
+        settings of the outer step, but not its others."""
+        c, remedy = given.co2, "leave it out"
+        unread = [(key, getattr(given, key)) for key in ("shard", "offload", "schedule") if key not in self.takes]
+        found = [key if key == "schedule" else f"{key}={value!r}" for key, value in unread if value]
+        if not self.reads_co2 and not found:
+            if c.wire.format != "float32" and "wire" not in self.takes:
+                found, remedy = [f"wire.format={c.wire.format!r}"], "set ddp_wire" if self.name == "ddp" else remedy
+            else:
+                c.wire.check_given()
+                changed = [key for key in ("merge", "delay", "outlier") if getattr(c, key) != getattr(CO2Config(), key)]
+                found = [f"{key}={getattr(c, key)!r}" for key in changed]
+        if found:
+            raise UserError(f"{found[0]} is CO2's own, method {self.name!r} does not have it: {remedy}")
+        self.check(given)
 
 
 def _co2(given: Given) -> tuple[nn.Module, Any]:
@@ -62,23 +140,23 @@ def _check_ddp(given: Given) -> None:
         raise UserError("ddp_wire.format='auto' is chosen together with tau, which ddp does not have: give a format")
 
 
-def _delayed(given: Given) -> tuple[nn.Module, Any]:
-    return given.model, DelayedCO2(given.params, given.co2, given.own, **given.options)
-
-
 def _local(given: Given) -> tuple[nn.Module, Any]:
     return given.model, LocalSGD(given.params, given.tau, wire=given.co2.wire, **given.options)
 
 
 def _overlap_local(given: Given) -> tuple[nn.Module, Any]:
     c = given.co2
-    made = OverlapLocalSGD(given.params, c.tau, given.own, tau_max=c.tau_max, wire=c.wire, **given.options)
-    return given.model, made
+    more: dict[str, Any] = {"tau_max": c.tau_max, "wire": c.wire, **given.options}
+    return given.model, OverlapLocalSGD(given.params, c.tau, given.own, **more)
 
 
 def _slowmo(given: Given) -> tuple[nn.Module, Any]:
-    made = SlowMo(given.params, given.tau, given.own, lr=given.lr, wire=given.co2.wire, **given.options)
-    return given.model, made
+    more: dict[str, Any] = {"lr": given.lr, "wire": given.co2.wire, **given.options}
+    return given.model, SlowMo(given.params, given.tau, given.own, **more)
+
+
+def _delayed(given: Given) -> tuple[nn.Module, Any]:
+    return given.model, DelayedCO2(given.params, given.co2, given.own, **given.options)
 
 
 OF_CO2, WIRE = frozenset({"shard", "offload", "schedule", "elastic"}), frozenset({"wire"})

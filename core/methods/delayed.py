@@ -12,8 +12,8 @@ from typing import Any, Unpack
 from torch import Tensor
 
 from .. import outer
-from ..adaptive.config import AdaptiveConfig
-from ..adaptive.merging import MergingBoundary, largest_outer_lr, restart, with_merge
+from ..adaptive.config import AdaptiveConfig, largest_outer_lr
+from ..adaptive.merging import MergingBoundary, restart, with_merge
 from ..assembly import CO2, CO2Config, Options, of_kind
 from ..config import require
 from ..errors import UserError

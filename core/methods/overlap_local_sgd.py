@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from ..assembly import CO2Config, Options, of_kind, plugs_of_other
-from ..assembly.wire import WireConfig
+from ..assembly.config import WireConfig
 from ..checkpoints.saved import Saved
-from ..checks import tensors_of
 from ..config import is_number
 from ..errors import UserError
-from ..flat import copy, copy_where, rescale, views
+from ..flat import copy, copy_where, rescale, tensors_of, views
 from ..outer import carried
 
 

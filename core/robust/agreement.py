@@ -18,11 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..collectives.stages import send_first
 from ..errors import UserError
-from ..groups import Stage
-from ..held import Held
-from ..riders import Heard, Rider
+from ..groups import Stage, send_first
+from ..rounds import Heard, Rider, Rounds
 
 PARTS = 16  # a round looks at one part of so many: a quarter of a byte read a parameter
 REPAIR_EVERY = 100  # rounds, at least, between two exact broadcasts: 2 % of the bytes of CO2
@@ -59,7 +57,7 @@ class Agreement(Rider):
 
     shared = {"settings": 2, "replicas": 2}
 
-    def attach(self, method: Held) -> None:
+    def attach(self, method: Rounds) -> None:
         super().attach(method)
         self.restart()
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import UserError
-from ..riders import Heard, Rider
+from ..rounds import Heard, Rider
 
 LASTING = {"stop"}
 

@@ -1,5 +1,6 @@
-"""Noticing that a model's weights were replaced, such as by a checkpoint, under a method that trains it, or that
-DistributedDataParallel averages its gradients as well."""
+"""What else holds or writes a model's weights: the 16-bit model of float32 masters, a checkpoint that is loaded under a
+method that trains them, and DistributedDataParallel, which averages their gradients as well.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import functools
 import gc
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,11 +17,11 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..flat import Bucket, views
+from ..errors import UserError
+from ..flat import Bucket, copy, local_shard, views
 from ..groups import is_alive
-from ..held import Held
 from ..outer import norm
-from ..riders import Rider
+from ..rounds import Rider, Rounds
 
 # Of a tensor's norm. Weights that were swapped for an evaluation come back as they were, or nearly so; where a worker
 # begins a round with progress of its own, that is no reason to warn, while loaded weights are farther off.
@@ -40,7 +41,7 @@ class Watch(Rider):
         self._looked = False  # for what else averages the parameters
         self._unchecked: dict[int, tuple[int, int]] = {}
 
-    def attach(self, method: Held) -> None:
+    def attach(self, method: Rounds) -> None:
         super().attach(method)
         self._params = method.params
         self._number = {id(p): i for i, p in enumerate(method.trained)}
@@ -167,3 +168,26 @@ def _of_each(params: Sequence[Tensor], buckets: Sequence[Bucket], flats: Sequenc
     for bucket, flat in zip(buckets, flats, strict=True):
         found |= {id(p): part for p, part in zip(bucket.params, views(flat, bucket.params), strict=True)}
     return [found[id(p)].to(p.dtype) for p in params]
+
+
+class Masters(Rider):
+    """Where a method averages the float32 masters that an optimiser keeps of a 16-bit model, that model follows them.
+
+    model_params: its parameters, in the order of their masters.
+    """
+
+    def __init__(self, model_params: Iterable[Tensor]):
+        self.model_params = [local_shard(p) for p in model_params]
+
+    def attach(self, method: Rounds) -> None:
+        super().attach(method)
+        given, masters = [p.shape for p in self.model_params], [p.shape for p in method.params]
+        if given != masters:
+            raise UserError(
+                f"{len(given)} model_params for {len(masters)} parameters: give one of each shape, in their order"
+            )
+        self.moved(at_boundary=True)
+
+    @torch.no_grad()
+    def moved(self, *, at_boundary: bool) -> None:
+        copy(self.model_params, self.method.params)

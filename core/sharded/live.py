@@ -1,9 +1,13 @@
 """The live parameters and g, the copy in which the next outer iterate is gathered: they swap where they lie, or between
-a GPU and the host's memory."""
+a GPU and the host's pinned memory.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import mmap
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,9 +16,9 @@ from torch import Tensor
 
 from .. import outer
 from ..checkpoints.checkpoint import all_finite
+from ..errors import UserError
 from ..flat import Bucket, copy, group_pieces, views
 from ..groups import Stage
-from ..offload.pinned import pinned
 
 
 class Live:
@@ -120,3 +124,32 @@ class HostCopies:
 def beside(flag: Tensor, device: torch.device) -> Tensor:
     """A 0-d truth value on `device`; one of the host's goes along with a kernel, for a copy would make it wait."""
     return flag if flag.device == device else torch.full((), bool(flag), device=device)
+
+
+PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices
+
+
+def pinned(numel: int, dtype: torch.dtype) -> Tensor:
+    """Zeros in the host's memory, [numel], pinned where there is a GPU: copies to and from it are queued, and no host
+    waits. Of exactly that size: torch would round it up to a power of two, and keep it.
+
+    UserError where the memory cannot be pinned.
+    """
+    nbytes = numel * dtype.itemsize
+    if not nbytes or not torch.cuda.is_available():
+        return torch.zeros(numel, dtype=dtype)
+    # lives as long as what lies in it; not mmap itself, which lets go of its memory before it tells so
+    memory = (ctypes.c_byte * nbytes).from_buffer(mmap.mmap(-1, nbytes))
+    held = torch.frombuffer(memory, dtype=dtype)
+    cudart: Any = torch.cuda.cudart()
+    if code := int(cudart.cudaHostRegister(held.data_ptr(), nbytes, PORTABLE)):
+        raise UserError(f"{nbytes} bytes of the host's memory cannot be pinned (CUDA error {code}): leave out offload")
+    weakref.finalize(memory, _unpin, held.data_ptr(), torch.cuda.current_device()).atexit = False
+    return held
+
+
+def _unpin(address: int, device: int) -> None:
+    """Once no copy that is queued uses the memory."""
+    torch.cuda.synchronize(device)
+    cudart: Any = torch.cuda.cudart()
+    cudart.cudaHostUnregister(address)

@@ -1,15 +1,17 @@
-"""Nodes of workers, as a mesh of two dimensions."""
+"""Nodes of workers, as a mesh of two dimensions, its groups, and which settings go with shared outer state."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from ..adaptive.config import AdaptiveConfig
 from ..errors import UserError
-from ..groups import set_timeout
+from ..groups import backend_for, of_all, set_timeout
 
 
 def local_world_size(env: Mapping[str, str] = os.environ) -> int:
@@ -37,3 +39,66 @@ def node_mesh(device_type: str, per_node: int | None = None, timeout: float | No
         for group in mesh.get_all_groups():
             set_timeout(group, timeout)
     return mesh
+
+
+def check_shared(c: AdaptiveConfig, wire: str = "float32") -> None:
+    """Refuses what may diverge, or needs the whole outer state in one place, all in one line. wire: its format."""
+    c.check_stable()
+    problems = []
+    if c.merge != "outer" or not c.at_boundary:
+        problems.append(
+            f"merge={c.merge!r} with delay={c.delay!r} needs the outer state whole: shared, it knows merge outer with "
+            "delay boundary (the paper)"
+        )
+    if wire != "float32":
+        problems.append(f"wire.format={wire!r} needs unshared outer state: set wire.format float32")
+    if problems:
+        remedy = "or leave out shard, offload, per_node and zero"
+        with_mesh = "with a mesh, CO2Config.recommended(..., mesh=mesh) is accepted"
+        raise UserError("; ".join([*problems, remedy, with_mesh]))
+
+
+def check_mesh(mesh: DeviceMesh) -> None:
+    """Refuses a mesh of other than two dimensions."""
+    if not hasattr(mesh, "ndim"):
+        raise UserError(f"mesh={mesh!r}: give a DeviceMesh, as torch's init_device_mesh or sharded.mesh.node_mesh does")
+    if mesh.ndim == 2:
+        return
+    names, usual = mesh.mesh_dim_names or (), ("dp_replicate", "dp_shard")
+    of = f" {', '.join(names)}" if names else ""
+    remedy = f"give one of two, such as init_device_mesh(DEVICE, (NODES, WORKERS OF A NODE), mesh_dim_names={usual})"
+    if len(names) > 1:
+        across, inside = usual if {*usual} <= {*names} else names[:2]
+        pair = "mesh[ACROSS, INSIDE], the names of the dimension across nodes and of the one inside a node"
+        remedy = f'give two of a larger one, {pair}, such as mesh["{across}", "{inside}"]'
+    raise UserError(f"a mesh of {mesh.ndim} dimension{'s' * (mesh.ndim != 1)}{of}: {remedy}")
+
+
+def groups_of(
+    mesh: DeviceMesh | None,
+    group: dist.ProcessGroup | None,
+    inner_group: dist.ProcessGroup | None,
+) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+    """Those across nodes and inside one, None where there is none."""
+    if mesh is not None:
+        check_mesh(mesh)
+        group, inner_group = mesh.get_group(0), mesh.get_group(1)
+    if inner_group is not None and group is None:
+        raise UserError("inner_group without group: give also the ranks across nodes, or both at once with mesh")
+    check_names(inner_group)
+    return group, inner_group
+
+
+def check_names(group: dist.ProcessGroup | None) -> None:
+    """torch names a group of some ranks after these and the number of groups that each of them knows. UserError where
+    that is unlike: they would wait for each other under unlike names."""
+    if group is None or dist.get_world_size(group) == dist.get_world_size():
+        return
+    if backend_for(group, torch.device("cpu")) != "gloo":  # through which they could tell
+        return
+    known = of_all(len(dist.distributed_c10d._world.pg_names), group)
+    if len({*known}) > 1:
+        raise UserError(
+            f"ranks {dist.get_process_group_ranks(group)} know {known} process groups, so that torch would name their "
+            "next one unlike: make this before groups of some ranks alone, or as many groups for each rank"
+        )

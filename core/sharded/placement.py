@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import outer
-from ..collectives.stages import gather_parts, send_first
 from ..errors import UserError
 from ..flat import Bucket, copy, is_dtensor, local_shard, views
 from ..groups import (
@@ -21,10 +20,12 @@ from ..groups import (
     backend_for,
     broadcast,
     compare,
+    gather_parts,
     host_group,
     leave_group,
     new_group,
     of_all,
+    send_first,
 )
 
 PIECES = 16  # a sum over the workers goes in so many pieces, for the sake of its temporary

@@ -11,43 +11,47 @@ waits only for what outlasts the round.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from .. import outer
-from ..adaptive.config import AdaptiveConfig
+from ..adaptive.config import Schedule, settings_of
+from ..assembly import CO2Config, Options, of_kind, plugs
 from ..checkpoints.saved import Saved
-from ..checks import tensors_of
-from ..collectives.stages import gather_parts
 from ..errors import UserError
-from ..flat import Bucket, copy, make_buckets, unique
-from ..groups import Stage, all_reduce
-from ..offload.pinned import pinned
+from ..flat import Bucket, copy, make_buckets, tensors_of, unique
+from ..groups import Stage, all_reduce, gather_parts
 from ..stats import send_off
-from .checks import check_shared
-from .live import HostCopies, Live, beside
+from .live import HostCopies, Live, beside, pinned
+from .mesh import check_shared, groups_of
 from .placement import Holders, Placement, sum_parts
 
 
 class ShardedCO2(Saved):
     """CO2 whose outer state is shared out over the workers of a node, over all workers, or lies on the host.
 
-    settings: of a round, by its number, from 0. inner_group: ranks that synchronise gradients every step,
-    as a node's do, so that at a boundary their parameters are equal (DistributedDataParallel, ZeRO-1), or hold one
-    model's shards (DTensors: ZeRO-2 and 3, tensor parallelism, where a rank's share is its shard; plain tensors beside
-    them are equal on all ranks, and made so again every round). Each keeps and sends its own share to the ranks with
-    the same share, across nodes, which are the flight's group. None: all workers are equal.
+        mesh = node_mesh("cuda", 8)  # nodes of eight consecutive ranks
+        loops = DistributedDataParallel(model, process_group=mesh.get_group("shard"))  # to be called in the loop
+        co2 = ShardedCO2(model.parameters(), CO2Config(tau=48), mesh=mesh, buffers=model.buffers())
+
+    In that order: DistributedDataParallel writes the parameters when it is made, of which ShardedCO2 would warn.
+
+    mesh: [replicate, shard], as node_mesh makes it; or its two dimensions as groups: inner_group, a node's ranks, and
+    group, of Options, the ranks with the same share across nodes; that alone, or neither: all workers are equal.
+    Ranks of a node synchronise gradients every step, so that at a boundary their parameters are equal
+    (DistributedDataParallel, ZeRO-1), or hold one model's shards (DTensors: ZeRO-2 and 3, tensor parallelism, where a
+    rank's share is its shard; plain tensors beside them are equal on all ranks, and made so again every round).
     shards: plain tensors are this rank's own part of the model, a pipeline's stage, and unlike those of the others in
     the inner group. Or, of each parameter, the ranks that hold what this rank holds of it (placement.Holders). With
-    either, buffers are averaged over the flight's group only, else over both groups.
-    shard: shares are cut further over the workers of the flight's group. offload: the outer state and its all-reduce
-    lie in the host's (pinned) memory, no copy of the parameters on a GPU. timeout: of the inner group, in seconds.
-    plugged: see Rounds; core.ShardedCO2 gives them.
+    either, buffers are averaged over `group` only, else over both groups.
+    shard: shares are cut further over the workers of `group`. offload: the outer state and its all-reduce lie in the
+    host's (pinned) memory, no copy of the parameters on a GPU. The other arguments: see CO2.
     """
 
     name = "ShardedCO2"
@@ -58,16 +62,21 @@ class ShardedCO2(Saved):
     def __init__(
         self,
         params: Iterable[Tensor],
-        settings: Callable[[int], AdaptiveConfig],
+        config: CO2Config | None = None,
         *,
-        inner_group: dist.ProcessGroup | None,
-        shards: bool | Holders,
-        shard: bool,
-        offload: bool,
-        timeout: float = 600.0,
-        **plugged: Any,
+        mesh: DeviceMesh | None = None,
+        inner_group: dist.ProcessGroup | None = None,
+        shards: bool | Holders = False,
+        shard: bool = False,
+        offload: bool = False,
+        schedule: Schedule | None = None,
+        **options: Unpack[Options],
     ):
-        self._settings = settings
+        c = of_kind(config, CO2Config, "config")
+        self._settings = settings_of(c, schedule)
+        check_shared(self._settings(0), c.wire.format)
+        options["group"], inner_group = groups_of(mesh, options.get("group"), inner_group)
+        plugged = plugs(c, lambda number: self._settings(number).tau, options)
         self.shards, self.shard, self.offload = shards is not False, shard, offload
         self.begin_round(0)
         params = unique(tensors_of(params, "parameters"))
@@ -75,6 +84,7 @@ class ShardedCO2(Saved):
             raise UserError("no parameter is given: nothing to train; each stage of a pipeline needs one")
         plugged["buffers"] = unique(tensors_of(plugged["buffers"], "buffers"))
         device, backend = (torch.device("cpu"), "gloo") if offload else (params[0].device, None)
+        timeout = options.get("timeout", 600.0)
         of_group: dict[str, Any] = {"timeout": timeout, "device": device, "backend": backend}
         self._node = Placement(params, plugged["buffers"], inner_group, shards, **of_group)
         self._node.agree((self.name, self.signature()))

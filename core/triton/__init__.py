@@ -1,7 +1,7 @@
 """Triton's kernels for CUDA: the boundary, and the wire formats.
 
 Tests hold each equal to the plain part that it stands for, in Triton's interpreter; on an H200 the boundary was, too
-(results/gpu.json). core/assembly/kernels.py offers them.
+(results/gpu.json). core/assembly/co2.py offers them.
 """
 
 from .boundary import TritonBoundary

@@ -15,16 +15,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..collectives.stages import all_gather
 from ..flat import Bucket, Scalars, kernels_of
-from ..groups import Stage
-from ..reducer import Reducer
+from ..flight import Flight, Reducer
+from ..groups import Stage, all_gather
 from . import formats as wires
 from .formats import BLOCK, BLOCK_BYTES, Wire
 
@@ -267,3 +267,52 @@ def _all_to_all(to: Tensor, source: Tensor, group: dist.ProcessGroup) -> dist.Wo
     work = dist.all_to_all_single(to, source, group=group, async_op=True)
     assert work is not None
     return work
+
+
+class AutoWire(Reducer):
+    """A reducer that is one of several. kind: the format of what is sent first; `become`, which a Tuned calls before
+    a launch, changes it."""
+
+    changes = True
+
+    def __init__(
+        self,
+        kind: str,
+        error_feedback: bool,
+        buckets: Sequence[Bucket],
+        scalars: Scalars,
+        flight: Flight,
+    ):
+        self._feeds_back = error_feedback
+        self._buckets, self._scalars, self._flight = buckets, scalars, flight
+        self.kind, self._now = "", cast(Reducer, None)
+        self.become(kind)
+
+    @property
+    def scale(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self._now.scale
+
+    @property
+    def state(self) -> dict[str, list[Tensor]]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The same keys and shapes over any wire."""
+        if self._now.state or not self._feeds_back:
+            return self._now.state
+        return nothing_held_back(self._buckets, self._flight.world_size, "cpu")
+
+    def become(self, kind: str) -> None:
+        """What is sent from now on; nothing may be in flight. Error feedback begins with nothing held back; what the
+        format before has held back goes along with the payload. On a GPU not in the background's stream: memory that
+        is let go there would be used again while that stream still reads it."""
+        if kind == self.kind:
+            return
+        if isinstance(self._now, Quantized):
+            self._now.release()
+        self.kind = kind
+        if kind == "float32":
+            self._now = Reducer([b.flat for b in self._buckets], self._flight.world_size)
+        else:
+            workers = self._flight.rank, self._flight.world_size
+            self._now = Quantized(self._buckets, self._scalars, *workers, cast(Wire, kind), self._feeds_back)
+
+    def stages(self, group: dist.ProcessGroup | None, number: int) -> Iterator[Stage]:
+        yield from self._now.stages(group, number)

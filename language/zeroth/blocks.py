@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from core.collectives.stages import gather_parts
 from core.errors import CollectiveError, UserError
 from core.flat import unique
-from core.offload.pinned import pinned
+from core.groups import gather_parts
+from core.sharded.live import pinned
 
 from .order import weights_uncached
 from .replay import Update

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from core.errors import UserError
-from core.loop import Loop
-from core.methods import register
-from core.methods.registry import Entry, Given, Settings
+from core.methods import Entry, Given, Settings, register
 from core.robust.requests import Requests
+from core.rounds import Loop
 from core.stats import RoundStats
 from training.optim import lent_rate
 from training.workers import make_mesh

@@ -30,10 +30,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from core.checks import check_group
 from core.errors import DivergedError, UserError
+from core.flat import check_group
 from core.groups import broadcast, compare, leave_group
-from core.loop import Loop
+from core.rounds import Loop
 from core.testing.link import Link
 
 from .exchange import Place, ZerothConfig, exchange, own_group

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from core.checks import check_inputs
 from core.errors import UserError
-from core.flat import is_dtensor
+from core.flat import check_inputs, is_dtensor
 from training.sampling import mix
 
 from .exchange import ZerothConfig

@@ -12,10 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from core.lgreco.choices import Choice, Layer
-from core.lgreco.config import LGrecoConfig
-from core.lgreco.curves import curve
-from core.lgreco.decide import SUMMED, Decider
+from core.lgreco.choices import Choice, Layer, LGrecoConfig
+from core.lgreco.decide import SUMMED, Decider, curve
 from core.lgreco.senders import fill, orthonormal
 from core.wires.formats import BLOCK, decode, encode
 from core.wires.quantized import chunk_of

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import core.co2
 from core import CO2, CO2Config, ShardedCO2, make_method
-from core.assembly.wire import WireConfig
+from core.assembly.config import WireConfig
 from core.flight import Flight
 from core.robust.agreement import PARTS, REPAIR_EVERY, Agreement, bits, checksum, checksum_of, equal
 from core.robust.guard import Guard

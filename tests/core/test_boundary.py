@@ -6,8 +6,7 @@ from torch import Tensor
 
 from core import flat as flats
 from core import outer
-from core.outer import Boundary, Rule
-from core.passes import ChunkedBoundary, make_boundary
+from core.outer import Boundary, ChunkedBoundary, Rule, make_boundary
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 PHI, BETA = 0.6, 0.7

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from core import flat as flats
 from core import outer
-from core.adaptive.merging import MERGES, MergeRule, MergingBoundary, keep, mix, with_merge
+from core.adaptive.config import MERGES
+from core.adaptive.merging import MergeRule, MergingBoundary, keep, mix, with_merge
 from core.outer import NOTHING_LANDED, Boundary, Rule
 from tests.core.test_boundary import SHAPES, flat, make
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from bench.chaos.crew import Crew
 from core import CO2, CO2Config, testing
-from core.assembly import elastic_co2
+from core.assembly.elastic import elastic_co2
 from core.elastic.flight import ElasticFlight
 from core.elastic.members import Members, Over
 from core.stats import Late

@@ -7,8 +7,8 @@ from torch import nn
 import core.co2
 from core.errors import DivergedError
 from core.flight import Flight
-from core.riders import Heard
 from core.robust.guard import LEFT_OUT_AGAIN, WARM_UP, Guard, forget
+from core.rounds import Heard
 
 
 def make_guard(workers: int = 1, factor: float | None = 10.0) -> tuple[Guard, core.co2.CO2]:

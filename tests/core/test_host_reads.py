@@ -34,7 +34,7 @@ class HostReads(TorchDispatchMode):
 def test_a_round_reads_nothing_from_the_device(gap: Any, clip: float | None, monkeypatch: pytest.MonkeyPatch):
     """With the plain pass, which runs on a GPU where Triton is not installed; the one for CPUs reads its sums."""
     params = problems.odd_parameters()
-    monkeypatch.setattr("core.adaptive.arrival.make_boundary", MergingBoundary)
+    monkeypatch.setattr("core.adaptive.merging.make_boundary", MergingBoundary)
     config = CO2Config(tau=2, gap=gap, clip=clip, outer_lr=0.4)
     assert reads_in_rounds(CO2(params, config, buffers=[torch.zeros(3)]), params) == []
 

@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from core.assembly.wire import WireConfig
-from core.lgreco.choices import padded_bytes
-from core.lgreco.config import LGrecoConfig
+from core.assembly.config import WireConfig
+from core.lgreco.choices import LGrecoConfig, padded_bytes
 from core.testing import run_distributed
 from tests.core.lgreco_reference import Reference
 from tests.problems import Mean

@@ -8,11 +8,9 @@ import pytest
 import torch
 
 from core import UserError
-from core.assembly.wire import WireConfig
-from core.lgreco.choices import Choice, Layer, family, may_take, padded_bytes, parse, sent_bytes, uniform
-from core.lgreco.config import LGrecoConfig
-from core.lgreco.curves import ITERATIONS, curve
-from core.lgreco.decide import Decider
+from core.assembly.config import WireConfig
+from core.lgreco.choices import Choice, Layer, LGrecoConfig, family, may_take, padded_bytes, parse, sent_bytes, uniform
+from core.lgreco.decide import ITERATIONS, Decider, curve
 from tests.core.test_lgreco import built
 from training.sampling import generator
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from core.lgreco import reducer
-from core.lgreco.config import LGrecoConfig
+from core.lgreco.choices import LGrecoConfig
 from core.lgreco.decide import Clock
 from tests.core import test_stats
 from tests.core.test_host_reads import HostReads

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from core import CO2, CO2Config, UserError
-from core.lgreco.choices import RAW, Choice, family, message_bytes, padded_bytes, parse
-from core.lgreco.config import LGrecoConfig
+from core.lgreco.choices import RAW, Choice, LGrecoConfig, family, message_bytes, padded_bytes, parse
 from core.lgreco.layout import in_bucket
 from core.lgreco.senders import SAMPLE, largest
 from core.testing import run_distributed

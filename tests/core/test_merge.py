@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from core import CO2, CO2Config
 from core.methods import LocalSGD, OverlapLocalSGD
-from core.passes import ChunkedBoundary
+from core.outer import ChunkedBoundary
 from core.testing import run_distributed
 from tests import problems
 from tests.core.test_co2 import STEPS

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from core import CO2Config, ShardedCO2
-from core.offload.pinned import pinned
-from core.sharded.live import beside
+from core.sharded.live import beside, pinned
 from tests.problems import refusal
 
 N = 1500  # float32: 6,000 bytes, of which a power of two is 8,192

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 import core.wires.quantized
-from core.assembly.wire import WireConfig
+from core.assembly.config import WireConfig
 from core.testing import run_distributed
 from core.wires.formats import BLOCK, decode, encode, nbytes
 from tests.problems import Mean

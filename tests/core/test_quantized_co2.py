@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from core import UserError
-from core.assembly.wire import WireConfig
+from core.assembly.config import WireConfig
 from core.testing import run_distributed
 from tests import problems
 from tests.core.test_quantized import NARROW, ROUNDS, WAYS, templates, written

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from core import CO2, CO2Config, ShardedCO2, UserError, make_method
-from core.assembly.wire import WireConfig
+from core.assembly.config import WireConfig
 from core.methods import METHODS
 from core.sharded.mesh import node_mesh
 from core.testing import run_distributed

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from core import CO2, CO2Config, ShardedCO2, UserError, WireConfig
-from core.adaptive.pacing import Adaptive
-from core.adaptive.schedules import Schedule
+from core.adaptive.config import Schedule
+from core.adaptive.tau import Adaptive
 from core.assembly import plugs, tuned_for
 from core.methods import OverlapLocalSGD, SlowMo, SlowMoConfig
 from core.outer import carried

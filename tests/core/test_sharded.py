@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from core import CO2, CO2Config, ShardedCO2
-from core.collectives.stages import gather_parts
+from core.groups import gather_parts
 from core.sharded.mesh import node_mesh
 from core.sharded.placement import sum_parts
 from core.testing import run_distributed

@@ -10,8 +10,8 @@ from torch import nn
 
 from core import CO2, CO2Config, UserError, make_method
 from core.adaptive.tau import CALIBRATION_TAU, NUMBERS, SETTLE, WAITS, TauTuner, Tuned, smallest_tau
-from core.assembly.wire import WireConfig
-from core.riders import Heard
+from core.assembly.config import WireConfig
+from core.rounds import Heard
 from core.stats import Coming, RoundStats
 
 

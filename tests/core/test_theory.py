@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from core import CO2Config, UserError
-from core.adaptive.merging import largest_outer_lr
+from core.adaptive.config import largest_outer_lr
 from tests import quadratic
 from tests.quadratic import Array, Quadratic, jury, largest, late_with_momentum, spread_with_momentum
 from tests.reference import LateReference

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from core import outer
-from core.adaptive.merging import MERGES, MergeRule, MergingBoundary, make_boundary, with_merge
+from core.adaptive.config import MERGES
+from core.adaptive.merging import MergeRule, MergingBoundary, make_boundary, with_merge
 from core.outer import NOTHING_LANDED, Rule
 from tests.core.test_boundary import BETA, DTYPES, RULES, SHAPES, check, flat, make
 

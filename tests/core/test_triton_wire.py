@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from core.adaptive.merging import MergingBoundary, make_boundary
-from core.assembly import kernels as offered
-from core.assembly.wire import WireConfig
+from core.assembly import co2 as offered
+from core.assembly.config import WireConfig
 from core.flat import Scalars, make_buckets
 from core.wires import quantized
 from core.wires.formats import WIRES
@@ -132,7 +132,7 @@ def test_co2_trains_as_with_the_plain_passes(way: dict[str, Any], monkeypatch: p
     results = []
     for make, kernels in ((MergingBoundary, False), (make_boundary, True)):
         monkeypatch.setattr(offered, "takes_triton", lambda device, here=kernels: here)
-        monkeypatch.setattr("core.adaptive.arrival.make_boundary", make)
+        monkeypatch.setattr("core.adaptive.merging.make_boundary", make)
         settings = Settings(tau=2, outer_momentum=0.4, outer_lr=0.5, clip=0.1, **way)
         results.append(train_co2(odd_parameters(), 0, 7, settings))
     for plain, ours in zip(*results, strict=True):

@@ -10,7 +10,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from core import UserError
-from core.assembly.wire import WireConfig
+from core.assembly.config import WireConfig
 from core.wires.formats import BLOCK, INTS, WIRES, decode, encode, nbytes
 from tests.problems import Mean
 from training.sampling import generator

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from core import CO2Config
-from core.assembly.wire import WireConfig
+from core.assembly.config import WireConfig
 from language.train import RECIPES, make_model
 from results.paper import TABLES
 from training import memory

@@ -15,13 +15,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from core import CO2Config, outer
 from core.adaptive import merging
-from core.assembly.wire import LGrecoConfig, WireConfig
+from core.assembly.config import LGrecoConfig, WireConfig
 from core.flight import Flight
-from core.lgreco import curves, decide
+from core.lgreco import decide
 from core.lgreco.choices import parse
 from core.lgreco.decide import allocate
 from core.methods import DelayedConfig, SlowMoConfig, make_method
-from core.methods.gradient_wire import GradientWire
+from core.methods.ddp import GradientWire
 from core.rounds import Rounds
 from core.sharded.mesh import node_mesh
 from core.testing import run_distributed
@@ -112,7 +112,7 @@ class Counted:
 @contextlib.contextmanager
 def small_segments() -> Iterator[None]:
     """Encodes and updates little at once, as beside a large model; without the scratch memory of the CPU's own pass."""
-    places = [(outer, "SEGMENT", SEGMENT), (quantized, "SEGMENT", SEGMENT), (curves, "ROWS", SEGMENT // 256)]
+    places = [(outer, "SEGMENT", SEGMENT), (quantized, "SEGMENT", SEGMENT), (decide, "ROWS", SEGMENT // 256)]
     places.append((merging, "MergingInPlace", merging.MergingBoundary))
     with contextlib.ExitStack() as patches:
         for place in places:

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from core.assembly import elastic_co2
+from core.assembly.elastic import elastic_co2
 from core.checkpoints import checkpoint, stored
 from core.elastic.joining import Joining
 from core.elastic.members import Members, Over, Report, Workers, WorkersChanged

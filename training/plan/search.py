@@ -116,7 +116,7 @@ def steps(c: Case, split: tuple[int, int, int, int], only: Layout | None = None)
     if only is not None and only.microbatches:
         micros = [share // only.microbatches]
     methods = [(1, 0, 0, 0)]
-    if islands > 1:  # shared outer state takes float32 and the paper's merge (core/sharded/checks.py)
+    if islands > 1:  # shared outer state takes float32 and the paper's merge (core/sharded/mesh.py)
         paper = MERGES.index("outer")
         kinds = [(0, paper, 0), (0, paper, 1)]
         if island == 1:

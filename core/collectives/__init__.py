@@ -1,1 +1,0 @@
-"""Collectives beside the paper's one, which is the all-reduce of core/groups.py, as stages of a reduction."""

@@ -1,1 +1,0 @@
-"""Memory of the host, beside a GPU."""
