@@ -26,6 +26,7 @@ from ..rounds import Rider, Rounds
 # Of a tensor's norm. Weights that were swapped for an evaluation come back as they were, or nearly so; where a worker
 # begins a round with progress of its own, that is no reason to warn, while loaded weights are farther off.
 TOLERANCE, ROUGHLY = 1e-3, 0.3
+FIRST = 2  # rounds in which optimizers are looked at for parameters that no method averages
 
 
 class Watch(Rider):
@@ -34,12 +35,19 @@ class Watch(Rider):
     model_params: see Masters; here for DistributedDataParallel's sake. torch counts what is written to a tensor, and
     torch's optimisers call before their step: so it costs nothing a step. Weights written through `.data` are noticed
     where their memory is another one. Warns, too, where DistributedDataParallel averages their gradients.
+
+    In the first rounds it looks for optimizers of parameters that no method averages: an error if none of the method's
+    own parameters has changed in the round, else a warning.
     """
 
     def __init__(self, model_params: Sequence[Tensor] = ()):
         self._model_params = model_params
         self._looked = False  # for what else averages the parameters
         self._unchecked: dict[int, tuple[int, int]] = {}
+        self._began: list[tuple[int, int]] = []  # each parameter's writes before the round's first step
+        self._moves: bool | None = None  # whether a step of this round has changed one; None: not known
+        self._rounds = 0
+        self._strangers: dict[int, tuple[int, ...]] = {}  # shapes of optimizers' parameters that no method averages
 
     def attach(self, method: Rounds) -> None:
         super().attach(method)
@@ -53,10 +61,28 @@ class Watch(Rider):
         if not self._looked:
             warn_of_ddp([*self.method.trained, *self._model_params], self.method.flight.group)
             self._looked = True
+        self._rounds += 1
+        if self._strangers:
+            self._tell_of_strangers()
+
+    def _tell_of_strangers(self) -> None:
+        shapes, self._strangers = [*self._strangers.values()], {}
+        what = f"{len(shapes)} parameters that no method averages, the first of shape {list(shapes[0])}"
+        if self._moves is False:
+            raise UserError(
+                f"the optimizer trains {what}, and none of the {len(self._params)} given to {self.method.name} has "
+                "changed: make the method after whatever replaces parameters (load_state_dict(assign=True), deepcopy, "
+                "to_empty, a wrapper), and give it the parameters that the optimizer has"
+            )
+        warnings.warn(
+            f"an optimizer trains {what}: workers will differ in them; give the method all parameters that are trained",
+            stacklevel=2,
+        )
 
     def moved(self, *, at_boundary: bool) -> None:
         """A round begins with the parameters as they are; in mid-round nothing is known of its start."""
         self._unchecked = {i: _writes(p) for i, p in enumerate(self._params)} if at_boundary else {}
+        self._began, self._moves = [], None
 
     def finishing(self) -> None:
         if not self.method.local_steps:  # else the optimiser's first step has looked
@@ -145,10 +171,18 @@ def _listen() -> None:
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if torch.compiler.is_compiling():
         return
-    beginning = [watch for watch in list(_watches) if watch._unchecked]
-    params = [p for group in optimizer.param_groups for p in group["params"]] if beginning else []
-    for watch in beginning:
-        watch.check(params)
+    watches = list(_watches)
+    looking = [watch for watch in watches if watch._unchecked or watch._rounds < FIRST]
+    params = [p for group in optimizer.param_groups for p in group["params"]] if looking else []
+    known = {number for watch in watches for number in watch._number}
+    for watch in looking:
+        if watch._rounds < FIRST:
+            if watch._began:  # a step of this round lies between
+                watch._moves = watch._moves or watch._began != [_writes(p) for p in watch._params]
+            watch._began = watch._began or [_writes(p) for p in watch._params]
+            watch._strangers |= {id(p): tuple(p.shape) for p in params if p.requires_grad and id(p) not in known}
+        if watch._unchecked:
+            watch.check(params)
 
 
 def _writes(p: Tensor) -> tuple[int, int]:
