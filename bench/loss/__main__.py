@@ -53,8 +53,8 @@ class Options:
     shards: Shards = "iid"
     """sorted: each worker draws from its own part of the training set, by label or by book."""
     clip: str = "task"
-    """Clip gradients to this norm; none, or the task's own limit by default. Each worker clips its own gradient, ddp the
-    mean."""
+    """Clip gradients to this norm, or none; task: the task's own limit. Each worker clips its own gradient, and ddp
+    clips the mean."""
     seeds: tuple[int, ...] = (0, 1, 2)
     """Seeds to report."""
     configurations: int = 6
