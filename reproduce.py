@@ -6,7 +6,8 @@
     python reproduce.py [TABLE] --status [--local]                 what ran, what is left, GPU hours
     python reproduce.py [TABLE] --collect runs/                    Markdown, from the run folders alone
 
-What is finished is left alone. A cell of the paper that is unknown to us is empty; a row without runs: "not run".
+A finished run is not repeated, unless you add --again. A cell of the paper that is unknown to us is empty; a
+row without runs: "not run".
 """
 
 from __future__ import annotations
@@ -73,6 +74,8 @@ class Command:
     """Print the tables with the finished runs in this folder, at any depth."""
     status: bool = False
     """Print what ran and what is left."""
+    again: bool = False
+    """Repeat finished runs and runs that are kept in runs/tables. The folder of a finished run gets another name."""
     dry_run: bool = False
     """Print the command lines only."""
 
@@ -114,9 +117,9 @@ def main() -> None:
         if command.local:
             run_local(listed, kept, command)
         elif command.array:
-            submit_arrays(name, unfinished(listed), command)
+            submit_arrays(name, unfinished(listed, (), command), command)
         else:
-            for job in unfinished(listed):
+            for job in unfinished(listed, (), command):
                 run_sbatch(job.env, job.command, command.dry_run)
     if command.local and not command.dry_run:
         print("\n".join(keep_stand_ins(tables, ROOT / "runs/local", KEPT)))
@@ -286,11 +289,21 @@ def stand_in(row: Row, workers: int, seed: int, extra: Mapping[str, Any] | None 
     return folder, [*torchrun, "-m", f"{row.task}.train", row.local, *given, "--resume"]
 
 
-def unfinished(jobs: Sequence[Job], kept: Sequence[Finished] = ()) -> Iterator[Job]:
-    """Those that are not, neither in their folders nor among the kept; says which are."""
+def unfinished(jobs: Sequence[Job], kept: Sequence[Finished] = (), command: Command = Command()) -> Iterator[Job]:
+    """The jobs to run: those without a finished folder and not among the kept, or all with --again. Prints the others.
+    With --again, a finished folder is renamed first, to a name that `collect` reads after the new run's."""
     for job in jobs:
-        if isinstance(read_run(ROOT / job.folder), Finished) or is_kept(job.row, job.seed, kept):
+        folder = ROOT / job.folder
+        finished = isinstance(read_run(folder), Finished)
+        if command.again:
+            if finished and not command.dry_run:
+                folder.rename(f"{folder}-before-{time.strftime('%Y%m%d-%H%M%S')}")
+            yield job
+        elif finished:
             print(f"# finished: {job.folder}", flush=True)
+        elif is_kept(job.row, job.seed, kept):
+            what = f"{job.row.label}, {job.row.method}, seed {job.seed}"
+            print(f"# finished: {what}, a row of {KEPT}; --again repeats it", flush=True)
         else:
             yield job
 
@@ -324,9 +337,9 @@ def run_sbatch(env: Mapping[str, str], command: Sequence[str], dry_run: bool) ->
 
 
 def run_local(jobs: Sequence[Job], kept: Sequence[Finished], command: Command) -> None:
-    """Runs stand-ins, one after the other; what is finished is left alone."""
+    """Runs stand-ins, one after the other; a finished one is not repeated without --again."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    for job in unfinished(jobs, kept):
+    for job in unfinished(jobs, kept, command):
         print(shlex.join(job.command), flush=True)
         if command.dry_run:
             continue

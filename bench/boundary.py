@@ -84,7 +84,7 @@ def measure(bench: Bench, size: int) -> dict[str, Any]:
     source, target = (torch.randn(COPY, device=bench.device) for _ in range(2))
     params = model(size, bench.device)
     before = reset_peak(bench.device)
-    boundary_once = CO2(params, CO2Config(tau=1)).step
+    boundary_once = CO2(params, CO2Config.paper(tau=1)).step
     seconds, copies = [], []
     for i in range(bench.repeats + 2):  # the first boundary has nothing to fold in; the second follows no outer step
         with torch.no_grad():

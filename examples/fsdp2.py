@@ -27,7 +27,7 @@ for block in model:
 fully_shard(model, mesh=mesh["dp_shard"])
 optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
 torch.manual_seed(rank)
-with ShardedCO2(model.parameters(), CO2Config(tau=6, outer_momentum=0.0), mesh=mesh) as co2:
+with ShardedCO2(model.parameters(), CO2Config.paper(tau=6, outer_momentum=0.0), mesh=mesh) as co2:
     step, due = load(FOLDER, model, optimizer, co2) or 0, False
     while step < STEPS:
         batch = torch.randint(len(x), (32,))

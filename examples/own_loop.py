@@ -22,7 +22,7 @@ x, y = images[300 + rank :: workers], labels[300 + rank :: workers]  # each work
 model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 10))
 optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
 torch.manual_seed(rank)
-with CO2(model.parameters(), CO2Config(tau=12), buffers=model.buffers()) as co2:  # all begin as on rank 0
+with CO2(model.parameters(), CO2Config.paper(tau=12), buffers=model.buffers()) as co2:  # all begin as on rank 0
     step, due = load(FOLDER, model, optimizer, co2) or 0, False
     while step < STEPS:
         batch = torch.randint(len(x), (32,))

@@ -1,7 +1,8 @@
 """Makes the tables of the results pages from their rows: python -m results.pages
 
-A line `<!-- table: NAME -->` in a page of results/ or in README.md stands before a table. The command replaces the
-table with what TABLES[NAME] makes of the rows in results/*.json and *.jsonl. Figures are rounded once, here.
+A line `<!-- table: NAME -->` stands before a table in a page of results/, in README.md, or in docs/from_ddp.md. The
+command replaces the table with what TABLES[NAME] makes of the rows in results/*.json and *.jsonl. Figures are rounded
+once, here.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent
-PAGES = (RESULTS.parent / "README.md", *sorted(RESULTS.glob("*.md")))
+PAGES = (RESULTS.parent / "README.md", RESULTS.parent / "docs/from_ddp.md", *sorted(RESULTS.glob("*.md")))
 MARK = re.compile(r"(?m)^<!-- table: (\S+) -->\n(?:\n?(?:\|.*\n)+)?")
 Table = list[Sequence[str]]  # its titles, then its rows
 
@@ -305,6 +306,35 @@ def effects() -> Table:
     return table
 
 
+# -- learning rate and gradient clipping ----------------------------------------------------------------------------
+
+RATE_TASKS = {"digits": ("digits, SGD", 1.0), "cifar": ("CIFAR-10, SGD", 1.0), "bytes": ("text, AdamW", 0.5)}
+"""Task -> its name and the limit of the gradient's norm that DDP has where it has one."""
+
+
+def rates() -> Table:
+    """The loss against DDP at learning rate x 1 without clipping, by learning rate and by limit of the norm."""
+    rows = [row for row in load("rates.jsonl") if row["kind"] == "run"]
+    best = {
+        row["task"]: row["lr"] for row in load("rates.jsonl") if row["kind"] == "choice" and " 1 t" in row["tuning"]
+    }
+    titles = ("task, method", "learning rate x 0.5", "x 1", "x 2", "x 1, clipped at DDP's limit", "at twice the limit")
+    table: Table = [titles]
+    for task, (name, limit) in RATE_TASKS.items():
+
+        def of(method: str, factor: float, clip: str, task: str = task) -> dict[int, float]:
+            same = {"task": task, "method": method, "lr": best[task] * factor, "clip": clip}
+            return {row["seed"]: row["loss"] for row in rows if all(row[key] == same[key] for key in same)}
+
+        base = of("ddp", 1, "none")
+        for method, called in {"ddp": "DDP", "local": "Local-SGD", "co2": "CO2"}.items():
+            columns = [(0.5, "none"), (1, "none"), (2, "none"), (1, f"{limit:g}"), (1, f"{2 * limit:g}")]
+            found = [of(method, *column) for column in columns]
+            table.append((f"{name}, {called}", *(against(losses, base) if losses else "not run" for losses in found)))
+        table[-3] = (table[-3][0], table[-3][1], f"loss {mean_sd(list(base.values()), '.3f')}", *table[-3][3:])
+    return table
+
+
 # -- compression, lengths, gradient-free ----------------------------------------------------------------------------
 
 SLOW_LINKS = {
@@ -551,6 +581,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "cost_of_hiding": cost_of_hiding,
     "larger_models": larger_models,
     "gpt2_small": gpt2_small,
+    "rates": rates,
     "effects": effects,
     "slow_links": slow_links,
     "bytes_to_a_loss": bytes_to_a_loss,

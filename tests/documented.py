@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -107,9 +107,11 @@ def run_whole_script(rank: int, world_size: int, folder: str) -> list[tuple[Any,
     block, ends = script("train.py"), []
     for name, crash in (("calm", 0), ("harmed", CRASH), ("harmed", 0)):
         code = block.code.replace("runs/first", f"{folder}/{name}")
+        assert "steps, tau=10)" in code
+        code = code.replace("steps, tau=10)", "steps, tau=10)\nconfig = replace(config, delay=2)")  # not by time
         code = code.replace("step += 1\n", f"step += 1\n            if step == {crash}: raise KeyboardInterrupt\n")
         code = code.replace("    while step", "    began = step\n    while step", 1)
-        names: dict[str, Any] = {}
+        names: dict[str, Any] = {"replace": replace}
         try:
             block.run(names, code)
         except KeyboardInterrupt:

@@ -256,8 +256,9 @@ def refuse_unused(recipe: Recipe, default: Recipe) -> None:
     keys = {name: entry.settings.key for name, entry in REGISTRY.items() if entry.settings}
     owners = [(key, [name]) for name, key in keys.items() if hasattr(recipe, key)]  # other tasks may have more methods
     for part, methods in [*owners, ("co2", [entry.name for entry in REGISTRY.values() if entry.reads_co2])]:
-        usual = vars(getattr(default, part)) | (dict.fromkeys(shared, ...) if part == "co2" else {})
-        given = {k: v for k, v in vars(getattr(recipe, part)).items() if usual[k] is not ... and v != usual[k]}
+        of_default, of_recipe = getattr(default, part), getattr(recipe, part)
+        names = [f.name for f in dataclasses.fields(of_recipe) if part != "co2" or f.name not in shared]
+        given = {k: v for k in names if (v := getattr(of_recipe, k)) != getattr(of_default, k)}
         if given and recipe.method not in methods:
             key, value = next(iter(given.items()))
             raise UserError(

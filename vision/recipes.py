@@ -70,7 +70,7 @@ def digits_small() -> VisionRecipe:
         epochs=20,
         batch_size=64,
         optim=OptimConfig("sgd", lr=0.05, momentum=0.9, weight_decay=5e-4, warmup_steps=22),
-        co2=CO2Config(tau=6),
+        co2=CO2Config.paper(tau=6),
         recommended=True,
         eval_every=2,
     )
@@ -100,7 +100,7 @@ def cifar10_small() -> VisionRecipe:
         epochs=10,
         batch_size=256,
         optim=OptimConfig("sgd", lr=0.2, momentum=0.9, nesterov=True, weight_decay=5e-4, warmup_steps=195),
-        co2=CO2Config(tau=12),
+        co2=CO2Config.paper(tau=12),
         recommended=True,
     )
 

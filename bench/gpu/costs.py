@@ -147,7 +147,7 @@ def a_reductions_bytes_a_parameter(scope: Scope, case: str) -> dict[str, Any]:
 TAU = 8
 WAYS: dict[str, Callable[[list[nn.Parameter]], Any]] = {
     "local": lambda params: LocalSGD(params, TAU),
-    "paper": lambda params: CO2(params, CO2Config(tau=TAU)),
+    "paper": lambda params: CO2(params, CO2Config.paper(tau=TAU)),
     "paper, int4": lambda params: CO2(params, CO2Config(tau=TAU, wire=WireConfig("int4"))),
     "recommended": lambda params: CO2(params, replace(RECOMMENDED, tau=TAU)),
     "recommended, int4": lambda params: CO2(params, replace(RECOMMENDED, tau=TAU, wire=WireConfig("int4"))),

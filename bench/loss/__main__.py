@@ -52,6 +52,9 @@ class Options:
     """Samples per worker and step; the task's own by default."""
     shards: Shards = "iid"
     """sorted: each worker draws from its own part of the training set, by label or by book."""
+    clip: str = "task"
+    """Clip gradients to this norm, or none; task: the task's own limit. Each worker clips its own gradient, and ddp
+    clips the mean."""
     seeds: tuple[int, ...] = (0, 1, 2)
     """Seeds to report."""
     configurations: int = 6
@@ -70,6 +73,8 @@ class Options:
         require_device(self)
         if self.batch is not None and self.batch < 1:
             raise UserError(f"batch={self.batch}: give 1 or more, or leave it out")
+        if self.clip not in ("task", "none") and not number_above_0(self.clip):
+            raise UserError(f"clip={self.clip}: give a number above 0, none, or task")
         if TUNING_SEED in self.seeds:
             raise UserError(f"seeds={TUNING_SEED}: it is the tuning seed; report other seeds")
         for asked in self.methods:
@@ -99,8 +104,15 @@ class Options:
     def plans(self, task: str, workers: int, asked: str) -> list[Plan]:
         """A method's runs of the tuning."""
         t = load_task(task)
-        rest = workers, self.batch or t.batch, self.steps, self.tau, self.shards, TUNING_SEED, "tuning"
+        rest = workers, self.batch or t.batch, self.steps, self.tau, self.shards, TUNING_SEED, "tuning", self.clip
         return [Plan(task, settings, t.inner.lr * factor, *rest) for settings, factor in self.candidates(asked)]
+
+
+def number_above_0(text: str) -> bool:
+    try:
+        return 0 < float(text) < math.inf
+    except ValueError:
+        return False
 
 
 def parse(text: str) -> list[Settings]:

@@ -7,7 +7,7 @@ import json
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,8 @@ class Plan:
     shards: Shards
     seed: int
     split: Split
+    clip: str = "task"
+    """The largest norm of a gradient: a number, none, or task for the task's own."""
 
 
 def unflat(row: Tensor, template: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -99,7 +101,9 @@ def train(task: Task, plan: Plan, device: str = "cpu") -> tuple[Stack, Method]:
     """Trains up to the last step, before `finish`. device: holds all workers."""
     stack = stack_of(task, device)
     x = stack.start(plan.seed).expand(plan.workers, -1).clone()
-    method, inner = plan.settings.make(x, plan.tau), task.inner.start(x)
+    clips = {"task": task.inner.clip, "none": None}
+    limit = clips[plan.clip] if plan.clip in clips else float(plan.clip)
+    method, inner = plan.settings.make(x, plan.tau), replace(task.inner, clip=limit).start(x)
     for step in range(plan.steps):
         batch = stack.upload(task.draw(plan.seed, step, plan.workers, plan.batch, plan.shards))
         method.train_step(stack.gradient, batch, inner, plan.lr * cosine(step, plan.steps))
@@ -118,8 +122,17 @@ def run(task: Task, plan: Plan, device: str = "cpu") -> Row:
 
 # -- the file: one JSON object a line -------------------------------------------------------------------------------
 
-GROUP = ("task", "workers", "batch", "steps", "tau", "shards", "tuning")  # the choices of one table agree in these
-PLAN = ("task", "method", "options", "lr", "workers", "batch", "steps", "tau", "shards", "seed", "split")
+GROUP = (
+    "task",
+    "workers",
+    "batch",
+    "steps",
+    "tau",
+    "shards",
+    "clip",
+    "tuning",
+)  # the choices of one table agree in these
+PLAN = ("task", "method", "options", "lr", "workers", "batch", "steps", "tau", "shards", "seed", "split", "clip")
 REMOVED = {  # options of older rows, with the value that has no effect
     **{"sync_steps": 0, "clip_by": "element", "policy": "penalty", "taylor": 0.5},
     **{"fragments": 1, "first_every": 0, "second_every": 0},
@@ -169,6 +182,7 @@ class Rows:
                 raise UserError(f"{what}; mend or remove it, or name another file") from None
 
     def _add(self, row: Row) -> None:
+        row.setdefault("clip", "task")  # an older row
         given = {key: value for key, value in row["options"].items() if REMOVED.get(key) != value}
         defaults = METHODS[row["method"]].options if row["method"] in METHODS else {}
         row["options"] = defaults | given  # an option newer than the row had its default value

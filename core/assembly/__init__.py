@@ -8,4 +8,5 @@ from .co2 import tuned_for as tuned_for
 from .config import CO2Config as CO2Config
 from .config import LGrecoConfig as LGrecoConfig
 from .config import WireConfig as WireConfig
+from .config import named_rule as named_rule
 from .config import of_kind as of_kind

@@ -28,7 +28,7 @@ from ..rounds import Rider
 from ..sharded.mesh import check_names
 from ..testing.link import Link, flight_over
 from ..wires.quantized import AutoWire
-from .config import CO2Config, WireConfig, of_kind
+from .config import CO2Config, WireConfig, named_rule
 
 
 @functools.cache
@@ -150,7 +150,7 @@ class CO2(Saved, OnArrival):
         schedule: Schedule | None = None,
         **options: Unpack[Options],
     ):
-        c, params = of_kind(config, CO2Config, "config"), tensors_of(params, "parameters")
+        c, params = named_rule(config), tensors_of(params, "parameters")
         c.wire.check(params, options.get("group"))
         settings = settings_of(c, schedule)
         super().__init__(params, settings, **plugs(c, lambda number: settings(number).tau, options))

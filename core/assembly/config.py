@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, ClassVar, Literal, TypeVar, get_args
 
 import torch.distributed as dist
 from torch import Tensor
@@ -96,7 +98,11 @@ Config = TypeVar("Config")
 
 @dataclass(frozen=True)
 class CO2Config(AdaptiveConfig):
-    """All settings of CO2; defaults as in the example that the authors released."""
+    """All settings of CO2; defaults as in the example that the authors released.
+
+    `CO2Config.recommended` and `CO2Config.paper` name the two sets of settings. CO2 warns if it gets a CO2Config(tau=N)
+    with no other setting, which is the paper's.
+    """
 
     _: KW_ONLY
     outlier: float | None = 10.0
@@ -105,6 +111,14 @@ class CO2Config(AdaptiveConfig):
     wire: WireConfig = field(default_factory=WireConfig)
     """How the pseudo-gradient crosses the network, and what local, overlap_local and slowmo send; ddp has ddp_wire."""
 
+    _names_no_rule: ClassVar[bool] = False
+
+    # __init__ and __post_init__ cannot tell a setting that was given from a default
+    def __new__(cls, *args: Any, **given: Any) -> CO2Config:
+        config = super().__new__(cls)
+        object.__setattr__(config, "_names_no_rule", len(args) <= 1 and given.keys() <= {"tau"})
+        return config
+
     def check(self) -> None:
         super().check()
         limits = self.outlier is None or (is_number(self.outlier) and self.outlier > 1)
@@ -112,7 +126,29 @@ class CO2Config(AdaptiveConfig):
         require(self, isinstance(self.wire, WireConfig), "wire", "give a WireConfig, such as WireConfig('int8')")
 
     @classmethod
-    def recommended(cls, workers: int, steps: int | None = None, *, mesh: DeviceMesh | None = None) -> CO2Config:
+    def paper(cls, tau: int | Literal["auto"] = 48, **settings: Any) -> CO2Config:
+        """Our reading of the paper's rule: an average arrives a whole round late, with the staleness gap penalty.
+
+        docs/differences.md says what the paper leaves open. Our measurements support `recommended` instead. Its outer
+        momentum is the one for 33 to 64 workers; the authors' release sets 0 up to 16, 0.2 up to 32 and 0.6 above 64.
+
+        Args:
+            tau: local steps per round.
+            settings: other settings, such as outer_momentum=0.0.
+        """
+        rule: dict[str, Any] = {"outer_lr": 1.0, "outer_momentum": 0.5, "gap": "elementwise", "clip": 1.0}
+        rule |= {"merge": "outer", "delay": "boundary"}
+        return cls(tau=tau, **rule | settings)
+
+    @classmethod
+    def recommended(
+        cls,
+        workers: int,
+        steps: int | None = None,
+        *,
+        tau: int | Literal["auto"] = "auto",
+        mesh: DeviceMesh | None = None,
+    ) -> CO2Config:
         """What our measurements support in place of the paper's settings (results/loss.md).
 
         A mean is merged when it lands, the own progress since the sending is kept, for a copy of the parameters, and
@@ -122,9 +158,9 @@ class CO2Config(AdaptiveConfig):
 
         workers: their number; outer momentum costs most with few of them: 0 up to 16, beyond that what the authors'
         release sets, 0.2 up to 32, 0.5 up to 64, 0.6 above. steps: of the whole run, if known, so that it has twenty
-        rounds at least. tau set by dataclasses.replace holds. mesh: [nodes, workers of a node], for ShardedCO2: workers
-        of a node must stay equal and hold only shares of the outer state, so of all this there is the outer momentum;
-        a mean is merged in the paper's order, with its penalty, and crosses in float32.
+        rounds at least. tau: local steps per round; auto: from measured times. mesh: [nodes, workers of a node], for
+        ShardedCO2: workers of a node must stay equal and hold only shares of the outer state, so of all this there is
+        the outer momentum; a mean is merged in the paper's order, with its penalty, and crosses in float32.
         """
         for name, given in (("workers", workers), ("steps", 1 if steps is None else steps)):
             if not is_whole(given):
@@ -133,10 +169,26 @@ class CO2Config(AdaptiveConfig):
         tau_max = 192 if steps is None else min(192, max(1, steps // 20))
         if mesh is not None:
             check_mesh(mesh)
-            return cls(tau="auto", tau_max=tau_max, outer_momentum=beta)
+            return cls(tau=tau, tau_max=tau_max, outer_momentum=beta)
         wire = WireConfig("auto")
         late = {"gap": "none", "merge": "keep", "delay": "auto"}
-        return cls(tau="auto", tau_max=tau_max, outer_momentum=beta, wire=wire, **late)  # pyright: ignore
+        return cls(tau=tau, tau_max=tau_max, outer_momentum=beta, wire=wire, **late)  # pyright: ignore
+
+
+def named_rule(config: CO2Config | None) -> CO2Config:
+    """The config that is given, or the default. Rank 0 warns if it has nothing but tau, which is the paper's rule."""
+    c = of_kind(config, CO2Config, "config")
+    if c._names_no_rule and not (dist.is_initialized() and dist.get_rank()):
+        level, frame, inside = 1, sys._getframe(), (__name__.partition(".")[0], "contextlib")
+        while frame.f_back and str(frame.f_globals.get("__name__")).partition(".")[0] in inside:
+            level, frame = level + 1, frame.f_back
+        warnings.warn(
+            f"CO2Config(tau={c.tau!r}) with nothing else is our reading of the paper's rule. On short runs its loss is "
+            f"higher than with CO2Config.recommended(workers, steps, tau={c.tau!r}). Use that, or "
+            f"CO2Config.paper(tau={c.tau!r}) for the paper's rule without this warning",
+            stacklevel=level,
+        )
+    return c
 
 
 def of_kind(given: Any, kind: type[Config], name: str) -> Config:

@@ -17,7 +17,7 @@ from ..elastic.members import Members
 from ..rounds import Rider
 from ..testing.link import Link, SlowFlight
 from .co2 import Options, plugs
-from .config import CO2Config, WireConfig, of_kind
+from .config import CO2Config, WireConfig, named_rule
 
 
 class SlowElasticFlight(SlowFlight, ElasticFlight):
@@ -47,7 +47,7 @@ def elastic_co2(
     takes a copy of the parameters more. members: see Members. Make it on every worker before any process group exists,
     then call the rider's `join` on all.
     """
-    given = of_kind(config, CO2Config, "config")
+    given = named_rule(config)
     check_elastic(given)
     c = replace(given, wire=WireConfig())
     settings = settings_of(c, schedule)

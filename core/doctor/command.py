@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import json
 import math
 import os
@@ -128,7 +129,7 @@ def measure(found: dict[str, Any], asked: argparse.Namespace, nodes: list[list[i
 @dataclass(frozen=True)
 class Facts:
     """Of a worker. host: a network namespace of a machine, within which workers need no link. alike: what must be alike
-    on all workers. memory: bytes of its GPU, or its share of the host's."""
+    on all workers. memory: bytes of its GPU, or its share of the host's. infiniband: see `no_infiniband`."""
 
     rank: int
     host: str
@@ -137,6 +138,7 @@ class Facts:
     device: str
     device_name: str
     memory: int
+    infiniband: str = ""
 
 
 def own_facts(env: Mapping[str, str] = os.environ) -> Facts:
@@ -153,7 +155,28 @@ def own_facts(env: Mapping[str, str] = os.environ) -> Facts:
         name = f"{os.uname().machine} ({os.cpu_count()} cores)"
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // max(1, local_world_size(env))
     alike = {"torch": torch.__version__, "co2": __version__, "device": device}
-    return Facts(int(env.get("RANK", "0")), f"{hostname} {namespace}", hostname, alike, device, name, memory)
+    lacks = no_infiniband(env) if device == "cuda" else ""
+    return Facts(int(env.get("RANK", "0")), f"{hostname} {namespace}", hostname, alike, device, name, memory, lacks)
+
+
+def no_infiniband(env: Mapping[str, str] = os.environ, devices: Path = Path("/dev/infiniband")) -> str:
+    """Why NCCL finds no InfiniBand or RoCE device; "" if it finds one, or if NCCL_IB_DISABLE says not to look.
+
+    NCCL loads libibverbs and asks it for the devices, as this does. Without a device NCCL takes TCP and says nothing.
+    """
+    if env.get("NCCL_IB_DISABLE", "0") != "0":
+        return ""
+    try:
+        verbs = ctypes.CDLL("libibverbs.so.1")
+    except OSError:
+        return "libibverbs.so.1 is missing: install libibverbs1 and ibverbs-providers, or rdma-core"
+    count = ctypes.c_int(0)
+    verbs.ibv_get_device_list.restype = ctypes.c_void_p
+    if not verbs.ibv_get_device_list(ctypes.byref(count)) or not count.value:
+        return "libibverbs finds no device"
+    if not [*devices.glob("uverbs*")]:
+        return f"no {devices}/uverbs*: in a container, pass the devices in (enroot: MELLANOX_VISIBLE_DEVICES=all)"
+    return ""
 
 
 def nodes_of(facts: Sequence[Facts]) -> list[list[int]]:
@@ -189,5 +212,6 @@ def header(facts: Sequence[Facts], params: float) -> dict[str, Any]:
         "wires": {},
         "boundary_seconds": None,
         "settings": [],
+        "infiniband": next((f"on rank {f.rank}, {f.infiniband}" for f in facts if f.infiniband), ""),
         "failures": failures(facts),
     }

@@ -63,6 +63,8 @@ def screen(report: Mapping[str, Any]) -> str:
         line("", "alone: links and tau are measured with several, started by torchrun (docs/doctor.md)")
     kinds = ", ".join(dict.fromkeys(node["device"] for node in nodes))
     line("device", f"{kinds}, {report['device']['memory_bytes_per_worker'] / (1 << 30):.3g} GiB a worker")
+    if report["infiniband"]:
+        line("InfiniBand", f"{report['infiniband']}; NCCL takes TCP there")
     links = dict(report["links"])
     if report["workers_per_node"] == 1 or len(nodes) == 1:
         del links["all"]  # it is one of the two

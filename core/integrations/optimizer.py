@@ -1,6 +1,6 @@
 """CO2 behind any torch optimiser's own step: nothing of the loop changes but the line around it.
 
-with attach(optimizer, model.parameters(), CO2Config(tau=48), buffers=model.buffers()) as co2:
+with attach(optimizer, model.parameters(), CO2Config.recommended(W, steps), buffers=model.buffers()) as co2:
     for batch in loader:
         loss(model, batch).backward(); optimizer.step(); optimizer.zero_grad()
 """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -209,7 +209,7 @@ def make_method(
     ddp_wire, how ddp's gradients cross the network.
     """
     entry = entry_of(name)
-    co2 = of_kind(co2, CO2Config, "co2")
+    co2 = replace(of_kind(co2, CO2Config, "co2"))  # with all settings named: CO2 warns of none
     if not isinstance(model, nn.Module):
         raise UserError(f"model: a {type(model).__name__} is given: give the module itself")
     own = check_settings(name, co2, shard=shard, offload=offload, schedule=schedule, **settings)

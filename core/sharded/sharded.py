@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .. import outer
 from ..adaptive.config import Schedule, settings_of
-from ..assembly import CO2Config, Options, of_kind, plugs
+from ..assembly import CO2Config, Options, named_rule, plugs
 from ..checkpoints.saved import Saved
 from ..errors import UserError
 from ..flat import Bucket, copy, make_buckets, tensors_of, unique
@@ -38,7 +38,7 @@ class ShardedCO2(Saved):
 
         mesh = node_mesh("cuda", 8)  # nodes of eight consecutive ranks
         loops = DistributedDataParallel(model, process_group=mesh.get_group("shard"))  # to be called in the loop
-        co2 = ShardedCO2(model.parameters(), CO2Config(tau=48), mesh=mesh, buffers=model.buffers())
+        co2 = ShardedCO2(model.parameters(), CO2Config.paper(), mesh=mesh, buffers=model.buffers())
 
     In that order: DistributedDataParallel writes the parameters when it is made, of which ShardedCO2 would warn.
 
@@ -72,7 +72,7 @@ class ShardedCO2(Saved):
         schedule: Schedule | None = None,
         **options: Unpack[Options],
     ):
-        c = of_kind(config, CO2Config, "config")
+        c = named_rule(config)
         self._settings = settings_of(c, schedule)
         check_shared(self._settings(0), c.wire.format)
         options["group"], inner_group = groups_of(mesh, options.get("group"), inner_group)

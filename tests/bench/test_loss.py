@@ -146,7 +146,7 @@ def test_the_table(tmp_path: Path, tiny: Task):
     add("local", results["local"])
     add("co2:beta=0|0.5", results["co2"])
     text = rows.table()
-    start = "| digits | 4 | 4 | 9 | 3 | iid | each method tuned over 4 configurations |"
+    start = "| digits | 4 | 4 | 9 | 3 | iid | task | each method tuned over 4 configurations |"
     assert f"{start} local | local | 0.1 | 4 | 2 | 0.5500 ± 0.0707 | 0% ± 0% |" in text
     assert rf"{start} co2:beta=0\|0.5 | co2:beta=0 | 0.1 | 4 | 2 | 0.4000 | 50% ± 71% |" in text
     assert Rows(o.rows).table() == text  # from the file alone
@@ -184,3 +184,14 @@ def test_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture):
     assert [row["kind"] for row in written] == ["run", "run", "choice", "run"]  # two values of beta are tried
     assert written[-1]["split"] == "test" and written[-1]["loss"] > 0 and written[-1]["commit"]
     assert Rows(rows).table() in capsys.readouterr().out
+
+
+def test_the_limit_of_the_gradients_norm_is_part_of_a_run(tiny: Task, tmp_path: Path):
+    rows = Rows(tmp_path / "rows.jsonl")
+    losses = {clip: run(tiny, plan(tiny, "ddp", clip=clip))["loss"] for clip in ("task", "none", "1e-9", "1e9")}
+    assert losses["task"] == losses["none"] == losses["1e9"] != losses["1e-9"]
+    rows.add_run(plan(tiny, "ddp", clip="1e-9"), {"loss": 1.0})
+    assert rows.find(plan(tiny, "ddp", clip="1e-9")) and not rows.find(plan(tiny, "ddp"))
+    for wrong in ("0", "-1", "inf", "big"):
+        with pytest.raises(UserError, match=f"clip={wrong}: give a number above 0, none, or task"):
+            options(tmp_path, clip=wrong).check()

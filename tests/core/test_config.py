@@ -1,7 +1,10 @@
 """A bad setting gives one line that names the value and the remedy."""
 
+import copy
+import pickle
+import warnings
 from collections.abc import Callable
-from dataclasses import FrozenInstanceError, fields
+from dataclasses import FrozenInstanceError, fields, replace
 from typing import Any
 
 import pytest
@@ -11,6 +14,7 @@ from torch import nn
 import core.co2 as bare
 from core import CO2, CO2Config, LocalSGD, OverlapLocalSGD, ShardedCO2, SlowMo, UserError, WireConfig, make_method
 from core.config import OuterConfig
+from core.integrations.optimizer import attach
 from core.methods import METHODS, DelayedCO2, DelayedConfig, OverlapLocalConfig, SlowMoConfig
 from core.robust.requests import Requests
 from core.testing.link import ThrottledLink
@@ -124,6 +128,36 @@ def test_settings_but_tau_are_given_by_name():
 
 def params() -> list[nn.Parameter]:
     return list(nn.Linear(2, 2).parameters())
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: CO2(params(), CO2Config(tau=6)),
+        lambda: CO2(params(), CO2Config(6)),
+        lambda: CO2(params(), pickle.loads(pickle.dumps(CO2Config(6)))),
+        lambda: ShardedCO2(params(), CO2Config(6)),
+        lambda: DelayedCO2(params(), CO2Config(6)),
+        lambda: attach(torch.optim.SGD(ones := params(), 0.1), ones, CO2Config(6)).__enter__(),
+    ],
+)
+def test_a_config_with_tau_alone_is_told_which_rule_it_is(build: Callable[[], Any]):
+    with pytest.warns(UserWarning, match=r"^CO2Config\(tau=6\) .*CO2Config.paper\(tau=6\)") as seen:
+        build()
+    assert [warning.filename for warning in seen] == [__file__], "the user's line"
+
+
+def test_a_config_that_names_its_rule_is_told_nothing():
+    named = [CO2Config.paper(6), CO2Config.recommended(1, 100, tau=6), CO2Config(6, gap="norm")]
+    named += [CO2Config(6, outer_momentum=0.5), replace(CO2Config(6)), *copy.deepcopy(named)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for config in named:
+            CO2(params(), pickle.loads(pickle.dumps(config)))
+        make_method("co2", nn.Linear(2, 2), co2=CO2Config(6))  # as a train script does
+    assert CO2Config.paper(6) == CO2Config(6) and CO2Config.paper() == CO2Config()
+    assert CO2Config.paper(6, outer_momentum=0.2, gap="norm") == CO2Config(6, outer_momentum=0.2, gap="norm")
+    assert CO2Config.recommended(40, 100, tau=6) == replace(CO2Config.recommended(40, 100), tau=6)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """core.doctor: what it makes of known times and facts."""
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from core import CO2Config
+from core.doctor import command
 from core.doctor.command import Facts, failures, header, own_facts
 from core.doctor.measure import Link, extrapolated
 from core.doctor.report import choose, screen
@@ -113,6 +115,37 @@ def test_a_worker_with_a_gpu(monkeypatch: pytest.MonkeyPatch):
         ("get_device_properties", lambda device: properties),
     ):
         monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr(command, "no_infiniband", lambda env: "libibverbs finds no device")
     found = own_facts({"LOCAL_RANK": "3"})
     assert (found.rank, found.device, found.device_name, found.memory) == (0, "cuda", "NVIDIA H100", 80 << 30)
     assert chosen == [3] and header([found], 1e6)["backend"] == "nccl"
+    (line,) = [line for line in screen(header([found], 1e6)).splitlines() if "NCCL" in line]
+    assert line == "InfiniBand   on rank 0, libibverbs finds no device; NCCL takes TCP there"
+
+
+@pytest.mark.parametrize(
+    ("library", "device", "disabled", "says"),
+    [
+        (None, "uverbs0", "0", "libibverbs.so.1 is missing: install libibverbs1"),
+        (0, "uverbs0", "0", "libibverbs finds no device"),
+        (2, "rdma_cm", "0", "MELLANOX_VISIBLE_DEVICES=all"),
+        (2, "uverbs0", "0", None),
+        (None, "rdma_cm", "1", None),
+    ],
+)
+def test_why_nccl_finds_no_infiniband(
+    library: int | None, device: str, disabled: str, says: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def devices(count: Any) -> int:
+        count._obj.value = library
+        return 1
+
+    def load(name: str) -> SimpleNamespace:
+        if library is None:
+            raise OSError(f"{name}: cannot open shared object file")
+        return SimpleNamespace(ibv_get_device_list=devices)
+
+    monkeypatch.setattr(command.ctypes, "CDLL", load)
+    (tmp_path / device).touch()
+    found = command.no_infiniband({"NCCL_IB_DISABLE": disabled}, tmp_path)
+    assert says in found if says else found == ""

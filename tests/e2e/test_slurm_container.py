@@ -168,6 +168,7 @@ def test_both_images_are_made_alike_from_constraints():
     steps = ["sh", files["slurm/containers/install.sh"], files["constraints.txt"]]
     assert run == ["RUN", *steps] and sections["post"] == [steps]
     assert ["ENV", "NVIDIA_VISIBLE_DEVICES=all", "NVIDIA_DRIVER_CAPABILITIES=compute,utility"] in rest
+    assert ["ENV", "MELLANOX_VISIBLE_DEVICES=all"] in rest
     assert ["ENV", "PYTHONNOUSERSITE=1"] in rest and sections["environment"][0][:2] == ["export", "PYTHONNOUSERSITE=1"]
 
 
@@ -187,8 +188,9 @@ def test_their_steps_install_what_constraints_says_and_what_the_scripts_call(tmp
 
     status, ran = install_with("nothing")
     assert status == 0
-    assert {"procps", "numactl", "g++", "git", "libgl1", "libglib2.0-0"} <= set(ran[1].split())
+    packages = {"procps", "numactl", "g++", "git", "libgl1", "libglib2.0-0", "libibverbs1", "ibverbs-providers"}
+    assert packages <= set(ran[1].split())
     (pip,) = [line for line in ran if "pip install" in line]
     assert pip.endswith("--requirement /opt/co2/constraints.txt")
-    for fails in ("update", "pip install", "torch.version.cuda", "import cv2"):
+    for fails in ("update", "pip install", "torch.version.cuda", "libibverbs.so.1", "import cv2"):
         assert install_with(fails)[0] != 0, fails

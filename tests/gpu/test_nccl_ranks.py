@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "ddp, int8": ("ddp", {"ddp_wire": WireConfig("int8")}),
     "paper": ("co2", {"co2": PAPER}),
     "recommended": ("co2", {"co2": RECOMMENDED}),
-    "recommended, int4": ("co2", {"co2": CO2Config(**vars(RECOMMENDED) | {"wire": WireConfig("int4")})}),
+    "recommended, int4": ("co2", {"co2": replace(RECOMMENDED, wire=WireConfig("int4"))}),
     "int8": ("co2", {"co2": CO2Config(tau=4, wire=WireConfig("int8"))}),
     "bfloat16": ("co2", {"co2": CO2Config(tau=4, wire=WireConfig("bfloat16"))}),
     "lgreco": ("co2", {"co2": CO2Config(tau=4, wire=WireConfig("lgreco", like="int4"))}),

@@ -2,7 +2,7 @@
 islands of it.
 
     parallel = Parallel(model, Layout.parse("tp2.pp2.dp2.co2x2"), torch.device("cpu"))  # on every rank, the same model
-    co2 = parallel.co2(CO2Config(tau=12))
+    co2 = parallel.co2(CO2Config.paper(tau=12))
     for tokens, targets in my_batches:  # of this rank's data-parallel worker
         parallel.backward(tokens, targets, loss); optimizer.step(); optimizer.zero_grad(); co2.step()
 """
