@@ -34,8 +34,7 @@ from core.flat import Scalars, make_buckets
 from core.lgreco.choices import RAW, Choice, padded_bytes
 from core.lgreco.choices import sent_bytes as bytes_of
 from core.lgreco.decide import Decider, curve
-from core.lgreco.layout import in_bucket
-from core.lgreco.reducer import LGreco
+from core.lgreco.reducer import LGreco, in_bucket
 from training.script import launch
 
 RECIPE, BATCH, LR = "gpt2_pydoc_small", 32, 4e-3

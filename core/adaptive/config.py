@@ -43,8 +43,7 @@ class AdaptiveConfig(OuterConfig):
 
     tau: int | Literal["auto"] = 48  # pyright: ignore[reportIncompatibleVariableOverride]
     """Local steps per round; the paper searched {1, 3, 6, 12, 24, 48, 96, 192}. auto: chosen from measured times, the
-    fewest that hide the all-reduce, and again when those change. Until they are known, rounds have
-    two local steps."""
+    fewest that hide the all-reduce, and again when those change. Until they are known, rounds have two local steps."""
     _: KW_ONLY
     tau_max: int = 192
     """With tau auto: never more local steps than this."""
@@ -60,12 +59,8 @@ class AdaptiveConfig(OuterConfig):
     the slowest worker sends, up to a round, which costs loss. 0 waits at once: nothing is hidden, nor stale."""
 
     def check(self) -> None:
-        require(
-            self,
-            is_whole(self.tau) or self.tau == "auto",
-            "tau",
-            "give a whole number of local steps, 1 or more, or auto",
-        )
+        lasts = is_whole(self.tau) or self.tau == "auto"
+        require(self, lasts, "tau", "give a whole number of local steps, 1 or more, or auto")
         require(self, is_whole(self.tau_max), "tau_max", "give a whole number of local steps, 1 or more")
         self.check_outer()
         require(self, self.merge in MERGES, "merge", f"choose one of {', '.join(MERGES)}")

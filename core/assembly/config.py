@@ -33,8 +33,8 @@ class WireConfig:
 
     format: Format = "float32"
     """float32 (float64 for float64 parameters, a plain all-reduce); rounded to bfloat16, float16, int8, int4 or int2;
-    lgreco, every layer in a way of its own, chosen anew while training goes on; or auto:
-    int4, or float32 where means are as fresh over it, as measured while training."""
+    lgreco, every layer in a way of its own, chosen anew while training goes on; or auto: int4, or float32 where means
+    are as fresh over it, as measured while training."""
     error_feedback: bool = True
     """With a narrow format: the rounding errors are added to the next round's message, for a copy of the parameters."""
     like: str = ""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -24,28 +24,33 @@ from ..flight import Flight
 from ..groups import Stage, all_reduce
 from ..rounds import Rounds
 from ..stats import Late
-from .members import AGREED, SENT, SUMMED, Came, Members, Report, Workers, agreed
+from .members import AGREED, SENT, SUMMED, Came, Members, Report, WorkersChanged, agreed
 
 MOST = 1024  # workers: checksums are so narrow that the sums over as many are exact
 LOOK_EVERY = 0.2  # seconds between two looks whether another worker has left
 
 
-class ElasticFlight(Flight, Workers):
+class ElasticFlight(Flight):
     """Flight whose group may change under what is in flight. RANK and WORLD_SIZE, from the environment, are this
     worker's place among as many workers as there may be: who takes the place of a lost one has the same.
 
     members: see Members. options: of Flight.
     Attributes: owner, the method whose reductions these are, set by Joining; world_size, how many workers count in the
     reduction in flight; phase, of that reduction; counts, whether what this worker sends counts; asks, whether this
-    worker asks to let newcomers in, and asked, whether any has with what landed last.
+    worker asks to let newcomers in, and asked, whether any has with what landed last. To be set by the training script:
+    tell, which returns what it reports to the others; on_change, called with all reports once another generation has
+    begun.
     """
 
     owner: Rounds
 
     def __init__(self, device: torch.device, *, members: Members, **options: Any):
         assert not dist.is_initialized(), "the workers' groups are made and left here"
-        Flight.__init__(self, device, **options)
-        Workers.__init__(self, members)
+        super().__init__(device, **options)
+        self.members = members
+        self._act, self._act_phase = 0, AGREED  # the sum of a training script that is under way, or the last one
+        self.tell: Callable[[], Report] = dict
+        self.on_change: Callable[[list[Report | None]], None] = lambda reports: None
         self.place, self.places = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         self.most = MOST
         self.phase = AGREED
@@ -104,6 +109,27 @@ class ElasticFlight(Flight, Workers):
             except CollectiveError:
                 self.mend()
 
+    def sum_of_all(self, values: Tensor) -> Tensor:
+        """The sum over the workers, for the training script; all of them must call it.
+
+        WorkersChanged on all that are left where one was lost and not all have the sum.
+        """
+        self._act, self._act_phase, total = self._act + 1, SENT, values.clone()
+        reason = False
+        try:
+            dist.all_reduce(total)
+            self._act_phase = SUMMED
+            dist.all_reduce(torch.zeros(1))
+        except RuntimeError:
+            reason = True
+        if reason:  # out here, where no traceback keeps the group
+            reports = self.mend()
+            if not agreed(reports, "act", self._act):
+                self._act, self._act_phase = self._act - 1, AGREED
+                raise WorkersChanged
+        self._act_phase = AGREED
+        return total
+
     # -- another generation -----------------------------------------------------------------------------------
 
     def mend(self, came: Came = "failed") -> list[Report | None]:
@@ -131,7 +157,7 @@ class ElasticFlight(Flight, Workers):
         self.owner._late = Late()  # on a GPU the next landing tells a newcomer nothing yet, so nobody else either
         known = [r for r in reports if r is not None]
         latest = max((r["launched"] for r in known), default=self.launched)
-        self.adopt_sums(known)
+        self._act = max([self._act, *(r["act"] for r in known if r["act_phase"] == AGREED)])
         newcomers = len(reports) - len(known) if known else 0
         spared = sum(r["launched"] == latest and not r["counts"] for r in known)
         self._spared = (latest + 1, newcomers) if newcomers else (latest, spared)
@@ -165,7 +191,7 @@ class ElasticFlight(Flight, Workers):
     def _report(self) -> Report:
         phase = self.phase if self.in_flight else AGREED
         mine = {"launched": self.launched, "launched_phase": phase, "counts": self.counts}
-        return mine | self.of_sums() | self.tell()
+        return mine | {"act": self._act, "act_phase": self._act_phase} | self.tell()
 
     def _send_again(self) -> None:
         copy(self._flats, self._kept)

@@ -12,15 +12,22 @@ round that is under way, which do not count in its mean, and trains from the out
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from ..adaptive.config import Schedule, settings_of
 from ..adaptive.merging import OnArrival
+from ..assembly.co2 import Options, plugs
+from ..assembly.config import CO2Config, WireConfig, named_rule
 from ..checkpoints.saved import Saved
 from ..errors import UserError
 from ..rounds import Rider, Rounds
+from ..testing.link import Link, SlowFlight
 from .flight import ElasticFlight
 from .members import Members, Report
 
@@ -45,7 +52,7 @@ class Joining(Rider):
 
     def attach(self, method: Rounds) -> None:
         super().attach(method)
-        assert isinstance(method, OnArrival) and isinstance(method, Saved), "see core.assembly.elastic_co2"
+        assert isinstance(method, OnArrival) and isinstance(method, Saved), "see elastic_co2"
         assert isinstance(method.flight, ElasticFlight)
         self.co2, self.flight = method, method.flight
         self.flight.owner = method
@@ -121,9 +128,47 @@ class Joining(Rider):
 
 def check_elastic(config: Any) -> None:
     """UserError for what does not go with workers that come and go. config: a CO2Config."""
-    for ok, name, remedy in (
-        (config.tau != "auto", "tau='auto'", "give a number of local steps"),
-        (config.wire.format in ("float32", "auto"), f"wire.format={config.wire.format!r}", "leave it out"),
-    ):
-        if not ok:
-            raise UserError(f"elastic does not go with {name}: {remedy}")
+    if config.tau == "auto":
+        raise UserError("elastic does not go with tau='auto': give a number of local steps")
+    if config.wire.format not in ("float32", "auto"):
+        raise UserError(f"elastic does not go with wire.format={config.wire.format!r}: leave it out")
+
+
+class SlowElasticFlight(SlowFlight, ElasticFlight):
+    """ElasticFlight over an emulated link."""
+
+
+class ElasticCO2(Saved, OnArrival):
+    """What elastic_co2 makes: it reads the settings of all riders."""
+
+    reads = CO2Config
+
+
+def elastic_co2(
+    params: Iterable[Tensor],
+    config: CO2Config | None = None,
+    *,
+    members: Members,
+    buffers: Iterable[Tensor] = (),
+    timeout: float = 600.0,
+    link: Link | None = None,
+    schedule: Schedule | None = None,
+    riders: Sequence[Rider] = (),
+) -> tuple[OnArrival, Joining]:
+    """CO2 whose workers come and go (core/elastic/joining.py), and the rider that lets them in.
+
+    The arguments: see CO2. tau auto and narrow wires are refused; wire auto stands for float32. It
+    takes a copy of the parameters more. members: see Members. Make it on every worker before any process group exists,
+    then call the rider's `join` on all.
+    """
+    given = named_rule(config)
+    check_elastic(given)
+    c = replace(given, wire=WireConfig())
+    settings = settings_of(c, schedule)
+    options = Options(buffers=buffers, timeout=timeout, riders=riders)
+    carrier = functools.partial(SlowElasticFlight, link=link) if link else ElasticFlight
+    flight = functools.partial(carrier, members=members)
+    plugged = plugs(c, lambda number: settings(number).tau, options, times=False, flight=flight)
+    joining = Joining(members, at_once=c.delay == 0)
+    plugged["riders"].insert(0, joining)
+    return ElasticCO2(params, settings, **plugged), joining

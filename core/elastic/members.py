@@ -12,14 +12,12 @@ import json
 import socket
 import threading
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
 from ..errors import CollectiveError
@@ -66,11 +64,6 @@ class Members:
     @property
     def size(self) -> int:
         return len(self.names)
-
-    @property
-    def restarted(self) -> bool:
-        """Whether it was started in place of one that has died."""
-        return not self.name.endswith(".0")
 
     def meet(self, report: Report | None, came: Came) -> list[Report | None]:
         """Leaves the generation, waits for the next one with this worker and connects it; what its members report, by
@@ -173,53 +166,6 @@ class Members:
             return self.store.check([key])
         except RuntimeError as error:
             raise CollectiveError(f"worker {self.name}: the launcher of the first node does not answer") from error
-
-
-class Workers(ABC):
-    """What a training script asks of a method whose workers come and go. For subclasses: mend.
-
-    Attributes, to be set by the training script: tell, which returns what it reports to the others; on_change, called
-    with all reports once another generation has begun.
-    """
-
-    def __init__(self, members: Members):
-        self.members = members
-        self._act, self._act_phase = 0, AGREED  # the sum that is under way, or the last one
-        self.tell: Callable[[], Report] = dict
-        self.on_change: Callable[[list[Report | None]], None] = lambda reports: None
-
-    @abstractmethod
-    def mend(self, came: Came = "failed") -> list[Report | None]:
-        """Goes on to the next generation with those that are left."""
-
-    def sum_of_all(self, values: Tensor) -> Tensor:
-        """The sum over the workers, for the training script; all of them must call it.
-
-        WorkersChanged on all that are left where one was lost and not all have the sum.
-        """
-        self._act, self._act_phase, total = self._act + 1, SENT, values.clone()
-        reason = False
-        try:
-            dist.all_reduce(total)
-            self._act_phase = SUMMED
-            dist.all_reduce(torch.zeros(1))
-        except RuntimeError:
-            reason = True
-        if reason:  # out here, where no traceback keeps the group
-            reports = self.mend()
-            if not agreed(reports, "act", self._act):
-                self._act, self._act_phase = self._act - 1, AGREED
-                raise WorkersChanged
-        self._act_phase = AGREED
-        return total
-
-    def of_sums(self) -> Report:
-        """What is reported of them."""
-        return {"act": self._act, "act_phase": self._act_phase}
-
-    def adopt_sums(self, known: Sequence[Report]) -> None:
-        """In another generation, of whose members these have a state."""
-        self._act = max([self._act, *(r["act"] for r in known if r["act_phase"] == AGREED)])
 
 
 def agreed(reports: Sequence[Report | None], what: str, number: int) -> bool:

@@ -127,9 +127,9 @@ def logged(stats: RoundStats) -> dict[str, float]:
 def leave_at_exit() -> None:
     """After a training that has ended well: the process leaves torch.distributed before the interpreter ends. A thread
     of gloo's that drops a tensor later finds no interpreter, and takes the process down by std::terminate."""
-    atexit.register(_leave)
 
+    def leave() -> None:
+        if dist.is_initialized() and not hasattr(sys, "last_type"):  # after an uncaught exception others may wait
+            dist.destroy_process_group()
 
-def _leave() -> None:
-    if dist.is_initialized() and not hasattr(sys, "last_type"):  # after an uncaught exception others may be waited for
-        dist.destroy_process_group()
+    atexit.register(leave)

@@ -32,15 +32,12 @@ class LGrecoConfig:
     decisions doubles from there up to `every`."""
 
     def __post_init__(self) -> None:
-        whole = "give a whole number of reductions, 1 or more"
+        low, high, whole = self.lowest_rank, self.highest_rank, "give a whole number of reductions, 1 or more"
+        ranks, finite = is_number(high) and 1 <= high < float("inf"), "give a finite number, 1 or more"
         for name, ok, remedy in (
             ("rule", self.rule in get_args(Rule), f"choose one of {', '.join(get_args(Rule))}"),
-            ("lowest_rank", is_number(self.lowest_rank) and 0 < self.lowest_rank <= 1, "give a number in (0, 1]"),
-            (
-                "highest_rank",
-                is_number(self.highest_rank) and 1 <= self.highest_rank < float("inf"),
-                "give a finite number, 1 or more",
-            ),
+            ("lowest_rank", is_number(low) and 0 < low <= 1, "give a number in (0, 1]"),
+            ("highest_rank", ranks, finite),
             ("every", self.every is None or is_whole(self.every), whole),
             ("first", self.first is None or is_whole(self.first), whole),
         ):

@@ -201,12 +201,11 @@ def make_method(
     """The model to call in the loop, and the method whose step() follows every optimiser step.
 
     name: one of METHODS. co2: None for CO2Config(). The period of every local method is co2.tau, so that comparisons
-    share it. schedule: of co2, see CO2. lr: returns the current
-    inner learning rate, for SlowMo. mesh: [nodes, workers of a node]: these synchronise gradients every step, and the
-    method runs across nodes; ddp synchronises all every step anyway. With methods other than co2 riders then hear, of
-    each node, the worker of their own place alone. shard, offload: see ShardedCO2. group, timeout,
-    link, riders: see assembly.Options. settings: of the method, by its key: delayed, slowmo, overlap_local, or
-    ddp_wire, how ddp's gradients cross the network.
+    share it. schedule: of co2, see CO2. lr: returns the current inner learning rate, for SlowMo. mesh: [nodes, workers
+    of a node]: these synchronise gradients every step, and the method runs across nodes; ddp synchronises all every
+    step anyway. With methods other than co2 riders then hear, of each node, the worker of their own place alone. shard,
+    offload: see ShardedCO2. group, timeout, link, riders: see assembly.Options. settings: of the method, by its key:
+    delayed, slowmo, overlap_local, or ddp_wire, how ddp's gradients cross the network.
     """
     entry = entry_of(name)
     co2 = replace(of_kind(co2, CO2Config, "co2"))  # with all settings named: CO2 warns of none

@@ -28,14 +28,6 @@ from ..testing.link import Link, flight_over
 EVERY, FIRST = 100, 10  # steps, of lgreco; released: every 100 after 1,000
 
 
-def _by_steps(wire: WireConfig) -> WireConfig:
-    """With L-GreCo's period in steps of ddp, where it is left open."""
-    if wire.format != "lgreco":
-        return wire
-    own = wire.lgreco
-    return replace(wire, lgreco=replace(own, every=own.every or EVERY, first=own.first or FIRST))
-
-
 class GradientWire:
     """Averages the gradients of all buckets of DistributedDataParallel at once, when the last one is there.
 
@@ -54,10 +46,13 @@ class GradientWire:
         self._scalars.attach(self.buckets[0].scalars)
         device = self.buckets[0].flat.device
         self.flight = flight_over(link)(device, group=group, timeout=timeout, hidden=False, roll=peers)
+        if wire.format == "lgreco":  # whose period is in steps of ddp, where it is left open
+            wire = replace(
+                wire, lgreco=replace((own := wire.lgreco), every=own.every or EVERY, first=own.first or FIRST)
+            )
         workers = self.flight.rank, self.flight.world_size
-        self.reducer = _by_steps(wire).reducer(self.buckets, self._scalars, *workers)
-        pairs = [(p, view) for b in self.buckets for p, view in zip(b.params, b.payload_views, strict=True)]
-        self._views = {id(p): view for p, view in pairs}
+        self.reducer = wire.reducer(self.buckets, self._scalars, *workers)
+        self._views = {id(p): v for b in self.buckets for p, v in zip(b.params, b.payload_views, strict=True)}
         self._waiting: list[tuple[Any, Tensor, list[Tensor], list[Tensor]]] = []
 
     def hook(self, _, bucket):  # DDP wants no annotation, or types it can evaluate
@@ -75,9 +70,8 @@ class GradientWire:
     def _reduce(self) -> None:
         self._scalars.set("steps", 1.0)
         self._scalars.set("weight", 1.0)
-        background = self.flight
-        background.launch(self.reducer.stages(background.group, background.launched + 1))
-        background.wait()
+        self.flight.launch(self.reducer.stages(self.flight.group, self.flight.launched + 1))
+        self.flight.wait()
         for flat in (f for flats in self.reducer.state.values() for f in flats):
             flat.nan_to_num_(0.0, 0.0, 0.0)
         waiting, self._waiting = self._waiting, []
@@ -145,7 +139,8 @@ class DDP(Loop):
         self.model = model
         self._buffers = [b for b in model.buffers() if b.is_floating_point()] if average_buffers else []
         self._link = link
-        self._reset()
+        self._bytes = 0
+        self._spans: list[tuple[Mark, Mark]] = []  # of each bucket: launched, landed
         self._requests = next((rider for rider in riders if isinstance(rider, Requests)), Requests())
         # how many workers ask for each, and have diverged
         self._news = torch.zeros(len(self._requests.shared) + 1, device=next(model.parameters()).device)
@@ -172,10 +167,6 @@ class DDP(Loop):
         ddp = DistributedDataParallel(model, process_group=group, **how)
         ddp.register_comm_hook(None, self.wire.hook if self.wire else self._all_reduce)
         self.model = ddp
-
-    def _reset(self) -> None:
-        self._bytes = 0
-        self._spans: list[tuple[Mark, Mark]] = []  # of each bucket: launched, landed
 
     def _all_reduce(self, _, bucket):  # DDP wants no annotation, or types it can evaluate
         """The default hook (mean of the gradients), timed, and held back by the emulated link if there is one."""
@@ -210,12 +201,12 @@ class DDP(Loop):
             self.stats.exposed_seconds = between(*self._spans[-1])
             self.stats.allreduce_seconds = _union(self._spans)
         if self.wire is not None:
-            background = self.wire.flight
-            self.stats.bytes_sent = background.bytes_sent
-            self.stats.exposed_seconds, self.stats.allreduce_seconds = background.exposed, background.seconds
+            flight = self.wire.flight
+            self.stats.bytes_sent = flight.bytes_sent
+            self.stats.exposed_seconds, self.stats.allreduce_seconds = flight.exposed, flight.seconds
         if self._sharded:
             self.stats.exposed_seconds = self.stats.allreduce_seconds = float("nan")
-        self._reset()
+        self._bytes, self._spans = 0, []
         return True
 
     def _tell(self) -> None:
@@ -233,8 +224,7 @@ class DDP(Loop):
             self._exchange.wait()
             self._exchange = None
         told = (self._news.tolist(), None) if at_once else self._late.exchange(self._news)
-        numbers = told[0] if told else [0.0] * len(self._news)
-        *asked, diverged = numbers
+        *asked, diverged = told[0] if told else [0.0] * len(self._news)
         self._requests.heard(asked)
         if diverged > 0:
             raise DivergedError(

@@ -22,7 +22,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -79,7 +79,7 @@ class Peers:
         until = time.monotonic() + ANSWERS_WITHIN
         asked, states = set(self._known), {}
         while asked and time.monotonic() < until:
-            fresh = self._ask(sorted(asked))
+            fresh = self.ask(asked, str(self.rank))
             states |= fresh
             failed = {rank for rank, state in fresh.items() if state == "failed"}
             until = time.monotonic() + ANSWERS_WITHIN if failed else until
@@ -87,26 +87,22 @@ class Peers:
             if any(state == "gone" and rank not in self._asked_by for rank, state in fresh.items()):
                 break
             time.sleep(0.05)
-        self._found = self._judge(states, in_it)
+        of = {
+            state: [rank for rank in sorted(states) if states[rank] == state and rank not in self._asked_by]
+            for state in ("gone", "silent", "running")
+        }
+        elsewhere = [states[rank] for rank in states if self._known[rank].host != self.address.host]
+        cut_off = elsewhere and set(elsewhere) == {"silent"}
+        silent = [] if cut_off else of["silent"]
+        hanging = [] if of["silent"] else [rank for rank in of["running"] if rank in in_it]
+        self._found = of["gone"] or silent or hanging
         return self._found
 
-    def _judge(self, states: dict[int, str], in_it: Sequence[int]) -> list[int]:
-        def of(state: str) -> list[int]:
-            return sorted(rank for rank in states if states[rank] == state and rank not in self._asked_by)
-
-        if of("gone"):
-            return of("gone")
-        elsewhere = [rank for rank in states if self._known[rank].host != self.address.host]
-        if of("silent"):
-            cut_off = elsewhere and all(states[rank] == "silent" for rank in elsewhere)
-            return [] if cut_off else of("silent")
-        return [rank for rank in of("running") if rank in in_it]
-
-    def _ask(self, ranks: Sequence[int], say: str = "") -> dict[int, str]:
-        """say: this worker's rank, where it has failed."""
-        say = say or str(self.rank)
+    def ask(self, ranks: Iterable[int], say: str) -> dict[int, str]:
+        """What each answers. say: this worker's rank, where it has failed, or "where"."""
+        known = sorted(ranks)
         with ThreadPoolExecutor(ASKED_AT_ONCE) as pool:
-            return dict(zip(ranks, pool.map(lambda rank: self._ask_one(self._known[rank], say), ranks), strict=True))
+            return dict(zip(known, pool.map(lambda rank: self._ask_one(self._known[rank], say), known), strict=True))
 
     def _ask_one(self, address: Address, say: str) -> str:
         """What it answers, running or failed; gone, silent; unknown where the address is of no use here."""
@@ -149,14 +145,15 @@ def meet(group: dist.ProcessGroup | None = None) -> None:
     _peers.meet(group)
 
 
-def gone(in_it: Sequence[int] = ()) -> str:
-    """For a message: because of whom a collective has failed."""
-    return who(find(in_it))
-
-
 def find(in_it: Sequence[int] = ()) -> list[int]:
     """See Peers.find; nothing before anybody was met."""
     return _peers.find(in_it) if _peers is not None else []
+
+
+def gone(in_it: Sequence[int] = ()) -> str:
+    """For a message: because of whom a collective has failed."""
+    ranks = find(in_it)
+    return f"no answer from rank {', '.join(map(str, ranks))}" if ranks else UNKNOWN
 
 
 def explain(error: BaseException) -> CollectiveError | None:
@@ -167,14 +164,7 @@ def explain(error: BaseException) -> CollectiveError | None:
     if isinstance(error, CollectiveError) or not (isinstance(error, RuntimeError) and known) or _peers is None:
         return None
     reason = text.strip().partition("\n")[0].partition(". This is")[0]
-    return CollectiveError(f"rank {_peers.rank}: a collective failed; {who(find())}: {reason}")
-
-
-def who(ranks: Sequence[int]) -> str:
-    """For a message: what `find` has found."""
-    if not ranks:
-        return UNKNOWN
-    return f"no answer from rank {', '.join(map(str, ranks))}"
+    return CollectiveError(f"rank {_peers.rank}: a collective failed; {gone()}: {reason}")
 
 
 # -- a call that every worker must make ---------------------------------------------------------------------------
@@ -212,7 +202,7 @@ def come_together(what: str) -> None:
         if waited < look:
             continue
         look = waited + min(waited, 30.0)
-        answers = _peers._ask(sorted(_peers._known), "where") if _peers is not None else {}
+        answers = _peers.ask(_peers._known, "where") if _peers is not None else {}
         if waited > LATE or not {"gone", "failed"}.isdisjoint(answers.values()):
             raise CollectiveError(f"{what}: not all workers came within {waited:.0f} s; {gone()}")
         places = {rank: answer.split() for rank, answer in answers.items() if answer.count(" ") == 2}

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..errors import UserError
-from ..flat import Bucket, copy, local_shard, views
+from ..flat import copy, local_shard, views
 from ..groups import is_alive
 from ..outer import norm
 from ..rounds import Rider, Rounds
@@ -91,23 +91,18 @@ class Watch(Rider):
     def load_state_dict(self, state: Any, *, of_others: bool) -> None:
         self._unchecked = {}  # the model may be loaded after this
 
-    def _starts(self) -> Sequence[Tensor] | None:
-        """Where the round began, a tensor a parameter; None: not known."""
-        m = self.method
-        if m.starts:
-            return _of_each(m.params, m.buckets, m.starts)
-        return None if m.state else m.params  # nothing is kept that could pull anywhere
-
     @torch.no_grad()
     def check(self, params: Any) -> None:
         """Looks at those that are about to take the round's first step."""
         numbers = [i for i in (self._number.get(id(p), -1) for p in params) if i in self._unchecked]
         written = [i for i in numbers if self._unchecked.pop(i) != _writes(self._params[i])]
-        starts = self._starts() if written else None
-        if starts is not None:
-            tolerance = ROUGHLY if self.method.starts_roughly else TOLERANCE
-            written = [i for i in written if _differ(self._params[i], starts[i], tolerance)]
-        if written:
+        m = self.method
+        if written and m.starts:  # it is known where the round began
+            flats = zip(m.buckets, m.starts, strict=True)
+            starts = {id(p): x for b, flat in flats for p, x in zip(b.params, views(flat, b.params), strict=True)}
+            tolerance = ROUGHLY if m.starts_roughly else TOLERANCE
+            written = [i for i in written if _differ(p := self._params[i], starts[id(p)].to(p.dtype), tolerance)]
+        if written and (m.starts or m.state):  # else nothing is kept that could pull anywhere
             warnings.warn(
                 f"{len(written)} of {len(self._params)} parameters were changed since the last round closed, and not "
                 "by an optimiser: if weights were loaded, call resync() on all workers, or the next rounds pull them "
@@ -143,20 +138,19 @@ def warn_of_ddp(params: Sequence[Tensor], group: dist.ProcessGroup | None) -> No
 def _before_pass(among: int, module: DistributedDataParallel, args: Any) -> None:
     """A hook of a module in `_looked_at`, until it has warned. A module can be pickled with it."""
     if module in _looked_at:
-        look: Any = torch.compiler.disable(_warn_of_pass)  # compiled code would keep the first pass's answer
-        look(among, module)
+        warn: Any = torch.compiler.disable(_warn_of_pass)  # compiled code would keep the first pass's answer
+        warn(among, module)
 
 
 def _warn_of_pass(among: int, module: DistributedDataParallel) -> None:
-    if module not in _looked_at or not (torch.is_grad_enabled() and module.require_backward_grad_sync):
-        return
-    _looked_at.remove(module)
-    warnings.warn(
-        f"the model is in DistributedDataParallel, which averages gradients among {among} of these workers in every "
-        "step, while they wait, so that nothing is hidden: give the plain model to your loop, not that module, or with "
-        "a mesh one over process_group=mesh.get_group(1)",
-        stacklevel=2,
-    )
+    if module in _looked_at and torch.is_grad_enabled() and module.require_backward_grad_sync:
+        _looked_at.remove(module)
+        warnings.warn(
+            f"the model is in DistributedDataParallel, which averages gradients among {among} of these workers in every"
+            " step, while they wait, so that nothing is hidden: give the plain model to your loop, not that module, or "
+            "with a mesh one over process_group=mesh.get_group(1)",
+            stacklevel=2,
+        )
 
 
 _looked_at: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
@@ -194,14 +188,6 @@ def _differ(p: Tensor, start: Tensor, tolerance: float) -> bool:
     if not p.numel():
         return False
     return bool(norm([p.to(start.dtype) - start]) > tolerance * norm([start]))
-
-
-def _of_each(params: Sequence[Tensor], buckets: Sequence[Bucket], flats: Sequence[Tensor]) -> list[Tensor]:
-    """What flats, one a bucket and shaped like its payload, hold for each of params, in its shape and dtype."""
-    found: dict[int, Tensor] = {}
-    for bucket, flat in zip(buckets, flats, strict=True):
-        found |= {id(p): part for p, part in zip(bucket.params, views(flat, bucket.params), strict=True)}
-    return [found[id(p)].to(p.dtype) for p in params]
 
 
 class Masters(Rider):

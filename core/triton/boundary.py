@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..adaptive.merging import MergeRule, MergingBoundary, with_merge
 from ..outer import EPS, Rule
-from .shared import TYPES, divided, rounded
+from .codec import TYPES, divided, rounded
 
 BLOCK = 2048  # elements of a program
 LAUNCH: dict[str, Any] = {"BLOCK": BLOCK, "num_warps": 8, "enable_fp_fusion": False}

@@ -19,7 +19,31 @@ import triton.language as tl
 from torch import Tensor
 
 from ..wires.formats import BITS, BLOCK, BLOCK_BYTES
-from .shared import TYPES, divided, rounded
+
+TYPES = {torch.float64: tl.float64, torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+@triton.jit
+def rounded(x, P: tl.constexpr):
+    """x as P holds it, ties to even, in its own type. bfloat16 by its bits: Triton's interpreter would cut them off."""
+    if tl.bfloat16 == P:
+        bits = x.to(tl.int32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+        x = tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
+    if tl.float16 == P:
+        x = x.to(P).to(x.dtype)
+    return x
+
+
+@triton.jit
+def divided(a, b):
+    """a / b to nearest; of float32 Triton's own / may be off in the last bit."""
+    if a.dtype == tl.float32:
+        quotient = tl.div_rn(a, b)
+    else:
+        quotient = a / b
+    return quotient
+
 
 BLOCKS = 8  # blocks of a program
 ELEMENTS = 1024  # of a program that takes the mean of what travels as it is

@@ -289,10 +289,6 @@ class AutoWire(Reducer):
         self.become(kind)
 
     @property
-    def scale(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self._now.scale
-
-    @property
     def state(self) -> dict[str, list[Tensor]]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The same keys and shapes over any wire."""
         if self._now.state or not self._feeds_back:
@@ -313,6 +309,7 @@ class AutoWire(Reducer):
         else:
             workers = self._flight.rank, self._flight.world_size
             self._now = Quantized(self._buckets, self._scalars, *workers, cast(Wire, kind), self._feeds_back)
+        self.scale = self._now.scale
 
     def stages(self, group: dist.ProcessGroup | None, number: int) -> Iterator[Stage]:
         yield from self._now.stages(group, number)

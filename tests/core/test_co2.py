@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from core import CO2, CO2Config
 from core.testing import run_distributed
-from core.testing.reference import Reference
 from tests import problems
 from tests.problems import Settings, assert_traces_equal, check_grid, flat, sgd_step, trace_of, train_co2, wait_for
+from tests.reference import Reference
 
 STEPS = 11  # tau = 4 does not divide it
 CLIPS: tuple[dict[str, Any], ...] = ({"clip": None}, {"clip": 0.15}, {"clip": 0.6})

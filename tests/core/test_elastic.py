@@ -16,8 +16,8 @@ from torch import nn
 
 from bench.chaos.crew import Crew
 from core import CO2, CO2Config, testing
-from core.assembly.elastic import elastic_co2
 from core.elastic.flight import ElasticFlight
+from core.elastic.joining import elastic_co2
 from core.elastic.members import Members, Over
 from core.stats import Late
 from tests import problems
@@ -177,7 +177,7 @@ def test_what_came_late_before_others_joined_is_heard_by_nobody():
         members=SimpleNamespace(group=object(), rank=0),
         owner=owner,
         launched=3,
-        adopt_sums=lambda known: None,
+        _act=0,
         on_change=lambda reports: None,
     )
     ElasticFlight.adopt(flight, [None])  # pyright: ignore[reportArgumentType]

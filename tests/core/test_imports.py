@@ -12,7 +12,7 @@ OUTSIDE = {
     "integrations/mmengine.py": {"mmengine"},
 }  # imported when used, as these are
 OUTSIDE |= {f"integrations/{name}.py": {name} for name in ("accelerate", "lightning", "transformers")}
-OUTSIDE |= {f"triton/{name}.py": {"triton"} for name in ("boundary", "codec", "shared")}
+OUTSIDE |= {f"triton/{name}.py": {"triton"} for name in ("boundary", "codec")}
 
 
 def test_only_torch_is_imported_from_outside():

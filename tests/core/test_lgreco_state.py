@@ -10,7 +10,7 @@ import torch
 
 from core import CO2, CO2Config, UserError
 from core.lgreco.choices import RAW, Choice, LGrecoConfig, family, message_bytes, padded_bytes, parse
-from core.lgreco.layout import in_bucket
+from core.lgreco.reducer import in_bucket
 from core.lgreco.senders import SAMPLE, largest
 from core.testing import run_distributed
 from tests.core.test_lgreco import SETTINGS, SHAPES, built, lgreco, mean_of, once, written

@@ -16,8 +16,8 @@ from core import CO2, CO2Config, ShardedCO2, make_method
 from core.flat import local_shard
 from core.sharded.mesh import node_mesh
 from core.testing import run_distributed
-from core.testing.reference import Reference
 from tests.problems import LR, assert_traces_equal, batch, flat, loss, node_step, odd_parameters, sgd_step, trace_of
+from tests.reference import Reference
 
 TAU, STEPS = 3, 17  # 5 rounds and an incomplete one
 CONFIGS = [CO2Config(TAU, outer_momentum=0.4, gap=g, clip=c) for g, c in [("elementwise", None), ("norm", 0.02)]]

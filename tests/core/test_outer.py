@@ -7,7 +7,7 @@ from torch import Tensor
 from core import outer
 from core.adaptive import merging
 from core.methods import delayed
-from core.testing.reference import Reference
+from tests.reference import Reference
 
 
 def vector(*values: float, dtype: torch.dtype = torch.float64) -> Tensor:

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from bench.loss.runs import vmap_gradient
-from core.testing.reference import Reference
 from tests.problems import batch, small_net
-from tests.reference import LateReference
+from tests.reference import LateReference, Reference
 
 
 def vector(*values: float) -> Tensor:

@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from core.testing.reference import Reference
 from tests.core.test_reference import run_quadratic, vector
-from tests.reference import LateReference
+from tests.reference import LateReference, Reference
 
 PLAIN = {"alpha": 1.0, "beta": 0.0, "gap": "none", "phi": None}
 

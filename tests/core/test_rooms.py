@@ -21,11 +21,12 @@ ARROWS: dict[str, set[str]] = {
     "core": set(),
     "core.adaptive": {"core"},
     "core.checkpoints": {"core", "core.robust"},  # which knows where a worker is that does not come to save()
-    "core.elastic": {"core", "core.adaptive", "core.checkpoints", "core.robust"},  # newcomers get what is saved
+    # newcomers get what is saved
+    "core.elastic": {"core", "core.adaptive", "core.assembly", "core.checkpoints", "core.robust", "core.testing"},
     "core.lgreco": {"core", "core.wires"},
     "core.robust": {"core"},
     # settings say when a mean is merged
-    "core.sharded": {"core", "core.adaptive", "core.checkpoints"},
+    "core.sharded": {"core", "core.adaptive", "core.assembly", "core.checkpoints"},
     "core.testing": {"core"},
     "core.triton": {"core", "core.adaptive", "core.wires"},  # whose passes and formats it knows as kernels
     "core.wires": {"core"},

@@ -14,9 +14,9 @@ from core.groups import gather_parts
 from core.sharded.mesh import node_mesh
 from core.sharded.placement import sum_parts
 from core.testing import run_distributed
-from core.testing.reference import Reference
 from tests import problems
 from tests.problems import LR, assert_traces_equal, flat, gradient, node_step, trace_of
+from tests.reference import Reference
 
 TAU, STEPS = 3, 32  # 10 rounds and an incomplete one
 CONFIGS = [

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from bench.chaos.crew import Crew
 from core import CO2Config, ShardedCO2, testing
-from core.assembly.elastic import elastic_co2
+from core.elastic.joining import elastic_co2
 from core.elastic.members import Members
 from core.sharded.mesh import node_mesh
 from core.testing import run_distributed

@@ -15,8 +15,8 @@ from torch import nn
 from bench.chaos.crew import Crew
 from core import CO2Config, UserError, WireConfig, testing
 from core.adaptive.tau import Tuned
-from core.assembly.elastic import elastic_co2
 from core.checkpoints import checkpoint
+from core.elastic.joining import elastic_co2
 from core.elastic.members import Members
 from tests.runs import Loop, logged, rows, summary
 from training.elastic import run as elastic

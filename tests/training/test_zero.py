@@ -18,9 +18,9 @@ from core import CO2Config, UserError, WireConfig, make_method
 from core.flat import local_shard
 from core.sharded.mesh import node_mesh
 from core.testing import run_distributed
-from core.testing.reference import Reference
 from tests import problems
 from tests.problems import batch, flat, loss
+from tests.reference import Reference
 from training.workers import make_mesh
 from training.zero import gathered, shard_model, shard_optimizer
 

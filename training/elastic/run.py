@@ -23,10 +23,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from core.assembly.elastic import elastic_co2
 from core.checkpoints import checkpoint, stored
-from core.elastic.joining import Joining
-from core.elastic.members import Members, Over, Report, Workers, WorkersChanged
+from core.elastic.flight import ElasticFlight
+from core.elastic.joining import Joining, elastic_co2
+from core.elastic.members import Members, Over, Report, WorkersChanged
 from core.errors import UserError
 from core.methods import Method
 from core.rounds import Rounds
@@ -67,7 +67,7 @@ class Elastic:
 
     method: Rounds
     joining: Joining
-    workers: Workers
+    workers: ElasticFlight
     mesh = None  # no workers that synchronise every step
     _trained: Trained
 
@@ -154,7 +154,7 @@ class Elastic:
         return due
 
     def sum(self, values: Tensor) -> Tensor:
-        """See Workers.sum_of_all."""
+        """See ElasticFlight.sum_of_all."""
         return self.workers.sum_of_all(values.cpu())
 
     def stopped_by(self, number: int) -> int:
