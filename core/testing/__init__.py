@@ -98,7 +98,7 @@ def _worker(
         _tell(Path(folder, f"rank{rank}"), "", fn(rank, world_size, *args))
         if stay:  # nobody leaves while a peer still needs it
             with contextlib.suppress(RuntimeError):  # a peer that failed tells its own story
-                dist.all_reduce(torch.zeros(1))
+                dist.barrier() if backend == "gloo" else dist.all_reduce(torch.zeros(1))  # NCCL's would take a GPU
             dist.destroy_process_group()
     except BaseException:
         _tell(Path(folder, f"rank{rank}"), f"rank {rank}:\n{traceback.format_exc()}", None)
