@@ -162,7 +162,10 @@ def fail() -> None:
 )
 def test_a_run_ends(limit: float, then: Callable[[], None], ended: str, reason: str, tmp_path: Path, monkeypatch):
     def work(o, run, task, interface, folder, log):
-        written(folder, int(os.environ["RANK"]), 0.2)
+        rank, until = int(os.environ["RANK"]), time.monotonic() + 20
+        while rank == 0 and not (folder / "1" / "metrics.jsonl").exists() and time.monotonic() < until:
+            time.sleep(0.02)  # as real ranks, which meet before their first step
+        written(folder, rank, 0.2)
         log.write_text("from a rank")
         then()
 
