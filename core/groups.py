@@ -77,7 +77,7 @@ def connect(group: dist.ProcessGroup, device: torch.device, nbytes: int) -> None
     """Makes NCCL's connections for all-reduces up to `nbytes` bytes, and for the collectives of compressed ones.
 
     NCCL connects when an algorithm is first used, and the host then waits inside the call for the latest peer. All
-    members call this function together, before training, so that no later call waits.
+    members call this function together, before training. A first compressed all-reduce still waits (results/gpu.md).
     """
     for size in sorted({min(size, max(4, nbytes)) for size in CONNECT_SIZES}):
         dist.all_reduce(torch.zeros(size // 4, device=device), group=group)

@@ -168,7 +168,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     watches = list(_watches)
     looking = [watch for watch in watches if watch._unchecked or watch._rounds < FIRST]
     params = [p for group in optimizer.param_groups for p in group["params"]] if looking else []
-    known = {number for watch in watches for number in watch._number}
+    known = {number for watch in watches for number in watch._number} if looking else set()
     for watch in looking:
         if watch._rounds < FIRST:
             if watch._began:  # a step of this round lies between
