@@ -53,9 +53,9 @@ offer_kernels(triton_kernels)
 class Options(TypedDict, total=False):
     """What every method takes. buffers: see Rounds. model_params: where `params` are the float32 masters that an
     optimiser keeps of a 16-bit model, that model's parameters, in the same order. average: tensors that are evaluated
-    and are not parameters, such as an EMA model, or a function that returns them: see robust.extra.Average. group: the workers (None: all).
-    timeout: seconds until a missing worker is an error. link: an emulated slow one. riders: more of them, such as
-    Requests and Snapshot."""
+    and are not parameters, such as an EMA model, or a function that returns them: see robust.extra.Average. group: the
+    workers (None: all). timeout: seconds until a missing worker is an error. link: an emulated slow one. riders: more
+    of them, such as Requests and Snapshot."""
 
     buffers: Iterable[Tensor]
     model_params: Iterable[Tensor]

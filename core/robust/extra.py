@@ -116,8 +116,8 @@ class Average(Rider):
                 problem = problem or f"rank {rank}: {theirs}"
             elif len(kinds) != len(first):
                 problem = problem or (
-                    f"average: rank {ranks[0]} has {len(first)} tensors, rank {rank} has {len(kinds)}: give the same on "
-                    "all workers; an optimizer makes its tensors in its first step, so every worker must take one"
+                    f"average: rank {ranks[0]} has {len(first)} tensors, rank {rank} has {len(kinds)}: give the same "
+                    "on all workers; an optimizer makes its tensors in its first step, so every worker must take one"
                 )
             elif unlike := [pair for pair in zip(first, kinds, strict=True) if pair[0] != pair[1]]:
                 (shape, dtype), (other, its) = unlike[0]
@@ -164,8 +164,8 @@ class Average(Rider):
             before = bisect_left(taken, (device, end, 0)) - 1  # the last that starts before the end
             if t.numel() and before >= 0 and taken[before][0] == device and taken[before][2] > start:
                 raise UserError(
-                    f"average: a tensor of shape {tuple(t.shape)} shares its memory with the parameters or buffers that "
-                    f"{self.method.name} averages already: leave it out"
+                    f"average: a tensor of shape {tuple(t.shape)} shares its memory with the parameters or buffers "
+                    f"that {self.method.name} averages already: leave it out"
                 )
 
 
