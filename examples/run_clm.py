@@ -5,6 +5,7 @@ torchrun --nproc-per-node 2 examples/run_clm.py --output_dir out_clm
 """
 
 import math
+import os
 from dataclasses import dataclass, field
 from pydoc_data.topics import topics
 
@@ -92,7 +93,9 @@ def main() -> None:
     )
     co2_config = CO2Config.recommended(args.world_size, args.max_steps, tau=data_args.tau)  # CO2
     trainer.add_callback(CO2Callback(trainer, co2_config))  # CO2: in place of DDP; it saves and resumes, too
-    checkpoint = args.resume_from_checkpoint or get_last_checkpoint(args.output_dir)
+    checkpoint = args.resume_from_checkpoint
+    if checkpoint is None and os.path.isdir(args.output_dir):
+        checkpoint = get_last_checkpoint(args.output_dir)
     result = trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model()
     trainer.log_metrics("train", result.metrics)

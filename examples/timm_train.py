@@ -79,15 +79,9 @@ def main() -> None:
     loader_train = DataLoader(train, args.batch_size, sampler=sampler, drop_last=True)
     loader_eval = DataLoader(held_out, args.batch_size)
     updates = len(loader_train)
-    scheduler, _ = create_scheduler_v2(
-        optimizer,
-        sched=args.sched,
-        num_epochs=args.epochs,
-        warmup_epochs=args.warmup_epochs,
-        warmup_lr=args.lr / 10,
-        step_on_epochs=False,
-        updates_per_epoch=updates,
-    )
+    warmup = {"warmup_epochs": args.warmup_epochs, "warmup_lr": args.lr / 10}
+    per_update = {"step_on_epochs": False, "updates_per_epoch": updates}
+    scheduler, _ = create_scheduler_v2(optimizer, args.sched, args.epochs, **warmup, **per_update)
     config = CO2Config.recommended(world_size, args.epochs * updates, tau=4)  # CO2
     co2 = CO2(model.parameters(), config, buffers=model.buffers(), average=model_ema)  # CO2: in place of DDP(model)
     parts = {"ema": model_ema, "scheduler": scheduler}

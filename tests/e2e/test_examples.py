@@ -76,10 +76,8 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> str:
     subprocess.run([*install, str(wheel)], check=True, capture_output=True)
     found = "import co2_training; print(co2_training.__file__)"
     env = os.environ | {"PYTHONPATH": str(folder / "site")}
-    where = subprocess.run(
-        [sys.executable, "-c", found], env=env, cwd=folder, capture_output=True, text=True, check=True
-    )
-    assert where.stdout.startswith(str(folder / "site")), where.stdout
+    where = subprocess.check_output([sys.executable, "-c", found], env=env, cwd=folder, text=True)
+    assert where.startswith(str(folder / "site")), where
     return str(folder / "site")
 
 
