@@ -141,7 +141,7 @@ class Rider:
     shared: Mapping[str, int] = {}
     of_each: Mapping[str, int] = {}
     alike: Sequence[Tensor] = ()  # begin as on the first worker
-    agreed = ""  # what must be equal on all workers, compared at construction
+    compared = ""  # at construction: must be equal on all workers
     method: Rounds
 
     def attach(self, method: Rounds) -> None:
@@ -239,7 +239,7 @@ class Rounds(Loop, ABC):
     title = "rank"  # what messages call a worker, before its number
     differences = False  # whether payloads are differences: zero where nothing has moved
     starts_roughly = False  # whether workers begin a round near `starts` only, not exactly there
-    shards = False  # whether a worker holds a part of the model of its own, unlike the others of its node
+    shards = False  # whether the processes that hold one payload hold unlike parts of the model
     needs_whole_norms = False  # whether norms of all parameters are taken, which none has of DTensors
     sends_later = False  # whether payloads are complete only in the background, before the riders' stages
     numbers: Sequence[str] = ()  # attributes that belong into a checkpoint beside `state`: plain, or 0-d tensors
@@ -288,9 +288,9 @@ class Rounds(Loop, ABC):
 
     def begin_alike(self) -> None:
         """All workers take the first one's tensors."""
-        agreed = [rider.agreed for rider in self.riders if rider.agreed]
+        compared = [rider.compared for rider in self.riders if rider.compared]
         alike = [t for rider in self.riders for t in rider.alike]
-        self.flight.agree((self.name, self.signature(), *agreed), [*self._alike, *alike])
+        self.flight.agree((self.name, self.signature(), *compared), [*self._alike, *alike])
 
     @property
     def tau(self) -> int:

@@ -31,7 +31,7 @@ class Average(Rider):
 
     Attributes:
         alike: The tensors that are there at construction. They begin as on the first worker.
-        agreed: What all workers must have given.
+        compared: What all workers must have given.
     """
 
     def __init__(self, given: Given):
@@ -43,14 +43,14 @@ class Average(Rider):
         """
         self._given: Given = given
         self.alike: Sequence[Tensor] = ()
-        self.agreed = "average= with a function"
+        self.compared = "average= with a function"
         self._stepped = False  # whether this worker has sent a round with a local step
         if isinstance(given, nn.Module) or not callable(given):
             self._given = found = tensors_of(given)
             if not found:
                 raise UserError(f"average: no floating-point tensor is given: {KINDS}")
             self.alike = [local_shard(t) for t in found]
-            self.agreed = f"average= with {len(found)} tensors"
+            self.compared = f"average= with {len(found)} tensors"
 
     def attach(self, method: Rounds) -> None:
         super().attach(method)
