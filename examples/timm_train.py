@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--model", default="test_resnet")
-parser.add_argument("--epochs", type=int, default=6)
+parser.add_argument("--epochs", type=int, default=5)
 parser.add_argument("-b", "--batch-size", type=int, default=32)
 parser.add_argument("--opt", default="adamw")
 parser.add_argument("--lr", type=float, default=4e-3)
@@ -28,14 +28,14 @@ parser.add_argument("--sched", default="cosine")
 parser.add_argument("--warmup-epochs", type=int, default=1)
 parser.add_argument("--smoothing", type=float, default=0.1)
 parser.add_argument("--clip-grad", type=float, default=1.0)
-parser.add_argument("--model-ema-decay", type=float, default=0.95)
+parser.add_argument("--model-ema-decay", type=float, default=0.9)
 parser.add_argument("--output", default="", help="folder for checkpoints")
 parser.add_argument("--resume", default="", help="folder to go on from")
 
 
 def datasets() -> tuple[TensorDataset, TensorDataset]:
     images, labels = map(torch.tensor, load_digits(return_X_y=True))
-    images = nn.functional.interpolate(images.float().view(-1, 1, 8, 8) / 8 - 1, size=32)
+    images = nn.functional.interpolate(images.float().view(-1, 1, 8, 8) / 8 - 1, size=16)
     return TensorDataset(images[300:], labels[300:]), TensorDataset(images[:300], labels[:300])
 
 

@@ -101,7 +101,7 @@ def run(name: str, package: str, folder: Path) -> list[str]:
     command += EXAMPLES[name].options.format(folder=folder / "checkpoints").split() if EXAMPLES[name].resumes else []
     paths = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
     env = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
