@@ -62,7 +62,8 @@ class Loop:
     def settle(self) -> bool:
         """At a boundary, for an evaluation or a checkpoint: waits for what was sent, where workers differ until it has
         come. Every worker must call it. True where all workers hold the same model now, False where each holds its own,
-        whose loss is the greater: in mid-round, or while `at_boundary` is False. No reduction is launched for it, so
+        whose loss is the greater: in mid-round, or while `at_boundary` is False. Where True, it averages the tensors
+        of `average=`, with an all-reduce of their own. No reduction is launched for the model, so
         that buffers, such as BatchNorm's statistics, are each worker's own until the first mean has landed: where it is
         merged at the next boundary, not yet at the first."""
         return True
@@ -139,6 +140,8 @@ class Rider:
     name = ""
     shared: Mapping[str, int] = {}
     of_each: Mapping[str, int] = {}
+    alike: Sequence[Tensor] = ()  # begin as on the first worker
+    compared = ""  # at construction: must be equal on all workers
     method: Rounds
 
     def attach(self, method: Rounds) -> None:
@@ -169,6 +172,9 @@ class Rider:
 
     def finished(self) -> None:
         """finish() is over."""
+
+    def settled(self, *, equal: bool) -> None:
+        """settle() at a boundary, on every worker. equal: whether this worker holds the common model now."""
 
     def restart(self) -> None:
         """Everything starts anew from the parameters."""
@@ -233,6 +239,7 @@ class Rounds(Loop, ABC):
     title = "rank"  # what messages call a worker, before its number
     differences = False  # whether payloads are differences: zero where nothing has moved
     starts_roughly = False  # whether workers begin a round near `starts` only, not exactly there
+    shards = False  # whether the processes that hold one payload hold unlike parts of the model
     needs_whole_norms = False  # whether norms of all parameters are taken, which none has of DTensors
     sends_later = False  # whether payloads are complete only in the background, before the riders' stages
     numbers: Sequence[str] = ()  # attributes that belong into a checkpoint beside `state`: plain, or 0-d tensors
@@ -281,7 +288,9 @@ class Rounds(Loop, ABC):
 
     def begin_alike(self) -> None:
         """All workers take the first one's tensors."""
-        self.flight.agree((self.name, self.signature()), self._alike)
+        compared = [rider.compared for rider in self.riders if rider.compared]
+        alike = [t for rider in self.riders for t in rider.alike]
+        self.flight.agree((self.name, self.signature(), *compared), [*self._alike, *alike])
 
     @property
     def tau(self) -> int:
@@ -380,6 +389,13 @@ class Rounds(Loop, ABC):
         return not self.local_steps
 
     def settle(self) -> bool:
+        equal = self.is_common()
+        for rider in self.riders if self.at_boundary else []:
+            rider.settled(equal=equal)
+        return equal
+
+    def is_common(self) -> bool:
+        """Whether this worker holds the model that all workers hold. At a boundary, waits for it first."""
         return self.at_boundary and not (self.flight.in_flight and self.starts_roughly)
 
     def close(self) -> None:

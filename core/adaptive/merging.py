@@ -228,14 +228,14 @@ class OnArrival(CO2):
         for boundary in self._boundaries:
             boundary.restart()
 
-    def settle(self) -> bool:
-        """See Loop: with merge keep no worker has progress of its own when it has merged what it just sent."""
+    def is_common(self) -> bool:
+        """See Rounds: with merge keep no worker has progress of its own when it has merged what it just sent."""
         c = self.config
         if c.delay == "auto" and c.merge == "keep" and self.at_boundary and self.flight.in_flight:
             self._merge_early()
             self.moved(at_boundary=True)
         # with merge mix and delay 0 workers differ though nothing is in flight
-        return super().settle() and not (c.merge == "mix" and self._differs())
+        return super().is_common() and not (c.merge == "mix" and self._differs())
 
     def _differs(self) -> bool:
         """Whether this worker is not where the outer iterate is."""

@@ -22,6 +22,7 @@ from ..flat import Bucket, Scalars, offer_kernels, tensors_of
 from ..flight import Flight, Reducer, all_reduce
 from ..robust import peers
 from ..robust.agreement import Agreement
+from ..robust.extra import Average, Given
 from ..robust.guard import Guard, Spread
 from ..robust.watch import Masters, Watch
 from ..rounds import Rider
@@ -51,12 +52,14 @@ offer_kernels(triton_kernels)
 
 class Options(TypedDict, total=False):
     """What every method takes. buffers: see Rounds. model_params: where `params` are the float32 masters that an
-    optimiser keeps of a 16-bit model, that model's parameters, in the same order. group: the workers (None: all).
-    timeout: seconds until a missing worker is an error. link: an emulated slow one. riders: more of them, such as
-    Requests and Snapshot."""
+    optimiser keeps of a 16-bit model, that model's parameters, in the same order. average: tensors that are evaluated
+    and are not parameters, such as an EMA model, or a function that returns them: see robust.extra.Average. group: the
+    workers (None: all). timeout: seconds until a missing worker is an error. link: an emulated slow one. riders: more
+    of them, such as Requests and Snapshot."""
 
     buffers: Iterable[Tensor]
     model_params: Iterable[Tensor]
+    average: Given
     group: dist.ProcessGroup | None
     timeout: float
     link: Link | None
@@ -86,9 +89,11 @@ def plugs(
     check_names(group := options.get("group"))
     tuned = tuned_for(c, dist.get_world_size(group) if dist.is_initialized() else 1) if times else None
     masters = tensors_of(options.get("model_params", ()), "parameters")
+    given = options.get("average")
+    average = None if given is None or (isinstance(given, list | tuple) and not given) else Average(given)
     guard = Guard(c.outlier)
     riders = [guard, Spread(guard), tuned, Agreement()]
-    riders += [*more, Watch(masters), Masters(masters) if masters else None]
+    riders += [*more, Watch(masters), Masters(masters) if masters else None, average]
     carries = {name: given for name, given in options.items() if name in ("group", "timeout")}
     return {
         "pacing": Adaptive(tau, c.delay, tuned=tuned),

@@ -82,6 +82,8 @@ class OverlapLocalSGD(Saved):
             means += views(z - bucket.payload * scale.to(z), bucket.params)
             means += [v * scale.to(v) for v in bucket.buffer_views]
         self._lend(held, means)
+        for rider in self.riders:
+            rider.settled(equal=True)
         try:
             yield True
         finally:

@@ -1,0 +1,518 @@
+"""average=: models that are evaluated and are not the parameters are equal on all workers, and as good as DDP's."""
+
+import copy
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from core import (
+    CO2,
+    CO2Config,
+    DelayedCO2,
+    DelayedConfig,
+    LocalSGD,
+    OverlapLocalSGD,
+    ShardedCO2,
+    SlowMo,
+    UserError,
+    WireConfig,
+    node_mesh,
+)
+from core.testing import run_distributed
+
+WORKERS, STEPS, SEEDS = 2, 120, 3
+
+
+class ScheduleFree(torch.optim.Optimizer):
+    """Schedule-Free (Defazio et al. 2024), SGD or AdamW. In train mode the parameters are y, in eval mode x."""
+
+    def __init__(self, params: Any, lr: float, beta: float = 0.9, beta2: float | None = None, warmup: int = 10):
+        super().__init__(params, {"lr": lr})
+        self.beta, self.beta2, self.warmup, self.k, self.weights, self.training = beta, beta2, warmup, 0, 0.0, True
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        assert self.training
+        self.k += 1
+        for group in self.param_groups:
+            lr = group["lr"] * min(1.0, self.k / self.warmup)
+            self.weights += lr**2
+            c = lr**2 / self.weights
+            for p in group["params"]:
+                state, g = self.state[p], p.grad
+                if "z" not in state:
+                    state["z"], state["square"] = p.clone(), torch.zeros_like(p)
+                if self.beta2 is not None:
+                    state["square"].lerp_(g.square(), 1 - self.beta2)
+                    g = g / ((state["square"] / (1 - self.beta2**self.k)).sqrt() + 1e-8)
+                p.lerp_(state["z"], c).add_(g, alpha=lr * (self.beta * (1 - c) - 1))
+                state["z"].sub_(g, alpha=lr)
+
+    def eval(self) -> None:
+        self._move(1 - 1 / self.beta, training=False)
+
+    def train(self) -> None:
+        self._move(1 - self.beta, training=True)
+
+    @torch.no_grad()
+    def _move(self, share: float, *, training: bool) -> None:
+        if self.training != training:
+            for p, state in self.state.items():
+                p.lerp_(state["z"], share)
+        self.training = training
+
+    def z(self) -> list[Tensor]:
+        return [self.state[p]["z"] for group in self.param_groups for p in group["params"]]
+
+
+class Lookahead:
+    """Zhang et al. 2019: every k steps the slow weights go a part of the way to the fast ones, which start there."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, params: list[Tensor], k: int = 5, alpha: float = 0.5):
+        self.optimizer, self.params, self.k, self.alpha, self.steps = optimizer, params, k, alpha, 0
+        self.slow = [p.detach().clone() for p in params]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self.optimizer.step()
+        self.steps += 1
+        if self.steps % self.k == 0:
+            for slow, p in zip(self.slow, self.params, strict=True):
+                p.copy_(slow.lerp_(p, self.alpha))
+
+
+class Trained(NamedTuple):
+    """step: follows backward(). average: for CO2. evaluated: gives the model to evaluate, at the end."""
+
+    step: Callable[[], Any]
+    average: Any
+    evaluated: Callable[[], nn.Module]
+
+
+def schedule_free(model: nn.Module, **settings: Any) -> Trained:
+    optimizer = ScheduleFree(model.parameters(), **settings)
+    return Trained(optimizer.step, optimizer.z, lambda: (optimizer.eval(), model)[1])
+
+
+def lookahead(model: nn.Module) -> Trained:
+    params = list(model.parameters())
+    optimizer = Lookahead(torch.optim.SGD(params, 0.02, momentum=0.9), params)
+
+    def slow_model() -> nn.Module:
+        slow = copy.deepcopy(model)
+        with torch.no_grad():
+            for p, value in zip(slow.parameters(), optimizer.slow, strict=True):
+                p.copy_(value)
+        return slow
+
+    return Trained(optimizer.step, optimizer.slow, slow_model)
+
+
+def followed(model: nn.Module, follow: Callable[[], Any], ema: nn.Module) -> Trained:
+    optimizer = torch.optim.AdamW(model.parameters(), 0.02)
+    return Trained(lambda: (optimizer.step(), follow()), ema, lambda: ema)
+
+
+def ema(model: nn.Module) -> Trained:
+    ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
+    return followed(model, lambda: ema.update_parameters(model), ema)
+
+
+def swa(model: nn.Module) -> Trained:
+    average, steps = AveragedModel(model), iter(range(STEPS))
+
+    def follow() -> None:
+        if next(steps) >= STEPS // 2:
+            average.update_parameters(model)
+
+    return followed(model, follow, average)
+
+
+def timm_ema(version: str, model: nn.Module) -> Trained:
+    import training.prepared  # noqa: F401 - lets timm import beside a CPU build of torch
+
+    # isort: split
+    import timm.utils
+
+    ema = getattr(timm.utils, version)(model, decay=0.9)
+    return followed(model, lambda: ema.update(model), ema)
+
+
+KINDS: dict[str, Callable[[nn.Module], Trained]] = {
+    "schedule-free SGD": partial(schedule_free, lr=0.2),
+    "schedule-free AdamW": partial(schedule_free, lr=0.05, beta2=0.99),
+    "Lookahead": lookahead,
+    "EMA": ema,
+    "SWA": swa,
+    "ModelEmaV2": partial(timm_ema, "ModelEmaV2"),
+    "ModelEmaV3": partial(timm_ema, "ModelEmaV3"),
+}
+
+
+def net(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
+
+
+def batch(number: int, source: int) -> tuple[Tensor, Tensor]:
+    draws = torch.Generator().manual_seed(10_000 * source + number)
+    inputs, noise = torch.randn(16, 8, generator=draws), torch.randn(16, 1, generator=draws)
+    return inputs, inputs.tanh().sum(1, keepdim=True) / 2 + 0.5 * noise
+
+
+def loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+    return (model(inputs) - targets).square().mean()
+
+
+@torch.no_grad()
+def held_out(model: nn.Module) -> float:
+    return sum(float(loss(model, *batch(number, 999))) for number in range(40)) / 40
+
+
+def train(model: nn.Module, trained: Trained, rank: int, seed: int, after: Callable[[], Any]) -> None:
+    for number in range(STEPS):
+        model.zero_grad()
+        loss(model, *batch(number, 100 * seed + rank)).backward()
+        trained.step()
+        after()
+
+
+def floats(model: nn.Module) -> Tensor:
+    return torch.cat([t.detach().flatten() for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()])
+
+
+def ends(rank: int, world_size: int, kinds: list[str]) -> dict[str, list[tuple[Tensor, float, float]]]:
+    """By kind and seed: the evaluated model, and its held-out loss with CO2 and with DDP."""
+    found: dict[str, list[tuple[Tensor, float, float]]] = {kind: [] for kind in kinds}
+    for kind in kinds:
+        for seed in range(1, SEEDS + 1):
+            model, other = net(seed), net(seed)
+            trained = KINDS[kind](model)
+            config = CO2Config.recommended(world_size, STEPS, tau=3)
+            co2 = CO2(model.parameters(), config, average=trained.average)
+            train(model, trained, rank, seed, co2.step)
+            co2.finish()
+            co2.close()
+            ours = trained.evaluated()
+            plain = KINDS[kind](other)
+            train(DistributedDataParallel(other), plain, rank, seed, lambda: None)
+            found[kind].append((floats(ours), held_out(ours), held_out(plain.evaluated())))
+    return found
+
+
+@pytest.mark.parametrize("kinds", [[*KINDS][:4], [*KINDS][4:]], ids=["own", "libraries"])
+def test_workers_evaluate_one_model_which_is_as_good_as_ddps(kinds: list[str]):
+    first, second = run_distributed(ends, WORKERS, kinds, timeout=240)
+    for kind in kinds:
+        for mine, theirs in zip(first[kind], second[kind], strict=True):
+            assert torch.equal(mine[0], theirs[0]), f"{kind}: the workers' evaluated models differ"
+        ours, ddp = ([row[i] for row in first[kind]] for i in (1, 2))
+        assert max(ddp) < 0.5 * min(held_out(net(seed)) for seed in range(1, SEEDS + 1))
+        assert min(ours) <= max(ddp) and sum(ours) <= 1.02 * sum(ddp), (kind, ours, ddp)
+
+
+# -- each method, and what settle() does ---------------------------------------------------------------------------
+
+METHODS: dict[str, Callable[..., Any]] = {
+    "CO2": lambda params, **more: CO2(params, CO2Config.paper(2), **more),
+    "CO2 recommended": lambda params, **more: CO2(params, CO2Config.recommended(2, tau=2), **more),
+    "CO2 mix": lambda params, **more: CO2(params, CO2Config(tau=2, merge="mix", mix=0.5, delay=0, gap="none"), **more),
+    "CO2 int8": lambda params, **more: CO2(params, CO2Config(tau=2, wire=WireConfig("int8")), **more),
+    "LocalSGD": lambda params, **more: LocalSGD(params, 2, **more),
+    "SlowMo": lambda params, **more: SlowMo(params, 2, **more),
+    "DiLoCo": lambda params, **more: DelayedCO2(
+        params, CO2Config(tau=2, delay=0, gap="none", outer_lr=0.7), DelayedConfig(nesterov=True), **more
+    ),
+    "OverlapLocalSGD": lambda params, **more: OverlapLocalSGD(params, 2, **more),
+    "ShardedCO2": lambda params, **more: ShardedCO2(params, CO2Config.paper(2), **more),
+    "ShardedCO2 shard": lambda params, **more: ShardedCO2(params, CO2Config.paper(2), shard=True, **more),
+    "ShardedCO2 offload": lambda params, **more: ShardedCO2(params, CO2Config.paper(2), offload=True, **more),
+}
+
+
+def write(model: nn.Module, rank: int, step: int) -> None:
+    """An optimizer's step, as far as a method sees it."""
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * step + rank)))
+
+
+def by_each_method(rank: int, world_size: int) -> dict[str, tuple[list[Tensor], list[tuple[bool, Tensor]]]]:
+    """By method: the extra tensors before and after finish(), and what shared_model() yields at each boundary beside
+    the first worker's tensors there."""
+    found = {}
+    for name, make in METHODS.items():
+        model, extra = net(0), [torch.zeros(3), torch.zeros(2, 2, dtype=torch.float64), torch.zeros((), dtype=int)]
+        method, lent = make(model.parameters(), average=extra), []
+        for step in range(7):
+            write(model, rank, step)
+            method.step()
+            if method.at_boundary:
+                for i, t in enumerate(extra):
+                    t.fill_(i + 10 * rank)
+                with method.shared_model() as equal:
+                    lent.append((equal, torch.cat([t.flatten().double() for t in extra])))
+        for i, t in enumerate(extra):
+            t.fill_(i + 10 * rank)
+        before = [t.clone() for t in extra]
+        method.finish()
+        method.close()
+        found[name] = [*before, *extra], lent
+    return found
+
+
+def test_every_method_averages_at_finish_and_where_settle_makes_workers_equal():
+    both = run_distributed(by_each_method, 2, timeout=120)
+    for rank, found in enumerate(both):
+        for name, (tensors, lent) in found.items():
+            own, ends = tensors[:3], tensors[3:]
+            for i in range(2):
+                assert own[i].unique().item() == i + 10 * rank and ends[i].unique().item() == i + 5, name
+                assert ends[i].dtype == own[i].dtype and ends[i].shape == own[i].shape
+            assert ends[2] == 2 + 10 * rank, f"{name}: an integer is left as it is"
+            assert len(lent) == 3
+            for equal, values in lent:
+                shift = 5 if equal else 10 * rank
+                assert values.tolist() == [0 + shift] * 3 + [1 + shift] * 4 + [2 + 10 * rank], name
+            if name != "CO2 mix":
+                assert all(equal for equal, _ in lent), name
+
+
+def nodes(rank: int, world_size: int) -> list[Tensor]:
+    """Two nodes of two workers: a plain EMA, and shards of one that is made of DTensors."""
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+    mesh, found = node_mesh("cpu", 2), []
+    model = net(0)
+    ema = [torch.full((3,), float(rank))]
+    co2 = ShardedCO2(model.parameters(), CO2Config.paper(2), mesh=mesh, average=ema)
+    ema[0].fill_(float(rank))  # all have begun as on the first worker
+    co2.step()
+    co2.finish()
+    co2.close()
+    found.append(ema[0])
+    params = [nn.Parameter(distribute_tensor(torch.ones(4, 2), mesh["shard"], [Shard(0)]))]
+    sharded = distribute_tensor(torch.zeros(4, 2), mesh["shard"], [Shard(0)])
+    plain = torch.zeros(1, dtype=torch.bfloat16)
+    co2 = ShardedCO2(params, CO2Config.paper(2), mesh=mesh, average=lambda: [sharded, plain])
+    assert isinstance(sharded, DTensor)
+    sharded.to_local().fill_(float(rank))
+    plain.fill_(rank)
+    co2.step()
+    co2.finish()
+    co2.close()
+    return [*found, sharded.to_local().clone(), plain]
+
+
+def test_nodes_average_whole_tensors_over_all_and_shards_across_nodes():
+    for rank, (ema, shard, plain) in enumerate(run_distributed(nodes, 4, timeout=120)):
+        assert ema.tolist() == [1.5] * 3
+        assert shard.unique().item() == (1.0 if rank % 2 == 0 else 2.0)
+        assert plain.item() == 1.5
+
+
+# -- uneven workers, resume, and what is refused -------------------------------------------------------------------
+
+
+def uneven(rank: int, world_size: int) -> list[tuple[Tensor, Tensor]]:
+    """Worker 1 has more batches; finish(), more steps, finish() again. The parameters and z at each finish()."""
+    model = net(0)
+    optimizer = ScheduleFree(model.parameters(), lr=0.1)
+    frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+    co2 = CO2([*model.parameters(), frozen], CO2Config.recommended(2, tau=2), average=optimizer.z)
+    co2.finish()  # no worker has taken a step: there is nothing to average
+    found = []
+    for steps in (3 + 4 * rank, 2):
+        for number in range(steps):
+            loss(model, *batch(number, rank)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            co2.step()
+        co2.finish()
+        found.append((floats(model), torch.cat([z.flatten() for z in optimizer.z()])))
+        assert not any(t.isnan().any() for t in found[-1])
+    co2.close()
+    return found
+
+
+def test_workers_may_come_to_finish_after_different_numbers_of_steps():
+    for mine, theirs in zip(*run_distributed(uneven, 2), strict=True):
+        assert torch.equal(mine[0], theirs[0]) and torch.equal(mine[1], theirs[1])
+
+
+def dtypes(rank: int, world_size: int) -> list[Tensor]:
+    kinds = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn]
+    transposed = torch.zeros(3, 2).T
+    extra = [*(torch.zeros(2, dtype=kind) for kind in kinds), torch.zeros(0), transposed]
+    module = nn.BatchNorm1d(2)
+    for p in module.parameters():
+        p.requires_grad_(False)
+    first = LocalSGD(net(0).parameters(), 2, average=extra)
+    second = LocalSGD(net(0).parameters(), 2, average=module)
+    for t in (*extra, *module.parameters(), *module.buffers()):
+        t.data.fill_(1 + 2 * rank)
+    with torch.inference_mode():
+        for method in (first, second):
+            method.finish()
+    return [t.double() for t in (*extra, *module.parameters(), *module.buffers())]
+
+
+def test_dtypes_strides_and_a_frozen_module():
+    both = run_distributed(dtypes, 2)
+    for rank, found in enumerate(both):
+        *averaged, batches = found
+        assert all(t.unique().tolist() == ([2.0] if t.numel() else []) for t in averaged)
+        assert batches == 1 + 2 * rank, "num_batches_tracked is an integer"
+
+
+def bad(rank: int, world_size: int) -> tuple[list[Tensor], list[str]]:
+    """A NaN on worker 1, a mask of -inf on both, and worker 0 that differs in a third tensor only."""
+    tensors = [torch.ones(2), torch.full((2,), float("-inf")), torch.zeros(2)]
+    co2 = LocalSGD(net(0).parameters(), 2, average=tensors)
+    tensors[0].fill_(float("nan") if rank else 3.0)
+    tensors[2].fill_(float(rank))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        co2.finish()
+    return tensors, [str(w.message) for w in caught]
+
+
+def test_a_worker_does_not_count_where_its_tensor_is_not_finite():
+    (mine, said), (theirs, unsaid) = run_distributed(bad, 2)
+    for tensors in (mine, theirs):
+        assert [t[0].item() for t in tensors] == [3.0, float("-inf"), 0.5]
+    assert said == ["average: 1 of 3 tensors were not finite on some workers, which did not count there"] and not unsaid
+
+
+def unlike(rank: int, world_size: int) -> list[str]:
+    """The errors of each mistake that only one worker makes; no worker hangs."""
+    said = []
+
+    def attempt(steps: int, **given: Any) -> None:
+        model = net(0)
+        optimizer = ScheduleFree(model.parameters(), lr=0.1)
+        try:
+            if given.get("average") == "z":
+                given["average"] = optimizer.z
+            method = LocalSGD(model.parameters(), 4, **given)
+            for number in range(steps):
+                loss(model, *batch(number, rank)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                method.step()
+            method.finish()
+        except UserError as error:
+            said.append(str(error))
+        else:
+            said.append("nothing")
+
+    attempt(1, average=[torch.zeros(2 + rank)])
+    attempt(1, **({"average": [torch.zeros(2)]} if rank else {}))
+    attempt(1, average=lambda: [torch.zeros(2), torch.zeros(2 + rank)])
+    attempt(1, average=lambda: [torch.zeros(2)] * (1 - rank))
+    attempt(1, average=lambda: [torch.zeros(2, device="meta" if rank else "cpu")])
+    attempt(1, average=lambda: {}["z"] if rank else [torch.zeros(2)])
+    attempt(rank, average="z")  # worker 0 has taken no step
+    attempt(0, average="z")
+    attempt(4, average="z")
+    return said
+
+
+def test_what_one_worker_gives_otherwise_is_an_error_on_all():
+    for said in run_distributed(unlike, 2, timeout=120):
+        assert "rank 0 has (2,), against (3,)" in said[0] or "against ((3,)" in said[0], said[0]
+        assert "against average= with 1 tensors of rank 1" in said[1], said[1]
+        assert "rank 0 has (2,) torch.float32, against (3,) torch.float32 of rank 1" in said[2]
+        assert "rank 0 has 1 tensors, rank 1 has 0: give the same on all workers" in said[3]
+        assert "meta device" in said[4]
+        assert "KeyError: 'z'" in said[5]
+        assert "rank 0 has 0 tensors, rank 1 has 4" in said[6] and "every worker must take one" in said[6]
+        assert said[7:] == ["nothing", "nothing"]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            lambda model: model,
+            r"shape \(32, 8\) shares its memory with the parameters or buffers that LocalSGD averages",
+        ),
+        (lambda model: [model[0].weight.data[1:]], "shares its memory"),
+        (lambda model: model[0].weight, "one Parameter is given: give a module, a list"),
+        (lambda model: torch.optim.SGD(model.parameters(), 0.1), "one SGD is given"),
+        (lambda model: model.state_dict(), "a str is among the tensors"),
+        (lambda model: [torch.zeros(2, dtype=torch.complex64)], "view_as_real"),
+        (lambda model: [torch.eye(2).to_sparse()], "torch.sparse_coo: only dense"),
+        (lambda model: nn.Linear(2, 2, device="meta"), "meta device"),
+        (lambda model: [torch.zeros(1).expand(3)], "is expanded"),
+        (lambda model: nn.LazyLinear(2), "no shape yet"),
+        (lambda model: [torch.zeros(2, dtype=int)], "no floating-point tensor"),
+    ],
+)
+def test_what_cannot_be_averaged_is_refused_when_the_method_is_made(given: Callable[[nn.Module], Any], message: str):
+    model = net(0)
+    with pytest.raises(UserError, match=message) as raised:
+        LocalSGD(model.parameters(), 2, average=given(model))
+    assert "\n" not in str(raised.value)
+
+
+def test_one_worker_alone_and_an_empty_list_change_nothing():
+    for extra in ([torch.ones(2)], [], None):
+        method = LocalSGD(net(0).parameters(), 2, average=extra)
+        assert method.settle()
+        method.finish()
+        assert not extra or extra[0].tolist() == [1, 1]
+
+
+def resumed(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
+    """EMA and parameters at the end: of a run in one piece, and of one that goes on from its state in mid-run."""
+    found = []
+    for cut in (False, True):
+        model = net(0)
+        trained = ema(model)
+        co2 = CO2(model.parameters(), CO2Config.paper(2), average=trained.average)
+        for number in range(8):
+            if cut and number == 4:
+                held = co2.state_dict(), copy.deepcopy(model.state_dict()), copy.deepcopy(trained.average.state_dict())
+                co2.finish()
+                co2.close()
+                co2 = CO2(model.parameters(), CO2Config.paper(2), average=trained.average)
+                co2.load_state_dict(held[0])
+                model.load_state_dict(held[1])
+                trained.average.load_state_dict(held[2])
+            write(model, rank, number)
+            trained.average.update_parameters(model)
+            co2.step()
+        co2.finish()
+        found.append(torch.cat([floats(model), floats(trained.average)]))
+    return found[0], found[1]
+
+
+def test_nothing_is_saved_and_a_run_goes_on_bit_for_bit():
+    (whole, cut), (other, _) = run_distributed(resumed, 2)
+    assert torch.equal(whole, cut) and torch.equal(whole, other)
+
+
+def left(rank: int, world_size: int) -> str:
+    """Worker 1 does not call settle(), but finish()."""
+    co2 = LocalSGD(net(0).parameters(), 1, average=[torch.zeros(2)], timeout=5)
+    co2.step()
+    try:
+        co2.finish() if rank else co2.settle()
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def test_a_worker_that_does_not_come_to_settle_is_an_error():
+    said = run_distributed(left, 2, timeout=60)
+    assert any("the average of average= at settle(), which every worker must call, failed" in line for line in said), (
+        said
+    )
