@@ -80,7 +80,7 @@ def take_out(state: Any, tensors: dict[str, Tensor], path: str = "", *, copy: bo
     def refusal(why: str) -> UserError:
         return UserError(f"save(): {path or 'the state'} is {why}")
 
-    held = local_shard(state.detach()) if isinstance(state, Tensor) else state
+    held: Any = local_shard(state.detach()) if isinstance(state, Tensor) else state
     kind: Any = np.generic if issubclass(type(held), np.generic) else type(held)
     fields = getattr(kind, "_fields", None)  # of a named tuple
     if depth > DEEPEST:

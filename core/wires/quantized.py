@@ -172,45 +172,59 @@ class Quantized(Reducer):
 
     def stages(self, group: dist.ProcessGroup | None, number: int) -> Iterator[Stage]:
         yield [], 0  # the encoding, too, is done in the background
-        n, count, scalars, codec = self.world_size, len(self.buckets), self.buckets[0].scalars, self._codec
-        # bytes of the payload for one worker: every bucket's encoded chunk, then every bucket's share of the rest
-        layout = [wires.nbytes(wire, chunk) for wire, chunk in zip(self.wires, self.chunks, strict=True)]
-        layout += [rest * b.flat.element_size() for rest, b in zip(self.rests, self.buckets, strict=True)]
-
-        # First stage, uint8 [workers, bytes]: row j is for worker j. The scalars go to everyone.
-        sent = torch.empty(n, sum(layout) + scalars.nbytes, dtype=torch.uint8, device=self.device)
-        parts = sent.split([*layout, scalars.nbytes], dim=1)
-        moved = self.scalars["steps"] * self.scalars["weight"] != 0
-        for i, (bucket, rest) in enumerate(zip(self.buckets, self.rests, strict=True)):
-            codec.encode(bucket.payload, parts[i], self.wires[i], self._errors[i], moved)
-            rows = pad(bucket.values, (0, n * rest - len(bucket.values))).view(n, rest)
-            parts[count + i].copy_(rows.view(torch.uint8))
-        parts[-1].copy_(scalars.clone().view(torch.uint8).expand(n, -1))  # the clone is aligned
+        sent = self._outgoing()
         received = sent
         if group is not None:
             received = torch.empty_like(sent)
             work = dist.all_to_all_single(received, sent, group=group, async_op=True)
             assert work is not None
-            yield [work], (n - 1) * sent.shape[1]
-
-        # Second stage, uint8 [bytes]: the mean of this worker's chunk. Sums go in rank order, because every worker sums
-        # the scalars for itself, and all have to agree.
-        parts = received.split([*layout, scalars.nbytes], dim=1)
-        scalars.copy_(codec.mean(_raw(parts[-1], scalars.dtype)))
-        moved = self.scalars["steps"] * self.scalars["weight"] != 0
-        mean = received.new_empty(sum(layout))
-        out = mean.split(layout)
-        for i, (bucket, error) in enumerate(zip(self.buckets, self._mean_errors, strict=True)):
-            codec.average(parts[i], out[i], self.wires[i], bucket.flat.dtype, error, moved)
-            values = codec.mean(_raw(parts[count + i], bucket.flat.dtype))
-            out[count + i].copy_(values.view(torch.uint8))
+            yield [work], (self.world_size - 1) * sent.shape[1]
+        mean = self._average(received)
         means = mean[None]
         if group is not None:
-            means = mean.new_empty(n, len(mean))
+            means = mean.new_empty(self.world_size, len(mean))
             yield all_gather(means, mean, group)
-        parts = means.split(layout, dim=1)
+        self._unpack(means)
+
+    def _layout(self) -> list[int]:
+        """Returns the bytes for one worker: every bucket's encoded chunk, then every bucket's share of the rest."""
+        encoded = [wires.nbytes(wire, chunk) for wire, chunk in zip(self.wires, self.chunks, strict=True)]
+        return encoded + [rest * b.flat.element_size() for rest, b in zip(self.rests, self.buckets, strict=True)]
+
+    def _outgoing(self) -> Tensor:
+        """Returns the first stage's message, uint8 [workers, bytes], row j for worker j. The scalars go to everyone."""
+        n, count, scalars = self.world_size, len(self.buckets), self.buckets[0].scalars
+        layout = [*self._layout(), scalars.nbytes]
+        message = torch.empty(n, sum(layout), dtype=torch.uint8, device=self.device)
+        parts = message.split(layout, dim=1)
+        moved = self.scalars["steps"] * self.scalars["weight"] != 0
+        for i, (bucket, rest) in enumerate(zip(self.buckets, self.rests, strict=True)):
+            self._codec.encode(bucket.payload, parts[i], self.wires[i], self._errors[i], moved)
+            rows = pad(bucket.values, (0, n * rest - len(bucket.values))).view(n, rest)
+            parts[count + i].copy_(rows.view(torch.uint8))
+        parts[-1].copy_(scalars.clone().view(torch.uint8).expand(n, -1))  # the clone is aligned
+        return message
+
+    def _average(self, received: Tensor) -> Tensor:
+        """Returns the mean of this worker's chunk, uint8 [bytes], from uint8 [workers, bytes]. The scalars become their
+        means, summed in rank order: every worker sums them for itself, and all have to agree."""
+        count, scalars, layout = len(self.buckets), self.buckets[0].scalars, self._layout()
+        parts = received.split([*layout, scalars.nbytes], dim=1)
+        scalars.copy_(self._codec.mean(_raw(parts[-1], scalars.dtype)))
+        moved = self.scalars["steps"] * self.scalars["weight"] != 0
+        payload = received.new_empty(sum(layout))
+        out = payload.split(layout)
+        for i, (bucket, error) in enumerate(zip(self.buckets, self._mean_errors, strict=True)):
+            self._codec.average(parts[i], out[i], self.wires[i], bucket.flat.dtype, error, moved)
+            values = self._codec.mean(_raw(parts[count + i], bucket.flat.dtype))
+            out[count + i].copy_(values.view(torch.uint8))
+        return payload
+
+    def _unpack(self, means: Tensor) -> None:
+        """Decodes uint8 [workers, bytes], row j the mean of chunk j, into the buckets."""
+        parts, count = means.split(self._layout(), dim=1), len(self.buckets)
         for i, bucket in enumerate(self.buckets):
-            codec.decode(parts[i], self.wires[i], bucket.payload)
+            self._codec.decode(parts[i], self.wires[i], bucket.payload)
             values = _raw(parts[count + i], bucket.flat.dtype).view(-1)
             bucket.values.copy_(values[: len(bucket.values)])
 
