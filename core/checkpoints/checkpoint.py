@@ -161,11 +161,7 @@ def load(folder: Path, *, rank: int, alone: bool = False) -> tuple[Any, int] | N
     n. None if there is no checkpoint. UserError if there are some and none can be read. Rank 0 prints which were
     refused, and why: on a network file system another worker may not see the newest one yet.
     """
-    refused: list[str] = []
-
-    def gather(mine: Any) -> list[Any]:
-        return [mine] if alone else of_all(mine)
-
+    refused, gather = list[str](), (lambda mine: [mine]) if alone else of_all
     if rank == 0:  # publish() may have been killed between its two renames
         for path in folder.glob("step*.tmp-*-old"):
             if not (target := path.with_name(path.name.partition(".tmp-")[0])).exists():

@@ -38,8 +38,7 @@ DTYPES: dict[str, Any] = {str(kind): kind for kind in vars(torch).values() if is
 
 
 def _packed(array: Any) -> Tensor:
-    buffer = io.BytesIO()
-    np.save(buffer, array, allow_pickle=False)
+    np.save(buffer := io.BytesIO(), array, allow_pickle=False)
     return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
 
 
@@ -110,12 +109,9 @@ def take_out(state: Any, tensors: dict[str, Tensor], path: str = "", *, copy: bo
             path += "'"
         tensors[path] = held.to("cpu", copy=copy).resolve_conj().resolve_neg()
         return ["tensor", path]
-    name = _name(kind)
-    if name not in _registered():
-        raise refusal(
-            f"a {name}, which load() cannot make: give plain values, or call "
-            "torch.serialization.add_safe_globals([the class]) before save() and load()"
-        )
+    if (name := _name(kind)) not in _registered():
+        remedy = "give plain values, or call torch.serialization.add_safe_globals([the class]) before save() and load()"
+        raise refusal(f"a {name}, which load() cannot make: {remedy}")
     if hasattr(held, "__tensor_flatten__"):
         names, context = held.__tensor_flatten__()
         parts = {attribute: inner(getattr(held, attribute), attribute) for attribute in names}

@@ -33,8 +33,7 @@ class CO2Training(CO2):
     optimizer and outer state, in co2/rankN.pt. A run goes on bit for bit if schedules are equal on all workers.
 
     Args:
-        model: The bare model. It is prepared here, without DistributedDataParallel; call `co2.model` if the accelerator
-            compiles.
+        model: The bare model, prepared here without DistributedDataParallel; call `co2.model` if accelerate compiles.
         optimizer: What accelerator.prepare() returned.
         config: None takes CO2Config.recommended for these workers.
         options: What core.CO2 takes besides; buffers: the model's, if no others are given.

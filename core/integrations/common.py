@@ -124,7 +124,19 @@ def load_own(who: str, folder: str | os.PathLike[str], rank: int, **parts: Any) 
     """Loads what save_own wrote. Every worker must call it. If n other workers wrote it, rank r takes rank r modulo n's
     part. UserError on all workers if files are missing, or not of one checkpoint."""
     parts = {name: part for name, part in parts.items() if part is not None}
-    saved, problem = _read(Path(folder), rank)
+    path, saved, problem = Path(folder, f"rank{rank}.pt"), dict[str, Any](), ""
+    any_file = next(path.parent.glob("rank*.pt"), None)
+    try:
+        if any_file is None:
+            problem = f"{folder} is missing, as where a run without CO2 has saved: load the weights alone"
+        elif not path.exists():
+            workers = torch.load(any_file, map_location="cpu", weights_only=True, mmap=True)["workers"]
+            path = path.with_name(f"rank{rank % workers}.pt")
+        saved = torch.load(path, map_location="cpu", weights_only=True) if any_file else saved
+    except FileNotFoundError:
+        problem = f"{path} is missing: the files there {UNFINISHED}"
+    except Exception as error:  # whatever it is: a worker that raised here would leave the others waiting
+        problem = f"{path} cannot be read ({reason(error)}): go on from an older checkpoint"
     if saved and (lacks := sorted(parts.keys() - saved.keys())):
         problem = f"a file in {folder} holds no {lacks[0]}: go on with the settings of the run that saved it"
     reported = of_all((problem, (saved.get("workers"), saved.get("rounds"))))
@@ -134,22 +146,6 @@ def load_own(who: str, folder: str | os.PathLike[str], rank: int, **parts: Any) 
         raise UserError(f"{who}: the files in {folder} {UNFINISHED}")
     for name, part in parts.items():  # a model without what is frozen
         part.load_state_dict(saved[name], **({"strict": False} if isinstance(part, nn.Module) else {}))
-
-
-def _read(folder: Path, rank: int) -> tuple[dict[str, Any], str]:
-    """Returns the part that this worker takes, and what is wrong with it."""
-    path, any_file = folder / f"rank{rank}.pt", next(folder.glob("rank*.pt"), None)
-    if any_file is None:
-        return {}, f"{folder} is missing, as where a run without CO2 has saved: load the weights alone"
-    try:
-        if not path.exists():
-            workers = torch.load(any_file, map_location="cpu", weights_only=True, mmap=True)["workers"]
-            path = folder / f"rank{rank % workers}.pt"
-        return torch.load(path, map_location="cpu", weights_only=True), ""
-    except FileNotFoundError:
-        return {}, f"{path} is missing: the files there {UNFINISHED}"
-    except Exception as error:  # whatever it is: a worker that raised here would leave the others waiting
-        return {}, f"{path} cannot be read ({reason(error)}): go on from an older checkpoint"
 
 
 def logged(stats: RoundStats) -> dict[str, float]:

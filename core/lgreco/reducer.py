@@ -36,26 +36,17 @@ from .senders import Factored, Sparse, fill, low_rank, moved, top_k
 
 
 class Layout:
-    """Where one bucket's layers lie in staging and in error feedback's memory, for one allocation.
+    """Where the layers of the `number`-th bucket lie in staging and in error feedback's memory, for one allocation.
 
     First come the layers of each int format, padded to whole blocks a worker, then those of top-k and low rank, last
-    those that travel as they are, and the buffers.
-
-    number: the bucket's. memory: its tensors staging, errors and means, see LGreco. Attributes: values, held, layer ->
-    its elements in staging and in errors, 1-d, in the bucket's own order; of_kind, kind -> layers.
+    those that travel as they are, and the buffers. Attributes: values, held, layer -> its elements in staging and in
+    errors, 1-d, in the bucket's own order; of_kind, kind -> layers.
     """
 
-    def __init__(
-        self,
-        number: int,
-        bucket: Bucket,
-        memory: tuple[Tensor, Tensor, Tensor],
-        layers: Sequence[Layer],
-        allocation: Sequence[Choice],
-        world_size: int,
-    ):
-        self.bucket, self.world_size = bucket, world_size
-        self.staging, self.errors, self.means = memory
+    def __init__(self, number: int, of: LGreco):
+        self.bucket, layers, allocation, world_size = of.buckets[number], of.layers, of.chosen, of.world_size
+        self.world_size, bucket = world_size, self.bucket
+        self.staging, self.errors, self.means = of.staging[number], of.errors[number], of.means[number]
         mine = [i for i, layer in enumerate(layers) if layer.bucket == number]
         self.of_kind = {k: [i for i in mine if allocation[i].kind == k] for k in ("int", "top", "rank", "raw")}
         starts: dict[int, int] = {}
@@ -106,12 +97,10 @@ def layers_of(buckets: Sequence[Bucket]) -> list[Layer]:
     for number, bucket in enumerate(buckets):
         start = 0
         for p in bucket.params:
-            if p.numel():
-                rows = p.shape[0] if p.dim() > 1 else p.numel()
-                columns = p.numel() // rows
-                size = bucket.flat.element_size()
-                layers.append(Layer(number, start, p.numel(), rows, columns, size, tuple(p.shape)))
-            start += p.numel()
+            if n := p.numel():
+                rows = p.shape[0] if p.dim() > 1 else n
+                layers.append(Layer(number, start, n, rows, n // rows, bucket.flat.element_size(), tuple(p.shape)))
+            start += n
     return layers
 
 
@@ -148,9 +137,9 @@ class LGreco(Reducer):
         self.allocation: Allocation | None = None  # the last decision
         flats, many = [b.flat for b in buckets], len(self.layers)
         slack = len(INTS) * world_size * BLOCK  # each int format is padded to whole blocks a worker
-        self._staging = [b.flat.new_zeros(b.numel + slack + len(b.values)) for b in buckets]
-        self._errors = [b.flat.new_zeros(b.numel + slack) for b in buckets]
-        self._means = [b.flat.new_zeros(-(-b.numel // world_size) + len(INTS) * BLOCK) for b in buckets]
+        self.staging = [b.flat.new_zeros(b.numel + slack + len(b.values)) for b in buckets]
+        self.errors = [b.flat.new_zeros(b.numel + slack) for b in buckets]
+        self.means = [b.flat.new_zeros(-(-b.numel // world_size) + len(INTS) * BLOCK) for b in buckets]
         ranks = torch.tensor([c.value if c.kind == "rank" else 0 for c in decider.choices])
         highest = (decider.offered * ranks).amax(1).int().tolist()
         self._q = [flats[z.bucket].new_zeros(z.columns * r) for z, r in zip(self.layers, highest, strict=True)]
@@ -162,8 +151,8 @@ class LGreco(Reducer):
         self._coming: tuple[int, OnTheWay | None] = (0, None)  # the reduction that asked, and its copy for the host
         self._took: Seconds = 0.0  # to ask, last
         self.state = {
-            "error_feedback": self._errors,
-            "mean_error_feedback": self._means,
+            "error_feedback": self.errors,
+            "mean_error_feedback": self.means,
             "allocation": [self._values, self._filled, self.clock.numbers],
             "q": self._q,
             "summed": [*self._sums, self._summands],
@@ -206,8 +195,8 @@ class LGreco(Reducer):
         if self.decider.fixed or not self.clock.counts(number):
             return
         self._summands += 1
-        for i, (layer, into) in enumerate(zip(self.layers, self._sum_views(), strict=True)):
-            layout = self._layouts[layer.bucket]
+        for i, into in enumerate(self._sum_views()):
+            layout = self._layouts[self.layers[i].bucket]
             into.add_(torch.where(own, layout.values[i] + layout.held[i], 0.0))
 
     def _sum_views(self) -> list[Tensor]:
@@ -301,8 +290,7 @@ class LGreco(Reducer):
     def _lay_out(self) -> None:
         """Builds the senders of the present allocation over views of the memory."""
         n, chosen = self.world_size, self.chosen
-        memory = zip(self.buckets, zip(self._staging, self._errors, self._means, strict=True), strict=True)
-        self._layouts = [Layout(i, b, tensors, self.layers, chosen, n) for i, (b, tensors) in enumerate(memory)]
+        self._layouts = [Layout(i, self) for i in range(len(self.buckets))]
         parts, wires, own, means = map(list, zip(*(p for each in self._layouts for p in each.parts()), strict=True))
         self._ints = Quantized(parts, self.scalars, self.rank, n, wires, memory=(own, means))
         self._others: list[Callable[..., Iterator[Stage]]] = []

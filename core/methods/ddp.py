@@ -57,8 +57,7 @@ class GradientWire:
         """DDP's communication hook: the last bucket sets the futures of all."""
         gradients, payloads = bucket.gradients(), [self._views[id(p)] for p in bucket.parameters()]
         copy(payloads, gradients)
-        devices = [gradients[0].device] if gradients[0].is_cuda else None
-        future = torch.futures.Future(devices=devices)
+        future = torch.futures.Future(devices=[gradients[0].device] if gradients[0].is_cuda else None)
         self._waiting.append((future, bucket.buffer(), gradients, payloads))
         if bucket.is_last():
             self._reduce()

@@ -107,16 +107,16 @@ class Placement:
                         f"shards: ranks {[*s]} are said to hold the same, but rank {rank} has shapes {theirs[s]}, rank "
                         f"{dist.get_rank()} {mine}: give the parameters that they share in one order on all"
                     )
-        flats = {s: torch.cat([t.to(self._device).reshape(-1) for t in tensors]) for s, tensors in held.items()}
-        for works, _ in self._from_first(flats):
+        for works, _ in self._from_first(held):
             for work in works:
                 work.wait()
-        for s, flat in flats.items():
-            copy(held[s], views(flat, held[s]))
 
-    def _from_first(self, flats: Mapping[tuple[int, ...], Tensor]) -> Iterator[Stage]:
-        """The first of each set of ranks sends its tensor to the others of it, over the inner group: a group of some of
-        its ranks would have to be made by all at once, because torch counts groups in their names."""
+    def _from_first(self, held: Mapping[tuple[int, ...], Sequence[Tensor]]) -> Iterator[Stage]:
+        """The first of each set of ranks sends its tensors to the others of it, over the inner group: a group of some
+        of its ranks would have to be made by all at once, because torch counts groups in their names."""
+        flats = {
+            s: torch.cat([t.to(self._device).reshape(-1) for t in tensors]) for s, tensors in held.items() if tensors
+        }
         me, ops, sent = dist.get_rank(), list[dist.P2POp](), 0
         for s in sorted(flats):
             peers = s[1:] if me == s[0] else s[:1]
@@ -124,6 +124,8 @@ class Placement:
             sent += flats[s].nbytes * (len(s) - 1) if me == s[0] else 0
         if ops:
             yield [Through(work) for work in dist.batch_isend_irecv(ops)], sent
+        for s, flat in flats.items():
+            copy(held[s], views(flat, held[s]))
 
     def check(self, trained: Sequence[Tensor]) -> str:
         """Raises UserError if parameters that all ranks of the inner group should hold have come to differ. Returns why
@@ -198,10 +200,7 @@ class Placement:
             copy(copies, views(packed, copies))
         for i, bucket in enumerate(buckets):
             held = {s: [bucket.flat[place] for j, place in places if j == i] for s, places in self._of_some.items()}
-            flats = {s: torch.cat(copies) for s, copies in held.items() if copies}
-            yield from self._from_first(flats)
-            for s, flat in flats.items():
-                copy(held[s], views(flat, held[s]))
+            yield from self._from_first(held)
 
     def close(self) -> None:
         """Leaves the inner group."""
