@@ -22,7 +22,7 @@ STEPS = 10**9  # what a folder's name has room for
 
 
 class Stateful(Protocol):
-    """A method, a learning rate's schedule, a GradScaler, a data loader."""
+    """A method, a learning rate schedule, a GradScaler, a data loader."""
 
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: dict[str, Any], /) -> Any: ...
@@ -71,7 +71,7 @@ def save(
         "optimizer_kind": type(optimizer).__name__,
         "method": co2.state_dict(),
         "others": {name: other.state_dict() for name, other in (others or {}).items()},
-        "random": random_state(_device(model)),
+        "random": random_state(next(model.parameters()).device),
         "step": step,
     }
     tensors, state, problem = dict[str, Tensor](), {}, ""
@@ -80,11 +80,12 @@ def save(
     except UserError as error:
         problem = str(error)
     group = host_group()
-    told = of_all((secrets.token_hex(4), problem))
-    if problems := [problem for _, problem in told if problem]:
-        raise UserError(problems[0])
+    reported = of_all((secrets.token_hex(4), problem))
+    if problem := next((problem for _, problem in reported if problem), ""):
+        raise UserError(problem)
     rank = dist.get_rank() if group is not None else 0
-    saver = checkpoint.Saver(Path(folder).expanduser(), rank, len(told), told[0][0], keep=keep, group=group)
+    attempt = reported[0][0]
+    saver = checkpoint.Saver(Path(folder).expanduser(), rank, len(reported), attempt, keep=keep, group=group)
     return saver.write(step, state, tensors)
 
 
@@ -112,8 +113,7 @@ def load(
     found = checkpoint.load(folder := Path(folder).expanduser(), rank=rank)
     if found is None:
         return None
-    state, before = found
-    here = dict(others or {})
+    (state, before), here = found, dict(others or {})
     problems = of_all(_misfit(state, model, optimizer, here))
     if any(problems):
         raise UserError(f"{folder}: the checkpoint of step {state.get('step', '?')} {max(problems)}")
@@ -124,7 +124,7 @@ def load(
     for name, other in here.items():
         other.load_state_dict(state["others"][name])
     if before == (workers := len(problems)):
-        set_random_state(state["random"], _device(model))
+        set_random_state(state["random"], next(model.parameters()).device)
     elif rank == 0:
         wrote = f"{before} workers wrote the checkpoint of step {state['step']}, {workers} go on"
         taken = f"each takes what the worker of its rank modulo {before} held; torch's random states begin anew"
@@ -132,14 +132,10 @@ def load(
     return state["step"]
 
 
-def _device(model: nn.Module) -> torch.device:
-    return next(model.parameters()).device
-
-
 def _misfit(
     state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer | None, others: dict[str, Any]
 ) -> str:
-    """Why this state cannot be gone on from; "" if it can, as far as is known before the method has looked."""
+    """Returns why this state cannot be loaded; "" if it can. The method makes checks of its own later."""
     if "optimizer_kind" not in state:
         return "was not written by save(): resume with what wrote it, or choose another folder"
     if differs := checkpoint.unlike(state["model"], model.state_dict()):

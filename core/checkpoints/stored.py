@@ -11,6 +11,7 @@ Reading makes the types below, and classes that the user gave to torch.serializa
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import io
 import json
@@ -37,9 +38,7 @@ DTYPES: dict[str, Any] = {str(kind): kind for kind in vars(torch).values() if is
 
 
 def _packed(array: Any) -> Tensor:
-    """Returns the bytes of an .npy file, uint8 [n], with an array or a number of numpy."""
-    buffer = io.BytesIO()
-    np.save(buffer, array, allow_pickle=False)
+    np.save(buffer := io.BytesIO(), array, allow_pickle=False)
     return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
 
 
@@ -47,7 +46,7 @@ def _unpacked(data: Tensor) -> Any:
     return np.load(io.BytesIO(data.numpy().tobytes()), allow_pickle=False)
 
 
-# type -> what turns a value into simpler ones, and what turns these into the value
+# type -> what turns a value into simpler ones, and what turns these into the value; of numpy an .npy file's bytes
 TYPES: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     tuple: (list, tuple),
     set: (list, set),
@@ -69,11 +68,8 @@ NAMED = {kind.__name__: kind for kind in TYPES}
 def take_out(state: Any, tensors: dict[str, Tensor], path: str = "", *, copy: bool = True, depth: int = 0) -> Any:
     """Returns `state` as JSON, and adds its tensors to `tensors`, by path, in the host's memory.
 
-    Args:
-        copy: Whether to copy tensors that already lie in the host's memory, because the training changes them.
-
-    Raises:
-        UserError: `load` could not give a value back with its type. The error names the value's path.
+    copy: whether to copy tensors that already lie in the host's memory, because the training changes them. UserError,
+    with the value's path, if `load` could not give a value back with its type.
     """
 
     def inner(value: Any, name: Any = None) -> Any:
@@ -83,7 +79,7 @@ def take_out(state: Any, tensors: dict[str, Tensor], path: str = "", *, copy: bo
     def refusal(why: str) -> UserError:
         return UserError(f"save(): {path or 'the state'} is {why}")
 
-    held = _bare(state)
+    held: Any = local_shard(state.detach()) if isinstance(state, Tensor) else state
     kind: Any = np.generic if issubclass(type(held), np.generic) else type(held)
     fields = getattr(kind, "_fields", None)  # of a named tuple
     if depth > DEEPEST:
@@ -113,12 +109,9 @@ def take_out(state: Any, tensors: dict[str, Tensor], path: str = "", *, copy: bo
             path += "'"
         tensors[path] = held.to("cpu", copy=copy).resolve_conj().resolve_neg()
         return ["tensor", path]
-    name = _name(kind)
-    if name not in _registered():
-        raise refusal(
-            f"a {name}, which load() cannot make: give plain values, or call "
-            "torch.serialization.add_safe_globals([the class]) before save() and load()"
-        )
+    if (name := _name(kind)) not in _registered():
+        remedy = "give plain values, or call torch.serialization.add_safe_globals([the class]) before save() and load()"
+        raise refusal(f"a {name}, which load() cannot make: {remedy}")
     if hasattr(held, "__tensor_flatten__"):
         names, context = held.__tensor_flatten__()
         parts = {attribute: inner(getattr(held, attribute), attribute) for attribute in names}
@@ -130,17 +123,9 @@ def take_out(state: Any, tensors: dict[str, Tensor], path: str = "", *, copy: bo
     raise refusal(f"a {name}, and no dataclass, named tuple or tensor with __tensor_flatten__: give plain values")
 
 
-def _bare(value: Any) -> Any:
-    """A tensor without its graph, of a DTensor this worker's shard; any other value itself."""
-    return local_shard(value.detach()) if isinstance(value, Tensor) else value
-
-
 def put_back(tree: Any, tensor: Callable[[str], Tensor]) -> Any:
     """Returns what take_out was given. tensor: gives the tensor of a path."""
-
-    def inner(value: Any) -> Any:
-        return put_back(value, tensor)
-
+    inner = functools.partial(put_back, tensor=tensor)
     if isinstance(tree, dict):
         return {key: inner(value) for key, value in tree.items()}
     if not isinstance(tree, list):
@@ -156,9 +141,9 @@ def put_back(tree: Any, tensor: Callable[[str], Tensor]) -> Any:
     if kind in NAMED:
         return TYPES[NAMED[kind]][1](inner(rest[0]))
     name, *values = rest
-    if name not in _registered():
+    made = _registered().get(name)
+    if made is None:
         raise UserError(f"it holds a {name}: call torch.serialization.add_safe_globals([the class]) before load()")
-    made = _registered()[name]
     if kind == "subclass":
         return made.__tensor_unflatten__(*map(inner, values))
     if kind == "namedtuple":
@@ -180,12 +165,8 @@ def _name(kind: type) -> str:
 
 
 def write(folder: Path, rank: int, state: Any, tensors: dict[str, Tensor], everyone: list[dict[str, str]]) -> str:
-    """Writes this worker's two files, and returns the SHA-256 of the JSON file.
-
-    Args:
-        state, tensors: What take_out has made.
-        everyone: For each worker the SHA-256 of its tensors, by path.
-    """
+    """Writes this worker's two files, and returns the SHA-256 of the JSON file. state, tensors: as take_out returned
+    them. everyone: for each worker the SHA-256 of its tensors, by path."""
     table = {
         path: [next(r for r, theirs in enumerate(everyone) if theirs.get(path) == found), found]
         for path, found in everyone[rank].items()
@@ -195,22 +176,18 @@ def write(folder: Path, rank: int, state: Any, tensors: dict[str, Tensor], every
     mine = {path: t if t.untyped_storage().nbytes() == t.nbytes else t.clone() for path, t in mine.items()}
     text = json.dumps({"state": state, "tensors": table}).encode()
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / f"rank{rank}.pt", "wb") as file:
-        torch.save(mine, file)
-        file.flush()
-        os.fsync(file.fileno())
-    with open(folder / f"rank{rank}.json", "wb") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    for name, put in (("pt", lambda file: torch.save(mine, file)), ("json", lambda file: file.write(text))):
+        with open(folder / f"rank{rank}.{name}", "wb") as file:
+            put(file)
+            file.flush()
+            os.fsync(file.fileno())
     return hashlib.sha256(text).hexdigest()
 
 
 def read(folder: Path, rank: int, known: str) -> Any:
     """Returns the state of worker `rank`, in memory of its own. known: the SHA-256 of its JSON file.
 
-    Raises:
-        UserError: A checksum differs. Any other error means that a file is missing or not what it was.
+    UserError if a checksum differs. Any other error means that a file is missing or not what it was.
     """
     text = (folder / f"rank{rank}.json").read_bytes()
     if hashlib.sha256(text).hexdigest() != known:
@@ -221,23 +198,18 @@ def read(folder: Path, rank: int, known: str) -> Any:
         owner, wanted = held["tensors"][path]
         name = f"rank{int(owner)}.pt"
         if name not in files:
-            files[name] = _load(folder / name)
+            try:  # mapped into memory, so that a worker reads only its part of another worker's file
+                files[name] = torch.load(folder / name, map_location="cpu", weights_only=True, mmap=True)
+            except FileNotFoundError:
+                raise
+            except Exception as error:  # torch and zipfile raise nearly any
+                raise UserError(f"{name} cannot be read, {reason(error)}") from None
         found = files[name][path].clone()
         if digest(found) != wanted:
             raise UserError(f"{name} is damaged, the checksum of {path} differs")
         return found
 
     return put_back(held["state"], tensor)
-
-
-def _load(file: Path) -> dict[str, Tensor]:
-    """Maps the tensors into memory, so that a worker reads only its part of another worker's file."""
-    try:
-        return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except FileNotFoundError:
-        raise
-    except Exception as error:  # torch and zipfile raise nearly any
-        raise UserError(f"{file.name} cannot be read, {reason(error)}") from None
 
 
 def digest(tensor: Tensor) -> str:

@@ -9,33 +9,31 @@ LEVELS = 64  # of lists and objects in each other; our own files have five
 
 
 def parse_json(text: str | bytes) -> Any:
-    """As json.loads. ValueError where the text is none, is nested deeper than programs walk, or holds half a surrogate,
-    which no file or screen takes, or a whole number that no float can be."""
+    """Calls json.loads. ValueError also for what is nested too deep for programs to walk, for half a surrogate, which
+    no file or screen takes, and for a whole number that no float can be."""
+
+    def check(value: Any, levels: int) -> None:
+        if isinstance(value, str):
+            value.encode()
+        elif isinstance(value, int):
+            float(value)
+        elif isinstance(value, list | dict):
+            if not levels:
+                raise RecursionError
+            for inner in [*value, *value.values()] if isinstance(value, dict) else value:
+                check(inner, levels - 1)
+
     try:
-        found = json.loads(text)
+        check(found := json.loads(text), LEVELS)
     except RecursionError:
         raise ValueError(f"more than {LEVELS} levels") from None
-    try:
-        _check(found, LEVELS)
     except OverflowError as error:
         raise ValueError(str(error)) from None
     return found
 
 
-def _check(value: Any, levels: int) -> None:
-    if isinstance(value, str):
-        value.encode()
-    elif isinstance(value, int):
-        float(value)
-    elif isinstance(value, list | dict):
-        if not levels:
-            raise ValueError(f"more than {LEVELS} levels")
-        for inner in [*value, *value.values()] if isinstance(value, dict) else value:
-            _check(inner, levels - 1)
-
-
 def reason(error: BaseException) -> str:
-    """One line; of an error of the operating system, what that says."""
+    """Returns one line; for an error of the operating system, what that says."""
     cause = error if isinstance(error, OSError) else error.__context__
     if isinstance(cause, OSError):
         return cause.strerror or str(cause)

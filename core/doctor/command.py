@@ -1,6 +1,6 @@
 """The command: torchrun ... -m core.doctor --params 125e6 [--step_ms 80] [--out cluster.json].
 
-Exit status: 0; 1 where a run would fail, or the measurement itself has; 2 for a mistake in an option.
+Exit status: 0; 1 if a run would fail, or the measurement has failed; 2 for a mistake in an option.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def options(argv: Sequence[str]) -> argparse.Namespace:
-    """UserError names the first option that cannot be."""
+    """Returns the options; UserError names the first that cannot be."""
     parser = Parser(prog="doctor", description="Measures these nodes, and prints the settings that CO2 takes on them.")
     add = parser.add_argument
     add("--params", required=True, type=positive, metavar="N", help="trained parameters of the model, such as 125e6")
@@ -56,7 +56,7 @@ def positive(given: str) -> float:
 
 
 def main() -> None:
-    """Ends the process."""
+    """Runs the doctor, and ends the process."""
     rank = int(os.environ.get("RANK", "0"))
     try:
         asked = options(sys.argv[1:])
@@ -80,15 +80,14 @@ def _short(error: Exception) -> str:
 
 
 def _end(line: str, status: int) -> NoReturn:
-    """At once: a thread of a broken collective would keep the process, and peers may wait for its connections."""
     print(line, end="\n" if line else "", file=sys.stderr, flush=True)
-    if status == 0:
-        sys.exit(0)
-    os._exit(status)
+    if status:  # at once: a thread of a broken collective would keep the process, and peers wait for its connections
+        os._exit(status)
+    sys.exit(0)
 
 
 def diagnose(asked: argparse.Namespace) -> dict[str, Any]:
-    """The report, equal on all ranks but for the times that each takes."""
+    """Returns the report, equal on all ranks except for the times that each measures."""
     try:
         own = own_facts()
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
@@ -111,7 +110,7 @@ def diagnose(asked: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure(found: dict[str, Any], asked: argparse.Namespace, nodes: list[list[int]]) -> None:
-    """Puts into the report what takes time."""
+    """Adds to the report what takes time."""
     device = torch.device("cuda", torch.cuda.current_device()) if found["backend"] == "nccl" else torch.device("cpu")
     if wrong := sound(device):
         found["failures"].append(wrong)
@@ -128,8 +127,8 @@ def measure(found: dict[str, Any], asked: argparse.Namespace, nodes: list[list[i
 
 @dataclass(frozen=True)
 class Facts:
-    """Of a worker. host: a network namespace of a machine, within which workers need no link. alike: what must be alike
-    on all workers. memory: bytes of its GPU, or its share of the host's. infiniband: see `no_infiniband`."""
+    """A worker's facts. host: a network namespace of a machine, within which workers need no link. alike: what must be
+    equal on all workers. memory: bytes of its GPU, or its share of the host's. infiniband: see `no_infiniband`."""
 
     rank: int
     host: str
@@ -142,9 +141,8 @@ class Facts:
 
 
 def own_facts(env: Mapping[str, str] = os.environ) -> Facts:
-    """This process's. With a GPU its device is set, as its local rank says."""
-    hostname, device = socket.gethostname(), "cuda" if torch.cuda.is_available() else "cpu"
-    namespace = ""
+    """Returns this process's facts. Sets its GPU by its local rank."""
+    hostname, device, namespace = socket.gethostname(), "cuda" if torch.cuda.is_available() else "cpu", ""
     with contextlib.suppress(OSError):
         namespace = os.readlink("/proc/self/ns/net")
     if device == "cuda":
@@ -160,9 +158,9 @@ def own_facts(env: Mapping[str, str] = os.environ) -> Facts:
 
 
 def no_infiniband(env: Mapping[str, str] = os.environ, devices: Path = Path("/dev/infiniband")) -> str:
-    """Why NCCL finds no InfiniBand or RoCE device; "" if it finds one, or if NCCL_IB_DISABLE says not to look.
+    """Returns why NCCL finds no InfiniBand or RoCE device; "" if it finds one, or if NCCL_IB_DISABLE says not to look.
 
-    NCCL loads libibverbs and asks it for the devices, as this does. Without a device NCCL takes TCP and says nothing.
+    NCCL loads libibverbs and asks it for the devices, as this does. Without a device NCCL uses TCP and says nothing.
     """
     if env.get("NCCL_IB_DISABLE", "0") != "0":
         return ""
@@ -180,12 +178,12 @@ def no_infiniband(env: Mapping[str, str] = os.environ, devices: Path = Path("/de
 
 
 def nodes_of(facts: Sequence[Facts]) -> list[list[int]]:
-    """Ranks by host, in the order of each one's first rank."""
+    """Returns the ranks by host, in the order of each host's first rank."""
     return [[f.rank for f in facts if f.host == host] for host in dict.fromkeys(f.host for f in facts)]
 
 
 def failures(facts: Sequence[Facts]) -> list[str]:
-    """What makes a run fail, a line each."""
+    """Returns what makes a run fail, a line each."""
     found = []
     for name in facts[0].alike:
         ranks: dict[str, list[str]] = {}
@@ -197,7 +195,7 @@ def failures(facts: Sequence[Facts]) -> list[str]:
 
 
 def header(facts: Sequence[Facts], params: float) -> dict[str, Any]:
-    """What is known before anything is measured."""
+    """Returns what is known before anything is measured."""
     nodes, first = [[facts[rank] for rank in node] for node in nodes_of(facts)], facts[0]
     sizes, memory = {len(node) for node in nodes}, min(f.memory for f in facts)
     return {

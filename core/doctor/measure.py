@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from ..assembly import CO2, CO2Config
 from ..assembly.config import Format, WireConfig
@@ -30,8 +30,8 @@ class Link:
 
     @property
     def line(self) -> tuple[float, float]:
-        """Seconds at 0 bytes, and of each byte: by least squares through the sizes of a quarter of the largest or more.
-        What holds for smaller ones, as buffers that swallow them, is left out."""
+        """Seconds at 0 bytes, and of each byte, by least squares. Sizes below a quarter of the largest are left out,
+        because buffers may swallow them."""
         used = [(n, s) for n, s in self.points if n >= self.points[-1][0] / 4]
         slope, start = linear_regression(*zip(*used, strict=True)) if len(used) > 1 else (0.0, 0.0)
         return (start, slope) if slope > 0 else (0.0, used[-1][1] / used[-1][0])
@@ -42,8 +42,7 @@ class Link:
 
     @property
     def bandwidth(self) -> float:
-        """Bits a second that each worker, and so each link of a ring, sends in large all-reduces: 2 (n - 1) / n of
-        each byte."""
+        """Bits a second that each worker sends in large all-reduces: 2 (n - 1) / n of each byte."""
         return 8 * ring_bytes(1 << 20, self.workers) / (self.line[1] * (1 << 20))
 
     def as_dict(self) -> dict[str, Any]:
@@ -56,40 +55,43 @@ class Link:
 
 
 def sound(device: torch.device) -> str:
-    """What is wrong with an all-reduce of known numbers; "" where it is right."""
-    n = dist.get_world_size()
+    """Returns what is wrong with an all-reduce of known numbers; "" if it is right."""
+    right = sum(range(1, dist.get_world_size() + 1))
     x = torch.full((1 << 16,), float(dist.get_rank() + 1), device=device)
     dist.all_reduce(x)
-    wrong = f"an all-reduce of {device.type} tensors makes {x[0].item():g} of {n * (n + 1) / 2:g}"
-    return "" if bool((x == n * (n + 1) / 2).all()) else wrong
+    wrong = f"an all-reduce of {device.type} tensors makes {x[0].item():g} of {right:g}"
+    return "" if bool((x == right).all()) else wrong
 
 
 def links(nodes: list[list[int]], device: torch.device) -> dict[str, Link]:
-    """all, and where a node has several workers and there are several nodes, within and across, of one worker each."""
+    """Returns "all" workers' link, and "within" nodes and "across" nodes, of one worker each, as far as there are."""
     found = {"all": link(None, device)}
     if len(nodes) == 1:
         return {"within": found["all"]} | found
     if all(len(node) == 1 for node in nodes):
         return {"across": found["all"]} | found
-    within = _of_some([node for node in nodes if len(node) > 1], device)
-    return {"within": within, "across": _of_some([[node[0] for node in nodes]], device)} | found
-
-
-def _of_some(groups: list[list[int]], device: torch.device) -> Link:
-    """The slowest of these groups, which none shares a rank with another, all at once; for all workers."""
-    made = zip([dist.new_group(ranks) for ranks in groups], groups, strict=True)
-    mine = [group for group, ranks in made if dist.get_rank() in ranks]
-    own = link(cast(dist.ProcessGroup, mine[0]), device) if mine else None
-    return min((one for one in of_all(own) if one is not None), key=lambda one: one.bandwidth)
+    for name, groups in (("within", [node for node in nodes if len(node) > 1]), ("across", [[n[0] for n in nodes]])):
+        # all groups at once, which share no rank; the slowest of them counts
+        made = zip([dist.new_group(ranks) for ranks in groups], groups, strict=True)
+        mine = [group for group, ranks in made if dist.get_rank() in ranks]
+        own = link(cast(dist.ProcessGroup, mine[0]), device) if mine else None
+        found[name] = min((one for one in of_all(own) if one is not None), key=lambda one: one.bandwidth)
+    return {name: found[name] for name in ("within", "across", "all")}
 
 
 def link(group: dist.ProcessGroup | None, device: torch.device) -> Link:
-    """Larger and larger all-reduces, until one takes LONG; its members call it together."""
+    """Times larger and larger all-reduces, until one takes LONG. The group's members call it together."""
     points: list[tuple[int, float]] = []
     nbytes = SMALLEST
     while nbytes <= MOST_BYTES:
-        x = torch.zeros(nbytes // 4, device=device)
-        took = [_timed(x, group) for _ in range(REPEATS)]
+        x, took = torch.zeros(nbytes // 4, device=device), list[float]()
+        for _ in range(REPEATS):
+            dist.barrier(group=host_group(group))
+            began = time.perf_counter()
+            dist.all_reduce(x, group=group)
+            if x.is_cuda:
+                torch.cuda.synchronize(x.device)
+            took.append(time.perf_counter() - began)
         points.append((nbytes, median(max(times) for times in zip(*of_all(took, group), strict=True))))
         if points[-1][1] > LONG:
             break
@@ -97,18 +99,9 @@ def link(group: dist.ProcessGroup | None, device: torch.device) -> Link:
     return Link(dist.get_world_size(group), points)
 
 
-def _timed(x: Tensor, group: dist.ProcessGroup | None) -> float:
-    dist.barrier(group=host_group(group))
-    began = time.perf_counter()
-    dist.all_reduce(x, group=group)
-    if x.is_cuda:
-        torch.cuda.synchronize(x.device)
-    return time.perf_counter() - began
-
-
 def wires(params: int, among: Link, device: torch.device, timeout: float) -> dict[str, dict[str, float]]:
-    """Seconds of CO2's reductions of the model's size, by format. Where one would take over SAMPLE_SECONDS, those of a
-    sample, from which the model's are extrapolated."""
+    """Returns the seconds of CO2's reductions of the model's size, by format. If one would take over SAMPLE_SECONDS,
+    they are extrapolated from a sample."""
     found = {}
     for wire in WIRES:
         each = WireConfig(wire).choices[wire]
@@ -122,15 +115,15 @@ def wires(params: int, among: Link, device: torch.device, timeout: float) -> dic
 
 
 def extrapolated(took: float, size: int, params: int, each: float, among: Link) -> float:
-    """Seconds for a model of `params` parameters of `each` bytes: what the link takes for its bytes, and in proportion
-    to them what the sample took beyond the link's time for its own, as encoding, and ways other than a ring's."""
+    """Returns the seconds for `params` parameters of `each` bytes: the link's time for them, and in proportion what the
+    sample took beyond the link's time for its own, such as encoding."""
     if params == size:
         return took
     return among.seconds(each * params) + max(0.0, took - among.seconds(each * size)) * params / size
 
 
 def boundary(params: int, device: torch.device, timeout: float) -> float:
-    """Seconds of a boundary's own work, of the slowest worker: without a link, so that the sample may be larger."""
+    """Returns the slowest worker's seconds of a boundary's own work. Without a link the sample may be larger."""
     size = min(params, MOST_ALONE)
     alone = cast(dist.ProcessGroup, dist.new_group([dist.get_rank()], use_local_synchronization=True))
     return max(of_all(reduce_sample("float32", size, device, timeout, alone)[1])) * params / size
@@ -139,11 +132,11 @@ def boundary(params: int, device: torch.device, timeout: float) -> float:
 def reduce_sample(
     wire: Format, numel: int, device: torch.device, timeout: float, group: dist.ProcessGroup | None = None
 ) -> tuple[float, float]:
-    """Seconds of a reduction and of a boundary's own work, as TauTuner takes them from training.
+    """Returns the seconds of a reduction and of a boundary's own work, as TauTuner takes them from training.
 
-    Rounds of CO2 with the recommended settings over a parameter of so many elements; between two reductions the link
-    rests as it does in training, for some send faster after a rest. The reduction: as the worker saw it that launched
-    last; the median over the rounds. The boundary: the slowest worker's; the least over the rounds.
+    It runs rounds of CO2 with the recommended settings over `numel` elements. Between two reductions the link rests as
+    it does in training, because some links send faster after a rest. The reduction: as seen by the worker that launched
+    last, the median over the rounds. The boundary: the slowest worker's, the least over the rounds.
     """
     config = replace(CO2Config.recommended(dist.get_world_size(group)), tau=1, wire=WireConfig(wire))
     param = nn.Parameter(torch.zeros(numel, device=device))

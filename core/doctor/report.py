@@ -20,8 +20,8 @@ LINKS = {"within": "in a node", "across": "across nodes", "all": "all workers"}
 def choose(
     config: CO2Config, workers: int, step: float, seconds: Mapping[str, float], boundary: float
 ) -> dict[str, Any]:
-    """What the tuner of tau auto settles on. step: seconds of a local step of the slowest worker. seconds: of a mean,
-    by format. boundary: seconds of a boundary's own work."""
+    """Returns what the tuner of tau auto settles on. step: seconds of the slowest worker's local step. seconds: of an
+    average, by format. boundary: seconds of a boundary's own work."""
     tuned = tuned_for(config, workers)
     assert tuned is not None and workers > 1, "one worker has nothing to send"
     tuner = tuned.tuner
@@ -35,7 +35,7 @@ def choose(
         "tau": tau,
         "wire": tuner.wire,
         "merge": config.merge,
-        "awaited": min(tau, tuner.needed or tau),  # local steps after its sending after which a mean is waited for
+        "awaited": min(tau, tuner.needed or tau),  # local steps after which an average is waited for
         "allreduce_seconds": took,
         "exposed_share": exposed,  # of the time, as the next two
         "boundary_share": own,
@@ -48,7 +48,7 @@ def choose(
 
 
 def screen(report: Mapping[str, Any]) -> str:
-    """At most some 30 lines of WIDTH columns."""
+    """Returns at most some 30 lines of WIDTH columns."""
     lines: list[str] = []
 
     def line(name: str, text: str) -> None:
@@ -85,16 +85,8 @@ def screen(report: Mapping[str, Any]) -> str:
         for c in choices:
             shares = (f"{c[name]:.1%}" for name in ("exposed_share", "boundary_share", "ddp_share"))
             steps = f"{c['awaited']} step{'s' * (c['awaited'] > 1)}"
-            row = (
-                _time(c["step_seconds"]),
-                c["tau"],
-                c["wire"],
-                steps,
-                *shares,
-                f"{c['float32_ratio']:.3g}",
-                c["take"],
-            )
-            lines.append(" " * FIRST + COLUMNS.format(*row))
+            row = (c["tau"], c["wire"], steps, *shares, f"{c['float32_ratio']:.3g}", c["take"])
+            lines.append(" " * FIRST + COLUMNS.format(_time(c["step_seconds"]), *row))
         line("", "r: seconds of a float32 all-reduce over a local step's; take: what loses less time")
         reason = f"{choices[0]['reason']}; over float32 {choices[0]['float32_tau']} steps"
         line("  why", reason if len(choices) == 1 else "--step_ms gives your own step, and says why")

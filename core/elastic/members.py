@@ -1,7 +1,7 @@
-"""One worker among others that come and go: its way from one generation of them to the next, and where its state comes
-from. What the generations are for: joining.py.
+"""One worker among others that come and go: how it joins each generation of workers, and gets its state.
 
-The coordinator (training/elastic/agent.py) holds a store, and lists each generation's workers there.
+The coordinator (training/elastic/agent.py) holds a store, and lists each generation's workers there. joining.py says
+what the generations are for.
 """
 
 from __future__ import annotations
@@ -35,17 +35,20 @@ class Over(Exception):
 
 
 class WorkersChanged(Exception):
-    """A worker was lost in a collective of the training script: all that are left have to repeat it."""
+    """A worker was lost in a collective of the training script; all others have to repeat it."""
 
 
 class Members:
-    """This worker among those that come and go: its generation, and the way into the next.
+    """This worker's generation, and its way into the next.
 
-    store: held by the coordinator. name: of this worker, never used again. address: of this machine, where others reach
-    it. timeout: seconds until a silent worker is left out.
+    Args:
+        store: Held by the coordinator.
+        name: This worker's name, never used again.
+        address: Where others reach this machine.
+        timeout: Seconds until a silent worker is left out.
 
     Attributes: generation, 0 before the first; names, of its workers, by rank; planned, whether all came to it as
-    agreed; group, of the reductions, beside the default process group; both are over gloo.
+    agreed; group, for the reductions, next to the default process group; both are over gloo.
     """
 
     def __init__(self, store: Any, name: str, *, address: str = "127.0.0.1", timeout: float = 600.0):
@@ -66,47 +69,71 @@ class Members:
         return len(self.names)
 
     def meet(self, report: Report | None, came: Came) -> list[Report | None]:
-        """Leaves the generation, waits for the next one with this worker and connects it; what its members report, by
-        rank, None for one without state. Over when the run has ended; CollectiveError when this worker was left out."""
-        again = False
+        """Leaves the generation, waits for the next one with this worker, and connects it.
+
+        Returns what its members report, by rank, None for one without state. Raises Over when the run has ended, and
+        CollectiveError when this worker was left out.
+        """
+        again, may_wait = False, came == "empty"
         while True:
             self.leave()
-            if came == "empty":
+            if may_wait:
                 self.store.set(f"ready/{self.name}", "")
             if came != "planned" or again:
                 self.store.set(f"broken/{self.generation}", "")
             again = True
             self.store.set(f"came/{self.generation}/{self.name}", came)
-            self._await_next(may_wait=came == "empty")
+            while True:  # until a next generation is listed; a worker without state waits for one with itself
+                while not self._is_set(f"generation/{self.generation + 1}"):
+                    if may_wait and self._is_set("over"):
+                        raise Over
+                    time.sleep(0.01)
+                self.generation += 1
+                listed = json.loads(self.store.get(f"generation/{self.generation}"))
+                self.names, self.planned = listed["names"], listed["planned"]
+                if self.name in self.names:
+                    break
+                if not may_wait:
+                    raise CollectiveError(
+                        f"worker {self.name} was left out of the run: it was silent for over {self.timeout:g} s"
+                    )
             with contextlib.suppress(RuntimeError):  # one of them has died in the meantime
                 return self._form(report)
 
     def leave(self) -> None:
-        """Leaves the generation's process groups, so that those who wait for this worker in one see it broken."""
+        """Leaves the generation's process groups, so that workers which wait for this one see a broken group."""
         self.group = None  # connections close when nothing refers to them
         if dist.is_initialized():
             dist.destroy_process_group()
 
     def left(self) -> bool:
-        """Whether a worker has left this generation, or has died."""
+        """Returns whether a worker has left this generation, or has died."""
         return self._is_set(f"broken/{self.generation}")
 
     def wanted(self) -> bool:
-        """Whether newcomers wait."""
+        """Returns whether newcomers wait."""
         return self._is_set(f"waiting/{self.generation}")
 
     def serve(self, state: dict[str, Any], newcomers: int) -> None:
-        """Sends `state`, tensors and plain values, to so many newcomers of this generation; returns once it is
-        copied."""
-        data = io.BytesIO()
-        torch.save(state, data)
-        server = socket.create_server((self.address, 0))
+        """Sends `state`, tensors and plain values, to so many newcomers of this generation, in the background."""
+        buffer = io.BytesIO()
+        torch.save(state, buffer)
+        server, data = socket.create_server((self.address, 0)), buffer.getbuffer()
         server.settimeout(self.timeout)
-        threading.Thread(target=_serve, args=(server, data.getbuffer(), newcomers), daemon=True).start()
+
+        def send() -> None:
+            with contextlib.suppress(OSError), server:  # a newcomer that has died is not waited for
+                for _ in range(newcomers):
+                    connection, _ = server.accept()
+                    with contextlib.suppress(OSError), connection:
+                        connection.sendall(len(data).to_bytes(8))
+                        connection.sendall(data)
+
+        threading.Thread(target=send, daemon=True).start()
         self.store.set(f"donor/{self.generation}", f"{self.address} {server.getsockname()[1]}")
 
     def fetch(self) -> dict[str, Any]:
-        """What `serve` sends; RuntimeError where its sender is lost."""
+        """Returns what `serve` sends; RuntimeError if its sender is lost."""
         self._await([f"donor/{self.generation}"])
         host, port = self.store.get(f"donor/{self.generation}").decode().split()
         try:
@@ -121,28 +148,11 @@ class Members:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
     def end(self) -> None:
-        """The run is over: who waits to join it goes home."""
+        """Ends the run for workers that wait to join it."""
         self.store.set("over", "")
 
-    def _await_next(self, may_wait: bool) -> None:
-        """Until a next generation is listed: with may_wait, one with this worker."""
-        while True:
-            while not self._is_set(f"generation/{self.generation + 1}"):
-                if may_wait and self._is_set("over"):
-                    raise Over
-                time.sleep(0.01)
-            self.generation += 1
-            listed = json.loads(self.store.get(f"generation/{self.generation}"))
-            self.names, self.planned = listed["names"], listed["planned"]
-            if self.name in self.names:
-                return
-            if not may_wait:
-                raise CollectiveError(
-                    f"worker {self.name} was left out of the run: it was silent for over {self.timeout:g} s"
-                )
-
     def _form(self, report: Report | None) -> list[Report | None]:
-        """Connects the generation; RuntimeError where one of it does not come."""
+        """Connects the generation; RuntimeError if a member does not come."""
         key = f"report/{self.generation}"
         self.store.set(f"{key}/{self.name}", json.dumps(report))
         self._await([f"{key}/{name}" for name in self.names])
@@ -169,17 +179,8 @@ class Members:
 
 
 def agreed(reports: Sequence[Report | None], what: str, number: int) -> bool:
-    """Whether the act of that number counts: one has gone on from it, so that all hold its result, or all do."""
+    """Returns whether the act of that number counts: one worker has gone on from it, or all hold its result."""
     known = [r for r in reports if r is not None]
     if any(r[what] > number or (r[what] == number and r[f"{what}_phase"] == AGREED) for r in known):
         return True
     return all(r[what] == number and r[f"{what}_phase"] >= SUMMED for r in known)
-
-
-def _serve(server: socket.socket, data: memoryview, newcomers: int) -> None:
-    with contextlib.suppress(OSError), server:  # a newcomer that has died is not waited for
-        for _ in range(newcomers):
-            connection, _ = server.accept()
-            with contextlib.suppress(OSError), connection:
-                connection.sendall(len(data).to_bytes(8))
-                connection.sendall(data)

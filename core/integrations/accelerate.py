@@ -26,18 +26,21 @@ WHO = "CO2Training"
 
 
 class CO2Training(CO2):
-    """A core.CO2 that knows accelerate's updates and checkpoints.
-
-    model: the bare one, which is prepared here but for DistributedDataParallel; call `co2.model` where the accelerator
-    compiles. optimizer: that accelerator.prepare returned. config: without it CO2Config.recommended for these workers.
-    options: what core.CO2 takes besides; buffers: the model's, if no others are given.
+    """A core.CO2 that supports accelerate's updates and checkpoints.
 
     Call step() after every batch, and finish() before an evaluation; log what metrics() returns. Inside the block
-    save_state() calls finish(), and save_state() and load_state() write and read each worker's own model, optimizer and
-    outer state, too, in co2/rankN.pt. A run goes on bit for bit where schedules are equal on all workers.
+    save_state() calls finish(), and save_state() and load_state() also write and read each worker's own model,
+    optimizer and outer state, in co2/rankN.pt. A run goes on bit for bit if schedules are equal on all workers.
 
-    UserError: DeepSpeed, FSDP, Megatron, a parallelism_config, a model in DistributedDataParallel or with
-    SyncBatchNorm, and an optimizer that was not prepared.
+    Args:
+        model: The bare model, prepared here without DistributedDataParallel; call `co2.model` if accelerate compiles.
+        optimizer: What accelerator.prepare() returned.
+        config: None takes CO2Config.recommended for these workers.
+        options: What core.CO2 takes besides; buffers: the model's, if no others are given.
+
+    Raises:
+        UserError: For DeepSpeed, FSDP, Megatron, a parallelism_config, a model in DistributedDataParallel or with
+            SyncBatchNorm, and an optimizer that was not prepared.
     """
 
     def __init__(
@@ -60,23 +63,22 @@ class CO2Training(CO2):
         self._checkpoint = _Checkpoint(self)
 
     def step(self, *, last: bool = False) -> bool:
-        """See core.CO2; nothing where the batch ended no update."""
+        """Calls core.CO2.step() if the batch ended an update."""
         closed = self.accelerator.sync_gradients and super().step(last=last)
         self._closed = self.stats if closed else self._closed  # of later ones only a part is known
         return closed
 
     def metrics(self) -> dict[str, float]:
-        """The last round's statistics, for accelerator.log(); on a GPU the host waits for them."""
+        """Returns the last round's statistics for accelerator.log(); on a GPU the host waits for them."""
         return logged(self._closed)
 
     def close(self) -> None:
-        """See core.CO2; save_state() is accelerate's own again."""
+        """Calls core.CO2.close(); save_state() is accelerate's own again."""
         self._checkpoint.leave()
         super().close()
         leave_at_exit()
 
     def leave(self) -> None:
-        """See core.CO2; as close()."""
         self._checkpoint.leave()
         super().leave()
 
@@ -91,7 +93,7 @@ class _Checkpoint:
         accelerator.register_for_checkpointing(self)
 
     def leave(self) -> None:
-        """It stays registered, because accelerate lets nothing go, but does nothing any more."""
+        """Stays registered, because accelerate lets nothing go, but does nothing any more."""
         self._folder = ""
         for hook in self._hooks:
             hook.remove()
@@ -104,15 +106,14 @@ class _Checkpoint:
         self._folder = folder
 
     def state_dict(self) -> dict[str, Any]:
-        """What rank 0 writes of this object: each worker's own lies beside it."""
+        """Returns what rank 0 writes of this object: each worker's own part lies next to it."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The last that load_state() does: rank 0's model and optimizer have been loaded on all workers."""
+        """Called last in load_state(), when all workers have loaded rank 0's model and optimizer."""
         if self._folder:
             load_own(WHO, f"{self._folder}/co2", self._co2.accelerator.process_index, **self._parts())
 
     def _parts(self) -> dict[str, Any]:
         co2 = self._co2
-        scaler = {"scaler": co2.accelerator.scaler} if co2.accelerator.scaler is not None else {}
-        return {"model": co2._bare, "optimizer": co2.optimizer, **scaler, "co2": co2}
+        return {"model": co2._bare, "optimizer": co2.optimizer, "scaler": co2.accelerator.scaler, "co2": co2}

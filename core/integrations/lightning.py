@@ -21,31 +21,31 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
-from ..assembly import CO2, CO2Config
+from ..assembly import CO2Config
 from ..errors import UserError
 from ..robust.requests import Requests
-from .common import check_model, config_or_recommended, leave_at_exit, load_own, logged, save_own
+from .common import InLoop, check_model, load_own, logged, save_own
 
 WHO = "CO2Strategy"
 
 
-class CO2Strategy(DDPStrategy):
-    """Trains with CO2 in place of DistributedDataParallel.
+class CO2Strategy(InLoop, DDPStrategy):
+    """Trains with CO2 in place of DistributedDataParallel. Its attribute `co2` is the core.CO2 while fit() runs.
 
-    config: see core.CO2Config; without it CO2Config.recommended for these workers and steps. process_group_backend,
-    start_method: see Lightning's DDPStrategy. options: what core.CO2 takes besides, as timeout (seconds until a missing
-    worker is an error) and schedule.
-
-    Before a validation or a checkpoint finish() brings all workers to one model. A round is tau updates: with
-    accumulate_grad_batches several batches. The loggers get the last round's statistics under co2/ every
-    log_every_n_steps. Beside FILE.ckpt a folder FILE.ckpt.co2 holds each worker's model, optimizer, schedules and outer
-    state; fit(ckpt_path=...) goes on from it bit for bit. At SIGTERM, and at Slurm's signal before a requeue, all
+    Before a validation or a checkpoint, finish() brings all workers to one model. A round is tau updates; with
+    accumulate_grad_batches an update is several batches. The loggers get the last round's statistics under co2/ every
+    log_every_n_steps. Next to FILE.ckpt, a folder FILE.ckpt.co2 holds each worker's model, optimizer, schedules and
+    outer state; fit(ckpt_path=...) goes on from it bit for bit. At SIGTERM, and at Slurm's signal before a requeue, all
     workers stop at the same boundary. Leave out self.log(sync_dist=True, on_step=True), Trainer's max_time and
     ModelCheckpoint's train_time_interval: all workers wait for them in every step.
 
-    Attributes: co2, the core.CO2 while fit() runs, else None.
+    Args:
+        config: None takes CO2Config.recommended for these workers and steps.
+        process_group_backend, start_method: See Lightning's DDPStrategy.
+        options: What core.CO2 takes besides, such as timeout and schedule.
 
-    UserError: SyncBatchNorm, models in wrappers, several optimizers.
+    Raises:
+        UserError: For SyncBatchNorm, models in wrappers, and several optimizers.
     """
 
     strategy_name = "co2"
@@ -60,7 +60,6 @@ class CO2Strategy(DDPStrategy):
     ):
         super().__init__(process_group_backend=process_group_backend, start_method=start_method)
         self._config, self._options = config, options
-        self.co2: CO2 | None = None
         self._events: _Events | None = None
         self._loaded = ""  # the checkpoint that this run goes on from
 
@@ -68,7 +67,6 @@ class CO2Strategy(DDPStrategy):
         """The model stays as it is."""
 
     def setup(self, trainer: Trainer) -> None:
-        """See Strategy; rank 0's weights go to all workers."""
         super().setup(trainer)
         if trainer.state.fn != TrainerFn.FITTING:
             return
@@ -77,11 +75,9 @@ class CO2Strategy(DDPStrategy):
         if len(self.optimizers) != 1:
             raise UserError(f"{WHO}: {len(self.optimizers)} optimisers: with one alone it is clear what a step is")
         self._events = _Events(self, trainer)
-        given: dict[str, Any] = {"buffers": self._module.buffers()} | self._options
-        given["riders"] = [*given.get("riders", ()), self._events.signals]
-        config = self._config or config_or_recommended(None, trainer.estimated_stepping_batches)
-        self.co2 = CO2(self._module.parameters(), config, **given)
-        self._closed, self._unlogged, self._is_one_model = self.co2.stats, False, False
+        steps = 0 if self._config else trainer.estimated_stepping_batches  # which may make the loaders
+        options = self._options | {"riders": [*self._options.get("riders", ()), self._events.signals]}
+        self.begin_co2(self._module, self._config, steps, options)
 
     @property
     def _module(self) -> LightningModule:
@@ -89,25 +85,16 @@ class CO2Strategy(DDPStrategy):
         return self.lightning_module
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """Once an update, however many batches are accumulated, also where a GradScaler skips it."""
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
-        assert self.co2 is not None
-        trainer, self._is_one_model = self._module.trainer, False
-        if self.co2.step():
-            self._closed, self._unlogged = self.co2.stats, True  # of later rounds only a part is known
+        self.step_co2()
+        trainer = self._module.trainer
         every = trainer.log_every_n_steps  # type: ignore[attr-defined]
         if every and (trainer.global_step + 1) % every == 0:
             self.log_round()
         return result
 
-    def to_one_model(self) -> None:
-        """All workers hold the same model afterwards; every worker must call it."""
-        if self.co2 is not None and not self._is_one_model:
-            self.co2.finish()
-            self._closed, self._unlogged, self._is_one_model = self.co2.stats, True, True
-
     def log_round(self) -> None:
-        """Of the round that closed last, unless it has been logged."""
+        """Logs the round that closed last, unless that has been done."""
         trainer = self._module.trainer
         for logger in trainer.loggers if self._unlogged and self.is_global_zero else []:
             logger.log_metrics(logged(self._closed), trainer.global_step)
@@ -116,7 +103,7 @@ class CO2Strategy(DDPStrategy):
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The weights of every checkpoint, whoever asks for it; all workers come here."""
+        """Returns the weights of every checkpoint, whoever asks for it; all workers come here."""
         if not self._module.trainer.interrupted:  # after an exception nobody else may come
             self.to_one_model()
         return super().lightning_module_state_dict()
@@ -137,7 +124,7 @@ class CO2Strategy(DDPStrategy):
         return super().load_checkpoint(checkpoint_path, weights_only)
 
     def on_train_start(self) -> None:
-        """What rank 0 has written has been loaded on all workers, and Lightning has set its handlers of signals."""
+        """Called when all workers have loaded what rank 0 wrote, and Lightning has set its handlers of signals."""
         super().on_train_start()
         assert self._events is not None
         self._events.take_signals(self.cluster_environment)
@@ -146,33 +133,26 @@ class CO2Strategy(DDPStrategy):
             self._loaded = ""
 
     def _parts(self) -> dict[str, Any]:
-        """What is each worker's own."""
         schedules = {f"schedule{i}": config.scheduler for i, config in enumerate(self.lr_scheduler_configs)}
         scaler = getattr(self.precision_plugin, "scaler", None)
-        parts = {"model": self._module, "optimizer": self.optimizers[0], **schedules, "scaler": scaler, "co2": self.co2}
-        return {name: part for name, part in parts.items() if part is not None}
+        return {"model": self._module, "optimizer": self.optimizers[0], **schedules, "scaler": scaler, "co2": self.co2}
 
     # -- the end --------------------------------------------------------------------------------------------------
 
     def on_exception(self, exception: BaseException) -> None:
-        if self.co2 is not None:
-            self.co2.leave()
-            self.co2 = None
+        self.end_co2(failed=True)
         super().on_exception(exception)
 
     def teardown(self) -> None:
         if self._events is not None:
             self._events.leave()
             self._events = None
-        if self.co2 is not None:
-            self.co2.close()
-            self.co2 = None
-            leave_at_exit()
+        self.end_co2()
         super().teardown()
 
 
 class _Signals(Requests):
-    """What a signal asks for: sent until it is granted. A validation's finish() does not answer it."""
+    """What signals ask for: sent until it is granted. A validation's finish() does not answer it."""
 
     granted: set[str]
 
@@ -187,7 +167,7 @@ class _Signals(Requests):
 
 
 class _Events(Callback):
-    """The first of the trainer's callbacks while fit() runs. It has signals wait for a boundary."""
+    """The trainer's first callback while fit() runs. It lets signals wait for a boundary."""
 
     def __init__(self, strategy: CO2Strategy, trainer: Trainer):
         self._strategy, self._trainer = strategy, trainer
@@ -202,7 +182,7 @@ class _Events(Callback):
         self._trainer.callbacks.remove(self)  # type: ignore[attr-defined]
 
     def take_signals(self, environment: Any) -> None:
-        """From here on a signal is a request to all workers, who call Lightning's handler at one boundary."""
+        """Makes a signal a request to all workers, which call Lightning's handler at one boundary."""
         if threading.current_thread() is not threading.main_thread():
             return
         numbers = {"stop": signal.SIGTERM}
@@ -217,7 +197,7 @@ class _Events(Callback):
             self._strategy.to_one_model()
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
-        """Where a checkpoint may be written: the loops count this batch as done."""
+        """Called where a checkpoint may be written: the loops count this batch as done."""
         assert self._strategy.co2 is not None
         if not self._strategy.co2.at_boundary:
             return
@@ -229,6 +209,6 @@ class _Events(Callback):
                 handler(number, None)  # which may send the signal to other workers again: there it is only asked for
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Before other callbacks, such as ModelCheckpoint, look at the model."""
+        """Called before other callbacks, such as ModelCheckpoint, look at the model."""
         self._strategy.to_one_model()
         self._strategy.log_round()

@@ -15,19 +15,13 @@ from mmengine.registry import HOOKS
 from mmengine.runner import Runner
 from torch.nn.parallel import DistributedDataParallel
 
+from ..assembly import CO2Config
+from ..assembly.config import WireConfig
 from ..checkpoints.saved import Saved
+from ..errors import UserError
 from ..flat import read_blocks
-from ..methods import (
-    METHODS,
-    CO2Config,
-    DelayedConfig,
-    LGrecoConfig,
-    OverlapLocalConfig,
-    SlowMoConfig,
-    UserError,
-    WireConfig,
-    make_method,
-)
+from ..lgreco.choices import LGrecoConfig
+from ..methods import METHODS, DelayedConfig, OverlapLocalConfig, SlowMoConfig, make_method
 from ..robust.guard import Guard, forget
 from ..stats import RoundStats
 from .common import check_model, config_or_recommended, leave_at_exit
@@ -41,14 +35,16 @@ INNER = {"wire": WireConfig, "lgreco": LGrecoConfig}  # of CO2Config, and of tha
 class CO2Hook(Hook):
     """Trains with CO2, or another local method, in place of DistributedDataParallel.
 
-    method: co2, delayed, local, overlap_local or slowmo. tau: optimizer steps a round, 48 where other settings are
-    given without it. settings: co2, delayed, slowmo or overlap_local, a dict with fields of their configs. Method co2
-    with none of these takes CO2Config.recommended for these workers and iterations. average_buffers: BatchNorm's
-    statistics are averaged with the parameters. timeout: seconds until a missing worker is an error.
-
     The model is taken out of the MMDistributedDataParallel that the runner wraps it in; other wrappers and SyncBN,
     which communicate in every forward pass, are refused. With gradient accumulation a step is one update. A checkpoint
     holds the outer state, and rank 0's inner optimizer for all. Each round is logged under train/co2.
+
+    Args:
+        method: co2 without tau and settings takes CO2Config.recommended for these workers and iterations.
+        tau: Optimizer steps a round; 48 if other settings are given without it.
+        average_buffers: Whether to average BatchNorm's statistics with the parameters.
+        timeout: Seconds until a missing worker is an error.
+        settings: co2, delayed, slowmo or overlap_local, a dict with fields of their configs.
     """
 
     priority = "ABOVE_NORMAL"  # before whatever logs, saves or averages the new parameters
@@ -76,44 +72,33 @@ class CO2Hook(Hook):
         self._saved: dict[str, Any] | None = None  # what a checkpoint that was loaded holds of a method
 
     def before_run(self, runner: Runner) -> None:
-        if isinstance(runner.model, DistributedDataParallel):
-            # Its gradient hooks do nothing until its own forward is called, which from here on nobody does.
+        if isinstance(runner.model, DistributedDataParallel):  # whose gradient hooks do nothing without its own forward
             runner.model = runner.model.module
         if is_model_wrapper(runner.model):
-            raise UserError(
-                f"{WHO}: the model is wrapped in {type(runner.model).__name__}: leave model_wrapper_cfg out"
-            )
+            what = type(runner.model).__name__
+            raise UserError(f"{WHO}: the model is wrapped in {what}: leave model_wrapper_cfg out")
         check_model(WHO, runner.model)
 
     def after_load_checkpoint(self, runner: Runner, checkpoint: dict[str, Any]) -> None:
         self._saved = checkpoint.get("co2")
 
     def before_train(self, runner: Runner) -> None:
-        """Built here, when the weights to start from are in place; rank 0's go to all workers."""
+        """Makes the method when the weights to start from are in place; rank 0's go to all workers."""
         optim_wrapper: Any = runner.optim_wrapper
         groups = optim_wrapper.param_groups
         if self.recommended:
             self.configs["co2"] = config_or_recommended(None, runner.max_iters)
-        self.method = make_method(
-            self.method_name,
-            runner.model,
-            lr=lambda: groups[0]["lr"],
-            average_buffers=self.average_buffers,
-            timeout=self.timeout,
-            **self.configs,
-        )[1]
+        how: dict[str, Any] = {"average_buffers": self.average_buffers, "timeout": self.timeout, **self.configs}
+        self.method = make_method(self.method_name, runner.model, lr=lambda: groups[0]["lr"], **how)[1]
         if isinstance(self.method, Saved):
             self.method.rider(Guard).on_left_out = forget(optim_wrapper.optimizer)
         if runner.iter > 0:  # resumed; load_from starts a new training
-            self._resume()
+            if self._saved is None:
+                raise UserError(f"{WHO}: the checkpoint was not trained with this hook: use load_from, without resume")
+            if self._saved["name"] != self.method_name:
+                raise UserError(f"{WHO}: the checkpoint was trained with {self._saved['name']}, not {self.method_name}")
+            self.method.load_state_dict(self._saved["state"])
         self._saved = None
-
-    def _resume(self) -> None:
-        if self._saved is None:
-            raise UserError(f"{WHO}: the checkpoint was not trained with this hook: use load_from, without resume")
-        if self._saved["name"] != self.method_name:
-            raise UserError(f"{WHO}: the checkpoint was trained with {self._saved['name']}, not {self.method_name}")
-        self.method.load_state_dict(self._saved["state"])
 
     def after_train_iter(self, runner: Runner, *_: Any, **__: Any) -> None:
         optim_wrapper: Any = runner.optim_wrapper
@@ -127,7 +112,7 @@ class CO2Hook(Hook):
             self.method.finish()
 
     def _tell(self, runner: Runner, leave: int = 0) -> None:
-        """Logs all rounds but the newest `leave`: on a GPU each when the next one closes, so that nothing waits."""
+        """Logs all rounds but the newest `leave`. On a GPU each is logged when the next one closes: nothing waits."""
         while len(self._unread) > leave:
             stats = self._unread.pop(0).as_dict()
             runner.message_hub.update_scalars({f"train/co2/{key}": value for key, value in stats.items()})
@@ -151,7 +136,7 @@ class CO2Hook(Hook):
         leave_at_exit()
 
     def _saves_now(self, runner: Runner, by_epoch: bool) -> bool:
-        """Whether a CheckpointHook is about to save, which only rank 0 is told of."""
+        """Returns whether a CheckpointHook is about to save, which only rank 0 is told."""
         every = self.every_n_epochs if by_epoch else self.every_n_train_iters
         hooks = [h for h in runner.hooks if isinstance(h, CheckpointHook) and h.by_epoch == by_epoch]
         last = by_epoch and self.is_last_train_epoch(runner)
@@ -159,7 +144,7 @@ class CO2Hook(Hook):
 
 
 def _config(name: str, kind: Any, given: Any) -> Any:
-    """The config that a dict describes, with those that dicts in it describe."""
+    """Returns the config that a dict describes, with the configs that dicts in it describe."""
     if not isinstance(given, Mapping):
         raise UserError(f"{WHO}: {name}={given!r}: give a dict, such as dict(format='int8')")
     for key in given:

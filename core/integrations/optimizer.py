@@ -27,13 +27,16 @@ def attach(
 ) -> Iterator[CO2 | ShardedCO2]:
     """Calls co2.step() after each optimizer.step() of the block, and finish() and close() at its end.
 
-    params, config, options: as for CO2; with mesh among the options, for ShardedCO2. Without config it is
-    CO2Config.recommended for these workers. After an exception the group is left, and nobody is waited for. With
-    gradient accumulation nothing is to be done: a step of the optimizer is one.
+    It supports gradient accumulation. After an exception it leaves the group and waits for nobody.
 
-    UserError with a GradScaler (torch.amp): it leaves out optimizer.step() where gradients overflow, on that worker
-    alone, and torch calls no hook then. There make CO2 itself, and call co2.step() once an update, behind
-    scaler.update(). Optimizers that handle the overflow inside their step (fused=True) are accepted.
+    Args:
+        params, options: As for CO2; with mesh among the options, for ShardedCO2.
+        config: None takes CO2Config.recommended for these workers.
+
+    Raises:
+        UserError: With a GradScaler (torch.amp). It leaves out optimizer.step() if gradients overflow, on that worker
+            only, and torch calls no hook then. Make CO2 itself, and call co2.step() once an update, after
+            scaler.update(). Optimizers that handle the overflow inside their step (fused=True) are accepted.
     """
     if not isinstance(optimizer, torch.optim.Optimizer) or not hasattr(optimizer, "_optimizer_step_post_hooks"):
         raise UserError(
@@ -44,7 +47,14 @@ def attach(
     method = (ShardedCO2 if "mesh" in options else CO2)(params, config, **options)
 
     def stepped(*_: Any) -> None:
-        refuse_scaler()
+        frame: Any = sys._getframe()
+        while frame := frame.f_back:
+            code = frame.f_code
+            if code.co_name == "_maybe_opt_step" and code.co_filename.endswith("grad_scaler.py"):
+                raise UserError(
+                    "attach() with a GradScaler: torch calls no hook where it leaves out a step, so that workers would "
+                    "lose count of each other: make CO2 itself, and call co2.step() behind scaler.update()"
+                )
         method.step()
 
     with method:
@@ -53,15 +63,3 @@ def attach(
             yield method
         finally:
             hook.remove()
-
-
-def refuse_scaler() -> None:
-    """UserError where the optimiser's step that calls this was called by a GradScaler that may leave steps out."""
-    frame = sys._getframe()
-    while frame := frame.f_back:
-        code = frame.f_code
-        if code.co_name == "_maybe_opt_step" and code.co_filename.endswith("grad_scaler.py"):
-            raise UserError(
-                "attach() with a GradScaler: torch calls no hook where it leaves out a step, so that workers would "
-                "lose count of each other: make CO2 itself, and call co2.step() behind scaler.update()"
-            )

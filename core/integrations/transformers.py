@@ -17,9 +17,9 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import logging
 
-from ..assembly import CO2, CO2Config
+from ..assembly import CO2Config
 from ..errors import UserError
-from .common import check_accelerator, check_model, config_or_recommended, leave_at_exit, load_own, logged, save_own
+from .common import InLoop, check_accelerator, check_model, load_own, logged, save_own
 
 WHO = "CO2Callback"
 WAITS = "makes all workers wait for each other in every step"
@@ -31,29 +31,28 @@ REFUSED: dict[str, tuple[Any, str]] = {  # argument -> the value that is allowed
 logger = logging.get_logger(__name__)
 
 
-class CO2Callback(TrainerCallback):
-    """Trains with CO2 in place of DistributedDataParallel.
+class CO2Callback(InLoop, TrainerCallback):
+    """Trains with CO2 in place of DistributedDataParallel. Its attribute `co2` is the core.CO2 while train() runs.
 
-    trainer: before train() is called. config: see core.CO2Config; without it CO2Config.recommended for these workers
-    and steps. options: what core.CO2 takes besides, as timeout and schedule. Add the callback behind callbacks of your
-    own that ask for an evaluation or a checkpoint.
-
-    Before an evaluation or a checkpoint finish() brings all workers to one model. A log waits for the round's end. Each
-    log of the loss has the last round's statistics under co2/. A round is tau updates: with gradient accumulation
-    several batches. A checkpoint's folder also holds each worker's model, optimizer, schedule and outer state, in
+    Before an evaluation or a checkpoint, finish() brings all workers to one model. A log waits for the round's end, and
+    has the last round's statistics under co2/. A round is tau updates; with gradient accumulation an update is several
+    batches. A checkpoint's folder also holds each worker's model, optimizer, schedule and outer state, in
     co2/rankN.pt; resume_from_checkpoint goes on from it bit for bit. BatchNorm's statistics are averaged.
     average_tokens_across_devices is switched off, because it makes all workers wait in every step; the loss of a batch
     is then normalized by the worker's own tokens.
 
-    Attributes: co2, the core.CO2 while train() runs, else None.
+    Args:
+        trainer: Before train() is called. Add the callback after callbacks that ask for an evaluation or a checkpoint.
+        config: None takes CO2Config.recommended for these workers and steps.
+        options: What core.CO2 takes besides, such as timeout and schedule.
 
-    UserError: DeepSpeed, FSDP, DataParallel, SyncBatchNorm, dispatched batches, and the arguments
-    include_num_input_tokens_seen, auto_find_batch_size and enable_jit_checkpoint.
+    Raises:
+        UserError: For DeepSpeed, FSDP, DataParallel, SyncBatchNorm, dispatched batches, and the arguments
+            include_num_input_tokens_seen, auto_find_batch_size and enable_jit_checkpoint.
     """
 
     def __init__(self, trainer: Trainer, config: CO2Config | None = None, **options: Any):
         self.trainer, self.config, self.options = trainer, config, options
-        self.co2: CO2 | None = None
         self._resumed = ""  # the folder that train() resumes from
         check_accelerator(WHO, trainer.accelerator)
         args: Any = trainer.args
@@ -77,31 +76,27 @@ class CO2Callback(TrainerCallback):
         try:
             return train(resume_from_checkpoint, *args, **kwargs)
         except BaseException:
-            if self.co2 is not None:
-                self.co2.leave()
-                self.co2 = None
+            self.end_co2(failed=True)
             raise
 
     def _log(self, log: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Trainer.log."""
         if self.co2 is not None and "train_loss" in logs:  # the training's end, before load_best_model_at_end
-            self._to_one_model()
+            self.to_one_model()
         if self.co2 is not None and "loss" in logs:
             logs |= logged(self._closed)
         log(logs, *args, **kwargs)
 
     def _parts(self) -> dict[str, Any]:
-        """What is each worker's own."""
         t: Any = self.trainer
         parts = {"model": t.model, "optimizer": t.optimizer, "schedule": t.lr_scheduler, "scaler": t.accelerator.scaler}
-        return {name: part for name, part in parts.items() if part is not None} | {"co2": self.co2}
+        return parts | {"co2": self.co2}
 
     # -- events ---------------------------------------------------------------------------------------------------
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Built here, when the model to start from is in place; rank 0's goes to all workers."""
         model: nn.Module = kwargs["model"]
         for one in (self.trainer.model_wrapped, model):
             check_model(WHO, one)  # pyright: ignore[reportArgumentType]
@@ -110,43 +105,30 @@ class CO2Callback(TrainerCallback):
                 f"{WHO}: dispatch_batches=True: rank 0 sends out every batch, so all workers wait for it: set it to "
                 "False in accelerator_config"
             )
-        given: dict[str, Any] = {"buffers": model.buffers()} | self.options
-        self.co2 = CO2(model.parameters(), config_or_recommended(self.config, state.max_steps), **given)
-        self._closed = self.co2.stats  # of the round that closed last: of later ones only a part is known
-        self._is_one_model, self._log_due = False, False
+        self.begin_co2(model, self.config, state.max_steps, self.options)
+        self._log_due = False
         if self._resumed:
             load_own(WHO, f"{self._resumed}/co2", args.process_index, **self._parts())
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """After every update, also one that a GradScaler skipped. What `control` asks for, Trainer does behind it."""
-        assert self.co2 is not None
+        """Called after every update, before Trainer does what `control` asks for."""
         last = state.global_step >= state.max_steps or control.should_training_stop
         meet = last or control.should_evaluate or control.should_save
-        self._is_one_model = False
-        if self.co2.step(last=meet):
-            self._closed = self.co2.stats
+        self.step_co2(last=meet)
         if meet:
-            self._to_one_model()
+            self.to_one_model()
+        assert self.co2 is not None
         self._log_due |= control.should_log  # a log waits for all workers, so it comes at a boundary
         control.should_log = self._log_due and self.co2.at_boundary
         self._log_due &= not control.should_log
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if control.should_evaluate or control.should_save:
-            self._to_one_model()
+            self.to_one_model()
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if not args.save_only_model:
             save_own(f"{args.output_dir}/checkpoint-{state.global_step}/co2", args.process_index, **self._parts())
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Not finish(): it would undo what load_best_model_at_end has loaded."""
-        if self.co2 is not None:
-            self.co2.close()
-            self.co2 = None
-            leave_at_exit()
-
-    def _to_one_model(self) -> None:
-        if self.co2 is not None and not self._is_one_model:
-            self.co2.finish()
-            self._closed, self._is_one_model = self.co2.stats, True
+        self.end_co2()  # without finish(), which would undo what load_best_model_at_end has loaded

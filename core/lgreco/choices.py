@@ -1,7 +1,8 @@
-"""The settings of L-GreCo, the ways in which a layer may be sent, and the set that a layer may choose from."""
+"""The settings of L-GreCo, and the ways of sending a layer that it chooses from."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,27 +18,26 @@ Rule = Literal["lgreco", "uniform"]
 
 @dataclass(frozen=True)
 class LGrecoConfig:
-    """Defaults are those of the released code, but for `every` and `first`, which are counted in its steps there."""
+    """Defaults are those of the released code, except `every` and `first`, which it counts in steps."""
 
     rule: Rule = "lgreco"
-    """lgreco: the fewest bytes within the error of the uniform setting; uniform: every layer the same, for good."""
+    """lgreco: the fewest bytes within the error of the uniform setting; uniform: that setting for all layers."""
     lowest_rank: float = 0.5
-    """The lowest rank that is tried, in units of the uniform one: gamma."""
+    """The lowest rank to try, in units of the uniform one: gamma."""
     highest_rank: float = 2.0
-    """The highest rank that is tried, in units of the uniform one: beta."""
+    """The highest rank to try, in units of the uniform one: beta."""
     every: int | None = None
-    """The most reductions between two decisions; None for 20 rounds of CO2, 100 steps of ddp."""
+    """The most reductions between two decisions; None for 20 rounds of CO2, or 100 steps of ddp."""
     first: int | None = None
-    """The reduction after which it decides first; None for 3 rounds of CO2, 10 steps of ddp. The time between two
-    decisions doubles from there up to `every`."""
+    """The first reduction that decides; None for 3 rounds of CO2, or 10 steps of ddp. The time between two decisions
+    doubles from there up to `every`."""
 
     def __post_init__(self) -> None:
         low, high, whole = self.lowest_rank, self.highest_rank, "give a whole number of reductions, 1 or more"
-        ranks, finite = is_number(high) and 1 <= high < float("inf"), "give a finite number, 1 or more"
         for name, ok, remedy in (
             ("rule", self.rule in get_args(Rule), f"choose one of {', '.join(get_args(Rule))}"),
             ("lowest_rank", is_number(low) and 0 < low <= 1, "give a number in (0, 1]"),
-            ("highest_rank", ranks, finite),
+            ("highest_rank", is_number(high) and 1 <= high < math.inf, "give a finite number, 1 or more"),
             ("every", self.every is None or is_whole(self.every), whole),
             ("first", self.first is None or is_whole(self.first), whole),
         ):
@@ -52,18 +52,20 @@ POINTS = 9  # densities, geometric, from a tenth of the given one to ten times i
 
 @dataclass(frozen=True)
 class Choice:
-    """One way to send a layer: as it is, b bits an element, the largest k elements, or two factors of rank r."""
+    """One way to send a layer: as it is, b bits an element, the largest k elements, or two factors of rank r.
+
+    value: the bits, the share of the elements (density), or the rank.
+    """
 
     kind: Kind
     value: float = 0.0
-    """Bits, the share of the elements (density), or the rank."""
 
     def __str__(self) -> str:
         return "as it is" if self.kind == "raw" else f"{self.kind}{self.value:g}"
 
     @property
     def wire(self) -> str:
-        """The name in core/wires/formats.py of a choice of kind int."""
+        """The name in core/wires/formats.py if it is of kind int."""
         return f"int{int(self.value)}"
 
 
@@ -72,7 +74,7 @@ RAW = Choice("raw")
 
 @dataclass(frozen=True)
 class Layer:
-    """A parameter: its bucket, where its elements begin there, and its matrix [rows, columns]; of a vector [n, 1]."""
+    """A parameter: its bucket, where its elements begin there, and its matrix [rows, columns]; [n, 1] of a vector."""
 
     bucket: int
     start: int
@@ -83,18 +85,18 @@ class Layer:
     shape: tuple[int, ...]
 
     def offers(self, choice: Choice) -> bool:
-        """Whether the choice exists for this layer, and saves bytes."""
+        """Returns whether the choice exists for this layer, and saves bytes."""
         if choice.kind == "rank" and choice.value > min(self.rows, self.columns):
             return False
         return choice.kind in ("raw", "int") or message_bytes(self, choice) < message_bytes(self, RAW)
 
     def kept(self, density: float) -> int:
-        """How many elements top-k sends."""
+        """Returns how many elements top-k sends."""
         return max(1, round(density * self.numel))
 
 
 def message_bytes(layer: Layer, choice: Choice) -> float:
-    """Bytes of the layer in one message; a block that it shares with other layers counts in part."""
+    """Returns the layer's bytes in one message; a block that it shares with other layers counts in part."""
     if choice.kind == "int":
         return layer.numel * BLOCK_BYTES[choice.wire] / BLOCK
     if choice.kind == "top":
@@ -104,15 +106,15 @@ def message_bytes(layer: Layer, choice: Choice) -> float:
 
 
 def sent_bytes(layer: Layer, choice: Choice, world_size: int) -> float:
-    """Bytes that each worker sends for the layer in one reduction: the message 2 (n - 1) / n times, and top-k's,
-    which everyone gathers, n - 1 times. One worker alone counts as one of two."""
+    """Returns the bytes that each worker sends for the layer in one reduction: the message 2 (n - 1) / n times, but
+    n - 1 times with top-k, which everyone gathers. A single worker counts as one of two."""
     n = max(2, world_size)
     return message_bytes(layer, choice) * ((n - 1) if choice.kind == "top" else 2 * (n - 1) / n)
 
 
 def padded_bytes(layers: Sequence[Layer], choices: Sequence[Choice], world_size: int) -> list[float]:
-    """As sent_bytes, of each layer; and what pads the layers of a bucket that have an int format in common to whole
-    blocks for each worker, shared out by their elements."""
+    """Returns sent_bytes of each layer, with its share of what pads the layers of one bucket and int format to whole
+    blocks for each worker."""
     n = max(2, world_size)
     sizes = [sent_bytes(layer, choice, world_size) for layer, choice in zip(layers, choices, strict=True)]
     together: dict[tuple[int, Choice], list[int]] = {}
@@ -127,18 +129,13 @@ def padded_bytes(layers: Sequence[Layer], choices: Sequence[Choice], world_size:
 
 
 def parse(text: str) -> Choice:
-    """int4, top0.01, rank4."""
+    """Returns the choice of a text such as int4, top0.01 or rank4."""
     name = str(text).rstrip("0123456789.")
-    try:
+    with contextlib.suppress(ValueError):
         value = float(str(text)[len(name) :])
-    except ValueError:
-        value = -1.0
-    if (
-        (name == "int" and value in INT_BITS)
-        or (name == "top" and 0 < value < 0.5)
-        or (name == "rank" and value.is_integer() and value >= 1)
-    ):
-        return Choice(name, value)
+        known = {"int": value in INT_BITS, "top": 0 < value < 0.5, "rank": value.is_integer() and value >= 1}
+        if known.get(name):
+            return Choice(name, value)  # pyright: ignore[reportArgumentType]
     raise UserError(
         f"wire.like={text!r}: give int2, int4, int8, topD with a density 0 < D < 0.5 such as top0.01, or rankR such as "
         "rank4"
@@ -146,16 +143,15 @@ def parse(text: str) -> Choice:
 
 
 def uniform(layer: Layer, like: Choice) -> Choice:
-    """The layer's choice where all layers get the same: as it is where `like` would not save half of the bytes (low
-    rank, as released), or none (top-k)."""
-    if like.kind == "rank":
-        return like if layer.offers(like) and 2 * message_bytes(layer, like) < message_bytes(layer, RAW) else RAW
-    return like if layer.offers(like) else RAW
+    """Returns the layer's choice where all get `like`: RAW if that saves no bytes, or less than half of them with low
+    rank, as released."""
+    halves = like.kind != "rank" or 2 * message_bytes(layer, like) < message_bytes(layer, RAW)
+    return like if halves and layer.offers(like) else RAW
 
 
 def family(like: Choice, lowest: float, highest: float, most: float = math.inf) -> list[Choice]:
-    """The choices among which layers are shared out, those of the uniform setting's kind, without repetitions. lowest,
-    highest: the range of ranks, in units of the given one; most: the highest rank of any layer."""
+    """Returns the choices of the uniform setting's kind, without repetitions. lowest, highest: the range of ranks, in
+    units of the given one. most: the highest rank of any layer."""
     if like.kind == "int":
         found = [Choice("int", bits) for bits in INT_BITS]
     elif like.kind == "rank":
@@ -169,7 +165,7 @@ def family(like: Choice, lowest: float, highest: float, most: float = math.inf) 
 
 
 def may_take(layer: Layer, choices: Sequence[Choice], like: Choice) -> list[bool]:
-    """Whether the layer may take each of the choices. A layer that is sent as it is stays so."""
+    """Returns whether the layer may take each of the choices. A layer that is sent as it is stays so."""
     if uniform(layer, like) == RAW:
         return [c == RAW for c in choices]
     return [layer.offers(c) and c != RAW for c in choices]

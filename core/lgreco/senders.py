@@ -1,7 +1,7 @@
-"""What sends layers in other ways than core/wires does: top-k and low rank, the layers of one dtype together.
+"""Top-k and low rank, which send the layers of one dtype together.
 
-Both feed errors back: what a worker does not send, it adds to what it sends next. Where nobody has moved (the scalars
-"steps" and "weight") the mean is thrown away by its owner, and what is held back waits.
+Both feed errors back: what a worker does not send, it adds to what it sends next. If nobody has moved (the scalars
+"steps" and "weight"), the caller discards the mean, and what is held back waits.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ROUNDING = 16  # epsilons of a column's norm: what is left of it below that is r
 
 
 def moved(scalars: Scalars) -> Tensor:
-    """0-d bool, a copy: the scalars become their means."""
+    """Returns whether there is movement: 0-d bool, a copy, because the scalars become their means."""
     return scalars["steps"] * scalars["weight"] != 0
 
 
@@ -30,7 +30,7 @@ def moved(scalars: Scalars) -> Tensor:
 
 @dataclass(frozen=True)
 class Sparse:
-    """A layer's k largest elements. values, error: 1-d views; what the mean leaves there replaces the values."""
+    """A layer's k largest elements. values, error: 1-d views; the mean replaces the values."""
 
     values: Tensor
     error: Tensor
@@ -40,49 +40,42 @@ class Sparse:
 def top_k(
     layers: Sequence[Sparse], scalars: Scalars, world_size: int, group: dist.ProcessGroup | None
 ) -> Iterator[Stage]:
-    """The mean over the workers of each worker's top-k, which everyone gathers. The message is all values, then all
-    indices in their layers, int32. Sums go in rank order, so that all workers hold the same bits."""
-    sent = _outgoing(layers, moved(scalars))
-    received = sent[None]
-    if group is not None:
-        received = sent.new_empty(world_size, len(sent))
-        yield all_gather(received, sent, group)
-    _average(layers, received)
+    """Averages each worker's k largest elements, which everyone gathers.
 
-
-def _outgoing(layers: Sequence[Sparse], moved: Tensor) -> Tensor:
-    """uint8 [bytes]. With movement of d + e, e <- d + e - sent; without, of d, e <- e + d - sent."""
-    values, indices = [], []
+    With movement a worker sends of d + e, e <- d + e - sent; without, of d, e <- e + d - sent. The message is bytes:
+    all values, then all indices in their layers, int32. Sums go in rank order, so that all workers hold the same bits.
+    """
+    own, values, indices = moved(scalars), list[Tensor](), list[Tensor]()
     for layer in layers:
         kept = layer.error.add_(layer.values)
-        send = torch.where(moved, kept, layer.values)
+        send = torch.where(own, kept, layer.values)
         where = largest(send.abs(), layer.k)
         values.append(send[where])
         indices.append(where.int())
         kept[where] -= values[-1]
-    return torch.cat([torch.cat(values).view(torch.uint8), torch.cat(indices).view(torch.uint8)])
-
-
-def _average(layers: Sequence[Sparse], received: Tensor) -> None:
-    """uint8 [workers, bytes] -> the mean, in the layers' values."""
+    sent = torch.cat([torch.cat(values).view(torch.uint8), torch.cat(indices).view(torch.uint8)])
+    received = sent[None]
+    if group is not None:
+        received = sent.new_empty(world_size, len(sent))
+        yield all_gather(received, sent, group)
     dtype, counts = layers[0].values.dtype, [layer.k for layer in layers]
-    values_end = sum(counts) * dtype.itemsize
     for layer in layers:
         layer.values.zero_()
     for row in received:
-        values = row[:values_end].clone().view(dtype).split(counts)
-        indices = row[values_end:].clone().view(torch.int32).split(counts)
-        for layer, value, index in zip(layers, values, indices, strict=True):
+        pieces = row.split([sum(counts) * dtype.itemsize, sum(counts) * 4])
+        of_row = (p.clone().view(kind).split(counts) for p, kind in zip(pieces, (dtype, torch.int32), strict=True))
+        for layer, value, index in zip(layers, *of_row, strict=True):
             layer.values.index_add_(0, index, value)  # no index comes twice in a row
     for layer in layers:
         layer.values.div_(len(received))
 
 
 def largest(magnitudes: Tensor, k: int) -> Tensor:
-    """int64 [k]: the places of the k largest, in any order, NaN being the largest. magnitudes: [n], none negative.
+    """Returns the places of the k largest, int64 [k] in any order. NaN is the largest. magnitudes: [n], none negative.
 
-    On a CPU topk takes many times as long as reading does: of many elements it gets those alone that reach a threshold
-    which, by a sample, more than k of them do."""
+    On a CPU topk takes many times as long as reading. So of many elements it gets only those above a threshold, which
+    by a sample more than k of them reach.
+    """
     n, stride = len(magnitudes), len(magnitudes) // SAMPLE
     few = 1.25 * k / n * SAMPLE + 16  # of the sample: more than k of all, almost surely
     if stride >= 8 and few < SAMPLE / 4 and not magnitudes.is_cuda:
@@ -99,7 +92,7 @@ def largest(magnitudes: Tensor, k: int) -> Tensor:
 @dataclass(frozen=True)
 class Factored:
     """A layer as factors of rank r. values, error: [rows, columns] views; the product replaces the values. q: [columns,
-    r], of the iteration before; written."""
+    r], from the last iteration to the next."""
 
     values: Tensor
     error: Tensor
@@ -109,14 +102,14 @@ class Factored:
 def low_rank(
     layers: Sequence[Factored], scalars: Scalars, world_size: int, group: dist.ProcessGroup | None
 ) -> Iterator[Stage]:
-    """The mean over the workers, projected: with M the mean of d + e, P = orth(M Q), Q <- M^T P, D = P Q^T, and every
-    worker keeps d + e - D; one power iteration a reduction (PowerSGD, Vogels et al., NeurIPS 2019; torch's
-    powerSGD_hook knows one rank for all layers, and DistributedDataParallel alone).
+    """Averages over the workers and projects, one power iteration a reduction (PowerSGD, Vogels et al., NeurIPS 2019).
 
-    The two factors' sums cross as plain all-reduces. Workers hold the same bits where their processors are of one kind:
-    each computes orth and P Q^T for itself. A column of Q of which M has nothing, or that is not finite, stays as it
-    was: of zeros orth would make the first unit vectors, and of a matrix whose first rows nobody uses, as of an
-    embedding, nothing would ever be sent again."""
+    With M the mean of d + e: P = orth(M Q), Q <- M^T P, D = P Q^T, and every worker keeps d + e - D. The sums of both
+    factors cross as plain all-reduces. Each worker computes orth and P Q^T for itself, so that workers hold the same
+    bits only on processors of one kind. A column of Q of which M has nothing, or that is not finite, stays as it was:
+    from zeros orth would make the first unit vectors. If nobody uses a matrix's first rows, as in an embedding, nothing
+    would ever be sent again. (torch's powerSGD_hook has one rank for all layers, and needs DistributedDataParallel.)
+    """
     own = moved(scalars)
     sends = [torch.where(own, layer.error.add_(layer.values), layer.values) for layer in layers]
     flat, factors = _flat([product(m, layer.q) for m, layer in zip(sends, layers, strict=True)])
@@ -129,32 +122,28 @@ def low_rank(
     flat.div_(world_size)
     anyone = moved(scalars).to(flat.dtype)  # else the mean is thrown away by its owner
     for layer, p, q in zip(layers, orthogonal, factors, strict=True):
-        layer.q.copy_(torch.where(usable(q), q, layer.q))
+        layer.q.copy_(torch.where(q.isfinite().all(0) & (q != 0).any(0), q, layer.q))
         torch.matmul(p, q.T, out=layer.values)
         layer.error.addcmul_(layer.values, anyone, value=-1)
 
 
 def product(matrix: Tensor, thin: Tensor) -> Tensor:
-    """matrix @ thin, for few columns. Transposed, for of a few columns a CPU's product takes up to six times as long as
-    of a few rows."""
+    """Returns matrix @ thin for few columns, by way of the transposed: a CPU's product takes up to six times as long
+    with few columns as with few rows."""
     return (thin.T.contiguous() @ matrix.T).T
 
 
 def orthonormal(p: Tensor) -> Tensor:
-    """The Q of QR, with zeros for a column that depends on those before it but for rounding: QR would make it of that,
-    unlike on other processors, and workers' own M^T P, which cancel in the mean alone, would land unlike."""
+    """Returns the Q of QR, with zeros for a column that depends on those before it except for rounding: QR would make a
+    vector of the rounding, another on each kind of processor, and the workers' M^T P, which cancel only in the mean,
+    would differ."""
     q, r = torch.linalg.qr(p)
     depends = r.diagonal().abs() <= ROUNDING * torch.finfo(p.dtype).eps * torch.linalg.vector_norm(r, dim=0)
-    return torch.where(depends, 0.0, q)  # of a NaN nothing is so
-
-
-def usable(q: Tensor) -> Tensor:
-    """bool [r]: which columns of q [columns, r] are finite, and not zero."""
-    return q.isfinite().all(0) & (q != 0).any(0)
+    return torch.where(depends, 0.0, q)  # with a NaN nothing depends
 
 
 def fill(q: Tensor, filled: int, seed: int) -> None:
-    """Draws the columns of q [columns, r] from `filled` on, alike on all workers: what a switch to a higher rank adds.
+    """Draws the columns of q [columns, r] from `filled` on, which a switch to a higher rank adds, equal on all workers.
     The released code draws them from each rank's own random state."""
     if filled < q.shape[1]:
         draw = torch.Generator().manual_seed(seed)

@@ -1,4 +1,4 @@
-"""torch's DistributedDataParallel behind the calls of the local methods: the synchronous baseline."""
+"""torch's DistributedDataParallel with the calls of the local methods: the synchronous baseline."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ EVERY, FIRST = 100, 10  # steps, of lgreco; released: every 100 after 1,000
 class GradientWire:
     """Averages the gradients of all buckets of DistributedDataParallel at once, when the last one is there.
 
-    wire: not float32. What has to be chosen or rounded for the whole model waits for the whole backward pass, so
-    nothing crosses under it. Where a step's gradients are not finite, as with a GradScaler that finds its scale, error
-    feedback forgets what it holds of them.
+    A choice or a rounding for the whole model waits for the whole backward pass, so nothing crosses during it. If a
+    step's gradients are not finite, as while a GradScaler finds its scale, error feedback drops what it holds of them.
+    wire: not float32.
     """
 
     def __init__(
@@ -46,21 +46,18 @@ class GradientWire:
         self._scalars.attach(self.buckets[0].scalars)
         device = self.buckets[0].flat.device
         self.flight = flight_over(link)(device, group=group, timeout=timeout, hidden=False, roll=peers)
-        if wire.format == "lgreco":  # whose period is in steps of ddp, where it is left open
-            wire = replace(
-                wire, lgreco=replace((own := wire.lgreco), every=own.every or EVERY, first=own.first or FIRST)
-            )
-        workers = self.flight.rank, self.flight.world_size
-        self.reducer = wire.reducer(self.buckets, self._scalars, *workers)
+        if wire.format == "lgreco":  # whose period is in steps of ddp, if it is left open
+            own = replace(wire.lgreco, every=wire.lgreco.every or EVERY, first=wire.lgreco.first or FIRST)
+            wire = replace(wire, lgreco=own)
+        self.reducer = wire.reducer(self.buckets, self._scalars, self.flight.rank, self.flight.world_size)
         self._views = {id(p): v for b in self.buckets for p, v in zip(b.params, b.payload_views, strict=True)}
         self._waiting: list[tuple[Any, Tensor, list[Tensor], list[Tensor]]] = []
 
     def hook(self, _, bucket):  # DDP wants no annotation, or types it can evaluate
-        """Its communication hook: the futures of all buckets are set by the last one."""
+        """DDP's communication hook: the last bucket sets the futures of all."""
         gradients, payloads = bucket.gradients(), [self._views[id(p)] for p in bucket.parameters()]
         copy(payloads, gradients)
-        devices = [gradients[0].device] if gradients[0].is_cuda else None
-        future = torch.futures.Future(devices=devices)
+        future = torch.futures.Future(devices=[gradients[0].device] if gradients[0].is_cuda else None)
         self._waiting.append((future, bucket.buffer(), gradients, payloads))
         if bucket.is_last():
             self._reduce()
@@ -80,22 +77,21 @@ class GradientWire:
             future.set_result(buffer)
 
     def state_dict(self) -> dict[str, Any]:
-        """This worker's alone, in the host's memory."""
+        """Returns this worker's own state, in the host's memory."""
         state = {name: on_host(flats) for name, flats in self.reducer.state.items()}
         return {"reducer": state, "launched": self.flight.launched, "workers": self.flight.world_size}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Of another number of workers nothing but the count goes on, as with CO2: what was held back is lost."""
+        """Restores what state_dict returned. For another number of workers, as with CO2, what was held back is lost."""
         self.flight.restore(state["launched"], False)
         if state["workers"] != self.flight.world_size:
             return
         here, saved = self.reducer.state, state["reducer"]
         shapes = [{name: [len(f) for f in flats] for name, flats in each.items()} for each in (saved, here)]
         if shapes[0] != shapes[1]:
-            raise UserError(
-                "the checkpoint's gradients were sent with another ddp_wire: resume with the one that wrote it"
-            )
+            why = "the checkpoint's gradients were sent with another ddp_wire"
+            raise UserError(f"{why}: resume with the one that wrote it")
         for name, flats in here.items():
             copy(flats, saved[name])
 
@@ -104,14 +100,16 @@ ASK_EVERY = 8  # steps between two exchanges of whether to stop
 
 
 class DDP(Loop):
-    """torch's DistributedDataParallel itself, behind the calls of the local methods: every step is a round.
+    """torch's DistributedDataParallel itself, with the calls of the local methods: every step is a round.
 
-    model: to be called in place of the wrapped one. BatchNorm statistics stay local until finish() averages them, for
-    DDP's own broadcast would block every forward pass. A model of DTensors synchronises itself over all workers where
-    it was sharded so (training.zero.shard_model with everywhere=True); its communication is not measured: nan.
-    synchronous: so does this model, of plain tensors, too (training.layouts.parallel).
-    wire: how gradients cross the network; see GradientWire. riders: Requests, if any, are heard of
-    every ASK_EVERY steps.
+    Call the attribute `model` in place of the model. BatchNorm statistics stay local until finish() averages them,
+    because DDP's own broadcast would block every forward pass. A model of DTensors synchronizes itself
+    (training.zero.shard_model with everywhere=True); its communication is not measured: nan.
+
+    Args:
+        wire: How gradients cross the network; see GradientWire.
+        riders: Of these, Requests are exchanged every ASK_EVERY steps.
+        synchronous: Whether a model of plain tensors synchronizes itself, too (training.layouts.parallel).
     """
 
     def __init__(
@@ -128,48 +126,40 @@ class DDP(Loop):
     ):
         if not any(p.requires_grad for p in model.parameters()):
             raise UserError("no parameter requires a gradient: nothing to train")
-        self.tau = 1
-        self.rounds = 0
-        self.stats = RoundStats()
-        self.group = new_group(group, timeout, next(model.parameters()).device)
+        self.tau, self.rounds, self.stats, self.model = 1, 0, RoundStats(), model
+        device = next(model.parameters()).device
+        self.group = new_group(group, timeout, device)
         if self.group is not None:
             self.world_size = dist.get_world_size(self.group)
             peers.meet(self.group)
-        self._timeout = timeout
-        self.model = model
+        self._timeout, self._link, self._bytes = timeout, link, 0
         self._buffers = [b for b in model.buffers() if b.is_floating_point()] if average_buffers else []
-        self._link = link
-        self._bytes = 0
         self._spans: list[tuple[Mark, Mark]] = []  # of each bucket: launched, landed
         self._requests = next((rider for rider in riders if isinstance(rider, Requests)), Requests())
         # how many workers ask for each, and have diverged
-        self._news = torch.zeros(len(self._requests.shared) + 1, device=next(model.parameters()).device)
+        self._news = torch.zeros(len(self._requests.shared) + 1, device=device)
         self._exchange: dist.Work | None = None
         self._late = Late()
         self._sharded = synchronous or any(map(is_dtensor, model.parameters()))
         self.wire: GradientWire | None = None
         if wire is not None:
             check_wire(wire, sharded=self._sharded)
-        if self.group is not None and not self._sharded:
-            self._wrap(model, self.group, wire)
-
-    def _wrap(self, model: nn.Module, group: dist.ProcessGroup, wire: WireConfig | None) -> None:
-        """Puts the model into DistributedDataParallel, on all workers as the first one has it."""
+        if self.group is None or self._sharded:
+            return
         tensors = [*model.parameters(), *model.buffers()]
         narrow = wire if wire is not None and wire.format != "float32" else None
-        compare(("ddp", narrow), tensors, group)
-        broadcast(tensors, group, tensors[0].device)
+        compare(("ddp", narrow), tensors, self.group)
+        broadcast(tensors, self.group, device)
         if narrow is not None:
-            self.wire = GradientWire(model, narrow, group=group, timeout=self._timeout, link=self._link)
+            self.wire = GradientWire(model, narrow, group=self.group, timeout=timeout, link=link)
         known = inspect.signature(DistributedDataParallel).parameters
         name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # torch < 2.13
         how: dict[str, Any] = {name: False, "init_sync": False}
-        ddp = DistributedDataParallel(model, process_group=group, **how)
-        ddp.register_comm_hook(None, self.wire.hook if self.wire else self._all_reduce)
-        self.model = ddp
+        self.model = DistributedDataParallel(model, process_group=self.group, **how)
+        self.model.register_comm_hook(None, self.wire.hook if self.wire else self._all_reduce)
 
     def _all_reduce(self, _, bucket):  # DDP wants no annotation, or types it can evaluate
-        """The default hook (mean of the gradients), timed, and held back by the emulated link if there is one."""
+        """DDP's default hook (the mean of the gradients), timed, and delayed by the emulated link if there is one."""
         gradients = bucket.buffer().div_(self.world_size)
         started = mark(gradients.device)
         sent = ring_bytes(gradients.numel() * gradients.element_size(), self.world_size)
@@ -186,31 +176,30 @@ class DDP(Loop):
         return work.get_future().then(land)
 
     def step(self, *, last: bool = False) -> bool:  # noqa: ARG002
-        """Call after every optimiser step; always True, for the gradients were averaged. last: of no use here.
+        """Call it after every optimizer step. Always True, because the gradients were averaged. last: not used.
 
-        Exposed is what the last bucket takes: its launch is where backward ends. All buckets together count from
-        the first one's launch, without the gaps between them.
+        Exposed is the last bucket's time, because backward ends at its launch. The all-reduce's time is that of all
+        buckets together, without the gaps between them.
         """
         self.rounds += 1
         if self.rounds % ASK_EVERY == 0:
             self._hear()
             self._tell()
         self._requests.end()
-        self.stats = RoundStats(self.rounds, local_steps=1, bytes_sent=self._bytes)
+        self.stats = stats = RoundStats(self.rounds, local_steps=1, bytes_sent=self._bytes)
         if self._spans:
-            self.stats.exposed_seconds = between(*self._spans[-1])
-            self.stats.allreduce_seconds = _union(self._spans)
+            stats.exposed_seconds, stats.allreduce_seconds = between(*self._spans[-1]), _union(self._spans)
         if self.wire is not None:
             flight = self.wire.flight
-            self.stats.bytes_sent = flight.bytes_sent
-            self.stats.exposed_seconds, self.stats.allreduce_seconds = flight.exposed, flight.seconds
+            stats.bytes_sent, stats.exposed_seconds = flight.bytes_sent, flight.exposed
+            stats.allreduce_seconds = flight.seconds
         if self._sharded:
-            self.stats.exposed_seconds = self.stats.allreduce_seconds = float("nan")
+            stats.exposed_seconds = stats.allreduce_seconds = float("nan")
         self._bytes, self._spans = 0, []
         return True
 
     def _tell(self) -> None:
-        """Sends what this worker asks for, and whether its parameters have ceased to be finite."""
+        """Sends what this worker asks for, and whether its parameters are no longer finite."""
         for place, asked in zip(self._news, [*self._requests.take(), 0.0], strict=True):
             place.fill_(asked)
         self._news[-1].copy_(~all_finite(self.model.parameters()))
@@ -218,13 +207,13 @@ class DDP(Loop):
             self._exchange = dist.all_reduce(self._news, group=self.group, async_op=True)
 
     def _hear(self, *, at_once: bool = False) -> None:
-        """Reads what was sent ASK_EVERY steps ago, long through; DivergedError on all workers where one has diverged,
-        for each mean of gradients was everybody's. at_once: also on a GPU, which is waited for then."""
+        """Reads what was sent ASK_EVERY steps ago. DivergedError on all workers if one has diverged, because they share
+        all gradients. at_once: a GPU is waited for."""
         if self._exchange is not None:
             self._exchange.wait()
             self._exchange = None
-        told = (self._news.tolist(), None) if at_once else self._late.exchange(self._news)
-        *asked, diverged = told[0] if told else [0.0] * len(self._news)
+        heard = (self._news.tolist(), None) if at_once else self._late.exchange(self._news)
+        *asked, diverged = heard[0] if heard else [0.0] * len(self._news)
         self._requests.heard(asked)
         if diverged > 0:
             raise DivergedError(
@@ -233,13 +222,12 @@ class DDP(Loop):
             )
 
     def finish(self) -> None:
-        """Averages the buffers; the parameters are equal already. DivergedError where they are not finite."""
+        """Averages the buffers; the parameters are equal already. DivergedError if they are not finite."""
         self._hear()
         self._tell()
         self._hear(at_once=True)
         if self._buffers and self.group is not None:
-            # Of the widest dtype. Each buffer alone would take a round trip.
-            together = torch.cat([b.flatten() for b in self._buffers])
+            together = torch.cat([b.flatten() for b in self._buffers])  # in the widest dtype, for one round trip
             dist.all_reduce(together, group=self.group)
             copy(self._buffers, views(together.div_(self.world_size), self._buffers))
 
@@ -251,7 +239,7 @@ class DDP(Loop):
         self.rounds = state["rounds"]
         if self._exchange is not None:
             self._exchange.wait()
-        self._exchange, self._late = None, Late()  # what was told before is of no run that goes on
+        self._exchange, self._late = None, Late()  # the run that goes on has heard nothing yet
         self._news.zero_()
         if self.wire is not None:
             if "wire" not in state:
@@ -264,8 +252,8 @@ class DDP(Loop):
             self.wire.flight.close()
         if self.group is not None:
             if isinstance(self.model, DistributedDataParallel):
-                # Its reducer's destructor holds the interpreter's lock: where it had the last reference to the group,
-                # it would wait for a thread of the group that may need that lock, to free a tensor.
+                # Its reducer's destructor holds the interpreter's lock. If it had the last reference to the group, it
+                # would wait for a thread of the group that may need that lock, to free a tensor.
                 del self.model.logger, self.model.reducer
                 self.model.process_group = None  # pyright: ignore[reportArgumentType] - passes without gradients go on
             leave_group(self.group, self._timeout)
@@ -273,13 +261,13 @@ class DDP(Loop):
 
 
 def check_wire(wire: WireConfig, *, sharded: bool) -> None:
-    """Refuses a narrow wire for DTensors, which synchronise themselves."""
+    """Raises UserError for a narrow wire with DTensors, which synchronize themselves."""
     if sharded and wire.format != "float32":
         raise UserError(f"ddp_wire.format={wire.format!r} with ZeRO: shards cross as float32; leave it out")
 
 
 def _union(spans: list[tuple[Mark, Mark]]) -> Seconds:
-    """How long at least one of them ran; on a GPU from the first's start to the last's end, gaps included."""
+    """Returns how long at least one ran; on a GPU from the first's start to the last's end, gaps included."""
     if isinstance(spans[0][0], torch.cuda.Event):
         return between(spans[0][0], spans[-1][1])
     total = until = 0.0

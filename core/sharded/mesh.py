@@ -1,4 +1,4 @@
-"""Nodes of workers, as a mesh of two dimensions, its groups, and which settings go with shared outer state."""
+"""Nodes of workers as a mesh of two dimensions, its groups, and the settings that shared outer state supports."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..groups import backend_for, of_all, set_timeout
 
 
 def local_world_size(env: Mapping[str, str] = os.environ) -> int:
-    """Workers per node, as torchrun or SLURM says; 1 without either. UserError where SLURM says unlike numbers."""
+    """Returns the workers per node from torchrun or SLURM; 1 without either. UserError if nodes have unlike numbers."""
     if "LOCAL_WORLD_SIZE" in env:
         return int(env["LOCAL_WORLD_SIZE"])
     per_node = env.get("SLURM_NTASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE", "1")  # "8", "8(x16)" or "8(x2),4"
@@ -26,10 +26,11 @@ def local_world_size(env: Mapping[str, str] = os.environ) -> int:
 
 
 def node_mesh(device_type: str, per_node: int | None = None, timeout: float | None = None) -> DeviceMesh:
-    """Mesh [nodes, workers of a node] with the dimensions "replicate" and "shard"; every worker must call it.
+    """Returns a mesh [nodes, workers of a node] with dimensions "replicate" and "shard". Every worker must call it.
 
-    per_node: workers that synchronise every step, consecutive ranks; None: those of a node. timeout: seconds until a
-    missing worker is an error; None for torch's half an hour.
+    Args:
+        per_node: Workers that synchronize every step, consecutive ranks; None: those of a node.
+        timeout: Seconds until a missing worker is an error; None for torch's half an hour.
     """
     n, world = per_node or local_world_size(), dist.get_world_size()
     if n < 1 or world % n:
@@ -42,7 +43,7 @@ def node_mesh(device_type: str, per_node: int | None = None, timeout: float | No
 
 
 def check_shared(c: AdaptiveConfig, wire: str = "float32") -> None:
-    """Refuses what may diverge, or needs the whole outer state in one place, all in one line. wire: its format."""
+    """Raises UserError for settings that may diverge, or need the whole outer state in one place. wire: its format."""
     c.check_stable()
     problems = []
     if c.merge != "outer" or not c.at_boundary:
@@ -53,13 +54,12 @@ def check_shared(c: AdaptiveConfig, wire: str = "float32") -> None:
     if wire != "float32":
         problems.append(f"wire.format={wire!r} needs unshared outer state: set wire.format float32")
     if problems:
-        remedy = "or leave out shard, offload, per_node and zero"
-        with_mesh = "with a mesh, CO2Config.recommended(..., mesh=mesh) is accepted"
-        raise UserError("; ".join([*problems, remedy, with_mesh]))
+        problems.append("or leave out shard, offload, per_node and zero")
+        raise UserError("; ".join([*problems, "with a mesh, CO2Config.recommended(..., mesh=mesh) is accepted"]))
 
 
 def check_mesh(mesh: DeviceMesh) -> None:
-    """Refuses a mesh of other than two dimensions."""
+    """Raises UserError for a mesh of other than two dimensions."""
     if not hasattr(mesh, "ndim"):
         raise UserError(f"mesh={mesh!r}: give a DeviceMesh, as torch's init_device_mesh or sharded.mesh.node_mesh does")
     if mesh.ndim == 2:
@@ -75,11 +75,9 @@ def check_mesh(mesh: DeviceMesh) -> None:
 
 
 def groups_of(
-    mesh: DeviceMesh | None,
-    group: dist.ProcessGroup | None,
-    inner_group: dist.ProcessGroup | None,
+    mesh: DeviceMesh | None, group: dist.ProcessGroup | None, inner_group: dist.ProcessGroup | None
 ) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-    """Those across nodes and inside one, None where there is none."""
+    """Returns the groups across nodes and inside one; None if there is none."""
     if mesh is not None:
         check_mesh(mesh)
         group, inner_group = mesh.get_group(0), mesh.get_group(1)
@@ -90,11 +88,11 @@ def groups_of(
 
 
 def check_names(group: dist.ProcessGroup | None) -> None:
-    """torch names a group of some ranks after these and the number of groups that each of them knows. UserError where
-    that is unlike: they would wait for each other under unlike names."""
+    """Raises UserError if ranks of the group know unlike numbers of groups. torch names a group of some ranks after
+    them and that number, so that they would wait for each other under unlike names."""
     if group is None or dist.get_world_size(group) == dist.get_world_size():
         return
-    if backend_for(group, torch.device("cpu")) != "gloo":  # through which they could tell
+    if backend_for(group, torch.device("cpu")) != "gloo":  # they cannot compare
         return
     known = of_all(len(dist.distributed_c10d._world.pg_names), group)
     if len({*known}) > 1:

@@ -1,4 +1,4 @@
-"""Who of an inner group holds which elements of a model: shards of it, copies, or stages of a pipeline."""
+"""Which rank of an inner group holds which elements of a model: shards, copies, or stages of a pipeline."""
 
 from __future__ import annotations
 
@@ -10,33 +10,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .. import outer
+from .. import groups, outer
 from ..errors import UserError
 from ..flat import Bucket, copy, is_dtensor, local_shard, views
-from ..groups import (
-    Pending,
-    Stage,
-    all_reduce,
-    backend_for,
-    broadcast,
-    compare,
-    gather_parts,
-    host_group,
-    leave_group,
-    new_group,
-    of_all,
-    send_first,
-)
+from ..groups import Pending, Stage, all_reduce, backend_for, broadcast, compare, gather_parts, host_group, of_all
 
-PIECES = 16  # a sum over the workers goes in so many pieces, for the sake of its temporary
+PIECES = 16  # a sum over the workers goes in so many pieces, so that its temporary is small
 Holders = Mapping[Tensor, Sequence[int]]  # a parameter, as it is given -> the ranks that hold its elements held here
 Key = TypeVar("Key", bound=Hashable)
 Where = list[tuple[int, slice]]  # [(which flat tensor, where in it)]
 
 
 class Through:
-    """A send or a receive in the background. Over gloo it says that it is through to who waits for it alone: asked, it
-    says so at once, and the thread waits there, not only from the next boundary on."""
+    """A send or a receive in the background. gloo marks it as completed only when somebody waits for it. So this class
+    says at once that it is, and the thread waits there, not only from the next boundary on."""
 
     def __init__(self, work: Pending):
         self._work = work
@@ -49,15 +36,19 @@ class Through:
 
 
 class Placement:
-    """How the ranks of an inner group share a model; what several of them hold counts once in its norms.
+    """How the ranks of an inner group share a model; what several ranks hold counts once in its norms.
 
-    params, buffers: plain tensors and DTensors. inner: the ranks, of which a group of their own is made; None: this
-    worker alone, for whom nothing here sends anything. shards: plain tensors are this rank's own; else all ranks hold
-    them. Or, of each parameter, the ranks that hold those of its elements that this one holds, itself among them:
-    replicas of a stage, or two stages with a tied embedding, each in the same order. timeout, device, backend: see
-    groups.new_group. UserError where a mean over workers would mix different shards.
+    Methods take `trained`, those of params that require a gradient, in their order, as local tensors. UserError if
+    averages over workers would mix different shards.
 
-    Methods take `trained`, those of params that require a gradient, in their order, as local tensors.
+    Args:
+        params, buffers: Plain tensors and DTensors.
+        inner: The ranks, for a group of their own; None: this worker is alone, and nothing here sends anything.
+        shards: True: plain tensors are this rank's own; False: all ranks hold them. Or for each parameter the ranks
+            that hold those of its elements that this rank holds, itself included, in one order on all: replicas of a
+            stage, or two stages with a tied embedding.
+        timeout, device, backend: See groups.new_group.
+
     Attributes: group, made of inner; size and rank, in it; of_shards, whether a rank's share is its part of the model.
     """
 
@@ -72,7 +63,7 @@ class Placement:
         device: torch.device,
         backend: str | None,
     ):
-        self.group = new_group(inner, timeout, device, backend, hidden=True) if inner is not None else None
+        self.group = groups.new_group(inner, timeout, device, backend, hidden=True) if inner is not None else None
         self._timeout, self._device = timeout, device
         stages = shards is not False
         self.of_shards = stages or any(is_dtensor(p) for p in params)
@@ -87,16 +78,17 @@ class Placement:
         self._shared = [local_shard(t) for t in [*params, *buffers] if copies[id(t)] == self.size]
         self._copies = [copies[id(p)] for p in params if p.requires_grad]
         self._in_shares: dict[int, Where] = {}
-        self._of_all: Where = []  # what all ranks hold, and take as the first one has it
-        self._of_some: dict[tuple[int, ...], Where] = {}  # what those ranks hold, of whom this is one
-        told = shards if isinstance(shards, Mapping) else {}
-        sets = [tuple(sorted(told.get(p, ()))) for p in params]
+        self._of_all: Where = []  # what all ranks hold, and take from the first one
+        self._of_some: dict[tuple[int, ...], Where] = {}  # what those ranks hold, this one among them
+        given = shards if isinstance(shards, Mapping) else {}
+        sets = [tuple(sorted(given.get(p, ()))) for p in params]
         self._sets = [s if 1 < len(s) < self.size else () for s in sets]
         self._given = [local_shard(p).detach() for p in params]
         self._trained = [s for p, s in zip(params, self._sets, strict=True) if p.requires_grad]
 
+    @torch.no_grad()
     def agree(self, settings: tuple[Any, ...]) -> None:
-        """That the inner group has the same settings, and what all its ranks hold as its first one does."""
+        """Checks that the inner group has the same settings. Its first rank's values go to all ranks that hold them."""
         if self.group is None:
             return
         compare(settings, [], self.group)
@@ -106,13 +98,7 @@ class Placement:
         except UserError as error:
             remedy = "if each holds a part of its own, as a pipeline stage, give shards=True"
             raise UserError(f"{error}; {remedy}") from None
-        self._begin_alike()
-
-    @torch.no_grad()
-    def _begin_alike(self) -> None:
-        """What some of the ranks hold they take as the first of them has it."""
         held = {s: [t for t, of in zip(self._given, self._sets, strict=True) if of == s] for s in {*self._sets} - {()}}
-        assert self.group is not None
         shapes = of_all({s: [tuple(t.shape) for t in tensors] for s, tensors in held.items()}, self.group)
         for rank, theirs in zip(dist.get_process_group_ranks(self.group), shapes, strict=True):
             for s in held.keys() & theirs.keys():
@@ -121,17 +107,16 @@ class Placement:
                         f"shards: ranks {[*s]} are said to hold the same, but rank {rank} has shapes {theirs[s]}, rank "
                         f"{dist.get_rank()} {mine}: give the parameters that they share in one order on all"
                     )
-        flats = {s: torch.cat([t.to(self._device).reshape(-1) for t in tensors]) for s, tensors in held.items()}
-        for works, _ in self._from_first(flats):
+        for works, _ in self._from_first(held):
             for work in works:
                 work.wait()
-        for s, flat in flats.items():
-            for t, value in zip(held[s], views(flat, held[s]), strict=True):
-                t.copy_(value)
 
-    def _from_first(self, flats: Mapping[tuple[int, ...], Tensor]) -> Iterator[Stage]:
-        """The first of each set of ranks sends its tensor to the others of it. Over the inner group: a group of some of
-        its ranks would have to be made by all at once, for torch counts them in their names."""
+    def _from_first(self, held: Mapping[tuple[int, ...], Sequence[Tensor]]) -> Iterator[Stage]:
+        """The first of each set of ranks sends its tensors to the others of it, over the inner group: a group of some
+        of its ranks would have to be made by all at once, because torch counts groups in their names."""
+        flats = {
+            s: torch.cat([t.to(self._device).reshape(-1) for t in tensors]) for s, tensors in held.items() if tensors
+        }
         me, ops, sent = dist.get_rank(), list[dist.P2POp](), 0
         for s in sorted(flats):
             peers = s[1:] if me == s[0] else s[:1]
@@ -139,10 +124,12 @@ class Placement:
             sent += flats[s].nbytes * (len(s) - 1) if me == s[0] else 0
         if ops:
             yield [Through(work) for work in dist.batch_isend_irecv(ops)], sent
+        for s, flat in flats.items():
+            copy(held[s], views(flat, held[s]))
 
     def check(self, trained: Sequence[Tensor]) -> str:
-        """UserError if parameters that all ranks of the inner group should hold alike have come to differ. Returns why
-        they could not be compared, as where a rank is gone; "" where they are alike."""
+        """Raises UserError if parameters that all ranks of the inner group should hold have come to differ. Returns why
+        they could not be compared, such as that a rank is gone; "" if they are equal."""
         shared = [p.detach() for p, n in zip(trained, self._copies, strict=True) if n == self.size and p.numel()]
         if self.group is None or not shared:
             return ""
@@ -163,7 +150,7 @@ class Placement:
         return ""
 
     def count(self, trained: Sequence[Tensor]) -> int:
-        """How many elements the whole model trains."""
+        """Returns how many elements the whole model trains."""
         if not self.of_shards:
             return sum(p.numel() for p in trained)
         held = sum(p.numel() / n for p, n in zip(trained, self._copies, strict=True))
@@ -172,7 +159,7 @@ class Placement:
         return round(box.item())
 
     def locate(self, trained: Sequence[Tensor], buckets: Sequence[Bucket], shares: Sequence[Tensor]) -> None:
-        """Notes where the elements lie that several ranks hold. shares: views of the buckets' flat tensors."""
+        """Notes where elements lie that several ranks hold. shares: views of the buckets' flat tensors."""
         if not self.of_shards or self.group is None:  # shares hold each element once
             return
         copies = {id(p): n for p, n in zip(trained, self._copies, strict=True)}
@@ -185,23 +172,21 @@ class Placement:
 
     @property
     def parts(self) -> int:
-        """Into how many shares a payload is cut."""
+        """How many shares a payload has."""
         return 1 if self.of_shards else self.size
 
     def part(self, payload: Tensor) -> Tensor:
-        """This rank's share of it."""
+        """Returns this rank's share of it."""
         return payload.view(self.parts, -1)[self.rank] if self.parts > 1 else payload
 
     def sum(self, tensors: Sequence[Tensor]) -> Iterator[Stage]:
-        """Over the ranks, in place."""
+        """Sums over the ranks, in place."""
         if self.group is not None:
             yield all_reduce(tensors, self.group)
 
     def gather(self, buckets: Sequence[Bucket]) -> Iterator[Stage]:
-        """Every rank gets the others' shares of the payloads; of shards what several hold, as the first of them has it.
-
-        The order in which a sum is taken depends on where its terms lie, and shards need not be equally long.
-        """
+        """Every rank gets the others' shares of the payloads. Of shards, it gets what several ranks hold from the first
+        of them: the order of a sum depends on where its terms lie, and shards need not be equally long."""
         if self.group is None:
             return
         if not self.of_shards:
@@ -211,24 +196,21 @@ class Placement:
         for i in sorted({i for i, _ in self._of_all}):
             copies = [buckets[i].flat[place] for j, place in self._of_all if j == i]
             packed = torch.cat(copies)
-            yield send_first([packed], self.group)
+            yield groups.send_first([packed], self.group)
             copy(copies, views(packed, copies))
         for i, bucket in enumerate(buckets):
             held = {s: [bucket.flat[place] for j, place in places if j == i] for s, places in self._of_some.items()}
-            flats = {s: torch.cat(copies) for s, copies in held.items() if copies}
-            yield from self._from_first(flats)
-            for s, flat in flats.items():
-                copy(held[s], views(flat, held[s]))
+            yield from self._from_first(held)
 
     def close(self) -> None:
         """Leaves the inner group."""
         if self.group is not None:
-            leave_group(self.group, self._timeout, hidden=True)
+            groups.leave_group(self.group, self._timeout, hidden=True)
             self.group = None
 
     def surplus(self, shares: Sequence[Tensor]) -> Tensor | float:
-        """What to take off the sum of the squares in `shares`, laid out as in `locate`, before it is summed over the
-        inner group: all but 1 / n of what n ranks hold; 0-d, float64."""
+        """Returns what to subtract from the sum of squares of `shares`, laid out as in `locate`, before the inner group
+        sums it: all but 1 / n of what n ranks hold; 0-d, float64."""
         total: Tensor | float = 0.0
         for n, places in self._in_shares.items():
             total += (1 - 1 / n) * outer.norm([shares[i][place] for i, place in places]).double().square()
@@ -236,8 +218,8 @@ class Placement:
 
 
 def _places(buckets: Sequence[Bucket], parts: Sequence[Tensor], keys: dict[int, Key]) -> dict[Key, Where]:
-    """Where the elements of parameters with one key lie. parts: a view of each bucket's flat tensor. keys: id of a
-    parameter -> how many ranks, or which, hold it."""
+    """Returns where elements lie, by key. parts: a view of each bucket's flat tensor. keys: id of a parameter -> how
+    many ranks, or which, hold it."""
     found: dict[Key, Where] = {}
     for i, (bucket, part) in enumerate(zip(buckets, parts, strict=True)):
         end, first = 0, int(part.storage_offset())
@@ -250,13 +232,18 @@ def _places(buckets: Sequence[Bucket], parts: Sequence[Tensor], keys: dict[int, 
 
 
 def copies_of(t: Tensor, ranks: Sequence[int], shards: bool | Holders) -> int:
-    """How many of `ranks`, an inner group, hold those elements of `t` that this rank holds, itself included.
+    """Returns how many of `ranks`, an inner group, hold those elements of `t` that this rank holds, itself included.
 
-    As `shards` says, where it tells of each. A plain tensor: all of them, or with `shards` this one alone. A DTensor:
-    as its placements say. UserError where they are partial sums, or reach beyond the group.
+    `shards` may name them. Else all ranks hold a plain tensor, or with `shards` this rank; a DTensor has placements.
+    UserError if those are partial sums, or reach beyond the group.
     """
     if isinstance(shards, Mapping) and t in shards:
-        return _told(shards[t], ranks)
+        if dist.get_rank() not in (holders := shards[t]) or not {*holders} <= {*ranks}:
+            raise UserError(
+                f"shards: ranks {[*holders]} are said to hold a parameter of rank {dist.get_rank()}, whose inner group "
+                f"is {[*ranks]}: give ranks of that group, the rank itself among them"
+            )
+        return len({*holders})
     shards = shards is not False
     if not is_dtensor(t):
         return 1 if shards else len(ranks)
@@ -277,32 +264,21 @@ def copies_of(t: Tensor, ranks: Sequence[int], shards: bool | Holders) -> int:
     return holders
 
 
-def _told(holders: Sequence[int], ranks: Sequence[int]) -> int:
-    """How many they are. UserError where they are not of the group, or this rank is not among them."""
-    if dist.get_rank() not in holders or not {*holders} <= {*ranks}:
-        raise UserError(
-            f"shards: ranks {[*holders]} are said to hold a parameter of rank {dist.get_rank()}, whose inner group is "
-            f"{[*ranks]}: give ranks of that group, the rank itself among them"
-        )
-    return len({*holders})
-
-
 def sum_parts(flat: Tensor, group: dist.ProcessGroup) -> Iterator[Stage]:
-    """Reduce-scatter in place: part `rank` of `flat` becomes its sum over the workers; the rest is left undefined.
+    """Reduces and scatters in place: part `rank` of `flat` becomes its sum over the workers; the rest is undefined.
 
-    NCCL has it. gloo's own is an all-reduce inside, so there every worker sends each part to its owner, who adds them.
+    gloo's own reduce-scatter is an all-reduce inside. There every worker sends each part to its owner, which adds them.
     """
     n, rank = dist.get_world_size(group), dist.get_rank(group)
     parts = flat.view(n, -1)
-    sent = round((n - 1) / n * flat.numel() * flat.element_size())
     if backend_for(group, flat.device) == "nccl":
         work = dist.reduce_scatter_tensor(parts[rank], flat, group=group, async_op=True)
         assert work is not None
-        yield [work], sent
+        yield [work], round((n - 1) / n * flat.nbytes)
         return
     for columns in parts.split(max(1, -(-parts.shape[1] // PIECES)), dim=1):
         theirs = torch.empty_like(mine := columns.contiguous())
         work = dist.all_to_all_single(theirs, mine, group=group, async_op=True)
         assert work is not None
-        yield [work], round((n - 1) / n * mine.numel() * mine.element_size())
+        yield [work], round((n - 1) / n * mine.nbytes)
         columns[rank].copy_(theirs.sum(0))

@@ -1,12 +1,11 @@
-"""The wire formats on CUDA: one kernel for what a bucket sends, one for the mean of what its chunk
-gets, one for what lands, however large the bucket; see core/wires/quantized.py, whose plain codec does the same.
+"""The wire formats on CUDA: one kernel each to encode a bucket, to average a chunk, and to decode, at any size.
 
 Bytes a float32 element of int4 with error feedback: encoding 12.5 (value and error read, error and bytes written),
-landing 4.5; the mean of n workers, a share 1 / n of the elements each, n / 2 + 8.5 an element of that share.
+decoding 4.5; the average of n workers, a share 1 / n of the elements each, n / 2 + 8.5 an element of that share.
 
 The arithmetic is that of core/wires/formats.py, operation by operation: products and sums are not fused, quotients are
-rounded to nearest. Bytes, means and errors are those of the plain codec bit for bit, but for the sign of a zero, and
-for the bits of a block that is not finite, which decodes to numbers that are not finite either way.
+rounded to nearest. So bytes, averages and errors equal the plain codec's bit for bit. The exceptions are the sign of a
+zero, and the bits of a block that is not finite, which decodes to numbers that are not finite either way.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ TYPES = {torch.float64: tl.float64, torch.float32: tl.float32, torch.bfloat16: t
 
 @triton.jit
 def rounded(x, P: tl.constexpr):
-    """x as P holds it, ties to even, in its own type. bfloat16 by its bits: Triton's interpreter would cut them off."""
+    """Rounds x to P, ties to even, in its own type. bfloat16 by its bits: Triton's interpreter would truncate."""
     if tl.bfloat16 == P:
         bits = x.to(tl.int32, bitcast=True)
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
@@ -37,7 +36,7 @@ def rounded(x, P: tl.constexpr):
 
 @triton.jit
 def divided(a, b):
-    """a / b to nearest; of float32 Triton's own / may be off in the last bit."""
+    """Returns a / b to nearest; with float32 Triton's own / may be off in the last bit."""
     if a.dtype == tl.float32:
         quotient = tl.div_rn(a, b)
     else:
@@ -52,8 +51,8 @@ WARPS = 4
 
 @triton.jit
 def where(blocks, BLOCKS: tl.constexpr):
-    """Of this program: the worker, the blocks of that worker's chunk, whether they exist, and where their elements lie
-    among those of all chunks, [blocks, 256]; all int64."""
+    """Returns this program's worker, the blocks of that worker's chunk, whether they exist, and the places of their
+    elements among all chunks' elements, [blocks, 256]; all int64."""
     worker = tl.program_id(1).to(tl.int64)
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     place = (worker * blocks + block)[:, None] * 256 + tl.arange(0, 256)[None, :]
@@ -61,27 +60,10 @@ def where(blocks, BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def unpacked(at, live, BITS: tl.constexpr):
-    """The inverse of pack, int32 [blocks, 256]."""
-    i = tl.arange(0, 256)[None, :]
-    byte = tl.load(at[:, None] + i % (32 * BITS), mask=live[:, None], other=0).to(tl.int32)
-    return (byte >> (i // (32 * BITS) * BITS)) & ((1 << BITS) - 1)
-
-
-@triton.jit
-def pack(u, at, live, BITS: tl.constexpr):
-    """Stores the lowest BITS bits of each of u, int32 [blocks, 256], 8 / BITS elements in a byte; at: [blocks], where
-    the blocks' bytes begin."""
-    fields = tl.reshape(u & ((1 << BITS) - 1), [u.shape[0], 8 // BITS, 32 * BITS])
-    bytes = tl.sum(fields << (tl.arange(0, 8 // BITS) * BITS)[None, :, None], axis=1)
-    tl.store(at[:, None] + tl.arange(0, 32 * BITS)[None, :], bytes.to(tl.uint8), mask=live[:, None])
-
-
-@triton.jit
 def decoded(at, live, D: tl.constexpr, HEAD: tl.constexpr, BITS: tl.constexpr):
-    """[blocks, 256] in D of the blocks that begin at `at`, [blocks]; zeros where not live, [blocks].
+    """Returns [blocks, 256] in D of the blocks that begin at `at`, [blocks]; zeros where not live, [blocks].
 
-    HEAD: bytes of the scale, of bfloat16 0. BITS: of an element, 16 for both floats.
+    HEAD: bytes of the scale, 0 with bfloat16. BITS: of an element, 16 for both floats.
     """
     i = tl.arange(0, 256)[None, :]
     mask = live[:, None]
@@ -94,7 +76,8 @@ def decoded(at, live, D: tl.constexpr, HEAD: tl.constexpr, BITS: tl.constexpr):
     elif BITS == 8:
         values = tl.load((at + HEAD).to(tl.pointer_type(tl.int8))[:, None] + i, mask=mask, other=0).to(D)
     else:
-        values = (unpacked(at + HEAD, live, BITS) - (1 << (BITS - 1))).to(D)
+        byte = tl.load((at + HEAD)[:, None] + i % (32 * BITS), mask=mask, other=0).to(tl.int32)
+        values = (((byte >> (i // (32 * BITS) * BITS)) & ((1 << BITS) - 1)) - (1 << (BITS - 1))).to(D)
     if HEAD > 0:
         scale = tl.load(at.to(tl.pointer_type(tl.float32)), mask=live, other=0.0)
         values = values * scale.to(D)[:, None]
@@ -103,7 +86,7 @@ def decoded(at, live, D: tl.constexpr, HEAD: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def largest(values):
-    """[blocks, 256] -> [blocks] float32, the largest magnitudes, as bits: so a NaN is larger than all."""
+    """Returns the largest magnitudes of [blocks, 256], [blocks] float32, by their bits: so a NaN is larger than all."""
     if values.dtype == tl.float64:
         top = tl.max(values.to(tl.int64, bitcast=True) & 0x7FFFFFFFFFFFFFFF, axis=1)
         top = top.to(tl.float64, bitcast=True).to(tl.float32)
@@ -149,7 +132,10 @@ def int_encoded(values, at, live, HEAD: tl.constexpr, BITS: tl.constexpr):
     u = q.to(tl.int32)
     if BITS < 8:
         u = u + (1 << (BITS - 1))
-    pack(u, at + HEAD, live, BITS)
+    # the lowest BITS bits of each, 8 / BITS elements in a byte
+    fields = tl.reshape(u & ((1 << BITS) - 1), [u.shape[0], 8 // BITS, 32 * BITS])
+    bytes = tl.sum(fields << (tl.arange(0, 8 // BITS) * BITS)[None, :, None], axis=1)
+    tl.store((at + HEAD)[:, None] + tl.arange(0, 32 * BITS)[None, :], bytes.to(tl.uint8), mask=live[:, None])
     return q * scale.to(D)[:, None]
 
 
@@ -174,18 +160,11 @@ def sent(
 
 @triton.jit
 def encode_kernel(
-    values_ptr,  # [numel]; beyond it, zeros are encoded
-    numel,
-    error_ptr,  # [workers x blocks x 256]
-    moved_ptr,  # 0-d uint8
-    rows_ptr,  # uint8 [workers, blocks x bytes], rows `stride` bytes apart
-    stride,
-    blocks,
-    FEEDBACK: tl.constexpr,
-    HEAD: tl.constexpr,
-    BITS: tl.constexpr,
-    BLOCKS: tl.constexpr,
-):
+    values_ptr, numel, error_ptr, moved_ptr, rows_ptr, stride, blocks,
+    FEEDBACK: tl.constexpr, HEAD: tl.constexpr, BITS: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """values: [numel]; beyond it, zeros are encoded. error: [workers x blocks x 256]. moved: 0-d uint8. rows: uint8
+    [workers, blocks x bytes], `stride` bytes apart."""
     worker, block, live, place = where(blocks, BLOCKS)
     values = tl.load(values_ptr + place, mask=live[:, None] & (place < numel), other=0.0)
     at = rows_ptr + worker * stride + block * (HEAD + 32 * BITS)
@@ -194,19 +173,10 @@ def encode_kernel(
 
 @triton.jit
 def average_kernel(
-    rows_ptr,  # as encode_kernel's
-    stride,
-    workers,
-    error_ptr,  # [blocks x 256]
-    moved_ptr,
-    out_ptr,  # uint8 [blocks x bytes]
-    blocks,
-    D: tl.constexpr,
-    FEEDBACK: tl.constexpr,
-    HEAD: tl.constexpr,
-    BITS: tl.constexpr,
-    BLOCKS: tl.constexpr,
-):
+    rows_ptr, stride, workers, error_ptr, moved_ptr, out_ptr, blocks,
+    D: tl.constexpr, FEEDBACK: tl.constexpr, HEAD: tl.constexpr, BITS: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """rows, moved: as encode_kernel's. error: [blocks x 256]. out: uint8 [blocks x bytes]."""
     _, block, live, place = where(blocks, BLOCKS)
     at = rows_ptr + block * (HEAD + 32 * BITS)
     total = tl.zeros([BLOCKS, 256], D)
@@ -219,16 +189,10 @@ def average_kernel(
 
 @triton.jit
 def decode_kernel(
-    rows_ptr,  # as encode_kernel's
-    stride,
-    blocks,
-    values_ptr,  # [numel]
-    numel,
-    D: tl.constexpr,
-    HEAD: tl.constexpr,
-    BITS: tl.constexpr,
-    BLOCKS: tl.constexpr,
-):
+    rows_ptr, stride, blocks, values_ptr, numel,
+    D: tl.constexpr, HEAD: tl.constexpr, BITS: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """rows: as encode_kernel's. values: [numel]."""
     worker, block, live, place = where(blocks, BLOCKS)
     values = decoded(rows_ptr + worker * stride + block * (HEAD + 32 * BITS), live, D, HEAD, BITS)
     tl.store(values_ptr + place, values, mask=live[:, None] & (place < numel))
@@ -236,7 +200,7 @@ def decode_kernel(
 
 @triton.jit
 def mean_kernel(rows_ptr, workers, out_ptr, numel, D: tl.constexpr, ELEMENTS: tl.constexpr):
-    """rows [workers, numel] -> their mean, summed in the rows' order."""
+    """Averages rows [workers, numel], summed in their order."""
     place = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
     total = tl.zeros([ELEMENTS], D)
     row = rows_ptr + place
@@ -250,41 +214,34 @@ class TritonCodec:
     """See core/wires/quantized.py: SegmentCodec."""
 
     def encode(self, payload: Tensor, rows: Tensor, wire: str, error: Tensor | None, moved: Tensor) -> None:
-        blocks = _blocks(rows, wire)
+        blocks, feedback = _blocks(rows, wire), error is not None
+        at = (error if feedback else payload, moved.view(torch.uint8), rows, rows.stride(0), blocks)
         grid = (triton.cdiv(blocks, BLOCKS), len(rows))
-        held = payload if error is None else error
-        fixed = {"FEEDBACK": error is not None} | _format(wire)
-        _launch(
-            encode_kernel, grid, payload, len(payload), held, moved.view(torch.uint8), rows, rows.stride(0), blocks,
-            **fixed,
-        )  # fmt: skip
+        _launch(encode_kernel, grid, payload, len(payload), *at, FEEDBACK=feedback, **_format(wire))
 
     def average(
         self, rows: Tensor, out: Tensor, wire: str, dtype: torch.dtype, error: Tensor | None, moved: Tensor
     ) -> None:
-        blocks = _blocks(rows, wire)
-        held = rows if error is None else error
-        fixed = {"D": TYPES[dtype], "FEEDBACK": error is not None} | _format(wire)
-        _launch(
-            average_kernel, (triton.cdiv(blocks, BLOCKS),), rows, rows.stride(0), len(rows), held,
-            moved.view(torch.uint8), out, blocks, **fixed,
-        )  # fmt: skip
+        blocks, feedback = _blocks(rows, wire), error is not None
+        at = (rows.stride(0), len(rows), error if feedback else rows, moved.view(torch.uint8), out, blocks)
+        fixed = {"D": TYPES[dtype], "FEEDBACK": feedback} | _format(wire)
+        _launch(average_kernel, (triton.cdiv(blocks, BLOCKS),), rows, *at, **fixed)
 
     def decode(self, rows: Tensor, wire: str, payload: Tensor) -> None:
         blocks = _blocks(rows, wire)
         grid = (triton.cdiv(blocks, BLOCKS), len(rows))
-        fixed = {"D": TYPES[payload.dtype]} | _format(wire)
-        _launch(decode_kernel, grid, rows, rows.stride(0), blocks, payload, len(payload), **fixed)
+        at = (rows.stride(0), blocks, payload, len(payload))
+        _launch(decode_kernel, grid, rows, *at, D=TYPES[payload.dtype], **_format(wire))
 
     def mean(self, rows: Tensor) -> Tensor:
         out = torch.empty_like(rows[0])
-        fixed = {"D": TYPES[rows.dtype], "ELEMENTS": ELEMENTS}
-        _launch(mean_kernel, (triton.cdiv(len(out), ELEMENTS),), rows, len(rows), out, len(out), **fixed)
+        fixed, grid = {"D": TYPES[rows.dtype], "ELEMENTS": ELEMENTS}, (triton.cdiv(len(out), ELEMENTS),)
+        _launch(mean_kernel, grid, rows, len(rows), out, len(out), **fixed)
         return out
 
 
 def _blocks(rows: Tensor, wire: str) -> int:
-    """Of each row; scales are read as float32, so they have to be aligned."""
+    """Returns the blocks of each row. Scales are read as float32, so they have to be aligned."""
     assert rows.data_ptr() % 4 == 0 and rows.stride(0) % 4 == 0
     return rows.shape[1] // BLOCK_BYTES[wire]
 

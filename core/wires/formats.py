@@ -1,4 +1,4 @@
-"""Wire formats: a tensor as the bytes that cross the network, in blocks of 256 elements; pure tensor functions.
+"""Wire formats: a tensor as the bytes that cross the network, in blocks of 256 elements.
 
 | wire | bytes a block | an element |
 |---|---|---|
@@ -9,10 +9,10 @@
 
 The B bits of q + L + 1 of elements i, i + 32 B, i + 2 x 32 B, ... share a byte, the first one's the lowest.
 
-The scale s leads its block, as float32: one in bfloat16 would save 2 bytes in 132 at best, and has to be rounded up,
-which costs more precision than that. float16's s is a power of two. Symmetric scales a block are those of 8-bit
-optimizers (Dettmers et al., ICLR 2022), without their nonlinear map. A NaN or an infinity stays visible: with a scale
-all 256 elements decode to non-finite numbers, in bfloat16 the element itself does. So does a float64 beyond float32.
+The scale s leads its block, as float32: in bfloat16 it would save 2 bytes in 132 at best, but need rounding up, which
+costs more precision than that. float16's s is a power of two. 8-bit optimizers have such symmetric scales (Dettmers et
+al., ICLR 2022), and a nonlinear map. NaN, infinity and a float64 beyond float32 stay visible: all 256 elements of the
+block decode to non-finite numbers, or in bfloat16 the element itself does.
 """
 
 from __future__ import annotations
@@ -33,46 +33,37 @@ LEVELS = {wire: (1 << bits - 1) - 1 for wire, bits in BITS.items()}
 
 
 def nbytes(wire: str, numel: int) -> int:
-    """Bytes of `numel` elements, a multiple of BLOCK."""
+    """Returns the bytes of `numel` elements, a multiple of BLOCK."""
     assert numel % BLOCK == 0, f"{numel} elements are no whole blocks"
     return numel // BLOCK * BLOCK_BYTES[wire]
 
 
 def encode(x: Tensor, wire: str, *, lost: Tensor | None = None) -> Tensor:
-    """x [n], float32 or float64, n a multiple of BLOCK -> uint8 [nbytes(wire, n)], rounded to nearest, ties to even.
+    """Encodes x [n], float32 or float64, n a multiple of BLOCK, as uint8 [nbytes(wire, n)]. Rounds ties to even.
 
     lost: [n]; the values that the bytes decode to are subtracted from it.
     """
-    if wire.startswith("int"):
-        return _encode_int(x.reshape(-1, BLOCK), wire, lost)
-    payload = _encode_float(x, wire)
-    if lost is not None:
+    if wire == "bfloat16":
+        payload = x.float().to(torch.bfloat16).view(torch.uint8)
+    else:
+        blocks = x.reshape(-1, BLOCK)
+        scale = _scales(blocks, wire)[:, None]
+        q = blocks / scale.masked_fill(scale == 0, 1.0)  # a block of zeros
+        if wire == "float16":
+            body = q.to(torch.float16).view(torch.uint8)
+        else:
+            q.round_().clamp_(-LEVELS[wire], LEVELS[wire])
+            if lost is not None:
+                lost.view(q.shape).sub_(q.to(lost.dtype) * scale)
+            body = q.to(torch.int8).view(torch.uint8) if wire == "int8" else _pack(q, BITS[wire])
+        payload = torch.cat([scale.view(torch.uint8), body], dim=1).view(-1)
+    if lost is not None and wire not in INTS:
         lost.sub_(decode(payload, wire, lost.dtype))
     return payload
 
 
-def _encode_int(blocks: Tensor, wire: str, lost: Tensor | None) -> Tensor:
-    scale = _scales(blocks, wire)[:, None]
-    q = blocks / scale.masked_fill(scale == 0, 1.0)  # a block of zeros
-    q.round_().clamp_(-LEVELS[wire], LEVELS[wire])
-    if lost is not None:
-        lost.view(q.shape).sub_(q.to(lost.dtype) * scale)
-    body = q.to(torch.int8).view(torch.uint8) if wire == "int8" else _pack(q, BITS[wire])
-    return torch.cat([scale.view(torch.uint8), body], dim=1).view(-1)
-
-
-def _encode_float(x: Tensor, wire: str) -> Tensor:
-    if wire == "bfloat16":
-        return x.float().to(torch.bfloat16).view(torch.uint8)
-    blocks = x.reshape(-1, BLOCK)
-    scale = _scales(blocks, wire)
-    y = blocks / scale.masked_fill(scale == 0, 1.0)[:, None]  # a block of zeros
-    body = y.to(torch.float16).view(torch.uint8)
-    return torch.cat([scale[:, None].view(torch.uint8), body], dim=1).view(-1)
-
-
 def decode(payload: Tensor, wire: str, dtype: torch.dtype = torch.float32) -> Tensor:
-    """uint8 [nbytes(wire, n)] -> [n] in `dtype`, float32 or float64."""
+    """Decodes uint8 [nbytes(wire, n)] to [n] in `dtype`, float32 or float64."""
     if wire == "bfloat16":
         return payload.clone().view(torch.bfloat16).to(dtype)  # the clone is aligned
     blocks = payload.view(-1, BLOCK_BYTES[wire])
@@ -109,9 +100,7 @@ def _unpack(body: Tensor, bits: int) -> Tensor:
     """The inverse of _pack, as int8."""
     u = torch.empty(len(body), BLOCK // 8, dtype=torch.int64, device=body.device)
     packed = body.clone(memory_format=torch.contiguous_format).view(torch.int64)
-    mask = int.from_bytes(
-        bytes([(1 << bits) - 1] * 8), "little"
-    )  # eight bytes at a time take an eighth of the operations
+    mask = int.from_bytes(bytes([(1 << bits) - 1] * 8), "little")  # eight bytes at a time, an eighth of the operations
     for i, part in enumerate(u.chunk(8 // bits, dim=1)):
         part.copy_((packed >> i * bits).bitwise_and_(mask))
     return u.view(torch.int8).sub_(1 << bits - 1)

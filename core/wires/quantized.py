@@ -1,6 +1,6 @@
-"""The mean over the workers in a narrow wire format, with error feedback (CO2Config.wire, ddp_wire).
+"""Averages over the workers in a narrow wire format, with error feedback (CO2Config.wire, ddp_wire).
 
-Two stages instead of an all-reduce, as in DoubleSqueeze (Tang et al., ICML 2019), every worker the server of one part:
+Two stages replace an all-reduce, as in DoubleSqueeze (Tang et al., ICML 2019), every worker the server of one part:
 
 1. each worker encodes its differences, cut into n equal chunks, and sends chunk j to worker j (all-to-all);
 2. worker j decodes the chunks that it got, averages them in float32 (float64 for float64 parameters), encodes the mean,
@@ -35,7 +35,7 @@ HELD_BACK = ("error_feedback", "mean_error_feedback")  # names of a checkpoint's
 
 @dataclass
 class Part:
-    """In place of a bucket, as far as this reducer reads and writes it: the payload is rounded, the values and the
+    """What the reducer reads and writes of a bucket, for a part of one. The payload is rounded; the values and the
     scalars are exact."""
 
     flat: Tensor
@@ -45,26 +45,20 @@ class Part:
     scalars: Tensor
 
 
-def make_codec(device: torch.device) -> SegmentCodec:
-    """Triton's kernels where they run: a TritonCodec has the same methods."""
-    kernels = kernels_of(device)
-    return SegmentCodec(device) if kernels is None else kernels.TritonCodec()
-
-
 class SegmentCodec:
-    """Payloads <-> their encoded bytes, uint8 [workers, bytes], row j the chunk of worker j; rows may lie apart.
+    """Encodes payloads, uint8 [workers, bytes] with worker j's chunk in row j, and decodes them.
 
-    By core/wires/formats.py's functions, a segment at a time.
+    It calls core/wires/formats.py's functions, a segment at a time. Rows may lie apart.
     """
 
     def __init__(self, device: torch.device):
         self._segment = GPU_SEGMENT if device.type == "cuda" else SEGMENT
 
     def encode(self, payload: Tensor, rows: Tensor, wire: Wire, error: Tensor | None, moved: Tensor) -> None:
-        """payload [numel], zeros beyond it -> rows: Q(d + e), e <- d + e - Q(d + e); without movement Q(d),
-        e <- e + d - Q(d). error: [workers x chunk]. moved: 0-d bool on the device."""
+        """Encodes payload, [numel] with zeros beyond it, to rows: Q(d + e), e <- d + e - Q(d + e); without movement
+        Q(d), e <- e + d - Q(d). error: [workers x chunk]. moved: 0-d bool on the device."""
         chunk = _chunk(rows, wire)
-        few = self._few(chunk)
+        few = max(1, self._segment // max(1, chunk))  # small chunks together: their kernels cost more than their bytes
         for j, to in enumerate(rows.split(few)):
             where = slice(j * few * chunk, j * few * chunk + len(to) * chunk)
             piece = payload[where]
@@ -74,7 +68,7 @@ class SegmentCodec:
     def average(
         self, rows: Tensor, out: Tensor, wire: Wire, dtype: torch.dtype, error: Tensor | None, moved: Tensor
     ) -> None:
-        """rows, all of one chunk, summed in their order and in dtype -> their mean, encoded likewise, uint8 [bytes]."""
+        """Sums the rows, all of one chunk, in their order and in dtype, and encodes the mean to out, uint8 [bytes]."""
         chunk = _chunk(rows, wire)
         mean = torch.zeros(chunk, dtype=dtype, device=rows.device)
         for start, values in self._decoded(rows, wire, dtype):
@@ -84,22 +78,17 @@ class SegmentCodec:
         self._encode(mean.div_(mean.new_full((), len(rows))), out[None], wire, error, moved)
 
     def decode(self, rows: Tensor, wire: Wire, payload: Tensor) -> None:
-        """rows -> payload, [numel]; what comes beyond is padding."""
+        """Decodes rows to payload, [numel]; what comes beyond is padding."""
         for start, decoded in self._decoded(rows, wire, payload.dtype):
             target = payload[start : start + decoded.numel()]
             target.copy_(decoded.view(-1)[: len(target)])
 
     def mean(self, rows: Tensor) -> Tensor:
-        """[workers, elements] -> [elements], summed in the rows' order."""
+        """Returns the mean of [workers, elements], summed in the rows' order."""
         total = torch.zeros_like(rows[0])
         for row in rows:
             total.add_(row)
         return total.div_(total.new_full((), len(rows)))
-
-    def _few(self, chunk: int) -> int:
-        """The number of workers' chunks that are encoded or decoded at once: a small chunk's kernels cost more than its
-        bytes."""
-        return max(1, self._segment // max(1, chunk))
 
     def _encode(self, values: Tensor, payload: Tensor, wire: Wire, error: Tensor | None, moved: Tensor) -> None:
         """Fills payload, [rows, bytes], as `encode` does."""
@@ -112,28 +101,28 @@ class SegmentCodec:
             part.copy_(wires.encode(rounded, wire, lost=kept).view(part.shape))
 
     def _decoded(self, rows: Tensor, wire: Wire, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
-        """rows [workers, bytes], a chunk each -> the first element's place, and values [some rows, elements]."""
+        """Yields the first element's place, and values [some rows, elements]. rows: [workers, bytes], a chunk each."""
         chunk, step = _chunk(rows, wire), self._segment
-        few = self._few(chunk)
+        few = max(1, step // max(1, chunk))
         for j, some in enumerate(rows.split(few)):
             for i, part in enumerate(some.split(wires.nbytes(wire, step), dim=1)):
                 yield j * few * chunk + i * step, wires.decode(part.flatten(), wire, dtype).view(len(part), -1)
 
 
 def _chunk(rows: Tensor, wire: Wire) -> int:
-    """Elements of each row."""
+    """Returns the elements of each row."""
     return rows.shape[1] // BLOCK_BYTES[wire] * BLOCK
 
 
 def chunk_of(numel: int, world_size: int) -> int:
-    """Elements of each worker's chunk: whole blocks."""
+    """Returns the elements of each worker's chunk: whole blocks."""
     return -(-numel // (world_size * BLOCK)) * BLOCK
 
 
 def nothing_held_back(
     buckets: Sequence[Bucket | Part], world_size: int, device: str | None = None
 ) -> dict[str, list[Tensor]]:
-    """Error feedback as it begins, for both stages, a tensor a bucket; device: None for the bucket's."""
+    """Returns error feedback's zeros for both stages, a tensor a bucket; device: None for the bucket's."""
     pairs = [(b, chunk_of(b.numel, world_size)) for b in buckets]
     return {
         name: [b.flat.new_zeros(copies * chunk, device=device) for b, chunk in pairs]
@@ -144,12 +133,11 @@ def nothing_held_back(
 class Quantized(Reducer):
     """The reducer of a narrow format: one payload of bytes a stage. Means land, so `scale` is 1.
 
-    Only the parameters' part of a bucket is rounded; the rest travels as it is. Where nobody has moved (the
-    scalars "steps" and "weight") the mean is thrown away by its owner; the errors that are held back must not be lost
-    with it: they wait, as do the errors of a worker that is left out.
+    Only the parameters' part of a bucket is rounded; the rest travels as it is. If nobody has moved (the scalars
+    "steps" and "weight"), the caller discards the mean, and what is held back waits, as it does for an excluded worker.
+    A single worker encodes and decodes as well, so that it trains as one of many. Error feedback, `state`, costs a copy
+    of the parameters, and 1 / n of a copy for the second stage.
 
-    One worker alone encodes and decodes as well, so that it trains as one of many. Error feedback keeps a copy of the
-    parameters, and 1 / n of a copy for the second stage: `state`.
     wire: of all buckets, or one for each. memory: for both stages' errors, a tensor a bucket, [workers x chunk] and
     [chunk]; None: it makes its own.
     """
@@ -179,7 +167,8 @@ class Quantized(Reducer):
             own, means = memory or nothing_held_back(buckets, world_size).values()
             self._errors, self._mean_errors = [*own], [*means]
             self.state = dict(zip(HELD_BACK, (own, means), strict=True))
-        self._codec = make_codec(self.device)
+        kernels = kernels_of(self.device)  # Triton's, if they run here, have the same methods
+        self._codec = kernels.TritonCodec() if kernels else SegmentCodec(self.device)
 
     def stages(self, group: dist.ProcessGroup | None, number: int) -> Iterator[Stage]:
         yield [], 0  # the encoding, too, is done in the background
@@ -187,7 +176,9 @@ class Quantized(Reducer):
         received = sent
         if group is not None:
             received = torch.empty_like(sent)
-            yield [_all_to_all(received, sent, group)], (self.world_size - 1) * sent.shape[1]
+            work = dist.all_to_all_single(received, sent, group=group, async_op=True)
+            assert work is not None
+            yield [work], (self.world_size - 1) * sent.shape[1]
         mean = self._average(received)
         means = mean[None]
         if group is not None:
@@ -195,26 +186,13 @@ class Quantized(Reducer):
             yield all_gather(means, mean, group)
         self._unpack(means)
 
-    def release(self) -> None:
-        """Adds the errors that are held back to the payloads, whose sum over the workers another reducer takes; each
-        worker holds the second stage's errors of one chunk."""
-        held = zip(self.buckets, self._errors, self._mean_errors, self.chunks, strict=True)
-        for bucket, own, mean, chunk in held:
-            if own is None or mean is None:
-                continue
-            bucket.payload.add_(own[: bucket.numel])
-            part = bucket.payload[self.rank * chunk : (self.rank + 1) * chunk]
-            part.add_(mean[: len(part)], alpha=self.world_size)
-
     def _layout(self) -> list[int]:
-        """Bytes of the payload for one worker: every bucket's encoded chunk, then every bucket's share of the rest."""
+        """Returns the bytes for one worker: every bucket's encoded chunk, then every bucket's share of the rest."""
         encoded = [wires.nbytes(wire, chunk) for wire, chunk in zip(self.wires, self.chunks, strict=True)]
         return encoded + [rest * b.flat.element_size() for rest, b in zip(self.rests, self.buckets, strict=True)]
 
-    # -- the first stage --------------------------------------------------------------------------------------
-
     def _outgoing(self) -> Tensor:
-        """uint8 [workers, bytes]: row j is for worker j. The scalars go to everyone."""
+        """Returns the first stage's message, uint8 [workers, bytes], row j for worker j. The scalars go to everyone."""
         n, count, scalars = self.world_size, len(self.buckets), self.buckets[0].scalars
         layout = [*self._layout(), scalars.nbytes]
         message = torch.empty(n, sum(layout), dtype=torch.uint8, device=self.device)
@@ -227,20 +205,15 @@ class Quantized(Reducer):
         parts[-1].copy_(scalars.clone().view(torch.uint8).expand(n, -1))  # the clone is aligned
         return message
 
-    # -- the second stage -------------------------------------------------------------------------------------
-
     def _average(self, received: Tensor) -> Tensor:
-        """uint8 [workers, bytes] of this worker's chunk -> uint8 [bytes], their mean; the scalars become their mean.
-
-        Sums go in rank order: the scalars' are taken by every worker for itself, and have to agree.
-        """
-        scalars = self.buckets[0].scalars
-        parts = received.split([*self._layout(), scalars.nbytes], dim=1)
+        """Returns the mean of this worker's chunk, uint8 [bytes], from uint8 [workers, bytes]. The scalars become their
+        means, summed in rank order: every worker sums them for itself, and all have to agree."""
+        count, scalars, layout = len(self.buckets), self.buckets[0].scalars, self._layout()
+        parts = received.split([*layout, scalars.nbytes], dim=1)
         scalars.copy_(self._codec.mean(_raw(parts[-1], scalars.dtype)))
         moved = self.scalars["steps"] * self.scalars["weight"] != 0
-        payload = received.new_empty(sum(self._layout()))
-        out = payload.split(self._layout())
-        count = len(self.buckets)
+        payload = received.new_empty(sum(layout))
+        out = payload.split(layout)
         for i, (bucket, error) in enumerate(zip(self.buckets, self._mean_errors, strict=True)):
             self._codec.average(parts[i], out[i], self.wires[i], bucket.flat.dtype, error, moved)
             values = self._codec.mean(_raw(parts[count + i], bucket.flat.dtype))
@@ -248,41 +221,38 @@ class Quantized(Reducer):
         return payload
 
     def _unpack(self, means: Tensor) -> None:
-        """uint8 [workers, bytes], row j the mean of chunk j -> the buffers."""
-        parts = means.split(self._layout(), dim=1)
-        count = len(self.buckets)
+        """Decodes uint8 [workers, bytes], row j the mean of chunk j, into the buckets."""
+        parts, count = means.split(self._layout(), dim=1), len(self.buckets)
         for i, bucket in enumerate(self.buckets):
             self._codec.decode(parts[i], self.wires[i], bucket.payload)
             values = _raw(parts[count + i], bucket.flat.dtype).view(-1)
             bucket.values.copy_(values[: len(bucket.values)])
 
+    def release(self) -> None:
+        """Adds what is held back to the payloads, which another reducer sums over the workers. Each worker holds the
+        second stage's errors of one chunk."""
+        held = zip(self.buckets, self._errors, self._mean_errors, self.chunks, strict=True)
+        for bucket, own, mean, chunk in held:
+            if own is None or mean is None:
+                continue
+            bucket.payload.add_(own[: bucket.numel])
+            part = bucket.payload[self.rank * chunk : (self.rank + 1) * chunk]
+            part.add_(mean[: len(part)], alpha=self.world_size)
+
 
 def _raw(payload: Tensor, dtype: torch.dtype) -> Tensor:
-    """uint8 [rows, bytes] -> [rows, elements]; the clone is aligned."""
+    """Returns uint8 [rows, bytes] as [rows, elements]; the clone is aligned."""
     rows, size = payload.shape
     return payload.flatten().clone().view(dtype).view(rows, size // dtype.itemsize)
 
 
-def _all_to_all(to: Tensor, source: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    work = dist.all_to_all_single(to, source, group=group, async_op=True)
-    assert work is not None
-    return work
-
-
 class AutoWire(Reducer):
-    """A reducer that is one of several. kind: the format of what is sent first; `become`, which a Tuned calls before
-    a launch, changes it."""
+    """A reducer that is one of several. kind: the format of what is sent first; a Tuned calls `become` before a launch
+    to change it."""
 
     changes = True
 
-    def __init__(
-        self,
-        kind: str,
-        error_feedback: bool,
-        buckets: Sequence[Bucket],
-        scalars: Scalars,
-        flight: Flight,
-    ):
+    def __init__(self, kind: str, error_feedback: bool, buckets: Sequence[Bucket], scalars: Scalars, flight: Flight):
         self._feeds_back = error_feedback
         self._buckets, self._scalars, self._flight = buckets, scalars, flight
         self.kind, self._now = "", cast(Reducer, None)
@@ -290,25 +260,26 @@ class AutoWire(Reducer):
 
     @property
     def state(self) -> dict[str, list[Tensor]]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The same keys and shapes over any wire."""
+        """Has the same keys and shapes over any wire."""
         if self._now.state or not self._feeds_back:
             return self._now.state
         return nothing_held_back(self._buckets, self._flight.world_size, "cpu")
 
     def become(self, kind: str) -> None:
-        """What is sent from now on; nothing may be in flight. Error feedback begins with nothing held back; what the
-        format before has held back goes along with the payload. On a GPU not in the background's stream: memory that
-        is let go there would be used again while that stream still reads it."""
+        """Changes the format; nothing may be in flight. What the format before has held back joins the payload.
+
+        On a GPU not in the background's stream: memory freed there would be used again while that stream still reads.
+        """
         if kind == self.kind:
             return
         if isinstance(self._now, Quantized):
             self._now.release()
-        self.kind = kind
+        self.kind, flight = kind, self._flight
         if kind == "float32":
-            self._now = Reducer([b.flat for b in self._buckets], self._flight.world_size)
+            self._now = Reducer([b.flat for b in self._buckets], flight.world_size)
         else:
-            workers = self._flight.rank, self._flight.world_size
-            self._now = Quantized(self._buckets, self._scalars, *workers, cast(Wire, kind), self._feeds_back)
+            settings = flight.rank, flight.world_size, cast(Wire, kind), self._feeds_back
+            self._now = Quantized(self._buckets, self._scalars, *settings)
         self.scale = self._now.scale
 
     def stages(self, group: dist.ProcessGroup | None, number: int) -> Iterator[Stage]:
