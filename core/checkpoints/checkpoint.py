@@ -13,7 +13,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -79,9 +79,10 @@ class Saver:
         self._thread = threading.Thread(target=self._run, args=job, daemon=True)
         self._thread.start()
 
-    def write(self, step: int, state: Any, tensors: dict[str, Tensor]) -> bool:
-        """As start() and wait(), in the calling thread."""
-        self._run(step, state, tensors, time.monotonic())
+    def write(self, step: int, state: Any, tensors: dict[str, Tensor], spared: Collection[str] = ()) -> bool:
+        """As start() and wait(), in the calling thread. spared: names of the model's tensors that need not be
+        finite."""
+        self._run(step, state, tensors, time.monotonic(), spared)
         return self.wait()
 
     def wait(self) -> bool:
@@ -110,9 +111,13 @@ class Saver:
         if self._thread is not None:
             self._thread.join(PATIENCE)
 
-    def _run(self, step: int, state: Any, tensors: dict[str, Tensor], begun: float) -> None:
+    def _run(
+        self, step: int, state: Any, tensors: dict[str, Tensor], begun: float, spared: Collection[str] = ()
+    ) -> None:
         try:
-            weights = [t for path, t in tensors.items() if path.startswith("model.") and t.is_floating_point()]
+            apart = {f"model.{name}" for name in spared}
+            of_model = {path: t for path, t in tensors.items() if path.startswith("model.") and path not in apart}
+            weights = [t for t in of_model.values() if t.is_floating_point()]
             finite = self._gather(bool(all_finite(weights)))
             self._ended = all(finite)
             if not self._ended:

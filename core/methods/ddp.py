@@ -17,7 +17,7 @@ from ..assembly.config import WireConfig
 from ..checkpoints.checkpoint import all_finite
 from ..checkpoints.saved import of_rank, on_host, under_rank
 from ..errors import DivergedError, UserError
-from ..flat import Scalars, copy, is_dtensor, make_buckets, views
+from ..flat import Scalars, as_real, copy, has_mean, is_dtensor, keep_unchanged, make_buckets, tensors_of, views
 from ..groups import broadcast, compare, leave_group, new_group, ring_bytes
 from ..robust import peers
 from ..robust.requests import Requests
@@ -137,7 +137,7 @@ class DDP(Loop):
             peers.meet(self.group)
         self._timeout = timeout
         self.model = model
-        self._buffers = [b for b in model.buffers() if b.is_floating_point()] if average_buffers else []
+        self._buffers = [as_real(b) for b in model.buffers() if has_mean(b)] if average_buffers else []
         self._link = link
         self._bytes = 0
         self._spans: list[tuple[Mark, Mark]] = []  # of each bucket: launched, landed
@@ -152,10 +152,11 @@ class DDP(Loop):
             check_wire(wire, sharded=self._sharded)
         if self.group is not None and not self._sharded:
             self._wrap(model, self.group, wire)
+        self._first_values = self._flat_buffers()
 
     def _wrap(self, model: nn.Module, group: dist.ProcessGroup, wire: WireConfig | None) -> None:
         """Puts the model into DistributedDataParallel, on all workers as the first one has it."""
-        tensors = [*model.parameters(), *model.buffers()]
+        tensors = tensors_of([*model.parameters(), *model.buffers()], "parameters")
         narrow = wire if wire is not None and wire.format != "float32" else None
         compare(("ddp", narrow), tensors, group)
         broadcast(tensors, group, tensors[0].device)
@@ -238,10 +239,19 @@ class DDP(Loop):
         self._tell()
         self._hear(at_once=True)
         if self._buffers and self.group is not None:
-            # Of the widest dtype. Each buffer alone would take a round trip.
-            together = torch.cat([b.flatten() for b in self._buffers])
+            together = self._flat_buffers()  # each buffer alone would take a round trip
             dist.all_reduce(together, group=self.group)
-            copy(self._buffers, views(together.div_(self.world_size), self._buffers))
+            together.div_(self.world_size)
+            if together.element_size() >= 4:
+                keep_unchanged(together, self._first_values, self.world_size)
+            copy(self._buffers, views(together, self._buffers))
+
+    @torch.no_grad()
+    def _flat_buffers(self) -> Tensor:
+        """A copy of the buffers, 1-d, of the widest dtype among them."""
+        if not self._buffers:
+            return torch.empty(0)
+        return torch.cat([(b.float() if b.element_size() == 1 else b).flatten() for b in self._buffers])
 
     def state_dict(self) -> dict[str, Any]:
         return under_rank({"rounds": self.rounds} | ({"wire": self.wire.state_dict()} if self.wire else {}))
