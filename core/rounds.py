@@ -232,9 +232,10 @@ class Rounds(Loop, ABC):
     the reductions, and what says how they travel. pacing, riders: see the top of this file.
 
     Attributes: trained, the parameters that require a gradient, DTensors as they are; params, buffers, DTensors' shards
-    among them; given_buffers, the buffers that are averaged, by their number among those given; first_values, with which
-    they began, flat, a tensor a bucket; buckets, the flat tensors that travel; state, the tensors that are kept from round to round, and
-    replicas, those of them that are equal on all workers; starts, the point at which rounds begin, a flat tensor a
+    among them; given_buffers, the buffers that are averaged, by their number among those given; first_values, with
+    which they began, a flat tensor a bucket; buckets, the flat tensors that travel; state, the tensors that are kept
+    from round to round, and replicas, those of them that are equal on all workers; starts, the point at which rounds
+    begin, a flat tensor a
     bucket, empty where it is not kept; scale, by which sums that have landed become means; clock, which takes the
     times; local_steps, the number taken since the last boundary; sent_tau, the tau of the round whose reduction is in
     flight, or landed last; growth, sent_tau over the tau of the round whose mean landed before (outer.carried).
@@ -249,6 +250,8 @@ class Rounds(Loop, ABC):
     shards = False  # whether the processes that hold one payload hold unlike parts of the model
     needs_whole_norms = False  # whether norms of all parameters are taken, which none has of DTensors
     sends_later = False  # whether payloads are complete only in the background, before the riders' stages
+    on_step: Callable[[], None] | None = None  # is called as step() begins; None after the first rounds
+    saved_at: tuple[int, int] | None = None  # rounds and local steps at which state_dict() was last called
     numbers: Sequence[str] = ()  # attributes that belong into a checkpoint beside `state`: plain, or 0-d tensors
 
     def __init__(
@@ -370,6 +373,8 @@ class Rounds(Loop, ABC):
         last: finish() follows, which then waits for one all-reduce. Without it finish() needs a second one where a
         round has just closed, only to hear that no worker has sent anything since.
         """
+        if self.on_step is not None:
+            self.on_step()
         if self._ended is not None:
             raise UserError("step() after step(last=True): call finish() between them")
         self.local_steps += 1
