@@ -112,9 +112,7 @@ def warn_of_step(optimizer: torch.optim.Optimizer, before: dict[int, int], after
     return True
 
 
-def warn_of_synchronous(
-    params: Sequence[Tensor], buffers: Sequence[Tensor], group: dist.ProcessGroup | None
-) -> None:
+def warn_of_synchronous(params: Sequence[Tensor], buffers: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
     """Warns where training passes through modules or averagers that make a method's workers wait in every step.
 
     Such a module leaves no mark on its parameters: all of Python's objects are asked whether they refer to its class,

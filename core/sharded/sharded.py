@@ -25,9 +25,9 @@ from ..adaptive.config import Schedule, settings_of
 from ..assembly import CO2Config, Options, named_rule, plugs
 from ..checkpoints.saved import Saved
 from ..errors import UserError
-from ..robust.synchronous import refuse_shards
 from ..flat import Bucket, copy, make_buckets, tensors_of, unique
 from ..groups import Stage, all_reduce, gather_parts
+from ..robust.synchronous import refuse_shards
 from ..stats import send_off
 from .live import HostCopies, Live, beside, pinned
 from .mesh import check_shared, groups_of
