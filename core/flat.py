@@ -214,8 +214,8 @@ def same_values(values: Tensor, first: Tensor) -> Tensor:
 def keep_unchanged(means: Tensor, first: Tensor, workers: int) -> None:
     """Where no worker has changed a buffer, its mean becomes exactly the value that it began with.
 
-    The sum of equal values may be rounded or overflow, so a mean that such a sum can give counts as unchanged. All workers
-    decide alike, because they hold the same means and the same first values.
+    The sum of equal values may be rounded or overflow, so a mean that such a sum can give counts as unchanged. All
+    workers decide alike, because they hold the same means and the same first values.
 
     Args:
         means: The averaged buffers, 1-d.
@@ -397,8 +397,8 @@ def check_inputs(given: Sequence[Tensor], params: Sequence[Tensor], buffers: Seq
     for t in [*params, *buffers]:
         if t.is_inference():
             raise UserError(
-                f"a tensor of shape {list(t.shape)} was made under torch.inference_mode(), so that it cannot be written "
-                "to: clone() it outside"
+                f"a tensor of shape {list(t.shape)} was made under torch.inference_mode(), so that nobody can write to "
+                "it: clone() it outside"
             )
         if any(size > 1 and stride == 0 for size, stride in zip(t.shape, t.stride(), strict=True)):
             raise UserError(

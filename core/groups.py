@@ -225,11 +225,11 @@ def alike(tensors: Sequence[Tensor], group: dist.ProcessGroup, device: torch.dev
     many = 1 << (22 if device.type == "cuda" else 17)  # at a time: what fills a GPU, or fits a cache
     odd = torch.empty(many, dtype=torch.int64).random_(generator=torch.Generator().manual_seed(0)) | 1
     weights, found = functools.cache(odd.to), torch.zeros((), dtype=torch.int64, device=device)
-    for t in (part for t in tensors for part in parts_of(t)):
-        bits = as_bits(t).contiguous().view(-1)
+    for dense in (part for t in tensors for part in parts_of(t)):
+        bits = as_bits(dense).contiguous().view(-1)
         bits = bits.view(torch.int32) if bits.element_size() == 8 else bits  # two signs of 64 bits would cancel out
         for part in bits.split(many):
-            found = MIXED * found + (part * weights(t.device)[: len(part)]).sum().to(device)
+            found = MIXED * found + (part * weights(dense.device)[: len(part)]).sum().to(device)
     ends = torch.stack([found, ~found])  # ~ turns the order of integers around
     dist.all_reduce(ends, op=dist.ReduceOp.MIN, group=group)
     return bool(ends[0] == ~ends[1])
@@ -246,7 +246,8 @@ def broadcast(tensors: Sequence[Tensor], group: dist.ProcessGroup, device: torch
     for bits in (as_bits(part) for t in tensors for part in parts_of(t)):
         flat = bits.to(device).contiguous().view(-1)
         dist.broadcast(flat.view(torch.uint8), group_src=0, group=group)
-        bits.copy_(flat.view(bits.shape))
+        if flat.data_ptr() != bits.data_ptr():  # else it was written in place
+            bits.copy_(flat.view(bits.shape))
 
 
 def all_reduce(flats: Sequence[Tensor], group: dist.ProcessGroup) -> Stage:

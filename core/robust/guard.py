@@ -44,7 +44,8 @@ class Guard(Rider):
     Attributes: on_left_out, called with a 0-d truth value after a round: whether this worker was left out of its mean,
     for what the inner optimiser has gathered, as `forget` does; on a CPU only where it was. verdict, size, 0-d,
     the last one on this worker, and the norm of what it judged; count, of the workers that were left out of what was
-    heard last; state: [3] float64, the usual size, sound rounds so far, and the size of the last jump, for a checkpoint.
+    heard last; state: [3] float64, the usual size, sound rounds so far, and the size of the last jump, for a
+    checkpoint.
     """
 
     name, of_each = "guard", {"left_out": 1}
@@ -181,8 +182,11 @@ class Guard(Rider):
         return f"buffer {number}{owner_of(buffer)}, of shape {list(buffer.shape)}"
 
     def _live_buffer(self) -> str:
-        """The first of this worker's buffers that has turned other than finite; "" for none."""
+        """The first of this worker's buffers that has turned other than finite; "" for none, and where the parameters
+        have, too."""
         m = self.method
+        if not all(bool(p.isfinite().all()) for p in m.params):
+            return ""
         spoilt = int(first_spoilt([b.flat_buffers() for b in m.buckets], m.first_values, m.buckets))
         return self._name(spoilt - 1 + BUFFER) if spoilt else ""
 

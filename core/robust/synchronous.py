@@ -1,8 +1,8 @@
 """Optimizers and modules that synchronize a method's workers in every step.
 
 All that is known of them is here. Where they mix up the workers' models, UserError says so. Where they only make
-workers wait, so that no communication is hidden, a warning says so once. Neither concerns the workers of one node, where
-the method runs across nodes.
+workers wait, so that no communication is hidden, a warning says so once. Neither concerns the workers of one node,
+where the method runs across nodes.
 """
 
 from __future__ import annotations

@@ -101,9 +101,8 @@ class Watch(Rider):
     def _values(self) -> tuple[list[tuple[int, int]], Tensor]:
         """By what it is noticed that a parameter changes: writes that torch counts, and a sample of the values."""
         parts = [p.detach().reshape(-1)[:: -(-p.numel() // SAMPLED) or 1] for p in self._sampled]
-        return [_writes(p) for p in self._params], torch.cat(
-            [part.to(parts[0].device, torch.float64) for part in parts]
-        )
+        sample = torch.cat([part.to(parts[0].device, torch.float64) for part in parts])
+        return [_writes(p) for p in self._params], sample
 
     def _called(self) -> None:
         """step() of the method begins."""

@@ -194,7 +194,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
 
 
 def accumulated(make: Callable[[Any], Any], micro: int, tau: int, *, first: bool, calls: int = 24) -> str:
-    """The warnings of a loop that calls step() after every micro-batch. first: gradients are cleared first, not last."""
+    """The warnings of a loop that calls step() after every micro-batch. first: gradients are cleared first."""
     net = model()
     optimizer = make(net.parameters())
     method = CO2(net.parameters(), CO2Config(tau=tau))
