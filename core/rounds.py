@@ -228,8 +228,8 @@ class Rounds(Loop, ABC):
     params: trained together, all beginning as on the first worker; frozen ones are broadcast once. buffers: dense ones
     of floating point, complex ones too, are averaged along, as BatchNorm's statistics; those that no worker changes
     keep their values, finite or not; all others (integers, sparse and quantized ones) are broadcast once. Convert a
-    model (dtype, device, memory format) before: what puts new tensors in their place is not seen. flight, reducer: make what carries
-    the reductions, and what says how they travel. pacing, riders: see the top of this file.
+    model (dtype, device, memory format) before: what puts new tensors in their place is not seen. flight, reducer: make
+    what carries the reductions, and what says how they travel. pacing, riders: see the top of this file.
 
     Attributes: trained, the parameters that require a gradient, DTensors as they are; params, buffers, DTensors' shards
     among them; given_buffers, the buffers that are averaged, by their number among those given; first_values, with
