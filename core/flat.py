@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from .errors import UserError
 
@@ -53,6 +54,14 @@ class Bucket:
         self.payload_views = views(self.payload, self.params)
         self.values, self.scalars = self.flat[self.padded : end], self.flat[end:]
         self.buffer_views = views(self.values, self.buffers)
+        self.buffer_ends = torch.tensor([b.numel() for b in buffers]).cumsum(0).to(self.flat.device)  # in `values`
+
+    @torch.no_grad()
+    def flat_buffers(self) -> Tensor:
+        """A copy of the live buffers, flat as `values`."""
+        flat = torch.empty_like(self.values)
+        copy(views(flat, self.buffers), self.buffers)
+        return flat
 
     def flatten(self, flat: Tensor) -> None:
         """Copies the live parameters into flat, [numel]."""
@@ -194,6 +203,130 @@ def local_shard(p: Tensor) -> Tensor:
     return shard.to_local() if is_dtensor(shard) else shard
 
 
+# -- buffers that no worker changes, such as a causal mask of -inf -----------------------------------------------------
+
+
+def same_values(values: Tensor, first: Tensor) -> Tensor:
+    """Where two tensors are equal; NaN equals NaN here."""
+    return (values == first) | (values.isnan() & first.isnan())
+
+
+def keep_unchanged(means: Tensor, first: Tensor, workers: int) -> None:
+    """Where no worker has changed a buffer, its mean becomes exactly the value that it began with.
+
+    The sum of equal values may be rounded or overflow, so a mean that such a sum can give counts as unchanged. All
+    workers decide alike, because they hold the same means and the same first values.
+
+    Args:
+        means: The averaged buffers, 1-d.
+        first: The buffers as all workers had them when the method was made, 1-d.
+        workers: How many workers the sum was taken over.
+    """
+    if len(means):
+        limits = torch.finfo(means.dtype)
+        near = first.isfinite() & ((means - first).abs() <= (workers + 2) * limits.eps * first.abs())
+        beyond = (means == first.sign() * torch.inf) & (first.abs() > limits.max / workers)  # as a mask of finfo.min
+        means.copy_(torch.where(near | beyond | same_values(means, first), first, means))
+
+
+def first_spoilt(values: Sequence[Tensor], first: Sequence[Tensor], buckets: Sequence[Bucket]) -> Tensor:
+    """Which buffer, counted from 1 over the buckets, is the first with a number that is not finite and that it did not
+    begin with; 0 for none. 0-d, int64, on the first bucket's device, without waiting for a GPU.
+
+    Args:
+        values: The buffers' values, a flat tensor a bucket.
+        first: The values that they began with.
+        buckets: In which the buffers lie.
+    """
+    found = torch.zeros((), dtype=torch.int64, device=buckets[0].flat.device)
+    before = 0
+    for flat, start, bucket in zip(values, first, buckets, strict=True):
+        if not len(flat) or (not read_blocks(flat) and flat.sum().isfinite()):
+            before += len(bucket.buffers)
+            continue
+        spoilt = ~flat.isfinite() & ~same_values(flat, start)
+        place = torch.bucketize(spoilt.to(torch.uint8).argmax(), bucket.buffer_ends, right=True)
+        number = torch.where(spoilt.any(), before + 1 + place, 0)
+        found = torch.where(found == 0, number.to(found.device), found)
+        before += len(bucket.buffers)
+    return found
+
+
+# -- tensors of every dtype and layout ------------------------------------------------------------------------------
+
+_COMPRESSED = {  # layout -> the methods that return a sparse tensor's parts
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of an element
+
+
+def is_wrapper(t: Tensor) -> bool:
+    """Whether a tensor subclass keeps its numbers in tensors inside, as torchao's quantized weights do."""
+    return hasattr(t, "__tensor_flatten__") and not is_dtensor(t)
+
+
+def has_mean(t: Tensor) -> bool:
+    """Whether the workers' buffers of this kind are averaged: dense ones of floating point, real or complex."""
+    dense = t.layout == torch.strided and not t.is_nested and not is_wrapper(t)
+    return dense and (t.is_floating_point() or t.is_complex()) and t.dtype != getattr(torch, "float4_e2m1fn_x2", None)
+
+
+def as_real(t: Tensor) -> Tensor:
+    """A complex tensor as pairs of real numbers, in the same memory; any other tensor itself."""
+    return torch.view_as_real(t.detach()) if t.is_complex() else t
+
+
+def parts_of(t: Tensor) -> list[Tensor]:
+    """The dense tensors that hold what `t` holds, in the same memory: `t` itself, or the indices and values of a sparse
+    tensor, the bytes of a quantized one, and the tensors inside a wrapper.
+
+    Raises:
+        UserError: The layout gives no access to its memory.
+    """
+    t = t.detach()
+    if is_wrapper(t):
+        names = [name for name in t.__tensor_flatten__()[0]]  # pyright: ignore[reportAttributeAccessIssue]
+        return [part for name in names for part in parts_of(getattr(t, name))]
+    if t.layout == torch.sparse_coo:
+        return [t._indices(), t._values()]
+    if t.layout in _COMPRESSED:
+        return [getattr(t, name)() for name in _COMPRESSED[t.layout]]
+    if t.layout != torch.strided or t.is_nested:
+        what = "a nested tensor" if t.is_nested else f"a tensor of layout {t.layout}"
+        raise UserError(f"{what} cannot be sent to the other workers: leave it out, or make it dense")
+    if t.is_quantized:
+        stored = torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())
+        scales = [] if _of_one_scale(t) else [t.q_per_channel_scales(), t.q_per_channel_zero_points()]
+        return [stored, *scales]
+    return [t]
+
+
+def kind_of(t: Tensor) -> Any:
+    """What of a tensor must be equal on all workers before its numbers can be sent: shape, dtype, and how they lie."""
+    kind: tuple[Any, ...] = (tuple(t.shape), str(t.dtype))
+    if t.is_quantized and _of_one_scale(t):
+        return *kind, f"scale {t.q_scale()}", f"zero point {t.q_zero_point()}"
+    if t.layout == torch.strided and not is_wrapper(t):
+        return kind
+    return *kind, str(t.layout), [kind_of(part) for part in parts_of(t)]
+
+
+def as_bits(t: Tensor) -> Tensor:
+    """The integers whose bits are a dense tensor's, each element once, in the same memory."""
+    t = as_real(t.detach())
+    for dim in range(t.ndim):
+        if t.stride(dim) == 0 and t.shape[dim] > 1:  # expanded
+            t = t.narrow(dim, 0, 1)
+    return t.view(_BITS[t.element_size()])
+
+
+def _of_one_scale(t: Tensor) -> bool:
+    return t.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric)
+
+
 def group_pieces(params: Sequence[Tensor], limit: int) -> Iterator[list[Tensor]]:
     """Views that cover all parameters in order, consecutive ones together up to `limit` elements.
 
@@ -233,6 +366,17 @@ def tensors_of(given: Iterable[Any], name: str) -> list[Tensor]:
     tensors = list(given)
     if others := [type(t).__name__ for t in tensors if not isinstance(t, Tensor)]:
         raise UserError(f"{name}: a {others[0]} is among them: give tensors, as model.{name}() returns")
+    for number, t in enumerate(tensors):
+        if is_lazy(t):
+            raise UserError(
+                f"{name}: number {number} is an {type(t).__name__}, of a lazy module, and has no shape yet: pass one "
+                "batch through the model first"
+            )
+        if t.is_meta:
+            raise UserError(
+                f"{name}: number {number}, of shape {list(t.shape)}, is on the meta device and has no numbers: call "
+                "model.to_empty(device=...) and initialize the model, or load weights, first"
+            )
     return tensors
 
 
@@ -245,7 +389,17 @@ def check_inputs(given: Sequence[Tensor], params: Sequence[Tensor], buffers: Seq
     for p in params:
         if not p.is_floating_point():
             raise UserError(f"a parameter of dtype {p.dtype}: only floating point can be averaged")
+        if p.layout != torch.strided or p.is_nested:
+            raise UserError(
+                f"a parameter of layout {p.layout}, shape {list(p.shape)}: only dense ones can be averaged; call "
+                "to_dense(), or requires_grad_(False) to leave it as it is"
+            )
     for t in [*params, *buffers]:
+        if t.is_inference():
+            raise UserError(
+                f"a tensor of shape {list(t.shape)} was made under torch.inference_mode(), so that nobody can write to "
+                "it: clone() it outside"
+            )
         if any(size > 1 and stride == 0 for size, stride in zip(t.shape, t.stride(), strict=True)):
             raise UserError(
                 f"a tensor of shape {tuple(t.shape)} is expanded, several elements being one: give it memory of "

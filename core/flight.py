@@ -96,6 +96,11 @@ class Flight:
             if self._by_nccl:
                 groups.connect(self.group, self.device, sum(t.numel() * t.element_size() for t in tensors))
 
+    @property
+    def failed(self) -> bool:
+        """Whether a reduction has failed, or leave() was called."""
+        return bool(self._failed)
+
     def check_alive(self) -> None:
         """Raises again what has failed."""
         if self._failed:

@@ -20,6 +20,7 @@ import torch.distributed.nn.functional  # noqa: F401 - whose arguments' defaults
 from torch import Tensor
 
 from .errors import UserError
+from .flat import as_bits, kind_of, parts_of
 
 
 class Pending(Protocol):
@@ -38,7 +39,6 @@ DUMP = ("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")
 CONNECT_SIZES = (4, 1 << 20, 1 << 26)  # bytes: NCCL chooses among its algorithms by size
 LONGEST = 1e8  # seconds of a timeout, three years
 MIXED = 6364136223846793005  # odd, as Knuth's generator multiplies by
-_BITS = {1: torch.uint8, 2: torch.int16}  # by an element's bytes; of wider ones int32, several an element
 
 
 def ring_bytes(nbytes: int, world_size: int) -> int:
@@ -207,7 +207,7 @@ def is_alive(group: dist.ProcessGroup | None) -> bool:
 
 def compare(settings: tuple[Any, ...], tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
     """UserError on all workers unless all of them hold the same settings, shapes and dtypes."""
-    kinds = [f"{len(tensors)} tensors", *((tuple(t.shape), str(t.dtype)) for t in tensors)]
+    kinds = [f"{len(tensors)} tensors", *map(kind_of, tensors)]
     theirs = of_all([*settings, *kinds], group)
     for rank, other in enumerate(theirs):
         for ours, its in zip(theirs[0], other, strict=False):  # in unlike numbers of tensors this is what differs first
@@ -225,10 +225,11 @@ def alike(tensors: Sequence[Tensor], group: dist.ProcessGroup, device: torch.dev
     many = 1 << (22 if device.type == "cuda" else 17)  # at a time: what fills a GPU, or fits a cache
     odd = torch.empty(many, dtype=torch.int64).random_(generator=torch.Generator().manual_seed(0)) | 1
     weights, found = functools.cache(odd.to), torch.zeros((), dtype=torch.int64, device=device)
-    for t in tensors:
-        bits = t.detach().contiguous().view(-1).view(_BITS.get(t.element_size(), torch.int32))
+    for dense in (part for t in tensors for part in parts_of(t)):
+        bits = as_bits(dense).contiguous().view(-1)
+        bits = bits.view(torch.int32) if bits.element_size() == 8 else bits  # two signs of 64 bits would cancel out
         for part in bits.split(many):
-            found = MIXED * found + (part * weights(t.device)[: len(part)]).sum().to(device)
+            found = MIXED * found + (part * weights(dense.device)[: len(part)]).sum().to(device)
     ends = torch.stack([found, ~found])  # ~ turns the order of integers around
     dist.all_reduce(ends, op=dist.ReduceOp.MIN, group=group)
     return bool(ends[0] == ~ends[1])
@@ -236,13 +237,17 @@ def alike(tensors: Sequence[Tensor], group: dist.ProcessGroup, device: torch.dev
 
 @torch.no_grad()
 def broadcast(tensors: Sequence[Tensor], group: dist.ProcessGroup, device: torch.device) -> None:
-    """The first member's values for all. Where all hold them, as after one seed, 16 bytes cross the link."""
+    """The first member's values for all. Where all hold them, as after one seed, 16 bytes cross the link.
+
+    They travel as bytes: gloo and NCCL know few dtypes.
+    """
     if alike(tensors, group, device):
         return
-    for t in tensors:
-        flat = t.detach().to(device).contiguous()
-        dist.broadcast(flat, group_src=0, group=group)
-        t.copy_(flat)
+    for bits in (as_bits(part) for t in tensors for part in parts_of(t)):
+        flat = bits.to(device).contiguous().view(-1)
+        dist.broadcast(flat.view(torch.uint8), group_src=0, group=group)
+        if flat.data_ptr() != bits.data_ptr():  # else it was written in place
+            bits.copy_(flat.view(bits.shape))
 
 
 def all_reduce(flats: Sequence[Tensor], group: dist.ProcessGroup) -> Stage:

@@ -22,16 +22,21 @@ from .flat import (
     Bucket,
     Scalars,
     State,
+    as_real,
     check_group,
     check_inputs,
     copy,
     copy_where,
+    has_mean,
     is_dtensor,
+    keep_unchanged,
     local_shard,
     make_buckets,
     rescale,
+    same_values,
     tensors_of,
     unique,
+    views,
 )
 from .flight import Flight, Reducer, all_reduce
 from .groups import Stage
@@ -220,14 +225,17 @@ class Landing(NamedTuple):
 class Rounds(Loop, ABC):
     """A method that trains in rounds. What a loop calls besides step and finish: see Loop.
 
-    params: trained together, all beginning as on the first worker; frozen ones are broadcast once. buffers: those of
-    floating point are averaged along, as BatchNorm's statistics; others are broadcast once. Convert a model (dtype,
-    device, memory format) before: what puts new tensors in their place is not seen. flight, reducer: make what carries
-    the reductions, and what says how they travel. pacing, riders: see the top of this file.
+    params: trained together, all beginning as on the first worker; frozen ones are broadcast once. buffers: dense ones
+    of floating point, complex ones too, are averaged along, as BatchNorm's statistics; those that no worker changes
+    keep their values, finite or not; all others (integers, sparse and quantized ones) are broadcast once. Convert a
+    model (dtype, device, memory format) before: what puts new tensors in their place is not seen. flight, reducer: make
+    what carries the reductions, and what says how they travel. pacing, riders: see the top of this file.
 
     Attributes: trained, the parameters that require a gradient, DTensors as they are; params, buffers, DTensors' shards
-    among them; buckets, the flat tensors that travel; state, the tensors that are kept from round to round, and
-    replicas, those of them that are equal on all workers; starts, the point at which rounds begin, a flat tensor a
+    among them; given_buffers, the buffers that are averaged, by their number among those given; first_values, with
+    which they began, a flat tensor a bucket; buckets, the flat tensors that travel; state, the tensors that are kept
+    from round to round, and replicas, those of them that are equal on all workers; starts, the point at which rounds
+    begin, a flat tensor a
     bucket, empty where it is not kept; scale, by which sums that have landed become means; clock, which takes the
     times; local_steps, the number taken since the last boundary; sent_tau, the tau of the round whose reduction is in
     flight, or landed last; growth, sent_tau over the tau of the round whose mean landed before (outer.carried).
@@ -242,6 +250,8 @@ class Rounds(Loop, ABC):
     shards = False  # whether the processes that hold one payload hold unlike parts of the model
     needs_whole_norms = False  # whether norms of all parameters are taken, which none has of DTensors
     sends_later = False  # whether payloads are complete only in the background, before the riders' stages
+    on_step: Callable[[], None] | None = None  # is called as step() begins; None after the first rounds
+    saved_at: tuple[int, int] | None = None  # rounds and local steps at which state_dict() was last called
     numbers: Sequence[str] = ()  # attributes that belong into a checkpoint beside `state`: plain, or 0-d tensors
 
     def __init__(
@@ -264,7 +274,8 @@ class Rounds(Loop, ABC):
         self.trained = [p for p in given if p.requires_grad]
         self._frozen = [p for p in given if not p.requires_grad]
         self.params = [local_shard(p) for p in self.trained]
-        self.buffers = [local_shard(b) for b in others if b.is_floating_point()]
+        self.given_buffers = {i: b for i, b in enumerate(others) if has_mean(b)}
+        self.buffers = [as_real(local_shard(b)) for b in self.given_buffers.values()]
         self._alike = [local_shard(t) for t in (*given, *others)]
         check_inputs(given, self.params, self.buffers)
         self.flight = flight(self.device)
@@ -291,6 +302,17 @@ class Rounds(Loop, ABC):
         compared = [rider.compared for rider in self.riders if rider.compared]
         alike = [t for rider in self.riders for t in rider.alike]
         self.flight.agree((self.name, self.signature(), *compared), [*self._alike, *alike])
+        self.first_values = [bucket.flat_buffers() for bucket in self.buckets]
+
+    def spoilt_buffers(self) -> list[Tensor]:
+        """The averaged buffers, as they were given, that hold numbers which are not finite and were not there first."""
+        order = {id(b): given for b, given in zip(self.buffers, self.given_buffers.values(), strict=True)}
+        found: list[Tensor] = []
+        for bucket, first in zip(self.buckets, self.first_values, strict=True):
+            flat = bucket.flat_buffers()
+            spoilt = views(~flat.isfinite() & ~same_values(flat, first), bucket.buffers)
+            found += [order[id(b)] for b, where in zip(bucket.buffers, spoilt, strict=True) if where.any()]
+        return found
 
     @property
     def tau(self) -> int:
@@ -351,6 +373,8 @@ class Rounds(Loop, ABC):
         last: finish() follows, which then waits for one all-reduce. Without it finish() needs a second one where a
         round has just closed, only to hear that no worker has sent anything since.
         """
+        if self.on_step is not None:
+            self.on_step()
         if self._ended is not None:
             raise UserError("step() after step(last=True): call finish() between them")
         self.local_steps += 1
@@ -462,8 +486,9 @@ class Rounds(Loop, ABC):
         stats.exposed_seconds, stats.allreduce_seconds = flight.exposed, flight.seconds
         weight = s["weight"].double()  # a sum or a mean, as all that has landed
         self.scale = torch.where(weight == 0, 1.0 if self.differences else float("nan"), 1 / weight)
-        for bucket in self.buckets:
+        for bucket, first in zip(self.buckets, self.first_values, strict=True):
             rescale(bucket.values, self.scale)
+            keep_unchanged(bucket.values, first, flight.world_size)
         s.place.mul_(self.reducer.scale)
         if self.riders:
             self._hear()

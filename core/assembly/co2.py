@@ -24,6 +24,8 @@ from ..robust import peers
 from ..robust.agreement import Agreement
 from ..robust.extra import Average, Given
 from ..robust.guard import Guard, Spread
+from ..robust.synchronous import refuse_shards
+from ..robust.unfinished import Unfinished
 from ..robust.watch import Masters, Watch
 from ..rounds import Rider
 from ..sharded.mesh import check_names
@@ -93,7 +95,7 @@ def plugs(
     average = None if given is None or (isinstance(given, list | tuple) and not given) else Average(given)
     guard = Guard(c.outlier)
     riders = [guard, Spread(guard), tuned, Agreement()]
-    riders += [*more, Watch(masters), Masters(masters) if masters else None, average]
+    riders += [*more, Watch(masters), Masters(masters) if masters else None, average, Unfinished()]
     carries = {name: given for name, given in options.items() if name in ("group", "timeout")}
     return {
         "pacing": Adaptive(tau, c.delay, tuned=tuned),
@@ -117,6 +119,7 @@ def _reducer(wire: WireConfig, tuned: Tuned | None) -> Callable[[Sequence[Bucket
 
 def plugs_of_other(params: Sequence[Tensor], c: CO2Config, options: Options, *, hidden: bool = True) -> dict[str, Any]:
     """`plugs` for a method that reads tau, tau_max and the wire of CO2's settings alone."""
+    refuse_shards(params, options.get("group"))
     c.wire.check_given()
     c.wire.check(params, options.get("group"))
     return plugs(c, lambda number: c.tau, options, hidden=hidden)
@@ -156,6 +159,7 @@ class CO2(Saved, OnArrival):
         **options: Unpack[Options],
     ):
         c, params = named_rule(config), tensors_of(params, "parameters")
+        refuse_shards(params, options.get("group"))
         c.wire.check(params, options.get("group"))
         settings = settings_of(c, schedule)
         super().__init__(params, settings, **plugs(c, lambda number: settings(number).tau, options))

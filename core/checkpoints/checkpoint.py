@@ -12,7 +12,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -80,9 +80,10 @@ class Saver:
         self._thread = threading.Thread(target=self._run, args=job, daemon=True)
         self._thread.start()
 
-    def write(self, step: int, state: Any, tensors: dict[str, Tensor]) -> bool:
-        """Calls start() and wait(), but in the calling thread."""
-        self._run(step, state, tensors, time.monotonic())
+    def write(self, step: int, state: Any, tensors: dict[str, Tensor], spared: Collection[str] = ()) -> bool:
+        """As start() and wait(), in the calling thread. spared: names of the model's tensors that need not be
+        finite."""
+        self._run(step, state, tensors, time.monotonic(), spared)
         return self.wait()
 
     def wait(self) -> bool:
@@ -115,9 +116,13 @@ class Saver:
         except Exception as error:
             self._ended = error
 
-    def _write(self, step: int, state: Any, tensors: dict[str, Tensor], begun: float) -> bool:
+    def _write(
+        self, step: int, state: Any, tensors: dict[str, Tensor], begun: float, spared: Collection[str] = ()
+    ) -> bool:
         """Writes a checkpoint, as start() and wait() say."""
-        weights = [t for path, t in tensors.items() if path.startswith("model.") and t.is_floating_point()]
+        apart = {f"model.{name}" for name in spared}
+        of_model = [t for path, t in tensors.items() if path.startswith("model.") and path not in apart]
+        weights = [t for t in of_model if t.is_floating_point()]
         finite = self._gather(bool(all_finite(weights)))
         if not all(finite):
             what = f"the model of rank {finite.index(False)} is not finite: no checkpoint is written"

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ..errors import UserError
 from ..groups import host_group, of_all
 from ..robust import peers
+from ..rounds import Rounds
 from . import checkpoint, stored
 from .named import load_model, load_optimizer, of_optimizer, random_state, set_random_state
 
@@ -86,7 +87,7 @@ def save(
     rank = dist.get_rank() if group is not None else 0
     attempt = reported[0][0]
     saver = checkpoint.Saver(Path(folder).expanduser(), rank, len(reported), attempt, keep=keep, group=group)
-    return saver.write(step, state, tensors)
+    return saver.write(step, state, tensors, spared=_constant(model, co2))
 
 
 def load(
@@ -130,6 +131,13 @@ def load(
         taken = f"each takes what the worker of its rank modulo {before} held; torch's random states begin anew"
         warnings.warn(f"{wrote}: {taken}", stacklevel=2)
     return state["step"]
+
+
+def _constant(model: nn.Module, co2: Stateful) -> set[str]:
+    """The names of buffers that need not be finite: those that the method does not average, and those in which nothing
+    is other than finite but what they began with, as a causal mask of -inf."""
+    spoilt = co2.spoilt_buffers() if isinstance(co2, Rounds) else []
+    return {name for name, b in model.named_buffers(remove_duplicate=False) if not any(b is other for other in spoilt)}
 
 
 def _misfit(

@@ -73,6 +73,7 @@ class Saved(Rounds):
         """This worker's part of state_dict."""
         self.flight.check_alive()
         self.flight.settle()
+        self.saved_at = self.rounds, self.local_steps
         return {
             "method": self.name,
             "state": {name: on_host(flats) for name, flats in self.state.items()},

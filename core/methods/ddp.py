@@ -17,7 +17,7 @@ from ..assembly.config import WireConfig
 from ..checkpoints.checkpoint import all_finite
 from ..checkpoints.saved import of_rank, on_host, under_rank
 from ..errors import DivergedError, UserError
-from ..flat import Scalars, copy, is_dtensor, make_buckets, views
+from ..flat import Scalars, as_real, copy, has_mean, is_dtensor, keep_unchanged, make_buckets, tensors_of, views
 from ..groups import broadcast, compare, leave_group, new_group, ring_bytes
 from ..robust import peers
 from ..robust.requests import Requests
@@ -133,7 +133,7 @@ class DDP(Loop):
             self.world_size = dist.get_world_size(self.group)
             peers.meet(self.group)
         self._timeout, self._link, self._bytes = timeout, link, 0
-        self._buffers = [b for b in model.buffers() if b.is_floating_point()] if average_buffers else []
+        self._buffers = [as_real(b) for b in model.buffers() if has_mean(b)] if average_buffers else []
         self._spans: list[tuple[Mark, Mark]] = []  # of each bucket: launched, landed
         self._requests = next((rider for rider in riders if isinstance(rider, Requests)), Requests())
         # how many workers ask for each, and have diverged
@@ -144,12 +144,14 @@ class DDP(Loop):
         self.wire: GradientWire | None = None
         if wire is not None:
             check_wire(wire, sharded=self._sharded)
+        self._first_values = self._flat_buffers()
         if self.group is None or self._sharded:
             return
-        tensors = [*model.parameters(), *model.buffers()]
+        tensors = tensors_of([*model.parameters(), *model.buffers()], "parameters")
         narrow = wire if wire is not None and wire.format != "float32" else None
         compare(("ddp", narrow), tensors, self.group)
         broadcast(tensors, self.group, device)
+        self._first_values = self._flat_buffers()
         if narrow is not None:
             self.wire = GradientWire(model, narrow, group=self.group, timeout=timeout, link=link)
         known = inspect.signature(DistributedDataParallel).parameters
@@ -227,9 +229,19 @@ class DDP(Loop):
         self._tell()
         self._hear(at_once=True)
         if self._buffers and self.group is not None:
-            together = torch.cat([b.flatten() for b in self._buffers])  # in the widest dtype, for one round trip
+            together = self._flat_buffers()  # each buffer alone would take a round trip
             dist.all_reduce(together, group=self.group)
-            copy(self._buffers, views(together.div_(self.world_size), self._buffers))
+            together.div_(self.world_size)
+            if together.element_size() >= 4:
+                keep_unchanged(together, self._first_values, self.world_size)
+            copy(self._buffers, views(together, self._buffers))
+
+    @torch.no_grad()
+    def _flat_buffers(self) -> Tensor:
+        """A copy of the buffers, 1-d, of the widest dtype among them."""
+        if not self._buffers:
+            return torch.empty(0)
+        return torch.cat([(b.float() if b.element_size() == 1 else b).flatten() for b in self._buffers])
 
     def state_dict(self) -> dict[str, Any]:
         return under_rank({"rounds": self.rounds} | ({"wire": self.wire.state_dict()} if self.wire else {}))

@@ -8,21 +8,22 @@ Nothing here makes the host wait for a GPU.
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import DivergedError
-from ..flat import Bucket, local_shard, read_blocks
+from ..flat import first_spoilt, local_shard, read_blocks
 from ..groups import Stage
 from ..outer import norm
 from ..rounds import Heard, Rider, Rounds
 
-SOUND, NOT_FINITE, JUMPED = 0, 1, 2  # verdicts
+SOUND, NOT_FINITE, JUMPED, BUFFER = 0, 1, 2, 3  # verdicts; from BUFFER on: the buffer of that number is not finite
 REASONS = {NOT_FINITE: "not finite", JUMPED: "out of proportion to its own before"}
 WARM_UP = 5  # sound rounds before which nothing counts as a jump
 MEMORY = 10  # sound rounds over which the usual size is taken
@@ -42,8 +43,9 @@ class Guard(Rider):
 
     Attributes: on_left_out, called with a 0-d truth value after a round: whether this worker was left out of its mean,
     for what the inner optimiser has gathered, as `forget` does; on a CPU only where it was. verdict, size, 0-d,
-    the last one on this worker, and of what; count, of the workers that were left out of what was heard last; state:
-    [3] float64, the usual size, sound rounds so far, and the size of the last jump, for a checkpoint.
+    the last one on this worker, and the norm of what it judged; count, of the workers that were left out of what was
+    heard last; state: [3] float64, the usual size, sound rounds so far, and the size of the last jump, for a
+    checkpoint.
     """
 
     name, of_each = "guard", {"left_out": 1}
@@ -67,15 +69,20 @@ class Guard(Rider):
         self._steps = m.local_steps if m.differences else 0
         if m.sends_later:
             return
-        self.judge(size_of(m.buckets))
+        self.judge(norm([b.payload for b in m.buckets]).double(), self._spoilt_buffer())
         m.left_out(self.is_left_out)
 
     def stages(self) -> Iterator[Stage]:
         """Those that hold parts of one payload are left out together."""
         if self.method.sends_later:
-            square = size_of(self.method.buckets).square().view(1)
+            size = norm([b.payload for b in self.method.buckets]).double()
+            square = torch.where(self._spoilt_buffer() > 0, float("nan"), size.square()).view(1)
             yield from self.method.sum_parts(square)
             self.judge(square[0].sqrt())
+
+    def _spoilt_buffer(self) -> Tensor:
+        m = self.method
+        return first_spoilt([b.values for b in m.buckets], m.first_values, m.buckets)
 
     def left_out(self, where: Tensor) -> None:
         if self.on_left_out is not None and (read_blocks(where) or where):
@@ -104,11 +111,19 @@ class Guard(Rider):
         return self.verdict != SOUND
 
     @torch.no_grad()
-    def judge(self, size: Tensor) -> None:
+    def judge(self, size: Tensor, spoilt: Tensor | None = None) -> None:
         """Finds `verdict` on what the buckets hold, about to be sent, makes zeros of it if it is left out, and writes
-        the scalars. size: 0-d, its norm: not finite where any number is not."""
-        self.size = size.to(self.state)
-        self.verdict.copy_(self._judge(self.size, self._steps))
+        the scalars.
+
+        Args:
+            size: The norm of the payloads, 0-d: not finite where any number is not.
+            spoilt: The number of a buffer that is not finite, from 1, 0 for none; 0-d.
+        """
+        size = size.to(self.state)
+        number = torch.zeros_like(size) if spoilt is None else spoilt.to(size)
+        self.size = torch.where(number > 0, float("nan"), size)
+        verdict = self._judge(self.size, self._steps)
+        self.verdict.copy_(torch.where((number > 0) & size.isfinite(), number - 1 + BUFFER, verdict))
         scalars = self.method.scalars
         wipe([part for b in self.method.buckets for part in (b.payload, b.values)], self.is_left_out)
         scalars.set("weight", torch.where(self.is_left_out, 0.0, scalars["weight"]))
@@ -142,14 +157,47 @@ class Guard(Rider):
             return
         self._in_a_row = [n + 1 if code else 0 for n, code in zip(self._in_a_row, codes, strict=True)]
         remedy = "lower the learning rate, clip gradients, or look at the data"
-        if codes.count(NOT_FINITE) == of.workers:
-            raise DivergedError(f"what every worker has sent in round {of.round} is not finite: {remedy}")
+        bad = [code for code in codes if code == NOT_FINITE or code >= BUFFER]
+        if len(bad) == of.workers:
+            what = self._name(bad[0]) if bad[0] >= BUFFER else self._live_buffer()
+            what = f"; {what}" if what else ""
+            raise DivergedError(f"what every worker has sent in round {of.round} is not finite{what}: {remedy}")
         for name, code, rounds in zip(self.names, codes, self._in_a_row, strict=True):
-            text = f"{name} is left out of the mean of round {of.round}: what it has sent is {REASONS.get(code)}"
+            if not code:
+                continue
+            text = f"{name} is left out of the mean of round {of.round}: what it has sent is {self._reason(code)}"
             if rounds > LEFT_OUT_AGAIN:
                 raise DivergedError(f"{text}, as in the {rounds - 1} rounds before; {remedy}")
-            if code and self.method.tells:
+            if self.method.tells:
                 warnings.warn(f"{text}; it starts anew", stacklevel=2)
+
+    def _reason(self, code: int) -> str:
+        return REASONS.get(code) or f"not finite, {self._name(code)}"
+
+    def _name(self, code: int) -> str:
+        """The buffer that a verdict is about: its number among those given, its shape, and where a module has it."""
+        m = self.method
+        known = {id(b): given for b, given in zip(m.buffers, m.given_buffers.items(), strict=True)}
+        number, buffer = known[id([b for bucket in m.buckets for b in bucket.buffers][code - BUFFER])]
+        return f"buffer {number}{owner_of(buffer)}, of shape {list(buffer.shape)}"
+
+    def _live_buffer(self) -> str:
+        """The first of this worker's buffers that has turned other than finite; "" for none, and where the parameters
+        have, too."""
+        m = self.method
+        if not all(bool(p.isfinite().all()) for p in m.params):
+            return ""
+        spoilt = int(first_spoilt([b.flat_buffers() for b in m.buckets], m.first_values, m.buckets))
+        return self._name(spoilt - 1 + BUFFER) if spoilt else ""
+
+
+def owner_of(buffer: Tensor) -> str:
+    """Which module has it under which name, for a message."""
+    for module in [o for o in gc.get_objects() if issubclass(type(o), nn.Module)]:
+        for name, held in module._buffers.items():
+            if held is buffer:
+                return f" ({name} of a {type(module).__name__})"
+    return ""
 
 
 def wipe(flats: Sequence[Tensor], where: Tensor) -> None:
@@ -159,14 +207,6 @@ def wipe(flats: Sequence[Tensor], where: Tensor) -> None:
             flat.masked_fill_(where.to(flat.device), 0)
     elif where and flats:
         torch._foreach_zero_(list(flats))  # pyright: ignore[reportPrivateImportUsage]
-
-
-def size_of(buckets: Sequence[Bucket]) -> Tensor:
-    """The norm of the payloads, 0-d; not finite where they or the buffers' values are not."""
-    size = norm([b.payload for b in buckets]).double()
-    for bucket in buckets:
-        size = size + 0 * bucket.values.sum().to(size)
-    return size
 
 
 def forget(optimizer: torch.optim.Optimizer) -> LeftOut:

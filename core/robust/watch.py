@@ -1,32 +1,30 @@
 """What else holds or writes a model's weights: the 16-bit model of float32 masters, a checkpoint that is loaded under a
-method that trains them, and DistributedDataParallel, which averages their gradients as well.
+method that trains them, an optimizer of other parameters, and a loop that calls step() where nothing was updated.
 """
 
 from __future__ import annotations
 
 import functools
-import gc
 import warnings
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..errors import UserError
-from ..flat import copy, local_shard, views
-from ..groups import is_alive
+from ..flat import copy, local_shard, parts_of, views
 from ..outer import norm
 from ..rounds import Rider, Rounds
+from .synchronous import collectives, refuse_optimizer, warn_of_step, warn_of_synchronous
 
 # Of a tensor's norm. Weights that were swapped for an evaluation come back as they were, or nearly so; where a worker
 # begins a round with progress of its own, that is no reason to warn, while loaded weights are farther off.
 TOLERANCE, ROUGHLY = 1e-3, 0.3
-FIRST = 2  # rounds in which optimizers are looked at for parameters that no method averages
+FIRST, FIRST_CALLS = 2, 12  # rounds, and calls of step(), in which a loop is looked at
+SAMPLED = 32  # of the parameters, and of the elements of each, by which a write is noticed that torch does not count
 
 
 class Watch(Rider):
@@ -34,10 +32,16 @@ class Watch(Rider):
 
     model_params: see Masters; here for DistributedDataParallel's sake. torch counts what is written to a tensor, and
     torch's optimisers call before their step: so it costs nothing a step. Weights written through `.data` are noticed
-    where their memory is another one. Warns, too, where DistributedDataParallel averages their gradients.
+    where their memory is another one.
 
-    In the first rounds it looks for optimizers of parameters that no method averages: an error if none of the method's
-    own parameters has changed in the round, else a warning.
+    Only in the first rounds it looks for more mistakes in the loop:
+
+    - Optimizers and modules that synchronize the workers in every step (core/robust/synchronous.py).
+    - Optimizers of parameters that no method averages: an error if none of the method's own parameters has changed in
+      the round, else a warning.
+    - Calls of step() since whose last one no optimizer has stepped and no parameter has changed, while finite gradients
+      wait: with gradient accumulation, calls after each micro-batch. Where a GradScaler skips a step, gradients are not
+      finite, or gone.
     """
 
     def __init__(self, model_params: Sequence[Tensor] = ()):
@@ -48,18 +52,25 @@ class Watch(Rider):
         self._moves: bool | None = None  # whether a step of this round has changed one; None: not known
         self._rounds = 0
         self._strangers: dict[int, tuple[int, ...]] = {}  # shapes of optimizers' parameters that no method averages
+        self._before: dict[int, dict[int, int]] = {}  # of an optimizer in its step: collectives that had begun before
+        self._calls = self._idle = 0  # calls of step(), and those among them since whose last one nothing changed
+        self._told = False  # whether a warning was given of an optimizer that communicates
+        self._updated = False  # whether an optimizer of these parameters has stepped since the last call
 
     def attach(self, method: Rounds) -> None:
         super().attach(method)
         self._params = method.params
         self._number = {id(p): i for i, p in enumerate(method.trained)}
+        self._sampled = self._params[:: -(-len(self._params) // SAMPLED)]
+        method.on_step = self._called
         _watches.add(self)
         _listen()
         self.moved(at_boundary=True)
 
     def pack(self) -> None:
         if not self._looked:
-            warn_of_ddp([*self.method.trained, *self._model_params], self.method.flight.group)
+            m = self.method
+            warn_of_synchronous([*m.trained, *self._model_params], [*m.given_buffers.values()], m.flight.group)
             self._looked = True
         self._rounds += 1
         if self._strangers:
@@ -83,6 +94,41 @@ class Watch(Rider):
         """A round begins with the parameters as they are; in mid-round nothing is known of its start."""
         self._unchecked = {i: _writes(p) for i, p in enumerate(self._params)} if at_boundary else {}
         self._began, self._moves = [], None
+        self._before = {}  # what the method sends is no optimizer's
+        if self.method.on_step is not None:
+            self._held, self._updated = self._values(), False
+
+    def _values(self) -> tuple[list[tuple[int, int]], Tensor]:
+        """By what it is noticed that a parameter changes: writes that torch counts, and a sample of the values."""
+        parts = [p.detach().reshape(-1)[:: -(-p.numel() // SAMPLED) or 1] for p in self._sampled]
+        sample = torch.cat([part.to(parts[0].device, torch.float64) for part in parts])
+        return [_writes(p) for p in self._params], sample
+
+    def _called(self) -> None:
+        """step() of the method begins."""
+        if self._rounds >= FIRST and self._calls >= FIRST_CALLS:
+            self.method.on_step = None
+            return
+        (writes, sample), before = self._values(), self._held
+        self._calls += 1
+        same = not self._updated and writes == before[0] and torch.equal(sample, before[1])
+        self._held, self._updated = (writes, sample), False
+        if same and self._gradients_wait():
+            self._idle += 1
+        if self._idle > 1 and 3 * self._idle >= self._calls:
+            self.method.on_step = None
+            warnings.warn(
+                f"in {self._idle} of the first {self._calls} calls of {self.method.name}.step() no parameter had "
+                "changed since the call before, while gradients wait: with gradient accumulation call it once after "
+                "each optimizer.step(), not after each micro-batch, because tau counts its calls",
+                stacklevel=3,
+            )
+
+    def _gradients_wait(self) -> bool:
+        """Whether there are gradients, all of them finite, that are not all zero."""
+        given = [p.grad for p in (*self.method.trained, *self._model_params) if p.grad is not None]
+        found = [parts_of(local_shard(grad))[-1] for grad in given]
+        return all(bool(g.isfinite().all()) for g in found) and any(bool(g.any()) for g in found)
 
     def finishing(self) -> None:
         if not self.method.local_steps:  # else the optimiser's first step has looked
@@ -90,6 +136,29 @@ class Watch(Rider):
 
     def load_state_dict(self, state: Any, *, of_others: bool) -> None:
         self._unchecked = {}  # the model may be loaded after this
+
+    def stepping(self, optimizer: torch.optim.Optimizer, params: Sequence[Tensor], known: set[int]) -> None:
+        """An optimizer begins its step. known: the ids of all parameters that some method averages."""
+        mine = [p for p in params if id(p) in self._number]
+        self._updated = self._updated or bool(mine)
+        if self._rounds >= FIRST:
+            return
+        m = self.method
+        if mine:
+            refuse_optimizer(optimizer, {*self._number}, m.flight.group)
+            self._before[id(optimizer)] = collectives(m.flight.group, m.flight.timed_groups)
+        if self._began:  # a step of this round lies between
+            self._moves = self._moves or self._began != [_writes(p) for p in self._params]
+        if any(p.grad is not None for p in mine):  # also where the optimizer writes what torch does not count
+            self._moves = True
+        self._began = self._began or [_writes(p) for p in self._params]
+        self._strangers |= {id(p): tuple(p.shape) for p in params if p.requires_grad and id(p) not in known}
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer ends its step."""
+        m, before = self.method, self._before.pop(id(optimizer), None)
+        if before is not None and not self._told:
+            self._told = warn_of_step(optimizer, before, collectives(m.flight.group, m.flight.timed_groups))
 
     @torch.no_grad()
     def check(self, params: Any) -> None:
@@ -111,72 +180,35 @@ class Watch(Rider):
             )
 
 
-def warn_of_ddp(params: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
-    """Warns where training passes through a DistributedDataParallel around any of these that averages gradients among a
-    method's workers, too; not among those of a node, where the method runs across nodes. One that is there and not
-    called does nothing. group: of the method, None for one worker.
-
-    Such a module leaves no mark on its parameters: all of Python's objects are asked whether they refer to its class,
-    some 30 ms.
-    """
-    if group is None:
-        return
-    ours, workers = {id(p) for p in params}, set(dist.get_process_group_ranks(group))
-    kinds: list[Any] = [DistributedDataParallel]
-    for kind in kinds:
-        kinds += kind.__subclasses__()
-    for found in [o for o in gc.get_referrers(*kinds) if type(o) in kinds]:
-        known = found in _looked_at or not is_alive(found.process_group)
-        if known or not any(id(p) in ours for p in found.parameters()):
-            continue  # also one of a run before, whose group is gone
-        among = workers & set(dist.get_process_group_ranks(found.process_group))
-        if len(among) > 1:
-            _looked_at.add(found)
-            found.register_forward_pre_hook(functools.partial(_before_pass, len(among)))
-
-
-def _before_pass(among: int, module: DistributedDataParallel, args: Any) -> None:
-    """A hook of a module in `_looked_at`, until it has warned. A module can be pickled with it."""
-    if module in _looked_at:
-        warn: Any = torch.compiler.disable(_warn_of_pass)  # compiled code would keep the first pass's answer
-        warn(among, module)
-
-
-def _warn_of_pass(among: int, module: DistributedDataParallel) -> None:
-    if module in _looked_at and torch.is_grad_enabled() and module.require_backward_grad_sync:
-        _looked_at.remove(module)
-        warnings.warn(
-            f"the model is in DistributedDataParallel, which averages gradients among {among} of these workers in every"
-            " step, while they wait, so that nothing is hidden: give the plain model to your loop, not that module, or "
-            "with a mesh one over process_group=mesh.get_group(1)",
-            stacklevel=2,
-        )
-
-
-_looked_at: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 _watches: weakref.WeakSet[Watch] = weakref.WeakSet()
 
 
 @functools.cache  # one hook for ever: torch may be walking its hooks when a watch is collected
 def _listen() -> None:
     register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if torch.compiler.is_compiling():
         return
     watches = list(_watches)
-    looking = [watch for watch in watches if watch._unchecked or watch._rounds < FIRST]
-    params = [p for group in optimizer.param_groups for p in group["params"]] if looking else []
-    known = {number for watch in watches for number in watch._number} if looking else set()
+    looking = [w for w in watches if w._unchecked or w._rounds < FIRST or w.method.on_step is not None]
+    if not looking:
+        return
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    known = {number for watch in watches for number in watch._number}
     for watch in looking:
-        if watch._rounds < FIRST:
-            if watch._began:  # a step of this round lies between
-                watch._moves = watch._moves or watch._began != [_writes(p) for p in watch._params]
-            watch._began = watch._began or [_writes(p) for p in watch._params]
-            watch._strangers |= {id(p): tuple(p.shape) for p in params if p.requires_grad and id(p) not in known}
+        watch.stepping(optimizer, params, known)
         if watch._unchecked:
             watch.check(params)
+
+
+def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    for watch in [watch for watch in _watches if watch._before]:
+        watch.stepped(optimizer)
 
 
 def _writes(p: Tensor) -> tuple[int, int]:
