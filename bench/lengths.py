@@ -40,11 +40,12 @@ from bench import report
 from bench.cluster import Cluster, run_ranks
 from bench.report import Asked, Summary, require
 from core.errors import UserError
-from language.corpora import gutenberg_file, wikitext2_file
-from language.lengths import laws, ring
+from language.data import gutenberg_file, wikitext2_file
+from language.lengths import ring
+from language.lengths import rounds as laws
+from language.lengths.dealt import hop_of, slowest
 from language.lengths.plan import Island, Ring, layer_seconds, plan
 from language.lengths.ring import Shares, ring_attention
-from language.lengths.rings import hop_of, slowest
 from language.lengths.rounds import Order, by_tokens, cost, deal
 from training.script import launch
 

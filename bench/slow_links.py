@@ -24,11 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench import report, time_to_loss, trainings
+from bench import report, time_to_loss
 from bench.cluster import Cluster
-from bench.report import Asked, Summary, require, require_company
+from bench.report import FAST, TUNING_SEED, Asked, Summary, require, require_company
 from bench.time_to_loss import RUN, Learned, TimeToLoss
-from bench.trainings import FAST, TUNING_SEED
 from core import LGrecoConfig
 from core.flat import Scalars, make_buckets
 from core.lgreco.choices import RAW, Choice, padded_bytes
@@ -88,7 +87,7 @@ class SlowLinks(Asked):
     def task(self) -> Learned:
         values = {"epochs": self.epochs, "epoch_steps": self.epoch_steps, "model": self.model}
         values |= {"batch_size": self.batch_size} | ({"eval_tokens": EVAL_TOKENS} if self.eval_every else {})
-        return Learned("language", RECIPE, 0.0, tuple(trainings.flags(values)))
+        return Learned("language", RECIPE, 0.0, tuple(report.flags(values)))
 
 
 # -- training ---------------------------------------------------------------------------------------------------
@@ -130,7 +129,7 @@ def run_all(o: SlowLinks, session: report.Session) -> None:
             log = "-".join(map(str, run)) + ".txt"
             yield measure(o, cluster, *run, session.folder / "logs" / log)
 
-    with trainings.network(o.throttle or not o.methods, o.workers, FAST) as cluster:
+    with report.network(o.throttle or not o.methods, o.workers, FAST) as cluster:
         tuning = [(m, FAST, TUNING_SEED, lr) for m in o.methods for lr in o.lrs] if len(o.lrs) > 1 else []
         session.take("tuning", rows(tuning))
         result["lrs"] = {m: best_lr(result["tuning"], m) or o.lrs[0] for m in o.methods}

@@ -19,8 +19,7 @@ from typing import Any
 
 from core.errors import UserError
 from language import pretrained, zo_replay
-from language.corpora import open_text
-from language.data import CausalObjective
+from language.data import CausalObjective, open_text
 from language.prompts import PromptTask
 from language.train import TextTask, learn
 from language.zeroth import Zeroth

@@ -25,8 +25,8 @@ from core.checkpoints.untrusted import parse_json
 from core.errors import UserError
 from language.finetune_recipes import FinetuneRecipe, LoraConfig
 from language.model import blocks_of
-from training.backward import recompute
-from training.sampling import mix, seeded
+from training.data import mix, seeded
+from training.optim import recompute
 
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model")
 # buffers that files of older versions hold: causal masks, rotary frequencies, positions

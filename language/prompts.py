@@ -21,9 +21,8 @@ from core.checkpoints.untrusted import parse_json
 from core.errors import UserError
 from language.data import IGNORE, Batch
 from language.finetune_recipes import FinetuneRecipe
-from training.data import train_keys
+from training.data import eval_share, load_batches, train_keys
 from training.elastic.run import repeated
-from training.sampling import eval_share, load_batches
 
 if TYPE_CHECKING:
     from training.run import Run

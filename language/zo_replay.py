@@ -22,7 +22,7 @@ from core.errors import UserError
 from language import pretrained
 from language.finetune_recipes import RECIPES, FinetuneRecipe, LoraConfig
 from language.zeroth import ScalarLog, ZerothConfig, ZerothOrder
-from language.zeroth.weights import digest, kind_of
+from language.zeroth.order import digest, kind_of
 from training.data import from_home
 from training.script import launch
 

@@ -13,8 +13,7 @@ from core import UserError
 from pointcloud.pack import Packed, packed_path
 from pointcloud.recipes import PointCloudRecipe
 from pointcloud.sources import SPLITS, Source, unpacked
-from training.data import Key, data_root, eval_keys, train_keys
-from training.sampling import load_batches
+from training.data import Key, data_root, eval_keys, load_batches, train_keys
 
 
 def load(recipe: PointCloudRecipe) -> tuple[PointClouds, PointClouds]:

@@ -20,9 +20,8 @@ import tyro
 
 from core import UserError
 from pointcloud.sources import SPLITS, Source, unpacked
-from training.data import data_root
+from training.data import data_root, read_arrays
 from training.script import launch
-from training.untrusted import read_arrays
 
 
 class Packed:

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
 from core import CO2Config, UserError
-from pointcloud.mae import MaskedAutoencoderConfig
-from pointcloud.model import AutoencoderConfig
+from pointcloud.model import AutoencoderConfig, MaskedAutoencoderConfig
 from training.optim import OptimConfig
 from training.recipe import Recipe
 

@@ -23,13 +23,11 @@ from torch import Tensor, nn
 from pointcloud import data
 from pointcloud.data import PointClouds
 from pointcloud.losses import chamfer_distance, earth_mover_distance
-from pointcloud.mae import MaskedAutoencoder
-from pointcloud.model import Autoencoder
-from training.backward import Scalars, backward_in_parts, recompute
+from pointcloud.model import Autoencoder, MaskedAutoencoder
+from training.data import generator, steps_per_epoch
 from training.elastic.run import repeated
-from training.optim import clip_gradients, make_optimizer, make_schedule
+from training.optim import Scalars, backward_in_parts, clip_gradients, make_optimizer, make_schedule, recompute
 from training.run import Run
-from training.sampling import generator, steps_per_epoch
 
 
 def main() -> None:

@@ -9,23 +9,28 @@ from __future__ import annotations
 import segmentation.registries  # noqa: F401
 
 # isort: split
-from collections.abc import Callable
+
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+import cv2
 import numpy as np
+import torch
 from mmcv.transforms import BaseTransform
+from mmengine.dataset import pseudo_collate
+from mmengine.structures import PixelData
 from mmseg.datasets import ADE20KDataset, BaseSegDataset
 from mmseg.registry import DATASETS, TRANSFORMS
 from numpy.typing import NDArray
 from PIL import UnidentifiedImageError
+from torch.utils.data import Dataset
 
 from core import UserError
 from segmentation import synthetic
-from segmentation.recipes import DataName
-from training.data import data_root, hidden, missing
+from segmentation.recipes import DataName, SegmentationRecipe
+from training.data import Key, data_root, eval_keys, hidden, load_batches, missing, read_arrays, train_keys
 from training.images import read_mask, read_rgb
-from training.untrusted import read_arrays
 
 Split = Literal["train", "val", "test"]
 Bytes = NDArray[np.uint8]
@@ -249,3 +254,81 @@ def build_dataset(name: DataName, split: Split) -> BaseSegDataset:
     }[name]
     pipeline = [*pipeline, {"type": "PackSegInputs"}]
     return DATASETS.build(kind | {"split": split, "test_mode": not train, "pipeline": pipeline})
+
+
+# -- batches ----------------------------------------------------------------------------------------------------------
+
+
+cv2.setNumThreads(0)  # loader processes are the parallelism: each would start a thread for every core
+
+# `inputs`, uint8 [3, h, w] BGR, and `data_samples`, mmseg's SegDataSample: a list each, with one entry for every image;
+# on the way to the device `labels`, uint8 [1, h, w], too
+Batch = dict[str, list[Any]]
+CPU = torch.device("cpu")
+
+
+def pack(items: list[dict[str, Any]]) -> Batch:
+    """A batch as it crosses to the device: labels as bytes, an eighth of mmseg's, and where torch can pin them."""
+    batch = pseudo_collate(items)
+    batch["labels"] = [sample.gt_sem_seg.data.to(torch.uint8) for sample in batch["data_samples"]]
+    for sample in batch["data_samples"]:
+        del sample.gt_sem_seg
+    return batch
+
+
+def unpack(batch: Batch, device: torch.device) -> Batch:
+    """On the device, labels in mmseg's place, int64; nobody waits for the copies."""
+    for sample, label in zip(batch["data_samples"], batch.pop("labels"), strict=True):
+        sample.gt_sem_seg = PixelData(data=label.to(device, non_blocking=True).long())
+    return batch | {"inputs": [image.to(device, non_blocking=True) for image in batch["inputs"]]}
+
+
+class SeededAugmentation(Dataset[dict[str, Any]]):
+    """Items by their keys, from which the random transforms' numbers follow.
+
+    mmcv's transforms draw from numpy's global generator, which is left as it was found.
+    """
+
+    def __init__(self, dataset: BaseSegDataset):
+        self.dataset = dataset
+
+    def __getitem__(self, key: Key) -> dict[str, Any]:
+        state = np.random.get_state()
+        np.random.seed(key)
+        try:
+            return self.dataset[key[-1]]
+        finally:
+            np.random.set_state(state)
+
+
+def train_batches(
+    dataset: BaseSegDataset,
+    recipe: SegmentationRecipe,
+    rank: int,
+    world_size: int,
+    start: int,
+    total: int,
+    device: torch.device = CPU,
+) -> Iterator[Batch]:
+    """This worker's batches from step `start` to `total`, functions of (seed, step, rank, world_size) alone."""
+    keys = (keys for _, keys in train_keys(recipe, len(dataset), rank, world_size, start, total))
+    yield from _loaded(dataset, keys, recipe, device)
+
+
+def eval_batches(
+    dataset: BaseSegDataset,
+    recipe: SegmentationRecipe,
+    rank: int,
+    world_size: int,
+    batch_size: int,
+    device: torch.device = CPU,
+) -> Iterator[Batch]:
+    """This worker's share of the data set, every image once, in batches of at most batch_size."""
+    yield from _loaded(dataset, eval_keys(len(dataset), batch_size, rank, world_size), recipe, device)
+
+
+def _loaded(
+    dataset: BaseSegDataset, keys: Iterator[list[Key]], recipe: SegmentationRecipe, device: torch.device
+) -> Iterator[Batch]:
+    for batch in load_batches(SeededAugmentation(dataset), keys, recipe.loader_workers, collate=pack):
+        yield unpack(batch, device)

@@ -17,17 +17,13 @@ import torch
 from mmseg.datasets import BaseSegDataset
 from torch import Tensor, nn
 
-from segmentation.data import CROP, EVAL_BATCH, EVAL_SPLITS, NUM_CLASSES, build_dataset
-from segmentation.loader import eval_batches, train_batches
-from segmentation.metrics import SegmentationMetric
-from segmentation.model import build_model, upernet
-from segmentation.pictures import side_by_side
-from segmentation.sync_bn import check_sync_bn, share_statistics
-from training.backward import Scalars, backward_in_parts
+from segmentation.data import CROP, EVAL_BATCH, EVAL_SPLITS, NUM_CLASSES, build_dataset, eval_batches, train_batches
+from segmentation.metrics import SegmentationMetric, side_by_side
+from segmentation.model import build_model, check_sync_bn, share_statistics, upernet
+from training.data import steps_per_epoch
 from training.elastic.run import repeated
-from training.optim import clip_gradients, make_optimizer, make_schedule
+from training.optim import Scalars, backward_in_parts, clip_gradients, make_optimizer, make_schedule
 from training.run import Run
-from training.sampling import steps_per_epoch
 from training.workers import to_device
 
 PICTURES = 4  # samples shown at each evaluation

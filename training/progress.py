@@ -6,14 +6,17 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from core.checkpoints.checkpoint import finished, load, unlike
 from core.checkpoints.named import load_model, load_optimizer, of_optimizer
 from core.checkpoints.snapshot import Snapshot
+from core.errors import UserError
 from core.methods import Method
 from core.robust.requests import Requests
 from core.rounds import Rounds
@@ -159,3 +162,19 @@ class Trained:
         """Lets a snapshot that still waits have what there is."""
         if isinstance(self.method, Rounds):
             self.snapshots.hand_over()
+
+
+def load_weights(model: nn.Module, folder: Path) -> None:
+    """Gives the model the weights of the newest checkpoint of the run in `folder`; every worker must call it.
+
+    UserError where there is none, or it is of another model.
+    """
+    checkpoints = folder.expanduser() / "checkpoints"
+    if not finished(checkpoints):
+        raise UserError(f"{folder} holds no checkpoint of a run: give the --out of one that has ended, or saved")
+    found = load(checkpoints, rank=0)
+    assert found is not None
+    theirs, mine = found[0]["model"], model.state_dict()
+    if differs := unlike(theirs, mine):
+        raise UserError(f"{folder} is of another model: {differs}; give its --model and sizes")
+    model.load_state_dict(theirs)

@@ -24,10 +24,9 @@ from core.rounds import Rounds
 from training.checks import check_batch_norm, check_start
 from training.elastic.run import Elastic
 from training.fixed import Fixed
-from training.folder import RunFolder
+from training.folder import RoundLog, RunFolder
 from training.progress import Due, Every, Progress, Trained
 from training.recipe import Recipe, momentum_note
-from training.round_log import RoundLog
 from training.script import StopSignal
 from training.workers import check_compiler, has_bfloat16, pick_device, tune, world_size
 
@@ -53,7 +52,7 @@ class Run(Progress):
         self.rounds = RoundLog(recipe, self.folder, self.device)
         kind: Any = Elastic if recipe.elastic else Fixed
         if recipe.layout:  # imported here, because torch's pipelines take a second
-            from training.layouts.laid_out import LaidOut as kind
+            from training.layouts.resharded import LaidOut as kind
         self._workers = kind(self, self.folder, self.rounds)
         self._saved_at = 0.0  # seconds, by self._now
         self._stop = StopSignal()

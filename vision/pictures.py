@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from training.untrusted import printable
+from training.data import printable
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

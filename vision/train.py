@@ -16,13 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from training.backward import Scalars, backward_in_parts
+from training.data import eval_share, steps_per_epoch
 from training.elastic.run import repeated
-from training.optim import clip_gradients, make_optimizer, make_schedule
+from training.optim import Scalars, backward_in_parts, clip_gradients, make_optimizer, make_schedule
 from training.run import Run
-from training.sampling import eval_share, steps_per_epoch
 from vision import data
-from vision.imagenet import ImageNet
+from vision.data import ImageNet
 from vision.model import build_model
 from vision.pictures import labelled
 

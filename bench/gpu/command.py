@@ -17,7 +17,7 @@ import torch
 
 from bench import report
 from core.errors import UserError
-from training.config import version
+from training.folder import version
 
 NAME = "gpu"
 Part = Literal["costs", "loops"]
@@ -94,8 +94,7 @@ class Options:
             raise UserError(f"checks={' '.join(self.checks)}: no measurement of {', '.join(self.parts)} has that name")
 
     def chosen(self) -> list[str]:
-        for part in PARTS:
-            import_module(f"bench.gpu.{part}")
+        import_module("bench.gpu.measures")
         words = self.checks or ("",)
         return [name for name, (part, _) in CHECKS.items() if part in self.parts and any(w in name for w in words)]
 

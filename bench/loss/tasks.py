@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from core.errors import UserError
-from training.sampling import generator
+from training.data import generator
 
 Split = Literal["tuning", "test"]
 Shards = Literal["iid", "sorted"]
@@ -247,7 +247,7 @@ def gpt2_model(sizes: dict[str, int]) -> nn.Module:
 @functools.cache
 def documents() -> tuple[list[str], dict[Split, list[str]]]:
     """The books for training, and four held-out books each for tuning and the test."""
-    from language.corpora import gutenberg_file
+    from language.data import gutenberg_file
     from language.prepare import read_documents
 
     found = list(read_documents(gutenberg_file()))

@@ -25,9 +25,7 @@ from core.flat import unique
 from core.groups import gather_parts
 from core.sharded.live import pinned
 
-from .order import weights_uncached
-from .replay import Update
-from .weights import Noise, Weights
+from .order import Noise, Update, Weights, weights_uncached
 
 T = TypeVar("T")
 Hold = Callable[[int], None]

@@ -9,7 +9,7 @@ import matplotlib.pyplot as plt
 import pytest
 import torch
 
-from bench import plots, scaling, standin
+from bench import scaling, standin
 from bench.scaling import Setting, round_seconds, rounds_to_measure, wire_seconds
 from bench.standin import LAYERS, PARAMS, PATIENCE, Pacer, StandIn, pace
 from core.errors import UserError
@@ -232,7 +232,7 @@ def test_ranks_become_one_row():
 
 
 def test_throughput_is_drawn_with_its_range():
-    figure = plots.plot(RESULT, "samples_per_second")
+    figure = scaling.plot(RESULT, "samples_per_second")
     (axes,) = figure.axes
     perfect, ddp, co2, auto = axes.lines[0], *(c.lines[0] for c in axes.containers)
     assert perfect.get_ydata().tolist() == [200, 400, 800]
@@ -247,7 +247,7 @@ def test_throughput_is_drawn_with_its_range():
 
 def test_exposed_share_is_drawn_over_rates():
     slower = [r | {"rate_mbit": 50.0, "exposed_share": 0.8} for r in ROWS if r["workers"] > 1]
-    figure = plots.plot(RESULT | {"rows": ROWS + slower}, "exposed_share")
+    figure = scaling.plot(RESULT | {"rows": ROWS + slower}, "exposed_share")
     assert [axes.get_title() for axes in figure.axes] == ["2 workers", "4 workers"]
     co2 = figure.axes[0].containers[1].lines[0]
     assert (co2.get_xdata().tolist(), co2.get_ydata().tolist()) == ([50, 200], [0.8, 0.02])
@@ -255,6 +255,6 @@ def test_exposed_share_is_drawn_over_rates():
 
 
 def test_both_plots_become_files(tmp_path: Path):
-    plots.draw(tmp_path, RESULT)
+    scaling.draw(tmp_path, RESULT)
     for name in ("throughput_vs_workers", "exposed_vs_bandwidth"):
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")

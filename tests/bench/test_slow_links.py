@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from bench import report, slow_links, time_to_loss
+from bench.report import TUNING_SEED
 from bench.slow_links import METHODS, SlowLinks, best_lr
 from bench.time_to_loss import options_of
-from bench.trainings import TUNING_SEED
 from core.lgreco.choices import parse as choice
 from language.recipes import RECIPES
 from tests.bench.emulated import python

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from bench.gpu.slow import one_rank
+from bench.gpu.measures import one_rank
 from core import CO2, CO2Config, LGrecoConfig, ShardedCO2, WireConfig, make_method
 from core.adaptive.merging import Merge, MergeRule, MergingBoundary, make_boundary
 from core.outer import NOTHING_LANDED, Rule
@@ -242,7 +242,7 @@ def test_a_method_holds_what_the_dry_run_says(name: str):
     pytest.importorskip("tyro", reason="recipes need tyro: carry its wheel")
     from language.recipes import gpt2_pydoc_small
     from language.train import make_model
-    from training.memory import held, size_of
+    from training.checks import held, size_of
 
     small = replace(gpt2_pydoc_small(), batch_size=2)
     settings = small.co2 if name == "paper" else replace(CO2Config.recommended(1), tau=small.co2.tau)

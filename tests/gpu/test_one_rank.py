@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from bench.gpu.slow import Slow, asleep, one_rank
+from bench.gpu.measures import Slow, asleep, one_rank
 from core import CO2, CO2Config, DivergedError, LocalSGD, ShardedCO2, WireConfig
 from core.methods import DDP
 from core.robust.guard import Guard, forget
@@ -379,7 +379,7 @@ def test_a_compiled_model_trains_as_it_is():
 
 def sharded(stage: int, recomputed: bool = False) -> list[Tensor]:
     """The parameters after some steps over a mesh of one process, in FSDP2's shards from stage 2 on."""
-    from training.backward import recompute
+    from training.optim import recompute
     from training.zero import shard_model
 
     model = Stack().to(DEVICE)

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.profiler import record_function
 
+from training.folder import Trace
 from training.progress import Averages, Every, Stopwatch
-from training.round_log import Trace
 
 
 def test_every_fires_once_per_period_even_when_asked_late():

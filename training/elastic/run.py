@@ -30,12 +30,10 @@ from core.elastic.members import Members, Over, Report, WorkersChanged
 from core.errors import UserError
 from core.methods import Method
 from core.rounds import Rounds
-from training.config import settings
-from training.folder import RunFolder
+from training.data import per_worker, steps_per_epoch
+from training.folder import RoundLog, RunFolder, settings
 from training.progress import Due, Progress, Trained
 from training.recipe import Recipe
-from training.round_log import RoundLog
-from training.sampling import per_worker, steps_per_epoch
 from training.workers import difference
 
 T = TypeVar("T")

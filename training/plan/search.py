@@ -13,8 +13,7 @@ import numpy as np
 
 from core.errors import UserError
 from training.layouts.layout import Layout
-from training.plan.case import AXES, MERGES, RECOMPUTE, WIRES, Case, Layouts
-from training.plan.clusters import Numbers
+from training.plan.case import AXES, MERGES, RECOMPUTE, WIRES, Case, Layouts, Numbers
 from training.plan.memory import memory
 from training.plan.time import seconds
 
