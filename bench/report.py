@@ -38,10 +38,8 @@ Options = TypeVar("Options")
 
 def read_options(kind: type[Options], module: str, **how: Any) -> Options:
     """The options of `python -m MODULE`, once their check(), a UserError of which names the first option that cannot
-    be, has found nothing; how: see tyro.cli.
-
-    check() is not called by the dataclass itself, for tyro would dress its UserError up.
-    """
+    be, has found nothing; how: see tyro.cli. check() is not called by the dataclass itself, for tyro would dress its
+    UserError up."""
     options = paths_from_home(tyro.cli(kind, prog=f"python -m {module}", use_underscores=True, **how))
     options.check()  # pyright: ignore[reportAttributeAccessIssue]
     return options
@@ -237,11 +235,9 @@ def run(
     packages: Sequence[str] = ("torch",),
     forks: Callable[[Options], bool] | None = None,
 ) -> None:
-    """The command python -m bench.NAME: its options, a measurement, NAME.json, and a table of each part.
-
-    measure: fills the session's result, which begins as the header. packages: whose versions that names. forks: where
-    ranks are forked; whether they sit on an emulated cluster.
-    """
+    """The command python -m bench.NAME: its options, a measurement, NAME.json, and a table of each part. measure: fills
+    the session's result, which begins as the header. packages: whose versions that names. forks: where ranks are
+    forked; whether they sit on an emulated cluster."""
     o = read_options(kind, f"bench.{name}")
     if forks is not None:
         from bench.cluster import prepare_to_fork

@@ -204,10 +204,8 @@ class TimeToLoss(Asked):
             raise UserError(f"step_ms={self.step_ms}: give 0 or more")
 
     def plan(self) -> list[Planned]:
-        """Every run in order: shuffled within seed and rate, always alike.
-
-        So whatever else the machine does in the meantime falls on all methods alike.
-        """
+        """Every run in order: shuffled within seed and rate, always alike. So whatever else the machine does in the
+        meantime falls on all methods alike."""
         runs = []
         for seed, rate in itertools.product(self.seeds, self.rates):
             group = [(seed, rate, task, method) for task in self.tasks for method in self.methods]
@@ -370,11 +368,8 @@ def train(o: TimeToLoss, cluster: Cluster | None, task: Learned, run: Planned, l
 
 
 def outcome(o: TimeToLoss, run: dict[str, Any], runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """How a run came to the target: status, seconds, steps, loss, exposed_share, tau.
-
-    status is reached, or how the run ended. The rest is of the first evaluation at or below the target, or else of the
-    last one. runs: all so far.
-    """
+    """How a run came to the target: status, seconds, steps, loss, exposed_share, tau. status is reached, or how the run
+    ended. The rest is of the first evaluation at or below the target, or else of the last one. runs: all so far."""
     lines, target = run["trajectory"], o.target or TASKS[run["task"]].target
     reached = next((line for line in lines if line["loss"] <= target), None)
     at = reached or (lines[-1] if lines else {"step": 0, "seconds": 0.0, "loss": None})

@@ -145,10 +145,8 @@ def check_tokens(tokens: np.ndarray, vocab_size: int, file: Path) -> None:
 
 
 def bytes_per_token(tokenizer: Tokenizer) -> Tensor:
-    """UTF-8 bytes per token of a byte-level BPE: int64 [vocab_size], 0 for special tokens.
-
-    A byte-level vocabulary writes each byte as one printable character: a token's length counts its bytes.
-    """
+    """UTF-8 bytes per token of a byte-level BPE: int64 [vocab_size], 0 for special tokens. A byte-level vocabulary
+    writes each byte as one printable character: a token's length counts its bytes."""
     special = tokenizer.get_added_tokens_decoder()
     counts = torch.zeros(tokenizer.get_vocab_size(), dtype=torch.int64)
     for token, index in tokenizer.get_vocab().items():
@@ -203,10 +201,8 @@ class MaskedObjective:
     """Distance of neighbouring windows in the file."""
 
     def batch(self, windows: Tensor, keys: list[tuple[int, ...]]) -> Batch:
-        """Windows int64 [batch, n] to inputs and targets, both [batch, n + 2].
-
-        Row i is masked by a generator that depends on `keys[i]`; targets are IGNORE where nothing is predicted.
-        """
+        """Windows int64 [batch, n] to inputs and targets, both [batch, n + 2]. Row i is masked by a generator that
+        depends on `keys[i]`; targets are IGNORE where nothing is predicted."""
         ends = windows.new_full((len(windows), 1), self.eot)
         begins = ends if self.bos is None else torch.full_like(ends, self.bos)
         words = torch.cat((begins, windows, ends), dim=1)
@@ -233,11 +229,9 @@ def count_windows(n_tokens: int, objective: Objective) -> int:
 def window_keys(
     n_tokens: int, objective: Objective, recipe: TextRecipe, rank: int, world_size: int, start: int, total: int
 ) -> Iterator[list[Key]]:
-    """This worker's batches of the steps from `start` to `total`, (seed, epoch, where the window begins) each.
-
-    The text is cut into neighbouring windows, from an origin that moves with the epoch, and these are shuffled: a token
-    is seen at most once an epoch.
-    """
+    """This worker's batches of the steps from `start` to `total`, (seed, epoch, where the window begins) each. The text
+    is cut into neighbouring windows, from an origin that moves with the epoch, and these are shuffled: a token is seen
+    at most once an epoch."""
     samples = count_windows(n_tokens, objective)
     for (seed, epoch, *_), keys in train_keys(recipe, samples, rank, world_size, start, total):
         origin = torch.randint(objective.stride, (), generator=generator(seed, epoch, 0)).item()
@@ -268,10 +262,8 @@ def held_out_batches(
     tokens: np.ndarray, objective: Objective, batch_size: int, *, rank: int, world_size: int
 ) -> Iterator[Batch]:
     """This worker's share of the non-overlapping windows that cover `tokens`, in order; batch_size is per worker.
-
-    Together the workers predict every token but the text's first (causal), or look at every token (masked),
-    exactly once, however many they are; the short last window comes alone, so that nothing is padded.
-    """
+    Together the workers predict every token but the text's first (causal), or look at every token (masked), exactly
+    once, however many they are; the short last window comes alone, so that nothing is padded."""
     overlap = objective.read - objective.stride
     n_windows = -(-(len(tokens) - overlap) // objective.stride)
     mine = [objective.stride * k for k in eval_share(n_windows, rank=rank, world_size=world_size)]
@@ -324,10 +316,8 @@ def _check_once(tokens: np.ndarray, vocab_size: int, file: Path) -> None:
 
 
 def open_wikitext2(corpus: Corpus) -> np.ndarray:
-    """WikiText-2's test text in the tokens of `corpus`: 1-D, uint16 or uint32; to evaluate on, not to train on.
-
-    Its bytes are those of the file as distributed, with its " @-@ " and "<unk>".
-    """
+    """WikiText-2's test text in the tokens of `corpus`: 1-D, uint16 or uint32; to evaluate on, not to train on. Its
+    bytes are those of the file as distributed, with its " @-@ " and "<unk>"."""
     tokenizer = corpus.tokenizer
     if tokenizer is None:
         raise UserError(f"{corpus.folder} has no tokenizer.json to encode WikiText-2 with: add it, or --no_wikitext2")
@@ -412,10 +402,8 @@ def _open_pydoc(vocab_size: int) -> Corpus:
 
 
 def pydoc_documents() -> tuple[list[str], list[str]]:
-    """Python's documentation topics: (training documents, held-out documents).
-
-    Topics quote each other at length, so the held-out topics' paragraphs are cut out of the training topics.
-    """
+    """Python's documentation topics: (training documents, held-out documents). Topics quote each other at length, so
+    the held-out topics' paragraphs are cut out of the training topics."""
     held = [topics[name] for name in PYDOC_HELD_OUT]
     seen = {paragraph.strip() for text in held for paragraph in text.split("\n\n")}
     kept = (

@@ -25,10 +25,7 @@ def token_loss(logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tens
 
 @torch.no_grad()
 def held_out_sums(
-    model: nn.Module,
-    batches: Iterable[tuple[Tensor, Tensor]],
-    device: torch.device,
-    token_bytes: Tensor | None,
+    model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], device: torch.device, token_bytes: Tensor | None
 ) -> Tensor:
     """Sums over (inputs, targets): float64 [nats, predicted tokens, their bytes, right first guesses], in eval mode."""
     was_training = model.training
@@ -51,11 +48,8 @@ def held_out_sums(
 
 
 def summarize(sums: Sequence[float], causal: bool) -> dict[str, float]:
-    """Metrics from `held_out_sums` added over all workers.
-
-    Keys: loss (nats per predicted token), perplexity (inf after divergence), accuracy, tokens; bits_per_byte and bytes
-    for a causal model with a known tokenizer.
-    """
+    """Metrics from `held_out_sums` added over all workers. Keys: loss (nats per predicted token), perplexity (inf after
+    divergence), accuracy, tokens; bits_per_byte and bytes for a causal model with a known tokenizer."""
     nats, tokens, n_bytes, right = sums
     loss = nats / tokens
     perplexity = math.exp(loss) if loss < math.log(sys.float_info.max) or math.isnan(loss) else math.inf
@@ -72,11 +66,9 @@ def summarize(sums: Sequence[float], causal: bool) -> dict[str, float]:
 def continue_text(
     model: nn.Module, prompts: Tensor, new_tokens: int, *, context: int, top_k: int, generator: torch.Generator
 ) -> Tensor:
-    """Samples from a causal model: int64 [batch, time] -> [batch, time + new_tokens].
-
-    The model reads at most the last `context` tokens; the CPU generator draws among the top_k most likely tokens.
-    transformers' generate(), which TransNormer lacks, would draw from dropout's generator.
-    """
+    """Samples from a causal model: int64 [batch, time] -> [batch, time + new_tokens]. The model reads at most the last
+    `context` tokens; the CPU generator draws among the top_k most likely tokens. transformers' generate(), which
+    TransNormer lacks, would draw from dropout's generator."""
     was_training = model.training
     model.eval()
     ids = prompts

@@ -117,10 +117,8 @@ def encode(lines: list[Line], answers: list[str], tokenizer: Any, limit: int) ->
 
 
 def collate(samples: Iterable[tuple[list[int], int]]) -> Batch:
-    """(tokens, how many are the prompt's) each -> inputs and targets, int64 [batch, time], padded at the end.
-
-    Targets are IGNORE except for an answer's tokens.
-    """
+    """(tokens, how many are the prompt's) each -> inputs and targets, int64 [batch, time], padded at the end. Targets
+    are IGNORE except for an answer's tokens."""
     samples = list(samples)
     width = max(len(ids) for ids, _ in samples) - 1
     inputs = torch.zeros(len(samples), width, dtype=torch.int64)

@@ -56,9 +56,7 @@ def gpt2_large_owt() -> LanguageRecipe:
 
 def gpt2_medium_zo_owt() -> LanguageRecipe:
     """GPT-2 Medium, trained before, goes on without gradients; add --init_from with the --out of its run. Not run.
-
-    MeZO's eps, learning rate for all weights, constant schedule and number of steps; the batch is ours.
-    """
+    MeZO's eps, learning rate for all weights, constant schedule and number of steps; the batch is ours."""
     return replace(
         gpt2_medium_owt(),
         method="zo",
@@ -72,8 +70,7 @@ def gpt2_medium_zo_owt() -> LanguageRecipe:
 def gpt2_small_wikitext103() -> LanguageRecipe:
     """GPT-2 Small on WikiText-103, whose tokens are those of roberta_base_wikitext103: in place of L-GreCo's
     Transformer-LM, whose sizes are unknown to us. As gpt2_small_owt; batch and epochs are ours; 256 does not divide by
-    80 workers, where slurm/gpt2_3090.sh takes 240. Not run.
-    """
+    80 workers, where slurm/gpt2_3090.sh takes 240. Not run."""
     base = gpt2_small_owt()
     return replace(base, corpus="wikitext103", vocab_size=50265, batch_size=256, epoch_steps=None, epochs=50)
 
@@ -92,11 +89,9 @@ def transnormer_7b_owt() -> LanguageRecipe:
 
 
 def roberta_base_wikibooks() -> LanguageRecipe:
-    """RoBERTa Base on Wikipedia and BookCorpus, which the paper names. Not run.
-
-    As in Liu et al. (arXiv 1907.11692) for this text, with fairseq's weight decay on all parameters; the 6,000 steps
-    of warm-up are ours. CO2's outer momentum is that of the authors' example for more than 64 GPUs.
-    """
+    """RoBERTa Base on Wikipedia and BookCorpus, which the paper names. Not run. As in Liu et al. (arXiv 1907.11692) for
+    this text, with fairseq's weight decay on all parameters; the 6,000 steps of warm-up are ours. CO2's outer momentum
+    is that of the authors' example for more than 64 GPUs."""
     return LanguageRecipe(
         model="roberta_base",
         corpus="wikibooks",
@@ -215,26 +210,16 @@ def roberta_gutenberg_large() -> LanguageRecipe:
 
 
 def gpt2_gutenberg_small() -> LanguageRecipe:
-    """A tiny GPT-2 on Gutenberg books, evaluated on whole held-out books and on WikiText-2.
-
-    Measured: perplexity 226, 2.91 bits per byte, after 1,000 steps in 5.3 minutes; on WikiText-2's test text 852 and
-    4.12.
-    """
+    """A tiny GPT-2 on Gutenberg books, evaluated on whole held-out books and on WikiText-2. Measured: perplexity 226,
+    2.91 bits per byte, after 1,000 steps in 5.3 minutes; on WikiText-2's test text 852 and 4.12."""
     return replace(
-        gpt2_pydoc_small(),
-        corpus="gutenberg",
-        vocab_size=2048,
-        epoch_steps=100,
-        eval_tokens=1 << 15,
-        wikitext2=True,
+        gpt2_pydoc_small(), corpus="gutenberg", vocab_size=2048, epoch_steps=100, eval_tokens=1 << 15, wikitext2=True
     )
 
 
 def gpt2_zo_small() -> LanguageRecipe:
     """The tiny GPT-2 of gpt2_pydoc_small fine-tuned without gradients; add --init_from with the --out of a run of that.
-
-    Learning rate, eps and the constant schedule are of MeZO's kind, and ours for this size.
-    """
+    Learning rate, eps and the constant schedule are of MeZO's kind, and ours for this size."""
     return replace(
         gpt2_pydoc_small(),
         method="zo",

@@ -146,10 +146,8 @@ class TextTask:
 
 
 def learn(run: Run, recipe: TextRecipe, model: nn.Module, task: TextTask | PromptTask) -> Method | Zeroth | None:
-    """The loop: optimizer steps, method.step(), and at round boundaries evaluations and checkpoints.
-
-    model: from run.shard; it stays in its mode, because fine-tuning has no dropout. Returns None after a signal.
-    """
+    """The loop: optimizer steps, method.step(), and at round boundaries evaluations and checkpoints. model: from
+    run.shard; it stays in its mode, because fine-tuning has no dropout. Returns None after a signal."""
     optimizer = run.shard_optimizer(make_optimizer(model, recipe.optim))
     dealt = Dealt.of(recipe, model, task.documents, run) if recipe.balance != "none" else None
     epoch = recipe.epoch_steps or steps_per_epoch((dealt or task).samples, recipe.batch_size)

@@ -33,10 +33,8 @@ class TransNormerConfig:
 
 
 class TransNormer(nn.Module):
-    """int64 token ids [batch, time] -> CausalLMOutput with logits [batch, time, vocab_size]; any length.
-
-    documents: see language.lengths.packed. position_ids are ignored: order comes from distances.
-    """
+    """int64 token ids [batch, time] -> CausalLMOutput with logits [batch, time, vocab_size]; any length. documents: see
+    language.lengths.packed. position_ids are ignored: order comes from distances."""
 
     def __init__(self, config: TransNormerConfig):
         super().__init__()
@@ -128,11 +126,9 @@ class SimpleRMSNorm(nn.Module):
 
 
 class LRPE(nn.Module):
-    """Linearized relative positions: [batch, heads, time, d] -> [batch, heads, time, 2 d].
-
-    x_t becomes [x_t cos(theta t), x_t sin(theta t)], so that products of queries and keys depend on t - s only. theta
-    is learned, from a geometric series.
-    """
+    """Linearized relative positions: [batch, heads, time, d] -> [batch, heads, time, 2 d]. x_t becomes [x_t cos(theta
+    t), x_t sin(theta t)], so that products of queries and keys depend on t - s only. theta is learned, from a geometric
+    series."""
 
     def __init__(self, heads: int, dim: int):
         super().__init__()
@@ -145,21 +141,17 @@ class LRPE(nn.Module):
 
 
 def decay_slopes(heads: int, layer: int, layers: int) -> Tensor:
-    """Decay rate of each head: float32 [heads], in (0, 1]; a token n steps back weighs exp(-slope n).
-
-    The rates are geometric over the heads (2^(-8 h / H), h = 1 ... H, as in ALiBi) and fall linearly over the layers,
-    to almost nothing in the last. They are not learned.
-    """
+    """Decay rate of each head: float32 [heads], in (0, 1]; a token n steps back weighs exp(-slope n). The rates are
+    geometric over the heads (2^(-8 h / H), h = 1 ... H, as in ALiBi) and fall linearly over the layers, to almost
+    nothing in the last. They are not learned."""
     geometric = 2.0 ** (-8.0 * torch.arange(1, heads + 1, dtype=torch.float32) / heads)
     return geometric * (1.0 - layer / max(layers - 1, 1) + 1e-5)
 
 
 def chunked_attention(query: Tensor, key: Tensor, value: Tensor, slope: Tensor, chunk: int) -> Tensor:
-    """o_t = sum over s <= t of exp(-slope (t - s)) (q_t . k_s) v_s, in time linear in the sequence length.
-
-    Earlier chunks enter by a running sum of k_s v_s^T. query, key: [batch, heads, time, d]; value, output: [batch,
-    heads, time, e]; slope: [heads].
-    """
+    """o_t = sum over s <= t of exp(-slope (t - s)) (q_t . k_s) v_s, in time linear in the sequence length. Earlier
+    chunks enter by a running sum of k_s v_s^T. query, key: [batch, heads, time, d]; value, output: [batch, heads, time,
+    e]; slope: [heads]."""
     time = query.shape[-2]
     padding = -time % chunk  # zero keys at the end change nothing before it
     query, key, value = (F.pad(t, (0, 0, 0, padding)).unflatten(-2, (-1, chunk)) for t in (query, key, value))

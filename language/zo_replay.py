@@ -69,12 +69,7 @@ def _tuples(values: dict[str, Any]) -> dict[str, Any]:
     return {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
 
 
-def replay(
-    run: Annotated[Path, tyro.conf.Positional],
-    /,
-    model: Path,
-    out: Path,
-) -> None:
+def replay(run: Annotated[Path, tyro.conf.Positional], /, model: Path, out: Path) -> None:
     """Writes the model that a run of method zo has tuned.
 
     Args:

@@ -223,9 +223,7 @@ class MaskedAutoencoder(nn.Module):
 
     def forward(self, points: Tensor) -> Reconstruction:
         """float32 [B, n, 3] -> Reconstruction; prediction and target [B * masked, k, 3] are relative to the centres.
-
-        `cloud` [B, groups * k, 3] is the visible patches with the predicted ones; patches overlap.
-        """
+        `cloud` [B, groups * k, 3] is the visible patches with the predicted ones; patches overlap."""
         patch, centres = patches(points, self.config.groups, self.config.group_size)
         order = self._mask_order(len(points), points.device)
         hidden, shown = order[:, : self.masked], order[:, self.masked :]

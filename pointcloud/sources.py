@@ -159,10 +159,8 @@ class Files:
 
 
 class ShapeNetPC15k(Files):
-    """ShapeNetCore v2 as released with PointFlow (arXiv 1906.12320): 15,000 points a shape.
-
-    Reads `ShapeNetCore.v2.PC15k/<synset>/<split>/<model>.npy` for every synset that is there.
-    """
+    """ShapeNetCore v2 as released with PointFlow (arXiv 1906.12320): 15,000 points a shape. Reads
+    `ShapeNetCore.v2.PC15k/<synset>/<split>/<model>.npy` for every synset that is there."""
 
     def __init__(self, root: Path, split: str):
         folder = root / "ShapeNetCore.v2.PC15k"
@@ -175,11 +173,9 @@ class ShapeNetPC15k(Files):
 
 
 class ShapeNet55(Files):
-    """ShapeNet-55 as used by Point-BERT and Point-MAE (arXiv 2203.06604): 8,192 points a shape.
-
-    Reads `ShapeNet55-34/ShapeNet-55/<split>.txt`, a list of file names `<synset>-<model>.npy`, and the files in
-    `ShapeNet55-34/shapenet_pc/`.
-    """
+    """ShapeNet-55 as used by Point-BERT and Point-MAE (arXiv 2203.06604): 8,192 points a shape. Reads
+    `ShapeNet55-34/ShapeNet-55/<split>.txt`, a list of file names `<synset>-<model>.npy`, and the files in
+    `ShapeNet55-34/shapenet_pc/`."""
 
     def __init__(self, root: Path, split: str):
         folder = root / "ShapeNet55-34"
@@ -210,10 +206,8 @@ def read_list(file: Path) -> list[str]:
 
 
 class ModelNet10:
-    """ModelNet10 (Wu et al., CVPR 2015) with 1,024 points a shape, 3,991 for training and 908 for testing.
-
-    Reads `modelnet10_1024_fp16.npz`: x_<split> float16 [n, 1024, 3], y_<split> int [n], cls: the classes' names.
-    """
+    """ModelNet10 (Wu et al., CVPR 2015) with 1,024 points a shape, 3,991 for training and 908 for testing. Reads
+    `modelnet10_1024_fp16.npz`: x_<split> float16 [n, 1024, 3], y_<split> int [n], cls: the classes' names."""
 
     def __init__(self, root: Path, split: str):
         self.path, self.array = root / "modelnet10_1024_fp16.npz", f"x_{split}"

@@ -91,10 +91,8 @@ def backward(run: Run, recipe: PointCloudRecipe, wrapped: nn.Module, points: Ten
 @repeated
 @torch.no_grad()
 def evaluate(run: Run, recipe: PointCloudRecipe, model: nn.Module, test_set: PointClouds) -> dict[str, float]:
-    """Chamfer distance and EMD of whole clouds over the test set, each worker on its share, and a picture.
-
-    test_loss is the training loss: for a masked autoencoder, of the masked patches only.
-    """
+    """Chamfer distance and EMD of whole clouds over the test set, each worker on its share, and a picture. test_loss is
+    the training loss: for a masked autoencoder, of the masked patches only."""
     with run.paused():
         model.eval()
         chamfer = emd = loss = count = 0.0
@@ -142,10 +140,8 @@ def save_picture(run: Run, recipe: PointCloudRecipe, model: nn.Module, test_set:
 
 
 def draw_clouds(rows: Mapping[str, Sequence[np.ndarray]], labels: Sequence[str], caption: str = "") -> np.ndarray:
-    """3-D scatter plots with equal limits, colored by height: uint8 [height, width, 3].
-
-    rows: what the row shows ("input", "reconstruction") -> clouds, float [n, 3] each. labels: one title a column.
-    """
+    """3-D scatter plots with equal limits, colored by height: uint8 [height, width, 3]. rows: what the row shows
+    ("input", "reconstruction") -> clouds, float [n, 3] each. labels: one title a column."""
     columns = len(labels)
     figure = Figure(figsize=(2.2 * columns + 0.4, 2.2 * len(rows) + 0.4), dpi=100)
     canvas = FigureCanvasAgg(figure)  # not pyplot, which opens windows and keeps every figure

@@ -334,9 +334,7 @@ def status(
     tables: Mapping[str, Sequence[tuple[Row, int, Path]]], worker: str, kept: Sequence[Finished] = ()
 ) -> Iterator[str]:
     """Lines of Markdown: of each row's runs, (row, seed, folder), what ran, what is left, and hours of a `worker`.
-
-    kept: stand-ins that ran elsewhere. The hours left are known where one of the row's runs has finished here.
-    """
+    kept: stand-ins that ran elsewhere. The hours left are known where one of the row's runs has finished here."""
     titles = ["table", "row", "method", "tau", "finished", "begun", "left", f"{worker} hours", f"{worker} hours left"]
     rows: list[tuple[object, ...]] = []
     spent: dict[Path, float] = {}  # a run may be in several tables

@@ -51,11 +51,9 @@ CAMVID_PALETTE = [
 
 @TRANSFORMS.register_module()
 class LoadImage(BaseTransform):
-    """Reads results["img_path"] into `img`, uint8 [h, w, 3] BGR.
-
-    In place of mmcv's LoadImageFromFile, which takes a truncated JPEG for a whole one. Like mmcv's default reader, it
-    turns the image as its EXIF orientation says. UserError names the file.
-    """
+    """Reads results["img_path"] into `img`, uint8 [h, w, 3] BGR. In place of mmcv's LoadImageFromFile, which takes a
+    truncated JPEG for a whole one. Like mmcv's default reader, it turns the image as its EXIF orientation says.
+    UserError names the file."""
 
     def transform(self, results: dict[str, Any]) -> dict[str, Any]:
         image = _read(results["img_path"], _picture)
@@ -126,11 +124,8 @@ def check_labels(mask: NDArray[Any], num_classes: int, where: str | Path, shift:
 
 @DATASETS.register_module()
 class ArraySegDataset(BaseSegDataset):
-    """Images held in memory, for pipelines that begin after loading.
-
-    images: uint8 [n, h, w, 3] RGB. masks: uint8 [n, h, w], 255 for pixels to ignore. options: mmengine's for all data
-    sets, such as pipeline, test_mode and indices.
-    """
+    """Images held in memory, for pipelines that begin after loading. images: uint8 [n, h, w, 3] RGB. masks: uint8 [n,
+    h, w], 255 for pixels to ignore. options: mmengine's for all data sets, such as pipeline, test_mode and indices."""
 
     def __init__(self, images: Bytes, masks: Bytes, **options: Any):
         self.images, self.masks = images, masks
@@ -154,10 +149,8 @@ class ArraySegDataset(BaseSegDataset):
 
 @DATASETS.register_module()
 class CamVid(ArraySegDataset):
-    """CamVid at 240 x 180 in 11 classes (Brostow et al., 2009): 367 training, 101 validation, 233 test images.
-
-    root: the folder with camvid_240x180.npz: x_SPLIT uint8 [n, 180, 240, 3] RGB, y_SPLIT uint8 [n, 180, 240], 11 void.
-    """
+    """CamVid at 240 x 180 in 11 classes (Brostow et al., 2009): 367 training, 101 validation, 233 test images. root:
+    the folder with camvid_240x180.npz: x_SPLIT uint8 [n, 180, 240, 3] RGB, y_SPLIT uint8 [n, 180, 240], 11 void."""
 
     METAINFO = {"classes": CAMVID_CLASSES, "palette": CAMVID_PALETTE}
 
@@ -191,10 +184,8 @@ class DigitsOnPhotos(ArraySegDataset):
 
 @DATASETS.register_module()
 class ADE20K(ADE20KDataset):
-    """ADE20K scene parsing (Zhou et al., 2017), 150 classes: 20,210 training and 2,000 validation images.
-
-    root: ADEChallengeData2016 as published: images/{training,validation}/*.jpg, annotations/*/*.png (label 0 ignored).
-    """
+    """ADE20K scene parsing (Zhou et al., 2017), 150 classes: 20,210 training and 2,000 validation images. root:
+    ADEChallengeData2016 as published: images/{training,validation}/*.jpg, annotations/*/*.png (label 0 ignored)."""
 
     def __init__(self, root: str | Path, split: Split, **options: Any):
         if split == "test":
@@ -284,10 +275,8 @@ def unpack(batch: Batch, device: torch.device) -> Batch:
 
 
 class SeededAugmentation(Dataset[dict[str, Any]]):
-    """Items by their keys, from which the random transforms' numbers follow.
-
-    mmcv's transforms draw from numpy's global generator, which is left as it was found.
-    """
+    """Items by their keys, from which the random transforms' numbers follow. mmcv's transforms draw from numpy's global
+    generator, which is left as it was found."""
 
     def __init__(self, dataset: BaseSegDataset):
         self.dataset = dataset

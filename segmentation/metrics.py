@@ -22,10 +22,8 @@ if TYPE_CHECKING:
 
 
 class SegmentationMetric:
-    """Collects one worker's predictions; compute() sums four areas a class over all workers by one all-reduce.
-
-    mmseg's own evaluate() gathers a record for each image through files.
-    """
+    """Collects one worker's predictions; compute() sums four areas a class over all workers by one all-reduce. mmseg's
+    own evaluate() gathers a record for each image through files."""
 
     def __init__(self, classes: Sequence[str], device: torch.device | str = "cpu"):
         self.classes = tuple(classes)
@@ -39,9 +37,8 @@ class SegmentationMetric:
 
     def compute(self, over_workers: Callable[[Tensor], Tensor] = lambda areas: areas) -> dict[str, float]:
         """mIoU, mAcc, aAcc and IoU/CLASS in percent. over_workers: sums a tensor over the workers; all must call it.
-
-        The means leave out classes that occur in neither predictions (IoU) nor labels; those have no IoU/CLASS entry.
-        """
+        The means leave out classes that occur in neither predictions (IoU) nor labels; those have no IoU/CLASS
+        entry."""
         areas = over_workers(self.areas.clone())
         values = IoUMetric.total_area_to_metrics(*areas.cpu(), ["mIoU"])
         iou, acc = (torch.as_tensor(values[key]) for key in ("IoU", "Acc"))
@@ -60,10 +57,8 @@ PANELS = ("image", "true classes", "predicted classes")
 def side_by_side(
     image: Tensor, label: Tensor, prediction: Tensor, classes: Sequence[str], palette: Sequence[Sequence[int]]
 ) -> Figure:
-    """Image, labels and prediction side by side, over a legend of their classes; ignored pixels are black.
-
-    image: uint8 [3, *, *] BGR. label, prediction: integer class maps [h, w]. palette: an RGB color a class.
-    """
+    """Image, labels and prediction side by side, over a legend of their classes; ignored pixels are black. image: uint8
+    [3, *, *] BGR. label, prediction: integer class maps [h, w]. palette: an RGB color a class."""
     from matplotlib.figure import Figure  # here, for it is slow to import
     from matplotlib.patches import Patch
 

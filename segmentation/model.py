@@ -247,17 +247,10 @@ BACKBONES: dict[BackboneName, Backbone] = {
 
 
 def upernet(
-    name: BackboneName,
-    num_classes: int,
-    crop: tuple[int, int],
-    *,
-    norm: Norm = "BN",
-    pretrained: Path | None = None,
+    name: BackboneName, num_classes: int, crop: tuple[int, int], *, norm: Norm = "BN", pretrained: Path | None = None
 ) -> Config:
     """The config of UPerNet with an FCN auxiliary head (loss weight 0.4): mmseg's base model with the backbone's sizes.
-
-    crop: (height, width) of training images. norm: see segmentation.model. pretrained: see segmentation.model.
-    """
+    crop: (height, width) of training images. norm: see segmentation.model. pretrained: see segmentation.model."""
     b = BACKBONES[name]
     config: Config = ConfigFile.fromfile(BASES / f"{b.base}.py").model.to_dict() | {"pretrained": None}
     backbone, heads = config["backbone"], (config["decode_head"], config["auxiliary_head"])
@@ -292,9 +285,7 @@ class _LinspaceOnCpu(TorchFunctionMode):
 
 def build_model(config: Config) -> nn.Module:
     """An mmseg segmentor with initialised weights, from a config such as upernet's; also under torch.device("meta").
-
-    UserError when the backbone's checkpoint is missing or of another network, where mmengine would only warn.
-    """
+    UserError when the backbone's checkpoint is missing or of another network, where mmengine would only warn."""
     with _LinspaceOnCpu(), warnings.catch_warnings():
         # as in mmseg's published runs, the loss's mean counts ignored pixels: it warns of this default every time
         warnings.filterwarnings("ignore", message="Default ``avg_non_ignore``")

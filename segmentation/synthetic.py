@@ -16,11 +16,9 @@ OVERLAP = 0.1  # a digit is left out where more than this share of its pixels wo
 
 
 def digits_on_photos(split: str, n: int, size: int = 48, seed: int = 0) -> tuple[Bytes, Bytes]:
-    """n scenes of 1 to 4 digits each on a crop of a photograph, the same for equal arguments.
-
-    split: "train" or "val"; their digits are different samples and their crops different parts of the photographs.
-    Returns images uint8 [n, size, size, 3] RGB and masks uint8 [n, size, size]: 0 background, d + 1 for digit d.
-    """
+    """n scenes of 1 to 4 digits each on a crop of a photograph, the same for equal arguments. split: "train" or "val";
+    their digits are different samples and their crops different parts of the photographs. Returns images uint8 [n,
+    size, size, 3] RGB and masks uint8 [n, size, size]: 0 background, d + 1 for digit d."""
     rng = np.random.default_rng([seed, split == "train"])
     glyphs, labels = _digits(split)
     photos = _photos(split)

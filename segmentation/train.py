@@ -89,10 +89,8 @@ def train(
 def backward(
     run: Run, recipe: SegmentationRecipe, model: nn.Module, wrapped: nn.Module, images: Tensor, labels: list[Any]
 ) -> Scalars:
-    """Adds the gradient of this worker's mean loss; returns train_loss and train_aAcc (percent of the pixels).
-
-    images: normalised, [b, 3, h, w]. labels: mmseg's SegDataSamples.
-    """
+    """Adds the gradient of this worker's mean loss; returns train_loss and train_aAcc (percent of the pixels). images:
+    normalised, [b, 3, h, w]. labels: mmseg's SegDataSamples."""
 
     def part_of(places: range) -> Scalars:
         some = slice(places.start, places.stop)
@@ -109,10 +107,8 @@ def backward(
 @repeated
 @torch.no_grad()
 def evaluate(run: Run, model: nn.Module, split: str, eval_set: BaseSegDataset) -> dict[str, float]:
-    """mIoU, mAcc and aAcc over the whole split, each worker on its share; logs each class's IoU and some pictures.
-
-    The model runs in float32 at any precision of training, as in mmseg's published figures.
-    """
+    """mIoU, mAcc and aAcc over the whole split, each worker on its share; logs each class's IoU and some pictures. The
+    model runs in float32 at any precision of training, as in mmseg's published figures."""
     classes, palette = eval_set.metainfo["classes"], eval_set.metainfo["palette"]
     metric = SegmentationMetric(classes, run.device)
     shown = 0

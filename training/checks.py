@@ -72,11 +72,8 @@ def estimate(recipe: Recipe, model: nn.Module, world_size: int) -> Memory:
 
 
 def held(recipe: Recipe, model: nn.Module, node: int, workers: int) -> float:
-    """Bytes of the method's state on one of `workers`, `node` of which synchronize every step.
-
-    Error feedback holds one copy of the errors, and 1/n of a copy for the part that this worker averages. L-GreCo
-    holds two copies more.
-    """
+    """Bytes of the method's state on one of `workers`, `node` of which synchronize every step. Error feedback holds one
+    copy of the errors, and 1/n of a copy for the part that this worker averages. L-GreCo holds two copies more."""
     trained = size_of(p for p in model.parameters() if p.requires_grad)
     method, trained = recipe.method, trained / (node if recipe.zero >= 2 else 1)
     if recipe.offload:
@@ -100,10 +97,8 @@ def held(recipe: Recipe, model: nn.Module, node: int, workers: int) -> float:
 
 
 def gathered(recipe: Recipe, model: nn.Module) -> float:
-    """Bytes of whole parameters and gradients that FSDP2 holds at once (training.zero.shard_model).
-
-    ZeRO-2: all parameters; ZeRO-3: two blocks' and those outside blocks. Gradients of as many, and what is reduced.
-    """
+    """Bytes of whole parameters and gradients that FSDP2 holds at once (training.zero.shard_model). ZeRO-2: all
+    parameters; ZeRO-3: two blocks' and those outside blocks. Gradients of as many, and what is reduced."""
     if recipe.zero < 2:
         return 0.0
     size = 2 if recipe.precision == "bfloat16" else 4

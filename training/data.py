@@ -74,10 +74,8 @@ def missing(what: str, folder: Path, expected: str, stand_in: str, holds: str = 
 
 def cached(name: str, build: Callable[[Path], Any]) -> Path:
     """The folder `name` of the cache (CO2_CACHE, or ~/.cache/co2), made by `build(empty folder)` where it is missing.
-
     Safe for several workers, also of several hosts on a shared file system: one builds while the others wait for its
-    lock, and the folder appears by one atomic rename.
-    """
+    lock, and the folder appears by one atomic rename."""
     cache = from_home(os.environ.get("CO2_CACHE") or "~/.cache/co2")
     folder = cache / name
     if folder.is_dir():
@@ -126,11 +124,9 @@ def damaged(what: str, file: Path, why: object) -> UserError:
 def train_keys(
     recipe: Any, samples: int, rank: int, world_size: int, start: int, total: int, repeats: int = 1
 ) -> Iterator[tuple[tuple[int, ...], list[Key]]]:
-    """This worker's batches from step `start` to `total`: (the batch's key, its samples' keys).
-
-    A batch's key is (seed, epoch, number in the epoch, rank). recipe: has the seed and the global batch_size. repeats:
-    see training.data.epoch_batches; a copy's index is the sample's plus a multiple of `samples`.
-    """
+    """This worker's batches from step `start` to `total`: (the batch's key, its samples' keys). A batch's key is (seed,
+    epoch, number in the epoch, rank). recipe: has the seed and the global batch_size. repeats: see
+    training.data.epoch_batches; a copy's index is the sample's plus a multiple of `samples`."""
     of = dict(seed=recipe.seed, rank=rank, world_size=world_size, start=start, total=total, repeats=repeats)
     for epoch, number, indices in worker_batches(samples, recipe.batch_size, **of):
         yield (recipe.seed, epoch, number, rank), [(recipe.seed, epoch, i) for i in indices.tolist()]
@@ -237,16 +233,10 @@ def eval_share(n: int, *, rank: int, world_size: int) -> range:
 
 
 def load_batches(
-    dataset: Dataset[Any],
-    keys: Iterator[list[Any]],
-    workers: int,
-    *,
-    collate: Callable[[list[Any]], Any] | None = None,
+    dataset: Dataset[Any], keys: Iterator[list[Any]], workers: int, *, collate: Callable[[list[Any]], Any] | None = None
 ) -> Iterator[Any]:
-    """The batches whose items' keys are listed, in order, in pinned memory where there is a GPU.
-
-    workers: processes that load them; 0: this one. A UserError of a loading process is raised in one line.
-    """
+    """The batches whose items' keys are listed, in order, in pinned memory where there is a GPU. workers: processes
+    that load them; 0: this one. A UserError of a loading process is raised in one line."""
     loader = DataLoader(
         dataset,
         batch_sampler=keys,  # type: ignore[arg-type]  # an iterator will do

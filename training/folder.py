@@ -149,9 +149,7 @@ UNITS = {
 
 class RunFolder:
     """Rank 0 writes config.json, metrics.jsonl, TensorBoard's events and summary.json; the other workers write nothing.
-
-    attempt: a text that workers share which were started together. writer: TensorBoard's, on rank 0.
-    """
+    attempt: a text that workers share which were started together. writer: TensorBoard's, on rank 0."""
 
     writer: SummaryWriter
 
@@ -236,10 +234,8 @@ class RunFolder:
             self._lock.close()
 
     def log(self, step: int, scalars: Mapping[str, float | Tensor], of_model: str = "") -> None:
-        """Writes one line of metrics.jsonl, with null for what is not finite, and TensorBoard's scalars.
-
-        of_model: `shared` or `own`, of evaluations.
-        """
+        """Writes one line of metrics.jsonl, with null for what is not finite, and TensorBoard's scalars. of_model:
+        `shared` or `own`, of evaluations."""
         if not self.writes:
             return
         values = {name: float(value) for name, value in scalars.items()}
@@ -449,9 +445,7 @@ class RoundLog:
 
 class Trace:
     """A torch.profiler trace of `rounds` rounds, after the first `first` (1 or more), for https://ui.perfetto.dev.
-
-    gloo's all-reduce has a thread of its own (`gloo:all_reduce`), NCCL's a stream.
-    """
+    gloo's all-reduce has a thread of its own (`gloo:all_reduce`), NCCL's a stream."""
 
     def __init__(self, path: Path, *, cuda: bool = False, first: int = 2, rounds: int = 2):
         self.path, self.first = path, first

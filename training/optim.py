@@ -72,10 +72,8 @@ class OptimConfig:
 def make_optimizer(
     model: nn.Module, config: OptimConfig, groups: list[dict[str, Any]] | None = None
 ) -> torch.optim.Optimizer:
-    """The optimizer of the trainable parameters, by default in two groups: with and without weight decay.
-
-    groups: parameter groups in torch's form; "muon": True marks Muon's.
-    """
+    """The optimizer of the trainable parameters, by default in two groups: with and without weight decay. groups:
+    parameter groups in torch's form; "muon": True marks Muon's."""
     groups = [g for g in groups or decay_groups(model, config) if g["params"]]
     on_gpu = all(p.is_cuda for g in groups for p in g["params"])
     fused = {"fused": True} if on_gpu else {}  # one kernel for all parameters, the same up to rounding
@@ -89,9 +87,7 @@ def make_optimizer(
 
 class MuonAdamW(torch.optim.Optimizer):
     """torch.optim.Muon for the parameter groups with "muon": True, torch.optim.AdamW for the others, as one optimizer.
-
-    One learning rate serves both: Muon scales its own to the size of AdamW's steps (adjust_lr_fn="match_rms_adamw").
-    """
+    One learning rate serves both: Muon scales its own to the size of AdamW's steps (adjust_lr_fn="match_rms_adamw")."""
 
     def __init__(self, groups: list[dict[str, Any]], lr: float, **adamw: Any):
         muon, others = ([g for g in groups if bool(g.get("muon")) == wanted] for wanted in (True, False))
@@ -179,10 +175,8 @@ Scalars = dict[str, Tensor]
 
 def backward_in_parts(wrapped: nn.Module, parts: Sequence[Any], part_of: Callable[[Any], Scalars]) -> Scalars:
     """Adds the gradient of the loss over all parts of this worker's batch; returns the scalars' sums over the parts.
-
     part_of: runs the forward pass of a part and returns 0-d scalars, "train_loss" first of all, each already weighted
-    by the part's share in the batch, so that their sums are the whole batch's means.
-    """
+    by the part's share in the batch, so that their sums are the whole batch's means."""
     sums: Scalars = {}
     for number, part in enumerate(parts, start=1):
         waits = hasattr(wrapped, "no_sync") and number < len(parts)  # DDP reduces once, in the last backward pass

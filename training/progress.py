@@ -25,10 +25,8 @@ from training.workers import make_link, rank, world_size
 
 
 class Progress:
-    """What Run shares with the part of it that handles other workers (training/fixed.py, training/elastic/run.py).
-
-    step counts the steps taken, total all steps. Under a layout several ranks are one of the data_workers.
-    """
+    """What Run shares with the part of it that handles other workers (training/fixed.py, training/elastic/run.py). step
+    counts the steps taken, total all steps. Under a layout several ranks are one of the data_workers."""
 
     def __init__(self, recipe: Recipe, device: torch.device):
         self.recipe, self.device = recipe, device
@@ -165,10 +163,8 @@ class Trained:
 
 
 def load_weights(model: nn.Module, folder: Path) -> None:
-    """Gives the model the weights of the newest checkpoint of the run in `folder`; every worker must call it.
-
-    UserError where there is none, or it is of another model.
-    """
+    """Gives the model the weights of the newest checkpoint of the run in `folder`; every worker must call it. UserError
+    where there is none, or it is of another model."""
     checkpoints = folder.expanduser() / "checkpoints"
     if not finished(checkpoints):
         raise UserError(f"{folder} holds no checkpoint of a run: give the --out of one that has ended, or saved")

@@ -34,11 +34,9 @@ T = TypeVar("T")
 
 
 class Run(Progress):
-    """One training run of this worker: use it as a context manager around the loop.
-
-    Before the loop: shard, shard_optimizer, make_method, begin. After every step: after_step, which says whether an
-    evaluation, a checkpoint (save) or the stop (stop) is due. After the loop: end. mesh: see Fixed.
-    """
+    """One training run of this worker: use it as a context manager around the loop. Before the loop: shard,
+    shard_optimizer, make_method, begin. After every step: after_step, which says whether an evaluation, a checkpoint
+    (save) or the stop (stop) is due. After the loop: end. mesh: see Fixed."""
 
     mesh: DeviceMesh | None
     _trained: Trained
@@ -248,18 +246,14 @@ class Run(Progress):
     # -- checkpoints and the end ----------------------------------------------------------------------------
 
     def save(self) -> None:
-        """Begins a checkpoint, at a round boundary or after method.finish(); every worker must call it.
-
-        This copies the state, without an all-reduce in flight. A thread writes it during the next steps, unless a
-        worker's model is not finite. UserError on all workers where the last checkpoint could not be written.
-        """
+        """Begins a checkpoint, at a round boundary or after method.finish(); every worker must call it. This copies the
+        state, without an all-reduce in flight. A thread writes it during the next steps, unless a worker's model is not
+        finite. UserError on all workers where the last checkpoint could not be written."""
         self._workers.save()
 
     def stop(self) -> None:
-        """Ends the run early, in place of method.finish(), the last evaluation and end().
-
-        The checkpoint has the all-reduce in flight, so that the resumed run equals one that was never stopped.
-        """
+        """Ends the run early, in place of method.finish(), the last evaluation and end(). The checkpoint has the
+        all-reduce in flight, so that the resumed run equals one that was never stopped."""
         self.save()
         number = self._workers.stopped_by(self._stop.number)
         self._trained.method.finish()  # after the checkpoint, which does not contain this

@@ -94,10 +94,8 @@ def upload(t: Tensor, device: torch.device) -> Tensor:
 
 
 def make_mesh(device: torch.device, per_node: int, zero: int, timeout: float = 600.0) -> DeviceMesh | None:
-    """[nodes, workers of a node] where the workers of a node synchronize every step; None where none do.
-
-    per_node: consecutive ranks of a node; 0: those that torchrun or SLURM started on one machine. zero: ZeRO's stage.
-    """
+    """[nodes, workers of a node] where the workers of a node synchronize every step; None where none do. per_node:
+    consecutive ranks of a node; 0: those that torchrun or SLURM started on one machine. zero: ZeRO's stage."""
     n = per_node or local_world_size()
     check_nodes(n, zero, dist.get_world_size() if dist.is_initialized() else 1)
     return node_mesh(device.type, n, timeout) if n > 1 else None
@@ -137,10 +135,8 @@ def largest_of_workers(numbers: Sequence[int], group: dist.ProcessGroup | None =
 
 
 def join(device: torch.device, timeout: float, settings: dict[str, Any]) -> bool:
-    """Joins the process group of all workers that torchrun started; returns whether this made it.
-
-    settings: as JSON. UserError on all workers where one differs from rank 0, or has refused its own.
-    """
+    """Joins the process group of all workers that torchrun started; returns whether this made it. settings: as JSON.
+    UserError on all workers where one differs from rank 0, or has refused its own."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if dist.is_initialized():

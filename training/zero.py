@@ -27,12 +27,7 @@ Stage = Literal[0, 1, 2, 3]
 
 
 def shard_model(
-    model: nn.Module,
-    mesh: DeviceMesh,
-    stage: Stage,
-    *,
-    everywhere: bool = False,
-    compute: torch.dtype = torch.float32,
+    model: nn.Module, mesh: DeviceMesh, stage: Stage, *, everywhere: bool = False, compute: torch.dtype = torch.float32
 ) -> nn.Module:
     """Stages 2 and 3: shards the parameters over the mesh's dimension "shard". Build the optimizer afterwards.
 

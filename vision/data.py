@@ -229,9 +229,7 @@ class Images:
         self, recipe: VisionRecipe, rank: int, world_size: int, start: int, total: int, device: torch.device = CPU
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """This worker's batches from step `start` to `total`, on the device: float32 [b, c, h, w] and int64 [b].
-
-        Samples and augmentation depend on (seed, epoch, rank, world_size) and the batch's number in its epoch alone.
-        """
+        Samples and augmentation depend on (seed, epoch, rank, world_size) and the batch's number in its epoch alone."""
         for batch, keys in train_keys(recipe, len(self), rank, world_size, start, total):
             images, labels = self._pick(keys)
             if recipe.augment:

@@ -70,9 +70,7 @@ class IndexedFolder(ImageFolder):
 
 def pictures(root: Path, classes: Iterable[str]) -> tuple[list[str], list[str]]:
     """The images of the classes, and the folders inside the classes, relative to root, in torchvision's order.
-
-    UserError names a class without an image.
-    """
+    UserError names a class without an image."""
     files, folders = list[str](), list[str]()
     for name in sorted(classes):
         before = len(files)
@@ -158,10 +156,8 @@ def tars(folder: Path) -> list[Path]:
 
 
 class Shards:
-    """The images of all *.tar of a folder, in the order of the files and of their members.
-
-    classes: the classes' numbers, as text, in order. samples: (shard, first byte, bytes, place in classes) of each.
-    """
+    """The images of all *.tar of a folder, in the order of the files and of their members. classes: the classes'
+    numbers, as text, in order. samples: (shard, first byte, bytes, place in classes) of each."""
 
     def __init__(self, folder: Path):
         shards = sorted(tars(folder))

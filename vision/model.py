@@ -21,11 +21,9 @@ SMALL = ("resnet_small", "vit_small", "swin_small", "regnet_small")
 def build_model(
     name: str, *, num_classes: int, in_chans: int = 3, image_size: int = 32, drop_path: float = 0.0
 ) -> nn.Module:
-    """A classifier [n, in_chans, image_size, image_size] float -> logits [n, num_classes], randomly initialised.
-
-    Those in SMALL are ours, made of timm's classes; any other name is timm's (resnet50, vit_base_patch16_224), which
-    fixes its own image size.
-    """
+    """A classifier [n, in_chans, image_size, image_size] float -> logits [n, num_classes], randomly initialised. Those
+    in SMALL are ours, made of timm's classes; any other name is timm's (resnet50, vit_base_patch16_224), which fixes
+    its own image size."""
     if name in SMALL and drop_path:
         raise UserError(f"drop_path={drop_path}: {name} has no stochastic depth; leave it out, or choose timm's models")
     if name in SMALL:

@@ -121,11 +121,9 @@ class Forked:
 
 
 class Crew(Agent):
-    """Elastic workers that run target(*args) each, under a launcher in this process.
-
-    context: of multiprocessing. restarts: of each worker. cluster: where each sits in a node of its own, and the
-    launcher in one more. late: seconds after which all are killed, and timed_out is set. watch: called again and again.
-    """
+    """Elastic workers that run target(*args) each, under a launcher in this process. context: of multiprocessing.
+    restarts: of each worker. cluster: where each sits in a node of its own, and the launcher in one more. late: seconds
+    after which all are killed, and timed_out is set. watch: called again and again."""
 
     def __init__(
         self,

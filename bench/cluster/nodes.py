@@ -51,9 +51,7 @@ def tool(name: str) -> str:
 
 def require_namespaces() -> None:
     """Returns where this process may make network namespaces; else runs this very command again in a user namespace.
-
-    UserError where the kernel allows neither.
-    """
+    UserError where the kernel allows neither."""
     probe = PROBE.format(ip=tool("ip"), tc=tool("tc"))
     unshare = tool("unshare")
     reasons = []
@@ -343,9 +341,7 @@ GRACE = 2.0  # seconds that the others have to say why, once one has failed
 
 def prepare_to_fork(*, namespaces: bool = False) -> None:
     """Before any work of a process whose ranks are forked: threads do not survive that, imports need not be repeated.
-
-    namespaces: whether the ranks sit on a Cluster; see require_namespaces.
-    """
+    namespaces: whether the ranks sit on a Cluster; see require_namespaces."""
     if namespaces:
         require_namespaces()
     import torch
@@ -398,11 +394,9 @@ def run_ranks(
 
 
 def hold_port() -> socket.socket:
-    """A socket bound to a free TCP port, for a server that another process will start there.
-
-    While it is open, the system gives the port to nobody who asks for any free one, nor to an outgoing connection;
-    a server that asks for it by its number gets it, if it sets SO_REUSEADDR (TCPStore does).
-    """
+    """A socket bound to a free TCP port, for a server that another process will start there. While it is open, the
+    system gives the port to nobody who asks for any free one, nor to an outgoing connection; a server that asks for it
+    by its number gets it, if it sets SO_REUSEADDR (TCPStore does)."""
     held = socket.socket()
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     held.bind(("", 0))
@@ -453,10 +447,8 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def _wait(workers: list[Any], deadline: float, until: Callable[[], bool]) -> list[int] | None:
-    """Waits for all; returns the ranks that still run at the deadline, or a while after one has failed.
-
-    None: until() has ended the waiting.
-    """
+    """Waits for all; returns the ranks that still run at the deadline, or a while after one has failed. None: until()
+    has ended the waiting."""
     failed = False
     while running := [w for w in workers if w.exitcode is None]:
         if time.monotonic() > deadline:

@@ -319,10 +319,8 @@ LOOP_TAU, ROUNDS = 6, 8
 
 @check("loops", [way for way in METHODS if way != "ddp"])
 def gpt2_beside_a_sleeping_collective_ms_a_round(scope: Scope, case: str) -> dict[str, float]:
-    """The tiny GPT-2 on Python's documentation, whose reductions first sleep for half a round, or not at all.
-
-    A method that hides them takes about as long with the sleep as without.
-    """
+    """The tiny GPT-2 on Python's documentation, whose reductions first sleep for half a round, or not at all. A method
+    that hides them takes about as long with the sleep as without."""
     from language.recipes import gpt2_pydoc_small
     from language.train import make_model, open_corpus
 

@@ -74,10 +74,8 @@ def unflat(row: Tensor, template: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def vmap_gradient(loss: Callable[..., Tensor], template: dict[str, Tensor]) -> Gradient:
-    """The gradient for all workers at once: f(x [workers, n], batch of tensors [workers, ...]) -> [workers, n].
-
-    loss: (params, *batch) -> 0-d loss of one worker. template: name -> tensor, the shapes of a row's parameters.
-    """
+    """The gradient for all workers at once: f(x [workers, n], batch of tensors [workers, ...]) -> [workers, n]. loss:
+    (params, *batch) -> 0-d loss of one worker. template: name -> tensor, the shapes of a row's parameters."""
 
     def of_flat(row: Tensor, batch: tuple[Any, ...]) -> Tensor:
         return loss(unflat(row, template), *batch)
@@ -177,11 +175,9 @@ def key_of(row: Row, **changes: Any) -> str:
 
 
 class Rows:
-    """The rows of a file, including removed tasks and methods, and new rows.
-
-    A row is a run (a plan and its result), or a choice: the settings that the tuning gave a method. Several processes
-    may append to one file. Each sees its own rows and those that were there when it began.
-    """
+    """The rows of a file, including removed tasks and methods, and new rows. A row is a run (a plan and its result), or
+    a choice: the settings that the tuning gave a method. Several processes may append to one file. Each sees its own
+    rows and those that were there when it began."""
 
     def __init__(self, path: Path):
         self.path = path

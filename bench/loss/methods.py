@@ -30,10 +30,8 @@ def mean(values: Tensor, weights: Tensor) -> Tensor:
 
 
 class CompressedMean:
-    """The mean over the workers in a narrow format with error feedback, as core/wires/quantized.py computes it.
-
-    Each worker encodes what it sends. The mean is encoded once more: worker j averages the j-th chunk, whole blocks.
-    """
+    """The mean over the workers in a narrow format with error feedback, as core/wires/quantized.py computes it. Each
+    worker encodes what it sends. The mean is encoded once more: worker j averages the j-th chunk, whole blocks."""
 
     def __init__(self, wire: str):
         self.wire = wire

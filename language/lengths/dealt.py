@@ -165,10 +165,8 @@ class Documents(Protocol):
 
 
 class TextDocuments:
-    """The documents of a token file, without empty ones; those longer than `context` are cut into pieces of it.
-
-    Each token but a document's first is predicted once. end: the id that ends a document.
-    """
+    """The documents of a token file, without empty ones; those longer than `context` are cut into pieces of it. Each
+    token but a document's first is predicted once. end: the id that ends a document."""
 
     def __init__(self, tokens: np.ndarray, end: int, context: int):
         parts = range(0, len(tokens), SCANNED)

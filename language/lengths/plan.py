@@ -120,9 +120,7 @@ def layer_seconds(lengths: Sequence[int], rings: Sequence[Ring], island: Island)
 
 def plan(documents: Tensor, island: Island) -> list[Ring]:
     """For each document the ranks that hold it; a rank may get no token. documents: cumulative, int64 [documents + 1].
-
-    UserError where the devices' memory does not hold the tokens.
-    """
+    UserError where the devices' memory does not hold the tokens."""
     lengths = documents.diff().tolist()
     if sum(lengths) > island.room * island.size:
         raise UserError(

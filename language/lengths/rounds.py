@@ -78,10 +78,8 @@ TOLERANCE = 0.004  # of a worker's share, within which nothing is exchanged any 
 
 
 def crossing_of(width: int) -> float:
-    """The length at which a causal document's attention costs as much as the rest of a transformer.
-
-    A layer multiplies 12 width^2 times a token in its matrices, and width x length times in attention, half masked.
-    """
+    """The length at which a causal document's attention costs as much as the rest of a transformer. A layer multiplies
+    12 width^2 times a token in its matrices, and width x length times in attention, half masked."""
     return 12.0 * width
 
 
@@ -142,11 +140,9 @@ class Order:
 
 
 def deal(shares: np.ndarray, workers: int) -> np.ndarray:
-    """The worker of each document, int64 [n], so that all get equal sums of every column.
-
-    shares: float64 [n, k], such as tokens and costs. The next largest documents go to one worker each, the largest to
-    the worker that has least; then workers exchange documents while that helps.
-    """
+    """The worker of each document, int64 [n], so that all get equal sums of every column. shares: float64 [n, k], such
+    as tokens and costs. The next largest documents go to one worker each, the largest to the worker that has least;
+    then workers exchange documents while that helps."""
     if not len(shares):
         return np.empty(0, dtype=np.int64)
     sums = shares.sum(axis=0)

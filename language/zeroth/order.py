@@ -109,10 +109,8 @@ class Place:
         return (1 - 2 * (self.rank % 2),) if self.pairs else (1, -1)
 
     def combine(self, rows: Sequence[Sequence[float]]) -> tuple[float, float]:
-        """The mean losses at W + eps z and W - eps z, from each worker's numbers: the same bits on all workers.
-
-        nan where a loss was not finite, or there was no sample.
-        """
+        """The mean losses at W + eps z and W - eps z, from each worker's numbers: the same bits on all workers. nan
+        where a loss was not finite, or there was no sample."""
         sums, samples = [0.0, 0.0], [0.0, 0.0]
         for rank, (*losses, count) in enumerate(row[:NUMBERS] for row in rows):
             for side in ((1 - sign) // 2 for sign in Place(rank, self.workers, self.pairs).signs):
@@ -132,10 +130,8 @@ class Place:
 def exchange(
     row: list[float], step: int, group: dist.ProcessGroup | None, link: Link | None
 ) -> tuple[list[list[float]], int, float]:
-    """Every worker's numbers, in rank order; the bytes that this worker sent; the seconds that it waited.
-
-    gloo's all-to-all takes one hop, its all-gather n - 1, its all-reduce 2 (n - 1).
-    """
+    """Every worker's numbers, in rank order; the bytes that this worker sent; the seconds that it waited. gloo's
+    all-to-all takes one hop, its all-gather n - 1, its all-reduce 2 (n - 1)."""
     if group is None:
         return [row], 0, 0.0
     began, workers = time.perf_counter(), dist.get_world_size(group)
@@ -257,9 +253,7 @@ CHUNK = 1 << 20  # elements, drawn from one generator: a slice that begins at a 
 
 class Noise:
     """z, of the standard normal distribution, for every (step, tensor, chunk): any worker can draw it, in any order.
-
-    device: of the generators, one kind on all workers; CUDA devices of one model draw the same numbers.
-    """
+    device: of the generators, one kind on all workers; CUDA devices of one model draw the same numbers."""
 
     def __init__(self, seed: int, device: torch.device):
         self.seed, self.device = seed, device
@@ -498,11 +492,8 @@ class ZerothOrder(Loop):
 
     @torch.no_grad()
     def step(self, loss: Loss, count: float) -> StepResult:
-        """One step of all workers.
-
-        loss: called with the model, perhaps twice; returns the mean over this worker's samples. count: these samples,
-        which weigh the mean over workers; 0: none.
-        """
+        """One step of all workers. loss: called with the model, perhaps twice; returns the mean over this worker's
+        samples. count: these samples, which weigh the mean over workers; 0: none."""
         if self.group is None:
             check_group()
         if not (math.isfinite(self.lr) and self.lr >= 0):
@@ -587,9 +578,7 @@ class ZerothOrder(Loop):
     @torch.no_grad()
     def replay(self, log: ScalarLog) -> None:
         """Takes the steps that `log` has beyond this object's own, bit for bit, without data and other workers.
-
-        UserError where the log is of other settings or another run.
-        """
+        UserError where the log is of other settings or another run."""
         for update in log.beyond(self.log):
             self._forward.apply(update)
             self.log.append(update)

@@ -243,7 +243,9 @@ def test_every_token_of_nanogpts_files_is_checked_once(tmp_path: Path, monkeypat
     for name in ("train", "val"):
         tokens.tofile(folder / f"{name}.bin")
     open_corpus("openwebtext", 50257)
-    monkeypatch.setattr("language.data.check_tokens", lambda *_: pytest.fail("checked again"))
+    ends = 1_000_000  # tokens at each end of a file, which are checked whenever it is opened
+    fail = lambda part, *_: len(part) <= ends or pytest.fail("checked again")  # noqa: E731
+    monkeypatch.setattr("language.data.check_tokens", fail)
     open_corpus("openwebtext", 50257)
     monkeypatch.undo()
     monkeypatch.setenv("CO2_DATA", str(tmp_path))

@@ -215,10 +215,8 @@ class Agent:
 
 
 def _serve(host: str, port: int, *, alone: bool) -> dist.TCPStore:
-    """The store, listening at this address alone where it is this machine's own and other nodes can reach it.
-
-    An address behind NAT is not this machine's own; other nodes cannot reach 127.0.1.1. alone: there are no others.
-    """
+    """The store, listening at this address alone where it is this machine's own and other nodes can reach it. An
+    address behind NAT is not this machine's own; other nodes cannot reach 127.0.1.1. alone: there are no others."""
     try:
         listening = socket.create_server((host, port))
     except OSError as error:

@@ -92,10 +92,8 @@ def check_cut(model: nn.Module, layout: Layout) -> None:
 
 
 def take_stage(model: nn.Module, layout: Layout, stage: int) -> list[Stage]:
-    """Removes from the whole model what other stages hold; returns this stage's v parts, which share its modules.
-
-    The head's stage holds a copy of the token embedding where they are tied.
-    """
+    """Removes from the whole model what other stages hold; returns this stage's v parts, which share its modules. The
+    head's stage holds a copy of the token embedding where they are tied."""
     check_cut(model, layout)
     family, tied = family_of(model), is_tied(model)
     root: Any = model
@@ -302,8 +300,7 @@ class Parallel(nn.Module):
 
     def backward(self, tokens: Tensor, targets: Tensor, loss: Loss) -> Tensor:
         """Adds the gradients of the sum of loss(logits, targets) over the micro-batches, averaged over the island's
-        data-parallel workers; returns this worker's sum, 0-d. tokens, targets: int64 [batch, time], of this worker.
-        """
+        data-parallel workers; returns this worker's sum, 0-d. tokens, targets: int64 [batch, time], of this worker."""
         if len(tokens) % self.layout.parts:
             near = max(1, round(len(tokens) / self.layout.parts)) * self.layout.parts
             raise UserError(f"a batch of {len(tokens)} in {self.layout.parts} micro-batches: give {near} samples")

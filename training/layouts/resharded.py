@@ -76,10 +76,8 @@ class Resharded:
     # -- writing --------------------------------------------------------------------------------------------
 
     def save(self, folder: Path, step: int, attempt: str, others: dict[str, Any]) -> bool:
-        """Writes folder/step*/, whole or not at all; every rank must call it. others: equal on all ranks.
-
-        False, and nothing written, where a rank's model is not finite. UserError on all where one cannot write.
-        """
+        """Writes folder/step*/, whole or not at all; every rank must call it. others: equal on all ranks. False, and
+        nothing written, where a rank's model is not finite. UserError on all where one cannot write."""
         if not all(of_all(bool(all_finite(self._named.values())))):
             self._say(f"warning: step {step}: the model is not finite: no checkpoint is written, the last one stays")
             return False
