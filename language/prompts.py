@@ -22,7 +22,7 @@ from core.errors import UserError
 from language.data import IGNORE, Batch
 from language.finetune_recipes import FinetuneRecipe
 from training.data import eval_share, load_batches, train_keys
-from training.elastic.run import repeated
+from training.elastic import repeated
 
 if TYPE_CHECKING:
     from training.run import Run

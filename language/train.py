@@ -35,8 +35,7 @@ from language.data import (
     read_windows,
     train_batches,
 )
-from language.lengths.dealt import Dealt, TextDocuments
-from language.lengths.packed import Packed, Rows
+from language.lengths.dealt import Dealt, Packed, Rows, TextDocuments
 from language.metrics import (
     continuation_markdown,
     continue_text,
@@ -50,7 +49,7 @@ from language.model import blocks_of, build_model, is_causal, make_optimizer
 from language.transnormer import check_attention
 from language.zeroth.method import Zeroth, of_run
 from training.data import generator, steps_per_epoch
-from training.elastic.run import repeated
+from training.elastic import repeated
 from training.layouts.layout import Layout
 from training.optim import Scalars, backward_in_parts, clip_gradients, make_schedule, recompute
 from training.progress import load_weights

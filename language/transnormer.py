@@ -34,7 +34,7 @@ class TransNormerConfig:
 
 class TransNormer(nn.Module):
     """int64 token ids [batch, time] -> CausalLMOutput with logits [batch, time, vocab_size]; any length. documents: see
-    language.lengths.packed. position_ids are ignored: order comes from distances."""
+    language.lengths.dealt. position_ids are ignored: order comes from distances."""
 
     def __init__(self, config: TransNormerConfig):
         super().__init__()

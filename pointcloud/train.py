@@ -25,7 +25,7 @@ from pointcloud.data import PointClouds
 from pointcloud.losses import chamfer_distance, earth_mover_distance
 from pointcloud.model import Autoencoder, MaskedAutoencoder
 from training.data import generator, steps_per_epoch
-from training.elastic.run import repeated
+from training.elastic import repeated
 from training.optim import Scalars, backward_in_parts, clip_gradients, make_optimizer, make_schedule, recompute
 from training.run import Run
 

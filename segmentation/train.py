@@ -21,7 +21,7 @@ from segmentation.data import CROP, EVAL_BATCH, EVAL_SPLITS, NUM_CLASSES, build_
 from segmentation.metrics import SegmentationMetric, side_by_side
 from segmentation.model import build_model, check_sync_bn, share_statistics, upernet
 from training.data import steps_per_epoch
-from training.elastic.run import repeated
+from training.elastic import repeated
 from training.optim import Scalars, backward_in_parts, clip_gradients, make_optimizer, make_schedule
 from training.run import Run
 from training.workers import to_device

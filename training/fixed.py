@@ -1,4 +1,4 @@
-"""A run whose workers stay the same: process group, nodes, checkpoints. Otherwise see training/elastic/run.py."""
+"""A run whose workers stay the same: process group, nodes, checkpoints. Otherwise see training/elastic.py."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from training.workers import make_link, rank, world_size
 
 
 class Progress:
-    """What Run shares with the part of it that handles other workers (training/fixed.py, training/elastic/run.py). step
+    """What Run shares with the part of it that handles other workers (training/fixed.py, training/elastic.py). step
     counts the steps taken, total all steps. Under a layout several ranks are one of the data_workers."""
 
     def __init__(self, recipe: Recipe, device: torch.device):

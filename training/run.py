@@ -22,7 +22,7 @@ from core.robust import peers
 from core.robust.guard import Guard, forget
 from core.rounds import Rounds
 from training.checks import check_batch_norm, check_start
-from training.elastic.run import Elastic
+from training.elastic import Elastic
 from training.fixed import Fixed
 from training.folder import RoundLog, RunFolder
 from training.progress import Due, Every, Progress, Trained

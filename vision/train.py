@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from training.data import eval_share, steps_per_epoch
-from training.elastic.run import repeated
+from training.elastic import repeated
 from training.optim import Scalars, backward_in_parts, clip_gradients, make_optimizer, make_schedule
 from training.run import Run
 from vision import data

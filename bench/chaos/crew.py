@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench.cluster import hold_port
-from training.elastic.agent import Agent
+from training.launch import Agent
 
 if TYPE_CHECKING:
     from bench.cluster.nodes import Cluster

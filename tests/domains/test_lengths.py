@@ -12,7 +12,7 @@ from core import CO2, CO2Config
 from core.errors import UserError
 from language import model as models
 from language.data import IGNORE
-from language.lengths import packed, rounds
+from language.lengths import dealt, rounds
 from language.lengths.dealt import Dealt, TextDocuments, steps_ahead
 from language.prompts import PromptDocuments
 from language.recipes import gpt2_pydoc_small
@@ -154,7 +154,7 @@ def test_prompts_are_documents_whose_answers_alone_are_targets():
 
 def steps_of(
     rank: int, workers: int, start: int, taus: list[int], balance: str = "round", rows: int = 1
-) -> list[packed.Rows]:
+) -> list[dealt.Rows]:
     """Of rounds of so many steps each."""
     dealt = Dealt(TextDocuments(text(drawn()), END, 64), balance, 100.0)
     recipe = replace(RECIPE, balance=balance, accumulate=rows)
@@ -162,7 +162,7 @@ def steps_of(
     return list(dealt.steps(recipe, rank, workers, start, start + sum(taus), lambda: next(ahead)))
 
 
-def tokens_of(steps: list[packed.Rows]) -> list[int]:
+def tokens_of(steps: list[dealt.Rows]) -> list[int]:
     return [t for step in steps for row in step.parts for t in row.targets[0].tolist() if t != IGNORE]
 
 
@@ -180,7 +180,7 @@ def test_the_workers_share_each_round_and_know_its_targets(balance: str):
         assert max(map(len, mine)) < 1.02 * min(map(len, mine)) or balance == "tokens"
 
 
-def same(a: list[packed.Rows], b: list[packed.Rows]) -> bool:
+def same(a: list[dealt.Rows], b: list[dealt.Rows]) -> bool:
     """Bit by bit."""
     rows = [(x, y) for s, t in zip(a, b, strict=True) for x, y in zip(s.parts, t.parts, strict=True)]
     alike = all(torch.equal(p, q) for x, y in rows for p, q in zip(vars(x).values(), vars(y).values(), strict=True))

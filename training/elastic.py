@@ -1,4 +1,4 @@
-"""A run whose workers come and go: what Run does differently then (see core/elastic/joining.py and agent.py).
+"""A run whose workers come and go: what Run does differently then (see core/elastic/joining.py and training/launch.py).
 
 The run has a fixed number of steps; each worker's batch stays as large as it was at the start. Samples come from one
 shuffle an epoch. When the number of workers changes, the rest of the epoch is dealt again from the next whole batch on.
