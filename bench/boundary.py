@@ -28,7 +28,6 @@ from training.script import launch
 MATRIX = 2048  # the model is matrices [2048, 2048] and vectors [2048], as in a transformer of that width
 COPY = 1 << 25  # elements of the measured copy: 128 MiB each, beyond the cache
 BYTES = 36  # a float32 parameter: p, d, x, m read and written once, and d read once before for its RMS
-
 COPIES = 3  # x, m and d, each 4 bytes a parameter beyond the live ones
 
 

@@ -142,16 +142,7 @@ def run(task: Task, plan: Plan, device: str = "cpu") -> Row:
 
 # -- the file: one JSON object a line -------------------------------------------------------------------------------
 
-GROUP = (
-    "task",
-    "workers",
-    "batch",
-    "steps",
-    "tau",
-    "shards",
-    "clip",
-    "tuning",
-)  # the choices of one table agree in these
+GROUP = ("task", "workers", "batch", "steps", "tau", "shards", "clip", "tuning")  # a table's choices agree in these
 PLAN = ("task", "method", "options", "lr", "workers", "batch", "steps", "tau", "shards", "seed", "split", "clip")
 REMOVED = {  # options of older rows, with the value that has no effect
     **{"sync_steps": 0, "clip_by": "element", "policy": "penalty", "taylor": 0.5},
@@ -295,7 +286,7 @@ class Options:
         require_device(self)
         if self.batch is not None and self.batch < 1:
             raise UserError(f"batch={self.batch}: give 1 or more, or leave it out")
-        if self.clip not in ("task", "none") and not number_above_0(self.clip):
+        if self.clip not in ("task", "none") and not 0 < number(self.clip) < math.inf:
             raise UserError(f"clip={self.clip}: give a number above 0, none, or task")
         if TUNING_SEED in self.seeds:
             raise UserError(f"seeds={TUNING_SEED}: it is the tuning seed; report other seeds")
@@ -330,13 +321,6 @@ class Options:
         return [Plan(task, settings, t.inner.lr * factor, *rest) for settings, factor in self.candidates(asked)]
 
 
-def number_above_0(text: str) -> bool:
-    try:
-        return 0 < float(text) < math.inf
-    except ValueError:
-        return False
-
-
 def parse(text: str) -> list[Settings]:
     """All settings that a method of the command line stands for. An option without a value is tried at the values of
     `Method.tried`, or has its default."""
@@ -363,13 +347,18 @@ def _value(text: str, key: str, default: Any, given: str) -> Any:
         return given == "true" if isinstance(default, bool) else given
     if (key, given) in (("phi", "none"), ("delay", "round")):
         return given
-    try:
-        number = int(given) if key == "delay" else float(given)
-    except ValueError:
-        number = math.nan
-    if not 0 <= number < math.inf:
+    found = number(given, int if key == "delay" else float)
+    if not 0 <= found < math.inf:
         raise UserError(f"method {text!r}: {key}={given!r}; give a {'whole ' * (key == 'delay')}number, 0 or more")
-    return number
+    return found
+
+
+def number(text: str, kind: Callable[[str], float] = float) -> float:
+    """The number that a text is, or NaN."""
+    try:
+        return kind(text)
+    except ValueError:
+        return math.nan
 
 
 def search(o: Options, rows: Rows) -> None:

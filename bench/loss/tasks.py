@@ -170,7 +170,7 @@ class SmallResNet(nn.Module):
         return self.head(self.blocks(self.stem(x)).mean(dim=(2, 3)))
 
 
-def cifar_data() -> tuple[Batch, dict[Split, Batch]]:
+def cifar() -> Task:
     """10,000 training images, 1,000 others for tuning, 1,000 of the test set; 16 x 16 pixels, no augmentation."""
     from vision.data import cifar10
 
@@ -181,18 +181,15 @@ def cifar_data() -> tuple[Batch, dict[Split, Batch]]:
 
     order, tested = (torch.randperm(len(of), generator=generator(i)) for i, of in enumerate((train, test)))
     held_out: dict[Split, Batch] = {"tuning": take(train, order[10_000:11_000]), "test": take(test, tested[:1_000])}
-    return take(train, order[:10_000]), held_out
-
-
-def cifar() -> Task:
-    training, held_out = cifar_data()
-    return Task(SmallResNet, F.cross_entropy, labelled_draw(*training), held_out, Inner("sgd", 0.05), batch=8)
+    draw = labelled_draw(*take(train, order[:10_000]))
+    return Task(SmallResNet, F.cross_entropy, draw, held_out, Inner("sgd", 0.05), batch=8)
 
 
 # -- text: the Gutenberg books, as bytes or as tokens ---------------------------------------------------------------
 
 CONTEXT, WINDOWS = 48, 1024  # of bytes; WINDOWS are held out
 GPT2_SMALL = {"vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12}  # 124 M parameters
+GPT2_TINY = {"vocab_size": 256, "n_positions": CONTEXT, "n_layer": 2, "n_head": 4, "n_embd": 48}
 GPT2_CONTEXT, GPT2_WINDOWS = 256, 128  # of gpt2_small
 Texts = tuple[Tensor, dict[Split, Tensor]]
 
@@ -313,15 +310,6 @@ def byte_task(width: int, layers: int = 2, lr: float = 8e-3) -> Task:
     return text_task(lambda: ByteGPT(width, layers), lr, books())
 
 
-def gpt2() -> Task:
-    sizes = {"vocab_size": 256, "n_positions": CONTEXT, "n_layer": 2, "n_head": 4, "n_embd": 48}
-    return text_task(lambda: gpt2_model(sizes), 8e-3, books())
-
-
-def gpt2_small() -> Task:
-    return text_task(lambda: gpt2_model(GPT2_SMALL), 3e-4, tokens(), GPT2_CONTEXT, GPT2_WINDOWS)
-
-
 TASKS: dict[str, Callable[[], Task]] = {
     "digits": digits,
     "cifar": cifar,
@@ -330,8 +318,8 @@ TASKS: dict[str, Callable[[], Task]] = {
     "bytes_wide": lambda: byte_task(96),
     "bytes_3m": lambda: byte_task(256, layers=4, lr=2e-3),
     "bytes_10m": lambda: byte_task(416, layers=5, lr=1.2e-3),
-    "gpt2": gpt2,
-    "gpt2_small": gpt2_small,
+    "gpt2": lambda: text_task(lambda: gpt2_model(GPT2_TINY), 8e-3, books()),
+    "gpt2_small": lambda: text_task(lambda: gpt2_model(GPT2_SMALL), 3e-4, tokens(), GPT2_CONTEXT, GPT2_WINDOWS),
 }
 
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from bench.gpu.measures import one_rank
+from bench.gpu.slow import one_rank
 from core import CO2, CO2Config, LGrecoConfig, ShardedCO2, WireConfig, make_method
 from core.adaptive.merging import Merge, MergeRule, MergingBoundary, make_boundary
 from core.outer import NOTHING_LANDED, Rule

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from bench.gpu.measures import Slow, asleep, one_rank
+from bench.gpu.slow import Slow, asleep, one_rank
 from core import CO2, CO2Config, DivergedError, LocalSGD, ShardedCO2, WireConfig
 from core.methods import DDP
 from core.robust.guard import Guard, forget
