@@ -292,10 +292,15 @@ _FORMAT = "2"  # part of every cache key: raise it when the files' content chang
 def open_corpus(name: CorpusName, vocab_size: int) -> Corpus:
     """Opens a corpus, tokenising a stand-in on first use; UserError where its data is missing. vocab_size: of a
     stand-in's tokenizer; the paper's corpora bring their own."""
-    if name == "pydoc":
-        return _open_pydoc(vocab_size)
-    if name == "gutenberg":
-        return _open_gutenberg(vocab_size)
+    if name in ("pydoc", "gutenberg"):
+        books = None if name == "pydoc" else gutenberg_file()
+
+        def build(target: Path) -> None:
+            train, held = split_documents((books,), GUTENBERG_HELD_OUT, seed=0) if books else pydoc_documents()
+            write_corpus(train, held, target, vocab_size, [books.name if books else "pydoc_data.topics"])
+
+        key = _key(books.read_bytes() if books else "\0".join(topics.values()).encode())
+        return load_corpus(cached(f"{name}-{vocab_size}-{key}", build))
     folder = data_root() / name
     if not (folder / "train.bin").is_file():
         command = f"python -m language.prepare TEXT... --out {folder} --vocab-size {vocab_size}"
@@ -303,16 +308,11 @@ def open_corpus(name: CorpusName, vocab_size: int) -> Corpus:
         raise missing(f"{name} token files", folder, expected, STAND_IN, holds=name)
     corpus = load_corpus(folder)
     if not (folder / "meta.json").is_file():
-        for split in ("train", "val"):
-            _check_once(getattr(corpus, split), corpus.vocab_size, folder / f"{split}.bin")
+        for split in ("train", "val"):  # every token of what somebody else wrote, not again until the file changes
+            tokens, size, file = getattr(corpus, split), corpus.vocab_size, folder / f"{split}.bin"
+            key = _key(f"{file.resolve()} {(seen := file.stat()).st_size} {seen.st_mtime_ns} {size}".encode())
+            cached(f"checked-{key}", lambda _, t=tokens, n=size, f=file: check_tokens(t, n, f))
     return corpus
-
-
-def _check_once(tokens: np.ndarray, vocab_size: int, file: Path) -> None:
-    """Checks every token of a file that somebody else wrote, such as nanoGPT; not again until the file changes."""
-    seen = file.stat()
-    key = _key(f"{file.resolve()} {seen.st_size} {seen.st_mtime_ns} {vocab_size}".encode())
-    cached(f"checked-{key}", lambda _: check_tokens(tokens, vocab_size, file))
 
 
 def open_wikitext2(corpus: Corpus) -> np.ndarray:
@@ -333,9 +333,18 @@ def open_wikitext2(corpus: Corpus) -> np.ndarray:
 
 def wikitext2_file() -> Path:
     """WikiText-2's test text; UserError where it is missing."""
-    file = data_root() / "wt2.test.txt"
+    return _file("WikiText-2", "wt2.test.txt", "the plain test text (or --no_wikitext2)")
+
+
+def gutenberg_file() -> Path:
+    """The books; UserError where they are missing."""
+    return _file("Gutenberg books", "gutenberg_en.txt.xz", "books separated by form feed lines")
+
+
+def _file(what: str, name: str, holds: str) -> Path:
+    file = data_root() / name
     if not file.is_file():
-        raise missing("WikiText-2", file.parent, f"{file.name}, the plain test text (or --no_wikitext2)", STAND_IN)
+        raise missing(what, file.parent, f"{name}, {holds}", STAND_IN)
     return file
 
 
@@ -371,34 +380,6 @@ def _text(folder: Path, split: str) -> Path:
             f"{folder / split}.txt is missing: plain text, documents parted by lines with a form feed alone"
         )
     return found[0]
-
-
-def gutenberg_file() -> Path:
-    """The books; UserError where they are missing."""
-    file = data_root() / "gutenberg_en.txt.xz"
-    if not file.is_file():
-        raise missing("Gutenberg books", file.parent, f"{file.name}, books separated by form feed lines", STAND_IN)
-    return file
-
-
-def _open_gutenberg(vocab_size: int) -> Corpus:
-    file = gutenberg_file()
-
-    def build(target: Path) -> None:
-        train, held = split_documents((file,), GUTENBERG_HELD_OUT, seed=0)
-        write_corpus(train, held, target, vocab_size, [file.name])
-
-    key = _key(file.read_bytes())
-    return load_corpus(cached(f"gutenberg-{vocab_size}-{key}", build))
-
-
-def _open_pydoc(vocab_size: int) -> Corpus:
-    def build(target: Path) -> None:
-        train, held = pydoc_documents()
-        write_corpus(train, held, target, vocab_size, ["pydoc_data.topics"])
-
-    key = _key("\0".join(topics.values()).encode())
-    return load_corpus(cached(f"pydoc-{vocab_size}-{key}", build))
 
 
 def pydoc_documents() -> tuple[list[str], list[str]]:

@@ -93,30 +93,22 @@ def fill_masks(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
 
 def continuation_markdown(tokenizer: Tokenizer, ids: Tensor, prompt_length: int) -> str:
     """Prompts in bold, what the model wrote after them in plain type: Markdown for TensorBoard."""
-    rows = []
-    for row in ids.tolist():
-        prompt, text = (
-            tokenizer.decode(part, skip_special_tokens=False) for part in (row[:prompt_length], row[prompt_length:])
-        )
-        rows.append(f"**{_one_line(prompt)}**{_one_line(text)}")
-    return "\n\n".join(rows)
+    n = prompt_length
+    return "\n\n".join(f"**{_decoded(tokenizer, row[:n])}**{_decoded(tokenizer, row[n:])}" for row in ids.tolist())
 
 
 def filled_markdown(tokenizer: Tokenizer, filled: Tensor, targets: Tensor) -> str:
     """Filled texts with each guess in bold, and the right token after it where the guess is wrong."""
-    return "\n\n".join(
-        "".join(_guess(tokenizer, guess, target) for guess, target in zip(row, wanted, strict=True))
-        for row, wanted in zip(filled.tolist(), targets.tolist(), strict=True)
-    )
+
+    def shown(guess: int, target: int) -> str:
+        text, truth = (_decoded(tokenizer, [token]) for token in (guess, max(target, 0)))
+        if target == IGNORE:
+            return text
+        return f" **{text.strip()}**{'' if guess == target else f' ({truth.strip()})'} "
+
+    rows = zip(filled.tolist(), targets.tolist(), strict=True)
+    return "\n\n".join("".join(map(shown, row, wanted)) for row, wanted in rows)
 
 
-def _guess(tokenizer: Tokenizer, guess: int, target: int) -> str:
-    text = _one_line(tokenizer.decode([guess], skip_special_tokens=False))
-    if target == IGNORE:
-        return text
-    truth = "" if guess == target else f" ({_one_line(tokenizer.decode([target], skip_special_tokens=False)).strip()})"
-    return f" **{text.strip()}**{truth} "
-
-
-def _one_line(text: str) -> str:
-    return text.replace("\n", "↵").replace("*", "\\*")
+def _decoded(tokenizer: Tokenizer, ids: list[int]) -> str:
+    return tokenizer.decode(ids, skip_special_tokens=False).replace("\n", "↵").replace("*", "\\*")

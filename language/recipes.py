@@ -18,6 +18,7 @@ def gpt2_small_owt() -> LanguageRecipe:
 
     The paper's perplexity may have another base or unit: 2^2.88 = 7.36. Ours is e to the mean loss a token.
     """
+    fairseq = {"name": "adamw", "betas": (0.9, 0.98), "undecayed": (), "clip_grad_norm": 1.0}
     return LanguageRecipe(
         model="gpt2_small",
         corpus="openwebtext",
@@ -28,16 +29,7 @@ def gpt2_small_owt() -> LanguageRecipe:
         epoch_steps=1000,
         epochs=100,
         precision="bfloat16",
-        optim=OptimConfig(
-            "adamw",
-            lr=5e-4,
-            betas=(0.9, 0.98),
-            weight_decay=0.2,
-            undecayed=(),
-            schedule="inverse_sqrt",
-            warmup_steps=2000,
-            clip_grad_norm=1.0,
-        ),
+        optim=OptimConfig(**fairseq, lr=5e-4, weight_decay=0.2, schedule="inverse_sqrt", warmup_steps=2000),
         co2=CO2Config(tau=48, outer_momentum=0.5),
         eval_tokens=1 << 20,
         loader_workers=1,
@@ -92,31 +84,11 @@ def roberta_base_wikibooks() -> LanguageRecipe:
     """RoBERTa Base on Wikipedia and BookCorpus, which the paper names. Not run. As in Liu et al. (arXiv 1907.11692) for
     this text, with fairseq's weight decay on all parameters; the 6,000 steps of warm-up are ours. CO2's outer momentum
     is that of the authors' example for more than 64 GPUs."""
-    return LanguageRecipe(
-        model="roberta_base",
-        corpus="wikibooks",
-        vocab_size=50265,
-        context=512,
-        dropout=0.1,
-        batch_size=8192,
-        accumulate=4,
-        epoch_steps=1000,
-        epochs=100,
-        precision="bfloat16",
-        optim=OptimConfig(
-            "adamw",
-            lr=6e-4,
-            betas=(0.9, 0.98),
-            eps=1e-6,
-            weight_decay=0.01,
-            undecayed=(),
-            schedule="poly",
-            warmup_steps=6000,
-        ),
-        co2=CO2Config(tau=48, outer_momentum=0.6),
-        eval_tokens=1 << 20,
-        loader_workers=1,
-    )
+    optim = {"eps": 1e-6, "weight_decay": 0.01, "schedule": "poly", "warmup_steps": 6000, "clip_grad_norm": None}
+    sizes = {"model": "roberta_base", "vocab_size": 50265, "context": 512, "batch_size": 8192, "accumulate": 4}
+    base = gpt2_small_owt()
+    co2 = replace(base.co2, outer_momentum=0.6)
+    return replace(base, corpus="wikibooks", **sizes, optim=replace(base.optim, lr=6e-4, **optim), co2=co2)
 
 
 def roberta_large_wikibooks() -> LanguageRecipe:
