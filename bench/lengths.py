@@ -43,11 +43,12 @@ from core.errors import UserError
 from language.data import gutenberg_file, wikitext2_file
 from language.lengths import ring
 from language.lengths import rounds as laws
-from language.lengths.dealt import hop_of, slowest
+from language.lengths.dealt import hop_of
 from language.lengths.plan import Island, Ring, layer_seconds, plan
 from language.lengths.ring import Shares, ring_attention
 from language.lengths.rounds import Order, by_tokens, cost, deal
 from training.script import launch
+from training.workers import largest_of_workers
 
 PARTS = ("waits", "rings")
 
@@ -315,7 +316,7 @@ def stepped(placement: Placement, island: Island, width: int) -> tuple[float, fl
         paced.catch_up()
         took = time.perf_counter() - began
     assert dist.group.WORLD is not None
-    return slowest([took], dist.group.WORLD)[0], paced.busy
+    return largest_of_workers([took], dist.group.WORLD)[0], paced.busy
 
 
 def island_of(link: float, rate: float, stretch: float) -> tuple[Island, float, int]:

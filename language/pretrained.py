@@ -74,20 +74,15 @@ def open_model(recipe: FinetuneRecipe) -> nn.Module:
             output_loading_info=True,
             **LOCAL,
         )
-    _check_tensors(folder, found)
-    model.eval()
-    check_causal(model, folder)
-    return tunable(model, recipe)
-
-
-def _check_tensors(folder: Path, found: dict[str, Any]) -> None:
-    """UserError where the weights are not those of the model that config.json describes."""
     said = {"missing_keys": "are missing", "mismatched_keys": "have another shape than config.json says"}
     for key, what in (said | {"unexpected_keys": "have no place in the model of config.json"}).items():
         names = sorted(str(name if isinstance(name, str) else name[0]) for name in found[key])
         if wrong := [name for name in names if key != "unexpected_keys" or not BUFFERS.fullmatch(name)]:
             some = f"{len(wrong)} tensors {what}, such as {', '.join(wrong[:3])}"
             raise UserError(f"{folder}: {some}: copy its files again, of one model")
+    model.eval()
+    check_causal(model, folder)
+    return tunable(model, recipe)
 
 
 def build_model(recipe: FinetuneRecipe) -> nn.Module:

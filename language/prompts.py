@@ -63,22 +63,20 @@ def read_lines(file: Path) -> list[Line]:
         texts = file.read_text(encoding="utf-8-sig").split("\n")  # JSON may hold what else splitlines() parts lines at
     except UnicodeDecodeError as error:
         raise UserError(f"{file} is not UTF-8 text ({error.reason}): convert it") from None
-    lines = [_parse(f"{file} line {n}", text) for n, text in enumerate(texts, 1) if text.strip()]
+    lines = []
+    for where, text in ((f"{file} line {n}", text) for n, text in enumerate(texts, 1) if text.strip()):
+        try:
+            found = parse_json(text)
+        except ValueError as error:
+            raise UserError(f"{where} is no JSON ({error}): correct it") from None
+        for key in ("prompt", "answer"):
+            value = found.get(key) if isinstance(found, dict) else None
+            if not isinstance(value, str) or not value.strip():
+                raise UserError(f'{where} has no text as its "{key}": add it')
+        lines.append(Line(where, found["prompt"], found["answer"]))
     if not lines:
         raise UserError(f"{file} holds no prompt: give one or more")
     return lines
-
-
-def _parse(where: str, text: str) -> Line:
-    try:
-        found = parse_json(text)
-    except ValueError as error:
-        raise UserError(f"{where} is no JSON ({error}): correct it") from None
-    for key in ("prompt", "answer"):
-        value = found.get(key) if isinstance(found, dict) else None
-        if not isinstance(value, str) or not value.strip():
-            raise UserError(f'{where} has no text as its "{key}": add it')
-    return Line(where, found["prompt"], found["answer"])
 
 
 def answers_of(lines: list[Line], given: tuple[str, ...], file: Path) -> list[str]:

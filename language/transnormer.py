@@ -159,9 +159,9 @@ def chunked_attention(query: Tensor, key: Tensor, value: Tensor, slope: Tensor, 
     decay = torch.exp(-slope[..., None] * distance.clamp(min=0)) * (distance >= 0)  # [heads, chunk, chunk]
     inside = (query @ key.transpose(-1, -2) * decay[:, None]) @ value
     sums = (key * until_end).transpose(-1, -2) @ value  # [batch, heads, chunks, d, e]
-    states = [torch.zeros_like(sums[:, :, 0])]  # at each chunk's start: S_{n+1} = decay S_n + sums_n
-    for added in sums.unbind(dim=2):
-        states.append(torch.exp(-slope[..., None] * chunk) * states[-1] + added)
+    states, fade = [torch.zeros_like(sums[:, :, 0])], torch.exp(-slope[..., None] * chunk)
+    for added in sums.unbind(dim=2):  # at each chunk's start: S_{n+1} = fade S_n + sums_n
+        states.append(fade * states[-1] + added)
     before = torch.stack(states[:-1], dim=2)
     return (inside + (query * since_start) @ before).flatten(2, 3)[:, :, :time]
 

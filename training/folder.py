@@ -390,7 +390,7 @@ class RoundLog:
             new = f"tau {decision.old} -> {decision.new}, wire {decision.wire}"
             self._folder.note(step, "tau", f"{new}: {decision.reason}; {sent}")
         self._note_allocation(step, method)
-        if self._trace and self._trace.close_round():
+        if self._trace and self._trace.go_on():
             self._folder.note(step, "trace", f"trace in {self._trace.path}")
 
     def log(self, step: int, scalars: Mapping[str, float | Tensor]) -> dict[str, float] | None:
@@ -399,9 +399,16 @@ class RoundLog:
         return self._log(leave=int(self._on_gpu))
 
     def read(self, leave: int = 0) -> None:
-        """Reads all rounds but the newest `leave`; all scalars, where it leaves none."""
+        """Adds up and logs all rounds but the newest `leave`; all scalars, where it leaves none.
+
+        Where every step is a round, it logs only each log_every-th.
+        """
         while len(self._unread) > leave:
-            self._read()
+            step, stats = self._unread.pop(0)
+            values = stats.as_dict()
+            self.overlap.add(values)
+            if not self._synchronous or self.overlap.rounds % self._log_every == 0:
+                self._folder.log(step, {f"round/{name}": value for name, value in values.items()})
         if not leave:
             self._log(leave)
 
@@ -416,7 +423,7 @@ class RoundLog:
     def finish(self, step: int) -> None:
         """Reads the rounds that are left, and ends the trace."""
         self.read()
-        if self._trace and self._trace.finish():
+        if self._trace and self._trace.go_on(last=True):
             self._folder.note(step, "trace", f"trace in {self._trace.path}")
         elif self._trace and not self._trace.wrote:
             self._folder.note(step, "trace", f"no trace, which begins when {self._trace.first} rounds have closed")
@@ -433,14 +440,6 @@ class RoundLog:
             self._folder.writer.add_text("lgreco/layers", found.table(), step)
         numbers = {"bytes": sum(found.bytes), "uniform_bytes": found.uniform_bytes, "seconds": sum(found.seconds)}
         self._folder.log(step, {f"lgreco/{name}": value for name, value in numbers.items()})
-
-    def _read(self) -> None:
-        """Adds the oldest unread round up, and logs it; where every step is a round, only each log_every-th."""
-        step, stats = self._unread.pop(0)
-        values = stats.as_dict()
-        self.overlap.add(values)
-        if not self._synchronous or self.overlap.rounds % self._log_every == 0:
-            self._folder.log(step, {f"round/{name}": value for name, value in values.items()})
 
 
 class Trace:
@@ -461,14 +460,8 @@ class Trace:
         finished.export_chrome_trace(str(self.path))
         self.wrote = True
 
-    def close_round(self) -> bool:
-        """Call it when a round has closed; True when that wrote the trace."""
+    def go_on(self, *, last: bool = False) -> bool:
+        """Call it when a round has closed, and at the end, which writes what there is; True when it wrote the trace."""
         before = self.wrote
-        self._profile.step()
-        return self.wrote and not before
-
-    def finish(self) -> bool:
-        """Writes what there is; True when that wrote the trace."""
-        before = self.wrote
-        self._profile.stop()
+        (self._profile.stop if last else self._profile.step)()
         return self.wrote and not before

@@ -61,8 +61,8 @@ class Every:
 
     def due(self, step: int) -> bool:
         """Whether the run has passed a multiple of the period since the last step at which this was True."""
-        due = self.would_be(step)
-        self._last = step if due else self._last
+        if due := self.would_be(step):
+            self._last = step
         return due
 
     def would_be(self, step: int) -> bool:

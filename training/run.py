@@ -185,20 +185,16 @@ class Run(Progress):
         running = self.step < self.total
         stops = running and self._granted("stop", bool(self._stop.number)) and (closed or dist.is_initialized())
         open_end = running and closed
-        minutes_over = open_end and self.rank == 0 and self._minutes_over()  # the others learn it a round later
+        waited = self._now() - self._saved_at
+        minutes_over = open_end and self.rank == 0 and 0 < 60 * self.recipe.save_minutes <= waited
+        if minutes_over:  # the others learn it a round later
+            self._saved_at += waited
         due = Due(
             evaluation=open_end and self.evaluation.due(self.step),
             checkpoint=open_end and (self._saving.due(self.step) | self._granted("save", minutes_over)),
             stop=stops,
         )
         return self._workers.come_together(due)
-
-    def _minutes_over(self) -> bool:
-        """Whether a checkpoint is due by this worker's clock."""
-        due = 0 < 60 * self.recipe.save_minutes <= self._now() - self._saved_at
-        if due:
-            self._saved_at = self._now()
-        return due
 
     def _granted(self, name: str, mine: bool) -> bool:
         """Whether a worker asked for it and all received that at the same step; a lone worker need not wait."""

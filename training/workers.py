@@ -12,7 +12,7 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from core.robust import peers
 from core.sharded.mesh import local_world_size, node_mesh
 from core.testing.link import ThrottledLink
 
+Number = TypeVar("Number", int, float)
 _starts = itertools.count()  # a process may run twice over one store
 _HEARD_WITHIN = 10.0  # seconds that the worker which serves the store waits for the others to read it
 
@@ -126,7 +127,7 @@ def least_seconds(work: Callable[[], object], device: torch.device, repeats: int
     return min(times[1:])
 
 
-def largest_of_workers(numbers: Sequence[int], group: dist.ProcessGroup | None = None) -> list[int]:
+def largest_of_workers(numbers: Sequence[Number], group: dist.ProcessGroup | None = None) -> list[Number]:
     """The largest of each number over the group (None: all workers), each of which must call it."""
     return [max(of) for of in zip(*of_all(list(numbers), group), strict=True)]
 

@@ -28,7 +28,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from core.errors import UserError
-from core.groups import new_group, of_all
+from core.groups import new_group
 from core.methods import Method
 from core.rounds import Rounds
 from core.sharded.mesh import local_world_size
@@ -40,7 +40,7 @@ from language.metrics import token_loss
 from language.recipe import TextRecipe
 from language.transnormer import TransNormer
 from training.run import Run
-from training.workers import least_seconds, rank, world_size
+from training.workers import largest_of_workers, least_seconds, rank, world_size
 
 NAME = "documents"  # of the attention, among transformers'
 Document = tuple[Tensor, Tensor]  # inputs and targets, int64 [tokens] each; IGNORE where nothing is predicted
@@ -263,7 +263,7 @@ def measured(model: nn.Module, group: dist.ProcessGroup, devices: int, tokens: i
     nbytes = 2 * config.hidden_size * (2 * size + max(size, 4))  # of a token: keys, values, their gradients
     rows = [row_of(lengths).to(device) for lengths in ([tokens], [tokens // parts] * parts)]
     times = [least_seconds(lambda row=row: trained_on(model, row), device, REPEATS) for row in rows]  # pyright: ignore
-    one, many = slowest(times, group)
+    one, many = largest_of_workers(times, group)
     inside, across = (hop_of(group, ring, nbytes, tokens, device) for ring in (devices, dist.get_world_size(group)))
     layers = config.num_hidden_layers
     attention = max(0.0, one - many) / (layers * tokens**2 * (1 - 1 / parts)) if parts > 1 else 0.0
@@ -276,7 +276,7 @@ def hop_of(
 ) -> tuple[float, float]:
     """Seconds of a hop in all, and of one for each token of so many bytes, in rings of so many ranks."""
     sends = [exchange(group, devices, n, device) for n in (MESSAGES, MESSAGES + tokens * nbytes)]
-    few, much = slowest([least_seconds(send, device, SENT) for send in sends], group)
+    few, much = largest_of_workers([least_seconds(send, device, SENT) for send in sends], group)
     return MESSAGES * few, max(0.0, much - few) / tokens
 
 
@@ -308,11 +308,6 @@ def exchange(group: dist.ProcessGroup, devices: int, nbytes: int, device: torch.
             works.pop().wait()
 
     return send
-
-
-def slowest(seconds: Sequence[float], group: dist.ProcessGroup) -> list[float]:
-    """Each the largest that a rank of the group has."""
-    return [max(of) for of in zip(*of_all(list(seconds), group), strict=True)]
 
 
 def check_room(tokens: float, room: int | None, workers: int) -> None:
@@ -446,18 +441,16 @@ class Dealt:
         return deal(np.stack([targets, cost(lengths, self.crossing)], axis=1), workers)
 
     def _round(self, numbers: np.ndarray, steps: int, rows: int, rank: int, workers: int) -> Iterator[Rows]:
-        mine = numbers[self.owners(numbers, workers) == rank]
-        lengths, group = self.documents.lengths, self.rings.group if self.rings else None
-        predicted = max(float(self.documents.targets[numbers].sum()) / (steps * workers), 1.0) / self.island_size
+        d, mine = self.documents, numbers[self.owners(numbers, workers) == rank]
+        lengths, group = d.lengths, self.rings.group if self.rings else None
+        predicted = max(float(d.targets[numbers].sum()) / (steps * workers), 1.0) / self.island_size
         of_step = into_parts(lengths[mine], steps)
         for step in range(steps):
             some = mine[of_step == step]
             of_row = into_parts(lengths[some], rows)  # another number of rows leaves a step its documents
-            yield Rows([self._row(some[of_row == row]) for row in range(rows)], predicted, group)
-
-    def _row(self, numbers: np.ndarray) -> Packed:
-        documents = [self.documents.read(number) for number in numbers.tolist()]
-        return self.rings.split(documents) if self.rings else pack(documents)
+            held = ([d.read(number) for number in some[of_row == row].tolist()] for row in range(rows))
+            split = self.rings.split if self.rings else pack
+            yield Rows([split(documents) for documents in held], predicted, group)
 
 
 def steps_ahead(method: Method) -> int:

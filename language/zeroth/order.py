@@ -150,13 +150,6 @@ def exchange(
     return received.tolist(), bytes_sent, time.perf_counter() - began
 
 
-def own_group(timeout: float) -> dist.ProcessGroup | None:
-    """All workers in a gloo group for scalars alone, whose members find out who has failed."""
-    made = new_group(None, timeout, torch.device("cpu"), backend="gloo")
-    peers.meet(made)
-    return made
-
-
 # -- the log, from which a run's weights follow -----------------------------------------------------------------------
 
 
@@ -455,7 +448,10 @@ class ZerothOrder(Loop):
         self._timeout, self._link = timeout, link
         rank, workers = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self.place = Place.make(rank, workers, self.config)
-        self.group = own_group(timeout) if workers > 1 else None
+        self.group: dist.ProcessGroup | None = None
+        if workers > 1:  # a gloo group for scalars alone, whose members find out who has failed
+            self.group = new_group(None, timeout, torch.device("cpu"), backend="gloo")
+            peers.meet(self.group)
         self.weights = Weights(model, self.config)
         self._forward = make_forward(model, self.weights)  # says where z is drawn, so before the workers compare
         if self.group is not None:
