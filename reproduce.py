@@ -10,8 +10,6 @@ A finished run is not repeated, unless you add --again. A cell of the paper that
 row without runs: "not run".
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import io

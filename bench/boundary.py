@@ -6,8 +6,6 @@ core.CO2 has one worker and tau 1, so that each step() is a boundary that waits 
 time torch's copy_ of a large tensor. Every size has its own process.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import statistics
 import time

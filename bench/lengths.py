@@ -20,8 +20,6 @@ a stretch, and the width of the keys makes a hop across nodes as much slower. Wa
 - cut: rows of equal tokens. Attention ends where a row ends, so this trains another model.
 """
 
-from __future__ import annotations
-
 import functools
 import lzma
 import statistics

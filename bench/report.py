@@ -3,8 +3,6 @@
 A command writes NAME.json, its rows and where they come from, and prints a table. results/pages.py reads the rows.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

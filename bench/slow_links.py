@@ -6,8 +6,6 @@ with the lowest loss. With --eval_every, a row has the bytes and the loss of eac
 compared by the bytes to one loss. Writes slow_links.json after each run.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

@@ -5,8 +5,6 @@ step are real, and each layer then waits until its deadline. Gradients become re
 over the backward pass, so that a method which overlaps its all-reduces with it (DistributedDataParallel) does so here.
 """
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections.abc import Callable

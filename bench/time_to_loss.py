@@ -9,8 +9,6 @@ the run, the mean of the workers' models is evaluated. Every run keeps its whole
 time_to_loss.json.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib

@@ -8,8 +8,6 @@
   does not count, as a host's memory does not count as a GPU's.
 """
 
-from __future__ import annotations
-
 import training.prepared  # noqa: F401, transformers imports torchvision when it is installed
 
 # isort: split

@@ -5,8 +5,6 @@
 The tuned model is written to OUT/model, tokenizer included; method zo writes OUT/replay, too, for language.zo_replay.
 """
 
-from __future__ import annotations
-
 from language.finetune_recipes import RECIPES, FinetuneRecipe
 from training.checks import dry_run
 from training.recipe import answer_help, parse

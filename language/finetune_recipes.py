@@ -1,7 +1,5 @@
 """The fine-tuning runs: what is tuned, on what, and how. Batch sizes are global: all workers together."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal

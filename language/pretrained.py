@@ -1,8 +1,6 @@
 """Causal language models in Hugging Face's format: a folder is opened, its tunable parameters are chosen, and the tuned
 model is written again. Nothing is fetched, no pickle is read, and no code that a folder brings is run."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

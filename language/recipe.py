@@ -1,7 +1,5 @@
 """What a language modelling run can be told."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal

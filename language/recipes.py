@@ -1,7 +1,5 @@
 """The language modelling runs. Batch sizes are global: all workers together."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from core import CO2Config

@@ -6,8 +6,6 @@ language.finetune writes OUT/replay with method zo: `scalars`, and `run.json` wi
 tuned tensors before and after. This reads no data; TUNED is OUT/model, bit for bit, or is not written.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, replace
 from pathlib import Path

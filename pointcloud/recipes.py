@@ -3,8 +3,6 @@
 The paper's settings for its point-cloud task are unknown; every value here is ours, or that of the work named.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 

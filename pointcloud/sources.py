@@ -1,7 +1,5 @@
 """Where clouds come from: ShapeNetCore in its two common releases, ModelNet10, and embedded analytic surfaces."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path

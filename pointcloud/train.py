@@ -1,7 +1,5 @@
 """Trains a point-cloud autoencoder: torchrun --standalone --nproc-per-node 4 -m pointcloud.train RECIPE [overrides]."""
 
-from __future__ import annotations
-
 from pointcloud.recipes import RECIPES, PointCloudRecipe
 from training.checks import dry_run
 from training.recipe import answer_help, parse

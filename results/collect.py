@@ -1,7 +1,5 @@
 """Finished runs, the rows of the paper's tables that they belong to, and these tables in Markdown."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import importlib

@@ -5,8 +5,6 @@ command replaces the table with what TABLES[NAME] makes of the rows in results/*
 once, here.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import re

@@ -4,8 +4,6 @@ All are registered with mmseg, so that a user's own config may name them. An ite
 makes: `inputs` uint8 [3, h, w] BGR and `data_samples`, whose gt_sem_seg holds int64 [1, h, w] labels, 255 = ignored.
 """
 
-from __future__ import annotations
-
 import segmentation.registries  # noqa: F401
 
 # isort: split

@@ -1,7 +1,5 @@
 """The segmentation runs. Batch sizes are global: all workers together."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal

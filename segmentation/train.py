@@ -1,7 +1,5 @@
 """Trains UPerNet: torchrun --standalone --nproc-per-node 4 -m segmentation.train RECIPE [overrides]."""
 
-from __future__ import annotations
-
 from segmentation.recipes import RECIPES, SegmentationRecipe
 from training.checks import dry_run
 from training.recipe import answer_help, parse

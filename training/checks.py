@@ -4,8 +4,6 @@ The count leaves out activations, which the planner estimates for decoders, and 
 receives. RESERVE stands for the CUDA context, the buffers of NCCL and cuDNN, and fragmentation.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

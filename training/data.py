@@ -3,8 +3,6 @@
 A worker's samples are a pure function of (seed, epoch, rank, world size).
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import dataclasses

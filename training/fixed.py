@@ -1,7 +1,5 @@
 """A run whose workers stay the same: process group, nodes, checkpoints. Otherwise see training/elastic.py."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import sys

@@ -8,8 +8,6 @@ each, under a new name, RANK.RESTARTS, and writes to the store which of them liv
 store and lists the generations, see core/elastic/members.py; the run ends with it, and goes on with --resume.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json

@@ -1,7 +1,5 @@
 """Inner optimisers, learning-rate schedules and the backward pass, the same for every task and every method."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import math

@@ -1,7 +1,5 @@
 """Where a run stands: this worker's place in it, what its loop counts with, and the state of what it trains."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Callable, Iterator

@@ -1,8 +1,6 @@
 """How a script ends: a user's mistake, or a disk that takes no more, is one line for all workers, and no traceback; a
 signal to any worker ends the run of all, which then save and can be resumed."""
 
-from __future__ import annotations
-
 import errno
 import functools
 import hashlib

@@ -1,8 +1,6 @@
 """This worker among the others: its rank, its device, its node. Where they meet they compare what each was asked for,
 before one waits for another in earnest."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

@@ -6,8 +6,6 @@ parameters after the forward pass in stage 3 and not in stage 2.
 CO2 takes the dimension across nodes: see core/sharded/sharded.py.
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import logging

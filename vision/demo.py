@@ -3,8 +3,6 @@
 python -m vision.demo [--link_mbit 50] [--epochs 10] [--out FOLDER]
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -5,8 +5,6 @@ belongs to the folder's path, its classes (or shards), and the times of change o
 file that comes or goes makes a new one. Hidden files and folders, such as .ipynb_checkpoints, are left out.
 """
 
-from __future__ import annotations
-
 import training.prepared  # noqa: F401
 
 # isort: split

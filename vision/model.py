@@ -1,7 +1,5 @@
 """The classifiers: four small ones for images of 8 to 32 pixels, and every model that timm knows by name."""
 
-from __future__ import annotations
-
 import training.prepared  # noqa: F401
 
 # isort: split

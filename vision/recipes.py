@@ -1,7 +1,5 @@
 """The image classification runs. Batch sizes are global: all workers together."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Literal
 

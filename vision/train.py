@@ -1,7 +1,5 @@
 """Trains an image classifier: torchrun --standalone --nproc-per-node 4 -m vision.train RECIPE [overrides]."""
 
-from __future__ import annotations
-
 from training.checks import dry_run
 from training.recipe import answer_help, parse
 from training.script import launch

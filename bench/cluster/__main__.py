@@ -8,8 +8,6 @@ fail; then all are stopped, and the exit status is that node's. Ctrl-C or SIGTER
 saves; the second one kills.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re

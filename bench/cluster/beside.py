@@ -7,8 +7,6 @@ without netem cannot delay frames, so this forwards them between p0, p1, ... thr
 header in which the kernel notes segments not cut and checksums not computed yet (PACKET_VNET_HDR).
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import select

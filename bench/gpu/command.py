@@ -1,7 +1,5 @@
 """The command line of bench.gpu: what is measured, and what is kept between calls."""
 
-from __future__ import annotations
-
 import functools
 import json
 import sys

@@ -4,8 +4,6 @@ Copies are taken in between, so that whatever else the device does falls on both
 what a copy moves in it: of a boundary that is one pass over memory, at most what `least` says.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import os

@@ -11,8 +11,6 @@ the test split. Initial weights and batches depend on the seed alone. Every run 
 line is not repeated, so the same command continues after an interruption. At the end it prints a table of all rows.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import json

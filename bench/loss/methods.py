@@ -3,8 +3,6 @@
 A method is a subclass of `Method` and a line of METHODS. Its options, with their defaults, are a class attribute.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar

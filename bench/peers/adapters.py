@@ -4,8 +4,6 @@ Nothing here reimplements a package's method. Each function configures a package
 period that the benchmark compares. Functions import their packages, so a missing one costs nothing but its row.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import socket

@@ -10,8 +10,6 @@ during computation; every hop is one call of a flash kernel. Outputs are merged 
 up. torch's context_parallel needs a GPU, and splits all sequences over all ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any

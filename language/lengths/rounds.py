@@ -5,8 +5,6 @@ unequal work. Every worker computes the same deal, a pure function of seed, step
 nothing of it.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 

@@ -8,8 +8,6 @@ DCP writes where each tensor lies to .metadata, a pickle. The same records are i
 without running code.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import io

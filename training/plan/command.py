@@ -1,7 +1,5 @@
 """The command: python -m training.plan --preset dgx-a100-tcp --model llama-7b --batch 512; --help lists the options."""
 
-from __future__ import annotations
-
 import math
 import shlex
 import sys

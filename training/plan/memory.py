@@ -1,7 +1,5 @@
 """Bytes on a device, by part. Of the first or the last stage, whichever needs more."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

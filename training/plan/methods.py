@@ -10,8 +10,6 @@ the boundary's own work, and an all-reduce of A seconds:
     co2 recommended              the same, with tau and wire chosen as core/adaptive/tau.py chooses them
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

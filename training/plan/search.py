@@ -1,7 +1,5 @@
 """All layouts of a model on a cluster: which cannot be, which do not fit, and the others by their seconds."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import Counter

@@ -1,7 +1,5 @@
 """Seconds of a step, by part."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np
