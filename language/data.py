@@ -113,13 +113,9 @@ def _is_token(value: Any, vocab_size: int) -> bool:
 
 
 def open_tokens(file: Path, dtype: str, vocab_size: int, expected: int | None = None) -> np.ndarray:
-    """Map a token file into memory, read only: 1-D array of `dtype`.
-
-    The first and last million tokens are checked against the vocabulary, because a file of another tokenizer
-    or dtype would otherwise show up only as an index error, on a GPU as a device assertion.
-
-    expected: how many tokens it was written with, where that is known.
-    """
+    """Map a token file into memory, read only: 1-D array of `dtype`. The first and last million tokens are checked
+    against the vocabulary, because a file of another tokenizer or dtype would otherwise show up only as an index error,
+    on a GPU as a device assertion. expected: how many tokens it was written with, where that is known."""
     if not file.is_file():
         raise UserError(f"no token file {file}: expected train.bin and val.bin, made by `python -m language.prepare`")
     size = file.stat().st_size

@@ -33,10 +33,8 @@ MOST_ANSWERS = 100  # of a classification; each is tried on every held-out promp
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt's tokens, `start`, and how each answer goes on from there; `right` is the index of the right one.
-
-    Where a prompt's last token joins an answer's first one, `start` ends before it.
-    """
+    """A prompt's tokens, `start`, and how each answer goes on from there; `right` is the index of the right one. Where
+    a prompt's last token joins an answer's first one, `start` ends before it."""
 
     start: list[int]
     ends: list[list[int]]

@@ -255,6 +255,9 @@ def keep_stand_ins(names: Iterable[str], folder: Path, out: Path) -> Iterator[st
         yield from (f"## {name}: {table.title}, stand-ins", "", *map(printable, lines), "")
 
 
+SPEED = {"samples_per_second": ",.1f", "exposed_share": ".1%"}  # means over the seeds
+
+
 def section(table: Table, local: bool, runs: Sequence[Finished], counted: set[Path]) -> Iterator[str]:
     """One Markdown table, of the rows or of their stand-ins; adds the folders of the runs in it to `counted`."""
     titles = ["model", "method", "tau", "workers", "batch", "seeds", table.metric.title]
@@ -271,18 +274,13 @@ def section(table: Table, local: bool, runs: Sequence[Finished], counted: set[Pa
         # runs with tau auto last
         for (tau, workers, batch_size), group in sorted(groups.items(), key=lambda of: (of[0][0] == "auto", of[0])):
             counted |= {run.folder for run in group}
-            measured = [] if local else [*speed(group), paper]
+            means = {key: statistics.mean(run.results[key] for run in group) for key in SPEED if not local}
+            measured = [f"{means[key]:{spec}}" for key, spec in SPEED.items() if not local] + [paper] * (not local)
             value = mean_sd([run.results[table.metric.key] * table.metric.scale for run in group], table.metric.spec)
             rows.append((label, row.method, tau or "", workers, batch_size, len(group), value, *measured))
     # stand-ins have no seconds and no number of the paper beside them
     titles += [] if local else ["samples/s", "exposed", "paper"]
     yield from report.table(titles, [row[: len(titles)] for row in rows]).splitlines()
-
-
-def speed(runs: Sequence[Finished]) -> list[str]:
-    """Means over the seeds: samples/s and the exposed share."""
-    rate, exposed = ([run.results[key] for run in runs] for key in ("samples_per_second", "exposed_share"))
-    return [f"{statistics.mean(rate):,.1f}", f"{statistics.mean(exposed):.1%}"]
 
 
 def matching(runs: Sequence[Finished], row: Row, metric: Metric, local: bool) -> dict[tuple, list[Finished]]:
@@ -339,8 +337,9 @@ def status(
     open_end = False
     to_come: dict[Path, float] = {}
     for name, jobs in tables.items():
-        for row in dict.fromkeys(_key(row) for row, _, _ in jobs):
-            mine = [job for job in jobs if _key(job[0]) == row]
+        key = lambda row: (row.label, row.method, row.tau or "")  # noqa: E731
+        for row in dict.fromkeys(key(row) for row, _, _ in jobs):
+            mine = [job for job in jobs if key(job[0]) == row]
             folders = [folder for _, _, folder in mine]
             used = {folder: hours(folder) for folder in folders}
             here = [folder for folder in folders if isinstance(read_run(folder), Finished)]
@@ -355,7 +354,3 @@ def status(
     yield from report.table(titles, rows).splitlines()
     more = ", and what the rows marked ? need, of which no run has finished here" if open_end else ""
     yield f"\n{sum(spent.values()):,.1f} {worker} hours used; left: {sum(to_come.values()):,.1f}{more}."
-
-
-def _key(row: Row) -> tuple[str, str, object]:
-    return row.label, row.method, row.tau or ""

@@ -116,7 +116,7 @@ class LoadImage(BaseTransform):
     UserError names the file."""
 
     def transform(self, results: dict[str, Any]) -> dict[str, Any]:
-        image = _read(results["img_path"], _picture)
+        image = _read(results["img_path"], lambda path: np.asarray(read_rgb(path, path, upright=True)))
         results["img"] = np.ascontiguousarray(image[..., ::-1])
         results["img_shape"] = results["ori_shape"] = image.shape[:2]
         return results
@@ -151,10 +151,6 @@ class LoadMask(BaseTransform):
         results["gt_seg_map"] = mask.astype(np.uint8)
         results["seg_fields"].append("gt_seg_map")
         return results
-
-
-def _picture(path: str) -> Bytes:
-    return np.asarray(read_rgb(path, path, upright=True))
 
 
 def _read(path: str, read: Callable[[str], NDArray[Any]]) -> NDArray[Any]:

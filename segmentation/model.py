@@ -90,8 +90,10 @@ def load_backbone(name: str, map_location: Any = None) -> Mapping[str, Tensor]:
     state = {str(key).removeprefix("module."): value for key, value in state.items()}
     inner = {key.removeprefix("backbone."): v for key, v in state.items() if key.startswith("backbone.")}
     state = inner or state
-    timms = any(key.startswith("blocks.") for key in state)
-    return {_name_in_mmseg(key): value for key, value in state.items()} if timms else state
+    if any(key.startswith("blocks.") for key in state):  # timm's names
+        for theirs, ours in TIMM_TO_MMSEG:
+            state = {re.sub(theirs, ours, key): value for key, value in state.items()}
+    return state
 
 
 def _read(path: Path, map_location: Any) -> Any:
@@ -108,12 +110,6 @@ def _read(path: Path, map_location: Any) -> Any:
                 'where you trust its source, torch.save(torch.load(FILE, weights_only=False)["state_dict"], NEW)'
             ) from None
         raise UserError(f"pretrained={path}: cannot be read ({reason(error)}): fetch it again") from None
-
-
-def _name_in_mmseg(key: str) -> str:
-    for theirs, ours in TIMM_TO_MMSEG:
-        key = re.sub(theirs, ours, key)
-    return key
 
 
 def find_backbone(name: str) -> Path:

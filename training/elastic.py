@@ -42,9 +42,7 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class Deal:
     """From step `since` on, samples are dealt to so many workers, as from step `at` of a run that always had as many.
-
-    number: of the generation; the latest counts.
-    """
+    number: of the generation; the latest counts."""
 
     number: int
     since: int

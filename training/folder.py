@@ -399,10 +399,8 @@ class RoundLog:
         return self._log(leave=int(self._on_gpu))
 
     def read(self, leave: int = 0) -> None:
-        """Adds up and logs all rounds but the newest `leave`; all scalars, where it leaves none.
-
-        Where every step is a round, it logs only each log_every-th.
-        """
+        """Adds up and logs all rounds but the newest `leave`; all scalars, where it leaves none. Where every step is a
+        round, it logs only each log_every-th."""
         while len(self._unread) > leave:
             step, stats = self._unread.pop(0)
             values = stats.as_dict()

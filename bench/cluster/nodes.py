@@ -387,10 +387,20 @@ def run_ranks(
                     worker.join()
         if late is None:
             return []
-        _raise_first_error(Path(folder))
+        errors, results = [], []
+        for path in Path(folder).glob("error*"):
+            with contextlib.suppress(EOFError, pickle.UnpicklingError):  # a .tmp, cut short by the kill
+                errors.append(pickle.loads(path.read_bytes()))
+        if errors:
+            raise min(errors, key=lambda error: error[0])[1]
         if late:
             raise TimeoutError(f"rank {', '.join(map(str, late))} still running after {timeout:g} s")
-        return [_result(Path(folder), rank, worker.exitcode) for rank, worker in enumerate(workers)]
+        for rank, worker in enumerate(workers):
+            if not (path := Path(folder, f"result{rank}")).exists():
+                status = worker.exitcode
+                raise RuntimeError(f"rank {rank} died without a result or an error, exit status {status}")
+            results.append(pickle.loads(path.read_bytes()))
+        return results
 
 
 def hold_port() -> socket.socket:
@@ -459,19 +469,3 @@ def _wait(workers: list[Any], deadline: float, until: Callable[[], bool]) -> lis
         if not failed and any(w.exitcode for w in workers):
             failed, deadline = True, min(deadline, time.monotonic() + GRACE)
     return [] if failed else [rank for rank, w in enumerate(workers) if w.exitcode is None]
-
-
-def _raise_first_error(folder: Path) -> None:
-    errors = []
-    for path in folder.glob("error*"):
-        with contextlib.suppress(EOFError, pickle.UnpicklingError):  # a .tmp, cut short by the kill
-            errors.append(pickle.loads(path.read_bytes()))
-    if errors:
-        raise min(errors, key=lambda error: error[0])[1]
-
-
-def _result(folder: Path, rank: int, status: int | None) -> Any:
-    path = folder / f"result{rank}"
-    if not path.exists():
-        raise RuntimeError(f"rank {rank} died without a result or an error, exit status {status}")
-    return pickle.loads(path.read_bytes())

@@ -48,10 +48,8 @@ Document = tuple[Tensor, Tensor]  # inputs and targets, int64 [tokens] each; IGN
 
 @dataclass(frozen=True)
 class Packed:
-    """One row: ids, positions and targets are int64 [1, tokens].
-
-    boundaries: where documents begin in the row, and its end, int64 [documents + 1] on the host; or a rank's Shares.
-    """
+    """One row: ids, positions and targets are int64 [1, tokens]. boundaries: where documents begin in the row, and its
+    end, int64 [documents + 1] on the host; or a rank's Shares."""
 
     ids: Tensor
     positions: Tensor
@@ -66,11 +64,9 @@ class Packed:
 
 @dataclass(frozen=True)
 class Rows:
-    """A worker's rows of an optimizer step, one for each micro-batch.
-
-    predicted: targets of a worker and step, averaged over the round. Every worker divides its sum of losses by it, so
-    that all targets weigh the same. island: the ranks over which rows are split, if they are.
-    """
+    """A worker's rows of an optimizer step, one for each micro-batch. predicted: targets of a worker and step, averaged
+    over the round. Every worker divides its sum of losses by it, so that all targets weigh the same. island: the ranks
+    over which rows are split, if they are."""
 
     parts: list[Packed]
     predicted: float

@@ -34,11 +34,9 @@ TRIALS = 6  # halvings of the interval in which the deadline lies
 
 @dataclass(frozen=True)
 class Island:
-    """Nodes of equal devices, and the seconds of one layer, forward and backward.
-
-    attention: for each squared token of a document. linear: of all else, for each token. inside, across: latency of a
-    hop in a node, or of a ring over several, and for each token sent. room: tokens that a device's memory holds.
-    """
+    """Nodes of equal devices, and the seconds of one layer, forward and backward. attention: for each squared token of
+    a document. linear: of all else, for each token. inside, across: latency of a hop in a node, or of a ring over
+    several, and for each token sent. room: tokens that a device's memory holds."""
 
     nodes: int
     devices: int

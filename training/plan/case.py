@@ -54,12 +54,9 @@ def formula(text: str, act: Callable[[Any], float]) -> Any:
 
 @dataclass(frozen=True)
 class Model:
-    """Sizes of a decoder.
-
-    family: gpt2 (GELU, biases, two layer norms, learned positions) or llama (gated SiLU, no biases, RMS norms, rotary
-    positions). context: tokens of a sample. tied: embedding and head share a matrix. activation: as transformers call
-    it: one of ACTIVATIONS.
-    """
+    """Sizes of a decoder. family: gpt2 (GELU, biases, two layer norms, learned positions) or llama (gated SiLU, no
+    biases, RMS norms, rotary positions). context: tokens of a sample. tied: embedding and head share a matrix.
+    activation: as transformers call it: one of ACTIVATIONS."""
 
     name: str
     family: str
