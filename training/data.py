@@ -116,6 +116,20 @@ def damaged(what: str, file: Path, why: object) -> UserError:
     return UserError(f"{file}: the cache of {what} is damaged ({why}): remove {file.parent}, it is made again")
 
 
+def read_arrays(path: Path, *names: str) -> list[np.ndarray]:
+    """Arrays of an .npz file; ValueError, of one line, where it is none or lacks one of them."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            return [np.asarray(file[name]) for name in names]
+    except Exception as error:  # zipfile, zlib and NumPy raise nearly any
+        raise ValueError(reason(error)) from None
+
+
+def printable(text: str) -> str:
+    """The text in one line of what a terminal shows: of a file's name or content, each other character as \\x1b."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
+
+
 # -- which samples a batch holds --------------------------------------------------------------------------------------
 
 
@@ -134,23 +148,6 @@ def eval_keys(samples: int, batch_size: int, rank: int, world_size: int) -> Iter
     """The keys of this worker's share of a held-out set, (0, 0, index), in batches of at most batch_size."""
     share = eval_share(samples, rank=rank, world_size=world_size)
     return ([(0, 0, i) for i in share[at : at + batch_size]] for at in range(0, len(share), batch_size))
-
-
-def read_arrays(path: Path, *names: str) -> list[np.ndarray]:
-    """Arrays of an .npz file; ValueError, of one line, where it is none or lacks one of them."""
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            return [np.asarray(file[name]) for name in names]
-    except Exception as error:  # zipfile, zlib and NumPy raise nearly any
-        raise ValueError(reason(error)) from None
-
-
-def printable(text: str) -> str:
-    """The text in one line of what a terminal shows: of a file's name or content, each other character as \\x1b."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
-
-
-# -- which samples a worker sees --------------------------------------------------------------------------------------
 
 
 _MASK = (1 << 64) - 1

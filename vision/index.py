@@ -160,7 +160,8 @@ class Shards:
     def __init__(self, folder: Path):
         shards = sorted(tars(folder))
         names = [shard.name for shard in shards]
-        found = listed_once(folder, names, lambda: (members(shards), []), lambda e: _place(e, folder, names))
+        entries = lambda: ([entry for shard in shards for entry in _members(shard)], [])  # noqa: E731
+        found = listed_once(folder, names, entries, lambda entry: _place(entry, folder, names))
         numbers = sorted({label for *_, label in found})
         self.classes = tuple(map(str, numbers))
         place = {number: i for i, number in enumerate(numbers)}
@@ -182,16 +183,11 @@ class Shards:
 
 
 def _place(entry: str, folder: Path, names: list[str]) -> tuple[Path, int, int, int] | None:
-    """(shard, first byte, bytes, class) of an entry that `members` made."""
+    """(shard, first byte, bytes, class) of an entry that `_members` made."""
     found = re.fullmatch(r"(.*)\t(\d+)\t(\d+)\t(-?\d+)", entry, re.DOTALL)
     if not found or found[1] not in names:
         return None
     return folder / found[1], int(found[2]), int(found[3]), int(found[4])
-
-
-def members(shards: list[Path]) -> list[str]:
-    """An entry for each image: shard, first byte, bytes, class, between tabs. UserError names what is broken."""
-    return [entry for shard in shards for entry in _members(shard)]
 
 
 def _members(shard: Path) -> list[str]:
