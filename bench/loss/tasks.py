@@ -170,7 +170,7 @@ class SmallResNet(nn.Module):
         return self.head(self.blocks(self.stem(x)).mean(dim=(2, 3)))
 
 
-def cifar() -> Task:
+def cifar_data() -> tuple[Batch, dict[Split, Batch]]:
     """10,000 training images, 1,000 others for tuning, 1,000 of the test set; 16 x 16 pixels, no augmentation."""
     from vision.data import cifar10
 
@@ -181,8 +181,12 @@ def cifar() -> Task:
 
     order, tested = (torch.randperm(len(of), generator=generator(i)) for i, of in enumerate((train, test)))
     held_out: dict[Split, Batch] = {"tuning": take(train, order[10_000:11_000]), "test": take(test, tested[:1_000])}
-    draw = labelled_draw(*take(train, order[:10_000]))
-    return Task(SmallResNet, F.cross_entropy, draw, held_out, Inner("sgd", 0.05), batch=8)
+    return take(train, order[:10_000]), held_out
+
+
+def cifar() -> Task:
+    training, held_out = cifar_data()
+    return Task(SmallResNet, F.cross_entropy, labelled_draw(*training), held_out, Inner("sgd", 0.05), batch=8)
 
 
 # -- text: the Gutenberg books, as bytes or as tokens ---------------------------------------------------------------
