@@ -270,13 +270,19 @@ class MallInfo(ctypes.Structure):
     _fields_ += [(name, ctypes.c_size_t) for name in ("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")]
 
 
+def run(job: Job) -> dict[str, Any] | None:
+    """In a process of its own; None if the memory did not suffice."""
+    found = run_ranks(train, None, 1, 1, job, timeout=7200.0)[0]
+    return found if found["fits"] else None
+
+
 def smallest(job: Job) -> tuple[float | None, dict[str, Any] | None]:
     """The least limit of the ladder in which the job runs, and what it measured there."""
-    found: dict[float, dict[str, Any]] = {}
+    found: dict[float, dict[str, Any] | None] = {}
 
-    def suffices(limit: float) -> bool:  # in a process of its own
-        found[limit] = run_ranks(train, None, 1, 1, replace(job, limit=limit), timeout=7200.0)[0]
-        return found[limit]["fits"]
+    def suffices(limit: float) -> bool:
+        found[limit] = run(replace(job, limit=limit))
+        return found[limit] is not None
 
     at = bisect_left(LADDER, True, key=suffices)
     return (LADDER[at], found[LADDER[at]]) if at < len(LADDER) else (None, None)

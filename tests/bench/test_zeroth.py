@@ -56,8 +56,7 @@ def test_memory_is_limited(tmp_path):
         prepare_to_fork()
         base = zeroth.random_base(Path({str(tmp_path / "base")!r}), (8, 256))
         for way, limit in (("AdamW", 2.5), ("AdamW", 8.0), ("zo, offload", 2.5), ("zo, offload", 0.1)):
-            job = zeroth.Job(way, (8, 256), base, 2, 2, limit)
-            print(way, limit, zeroth.run_ranks(zeroth.train, None, 1, 1, job, timeout=600)[0]["fits"])
+            print(way, limit, zeroth.run(zeroth.Job(way, (8, 256), base, 2, 2, limit)) is not None)
     """
     lines = "AdamW 2.5 False\nAdamW 8.0 True\nzo, offload 2.5 True\nzo, offload 0.1 False\n"
     assert script(tmp_path, code) == lines
