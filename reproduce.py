@@ -10,8 +10,6 @@ A finished run is not repeated, unless you add --again. A cell of the paper that
 row without runs: "not run".
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import io
@@ -34,9 +32,19 @@ import tyro
 
 from core import UserError
 from core.methods import METHODS
-from results.collect import collect, keep_stand_ins, status
+from results.collect import (
+    Finished,
+    collect,
+    is_kept,
+    keep_stand_ins,
+    load_recipe,
+    read_kept,
+    read_run,
+    run_name,
+    stand_in_overrides,
+    status,
+)
 from results.paper import GPUS, TABLES, Row, Table
-from results.runs import Finished, is_kept, load_recipe, read_kept, read_run, run_name, stand_in_overrides
 from training.data import paths_from_home
 from training.recipe import LARGEST, find, parse
 from training.script import launch

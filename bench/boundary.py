@@ -6,8 +6,6 @@ core.CO2 has one worker and tau 1, so that each step() is a boundary that waits 
 time torch's copy_ of a large tensor. Every size has its own process.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import statistics
 import time
@@ -28,7 +26,6 @@ from training.script import launch
 MATRIX = 2048  # the model is matrices [2048, 2048] and vectors [2048], as in a transformer of that width
 COPY = 1 << 25  # elements of the measured copy: 128 MiB each, beyond the cache
 BYTES = 36  # a float32 parameter: p, d, x, m read and written once, and d read once before for its RMS
-
 COPIES = 3  # x, m and d, each 4 bytes a parameter beyond the live ones
 
 

@@ -20,8 +20,6 @@ a stretch, and the width of the keys makes a hop across nodes as much slower. Wa
 - cut: rows of equal tokens. Attention ends where a row ends, so this trains another model.
 """
 
-from __future__ import annotations
-
 import functools
 import lzma
 import statistics
@@ -40,13 +38,15 @@ from bench import report
 from bench.cluster import Cluster, run_ranks
 from bench.report import Asked, Summary, require
 from core.errors import UserError
-from language.corpora import gutenberg_file, wikitext2_file
-from language.lengths import laws, ring
+from language.data import gutenberg_file, wikitext2_file
+from language.lengths import ring
+from language.lengths import rounds as laws
+from language.lengths.dealt import hop_of
 from language.lengths.plan import Island, Ring, layer_seconds, plan
 from language.lengths.ring import Shares, ring_attention
-from language.lengths.rings import hop_of, slowest
 from language.lengths.rounds import Order, by_tokens, cost, deal
 from training.script import launch
+from training.workers import largest_of_workers
 
 PARTS = ("waits", "rings")
 
@@ -314,7 +314,7 @@ def stepped(placement: Placement, island: Island, width: int) -> tuple[float, fl
         paced.catch_up()
         took = time.perf_counter() - began
     assert dist.group.WORLD is not None
-    return slowest([took], dist.group.WORLD)[0], paced.busy
+    return largest_of_workers([took], dist.group.WORLD)[0], paced.busy
 
 
 def island_of(link: float, rate: float, stretch: float) -> tuple[Island, float, int]:

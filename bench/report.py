@@ -3,8 +3,6 @@
 A command writes NAME.json, its rows and where they come from, and prints a table. results/pages.py reads the rows.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math
@@ -14,16 +12,18 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 import tyro
 
+from bench.cluster import Cluster
 from core.errors import UserError
-from training.config import commit, version
 from training.data import paths_from_home
+from training.folder import commit, version
 
 FORMAT = 1  # of the JSON
 MOST_WORKERS = 1024
@@ -36,10 +36,8 @@ Options = TypeVar("Options")
 
 def read_options(kind: type[Options], module: str, **how: Any) -> Options:
     """The options of `python -m MODULE`, once their check(), a UserError of which names the first option that cannot
-    be, has found nothing; how: see tyro.cli.
-
-    check() is not called by the dataclass itself, for tyro would dress its UserError up.
-    """
+    be, has found nothing; how: see tyro.cli. check() is not called by the dataclass itself, for tyro would dress its
+    UserError up."""
     options = paths_from_home(tyro.cli(kind, prog=f"python -m {module}", use_underscores=True, **how))
     options.check()  # pyright: ignore[reportAttributeAccessIssue]
     return options
@@ -235,11 +233,9 @@ def run(
     packages: Sequence[str] = ("torch",),
     forks: Callable[[Options], bool] | None = None,
 ) -> None:
-    """The command python -m bench.NAME: its options, a measurement, NAME.json, and a table of each part.
-
-    measure: fills the session's result, which begins as the header. packages: whose versions that names. forks: where
-    ranks are forked; whether they sit on an emulated cluster.
-    """
+    """The command python -m bench.NAME: its options, a measurement, NAME.json, and a table of each part. measure: fills
+    the session's result, which begins as the header. packages: whose versions that names. forks: where ranks are
+    forked; whether they sit on an emulated cluster."""
     o = read_options(kind, f"bench.{name}")
     if forks is not None:
         from bench.cluster import prepare_to_fork
@@ -254,3 +250,53 @@ def run(
         if session.result.get(part):
             print(f"\n{part}\n\n{summary.table(session.result[part])}")
     print(f"\nwritten to {file}")
+
+
+# -- trainings over slow links ----------------------------------------------------------------------------------------
+
+
+FAST = 10_000.0  # Mbit/s: a link that does not slow, over which learning rates are chosen
+TUNING_SEED = 100  # of the runs that choose them: no figure is of it
+
+
+def network(throttle: bool, workers: int, rate_mbit: float) -> contextlib.AbstractContextManager[Cluster | None]:
+    """A node for each worker; None where the train script itself throttles the link in software."""
+    return contextlib.nullcontext() if throttle else Cluster(workers, rate_mbit)
+
+
+def of_link(throttle: bool) -> dict[str, Any]:
+    """What the JSON of a measurement says of it; verified_mbit: rate -> what a transfer between two nodes measured."""
+    return {"link": "throttled in software" if throttle else "namespaces + tbf", "verified_mbit": {}}
+
+
+def flags(values: Mapping[str, Any]) -> list[str]:
+    """As on a command line."""
+    return [text for key, value in values.items() for text in (f"--{key}", str(value))]
+
+
+def write_to(log: Path) -> None:
+    """What this rank, a forked process, prints goes to the file, with what libraries print."""
+    torch.set_num_threads(1)
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+
+
+class Metrics:
+    """The rows of a metrics.jsonl that may still be written."""
+
+    def __init__(self, folder: Path):
+        self._path = folder / "metrics.jsonl"
+        self._at = 0
+        self.rows: list[dict[str, Any]] = []
+
+    def read(self) -> list[dict[str, Any]]:
+        """All rows so far; a line that is not complete is left for the next time."""
+        if self._path.exists():
+            with open(self._path, "rb") as file:
+                file.seek(self._at)
+                complete, end, _ = file.read().rpartition(b"\n")
+            self._at += len(complete + end)
+            rows = [json.loads(line) for line in complete.splitlines()]
+            self.rows += [{k: math.nan if v is None else v for k, v in row.items()} for row in rows]
+        return self.rows

@@ -5,7 +5,7 @@ python -m bench.scaling [--workers 1 2 4 8 16] [--rates 50 200 1000] [--repeats 
 Each worker is a node: a network namespace of its own, with links shaped to each rate. With --throttle all workers share
 the loopback device, and software holds collectives back. The model's computation is a stand-in (bench/standin.py).
 Each group of workers and rate builds every method once and measures the methods in an order that is shuffled for each
-repeat. Writes scaling.json and two plots.
+repeat. Writes scaling.json.
 """
 
 from __future__ import annotations
@@ -23,11 +23,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bench import plots, report
+from bench import report
 from bench.cluster import run_ranks
-from bench.report import Asked, Summary, require, require_no_crowd
+from bench.report import Asked, Summary, network, of_link, require, require_no_crowd
 from bench.standin import BYTES, LAYERS, LEARNING_RATE, PARAMS, Pacer, StandIn, Trainer, digits
-from bench.trainings import network, of_link
 from core import CO2Config
 from core.errors import UserError
 from core.groups import ring_bytes
@@ -279,7 +278,6 @@ def run(o: Scaling, session: report.Session) -> None:
                 cluster.shape(rate, result["verified_mbit"])
             per_rank = run_ranks(work, cluster if rate else None, 1, n, Job(o, n, rate, data), timeout=LIMIT)
             session.take("rows", combine(per_rank, o.step_ms))
-    plots.draw(session.folder, result)
 
 
 SHOWN = {"samples_per_second": ".0f", "exposed_share": ".1%", "tau": ".3g", "late": ".0%"}

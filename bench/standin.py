@@ -5,8 +5,6 @@ step are real, and each layer then waits until its deadline. Gradients become re
 over the backward pass, so that a method which overlaps its all-reduces with it (DistributedDataParallel) does so here.
 """
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections.abc import Callable
@@ -62,11 +60,9 @@ class Pacer:
 
 
 def pace(model: nn.Module, pacer: Pacer) -> None:
-    """Stretches every step of the model: a third of its time in the forward pass, two in the backward pass.
-
-    Each layer takes the share of the backward pass that it has of the parameters. Its gradients are ready when its time
-    has passed, so the layers' gradients become ready one after the other, as on a device of one's own.
-    """
+    """Stretches every step of the model: a third of its time in the forward pass, two in the backward pass. Each layer
+    takes the share of the backward pass that it has of the parameters. Its gradients are ready when its time has
+    passed, so the layers' gradients become ready one after the other, as on a device of one's own."""
     numel = {m: sum(p.numel() for p in m.parameters(recurse=False)) for m in model.modules()}
     total = sum(numel.values())
 
@@ -128,10 +124,8 @@ class Step:
 
 
 class Trainer:
-    """One worker's training loop over the stand-in, timed.
-
-    model: what the method wants called (DistributedDataParallel or the StandIn itself); pacer: the StandIn's.
-    """
+    """One worker's training loop over the stand-in, timed. model: what the method wants called (DistributedDataParallel
+    or the StandIn itself); pacer: the StandIn's."""
 
     def __init__(
         self, model: nn.Module, method: Method, pacer: Pacer, data: tuple[Tensor, Tensor], batch: int, seed: int
@@ -148,11 +142,9 @@ class Trainer:
         self._ended_at = time.perf_counter()
 
     def step(self) -> Step:
-        """One optimiser step. What it waited for, and the outer step, push the deadlines to come back.
-
-        The outer step counts with its CPU time: on a device of its own a worker would not queue for a core. Such
-        queueing is caught up like any noise of the stand-in, or makes the measurement late.
-        """
+        """One optimiser step. What it waited for, and the outer step, push the deadlines to come back. The outer step
+        counts with its CPU time: on a device of its own a worker would not queue for a core. Such queueing is caught up
+        like any noise of the stand-in, or makes the measurement late."""
         picked = torch.randint(len(self._y), (self._batch,), generator=self._random)
         nn.functional.cross_entropy(self.model(self._x[picked]), self._y[picked]).backward()
         backward_ended = time.perf_counter()

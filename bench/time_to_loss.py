@@ -9,8 +9,6 @@ the run, the mean of the workers' models is evaluated. Every run keeps its whole
 time_to_loss.json.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib
@@ -34,17 +32,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bench import report, standin, trainings
+from bench import report, standin
 from bench.cluster import Cluster, run_ranks, sent_bytes
 from bench.peers.adapters import PEERS, Task, Trainer
-from bench.report import Asked, Summary, require, require_company
-from bench.trainings import Metrics
+from bench.report import Asked, Metrics, Summary, require, require_company
 from core.errors import UserError
 from core.methods import make_method
 from core.testing.link import ThrottledLink
+from training.data import steps_per_epoch
 from training.optim import clip_gradients, lr_factor
 from training.recipe import parse
-from training.sampling import steps_per_epoch
 from training.script import launch
 
 TIMEOUT = 300.0  # seconds until a missing worker is an error
@@ -205,10 +202,8 @@ class TimeToLoss(Asked):
             raise UserError(f"step_ms={self.step_ms}: give 0 or more")
 
     def plan(self) -> list[Planned]:
-        """Every run in order: shuffled within seed and rate, always alike.
-
-        So whatever else the machine does in the meantime falls on all methods alike.
-        """
+        """Every run in order: shuffled within seed and rate, always alike. So whatever else the machine does in the
+        meantime falls on all methods alike."""
         runs = []
         for seed, rate in itertools.product(self.seeds, self.rates):
             group = [(seed, rate, task, method) for task in self.tasks for method in self.methods]
@@ -222,7 +217,7 @@ class TimeToLoss(Asked):
 
 def work(o: TimeToLoss, run: Planned, task: Learned, interface: str | None, folder: Path, log: Path) -> None:
     """Trains as one rank; at every evaluation writes the model to `folder`, and a line about it."""
-    trainings.write_to(log)
+    report.write_to(log)
     seed, rate, _, method = run
     dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT))
     rank, workers = dist.get_rank(), dist.get_world_size()
@@ -371,11 +366,8 @@ def train(o: TimeToLoss, cluster: Cluster | None, task: Learned, run: Planned, l
 
 
 def outcome(o: TimeToLoss, run: dict[str, Any], runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """How a run came to the target: status, seconds, steps, loss, exposed_share, tau.
-
-    status is reached, or how the run ended. The rest is of the first evaluation at or below the target, or else of the
-    last one. runs: all so far.
-    """
+    """How a run came to the target: status, seconds, steps, loss, exposed_share, tau. status is reached, or how the run
+    ended. The rest is of the first evaluation at or below the target, or else of the last one. runs: all so far."""
     lines, target = run["trajectory"], o.target or TASKS[run["task"]].target
     reached = next((line for line in lines if line["loss"] <= target), None)
     at = reached or (lines[-1] if lines else {"step": 0, "seconds": 0.0, "loss": None})
@@ -409,7 +401,7 @@ def run_all(o: TimeToLoss, session: report.Session) -> None:
     """Trains everything. A method that has failed at a task and rate is not tried again there."""
     about = {name: vars(TASKS[name]) | {"target": o.target or TASKS[name].target} for name in o.tasks}
     options = {method: " ".join(options_of(method)) for method in o.methods if method.partition(":")[0] in OURS}
-    session.result |= trainings.of_link(o.throttle) | {"tasks": about, "method_options": options, "runs": []}
+    session.result |= report.of_link(o.throttle) | {"tasks": about, "method_options": options, "runs": []}
     for name in o.tasks:  # once, and not in every rank
         TASKS[name].data()
     plan, broken = o.plan(), dict[Any, dict[str, Any]]()
@@ -428,7 +420,7 @@ def run_all(o: TimeToLoss, session: report.Session) -> None:
             row = {"task": name, "rate_mbit": rate, "method": method, "seed": seed, **found}
             yield row | outcome(o, row, session.result["runs"])
 
-    with trainings.network(o.throttle, o.workers, o.rates[0]) as cluster:
+    with report.network(o.throttle, o.workers, o.rates[0]) as cluster:
         session.take("runs", runs(cluster))
     for run in session.result["runs"]:  # a run without communication may have come after this one
         run |= outcome(o, run, session.result["runs"])

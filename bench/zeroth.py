@@ -8,8 +8,6 @@
   does not count, as a host's memory does not count as a GPU's.
 """
 
-from __future__ import annotations
-
 import training.prepared  # noqa: F401, transformers imports torchvision when it is installed
 
 # isort: split
@@ -36,12 +34,11 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from bench import report
 from bench.cluster import Cluster, run_ranks, sent_bytes
-from bench.report import Asked, Summary, require
-from bench.trainings import FAST
+from bench.report import FAST, Asked, Summary, require
 from core.errors import UserError
 from language.zeroth import ZerothConfig, ZerothOrder
 from language.zeroth.blocks import BlockStream
-from training.sampling import generator
+from training.data import generator
 from training.script import launch
 
 FORWARD_MS = (500.0, 60.0)  # of the whole batch on one device, in speed

@@ -4,8 +4,6 @@ results/ becomes part of the site. A link to any other file outside docs/ goes t
 its address, such as https://HOST/OWNER/NAME/blob/main; else only its text stays.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path, PurePosixPath

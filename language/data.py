@@ -9,9 +9,12 @@ one of its key, (seed, epoch, where it begins): neither the number of workers no
 on. transformers' DataCollatorForLanguageModeling draws masks from one generator for all batches, in their order.
 """
 
+import hashlib
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any
 
 import numpy as np
@@ -22,9 +25,17 @@ from torch.utils.data import Dataset
 
 from core.checkpoints.untrusted import parse_json
 from core.errors import UserError
-from language.recipe import GPT2_VOCABULARY, TextRecipe
-from training.data import Key, train_keys
-from training.sampling import eval_share, generator, load_batches
+from language.prepare import (
+    SUFFIXES,
+    Documents,
+    encode_documents,
+    split_documents,
+    text_files,
+    token_dtype,
+    write_corpus,
+)
+from language.recipe import GPT2_VOCABULARY, CorpusName, TextRecipe
+from training.data import Key, cached, data_root, eval_share, generator, load_batches, missing, train_keys
 
 IGNORE = -100  # torch's cross_entropy skips targets of this value
 PREDICTED = 0.15  # share of the tokens that a masked language model predicts
@@ -102,13 +113,9 @@ def _is_token(value: Any, vocab_size: int) -> bool:
 
 
 def open_tokens(file: Path, dtype: str, vocab_size: int, expected: int | None = None) -> np.ndarray:
-    """Map a token file into memory, read only: 1-D array of `dtype`.
-
-    The first and last million tokens are checked against the vocabulary, because a file of another tokenizer
-    or dtype would otherwise show up only as an index error, on a GPU as a device assertion.
-
-    expected: how many tokens it was written with, where that is known.
-    """
+    """Map a token file into memory, read only: 1-D array of `dtype`. The first and last million tokens are checked
+    against the vocabulary, because a file of another tokenizer or dtype would otherwise show up only as an index error,
+    on a GPU as a device assertion. expected: how many tokens it was written with, where that is known."""
     if not file.is_file():
         raise UserError(f"no token file {file}: expected train.bin and val.bin, made by `python -m language.prepare`")
     size = file.stat().st_size
@@ -134,10 +141,8 @@ def check_tokens(tokens: np.ndarray, vocab_size: int, file: Path) -> None:
 
 
 def bytes_per_token(tokenizer: Tokenizer) -> Tensor:
-    """UTF-8 bytes per token of a byte-level BPE: int64 [vocab_size], 0 for special tokens.
-
-    A byte-level vocabulary writes each byte as one printable character: a token's length counts its bytes.
-    """
+    """UTF-8 bytes per token of a byte-level BPE: int64 [vocab_size], 0 for special tokens. A byte-level vocabulary
+    writes each byte as one printable character: a token's length counts its bytes."""
     special = tokenizer.get_added_tokens_decoder()
     counts = torch.zeros(tokenizer.get_vocab_size(), dtype=torch.int64)
     for token, index in tokenizer.get_vocab().items():
@@ -192,10 +197,8 @@ class MaskedObjective:
     """Distance of neighbouring windows in the file."""
 
     def batch(self, windows: Tensor, keys: list[tuple[int, ...]]) -> Batch:
-        """Windows int64 [batch, n] to inputs and targets, both [batch, n + 2].
-
-        Row i is masked by a generator that depends on `keys[i]`; targets are IGNORE where nothing is predicted.
-        """
+        """Windows int64 [batch, n] to inputs and targets, both [batch, n + 2]. Row i is masked by a generator that
+        depends on `keys[i]`; targets are IGNORE where nothing is predicted."""
         ends = windows.new_full((len(windows), 1), self.eot)
         begins = ends if self.bos is None else torch.full_like(ends, self.bos)
         words = torch.cat((begins, windows, ends), dim=1)
@@ -222,11 +225,9 @@ def count_windows(n_tokens: int, objective: Objective) -> int:
 def window_keys(
     n_tokens: int, objective: Objective, recipe: TextRecipe, rank: int, world_size: int, start: int, total: int
 ) -> Iterator[list[Key]]:
-    """This worker's batches of the steps from `start` to `total`, (seed, epoch, where the window begins) each.
-
-    The text is cut into neighbouring windows, from an origin that moves with the epoch, and these are shuffled: a token
-    is seen at most once an epoch.
-    """
+    """This worker's batches of the steps from `start` to `total`, (seed, epoch, where the window begins) each. The text
+    is cut into neighbouring windows, from an origin that moves with the epoch, and these are shuffled: a token is seen
+    at most once an epoch."""
     samples = count_windows(n_tokens, objective)
     for (seed, epoch, *_), keys in train_keys(recipe, samples, rank, world_size, start, total):
         origin = torch.randint(objective.stride, (), generator=generator(seed, epoch, 0)).item()
@@ -257,10 +258,8 @@ def held_out_batches(
     tokens: np.ndarray, objective: Objective, batch_size: int, *, rank: int, world_size: int
 ) -> Iterator[Batch]:
     """This worker's share of the non-overlapping windows that cover `tokens`, in order; batch_size is per worker.
-
-    Together the workers predict every token but the text's first (causal), or look at every token (masked),
-    exactly once, however many they are; the short last window comes alone, so that nothing is padded.
-    """
+    Together the workers predict every token but the text's first (causal), or look at every token (masked), exactly
+    once, however many they are; the short last window comes alone, so that nothing is padded."""
     overlap = objective.read - objective.stride
     n_windows = -(-(len(tokens) - overlap) // objective.stride)
     mine = [objective.stride * k for k in eval_share(n_windows, rank=rank, world_size=world_size)]
@@ -274,3 +273,126 @@ def held_out_batches(
 def read_windows(tokens: np.ndarray, starts: list[int], length: int) -> Tensor:
     """Stack tokens[start : start + length]: int64 [len(starts), length], shorter at the end of the text."""
     return torch.from_numpy(np.stack([tokens[start : start + length] for start in starts]).astype(np.int64))
+
+
+# -- corpora by name --------------------------------------------------------------------------------------------------
+
+
+STAND_IN = "gpt2_pydoc_small"
+GUTENBERG_HELD_OUT = 4  # books; with seed 0 about 3 % of the text
+# Whole topics of the documentation, about a seventh of its text.
+PYDOC_HELD_OUT = ("calls", "formatstrings", "import", "objects", "raise", "typesmapping")
+_FORMAT = "2"  # part of every cache key: raise it when the files' content changes for the same source
+
+
+def open_corpus(name: CorpusName, vocab_size: int) -> Corpus:
+    """Opens a corpus, tokenising a stand-in on first use; UserError where its data is missing. vocab_size: of a
+    stand-in's tokenizer; the paper's corpora bring their own."""
+    if name in ("pydoc", "gutenberg"):
+        books = None if name == "pydoc" else gutenberg_file()
+
+        def build(target: Path) -> None:
+            train, held = split_documents((books,), GUTENBERG_HELD_OUT, seed=0) if books else pydoc_documents()
+            write_corpus(train, held, target, vocab_size, [books.name if books else "pydoc_data.topics"])
+
+        key = _key(books.read_bytes() if books else "\0".join(topics.values()).encode())
+        return load_corpus(cached(f"{name}-{vocab_size}-{key}", build))
+    folder = data_root() / name
+    if not (folder / "train.bin").is_file():
+        command = f"python -m language.prepare TEXT... --out {folder} --vocab-size {vocab_size}"
+        expected = f"train.bin and val.bin, made by `{command}` or, for GPT-2, by nanoGPT"
+        raise missing(f"{name} token files", folder, expected, STAND_IN, holds=name)
+    corpus = load_corpus(folder)
+    if not (folder / "meta.json").is_file():
+        for split in ("train", "val"):  # every token of what somebody else wrote, not again until the file changes
+            tokens, size, file = getattr(corpus, split), corpus.vocab_size, folder / f"{split}.bin"
+            key = _key(f"{file.resolve()} {(seen := file.stat()).st_size} {seen.st_mtime_ns} {size}".encode())
+            cached(f"checked-{key}", lambda _, t=tokens, n=size, f=file: check_tokens(t, n, f))
+    return corpus
+
+
+def open_wikitext2(corpus: Corpus) -> np.ndarray:
+    """WikiText-2's test text in the tokens of `corpus`: 1-D, uint16 or uint32; to evaluate on, not to train on. Its
+    bytes are those of the file as distributed, with its " @-@ " and "<unk>"."""
+    tokenizer = corpus.tokenizer
+    if tokenizer is None:
+        raise UserError(f"{corpus.folder} has no tokenizer.json to encode WikiText-2 with: add it, or --no_wikitext2")
+    file = wikitext2_file()
+    key = _key(file.read_bytes(), tokenizer.to_str().encode())
+
+    def build(target: Path) -> None:
+        encode_documents(tokenizer, Documents((file,)), target / "test.bin")
+
+    folder = cached(f"wikitext2-{key}", build)
+    return open_tokens(folder / "test.bin", token_dtype(tokenizer), tokenizer.get_vocab_size())
+
+
+def wikitext2_file() -> Path:
+    """WikiText-2's test text; UserError where it is missing."""
+    return _file("WikiText-2", "wt2.test.txt", "the plain test text (or --no_wikitext2)")
+
+
+def gutenberg_file() -> Path:
+    """The books; UserError where they are missing."""
+    return _file("Gutenberg books", "gutenberg_en.txt.xz", "books separated by form feed lines")
+
+
+def _file(what: str, name: str, holds: str) -> Path:
+    file = data_root() / name
+    if not file.is_file():
+        raise missing(what, file.parent, f"{name}, {holds}", STAND_IN)
+    return file
+
+
+def open_text(folder: Path, tokenizer: Tokenizer, end: int) -> Corpus:
+    """Plain text, train.txt and val.txt (see text_files) in `folder`, in a model's own tokens, of which `end` ends a
+    document."""
+    tokenizer = Tokenizer.from_str(tokenizer.to_str())  # encode_documents changes it
+    files = {split: text_files([_text(folder, split)]) for split in ("train", "val")}
+
+    def build(target: Path) -> None:
+        for split, found in files.items():
+            encode_documents(tokenizer, Documents(found), target / f"{split}.bin", end)
+
+    contents = [_content(file) for found in files.values() for file in found]
+    made = cached(f"text-{_key(*contents, tokenizer.to_str().encode(), str(end).encode())}", build)
+    size, dtype = tokenizer.get_vocab_size(), token_dtype(tokenizer)
+    train, val = (open_tokens(made / f"{split}.bin", dtype, size) for split in files)
+    by_bytes = '"ByteLevel"' in json.dumps(json.loads(tokenizer.to_str())["decoder"])
+    sizes = bytes_per_token(tokenizer) if by_bytes else None
+    return Corpus(folder, train, val, size, end, tokenizer=tokenizer, token_bytes=sizes)
+
+
+def _content(path: Path) -> bytes:
+    """Of a file, or of all files of a folder that `datasets` has written."""
+    return path.read_bytes() if path.is_file() else b"".join(f.read_bytes() for f in sorted(path.rglob("*.*")))
+
+
+def _text(folder: Path, split: str) -> Path:
+    """The split's file or folder."""
+    found = [path for suffix in (*SUFFIXES, "") if (path := folder / f"{split}{suffix}").exists()]
+    if not found:
+        raise UserError(
+            f"{folder / split}.txt is missing: plain text, documents parted by lines with a form feed alone"
+        )
+    return found[0]
+
+
+def pydoc_documents() -> tuple[list[str], list[str]]:
+    """Python's documentation topics: (training documents, held-out documents). Topics quote each other at length, so
+    the held-out topics' paragraphs are cut out of the training topics."""
+    held = [topics[name] for name in PYDOC_HELD_OUT]
+    seen = {paragraph.strip() for text in held for paragraph in text.split("\n\n")}
+    kept = (
+        "\n\n".join(part for part in text.split("\n\n") if part.strip() not in seen)
+        for name, text in sorted(topics.items())
+        if name not in PYDOC_HELD_OUT
+    )
+    return [text for text in kept if text.strip()], held
+
+
+def _key(*contents: bytes) -> str:
+    digest = hashlib.sha256(_FORMAT.encode())
+    for content in contents:
+        digest.update(hashlib.sha256(content).digest())
+    return digest.hexdigest()[:12]

@@ -5,8 +5,6 @@
 The tuned model is written to OUT/model, tokenizer included; method zo writes OUT/replay, too, for language.zo_replay.
 """
 
-from __future__ import annotations
-
 from language.finetune_recipes import RECIPES, FinetuneRecipe
 from training.checks import dry_run
 from training.recipe import answer_help, parse
@@ -19,8 +17,7 @@ from typing import Any
 
 from core.errors import UserError
 from language import pretrained, zo_replay
-from language.corpora import open_text
-from language.data import CausalObjective
+from language.data import CausalObjective, open_text
 from language.prompts import PromptTask
 from language.train import TextTask, learn
 from language.zeroth import Zeroth

@@ -1,7 +1,5 @@
 """The fine-tuning runs: what is tuned, on what, and how. Batch sizes are global: all workers together."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -72,10 +70,8 @@ ADAMW = OptimConfig("adamw", lr=1e-5, weight_decay=0.0, schedule="poly", warmup_
 
 
 def prompts() -> FinetuneRecipe:
-    """A classification by prompts, such as SST-2, with zeroth-order steps. Not run at this size.
-
-    As in MeZO's runs of OPT: 20,000 steps of 16 prompts, the learning rate constant at 1e-6 (they also tried 1e-7).
-    """
+    """A classification by prompts, such as SST-2, with zeroth-order steps. Not run at this size. As in MeZO's runs of
+    OPT: 20,000 steps of 16 prompts, the learning rate constant at 1e-6 (they also tried 1e-7)."""
     length = {"batch_size": 16, "epoch_steps": 1000, "epochs": 20}
     return FinetuneRecipe(method="zo", optim=MEZO, log_every=100, eval_samples=1000, **length)
 

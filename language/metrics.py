@@ -1,4 +1,4 @@
-"""Metrics of held-out tokens: perplexity, bits per byte, and accuracy.
+"""What a held-out text says of a model: perplexity, bits per byte, accuracy, and some text that the model writes.
 
 Perplexity depends on the tokenizer; bits per byte of text compare between vocabularies. Ranks add sums, not means, so
 the result is exact for every world size.
@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 import torch.nn.functional as F
+from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from language.data import IGNORE
@@ -24,10 +25,7 @@ def token_loss(logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tens
 
 @torch.no_grad()
 def held_out_sums(
-    model: nn.Module,
-    batches: Iterable[tuple[Tensor, Tensor]],
-    device: torch.device,
-    token_bytes: Tensor | None,
+    model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], device: torch.device, token_bytes: Tensor | None
 ) -> Tensor:
     """Sums over (inputs, targets): float64 [nats, predicted tokens, their bytes, right first guesses], in eval mode."""
     was_training = model.training
@@ -50,11 +48,8 @@ def held_out_sums(
 
 
 def summarize(sums: Sequence[float], causal: bool) -> dict[str, float]:
-    """Metrics from `held_out_sums` added over all workers.
-
-    Keys: loss (nats per predicted token), perplexity (inf after divergence), accuracy, tokens; bits_per_byte and bytes
-    for a causal model with a known tokenizer.
-    """
+    """Metrics from `held_out_sums` added over all workers. Keys: loss (nats per predicted token), perplexity (inf after
+    divergence), accuracy, tokens; bits_per_byte and bytes for a causal model with a known tokenizer."""
     nats, tokens, n_bytes, right = sums
     loss = nats / tokens
     perplexity = math.exp(loss) if loss < math.log(sys.float_info.max) or math.isnan(loss) else math.inf
@@ -62,3 +57,58 @@ def summarize(sums: Sequence[float], causal: bool) -> dict[str, float]:
     if causal and n_bytes:
         metrics |= dict(bits_per_byte=nats / math.log(2) / n_bytes, bytes=n_bytes)
     return metrics
+
+
+# -- text from a model, to look at while it trains --------------------------------------------------------------------
+
+
+@torch.no_grad()
+def continue_text(
+    model: nn.Module, prompts: Tensor, new_tokens: int, *, context: int, top_k: int, generator: torch.Generator
+) -> Tensor:
+    """Samples from a causal model: int64 [batch, time] -> [batch, time + new_tokens]. The model reads at most the last
+    `context` tokens; the CPU generator draws among the top_k most likely tokens. transformers' generate(), which
+    TransNormer lacks, would draw from dropout's generator."""
+    was_training = model.training
+    model.eval()
+    ids = prompts
+    for _ in range(new_tokens):
+        logits = model(ids[:, -context:]).logits[:, -1].float()
+        values, candidates = logits.topk(min(top_k, logits.shape[-1]), dim=-1)
+        pick = torch.multinomial(values.softmax(-1).cpu(), 1, generator=generator).to(ids.device)
+        ids = torch.cat((ids, candidates.gather(-1, pick)), dim=1)
+    model.train(was_training)
+    return ids
+
+
+@torch.no_grad()
+def fill_masks(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+    """The inputs, with a masked model's best guess at each predicted position: int64 [batch, time]."""
+    was_training = model.training
+    model.eval()
+    guesses = model(inputs).logits.argmax(-1)
+    model.train(was_training)
+    return torch.where(targets != IGNORE, guesses, inputs)
+
+
+def continuation_markdown(tokenizer: Tokenizer, ids: Tensor, prompt_length: int) -> str:
+    """Prompts in bold, what the model wrote after them in plain type: Markdown for TensorBoard."""
+    n = prompt_length
+    return "\n\n".join(f"**{_decoded(tokenizer, row[:n])}**{_decoded(tokenizer, row[n:])}" for row in ids.tolist())
+
+
+def filled_markdown(tokenizer: Tokenizer, filled: Tensor, targets: Tensor) -> str:
+    """Filled texts with each guess in bold, and the right token after it where the guess is wrong."""
+
+    def shown(guess: int, target: int) -> str:
+        text, truth = (_decoded(tokenizer, [token]) for token in (guess, max(target, 0)))
+        if target == IGNORE:
+            return text
+        return f" **{text.strip()}**{'' if guess == target else f' ({truth.strip()})'} "
+
+    rows = zip(filled.tolist(), targets.tolist(), strict=True)
+    return "\n\n".join("".join(map(shown, row, wanted)) for row, wanted in rows)
+
+
+def _decoded(tokenizer: Tokenizer, ids: list[int]) -> str:
+    return tokenizer.decode(ids, skip_special_tokens=False).replace("\n", "↵").replace("*", "\\*")

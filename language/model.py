@@ -60,11 +60,9 @@ def build_model(
     pad: int | None = None,
     attention: LinearAttention = "torch",
 ) -> nn.Module:
-    """A model with random weights, drawn from torch's default generator.
-
-    context: longest input, in tokens. dropout: on embeddings, attention weights and residual branches; TransNormer has
-    none. pad: id of the pad token, for RoBERTa only, whose position numbers begin after it. attention: TransNormer's.
-    """
+    """A model with random weights, drawn from torch's default generator. context: longest input, in tokens. dropout: on
+    embeddings, attention weights and residual branches; TransNormer has none. pad: id of the pad token, for RoBERTa
+    only, whose position numbers begin after it. attention: TransNormer's."""
     common: dict[str, Any] = {"vocab_size": vocab_size, "bos_token_id": None, "eos_token_id": None}
     if name in GPT2_SIZES:
         # the same function: transformers' "gelu_new" keeps five tensors of it, torch's kernel one
@@ -94,9 +92,7 @@ def is_causal(name: ModelName) -> bool:
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict]:
     """Two parameter groups: weight decay on matrices that multiply, none on biases, norms, positions and embeddings.
-
-    timm's rule and transformers' Trainer decay embeddings too.
-    """
+    timm's rule and transformers' Trainer decay embeddings too."""
     modules = list(model.modules())
     embedded = {id(m.weight) for m in modules if isinstance(m, nn.Embedding)}
     matrices = {id(m.weight) for m in modules if isinstance(m, nn.Linear | Conv1D)} - embedded

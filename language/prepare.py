@@ -92,10 +92,8 @@ def is_text(file: Path) -> bool:
 
 def read_documents(file: Path) -> Iterator[str]:
     """Yield the documents of a UTF-8 file, text or JSON Lines, or of a folder of `datasets`; empty ones are left out.
-
-    Lines may end as on Unix, Windows or old Macs; what is given has newlines. A byte order mark is left out.
-    Raises UserError that names the file when it cannot be decompressed or decoded, or holds no text.
-    """
+    Lines may end as on Unix, Windows or old Macs; what is given has newlines. A byte order mark is left out. Raises
+    UserError that names the file when it cannot be decompressed or decoded, or holds no text."""
     empty = True
     try:
         for document in _saved_by_datasets(file) if file.is_dir() else _in_file(file):
@@ -143,10 +141,8 @@ def _saved_by_datasets(folder: Path) -> Iterator[str]:
 
 
 def _split(lines: Iterable[str]) -> Iterator[str]:
-    """Join lines to documents, those without text left out; the line end before a form feed goes with it.
-
-    A file that was joined of others may have a byte order mark at the start of any document.
-    """
+    """Join lines to documents, those without text left out; the line end before a form feed goes with it. A file that
+    was joined of others may have a byte order mark at the start of any document."""
     held: list[str] = []
     for line in lines:
         for part in _parts(line) if FORM_FEED in line else (line,):
@@ -178,11 +174,9 @@ def split_documents(files: tuple[Path, ...], hold_out: int, seed: int) -> tuple[
 
 
 def train_tokenizer(documents: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Train a byte-level BPE with GPT-2's word splitting; ids 0, 1, 2 are end-of-text, pad and mask.
-
-    All 256 bytes are in the vocabulary, so any text can be encoded and decoded without loss. A small corpus
-    may yield fewer than `vocab_size` tokens.
-    """
+    """Train a byte-level BPE with GPT-2's word splitting; ids 0, 1, 2 are end-of-text, pad and mask. All 256 bytes are
+    in the vocabulary, so any text can be encoded and decoded without loss. A small corpus may yield fewer than
+    `vocab_size` tokens."""
     if vocab_size < SMALLEST_VOCABULARY:
         raise UserError(
             f"vocab-size {vocab_size} is too small: 256 bytes and 3 special tokens need {SMALLEST_VOCABULARY}"
@@ -223,10 +217,8 @@ def end_of_text(tokenizer: Tokenizer) -> int | None:
 
 
 def encode_documents(tokenizer: Tokenizer, documents: Iterable[str], file: Path, end: int | None = None) -> Counts:
-    """Write token ids of the documents, an end-of-text after each, as raw numbers of `token_dtype`.
-
-    end: the id that ends a document; None for that of `end_of_text`.
-    """
+    """Write token ids of the documents, an end-of-text after each, as raw numbers of `token_dtype`. end: the id that
+    ends a document; None for that of `end_of_text`."""
     tokenizer.encode_special_tokens = True  # "<mask>" in a text is text
     end, dtype = end_of_text(tokenizer) if end is None else end, token_dtype(tokenizer)
     n_documents = n_tokens = n_bytes = 0

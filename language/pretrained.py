@@ -1,8 +1,6 @@
 """Causal language models in Hugging Face's format: a folder is opened, its tunable parameters are chosen, and the tuned
 model is written again. Nothing is fetched, no pickle is read, and no code that a folder brings is run."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -25,8 +23,8 @@ from core.checkpoints.untrusted import parse_json
 from core.errors import UserError
 from language.finetune_recipes import FinetuneRecipe, LoraConfig
 from language.model import blocks_of
-from training.backward import recompute
-from training.sampling import mix, seeded
+from training.data import mix, seeded
+from training.optim import recompute
 
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model")
 # buffers that files of older versions hold: causal masks, rotary frequencies, positions
@@ -74,20 +72,15 @@ def open_model(recipe: FinetuneRecipe) -> nn.Module:
             output_loading_info=True,
             **LOCAL,
         )
-    _check_tensors(folder, found)
-    model.eval()
-    check_causal(model, folder)
-    return tunable(model, recipe)
-
-
-def _check_tensors(folder: Path, found: dict[str, Any]) -> None:
-    """UserError where the weights are not those of the model that config.json describes."""
     said = {"missing_keys": "are missing", "mismatched_keys": "have another shape than config.json says"}
     for key, what in (said | {"unexpected_keys": "have no place in the model of config.json"}).items():
         names = sorted(str(name if isinstance(name, str) else name[0]) for name in found[key])
         if wrong := [name for name in names if key != "unexpected_keys" or not BUFFERS.fullmatch(name)]:
             some = f"{len(wrong)} tensors {what}, such as {', '.join(wrong[:3])}"
             raise UserError(f"{folder}: {some}: copy its files again, of one model")
+    model.eval()
+    check_causal(model, folder)
+    return tunable(model, recipe)
 
 
 def build_model(recipe: FinetuneRecipe) -> nn.Module:

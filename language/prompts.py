@@ -21,9 +21,8 @@ from core.checkpoints.untrusted import parse_json
 from core.errors import UserError
 from language.data import IGNORE, Batch
 from language.finetune_recipes import FinetuneRecipe
-from training.data import train_keys
-from training.elastic.run import repeated
-from training.sampling import eval_share, load_batches
+from training.data import eval_share, load_batches, train_keys
+from training.elastic import repeated
 
 if TYPE_CHECKING:
     from training.run import Run
@@ -34,10 +33,8 @@ MOST_ANSWERS = 100  # of a classification; each is tried on every held-out promp
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt's tokens, `start`, and how each answer goes on from there; `right` is the index of the right one.
-
-    Where a prompt's last token joins an answer's first one, `start` ends before it.
-    """
+    """A prompt's tokens, `start`, and how each answer goes on from there; `right` is the index of the right one. Where
+    a prompt's last token joins an answer's first one, `start` ends before it."""
 
     start: list[int]
     ends: list[list[int]]
@@ -64,22 +61,20 @@ def read_lines(file: Path) -> list[Line]:
         texts = file.read_text(encoding="utf-8-sig").split("\n")  # JSON may hold what else splitlines() parts lines at
     except UnicodeDecodeError as error:
         raise UserError(f"{file} is not UTF-8 text ({error.reason}): convert it") from None
-    lines = [_parse(f"{file} line {n}", text) for n, text in enumerate(texts, 1) if text.strip()]
+    lines = []
+    for where, text in ((f"{file} line {n}", text) for n, text in enumerate(texts, 1) if text.strip()):
+        try:
+            found = parse_json(text)
+        except ValueError as error:
+            raise UserError(f"{where} is no JSON ({error}): correct it") from None
+        for key in ("prompt", "answer"):
+            value = found.get(key) if isinstance(found, dict) else None
+            if not isinstance(value, str) or not value.strip():
+                raise UserError(f'{where} has no text as its "{key}": add it')
+        lines.append(Line(where, found["prompt"], found["answer"]))
     if not lines:
         raise UserError(f"{file} holds no prompt: give one or more")
     return lines
-
-
-def _parse(where: str, text: str) -> Line:
-    try:
-        found = parse_json(text)
-    except ValueError as error:
-        raise UserError(f"{where} is no JSON ({error}): correct it") from None
-    for key in ("prompt", "answer"):
-        value = found.get(key) if isinstance(found, dict) else None
-        if not isinstance(value, str) or not value.strip():
-            raise UserError(f'{where} has no text as its "{key}": add it')
-    return Line(where, found["prompt"], found["answer"])
 
 
 def answers_of(lines: list[Line], given: tuple[str, ...], file: Path) -> list[str]:
@@ -118,10 +113,8 @@ def encode(lines: list[Line], answers: list[str], tokenizer: Any, limit: int) ->
 
 
 def collate(samples: Iterable[tuple[list[int], int]]) -> Batch:
-    """(tokens, how many are the prompt's) each -> inputs and targets, int64 [batch, time], padded at the end.
-
-    Targets are IGNORE except for an answer's tokens.
-    """
+    """(tokens, how many are the prompt's) each -> inputs and targets, int64 [batch, time], padded at the end. Targets
+    are IGNORE except for an answer's tokens."""
     samples = list(samples)
     width = max(len(ids) for ids, _ in samples) - 1
     inputs = torch.zeros(len(samples), width, dtype=torch.int64)

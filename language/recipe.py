@@ -1,7 +1,5 @@
 """What a language modelling run can be told."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
@@ -11,7 +9,7 @@ import tyro
 from core.errors import UserError
 from core.sharded.mesh import local_world_size
 from language.zeroth import ZerothConfig  # and registers method zo
-from language.zeroth.exchange import Place
+from language.zeroth.order import Place
 from training.optim import OptimConfig
 from training.recipe import MethodName, Recipe
 

@@ -1,7 +1,5 @@
 """The language modelling runs. Batch sizes are global: all workers together."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from core import CO2Config
@@ -18,6 +16,7 @@ def gpt2_small_owt() -> LanguageRecipe:
 
     The paper's perplexity may have another base or unit: 2^2.88 = 7.36. Ours is e to the mean loss a token.
     """
+    fairseq = {"name": "adamw", "betas": (0.9, 0.98), "undecayed": (), "clip_grad_norm": 1.0}
     return LanguageRecipe(
         model="gpt2_small",
         corpus="openwebtext",
@@ -28,16 +27,7 @@ def gpt2_small_owt() -> LanguageRecipe:
         epoch_steps=1000,
         epochs=100,
         precision="bfloat16",
-        optim=OptimConfig(
-            "adamw",
-            lr=5e-4,
-            betas=(0.9, 0.98),
-            weight_decay=0.2,
-            undecayed=(),
-            schedule="inverse_sqrt",
-            warmup_steps=2000,
-            clip_grad_norm=1.0,
-        ),
+        optim=OptimConfig(**fairseq, lr=5e-4, weight_decay=0.2, schedule="inverse_sqrt", warmup_steps=2000),
         co2=CO2Config(tau=48, outer_momentum=0.5),
         eval_tokens=1 << 20,
         loader_workers=1,
@@ -56,9 +46,7 @@ def gpt2_large_owt() -> LanguageRecipe:
 
 def gpt2_medium_zo_owt() -> LanguageRecipe:
     """GPT-2 Medium, trained before, goes on without gradients; add --init_from with the --out of its run. Not run.
-
-    MeZO's eps, learning rate for all weights, constant schedule and number of steps; the batch is ours.
-    """
+    MeZO's eps, learning rate for all weights, constant schedule and number of steps; the batch is ours."""
     return replace(
         gpt2_medium_owt(),
         method="zo",
@@ -72,8 +60,7 @@ def gpt2_medium_zo_owt() -> LanguageRecipe:
 def gpt2_small_wikitext103() -> LanguageRecipe:
     """GPT-2 Small on WikiText-103, whose tokens are those of roberta_base_wikitext103: in place of L-GreCo's
     Transformer-LM, whose sizes are unknown to us. As gpt2_small_owt; batch and epochs are ours; 256 does not divide by
-    80 workers, where slurm/gpt2_3090.sh takes 240. Not run.
-    """
+    80 workers, where slurm/gpt2_3090.sh takes 240. Not run."""
     base = gpt2_small_owt()
     return replace(base, corpus="wikitext103", vocab_size=50265, batch_size=256, epoch_steps=None, epochs=50)
 
@@ -92,36 +79,14 @@ def transnormer_7b_owt() -> LanguageRecipe:
 
 
 def roberta_base_wikibooks() -> LanguageRecipe:
-    """RoBERTa Base on Wikipedia and BookCorpus, which the paper names. Not run.
-
-    As in Liu et al. (arXiv 1907.11692) for this text, with fairseq's weight decay on all parameters; the 6,000 steps
-    of warm-up are ours. CO2's outer momentum is that of the authors' example for more than 64 GPUs.
-    """
-    return LanguageRecipe(
-        model="roberta_base",
-        corpus="wikibooks",
-        vocab_size=50265,
-        context=512,
-        dropout=0.1,
-        batch_size=8192,
-        accumulate=4,
-        epoch_steps=1000,
-        epochs=100,
-        precision="bfloat16",
-        optim=OptimConfig(
-            "adamw",
-            lr=6e-4,
-            betas=(0.9, 0.98),
-            eps=1e-6,
-            weight_decay=0.01,
-            undecayed=(),
-            schedule="poly",
-            warmup_steps=6000,
-        ),
-        co2=CO2Config(tau=48, outer_momentum=0.6),
-        eval_tokens=1 << 20,
-        loader_workers=1,
-    )
+    """RoBERTa Base on Wikipedia and BookCorpus, which the paper names. Not run. As in Liu et al. (arXiv 1907.11692) for
+    this text, with fairseq's weight decay on all parameters; the 6,000 steps of warm-up are ours. CO2's outer momentum
+    is that of the authors' example for more than 64 GPUs."""
+    optim = {"eps": 1e-6, "weight_decay": 0.01, "schedule": "poly", "warmup_steps": 6000, "clip_grad_norm": None}
+    sizes = {"model": "roberta_base", "vocab_size": 50265, "context": 512, "batch_size": 8192, "accumulate": 4}
+    base = gpt2_small_owt()
+    co2 = replace(base.co2, outer_momentum=0.6)
+    return replace(base, corpus="wikibooks", **sizes, optim=replace(base.optim, lr=6e-4, **optim), co2=co2)
 
 
 def roberta_large_wikibooks() -> LanguageRecipe:
@@ -215,26 +180,16 @@ def roberta_gutenberg_large() -> LanguageRecipe:
 
 
 def gpt2_gutenberg_small() -> LanguageRecipe:
-    """A tiny GPT-2 on Gutenberg books, evaluated on whole held-out books and on WikiText-2.
-
-    Measured: perplexity 226, 2.91 bits per byte, after 1,000 steps in 5.3 minutes; on WikiText-2's test text 852 and
-    4.12.
-    """
+    """A tiny GPT-2 on Gutenberg books, evaluated on whole held-out books and on WikiText-2. Measured: perplexity 226,
+    2.91 bits per byte, after 1,000 steps in 5.3 minutes; on WikiText-2's test text 852 and 4.12."""
     return replace(
-        gpt2_pydoc_small(),
-        corpus="gutenberg",
-        vocab_size=2048,
-        epoch_steps=100,
-        eval_tokens=1 << 15,
-        wikitext2=True,
+        gpt2_pydoc_small(), corpus="gutenberg", vocab_size=2048, epoch_steps=100, eval_tokens=1 << 15, wikitext2=True
     )
 
 
 def gpt2_zo_small() -> LanguageRecipe:
     """The tiny GPT-2 of gpt2_pydoc_small fine-tuned without gradients; add --init_from with the --out of a run of that.
-
-    Learning rate, eps and the constant schedule are of MeZO's kind, and ours for this size.
-    """
+    Learning rate, eps and the constant schedule are of MeZO's kind, and ours for this size."""
     return replace(
         gpt2_pydoc_small(),
         method="zo",

@@ -21,8 +21,6 @@ from torch import Tensor, nn
 
 from core.errors import UserError
 from core.methods import Method
-from language import generate
-from language.corpora import open_corpus, open_wikitext2
 from language.data import (
     IGNORE,
     Batch,
@@ -32,22 +30,30 @@ from language.data import (
     Objective,
     count_windows,
     held_out_batches,
+    open_corpus,
+    open_wikitext2,
     read_windows,
     train_batches,
 )
-from language.lengths.dealt import Dealt, TextDocuments
-from language.lengths.packed import Packed, Rows
-from language.metrics import held_out_sums, summarize, token_loss
+from language.lengths.dealt import Dealt, Packed, Rows, TextDocuments
+from language.metrics import (
+    continuation_markdown,
+    continue_text,
+    fill_masks,
+    filled_markdown,
+    held_out_sums,
+    summarize,
+    token_loss,
+)
 from language.model import blocks_of, build_model, is_causal, make_optimizer
 from language.transnormer import check_attention
 from language.zeroth.method import Zeroth, of_run
-from training.backward import Scalars, backward_in_parts, recompute
-from training.checkpoint import load_weights
-from training.elastic.run import repeated
+from training.data import generator, steps_per_epoch
+from training.elastic import repeated
 from training.layouts.layout import Layout
-from training.optim import clip_gradients, make_schedule
+from training.optim import Scalars, backward_in_parts, clip_gradients, make_schedule, recompute
+from training.progress import load_weights
 from training.run import Run
-from training.sampling import generator, steps_per_epoch
 from training.workers import pick_device, upload
 
 if TYPE_CHECKING:
@@ -65,7 +71,7 @@ def main() -> None:
     if recipe.dry_run:
         return dry_run(recipe, lambda: make_model(recipe, pad=1))
     if recipe.layout:
-        from training.layouts.stages import check_cut  # here, because DTensors take seconds to import
+        from training.layouts.parallel import check_cut  # here, because DTensors take seconds to import
 
         with torch.device("meta"):
             check_cut(make_model(recipe, pad=1), Layout.parse(recipe.layout))
@@ -139,10 +145,8 @@ class TextTask:
 
 
 def learn(run: Run, recipe: TextRecipe, model: nn.Module, task: TextTask | PromptTask) -> Method | Zeroth | None:
-    """The loop: optimizer steps, method.step(), and at round boundaries evaluations and checkpoints.
-
-    model: from run.shard; it stays in its mode, because fine-tuning has no dropout. Returns None after a signal.
-    """
+    """The loop: optimizer steps, method.step(), and at round boundaries evaluations and checkpoints. model: from
+    run.shard; it stays in its mode, because fine-tuning has no dropout. Returns None after a signal."""
     optimizer = run.shard_optimizer(make_optimizer(model, recipe.optim))
     dealt = Dealt.of(recipe, model, task.documents, run) if recipe.balance != "none" else None
     epoch = recipe.epoch_steps or steps_per_epoch((dealt or task).samples, recipe.batch_size)
@@ -264,10 +268,10 @@ def sample(run: Run, model: nn.Module, corpus: Corpus, objective: Objective) -> 
     if isinstance(objective, CausalObjective):
         prompts = windows[:, :PROMPT_TOKENS].to(run.device)
         rng = generator(run.recipe.seed)
-        ids = generate.continue_text(model, prompts, NEW_TOKENS, context=objective.context, top_k=TOP_K, generator=rng)
-        return generate.continuation_markdown(corpus.tokenizer, ids, prompts.shape[1])
+        ids = continue_text(model, prompts, NEW_TOKENS, context=objective.context, top_k=TOP_K, generator=rng)
+        return continuation_markdown(corpus.tokenizer, ids, prompts.shape[1])
     inputs, targets = (part.to(run.device) for part in objective.batch(windows, [(at,) for at in starts]))
-    return generate.filled_markdown(corpus.tokenizer, generate.fill_masks(model, inputs, targets), targets)
+    return filled_markdown(corpus.tokenizer, fill_masks(model, inputs, targets), targets)
 
 
 if __name__ == "__main__":

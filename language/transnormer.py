@@ -6,6 +6,7 @@ Attention is computed in chunks (the idea of lightning attention), so its cost i
 There are no position embeddings: order comes from the decay and, in the first layer, from LRPE's rotation.
 """
 
+import functools
 from dataclasses import dataclass
 from importlib.util import find_spec
 
@@ -33,17 +34,15 @@ class TransNormerConfig:
 
 
 class TransNormer(nn.Module):
-    """int64 token ids [batch, time] -> CausalLMOutput with logits [batch, time, vocab_size]; any length.
-
-    documents: see language.lengths.packed. position_ids are ignored: order comes from distances.
-    """
+    """int64 token ids [batch, time] -> CausalLMOutput with logits [batch, time, vocab_size]; any length. documents: see
+    language.lengths.dealt. position_ids are ignored: order comes from distances."""
 
     def __init__(self, config: TransNormerConfig):
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.width)
         self.layers = nn.ModuleList(TransNormerLayer(config, index) for index in range(config.layers))
-        self.norm = SimpleRMSNorm()
+        self.norm = srms_norm(config.width)
         self.lm_head = nn.Linear(config.width, config.vocab_size, bias=False)
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
@@ -58,12 +57,17 @@ class TransNormer(nn.Module):
         return CausalLMOutput(logits=self.lm_head(self.norm(x)))
 
 
+def srms_norm(width: int) -> nn.Module:
+    """SRMSNorm: x / (||x||_2 / sqrt(d)) over the last dimension, without a learned scale."""
+    return nn.RMSNorm(width, eps=1e-6, elementwise_affine=False)
+
+
 class TransNormerLayer(nn.Module):
     """Both mixers, each behind a norm and around a residual: [batch, time, width] to the same."""
 
     def __init__(self, config: TransNormerConfig, index: int):
         super().__init__()
-        self.norm = SimpleRMSNorm()
+        self.norm = srms_norm(config.width)
         self.token_mixer = GatedLinearAttention(config, index)
         self.channel_mixer = SimpleGatedUnit(config.width, config.glu_width)
 
@@ -82,7 +86,7 @@ class GatedLinearAttention(nn.Module):
         self.heads, self.chunk, self.attention = config.heads, config.chunk, config.attention
         self.projection = nn.Linear(config.width, 4 * config.width, bias=False)
         self.output = nn.Linear(config.width, config.width, bias=False)
-        self.norm = SimpleRMSNorm()
+        self.norm = srms_norm(config.width)
         self.lrpe = LRPE(config.heads, config.width // config.heads) if index == 0 else None
         self.register_buffer("slope", decay_slopes(config.heads, index, config.layers), persistent=False)
 
@@ -97,14 +101,11 @@ class GatedLinearAttention(nn.Module):
                 query, key = self.lrpe(query), self.lrpe(key)
             lengths = [x.shape[1]] if documents is None else documents.diff().tolist()
             parts = zip(*(t.split(lengths, dim=2) for t in (query, key, value)), strict=True)
-            mixed = torch.cat([self._attend(*part) for part in parts], dim=2)
+            by_fla = self.attention == "fla" and x.is_cuda
+            attend = fla_attention if by_fla else functools.partial(chunked_attention, chunk=self.chunk)
+            mixed = torch.cat([attend(*part, slope=self.slope) for part in parts], dim=2)
         mixed = self.norm(mixed.transpose(1, 2).flatten(2)).to(gate.dtype)
         return self.output(mixed * gate)
-
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        if self.attention == "fla" and query.is_cuda:
-            return fla_attention(query, key, value, self.slope)
-        return chunked_attention(query, key, value, self.slope, self.chunk)
 
 
 class SimpleGatedUnit(nn.Module):
@@ -120,19 +121,10 @@ class SimpleGatedUnit(nn.Module):
         return self.down(left * right)
 
 
-class SimpleRMSNorm(nn.Module):
-    """SRMSNorm: x / (||x||_2 / sqrt(d)) over the last dimension, without a learned scale."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, x.shape[-1:], eps=1e-6)
-
-
 class LRPE(nn.Module):
-    """Linearized relative positions: [batch, heads, time, d] -> [batch, heads, time, 2 d].
-
-    x_t becomes [x_t cos(theta t), x_t sin(theta t)], so that products of queries and keys depend on t - s only. theta
-    is learned, from a geometric series.
-    """
+    """Linearized relative positions: [batch, heads, time, d] -> [batch, heads, time, 2 d]. x_t becomes [x_t cos(theta
+    t), x_t sin(theta t)], so that products of queries and keys depend on t - s only. theta is learned, from a geometric
+    series."""
 
     def __init__(self, heads: int, dim: int):
         super().__init__()
@@ -145,21 +137,17 @@ class LRPE(nn.Module):
 
 
 def decay_slopes(heads: int, layer: int, layers: int) -> Tensor:
-    """Decay rate of each head: float32 [heads], in (0, 1]; a token n steps back weighs exp(-slope n).
-
-    The rates are geometric over the heads (2^(-8 h / H), h = 1 ... H, as in ALiBi) and fall linearly over the layers,
-    to almost nothing in the last. They are not learned.
-    """
+    """Decay rate of each head: float32 [heads], in (0, 1]; a token n steps back weighs exp(-slope n). The rates are
+    geometric over the heads (2^(-8 h / H), h = 1 ... H, as in ALiBi) and fall linearly over the layers, to almost
+    nothing in the last. They are not learned."""
     geometric = 2.0 ** (-8.0 * torch.arange(1, heads + 1, dtype=torch.float32) / heads)
     return geometric * (1.0 - layer / max(layers - 1, 1) + 1e-5)
 
 
 def chunked_attention(query: Tensor, key: Tensor, value: Tensor, slope: Tensor, chunk: int) -> Tensor:
-    """o_t = sum over s <= t of exp(-slope (t - s)) (q_t . k_s) v_s, in time linear in the sequence length.
-
-    Earlier chunks enter by a running sum of k_s v_s^T. query, key: [batch, heads, time, d]; value, output: [batch,
-    heads, time, e]; slope: [heads].
-    """
+    """o_t = sum over s <= t of exp(-slope (t - s)) (q_t . k_s) v_s, in time linear in the sequence length. Earlier
+    chunks enter by a running sum of k_s v_s^T. query, key: [batch, heads, time, d]; value, output: [batch, heads, time,
+    e]; slope: [heads]."""
     time = query.shape[-2]
     padding = -time % chunk  # zero keys at the end change nothing before it
     query, key, value = (F.pad(t, (0, 0, 0, padding)).unflatten(-2, (-1, chunk)) for t in (query, key, value))
@@ -167,9 +155,14 @@ def chunked_attention(query: Tensor, key: Tensor, value: Tensor, slope: Tensor, 
     position = torch.arange(chunk, device=query.device)
     since_start = torch.exp(-slope * (position + 1))[:, None, :, None]  # [heads, 1, chunk, 1]
     until_end = torch.exp(-slope * (chunk - 1 - position))[:, None, :, None]
-    inside = (query @ key.transpose(-1, -2) * _causal_decay(slope[:, 0], chunk)[:, None]) @ value
+    distance = position[:, None] - position
+    decay = torch.exp(-slope[..., None] * distance.clamp(min=0)) * (distance >= 0)  # [heads, chunk, chunk]
+    inside = (query @ key.transpose(-1, -2) * decay[:, None]) @ value
     sums = (key * until_end).transpose(-1, -2) @ value  # [batch, heads, chunks, d, e]
-    before = _states_before(sums, torch.exp(-slope[..., None] * chunk))
+    states, fade = [torch.zeros_like(sums[:, :, 0])], torch.exp(-slope[..., None] * chunk)
+    for added in sums.unbind(dim=2):  # at each chunk's start: S_{n+1} = fade S_n + sums_n
+        states.append(fade * states[-1] + added)
+    before = torch.stack(states[:-1], dim=2)
     return (inside + (query * since_start) @ before).flatten(2, 3)[:, :, :time]
 
 
@@ -191,20 +184,3 @@ def check_attention(attention: LinearAttention, device: torch.device) -> None:
     if attention == "fla" and find_spec("fla") is None:
         remedy = "pip install flash-linear-attention, or add --linear_attention torch"
         raise UserError(f"linear_attention=fla: flash-linear-attention is not installed: {remedy}")
-
-
-def _causal_decay(slope: Tensor, time: int) -> Tensor:
-    """exp(-slope (t - s)) for s <= t, else 0: [heads, time, time]."""
-    position = torch.arange(time, device=slope.device)
-    distance = position[:, None] - position
-    return torch.exp(-slope[:, None, None] * distance.clamp(min=0)) * (distance >= 0)
-
-
-def _states_before(sums: Tensor, decay: Tensor) -> Tensor:
-    """The running sum at each chunk's start, S_{n+1} = decay S_n + sums_n: [batch, heads, chunks, d, e]."""
-    state = torch.zeros_like(sums[:, :, 0])
-    states = []
-    for added in sums.unbind(dim=2):
-        states.append(state)
-        state = decay * state + added
-    return torch.stack(states, dim=2)

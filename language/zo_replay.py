@@ -6,8 +6,6 @@ language.finetune writes OUT/replay with method zo: `scalars`, and `run.json` wi
 tuned tensors before and after. This reads no data; TUNED is OUT/model, bit for bit, or is not written.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -22,7 +20,7 @@ from core.errors import UserError
 from language import pretrained
 from language.finetune_recipes import RECIPES, FinetuneRecipe, LoraConfig
 from language.zeroth import ScalarLog, ZerothConfig, ZerothOrder
-from language.zeroth.weights import digest, kind_of
+from language.zeroth.order import digest, kind_of
 from training.data import from_home
 from training.script import launch
 
@@ -69,12 +67,7 @@ def _tuples(values: dict[str, Any]) -> dict[str, Any]:
     return {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
 
 
-def replay(
-    run: Annotated[Path, tyro.conf.Positional],
-    /,
-    model: Path,
-    out: Path,
-) -> None:
+def replay(run: Annotated[Path, tyro.conf.Positional], /, model: Path, out: Path) -> None:
     """Writes the model that a run of method zo has tuned.
 
     Args:

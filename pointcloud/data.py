@@ -13,8 +13,7 @@ from core import UserError
 from pointcloud.pack import Packed, packed_path
 from pointcloud.recipes import PointCloudRecipe
 from pointcloud.sources import SPLITS, Source, unpacked
-from training.data import Key, data_root, eval_keys, train_keys
-from training.sampling import load_batches
+from training.data import Key, data_root, eval_keys, load_batches, train_keys
 
 
 def load(recipe: PointCloudRecipe) -> tuple[PointClouds, PointClouds]:
@@ -30,11 +29,9 @@ def load_source(name: str, split: str) -> Source:
 
 
 class PointClouds(Dataset[Tensor]):
-    """Clouds of a fixed number of points, centred and scaled into the unit sphere, by their keys.
-
-    Each epoch takes another random subset of every cloud's points. `augment` stretches each axis by a factor in
-    [2/3, 3/2] and moves it by up to 0.2, as in Point-MAE's pre-training. UserError names a cloud that cannot be used.
-    """
+    """Clouds of a fixed number of points, centred and scaled into the unit sphere, by their keys. Each epoch takes
+    another random subset of every cloud's points. `augment` stretches each axis by a factor in [2/3, 3/2] and moves it
+    by up to 0.2, as in Point-MAE's pre-training. UserError names a cloud that cannot be used."""
 
     def __init__(self, source: Source, points: int, augment: bool = False):
         self.source, self.points, self.augment = source, points, augment

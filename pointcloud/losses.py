@@ -19,9 +19,7 @@ _ACCELERATOR_TILE = 1 << 26
 @torch.no_grad()
 def nearest(x: Tensor, y: Tensor, tile: int | None = None) -> Tensor:
     """Index of the point of y [B, m, 3] that is nearest to each point of x [B, n, 3], float32 or float64: int64 [B, n].
-
-    Builds `tile` elements of the n x m distance matrix at a time: |x - y|^2 = |x|^2 - 2 x.y + |y|^2, without |x|^2.
-    """
+    Builds `tile` elements of the n x m distance matrix at a time: |x - y|^2 = |x|^2 - 2 x.y + |y|^2, without |x|^2."""
     if tile is None:
         tile = _CPU_TILE if x.device.type == "cpu" else _ACCELERATOR_TILE
     # The expansion cancels badly far from the origin; distances do not change when both clouds are moved there.
@@ -36,19 +34,15 @@ def nearest(x: Tensor, y: Tensor, tile: int | None = None) -> Tensor:
 
 def chamfer_distance(x: Tensor, y: Tensor, tile: int | None = None) -> Tensor:
     """Squared Chamfer distance of each pair of clouds, [B, n, 3] and [B, m, 3] (convention: see the module): [B].
-
     Distances and gradients come from coordinate differences in float32 or float64; only the search for neighbors uses
-    the expanded form.
-    """
+    the expanded form."""
     x, y = _at_least_float32(x), _at_least_float32(y)
     return _one_way(x, y, tile) + _one_way(y, x, tile)
 
 
 def earth_mover_distance(x: Tensor, y: Tensor) -> Tensor:
-    """Exact earth mover's distance of each pair of clouds, [B, n, 3] both (convention: see the module): [B].
-
-    scipy's `linear_sum_assignment` matches small clouds on the CPU in O(n^3). Clouds with NaN or inf give NaN or inf.
-    """
+    """Exact earth mover's distance of each pair of clouds, [B, n, 3] both (convention: see the module): [B]. scipy's
+    `linear_sum_assignment` matches small clouds on the CPU in O(n^3). Clouds with NaN or inf give NaN or inf."""
     if x.shape != y.shape:
         raise ValueError(f"EMD needs clouds of equal size, got {list(x.shape)} and {list(y.shape)}")
     x, y = _at_least_float32(x), _at_least_float32(y)

@@ -116,3 +116,187 @@ class Autoencoder(nn.Module):
         """float32 [B, n, 3] -> Reconstruction of the whole cloud."""
         cloud = self.decoder(self.encoder(points))
         return Reconstruction(prediction=cloud, target=points, cloud=cloud, visible=points)
+
+
+# -- masked autoencoder -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MaskedAutoencoderConfig:
+    """Defaults: Point-MAE's pre-training configuration."""
+
+    groups: int = 64
+    group_size: int = 32
+    mask_ratio: float = 0.6
+    dim: int = 384
+    depth: int = 12
+    heads: int = 6
+    decoder_depth: int = 4
+    drop_path: float = 0.1
+
+    def __post_init__(self) -> None:
+        for name in ("groups", "group_size", "dim", "depth", "heads", "decoder_depth"):
+            if not 1 <= getattr(self, name) <= 10**6:
+                raise UserError(f"mae.{name}={getattr(self, name)}: give a number from 1 to 1000000")
+        if not 0 <= self.drop_path < 1:
+            raise UserError(f"mae.drop_path={self.drop_path}: give a share, from 0 to below 1")
+        if not 0 < self.mask_ratio < 1:
+            raise UserError(f"mae.mask_ratio={self.mask_ratio}: give a share between 0 and 1")
+        if not 0 < self.masked < self.groups:
+            raise UserError(
+                f"mask_ratio={self.mask_ratio:g} hides {self.masked} of {self.groups} groups: choose one that leaves "
+                "at least one hidden and one visible"
+            )
+        if self.dim % self.heads:
+            raise UserError(f"dim={self.dim} with heads={self.heads}: choose a multiple of the heads")
+
+    @property
+    def masked(self) -> int:
+        """How many groups are hidden."""
+        return int(self.mask_ratio * self.groups)
+
+
+class PatchEmbedding(nn.Module):
+    """A small PointNet that turns a patch into a token: two shared networks, each followed by a maximum."""
+
+    def __init__(self, dim: int):
+        super().__init__()
+        self.first, self.second = (
+            nn.Sequential(nn.Conv1d(a, b, 1), nn.BatchNorm1d(b), nn.ReLU(inplace=True), nn.Conv1d(b, c, 1))
+            for a, b, c in ((3, 128, 256), (512, 512, dim))
+        )
+
+    def forward(self, patch: Tensor) -> Tensor:
+        """[B, g, k, 3] -> [B, g, dim]."""
+        features = self.first(patch.flatten(0, 1).mT)
+        overall = features.amax(dim=2, keepdim=True).expand_as(features)
+        token = self.second(torch.cat([overall, features], dim=1)).amax(dim=2)
+        return token.unflatten(0, patch.shape[:2])
+
+
+class Transformer(nn.Module):
+    """Pre-norm blocks (timm's) that add the positional embedding before every block, and a final norm."""
+
+    def __init__(self, dim: int, depth: int, heads: int, drop_path: float):
+        # here, because they take seconds, and --help needs the settings above alone
+        from training.prepared import prepare_torchvision
+
+        prepare_torchvision()
+        from timm.models.vision_transformer import Block
+
+        super().__init__()
+        rates = torch.linspace(0, drop_path, depth, device="cpu").tolist()
+        self.blocks = nn.ModuleList(Block(dim, heads, qkv_bias=False, drop_path=rate) for rate in rates)
+        self.norm = nn.LayerNorm(dim)
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """tokens and positions [B, g, dim] -> [B, g, dim]."""
+        for block in self.blocks:
+            tokens = block(tokens + positions)
+        return self.norm(tokens)
+
+
+class MaskedAutoencoder(nn.Module):
+    """Hides most patches of a cloud and predicts their points from the rest.
+
+    The encoder sees visible patches only; a lighter decoder gets its tokens, and one shared mask token for every hidden
+    patch. Training draws masks from torch's global generator. Evaluations share one fixed mask, so that results depend
+    neither on the batch nor on the rank. points: of the clouds to come.
+    """
+
+    def __init__(self, points: int, config: MaskedAutoencoderConfig):
+        super().__init__()
+        if points < max(config.groups, config.group_size):
+            raise UserError(
+                f"points={points}: too few for {config.groups} groups of {config.group_size}; give more points, or "
+                "fewer groups"
+            )
+        self.config, self.masked, dim = config, config.masked, config.dim
+        self.embedding = PatchEmbedding(dim)
+        self.encoder_position, self.decoder_position = _position_embedding(dim), _position_embedding(dim)
+        self.encoder = Transformer(dim, config.depth, config.heads, config.drop_path)
+        self.decoder = Transformer(dim, config.decoder_depth, config.heads, config.drop_path)
+        self.mask_token = nn.Parameter(torch.zeros(dim))
+        self.head = nn.Linear(dim, 3 * config.group_size)
+        self.apply(_initialise)
+        nn.init.trunc_normal_(self.mask_token, std=0.02)
+
+    def forward(self, points: Tensor) -> Reconstruction:
+        """float32 [B, n, 3] -> Reconstruction; prediction and target [B * masked, k, 3] are relative to the centres.
+        `cloud` [B, groups * k, 3] is the visible patches with the predicted ones; patches overlap."""
+        patch, centres = patches(points, self.config.groups, self.config.group_size)
+        order = self._mask_order(len(points), points.device)
+        hidden, shown = order[:, : self.masked], order[:, self.masked :]
+        predicted = self._predict(_pick(patch, shown), _pick(centres, shown), _pick(centres, hidden))
+        visible = (_pick(patch, shown) + _pick(centres, shown)[:, :, None]).flatten(1, 2)
+        filled = (predicted + _pick(centres, hidden)[:, :, None]).flatten(1, 2)
+        return Reconstruction(
+            prediction=predicted.flatten(0, 1),
+            target=_pick(patch, hidden).flatten(0, 1),
+            cloud=torch.cat([visible, filled], dim=1),
+            visible=visible,
+        )
+
+    def _mask_order(self, batch: int, device: torch.device) -> Tensor:
+        """A permutation of the groups for each cloud, [B, groups]; the first `masked` of it are hidden."""
+        groups = self.config.groups
+        if self.training:
+            # Drawn on the CPU, whose generator a run's checkpoints hold.
+            return torch.rand(batch, groups).argsort(dim=1).to(device)
+        fixed = torch.randperm(groups, generator=torch.Generator().manual_seed(0)).to(device)
+        return fixed.expand(batch, groups)
+
+    def _predict(self, patch: Tensor, shown: Tensor, hidden: Tensor) -> Tensor:
+        """Visible patches [B, v, k, 3] and the centres of both kinds -> hidden patches [B, masked, k, 3]."""
+        encoded = self.encoder(self.embedding(patch), self.encoder_position(shown))
+        mask_tokens = self.mask_token.expand(*hidden.shape[:2], -1)
+        positions = self.decoder_position(torch.cat([shown, hidden], dim=1))
+        decoded = self.decoder(torch.cat([encoded, mask_tokens], dim=1), positions)
+        return self.head(decoded[:, shown.shape[1] :]).unflatten(2, (-1, 3))
+
+
+def _position_embedding(dim: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 128), nn.GELU(), nn.Linear(128, dim))
+
+
+def _pick(x: Tensor, index: Tensor) -> Tensor:
+    """x [B, g, ...] at index [B, j] -> [B, j, ...]."""
+    return torch.take_along_dim(x, index.reshape(*index.shape, *[1] * (x.dim() - 2)), dim=1)
+
+
+def _initialise(module: nn.Module) -> None:
+    """Truncated normal 0.02 and zero biases, as in Point-MAE's encoder; layer norms keep torch's default."""
+    if isinstance(module, (nn.Linear, nn.Conv1d)):
+        nn.init.trunc_normal_(module.weight, std=0.02)
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)
+
+
+# -- patches ----------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def farthest_points(x: Tensor, count: int) -> Tensor:
+    """Farthest-point sampling of x [B, n, 3] from point 0, as PointNet++'s kernel does it: indices int64 [B, count]."""
+    chosen = torch.zeros(x.shape[0], count, dtype=torch.long, device=x.device)
+    to_chosen = torch.full(x.shape[:2], torch.inf, dtype=x.dtype, device=x.device)
+    for i in range(1, count):
+        latest = torch.take_along_dim(x, chosen[:, i - 1, None, None], dim=1)
+        to_chosen = torch.minimum(to_chosen, (x - latest).square().sum(dim=2))
+        chosen[:, i] = to_chosen.argmax(dim=1)
+    return chosen
+
+
+@torch.no_grad()
+def nearest_neighbours(x: Tensor, centres: Tensor, count: int) -> Tensor:
+    """Indices of the `count` points of x [B, n, 3] nearest to each of centres [B, g, 3]: [B, g, count], int64."""
+    distances = torch.cdist(centres, x, compute_mode="donot_use_mm_for_euclid_dist")
+    return distances.topk(count, dim=2, largest=False).indices
+
+
+def patches(x: Tensor, groups: int, size: int) -> tuple[Tensor, Tensor]:
+    """Overlapping patches of x [B, n, 3], [B, groups, size, 3], relative to evenly spread centers [B, groups, 3]."""
+    centres = torch.take_along_dim(x, farthest_points(x, groups)[..., None], dim=1)
+    members = nearest_neighbours(x, centres, size).flatten(1)
+    grouped = torch.take_along_dim(x, members[..., None], dim=1).unflatten(1, (groups, size))
+    return grouped - centres[:, :, None], centres

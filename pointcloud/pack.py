@@ -9,8 +9,6 @@ From then on the train script reads these, and the workers of a node share one c
 changes: nothing compares the two. They are not in the cache, for a home folder seldom has room for 9 GB.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Literal
@@ -20,9 +18,8 @@ import tyro
 
 from core import UserError
 from pointcloud.sources import SPLITS, Source, unpacked
-from training.data import data_root
+from training.data import data_root, read_arrays
 from training.script import launch
-from training.untrusted import read_arrays
 
 
 class Packed:

@@ -1,7 +1,5 @@
 """Trains a point-cloud autoencoder: torchrun --standalone --nproc-per-node 4 -m pointcloud.train RECIPE [overrides]."""
 
-from __future__ import annotations
-
 from pointcloud.recipes import RECIPES, PointCloudRecipe
 from training.checks import dry_run
 from training.recipe import answer_help, parse
@@ -23,13 +21,11 @@ from torch import Tensor, nn
 from pointcloud import data
 from pointcloud.data import PointClouds
 from pointcloud.losses import chamfer_distance, earth_mover_distance
-from pointcloud.mae import MaskedAutoencoder
-from pointcloud.model import Autoencoder
-from training.backward import Scalars, backward_in_parts, recompute
-from training.elastic.run import repeated
-from training.optim import clip_gradients, make_optimizer, make_schedule
+from pointcloud.model import Autoencoder, MaskedAutoencoder
+from training.data import generator, steps_per_epoch
+from training.elastic import repeated
+from training.optim import Scalars, backward_in_parts, clip_gradients, make_optimizer, make_schedule, recompute
 from training.run import Run
-from training.sampling import generator, steps_per_epoch
 
 
 def main() -> None:
@@ -93,10 +89,8 @@ def backward(run: Run, recipe: PointCloudRecipe, wrapped: nn.Module, points: Ten
 @repeated
 @torch.no_grad()
 def evaluate(run: Run, recipe: PointCloudRecipe, model: nn.Module, test_set: PointClouds) -> dict[str, float]:
-    """Chamfer distance and EMD of whole clouds over the test set, each worker on its share, and a picture.
-
-    test_loss is the training loss: for a masked autoencoder, of the masked patches only.
-    """
+    """Chamfer distance and EMD of whole clouds over the test set, each worker on its share, and a picture. test_loss is
+    the training loss: for a masked autoencoder, of the masked patches only."""
     with run.paused():
         model.eval()
         chamfer = emd = loss = count = 0.0
@@ -144,10 +138,8 @@ def save_picture(run: Run, recipe: PointCloudRecipe, model: nn.Module, test_set:
 
 
 def draw_clouds(rows: Mapping[str, Sequence[np.ndarray]], labels: Sequence[str], caption: str = "") -> np.ndarray:
-    """3-D scatter plots with equal limits, colored by height: uint8 [height, width, 3].
-
-    rows: what the row shows ("input", "reconstruction") -> clouds, float [n, 3] each. labels: one title a column.
-    """
+    """3-D scatter plots with equal limits, colored by height: uint8 [height, width, 3]. rows: what the row shows
+    ("input", "reconstruction") -> clouds, float [n, 3] each. labels: one title a column."""
     columns = len(labels)
     figure = Figure(figsize=(2.2 * columns + 0.4, 2.2 * len(rows) + 0.4), dpi=100)
     canvas = FigureCanvasAgg(figure)  # not pyplot, which opens windows and keeps every figure

@@ -1,17 +1,218 @@
-"""The paper's tables in Markdown, with the runs that count in each row and the reasons why others do not."""
+"""Finished runs, the rows of the paper's tables that they belong to, and these tables in Markdown."""
 
-from __future__ import annotations
-
+import contextlib
+import dataclasses
+import importlib
+import json
+import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from bench import report
 from bench.report import mean_sd, plus_minus
 from core import UserError
-from results.paper import GPUS, TABLES, Metric, Row, Table
-from results.runs import Finished, differences, hours, is_kept, read_kept, read_run, write_kept
-from training.untrusted import printable
+from core.checkpoints.untrusted import parse_json
+from core.methods import entry_of
+from results.paper import GPUS, SHORT, TABLES, Metric, Row, Table
+from training.data import printable
+from training.folder import of_other_methods, settings, with_defaults
+from training.recipe import Recipe, flat
+
+
+def load_recipe(task: str, name: str) -> Recipe:
+    """The recipe `name` of a task's package."""
+    return dataclasses.replace(importlib.import_module(f"{task}.recipes").RECIPES[name], name=name)
+
+
+def stand_in_overrides(row: Row) -> dict[str, Any]:
+    """What a row's stand-in changes of its recipe: it is shorter, and has the row's overrides that suit small runs."""
+    of = {key: value for key, value in row.overrides.items() if key.startswith(("co2.", "delayed.", "ddp_wire."))}
+    return SHORT[row.task] | {key: of[key] for key in of if not key.endswith(("lgreco.first", "lgreco.every"))}
+
+
+def run_name(recipe: Recipe, row: Row, overrides: Mapping[str, Any], seed: int, nodes: int | None = None) -> str:
+    """The name of a run folder: all that differs between the runs of a recipe."""
+    parts = [recipe.name, row.method, f"tau{row.tau or recipe.co2.tau}"]
+    parts += [f"{nodes}nodes" if nodes else "", row.network if nodes else ""]
+    names = {key.split(".", 1)[-1]: value for key, value in overrides.items() if key != "co2.allow_unstable"}
+    parts += [name if value is True else f"{name}_{value}" for name, value in names.items()]
+    return "-".join([*filter(None, parts), f"seed{seed}"]).replace(" ", "_").replace("/", "_")
+
+
+# Settings that do not change what a row measures.
+FREE = {
+    "seed", "out", "resume", "dry_run", "device", "timeout", "eval_every", "checkpoint_every", "save_minutes",
+    "log_every", "recommended", "accumulate", "workers", "loader_workers", "gpu_gb", "recompute", "tf32",
+    "cudnn_benchmark", "channels_last", "compile",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A finished run: its recipe under the names of the command line, and its results."""
+
+    folder: Path
+    settings: dict[str, Any]
+    workers: int
+    commit: str
+    """Its own, and behind commas those with which it was resumed."""
+    results: dict[str, float]
+
+    @property
+    def line(self) -> tuple[int, int, int]:
+        """Runs of a row that agree in this share a line: (tau or, for ddp, 0; workers; batch size)."""
+        tau = 0 if self.settings["method"] == "ddp" else self.settings["co2.tau"]
+        return tau, self.workers, self.settings["batch_size"]
+
+
+WARM_UP = 0.1  # the share of a run's steps whose time does not count in its throughput
+
+
+def logged_times(folder: Path) -> list[tuple[int, float]]:
+    """(step, seconds of training) of each line of metrics.jsonl; those that are cut or not ours are left out."""
+    times: list[tuple[int, float]] = []
+    with contextlib.suppress(OSError):
+        for line in (folder / "metrics.jsonl").read_text(errors="replace").splitlines():
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                row = parse_json(line)
+                if type(row["step"]) is int and math.isfinite(row["seconds"]):
+                    times.append((row["step"], row["seconds"]))
+    return times
+
+
+def warm_rate(folder: Path) -> float | None:
+    """Steps per second after the warm-up; None where the log is too short."""
+    times = logged_times(folder)
+    warm = [(step, seconds) for step, seconds in times if step >= WARM_UP * times[-1][0]]
+    if not warm or warm[-1][0] <= warm[0][0] or warm[-1][1] <= warm[0][1]:
+        return None
+    return (warm[-1][0] - warm[0][0]) / (warm[-1][1] - warm[0][1])
+
+
+def hours(folder: Path) -> float:
+    """Hours of all workers that a run has trained so far, without evaluations; 0 for one that was never started."""
+    times = logged_times(folder)
+    try:
+        return times[-1][1] * parse_json((folder / "config.json").read_text())["world_size"] / 3600 if times else 0.0
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0.0
+
+
+def read_run(folder: Path) -> Finished | str:
+    """The run in `folder`, or why it does not count."""
+    try:
+        config, summary = (parse_json((folder / name).read_text()) for name in ("config.json", "summary.json"))
+        settings = flat(config["recipe"])
+        if "stopped_by_signal" in summary:
+            return f"it was stopped at step {summary['steps']}"
+        samples = (warm_rate(folder) or summary["steps_per_second"]) * settings["batch_size"]
+        derived = {
+            "samples_per_second": samples,
+            "tokens_per_second": samples * settings.get("context", 0),
+            "exposed_share": 1 - (math.nan if summary["hidden_share"] is None else summary["hidden_share"]),
+        }
+        commits = dict.fromkeys([config["commit"], *(line["commit"] for line in config.get("history", []))])
+        found = Finished(folder, settings, config["world_size"], ", ".join(commits), summary | derived)
+        _check_types(found)
+        return found
+    except FileNotFoundError:
+        return "it has no summary.json: not finished"
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        return f"config.json or summary.json is damaged ({error!r})"
+
+
+def write_kept(path: Path, runs: Iterable[Finished], metric: Metric) -> None:
+    """Writes runs in JSON for read_kept, a line each, without settings that no row asks for."""
+    asked = {"seed", "co2.tau"}.union(*SHORT.values())
+    lines = []
+    for run in runs:
+        without = idle_settings(run.settings["method"]) | FREE
+        told = {key: run.settings[key] for key in run.settings if key in asked or key.split(".")[0] not in without}
+        kept = {"folder": run.folder.name, "workers": run.workers, "commit": run.commit}
+        lines.append(json.dumps(kept | {metric.key: run.results[metric.key], "settings": told}))
+    path.write_text("[\n" + ",\n".join(lines) + "\n]\n")
+
+
+def read_kept(folder: Path) -> list[Finished]:
+    """The runs of all tables that `write_kept` wrote into the folder, each once. UserError for a damaged file."""
+    found: dict[str, Finished] = {}
+    for path in sorted(folder.glob("*.json")):
+        try:
+            for row in json.loads(path.read_text()):
+                name, of, workers, commit = (row.pop(key) for key in ("folder", "settings", "workers", "commit"))
+                _check_types(run := Finished(Path(name), of, workers, commit, row))
+                found.setdefault(name, run)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"{path} is damaged ({error!r}): take it from the repository, or remove it") from None
+    return [*found.values()]
+
+
+def _check_types(run: Finished) -> None:
+    """TypeError where a value that the tables are made from is not what a run writes."""
+    values: dict[str, Any] = {"world_size": run.workers, "commit": run.commit, "pretrained": None} | run.settings
+    whole = {"world_size", "seed", "batch_size"} | ({"co2.tau"} if values["co2.tau"] != "auto" else set())
+    texts = {"commit", "name", "method"} | ({"pretrained"} if values["pretrained"] is not None else set())
+    wrong = [key for key in whole if type(values[key]) is not int]
+    wrong += [key for key in texts if type(values[key]) is not str]
+    wrong += [key for key, value in run.results.items() if value is not None and not isinstance(value, int | float)]
+    if wrong:
+        raise TypeError(f"{wrong[0]}={values.get(wrong[0], run.results.get(wrong[0]))!r}"[:100])
+
+
+GONE = {
+    "co2.sync_steps": 0,
+    "co2.update": "fast",
+    **{f"{wire}.rounding": "nearest" for wire in ("co2.wire", "ddp_wire")},
+    **{f"{wire}.lgreco.{share}": 1.0 for wire in ("co2.wire", "ddp_wire") for share in ("share", "time_share")},
+    "schedule": [],
+    "sampling": "tiled",
+    "loss": "chamfer",
+}
+"""Settings of earlier versions, and the values with which a run trained as one trains without them."""
+
+
+def idle_settings(method: str) -> set[str]:
+    """The groups of settings, and the settings, that say nothing of a run with this method."""
+    return of_other_methods(method) | (set() if entry_of(method).reads_co2 else {"co2"})
+
+
+def differences(run: Finished, row: Row, metric: Metric | None, local: bool) -> list[str]:
+    """Where the run departs from the row or, if `local`, from its stand-in; empty when it counts."""
+    name, overrides = (row.local, stand_in_overrides(row)) if local else (row.recipe, row.overrides)
+    if name is None or (run.settings.get("name"), run.settings.get("method")) != (name, row.method):
+        return ["another recipe or method"]
+    recipe = load_recipe(row.task, name)
+    wanted = settings(recipe) | {"co2.tau": row.tau or recipe.co2.tau, **overrides, "method": row.method}
+    idle = idle_settings(row.method)
+    given = with_defaults(run.settings, type(recipe))
+    free = FREE | {"batch_size", "co2.tau"} | {k for k in wanted.keys() | given.keys() if k.split(".")[0] in idle}
+    free -= overrides.keys() | ({"co2.tau"} if row.tau or local else set())
+    given = {key: value for key, value in given.items() if key in wanted or key not in GONE or value != GONE[key]}
+    for of in (wanted, given):
+        if weights := of.get("pretrained"):
+            of["pretrained"] = Path(weights).name  # which holds the hash that a run checks, wherever the file lies
+    found = [
+        f"{key}={given.get(key)} in place of {wanted.get(key)}"
+        for key in sorted((wanted.keys() | given.keys()) - free)
+        if given.get(key) != wanted.get(key)
+    ]
+    if row.nodes and not local and run.workers != row.nodes * GPUS:
+        found.append(f"{run.workers} workers in place of {row.nodes * GPUS}")
+    if row.network and not local and row.network not in run.folder.name.split("-"):
+        found.append(f"not over {row.network}, by its folder's name")
+    found += [] if metric is None or run.results.get(metric.key) is not None else [f"no {metric.key} in summary.json"]
+    return found
+
+
+def is_kept(row: Row, seed: int, kept: Iterable[Finished]) -> bool:
+    """Whether one of the runs is what the row's stand-in trains with this seed, and with today's settings."""
+    return any(run.settings["seed"] == seed and not differences(run, row, None, True) for run in kept)
+
+
+# -- tables -----------------------------------------------------------------------------------------------------------
 
 
 def collect(tables: Mapping[str, Table], folder: Path) -> Iterator[str]:
@@ -54,6 +255,9 @@ def keep_stand_ins(names: Iterable[str], folder: Path, out: Path) -> Iterator[st
         yield from (f"## {name}: {table.title}, stand-ins", "", *map(printable, lines), "")
 
 
+SPEED = {"samples_per_second": ",.1f", "exposed_share": ".1%"}  # means over the seeds
+
+
 def section(table: Table, local: bool, runs: Sequence[Finished], counted: set[Path]) -> Iterator[str]:
     """One Markdown table, of the rows or of their stand-ins; adds the folders of the runs in it to `counted`."""
     titles = ["model", "method", "tau", "workers", "batch", "seeds", table.metric.title]
@@ -70,18 +274,13 @@ def section(table: Table, local: bool, runs: Sequence[Finished], counted: set[Pa
         # runs with tau auto last
         for (tau, workers, batch_size), group in sorted(groups.items(), key=lambda of: (of[0][0] == "auto", of[0])):
             counted |= {run.folder for run in group}
-            measured = [] if local else [*speed(group), paper]
+            means = {key: statistics.mean(run.results[key] for run in group) for key in SPEED if not local}
+            measured = [f"{means[key]:{spec}}" for key, spec in SPEED.items() if not local] + [paper] * (not local)
             value = mean_sd([run.results[table.metric.key] * table.metric.scale for run in group], table.metric.spec)
             rows.append((label, row.method, tau or "", workers, batch_size, len(group), value, *measured))
     # stand-ins have no seconds and no number of the paper beside them
     titles += [] if local else ["samples/s", "exposed", "paper"]
     yield from report.table(titles, [row[: len(titles)] for row in rows]).splitlines()
-
-
-def speed(runs: Sequence[Finished]) -> list[str]:
-    """Means over the seeds: samples/s and the exposed share."""
-    rate, exposed = ([run.results[key] for run in runs] for key in ("samples_per_second", "exposed_share"))
-    return [f"{statistics.mean(rate):,.1f}", f"{statistics.mean(exposed):.1%}"]
 
 
 def matching(runs: Sequence[Finished], row: Row, metric: Metric, local: bool) -> dict[tuple, list[Finished]]:
@@ -131,17 +330,16 @@ def status(
     tables: Mapping[str, Sequence[tuple[Row, int, Path]]], worker: str, kept: Sequence[Finished] = ()
 ) -> Iterator[str]:
     """Lines of Markdown: of each row's runs, (row, seed, folder), what ran, what is left, and hours of a `worker`.
-
-    kept: stand-ins that ran elsewhere. The hours left are known where one of the row's runs has finished here.
-    """
+    kept: stand-ins that ran elsewhere. The hours left are known where one of the row's runs has finished here."""
     titles = ["table", "row", "method", "tau", "finished", "begun", "left", f"{worker} hours", f"{worker} hours left"]
     rows: list[tuple[object, ...]] = []
     spent: dict[Path, float] = {}  # a run may be in several tables
     open_end = False
     to_come: dict[Path, float] = {}
     for name, jobs in tables.items():
-        for row in dict.fromkeys(_key(row) for row, _, _ in jobs):
-            mine = [job for job in jobs if _key(job[0]) == row]
+        key = lambda row: (row.label, row.method, row.tau or "")  # noqa: E731
+        for row in dict.fromkeys(key(row) for row, _, _ in jobs):
+            mine = [job for job in jobs if key(job[0]) == row]
             folders = [folder for _, _, folder in mine]
             used = {folder: hours(folder) for folder in folders}
             here = [folder for folder in folders if isinstance(read_run(folder), Finished)]
@@ -156,7 +354,3 @@ def status(
     yield from report.table(titles, rows).splitlines()
     more = ", and what the rows marked ? need, of which no run has finished here" if open_end else ""
     yield f"\n{sum(spent.values()):,.1f} {worker} hours used; left: {sum(to_come.values()):,.1f}{more}."
-
-
-def _key(row: Row) -> tuple[str, str, object]:
-    return row.label, row.method, row.tau or ""

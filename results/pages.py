@@ -5,19 +5,21 @@ command replaces the table with what TABLES[NAME] makes of the rows in results/*
 once, here.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import re
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from bench.report import mean_sd as with_sd
+from bench.report import table as markdown
 
 RESULTS = Path(__file__).parent
 PAGES = (RESULTS.parent / "README.md", RESULTS.parent / "docs/from_ddp.md", *sorted(RESULTS.glob("*.md")))
 MARK = re.compile(r"(?m)^<!-- table: (\S+) -->\n(?:\n?(?:\|.*\n)+)?")
+Row = dict[str, Any]
 Table = list[Sequence[str]]  # its titles, then its rows
 
 
@@ -28,13 +30,12 @@ def main() -> None:
 
 def filled(text: str) -> str:
     """The text of a page with its tables made anew."""
-    return MARK.sub(lambda found: f"<!-- table: {found[1]} -->\n\n{markdown(TABLES[found[1]]())}", text)
 
+    def made(found: re.Match[str]) -> str:
+        titles, *rows = TABLES[found[1]]()
+        return f"<!-- table: {found[1]} -->\n\n{markdown(titles, rows)}\n"
 
-def markdown(table: Table) -> str:
-    titles, *rows = table
-    lines = [titles, ["---"] * len(titles), *([*row, *[""] * (len(titles) - len(row))] for row in rows)]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines).replace("| --- ", "|---").replace("--- |", "---|")
+    return MARK.sub(made, text)
 
 
 # -- reading rows and writing cells ---------------------------------------------------------------------------------
@@ -46,19 +47,24 @@ def load(name: str) -> Any:
     return [json.loads(line) for line in text.splitlines()] if name.endswith("l") else json.loads(text)
 
 
-def mean_sd(values: Sequence[float], spec: str = ".1f") -> str:
+def load_part(file: str, part: str, old_file: str, old_part: str) -> list[Row]:
+    """The rows of a command's part, or those of the command that it was, where it has not run since."""
+    return load(file)[part] if part in load(file) else load(old_file)[old_part]
+
+
+def select(rows: Iterable[Row], **same: Any) -> list[Row]:
+    """The rows with these values."""
+    return [row for row in rows if all(row[key] == value for key, value in same.items())]
+
+
+def mean_sd(values: Iterable[float], spec: str = ".1f") -> str:
     """Mean and sample standard deviation; the value alone where there is one."""
-    sd = f" ± {statistics.stdev(values):{spec}}" if len(values) > 1 else ""
-    return f"{statistics.fmean(values):{spec}}{sd}"
-
-
-def median_range(values: Sequence[float], spec: str = ".1f") -> str:
-    return f"{statistics.median(values):{spec}} ({min(values):{spec}} to {max(values):{spec}})"
+    return with_sd([*values], spec)
 
 
 def percent(ratios: Iterable[float]) -> str:
     """How much greater than 1 the ratios are: mean and standard deviation, in percent."""
-    return f"{mean_sd([100 * (ratio - 1) for ratio in ratios], 'z.1f')} %"
+    return f"{mean_sd((100 * (ratio - 1) for ratio in ratios), 'z.1f')} %"
 
 
 # -- seconds to a loss ----------------------------------------------------------------------------------------------
@@ -78,108 +84,92 @@ METHOD_NAMES = {
 }
 
 
-def seconds_cell(runs: Sequence[dict[str, Any]], *, exposed: bool) -> str:
+def seconds_cell(runs: Sequence[Row], *, exposed: bool = False) -> str:
     """Mean ± standard deviation of the seconds to the loss, or the limit and how many runs reached the loss."""
-    reached = [run["seconds"] for run in runs if run["status"] == "reached"]
-    if len(reached) == len(runs):
-        text = mean_sd(reached)
-    elif all(run["status"] == "out of time" for run in runs if run["status"] != "reached"):
-        limit = max(run["seconds"] for run in runs if run["status"] != "reached")
-        text = f"> {limit:.0f} ({len(reached)} of {len(runs)})"
-    else:
-        text = f"{len(reached)} of {len(runs)} reached it"
+    reached = [run["seconds"] for run in select(runs, status="reached")]
+    others = [run for run in runs if run["status"] != "reached"]
+    text = mean_sd(reached) if not others else f"{len(reached)} of {len(runs)} reached it"
+    if others and len(select(others, status="out of time")) == len(others):
+        text = f"> {max(run['seconds'] for run in others):.0f} ({len(reached)} of {len(runs)})"
     shares = [run["exposed_share"] for run in runs if run["exposed_share"] is not None]
     return f"{text}, {statistics.fmean(shares):.0%}" if exposed and shares else text
 
 
-def seconds(folder: str, task: str, methods: Sequence[str], *, limit: bool = False, exposed: bool = True) -> Table:
+def seconds(folder: str, task: str, methods: Sequence[str], *, limit: bool = False) -> Table:
     """A row a method, a column a link rate. methods: as in the rows; METHOD:wire=FORMAT counts as METHOD."""
-    runs = [run for run in load(f"{folder}time_to_loss.json")["runs"] if run["task"] == task]
+    runs = select(load(f"{folder}time_to_loss.json")["runs"], task=task)
     table: Table = [SECONDS_TITLES]
     for method in methods:
-        cells = [[r for r in runs if (r["method"], r["rate_mbit"]) == (method, rate)] for rate in RATES]
-        table.append((METHOD_NAMES[method.partition(":")[0]], *(seconds_cell(c, exposed=exposed) for c in cells)))
+        cells = (seconds_cell(select(runs, method=method, rate_mbit=rate), exposed=True) for rate in RATES)
+        table.append((METHOD_NAMES[method.partition(":")[0]], *cells))
     if limit:
         table.append(("DDP if its communication were free", *(mean_sd(free_ddp(runs, rate)) for rate in RATES)))
     return table
 
 
-def free_ddp(runs: Sequence[dict[str, Any]], rate: float) -> list[float]:
+def free_ddp(runs: Sequence[Row], rate: float) -> list[float]:
     """DDP's steps to the loss, each as long as a step of Local-SGD without its waiting; a value a seed."""
-    steps = {r["seed"]: r["steps"] for r in runs if (r["method"], r["status"]) == ("ddp", "reached")}
-    local = [r for r in runs if (r["method"], r["rate_mbit"]) == ("local", rate) and r["seed"] in steps]
+    steps = {r["seed"]: r["steps"] for r in select(runs, method="ddp", status="reached")}
+    local = [r for r in select(runs, method="local", rate_mbit=rate) if r["seed"] in steps]
     return [steps[r["seed"]] * r["seconds"] * (1 - r["exposed_share"]) / r["steps"] for r in local]
 
 
 def readme_seconds() -> Table:
     """README's table: one row for each task and rate, CO2 beside the best and DDP."""
-    table: Table = [
-        ("task, link", "CO2, recommended", "best other method, float32", "DDP, float32", "DDP, free communication")
-    ]
+    titles = ("task, link", "CO2, recommended", "best other method, float32", "DDP, float32", "DDP, free communication")
+    table: Table = [titles]
     for name, task in (("digits", "vision"), ("text", "language")):
-        runs = [run for run in load("time_to_loss.json")["runs"] if run["task"] == task]
+        runs = select(load("time_to_loss.json")["runs"], task=task)
         for rate in RATES:
-            of = {m: [r for r in runs if (r["method"], r["rate_mbit"]) == (m, rate)] for m in METHOD_NAMES}
-            done = {
-                m: statistics.fmean(r["seconds"] for r in of[m])
-                for m in ("local", "overlap_local", "slowmo")
-                if all(r["status"] == "reached" for r in of[m])
-            }
-            best = min(done, key=done.__getitem__)
-            cells = [seconds_cell(of[m], exposed=False) for m in ("co2_auto", best, "ddp")]
+            of = {m: select(runs, method=m, rate_mbit=rate) for m in METHOD_NAMES}
+            others = [m for m in ("local", "overlap_local", "slowmo") if all(r["status"] == "reached" for r in of[m])]
+            best = min(others, key=lambda m: statistics.fmean(r["seconds"] for r in of[m]))  # noqa: B023, used at once
+            cells = [seconds_cell(of[m]) for m in ("co2_auto", best, "ddp")]
             cells[1] += f" ({METHOD_NAMES[best].partition(' (')[0]})"
             table.append((f"{name}, {rate} Mbit/s", *cells, mean_sd(free_ddp(runs, rate))))
     return table
 
 
-def peers(column: str, spec: str, methods: Sequence[str]) -> Table:
-    """Other packages' methods: the median and the range over three seeds, a column a link rate."""
-    results = [load(f"peers_{rate}.json")["rows"] for rate in RATES]
-    table: Table = [SECONDS_TITLES]
-    for method in methods:
-        cells = []
-        for rows in results:
-            values = next(row for row in rows if row["method"] == method)[column]
-            known = [value for value in values if value is not None]
-            if len(known) < len(values):
-                cells.append(f"> 20 s in {len(values) - len(known)} of {len(values)}")
-            elif column == "seconds_to_target":
-                cells.append(median_range(known, spec))
-            else:
-                cells.append(f"{statistics.median(known):{spec}}")
-        table.append((PEER_NAMES.get(method) or METHOD_NAMES[method], *cells))
-    return table
-
-
-PEER_NAMES = {
+PEER_NAMES = METHOD_NAMES | {
     "dpu": "DDP, gradients applied a step late",
     "acco": "ACCO",
     "co2_recommended": "CO2, recommended settings, tau tuned",
-    "co2_auto": "CO2, recommended settings",
 }
 PEERS = ("ddp", "dpu", "acco", "local", "diloco", "overlap_local", "slowmo", "co2", "co2_recommended", "co2_auto")
 PEERS += ("torchft_streaming",)
 
-# -- throughput -----------------------------------------------------------------------------------------------------
+
+def peers(column: str) -> Table:
+    """Other packages' methods: the median over three seeds, of seconds with the range; a column a link rate."""
+    table: Table = [SECONDS_TITLES]
+    for method in PEERS:
+        cells = []
+        for rate in RATES:
+            values = select(load(f"peers_{rate}.json")["rows"], method=method)[0][column]
+            known = [value for value in values if value is not None]
+            if len(known) < len(values):
+                cells.append(f"> 20 s in {len(values) - len(known)} of {len(values)}")
+            elif column == "seconds_to_target":
+                cells.append(f"{statistics.median(known):.1f} ({min(known):.1f} to {max(known):.1f})")
+            else:
+                cells.append(f"{statistics.median(known):.0%}")
+        table.append((PEER_NAMES[method], *cells))
+    return table
 
 
 def throughput() -> Table:
     """Samples a second of 8 workers, and the share of the time that a worker waits; 16 workers at 50 Mbit/s."""
-    rows = load("scaling.json")["rows"]
+    rows = [row | {"tau_setting": str(row["tau_setting"])} for row in load("scaling.json")["rows"]]
     table: Table = [("method", "8 workers, 50 Mbit/s", "200 Mbit/s", "1 Gbit/s", "16 workers, 50 Mbit/s")]
-    order = sorted(
-        {(row["method"], str(row["tau_setting"])) for row in rows},
-        key=lambda m: (list(METHOD_NAMES).index(m[0]), len(m[1]), m[1]),
-    )
-    for method, tau in order:
+    lines = {(row["method"], row["tau_setting"]) for row in rows}
+    for method, tau in sorted(lines, key=lambda m: (list(METHOD_NAMES).index(m[0]), len(m[1]), m[1])):
         cells = []
         for workers, rate in ((8, 50.0), (8, 200.0), (8, 1000.0), (16, 50.0)):
-            same = (method, tau, workers, rate)
-            runs = [r for r in rows if (r["method"], str(r["tau_setting"]), r["workers"], r["rate_mbit"]) == same]
+            runs = select(rows, method=method, tau_setting=tau, workers=workers, rate_mbit=rate)
             samples = statistics.median(run["samples_per_second"] for run in runs)
             waits = statistics.median(run["exposed_seconds"] / run["seconds"] for run in runs)
             cells.append(f"{samples:.0f} ({waits:.0%})")
-        name = {"co2": "CO2"}.get(method) or METHOD_NAMES[method]
+        name = "CO2" if method == "co2" else METHOD_NAMES[method]
         table.append((f"{name}, tau {tau}" if method != "ddp" else name, *cells))
     return table
 
@@ -188,63 +178,49 @@ def throughput() -> Table:
 
 HIDDEN = "co2:merge=keep,gap=none,beta=0,delay=1,wire=int4"
 PAPER = "co2:beta=0.5"
+Losses = Mapping[int, float]  # of each seed
 
 
-def losses(file: str, task: str, asked: str, steps: int, tau: int = 24, tuning: str | None = None) -> dict[int, float]:
-    """Seed -> held-out loss on the test split of a method as its tuning chose it. tuning: how its line begins."""
-    rows = load(file)
-    same = {"task": task, "asked": asked, "steps": steps, "tau": tau, "workers": 4, "shards": "iid"}
-    choices = [
-        row
-        for row in rows
-        if row["kind"] == "choice"
-        and all(row[key] == value for key, value in same.items())
-        and (tuning is None or row["tuning"].startswith(tuning))
-        and row["batch"] != 2
-    ]
-    choice = choices[-1]
-    keys = ("task", "method", "lr", "workers", "batch", "steps", "shards")
-    rounds = choice["method"] != "ddp"
-    found = {}
-    for row in rows:
-        if row["kind"] == "run" and row["split"] == "test" and all(row[key] == choice[key] for key in keys):
-            shared = row["options"].keys() & choice["options"].keys()
-            same_options = all(row["options"][key] == choice["options"][key] for key in shared)
-            if same_options and (not rounds or row["tau"] == tau):
-                found[row["seed"]] = row["loss"]
-    return found
+def losses(file: str, task: str, asked: str, steps: int, tau: int = 24, tuning: str = "") -> Losses:
+    """Held-out losses on the test split of a method as its tuning chose it. tuning: how its line begins."""
+    rows, same = load(file), {"task": task, "steps": steps, "tau": tau, "workers": 4, "shards": "iid"}
+    choices = (r for r in rows if r["kind"] == "choice" and r["batch"] != 2 and r["tuning"].startswith(tuning))
+    choice = select(choices, asked=asked, **same)[-1]
+    same = {key: choice[key] for key in ("task", "method", "lr", "workers", "batch", "steps", "shards")}
+    same |= {"tau": tau} if choice["method"] != "ddp" else {}
+    runs = select((row for row in rows if row["kind"] == "run"), split="test", **same)
+    both = lambda run: run["options"].keys() & choice["options"].keys()  # noqa: E731
+    return {r["seed"]: r["loss"] for r in runs if all(r["options"][k] == choice["options"][k] for k in both(r))}
 
 
-def against(mine: dict[int, float], other: dict[int, float]) -> str:
+def against(mine: Losses, other: Losses) -> str:
     """How much greater the loss is, over the seeds that both have."""
     return percent(mine[seed] / other[seed] for seed in sorted(mine.keys() & other.keys()))
 
 
+def loss_of(found: Losses) -> str:
+    return mean_sd(found.values(), ".3f")
+
+
 def cost_of_hiding() -> Table:
     """2,000 steps of the byte model: loss, and what it is against the two baselines."""
-    of = lambda asked, tau=24, tuning="learning rate 1, 0.5": losses("search.jsonl", "bytes", asked, 2000, tau, tuning)  # noqa: E731
-    ddp, local = of("ddp"), of("local")
-    rows = {
-        "DDP": (ddp, "32"),
-        "Local-SGD (blocking), tau 24": (local, "1.33"),
-        "hidden average over int4, tau 24": (of(HIDDEN), "0.17"),
-        "hidden average over int4, tau 2": (of(HIDDEN, 2), "2.06"),
-    }
+    of = functools.partial(losses, "search.jsonl", "bytes", steps=2000, tuning="learning rate 1, 0.5")
+    ddp, local = of(asked="ddp"), of(asked="local")
     table: Table = [("method", "bits a step", "loss", "against Local-SGD, tau 24", "against DDP")]
-    for name, (found, bits) in rows.items():
-        line = (name, bits, mean_sd(list(found.values()), ".3f"))
-        table.append(
-            (*line, "" if found is local else against(found, local), "" if found is ddp else against(found, ddp))
-        )
+    for name, bits, found in (
+        ("DDP", "32", ddp),
+        ("Local-SGD (blocking), tau 24", "1.33", local),
+        ("hidden average over int4, tau 24", "0.17", of(asked=HIDDEN)),
+        ("hidden average over int4, tau 2", "2.06", of(asked=HIDDEN, tau=2)),
+    ):
+        table.append((name, bits, loss_of(found), *("" if found is b else against(found, b) for b in (local, ddp))))
     return table
 
 
 def larger_models() -> Table:
     """Loss of Local-SGD against DDP, and of the hidden average and the paper's rule against Local-SGD, by size."""
-    table: Table = [
-        ("parameters, steps", "DDP", "Local-SGD", "Local-SGD against DDP", "hidden, int4, against Local-SGD")
-        + ("paper's rule against Local-SGD",)
-    ]
+    titles = ("parameters, steps", "DDP", "Local-SGD", "Local-SGD against DDP", "hidden, int4, against Local-SGD")
+    table: Table = [(*titles, "paper's rule against Local-SGD")]
     for name, file, task, steps, paper in (
         ("0.02 M, 240", "large.jsonl", "bytes_narrow", 240, None),
         ("0.07 M, 240", "large.jsonl", "bytes", 240, None),
@@ -257,15 +233,13 @@ def larger_models() -> Table:
     ):
         ddp, local, hidden = (losses(file, task, asked, steps) for asked in ("ddp", "local", HIDDEN))
         rule = against(losses(file, task, paper, steps), local) if paper else "not run"
-        cells = (mean_sd(list(ddp.values()), ".3f"), mean_sd(list(local.values()), ".3f"))
-        table.append((name, *cells, against(local, ddp), against(hidden, local), rule))
+        table.append((name, loss_of(ddp), loss_of(local), against(local, ddp), against(hidden, local), rule))
     return table
 
 
 def gpt2_small() -> Table:
     """GPT-2 Small on one GPU: the loss by method, and each seed's change against Local-SGD."""
     of = functools.partial(losses, "gpu_search.jsonl", "gpt2_small", steps=1000)
-    local = of("local")
     table: Table = [("method", "seeds", "held-out loss", "against Local-SGD")]
     for name, asked in {
         "DDP": "ddp",
@@ -276,20 +250,18 @@ def gpt2_small() -> Table:
         "paper's rule, outer momentum 0": "co2:gap=elementwise,beta=0.0",
     }.items():
         found = of(asked)
-        change = "" if asked == "local" else against(found, local)
-        table.append((name, str(len(found)), mean_sd(list(found.values()), ".3f"), change))
+        change = "" if asked == "local" else against(found, of("local"))
+        table.append((name, str(len(found)), loss_of(found), change))
     return table
 
 
+LOCAL, LATE = "local:wire=float32", "co2:merge=keep,gap=none,beta=0,wire=float32"
 EFFECTS = {  # what changes -> from which method to which
-    "local steps: DDP to Local-SGD": ("ddp:wire=float32", "local:wire=float32"),
-    "compression: Local-SGD to int4": ("local:wire=float32", "local:wire=int4"),
+    "local steps: DDP to Local-SGD": ("ddp:wire=float32", LOCAL),
+    "compression: Local-SGD to int4": (LOCAL, "local:wire=int4"),
     "hiding for one step, over int4": ("local:wire=int4", HIDDEN),
-    "hiding for a whole round, float32": ("local:wire=float32", "co2:merge=keep,gap=none,beta=0,wire=float32"),
-    "merge rule, a round late: paper's to keep": (
-        "co2:beta=0,wire=float32",
-        "co2:merge=keep,gap=none,beta=0,wire=float32",
-    ),
+    "hiding for a whole round, float32": (LOCAL, LATE),
+    "merge rule, a round late: paper's to keep": ("co2:beta=0,wire=float32", LATE),
     "outer momentum 0.5 in the paper's rule": ("co2:beta=0,wire=float32", "co2:beta=0.5,wire=float32"),
     "outer momentum 0.3 in the hidden average": (HIDDEN, "co2:merge=keep,gap=none,beta=0.3,delay=1,wire=int4"),
 }
@@ -300,13 +272,11 @@ def effects() -> Table:
     columns = [(task, tau) for tau in (24, 6) for task in ("bytes", "cifar")]
     names = {"bytes": "text", "cifar": "CIFAR-10"}
     table: Table = [("change", *(f"{names[task]}, tau {tau}" for task, tau in columns))]
-    for what, (before, after) in EFFECTS.items():
-        of = lambda asked, task, tau: losses("controls.jsonl", task, asked, 480, tau)  # noqa: E731
-        table.append((what, *(against(of(after, task, tau), of(before, task, tau)) for task, tau in columns)))
+    for what, methods in EFFECTS.items():
+        pairs = ([losses("controls.jsonl", task, m, 480, tau) for m in methods] for task, tau in columns)
+        table.append((what, *(against(after, before) for before, after in pairs)))
     return table
 
-
-# -- learning rate and gradient clipping ----------------------------------------------------------------------------
 
 RATE_TASKS = {"digits": ("digits, SGD", 1.0), "cifar": ("CIFAR-10, SGD", 1.0), "bytes": ("text, AdamW", 0.5)}
 """Task -> its name and the limit of the gradient's norm that DDP has where it has one."""
@@ -315,23 +285,20 @@ RATE_TASKS = {"digits": ("digits, SGD", 1.0), "cifar": ("CIFAR-10, SGD", 1.0), "
 def rates() -> Table:
     """The loss against DDP at learning rate x 1 without clipping, by learning rate and by limit of the norm."""
     rows = [row for row in load("rates.jsonl") if row["kind"] == "run"]
-    best = {
-        row["task"]: row["lr"] for row in load("rates.jsonl") if row["kind"] == "choice" and " 1 t" in row["tuning"]
-    }
+    choices = [row for row in load("rates.jsonl") if row["kind"] == "choice" and " 1 t" in row["tuning"]]
+    best = {row["task"]: row["lr"] for row in choices}
     titles = ("task, method", "learning rate x 0.5", "x 1", "x 2", "x 1, clipped at DDP's limit", "at twice the limit")
     table: Table = [titles]
     for task, (name, limit) in RATE_TASKS.items():
-
-        def of(method: str, factor: float, clip: str, task: str = task) -> dict[int, float]:
-            same = {"task": task, "method": method, "lr": best[task] * factor, "clip": clip}
-            return {row["seed"]: row["loss"] for row in rows if all(row[key] == same[key] for key in same)}
-
-        base = of("ddp", 1, "none")
+        columns = [(0.5, "none"), (1, "none"), (2, "none"), (1, f"{limit:g}"), (1, f"{2 * limit:g}")]
+        base: Losses = {}
         for method, called in {"ddp": "DDP", "local": "Local-SGD", "co2": "CO2"}.items():
-            columns = [(0.5, "none"), (1, "none"), (2, "none"), (1, f"{limit:g}"), (1, f"{2 * limit:g}")]
-            found = [of(method, *column) for column in columns]
-            table.append((f"{name}, {called}", *(against(losses, base) if losses else "not run" for losses in found)))
-        table[-3] = (table[-3][0], table[-3][1], f"loss {mean_sd(list(base.values()), '.3f')}", *table[-3][3:])
+            line = [select(rows, task=task, method=method, lr=best[task] * x, clip=clip) for x, clip in columns]
+            found = [{row["seed"]: row["loss"] for row in runs} for runs in line]
+            base = base or found[1]
+            cells = [against(of, base) if of else "not run" for of in found]
+            cells[1] = f"loss {loss_of(base)}" if method == "ddp" else cells[1]
+            table.append((f"{name}, {called}", *cells))
     return table
 
 
@@ -357,25 +324,20 @@ def slow_links() -> Table:
     rows = load("slow_links.json")["rows"]
     table: Table = [("method", "samples/s, 50 Mbit/s", "200 Mbit/s", "final loss", "MB a step and worker")]
     for method, name in SLOW_LINKS.items():
-        slow, fast = ([r for r in rows if (r["method"], r["rate_mbit"]) == (method, rate)] for rate in (50.0, 200.0))
-        speeds = (mean_sd([r["samples_per_second"] for r in runs], ".0f") for runs in (slow, fast))
+        slow, fast = (select(rows, method=method, rate_mbit=rate) for rate in (50.0, 200.0))
+        speeds = (mean_sd((r["samples_per_second"] for r in runs), ".0f") for runs in (slow, fast))
         megabytes = statistics.fmean(r["bytes_a_step"] for r in slow) / 1e6
-        table.append((name, *speeds, mean_sd([r["loss"] for r in slow], ".3f"), f"{megabytes:.3f}"))
+        table.append((name, *speeds, mean_sd((r["loss"] for r in slow), ".3f"), f"{megabytes:.3f}"))
     return table
 
 
 def bytes_to_a_loss() -> Table:
     """Bytes of uniform and L-GreCo's compression until both have reached the higher of their last losses; one seed."""
     rows = {row["method"]: row for row in load("slow_links_bytes.json")["rows"]}
-    table: Table = [
-        ("compression", "last loss: uniform", "L-GreCo", "MB to the higher loss: uniform", "L-GreCo", "ratio")
-    ]
-    for name, uniform, chosen in (
-        ("int4", "ddp_int4", "lgreco_int4"),
-        ("rank 4", "ddp_rank4", "lgreco_rank4"),
-        ("top-k 1 %", "ddp_top1", "lgreco_top1"),
-    ):
-        pair = [rows[method]["evaluations"][:-1] for method in (uniform, chosen)]  # the last is of another text
+    titles = ("compression", "last loss: uniform", "L-GreCo", "MB to the higher loss: uniform", "L-GreCo", "ratio")
+    table: Table = [titles]
+    for name, kind in (("int4", "int4"), ("rank 4", "rank4"), ("top-k 1 %", "top1")):
+        pair = [rows[f"{by}_{kind}"]["evaluations"][:-1] for by in ("ddp", "lgreco")]  # the last is of another text
         last = [evaluated[-1][2] for evaluated in pair]
         sent = [bytes_until(evaluated, max(last)) / 1e6 for evaluated in pair]
         cells = (*(f"{loss:.3f}" for loss in last), *(f"{mb:.1f}" for mb in sent), f"{sent[0] / sent[1]:.2f}")
@@ -394,60 +356,52 @@ def bytes_until(evaluated: Sequence[Sequence[float]], loss: float) -> float:
 def zo_speed() -> Table:
     """Steps a second of DistZO2 against one process, without its delayed form."""
     rows = [row for row in load("zeroth.json")["speed"] if not row.get("delay")]
-    times = (500.0, 60.0)
     table: Table = [("workers", "forward pass of 500 ms", "60 ms")]
+    of = [{r["mesh"]: r["steps_per_second"] for r in select(rows, forward_ms=ms)} for ms in (500.0, 60.0)]
     for mesh in dict.fromkeys(row["mesh"] for row in rows):
-        found = [{r["mesh"]: r["steps_per_second"] for r in rows if r["forward_ms"] == ms} for ms in times]
-        if all(mesh in of for of in found):
-            table.append((mesh, *(f"{of[mesh] / of['one process']:.2f} x" for of in found)))
+        if all(mesh in found for found in of):
+            table.append((mesh, *(f"{found[mesh] / found['one process']:.2f} x" for found in of)))
     return table
 
 
 def zo_memory() -> Table:
     """The memory in which each method trains a 12-layer GPT-2, and what it reaches on a 6-layer one."""
-    result = load("zeroth_limit.json")
-    table: Table = [
-        ("method", "memory, 12 layers", "CPU seconds a step", "held-out loss, 6 layers", "next token right")
-    ]
-    for memory in result["memory"]:
+    titles = ("method", "memory, 12 layers", "CPU seconds a step", "held-out loss, 6 layers", "next token right")
+    table: Table = [titles]
+    for memory in load_part("zeroth.json", "limit", "zeroth_limit.json", "memory"):
         if memory["shape"][0] == 12:
-            rows = [row for row in result["rows"] if row["way"] == memory["way"] and row["seed"] != TUNING_SEED]
-            learnt = (
-                (mean_sd([r["loss"] for r in rows], ".3f"), f"{mean_sd([100 * r['accuracy'] for r in rows])} %")
-                if rows
-                else ()
-            )
+            rows = [row for row in select(load("zeroth_limit.json")["rows"], way=memory["way"])]
+            rows = [row for row in rows if row["seed"] != TUNING_SEED]
+            right = f"{mean_sd(100 * r['accuracy'] for r in rows)} %" if rows else ""
+            learnt = mean_sd((r["loss"] for r in rows), ".3f") if rows else ""
             fits = f"{memory['weights_mb'] * memory['limit']:.0f} MB"
-            table.append((memory["way"], fits, f"{memory['cpu_seconds_a_step']:.2f}", *learnt))
+            table.append((memory["way"], fits, f"{memory['cpu_seconds_a_step']:.2f}", learnt, right))
     return table
 
 
 def lengths() -> Table:
     """Share of a round that the average worker waits for the slowest one, by how documents are dealt."""
-    ways = ("counts", "tokens", "cut packing", "round")
-    titles = ("equal counts", "equal tokens", "cut packing", "equal work over a round (ours)")
-    table: Table = [("documents", "workers", *titles)]
-    for row in load("lengths.json")["rows"]:
-        if row["tau"] == 24 and row["width"] == 768:
-            table.append(
-                (f"{row['documents']}, at most {row['positions']:,} tokens", str(row["workers"]))
-                + tuple(
-                    f"{100 * statistics.fmean(m[w] for m in row['mean']):.2f} %" if w in row["mean"][0] else ""
-                    for w in ways
-                )
-            )
+    ways = {"counts": "equal counts", "tokens": "equal tokens", "cut packing": "cut packing"}
+    ways |= {"round": "equal work over a round (ours)"}
+    table: Table = [("documents", "workers", *ways.values())]
+    for row in select(load_part("lengths.json", "waits", "lengths.json", "rows"), tau=24, width=768):
+        means = {way: [of[way] for of in row["mean"] if way in of] for way in ways}
+        shares = (f"{100 * statistics.fmean(found):.2f} %" if found else "" for found in means.values())
+        what = f"{row['documents']}, at most {row['positions']:,} tokens"
+        table.append((what, str(row["workers"]), *shares))
     return table
 
 
 def rings() -> Table:
     """Seconds of a layer by other ways of splitting documents over an island, as multiples of the plan's."""
-    rows = load("lengths_rings.json")["rows"]
+    rows = load_part("lengths.json", "rings", "lengths_rings.json", "rows")
     ways = {"even": "even context parallelism", "grouped": "groups (FlexSP)", "whole": "whole documents"}
     ways |= {"cut": "cut packing", "thresholds": "thresholds (Zeppelin)"}
+    ways = {way: name for way, name in ways.items() if way in rows[0]["seconds"]}
     table: Table = [("link, Gbit/s", "documents", *ways.values())]
     for link, law in dict.fromkeys((row["link"], row["law"]) for row in rows):
-        runs = [row["seconds"] for row in rows if (row["link"], row["law"]) == (link, law)]
-        table.append((f"{link:g}", law, *(mean_sd([run[way] / run["plan"] for run in runs], ".2f") for way in ways)))
+        runs = [row["seconds"] for row in select(rows, link=link, law=law)]
+        table.append((f"{link:g}", law, *(mean_sd((run[way] / run["plan"] for run in runs), ".2f") for way in ways)))
     return table
 
 
@@ -457,34 +411,26 @@ def rings() -> Table:
 def boundary_cpu() -> Table:
     """One outer step on a CPU core."""
     table: Table = [("parameters", "ms a boundary", "share of copy bandwidth")]
-    for row in load("boundary.json")["rows"]:
-        if row["way"] == "co2" and "seconds" in row:
-            ms = 1e3 * statistics.median(row["seconds"])
-            rate = row["bytes_moved"] / statistics.median(row["seconds"])
-            table.append(
-                (f"{row['parameters'] / 1e6:,.0f} M", f"{ms:,.1f}", f"{rate / row['copy_bytes_per_second']:.0%}")
-            )
+    for row in select(load("boundary.json")["rows"], way="co2"):
+        if "seconds" in row:
+            took = statistics.median(row["seconds"])
+            share = row["bytes_moved"] / took / row["copy_bytes_per_second"]
+            table.append((f"{row['parameters'] / 1e6:,.0f} M", f"{1e3 * took:,.1f}", f"{share:.0%}"))
     return table
-
-
-def nccl(part: str) -> dict[str, Any]:
-    return next(row for row in load("nccl.jsonl") if row["part"] == part)["figures"]
 
 
 def nccl_hidden() -> Table:
     """Two NCCL ranks on one GPU: how long an all-reduce takes and how much of it a step of the loop waits for."""
-    found = nccl("c")
-    cases = {
+    (found,) = (row["figures"] for row in select(load("nccl.jsonl"), part="c"))
+    titles = ("link, method", "tau", "all-reduce, ms", "exposed, ms", "hidden, by CO2's statistics", "by CUDA events")
+    table: Table = [titles]
+    for name, case in {
         "free link, Local-SGD": found["local"],
         "free link, CO2, paper's rule": found["co2 paper"],
         "free link, CO2, recommended": found["recommended"],
         "10 Gbit/s, CO2, paper's rule": found["links"]["10"],
         "1 Gbit/s, CO2, paper's rule": found["links"]["1"],
-    }
-    table: Table = [
-        ("link, method", "tau", "all-reduce, ms", "exposed, ms", "hidden, by CO2's statistics", "by CUDA events")
-    ]
-    for name, case in cases.items():
+    }.items():
         shares = (f"{100 * case[key]:.1f} %" for key in ("hidden_share", "hidden_share_by_events"))
         table.append((name, str(case["tau"]), f"{case['reduction_ms']:.0f}", f"{case['exposed_ms']:.1f}", *shares))
     return table
@@ -492,9 +438,9 @@ def nccl_hidden() -> Table:
 
 def nccl_blocks() -> Table:
     """A matrix product beside an NCCL kernel that waits for its peer, by the kernel's thread blocks."""
-    cases = nccl("d")["cases"]
     table: Table = [("thread blocks of the waiting kernel", "matrix product, ms", "slower")]
-    for name, case in cases.items():
+    (found,) = (row["figures"] for row in select(load("nccl.jsonl"), part="d"))
+    for name, case in found["cases"].items():
         slower = f"{100 * case['matmul_slowdown']:.1f} %" if name != "none" else ""
         table.append((name, f"{case['matmul_ms']:.2f}", slower))
     return table
@@ -507,10 +453,10 @@ def gpu_boundary() -> Table:
     table: Table = [("work", "ms", "share of a copy's rate", "kernels")]
     for row in load("gpu.json")["rows"]:
         what, _, case = row["name"].partition(": ")
-        figures = row.get("figures") or {}
-        if what == "a boundarys bytes a parameter" and (rule := case.partition(", ")[0]) in names:
-            name = f"outer step, merge {names[rule]}, {ways[case.partition(', ')[2]]}"
-            table.append((name, f"{figures['ms']:.2f}", f"{figures['share of copy']:.0%}", f"{figures['kernels']:.0f}"))
+        figures, (rule, _, way) = row.get("figures") or {}, case.partition(", ")
+        if what == "a boundarys bytes a parameter" and rule in names:
+            name, share = f"outer step, merge {names[rule]}, {ways[way]}", f"{figures['share of copy']:.0%}"
+            table.append((name, f"{figures['ms']:.2f}", share, f"{figures['kernels']:.0f}"))
         elif what == "a reductions bytes a parameter":
             table.append((f"encode and decode, {case}", f"{figures['ms']:.2f}", "", f"{figures['kernels']:.0f}"))
     return table
@@ -519,82 +465,56 @@ def gpu_boundary() -> Table:
 def faults() -> Table:
     """What a cluster does to a run: every row one kind of harm."""
     runs = load("chaos.json")
-    calm: dict[str, list[float]] = {}
-    for run in runs:
-        if run["harm"] == "none":
-            calm.setdefault(run["config"], []).append(run["test_loss"])
-    limit = {name: statistics.fmean(of) + 3 * statistics.stdev(of) for name, of in calm.items()}
-    groups = {
-        "a worker is killed": ("kill",),
-        "a worker is killed and comes back (elastic)": ("rejoin",),
-        "no link for 3 or 10 s": ("outage",),
-        "a worker computes NaN": ("nan",),
-        "the disk is full": ("disk",),
-        "none": ("none",),
+    calm = {
+        name: [r["test_loss"] for r in select(runs, harm="none", config=name)] for name in {r["config"] for r in runs}
     }
+    limit = {name: statistics.fmean(of) + 3 * statistics.stdev(of) for name, of in calm.items()}
     table: Table = [("harm", "runs", "ended", "without a restart", "hung", "loss as undisturbed")]
-    for name, harms in groups.items():
-        mine = [run for run in runs if run["harm"].partition(",")[0].partition("_")[0] in harms]
-        ended = [run for run in mine if run["status"] == 0]
-        alone = sum(run["attempts"] == 1 for run in ended)
+    for name, harm in {
+        "a worker is killed": "kill",
+        "a worker is killed and comes back (elastic)": "rejoin",
+        "no link for 3 or 10 s": "outage",
+        "a worker computes NaN": "nan",
+        "the disk is full": "disk",
+        "none": "none",
+    }.items():
+        mine = [run for run in runs if re.split("[,_]", run["harm"])[0] == harm]
+        ended = select(mine, status=0)
         fine = sum(run["test_loss"] <= limit[run["config"]] for run in ended)
-        counts = (len(mine), len(ended), alone, sum(run["hung"] for run in mine), fine)
+        counts = (len(mine), len(ended), len(select(ended, attempts=1)), sum(run["hung"] for run in mine), fine)
         table.append((name, *map(str, counts)))
     return table
 
 
-# -- stand-ins for the paper's tables -------------------------------------------------------------------------------
-
-METHODS = ("ddp", "local", "overlap_local", "slowmo", "co2")
-
-
 def stand_ins() -> Table:
-    """A row a model: its metric by method, three seeds each."""
-    table: Table = [("table, model", "metric", *(METHOD_NAMES[m].partition(",")[0] for m in METHODS))]
+    """The paper's tables by their stand-ins: a row a model, its metric by method, three seeds each."""
+    methods = ("ddp", "local", "overlap_local", "slowmo", "co2")
+    table: Table = [("table, model", "metric", *(METHOD_NAMES[m].partition(",")[0] for m in methods))]
     for name in ("imagenet", "ade20k", "shapenet", "gpt2", "transnormer", "roberta"):
         runs = load(f"tables/{name}.json")
         metric = next(key for key in runs[0] if key not in ("folder", "workers", "commit", "settings"))
-        spec = ".2f" if statistics.fmean(run[metric] for run in runs) > 0.5 else ".4f"
         scale = 100 if metric in ("test_top1", "val_miou", "miou") else 1
+        spec = ".2f" if scale == 100 or statistics.fmean(run[metric] for run in runs) > 0.5 else ".4f"
         for model in dict.fromkeys(run["settings"]["name"] for run in runs):
-            of = {m: [] for m in METHODS}
-            for run in runs:
-                if run["settings"]["name"] == model and run["settings"]["method"] in of:
-                    of[run["settings"]["method"]].append(scale * run[metric])
-            cells = (mean_sd(values, ".2f" if scale == 100 else spec) if values else "" for values in of.values())
-            table.append((f"{name}: {model}", metric, *cells))
+            own = [run["settings"] | {"value": scale * run[metric]} for run in runs]
+            of = ([run["value"] for run in select(own, name=model, method=method)] for method in methods)
+            table.append((f"{name}: {model}", metric, *(mean_sd(values, spec) if values else "" for values in of)))
     return table
 
 
 FLOAT32 = ("ddp", "local", "overlap_local", "slowmo", "co2", "co2_auto")
 INT4 = ("ddp:wire=int4", "local:wire=int4", "overlap_local:wire=int4", "co2:wire=int4", "co2_auto")
+MADE = (readme_seconds, throughput, cost_of_hiding, larger_models, gpt2_small, rates, effects, slow_links)
+MADE += (bytes_to_a_loss, zo_speed, zo_memory, lengths, rings, boundary_cpu, gpu_boundary, nccl_hidden, nccl_blocks)
 TABLES: dict[str, Callable[[], Table]] = {
-    "readme_seconds": readme_seconds,
+    **{make.__name__: make for make in (*MADE, faults, stand_ins)},
     "digits_float32": lambda: seconds("", "vision", FLOAT32, limit=True),
     "text_float32": lambda: seconds("", "language", FLOAT32, limit=True),
     "digits_int4": lambda: seconds("int4/", "vision", INT4),
     "text_int4": lambda: seconds("int4/", "language", INT4),
     "cifar10_int4": lambda: seconds("int4_cifar10/", "cifar10", INT4),
-    "peers_seconds": lambda: peers("seconds_to_target", ".1f", PEERS),
-    "peers_exposed": lambda: peers("exposed", ".0%", PEERS),
-    "throughput": throughput,
-    "cost_of_hiding": cost_of_hiding,
-    "larger_models": larger_models,
-    "gpt2_small": gpt2_small,
-    "rates": rates,
-    "effects": effects,
-    "slow_links": slow_links,
-    "bytes_to_a_loss": bytes_to_a_loss,
-    "zo_speed": zo_speed,
-    "zo_memory": zo_memory,
-    "lengths": lengths,
-    "rings": rings,
-    "boundary_cpu": boundary_cpu,
-    "gpu_boundary": gpu_boundary,
-    "nccl_hidden": nccl_hidden,
-    "nccl_blocks": nccl_blocks,
-    "faults": faults,
-    "stand_ins": stand_ins,
+    "peers_seconds": lambda: peers("seconds_to_target"),
+    "peers_exposed": lambda: peers("exposed"),
 }
 
 if __name__ == "__main__":

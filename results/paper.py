@@ -3,8 +3,6 @@
 Of its models we know ResNet-50, ViT-Base, GPT-2's sizes, RoBERTa and TransNormer-LLM 7B; we chose the others.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -173,10 +171,8 @@ def late(label: str, **overrides: Any) -> Row:
 
 
 def lgreco(task: str, recipe: str, stand_in: str, rank: int, first: int, every: int) -> tuple[Row, ...]:
-    """Gradients, or CO2's differences, in two factors: one rank for all, or each layer its own.
-
-    rank: the released code's base. first, every: steps of ddp before the first decision, and between two.
-    """
+    """Gradients, or CO2's differences, in two factors: one rank for all, or each layer its own. rank: the released
+    code's base. first, every: steps of ddp before the first decision, and between two."""
 
     def row(label: str, method: str, **settings: Any) -> Row:
         wire = "co2.wire" if method == "co2" else "ddp_wire"

@@ -4,31 +4,96 @@ All are registered with mmseg, so that a user's own config may name them. An ite
 makes: `inputs` uint8 [3, h, w] BGR and `data_samples`, whose gt_sem_seg holds int64 [1, h, w] labels, 255 = ignored.
 """
 
-from __future__ import annotations
-
 import segmentation.registries  # noqa: F401
 
 # isort: split
-from collections.abc import Callable
+
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+import cv2
 import numpy as np
+import torch
 from mmcv.transforms import BaseTransform
+from mmengine.dataset import pseudo_collate
+from mmengine.structures import PixelData
 from mmseg.datasets import ADE20KDataset, BaseSegDataset
 from mmseg.registry import DATASETS, TRANSFORMS
 from numpy.typing import NDArray
 from PIL import UnidentifiedImageError
+from sklearn.datasets import load_digits, load_sample_images
+from torch.utils.data import Dataset
 
 from core import UserError
-from segmentation import synthetic
-from segmentation.recipes import DataName
-from training.data import data_root, hidden, missing
+from segmentation.recipes import DataName, SegmentationRecipe
+from training.data import Key, data_root, eval_keys, hidden, load_batches, missing, read_arrays, train_keys
 from training.images import read_mask, read_rgb
-from training.untrusted import read_arrays
+
+Bytes = NDArray[np.uint8]
+
+CLASSES = ("background", *(f"digit {d}" for d in range(10)))
+TRAIN_SHARE = 0.8  # of the digits, and of each photograph's width: training and validation share no pixel
+THRESHOLD = 0.3  # of full ink, above which a pixel belongs to a digit
+OVERLAP = 0.1  # a digit is left out where more than this share of its pixels would cover others
+
+
+def digits_on_photos(split: str, n: int, size: int = 48, seed: int = 0) -> tuple[Bytes, Bytes]:
+    """n scenes of 1 to 4 digits each on a crop of a photograph, the same for equal arguments. split: "train" or "val";
+    their digits are different samples and their crops different parts of the photographs. Returns images uint8 [n,
+    size, size, 3] RGB and masks uint8 [n, size, size]: 0 background, d + 1 for digit d."""
+    rng = np.random.default_rng([seed, split == "train"])
+    glyphs, labels = _digits(split)
+    photos = _photos(split)
+    images = np.empty((n, size, size, 3), np.uint8)
+    masks = np.zeros((n, size, size), np.uint8)
+    for image, mask in zip(images, masks, strict=True):
+        image[:] = _crop(photos[rng.integers(len(photos))], size, rng)
+        for i in rng.integers(len(glyphs), size=rng.integers(2, 5)):
+            _paste(image, mask, glyphs[i], int(labels[i]) + 1, rng)
+    return images, masks
+
+
+def _digits(split: str) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """Glyphs float64 [m, 8, 8] in [0, 1] and their labels int64 [m]."""
+    digits = load_digits()
+    order = np.random.default_rng(0).permutation(len(digits.images))
+    cut = round(TRAIN_SHARE * len(order))
+    mine = order[:cut] if split == "train" else order[cut:]
+    return digits.images[mine] / 16, digits.target[mine]
+
+
+def _photos(split: str) -> list[Bytes]:
+    """This split's part of each photograph, uint8 [427, w, 3] RGB."""
+    photos = load_sample_images().images
+    cut = round(TRAIN_SHARE * photos[0].shape[1])
+    return [p[:, :cut] if split == "train" else p[:, cut:] for p in photos]
+
+
+def _crop(photo: Bytes, size: int, rng: np.random.Generator) -> Bytes:
+    """A random part of the photograph at half its brightness, so that every digit stands out."""
+    top = rng.integers(photo.shape[0] - size + 1)
+    left = rng.integers(photo.shape[1] - size + 1)
+    return photo[top : top + size, left : left + size] // 2
+
+
+def _paste(image: Bytes, mask: Bytes, glyph: NDArray[np.float64], label: int, rng: np.random.Generator) -> None:
+    """Draws one digit in a colour of its own, in place, unless others lie where it would go."""
+    size = image.shape[0]
+    side = int(rng.integers(size // 2, 2 * size // 3 + 1))
+    ink = cv2.resize(glyph, (side, side), interpolation=cv2.INTER_CUBIC) > THRESHOLD
+    top, left = rng.integers(size - side + 1, size=2)
+    labels = mask[top : top + side, left : left + side]
+    if np.count_nonzero(labels[ink]) > OVERLAP * np.count_nonzero(ink):
+        return
+    under = image[top : top + side, left : left + side]
+    colour = rng.integers(144, 244, size=3)
+    noise = rng.integers(-12, 13, size=(side, side, 1))
+    under[ink] = np.clip(colour + noise, 0, 255).astype(np.uint8)[ink]
+    labels[ink] = label
+
 
 Split = Literal["train", "val", "test"]
-Bytes = NDArray[np.uint8]
 IGNORE = 255
 
 CAMVID_CLASSES = (
@@ -46,14 +111,12 @@ CAMVID_PALETTE = [
 
 @TRANSFORMS.register_module()
 class LoadImage(BaseTransform):
-    """Reads results["img_path"] into `img`, uint8 [h, w, 3] BGR.
-
-    In place of mmcv's LoadImageFromFile, which takes a truncated JPEG for a whole one. Like mmcv's default reader, it
-    turns the image as its EXIF orientation says. UserError names the file.
-    """
+    """Reads results["img_path"] into `img`, uint8 [h, w, 3] BGR. In place of mmcv's LoadImageFromFile, which takes a
+    truncated JPEG for a whole one. Like mmcv's default reader, it turns the image as its EXIF orientation says.
+    UserError names the file."""
 
     def transform(self, results: dict[str, Any]) -> dict[str, Any]:
-        image = _read(results["img_path"], _picture)
+        image = _read(results["img_path"], lambda path: np.asarray(read_rgb(path, path, upright=True)))
         results["img"] = np.ascontiguousarray(image[..., ::-1])
         results["img_shape"] = results["ori_shape"] = image.shape[:2]
         return results
@@ -90,10 +153,6 @@ class LoadMask(BaseTransform):
         return results
 
 
-def _picture(path: str) -> Bytes:
-    return np.asarray(read_rgb(path, path, upright=True))
-
-
 def _read(path: str, read: Callable[[str], NDArray[Any]]) -> NDArray[Any]:
     try:
         return read(path)
@@ -121,11 +180,8 @@ def check_labels(mask: NDArray[Any], num_classes: int, where: str | Path, shift:
 
 @DATASETS.register_module()
 class ArraySegDataset(BaseSegDataset):
-    """Images held in memory, for pipelines that begin after loading.
-
-    images: uint8 [n, h, w, 3] RGB. masks: uint8 [n, h, w], 255 for pixels to ignore. options: mmengine's for all data
-    sets, such as pipeline, test_mode and indices.
-    """
+    """Images held in memory, for pipelines that begin after loading. images: uint8 [n, h, w, 3] RGB. masks: uint8 [n,
+    h, w], 255 for pixels to ignore. options: mmengine's for all data sets, such as pipeline, test_mode and indices."""
 
     def __init__(self, images: Bytes, masks: Bytes, **options: Any):
         self.images, self.masks = images, masks
@@ -149,10 +205,8 @@ class ArraySegDataset(BaseSegDataset):
 
 @DATASETS.register_module()
 class CamVid(ArraySegDataset):
-    """CamVid at 240 x 180 in 11 classes (Brostow et al., 2009): 367 training, 101 validation, 233 test images.
-
-    root: the folder with camvid_240x180.npz: x_SPLIT uint8 [n, 180, 240, 3] RGB, y_SPLIT uint8 [n, 180, 240], 11 void.
-    """
+    """CamVid at 240 x 180 in 11 classes (Brostow et al., 2009): 367 training, 101 validation, 233 test images. root:
+    the folder with camvid_240x180.npz: x_SPLIT uint8 [n, 180, 240, 3] RGB, y_SPLIT uint8 [n, 180, 240], 11 void."""
 
     METAINFO = {"classes": CAMVID_CLASSES, "palette": CAMVID_PALETTE}
 
@@ -175,21 +229,19 @@ class CamVid(ArraySegDataset):
 
 @DATASETS.register_module()
 class DigitsOnPhotos(ArraySegDataset):
-    """The embedded set of segmentation.synthetic: 1,024 training and 128 validation scenes of 48 x 48 pixels."""
+    """The embedded set of segmentation.data: 1,024 training and 128 validation scenes of 48 x 48 pixels."""
 
-    METAINFO = {"classes": synthetic.CLASSES}  # mmseg makes a palette
+    METAINFO = {"classes": CLASSES}  # mmseg makes a palette
 
     def __init__(self, split: Split, **options: Any):
-        images, masks = synthetic.digits_on_photos(split, n=1024 if split == "train" else 128)
+        images, masks = digits_on_photos(split, n=1024 if split == "train" else 128)
         super().__init__(images, masks, **options)
 
 
 @DATASETS.register_module()
 class ADE20K(ADE20KDataset):
-    """ADE20K scene parsing (Zhou et al., 2017), 150 classes: 20,210 training and 2,000 validation images.
-
-    root: ADEChallengeData2016 as published: images/{training,validation}/*.jpg, annotations/*/*.png (label 0 ignored).
-    """
+    """ADE20K scene parsing (Zhou et al., 2017), 150 classes: 20,210 training and 2,000 validation images. root:
+    ADEChallengeData2016 as published: images/{training,validation}/*.jpg, annotations/*/*.png (label 0 ignored)."""
 
     def __init__(self, root: str | Path, split: Split, **options: Any):
         if split == "test":
@@ -249,3 +301,79 @@ def build_dataset(name: DataName, split: Split) -> BaseSegDataset:
     }[name]
     pipeline = [*pipeline, {"type": "PackSegInputs"}]
     return DATASETS.build(kind | {"split": split, "test_mode": not train, "pipeline": pipeline})
+
+
+# -- batches ----------------------------------------------------------------------------------------------------------
+
+
+cv2.setNumThreads(0)  # loader processes are the parallelism: each would start a thread for every core
+
+# `inputs`, uint8 [3, h, w] BGR, and `data_samples`, mmseg's SegDataSample: a list each, with one entry for every image;
+# on the way to the device `labels`, uint8 [1, h, w], too
+Batch = dict[str, list[Any]]
+CPU = torch.device("cpu")
+
+
+def pack(items: list[dict[str, Any]]) -> Batch:
+    """A batch as it crosses to the device: labels as bytes, an eighth of mmseg's, and where torch can pin them."""
+    batch = pseudo_collate(items)
+    batch["labels"] = [sample.gt_sem_seg.data.to(torch.uint8) for sample in batch["data_samples"]]
+    for sample in batch["data_samples"]:
+        del sample.gt_sem_seg
+    return batch
+
+
+def unpack(batch: Batch, device: torch.device) -> Batch:
+    """On the device, labels in mmseg's place, int64; nobody waits for the copies."""
+    for sample, label in zip(batch["data_samples"], batch.pop("labels"), strict=True):
+        sample.gt_sem_seg = PixelData(data=label.to(device, non_blocking=True).long())
+    return batch | {"inputs": [image.to(device, non_blocking=True) for image in batch["inputs"]]}
+
+
+class SeededAugmentation(Dataset[dict[str, Any]]):
+    """Items by their keys, from which the random transforms' numbers follow. mmcv's transforms draw from numpy's global
+    generator, which is left as it was found."""
+
+    def __init__(self, dataset: BaseSegDataset):
+        self.dataset = dataset
+
+    def __getitem__(self, key: Key) -> dict[str, Any]:
+        state = np.random.get_state()
+        np.random.seed(key)
+        try:
+            return self.dataset[key[-1]]
+        finally:
+            np.random.set_state(state)
+
+
+def train_batches(
+    dataset: BaseSegDataset,
+    recipe: SegmentationRecipe,
+    rank: int,
+    world_size: int,
+    start: int,
+    total: int,
+    device: torch.device = CPU,
+) -> Iterator[Batch]:
+    """This worker's batches from step `start` to `total`, functions of (seed, step, rank, world_size) alone."""
+    keys = (keys for _, keys in train_keys(recipe, len(dataset), rank, world_size, start, total))
+    yield from _loaded(dataset, keys, recipe, device)
+
+
+def eval_batches(
+    dataset: BaseSegDataset,
+    recipe: SegmentationRecipe,
+    rank: int,
+    world_size: int,
+    batch_size: int,
+    device: torch.device = CPU,
+) -> Iterator[Batch]:
+    """This worker's share of the data set, every image once, in batches of at most batch_size."""
+    yield from _loaded(dataset, eval_keys(len(dataset), batch_size, rank, world_size), recipe, device)
+
+
+def _loaded(
+    dataset: BaseSegDataset, keys: Iterator[list[Key]], recipe: SegmentationRecipe, device: torch.device
+) -> Iterator[Batch]:
+    for batch in load_batches(SeededAugmentation(dataset), keys, recipe.loader_workers, collate=pack):
+        yield unpack(batch, device)

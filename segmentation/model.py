@@ -5,24 +5,191 @@ from __future__ import annotations
 import segmentation.registries  # noqa: F401
 
 # isort: split
+
+import argparse
+import hashlib
 import logging
+import re
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from pathlib import Path, PosixPath
+from typing import TYPE_CHECKING, Any, Literal
 
 import mmseg
+import numpy as np
 import torch
+import torch.distributed as dist
 from mmengine.config import Config as ConfigFile
 from mmengine.config import ConfigDict
 from mmengine.logging import MMLogger
+from mmengine.runner import CheckpointLoader
 from mmseg.registry import MODELS
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from segmentation.backbones import SCHEME, check_backbone
+from core import UserError
+from core.checkpoints.untrusted import reason
+from core.methods import DDP, Method
+from core.sharded.mesh import local_world_size
 from segmentation.data import IGNORE
 from segmentation.recipes import BackboneName
+from training.data import data_root, from_home
+from training.workers import make_mesh
+
+if TYPE_CHECKING:
+    from segmentation.recipes import SegmentationRecipe
+    from training.run import Run
+
+SCHEME = "backbone:"  # in front of a checkpoint's name, it has mmengine load it by load_backbone
+# Where mmseg's configs take them from (mmseg's Swin, mmcv's ResNet-V1c) and timm's ViT, which mmseg would convert.
+SOURCES = {
+    "resnet": "https://download.openmmlab.com/pretrain/third_party",
+    "swin": "https://download.openmmlab.com/mmsegmentation/v0.5/pretrain/swin",
+    "jx_vit": "https://github.com/rwightman/pytorch-image-models/releases/download/v0.1-vitjx",
+}
+# timm's names of a ViT's tensors -> mmseg's, as its tools/model_converters/vit2mmseg.py has them
+TIMM_TO_MMSEG = (
+    (r"^norm\.", "ln1."),
+    (r"^patch_embed\.proj", "patch_embed.projection"),
+    (r"^blocks\.(\d+)\.norm", r"layers.\1.ln"),
+    (r"^blocks\.(\d+)\.mlp\.fc1", r"layers.\1.ffn.layers.0.0"),
+    (r"^blocks\.(\d+)\.mlp\.fc2", r"layers.\1.ffn.layers.1"),
+    (r"^blocks\.(\d+)\.attn\.qkv\.", r"layers.\1.attn.attn.in_proj_"),
+    (r"^blocks\.(\d+)\.attn\.proj", r"layers.\1.attn.attn.out_proj"),
+)
+
+
+# tensors of a checkpoint for classifying, and buffers, for which no backbone of mmseg has a place or a need
+UNUSED = re.compile(r"(fc|head|head_dist|pre_logits\.fc|norm|ln1|head\..*)\.(weight|bias)|.*(\.|^)num_batches_tracked|"
+                    r".*\.(attn_mask|relative_position_index)|patch_embed\.projection\.bias")  # fmt: skip
+# tensors that may be missing: norms that segmentation adds behind Swin's stages, and buffers
+ADDED = re.compile(r"norm[0-3]\.(weight|bias)|.*\.(num_batches_tracked|relative_position_index)")
+RESIZED = re.compile(r"pos_embed|.*\.relative_position_bias_table")  # by mmseg, to the size of the training images
+
+
+def _harmless() -> list[Any]:
+    """Classes and functions that training codes' checkpoints hold beside weights: to call them runs no code of the
+    file's. NumPy 1 called its modules otherwise."""
+    made_by = [np.float64(0).__reduce__()[0], np.zeros(1).__reduce__()[0]]
+    named = [(f, f"numpy.{core}.multiarray.{f.__name__}") for f in made_by for core in ("core", "_core")]  # pyright: ignore
+    kinds = {type(np.dtype(code)) for code in "?bhilqBHILQefdUS"}
+    return [argparse.Namespace, PosixPath, np.ndarray, np.dtype, *kinds, *named]
+
+
+@CheckpointLoader.register_scheme(prefixes=SCHEME)
+def load_backbone(name: str, map_location: Any = None) -> Mapping[str, Tensor]:
+    """The weights in the file `name`, after SCHEME: {name in mmseg: tensor}. Of a whole segmentor or classifier, the
+    backbone's. UserError where the file holds no weights, or what could run code."""
+    path = find_backbone(name.removeprefix(SCHEME))
+    state = _read(path, map_location)
+    for key in ("state_dict", "model"):
+        state = state.get(key, state) if isinstance(state, Mapping) else state
+    if not isinstance(state, Mapping) or not state or not all(isinstance(v, Tensor) for v in state.values()):
+        raise UserError(f"pretrained={path}: holds no weights by name; give the file of a backbone's state_dict")
+    state = {str(key).removeprefix("module."): value for key, value in state.items()}
+    inner = {key.removeprefix("backbone."): v for key, v in state.items() if key.startswith("backbone.")}
+    state = inner or state
+    if any(key.startswith("blocks.") for key in state):  # timm's names
+        for theirs, ours in TIMM_TO_MMSEG:
+            state = {re.sub(theirs, ours, key): value for key, value in state.items()}
+    return state
+
+
+def _read(path: Path, map_location: Any) -> Any:
+    """What torch.load makes of a file nobody should trust; it raises nearly any error."""
+    try:
+        with torch.serialization.safe_globals(_harmless()):
+            return torch.load(path, map_location, weights_only=True)
+    except MemoryError:
+        raise
+    except Exception as error:
+        if found := re.search(r"GLOBAL ([\w.]+)", str(error)):
+            raise UserError(
+                f"pretrained={path}: holds {found[1]}, which may run code when it is read: keep its weights alone, "
+                'where you trust its source, torch.save(torch.load(FILE, weights_only=False)["state_dict"], NEW)'
+            ) from None
+        raise UserError(f"pretrained={path}: cannot be read ({reason(error)}): fetch it again") from None
+
+
+def find_backbone(name: str) -> Path:
+    """The file, in CO2_DATA/backbones unless `name` is a full path; UserError where it is missing or another one."""
+    path = data_root() / "backbones" / from_home(name)
+    if not path.is_file():
+        source = next((url for start, url in SOURCES.items() if path.name.startswith(start)), None)
+        remedy = f"fetch {source}/{path.name} there" if source else "give the file of a backbone's weights"
+        raise UserError(f"pretrained={name}: no file {path}; {remedy}, or --pretrained None for random ones")
+    published = re.search(r"-([0-9a-f]{8,64})\.", path.name)  # as torch.hub and openmmlab name their files
+    if published:
+        with open(path, "rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+        if not found.startswith(published[1]):
+            raise UserError(f"pretrained={path}: its SHA-256 is {found[:8]}..., not {published[1]}; fetch it again")
+    return path
+
+
+def check_backbone(name: str, wanted: Mapping[str, Tensor]) -> None:
+    """UserError where the checkpoint is of another network; mmengine would only warn."""
+    found = load_backbone(name, "cpu")
+    shape = lambda key, tensor: tensor.shape[-1:] if RESIZED.fullmatch(key) else tensor.shape  # noqa: E731
+    missing = [key for key in wanted if key not in found and not ADDED.fullmatch(key)]
+    more = [key for key in found if key not in wanted and not UNUSED.fullmatch(key)]
+    other = [key for key in found.keys() & wanted.keys() if shape(key, found[key]) != shape(key, wanted[key])]
+    for wrong, what in (
+        (missing, f"of the backbone's {len(wanted)} tensors, {{}} are missing"),
+        (more, "it has {} tensors that the backbone has no place for"),
+        (other, "{} tensors have other shapes than the backbone's"),
+    ):
+        if wrong:
+            raise UserError(
+                f"pretrained={name.removeprefix(SCHEME)}: {what.format(len(wrong))}, such as "
+                f"{', '.join(sorted(wrong)[:3])}; give a checkpoint of the same network in mmseg's or timm's naming"
+            )
+
+
+# -- SyncBN -----------------------------------------------------------------------------------------------------------
+
+
+DEVICES = ("cuda",)  # for which torch's SyncBatchNorm has kernels
+
+
+def check_sync_bn(run: Run, recipe: SegmentationRecipe) -> None:
+    """Refuses it where torch cannot, and where a run of that name would be one of plain BatchNorm."""
+    if recipe.sync_bn == "no":
+        return
+    given = f"sync_bn={recipe.sync_bn!r}"
+    if run.device.type not in DEVICES:
+        raise UserError(f"{given} needs GPUs, torch has no SyncBatchNorm for a CPU: give --sync_bn no")
+    of_node = recipe.per_node if recipe.per_node > 1 else local_world_size()
+    if of_node < 2 and recipe.sync_bn == "node":
+        raise UserError(f"{given} with 1 worker a node shares nothing: give --sync_bn no")
+
+
+def share_statistics(run: Run, model: nn.Module, method: Method) -> None:
+    """Gives each SyncBatchNorm layer its process group, that of the gradients where there is one; all must call it."""
+    layers = [m for m in model.modules() if isinstance(m, nn.SyncBatchNorm)]
+    if not layers:
+        return
+    everyone = run.recipe.sync_bn == "all" and isinstance(method, DDP)
+    group = method.group if everyone else node_group(run)
+    for layer in layers:
+        layer.process_group = group
+
+
+def node_group(run: Run) -> dist.ProcessGroup:
+    """The group in which a node's workers synchronize gradients, or a new one of this machine's workers.
+
+    torch needs one order of two NCCL groups' collectives on all ranks, and a wait() between an asynchronous one and
+    the other group's next (torch.distributed.new_group). The workers of a node close rounds at the same steps, and the
+    reduction's side stream waits, so both hold beside the method's own group. Not run on GPUs.
+    """
+    mesh = run.mesh or make_mesh(run.device, 0, 0, run.recipe.timeout)
+    assert mesh is not None, "check_sync_bn refuses a node of one worker"
+    return mesh.get_group("shard")
+
+
+# -- UPerNet ----------------------------------------------------------------------------------------------------------
+
 
 Config = dict[str, Any]
 Norm = Literal["BN", "SyncBN"]
@@ -76,17 +243,10 @@ BACKBONES: dict[BackboneName, Backbone] = {
 
 
 def upernet(
-    name: BackboneName,
-    num_classes: int,
-    crop: tuple[int, int],
-    *,
-    norm: Norm = "BN",
-    pretrained: Path | None = None,
+    name: BackboneName, num_classes: int, crop: tuple[int, int], *, norm: Norm = "BN", pretrained: Path | None = None
 ) -> Config:
     """The config of UPerNet with an FCN auxiliary head (loss weight 0.4): mmseg's base model with the backbone's sizes.
-
-    crop: (height, width) of training images. norm: see segmentation.sync_bn. pretrained: see segmentation.backbones.
-    """
+    crop: (height, width) of training images. norm: see segmentation.model. pretrained: see segmentation.model."""
     b = BACKBONES[name]
     config: Config = ConfigFile.fromfile(BASES / f"{b.base}.py").model.to_dict() | {"pretrained": None}
     backbone, heads = config["backbone"], (config["decode_head"], config["auxiliary_head"])
@@ -121,9 +281,7 @@ class _LinspaceOnCpu(TorchFunctionMode):
 
 def build_model(config: Config) -> nn.Module:
     """An mmseg segmentor with initialised weights, from a config such as upernet's; also under torch.device("meta").
-
-    UserError when the backbone's checkpoint is missing or of another network, where mmengine would only warn.
-    """
+    UserError when the backbone's checkpoint is missing or of another network, where mmengine would only warn."""
     with _LinspaceOnCpu(), warnings.catch_warnings():
         # as in mmseg's published runs, the loss's mean counts ignored pixels: it warns of this default every time
         warnings.filterwarnings("ignore", message="Default ``avg_non_ignore``")

@@ -1,7 +1,5 @@
 """Trains UPerNet: torchrun --standalone --nproc-per-node 4 -m segmentation.train RECIPE [overrides]."""
 
-from __future__ import annotations
-
 from segmentation.recipes import RECIPES, SegmentationRecipe
 from training.checks import dry_run
 from training.recipe import answer_help, parse
@@ -17,17 +15,13 @@ import torch
 from mmseg.datasets import BaseSegDataset
 from torch import Tensor, nn
 
-from segmentation.data import CROP, EVAL_BATCH, EVAL_SPLITS, NUM_CLASSES, build_dataset
-from segmentation.loader import eval_batches, train_batches
-from segmentation.metrics import SegmentationMetric
-from segmentation.model import build_model, upernet
-from segmentation.pictures import side_by_side
-from segmentation.sync_bn import check_sync_bn, share_statistics
-from training.backward import Scalars, backward_in_parts
-from training.elastic.run import repeated
-from training.optim import clip_gradients, make_optimizer, make_schedule
+from segmentation.data import CROP, EVAL_BATCH, EVAL_SPLITS, NUM_CLASSES, build_dataset, eval_batches, train_batches
+from segmentation.metrics import SegmentationMetric, side_by_side
+from segmentation.model import build_model, check_sync_bn, share_statistics, upernet
+from training.data import steps_per_epoch
+from training.elastic import repeated
+from training.optim import Scalars, backward_in_parts, clip_gradients, make_optimizer, make_schedule
 from training.run import Run
-from training.sampling import steps_per_epoch
 from training.workers import to_device
 
 PICTURES = 4  # samples shown at each evaluation
@@ -93,10 +87,8 @@ def train(
 def backward(
     run: Run, recipe: SegmentationRecipe, model: nn.Module, wrapped: nn.Module, images: Tensor, labels: list[Any]
 ) -> Scalars:
-    """Adds the gradient of this worker's mean loss; returns train_loss and train_aAcc (percent of the pixels).
-
-    images: normalised, [b, 3, h, w]. labels: mmseg's SegDataSamples.
-    """
+    """Adds the gradient of this worker's mean loss; returns train_loss and train_aAcc (percent of the pixels). images:
+    normalised, [b, 3, h, w]. labels: mmseg's SegDataSamples."""
 
     def part_of(places: range) -> Scalars:
         some = slice(places.start, places.stop)
@@ -113,10 +105,8 @@ def backward(
 @repeated
 @torch.no_grad()
 def evaluate(run: Run, model: nn.Module, split: str, eval_set: BaseSegDataset) -> dict[str, float]:
-    """mIoU, mAcc and aAcc over the whole split, each worker on its share; logs each class's IoU and some pictures.
-
-    The model runs in float32 at any precision of training, as in mmseg's published figures.
-    """
+    """mIoU, mAcc and aAcc over the whole split, each worker on its share; logs each class's IoU and some pictures. The
+    model runs in float32 at any precision of training, as in mmseg's published figures."""
     classes, palette = eval_set.metainfo["classes"], eval_set.metainfo["palette"]
     metric = SegmentationMetric(classes, run.device)
     shown = 0

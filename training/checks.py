@@ -1,25 +1,141 @@
-"""What a run refuses before its first step, and the dry run, which asks the same functions."""
+"""What a run refuses before its first step, and the dry run: it asks the same, and counts the bytes on each GPU.
 
-from __future__ import annotations
+The count leaves out activations, which the planner estimates for decoders, and what a compressed all-reduce encodes and
+receives. RESERVE stands for the CUDA context, the buffers of NCCL and cuDNN, and fragmentation.
+"""
 
 import dataclasses
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from core.errors import UserError
 from core.methods import check_apart
 from core.methods.ddp import check_wire
 from core.sharded.mesh import check_shared, local_world_size
-from training import memory
+from training.data import per_worker, smallest_part
 from training.layouts.layout import Layout
 from training.recipe import Recipe, momentum_note
-from training.sampling import per_worker, smallest_part
 from training.workers import check_nodes, make_link, pick_device, rank, world_size
+
+GIB = 1 << 30  # bytes; a GPU that is sold with 24 GB has 24 GiB
+RESERVE = 1.5 * GIB
+# float32 copies of the trained parameters that a method holds: outer iterate, momentum and payload, as it has them
+COPIES = {"ddp": 0, "local": 1, "slowmo": 3, "overlap_local": 3, "co2": 3, "delayed": 3, "zo": 1}
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on each GPU, by what they are for."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    method: float
+    buckets: float  # DDP's copy of the gradients
+    gathered: float  # whole parameters and gradients that FSDP2 holds at once
+
+    @property
+    def total(self) -> float:
+        """With RESERVE, without activations."""
+        return sum(vars(self).values()) + RESERVE
+
+
+def size_of(params: Iterable[Tensor]) -> int:
+    return sum(p.numel() * p.element_size() for p in params)
+
+
+def estimate(recipe: Recipe, model: nn.Module, world_size: int) -> Memory:
+    """Counts the bytes of one of world_size workers. model: the whole model, which may be on the meta device."""
+    node = recipe.per_node or local_world_size()
+    size, trained = size_of(model.parameters()), size_of(p for p in model.parameters() if p.requires_grad)
+    parts = node if recipe.zero >= 2 else 1
+    zeroth_order = recipe.method == "zo"
+    # Muon has one moment for its matrices, two for the rest: two is the bound
+    moments = {"sgd": 1 if recipe.optim.momentum else 0}.get(recipe.optim.name, 2)
+    synchronizes = world_size > 1 and recipe.zero < 2 and (recipe.method == "ddp" or node > 1)
+    return Memory(
+        parameters=streamed(model) if zeroth_order and recipe.offload else size / parts,
+        gradients=0.0 if zeroth_order else trained / parts,
+        optimizer=moments * trained / (node if recipe.zero else 1),
+        method=held(recipe, model, node, world_size),
+        buckets=trained if synchronizes and not zeroth_order else 0.0,
+        gathered=gathered(recipe, model),
+    )
+
+
+def held(recipe: Recipe, model: nn.Module, node: int, workers: int) -> float:
+    """Bytes of the method's state on one of `workers`, `node` of which synchronize every step. Error feedback holds one
+    copy of the errors, and 1/n of a copy for the part that this worker averages. L-GreCo holds two copies more."""
+    trained = size_of(p for p in model.parameters() if p.requires_grad)
+    method, trained = recipe.method, trained / (node if recipe.zero >= 2 else 1)
+    if recipe.offload:
+        return 0.0
+    if method == "co2" and (node > 1 or recipe.shard):
+        equal = node if recipe.zero < 2 else 1  # the workers of a node that hold the same parameters
+        return trained * (1 + 2 / (equal * (workers // node if recipe.shard else 1)))
+    copies: float = COPIES[method]
+    copies += method == "co2" and recipe.co2.merge == "keep"
+    copies += method == "delayed" and recipe.delayed.nesterov  # pyright: ignore[reportAttributeAccessIssue]
+    if recipe.elastic and method != "zo":  # in float32; what a worker has sent stays until it has arrived
+        return trained * (copies + 1)
+    config = recipe.ddp_wire if method == "ddp" else recipe.co2.wire  # pyright: ignore[reportAttributeAccessIssue]
+    among = workers if method == "ddp" else workers // node
+    alone = workers == 1 and (method == "ddp" or config.format == "auto")  # nothing is encoded then
+    if config.format != "float32" and method not in ("zo", "delayed") and not alone:
+        copies += {"ddp": 1, "local": 1}.get(method, 0)  # a payload, or an anchor to send differences from
+        copies += config.error_feedback * (1 + 1 / among)
+        copies += 2 * (config.format == "lgreco")
+    return trained * copies
+
+
+def gathered(recipe: Recipe, model: nn.Module) -> float:
+    """Bytes of whole parameters and gradients that FSDP2 holds at once (training.zero.shard_model). ZeRO-2: all
+    parameters; ZeRO-3: two blocks' and those outside blocks. Gradients of as many, and what is reduced."""
+    if recipe.zero < 2:
+        return 0.0
+    size = 2 if recipe.precision == "bfloat16" else 4
+    blocks = [sum(p.numel() for p in block.parameters()) for block in blocks_of(model)]
+    whole = sum(p.numel() for p in model.parameters())
+    few = whole - sum(blocks) + 2 * max(blocks, default=0)
+    return size * (few if recipe.zero == 3 else whole) + (size + 4) * few
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """All modules that are in lists."""
+    return [block for blocks in model.modules() if isinstance(blocks, nn.ModuleList) for block in blocks]
+
+
+def streamed(model: nn.Module) -> float:
+    """Bytes that language.zeroth.blocks.BlockStream holds: three blocks, the rest, and a large module's copy."""
+    blocks = [size_of(block.parameters()) for block in blocks_of(model)]
+    block = max(blocks, default=0)
+    alone = max((size_of(m.parameters(recurse=False)) for m in model.modules()), default=0)
+    return size_of(model.parameters()) - sum(blocks) + 3 * block + (alone if alone > block else 0)
+
+
+def lines(memory: Memory, recipe: Recipe) -> Iterator[str]:
+    """A line with the bytes of each part, and a warning where they exceed recipe.gpu_gb."""
+    gb = {name: f"{value / GIB:.1f}" for name, value in vars(memory).items()}
+    more = "".join(f", {what} {gb[what]}" for what in ("buckets", "gathered") if getattr(memory, what))
+    yield (
+        f"{memory.total / GIB:.1f} GiB a GPU and activations: parameters {gb['parameters']}, gradients "
+        f"{gb['gradients']}, optimizer {gb['optimizer']}, {recipe.method} {gb['method']}{more}, "
+        f"{RESERVE / GIB:.1f} for CUDA"
+    )
+    if recipe.gpu_gb is not None and memory.total > recipe.gpu_gb * GIB:
+        yield (
+            f"warning: gpu_gb={recipe.gpu_gb:g} is less, even without activations: a higher --zero needs less, as do "
+            "--shard of co2, --offload of co2 and zo, wire.format float32, and of co2 merge outer or mix"
+        )
+
+
+# -- refusals, and the dry run ----------------------------------------------------------------------------------------
 
 
 def check_start(recipe: Recipe, workers: int | None) -> int:
@@ -74,4 +190,4 @@ def dry_run(recipe: Recipe, build_model: Callable[[], nn.Module]) -> None:
         print(f"{millions:.2f} M parameters, {workers} workers of {share} samples a step")
         if note := momentum_note(recipe, workers):
             print(note)
-        print(*memory.lines(memory.estimate(recipe, model, workers), recipe), sep="\n")
+        print(*lines(estimate(recipe, model, workers), recipe), sep="\n")

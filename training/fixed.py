@@ -1,6 +1,4 @@
-"""A run whose workers stay the same: process group, nodes, checkpoints. Otherwise see training/elastic/run.py."""
-
-from __future__ import annotations
+"""A run whose workers stay the same: process group, nodes, checkpoints. Otherwise see training/elastic.py."""
 
 import contextlib
 import functools
@@ -21,11 +19,9 @@ from core.errors import UserError
 from core.groups import host_group
 from core.methods import Method, entry_of, make_method
 from core.rounds import Rounds
-from training.config import settings
-from training.folder import RunFolder
+from training.data import mix
+from training.folder import RoundLog, RunFolder, settings
 from training.progress import Due, Progress, Trained
-from training.round_log import RoundLog
-from training.sampling import mix
 from training.workers import join, largest_of_workers, make_mesh
 
 T = TypeVar("T")

@@ -1,33 +1,138 @@
-"""The run folder: what a run was made of, what it measured, and its summary."""
+"""The run folder: what a run was made of (config.json), what it measured, what its rounds communicated, its summary."""
 
 from __future__ import annotations
 
 import dataclasses
 import errno
 import fcntl
+import functools
+import importlib.metadata
 import json
 import math
 import os
 import secrets
 import socket
+import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile, schedule
 from tqdm import tqdm
 
+from core.adaptive.tau import Adaptive
 from core.checkpoints.untrusted import parse_json
 from core.errors import UserError
 from core.groups import of_all
-from training import config
+from core.lgreco.decide import Allocation
+from core.lgreco.reducer import LGreco
+from core.methods import REGISTRY, Method
+from core.rounds import Rounds
+from core.stats import RoundStats, send_off
 from training.progress import Stopwatch
 from training.recipe import Recipe, flat
+from training.workers import rank
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
+
+PACKAGES = ("torch", "torchvision", "timm", "numpy", "transformers", "onedl-mmsegmentation")
+
+# What a resumed run may change, for it does not change the run's numbers.
+FREE = {
+    "out", "resume", "extend", "dry_run", "device", "timeout", "link_mbit", "trace", "eval_every", "checkpoint_every",
+    "save_minutes", "log_every", "accumulate", "recompute", "gpu_gb", "loader_workers", "eval_tokens",
+    "wikitext2", "eval_samples", "emd_points", "init_from",
+}  # fmt: skip
+LENGTH = {"epochs", "epoch_steps"}  # of the run, which its learning rate follows: free with --extend
+
+
+def describe(recipe: Recipe, world_size: int, device: torch.device) -> dict[str, Any]:
+    """What config.json holds: the recipe, the command, the commit, the versions."""
+    return {
+        "recipe": dataclasses.asdict(recipe),
+        "world_size": world_size,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "command": sys.argv,
+        "commit": commit(),
+        "versions": {p: v for p in PACKAGES if (v := version(p))},
+    }
+
+
+def settings(recipe: Any) -> dict[str, Any]:
+    """The fields of a recipe, or of what describe() holds of one, by the command line's names and as JSON has them."""
+    nested = dataclasses.asdict(recipe) if dataclasses.is_dataclass(recipe) else recipe
+    return flat(json.loads(json.dumps(nested, default=str)))
+
+
+def with_defaults(old: dict[str, Any], kind: type[Recipe]) -> dict[str, Any]:
+    """The settings of a file that may be older than some fields: such a run had their defaults."""
+    return settings(kind()) | old
+
+
+def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """Which settings changed, as "optim.lr: 0.05 -> 0.5"; those that only one of the two knows are left out."""
+    return [f"{key}: {old[key]} -> {new[key]}" for key in old if key in new and old[key] != new[key]]
+
+
+def of_other_methods(method: str) -> set[str]:
+    """The groups of settings that say nothing of a run with this one."""
+    return {entry.settings.key for entry in REGISTRY.values() if entry.settings and entry.name != method}
+
+
+def resumed(file: Path, config: dict[str, Any], kind: type[Recipe]) -> tuple[dict[str, Any], str]:
+    """The content of config.json after a run of `config` resumes it, with a line more of history; or why it cannot."""
+    try:
+        old = parse_json(file.read_text())
+        config["recipe"]["extend"] = bool(config["recipe"].get("extend") or old["recipe"].get("extend"))  # from now on
+        changed = differences(with_defaults(settings(old["recipe"]), kind), settings(config["recipe"]))
+        history = [*old.get("history", [])]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return {}, f"{file} is damaged ({error!r}): restore it, or choose another --out"
+    free = FREE | (LENGTH if config["recipe"]["extend"] else set())
+    if old["recipe"].get("layout") and config["recipe"].get("layout"):
+        free |= {"layout"}  # from a checkpoint of one another goes on, but no run without
+    unread = of_other_methods(config["recipe"]["method"])
+    names = {change: change.partition(":")[0] for change in changed}
+    if refused := [c for c in changed if names[c] not in free and names[c].split(".")[0] not in unread]:
+        what = ", ".join(refused)
+        if {names[change] for change in refused} <= LENGTH:
+            return {}, (
+                f"{file.parent} is a run of another length ({what}), which its learning rate has followed: resume with "
+                "that length, add --extend to stretch the schedule from here on, or choose another --out"
+            )
+        return {}, f"{file.parent} holds another run ({what}): resume with its settings, or choose another --out"
+    line = {key: config[key] for key in ("command", "commit", "world_size")} | {"changed": changed}
+    return old | {"recipe": config["recipe"], "history": [*history, line]}, ""
+
+
+@functools.cache  # 10 ms each
+def version(package: str) -> str:
+    """The installed version; empty for a package that is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def commit() -> str:
+    """The commit of this checkout, with a mark when its code has changes; empty outside a checkout."""
+    git = ["git", "-C", str(Path(__file__).parents[1])]
+    try:
+        head = subprocess.run([*git, "describe", "--always"], capture_output=True, text=True, timeout=10)
+        but_results = [*git, "diff", "--quiet", "HEAD", "--", ".", ":(exclude)results"]  # which measurements write
+        changed = subprocess.run(but_results, capture_output=True, timeout=10).returncode == 1
+        return head.stdout.strip() + ("-dirty" if changed else "")
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+
+
+# -- the folder -------------------------------------------------------------------------------------------------------
+
 
 # how a result's name ends -> (factor, unit) of what is shown
 UNITS = {
@@ -44,9 +149,7 @@ UNITS = {
 
 class RunFolder:
     """Rank 0 writes config.json, metrics.jsonl, TensorBoard's events and summary.json; the other workers write nothing.
-
-    attempt: a text that workers share which were started together. writer: TensorBoard's, on rank 0.
-    """
+    attempt: a text that workers share which were started together. writer: TensorBoard's, on rank 0."""
 
     writer: SummaryWriter
 
@@ -83,7 +186,7 @@ class RunFolder:
 
     def _take(self, recipe: Recipe, world_size: int, device: torch.device, *, resume: bool, force: bool = False) -> str:
         """Locks the folder, and writes config.json for a fresh run; why it cannot be taken, or nothing."""
-        made_of = config.describe(recipe, world_size, device)
+        made_of = describe(recipe, world_size, device)
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock, holder = _lock(self.path / ".lock")
         if holder and not force:
@@ -95,7 +198,7 @@ class RunFolder:
         if self._holds_a_run() and not resume:
             return f"{self.path} holds a run: add --resume to continue it, or choose another --out"
         if self._holds_a_run() and file.exists():
-            self._resumed, refusal = config.resumed(file, made_of, type(recipe))
+            self._resumed, refusal = resumed(file, made_of, type(recipe))
             return refusal
         _replace(file, _json(made_of))  # in place of what a failed start has left
         return ""
@@ -131,10 +234,8 @@ class RunFolder:
             self._lock.close()
 
     def log(self, step: int, scalars: Mapping[str, float | Tensor], of_model: str = "") -> None:
-        """Writes one line of metrics.jsonl, with null for what is not finite, and TensorBoard's scalars.
-
-        of_model: `shared` or `own`, of evaluations.
-        """
+        """Writes one line of metrics.jsonl, with null for what is not finite, and TensorBoard's scalars. of_model:
+        `shared` or `own`, of evaluations."""
         if not self.writes:
             return
         values = {name: float(value) for name, value in scalars.items()}
@@ -221,3 +322,144 @@ def table(summary: Mapping[str, float]) -> str:
         number = f"{value * factor:,.0f}" if isinstance(value, int) and factor == 1 else f"{value * factor:,.4g}"
         lines.append(f"  {name.replace('_', ' '):24}{number:>12} {unit}".rstrip())
     return "\n".join(lines)
+
+
+# -- rounds -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Overlap:
+    """The communication of a whole run, added up round by round. Seconds, bytes."""
+
+    rounds: int = 0
+    exposed_seconds: float = 0.0
+    allreduce_seconds: float = 0.0
+    bytes_sent: float = 0.0
+
+    def add(self, stats: dict[str, float]) -> None:
+        self.rounds += 1
+        self.exposed_seconds += stats["exposed_seconds"]
+        self.allreduce_seconds += stats["allreduce_seconds"]
+        self.bytes_sent += stats["bytes_sent"]
+
+    @property
+    def hidden_seconds(self) -> float:
+        """The all-reduces' own time that no loop waited for."""
+        return max(0.0, self.allreduce_seconds - self.exposed_seconds)
+
+    @property
+    def hidden_share(self) -> float:
+        """hidden_seconds as a share of the all-reduces' own time; 1 when there was none."""
+        return self.hidden_seconds / self.allreduce_seconds if self.allreduce_seconds else 1.0
+
+    @property
+    def link_mbit(self) -> float:
+        """The rate at which this worker sent while an all-reduce was under way, Mbit/s."""
+        return self.bytes_sent * 8e-6 / self.allreduce_seconds if self.allreduce_seconds else 0.0
+
+    def summary(self) -> dict[str, float]:
+        names = ("rounds", "exposed_seconds", "hidden_seconds", "allreduce_seconds", "hidden_share", "bytes_sent")
+        return {name: getattr(self, name) for name in (*names, "link_mbit")}
+
+
+class RoundLog:
+    """Attributes: overlap, the communication of all rounds that were read so far."""
+
+    def __init__(self, recipe: Recipe, folder: RunFolder, device: torch.device):
+        self.overlap = Overlap()
+        self._folder = folder
+        self._allocation: Allocation | None = None  # L-GreCo's last decision
+        self._log_every = recipe.log_every
+        self._on_gpu = device.type == "cuda"
+        self._synchronous = False
+        self._unread: list[tuple[int, RoundStats]] = []  # rounds whose times a GPU may still be taking
+        self._unlogged: list[tuple[int, dict[str, Any]]] = []  # scalars on their way from a GPU
+        self._trace: Trace | None = None
+        if recipe.trace and rank() == 0:
+            first = 6 if recipe.co2.tau == "auto" else 2  # tau has been chosen by then
+            self._trace = Trace(folder.path / "trace.json", cuda=self._on_gpu, first=first)
+
+    def close_round(self, step: int, method: Method) -> None:
+        """Call it when a round has closed. On a GPU this reads the round before, so that the host does not wait."""
+        self._synchronous = method.tau == 1
+        self._unread.append((step, method.stats))
+        self.read(leave=int(self._on_gpu))
+        pacing = method.pacing if isinstance(method, Rounds) else None
+        if isinstance(pacing, Adaptive) and (decision := pacing.decision):
+            sent = f"{method.stats.bytes_sent / 1e6:.3g} MB a round, {decision.exposed_share:.0%} of the time exposed"
+            new = f"tau {decision.old} -> {decision.new}, wire {decision.wire}"
+            self._folder.note(step, "tau", f"{new}: {decision.reason}; {sent}")
+        self._note_allocation(step, method)
+        if self._trace and self._trace.go_on():
+            self._folder.note(step, "trace", f"trace in {self._trace.path}")
+
+    def log(self, step: int, scalars: Mapping[str, float | Tensor]) -> dict[str, float] | None:
+        """Logs scalars, on a GPU those of the last call; returns what it logged last, if anything."""
+        self._unlogged.append((step, send_off(scalars)))
+        return self._log(leave=int(self._on_gpu))
+
+    def read(self, leave: int = 0) -> None:
+        """Adds up and logs all rounds but the newest `leave`; all scalars, where it leaves none. Where every step is a
+        round, it logs only each log_every-th."""
+        while len(self._unread) > leave:
+            step, stats = self._unread.pop(0)
+            values = stats.as_dict()
+            self.overlap.add(values)
+            if not self._synchronous or self.overlap.rounds % self._log_every == 0:
+                self._folder.log(step, {f"round/{name}": value for name, value in values.items()})
+        if not leave:
+            self._log(leave)
+
+    def _log(self, leave: int) -> dict[str, float] | None:
+        values = None
+        while len(self._unlogged) > leave:
+            step, scalars = self._unlogged.pop(0)
+            values = {name: float(value) for name, value in scalars.items()}
+            self._folder.log(step, values)
+        return values
+
+    def finish(self, step: int) -> None:
+        """Reads the rounds that are left, and ends the trace."""
+        self.read()
+        if self._trace and self._trace.go_on(last=True):
+            self._folder.note(step, "trace", f"trace in {self._trace.path}")
+        elif self._trace and not self._trace.wrote:
+            self._folder.note(step, "trace", f"no trace, which begins when {self._trace.first} rounds have closed")
+
+    def _note_allocation(self, step: int, method: Method) -> None:
+        """Logs L-GreCo's newest decision, once."""
+        reducer = method.reducer if isinstance(method, Rounds) else getattr(method.wire, "reducer", None)
+        found = reducer.allocation if isinstance(reducer, LGreco) else None
+        if found is None or found is self._allocation:
+            return
+        self._allocation = found
+        self._folder.note(step, "lgreco", f"L-GreCo: {found.reason}")
+        if self._folder.writes:
+            self._folder.writer.add_text("lgreco/layers", found.table(), step)
+        numbers = {"bytes": sum(found.bytes), "uniform_bytes": found.uniform_bytes, "seconds": sum(found.seconds)}
+        self._folder.log(step, {f"lgreco/{name}": value for name, value in numbers.items()})
+
+
+class Trace:
+    """A torch.profiler trace of `rounds` rounds, after the first `first` (1 or more), for https://ui.perfetto.dev.
+    gloo's all-reduce has a thread of its own (`gloo:all_reduce`), NCCL's a stream."""
+
+    def __init__(self, path: Path, *, cuda: bool = False, first: int = 2, rounds: int = 2):
+        self.path, self.first = path, first
+        self.wrote = False
+        self._profile: Any = profile(
+            activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * cuda,
+            schedule=schedule(wait=first - 1, warmup=1, active=rounds, repeat=1),
+            on_trace_ready=self._write,
+        )
+        self._profile.start()
+
+    def _write(self, finished: Any) -> None:
+        finished.export_chrome_trace(str(self.path))
+        self.wrote = True
+
+    def go_on(self, *, last: bool = False) -> bool:
+        """Call it when a round has closed, and at the end, which writes what there is; True when it wrote the trace."""
+        before = self.wrote
+        (self._profile.stop if last else self._profile.step)()
+        return self.wrote and not before

@@ -1,7 +1,5 @@
 """Reads pictures and label masks of every mode that Pillow knows, without saturating or stretching their values."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import IO, Any
 

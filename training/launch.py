@@ -3,20 +3,253 @@
     python -m training.launch --nproc-per-node 4 -m TASK.train RECIPE [overrides]
 
 torchrun ends every failure with a traceback. Here a user's mistake ends in one line, and Ctrl-C in none. With --elastic
-among the overrides workers may come and go: see training/elastic/agent.py.
+among the overrides workers may come and go: each node's launcher starts one that has died again, --max-restarts times
+each, under a new name, RANK.RESTARTS, and writes to the store which of them live. The first node's launcher serves the
+store and lists the generations, see core/elastic/members.py; the run ends with it, and goes on with --resume.
 """
 
-from __future__ import annotations
-
+import contextlib
+import errno
+import json
+import math
 import os
+import signal
+import socket
+import subprocess
 import sys
+import tempfile
+import time
+from argparse import Namespace
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
+import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.run import parse_args, run
+from torch.distributed.run import determine_local_world_size, parse_args, run
 
 from core.errors import UserError
-from training.elastic.agent import run_elastic
+
+POLL = 0.02  # seconds between two looks at the workers
+SILENCE = 15.0  # seconds without a sign of life after which a node's launcher is lost
+PATIENCE = 60.0  # seconds that workers get to save and end after a signal
+
+
+class Coordinator:
+    """Lists the generations, in the first node's launcher. store: see core.elastic.members.Members. nodes: how many."""
+
+    def __init__(self, store: dist.Store, nodes: int):
+        self.store, self.nodes = store, nodes
+        self.generation, self.members = 0, []
+        self._waits_since: float | None = None  # for members to come to the next generation
+        self._beats: dict[int, tuple[int, float]] = {}  # of each node the last one, and when it was seen
+
+    def look(self) -> None:
+        """Lists the next generation where it is due."""
+        alive = self.alive()
+        if alive is None:
+            return
+        members = [name for name in self.members if name in alive]
+        ready = [name for name in alive if name not in self.members and self._is_set(f"ready/{name}")]
+        if not members:
+            if alive and len(ready) == len(alive) and not self._is_set("over"):  # the start, or all were lost
+                self._list(sorted(ready, key=lambda name: [*map(int, name.split("."))]), planned=True)
+            return
+        if len(members) < len(self.members):
+            self.store.set(f"broken/{self.generation}", "")
+        if ready:
+            self.store.set(f"waiting/{self.generation}", "")
+        keys = {name: f"came/{self.generation}/{name}" for name in members}
+        came = {name: self.store.get(key).decode() for name, key in keys.items() if self._is_set(key)}
+        if not came:
+            return
+        self._waits_since = self._waits_since or time.monotonic()
+        patience = float(self.store.get("patience"))
+        if len(came) == len(members) or time.monotonic() - self._waits_since > patience:
+            holders = [name for name, kind in came.items() if kind != "empty"]
+            planned = all(came[name] == "planned" for name in holders)
+            empty = [name for name in came if name not in holders]
+            self._list(holders + (empty + ready if planned else []), planned)
+
+    def _list(self, names: list[str], planned: bool) -> None:
+        self.generation, self.members, self._waits_since = self.generation + 1, names, None
+        self.store.set(f"generation/{self.generation}", json.dumps({"names": names, "planned": planned}))
+
+    def alive(self) -> list[str] | None:
+        """The names of the workers that live; None as long as not all nodes have started theirs."""
+        alive: list[str] = []
+        for node in range(self.nodes):
+            if not self._is_set(f"node/{node}"):
+                return None
+            told = json.loads(self.store.get(f"node/{node}"))
+            beat, seen = self._beats.get(node, (-1, 0.0))
+            if told["beat"] != beat:
+                self._beats[node] = told["beat"], (seen := time.monotonic())
+            if time.monotonic() - seen < SILENCE:
+                alive += told["alive"]
+        return alive
+
+    def _is_set(self, key: str) -> bool:
+        return self.store.check([key])
+
+
+class Agent:
+    """One node's launcher: its workers, and their restarts.
+
+    Args:
+        spawn: starts a worker with these environment variables; returns its process, as subprocess.Popen does.
+        workers: number of workers on each node.
+        restarts: how often each worker is started again.
+        node: this node's number, of `nodes`.
+        host, port: of the store, which the first node serves; port 0: any.
+    """
+
+    def __init__(
+        self,
+        spawn: Callable[[dict[str, str]], Any],
+        workers: int,
+        restarts: int = 0,
+        *,
+        node: int = 0,
+        nodes: int = 1,
+        host: str = "127.0.0.1",
+        port: int = 0,
+    ):
+        self.spawn, self.workers, self.restarts, self.node, self.nodes = spawn, workers, restarts, node, nodes
+        try:
+            self._served = _serve(host, port, alone=nodes == 1) if node == 0 else _store(host, port)
+        except (RuntimeError, OSError) as error:
+            reason = str(error).splitlines()[0]
+            remedy = "give --master-addr and a free --master-port of the first node"
+            raise UserError(f"no store at {host}:{port} ({reason}): {remedy}") from None
+        self.store = dist.PrefixStore("elastic", self._served)
+        self.coordinator = Coordinator(self.store, nodes) if node == 0 else None
+        self.processes: dict[int, Any] = {}  # by slot
+        self.started = [0] * workers  # how often each slot's worker has been started again
+        self.status, self.signalled, self._beat = 0, 0, 0
+        self.finished = False  # whether a worker has ended well
+        self._ends_them = False  # whether the launcher itself kills those that are left
+        self._deadline = math.inf
+        self._folder = tempfile.TemporaryDirectory()
+
+    def run(self) -> int:
+        """Until all workers have ended; the exit status: 0 once a worker has come to the run's end."""
+        before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            for slot in range(self.workers):
+                self._start(slot)
+            while self.processes or (self.coordinator and self.coordinator.alive() != []):
+                self.look()
+                time.sleep(POLL)
+        finally:
+            for process in self.processes.values():
+                process.kill()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            self._folder.cleanup()
+        if self.signalled:
+            return 128 + self.signalled
+        if not self.finished and self.coordinator and self.status != 2:
+            remedy = "--resume goes on from the newest checkpoint, --max-restarts N starts workers again"
+            print(f"error: no worker is left, and none came to the run's end: {remedy}", file=sys.stderr, flush=True)
+        return 0 if self.finished else self.status
+
+    def look(self) -> None:
+        """Sees who has died, starts those again, and lists the next generation where it is due."""
+        for slot, process in list(self.processes.items()):
+            if process.poll() is not None:
+                del self.processes[slot]
+                self._ended(slot, process.returncode)
+        if time.monotonic() > self._deadline:
+            self._send_all(signal.SIGKILL)
+        self._beat += 1
+        names = [self.name(slot) for slot in sorted(self.processes)]
+        self.store.set(f"node/{self.node}", json.dumps({"beat": self._beat, "alive": names}))
+        if self.coordinator:
+            self.coordinator.look()
+
+    def name(self, slot: int) -> str:
+        """Of the worker that was started last in a slot."""
+        return f"{self.node * self.workers + slot}.{self.started[slot]}"
+
+    def _ended(self, slot: int, status: int) -> None:
+        if status == 0:
+            self.finished = True
+            return
+        self.status = self.status or (status if status > 0 else 128 - status)
+        if status == 2 and not self.finished:  # a user's mistake: the others make it, too, or wait for this one
+            self.restarts, self._ends_them = 0, True
+            self._send_all(signal.SIGKILL)
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # the worker's last line, if any
+                said = json.loads(self._error_file(slot).read_text())["message"]["message"]
+                print(said, file=sys.stderr, flush=True)
+        over = self.signalled or self.store.check(["over"])
+        if not over and self.started[slot] < self.restarts:
+            print(f"worker {self.name(slot)} died (status {status}): starting it again", file=sys.stderr, flush=True)
+            self.started[slot] += 1
+            self._start(slot)
+        elif status < 0 and not (self.signalled or self._ends_them):  # without a word of its own
+            print(f"worker {self.name(slot)} was killed by signal {-status}", file=sys.stderr, flush=True)
+
+    def _start(self, slot: int) -> None:
+        env = {"RANK": self.node * self.workers + slot, "WORLD_SIZE": self.nodes * self.workers}
+        env |= {"LOCAL_RANK": slot, "LOCAL_WORLD_SIZE": self.workers, "CO2_WORKER": self.name(slot)}
+        env |= {"MASTER_ADDR": self._served.host, "MASTER_PORT": self._served.port}
+        env["TORCHELASTIC_ERROR_FILE"] = self._error_file(slot)
+        self.processes[slot] = self.spawn({name: str(value) for name, value in env.items()})
+
+    def _error_file(self, slot: int) -> Path:
+        return Path(self._folder.name, f"error{self.name(slot)}.json")
+
+    def _send_all(self, number: int) -> None:
+        for process in self.processes.values():
+            process.send_signal(number)
+
+    def _on_signal(self, number: int, _: Any) -> None:
+        """Passed on, so that the run is saved; a second one, over 2 s later, kills."""
+        now = time.monotonic()
+        again = self.signalled and now > self._deadline - PATIENCE + 2
+        if not self.signalled:
+            self.signalled, self._deadline = number, now + PATIENCE
+        self._send_all(signal.SIGKILL if again else number)
+
+
+def _serve(host: str, port: int, *, alone: bool) -> dist.TCPStore:
+    """The store, listening at this address alone where it is this machine's own and other nodes can reach it. An
+    address behind NAT is not this machine's own; other nodes cannot reach 127.0.1.1. alone: there are no others."""
+    try:
+        listening = socket.create_server((host, port))
+    except OSError as error:
+        if error.errno != errno.EADDRNOTAVAIL:
+            raise
+        return _store(host, port, is_master=True)
+    own, port = listening.getsockname()
+    if own.startswith("127.") and not alone:
+        listening.close()
+        return _store(host, port, is_master=True)
+    # libuv, the default backend, takes no socket that listens already in torch 2.6 and 2.7
+    return _store(host, port, is_master=True, master_listen_fd=listening.detach(), use_libuv=False)
+
+
+def _store(host: str, port: int, **options: Any) -> dist.TCPStore:
+    within = timedelta(seconds=300)
+    return dist.TCPStore(host, port, None, timeout=within, wait_for_workers=False, **options)
+
+
+def run_elastic(args: Namespace) -> int:
+    """Starts this node's workers, by torchrun's arguments; returns the exit status once all have ended."""
+    script = [*(["-m"] if args.module else []), args.training_script, *args.training_script_args]
+
+    def spawn(env: dict[str, str]) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([sys.executable, *script], env={"OMP_NUM_THREADS": "1", **os.environ, **env})
+
+    nodes = int(str(args.nnodes).split(":")[-1])
+    where: dict[str, Any] = {}
+    if nodes > 1:
+        where = {"node": args.node_rank, "nodes": nodes, "host": args.master_addr, "port": args.master_port or 29500}
+    return Agent(spawn, determine_local_world_size(args.nproc_per_node), args.max_restarts, **where).run()
 
 
 def main() -> None:

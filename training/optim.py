@@ -1,10 +1,10 @@
-"""Inner optimisers and learning-rate schedules, the same for every task and every method."""
+"""Inner optimisers, learning-rate schedules and the backward pass, the same for every task and every method."""
 
-from __future__ import annotations
-
+import contextlib
+import functools
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from typing import Any, Literal
@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.checkpoint import checkpoint
 
 from core.errors import UserError
 
@@ -69,10 +70,8 @@ class OptimConfig:
 def make_optimizer(
     model: nn.Module, config: OptimConfig, groups: list[dict[str, Any]] | None = None
 ) -> torch.optim.Optimizer:
-    """The optimizer of the trainable parameters, by default in two groups: with and without weight decay.
-
-    groups: parameter groups in torch's form; "muon": True marks Muon's.
-    """
+    """The optimizer of the trainable parameters, by default in two groups: with and without weight decay. groups:
+    parameter groups in torch's form; "muon": True marks Muon's."""
     groups = [g for g in groups or decay_groups(model, config) if g["params"]]
     on_gpu = all(p.is_cuda for g in groups for p in g["params"])
     fused = {"fused": True} if on_gpu else {}  # one kernel for all parameters, the same up to rounding
@@ -86,9 +85,7 @@ def make_optimizer(
 
 class MuonAdamW(torch.optim.Optimizer):
     """torch.optim.Muon for the parameter groups with "muon": True, torch.optim.AdamW for the others, as one optimizer.
-
-    One learning rate serves both: Muon scales its own to the size of AdamW's steps (adjust_lr_fn="match_rms_adamw").
-    """
+    One learning rate serves both: Muon scales its own to the size of AdamW's steps (adjust_lr_fn="match_rms_adamw")."""
 
     def __init__(self, groups: list[dict[str, Any]], lr: float, **adamw: Any):
         muon, others = ([g for g in groups if bool(g.get("muon")) == wanted] for wanted in (True, False))
@@ -166,3 +163,30 @@ def lr_factor(step: int, total_steps: int, config: OptimConfig) -> float:
 def make_schedule(optimizer: torch.optim.Optimizer, total_steps: int, config: OptimConfig) -> LambdaLR:
     """The schedule as a torch scheduler: call its step() after every optimizer step."""
     return LambdaLR(optimizer, lambda step: lr_factor(step, total_steps, config))
+
+
+# -- the backward pass ------------------------------------------------------------------------------------------------
+
+
+Scalars = dict[str, Tensor]
+
+
+def backward_in_parts(wrapped: nn.Module, parts: Sequence[Any], part_of: Callable[[Any], Scalars]) -> Scalars:
+    """Adds the gradient of the loss over all parts of this worker's batch; returns the scalars' sums over the parts.
+    part_of: runs the forward pass of a part and returns 0-d scalars, "train_loss" first of all, each already weighted
+    by the part's share in the batch, so that their sums are the whole batch's means."""
+    sums: Scalars = {}
+    for number, part in enumerate(parts, start=1):
+        waits = hasattr(wrapped, "no_sync") and number < len(parts)  # DDP reduces once, in the last backward pass
+        with wrapped.no_sync() if waits else contextlib.nullcontext():
+            scalars = part_of(part)
+            scalars["train_loss"].backward()
+        for name, value in scalars.items():
+            sums[name] = sums[name] + value.detach() if name in sums else value.detach()
+    return sums
+
+
+def recompute(blocks: Iterable[nn.Module]) -> None:
+    """Has each block keep its input alone: what it computes is computed again in the backward pass."""
+    for block in blocks:
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)

@@ -9,9 +9,8 @@ _libraries: list[torch.library.Library] = []  # operators disappear with their L
 
 def prepare_torchvision() -> None:
     """PyPI's torchvision is a CUDA build, which fails on a CPU build of torch: "operator torchvision::nms does not
-    exist". With the missing operators' schemas, transforms, datasets and models work; nms itself, deform_conv2d and
-    the image codecs still fail. Does nothing where torch has CUDA or ROCm, or where torchvision imports.
-    """
+    exist". With the missing operators' schemas, transforms, datasets and models work; nms itself, deform_conv2d and the
+    image codecs still fail. Does nothing where torch has CUDA or ROCm, or where torchvision imports."""
     if torch.version.cuda or torch.version.hip:
         return
     try:

@@ -1,19 +1,20 @@
 """Where a run stands: this worker's place in it, what its loop counts with, and the state of what it trains."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from core.checkpoints.checkpoint import finished, load, unlike
 from core.checkpoints.named import load_model, load_optimizer, of_optimizer
 from core.checkpoints.snapshot import Snapshot
+from core.errors import UserError
 from core.methods import Method
 from core.robust.requests import Requests
 from core.rounds import Rounds
@@ -22,10 +23,8 @@ from training.workers import make_link, rank, world_size
 
 
 class Progress:
-    """What Run shares with the part of it that handles other workers (training/fixed.py, training/elastic/run.py).
-
-    step counts the steps taken, total all steps. Under a layout several ranks are one of the data_workers.
-    """
+    """What Run shares with the part of it that handles other workers (training/fixed.py, training/elastic.py). step
+    counts the steps taken, total all steps. Under a layout several ranks are one of the data_workers."""
 
     def __init__(self, recipe: Recipe, device: torch.device):
         self.recipe, self.device = recipe, device
@@ -60,8 +59,8 @@ class Every:
 
     def due(self, step: int) -> bool:
         """Whether the run has passed a multiple of the period since the last step at which this was True."""
-        due = self.would_be(step)
-        self._last = step if due else self._last
+        if due := self.would_be(step):
+            self._last = step
         return due
 
     def would_be(self, step: int) -> bool:
@@ -159,3 +158,17 @@ class Trained:
         """Lets a snapshot that still waits have what there is."""
         if isinstance(self.method, Rounds):
             self.snapshots.hand_over()
+
+
+def load_weights(model: nn.Module, folder: Path) -> None:
+    """Gives the model the weights of the newest checkpoint of the run in `folder`; every worker must call it. UserError
+    where there is none, or it is of another model."""
+    checkpoints = folder.expanduser() / "checkpoints"
+    if not finished(checkpoints):
+        raise UserError(f"{folder} holds no checkpoint of a run: give the --out of one that has ended, or saved")
+    found = load(checkpoints, rank=0)
+    assert found is not None
+    theirs, mine = found[0]["model"], model.state_dict()
+    if differs := unlike(theirs, mine):
+        raise UserError(f"{folder} is of another model: {differs}; give its --model and sizes")
+    model.load_state_dict(theirs)

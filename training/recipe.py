@@ -1,7 +1,5 @@
 """Recipes: what a run is made of, read from the command line."""
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import math

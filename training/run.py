@@ -22,12 +22,11 @@ from core.robust import peers
 from core.robust.guard import Guard, forget
 from core.rounds import Rounds
 from training.checks import check_batch_norm, check_start
-from training.elastic.run import Elastic
+from training.elastic import Elastic
 from training.fixed import Fixed
-from training.folder import RunFolder
+from training.folder import RoundLog, RunFolder
 from training.progress import Due, Every, Progress, Trained
 from training.recipe import Recipe, momentum_note
-from training.round_log import RoundLog
 from training.script import StopSignal
 from training.workers import check_compiler, has_bfloat16, pick_device, tune, world_size
 
@@ -35,11 +34,9 @@ T = TypeVar("T")
 
 
 class Run(Progress):
-    """One training run of this worker: use it as a context manager around the loop.
-
-    Before the loop: shard, shard_optimizer, make_method, begin. After every step: after_step, which says whether an
-    evaluation, a checkpoint (save) or the stop (stop) is due. After the loop: end. mesh: see Fixed.
-    """
+    """One training run of this worker: use it as a context manager around the loop. Before the loop: shard,
+    shard_optimizer, make_method, begin. After every step: after_step, which says whether an evaluation, a checkpoint
+    (save) or the stop (stop) is due. After the loop: end. mesh: see Fixed."""
 
     mesh: DeviceMesh | None
     _trained: Trained
@@ -53,7 +50,7 @@ class Run(Progress):
         self.rounds = RoundLog(recipe, self.folder, self.device)
         kind: Any = Elastic if recipe.elastic else Fixed
         if recipe.layout:  # imported here, because torch's pipelines take a second
-            from training.layouts.laid_out import LaidOut as kind
+            from training.layouts.resharded import LaidOut as kind
         self._workers = kind(self, self.folder, self.rounds)
         self._saved_at = 0.0  # seconds, by self._now
         self._stop = StopSignal()
@@ -188,20 +185,16 @@ class Run(Progress):
         running = self.step < self.total
         stops = running and self._granted("stop", bool(self._stop.number)) and (closed or dist.is_initialized())
         open_end = running and closed
-        minutes_over = open_end and self.rank == 0 and self._minutes_over()  # the others learn it a round later
+        waited = self._now() - self._saved_at
+        minutes_over = open_end and self.rank == 0 and 0 < 60 * self.recipe.save_minutes <= waited
+        if minutes_over:  # the others learn it a round later
+            self._saved_at += waited
         due = Due(
             evaluation=open_end and self.evaluation.due(self.step),
             checkpoint=open_end and (self._saving.due(self.step) | self._granted("save", minutes_over)),
             stop=stops,
         )
         return self._workers.come_together(due)
-
-    def _minutes_over(self) -> bool:
-        """Whether a checkpoint is due by this worker's clock."""
-        due = 0 < 60 * self.recipe.save_minutes <= self._now() - self._saved_at
-        if due:
-            self._saved_at = self._now()
-        return due
 
     def _granted(self, name: str, mine: bool) -> bool:
         """Whether a worker asked for it and all received that at the same step; a lone worker need not wait."""
@@ -249,18 +242,14 @@ class Run(Progress):
     # -- checkpoints and the end ----------------------------------------------------------------------------
 
     def save(self) -> None:
-        """Begins a checkpoint, at a round boundary or after method.finish(); every worker must call it.
-
-        This copies the state, without an all-reduce in flight. A thread writes it during the next steps, unless a
-        worker's model is not finite. UserError on all workers where the last checkpoint could not be written.
-        """
+        """Begins a checkpoint, at a round boundary or after method.finish(); every worker must call it. This copies the
+        state, without an all-reduce in flight. A thread writes it during the next steps, unless a worker's model is not
+        finite. UserError on all workers where the last checkpoint could not be written."""
         self._workers.save()
 
     def stop(self) -> None:
-        """Ends the run early, in place of method.finish(), the last evaluation and end().
-
-        The checkpoint has the all-reduce in flight, so that the resumed run equals one that was never stopped.
-        """
+        """Ends the run early, in place of method.finish(), the last evaluation and end(). The checkpoint has the
+        all-reduce in flight, so that the resumed run equals one that was never stopped."""
         self.save()
         number = self._workers.stopped_by(self._stop.number)
         self._trained.method.finish()  # after the checkpoint, which does not contain this

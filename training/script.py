@@ -1,8 +1,6 @@
 """How a script ends: a user's mistake, or a disk that takes no more, is one line for all workers, and no traceback; a
 signal to any worker ends the run of all, which then save and can be resumed."""
 
-from __future__ import annotations
-
 import errno
 import functools
 import hashlib
@@ -65,21 +63,15 @@ def _fail(reason: str, status: int = 2) -> None:
     reason = " ".join(reason.split())  # a library's own words, which a message may quote, can have many lines
     if len(reason) > 600:
         reason = f"{reason[:300]} ... {reason[-300:]}"
-    said = _tell_torchrun(f"error: {reason}") and "CO2_LAUNCH" in os.environ  # training.launch says it at its end
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # where torchrun looks for what went wrong, in its format
+        more = {"py_callstack": f"error: {reason}", "timestamp": str(int(time.time()))}
+        Path(path).write_text(json.dumps({"message": {"message": f"error: {reason}", "extraInfo": more}}))
+    said = path and "CO2_LAUNCH" in os.environ  # training.launch says it at its end
     if (not said or status != 2) and _first_to_say(reason):
         print(f"error: {reason}", file=sys.stderr, flush=True)
     refuse(reason)
     sys.stderr.flush()
     os._exit(status)  # not sys.exit: peers may be waiting in a collective that will never complete
-
-
-def _tell_torchrun(text: str) -> bool:
-    """Writes `text` where torchrun looks for what went wrong, in its format; returns whether there is a torchrun."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path:
-        more = {"py_callstack": text, "timestamp": str(int(time.time()))}
-        Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": more}}))
-    return bool(path)
 
 
 def _first_to_say(text: str) -> bool:

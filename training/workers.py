@@ -1,8 +1,6 @@
 """This worker among the others: its rank, its device, its node. Where they meet they compare what each was asked for,
 before one waits for another in earnest."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json
@@ -12,7 +10,7 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,6 +23,7 @@ from core.robust import peers
 from core.sharded.mesh import local_world_size, node_mesh
 from core.testing.link import ThrottledLink
 
+Number = TypeVar("Number", int, float)
 _starts = itertools.count()  # a process may run twice over one store
 _HEARD_WITHIN = 10.0  # seconds that the worker which serves the store waits for the others to read it
 
@@ -94,10 +93,8 @@ def upload(t: Tensor, device: torch.device) -> Tensor:
 
 
 def make_mesh(device: torch.device, per_node: int, zero: int, timeout: float = 600.0) -> DeviceMesh | None:
-    """[nodes, workers of a node] where the workers of a node synchronize every step; None where none do.
-
-    per_node: consecutive ranks of a node; 0: those that torchrun or SLURM started on one machine. zero: ZeRO's stage.
-    """
+    """[nodes, workers of a node] where the workers of a node synchronize every step; None where none do. per_node:
+    consecutive ranks of a node; 0: those that torchrun or SLURM started on one machine. zero: ZeRO's stage."""
     n = per_node or local_world_size()
     check_nodes(n, zero, dist.get_world_size() if dist.is_initialized() else 1)
     return node_mesh(device.type, n, timeout) if n > 1 else None
@@ -128,7 +125,7 @@ def least_seconds(work: Callable[[], object], device: torch.device, repeats: int
     return min(times[1:])
 
 
-def largest_of_workers(numbers: Sequence[int], group: dist.ProcessGroup | None = None) -> list[int]:
+def largest_of_workers(numbers: Sequence[Number], group: dist.ProcessGroup | None = None) -> list[Number]:
     """The largest of each number over the group (None: all workers), each of which must call it."""
     return [max(of) for of in zip(*of_all(list(numbers), group), strict=True)]
 
@@ -137,10 +134,8 @@ def largest_of_workers(numbers: Sequence[int], group: dist.ProcessGroup | None =
 
 
 def join(device: torch.device, timeout: float, settings: dict[str, Any]) -> bool:
-    """Joins the process group of all workers that torchrun started; returns whether this made it.
-
-    settings: as JSON. UserError on all workers where one differs from rank 0, or has refused its own.
-    """
+    """Joins the process group of all workers that torchrun started; returns whether this made it. settings: as JSON.
+    UserError on all workers where one differs from rank 0, or has refused its own."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if dist.is_initialized():

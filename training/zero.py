@@ -6,8 +6,6 @@ parameters after the forward pass in stage 3 and not in stage 2.
 CO2 takes the dimension across nodes: see core/sharded/sharded.py.
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import logging
@@ -27,12 +25,7 @@ Stage = Literal[0, 1, 2, 3]
 
 
 def shard_model(
-    model: nn.Module,
-    mesh: DeviceMesh,
-    stage: Stage,
-    *,
-    everywhere: bool = False,
-    compute: torch.dtype = torch.float32,
+    model: nn.Module, mesh: DeviceMesh, stage: Stage, *, everywhere: bool = False, compute: torch.dtype = torch.float32
 ) -> nn.Module:
     """Stages 2 and 3: shards the parameters over the mesh's dimension "shard". Build the optimizer afterwards.
 

@@ -1,28 +1,208 @@
-"""The data sets: scikit-learn's digits, which need no download, and CIFAR-10, both in memory; ImageNet from files."""
+"""The data sets: scikit-learn's digits, which need no download, and CIFAR-10, both in memory; ImageNet from files.
+
+ImageNet's loading processes decode, crop and recolour. Images cross to the device as uint8, and are normalised, erased
+and mixed there. timm's create_loader draws samples by the state of each process, and skips images that it cannot read;
+here both follow from (seed, epoch, index) alone. timm's RepeatAugSampler would augment all copies of an image alike.
+"""
 
 from __future__ import annotations
 
+import training.prepared  # noqa: F401
+
+# isort: split
+
+import functools
 import io
+import itertools
 import lzma
 import tarfile
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, Mixup, create_transform
+from timm.data.random_erasing import RandomErasing
 from torch import Tensor
+from torch.utils.data import Dataset
 
 from core import UserError
-from training.data import Key, cached, damaged, data_root, eval_keys, missing, train_keys
+from training.data import (
+    Key,
+    cached,
+    damaged,
+    data_root,
+    eval_keys,
+    generator,
+    load_batches,
+    missing,
+    mix,
+    read_arrays,
+    seeded,
+    train_keys,
+)
 from training.images import read_rgb
-from training.sampling import generator
-from training.untrusted import read_arrays
-from training.workers import upload
-from vision.imagenet import ImageNet, imagenet
+from training.workers import to_device, upload
+from vision.index import IndexedFolder, Shards, tars
+from vision.model import image_size
 from vision.recipes import VisionRecipe
-from vision.transforms import CPU, crop_and_flip, normalise, on_device
+
+CPU = torch.device("cpu")
+
+
+def on_device(
+    images: Tensor,
+    labels: Tensor,
+    device: torch.device,
+    channels_last: bool,
+    mean: tuple[float, ...],
+    std: tuple[float, ...],
+) -> tuple[Tensor, Tensor]:
+    """uint8 images to the device, and normalised there; the labels with them."""
+    images = normalise(to_device(images, device, channels_last), mean, std)
+    return images, labels.to(device, non_blocking=True)
+
+
+def normalise(images: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
+    """uint8 [b, c, h, w] -> float32, less the mean and by the deviation of each channel, both of 0..1."""
+    mean_of, std_of = _statistics(mean, std, images.device)
+    return (images.float() / 255).sub_(mean_of).div_(std_of)
+
+
+@functools.cache  # a copy to the device for each batch would wait for all that is queued there
+def _statistics(mean: tuple[float, ...], std: tuple[float, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    return torch.tensor(mean, device=device).view(-1, 1, 1), torch.tensor(std, device=device).view(-1, 1, 1)
+
+
+def crop_and_flip(images: Tensor, rng: torch.Generator) -> Tensor:
+    """A random crop of each image padded by an eighth of its size, mirrored at its edges, and a flip of every second
+    one on average; any dtype."""
+    n, _, h, w = images.shape
+    pad = h // 8
+    dy, dx = torch.randint(0, 2 * pad + 1, (2, n, 1), generator=rng)
+    rows, columns = mirrored(dy - pad + torch.arange(h), h), mirrored(dx - pad + torch.arange(w), w)
+    flip = torch.rand(n, 1, generator=rng) < 0.5
+    columns = torch.where(flip, columns.flip(1), columns)
+    picked = torch.arange(n)[:, None, None]
+    return images.permute(0, 2, 3, 1)[picked, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2).contiguous()
+
+
+def mirrored(places: Tensor, size: int) -> Tensor:
+    """Places beyond [0, size) mirrored at the first and the last, which are not repeated."""
+    return (size - 1) - ((size - 1) - places.abs()).abs()
+
+
+# -- ImageNet ---------------------------------------------------------------------------------------------------------
+
+
+Samples = IndexedFolder | Shards
+STATISTICS = IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+
+
+def imagenet() -> tuple[ImageNet, ImageNet]:
+    """(train, val) from CO2_DATA/imagenet/{train,val}, class folders of images or tar shards."""
+    root = data_root() / "imagenet"
+    if absent := [split for split in ("train", "val") if not (root / split).is_dir()]:
+        layout = f"{absent[0]}/CLASS/*.JPEG, or {absent[0]}/*.tar, shards as WebDataset has them"
+        raise missing("ImageNet", root, layout, "digits_small", holds="imagenet")
+    train, val = ImageNet(root / "train"), ImageNet(root / "val")
+    if differing := sorted(set(train.classes) ^ set(val.classes)):
+        some = ", ".join(f"{name} (only in {'train' if name in train.classes else 'val'})" for name in differing[:4])
+        more = f" and {len(differing) - 4} more" if len(differing) > 4 else ""
+        raise UserError(f"{root}: train and val need the same classes, but differ in {some}{more}")
+    return train, val
+
+
+class ImageNet:
+    """Labelled images in class folders or tar shards; decoded and augmented by DataLoader workers."""
+
+    def __init__(self, folder: Path):
+        try:
+            self.samples: Samples = Shards(folder) if tars(folder) else IndexedFolder(str(folder))
+        except FileNotFoundError as error:
+            raise UserError(f"{folder}: {str(error).splitlines()[0]}; every class is a folder with images") from None
+        self.classes = tuple(self.samples.classes)
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def train_batches(
+        self, recipe: VisionRecipe, rank: int, world_size: int, start: int, total: int, device: torch.device = CPU
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """This worker's batches from step `start` to `total`, on the device: float32 [b, 3, s, s], int64 [b] or, mixed,
+        [b, classes].
+
+        An image's crop and colours are seeded by (seed, epoch, index, number of the copy) alone: loader workers do not
+        change them. What is erased, and how a batch is mixed, by (seed, epoch, number of the batch, rank).
+        """
+        plan, ahead = itertools.tee(train_keys(recipe, len(self), rank, world_size, start, total, recipe.repeats))
+        mixup, erasing = self._mixup(recipe), erasing_of(recipe, device)
+        augmented = Augmented(self.samples, train_transform(recipe))
+        batches = load_batches(augmented, (keys for _, keys in ahead), recipe.loader_workers)
+        for (batch, _), (images, labels) in zip(plan, batches, strict=True):
+            images, labels = on_device(images, labels, device, recipe.channels_last, *STATISTICS)
+            with seeded(mix(*batch), device):
+                images = erasing(images)
+                if mixup:
+                    images, labels = mixup(images, labels)
+            yield images, labels
+
+    def test_batches(
+        self, recipe: VisionRecipe, rank: int, world_size: int, device: torch.device = CPU, batch_size: int = 128
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """This worker's share of the set, centre crops, on the device."""
+        keys = eval_keys(len(self), batch_size, rank, world_size)
+        size = image_size(recipe.model)
+        transform = create_transform(size, crop_pct=0.875, interpolation="bicubic", use_prefetcher=True)
+        for images, labels in load_batches(Augmented(self.samples, transform), keys, recipe.loader_workers):
+            yield on_device(images, labels, device, recipe.channels_last, *STATISTICS)
+
+    def _mixup(self, recipe: VisionRecipe) -> Mixup | None:
+        if not recipe.mixup and not recipe.cutmix:
+            return None
+        return Mixup(recipe.mixup, recipe.cutmix, label_smoothing=recipe.label_smoothing, num_classes=len(self.classes))
+
+
+class Augmented(Dataset[tuple[Tensor, int]]):
+    """Images, uint8 [3, s, s], and classes by their keys, from which the transform's random numbers follow."""
+
+    def __init__(self, samples: Samples, transform: Any):
+        self.samples, self.transform = samples, transform
+
+    def __getitem__(self, key: Key) -> tuple[Tensor, int]:
+        index = key[-1] % len(self.samples)  # that of a copy is larger
+        try:
+            image, label = self.samples.read(index)
+        except UserError:
+            raise
+        except Exception:  # Pillow's formats raise nearly any
+            raise UserError(f"{self.samples.name(index)}: not a readable image; fetch it again or remove it") from None
+        with seeded(mix(*key)):
+            return self.transform(image), label
+
+
+def train_transform(recipe: VisionRecipe) -> Any:
+    """timm's training transform up to what comes after normalising: random resized crop, flip, what the recipe says."""
+    return create_transform(
+        image_size(recipe.model),
+        is_training=True,
+        color_jitter=recipe.color_jitter,
+        auto_augment=recipe.auto_augment,
+        interpolation="bicubic",
+        use_prefetcher=True,
+    )
+
+
+def erasing_of(recipe: VisionRecipe, device: torch.device) -> RandomErasing:
+    """timm's random erasing of normalised images, with a random value for each pixel, on the device."""
+    return RandomErasing(recipe.random_erasing, mode="pixel", device=str(device))
+
+
+# -- images in memory -------------------------------------------------------------------------------------------------
+
 
 LARGEST_JPEG = 1 << 20  # bytes; CIFAR-10's have two thousand
 ARRAYS = "arrays.npz"  # in the cache
@@ -49,9 +229,7 @@ class Images:
         self, recipe: VisionRecipe, rank: int, world_size: int, start: int, total: int, device: torch.device = CPU
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """This worker's batches from step `start` to `total`, on the device: float32 [b, c, h, w] and int64 [b].
-
-        Samples and augmentation depend on (seed, epoch, rank, world_size) and the batch's number in its epoch alone.
-        """
+        Samples and augmentation depend on (seed, epoch, rank, world_size) and the batch's number in its epoch alone."""
         for batch, keys in train_keys(recipe, len(self), rank, world_size, start, total):
             images, labels = self._pick(keys)
             if recipe.augment:

@@ -3,8 +3,6 @@
 python -m vision.demo [--link_mbit 50] [--epochs 10] [--out FOLDER]
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -90,10 +88,7 @@ def train(demo: Demo, row: str, folder: Path) -> int:
 
 def table(summaries: dict[str, dict[str, Any]]) -> str:
     """Markdown: one row a method, ratios against ddp."""
-    lines = [
-        "| method | test top-1 | steps/s | communication hidden | speed-up over ddp |",
-        "|---|---|---|---|---|",
-    ]
+    lines = ["| method | test top-1 | steps/s | communication hidden | speed-up over ddp |", "|---|---|---|---|---|"]
     for method, s in summaries.items():
         speed_up = s["steps_per_second"] / summaries["ddp"]["steps_per_second"]
         lines.append(

@@ -1,7 +1,5 @@
 """The classifiers: four small ones for images of 8 to 32 pixels, and every model that timm knows by name."""
 
-from __future__ import annotations
-
 import training.prepared  # noqa: F401
 
 # isort: split
@@ -21,11 +19,9 @@ SMALL = ("resnet_small", "vit_small", "swin_small", "regnet_small")
 def build_model(
     name: str, *, num_classes: int, in_chans: int = 3, image_size: int = 32, drop_path: float = 0.0
 ) -> nn.Module:
-    """A classifier [n, in_chans, image_size, image_size] float -> logits [n, num_classes], randomly initialised.
-
-    Those in SMALL are ours, made of timm's classes; any other name is timm's (resnet50, vit_base_patch16_224), which
-    fixes its own image size.
-    """
+    """A classifier [n, in_chans, image_size, image_size] float -> logits [n, num_classes], randomly initialised. Those
+    in SMALL are ours, made of timm's classes; any other name is timm's (resnet50, vit_base_patch16_224), which fixes
+    its own image size."""
     if name in SMALL and drop_path:
         raise UserError(f"drop_path={drop_path}: {name} has no stochastic depth; leave it out, or choose timm's models")
     if name in SMALL:
@@ -49,29 +45,20 @@ def image_size(name: str) -> int:
 
 
 def _small(name: str, num_classes: int, in_chans: int, image_size: int) -> nn.Module:
-    if name == "resnet_small":
-        return _resnet_small(num_classes, in_chans)
-    if name == "regnet_small":
-        return _regnet_small(num_classes, in_chans)
+    """One of SMALL; the stems of the ResNet and the RegNetY keep the resolution, as is usual for small images."""
+    if name == "resnet_small":  # ResNet-10 with 16 to 128 channels
+        channels = (16, 32, 64, 128)
+        model = ResNet(BasicBlock, layers=(1,) * 4, channels=channels, num_classes=num_classes, in_chans=in_chans)
+        model.conv1 = nn.Conv2d(in_chans, 64, 3, padding=1, bias=False)
+        model.maxpool = nn.Identity()
+        return model
+    if name == "regnet_small":  # a RegNetY of 8 blocks in 4 stages, 16 to 96 channels
+        config = RegNetCfg(w0=16, wa=12.0, wm=1.8, depth=8, group_size=8, se_ratio=0.25, stem_width=16)
+        model = RegNet(config, in_chans, num_classes)
+        model.stem.conv.stride = (1, 1)
+        return model
     sides = (image_size, max(2, image_size // 8), in_chans, num_classes)  # 64 tokens at 32 x 32, 16 at 8 x 8
     if name == "vit_small":
         return VisionTransformer(*sides, embed_dim=96, depth=4, num_heads=3, mlp_ratio=2.0)
     swin = {"embed_dim": 48, "depths": (2, 2), "num_heads": (2, 4), "window_size": 2, "mlp_ratio": 2.0}
     return SwinTransformer(*sides, **swin, drop_path_rate=0.0)
-
-
-def _regnet_small(num_classes: int, in_chans: int) -> nn.Module:
-    """A RegNetY of 8 blocks in 4 stages, 16 to 96 channels; its stem keeps the resolution."""
-    config = RegNetCfg(w0=16, wa=12.0, wm=1.8, depth=8, group_size=8, se_ratio=0.25, stem_width=16)
-    model = RegNet(config, in_chans, num_classes)
-    model.stem.conv.stride = (1, 1)
-    return model
-
-
-def _resnet_small(num_classes: int, in_chans: int) -> nn.Module:
-    """ResNet-10 with 16 to 128 channels; its stem keeps the resolution, as is usual for small images."""
-    channels = (16, 32, 64, 128)
-    model = ResNet(BasicBlock, layers=(1,) * 4, channels=channels, num_classes=num_classes, in_chans=in_chans)
-    model.conv1 = nn.Conv2d(in_chans, 64, 3, padding=1, bias=False)
-    model.maxpool = nn.Identity()
-    return model

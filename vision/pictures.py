@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from training.untrusted import printable
+from training.data import printable
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -17,9 +17,7 @@ COLUMNS = 4
 
 def labelled(images: Tensor, labels: Tensor, predictions: Tensor, classes: Sequence[str]) -> Figure:
     """Each image, stretched to 0..1 and enlarged, under its true label and the predicted one, red where they differ.
-
-    images: [n, c, h, w], c 1 (grey) or 3. labels, predictions: int64 [n].
-    """
+    images: [n, c, h, w], c 1 (grey) or 3. labels, predictions: int64 [n]."""
     from matplotlib.figure import Figure  # here, for it is slow to import
 
     images = images.float().cpu()

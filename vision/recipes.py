@@ -1,15 +1,13 @@
 """The image classification runs. Batch sizes are global: all workers together."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from core import CO2Config
 from core.errors import UserError
+from training.data import per_worker
 from training.optim import OptimConfig
 from training.recipe import Recipe
-from training.sampling import per_worker
 
 
 @dataclass(frozen=True)
@@ -61,11 +59,8 @@ class VisionRecipe(Recipe):
 
 
 def digits_small() -> VisionRecipe:
-    """A small ResNet on scikit-learn's digits, which need no data.
-
-    Measured with 4 workers, 3 seeds: test top-1 98.80 +- 0.16 %, with --no_recommended 98.70 +- 0.58 %, with ddp 98.80
-    +- 0.32 %.
-    """
+    """A small ResNet on scikit-learn's digits, which need no data. Measured with 4 workers, 3 seeds: test top-1 98.80
+    +- 0.16 %, with --no_recommended 98.70 +- 0.58 %, with ddp 98.80 +- 0.32 %."""
     return VisionRecipe(
         epochs=20,
         batch_size=64,
@@ -112,11 +107,9 @@ def cifar10_vit() -> VisionRecipe:
 
 
 def imagenet_resnet50() -> VisionRecipe:
-    """ResNet-50 on ImageNet-1K, 16 x DGX-A100 (128 workers of 64).
-
-    The paper's: total batch 8192, 90 epochs, cosine. Ours, the usual values for this model (Goyal et al., 2017): the
-    optimizer, label smoothing 0.1. CO2's outer momentum is from the authors' example for more than 64 GPUs. Not run.
-    """
+    """ResNet-50 on ImageNet-1K, 16 x DGX-A100 (128 workers of 64). The paper's: total batch 8192, 90 epochs, cosine.
+    Ours, the usual values for this model (Goyal et al., 2017): the optimizer, label smoothing 0.1. CO2's outer momentum
+    is from the authors' example for more than 64 GPUs. Not run."""
     return VisionRecipe(
         model="resnet50",
         dataset="imagenet",
@@ -130,11 +123,9 @@ def imagenet_resnet50() -> VisionRecipe:
 
 
 def imagenet_vit_base() -> VisionRecipe:
-    """ViT-Base/16 on ImageNet-1K. The paper's settings are not known: DeiT-B's (Touvron et al., 2021) from scratch.
-
-    As there: lr 5e-4 per 512 samples down to 1e-5, 5 epochs of warm-up, weight decay 0.05, no clipping, repeated
-    augmentation, erasing by pixels. Ours: a batch of 4096 in place of 1024, no running mean of the weights. Not run.
-    """
+    """ViT-Base/16 on ImageNet-1K. The paper's settings are not known: DeiT-B's (Touvron et al., 2021) from scratch. As
+    there: lr 5e-4 per 512 samples down to 1e-5, 5 epochs of warm-up, weight decay 0.05, no clipping, repeated
+    augmentation, erasing by pixels. Ours: a batch of 4096 in place of 1024, no running mean of the weights. Not run."""
     return replace(
         imagenet_resnet50(),
         model="vit_base_patch16_224",
@@ -152,11 +143,9 @@ def imagenet_vit_base() -> VisionRecipe:
 
 
 def imagenet_swin_tiny() -> VisionRecipe:
-    """Swin-T on ImageNet-1K. The paper's settings are not known: those of Liu et al. (2021).
-
-    As there: lr 1e-3 per 1024 samples down to a hundredth, 20 epochs of warm-up, clipping by norm 5, colour jitter
-    0.4, no repeated augmentation. Ours: a batch of 4096 in place of 1024. Not run.
-    """
+    """Swin-T on ImageNet-1K. The paper's settings are not known: those of Liu et al. (2021). As there: lr 1e-3 per 1024
+    samples down to a hundredth, 20 epochs of warm-up, clipping by norm 5, colour jitter 0.4, no repeated augmentation.
+    Ours: a batch of 4096 in place of 1024. Not run."""
     vit = imagenet_vit_base()
     optim = replace(vit.optim, warmup_steps=20 * 312, min_lr_share=0.01, clip_grad_norm=5.0)
     changes = dict(optim=optim, drop_path=0.2, color_jitter=0.4, repeats=1)

@@ -1,7 +1,5 @@
 """Trains an image classifier: torchrun --standalone --nproc-per-node 4 -m vision.train RECIPE [overrides]."""
 
-from __future__ import annotations
-
 from training.checks import dry_run
 from training.recipe import answer_help, parse
 from training.script import launch
@@ -16,13 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from training.backward import Scalars, backward_in_parts
-from training.elastic.run import repeated
-from training.optim import clip_gradients, make_optimizer, make_schedule
+from training.data import eval_share, steps_per_epoch
+from training.elastic import repeated
+from training.optim import Scalars, backward_in_parts, clip_gradients, make_optimizer, make_schedule
 from training.run import Run
-from training.sampling import eval_share, steps_per_epoch
 from vision import data
-from vision.imagenet import ImageNet
+from vision.data import ImageNet
 from vision.model import build_model
 from vision.pictures import labelled
 

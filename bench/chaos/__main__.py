@@ -22,11 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.chaos.crew import Crew, group
-from bench.chaos.worker import PHASES, work
+from bench.chaos.crew import PHASES, Crew, group, work
 from bench.cluster.nodes import Cluster, require_namespaces
-from bench.report import Summary, read_options
-from bench.trainings import Metrics
+from bench.report import Metrics, Summary, read_options
 from training.script import launch
 
 Row = dict[str, Any]

@@ -8,8 +8,6 @@ fail; then all are stopped, and the exit status is that node's. Ctrl-C or SIGTER
 saves; the second one kills.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re
@@ -119,11 +117,9 @@ def start(cluster: Cluster, node: int, ranks: int, command: list[str], log: Path
 
 
 def wait(processes: list[subprocess.Popen[Any]], signals: list[int]) -> tuple[int, int]:
-    """Waits for all; returns which failed first and its status. A failure or a signal stops the others.
-
-    SIGTERM first: torchrun passes it on, and training saves. After 10 seconds (a failure) or 40 (a signal, torchrun
-    itself gives its ranks 30), or at the second signal, SIGKILL.
-    """
+    """Waits for all; returns which failed first and its status. A failure or a signal stops the others. SIGTERM first:
+    torchrun passes it on, and training saves. After 10 seconds (a failure) or 40 (a signal, torchrun itself gives its
+    ranks 30), or at the second signal, SIGKILL."""
     first, status, deadline = 0, 0, math.inf
     while True:
         running = [p for p in processes if p.poll() is None]

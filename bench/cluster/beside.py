@@ -7,8 +7,6 @@ without netem cannot delay frames, so this forwards them between p0, p1, ... thr
 header in which the kernel notes segments not cut and checksums not computed yet (PACKET_VNET_HDR).
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import select
@@ -78,9 +76,7 @@ def open_port(name: str) -> socket.socket:
 
 def targets(frame: bytes, source: int, count: int) -> Sequence[int]:
     """The ports that a frame leaves by: node i has the address 02:00:00:00:00:(i+1); a broadcast goes to all others.
-
-    count: of a network's ports, one a node. The next network's ports follow, and its addresses' fifth byte is 1.
-    """
+    count: of a network's ports, one a node. The next network's ports follow, and its addresses' fifth byte is 1."""
     destination, network = frame[VNET_HEADER : VNET_HEADER + 6], source // count
     if destination[0] & 1:
         return [port for port in range(network * count, (network + 1) * count) if port != source]

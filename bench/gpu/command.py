@@ -1,7 +1,5 @@
 """The command line of bench.gpu: what is measured, and what is kept between calls."""
 
-from __future__ import annotations
-
 import functools
 import json
 import sys
@@ -17,7 +15,7 @@ import torch
 
 from bench import report
 from core.errors import UserError
-from training.config import version
+from training.folder import version
 
 NAME = "gpu"
 Part = Literal["costs", "loops"]
@@ -94,8 +92,7 @@ class Options:
             raise UserError(f"checks={' '.join(self.checks)}: no measurement of {', '.join(self.parts)} has that name")
 
     def chosen(self) -> list[str]:
-        for part in PARTS:
-            import_module(f"bench.gpu.{part}")
+        import_module("bench.gpu.measures")
         words = self.checks or ("",)
         return [name for name, (part, _) in CHECKS.items() if part in self.parts and any(w in name for w in words)]
 

@@ -3,8 +3,6 @@
 A method is a subclass of `Method` and a line of METHODS. Its options, with their defaults, are a class attribute.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -30,10 +28,8 @@ def mean(values: Tensor, weights: Tensor) -> Tensor:
 
 
 class CompressedMean:
-    """The mean over the workers in a narrow format with error feedback, as core/wires/quantized.py computes it.
-
-    Each worker encodes what it sends. The mean is encoded once more: worker j averages the j-th chunk, whole blocks.
-    """
+    """The mean over the workers in a narrow format with error feedback, as core/wires/quantized.py computes it. Each
+    worker encodes what it sends. The mean is encoded once more: worker j averages the j-th chunk, whole blocks."""
 
     def __init__(self, wire: str):
         self.wire = wire

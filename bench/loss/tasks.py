@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from core.errors import UserError
-from training.sampling import generator
+from training.data import generator
 
 Split = Literal["tuning", "test"]
 Shards = Literal["iid", "sorted"]
@@ -193,6 +193,7 @@ def cifar() -> Task:
 
 CONTEXT, WINDOWS = 48, 1024  # of bytes; WINDOWS are held out
 GPT2_SMALL = {"vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12}  # 124 M parameters
+GPT2_TINY = {"vocab_size": 256, "n_positions": CONTEXT, "n_layer": 2, "n_head": 4, "n_embd": 48}
 GPT2_CONTEXT, GPT2_WINDOWS = 256, 128  # of gpt2_small
 Texts = tuple[Tensor, dict[Split, Tensor]]
 
@@ -247,7 +248,7 @@ def gpt2_model(sizes: dict[str, int]) -> nn.Module:
 @functools.cache
 def documents() -> tuple[list[str], dict[Split, list[str]]]:
     """The books for training, and four held-out books each for tuning and the test."""
-    from language.corpora import gutenberg_file
+    from language.data import gutenberg_file
     from language.prepare import read_documents
 
     found = list(read_documents(gutenberg_file()))
@@ -313,15 +314,6 @@ def byte_task(width: int, layers: int = 2, lr: float = 8e-3) -> Task:
     return text_task(lambda: ByteGPT(width, layers), lr, books())
 
 
-def gpt2() -> Task:
-    sizes = {"vocab_size": 256, "n_positions": CONTEXT, "n_layer": 2, "n_head": 4, "n_embd": 48}
-    return text_task(lambda: gpt2_model(sizes), 8e-3, books())
-
-
-def gpt2_small() -> Task:
-    return text_task(lambda: gpt2_model(GPT2_SMALL), 3e-4, tokens(), GPT2_CONTEXT, GPT2_WINDOWS)
-
-
 TASKS: dict[str, Callable[[], Task]] = {
     "digits": digits,
     "cifar": cifar,
@@ -330,8 +322,8 @@ TASKS: dict[str, Callable[[], Task]] = {
     "bytes_wide": lambda: byte_task(96),
     "bytes_3m": lambda: byte_task(256, layers=4, lr=2e-3),
     "bytes_10m": lambda: byte_task(416, layers=5, lr=1.2e-3),
-    "gpt2": gpt2,
-    "gpt2_small": gpt2_small,
+    "gpt2": lambda: text_task(lambda: gpt2_model(GPT2_TINY), 8e-3, books()),
+    "gpt2_small": lambda: text_task(lambda: gpt2_model(GPT2_SMALL), 3e-4, tokens(), GPT2_CONTEXT, GPT2_WINDOWS),
 }
 
 

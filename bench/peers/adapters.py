@@ -4,8 +4,6 @@ Nothing here reimplements a package's method. Each function configures a package
 period that the benchmark compares. Functions import their packages, so a missing one costs nothing but its row.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import socket
@@ -80,11 +78,9 @@ def post_local_sgd(task: Task) -> Trainer:
 
 
 def powersgd(task: Task) -> Trainer:
-    """DDP whose gradients travel as matrices of rank 1 (PowerSGD: Vogels et al., NeurIPS 2019) from step 2 on.
-
-    One bucket holds all: the hook waits for a second all-reduce in the callback of the first, and gloo, which has two
-    threads for callbacks and all-reduces alike, locks up when two buckets do that at once.
-    """
+    """DDP whose gradients travel as matrices of rank 1 (PowerSGD: Vogels et al., NeurIPS 2019) from step 2 on. One
+    bucket holds all: the hook waits for a second all-reduce in the callback of the first, and gloo, which has two
+    threads for callbacks and all-reduces alike, locks up when two buckets do that at once."""
     from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
     from torch.nn.parallel import DistributedDataParallel
 
@@ -153,11 +149,9 @@ def torchft_manager(task: Task) -> tuple[Any, Callable[[], None]]:
 
 
 def diloco(task: Task, fragments: int = 1, delay: int = 0) -> Trainer:
-    """DiLoCo (Douillard et al., 2023); with more fragments its streaming form (Douillard et al., 2025).
-
-    fragments: consecutive parts of the model, each synchronised once in tau steps. delay: steps that a fragment's
-    all-reduce has to run underneath.
-    """
+    """DiLoCo (Douillard et al., 2023); with more fragments its streaming form (Douillard et al., 2025). fragments:
+    consecutive parts of the model, each synchronised once in tau steps. delay: steps that a fragment's all-reduce has
+    to run underneath."""
     manager, end = torchft_manager(task)
     from torchft.local_sgd import DiLoCo
 

@@ -1,7 +1,7 @@
 """CO2 among workers that come and go: a worker that dies is left out, one that comes joins at a boundary.
 
 The workers of one stretch of time are a generation: a process group that none joins and all leave together. A small
-service (training/elastic/agent.py) lists each generation's workers; it does not train, and outlives every worker.
+service (training/launch.py) lists each generation's workers; it does not train, and outlives every worker.
 
 Nothing a survivor has sent is lost, and all survivors' outer iterates stay equal, bit for bit: see flight.py.
 

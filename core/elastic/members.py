@@ -1,6 +1,6 @@
 """One worker among others that come and go: how it joins each generation of workers, and gets its state.
 
-The coordinator (training/elastic/agent.py) holds a store, and lists each generation's workers there. joining.py says
+The coordinator (training/launch.py) holds a store, and lists each generation's workers there. joining.py says
 what the generations are for.
 """
 

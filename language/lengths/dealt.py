@@ -1,27 +1,322 @@
-"""Training on whole documents, dealt over the rounds of a run: `--balance` of language.train and language.finetune."""
+"""Training on whole documents, dealt over the rounds of a run: `--balance` of language.train and language.finetune.
+
+Several documents share a row: no attention between them, positions restart, the loss counts every target alike. After
+`attend_to_documents(model)` call `model(row.ids, position_ids=row.positions, documents=row.boundaries)`; TransNormer
+takes the same call. transformers alone would build a dense mask, of the row's length squared; here the work is the sum
+of the documents' squares. With balance rings, documents are split over the ranks of an island (`pack_share`).
+"""
 
 from __future__ import annotations
 
+import training.prepared  # noqa: F401, transformers imports torchvision when it is installed
+
+# isort: split
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from tqdm import tqdm
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 from core.errors import UserError
+from core.groups import new_group
 from core.methods import Method
 from core.rounds import Rounds
-from language.lengths.laws import cut
-from language.lengths.packed import Document, Packed, Rows, attend_to_documents, pack
-from language.lengths.rings import Rings, check_room
-from language.lengths.rounds import Order, by_tokens, cost, crossing_of, deal, into_parts
+from core.sharded.mesh import local_world_size
+from language.data import IGNORE
+from language.lengths.plan import Island, plan
+from language.lengths.ring import Shares, chunks, ring_attention
+from language.lengths.rounds import Order, by_tokens, cost, crossing_of, cut, deal, into_parts
+from language.metrics import token_loss
 from language.recipe import TextRecipe
+from language.transnormer import TransNormer
 from training.run import Run
-from training.workers import rank, world_size
+from training.workers import largest_of_workers, least_seconds, rank, world_size
+
+NAME = "documents"  # of the attention, among transformers'
+Document = tuple[Tensor, Tensor]  # inputs and targets, int64 [tokens] each; IGNORE where nothing is predicted
+
+
+@dataclass(frozen=True)
+class Packed:
+    """One row: ids, positions and targets are int64 [1, tokens]. boundaries: where documents begin in the row, and its
+    end, int64 [documents + 1] on the host; or a rank's Shares."""
+
+    ids: Tensor
+    positions: Tensor
+    targets: Tensor
+    boundaries: Tensor | Shares
+
+    def to(self, device: torch.device) -> Packed:
+        """The row on a device, its boundaries where they are."""
+        moved = (t.to(device, non_blocking=True) for t in (self.ids, self.positions, self.targets))
+        return Packed(*moved, self.boundaries)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A worker's rows of an optimizer step, one for each micro-batch. predicted: targets of a worker and step, averaged
+    over the round. Every worker divides its sum of losses by it, so that all targets weigh the same. island: the ranks
+    over which rows are split, if they are."""
+
+    parts: list[Packed]
+    predicted: float
+    island: dist.ProcessGroup | None = None
+
+    def mean_loss(self, mine: Tensor) -> Tensor:
+        """The mean over the island of what its ranks give, 0-d each."""
+        if self.island is not None:
+            dist.all_reduce(mine, group=self.island)
+            mine /= dist.get_world_size(self.island)
+        return mine
+
+
+FILLER: Document = torch.zeros(1, dtype=torch.int64), torch.full((1,), IGNORE)  # one token that predicts nothing
+
+
+def pack(documents: Sequence[Document]) -> Packed:
+    """Joins whole documents to a row; without any a filler of one token, because every worker needs a backward pass."""
+    documents = documents or [FILLER]
+    return Packed(
+        ids=torch.cat([ids for ids, _ in documents])[None],
+        positions=torch.cat([torch.arange(len(ids)) for ids, _ in documents])[None],
+        targets=torch.cat([targets for _, targets in documents])[None],
+        boundaries=_ends(documents),
+    )
+
+
+def pack_share(
+    documents: Sequence[Document], rings: Sequence[Sequence[int]], group: dist.ProcessGroup | None = None
+) -> Packed:
+    """What this rank holds of a row whose documents are split over the group, each over its ring; or a filler."""
+    ranks = dist.get_world_size(group) if dist.is_initialized() else 1
+    held = [0] * ranks
+    for (ids, _), ring in zip(documents, rings, strict=True):
+        for place, holder in enumerate(ring):
+            held[holder] += sum(map(len, chunks(len(ids), len(ring), place)))
+    idle = [holder for holder in range(ranks) if not held[holder]]
+    documents, rings = [*documents, *(FILLER for _ in idle)], [*rings, *((holder,) for holder in idle)]
+    shares = Shares(_ends(documents), rings, group)
+    ids, targets = (torch.cat(whole)[shares.indices][None] for whole in zip(*documents, strict=True))
+    return Packed(ids, shares.positions[None], targets, shares)
+
+
+def _ends(documents: Sequence[Document]) -> Tensor:
+    """Where documents begin in a row, and its end."""
+    lengths = [len(ids) for ids, _ in documents]
+    if not all(lengths):
+        raise UserError(f"document {lengths.index(0)} of a row is empty: leave it out")
+    return torch.tensor([0, *lengths]).cumsum(0)
+
+
+# -- attention ------------------------------------------------------------------------------------------------------
+
+
+def attend_to_documents(model: nn.Module, *, split: bool = False) -> None:
+    """From now on the model can be called with `documents`. split: also with documents that are split over ranks.
+    UserError where it would not keep documents apart, or attends to them in another way."""
+    if isinstance(model, TransNormer):
+        return
+    name = type(model).__name__
+    config: Any = getattr(model, "config", None)
+    if config is None or not hasattr(model, "set_attn_implementation"):
+        raise UserError(f"{name} has no attention that could be told of documents: leave --balance out")
+    if kinds := set(getattr(config, "layer_types", None) or []) - {"full_attention"}:
+        raise UserError(f"{name} has layers of {', '.join(sorted(kinds))}: leave --balance out")
+    AttentionInterface.register(NAME, _attention)
+    AttentionMaskInterface.register(NAME, _mask)
+    model.set_attn_implementation(NAME)  # pyright: ignore[reportCallIssue]
+    if config._attn_implementation != NAME:  # it has said so in a warning
+        raise UserError(f"{name} computes its attention in a way of its own: leave --balance out")
+    training = model.training
+    _check_apart(model.eval(), split)
+    model.train(training)
+
+
+@torch.no_grad()
+def _check_apart(model: nn.Module, split: bool) -> None:
+    """UserError where a document's logits depend on what stands before it in the row."""
+    device = next(model.parameters()).device
+    documents = [(torch.arange(begin, end), torch.full((end - begin,), IGNORE)) for begin, end in ((4, 6), (1, 4))]
+    me = dist.get_rank() if dist.is_initialized() else 0
+    row = (pack_share(documents, [(me,)] * 2) if split else pack(documents)).to(device)
+    try:
+        found = model(row.ids, position_ids=row.positions, documents=row.boundaries).logits[0, 2:].float()
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{type(model).__name__} takes no documents ({error}): leave --balance out") from None
+    alone = model(documents[1][0][None].to(device)).logits[0].float()
+    if (found - alone).abs().max() > 1e-4 * alone.abs().max():
+        raise UserError(f"{type(model).__name__} mixes the documents of a row: leave --balance out")
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    documents: Tensor | Shares | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    **rest: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention by torch's kernels, of each document by itself where there are documents: [1, heads,
+    tokens, d] each -> [1, tokens, heads, d]."""
+    if dropout:
+        raise UserError(f"attention to documents has no dropout, the model's is {dropout}: set it to 0")
+    reach = documents.longest if isinstance(documents, Shares) else query.shape[2]
+    if sliding_window is not None and reach > sliding_window:
+        raise UserError(f"attention to documents knows no window, the model's is {sliding_window}: leave --balance out")
+    if documents is None:
+        return sdpa_attention_forward(module, query, key, value, mask, **rest)
+    if mask is not None:
+        raise UserError("attention_mask goes with padded rows, documents with packed ones: leave one of them out")
+    if isinstance(documents, Shares):
+        return _around_rings(query, key, value, documents, **rest), None
+    lengths = documents.diff().tolist()
+    parts = zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True)
+    return torch.cat([sdpa_attention_forward(module, *part, None, **rest)[0] for part in parts], dim=1), None
+
+
+def _around_rings(
+    query: Tensor, key: Tensor, value: Tensor, shares: Shares, scaling: float | None = None, **_: Any
+) -> Tensor:
+    """ring_attention as transformers calls an attention: [1, heads, tokens, width] -> [1, tokens, heads, width]."""
+    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
+    usual = query.shape[-1] ** -0.5
+    if scaling is not None and abs(scaling / usual - 1) > 1e-9:
+        query = query * (scaling / usual)
+    return ring_attention(*(x[0].transpose(0, 1) for x in (query, key, value)), shares)[None]
+
+
+def _mask(*, attention_mask: Tensor | None = None, **rest: Any) -> Tensor | None:
+    """A mask for padded rows alone: documents, and causal rows, need none."""
+    return None if attention_mask is None else sdpa_mask(attention_mask=attention_mask, **rest)
+
+
+TOKENS, PARTS = 2048, 8  # of a row that is timed, as one document and as so many; fewer where there are fewer positions
+REPEATS, SENT = 3, 12  # of a row, and of a message, of which the first ones wait for connections
+MESSAGES = 3  # of a hop and layer: keys and values in both passes, and their gradients
+
+
+@dataclass(frozen=True)
+class Rings:
+    """The workers among whom this one's documents are split."""
+
+    group: dist.ProcessGroup
+    island: Island
+
+    @classmethod
+    def of(
+        cls, recipe: TextRecipe, model: nn.Module, mesh: DeviceMesh, longest: int, autocast: AbstractContextManager[Any]
+    ) -> Rings:
+        """The workers of a node of the mesh, each of whom must call it. longest: tokens of a document, at most."""
+        device = next(model.parameters()).device
+        group = new_group(mesh.get_group("shard"), recipe.timeout, device)
+        assert group is not None
+        size, here = mesh.size(1), local_world_size()
+        nodes = size // here if 1 < here < size and size % here == 0 else 1
+        given = recipe.rings.costs
+        with autocast:
+            costs = given or measured(model, group, size // nodes, min(TOKENS, longest))
+        room = recipe.rings.room or float("inf")
+        island = Island(nodes, size // nodes, *costs[:2], costs[2:4], costs[4:] or costs[2:4], room)  # pyright: ignore
+        return cls(group, island)
+
+    def split(self, documents: Sequence[Document]) -> Packed:
+        """This worker's part of a row. Where a row has more tokens than there is room for, all have as many."""
+        ends = torch.tensor([0, *(len(ids) for ids, _ in documents)]).cumsum(0)
+        room = max(self.island.room, int(ends[-1]) / self.island.size)
+        return pack_share(documents, plan(ends, replace(self.island, room=room)), self.group)
+
+    def __str__(self) -> str:
+        i = self.island
+        nodes = f" on {i.nodes} machines" if i.nodes > 1 else ""
+        costs = " ".join(f"{cost:.3g}" for cost in (i.attention, i.linear, *i.inside, *i.across))
+        return f"islands of {i.size} workers{nodes}; --rings.costs {costs}"
+
+
+# -- what a layer costs ---------------------------------------------------------------------------------------------
+
+
+def measured(model: nn.Module, group: dist.ProcessGroup, devices: int, tokens: int) -> tuple[float, ...]:
+    """The costs of an Island whose nodes have so many devices, the same on all its ranks: each time is that of the
+    slowest. Seconds of a layer, both passes. tokens: of the row that is timed."""
+    parts = max(1, min(PARTS, tokens // 2))
+    tokens -= tokens % parts
+    config: Any = model.config
+    device = next(model.parameters()).device
+    size = 2 if torch.is_autocast_enabled(device.type) else next(model.parameters()).element_size()
+    nbytes = 2 * config.hidden_size * (2 * size + max(size, 4))  # of a token: keys, values, their gradients
+    rows = [row_of(lengths).to(device) for lengths in ([tokens], [tokens // parts] * parts)]
+    times = [least_seconds(lambda row=row: trained_on(model, row), device, REPEATS) for row in rows]  # pyright: ignore
+    one, many = largest_of_workers(times, group)
+    inside, across = (hop_of(group, ring, nbytes, tokens, device) for ring in (devices, dist.get_world_size(group)))
+    layers = config.num_hidden_layers
+    attention = max(0.0, one - many) / (layers * tokens**2 * (1 - 1 / parts)) if parts > 1 else 0.0
+    linear = max(0.0, many / layers - attention * tokens**2 / parts) / tokens
+    return attention, linear, *inside, *across
+
+
+def hop_of(
+    group: dist.ProcessGroup, devices: int, nbytes: int, tokens: int, device: torch.device
+) -> tuple[float, float]:
+    """Seconds of a hop in all, and of one for each token of so many bytes, in rings of so many ranks."""
+    sends = [exchange(group, devices, n, device) for n in (MESSAGES, MESSAGES + tokens * nbytes)]
+    few, much = largest_of_workers([least_seconds(send, device, SENT) for send in sends], group)
+    return MESSAGES * few, max(0.0, much - few) / tokens
+
+
+def row_of(lengths: Sequence[int]) -> Packed:
+    """Documents of so many tokens, all of them the same one."""
+    return pack([(torch.ones(n, dtype=torch.int64), torch.ones(n, dtype=torch.int64)) for n in lengths])
+
+
+def trained_on(model: nn.Module, row: Packed) -> None:
+    """A step's two passes, which leave nothing behind."""
+    logits = model(row.ids, position_ids=row.positions, documents=row.boundaries).logits
+    token_loss(logits, row.targets).backward()
+    model.zero_grad(set_to_none=True)
+
+
+def exchange(group: dist.ProcessGroup, devices: int, nbytes: int, device: torch.device) -> Callable[[], None]:
+    """Sends so many bytes to the next of each `devices` ranks of the group, and receives as many."""
+    node, place = divmod(dist.get_rank(group), devices)
+    following, before = (node * devices + (place + step) % devices for step in (1, -1))
+    ours, theirs = (torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
+
+    def send() -> None:
+        if devices == 1:
+            return
+        how: dict[str, Any] = {"group": group}
+        sends = dist.P2POp(dist.isend, ours, group_peer=following, **how)
+        works = dist.batch_isend_irecv([sends, dist.P2POp(dist.irecv, theirs, group_peer=before, **how)])
+        while works:
+            works.pop().wait()
+
+    return send
+
+
+def check_room(tokens: float, room: int | None, workers: int) -> None:
+    """UserError where the tokens of a row, on average, or of a document are more than an island's devices hold."""
+    if room is not None and tokens > room * workers:
+        raise UserError(
+            f"a row of {tokens:,.0f} tokens, but {workers} workers of rings.room={room} hold {room * workers}: give a "
+            "larger --accumulate, a smaller --batch_size or --context, or more workers a node"
+        )
+
+
+# -- documents over rounds --------------------------------------------------------------------------------------------
+
 
 SCANNED = 1 << 26  # tokens of a file that are looked through at a time
 
@@ -40,10 +335,8 @@ class Documents(Protocol):
 
 
 class TextDocuments:
-    """The documents of a token file, without empty ones; those longer than `context` are cut into pieces of it.
-
-    Each token but a document's first is predicted once. end: the id that ends a document.
-    """
+    """The documents of a token file, without empty ones; those longer than `context` are cut into pieces of it. Each
+    token but a document's first is predicted once. end: the id that ends a document."""
 
     def __init__(self, tokens: np.ndarray, end: int, context: int):
         parts = range(0, len(tokens), SCANNED)
@@ -144,18 +437,16 @@ class Dealt:
         return deal(np.stack([targets, cost(lengths, self.crossing)], axis=1), workers)
 
     def _round(self, numbers: np.ndarray, steps: int, rows: int, rank: int, workers: int) -> Iterator[Rows]:
-        mine = numbers[self.owners(numbers, workers) == rank]
-        lengths, group = self.documents.lengths, self.rings.group if self.rings else None
-        predicted = max(float(self.documents.targets[numbers].sum()) / (steps * workers), 1.0) / self.island_size
+        d, mine = self.documents, numbers[self.owners(numbers, workers) == rank]
+        lengths, group = d.lengths, self.rings.group if self.rings else None
+        predicted = max(float(d.targets[numbers].sum()) / (steps * workers), 1.0) / self.island_size
         of_step = into_parts(lengths[mine], steps)
         for step in range(steps):
             some = mine[of_step == step]
             of_row = into_parts(lengths[some], rows)  # another number of rows leaves a step its documents
-            yield Rows([self._row(some[of_row == row]) for row in range(rows)], predicted, group)
-
-    def _row(self, numbers: np.ndarray) -> Packed:
-        documents = [self.documents.read(number) for number in numbers.tolist()]
-        return self.rings.split(documents) if self.rings else pack(documents)
+            held = ([d.read(number) for number in some[of_row == row].tolist()] for row in range(rows))
+            split = self.rings.split if self.rings else pack
+            yield Rows([split(documents) for documents in held], predicted, group)
 
 
 def steps_ahead(method: Method) -> int:

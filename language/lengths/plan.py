@@ -34,11 +34,9 @@ TRIALS = 6  # halvings of the interval in which the deadline lies
 
 @dataclass(frozen=True)
 class Island:
-    """Nodes of equal devices, and the seconds of one layer, forward and backward.
-
-    attention: for each squared token of a document. linear: of all else, for each token. inside, across: latency of a
-    hop in a node, or of a ring over several, and for each token sent. room: tokens that a device's memory holds.
-    """
+    """Nodes of equal devices, and the seconds of one layer, forward and backward. attention: for each squared token of
+    a document. linear: of all else, for each token. inside, across: latency of a hop in a node, or of a ring over
+    several, and for each token sent. room: tokens that a device's memory holds."""
 
     nodes: int
     devices: int
@@ -120,9 +118,7 @@ def layer_seconds(lengths: Sequence[int], rings: Sequence[Ring], island: Island)
 
 def plan(documents: Tensor, island: Island) -> list[Ring]:
     """For each document the ranks that hold it; a rank may get no token. documents: cumulative, int64 [documents + 1].
-
-    UserError where the devices' memory does not hold the tokens.
-    """
+    UserError where the devices' memory does not hold the tokens."""
     lengths = documents.diff().tolist()
     if sum(lengths) > island.room * island.size:
         raise UserError(

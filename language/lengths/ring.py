@@ -10,8 +10,6 @@ during computation; every hop is one call of a flash kernel. Outputs are merged 
 up. torch's context_parallel needs a GPU, and splits all sequences over all ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -53,10 +51,8 @@ class Piece:
         return like.new_empty(2, sum(map(len, self.chunks(hop))), *like.shape[1:], dtype=dtype)
 
     def block(self, hop: int) -> tuple[slice, slice]:
-        """Rows of this rank and keys of the visitor that this hop multiplies; at hop 0 causal, later all with all.
-
-        All rows see an earlier place's first chunk. The second chunk's rows see both of a later place's chunks.
-        """
+        """Rows of this rank and keys of the visitor that this hop multiplies; at hop 0 causal, later all with all. All
+        rows see an earlier place's first chunk. The second chunk's rows see both of a later place's chunks."""
         if hop == 0:
             return self.rows, slice(None)
         if hop <= self.place:
@@ -105,10 +101,8 @@ class Shares:
     def exchange(
         self, pieces: Sequence[Piece], outgoing: dict[int, Tensor], incoming: dict[int, Tensor], lane: int
     ) -> list[Any]:
-        """Starts to send to the next and to receive from the previous rank: one message between two ranks.
-
-        Every rank lists documents in one order. lane: 0 for keys and values, 1 for gradients, which overlap them.
-        """
+        """Starts to send to the next and to receive from the previous rank: one message between two ranks. Every rank
+        lists documents in one order. lane: 0 for keys and values, 1 for gradients, which overlap them."""
         outward = _by_peer((p.next, outgoing[p.number]) for p in pieces)
         inward = _by_peer((p.previous, incoming[p.number]) for p in pieces)
         sent = {to: x[0] if len(x) == 1 else torch.cat([t.reshape(-1) for t in x]) for to, x in outward.items()}
@@ -145,10 +139,8 @@ class _Exchange:
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, shares: Shares) -> Tensor:
-    """Causal attention inside each document: [tokens, heads, width] of this rank's tokens -> the same.
-
-    A collective of all ranks on rings, forward and backward.
-    """
+    """Causal attention inside each document: [tokens, heads, width] of this rank's tokens -> the same. A collective of
+    all ranks on rings, forward and backward."""
     if len(q) != len(shares.indices):
         raise UserError(f"{len(q)} tokens, but the documents give this rank {len(shares.indices)}: take shares.indices")
     return _RingAttention.apply(q, k, v, shares)  # type: ignore[no-any-return]
@@ -179,10 +171,8 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        """Gradients of visiting keys follow these by one hop, and are home one hop after the last block.
-
-        Those of a rank's own keys stay. Whole documents come last, under the gradients' last hop.
-        """
+        """Gradients of visiting keys follow these by one hop, and are home one hop after the last block. Those of a
+        rank's own keys stay. Whole documents come last, under the gradients' last hop."""
         q, k, v, out, lse = ctx.saved_tensors
         shares: Shares = ctx.shares
         d = _Gradients(q, k, v, out, lse, grad)

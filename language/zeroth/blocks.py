@@ -25,9 +25,7 @@ from core.flat import unique
 from core.groups import gather_parts
 from core.sharded.live import pinned
 
-from .order import weights_uncached
-from .replay import Update
-from .weights import Noise, Weights
+from .order import Noise, Update, Weights, weights_uncached
 
 T = TypeVar("T")
 Hold = Callable[[int], None]
@@ -208,9 +206,7 @@ class BlockStream:
 
 class Rest:
     """The parameters of no block: they stay on the device; one module at a time is perturbed, in the window's scratch.
-
-    behind: updates that are not applied yet. beyond: bytes of perturbed copies that the scratch had no room for.
-    """
+    behind: updates that are not applied yet. beyond: bytes of perturbed copies that the scratch had no room for."""
 
     def __init__(self, weights: Weights, window: Window, params: Sequence[nn.Parameter]):
         self._weights, self._window, self._params = weights, window, params
@@ -354,11 +350,9 @@ def _refuse(model: nn.Module, blocks: Sequence[nn.Module], inside: set[int]) -> 
 
 
 class Lane:
-    """Copies during computation, one after the other: a thread on a CPU, a stream on a GPU.
-
-    hold: called with a copy's bytes when it is done, to emulate a slow bus on a CPU. bytes, seconds (on a CPU): of this
-    worker's part of all copies.
-    """
+    """Copies during computation, one after the other: a thread on a CPU, a stream on a GPU. hold: called with a copy's
+    bytes when it is done, to emulate a slow bus on a CPU. bytes, seconds (on a CPU): of this worker's part of all
+    copies."""
 
     def __init__(self, device: torch.device, hold: Hold | None):
         self._device, self._hold = device, hold
@@ -367,10 +361,8 @@ class Lane:
         self._thread = None if self._stream else ThreadPoolExecutor(1)
 
     def copy(self, target: Tensor, source: Tensor, after: Any = None, share: dist.ProcessGroup | None = None) -> Any:
-        """Begins a copy, after another lane's and what the device computes so far; returns what `wait` takes.
-
-        share: each worker of this group copies its part of `source`, and sends it to the others.
-        """
+        """Begins a copy, after another lane's and what the device computes so far; returns what `wait` takes. share:
+        each worker of this group copies its part of `source`, and sends it to the others."""
         source = own_part(source, share)
         self.bytes += source.nbytes
         if self._thread is not None:
@@ -504,9 +496,7 @@ class Window:
 
     def move_on(self) -> None:
         """The next block is here, uploaded, and the upload of the one after it begins; after the last comes the first.
-
-        A lone block is not uploaded anew before it is offloaded.
-        """
+        A lone block is not uploaded anew before it is offloaded."""
         number, count = (self.at + 1) % len(self._blocks), len(self._blocks)
         if self._ahead is None:
             self._begin(number)

@@ -19,8 +19,7 @@ from training.optim import lent_rate
 from training.workers import make_mesh
 
 from .blocks import BlockStream
-from .exchange import ZerothConfig
-from .order import Loss, ZerothOrder
+from .order import Loss, ZerothConfig, ZerothOrder
 
 if TYPE_CHECKING:
     from training.run import Run

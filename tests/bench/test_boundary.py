@@ -8,7 +8,7 @@ import torch
 
 from bench import boundary
 from bench.boundary import peak_bytes, reset_peak
-from bench.gpu import costs
+from bench.gpu import measures
 from core import outer
 from tests.core.test_boundary import RULES, check
 from tests.scripts import run_script
@@ -29,16 +29,16 @@ def test_the_model_has_the_size_asked_for(size):
 def test_the_compiled_pass_is_the_specification_compiled(monkeypatch):
     """Bit for bit where the compiler is left out, which takes half a minute; what it is given is outer.update."""
     monkeypatch.setattr(torch, "compile", lambda f, dynamic: f)
-    costs.compiled.cache_clear()
-    assert costs.compiled() is outer.update
+    measures.compiled.cache_clear()
+    assert measures.compiled() is outer.update
     held = []
-    for kind in (outer.Boundary, costs.CompiledBoundary):
+    for kind in (outer.Boundary, measures.CompiledBoundary):
         torch.manual_seed(0)
         params = [torch.nn.Parameter(torch.randn(40, 3)), torch.nn.Parameter(torch.randn(7))]
-        d, x, m = torch.randn(127), *costs.state(params)[1:]
+        d, x, m = torch.randn(127), *measures.state(params)[1:]
         kind(params, d, x, m).run(outer.Rule(0.5, 1.0, 1.0, 1.0, 1.0, c=outer.norm([d])))
         held.append([*params, d, x, m])
-    costs.compiled.cache_clear()
+    measures.compiled.cache_clear()
     assert all(map(torch.equal, *held))
 
 
@@ -46,7 +46,7 @@ def test_the_compiled_pass_is_the_specification_compiled(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_compiled_is_the_formulas(dtype):
     for name in ("elementwise", "norm", "unclipped"):
-        check(costs.CompiledBoundary, dtype, RULES[name])
+        check(measures.CompiledBoundary, dtype, RULES[name])
 
 
 def test_a_small_run(tmp_path, capsys):

@@ -4,7 +4,7 @@ from collections import Counter
 from typing import Any
 
 from bench.chaos.__main__ import CONFIGS, ELASTIC, Campaign, plan, steps, table
-from bench.chaos.worker import PHASES
+from bench.chaos.crew import PHASES
 
 
 def test_the_plan_has_all_that_was_asked_for_and_is_the_same_each_time():

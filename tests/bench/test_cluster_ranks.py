@@ -41,10 +41,10 @@ def test_ranks_without_a_cluster(tmp_path):
     """Results in rank order, a UserError as it is, another error with its traceback, the limit, and an early end."""
     code = """
         import multiprocessing, os, time, torch, torch.distributed as dist
-        from bench.cluster import ranks, run_ranks
+        from bench.cluster import nodes, run_ranks
         from core.errors import UserError
 
-        ranks.GRACE = 0.2
+        nodes.GRACE = 0.2
 
         def total(x):
             dist.init_process_group("gloo")

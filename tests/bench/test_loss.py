@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from bench.loss import __main__ as command
-from bench.loss.__main__ import Options, parse, search
-from bench.loss.runs import Plan, Rows, run, train
+from bench.loss.__main__ import Options, Plan, Rows, parse, run, search, train
 from bench.loss.tasks import Inner, Task, labelled_draw
 from core.errors import UserError
 from tests.problems import small_net

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from bench.loss.__main__ import parse
-from bench.loss.runs import Plan, train
+from bench.loss.__main__ import Plan, parse, train
 from bench.loss.tasks import Batch, Inner, Shards, Task, cosine
 from core import CO2Config, WireConfig, make_method
 from core.methods import DelayedConfig, OverlapLocalConfig, SlowMoConfig

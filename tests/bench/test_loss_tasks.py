@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from bench.loss import tasks
-from bench.loss.__main__ import parse
-from bench.loss.runs import Plan, Stack, train
+from bench.loss.__main__ import Plan, Stack, parse, train
 from bench.loss.tasks import TASKS, load_task, places
 from core.errors import UserError
 

@@ -54,7 +54,6 @@ bench.loss --methods co2:delay=9 --tau 6 => delay=9: between 0 and tau=6
 bench.loss --methods co2:beta=0|0.1|0.2 --configurations 2 => make 3 configurations; allow as many
 bench.loss --seeds 0 100 => seeds=100: it is the tuning seed
 bench.slow_links --methods ddp zip => methods: 'zip'
-bench.slow_links --models bert => models: 'bert'
 bench.slow_links --workers 1 => workers=1
 bench.slow_links --rates 0 => rates=0.0
 bench.time_to_loss --tasks speech => tasks: 'speech' does not exist; choose among vision, language

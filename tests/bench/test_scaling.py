@@ -1,15 +1,13 @@
 """The stand-in's pacing, what is made of measured rows, and the options of bench.scaling."""
 
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import matplotlib.pyplot as plt
 import pytest
 import torch
 
-from bench import plots, scaling, standin
+from bench import scaling, standin
 from bench.scaling import Setting, round_seconds, rounds_to_measure, wire_seconds
 from bench.standin import LAYERS, PARAMS, PATIENCE, Pacer, StandIn, pace
 from core.errors import UserError
@@ -182,34 +180,6 @@ def test_auto_settles_when_tau_rests(monkeypatch: pytest.MonkeyPatch):
 # -- what is made of the rows -----------------------------------------------------------------------------------
 
 
-def row(
-    method: str, setting: int | str, workers: int, speed: float, exposed: float = 0.0, **more: Any
-) -> dict[str, Any]:
-    values = {"method": method, "tau_setting": setting, "tau": setting, "workers": workers}
-    values |= {"rate_mbit": 200.0 if workers > 1 else None, "repeat": 0, "samples_per_second": speed}
-    return values | {"exposed_share": exposed, "allreduce_seconds": 0.1, "late": False} | more
-
-
-ROWS = [
-    *(row("co2", 12, 1, speed) for speed in (190.0, 200.0, 201.0)),
-    *(row("co2", 12, 2, speed, share) for speed, share in ((390.0, 0.01), (370.0, 0.02), (380.0, 0.06))),
-    *(row("co2", 12, 4, speed, 0.1) for speed in (760.0, 700.0, 720.0)),
-    *(row("ddp", 1, n, speed, late=n == 4) for n, speed in ((2, 90.0), (4, 100.0))),
-    row("co2", "auto", 4, 780.0, tau=7),
-]
-RESULT = {
-    "format": 1,
-    "date": "2026-01-02 03:04:05",
-    "commit": "abc",
-    "link": "namespaces + tbf",
-    "cpu_count": 2,
-    "model": {"params": 500, "bytes": 2_100_000, "layers": 4},
-    "step_ms": 40.0,
-    "batch": 8,
-    "rows": ROWS,
-}
-
-
 def test_ranks_become_one_row():
     def cell(speed: float, mean_step: float) -> dict[str, Any]:
         same = {"method": "co2", "tau": 3, "bytes_sent_per_worker": 7, "rounds": 2, "seconds": 2.0}
@@ -229,32 +199,3 @@ def test_ranks_become_one_row():
     assert (first["bytes_sent_per_worker"], first["cpu_cores_busy"]) == (7, 1.5)
     assert (first["late"], second["late"]) == (False, True)
     assert not {"cpu_seconds", "mean_step_seconds"} & set(first)
-
-
-def test_throughput_is_drawn_with_its_range():
-    figure = plots.plot(RESULT, "samples_per_second")
-    (axes,) = figure.axes
-    perfect, ddp, co2, auto = axes.lines[0], *(c.lines[0] for c in axes.containers)
-    assert perfect.get_ydata().tolist() == [200, 400, 800]
-    assert (ddp.get_xdata().tolist(), ddp.get_ydata().tolist()) == ([2, 4], [90, 100])
-    assert co2.get_ydata().tolist() == [200, 380, 720]
-    assert auto.get_linestyle() == "--"
-    bars = axes.containers[1].lines[2][0].get_segments()
-    assert [segment[:, 1].tolist() for segment in bars] == [[190, 201], [370, 390], [700, 760]]
-    assert "link: namespaces + tbf; compute is a stand-in of 40 ms" in figure.get_suptitle()
-    plt.close(figure)
-
-
-def test_exposed_share_is_drawn_over_rates():
-    slower = [r | {"rate_mbit": 50.0, "exposed_share": 0.8} for r in ROWS if r["workers"] > 1]
-    figure = plots.plot(RESULT | {"rows": ROWS + slower}, "exposed_share")
-    assert [axes.get_title() for axes in figure.axes] == ["2 workers", "4 workers"]
-    co2 = figure.axes[0].containers[1].lines[0]
-    assert (co2.get_xdata().tolist(), co2.get_ydata().tolist()) == ([50, 200], [0.8, 0.02])
-    plt.close(figure)
-
-
-def test_both_plots_become_files(tmp_path: Path):
-    plots.draw(tmp_path, RESULT)
-    for name in ("throughput_vs_workers", "exposed_vs_bandwidth"):
-        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")

@@ -5,55 +5,16 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from bench import report, slow_links, time_to_loss
+from bench.report import TUNING_SEED
 from bench.slow_links import METHODS, SlowLinks, best_lr
 from bench.time_to_loss import options_of
-from bench.trainings import TUNING_SEED
-from core.lgreco.choices import parse as choice
 from language.recipes import RECIPES
 from tests.bench.emulated import python
-
-
-def unlike() -> list[torch.Tensor]:
-    """Nearly of rank 1, of many ranks, sparse, and a vector."""
-    draw = torch.Generator().manual_seed(0)
-    low = torch.randn(60, 1, generator=draw) @ torch.randn(1, 80, generator=draw)
-    sparse = torch.randn(70, 50, generator=draw) ** 5
-    return [100 * low, 0.1 * torch.randn(64, 64, generator=draw), sparse, torch.randn(200, generator=draw)]
-
-
-@pytest.mark.parametrize("like", slow_links.LIKES)
-def test_never_more_bytes_for_about_the_error(like: str):
-    """The curves leave out the second rounding of the ints, and have more power iterations for low rank."""
-    row = slow_links.compare("none", unlike(), like, 4)
-    assert row["lgreco_bytes"] <= row["uniform_bytes"] < row["plain_bytes"] and len(row["choices"]) == 4
-    assert row["lgreco_error"] <= 1.3 * row["uniform_error"], row
-
-
-def test_measured_errors_are_the_reducers():
-    """rank 2 of a matrix of rank 1 loses nothing, and of one of many ranks nearly all."""
-    low, many, *_ = unlike()
-    lost = slow_links.Sender([low, many], "rank4").errors([choice("rank2"), choice("rank2")])
-    assert lost[0] < 1e-3 * float(low.norm()) and lost[1] > 0.5 * float(many.norm())
-
-
-def test_gradients_are_added_up_over_the_last_steps():
-    model = torch.nn.Linear(2, 1, bias=False)
-    script = SimpleNamespace(
-        make_optimizer=lambda model, optim: torch.optim.SGD(model.parameters(), optim),
-        backward=lambda step, recipe, model, x: model(x).sum().backward(),
-    )
-    batches = ((torch.full((1, 2), float(i)),) for i in range(100))
-    of: Any = SimpleNamespace(script=script, parse=lambda: SimpleNamespace(optim=0.1), model=lambda _: model)
-    of.batches = lambda *_: (100, batches)
-    (total,) = slow_links.gradients(of, steps=3, summed=2)
-    assert total.tolist() == [[3.0 + 4.0] * 2]
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -109,22 +70,21 @@ def test_every_method_is_tuned_with_a_seed_of_its_own_then_measured(tmp_path: Pa
         return {"method": method, "rate_mbit": rate, "seed": seed, "lr": lr, "loss": abs(lr - 1.0) + 1}
 
     monkeypatch.setattr(slow_links, "measure", measure)
-    o = SlowLinks(methods=("ddp", "lgreco_int4"), rates=(50.0, 200.0), models=(), throttle=True, out=tmp_path)
+    o = SlowLinks(methods=("ddp", "lgreco_int4"), rates=(50.0, 200.0), throttle=True, out=tmp_path)
     session = report.Session("slow_links", tmp_path, report.header("bench.slow_links", o), slow_links.TABLES)
     slow_links.run_all(o, session)
     tuning, rows = made[:6], made[6:]
     assert {run[2] for run in tuning} == {TUNING_SEED} and not {run[2] for run in rows} & {TUNING_SEED}
     assert len(set(made)) == len(made) == 2 * 3 + 2 * 2 * 3 and {run[3] for run in rows} == {1.0}
-    assert len(session.result["rows"]) == 12 and session.result["errors"] == []
+    assert len(session.result["rows"]) == 12
 
 
 @pytest.mark.slow
 def test_a_real_run_over_a_throttled_link(tmp_path: Path):
-    options = "--throttle --workers 2 --rates 500 --seeds 0 --lrs 1 --epochs 1 --epoch_steps 12 --models resnet"
+    options = "--throttle --workers 2 --rates 500 --seeds 0 --lrs 1 --epochs 1 --epoch_steps 12"
     methods = ("--methods", "ddp", "lgreco_int4")
     python("-m", "bench.slow_links", *options.split(), *methods, "--out", tmp_path / "out", timeout=400)
     result = json.loads((tmp_path / "out" / "slow_links.json").read_text())
     by = {row["method"]: row for row in result["rows"]}
     assert by["lgreco_int4"]["bytes_a_step"] < 0.5 * by["ddp"]["bytes_a_step"]
     assert abs(by["lgreco_int4"]["loss"] - by["ddp"]["loss"]) < 1
-    assert {row["like"] for row in result["errors"]} == set(slow_links.LIKES)

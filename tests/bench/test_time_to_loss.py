@@ -22,7 +22,7 @@ from bench.standin import build_model
 from bench.time_to_loss import METHODS, OURS, TABLES, TASKS, TimeToLoss, options_of, outcome, trajectory
 from core.errors import UserError
 from tests.bench.emulated import python
-from training.sampling import worker_batches
+from training.data import worker_batches
 from vision import data
 
 # -- trajectories to a time -------------------------------------------------------------------------------------

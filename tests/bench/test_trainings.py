@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from bench.cluster import sent_bytes
-from bench.trainings import Metrics, flags
+from bench.report import Metrics, flags
 
 
 def test_half_a_line_is_left_for_later(tmp_path: Path):

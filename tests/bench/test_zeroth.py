@@ -5,7 +5,7 @@ import torch
 
 from bench import zeroth
 from bench.cluster import Cluster, run_ranks
-from bench.trainings import FAST
+from bench.report import FAST
 from bench.zeroth import LADDER, WAYS, Job, counted, opened, random_base, smallest
 from tests.bench.emulated import script
 

@@ -22,7 +22,7 @@ from core.checkpoints.saved import of_rank, under_rank
 from core.sharded.mesh import node_mesh
 from core.testing import run_distributed
 from tests.problems import flat, refusal
-from training.sampling import generator
+from training.data import generator
 
 LGRECO = {
     "int4": WireConfig("lgreco", like="int4", lgreco=LGrecoConfig(every=3, first=2)),

@@ -13,7 +13,7 @@ from core.lgreco.choices import LGrecoConfig, padded_bytes
 from core.testing import run_distributed
 from tests.core.lgreco_reference import Reference
 from tests.problems import Mean
-from training.sampling import generator
+from training.data import generator
 
 SHAPES = [(48, 80), (600,), (32, 16, 3, 3), (7,), (120, 40), (3, 360)]
 ROUNDS = 7

@@ -12,7 +12,7 @@ from core.assembly.config import WireConfig
 from core.lgreco.choices import Choice, Layer, LGrecoConfig, family, may_take, padded_bytes, parse, sent_bytes, uniform
 from core.lgreco.decide import ITERATIONS, Decider, curve
 from tests.core.test_lgreco import built
-from training.sampling import generator
+from training.data import generator
 
 
 def test_costs_by_hand():

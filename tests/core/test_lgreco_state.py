@@ -15,7 +15,7 @@ from core.lgreco.senders import SAMPLE, largest
 from core.testing import run_distributed
 from tests.core.test_lgreco import SETTINGS, SHAPES, built, lgreco, mean_of, once, written
 from tests.problems import Mean
-from training.sampling import generator
+from training.data import generator
 
 
 def train(mean: Mean, rounds: range, scale: Any = 1.0) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from bench.loss.runs import vmap_gradient
+from bench.loss.__main__ import vmap_gradient
 from core import CO2, CO2Config, ShardedCO2, make_method
 from core.flat import local_shard
 from core.sharded.mesh import node_mesh

@@ -12,7 +12,7 @@ from core.assembly.config import WireConfig
 from core.testing import run_distributed
 from core.wires.formats import BLOCK, decode, encode, nbytes
 from tests.problems import Mean
-from training.sampling import generator
+from training.data import generator
 
 NARROW: tuple[Any, ...] = ("bfloat16", "float16", "int8", "int4", "int2")
 WAYS = [(wire, feedback) for wire in NARROW for feedback in (True, False)]

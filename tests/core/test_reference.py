@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bench.loss.runs import vmap_gradient
+from bench.loss.__main__ import vmap_gradient
 from tests.problems import batch, small_net
 from tests.reference import LateReference, Reference
 

@@ -7,7 +7,7 @@ import torch
 
 import core.stats
 from core.stats import RoundClock, RoundStats, between, mark, ready
-from training.round_log import Overlap
+from training.folder import Overlap
 
 
 def test_marks_on_a_cpu_are_the_hosts_clock():

@@ -16,7 +16,7 @@ from core.wires.formats import WIRES
 from core.wires.quantized import Quantized
 from tests.core.test_triton import Launches, built, compile_apart, devices
 from tests.problems import Settings, odd_parameters, train_co2
-from training.sampling import generator
+from training.data import generator
 
 WORKERS = 3
 ZEROS = [[0, 0, 0, 0], [0, 0, 0, 0x80]]  # a float32's bytes

@@ -13,7 +13,7 @@ from core import UserError
 from core.assembly.config import WireConfig
 from core.wires.formats import BLOCK, INTS, WIRES, decode, encode, nbytes
 from tests.problems import Mean
-from training.sampling import generator
+from training.data import generator
 
 NARROW = WIRES[1:]
 INT = {"int8": 8, "int4": 4, "int2": 2}

@@ -17,7 +17,7 @@ from core.testing import run_distributed
 from core.testing.link import ThrottledLink
 from core.wires.formats import WIRES
 from tests.core.test_quantized_co2 import PLAIN
-from training.sampling import generator
+from training.data import generator
 
 BLOCKS = {"bfloat16": 512, "float16": 516, "int8": 260, "int4": 132, "int2": 68}
 LARGE = 1 << 20  # elements, of which headers and padding are next to nothing

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from core import CO2Config
 from core.methods import DDP
-from segmentation import sync_bn
+from segmentation import model as built
 from segmentation.recipes import digits_small
 from segmentation.train import make_model
 from training.run import Run
@@ -81,7 +81,7 @@ def be_in_a_node(rank: int, world_size: int) -> torch.library.Library:
     allowing = SimpleNamespace(**vars(torch._C) | {"_get_privateuse1_backend_name": lambda: "cpu"})
     mock.patch.object(batchnorm, "torch", SimpleNamespace(**vars(torch) | {"_C": allowing})).start()
     mock.patch.object(DistributedDataParallel, "_passing_sync_batchnorm_handle", lambda *_: None).start()
-    mock.patch.object(sync_bn, "DEVICES", ("cpu",)).start()
+    mock.patch.object(built, "DEVICES", ("cpu",)).start()
     return library
 
 
@@ -96,7 +96,7 @@ def one_pass(rank: int, settings: dict) -> dict[str, Any]:
     with Run(recipe) as run:
         model = run.shard(make_model(recipe))
         _, method = run.make_method(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        sync_bn.share_statistics(run, model, method)
+        built.share_statistics(run, model, method)
         layers = [m for m in model.modules() if isinstance(m, nn.SyncBatchNorm)]
         (group,) = {layer.process_group for layer in layers}
         members = dist.get_process_group_ranks(group)

@@ -14,8 +14,15 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from core import UserError
 from language.data import IGNORE, CausalObjective, held_out_batches
-from language.generate import continuation_markdown, continue_text, fill_masks, filled_markdown
-from language.metrics import held_out_sums, summarize, token_loss
+from language.metrics import (
+    continuation_markdown,
+    continue_text,
+    fill_masks,
+    filled_markdown,
+    held_out_sums,
+    summarize,
+    token_loss,
+)
 from language.model import build_model, decay_groups, is_causal
 from language.recipe import LanguageRecipe
 from language.transnormer import LRPE, check_attention, chunked_attention, decay_slopes, fla_attention

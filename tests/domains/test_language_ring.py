@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from core.testing import run_distributed
-from language.lengths.packed import attend_to_documents
+from language.lengths.dealt import attend_to_documents
 from language.lengths.ring import Shares
 from tests.tiny_models import CONFIGS
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from core import CO2Config
 from core.errors import UserError
 from core.testing import run_distributed
-from language.lengths import rings
+from language.lengths import dealt
+from language.lengths.dealt import Rings, check_room
 from language.lengths.plan import Island
-from language.lengths.rings import Rings, check_room
 from language.recipe import LanguageRecipe, RingsConfig
 from language.recipes import gpt2_pydoc_small
 from tests.problems import flat
@@ -113,7 +113,7 @@ def planned(rank: int, ranks: int) -> tuple[Island, int, int]:
     assert mesh is not None
     with pytest.MonkeyPatch.context() as patch:
         times = iter([6.0 + rank, 2.0 + rank, *[1.0 + rank] * 4])
-        patch.setattr(rings, "least_seconds", lambda *_: next(times))
+        patch.setattr(dealt, "least_seconds", lambda *_: next(times))
         patch.setenv("LOCAL_WORLD_SIZE", "2")
         model = SimpleNamespace(parameters=lambda: iter([torch.zeros(1)]), config=CONFIG)
         made = Rings.of(replace(ISLANDS, rings=RingsConfig(room=30)), model, mesh, 16, contextlib.nullcontext())

@@ -12,7 +12,7 @@ from core import CO2, CO2Config
 from core.errors import UserError
 from language import model as models
 from language.data import IGNORE
-from language.lengths import laws, packed, rounds
+from language.lengths import dealt, rounds
 from language.lengths.dealt import Dealt, TextDocuments, steps_ahead
 from language.prompts import PromptDocuments
 from language.recipes import gpt2_pydoc_small
@@ -29,14 +29,14 @@ def text(lengths: list[int]) -> np.ndarray:
 
 
 def drawn(n: int = 400, longest: int = 64, seed: int = 0) -> list[int]:
-    return np.minimum(laws.draw("log_normal", n, seed) // 12 + 2, 3 * longest).tolist()
+    return np.minimum(rounds.draw("log_normal", n, seed) // 12 + 2, 3 * longest).tolist()
 
 
 # -- which documents a round holds, and to whom they go -----------------------------------------------------------
 
 
 def order_of(workers: int, seed: int = 0) -> rounds.Order:
-    lengths = laws.cut(np.array(drawn()), 64)
+    lengths = rounds.cut(np.array(drawn()), 64)
     return rounds.Order(lengths, 512, lengths == 64, seed=seed, workers=workers)
 
 
@@ -78,7 +78,7 @@ GRID = [
 )
 def test_a_round_is_even_in_work_and_in_tokens(law: str, longest: int, workers: int):
     """The marks: a mean wait of 1 % at tau 24 and 3 % at tau 6, tokens within 1 % at tau 24."""
-    lengths = laws.cut(laws.draw(law, 200_000, 0), longest)
+    lengths = rounds.cut(rounds.draw(law, 200_000, 0), longest)
     step, full = workers * max(longest, 8192), lengths == longest
     held, as_they_come = (rounds.Order(lengths, step, of, seed=0, workers=workers) for of in (full, full & False))
     for tau, most in ((24, 0.01), (6, 0.03)):
@@ -97,7 +97,7 @@ def test_a_round_is_even_in_work_and_in_tokens(law: str, longest: int, workers: 
 
 
 def test_exchanges_even_out_what_the_first_deal_leaves():
-    lengths = laws.cut(laws.draw("github_like", 700, 1), 32768)
+    lengths = rounds.cut(rounds.draw("github_like", 700, 1), 32768)
     shares = np.stack([lengths, rounds.cost(lengths, 9216)], axis=1)
     owner = rounds.deal(shares, 16)
     loads = np.stack([np.bincount(owner, column, 16) for column in shares.T])
@@ -154,7 +154,7 @@ def test_prompts_are_documents_whose_answers_alone_are_targets():
 
 def steps_of(
     rank: int, workers: int, start: int, taus: list[int], balance: str = "round", rows: int = 1
-) -> list[packed.Rows]:
+) -> list[dealt.Rows]:
     """Of rounds of so many steps each."""
     dealt = Dealt(TextDocuments(text(drawn()), END, 64), balance, 100.0)
     recipe = replace(RECIPE, balance=balance, accumulate=rows)
@@ -162,7 +162,7 @@ def steps_of(
     return list(dealt.steps(recipe, rank, workers, start, start + sum(taus), lambda: next(ahead)))
 
 
-def tokens_of(steps: list[packed.Rows]) -> list[int]:
+def tokens_of(steps: list[dealt.Rows]) -> list[int]:
     return [t for step in steps for row in step.parts for t in row.targets[0].tolist() if t != IGNORE]
 
 
@@ -180,7 +180,7 @@ def test_the_workers_share_each_round_and_know_its_targets(balance: str):
         assert max(map(len, mine)) < 1.02 * min(map(len, mine)) or balance == "tokens"
 
 
-def same(a: list[packed.Rows], b: list[packed.Rows]) -> bool:
+def same(a: list[dealt.Rows], b: list[dealt.Rows]) -> bool:
     """Bit by bit."""
     rows = [(x, y) for s, t in zip(a, b, strict=True) for x, y in zip(s.parts, t.parts, strict=True)]
     alike = all(torch.equal(p, q) for x, y in rows for p, q in zip(vars(x).values(), vars(y).values(), strict=True))

@@ -12,7 +12,7 @@ from core.errors import UserError
 from core.testing import run_distributed
 from language import model as models
 from language.data import IGNORE
-from language.lengths import packed
+from language.lengths import dealt
 from language.metrics import token_loss
 from tests.tiny_models import CONFIGS
 
@@ -39,7 +39,7 @@ def models_of(kind: str) -> nn.Module:
 LENGTHS = [1, 2, 40, 3, 17, 1, 29, 8]
 
 
-def documents() -> list[packed.Document]:
+def documents() -> list[dealt.Document]:
     """The last token of each predicts nothing, as in a text whose documents know no next one."""
     found = []
     generator = torch.Generator().manual_seed(3)
@@ -66,7 +66,7 @@ def loss64(logits: Tensor, targets: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits[0], targets[0], ignore_index=IGNORE, reduction="sum")
 
 
-def packed_loss(model: nn.Module, row: packed.Packed) -> Tensor:
+def packed_loss(model: nn.Module, row: dealt.Packed) -> Tensor:
     return loss64(model(row.ids, position_ids=row.positions, documents=row.boundaries).logits, row.targets)
 
 
@@ -74,8 +74,8 @@ def packed_loss(model: nn.Module, row: packed.Packed) -> Tensor:
 def test_packed_documents_are_those_of_a_row_each(kind: str):
     expected, reference = one_a_row(kind)
     model = build(kind)
-    packed.attend_to_documents(model)
-    row = packed.pack(documents())
+    dealt.attend_to_documents(model)
+    row = dealt.pack(documents())
     loss = packed_loss(model, row)
     tolerance = 1e-10 if kind != "transnormer" else 1e-5
     torch.testing.assert_close(gradients(model, [loss]), reference, rtol=0, atol=tolerance)
@@ -89,8 +89,8 @@ def packed_on_ranks(rank: int, ranks: int, kind: str) -> float:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks)}
     expected, reference = one_a_row(kind)
     model = build(kind)
-    packed.attend_to_documents(model)
-    row = packed.pack(documents()[rank :: ranks - 1] if rank < ranks - 1 else [])
+    dealt.attend_to_documents(model)
+    row = dealt.pack(documents()[rank :: ranks - 1] if rank < ranks - 1 else [])
     loss = packed_loss(model, row)
     found = gradients(model, [loss])
     total = loss.detach()
@@ -110,7 +110,7 @@ def test_packed_rows_of_several_ranks_sum_to_the_reference(ranks: int, kind: str
 
 def test_a_padded_batch_is_what_it_was():
     model, other = build("llama"), build("llama")
-    packed.attend_to_documents(model)
+    dealt.attend_to_documents(model)
     ids = torch.randint(97, (2, 9))
     mask = torch.ones(2, 9, dtype=torch.int64)
     mask[0, 6:] = 0
@@ -122,12 +122,12 @@ def test_a_padded_batch_is_what_it_was():
 
 def test_a_row_without_targets_has_a_gradient_of_zero():
     model = build("gpt2")
-    packed.attend_to_documents(model)
-    row = packed.pack([])
+    dealt.attend_to_documents(model)
+    row = dealt.pack([])
     loss = token_loss(model(row.ids, position_ids=row.positions, documents=row.boundaries).logits, row.targets, "sum")
     assert loss == 0 and all(not g.any() for g in gradients(model, [loss]))
     with pytest.raises(UserError, match="document 1 of a row is empty: leave it out"):
-        packed.pack([(torch.ones(2), torch.ones(2)), (torch.ones(0), torch.ones(0))])
+        dealt.pack([(torch.ones(2), torch.ones(2)), (torch.ones(0), torch.ones(0))])
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------
@@ -171,11 +171,11 @@ def with_layers() -> nn.Module:
 )
 def test_models_that_would_mix_documents_are_refused(make: Callable[[], nn.Module], message: str):
     with pytest.raises(UserError, match=message):
-        packed.attend_to_documents(make())
+        dealt.attend_to_documents(make())
 
 
 def test_dropout_on_attention_is_refused():
     model = models.build_model("gpt2_tiny", vocab_size=97, context=64, dropout=0.1)
-    packed.attend_to_documents(model)
+    dealt.attend_to_documents(model)
     with pytest.raises(UserError, match="attention to documents has no dropout, the model's is 0.1: set it to 0"):
-        packed_loss(model, packed.pack(documents()))
+        packed_loss(model, dealt.pack(documents()))

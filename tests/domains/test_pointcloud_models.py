@@ -8,14 +8,18 @@ from torch import nn
 
 from core import UserError
 from pointcloud.losses import chamfer_distance
-from pointcloud.mae import (
+from pointcloud.model import (
+    Autoencoder,
+    AutoencoderConfig,
+    FoldingDecoder,
     MaskedAutoencoder,
     MaskedAutoencoderConfig,
+    MLPDecoder,
+    PointNetEncoder,
     farthest_points,
     nearest_neighbours,
     patches,
 )
-from pointcloud.model import Autoencoder, AutoencoderConfig, FoldingDecoder, MLPDecoder, PointNetEncoder
 from pointcloud.train import draw_clouds
 
 EXACT = "donot_use_mm_for_euclid_dist"

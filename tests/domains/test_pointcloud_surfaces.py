@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy import integrate, stats
 
-from pointcloud import surfaces
+from pointcloud import sources
 
 N = 40_000
 
@@ -20,14 +20,14 @@ def assert_share(inside: np.ndarray, expected: float) -> None:
 
 
 def test_sphere_height_is_uniform(rng):
-    x = surfaces.sphere(rng, N)
+    x = sources.sphere(rng, N)
     np.testing.assert_allclose(np.linalg.norm(x, axis=1), 1)
     assert stats.kstest(x[:, 2], "uniform", (-1, 2)).pvalue > 0.01  # Archimedes: area between heights is their distance
 
 
 def test_ellipsoid_follows_its_area_element(rng):
     a, c = 0.3, 1.0
-    x = surfaces.ellipsoid(rng, N, np.array([a, a, c]))
+    x = sources.ellipsoid(rng, N, np.array([a, a, c]))
     np.testing.assert_allclose((x / [a, a, c]) ** 2 @ np.ones(3), 1)
 
     def area(z):  # of a spheroid's ring at height z, up to a factor
@@ -39,14 +39,14 @@ def test_ellipsoid_follows_its_area_element(rng):
 
 def test_torus_has_more_area_outside(rng):
     major, minor = 1.0, 0.4
-    x = surfaces.torus(rng, N, major, minor)
+    x = sources.torus(rng, N, major, minor)
     distance = np.hypot(x[:, 0], x[:, 1])
     np.testing.assert_allclose(np.hypot(distance - major, x[:, 2]), minor)
     assert_share(distance > major, 0.5 + minor / (np.pi * major))
 
 
 def test_box_faces_get_their_area(rng):
-    x = surfaces.box(rng, N, np.array([1.0, 2.0, 4.0]))
+    x = sources.box(rng, N, np.array([1.0, 2.0, 4.0]))
     on_face = np.isclose(np.abs(x), [0.5, 1.0, 2.0])
     assert on_face.any(axis=1).all() and (np.abs(x) <= [0.5, 1.0, 2.0]).all()
     for axis, area in enumerate((8, 4, 2)):
@@ -56,7 +56,7 @@ def test_box_faces_get_their_area(rng):
 
 def test_cylinder(rng):
     r, h = 0.5, 2.0
-    x = surfaces.cylinder(rng, N, r, h)
+    x = sources.cylinder(rng, N, r, h)
     distance, cap = np.hypot(x[:, 0], x[:, 1]), np.isclose(np.abs(x[:, 2]), h / 2)
     np.testing.assert_allclose(distance[~cap], r)
     assert_share(cap, r / (r + h))
@@ -65,7 +65,7 @@ def test_cylinder(rng):
 
 def test_cone(rng):
     r, h = 1.0, 2.0
-    x = surfaces.cone(rng, N, r, h)
+    x = sources.cone(rng, N, r, h)
     distance, base = np.hypot(x[:, 0], x[:, 1]), np.isclose(x[:, 2], -h / 2)
     np.testing.assert_allclose(distance[~base], r * (h / 2 - x[~base, 2]) / h)
     assert_share(base, r / (r + np.sqrt(r**2 + h**2)))
@@ -74,15 +74,15 @@ def test_cone(rng):
 
 def test_capsule(rng):
     r, h = 0.5, 2.0
-    x = surfaces.capsule(rng, N, r, h)
+    x = sources.capsule(rng, N, r, h)
     np.testing.assert_allclose(np.linalg.norm(x - np.clip(x, *[[0, 0, -h / 2], [0, 0, h / 2]]), axis=1), r)
     assert_share(np.abs(x[:, 2]) <= h / 2, h / (h + 2 * r))
     assert_share(x[:, 2] > 0, 0.5)
 
 
 def test_random_surfaces_use_every_kind_and_repeat():
-    drawn = [surfaces.random_surface(np.random.default_rng(i), 16) for i in range(200)]
-    assert {kind for kind, _ in drawn} == set(surfaces.KINDS)
-    again = [surfaces.random_surface(np.random.default_rng(i), 16) for i in range(200)]
+    drawn = [sources.random_surface(np.random.default_rng(i), 16) for i in range(200)]
+    assert {kind for kind, _ in drawn} == set(sources.KINDS)
+    again = [sources.random_surface(np.random.default_rng(i), 16) for i in range(200)]
     assert all(np.array_equal(a[1], b[1]) for a, b in zip(drawn, again, strict=True))
     assert not np.array_equal(drawn[0][1], drawn[1][1])

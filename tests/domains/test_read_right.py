@@ -16,7 +16,7 @@ from language.prepare import read_documents, text_files
 from language.prompts import read_lines
 from pointcloud.sources import ShapeNet55
 from training.images import read_mask
-from vision.imagenet import ImageNet
+from vision.data import ImageNet
 
 RAMP = np.linspace(0, 65535, 1024).astype(np.uint16).reshape(32, 32)
 
@@ -65,7 +65,7 @@ def test_12_bit_tiff_is_scaled_by_its_own_bits():
 )
 def test_pixels_without_a_range_are_refused(tmp_path: Path, values: np.ndarray, kind: str):
     from segmentation.data import LoadImage
-    from vision.imagenet import Augmented
+    from vision.data import Augmented
 
     path = save(Image.fromarray(values.reshape(4, 4)), tmp_path / "train" / "x" / "a.tif")
     words = f"^{path}: pixels are {kind}, .* 16 bits a channel$"

@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 from core import UserError
-from segmentation import data, synthetic
+from segmentation import data
 from training.data import data_root
 
 CAMVID = data_root() / "camvid_240x180.npz"
@@ -122,8 +122,8 @@ def test_camvid_errors(root: Path) -> None:
 
 def test_digits_masks_are_exact() -> None:
     """Photographs are shown at half brightness, below 128, and digits in colours above: the image tells the mask."""
-    images, masks = synthetic.digits_on_photos("val", 40)
-    again, same = synthetic.digits_on_photos("val", 40)
+    images, masks = data.digits_on_photos("val", 40)
+    again, same = data.digits_on_photos("val", 40)
     assert np.array_equal(images, again) and np.array_equal(masks, same)
     assert np.array_equal(images.min(axis=-1) >= 128, masks > 0)
     assert set(np.unique(masks)) == set(range(11))
@@ -131,7 +131,7 @@ def test_digits_masks_are_exact() -> None:
 
 
 def test_digits_of_train_and_val_are_disjoint() -> None:
-    train, val = ({g.tobytes() for g in synthetic._digits(split)[0]} for split in ("train", "val"))
+    train, val = ({g.tobytes() for g in data._digits(split)[0]} for split in ("train", "val"))
     assert len(train) + len(val) > 1790 and not train & val
-    widths = [sum(p.shape[1] for p in synthetic._photos(split)) for split in ("train", "val")]
+    widths = [sum(p.shape[1] for p in data._photos(split)) for split in ("train", "val")]
     assert sum(widths) == 2 * 640

@@ -11,7 +11,7 @@ import torch
 
 from core import CO2Config
 from core.testing import run_distributed
-from segmentation import sync_bn
+from segmentation import model
 from segmentation.data import build_dataset
 from segmentation.recipes import RECIPES, digits_small
 from segmentation.train import make_model, train
@@ -83,7 +83,7 @@ def test_a_run_that_cannot_share_statistics_is_refused(tmp_path: Path, mistake: 
     out = ("--out", str(tmp_path / "run"), "--device", "cpu", "--batch_size", "4")
     text = mistake("segmentation.train", "digits_small", "--no_recommended", "--sync_bn", "node", *out)
     assert "error: sync_bn='node' needs GPUs, torch has no SyncBatchNorm for a CPU: give --sync_bn no" in text
-    with mock.patch.object(sync_bn, "DEVICES", ("cpu",)):
+    with mock.patch.object(model, "DEVICES", ("cpu",)):
         text = mistake("segmentation.train", "digits_small", "--no_recommended", "--sync_bn", "node", *out)
     assert "error: sync_bn='node' with 1 worker a node shares nothing: give --sync_bn no" in text
 

@@ -11,8 +11,8 @@ from mmengine.optim import build_optim_wrapper
 
 from core import UserError
 from segmentation import data
-from segmentation.loader import CPU, SeededAugmentation, eval_batches, pack, train_batches, unpack
-from segmentation.pictures import side_by_side
+from segmentation.data import CPU, SeededAugmentation, eval_batches, pack, train_batches, unpack
+from segmentation.metrics import side_by_side
 from segmentation.recipes import RECIPES, digits_small
 from segmentation.train import make_model
 from tests.domains.test_segmentation_data import write_ade20k

@@ -12,7 +12,7 @@ import pytest
 import training.prepared  # noqa: F401, transformers imports torchvision when it is installed
 
 # isort: split
-from bench.loss.runs import Rows
+from bench.loss.__main__ import Rows
 from core import UserError
 from core.checkpoints import checkpoint
 from language import pretrained, zo_replay
@@ -20,8 +20,8 @@ from language.data import load_corpus
 from language.prepare import read_documents
 from language.prompts import read_lines
 from language.zeroth import ScalarLog
-from results import runs
-from training import config, folder
+from results import collect
+from training import folder
 from training.recipe import Recipe
 
 DEEP = 900  # Python's own parser still reads it; what walks over it then may not
@@ -83,11 +83,11 @@ def test_a_run_folder_of_such_files_is_told_of(tmp_path: Path, kind: str):
     """By --collect and --status, and by a run that goes on."""
     for name in ("config.json", "summary.json", "metrics.jsonl"):
         text(tmp_path / name, TEXTS[kind])
-    assert isinstance(runs.read_run(tmp_path), str)
-    assert runs.hours(tmp_path) == 0.0 and runs.warm_rate(tmp_path) is None
+    assert isinstance(collect.read_run(tmp_path), str)
+    assert collect.hours(tmp_path) == 0.0 and collect.warm_rate(tmp_path) is None
     made_of = {"recipe": {}, "command": [], "commit": "", "world_size": 1}
     if kind not in ("infinity", "texts for numbers"):  # of which a resumed run reads nothing
-        assert "config.json is damaged" in config.resumed(tmp_path / "config.json", made_of, Recipe)[1]
+        assert "config.json is damaged" in folder.resumed(tmp_path / "config.json", made_of, Recipe)[1]
     folder._cut(tmp_path / "metrics.jsonl", 10)
     assert (tmp_path / "metrics.jsonl").read_text() == ""
 
@@ -96,7 +96,7 @@ def test_lines_of_other_types_are_left_out_and_the_others_kept(tmp_path: Path):
     good = [json.dumps({"step": step, "seconds": 1.0 * step, "loss": float("nan")}) + "\n" for step in (1, 2, 3, 40)]
     bad = [content + "\n" for content in TEXTS.values() if isinstance(content, str)]
     (tmp_path / "metrics.jsonl").write_text("".join([*bad, *good[:2], *bad, *good[2:]]))
-    assert runs.logged_times(tmp_path) == [(1, 1.0), (2, 2.0), (3, 3.0), (40, 40.0)]
+    assert collect.logged_times(tmp_path) == [(1, 1.0), (2, 2.0), (3, 3.0), (40, 40.0)]
     folder._cut(tmp_path / "metrics.jsonl", 10)
     assert (tmp_path / "metrics.jsonl").read_text() == "".join(good[:3])
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from core import UserError
+from training.data import generator
 from training.optim import make_optimizer
-from training.sampling import generator
 from vision import data
 from vision.demo import table
 from vision.model import build_model

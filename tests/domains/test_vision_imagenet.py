@@ -17,9 +17,9 @@ from timm.data.distributed_sampler import RepeatAugSampler
 
 from core import UserError
 from tests.hostile_files import write_tar
-from training.sampling import epoch_batches, mix
+from training.data import epoch_batches, mix
 from vision import data, index
-from vision.imagenet import CPU, STATISTICS, Augmented, erasing_of, on_device, train_transform
+from vision.data import CPU, STATISTICS, Augmented, erasing_of, on_device, train_transform
 from vision.model import image_size
 from vision.recipes import VisionRecipe, imagenet_vit_base
 

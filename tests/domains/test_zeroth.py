@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from core import DivergedError
 from core.testing import run_distributed
 from language.zeroth import ZerothConfig, ZerothOrder
-from language.zeroth.weights import CHUNK, Noise, digest
+from language.zeroth.order import CHUNK, Noise, digest
 from tests.zeroth_net import CPU, SAMPLES, Net, batch, losses_of, rate, share, step_of
 from tests.zeroth_reference import mezo, train
-from training.sampling import mix
+from training.data import mix
 
 
 def expected(config: ZerothConfig, groups: int, steps: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:

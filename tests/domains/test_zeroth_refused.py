@@ -11,8 +11,7 @@ import torch
 from core import CollectiveError, UserError
 from core.testing import run_distributed
 from language.zeroth import ZerothConfig, ZerothOrder
-from language.zeroth.exchange import Place
-from language.zeroth.weights import digest
+from language.zeroth.order import Place, digest
 from tests.zeroth_net import SAMPLES, Net, batch, losses_of
 
 # -- what is refused, and what is changed while it measures ---------------------------------------------------------

@@ -9,9 +9,8 @@ import pytest
 
 import reproduce
 from core import UserError
-from results.collect import collect, keep_stand_ins, status
+from results.collect import collect, keep_stand_ins, load_recipe, read_kept, read_run, status
 from results.paper import SHORT, TABLES
-from results.runs import load_recipe, read_kept, read_run
 
 
 def make_run(

@@ -4,12 +4,9 @@ import ast
 import importlib.util
 import os
 import re
-import runpy
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -36,24 +33,6 @@ def test_the_readme_is_short():
     assert len(README.splitlines()) <= 120 and len(README.split()) <= 1000
     for part in paragraphs(README):
         assert len(part.splitlines()) <= 5, part
-
-
-@pytest.fixture(scope="module")
-def timelines() -> dict[str, Any]:
-    return runpy.run_path(f"{ROOT}/docs/timelines.py")
-
-
-def test_the_timelines_are_current(timelines: dict[str, Any]):
-    there = (ROOT / "docs" / "timelines.svg").read_text()
-    assert there == timelines["draw"](), "draw them anew: .venv/bin/python docs/timelines.py"
-
-
-def test_the_timelines_show_what_is_hidden(timelines: dict[str, Any]):
-    ElementTree.fromstring(timelines["draw"]())
-    for name, hidden in (("ddp", 0.0), ("co2", 1.0)):
-        steps, sends = ([(begin, end) for begin, end, *_ in lane] for lane in timelines[name]())
-        beneath = sum(max(0, min(e, end) - max(b, begin)) for b, e in sends for begin, end in steps)
-        assert beneath == hidden * sum(e - b for b, e in sends)
 
 
 # -- code blocks -------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ MODULES = (
     "language.train",
     "language.finetune",
     "language.prepare",
-    "training.memory",
+    "training.checks",
     "reproduce",
     "bench.scaling",
     "bench.time_to_loss",

@@ -14,7 +14,7 @@ from torch import Tensor
 from core.methods import METHODS
 from core.testing import run_distributed
 from language import train as script
-from language.corpora import open_corpus
+from language.data import open_corpus
 from language.model import GPT2_SIZES, ROBERTA_SIZES, TRANSNORMER_SIZES
 from language.recipe import LanguageRecipe
 from language.recipes import RECIPES, gpt2_pydoc_small

@@ -11,8 +11,7 @@ from core.methods import METHODS
 from core.testing import run_distributed
 from pointcloud import data
 from pointcloud import train as script
-from pointcloud.mae import MaskedAutoencoderConfig
-from pointcloud.model import AutoencoderConfig
+from pointcloud.model import AutoencoderConfig, MaskedAutoencoderConfig
 from pointcloud.recipes import PointCloudRecipe, surfaces_small
 from pointcloud.sources import Surfaces
 from tests.runs import logged, summary

@@ -11,8 +11,8 @@ import reproduce
 from language.finetune_recipes import FinetuneRecipe
 from results.paper import GPUS
 from tests.slurm_fakes import ROOT, SAY, SCRIPTS, directives, install, recipes_module, recipes_of, start, torchruns_line
+from training.data import per_worker
 from training.recipe import parse
-from training.sampling import per_worker
 
 # -- the scripts themselves ---------------------------------------------------------------------------------------
 

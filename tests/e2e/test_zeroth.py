@@ -14,7 +14,7 @@ from language.train import make_model
 from language.zeroth.method import of_run
 from tests.e2e.test_language import ZO, tiny
 from tests.scripts import Mistakes
-from training import memory
+from training import checks
 from training.run import Run
 
 
@@ -44,10 +44,10 @@ def test_a_dry_run_counts_neither_gradients_nor_an_optimiser():
     recipe = RECIPES["gpt2_zo_small"]
     with torch.device("meta"):
         model = make_model(recipe, pad=1)
-    needs = memory.estimate(recipe, model, world_size=4)
+    needs = checks.estimate(recipe, model, world_size=4)
     assert needs.gradients == needs.optimizer == 0 and needs.method == needs.parameters
-    streamed = memory.estimate(replace(recipe, offload=True), model, 4)
+    streamed = checks.estimate(replace(recipe, offload=True), model, 4)
     h = model.transformer.h
-    block = memory.size_of(h[0].parameters())
+    block = checks.size_of(h[0].parameters())
     copy = max(0, 1024 * 128 * 4 - 2 * block)  # of the embedding, beyond two blocks' room
     assert streamed.parameters == needs.parameters - (len(h) - 3) * block + copy and streamed.method == 0

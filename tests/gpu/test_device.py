@@ -242,7 +242,7 @@ def test_a_method_holds_what_the_dry_run_says(name: str):
     pytest.importorskip("tyro", reason="recipes need tyro: carry its wheel")
     from language.recipes import gpt2_pydoc_small
     from language.train import make_model
-    from training.memory import held, size_of
+    from training.checks import held, size_of
 
     small = replace(gpt2_pydoc_small(), batch_size=2)
     settings = small.co2 if name == "paper" else replace(CO2Config.recommended(1), tau=small.co2.tau)

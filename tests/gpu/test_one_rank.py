@@ -379,7 +379,7 @@ def test_a_compiled_model_trains_as_it_is():
 
 def sharded(stage: int, recomputed: bool = False) -> list[Tensor]:
     """The parameters after some steps over a mesh of one process, in FSDP2's shards from stage 2 on."""
-    from training.backward import recompute
+    from training.optim import recompute
     from training.zero import shard_model
 
     model = Stack().to(DEVICE)

@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from training.layouts.layout import Layout
-from training.layouts.stages import FAMILIES, take_stage
-from training.plan.model import NAMES, Model
+from training.layouts.parallel import FAMILIES, take_stage
+from training.plan.case import NAMES, Model
 
 # what CUDA's autocast computes in float32 and the CPU's does not
 IN_FLOAT32 = (
@@ -119,7 +119,7 @@ def _stage(model: Model) -> Any:
 
 
 def _cut(block: Any, family: str, tp: int) -> None:
-    """Leaves of the block's matrices what one of tp devices holds (training.layouts.stages.cut_tensors)."""
+    """Leaves of the block's matrices what one of tp devices holds (training.layouts.parallel.cut_tensors)."""
     cuts = FAMILIES[family]
     for names, by_rows in ((cuts.columns, False), (cuts.rows, True)):
         for name in names:

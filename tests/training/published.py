@@ -16,9 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from training.plan.case import MEGATRON, RECOMPUTE, Case, Layouts
-from training.plan.clusters import Cluster, preset
-from training.plan.model import Model
+from training.plan.case import MEGATRON, RECOMPUTE, Case, Cluster, Layouts, Model, preset
 from training.plan.time import seconds
 
 FULL = RECOMPUTE.index("full")

@@ -16,11 +16,11 @@ from core import CO2Config, UserError, WireConfig
 from reproduce import NODES, fitting_batch
 from results.paper import GPUS
 from training import checks, run
-from training.backward import backward_in_parts
 from training.checks import check_batch_norm, check_start, dry_run
+from training.data import smallest_part
+from training.optim import backward_in_parts
 from training.recipe import Recipe
 from training.run import Run
-from training.sampling import smallest_part
 
 TASKS = ("vision", "segmentation", "pointcloud", "language")
 RECIPES = [(task, name) for task in TASKS for name in importlib.import_module(f"{task}.recipes").RECIPES]

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.profiler import record_function
 
+from training.folder import Trace
 from training.progress import Averages, Every, Stopwatch
-from training.round_log import Trace
 
 
 def test_every_fires_once_per_period_even_when_asked_late():
@@ -47,8 +47,8 @@ def test_the_trace_covers_the_rounds_asked_for(tmp_path: Path):
     for i in range(6):
         with record_function(f"local step {i}"):
             torch.ones(3).sum()
-        wrote.append(trace.close_round())
-    assert wrote == [False, False, False, True, False, False] and not trace.finish()
+        wrote.append(trace.go_on())
+    assert wrote == [False, False, False, True, False, False] and not trace.go_on(last=True)
     names = {event.get("name") for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]}
     assert {"local step 2", "local step 3"} <= names
     assert not {"local step 1", "local step 4"} & names
@@ -56,6 +56,6 @@ def test_the_trace_covers_the_rounds_asked_for(tmp_path: Path):
 
 def test_a_run_that_ends_early_still_writes_its_trace(tmp_path: Path):
     trace = Trace(tmp_path / "trace.json", first=1, rounds=5)
-    trace.close_round()
+    trace.go_on()
     assert not trace.wrote
-    assert trace.finish() and (tmp_path / "trace.json").exists()
+    assert trace.go_on(last=True) and (tmp_path / "trace.json").exists()

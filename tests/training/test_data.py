@@ -22,10 +22,10 @@ OPENED: dict[str, tuple[str, tuple[Any, ...], str, str]] = {
     "data set shapenet": ("pointcloud.data.load_source", ("shapenet", "train"), "", "surfaces_small"),
     "data set shapenet55": ("pointcloud.data.load_source", ("shapenet55", "train"), "", "surfaces_small"),
     "data set modelnet10": ("pointcloud.data.load_source", ("modelnet10", "train"), "", "surfaces_small"),
-    "openwebtext token files": ("language.corpora.open_corpus", ("openwebtext", 9), "/openwebtext", "gpt2_pydoc_small"),
-    "wikibooks token files": ("language.corpora.open_corpus", ("wikibooks", 9), "/wikibooks", "gpt2_pydoc_small"),
-    "WikiText-2": ("language.corpora.open_wikitext2", (SimpleNamespace(tokenizer="any"),), "", "gpt2_pydoc_small"),
-    "Gutenberg books": ("language.corpora.open_corpus", ("gutenberg", 9), "", "gpt2_pydoc_small"),
+    "openwebtext token files": ("language.data.open_corpus", ("openwebtext", 9), "/openwebtext", "gpt2_pydoc_small"),
+    "wikibooks token files": ("language.data.open_corpus", ("wikibooks", 9), "/wikibooks", "gpt2_pydoc_small"),
+    "WikiText-2": ("language.data.open_wikitext2", (SimpleNamespace(tokenizer="any"),), "", "gpt2_pydoc_small"),
+    "Gutenberg books": ("language.data.open_corpus", ("gutenberg", 9), "", "gpt2_pydoc_small"),
 }
 
 

@@ -19,14 +19,14 @@ from core.checkpoints import checkpoint
 from core.elastic.joining import elastic_co2
 from core.elastic.members import Members
 from tests.runs import Loop, logged, rows, summary
-from training.elastic import run as elastic
-from training.elastic.run import Deal, repeated
+from training import elastic as elastic
+from training.data import generator, worker_batches
+from training.elastic import Deal, repeated
 from training.folder import RunFolder
 from training.optim import OptimConfig, make_schedule
 from training.progress import Progress, Trained
 from training.recipe import Recipe
 from training.run import Run
-from training.sampling import generator, worker_batches
 from training.script import launch
 
 # -- data ---------------------------------------------------------------------------------------------------

@@ -14,9 +14,9 @@ from core import CO2Config
 from core.testing import run_distributed
 from tests.runs import Loop, rows
 from tests.training.test_run import Toy
+from training.data import generator
 from training.optim import OptimConfig
 from training.run import Run
-from training.sampling import generator
 
 SETTINGS = {
     "ddp": {"method": "ddp"},

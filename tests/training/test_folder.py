@@ -11,7 +11,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-import training.config
+import training.folder
 from core import UserError
 from training.folder import RunFolder
 from training.optim import OptimConfig
@@ -203,17 +203,17 @@ def test_a_default_of_another_method_that_has_changed_since_is_no_other_run(tmp_
 
 def test_a_commit_is_dirty_where_code_is_and_not_where_results_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-C", str(tmp_path)]
-    for name in ("training/config.py", "results/page.md"):
+    for name in ("training/folder.py", "results/page.md"):
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).write_text("before\n")
     for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "all"]):
         subprocess.run([*git, *command], check=True)
-    monkeypatch.setattr(training.config, "__file__", str(tmp_path / "training/config.py"))
-    clean = training.config.commit()
+    monkeypatch.setattr(training.folder, "__file__", str(tmp_path / "training/folder.py"))
+    clean = training.folder.commit()
     assert clean and "dirty" not in clean
     (tmp_path / "results/page.md").write_text("measured\n")
-    assert training.config.commit() == clean
-    (tmp_path / "training/config.py").write_text("changed\n")
-    assert training.config.commit() == f"{clean}-dirty"
-    monkeypatch.setattr(training.config, "__file__", "/no/such/training/config.py")
-    assert training.config.commit() == ""
+    assert training.folder.commit() == clean
+    (tmp_path / "training/folder.py").write_text("changed\n")
+    assert training.folder.commit() == f"{clean}-dirty"
+    monkeypatch.setattr(training.folder, "__file__", "/no/such/training/folder.py")
+    assert training.folder.commit() == ""

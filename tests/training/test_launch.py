@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from core import UserError
 from tests.ports import listening_at
-from training.elastic import agent
-from training.elastic.agent import Agent, Coordinator
+from training import launch
+from training.launch import Agent, Coordinator
 
 # -- the launcher's store -----------------------------------------------------------------------------------
 
@@ -29,7 +29,7 @@ def test_an_address_that_is_not_this_machines_own_is_listened_to_everywhere(monk
     def refuse(*_: Any) -> Any:
         raise OSError(errno.EADDRNOTAVAIL, "Cannot assign requested address")
 
-    monkeypatch.setattr(agent.socket, "create_server", refuse)
+    monkeypatch.setattr(launch.socket, "create_server", refuse)
     assert listening_at(Agent(nobody, 1)._served.port) & {"::", "0.0.0.0"}
 
 

@@ -11,7 +11,7 @@ from core import CO2Config
 from core.assembly.config import WireConfig
 from language.train import RECIPES, make_model
 from results.paper import TABLES
-from training import memory
+from training import checks
 from training.checks import dry_run
 from training.recipe import Recipe
 
@@ -30,7 +30,7 @@ SMALLER: dict[tuple[str, int], dict[str, Any]] = {
 }
 
 
-def estimate(task: str, name: str, gpus: int, **changes: Any) -> memory.Memory:
+def estimate(task: str, name: str, gpus: int, **changes: Any) -> checks.Memory:
     """With the multiple of the GPUs (and, for Mixup, of two images each) nearest to the recipe's batch."""
     train = importlib.import_module(f"{task}.train")
     recipe = train.RECIPES[name]
@@ -39,7 +39,7 @@ def estimate(task: str, name: str, gpus: int, **changes: Any) -> memory.Memory:
     pad = {"pad": 1} if task == "language" else {}
     with torch.device("meta"):
         model = train.make_model(recipe, **pad)
-    return memory.estimate(recipe, model, gpus)
+    return checks.estimate(recipe, model, gpus)
 
 
 def test_full_size_recipes_are_all_there():
@@ -55,7 +55,7 @@ def test_it_fits_both_clusters(task: str, name: str, monkeypatch: pytest.MonkeyP
     for gb, gpus in {24: 80, 40: 128, 80: 128}.items():
         if gb == 24 or (name, gb) in SMALLER:
             changes = SMALLER.get((name, gb), {})
-            assert estimate(task, name, gpus, **changes).total < gb * memory.GIB, (gb, changes)
+            assert estimate(task, name, gpus, **changes).total < gb * checks.GIB, (gb, changes)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_shared_out_co2_holds_what_was_measured(changes: dict[str, Any], expecte
         model = torch.nn.Linear(1024, 1024, bias=False)
     node = changes.get("per_node", 1)
     whole = 4 * 1024**2 / (node if changes.get("zero", 0) >= 2 else 1)
-    assert memory.held(Recipe(**changes), model, node, 4) / whole == pytest.approx(expected, abs=1e-4)
+    assert checks.held(Recipe(**changes), model, node, 4) / whole == pytest.approx(expected, abs=1e-4)
 
 
 def test_the_recommended_settings_hold_more_than_the_papers(monkeypatch: pytest.MonkeyPatch):
@@ -84,7 +84,7 @@ def test_the_recommended_settings_hold_more_than_the_papers(monkeypatch: pytest.
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     found = estimate("language", "gpt2_small_owt", 8, co2=CO2Config.recommended(8))
     assert found.method / found.parameters == pytest.approx(5.125, rel=1e-3)
-    assert "co2 2.4, " in next(memory.lines(found, Recipe()))
+    assert "co2 2.4, " in next(checks.lines(found, Recipe()))
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_the_recommended_settings_hold_more_than_the_papers(monkeypatch: pytest.
 def test_one_worker_encodes_where_it_was_told_to(changes: dict[str, Any], expected: float):
     with torch.device("meta"):
         model = torch.nn.Linear(1024, 1024, bias=False)
-    assert memory.held(Recipe(**changes), model, 1, 1) / (4 * 1024**2) == pytest.approx(expected)
+    assert checks.held(Recipe(**changes), model, 1, 1) / (4 * 1024**2) == pytest.approx(expected)
 
 
 def test_a_dry_run_prints_it_and_warns(capsys: pytest.CaptureFixture):
@@ -117,6 +117,6 @@ def test_frozen_parameters_have_no_gradient_and_16_bits_take_two_bytes(dtype: to
         model[0].requires_grad_(False)
         return model
 
-    found = memory.estimate(Recipe(method="ddp", batch_size=1), make(), 1)  # SGD with momentum
+    found = checks.estimate(Recipe(method="ddp", batch_size=1), make(), 1)  # SGD with momentum
     assert found.parameters == 2 * 64 * 64 * size
     assert found.gradients == found.optimizer == 64 * 64 * size and found.method == 0

@@ -28,7 +28,7 @@ from core.testing import run_distributed
 from core.wires import quantized
 from language.zeroth import Zeroth, ZerothConfig
 from tests.training.live import Live
-from training import memory
+from training import checks
 from training.recipe import Recipe
 
 CO2 = CO2Config(tau=2)
@@ -189,7 +189,7 @@ def test_it_is_what_a_method_that_trains_holds(name: str):
     recipe = recipe_of(name)
     with torch.device("meta"):
         model = net()
-    found = memory.held(recipe, model, recipe.per_node, 2)
+    found = checks.held(recipe, model, recipe.per_node, 2)
     counted, staging, most = counts(FAST if name in FAST else REST)[name]
     flat = 4.0 * sum(p.numel() for p in model.parameters())
     told = [round(v / flat, 3) for v in (found, counted, staging, most)]

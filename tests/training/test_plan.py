@@ -9,11 +9,23 @@ import pytest
 import torch
 
 from tests.training.live import Live, of_block
-from training.memory import held
-from training.plan import memory, show, time
-from training.plan.case import FLOAT32, MEGATRON, MERGES, RECOMPUTE, WIRES, Case, Layouts, Software
-from training.plan.clusters import Cluster, Device, preset
-from training.plan.model import Model, preset_model
+from training.checks import held
+from training.plan import command, memory, time
+from training.plan.case import (
+    FLOAT32,
+    MEGATRON,
+    MERGES,
+    RECOMPUTE,
+    WIRES,
+    Case,
+    Cluster,
+    Device,
+    Layouts,
+    Model,
+    Software,
+    preset,
+    preset_model,
+)
 
 MODEL = Model("m", "gpt2", 8, 100, 4, 1000, 50, 400, 4, tied=True)
 DEVICE = Device("d", 1e12, 2e9, 1e11, 1e10, top=0.5, passes=2, calls=(0, 0, 0))
@@ -55,7 +67,7 @@ def test_flops_of_a_small_model_and_what_is_said_of_a_step():
     assert (MODEL.linear_flops, MODEL.attention_flops, MODEL.head_flops) == (12e6, 1e6, 1e7)
     assert MODEL.step_flops == 3 * (8 * 13e6 + 1e7) and MODEL.params == OWN
     c = case(CUT)
-    assert show.mfu(c, 2.0) == 16 * 342e6 / (2.0 * 8 * 1e12)
+    assert command.mfu(c, 2.0) == 16 * 342e6 / (2.0 * 8 * 1e12)
 
 
 def test_flops_are_those_of_megatron():

@@ -7,8 +7,7 @@ import pytest
 
 from results import paper
 from tests.training import published
-from training.plan.clusters import device, preset
-from training.plan.model import presets
+from training.plan.case import device, preset, presets
 
 RESULTS = Path(__file__).parents[2] / "results"
 FOUND = json.loads((RESULTS / "plan.json").read_text())

@@ -8,11 +8,9 @@ import torch
 from core import UserError
 from tests.training.test_plan_search import of
 from training.layouts.layout import Layout
-from training.plan import memory, show, time
-from training.plan.case import Case, Layouts, Software
-from training.plan.clusters import preset
+from training.plan import command, memory, time
+from training.plan.case import Case, Layouts, Software, preset, preset_model
 from training.plan.command import main
-from training.plan.model import preset_model
 from training.plan.search import plan
 
 
@@ -32,7 +30,7 @@ def test_rows_with_long_names_are_one_line(capsys: pytest.CaptureFixture[str]):
     main(["--preset", "internet-1000", "--model", "llama-7b", "--batch", "2000"])
     rows = re.findall(r"^ ?\d+ tp.*", capsys.readouterr().out, re.M)
     assert len(rows) == 10 and all(row.endswith("%") and row.count("%") == 3 for row in rows)
-    assert [show.rounded(x) for x in (1008.2, 1600, 6.738, 64)] == ["1,008", "1,600", "6.74", "64"]
+    assert [command.rounded(x) for x in (1008.2, 1600, 6.738, 64)] == ["1,008", "1,600", "6.74", "64"]
 
 
 def test_any_chunks_of_a_stage_can_be_named(capsys: pytest.CaptureFixture[str]):

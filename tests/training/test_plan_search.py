@@ -17,11 +17,9 @@ from core import UserError
 from tests.scripts import refused
 from tests.training.test_plan import CLUSTER, CUT, MODEL, case
 from training.layouts.layout import Layout
-from training.plan import show, time
-from training.plan.case import WIRES, Case, Software
-from training.plan.clusters import Cluster, from_doctor, preset
+from training.plan import command, time
+from training.plan.case import WIRES, Case, Cluster, Software, from_config, from_doctor, preset, preset_model
 from training.plan.command import main, overrides
-from training.plan.model import from_config, preset_model
 from training.plan.search import holds, plan
 
 SMALL_GPT2 = {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 96, "n_positions": 16}
@@ -214,7 +212,7 @@ def test_7b_over_tcp_takes_co2_across_nodes(capsys: pytest.CaptureFixture[str]):
 def test_7b_over_roce_may_take_ddp():
     p = of(preset("dgx-a100-roce"), "llama-7b", 512)
     assert p.case.layout.islands[p.best[0]] == 1
-    assert "no gain" in "".join(show.gain(p))
+    assert "no gain" in "".join(command.gain(p))
 
 
 def test_laptops_take_co2_over_a_narrow_wire():
@@ -231,7 +229,7 @@ def test_one_device_and_one_node_make_sense(per_node: int, capsys: pytest.Captur
     assert p.case.layout.islands[p.best[0]] == 1, "NVSwitch needs no CO2"
     exposed = sum(p.seconds[part][p.best[0]] for part in time.COMMUNICATION)
     assert exposed == 0 if per_node == 1 else exposed < 0.05 * p.total[p.best[0]]
-    print("\n".join(show.table(p)))
+    print("\n".join(command.table(p)))
     assert ("across" in capsys.readouterr().out) is False
 
 

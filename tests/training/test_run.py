@@ -18,11 +18,11 @@ from torch import nn
 from core import CO2Config, UserError
 from core.testing import run_distributed
 from tests.runs import Loop, rows, summary
+from training.data import generator
 from training.folder import table
 from training.optim import OptimConfig
 from training.recipe import Recipe
 from training.run import Run
-from training.sampling import generator
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import training.run
 from core.rounds import Rounds
 from tests.runs import rows
 from tests.training.test_run import train
-from training.round_log import RoundLog
+from training.folder import RoundLog
 from training.run import Run
 
 

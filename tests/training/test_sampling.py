@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from core import UserError
-from training.sampling import epoch_batches, eval_share, generator, load_batches, mix, per_worker, steps_per_epoch
+from training.data import epoch_batches, eval_share, generator, load_batches, mix, per_worker, steps_per_epoch
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -98,7 +98,7 @@ def test_loading_processes_outlive_the_signals_that_stop_a_run(number: signal.Si
 LEFT_OPEN = """
 import gc
 from core import UserError
-from training.sampling import load_batches
+from training.data import load_batches
 
 class Broken:
     def __getitem__(self, index):

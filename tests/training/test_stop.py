@@ -17,10 +17,10 @@ from core.methods import DelayedConfig
 from core.testing import run_distributed
 from tests.problems import flat
 from tests.runs import Loop, rows, summary
+from training.data import generator
 from training.optim import OptimConfig
 from training.recipe import Recipe
 from training.run import Run
-from training.sampling import generator
 
 STEPS, STOP_ASKED = 40, 10
 

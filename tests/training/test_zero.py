@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from bench.loss.runs import vmap_gradient
+from bench.loss.__main__ import vmap_gradient
 from core import CO2Config, UserError, WireConfig, make_method
 from core.flat import local_shard
 from core.sharded.mesh import node_mesh

@@ -7,7 +7,7 @@ Each formula is a function; the first line of its docstring is the formula with 
 [R] Rajbhandari et al., 2020, arXiv 1910.02054 (ZeRO)
 [F] Dao, 2023, arXiv 2307.08691 (FlashAttention-2)
 [P] Patarasuk and Yuan, JPDC 2009 (ring)   [T] Sanders et al., Parallel Computing 2009 (two trees)
-[C] Sun et al., arXiv 2401.16265 (CO2)   [M] as training/memory.py counts, or measured by a test   [O] our own
+[C] Sun et al., arXiv 2401.16265 (CO2)   [M] as training/checks.py counts, or measured by a test   [O] our own
 
 Symbols: l layers, h width, a heads, f inner width, V vocabulary, s context; t tensor, p pipeline, d data parallel ranks
 of an island, I islands, among which CO2 works (1: synchronous); v chunks of a stage, b samples of a micro-batch, m

@@ -1,13 +1,10 @@
 """Bytes on a device, by part. Of the first or the last stage, whichever needs more."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np
 
-from training.plan.case import MERGES, RECOMPUTE, Case
-from training.plan.clusters import Numbers
+from training.plan.case import MERGES, RECOMPUTE, Case, Numbers
 
 FLOAT32 = 4  # bytes of an element of CO2's outer state, and of the logits that the loss is computed from
 

@@ -10,8 +10,6 @@ the boundary's own work, and an all-reduce of A seconds:
     co2 recommended              the same, with tau and wire chosen as core/adaptive/tau.py chooses them
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,8 +19,7 @@ import tyro
 from core.adaptive.tau import COST, smallest_tau
 from core.errors import UserError
 from core.methods import CO2Config
-from training.plan.case import WIRES
-from training.plan.clusters import BITS, collective
+from training.plan.case import BITS, WIRES, collective
 from training.plan.time import last_bucket, under_backward
 
 BLOCKING, HIDDEN, RECOMMENDED = ("local", "slowmo", "diloco"), ("overlap_local", "co2"), "co2 recommended"

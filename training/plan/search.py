@@ -1,7 +1,5 @@
 """All layouts of a model on a cluster: which cannot be, which do not fit, and the others by their seconds."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import Counter
@@ -13,8 +11,7 @@ import numpy as np
 
 from core.errors import UserError
 from training.layouts.layout import Layout
-from training.plan.case import AXES, MERGES, RECOMPUTE, WIRES, Case, Layouts
-from training.plan.clusters import Numbers
+from training.plan.case import AXES, MERGES, RECOMPUTE, WIRES, Case, Layouts, Numbers
 from training.plan.memory import memory
 from training.plan.time import seconds
 

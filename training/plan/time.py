@@ -1,13 +1,10 @@
 """Seconds of a step, by part."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np
 
-from training.plan.case import RECOMPUTE, WIRES, Case
-from training.plan.clusters import Numbers
+from training.plan.case import RECOMPUTE, WIRES, Case, Numbers
 
 ADAMW = 28  # bytes moved for a parameter: gradient, 16-bit copy, itself, two moments read; the last four written
 FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20  # bytes of DistributedDataParallel's by default

@@ -1,4 +1,4 @@
-"""A run whose workers come and go: what Run does differently then (see core/elastic/joining.py and agent.py).
+"""A run whose workers come and go: what Run does differently then (see core/elastic/joining.py and training/launch.py).
 
 The run has a fixed number of steps; each worker's batch stays as large as it was at the start. Samples come from one
 shuffle an epoch. When the number of workers changes, the rest of the epoch is dealt again from the next whole batch on.
@@ -30,12 +30,10 @@ from core.elastic.members import Members, Over, Report, WorkersChanged
 from core.errors import UserError
 from core.methods import Method
 from core.rounds import Rounds
-from training.config import settings
-from training.folder import RunFolder
+from training.data import per_worker, steps_per_epoch
+from training.folder import RoundLog, RunFolder, settings
 from training.progress import Due, Progress, Trained
 from training.recipe import Recipe
-from training.round_log import RoundLog
-from training.sampling import per_worker, steps_per_epoch
 from training.workers import difference
 
 T = TypeVar("T")
@@ -44,9 +42,7 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class Deal:
     """From step `since` on, samples are dealt to so many workers, as from step `at` of a run that always had as many.
-
-    number: of the generation; the latest counts.
-    """
+    number: of the generation; the latest counts."""
 
     number: int
     since: int

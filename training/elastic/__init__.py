@@ -1,1 +1,0 @@
-"""A run whose workers come and go: what its loop does otherwise then, and the launcher that starts and lists them."""
