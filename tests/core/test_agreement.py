@@ -19,49 +19,7 @@ from core.robust.requests import Requests
 from core.sharded.mesh import node_mesh
 from core.testing import run_distributed
 from tests import problems
-from tests.problems import LR, Settings, assert_traces_equal, flat, gradient, odd_parameters, sgd_step, train_with
-
-TAUS = (3, 2, 2, 4)
-
-
-def schedule(number: int) -> dict[str, Any]:
-    """Tau, the outer step and momentum, and the clipping, all of them another in every round."""
-    return {
-        "tau": TAUS[min(number, 3)],
-        "outer_lr": 1.0 - 0.1 * number,
-        "outer_momentum": 0.1 * number,
-        "clip": 1.0 / (1 + number),
-    }
-
-
-def scheduled_run(rank: int, world_size: int, kind: str) -> list[Tensor]:
-    params = odd_parameters()
-    build: Any = {"co2": CO2, "shard": lambda *a, **b: ShardedCO2(*a, shard=True, **b)}[kind]
-    co2 = build(params, CO2Config(gap="elementwise"), schedule=schedule)
-    return train_with(co2, params, rank, 11 - rank)  # rank 1 comes to finish() within the last round
-
-
-def scheduled_reference(world_size: int, steps: int) -> list[Tensor]:
-    ref, workers = problems.reference(Settings(), world_size, flat(odd_parameters()))
-    number, rounds = 0, []
-    for step in range(steps):
-        values = schedule(number)
-        ref.tau, ref.alpha, ref.beta, ref.phi = (values[k] for k in ("tau", "outer_lr", "outer_momentum", "clip"))
-        ref.x.sub_(LR * gradient(ref.x, workers, step))
-        if ref.local_step():
-            number += 1
-            rounds.append(ref.x[0].clone())
-    return rounds
-
-
-@pytest.mark.parametrize("kind", ["co2", "shard"])
-def test_a_schedule_changes_settings_from_round_to_round(kind: str):
-    (ours,) = run_distributed(scheduled_run, 1, kind)
-    rounds = scheduled_reference(1, 11)
-    assert len(rounds) == 4
-    assert_traces_equal(ours[:-1], rounds)
-    one, other = run_distributed(scheduled_run, 2, kind)
-    assert torch.equal(one[-1], other[-1]), "a worker that has finished early follows the schedule, too"
+from tests.problems import sgd_step
 
 
 def test_what_a_gpu_tells_late_is_of_as_many_workers_as_there_were(monkeypatch: pytest.MonkeyPatch):

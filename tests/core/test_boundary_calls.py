@@ -97,10 +97,7 @@ def calls(device: str) -> dict[str, tuple[Callable[[Any], Any], Callable[..., St
     for where in (True, False):
         truth = torch.tensor(where, device=device)
         known[f"restart {where}"] = (lambda b, truth=truth: b.restart(truth), after_restart(where))
-    return known | {
-        "restart": (lambda b: b.restart(), after_restart(None)),
-        "take": (lambda b: b.take(), after_take),
-    }
+    return known | {"restart": (lambda b: b.restart(), after_restart(None)), "take": (lambda b: b.take(), after_take)}
 
 
 PAPERS = ("run outer, sends True", "run nothing landed", "run unclipped")  # all that a Boundary of the root knows

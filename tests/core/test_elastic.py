@@ -174,11 +174,7 @@ def test_what_came_late_before_others_joined_is_heard_by_nobody():
     before = Late()
     owner = SimpleNamespace(_late=before, riders=[])
     flight = SimpleNamespace(
-        members=SimpleNamespace(group=object(), rank=0),
-        owner=owner,
-        launched=3,
-        _act=0,
-        on_change=lambda reports: None,
+        members=SimpleNamespace(group=object(), rank=0), owner=owner, launched=3, _act=0, on_change=lambda reports: None
     )
     ElasticFlight.adopt(flight, [None])  # pyright: ignore[reportArgumentType]
     assert owner._late is not before
@@ -226,9 +222,7 @@ def test_the_survivors_go_on_and_stay_equal(tmp_path: Path, who: str, where: str
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [pytest.param(PAPER, marks=pytest.mark.slow), PAPER | {"taus": [3, 5] * 20}],
-    ids=["tau", "schedule"],
+    "settings", [pytest.param(PAPER, marks=pytest.mark.slow), PAPER | {"taus": [3, 5] * 20}], ids=["tau", "schedule"]
 )
 def test_one_that_comes_back_joins(tmp_path: Path, settings: dict[str, Any]):
     """Under a schedule the newcomer knows of what tau the round was that it joins, and of what the next one is."""

@@ -123,11 +123,7 @@ def checkpoints(rank: int, world_size: int) -> None:
             saved[step] = copy.deepcopy([part.state_dict() for part in parts])
 
     narrow = CO2Config(TAU, wire=WireConfig("int4"))
-    wired = [
-        ("co2", CO2Config(TAU, wire=WireConfig("int8"))),
-        ("local", narrow),
-        ("overlap_local", narrow),
-    ]
+    wired = [("co2", CO2Config(TAU, wire=WireConfig("int8"))), ("local", narrow), ("overlap_local", narrow)]
     for name, config in (*product(NAMES, [CONFIG]), *wired):
         traces = {"plain": train(build(name, net(), co2=config), rank)}
         traces["saved"] = train(build(name, net(), co2=config, link=SLOW_LINK), rank, look=save)

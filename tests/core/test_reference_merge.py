@@ -167,12 +167,7 @@ def test_a_delay_of_tau_is_a_whole_round():
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"merge": "half"}, "half"),
-        ({"delay": 4}, "delay=4"),
-        ({"delay": -1}, "delay=-1"),
-    ],
+    ("options", "said"), [({"merge": "half"}, "half"), ({"delay": 4}, "delay=4"), ({"delay": -1}, "delay=-1")]
 )
 def test_what_cannot_be_is_refused(options: dict[str, Any], said: str):
     with pytest.raises(ValueError, match=said):

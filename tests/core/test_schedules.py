@@ -1,6 +1,7 @@
 """Schedules by hand, that CO2 follows them, and what a change of tau does to the outer step."""
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -147,24 +148,35 @@ CHANGING = [
 ]
 
 
+def changes_of(c: Settings) -> Schedule:
+    """Tau, the outer step and momentum, and the clipping, all of them another in every round."""
+
+    def changes(number: int) -> dict[str, Any]:
+        share = (1.0, 0.5, 0.8, 0.7, 0.9)[min(number, 4)]
+        settings = {"outer_lr": share * c.outer_lr, "outer_momentum": share**2 * c.outer_momentum, "clip": 0.3 * share}
+        return {"tau": RAMPS[number % len(RAMPS)]} | settings
+
+    return changes
+
+
 def changing(rank: int, world_size: int, configs: list[Settings], how: dict[str, Any]) -> list[list[Tensor]]:
     traces = []
-    for c in configs:
-        params = problems.odd_parameters()
-        method = ShardedCO2(params, c.co2, **how) if how else c.build(params)
-        traces.append(train_with(with_taus(method, *RAMPS), params, rank, 26))
+    for c, steps in [*product(configs, [26]), (configs[0], 26 - rank)]:  # rank 1 comes to finish() within a round
+        params, schedule = problems.odd_parameters(), changes_of(c)
+        method = ShardedCO2(params, c.co2, schedule=schedule, **how) if how else c.build(params, schedule=schedule)
+        traces.append(train_with(method, params, rank, steps))
     return traces
 
 
 def changing_reference(c: Settings, world_size: int, rank: int) -> list[Tensor]:
     ref, workers = problems.reference(c, world_size, flat(problems.odd_parameters()))
-    number, trace = 0, []
+    number, trace, changes = 0, [], changes_of(c)
     for step in range(26):
+        ref.tau, ref.alpha, ref.beta, ref.phi = changes(number).values()
         ref.x.sub_(LR * gradient(ref.x, workers, step))
         if ref.local_step():
             trace.append(ref.x[rank].clone())
             number += 1
-            ref.tau = RAMPS[number % len(RAMPS)]
     ref.finish()
     return [*trace, ref.x[rank]]
 
@@ -174,10 +186,11 @@ def changing_reference(c: Settings, world_size: int, rank: int) -> list[Tensor]:
     [{}, pytest.param({"shard": True}, marks=pytest.mark.slow), {"offload": True}],
     ids=["whole", "shard", "offload"],
 )
-def test_with_a_tau_that_changes_all_equal_the_reference(how: dict[str, Any]):
+def test_with_settings_that_change_all_equal_the_reference(how: dict[str, Any]):
     shared = [c for c in CHANGING if (c.method, c.merge, c.delay) == ("co2", "outer", "boundary")]
     configs = shared if how else CHANGING
     results = run_distributed(changing, 2, configs, how, timeout=200)
     for i, c in enumerate(configs):
         for rank in range(2):
             assert_traces_equal(results[rank][i], changing_reference(c, 2, rank))
+    assert torch.equal(results[0][-1][-1], results[1][-1][-1]), "a worker that has finished early follows the schedule"

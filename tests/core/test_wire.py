@@ -96,10 +96,9 @@ def test_bfloat16_is_the_plain_cast():
 def bound(x: Tensor, wire: str) -> Tensor:
     """The largest allowed error."""
     top = x.view(-1, BLOCK).abs().amax(1, keepdim=True).expand(-1, BLOCK).reshape(-1)
-    return {
-        "bfloat16": x.abs() * 2**-8,
-        "float16": (x.abs() * 2**-11).maximum(top * 2**-39),
-    }.get(wire, top / (2 ** INT[wire] - 2) if wire in INT else top)
+    return {"bfloat16": x.abs() * 2**-8, "float16": (x.abs() * 2**-11).maximum(top * 2**-39)}.get(
+        wire, top / (2 ** INT[wire] - 2) if wire in INT else top
+    )
 
 
 @pytest.mark.parametrize("wire", NARROW)
