@@ -1,6 +1,8 @@
-"""The asynchronous mean, and the helper that runs a function on several processes."""
+"""The asynchronous mean, the throttled link, process groups, and the helper that runs several processes."""
 
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,12 +12,16 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import distributed_c10d
 
+from core import CO2Config, make_method
 from core.errors import CollectiveError, UserError
 from core.flight import Flight
 from core.groups import ring_bytes
+from core.methods import METHODS
 from core.testing import run_distributed
+from core.testing.link import ThrottledLink
 from tests.problems import Mean, refusal
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -164,9 +170,6 @@ def test_bytes_of_a_ring():
     assert [ring_bytes(1200, n) for n in (1, 2, 3, 4)] == [0, 1200, 1600, 1800]
 
 
-# -- run_distributed ------------------------------------------------------------------------------------------
-
-
 def square_of_rank(rank: int, world_size: int, offset: int) -> tuple[int, int]:
     assert dist.get_rank() == rank and dist.get_world_size() == world_size
     time.sleep(0.1 * (world_size - rank))  # the last rank ends first
@@ -247,3 +250,167 @@ def test_no_rank_is_called_before_all_have_met():
     """It could end its group, whose connections others are still making."""
     (first, called), (second, _) = run_distributed(when_called, 2, SlowToMeet())
     assert first < second < called
+
+
+MBIT = 8.0  # a million bytes a second
+
+
+def test_reservations_queue_one_behind_the_other():
+    link = ThrottledLink(MBIT)
+    start = time.perf_counter()
+    first, second = link.reserve(100_000), link.reserve(50_000)
+    assert first >= start + 0.1
+    assert second - first == pytest.approx(0.05)
+    assert time.perf_counter() < second, "reserving must not wait"
+
+
+def test_an_idle_link_does_not_save_up_time():
+    link = ThrottledLink(MBIT)
+    link.reserve(1_000)
+    time.sleep(0.05)
+    assert link.reserve(20_000) >= time.perf_counter() + 0.02 - 1e-3
+
+
+def throttled_mean(rank: int, world_size: int) -> dict[str, Any]:
+    """100,000 float32 on three workers: each sends 4/3 x 400,000 bytes, 0.533 s."""
+    mean = Mean([torch.zeros(100_000)], link=ThrottledLink(MBIT))
+    mean.buckets[0].flat.fill_(rank)
+    start = time.perf_counter()
+    mean.launch()
+    launched, early = time.perf_counter() - start, mean.done()
+    busy = 0
+    while not mean.done():  # computation goes on underneath
+        torch.ones(100).sum()
+        busy += 1
+    landed = time.perf_counter() - start
+    mean.wait()
+    return {
+        "launched": launched,
+        "early": early,
+        "busy": busy,
+        "landed": landed,
+        "waited": time.perf_counter() - start - landed,
+        "value": mean.buckets[0].flat.mean().item(),
+        "seconds": mean.flight.seconds,
+        "bytes": mean.flight.bytes_sent,
+    }
+
+
+def test_a_throttled_mean_takes_its_time_and_overlaps_with_computation():
+    for result in run_distributed(throttled_mean, 3):
+        assert result["bytes"] == 533_333
+        assert result["early"] is False and result["busy"] > 10
+        assert result["launched"] < result["landed"]
+        assert result["landed"] >= 0.533 and result["seconds"] >= 0.533
+        assert result["value"] == 1.0
+
+
+def wait_at_once(rank: int, world_size: int) -> tuple[float, float]:
+    """Two means over one link: the second crosses after the first."""
+    link = ThrottledLink(MBIT)
+    means = [Mean([torch.zeros(25_000)], link=link) for _ in range(2)]
+    start = time.perf_counter()
+    for mean in means:
+        mean.launch()
+    ends = []
+    for mean in means:
+        mean.wait()
+        ends.append(time.perf_counter() - start)
+    return ends[0], ends[1]
+
+
+def test_two_means_queue_on_one_link():
+    for first, second in run_distributed(wait_at_once, 2):  # 100,000 bytes each
+        assert first >= 0.1 and second >= 0.2
+
+
+def exposed(rank: int, world_size: int) -> dict[str, tuple[float, float]]:
+    """Seconds that three rounds of 0.1 s of communication take, with nothing to hide it behind, and those reported."""
+    totals = {}
+    for name in METHODS:
+        model = nn.Linear(250, 100, bias=False)
+        wrapped, method = make_method(name, model, co2=CO2Config(tau=1), link=ThrottledLink(MBIT))
+        start, waited = time.perf_counter(), 0.0
+        for _ in range(3):
+            wrapped(torch.ones(1, 250)).sum().backward()
+            method.step()
+            waited += method.stats.exposed_seconds
+        method.finish()
+        totals[name] = time.perf_counter() - start, waited
+    return totals
+
+
+def test_every_method_crosses_the_same_link():
+    """finish() drains what is in flight, so nobody gets away with less than three crossings."""
+    for totals in run_distributed(exposed, 2):
+        for name, (seconds, waited) in totals.items():
+            assert seconds >= 0.3, name
+            assert waited >= (0.0 if name == "ddp" else 0.1), name
+
+
+ROOT = Path(__file__).resolve().parents[2]
+# A fresh process for each rank: those of run_distributed are forked from one that has imported nearly all of torch.
+SCRIPT = """
+import gc, sys
+from pathlib import Path
+
+import torch, torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg  # a backend that moves nothing, as NCCL moves nothing of a CPU's
+from core import CO2Config, WireConfig, make_method
+from core.groups import host_group
+
+rank, folder, kinds = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
+gc.disable()  # a cycle of references is no reason either
+
+def threads():
+    return sum("gloo" in task.read_text() for task in Path("/proc/self/task").glob("*/comm"))
+
+def settings(kind):
+    return {
+        "co2": lambda: {"co2": CO2Config(tau=2)},
+        "co2 sharded": lambda: {"co2": CO2Config(tau=2), "shard": True},
+        "co2 of a subgroup": lambda: {"co2": CO2Config(tau=2), "group": [dist.new_group([i]) for i in range(2)][rank]},
+        "ddp over int4": lambda: {"ddp_wire": WireConfig("int4")},
+    }[kind]()
+
+def train(kind):
+    net = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)  # imports torch._dynamo
+    model, method = make_method(kind.split()[0], net, **settings(kind))
+    with method:
+        for step in range(12):
+            optimizer.zero_grad()
+            model(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+            method.step()
+    return model, method
+
+kept = []  # as a script's own names are at its end
+for kind in kinds:
+    store = dist.FileStore(f"{folder}/{kind}", 2)
+    dist.init_process_group("fake" if kind == "host" else "gloo", store=store, rank=rank, world_size=2)
+    if kind == "host":
+        assert (made := host_group()) is host_group(), "made once"
+        dist.barrier(made)  # else one rank ends it while the other still connects
+        del made
+    else:
+        kept.append(train(kind))
+    before = threads()
+    dist.destroy_process_group()
+    print(f"{kind}: {before > 0}, {threads()}")
+"""
+KINDS = ("co2", "co2 sharded", "co2 of a subgroup", "ddp over int4", "host")
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted in Linux's /proc")
+def test_no_thread_of_gloos_is_left(tmp_path: Path):
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", SCRIPT]
+    ranks = [
+        subprocess.Popen([*command, str(rank), str(tmp_path), *KINDS], env=env, stdout=-1, stderr=-1, text=True)
+        for rank in range(2)
+    ]
+    for process in ranks:
+        said, errors = process.communicate(timeout=60)
+        assert process.returncode == 0, errors
+        assert said.splitlines() == [f"{kind}: True, 0" for kind in KINDS]

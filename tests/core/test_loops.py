@@ -6,18 +6,36 @@ otherwise is compared, too: it must differ, or the comparison would see nothing.
 """
 
 import copy
+import time
 from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from core import CO2, CO2Config, WireConfig, make_method
+from core import (
+    CO2,
+    CO2Config,
+    CollectiveError,
+    LocalSGD,
+    OverlapLocalSGD,
+    ShardedCO2,
+    UserError,
+    WireConfig,
+    make_method,
+)
+from core.integrations.optimizer import attach
+from core.sharded.mesh import node_mesh
 from core.testing import run_distributed
+from language.zeroth import ZerothOrder
 from tests import problems
+from tests.problems import flat, sgd_step, take_steps
 
 TAU, STEPS = 3, 11  # the last round is not full
 SAVE_AT = (1, 5, 9)  # before the first boundary, at one, and mid-round
@@ -302,3 +320,266 @@ WHOLE = (trainers, groups_and_schedules, compiled, channels_last)
 )
 def test_trains_as_in_the_plain_loop(loops: Any):
     run_distributed(loops, 2)
+
+
+TAU_LOOP, STEPS_LOOP = 3, 11
+PAPERS = CO2Config(tau=TAU_LOOP, outer_momentum=0.5)
+KEEP = replace(CO2Config.recommended(2), tau=TAU_LOOP)
+LATE = replace(KEEP, delay=2)  # merged so many steps after the boundary, where workers therefore differ
+METHODS: dict[str, Callable[..., Any]] = {
+    "the paper's": lambda params: CO2(params, PAPERS),
+    "as recommended": lambda params: CO2(params, KEEP),
+    "merged later": lambda params: CO2(params, LATE),
+    "shared by all": lambda params: ShardedCO2(params, PAPERS, shard=True),
+    "local": lambda params: LocalSGD(params, TAU_LOOP),
+    "overlap": lambda params: OverlapLocalSGD(params, TAU_LOOP),
+}
+
+
+def asked(rank: int, world_size: int, name: str) -> dict[str, Any]:
+    """at_boundary and the closing of rounds after each step; what settle() says at a boundary, and the model then."""
+    params = problems.odd_parameters()
+    with METHODS[name](params) as method:
+        before, told, models = method.at_boundary, [], []
+        for step in range(STEPS_LOOP):
+            sgd_step(params, rank, step)
+            closed = method.step()
+            told.append((closed, method.at_boundary))
+            models.append((method.settle(), flat(params)))
+    end = flat(params)
+    return {"before": before, "told": told, "models": models, "end": end, "closed": method.flight.group is None}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_boundary_is_where_a_round_has_closed_and_settle_says_whether_the_model_is_one(name: str):
+    zero, one = run_distributed(asked, 2, name)
+    assert zero["before"] is one["before"] is True
+    assert zero["told"] == one["told"] == [(s % TAU_LOOP == TAU_LOOP - 1,) * 2 for s in range(STEPS_LOOP)]
+    for (alike, a), (theirs, b) in zip(zero["models"], one["models"], strict=True):
+        assert alike is theirs is torch.equal(a, b)
+    at_boundaries = [alike for alike, _ in zero["models"][TAU_LOOP - 1 :: TAU_LOOP]]
+    assert all(at_boundaries) is (name not in ("merged later", "overlap"))
+    assert torch.equal(zero["end"], one["end"]) and zero["closed"]
+
+
+def like_a_plain_loop(rank: int, world_size: int) -> list[Tensor]:
+    ends = []
+    for in_block in (True, False):
+        params = problems.odd_parameters()
+        co2 = CO2(params, PAPERS)
+        if in_block:
+            with co2 as given:
+                assert given is co2
+                take_steps(co2, params, rank, range(STEPS_LOOP))
+        else:
+            problems.train_with(co2, params, rank, STEPS_LOOP)
+        ends.append(flat(params))
+    return ends
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_the_block_ends_as_finish_and_close_do(workers: int):
+    ends = run_distributed(like_a_plain_loop, workers)
+    assert all(torch.equal(end, ends[0][0]) for pair in ends for end in pair)
+
+
+def test_without_a_process_group_too():
+    model = problems.small_net()
+    with CO2(model.parameters(), PAPERS) as co2:
+        take_steps(co2, model.parameters(), 0, range(STEPS_LOOP))
+        assert not co2.at_boundary and not co2.settle()
+    assert co2.at_boundary and co2.settle()
+
+
+class Mistaken(Exception):
+    """The user's own error."""
+
+
+BROKEN = {"in nodes": lambda params: ShardedCO2(params, PAPERS, mesh=node_mesh("cpu", 2))}
+
+
+def broken_off(rank: int, world_size: int, name: str, raises_at: int) -> dict[str, Any]:
+    """The last worker's loop fails, and its process lives on."""
+    params = problems.odd_parameters()
+    found: dict[str, Any] = {}
+    began = time.monotonic()
+    try:
+        with (BROKEN | METHODS)[name](params) as method:
+            for step in range(STEPS_LOOP):
+                if step == raises_at and rank == world_size - 1:
+                    raise Mistaken
+                sgd_step(params, rank // 2 if name == "in nodes" else rank, step)
+                method.step()
+    except (Mistaken, CollectiveError) as error:
+        found = {"error": type(error).__name__, "text": str(error)}
+    found["seconds"] = time.monotonic() - began
+    dist.barrier()  # over the default group, which is the user's
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "raises_at", "workers"),
+    [
+        pytest.param("the paper's", 4, 2, marks=pytest.mark.slow),
+        ("the paper's", 1, 4),
+        ("as recommended", 5, 2),
+        pytest.param("in nodes", 4, 4, marks=pytest.mark.slow),
+    ],
+)
+def test_an_exception_in_the_block_keeps_nobody_waiting(name: str, raises_at: int, workers: int):
+    """Before the first reduction, and while one is in flight. Others end long before the timeout of 600 s."""
+    *others, last = run_distributed(broken_off, workers, name, raises_at)
+    assert last["error"] == "Mistaken" and last["seconds"] < 10
+    for other in others:
+        assert other["error"] == "CollectiveError" and other["seconds"] < 20, other
+        assert name == "in nodes" or f"no answer from rank {workers - 1}" in other["text"], other
+
+
+def after_leaving(rank: int, world_size: int) -> str:
+    params = problems.odd_parameters()
+    try:
+        with CO2(params, PAPERS) as co2:
+            raise Mistaken
+    except Mistaken:
+        pass
+    try:
+        for _ in range(TAU_LOOP):
+            co2.step()
+    except CollectiveError as error:
+        return str(error)
+    return ""
+
+
+def test_who_has_left_cannot_go_on_with_the_same_object():
+    for text in run_distributed(after_leaving, 2):
+        assert text == "this worker has left the others after an exception: make a new object to train on"
+
+
+def each_step(rank: int, world_size: int) -> list[Any]:
+    """DDP, and training without gradients: every step is a boundary of one model."""
+    net = problems.small_net()
+    data = problems.batch(rank, 0)
+    told: list[Any] = []
+    model, ddp = make_method("ddp", net, lr=lambda: 0.1)
+    with ddp:
+        problems.loss(model, data).backward()
+        with torch.no_grad():
+            for p in net.parameters():
+                p.sub_(p.grad, alpha=0.1)
+        told.append((ddp.step(), ddp.at_boundary, ddp.settle(), flat(net.parameters())))
+    with ZerothOrder(nn.Sequential(nn.Linear(6, 3)).double(), lr=0.1) as zo:
+        zo.step(lambda m: problems.loss(m, data), 4)
+        told.append((True, zo.at_boundary, zo.settle(), flat(zo.model.parameters())))
+    return told
+
+
+def test_methods_whose_every_step_is_a_round():
+    zero, one = run_distributed(each_step, 2)
+    for (*told, a), (*theirs, b) in zip(zero, one, strict=True):
+        assert told == theirs == [True] * 3 and torch.equal(a, b)
+
+
+STEPS_ATTACH, TAU_ATTACH = 11, 3
+PAPERS_ATTACH = CO2Config(tau=TAU_ATTACH, outer_momentum=0.5)
+KEEP_ATTACH = replace(CO2Config.recommended(2), tau=TAU_ATTACH, delay=2, wire=WireConfig("int4"))
+
+
+def backward(net: Any, rank: int, step: int, parts: int = 1) -> None:
+    """parts: micro-batches, whose gradients are summed."""
+    for part in range(parts):
+        problems.loss(net, problems.batch(rank, parts * step + part)).backward()
+
+
+def trained(rank: int, world_size: int, config: CO2Config, parts: int) -> list[Tensor]:
+    """The parameters after each step and at the end, attached and in a plain loop."""
+    ends = []
+    for attached in (True, False):
+        net, trace = problems.small_net(), []
+        optimizer = torch.optim.AdamW(net.parameters(), 0.05)
+        make = partial(attach, optimizer) if attached else CO2
+        with make(net.parameters(), config, buffers=net.buffers()) as co2:
+            for step in range(STEPS_ATTACH):
+                optimizer.zero_grad()
+                backward(net, rank, step, parts)
+                optimizer.step()
+                if not attached:
+                    co2.step()
+                trace.append(flat(net.parameters()))
+        optimizer.step()  # nothing hangs on it any more
+        trace.append(flat(co2.state["outer_iterate"]))
+        ends.append(torch.stack([t[: sum(p.numel() for p in net.parameters())] for t in trace]))
+    return ends
+
+
+@pytest.mark.parametrize(
+    ("workers", "config", "parts"),
+    [(1, PAPERS_ATTACH, 1), (2, PAPERS_ATTACH, 2), (2, KEEP_ATTACH, 1), (4, PAPERS_ATTACH, 1)],
+)
+def test_it_equals_a_plain_loop_bit_for_bit(workers: int, config: CO2Config, parts: int):
+    results = run_distributed(trained, workers, config, parts)
+    for attached, plain in results:
+        assert torch.equal(attached, plain)
+    if workers > 1:  # workers differ within a round, with keep at a boundary, too
+        alike = [torch.equal(a, b) for a, b in zip(results[0][0], results[1][0], strict=True)]
+        assert alike[-1] and not alike[0] and alike[TAU_ATTACH - 1] is (config is PAPERS_ATTACH)
+
+
+def scaled(rank: int, world_size: int, enabled: bool) -> str:
+    """The first worker's gradients overflow at step 2."""
+    net = problems.small_net(torch.float32)
+    optimizer, scaler = torch.optim.SGD(net.parameters(), 0.1), torch.amp.GradScaler("cpu", enabled=enabled)
+    try:
+        with attach(optimizer, net.parameters(), PAPERS_ATTACH):
+            for step in range(STEPS_ATTACH):
+                scale = float("inf") if enabled and step == 0 and rank == 0 else 1.0
+                loss = problems.loss(net, problems.batch(rank, step, dtype=torch.float32))
+                scaler.scale(loss * scale).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_a_grad_scaler_that_may_leave_steps_out_is_refused_in_one_line():
+    for text in run_distributed(scaled, 2, True):
+        assert text.startswith("attach() with a GradScaler: torch calls no hook") and "\n" not in text
+        assert "call co2.step() behind scaler.update()" in text
+
+
+def test_a_grad_scaler_that_is_switched_off_is_none():
+    assert run_distributed(scaled, 2, False) == ["", ""]
+
+
+def over_a_mesh(rank: int, world_size: int) -> Tensor:
+    net = problems.small_net()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    with attach(optimizer, net.parameters(), PAPERS_ATTACH, mesh=node_mesh("cpu", 2)) as co2:
+        for step in range(STEPS_ATTACH):
+            optimizer.zero_grad()
+            backward(net, rank // 2, step)  # the workers of a node take one batch
+            optimizer.step()
+        assert type(co2).__name__ == "ShardedCO2" and co2.local_steps == STEPS_ATTACH % TAU_ATTACH
+    return flat(net.parameters())
+
+
+def test_with_a_mesh_it_is_sharded():
+    ends = run_distributed(over_a_mesh, 4)
+    assert all(torch.equal(end, ends[0]) for end in ends)
+
+
+def test_what_is_no_optimiser_is_refused():
+    net = problems.small_net()
+    attached: Any = attach(net, net.parameters())  # pyright: ignore
+    with pytest.raises(UserError, match="optimizer: a Sequential is given: give a torch optimiser"), attached:
+        pass
+
+
+def test_an_error_in_the_block_leaves_no_hook():
+    net = problems.small_net()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    with pytest.raises(KeyError), attach(optimizer, net.parameters(), PAPERS_ATTACH) as co2:
+        raise KeyError
+    optimizer.step()
+    assert co2.local_steps == 0

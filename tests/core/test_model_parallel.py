@@ -1,5 +1,6 @@
-"""Tensor parallelism and a pipeline's stages on a 2 x 2 mesh: equal to the whole model on two workers."""
+"""A model in parts: tensor parallelism, a pipeline's stages, elements that several ranks hold, and what counts once."""
 
+import time
 from collections.abc import Callable
 from functools import partial
 from itertools import product
@@ -8,15 +9,31 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_module
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from bench.loss.runs import vmap_gradient
 from core import CO2, CO2Config, ShardedCO2, make_method
 from core.flat import local_shard
 from core.sharded.mesh import node_mesh
+from core.sharded.placement import copies_of
 from core.testing import run_distributed
-from tests.problems import LR, assert_traces_equal, batch, flat, loss, node_step, odd_parameters, sgd_step, trace_of
+from tests.problems import (
+    LR,
+    Settings,
+    SlowLink,
+    assert_traces_equal,
+    batch,
+    flat,
+    loss,
+    node_step,
+    odd_parameters,
+    refusal,
+    sgd_step,
+    trace_of,
+    train_reference,
+    train_with,
+)
 from tests.reference import Reference
 
 TAU, STEPS = 3, 17  # 5 rounds and an incomplete one
@@ -204,3 +221,169 @@ def test_a_resumed_run_goes_on_bit_for_bit():
     for ends in run_distributed(resumed, 4, timeout=200):
         for straight, *again in ends:
             assert all(torch.equal(end, straight) for end in again)
+
+
+STEPS_HOLDERS = 9  # 4 rounds and an incomplete one
+CASES_HOLDERS = [Settings(tau=2, outer_momentum=0.4, gap=g, clip=c) for g, c in [("elementwise", None), ("norm", 0.02)]]
+SIZES = [700, 2, 3, 90, 4]
+PARTS = {2: [[0, 1, 2], [3, 4, 0]], 3: [[0, 1], [2, 3], [4, 0]]}  # 0 is tied, and lies elsewhere in the last stage
+
+
+def values() -> list[Tensor]:
+    """The whole model's parameters."""
+    return list(torch.randn(sum(SIZES), generator=torch.Generator().manual_seed(0), dtype=torch.float64).split(SIZES))
+
+
+def stages_of(rank: int, world_size: int, stages: int, replicas: int) -> list[list[Tensor]]:
+    """Traces of this rank's stage, for each setting; replicas: ranks of each stage of an island."""
+    n, traces = stages * replicas, []
+    island, place = divmod(rank, n)
+    stage, first = place // replicas, rank - place
+    ranks = [range(first + i * replicas, first + (i + 1) * replicas) for i in range(stages)]
+    for case in CASES_HOLDERS:
+        params = {i: nn.Parameter(values()[i].clone()) for i in PARTS[stages][stage]}
+        holders = {p: ranks[stage] if i else [*ranks[0], *ranks[-1]] for i, p in params.items()}
+        params = list(params.values())
+        co2 = ShardedCO2(params, case.co2, mesh=node_mesh("cpu", n), shards=holders)
+        traces.append(train_with(co2, params, island, STEPS_HOLDERS))
+    return traces
+
+
+@pytest.mark.parametrize(
+    ("islands", "stages", "replicas"),
+    [(2, 2, 1), pytest.param(2, 2, 2, marks=pytest.mark.slow), pytest.param(3, 3, 1, marks=pytest.mark.slow)],
+)
+def test_what_several_stages_hold_counts_once_and_stays_equal(islands: int, stages: int, replicas: int):
+    expected = [train_reference(case, islands, STEPS_HOLDERS, flat(values())) for case in CASES_HOLDERS]
+    results = run_distributed(stages_of, islands * stages * replicas, stages, replicas, timeout=120)
+    for rank, traces in enumerate(results):
+        stage = rank // replicas % stages
+        for trace, whole, first in zip(traces, expected, results[0], strict=True):
+            wanted = [torch.cat([t.split(SIZES)[i] for i in PARTS[stages][stage]]) for t in whole]
+            assert_traces_equal(trace, wanted)
+            tied = {0: slice(SIZES[0]), stages - 1: slice(-SIZES[0], None)}.get(stage, slice(0))
+            assert all(torch.equal(a[tied], b[: len(a[tied])]) for a, b in zip(trace, first, strict=True))
+
+
+def comes_by_itself(rank: int, world_size: int) -> bool:
+    """Whether a reduction with sends from one stage to another is through while nobody waits for it."""
+    params = [nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(3))]
+    mesh = node_mesh("cpu", 3)  # the last of three holds nothing of what the first two share
+    holders = {params[0]: [0, 1] if rank < 2 else [2], params[1]: [rank]}
+    co2 = ShardedCO2(params, Settings(tau=1).co2, mesh=mesh, shards=holders)
+    co2.step()
+    began = time.monotonic()
+    while not co2.flight.done() and time.monotonic() - began < 10:
+        time.sleep(0.01)
+    through = co2.flight.done()
+    co2.finish()
+    return through
+
+
+def test_what_one_stage_sends_another_is_hidden_too():
+    assert run_distributed(comes_by_itself, 3, timeout=60) == [True] * 3
+
+
+def refusals(rank: int, world_size: int) -> list[str]:
+    lines, p = [], nn.Parameter(torch.ones(2))
+    for holders in ([1 - rank], [rank, 7]):
+        lines.append(refusal(ShardedCO2, [p], mesh=node_mesh("cpu", 2), shards={p: holders}))
+    return lines
+
+
+def test_holders_that_cannot_be_are_refused_in_one_line():
+    for rank, lines in enumerate(run_distributed(refusals, 2)):
+        for line, wrong in zip(lines, (f"[{1 - rank}]", f"[{rank}, 7]"), strict=True):
+            assert wrong in line and "give ranks of that group" in line
+
+
+def shared_values(rank: int, world_size: int) -> tuple[list[Tensor], list[Tensor], Tensor, str]:
+    """A node's ranks start with unequal copies; statistics are averaged over everybody; rounding makes copies differ by
+    a little, which a boundary heals, and a step by much."""
+    mesh = node_mesh("cpu", 2)
+    weight = nn.Parameter(distribute_tensor(torch.ones(4, 3), mesh["shard"], [Shard(0)]))
+    bias, frozen = nn.Parameter(torch.full((2,), 1.0 + rank)), nn.Parameter(torch.full((2,), float(rank)), False)
+    numbers = [torch.full((3,), float(rank)), distribute_tensor(torch.zeros(2), mesh["shard"], [Replicate()])]
+    co2 = ShardedCO2([weight, bias, frozen], CO2Config(tau=1), mesh=mesh, buffers=numbers)
+    starts = [t.detach().clone() for t in (bias, frozen, numbers[0])]
+    for t in numbers:
+        local_shard(t).add_(rank)
+    with torch.no_grad():
+        bias.add_(2e-7 * rank)
+    for _ in range(3):
+        co2.step()
+    healed = bias.detach().clone()
+    means = [local_shard(t).clone() for t in numbers]
+    co2.finish()
+    with torch.no_grad():
+        bias.fill_(3 + rank)
+    co2.resync()
+    starts.append(bias.detach().clone())
+    fresh = ShardedCO2([weight, bias], CO2Config(tau=1), mesh=mesh)
+    with torch.no_grad():
+        bias.add_(rank)
+    return starts, means, healed, refusal(fresh.step)
+
+
+def test_copies_start_equal_and_must_stay_so():
+    results = run_distributed(shared_values, 4)
+    for starts, means, healed, text in results:
+        assert torch.equal(healed, results[0][2]) and healed[0] > 1
+        assert [t.tolist() for t in starts] == [[1, 1], [0, 0], [0, 0, 0], [3, 3]]
+        assert [t.tolist() for t in means] == [[1.5] * 3, [1.5] * 2]
+        assert text.startswith("the unsharded parameters of one node's workers differ")
+
+
+def resynced_in_flight(rank: int, world_size: int) -> list[float]:
+    """One rank's reduction is through when the other's has still to come to its collectives inside the node."""
+    weight = nn.Parameter(torch.ones(3))
+    co2 = ShardedCO2([weight], CO2Config(tau=1), mesh=node_mesh("cpu", 2), link=SlowLink(0.3 * rank))
+    co2.step()
+    with torch.no_grad():
+        weight.fill_(5.0 + rank)
+    co2.resync()
+    return weight.tolist()
+
+
+def test_resync_in_flight_is_no_part_of_what_runs_inside_the_node():
+    assert run_distributed(resynced_in_flight, 2, timeout=30) == [[5.0] * 3] * 2
+
+
+def messages(rank: int, world_size: int) -> list[str]:
+    mesh, lines = node_mesh("cpu", 2), []
+    sharded = distribute_tensor(torch.ones(4, 3), mesh["shard"], [Shard(0)])
+    across = distribute_tensor(torch.ones(4, 3), mesh, [Shard(0), Replicate()])
+    sums = DTensor.from_local(torch.ones(3), mesh["shard"], [Partial()])
+    plain = nn.Parameter(torch.ones(3 + rank % 2))
+    for params, how in [
+        ([plain], {"mesh": mesh}),
+        ([plain], {"shards": True}),
+        ([nn.Parameter(across)], {"mesh": mesh}),
+        ([nn.Parameter(sums)], {"mesh": mesh}),
+        ([nn.Parameter(sharded)], {"mesh": mesh, "buffers": [sharded]}),
+    ]:
+        lines.append(refusal(ShardedCO2, params, CO2Config(), **how))
+    return lines
+
+
+REFUSALS = ["shards=True", "needs mesh=", "inner group is [", "Partial(sum)", "leave it out"]
+
+
+def test_what_would_mix_parts_is_refused_in_one_line():
+    for lines in run_distributed(messages, 4):
+        assert "(3,)" in lines[0] and "(4,)" in lines[0]
+        assert all(part in line for part, line in zip(REFUSALS, lines, strict=True)), lines
+
+
+def counted(rank: int, world_size: int) -> list[int]:
+    """Of four ranks that hold one model: [sharded twice, in one way of two, nowhere, over half of them, plain]."""
+    mesh, ranks = node_mesh("cpu", 2), list(range(4))
+    places = [[Shard(0), Shard(1)], [Shard(0), Replicate()], [Replicate(), Replicate()]]
+    tensors = [distribute_tensor(torch.ones(4, 4), mesh, p) for p in places]
+    tensors += [distribute_tensor(torch.ones(4), mesh["shard"], [Shard(0)]), torch.ones(4)]
+    return [copies_of(t, ranks, shards) for shards in (False, True) for t in tensors]
+
+
+def test_how_many_ranks_hold_a_tensor():
+    """With shards the half of them that shares a DTensor is a stage."""
+    assert run_distributed(counted, 4) == [[1, 2, 4, 2, 4, 1, 2, 4, 1, 1]] * 4

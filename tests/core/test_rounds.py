@@ -1,7 +1,10 @@
-"""What surrounds the algorithm: construction, buffers, statistics."""
+"""What surrounds the algorithm: construction, buffers, statistics, calls, uneven ends."""
 
 import time
+from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,16 +12,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from core import CO2, CO2Config, LocalSGD, ShardedCO2, UserError, make_method
+import core.co2
+import core.stats
+from core import CO2, CO2Config, LocalSGD, OverlapLocalSGD, ShardedCO2, UserError, make_method
 from core.methods import METHODS
+from core.stats import RoundClock, RoundStats, between, mark, ready
 from core.testing import run_distributed
 from tests import problems
-from tests.problems import Settings, refusal, take_steps
+from tests.calls import Calls, calls_of
+from tests.problems import Settings, flat, refusal, sgd_step, small_net, take_steps
+from tests.quadratic import Quadratic
+from training.round_log import Overlap
 
 LOCAL_METHODS = tuple(m for m in METHODS if m != "ddp")
-
-
-# -- construction ---------------------------------------------------------------------------------------------
 
 
 def start_apart(rank: int, world_size: int) -> list[list[Tensor]]:
@@ -102,8 +108,6 @@ def test_a_group_trains_by_itself():
     assert run_distributed(in_a_group, 3) == [None, 8.5, 8.5]
 
 
-# -- BatchNorm ------------------------------------------------------------------------------------------------
-
 EPS = 2.0**-40  # which float64 has room for beside a number of the size of 1, and float32 has not
 
 
@@ -161,9 +165,6 @@ def test_buffers_stay_local_when_not_passed(name: str, statistics_of: Any):
     for rank, result in enumerate(statistics_of):
         assert result[name, False, True]["seen"] == [rank, 10.0 + rank, 20.0 + rank]
         assert result[name, False, True]["last"] == [20.0 + rank] * 2
-
-
-# -- statistics -----------------------------------------------------------------------------------------------
 
 
 def statistics(rank: int, world_size: int, config: Settings) -> list[dict[str, float]]:
@@ -236,3 +237,264 @@ def test_the_seconds_of_a_step_are_a_whole_steps(tau: int):
 def test_what_are_no_tensors_is_refused_in_one_line(build: Any, given: Any, said: str):
     with pytest.raises(UserError, match=f"^{said}[^\n]*$"):
         build(given(nn.Sequential(nn.Linear(2, 2))))
+
+
+def test_marks_on_a_cpu_are_the_hosts_clock():
+    before = time.perf_counter()
+    now = mark(torch.device("cpu"))
+    assert isinstance(now, float) and before <= now <= time.perf_counter()
+    assert between(1.0, 3.0) == 2.0 and between(1.0, 3.0, parts=4) == 0.5
+
+
+class Event:
+    """A GPU's, at the `now` at which it was made, in milliseconds."""
+
+    now = 0.0
+
+    def __init__(self) -> None:
+        self.at = Event.now
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end: "Event") -> float:
+        return end.at - self.at
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_a_merge_in_mid_round_is_no_part_of_a_local_step(gpu: bool, monkeypatch: pytest.MonkeyPatch):
+    """On a GPU the stream may wait in it: that would pass for slow steps, and tau auto would take too few of them."""
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(core.stats, "mark", lambda device: Event() if gpu else Event.now / 1e3)
+    clock, Event.now = RoundClock(torch.device("cpu")), 0.0
+    for merge in (7000.0, 0.0):  # the second round merges at its boundary
+        Event.now += 9.0  # its first step, which is not timed
+        clock.steps_begin()
+        Event.now += 30.0
+        if merge:
+            with clock.early_merge(2):
+                Event.now += merge
+        Event.now += 60.0
+        with clock.boundary(tau=4, local_steps=4):
+            Event.now += 50.0
+        assert ready(clock.stats.step_seconds) and float(clock.stats.step_seconds) == pytest.approx(0.03)
+        assert float(clock.stats.merge_seconds) == pytest.approx(merge / 1e3)
+        assert float(clock.stats.boundary_seconds) == pytest.approx(0.05)
+
+
+def round_stats(**values: float) -> dict[str, float]:
+    return RoundStats(**values).as_dict()  # pyright: ignore[reportArgumentType]
+
+
+def test_a_rounds_hidden_time_and_link_rate():
+    stats = round_stats(allreduce_seconds=0.5, exposed_seconds=0.1, bytes_sent=1_000_000)
+    assert stats["hidden_seconds"] == pytest.approx(0.4)
+    assert stats["link_mbit"] == pytest.approx(16)  # 8 Mbit in half a second
+    late = round_stats(allreduce_seconds=0.5, exposed_seconds=0.7)  # waited for a peer that launched late
+    assert late["hidden_seconds"] == 0.0
+    assert round_stats()["link_mbit"] == 0.0  # nothing has landed in the first round
+
+
+def test_a_run_adds_its_rounds_up_and_resumes():
+    overlap = Overlap()
+    assert overlap.hidden_share == 1.0 and overlap.link_mbit == 0.0
+    overlap.add(round_stats(allreduce_seconds=0.5, exposed_seconds=0.1, bytes_sent=1_000_000))
+    resumed = Overlap()
+    vars(resumed).update(vars(overlap))  # as training/fixed.py keeps it
+    resumed.add(round_stats(allreduce_seconds=1.5, exposed_seconds=0.5, bytes_sent=3_000_000))
+    assert resumed.summary() == pytest.approx(
+        {
+            "rounds": 2,
+            "exposed_seconds": 0.6,
+            "hidden_seconds": 1.4,
+            "allreduce_seconds": 2.0,
+            "hidden_share": 0.7,
+            "bytes_sent": 4_000_000,
+            "link_mbit": 16.0,
+        }
+    )
+
+
+BASE = Settings(tau=4, gap="none", outer_lr=0.5, outer_momentum=0.2)
+WAYS: dict[str, dict[str, Any]] = {
+    "outer": {},
+    "at once": {"delay": 0},
+    "mix": {"merge": "mix", "delay": 1},
+    "keep": {"merge": "keep", "delay": 2},
+    "keep, a round late": {"merge": "keep"},
+}
+QUADRATICS = ((2, 0.9), (6, 0.8), (8, 0.9))  # delay of 8 local steps, and q
+
+
+def train(rank: int, world_size: int) -> dict[str, list[tuple[Tensor, float]]]:
+    """What each worker sent, and what is told of it a round later."""
+    found: dict[str, list[tuple[Tensor, float]]] = {}
+    for name, changes in WAYS.items():
+        params = problems.odd_parameters()
+        co2, sent, told = replace(BASE, **changes).build(params), [], []
+        for step in range(24):
+            sgd_step(params, rank, step)
+            before = flat(params)
+            if co2.step():
+                sent.append(flat(params) if "merge" in changes else before)
+                told.append(co2.stats.as_dict()["disagreement"])
+        co2.finish()
+        found[name] = list(zip(sent, told if name == "at once" else told[1:], strict=False))
+    return found
+
+
+def noisy(rank: int, world_size: int) -> list[float]:
+    """The mean square of a number's distance as the statistics tell it, over many numbers and rounds."""
+    means = []
+    for delay, q in QUADRATICS:
+        p = nn.Parameter(torch.zeros(20_000))
+        late: Any = "boundary" if delay == 8 else delay
+        config = CO2Config(8, merge="keep", delay=late, gap="none", outer_momentum=0.0, clip=None)
+        co2, draw, told = CO2([p], config), torch.Generator().manual_seed(rank), []
+        for _ in range(24 * 8):
+            with torch.no_grad():
+                p.mul_(q).add_(torch.randn(p.shape, generator=draw))
+            if co2.step():
+                told.append(co2.stats.as_dict()["disagreement"] ** 2 / p.numel())
+        co2.finish()
+        means.append(sum(told[12:]) / 12)
+    return means
+
+
+@pytest.fixture(scope="module")
+def trained() -> list[dict[str, list[tuple[Tensor, float]]]]:
+    return run_distributed(train, 3)
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_it_is_the_workers_distance_from_their_mean(trained: list[Any], name: str):
+    rows = [[sent for sent, _ in worker[name]] for worker in trained]
+    for round_, sent in enumerate(zip(*rows, strict=True)):
+        x = torch.stack(sent)
+        expected = float((x - x.mean(0)).square().sum(1).mean().sqrt())
+        for worker in trained:
+            assert worker[name][round_][1] == pytest.approx(expected, rel=1e-6), (name, round_)
+    assert len(rows[0]) > 3 and expected > 0.01
+
+
+def test_under_noise_it_is_what_the_theory_says():
+    """(1 - 1/G) V / (1 - v^2): docs/theory.md."""
+    told = run_distributed(noisy, 3)
+    assert told[0] == told[1] == told[2]
+    for (delay, q), seen in zip(QUADRATICS, told[0], strict=True):
+        assert seen == pytest.approx(Quadratic("keep", q, 8, delay).apart(3), rel=0.02)
+
+
+TAU, ROUNDS = 4, 3
+CHANGES, FILES = 40, 10  # most of a boundary
+CALLS = 6  # most of a step that closes nothing
+
+
+def one_round(rank: int, world_size: int) -> list[Calls]:
+    """What each step of a round makes, its last one the boundary; a reduction lands and the next one is launched."""
+    params = list(small_net().parameters())
+    co2 = core.co2.CO2(params, CO2Config(tau=TAU))
+    counted: list[Calls] = []
+    for step in range(ROUNDS * TAU):
+        sgd_step(params, rank, step)
+        time.sleep(0.02 * world_size)  # what is in flight has landed by the round's last step
+        if step < (ROUNDS - 1) * TAU:
+            co2.step()
+        else:
+            counted.append(calls_of(co2.step))
+    co2.finish()
+    return counted
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["alone", "two workers"])
+def calls(request: pytest.FixtureRequest) -> list[Calls]:
+    """Of one worker without a process group, or of the first of two."""
+    return one_round(0, 1) if request.param == 1 else run_distributed(one_round, 2)[0]
+
+
+def test_a_boundary_changes_file_seldom_and_visits_few(calls: list[Calls]):
+    assert calls[-1].changes <= CHANGES, calls[-1]
+    assert len(calls[-1].files) <= FILES, calls[-1]
+
+
+def test_a_step_that_closes_nothing_makes_few_calls(calls: list[Calls]):
+    for step in calls[:-1]:
+        assert len(step.made) <= CALLS, step
+
+
+def test_the_last_step_of_the_round_is_the_boundary(calls: list[Calls]):
+    """Else the limits would be kept by an action that does nothing."""
+    assert min(len(step.made) for step in calls[:-1]) > 0
+    functions = [function.rpartition(".")[2] for _, function in calls[-1].made]
+    assert "close_round" in functions and "launch" in functions
+    assert not any("close_round" in function for step in calls[:-1] for _, function in step.made)
+
+
+def counted() -> Iterator[int]:
+    yield 1
+    yield 2
+
+
+def test_what_counts_as_a_call():
+    """Each of these is one: a function of another file, a generator with all its values, a function that asks for a
+    comprehension and a lambda."""
+    here = Path(__file__).parents[1]
+    calls = calls_of(lambda: (sgd_step([], 0, 0), list(counted()), sgd_step([], 0, 0)), here)
+    assert [function for _, function in calls.made] == ["sgd_step", "counted", "sgd_step"]
+    assert (calls.changes, calls.files) == (2, {"problems.py", "core/test_rounds.py"})
+
+
+HIDDEN = {
+    "co2": CO2Config(tau=3),
+    "keep": CO2Config(tau=3, merge="keep", delay=2, gap="none"),
+    "mix": CO2Config(tau=3, merge="mix", delay="auto"),
+    "mixed at the boundary": CO2Config(tau=3, merge="mix"),
+}
+ENDS: dict[str, Any] = {name: lambda p, c=c: CO2(p, c) for name, c in HIDDEN.items()} | {
+    "shard": lambda p: ShardedCO2(p, CO2Config(tau=3), shard=True),
+    "no delay": lambda p: CO2(p, CO2Config(tau=3, gap="none", delay=0)),
+    "local": lambda p: LocalSGD(p, 3),
+    "overlap_local": lambda p: OverlapLocalSGD(p, 3),
+}
+
+
+def last_steps(rank: int, world_size: int) -> dict[str, list[tuple[Tensor, int]]]:
+    """The end without and with step(last=True): after as many steps on all, after fewer on rank 0, and once more."""
+    found: dict[str, list[tuple[Tensor, int]]] = {name: [] for name in ENDS}
+    for name, build in ENDS.items():
+        for says in (False, True):
+            params = problems.odd_parameters()
+            method = build(params)
+            for steps in (6, 6 + 3 * rank, 5, 3):
+                for step in range(steps):
+                    sgd_step(params, rank, step)
+                    if name == "mix":
+                        method.flight.settle()  # so that a mean is merged after the same step
+                    method.step(last=says and step == steps - 1)
+                method.finish()
+                found[name].append((flat(params), method.rounds))
+    return found
+
+
+def test_a_last_step_saves_an_all_reduce_and_changes_nothing():
+    zero, one = run_distributed(last_steps, 2)
+    for name in ENDS:
+        for i in range(4):
+            (usual, rounds), (ended, fewer) = zero[name][i], zero[name][4 + i]
+            assert torch.equal(ended, one[name][4 + i][0]), f"{name}: workers differ after finish() {i}"
+            if name != "overlap_local":  # whose every boundary pulls, one without a step, too
+                torch.testing.assert_close(ended, usual, rtol=1e-12, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+            # after 6 steps, after 6 to 9, not after 5, after 3
+            assert rounds - fewer == (1, 2, 2, 3)[i], (name, i, rounds, fewer)
+
+
+def test_a_step_after_the_last_needs_finish_between():
+    co2 = CO2([nn.Parameter(torch.ones(3))], CO2Config(tau=1))
+    co2.step(last=True)
+    with pytest.raises(UserError, match=r"call finish\(\)"):
+        co2.step()
+    co2.finish()
+    co2.step()

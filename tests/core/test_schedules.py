@@ -61,8 +61,6 @@ def test_a_schedule_that_turns_the_order_of_a_round_round_is_refused():
             co2.step()
 
 
-# -- the outer step when tau changes --------------------------------------------------------------------------
-
 BLOCKING = CO2Config(tau=4, gap="none", clip=None, delay=0)
 
 

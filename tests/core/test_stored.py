@@ -247,9 +247,6 @@ def test_a_tree_makes_no_other_classes(tree: list[Any]):
         stored.put_back(tree, lambda path: torch.zeros(1))
 
 
-# -- by save() and load() -------------------------------------------------------------------------------------------
-
-
 class Kept:
     """What has a state of any kind."""
 

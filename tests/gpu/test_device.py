@@ -1,6 +1,6 @@
 """On a GPU without a process group: kernels, codecs, memory, streams.
 
-tests/core has more of the kernels: test_triton, test_triton_wire, test_boundary_calls.
+tests/core has more of the kernels: test_triton, test_outer.
 """
 
 from __future__ import annotations
