@@ -221,7 +221,6 @@ def asking(wire: Any) -> tuple[CO2, Requests]:
 
 @pytest.mark.parametrize(("workers", "wire"), [(2, "float32"), (3, "int8")])
 def test_one_worker_that_asks_to_stop_is_heard_by_all_and_not_again_after_a_resume(workers: int, wire: str):
-    """Of three over a narrow wire means land, not sums."""
     for seen, drifted in run_distributed(asked, workers, wire):
         assert seen == [False] * 5 + [True] * 5 + [False] * 4, "sent after step 4, landed after step 6"
         assert not drifted

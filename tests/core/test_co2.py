@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from core import CO2, CO2Config, LocalSGD, OverlapLocalSGD, SlowMo
+from core import CO2, CO2Config, LocalSGD, OverlapLocalSGD, ShardedCO2, SlowMo
 from core.outer import ChunkedBoundary
 from core.testing import run_distributed
 from tests import problems
@@ -104,7 +104,6 @@ def train_net_in_one_process(world_size: int, name: str) -> list[Tensor]:
 
 
 def test_momentum_and_a_decaying_schedule():
-    """The inner optimiser's state is kept across rounds and stays local."""
     results = run_distributed(train_nets, 2)
     for name in ("sgd", "adamw"):
         expected = train_net_in_one_process(2, name)
@@ -185,7 +184,6 @@ def final_of(rank: int, world_size: int, configs: list[Settings]) -> list[Tensor
 
 
 def test_each_setting_changes_the_result():
-    """All settings give pairwise different parameters, so none falls back to another."""
     names = ["base", *VARIANTS]
     finals = run_distributed(final_of, 2, [BASE, *(replace(BASE, **v) for v in VARIANTS.values())])[0]
     for i, a in enumerate(finals):
@@ -293,7 +291,6 @@ def test_equals_the_reference_round_by_round(world_size: int, whole: bool):
 
 
 def arriving(rank: int, world_size: int, merge: str) -> dict[str, Any]:
-    """Rank 1's steps take longer, so that each worker merges after another number of its own steps."""
     params = problems.odd_parameters()
     co2 = Settings(tau=6, merge=merge, delay="auto", gap="none").build(params)
     outers, merged = [], []
@@ -317,7 +314,6 @@ def test_replicas_stay_equal_though_each_worker_merges_when_its_own_copy_lands(m
 
 
 def evaluating(rank: int, world_size: int) -> dict[str, Any]:
-    """What shared_model gives at every boundary, and the model before and after it."""
     late = {"gap": "none", "delay": "auto"}
     methods = {
         "keep": lambda p: replace(LATE, merge="keep", **late).build(p),
@@ -357,40 +353,6 @@ def test_an_evaluation_sees_one_model_where_the_method_has_one():
         replace(LATE, gap="none", merge="keep", delay=0), 2, STEPS + 3, flat(problems.odd_parameters())
     )
     assert_traces_equal([after for *_, after in zero["keep"][:-1]] + [zero["keep"][-1][1]], blocking)
-
-
-def asked_at_every_step(rank: int, world_size: int) -> dict[str, list[tuple[bool, Tensor]]]:
-    """Whether shared_model says that the model is shared, and the model."""
-    at_once = {"merge": "mix", "delay": 0, "gap": "none"}
-    methods = {
-        "outer": lambda p: LATE.build(p),
-        "mix at once": lambda p: replace(LATE, **at_once).build(p),
-        "local": lambda p: LocalSGD(p, LATE.tau),
-    }
-    found: dict[str, list[tuple[bool, Tensor]]] = {}
-    for name, build in methods.items():
-        params = problems.odd_parameters()
-        method, rows = build(params), []
-        for step in range(STEPS):
-            sgd_step(params, rank, step)
-            method.step()
-            with method.shared_model() as equal:
-                rows.append((equal, flat(params)))
-        method.finish()
-        with method.shared_model() as equal:
-            found[name] = [*rows, (equal, flat(params))]
-    return found
-
-
-def test_a_model_of_its_own_is_not_called_shared():
-    """In mid-round, and where a boundary mixes at once."""
-    zero, one = run_distributed(asked_at_every_step, 2)
-    for name in zero:
-        told = [(a, b) for (a, _), (b, _) in zip(zero[name], one[name], strict=True)]
-        alike = [torch.equal(a, b) for (_, a), (_, b) in zip(zero[name], one[name], strict=True)]
-        assert told == [(same, same) for same in alike], name
-        assert not any(any(pair) and not same for pair, same in zip(told, alike, strict=True)), name
-        assert told[-1] == (True, True) and not any(any(pair) for pair in told[:3]), name
 
 
 def lent(rank: int, world_size: int) -> dict[str, Any]:
@@ -446,7 +408,6 @@ FEW = [*MERGES[:2], *(pytest.param(changes, marks=pytest.mark.slow) for changes 
 
 @pytest.mark.parametrize("changes", FEW, ids=str)
 def test_16_bit_parameters(changes: dict[str, Any]):
-    """Up to each dtype's rounding."""
     config = replace(LATE, tau=2 + (changes.get("delay") == 2), gap="none", allow_unstable=True)
     check_dtypes(replace(config, **changes), 1e-12, 1e-6, 0.03)
 
@@ -456,10 +417,10 @@ UNEVEN: dict[str, Callable[[list[Tensor]], Any]] = {
     str(changes): replace(LATE, tau=3, **changes).build for changes in ({}, *MERGES, *AUTO)
 }
 UNEVEN |= {kind.name: partial(kind, tau=3) for kind in (LocalSGD, SlowMo, OverlapLocalSGD)}
+UNEVEN["shard"] = lambda params: ShardedCO2(params, replace(LATE, tau=3).co2, shard=True)
 
 
 def uneven_twice(rank: int, build: Callable[[list[Tensor]], Any]) -> list[Tensor]:
-    """finish() with nothing done, after uneven steps, once more, and after further ones; where the next ones begin."""
     params, seen = problems.odd_parameters(), []
     co2 = build(params)
     co2.finish()
@@ -469,6 +430,8 @@ def uneven_twice(rank: int, build: Callable[[list[Tensor]], Any]) -> list[Tensor
         co2.finish()
         seen.append(flat(params))
     co2.close()
+    if isinstance(co2, ShardedCO2):  # whose state is this worker's share
+        return [*seen, flat(params)]
     return [*seen, co2.starts[0].clone() if co2.differences else flat(params), *(f[0] for f in co2.state.values())]
 
 
@@ -487,6 +450,8 @@ def test_finish_leaves_equal_workers_however_uneven_and_training_goes_on():
                 torch.testing.assert_close(after, before, rtol=1e-15, atol=0)  # nothing to finish
         assert (first - untouched).abs().max() > 0.1 and (second - first).abs().max() > 0.01
         assert torch.equal(second, x)
+    for shared, plain in zip(results[0]["shard"], results[0]["{}"], strict=False):
+        torch.testing.assert_close(shared, plain, rtol=1e-9, atol=1e-9)
 
 
 def in_two_parts_of(rank: int, world_size: int, config: Settings) -> tuple[Tensor, Tensor]:

@@ -170,16 +170,6 @@ def test_bytes_of_a_ring():
     assert [ring_bytes(1200, n) for n in (1, 2, 3, 4)] == [0, 1200, 1600, 1800]
 
 
-def square_of_rank(rank: int, world_size: int, offset: int) -> tuple[int, int]:
-    assert dist.get_rank() == rank and dist.get_world_size() == world_size
-    time.sleep(0.1 * (world_size - rank))  # the last rank ends first
-    return world_size, rank**2 + offset
-
-
-def test_results_come_in_rank_order():
-    assert run_distributed(square_of_rank, 3, 10) == [(3, 10), (3, 11), (3, 14)]
-
-
 def fail_on_rank_1(rank: int, world_size: int) -> None:
     if rank == 1:
         time.sleep(0.3)  # by now the others wait for it
@@ -303,25 +293,6 @@ def test_a_throttled_mean_takes_its_time_and_overlaps_with_computation():
         assert result["launched"] < result["landed"]
         assert result["landed"] >= 0.533 and result["seconds"] >= 0.533
         assert result["value"] == 1.0
-
-
-def wait_at_once(rank: int, world_size: int) -> tuple[float, float]:
-    """Two means over one link: the second crosses after the first."""
-    link = ThrottledLink(MBIT)
-    means = [Mean([torch.zeros(25_000)], link=link) for _ in range(2)]
-    start = time.perf_counter()
-    for mean in means:
-        mean.launch()
-    ends = []
-    for mean in means:
-        mean.wait()
-        ends.append(time.perf_counter() - start)
-    return ends[0], ends[1]
-
-
-def test_two_means_queue_on_one_link():
-    for first, second in run_distributed(wait_at_once, 2):  # 100,000 bytes each
-        assert first >= 0.1 and second >= 0.2
 
 
 def exposed(rank: int, world_size: int) -> dict[str, tuple[float, float]]:

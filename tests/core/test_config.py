@@ -15,7 +15,7 @@ import core.co2 as bare
 from core import CO2, CO2Config, LocalSGD, OverlapLocalSGD, ShardedCO2, SlowMo, UserError, WireConfig, make_method
 from core.config import OuterConfig
 from core.integrations.optimizer import attach
-from core.methods import METHODS, DelayedCO2, DelayedConfig, OverlapLocalConfig, SlowMoConfig
+from core.methods import DelayedCO2, DelayedConfig, OverlapLocalConfig, SlowMoConfig
 from core.robust.requests import Requests
 from core.testing.link import ThrottledLink
 from tests.problems import Settings, refusal
@@ -215,7 +215,6 @@ def test_the_plain_method_reads_the_papers_settings_of_any_config():
 
 
 def test_frozen_integers_are_none_of_its_business():
-    """As in a model whose frozen weights are quantised."""
     CO2([torch.zeros(1, requires_grad=True), torch.zeros(1, dtype=torch.int64)])
 
 
@@ -273,7 +272,6 @@ def grows(delayed: DelayedConfig | None = None, **settings: Any) -> bool:
     ids=str,
 )
 def test_merges_on_arrival_have_limits_of_their_own(alpha: float, beta: float, settings: dict[str, Any]):
-    """On either side of the limit the recursion itself grows, or not; and what grows is refused."""
     for more in (0.985, 1.02):
         if alpha == 1:
             given = {"tau": 4, "outer_lr": alpha, "outer_momentum": beta * more, **settings}
@@ -337,21 +335,6 @@ def test_thawing_a_frozen_parameter_is_refused_at_the_boundary():
     co2.step()
     frozen.requires_grad_(True)
     assert "requires a gradient" in refusal(co2.step)
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_every_method_runs_with_one_worker_and_no_process_group(name: str):
-    model = nn.Linear(2, 1)
-    wrapped, method = make_method(name, model, co2=CO2Config(tau=2))
-    closed = []
-    for _ in range(4):
-        with torch.no_grad():
-            for p in wrapped.parameters():
-                p.sub_(0.1)
-        closed.append(method.step())
-    method.finish()
-    assert closed == ([True] * 4 if name == "ddp" else [False, True] * 2)
-    assert torch.isfinite(model.weight).all()
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,6 @@ def test_what_would_make_a_run_fail(change: dict[str, Any], says: str):
 
 
 def test_a_worker_with_a_gpu(monkeypatch: pytest.MonkeyPatch):
-    """A stand-in for CUDA: the calls as torch documents them."""
     properties, chosen = SimpleNamespace(name="NVIDIA H100", total_memory=80 << 30), list[int]()
     for name, stand_in in (
         ("is_available", lambda: True),
@@ -241,7 +240,6 @@ def test_the_command_on_two_nodes_of_two(tmp_path: Path):
     ],
 )
 def test_what_fails_on_one_worker_is_told_by_the_first(tmp_path: Path, change: str, says: list[str]):
-    """Versions before anything is measured; then what collectives do."""
     status, said = on_two_nodes(tmp_path, change)
     assert status == [1, 1, 1, 1] and all(text in said for text in says), said
 

@@ -260,7 +260,6 @@ def test_an_elastic_checkpoint_goes_on_plainly(tmp_path: Path, started: int):
 
 @pytest.mark.parametrize("workers", [2, 3])
 def test_a_plain_checkpoint_goes_on_elastic(tmp_path: Path, workers: int):
-    """As the plain method does, bit for bit, that goes on with as many workers."""
     start = tmp_path / "start.pt"
     _, state = testing.run_distributed(train_plainly, 2, PAPER, start, 3)[0]
     torch.save(state, start)

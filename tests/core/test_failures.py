@@ -105,7 +105,6 @@ def test_the_others_name_a_killed_worker(world_size: int, who: int, name: str, w
 
 
 def test_the_others_name_a_worker_that_raised(tmp_path: Path):
-    """The error that is shown is the worker's own, not what its death did to the others."""
     with pytest.raises(RuntimeError, match="(?s)^rank 1:.*KeyError: 'deliberate'"):
         run_distributed(bad_worker, 3, "co2", "exception", 1, str(tmp_path))
     for rank in (0, 2):

@@ -86,7 +86,6 @@ def every_wire(rank: int, world_size: int) -> dict[str, dict[str, Any]]:
 
 
 def test_ddp_trains_with_every_wire():
-    """Workers stay equal, bit for bit, a poisoned step is forgotten, fewer bytes, and about the loss of float32."""
     results = run_distributed(every_wire, 2, timeout=120)
     for name in WIRES:
         ours = results[0][name]

@@ -205,7 +205,6 @@ def left_out_once(build: Any, **options: Any) -> list[float]:
 
 @pytest.mark.parametrize(("build", "round"), [(CO2, 5), (ShardedCO2, 6)])
 def test_the_optimiser_forgets_once_after_a_jump(build: Any, round: int):
-    """Shared state knows of it when it has landed."""
     p, told = nn.Parameter(torch.zeros(5, dtype=torch.float64)), []
     co2 = build([p], CO2Config(tau=2))
     co2.rider(Guard).on_left_out = lambda _: told.append(co2.rounds)

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from core import CO2, CO2Config, ShardedCO2, WireConfig, flat, make_method
 from core.adaptive.merging import MergingBoundary
@@ -18,6 +17,7 @@ from core.methods import DelayedCO2, DelayedConfig
 from core.robust import guard
 from core.sharded.live import beside, pinned
 from tests import problems
+from tests.dispatch import Operations
 from tests.problems import refusal
 
 SIZE = 3000
@@ -32,25 +32,19 @@ METHODS: dict[str, Callable[[list[Tensor]], Any]] = {
 }
 
 
-class DeviceCopies(TorchDispatchMode):
-    """Stands in for a GPU's allocator: what an operation makes lies on the device, but for a copy to("cpu").
+def device_copies() -> Operations:
+    """Stands in for a GPU's allocator: how many flat tensors lie on the device whenever an operation makes one there,
+    as all do but a copy to("cpu")."""
+    living: weakref.WeakSet[Any] = weakref.WeakSet()
 
-    Attributes: most, flat tensors that lay there at once.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._living: weakref.WeakSet[Any] = weakref.WeakSet()
-        self.most = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        made = func(*args, **kwargs)
+    def see(func: Any, args: Any, kwargs: Any, made: Any) -> int | None:
         to_host = func is torch.ops.aten._to_copy.default and str(kwargs.get("device")) == "cpu"
-        if isinstance(made, Tensor) and made.numel() >= SIZE and not to_host and not made._is_view():
-            self._living.add(made.untyped_storage())
-            self.most = max(self.most, len(self._living))
-        return made
+        if not isinstance(made, Tensor) or made.numel() < SIZE or to_host or made._is_view():
+            return None
+        living.add(made.untyped_storage())
+        return len(living)
+
+    return Operations(see)
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -61,34 +55,24 @@ def test_at_most_one_flat_tensor_is_copied_on_the_device(name: str):
         with torch.no_grad():
             params[0].mul_(0.9)
         method.step()
-    with DeviceCopies() as copies:
+    with device_copies() as copies:
         state = method.state_dict()
-    assert copies.most <= 1
-    with DeviceCopies() as copies:
+    with device_copies() as back:
         method.load_state_dict(state)
-    assert copies.most <= 1
+    assert max([*copies.seen, *back.seen, 0]) <= 1
 
 
 def test_a_device_copy_is_seen():
-    with DeviceCopies() as copies:
+    with device_copies() as copies:
         held = [torch.ones(SIZE).clone() for _ in range(3)]
         torch.ones(SIZE).to("cpu", copy=True)
-    assert len(held) == 3 and copies.most == 4
+    assert len(held) == 3 and max(copies.seen) == 4
 
 
-class HostReads(TorchDispatchMode):
-    """Counts what would make the host wait for a GPU: reading a number from it, or copying one that was made here.
-    more: other calls that would where they are made."""
-
-    def __init__(self, *more: Any) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-        self._waits = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.lift_fresh.default, *more)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in self._waits:
-            self.seen.append(str(func))
-        return func(*args, **(kwargs or {}))
+def host_reads() -> Operations:
+    """What would make the host wait for a GPU: reading a number from it, or copying one that was made here."""
+    waits = torch.ops.aten._local_scalar_dense.default, torch.ops.aten.lift_fresh.default
+    return Operations(lambda func, *_: str(func) if func in waits else None)
 
 
 @pytest.mark.parametrize("gap", ["elementwise", "norm", "none"])
@@ -132,7 +116,7 @@ def reads_in_rounds(co2: CO2 | ShardedCO2, params: list[nn.Parameter]) -> list[s
         for module in (flat, guard):
             patch.setattr(module, "read_blocks", lambda t: True)
         problems.take_steps(co2, params, 0, range(4))  # the first rounds look where the parameters lie
-        with HostReads() as reads:
+        with host_reads() as reads:
             for _ in range(4):
                 co2.step()
     return reads.seen
@@ -220,7 +204,6 @@ def offloaded() -> tuple[ShardedCO2, list[Tensor], Tensor]:
 
 
 def test_offloaded_state_pins_what_it_needs(monkeypatch: pytest.MonkeyPatch):
-    """The flat tensor, and a copy of the parameters."""
     cudart = stand_in(monkeypatch)
     co2, params, _ = offloaded()
     wanted = co2.buckets[0].flat.nbytes + sum(p.nbytes for p in params)
@@ -230,48 +213,32 @@ def test_offloaded_state_pins_what_it_needs(monkeypatch: pytest.MonkeyPatch):
     assert not cudart.held
 
 
-class Copies(TorchDispatchMode):
-    """Copies into, and from, tensors of some memory, and whether the host would wait for them between a GPU and it."""
-
-    def __init__(self, *memory: Tensor):
-        super().__init__()
-        self._memory = {t.untyped_storage().data_ptr() for t in memory}
-        self.waits: list[bool] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket in (torch.ops.aten._foreach_copy_, torch.ops.aten.copy_):
-            to, source = (list(t) if isinstance(t, list | tuple) else [t] for t in args[:2])
-            if any(t.untyped_storage().data_ptr() in self._memory for t in [*to, *source]):
-                self.waits.append(not (len(args) > 2 and args[2]))
-        return func(*args, **(kwargs or {}))
-
-
 def test_buffers_of_an_offloaded_model_cross_without_a_wait():
+    """Copies from and to the buffer and what is sent of it, and whether the host would wait for them."""
     co2, params, buffer = offloaded()
-    own = co2._own_buffers[0][0]
-    with torch.no_grad(), Copies(buffer, own) as copies:
+    memory = {t.untyped_storage().data_ptr() for t in (buffer, co2._own_buffers[0][0])}
+
+    def waits(func: Any, args: Any, kwargs: Any, made: Any) -> bool | None:
+        if func.overloadpacket not in (torch.ops.aten._foreach_copy_, torch.ops.aten.copy_):
+            return None
+        to, source = (list(t) if isinstance(t, list | tuple) else [t] for t in args[:2])
+        touched = any(t.untyped_storage().data_ptr() in memory for t in [*to, *source])
+        return not (len(args) > 2 and args[2]) if touched else None
+
+    with torch.no_grad(), Operations(waits) as copies:
         for step in range(8):
             buffer.fill_(step)
             params[0].mul_(0.9)
             co2.step()
     within = 4  # from the buffer to what is kept of it, on the device, at each boundary
-    assert len(copies.waits) > within and sum(copies.waits) == within
-
-
-class Converted(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func.overloadpacket in (torch.ops.aten._to_copy, torch.ops.aten.copy_)
-        return func(*args, **(kwargs or {}))
+    assert len(copies.seen) > within and sum(copies.seen) == within
 
 
 def test_a_flag_of_the_hosts_goes_along_with_a_kernel():
     """meta is another device than the host's."""
-    with Converted() as copies:
+    copies = torch.ops.aten._to_copy, torch.ops.aten.copy_
+    with Operations(lambda func, *_: func if func.overloadpacket in copies else None) as copied:
         flag = beside(torch.tensor(True), torch.device("meta"))
-    assert flag.device.type == "meta" and flag.dtype == torch.bool and not copies.count
+    assert flag.device.type == "meta" and flag.dtype == torch.bool and not copied.seen
     here = torch.tensor(False)
     assert beside(here, here.device) is here

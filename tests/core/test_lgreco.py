@@ -82,7 +82,6 @@ def of_rounds(rank: int, like: str, config: LGrecoConfig) -> list[Any]:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_equals_all_workers_in_one_process(world_size: int):
-    """Means, choices, switches and what is held back, round after round; every rank holds the same bits."""
     results = run_distributed(reducers, world_size)
     for number, (like, config) in enumerate(SETTINGS):
         expected, switches = Reference(SHAPES, world_size, like, config, torch.float64), set()
@@ -116,7 +115,6 @@ def int4_twice(rank: int, world_size: int) -> list[tuple[Tensor, Tensor, int, in
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_int4_everywhere_is_int4(world_size: int):
-    """Bit for bit, with the same bytes."""
     for result in run_distributed(int4_twice, world_size):
         for ours, plain, ours_rest, plain_rest, ours_bytes, plain_bytes in result:
             assert torch.equal(ours, plain) and torch.equal(ours_rest, plain_rest) and ours_bytes == plain_bytes

@@ -19,7 +19,7 @@ from core.lgreco.reducer import in_bucket
 from core.lgreco.senders import SAMPLE, largest
 from core.testing import run_distributed
 from tests.core import test_rounds
-from tests.core.test_host import HostReads
+from tests.core.test_host import host_reads
 from tests.core.test_lgreco import SETTINGS, SHAPES, built, lgreco, mean_of, once, written
 from tests.problems import Mean
 from training.sampling import generator
@@ -194,7 +194,6 @@ def test_a_resumed_reducer_goes_on_bit_for_bit(setting: Any, at: int):
 
 
 def test_state_of_zeros_is_the_start():
-    """As resync() makes it."""
     for setting in SETTINGS[:5]:
         used, fresh = built(*setting), built(*setting)
         train(used, range(5))
@@ -261,7 +260,6 @@ def test_the_largest_are_those_of_topk():
 
 
 def test_decisions_come_at_fixed_reductions_twice_as_far_apart_up_to_every():
-    """And of the reductions since the last one the last ten count."""
     clock, decided, counted = Clock(100, 10), list[int](), list[int]()
     for number in range(1, 400):
         counted += [number] if clock.counts(number) else []
@@ -320,7 +318,7 @@ def test_over_nccl_the_launch_after_decides_the_same(setting: Any, monkeypatch: 
 
 def test_asking_reads_nothing_from_a_device():
     mean = built("rank4", LGrecoConfig(first=1))
-    with HostReads() as reads:
+    with host_reads() as reads:
         asked = mean.reducer._ask(1)
         mean.reducer._hear(asked, 1)
     assert reads.seen == [] and mean.reducer.allocation is None
@@ -364,15 +362,6 @@ def test_against_brute_force(bins: int):
         assert total(errors, found) <= total(errors, uniform) * (1 + 1e-9)
         exact += size == least
     assert exact > (900 if bins == BINS else 400)
-
-
-def test_by_hand():
-    """Two layers, budget 5: the first gives up what it gains to the second, which loses less."""
-    errors = torch.tensor([[4.0, 2.0, 1.0], [4.0, 2.0, 1.0]])
-    sizes = torch.tensor([[1.0, 4.0, 5.0], [8.0, 9.0, 10.0]])
-    assert allocate(errors, sizes, [1, 1]) == [1, 1]  # 4 + 1 would be 5
-    assert allocate(errors, sizes, [2, 0]) == [0, 2]
-    assert allocate(errors, sizes, [0, 0]) == [0, 0]
 
 
 def test_the_first_layer_loses_no_bin():
@@ -442,7 +431,6 @@ def test_no_size_of_the_errors_matters(unit: float):
 
 
 def test_quick_enough():
-    """27 matrices with up to 121 choices: well below a second."""
     errors, sizes, uniform = table(0, 27, 121)
     began = time.perf_counter()
     found = allocate(errors, sizes, uniform)

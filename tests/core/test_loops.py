@@ -5,6 +5,7 @@ in another order, float64 leaves them equal up to the last digits, and 1e-9 is a
 otherwise is compared, too: it must differ, or the comparison would see nothing.
 """
 
+import contextlib
 import copy
 import time
 from collections import defaultdict
@@ -38,7 +39,6 @@ from tests import problems
 from tests.problems import flat, sgd_step, take_steps
 
 TAU, STEPS = 3, 11  # the last round is not full
-SAVE_AT = (1, 5, 9)  # before the first boundary, at one, and mid-round
 CONFIG = CO2Config(tau=TAU, outer_momentum=0.4, outer_lr=0.9, clip=0.05)
 NAMES = ("co2", "local", "slowmo", "overlap_local")
 SLOW_LINK = problems.SlowLink(0.04)  # one can look at what is under way
@@ -129,29 +129,6 @@ def evaluations(rank: int, world_size: int) -> None:
             traces[loop] = train(build(name, net(), link=SLOW_LINK), rank, look=partial(evaluate, seen, mode))
         check(traces, differ=("without eval()",))
         assert seen == ({"boundary", "mid-round"} if name in ("co2", "overlap_local") else set()), name
-
-
-def checkpoints(rank: int, world_size: int) -> None:
-    """Bit for bit: what flies is saved as the sum that lands. The inner gap and narrow wires keep a state, too."""
-    seen, saved = set(), {}
-
-    def save(parts: Parts, step: int) -> None:
-        if step in SAVE_AT:
-            note(seen, parts.method, step)
-            saved[step] = copy.deepcopy([part.state_dict() for part in parts])
-
-    narrow = CO2Config(TAU, wire=WireConfig("int4"))
-    wired = [("co2", CO2Config(TAU, wire=WireConfig("int8"))), ("local", narrow), ("overlap_local", narrow)]
-    for name, config in (*product(NAMES, [CONFIG]), *wired):
-        traces = {"plain": train(build(name, net(), co2=config), rank)}
-        traces["saved"] = train(build(name, net(), co2=config, link=SLOW_LINK), rank, look=save)
-        for step, count in (*product(SAVE_AT, [3]), (9, 2)):
-            fresh = build(name, net(1 + rank), co2=config)
-            for part, state in zip(fresh[:count], saved[step][:count], strict=True):
-                part.load_state_dict(state)
-            traces[f"{count} parts after {step}"] = train(fresh, rank, range(step + 1, STEPS))
-        check(traces, differ=("2 parts after 9",))
-    assert seen == {"boundary", "mid-round"}
 
 
 class Trainer(NamedTuple):
@@ -309,7 +286,7 @@ def channels_last(rank: int, world_size: int) -> None:
         check(traces, tolerance=1e-9)
 
 
-TESTED = (evaluations, checkpoints, trainers, groups_and_schedules, construction, tied_weights, compiled, channels_last)
+TESTED = (evaluations, trainers, groups_and_schedules, construction, tied_weights, compiled, channels_last)
 
 
 WHOLE = (trainers, groups_and_schedules, compiled, channels_last)
@@ -322,71 +299,74 @@ def test_trains_as_in_the_plain_loop(loops: Any):
     run_distributed(loops, 2)
 
 
-TAU_LOOP, STEPS_LOOP = 3, 11
-PAPERS = CO2Config(tau=TAU_LOOP, outer_momentum=0.5)
-KEEP = replace(CO2Config.recommended(2), tau=TAU_LOOP)
+PAPERS = CO2Config(tau=TAU, outer_momentum=0.5)
+KEEP = replace(CO2Config.recommended(2), tau=TAU)
+NARROW = replace(KEEP, delay=2, wire=WireConfig("int4"))
 LATE = replace(KEEP, delay=2)  # merged so many steps after the boundary, where workers therefore differ
 METHODS: dict[str, Callable[..., Any]] = {
     "the paper's": lambda params: CO2(params, PAPERS),
     "as recommended": lambda params: CO2(params, KEEP),
     "merged later": lambda params: CO2(params, LATE),
     "shared by all": lambda params: ShardedCO2(params, PAPERS, shard=True),
-    "local": lambda params: LocalSGD(params, TAU_LOOP),
-    "overlap": lambda params: OverlapLocalSGD(params, TAU_LOOP),
+    "local": lambda params: LocalSGD(params, TAU),
+    "overlap": lambda params: OverlapLocalSGD(params, TAU),
+    "mixed at once": lambda params: CO2(params, CO2Config(TAU, merge="mix", delay=0, gap="none", outer_momentum=0.3)),
 }
+LEFT_ALONE = ("the paper's", "local", "mixed at once")  # an evaluation does not change how these train
 
 
-def asked(rank: int, world_size: int, name: str) -> dict[str, Any]:
-    """at_boundary and the closing of rounds after each step; what settle() says at a boundary, and the model then."""
-    params = problems.odd_parameters()
-    with METHODS[name](params) as method:
-        before, told, models = method.at_boundary, [], []
-        for step in range(STEPS_LOOP):
-            sgd_step(params, rank, step)
-            closed = method.step()
-            told.append((closed, method.at_boundary))
-            models.append((method.settle(), flat(params)))
-    end = flat(params)
-    return {"before": before, "told": told, "models": models, "end": end, "closed": method.flight.group is None}
+def asked(rank: int, world_size: int) -> dict[str, Any]:
+    """By method: at_boundary and the closing of rounds after each step; what shared_model() and settle() say then, and
+    the models that they say it of."""
+    found: dict[str, Any] = {}
+    for name, make in METHODS.items():
+        params = problems.odd_parameters()
+        with make(params) as method:
+            before, told, shared, settled = method.at_boundary, [], [], []
+            for step in range(STEPS):
+                sgd_step(params, rank, step)
+                closed = method.step()
+                told.append((closed, method.at_boundary))
+                if name in LEFT_ALONE:
+                    with method.shared_model() as equal:
+                        shared.append((equal, flat(params)))
+                settled.append((method.settle(), flat(params)))
+        if name in LEFT_ALONE:
+            with method.shared_model() as equal:
+                shared.append((equal, flat(params)))
+        models = {"shared": shared, "settled": settled}
+        found[name] = {
+            "before": before,
+            "told": told,
+            "end": flat(params),
+            "closed": method.flight.group is None,
+        } | models
+    return found
+
+
+@pytest.fixture(scope="module")
+def answers() -> list[dict[str, Any]]:
+    return run_distributed(asked, 2)
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_a_boundary_is_where_a_round_has_closed_and_settle_says_whether_the_model_is_one(name: str):
-    zero, one = run_distributed(asked, 2, name)
+def test_a_boundary_is_where_a_round_has_closed_and_a_model_is_called_one_where_it_is(answers: list[Any], name: str):
+    """Also in mid-round, and where a boundary mixes at once."""
+    zero, one = (of_rank[name] for of_rank in answers)
     assert zero["before"] is one["before"] is True
-    assert zero["told"] == one["told"] == [(s % TAU_LOOP == TAU_LOOP - 1,) * 2 for s in range(STEPS_LOOP)]
-    for (alike, a), (theirs, b) in zip(zero["models"], one["models"], strict=True):
-        assert alike is theirs is torch.equal(a, b)
-    at_boundaries = [alike for alike, _ in zero["models"][TAU_LOOP - 1 :: TAU_LOOP]]
-    assert all(at_boundaries) is (name not in ("merged later", "overlap"))
+    assert zero["told"] == one["told"] == [(s % TAU == TAU - 1,) * 2 for s in range(STEPS)]
+    for how in ("shared", "settled"):
+        for (alike, a), (theirs, b) in zip(zero[how], one[how], strict=True):
+            assert alike is theirs is torch.equal(a, b), how
+    at_boundaries = [alike for alike, _ in zero["settled"][TAU - 1 :: TAU]]
+    assert all(at_boundaries) is (name not in ("merged later", "overlap", "mixed at once"))
     assert torch.equal(zero["end"], one["end"]) and zero["closed"]
-
-
-def like_a_plain_loop(rank: int, world_size: int) -> list[Tensor]:
-    ends = []
-    for in_block in (True, False):
-        params = problems.odd_parameters()
-        co2 = CO2(params, PAPERS)
-        if in_block:
-            with co2 as given:
-                assert given is co2
-                take_steps(co2, params, rank, range(STEPS_LOOP))
-        else:
-            problems.train_with(co2, params, rank, STEPS_LOOP)
-        ends.append(flat(params))
-    return ends
-
-
-@pytest.mark.parametrize("workers", [1, 2, 4])
-def test_the_block_ends_as_finish_and_close_do(workers: int):
-    ends = run_distributed(like_a_plain_loop, workers)
-    assert all(torch.equal(end, ends[0][0]) for pair in ends for end in pair)
 
 
 def test_without_a_process_group_too():
     model = problems.small_net()
     with CO2(model.parameters(), PAPERS) as co2:
-        take_steps(co2, model.parameters(), 0, range(STEPS_LOOP))
+        take_steps(co2, model.parameters(), 0, range(STEPS))
         assert not co2.at_boundary and not co2.settle()
     assert co2.at_boundary and co2.settle()
 
@@ -405,7 +385,7 @@ def broken_off(rank: int, world_size: int, name: str, raises_at: int) -> dict[st
     began = time.monotonic()
     try:
         with (BROKEN | METHODS)[name](params) as method:
-            for step in range(STEPS_LOOP):
+            for step in range(STEPS):
                 if step == raises_at and rank == world_size - 1:
                     raise Mistaken
                 sgd_step(params, rank // 2 if name == "in nodes" else rank, step)
@@ -443,7 +423,7 @@ def after_leaving(rank: int, world_size: int) -> str:
     except Mistaken:
         pass
     try:
-        for _ in range(TAU_LOOP):
+        for _ in range(TAU):
             co2.step()
     except CollectiveError as error:
         return str(error)
@@ -479,11 +459,6 @@ def test_methods_whose_every_step_is_a_round():
         assert told == theirs == [True] * 3 and torch.equal(a, b)
 
 
-STEPS_ATTACH, TAU_ATTACH = 11, 3
-PAPERS_ATTACH = CO2Config(tau=TAU_ATTACH, outer_momentum=0.5)
-KEEP_ATTACH = replace(CO2Config.recommended(2), tau=TAU_ATTACH, delay=2, wire=WireConfig("int4"))
-
-
 def backward(net: Any, rank: int, step: int, parts: int = 1) -> None:
     """parts: micro-batches, whose gradients are summed."""
     for part in range(parts):
@@ -491,20 +466,24 @@ def backward(net: Any, rank: int, step: int, parts: int = 1) -> None:
 
 
 def trained(rank: int, world_size: int, config: CO2Config, parts: int) -> list[Tensor]:
-    """The parameters after each step and at the end, attached and in a plain loop."""
+    """The parameters after each step and at the end: attached, in a block, and with finish() and close()."""
     ends = []
-    for attached in (True, False):
+    for how in ("attached", "block", "by hand"):
         net, trace = problems.small_net(), []
         optimizer = torch.optim.AdamW(net.parameters(), 0.05)
-        make = partial(attach, optimizer) if attached else CO2
-        with make(net.parameters(), config, buffers=net.buffers()) as co2:
-            for step in range(STEPS_ATTACH):
+        make = partial(attach, optimizer) if how == "attached" else CO2
+        given = make(net.parameters(), config, buffers=net.buffers())
+        with contextlib.nullcontext(given) if how == "by hand" else given as co2:
+            for step in range(STEPS):
                 optimizer.zero_grad()
                 backward(net, rank, step, parts)
                 optimizer.step()
-                if not attached:
+                if how != "attached":
                     co2.step()
                 trace.append(flat(net.parameters()))
+            if how == "by hand":
+                co2.finish()
+                co2.close()
         optimizer.step()  # nothing hangs on it any more
         trace.append(flat(co2.state["outer_iterate"]))
         ends.append(torch.stack([t[: sum(p.numel() for p in net.parameters())] for t in trace]))
@@ -513,15 +492,15 @@ def trained(rank: int, world_size: int, config: CO2Config, parts: int) -> list[T
 
 @pytest.mark.parametrize(
     ("workers", "config", "parts"),
-    [(1, PAPERS_ATTACH, 1), (2, PAPERS_ATTACH, 2), (2, KEEP_ATTACH, 1), (4, PAPERS_ATTACH, 1)],
+    [(1, PAPERS, 1), (2, PAPERS, 2), (2, NARROW, 1), (4, PAPERS, 1)],
 )
 def test_it_equals_a_plain_loop_bit_for_bit(workers: int, config: CO2Config, parts: int):
     results = run_distributed(trained, workers, config, parts)
-    for attached, plain in results:
-        assert torch.equal(attached, plain)
+    for attached, in_block, by_hand in results:
+        assert torch.equal(attached, in_block) and torch.equal(in_block, by_hand)
     if workers > 1:  # workers differ within a round, with keep at a boundary, too
         alike = [torch.equal(a, b) for a, b in zip(results[0][0], results[1][0], strict=True)]
-        assert alike[-1] and not alike[0] and alike[TAU_ATTACH - 1] is (config is PAPERS_ATTACH)
+        assert alike[-1] and not alike[0] and alike[TAU - 1] is (config is PAPERS)
 
 
 def scaled(rank: int, world_size: int, enabled: bool) -> str:
@@ -529,8 +508,8 @@ def scaled(rank: int, world_size: int, enabled: bool) -> str:
     net = problems.small_net(torch.float32)
     optimizer, scaler = torch.optim.SGD(net.parameters(), 0.1), torch.amp.GradScaler("cpu", enabled=enabled)
     try:
-        with attach(optimizer, net.parameters(), PAPERS_ATTACH):
-            for step in range(STEPS_ATTACH):
+        with attach(optimizer, net.parameters(), PAPERS):
+            for step in range(STEPS):
                 scale = float("inf") if enabled and step == 0 and rank == 0 else 1.0
                 loss = problems.loss(net, problems.batch(rank, step, dtype=torch.float32))
                 scaler.scale(loss * scale).backward()
@@ -555,12 +534,12 @@ def test_a_grad_scaler_that_is_switched_off_is_none():
 def over_a_mesh(rank: int, world_size: int) -> Tensor:
     net = problems.small_net()
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    with attach(optimizer, net.parameters(), PAPERS_ATTACH, mesh=node_mesh("cpu", 2)) as co2:
-        for step in range(STEPS_ATTACH):
+    with attach(optimizer, net.parameters(), PAPERS, mesh=node_mesh("cpu", 2)) as co2:
+        for step in range(STEPS):
             optimizer.zero_grad()
             backward(net, rank // 2, step)  # the workers of a node take one batch
             optimizer.step()
-        assert type(co2).__name__ == "ShardedCO2" and co2.local_steps == STEPS_ATTACH % TAU_ATTACH
+        assert type(co2).__name__ == "ShardedCO2" and co2.local_steps == STEPS % TAU
     return flat(net.parameters())
 
 
@@ -579,7 +558,7 @@ def test_what_is_no_optimiser_is_refused():
 def test_an_error_in_the_block_leaves_no_hook():
     net = problems.small_net()
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    with pytest.raises(KeyError), attach(optimizer, net.parameters(), PAPERS_ATTACH) as co2:
+    with pytest.raises(KeyError), attach(optimizer, net.parameters(), PAPERS) as co2:
         raise KeyError
     optimizer.step()
     assert co2.local_steps == 0

@@ -4,6 +4,7 @@ import copy
 import re
 from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from core.testing import run_distributed
 from tests import problems
 from tests.core.test_loops import net
 from tests.imports import ROOT
-from tests.problems import LR, Settings, assert_traces_equal, batch, flat, gradient, loss, take_steps, train
+from tests.problems import LR, Settings, assert_traces_equal, batch, flat, gradient, loss, run_cases, take_steps, train
 
 TAU, STEPS = 3, 11
 
@@ -231,7 +232,7 @@ def test_ddp_equals_one_process_with_the_joint_batch():
         assert result["bytes"] == 8 * len(want)  # a ring of two sends every gradient once
 
 
-WORKERS, STEPS_OPTIMIZERS = 2, 60
+WORKERS, LONG = 2, 60
 Build = Callable[[nn.Module], list[Optimizer]]
 
 
@@ -262,54 +263,59 @@ OPTIMIZERS: dict[str, Build] = {
 }
 
 
-def batch_optimizers(number: int, rank: int) -> tuple[Tensor, Tensor]:
+def quadratic_batch(number: int, rank: int) -> tuple[Tensor, Tensor]:
     inputs = torch.randn(16, 8, generator=torch.Generator().manual_seed(1000 * rank + number))
     return inputs, inputs.square().sum(1, keepdim=True) / 4
 
 
-def loss_optimizers(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+def squared_error(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
     return (model(inputs) - targets).square().mean()
 
 
 def held_out(model: nn.Module) -> float:
     with torch.no_grad():
-        return sum(float(loss_optimizers(model, *batch_optimizers(number, 9))) for number in range(20)) / 20
+        return sum(float(squared_error(model, *quadratic_batch(number, 9))) for number in range(20)) / 20
 
 
-def train_optimizers(model: nn.Module, optimizers: Iterable[Optimizer], rank: int, after: Callable[[], Any]) -> None:
-    for number in range(STEPS_OPTIMIZERS):
+def descend(model: nn.Module, optimizers: Iterable[Optimizer], rank: int, after: Callable[[], Any]) -> None:
+    for number in range(LONG):
         model.zero_grad()
-        loss_optimizers(model, *batch_optimizers(number, rank)).backward()
+        squared_error(model, *quadratic_batch(number, rank)).backward()
         for optimizer in optimizers:
             optimizer.step()
         after()
 
 
-def trained(rank: int, world_size: int) -> dict[str, tuple[Tensor, float, float, float]]:
-    """By optimizer: the parameters after finish(), and the held-out loss before, with CO2, and with DDP."""
+def trained(rank: int, world_size: int) -> tuple[dict[str, tuple[Tensor, float, float, float]], Tensor]:
+    """By optimizer: parameters after finish(), held-out loss before, with CO2, with DDP; and what zero() returns."""
     torch.manual_seed(0)
     start, found = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1)), {}
     for name, build in OPTIMIZERS.items():
         model, other = copy.deepcopy(start), copy.deepcopy(start)
-        co2 = CO2(model.parameters(), CO2Config.recommended(world_size, STEPS_OPTIMIZERS, tau=3))
-        train_optimizers(model, build(model), rank, co2.step)
+        co2 = CO2(model.parameters(), CO2Config.recommended(world_size, LONG, tau=3))
+        descend(model, build(model), rank, co2.step)
         co2.finish()
         co2.close()
-        train_optimizers(DistributedDataParallel(other), build(other), rank, lambda: None)
+        descend(DistributedDataParallel(other), build(other), rank, lambda: None)
         ends = torch.cat([p.detach().flatten() for p in model.parameters()])
         found[name] = ends, held_out(start), held_out(model), held_out(other)
-    return found
+    return found, zero(rank)
 
 
-def test_each_optimizer_trains_one_model_about_as_well_as_ddp():
-    first, second = run_distributed(trained, WORKERS, timeout=240)
+@pytest.fixture(scope="module")
+def with_optimizers() -> list[tuple[dict[str, Any], Tensor]]:
+    return run_distributed(trained, WORKERS, timeout=240)
+
+
+def test_each_optimizer_trains_one_model_about_as_well_as_ddp(with_optimizers: Any):
+    (first, _), (second, _) = with_optimizers
     for name, (ends, before, ours, ddp) in first.items():
         assert torch.equal(ends, second[name][0]), f"{name}: the workers' models differ"
         assert ours < 1.3 * ddp < 0.5 * before, (name, before, ours, ddp)
 
 
-def zero(rank: int, world_size: int) -> Tensor:
-    """One step of SGD with lr 1 from 0, where every gradient of rank r is r + 1."""
+def zero(rank: int) -> Tensor:
+    """ZeroRedundancyOptimizer: one step of SGD with lr 1 from 0, where every gradient of rank r is r + 1."""
     params = [nn.Parameter(torch.zeros(2)) for _ in range(2)]
     optimizer = ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=1.0)
     for p in params:
@@ -318,9 +324,9 @@ def zero(rank: int, world_size: int) -> Tensor:
     return torch.stack([p.detach() for p in params])
 
 
-def test_zero_redundancy_optimizer_trains_each_parameter_with_its_owners_gradient_alone():
+def test_zero_redundancy_optimizer_trains_each_parameter_with_its_owners_gradient_alone(with_optimizers: Any):
     """So that it needs DDP, and with CO2 loses what the other workers have computed."""
-    for ends in run_distributed(zero, WORKERS):
+    for _, ends in with_optimizers:
         assert sorted(ends[:, 0].tolist()) == [-2.0, -1.0], "the mean would be -1.5"
 
 
@@ -401,8 +407,7 @@ def with_autocast(rank: int, world_size: int, on: bool) -> tuple[Tensor, list[to
 
 
 def test_autocast_keeps_float32_parameters_and_state():
-    (a, dtypes), (b, _) = run_distributed(with_autocast, 2, True)
-    plain, _ = run_distributed(with_autocast, 2, False)[0]
+    ((a, dtypes), (b, _)), ((plain, _), _) = run_cases(with_autocast, 2, [(True,), (False,)])
     assert torch.equal(a, b) and dtypes == [torch.float32]
     assert not torch.equal(a, plain)
     torch.testing.assert_close(a, plain, rtol=0.02, atol=0.02)
@@ -435,8 +440,7 @@ def skipping(rank: int, world_size: int, scaled: bool) -> dict[str, Any]:
 
 def test_a_skipped_step_does_not_desynchronise_rounds():
     """A skipped optimiser step is a local step without a change: as if that worker had no gradient there."""
-    one, two = run_distributed(skipping, 2, True)
-    plain, _ = run_distributed(skipping, 2, False)
+    (one, two), (plain, _) = run_cases(skipping, 2, [(True,), (False,)])
     assert (one["skipped"], two["skipped"]) == (0, 3)
     assert (one["hooked"], two["hooked"]) == (18, 15), "torch calls an optimiser's hooks only where it has stepped"
     assert one["closed"] == two["closed"] == [2, 5, 8, 11, 14, 17]
@@ -464,13 +468,15 @@ def masters(rank: int, world_size: int, keep: bool, shard: bool) -> tuple[Tensor
     return flat(kept), flat(model)
 
 
-@pytest.mark.parametrize("shard", [False, True])
-def test_masters_are_what_is_averaged_and_the_model_follows(shard: bool):
-    for kept, model in run_distributed(masters, 2, True, shard):
-        assert (model == kept.to(torch.bfloat16).double()).all()
-        assert (kept < 0.985).all()  # 40 steps of 1.5 x 2^-11, shortened by the penalty
-    for _, model in run_distributed(masters, 2, False, shard):
-        assert (model == 1.0).all()  # without masters every step rounds to nothing
+def test_masters_are_what_is_averaged_and_the_model_follows():
+    cases = [*product((True, False), (False, True))]
+    for (keep, _), results in zip(cases, run_cases(masters, 2, cases), strict=True):
+        for kept, model in results:
+            if keep:
+                assert (model == kept.to(torch.bfloat16).double()).all()
+                assert (kept < 0.985).all()  # 40 steps of 1.5 x 2^-11, shortened by the penalty
+            else:
+                assert (model == 1.0).all()  # without masters every step rounds to nothing
 
 
 def started(rank: int, world_size: int) -> float:

@@ -26,8 +26,6 @@ from tests.problems import (
     batch,
     flat,
     loss,
-    node_step,
-    odd_parameters,
     refusal,
     sgd_step,
     trace_of,
@@ -36,7 +34,7 @@ from tests.problems import (
 )
 from tests.reference import Reference
 
-TAU, STEPS = 3, 17  # 5 rounds and an incomplete one
+TAU, STEPS = 3, 11  # 3 rounds and an incomplete one
 CONFIGS = [CO2Config(TAU, outer_momentum=0.4, gap=g, clip=c) for g, c in [("elementwise", None), ("norm", 0.02)]]
 WAYS: list[dict[str, bool]] = [{}, {"shard": True}, {"offload": True}, {"shard": True, "offload": True}]
 CASES = list(product(CONFIGS, WAYS))
@@ -175,14 +173,6 @@ def test_stages_of_a_pipeline_equal_the_whole_model(dtype: torch.dtype, toleranc
             assert_traces_equal(ours, whole, tolerance)
 
 
-def whole_parameters() -> nn.Module:
-    return nn.ParameterList(odd_parameters())
-
-
-def in_a_node(net: nn.Module, node: int, step: int) -> None:
-    node_step(list(net.parameters()), [2 * node, 2 * node + 1], step)
-
-
 def resumed(rank: int, world_size: int) -> list[list[Tensor]]:
     """Of each kind of model the ends: straight, and after a resume at a boundary, and between two."""
     mesh, ends = node_mesh("cpu", 2), []
@@ -192,12 +182,11 @@ def resumed(rank: int, world_size: int) -> list[list[Tensor]]:
         (lambda: tensor_parallel(mesh, True), learn, ["shard"]),
         (lambda: stage(i), partial(advance, i), ["shards"]),
         (lambda: stage(i), partial(advance, i), ["shards", "offload"]),
-        *((whole_parameters, in_a_node, names) for names in ([], ["shard"], ["offload"])),
     ]
     for build, go, names in kinds:
         how: dict[str, Any] = dict.fromkeys(names, True)
         ends.append([])
-        for at in (0, 3 * TAU, 4 * TAU + 1):
+        for at in (0, 2 * TAU, 2 * TAU + 1):
             net, co2 = build(), None
             for step in range(STEPS):
                 if step in (0, at):

@@ -45,29 +45,25 @@ MERGES: list[dict[str, Any]] = [  # or what else meets a mean, such as Nesterov'
 RUNS = [("co2", replace(BASE, gap=gap)) for gap in ("elementwise", "norm", "none")]
 RUNS += [(s.method, s) for s in (replace(BASE, **{"gap": "none"} | changes) for changes in MERGES)]
 RUNS += [(name, BASE) for name in ("local", "slowmo", "overlap_local")]
+RUNS += [(name, replace(BASE, wire="int4")) for name in ("local", "overlap_local")]
+CASES = [*((*run, SAVE_AT) for run in RUNS), *((*run, at) for run in (RUNS[0], *RUNS[-5:]) for at in (1, 8))]
 
 
-class Net(nn.Module):
+def net(seed: int) -> nn.Module:
     """With BatchNorm, so that buffers are in flight too."""
-
-    def __init__(self, seed: int):
-        super().__init__()
-        torch.manual_seed(seed)
-        self.layers = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3)).double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x)
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3)).double()
 
 
-def build(name: str, seed: int, s: Settings) -> tuple[Net, torch.optim.Optimizer, Any]:
-    model = Net(seed)
+def build(name: str, seed: int, s: Settings) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    model = net(seed)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
     options: dict[str, Any] = {"delayed": s.delayed} if name == "delayed" else {}
     _, method = make_method(name, model, co2=s.co2, lr=lambda: optimizer.param_groups[0]["lr"], **options)
     return model, optimizer, method
 
 
-def go(model: Net, optimizer: torch.optim.Optimizer, method: Any, rank: int, steps: range) -> None:
+def go(model: nn.Module, optimizer: torch.optim.Optimizer, method: Any, rank: int, steps: range) -> None:
     for step in steps:
         optimizer.param_groups[0]["lr"] = 0.2 / (1 + step)
         problems.loss(model, problems.batch(rank, step)).backward()
@@ -116,21 +112,21 @@ def test_what_another_workers_error_feedback_held_back_is_not_ones_own():
     assert after == before > 0 and others > 0 and forgotten == 0
 
 
-def everything(model: Net) -> Tensor:
+def everything(model: nn.Module) -> Tensor:
     return flat([*model.parameters(), *model.buffers()])
 
 
 def interrupted(rank: int, world_size: int, folder: str) -> list[dict[str, Any]]:
-    return [interrupt(rank, name, s, folder) for name, s in RUNS]
+    return [interrupt(rank, *case, folder) for case in CASES]
 
 
-def interrupt(rank: int, name: str, s: Settings, folder: str) -> dict[str, Any]:
+def interrupt(rank: int, name: str, s: Settings, at: int, folder: str) -> dict[str, Any]:
     model, optimizer, method = build(name, 0, s)
-    go(model, optimizer, method, rank, range(SAVE_AT))
+    go(model, optimizer, method, rank, range(at))
     in_flight = method.flight.in_flight
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "method": method.state_dict()}
     torch.save(state, f"{folder}/{rank}.pt")
-    go(model, optimizer, method, rank, range(SAVE_AT, STEPS))
+    go(model, optimizer, method, rank, range(at, STEPS))
     whole = [everything(model)]
     method.finish()
 
@@ -138,7 +134,7 @@ def interrupt(rank: int, name: str, s: Settings, folder: str) -> dict[str, Any]:
     state = torch.load(f"{folder}/{rank}.pt", weights_only=True)
     for part, saved in zip(resumed, state.values(), strict=True):
         part.load_state_dict(saved)
-    go(*resumed, rank, range(SAVE_AT, STEPS))
+    go(*resumed, rank, range(at, STEPS))
     again = [everything(resumed[0])]
     resumed[2].finish()
     ends = torch.cat([*whole, everything(model)]), torch.cat([*again, everything(resumed[0])])
@@ -146,10 +142,11 @@ def interrupt(rank: int, name: str, s: Settings, folder: str) -> dict[str, Any]:
 
 
 def test_a_resumed_run_is_bit_identical(tmp_path: Path):
+    """Saved at a boundary with an all-reduce in flight, before the first one, and in mid-round."""
     for results in run_distributed(interrupted, 2, str(tmp_path)):
-        for (name, s), result in zip(RUNS, results, strict=True):
-            assert result["in_flight"] is (name in ("co2", "delayed", "overlap_local") and s.delay != 0)
-            assert torch.equal(*result["ends"]), (name, s)
+        for (name, s, at), result in zip(CASES, results, strict=True):
+            assert result["in_flight"] is (name in ("co2", "delayed", "overlap_local") and s.delay != 0 and at > 1)
+            assert torch.equal(*result["ends"]), (name, s, at)
             assert result["rounds"][0] == result["rounds"][1]
 
 
@@ -354,11 +351,10 @@ def test_an_object_that_diverged_can_go_back_to_a_finished_checkpoint():
     assert torch.equal(p[0], torch.full((3,), -2.0)), "two differences of 1 have landed, the second halved"
 
 
-SAVE_AT_DCP, STEPS_DCP = 6, 13
 KEEP = CO2Config(
     tau=3, outer_momentum=0.0, gap="none", clip=None, merge="keep", delay=2, wire=WireConfig("int4"), outlier=3.0
 )
-METHODS_DCP: dict[str, Any] = {
+WRITTEN: dict[str, Any] = {
     "the paper's": lambda params: CO2(params, CO2Config(tau=3, outer_lr=0.4)),
     "as recommended": lambda params: CO2(params, KEEP),
     "shared by all": lambda params: ShardedCO2(params, CO2Config(tau=3, outer_lr=0.4), shard=True),
@@ -366,7 +362,7 @@ METHODS_DCP: dict[str, Any] = {
 }
 
 
-def go_dcp(model: nn.Module, method: Any, rank: int, steps: range, inner: bool) -> None:
+def descend(model: nn.Module, method: Any, rank: int, steps: range, inner: bool) -> None:
     """Plain gradient descent; inner: on the mean of the gradients."""
     for step in steps:
         grads = torch.autograd.grad(problems.loss(model, problems.batch(rank, step)), [*model.parameters()])
@@ -380,13 +376,13 @@ def go_dcp(model: nn.Module, method: Any, rank: int, steps: range, inner: bool) 
 
 def saved_and_resumed(rank: int, world_size: int, folder: str) -> list[tuple[Tensor, Tensor]]:
     ends = []
-    for i, (name, make) in enumerate(METHODS_DCP.items()):
+    for i, (name, make) in enumerate(WRITTEN.items()):
         inner, path = name == "shared in a node", f"{folder}/{i}"
         model = problems.small_net()
         method = make(model.parameters())
-        go_dcp(model, method, rank, range(SAVE_AT_DCP), inner)
+        descend(model, method, rank, range(SAVE_AT), inner)
         dcp.save({"co2": method.state_dict(), f"model{rank}": model.state_dict()}, checkpoint_id=path)
-        go_dcp(model, method, rank, range(SAVE_AT_DCP, STEPS_DCP), inner)
+        descend(model, method, rank, range(SAVE_AT, STEPS), inner)
         method.finish()
 
         other = problems.small_net(seed=1)
@@ -395,7 +391,7 @@ def saved_and_resumed(rank: int, world_size: int, folder: str) -> list[tuple[Ten
         dcp.load(state, checkpoint_id=path)
         other.load_state_dict(state[f"model{rank}"])
         resumed.load_state_dict(state["co2"])
-        go_dcp(other, resumed, rank, range(SAVE_AT_DCP, STEPS_DCP), inner)
+        descend(other, resumed, rank, range(SAVE_AT, STEPS), inner)
         resumed.finish()
         ends.append((flat(model.parameters()), flat(other.parameters())))
         method.close()
@@ -405,7 +401,7 @@ def saved_and_resumed(rank: int, world_size: int, folder: str) -> list[tuple[Ten
 
 def test_a_run_resumed_from_one_dict_is_bit_identical(tmp_path: Path):
     for ends in run_distributed(saved_and_resumed, 2, str(tmp_path)):
-        for name, (undisturbed, resumed) in zip(METHODS_DCP, ends, strict=True):
+        for name, (undisturbed, resumed) in zip(WRITTEN, ends, strict=True):
             assert torch.equal(undisturbed, resumed), name
 
 
@@ -413,7 +409,7 @@ def gone_on(rank: int, world_size: int, folder: str, saves: bool) -> tuple[int, 
     model = problems.small_net(seed=rank)
     co2 = CO2(model.parameters(), KEEP)
     if saves:
-        go_dcp(model, co2, rank, range(SAVE_AT_DCP), False)
+        descend(model, co2, rank, range(SAVE_AT), False)
         dcp.save({"co2": co2.state_dict(), f"model{rank}": model.state_dict()}, checkpoint_id=folder)
         if rank == 0:
             dcp_to_torch_save(folder, f"{folder}/whole.pt")
@@ -422,7 +418,7 @@ def gone_on(rank: int, world_size: int, folder: str, saves: bool) -> tuple[int, 
     model.load_state_dict(state[f"model{rank % 2}"])
     co2.load_state_dict(state["co2"])
     sent = flat(co2.state["sent"])
-    go_dcp(model, co2, rank, range(SAVE_AT_DCP, STEPS_DCP), False)
+    descend(model, co2, rank, range(SAVE_AT, STEPS), False)
     co2.finish()
     return co2.rounds, sent
 
@@ -453,8 +449,8 @@ def with_adam(rank: int, world_size: int, folder: str) -> list[Tensor]:
             of_model, of_optimizer = state[mine]
             set_state_dict(model, optimizer, model_state_dict=of_model, optim_state_dict=of_optimizer)
             co2.load_state_dict(state["co2"])
-        for step in range(SAVE_AT_DCP + 1 if resumes else 0, STEPS_DCP):
-            if step == SAVE_AT_DCP + 1 and not resumes:  # in mid-round
+        for step in range(SAVE_AT + 1 if resumes else 0, STEPS):
+            if step == SAVE_AT + 1 and not resumes:  # in mid-round
                 dcp.save({"co2": co2.state_dict(), mine: get_state_dict(model, optimizer)}, checkpoint_id=folder)
             optimizer.zero_grad()
             problems.loss(model, problems.batch(rank, step)).backward()
@@ -481,7 +477,7 @@ def load(params: list[nn.Parameter], value: float) -> None:
             p.fill_(value)
 
 
-def go_resync(method: Any, params: list[nn.Parameter], rank: int) -> Tensor:
+def go_on(method: Any, params: list[nn.Parameter], rank: int) -> Tensor:
     take_steps(method, params, rank, range(7))
     method.finish()
     return flat(params)
@@ -503,7 +499,7 @@ def resynced(rank: int, world_size: int) -> dict[str, tuple[Tensor, Tensor]]:
             method = method or build(nn.ParameterList(params))
             if early:
                 method.resync()
-            pair.append(go_resync(method, params, rank))
+            pair.append(go_on(method, params, rank))
         ends[name] = tuple(pair)
     return ends
 
@@ -516,25 +512,23 @@ def test_after_resync_training_goes_on_as_in_a_fresh_object():
             assert torch.equal(again, results[0][name][0]), name
 
 
-def node_apart(rank: int, world_size: int, kind: str) -> str:
-    mesh = node_mesh("cpu", 2)
-    params = [nn.Parameter(torch.ones(4 if kind == "shapes" and rank == 1 else 3))]
-    with pytest.raises(UserError) as caught:
-        co2 = ShardedCO2(params, CO2Config(tau=1), mesh=mesh)
-        with torch.no_grad():
-            params[0].sub_(0.1 * rank)  # without a synchronisation of gradients
-        co2.step()
-    return str(caught.value)
+def node_apart(rank: int, world_size: int) -> list[str]:
+    mesh, said = node_mesh("cpu", 2), []
+    for kind in ("values", "shapes"):
+        params = [nn.Parameter(torch.ones(4 if kind == "shapes" and rank == 1 else 3))]
+        with pytest.raises(UserError) as caught:
+            co2 = ShardedCO2(params, CO2Config(tau=1), mesh=mesh)
+            with torch.no_grad():
+                params[0].sub_(0.1 * rank)  # without a synchronisation of gradients
+            co2.step()
+        said.append(str(caught.value))
+    return said
 
 
-def test_a_node_whose_workers_train_apart_is_refused_at_the_first_boundary():
-    for text in run_distributed(node_apart, 2, "values"):
-        assert "synchronise gradients every step" in text and "mesh.get_group(1)" in text and "\n" not in text
-
-
-def test_unequal_shapes_in_a_node_are_refused_before_any_tensor_is_sent():
-    for text in run_distributed(node_apart, 2, "shapes"):
-        assert "workers differ" in text and "(3,)" in text and "(4,)" in text
+def test_a_node_of_unequal_values_is_refused_at_the_first_boundary_and_of_shapes_before_any_is_sent():
+    for values, shapes in run_distributed(node_apart, 2):
+        assert "synchronise gradients every step" in values and "mesh.get_group(1)" in values and "\n" not in values
+        assert "workers differ" in shapes and "(3,)" in shapes and "(4,)" in shapes
 
 
 def loaded_under_it(rank: int, world_size: int) -> dict[str, list[int]]:

@@ -21,7 +21,7 @@ from tests import problems
 from tests.problems import LR, assert_traces_equal, flat, gradient, node_step, refusal, trace_of
 from tests.reference import Reference
 
-TAU, STEPS = 3, 32  # 10 rounds and an incomplete one
+TAU, STEPS = 3, 17  # 5 rounds and an incomplete one
 CONFIGS = [
     CO2Config(tau=TAU, outer_momentum=beta, outer_lr=alpha, gap=gap, clip=clip, allow_unstable=True)
     for (beta, alpha), gap, clip in product([(0.5, 1.0), (0.3, 0.6)], ["elementwise", "norm", "none"], [None, 0.2])
@@ -64,7 +64,6 @@ def hierarchical(rank: int, world_size: int, shard: bool, configs: list[CO2Confi
 @pytest.mark.parametrize("configs", GRIDS)
 @pytest.mark.parametrize("shard", [False, True], ids=["node", "all"])
 def test_two_nodes_of_two_equal_the_reference(shard: bool, configs: list[CO2Config]):
-    """x and m in halves inside the node, or in quarters over all; gradients synchronised inside the node."""
     results = run_distributed(hierarchical, 4, shard, configs, timeout=200)
     for i, config in enumerate(configs):
         reference = expected(config, [[0, 1], [2, 3]])
@@ -107,29 +106,6 @@ def test_parts_are_summed_and_gathered():
     for rank, (own, everything) in enumerate(run_distributed(parts, 3)):
         whole = 3 * torch.arange(150, dtype=torch.float64) + 3
         assert torch.equal(own, whole.view(3, -1)[rank]) and torch.equal(everything, whole)
-
-
-def uneven(rank: int, world_size: int) -> list[Tensor]:
-    ends = []
-    for kind in (partial(ShardedCO2, shard=True), CO2):
-        params = problems.odd_parameters()
-        co2 = kind(params, CONFIGS[0])
-        for leg in range(2):  # training goes on after finish()
-            for step in range(10 + 4 * rank):
-                node_step(params, [rank], step + leg)
-
-                co2.step()
-            co2.finish()
-            ends.append(flat(params))
-    return ends
-
-
-def test_uneven_workers_end_together_and_go_on():
-    results = run_distributed(uneven, 3, timeout=100)
-    for first, second, plain_first, plain_second in results:
-        torch.testing.assert_close(first, plain_first, rtol=1e-9, atol=1e-9)
-        torch.testing.assert_close(second, plain_second, rtol=1e-9, atol=1e-9)
-        assert torch.equal(first, results[0][0]) and torch.equal(second, results[0][1])
 
 
 def low_precision(rank: int, world_size: int) -> dict[torch.dtype, tuple[Tensor, ...]]:

@@ -148,7 +148,6 @@ CONTAINERS: dict[str, Any] = {
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("copy", [True, False])
 def test_tensors_of_every_dtype_shape_and_container_come_back(dtype: torch.dtype, copy: bool):
-    """1,020 cells with both kinds of copy."""
     whole = (torch.arange(12.0).view(3, 4) % 5).to(dtype)
     for shape, cut in SHAPES.items():
         tensor = cut(whole)
@@ -346,7 +345,6 @@ def test_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_model_in_8_bit_floats_is_saved(tmp_path: Path):
-    """torch says of few of those whether they are finite."""
     model = problems.small_net(torch.float32)
     for kind in (torch.float8_e4m3fn, torch.float8_e5m2):
         model.register_buffer("frozen", torch.ones(3).to(kind))

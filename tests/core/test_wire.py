@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import core.wires.quantized
 from core import UserError
@@ -24,6 +23,7 @@ from core.testing import run_distributed
 from core.testing.link import ThrottledLink
 from core.wires.formats import BLOCK, INTS, WIRES, decode, encode, nbytes
 from tests import problems
+from tests.dispatch import Operations
 from tests.problems import Mean, Settings
 from training.sampling import generator
 
@@ -147,23 +147,11 @@ def test_the_scale_of_zeros_has_no_sign(wire: str):
     assert plus[:4].tolist() == minus[:4].tolist() == [0, 0, 0, 0]
 
 
-class Divisors(TorchDispatchMode):
-    """What has been divided by."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[Any] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen += [args[1]] if func.name().startswith("aten::div") else []
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("wire", NARROW)
 def test_nothing_is_divided_by_a_plain_number(wire: Any):
     """CUDA multiplies by its rounded reciprocal, so that its bytes and means would not be a CPU's."""
     mean = Mean([torch.ones(700)], {"steps": 1, "weight": 1}, WireConfig(wire).reducer, buffers=[torch.ones(5)])
-    with Divisors() as divisors:
+    with Operations(lambda func, args, *_: args[1] if func.name().startswith("aten::div") else None) as divisors:
         mean.reducer._average(mean.reducer._outgoing())
     assert len(divisors.seen) > 2 and all(isinstance(d, Tensor) for d in divisors.seen), divisors.seen
 
@@ -344,7 +332,6 @@ def finals(rank: int, world_size: int) -> list[list[Tensor]]:
 
 @pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_workers_agree_bit_for_bit_and_stay_near_float32(world_size: int):
-    """With and without delay; every setting gives parameters of its own."""
     results = run_distributed(finals, world_size)
     for configs, begin in ((CONFIGS, 0), (AT_ONCE, len(CONFIGS))):
         runs = [r[begin : begin + len(configs)] for r in results]
