@@ -134,9 +134,7 @@ def test_a_worker_with_a_gpu(monkeypatch: pytest.MonkeyPatch):
         (None, "rdma_cm", "1", None),
     ],
 )
-def test_why_nccl_finds_no_infiniband(
-    library: int | None, device: str, disabled: str, says: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_why_nccl_finds_no_infiniband(library, device, disabled, says, tmp_path, monkeypatch):
     def devices(count: Any) -> int:
         count._obj.value = library
         return 1

@@ -36,14 +36,7 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def train(
-    folder: str,
-    settings: dict[str, Any],
-    deaths: dict[str, Any],
-    comes: str = "",
-    pace: float = 0.0,
-    steps: int = STEPS,
-) -> None:
+def train(folder, settings, deaths, comes="", pace=0.0, steps=STEPS) -> None:
     """One worker of the problem; `deaths`: name -> (where, when). Writes its trace, by round, at the end.
 
     comes: a worker that is started later; the others wait once until it is about to join.
@@ -232,9 +225,7 @@ def test_one_that_comes_back_joins(tmp_path: Path, settings: dict[str, Any]):
     check_equal(ends)
 
 
-def train_plainly(
-    rank: int, world_size: int, settings: dict[str, Any], saved: Path, saves_at: int = 0
-) -> tuple[list[float], Any]:
+def train_plainly(rank, world_size, settings, saved, saves_at=0) -> tuple[list[float], Any]:
     """One of workers that neither come nor go, from a checkpoint where there is one: its parameters at the end, and its
     state after round `saves_at`."""
     params, state = problems.odd_parameters(), None

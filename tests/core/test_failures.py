@@ -36,9 +36,7 @@ def die(how: str, peers: list[Path]) -> None:
     wait_for(*peers, seconds=LONG)
 
 
-def bad_worker(
-    rank: int, world_size: int, name: str, how: str, who: int, folder: str, wire: Any = "float32"
-) -> dict[str, Any] | None:
+def bad_worker(rank, world_size, name, how, who, folder, wire="float32") -> dict[str, Any] | None:
     """Worker `who` dies or stalls before its tenth step; the survivors write what they saw to the folder."""
     params = problems.odd_parameters()
     config = CO2Config(tau=2, wire=WireConfig(wire))

@@ -58,9 +58,7 @@ def build(name: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, nn.
     return model, wrapped, method, torch.optim.SGD(model.parameters(), lr=0.2)
 
 
-def trained(
-    rank: int, world_size: int, name: str, steps: int = 40, dtype: torch.dtype = torch.float32
-) -> dict[str, Any]:
+def trained(rank, world_size, name, steps=40, dtype=torch.float32) -> dict[str, Any]:
     model, wrapped, method, optimizer = build(name, dtype)
     losses, sent = [], 0
     for number in range(steps):

@@ -133,9 +133,7 @@ def advance(i: int, module: nn.Module, node: int, step: int) -> None:
     sgd_step(module.parameters(), node, step)
 
 
-def pipeline(
-    rank: int, world_size: int, dtype: torch.dtype, cases: list[Any]
-) -> list[tuple[list[Tensor], list[Tensor]]]:
+def pipeline(rank, world_size, dtype, cases) -> list[tuple[list[Tensor], list[Tensor]]]:
     """(of the stage, of that part of the whole model) for each case; the second node stops two steps early."""
     mesh, pairs = node_mesh("cpu", 2), []
     node, i = divmod(rank, 2)

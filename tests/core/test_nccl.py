@@ -262,9 +262,7 @@ def test_a_wire_is_changed_in_the_computations_own_stream(background: Flight, mo
 
 
 @pytest.mark.parametrize("how", ["load", "resync"])
-def test_what_a_gpu_still_holds_of_a_diverged_run_is_not_heard_after_a_new_start(
-    how: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_what_a_gpu_still_holds_of_a_diverged_run_is_not_heard_after_a_new_start(how, monkeypatch):
     monkeypatch.setattr("core.stats.read_blocks", lambda t: True)
     weight = nn.Parameter(torch.ones(3))
     co2 = CO2([weight], CO2Config(tau=1))
@@ -313,9 +311,7 @@ def test_a_failure_aborts_the_communicator(background: Flight, monkeypatch: pyte
     assert aborted == [group]
 
 
-def test_connections_are_made_before_training_by_all_sizes_and_collectives(
-    background: Flight, monkeypatch: pytest.MonkeyPatch
-):
+def test_connections_are_made_before_training_by_all_sizes_and_collectives(background, monkeypatch):
     sizes: list[int] = []
     reduce = dist.all_reduce
     monkeypatch.setattr(dist, "all_reduce", lambda t, **how: (sizes.append(t.nbytes), reduce(t, **how)))

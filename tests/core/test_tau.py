@@ -589,9 +589,7 @@ def shapes(state: dict[str, Any]) -> dict[str, list[torch.Size]]:
     ],
     ids=["slow", "fast", "between"],
 )
-def test_a_wire_is_chosen_with_tau_alike_on_all_workers_and_kept_in_a_checkpoint(
-    mbit: float, wire: str, decided: list[str]
-):
+def test_a_wire_is_chosen_with_tau_alike_on_all_workers_and_kept_in_a_checkpoint(mbit, wire, decided):
     """int4 to begin with; float32 where its mean comes within a step, and tried where its bytes let expect that."""
     one, two = run_distributed(choosing_a_wire, 2, mbit)
     assert torch.equal(one.pop("end"), two.pop("end")) and one == two

@@ -264,9 +264,7 @@ def rounds(wire: Any, dtype: torch.dtype, feedback: bool, device: str) -> list[T
     ("dtype", "feedback"), [(torch.float32, True), (torch.float32, False), (torch.float64, True)], ids=str
 )
 @pytest.mark.parametrize("wire", WIRES[1:])
-def test_bytes_means_and_errors_are_the_plain_codecs(
-    wire: Any, dtype: torch.dtype, feedback: bool, device: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_bytes_means_and_errors_are_the_plain_codecs(wire, dtype, feedback, device, monkeypatch):
     monkeypatch.setattr(offered, "takes_triton", lambda device: False)
     plain = rounds(wire, dtype, feedback, device)
     monkeypatch.setattr(offered, "takes_triton", lambda device: True)
@@ -323,9 +321,7 @@ def reduction_launches(wire: Any, numel: int, workers: int, monkeypatch: pytest.
 
 @pytest.mark.triton
 @pytest.mark.parametrize("wire", WIRES[1:])
-def test_a_reduction_queues_as_few_kernels_however_large_the_model_and_many_the_workers(
-    wire: Any, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_reduction_queues_as_few_kernels_however_large_the_model_and_many_the_workers(wire, monkeypatch):
     """A segment is 256 elements here, so that 2^20 are 4096 segments: 6 x 10^10 parameters on a GPU."""
     monkeypatch.setattr(quantized, "SEGMENT", 256)
     plain = reduction_launches(wire, 1 << 14, 8, monkeypatch)

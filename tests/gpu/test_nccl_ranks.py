@@ -135,9 +135,7 @@ def test_the_methods_agree_over_gloo(name: str, on_host: list[dict[str, Any]]):
 
 @gpu
 @pytest.mark.parametrize("name", METHODS)
-def test_nccl_ranks_agree_with_each_other_with_a_resume_and_with_gloo(
-    name: str, between_nccl_ranks: list[dict[str, Any]], on_host: list[dict[str, Any]]
-):
+def test_nccl_ranks_agree_with_each_other_with_a_resume_and_with_gloo(name, between_nccl_ranks, on_host):
     check(between_nccl_ranks, name, on_host[0])
 
 

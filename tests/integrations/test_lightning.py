@@ -92,15 +92,7 @@ def watcher(strategy: Any, after_batch: Any) -> Any:
     return Watch()
 
 
-def run(
-    folder: str,
-    config: CO2Config | None = PAPER,
-    *,
-    net: Any = None,
-    resume: str = "",
-    after_batch: Any = None,
-    **changes: Any,
-) -> Any:
+def run(folder, config=PAPER, *, net=None, resume="", after_batch=None, **changes) -> Any:
     """Trains; a dictionary of what is looked at."""
     from lightning.pytorch import Trainer
     from lightning.pytorch.loggers import CSVLogger

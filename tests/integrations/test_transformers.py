@@ -155,9 +155,7 @@ def held_run(rank: int, workers: int, folder: str) -> Any:
     return {name: whole[name] for name in ("evaluated", "saved", "log")}
 
 
-def test_evaluations_and_checkpoints_are_of_one_model_and_logs_wait_for_a_boundary(
-    ranks: Ranks, tmp_path: Path
-) -> None:
+def test_evaluations_and_checkpoints_are_of_one_model_and_logs_wait_for_a_boundary(ranks, tmp_path) -> None:
     first, second = ranks(held_run, 2, str(tmp_path))
     for result in (first, second):
         assert [(step, True) for step in SAVED] == result["saved"]
