@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable
-from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,6 +25,7 @@ from core.robust.requests import Requests
 from core.sharded.mesh import node_mesh
 from core.testing import run_distributed
 from tests import problems
+from tests.on_ranks import on_ranks
 from tests.problems import sgd_step
 
 
@@ -51,17 +51,12 @@ def test_what_a_gpu_tells_late_is_of_as_many_workers_as_there_were(monkeypatch: 
     assert not bare.stats.drifted
 
 
-def of_another_schedule(rank: int, world_size: int) -> str:
-    """It differs between workers, though not in the first round."""
+@on_ranks(2)
+def test_workers_with_other_schedules_are_refused_when_their_first_round_lands(rank: int):
     schedule = lambda number: {"outer_lr": 1.0 if number < 2 else 0.5 + rank / 10}  # noqa: E731
     co2 = CO2(params := [nn.Parameter(torch.ones(3))], CO2Config(tau=1), schedule=schedule)
-    return problems.refusal(problems.take_steps, co2, params, rank, range(9))
-
-
-def test_workers_with_other_schedules_are_refused_when_their_first_round_lands():
-    for rank, differs in enumerate(run_distributed(of_another_schedule, 2)):
-        assert "workers differ in their settings in round 2" in differs, differs
-        assert f"'outer_lr': {0.5 + rank / 10}" in differs
+    differs = problems.refusal(problems.take_steps, co2, params, rank, range(9))
+    assert "workers differ in their settings in round 2" in differs and f"'outer_lr': {0.5 + rank / 10}" in differs
 
 
 def drifting(rank: int, world_size: int, kind: str) -> dict[str, Any]:
@@ -103,28 +98,25 @@ def test_replicas_that_drift_apart_are_noticed_and_made_equal_again(kind: str):
     assert [r["warned"] for r in results] == [int(kind != "local")] + [0] * (len(results) - 1) or kind == "node"
 
 
-def drifts_in_one_part(rank: int, world_size: int) -> float:
-    mesh = node_mesh("cpu", 2)
+@on_ranks(4)
+def test_every_worker_of_a_node_compares_all_parts_of_its_share(rank: int):
     params = [nn.Parameter(torch.linspace(-1, 1, 1600))]
-    co2 = ShardedCO2(params, CO2Config(tau=1, outer_momentum=0.0), mesh=mesh)
+    co2 = ShardedCO2(params, CO2Config(tau=1, outer_momentum=0.0), mesh=node_mesh("cpu", 2))
     co2.flight.launched = 3 * PARTS
     if rank == 2:
         co2.state["outer_iterate"][0][60] += 1e-4  # of 800 elements: in part 1, which is odd
     seen = 0.0
-    for _ in range(2 * PARTS + 2):
-        co2.step()
-        seen = max(seen, co2.stats.drifted)
-    co2.finish()
-    return seen
-
-
-def test_every_worker_of_a_node_compares_all_parts_of_its_share():
     with warnings.catch_warnings(action="ignore"):
-        assert run_distributed(drifts_in_one_part, 4) == [1.0] * 4
+        for _ in range(2 * PARTS + 2):
+            co2.step()
+            seen = max(seen, co2.stats.drifted)
+        co2.finish()
+    assert seen == 1.0
 
 
-def keeps(rank: int, world_size: int) -> list[Tensor]:
-    """Merge keep, with and without replicas that drift and are repaired."""
+@on_ranks(2)
+def test_a_repair_leaves_alone_what_merge_keep_has_sent(rank: int):
+    """Each worker's own parameters at the sending: with another's its progress would be added twice, or not at all."""
     traces = []
     for drift in (False, True):
         params = [nn.Parameter(torch.linspace(-1, 1, 1000))]
@@ -141,13 +133,7 @@ def keeps(rank: int, world_size: int) -> list[Tensor]:
         assert bool(seen) is drift
         co2.finish()
         traces.append(torch.stack(trace))
-    return traces
-
-
-def test_a_repair_leaves_alone_what_merge_keep_has_sent():
-    """Each worker's own parameters at the sending: with another's its progress would be added twice, or not at all."""
-    for without, repaired in run_distributed(keeps, 2):
-        torch.testing.assert_close(repaired, without, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(*traces[::-1], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("workers", [1, 2, 7, 128, 1024])
@@ -167,8 +153,9 @@ def test_checksums_are_exact_in_float32_and_differ_where_one_bit_does(workers: i
     assert checksum_of({"a": 1.0}, workers) == checksum_of({"a": 1.0}, workers) < 2 ** bits(workers)
 
 
-def drifting_again(rank: int, world_size: int) -> tuple[list[int], list[float]]:
-    """Bytes of each round, and whether drift was seen, where one worker's outer iterate is moved twice."""
+@on_ranks(2)
+def test_a_second_drift_is_seen_but_not_repaired_within_a_hundred_rounds(rank: int):
+    assert REPAIR_EVERY == 100
     params = [nn.Parameter(torch.linspace(-1, 1, 1000))]
     co2 = CO2(params, CO2Config(tau=1, outer_momentum=0.0))
     sent, seen = [], []
@@ -181,36 +168,8 @@ def drifting_again(rank: int, world_size: int) -> tuple[list[int], list[float]]:
             co2.step()
         sent.append(co2.stats.bytes_sent)
         seen.append(co2.stats.drifted)
-    return sent, seen
-
-
-def test_a_second_drift_is_seen_but_not_repaired_within_a_hundred_rounds():
-    assert REPAIR_EVERY == 100
-    for sent, seen in run_distributed(drifting_again, 2):
-        usual = sent[1]
-        assert sum(count > usual for count in sent) == 1, "one round carried the outer state, too"
-        assert sum(seen[2 * PARTS :]) > 0
-
-
-def asked(rank: int, world_size: int, wire: Any) -> tuple[list[bool], float]:
-    """Whether a stop is granted after each step, then to another object that goes on, and once it is answered; and
-    whether replicas passed for unlike ones, which are equal."""
-    (co2, requests), (resumed, later) = (asking(wire) for _ in range(2))
-    seen, drifted = [], 0.0
-    for step in range(10):
-        if rank == 1 and step == 3:
-            requests.ask("stop")
-        problems.take_steps(co2, co2.trained, rank, [step])
-        seen.append("stop" in requests.granted)
-        drifted = max(drifted, co2.stats.drifted)
-    resumed.load_state_dict(co2.state_dict())
-    resumed.step(), resumed.step()
-    seen.append("stop" in later.granted)
-    for _ in range(2):
-        co2.finish()
-        seen.append("stop" in requests.granted)
-        co2.step(), co2.step()
-    return [*seen, "stop" in requests.granted], drifted
+    assert sum(count > sent[1] for count in sent) == 1, "one round carried the outer state, too"
+    assert sum(seen[2 * PARTS :]) > 0
 
 
 def asking(wire: Any) -> tuple[CO2, Requests]:
@@ -220,30 +179,39 @@ def asking(wire: Any) -> tuple[CO2, Requests]:
 
 
 @pytest.mark.parametrize(("workers", "wire"), [(2, "float32"), (3, "int8")])
-def test_one_worker_that_asks_to_stop_is_heard_by_all_and_not_again_after_a_resume(workers: int, wire: str):
-    for seen, drifted in run_distributed(asked, workers, wire):
-        assert seen == [False] * 5 + [True] * 5 + [False] * 4, "sent after step 4, landed after step 6"
-        assert not drifted
+@on_ranks()
+def test_one_worker_that_asks_to_stop_is_heard_by_all_and_not_again_after_a_resume(rank: int, workers: int, wire: Any):
+    (co2, requests), (resumed, later) = (asking(wire) for _ in range(2))
+    for step in range(10):
+        if rank == 1 and step == 3:
+            requests.ask("stop")
+        problems.take_steps(co2, co2.trained, rank, [step])
+        assert ("stop" in requests.granted) is (step > 4), "sent after step 4, landed after step 6"
+        assert not co2.stats.drifted
+    resumed.load_state_dict(co2.state_dict())
+    resumed.step(), resumed.step()
+    assert "stop" not in later.granted
+    for _ in range(2):
+        co2.finish()
+        assert "stop" not in requests.granted
+        co2.step(), co2.step()
+    assert "stop" not in requests.granted
 
 
-def asked_late(rank: int, world_size: int) -> list[set[str]]:
-    """Both are asked for after the last boundary, so that finish() alone carries them."""
-    requests, seen = Requests("stop", "save"), []
+@on_ranks(2)
+def test_a_request_to_save_that_finish_carries_is_not_lost_and_one_to_stop_is_answered(rank: int):
+    requests = Requests("stop", "save")
     co2 = CO2([nn.Parameter(torch.ones(3))], CO2Config(tau=2), riders=[requests])
     for _ in range(5):
         co2.step()
-    if rank == 1:
+    if rank == 1:  # behind the last boundary
         requests.ask("save"), requests.ask("stop")
     co2.finish()
-    seen.append(set(requests.granted))
+    assert set(requests.granted) == {"save"}
     for _ in range(4):
         co2.step()
     co2.finish()
-    return [*seen, requests.granted]
-
-
-def test_a_request_to_save_that_finish_carries_is_not_lost_and_one_to_stop_is_answered():
-    assert run_distributed(asked_late, 2) == [[{"save"}, set()]] * 2
+    assert not requests.granted
 
 
 def outlasts(rank: int, world_size: int, folder: str) -> list[str]:
@@ -296,29 +264,27 @@ CHANGES: dict[str, Callable[[list[Tensor]], Any]] = {
 }
 
 
-def begun(rank: int, world_size: int) -> dict[str, tuple[int, bool]]:
-    """For each change on the last worker alone: tensors sent, and whether the first worker's came."""
-    found, send = {}, dist.broadcast
+@on_ranks(3)
+def test_tensors_are_sent_where_a_bit_of_them_differs_and_only_there(rank: int):
+    """Each change is the last worker's alone."""
+    send = dist.broadcast
     for name, change in CHANGES.items():
         tensors = base()
-        if rank == world_size - 1:
+        if rank == 2:
             change(tensors)
         with mock.patch.object(dist, "broadcast", side_effect=send) as sent:
             broadcast(tensors, dist.group.WORLD, torch.device("cpu"))  # pyright: ignore[reportArgumentType]
         bits, wanted = ([t.contiguous().view(-1).view(torch.uint8) for t in some] for some in (tensors, base()))
-        found[name] = sent.call_count, all(map(torch.equal, bits, wanted))
-    return found
+        assert sent.call_count == (0 if name == "nothing" else len(tensors)) and all(map(torch.equal, bits, wanted)), (
+            name
+        )
 
 
-def test_tensors_are_sent_where_a_bit_of_them_differs_and_only_there():
-    for found in run_distributed(begun, 3):
-        assert found == dict.fromkeys(CHANGES, (len(base()), True)) | {"nothing": (0, True)}
-
-
-def starts(rank: int, world_size: int) -> dict[tuple[str, str], bool]:
-    """Whether a method sends tensors when it is made, where all have one seed and where each has its own."""
-    sent = {}
-    for method, (what, seed) in product(("co2", "ddp"), (("alike", 0), ("apart", rank))):
+@pytest.mark.parametrize("method", ["co2", "ddp"])
+@on_ranks(2)
+def test_a_method_that_begins_alike_sends_no_model(rank: int, method: str):
+    """All have one seed, or each has its own."""
+    for seed, apart in ((0, False), (rank, True)):
         model = problems.small_net(seed=seed)
         # torch's own module states go through _broadcast_coalesced
         with (
@@ -326,11 +292,5 @@ def starts(rank: int, world_size: int) -> dict[tuple[str, str], bool]:
             mock.patch.object(dist, "_broadcast_coalesced", side_effect=dist._broadcast_coalesced) as torchs,
         ):
             _, made = make_method(method, model)
-        sent[method, what] = ours.call_count + torchs.call_count > 0
+        assert (ours.call_count + torchs.call_count > 0) is apart
         made.close()
-    return sent
-
-
-def test_a_method_that_begins_alike_sends_no_model():
-    for sent in run_distributed(starts, 2):
-        assert sent == {(method, what): what == "apart" for method in ("co2", "ddp") for what in ("alike", "apart")}

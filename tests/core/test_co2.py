@@ -19,6 +19,7 @@ from core.outer import ChunkedBoundary
 from core.testing import run_distributed
 from tests import problems
 from tests.core.test_resume import MERGES
+from tests.on_ranks import alike, everybody, on_ranks
 from tests.problems import (
     Settings,
     SlowLink,
@@ -139,9 +140,10 @@ def test_several_dtypes_in_one_model(gap: Any, float64: float, float32: float):
     check_dtypes(Settings(tau=2, outer_momentum=0.3, outer_lr=0.6, gap=gap, clip=0.2), float64, float32, 0.02)
 
 
-def small_steps_in_bf16(rank: int, world_size: int, dtype: torch.dtype) -> list[float]:
+@on_ranks(3)
+def test_steps_below_the_precision_of_bf16_add_up(rank: int):
     """Only worker 0 moves, by 1/256 a round: the mean, 1/768, is below bfloat16's spacing at 1."""
-    p = nn.Parameter(torch.ones(1, dtype=dtype))
+    p = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
     co2 = Settings(tau=1, outer_momentum=0.0, outer_lr=1.0, gap="none", clip=None, delay=0).build([p])
     values = []
     for _ in range(6):
@@ -149,13 +151,7 @@ def small_steps_in_bf16(rank: int, world_size: int, dtype: torch.dtype) -> list[
             p.sub_((rank == 0) / 256)
         co2.step()
         values.append(p.item())
-    return values
-
-
-def test_steps_below_the_precision_of_bf16_add_up():
-    values = run_distributed(small_steps_in_bf16, 3, torch.bfloat16)[0]
-    assert values[2] == 1 - 1 / 256
-    assert values[5] == 1 - 2 / 256
+    assert (values[2], values[5]) == (1 - 1 / 256, 1 - 2 / 256)
 
 
 BASE = Settings(tau=2, outer_momentum=0.4, outer_lr=0.5, clip=0.1)
@@ -179,13 +175,10 @@ VARIANTS = {
 }
 
 
-def final_of(rank: int, world_size: int, configs: list[Settings]) -> list[Tensor]:
-    return [train_co2(problems.odd_parameters(), rank, 12, c)[-1] for c in configs]
-
-
-def test_each_setting_changes_the_result():
-    names = ["base", *VARIANTS]
-    finals = run_distributed(final_of, 2, [BASE, *(replace(BASE, **v) for v in VARIANTS.values())])[0]
+@on_ranks(2)
+def test_each_setting_changes_the_result(rank: int):
+    names, settings = ["base", *VARIANTS], [BASE, *(replace(BASE, **v) for v in VARIANTS.values())]
+    finals = [train_co2(problems.odd_parameters(), rank, 12, c)[-1] for c in settings]
     for i, a in enumerate(finals):
         for j in range(i):
             assert (a - finals[j]).abs().max() > 1e-4, f"{names[i]} and {names[j]} gave the same parameters"
@@ -290,7 +283,10 @@ def test_equals_the_reference_round_by_round(world_size: int, whole: bool):
         check_grid(world_size, configs if whole else configs[corners], steps)
 
 
-def arriving(rank: int, world_size: int, merge: str) -> dict[str, Any]:
+@pytest.mark.parametrize("merge", ["mix", "keep"])
+@on_ranks(2)
+def test_replicas_stay_equal_though_each_worker_merges_when_its_own_copy_lands(rank: int, merge: str):
+    """Rank 1's steps take longer. The outer iterate follows the means alone, whenever they are merged."""
     params = problems.odd_parameters()
     co2 = Settings(tau=6, merge=merge, delay="auto", gap="none").build(params)
     outers, merged = [], []
@@ -301,16 +297,8 @@ def arriving(rank: int, world_size: int, merge: str) -> dict[str, Any]:
             outers.append(co2._x[0].clone())
             merged.append(co2.stats.merged_after)
     co2.finish()
-    return {"outers": outers, "merged": merged, "end": flat(params), "drifted": co2.stats.drifted}
-
-
-@pytest.mark.parametrize("merge", ["mix", "keep"])
-def test_replicas_stay_equal_though_each_worker_merges_when_its_own_copy_lands(merge: str):
-    """The outer iterate follows the means alone, whenever they are merged; workers need not agree on when."""
-    zero, one = run_distributed(arriving, 2, merge)
-    assert all(torch.equal(a, b) for a, b in zip(zero["outers"], one["outers"], strict=True))
-    assert torch.equal(zero["end"], one["end"]) and not zero["drifted"]
-    assert min(zero["merged"][1:] + one["merged"][1:]) < 6, "nothing was merged before the boundary"
+    assert alike(*outers, flat(params)) and not co2.stats.drifted
+    assert min(sum(everybody(merged[1:]), [])) < 6, "nothing was merged before the boundary"
 
 
 def evaluating(rank: int, world_size: int) -> dict[str, Any]:
@@ -355,8 +343,10 @@ def test_an_evaluation_sees_one_model_where_the_method_has_one():
     assert_traces_equal([after for *_, after in zero["keep"][:-1]] + [zero["keep"][-1][1]], blocking)
 
 
-def lent(rank: int, world_size: int) -> dict[str, Any]:
-    """Overlap-Local-SGD, evaluated under inference_mode by a loop of torch's optimiser, over a link of 0.2 s."""
+@on_ranks(2)
+def test_what_overlap_local_sgd_lends_it_takes_back(rank: int):
+    """Under inference_mode and after an exception, too; it does not pass for weights that the user loaded, and the
+    waiting is accounted for: tau auto takes what of a boundary and a merge is not exposed for the boundary's work."""
     net = problems.small_net()
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     method = OverlapLocalSGD(net.parameters(), 3, link=SlowLink(0.2))
@@ -370,22 +360,11 @@ def lent(rank: int, world_size: int) -> dict[str, Any]:
                 with contextlib.suppress(KeyError), torch.inference_mode(), method.shared_model():
                     inside = flat(net.parameters())
                     raise KeyError
-                after = flat(net.parameters())
+                assert torch.equal(flat(net.parameters()), before)
     stats = method.stats.as_dict()
     method.finish()
-    told = [str(w.message) for w in caught]
-    return {"told": told, "stats": stats, "before": before, "inside": inside, "after": after}
-
-
-def test_what_overlap_local_sgd_lends_it_takes_back():
-    """Also after an exception; it does not pass for weights that the user loaded, and the waiting is accounted for: tau
-    auto takes what of a boundary and a merge is not exposed for the boundary's own work."""
-    zero, one = run_distributed(lent, 2)
-    assert torch.equal(zero["inside"], one["inside"]) and not torch.equal(zero["inside"], zero["before"])
-    for worker in (zero, one):
-        assert torch.equal(worker["after"], worker["before"]) and not worker["told"]
-        stats = worker["stats"]
-        assert min(stats["merge_seconds"], stats["exposed_seconds"]) > 0.1 and stats["merged_after"] == 3
+    assert alike(inside) and not alike(before) and not caught
+    assert min(stats["merge_seconds"], stats["exposed_seconds"]) > 0.1 and stats["merged_after"] == 3
 
 
 def test_merges_run_in_the_fast_pass_and_only_keep_holds_another_copy():
@@ -454,8 +433,11 @@ def test_finish_leaves_equal_workers_however_uneven_and_training_goes_on():
         torch.testing.assert_close(shared, plain, rtol=1e-9, atol=1e-9)
 
 
-def in_two_parts_of(rank: int, world_size: int, config: Settings) -> tuple[Tensor, Tensor]:
+@pytest.mark.parametrize("changes", FEW, ids=str)
+@on_ranks(2)
+def test_without_momentum_nothing_is_left_over_after_finish(rank: int, changes: dict[str, Any]):
     """One object with finish() in the middle; and a new one from there on."""
+    config = replace(LATE, **{"tau": 3, "outer_momentum": 0.0, "clip": None, "gap": "none"} | changes)
     ends = []
     for anew in (False, True):
         params = problems.odd_parameters()
@@ -465,35 +447,22 @@ def in_two_parts_of(rank: int, world_size: int, config: Settings) -> tuple[Tenso
             co2.finish()
             co2 = config.build(params) if anew else co2
         ends.append(flat(params))
-    return ends[0], ends[1]
-
-
-@pytest.mark.parametrize("changes", FEW, ids=str)
-def test_without_momentum_nothing_is_left_over_after_finish(changes: dict[str, Any]):
-    config = replace(LATE, tau=3, outer_momentum=0.0, clip=None, gap="none")
-    for through, anew in run_distributed(in_two_parts_of, 2, replace(config, **changes)):
-        torch.testing.assert_close(through, anew, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(*ends, rtol=1e-12, atol=1e-12)
 
 
 HAND = Settings(tau=2, gap="none", outer_momentum=0.0, clip=None, allow_unstable=True)
 
 
-def uneven_by_hand(rank: int, world_size: int, config: Settings) -> list[float]:
-    """Each local step goes down by 1; worker 0 makes 4 of them, worker 1 makes 7."""
+@on_ranks(2)
+def test_a_worker_that_finished_early_contributes_nothing(rank: int):
+    """Each local step goes down by 1; worker 0 makes 4 of them, worker 1 makes 7; mix = 1/2. Differences from x = 0, 0,
+    -2, -5: 2, 3, then 5/2 and 3/4 of worker 1 alone; -2 - 3 - 5/4 - 3/8."""
     p = nn.Parameter(torch.zeros(1, dtype=torch.float64))
-    co2 = config.build([p])
-    seen = []
+    co2, seen = replace(HAND, merge="mix").build([p]), []
     for _ in range((4, 7)[rank]):
         with torch.no_grad():
             p.sub_(1.0)
         if co2.step():
             seen.append(p.item())
     co2.finish()
-    return [*seen, p.item()]
-
-
-def test_a_worker_that_finished_early_contributes_nothing():
-    """mix = 1/2. Differences from x = 0, 0, -2, -5: 2, 3, then 5/2 and 3/4 of worker 1 alone; -2 - 3 - 5/4 - 3/8."""
-    early, late = run_distributed(uneven_by_hand, 2, replace(HAND, merge="mix"))
-    assert early == [-1.0, -2.5, -6.625]
-    assert late == [-1.0, -2.5, -4.75, -6.625]
+    assert [*seen, p.item()] == ([-1.0, -2.5, -4.75, -6.625] if rank else [-1.0, -2.5, -6.625])

@@ -22,12 +22,15 @@ from core.groups import ring_bytes
 from core.methods import METHODS
 from core.testing import run_distributed
 from core.testing.link import ThrottledLink
+from tests.on_ranks import on_ranks
 from tests.problems import Mean, refusal
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-def mixed_dtypes(rank: int, world_size: int) -> dict[str, object]:
+@on_ranks(3)
+def test_mean_of_every_dtype_and_shape(rank: int):
+    """Worker r writes (r + 1) 10^i into tensor i of a bucket; the mean over 3 workers is 2 x 10^i."""
     tensors = [torch.zeros(s, dtype=d) for d in DTYPES for s in [(3,), (), (0, 2), (2, 5)]]
     mean = Mean(tensors, {"rank": 1, "sevens": 2})
     for bucket in mean.buckets:
@@ -38,27 +41,18 @@ def mixed_dtypes(rank: int, world_size: int) -> dict[str, object]:
     mean.scalars.set("sevens", torch.full((2,), 7.0))
     mean.launch()
     mean.wait()
-    scalars = [mean.scalars["rank"].item(), *mean.scalars["sevens"].tolist()]
-    flats = [b.payload.tolist() for b in mean.buckets]
-    kinds = [(b.dtype, b.flat.dtype) for b in mean.buckets]
+    assert [mean.scalars["rank"].item(), *mean.scalars["sevens"].tolist()] == [1.0, 7.0, 7.0]
+    assert all(b.payload.tolist() == [2.0] * 3 + [20.0] + [2000.0] * 10 for b in mean.buckets)
+    sums = (torch.float64, torch.float32, torch.float32, torch.float32)
+    assert [(b.dtype, b.flat.dtype) for b in mean.buckets] == list(zip(DTYPES, sums, strict=True))
     assert all(not t.any() for t in tensors), "the templates were written to"
     mean.close()
-    return {"scalars": scalars, "flats": flats, "kinds": kinds}
 
 
-def test_mean_of_every_dtype_and_shape():
-    results = run_distributed(mixed_dtypes, 3)
-    assert results[0] == results[1] == results[2]
-    # worker r writes (r + 1) 10^i into tensor i of a bucket; the mean over 3 workers is 2 x 10^i
-    expected = [2.0] * 3 + [20.0] + [2000.0] * 10
-    assert results[0]["flats"] == [expected] * len(DTYPES)
-    assert results[0]["scalars"] == [1.0, 7.0, 7.0]
-    sums = (torch.float64, torch.float32, torch.float32, torch.float32)
-    assert results[0]["kinds"] == list(zip(DTYPES, sums, strict=True))
-
-
-def other_collectives_pass(rank: int, world_size: int, folder: str) -> float:
-    gate = Path(folder, "gate")
+@on_ranks(2)
+def test_the_mean_has_a_group_of_its_own(rank: int, tmp_path: Path):
+    """A collective of the model's overtakes it: in one shared group the two would be mixed up."""
+    gate = tmp_path / "gate"
     mean = Mean([torch.zeros(10)])
     if rank == 0:
         mean.launch()
@@ -69,12 +63,7 @@ def other_collectives_pass(rank: int, world_size: int, folder: str) -> float:
         gate.touch()
         mean.launch()
     mean.wait()
-    return other.item()
-
-
-def test_the_mean_has_a_group_of_its_own(tmp_path: Path):
-    """A collective of the model's overtakes it: in one shared group the two would be mixed up."""
-    assert run_distributed(other_collectives_pass, 2, str(tmp_path)) == [2.0, 2.0]
+    assert other.item() == 2.0
 
 
 def test_misuse_is_caught_without_a_process_group():
@@ -140,16 +129,13 @@ def test_what_fails_in_a_stage_never_lands(error: Exception, first: bool):
         background.launch(iter(()))
 
 
-def closed(rank: int, world_size: int) -> str:
+@on_ranks(2)
+def test_nobody_trains_on_alone_after_close(rank: int):
     mean = Mean([torch.ones(3)])
     mean.launch()
     mean.wait()
     mean.close()
-    return refusal(mean.launch)
-
-
-def test_nobody_trains_on_alone_after_close():
-    assert all("close() has left" in text for text in run_distributed(closed, 2))
+    assert "close() has left" in refusal(mean.launch)
 
 
 @pytest.mark.parametrize("launched", [0, 3])
@@ -261,43 +247,28 @@ def test_an_idle_link_does_not_save_up_time():
     assert link.reserve(20_000) >= time.perf_counter() + 0.02 - 1e-3
 
 
-def throttled_mean(rank: int, world_size: int) -> dict[str, Any]:
+@on_ranks(3)
+def test_a_throttled_mean_takes_its_time_and_overlaps_with_computation(rank: int):
     """100,000 float32 on three workers: each sends 4/3 x 400,000 bytes, 0.533 s."""
     mean = Mean([torch.zeros(100_000)], link=ThrottledLink(MBIT))
     mean.buckets[0].flat.fill_(rank)
     start = time.perf_counter()
     mean.launch()
-    launched, early = time.perf_counter() - start, mean.done()
-    busy = 0
+    launched, busy = time.perf_counter() - start, 0
+    assert not mean.done()
     while not mean.done():  # computation goes on underneath
         torch.ones(100).sum()
         busy += 1
     landed = time.perf_counter() - start
     mean.wait()
-    return {
-        "launched": launched,
-        "early": early,
-        "busy": busy,
-        "landed": landed,
-        "waited": time.perf_counter() - start - landed,
-        "value": mean.buckets[0].flat.mean().item(),
-        "seconds": mean.flight.seconds,
-        "bytes": mean.flight.bytes_sent,
-    }
+    assert mean.flight.bytes_sent == 533_333 and busy > 10 and launched < landed
+    assert landed >= 0.533 and mean.flight.seconds >= 0.533
+    assert mean.buckets[0].flat.mean().item() == 1.0
 
 
-def test_a_throttled_mean_takes_its_time_and_overlaps_with_computation():
-    for result in run_distributed(throttled_mean, 3):
-        assert result["bytes"] == 533_333
-        assert result["early"] is False and result["busy"] > 10
-        assert result["launched"] < result["landed"]
-        assert result["landed"] >= 0.533 and result["seconds"] >= 0.533
-        assert result["value"] == 1.0
-
-
-def exposed(rank: int, world_size: int) -> dict[str, tuple[float, float]]:
-    """Seconds that three rounds of 0.1 s of communication take, with nothing to hide it behind, and those reported."""
-    totals = {}
+@on_ranks(2)
+def test_every_method_crosses_the_same_link(rank: int):
+    """Three rounds of 0.1 s of communication with nothing to hide it behind; finish() drains what is in flight."""
     for name in METHODS:
         model = nn.Linear(250, 100, bias=False)
         wrapped, method = make_method(name, model, co2=CO2Config(tau=1), link=ThrottledLink(MBIT))
@@ -307,16 +278,7 @@ def exposed(rank: int, world_size: int) -> dict[str, tuple[float, float]]:
             method.step()
             waited += method.stats.exposed_seconds
         method.finish()
-        totals[name] = time.perf_counter() - start, waited
-    return totals
-
-
-def test_every_method_crosses_the_same_link():
-    """finish() drains what is in flight, so nobody gets away with less than three crossings."""
-    for totals in run_distributed(exposed, 2):
-        for name, (seconds, waited) in totals.items():
-            assert seconds >= 0.3, name
-            assert waited >= (0.0 if name == "ddp" else 0.1), name
+        assert time.perf_counter() - start >= 0.3 and waited >= (0.0 if name == "ddp" else 0.1), name
 
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -16,6 +16,7 @@ from core.robust.guard import LEFT_OUT_AGAIN, WARM_UP, Guard, forget
 from core.rounds import Heard
 from core.sharded.mesh import node_mesh
 from core.testing import run_distributed
+from tests.on_ranks import on_ranks
 from tests.problems import LR, Settings, flat, gradient, odd_parameters, reference, sgd_step, trace_of
 
 NAN, INF = float("nan"), float("inf")
@@ -81,27 +82,22 @@ def test_the_others_train_as_the_reference_does_without_the_bad_one():
     assert len(results[0]["told"]) == 2 * ways and all(text.startswith("rank 1 is") for text in results[0]["told"])
 
 
-def averages_of_parameters(rank: int, world_size: int, name: str) -> list[list[float]]:
-    """Worker r adds r + 1 in each round of one step; rank 2 holds NaN at the end of the second."""
+@pytest.mark.parametrize(("name", "means"), [("local", [2.0, 3.5, 5.5]), ("slowmo", [2.0, 4.5, 7.75])])
+@on_ranks(3)
+def test_methods_that_average_parameters(rank: int, name: str, means: list[float]):
+    """Worker r adds r + 1 in each round of one step; rank 2 holds NaN at the end of the second. SlowMo: u = 2,
+    0.5 u + 1.5 = 2.5, 0.5 u + 2 = 3.25."""
     p = nn.Parameter(torch.zeros(2))
     _, method = make_method(name, nn.ParameterList([p]), co2=CO2Config(tau=1))
-    seen = []
     for step in range(3):
         with torch.no_grad():
             p.add_(rank + 1.0)
             if rank == 2 and step == 1:
                 p[0] = NAN
         method.step()
-        seen.append(p.tolist())
+        assert p.tolist() == [means[step]] * 2
     method.finish()
-    return [*seen, p.tolist()]
-
-
-@pytest.mark.parametrize(("name", "means"), [("local", [2.0, 3.5, 5.5]), ("slowmo", [2.0, 4.5, 7.75])])
-def test_methods_that_average_parameters(name: str, means: list[float]):
-    """SlowMo: u = 2, 0.5 u + 1.5 = 2.5, 0.5 u + 2 = 3.25."""
-    for seen in run_distributed(averages_of_parameters, 3, name):
-        assert seen == [[mean, mean] for mean in [*means, means[-1]]]
+    assert p.tolist() == [means[-1]] * 2
 
 
 def other_ways(rank: int, world_size: int) -> dict[str, Any]:
@@ -151,42 +147,31 @@ def test_other_methods_and_wires_and_one_that_is_never_well():
         assert text == results[0]["ended"][1] and (finite or rank == 2)
 
 
-def nodes(rank: int, world_size: int, pieces: bool) -> dict[str, Any]:
-    """Two nodes of two; one worker of the second node holds NaN, in its own part of the model or (as DDP would have it)
-    with its partner."""
-    warnings.simplefilter("ignore" if rank else "always")
-    mesh = node_mesh("cpu", 2)
-    node, place = divmod(rank, 2)
-    p = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+@pytest.mark.parametrize("pieces", [False, True])
+@on_ranks(4, timeout=120)
+def test_a_node_is_left_out_as_one(rank: int, pieces: bool):
+    """One worker of the second of two nodes holds NaN, in its own part of the model or (as DDP would have it) with its
+    partner. The mean is 1.5 in a round of both, and 1 in that of the first node alone; it is taken one round late."""
+    mesh, (node, place) = node_mesh("cpu", 2), divmod(rank, 2)
+    p, more = nn.Parameter(torch.zeros(3, dtype=torch.float64)), 10.0 * place if pieces else 0.0
     options: dict[str, Any] = {"mesh": mesh}
     if pieces:
         options = {"inner_group": mesh.get_group(1), "group": mesh.get_group(0), "shards": True}
     s = Settings(tau=1, outer_momentum=0.0, gap="none", clip=None, allow_unstable=True)
-    co2 = ShardedCO2([p], s.co2, **options)
-    seen = []
+    co2, seen = ShardedCO2([p], s.co2, **options), []
     with warnings.catch_warnings(record=True, action="always") as told:
         for step in range(5):
             with torch.no_grad():
-                p.sub_(1.0 + node + (10.0 * place if pieces else 0.0))
+                p.sub_(1.0 + node + more)
                 if step == 1 and node and (place or not pieces):
                     p[1] = NAN
             co2.step()
             seen.append(p.detach().mean().item() if p.isfinite().all() else NAN)
         co2.finish()
-    return {"seen": [*seen, p.detach().mean().item()], "told": [str(w.message) for w in told]}
-
-
-@pytest.mark.parametrize("pieces", [False, True])
-def test_a_node_is_left_out_as_one(pieces: bool):
-    """The mean is 1.5 in a round of both, and 1 in that of the first node alone; it is taken one round late."""
-    results = run_distributed(nodes, 4, pieces, timeout=120)
-    for rank, result in enumerate(results):
-        more = 10.0 * (rank % 2) if pieces else 0.0
-        moves = [-(mean + more) for mean in (0.0, 1.5, 1.0, 1.5, 1.5, 1.5)]
-        moves[0] = 0.0
-        assert result["seen"] == pytest.approx(torch.tensor(moves).cumsum(0).tolist())
-        texts = [text for text in result["told"] if "left out" in text]
-        assert len(texts) == (rank == 0) and all("the node of rank 2 is left out" in text for text in texts)
+    moves = [0.0, *(-(mean + more) for mean in (1.5, 1.0, 1.5, 1.5, 1.5))]
+    assert [*seen, p.detach().mean().item()] == pytest.approx(torch.tensor(moves).cumsum(0).tolist())
+    texts = [str(w.message) for w in told if "left out" in str(w.message)]
+    assert len(texts) == (rank == 0) and all("the node of rank 2 is left out" in text for text in texts)
 
 
 def left_out_once(build: Any, **options: Any) -> list[float]:
@@ -224,10 +209,11 @@ def test_where_all_are_left_out_shared_state_goes_on_as_unshared(options: dict[s
     assert left_out_once(ShardedCO2, **options) == pytest.approx(expected, rel=1e-9)
 
 
-def with_adam(rank: int, world_size: int) -> dict[str, Any]:
-    """A gradient that is not finite, after which Adam's moments are not, either: the parameters after each round."""
-    found: dict[str, Any] = {}
-    for name, options in {"plain": {}, "shard": {"shard": True}, "offload": {"offload": True}}.items():
+@on_ranks(3, timeout=120)
+def test_an_optimiser_that_was_spoilt_spoils_one_round_also_of_shared_state(rank: int):
+    """A gradient that is not finite, after which Adam's moments are not, either."""
+    traces = []
+    for options in ({}, {"shard": True}, {"offload": True}):
         params = odd_parameters()
         _, method = make_method("co2", nn.ParameterList(params), co2=CO2Config(tau=3), **options)
         optimizer = torch.optim.Adam(params[:-1], 0.01)  # the last is the first one once more
@@ -240,20 +226,15 @@ def with_adam(rank: int, world_size: int) -> dict[str, Any]:
                 if method.step():
                     trace.append(flat(params))
             method.finish()
-            found[name] = [*trace, flat(params)], [str(w.message) for w in seen if "left out" in str(w.message)]
-    return found
+        traces.append([*trace, flat(params)])
+        assert rank or len([w for w in seen if "left out" in str(w.message)]) == 1
+    for plain, *shared in zip(*traces, strict=True):
+        for ours in shared:
+            torch.testing.assert_close(ours, plain, rtol=1e-9, atol=1e-9)
 
 
-def test_an_optimiser_that_was_spoilt_spoils_one_round_also_of_shared_state():
-    results = run_distributed(with_adam, 3, timeout=120)
-    for name in ("plain", "shard", "offload"):
-        assert len(results[0][name][1]) == 1, results[0][name][1]
-        for found in results:
-            for ours, plain in zip(found[name][0], found["plain"][0], strict=True):
-                torch.testing.assert_close(ours, plain, rtol=1e-9, atol=1e-9)
-
-
-def resumed(rank: int, world_size: int) -> dict[str, Any]:
+@on_ranks(3, timeout=120)
+def test_a_checkpoint_knows_of_a_worker_that_was_left_out(rank: int):
     """Goes on from a checkpoint in other objects, between a bad sending and its landing."""
     warnings.simplefilter("ignore")
     models = [odd_parameters(), odd_parameters()]
@@ -274,13 +255,8 @@ def resumed(rank: int, world_size: int) -> dict[str, Any]:
             sgd_step(params, rank, step)
             method.step()
     first.finish(), second.finish()
-    return {"ends": [flat(params) for params in models], "told": told}
-
-
-def test_a_checkpoint_knows_of_a_worker_that_was_left_out():
-    for rank, found in enumerate(run_distributed(resumed, 3, timeout=120)):
-        assert found["told"] == ([[2], []] if rank == BAD else [[], []]), "it forgets as it sends"
-        assert torch.equal(*found["ends"]) and found["ends"][0].isfinite().all()
+    assert told == ([[2], []] if rank == BAD else [[], []]), "it forgets as it sends"
+    assert torch.equal(*map(flat, models)) and flat(models[0]).isfinite().all()
 
 
 def make_guard(workers: int = 1, factor: float | None = 10.0) -> tuple[Guard, core.co2.CO2]:

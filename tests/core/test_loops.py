@@ -36,6 +36,7 @@ from core.sharded.mesh import node_mesh
 from core.testing import run_distributed
 from language.zeroth import ZerothOrder
 from tests import problems
+from tests.on_ranks import alike, on_ranks
 from tests.problems import flat, sgd_step, take_steps
 
 TAU, STEPS = 3, 11  # the last round is not full
@@ -356,9 +357,9 @@ def test_a_boundary_is_where_a_round_has_closed_and_a_model_is_called_one_where_
     assert zero["before"] is one["before"] is True
     assert zero["told"] == one["told"] == [(s % TAU == TAU - 1,) * 2 for s in range(STEPS)]
     for how in ("shared", "settled"):
-        for (alike, a), (theirs, b) in zip(zero[how], one[how], strict=True):
-            assert alike is theirs is torch.equal(a, b), how
-    at_boundaries = [alike for alike, _ in zero["settled"][TAU - 1 :: TAU]]
+        for (told, a), (theirs, b) in zip(zero[how], one[how], strict=True):
+            assert told is theirs is torch.equal(a, b), how
+    at_boundaries = [told for told, _ in zero["settled"][TAU - 1 :: TAU]]
     assert all(at_boundaries) is (name not in ("merged later", "overlap", "mixed at once"))
     assert torch.equal(zero["end"], one["end"]) and zero["closed"]
 
@@ -415,48 +416,31 @@ def test_an_exception_in_the_block_keeps_nobody_waiting(name: str, raises_at: in
         assert name == "in nodes" or f"no answer from rank {workers - 1}" in other["text"], other
 
 
-def after_leaving(rank: int, world_size: int) -> str:
-    params = problems.odd_parameters()
-    try:
-        with CO2(params, PAPERS) as co2:
-            raise Mistaken
-    except Mistaken:
-        pass
-    try:
+@on_ranks(2)
+def test_who_has_left_cannot_go_on_with_the_same_object(rank: int):
+    with pytest.raises(Mistaken), CO2(problems.odd_parameters(), PAPERS) as co2:
+        raise Mistaken
+    with pytest.raises(CollectiveError) as caught:
         for _ in range(TAU):
             co2.step()
-    except CollectiveError as error:
-        return str(error)
-    return ""
+    said = "this worker has left the others after an exception: make a new object to train on"
+    assert str(caught.value) == said
 
 
-def test_who_has_left_cannot_go_on_with_the_same_object():
-    for text in run_distributed(after_leaving, 2):
-        assert text == "this worker has left the others after an exception: make a new object to train on"
-
-
-def each_step(rank: int, world_size: int) -> list[Any]:
+@on_ranks(2)
+def test_methods_whose_every_step_is_a_round(rank: int):
     """DDP, and training without gradients: every step is a boundary of one model."""
-    net = problems.small_net()
-    data = problems.batch(rank, 0)
-    told: list[Any] = []
+    net, data = problems.small_net(), problems.batch(rank, 0)
     model, ddp = make_method("ddp", net, lr=lambda: 0.1)
     with ddp:
         problems.loss(model, data).backward()
         with torch.no_grad():
             for p in net.parameters():
                 p.sub_(p.grad, alpha=0.1)
-        told.append((ddp.step(), ddp.at_boundary, ddp.settle(), flat(net.parameters())))
+        assert ddp.step() is ddp.at_boundary is ddp.settle() is True and alike(flat(net.parameters()))
     with ZerothOrder(nn.Sequential(nn.Linear(6, 3)).double(), lr=0.1) as zo:
         zo.step(lambda m: problems.loss(m, data), 4)
-        told.append((True, zo.at_boundary, zo.settle(), flat(zo.model.parameters())))
-    return told
-
-
-def test_methods_whose_every_step_is_a_round():
-    zero, one = run_distributed(each_step, 2)
-    for (*told, a), (*theirs, b) in zip(zero, one, strict=True):
-        assert told == theirs == [True] * 3 and torch.equal(a, b)
+        assert zo.at_boundary is zo.settle() is True and alike(flat(zo.model.parameters()))
 
 
 def backward(net: Any, rank: int, step: int, parts: int = 1) -> None:
@@ -531,7 +515,8 @@ def test_a_grad_scaler_that_is_switched_off_is_none():
     assert run_distributed(scaled, 2, False) == ["", ""]
 
 
-def over_a_mesh(rank: int, world_size: int) -> Tensor:
+@on_ranks(4)
+def test_with_a_mesh_it_is_sharded(rank: int):
     net = problems.small_net()
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     with attach(optimizer, net.parameters(), PAPERS, mesh=node_mesh("cpu", 2)) as co2:
@@ -540,12 +525,7 @@ def over_a_mesh(rank: int, world_size: int) -> Tensor:
             backward(net, rank // 2, step)  # the workers of a node take one batch
             optimizer.step()
         assert type(co2).__name__ == "ShardedCO2" and co2.local_steps == STEPS % TAU
-    return flat(net.parameters())
-
-
-def test_with_a_mesh_it_is_sharded():
-    ends = run_distributed(over_a_mesh, 4)
-    assert all(torch.equal(end, ends[0]) for end in ends)
+    assert alike(flat(net.parameters()))
 
 
 def test_what_is_no_optimiser_is_refused():

@@ -20,6 +20,7 @@ from core.testing import run_distributed
 from tests import problems
 from tests.core.test_loops import net
 from tests.imports import ROOT
+from tests.on_ranks import alike, on_ranks
 from tests.problems import LR, Settings, assert_traces_equal, batch, flat, gradient, loss, run_cases, take_steps, train
 
 TAU, STEPS = 3, 11
@@ -181,20 +182,6 @@ def test_slowmo_survives_a_schedule_that_ends_at_zero():
     assert torch.isfinite(p).all()
 
 
-def train_ddp(rank: int, world_size: int) -> dict[str, Any]:
-    model = problems.small_net(seed=rank)  # DDP broadcasts rank 0's
-    wrapped, method = make_method("ddp", model)
-    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1, momentum=0.9)
-    closed = []
-    for step in range(5):
-        problems.loss(wrapped, problems.batch(rank, step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        closed.append(method.step())
-    method.finish()
-    return {"end": flat(model.parameters()), "closed": closed, "bytes": method.stats.bytes_sent}
-
-
 @pytest.mark.parametrize("gpu", [False, True])
 def test_ddp_goes_on_from_a_checkpoint_after_it_has_diverged(gpu: bool, monkeypatch: pytest.MonkeyPatch):
     """gpu: as there, numbers are heard one exchange later still."""
@@ -217,19 +204,22 @@ def test_ddp_goes_on_from_a_checkpoint_after_it_has_diverged(gpu: bool, monkeypa
     method.finish()
 
 
-def test_ddp_equals_one_process_with_the_joint_batch():
-    model = problems.small_net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for step in range(5):
-        joint = [torch.cat(parts) for parts in zip(*(problems.batch(w, step) for w in range(2)), strict=True)]
-        problems.loss(model, (joint[0], joint[1])).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    want = flat(model.parameters())
-    for result in run_distributed(train_ddp, 2):
-        torch.testing.assert_close(result["end"], want, rtol=1e-12, atol=1e-12)
-        assert result["closed"] == [True] * 5
-        assert result["bytes"] == 8 * len(want)  # a ring of two sends every gradient once
+@on_ranks(2)
+def test_ddp_equals_one_process_with_the_joint_batch(rank: int):
+    alone, model = problems.small_net(), problems.small_net(seed=rank)  # DDP broadcasts rank 0's
+    wrapped, method = make_method("ddp", model)
+    for each, of in ((wrapped, [rank]), (alone, [0, 1])):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9)
+        for step in range(5):
+            inputs, labels = zip(*(problems.batch(worker, step) for worker in of), strict=True)
+            problems.loss(each, (torch.cat(inputs), torch.cat(labels))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert each is alone or method.step() is True
+    method.finish()
+    want = flat(alone.parameters())
+    torch.testing.assert_close(flat(model.parameters()), want, rtol=1e-12, atol=1e-12)
+    assert method.stats.bytes_sent == 8 * len(want)  # a ring of two sends every gradient once
 
 
 WORKERS, LONG = 2, 60
@@ -337,32 +327,26 @@ def test_the_page_names_what_is_tested():
     assert "| `ZeroRedundancyOptimizer` | no" in table
 
 
-def averaged_moments(rank: int, world_size: int) -> list[tuple[Tensor, Tensor]]:
-    """Adam's second moments among the buffers, without delay; after each boundary they, and their mean before it."""
+@on_ranks(2)
+def test_adams_second_moments_may_be_averaged_as_buffers(rank: int):
+    """Without delay they are, after each boundary, the mean of what they were before it."""
     model = net()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     model(batch(rank, 99, 8)[0]).sum().backward()
     optimizer.step()
     moments = [optimizer.state[p]["exp_avg_sq"] for p in model.parameters()]
     co2 = CO2(model.parameters(), CO2Config(tau=2, delay=0, gap="none", outer_momentum=0.0), buffers=moments)
-    seen = []
     for step in range(4):
         optimizer.zero_grad()
         problems.loss(model, batch(rank, step, 8)).backward()
         optimizer.step()
-        mean = problems.flat(moments) / world_size
+        mean = problems.flat(moments) / 2
         torch.distributed.all_reduce(mean)
         if co2.step():
-            seen.append((problems.flat(moments), mean))
+            ours = problems.flat(moments)
+            assert alike(ours) and ours.abs().max() > 0
+            torch.testing.assert_close(ours, mean, rtol=1e-12, atol=0)
     co2.finish()
-    return seen
-
-
-def test_adams_second_moments_may_be_averaged_as_buffers():
-    zero, one = run_distributed(averaged_moments, 2)
-    for (ours, mean), (other, _) in zip(zero, one, strict=True):
-        assert torch.equal(ours, other) and ours.abs().max() > 0
-        torch.testing.assert_close(ours, mean, rtol=1e-12, atol=0)
 
 
 def fragments(rank: int, world_size: int, staggered: bool) -> list[Tensor]:
@@ -479,11 +463,8 @@ def test_masters_are_what_is_averaged_and_the_model_follows():
                 assert (model == 1.0).all()  # without masters every step rounds to nothing
 
 
-def started(rank: int, world_size: int) -> float:
+@on_ranks(2)
+def test_the_model_follows_its_masters_from_the_start(rank: int):
     model, masters = ([nn.Parameter(torch.full((2,), float(rank), dtype=d))] for d in (torch.bfloat16, torch.float32))
     CO2(masters, model_params=model)
-    return model[0][0].item()
-
-
-def test_the_model_follows_its_masters_from_the_start():
-    assert run_distributed(started, 2) == [0.0, 0.0]
+    assert model[0][0].item() == 0.0

@@ -28,6 +28,7 @@ from core.methods import METHODS, DelayedCO2, DelayedConfig
 from core.sharded.mesh import node_mesh
 from core.testing import run_distributed
 from tests import problems
+from tests.on_ranks import alike, on_ranks
 from tests.problems import Settings, flat, refusal, sgd_step, take_steps
 
 SAVE_AT, STEPS = 6, 13
@@ -93,9 +94,9 @@ def test_what_was_loaded_may_be_loaded_again(kind: Any, config: CO2Config):
     assert all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in pairs)
 
 
-def of_rank_0(rank: int, world_size: int) -> list[float]:
-    """All go on from what the first one held, as from a checkpoint that holds no other: what error feedback then holds
-    back, and what it held back before."""
+@on_ranks(2)
+def test_what_another_workers_error_feedback_held_back_is_not_ones_own(rank: int):
+    """All go on from what the first one held, as from a checkpoint that holds no other."""
     params = [nn.Parameter(torch.zeros(300))]
     co2 = CO2(params, CO2Config(tau=1, merge="keep", gap="none", delay=0, wire=WireConfig("int4")))
     for step in range(3):
@@ -104,50 +105,33 @@ def of_rank_0(rank: int, world_size: int) -> list[float]:
     states = of_all(co2.state_dict())
     before = co2.reducer.state["error_feedback"][0].norm().item()
     co2.load_state_dict(states[0])
-    return [before, co2.reducer.state["error_feedback"][0].norm().item()]
-
-
-def test_what_another_workers_error_feedback_held_back_is_not_ones_own():
-    (before, after), (others, forgotten) = run_distributed(of_rank_0, 2)
-    assert after == before > 0 and others > 0 and forgotten == 0
+    assert before > 0 and co2.reducer.state["error_feedback"][0].norm().item() == (0 if rank else before)
 
 
 def everything(model: nn.Module) -> Tensor:
     return flat([*model.parameters(), *model.buffers()])
 
 
-def interrupted(rank: int, world_size: int, folder: str) -> list[dict[str, Any]]:
-    return [interrupt(rank, *case, folder) for case in CASES]
-
-
-def interrupt(rank: int, name: str, s: Settings, at: int, folder: str) -> dict[str, Any]:
-    model, optimizer, method = build(name, 0, s)
-    go(model, optimizer, method, rank, range(at))
-    in_flight = method.flight.in_flight
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "method": method.state_dict()}
-    torch.save(state, f"{folder}/{rank}.pt")
-    go(model, optimizer, method, rank, range(at, STEPS))
-    whole = [everything(model)]
-    method.finish()
-
-    resumed = build(name, 1, s)  # starts from other values
-    state = torch.load(f"{folder}/{rank}.pt", weights_only=True)
-    for part, saved in zip(resumed, state.values(), strict=True):
-        part.load_state_dict(saved)
-    go(*resumed, rank, range(at, STEPS))
-    again = [everything(resumed[0])]
-    resumed[2].finish()
-    ends = torch.cat([*whole, everything(model)]), torch.cat([*again, everything(resumed[0])])
-    return {"in_flight": in_flight, "ends": ends, "rounds": (method.rounds, resumed[2].rounds)}
-
-
-def test_a_resumed_run_is_bit_identical(tmp_path: Path):
+@on_ranks(2)
+def test_a_resumed_run_is_bit_identical(rank: int, tmp_path: Path):
     """Saved at a boundary with an all-reduce in flight, before the first one, and in mid-round."""
-    for results in run_distributed(interrupted, 2, str(tmp_path)):
-        for (name, s, at), result in zip(CASES, results, strict=True):
-            assert result["in_flight"] is (name in ("co2", "delayed", "overlap_local") and s.delay != 0 and at > 1)
-            assert torch.equal(*result["ends"]), (name, s, at)
-            assert result["rounds"][0] == result["rounds"][1]
+    for name, s, at in CASES:
+        model, optimizer, method = build(name, 0, s)
+        go(model, optimizer, method, rank, range(at))
+        hides = name in ("co2", "delayed", "overlap_local") and s.delay != 0
+        assert method.flight.in_flight is (hides and at > 1), (name, s, at)
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "method": method.state_dict()}
+        torch.save(state, tmp_path / f"{rank}.pt")
+        go(model, optimizer, method, rank, range(at, STEPS))
+
+        resumed = build(name, 1, s)  # starts from other values
+        for part, saved in zip(resumed, torch.load(tmp_path / f"{rank}.pt", weights_only=True).values(), strict=True):
+            part.load_state_dict(saved)
+        go(*resumed, rank, range(at, STEPS))
+        for _ in range(2):  # before and after finish()
+            assert torch.equal(everything(model), everything(resumed[0])), (name, s, at)
+            method.finish(), resumed[2].finish()
+        assert method.rounds == resumed[2].rounds
 
 
 def params(*sizes: int) -> list[nn.Parameter]:
@@ -374,16 +358,15 @@ def descend(model: nn.Module, method: Any, rank: int, steps: range, inner: bool)
         method.step()
 
 
-def saved_and_resumed(rank: int, world_size: int, folder: str) -> list[tuple[Tensor, Tensor]]:
-    ends = []
+@on_ranks(2)
+def test_a_run_resumed_from_one_dict_is_bit_identical(rank: int, tmp_path: Path):
     for i, (name, make) in enumerate(WRITTEN.items()):
-        inner, path = name == "shared in a node", f"{folder}/{i}"
+        inner, path = name == "shared in a node", str(tmp_path / str(i))
         model = problems.small_net()
         method = make(model.parameters())
         descend(model, method, rank, range(SAVE_AT), inner)
         dcp.save({"co2": method.state_dict(), f"model{rank}": model.state_dict()}, checkpoint_id=path)
         descend(model, method, rank, range(SAVE_AT, STEPS), inner)
-        method.finish()
 
         other = problems.small_net(seed=1)
         resumed = make(other.parameters())
@@ -392,17 +375,10 @@ def saved_and_resumed(rank: int, world_size: int, folder: str) -> list[tuple[Ten
         other.load_state_dict(state[f"model{rank}"])
         resumed.load_state_dict(state["co2"])
         descend(other, resumed, rank, range(SAVE_AT, STEPS), inner)
-        resumed.finish()
-        ends.append((flat(model.parameters()), flat(other.parameters())))
-        method.close()
-        resumed.close()
-    return ends
-
-
-def test_a_run_resumed_from_one_dict_is_bit_identical(tmp_path: Path):
-    for ends in run_distributed(saved_and_resumed, 2, str(tmp_path)):
-        for name, (undisturbed, resumed) in zip(WRITTEN, ends, strict=True):
-            assert torch.equal(undisturbed, resumed), name
+        for each in (method, resumed):
+            each.finish()
+            each.close()
+        assert torch.equal(flat(model.parameters()), flat(other.parameters())), name
 
 
 def gone_on(rank: int, world_size: int, folder: str, saves: bool) -> tuple[int, Tensor]:
@@ -437,9 +413,10 @@ def test_a_state_without_a_rank_is_refused_in_one_line():
     assert "no key with a worker's rank" in refusal(co2.load_state_dict, own)
 
 
-def with_adam(rank: int, world_size: int, folder: str) -> list[Tensor]:
+@on_ranks(2)
+def test_an_optimiser_goes_on_from_one_dict_by_its_parameters_names(rank: int, tmp_path: Path):
     """The lines of docs/checkpoints.md. (A new optimiser's own state_dict() asks DCP for no state, and gets none.)"""
-    ends, mine = [], f"rank{rank}"
+    ends, mine, folder = [], f"rank{rank}", str(tmp_path)
     for resumes in (False, True):
         model = problems.small_net(seed=rank)
         co2, optimizer = CO2(model.parameters(), CO2Config(tau=3)), torch.optim.AdamW(model.parameters(), 0.05)
@@ -458,12 +435,7 @@ def with_adam(rank: int, world_size: int, folder: str) -> list[Tensor]:
             co2.step()
         co2.finish()
         ends.append(flat(model.parameters()))
-    return ends
-
-
-def test_an_optimiser_goes_on_from_one_dict_by_its_parameters_names(tmp_path: Path):
-    for undisturbed, resumed in run_distributed(with_adam, 2, str(tmp_path)):
-        assert torch.equal(undisturbed, resumed)
+    assert torch.equal(*ends)
 
 
 LOCAL = [m for m in METHODS if m != "ddp"]
@@ -483,12 +455,12 @@ def go_on(method: Any, params: list[nn.Parameter], rank: int) -> Tensor:
     return flat(params)
 
 
-def resynced(rank: int, world_size: int) -> dict[str, tuple[Tensor, Tensor]]:
-    """By method: trained from loaded weights after five other steps and resync(), and in a fresh object."""
+@on_ranks(2)
+def test_after_resync_training_goes_on_as_in_a_fresh_object(rank: int):
+    """From loaded weights after five other steps, and in a fresh object."""
     kinds = {name: lambda model, name=name: make_method(name, model, co2=CONFIG)[1] for name in LOCAL}
     kinds["int8"] = lambda model: make_method("co2", model, co2=CO2Config(tau=2, wire=WireConfig("int8")))[1]
     kinds["shard"] = lambda model: ShardedCO2(list(model.parameters()), CONFIG, shard=True)
-    ends = {}
     for name, build in kinds.items():
         pair = []
         for early in (5, 0):
@@ -500,35 +472,19 @@ def resynced(rank: int, world_size: int) -> dict[str, tuple[Tensor, Tensor]]:
             if early:
                 method.resync()
             pair.append(go_on(method, params, rank))
-        ends[name] = tuple(pair)
-    return ends
+        assert torch.equal(*pair) and alike(*pair), name
 
 
-def test_after_resync_training_goes_on_as_in_a_fresh_object():
-    results = run_distributed(resynced, 2)
-    for result in results:
-        for name, (again, fresh) in result.items():
-            assert torch.equal(again, fresh), name
-            assert torch.equal(again, results[0][name][0]), name
-
-
-def node_apart(rank: int, world_size: int) -> list[str]:
-    mesh, said = node_mesh("cpu", 2), []
-    for kind in ("values", "shapes"):
-        params = [nn.Parameter(torch.ones(4 if kind == "shapes" and rank == 1 else 3))]
-        with pytest.raises(UserError) as caught:
-            co2 = ShardedCO2(params, CO2Config(tau=1), mesh=mesh)
-            with torch.no_grad():
-                params[0].sub_(0.1 * rank)  # without a synchronisation of gradients
-            co2.step()
-        said.append(str(caught.value))
-    return said
-
-
-def test_a_node_of_unequal_values_is_refused_at_the_first_boundary_and_of_shapes_before_any_is_sent():
-    for values, shapes in run_distributed(node_apart, 2):
-        assert "synchronise gradients every step" in values and "mesh.get_group(1)" in values and "\n" not in values
-        assert "workers differ" in shapes and "(3,)" in shapes and "(4,)" in shapes
+@on_ranks(2)
+def test_a_node_of_unequal_values_is_refused_at_the_first_boundary_and_of_shapes_before_any_is_sent(rank: int):
+    mesh, params = node_mesh("cpu", 2), [nn.Parameter(torch.ones(3))]
+    co2 = ShardedCO2(params, CO2Config(tau=1), mesh=mesh)
+    with torch.no_grad():
+        params[0].sub_(0.1 * rank)  # without a synchronisation of gradients
+    said = refusal(co2.step)
+    assert "synchronise gradients every step" in said and "mesh.get_group(1)" in said
+    said = refusal(ShardedCO2, [nn.Parameter(torch.ones(3 + rank))], CO2Config(tau=1), mesh=mesh)
+    assert "workers differ" in said and "(3,)" in said and "(4,)" in said
 
 
 def loaded_under_it(rank: int, world_size: int) -> dict[str, list[int]]:
@@ -574,11 +530,12 @@ def test_finish_notices_loaded_weights_as_a_step_does():
     assert [len(texts) for texts in told] == [0, 1, 0] and "call resync() on all workers" in told[1][0]
 
 
-def averaged_twice(rank: int, world_size: int) -> dict[str, list[str]]:
-    """What is warned of in two rounds: of a plain model, of one in DistributedDataParallel, put there before or after,
-    of one that is there and not called, or only without gradients, and of one that is averaged inside nodes. Of runs
-    before, in this process, there are two more: of another model, and of the plain one."""
-    told, gone = {}, dist.new_group()
+@on_ranks(4)
+def test_a_model_left_in_ddp_is_noticed_once(rank: int):
+    """In two rounds of a plain model, of one in DistributedDataParallel, put there before or after, of one that is
+    there and not called, or only without gradients, and of one that is averaged inside nodes. Of runs before, in this
+    process, there are two more: of another model, and of the plain one."""
+    gone = dist.new_group()
     others = [DistributedDataParallel(nn.Linear(3, 2), process_group=gone)]
     for kind in ("plain", "before", "after", "not called", "evaluated", "inside nodes"):
         model = nn.Linear(3, 2)
@@ -603,16 +560,11 @@ def averaged_twice(rank: int, world_size: int) -> dict[str, list[str]]:
                     with torch.no_grad():
                         wrapped(torch.ones(1, 3))
         method.finish()
-        told[kind] = [str(w.message) for w in caught if "DistributedDataParallel" in str(w.message)]
-    assert len(others) == 2  # they were there
-    return told
-
-
-def test_a_model_left_in_ddp_is_noticed_once():
-    for told in run_distributed(averaged_twice, 4):
-        assert not any(told[kind] for kind in ("plain", "not called", "evaluated", "inside nodes")), told
-        for (text,) in (told["before"], told["after"]):
+        told = [str(w.message) for w in caught if "DistributedDataParallel" in str(w.message)]
+        assert len(told) == (kind in ("before", "after")), (kind, told)
+        for text in told:
             assert "averages gradients among 4 of these workers" in text and "give the plain model" in text
+    assert len(others) == 2  # they were there
 
 
 def apply_change(change: str, params: list[nn.Parameter], method: Any) -> None:

@@ -20,6 +20,7 @@ from core.stats import RoundClock, RoundStats, between, mark, ready
 from core.testing import run_distributed
 from tests import problems
 from tests.calls import Calls, calls_of
+from tests.on_ranks import everybody, on_ranks
 from tests.problems import Settings, flat, refusal, sgd_step, small_net, take_steps
 from tests.quadratic import Quadratic
 from training.round_log import Overlap
@@ -27,9 +28,10 @@ from training.round_log import Overlap
 LOCAL_METHODS = tuple(m for m in METHODS if m != "ddp")
 
 
-def start_apart(rank: int, world_size: int) -> list[list[Tensor]]:
+@on_ranks(3)
+def test_everything_starts_as_on_rank_0(rank: int):
     """Every worker comes with other values; the last parameter is frozen, one buffer counts in integers."""
-    results = []
+    expected = [*(p.detach() for p in problems.odd_parameters()[:-1]), torch.zeros(2), torch.tensor(5)]
     for name in LOCAL_METHODS:
         params = [nn.Parameter(p.detach() + rank) for p in problems.odd_parameters()[:-1]]
         params[-1].requires_grad_(False)
@@ -37,17 +39,8 @@ def start_apart(rank: int, world_size: int) -> list[list[Tensor]]:
         model.register_buffer("mean", torch.full((2,), float(rank), dtype=torch.bfloat16))
         model.register_buffer("count", torch.tensor(rank + 5))
         make_method(name, model, co2=CO2Config(tau=2))
-        results.append([t.detach().clone() for t in [*params, *model.buffers()]])
-    return results
-
-
-def test_everything_starts_as_on_rank_0():
-    results = run_distributed(start_apart, 3)
-    expected = [*(p.detach() for p in problems.odd_parameters()[:-1]), torch.zeros(2), torch.tensor(5)]
-    for of_rank in results:
-        for of_method in of_rank:
-            for ours, want in zip(of_method, expected, strict=True):
-                assert torch.equal(ours.to(want.dtype), want)
+        for ours, want in zip([*params, *model.buffers()], expected, strict=True):
+            assert torch.equal(ours.to(want.dtype), want), name
 
 
 MISMATCHES: dict[str, tuple[list[int], int, float]] = {  # sizes, tau, outer_lr of rank 2; the others have (3, 4), 2, 1
@@ -58,54 +51,44 @@ MISMATCHES: dict[str, tuple[list[int], int, float]] = {  # sizes, tau, outer_lr 
 }
 
 
-def build_unequal(rank: int, world_size: int) -> dict[str, str]:
+@on_ranks(3)
+def test_unequal_workers_are_refused_with_the_rank_named(rank: int):
     messages = {}
     for what, odd in MISMATCHES.items():
         sizes, tau, alpha = odd if rank == 2 else ([3, 4], 2, 1.0)
         params = [nn.Parameter(torch.zeros(n)) for n in sizes]
         messages[what] = refusal(CO2, params, CO2Config(tau=tau, outer_lr=alpha))
-    return messages | {"local tau": refusal(LocalSGD, [nn.Parameter(torch.zeros(3))], tau=2 + (rank == 2))}
+    messages["local tau"] = refusal(LocalSGD, [nn.Parameter(torch.zeros(3))], tau=2 + (rank == 2))
+    assert all("rank 2" in text and "rank 1" not in text for text in messages.values())
+    assert "(4,)" in messages["shape"] and "(5,)" in messages["shape"]
+    assert "2 tensors, against 1" in messages["count"]
+    assert "'tau': 2" in messages["tau"] and "'tau': 3" in messages["tau"]
+    assert "0.5" in messages["outer_lr"]
+    assert "tau=2" in messages["local tau"] and "tau=3" in messages["local tau"]
 
 
-def test_unequal_workers_are_refused_with_the_rank_named():
-    for messages in run_distributed(build_unequal, 3):
-        assert all("rank 2" in text and "rank 1" not in text for text in messages.values())
-        assert "(4,)" in messages["shape"] and "(5,)" in messages["shape"]
-        assert "2 tensors, against 1" in messages["count"]
-        assert "'tau': 2" in messages["tau"] and "'tau': 3" in messages["tau"]
-        assert "0.5" in messages["outer_lr"]
-        assert "tau=2" in messages["local tau"] and "tau=3" in messages["local tau"]
-
-
-def frozen_parameters(rank: int, world_size: int) -> tuple[bool, bool]:
+@on_ranks(2)
+def test_frozen_parameters_are_left_alone_after_the_broadcast(rank: int):
     params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.full((2,), float(rank)), requires_grad=False)]
     co2 = CO2(params, CO2Config(tau=1))
     params[1].data.fill_(10.0 + rank)  # whatever the user does to it later is the user's
     take_steps(co2, params, rank, range(3))
     co2.finish()
-    return bool((params[1] == 10.0 + rank).all()), bool((params[0] != 1).all())
+    assert (params[1] == 10.0 + rank).all() and (params[0] != 1).all()
 
 
-def test_frozen_parameters_are_left_alone_after_the_broadcast():
-    assert run_distributed(frozen_parameters, 2) == [(True, True)] * 2
-
-
-def in_a_group(rank: int, world_size: int) -> float | None:
+@on_ranks(3)
+def test_a_group_trains_by_itself(rank: int):
     """Ranks 1 and 2 train without rank 0, which never builds anything; rank 1 is then the one that all start from."""
     group = dist.new_group([1, 2])
-    if rank == 0:
-        return None
-    p = nn.Parameter(torch.full((1,), 10.0 * rank))
-    co2 = Settings(tau=1, outer_momentum=0.0, gap="none", clip=None, delay=0).build([p], group=group)
-    with torch.no_grad():
-        p.sub_(rank)
-    co2.step()
-    co2.finish()
-    return p.item()
-
-
-def test_a_group_trains_by_itself():
-    assert run_distributed(in_a_group, 3) == [None, 8.5, 8.5]
+    if rank:
+        p = nn.Parameter(torch.full((1,), 10.0 * rank))
+        co2 = Settings(tau=1, outer_momentum=0.0, gap="none", clip=None, delay=0).build([p], group=group)
+        with torch.no_grad():
+            p.sub_(rank)
+        co2.step()
+        co2.finish()
+        assert p.item() == 8.5
 
 
 EPS = 2.0**-40  # which float64 has room for beside a number of the size of 1, and float32 has not
@@ -346,24 +329,6 @@ def train(rank: int, world_size: int) -> dict[str, list[tuple[Tensor, float]]]:
     return found
 
 
-def noisy(rank: int, world_size: int) -> list[float]:
-    """The mean square of a number's distance as the statistics tell it, over many numbers and rounds."""
-    means = []
-    for delay, q in QUADRATICS:
-        p = nn.Parameter(torch.zeros(20_000))
-        late: Any = "boundary" if delay == 8 else delay
-        config = CO2Config(8, merge="keep", delay=late, gap="none", outer_momentum=0.0, clip=None)
-        co2, draw, told = CO2([p], config), torch.Generator().manual_seed(rank), []
-        for _ in range(24 * 8):
-            with torch.no_grad():
-                p.mul_(q).add_(torch.randn(p.shape, generator=draw))
-            if co2.step():
-                told.append(co2.stats.as_dict()["disagreement"] ** 2 / p.numel())
-        co2.finish()
-        means.append(sum(told[12:]) / 12)
-    return means
-
-
 @pytest.fixture(scope="module")
 def trained() -> list[dict[str, list[tuple[Tensor, float]]]]:
     return run_distributed(train, 3)
@@ -380,12 +345,24 @@ def test_it_is_the_workers_distance_from_their_mean(trained: list[Any], name: st
     assert len(rows[0]) > 3 and expected > 0.01
 
 
-def test_under_noise_it_is_what_the_theory_says():
-    """(1 - 1/G) V / (1 - v^2): docs/theory.md."""
-    told = run_distributed(noisy, 3)
-    assert told[0] == told[1] == told[2]
-    for (delay, q), seen in zip(QUADRATICS, told[0], strict=True):
-        assert seen == pytest.approx(Quadratic("keep", q, 8, delay).apart(3), rel=0.02)
+@on_ranks(3)
+def test_under_noise_it_is_what_the_theory_says(rank: int):
+    """(1 - 1/G) V / (1 - v^2), the mean square of a number's distance, over many numbers and rounds: docs/theory.md."""
+    for delay, q in QUADRATICS:
+        p = nn.Parameter(torch.zeros(20_000))
+        late: Any = "boundary" if delay == 8 else delay
+        config = CO2Config(8, merge="keep", delay=late, gap="none", outer_momentum=0.0, clip=None)
+        co2, draw, told = CO2([p], config), torch.Generator().manual_seed(rank), []
+        for _ in range(24 * 8):
+            with torch.no_grad():
+                p.mul_(q).add_(torch.randn(p.shape, generator=draw))
+            if co2.step():
+                told.append(co2.stats.as_dict()["disagreement"] ** 2 / p.numel())
+        co2.finish()
+        seen = sum(told[12:]) / 12
+        assert everybody(seen) == [seen] * 3 and seen == pytest.approx(
+            Quadratic("keep", q, 8, delay).apart(3), rel=0.02
+        )
 
 
 TAU, ROUNDS = 4, 3
