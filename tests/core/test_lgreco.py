@@ -16,6 +16,7 @@ from core.lgreco.decide import ITERATIONS, Decider, curve
 from core.testing import run_distributed
 from tests.core.lgreco_reference import Reference
 from tests.core.test_gradient_wire import LGRECO, net, step
+from tests.on_ranks import everybody, on_ranks
 from tests.problems import Mean, flat
 from training.sampling import generator
 
@@ -99,65 +100,43 @@ def test_equals_all_workers_in_one_process(world_size: int):
         assert len(switches) > 1 or config.rule == "uniform", f"{like} {config}: nothing was ever chosen anew"
 
 
-def int4_twice(rank: int, world_size: int) -> list[tuple[Tensor, Tensor, int, int]]:
-    """By dtype: what int4 lands after three rounds, and what lgreco does that sends int4 everywhere."""
-    seen = []
+@pytest.mark.parametrize("workers", [1, 3])
+@on_ranks()
+def test_int4_everywhere_is_int4(rank: int, workers: int):
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         ours = built("int4", LGrecoConfig(rule="uniform"), dtype)
         plain = mean_of(WireConfig("int4"), SHAPES, dtype, buffers=5)
         for round in range(3):
             landed = [once(mean, rank, round) for mean in (ours, plain)]
-        landed += [ours.buckets[0].rest, plain.buckets[0].rest]
-        seen.append((*landed, ours.flight.bytes_sent, plain.flight.bytes_sent))
+        assert torch.equal(*landed) and torch.equal(ours.buckets[0].rest, plain.buckets[0].rest)
+        assert ours.flight.bytes_sent == plain.flight.bytes_sent
         ours.close(), plain.close()
-    return seen
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_int4_everywhere_is_int4(world_size: int):
-    for result in run_distributed(int4_twice, world_size):
-        for ours, plain, ours_rest, plain_rest, ours_bytes, plain_bytes in result:
-            assert torch.equal(ours, plain) and torch.equal(ours_rest, plain_rest) and ours_bytes == plain_bytes
 
 
 LARGE = [(400, 300), (300, 250), (5000,), (64, 32, 3, 3)]
 SMALL = [(64, 16, 3, 3), *(20 * [(64,)]), (48, 64), (10, 64), (700,), (10,)]  # most layers are less than a block
 
 
-def bytes_of(rank: int, world_size: int) -> list[tuple[str, float, float, list[str]]]:
-    """(like, counted, allocated, choices) of every family, of a large and a small model."""
-    seen = []
-    for shapes, like, config in (
-        (LARGE, "int4", LGrecoConfig(first=2)),
-        (LARGE, "top0.01", LGrecoConfig(first=2)),
-        (LARGE, "rank4", LGrecoConfig(first=2)),
-        *((SMALL, like, LGrecoConfig(first=2)) for like in ("int4", "rank4")),
-    ):
-        mean = mean_of(WireConfig("lgreco", like=like, lgreco=config), shapes)
-        layers = mean.reducer.layers
+@pytest.mark.parametrize("workers", [2, 4])
+@on_ranks()
+def test_bytes_sent_are_those_allocated(rank: int, workers: int):
+    """Of every family, of a large and a small model, by the stages' count: test_wire.py compares it with the kernel's."""
+    for shapes, like in ((LARGE, "int4"), (LARGE, "top0.01"), (LARGE, "rank4"), (SMALL, "int4"), (SMALL, "rank4")):
+        mean = mean_of(lgreco(like, first=2), shapes)
         for round in range(3):  # in the second it decides
-            chosen = list(mean.reducer.chosen)
+    """Of each family, of a large and a small model, by the stages' count, which test_wire.py holds to the kernel's."""
             draw = torch.randn(mean.buckets[0].numel, generator=generator(rank, round))
             mean.buckets[0].payload.copy_(draw * torch.linspace(0.01, 3, len(draw)) ** 3)
             mean.reduce()
-        allocated = sum(padded_bytes(layers, chosen, world_size))
-        told = mean.reducer.allocation
+        allocated, told = sum(padded_bytes(mean.reducer.layers, chosen, workers)), mean.reducer.allocation
         assert told is None or sum(told.bytes) == pytest.approx(allocated) and allocated <= told.uniform_bytes
-        seen.append((like, mean.flight.bytes_sent, allocated, [str(c) for c in chosen]))
+        assert mean.flight.bytes_sent == pytest.approx(allocated, rel=0.02), f"{like}: {[*map(str, chosen)]}"
         mean.close()
-    return seen
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_bytes_sent_are_those_allocated(world_size: int):
-    """By the stages' count, which test_wire.py compares with the kernel's."""
-    for result in run_distributed(bytes_of, world_size):
-        for like, counted, allocated, choices in result:
-            assert counted == pytest.approx(allocated, rel=0.02), f"{like}: {choices}"
-
-
-def unlike_workers(rank: int, world_size: int) -> list[list[str]]:
-    """Worker 1's first layer is hard, worker 0's is as the others."""
+@on_ranks(2)
+def test_every_workers_errors_count(rank: int):
+    """Worker 1's first layer is hard, worker 0's is as the others. Released: the first worker's alone."""
     seen = []
     for hard in (0.0, 30.0):
         mean = mean_of(lgreco("int4", first=1), [(64, 64)] * 8)
@@ -166,14 +145,8 @@ def unlike_workers(rank: int, world_size: int) -> list[list[str]]:
         mean.reduce()
         seen.append([str(c) for c in mean.reducer.chosen])
         mean.close()
-    return seen
-
-
-def test_every_workers_errors_count():
-    """Released: the first worker's alone."""
-    first, second = run_distributed(unlike_workers, 2)
-    assert first == second
-    assert first[0] != first[1] and first[1][0] > max(first[1][1:]), "the hard layer gets more bits"
+    assert everybody(seen) == [seen] * 2
+    assert seen[0] != seen[1] and seen[1][0] > max(seen[1][1:]), "the hard layer gets more bits"
 
 
 def unlike_processors(rank: int, world_size: int) -> list[Tensor]:
@@ -375,8 +348,8 @@ def test_one_workers_nan_reaches_nobody():
         assert torch.equal(ours, others) and ours.isfinite().all() and chosen == theirs and number > 2
 
 
-def interrupted(rank: int, world_size: int) -> list[list[Tensor]]:
-    seen = []
+@on_ranks(2)
+def test_co2_resumes_with_its_allocation(rank: int):
     for like in ("int4", "rank2"):
         first, second = (made(CO2Config(tau=2, wire=LGRECO[like])) for _ in range(2))
         go(first, rank, range(8))
@@ -384,14 +357,7 @@ def interrupted(rank: int, world_size: int) -> list[list[Tensor]]:
             to.load_state_dict(saved)
         for run in (first, second):
             go(run, rank, range(8, 20))
-        seen.append([ended(run)[0] for run in (first, second)])
-    return seen
-
-
-def test_co2_resumes_with_its_allocation():
-    for result in run_distributed(interrupted, 2):
-        for unbroken, resumed_one in result:
-            assert torch.equal(unbroken, resumed_one)
+        assert torch.equal(ended(first)[0], ended(second)[0])
 
 
 def test_workers_that_come_and_go_are_refused():

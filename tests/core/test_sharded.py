@@ -18,6 +18,7 @@ from core.sharded.mesh import local_world_size, node_mesh
 from core.sharded.placement import sum_parts
 from core.testing import run_distributed
 from tests import problems
+from tests.on_ranks import alike, on_ranks
 from tests.problems import LR, assert_traces_equal, flat, gradient, node_step, refusal, trace_of
 from tests.reference import Reference
 
@@ -49,69 +50,50 @@ def expected(config: CO2Config, nodes: list[list[int]]) -> list[Tensor]:
     return [*rounds, ref.x[0].clone()]
 
 
-def hierarchical(rank: int, world_size: int, shard: bool, configs: list[CO2Config]) -> list[list[Tensor]]:
-    node = rank // 2
-    mesh = node_mesh("cpu", 2)
-    results = []
-    for config in configs:
-        trace, co2 = run_co2(config, [2 * node, 2 * node + 1], mesh=mesh, shard=shard)
-        parts = 4 if shard else 2
-        assert len(co2._x[0]) == -(-co2.buckets[0].numel // parts)
-        results.append(trace)
-    return results
-
-
 @pytest.mark.parametrize("configs", GRIDS)
 @pytest.mark.parametrize("shard", [False, True], ids=["node", "all"])
-def test_two_nodes_of_two_equal_the_reference(shard: bool, configs: list[CO2Config]):
-    results = run_distributed(hierarchical, 4, shard, configs, timeout=200)
-    for i, config in enumerate(configs):
-        reference = expected(config, [[0, 1], [2, 3]])
-        for rank in range(4):
-            assert_traces_equal(results[rank][i], reference)
-            assert all(torch.equal(a, b) for a, b in zip(results[rank][i], results[0][i], strict=True))
+@on_ranks(4, timeout=200)
+def test_two_nodes_of_two_equal_the_reference(rank: int, shard: bool, configs: list[CO2Config]):
+    """x and m in halves inside the node, or in quarters over all; gradients synchronised inside the node."""
+    node, mesh = rank // 2, node_mesh("cpu", 2)
+    for config in configs:
+        trace, co2 = run_co2(config, [2 * node, 2 * node + 1], mesh=mesh, shard=shard)
+        assert len(co2._x[0]) == -(-co2.buckets[0].numel // (4 if shard else 2))
+        assert_traces_equal(trace, expected(config, [[0, 1], [2, 3]]))
+        assert alike(*trace)
 
 
 WAYS: list[dict[str, bool]] = [{}, {"shard": True}, {"offload": True}, {"shard": True, "offload": True}]
 
 
-def flat_workers(rank: int, world_size: int, configs: list[CO2Config]) -> list[list[list[Tensor]]]:
-    return [[run_co2(c, [rank], **how)[0] for how in WAYS] for c in configs]
-
-
 @pytest.mark.parametrize("configs", GRIDS)
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_shared_or_offloaded_equals_unshared(world_size: int, configs: list[CO2Config]):
-    for result in run_distributed(flat_workers, world_size, configs, timeout=400):
-        for unshared, *others in result:
-            for shared in others:
-                assert_traces_equal(shared, unshared)
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.slow), 3])
+@on_ranks(timeout=400)
+def test_shared_or_offloaded_equals_unshared(rank: int, workers: int, configs: list[CO2Config]):
+    for config in configs:
+        unshared, *others = (run_co2(config, [rank], **how)[0] for how in WAYS)
+        for shared in others:
+            assert_traces_equal(shared, unshared)
 
 
-def parts(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
-    group = dist.new_group()
+@on_ranks(3)
+def test_parts_are_summed_and_gathered(rank: int):
+    group, values = dist.new_group(), torch.arange(150, dtype=torch.float64) + rank
     assert isinstance(group, dist.ProcessGroup)
-    values = torch.arange(world_size * 50, dtype=torch.float64) + rank
     for works, _ in sum_parts(values, group):
         for work in works:
             work.wait()
-    own = values.view(world_size, -1)[rank].clone()
+    whole = 3 * torch.arange(150, dtype=torch.float64) + 3
+    assert torch.equal(values.view(3, -1)[rank], whole.view(3, -1)[rank])
     works, sent = gather_parts(values, group)
     works[0].wait()
-    assert sent == (world_size - 1) * 50 * 8
-    return own, values
+    assert sent == 2 * 50 * 8 and torch.equal(values, whole)
 
 
-def test_parts_are_summed_and_gathered():
-    for rank, (own, everything) in enumerate(run_distributed(parts, 3)):
-        whole = 3 * torch.arange(150, dtype=torch.float64) + 3
-        assert torch.equal(own, whole.view(3, -1)[rank]) and torch.equal(everything, whole)
-
-
-def low_precision(rank: int, world_size: int) -> dict[torch.dtype, tuple[Tensor, ...]]:
-    ends = {}
+@on_ranks(2)
+def test_sixteen_bit_parameters_equal_unshared(rank: int):
     for dtype in (torch.bfloat16, torch.float16):
-        both = []
+        ends = []
         for kind in (partial(ShardedCO2, shard=True), partial(ShardedCO2, offload=True), CO2):
             params = [nn.Parameter(torch.linspace(-1, 1, 37).to(dtype)), nn.Parameter(torch.ones(3))]
             co2 = kind(params, CO2Config(tau=2, outer_momentum=0.3, clip=None))
@@ -121,19 +103,13 @@ def low_precision(rank: int, world_size: int) -> dict[torch.dtype, tuple[Tensor,
                         p.sub_(torch.full_like(p, 0.01 * (rank + 1)) + 0.02 * p)
                 co2.step()
             co2.finish()
-            both.append(flat(params))
-        ends[dtype] = tuple(both)
-    return ends
+            ends.append(flat(params))
+        for shared in ends[:2]:
+            torch.testing.assert_close(shared, ends[2], rtol=1e-6, atol=1e-6)
 
 
-def test_sixteen_bit_parameters_equal_unshared():
-    for ends in run_distributed(low_precision, 2):
-        for shared, offloaded, unshared in ends.values():
-            torch.testing.assert_close(shared, unshared, rtol=1e-6, atol=1e-6)
-            torch.testing.assert_close(offloaded, unshared, rtol=1e-6, atol=1e-6)
-
-
-def buffers(rank: int, world_size: int) -> tuple[Tensor, Tensor, float]:
+@on_ranks(4)
+def test_buffers_are_averaged_over_everybody(rank: int):
     """BatchNorm's statistics are means over all four workers, one round late."""
     values = []
     for kind in (partial(ShardedCO2, mesh=node_mesh("cpu", 2)), CO2):
@@ -144,13 +120,7 @@ def buffers(rank: int, world_size: int) -> tuple[Tensor, Tensor, float]:
             co2.step()
         co2.finish()
         values.append(statistics.clone())
-    assert "pseudo_gradient_norm" in co2.stats.as_dict()
-    return values[0], values[1], co2.stats.as_dict()["pseudo_gradient_norm"]
-
-
-def test_buffers_are_averaged_over_everybody():
-    for shared, unshared, _ in run_distributed(buffers, 4):
-        torch.testing.assert_close(shared, unshared)
+    torch.testing.assert_close(*values)
 
 
 def norms(rank: int, world_size: int) -> list[tuple[float, ...]]:
@@ -196,10 +166,10 @@ def test_unlike_numbers_of_workers_on_slurms_nodes_are_refused():
         local_world_size({"SLURM_TASKS_PER_NODE": "8(x2),4"})
 
 
-def unlike_names(rank: int, world_size: int) -> list[str]:
+@on_ranks(4)
+def test_ranks_that_know_unlike_numbers_of_groups_are_told_before_they_wait_in_vain(rank: int):
     """All make a group of some, as a program must; only its members know it then."""
-    mesh, lines = node_mesh("cpu", 2), list[str]()
-    config, model = CO2Config(tau=2), nn.Linear(3, 2)
+    mesh, config, model = node_mesh("cpu", 2), CO2Config(tau=2), nn.Linear(3, 2)
     CO2(model.parameters(), config, group=mesh.get_group(0), timeout=20).close()
     dist.new_group([0, 1])
     for make in (
@@ -207,14 +177,8 @@ def unlike_names(rank: int, world_size: int) -> list[str]:
         lambda: CO2(model.parameters(), config, group=mesh.get_group(0), timeout=20),
         lambda: make_method("local", model, co2=config, mesh=mesh, timeout=20)[1],
     ):
-        lines.append(refusal(make))
+        assert "process groups, so that torch would name" in refusal(make)
     CO2(model.parameters(), config, timeout=20).close()  # of all
-    return lines
-
-
-def test_ranks_that_know_unlike_numbers_of_groups_are_told_before_they_wait_in_vain():
-    for lines in run_distributed(unlike_names, 4, timeout=60):
-        assert all("process groups, so that torch would name" in line and "\n" not in line for line in lines), lines
 
 
 @pytest.mark.parametrize("name", ["overlap_local", "delayed"])

@@ -22,6 +22,7 @@ from core.stats import Coming, RoundStats
 from core.testing import run_distributed
 from core.testing.link import ThrottledLink
 from tests import problems
+from tests.on_ranks import alike, everybody, on_ranks
 from tests.problems import LR, flat, gradient, sgd_step
 from tests.reference import LateReference
 
@@ -399,62 +400,45 @@ def tell_times(co2: CO2, link: Timed, step_seconds: float) -> None:
     tuner.tell = told
 
 
-def changing_link(rank: int, world_size: int) -> tuple[list[tuple[int, int]], int]:
-    params = problems.odd_parameters()
-    link = Timed(1.0)
+@on_ranks(2)
+def test_a_link_that_slows_down_makes_rounds_longer(rank: int):
+    """By the slower worker's steps of 4 ms; where a median over five rounds turns, it does so at once."""
+    params, link = problems.odd_parameters(), Timed(1.0)
     co2 = CO2(params, AUTO, link=link)
     tell_times(co2, link, 0.002 * (1 + rank))
     paced(co2, params, rank, 30)
     link.bytes_per_second /= 10
     paced(co2, params, rank, 90)
-    sent = co2.stats.bytes_sent
+    fast, slow = (math.ceil(1.25 * co2.stats.bytes_sent / (mbit * 125e3) / 0.004) for mbit in (1.0, 0.1))
     co2.finish()
-    return [(d.old, d.new) for d in co2.rider(Tuned).tuner.decisions], sent
-
-
-def test_a_link_that_slows_down_makes_rounds_longer():
-    """By the slower worker's steps of 4 ms; where a median over five rounds turns, it does so at once."""
-    one, two = run_distributed(changing_link, 2)
-    assert one == two
-    decisions, sent = one
-    fast, slow = (math.ceil(1.25 * sent / (mbit * 125e3) / 0.004) for mbit in (1.0, 0.1))
+    decisions = [(d.old, d.new) for d in co2.rider(Tuned).tuner.decisions]
     assert slow >= 3 * fast and decisions == [(2, fast), (fast, slow)]
 
 
-def capped_or_overlap(rank: int, world_size: int) -> tuple[list[int], list[int]]:
+@on_ranks(2)
+def test_tau_max_caps_and_overlap_local_sgd_has_it_too(rank: int):
     core.adaptive.tau.COST = 1.0
-    params = problems.odd_parameters()
+    params, model = problems.odd_parameters(), nn.ParameterList(problems.odd_parameters())
     co2 = CO2(params, replace(AUTO, tau_max=6), link=ThrottledLink(0.1))
     capped = paced(co2, params, rank, 60)
     co2.finish()
-    model = nn.ParameterList(problems.odd_parameters())
     _, overlap = make_method("overlap_local", model, co2=AUTO, link=ThrottledLink(0.1))
     taus = paced(overlap, list(model.parameters()), rank, 100)
     overlap.finish()
-    return capped, taus
+    assert everybody((capped, taus)) == [(capped, taus)] * 2
+    assert max(capped) == 6 and max(taus) > 6
 
 
-def test_tau_max_caps_and_overlap_local_sgd_has_it_too():
-    (capped, overlap), others = run_distributed(capped_or_overlap, 2)
-    assert (capped, overlap) == others
-    assert max(capped) == 6 and max(overlap) > 6
-
-
-def uneven_and_resumed(rank: int, world_size: int) -> list[Any]:
+@on_ranks(2)
+def test_uneven_workers_end_together_and_the_tuner_is_in_the_checkpoint(rank: int):
     params = problems.odd_parameters()
     co2 = CO2(params, AUTO, link=ThrottledLink(0.1))
     paced(co2, params, rank, 30 + 9 * rank)  # rank 1 takes more steps
     co2.finish()
-    state = co2.state_dict()
     again = CO2(problems.odd_parameters(), AUTO, link=ThrottledLink(0.1))
-    again.load_state_dict(state)
+    again.load_state_dict(co2.state_dict())
     assert again.tau == co2.tau and again.rider(Tuned).state_dict() == co2.rider(Tuned).state_dict()
-    return [flat(params), co2.tau]
-
-
-def test_uneven_workers_end_together_and_the_tuner_is_in_the_checkpoint():
-    (end, tau), (other_end, other_tau) = run_distributed(uneven_and_resumed, 2)
-    assert torch.equal(end, other_end) and tau == other_tau
+    assert alike(flat(params)) and everybody(co2.tau) == [co2.tau] * 2
 
 
 def merging_on_arrival(rank: int, world_size: int) -> dict[str, Any]:
@@ -488,11 +472,11 @@ def test_where_means_merge_on_arrival_rounds_close_at_the_same_steps_from_the_fi
     assert max(tau for _, tau, _ in zero["closed"]) > CALIBRATION_TAU and any(d for *_, d in zero["closed"])
 
 
-def saved_while_calibrating(rank: int, world_size: int) -> list[Tensor]:
-    """Where a run that is saved at a boundary before tau is chosen comes to, and one that goes on from there."""
-    ends: list[Tensor] = []
-    params, other = problems.odd_parameters(), problems.odd_parameters()
-    co2, resumed = (CO2(p, CO2Config.recommended(world_size)) for p in (params, other))
+@on_ranks(2)
+def test_a_run_may_be_saved_before_tau_is_chosen(rank: int):
+    """At a boundary; and one that goes on from there."""
+    params, other, ends = problems.odd_parameters(), problems.odd_parameters(), list[Tensor]()
+    co2, resumed = (CO2(p, CO2Config.recommended(2)) for p in (params, other))
     for step in range(2 * CALIBRATION_TAU):
         sgd_step(params, rank, step)
         co2.step()
@@ -505,22 +489,18 @@ def saved_while_calibrating(rank: int, world_size: int) -> list[Tensor]:
         method.step()
         method.finish()
         ends.append(flat(trained))
-    return ends
+    assert torch.equal(*ends)
 
 
-def test_a_run_may_be_saved_before_tau_is_chosen():
-    for end, resumed in run_distributed(saved_while_calibrating, 2):
-        assert torch.equal(end, resumed)
-
-
-def unlike_steps(rank: int, world_size: int) -> list[tuple[int, int | None]]:
-    """Rank 1's steps take twice as long: after how many steps each mean was merged, and should be there, by round."""
-    params = problems.odd_parameters()
+@on_ranks(2)
+def test_a_faster_worker_waits_where_the_link_has_had_its_time(rank: int):
+    """Rank 1's steps take twice as long. Else the means of rank 0 come when the slower one has sent, some five of its
+    steps later, or a round."""
+    params, link = problems.odd_parameters(), Timed(0.6)
     config = CO2Config(tau=9, merge="mix", delay="auto", gap="none", outer_momentum=0.0)
-    link = Timed(0.6)
     co2 = CO2(params, config, link=link)
     tell_times(co2, link, 0.006 + 0.006 * rank)
-    merged = []
+    merged = []  # after how many steps, by round, and after how many it should be there
     for step in range(90):
         needed = co2.rider(Tuned).tuner.needed
         time.sleep(0.006 + 0.006 * rank)
@@ -528,16 +508,9 @@ def unlike_steps(rank: int, world_size: int) -> list[tuple[int, int | None]]:
         if co2.step():
             merged.append((co2.stats.merged_after, needed))
     co2.finish()
-    return merged
-
-
-def test_a_faster_worker_waits_where_the_link_has_had_its_time():
-    """Else its means come when the slower one has sent, some five of its steps later, or a round."""
-    zero, one = run_distributed(unlike_steps, 2)
-    for merged in (zero, one):
-        assert [needed for _, needed in merged[:3]] == [None, None, None]
-        assert all(needed and after <= needed <= 3 for after, needed in merged[4:]), merged
-    assert max(after for after, _ in zero[4:]) == zero[-1][1], "it waited"
+    assert [needed for _, needed in merged[:3]] == [None, None, None]
+    assert all(needed and after <= needed <= 3 for after, needed in merged[4:]), merged
+    assert rank or max(after for after, _ in merged[4:]) == merged[-1][1], "it waited"
 
 
 def choosing_a_wire(rank: int, world_size: int, mbit: float, feedback: bool = True) -> dict[str, Any]:
@@ -610,12 +583,7 @@ def test_one_worker_keeps_the_calibration_tau():
     assert set(paced(co2, params, 0, 30, 0.0)) == {2}
 
 
-@pytest.mark.parametrize("bad", ["tau", "tau_max"])
-def test_workers_must_agree_on_the_setting(bad: str):
-    with pytest.raises(RuntimeError, match="workers differ"):
-        run_distributed(disagreeing, 2, bad)
-
-
-def disagreeing(rank: int, world_size: int, bad: str) -> None:
-    configs = {"tau": (AUTO, replace(AUTO, tau=4)), "tau_max": (AUTO, replace(AUTO, tau_max=9))}
-    CO2(problems.odd_parameters(), configs[bad][rank])
+@on_ranks(2)
+def test_workers_must_agree_on_the_setting(rank: int):
+    for other in (replace(AUTO, tau=4), replace(AUTO, tau_max=9)):
+        assert "workers differ" in problems.refusal(CO2, problems.odd_parameters(), other if rank else AUTO)
