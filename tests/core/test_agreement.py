@@ -23,9 +23,8 @@ from core.robust.agreement import PARTS, REPAIR_EVERY, Agreement, bits, checksum
 from core.robust.guard import Guard
 from core.robust.requests import Requests
 from core.sharded.mesh import node_mesh
-from core.testing import run_distributed
 from tests import problems
-from tests.on_ranks import on_ranks
+from tests.on_ranks import alike, everybody, on_ranks
 from tests.problems import sgd_step
 
 
@@ -59,43 +58,34 @@ def test_workers_with_other_schedules_are_refused_when_their_first_round_lands(r
     assert "workers differ in their settings in round 2" in differs and f"'outer_lr': {0.5 + rank / 10}" in differs
 
 
-def drifting(rank: int, world_size: int, kind: str) -> dict[str, Any]:
-    """One worker's outer iterate is moved by less than float32 shows in its norm; who notices, and what follows."""
-    mesh = node_mesh("cpu", 2) if kind == "node" else None
-    params = [nn.Parameter(torch.linspace(-1, 1, 1000))]
-    if kind in ("co2", "local", "slowmo", "int8"):
-        wire = WireConfig(kind if kind == "int8" else "float32")
-        name, config = "co2" if kind == "int8" else kind, CO2Config(tau=1, outer_momentum=0.0, wire=wire)
-        _, method = make_method(name, nn.ParameterList(params), co2=config)
-    else:
-        method = ShardedCO2(params, CO2Config(tau=1, outer_momentum=0.0), mesh=mesh, offload=kind == "offload")
-    drift, seen = rank == (2 if mesh else 1), []
-    with warnings.catch_warnings(record=True, action="always") as caught:
-        for number in range(3 * PARTS * (2 if mesh else 1)):
-            if drift and number == 3 and "outer_iterate" in method.state:
-                method.flight.settle()
-                method.state["outer_iterate"][0].mul_(1 + 1e-6)
-            with torch.no_grad():
-                params[0].sub_(0.01 * torch.sin(params[0] + (0 if mesh else rank)))
-            method.step()
-            seen.append(method.stats.drifted)
-    method.finish()
-    return {"first": seen.index(1.0) if 1.0 in seen else None, "last": params[0].detach(), "warned": len(caught)}
-
-
-FAR = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("slowmo", "local")]
-
-
-@pytest.mark.parametrize("kind", ["co2", "int8", "offload", "node", *FAR])
-def test_replicas_that_drift_apart_are_noticed_and_made_equal_again(kind: str):
-    """A mean of differences would keep them apart for ever. Nodes take turns, so it may take twice as long."""
-    results = run_distributed(drifting, 4 if kind == "node" else 2, kind)
-    firsts = {result["first"] for result in results}
-    assert len(firsts) == 1, "all workers notice in the same round"
-    (first,) = firsts
-    assert first is None if kind == "local" else 3 <= first <= 4 + PARTS * (2 if kind == "node" else 1)
-    assert all(torch.equal(r["last"], results[0]["last"]) for r in results)
-    assert [r["warned"] for r in results] == [int(kind != "local")] + [0] * (len(results) - 1) or kind == "node"
+@pytest.mark.parametrize("workers", [2, 4])
+@on_ranks()
+def test_replicas_that_drift_apart_are_noticed_and_made_equal_again(rank: int, workers: int):
+    """One worker's outer iterate is moved by less than float32 shows in its norm; a mean of differences would keep it
+    apart for ever. The workers of a node compare a part each, so it may take twice as long."""
+    for kind in ("co2", "int8", "offload", "slowmo", "local") if workers == 2 else ("node",):
+        mesh = node_mesh("cpu", 2) if kind == "node" else None
+        params = [nn.Parameter(torch.linspace(-1, 1, 1000))]
+        if mesh or kind == "offload":
+            method: Any = ShardedCO2(params, CO2Config(tau=1, outer_momentum=0.0), mesh=mesh, offload=not mesh)
+        else:
+            config = CO2Config(tau=1, outer_momentum=0.0, wire=WireConfig(kind if kind == "int8" else "float32"))
+            _, method = make_method("co2" if kind == "int8" else kind, nn.ParameterList(params), co2=config)
+        drift, seen, longest = rank == workers // 2, [], PARTS * (2 if mesh else 1)
+        with warnings.catch_warnings(record=True, action="always") as caught:
+            for number in range(3 * longest):
+                if drift and number == 3 and "outer_iterate" in method.state:
+                    method.flight.settle()
+                    method.state["outer_iterate"][0].mul_(1 + 1e-6)
+                with torch.no_grad():
+                    params[0].sub_(0.01 * torch.sin(params[0] + (0 if mesh else rank)))
+                method.step()
+                seen.append(method.stats.drifted)
+        method.finish()
+        first = seen.index(1.0) if 1.0 in seen else None
+        assert everybody(first) == [first] * workers, "all workers notice in the same round"
+        assert first is None if kind == "local" else first is not None and 3 <= first <= 4 + longest, kind
+        assert alike(params[0].detach()) and (mesh or len(caught) == (rank == 0 and kind != "local")), kind
 
 
 @on_ranks(4)
@@ -214,9 +204,13 @@ def test_a_request_to_save_that_finish_carries_is_not_lost_and_one_to_stop_is_an
     assert not requests.granted
 
 
-def outlasts(rank: int, world_size: int, folder: str) -> list[str]:
+@pytest.mark.skipif(
+    not hasattr(torch.distributed.ProcessGroup, "set_timeout"), reason="over gloo this torch keeps a group's timeout"
+)
+@on_ranks(2)
+def test_the_timeout_follows_the_length_of_the_rounds(rank: int, tmp_path: Path):
     """Rounds of 1.2 s, a timeout of a third; rank 1 stays away for longer than that, and then till it is named."""
-    params, told, named = [nn.Parameter(torch.ones(3))], [], Path(folder, "named")
+    params, told, named = [nn.Parameter(torch.ones(3))], [], tmp_path / "named"
     _, method = make_method("co2", nn.ParameterList(params), co2=CO2Config(tau=2))
     method.flight.timeout = 0.4  # from now on: two workers may be that far apart at their start
     for steps, late in ((4, 0.7), (2, 30.0)):
@@ -232,15 +226,7 @@ def outlasts(rank: int, world_size: int, folder: str) -> list[str]:
         except RuntimeError as error:
             told.append(str(error))
     named.touch()
-    return told
-
-
-@pytest.mark.skipif(
-    not hasattr(torch.distributed.ProcessGroup, "set_timeout"), reason="over gloo this torch keeps a group's timeout"
-)
-def test_the_timeout_follows_the_length_of_the_rounds(tmp_path: Path):
-    zero, one = run_distributed(outlasts, 2, str(tmp_path))
-    assert zero[0] == one[0] == "fine" and "no answer from rank 1" in zero[1]
+    assert told[0] == "fine" and (rank or "no answer from rank 1" in told[1])
 
 
 def base() -> list[Tensor]:

@@ -190,10 +190,10 @@ def test_every_config_field_is_tested_above():
     # only permits; bounds tau="auto", see test_tau.py
 
 
-def hidden_round(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+@on_ranks(2)
+def test_a_slow_peer_delays_nobody_and_live_parameters_stay_untouched(rank: int, tmp_path: Path):
     """Rank 1 arrives at its second boundary only after rank 0 has gone three local steps past it."""
-    gate = Path(folder, "gate")
-    params = problems.odd_parameters()
+    gate, params = tmp_path / "gate", problems.odd_parameters()
     co2 = CO2(params, CO2Config(tau=4))
     for step in range(4):
         sgd_step(params, rank, step)
@@ -212,23 +212,13 @@ def hidden_round(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     until = time.monotonic() + 30
     while not co2.flight.done():
         assert time.monotonic() < until
-    untouched = all(torch.equal(p, b) for p, b in zip(params, before, strict=True))
-    moved = not torch.equal(flat(params), flat(problems.odd_parameters()))
+    assert all(map(torch.equal, params, before)) and not torch.equal(flat(params), flat(problems.odd_parameters()))
     sgd_step(params, rank, 7)
-    closed = co2.step()
+    assert co2.step()
     co2.finish()
-    return {"untouched": untouched, "moved": moved, "closed": closed, "aliases": aliases(co2)}
-
-
-def aliases(co2: CO2) -> bool:
-    """Whether a flat buffer that a collective writes shares memory with a live tensor."""
     live = {t.untyped_storage().data_ptr() for t in [*co2.params, *co2.buffers] if t.numel()}
-    return any(b.flat.untyped_storage().data_ptr() in live for b in co2.buckets)
-
-
-def test_a_slow_peer_delays_nobody_and_live_parameters_stay_untouched(tmp_path: Path):
-    for result in run_distributed(hidden_round, 2, str(tmp_path)):
-        assert result == {"untouched": True, "moved": True, "closed": True, "aliases": False}
+    written = {b.flat.untyped_storage().data_ptr() for b in co2.buckets}
+    assert not live & written, "a flat buffer that a collective writes shares memory with a live tensor"
 
 
 def nesterov_grid() -> list[Settings]:
@@ -414,22 +404,18 @@ def uneven_twice(rank: int, build: Callable[[list[Tensor]], Any]) -> list[Tensor
     return [*seen, co2.starts[0].clone() if co2.differences else flat(params), *(f[0] for f in co2.state.values())]
 
 
-def uneven(rank: int, world_size: int) -> dict[str, list[Tensor]]:
-    return {name: uneven_twice(rank, build) for name, build in UNEVEN.items()}
-
-
-def test_finish_leaves_equal_workers_however_uneven_and_training_goes_on():
-    results = run_distributed(uneven, 3)
-    for name in UNEVEN:
-        untouched, first, again, second, x, *_ = results[0][name]
-        for other in results[1:]:
-            assert all(torch.equal(a, b) for a, b in zip(results[0][name], other[name], strict=True)), name
+@on_ranks(3)
+def test_finish_leaves_equal_workers_however_uneven_and_training_goes_on(rank: int):
+    ends = {name: uneven_twice(rank, build) for name, build in UNEVEN.items()}
+    for name, seen in ends.items():
+        untouched, first, again, second, x, *_ = seen
+        assert alike(*seen), name
         for before, after in ((flat(problems.odd_parameters()), untouched), (first, again)):
             if name != "OverlapLocalSGD":  # whose every boundary pulls, one without a step, too
                 torch.testing.assert_close(after, before, rtol=1e-15, atol=0)  # nothing to finish
         assert (first - untouched).abs().max() > 0.1 and (second - first).abs().max() > 0.01
         assert torch.equal(second, x)
-    for shared, plain in zip(results[0]["shard"], results[0]["{}"], strict=False):
+    for shared, plain in zip(ends["shard"], ends["{}"], strict=False):
         torch.testing.assert_close(shared, plain, rtol=1e-9, atol=1e-9)
 
 

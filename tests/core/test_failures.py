@@ -19,6 +19,7 @@ from core.robust import peers
 from core.robust.peers import Address, Peers
 from core.testing import run_distributed
 from tests import problems
+from tests.on_ranks import on_ranks
 from tests.ports import listening_at
 from tests.problems import Mean, flat, sgd_step, wait_for
 
@@ -194,15 +195,11 @@ def test_a_process_that_has_ended_or_is_stopped_is_named(who: int, how: str, tmp
     assert [found[rank] for rank in range(3) if rank != who] == [[who]] * 2
 
 
-def where_it_listens(rank: int, world_size: int) -> tuple[str, set[str]]:
+@on_ranks(2)
+def test_a_worker_listens_at_the_address_that_it_tells_and_nowhere_else(rank: int):
     peers.meet()
     assert peers._peers is not None
-    return peers._peers.address.host, listening_at(peers._peers.address.port)
-
-
-def test_a_worker_listens_at_the_address_that_it_tells_and_nowhere_else():
-    for host, found in run_distributed(where_it_listens, 2):
-        assert found == {host}
+    assert listening_at(peers._peers.address.port) == {peers._peers.address.host}
 
 
 def one_wakes(rank: int, world_size: int, folder: str) -> str:

@@ -120,11 +120,11 @@ SMALL = [(64, 16, 3, 3), *(20 * [(64,)]), (48, 64), (10, 64), (700,), (10,)]  # 
 @pytest.mark.parametrize("workers", [2, 4])
 @on_ranks()
 def test_bytes_sent_are_those_allocated(rank: int, workers: int):
-    """Of every family, of a large and a small model, by the stages' count: test_wire.py compares it with the kernel's."""
+    """Of each family, of a large and a small model, by the stages' count, which test_wire.py holds to the kernel's."""
     for shapes, like in ((LARGE, "int4"), (LARGE, "top0.01"), (LARGE, "rank4"), (SMALL, "int4"), (SMALL, "rank4")):
         mean = mean_of(lgreco(like, first=2), shapes)
         for round in range(3):  # in the second it decides
-    """Of each family, of a large and a small model, by the stages' count, which test_wire.py holds to the kernel's."""
+            chosen = list(mean.reducer.chosen)
             draw = torch.randn(mean.buckets[0].numel, generator=generator(rank, round))
             mean.buckets[0].payload.copy_(draw * torch.linspace(0.01, 3, len(draw)) ** 3)
             mean.reduce()

@@ -23,8 +23,8 @@ from core import flight as collectives
 from core.adaptive.tau import Tuned
 from core.flight import Flight
 from core.sharded.mesh import node_mesh
-from core.testing import run_distributed
 from tests import problems
+from tests.on_ranks import on_ranks
 
 SECONDS = 0.4
 
@@ -232,12 +232,9 @@ def test_what_is_heard_a_round_later_is_told_of_its_own_round(on_device: bool, m
             co2.step()
 
 
-def without_a_backend_for_it(rank: int, world_size: int) -> str:
-    return problems.refusal(Flight, torch.device("meta"))
-
-
-def test_a_group_that_cannot_move_the_tensors_is_refused_with_the_remedy():
-    (text,) = run_distributed(without_a_backend_for_it, 1)
+@on_ranks(1)
+def test_a_group_that_cannot_move_the_tensors_is_refused_with_the_remedy(rank: int):
+    text = problems.refusal(Flight, torch.device("meta"))
     assert "moves no meta tensors" in text and "cpu:gloo,cuda:nccl" in text
 
 

@@ -20,7 +20,7 @@ from core.stats import RoundClock, RoundStats, between, mark, ready
 from core.testing import run_distributed
 from tests import problems
 from tests.calls import Calls, calls_of
-from tests.on_ranks import everybody, on_ranks
+from tests.on_ranks import alike, everybody, on_ranks
 from tests.problems import Settings, flat, refusal, sgd_step, small_net, take_steps
 from tests.quadratic import Quadratic
 from training.round_log import Overlap
@@ -438,10 +438,11 @@ ENDS: dict[str, Any] = {name: lambda p, c=c: CO2(p, c) for name, c in HIDDEN.ite
 }
 
 
-def last_steps(rank: int, world_size: int) -> dict[str, list[tuple[Tensor, int]]]:
-    """The end without and with step(last=True): after as many steps on all, after fewer on rank 0, and once more."""
-    found: dict[str, list[tuple[Tensor, int]]] = {name: [] for name in ENDS}
+@on_ranks(2)
+def test_a_last_step_saves_an_all_reduce_and_changes_nothing(rank: int):
+    """Without and with step(last=True): after as many steps on all, after fewer on rank 0, and once more."""
     for name, build in ENDS.items():
+        found: list[list[tuple[Tensor, int]]] = [[], []]
         for says in (False, True):
             params = problems.odd_parameters()
             method = build(params)
@@ -452,20 +453,13 @@ def last_steps(rank: int, world_size: int) -> dict[str, list[tuple[Tensor, int]]
                         method.flight.settle()  # so that a mean is merged after the same step
                     method.step(last=says and step == steps - 1)
                 method.finish()
-                found[name].append((flat(params), method.rounds))
-    return found
-
-
-def test_a_last_step_saves_an_all_reduce_and_changes_nothing():
-    zero, one = run_distributed(last_steps, 2)
-    for name in ENDS:
-        for i in range(4):
-            (usual, rounds), (ended, fewer) = zero[name][i], zero[name][4 + i]
-            assert torch.equal(ended, one[name][4 + i][0]), f"{name}: workers differ after finish() {i}"
+                found[says].append((flat(params), method.rounds))
+        assert alike(*(end for end, _ in found[True])), f"{name}: workers differ after finish()"
+        # after 6 steps, after 6 to 9, not after 5, after 3
+        for (usual, rounds), (ended, fewer), less in zip(*found, (1, 2, 2, 3), strict=True):
+            assert rounds - fewer == less, (name, rounds, fewer)
             if name != "overlap_local":  # whose every boundary pulls, one without a step, too
                 torch.testing.assert_close(ended, usual, rtol=1e-12, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
-            # after 6 steps, after 6 to 9, not after 5, after 3
-            assert rounds - fewer == (1, 2, 2, 3)[i], (name, i, rounds, fewer)
 
 
 def test_a_step_after_the_last_needs_finish_between():

@@ -16,9 +16,8 @@ from core.groups import gather_parts
 from core.methods import check_apart
 from core.sharded.mesh import local_world_size, node_mesh
 from core.sharded.placement import sum_parts
-from core.testing import run_distributed
 from tests import problems
-from tests.on_ranks import alike, on_ranks
+from tests.on_ranks import alike, everybody, on_ranks
 from tests.problems import LR, assert_traces_equal, flat, gradient, node_step, refusal, trace_of
 from tests.reference import Reference
 
@@ -123,7 +122,8 @@ def test_buffers_are_averaged_over_everybody(rank: int):
     torch.testing.assert_close(*values)
 
 
-def norms(rank: int, world_size: int) -> list[tuple[float, ...]]:
+@on_ranks(2)
+def test_statistics_are_of_the_whole_model(rank: int):
     seen = []
     for kind in (CO2, partial(ShardedCO2, shard=True)):
         params = [nn.Parameter(torch.linspace(0, 1, 11, dtype=torch.float64))]
@@ -131,19 +131,13 @@ def norms(rank: int, world_size: int) -> list[tuple[float, ...]]:
         for step in range(12):
             node_step(params, [rank], step)
             co2.step()
-        stats = co2.stats.as_dict()
-        seen.append((stats["pseudo_gradient_norm"], stats["allreduce_seconds"], stats["gap_max"], stats["gap_mean"]))
+        seen.append(co2.stats.as_dict())
         co2.finish()
-    return seen
-
-
-def test_statistics_are_of_the_whole_model():
-    results = run_distributed(norms, 2)
-    for (unshared, *_), (shared, seconds, *_) in results:
-        assert shared == pytest.approx(unshared) and seconds > 0
-    whole, shares = results[0][0], [result[1] for result in results]
-    assert whole[2] > 1 and max(share[2] for share in shares) == pytest.approx(whole[2])
-    assert min(share[3] for share in shares) <= whole[3] <= max(share[3] for share in shares)
+    unshared, shared = seen
+    assert shared["pseudo_gradient_norm"] == pytest.approx(unshared["pseudo_gradient_norm"])
+    assert shared["allreduce_seconds"] > 0 and unshared["gap_max"] > 1
+    most, means = (everybody(shared[name]) for name in ("gap_max", "gap_mean"))
+    assert max(most) == pytest.approx(unshared["gap_max"]) and min(means) <= unshared["gap_mean"] <= max(means)
 
 
 @pytest.mark.parametrize(
@@ -190,54 +184,33 @@ def test_what_a_nodes_workers_would_choose_unlike_is_refused(name: str):
         check_apart(other, CO2Config("auto"), 2)
 
 
-def three_in_twos(rank: int, world_size: int) -> None:
-    node_mesh("cpu", 2)
+@on_ranks(3)
+def test_uneven_nodes_are_refused(rank: int):
+    assert "2 workers per node do not divide 3 workers" in refusal(node_mesh, "cpu", 2)
 
 
-def test_uneven_nodes_are_refused():
-    with pytest.raises(RuntimeError, match="2 workers per node do not divide 3 workers"):
-        run_distributed(three_in_twos, 3)
-
-
-def meshes(rank: int, world_size: int) -> dict[str, str]:
-    """What of a mesh, and of settings with it, is refused; nothing for what trains."""
+@on_ranks(1)
+def test_what_is_refused_of_a_mesh_names_all_that_has_to_change(rank: int):
     model, mesh = nn.Linear(3, 2), node_mesh("cpu", 1)
     cube = init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=("dp_replicate", "dp_shard", "tp"))
-    recommended, between = CO2Config.recommended(32, 400), ("pp", "dp_replicate", "dp_shard")
-    told = {}
-    for name, config, its_mesh in (
-        ("recommended", recommended, mesh),
-        ("for a mesh", CO2Config.recommended(32, 400, mesh=mesh), mesh),
-        ("three dimensions", CO2Config(), cube),
-        ("one dimension", CO2Config(), cube["tp"]),
-        ("others between", CO2Config(), init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=between)),
-        ("without names", CO2Config(), init_device_mesh("cpu", (1, 1, 1))),
-        ("two of three", CO2Config(), cube["dp_replicate", "dp_shard"]),
+    between = init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=("pp", "dp_replicate", "dp_shard"))
+    take, make = 'such as mesh["dp_replicate", "dp_shard"]', ("init_device_mesh(", "mesh_dim_names=")  # no two to take
+    auto = "merge='keep' with delay='auto'", "wire.format='auto'", "recommended(..., mesh=mesh) is accepted"
+    for config, its_mesh, parts in (
+        (CO2Config.recommended(32, 400), mesh, auto),
+        (CO2Config(), cube, ("3 dimensions dp_replicate, dp_shard, tp", take)),
+        (CO2Config(), between, (take,)),
+        (CO2Config(), cube["tp"], ("a mesh of 1 dimension tp: give one of two", *make)),
+        (CO2Config(), init_device_mesh("cpu", (1, 1, 1)), make),
     ):
-        try:
-            ShardedCO2(model.parameters(), config, mesh=its_mesh).close()
-            told[name] = ""
-        except UserError as error:
-            told[name] = str(error)
-    with pytest.raises(UserError, match="a mesh of 3 dimensions"):
-        CO2Config.recommended(32, mesh=cube)
-    with pytest.raises(UserError, match="a mesh of 3 dimensions"):
-        make_method("local", model, co2=CO2Config(tau=2), mesh=cube)
-    make_method("local", model, co2=CO2Config(tau=2), mesh=cube["dp_replicate", "dp_shard"])[1].close()
-    return told
-
-
-def test_what_is_refused_of_a_mesh_names_all_that_has_to_change():
-    (told,) = run_distributed(meshes, 1)
-    for part in ("merge='keep' with delay='auto'", "wire.format='auto'", "recommended(..., mesh=mesh) is accepted"):
-        assert part in told["recommended"] and "\n" not in told["recommended"]
-    assert "3 dimensions dp_replicate, dp_shard, tp" in told["three dimensions"]
-    assert 'such as mesh["dp_replicate", "dp_shard"]' in told["three dimensions"]
-    assert 'such as mesh["dp_replicate", "dp_shard"]' in told["others between"]
-    assert "a mesh of 1 dimension tp: give one of two" in told["one dimension"]
-    for name in ("one dimension", "without names"):
-        assert "init_device_mesh(" in told[name] and "mesh_dim_names=" in told[name], "there are no two to take"
-    assert told["for a mesh"] == told["two of three"] == ""
+        said = refusal(ShardedCO2, model.parameters(), config, mesh=its_mesh)
+        assert all(part in said for part in parts), said
+    two = cube["dp_replicate", "dp_shard"]
+    for config, its_mesh in ((CO2Config.recommended(32, 400, mesh=mesh), mesh), (CO2Config(), two)):
+        ShardedCO2(model.parameters(), config, mesh=its_mesh).close()
+    assert "a mesh of 3 dimensions" in refusal(CO2Config.recommended, 32, mesh=cube)
+    assert "a mesh of 3 dimensions" in refusal(make_method, "local", model, co2=CO2Config(tau=2), mesh=cube)
+    make_method("local", model, co2=CO2Config(tau=2), mesh=two)[1].close()
 
 
 def test_recommended_settings_for_a_mesh_keep_the_momentum_that_goes_with_so_many_workers():
