@@ -16,7 +16,7 @@ from core.lgreco.decide import ITERATIONS, Decider, curve
 from core.testing import run_distributed
 from tests.core.lgreco_reference import Reference
 from tests.core.test_gradient_wire import LGRECO, net, step
-from tests.on_ranks import everybody, on_ranks
+from tests.on_ranks import alike, everybody, on_ranks
 from tests.problems import Mean, flat
 from training.sampling import generator
 
@@ -149,27 +149,23 @@ def test_every_workers_errors_count(rank: int):
     assert seen[0] != seen[1] and seen[1][0] > max(seen[1][1:]), "the hard layer gets more bits"
 
 
-def unlike_processors(rank: int, world_size: int) -> list[Tensor]:
+@on_ranks(2)
+def test_low_rank_lands_nearly_alike_on_unlike_processors(rank: int):
     """Worker 1 factors matrices with other roundings. The workers' mean has fewer ranks than are sent; their own
-    differences, which cancel in it, have all."""
+    differences, which cancel in it, have all. Where a column of P is but rounding, that is unlike, and what each worker
+    finds along it, too."""
     if rank == 1:
         qr = torch.linalg.qr
         torch.linalg.qr = lambda x: tuple(t.to(x.dtype) for t in qr(x.double()))
-    mean, landed = mean_of(lgreco("rank4", rule="uniform"), [(100, 60)]), []
+    mean = mean_of(lgreco("rank4", rule="uniform"), [(100, 60)])
     for round in range(4):
         draw = generator(round)
         low = torch.randn(100, 2, generator=draw) @ torch.randn(2, 60, generator=draw)
         own = torch.randn(100, 60, generator=draw) * (1 - 2 * rank)
         mean.buckets[0].payload.copy_((low + own).view(-1))
-        landed.append(mean.reduce().clone())
-    mean.close()
-    return landed
-
-
-def test_low_rank_lands_nearly_alike_on_unlike_processors():
-    """Where a column of P is but rounding, that is unlike, and what each worker finds along it, too."""
-    for ours, theirs in zip(*run_distributed(unlike_processors, 2), strict=True):
+        ours, theirs = everybody(mean.reduce().clone())
         assert (ours - theirs).norm() < 1e-4 * ours.norm()
+    mean.close()
 
 
 def test_costs_by_hand():
@@ -319,33 +315,28 @@ def ended(run: tuple[nn.Sequential, torch.optim.Optimizer, Any]) -> tuple[Tensor
     return seen
 
 
-def co2_trained(rank: int, world_size: int) -> list[tuple[str, Tensor, list[str]]]:
-    seen = []
+@on_ranks(2, timeout=120)
+def test_co2_with_every_rule(rank: int):
+    seen = set()
     for name, settings in CO2S.items():
         for wire in LGRECO.values() if name == "paper" else [LGRECO["rank2"]]:
             config = CO2Config(**({"tau": 2, "outer_lr": 0.7} | settings), wire=wire)
             run = made(config, "delayed" if name == "delayed" else "co2")
             go(run, rank, range(24 + rank))  # they end at different steps
-            seen.append((f"{name} {wire.like}", *ended(run)))
-    return seen
+            ours, chosen = ended(run)
+            assert alike(ours) and ours.isfinite().all() and everybody(chosen) == [chosen] * 2, f"{name} {wire.like}"
+            seen.add(tuple(chosen))
+    assert len(seen) > 2
 
 
-def test_co2_with_every_rule():
-    first, second = run_distributed(co2_trained, 2, timeout=120)
-    for (name, ours, chosen), (_, others, theirs) in zip(first, second, strict=True):
-        assert torch.equal(ours, others) and ours.isfinite().all() and chosen == theirs, name
-    assert len({tuple(chosen) for _, _, chosen in first}) > 2
-
-
-def co2_poisoned(rank: int, world_size: int) -> list[tuple[int, Tensor, list[str]]]:
+@on_ranks(2, timeout=120)
+def test_one_workers_nan_reaches_nobody(rank: int):
     """A worker's parameters are no numbers in the second round, which decides."""
-    runs = [made(CO2Config(tau=2, wire=LGRECO[like])) for like in ("int4", "rank2", "top0.05")]
-    return [(go(run, rank, range(14), bad=(1, 3)).reducer.allocation.number, *ended(run)) for run in runs]
-
-
-def test_one_workers_nan_reaches_nobody():
-    for (number, ours, chosen), (_, others, theirs) in zip(*run_distributed(co2_poisoned, 2, timeout=120), strict=True):
-        assert torch.equal(ours, others) and ours.isfinite().all() and chosen == theirs and number > 2
+    for like in ("int4", "rank2", "top0.05"):
+        run = made(CO2Config(tau=2, wire=LGRECO[like]))
+        number = go(run, rank, range(14), bad=(1, 3)).reducer.allocation.number
+        ours, chosen = ended(run)
+        assert alike(ours) and ours.isfinite().all() and everybody(chosen) == [chosen] * 2 and number > 2
 
 
 @on_ranks(2)

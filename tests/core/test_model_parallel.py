@@ -70,16 +70,6 @@ def gathered(net: nn.Module) -> Tensor:
     return flat([p.full_tensor() if isinstance(p, DTensor) else p for p in net.parameters()])
 
 
-def split_layers(rank: int, world_size: int, replicated: bool, cases: list[Any]) -> list[list[Tensor]]:
-    mesh, traces = node_mesh("cpu", 2), []
-    for config, how in cases:
-        net = tensor_parallel(mesh, replicated)
-        wrapped, co2 = make_method("co2", net, co2=config, mesh=mesh, **how)
-        assert wrapped is net
-        traces.append(trace_of(co2, lambda step, n=net: learn(n, rank // 2, step), lambda n=net: gathered(n), STEPS))
-    return traces
-
-
 def reference(config: CO2Config) -> list[Tensor]:
     net, c = whole_net(), config
     template = {name: p.detach() for name, p in net.named_parameters()}
@@ -107,12 +97,16 @@ def reference(config: CO2Config) -> list[Tensor]:
         pytest.param(True, CORNERS, id="corners"),
     ],
 )
-def test_tensor_parallelism_equals_the_reference(replicated: bool, cases: list[Any]):
+@on_ranks(4, timeout=150)
+def test_tensor_parallelism_equals_the_reference(rank: int, replicated: bool, cases: list[Any]):
     """What both ranks of a node hold counts once in norms and in the number of elements."""
-    expected = [reference(config) for config, _ in cases]
-    for traces in run_distributed(split_layers, 4, replicated, cases, timeout=150):
-        for trace, theirs in zip(traces, expected, strict=True):
-            assert_traces_equal(trace, theirs)
+    mesh = node_mesh("cpu", 2)
+    for config, how in cases:
+        net = tensor_parallel(mesh, replicated)
+        wrapped, co2 = make_method("co2", net, co2=config, mesh=mesh, **how)
+        assert wrapped is net
+        trace = trace_of(co2, lambda step, n=net: learn(n, rank // 2, step), lambda n=net: gathered(n), STEPS)
+        assert_traces_equal(trace, reference(config))
 
 
 def stage(i: int, dtype: torch.dtype = torch.float64) -> nn.Sequential:
@@ -134,10 +128,19 @@ def advance(i: int, module: nn.Module, node: int, step: int) -> None:
     sgd_step(module.parameters(), node, step)
 
 
-def pipeline(rank, world_size, dtype, cases) -> list[tuple[list[Tensor], list[Tensor]]]:
-    """(of the stage, of that part of the whole model) for each case; the second node stops two steps early."""
-    mesh, pairs = node_mesh("cpu", 2), []
-    node, i = divmod(rank, 2)
+@pytest.mark.parametrize(
+    ("dtype", "tolerance", "cases"),
+    [
+        pytest.param(torch.float64, 1e-9, CASES, marks=pytest.mark.slow, id="float64"),
+        pytest.param(torch.float32, 1e-6, CASES, marks=pytest.mark.slow, id="float32"),
+        pytest.param(torch.float64, 1e-9, CORNERS, id="corners"),
+    ],
+)
+@on_ranks(4, timeout=150)
+def test_stages_of_a_pipeline_equal_the_whole_model(rank: int, dtype: torch.dtype, tolerance: float, cases: list[Any]):
+    """Of the stage, and of that part of the whole model; the second node stops two steps early. In float32 the scalars
+    travel with a first bucket of another dtype in one stage than in the other."""
+    mesh, (node, i) = node_mesh("cpu", 2), divmod(rank, 2)
     for config, how in cases:
         traces = []
         for own in ([i], [0, 1]):
@@ -153,28 +156,13 @@ def pipeline(rank, world_size, dtype, cases) -> list[tuple[list[Tensor], list[Te
                     advance(k, part, node, step)
 
             traces.append(trace_of(co2, go, lambda part=stages[i]: flat(state(part)), STEPS - 2 * node))
-        pairs.append((traces[0], traces[1]))
-    return pairs
+        assert_traces_equal(*traces, tolerance)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "tolerance", "cases"),
-    [
-        pytest.param(torch.float64, 1e-9, CASES, marks=pytest.mark.slow, id="float64"),
-        pytest.param(torch.float32, 1e-6, CASES, marks=pytest.mark.slow, id="float32"),
-        pytest.param(torch.float64, 1e-9, CORNERS, id="corners"),
-    ],
-)
-def test_stages_of_a_pipeline_equal_the_whole_model(dtype: torch.dtype, tolerance: float, cases: list[Any]):
-    """In float32 the scalars travel with a first bucket of another dtype in one stage than in the other."""
-    for pairs in run_distributed(pipeline, 4, dtype, cases, timeout=150):
-        for ours, whole in pairs:
-            assert_traces_equal(ours, whole, tolerance)
-
-
-def resumed(rank: int, world_size: int) -> list[list[Tensor]]:
-    """Of each kind of model the ends: straight, and after a resume at a boundary, and between two."""
-    mesh, ends = node_mesh("cpu", 2), []
+@on_ranks(4, timeout=200)
+def test_a_resumed_run_goes_on_bit_for_bit(rank: int):
+    """Of each kind of model: straight, and after a resume at a boundary, and between two."""
+    mesh = node_mesh("cpu", 2)
     node, i = divmod(rank, 2)
     kinds: list[tuple[Callable[[], nn.Module], Callable[..., None], list[str]]] = [
         (lambda: tensor_parallel(mesh, False), learn, []),
@@ -184,7 +172,7 @@ def resumed(rank: int, world_size: int) -> list[list[Tensor]]:
     ]
     for build, go, names in kinds:
         how: dict[str, Any] = dict.fromkeys(names, True)
-        ends.append([])
+        ends: list[Tensor] = []
         for at in (0, 2 * TAU, 2 * TAU + 1):
             net, co2 = build(), None
             for step in range(STEPS):
@@ -201,14 +189,8 @@ def resumed(rank: int, world_size: int) -> list[list[Tensor]]:
             assert co2 is not None
             co2.finish()
             co2.close()
-            ends[-1].append(flat([local_shard(t) for t in state(net)]))
-    return ends
-
-
-def test_a_resumed_run_goes_on_bit_for_bit():
-    for ends in run_distributed(resumed, 4, timeout=200):
-        for straight, *again in ends:
-            assert all(torch.equal(end, straight) for end in again)
+            ends.append(flat([local_shard(t) for t in state(net)]))
+        assert torch.equal(ends[0], ends[1]) and torch.equal(ends[0], ends[2])
 
 
 STEPS_HOLDERS = 9  # 4 rounds and an incomplete one

@@ -441,12 +441,12 @@ def test_uneven_workers_end_together_and_the_tuner_is_in_the_checkpoint(rank: in
     assert alike(flat(params)) and everybody(co2.tau) == [co2.tau] * 2
 
 
-def merging_on_arrival(rank: int, world_size: int) -> dict[str, Any]:
+@on_ranks(2)
+def test_where_means_merge_on_arrival_rounds_close_at_the_same_steps_from_the_first_on(rank: int):
     """Rank 1's steps take more than twice as long: the steps at which rounds closed, and all heard of a stop."""
     params = problems.odd_parameters()
     config = CO2Config(tau="auto", merge="mix", delay="auto", gap="none", outer_momentum=0.0)
-    link = Timed(0.06)  # some 0.1 s an all-reduce
-    requests = Requests("stop")
+    link, requests = Timed(0.06), Requests("stop")  # some 0.1 s an all-reduce
     co2 = CO2(params, config, link=link, riders=[requests])
     tell_times(co2, link, 0.003 + 0.004 * rank)
     closed, stopped, step = [], [], 0
@@ -461,15 +461,10 @@ def merging_on_arrival(rank: int, world_size: int) -> dict[str, Any]:
         stopped = stopped or ([len(closed), step] if "stop" in requests.granted else [])
         step += 1
     co2.finish()
-    return {"closed": closed, "stopped": stopped}
-
-
-def test_where_means_merge_on_arrival_rounds_close_at_the_same_steps_from_the_first_on():
-    zero, one = run_distributed(merging_on_arrival, 2)
-    assert zero == one
-    steps = [step for step, *_ in zero["closed"]]
-    assert steps[:3] == [1, 3, 5] and zero["stopped"][1] in steps
-    assert max(tau for _, tau, _ in zero["closed"]) > CALIBRATION_TAU and any(d for *_, d in zero["closed"])
+    assert everybody((closed, stopped)) == [(closed, stopped)] * 2
+    steps = [step for step, *_ in closed]
+    assert steps[:3] == [1, 3, 5] and stopped[1] in steps
+    assert max(tau for _, tau, _ in closed) > CALIBRATION_TAU and any(d for *_, d in closed)
 
 
 @on_ranks(2)

@@ -24,7 +24,7 @@ from core.testing.link import ThrottledLink
 from core.wires.formats import BLOCK, INTS, WIRES, decode, encode, nbytes
 from tests import problems
 from tests.dispatch import Operations
-from tests.on_ranks import on_ranks
+from tests.on_ranks import alike, on_ranks
 from tests.problems import Mean, Settings
 from training.sampling import generator
 
@@ -294,7 +294,8 @@ AT_ONCE = [replace(c, gap="none", delay=0) for c in CONFIGS if c.wire in ("float
 WITHIN = {"float32": 0.0, "bfloat16": 3e-3, "float16": 4e-4, "int8": 1e-2, "int4": 0.15, "int2": 1.2}
 
 
-def released(rank: int, world_size: int) -> list[tuple[Tensor, Tensor]]:
+@on_ranks(3)
+def test_another_wire_sends_what_error_feedback_holds_back(rank: int):
     """A bucket's mean rounded a few times and then exact, with what was held back: all that has landed, and the exact
     means added up."""
     lossy, _ = templates()
@@ -308,41 +309,29 @@ def released(rank: int, world_size: int) -> list[tuple[Tensor, Tensor]]:
         if round == ROUNDS:
             mean.reducer.release()
             for bucket in mean.buckets:
-                dist.all_reduce(bucket.payload.div_(world_size))
+                dist.all_reduce(bucket.payload.div_(3))
         else:
             mean.launch()
             mean.wait()
         for total, bucket in zip(landed, mean.buckets, strict=True):
             total += bucket.payload
-    exact = []
-    for i, bucket in enumerate(mean.buckets):
-        sent = [written(r, n, i, bucket.numel, bucket.flat.dtype) for r in range(world_size) for n in range(ROUNDS + 1)]
-        exact.append(torch.stack(sent).double().sum(0) / world_size)
-    return list(zip(landed, exact, strict=True))
+    for i, (total, bucket) in enumerate(zip(landed, mean.buckets, strict=True)):
+        sent = [written(r, n, i, bucket.numel, bucket.flat.dtype) for r in range(3) for n in range(ROUNDS + 1)]
+        exact = torch.stack(sent).double().sum(0) / 3
+        torch.testing.assert_close(total, exact, rtol=0, atol=1e-5 * float(exact.abs().max()))
 
 
-def test_another_wire_sends_what_error_feedback_holds_back():
-    for result in run_distributed(released, 3):
-        for landed, exact in result:
-            torch.testing.assert_close(landed, exact, rtol=0, atol=1e-5 * float(exact.abs().max()))
-
-
-def finals(rank: int, world_size: int) -> list[list[Tensor]]:
-    return [problems.train_co2(problems.odd_parameters(), rank, 11, c) for c in (*CONFIGS, *AT_ONCE)]
-
-
-@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 3])
-def test_workers_agree_bit_for_bit_and_stay_near_float32(world_size: int):
-    results = run_distributed(finals, world_size)
-    for configs, begin in ((CONFIGS, 0), (AT_ONCE, len(CONFIGS))):
-        runs = [r[begin : begin + len(configs)] for r in results]
+@pytest.mark.parametrize("workers", [pytest.param(2, marks=pytest.mark.slow), 3])
+@on_ranks()
+def test_workers_agree_bit_for_bit_and_stay_near_float32(rank: int, workers: int):
+    for configs in (CONFIGS, AT_ONCE):
+        runs = [problems.train_co2(problems.odd_parameters(), rank, 11, c) for c in configs]
         for i, config in enumerate(configs):
-            for run in runs:
-                assert all(torch.equal(a, b) for a, b in zip(run[i], runs[0][i], strict=True)), config
-            error = max((a - b).abs().max().item() for a, b in zip(runs[0][i], runs[0][0], strict=True))
+            assert alike(*runs[i]), config
+            error = max((a - b).abs().max().item() for a, b in zip(runs[i], runs[0], strict=True))
             assert error <= WITHIN[config.wire], config
             for j in range(i):
-                assert (runs[0][i][-1] - runs[0][j][-1]).abs().max() > 1e-6, f"{config} and {configs[j]} do the same"
+                assert (runs[i][-1] - runs[j][-1]).abs().max() > 1e-6, f"{config} and {configs[j]} do the same"
 
 
 def move(rank: int) -> Tensor:
