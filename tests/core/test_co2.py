@@ -118,26 +118,22 @@ def three_dtypes() -> list[nn.Parameter]:
     return [nn.Parameter(torch.linspace(-s, s, n).to(dtype)) for n in (3, 5) for dtype, s in kinds]
 
 
-def train_dtypes(rank: int, world_size: int, config: Settings) -> list[Tensor]:
-    return train_co2(three_dtypes(), rank, 6, config)
-
-
-def check_dtypes(config: Settings, float64: float, float32: float, bfloat16: float) -> None:
+def check_dtypes(rank: int, config: Settings, float64: float, float32: float, bfloat16: float) -> None:
     """They train as one float64 model does, within a tolerance for each dtype."""
     tolerance = {torch.float64: float64, torch.float32: float32, torch.bfloat16: bfloat16}
     allowed = torch.cat([torch.full((p.numel(),), tolerance[p.dtype]).double() for p in three_dtypes()])
-    for rank, result in enumerate(run_distributed(train_dtypes, 2, config)):
-        expected = problems.train_reference(config, 2, 6, flat(three_dtypes()), rank)
-        for ours, want in zip(result, expected, strict=True):
-            assert ((ours - want).abs() <= allowed * (1 + want.abs())).all()
+    expected = problems.train_reference(config, 2, 6, flat(three_dtypes()), rank)
+    for ours, want in zip(train_co2(three_dtypes(), rank, 6, config), expected, strict=True):
+        assert ((ours - want).abs() <= allowed * (1 + want.abs())).all()
 
 
 @pytest.mark.parametrize(
     ("gap", "float64", "float32"), [("none", 1e-12, 1e-6), ("elementwise", 3e-3, 3e-3), ("norm", 3e-3, 3e-3)]
 )
-def test_several_dtypes_in_one_model(gap: Any, float64: float, float32: float):
+@on_ranks(2)
+def test_several_dtypes_in_one_model(rank: int, gap: Any, float64: float, float32: float):
     """Without a gap the dtypes are independent; else bfloat16's rounding is in the norms."""
-    check_dtypes(Settings(tau=2, outer_momentum=0.3, outer_lr=0.6, gap=gap, clip=0.2), float64, float32, 0.02)
+    check_dtypes(rank, Settings(tau=2, outer_momentum=0.3, outer_lr=0.6, gap=gap, clip=0.2), float64, float32, 0.02)
 
 
 @on_ranks(3)
@@ -376,9 +372,10 @@ FEW = [*MERGES[:2], *(pytest.param(changes, marks=pytest.mark.slow) for changes 
 
 
 @pytest.mark.parametrize("changes", FEW, ids=str)
-def test_16_bit_parameters(changes: dict[str, Any]):
+@on_ranks(2)
+def test_16_bit_parameters(rank: int, changes: dict[str, Any]):
     config = replace(LATE, tau=2 + (changes.get("delay") == 2), gap="none", allow_unstable=True)
-    check_dtypes(replace(config, **changes), 1e-12, 1e-6, 0.03)
+    check_dtypes(rank, replace(config, **changes), 1e-12, 1e-6, 0.03)
 
 
 AUTO: list[dict[str, Any]] = [{"merge": "mix", "delay": "auto"}, {"merge": "keep", "delay": "auto"}]

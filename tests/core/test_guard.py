@@ -15,7 +15,6 @@ from core.flight import Flight
 from core.robust.guard import LEFT_OUT_AGAIN, WARM_UP, Guard, forget
 from core.rounds import Heard
 from core.sharded.mesh import node_mesh
-from core.testing import run_distributed
 from tests.on_ranks import alike, everybody, on_ranks
 from tests.problems import LR, Settings, flat, gradient, odd_parameters, reference, sgd_step, trace_of
 
@@ -57,29 +56,18 @@ def train_or_spoil(params: list[nn.Parameter], rank: int, step: int) -> None:
         torch._foreach_mul_([p.detach() for p in params[:-1]], 1e5)
 
 
-def with_a_bad_worker(rank: int, world_size: int) -> dict[str, Any]:
+@on_ranks(3, timeout=240)
+def test_the_others_train_as_the_reference_does_without_the_bad_one(rank: int):
     kinds: dict[str, Any] = {name: s.build for name, s in WAYS.items()}
     kinds |= {how: partial(ShardedCO2, config=WAYS["paper"].co2, **{how: True}) for how in SHARED}
-    traces = {}
-    with warnings.catch_warnings(record=True, action="always") as seen:
-        for name, build in kinds.items():
+    for name, build in kinds.items():
+        with warnings.catch_warnings(record=True, action="always") as seen:
             go = partial(train_or_spoil, params := odd_parameters(), rank)
-            traces[name] = trace_of(build(params), go, partial(flat, params), STEPS)
-    return {"traces": traces, "told": [str(w.message) for w in seen if "left out" in str(w.message)]}
-
-
-def test_the_others_train_as_the_reference_does_without_the_bad_one():
-    results = run_distributed(with_a_bad_worker, 3, timeout=240)
-    for name, s in (WAYS | dict.fromkeys(SHARED, WAYS["paper"])).items():
-        want = expected(s, STEPS)
-        for rank, result in enumerate(results):
-            ours = result["traces"][name]
-            assert len(ours) == len(want)
-            for i, (a, rows) in enumerate(zip(ours, want, strict=True)):
-                torch.testing.assert_close(a, rows[rank], rtol=1e-9, atol=1e-9, msg=lambda m, k=(name, i): f"{k} {m}")
-    assert results[1]["told"] == results[2]["told"] == []
-    ways = len(WAYS) + len(SHARED)
-    assert len(results[0]["told"]) == 2 * ways and all(text.startswith("rank 1 is") for text in results[0]["told"])
+            ours = trace_of(build(params), go, partial(flat, params), STEPS)
+        for i, (a, rows) in enumerate(zip(ours, expected(WAYS.get(name, WAYS["paper"]), STEPS), strict=True)):
+            torch.testing.assert_close(a, rows[rank], rtol=1e-9, atol=1e-9, msg=lambda m, k=(name, i): f"{k} {m}")
+        told = [str(w.message) for w in seen if "left out" in str(w.message)]
+        assert len(told) == (0 if rank else 2) and all(text.startswith("rank 1 is") for text in told), name
 
 
 @pytest.mark.parametrize(("name", "means"), [("local", [2.0, 3.5, 5.5]), ("slowmo", [2.0, 4.5, 7.75])])

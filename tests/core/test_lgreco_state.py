@@ -17,10 +17,10 @@ from core.lgreco.choices import RAW, Choice, LGrecoConfig, family, padded_bytes,
 from core.lgreco.decide import BINS, Clock, allocate, total
 from core.lgreco.reducer import in_bucket
 from core.lgreco.senders import SAMPLE, largest
-from core.testing import run_distributed
 from tests.core import test_rounds
 from tests.core.test_host import host_reads
 from tests.core.test_lgreco import SETTINGS, SHAPES, built, lgreco, mean_of, once, written
+from tests.on_ranks import everybody, on_ranks
 from tests.problems import Mean
 from training.sampling import generator
 
@@ -144,11 +144,17 @@ OF_FAMILY = {
 }
 
 
-def over_every_switch(rank: int, world_size: int) -> list[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Three layers that change from each way of sending to each other of its family: what landed, what is held back,
-    and the sum of all differences. The third goes the other way round, and where ranks rise Q is warm in its first
-    columns alone."""
-    seen = []
+def held(mean: Mean) -> torch.Tensor:
+    """What error feedback holds back, all of it the worker's own, in the payload's order."""
+    return torch.cat([*mean.reducer._layouts[0].held.values()])
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@on_ranks(timeout=120)
+def test_nothing_is_lost_between_any_two_ways_of_sending(rank: int, workers: int):
+    """Three layers that change from each way of sending to each other of its family: the sum of what landed and the
+    workers' mean of what they hold back are the mean of all differences. The third goes the other way round, and where
+    ranks rise Q is warm in its first columns alone."""
     for like, names in OF_FAMILY.items():
         mean = mean_of(lgreco(like, rule="uniform"), SHARED, torch.float64)
         ways = [c for c in family(parse(like), 0.5, 2) if str(c) in names]
@@ -164,22 +170,10 @@ def over_every_switch(rank: int, world_size: int) -> list[tuple[str, torch.Tenso
                 mean.reduce()
                 landed = landed + bucket.payload
             mean.reducer._switch([RAW] * 3)
-            seen.append((f"{first} to {second}", landed, held(mean), sums))
+            back, total = (torch.stack(each).mean(0) for each in zip(*everybody((held(mean), sums)), strict=True))
+            told = f"{first} to {second}: "
+            torch.testing.assert_close(landed + back, total, rtol=0, atol=1e-12, msg=lambda m, told=told: told + m)
         mean.close()
-    return seen
-
-
-def held(mean: Mean) -> torch.Tensor:
-    """What error feedback holds back, all of it the worker's own, in the payload's order."""
-    return torch.cat([*mean.reducer._layouts[0].held.values()])
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_nothing_is_lost_between_any_two_ways_of_sending(world_size: int):
-    """The sum of what landed and the workers' mean of what they hold back are the mean of all differences."""
-    for results in zip(*run_distributed(over_every_switch, world_size, timeout=120), strict=True):
-        back, sums = (torch.stack([r[i] for r in results]).mean(0) for i in (2, 3))
-        torch.testing.assert_close(results[0][1] + back, sums, rtol=0, atol=1e-12, msg=lambda m, r=results: r[0][0] + m)
 
 
 @pytest.mark.parametrize("setting", SETTINGS[:5], ids=lambda s: s[0])

@@ -17,8 +17,7 @@ from core import CO2, CO2Config, ShardedCO2, make_method
 from core.flat import local_shard
 from core.sharded.mesh import node_mesh
 from core.sharded.placement import copies_of
-from core.testing import run_distributed
-from tests.on_ranks import alike, on_ranks
+from tests.on_ranks import alike, everybody, on_ranks
 from tests.problems import (
     LR,
     Settings,
@@ -204,35 +203,28 @@ def values() -> list[Tensor]:
     return list(torch.randn(sum(SIZES), generator=torch.Generator().manual_seed(0), dtype=torch.float64).split(SIZES))
 
 
-def stages_of(rank: int, world_size: int, stages: int, replicas: int) -> list[list[Tensor]]:
-    """Traces of this rank's stage, for each setting; replicas: ranks of each stage of an island."""
-    n, traces = stages * replicas, []
+@pytest.mark.parametrize(
+    ("islands", "stages", "replicas", "workers"),
+    [(2, 2, 1, 4), pytest.param(2, 2, 2, 8, marks=pytest.mark.slow), pytest.param(3, 3, 1, 9, marks=pytest.mark.slow)],
+)
+@on_ranks(timeout=120)
+def test_what_several_stages_hold_counts_once_and_stays_equal(rank, islands, stages, replicas, workers):
+    """replicas: ranks of each stage of an island."""
+    n = stages * replicas
     island, place = divmod(rank, n)
     stage, first = place // replicas, rank - place
     ranks = [range(first + i * replicas, first + (i + 1) * replicas) for i in range(stages)]
+    tied = {0: slice(SIZES[0]), stages - 1: slice(-SIZES[0], None)}.get(stage, slice(0))
     for case in CASES_HOLDERS:
         params = {i: nn.Parameter(values()[i].clone()) for i in PARTS[stages][stage]}
         holders = {p: ranks[stage] if i else [*ranks[0], *ranks[-1]] for i, p in params.items()}
         params = list(params.values())
         co2 = ShardedCO2(params, case.co2, mesh=node_mesh("cpu", n), shards=holders)
-        traces.append(train_with(co2, params, island, STEPS_HOLDERS))
-    return traces
-
-
-@pytest.mark.parametrize(
-    ("islands", "stages", "replicas"),
-    [(2, 2, 1), pytest.param(2, 2, 2, marks=pytest.mark.slow), pytest.param(3, 3, 1, marks=pytest.mark.slow)],
-)
-def test_what_several_stages_hold_counts_once_and_stays_equal(islands: int, stages: int, replicas: int):
-    expected = [train_reference(case, islands, STEPS_HOLDERS, flat(values())) for case in CASES_HOLDERS]
-    results = run_distributed(stages_of, islands * stages * replicas, stages, replicas, timeout=120)
-    for rank, traces in enumerate(results):
-        stage = rank // replicas % stages
-        for trace, whole, first in zip(traces, expected, results[0], strict=True):
-            wanted = [torch.cat([t.split(SIZES)[i] for i in PARTS[stages][stage]]) for t in whole]
-            assert_traces_equal(trace, wanted)
-            tied = {0: slice(SIZES[0]), stages - 1: slice(-SIZES[0], None)}.get(stage, slice(0))
-            assert all(torch.equal(a[tied], b[: len(a[tied])]) for a, b in zip(trace, first, strict=True))
+        trace = train_with(co2, params, island, STEPS_HOLDERS)
+        whole = train_reference(case, islands, STEPS_HOLDERS, flat(values()))
+        assert_traces_equal(trace, [torch.cat([t.split(SIZES)[i] for i in PARTS[stages][stage]]) for t in whole])
+        of_first = everybody(trace)[0]
+        assert all(torch.equal(a[tied], b[: len(a[tied])]) for a, b in zip(trace, of_first, strict=True))
 
 
 @on_ranks(3)

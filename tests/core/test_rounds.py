@@ -3,7 +3,6 @@
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -94,60 +93,32 @@ def test_a_group_trains_by_itself(rank: int):
 EPS = 2.0**-40  # which float64 has room for beside a number of the size of 1, and float32 has not
 
 
-def batch_norm(rank: int, world_size: int) -> dict[tuple[str, bool, bool], dict[str, list[float]]]:
-    """All methods, buffers averaged or not, finish() called or not."""
-    return {c: running_mean(rank, *c) for c in product(METHODS, (True, False), (True, False))}
-
-
-def running_mean(rank: int, name: str, average: bool, finish: bool) -> dict[str, list[float]]:
-    """The statistics are set by hand: on worker r to r + 10 t in round t."""
-    norm = nn.BatchNorm1d(2)
-    norm.register_buffer("wide", wide := torch.zeros((), dtype=torch.float64))
-    _, method = make_method(name, norm, co2=CO2Config(tau=1), average_buffers=average)
-    assert norm.running_mean is not None and norm.num_batches_tracked is not None
-    seen = []
-    for t in range(3):
-        norm.running_mean.fill_(rank + 10.0 * t)
-        norm.num_batches_tracked += 1 + rank
-        wide.fill_(rank + EPS)
-        method.step()
-        seen.append(norm.running_mean[0].item())
-    if finish:
+@pytest.mark.parametrize("average", [True, False])
+@on_ranks(2)
+def test_buffers_are_averaged_where_they_are_passed_a_round_late_if_the_parameters_are(rank: int, average: bool):
+    """BatchNorm's statistics are set by hand: on worker r to r + 10 t in round t."""
+    own = [rank + 10.0 * t for t in range(3)]
+    for name in METHODS:
+        norm = nn.BatchNorm1d(2)
+        norm.register_buffer("wide", wide := torch.zeros((), dtype=torch.float64))
+        _, method = make_method(name, norm, co2=CO2Config(tau=1), average_buffers=average)
+        assert norm.running_mean is not None and norm.num_batches_tracked is not None
+        seen = []
+        for value in own:
+            norm.running_mean.fill_(value)
+            norm.num_batches_tracked += 1 + rank
+            wide.fill_(rank + EPS)
+            method.step()
+            seen.append(norm.running_mean[0].item())
         method.finish()
-    count = [norm.num_batches_tracked.item()]
-    return {"seen": seen, "last": norm.running_mean.tolist(), "count": count, "wide": [wide.item()]}
-
-
-@pytest.fixture(scope="module")
-def statistics_of() -> list[dict[tuple[str, bool, bool], dict[str, list[float]]]]:
-    return run_distributed(batch_norm, 2)
-
-
-@pytest.mark.parametrize("name", ["local", "slowmo"])
-def test_buffers_are_averaged_at_every_boundary(name: str, statistics_of: Any):
-    for result in statistics_of:
-        assert result[name, True, False]["seen"] == [0.5, 10.5, 20.5]
-
-
-@pytest.mark.parametrize("name", ["co2", "delayed", "overlap_local"])
-def test_delayed_buffers_arrive_one_round_late(name: str, statistics_of: Any):
-    for rank, result in enumerate(statistics_of):
-        assert result[name, True, False]["seen"] == [rank, 0.5, 10.5]
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_finish_leaves_the_mean_of_the_newest_buffers(name: str, statistics_of: Any):
-    for rank, result in enumerate(statistics_of):
-        assert result[name, True, True]["last"] == [20.5, 20.5]
-        assert result[name, True, True]["wide"] == [0.5 + EPS]
-        assert result[name, True, True]["count"] == [3 * (1 + rank)], "integer buffers are never averaged"
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_buffers_stay_local_when_not_passed(name: str, statistics_of: Any):
-    for rank, result in enumerate(statistics_of):
-        assert result[name, False, True]["seen"] == [rank, 10.0 + rank, 20.0 + rank]
-        assert result[name, False, True]["last"] == [20.0 + rank] * 2
+        last = norm.running_mean.tolist()
+        assert norm.num_batches_tracked.item() == 3 * (1 + rank), "integer buffers are never averaged"
+        if not average:
+            assert seen == own and last == [own[-1]] * 2, name
+            continue
+        assert last == [20.5] * 2 and wide.item() == 0.5 + EPS, f"{name}: finish() leaves the mean of the newest"
+        if name != "ddp":
+            assert seen == ([0.5, 10.5, 20.5] if name in ("local", "slowmo") else [rank, 0.5, 10.5]), name
 
 
 def statistics(rank: int, world_size: int, config: Settings) -> list[dict[str, float]]:
@@ -312,37 +283,25 @@ WAYS: dict[str, dict[str, Any]] = {
 QUADRATICS = ((2, 0.9), (6, 0.8), (8, 0.9))  # delay of 8 local steps, and q
 
 
-def train(rank: int, world_size: int) -> dict[str, list[tuple[Tensor, float]]]:
-    """What each worker sent, and what is told of it a round later."""
-    found: dict[str, list[tuple[Tensor, float]]] = {}
-    for name, changes in WAYS.items():
-        params = problems.odd_parameters()
-        co2, sent, told = replace(BASE, **changes).build(params), [], []
-        for step in range(24):
-            sgd_step(params, rank, step)
-            before = flat(params)
-            if co2.step():
-                sent.append(flat(params) if "merge" in changes else before)
-                told.append(co2.stats.as_dict()["disagreement"])
-        co2.finish()
-        found[name] = list(zip(sent, told if name == "at once" else told[1:], strict=False))
-    return found
-
-
-@pytest.fixture(scope="module")
-def trained() -> list[dict[str, list[tuple[Tensor, float]]]]:
-    return run_distributed(train, 3)
-
-
 @pytest.mark.parametrize("name", WAYS)
-def test_it_is_the_workers_distance_from_their_mean(trained: list[Any], name: str):
-    rows = [[sent for sent, _ in worker[name]] for worker in trained]
-    for round_, sent in enumerate(zip(*rows, strict=True)):
-        x = torch.stack(sent)
+@on_ranks(3)
+def test_it_is_the_workers_distance_from_their_mean(rank: int, name: str):
+    """Of what each worker sent, as told a round later."""
+    params, changes = problems.odd_parameters(), WAYS[name]
+    co2, sent, told = replace(BASE, **changes).build(params), [], []
+    for step in range(24):
+        sgd_step(params, rank, step)
+        before = flat(params)
+        if co2.step():
+            sent.append(flat(params) if "merge" in changes else before)
+            told.append(co2.stats.as_dict()["disagreement"])
+    co2.finish()
+    told = told if name == "at once" else told[1:]
+    for round_, (all_sent, seen) in enumerate(zip(zip(*everybody(sent), strict=True), told, strict=False)):
+        x = torch.stack(all_sent)
         expected = float((x - x.mean(0)).square().sum(1).mean().sqrt())
-        for worker in trained:
-            assert worker[name][round_][1] == pytest.approx(expected, rel=1e-6), (name, round_)
-    assert len(rows[0]) > 3 and expected > 0.01
+        assert seen == pytest.approx(expected, rel=1e-6), (name, round_)
+    assert len(told) > 3 and expected > 0.01
 
 
 @on_ranks(3)

@@ -1,7 +1,6 @@
 """Schedules by hand, that CO2 follows them, and what a change of tau does to the outer step."""
 
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import pytest
@@ -14,8 +13,8 @@ from core.adaptive.tau import Adaptive
 from core.assembly import plugs, tuned_for
 from core.methods import OverlapLocalSGD, SlowMo, SlowMoConfig
 from core.outer import carried
-from core.testing import run_distributed
 from tests import problems
+from tests.on_ranks import alike, on_ranks
 from tests.problems import LR, Settings, assert_traces_equal, flat, gradient, train_with
 from tests.reference import LateReference
 
@@ -157,15 +156,6 @@ def changes_of(c: Settings) -> Schedule:
     return changes
 
 
-def changing(rank: int, world_size: int, configs: list[Settings], how: dict[str, Any]) -> list[list[Tensor]]:
-    traces = []
-    for c, steps in [*product(configs, [26]), (configs[0], 26 - rank)]:  # rank 1 comes to finish() within a round
-        params, schedule = problems.odd_parameters(), changes_of(c)
-        method = ShardedCO2(params, c.co2, schedule=schedule, **how) if how else c.build(params, schedule=schedule)
-        traces.append(train_with(method, params, rank, steps))
-    return traces
-
-
 def changing_reference(c: Settings, world_size: int, rank: int) -> list[Tensor]:
     ref, workers = problems.reference(c, world_size, flat(problems.odd_parameters()))
     number, trace, changes = 0, [], changes_of(c)
@@ -184,11 +174,15 @@ def changing_reference(c: Settings, world_size: int, rank: int) -> list[Tensor]:
     [{}, pytest.param({"shard": True}, marks=pytest.mark.slow), {"offload": True}],
     ids=["whole", "shard", "offload"],
 )
-def test_with_settings_that_change_all_equal_the_reference(how: dict[str, Any]):
+@on_ranks(2, timeout=200)
+def test_with_settings_that_change_all_equal_the_reference(rank: int, how: dict[str, Any]):
     shared = [c for c in CHANGING if (c.method, c.merge, c.delay) == ("co2", "outer", "boundary")]
-    configs = shared if how else CHANGING
-    results = run_distributed(changing, 2, configs, how, timeout=200)
-    for i, c in enumerate(configs):
-        for rank in range(2):
-            assert_traces_equal(results[rank][i], changing_reference(c, 2, rank))
-    assert torch.equal(results[0][-1][-1], results[1][-1][-1]), "a worker that has finished early follows the schedule"
+
+    def trained(c: Settings, steps: int) -> list[Tensor]:
+        params, schedule = problems.odd_parameters(), changes_of(c)
+        method = ShardedCO2(params, c.co2, schedule=schedule, **how) if how else c.build(params, schedule=schedule)
+        return train_with(method, params, rank, steps)
+
+    for c in shared if how else CHANGING:
+        assert_traces_equal(trained(c, 26), changing_reference(c, 2, rank))
+    assert alike(trained(CHANGING[0], 26 - rank)[-1]), "a worker that has finished early follows the schedule"

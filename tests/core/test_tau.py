@@ -19,7 +19,6 @@ from core.flat import copy
 from core.robust.requests import Requests
 from core.rounds import Heard
 from core.stats import Coming, RoundStats
-from core.testing import run_distributed
 from core.testing.link import ThrottledLink
 from tests import problems
 from tests.on_ranks import alike, everybody, on_ranks
@@ -332,34 +331,20 @@ def paced(method: Any, params: list[nn.Parameter], rank: int, steps: int, step_s
     return taus
 
 
-def auto_training(rank: int, world_size: int) -> dict[str, Any]:
+@on_ranks(3)
+def test_all_workers_decide_alike_and_train_as_the_reference_does_with_those_taus(rank: int):
     params = problems.odd_parameters()
     co2 = CO2(params, AUTO, link=ThrottledLink(0.1))  # some 0.06 s an all-reduce
-    start = flat(params)
-    taus = paced(co2, params, rank, 120)
+    start, taus = flat(params), paced(co2, params, rank, 120)
     taus.append(co2.tau)  # of the round that is not over at the end; finish() may change tau again
     co2.finish()
-    return {
-        "start": start,
-        "taus": taus,
-        "end": flat(params),
-        "decisions": co2.rider(Tuned).tuner.decisions,
-        "launched": co2.flight.launched,
-        "works": co2.rounds,
-    }
-
-
-def test_all_workers_decide_alike_and_train_as_the_reference_does_with_those_taus():
-    results = run_distributed(auto_training, 3)
-    first = results[0]
-    for other in results[1:]:
-        assert other["taus"] == first["taus"] and other["decisions"] == first["decisions"]
-        assert torch.equal(other["end"], first["end"])
-    assert first["taus"][0] == 2 and max(first["taus"]) > 4
-    for d in first["decisions"]:  # it covers the all-reduce, and the steps are those of the slowest worker
+    decisions = co2.rider(Tuned).tuner.decisions
+    assert everybody((taus, decisions)) == [(taus, decisions)] * 3 and alike(flat(params))
+    assert taus[0] == 2 and max(taus) > 4
+    for d in decisions:  # it covers the all-reduce, and the steps are those of the slowest worker
         assert d.new * d.step_seconds >= 1.25 * d.allreduce_seconds * 0.999
         assert d.step_seconds >= 0.006 and d.allreduce_seconds >= 0.05
-    torch.testing.assert_close(first["end"], replay(first["taus"], first["start"], 120))
+    torch.testing.assert_close(flat(params), replay(taus, start, 120))
 
 
 def replay(taus: list[int], x: Tensor, steps: int) -> Tensor:
@@ -508,13 +493,28 @@ def test_a_faster_worker_waits_where_the_link_has_had_its_time(rank: int):
     assert rank or max(after for after, _ in merged[4:]) == merged[-1][1], "it waited"
 
 
-def choosing_a_wire(rank: int, world_size: int, mbit: float, feedback: bool = True) -> dict[str, Any]:
-    """16 kB, or 2 kB in int4, by steps of 4 ms; the run goes on from a checkpoint in other objects."""
+def shapes(state: dict[str, Any]) -> dict[str, list[torch.Size]]:
+    return {name: [t.shape for t in flats] for name, flats in (state["state"] | state["held_back"]).items()}
+
+
+@pytest.mark.parametrize(
+    ("mbit", "feedback", "wire", "decided"),
+    [
+        (0.4, True, "int4", ["int4"]),
+        pytest.param(64.0, True, "float32", ["float32"], marks=pytest.mark.slow),
+        (20.0, True, "int4", ["float32", "int4"]),
+        (64.0, False, "float32", ["float32"]),
+    ],
+    ids=["slow", "fast", "between", "nothing held back"],
+)
+@on_ranks(2)
+def test_a_wire_is_chosen_with_tau_alike_on_all_workers_and_kept_in_a_checkpoint(rank, mbit, feedback, wire, decided):
+    """16 kB, or 2 kB in int4, by steps of 4 ms: int4 to begin with; float32 where its mean comes within a step, and
+    tried where its bytes let expect that. The run goes on from a checkpoint in other objects."""
     core.adaptive.tau.COST = 1.0
     config = CO2Config(tau="auto", outer_momentum=0.0, wire=WireConfig("auto", error_feedback=feedback))
-    params = [nn.Parameter(torch.linspace(-1, 1, 4000))]
-    link = Timed(mbit)
-    co2, sent = CO2(params, config, link=link), []
+    params, link, sent = [nn.Parameter(torch.linspace(-1, 1, 4000))], Timed(mbit), []
+    co2 = CO2(params, config, link=link)
     tell_times(co2, link, 0.004)
     paced(co2, params, rank, 4, 0.0)
     fresh = of_rank(co2.state_dict())
@@ -530,46 +530,13 @@ def choosing_a_wire(rank: int, world_size: int, mbit: float, feedback: bool = Tr
         for step in range(steps):
             sgd_step(of, rank, step)
             method.step()
-    same = torch.equal(params[0], resumed_params[0])
+    assert torch.equal(params[0], resumed_params[0])
     co2.finish(), resumed.finish()
-    return {
-        "first": fresh["reducer"],
-        "same keys": shapes(state) == shapes(fresh),
-        "wire": state["reducer"],
-        "sent": (sent[0], sent[-1]),
-        "held back": bool(co2.reducer._now.state),
-        "decided": [d.wire for d in co2.rider(Tuned).tuner.decisions],
-        "same": same,
-        "end": flat(params),
-    }
-
-
-def shapes(state: dict[str, Any]) -> dict[str, list[torch.Size]]:
-    return {name: [t.shape for t in flats] for name, flats in (state["state"] | state["held_back"]).items()}
-
-
-@pytest.mark.parametrize(
-    ("mbit", "wire", "decided"),
-    [
-        (0.4, "int4", ["int4"]),
-        pytest.param(64.0, "float32", ["float32"], marks=pytest.mark.slow),
-        (20.0, "int4", ["float32", "int4"]),
-    ],
-    ids=["slow", "fast", "between"],
-)
-def test_a_wire_is_chosen_with_tau_alike_on_all_workers_and_kept_in_a_checkpoint(mbit, wire, decided):
-    """int4 to begin with; float32 where its mean comes within a step, and tried where its bytes let expect that."""
-    one, two = run_distributed(choosing_a_wire, 2, mbit)
-    assert torch.equal(one.pop("end"), two.pop("end")) and one == two
-    assert (one["first"], one["wire"], one["same"]) == ("int4", wire, True), one["decided"]
-    assert one["same keys"], "of a checkpoint and of a new object, into which DCP loads it"
-    assert one["held back"] == (wire == "int4") and one["decided"][: len(decided)] == decided
-    assert (one["sent"][1] > 2 * one["sent"][0]) == (wire == "float32")
-
-
-def test_a_wire_is_left_where_nothing_is_held_back():
-    one, _ = run_distributed(choosing_a_wire, 2, 64.0, False)
-    assert (one["first"], one["wire"], one["held back"]) == ("int4", "float32", False)
+    wires = [d.wire for d in co2.rider(Tuned).tuner.decisions]
+    assert alike(flat(params)) and everybody((sent, wires)) == [(sent, wires)] * 2
+    assert (fresh["reducer"], state["reducer"]) == ("int4", wire) and wires[: len(decided)] == decided, wires
+    assert shapes(state) == shapes(fresh), "of a checkpoint and of a new object, into which DCP loads it"
+    assert bool(co2.reducer._now.state) == (wire == "int4") and (sent[-1] > 2 * sent[0]) == (wire == "float32")
 
 
 def test_one_worker_keeps_the_calibration_tau():
