@@ -31,15 +31,6 @@ def test_three_rounds_by_hand():
     assert (ref.x == ref.outer[-1]).all()
 
 
-def test_without_delay_alpha_1_beta_0_is_the_mean():
-    ref = LateReference(torch.zeros(2, 1, dtype=torch.float64), tau=2, beta=0.0, gap="none", phi=None, delay=0)
-    ref.x -= vector(1.0, 2.0)[:, None]
-    assert not ref.local_step()
-    ref.x -= vector(1.0, 2.0)[:, None]
-    assert ref.local_step()
-    assert ref.x.tolist() == [[-3.0], [-3.0]]
-
-
 def test_finish_applies_the_mean_in_flight_and_then_the_incomplete_round():
     ref = Reference(torch.zeros(1, 1, dtype=torch.float64), tau=2, beta=0.0, gap="none", phi=None)
     for _ in range(3):
@@ -66,18 +57,6 @@ def test_nesterov_does_not_escape_its_limit(beta: float):
         ref = LateReference(x, 1, share * limit, beta, "none", None, nesterov=True)
         ends.append(ref.run(lambda rows, _: rows, 1.0, 1500)[-1].abs().max().item())
     assert ends[0] < 1e-4 and ends[1] > 1e3
-
-
-def test_mixed_rounds_by_hand():
-    """One worker, mix 1/4: the iterate stays 0 in round 0, and the next difference counts from there."""
-    ref = LateReference(torch.zeros(1, 1, dtype=torch.float64), 1, 1.0, 0.0, "none", None, merge="mix", kappa=0.25)
-    for _ in range(2):
-        ref.x -= 4.0
-        ref.local_step()
-    # p: -4, then 3/4 of it; -7, where d = 7, while x takes the first 4
-    assert [rows.item() for rows in ref.restarts] == [-3.0, -4.0 / 4 - 7.0 * 3 / 4]
-    ref.finish()
-    assert ref.x.item() == -11.0
 
 
 def test_nesterov_by_hand():
@@ -244,14 +223,6 @@ def test_a_delay_of_tau_is_a_whole_round():
         (a, rows), (b, same) = (moved(11, tau=3, merge=merge, gap="norm", delay=d) for d in (None, 3))
         a.finish(), b.finish()
         assert torch.equal(torch.stack(rows), torch.stack(same)) and torch.equal(a.x, b.x)
-
-
-@pytest.mark.parametrize(
-    ("options", "said"), [({"merge": "half"}, "half"), ({"delay": 4}, "delay=4"), ({"delay": -1}, "delay=-1")]
-)
-def test_what_cannot_be_is_refused(options: dict[str, Any], said: str):
-    with pytest.raises(ValueError, match=said):
-        LateReference(torch.zeros(2, 1), tau=3, **options)
 
 
 SPECTRUM = torch.linspace(0.05, 1.0, 20, dtype=torch.float64)  # some directions solved, most not
