@@ -192,8 +192,8 @@ def test_a_resumed_run_goes_on_bit_for_bit(rank: int):
         assert torch.equal(ends[0], ends[1]) and torch.equal(ends[0], ends[2])
 
 
-STEPS_HOLDERS = 9  # 4 rounds and an incomplete one
-CASES_HOLDERS = [Settings(tau=2, outer_momentum=0.4, gap=g, clip=c) for g, c in [("elementwise", None), ("norm", 0.02)]]
+TIED_STEPS = 9  # 4 rounds and an incomplete one
+TIED = [Settings(tau=2, outer_momentum=0.4, gap=g, clip=c) for g, c in [("elementwise", None), ("norm", 0.02)]]
 SIZES = [700, 2, 3, 90, 4]
 PARTS = {2: [[0, 1, 2], [3, 4, 0]], 3: [[0, 1], [2, 3], [4, 0]]}  # 0 is tied, and lies elsewhere in the last stage
 
@@ -215,13 +215,13 @@ def test_what_several_stages_hold_counts_once_and_stays_equal(rank, islands, sta
     stage, first = place // replicas, rank - place
     ranks = [range(first + i * replicas, first + (i + 1) * replicas) for i in range(stages)]
     tied = {0: slice(SIZES[0]), stages - 1: slice(-SIZES[0], None)}.get(stage, slice(0))
-    for case in CASES_HOLDERS:
+    for case in TIED:
         params = {i: nn.Parameter(values()[i].clone()) for i in PARTS[stages][stage]}
         holders = {p: ranks[stage] if i else [*ranks[0], *ranks[-1]] for i, p in params.items()}
         params = list(params.values())
         co2 = ShardedCO2(params, case.co2, mesh=node_mesh("cpu", n), shards=holders)
-        trace = train_with(co2, params, island, STEPS_HOLDERS)
-        whole = train_reference(case, islands, STEPS_HOLDERS, flat(values()))
+        trace = train_with(co2, params, island, TIED_STEPS)
+        whole = train_reference(case, islands, TIED_STEPS, flat(values()))
         assert_traces_equal(trace, [torch.cat([t.split(SIZES)[i] for i in PARTS[stages][stage]]) for t in whole])
         of_first = everybody(trace)[0]
         assert all(torch.equal(a[tied], b[: len(a[tied])]) for a, b in zip(trace, of_first, strict=True))
