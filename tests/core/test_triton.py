@@ -1,5 +1,5 @@
-"""Triton's boundary against the plain pass: in Triton's interpreter on a CPU (make test-triton), and on a device; and
-compiled for both clusters' GPUs, whose instructions have to round as torch's do. The wire formats: test_triton_wire."""
+"""Triton's boundary and wire formats against the plain ones: in its interpreter on a CPU (make test-triton), and on a
+device; and compiled for both clusters' GPUs, whose instructions have to round as torch's do."""
 
 import os
 import re
