@@ -2,8 +2,11 @@
 
 import gc
 
-import pytest  # noqa: F401
+from _pytest.assertion import install_importhook
+from _pytest.config import get_config
 
+import tests.on_ranks
 import tests.problems  # noqa: F401
 
+install_importhook(get_config())  # a rank's failed assertion shows its values, as pytest's own do
 gc.freeze()  # a rank's collector need not walk it, nor copy its memory

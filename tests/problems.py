@@ -115,6 +115,15 @@ def wait_for(*files: Path, seconds: float = 40.0) -> None:
         time.sleep(0.01)
 
 
+def run_cases(fn: Callable[..., Any], world_size: int, cases: Iterable[tuple[Any, ...]], **options: Any) -> list[Any]:
+    """fn(rank, world_size, *case) for each case, on processes that start once: of each case its results by rank."""
+    return [*zip(*run_distributed(_cases, world_size, fn, [*cases], **options), strict=True)]
+
+
+def _cases(rank: int, world_size: int, fn: Callable[..., Any], cases: list[tuple[Any, ...]]) -> list[Any]:
+    return [fn(rank, world_size, *case) for case in cases]
+
+
 def refusal(call: Callable[..., Any], *args: Any, **options: Any) -> str:
     """The text of the UserError that the call raises, which must be one line."""
     with pytest.raises(UserError) as caught:

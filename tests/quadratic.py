@@ -1,4 +1,4 @@
-"""What docs/theory.md derives for f = h x^2 / 2, as formulas; tests/core/test_theory.py trains and compares.
+"""What docs/theory.md derives for f = h x^2 / 2, as formulas; tests/core/test_reference.py trains and compares.
 
 One local step leaves the share q = 1 - lr h of the error, a round of tau a = q^tau = 1 - rho, and the steps of a round
 behind the merge b = q^(tau - delay). k = outer_lr / Lambda, Lambda a constant; beta: outer momentum; share: of merge

@@ -10,7 +10,7 @@ from bench import boundary
 from bench.boundary import peak_bytes, reset_peak
 from bench.gpu import measures
 from core import outer
-from tests.core.test_boundary import RULES, check
+from tests.core.test_outer import RULES, check
 from tests.scripts import run_script
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from core.lgreco.choices import Choice, Layer, LGrecoConfig
+from core.lgreco.choices import Choice, Layer
 from core.lgreco.decide import SUMMED, Decider, curve
 from core.lgreco.senders import fill, orthonormal
 from core.wires.formats import BLOCK, decode, encode
@@ -22,9 +22,7 @@ from core.wires.quantized import chunk_of
 class Reference:
     """shapes: of the layers. like, config: as LGreco's; with config.every and config.first set."""
 
-    def __init__(
-        self, shapes: Sequence[tuple[int, ...]], workers: int, like: str, config: LGrecoConfig, dtype: torch.dtype
-    ):
+    def __init__(self, shapes, workers, like, config, dtype):
         self.workers, self.config = workers, config
         self.layers = [_layer(shape, dtype) for shape in shapes]
         self.decider = Decider(self.layers, like, config, workers)

@@ -1,67 +1,31 @@
-"""What workers must agree on in every round: settings that follow a schedule, replicas, and where to stop."""
+"""What workers agree on: equal starts, replicas, schedules, and where to stop."""
+
+from __future__ import annotations
 
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import core.co2
 from core import CO2, CO2Config, ShardedCO2, make_method
 from core.assembly.config import WireConfig
 from core.flight import Flight
+from core.groups import broadcast
 from core.robust.agreement import PARTS, REPAIR_EVERY, Agreement, bits, checksum, checksum_of, equal
 from core.robust.guard import Guard
 from core.robust.requests import Requests
 from core.sharded.mesh import node_mesh
-from core.testing import run_distributed
 from tests import problems
-from tests.problems import LR, Settings, assert_traces_equal, flat, gradient, odd_parameters, sgd_step, train_with
-
-TAUS = (3, 2, 2, 4)
-
-
-def schedule(number: int) -> dict[str, Any]:
-    """Tau, the outer step and momentum, and the clipping, all of them another in every round."""
-    return {
-        "tau": TAUS[min(number, 3)],
-        "outer_lr": 1.0 - 0.1 * number,
-        "outer_momentum": 0.1 * number,
-        "clip": 1.0 / (1 + number),
-    }
-
-
-def scheduled_run(rank: int, world_size: int, kind: str) -> list[Tensor]:
-    params = odd_parameters()
-    build: Any = {"co2": CO2, "shard": lambda *a, **b: ShardedCO2(*a, shard=True, **b)}[kind]
-    co2 = build(params, CO2Config(gap="elementwise"), schedule=schedule)
-    return train_with(co2, params, rank, 11 - rank)  # rank 1 comes to finish() within the last round
-
-
-def scheduled_reference(world_size: int, steps: int) -> list[Tensor]:
-    ref, workers = problems.reference(Settings(), world_size, flat(odd_parameters()))
-    number, rounds = 0, []
-    for step in range(steps):
-        values = schedule(number)
-        ref.tau, ref.alpha, ref.beta, ref.phi = (values[k] for k in ("tau", "outer_lr", "outer_momentum", "clip"))
-        ref.x.sub_(LR * gradient(ref.x, workers, step))
-        if ref.local_step():
-            number += 1
-            rounds.append(ref.x[0].clone())
-    return rounds
-
-
-@pytest.mark.parametrize("kind", ["co2", "shard"])
-def test_a_schedule_changes_settings_from_round_to_round(kind: str):
-    (ours,) = run_distributed(scheduled_run, 1, kind)
-    rounds = scheduled_reference(1, 11)
-    assert len(rounds) == 4
-    assert_traces_equal(ours[:-1], rounds)
-    one, other = run_distributed(scheduled_run, 2, kind)
-    assert torch.equal(one[-1], other[-1]), "a worker that has finished early follows the schedule, too"
+from tests.on_ranks import alike, everybody, on_ranks
+from tests.problems import sgd_step
 
 
 def test_what_a_gpu_tells_late_is_of_as_many_workers_as_there_were(monkeypatch: pytest.MonkeyPatch):
@@ -86,80 +50,63 @@ def test_what_a_gpu_tells_late_is_of_as_many_workers_as_there_were(monkeypatch: 
     assert not bare.stats.drifted
 
 
-def of_another_schedule(rank: int, world_size: int) -> str:
-    """It differs between workers, though not in the first round."""
+@on_ranks(2)
+def test_workers_with_other_schedules_are_refused_when_their_first_round_lands(rank: int):
     schedule = lambda number: {"outer_lr": 1.0 if number < 2 else 0.5 + rank / 10}  # noqa: E731
     co2 = CO2(params := [nn.Parameter(torch.ones(3))], CO2Config(tau=1), schedule=schedule)
-    return problems.refusal(problems.take_steps, co2, params, rank, range(9))
+    differs = problems.refusal(problems.take_steps, co2, params, rank, range(9))
+    assert "workers differ in their settings in round 2" in differs and f"'outer_lr': {0.5 + rank / 10}" in differs
 
 
-def test_workers_with_other_schedules_are_refused_when_their_first_round_lands():
-    for rank, differs in enumerate(run_distributed(of_another_schedule, 2)):
-        assert "workers differ in their settings in round 2" in differs, differs
-        assert f"'outer_lr': {0.5 + rank / 10}" in differs
+@pytest.mark.parametrize("workers", [2, 4])
+@on_ranks()
+def test_replicas_that_drift_apart_are_noticed_and_made_equal_again(rank: int, workers: int):
+    """One worker's outer iterate is moved by less than float32 shows in its norm; a mean of differences would keep it
+    apart for ever. The workers of a node compare a part each, so it may take twice as long."""
+    for kind in ("co2", "int8", "offload", "slowmo", "local") if workers == 2 else ("node",):
+        mesh = node_mesh("cpu", 2) if kind == "node" else None
+        params = [nn.Parameter(torch.linspace(-1, 1, 1000))]
+        if mesh or kind == "offload":
+            method: Any = ShardedCO2(params, CO2Config(tau=1, outer_momentum=0.0), mesh=mesh, offload=not mesh)
+        else:
+            config = CO2Config(tau=1, outer_momentum=0.0, wire=WireConfig(kind if kind == "int8" else "float32"))
+            _, method = make_method("co2" if kind == "int8" else kind, nn.ParameterList(params), co2=config)
+        drift, seen, longest = rank == workers // 2, [], PARTS * (2 if mesh else 1)
+        with warnings.catch_warnings(record=True, action="always") as caught:
+            for number in range(3 * longest):
+                if drift and number == 3 and "outer_iterate" in method.state:
+                    method.flight.settle()
+                    method.state["outer_iterate"][0].mul_(1 + 1e-6)
+                with torch.no_grad():
+                    params[0].sub_(0.01 * torch.sin(params[0] + (0 if mesh else rank)))
+                method.step()
+                seen.append(method.stats.drifted)
+        method.finish()
+        first = seen.index(1.0) if 1.0 in seen else None
+        assert everybody(first) == [first] * workers, "all workers notice in the same round"
+        assert first is None if kind == "local" else first is not None and 3 <= first <= 4 + longest, kind
+        assert alike(params[0].detach()) and (mesh or len(caught) == (rank == 0 and kind != "local")), kind
 
 
-def drifting(rank: int, world_size: int, kind: str) -> dict[str, Any]:
-    """One worker's outer iterate is moved by less than float32 shows in its norm; who notices, and what follows."""
-    mesh = node_mesh("cpu", 2) if kind == "node" else None
-    params = [nn.Parameter(torch.linspace(-1, 1, 1000))]
-    if kind in ("co2", "local", "slowmo", "int8"):
-        wire = WireConfig(kind if kind == "int8" else "float32")
-        name, config = "co2" if kind == "int8" else kind, CO2Config(tau=1, outer_momentum=0.0, wire=wire)
-        _, method = make_method(name, nn.ParameterList(params), co2=config)
-    else:
-        method = ShardedCO2(params, CO2Config(tau=1, outer_momentum=0.0), mesh=mesh, offload=kind == "offload")
-    drift, seen = rank == (2 if mesh else 1), []
-    with warnings.catch_warnings(record=True, action="always") as caught:
-        for number in range(3 * PARTS * (2 if mesh else 1)):
-            if drift and number == 3 and "outer_iterate" in method.state:
-                method.flight.settle()
-                method.state["outer_iterate"][0].mul_(1 + 1e-6)
-            with torch.no_grad():
-                params[0].sub_(0.01 * torch.sin(params[0] + (0 if mesh else rank)))
-            method.step()
-            seen.append(method.stats.drifted)
-    method.finish()
-    return {"first": seen.index(1.0) if 1.0 in seen else None, "last": params[0].detach(), "warned": len(caught)}
-
-
-FAR = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("slowmo", "local")]
-
-
-@pytest.mark.parametrize("kind", ["co2", "int8", "offload", "node", *FAR])
-def test_replicas_that_drift_apart_are_noticed_and_made_equal_again(kind: str):
-    """A mean of differences would keep them apart for ever. Nodes take turns, so it may take twice as long."""
-    results = run_distributed(drifting, 4 if kind == "node" else 2, kind)
-    firsts = {result["first"] for result in results}
-    assert len(firsts) == 1, "all workers notice in the same round"
-    (first,) = firsts
-    assert first is None if kind == "local" else 3 <= first <= 4 + PARTS * (2 if kind == "node" else 1)
-    assert all(torch.equal(r["last"], results[0]["last"]) for r in results)
-    assert [r["warned"] for r in results] == [int(kind != "local")] + [0] * (len(results) - 1) or kind == "node"
-
-
-def drifts_in_one_part(rank: int, world_size: int) -> float:
-    mesh = node_mesh("cpu", 2)
+@on_ranks(4)
+def test_every_worker_of_a_node_compares_all_parts_of_its_share(rank: int):
     params = [nn.Parameter(torch.linspace(-1, 1, 1600))]
-    co2 = ShardedCO2(params, CO2Config(tau=1, outer_momentum=0.0), mesh=mesh)
+    co2 = ShardedCO2(params, CO2Config(tau=1, outer_momentum=0.0), mesh=node_mesh("cpu", 2))
     co2.flight.launched = 3 * PARTS
     if rank == 2:
         co2.state["outer_iterate"][0][60] += 1e-4  # of 800 elements: in part 1, which is odd
     seen = 0.0
-    for _ in range(2 * PARTS + 2):
-        co2.step()
-        seen = max(seen, co2.stats.drifted)
-    co2.finish()
-    return seen
-
-
-def test_every_worker_of_a_node_compares_all_parts_of_its_share():
     with warnings.catch_warnings(action="ignore"):
-        assert run_distributed(drifts_in_one_part, 4) == [1.0] * 4
+        for _ in range(2 * PARTS + 2):
+            co2.step()
+            seen = max(seen, co2.stats.drifted)
+        co2.finish()
+    assert seen == 1.0
 
 
-def keeps(rank: int, world_size: int) -> list[Tensor]:
-    """Merge keep, with and without replicas that drift and are repaired."""
+@on_ranks(2)
+def test_a_repair_leaves_alone_what_merge_keep_has_sent(rank: int):
+    """Each worker's own parameters at the sending: with another's its progress would be added twice, or not at all."""
     traces = []
     for drift in (False, True):
         params = [nn.Parameter(torch.linspace(-1, 1, 1000))]
@@ -176,13 +123,7 @@ def keeps(rank: int, world_size: int) -> list[Tensor]:
         assert bool(seen) is drift
         co2.finish()
         traces.append(torch.stack(trace))
-    return traces
-
-
-def test_a_repair_leaves_alone_what_merge_keep_has_sent():
-    """Each worker's own parameters at the sending: with another's its progress would be added twice, or not at all."""
-    for without, repaired in run_distributed(keeps, 2):
-        torch.testing.assert_close(repaired, without, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(*traces[::-1], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("workers", [1, 2, 7, 128, 1024])
@@ -202,8 +143,9 @@ def test_checksums_are_exact_in_float32_and_differ_where_one_bit_does(workers: i
     assert checksum_of({"a": 1.0}, workers) == checksum_of({"a": 1.0}, workers) < 2 ** bits(workers)
 
 
-def drifting_again(rank: int, world_size: int) -> tuple[list[int], list[float]]:
-    """Bytes of each round, and whether drift was seen, where one worker's outer iterate is moved twice."""
+@on_ranks(2)
+def test_a_second_drift_is_seen_but_not_repaired_within_a_hundred_rounds(rank: int):
+    assert REPAIR_EVERY == 100
     params = [nn.Parameter(torch.linspace(-1, 1, 1000))]
     co2 = CO2(params, CO2Config(tau=1, outer_momentum=0.0))
     sent, seen = [], []
@@ -216,36 +158,8 @@ def drifting_again(rank: int, world_size: int) -> tuple[list[int], list[float]]:
             co2.step()
         sent.append(co2.stats.bytes_sent)
         seen.append(co2.stats.drifted)
-    return sent, seen
-
-
-def test_a_second_drift_is_seen_but_not_repaired_within_a_hundred_rounds():
-    assert REPAIR_EVERY == 100
-    for sent, seen in run_distributed(drifting_again, 2):
-        usual = sent[1]
-        assert sum(count > usual for count in sent) == 1, "one round carried the outer state, too"
-        assert sum(seen[2 * PARTS :]) > 0
-
-
-def asked(rank: int, world_size: int, wire: Any) -> tuple[list[bool], float]:
-    """Whether a stop is granted after each step, then to another object that goes on, and once it is answered; and
-    whether replicas passed for unlike ones, which are equal."""
-    (co2, requests), (resumed, later) = (asking(wire) for _ in range(2))
-    seen, drifted = [], 0.0
-    for step in range(10):
-        if rank == 1 and step == 3:
-            requests.ask("stop")
-        problems.take_steps(co2, co2.trained, rank, [step])
-        seen.append("stop" in requests.granted)
-        drifted = max(drifted, co2.stats.drifted)
-    resumed.load_state_dict(co2.state_dict())
-    resumed.step(), resumed.step()
-    seen.append("stop" in later.granted)
-    for _ in range(2):
-        co2.finish()
-        seen.append("stop" in requests.granted)
-        co2.step(), co2.step()
-    return [*seen, "stop" in requests.granted], drifted
+    assert sum(count > sent[1] for count in sent) == 1, "one round carried the outer state, too"
+    assert sum(seen[2 * PARTS :]) > 0
 
 
 def asking(wire: Any) -> tuple[CO2, Requests]:
@@ -255,36 +169,48 @@ def asking(wire: Any) -> tuple[CO2, Requests]:
 
 
 @pytest.mark.parametrize(("workers", "wire"), [(2, "float32"), (3, "int8")])
-def test_one_worker_that_asks_to_stop_is_heard_by_all_and_not_again_after_a_resume(workers: int, wire: str):
-    """Of three over a narrow wire means land, not sums."""
-    for seen, drifted in run_distributed(asked, workers, wire):
-        assert seen == [False] * 5 + [True] * 5 + [False] * 4, "sent after step 4, landed after step 6"
-        assert not drifted
+@on_ranks()
+def test_one_worker_that_asks_to_stop_is_heard_by_all_and_not_again_after_a_resume(rank: int, workers: int, wire: Any):
+    (co2, requests), (resumed, later) = (asking(wire) for _ in range(2))
+    for step in range(10):
+        if rank == 1 and step == 3:
+            requests.ask("stop")
+        problems.take_steps(co2, co2.trained, rank, [step])
+        assert ("stop" in requests.granted) is (step > 4), "sent after step 4, landed after step 6"
+        assert not co2.stats.drifted
+    resumed.load_state_dict(co2.state_dict())
+    resumed.step(), resumed.step()
+    assert "stop" not in later.granted
+    for _ in range(2):
+        co2.finish()
+        assert "stop" not in requests.granted
+        co2.step(), co2.step()
+    assert "stop" not in requests.granted
 
 
-def asked_late(rank: int, world_size: int) -> list[set[str]]:
-    """Both are asked for after the last boundary, so that finish() alone carries them."""
-    requests, seen = Requests("stop", "save"), []
+@on_ranks(2)
+def test_a_request_to_save_that_finish_carries_is_not_lost_and_one_to_stop_is_answered(rank: int):
+    requests = Requests("stop", "save")
     co2 = CO2([nn.Parameter(torch.ones(3))], CO2Config(tau=2), riders=[requests])
     for _ in range(5):
         co2.step()
-    if rank == 1:
+    if rank == 1:  # behind the last boundary
         requests.ask("save"), requests.ask("stop")
     co2.finish()
-    seen.append(set(requests.granted))
+    assert set(requests.granted) == {"save"}
     for _ in range(4):
         co2.step()
     co2.finish()
-    return [*seen, requests.granted]
+    assert not requests.granted
 
 
-def test_a_request_to_save_that_finish_carries_is_not_lost_and_one_to_stop_is_answered():
-    assert run_distributed(asked_late, 2) == [[{"save"}, set()]] * 2
-
-
-def outlasts(rank: int, world_size: int, folder: str) -> list[str]:
+@pytest.mark.skipif(
+    not hasattr(torch.distributed.ProcessGroup, "set_timeout"), reason="over gloo this torch keeps a group's timeout"
+)
+@on_ranks(2)
+def test_the_timeout_follows_the_length_of_the_rounds(rank: int, tmp_path: Path):
     """Rounds of 1.2 s, a timeout of a third; rank 1 stays away for longer than that, and then till it is named."""
-    params, told, named = [nn.Parameter(torch.ones(3))], [], Path(folder, "named")
+    params, told, named = [nn.Parameter(torch.ones(3))], [], tmp_path / "named"
     _, method = make_method("co2", nn.ParameterList(params), co2=CO2Config(tau=2))
     method.flight.timeout = 0.4  # from now on: two workers may be that far apart at their start
     for steps, late in ((4, 0.7), (2, 30.0)):
@@ -300,12 +226,57 @@ def outlasts(rank: int, world_size: int, folder: str) -> list[str]:
         except RuntimeError as error:
             told.append(str(error))
     named.touch()
-    return told
+    assert told[0] == "fine" and (rank or "no answer from rank 1" in told[1])
 
 
-@pytest.mark.skipif(
-    not hasattr(torch.distributed.ProcessGroup, "set_timeout"), reason="over gloo this torch keeps a group's timeout"
-)
-def test_the_timeout_follows_the_length_of_the_rounds(tmp_path: Path):
-    zero, one = run_distributed(outlasts, 2, str(tmp_path))
-    assert zero[0] == one[0] == "fine" and "no answer from rank 1" in zero[1]
+def base() -> list[Tensor]:
+    """Of many types, with a scalar, an empty one and one that is not contiguous."""
+    rows = torch.arange(6.0).view(2, 3)
+    half, flags = torch.tensor([1.0, -2.0], dtype=torch.bfloat16), torch.tensor([True, False])
+    more = torch.tensor(7), torch.tensor(40), torch.zeros(0), torch.zeros(2, dtype=torch.cfloat)
+    return [rows, rows.t().double() + 1, half, flags, *more]
+
+
+CHANGES: dict[str, Callable[[list[Tensor]], Any]] = {
+    "one bit": lambda t: t[2].view(torch.int16)[1:].bitwise_xor_(1),
+    "two elements swapped": lambda t: t[3].copy_(t[3].flip(0)),
+    "swapped between tensors, so that their sum stays": lambda t: (t[0][0, 1].zero_(), t[1][0, 0].fill_(2.0)),
+    "the sign of a zero": lambda t: t[0][0, 0].fill_(-0.0),
+    "two signs in float64, each the highest of 64 bits": lambda t: t[1][0].neg_(),
+    "what weights of 1 and 3 would cancel": lambda t: t[0].view(torch.int32).view(-1)[:2].add_(torch.tensor([3, -1])),
+    "two scalars, by 1 and by 31": lambda t: (t[4].add_(1), t[5].sub_(31)),
+    "the last element": lambda t: t[-1][1].fill_(1j),
+    "nothing": lambda t: None,
+}
+
+
+@on_ranks(3)
+def test_tensors_are_sent_where_a_bit_of_them_differs_and_only_there(rank: int):
+    """Each change is the last worker's alone."""
+    send = dist.broadcast
+    for name, change in CHANGES.items():
+        tensors = base()
+        if rank == 2:
+            change(tensors)
+        with mock.patch.object(dist, "broadcast", side_effect=send) as sent:
+            broadcast(tensors, dist.group.WORLD, torch.device("cpu"))  # pyright: ignore[reportArgumentType]
+        bits, wanted = ([t.contiguous().view(-1).view(torch.uint8) for t in some] for some in (tensors, base()))
+        assert sent.call_count == (0 if name == "nothing" else len(tensors)) and all(map(torch.equal, bits, wanted)), (
+            name
+        )
+
+
+@pytest.mark.parametrize("method", ["co2", "ddp"])
+@on_ranks(2)
+def test_a_method_that_begins_alike_sends_no_model(rank: int, method: str):
+    """All have one seed, or each has its own."""
+    for seed, apart in ((0, False), (rank, True)):
+        model = problems.small_net(seed=seed)
+        # torch's own module states go through _broadcast_coalesced
+        with (
+            mock.patch.object(dist, "broadcast", side_effect=dist.broadcast) as ours,
+            mock.patch.object(dist, "_broadcast_coalesced", side_effect=dist._broadcast_coalesced) as torchs,
+        ):
+            _, made = make_method(method, model)
+        assert (ours.call_count + torchs.call_count > 0) is apart
+        made.close()

@@ -1,6 +1,9 @@
-"""CO2 on real processes against the executable specification, and what each setting does."""
+"""CO2 and every merge on real processes against the executable specification, and what each setting does."""
 
+import contextlib
 import time
+import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -11,10 +14,25 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from core import CO2, CO2Config
+from core import CO2, CO2Config, LocalSGD, OverlapLocalSGD, ShardedCO2, SlowMo
+from core.outer import ChunkedBoundary
 from core.testing import run_distributed
 from tests import problems
-from tests.problems import Settings, assert_traces_equal, check_grid, flat, sgd_step, trace_of, train_co2, wait_for
+from tests.core.test_resume import MERGES
+from tests.on_ranks import alike, everybody, on_ranks
+from tests.problems import (
+    Settings,
+    SlowLink,
+    assert_traces_equal,
+    check_grid,
+    flat,
+    sgd_step,
+    take_steps,
+    trace_of,
+    train_co2,
+    train_reference,
+    wait_for,
+)
 from tests.reference import Reference
 
 STEPS = 11  # tau = 4 does not divide it
@@ -31,16 +49,6 @@ def grid() -> list[Settings]:
     return configs
 
 
-CORNERS = grid()[::7]  # every value of every setting
-GRIDS = [pytest.param(CORNERS, id="corners"), pytest.param(grid(), id="whole", marks=pytest.mark.slow)]
-
-
-@pytest.mark.parametrize("configs", GRIDS)
-@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 3])
-def test_equals_the_reference_round_by_round(world_size: int, configs: list[Settings]):
-    check_grid(world_size, configs, STEPS)
-
-
 def test_one_worker_in_and_out_of_a_process_group():
     configs = [replace(c, clip=0.4) for c in grid()[:5]]
     x = flat(problems.odd_parameters())
@@ -48,8 +56,6 @@ def test_one_worker_in_and_out_of_a_process_group():
         assert_traces_equal(inside, problems.train_reference(c, 1, STEPS, x))
         assert_traces_equal(train_co2(problems.odd_parameters(), 0, STEPS, c), inside, 0.0)
 
-
-# -- a real inner optimiser -----------------------------------------------------------------------------------
 
 NET = CO2Config(tau=3, outer_momentum=0.4, outer_lr=0.9, clip=0.05)
 
@@ -99,15 +105,11 @@ def train_net_in_one_process(world_size: int, name: str) -> list[Tensor]:
 
 
 def test_momentum_and_a_decaying_schedule():
-    """The inner optimiser's state is kept across rounds and stays local."""
     results = run_distributed(train_nets, 2)
     for name in ("sgd", "adamw"):
         expected = train_net_in_one_process(2, name)
         for result in results:
             assert_traces_equal(result[name], expected)
-
-
-# -- dtypes ---------------------------------------------------------------------------------------------------
 
 
 def three_dtypes() -> list[nn.Parameter]:
@@ -116,31 +118,28 @@ def three_dtypes() -> list[nn.Parameter]:
     return [nn.Parameter(torch.linspace(-s, s, n).to(dtype)) for n in (3, 5) for dtype, s in kinds]
 
 
-def train_dtypes(rank: int, world_size: int, config: Settings) -> list[Tensor]:
-    return train_co2(three_dtypes(), rank, 6, config)
-
-
-def check_dtypes(config: Settings, float64: float, float32: float, bfloat16: float) -> None:
+def check_dtypes(rank: int, config: Settings, float64: float, float32: float, bfloat16: float) -> None:
     """They train as one float64 model does, within a tolerance for each dtype."""
     tolerance = {torch.float64: float64, torch.float32: float32, torch.bfloat16: bfloat16}
     allowed = torch.cat([torch.full((p.numel(),), tolerance[p.dtype]).double() for p in three_dtypes()])
-    for rank, result in enumerate(run_distributed(train_dtypes, 2, config)):
-        expected = problems.train_reference(config, 2, 6, flat(three_dtypes()), rank)
-        for ours, want in zip(result, expected, strict=True):
-            assert ((ours - want).abs() <= allowed * (1 + want.abs())).all()
+    expected = problems.train_reference(config, 2, 6, flat(three_dtypes()), rank)
+    for ours, want in zip(train_co2(three_dtypes(), rank, 6, config), expected, strict=True):
+        assert ((ours - want).abs() <= allowed * (1 + want.abs())).all()
 
 
 @pytest.mark.parametrize(
     ("gap", "float64", "float32"), [("none", 1e-12, 1e-6), ("elementwise", 3e-3, 3e-3), ("norm", 3e-3, 3e-3)]
 )
-def test_several_dtypes_in_one_model(gap: Any, float64: float, float32: float):
+@on_ranks(2)
+def test_several_dtypes_in_one_model(rank: int, gap: Any, float64: float, float32: float):
     """Without a gap the dtypes are independent; else bfloat16's rounding is in the norms."""
-    check_dtypes(Settings(tau=2, outer_momentum=0.3, outer_lr=0.6, gap=gap, clip=0.2), float64, float32, 0.02)
+    check_dtypes(rank, Settings(tau=2, outer_momentum=0.3, outer_lr=0.6, gap=gap, clip=0.2), float64, float32, 0.02)
 
 
-def small_steps_in_bf16(rank: int, world_size: int, dtype: torch.dtype) -> list[float]:
+@on_ranks(3)
+def test_steps_below_the_precision_of_bf16_add_up(rank: int):
     """Only worker 0 moves, by 1/256 a round: the mean, 1/768, is below bfloat16's spacing at 1."""
-    p = nn.Parameter(torch.ones(1, dtype=dtype))
+    p = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
     co2 = Settings(tau=1, outer_momentum=0.0, outer_lr=1.0, gap="none", clip=None, delay=0).build([p])
     values = []
     for _ in range(6):
@@ -148,16 +147,8 @@ def small_steps_in_bf16(rank: int, world_size: int, dtype: torch.dtype) -> list[
             p.sub_((rank == 0) / 256)
         co2.step()
         values.append(p.item())
-    return values
+    assert (values[2], values[5]) == (1 - 1 / 256, 1 - 2 / 256)
 
-
-def test_steps_below_the_precision_of_bf16_add_up():
-    values = run_distributed(small_steps_in_bf16, 3, torch.bfloat16)[0]
-    assert values[2] == 1 - 1 / 256
-    assert values[5] == 1 - 2 / 256
-
-
-# -- every setting --------------------------------------------------------------------------------------------
 
 BASE = Settings(tau=2, outer_momentum=0.4, outer_lr=0.5, clip=0.1)
 VARIANTS = {
@@ -180,14 +171,10 @@ VARIANTS = {
 }
 
 
-def final_of(rank: int, world_size: int, configs: list[Settings]) -> list[Tensor]:
-    return [train_co2(problems.odd_parameters(), rank, 12, c)[-1] for c in configs]
-
-
-def test_each_setting_changes_the_result():
-    """All settings give pairwise different parameters, so none falls back to another."""
-    names = ["base", *VARIANTS]
-    finals = run_distributed(final_of, 2, [BASE, *(replace(BASE, **v) for v in VARIANTS.values())])[0]
+@on_ranks(2)
+def test_each_setting_changes_the_result(rank: int):
+    names, settings = ["base", *VARIANTS], [BASE, *(replace(BASE, **v) for v in VARIANTS.values())]
+    finals = [train_co2(problems.odd_parameters(), rank, 12, c)[-1] for c in settings]
     for i, a in enumerate(finals):
         for j in range(i):
             assert (a - finals[j]).abs().max() > 1e-4, f"{names[i]} and {names[j]} gave the same parameters"
@@ -199,13 +186,10 @@ def test_every_config_field_is_tested_above():
     # only permits; bounds tau="auto", see test_tau.py
 
 
-# -- hidden communication -------------------------------------------------------------------------------------
-
-
-def hidden_round(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+@on_ranks(2)
+def test_a_slow_peer_delays_nobody_and_live_parameters_stay_untouched(rank: int, tmp_path: Path):
     """Rank 1 arrives at its second boundary only after rank 0 has gone three local steps past it."""
-    gate = Path(folder, "gate")
-    params = problems.odd_parameters()
+    gate, params = tmp_path / "gate", problems.odd_parameters()
     co2 = CO2(params, CO2Config(tau=4))
     for step in range(4):
         sgd_step(params, rank, step)
@@ -224,20 +208,244 @@ def hidden_round(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     until = time.monotonic() + 30
     while not co2.flight.done():
         assert time.monotonic() < until
-    untouched = all(torch.equal(p, b) for p, b in zip(params, before, strict=True))
-    moved = not torch.equal(flat(params), flat(problems.odd_parameters()))
+    assert all(map(torch.equal, params, before)) and not torch.equal(flat(params), flat(problems.odd_parameters()))
     sgd_step(params, rank, 7)
-    closed = co2.step()
+    assert co2.step()
     co2.finish()
-    return {"untouched": untouched, "moved": moved, "closed": closed, "aliases": aliases(co2)}
-
-
-def aliases(co2: CO2) -> bool:
-    """Whether a flat buffer that a collective writes shares memory with a live tensor."""
     live = {t.untyped_storage().data_ptr() for t in [*co2.params, *co2.buffers] if t.numel()}
-    return any(b.flat.untyped_storage().data_ptr() in live for b in co2.buckets)
+    written = {b.flat.untyped_storage().data_ptr() for b in co2.buckets}
+    assert not live & written, "a flat buffer that a collective writes shares memory with a live tensor"
 
 
-def test_a_slow_peer_delays_nobody_and_live_parameters_stay_untouched(tmp_path: Path):
-    for result in run_distributed(hidden_round, 2, str(tmp_path)):
-        assert result == {"untouched": True, "moved": True, "closed": True, "aliases": False}
+def nesterov_grid() -> list[Settings]:
+    """Every penalty with every clip, both momenta, tau 1 and 4; and without delay."""
+    configs = []
+    for i, (beta, alpha) in enumerate(OUTER):
+        for j, clip in enumerate(CLIPS):
+            tau = (1, 4)[(i + j) % 2]
+            base = Settings(tau=tau, outer_momentum=beta, outer_lr=alpha, allow_unstable=True, nesterov=True, **clip)
+            configs += [replace(base, gap=gap) for gap in ("elementwise", "norm", "none")]
+            configs.append(replace(base, gap="none", delay=0))
+    return configs
+
+
+LATE = Settings(tau=4, outer_momentum=0.3, outer_lr=0.6, clip=0.1)
+MERGES_AND_DELAYS: list[dict[str, Any]] = [
+    {"merge": "mix"},
+    {"merge": "mix", "mix": 0.2, "delay": 1},
+    {"merge": "mix", "delay": 3},
+    {"merge": "mix", "delay": 4},
+    {"merge": "keep"},
+    {"merge": "keep", "delay": 1},
+    {"merge": "keep", "delay": 3},
+    {"merge": "mix", "mix": 1.0},
+]
+BLOCKING: list[dict[str, Any]] = [{"delay": 0}, {"delay": 0, "merge": "mix"}, {"delay": 0, "merge": "keep"}]
+
+
+def merge_grid() -> list[Settings]:
+    """Every merge and delay with every penalty that goes with it, with and without momentum and clipping."""
+    configs = [replace(LATE, gap="none", **blocking) for blocking in BLOCKING]
+    for merge in MERGES_AND_DELAYS:
+        for gap in ("elementwise", "norm", "none"):
+            late = replace(LATE, gap=gap, allow_unstable=True, **merge)
+            configs += [late, replace(late, outer_momentum=0.0, outer_lr=1.0, clip=None)]
+    return configs
+
+
+GRIDS: dict[str, tuple[list[Settings], slice, int]] = {  # settings; the corners: every value of every one; the steps
+    "late": (grid(), slice(None, None, 7), STEPS),
+    "nesterov": (nesterov_grid(), slice(None, None, 4), STEPS),
+    "blocking": (merge_grid()[:3], slice(None), STEPS + 3),
+    "merges": (merge_grid()[3:], slice(None, None, 5), STEPS + 3),
+}
+
+
+@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["corners", "whole"])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_equals_the_reference_round_by_round(world_size: int, whole: bool):
+    """Each setting of a grid as a case of its own, so that each number of workers starts once."""
+    for configs, corners, steps in GRIDS.values():
+        check_grid(world_size, configs if whole else configs[corners], steps)
+
+
+@pytest.mark.parametrize("merge", ["mix", "keep"])
+@on_ranks(2)
+def test_replicas_stay_equal_though_each_worker_merges_when_its_own_copy_lands(rank: int, merge: str):
+    """Rank 1's steps take longer. The outer iterate follows the means alone, whenever they are merged."""
+    params = problems.odd_parameters()
+    co2 = Settings(tau=6, merge=merge, delay="auto", gap="none").build(params)
+    outers, merged = [], []
+    for step in range(42):
+        time.sleep(0.004 + 0.004 * rank)
+        sgd_step(params, rank, step)
+        if co2.step():
+            outers.append(co2._x[0].clone())
+            merged.append(co2.stats.merged_after)
+    co2.finish()
+    assert alike(*outers, flat(params)) and not co2.stats.drifted
+    assert min(sum(everybody(merged[1:]), [])) < 6, "nothing was merged before the boundary"
+
+
+def evaluating(rank: int, world_size: int) -> dict[str, Any]:
+    late = {"gap": "none", "delay": "auto"}
+    methods = {
+        "keep": lambda p: replace(LATE, merge="keep", **late).build(p),
+        "mix": lambda p: replace(LATE, merge="mix", **late).build(p),
+        "overlap_local": lambda p: OverlapLocalSGD(p, LATE.tau),
+        "local": lambda p: LocalSGD(p, LATE.tau),
+    }
+    found: dict[str, Any] = {name: [] for name in methods}
+    for name, build in methods.items():
+        params = problems.odd_parameters()
+        method = build(params)
+        for step in range(STEPS + 3):
+            sgd_step(params, rank, step)
+            if method.step():
+                before = flat(params)
+                with method.shared_model() as equal:
+                    found[name].append((equal, before, flat(params)))
+                found[name][-1] += (flat(params),)
+        method.finish()
+        with method.shared_model() as equal:
+            found[name].append((equal, flat(params)))
+    return found
+
+
+def test_an_evaluation_sees_one_model_where_the_method_has_one():
+    zero, one = run_distributed(evaluating, 2)
+    for name in zero:
+        *rounds, (equal, end) = zero[name]
+        assert torch.equal(end, one[name][-1][1]) and equal, name
+        for (told, before, inside, after), (_, other, others_inside, _) in zip(rounds, one[name][:-1], strict=True):
+            assert told is (name != "mix") and torch.equal(inside, others_inside) is told, name
+            assert torch.equal(after, before) or name == "keep", f"{name}: an evaluation changed the training"
+            if name == "overlap_local":
+                torch.testing.assert_close(inside, (before + other) / 2, rtol=1e-12, atol=1e-12)
+    # what is merged as soon as it is sent is not late: the specification's blocking rounds
+    blocking = train_reference(
+        replace(LATE, gap="none", merge="keep", delay=0), 2, STEPS + 3, flat(problems.odd_parameters())
+    )
+    assert_traces_equal([after for *_, after in zero["keep"][:-1]] + [zero["keep"][-1][1]], blocking)
+
+
+@on_ranks(2)
+def test_what_overlap_local_sgd_lends_it_takes_back(rank: int):
+    """Under inference_mode and after an exception, too; it does not pass for weights that the user loaded, and the
+    waiting is accounted for: tau auto takes what of a boundary and a merge is not exposed for the boundary's work."""
+    net = problems.small_net()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    method = OverlapLocalSGD(net.parameters(), 3, link=SlowLink(0.2))
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        for step in range(6):
+            optimizer.zero_grad()
+            problems.loss(net, problems.batch(rank, step)).backward()
+            optimizer.step()
+            if method.step() and step == 2:
+                before = flat(net.parameters())
+                with contextlib.suppress(KeyError), torch.inference_mode(), method.shared_model():
+                    inside = flat(net.parameters())
+                    raise KeyError
+                assert torch.equal(flat(net.parameters()), before)
+    stats = method.stats.as_dict()
+    method.finish()
+    assert alike(inside) and not alike(before) and not caught
+    assert min(stats["merge_seconds"], stats["exposed_seconds"]) > 0.1 and stats["merged_after"] == 3
+
+
+def test_merges_run_in_the_fast_pass_and_only_keep_holds_another_copy():
+    for merge in ("outer", "mix", "keep"):
+        co2 = replace(LATE, merge=merge).build(problems.odd_parameters())
+        assert all(isinstance(b, ChunkedBoundary) for b in co2._boundaries)
+        assert set(co2.state) - {"outer_iterate", "outer_momentum"} == ({"sent"} if merge == "keep" else set())
+
+
+@pytest.mark.parametrize(("workers", "beta"), [(1, 0.0), (16, 0.0), (17, 0.2), (64, 0.5), (65, 0.6)])
+def test_what_is_recommended_is_accepted_and_follows_the_number_of_workers(workers: int, beta: float):
+    config = CO2Config.recommended(workers, steps=480)
+    assert (config.outer_momentum, config.tau, config.tau_max) == (beta, "auto", 24)
+    assert replace(config, tau=24).tau == 24
+    CO2([nn.Parameter(torch.ones(2))], config).finish()
+
+
+FEW = [*MERGES[:2], *(pytest.param(changes, marks=pytest.mark.slow) for changes in MERGES[2:5]), MERGES[6]]
+
+
+@pytest.mark.parametrize("changes", FEW, ids=str)
+@on_ranks(2)
+def test_16_bit_parameters(rank: int, changes: dict[str, Any]):
+    config = replace(LATE, tau=2 + (changes.get("delay") == 2), gap="none", allow_unstable=True)
+    check_dtypes(rank, replace(config, **changes), 1e-12, 1e-6, 0.03)
+
+
+AUTO: list[dict[str, Any]] = [{"merge": "mix", "delay": "auto"}, {"merge": "keep", "delay": "auto"}]
+UNEVEN: dict[str, Callable[[list[Tensor]], Any]] = {
+    str(changes): replace(LATE, tau=3, **changes).build for changes in ({}, *MERGES, *AUTO)
+}
+UNEVEN |= {kind.name: partial(kind, tau=3) for kind in (LocalSGD, SlowMo, OverlapLocalSGD)}
+UNEVEN["shard"] = lambda params: ShardedCO2(params, replace(LATE, tau=3).co2, shard=True)
+
+
+def uneven_twice(rank: int, build: Callable[[list[Tensor]], Any]) -> list[Tensor]:
+    params, seen = problems.odd_parameters(), []
+    co2 = build(params)
+    co2.finish()
+    seen.append(flat(params))
+    for steps in (range(5 + 2 * rank), range(0), range(20, 24 + rank)):
+        take_steps(co2, params, rank, steps)
+        co2.finish()
+        seen.append(flat(params))
+    co2.close()
+    if isinstance(co2, ShardedCO2):  # whose state is this worker's share
+        return [*seen, flat(params)]
+    return [*seen, co2.starts[0].clone() if co2.differences else flat(params), *(f[0] for f in co2.state.values())]
+
+
+@on_ranks(3)
+def test_finish_leaves_equal_workers_however_uneven_and_training_goes_on(rank: int):
+    ends = {name: uneven_twice(rank, build) for name, build in UNEVEN.items()}
+    for name, seen in ends.items():
+        untouched, first, again, second, x, *_ = seen
+        assert alike(*seen), name
+        for before, after in ((flat(problems.odd_parameters()), untouched), (first, again)):
+            if name != "OverlapLocalSGD":  # whose every boundary pulls, one without a step, too
+                torch.testing.assert_close(after, before, rtol=1e-15, atol=0)  # nothing to finish
+        assert (first - untouched).abs().max() > 0.1 and (second - first).abs().max() > 0.01
+        assert torch.equal(second, x)
+    for shared, plain in zip(ends["shard"], ends["{}"], strict=False):
+        torch.testing.assert_close(shared, plain, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("changes", FEW, ids=str)
+@on_ranks(2)
+def test_without_momentum_nothing_is_left_over_after_finish(rank: int, changes: dict[str, Any]):
+    """One object with finish() in the middle; and a new one from there on."""
+    config = replace(LATE, **{"tau": 3, "outer_momentum": 0.0, "clip": None, "gap": "none"} | changes)
+    ends = []
+    for anew in (False, True):
+        params = problems.odd_parameters()
+        co2 = config.build(params)
+        for steps in (range(5), range(5, 10)):
+            take_steps(co2, params, rank, steps)
+            co2.finish()
+            co2 = config.build(params) if anew else co2
+        ends.append(flat(params))
+    torch.testing.assert_close(*ends, rtol=1e-12, atol=1e-12)
+
+
+HAND = Settings(tau=2, gap="none", outer_momentum=0.0, clip=None, allow_unstable=True)
+
+
+@on_ranks(2)
+def test_a_worker_that_finished_early_contributes_nothing(rank: int):
+    """Each local step goes down by 1; worker 0 makes 4 of them, worker 1 makes 7; mix = 1/2. Differences from x = 0, 0,
+    -2, -5: 2, 3, then 5/2 and 3/4 of worker 1 alone; -2 - 3 - 5/4 - 3/8."""
+    p = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    co2, seen = replace(HAND, merge="mix").build([p]), []
+    for _ in range((4, 7)[rank]):
+        with torch.no_grad():
+            p.sub_(1.0)
+        if co2.step():
+            seen.append(p.item())
+    co2.finish()
+    assert [*seen, p.item()] == ([-1.0, -2.5, -4.75, -6.625] if rank else [-1.0, -2.5, -6.625])

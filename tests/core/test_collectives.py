@@ -1,6 +1,8 @@
-"""The asynchronous mean, and the helper that runs a function on several processes."""
+"""The asynchronous mean, the throttled link, process groups, and the helper that runs several processes."""
 
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,18 +12,25 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import distributed_c10d
 
+from core import CO2Config, make_method
 from core.errors import CollectiveError, UserError
 from core.flight import Flight
 from core.groups import ring_bytes
+from core.methods import METHODS
 from core.testing import run_distributed
+from core.testing.link import ThrottledLink
+from tests.on_ranks import on_ranks
 from tests.problems import Mean, refusal
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-def mixed_dtypes(rank: int, world_size: int) -> dict[str, object]:
+@on_ranks(3)
+def test_mean_of_every_dtype_and_shape(rank: int):
+    """Worker r writes (r + 1) 10^i into tensor i of a bucket; the mean over 3 workers is 2 x 10^i."""
     tensors = [torch.zeros(s, dtype=d) for d in DTYPES for s in [(3,), (), (0, 2), (2, 5)]]
     mean = Mean(tensors, {"rank": 1, "sevens": 2})
     for bucket in mean.buckets:
@@ -32,27 +41,18 @@ def mixed_dtypes(rank: int, world_size: int) -> dict[str, object]:
     mean.scalars.set("sevens", torch.full((2,), 7.0))
     mean.launch()
     mean.wait()
-    scalars = [mean.scalars["rank"].item(), *mean.scalars["sevens"].tolist()]
-    flats = [b.payload.tolist() for b in mean.buckets]
-    kinds = [(b.dtype, b.flat.dtype) for b in mean.buckets]
+    assert [mean.scalars["rank"].item(), *mean.scalars["sevens"].tolist()] == [1.0, 7.0, 7.0]
+    assert all(b.payload.tolist() == [2.0] * 3 + [20.0] + [2000.0] * 10 for b in mean.buckets)
+    sums = (torch.float64, torch.float32, torch.float32, torch.float32)
+    assert [(b.dtype, b.flat.dtype) for b in mean.buckets] == list(zip(DTYPES, sums, strict=True))
     assert all(not t.any() for t in tensors), "the templates were written to"
     mean.close()
-    return {"scalars": scalars, "flats": flats, "kinds": kinds}
 
 
-def test_mean_of_every_dtype_and_shape():
-    results = run_distributed(mixed_dtypes, 3)
-    assert results[0] == results[1] == results[2]
-    # worker r writes (r + 1) 10^i into tensor i of a bucket; the mean over 3 workers is 2 x 10^i
-    expected = [2.0] * 3 + [20.0] + [2000.0] * 10
-    assert results[0]["flats"] == [expected] * len(DTYPES)
-    assert results[0]["scalars"] == [1.0, 7.0, 7.0]
-    sums = (torch.float64, torch.float32, torch.float32, torch.float32)
-    assert results[0]["kinds"] == list(zip(DTYPES, sums, strict=True))
-
-
-def other_collectives_pass(rank: int, world_size: int, folder: str) -> float:
-    gate = Path(folder, "gate")
+@on_ranks(2)
+def test_the_mean_has_a_group_of_its_own(rank: int, tmp_path: Path):
+    """A collective of the model's overtakes it: in one shared group the two would be mixed up."""
+    gate = tmp_path / "gate"
     mean = Mean([torch.zeros(10)])
     if rank == 0:
         mean.launch()
@@ -63,12 +63,7 @@ def other_collectives_pass(rank: int, world_size: int, folder: str) -> float:
         gate.touch()
         mean.launch()
     mean.wait()
-    return other.item()
-
-
-def test_the_mean_has_a_group_of_its_own(tmp_path: Path):
-    """A collective of the model's overtakes it: in one shared group the two would be mixed up."""
-    assert run_distributed(other_collectives_pass, 2, str(tmp_path)) == [2.0, 2.0]
+    assert other.item() == 2.0
 
 
 def test_misuse_is_caught_without_a_process_group():
@@ -134,16 +129,13 @@ def test_what_fails_in_a_stage_never_lands(error: Exception, first: bool):
         background.launch(iter(()))
 
 
-def closed(rank: int, world_size: int) -> str:
+@on_ranks(2)
+def test_nobody_trains_on_alone_after_close(rank: int):
     mean = Mean([torch.ones(3)])
     mean.launch()
     mean.wait()
     mean.close()
-    return refusal(mean.launch)
-
-
-def test_nobody_trains_on_alone_after_close():
-    assert all("close() has left" in text for text in run_distributed(closed, 2))
+    assert "close() has left" in refusal(mean.launch)
 
 
 @pytest.mark.parametrize("launched", [0, 3])
@@ -162,19 +154,6 @@ def test_what_fails_names_its_round_from_0(launched: int, monkeypatch: pytest.Mo
 
 def test_bytes_of_a_ring():
     assert [ring_bytes(1200, n) for n in (1, 2, 3, 4)] == [0, 1200, 1600, 1800]
-
-
-# -- run_distributed ------------------------------------------------------------------------------------------
-
-
-def square_of_rank(rank: int, world_size: int, offset: int) -> tuple[int, int]:
-    assert dist.get_rank() == rank and dist.get_world_size() == world_size
-    time.sleep(0.1 * (world_size - rank))  # the last rank ends first
-    return world_size, rank**2 + offset
-
-
-def test_results_come_in_rank_order():
-    assert run_distributed(square_of_rank, 3, 10) == [(3, 10), (3, 11), (3, 14)]
 
 
 def fail_on_rank_1(rank: int, world_size: int) -> None:
@@ -247,3 +226,124 @@ def test_no_rank_is_called_before_all_have_met():
     """It could end its group, whose connections others are still making."""
     (first, called), (second, _) = run_distributed(when_called, 2, SlowToMeet())
     assert first < second < called
+
+
+MBIT = 8.0  # a million bytes a second
+
+
+def test_reservations_queue_one_behind_the_other():
+    link = ThrottledLink(MBIT)
+    start = time.perf_counter()
+    first, second = link.reserve(100_000), link.reserve(50_000)
+    assert first >= start + 0.1
+    assert second - first == pytest.approx(0.05)
+    assert time.perf_counter() < second, "reserving must not wait"
+
+
+def test_an_idle_link_does_not_save_up_time():
+    link = ThrottledLink(MBIT)
+    link.reserve(1_000)
+    time.sleep(0.05)
+    assert link.reserve(20_000) >= time.perf_counter() + 0.02 - 1e-3
+
+
+@on_ranks(3)
+def test_a_throttled_mean_takes_its_time_and_overlaps_with_computation(rank: int):
+    """100,000 float32 on three workers: each sends 4/3 x 400,000 bytes, 0.533 s."""
+    mean = Mean([torch.zeros(100_000)], link=ThrottledLink(MBIT))
+    mean.buckets[0].flat.fill_(rank)
+    start = time.perf_counter()
+    mean.launch()
+    launched, busy = time.perf_counter() - start, 0
+    assert not mean.done()
+    while not mean.done():  # computation goes on underneath
+        torch.ones(100).sum()
+        busy += 1
+    landed = time.perf_counter() - start
+    mean.wait()
+    assert mean.flight.bytes_sent == 533_333 and busy > 10 and launched < landed
+    assert landed >= 0.533 and mean.flight.seconds >= 0.533
+    assert mean.buckets[0].flat.mean().item() == 1.0
+
+
+@on_ranks(2)
+def test_every_method_crosses_the_same_link(rank: int):
+    """Three rounds of 0.1 s of communication with nothing to hide it behind; finish() drains what is in flight."""
+    for name in METHODS:
+        model = nn.Linear(250, 100, bias=False)
+        wrapped, method = make_method(name, model, co2=CO2Config(tau=1), link=ThrottledLink(MBIT))
+        start, waited = time.perf_counter(), 0.0
+        for _ in range(3):
+            wrapped(torch.ones(1, 250)).sum().backward()
+            method.step()
+            waited += method.stats.exposed_seconds
+        method.finish()
+        assert time.perf_counter() - start >= 0.3 and waited >= (0.0 if name == "ddp" else 0.1), name
+
+
+ROOT = Path(__file__).resolve().parents[2]
+# A fresh process for each rank: those of run_distributed are forked from one that has imported nearly all of torch.
+SCRIPT = """
+import gc, sys
+from pathlib import Path
+
+import torch, torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg  # a backend that moves nothing, as NCCL moves nothing of a CPU's
+from core import CO2Config, WireConfig, make_method
+from core.groups import host_group
+
+rank, folder, kinds = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
+gc.disable()  # a cycle of references is no reason either
+
+def threads():
+    return sum("gloo" in task.read_text() for task in Path("/proc/self/task").glob("*/comm"))
+
+def settings(kind):
+    return {
+        "co2": lambda: {"co2": CO2Config(tau=2)},
+        "co2 sharded": lambda: {"co2": CO2Config(tau=2), "shard": True},
+        "co2 of a subgroup": lambda: {"co2": CO2Config(tau=2), "group": [dist.new_group([i]) for i in range(2)][rank]},
+        "ddp over int4": lambda: {"ddp_wire": WireConfig("int4")},
+    }[kind]()
+
+def train(kind):
+    net = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)  # imports torch._dynamo
+    model, method = make_method(kind.split()[0], net, **settings(kind))
+    with method:
+        for step in range(12):
+            optimizer.zero_grad()
+            model(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+            method.step()
+    return model, method
+
+kept = []  # as a script's own names are at its end
+for kind in kinds:
+    store = dist.FileStore(f"{folder}/{kind}", 2)
+    dist.init_process_group("fake" if kind == "host" else "gloo", store=store, rank=rank, world_size=2)
+    if kind == "host":
+        assert (made := host_group()) is host_group(), "made once"
+        dist.barrier(made)  # else one rank ends it while the other still connects
+        del made
+    else:
+        kept.append(train(kind))
+    before = threads()
+    dist.destroy_process_group()
+    print(f"{kind}: {before > 0}, {threads()}")
+"""
+KINDS = ("co2", "co2 sharded", "co2 of a subgroup", "ddp over int4", "host")
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted in Linux's /proc")
+def test_no_thread_of_gloos_is_left(tmp_path: Path):
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", SCRIPT]
+    ranks = [
+        subprocess.Popen([*command, str(rank), str(tmp_path), *KINDS], env=env, stdout=-1, stderr=-1, text=True)
+        for rank in range(2)
+    ]
+    for process in ranks:
+        said, errors = process.communicate(timeout=60)
+        assert process.returncode == 0, errors
+        assert said.splitlines() == [f"{kind}: True, 0" for kind in KINDS]

@@ -36,14 +36,7 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def train(
-    folder: str,
-    settings: dict[str, Any],
-    deaths: dict[str, Any],
-    comes: str = "",
-    pace: float = 0.0,
-    steps: int = STEPS,
-) -> None:
+def train(folder, settings, deaths, comes="", pace=0.0, steps=STEPS) -> None:
     """One worker of the problem; `deaths`: name -> (where, when). Writes its trace, by round, at the end.
 
     comes: a worker that is started later; the others wait once until it is about to join.
@@ -174,11 +167,7 @@ def test_what_came_late_before_others_joined_is_heard_by_nobody():
     before = Late()
     owner = SimpleNamespace(_late=before, riders=[])
     flight = SimpleNamespace(
-        members=SimpleNamespace(group=object(), rank=0),
-        owner=owner,
-        launched=3,
-        _act=0,
-        on_change=lambda reports: None,
+        members=SimpleNamespace(group=object(), rank=0), owner=owner, launched=3, _act=0, on_change=lambda reports: None
     )
     ElasticFlight.adopt(flight, [None])  # pyright: ignore[reportArgumentType]
     assert owner._late is not before
@@ -226,9 +215,7 @@ def test_the_survivors_go_on_and_stay_equal(tmp_path: Path, who: str, where: str
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [pytest.param(PAPER, marks=pytest.mark.slow), PAPER | {"taus": [3, 5] * 20}],
-    ids=["tau", "schedule"],
+    "settings", [pytest.param(PAPER, marks=pytest.mark.slow), PAPER | {"taus": [3, 5] * 20}], ids=["tau", "schedule"]
 )
 def test_one_that_comes_back_joins(tmp_path: Path, settings: dict[str, Any]):
     """Under a schedule the newcomer knows of what tau the round was that it joins, and of what the next one is."""
@@ -238,9 +225,7 @@ def test_one_that_comes_back_joins(tmp_path: Path, settings: dict[str, Any]):
     check_equal(ends)
 
 
-def train_plainly(
-    rank: int, world_size: int, settings: dict[str, Any], saved: Path, saves_at: int = 0
-) -> tuple[list[float], Any]:
+def train_plainly(rank, world_size, settings, saved, saves_at=0) -> tuple[list[float], Any]:
     """One of workers that neither come nor go, from a checkpoint where there is one: its parameters at the end, and its
     state after round `saves_at`."""
     params, state = problems.odd_parameters(), None
@@ -266,7 +251,6 @@ def test_an_elastic_checkpoint_goes_on_plainly(tmp_path: Path, started: int):
 
 @pytest.mark.parametrize("workers", [2, 3])
 def test_a_plain_checkpoint_goes_on_elastic(tmp_path: Path, workers: int):
-    """As the plain method does, bit for bit, that goes on with as many workers."""
     start = tmp_path / "start.pt"
     _, state = testing.run_distributed(train_plainly, 2, PAPER, start, 3)[0]
     torch.save(state, start)

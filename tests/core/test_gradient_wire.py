@@ -5,14 +5,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
-import itertools
 import os
 import signal
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -21,6 +19,7 @@ from core import CO2Config, CollectiveError, LGrecoConfig, WireConfig, make_meth
 from core.checkpoints.saved import of_rank, under_rank
 from core.sharded.mesh import node_mesh
 from core.testing import run_distributed
+from tests.on_ranks import alike, on_ranks
 from tests.problems import flat, refusal
 from training.data import generator
 
@@ -58,74 +57,35 @@ def build(name: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, nn.
     return model, wrapped, method, torch.optim.SGD(model.parameters(), lr=0.2)
 
 
-def trained(
-    rank: int, world_size: int, name: str, steps: int = 40, dtype: torch.dtype = torch.float32
-) -> dict[str, Any]:
+def trained(rank: int, name: str, steps: int = 40, dtype: torch.dtype = torch.float32) -> tuple[float, int, list[str]]:
+    """The last losses, the bytes sent, and what L-GreCo has chosen; workers end equal, and a poisoned step is lost."""
     model, wrapped, method, optimizer = build(name, dtype)
     losses, sent = [], 0
     for number in range(steps):
         losses.append(step(wrapped, optimizer, rank, number, poison=number == 5))
         method.step()
         sent += method.stats.bytes_sent
-    seconds = method.stats.allreduce_seconds
+    assert method.stats.allreduce_seconds > 0
     method.finish()
-    wire = method.wire
-    chosen = [str(c) for c in wire.reducer.chosen] if wire is not None and hasattr(wire.reducer, "chosen") else []
+    chosen = [str(c) for c in getattr(method.wire and method.wire.reducer, "chosen", [])]
     method.close()
-    return {
-        "flat": flat(model.parameters()),
-        "loss": sum(losses[-10:]) / 10,
-        "sent": sent,
-        "chosen": chosen,
-        "seconds": seconds,
-    }
+    assert alike(flat(model.parameters())) and flat(model.parameters()).isfinite().all(), name
+    return sum(losses[-10:]) / 10, sent, chosen
 
 
-def every_wire(rank: int, world_size: int) -> dict[str, dict[str, Any]]:
-    return {name: trained(rank, world_size, name) for name in WIRES}
+@on_ranks(2, timeout=120)
+def test_ddp_trains_with_every_wire(rank: int):
+    """Fewer bytes, and about the loss of float32."""
+    found = {name: trained(rank, name) for name in WIRES}
+    plain_loss, plain_sent, _ = found["float32"]
+    for name, (loss, sent, _) in found.items():
+        assert loss < plain_loss + 0.3 and (name == "float32" or sent < 0.6 * plain_sent), name
+    assert len(set(found["rank2"][2])) > 1
 
 
-def test_ddp_trains_with_every_wire():
-    """Workers stay equal, bit for bit, a poisoned step is forgotten, fewer bytes, and about the loss of float32."""
-    results = run_distributed(every_wire, 2, timeout=120)
-    for name in WIRES:
-        ours = results[0][name]
-        assert torch.equal(ours["flat"], results[1][name]["flat"]) and ours["flat"].isfinite().all(), name
-        assert ours["loss"] < results[0]["float32"]["loss"] + 0.3 and ours["seconds"] > 0, name
-        assert name == "float32" or ours["sent"] < 0.6 * results[0]["float32"]["sent"], name
-    assert len(set(results[0]["rank2"]["chosen"])) > 1
-
-
-def test_ddp_in_16_bits():
-    for result in run_distributed(trained, 2, "int4", 12, torch.bfloat16):
-        assert result["flat"].isfinite().all()
-
-
-def accumulated(rank: int, world_size: int) -> list[tuple[float, bool, bool, int]]:
-    """A step of two backward passes, of which the first one sends nothing, but in step 2, where both send: how far the
-    gradient is from the workers' mean, whether it is the other worker's, whether anything was left, and the buckets."""
-    torch.manual_seed(3)
-    model = nn.Sequential(nn.Linear(12, 600), nn.Tanh(), nn.Linear(600, 600), nn.Tanh(), nn.Linear(600, 3))
-    plain = copy.deepcopy(model)
-    config = LGrecoConfig(every=2, first=2)
-    wrapped, method = make_method("ddp", model, ddp_wire=WireConfig("lgreco", like="int8", lgreco=config), timeout=30.0)
-    reduce, buckets, seen = method.wire._reduce, [], []
-    method.wire._reduce = lambda: [buckets.append(len(method.wire._waiting)), reduce()]
-    for number in range(5):
-        for part in range(2):
-            silent = wrapped.no_sync() if part == 0 and number != 2 else contextlib.nullcontext()
-            with silent:
-                loss_of(wrapped, rank, number, part).backward()
-        method.step()
-        for worker in range(world_size):
-            (sum(loss_of(plain, worker, number, part) for part in range(2)) / world_size).backward()
-        ours, exact = (torch.cat([p.grad.flatten() for p in m.parameters()]) for m in (model, plain))
-        theirs = ours.clone()
-        dist.broadcast(theirs, src=0)
-        seen.append((float((ours - exact).norm() / exact.norm()), torch.equal(ours, theirs), not method.wire._waiting))
-        model.zero_grad(), plain.zero_grad()
-    method.close()
-    return [(*each, max(buckets)) for each in seen]
+@on_ranks(2)
+def test_ddp_in_16_bits(rank: int):
+    trained(rank, "int4", 12, torch.bfloat16)
 
 
 def loss_of(model: nn.Module, rank: int, number: int, part: int) -> Tensor:
@@ -133,12 +93,30 @@ def loss_of(model: nn.Module, rank: int, number: int, part: int) -> Tensor:
     return nn.functional.cross_entropy(model(x), x[:, :3].argmax(1))
 
 
-def test_gradients_accumulate_over_several_buckets():
-    """DistributedDataParallel makes its buckets anew after the first pass; int8 errs by a part in a hundred."""
-    for result in run_distributed(accumulated, 2):
-        assert len(result) == 5
-        for error, alike, nothing_left, buckets in result:
-            assert error < 0.02 and alike and nothing_left and buckets > 1
+@on_ranks(2)
+def test_gradients_accumulate_over_several_buckets(rank: int):
+    """A step of two backward passes, of which the first one sends nothing, but in step 2, where both send.
+    DistributedDataParallel makes its buckets anew after the first pass; int8 errs by a part in a hundred."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(12, 600), nn.Tanh(), nn.Linear(600, 600), nn.Tanh(), nn.Linear(600, 3))
+    plain = copy.deepcopy(model)
+    config = LGrecoConfig(every=2, first=2)
+    wrapped, method = make_method("ddp", model, ddp_wire=WireConfig("lgreco", like="int8", lgreco=config), timeout=30.0)
+    reduce, buckets = method.wire._reduce, []
+    method.wire._reduce = lambda: [buckets.append(len(method.wire._waiting)), reduce()]
+    for number in range(5):
+        for part in range(2):
+            silent = wrapped.no_sync() if part == 0 and number != 2 else contextlib.nullcontext()
+            with silent:
+                loss_of(wrapped, rank, number, part).backward()
+        method.step()
+        for worker in range(2):
+            (sum(loss_of(plain, worker, number, part) for part in range(2)) / 2).backward()
+        ours, exact = (torch.cat([p.grad.flatten() for p in m.parameters()]) for m in (model, plain))
+        assert (ours - exact).norm() < 0.02 * exact.norm() and alike(ours) and not method.wire._waiting
+        model.zero_grad(), plain.zero_grad()
+    method.close()
+    assert max(buckets) > 1
 
 
 def bereaved(rank: int, world_size: int) -> list[str]:
@@ -159,13 +137,13 @@ def test_a_worker_that_dies_is_named():
     assert "no answer from rank 1" in text and "\n" not in text
 
 
-def resumed(rank: int, world_size: int, name: str) -> tuple[Tensor, Tensor, list[str]]:
-    first, second = build(name), build(name)
+@on_ranks(2)
+def test_ddp_resumes_with_its_allocation(rank: int):
+    first, second = build("rank2"), build("rank2")
     for number in range(6):
         step(first[1], first[3], rank, number)
         first[2].step()
-    file = io.BytesIO()
-    torch.save([first[0].state_dict(), first[2].state_dict()], file)
+    torch.save([first[0].state_dict(), first[2].state_dict()], file := io.BytesIO())
     state = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
     second[0].load_state_dict(state[0])
     second[2].load_state_dict(state[1])
@@ -173,16 +151,10 @@ def resumed(rank: int, world_size: int, name: str) -> tuple[Tensor, Tensor, list
         for number in range(6, 12):
             step(run[1], run[3], rank, number)
             run[2].step()
-    other = build("int8")[2]
-    refusals = [refusal(other.load_state_dict, saved) for saved in (state[1], under_rank({"rounds": 3}))]
-    return flat(first[0].parameters()), flat(second[0].parameters()), refusals
-
-
-def test_ddp_resumes_with_its_allocation():
-    for ours, resumed_ones, refusals in run_distributed(resumed, 2, "rank2"):
-        assert torch.equal(ours, resumed_ones)
-        assert "sent with another ddp_wire: resume with the one" in refusals[0]
-        assert "sent as float32: resume without ddp_wire" in refusals[1]
+    assert torch.equal(flat(first[0].parameters()), flat(second[0].parameters()))
+    load = build("int8")[2].load_state_dict
+    assert "sent with another ddp_wire: resume with the one" in refusal(load, state[1])
+    assert "sent as float32: resume without ddp_wire" in refusal(load, under_rank({"rounds": 3}))
 
 
 def gone_on(rank: int, world_size: int, state: dict[str, Any] | None) -> tuple[dict[str, Any], Tensor, int]:
@@ -203,37 +175,25 @@ def test_ddp_goes_on_with_another_number_of_workers():
         assert after["rounds"] == after["wire"]["launched"] == 8 and after["wire"]["workers"] == 2
 
 
-def other_shapes(rank: int, world_size: int) -> list[str]:
-    """Of as many elements, of the same bits."""
-    said = []
-    for wire in (WireConfig(), WIRES["int4"]):
-        model = nn.Linear(*((4, 40) if rank else (40, 4)), bias=False)
-        nn.init.zeros_(model.weight)
-        said.append(refusal(make_method, "ddp", model, ddp_wire=wire, timeout=30.0))
-    return said
-
-
-def of_shards(rank: int, world_size: int) -> list[str]:
+@on_ranks(2)
+def test_shards_and_nodes_are_refused(rank: int):
     """ddp over shards; CO2 across nodes of several workers, whose outer state is shared."""
     sharded, mesh = nn.Linear(4, 40), init_device_mesh("cpu", (2,))
     for name, p in list(sharded.named_parameters()):
         setattr(sharded, name, nn.Parameter(distribute_tensor(p.data, mesh, [Shard(0)])))
-    in_nodes = {"co2": CO2Config(tau=2, wire=WIRES["int4"]), "mesh": node_mesh("cpu", 2)}
-    refused = refusal(make_method, "ddp", sharded, ddp_wire=WIRES["int4"])
-    return [refused, refusal(make_method, "co2", net(), **in_nodes)]
+    said = refusal(make_method, "ddp", sharded, ddp_wire=WIRES["int4"])
+    assert said == "ddp_wire.format='lgreco' with ZeRO: shards cross as float32; leave it out"
+    said = refusal(make_method, "co2", net(), co2=CO2Config(tau=2, wire=WIRES["int4"]), mesh=node_mesh("cpu", 2))
+    assert "wire.format='lgreco' needs unshared outer state: set wire.format float32; or leave out shard, off" in said
 
 
-def test_shards_and_nodes_are_refused():
-    for shards, nodes in run_distributed(of_shards, 2):
-        assert shards == "ddp_wire.format='lgreco' with ZeRO: shards cross as float32; leave it out"
-        assert (
-            "wire.format='lgreco' needs unshared outer state: set wire.format float32; or leave out shard, offload"
-            in nodes
-        )
-
-
-def test_workers_with_other_shapes_are_told():
-    for text in itertools.chain(*run_distributed(other_shapes, 2)):
+@on_ranks(2)
+def test_workers_with_other_shapes_are_told(rank: int):
+    """Of as many elements, of the same bits."""
+    for wire in (WireConfig(), WIRES["int4"]):
+        model = nn.Linear(*((4, 40) if rank else (40, 4)), bias=False)
+        nn.init.zeros_(model.weight)
+        text = refusal(make_method, "ddp", model, ddp_wire=wire, timeout=30.0)
         assert "workers differ: rank 0 has ((4, 40), 'torch.float32'), against ((40, 4), " in text
 
 

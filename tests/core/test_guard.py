@@ -8,11 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import core.co2
 from core import CO2, CO2Config, ShardedCO2, make_method
 from core.errors import DivergedError
-from core.robust.guard import LEFT_OUT_AGAIN, Guard, forget
+from core.flight import Flight
+from core.robust.guard import BUFFER, LEFT_OUT_AGAIN, WARM_UP, Guard, forget
+from core.rounds import Heard
 from core.sharded.mesh import node_mesh
-from core.testing import run_distributed
+from tests.on_ranks import alike, everybody, on_ranks
 from tests.problems import LR, Settings, flat, gradient, odd_parameters, reference, sgd_step, trace_of
 
 NAN, INF = float("nan"), float("inf")
@@ -53,67 +56,51 @@ def train_or_spoil(params: list[nn.Parameter], rank: int, step: int) -> None:
         torch._foreach_mul_([p.detach() for p in params[:-1]], 1e5)
 
 
-def with_a_bad_worker(rank: int, world_size: int) -> dict[str, Any]:
+@on_ranks(3, timeout=240)
+def test_the_others_train_as_the_reference_does_without_the_bad_one(rank: int):
     kinds: dict[str, Any] = {name: s.build for name, s in WAYS.items()}
     kinds |= {how: partial(ShardedCO2, config=WAYS["paper"].co2, **{how: True}) for how in SHARED}
-    traces = {}
-    with warnings.catch_warnings(record=True, action="always") as seen:
-        for name, build in kinds.items():
+    for name, build in kinds.items():
+        with warnings.catch_warnings(record=True, action="always") as seen:
             go = partial(train_or_spoil, params := odd_parameters(), rank)
-            traces[name] = trace_of(build(params), go, partial(flat, params), STEPS)
-    return {"traces": traces, "told": [str(w.message) for w in seen if "left out" in str(w.message)]}
+            ours = trace_of(build(params), go, partial(flat, params), STEPS)
+        for i, (a, rows) in enumerate(zip(ours, expected(WAYS.get(name, WAYS["paper"]), STEPS), strict=True)):
+            torch.testing.assert_close(a, rows[rank], rtol=1e-9, atol=1e-9, msg=lambda m, k=(name, i): f"{k} {m}")
+        told = [str(w.message) for w in seen if "left out" in str(w.message)]
+        assert len(told) == (0 if rank else 2) and all(text.startswith("rank 1 is") for text in told), name
 
 
-def test_the_others_train_as_the_reference_does_without_the_bad_one():
-    results = run_distributed(with_a_bad_worker, 3, timeout=240)
-    for name, s in (WAYS | dict.fromkeys(SHARED, WAYS["paper"])).items():
-        want = expected(s, STEPS)
-        for rank, result in enumerate(results):
-            ours = result["traces"][name]
-            assert len(ours) == len(want)
-            for i, (a, rows) in enumerate(zip(ours, want, strict=True)):
-                torch.testing.assert_close(a, rows[rank], rtol=1e-9, atol=1e-9, msg=lambda m, k=(name, i): f"{k} {m}")
-    assert results[1]["told"] == results[2]["told"] == []
-    ways = len(WAYS) + len(SHARED)
-    assert len(results[0]["told"]) == 2 * ways and all(text.startswith("rank 1 is") for text in results[0]["told"])
-
-
-def averages_of_parameters(rank: int, world_size: int, name: str) -> list[list[float]]:
-    """Worker r adds r + 1 in each round of one step; rank 2 holds NaN at the end of the second."""
+@pytest.mark.parametrize(("name", "means"), [("local", [2.0, 3.5, 5.5]), ("slowmo", [2.0, 4.5, 7.75])])
+@on_ranks(3)
+def test_methods_that_average_parameters(rank: int, name: str, means: list[float]):
+    """Worker r adds r + 1 in each round of one step; rank 2 holds NaN at the end of the second. SlowMo: u = 2,
+    0.5 u + 1.5 = 2.5, 0.5 u + 2 = 3.25."""
     p = nn.Parameter(torch.zeros(2))
     _, method = make_method(name, nn.ParameterList([p]), co2=CO2Config(tau=1))
-    seen = []
     for step in range(3):
         with torch.no_grad():
             p.add_(rank + 1.0)
             if rank == 2 and step == 1:
                 p[0] = NAN
         method.step()
-        seen.append(p.tolist())
+        assert p.tolist() == [means[step]] * 2
     method.finish()
-    return [*seen, p.tolist()]
+    assert p.tolist() == [means[-1]] * 2
 
 
-@pytest.mark.parametrize(("name", "means"), [("local", [2.0, 3.5, 5.5]), ("slowmo", [2.0, 4.5, 7.75])])
-def test_methods_that_average_parameters(name: str, means: list[float]):
-    """SlowMo: u = 2, 0.5 u + 1.5 = 2.5, 0.5 u + 2 = 3.25."""
-    for seen in run_distributed(averages_of_parameters, 3, name):
-        assert seen == [[mean, mean] for mean in [*means, means[-1]]]
-
-
-def other_ways(rank: int, world_size: int) -> dict[str, Any]:
-    """Overlap-Local-SGD, narrow wires, with a buffer, and a worker that is never well."""
+@on_ranks(3, timeout=120)
+def test_other_methods_and_wires_and_one_that_is_never_well(rank: int):
+    """Overlap-Local-SGD and narrow wires, with a buffer; and a worker that holds NaN in every round."""
     warnings.simplefilter("ignore")
-    found: dict[str, Any] = {}
-    for name, options in {
-        "overlap_local": {"co2": CO2Config(tau=3)},
-        "int8": {"co2": Settings(tau=3, wire="int8").co2},
-        "auto": {"co2": CO2Config.recommended(3)},
+    for name, config in {
+        "overlap_local": CO2Config(tau=3),
+        "int8": Settings(tau=3, wire="int8").co2,
+        "auto": CO2Config.recommended(3),
     }.items():
         params = odd_parameters()
         model = nn.ParameterList(params)
         model.register_buffer("mean", torch.full((3,), float(rank), dtype=torch.float64))
-        _, method = make_method("overlap_local" if name == "overlap_local" else "co2", model, **options)
+        _, method = make_method("overlap_local" if name == "overlap_local" else "co2", model, co2=config)
         for step in range(STEPS):
             sgd_step(params, rank, step)
             model.get_buffer("mean").fill_(rank)
@@ -124,7 +111,8 @@ def other_ways(rank: int, world_size: int) -> dict[str, Any]:
             method.step()
         method.finish()
         state = [f for flats in (method.state | method.reducer.state).values() for f in flats]
-        found[name] = flat(params), [bool(f.isfinite().all()) for f in [*state, model.get_buffer("mean")]]
+        assert all(f.isfinite().all() for f in [*params, *state, model.get_buffer("mean")]), name
+        assert alike(flat(params)), name
     params = odd_parameters()
     co2 = CO2(params, CO2Config(tau=1))
     with pytest.raises(DivergedError) as caught:
@@ -133,57 +121,35 @@ def other_ways(rank: int, world_size: int) -> dict[str, Any]:
             if rank == 2:
                 params[1].data.fill_(NAN)
             co2.step()
-    found["ended"] = step, str(caught.value), bool(flat(params).isfinite().all())
-    return found
+    assert step == LEFT_OUT_AGAIN + 1 and str(caught.value).startswith("rank 2 is left out")
+    assert everybody(str(caught.value)) == [str(caught.value)] * 3 and (flat(params).isfinite().all() or rank == 2)
 
 
-def test_other_methods_and_wires_and_one_that_is_never_well():
-    results = run_distributed(other_ways, 3, timeout=120)
-    for rank, found in enumerate(results):
-        for name in ("overlap_local", "int8", "auto"):
-            assert torch.equal(found[name][0], results[0][name][0]) and found[name][0].isfinite().all(), name
-            assert all(found[name][1]), name
-        step, text, finite = found["ended"]
-        assert step == LEFT_OUT_AGAIN + 1 and text.startswith("rank 2 is left out")
-        assert text == results[0]["ended"][1] and (finite or rank == 2)
-
-
-def nodes(rank: int, world_size: int, pieces: bool) -> dict[str, Any]:
-    """Two nodes of two; one worker of the second node holds NaN, in its own part of the model or (as DDP would have it)
-    with its partner."""
-    warnings.simplefilter("ignore" if rank else "always")
-    mesh = node_mesh("cpu", 2)
-    node, place = divmod(rank, 2)
-    p = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+@pytest.mark.parametrize("pieces", [False, True])
+@on_ranks(4, timeout=120)
+def test_a_node_is_left_out_as_one(rank: int, pieces: bool):
+    """One worker of the second of two nodes holds NaN, in its own part of the model or (as DDP would have it) with its
+    partner. The mean is 1.5 in a round of both, and 1 in that of the first node alone; it is taken one round late."""
+    mesh, (node, place) = node_mesh("cpu", 2), divmod(rank, 2)
+    p, more = nn.Parameter(torch.zeros(3, dtype=torch.float64)), 10.0 * place if pieces else 0.0
     options: dict[str, Any] = {"mesh": mesh}
     if pieces:
         options = {"inner_group": mesh.get_group(1), "group": mesh.get_group(0), "shards": True}
     s = Settings(tau=1, outer_momentum=0.0, gap="none", clip=None, allow_unstable=True)
-    co2 = ShardedCO2([p], s.co2, **options)
-    seen = []
+    co2, seen = ShardedCO2([p], s.co2, **options), []
     with warnings.catch_warnings(record=True, action="always") as told:
         for step in range(5):
             with torch.no_grad():
-                p.sub_(1.0 + node + (10.0 * place if pieces else 0.0))
+                p.sub_(1.0 + node + more)
                 if step == 1 and node and (place or not pieces):
                     p[1] = NAN
             co2.step()
             seen.append(p.detach().mean().item() if p.isfinite().all() else NAN)
         co2.finish()
-    return {"seen": [*seen, p.detach().mean().item()], "told": [str(w.message) for w in told]}
-
-
-@pytest.mark.parametrize("pieces", [False, True])
-def test_a_node_is_left_out_as_one(pieces: bool):
-    """The mean is 1.5 in a round of both, and 1 in that of the first node alone; it is taken one round late."""
-    results = run_distributed(nodes, 4, pieces, timeout=120)
-    for rank, result in enumerate(results):
-        more = 10.0 * (rank % 2) if pieces else 0.0
-        moves = [-(mean + more) for mean in (0.0, 1.5, 1.0, 1.5, 1.5, 1.5)]
-        moves[0] = 0.0
-        assert result["seen"] == pytest.approx(torch.tensor(moves).cumsum(0).tolist())
-        texts = [text for text in result["told"] if "left out" in text]
-        assert len(texts) == (rank == 0) and all("the node of rank 2 is left out" in text for text in texts)
+    moves = [0.0, *(-(mean + more) for mean in (1.5, 1.0, 1.5, 1.5, 1.5))]
+    assert [*seen, p.detach().mean().item()] == pytest.approx(torch.tensor(moves).cumsum(0).tolist())
+    texts = [str(w.message) for w in told if "left out" in str(w.message)]
+    assert len(texts) == (rank == 0) and all("the node of rank 2 is left out" in text for text in texts)
 
 
 def left_out_once(build: Any, **options: Any) -> list[float]:
@@ -202,7 +168,6 @@ def left_out_once(build: Any, **options: Any) -> list[float]:
 
 @pytest.mark.parametrize(("build", "round"), [(CO2, 5), (ShardedCO2, 6)])
 def test_the_optimiser_forgets_once_after_a_jump(build: Any, round: int):
-    """Shared state knows of it when it has landed."""
     p, told = nn.Parameter(torch.zeros(5, dtype=torch.float64)), []
     co2 = build([p], CO2Config(tau=2))
     co2.rider(Guard).on_left_out = lambda _: told.append(co2.rounds)
@@ -222,10 +187,11 @@ def test_where_all_are_left_out_shared_state_goes_on_as_unshared(options: dict[s
     assert left_out_once(ShardedCO2, **options) == pytest.approx(expected, rel=1e-9)
 
 
-def with_adam(rank: int, world_size: int) -> dict[str, Any]:
-    """A gradient that is not finite, after which Adam's moments are not, either: the parameters after each round."""
-    found: dict[str, Any] = {}
-    for name, options in {"plain": {}, "shard": {"shard": True}, "offload": {"offload": True}}.items():
+@on_ranks(3, timeout=120)
+def test_an_optimiser_that_was_spoilt_spoils_one_round_also_of_shared_state(rank: int):
+    """A gradient that is not finite, after which Adam's moments are not, either."""
+    traces = []
+    for options in ({}, {"shard": True}, {"offload": True}):
         params = odd_parameters()
         _, method = make_method("co2", nn.ParameterList(params), co2=CO2Config(tau=3), **options)
         optimizer = torch.optim.Adam(params[:-1], 0.01)  # the last is the first one once more
@@ -238,20 +204,15 @@ def with_adam(rank: int, world_size: int) -> dict[str, Any]:
                 if method.step():
                     trace.append(flat(params))
             method.finish()
-            found[name] = [*trace, flat(params)], [str(w.message) for w in seen if "left out" in str(w.message)]
-    return found
+        traces.append([*trace, flat(params)])
+        assert rank or len([w for w in seen if "left out" in str(w.message)]) == 1
+    for plain, *shared in zip(*traces, strict=True):
+        for ours in shared:
+            torch.testing.assert_close(ours, plain, rtol=1e-9, atol=1e-9)
 
 
-def test_an_optimiser_that_was_spoilt_spoils_one_round_also_of_shared_state():
-    results = run_distributed(with_adam, 3, timeout=120)
-    for name in ("plain", "shard", "offload"):
-        assert len(results[0][name][1]) == 1, results[0][name][1]
-        for found in results:
-            for ours, plain in zip(found[name][0], found["plain"][0], strict=True):
-                torch.testing.assert_close(ours, plain, rtol=1e-9, atol=1e-9)
-
-
-def resumed(rank: int, world_size: int) -> dict[str, Any]:
+@on_ranks(3, timeout=120)
+def test_a_checkpoint_knows_of_a_worker_that_was_left_out(rank: int):
     """Goes on from a checkpoint in other objects, between a bad sending and its landing."""
     warnings.simplefilter("ignore")
     models = [odd_parameters(), odd_parameters()]
@@ -272,10 +233,140 @@ def resumed(rank: int, world_size: int) -> dict[str, Any]:
             sgd_step(params, rank, step)
             method.step()
     first.finish(), second.finish()
-    return {"ends": [flat(params) for params in models], "told": told}
+    assert told == ([[2], []] if rank == BAD else [[], []]), "it forgets as it sends"
+    assert torch.equal(*map(flat, models)) and flat(models[0]).isfinite().all()
 
 
-def test_a_checkpoint_knows_of_a_worker_that_was_left_out():
-    for rank, found in enumerate(run_distributed(resumed, 3, timeout=120)):
-        assert found["told"] == ([[2], []] if rank == BAD else [[], []]), "it forgets as it sends"
-        assert torch.equal(*found["ends"]) and found["ends"][0].isfinite().all()
+def make_guard(workers: int = 1, factor: float | None = 10.0) -> tuple[Guard, core.co2.CO2]:
+    """As one of so many workers, whose buffers are one number."""
+
+    def flight(device: torch.device) -> Flight:
+        alone = Flight(device)
+        alone.world_size = alone.places = workers
+        return alone
+
+    guard = Guard(factor)
+    params, buffers = [nn.Parameter(torch.zeros(2))], [torch.zeros(1)]
+    return guard, core.co2.CO2(params, buffers=buffers, flight=flight, riders=[guard])
+
+
+def sends(guard: Guard, bare: core.co2.CO2, size: float, *, buffer: float = 0.0, steps: int = 1) -> int:
+    """The verdict on a difference of that norm."""
+    (bucket,) = bare.buckets
+    bucket.payload.fill_(size / 2**0.5)
+    bucket.values.fill_(buffer)
+    bare.scalars.set("weight", 1.0)
+    bare.local_steps = steps
+    guard.pack()
+    assert bare.scalars["weight"].item() == (guard.verdict == 0)
+    assert bare.scalars["left_out"].item() == guard.verdict
+    assert not guard.is_left_out or not (bucket.payload.any() or bucket.values.any())
+    assert guard.is_left_out or bucket.payload.all()
+    return int(guard.verdict)
+
+
+def verdicts(sizes: list[float], factor: float | None = 10.0) -> list[int]:
+    of = make_guard(factor=factor)
+    return [sends(*of, size) for size in sizes]
+
+
+def hears(guard: Guard, codes: list[float], number: int) -> None:
+    guard.hear({"left_out": codes}, Heard(number, len(codes), len(codes)))
+
+
+USUAL = [1.0] * WARM_UP
+
+
+def test_what_counts_as_a_jump():
+    assert verdicts([*USUAL, 9.0, 1.0]) == [0] * (WARM_UP + 2)
+    assert verdicts([*USUAL, 11.0, 1.0]) == [0] * WARM_UP + [2, 0]
+    assert verdicts([1.0, 1000.0, 1.0]) == [0, 0, 0], "nothing is usual yet"
+    assert verdicts([*USUAL, 1e6], factor=None) == [0] * (WARM_UP + 1)
+
+
+def test_a_level_that_lasts_is_a_jump_once_and_growth_without_end_is_one_for_ever():
+    assert verdicts([*USUAL, 100.0, 90.0, 80.0, 2000.0]) == [0] * WARM_UP + [2, 0, 0, 2]
+    assert verdicts([*USUAL, 1e2, 1e4, 1e6]) == [0] * WARM_UP + [2, 2, 2]
+
+
+def test_what_is_not_finite_never_counts_and_is_not_remembered():
+    assert verdicts([NAN, *USUAL, INF, -INF, 11.0, 1.0]) == [
+        1,
+        *[0] * WARM_UP,
+        1,
+        1,
+        2,
+        0,
+    ]
+
+
+def test_a_buffer_that_is_not_finite_counts_too():
+    assert sends(*make_guard(), 1.0, buffer=NAN) == BUFFER
+
+
+def test_the_number_of_local_steps_is_allowed_for():
+    """48 times the steps lead at most 48 times as far: no jump; with as many steps it is one."""
+    of = make_guard()
+    assert not any(sends(*of, 1.0, steps=4) for _ in range(WARM_UP))
+    assert sends(*of, 48.0, steps=192) == 0
+    assert sends(*of, 48.0, steps=4) == 2
+
+
+def test_the_bad_one_is_named_and_after_some_rounds_it_ends_the_run():
+    guard, _ = make_guard(3)
+    for number in range(LEFT_OUT_AGAIN):
+        with pytest.warns(UserWarning, match=f"^rank 1 is left out of the mean of round {number}: .*not finite"):
+            hears(guard, [0.0, 1.0, 0.0], number)
+    with pytest.raises(DivergedError, match=f"^rank 1 .*as in the {LEFT_OUT_AGAIN} rounds before; lower") as caught:
+        hears(guard, [0.0, 1.0, 0.0], 9)
+    assert "\n" not in str(caught.value)
+
+
+def test_rounds_in_a_row_alone_count():
+    guard, _ = make_guard(2)
+    with pytest.warns(UserWarning):
+        for number in range(20):
+            hears(guard, [2.0 * (number % 2), 0.0], number)
+    hears(guard, [0.0, 0.0], 20)
+
+
+def test_when_nobody_is_finite_nothing_goes_on():
+    guard, _ = make_guard(2)
+    with pytest.raises(DivergedError, match="every worker"):
+        hears(guard, [1.0, 1.0], 3)
+    with pytest.warns(UserWarning):
+        hears(guard, [2.0, 2.0], 3)  # all have jumped, as where a learning rate starts anew
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "RMSprop"])
+def test_an_optimiser_that_forgets_begins_anew(name: str):
+    options = {"momentum": 0.9} if name == "SGD" else {}
+    p, q = (nn.Parameter(torch.tensor([1.0, -2.0])) for _ in range(2))
+    spoilt, fresh = (getattr(torch.optim, name)([x], lr=0.1, **options) for x in (p, q))
+    for bad in (1.0, NAN):
+        p.grad = torch.full((2,), bad)
+        spoilt.step()
+    with torch.no_grad():
+        p.copy_(q)
+    for left_out in (False, True):
+        forget(spoilt)(torch.tensor(left_out))
+    for x, optimizer in ((p, spoilt), (q, fresh)):
+        x.grad = torch.tensor([0.5, 3.0])
+        optimizer.step()
+    assert torch.equal(p, q)
+
+
+def test_what_an_optimiser_has_gathered_is_wiped_at_once(monkeypatch: pytest.MonkeyPatch):
+    """On a GPU that is one kernel at every boundary, however many parameters there are."""
+    params = [nn.Parameter(torch.ones(n)) for n in (2, 3, 4)]
+    adam, plain = torch.optim.Adam(params, lr=0.1), torch.optim.SGD(params, lr=0.1)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    adam.step()
+    plain.step()
+    calls: list[int] = []
+    monkeypatch.setattr("core.robust.guard.wipe", lambda flats, where: calls.append(len(flats)))
+    forget(adam)(torch.tensor(True))
+    assert calls == [3 * len(adam.state)], "two moments and a count of steps of each"
+    monkeypatch.undo()
+    forget(plain)(torch.tensor(True))  # has gathered nothing

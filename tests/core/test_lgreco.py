@@ -1,4 +1,4 @@
-"""L-GreCo's reducer on real processes against all workers in one, and the ways of sending that it is made of."""
+"""L-GreCo on real processes against all workers in one, what it may choose from, and CO2 with it."""
 
 from __future__ import annotations
 
@@ -6,13 +6,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from core import CO2Config, UserError, make_method
 from core.assembly.config import WireConfig
-from core.lgreco.choices import LGrecoConfig, padded_bytes
+from core.elastic.joining import check_elastic
+from core.lgreco.choices import Choice, Layer, LGrecoConfig, family, may_take, padded_bytes, parse, sent_bytes, uniform
+from core.lgreco.decide import ITERATIONS, Decider, curve
 from core.testing import run_distributed
 from tests.core.lgreco_reference import Reference
-from tests.problems import Mean
+from tests.core.test_gradient_wire import LGRECO, net, step
+from tests.on_ranks import alike, everybody, on_ranks
+from tests.problems import Mean, flat
 from training.data import generator
 
 SHAPES = [(48, 80), (600,), (32, 16, 3, 3), (7,), (120, 40), (3, 360)]
@@ -78,7 +83,6 @@ def of_rounds(rank: int, like: str, config: LGrecoConfig) -> list[Any]:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_equals_all_workers_in_one_process(world_size: int):
-    """Means, choices, switches and what is held back, round after round; every rank holds the same bits."""
     results = run_distributed(reducers, world_size)
     for number, (like, config) in enumerate(SETTINGS):
         expected, switches = Reference(SHAPES, world_size, like, config, torch.float64), set()
@@ -96,71 +100,43 @@ def test_equals_all_workers_in_one_process(world_size: int):
         assert len(switches) > 1 or config.rule == "uniform", f"{like} {config}: nothing was ever chosen anew"
 
 
-# -- int4 everywhere --------------------------------------------------------------------------------------------
-
-
-def int4_twice(rank: int, world_size: int) -> list[tuple[Tensor, Tensor, int, int]]:
-    """By dtype: what int4 lands after three rounds, and what lgreco does that sends int4 everywhere."""
-    seen = []
+@pytest.mark.parametrize("workers", [1, 3])
+@on_ranks()
+def test_int4_everywhere_is_int4(rank: int, workers: int):
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         ours = built("int4", LGrecoConfig(rule="uniform"), dtype)
         plain = mean_of(WireConfig("int4"), SHAPES, dtype, buffers=5)
         for round in range(3):
             landed = [once(mean, rank, round) for mean in (ours, plain)]
-        landed += [ours.buckets[0].rest, plain.buckets[0].rest]
-        seen.append((*landed, ours.flight.bytes_sent, plain.flight.bytes_sent))
+        assert torch.equal(*landed) and torch.equal(ours.buckets[0].rest, plain.buckets[0].rest)
+        assert ours.flight.bytes_sent == plain.flight.bytes_sent
         ours.close(), plain.close()
-    return seen
 
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_int4_everywhere_is_int4(world_size: int):
-    """Bit for bit, with the same bytes."""
-    for result in run_distributed(int4_twice, world_size):
-        for ours, plain, ours_rest, plain_rest, ours_bytes, plain_bytes in result:
-            assert torch.equal(ours, plain) and torch.equal(ours_rest, plain_rest) and ours_bytes == plain_bytes
-
-
-# -- bytes ------------------------------------------------------------------------------------------------------
 
 LARGE = [(400, 300), (300, 250), (5000,), (64, 32, 3, 3)]
 SMALL = [(64, 16, 3, 3), *(20 * [(64,)]), (48, 64), (10, 64), (700,), (10,)]  # most layers are less than a block
 
 
-def bytes_of(rank: int, world_size: int) -> list[tuple[str, float, float, list[str]]]:
-    """(like, counted, allocated, choices) of every family, of a large and a small model."""
-    seen = []
-    for shapes, like, config in (
-        (LARGE, "int4", LGrecoConfig(first=2)),
-        (LARGE, "top0.01", LGrecoConfig(first=2)),
-        (LARGE, "rank4", LGrecoConfig(first=2)),
-        *((SMALL, like, LGrecoConfig(first=2)) for like in ("int4", "rank4")),
-    ):
-        mean = mean_of(WireConfig("lgreco", like=like, lgreco=config), shapes)
-        layers = mean.reducer.layers
+@pytest.mark.parametrize("workers", [2, 4])
+@on_ranks()
+def test_bytes_sent_are_those_allocated(rank: int, workers: int):
+    """Of each family, of a large and a small model, by the stages' count, which test_wire.py holds to the kernel's."""
+    for shapes, like in ((LARGE, "int4"), (LARGE, "top0.01"), (LARGE, "rank4"), (SMALL, "int4"), (SMALL, "rank4")):
+        mean = mean_of(lgreco(like, first=2), shapes)
         for round in range(3):  # in the second it decides
             chosen = list(mean.reducer.chosen)
             draw = torch.randn(mean.buckets[0].numel, generator=generator(rank, round))
             mean.buckets[0].payload.copy_(draw * torch.linspace(0.01, 3, len(draw)) ** 3)
             mean.reduce()
-        allocated = sum(padded_bytes(layers, chosen, world_size))
-        told = mean.reducer.allocation
+        allocated, told = sum(padded_bytes(mean.reducer.layers, chosen, workers)), mean.reducer.allocation
         assert told is None or sum(told.bytes) == pytest.approx(allocated) and allocated <= told.uniform_bytes
-        seen.append((like, mean.flight.bytes_sent, allocated, [str(c) for c in chosen]))
+        assert mean.flight.bytes_sent == pytest.approx(allocated, rel=0.02), f"{like}: {[*map(str, chosen)]}"
         mean.close()
-    return seen
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_bytes_sent_are_those_allocated(world_size: int):
-    """By the stages' count, which test_wire_bytes.py compares with the kernel's."""
-    for result in run_distributed(bytes_of, world_size):
-        for like, counted, allocated, choices in result:
-            assert counted == pytest.approx(allocated, rel=0.02), f"{like}: {choices}"
-
-
-def unlike_workers(rank: int, world_size: int) -> list[list[str]]:
-    """Worker 1's first layer is hard, worker 0's is as the others."""
+@on_ranks(2)
+def test_every_workers_errors_count(rank: int):
+    """Worker 1's first layer is hard, worker 0's is as the others. Released: the first worker's alone."""
     seen = []
     for hard in (0.0, 30.0):
         mean = mean_of(lgreco("int4", first=1), [(64, 64)] * 8)
@@ -169,34 +145,218 @@ def unlike_workers(rank: int, world_size: int) -> list[list[str]]:
         mean.reduce()
         seen.append([str(c) for c in mean.reducer.chosen])
         mean.close()
-    return seen
+    assert everybody(seen) == [seen] * 2
+    assert seen[0] != seen[1] and seen[1][0] > max(seen[1][1:]), "the hard layer gets more bits"
 
 
-def test_every_workers_errors_count():
-    """Released: the first worker's alone."""
-    first, second = run_distributed(unlike_workers, 2)
-    assert first == second
-    assert first[0] != first[1] and first[1][0] > max(first[1][1:]), "the hard layer gets more bits"
-
-
-def unlike_processors(rank: int, world_size: int) -> list[Tensor]:
+@on_ranks(2)
+def test_low_rank_lands_nearly_alike_on_unlike_processors(rank: int):
     """Worker 1 factors matrices with other roundings. The workers' mean has fewer ranks than are sent; their own
-    differences, which cancel in it, have all."""
+    differences, which cancel in it, have all. Where a column of P is but rounding, that is unlike, and what each worker
+    finds along it, too."""
     if rank == 1:
         qr = torch.linalg.qr
         torch.linalg.qr = lambda x: tuple(t.to(x.dtype) for t in qr(x.double()))
-    mean, landed = mean_of(lgreco("rank4", rule="uniform"), [(100, 60)]), []
+    mean = mean_of(lgreco("rank4", rule="uniform"), [(100, 60)])
     for round in range(4):
         draw = generator(round)
         low = torch.randn(100, 2, generator=draw) @ torch.randn(2, 60, generator=draw)
         own = torch.randn(100, 60, generator=draw) * (1 - 2 * rank)
         mean.buckets[0].payload.copy_((low + own).view(-1))
-        landed.append(mean.reduce().clone())
-    mean.close()
-    return landed
-
-
-def test_low_rank_lands_nearly_alike_on_unlike_processors():
-    """Where a column of P is but rounding, that is unlike, and what each worker finds along it, too."""
-    for ours, theirs in zip(*run_distributed(unlike_processors, 2), strict=True):
+        ours, theirs = everybody(mean.reduce().clone())
         assert (ours - theirs).norm() < 1e-4 * ours.norm()
+    mean.close()
+
+
+def test_costs_by_hand():
+    """A matrix 40 x 30, float32, four workers: 1.5 messages of what is reduced, three of what is gathered."""
+    layer = Layer(0, 0, 1200, 40, 30, 4, (40, 30))
+    costs = {"int4": 1200 * 132 / 256 * 1.5, "int2": 1200 * 68 / 256 * 1.5}
+    for name, bytes in (costs | {"rank4": 4 * 70 * 4 * 1.5, "top0.01": 12 * 8 * 3}).items():
+        assert sent_bytes(layer, parse(name), 4) == pytest.approx(bytes)
+    assert sent_bytes(layer, Choice("raw"), 4) == 4800 * 1.5
+    assert sent_bytes(layer, parse("top0.01"), 1) == 96, "one worker decides as one of two"
+
+
+def test_padding_by_hand():
+    """Two layers of 100 and 300 elements in int4, four workers: each worker's chunk is one block, 132 bytes of it are
+    sent six times, a quarter for the small one. Alone in its bucket, or its format, a layer pads for itself."""
+    small, large, other = (Layer(b, 0, n, n, 1, 4, (n,)) for b, n in ((0, 100), (0, 300), (1, 300)))
+    int4, int8 = parse("int4"), parse("int8")
+    together = padded_bytes([small, large, other], [int4, int4, int4], 4)
+    assert together == pytest.approx([6 * 132 / 4, 6 * 132 * 3 / 4, 6 * 132])
+    assert padded_bytes([small, large], [int4, int8], 4) == pytest.approx([6 * 132, 6 * 260])
+    assert padded_bytes([small], [Choice("raw")], 4) == [600]
+
+
+def test_formats_merge_where_padding_costs_more_than_they_save():
+    """Two layers of 8,000 elements, of which int4 loses no more than int8 does, and two of 64: one needs int8, one is
+    of zeros. The zeros could do with int2, which alone is a block for each worker; in int4's last there is room."""
+    layers = [Layer(0, 0, n, n, 1, 4, (n,)) for n in (8000, 8000, 64, 64)]
+    decider = Decider(layers, "int8", LGrecoConfig(), 4)
+    large, hard, zeros = {2: 9.0, 4: 1.0, 8: 1.0}, {2: 9.0, 4: 9.0, 8: 2.0}, {}
+    curves = [[each.get(int(c.value), 0.0) for c in decider.choices] for each in (large, large, hard, zeros)]
+    found = decider.decide(torch.tensor(curves).double(), decider.uniform, 1)
+    assert [str(c) for c in found.choices] == ["int4", "int4", "int8", "int4"]
+    assert [sum(found.bytes), found.uniform_bytes] == pytest.approx([6 * (16 * 132 + 260), 6 * 16 * 260])
+    assert sum(found.errors) <= 4, "the uniform setting's"
+
+
+def test_curves_by_hand():
+    """diag(4, 3, 2, 1): rank r leaves the root of the squares of the rest; top-k what the smallest add up to."""
+    matrix = torch.zeros(40, 30, dtype=torch.float64)
+    matrix[range(4), range(4)] = torch.tensor([4.0, 3.0, 2.0, 1.0], dtype=torch.float64)
+    layer = Layer(0, 0, 1200, 40, 30, 8, (40, 30))
+    choices = [Choice("raw"), Choice("rank", 1), Choice("rank", 3), Choice("top", 2 / 1200), parse("int2")]
+    errors = curve(matrix.view(-1), layer, choices, [True] * 5, seed=0)
+    assert errors.tolist() == pytest.approx([0.0, 14**0.5, 1.0, 5**0.5, 6**0.5], abs=2e-3)
+    assert errors[[0, 3, 4]].tolist() == pytest.approx([0.0, 5**0.5, 6**0.5], abs=1e-12)
+    assert (errors[1:3] >= torch.tensor([14**0.5, 1.0]) - 1e-12).all(), "iterations find no more than is there"
+    # int2: all four lie in the first block, whose step is 4: 3 becomes 4, 2 (half a step, to even) and 1 become 0
+    assert curve(matrix.view(-1) * float("nan"), layer, choices, [True] * 5, seed=0).isnan().all()
+    assert curve(matrix.view(-1), layer, choices, [True] * 4 + [False], seed=0)[4].isinf()
+
+
+def test_the_curve_of_ranks_is_each_ranks_own():
+    """One power iteration of the highest rank gives the errors that iterations of each rank alone give."""
+    matrix = torch.randn(50, 30, generator=generator(4), dtype=torch.float64) * 0.8 ** torch.arange(30)
+    layer = Layer(0, 0, 1500, 50, 30, 8, (50, 30))
+    ranks = [Choice("rank", r) for r in (1, 2, 5, 12, 30)]
+    errors = curve(matrix.view(-1), layer, ranks, [True] * 5, seed=3)
+    for choice, error in zip(ranks, errors.tolist(), strict=True):
+        q = torch.randn(30, 30, generator=torch.Generator().manual_seed(3), dtype=torch.float64)[:, : int(choice.value)]
+        for _ in range(ITERATIONS):
+            p = torch.linalg.qr(matrix @ q).Q
+            q = matrix.T @ p
+        assert error == pytest.approx(float((matrix - p @ q.T).norm()), abs=1e-6)
+
+
+def test_choices_of_each_family():
+    of_int4, of_rank4 = (",".join(map(str, family(parse(like), 0.5, 2))) for like in ("int4", "rank4"))
+    assert of_int4 == "as it is,int4,int2,int8"
+    assert of_rank4 == "as it is,rank4,rank2,rank3,rank5,rank6,rank7,rank8"
+    tops = [c.value for c in family(parse("top0.01"), 0.5, 2) if c.kind == "top"]
+    assert sorted(tops) == pytest.approx([0.01 * 10 ** (i / 4 - 1) for i in range(9)])
+    reducer = built("rank4", LGrecoConfig(highest_rank=1e9)).reducer
+    assert max(c.value for c in reducer.decider.choices) == 48, "no more than the highest that a layer has"
+    small = reducer.layers[3]
+    assert str(uniform(small, parse("rank4"))) == "as it is", "a vector has no rank"
+    choices, matrix = reducer.decider.choices, reducer.layers[0]
+    assert may_take(small, choices, parse("rank4")) == [str(c) == "as it is" for c in choices]
+    assert not may_take(matrix, choices, parse("rank4"))[0], "nor is a matrix sent as it is"
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"format": "lgreco"}, "wire.like='': give int2"),
+        ({"format": "lgreco", "like": "int7"}, "wire.like='int7': give int2"),
+        ({"format": "lgreco", "like": "top0.7"}, "wire.like='top0.7': give"),
+        ({"format": "lgreco", "like": "rank0"}, "such as rank4"),
+        ({"format": "lgreco", "like": "rank2.5"}, "wire.like='rank2.5'"),
+        ({"format": "lgreco", "like": "rank" + 400 * "9"}, "such as rank4"),
+        ({"format": "lgreco", "like": "int4", "error_feedback": False}, "always feeds back"),
+        ({"format": "int4", "like": "int4"}, "wire.like='int4' is of wire.format lgreco, not int4"),
+        ({"format": "int4", "lgreco": LGrecoConfig(every=3)}, "is of wire.format lgreco, not int4"),
+    ],
+)
+def test_bad_settings(settings: dict[str, Any], text: str):
+    with pytest.raises(UserError) as caught:
+        WireConfig(**settings)
+    assert text in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("rule", "best"), ("rule", "bench.rules.Accordion"), ("lowest_rank", 2.0)]
+    + [("highest_rank", 0.5), ("every", 0), ("first", 1.5)]
+    + [("rule", 5), ("lowest_rank", "1"), ("highest_rank", "2"), ("first", True)],
+)
+def test_bad_lgreco_settings(name: str, value: Any):
+    with pytest.raises(UserError, match=f"wire.lgreco.{name}={value!r}: "):
+        LGrecoConfig(**{name: value})
+
+
+def test_what_saves_nothing_anywhere_is_refused():
+    with pytest.raises(UserError, match="wire.like='rank1000' would save nothing in any parameter of this model"):
+        built("rank1000", LGrecoConfig())
+
+
+CO2S = {
+    "paper": {},
+    "keep": {"merge": "keep", "delay": "auto", "gap": "none", "outer_momentum": 0.0},
+    "mix": {"merge": "mix", "delay": 1, "gap": "norm"},
+    "auto": {"tau": "auto", "tau_max": 4},
+    "delayed": {},
+}
+
+
+def made(config: CO2Config, name: str = "co2") -> tuple[nn.Sequential, torch.optim.Optimizer, Any]:
+    model = net()
+    return model, torch.optim.SGD(model.parameters(), lr=0.1), make_method(name, model, co2=config, timeout=30.0)[1]
+
+
+def go(run: tuple[nn.Sequential, torch.optim.Optimizer, Any], rank: int, steps: range, bad: Any = None) -> Any:
+    """Local steps; the method. bad: the rank and the step after which parameters are no numbers."""
+    model, optimizer, co2 = run
+    for number in steps:
+        step(model, optimizer, rank, number)
+        if (rank, number) == bad:
+            model[3].weight.data[2:4] = float("nan")
+        co2.step()
+    return co2
+
+
+def ended(run: tuple[nn.Sequential, torch.optim.Optimizer, Any]) -> tuple[Tensor, list[str]]:
+    """Parameters, and the last choices."""
+    run[2].finish()
+    seen = flat(run[0].parameters()), [str(c) for c in run[2].reducer.chosen]
+    run[2].close()
+    return seen
+
+
+@on_ranks(2, timeout=120)
+def test_co2_with_every_rule(rank: int):
+    seen = set()
+    for name, settings in CO2S.items():
+        for wire in LGRECO.values() if name == "paper" else [LGRECO["rank2"]]:
+            config = CO2Config(**({"tau": 2, "outer_lr": 0.7} | settings), wire=wire)
+            run = made(config, "delayed" if name == "delayed" else "co2")
+            go(run, rank, range(24 + rank))  # they end at different steps
+            ours, chosen = ended(run)
+            assert alike(ours) and ours.isfinite().all() and everybody(chosen) == [chosen] * 2, f"{name} {wire.like}"
+            seen.add(tuple(chosen))
+    assert len(seen) > 2
+
+
+@on_ranks(2, timeout=120)
+def test_one_workers_nan_reaches_nobody(rank: int):
+    """A worker's parameters are no numbers in the second round, which decides."""
+    for like in ("int4", "rank2", "top0.05"):
+        run = made(CO2Config(tau=2, wire=LGRECO[like]))
+        number = go(run, rank, range(14), bad=(1, 3)).reducer.allocation.number
+        ours, chosen = ended(run)
+        assert alike(ours) and ours.isfinite().all() and everybody(chosen) == [chosen] * 2 and number > 2
+
+
+@on_ranks(2)
+def test_co2_resumes_with_its_allocation(rank: int):
+    for like in ("int4", "rank2"):
+        first, second = (made(CO2Config(tau=2, wire=LGRECO[like])) for _ in range(2))
+        go(first, rank, range(8))
+        for to, saved in zip(second, [part.state_dict() for part in first], strict=True):
+            to.load_state_dict(saved)
+        for run in (first, second):
+            go(run, rank, range(8, 20))
+        assert torch.equal(ended(first)[0], ended(second)[0])
+
+
+def test_workers_that_come_and_go_are_refused():
+    with pytest.raises(UserError, match="^elastic does not go with wire.format='lgreco': leave it out$"):
+        check_elastic(CO2Config(tau=2, wire=LGRECO["int4"]))
+
+
+def test_shared_outer_state_is_refused():
+    for key in ("shard", "offload"):
+        with pytest.raises(UserError, match="wire.format='lgreco' needs unshared outer state"):
+            make_method("co2", net(), co2=CO2Config(tau=2, wire=LGRECO["int4"]), **{key: True})

@@ -1,19 +1,26 @@
-"""L-GreCo's reducer in one process: layers out of the ordinary, what it holds back over switches, and resuming."""
+"""L-GreCo in one process: what it holds back, resuming, when it decides, and its dynamic programme."""
 
 from __future__ import annotations
 
 import itertools
+import random
+import time
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from core import CO2, CO2Config, UserError
+from core.lgreco import reducer
 from core.lgreco.choices import RAW, Choice, LGrecoConfig, family, padded_bytes, parse
+from core.lgreco.decide import BINS, Clock, allocate, total
 from core.lgreco.reducer import in_bucket
 from core.lgreco.senders import SAMPLE, largest
-from core.testing import run_distributed
+from tests.core import test_rounds
+from tests.core.test_host import host_reads
 from tests.core.test_lgreco import SETTINGS, SHAPES, built, lgreco, mean_of, once, written
+from tests.on_ranks import everybody, on_ranks
 from tests.problems import Mean
 from training.data import generator
 
@@ -137,11 +144,17 @@ OF_FAMILY = {
 }
 
 
-def over_every_switch(rank: int, world_size: int) -> list[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Three layers that change from each way of sending to each other of its family: what landed, what is held back,
-    and the sum of all differences. The third goes the other way round, and where ranks rise Q is warm in its first
-    columns alone."""
-    seen = []
+def held(mean: Mean) -> torch.Tensor:
+    """What error feedback holds back, all of it the worker's own, in the payload's order."""
+    return torch.cat([*mean.reducer._layouts[0].held.values()])
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@on_ranks(timeout=120)
+def test_nothing_is_lost_between_any_two_ways_of_sending(rank: int, workers: int):
+    """Three layers that change from each way of sending to each other of its family: the sum of what landed and the
+    workers' mean of what they hold back are the mean of all differences. The third goes the other way round, and where
+    ranks rise Q is warm in its first columns alone."""
     for like, names in OF_FAMILY.items():
         mean = mean_of(lgreco(like, rule="uniform"), SHARED, torch.float64)
         ways = [c for c in family(parse(like), 0.5, 2) if str(c) in names]
@@ -157,22 +170,10 @@ def over_every_switch(rank: int, world_size: int) -> list[tuple[str, torch.Tenso
                 mean.reduce()
                 landed = landed + bucket.payload
             mean.reducer._switch([RAW] * 3)
-            seen.append((f"{first} to {second}", landed, held(mean), sums))
+            back, total = (torch.stack(each).mean(0) for each in zip(*everybody((held(mean), sums)), strict=True))
+            told = f"{first} to {second}: "
+            torch.testing.assert_close(landed + back, total, rtol=0, atol=1e-12, msg=lambda m, told=told: told + m)
         mean.close()
-    return seen
-
-
-def held(mean: Mean) -> torch.Tensor:
-    """What error feedback holds back, all of it the worker's own, in the payload's order."""
-    return torch.cat([*mean.reducer._layouts[0].held.values()])
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_nothing_is_lost_between_any_two_ways_of_sending(world_size: int):
-    """The sum of what landed and the workers' mean of what they hold back are the mean of all differences."""
-    for results in zip(*run_distributed(over_every_switch, world_size, timeout=120), strict=True):
-        back, sums = (torch.stack([r[i] for r in results]).mean(0) for i in (2, 3))
-        torch.testing.assert_close(results[0][1] + back, sums, rtol=0, atol=1e-12, msg=lambda m, r=results: r[0][0] + m)
 
 
 @pytest.mark.parametrize("setting", SETTINGS[:5], ids=lambda s: s[0])
@@ -187,7 +188,6 @@ def test_a_resumed_reducer_goes_on_bit_for_bit(setting: Any, at: int):
 
 
 def test_state_of_zeros_is_the_start():
-    """As resync() makes it."""
     for setting in SETTINGS[:5]:
         used, fresh = built(*setting), built(*setting)
         train(used, range(5))
@@ -251,3 +251,182 @@ def test_the_largest_are_those_of_topk():
             assert len(found.unique()) == k
             want = values.topk(k).values
             torch.testing.assert_close(values[found].sort(descending=True).values, want, rtol=0, atol=0, equal_nan=True)
+
+
+def test_decisions_come_at_fixed_reductions_twice_as_far_apart_up_to_every():
+    clock, decided, counted = Clock(100, 10), list[int](), list[int]()
+    for number in range(1, 400):
+        counted += [number] if clock.counts(number) else []
+        if clock.due(number):
+            decided.append(number)
+            clock.plan(number)
+    assert decided == [10, 20, 40, 80, 160, 260, 360]
+    assert counted == [n for d in [*decided, 460] for n in range(d - 9, d + 1) if n < 400]
+
+
+class Event(test_rounds.Event):
+    """Passed once the device's clock, in milliseconds, has come by; who waits makes it."""
+
+    now = device = 0.0
+
+    def __init__(self) -> None:
+        self.at = Event.now
+
+    def query(self) -> bool:
+        return self.at <= Event.device
+
+    def synchronize(self) -> None:
+        Event.device = max(Event.device, self.at)
+
+
+def test_asking_is_timed_where_it_runs(monkeypatch: pytest.MonkeyPatch):
+    """The curves take 2 s of a device, and none of the host's."""
+    mean, real = built("rank4", LGrecoConfig(first=1)), reducer.curve
+
+    def curve(*args: Any) -> Any:
+        Event.now += 2000.0 / len(SHAPES)
+        return real(*args)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(reducer, "curve", curve)
+    monkeypatch.setattr(reducer, "mark", lambda device: Event())
+    once(mean, 0, 0)
+    assert mean.reducer.allocation.seconds[0] == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("setting", SETTINGS[:5], ids=lambda s: s[0])
+def test_over_nccl_the_launch_after_decides_the_same(setting: Any, monkeypatch: pytest.MonkeyPatch):
+    """As if decided at once, also from a checkpoint in between: means of one choice are equal but for rounding,
+    for a BLAS rounds one product in two ways by where in memory it lies."""
+    at_once, later, first = built(*setting), built(*setting), built(*setting)
+    monkeypatch.setattr(reducer.LGreco, "_at_once", lambda self, group: self is at_once.reducer)
+    for round in range(7):
+        train(at_once, range(round, round + 1)), train(later, range(round, round + 1))
+        torch.testing.assert_close(at_once.buckets[0].payload, later.buckets[0].payload, rtol=1e-12, atol=1e-12)
+    assert later.reducer.allocation is not None
+    train(first, range(3))
+    train(again := going_on(first, setting), range(3, 7))
+    assert again.reducer.chosen == later.reducer.chosen
+    torch.testing.assert_close(again.buckets[0].payload, later.buckets[0].payload, rtol=1e-12, atol=1e-12)
+
+
+def test_asking_reads_nothing_from_a_device():
+    mean = built("rank4", LGrecoConfig(first=1))
+    with host_reads() as reads:
+        asked = mean.reducer._ask(1)
+        mean.reducer._hear(asked, 1)
+    assert reads.seen == [] and mean.reducer.allocation is None
+
+
+NAN, INF = float("nan"), float("inf")
+SIZES = [[1.0, 2.0], [1.0, 2.0]]
+
+
+def table(seed: int, layers: int, choices: int) -> tuple[Tensor, Tensor, list[int]]:
+    """Errors that fall as sizes grow, layers that differ by orders of magnitude; the uniform choice, in the middle."""
+    draw = torch.Generator().manual_seed(seed)
+    scale = 10 ** (4 * torch.rand(layers, 1, generator=draw, dtype=torch.float64))
+    errors = scale * torch.rand(layers, choices, generator=draw, dtype=torch.float64).sort(1, descending=True).values
+    scale = 10 ** (3 * torch.rand(layers, 1, generator=draw, dtype=torch.float64))
+    sizes = (scale * torch.rand(layers, choices, generator=draw, dtype=torch.float64).sort(1).values).ceil()
+    return errors, sizes, [choices // 2] * layers
+
+
+def optimum(errors: Tensor, sizes: Tensor, budget: float) -> float:
+    """The least size within the budget, by trying everything."""
+    e, z = errors.new_zeros(1), sizes.new_zeros(1)
+    for layer in range(len(errors)):
+        e = (e[:, None] + errors[layer]).view(-1)
+        z = (z[:, None] + sizes[layer]).view(-1)
+    fits = e <= budget * (1 + 1e-12)
+    return float(z[fits].min()) if fits.any() else float("inf")
+
+
+@pytest.mark.parametrize("bins", [BINS, 100])
+def test_against_brute_force(bins: int):
+    """1,000 tables: the budget is kept, the size lies between two optima, never more than uniform."""
+    pick, exact = random.Random(bins), 0
+    for seed in range(1000):
+        layers, choices = pick.randint(1, 5), pick.randint(2, 5)
+        errors, sizes, uniform = table(seed, layers, choices)
+        found = allocate(errors, sizes, uniform, bins=bins)
+        least, size = optimum(errors, sizes, total(errors, uniform)), total(sizes, found)
+        within = optimum(errors, sizes, total(errors, uniform) * (1 - layers / bins))
+        assert least <= size <= min(within, total(sizes, uniform))
+        assert total(errors, found) <= total(errors, uniform) * (1 + 1e-9)
+        exact += size == least
+    assert exact > (900 if bins == BINS else 400)
+
+
+def test_the_first_layer_loses_no_bin():
+    """The released programme's strict > lets the first layer use one bin less than it has."""
+    errors, sizes = torch.tensor([[1.0, 0.5]]), torch.tensor([[1.0, 2.0]])
+    assert allocate(errors, sizes, [0], bins=2) == [0]
+    errors = torch.tensor([[3.0, 1.0], [3.0, 1.0]])
+    sizes = torch.tensor([[1.0, 9.0], [5.0, 9.0]])
+    assert allocate(errors, sizes, [0, 1], bins=4) == [0, 1], "3 + 1 of 4 bins, all used"
+
+
+def test_uniform_is_a_candidate_that_rounding_would_exclude():
+    errors = torch.full((7, 2), 1.0, dtype=torch.float64)
+    errors[:, 1] = 0.0
+    sizes = torch.tensor([[1.0, 10.0]]).expand(7, 2)
+    assert allocate(errors, sizes, [0] * 7, bins=10) == [0] * 7, "each of seven takes 2 of 10 bins"
+
+
+def test_a_layer_of_zeros_gets_the_least_bytes_and_a_budget_of_zero_stays_one():
+    errors = torch.tensor([[0.0, 0.0, 0.0], [9.0, 5.0, 1.0]])
+    sizes = torch.tensor([[1.0, 2.0, 3.0], [1.0, 2.0, 3.0]])
+    assert allocate(errors, sizes, [1, 1]) == [0, 1]
+    assert allocate(errors * 0, sizes, [1, 1]) == [0, 0]
+    exact = torch.tensor([[3.0, 0.0], [2.0, 0.0]])
+    assert allocate(exact, sizes[:, :2], [1, 1]) == [1, 1]
+
+
+def test_an_error_beyond_the_budget_is_no_choice():
+    """The released code clamps it to all bins, so that one layer may exceed the budget by any factor."""
+    errors, sizes = torch.tensor([[1e9, 1.0]]), torch.tensor([[1.0, 2.0]])
+    assert allocate(errors, sizes, [1]) == [1]
+    errors = torch.tensor([[float("inf"), 1.0], [2.0, 1.0]])
+    assert allocate(errors, torch.tensor([[1.0, 2.0], [1.0, 2.0]]), [1, 1]) == [1, 1]
+
+
+def test_totals_depend_on_no_order():
+    """Processors add the terms of a tensor in orders of their own; workers have to come to the same budget."""
+    terms = torch.tensor([[1e16], [1.0], [1.0]], dtype=torch.float64)
+    for order in itertools.permutations(range(3)):
+        assert total(terms[list(order)], [0, 0, 0]) == 1e16 + 2
+
+
+@pytest.mark.parametrize(
+    ("errors", "sizes"),
+    [
+        ([[1.0, NAN], [1.0, 2.0]], SIZES),
+        ([[1.0, 2.0], [-1.0, 2.0]], SIZES),
+        ([[1.0, 2.0], [1.0, INF]], SIZES),
+        ([[1.0, 2.0], [3.0, 4.0]], [[1.0, 2.0], [INF, 2.0]]),
+    ],
+)
+def test_numbers_that_no_error_or_size_can_be_are_refused(errors: list, sizes: list):
+    with pytest.raises(AssertionError):
+        allocate(torch.tensor(errors), torch.tensor(sizes), [1, 1])
+
+
+@pytest.mark.parametrize("unit", [1e308, 1e307, 1e-300, 5e-324 * 2**20])
+def test_no_size_of_the_errors_matters(unit: float):
+    """Two errors of 1e308 have a sum that no float64 holds."""
+    errors = torch.tensor([[4.0, 2.0, 1.0], [4.0, 2.0, 1.0]], dtype=torch.float64) / 4
+    sizes = torch.tensor([[1.0, 4.0, 5.0], [8.0, 9.0, 10.0]])
+    found = allocate(errors, sizes, [1, 1])
+    assert allocate(errors * unit, sizes, [1, 1]) == found
+    assert allocate(errors * unit, sizes.double() / 10 * unit, [1, 1]) == found
+    least = torch.full((2, 1), unit, dtype=torch.float64)
+    assert allocate(least, least, [0, 0]) == [0, 0]
+
+
+def test_quick_enough():
+    errors, sizes, uniform = table(0, 27, 121)
+    began = time.perf_counter()
+    found = allocate(errors, sizes, uniform)
+    assert time.perf_counter() - began < 3
+    assert total(sizes, found) < total(sizes, uniform)

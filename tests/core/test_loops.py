@@ -5,22 +5,41 @@ in another order, float64 leaves them equal up to the last digits, and 1e-9 is a
 otherwise is compared, too: it must differ, or the comparison would see nothing.
 """
 
+import contextlib
 import copy
+import time
 from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from core import CO2, CO2Config, WireConfig, make_method
+from core import (
+    CO2,
+    CO2Config,
+    CollectiveError,
+    LocalSGD,
+    OverlapLocalSGD,
+    ShardedCO2,
+    UserError,
+    WireConfig,
+    make_method,
+)
+from core.integrations.optimizer import attach
+from core.sharded.mesh import node_mesh
 from core.testing import run_distributed
+from language.zeroth import ZerothOrder
 from tests import problems
+from tests.on_ranks import alike, on_ranks
+from tests.problems import flat, sgd_step, take_steps
 
 TAU, STEPS = 3, 11  # the last round is not full
-SAVE_AT = (1, 5, 9)  # before the first boundary, at one, and mid-round
 CONFIG = CO2Config(tau=TAU, outer_momentum=0.4, outer_lr=0.9, clip=0.05)
 NAMES = ("co2", "local", "slowmo", "overlap_local")
 SLOW_LINK = problems.SlowLink(0.04)  # one can look at what is under way
@@ -111,33 +130,6 @@ def evaluations(rank: int, world_size: int) -> None:
             traces[loop] = train(build(name, net(), link=SLOW_LINK), rank, look=partial(evaluate, seen, mode))
         check(traces, differ=("without eval()",))
         assert seen == ({"boundary", "mid-round"} if name in ("co2", "overlap_local") else set()), name
-
-
-def checkpoints(rank: int, world_size: int) -> None:
-    """Bit for bit: what flies is saved as the sum that lands. The inner gap and narrow wires keep a state, too."""
-    seen, saved = set(), {}
-
-    def save(parts: Parts, step: int) -> None:
-        if step in SAVE_AT:
-            note(seen, parts.method, step)
-            saved[step] = copy.deepcopy([part.state_dict() for part in parts])
-
-    narrow = CO2Config(TAU, wire=WireConfig("int4"))
-    wired = [
-        ("co2", CO2Config(TAU, wire=WireConfig("int8"))),
-        ("local", narrow),
-        ("overlap_local", narrow),
-    ]
-    for name, config in (*product(NAMES, [CONFIG]), *wired):
-        traces = {"plain": train(build(name, net(), co2=config), rank)}
-        traces["saved"] = train(build(name, net(), co2=config, link=SLOW_LINK), rank, look=save)
-        for step, count in (*product(SAVE_AT, [3]), (9, 2)):
-            fresh = build(name, net(1 + rank), co2=config)
-            for part, state in zip(fresh[:count], saved[step][:count], strict=True):
-                part.load_state_dict(state)
-            traces[f"{count} parts after {step}"] = train(fresh, rank, range(step + 1, STEPS))
-        check(traces, differ=("2 parts after 9",))
-    assert seen == {"boundary", "mid-round"}
 
 
 class Trainer(NamedTuple):
@@ -295,7 +287,7 @@ def channels_last(rank: int, world_size: int) -> None:
         check(traces, tolerance=1e-9)
 
 
-TESTED = (evaluations, checkpoints, trainers, groups_and_schedules, construction, tied_weights, compiled, channels_last)
+TESTED = (evaluations, trainers, groups_and_schedules, construction, tied_weights, compiled, channels_last)
 
 
 WHOLE = (trainers, groups_and_schedules, compiled, channels_last)
@@ -306,3 +298,238 @@ WHOLE = (trainers, groups_and_schedules, compiled, channels_last)
 )
 def test_trains_as_in_the_plain_loop(loops: Any):
     run_distributed(loops, 2)
+
+
+PAPERS = CO2Config(tau=TAU, outer_momentum=0.5)
+KEEP = replace(CO2Config.recommended(2), tau=TAU)
+NARROW = replace(KEEP, delay=2, wire=WireConfig("int4"))
+LATE = replace(KEEP, delay=2)  # merged so many steps after the boundary, where workers therefore differ
+METHODS: dict[str, Callable[..., Any]] = {
+    "the paper's": lambda params: CO2(params, PAPERS),
+    "as recommended": lambda params: CO2(params, KEEP),
+    "merged later": lambda params: CO2(params, LATE),
+    "shared by all": lambda params: ShardedCO2(params, PAPERS, shard=True),
+    "local": lambda params: LocalSGD(params, TAU),
+    "overlap": lambda params: OverlapLocalSGD(params, TAU),
+    "mixed at once": lambda params: CO2(params, CO2Config(TAU, merge="mix", delay=0, gap="none", outer_momentum=0.3)),
+}
+LEFT_ALONE = ("the paper's", "local", "mixed at once")  # an evaluation does not change how these train
+
+
+def asked(rank: int, world_size: int) -> dict[str, Any]:
+    """By method: at_boundary and the closing of rounds after each step; what shared_model() and settle() say then, and
+    the models that they say it of."""
+    found: dict[str, Any] = {}
+    for name, make in METHODS.items():
+        params = problems.odd_parameters()
+        with make(params) as method:
+            before, told, shared, settled = method.at_boundary, [], [], []
+            for step in range(STEPS):
+                sgd_step(params, rank, step)
+                closed = method.step()
+                told.append((closed, method.at_boundary))
+                if name in LEFT_ALONE:
+                    with method.shared_model() as equal:
+                        shared.append((equal, flat(params)))
+                settled.append((method.settle(), flat(params)))
+        if name in LEFT_ALONE:
+            with method.shared_model() as equal:
+                shared.append((equal, flat(params)))
+        models = {"shared": shared, "settled": settled}
+        found[name] = {
+            "before": before,
+            "told": told,
+            "end": flat(params),
+            "closed": method.flight.group is None,
+        } | models
+    return found
+
+
+@pytest.fixture(scope="module")
+def answers() -> list[dict[str, Any]]:
+    return run_distributed(asked, 2)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_boundary_is_where_a_round_has_closed_and_a_model_is_called_one_where_it_is(answers: list[Any], name: str):
+    """Also in mid-round, and where a boundary mixes at once."""
+    zero, one = (of_rank[name] for of_rank in answers)
+    assert zero["before"] is one["before"] is True
+    assert zero["told"] == one["told"] == [(s % TAU == TAU - 1,) * 2 for s in range(STEPS)]
+    for how in ("shared", "settled"):
+        for (told, a), (theirs, b) in zip(zero[how], one[how], strict=True):
+            assert told is theirs is torch.equal(a, b), how
+    at_boundaries = [told for told, _ in zero["settled"][TAU - 1 :: TAU]]
+    assert all(at_boundaries) is (name not in ("merged later", "overlap", "mixed at once"))
+    assert torch.equal(zero["end"], one["end"]) and zero["closed"]
+
+
+def test_without_a_process_group_too():
+    model = problems.small_net()
+    with CO2(model.parameters(), PAPERS) as co2:
+        take_steps(co2, model.parameters(), 0, range(STEPS))
+        assert not co2.at_boundary and not co2.settle()
+    assert co2.at_boundary and co2.settle()
+
+
+class Mistaken(Exception):
+    """The user's own error."""
+
+
+BROKEN = {"in nodes": lambda params: ShardedCO2(params, PAPERS, mesh=node_mesh("cpu", 2))}
+
+
+def broken_off(rank: int, world_size: int, name: str, raises_at: int) -> dict[str, Any]:
+    """The last worker's loop fails, and its process lives on."""
+    params = problems.odd_parameters()
+    found: dict[str, Any] = {}
+    began = time.monotonic()
+    try:
+        with (BROKEN | METHODS)[name](params) as method:
+            for step in range(STEPS):
+                if step == raises_at and rank == world_size - 1:
+                    raise Mistaken
+                sgd_step(params, rank // 2 if name == "in nodes" else rank, step)
+                method.step()
+    except (Mistaken, CollectiveError) as error:
+        found = {"error": type(error).__name__, "text": str(error)}
+    found["seconds"] = time.monotonic() - began
+    dist.barrier()  # over the default group, which is the user's
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "raises_at", "workers"),
+    [
+        pytest.param("the paper's", 4, 2, marks=pytest.mark.slow),
+        ("the paper's", 1, 4),
+        ("as recommended", 5, 2),
+        pytest.param("in nodes", 4, 4, marks=pytest.mark.slow),
+    ],
+)
+def test_an_exception_in_the_block_keeps_nobody_waiting(name: str, raises_at: int, workers: int):
+    """Before the first reduction, and while one is in flight. Others end long before the timeout of 600 s."""
+    *others, last = run_distributed(broken_off, workers, name, raises_at)
+    assert last["error"] == "Mistaken" and last["seconds"] < 10
+    for other in others:
+        assert other["error"] == "CollectiveError" and other["seconds"] < 20, other
+        assert name == "in nodes" or f"no answer from rank {workers - 1}" in other["text"], other
+
+
+@on_ranks(2)
+def test_who_has_left_cannot_go_on_with_the_same_object(rank: int):
+    with pytest.raises(Mistaken), CO2(problems.odd_parameters(), PAPERS) as co2:
+        raise Mistaken
+    with pytest.raises(CollectiveError) as caught:
+        for _ in range(TAU):
+            co2.step()
+    said = "this worker has left the others after an exception: make a new object to train on"
+    assert str(caught.value) == said
+
+
+@on_ranks(2)
+def test_methods_whose_every_step_is_a_round(rank: int):
+    """DDP, and training without gradients: every step is a boundary of one model."""
+    net, data = problems.small_net(), problems.batch(rank, 0)
+    model, ddp = make_method("ddp", net, lr=lambda: 0.1)
+    with ddp:
+        problems.loss(model, data).backward()
+        with torch.no_grad():
+            for p in net.parameters():
+                p.sub_(p.grad, alpha=0.1)
+        assert ddp.step() is ddp.at_boundary is ddp.settle() is True and alike(flat(net.parameters()))
+    with ZerothOrder(nn.Sequential(nn.Linear(6, 3)).double(), lr=0.1) as zo:
+        zo.step(lambda m: problems.loss(m, data), 4)
+        assert zo.at_boundary is zo.settle() is True and alike(flat(zo.model.parameters()))
+
+
+def backward(net: Any, rank: int, step: int, parts: int = 1) -> None:
+    """parts: micro-batches, whose gradients are summed."""
+    for part in range(parts):
+        problems.loss(net, problems.batch(rank, parts * step + part)).backward()
+
+
+@pytest.mark.parametrize(
+    ("workers", "config", "parts"), [(1, PAPERS, 1), (2, PAPERS, 2), (2, NARROW, 1), (4, PAPERS, 1)]
+)
+@on_ranks()
+def test_it_equals_a_plain_loop_bit_for_bit(rank: int, workers: int, config: CO2Config, parts: int):
+    """The parameters after each step and at the end: attached, in a block, and with finish() and close()."""
+    ends = []
+    for how in ("attached", "block", "by hand"):
+        net, trace = problems.small_net(), []
+        optimizer = torch.optim.AdamW(net.parameters(), 0.05)
+        make = partial(attach, optimizer) if how == "attached" else CO2
+        given = make(net.parameters(), config, buffers=net.buffers())
+        with contextlib.nullcontext(given) if how == "by hand" else given as co2:
+            for step in range(STEPS):
+                optimizer.zero_grad()
+                backward(net, rank, step, parts)
+                optimizer.step()
+                if how != "attached":
+                    co2.step()
+                trace.append(flat(net.parameters()))
+            if how == "by hand":
+                co2.finish()
+                co2.close()
+        optimizer.step()  # nothing hangs on it any more
+        trace.append(flat(co2.state["outer_iterate"]))
+        ends.append(torch.stack([t[: sum(p.numel() for p in net.parameters())] for t in trace]))
+    assert torch.equal(ends[0], ends[1]) and torch.equal(ends[0], ends[2])
+    if workers > 1:  # workers differ within a round, with keep at a boundary, too
+        same = [alike(row) for row in ends[0]]
+        assert same[-1] and not same[0] and same[TAU - 1] is (config == PAPERS)
+
+
+@on_ranks(2)
+def test_a_grad_scaler_that_may_leave_steps_out_is_refused_in_one_line_and_one_switched_off_is_none(rank: int):
+    """The first worker's gradients overflow."""
+    for enabled in (True, False):
+        net = problems.small_net(torch.float32)
+        optimizer, scaler = torch.optim.SGD(net.parameters(), 0.1), torch.amp.GradScaler("cpu", enabled=enabled)
+
+        def train_attached(scaler: Any = scaler, optimizer: Any = optimizer, net: Any = net) -> None:
+            with attach(optimizer, net.parameters(), PAPERS):
+                for step in range(STEPS):
+                    scale = float("inf") if scaler.is_enabled() and step == 0 and rank == 0 else 1.0
+                    loss = problems.loss(net, problems.batch(rank, step, dtype=torch.float32))
+                    scaler.scale(loss * scale).backward()
+                    scaler.step(optimizer)
+                    scaler.update()
+                    optimizer.zero_grad()
+
+        if enabled:
+            text = problems.refusal(train_attached)
+            assert text.startswith("attach() with a GradScaler: torch calls no hook")
+            assert "call co2.step() behind scaler.update()" in text
+        else:
+            train_attached()
+
+
+@on_ranks(4)
+def test_with_a_mesh_it_is_sharded(rank: int):
+    net = problems.small_net()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    with attach(optimizer, net.parameters(), PAPERS, mesh=node_mesh("cpu", 2)) as co2:
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            backward(net, rank // 2, step)  # the workers of a node take one batch
+            optimizer.step()
+        assert type(co2).__name__ == "ShardedCO2" and co2.local_steps == STEPS % TAU
+    assert alike(flat(net.parameters()))
+
+
+def test_what_is_no_optimiser_is_refused():
+    net = problems.small_net()
+    attached: Any = attach(net, net.parameters())  # pyright: ignore
+    with pytest.raises(UserError, match="optimizer: a Sequential is given: give a torch optimiser"), attached:
+        pass
+
+
+def test_an_error_in_the_block_leaves_no_hook():
+    net = problems.small_net()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    with pytest.raises(KeyError), attach(optimizer, net.parameters(), PAPERS) as co2:
+        raise KeyError
+    optimizer.step()
+    assert co2.local_steps == 0

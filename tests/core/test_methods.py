@@ -1,16 +1,27 @@
-"""Local-SGD, SlowMo, Overlap-Local-SGD and DDP against plain one-process formulas, and against CO2."""
+"""Baselines against one-process formulas; optimizers, mixed precision and parts of a model under CO2."""
 
+import copy
+import re
+from collections.abc import Callable, Iterable
+from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
-from core import CO2Config, DivergedError, WireConfig, make_method
+from core import CO2, CO2Config, DivergedError, ShardedCO2, WireConfig, make_method
 from core.methods import OverlapLocalConfig, SlowMoConfig
 from core.testing import run_distributed
 from tests import problems
-from tests.problems import LR, Settings, assert_traces_equal, flat, gradient, take_steps, train
+from tests.core.test_loops import net
+from tests.imports import ROOT
+from tests.on_ranks import alike, on_ranks
+from tests.problems import LR, Settings, assert_traces_equal, batch, flat, gradient, loss, run_cases, take_steps, train
 
 TAU, STEPS = 3, 11
 
@@ -171,23 +182,6 @@ def test_slowmo_survives_a_schedule_that_ends_at_zero():
     assert torch.isfinite(p).all()
 
 
-# -- DistributedDataParallel ----------------------------------------------------------------------------------
-
-
-def train_ddp(rank: int, world_size: int) -> dict[str, Any]:
-    model = problems.small_net(seed=rank)  # DDP broadcasts rank 0's
-    wrapped, method = make_method("ddp", model)
-    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1, momentum=0.9)
-    closed = []
-    for step in range(5):
-        problems.loss(wrapped, problems.batch(rank, step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        closed.append(method.step())
-    method.finish()
-    return {"end": flat(model.parameters()), "closed": closed, "bytes": method.stats.bytes_sent}
-
-
 @pytest.mark.parametrize("gpu", [False, True])
 def test_ddp_goes_on_from_a_checkpoint_after_it_has_diverged(gpu: bool, monkeypatch: pytest.MonkeyPatch):
     """gpu: as there, numbers are heard one exchange later still."""
@@ -210,16 +204,267 @@ def test_ddp_goes_on_from_a_checkpoint_after_it_has_diverged(gpu: bool, monkeypa
     method.finish()
 
 
-def test_ddp_equals_one_process_with_the_joint_batch():
-    model = problems.small_net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for step in range(5):
-        joint = [torch.cat(parts) for parts in zip(*(problems.batch(w, step) for w in range(2)), strict=True)]
-        problems.loss(model, (joint[0], joint[1])).backward()
+@on_ranks(2)
+def test_ddp_equals_one_process_with_the_joint_batch(rank: int):
+    alone, model = problems.small_net(), problems.small_net(seed=rank)  # DDP broadcasts rank 0's
+    wrapped, method = make_method("ddp", model)
+    for each, of in ((wrapped, [rank]), (alone, [0, 1])):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9)
+        for step in range(5):
+            inputs, labels = zip(*(problems.batch(worker, step) for worker in of), strict=True)
+            problems.loss(each, (torch.cat(inputs), torch.cat(labels))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert each is alone or method.step() is True
+    method.finish()
+    want = flat(alone.parameters())
+    torch.testing.assert_close(flat(model.parameters()), want, rtol=1e-12, atol=1e-12)
+    assert method.stats.bytes_sent == 8 * len(want)  # a ring of two sends every gradient once
+
+
+WORKERS, LONG = 2, 60
+Build = Callable[[nn.Module], list[Optimizer]]
+
+
+def one(kind: Callable[..., Optimizer], **settings: Any) -> Build:
+    return lambda model: [kind(model.parameters(), **settings)]
+
+
+def with_muon(model: nn.Module) -> list[Optimizer]:
+    """Muon takes matrices only."""
+    muon = torch.optim.Muon([p for p in model.parameters() if p.ndim == 2], lr=0.02)
+    return [muon, torch.optim.AdamW([p for p in model.parameters() if p.ndim != 2], lr=0.01)]
+
+
+OPTIMIZERS: dict[str, Build] = {
+    "SGD": one(torch.optim.SGD, lr=0.02, momentum=0.9),
+    "Adam": one(torch.optim.Adam, lr=0.01),
+    "AdamW": one(torch.optim.AdamW, lr=0.01),
+    "NAdam": one(torch.optim.NAdam, lr=0.01),
+    "RAdam": one(torch.optim.RAdam, lr=0.02),
+    "Adamax": one(torch.optim.Adamax, lr=0.02),
+    "Adagrad": one(torch.optim.Adagrad, lr=0.05),
+    "Adadelta": one(torch.optim.Adadelta, lr=1.0),
+    "Adafactor": one(torch.optim.Adafactor, lr=0.05),
+    "RMSprop": one(torch.optim.RMSprop, lr=0.003),
+    "Rprop": one(torch.optim.Rprop, lr=0.003),
+    "ASGD": one(torch.optim.ASGD, lr=0.1, t0=1e9),
+    "Muon": with_muon,
+}
+
+
+def quadratic_batch(number: int, rank: int) -> tuple[Tensor, Tensor]:
+    inputs = torch.randn(16, 8, generator=torch.Generator().manual_seed(1000 * rank + number))
+    return inputs, inputs.square().sum(1, keepdim=True) / 4
+
+
+def squared_error(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+    return (model(inputs) - targets).square().mean()
+
+
+def held_out(model: nn.Module) -> float:
+    with torch.no_grad():
+        return sum(float(squared_error(model, *quadratic_batch(number, 9))) for number in range(20)) / 20
+
+
+def descend(model: nn.Module, optimizers: Iterable[Optimizer], rank: int, after: Callable[[], Any]) -> None:
+    for number in range(LONG):
+        model.zero_grad()
+        squared_error(model, *quadratic_batch(number, rank)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        after()
+
+
+def trained(rank: int, world_size: int) -> tuple[dict[str, tuple[Tensor, float, float, float]], Tensor]:
+    """By optimizer: parameters after finish(), held-out loss before, with CO2, with DDP; and what zero() returns."""
+    torch.manual_seed(0)
+    start, found = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1)), {}
+    for name, build in OPTIMIZERS.items():
+        model, other = copy.deepcopy(start), copy.deepcopy(start)
+        co2 = CO2(model.parameters(), CO2Config.recommended(world_size, LONG, tau=3))
+        descend(model, build(model), rank, co2.step)
+        co2.finish()
+        co2.close()
+        descend(DistributedDataParallel(other), build(other), rank, lambda: None)
+        ends = torch.cat([p.detach().flatten() for p in model.parameters()])
+        found[name] = ends, held_out(start), held_out(model), held_out(other)
+    return found, zero(rank)
+
+
+@pytest.fixture(scope="module")
+def with_optimizers() -> list[tuple[dict[str, Any], Tensor]]:
+    return run_distributed(trained, WORKERS, timeout=240)
+
+
+def test_each_optimizer_trains_one_model_about_as_well_as_ddp(with_optimizers: Any):
+    (first, _), (second, _) = with_optimizers
+    for name, (ends, before, ours, ddp) in first.items():
+        assert torch.equal(ends, second[name][0]), f"{name}: the workers' models differ"
+        assert ours < 1.3 * ddp < 0.5 * before, (name, before, ours, ddp)
+
+
+def zero(rank: int) -> Tensor:
+    """ZeroRedundancyOptimizer: one step of SGD with lr 1 from 0, where every gradient of rank r is r + 1."""
+    params = [nn.Parameter(torch.zeros(2)) for _ in range(2)]
+    optimizer = ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=1.0)
+    for p in params:
+        p.grad = torch.full_like(p, rank + 1.0)
+    optimizer.step()
+    return torch.stack([p.detach() for p in params])
+
+
+def test_zero_redundancy_optimizer_trains_each_parameter_with_its_owners_gradient_alone(with_optimizers: Any):
+    """So that it needs DDP, and with CO2 loses what the other workers have computed."""
+    for _, ends in with_optimizers:
+        assert sorted(ends[:, 0].tolist()) == [-2.0, -1.0], "the mean would be -1.5"
+
+
+def test_the_page_names_what_is_tested():
+    (table,) = re.findall(r"(?m)^\| optimizer \|.*\n(?:\|.*\n)+", (ROOT / "docs/from_ddp.md").read_text())
+    yes = [row for row in table.splitlines()[2:] if row.split("|")[2].strip().startswith("yes")]
+    assert sorted(name for row in yes for name in re.findall(r"`(\w+)`", row.split("|")[1])) == sorted(OPTIMIZERS)
+    assert "| `ZeroRedundancyOptimizer` | no" in table
+
+
+@on_ranks(2)
+def test_adams_second_moments_may_be_averaged_as_buffers(rank: int):
+    """Without delay they are, after each boundary, the mean of what they were before it."""
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    model(batch(rank, 99, 8)[0]).sum().backward()
+    optimizer.step()
+    moments = [optimizer.state[p]["exp_avg_sq"] for p in model.parameters()]
+    co2 = CO2(model.parameters(), CO2Config(tau=2, delay=0, gap="none", outer_momentum=0.0), buffers=moments)
+    for step in range(4):
+        optimizer.zero_grad()
+        problems.loss(model, batch(rank, step, 8)).backward()
+        optimizer.step()
+        mean = problems.flat(moments) / 2
+        torch.distributed.all_reduce(mean)
+        if co2.step():
+            ours = problems.flat(moments)
+            assert alike(ours) and ours.abs().max() > 0
+            torch.testing.assert_close(ours, mean, rtol=1e-12, atol=0)
+    co2.finish()
+
+
+def fragments(rank: int, world_size: int, staggered: bool) -> list[Tensor]:
+    """Two objects over a part of the parameters each; staggered: the second's rounds end two steps later."""
+    parts = [problems.odd_parameters()[:4], problems.odd_parameters()[4:-1]]
+    objects = [CO2(part, CO2Config(tau=4, outer_momentum=0.2)) for part in parts]
+    closed: list[list[int]] = [[], []]
+    for step in range(10):
+        for i, (part, co2) in enumerate(zip(parts, objects, strict=True)):
+            problems.sgd_step(part, rank, step)
+            if (not staggered or step >= 2 * i) and co2.step():
+                closed[i].append(step)
+    for co2 in objects:
+        co2.finish()
+    assert closed == ([[3, 7], [5, 9]] if staggered else [[3, 7], [3, 7]])
+    return [problems.flat(part) for part in parts]
+
+
+def test_fragments_of_a_model_may_be_averaged_in_turn():
+    """Streaming DiLoCo's fragments: each is trained as if it were alone, and the first is as without the second."""
+    together, in_turn = run_distributed(fragments, 2, False), run_distributed(fragments, 2, True)
+    for results in (together, in_turn):
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert torch.equal(together[0][0], in_turn[0][0]) and not torch.equal(together[0][1], in_turn[0][1])
+
+
+CONFIG = CO2Config(tau=3, outer_momentum=0.3, clip=None)
+
+
+def with_autocast(rank: int, world_size: int, on: bool) -> tuple[Tensor, list[torch.dtype]]:
+    net = problems.small_net(torch.float32)
+    co2, optimizer = CO2(net.parameters(), CONFIG), torch.optim.SGD(net.parameters(), lr=0.1)
+    for step in range(30):
+        with torch.autocast("cpu", torch.bfloat16, enabled=on):
+            value = loss(net, batch(rank, step, dtype=torch.float32))
+        value.backward()
         optimizer.step()
         optimizer.zero_grad()
-    want = flat(model.parameters())
-    for result in run_distributed(train_ddp, 2):
-        torch.testing.assert_close(result["end"], want, rtol=1e-12, atol=1e-12)
-        assert result["closed"] == [True] * 5
-        assert result["bytes"] == 8 * len(want)  # a ring of two sends every gradient once
+        co2.step()
+    co2.finish()
+    return flat(net.parameters()), [f.dtype for f in co2._x]
+
+
+def test_autocast_keeps_float32_parameters_and_state():
+    ((a, dtypes), (b, _)), ((plain, _), _) = run_cases(with_autocast, 2, [(True,), (False,)])
+    assert torch.equal(a, b) and dtypes == [torch.float32]
+    assert not torch.equal(a, plain)
+    torch.testing.assert_close(a, plain, rtol=0.02, atol=0.02)
+
+
+def skipping(rank: int, world_size: int, scaled: bool) -> dict[str, Any]:
+    """Rank 1's gradients overflow at steps 4, 5 and 9: its scaler skips those optimiser steps."""
+    net = problems.small_net(torch.float32)
+    co2, optimizer = CO2(net.parameters(), CONFIG), torch.optim.SGD(net.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", enabled=scaled, init_scale=2.0**10)
+    ends, skipped, closed, hooked = [], 0, [], list[int]()
+    optimizer.register_step_post_hook(lambda *_: hooked.append(1))
+    for step in range(18):
+        overflow = rank == 1 and step in (4, 5, 9)
+        if scaled or not overflow:
+            value = loss(net, batch(rank, step, dtype=torch.float32)) * (float("inf") if overflow else 1.0)
+            scaler.scale(value).backward()
+            before = scaler.get_scale()
+            scaler.step(optimizer)
+            scaler.update()
+            skipped += scaler.get_scale() < before
+        optimizer.zero_grad()
+        if co2.step():
+            closed.append(step)
+            ends.append(flat(net.parameters()))
+    co2.finish()
+    ends.append(flat(net.parameters()))
+    return {"ends": ends, "skipped": skipped, "closed": closed, "hooked": len(hooked)}
+
+
+def test_a_skipped_step_does_not_desynchronise_rounds():
+    """A skipped optimiser step is a local step without a change: as if that worker had no gradient there."""
+    (one, two), (plain, _) = run_cases(skipping, 2, [(True,), (False,)])
+    assert (one["skipped"], two["skipped"]) == (0, 3)
+    assert (one["hooked"], two["hooked"]) == (18, 15), "torch calls an optimiser's hooks only where it has stepped"
+    assert one["closed"] == two["closed"] == [2, 5, 8, 11, 14, 17]
+    for a, b, c in zip(one["ends"], two["ends"], plain["ends"], strict=True):
+        assert torch.equal(a, b) and a.isfinite().all()
+        torch.testing.assert_close(a, c, rtol=1e-5, atol=1e-6)
+
+
+def masters(rank: int, world_size: int, keep: bool, shard: bool) -> tuple[Tensor, Tensor]:
+    """An optimiser that keeps float32 masters of a bfloat16 model, its steps far below bfloat16's precision."""
+    model = [nn.Parameter(torch.ones(40, dtype=torch.bfloat16))]
+    kept = [nn.Parameter(p.detach().float()) for p in model]
+    config = CO2Config(tau=2, outer_momentum=0.0, clip=None, gap="norm")
+    kind = partial(ShardedCO2, shard=True) if shard else CO2
+    co2 = kind(kept, config, model_params=model) if keep else kind(model, config)
+    for _ in range(40):
+        with torch.no_grad():
+            for p, m in zip(model, kept, strict=True):
+                if keep:
+                    p.copy_(m.sub_(2.0**-11 * (1 + rank)))
+                else:
+                    p.sub_(2.0**-11 * (1 + rank))
+        co2.step()
+    co2.finish()
+    return flat(kept), flat(model)
+
+
+def test_masters_are_what_is_averaged_and_the_model_follows():
+    cases = [*product((True, False), (False, True))]
+    for (keep, _), results in zip(cases, run_cases(masters, 2, cases), strict=True):
+        for kept, model in results:
+            if keep:
+                assert (model == kept.to(torch.bfloat16).double()).all()
+                assert (kept < 0.985).all()  # 40 steps of 1.5 x 2^-11, shortened by the penalty
+            else:
+                assert (model == 1.0).all()  # without masters every step rounds to nothing
+
+
+@on_ranks(2)
+def test_the_model_follows_its_masters_from_the_start(rank: int):
+    model, masters = ([nn.Parameter(torch.full((2,), float(rank), dtype=d))] for d in (torch.bfloat16, torch.float32))
+    CO2(masters, model_params=model)
+    assert model[0][0].item() == 0.0

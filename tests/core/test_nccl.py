@@ -23,8 +23,8 @@ from core import flight as collectives
 from core.adaptive.tau import Tuned
 from core.flight import Flight
 from core.sharded.mesh import node_mesh
-from core.testing import run_distributed
 from tests import problems
+from tests.on_ranks import on_ranks
 
 SECONDS = 0.4
 
@@ -232,12 +232,9 @@ def test_what_is_heard_a_round_later_is_told_of_its_own_round(on_device: bool, m
             co2.step()
 
 
-def without_a_backend_for_it(rank: int, world_size: int) -> str:
-    return problems.refusal(Flight, torch.device("meta"))
-
-
-def test_a_group_that_cannot_move_the_tensors_is_refused_with_the_remedy():
-    (text,) = run_distributed(without_a_backend_for_it, 1)
+@on_ranks(1)
+def test_a_group_that_cannot_move_the_tensors_is_refused_with_the_remedy(rank: int):
+    text = problems.refusal(Flight, torch.device("meta"))
     assert "moves no meta tensors" in text and "cpu:gloo,cuda:nccl" in text
 
 
@@ -262,9 +259,7 @@ def test_a_wire_is_changed_in_the_computations_own_stream(background: Flight, mo
 
 
 @pytest.mark.parametrize("how", ["load", "resync"])
-def test_what_a_gpu_still_holds_of_a_diverged_run_is_not_heard_after_a_new_start(
-    how: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_what_a_gpu_still_holds_of_a_diverged_run_is_not_heard_after_a_new_start(how, monkeypatch):
     monkeypatch.setattr("core.stats.read_blocks", lambda t: True)
     weight = nn.Parameter(torch.ones(3))
     co2 = CO2([weight], CO2Config(tau=1))
@@ -313,9 +308,7 @@ def test_a_failure_aborts_the_communicator(background: Flight, monkeypatch: pyte
     assert aborted == [group]
 
 
-def test_connections_are_made_before_training_by_all_sizes_and_collectives(
-    background: Flight, monkeypatch: pytest.MonkeyPatch
-):
+def test_connections_are_made_before_training_by_all_sizes_and_collectives(background, monkeypatch):
     sizes: list[int] = []
     reduce = dist.all_reduce
     monkeypatch.setattr(dist, "all_reduce", lambda t, **how: (sizes.append(t.nbytes), reduce(t, **how)))

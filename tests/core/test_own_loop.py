@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -23,6 +23,7 @@ from core.robust import peers
 from core.testing import run_distributed
 from language.zeroth import ZerothOrder
 from tests import problems
+from tests.on_ranks import alike, everybody, on_ranks
 from tests.problems import flat, refusal
 
 TAU, STEPS = 3, 10
@@ -79,18 +80,20 @@ class Loop:
         return flat([*self.model.parameters(), *self.model.buffers()])
 
 
-def resumed(rank: int, world_size: int, folder: str, name: str, at: int) -> list[Any]:
-    """A run that saves and goes on, and one of new objects that goes on from there."""
+def goes_on_from_new_objects(rank: int, folder: Path, name: str, at: int) -> Tensor:
+    """A run that saves and goes on ends where one of new objects does that goes on from there; its parameters when it
+    saved."""
     first = Loop(rank, name)
     first.go(at)
-    assert first.save(folder)
-    differ = flat(first.model.parameters())
+    assert first.save(str(folder))
+    then = flat(first.model.parameters())
     first.go(STEPS)
-    ends = [first.end()]
+    end = first.end()
     second = Loop(rank, name, seed=1)
-    assert second.load(folder) == at
+    assert second.load(str(folder)) == at
     second.go(STEPS)
-    return [*ends, second.end(), differ]
+    assert torch.equal(end, second.end())
+    return then
 
 
 FEW = [("the paper's", 6, 2), ("as recommended", 6, 2), *((name, 7, 2) for name in METHODS), ("the paper's", 7, 4)]
@@ -98,17 +101,17 @@ SLOW = [("shared by all", 6, 2), ("overlap", 6, 2), ("the paper's", 7, 1)]
 
 
 @pytest.mark.parametrize(("name", "at", "workers"), [*FEW, *(pytest.param(*s, marks=pytest.mark.slow) for s in SLOW)])
-def test_a_run_goes_on_bit_for_bit_at_a_boundary_and_in_mid_round(name: str, at: int, workers: int, tmp_path: Path):
-    found = run_distributed(resumed, workers, str(tmp_path), name, at)
-    for undisturbed, again, _ in found:
-        assert torch.equal(undisturbed, again)
+@on_ranks()
+def test_a_run_goes_on_bit_for_bit_at_a_boundary_and_in_mid_round(
+    rank: int, name: str, at: int, workers: int, tmp_path
+):
+    differ = goes_on_from_new_objects(rank, tmp_path, name, at)
     if workers > 1 and (at == 7 or name == "as recommended"):
-        assert not torch.equal(found[0][2], found[1][2]), "else one worker's parameters would do for all"
+        assert not alike(differ), "else one worker's parameters would do for all"
 
 
 def test_without_a_process_group(tmp_path: Path):
-    undisturbed, again, _ = resumed(0, 1, str(tmp_path), "the paper's", 7)
-    assert torch.equal(undisturbed, again)
+    goes_on_from_new_objects(0, tmp_path, "the paper's", 7)
     assert Loop(0).load(str(tmp_path / "nothing")) is None
 
 
@@ -147,20 +150,15 @@ def test_a_worker_that_is_killed_while_it_saves_leaves_the_last_good_one(place: 
         assert step == (7 if "name" in place else 4) and torch.equal(again, undisturbed)
 
 
-def kept(rank: int, world_size: int, folder: str) -> list[list[str]]:
-    loop, seen = Loop(rank), []
-    for until, keep in ((1, 2), (2, 2), (3, 2), (4, 1)):
+@on_ranks(2)
+def test_so_many_are_kept(rank: int, tmp_path: Path):
+    loop = Loop(rank)
+    for until, keep, left in ((1, 2, ["01"]), (2, 2, ["01", "02"]), (3, 2, ["02", "03"]), (4, 1, ["04"])):
         loop.go(until)
-        loop.save(folder, keep=keep)
-        seen.append(sorted(p.name[-2:] for p in Path(folder).iterdir()))
+        loop.save(str(tmp_path), keep=keep)
+        assert sorted(p.name[-2:] for p in tmp_path.iterdir()) == left
         dist.barrier()
     loop.end()
-    return seen
-
-
-def test_so_many_are_kept(tmp_path: Path):
-    for seen in run_distributed(kept, 2, str(tmp_path)):
-        assert seen == [["01"], ["01", "02"], ["02", "03"], ["04"]]
 
 
 def as_before(rank: int, world_size: int, folder: str, name: str) -> str:
@@ -231,18 +229,15 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path):
         Loop(0).save(str(tmp_path / "file" / "folder"))
 
 
-def on_disks_of_their_own(rank: int, world_size: int, folder: str) -> str:
-    said = refusal(Loop(rank).save, f"{folder}/node{rank}")
-    assert not checkpoint.finished(Path(folder, f"node{rank}"))
-    return said
+@on_ranks(2)
+def test_a_folder_that_not_all_workers_share_is_one_line(rank: int, tmp_path: Path):
+    said = refusal(Loop(rank).save, str(tmp_path / f"node{rank}"))
+    assert "rank1.json did not come here: the folder must be one that all" in said and everybody(said) == [said] * 2
+    assert not checkpoint.finished(tmp_path / f"node{rank}")
 
 
-def test_a_folder_that_not_all_workers_share_is_one_line(tmp_path: Path):
-    lines = run_distributed(on_disks_of_their_own, 2, str(tmp_path))
-    assert lines[0] == lines[1] and "rank1.json did not come here: the folder must be one that all" in lines[0]
-
-
-def sharded(rank: int, world_size: int, folder: str) -> list[Any]:
+@on_ranks(4)
+def test_shards_go_on_bit_for_bit(rank: int, tmp_path: Path):
     """FSDP2 in a node, over a mesh of torchtitan's names; AdamW's moments are shards, too."""
     ends = []
     for resumes in (False, True):
@@ -251,7 +246,7 @@ def sharded(rank: int, world_size: int, folder: str) -> list[Any]:
         fully_shard(model, mesh=mesh["dp_shard"])
         optimizer = torch.optim.AdamW(model.parameters(), 0.05)
         co2 = ShardedCO2(model.parameters(), PAPERS, mesh=mesh)
-        first = load(folder, model, optimizer, co2) if resumes else 0
+        first = load(tmp_path, model, optimizer, co2) if resumes else 0
         assert first == 4 * resumes
         for step in range(first, STEPS):
             optimizer.zero_grad()
@@ -259,16 +254,11 @@ def sharded(rank: int, world_size: int, folder: str) -> list[Any]:
             optimizer.step()
             co2.step()
             if step == 3:
-                save(folder, model, optimizer, co2, step=4)
+                save(tmp_path, model, optimizer, co2, step=4)
         co2.finish()
         ends.append(torch.cat([p.full_tensor().flatten() for p in model.parameters()]))
         co2.close()
-    return ends
-
-
-def test_shards_go_on_bit_for_bit(tmp_path: Path):
-    ends = run_distributed(sharded, 4, str(tmp_path))
-    assert all(torch.equal(end, ends[0][0]) for pair in ends for end in pair)
+    assert torch.equal(*ends) and alike(*ends)
 
 
 def test_training_without_gradients_has_no_optimiser(tmp_path: Path):
@@ -349,10 +339,11 @@ def test_saving_on_rank_0_alone_is_one_line_at_once(how: str, tmp_path: Path):
     assert seconds < 10 and not [*tmp_path.iterdir()]
 
 
-def late(rank: int, world_size: int, folder: str) -> list[bool]:
-    """A worker comes late, from slow steps, from an evaluation, and from a collective that others came late to."""
+@on_ranks(3)
+def test_who_comes_late_is_waited_for(rank: int, tmp_path: Path):
+    """From slow steps, from an evaluation, and from a collective that others came late to."""
     peers.FIRST_LOOK = 0.2
-    loop, saved, pair = Loop(rank), [], dist.new_group([1, 2])
+    loop, pair = Loop(rank), dist.new_group([1, 2])
     for until, slow in ((3, 1), (5, 0), (7, 2)):
         while loop.step < until:
             time.sleep(0.5 * (rank == slow == 1))
@@ -360,13 +351,8 @@ def late(rank: int, world_size: int, folder: str) -> list[bool]:
         time.sleep(1.5 * (rank == slow != 1))
         if rank > 0 and slow == 2:
             dist.barrier(pair)
-        saved.append(loop.save(folder))
+        assert loop.save(str(tmp_path))
     loop.end()
-    return saved
-
-
-def test_who_comes_late_is_waited_for(tmp_path: Path):
-    assert run_distributed(late, 3, str(tmp_path)) == [[True] * 3] * 3
 
 
 def dead(rank: int, world_size: int, folder: str) -> str:

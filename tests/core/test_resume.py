@@ -1,6 +1,8 @@
-"""Saving at a boundary, all-reduce in flight, and going on in new objects: bit for bit as without the break."""
+"""Going on from a state, bit for bit: in new objects, by way of DCP, and by resync() from loaded weights."""
 
+import contextlib
 import copy
+import warnings
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -8,7 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 import core.co2
@@ -17,10 +24,12 @@ from core.checkpoints.saved import Saved, of_rank, under_rank
 from core.checkpoints.snapshot import Snapshot
 from core.config import OuterConfig
 from core.groups import of_all
-from core.methods import DelayedCO2, DelayedConfig
+from core.methods import METHODS, DelayedCO2, DelayedConfig
+from core.sharded.mesh import node_mesh
 from core.testing import run_distributed
 from tests import problems
-from tests.problems import Settings, flat, refusal
+from tests.on_ranks import alike, on_ranks
+from tests.problems import Settings, flat, refusal, sgd_step, take_steps
 
 SAVE_AT, STEPS = 6, 13
 BASE = Settings(tau=3, outer_lr=0.4, outer_momentum=0.5, clip=0.1)
@@ -37,29 +46,25 @@ MERGES: list[dict[str, Any]] = [  # or what else meets a mean, such as Nesterov'
 RUNS = [("co2", replace(BASE, gap=gap)) for gap in ("elementwise", "norm", "none")]
 RUNS += [(s.method, s) for s in (replace(BASE, **{"gap": "none"} | changes) for changes in MERGES)]
 RUNS += [(name, BASE) for name in ("local", "slowmo", "overlap_local")]
+RUNS += [(name, replace(BASE, wire="int4")) for name in ("local", "overlap_local")]
+CASES = [*((*run, SAVE_AT) for run in RUNS), *((*run, at) for run in (RUNS[0], *RUNS[-5:]) for at in (1, 8))]
 
 
-class Net(nn.Module):
+def net(seed: int) -> nn.Module:
     """With BatchNorm, so that buffers are in flight too."""
-
-    def __init__(self, seed: int):
-        super().__init__()
-        torch.manual_seed(seed)
-        self.layers = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3)).double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x)
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3)).double()
 
 
-def build(name: str, seed: int, s: Settings) -> tuple[Net, torch.optim.Optimizer, Any]:
-    model = Net(seed)
+def build(name: str, seed: int, s: Settings) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    model = net(seed)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
     options: dict[str, Any] = {"delayed": s.delayed} if name == "delayed" else {}
     _, method = make_method(name, model, co2=s.co2, lr=lambda: optimizer.param_groups[0]["lr"], **options)
     return model, optimizer, method
 
 
-def go(model: Net, optimizer: torch.optim.Optimizer, method: Any, rank: int, steps: range) -> None:
+def go(model: nn.Module, optimizer: torch.optim.Optimizer, method: Any, rank: int, steps: range) -> None:
     for step in steps:
         optimizer.param_groups[0]["lr"] = 0.2 / (1 + step)
         problems.loss(model, problems.batch(rank, step)).backward()
@@ -89,9 +94,9 @@ def test_what_was_loaded_may_be_loaded_again(kind: Any, config: CO2Config):
     assert all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in pairs)
 
 
-def of_rank_0(rank: int, world_size: int) -> list[float]:
-    """All go on from what the first one held, as from a checkpoint that holds no other: what error feedback then holds
-    back, and what it held back before."""
+@on_ranks(2)
+def test_what_another_workers_error_feedback_held_back_is_not_ones_own(rank: int):
+    """All go on from what the first one held, as from a checkpoint that holds no other."""
     params = [nn.Parameter(torch.zeros(300))]
     co2 = CO2(params, CO2Config(tau=1, merge="keep", gap="none", delay=0, wire=WireConfig("int4")))
     for step in range(3):
@@ -100,49 +105,33 @@ def of_rank_0(rank: int, world_size: int) -> list[float]:
     states = of_all(co2.state_dict())
     before = co2.reducer.state["error_feedback"][0].norm().item()
     co2.load_state_dict(states[0])
-    return [before, co2.reducer.state["error_feedback"][0].norm().item()]
+    assert before > 0 and co2.reducer.state["error_feedback"][0].norm().item() == (0 if rank else before)
 
 
-def test_what_another_workers_error_feedback_held_back_is_not_ones_own():
-    (before, after), (others, forgotten) = run_distributed(of_rank_0, 2)
-    assert after == before > 0 and others > 0 and forgotten == 0
-
-
-def everything(model: Net) -> Tensor:
+def everything(model: nn.Module) -> Tensor:
     return flat([*model.parameters(), *model.buffers()])
 
 
-def interrupted(rank: int, world_size: int, folder: str) -> list[dict[str, Any]]:
-    return [interrupt(rank, name, s, folder) for name, s in RUNS]
+@on_ranks(2)
+def test_a_resumed_run_is_bit_identical(rank: int, tmp_path: Path):
+    """Saved at a boundary with an all-reduce in flight, before the first one, and in mid-round."""
+    for name, s, at in CASES:
+        model, optimizer, method = build(name, 0, s)
+        go(model, optimizer, method, rank, range(at))
+        hides = name in ("co2", "delayed", "overlap_local") and s.delay != 0
+        assert method.flight.in_flight is (hides and at > 1), (name, s, at)
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "method": method.state_dict()}
+        torch.save(state, tmp_path / f"{rank}.pt")
+        go(model, optimizer, method, rank, range(at, STEPS))
 
-
-def interrupt(rank: int, name: str, s: Settings, folder: str) -> dict[str, Any]:
-    model, optimizer, method = build(name, 0, s)
-    go(model, optimizer, method, rank, range(SAVE_AT))
-    in_flight = method.flight.in_flight
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "method": method.state_dict()}
-    torch.save(state, f"{folder}/{rank}.pt")
-    go(model, optimizer, method, rank, range(SAVE_AT, STEPS))
-    whole = [everything(model)]
-    method.finish()
-
-    resumed = build(name, 1, s)  # starts from other values
-    state = torch.load(f"{folder}/{rank}.pt", weights_only=True)
-    for part, saved in zip(resumed, state.values(), strict=True):
-        part.load_state_dict(saved)
-    go(*resumed, rank, range(SAVE_AT, STEPS))
-    again = [everything(resumed[0])]
-    resumed[2].finish()
-    ends = torch.cat([*whole, everything(model)]), torch.cat([*again, everything(resumed[0])])
-    return {"in_flight": in_flight, "ends": ends, "rounds": (method.rounds, resumed[2].rounds)}
-
-
-def test_a_resumed_run_is_bit_identical(tmp_path: Path):
-    for results in run_distributed(interrupted, 2, str(tmp_path)):
-        for (name, s), result in zip(RUNS, results, strict=True):
-            assert result["in_flight"] is (name in ("co2", "delayed", "overlap_local") and s.delay != 0)
-            assert torch.equal(*result["ends"]), (name, s)
-            assert result["rounds"][0] == result["rounds"][1]
+        resumed = build(name, 1, s)  # starts from other values
+        for part, saved in zip(resumed, torch.load(tmp_path / f"{rank}.pt", weights_only=True).values(), strict=True):
+            part.load_state_dict(saved)
+        go(*resumed, rank, range(at, STEPS))
+        for _ in range(2):  # before and after finish()
+            assert torch.equal(everything(model), everything(resumed[0])), (name, s, at)
+            method.finish(), resumed[2].finish()
+        assert method.rounds == resumed[2].rounds
 
 
 def params(*sizes: int) -> list[nn.Parameter]:
@@ -344,3 +333,263 @@ def test_an_object_that_diverged_can_go_back_to_a_finished_checkpoint():
             p[0].sub_(1.0)
             co2.step()
     assert torch.equal(p[0], torch.full((3,), -2.0)), "two differences of 1 have landed, the second halved"
+
+
+KEEP = CO2Config(
+    tau=3, outer_momentum=0.0, gap="none", clip=None, merge="keep", delay=2, wire=WireConfig("int4"), outlier=3.0
+)
+WRITTEN: dict[str, Any] = {
+    "the paper's": lambda params: CO2(params, CO2Config(tau=3, outer_lr=0.4)),
+    "as recommended": lambda params: CO2(params, KEEP),
+    "shared by all": lambda params: ShardedCO2(params, CO2Config(tau=3, outer_lr=0.4), shard=True),
+    "shared in a node": lambda params: ShardedCO2(params, CO2Config(tau=3), mesh=node_mesh("cpu", 2)),
+}
+
+
+def descend(model: nn.Module, method: Any, rank: int, steps: range, inner: bool) -> None:
+    """Plain gradient descent; inner: on the mean of the gradients."""
+    for step in steps:
+        grads = torch.autograd.grad(problems.loss(model, problems.batch(rank, step)), [*model.parameters()])
+        with torch.no_grad():
+            for p, g in zip(model.parameters(), grads, strict=True):
+                if inner:
+                    dist.all_reduce(g)
+                p.sub_(g, alpha=0.3 / (1 + step))
+        method.step()
+
+
+@on_ranks(2)
+def test_a_run_resumed_from_one_dict_is_bit_identical(rank: int, tmp_path: Path):
+    for i, (name, make) in enumerate(WRITTEN.items()):
+        inner, path = name == "shared in a node", str(tmp_path / str(i))
+        model = problems.small_net()
+        method = make(model.parameters())
+        descend(model, method, rank, range(SAVE_AT), inner)
+        dcp.save({"co2": method.state_dict(), f"model{rank}": model.state_dict()}, checkpoint_id=path)
+        descend(model, method, rank, range(SAVE_AT, STEPS), inner)
+
+        other = problems.small_net(seed=1)
+        resumed = make(other.parameters())
+        state = {"co2": resumed.state_dict(), f"model{rank}": other.state_dict()}
+        dcp.load(state, checkpoint_id=path)
+        other.load_state_dict(state[f"model{rank}"])
+        resumed.load_state_dict(state["co2"])
+        descend(other, resumed, rank, range(SAVE_AT, STEPS), inner)
+        for each in (method, resumed):
+            each.finish()
+            each.close()
+        assert torch.equal(flat(model.parameters()), flat(other.parameters())), name
+
+
+def gone_on(rank: int, world_size: int, folder: str, saves: bool) -> tuple[int, Tensor]:
+    model = problems.small_net(seed=rank)
+    co2 = CO2(model.parameters(), KEEP)
+    if saves:
+        descend(model, co2, rank, range(SAVE_AT), False)
+        dcp.save({"co2": co2.state_dict(), f"model{rank}": model.state_dict()}, checkpoint_id=folder)
+        if rank == 0:
+            dcp_to_torch_save(folder, f"{folder}/whole.pt")
+        return co2.rounds, flat(co2.state["sent"])
+    state = torch.load(f"{folder}/whole.pt", weights_only=True)
+    model.load_state_dict(state[f"model{rank % 2}"])
+    co2.load_state_dict(state["co2"])
+    sent = flat(co2.state["sent"])
+    descend(model, co2, rank, range(SAVE_AT, STEPS), False)
+    co2.finish()
+    return co2.rounds, sent
+
+
+def test_another_number_of_workers_goes_on_from_one_dict(tmp_path: Path):
+    saved = run_distributed(gone_on, 2, str(tmp_path), True)
+    assert not torch.equal(saved[0][1], saved[1][1])
+    for workers in (1, 3):
+        for rank, (rounds, sent) in enumerate(run_distributed(gone_on, workers, str(tmp_path), False)):
+            assert rounds > saved[0][0] and torch.equal(sent, saved[rank % 2][1])
+
+
+def test_a_state_without_a_rank_is_refused_in_one_line():
+    co2 = CO2(problems.small_net().parameters())
+    (own,) = co2.state_dict().values()
+    assert "no key with a worker's rank" in refusal(co2.load_state_dict, own)
+
+
+@on_ranks(2)
+def test_an_optimiser_goes_on_from_one_dict_by_its_parameters_names(rank: int, tmp_path: Path):
+    """The lines of docs/checkpoints.md. (A new optimiser's own state_dict() asks DCP for no state, and gets none.)"""
+    ends, mine, folder = [], f"rank{rank}", str(tmp_path)
+    for resumes in (False, True):
+        model = problems.small_net(seed=rank)
+        co2, optimizer = CO2(model.parameters(), CO2Config(tau=3)), torch.optim.AdamW(model.parameters(), 0.05)
+        if resumes:
+            state = {"co2": co2.state_dict(), mine: get_state_dict(model, optimizer)}
+            dcp.load(state, checkpoint_id=folder)
+            of_model, of_optimizer = state[mine]
+            set_state_dict(model, optimizer, model_state_dict=of_model, optim_state_dict=of_optimizer)
+            co2.load_state_dict(state["co2"])
+        for step in range(SAVE_AT + 1 if resumes else 0, STEPS):
+            if step == SAVE_AT + 1 and not resumes:  # in mid-round
+                dcp.save({"co2": co2.state_dict(), mine: get_state_dict(model, optimizer)}, checkpoint_id=folder)
+            optimizer.zero_grad()
+            problems.loss(model, problems.batch(rank, step)).backward()
+            optimizer.step()
+            co2.step()
+        co2.finish()
+        ends.append(flat(model.parameters()))
+    assert torch.equal(*ends)
+
+
+LOCAL = [m for m in METHODS if m != "ddp"]
+CONFIG = CO2Config(tau=2, outer_momentum=0.4, clip=0.3)
+
+
+def load(params: list[nn.Parameter], value: float) -> None:
+    """Other weights, of which only the first worker's should count."""
+    with torch.no_grad():
+        for p in params:
+            p.fill_(value)
+
+
+def go_on(method: Any, params: list[nn.Parameter], rank: int) -> Tensor:
+    take_steps(method, params, rank, range(7))
+    method.finish()
+    return flat(params)
+
+
+@on_ranks(2)
+def test_after_resync_training_goes_on_as_in_a_fresh_object(rank: int):
+    """From loaded weights after five other steps, and in a fresh object."""
+    kinds = {name: lambda model, name=name: make_method(name, model, co2=CONFIG)[1] for name in LOCAL}
+    kinds["int8"] = lambda model: make_method("co2", model, co2=CO2Config(tau=2, wire=WireConfig("int8")))[1]
+    kinds["shard"] = lambda model: ShardedCO2(list(model.parameters()), CONFIG, shard=True)
+    for name, build in kinds.items():
+        pair = []
+        for early in (5, 0):
+            params = problems.odd_parameters()
+            method = build(nn.ParameterList(params)) if early else None
+            take_steps(method, params, rank, range(early))
+            load(params, 0.5 + rank)
+            method = method or build(nn.ParameterList(params))
+            if early:
+                method.resync()
+            pair.append(go_on(method, params, rank))
+        assert torch.equal(*pair) and alike(*pair), name
+
+
+@on_ranks(2)
+def test_a_node_of_unequal_values_is_refused_at_the_first_boundary_and_of_shapes_before_any_is_sent(rank: int):
+    mesh, params = node_mesh("cpu", 2), [nn.Parameter(torch.ones(3))]
+    co2 = ShardedCO2(params, CO2Config(tau=1), mesh=mesh)
+    with torch.no_grad():
+        params[0].sub_(0.1 * rank)  # without a synchronisation of gradients
+    said = refusal(co2.step)
+    assert "synchronise gradients every step" in said and "mesh.get_group(1)" in said
+    said = refusal(ShardedCO2, [nn.Parameter(torch.ones(3 + rank))], CO2Config(tau=1), mesh=mesh)
+    assert "workers differ" in said and "(3,)" in said and "(4,)" in said
+
+
+def test_finish_notices_loaded_weights_as_a_step_does():
+    params = problems.odd_parameters()
+    method = make_method("co2", nn.ParameterList(params), co2=CONFIG)[1]
+    told = []
+    for change in (False, True, False):
+        take_steps(method, params, 0, range(2))
+        if change:
+            load(params, 1.5)
+        with warnings.catch_warnings(record=True, action="always") as caught:
+            method.finish()
+        told.append([str(w.message) for w in caught])
+    assert [len(texts) for texts in told] == [0, 1, 0] and "call resync() on all workers" in told[1][0]
+
+
+@on_ranks(4)
+def test_a_model_left_in_ddp_is_noticed_once(rank: int):
+    """In two rounds of a plain model, of one in DistributedDataParallel, put there before or after, of one that is
+    there and not called, or only without gradients, and of one that is averaged inside nodes. Of runs before, in this
+    process, there are two more: of another model, and of the plain one."""
+    gone = dist.new_group()
+    others = [DistributedDataParallel(nn.Linear(3, 2), process_group=gone)]
+    for kind in ("plain", "before", "after", "not called", "evaluated", "inside nodes"):
+        model = nn.Linear(3, 2)
+        if kind == "plain":
+            others.append(DistributedDataParallel(model, process_group=gone))
+            dist.destroy_process_group(gone)
+        mesh = node_mesh("cpu", 2) if kind == "inside nodes" else None
+        wrapped = DistributedDataParallel(model) if kind in ("before", "not called", "evaluated") else model
+        if mesh is not None:
+            wrapped, method = make_method("co2", model, co2=CONFIG, mesh=mesh)
+        else:
+            method = CO2(model.parameters(), CONFIG)
+        wrapped = DistributedDataParallel(model) if kind == "after" else wrapped
+        called = model if kind in ("not called", "evaluated") else wrapped
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        with warnings.catch_warnings(record=True, action="always") as caught:
+            for _ in range(2 * CONFIG.tau):
+                called(torch.ones(1, 3)).sum().backward()
+                optimizer.step()
+                method.step()
+                if kind == "evaluated":
+                    with torch.no_grad():
+                        wrapped(torch.ones(1, 3))
+        method.finish()
+        told = [str(w.message) for w in caught if "DistributedDataParallel" in str(w.message)]
+        assert len(told) == (kind in ("before", "after")), (kind, told)
+        for text in told:
+            assert "averages gradients among 4 of these workers" in text and "give the plain model" in text
+    assert len(others) == 2  # they were there
+
+
+def apply_change(change: str, params: list[nn.Parameter], method: Any) -> None:
+    if change in ("loaded", "resynced"):
+        load(params, 1.5)
+    if change == "resynced":
+        method.resync()
+    if change == "swapped":  # an evaluation of other weights, which come back
+        kept = [p.detach().clone() for p in params]
+        load(params, 7.0)
+        with torch.no_grad():
+            for p, own in zip(params, kept, strict=True):
+                p.copy_(own)
+    if change == "no memory of its own":
+        params[0].data = params[0].data + 1.0
+
+
+@on_ranks(1)
+def test_weights_loaded_under_a_method_are_noticed_at_the_rounds_first_step(rank: int):
+    """Once, and by those methods that would pull them back; one that keeps no start cannot tell a swap from a load."""
+    for name in (*LOCAL, "shard", "keep"):
+        params = [nn.Parameter(torch.full((3,), 0.5)), nn.Parameter(torch.ones(2))]
+        if name == "shard":
+            method: Any = ShardedCO2(params, CONFIG, shard=True)
+        else:
+            config = replace(CONFIG, merge="keep") if name == "keep" else CONFIG
+            method = make_method("co2" if name == "keep" else name, nn.ParameterList(params), co2=config)[1]
+        optimizer, found = torch.optim.SGD(params, 0.01), []
+        for change in ("none", "swapped", "loaded", "in mid-round", "no memory of its own", "resynced", "none"):
+            with warnings.catch_warnings(record=True, action="always") as caught:
+                apply_change(change, params, method)
+                for step in range(2):
+                    for p in params:
+                        p.grad = torch.ones_like(p)
+                    optimizer.step()
+                    if change == "in mid-round" and not step:
+                        load(params, 2.0)
+                    method.step()
+            found += [len(caught)]
+            assert all("call resync() on all workers" in str(w.message) for w in caught)
+        method.finish()
+        noticed = {"local": [0] * 7, "shard": [0, 1, 1, 0, 1, 0, 0]}  # the mean of whatever is there; no start
+        assert found == noticed.get(name, [0, 0, 1, 0, 1, 0, 0]), name
+
+
+def test_a_boundary_inside_inference_mode_leaves_nothing_that_training_cannot_write_to():
+    """finish() before an evaluation may be the first boundary, and makes what later ones use."""
+    ends = []
+    for mode in (torch.inference_mode, torch.no_grad):
+        params = problems.odd_parameters()
+        method = make_method("co2", nn.ParameterList(params), co2=CONFIG)[1]
+        for step in range(6):
+            sgd_step(params, 0, step)
+            with mode() if not step else contextlib.nullcontext():
+                method.finish() if not step else method.step()
+        ends.append(flat(params))
+    assert torch.equal(*ends)

@@ -1,11 +1,8 @@
-"""Who may import whom, and that the root of core knows no room: the rules of the house, read from the source.
+"""Who may import whom, read from the source: the root of core knows no room, and core imports torch alone."""
 
-The root is core/*.py, of which __init__ alone imports rooms: it hands on what they give to users.
-"""
-
-import ast
 import re
-from collections.abc import Iterator
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -112,94 +109,39 @@ def test_what_the_imports_mean():
     assert "core.flat.copy" in imports(Path("core/outer.py")), "relative imports are made absolute"
 
 
-# -- words ------------------------------------------------------------------------------------------------------------
-
-OF_ROOMS = {
-    "adaptive": "tuner pace speed auto arrival skip skipped apart",
-    "robust": "guard outlier agreement agreed checksum checksums watch drifted request requests",
-    "wires": "wire wires quantized int8 int4 int2 feedback",
-    "lgreco": "lgreco greco",
-    "sharded": "sharded offload offloaded",
-    "checkpoints": "checkpoints saver stored misfit",
-    "elastic": "elastic member members joining newcomer newcomers",
-    "methods": "ddp slowmo delayed",
-    "integrations": "mmengine",
-    "doctor": "doctor",
-}
-"""Room -> words of its features. Docstrings may use them, to say what is plugged in where; code may not."""
-OF_PYTHON = {"TypeGuard"}
-OF_USERS = {  # what users read: the remedy that a refusal names, and a statistic in published tables
-    "DTensors as parameters need ShardedCO2 with mesh=: their norms are of the whole model",
-    "buffers to average, the riders and the settings of the wire that wrote it",
-    "drifted",
-}
+FILES = [file for file in files() if file.parts[0] == "core"]
+OUTSIDE = {
+    "checkpoints/stored.py": {"numpy"},
+    "integrations/mmengine.py": {"mmengine"},
+}  # imported when used, as these are
+OUTSIDE |= {f"integrations/{name}.py": {name} for name in ("accelerate", "lightning", "transformers")}
+OUTSIDE |= {f"triton/{name}.py": {"triton"} for name in ("boundary", "codec")}
 
 
-def words(text: str) -> list[str]:
-    """The words of a name or a sentence, in lower case: TauTuner is tau and tuner; int8 is one word."""
-    parts = re.findall(r"[A-Z]+(?![a-z])[0-9]*|[A-Z]?[a-z]+[0-9]*|[A-Z]+[0-9]+", text)
-    return [part.lower() for part in parts]
+def test_only_torch_is_imported_from_outside():
+    for file in FILES:
+        outside = {name.partition(".")[0] for name in imports(file)} - {"core"}
+        allowed = {"torch"} | set(sys.stdlib_module_names) | OUTSIDE.get(str(file.relative_to("core")), set())
+        assert outside <= allowed, f"{file} imports {', '.join(outside - allowed)}"
 
 
-def spoken(source: str) -> Iterator[tuple[int, str]]:
-    """(line, text) of every name and string in a file's code, but for docstrings: strings that stand by themselves."""
-    tree = ast.parse(source)
-    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    for node in ast.walk(tree):
-        line = getattr(node, "lineno", 0)
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
-            yield line, node.value
-        for field in ("name", "id", "attr", "arg", "asname", "module"):
-            if isinstance(value := getattr(node, field, None), str):
-                yield line, value
-        if isinstance(node, ast.Global | ast.Nonlocal):
-            yield from ((line, name) for name in node.names)
+def test_imports_inside_core_are_relative():
+    for file in FILES:
+        absolute = re.findall(r"^\s*(?:from|import) core\b.*", (ROOT / file).read_text(), re.MULTILINE)
+        assert not absolute, f"{file}: {absolute}"
 
 
-def told_in(source: str) -> list[str]:
-    """A line for each word of a room's feature."""
-    known = {word: room for room, of_room in OF_ROOMS.items() for word in of_room.split()}
-    found = {
-        (line, word, known[word])
-        for line, text in spoken(source)
-        for word in words(text)
-        if word in known and text not in OF_PYTHON and not any(text.endswith(told) for told in OF_USERS)
-    }
-    return [f"{line}: {word} (of {room})" for line, word, room in sorted(found)]
+HARNESS = {"tyro", "tqdm", "tensorboard", "timm", "mmengine", "training", "accelerate", "lightning", "transformers"}
+FRESH = """
+import sys
+import torch, torch.distributed.tensor  # torch.hub takes tqdm where it is installed
+before = set(sys.modules)
+import core
+print(*{name.partition(".")[0] for name in set(sys.modules) - before})
+"""
 
 
-def test_the_root_names_no_feature_of_a_room():
-    root = [file for file in files() if room_of(file) == "core"]
-    assert Path("core/rounds.py") in root
-    found = [f"{file}:{line}" for file in root for line in told_in((ROOT / file).read_text())]
-    assert not found, f"{len(found)} times:\n" + "\n".join(found)
-
-
-def test_the_words_of_a_name():
-    for text, parts in {
-        "TauTuner": ["tau", "tuner"],
-        "by_speed": ["by", "speed"],
-        "DistZO2": ["dist", "zo2"],
-        "LGreco": ["l", "greco"],
-        "int8's": ["int8", "s"],
-        "ShardedCO2": ["sharded", "co2"],
-        "pacing": ["pacing"],
-        "DDP": ["ddp"],
-    }.items():
-        assert words(text) == parts
-
-
-@pytest.mark.parametrize(
-    ("source", "word"),
-    [
-        ("self.guard = 1", "guard"),
-        ("def f(*, tuner): pass", "tuner"),
-        ("from .elastic import x", "elastic"),
-        ("raise UserError(f'{x} needs ShardedCO2')", "sharded"),
-        ("f(by_speed=True)", "speed"),
-        ("class AutoWire: ...", "wire"),
-    ],
-)
-def test_a_feature_is_found_wherever_code_names_it(source: str, word: str):
-    assert any(line.startswith(f"1: {word} ") for line in told_in(source))
-    assert not told_in(f'"""{word}: a room plugs it in."""\npacing = dispatch = 1')
+def test_a_fresh_import_loads_nothing_of_the_harness():
+    run = subprocess.run([sys.executable, "-c", FRESH], capture_output=True, text=True, cwd=ROOT)
+    assert run.returncode == 0, run.stderr
+    assert "core" in run.stdout.split() and not HARNESS & set(run.stdout.split())

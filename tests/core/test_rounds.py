@@ -1,7 +1,9 @@
-"""What surrounds the algorithm: construction, buffers, statistics."""
+"""What surrounds the algorithm: construction, buffers, statistics, calls, uneven ends."""
 
 import time
-from itertools import product
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,21 +11,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from core import CO2, CO2Config, LocalSGD, ShardedCO2, UserError, make_method
+import core.co2
+import core.stats
+from core import CO2, CO2Config, LocalSGD, OverlapLocalSGD, ShardedCO2, UserError, make_method
 from core.methods import METHODS
+from core.stats import RoundClock, RoundStats, between, mark, ready
 from core.testing import run_distributed
 from tests import problems
-from tests.problems import Settings, refusal, take_steps
+from tests.calls import Calls, calls_of
+from tests.on_ranks import alike, everybody, on_ranks
+from tests.problems import Settings, flat, refusal, sgd_step, small_net, take_steps
+from tests.quadratic import Quadratic
+from training.folder import Overlap
 
 LOCAL_METHODS = tuple(m for m in METHODS if m != "ddp")
 
 
-# -- construction ---------------------------------------------------------------------------------------------
-
-
-def start_apart(rank: int, world_size: int) -> list[list[Tensor]]:
+@on_ranks(3)
+def test_everything_starts_as_on_rank_0(rank: int):
     """Every worker comes with other values; the last parameter is frozen, one buffer counts in integers."""
-    results = []
+    expected = [*(p.detach() for p in problems.odd_parameters()[:-1]), torch.zeros(2), torch.tensor(5)]
     for name in LOCAL_METHODS:
         params = [nn.Parameter(p.detach() + rank) for p in problems.odd_parameters()[:-1]]
         params[-1].requires_grad_(False)
@@ -31,17 +38,8 @@ def start_apart(rank: int, world_size: int) -> list[list[Tensor]]:
         model.register_buffer("mean", torch.full((2,), float(rank), dtype=torch.bfloat16))
         model.register_buffer("count", torch.tensor(rank + 5))
         make_method(name, model, co2=CO2Config(tau=2))
-        results.append([t.detach().clone() for t in [*params, *model.buffers()]])
-    return results
-
-
-def test_everything_starts_as_on_rank_0():
-    results = run_distributed(start_apart, 3)
-    expected = [*(p.detach() for p in problems.odd_parameters()[:-1]), torch.zeros(2), torch.tensor(5)]
-    for of_rank in results:
-        for of_method in of_rank:
-            for ours, want in zip(of_method, expected, strict=True):
-                assert torch.equal(ours.to(want.dtype), want)
+        for ours, want in zip([*params, *model.buffers()], expected, strict=True):
+            assert torch.equal(ours.to(want.dtype), want), name
 
 
 MISMATCHES: dict[str, tuple[list[int], int, float]] = {  # sizes, tau, outer_lr of rank 2; the others have (3, 4), 2, 1
@@ -52,118 +50,75 @@ MISMATCHES: dict[str, tuple[list[int], int, float]] = {  # sizes, tau, outer_lr 
 }
 
 
-def build_unequal(rank: int, world_size: int) -> dict[str, str]:
+@on_ranks(3)
+def test_unequal_workers_are_refused_with_the_rank_named(rank: int):
     messages = {}
     for what, odd in MISMATCHES.items():
         sizes, tau, alpha = odd if rank == 2 else ([3, 4], 2, 1.0)
         params = [nn.Parameter(torch.zeros(n)) for n in sizes]
         messages[what] = refusal(CO2, params, CO2Config(tau=tau, outer_lr=alpha))
-    return messages | {"local tau": refusal(LocalSGD, [nn.Parameter(torch.zeros(3))], tau=2 + (rank == 2))}
+    messages["local tau"] = refusal(LocalSGD, [nn.Parameter(torch.zeros(3))], tau=2 + (rank == 2))
+    assert all("rank 2" in text and "rank 1" not in text for text in messages.values())
+    assert "(4,)" in messages["shape"] and "(5,)" in messages["shape"]
+    assert "2 tensors, against 1" in messages["count"]
+    assert "'tau': 2" in messages["tau"] and "'tau': 3" in messages["tau"]
+    assert "0.5" in messages["outer_lr"]
+    assert "tau=2" in messages["local tau"] and "tau=3" in messages["local tau"]
 
 
-def test_unequal_workers_are_refused_with_the_rank_named():
-    for messages in run_distributed(build_unequal, 3):
-        assert all("rank 2" in text and "rank 1" not in text for text in messages.values())
-        assert "(4,)" in messages["shape"] and "(5,)" in messages["shape"]
-        assert "2 tensors, against 1" in messages["count"]
-        assert "'tau': 2" in messages["tau"] and "'tau': 3" in messages["tau"]
-        assert "0.5" in messages["outer_lr"]
-        assert "tau=2" in messages["local tau"] and "tau=3" in messages["local tau"]
-
-
-def frozen_parameters(rank: int, world_size: int) -> tuple[bool, bool]:
+@on_ranks(2)
+def test_frozen_parameters_are_left_alone_after_the_broadcast(rank: int):
     params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.full((2,), float(rank)), requires_grad=False)]
     co2 = CO2(params, CO2Config(tau=1))
     params[1].data.fill_(10.0 + rank)  # whatever the user does to it later is the user's
     take_steps(co2, params, rank, range(3))
     co2.finish()
-    return bool((params[1] == 10.0 + rank).all()), bool((params[0] != 1).all())
+    assert (params[1] == 10.0 + rank).all() and (params[0] != 1).all()
 
 
-def test_frozen_parameters_are_left_alone_after_the_broadcast():
-    assert run_distributed(frozen_parameters, 2) == [(True, True)] * 2
-
-
-def in_a_group(rank: int, world_size: int) -> float | None:
+@on_ranks(3)
+def test_a_group_trains_by_itself(rank: int):
     """Ranks 1 and 2 train without rank 0, which never builds anything; rank 1 is then the one that all start from."""
     group = dist.new_group([1, 2])
-    if rank == 0:
-        return None
-    p = nn.Parameter(torch.full((1,), 10.0 * rank))
-    co2 = Settings(tau=1, outer_momentum=0.0, gap="none", clip=None, delay=0).build([p], group=group)
-    with torch.no_grad():
-        p.sub_(rank)
-    co2.step()
-    co2.finish()
-    return p.item()
+    if rank:
+        p = nn.Parameter(torch.full((1,), 10.0 * rank))
+        co2 = Settings(tau=1, outer_momentum=0.0, gap="none", clip=None, delay=0).build([p], group=group)
+        with torch.no_grad():
+            p.sub_(rank)
+        co2.step()
+        co2.finish()
+        assert p.item() == 8.5
 
-
-def test_a_group_trains_by_itself():
-    assert run_distributed(in_a_group, 3) == [None, 8.5, 8.5]
-
-
-# -- BatchNorm ------------------------------------------------------------------------------------------------
 
 EPS = 2.0**-40  # which float64 has room for beside a number of the size of 1, and float32 has not
 
 
-def batch_norm(rank: int, world_size: int) -> dict[tuple[str, bool, bool], dict[str, list[float]]]:
-    """All methods, buffers averaged or not, finish() called or not."""
-    return {c: running_mean(rank, *c) for c in product(METHODS, (True, False), (True, False))}
-
-
-def running_mean(rank: int, name: str, average: bool, finish: bool) -> dict[str, list[float]]:
-    """The statistics are set by hand: on worker r to r + 10 t in round t."""
-    norm = nn.BatchNorm1d(2)
-    norm.register_buffer("wide", wide := torch.zeros((), dtype=torch.float64))
-    _, method = make_method(name, norm, co2=CO2Config(tau=1), average_buffers=average)
-    assert norm.running_mean is not None and norm.num_batches_tracked is not None
-    seen = []
-    for t in range(3):
-        norm.running_mean.fill_(rank + 10.0 * t)
-        norm.num_batches_tracked += 1 + rank
-        wide.fill_(rank + EPS)
-        method.step()
-        seen.append(norm.running_mean[0].item())
-    if finish:
+@pytest.mark.parametrize("average", [True, False])
+@on_ranks(2)
+def test_buffers_are_averaged_where_they_are_passed_a_round_late_if_the_parameters_are(rank: int, average: bool):
+    """BatchNorm's statistics are set by hand: on worker r to r + 10 t in round t."""
+    own = [rank + 10.0 * t for t in range(3)]
+    for name in METHODS:
+        norm = nn.BatchNorm1d(2)
+        norm.register_buffer("wide", wide := torch.zeros((), dtype=torch.float64))
+        _, method = make_method(name, norm, co2=CO2Config(tau=1), average_buffers=average)
+        assert norm.running_mean is not None and norm.num_batches_tracked is not None
+        seen = []
+        for value in own:
+            norm.running_mean.fill_(value)
+            norm.num_batches_tracked += 1 + rank
+            wide.fill_(rank + EPS)
+            method.step()
+            seen.append(norm.running_mean[0].item())
         method.finish()
-    count = [norm.num_batches_tracked.item()]
-    return {"seen": seen, "last": norm.running_mean.tolist(), "count": count, "wide": [wide.item()]}
-
-
-@pytest.fixture(scope="module")
-def statistics_of() -> list[dict[tuple[str, bool, bool], dict[str, list[float]]]]:
-    return run_distributed(batch_norm, 2)
-
-
-@pytest.mark.parametrize("name", ["local", "slowmo"])
-def test_buffers_are_averaged_at_every_boundary(name: str, statistics_of: Any):
-    for result in statistics_of:
-        assert result[name, True, False]["seen"] == [0.5, 10.5, 20.5]
-
-
-@pytest.mark.parametrize("name", ["co2", "delayed", "overlap_local"])
-def test_delayed_buffers_arrive_one_round_late(name: str, statistics_of: Any):
-    for rank, result in enumerate(statistics_of):
-        assert result[name, True, False]["seen"] == [rank, 0.5, 10.5]
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_finish_leaves_the_mean_of_the_newest_buffers(name: str, statistics_of: Any):
-    for rank, result in enumerate(statistics_of):
-        assert result[name, True, True]["last"] == [20.5, 20.5]
-        assert result[name, True, True]["wide"] == [0.5 + EPS]
-        assert result[name, True, True]["count"] == [3 * (1 + rank)], "integer buffers are never averaged"
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_buffers_stay_local_when_not_passed(name: str, statistics_of: Any):
-    for rank, result in enumerate(statistics_of):
-        assert result[name, False, True]["seen"] == [rank, 10.0 + rank, 20.0 + rank]
-        assert result[name, False, True]["last"] == [20.0 + rank] * 2
-
-
-# -- statistics -----------------------------------------------------------------------------------------------
+        last = norm.running_mean.tolist()
+        assert norm.num_batches_tracked.item() == 3 * (1 + rank), "integer buffers are never averaged"
+        if not average:
+            assert seen == own and last == [own[-1]] * 2, name
+            continue
+        assert last == [20.5] * 2 and wide.item() == 0.5 + EPS, f"{name}: finish() leaves the mean of the newest"
+        if name != "ddp":
+            assert seen == ([0.5, 10.5, 20.5] if name in ("local", "slowmo") else [rank, 0.5, 10.5]), name
 
 
 def statistics(rank: int, world_size: int, config: Settings) -> list[dict[str, float]]:
@@ -236,3 +191,240 @@ def test_the_seconds_of_a_step_are_a_whole_steps(tau: int):
 def test_what_are_no_tensors_is_refused_in_one_line(build: Any, given: Any, said: str):
     with pytest.raises(UserError, match=f"^{said}[^\n]*$"):
         build(given(nn.Sequential(nn.Linear(2, 2))))
+
+
+def test_marks_on_a_cpu_are_the_hosts_clock():
+    before = time.perf_counter()
+    now = mark(torch.device("cpu"))
+    assert isinstance(now, float) and before <= now <= time.perf_counter()
+    assert between(1.0, 3.0) == 2.0 and between(1.0, 3.0, parts=4) == 0.5
+
+
+class Event:
+    """A GPU's, at the `now` at which it was made, in milliseconds."""
+
+    now = 0.0
+
+    def __init__(self) -> None:
+        self.at = Event.now
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end: "Event") -> float:
+        return end.at - self.at
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_a_merge_in_mid_round_is_no_part_of_a_local_step(gpu: bool, monkeypatch: pytest.MonkeyPatch):
+    """On a GPU the stream may wait in it: that would pass for slow steps, and tau auto would take too few of them."""
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(core.stats, "mark", lambda device: Event() if gpu else Event.now / 1e3)
+    clock, Event.now = RoundClock(torch.device("cpu")), 0.0
+    for merge in (7000.0, 0.0):  # the second round merges at its boundary
+        Event.now += 9.0  # its first step, which is not timed
+        clock.steps_begin()
+        Event.now += 30.0
+        if merge:
+            with clock.early_merge(2):
+                Event.now += merge
+        Event.now += 60.0
+        with clock.boundary(tau=4, local_steps=4):
+            Event.now += 50.0
+        assert ready(clock.stats.step_seconds) and float(clock.stats.step_seconds) == pytest.approx(0.03)
+        assert float(clock.stats.merge_seconds) == pytest.approx(merge / 1e3)
+        assert float(clock.stats.boundary_seconds) == pytest.approx(0.05)
+
+
+def round_stats(**values: float) -> dict[str, float]:
+    return RoundStats(**values).as_dict()  # pyright: ignore[reportArgumentType]
+
+
+def test_a_rounds_hidden_time_and_link_rate():
+    stats = round_stats(allreduce_seconds=0.5, exposed_seconds=0.1, bytes_sent=1_000_000)
+    assert stats["hidden_seconds"] == pytest.approx(0.4)
+    assert stats["link_mbit"] == pytest.approx(16)  # 8 Mbit in half a second
+    late = round_stats(allreduce_seconds=0.5, exposed_seconds=0.7)  # waited for a peer that launched late
+    assert late["hidden_seconds"] == 0.0
+    assert round_stats()["link_mbit"] == 0.0  # nothing has landed in the first round
+
+
+def test_a_run_adds_its_rounds_up_and_resumes():
+    overlap = Overlap()
+    assert overlap.hidden_share == 1.0 and overlap.link_mbit == 0.0
+    overlap.add(round_stats(allreduce_seconds=0.5, exposed_seconds=0.1, bytes_sent=1_000_000))
+    resumed = Overlap()
+    vars(resumed).update(vars(overlap))  # as training/fixed.py keeps it
+    resumed.add(round_stats(allreduce_seconds=1.5, exposed_seconds=0.5, bytes_sent=3_000_000))
+    assert resumed.summary() == pytest.approx(
+        {
+            "rounds": 2,
+            "exposed_seconds": 0.6,
+            "hidden_seconds": 1.4,
+            "allreduce_seconds": 2.0,
+            "hidden_share": 0.7,
+            "bytes_sent": 4_000_000,
+            "link_mbit": 16.0,
+        }
+    )
+
+
+BASE = Settings(tau=4, gap="none", outer_lr=0.5, outer_momentum=0.2)
+WAYS: dict[str, dict[str, Any]] = {
+    "outer": {},
+    "at once": {"delay": 0},
+    "mix": {"merge": "mix", "delay": 1},
+    "keep": {"merge": "keep", "delay": 2},
+    "keep, a round late": {"merge": "keep"},
+}
+QUADRATICS = ((2, 0.9), (6, 0.8), (8, 0.9))  # delay of 8 local steps, and q
+
+
+@pytest.mark.parametrize("name", WAYS)
+@on_ranks(3)
+def test_it_is_the_workers_distance_from_their_mean(rank: int, name: str):
+    """Of what each worker sent, as told a round later."""
+    params, changes = problems.odd_parameters(), WAYS[name]
+    co2, sent, told = replace(BASE, **changes).build(params), [], []
+    for step in range(24):
+        sgd_step(params, rank, step)
+        before = flat(params)
+        if co2.step():
+            sent.append(flat(params) if "merge" in changes else before)
+            told.append(co2.stats.as_dict()["disagreement"])
+    co2.finish()
+    told = told if name == "at once" else told[1:]
+    for round_, (all_sent, seen) in enumerate(zip(zip(*everybody(sent), strict=True), told, strict=False)):
+        x = torch.stack(all_sent)
+        expected = float((x - x.mean(0)).square().sum(1).mean().sqrt())
+        assert seen == pytest.approx(expected, rel=1e-6), (name, round_)
+    assert len(told) > 3 and expected > 0.01
+
+
+@on_ranks(3)
+def test_under_noise_it_is_what_the_theory_says(rank: int):
+    """(1 - 1/G) V / (1 - v^2), the mean square of a number's distance, over many numbers and rounds: docs/theory.md."""
+    for delay, q in QUADRATICS:
+        p = nn.Parameter(torch.zeros(20_000))
+        late: Any = "boundary" if delay == 8 else delay
+        config = CO2Config(8, merge="keep", delay=late, gap="none", outer_momentum=0.0, clip=None)
+        co2, draw, told = CO2([p], config), torch.Generator().manual_seed(rank), []
+        for _ in range(24 * 8):
+            with torch.no_grad():
+                p.mul_(q).add_(torch.randn(p.shape, generator=draw))
+            if co2.step():
+                told.append(co2.stats.as_dict()["disagreement"] ** 2 / p.numel())
+        co2.finish()
+        seen = sum(told[12:]) / 12
+        assert everybody(seen) == [seen] * 3 and seen == pytest.approx(
+            Quadratic("keep", q, 8, delay).apart(3), rel=0.02
+        )
+
+
+TAU, ROUNDS = 4, 3
+CHANGES, FILES = 40, 10  # most of a boundary
+CALLS = 6  # most of a step that closes nothing
+
+
+def one_round(rank: int, world_size: int) -> list[Calls]:
+    """What each step of a round makes, its last one the boundary; a reduction lands and the next one is launched."""
+    params = list(small_net().parameters())
+    co2 = core.co2.CO2(params, CO2Config(tau=TAU))
+    counted: list[Calls] = []
+    for step in range(ROUNDS * TAU):
+        sgd_step(params, rank, step)
+        time.sleep(0.02 * world_size)  # what is in flight has landed by the round's last step
+        if step < (ROUNDS - 1) * TAU:
+            co2.step()
+        else:
+            counted.append(calls_of(co2.step))
+    co2.finish()
+    return counted
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["alone", "two workers"])
+def calls(request: pytest.FixtureRequest) -> list[Calls]:
+    """Of one worker without a process group, or of the first of two."""
+    return one_round(0, 1) if request.param == 1 else run_distributed(one_round, 2)[0]
+
+
+def test_a_boundary_changes_file_seldom_and_visits_few(calls: list[Calls]):
+    assert calls[-1].changes <= CHANGES, calls[-1]
+    assert len(calls[-1].files) <= FILES, calls[-1]
+
+
+def test_a_step_that_closes_nothing_makes_few_calls(calls: list[Calls]):
+    for step in calls[:-1]:
+        assert len(step.made) <= CALLS, step
+
+
+def test_the_last_step_of_the_round_is_the_boundary(calls: list[Calls]):
+    """Else the limits would be kept by an action that does nothing."""
+    assert min(len(step.made) for step in calls[:-1]) > 0
+    functions = [function.rpartition(".")[2] for _, function in calls[-1].made]
+    assert "close_round" in functions and "launch" in functions
+    assert not any("close_round" in function for step in calls[:-1] for _, function in step.made)
+
+
+def counted() -> Iterator[int]:
+    yield 1
+    yield 2
+
+
+def test_what_counts_as_a_call():
+    """Each of these is one: a function of another file, a generator with all its values, a function that asks for a
+    comprehension and a lambda."""
+    here = Path(__file__).parents[1]
+    calls = calls_of(lambda: (sgd_step([], 0, 0), list(counted()), sgd_step([], 0, 0)), here)
+    assert [function for _, function in calls.made] == ["sgd_step", "counted", "sgd_step"]
+    assert (calls.changes, calls.files) == (2, {"problems.py", "core/test_rounds.py"})
+
+
+HIDDEN = {
+    "co2": CO2Config(tau=3),
+    "keep": CO2Config(tau=3, merge="keep", delay=2, gap="none"),
+    "mix": CO2Config(tau=3, merge="mix", delay="auto"),
+    "mixed at the boundary": CO2Config(tau=3, merge="mix"),
+}
+ENDS: dict[str, Any] = {name: lambda p, c=c: CO2(p, c) for name, c in HIDDEN.items()} | {
+    "shard": lambda p: ShardedCO2(p, CO2Config(tau=3), shard=True),
+    "no delay": lambda p: CO2(p, CO2Config(tau=3, gap="none", delay=0)),
+    "local": lambda p: LocalSGD(p, 3),
+    "overlap_local": lambda p: OverlapLocalSGD(p, 3),
+}
+
+
+@on_ranks(2)
+def test_a_last_step_saves_an_all_reduce_and_changes_nothing(rank: int):
+    """Without and with step(last=True): after as many steps on all, after fewer on rank 0, and once more."""
+    for name, build in ENDS.items():
+        found: list[list[tuple[Tensor, int]]] = [[], []]
+        for says in (False, True):
+            params = problems.odd_parameters()
+            method = build(params)
+            for steps in (6, 6 + 3 * rank, 5, 3):
+                for step in range(steps):
+                    sgd_step(params, rank, step)
+                    if name == "mix":
+                        method.flight.settle()  # so that a mean is merged after the same step
+                    method.step(last=says and step == steps - 1)
+                method.finish()
+                found[says].append((flat(params), method.rounds))
+        assert alike(*(end for end, _ in found[True])), f"{name}: workers differ after finish()"
+        # after 6 steps, after 6 to 9, not after 5, after 3
+        for (usual, rounds), (ended, fewer), less in zip(*found, (1, 2, 2, 3), strict=True):
+            assert rounds - fewer == less, (name, rounds, fewer)
+            if name != "overlap_local":  # whose every boundary pulls, one without a step, too
+                torch.testing.assert_close(ended, usual, rtol=1e-12, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_a_step_after_the_last_needs_finish_between():
+    co2 = CO2([nn.Parameter(torch.ones(3))], CO2Config(tau=1))
+    co2.step(last=True)
+    with pytest.raises(UserError, match=r"call finish\(\)"):
+        co2.step()
+    co2.finish()
+    co2.step()

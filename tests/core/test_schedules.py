@@ -13,8 +13,8 @@ from core.adaptive.tau import Adaptive
 from core.assembly import plugs, tuned_for
 from core.methods import OverlapLocalSGD, SlowMo, SlowMoConfig
 from core.outer import carried
-from core.testing import run_distributed
 from tests import problems
+from tests.on_ranks import alike, on_ranks
 from tests.problems import LR, Settings, assert_traces_equal, flat, gradient, train_with
 from tests.reference import LateReference
 
@@ -59,8 +59,6 @@ def test_a_schedule_that_turns_the_order_of_a_round_round_is_refused():
         for _ in range(4):
             co2.step()
 
-
-# -- the outer step when tau changes --------------------------------------------------------------------------
 
 BLOCKING = CO2Config(tau=4, gap="none", clip=None, delay=0)
 
@@ -147,24 +145,26 @@ CHANGING = [
 ]
 
 
-def changing(rank: int, world_size: int, configs: list[Settings], how: dict[str, Any]) -> list[list[Tensor]]:
-    traces = []
-    for c in configs:
-        params = problems.odd_parameters()
-        method = ShardedCO2(params, c.co2, **how) if how else c.build(params)
-        traces.append(train_with(with_taus(method, *RAMPS), params, rank, 26))
-    return traces
+def changes_of(c: Settings) -> Schedule:
+    """Tau, the outer step and momentum, and the clipping, all of them another in every round."""
+
+    def changes(number: int) -> dict[str, Any]:
+        share = (1.0, 0.5, 0.8, 0.7, 0.9)[min(number, 4)]
+        settings = {"outer_lr": share * c.outer_lr, "outer_momentum": share**2 * c.outer_momentum, "clip": 0.3 * share}
+        return {"tau": RAMPS[number % len(RAMPS)]} | settings
+
+    return changes
 
 
 def changing_reference(c: Settings, world_size: int, rank: int) -> list[Tensor]:
     ref, workers = problems.reference(c, world_size, flat(problems.odd_parameters()))
-    number, trace = 0, []
+    number, trace, changes = 0, [], changes_of(c)
     for step in range(26):
+        ref.tau, ref.alpha, ref.beta, ref.phi = changes(number).values()
         ref.x.sub_(LR * gradient(ref.x, workers, step))
         if ref.local_step():
             trace.append(ref.x[rank].clone())
             number += 1
-            ref.tau = RAMPS[number % len(RAMPS)]
     ref.finish()
     return [*trace, ref.x[rank]]
 
@@ -174,10 +174,15 @@ def changing_reference(c: Settings, world_size: int, rank: int) -> list[Tensor]:
     [{}, pytest.param({"shard": True}, marks=pytest.mark.slow), {"offload": True}],
     ids=["whole", "shard", "offload"],
 )
-def test_with_a_tau_that_changes_all_equal_the_reference(how: dict[str, Any]):
+@on_ranks(2, timeout=200)
+def test_with_settings_that_change_all_equal_the_reference(rank: int, how: dict[str, Any]):
     shared = [c for c in CHANGING if (c.method, c.merge, c.delay) == ("co2", "outer", "boundary")]
-    configs = shared if how else CHANGING
-    results = run_distributed(changing, 2, configs, how, timeout=200)
-    for i, c in enumerate(configs):
-        for rank in range(2):
-            assert_traces_equal(results[rank][i], changing_reference(c, 2, rank))
+
+    def trained(c: Settings, steps: int) -> list[Tensor]:
+        params, schedule = problems.odd_parameters(), changes_of(c)
+        method = ShardedCO2(params, c.co2, schedule=schedule, **how) if how else c.build(params, schedule=schedule)
+        return train_with(method, params, rank, steps)
+
+    for c in shared if how else CHANGING:
+        assert_traces_equal(trained(c, 26), changing_reference(c, 2, rank))
+    assert alike(trained(CHANGING[0], 26 - rank)[-1]), "a worker that has finished early follows the schedule"

@@ -1,24 +1,27 @@
-"""Shared outer state and hierarchy on real processes: equal to the unshared run, and to the reference."""
+"""Shared outer state on real processes: equal to the unshared run and the reference; which meshes it takes."""
 
 from functools import partial
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
-from core import CO2, CO2Config, ShardedCO2
+from core import CO2, CO2Config, ShardedCO2, UserError, make_method
 from core.groups import gather_parts
-from core.sharded.mesh import node_mesh
+from core.methods import check_apart
+from core.sharded.mesh import local_world_size, node_mesh
 from core.sharded.placement import sum_parts
-from core.testing import run_distributed
 from tests import problems
-from tests.problems import LR, assert_traces_equal, flat, gradient, node_step, trace_of
+from tests.on_ranks import alike, everybody, on_ranks
+from tests.problems import LR, assert_traces_equal, flat, gradient, node_step, refusal, trace_of
 from tests.reference import Reference
 
-TAU, STEPS = 3, 32  # 10 rounds and an incomplete one
+TAU, STEPS = 3, 17  # 5 rounds and an incomplete one
 CONFIGS = [
     CO2Config(tau=TAU, outer_momentum=beta, outer_lr=alpha, gap=gap, clip=clip, allow_unstable=True)
     for (beta, alpha), gap, clip in product([(0.5, 1.0), (0.3, 0.6)], ["elementwise", "norm", "none"], [None, 0.2])
@@ -46,93 +49,50 @@ def expected(config: CO2Config, nodes: list[list[int]]) -> list[Tensor]:
     return [*rounds, ref.x[0].clone()]
 
 
-def hierarchical(rank: int, world_size: int, shard: bool, configs: list[CO2Config]) -> list[list[Tensor]]:
-    node = rank // 2
-    mesh = node_mesh("cpu", 2)
-    results = []
-    for config in configs:
-        trace, co2 = run_co2(config, [2 * node, 2 * node + 1], mesh=mesh, shard=shard)
-        parts = 4 if shard else 2
-        assert len(co2._x[0]) == -(-co2.buckets[0].numel // parts)
-        results.append(trace)
-    return results
-
-
 @pytest.mark.parametrize("configs", GRIDS)
 @pytest.mark.parametrize("shard", [False, True], ids=["node", "all"])
-def test_two_nodes_of_two_equal_the_reference(shard: bool, configs: list[CO2Config]):
+@on_ranks(4, timeout=200)
+def test_two_nodes_of_two_equal_the_reference(rank: int, shard: bool, configs: list[CO2Config]):
     """x and m in halves inside the node, or in quarters over all; gradients synchronised inside the node."""
-    results = run_distributed(hierarchical, 4, shard, configs, timeout=200)
-    for i, config in enumerate(configs):
-        reference = expected(config, [[0, 1], [2, 3]])
-        for rank in range(4):
-            assert_traces_equal(results[rank][i], reference)
-            assert all(torch.equal(a, b) for a, b in zip(results[rank][i], results[0][i], strict=True))
+    node, mesh = rank // 2, node_mesh("cpu", 2)
+    for config in configs:
+        trace, co2 = run_co2(config, [2 * node, 2 * node + 1], mesh=mesh, shard=shard)
+        assert len(co2._x[0]) == -(-co2.buckets[0].numel // (4 if shard else 2))
+        assert_traces_equal(trace, expected(config, [[0, 1], [2, 3]]))
+        assert alike(*trace)
 
 
 WAYS: list[dict[str, bool]] = [{}, {"shard": True}, {"offload": True}, {"shard": True, "offload": True}]
 
 
-def flat_workers(rank: int, world_size: int, configs: list[CO2Config]) -> list[list[list[Tensor]]]:
-    return [[run_co2(c, [rank], **how)[0] for how in WAYS] for c in configs]
-
-
 @pytest.mark.parametrize("configs", GRIDS)
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_shared_or_offloaded_equals_unshared(world_size: int, configs: list[CO2Config]):
-    for result in run_distributed(flat_workers, world_size, configs, timeout=400):
-        for unshared, *others in result:
-            for shared in others:
-                assert_traces_equal(shared, unshared)
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.slow), 3])
+@on_ranks(timeout=400)
+def test_shared_or_offloaded_equals_unshared(rank: int, workers: int, configs: list[CO2Config]):
+    for config in configs:
+        unshared, *others = (run_co2(config, [rank], **how)[0] for how in WAYS)
+        for shared in others:
+            assert_traces_equal(shared, unshared)
 
 
-def parts(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
-    group = dist.new_group()
+@on_ranks(3)
+def test_parts_are_summed_and_gathered(rank: int):
+    group, values = dist.new_group(), torch.arange(150, dtype=torch.float64) + rank
     assert isinstance(group, dist.ProcessGroup)
-    values = torch.arange(world_size * 50, dtype=torch.float64) + rank
     for works, _ in sum_parts(values, group):
         for work in works:
             work.wait()
-    own = values.view(world_size, -1)[rank].clone()
+    whole = 3 * torch.arange(150, dtype=torch.float64) + 3
+    assert torch.equal(values.view(3, -1)[rank], whole.view(3, -1)[rank])
     works, sent = gather_parts(values, group)
     works[0].wait()
-    assert sent == (world_size - 1) * 50 * 8
-    return own, values
+    assert sent == 2 * 50 * 8 and torch.equal(values, whole)
 
 
-def test_parts_are_summed_and_gathered():
-    for rank, (own, everything) in enumerate(run_distributed(parts, 3)):
-        whole = 3 * torch.arange(150, dtype=torch.float64) + 3
-        assert torch.equal(own, whole.view(3, -1)[rank]) and torch.equal(everything, whole)
-
-
-def uneven(rank: int, world_size: int) -> list[Tensor]:
-    ends = []
-    for kind in (partial(ShardedCO2, shard=True), CO2):
-        params = problems.odd_parameters()
-        co2 = kind(params, CONFIGS[0])
-        for leg in range(2):  # training goes on after finish()
-            for step in range(10 + 4 * rank):
-                node_step(params, [rank], step + leg)
-
-                co2.step()
-            co2.finish()
-            ends.append(flat(params))
-    return ends
-
-
-def test_uneven_workers_end_together_and_go_on():
-    results = run_distributed(uneven, 3, timeout=100)
-    for first, second, plain_first, plain_second in results:
-        torch.testing.assert_close(first, plain_first, rtol=1e-9, atol=1e-9)
-        torch.testing.assert_close(second, plain_second, rtol=1e-9, atol=1e-9)
-        assert torch.equal(first, results[0][0]) and torch.equal(second, results[0][1])
-
-
-def low_precision(rank: int, world_size: int) -> dict[torch.dtype, tuple[Tensor, ...]]:
-    ends = {}
+@on_ranks(2)
+def test_sixteen_bit_parameters_equal_unshared(rank: int):
     for dtype in (torch.bfloat16, torch.float16):
-        both = []
+        ends = []
         for kind in (partial(ShardedCO2, shard=True), partial(ShardedCO2, offload=True), CO2):
             params = [nn.Parameter(torch.linspace(-1, 1, 37).to(dtype)), nn.Parameter(torch.ones(3))]
             co2 = kind(params, CO2Config(tau=2, outer_momentum=0.3, clip=None))
@@ -142,19 +102,13 @@ def low_precision(rank: int, world_size: int) -> dict[torch.dtype, tuple[Tensor,
                         p.sub_(torch.full_like(p, 0.01 * (rank + 1)) + 0.02 * p)
                 co2.step()
             co2.finish()
-            both.append(flat(params))
-        ends[dtype] = tuple(both)
-    return ends
+            ends.append(flat(params))
+        for shared in ends[:2]:
+            torch.testing.assert_close(shared, ends[2], rtol=1e-6, atol=1e-6)
 
 
-def test_sixteen_bit_parameters_equal_unshared():
-    for ends in run_distributed(low_precision, 2):
-        for shared, offloaded, unshared in ends.values():
-            torch.testing.assert_close(shared, unshared, rtol=1e-6, atol=1e-6)
-            torch.testing.assert_close(offloaded, unshared, rtol=1e-6, atol=1e-6)
-
-
-def buffers(rank: int, world_size: int) -> tuple[Tensor, Tensor, float]:
+@on_ranks(4)
+def test_buffers_are_averaged_over_everybody(rank: int):
     """BatchNorm's statistics are means over all four workers, one round late."""
     values = []
     for kind in (partial(ShardedCO2, mesh=node_mesh("cpu", 2)), CO2):
@@ -165,16 +119,11 @@ def buffers(rank: int, world_size: int) -> tuple[Tensor, Tensor, float]:
             co2.step()
         co2.finish()
         values.append(statistics.clone())
-    assert "pseudo_gradient_norm" in co2.stats.as_dict()
-    return values[0], values[1], co2.stats.as_dict()["pseudo_gradient_norm"]
+    torch.testing.assert_close(*values)
 
 
-def test_buffers_are_averaged_over_everybody():
-    for shared, unshared, _ in run_distributed(buffers, 4):
-        torch.testing.assert_close(shared, unshared)
-
-
-def norms(rank: int, world_size: int) -> list[tuple[float, ...]]:
+@on_ranks(2)
+def test_statistics_are_of_the_whole_model(rank: int):
     seen = []
     for kind in (CO2, partial(ShardedCO2, shard=True)):
         params = [nn.Parameter(torch.linspace(0, 1, 11, dtype=torch.float64))]
@@ -182,16 +131,90 @@ def norms(rank: int, world_size: int) -> list[tuple[float, ...]]:
         for step in range(12):
             node_step(params, [rank], step)
             co2.step()
-        stats = co2.stats.as_dict()
-        seen.append((stats["pseudo_gradient_norm"], stats["allreduce_seconds"], stats["gap_max"], stats["gap_mean"]))
+        seen.append(co2.stats.as_dict())
         co2.finish()
-    return seen
+    unshared, shared = seen
+    assert shared["pseudo_gradient_norm"] == pytest.approx(unshared["pseudo_gradient_norm"])
+    assert shared["allreduce_seconds"] > 0 and unshared["gap_max"] > 1
+    most, means = (everybody(shared[name]) for name in ("gap_max", "gap_mean"))
+    assert max(most) == pytest.approx(unshared["gap_max"]) and min(means) <= unshared["gap_mean"] <= max(means)
 
 
-def test_statistics_are_of_the_whole_model():
-    results = run_distributed(norms, 2)
-    for (unshared, *_), (shared, seconds, *_) in results:
-        assert shared == pytest.approx(unshared) and seconds > 0
-    whole, shares = results[0][0], [result[1] for result in results]
-    assert whole[2] > 1 and max(share[2] for share in shares) == pytest.approx(whole[2])
-    assert min(share[3] for share in shares) <= whole[3] <= max(share[3] for share in shares)
+@pytest.mark.parametrize(
+    ("env", "n"),
+    [
+        ({}, 1),
+        ({"LOCAL_WORLD_SIZE": "8"}, 8),
+        ({"SLURM_NTASKS_PER_NODE": "4"}, 4),
+        ({"SLURM_TASKS_PER_NODE": "8(x16)"}, 8),
+        ({"SLURM_TASKS_PER_NODE": "8(x2),8"}, 8),
+        ({"LOCAL_WORLD_SIZE": "2", "SLURM_NTASKS_PER_NODE": "4"}, 2),
+    ],
+)
+def test_workers_per_node_come_from_the_environment(env: dict[str, str], n: int):
+    assert local_world_size(env) == n
+
+
+def test_unlike_numbers_of_workers_on_slurms_nodes_are_refused():
+    with pytest.raises(UserError, match="SLURM_TASKS_PER_NODE=8\\(x2\\),4: start equally many on each node"):
+        local_world_size({"SLURM_TASKS_PER_NODE": "8(x2),4"})
+
+
+@on_ranks(4)
+def test_ranks_that_know_unlike_numbers_of_groups_are_told_before_they_wait_in_vain(rank: int):
+    """All make a group of some, as a program must; only its members know it then."""
+    mesh, config, model = node_mesh("cpu", 2), CO2Config(tau=2), nn.Linear(3, 2)
+    CO2(model.parameters(), config, group=mesh.get_group(0), timeout=20).close()
+    dist.new_group([0, 1])
+    for make in (
+        lambda: ShardedCO2(model.parameters(), config, mesh=mesh, timeout=20),
+        lambda: CO2(model.parameters(), config, group=mesh.get_group(0), timeout=20),
+        lambda: make_method("local", model, co2=config, mesh=mesh, timeout=20)[1],
+    ):
+        assert "process groups, so that torch would name" in refusal(make)
+    CO2(model.parameters(), config, timeout=20).close()  # of all
+
+
+@pytest.mark.parametrize("name", ["overlap_local", "delayed"])
+def test_what_a_nodes_workers_would_choose_unlike_is_refused(name: str):
+    with pytest.raises(UserError, match=f"tau='auto', .* with method '{name}' and 2 workers a node"):
+        check_apart(name, CO2Config("auto"), 2)
+    check_apart(name, CO2Config("auto"), 1)
+    for other in ("co2", "ddp"):  # which agree among all, or read no tau
+        check_apart(other, CO2Config("auto"), 2)
+
+
+@on_ranks(3)
+def test_uneven_nodes_are_refused(rank: int):
+    assert "2 workers per node do not divide 3 workers" in refusal(node_mesh, "cpu", 2)
+
+
+@on_ranks(1)
+def test_what_is_refused_of_a_mesh_names_all_that_has_to_change(rank: int):
+    model, mesh = nn.Linear(3, 2), node_mesh("cpu", 1)
+    cube = init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=("dp_replicate", "dp_shard", "tp"))
+    between = init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=("pp", "dp_replicate", "dp_shard"))
+    take, make = 'such as mesh["dp_replicate", "dp_shard"]', ("init_device_mesh(", "mesh_dim_names=")  # no two to take
+    auto = "merge='keep' with delay='auto'", "wire.format='auto'", "recommended(..., mesh=mesh) is accepted"
+    for config, its_mesh, parts in (
+        (CO2Config.recommended(32, 400), mesh, auto),
+        (CO2Config(), cube, ("3 dimensions dp_replicate, dp_shard, tp", take)),
+        (CO2Config(), between, (take,)),
+        (CO2Config(), cube["tp"], ("a mesh of 1 dimension tp: give one of two", *make)),
+        (CO2Config(), init_device_mesh("cpu", (1, 1, 1)), make),
+    ):
+        said = refusal(ShardedCO2, model.parameters(), config, mesh=its_mesh)
+        assert all(part in said for part in parts), said
+    two = cube["dp_replicate", "dp_shard"]
+    for config, its_mesh in ((CO2Config.recommended(32, 400, mesh=mesh), mesh), (CO2Config(), two)):
+        ShardedCO2(model.parameters(), config, mesh=its_mesh).close()
+    assert "a mesh of 3 dimensions" in refusal(CO2Config.recommended, 32, mesh=cube)
+    assert "a mesh of 3 dimensions" in refusal(make_method, "local", model, co2=CO2Config(tau=2), mesh=cube)
+    make_method("local", model, co2=CO2Config(tau=2), mesh=two)[1].close()
+
+
+def test_recommended_settings_for_a_mesh_keep_the_momentum_that_goes_with_so_many_workers():
+    mesh: Any = SimpleNamespace(ndim=2)
+    config = CO2Config.recommended(32, 400, mesh=mesh)
+    assert (config.tau, config.tau_max, config.outer_momentum) == ("auto", 20, 0.2)
+    assert config == CO2Config("auto", tau_max=20, outer_momentum=0.2)

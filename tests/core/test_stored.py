@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from core import CO2, CO2Config, UserError, load, save
 from core.checkpoints import stored
-from core.testing import run_distributed
 from tests import problems
+from tests.on_ranks import on_ranks
 
 
 class Codes(Tensor):
@@ -148,7 +148,6 @@ CONTAINERS: dict[str, Any] = {
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("copy", [True, False])
 def test_tensors_of_every_dtype_shape_and_container_come_back(dtype: torch.dtype, copy: bool):
-    """1,020 cells with both kinds of copy."""
     whole = (torch.arange(12.0).view(3, 4) % 5).to(dtype)
     for shape, cut in SHAPES.items():
         tensor = cut(whole)
@@ -247,9 +246,6 @@ def test_a_tree_makes_no_other_classes(tree: list[Any]):
         stored.put_back(tree, lambda path: torch.zeros(1))
 
 
-# -- by save() and load() -------------------------------------------------------------------------------------------
-
-
 class Kept:
     """What has a state of any kind."""
 
@@ -263,7 +259,8 @@ class Kept:
         self.value = state["value"]
 
 
-def in_codes(rank: int, world_size: int, folder: str) -> list[Any]:
+@on_ranks(2)
+def test_an_optimisers_wrappers_and_a_schedules_counter_survive(rank: int, tmp_path: Path):
     """An optimiser has a wrapper for a state and a rate of numpy's, a schedule has a Counter: saved, and loaded."""
     found = []
     for resumes in (False, True):
@@ -273,41 +270,31 @@ def in_codes(rank: int, world_size: int, folder: str) -> list[Any]:
         co2, kept = CO2(model.parameters(), CO2Config(tau=1)), Kept(None if resumes else Point(0.5, torch.ones(2)))
         others = {"schedule": schedule, "kept": kept}
         if resumes:
-            assert load(folder, model, optimizer, co2, others=others) == 1
+            assert load(tmp_path, model, optimizer, co2, others=others) == 1
         else:
             for p in model.parameters():
                 optimizer.state[p]["exp_avg"] = codes()
             optimizer.param_groups[0]["lr"] = np.float64(0.25)
             co2.step()
-            assert save(folder, model, optimizer, co2, step=1, others=others)
+            assert save(tmp_path, model, optimizer, co2, step=1, others=others)
         states = [optimizer.state[p]["exp_avg"].codes.tolist() for p in model.parameters()]
         rate = optimizer.param_groups[0]["lr"]
-        found.append([states, (type(rate).__name__, rate), type(schedule.milestones).__name__, kept.value.y.tolist()])
+        assert (type(rate), rate, type(schedule.milestones)) == (np.float64, 0.25, Counter)
+        found.append((states, kept.value.y.tolist()))
         if resumes:
             optimizer.step()
             schedule.step()  # Counter became a dict once, which this would tell
         co2.finish()
         co2.close()
-    return found
+    assert found[0] == found[1]
 
 
-def test_an_optimisers_wrappers_and_a_schedules_counter_survive(tmp_path: Path):
-    for saved, loaded in run_distributed(in_codes, 2, str(tmp_path)):
-        assert saved == loaded and loaded[1:3] == [("float64", 0.25), "Counter"]
-
-
-def refused_by_one(rank: int, world_size: int, folder: str) -> str:
+@on_ranks(2)
+def test_a_refusal_of_one_worker_is_one_of_all(rank: int, tmp_path: Path):
     model = problems.small_net(torch.float32)
-    co2 = CO2(model.parameters(), CO2Config(tau=1))
-    kept = Kept(len if rank == 1 else 1)
-    with pytest.raises(UserError) as caught:
-        save(folder, model, None, co2, step=0, others={"kept": kept})
-    return str(caught.value)
-
-
-def test_a_refusal_of_one_worker_is_one_of_all(tmp_path: Path):
-    said = run_distributed(refused_by_one, 2, str(tmp_path))
-    assert said[0] == said[1] and said[0].startswith("save(): others.kept.value is a builtins.builtin_function_or")
+    co2, kept = CO2(model.parameters(), CO2Config(tau=1)), Kept(len if rank == 1 else 1)
+    said = problems.refusal(save, tmp_path, model, None, co2, step=0, others={"kept": kept})
+    assert said.startswith("save(): others.kept.value is a builtins.builtin_function_or")
     assert not [*tmp_path.iterdir()]
 
 
@@ -349,7 +336,6 @@ def test_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_model_in_8_bit_floats_is_saved(tmp_path: Path):
-    """torch says of few of those whether they are finite."""
     model = problems.small_net(torch.float32)
     for kind in (torch.float8_e4m3fn, torch.float8_e5m2):
         model.register_buffer("frozen", torch.ones(3).to(kind))

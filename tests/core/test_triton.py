@@ -1,10 +1,11 @@
-"""Triton's boundary against the plain pass: in Triton's interpreter on a CPU (make test-triton), and on a device; and
-compiled for both clusters' GPUs, whose instructions have to round as torch's do. The wire formats: test_triton_wire."""
+"""Triton's boundary and wire formats against the plain ones: in its interpreter on a CPU (make test-triton), and on a
+device; and compiled for both clusters' GPUs, whose instructions have to round as torch's do."""
 
 import os
 import re
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,8 +19,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from core import outer
 from core.adaptive.config import MERGES
 from core.adaptive.merging import MergeRule, MergingBoundary, make_boundary, with_merge
+from core.assembly import co2 as offered
+from core.assembly.config import WireConfig
+from core.flat import Scalars, make_buckets
 from core.outer import NOTHING_LANDED, Rule
-from tests.core.test_boundary import BETA, DTYPES, RULES, SHAPES, check, flat, make
+from core.wires import quantized
+from core.wires.formats import WIRES
+from core.wires.quantized import Quantized
+from tests.core.test_outer import BETA, DTYPES, RULES, SHAPES, check, flat, make
+from tests.problems import Settings, odd_parameters, train_co2
+from training.data import generator
 
 ROOT = Path(__file__).parents[2]
 ON_DEVICE = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -97,9 +106,6 @@ def test_fast_is_the_kernel_on_the_device_and_reads_nothing_from_it():
         torch.cuda.set_sync_debug_mode("default")
 
 
-# -- how many launches ------------------------------------------------------------------------------------------
-
-
 class Launches(TorchDispatchMode):
     """Counts what would be queued on a GPU: operations that are no views, and Triton's kernels, which are not run."""
 
@@ -139,9 +145,6 @@ def test_a_boundary_queues_as_few_kernels_however_many_the_parameters(monkeypatc
             counts.append((seen.operations, seen.kernels))
     assert counts[: len(calls)] == counts[len(calls) :]
     assert all(kernels == 2 and operations <= 12 for operations, kernels in counts), "contiguous and strided parameters"
-
-
-# -- compiled ---------------------------------------------------------------------------------------------------
 
 
 def built(kernel: Any, pointers: dict[str, str], fixed: dict[str, Any], warps: int) -> None:
@@ -186,3 +189,188 @@ def compile_apart(module: str, name: str) -> None:
     code = f"from {module} import {name}; {name}()"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+WORKERS = 3
+ZEROS = [[0, 0, 0, 0], [0, 0, 0, 0x80]]  # a float32's bytes
+SIZES = (7000, 40)  # of a float64 or float32 bucket's parameters: several programs; and its buffers
+
+
+class Worker:
+    """One worker's buckets and reducer, whose messages are handed over here."""
+
+    def __init__(self, rank: int, wire: Any, dtype: torch.dtype, feedback: bool, device: str):
+        kinds = {dtype: SIZES, torch.float16: (0, 3), torch.bfloat16: (5, 0)}
+        of = [
+            [torch.zeros(n, dtype=kind, device=device) for kind, ns in kinds.items() for n in ns[i : i + 1]]
+            for i in (0, 1)
+        ]
+        self.scalars = Scalars({"steps": 1, "weight": 1})
+        self.buckets = make_buckets([t for t in of[0] if len(t)], of[1], 2)
+        self.scalars.attach(self.buckets[0].scalars)
+        reducer = WireConfig(wire, error_feedback=feedback).reducer(self.buckets, self.scalars, rank, WORKERS)
+        assert isinstance(reducer, Quantized)
+        self.reducer = reducer
+
+    def write(self, seed: int, weight: float) -> None:
+        for i, bucket in enumerate(self.buckets):
+            draw = torch.randn(len(bucket.flat), generator=generator(seed, i), dtype=torch.float64)
+            bucket.flat.copy_(draw * 10.0 ** (i - 2))
+            hard_cases(bucket.payload)
+        self.scalars.set("steps", 1.0)
+        self.scalars.set("weight", weight)
+
+    def all(self) -> list[Tensor]:
+        state = [flat for flats in self.reducer.state.values() for flat in flats]
+        return [t.clone() for t in (*(b.flat for b in self.buckets), *state)]
+
+
+def hard_cases(payload: Tensor) -> None:
+    """A block of zeros, two of denormal numbers, one of which rounds to a scale of 0, ties, and a wide range."""
+    if len(payload) > 2000:
+        payload[256:512] = 0.0
+        payload[512:768] *= 1e-41
+        payload[768:1024] = 1e-45
+        payload[1024:1280] = torch.arange(256, device=payload.device) / 2 - 64
+        payload[1280:1536] *= 10.0 ** (torch.arange(256, device=payload.device) / 8 - 30)
+
+
+def exchange(workers: list[Worker]) -> list[Tensor]:
+    """A reduction; every message, then all that it leaves behind."""
+    sent = [w.reducer._outgoing() for w in workers]
+    means = [w.reducer._average(torch.stack([s[j] for s in sent])) for j, w in enumerate(workers)]
+    for w in workers:
+        w.reducer._unpack(torch.stack(means))
+    return [*sent, *(m[None] for m in means), *(t for w in workers for t in w.all())]
+
+
+def rounds(wire: Any, dtype: torch.dtype, feedback: bool, device: str) -> list[Tensor]:
+    """Three reductions, of which the second moves nobody, and the last has a NaN and an infinity."""
+    workers = [Worker(rank, wire, dtype, feedback, device) for rank in range(WORKERS)]
+    seen = []
+    for number in range(3):
+        for rank, w in enumerate(workers):
+            w.write(10 * number + rank, 0.0 if number == 1 else 1.0)
+        if number == 2:
+            workers[1].buckets[0].payload[300], workers[2].buckets[0].payload[2100] = float("nan"), -float("inf")
+        landed = exchange(workers)
+        seen += landed if number < 2 else [torch.nan_to_num(t, 7.0, 7.0, 7.0) for t in landed[2 * WORKERS :]]
+    return seen
+
+
+@devices
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, by which the interpreter computes
+@pytest.mark.parametrize(
+    ("dtype", "feedback"), [(torch.float32, True), (torch.float32, False), (torch.float64, True)], ids=str
+)
+@pytest.mark.parametrize("wire", WIRES[1:])
+def test_bytes_means_and_errors_are_the_plain_codecs(wire, dtype, feedback, device, monkeypatch):
+    monkeypatch.setattr(offered, "takes_triton", lambda device: False)
+    plain = rounds(wire, dtype, feedback, device)
+    monkeypatch.setattr(offered, "takes_triton", lambda device: True)
+    for number, (a, b) in enumerate(zip(plain, rounds(wire, dtype, feedback, device), strict=True)):
+        differ = (a != b).nonzero().tolist()
+        if a.dtype == torch.uint8:  # a scale of -0.0
+            differ = [(i, j) for i, j in differ if a[i, j - 3 : j + 1].tolist() not in ZEROS]
+        assert not differ, f"tensor {number}: {differ[:5]}"
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize(
+    "way",
+    [
+        {},
+        {"delay": 0, "gap": "none"},
+        {"delay": 1, "merge": "keep", "gap": "norm", "wire": "int4"},
+        {"delay": 1, "merge": "mix", "gap": "none", "wire": "float16"},
+        {"merge": "mix", "mix": 0.3, "wire": "int2"},
+    ],
+    ids=str,
+)
+def test_co2_trains_as_with_the_plain_passes(way: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
+    from triton.runtime.interpreter import GridExecutor
+
+    call, lock = GridExecutor.__call__, threading.Lock()
+
+    def one_by_one(*args: Any, **kwargs: Any) -> None:
+        with lock:  # the interpreter is one for all threads, and a wire format encodes in its own
+            call(*args, **kwargs)
+
+    monkeypatch.setattr(GridExecutor, "__call__", one_by_one)
+    results = []
+    for made, kernels in ((MergingBoundary, False), (make_boundary, True)):
+        monkeypatch.setattr(offered, "takes_triton", lambda device, here=kernels: here)
+        monkeypatch.setattr("core.adaptive.merging.make_boundary", made)
+        settings = Settings(tau=2, outer_momentum=0.4, outer_lr=0.5, clip=0.1, **way)
+        results.append(train_co2(odd_parameters(), 0, 7, settings))
+    for plain, ours in zip(*results, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-12)
+
+
+def reduction_launches(wire: Any, numel: int, workers: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
+    scalars = Scalars({"steps": 1, "weight": 1})
+    buckets = make_buckets([torch.nn.Parameter(torch.zeros(numel))], [torch.zeros(50)], 2)
+    scalars.attach(buckets[0].scalars)
+    reducer = WireConfig(wire).reducer(buckets, scalars, 0, workers)
+    assert isinstance(reducer, Quantized)
+    with monkeypatch.context() as patch, Launches(patch) as seen:
+        mean = reducer._average(reducer._outgoing())
+        reducer._unpack(mean[None].expand(workers, -1).contiguous())
+    return seen.operations - 1, seen.kernels  # `contiguous` is of this test
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("wire", WIRES[1:])
+def test_a_reduction_queues_as_few_kernels_however_large_the_model_and_many_the_workers(wire, monkeypatch):
+    """A segment is 256 elements here, so that 2^20 are 4096 segments: 6 x 10^10 parameters on a GPU."""
+    monkeypatch.setattr(quantized, "SEGMENT", 256)
+    plain = reduction_launches(wire, 1 << 14, 8, monkeypatch)
+    monkeypatch.setattr(offered, "takes_triton", lambda device: True)
+    counts = {
+        (n, workers): reduction_launches(wire, n, workers, monkeypatch)
+        for n in (1 << 14, 1 << 20)
+        for workers in (2, 64)
+    }
+    assert len(set(counts.values())) == 1, counts
+    operations, kernels = counts[1 << 14, 2]
+    assert kernels == 5, "encode, average, decode; the means of the scalars and of the buffers"
+    assert operations <= 20 and sum(plain) > 500, (operations, plain)
+
+
+def compile_the_wire_formats() -> None:
+    """Each with error feedback, of float32; int4 in every way, also where Triton takes a 1 for a constant."""
+    ways = [(wire, torch.float32, True, {}) for wire in WIRES[1:]]
+    ones = {"workers": 1, "blocks": 1, "numel": 1}
+    ways += [("int4", torch.float64, True, {}), ("int4", torch.float32, False, {}), ("int4", torch.float32, True, ones)]
+    for way in (*ways, ("float16", torch.float64, True, {})):
+        compile_the_wire_format(*way)
+
+
+def compile_the_wire_format(wire: Any, dtype: torch.dtype, feedback: bool, constants: dict[str, int]) -> None:
+    from core.triton import codec
+    from core.triton.boundary import TYPES
+
+    wide = "*fp64" if dtype == torch.float64 else "*fp32"
+    rows = {"rows_ptr": "*u8", "stride": "i64", "blocks": "i64"}
+    held = {"error_ptr": wide, "moved_ptr": "*u8"}
+    values = {"values_ptr": wide, "numel": "i64"}
+    mean = {"workers": "i32", "out_ptr": "*u8"}
+    sends, kind = {"FEEDBACK": feedback}, {"D": TYPES[dtype]}
+    form = codec._format(wire)
+    for kernel, arguments, fixed in (
+        (codec.encode_kernel, values | held | rows, sends | form),
+        (codec.average_kernel, rows | held | mean, sends | form | kind),
+        (codec.decode_kernel, rows | values, form | kind),
+        (
+            codec.mean_kernel,
+            {"rows_ptr": wide, "out_ptr": wide, "numel": "i64", "workers": "i32"},
+            kind | {"ELEMENTS": 1024},
+        ),
+    ):
+        constant = {name: value for name, value in constants.items() if name in arguments}
+        built(kernel, {k: v for k, v in arguments.items() if k not in constant}, fixed | constant, codec.WARPS)
+
+
+@pytest.mark.triton
+def test_the_wire_formats_compile_for_both_clusters():
+    compile_apart("tests.core.test_triton", "compile_the_wire_formats")

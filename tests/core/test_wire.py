@@ -1,21 +1,34 @@
-"""Wire formats against numbers worked out by hand, and what each promises about its error."""
+"""Wire formats by hand, the compressed mean against a simulation, CO2 with each, and the bytes that they send."""
 
+import ast
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import pad
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
 
+import core.wires.quantized
 from core import UserError
 from core.assembly.config import WireConfig
+from core.groups import ring_bytes
+from core.testing import run_distributed
+from core.testing.link import ThrottledLink
 from core.wires.formats import BLOCK, INTS, WIRES, decode, encode, nbytes
-from tests.problems import Mean
+from tests import problems
+from tests.dispatch import Operations
+from tests.on_ranks import alike, on_ranks
+from tests.problems import Mean, Settings
 from training.data import generator
 
-NARROW = WIRES[1:]
+NARROW: tuple[Any, ...] = WIRES[1:]
 INT = {"int8": 8, "int4": 4, "int2": 2}
 BITS = {"bfloat16": 16.0, "float16": 16 + 1 / 8} | {wire: bits + 1 / 8 for wire, bits in INT.items()}  # an element
 
@@ -96,10 +109,9 @@ def test_bfloat16_is_the_plain_cast():
 def bound(x: Tensor, wire: str) -> Tensor:
     """The largest allowed error."""
     top = x.view(-1, BLOCK).abs().amax(1, keepdim=True).expand(-1, BLOCK).reshape(-1)
-    return {
-        "bfloat16": x.abs() * 2**-8,
-        "float16": (x.abs() * 2**-11).maximum(top * 2**-39),
-    }.get(wire, top / (2 ** INT[wire] - 2) if wire in INT else top)
+    return {"bfloat16": x.abs() * 2**-8, "float16": (x.abs() * 2**-11).maximum(top * 2**-39)}.get(
+        wire, top / (2 ** INT[wire] - 2) if wire in INT else top
+    )
 
 
 @pytest.mark.parametrize("wire", NARROW)
@@ -136,32 +148,19 @@ def test_the_scale_of_zeros_has_no_sign(wire: str):
     assert plus[:4].tolist() == minus[:4].tolist() == [0, 0, 0, 0]
 
 
-class Divisors(TorchDispatchMode):
-    """What has been divided by."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[Any] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen += [args[1]] if func.name().startswith("aten::div") else []
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("wire", NARROW)
 def test_nothing_is_divided_by_a_plain_number(wire: Any):
     """CUDA multiplies by its rounded reciprocal, so that its bytes and means would not be a CPU's."""
     mean = Mean([torch.ones(700)], {"steps": 1, "weight": 1}, WireConfig(wire).reducer, buffers=[torch.ones(5)])
-    with Divisors() as divisors:
+    with Operations(lambda func, args, *_: args[1] if func.name().startswith("aten::div") else None) as divisors:
         mean.reducer._average(mean.reducer._outgoing())
     assert len(divisors.seen) > 2 and all(isinstance(d, Tensor) for d in divisors.seen), divisors.seen
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("wire", NARROW)
-def test_cuda_gives_the_same_bytes_and_the_same_mean(wire: Any):
+def test_cuda_gives_the_same_mean(wire: Any):
     x = torch.randn(3 * BLOCK, generator=generator(0)) * 1e-4
-    assert torch.equal(encode(x.cuda(), wire).cpu(), encode(x, wire))
     seen = []
     for device in ("cpu", "cuda"):
         p, buffer = torch.zeros(700, device=device), torch.zeros(5, device=device)
@@ -171,9 +170,6 @@ def test_cuda_gives_the_same_bytes_and_the_same_mean(wire: Any):
             mean.reduce(2.0)
         seen.append([mean.buckets[0].flat.cpu(), *(f.cpu() for fs in mean.reducer.state.values() for f in fs)])
     assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
-
-
-# -- what is refused --------------------------------------------------------------------------------------------
 
 
 def test_another_backend_is_refused_with_the_reason():
@@ -197,3 +193,304 @@ def test_an_unknown_format_is_refused():
     with pytest.raises(UserError) as caught:
         WireConfig(unknown)
     assert str(caught.value) == f"wire.format='fp8': choose one of {', '.join(WIRES)}, lgreco, auto"
+
+
+WAYS = [(wire, feedback) for wire in NARROW for feedback in (True, False)]
+ROUNDS = 3
+# numel of the encoded tensors, then of the exact ones, by dtype: several blocks, part of one, none
+LAYOUT = {
+    torch.float64: ([1500, 3], [7]),
+    torch.float32: ([5], []),
+    torch.bfloat16: ([700], [1, 2]),
+    torch.float16: ([], [4]),
+}
+
+
+def templates() -> tuple[list[Tensor], list[Tensor]]:
+    lossy = [torch.zeros(n, dtype=d) for d, (sizes, _) in LAYOUT.items() for n in sizes]
+    return lossy, [torch.zeros(n, dtype=d) for d, (_, sizes) in LAYOUT.items() for n in sizes]
+
+
+def written(rank: int, round: int, bucket: int, numel: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(numel, generator=generator(rank, round, bucket), dtype=dtype) * 10.0**-bucket
+
+
+def means(rank: int, world_size: int, segment: int) -> list[list[Tensor]]:
+    core.wires.quantized.SEGMENT = segment
+    return [of_rounds(rank, world_size, *way) for way in WAYS]
+
+
+def of_rounds(rank: int, world_size: int, wire: Any, feedback: bool) -> list[Tensor]:
+    """What the buffers hold after each round, bucket by bucket, and the state."""
+    lossy, exact = templates()
+    reducer = WireConfig(wire, feedback).reducer
+    mean = Mean(lossy, {"rank": 1, "steps": 1, "weight": 1}, reducer, buffers=exact)
+    seen = []
+    for round in range(ROUNDS):
+        for i, bucket in enumerate(mean.buckets):
+            numel = len(bucket.flat) - len(bucket.scalars)
+            bucket.flat[:numel] = written(rank, round, i, numel, bucket.flat.dtype)
+        mean.scalars.set("rank", 0.1 * rank)
+        mean.reduce()
+        seen += [b.flat[: len(b.flat) - len(b.scalars)].clone() for b in mean.buckets]
+        seen.append(mean.buckets[0].scalars.clone())
+    sender = mean.reducer
+    row = sum(nbytes(wire, chunk) for chunk in sender.chunks)
+    row += sum(rest * b.flat.element_size() for rest, b in zip(sender.rests, mean.buckets, strict=True))
+    assert mean.flight.bytes_sent == (world_size - 1) * (2 * row + 3 * 8)
+    mean.close()
+    return [*seen, *(flat for flats in sender.state.values() for flat in flats)]
+
+
+def simulate(world_size: int, wire: str, feedback: bool) -> list[Tensor]:
+    """of_rounds for all workers at once: without processes, chunks of bytes or segments. States are not returned."""
+    n, seen = world_size, []
+    kinds = list(LAYOUT.items())
+    wide = [torch.float64 if d == torch.float64 else torch.float32 for d, _ in kinds]
+    padded = [-(-sum(sizes) // (n * BLOCK)) * n * BLOCK for _, (sizes, _) in kinds]
+    errors = [[torch.zeros(size, dtype=w) for size, w in zip(padded, wide, strict=True)] for _ in range(n + 1)]
+
+    def send(x: Tensor, error: Tensor) -> Tensor:
+        total = x + error if feedback else x
+        decoded = decode(encode(total, wire), wire, x.dtype)
+        error.copy_(total - decoded)
+        return decoded
+
+    for round in range(ROUNDS):
+        for i, (_, (sizes, rests)) in enumerate(kinds):
+            size, rest = sum(sizes), sum(rests)
+            rows = [written(r, round, i, size + rest, wide[i]) for r in range(n)]
+            got = [send(pad(rows[r][:size], (0, padded[i] - size)), errors[r][i]) for r in range(n)]
+            mean = send(sum(got) / n, errors[n][i])
+            seen.append(torch.cat([mean[:size], sum(row[size:] for row in rows) / n]))
+        seen.append(torch.tensor([sum(0.1 * r for r in range(n)) / n, 1.0, 1.0], dtype=wide[0]))
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("world_size", "segment"), [(2, 1 << 18), (3, 256), pytest.param(4, 512, marks=pytest.mark.slow)]
+)
+def test_equals_a_simulation_bit_for_bit(world_size: int, segment: int):
+    """Every dtype, several blocks and parts of one, empty and exact tensors, a tail; the segments change nothing."""
+    results = run_distributed(means, world_size, segment)
+    for i, way in enumerate(WAYS):
+        expected = simulate(world_size, *way)
+        for rank in range(world_size):
+            for number, (a, b) in enumerate(zip(results[rank][i], expected)):  # noqa: B905  the state follows
+                assert torch.equal(a, b), f"{way}, rank {rank}, tensor {number}"
+        assert len(results[0][i]) == len(expected) + (8 if way[1] else 0), "no feedback, no memory for it"
+
+
+def test_one_worker_alone_sees_the_same_as_one_in_a_group():
+    alone = means(0, 1, 1 << 18)
+    for way, a, b in zip(WAYS, alone, run_distributed(means, 1, 1 << 18)[0], strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True)), way
+        assert not torch.equal(a[0], written(0, 0, 0, 1510, torch.float64)), "one worker rounds too"
+
+
+BASE = Settings(tau=2, outer_momentum=0.4, outer_lr=0.5, clip=0.1)
+CONFIGS = [BASE, *(replace(BASE, wire=w, error_feedback=f) for w, f in WAYS)]
+AT_ONCE = [replace(c, gap="none", delay=0) for c in CONFIGS if c.wire in ("float32", "float16", "int4")]
+WITHIN = {"float32": 0.0, "bfloat16": 3e-3, "float16": 4e-4, "int8": 1e-2, "int4": 0.15, "int2": 1.2}
+
+
+@on_ranks(3)
+def test_another_wire_sends_what_error_feedback_holds_back(rank: int):
+    """A bucket's mean rounded a few times and then exact, with what was held back: all that has landed, and the exact
+    means added up."""
+    lossy, _ = templates()
+    mean = Mean(lossy, {"steps": 1, "weight": 1}, WireConfig("int4").reducer)
+    landed = [torch.zeros_like(b.payload, dtype=torch.float64) for b in mean.buckets]
+    for round in range(ROUNDS + 1):
+        for i, bucket in enumerate(mean.buckets):
+            bucket.payload[:] = written(rank, round, i, bucket.numel, bucket.flat.dtype)
+        mean.scalars.set("steps", 1.0)
+        mean.scalars.set("weight", 1.0)
+        if round == ROUNDS:
+            mean.reducer.release()
+            for bucket in mean.buckets:
+                dist.all_reduce(bucket.payload.div_(3))
+        else:
+            mean.launch()
+            mean.wait()
+        for total, bucket in zip(landed, mean.buckets, strict=True):
+            total += bucket.payload
+    for i, (total, bucket) in enumerate(zip(landed, mean.buckets, strict=True)):
+        sent = [written(r, n, i, bucket.numel, bucket.flat.dtype) for r in range(3) for n in range(ROUNDS + 1)]
+        exact = torch.stack(sent).double().sum(0) / 3
+        torch.testing.assert_close(total, exact, rtol=0, atol=1e-5 * float(exact.abs().max()))
+
+
+@pytest.mark.parametrize("workers", [pytest.param(2, marks=pytest.mark.slow), 3])
+@on_ranks()
+def test_workers_agree_bit_for_bit_and_stay_near_float32(rank: int, workers: int):
+    for configs in (CONFIGS, AT_ONCE):
+        runs = [problems.train_co2(problems.odd_parameters(), rank, 11, c) for c in configs]
+        for i, config in enumerate(configs):
+            assert alike(*runs[i]), config
+            error = max((a - b).abs().max().item() for a, b in zip(runs[i], runs[0], strict=True))
+            assert error <= WITHIN[config.wire], config
+            for j in range(i):
+                assert (runs[i][-1] - runs[j][-1]).abs().max() > 1e-6, f"{config} and {configs[j]} do the same"
+
+
+def move(rank: int) -> Tensor:
+    """int4's scale, a seventh of the first element, rounds the others to nothing."""
+    return torch.tensor([rank + 1.0] + [0.031 + 0.0117 * rank**1.7] * 19, dtype=torch.float64)
+
+
+MOVES = 28
+
+
+def constant_moves(rank: int, world_size: int, rests: bool, feedbacks: tuple[bool, ...]) -> list[Any]:
+    """With each delay and with and without error feedback; see moved_constantly."""
+    configs = [replace(PLAIN, delay=delay, error_feedback=feedback) for delay in (0, 1) for feedback in feedbacks]
+    return [moved_constantly(rank, world_size, config, rests) for config in configs]
+
+
+def moved_constantly(rank: int, world_size: int, config: Settings, rests: bool) -> tuple[Tensor, float, list[Tensor]]:
+    """MOVES rounds of `move`: parameters, their largest distance from the exact mean, state.
+
+    rests: finish() now and then, which sends means of nothing.
+    """
+    p = nn.Parameter(torch.zeros(20, dtype=torch.float64))
+    exact = sum(move(r) for r in range(world_size)) / world_size
+    co2 = config.build([p])
+    worst = 0.0
+    for round in range(MOVES):
+        with torch.no_grad():
+            p.sub_(move(rank))
+        co2.step()
+        if rests and round % 10 == 9:
+            co2.finish()
+        arrived = round + 1 - config.delay
+        worst = worst if rests else max(worst, (p.detach() + arrived * exact).abs().max().item())
+    co2.finish()
+    return p.detach().clone(), worst, [f.clone() for fs in co2.reducer.state.values() for f in fs]
+
+
+PLAIN = Settings(
+    tau=1, outer_momentum=0.0, outer_lr=1.0, gap="none", clip=None, allow_unstable=True, delay=0, wire="int4"
+)
+
+
+def test_error_feedback_keeps_the_drift_bounded():
+    """By half a step at each encoding, a step being a seventh of the largest. Else the mean, 0.03685, never arrives."""
+    drifts = [drift for _, drift, _ in run_distributed(constant_moves, 2, False, (True, False))[0]]
+    for delay, (bounded, unbounded) in enumerate((drifts[:2], drifts[2:])):
+        assert bounded <= 2 * (1.5 / 7 / 2) * 1.1  # the feedback makes the largest a little larger
+        assert unbounded == pytest.approx((MOVES - delay) * 0.03685, rel=1e-6)
+
+
+def test_nothing_is_lost_not_even_where_empty_means_are_thrown_away():
+    """What arrived and what is held back are the sum of all moves: finish() sends means that nobody uses."""
+    for results in zip(*run_distributed(constant_moves, 3, True, (True,)), strict=True):
+        own = sum(r[2][0][:20] for r in results) / 3
+        of_means = results[0][2][1][:20]  # all 20 elements are in worker 0's chunk
+        assert own.abs().max() > 1e-3 and of_means.abs().max() > 1e-3, "both hold something back"
+        total = MOVES * sum(move(r) for r in range(3)) / 3
+        torch.testing.assert_close(own + of_means - results[0][0], total, rtol=0, atol=1e-11)
+        assert all(torch.equal(r[0], results[0][0]) for r in results)
+
+
+@on_ranks(3)
+def test_one_workers_nan_reaches_nobody(rank: int):
+    """The mean is that of the two others, who sent the same."""
+    want = -torch.linspace(0, 1, 2000)
+    want[1300] = 1.0
+    for wire in NARROW:
+        p = nn.Parameter(torch.zeros(2000))
+        co2 = replace(PLAIN, wire=wire).build([p])
+        with torch.no_grad():
+            p.sub_(torch.linspace(0, 1, 2000))
+            p[1300] = float("nan") if rank == 1 else 1.0
+        co2.step()
+        half_a_level = 1 / 2 if wire == "int2" else 0.073
+        torch.testing.assert_close(p.detach(), want, rtol=0, atol=1.1 * half_a_level)
+
+
+@pytest.mark.parametrize("other", [{"wire": "float32"}, {"wire": "int8", "error_feedback": False}])
+def test_a_checkpoint_of_another_wire_is_refused(other: dict[str, Any]):
+    methods = [replace(BASE, **o).build([nn.Parameter(torch.zeros(3))]) for o in ({"wire": "int8"}, other)]
+    for writer, reader in (methods, methods[::-1]):
+        with pytest.raises(UserError, match="checkpoint.*error_feedback"):
+            reader.load_state_dict(writer.state_dict())
+
+
+BLOCKS = {"bfloat16": 512, "float16": 516, "int8": 260, "int4": 132, "int2": 68}
+LARGE = 1 << 20  # elements, of which headers and padding are next to nothing
+
+
+class CountingLink(ThrottledLink):
+    def __init__(self) -> None:
+        super().__init__(1e9)
+        self.reserved: list[float] = []
+
+    def reserve(self, nbytes: float) -> float:
+        self.reserved.append(nbytes)
+        return super().reserve(nbytes)
+
+
+def bytes_of_a_round(rank: int, world_size: int, numel: int = LARGE) -> dict[str, tuple[int, float, int]]:
+    """By wire format: bytes_sent, what the emulated link saw, and what the kernel sent over lo, of all workers."""
+    counted = {}
+    for wire in WIRES:
+        link = CountingLink()
+        p = nn.Parameter(torch.zeros(numel))
+        co2 = replace(PLAIN, wire=wire).build([p], link=link)
+        with torch.no_grad():
+            p.add_(torch.randn(numel, generator=generator(rank)))
+        co2.step()  # connections are made
+        link.reserved.clear()
+        dist.barrier()
+        before = loopback_bytes()
+        dist.barrier()  # nobody starts before all have read
+        co2.step()
+        dist.barrier()
+        counted[wire] = co2.stats.bytes_sent, sum(link.reserved), loopback_bytes() - before
+        co2.finish()
+        co2.close()
+    return counted
+
+
+def loopback_bytes() -> int:
+    """Sent over lo in this network namespace since it was made."""
+    lines = Path("/proc/net/dev").read_text().splitlines()
+    return next(int(line.split(":")[1].split()[8]) for line in lines if line.strip().startswith("lo:"))
+
+
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 3])
+def test_bytes_sent_by_hand(world_size: int):
+    """Blocks of 256 cost 512, 516, 260, ... 68 bytes; twice (n - 1) / n of them; and 8 + n scalars a peer: finished,
+    steps, weight, two checksums and their squares, the square of what is sent, and a verdict of each."""
+    numel = 10_000
+    blocks = -(-numel // (256 * world_size))  # a worker
+    others = world_size - 1
+    for counted in run_distributed(bytes_of_a_round, world_size, numel):
+        assert counted["float32"][0] == ring_bytes(4 * (numel + 8 + world_size), world_size)
+        for wire, size in BLOCKS.items():
+            assert counted[wire][0] == counted[wire][1] == others * (2 * blocks * size + (8 + world_size) * 4)
+
+
+COUNT = """
+from core.testing import run_distributed
+from tests.core.test_wire import bytes_of_a_round
+print(run_distributed(bytes_of_a_round, 3))
+"""
+
+
+@pytest.mark.root
+def test_the_kernel_counts_the_same_bytes():
+    """In a network namespace of its own, so that nobody else is counted."""
+    inside = ["sh", "-c", 'ip link set lo up && exec "$0" -c "$1"', sys.executable, COUNT]
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
+    run = subprocess.run(["unshare", "-rn", *inside], capture_output=True, text=True, env=environment, timeout=120)
+    assert run.returncode == 0, run.stderr
+    results = ast.literal_eval(run.stdout)
+    seen = {}
+    for wire in WIRES:
+        ours = sum(r[wire][0] for r in results)
+        seen[wire] = results[0][wire][2]
+        assert seen[wire] == pytest.approx(ours, rel=0.1), f"{wire}: counted here, and by the kernel"
+    for wire, size in BLOCKS.items():
+        assert seen[wire] / seen["float32"] == pytest.approx(size / 1024, rel=0.1)

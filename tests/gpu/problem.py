@@ -61,9 +61,7 @@ def end(method: Any) -> None:
 Make = Callable[[Problem], Any]
 
 
-def train(
-    make: Make, device: str = DEVICE, dtype: torch.dtype = torch.float32, rank: int = 0, steps: int = STEPS
-) -> list[Tensor]:
+def train(make, device=DEVICE, dtype=torch.float32, rank=0, steps=STEPS) -> list[Tensor]:
     """The parameters at the end, in float64 on the host."""
     p = problem(device, dtype)
     method = make(p)

@@ -28,6 +28,7 @@ STEPS = 26
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "ddp": ("ddp", {}),
     "ddp, int8": ("ddp", {"ddp_wire": WireConfig("int8")}),
+    "ddp, bfloat16": ("ddp", {"ddp_wire": WireConfig("bfloat16")}),
     "paper": ("co2", {"co2": PAPER}),
     "recommended": ("co2", {"co2": RECOMMENDED}),
     "recommended, int4": ("co2", {"co2": replace(RECOMMENDED, wire=WireConfig("int4"))}),
@@ -40,7 +41,7 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "overlap_local": ("overlap_local", {"co2": PAPER}),
     "slowmo": ("slowmo", {"co2": PAPER, "lr": lambda: 0.05}),
 }
-EXACT_RESUME = ("paper", "recommended, int4", "sharded")
+EXACT_RESUME = ("paper", "recommended", "recommended, int4", "sharded")
 gpu = pytest.mark.gpu
 
 
@@ -134,9 +135,7 @@ def test_the_methods_agree_over_gloo(name: str, on_host: list[dict[str, Any]]):
 
 @gpu
 @pytest.mark.parametrize("name", METHODS)
-def test_nccl_ranks_agree_with_each_other_with_a_resume_and_with_gloo(
-    name: str, between_nccl_ranks: list[dict[str, Any]], on_host: list[dict[str, Any]]
-):
+def test_nccl_ranks_agree_with_each_other_with_a_resume_and_with_gloo(name, between_nccl_ranks, on_host):
     check(between_nccl_ranks, name, on_host[0])
 
 

@@ -18,7 +18,6 @@ from bench.gpu.slow import Slow, asleep, one_rank
 from core import CO2, CO2Config, DivergedError, LocalSGD, ShardedCO2, WireConfig
 from core.methods import DDP
 from core.robust.guard import Guard, forget
-from core.sharded.mesh import node_mesh
 from tests.gpu.problem import (
     CYCLES,
     DEVICE,
@@ -35,7 +34,6 @@ from tests.gpu.problem import (
     lgreco,
     move,
     problem,
-    same,
     synchronisations,
     train,
 )
@@ -113,63 +111,6 @@ def reference(c: Any, steps: int) -> list[Tensor]:
 def test_co2_is_the_reference(name: str, dtype: str, most: float):
     ours = train(co2(**SETTINGS[name]), dtype=DTYPES[dtype])
     assert distance(ours, reference(CO2Config(**{"tau": 4} | SETTINGS[name]), STEPS)) < most
-
-
-def test_delay_0_sends_what_was_just_done():
-    """One worker with delay 0, alpha 1 and no momentum is where its local steps have led it, at every boundary."""
-    by_hand = problem()
-    for step in range(8):
-        move(by_hand.params, step)
-    ours = train(co2(tau=2, gap="none", delay=0, outer_momentum=0.0, clip=None), steps=8)
-    assert distance(ours, by_hand.params) < 1e-5
-
-
-@pytest.mark.parametrize("name", ["co2", "recommended", "int4"])
-def test_a_restart_from_a_checkpoint_goes_on_bit_for_bit(name: str):
-    """Parameters and state_dict() at a boundary, with an all-reduce in flight, loaded into new objects."""
-    whole, p = train(METHODS[name]), problem()
-    method = METHODS[name](p)
-    go(p.params, method, range(12))
-    state, kept = method.state_dict(), [t.detach().clone() for t in p.params]
-    end(method)
-    again = problem()
-    other = METHODS[name](again)
-    with torch.no_grad():
-        for t, value in zip(again.params, kept, strict=True):
-            t.copy_(value)
-    other.load_state_dict(state)
-    go(again.params, other, range(12, STEPS))
-    end(other)
-    assert same([t.detach().double().cpu() for t in again.params], whole)
-
-
-@pytest.mark.parametrize("how", ["mesh", "shard"])
-def test_shared_state_trains_as_unshared(how: str, alone: dict[str, list[Tensor]]):
-    def make(p: Problem) -> ShardedCO2:
-        given: dict[str, Any] = {"mesh": node_mesh(DEVICE, 1)} if how == "mesh" else {"shard": True}
-        return ShardedCO2(p.params, CO2Config(tau=4), buffers=p.buffers, **given)
-
-    assert distance(train(make), alone["co2"]) < 2e-5
-
-
-@pytest.mark.parametrize("name", ["float32", "bfloat16", "int8"])
-def test_ddp_trains_with_one_rank(name: Any):
-    def run(grouped: bool) -> list[Tensor]:
-        torch.manual_seed(0)
-        net = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)).to(DEVICE)
-        ddp = DDP(net, wire=WireConfig(name)) if grouped else None
-        optimizer = torch.optim.SGD(net.parameters(), 1e-2)
-        for batch in torch.randn(20, 16, 64, generator=torch.Generator().manual_seed(1)).to(DEVICE):
-            (ddp.model if ddp else net)(batch).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            if ddp:
-                ddp.step()
-        if ddp:
-            end(ddp)
-        return [p.detach() for p in net.parameters()]
-
-    assert distance(run(True), run(False)) < (1e-5 if name == "float32" else 0.05)
 
 
 def test_nothing_but_nan_ends_the_run():
@@ -265,18 +206,6 @@ def test_a_slow_collective_is_hidden(name: str):
     end(method)
     took, exposed = (min(s[key] for s in seen) for key in ("allreduce_seconds", "exposed_seconds"))
     assert took > 0 and exposed < took / 4, f"{1e3 * exposed:.1f} of {1e3 * took:.1f} ms are exposed"
-
-
-def test_the_background_stream_has_high_priority():
-    made, real = [], torch.cuda.Stream
-
-    def stream(device: Any = None, priority: int = 0, **how: Any) -> Any:
-        made.append(priority)
-        return real(device, priority=priority, **how)
-
-    with mock.patch("torch.cuda.Stream", stream):
-        end(METHODS["int4"](problem()))
-    assert made and min(made) < 0, f"priorities of the streams made: {made}"
 
 
 @pytest.mark.parametrize(("name", "throttled"), [("co2", True), ("local", False), ("ddp", False)])

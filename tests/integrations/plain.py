@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,18 +87,7 @@ def shuffled(rank: int, workers: int, epochs: int = EPOCHS) -> list[list[Batch]]
     return batches
 
 
-def train(
-    epochs: Sequence[Sequence[Batch]],
-    config: CO2Config = PAPER,
-    *,
-    micro: int = 1,
-    clip: float = 0.0,
-    updates: int = 10**9,
-    meets: Collection[int] = (),
-    told: bool = False,
-    dtype: torch.dtype | None = None,
-    asks: Sequence[str] = (),
-) -> list[Tensor]:
+def train(epochs, config=PAPER, *, micro=1, clip=0.0, updates=10**9, meets=(), told=False, dtype=None, asks=()):
     """Everything after each update, behind the last one with finish(). epochs: the batches of each. micro: batches an
     update, fewer at an epoch's end. clip: the gradients' norm, 0 for no limit. updates: after which training stops.
     meets: updates behind which finish() is called, as before an evaluation; told: whether step() hears of it. dtype: of

@@ -15,6 +15,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from _pytest.assertion import install_importhook
+from _pytest.config import get_config
+
 import core.testing
 from tests.zygote import ROOT, Zygote
 
@@ -55,6 +58,7 @@ def as_by_torchrun(rank: int, world_size: int, fn: Callable[..., Any], *args: An
 
 def main(arguments: Sequence[str]) -> None:
     folder = Path(arguments[0])
+    install_importhook(get_config())  # a rank's failed assertion shows its values, as pytest's own do
     fn, world_size, args = pickle.loads((folder / "job").read_bytes())
     gc.freeze()  # libraries collect garbage in every run: not among what they have imported
     core.testing._context = lambda: multiprocessing.get_context("fork")

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from core import CO2Config, UserError
 from tests.integrations import plain
 from tests.integrations.plain import BATCH, EPOCHS, PAPER, Net
-from tests.integrations.ranks import Ranks
+from tests.on_ranks import alike, everybody, on_ranks
 
 MODULES = ("accelerate", "core.integrations.accelerate", "torch.utils.tensorboard")
 
@@ -94,44 +94,33 @@ def train(
     return boundaries
 
 
-def equal_runs(rank: int, workers: int, folder: str) -> Any:
-    batches = plain.in_turn(rank, workers)
-    saved = {15: f"{folder}/15", 18: f"{folder}/18"}
-    whole, boundaries = loop(
-        save=saved if workers == 2 else None, log=folder, stepped=lambda step: plain.go_apart(folder, rank, step)
-    )
-    plain.assert_equal(whole, plain.train(batches, meets=saved if workers == 2 else ()))
+@pytest.mark.parametrize("workers", [2, pytest.param(4, marks=pytest.mark.slow)])
+@on_ranks(through="ranks")
+def test_trains_as_the_plain_loop_and_goes_on_from_checkpoints(rank: int, workers: int, tmp_path: Path) -> None:
+    batches, folder = plain.in_turn(rank, workers), str(tmp_path)
+    saved = {15: f"{folder}/15", 18: f"{folder}/18"} if workers == 2 else {}
+    whole, boundaries = loop(save=saved, log=folder, stepped=lambda step: plain.go_apart(folder, rank, step))
+    plain.assert_equal(whole, plain.train(batches, meets=saved))
+    for step, path in saved.items():  # at a boundary, and in mid-round; from other weights
+        later = {other: f"{folder}/again" for other in saved if other > step}
+        plain.assert_equal(loop(seed=7 + rank, resume=(step, path), save=later)[0], whole[step:])
+        written = load_file(f"{path}/model.safetensors")
+        assert torch.equal(plain.everything_in(written), whole[step - 1]), "rank 0's file is not of the one model"
     if workers == 2:
-        for step, path in saved.items():  # at a boundary, and in mid-round; from other weights
-            later = {other: f"{folder}/again" for other in saved if other > step}
-            plain.assert_equal(loop(seed=7 + rank, resume=(step, path), save=later)[0], whole[step:])
-            written = load_file(f"{path}/model.safetensors")
-            assert torch.equal(plain.everything_in(written), whole[step - 1]), "rank 0's file is not of the one model"
         config = CO2Config(tau=3, gap="norm")
         ours, _ = loop(config, micro=3, clip=0.5, precision="bf16")
         plain.assert_equal(ours, plain.train(batches, config, micro=3, clip=0.5, dtype=torch.bfloat16))
-    return boundaries
+    steps = [step for step, _, _ in boundaries]
+    assert all(same for _, same, _ in boundaries) and everybody(steps) == [steps] * workers and steps[:3] == [5, 10, 15]
+    assert rank or plain.tags(tmp_path) >= {"co2/round", "co2/exposed_seconds"}
 
 
-@pytest.mark.parametrize("workers", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_trains_as_the_plain_loop_and_goes_on_from_checkpoints(ranks: Ranks, workers: int, tmp_path: Path) -> None:
-    every = ranks(equal_runs, workers, str(tmp_path))
-    for boundaries in zip(*every, strict=True):
-        assert all(alike for _, alike, _ in boundaries) and len({step for step, _, _ in boundaries}) == 1
-    assert [step for step, _, _ in every[0]][:3] == [5, 10, 15]
-    assert plain.tags(tmp_path) >= {"co2/round", "co2/exposed_seconds"}
-
-
-def recommended(rank: int, workers: int) -> Any:
+@on_ranks(2, through="ranks")
+def test_recommended_settings_run(rank: int) -> None:
     trace, boundaries = loop(None, epochs=20, shuffle=True)
-    return trace[-1], boundaries
-
-
-def test_recommended_settings_run(ranks: Ranks) -> None:
-    (a, first), (b, second) = ranks(recommended, 2)
-    assert torch.equal(a, b)
-    assert len(first) > 2 and [seen[:2] for seen in first] == [seen[:2] for seen in second]
-    assert all(torch.equal(x, y) for (_, alike, x), (_, _, y) in zip(first, second, strict=True) if alike)
+    assert alike(trace[-1]) and len(boundaries) > 2
+    for step, same, model in boundaries:
+        assert everybody((step, same)) == [(step, same)] * 2 and (not same or alike(model))
 
 
 def test_alone_without_a_process_group() -> None:

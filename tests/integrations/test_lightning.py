@@ -17,6 +17,7 @@ from core import CO2Config
 from tests.integrations import plain
 from tests.integrations.plain import BATCH, EPOCHS, PAPER, Net
 from tests.integrations.ranks import Ranks
+from tests.on_ranks import alike, on_ranks
 
 MODULES = ("lightning.pytorch", "core.integrations.lightning")
 
@@ -92,15 +93,7 @@ def watcher(strategy: Any, after_batch: Any) -> Any:
     return Watch()
 
 
-def run(
-    folder: str,
-    config: CO2Config | None = PAPER,
-    *,
-    net: Any = None,
-    resume: str = "",
-    after_batch: Any = None,
-    **changes: Any,
-) -> Any:
+def run(folder, config=PAPER, *, net=None, resume="", after_batch=None, **changes) -> Any:
     """Trains; a dictionary of what is looked at."""
     from lightning.pytorch import Trainer
     from lightning.pytorch.loggers import CSVLogger
@@ -132,23 +125,20 @@ def run(
     }
 
 
-def equal_runs(rank: int, workers: int, folder: str) -> list[str]:
+@pytest.mark.parametrize("workers", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@on_ranks(through="ranks")
+def test_trains_as_the_plain_loop(rank: int, workers: int, tmp_path: Path) -> None:
     """The paper's settings; accumulation with a clipped norm; a last step that is no epoch's end."""
     batches, quiet = plain.shuffled(rank, workers), {"limit_val_batches": 0, "devices": workers}
-    own = run(folder, **quiet)
+    own = run(str(tmp_path), **quiet)
     plain.assert_equal(own["trace"], plain.train(batches, asks=["stop", "requeue"]))
     if workers == 2:
-        other = run(folder, accumulate_grad_batches=3, gradient_clip_val=0.5, **quiet)
+        other = run(str(tmp_path), accumulate_grad_batches=3, gradient_clip_val=0.5, **quiet)
         plain.assert_equal(other["trace"][2::3], plain.train(batches, micro=3, clip=0.5))
         config = CO2Config(tau=3, gap="norm")
-        other = run(folder, config, max_steps=7, **quiet)
+        other = run(str(tmp_path), config, max_steps=7, **quiet)
         plain.assert_equal(other["trace"], plain.train(batches, config, updates=7))
-    return [own["model"]]
-
-
-@pytest.mark.parametrize("workers", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_trains_as_the_plain_loop(ranks: Ranks, workers: int, tmp_path: Path) -> None:
-    assert ranks(equal_runs, workers, str(tmp_path)) == [["Module"]] * workers
+    assert own["model"] == "Module"
 
 
 VALIDATED, SAVED, CALLED = [8, 20, 32], [8, 16, 24, 32], 13  # within rounds, but for 13
@@ -232,10 +222,12 @@ def test_stops_early_and_at_a_signal_and_runs_as_recommended(ranks: Ranks, tmp_p
     assert [path.name for path in (tmp_path / "best").glob("*.co2")] == [f"{best.name}.co2"]
 
 
-def by_epoch(rank: int, workers: int, folder: str) -> Any:
+@on_ranks(2, through="ranks")
+def test_validates_behind_an_epochs_last_batch(rank: int, tmp_path: Path) -> None:
     """Validation behind each epoch, which an epoch's end reads: every epoch then ends with finish()."""
     from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
+    folder, workers = str(tmp_path), 2
     best = ModelCheckpoint(f"{folder}/best", "{step}", monitor="val_loss", save_top_k=-1)
     callbacks = [EarlyStopping("val_loss", patience=9), best]
     own = run(folder, callbacks=callbacks, devices=workers, enable_checkpointing=True)
@@ -249,25 +241,18 @@ def by_epoch(rank: int, workers: int, folder: str) -> Any:
     )
     plain.assert_equal([*again["trace"], again["end"]], [*own["trace"][12:], own["end"]])
     assert {float(score) for score in best.best_k_models.values()} == {float(x) for x in own["losses"]}
-    return own["validated"]
+    assert [seen[:2] for seen in own["validated"]] == [(12, True), (24, True), (36, True)]
+    assert all(alike(seen[2]) for seen in own["validated"])
+    files = {path.name for path in (tmp_path / "best").glob("*.ckpt")}
+    assert files == {f"step={step}.ckpt" for step in (12, 24, 36)}
 
 
-def test_validates_behind_an_epochs_last_batch(ranks: Ranks, tmp_path: Path) -> None:
-    first, second = ranks(by_epoch, 2, str(tmp_path))
-    assert [seen[:2] for seen in first] == [(12, True), (24, True), (36, True)]
-    assert all(torch.equal(a[2], b[2]) for a, b in zip(first, second, strict=True))
-    assert {path.name for path in (tmp_path / "best").glob("*.ckpt")} == {f"step={step}.ckpt" for step in (12, 24, 36)}
-
-
-def test_alone(ranks: Ranks, tmp_path: Path) -> None:
-    ranks(equal_runs, 1, str(tmp_path))
-
-
-def requeued(rank: int, workers: int, folder: str) -> list[Tensor]:
+@on_ranks(2, through="ranks")
+def test_saves_at_one_boundary_before_a_requeue(rank: int, tmp_path: Path) -> None:
     """Slurm's signal to one worker: all save at the same boundary, as Lightning's own handler saves."""
     import lightning.pytorch.trainer.connectors.signal_connector as signals
 
-    asked: list[Any] = []
+    folder, workers, asked = str(tmp_path), 2, list[Any]()
     signals.call = lambda command, **_: asked.append(command) or 0
 
     def tell(trainer: Any, strategy: Any) -> None:
@@ -283,12 +268,7 @@ def requeued(rank: int, workers: int, folder: str) -> list[Tensor]:
         del os.environ[f"SLURM_{name}"]
     again = run(folder, net=Net(7 + rank), resume=f"{folder}/hpc_ckpt_1.ckpt", limit_val_batches=0, devices=workers)
     plain.assert_equal([*again["trace"], again["end"]], [*whole["trace"][15:], whole["end"]])
-    return again["end"]
-
-
-def test_saves_at_one_boundary_before_a_requeue(ranks: Ranks, tmp_path: Path) -> None:
-    first, second = ranks(requeued, 2, str(tmp_path))
-    assert torch.equal(first, second)
+    assert alike(again["end"])
 
 
 def mistakes(rank: int, workers: int, folder: str) -> list[str]:

@@ -15,6 +15,7 @@ from core import CO2Config, CollectiveError
 from tests.integrations import plain
 from tests.integrations.plain import BATCH, EPOCHS, PAPER, Net
 from tests.integrations.ranks import Ranks
+from tests.on_ranks import on_ranks
 
 MODULES = ("transformers.trainer", "core.integrations.transformers", "tensorboard", "torch.utils.tensorboard")
 
@@ -101,9 +102,11 @@ def run(folder: str, config: CO2Config | None = PAPER, *, resume: Any = None, wa
     return vars(seen) | looked_at | {"steps": state.global_step}
 
 
-def equal_runs(rank: int, workers: int, folder: str) -> list[str]:
-    """The paper's settings; accumulation with a remainder and a clipped norm. Returns the model's class in training."""
-    batches = plain.in_turn(rank, workers)
+@pytest.mark.parametrize("workers", [2, pytest.param(4, marks=pytest.mark.slow)])
+@on_ranks(through="ranks")
+def test_trains_as_the_plain_loop(rank: int, workers: int, tmp_path: Path) -> None:
+    """The paper's settings; accumulation with a remainder and a clipped norm."""
+    batches, folder = plain.in_turn(rank, workers), str(tmp_path)
     own: Any = run(
         f"{folder}/a",
         watch=lambda state, *_: plain.go_apart(folder, rank, state.global_step),
@@ -111,7 +114,7 @@ def equal_runs(rank: int, workers: int, folder: str) -> list[str]:
         logging_steps=1,
     )
     plain.assert_equal(own["trace"], plain.train(batches))
-    kinds = set(own["wrapped"])
+    assert {*own["wrapped"]} == {"ForTrainer"}
     if workers == 2:
         own = run(f"{folder}/b", gradient_accumulation_steps=5, max_grad_norm=0.5)
         plain.assert_equal(own["trace"], plain.train(batches, micro=5, clip=0.5))
@@ -127,13 +130,6 @@ def equal_runs(rank: int, workers: int, folder: str) -> list[str]:
             watch=lambda state, *_: plain.go_apart(folder, rank, state.global_step),
         )
         plain.assert_equal(own["trace"], plain.train(batches, updates=7))
-    return sorted(kinds)
-
-
-@pytest.mark.parametrize("workers", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_trains_as_the_plain_loop(ranks: Ranks, workers: int, tmp_path: Path) -> None:
-    for kinds in ranks(equal_runs, workers, str(tmp_path)):
-        assert kinds == ["ForTrainer"]
 
 
 EVALUATED, SAVED = range(6, 37, 6), range(9, 37, 9)
@@ -155,9 +151,7 @@ def held_run(rank: int, workers: int, folder: str) -> Any:
     return {name: whole[name] for name in ("evaluated", "saved", "log")}
 
 
-def test_evaluations_and_checkpoints_are_of_one_model_and_logs_wait_for_a_boundary(
-    ranks: Ranks, tmp_path: Path
-) -> None:
+def test_evaluations_and_checkpoints_are_of_one_model_and_logs_wait_for_a_boundary(ranks, tmp_path) -> None:
     first, second = ranks(held_run, 2, str(tmp_path))
     for result in (first, second):
         assert [(step, True) for step in SAVED] == result["saved"]

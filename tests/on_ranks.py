@@ -1,0 +1,54 @@
+"""Tests whose body runs on every rank of a process group, with the values of its assertions as pytest shows them."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from core.testing import run_distributed
+
+Test = Callable[..., None]
+
+
+def on_ranks(workers: int = 0, *, through: str = "", **options: Any) -> Callable[[Test], Test]:
+    """A test(rank, ...) that `workers` gloo ranks run, or as many as its parameter of that name says.
+
+    through: the fixture that starts the ranks, in place of run_distributed. options: as run_distributed's. What pytest
+    gives the test, as parameters and tmp_path, must pickle.
+    """
+
+    def decorate(fn: Test) -> Test:
+        @functools.wraps(fn)
+        def test(**given: Any) -> None:
+            run = given.pop(through) if through else functools.partial(run_distributed, **options)
+            run(_call, workers or given["workers"], fn.__module__, fn.__name__, given)
+
+        signature = inspect.signature(fn)
+        others = [parameter for name, parameter in signature.parameters.items() if name != "rank"]
+        others += [inspect.Parameter(through, inspect.Parameter.KEYWORD_ONLY)] if through else []
+        test.__signature__ = signature.replace(parameters=others)  # pyright: ignore[reportAttributeAccessIssue]
+        return test
+
+    return decorate
+
+
+def _call(rank: int, world_size: int, module: str, name: str, given: dict[str, Any]) -> None:
+    getattr(importlib.import_module(module), name).__wrapped__(rank, **given)
+
+
+def everybody(value: Any) -> list[Any]:
+    """The value that each rank has given, by rank."""
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def alike(*tensors: torch.Tensor) -> bool:
+    """Whether each rank holds the same, bit for bit."""
+    return all(all(map(torch.equal, tensors, theirs)) for theirs in everybody(tensors))
