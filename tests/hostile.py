@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import math
 import random
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,7 +13,6 @@ from tests.hostile_commands import commands, tuning
 from tests.hostile_files import Case, Files, a_file, checkpoints, data
 from training.recipe import flat
 
-INF = math.inf
 TRAIN = {  # module -> its smallest recipe
     "vision.train": "digits_small",
     "segmentation.train": "digits_small",

@@ -151,11 +151,7 @@ SHARED = ("-1", "nan", "ü", "", "0")
 COMMANDS = [
     ("bench.scaling", "workers", (*SHARED, "99999999", "2.5", "inf")),
     ("bench.scaling", "rates", (*SHARED, "inf", "-inf")),
-    (
-        "bench.scaling",
-        "methods",
-        ("nope", "co2", "co2:0", "co2:-1", "co2:ü", "ddp:3", "local:auto", "co2:99999999999999999999"),
-    ),
+    ("bench.scaling", "methods", ("nope", "co2", "co2:0", "co2:-1", "co2:ü", "ddp:3", "local:auto", "co2:" + 20 * "9")),
     ("bench.scaling", "repeats", (*SHARED, "1e9")),
     ("bench.scaling", "seconds", (*SHARED, "inf")),
     ("bench.scaling", "step_ms", (*SHARED, "inf")),
@@ -177,10 +173,7 @@ COMMANDS = [
     ("bench.boundary", "repeats", SHARED),
     ("bench.boundary", "threads", ("-1", "nan", "ü")),
 ]
-COMMANDS_QUICKLY = {
-    "bench.scaling": ["--throttle"],
-    "bench.time_to_loss": ["--throttle"],
-}
+COMMANDS_QUICKLY = {"bench.scaling": ["--throttle"], "bench.time_to_loss": ["--throttle"]}
 
 
 def _texts(folder: Path) -> None:

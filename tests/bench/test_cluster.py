@@ -10,30 +10,24 @@ from bench.cluster.beside import VNET_HEADER, targets
 from core.errors import UserError
 
 
-@pytest.mark.parametrize(
-    "text, mbit", [("200mbit", 200.0), ("1gbit", 1000.0), ("2.5gbit", 2500.0), ("500kbit", 0.5), (".5mbit", 0.5)]
-)
-def test_rates(text, mbit):
-    assert launch.Launch(rate=text).rate_mbit == pytest.approx(mbit)
+def test_rates_and_delays():
+    rates = {"200mbit": 200.0, "1gbit": 1000.0, "2.5gbit": 2500.0, "500kbit": 0.5, ".5mbit": 0.5}
+    for text, mbit in rates.items():
+        assert launch.Launch(rate=text).rate_mbit == pytest.approx(mbit)
+    for text, ms in {"5ms": 5.0, "0.5s": 500.0, "500us": 0.5, "0ms": 0.0}.items():
+        assert launch.Launch(rate="1mbit", delay=text).delay_ms == pytest.approx(ms)
 
 
-@pytest.mark.parametrize("text, ms", [("5ms", 5.0), ("0.5s", 500.0), ("500us", 0.5), ("0ms", 0.0)])
-def test_delays(text, ms):
-    assert launch.Launch(rate="1mbit", delay=text).delay_ms == pytest.approx(ms)
-
-
-def test_missing_iproute2_is_named(monkeypatch, tmp_path):
+def test_missing_iproute2_and_a_kernel_that_refuses_are_named(monkeypatch, tmp_path):
+    commands = os.environ["PATH"]
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(nodes, "SBIN", str(tmp_path))
     with pytest.raises(UserError, match="install iproute2, or throttle the link"):
         require_namespaces()
-
-
-def test_a_kernel_that_refuses_is_quoted(monkeypatch, tmp_path):
     for name in ("ip", "tc", "unshare"):
         (tmp_path / name).write_text(f"#!/bin/sh\necho '{name}: not on this machine' >&2\nexit 1\n")
         (tmp_path / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{commands}")
     with pytest.raises(UserError, match="unshare: not on this machine.*--throttle of a benchmark"):
         require_namespaces()
 

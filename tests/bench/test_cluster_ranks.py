@@ -265,12 +265,8 @@ def test_a_second_signal_kills(root, tmp_path):
 @pytest.mark.root
 def test_training_over_the_emulated_link(root, tmp_path):
     recipe = ["-m", "vision.train", "digits_small", "--epochs", "1", "--out", str(tmp_path / "run")]
-    said = python(
-        "-m",
-        "bench.cluster",
-        *["--nodes", "2", "--ranks-per-node", "1", "--rate", "100mbit", "--verify", "--"],
-        *recipe,
-    )
+    nodes = ["--nodes", "2", "--ranks-per-node", "1", "--rate", "100mbit", "--verify", "--"]
+    said = python("-m", "bench.cluster", *nodes, *recipe)
     assert "link: measured" in said
     assert json.loads((tmp_path / "run/summary.json").read_text())["bytes_sent"] > 0
 

@@ -97,16 +97,13 @@ def test_plans_are_close_to_the_optimum(link: float, draws: int):
     assert sum(ratios) / draws <= 1.02 and max(ratios) <= 1.10 and min(ratios) > 1 - 1e-5
 
 
-def test_the_optimum_of_cases_that_are_plain():
+def test_the_optimum_and_the_ways_on_cases_that_are_plain():
     free = Island(1, 3, attention=1.0, linear=0.0, inside=(0.0, 0.0), across=(0.0, 0.0))
     assert optimum([3], free, 10.0) == pytest.approx(3.0)  # split over all three
     dear = Island(1, 3, attention=1.0, linear=0.0, inside=(100.0, 0.0), across=(0.0, 0.0))
     assert optimum([3, 2, 1, 1], dear, 100.0) == pytest.approx(9.0)  # hops of 100 s: the longest stays whole
     assert optimum([3, 3, 3, 3], dear, 100.0) == pytest.approx(18.0)
-
-
-def test_the_ways_on_a_case_that_is_plain():
-    """Documents of 4, 2 and 2 tokens on two devices, a second for each squared token and for each token."""
+    # Documents of 4, 2 and 2 tokens on two devices, a second for each squared token and for each token.
     i = Island(1, 2, attention=1.0, linear=1.0, inside=(0.0, 0.0), across=(0.0, 0.0))
     seconds = {way: layer_seconds(*place([4, 2, 2], i), i) for way, place in PLACED.items()}
     assert seconds == pytest.approx({"plan": 16.0, "even": 16.0, "grouped": 16.0, "whole": 20.0, "cut": 20.0})

@@ -11,7 +11,7 @@ from bench.loss.tasks import TASKS, load_task, places
 from core.errors import UserError
 
 
-def test_digits_have_three_parts_and_sorted_shards():
+def test_digits_have_three_parts_and_sorted_shards_of_no_more_workers_than_samples():
     task = load_task("digits")
     _, labels = task.draw(0, 0, 4, 16, "sorted")
     assert labels.shape == (4, 16)
@@ -23,9 +23,6 @@ def test_digits_have_three_parts_and_sorted_shards():
     assert torch.equal(inputs, again) and not torch.equal(inputs, other)
     tuning, test = (task.held_out[split][0].flatten(1) for split in ("tuning", "test"))
     assert (tuning[:, None] - test[None]).abs().amax(dim=2).min() > 0  # no image in both
-
-
-def test_more_workers_than_samples_have_no_parts():
     with pytest.raises(UserError, match="workers=9: the training set has 8 samples"):
         places(8, 0, 0, 9, 4, "sorted")
 

@@ -22,12 +22,9 @@ class Options:
     out: Path | None = Path("folder")
 
 
-def test_a_table_fills_rows_that_end_early():
+def test_a_table_fills_rows_that_end_early_and_makes_one_line_of_rows_that_agree():
     text = report.table(["a", "b", "c"], [(1, 2, 3), ("x", "not run")])
     assert text.splitlines() == ["| a | b | c |", "|---|---|---|", "| 1 | 2 | 3 |", "| x | not run |  |"]
-
-
-def test_rows_that_agree_become_one_line():
     summary = Summary("method rate failed", {"seconds": ".1f", "model.plan": ".2f", "loss": ".0f"})
     rows: list[dict[str, Any]] = [
         {"method": "co2", "rate": 40.0, "seconds": 1.0, "model": {"plan": 3.0}, "loss": None},

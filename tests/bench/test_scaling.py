@@ -34,7 +34,7 @@ def pacer(clock: Clock, step: float = 1.2, layers: int = 4) -> Pacer:
 # -- pacing -----------------------------------------------------------------------------------------------------
 
 
-def test_overshooting_sleeps_do_not_add_up():
+def test_sleeps_do_not_add_up_lateness_is_caught_up_a_stall_is_not_and_what_is_very_late_is_given_up():
     clock = Clock(overshoot=0.01)
     p = pacer(clock)
     for _ in range(10):
@@ -42,9 +42,6 @@ def test_overshooting_sleeps_do_not_add_up():
         for _ in range(4):
             p.wait(2)
     assert clock.now - 100 == pytest.approx(10 * 1.2 + 0.01)
-
-
-def test_a_late_part_is_caught_up_and_a_stall_is_not():
     clock = Clock()
     p = pacer(clock)  # a part takes 0.1
     clock.now += 0.25
@@ -56,18 +53,13 @@ def test_a_late_part_is_caught_up_and_a_stall_is_not():
     p.stalled(2.0)
     p.wait(2)
     assert clock.now == pytest.approx(102.7)
-
-
-def test_what_is_very_late_is_given_up():
     clock = Clock()
     p = pacer(clock)
     clock.now += 100.0
     p.wait(12)
     for _ in range(2 * PATIENCE):
         p.wait(12)
-    assert clock.now == pytest.approx(
-        200.0 + PATIENCE * 1.2
-    )  # PATIENCE steps were caught up, the others took their time
+    assert clock.now == pytest.approx(200.0 + PATIENCE * 1.2)  # so many were caught up, the others took their time
 
 
 def test_gradients_become_ready_one_layer_after_the_other_and_are_right():
@@ -86,9 +78,8 @@ def test_gradients_become_ready_one_layer_after_the_other_and_are_right():
 def test_a_layer_takes_the_share_that_it_has_of_the_parameters():
     """Of 0.8 s: 8 and 24 of 32 parameters; ReLU in place, as in a ResNet."""
     clock = Clock()
-    model = torch.nn.Sequential(
-        torch.nn.Linear(2, 4, bias=False), torch.nn.ReLU(inplace=True), torch.nn.Linear(4, 6, bias=False)
-    )
+    layers = (torch.nn.Linear(*size, bias=False) for size in ((2, 4), (4, 6)))
+    model = torch.nn.Sequential(next(layers), torch.nn.ReLU(inplace=True), next(layers))
     pace(model, pacer(clock, step=1.2, layers=1))
     ready = ready_at(clock, list(model.parameters()), lambda: model(torch.randn(5, 2)))
     assert ready == pytest.approx([1.2, 0.4 + 0.75 * 0.8])
@@ -142,7 +133,7 @@ def test_waiting_is_told_from_computing(monkeypatch: pytest.MonkeyPatch):
 # -- theory and settings ----------------------------------------------------------------------------------------
 
 
-def test_rounds_are_as_long_as_theory_says():
+def test_rounds_are_as_long_as_theory_says_and_settings_are_read():
     assert wire_seconds(1, None) == 0
     assert wire_seconds(4, 100.0) == pytest.approx(2 * 3 / 4 * 4 * PARAMS * 8 / 100e6)
     assert round_seconds(Setting("co2", 12), 12, 0.04, 0.6) == 0.6
@@ -150,13 +141,7 @@ def test_rounds_are_as_long_as_theory_says():
     assert round_seconds(Setting("slowmo", 12), 12, 0.04, 0.6) == pytest.approx(1.08)
     assert round_seconds(Setting("ddp", 1), 1, 0.04, 0.6) == pytest.approx(0.64)
     assert [rounds_to_measure(3.0, each) for each in (0.5, 0.7, 5.0)] == [6, 5, 2]
-
-
-def test_a_lone_worker_has_no_link():
     assert len(scaling.Scaling().groups()) == 1 + 4 * 3
-
-
-def test_settings_are_read():
     assert Setting.parse("ddp") == Setting("ddp", 1)
     assert Setting.parse("co2:auto") == Setting("co2", "auto")
     assert Setting.parse("co2_recommended:auto") == Setting("co2_recommended", "auto")
@@ -183,12 +168,8 @@ def test_auto_settles_when_tau_rests(monkeypatch: pytest.MonkeyPatch):
 def test_ranks_become_one_row():
     def cell(speed: float, mean_step: float) -> dict[str, Any]:
         same = {"method": "co2", "tau": 3, "bytes_sent_per_worker": 7, "rounds": 2, "seconds": 2.0}
-        each = {
-            "step_seconds": 0.04,
-            "step_spread": 0.001,
-            "exposed_seconds": speed / 100,
-            "exposed_share": speed / 200,
-        }
+        each = {"step_seconds": 0.04, "step_spread": 0.001}
+        each |= {"exposed_seconds": speed / 100, "exposed_share": speed / 200}
         more = {"allreduce_seconds": speed, "boundary_seconds": 0.002, "cpu_seconds": 1.5}
         return same | each | more | {"samples_per_second": speed, "mean_step_seconds": mean_step}
 

@@ -99,7 +99,7 @@ def test_too_little_text_is_refused(objective, samples):
         _starts(objective)
 
 
-def test_masking_follows_the_15_80_10_10_rule():
+def test_masking_follows_the_15_80_10_10_rule_never_predicts_the_end_and_changes_with_the_epoch_alone():
     words = torch.from_numpy(np.random.default_rng(0).integers(3, 50, size=(4000, 32)))
     inputs, targets = MASKED.batch(words, [(0, row) for row in range(4000)])
     assert (inputs[:, [0, -1]] == MASKED.eot).all() and (targets[:, [0, -1]] == IGNORE).all()
@@ -112,14 +112,8 @@ def test_masking_follows_the_15_80_10_10_rule():
     # A random word is the mask, or the word itself, once in 50.
     assert masked.float().mean().item() == pytest.approx(0.8 + 0.1 / 50, abs=0.01)
     assert kept.float().mean().item() == pytest.approx(0.1 + 0.1 / 50, abs=0.01)
-
-
-def test_end_of_text_is_never_predicted():
     _, targets = MASKED.batch(torch.zeros(200, 32, dtype=torch.int64), [(row,) for row in range(200)])
     assert (targets == IGNORE).all()
-
-
-def test_masks_change_with_the_epoch_and_not_with_the_batch_size():
     words = torch.full((5, 32), 7)
 
     def targets(epoch, rows):

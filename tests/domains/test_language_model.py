@@ -54,21 +54,13 @@ def test_parameter_counts_are_the_published_ones(name, vocab_size, context, mill
 
 
 @pytest.mark.parametrize("name", TINY)
-def test_logits_have_one_score_per_token_of_the_vocabulary(name):
+def test_logits_are_guesses_at_first_and_only_causal_models_ignore_what_comes_later(name):
     model = _tiny(name)
     for time in (1, 32):
         assert model(torch.randint(97, (2, time))).logits.shape == (2, time, 97)
-
-
-@pytest.mark.parametrize("name", TINY)
-def test_the_first_loss_is_that_of_guessing(name):
     ids, targets = torch.randint(3, 97, (2, 8, 32))
-    assert token_loss(_tiny(name)(ids).logits, targets).item() == pytest.approx(math.log(97), abs=0.35)
-
-
-@pytest.mark.parametrize("name", TINY)
-def test_only_causal_models_ignore_what_comes_later(name):
-    model = _tiny(name).eval()
+    assert token_loss(model(ids).logits, targets).item() == pytest.approx(math.log(97), abs=0.35)
+    model.eval()
     ids = torch.randint(3, 97, (1, 32))
     changed = ids.clone()
     changed[0, 20:] = (changed[0, 20:] + 1 - 3) % 94 + 3
@@ -94,12 +86,8 @@ def test_chunked_attention_equals_its_definition_and_so_do_its_gradients(time, c
     chunked, defined = chunked_attention(*inputs, slope, chunk), _attention_by_definition(*inputs, slope)
     torch.testing.assert_close(chunked, defined, rtol=1e-10, atol=1e-12)
     weight = torch.randn_like(chunked)
-    for a, b in zip(
-        torch.autograd.grad((chunked * weight).sum(), inputs),
-        torch.autograd.grad((defined * weight).sum(), inputs),
-        strict=True,
-    ):
-        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+    ours, theirs = (torch.autograd.grad((out * weight).sum(), inputs) for out in (chunked, defined))
+    torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
 
 
 def test_flash_linear_attention_is_given_its_own_layout_and_decay(monkeypatch: pytest.MonkeyPatch):
@@ -142,16 +130,13 @@ def test_chunked_attention_stays_finite_over_long_sequences():
     torch.testing.assert_close(out[0, :, -1, 0], expected, rtol=1e-4, atol=0)
 
 
-def test_lrpe_products_depend_on_the_distance_alone():
+def test_lrpe_products_depend_on_the_distance_alone_and_decay_is_fast_in_low_layers():
     lrpe = LRPE(heads=2, dim=6)
     query, key = torch.randn(2, 1, 2, 1, 6).expand(2, 1, 2, 9, 6)
     scores = lrpe(query) @ lrpe(key).transpose(-1, -2)
     torch.testing.assert_close(scores[..., 1:, 1:], scores[..., :-1, :-1], rtol=1e-4, atol=1e-4)
     angle = lrpe.theta[:, 0] * 3
     torch.testing.assert_close(scores[0, :, 5, 2], (query * key)[0, :, 0].mul(angle.cos()).sum(-1))
-
-
-def test_decay_is_fast_in_low_layers_and_almost_none_in_the_last():
     first, last = decay_slopes(8, 0, 6), decay_slopes(8, 5, 6)
     torch.testing.assert_close(first, 2.0 ** -torch.arange(1.0, 9.0), rtol=1e-4, atol=0)
     assert last.max() < 1e-5 and last.min() > 0
@@ -195,15 +180,10 @@ def test_perplexity_and_bits_per_byte_by_hand(world_size):
     tokens = torch.arange(50).remainder(8).numpy()  # every target is the successor
     token_bytes = torch.arange(8)
     margin = math.log(7.0)  # the right token gets probability 7 / (7 + 7) = 1/2
-    sums = sum(
-        held_out_sums(
-            Successor(8, margin),
-            held_out_batches(tokens, CausalObjective(6), 4, rank=rank, world_size=world_size),
-            CPU,
-            token_bytes,
-        )
-        for rank in range(world_size)
-    )
+    sums = 0
+    for rank in range(world_size):
+        batches = held_out_batches(tokens, CausalObjective(6), 4, rank=rank, world_size=world_size)
+        sums += held_out_sums(Successor(8, margin), batches, CPU, token_bytes)
     metrics = summarize(sums.tolist(), causal=True)
     n_bytes = int(tokens[1:].sum())
     assert metrics["tokens"] == 49 and metrics["bytes"] == n_bytes
@@ -257,9 +237,8 @@ def test_greedy_text_follows_the_model_and_sampling_its_seed():
 @pytest.mark.parametrize("name", ["gpt2_tiny", "transnormer_tiny"])
 def test_text_may_grow_beyond_the_context(name):
     model = _tiny(name, context=8)
-    ids = continue_text(
-        model, torch.tensor([[3, 4]]), 12, context=8, top_k=5, generator=torch.Generator().manual_seed(0)
-    )
+    draws = torch.Generator().manual_seed(0)
+    ids = continue_text(model, torch.tensor([[3, 4]]), 12, context=8, top_k=5, generator=draws)
     assert ids.shape == (1, 14) and model.training
 
 

@@ -111,14 +111,11 @@ def test_token_files_decode_to_the_documents_and_count_their_bytes(library, tmp_
     assert sorted(found["train"] + found["val"]) == sorted(BOOKS)
 
 
-def test_the_seed_chooses_the_held_out_books(library):
+def test_the_seed_chooses_the_held_out_books_and_a_split_of_the_data_sets_own_is_kept(library, tmp_path):
     files = text_files([library])
     held = [list(split_documents(files, 2, seed)[1]) for seed in (0, 0, 1, 2, 3)]
     assert held[0] == held[1]
     assert any(other != held[0] for other in held[2:])
-
-
-def test_a_split_of_the_data_sets_own_is_kept(library, tmp_path):
     meta = prepare((library / "a.txt",), out=tmp_path / "out", vocab_size=280, val=(library / "deep",))
     assert (meta["train"]["documents"], meta["val"]["documents"]) == (2, 4)
 

@@ -96,12 +96,15 @@ def test_a_round_is_even_in_work_and_in_tokens(law: str, longest: int, workers: 
         assert tau == 6 or max(off) < 0.01
 
 
-def test_exchanges_even_out_what_the_first_deal_leaves():
+def test_exchanges_even_out_what_the_first_deal_leaves_and_a_workers_steps_are_filled_alike():
     lengths = rounds.cut(rounds.draw("github_like", 700, 1), 32768)
     shares = np.stack([lengths, rounds.cost(lengths, 9216)], axis=1)
     owner = rounds.deal(shares, 16)
     loads = np.stack([np.bincount(owner, column, 16) for column in shares.T])
     assert np.abs(loads / loads.mean(axis=1, keepdims=True) - 1).max() < 0.01
+    lengths = np.array([64] * 6 + [7, 9, 30, 1, 1, 4])
+    part = rounds.into_parts(lengths, 6)
+    assert np.bincount(part, lengths, 6).max() <= 64 + 30 and np.bincount(part[:6]).tolist() == [1] * 6
 
 
 def test_the_crossing_is_where_attention_costs_as_the_rest():
@@ -111,12 +114,6 @@ def test_the_crossing_is_where_attention_costs_as_the_rest():
     for bad in (0, -1, math.nan):
         with pytest.raises(UserError, match="give the tokens at which"):
             rounds.cost(np.ones(2), bad)
-
-
-def test_a_workers_documents_fill_its_steps_alike():
-    lengths = np.array([64] * 6 + [7, 9, 30, 1, 1, 4])
-    part = rounds.into_parts(lengths, 6)
-    assert np.bincount(part, lengths, 6).max() <= 64 + 30 and np.bincount(part[:6]).tolist() == [1] * 6
 
 
 # -- documents ----------------------------------------------------------------------------------------------------

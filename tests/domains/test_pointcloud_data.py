@@ -50,14 +50,11 @@ def shapenet55(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_shapenet_pc15k_layout(shapenet: Path):
+def test_layouts_of_both_shapenet_releases(shapenet: Path, shapenet55: Path):
     source = load_source("shapenet", "train")
     assert [source.label(i) for i in range(len(source))] == [s for s in SYNSETS for _ in range(2)]
     np.testing.assert_array_equal(source.load(3), random_cloud(101))
     assert len(load_source("shapenet", "test")) == 4
-
-
-def test_shapenet55_layout(shapenet55: Path):
     train, test = (load_source("shapenet55", split) for split in ("train", "test"))
     assert [train.label(i) for i in range(len(train))] == list(SYNSETS)
     np.testing.assert_array_equal(train.load(1), random_cloud(1))
@@ -65,9 +62,7 @@ def test_shapenet55_layout(shapenet55: Path):
 
 
 @pytest.mark.parametrize("release", ["shapenet", "shapenet55"])
-def test_packed_clouds_are_mapped_and_the_same(
-    release: str, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-):
+def test_packed_clouds_are_mapped_and_the_same(release: str, request, capsys, monkeypatch):
     root = request.getfixturevalue(release)
     before = {split: load_source(release, split) for split in ("train", "test")}
     wanted = {split: [source.load(i) for i in range(len(source))] for split, source in before.items()}
@@ -160,15 +155,13 @@ def test_loader_processes_change_nothing_and_pass_errors_on_as_one_line(monkeypa
     monkeypatch.setattr(Surfaces, "COUNTS", {"train": 64, "test": 9})
     recipe = replace(RECIPES["surfaces_small"], batch_size=8, points=4)
     clouds = PointClouds(load_source("surfaces", "train"), 4)
-    here, there = (
-        [b.tolist() for b in clouds.train_batches(replace(recipe, loader_workers=n), 1, 2, start=6, total=10)]
-        for n in (0, 1)
-    )
+    recipes = [replace(recipe, loader_workers=n) for n in (0, 1)]
+    here, there = ([b.tolist() for b in clouds.train_batches(of, 1, 2, start=6, total=10)] for of in recipes)
     assert here == there and len(here) == 4
     greedy = PointClouds(load_source("surfaces", "train"), 5000)
-    for n in (0, 1):
+    for of in recipes:
         with pytest.raises(UserError) as error:
-            next(greedy.train_batches(replace(recipe, loader_workers=n), 0, 1, start=0, total=1))
+            next(greedy.train_batches(of, 0, 1, start=0, total=1))
         assert str(error.value).startswith("analytic surface ") and "\n" not in str(error.value)
         assert not multiprocessing.active_children(), "they end with the error"
 

@@ -34,16 +34,13 @@ def clouds(batch: int, n: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(batch, n, 3, generator=torch.Generator().manual_seed(seed))
 
 
-def test_decoder_sizes_are_those_of_foldingnet():
+def test_sizes_of_decoders_and_of_the_encoder_and_its_invariance():
     """FoldingNet's abstract: its decoder has about 7 % of the parameters of the fully connected one."""
     folding, mlp = FoldingDecoder(2048, 512, 512), MLPDecoder(2048, 512, (1024, 2048))
     fold = lambda d: (512 + d) * 512 + 512 + 512 * 512 + 512 + 512 * 3 + 3  # noqa: E731
     assert count(folding) == fold(2) + fold(3) == 1_056_262
     assert count(mlp) == 512 * 1024 + 1024 + 1024 * 2048 + 2048 + 2048 * 6144 + 6144 == 15_213_568
     assert round(100 * count(folding) / count(mlp)) == 7
-
-
-def test_pointnet_encoder_size_and_invariance():
     encoder = PointNetEncoder((64, 128), 256).eval()
     assert count(encoder) == (3 * 64 + 2 * 64) + (64 * 128 + 2 * 128) + (128 * 256 + 256)
     x = clouds(2, 50)
@@ -70,17 +67,14 @@ def test_folding_equals_a_network_on_concatenated_inputs():
     torch.testing.assert_close(fold(decoder.grid, code), expected)
 
 
-def test_farthest_points_by_hand():
-    x = torch.tensor([[[0.0, 0, 0], [1, 0, 0], [10, 0, 0], [4, 0, 0], [9, 0, 0]]])
-    assert farthest_points(x, 4).tolist() == [[0, 2, 3, 1]]
-
-
-def test_neighbours_equal_kdtree():
+def test_neighbours_are_those_of_a_kdtree_and_farthest_points_by_hand():
     x, centres = clouds(2, 200), clouds(2, 9, seed=1)
     found = nearest_neighbours(x, centres, 5)
     for b in range(2):
         expected = cKDTree(x[b].numpy()).query(centres[b].numpy(), 5)[1]
         np.testing.assert_array_equal(found[b].numpy(), expected)
+    x = torch.tensor([[[0.0, 0, 0], [1, 0, 0], [10, 0, 0], [4, 0, 0], [9, 0, 0]]])
+    assert farthest_points(x, 4).tolist() == [[0, 2, 3, 1]]
 
 
 def test_patches_hold_points_of_the_cloud_nearest_first():

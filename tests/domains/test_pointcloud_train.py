@@ -50,13 +50,10 @@ def test_a_run_resumed_after_a_crash_ends_as_if_uninterrupted(model: str, train,
     assert again["test_chamfer"] == end["test_chamfer"]
 
 
-def test_each_knob_changes_the_result(train):
+def test_each_knob_changes_the_result_and_emd_points_only_the_emd(train):
     overrides = ["", "--augment", "--autoencoder.decoder folding", "--model mae", "--points 100"]
     chamfers = [train(*override.split(), name=str(i))[1]["test_chamfer"] for i, override in enumerate(overrides)]
     assert len(set(chamfers)) == len(overrides)
-
-
-def test_emd_points_changes_only_the_emd(train):
     _, few = train("--emd_points", "16", name="few")
     _, many = train("--emd_points", "64", name="many")
     assert few["test_emd"] > many["test_emd"] and few["test_chamfer"] == many["test_chamfer"]

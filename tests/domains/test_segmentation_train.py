@@ -1,7 +1,6 @@
 """What segmentation.train is made of: batches, pictures, recipes."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -74,9 +73,7 @@ def test_evaluation_sees_every_image_once() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_broken_file_is_one_line_from_any_process(
-    tmp_path: Path, workers: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_broken_file_is_one_line_from_any_process(tmp_path, workers: int, monkeypatch):
     monkeypatch.setenv("CO2_DATA", str(tmp_path))
     path = write_ade20k(tmp_path) / "images/training/1.jpg"
     path.write_bytes(b"no image")

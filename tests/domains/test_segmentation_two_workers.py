@@ -98,15 +98,12 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_distributed(scenarios, 2, folder, timeout=240.0)
 
 
-def test_workers_train_apart_and_meet_at_round_ends(two: list[dict[str, Any]]) -> None:
+def test_workers_train_apart_meet_at_round_ends_and_end_equal(two: list[dict[str, Any]]):
     first, second = (r["co2"]["seen"] for r in two)
     equal = [torch.equal(a, b) for a, b in zip(first, second, strict=True)]
     # rounds end at 3 and, counted anew after the checkpoint at 4, at 7; 4 and 8 are checkpoints
     assert equal == [False, False, True, True, False, False, True, True]
     assert not two[0]["co2"]["wrapped"]
-
-
-def test_all_ends_equal_and_trained(two: list[dict[str, Any]]) -> None:
     for name in ("co2", "slowmo", "overlap_local"):
         a, b = (r[name]["end"] for r in two)
         assert torch.equal(a, b), name
@@ -114,14 +111,11 @@ def test_all_ends_equal_and_trained(two: list[dict[str, Any]]) -> None:
     assert torch.equal(two[0]["co2"]["buffers"], two[1]["co2"]["buffers"])
 
 
-def test_settings_arrive(two: list[dict[str, Any]]) -> None:
+def test_settings_arrive_and_a_resumed_run_ends_as_the_whole_one(two: list[dict[str, Any]]):
     expected = CO2Config(tau=3, outer_lr=0.5, outer_momentum=0.25, gap="norm", clip=0.5)
     assert two[0]["co2"]["config"] == expected
     assert two[0]["slowmo"]["config"].outer_momentum == 0.3
     assert two[0]["overlap_local"]["config"].pull == 0.4
-
-
-def test_a_resumed_run_ends_as_the_whole_one(two: list[dict[str, Any]]) -> None:
     for result in two:
         torch.testing.assert_close(result["resumed"], result["co2"]["end"], rtol=0, atol=1e-6)
         assert not torch.allclose(result["resumed"], result["co2"]["seen"][3], rtol=0, atol=1e-6)
@@ -129,11 +123,7 @@ def test_a_resumed_run_ends_as_the_whole_one(two: list[dict[str, Any]]) -> None:
 
 def test_the_checkpoint_holds_the_outer_state(tmp_path: Path) -> None:
     """One process, no process group: the hook works there too, and its checkpoint resumes only its own method."""
-    single = {
-        "launcher": "none",
-        "cfg": {},
-        "train_cfg": {"type": "IterBasedTrainLoop", "max_iters": 4},
-    }
+    single = {"launcher": "none", "cfg": {}, "train_cfg": {"type": "IterBasedTrainLoop", "max_iters": 4}}
     runner("one", str(tmp_path), Probe(), {"tau": 2}, **single).train()
     path = tmp_path / "one" / "iter_4.pth"
     saved = torch.load(path, weights_only=False)["co2"]
@@ -146,18 +136,17 @@ def test_the_checkpoint_holds_the_outer_state(tmp_path: Path) -> None:
 
 
 def test_mistakes_get_one_line() -> None:
-    with pytest.raises(UserError, match="method='ddp': choose co2"):
-        CO2Hook(method="ddp")  # type: ignore[arg-type]
-    with pytest.raises(UserError, match="co2 has no setting 'outer_rl': it has .*outer_lr, outer_momentum"):
-        CO2Hook(co2={"outer_rl": 1.0})
-    with pytest.raises(UserError, match="slowmo has no setting 'clip': it has outer_lr, outer_momentum"):
-        CO2Hook(method="slowmo", slowmo={"clip": 1.0})
-    with pytest.raises(UserError, match="wire has no setting 'bits'"):
-        CO2Hook(co2={"wire": {"bits": 8}})
-    with pytest.raises(UserError, match="co2.wire='int8': give a dict"):
-        CO2Hook(co2={"wire": "int8"})
-    with pytest.raises(UserError, match="tau=0"):
-        CO2Hook(tau=0)
+    mistakes: dict[str, dict[str, Any]] = {
+        "method='ddp': choose co2": {"method": "ddp"},
+        "co2 has no setting 'outer_rl': it has .*outer_lr, outer_momentum": {"co2": {"outer_rl": 1.0}},
+        "slowmo has no setting 'clip': it has outer_lr, outer": {"method": "slowmo", "slowmo": {"clip": 1.0}},
+        "wire has no setting 'bits'": {"co2": {"wire": {"bits": 8}}},
+        "co2.wire='int8': give a dict": {"co2": {"wire": "int8"}},
+        "tau=0": {"tau": 0},
+    }
+    for message, settings in mistakes.items():
+        with pytest.raises(UserError, match=message):
+            CO2Hook(**settings)
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.SyncBatchNorm(4))
     with pytest.raises(UserError, match="1 is SyncBatchNorm"):
         CO2Hook().before_run(SimpleNamespace(model=model))  # type: ignore[arg-type]

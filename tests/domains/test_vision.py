@@ -20,14 +20,8 @@ def test_recipes_follow_the_work_that_they_cite():
     """DeiT: repeated augmentation, no clipping; Swin: 20 epochs of warm-up, clipping by 5, jitter 0.4, no repeats."""
     vit, swin = imagenet_vit_base(), imagenet_swin_tiny()
     epoch = 1_281_167 // 4096
-    assert (vit.repeats, vit.optim.clip_grad_norm, vit.optim.warmup_steps, vit.color_jitter) == (
-        3,
-        None,
-        5 * epoch,
-        0.3,
-    )
-    assert (swin.repeats, swin.optim.clip_grad_norm, swin.optim.warmup_steps) == (1, 5.0, 20 * epoch)
-    assert swin.color_jitter == 0.4
+    for r, expected in ((vit, (3, None, 5 * epoch, 0.3)), (swin, (1, 5.0, 20 * epoch, 0.4))):
+        assert (r.repeats, r.optim.clip_grad_norm, r.optim.warmup_steps, r.color_jitter) == expected
     assert all(r.co2.outer_momentum == 0.6 for r in RECIPES.values() if r.dataset == "imagenet"), "more than 64 GPUs"
 
 

@@ -36,11 +36,9 @@ def archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A small archive in CIFAR-10's layout, and a cache folder of its own."""
     monkeypatch.setenv("CO2_DATA", str(tmp_path))
     monkeypatch.setenv("CO2_CACHE", str(tmp_path / "cache"))
-    write(
-        tmp_path / "cifar10_jpeg.tar.xz",
-        {"train/b/0.jpg": jpeg(200), "train/a/0.jpg": jpeg(20), "test/b/0.jpg": jpeg(90)},
-    )
-    return tmp_path / "cifar10_jpeg.tar.xz"
+    path = tmp_path / "cifar10_jpeg.tar.xz"
+    write(path, {"train/b/0.jpg": jpeg(200), "train/a/0.jpg": jpeg(20), "test/b/0.jpg": jpeg(90)})
+    return path
 
 
 def write(path: Path, files: dict[str, bytes]) -> None:
@@ -91,20 +89,10 @@ def test_a_damaged_archive_is_named(archive: Path, damage: str):
         data.cifar10()
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        *sorted(DAMAGES.keys() - {"missing", "broken link"}),
-        "npy",
-        "objects",
-        "floats",
-        "grey",
-        "labels",
-        "none",
-        "train_y",
-        "classes",
-    ],
-)
+CHANGES = ("npy", "objects", "floats", "grey", "labels", "none", "train_y", "classes")
+
+
+@pytest.mark.parametrize("change", [*sorted(DAMAGES.keys() - {"missing", "broken link"}), *CHANGES])
 def test_a_damaged_cache_is_named(archive: Path, change: str):
     data.cifar10()
     (cache,) = archive.parent.glob("cache/*/*.npz")
@@ -127,9 +115,8 @@ def test_a_damaged_cache_is_named(archive: Path, change: str):
         np.savez(cache, **{name: array for name, array in arrays.items() if name != change})
     else:
         np.savez(cache, **arrays | others[change])
-    with pytest.raises(
-        UserError, match=rf"^{cache}: the cache of CIFAR-10 is damaged .*: remove {cache.parent}, it is made again$"
-    ):
+    said = rf"^{cache}: the cache of CIFAR-10 is damaged .*: remove {cache.parent}, it is made again$"
+    with pytest.raises(UserError, match=said):
         data.cifar10()
 
 

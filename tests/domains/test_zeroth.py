@@ -58,15 +58,10 @@ def on_mesh(rank: int, world_size: int, configs: list[ZerothConfig]) -> list[tup
 
 
 STEPS = 30, 8  # of the first, and of the others
-CONFIGS = [
-    ZerothConfig(weight_decay=0.1, seed=3),
-    ZerothConfig(pairs=False, weight_decay=0.1),
-]
+CONFIGS = [ZerothConfig(weight_decay=0.1, seed=3), ZerothConfig(pairs=False, weight_decay=0.1)]
 
 
-@pytest.mark.parametrize(
-    "workers", [1, 2, pytest.param(4, marks=pytest.mark.slow), pytest.param(6, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("workers", [1, 2, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 6))])
 def test_every_mesh_gives_what_one_process_would(workers):
     """[D, 1] and [D, 2] for D of 1 to 6, to 1e-12, and with the same bits on all workers after every step."""
     results = [on_mesh(0, 1, CONFIGS)] if workers == 1 else run_distributed(on_mesh, workers, CONFIGS, timeout=240)
@@ -163,16 +158,10 @@ def after(config: ZerothConfig, steps: int, lr: float = 0.01) -> Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-def test_the_last_update_is_applied():
+def test_the_last_update_is_applied_seed_0_is_a_seed_and_a_slope_of_zero_does_not_skip_the_weight_decay():
     assert not torch.equal(after(ZerothConfig(), 1), after(ZerothConfig(), 0))
-
-
-def test_seed_0_is_a_seed():
     assert torch.equal(after(ZerothConfig(seed=0), 3), after(ZerothConfig(seed=0), 3))
     assert not torch.equal(after(ZerothConfig(seed=0), 3), after(ZerothConfig(seed=1), 3))
-
-
-def test_a_slope_of_zero_does_not_skip_the_weight_decay():
     model = Net()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     zo = ZerothOrder(model, ZerothConfig(weight_decay=0.5), lr=0.1)

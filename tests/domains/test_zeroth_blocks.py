@@ -95,16 +95,10 @@ def compared(rank: int, world_size: int, config: ZerothConfig, blocks: int = BLO
     return same(model, plain)
 
 
-@pytest.mark.parametrize(
-    ("config", "blocks", "norms"),
-    [
-        (ZerothConfig(weight_decay=0.1), BLOCKS, 1),
-        *[(ZerothConfig(), *shape) for shape in ((1, 1), (2, 1), (3, 1), (4, 2))],
-    ],
-)
-def test_streamed_blocks_give_the_same_bits(config: ZerothConfig, blocks: int, norms: int):
+@pytest.mark.parametrize("shape", [(BLOCKS, 1), (1, 1), (2, 1), (3, 1), (4, 2)])
+def test_streamed_blocks_give_the_same_bits(shape: tuple[int, int]):
     """Any number of blocks, also with a norm between them."""
-    assert compared(0, 1, config, blocks, norms)
+    assert compared(0, 1, ZerothConfig(weight_decay=0.1 if shape == (BLOCKS, 1) else 0.0), *shape)
 
 
 def test_blocks_may_lie_in_mapped_files(tmp_path):

@@ -25,7 +25,7 @@ def frozen_but(part: str) -> Net:
     return model
 
 
-def test_dropout_is_off_while_a_step_measures_and_on_again_after_it():
+def test_a_step_leaves_modes_frozen_tensors_and_after_a_loss_that_fails_all_weights_as_they_were():
     model = Net().train()
     model.norm.eval()
     zo = ZerothOrder(model, lr=0.1)
@@ -33,18 +33,12 @@ def test_dropout_is_off_while_a_step_measures_and_on_again_after_it():
     zo.step(lambda m: modes.append([x.training for x in m.modules()]) or 1.0, 1)
     assert not any(any(mode) for mode in modes)
     assert model.drop.training and model.training and not model.norm.training
-
-
-def test_weights_are_as_they_were_after_a_loss_that_fails():
     model = Net()
     before, at = digest(list(model.parameters())), [p.data_ptr() for p in model.parameters()]
     zo = ZerothOrder(model, lr=0.1)
     with pytest.raises(ZeroDivisionError):
         zo.step(lambda m: 1 / 0, 1)
     assert digest(list(model.parameters())) == before and [p.data_ptr() for p in model.parameters()] == at
-
-
-def test_what_requires_no_gradient_is_left_alone():
     model = frozen_but("back.")
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     zo = ZerothOrder(model, lr=0.1)

@@ -1,6 +1,7 @@
 """The tables that are made from run folders, checked by hand."""
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,7 @@ from results.collect import collect, keep_stand_ins, load_recipe, read_kept, rea
 from results.paper import SHORT, TABLES
 
 
-def make_run(
-    folder: Path, task: str, name: str, *, workers: int = 128, results: dict[str, Any], **changes: Any
-) -> None:
+def make_run(folder: Path, task: str, name: str, *, results: dict[str, Any], workers: int = 128, **changes) -> None:
     """A finished run of a recipe, as training/run.py leaves it; of four workers: of a table's stand-in."""
     co2 = {key: changes.pop(key) for key in ("tau", "gap") if key in changes}
     recipe = load_recipe(task, name)
@@ -34,6 +33,13 @@ def resnet50(folder: Path, top1: float, **changes: Any) -> None:
     make_run(folder, "vision", "imagenet_resnet50", results={"test_top1": top1}, **changes)
 
 
+def edit(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Of a run's config.json."""
+    config = json.loads((folder / "config.json").read_text())
+    change(config)
+    (folder / "config.json").write_text(json.dumps(config))
+
+
 def collected(folder: Path, *names: str) -> list[str]:
     tables = {name: TABLES[name] for name in names} or TABLES
     return list(collect(tables, folder))
@@ -44,9 +50,8 @@ def test_mean_and_deviation_over_seeds_beside_the_papers_value(tmp_path: Path):
         results = {"test_top1": top1, "steps_per_second": rate, "hidden_share": 0.9 + seed / 100}
         make_run(tmp_path / "x" / str(seed), "vision", "imagenet_resnet50", seed=seed, results=results)
     lines = collected(tmp_path, "imagenet")
-    assert lines[2].startswith(
-        "| model | method | tau | workers | batch | seeds | top-1, % | samples/s | exposed | paper |"
-    )
+    head = "| model | method | tau | workers | batch | seeds | top-1, % | samples/s | exposed | paper |"
+    assert lines[2].startswith(head)
     measured = "| ResNet-50 | co2 | 48 | 128 | 8192 | 3 | 77.00 ± 2.65 | 24,576.0 | 9.0% | 77.14 ± 0.09 |"
     assert measured in lines
     assert sum(line.startswith("| ResNet-50 | co2 |") for line in lines) == 1
@@ -101,19 +106,12 @@ def test_runs_that_are_no_fair_measurement_are_left_out_with_the_reason(tmp_path
         assert any(line.startswith(start) for line in lines)
 
 
-def test_a_run_that_was_resumed_has_the_commits_of_all_its_parts(tmp_path: Path):
+def test_a_resumed_run_has_the_commits_of_all_its_parts_and_an_extended_one_is_no_measurement(tmp_path: Path):
     resnet50(tmp_path / "a", 0.75)
-    config = json.loads((tmp_path / "a" / "config.json").read_text())
-    config["history"] = [{"changed": [], "step": 10, "commit": commit} for commit in ("abc1234", "def5678")]
-    (tmp_path / "a" / "config.json").write_text(json.dumps(config))
+    history = [{"changed": [], "step": 10, "commit": commit} for commit in ("abc1234", "def5678")]
+    edit(tmp_path / "a", lambda config: config.update(history=history))
     assert "Commits: abc1234, def5678." in collected(tmp_path, "imagenet")
-
-
-def test_an_extended_run_is_no_measurement_of_its_row(tmp_path: Path):
-    resnet50(tmp_path / "a", 0.75)
-    config = json.loads((tmp_path / "a" / "config.json").read_text())
-    config["recipe"]["extend"] = True
-    (tmp_path / "a" / "config.json").write_text(json.dumps(config))
+    edit(tmp_path / "a", lambda config: config["recipe"].update(extend=True))
     lines = collected(tmp_path, "imagenet")
     assert f"Not counted: {tmp_path / 'a'}: extend=True in place of False." in lines
     assert "| ResNet-50 | co2 |  |  |  |  | not run |  |  | 77.14 ± 0.09 |" in lines
@@ -122,9 +120,8 @@ def test_an_extended_run_is_no_measurement_of_its_row(tmp_path: Path):
 @pytest.mark.parametrize("wrong", [None, "x", -1.5, [1], {"a": 1}, True, float("inf")])
 def test_values_of_other_types_are_damage(tmp_path: Path, wrong: Any):
     places = [("config.json", "world_size"), ("config.json", "commit"), ("config.json", "recipe")]
-    places += [
-        ("config.json", f"recipe.{key}") for key in ("name", "method", "seed", "batch_size", "co2", "pretrained")
-    ]
+    keys = ("name", "method", "seed", "batch_size", "co2", "pretrained")
+    places += [("config.json", f"recipe.{key}") for key in keys]
     places += [("summary.json", key) for key in ("steps_per_second", "hidden_share", "test_top1", "steps")]
     for number, (file, place) in enumerate(places):
         resnet50(folder := tmp_path / str(number), 0.75)
@@ -141,8 +138,7 @@ def test_names_of_several_lines_are_told_in_one(tmp_path: Path):
     for name in ("a\n| ResNet-50 | co2 | 48 | 128 |", "b\x1b[31m", "c\u2028d", "\udcff"):
         resnet50(tmp_path / name, 0.75, epochs=3)
     resnet50(tmp_path / "good", 0.75)
-    config = json.loads((tmp_path / "good" / "config.json").read_text())
-    (tmp_path / "good" / "config.json").write_text(json.dumps(config | {"commit": "abc\n# none\x1b"}))
+    edit(tmp_path / "good", lambda config: config.update(commit="abc\n# none\x1b"))
     lines = collected(tmp_path)
     assert all(line.isprintable() for line in lines)
     assert f"Not counted: {tmp_path}/a\\n| ResNet-50 | co2 | 48 | 128 |: epochs=3 in place of 90." in lines
@@ -155,11 +151,9 @@ def test_a_run_older_than_a_field_had_its_default(tmp_path: Path):
     make_run(tmp_path / "vit", "vision", "imagenet_vit_base", results={"test_top1": 0.8})
     resnet50(tmp_path / "resnet", 0.75)
     for name in ("vit", "resnet"):
-        config = json.loads((tmp_path / name / "config.json").read_text())
         for key in ("repeats", "elastic"):
-            del config["recipe"][key]
-        del config["recipe"]["co2"]["outlier"]
-        (tmp_path / name / "config.json").write_text(json.dumps(config))
+            edit(tmp_path / name, lambda config, key=key: config["recipe"].pop(key))
+        edit(tmp_path / name, lambda config: config["recipe"]["co2"].pop("outlier"))
     lines = collected(tmp_path, "imagenet")
     assert any(line.startswith("| ResNet-50 | co2 | 48 |") and "75.00" in line for line in lines)
     assert f"Not counted: {tmp_path / 'vit'}: repeats=1 in place of 3." in lines
@@ -168,12 +162,11 @@ def test_a_run_older_than_a_field_had_its_default(tmp_path: Path):
 def test_a_run_with_a_setting_that_is_gone_counts_where_it_trained_as_without(tmp_path: Path):
     for name, sync_steps in (("plain", 0), ("synchronised", 6)):
         resnet50(tmp_path / name, 0.75)
-        config = json.loads((tmp_path / name / "config.json").read_text())
-        config["recipe"]["co2"] |= {"sync_steps": sync_steps, "update": "fast"}
-        config["recipe"]["slowmo"] |= {"outer_lr": 0.9}  # another method's: defaults of these may change
-        config["recipe"]["delayed"]["taylor"] = 0.25
-        config["recipe"]["schedule"] = []
-        (tmp_path / name / "config.json").write_text(json.dumps(config))
+        gone = {"co2": {"sync_steps": sync_steps, "update": "fast"}, "delayed": {"taylor": 0.25}}
+        gone["slowmo"] = {"outer_lr": 0.9}  # another method's: defaults of these may change
+        for key, settings in gone.items():
+            edit(tmp_path / name, lambda config, key=key, of=settings: config["recipe"][key].update(of))
+        edit(tmp_path / name, lambda config: config["recipe"].update(schedule=[]))
     lines = collected(tmp_path, "imagenet")
     assert any(line.startswith("| ResNet-50 | co2 | 48 |") and "75.00" in line for line in lines)
     assert f"Not counted: {tmp_path / 'synchronised'}: co2.sync_steps=6 in place of None." in lines
@@ -221,9 +214,8 @@ def test_settings_of_unused_methods_and_of_the_loader_do_not_matter(tmp_path: Pa
 def test_a_run_without_the_penalty_goes_to_its_own_row(tmp_path: Path):
     for folder, changes in (("with", {}), ("without", {"gap": "none"})):
         results = {"val_perplexity": 20.0 if changes else 10.0}
-        make_run(
-            tmp_path / folder, "language", "gpt2_small_owt", workers=64, batch_size=512, results=results, **changes
-        )
+        sizes = {"workers": 64, "batch_size": 512}
+        make_run(tmp_path / folder, "language", "gpt2_small_owt", results=results, **sizes, **changes)
     lines = collected(tmp_path, "gap")
     assert "| without | co2 | 48 | 64 | 512 | 1 | 20.00 | 1,024.0 | 10.0% | 7.56 |" in lines
     assert "| with | co2 | 48 | 64 | 512 | 1 | 10.00 | 1,024.0 | 10.0% | 7.39 |" in lines

@@ -67,12 +67,9 @@ def test_the_pieces_run_on_two_workers(tmp_path: Path):
     run_distributed(documented.run_pieces, 2, str(tmp_path), timeout=120)
 
 
-def test_the_readme_s_loop_trains_one_model():
+def test_the_readme_s_loop_trains_one_model_and_the_whole_script_goes_on_where_it_was_stopped(tmp_path: Path):
     first, second = run_distributed(documented.run_diff, 2)
     assert torch.equal(first, second)
-
-
-def test_the_whole_script_goes_on_where_it_was_stopped(tmp_path: Path):
     for ends in run_distributed(documented.run_whole_script, 2, str(tmp_path), timeout=120):
         (calm, undisturbed), (_, stopped), (began, resumed) = ends
         assert calm == 0 and began == 120 and torch.equal(undisturbed, resumed) and not torch.equal(stopped, resumed)
@@ -131,9 +128,8 @@ def test_the_site_builds_without_a_warning(tmp_path: Path):
     env = os.environ | {"NO_MKDOCS_2_WARNING": "1", "CO2_REPOSITORY": ""}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert (
-        "CO2Callback" in re.sub("<.*?>", "", (tmp_path / "integrations.html").read_text()).partition("hf_trainer.py")[2]
-    )
+    shown = re.sub("<.*?>", "", (tmp_path / "integrations.html").read_text())
+    assert "CO2Callback" in shown.partition("hf_trainer.py")[2]
     assert "CO2Config" in (tmp_path / "api.html").read_text() and (tmp_path / "results").is_dir()
 
 

@@ -45,9 +45,8 @@ def files(zygotes: Queue, tmp_path_factory: pytest.TempPathFactory) -> Files:
     files.make()
     for name in files.runs:
         module, options = files.on_data[name]
-        ended = run(
-            zygotes, Case(name, module, [*options, f"--out=@/{name}"], env=files.env).at(files.folder), files.folder
-        )
+        case = Case(name, module, [*options, f"--out=@/{name}"], env=files.env)
+        ended = run(zygotes, case.at(files.folder), files.folder)
         assert ended.status == 0, ended.err
     return files
 
@@ -55,9 +54,8 @@ def files(zygotes: Queue, tmp_path_factory: pytest.TempPathFactory) -> Files:
 def run(zygotes: Queue, case: Case, folder: Path) -> Outcome:
     zygote = zygotes.get()
     try:
-        return zygote.run(
-            case.module, case.arguments, env=case.env, folder=folder, seconds=SECONDS, file_limit=case.file_limit
-        )
+        limits = {"seconds": SECONDS, "file_limit": case.file_limit}
+        return zygote.run(case.module, case.arguments, env=case.env, folder=folder, **limits)
     finally:
         zygotes.put(zygote)
 

@@ -126,25 +126,18 @@ def test_the_other_models_learn_on_two_workers(folder: Path, model: str):
     assert ("val_bits_per_byte" in end) == (model == "transnormer_tiny")
 
 
-def test_another_seed_gives_another_run_and_micro_batches_the_same_losses(losses: dict[str, list[float]]):
+def test_seeds_change_the_losses_and_micro_batches_or_a_stop_do_not(losses: dict[str, list[float]]):
     assert losses["a"] != losses["b"]
     assert losses["two parts"] == pytest.approx(losses["a"], rel=1e-4)
-
-
-def test_a_resumed_run_equals_an_uninterrupted_one_of_an_equal_seed(losses: dict[str, list[float]]):
     assert losses["halves"] == losses["co2"] and len(losses["co2"]) == 6
 
 
-def test_rounds_of_whole_documents_are_learned_and_a_stop_between_them_changes_nothing(
-    folder: Path, losses: dict[str, list[float]]
-):
+def test_rounds_of_whole_documents_are_learned_and_a_stop_between_them_changes_nothing(folder, losses):
     check_learning(folder, losses, ("dealt",))
     assert losses["dealt halves"] == losses["dealt"] and len(losses["dealt"]) == 6
 
 
-def test_a_run_without_gradients_starts_from_anothers_weights_and_resumes_as_if_it_had_not_been_stopped(
-    folder: Path, losses: dict[str, list[float]]
-):
+def test_a_run_without_gradients_starts_from_anothers_weights_and_resumes_as_if_it_had_not_been_stopped(folder, losses):
     base, whole, halves = (summary(folder / name) for name in ("ddp", "zo", "zo halves"))
     assert 0 < abs(whole["val_loss"] - base["val_loss"]) < 0.1, "it goes on from there"
     assert abs(losses["zo"][0] - losses["ddp"][-1]) < 0.5, "a random model's would be log(1024)"

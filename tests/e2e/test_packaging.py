@@ -61,9 +61,21 @@ def direct_requirements(*extras: str) -> list[Requirement]:
 SETUP = direct_requirements(*sorted(reached("all")))  # what `make setup` installs
 
 
-def test_environment_pins_are_those_of_constraints():
+def test_pins_agree_in_all_files_and_carry_no_local_version():
     pinned = constraints()
     assert environment_pins() == {name: pinned[name] for name in map(canonicalize_name, (r.name for r in SETUP))}
+    assert [name for name, version in constraints().items() if "+" in version] == []
+    # It adds to constraints.txt and contradicts it nowhere.
+    pinned = constraints("bench/peers/constraints.txt")
+    assert pinned.keys() & constraints().keys() == set()
+    pinned |= constraints()
+    for requirement in direct_requirements("peers"):
+        assert requirement.specifier.contains(pinned[canonicalize_name(requirement.name)])
+    # torch 2.13.0's wheel on PyPI wants this version and no other; a new torch wants another.
+    pinned = constraints()
+    assert (pinned["torch"], pinned["triton"]) == ("2.13.0", "3.7.1")
+    (requirement,) = map(Requirement, PROJECT["optional-dependencies"]["triton"])
+    assert requirement.specifier.contains(pinned["triton"])
 
 
 @pytest.mark.parametrize("requirement", SETUP, ids=str)
@@ -85,63 +97,27 @@ def make(*arguments: str) -> str:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
 
-def test_peers_are_pinned_in_a_file_of_their_own():
-    """It adds to constraints.txt and contradicts it nowhere."""
-    pinned = constraints("bench/peers/constraints.txt")
-    assert pinned.keys() & constraints().keys() == set()
-    pinned |= constraints()
-    for requirement in direct_requirements("peers"):
-        assert requirement.specifier.contains(pinned[canonicalize_name(requirement.name)])
-
-
-def test_triton_is_pinned_for_torchs_cuda_build():
-    """torch 2.13.0's wheel on PyPI wants this version and no other; a new torch wants another."""
-    pinned = constraints()
-    assert (pinned["torch"], pinned["triton"]) == ("2.13.0", "3.7.1")
-    (requirement,) = map(Requirement, PROJECT["optional-dependencies"]["triton"])
-    assert requirement.specifier.contains(pinned["triton"])
-
-
-def test_pins_carry_no_local_version():
-    assert [name for name, version in constraints().items() if "+" in version] == []
-
-
-def test_all_reaches_every_extra_that_setup_installs():
+def test_all_extras_and_packages_are_installed_and_the_version_is_one_plain_literal():
     assert reached("all") == set(PROJECT["optional-dependencies"]) - APART
-
-
-def test_each_package_of_core_is_installed():
     folders = {path.parent.relative_to(ROOT / "core") for path in (ROOT / "core").rglob("*.py")}
-    assert PYPROJECT["tool"]["setuptools"]["packages"] == sorted(
-        ".".join(("co2_training", *folder.parts)) for folder in folders
-    )
-
-
-def test_version_is_one_plain_literal():
-    """setuptools reads it from the source; an expression would make it import torch."""
+    names = sorted(".".join(("co2_training", *folder.parts)) for folder in folders)
+    assert PYPROJECT["tool"]["setuptools"]["packages"] == names
+    # setuptools reads it from the source; an expression would make it import torch.
     source = (ROOT / "core" / "__init__.py").read_text()
-    assert re.findall(r'^__version__ = "(\d+\.\d+\.\d+)"$', source, re.MULTILINE) == [
-        importlib.import_module("core").__version__
-    ]
+    (version,) = re.findall(r'^__version__ = "(\d+\.\d+\.\d+)"$', source, re.MULTILINE)
+    assert version == importlib.import_module("core").__version__
 
 
-def test_ci_runs_the_make_targets():
-    script = ROOT / ".ci" / "run"
-    assert os.access(script, os.X_OK)
-    assert script.read_text().splitlines()[-4:] == [
-        f"make {name}" for name in ("lint", "test", "test-examples", "test-triton")
-    ]
-
-
-def test_make_alone_lists_each_target_in_its_group():
+def test_make_lists_each_target_in_its_group_and_ci_runs_them():
     groups = {lines[0]: lines[1:] for lines in (group.splitlines() for group in make().strip().split("\n\n"))}
     assert [*groups] == ["Set-up", "Try", "Test", "Check", "Documentation", "Measure"]
     listed = [line.split()[1] for lines in groups.values() for line in lines]
     (phony,) = re.findall(r"^\.PHONY: help (.*)", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert listed == phony.split()
-
-
-def test_github_runs_make_targets():
+    script = ROOT / ".ci" / "run"
+    assert os.access(script, os.X_OK)
+    targets = ("lint", "test", "test-examples", "test-triton")
+    assert script.read_text().splitlines()[-4:] == [f"make {name}" for name in targets]
     (job,) = yaml.safe_load((ROOT / ".github/workflows/checks.yml").read_text())["jobs"].values()
     targets = job["strategy"]["matrix"]["target"]
     assert sorted(targets) == ["docs", "lint", "test", "test-examples", "test-triton", "wheel"]
@@ -149,9 +125,6 @@ def test_github_runs_make_targets():
         assert make("--dry-run", target)
     commands = [step["run"] for step in job["steps"] if "run" in step]
     assert commands == ["make setup", "make ${{ matrix.target }}"]
-
-
-def test_pre_commit_runs_the_tools_of_make_lint():
     subprocess.run([sys.executable, "-m", "pre_commit", "validate-config"], cwd=ROOT, check=True)
     (local,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
     entries = [hook["entry"].removesuffix(" --force-exclude") for hook in local["hooks"]]

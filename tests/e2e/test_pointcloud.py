@@ -21,9 +21,8 @@ from training.run import Run
 
 def tiny(**changes) -> PointCloudRecipe:
     """surfaces_small cut down to a few seconds."""
-    recipe = replace(
-        surfaces_small(), device="cpu", points=64, batch_size=8, emd_points=32, log_every=6, checkpoint_every=4
-    )
+    sizes = {"points": 64, "batch_size": 8, "emd_points": 32}
+    recipe = replace(surfaces_small(), device="cpu", log_every=6, checkpoint_every=4, **sizes)
     recipe = replace(
         recipe,
         autoencoder=AutoencoderConfig("mlp", encoder_widths=(16,), latent=16, mlp_widths=(16,)),

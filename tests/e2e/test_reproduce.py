@@ -64,16 +64,13 @@ def test_every_row_names_recipes_a_script_and_a_method_that_exist(task: str):
             assert f"launch {task}.train" in script.read_text()
 
 
-def test_every_recipe_of_the_papers_tasks_is_in_a_row():
+def test_every_recipe_of_the_papers_tasks_is_in_a_row_and_every_row_has_a_stand_in_or_its_table_a_reason():
     """All but the stand-ins, ShapeNet-55, which is Point-MAE's own set, and what trains without gradients."""
     stand_ins = ("small", "digits", "cifar10", "shapenet55_mae", "gpt2_medium_zo")
     for task in ("vision", "segmentation", "pointcloud", "language"):
         recipes = importlib.import_module(f"{task}.recipes")
         names = {name for name in recipes.RECIPES if not name.endswith("_small") and not name.startswith(stand_ins)}
         assert names - {row.local for _, row in ROWS} == {row.recipe for _, row in ROWS if row.task == task}
-
-
-def test_every_row_has_a_stand_in_or_its_table_a_reason():
     for name, table in TABLES.items():
         without = [row for row in table.rows if not row.local]
         assert not without or "stand-in" in table.note, f"{name}: {without[0].label}"
@@ -160,11 +157,8 @@ def sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], N
     return make
 
 
-def test_list_names_every_table(told: Told):
+def test_list_names_every_table_and_a_dry_run_prints_a_line_a_row_and_seed(told: Told):
     assert [line.split()[0] for line in told("list")] == list(TABLES)
-
-
-def test_dry_run_prints_a_line_a_row_and_seed(told: Told):
     lines = told("throughput", "--dry-run")
     assert len(lines) == 15 and all(line.startswith("NCCL_IB_DISABLE=1 RECIPE=gpt2_large_owt ") for line in lines)
     name = "gpt2_large_owt-co2-tau48-16nodes-tcp-epochs_1-seed0"
@@ -177,9 +171,8 @@ def test_dry_run_prints_a_line_a_row_and_seed(told: Told):
 def test_rows_methods_and_seeds_are_chosen_and_options_passed_on(told: Told):
     chosen = ["--dry-run", "--rows", "resnet50,imagenet_vit_base", "--methods", "co2,ddp", "--seeds", "0,7"]
     lines = told("imagenet", *chosen, "--", "--optim.lr", "0.5", "--co2.tau=24")
-    got = [
-        tuple(part.split("=")[1] for part in line.split()[:6] if part[:4] in ("RECI", "METH", "SEED")) for line in lines
-    ]
+    words = [[part.split("=") for part in line.split()[:6]] for line in lines]
+    got = [tuple(value for key, value in of if key in ("RECIPE", "METHOD", "SEED")) for of in words]
     recipes = ("imagenet_resnet50", "imagenet_vit_base")
     assert got == [(recipe, method, seed) for recipe in recipes for method in ("ddp", "co2") for seed in "07"]
     assert all(line.endswith("slurm/vision_a100.sh --optim.lr 0.5") and " TAU=24 " in line for line in lines)
@@ -191,13 +184,10 @@ def test_rows_methods_and_seeds_are_chosen_and_options_passed_on(told: Told):
     assert " --method co2 --co2.tau 12 --epochs 2 " in line and "-co2-tau12-epochs_2-" in line
 
 
-def test_every_tau_that_the_paper_searched_has_a_row():
+def test_every_tau_that_the_paper_searched_and_both_networks_have_rows():
     assert TAUS == (1, 3, 6, 12, 24, 48, 96, 192)
     for name in ("tau_vision", "tau_language"):
         assert tuple(row.tau for row in TABLES[name].rows) == TAUS
-
-
-def test_throughput_is_asked_of_both_networks_and_all_methods_that_hide():
     asked = {(row.network, row.method, row.tau, row.nodes) for name in THROUGHPUT for row in TABLES[name].rows}
     methods = (("ddp", None), ("co2", 48), ("co2", 12), ("slowmo", 48), ("overlap_local", 48))
     assert asked == {(net, *method, nodes) for net in ("tcp", "roce") for method in methods for nodes in (1, 2, 16)}
@@ -221,30 +211,22 @@ def finish(root: Path, name: str, tau: int, hours: float, *, seed: int = 0, done
     return folder
 
 
-def test_status_shows_what_ran_and_the_gpu_hours_that_are_left(
+def test_status_shows_what_ran_and_what_is_left_and_what_is_finished_is_not_submitted_again(
     told: Told, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(reproduce, "ROOT", tmp_path)
-    finish(tmp_path, "co2", 48, 30.0)
+    done = finish(tmp_path, "co2", 48, 30.0)
     finish(tmp_path, "co2", 48, 12.0, seed=1, done=False)
     lines = told("imagenet", "--status", "--rows", "resnet50")
     assert "| imagenet | ResNet-50 | co2 |  | 1 | 1 | 1 | 42.0 | 48.0 |" in lines  # 30 - 12, and another 30
     assert "| imagenet | ResNet-50 | ddp |  | 0 | 0 | 3 | 0.0 | ? |" in lines
     assert lines[-1].startswith("42.0 GPU hours used; left: 48.0, and what the rows marked ? need")
-
-
-def test_what_is_finished_is_not_submitted_again(told: Told, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(reproduce, "ROOT", tmp_path)
-    done = finish(tmp_path, "co2", 48, 30.0)
-    finish(tmp_path, "co2", 48, 12.0, seed=1, done=False)
     lines = told("imagenet", "--dry-run", "--rows", "resnet50", "--methods", "co2")
     assert lines[0] == f"# finished: {done.relative_to(tmp_path)}"
     assert [line.split("SEED=")[1][0] for line in lines[1:]] == ["1", "2"], "what was begun goes on"
 
 
-def test_again_repeats_a_finished_run_and_keeps_its_folder(
-    told: Told, sbatch: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_again_repeats_a_finished_run_and_keeps_its_folder(told: Told, sbatch: Any, tmp_path, monkeypatch):
     sbatch("")
     monkeypatch.setattr(reproduce, "ROOT", tmp_path)
     done = finish(tmp_path, "co2", 48, 30.0)
@@ -263,10 +245,12 @@ def test_an_array_has_a_line_for_each_job(told: Told, sbatch: Any, tmp_path: Pat
     jobs, *submitted = (tmp_path / "submitted").read_text().split()
     assert submitted == ["--nodes=8", "--job-name=gap-gpt2_a100-8nodes", "--array=0-3%4", "slurm/gpt2_a100.sh"]
     lines = (tmp_path / jobs).read_text().splitlines()
-    assert len(lines) == 4 and lines[1].startswith(
-        "export RECIPE=gpt2_small_owt METHOD=co2 TAU=48 BATCH_SIZE=512 SEED=1"
-    )
+    begin = "export RECIPE=gpt2_small_owt METHOD=co2 TAU=48 BATCH_SIZE=512 SEED=1"
+    assert len(lines) == 4 and lines[1].startswith(begin)
     assert lines[1].endswith("seed1; JOB_ARGS=(--co2.gap none --co2.allow_unstable --epochs 3)")
+
+
+ROW = "for row 'ResNet-50', method ddp"
 
 
 @pytest.mark.parametrize(
@@ -282,14 +266,14 @@ def test_an_array_has_a_line_for_each_job(told: Told, sbatch: Any, tmp_path: Pat
         (["imagenet", "--", "epochs", "3"], "'epochs' behind --: give options of the train script"),
         (
             ["imagenet", "--", "--epochss", "3"],
-            "behind --: vision.train, for row 'ResNet-50', method ddp: Unrecognized options: --epochss, 3 "
-            "Perhaps you meant: --epochs INT",
+            f"behind --: vision.train, {ROW}: Unrecognized options: --epochss, 3 Per",
         ),
+        (["imagenet", "--", "--epochss", "3"], "Perhaps you meant: --epochs INT"),
         (["imagenet", "--local", "--", "--batch_size=x"], "method ddp: Error parsing --batch_size: invalid literal"),
         (["imagenet", "--dry-run", "--", "--epochs", "0"], "method ddp: Error parsing VisionRecipe: epochs=0:"),
         (
             ["imagenet", "--methods", "ddp", "--", "--co2.outer_lr", "0.5"],
-            "for row 'ResNet-50', method ddp: co2.outer_lr=0.5 is method co2's own",
+            f"{ROW}: co2.outer_lr=0.5 is method co2's own",
         ),
         (["--collect", "nowhere"], "--collect nowhere: no such folder; name"),
         (["--collect", str(ROOT / "slurm")], "no run folder in it, at any depth"),
@@ -320,9 +304,8 @@ def test_jobs_are_submitted_with_their_environment(told: Told, sbatch: Any, tmp_
 
 def test_a_reader_that_has_seen_enough_ends_it_without_a_traceback():
     text = "from training.script import launch; launch(lambda: [print('x' * 100) for _ in range(20000)])"
-    with subprocess.Popen(
-        [sys.executable, "-c", text], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", text], cwd=ROOT, text=True, **pipes) as process:
         assert process.stdout and process.stderr
         process.stdout.readline()
         process.stdout.close()

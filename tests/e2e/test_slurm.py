@@ -151,17 +151,14 @@ def test_variables_and_options_change_the_run(tmp_path: Path):
 
 def test_the_sites_settings_reach_the_workers(tmp_path: Path):
     say = 'echo "$CO2_DATA $NCCL_SOCKET_IFNAME $GLOO_SOCKET_IFNAME $OMP_NUM_THREADS" > "$FAKES/arguments"'
-    env = install(tmp_path, torchrun=say) | {
-        "IFACE": "bond0",
-        "GLOO_SOCKET_IFNAME": "eth1",
-        "SLURM_CPUS_PER_TASK": "32",
-    }
+    env = install(tmp_path, torchrun=say) | {"IFACE": "bond0", "GLOO_SOCKET_IFNAME": "eth1"}
+    env["SLURM_CPUS_PER_TASK"] = "32"
     env.pop("OMP_NUM_THREADS", None)
-    subprocess.run(["bash", "slurm/vision_a100.sh"], cwd=ROOT, env=env, check=True, capture_output=True, timeout=60)
-    assert (tmp_path / "arguments").read_text() == f"{ROOT}/data bond0 eth1 16\n"
-    env |= {"CO2_DATA": "/sets", "OMP_NUM_THREADS": "3"}
-    subprocess.run(["bash", "slurm/vision_a100.sh"], cwd=ROOT, env=env, check=True, capture_output=True, timeout=60)
-    assert (tmp_path / "arguments").read_text() == "/sets bond0 eth1 3\n"
+    given = {"CO2_DATA": "/sets", "OMP_NUM_THREADS": "3"}
+    for more, said in (({}, f"{ROOT}/data bond0 eth1 16\n"), (given, "/sets bond0 eth1 3\n")):
+        how = {"env": env | more, "capture_output": True, "timeout": 60}
+        subprocess.run(["bash", "slurm/vision_a100.sh"], cwd=ROOT, check=True, **how)
+        assert (tmp_path / "arguments").read_text() == said
 
 
 def test_cores_loaders_and_the_sites_arguments_reach_srun_and_torchrun(tmp_path: Path):
@@ -202,7 +199,6 @@ def test_the_number_in_an_array_is_the_seed_or_the_line_of_a_file(tmp_path: Path
 )
 def test_a_script_that_cannot_run_says_why(change: dict[str, str], message: str, tmp_path: Path):
     env = install(tmp_path, torchrun=SAY) | change
-    result = subprocess.run(
-        ["bash", "slurm/vision_a100.sh"], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60
-    )
+    how = {"capture_output": True, "text": True, "timeout": 60}
+    result = subprocess.run(["bash", "slurm/vision_a100.sh"], cwd=ROOT, env=env, **how)
     assert result.returncode != 0 and message in result.stderr and not (tmp_path / "arguments").exists()

@@ -35,14 +35,10 @@ def slurm() -> Iterator[Cluster]:
         yield running
 
 
-def submit(
-    slurm: Cluster,
-    script: str,
-    run: str,
-    *options: str,
-    asks: tuple[str, ...] = ("--nodelist=node[2-3]",),
-    **variables: str,
-) -> str:
+LAST_TWO = "--nodelist=node[2-3]"
+
+
+def submit(slurm: Cluster, script: str, run: str, *options: str, asks=(LAST_TWO,), **variables: str) -> str:
     """The number of a job of two workers on two nodes; the run folder is `run`."""
     asks = ("--nodes=2", "--gpus-per-node=1", "--cpus-per-task=1", "--mem=1000", "--time=60", *asks)
     settings = {
@@ -137,7 +133,7 @@ def test_a_job_in_a_container_saves_when_it_is_signalled(slurm: Cluster):
     )
     apptainer.chmod(0o755)
     inside = {"CONTAINER": str(image), "VENV": "/nowhere", "PATH": f"{slurm.folder}:{os.environ['PATH']}"}
-    asks = ("--nodelist=node[2-3]", "--signal=B:CONT@1")
+    asks = (LAST_TWO, "--signal=B:CONT@1")
     job = submit(slurm, "vision_a100", "contained", *VISION, "10000", *SLOW_LINK, asks=asks, **inside)
     reaches(slurm, job, "contained", 6)
     slurm("scancel", job)
@@ -156,9 +152,7 @@ def test_a_job_that_is_warned_of_its_limit_stops_and_goes_on(slurm: Cluster, at_
     assert slurm.wait(job) == "CANCELLED"
     steps = [step for step, _ in losses(slurm, "warned")]
     assert stopped > 0 and steps == list(range(1, len(steps) + 1)), "it went on where it stopped"
-    assert summary(slurm, "warned")["stopped_by_signal"] in (signal.SIGUSR1, signal.SIGTERM), (
-        "a cancelled run has saved"
-    )
+    assert summary(slurm, "warned")["stopped_by_signal"] in (signal.SIGUSR1, signal.SIGTERM), "it has saved"
 
 
 def test_a_job_that_hits_its_limit_has_saved(slurm: Cluster, at_limits: dict):

@@ -44,9 +44,7 @@ def test_a_run_that_has_ended_is_not_requeued(tmp_path: Path):
 
 
 @pytest.mark.parametrize(("when", "requeued"), [("2026-01-02T03:04:05", True), ("None", False)])
-def test_a_stopped_run_is_requeued_if_it_was_preempted_but_not_if_it_was_cancelled(
-    when: str, requeued: bool, tmp_path: Path
-):
+def test_a_stopped_run_is_requeued_if_it_was_preempted_but_not_if_it_was_cancelled(when: str, requeued: bool, tmp_path):
     """Slurm has sent SIGTERM to all processes, torchrun's among them."""
     (tmp_path / "job").write_text(f"JobState=RUNNING PreemptTime={when}")
     job = begun(tmp_path)
@@ -135,15 +133,9 @@ def test_its_torchrun_line_runs_with_the_small_recipe(script: str, tmp_path: Pat
 
         make_model(tmp_path / "model")
         make_prompts(tmp_path / "prompts")
-    env = install(tmp_path) | {
-        "RECIPE": small,
-        "BATCH_SIZE": "",
-        "OUT": str(tmp_path / "run"),
-        "CO2_DATA": str(tmp_path),
-    }
-    result = subprocess.run(
-        ["bash", script, "--dry_run", "--device", "cpu"], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300
-    )
+    env = install(tmp_path) | {"RECIPE": small, "BATCH_SIZE": "", "CO2_DATA": str(tmp_path), "OUT": f"{tmp_path}/run"}
+    how = {"env": env, "capture_output": True, "text": True, "timeout": 300}
+    result = subprocess.run(["bash", script, "--dry_run", "--device", "cpu"], cwd=ROOT, **how)
     assert result.returncode == 0, result.stdout + result.stderr
     assert f'"name": "{small}"' in result.stdout and "2 workers of" in result.stdout
 

@@ -34,9 +34,7 @@ def test_local_runs_what_is_missing_and_stops_at_a_failure(tmp_path: Path, monke
     assert [path.name[-5:] for path in started] == ["seed1", "seed2", "seed0"], "seed 0 without penalty was there"
 
 
-def test_a_kept_row_is_named_by_its_folder_and_again_repeats_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_a_kept_row_is_named_by_its_folder_and_again_repeats_it(tmp_path, monkeypatch, capsys):
     kept, runs = tmp_path / "kept", tmp_path / "runs"
     monkeypatch.setattr(reproduce, "ROOT", tmp_path)
     monkeypatch.setattr(reproduce, "KEPT", kept)

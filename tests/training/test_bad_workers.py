@@ -71,9 +71,10 @@ def finite_checkpoints(folder: Path) -> bool:
     return bool(states) and all(bool(p.isfinite().all()) for state, *_ in states for p in state["model"].values())
 
 
-@pytest.mark.parametrize(
-    "method", ["co2", *(pytest.param(m, marks=pytest.mark.slow) for m in ("local", "overlap_local"))]
-)
+SLOWER = [pytest.param(method, marks=pytest.mark.slow) for method in ("local", "overlap_local")]
+
+
+@pytest.mark.parametrize("method", ["co2", *SLOWER])
 def test_a_worker_that_is_spoilt_once_goes_on_with_the_others(method: str, tmp_path: Path):
     """NaN in a gradient: Adam's moments are NaN too, and would spoil every round from there on."""
     for found in run_distributed(not_finite, 2, str(tmp_path), method, [13], timeout=120):

@@ -41,9 +41,7 @@ def build(task: str, name: str) -> nn.Module:
 
 @pytest.mark.parametrize("cluster", NODES)
 @pytest.mark.parametrize(("task", "name"), RECIPES)
-def test_every_recipe_starts_on_its_clusters_or_is_refused_in_one_line(
-    task: str, name: str, cluster: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-):
+def test_every_recipe_starts_on_its_clusters_or_is_refused_in_one_line(task, name, cluster, monkeypatch, capsys):
     """With the batch that slurm/'s scripts give it (tests/e2e/test_slurm.py), a small one on four workers; and with its
     own."""
     recipe, gpus = importlib.import_module(f"{task}.recipes").RECIPES[name], NODES[cluster] * GPUS

@@ -41,7 +41,7 @@ def test_the_clock_stands_still_in_a_pause_and_goes_on_where_a_run_ended(monkeyp
     assert clock.seconds == 12.0
 
 
-def test_the_trace_covers_the_rounds_asked_for(tmp_path: Path):
+def test_the_trace_covers_the_rounds_asked_for_and_is_written_where_a_run_ends_early(tmp_path: Path):
     trace = Trace(tmp_path / "trace.json", first=2, rounds=2)
     wrote = []
     for i in range(6):
@@ -52,9 +52,6 @@ def test_the_trace_covers_the_rounds_asked_for(tmp_path: Path):
     names = {event.get("name") for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]}
     assert {"local step 2", "local step 3"} <= names
     assert not {"local step 1", "local step 4"} & names
-
-
-def test_a_run_that_ends_early_still_writes_its_trace(tmp_path: Path):
     trace = Trace(tmp_path / "trace.json", first=1, rounds=5)
     trace.go_on()
     assert not trace.wrote

@@ -20,26 +20,18 @@ def nobody(environment: dict[str, str]) -> Any:
     raise AssertionError("no worker is started")
 
 
-def test_the_launchers_store_listens_at_its_address_alone():
-    agent = Agent(nobody, 1)
-    assert listening_at(agent._served.port) == {"127.0.0.1"}
+def test_where_the_launchers_store_listens(monkeypatch: pytest.MonkeyPatch):
+    """At its address; everywhere where other nodes take its name for loopback, or it is no address of this machine."""
+    assert listening_at(Agent(nobody, 1)._served.port) == {"127.0.0.1"}
+    assert listening_at(Agent(nobody, 1, nodes=2, host="127.0.1.1")._served.port) & {"::", "0.0.0.0"}
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UserError, match="a free --master-port"):
+        Agent(nobody, 1, port=taken.getsockname()[1])
 
-
-def test_an_address_that_is_not_this_machines_own_is_listened_to_everywhere(monkeypatch: pytest.MonkeyPatch):
     def refuse(*_: Any) -> Any:
         raise OSError(errno.EADDRNOTAVAIL, "Cannot assign requested address")
 
     monkeypatch.setattr(launch.socket, "create_server", refuse)
     assert listening_at(Agent(nobody, 1)._served.port) & {"::", "0.0.0.0"}
-
-
-def test_other_nodes_reach_a_store_whose_name_means_loopback_on_the_first_one():
-    assert listening_at(Agent(nobody, 1, nodes=2, host="127.0.1.1")._served.port) & {"::", "0.0.0.0"}
-
-
-def test_a_port_that_is_taken_is_told():
-    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UserError, match="a free --master-port"):
-        Agent(nobody, 1, port=taken.getsockname()[1])
 
 
 # -- the coordinator ------------------------------------------------------------------------------------------

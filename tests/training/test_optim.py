@@ -17,21 +17,15 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3))
 
 
-def test_weight_decay_leaves_biases_and_norms_alone():
+def test_weight_decay_spares_biases_norms_and_what_a_model_or_a_recipe_names():
     optimizer = make_optimizer(model(), OptimConfig("sgd", lr=0.1, momentum=0.0, weight_decay=0.5))
     decayed, spared = optimizer.param_groups
     assert (decayed["weight_decay"], [p.ndim for p in decayed["params"]]) == (0.5, [2])
     assert (spared["weight_decay"], [p.ndim for p in spared["params"]]) == (0.0, [1, 1, 1])
-
-
-def test_weight_decay_leaves_alone_what_the_model_names():
     net = nn.Sequential(nn.Linear(4, 3, bias=False), nn.Linear(3, 2, bias=False))
     net.no_weight_decay = lambda: {"1.*"}
     decayed, spared = make_optimizer(net, OptimConfig(weight_decay=0.5)).param_groups
     assert (decayed["params"], spared["params"]) == ([net[0].weight], [net[1].weight])
-
-
-def test_a_recipe_says_by_name_what_is_not_decayed():
     (everything,) = make_optimizer(model(), OptimConfig(weight_decay=0.5, undecayed=())).param_groups
     assert everything["weight_decay"] == 0.5 and len(everything["params"]) == 4
     decayed, spared = make_optimizer(model(), OptimConfig(weight_decay=0.5, undecayed=("bias",))).param_groups
@@ -68,32 +62,23 @@ def test_optimizer_by_name_takes_its_settings(name: str, cls: type):
         assert (optimizer.defaults["betas"], optimizer.defaults["eps"]) == ((0.8, 0.9), 1e-6)
 
 
-def test_cosine_with_warm_up():
+def test_schedules_by_hand():
     config = OptimConfig(warmup_steps=4, min_lr_share=0.1)
     factors = [lr_factor(step, 104, config) for step in range(104)]
     assert factors[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
     assert factors[54] == pytest.approx(0.1 + 0.9 / 2)  # half way
     assert lr_factor(104, 104, config) == pytest.approx(0.1)
     assert all(a >= b for a, b in zip(factors[4:], factors[5:], strict=False))
-
-
-def test_inverse_sqrt_and_constant():
     config = OptimConfig(schedule="inverse_sqrt", warmup_steps=100)
     assert lr_factor(399, 1000, config) == pytest.approx(math.sqrt(100 / 400))
     assert lr_factor(99, 1000, config) == pytest.approx(100 / 101)
     assert lr_factor(900, 1000, OptimConfig(schedule="constant", warmup_steps=3)) == 1.0
-
-
-def test_poly_by_hand():
     config = OptimConfig(schedule="poly", power=0.9, min_lr_share=0.1, warmup_steps=4)
     assert lr_factor(1, 14, config) == pytest.approx(2 / 5)
     assert lr_factor(4, 14, config) == 1.0
     assert lr_factor(9, 14, config) == pytest.approx(0.1 + 0.9 * 0.5**0.9)
     assert lr_factor(14, 14, config) == pytest.approx(0.1)
     assert lr_factor(9, 14, replace(config, power=2.0)) == pytest.approx(0.1 + 0.9 * 0.25)
-
-
-def test_schedule_drives_the_optimizer():
     config = OptimConfig(lr=2.0, warmup_steps=1)
     optimizer = make_optimizer(model(), config)
     schedule = make_schedule(optimizer, 11, config)

@@ -53,7 +53,7 @@ def parts(found: dict[str, object]) -> dict[str, float]:
 # -- formulas ---------------------------------------------------------------------------------------------------------
 
 
-def test_parameters_of_known_models():
+def test_parameters_flops_and_activations_are_the_published_ones():
     assert preset_model("gpt-125m", None).params == 124_439_808  # transformers' gpt2
     assert preset_model("llama-7b", None).params == 6_738_415_616  # transformers' Llama
     gpt = preset_model("gpt-175b", None)
@@ -61,16 +61,10 @@ def test_parameters_of_known_models():
     assert gpt.params - 2 * h == pytest.approx(
         12 * n * h**2 * (1 + 13 / (12 * h) + (v + s) / (12 * n * h))
     )  # [N] eq. 2
-
-
-def test_flops_of_a_small_model_and_what_is_said_of_a_step():
     assert (MODEL.linear_flops, MODEL.attention_flops, MODEL.head_flops) == (12e6, 1e6, 1e7)
     assert MODEL.step_flops == 3 * (8 * 13e6 + 1e7) and MODEL.params == OWN
     c = case(CUT)
     assert command.mfu(c, 2.0) == 16 * 342e6 / (2.0 * 8 * 1e12)
-
-
-def test_flops_are_those_of_megatron():
     m = preset_model("gpt-22b", None)
     n, h, v, s = m.layers, m.width, m.vocabulary, m.context
     assert m.step_flops == pytest.approx(72 * s * n * h**2 * (1 + s / (6 * h) + v / (12 * n * h)))
@@ -79,9 +73,6 @@ def test_flops_are_those_of_megatron():
     layout = Layouts(8, 1, 1, 1, 4, recompute=RECOMPUTE.index("full"))
     c = Case(m, replace(preset("frontier"), nodes=1), MEGATRON, 4, layout)
     assert time.products(c) == pytest.approx(4 * again / 8 / (c.cluster.device.top * c.cluster.device.peak))
-
-
-def test_kept_activations_are_those_of_megatron():
     m = preset_model("gpt-22b", None)
     b, t, s, h, a = 4, 8, m.context, m.width, m.heads
     c = Case(m, CLUSTER, MEGATRON, 4, Layouts(t, 1, 1, 1, b))
@@ -277,9 +268,7 @@ def test_data_parallel_traffic(zero: int, volume: float):
         late = 1 - 2**20 / (4 * OWN)  # the first bucket is full
         assert time.data(slow) == pytest.approx(whole - compute / 2 * 2 / 3 * late)
         stages = case(Layouts(1, 2, 4, 1, 1), cluster=replace(cluster, inside=1e9))
-        assert time.data(stages) == pytest.approx(2 * 3 / 4 * 4 * stages.largest / 1e9), (
-            "a pipeline hides nothing of it"
-        )
+        assert time.data(stages) == pytest.approx(2 * 3 / 4 * 4 * stages.largest / 1e9), "a pipeline hides nothing"
 
 
 def test_gloo_waits_and_takes_detours():

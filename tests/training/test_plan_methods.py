@@ -44,7 +44,7 @@ def compared(name: str, boundary: float) -> dict[tuple[Any, ...], tuple[float, S
     return pairs
 
 
-def test_steps_a_second_are_those_measured_where_the_link_decides():
+def test_steps_a_second_are_those_measured_where_the_link_decides_and_hidden_where_they_were():
     """Over 2 to 16 workers and 50 to 1000 Mbit/s. The link decides where at least 20 % are predicted to be exposed."""
     errors = defaultdict(list)
     for (method, *_), (speed, found) in compared("scaling.json", boundary=0.002).items():
@@ -54,10 +54,7 @@ def test_steps_a_second_are_those_measured_where_the_link_decides():
     assert len(every) >= 30 and median(every) <= 0.10
     for method in ("ddp", "local", "slowmo", "overlap_local", "co2"):
         assert median(errors[method]) <= 0.10, (method, errors[method])
-
-
-def test_recommended_settings_hide_communication_as_measured():
-    """Four workers over 5 to 1280 Mbit/s: every cell is at the speed that the step alone allows, as predicted."""
+    # Four workers over 5 to 1280 Mbit/s: every cell is at the speed that the step alone allows, as predicted.
     pairs = compared("utilisation/scaling.json", boundary=0.003)
     cells = [pair for (method, setting, *_), pair in pairs.items() if (method, setting) == (RECOMMENDED, "auto")]
     assert len(cells) == 9
@@ -65,7 +62,7 @@ def test_recommended_settings_hide_communication_as_measured():
         assert found.exposed_share == 0 and found.steps_per_second == pytest.approx(speed, rel=0.05)
 
 
-def test_the_same_tau_is_chosen_as_by_workers_that_measured():
+def test_the_same_tau_is_chosen_and_as_many_bytes_are_sent_as_measured():
     """co2 with tau auto over float32: the predicted all-reduces, the config's margin."""
     _, cells = measured("scaling.json")
     for (method, setting, workers, mbit), rows in cells.items():
@@ -73,9 +70,6 @@ def test_the_same_tau_is_chosen_as_by_workers_that_measured():
             work = Work(531_440, 0.04, mbit * 1e6 / 8)
             chosen = smallest_tau(work.allreduce(workers), work.step, 0.25)
             assert chosen == pytest.approx(median(row["tau"] for row in rows), abs=1), (workers, mbit)
-
-
-def test_bytes_of_a_step_are_those_sent():
     _, cells = measured("scaling.json")
     work = Work(531_440, 0.04, 1e6)
     for (method, setting, workers, _), rows in cells.items():
@@ -107,33 +101,24 @@ def test_each_method_by_hand():
     assert found["co2"].exposed_share == pytest.approx(1 / 7)
 
 
-def test_a_boundary_s_own_work_and_hops_count():
+def test_a_boundary_hops_and_the_link_decide_tau_and_wire():
     slow = replace(GBIT, boundary=0.1, latency=0.01)
     assert predict("co2", slow, 8, tau=48).step_seconds == pytest.approx(0.5 + 0.1 / 48)
     assert predict("local", slow, 8, tau=48).step_seconds == pytest.approx(0.5 + (0.1 + 7 + 0.14) / 48)
     assert predict(RECOMMENDED, replace(slow, boundary=0.2), 8).tau == 8, "0.2 s is 5 % of eight steps"
     assert slow.allreduce(8, "int4") == pytest.approx(7 * 132 / 1024 + 0.08)
     assert replace(slow, trees=True).allreduce(10_000) == pytest.approx(8 + 2 * 14 * 0.01)
-
-
-def test_a_fast_link_takes_float32():
     fast = replace(GBIT, rate=100e9)
     found = predict(RECOMMENDED, fast, 8)
     assert (found.wire, found.tau, found.exposed_share) == ("float32", 1, 0)
-
-
-def test_no_more_than_tau_max_steps_hide_an_all_reduce():
     found = predict(RECOMMENDED, replace(GBIT, rate=1e5), 8)
     assert found.tau == 192 and found.exposed_share > 0.9
 
 
-def test_the_command_lists_every_method_up_to_ten_thousand_workers(capsys: pytest.CaptureFixture[str]):
+def test_the_command_lists_every_method_and_the_page_shows_what_it_prints(capsys: pytest.CaptureFixture[str]):
     main(["methods", "--parameters", "125e6", "--step", "0.5", "--gbit", "1", "--workers", "2", "10000"])
     _, *lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2 * len(METHODS) and lines[-1].split()[:3] == ["10,000", "co2", "recommended"]
-
-
-def test_the_page_shows_what_the_command_prints(capsys: pytest.CaptureFixture[str]):
     page = (RESULTS.parent / "docs/planning.md").read_text()
     shown = re.search(r"\$ python -m training\.plan (methods .*)\n```\n\n```text\n([^`]*)```", page)
     assert shown is not None

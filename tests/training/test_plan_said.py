@@ -26,14 +26,11 @@ def test_each_number_of_a_stage_by_hand():
     assert seconds["pipeline"] == pytest.approx(2 * (1 + 16 * 2) * time.hop(c))
 
 
-def test_rows_with_long_names_are_one_line(capsys: pytest.CaptureFixture[str]):
+def test_rows_with_long_names_are_one_line_and_any_chunks_of_a_stage_can_be_named(capsys: pytest.CaptureFixture[str]):
     main(["--preset", "internet-1000", "--model", "llama-7b", "--batch", "2000"])
     rows = re.findall(r"^ ?\d+ tp.*", capsys.readouterr().out, re.M)
     assert len(rows) == 10 and all(row.endswith("%") and row.count("%") == 3 for row in rows)
     assert [command.rounded(x) for x in (1008.2, 1600, 6.738, 64)] == ["1,008", "1,600", "6.74", "64"]
-
-
-def test_any_chunks_of_a_stage_can_be_named(capsys: pytest.CaptureFixture[str]):
     main(["--preset", "laptops", "--model", "gpt-125m", "--batch", "64", "--layout", "pp2.v6.dp4"])
     assert "tp1.pp2.dp4.v6.mb4" in capsys.readouterr().out
 

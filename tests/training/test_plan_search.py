@@ -59,10 +59,7 @@ def test_a_config_of_transformers_has_the_parameters_of_its_model(kind: str, tmp
         (LLAMA | {"head_dim": 32}, "head_dim=32: the planner counts 16 alone"),
         (LLAMA | {"mlp_bias": True}, "mlp_bias=True: the planner counts False alone"),
         (SMALL_GPT2 | {"add_cross_attention": True}, "add_cross_attention=True: the planner counts False alone"),
-        (
-            SMALL_GPT2 | {"activation_function": "no"},
-            "activation 'no' does not exist; the planner knows gelu",
-        ),
+        (SMALL_GPT2 | {"activation_function": "no"}, "activation 'no' does not exist; the planner knows gelu"),
     ],
 )
 def test_a_config_that_is_no_decoder_s_is_one_line(config: object, said: str, tmp_path: Path):
@@ -155,14 +152,11 @@ def test_a_mistake_is_one_line(arguments: str, said: str):
         main(arguments.replace("TCP", " ".join(TCP)).split())
 
 
-def test_what_drops_every_layout_is_counted():
+def test_what_drops_every_layout_is_counted_and_primes_cut_nothing():
     c = replace(case(CUT), model=replace(MODEL, layers=7, heads=5, kv_heads=5), batch=3)
     with pytest.raises(UserError, match="no layout can be: .*layers.*batch.*: give another --batch, --nodes or"):
         plan(c)
-
-
-def test_primes_cut_nothing():
-    """A prime number of heads or layers: what is left is data parallelism, islands, and 7 stages of a layer each."""
+    # A prime number of heads or layers: what is left is data parallelism, islands, and 7 stages of a layer each.
     c = case(CUT, model=replace(MODEL, layers=7, heads=5, kv_heads=5), cluster=replace(CLUSTER, nodes=7), batch=56)
     p = plan(c)
     assert set(np.unique(p.case.layout.tp)) == {1} and set(np.unique(p.case.layout.pp)) == {1, 7}
@@ -209,13 +203,10 @@ def test_7b_over_tcp_takes_co2_across_nodes(capsys: pytest.CaptureFixture[str]):
     assert "memory" in screen and "nearest miss: " in screen and "results/loss.md" in screen
 
 
-def test_7b_over_roce_may_take_ddp():
+def test_7b_over_roce_may_take_ddp_and_laptops_take_co2_over_a_narrow_wire():
     p = of(preset("dgx-a100-roce"), "llama-7b", 512)
     assert p.case.layout.islands[p.best[0]] == 1
     assert "no gain" in "".join(command.gain(p))
-
-
-def test_laptops_take_co2_over_a_narrow_wire():
     p = of(preset("laptops"), "gpt-125m", 64)
     x = p.at(p.best[0]).layout
     assert (x.islands, x.tp * x.pp * x.dp) == (8, 1) and list(WIRES)[x.wire] == "int4" and x.tau < 48

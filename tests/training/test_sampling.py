@@ -22,23 +22,21 @@ def shares(world_size: int, epoch: int = 0, seed: int = 0) -> torch.Tensor:
     return torch.cat(parts, dim=1)
 
 
-def test_a_key_gives_always_the_same_number_and_its_neighbours_give_others():
+def test_a_key_gives_always_the_same_number_and_generator_and_others_give_others():
     assert mix(0, 1, 2) == 8427206145701047172, "runs that are resumed go on with the same data"
     assert len({mix(0, i) for i in range(1000)} | {mix(i, 0) for i in range(1, 1000)}) == 1999
+    keys = [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 0)]
+    draws = {torch.rand(3, generator=generator(*key)).sum().item() for key in keys}
+    assert len(draws) == len(keys)
+    assert torch.equal(torch.rand(3, generator=generator(5, 6)), torch.rand(3, generator=generator(5, 6)))
 
 
-def test_every_sample_is_seen_at_most_once_an_epoch():
+def test_an_epoch_has_every_sample_once_in_an_order_of_its_own_whatever_the_workers():
     seen = shares(4).flatten()
     assert len(seen) == 96 and len(seen.unique()) == 96
     assert seen.min() >= 0 and seen.max() < 103
-
-
-def test_the_order_does_not_depend_on_the_number_of_workers():
     assert torch.equal(shares(1), shares(3))
     assert torch.equal(shares(1), shares(4))
-
-
-def test_epoch_and_seed_change_the_order():
     assert not torch.equal(shares(2), shares(2, epoch=1))
     assert not torch.equal(shares(2), shares(2, seed=1))
     assert not torch.equal(shares(2, epoch=1), shares(2, seed=1)), "neighbouring keys must not coincide"
@@ -50,20 +48,10 @@ def test_eval_share_partitions_the_samples():
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
-def test_generator_depends_on_every_number_of_its_key():
-    keys = [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 0)]
-    draws = {torch.rand(3, generator=generator(*key)).sum().item() for key in keys}
-    assert len(draws) == len(keys)
-    assert torch.equal(torch.rand(3, generator=generator(5, 6)), torch.rand(3, generator=generator(5, 6)))
-
-
-@pytest.mark.parametrize(("batch", "workers"), [(10, 4), (0, 2), (-4, 2)])
-def test_a_batch_that_does_not_divide_is_refused(batch: int, workers: int):
-    with pytest.raises(UserError, match=f"batch_size={batch} .* multiple of {workers}"):
-        per_worker(batch, workers)
-
-
-def test_a_batch_larger_than_the_data_is_refused():
+def test_a_batch_that_does_not_divide_or_is_larger_than_the_data_is_refused():
+    for batch, workers in ((10, 4), (0, 2), (-4, 2)):
+        with pytest.raises(UserError, match=f"batch_size={batch} .* multiple of {workers}"):
+            per_worker(batch, workers)
     assert steps_per_epoch(100, 30) == 3
     with pytest.raises(UserError, match="batch_size=200 .* exceeds the 100 training samples"):
         steps_per_epoch(100, 200)

@@ -62,16 +62,12 @@ def test_workers_of_one_mistake_say_it_once_and_leave_nothing(launcher: str, tmp
     assert not list((tmp_path / "tmp").glob("co2-*"))
 
 
-def small_files() -> None:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-
-
 @pytest.mark.slow
 def test_a_disk_that_is_full_under_tensorboard_is_one_line(tmp_path: Path):
     command = [sys.executable, script(tmp_path), "full_disk", tmp_path / "run"]
-    done = subprocess.run(
-        command, env=environment(tmp_path), capture_output=True, text=True, timeout=120, preexec_fn=small_files
-    )
+    small = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))  # noqa: E731
+    how = {"env": environment(tmp_path), "capture_output": True, "text": True, "timeout": 120}
+    done = subprocess.run(command, preexec_fn=small, **how)
     assert done.returncode == 2, done.stderr
     (line,) = [line for line in done.stderr.splitlines() if "error" in line.lower() or "Traceback" in line]
     assert line.startswith("error: ") and "File too large; make room or choose another --out" in line
@@ -88,7 +84,13 @@ def test_workers_of_one_launcher_say_a_line_once(tmp_path: Path, monkeypatch: py
     assert said == [True, False, True]
 
 
-def test_a_second_signal_ends_the_run_at_once(monkeypatch: pytest.MonkeyPatch):
+def test_a_second_signal_ends_the_run_at_once_and_signals_are_their_own_again_after_it(monkeypatch: pytest.MonkeyPatch):
+    before = [signal.getsignal(number) for number in SIGNALS]
+    stop = StopSignal()
+    stop.listen()
+    assert signal.getsignal(signal.SIGTERM) not in before
+    stop.ignore()
+    assert [signal.getsignal(number) for number in SIGNALS] == before
     now = [0.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     stop = StopSignal()
@@ -102,12 +104,3 @@ def test_a_second_signal_ends_the_run_at_once(monkeypatch: pytest.MonkeyPatch):
         signal.raise_signal(signal.SIGINT)
     stop.ignore()
     assert signal.getsignal(signal.SIGTERM) == stop._on_signal, "of a run that is stopped nothing else is"
-
-
-def test_signals_are_their_own_again_after_a_run():
-    before = [signal.getsignal(number) for number in SIGNALS]
-    stop = StopSignal()
-    stop.listen()
-    assert signal.getsignal(signal.SIGTERM) not in before
-    stop.ignore()
-    assert [signal.getsignal(number) for number in SIGNALS] == before

@@ -111,13 +111,19 @@ def test_a_port_that_another_program_has_is_named(tmp_path: Path):
     assert re.fullmatch(rf"error: {taken}: give another \(torchrun --master-port\)\n", said)
 
 
-def test_a_store_that_goes_away_is_no_timeout(monkeypatch: pytest.MonkeyPatch):
+def test_a_store_that_goes_away_and_half_of_an_environment_are_one_line(monkeypatch: pytest.MonkeyPatch):
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)
     gone = dist.DistNetworkError("Connection reset by peer\nException raised from recvBytes")
     expected = "rank 1 cannot meet the others at MASTER_ADDR=node0, MASTER_PORT=29500: Connection reset by peer"
     assert _not_met(gone, 60.0, waited=2.0) == expected
     assert _not_met(gone, 60.0, waited=60.1).startswith("not all of 2 workers came within 60 s")
+    monkeypatch.setenv("RANK", "0")
+    for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    said = "^RANK is set, but not WORLD_SIZE, MASTER_ADDR, MASTER_PORT: start the workers with torchrun"
+    with pytest.raises(UserError, match=said):
+        join(torch.device("cpu"), 5.0, {})
 
 
 def in_one_group(rank: int, world_size: int) -> str:
@@ -129,12 +135,3 @@ def in_one_group(rank: int, world_size: int) -> str:
 def test_a_group_that_is_there_compares_too():
     expected = "rank 2 was started with seed=1, rank 0 with seed=0: give all workers the same command line"
     assert run_distributed(in_one_group, 3) == [expected] * 3
-
-
-def test_half_of_an_environment_is_one_line(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("RANK", "0")
-    for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
-    said = "^RANK is set, but not WORLD_SIZE, MASTER_ADDR, MASTER_PORT: start the workers with torchrun"
-    with pytest.raises(UserError, match=said):
-        join(torch.device("cpu"), 5.0, {})

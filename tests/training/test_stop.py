@@ -103,10 +103,8 @@ def check(folder: Path, cases: list[str]) -> None:
             assert len(whole) == len(resumed)
             assert all(torch.equal(a, b) for a, b in zip(whole, resumed, strict=True)), name
     for name in cases:
-        losses, wanted = (
-            [(r["step"], r["train_loss"]) for r in rows(folder / of) if "train_loss" in r]
-            for of in (name, f"{name} whole")
-        )
+        of_both = rows(folder / name), rows(folder / f"{name} whole")
+        losses, wanted = ([(r["step"], r["train_loss"]) for r in of if "train_loss" in r] for of in of_both)
         assert losses == wanted, name
 
 

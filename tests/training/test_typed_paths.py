@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -26,16 +25,12 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    ("typed", "meant"), [("~/run", "run"), ("~", ""), ("~/a/~b", "a/~b"), (f"~{os.environ.get('USER', 'root')}", None)]
-)
-def test_home_is_put_in(home: Path, typed: str, meant: str | None):
-    wanted = Path(os.path.expanduser(typed)) if meant is None else home / meant
-    assert from_home(typed) == wanted and from_home(Path(typed)) == wanted
+def test_home_is_put_in_and_a_user_who_is_not_there_is_named(home: Path, monkeypatch: pytest.MonkeyPatch):
+    user = f"~{os.environ.get('USER', 'root')}"
+    wanted = {"~/run": home / "run", "~": home, "~/a/~b": home / "a/~b", user: Path(os.path.expanduser(user))}
+    for typed, path in wanted.items():
+        assert from_home(typed) == path and from_home(Path(typed)) == path
     assert from_home("a/~/b") == Path("a/~/b") and from_home("/x/~") == Path("/x/~")
-
-
-def test_a_user_who_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch):
     for typed in ("~nobodyhere", "~nobodyhere/run"):
         with pytest.raises(UserError, match=f"^{typed}: ~nobodyhere is no user here"):
             from_home(typed)
@@ -44,7 +39,7 @@ def test_a_user_who_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch):
         cached("x", lambda folder: None)
 
 
-def test_recipes_data_and_cache_take_it(home: Path, monkeypatch: pytest.MonkeyPatch):
+def test_recipes_data_cache_and_commands_take_it(home: Path, monkeypatch: pytest.MonkeyPatch):
     assert parse(RECIPES, ["digits_small", "--out=~/run"]).out == home / "run"
     assert parse(RECIPES, ["digits_small", "--out", "~/run"]).folder == home / "run"
     found = parse(FINETUNE, ["prompts", "--model=~/m", "--data", "~/d", "--out=~/o"])
@@ -53,8 +48,6 @@ def test_recipes_data_and_cache_take_it(home: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("CO2_CACHE", "~/cache")
     assert data_root() == home / "data" and cached("x", lambda folder: None) == home / "cache" / "x"
 
-
-def test_commands_take_it(home: Path):
     @dataclass(frozen=True)
     class Asked:
         out: Path
