@@ -1,5 +1,6 @@
 """Token files, windows, masking, held-out batches, and the named corpora with their cache."""
 
+import contextlib
 import json
 import lzma
 from dataclasses import replace
@@ -193,6 +194,27 @@ def test_token_files_that_cannot_be_right_are_named(tmp_path):
     (broken / "meta.json").write_text(json.dumps({"vocab_size": 5}))
     with pytest.raises(UserError, match=r"meta\.json is damaged"):
         load_corpus(broken)
+
+
+META = [
+    ("dtype", "O"), ("dtype", "float64"), ("dtype", None), ("dtype", ["uint16"]), ("vocab_size", 0),
+    ("vocab_size", -5), ("vocab_size", 1e20), ("vocab_size", "300"), ("vocab_size", 10),
+    ("eot", 300), ("eot", None), ("eot", -1), ("eot", 1.5), ("pad", 1000), ("mask", -2), ("bos", 10**9), ("bos", "x"),
+    ("train", None), ("val", 7), ("train", {"tokens": 7}), ("val", {"tokens": "x"}), ("train", {"tokens": -1}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("key", "wrong"), META)
+def test_a_meta_that_its_tokens_contradict_is_refused(tmp_path, key, wrong):
+    counts = {"train": {"tokens": 400, "documents": 1, "bytes": 400}}
+    meta = dict(
+        vocab_size=300, dtype="uint16", eot=0, pad=1, mask=2, bos=None, sources=[], val=counts["train"], **counts
+    )
+    folder = _nanogpt(tmp_path / "owt", np.arange(400) % 300)
+    for changes in ({}, {key: wrong}):
+        (folder / "meta.json").write_text(json.dumps(meta | changes))
+        with pytest.raises(UserError) if changes else contextlib.nullcontext():
+            load_corpus(folder)
 
 
 @pytest.fixture

@@ -185,10 +185,12 @@ def test_bad_input_is_one_line_that_names_the_file(tmp_path, kind):
 
 
 def test_bad_values_name_themselves(library, tmp_path):
-    with pytest.raises(UserError, match="hold out 6 of 6 documents"):
-        prepare((library,), out=tmp_path / "out", vocab_size=300, hold_out=6)
-    with pytest.raises(UserError, match="vocab-size 200"):
-        prepare((library,), out=tmp_path / "out", vocab_size=200)
+    for n in (6, 0, -3):
+        with pytest.raises(UserError, match=f"hold out {n} of 6 documents"):
+            prepare((library,), out=tmp_path / "out", vocab_size=300, hold_out=n)
+    for few in (200, -1):
+        with pytest.raises(UserError, match=f"vocab-size {few}"):
+            prepare((library,), out=tmp_path / "out", vocab_size=few)
     with pytest.raises(UserError, match="exists already"):
         prepare((library,), out=library, vocab_size=300)
     assert [path.name for path in tmp_path.iterdir()] == ["library"], "no half-made folder is left behind"

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from core import UserError
-from tests.hostile_files import DAMAGES, write_tar
+from tests.damages import DAMAGES, write_tar
 from training.data import data_root
 from vision import data
 

@@ -16,7 +16,7 @@ from PIL import Image
 from timm.data.distributed_sampler import RepeatAugSampler
 
 from core import UserError
-from tests.hostile_files import write_tar
+from tests.damages import write_tar
 from training.data import epoch_batches, mix
 from vision import data, index
 from vision.data import CPU, STATISTICS, Augmented, erasing_of, on_device, train_transform

@@ -140,6 +140,16 @@ def test_a_dry_run_in_one_process_leaves_the_number_of_workers_open(capsys: pyte
         (["--batch_size", "0"], "batch_size=0: give 1 or more"),
         (["--width", "100000000000000000000"], "width=100000000000000000000: give 1000000000 or less"),
         (["--seed", "-1"], "seed=-1: give 0 or more"),
+        (["--method", "ddp", "--co2.wire.format", "int8"], "wire.format='int8' is CO2's own"),
+        (["--method", "slowmo", "--co2.tau", "auto"], "tau='auto' with a method that hides no"),
+        (["--method", "local", "--shard"], "shard=True is CO2's own"),
+        (["--co2.gap", "none", "--co2.outer_momentum", "0.5"], "outer_momentum=0.5"),
+        (["--co2.delay", "7", "--co2.tau", "6"], "delay=7: give at most tau=6"),
+        (["--zero", "-1"], "invalid choice"),
+        (["--optim.lr", "1,5"], "could not convert"),
+        (["--epochs", "0x10"], "invalid literal"),
+        (["--epochs="], "invalid literal"),
+        (["--method=ü"], "invalid choice"),
     ],
 )
 def test_bad_options_end_with_status_2_and_a_remedy(options: list[str], said: str, capsys: pytest.CaptureFixture):
