@@ -118,8 +118,7 @@ def test_gloo_takes_the_time_that_the_rate_gives(root, tmp_path):
         print(slow, fast)
     """
     slow, fast = map(float, script(tmp_path, code).split())
-    assert 0.9 * 0.48 < slow < 1.35 * 0.48
-    assert 0.9 * 0.24 < fast < 1.35 * 0.24
+    assert 0.9 * 0.48 < slow < 1.35 * 0.48 and 0.9 * 0.24 < fast < 1.35 * 0.24
 
 
 @pytest.mark.root
@@ -180,8 +179,7 @@ def test_each_rank_has_a_link_of_its_own(root, tmp_path, delay):
 @pytest.mark.root
 def test_two_clusters_at_once_have_their_own_rates(root):
     with Cluster(2, 40) as slow, Cluster(2, 80) as fast:
-        assert slow.verify() == pytest.approx(40, rel=0.1)
-        assert fast.verify() == pytest.approx(80, rel=0.1)
+        assert slow.verify() == pytest.approx(40, rel=0.1) and fast.verify() == pytest.approx(80, rel=0.1)
         slow.set_rate(120)
         assert slow.verify() == pytest.approx(120, rel=0.1)
         slow.rate_mbit = 60  # a link that is not what it says is refused
@@ -217,8 +215,7 @@ def test_an_exception_leaves_nothing(root):
         while len(members(held)) < 4:  # the switch, the shell and both its children
             time.sleep(0.01)
         raise KeyError
-    assert sleeper.returncode == -signal.SIGKILL
-    assert members(held) == []
+    assert sleeper.returncode == -signal.SIGKILL and members(held) == []
     for namespace in held:
         os.close(namespace)
 
@@ -267,8 +264,7 @@ def test_training_over_the_emulated_link(root, tmp_path):
     recipe = ["-m", "vision.train", "digits_small", "--epochs", "1", "--out", str(tmp_path / "run")]
     nodes = ["--nodes", "2", "--ranks-per-node", "1", "--rate", "100mbit", "--verify", "--"]
     said = python("-m", "bench.cluster", *nodes, *recipe)
-    assert "link: measured" in said
-    assert json.loads((tmp_path / "run/summary.json").read_text())["bytes_sent"] > 0
+    assert "link: measured" in said and json.loads((tmp_path / "run/summary.json").read_text())["bytes_sent"] > 0
 
 
 @pytest.mark.root

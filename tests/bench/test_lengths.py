@@ -29,8 +29,7 @@ from language.lengths.plan import Island, layer_seconds, plan
 
 
 def test_waits_by_hand():
-    assert wait(np.array([1.0, 1.0, 2.0])) == pytest.approx(1 - 4 / 6)
-    assert wait(np.array([3.0, 3.0])) == 0
+    assert wait(np.array([1.0, 1.0, 2.0])) == pytest.approx(1 - 4 / 6) and wait(np.array([3.0, 3.0])) == 0
     # each is the slow one in turn: the mean, half a round, is there before anyone needs it
     turns = np.array([[1.0, 2.0], [2.0, 1.0]] * 50)
     assert wait_with_slack(turns, exchange=0.1) < 0.02 < 0.25 == wait(turns[0])
@@ -47,8 +46,7 @@ def test_cut_packing_makes_rows_of_the_positions():
 def test_round_waits_less_and_a_rerun_gives_the_same():
     case, pool = Case("log_normal", 8192), lengths.documents_of(Case("log_normal", 8192), 0)[:20_000]
     first, again = (one_run(case, pool, 4, 6, 3, 0) for _ in range(2))
-    assert first == again
-    assert first["mean"]["round"] < 0.01 < 0.03 < first["mean"]["tokens"] < first["mean"]["counts"]
+    assert first == again and first["mean"]["round"] < 0.01 < 0.03 < first["mean"]["tokens"] < first["mean"]["counts"]
     assert first["slack"]["round"] < first["slack"]["tokens"] < first["mean"]["tokens"] + 0.02
 
 

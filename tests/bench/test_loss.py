@@ -53,8 +53,7 @@ def test_every_method_ends_with_equal_workers_and_learns(tiny: Task, name: str):
     method.finish()
     assert (method.x - method.x[0]).abs().max() < 1e-6
     start, end = (stack.held_out_loss(x, tiny.held_out["test"]) for x in (stack.start(0), method.x[0]))
-    assert start is not None and end is not None and end < start
-    assert run(tiny, plan(tiny, name))["loss"] is not None
+    assert start is not None and end is not None and end < start and run(tiny, plan(tiny, name))["loss"] is not None
 
 
 def test_blocking_methods_agree_where_they_should(tiny: Task):
@@ -95,8 +94,7 @@ def test_a_second_search_runs_nothing_anew(tmp_path: Path, tiny: Task, capsys: p
     assert "complete; 12 runs were new" in capsys.readouterr().out
     lines = o.rows.read_text()
     search(o, Rows(o.rows))
-    assert "complete; 0 runs were new" in capsys.readouterr().out
-    assert o.rows.read_text() == lines
+    assert "complete; 0 runs were new" in capsys.readouterr().out and o.rows.read_text() == lines
     one_more = options(tmp_path, seeds=(0, 1, 2))
     search(one_more, Rows(o.rows))
     assert "complete; 2 runs were new" in capsys.readouterr().out  # one a method

@@ -14,8 +14,7 @@ from core.errors import UserError
 def test_digits_have_three_parts_and_sorted_shards_of_no_more_workers_than_samples():
     task = load_task("digits")
     _, labels = task.draw(0, 0, 4, 16, "sorted")
-    assert labels.shape == (4, 16)
-    assert all(labels[i].max() <= labels[i + 1].min() for i in range(3))
+    assert labels.shape == (4, 16) and all(labels[i].max() <= labels[i + 1].min() for i in range(3))
     inputs, iid = task.draw(0, 0, 4, 16, "iid")
     assert inputs.shape == (4, 16, 1, 8, 8) and len(iid[0].unique()) > 3
     again = task.draw(0, 0, 4, 16, "iid")[0]

@@ -134,15 +134,13 @@ def test_waiting_is_told_from_computing(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_rounds_are_as_long_as_theory_says_and_settings_are_read():
-    assert wire_seconds(1, None) == 0
-    assert wire_seconds(4, 100.0) == pytest.approx(2 * 3 / 4 * 4 * PARAMS * 8 / 100e6)
+    assert wire_seconds(1, None) == 0 and wire_seconds(4, 100.0) == pytest.approx(2 * 3 / 4 * 4 * PARAMS * 8 / 100e6)
     assert round_seconds(Setting("co2", 12), 12, 0.04, 0.6) == 0.6
     assert round_seconds(Setting("co2", 48), 48, 0.04, 0.6) == pytest.approx(1.92)
     assert round_seconds(Setting("slowmo", 12), 12, 0.04, 0.6) == pytest.approx(1.08)
     assert round_seconds(Setting("ddp", 1), 1, 0.04, 0.6) == pytest.approx(0.64)
     assert [rounds_to_measure(3.0, each) for each in (0.5, 0.7, 5.0)] == [6, 5, 2]
-    assert len(scaling.Scaling().groups()) == 1 + 4 * 3
-    assert Setting.parse("ddp") == Setting("ddp", 1)
+    assert len(scaling.Scaling().groups()) == 1 + 4 * 3 and Setting.parse("ddp") == Setting("ddp", 1)
     assert Setting.parse("co2:auto") == Setting("co2", "auto")
     assert Setting.parse("co2_recommended:auto") == Setting("co2_recommended", "auto")
     assert Setting.parse("slowmo:12") == Setting("slowmo", 12)

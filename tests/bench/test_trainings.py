@@ -17,7 +17,6 @@ def test_half_a_line_is_left_for_later_options_become_a_command_line_and_counter
     with open(path, "a") as file:
         file.write('ep": 2}\n{"step": 3}\n')
     assert metrics.read() == [{"step": 1}, {"step": 2}, {"step": 3}]
-    assert flags({"seed": 3, "optim.lr": 0.5}) == ["--seed", "3", "--optim.lr", "0.5"]
-    assert sent_bytes("lo") >= 0
+    assert flags({"seed": 3, "optim.lr": 0.5}) == ["--seed", "3", "--optim.lr", "0.5"] and sent_bytes("lo") >= 0
     with pytest.raises(OSError, match="no interface nonesuch0"):
         sent_bytes("nonesuch0")

@@ -49,8 +49,7 @@ def test_windows_do_not_overlap_and_cover_the_text_in_each_epoch():
     origins = set()
     for epoch in range(4):
         starts = sorted(at for batch in keys for _, of, at in batch if of == epoch)
-        assert len(set(starts)) == len(starts) == 60
-        assert all((at - starts[0]) % 16 == 0 for at in starts)
+        assert len(set(starts)) == len(starts) == 60 and all((at - starts[0]) % 16 == 0 for at in starts)
         assert starts[0] >= 0 and starts[-1] + 17 <= 1000
         origins.add(starts[0] % 16)
     assert len(origins) > 1, "the cut moves"
@@ -76,8 +75,7 @@ def test_windows_depend_on_seed_epoch_and_rank_alone():
 def test_causal_targets_are_the_next_tokens():
     recipe = replace(gpt2_pydoc_small(), batch_size=4)
     ((inputs, targets),) = train_batches(TOKENS, CausalObjective(8), recipe, rank=0, world_size=2, start=0, total=1)
-    assert inputs.shape == targets.shape == (2, 8)
-    assert inputs.dtype == torch.int64
+    assert inputs.shape == targets.shape == (2, 8) and inputs.dtype == torch.int64
     assert torch.equal(inputs + 1, targets)
 
 
@@ -106,8 +104,7 @@ def test_masking_follows_the_15_80_10_10_rule_never_predicts_the_end_and_changes
     assert (inputs[:, [0, -1]] == MASKED.eot).all() and (targets[:, [0, -1]] == IGNORE).all()
     inputs, targets = inputs[:, 1:-1], targets[:, 1:-1]
     chosen = targets != IGNORE
-    assert torch.equal(targets[chosen], words[chosen])
-    assert torch.equal(inputs[~chosen], words[~chosen])
+    assert torch.equal(targets[chosen], words[chosen]) and torch.equal(inputs[~chosen], words[~chosen])
     assert chosen.float().mean().item() == pytest.approx(0.15, abs=0.005)
     masked, kept = inputs[chosen] == MASKED.mask, inputs[chosen] == words[chosen]
     # A random word is the mask, or the word itself, once in 50.
@@ -226,14 +223,12 @@ def cache(tmp_path, monkeypatch) -> Path:
 def test_pydoc_needs_no_data_and_does_not_leak(cache, monkeypatch):
     monkeypatch.delenv("CO2_DATA", raising=False)
     corpus = open_corpus("pydoc", 512)
-    assert corpus.vocab_size == 512
-    assert len(corpus.train) > 4 * len(corpus.val) > 40_000
+    assert corpus.vocab_size == 512 and len(corpus.train) > 4 * len(corpus.val) > 40_000
     train, held = pydoc_documents()
     assert held == [topics[name] for name in PYDOC_HELD_OUT]
     text = "\n\n".join(train)
     paragraphs = [p for document in held for p in document.split("\n\n") if len(p) > 100]
-    assert len(paragraphs) > 100
-    assert not [p for p in paragraphs if p in text]
+    assert len(paragraphs) > 100 and not [p for p in paragraphs if p in text]
 
 
 def test_gutenberg_and_wikitext_come_from_the_data_folder(cache, tmp_path, monkeypatch):

@@ -187,8 +187,7 @@ def test_perplexity_and_bits_per_byte_by_hand(world_size):
     metrics = summarize(sums.tolist(), causal=True)
     n_bytes = int(tokens[1:].sum())
     assert metrics["tokens"] == 49 and metrics["bytes"] == n_bytes
-    assert metrics["perplexity"] == pytest.approx(2.0, rel=1e-6)
-    assert metrics["accuracy"] == 1.0
+    assert metrics["perplexity"] == pytest.approx(2.0, rel=1e-6) and metrics["accuracy"] == 1.0
     assert metrics["bits_per_byte"] == pytest.approx(49 / n_bytes, rel=1e-6)
 
 

@@ -41,8 +41,7 @@ def library(tmp_path: Path) -> Path:
 
 def test_a_folder_stands_for_its_text_files_and_form_feeds_split_them(library):
     files = text_files([library])
-    assert [file.name for file in files] == ["a.txt", "b.txt.xz"]
-    assert list(Documents(files)) == BOOKS
+    assert [file.name for file in files] == ["a.txt", "b.txt.xz"] and list(Documents(files)) == BOOKS
     assert list(Documents(files, frozenset({0, 5}))) == [BOOKS[0], BOOKS[5]]
 
 
@@ -103,19 +102,16 @@ def test_token_files_decode_to_the_documents_and_count_their_bytes(library, tmp_
         *documents, after = np.split(tokens, np.flatnonzero(tokens == corpus.eot) + 1)
         assert len(after) == 0, "the last document ends with end-of-text too"
         found[name] = [corpus.tokenizer.decode(document[:-1].tolist()) for document in documents]
-        assert meta[name]["documents"] == len(found[name])
-        assert meta[name]["tokens"] == len(tokens)
+        assert meta[name]["documents"] == len(found[name]) and meta[name]["tokens"] == len(tokens)
         assert meta[name]["bytes"] == sum(len(text.encode()) for text in found[name])
         assert meta[name]["bytes"] == int(corpus.token_bytes[tokens.astype(np.int64)].sum())
-    assert len(found["val"]) == 2
-    assert sorted(found["train"] + found["val"]) == sorted(BOOKS)
+    assert len(found["val"]) == 2 and sorted(found["train"] + found["val"]) == sorted(BOOKS)
 
 
 def test_the_seed_chooses_the_held_out_books_and_a_split_of_the_data_sets_own_is_kept(library, tmp_path):
     files = text_files([library])
     held = [list(split_documents(files, 2, seed)[1]) for seed in (0, 0, 1, 2, 3)]
-    assert held[0] == held[1]
-    assert any(other != held[0] for other in held[2:])
+    assert held[0] == held[1] and any(other != held[0] for other in held[2:])
     meta = prepare((library / "a.txt",), out=tmp_path / "out", vocab_size=280, val=(library / "deep",))
     assert (meta["train"]["documents"], meta["val"]["documents"]) == (2, 4)
 
@@ -125,8 +121,7 @@ def test_special_tokens_in_a_text_stay_text(tmp_path):
     (tmp_path / "x.txt").write_text(f"{text}\n\x0c\n{text}")
     prepare((tmp_path / "x.txt",), out=tmp_path / "out", vocab_size=260)
     corpus = load_corpus(tmp_path / "out")
-    assert (corpus.train == corpus.eot).sum() == 1
-    assert corpus.tokenizer.decode(corpus.train[:-1].tolist()) == text
+    assert (corpus.train == corpus.eot).sum() == 1 and corpus.tokenizer.decode(corpus.train[:-1].tolist()) == text
 
 
 def test_long_documents_are_encoded_in_pieces_without_loss(tmp_path, monkeypatch):
@@ -143,16 +138,14 @@ def test_more_than_65536_tokens_are_stored_as_uint32():
     def sized(n: int) -> Tokenizer:
         return Tokenizer(models.WordLevel({str(i): i for i in range(n)}, unk_token="0"))
 
-    assert token_dtype(sized(65536)) == "uint16"
-    assert token_dtype(sized(65537)) == "uint32"
+    assert token_dtype(sized(65536)) == "uint16" and token_dtype(sized(65537)) == "uint32"
 
 
 def test_bytes_per_token_counts_utf8_bytes(library, tmp_path):
     prepare((library,), out=tmp_path / "out", vocab_size=320)
     tokenizer = load_corpus(tmp_path / "out").tokenizer
     counts = bytes_per_token(tokenizer)
-    assert counts[:3].tolist() == [0, 0, 0]
-    assert sorted(counts[3:259].tolist()) == [1] * 256
+    assert counts[:3].tolist() == [0, 0, 0] and sorted(counts[3:259].tolist()) == [1] * 256
     assert counts[tokenizer.encode("日本 — 7").ids].sum() == len("日本 — 7".encode())
 
 
@@ -179,8 +172,7 @@ def test_bad_input_is_one_line_that_names_the_file(tmp_path, kind):
     file = _bad_input(tmp_path, kind)
     with pytest.raises(UserError) as caught:
         prepare((file,), out=tmp_path / "out", vocab_size=300)
-    assert str(file) in str(caught.value)
-    assert "\n" not in str(caught.value)
+    assert str(file) in str(caught.value) and "\n" not in str(caught.value)
     assert not (tmp_path / "out").exists()
 
 

@@ -101,8 +101,7 @@ def test_modelnet10():
     if not (data_root() / "modelnet10_1024_fp16.npz").exists():
         pytest.skip(f"{data_root()} has no modelnet10_1024_fp16.npz")
     train, test = (load_source("modelnet10", split) for split in ("train", "test"))
-    assert (len(train), len(test)) == (3991, 908)
-    assert len({test.label(i) for i in range(908)}) == 10
+    assert (len(train), len(test)) == (3991, 908) and len({test.label(i) for i in range(908)}) == 10
     item = PointClouds(test, 1024)[0, 0, 907]
     assert item.shape == (1024, 3) and item.dtype == torch.float32
 
@@ -110,8 +109,7 @@ def test_modelnet10():
 def test_surfaces_repeat_and_their_splits_differ():
     train, test = (load_source("surfaces", split) for split in ("train", "test"))
     np.testing.assert_array_equal(train.load(5), load_source("surfaces", "train").load(5))
-    assert not np.array_equal(train.load(5), test.load(5))
-    assert len({train.label(i) for i in range(100)}) == 7
+    assert not np.array_equal(train.load(5), test.load(5)) and len({train.label(i) for i in range(100)}) == 7
     assert train.load(0).shape == (2048, 3)
 
 
@@ -128,8 +126,7 @@ def test_items_depend_on_seed_epoch_and_index_only(shapenet: Path):
     source = load_source("shapenet", "train")
     a, b = PointClouds(source, 16), PointClouds(load_source("shapenet", "train"), 16)
     b[0, 0, 3], b[0, 1, 2]  # what else is read, and when, does not matter
-    assert torch.equal(a[0, 1, 2], b[0, 1, 2])
-    assert not torch.equal(a[0, 1, 2], a[0, 2, 2])
+    assert torch.equal(a[0, 1, 2], b[0, 1, 2]) and not torch.equal(a[0, 1, 2], a[0, 2, 2])
     assert not torch.equal(a[0, 1, 2], a[1, 1, 2])
 
 

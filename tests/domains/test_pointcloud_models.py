@@ -83,8 +83,7 @@ def test_patches_hold_points_of_the_cloud_nearest_first():
     assert grouped.shape == (2, 6, 10, 3) and centres.shape == (2, 6, 3)
     assert torch.equal(grouped[:, :, 0], torch.zeros(2, 6, 3))  # a centre is its own nearest point
     distance = torch.cdist(grouped + centres[:, :, None], x[:, None], compute_mode=EXACT).amin(dim=3)
-    assert distance.max() < 1e-6
-    assert grouped.norm(dim=3).diff(dim=2).min() >= 0
+    assert distance.max() < 1e-6 and grouped.norm(dim=3).diff(dim=2).min() >= 0
 
 
 def test_point_mae_size():
@@ -124,8 +123,7 @@ def test_masked_autoencoder_does_not_see_hidden_points():
     moved = patch.clone()
     for row, index in zip(moved, hidden, strict=True):
         row[index] += 1
-    assert torch.equal(predict(patch), predict(moved))
-    assert not torch.equal(predict(patch), predict(patch + 1))
+    assert torch.equal(predict(patch), predict(moved)) and not torch.equal(predict(patch), predict(patch + 1))
 
 
 def test_masks_are_random_in_training_and_fixed_in_evaluation():

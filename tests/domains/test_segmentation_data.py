@@ -39,8 +39,7 @@ def write_ade20k(root: Path, n: int = 3) -> Path:
 def test_ade20k_reduces_the_zero_label_and_crops(root: Path) -> None:
     write_ade20k(root)
     train, val = (data.build_dataset("ade20k", split) for split in ("train", "val"))
-    assert len(train) == len(val) == 3
-    assert len(train.metainfo["classes"]) == 150
+    assert len(train) == len(val) == 3 and len(train.metainfo["classes"]) == 150
     item = train[0]
     assert item["inputs"].shape[0] == 3 and item["inputs"].dtype == torch.uint8
     assert max(item["inputs"].shape[1:]) <= 512
@@ -116,8 +115,7 @@ def test_digits_masks_are_exact_and_those_of_train_and_val_disjoint():
     images, masks = data.digits_on_photos("val", 40)
     again, same = data.digits_on_photos("val", 40)
     assert np.array_equal(images, again) and np.array_equal(masks, same)
-    assert np.array_equal(images.min(axis=-1) >= 128, masks > 0)
-    assert set(np.unique(masks)) == set(range(11))
+    assert np.array_equal(images.min(axis=-1) >= 128, masks > 0) and set(np.unique(masks)) == set(range(11))
     assert 0.1 < (masks > 0).mean() < 0.3
     train, val = ({g.tobytes() for g in data._digits(split)[0]} for split in ("train", "val"))
     assert len(train) + len(val) > 1790 and not train & val

@@ -101,14 +101,12 @@ def test_losses_fall_and_predictions_have_the_image_size(name: BackboneName) -> 
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    assert {"decode.loss_ce", "aux.loss_ce"} <= set(logs)
-    assert losses[-1] < 0.8 * losses[0]
+    assert {"decode.loss_ce", "aux.loss_ce"} <= set(logs) and losses[-1] < 0.8 * losses[0]
     model.eval()
     for size in (64, 96):  # other sizes than the crop as well
         with torch.no_grad():
             (first, _) = model(**model.data_preprocessor(batch(2, size), False), mode="predict")
-        assert first.pred_sem_seg.data.shape == (1, size, size)
-        assert first.seg_logits.data.shape == (11, size, size)
+        assert first.pred_sem_seg.data.shape == (1, size, size) and first.seg_logits.data.shape == (11, size, size)
 
 
 def test_pretrained_backbone_is_loaded_and_a_wrong_one_refused(tmp_path: Path, mini: dict[str, torch.Tensor]) -> None:

@@ -102,8 +102,7 @@ def test_workers_train_apart_meet_at_round_ends_and_end_equal(two: list[dict[str
     first, second = (r["co2"]["seen"] for r in two)
     equal = [torch.equal(a, b) for a, b in zip(first, second, strict=True)]
     # rounds end at 3 and, counted anew after the checkpoint at 4, at 7; 4 and 8 are checkpoints
-    assert equal == [False, False, True, True, False, False, True, True]
-    assert not two[0]["co2"]["wrapped"]
+    assert equal == [False, False, True, True, False, False, True, True] and not two[0]["co2"]["wrapped"]
     for name in ("co2", "slowmo", "overlap_local"):
         a, b = (r[name]["end"] for r in two)
         assert torch.equal(a, b), name
@@ -113,8 +112,7 @@ def test_workers_train_apart_meet_at_round_ends_and_end_equal(two: list[dict[str
 
 def test_settings_arrive_and_a_resumed_run_ends_as_the_whole_one(two: list[dict[str, Any]]):
     expected = CO2Config(tau=3, outer_lr=0.5, outer_momentum=0.25, gap="norm", clip=0.5)
-    assert two[0]["co2"]["config"] == expected
-    assert two[0]["slowmo"]["config"].outer_momentum == 0.3
+    assert two[0]["co2"]["config"] == expected and two[0]["slowmo"]["config"].outer_momentum == 0.3
     assert two[0]["overlap_local"]["config"].pull == 0.4
     for result in two:
         torch.testing.assert_close(result["resumed"], result["co2"]["end"], rtol=0, atol=1e-6)

@@ -37,8 +37,7 @@ def test_weight_decay_is_timms(name: str):
     decayed = {g["weight_decay"]: {id(p) for p in g["params"]} for g in ours}
     assert decayed == {g["weight_decay"]: {id(p) for p in g["params"]} for g in theirs}
     tables = [p for n, p in model.named_parameters() if "pos_embed" in n or "cls_token" in n or "position_bias" in n]
-    assert (len(tables) > 0) == ("vit" in name or "swin" in name)
-    assert all(id(p) in decayed[0.0] for p in tables)
+    assert (len(tables) > 0) == ("vit" in name or "swin" in name) and all(id(p) in decayed[0.0] for p in tables)
 
 
 def test_stochastic_depth_where_a_model_has_none():
@@ -58,8 +57,7 @@ def batches(start: int, rank: int = 0, *, augment: bool = True) -> list[torch.Te
 
 def test_batches_do_not_depend_on_where_a_run_resumed():
     whole, tail = batches(0), batches(20)
-    assert all(torch.equal(a, b) for a, b in zip(whole[20:], tail, strict=True))
-    assert whole[0].shape == (32, 1, 8, 8)
+    assert all(torch.equal(a, b) for a, b in zip(whole[20:], tail, strict=True)) and whole[0].shape == (32, 1, 8, 8)
     assert not torch.equal(whole[0], whole[22]), "the next epoch is shuffled anew"
     assert not torch.equal(whole[0], batches(0, rank=1)[0])
     assert not torch.equal(whole[0], batches(0, augment=False)[0])

@@ -125,5 +125,4 @@ def test_a_damaged_cache_is_named(archive: Path, change: str):
 def test_real_cifar_has_its_published_shape():
     train, test = data.cifar10()
     assert (len(train), len(test), len(train.classes)) == (50_000, 10_000, 10)
-    assert train.images.shape[1:] == (3, 32, 32)
-    assert np.array_equal(train.labels.bincount(), [5000] * 10)
+    assert train.images.shape[1:] == (3, 32, 32) and np.array_equal(train.labels.bincount(), [5000] * 10)

@@ -53,12 +53,10 @@ def test_mean_and_deviation_over_seeds_beside_the_papers_value(tmp_path: Path):
     head = "| model | method | tau | workers | batch | seeds | top-1, % | samples/s | exposed | paper |"
     assert lines[2].startswith(head)
     measured = "| ResNet-50 | co2 | 48 | 128 | 8192 | 3 | 77.00 ± 2.65 | 24,576.0 | 9.0% | 77.14 ± 0.09 |"
-    assert measured in lines
-    assert sum(line.startswith("| ResNet-50 | co2 |") for line in lines) == 1
+    assert measured in lines and sum(line.startswith("| ResNet-50 | co2 |") for line in lines) == 1
     assert "| ResNet-50 | ddp |  |  |  |  | not run |  |  | 76.92 ± 0.05 |" in lines
     assert "| Swin-T | slowmo |  |  |  |  | not run |  |  |  |" in lines, "the paper's value is unknown: empty"
-    assert "Commits: abc1234." in lines
-    assert not any("Not counted" in line for line in lines)
+    assert "Commits: abc1234." in lines and not any("Not counted" in line for line in lines)
 
 
 def test_one_seed_has_no_deviation_and_other_taus_and_worlds_have_their_own_lines(tmp_path: Path):

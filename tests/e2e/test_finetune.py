@@ -55,9 +55,8 @@ JOBS = {
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(folder: Path) -> Path:
     """Runs of two workers."""
-    folder = tmp_path_factory.mktemp("finetune")
     make_model(folder / "model")
     make_text(make_prompts(folder / "data"))
     run_distributed(tune_in_process, 2, str(folder), JOBS, timeout=240)

@@ -170,27 +170,22 @@ for where, *options in (
             runpy.run_module(where, run_name="__main__", alter_sys=True)
     except SystemExit as stop:
         print(where, stop.code, said.getvalue().startswith("usage: "), "torch" in sys.modules, slow & set(sys.modules))
+from training.prepared import prepare_torchvision
+prepare_torchvision(), prepare_torchvision()
+import torch, torchvision
+from torchvision.transforms import v2
+resized, scores = v2.Resize(8)(torch.zeros(3, 16, 16)), torchvision.models.resnet18().eval()(torch.zeros(1, 3, 32, 32))
+print("torchvision", tuple(resized.shape), tuple(scores.shape))
 """
 
 
-def test_help_comes_before_what_takes_seconds_to_import():
-    """torch alone does; what else the tasks need is imported after it. One process asks them all, one after another."""
+def test_help_comes_before_what_takes_seconds_to_import_and_torchvision_can_be_imported():
+    """torch alone comes before it. One process asks all scripts; then it prepares torchvision, twice, and uses it."""
     command = [sys.executable, "-c", HELP, " ".join(SLOW_TO_IMPORT)]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     scripts = [f"{task}.train" for task in ("vision", "segmentation", "pointcloud", "language")] + ["reproduce"]
-    assert result.stdout.splitlines() == [f"{script} 0 True True set()" for script in scripts], result.stderr
-
-
-def test_torchvision_imports_in_a_fresh_process():
-    """Models and transforms work after it, also when it is called twice."""
-    program = (
-        "from training.prepared import prepare_torchvision; prepare_torchvision(); prepare_torchvision()\n"
-        "import torch, torchvision; from torchvision.transforms import v2\n"
-        "assert v2.Resize(8)(torch.zeros(3, 16, 16)).shape == (3, 8, 8)\n"
-        "assert torchvision.models.resnet18().eval()(torch.zeros(1, 3, 32, 32)).shape == (1, 1000)\n"
-    )
-    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
+    expected = [*(f"{script} 0 True True set()" for script in scripts), "torchvision (3, 8, 8) (1, 1000)"]
+    assert result.stdout.splitlines() == expected, result.stderr
 
 
 @pytest.mark.parametrize("accelerator", ["cuda", "hip"])

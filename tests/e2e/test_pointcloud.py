@@ -56,11 +56,6 @@ def train_all(rank: int, world_size: int, folder: str, jobs: dict[str, dict]) ->
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("pointcloud")
-
-
-@pytest.fixture(scope="module")
 def losses(folder: Path) -> dict[str, list[float]]:
     """The training losses of all jobs, trained by one pair of workers."""
     return run_distributed(train_all, 2, str(folder), JOBS, timeout=240)[0]

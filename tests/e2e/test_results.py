@@ -24,9 +24,9 @@ def test_every_table_stands_on_a_page_and_a_changed_cell_is_seen():
         assert len(found[0].splitlines()) > 4, found[1]
         cell = re.search(r"\d", found[0].partition("---|\n")[2])
         assert cell is not None
-        place = found.start() + found[0].index("---|\n") + 5 + cell.start()
-        changed = text[:place] + str((int(cell[0]) + 1) % 10) + text[place + 1 :]
-        assert pages.filled(changed) == text, found[1]
+        place = found[0].index("---|\n") + 5 + cell.start()
+        changed = found[0][:place] + str((int(cell[0]) + 1) % 10) + found[0][place + 1 :]
+        assert changed != found[0] == pages.filled(changed), found[1]
 
 
 def test_there_are_at_most_12_pages_of_at_most_1000_words():

@@ -89,11 +89,6 @@ def tell_fixed_times(tell: Callable[..., None]) -> Callable[..., None]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("vision")
-
-
-@pytest.fixture(scope="module")
 def trained(folder: Path) -> list[dict[str, Any]]:
     """By worker."""
     return run_distributed(train_all, 2, str(folder), timeout=300)

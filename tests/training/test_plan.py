@@ -77,8 +77,7 @@ def test_parameters_flops_and_activations_are_the_published_ones():
     b, t, s, h, a = 4, 8, m.context, m.width, m.heads
     c = Case(m, CLUSTER, MEGATRON, 4, Layouts(t, 1, 1, 1, b))
     whole = s * b * h * (10 + 24 / t + 5 * a * s / (h * t))  # [K] eq. 2
-    assert c.kept + c.scores == pytest.approx(whole)
-    assert replace(c, software=Software()).scores == 0
+    assert c.kept + c.scores == pytest.approx(whole) and replace(c, software=Software()).scores == 0
 
 
 def test_a_collective_takes_what_ring_or_trees_take():
@@ -92,8 +91,7 @@ def test_a_collective_takes_what_ring_or_trees_take():
 @pytest.mark.usefixtures("a_block")
 def test_memory_of_a_cut_model():
     c = case(CUT)
-    assert c.micro_batches == 4 and c.block == 60_950
-    assert (c.own(False), c.own(True)) == (298_800, 294_000)
+    assert c.micro_batches == 4 and c.block == 60_950 and (c.own(False), c.own(True)) == (298_800, 294_000)
     assert parts(memory.of_stage(c, last=False)) == {
         "parameters": 4 * 298_800,
         "gradients": 4 * 298_800,
@@ -136,8 +134,7 @@ def test_memory_of_islands():
     by_ddp = memory.memory(case(replace(ISLANDS, zero=1)))
     assert (by_ddp["buckets"], by_ddp["optimizer"], by_ddp["parameters"]) == (4 * OWN, 2 * OWN, 4 * OWN)
     assert by_ddp["casts"] == 2 * OWN and memory.casts(case(CUT, software=FLOAT32), last=True) == 0
-    assert by_ddp["co2"] == 4 * OWN * (1 + 2 / 4)
-    assert memory.co2(case(replace(ISLANDS, offload=1)), last=True) == 0
+    assert by_ddp["co2"] == 4 * OWN * (1 + 2 / 4) and memory.co2(case(replace(ISLANDS, offload=1)), last=True) == 0
     cut = case(Layouts(2, 1, 2, 2, 1, merge=2))
     assert memory.co2(cut, last=True) == 3 * 4 * cut.own(True), "replicas of a cut island share nothing out"
 

@@ -33,19 +33,15 @@ def test_a_key_gives_always_the_same_number_and_generator_and_others_give_others
 
 def test_an_epoch_has_every_sample_once_in_an_order_of_its_own_whatever_the_workers():
     seen = shares(4).flatten()
-    assert len(seen) == 96 and len(seen.unique()) == 96
-    assert seen.min() >= 0 and seen.max() < 103
-    assert torch.equal(shares(1), shares(3))
-    assert torch.equal(shares(1), shares(4))
-    assert not torch.equal(shares(2), shares(2, epoch=1))
-    assert not torch.equal(shares(2), shares(2, seed=1))
+    assert len(seen) == 96 and len(seen.unique()) == 96 and seen.min() >= 0 and seen.max() < 103
+    assert torch.equal(shares(1), shares(3)) and torch.equal(shares(1), shares(4))
+    assert not torch.equal(shares(2), shares(2, epoch=1)) and not torch.equal(shares(2), shares(2, seed=1))
     assert not torch.equal(shares(2, epoch=1), shares(2, seed=1)), "neighbouring keys must not coincide"
 
 
 def test_eval_share_partitions_the_samples():
     parts = [list(eval_share(10, rank=r, world_size=3)) for r in range(3)]
-    assert sorted(sum(parts, [])) == list(range(10))
-    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+    assert sorted(sum(parts, [])) == list(range(10)) and max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
 def test_a_batch_that_does_not_divide_or_is_larger_than_the_data_is_refused():
