@@ -1,6 +1,8 @@
-"""Settings that no run could have, or that would be left unused: each is one line that names the value."""
+"""Settings that no run could have, or that would be left unused: one line that names the value. And dry runs."""
 
+import importlib
 import math
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -155,3 +157,17 @@ def test_numbers_outside_an_options_range_are_refused(option: str):
     for number in impossible:
         with pytest.raises(UserError):
             changed(recipe, option, number)
+
+
+@pytest.mark.parametrize(
+    ("task", "name"),
+    [(t, "digits_small") for t in ("vision", "segmentation")]
+    + [("pointcloud", "surfaces_small"), ("language", "roberta_pydoc_small")],
+)
+def test_a_train_scripts_dry_run_estimates_the_memory(task: str, name: str, monkeypatch, capsys):
+    for key, value in {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.setattr(sys, "argv", ["train", name, "--dry_run"])
+    importlib.import_module(f"{task}.train").main()
+    printed = capsys.readouterr().out
+    assert f'"name": "{name}"' in printed and " 4 workers of " in printed and "activations" in printed

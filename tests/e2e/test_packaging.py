@@ -1,12 +1,12 @@
-"""The files that describe the project agree with each other and with the tree."""
+"""The files that describe the project agree with each other and with the tree; no module imports itself."""
 
-import importlib
 import importlib.util
 import os
 import re
 import subprocess
 import sys
 import tomllib
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from tests import imports
 from training import prepared
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -207,3 +208,28 @@ def test_prepare_torchvision_passes_on_an_unknown_error(monkeypatch: pytest.Monk
     monkeypatch.setattr(prepared.importlib, "import_module", fail)
     with pytest.raises(RuntimeError, match="something else"):
         prepared.prepare_torchvision()
+
+
+def test_the_project_has_no_import_circle():
+    graph = {file: imports.needed(file) for file in imports.files()}
+    assert len(graph) > 150
+    TopologicalSorter(graph).prepare()  # its error names the modules of a circle
+
+
+def test_a_circle_is_found_whatever_it_is_made_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Three modules: by a type-only import, by one inside a function, and by a relative one through a package."""
+    monkeypatch.setattr(imports, "ROOT", tmp_path)
+    monkeypatch.setattr(imports, "PACKAGES", ("a",))
+    texts = {
+        "a/__init__.py": "from .x import one\n",
+        "a/x.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from a import y\n",
+        "a/y.py": "def f():\n    import a.z\n",
+        "a/z.py": "from . import x\n",
+        "a/alone.py": "from a import y\n",
+    }
+    (tmp_path / "a").mkdir()
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(CycleError) as found:
+        TopologicalSorter({Path(name): imports.needed(Path(name)) for name in texts}).prepare()
+    assert {*found.value.args[1]} == {Path(f"a/{name}.py") for name in "xyz"}
