@@ -244,9 +244,6 @@ def test_a_second_signal_ends_the_run_at_once_and_signals_are_their_own_again_af
     assert signal.getsignal(signal.SIGTERM) == stop._on_signal, "of a run that is stopped nothing else is"
 
 
-# -- the launcher's store ---------------------------------------------------------------------------------------------
-
-
 # -- the launcher's store -----------------------------------------------------------------------------------
 
 
