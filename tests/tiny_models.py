@@ -14,10 +14,8 @@ from transformers.models import auto
 from language.prepare import train_tokenizer
 
 POSITIONS = 48
-WORDS = {
-    " great": ("lovely", "funny", "warm"),
-    " terrible": ("dull", "clumsy", "cold"),
-}  # which answer follows from which
+# which answer follows from which
+WORDS = {" great": ("lovely", "funny", "warm"), " terrible": ("dull", "clumsy", "cold")}
 TEXT = "a film of two hours. It was seen by all.\n"
 SIZES = dict(vocab_size=448, bos_token_id=0, eos_token_id=0, pad_token_id=1)
 CONFIGS = {

@@ -1,7 +1,9 @@
-"""The boundary's benchmark: its model, its memory, and a small run from the command line; the compiled pass."""
+"""bench.boundary and bench.gpu: a small run, memory, the compiled pass, and a report over several calls."""
 
 import json
 import mmap
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,9 +11,10 @@ import torch
 from bench import boundary
 from bench.boundary import peak_bytes, reset_peak
 from bench.gpu import measures
+from bench.gpu.command import CHECKS, Options, Scope, measured
 from core import outer
 from tests.core.test_outer import RULES, check
-from tests.scripts import run_script
+from tests.scripts import Mistakes, run_script
 
 
 def test_what_does_not_fit_is_not_run():
@@ -64,5 +67,79 @@ def test_the_peak_is_that_since_the_reset():
     with mmap.mmap(-1, 32 << 20) as held:  # what malloc gives may have been resident before
         for page in range(0, len(held), mmap.PAGESIZE):
             held[page] = 1
-    assert 30 << 20 < peak_bytes() - base < 60 << 20
-    assert reset_peak() - base < 16 << 20
+    assert 30 << 20 < peak_bytes() - base < 60 << 20 and reset_peak() - base < 16 << 20
+
+
+# -- bench.gpu, at small sizes on a CPU -------------------------------------------------------------------------------
+
+
+ROWS = {"costs": 16, "loops": 11}
+SLOW = ("train script", "gpt2")
+
+
+@pytest.fixture(autouse=True)
+def all_checks() -> None:
+    Options().chosen()
+
+
+def called(folder: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
+    """The exit status of the command, and its rows by name."""
+    with pytest.raises(SystemExit) as ended:
+        run_script("bench.gpu", "--device", "cpu", "--tiny", "--out", str(folder), *arguments)
+    rows = json.loads((folder / "gpu.json").read_text())["rows"]
+    return int(ended.value.code or 0), {row["name"]: row for row in rows}
+
+
+def test_every_cost_is_measured_on_a_cpu_in_small_sizes(tmp_path: Path):
+    names = [name for name in CHECKS if "compiled" not in name]  # it is there where a device is
+    assert {part: sum(CHECKS[name][0] == part for name in names) for part in ROWS} == ROWS
+    rows = [measured(name, Scope("cpu", tmp_path, tiny=True)) for name in names if CHECKS[name][0] == "costs"]
+    assert all(row["state"] == "ok" and row["figures"] and row["says"] for row in rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["train script: vision.train, co2", "train script: language.train, recommended"])
+def test_a_train_script_is_measured_on_a_cpu(name: str, tmp_path: Path):
+    row = measured(name, Scope("cpu", tmp_path, tiny=True))
+    assert row["state"] == "ok", row
+
+
+@pytest.mark.slow
+def test_a_loop_beside_a_sleeping_collective_is_measured_on_a_cpu(tmp_path: Path):
+    row = measured("gpt2 beside a sleeping collective ms a round: co2", Scope("cpu", tmp_path, tiny=True))
+    assert row["state"] == "ok" and row["figures"]["the sleep"] > 0, row
+
+
+def test_a_second_call_measures_what_has_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any):
+    begun: list[str] = []
+
+    def one(scope: Scope, name: str = "one") -> dict[str, Any]:  # noqa: ARG001
+        begun.append(name)
+        return {"ms": 1.25, "kernels": 3}
+
+    def broken(scope: Scope) -> dict[str, Any]:  # noqa: ARG001
+        begun.append("broken")
+        raise AssertionError("too | slow")
+
+    for name in list(CHECKS):
+        monkeypatch.delitem(CHECKS, name)
+    for name, run in {"one": one, "broken": broken}.items():
+        monkeypatch.setitem(CHECKS, name, ("costs", run))
+    old = {"part": "correctness", "name": "gone", "state": "ok", "says": "equal", "commit": "abc"}
+    (tmp_path / "gpu.json").write_text(json.dumps({"commit": "def", "device": "cpu", "torch": "1", "rows": [old]}))
+    status, rows = called(tmp_path, "--commit", "first")
+    assert status == 1 and begun == ["one", "broken"] and rows["gone"]["commit"] == "abc"
+    assert (rows["one"]["says"], rows["broken"]["state"]) == ("ms 1.25, kernels 3", "failed")
+    assert "Traceback" in rows["broken"]["traceback"]
+    assert called(tmp_path, "--commit", "first")[0] == 1 and len(begun) == 2
+    assert called(tmp_path, "--commit", "second", "--checks", "one")[0] == 1 and begun[2:] == ["one"]
+    called(tmp_path, "--commit", "second", "--checks", "one")
+    assert begun[3:] == ["one"], "what is named is measured again"
+    said = capsys.readouterr().out
+    assert "| one | ok | ms 1.25, kernels 3 | second | cpu" in said and "| broken | failed |" in said
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a device")
+def test_without_a_device_no_report_is_made(tmp_path: Path, mistake: Mistakes):
+    assert "device=cuda: this torch finds no CUDA device" in mistake("bench.gpu", "--out", str(tmp_path))
+    assert not list(tmp_path.iterdir())

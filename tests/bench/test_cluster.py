@@ -1,39 +1,45 @@
-"""The emulated cluster's command line, what it refuses, and how its switch reads a frame."""
+"""The emulated cluster: its command line, and real processes; with the root marker, real namespaces and links."""
 
+import json
 import os
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
+from bench.cluster import Cluster, hold_port, nodes, require_namespaces
 from bench.cluster import __main__ as launch
-from bench.cluster import nodes, require_namespaces
-from bench.cluster.beside import VNET_HEADER, targets
-from core.errors import UserError
+from bench.cluster.beside import VNET_HEADER, members, targets
+from core import UserError
+from tests.bench.emulated import ENV, ROOT, WORKER, as_nobody, assert_gone, network, python, script, worker
 
 
-@pytest.mark.parametrize(
-    "text, mbit", [("200mbit", 200.0), ("1gbit", 1000.0), ("2.5gbit", 2500.0), ("500kbit", 0.5), (".5mbit", 0.5)]
-)
-def test_rates(text, mbit):
-    assert launch.Launch(rate=text).rate_mbit == pytest.approx(mbit)
+def test_rates_and_delays():
+    rates = {"200mbit": 200.0, "1gbit": 1000.0, "2.5gbit": 2500.0, "500kbit": 0.5, ".5mbit": 0.5}
+    for text, mbit in rates.items():
+        assert launch.Launch(rate=text).rate_mbit == pytest.approx(mbit)
+    for text, ms in {"5ms": 5.0, "0.5s": 500.0, "500us": 0.5, "0ms": 0.0}.items():
+        assert launch.Launch(rate="1mbit", delay=text).delay_ms == pytest.approx(ms)
 
 
-@pytest.mark.parametrize("text, ms", [("5ms", 5.0), ("0.5s", 500.0), ("500us", 0.5), ("0ms", 0.0)])
-def test_delays(text, ms):
-    assert launch.Launch(rate="1mbit", delay=text).delay_ms == pytest.approx(ms)
-
-
-def test_missing_iproute2_is_named(monkeypatch, tmp_path):
+def test_missing_iproute2_and_a_kernel_that_refuses_are_named(monkeypatch, tmp_path):
+    commands = os.environ["PATH"]
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(nodes, "SBIN", str(tmp_path))
     with pytest.raises(UserError, match="install iproute2, or throttle the link"):
         require_namespaces()
-
-
-def test_a_kernel_that_refuses_is_quoted(monkeypatch, tmp_path):
     for name in ("ip", "tc", "unshare"):
         (tmp_path / name).write_text(f"#!/bin/sh\necho '{name}: not on this machine' >&2\nexit 1\n")
         (tmp_path / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{commands}")
     with pytest.raises(UserError, match="unshare: not on this machine.*--throttle of a benchmark"):
         require_namespaces()
 
@@ -48,3 +54,270 @@ def test_the_switch_reads_the_destination():
     second = bytes(VNET_HEADER) + b"\x02\0\0\0\1\x03" + bytes(60)  # of another network
     assert list(targets(second, source=5, count=4)) == [6] and not targets(second, source=1, count=4)
     assert list(targets(bytes(VNET_HEADER) + b"\xff" * 6, source=5, count=4)) == [4, 6, 7]
+
+
+# -- real processes ---------------------------------------------------------------------------------------------------
+
+
+def test_a_held_port_is_given_to_nobody_but_the_server_that_names_it():
+    with hold_port() as held, socket.create_server(("", 0)) as other, socket.socket() as client:
+        port = held.getsockname()[1]
+        only = struct.pack("I", port | port << 16)  # IP_LOCAL_PORT_RANGE: from this port to this port
+        try:
+            client.setsockopt(socket.IPPROTO_IP, 51, only)
+        except OSError:
+            pytest.skip("this kernel has no IP_LOCAL_PORT_RANGE (Linux 6.3)")
+        with pytest.raises(OSError, match="Cannot assign requested address"):
+            client.connect(("127.0.0.1", other.getsockname()[1]))
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        with pytest.raises(OSError, match="Address already in use"):
+            client.bind(("", 0))
+        assert dist.TCPStore("127.0.0.1", port, 1, is_master=True).port == port
+
+
+def test_ranks_without_a_cluster(tmp_path):
+    """Results in rank order, a UserError as it is, another error with its traceback, the limit, and an early end."""
+    code = """
+        import multiprocessing, os, time, torch, torch.distributed as dist
+        from bench.cluster import nodes, run_ranks
+        from core import UserError
+
+        nodes.GRACE = 0.2
+
+        def total(x):
+            dist.init_process_group("gloo")
+            tensor = torch.tensor([x * 10.0 ** int(os.environ["RANK"])])
+            dist.all_reduce(tensor)
+            return tensor.item(), os.environ["RANK"], os.environ["LOCAL_RANK"], os.environ["GLOO_SOCKET_IFNAME"]
+
+        def fails(error):
+            if os.environ["RANK"] == "2":
+                raise error
+            time.sleep(60)
+
+        expected = [(3333.0, str(r), str(r % 2), "lo") for r in range(4)]
+        assert run_ranks(total, None, 2, 2, 3.0, timeout=30) == expected
+        cases = [(UserError("too big"), UserError, "too big"), (KeyError("k"), RuntimeError, "rank 2:")]
+        for error, kind, text in cases:
+            try:
+                run_ranks(fails, None, 4, 1, error, timeout=30)
+            except kind as raised:
+                assert str(raised).startswith(text), raised
+            else:
+                raise AssertionError("no error")
+        try:
+            run_ranks(time.sleep, None, 1, 2, 60, timeout=0.5)
+        except TimeoutError as raised:
+            assert "rank 0, 1 still running" in str(raised)
+        began = time.monotonic()
+        asked = iter([False, True])
+        assert run_ranks(time.sleep, None, 1, 2, 60, timeout=50, until=lambda: next(asked)) == []
+        assert time.monotonic() - began < 40 and not multiprocessing.active_children()
+        print("all well")
+    """
+    assert script(tmp_path, code) == "all well\n"
+
+
+# -- real namespaces ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def root():
+    try:
+        nodes.tool("ip"), nodes.tool("tc")
+    except UserError as error:
+        pytest.skip(str(error))
+    if os.geteuid() != 0:
+        pytest.skip("not root: the tests of the emulated cluster make namespaces")
+
+
+@pytest.mark.root
+def test_gloo_takes_the_time_that_the_rate_gives(root, tmp_path):
+    """A ring all-reduce sends 2 (n-1)/n bytes a byte: 4 MB on 4 nodes take 0.48 s at 100 Mbit/s, half of it at 200."""
+    code = """
+        import time, torch, torch.distributed as dist
+        from bench.cluster import Cluster, run_ranks
+
+        def seconds():
+            dist.init_process_group("gloo")
+            took = []
+            for _ in range(3):
+                dist.barrier()
+                start = time.monotonic()
+                dist.all_reduce(torch.ones(1_000_000))
+                took.append(time.monotonic() - start)
+            dist.barrier()
+            return min(took)
+
+        with Cluster(4, 100) as cluster:
+            slow = max(run_ranks(seconds, cluster, 1, 4, timeout=30))
+            cluster.set_rate(200)
+            fast = max(run_ranks(seconds, cluster, 1, 4, timeout=30))
+        print(slow, fast)
+    """
+    slow, fast = map(float, script(tmp_path, code).split())
+    assert 0.9 * 0.48 < slow < 1.35 * 0.48 and 0.9 * 0.24 < fast < 1.35 * 0.24
+
+
+@pytest.mark.root
+def test_ranks_sit_in_their_nodes_and_the_first_error_is_raised(root, tmp_path):
+    code = """
+        import os, time
+        from bench.cluster import Cluster, run_ranks
+
+        def where():
+            return os.readlink("/proc/self/ns/net"), os.environ["LOCAL_RANK"], os.environ["GLOO_SOCKET_IFNAME"]
+
+        def fails():
+            if os.environ["RANK"] == "1":
+                raise KeyError("the cause")
+            time.sleep(60)
+
+        with Cluster(2, 100) as cluster:
+            a, b, c, d = run_ranks(where, cluster, 2, 2, timeout=30)
+            assert a[0] == b[0] != c[0] == d[0] and os.readlink("/proc/self/ns/net") not in (a[0], c[0])
+            assert [x[1:] for x in (a, b, c, d)] == [("0", "e0"), ("1", "e0")] * 2
+            try:
+                run_ranks(fails, cluster, 1, 2, timeout=30)
+            except RuntimeError as error:
+                assert "rank 1:" in str(error) and "KeyError: 'the cause'" in str(error)
+                print("all well")
+    """
+    assert script(tmp_path, code) == "all well\n"
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("delay", [0.0, 1.0])
+def test_each_rank_has_a_link_of_its_own(root, tmp_path, delay):
+    """Two pairs of ranks that send at once: each pair's bytes leave by its own link."""
+    code = """
+        import os, torch, torch.distributed as dist
+        from bench.cluster import Cluster, run_ranks, sent_bytes
+
+        def exchange():
+            dist.init_process_group("gloo")
+            rank = int(os.environ["RANK"])
+            dist.barrier()
+            before = [sent_bytes(f"e{nic}") for nic in range(2)]
+            if rank < 2:
+                dist.send(torch.zeros(250_000 * (1 + rank)), rank + 2)
+            else:
+                dist.recv(torch.zeros(250_000 * (rank - 1)), rank - 2)
+            dist.barrier()
+            return [sent_bytes(f"e{nic}") - bytes for nic, bytes in enumerate(before)]
+
+        with Cluster(2, 200, DELAY, nics=2) as cluster:
+            first, second = run_ranks(exchange, cluster, 2, 2, timeout=60)[0]
+        assert 1e6 < first < 1.3e6 and 2e6 < second < 2.4e6, (first, second)
+        print("all well")
+    """
+    assert script(tmp_path, code.replace("DELAY", str(delay))) == "all well\n"
+
+
+@pytest.mark.root
+def test_two_clusters_at_once_have_their_own_rates(root):
+    with Cluster(2, 40) as slow, Cluster(2, 80) as fast:
+        assert slow.verify() == pytest.approx(40, rel=0.1) and fast.verify() == pytest.approx(80, rel=0.1)
+        slow.set_rate(120)
+        assert slow.verify() == pytest.approx(120, rel=0.1)
+        slow.rate_mbit = 60  # a link that is not what it says is refused
+        with pytest.raises(UserError, match="over 10 % off the 60"):
+            slow.verify()
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("delay", [1.0, 5.0, 20.0])
+def test_a_frame_takes_the_delay(root, delay):
+    """One way, the median of 20 datagrams, on a warm link; within 1 ms, which a busy machine needs."""
+    with Cluster(2, 200, delay) as cluster:
+        a, b = (cluster.inside(n, lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) for n in (0, 1))
+        with a, b:
+            b.bind((cluster.address(1), 9000))
+            b.settimeout(5)
+            took = []
+            for _ in range(21):
+                start = time.monotonic()
+                a.sendto(b"x", (cluster.address(1), 9000))
+                b.recv(1)
+                took.append((time.monotonic() - start) * 1e3)
+        assert delay <= sorted(took)[10] < delay + 1.0
+        assert took[0] < 3 * delay + 20.0  # the first asks for the address; nothing was lost while the switch started
+        assert cluster.verify() == pytest.approx(200, rel=0.1)
+
+
+@pytest.mark.root
+def test_an_exception_leaves_nothing(root):
+    with pytest.raises(KeyError), Cluster(2, 100, delay_ms=1.0) as cluster:
+        sleeper = cluster.popen(1, ["sh", "-c", "sleep 300 & sleep 300"])
+        held = [os.dup(namespace) for namespace in cluster._namespaces]
+        while len(members(held)) < 4:  # the switch, the shell and both its children
+            time.sleep(0.01)
+        raise KeyError
+    assert sleeper.returncode == -signal.SIGKILL and members(held) == []
+    for namespace in held:
+        os.close(namespace)
+
+
+@pytest.mark.root
+@pytest.mark.parametrize(
+    "mode, sent, status",
+    [
+        ("pass", None, 0),
+        ("fail", None, 1),
+        ("crash", None, 1),
+        ("sleep", signal.SIGTERM, 143),
+        ("sleep", signal.SIGINT, 130),
+        ("stubborn", signal.SIGKILL, -9),
+    ],
+)
+def test_nothing_is_left_and_the_status_tells(root, tmp_path, mode, sent, status):
+    before = network()
+    with worker(tmp_path, mode, "--delay", "1ms") as process:
+        nodes = {(tmp_path / f"started{rank}").read_text() for rank in range(2)}
+        assert len(nodes) == 2  # a namespace each
+        if sent:
+            process.send_signal(sent)
+        out, err = process.communicate(timeout=50)
+        assert process.returncode == status, err
+        assert_gone(tmp_path, process.pid)
+    assert network() == before
+    assert "link: 2 nodes, 100 Mbit/s each way, 1 ms one way, network namespaces + tbf + userspace switch\n" in out
+    assert mode != "pass" or "rank 0 of 2 ends" in out
+    assert mode != "fail" or "[node 1] rank 1 has had enough" in err
+
+
+@pytest.mark.root
+def test_a_second_signal_kills(root, tmp_path):
+    with worker(tmp_path, "stubborn") as process:
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.5)
+        assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 143
+        assert_gone(tmp_path, process.pid)
+
+
+@pytest.mark.root
+def test_training_over_the_emulated_link(root, tmp_path):
+    recipe = ["-m", "vision.train", "digits_small", "--epochs", "1", "--out", str(tmp_path / "run")]
+    nodes = ["--nodes", "2", "--ranks-per-node", "1", "--rate", "100mbit", "--verify", "--"]
+    said = python("-m", "bench.cluster", *nodes, *recipe)
+    assert "link: measured" in said and json.loads((tmp_path / "run/summary.json").read_text())["bytes_sent"] > 0
+
+
+@pytest.mark.root
+def test_an_ordinary_user_may(root):
+    """As nobody, in a user namespace; with a delay too, which needs no more rights than the links."""
+    if shutil.which("setpriv") is None:
+        pytest.skip("no command 'setpriv'")
+    with tempfile.TemporaryDirectory() as name:  # not tmp_path, which lies in a folder closed to others
+        folder = Path(name)
+        folder.chmod(0o777)
+        (folder / "worker.py").write_text(WORKER)
+        options = ["--nodes", "2", "--rate", "100mbit", "--delay", "1ms", "--verify"]
+        command = [sys.executable, "-m", "bench.cluster", *options, "--", f"{name}/worker.py", "pass", name]
+        done = subprocess.run(as_nobody(command, folder), cwd=ROOT, env=ENV, capture_output=True, text=True)
+    if "grants no network namespace" in done.stderr:
+        pytest.skip(done.stderr)
+    assert done.returncode == 0, done.stderr
+    assert "link: measured" in done.stdout and "rank 0 of 2 ends" in done.stdout

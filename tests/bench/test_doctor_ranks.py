@@ -75,9 +75,7 @@ with Cluster(2, rate) as cluster:
         (1000, 8e6, 0.15, "float32"),  # int4 takes what cores are left, there
     ],
 )
-def test_its_rate_is_the_links_and_its_tau_that_of_tau_auto(
-    tmp_path: Path, rate: int, params: float, step: float, given: str
-):
+def test_its_rate_is_the_links_and_its_tau_that_of_tau_auto(tmp_path, rate, params, step, given):
     """Of the message's bytes few must fit the shaper's bucket, 256 kB, which is full again after each rest."""
     (tmp_path / "script.py").write_text(SCRIPT)
     said = python(tmp_path / "script.py", rate, params, step, given, skips=True)

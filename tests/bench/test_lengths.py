@@ -29,8 +29,7 @@ from language.lengths.plan import Island, layer_seconds, plan
 
 
 def test_waits_by_hand():
-    assert wait(np.array([1.0, 1.0, 2.0])) == pytest.approx(1 - 4 / 6)
-    assert wait(np.array([3.0, 3.0])) == 0
+    assert wait(np.array([1.0, 1.0, 2.0])) == pytest.approx(1 - 4 / 6) and wait(np.array([3.0, 3.0])) == 0
     # each is the slow one in turn: the mean, half a round, is there before anyone needs it
     turns = np.array([[1.0, 2.0], [2.0, 1.0]] * 50)
     assert wait_with_slack(turns, exchange=0.1) < 0.02 < 0.25 == wait(turns[0])
@@ -47,8 +46,7 @@ def test_cut_packing_makes_rows_of_the_positions():
 def test_round_waits_less_and_a_rerun_gives_the_same():
     case, pool = Case("log_normal", 8192), lengths.documents_of(Case("log_normal", 8192), 0)[:20_000]
     first, again = (one_run(case, pool, 4, 6, 3, 0) for _ in range(2))
-    assert first == again
-    assert first["mean"]["round"] < 0.01 < 0.03 < first["mean"]["tokens"] < first["mean"]["counts"]
+    assert first == again and first["mean"]["round"] < 0.01 < 0.03 < first["mean"]["tokens"] < first["mean"]["counts"]
     assert first["slack"]["round"] < first["slack"]["tokens"] < first["mean"]["tokens"] + 0.02
 
 
@@ -97,16 +95,13 @@ def test_plans_are_close_to_the_optimum(link: float, draws: int):
     assert sum(ratios) / draws <= 1.02 and max(ratios) <= 1.10 and min(ratios) > 1 - 1e-5
 
 
-def test_the_optimum_of_cases_that_are_plain():
+def test_the_optimum_and_the_ways_on_cases_that_are_plain():
     free = Island(1, 3, attention=1.0, linear=0.0, inside=(0.0, 0.0), across=(0.0, 0.0))
     assert optimum([3], free, 10.0) == pytest.approx(3.0)  # split over all three
     dear = Island(1, 3, attention=1.0, linear=0.0, inside=(100.0, 0.0), across=(0.0, 0.0))
     assert optimum([3, 2, 1, 1], dear, 100.0) == pytest.approx(9.0)  # hops of 100 s: the longest stays whole
     assert optimum([3, 3, 3, 3], dear, 100.0) == pytest.approx(18.0)
-
-
-def test_the_ways_on_a_case_that_is_plain():
-    """Documents of 4, 2 and 2 tokens on two devices, a second for each squared token and for each token."""
+    # Documents of 4, 2 and 2 tokens on two devices, a second for each squared token and for each token.
     i = Island(1, 2, attention=1.0, linear=1.0, inside=(0.0, 0.0), across=(0.0, 0.0))
     seconds = {way: layer_seconds(*place([4, 2, 2], i), i) for way, place in PLACED.items()}
     assert seconds == pytest.approx({"plan": 16.0, "even": 16.0, "grouped": 16.0, "whole": 20.0, "cut": 20.0})

@@ -1,4 +1,4 @@
-"""bench.loss: its runs, its command line, its rows and its table."""
+"""bench.loss: its runs, command line, rows and table; its tasks; its optimizers and methods against plain formulas."""
 
 import json
 from dataclasses import replace
@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from bench.loss import __main__ as command
-from bench.loss.__main__ import Options, Plan, Rows, parse, run, search, train
-from bench.loss.tasks import Inner, Task, labelled_draw
-from core.errors import UserError
+from bench.loss import tasks
+from bench.loss.__main__ import Options, Plan, Rows, Stack, parse, run, search, train
+from bench.loss.methods import CompressedMean, mean
+from bench.loss.tasks import TASKS, Inner, Task, clip_rows, labelled_draw, load_task, places
+from core import UserError
 from tests.problems import small_net
 from tests.scripts import run_script
 
@@ -53,8 +55,7 @@ def test_every_method_ends_with_equal_workers_and_learns(tiny: Task, name: str):
     method.finish()
     assert (method.x - method.x[0]).abs().max() < 1e-6
     start, end = (stack.held_out_loss(x, tiny.held_out["test"]) for x in (stack.start(0), method.x[0]))
-    assert start is not None and end is not None and end < start
-    assert run(tiny, plan(tiny, name))["loss"] is not None
+    assert start is not None and end is not None and end < start and run(tiny, plan(tiny, name))["loss"] is not None
 
 
 def test_blocking_methods_agree_where_they_should(tiny: Task):
@@ -76,10 +77,8 @@ def test_a_run_that_diverges_has_no_loss(tiny: Task):
 
 def test_a_method_and_its_options():
     assert [str(s) for s in parse("co2")] == ["co2", "co2:beta=0"]
-    assert [str(s) for s in parse("co2:merge=mix,delay=3,beta=0|0.3")] == [
-        "co2:beta=0,delay=3,merge=mix",
-        "co2:beta=0.3,delay=3,merge=mix",
-    ]
+    both = [str(s) for s in parse("co2:merge=mix,delay=3,beta=0|0.3")]
+    assert both == ["co2:beta=0,delay=3,merge=mix", "co2:beta=0.3,delay=3,merge=mix"]
     made: Any = parse("co2:merge=keep,phi=none,nesterov=true")[0].make(torch.zeros(2, 1), 3)
     assert (made.o["merge"], made.o["phi"], made.o["nesterov"], made.delay) == ("keep", "none", True, 3)
 
@@ -97,8 +96,7 @@ def test_a_second_search_runs_nothing_anew(tmp_path: Path, tiny: Task, capsys: p
     assert "complete; 12 runs were new" in capsys.readouterr().out
     lines = o.rows.read_text()
     search(o, Rows(o.rows))
-    assert "complete; 0 runs were new" in capsys.readouterr().out
-    assert o.rows.read_text() == lines
+    assert "complete; 0 runs were new" in capsys.readouterr().out and o.rows.read_text() == lines
     one_more = options(tmp_path, seeds=(0, 1, 2))
     search(one_more, Rows(o.rows))
     assert "complete; 2 runs were new" in capsys.readouterr().out  # one a method
@@ -112,10 +110,7 @@ def test_the_best_on_tuning_seed_and_split_is_reported_on_others(tmp_path: Path,
         best = min(tried, key=lambda p: found["loss"] if (found := rows.find(p)) else 1e9)
         choice = next(row for row in rows.choices.values() if row["asked"] == asked)
         assert (choice["lr"], choice["options"]) == (best.lr, dict(best.settings.options)) and choice["tried"] == 4
-    assert {(r["split"], r["seed"]) for r in rows.runs.values()} == {
-        ("tuning", 100),
-        *(("test", seed) for seed in (0, 1)),
-    }
+    assert {(r["split"], r["seed"]) for r in rows.runs.values()} == {("tuning", 100), ("test", 0), ("test", 1)}
 
 
 def test_a_line_that_was_cut_off_is_run_again(tmp_path: Path, tiny: Task, capsys: pytest.CaptureFixture):
@@ -194,3 +189,143 @@ def test_the_limit_of_the_gradients_norm_is_part_of_a_run(tiny: Task, tmp_path: 
     for wrong in ("0", "-1", "inf", "big"):
         with pytest.raises(UserError, match=f"clip={wrong}: give a number above 0, none, or task"):
             options(tmp_path, clip=wrong).check()
+
+
+# -- against plain formulas -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("inner", "theirs"),
+    [
+        (Inner("sgd", 0.1, momentum=0.8), lambda p: torch.optim.SGD(p, 0.1, momentum=0.8)),
+        (Inner("adamw", 0.1, weight_decay=0.3), lambda p: torch.optim.AdamW(p, 0.1, weight_decay=0.3)),
+        (Inner("adamw", 0.1, clip=0.5), lambda p: torch.optim.AdamW(p, 0.1)),
+    ],
+)
+def test_the_inner_optimisers_are_torchs_row_by_row(inner: Inner, theirs: Any):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(3, 5, generator=generator, dtype=torch.float64)
+    rows = [torch.nn.Parameter(row.clone()) for row in x]
+    optimizers, state = [theirs([row]) for row in rows], inner.start(x)
+    for _ in range(4):
+        gradients = torch.randn(3, 5, generator=generator, dtype=torch.float64)
+        state.step(x, gradients, 0.1)
+        for row, gradient, optimizer in zip(rows, gradients, optimizers, strict=True):
+            row.grad = gradient.clone()
+            if inner.clip:
+                torch.nn.utils.clip_grad_norm_([row], inner.clip)
+            optimizer.step()
+    torch.testing.assert_close(x, torch.stack([row.detach() for row in rows]), rtol=1e-12, atol=1e-12)
+
+
+def test_gradients_are_clipped_by_row():
+    rows = clip_rows(torch.tensor([[3.0, 4.0], [0.3, 0.4]]), 1.0)
+    torch.testing.assert_close(rows, torch.tensor([[0.6, 0.8], [0.3, 0.4]]), rtol=1e-5, atol=1e-5)
+
+
+def test_a_narrow_wire_sends_later_what_it_rounded_off():
+    """Scale 1: a block's largest magnitude is 7. What is left of 0.4, 0.8, 0.2, 0.6, 0.0 is sent in the next."""
+    sent = torch.zeros(2, 300)
+    sent[:, 0], sent[:, 1] = 7.0, 0.4
+    compressed, everyone = CompressedMean("int4"), torch.ones(2)
+    seen = [compressed(sent, everyone)[:3] for _ in range(5)]
+    assert [part[1].item() for part in seen] == [0, 1, 0, 1, 0] and all(part[0] == 7 and part[2] == 0 for part in seen)
+    assert mean(sent, everyone)[1] == pytest.approx(0.4)
+
+
+def test_ddp_sends_gradients_over_the_wire():
+    x = torch.zeros(2, 2)
+    method, inner = parse("ddp:wire=int4")[0].make(x, 1), Inner("sgd", 1.0, momentum=0.0).start(x)
+    for step in range(2):
+        method.train_step(lambda x, _: torch.tensor([[7.0, 0.4], [7.0, 0.4]]), (), inner, 1.0)
+        assert x.tolist() == [[-7.0 * (step + 1), -float(step)]] * 2
+
+
+# -- tasks, their data and models -------------------------------------------------------------------------------------
+
+
+def test_digits_have_three_parts_and_sorted_shards_of_no_more_workers_than_samples():
+    task = load_task("digits")
+    _, labels = task.draw(0, 0, 4, 16, "sorted")
+    assert labels.shape == (4, 16) and all(labels[i].max() <= labels[i + 1].min() for i in range(3))
+    inputs, iid = task.draw(0, 0, 4, 16, "iid")
+    assert inputs.shape == (4, 16, 1, 8, 8) and len(iid[0].unique()) > 3
+    again = task.draw(0, 0, 4, 16, "iid")[0]
+    other = task.draw(0, 1, 4, 16, "iid")[0]
+    assert torch.equal(inputs, again) and not torch.equal(inputs, other)
+    tuning, test = (task.held_out[split][0].flatten(1) for split in ("tuning", "test"))
+    assert (tuning[:, None] - test[None]).abs().amax(dim=2).min() > 0  # no image in both
+    with pytest.raises(UserError, match="workers=9: the training set has 8 samples"):
+        places(8, 0, 0, 9, 4, "sorted")
+
+
+def test_a_byte_model_sees_no_later_byte():
+    torch.manual_seed(0)
+    model, text = tasks.ByteGPT(), torch.randint(256, (1, tasks.CONTEXT))
+    changed = text.clone()
+    changed[0, 30] = (changed[0, 30] + 1) % 256
+    same = (model(text) - model(changed)).abs().amax(dim=2)[0] < 1e-6
+    assert same[:30].all() and not same[30:].any()
+    inputs, targets = tasks.windows(torch.arange(200, dtype=torch.uint8), torch.tensor([[5], [9]]), tasks.CONTEXT)
+    assert inputs.shape == (2, 1, tasks.CONTEXT) and torch.equal(inputs + 1, targets)
+
+
+@pytest.fixture
+def no_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Noise in place of the data that would have to be there."""
+    rng = torch.Generator().manual_seed(0)
+    text = torch.randint(256, (5000,), generator=rng, dtype=torch.uint8)
+    images, labels = torch.randn(64, 3, 16, 16, generator=rng), torch.arange(64) % 10
+    held: Any = {"tuning": (images[:9], labels[:9]), "test": (images[9:20], labels[9:20])}
+    monkeypatch.setattr(tasks, "books", lambda: (text, {"tuning": text[:999], "test": text[999:2222]}))
+    monkeypatch.setattr(tasks, "tokens", tasks.books)
+    few = {"vocab_size": 256, "n_embd": 16, "n_layer": 1, "n_head": 2}
+    monkeypatch.setattr(tasks, "GPT2_SMALL", tasks.GPT2_SMALL | few)
+    monkeypatch.setattr(tasks, "cifar_data", lambda: ((images, labels), held))
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_every_task_runs_stacked(no_data: None, name: str):
+    """Workers have gradients of their own, as each would have alone; no buffer would have to change in training."""
+    found = TASKS[name]()
+    batch = found.draw(0, 1, 2, 4, "iid")
+    assert all(torch.equal(*pair) for pair in zip(batch, found.draw(0, 1, 2, 4, "iid"), strict=True))
+    stack = Stack(found)
+    assert not any(isinstance(m, torch.nn.modules.batchnorm._BatchNorm) for m in stack.model.modules())
+    x = torch.stack([stack.start(0), stack.start(1)])
+    rows = stack.gradient(x, batch)
+    for i in range(2):
+        alone = stack.gradient(x[i : i + 1], tuple(part[i : i + 1] for part in batch))
+        torch.testing.assert_close(rows[i : i + 1], alone, rtol=1e-3, atol=1e-5)
+    assert rows.isfinite().all() and (rows.norm(dim=1) > 0).all()
+    inputs, targets = found.held_out["test"]
+    assert stack.held_out_loss(x[0], (inputs[:5], targets[:5])) is not None
+    assert found.draw(0, 0, 2, 4, "sorted")[0].shape == batch[0].shape
+
+
+def test_gpt2_small_has_gpt2_smalls_parameters(no_data: None, monkeypatch: pytest.MonkeyPatch):
+    task = TASKS["gpt2_small"]()
+    monkeypatch.undo()
+    with torch.device("meta"):
+        assert sum(p.numel() for p in task.build().parameters()) == 124_439_808
+
+
+@pytest.mark.parametrize("asked", ["ddp:wire=int4", "local", "local:wire=int4", "co2:merge=keep,gap=none,delay=1"])
+def test_all_workers_lie_on_the_device(no_data: None, asked: str):
+    """With the device "meta", whose tensors have no numbers, and which refuses an operation on two devices."""
+    task = TASKS["bytes"]()
+    plan = Plan("bytes", parse(asked)[0], 0.1, 2, 2, 3, 2, "iid", 0, "test")
+    assert train(task, plan, device="meta")[1].x.is_meta
+
+
+def test_local_sgd_over_a_narrow_wire_is_co2_without_delay_and_momentum():
+    rng = torch.Generator().manual_seed(0)
+    rows = []
+    for asked in ("local:wire=int4", "co2:delay=0,gap=none,phi=none,beta=0,wire=int4", "local"):
+        method: Any = parse(asked)[0].make(torch.zeros(2, 600), 2)
+        for _ in range(4):
+            method.x += torch.randn(2, 600, generator=rng.manual_seed(method.taken))
+            method.taken += 1
+            method.after_local_step()
+        rows.append(method.x)
+    assert torch.equal(rows[0], rows[1]) and not torch.equal(rows[0], rows[2])

@@ -1,7 +1,8 @@
-"""The report writer of all measurements, and the checks of their options."""
+"""The report writer of all measurements, checks of options, mistakes; metrics of a run; the plan of bench.chaos."""
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +12,12 @@ from typing import Any
 import pytest
 
 from bench import report
-from bench.report import Summary, mean_sd, require
-from core.errors import UserError
+from bench.chaos.__main__ import CONFIGS, ELASTIC, Campaign, plan, steps, table
+from bench.chaos.crew import PHASES
+from bench.cluster import sent_bytes
+from bench.report import Metrics, Summary, flags, mean_sd, require
+from core import UserError
+from tests.scripts import Mistakes
 
 
 @dataclass
@@ -22,12 +27,9 @@ class Options:
     out: Path | None = Path("folder")
 
 
-def test_a_table_fills_rows_that_end_early():
+def test_a_table_fills_rows_that_end_early_and_makes_one_line_of_rows_that_agree():
     text = report.table(["a", "b", "c"], [(1, 2, 3), ("x", "not run")])
     assert text.splitlines() == ["| a | b | c |", "|---|---|---|", "| 1 | 2 | 3 |", "| x | not run |  |"]
-
-
-def test_rows_that_agree_become_one_line():
     summary = Summary("method rate failed", {"seconds": ".1f", "model.plan": ".2f", "loss": ".0f"})
     rows: list[dict[str, Any]] = [
         {"method": "co2", "rate": 40.0, "seconds": 1.0, "model": {"plan": 3.0}, "loss": None},
@@ -84,3 +86,128 @@ def test_an_option_that_cannot_be_is_named(what: dict[str, Any], values: Any, sa
     with pytest.raises(UserError) as error:
         require(SimpleNamespace(rates=values, workers=(1,)), **what)
     assert str(error.value) == said
+
+
+# -- a user's mistake is one line and status 2 ------------------------------------------------------------------------
+
+
+# a case a line: the command, and what it says. FOLDER holds measurements
+CASES = """
+bench.boundary --sizes 0 => sizes=(0.0,): give one or more numbers
+bench.boundary --repeats 0 => repeats=0: give 1 or more
+bench.boundary --threads -1 => threads=-1: give a number of threads, or 0
+bench.cluster --rate 200 -- x => rate='200': give a number and one of kbit, mbit, gbit
+bench.cluster --rate 200MB -- x => rate='200MB'
+bench.cluster --rate -1mbit -- x => rate='-1mbit'
+bench.cluster --rate 0mbit -- x => more than 0
+bench.cluster --rate 1mbit --delay 5 -- x => delay='5': give a number and one of us, ms, s
+bench.cluster --rate 1mbit --nodes 0 -- x => nodes=0
+bench.cluster --rate 1mbit --ranks-per-node 0 -- x => ranks_per_node=0
+bench.cluster --rate 1mbit --nodes 1 --verify -- x => 2 or more
+bench.cluster --rate 1mbit --nics 0 -- x => nics=0
+bench.cluster --rate 1mbit => no command
+bench.cluster --rate 1mbit -- => no command
+bench.gpu --device cpu --checks birds => checks=birds: no measurement of costs, loops has that name
+bench.scaling --workers 0 => workers=0: give a number above 0
+bench.scaling --workers 2 99999 => workers=99999: give up to 1024, for each is a process on this machine
+bench.scaling --rates 200 200 => rates=200.0 200.0: give one or more, each once
+bench.scaling --seconds inf => seconds=inf: give a number above 0
+bench.scaling --methods co2 => methods: 'co2': ddp has no tau
+bench.scaling --throttle --out FOLDER => holds a measurement: choose another --out
+bench.lengths --workers 1 => give 2 workers
+bench.lengths --rounds 0 => rounds=0
+bench.lengths --seeds 1 1 => seeds=1 1
+bench.lengths --parts => parts=
+bench.zeroth --parts => parts=
+bench.zeroth --rate 0 => rate=0
+bench.zeroth --shape 2 100 => shape=2 100
+bench.zeroth --batch 0 => batch=0
+bench.loss --tasks birds => tasks: 'birds' does not exist; choose among digits, cifar, bytes
+bench.loss --tau 0 => tau=0: give 1 or more
+bench.loss --steps 0 => steps=0: give 1 or more
+bench.loss --workers 0 => workers=0: give a number above 0
+bench.loss --methods adam => method 'adam' does not exist; choose among ddp, local
+bench.loss --methods co2:speed=1 => co2 has no option 'speed'
+bench.loss --methods local:beta=1 => local has no option 'beta'; it has: wire
+bench.loss --device cuda => device=cuda: this torch finds no CUDA device
+bench.loss --methods co2:merge=half => merge='half'; choose among outer, mix, keep
+bench.loss --methods co2:beta=x => beta='x'; give a number, 0 or more
+bench.loss --methods co2:delay=1.5 => delay='1.5'; give a whole number, 0 or more
+bench.loss --methods ddp:wire=int1 => wire='int1'; choose among float32, bfloat16
+bench.loss --methods co2:nesterov=1 => nesterov='1'; choose among true, false
+bench.loss --methods co2:delay=9 --tau 6 => delay=9: between 0 and tau=6
+bench.loss --methods co2:beta=0|0.1|0.2 --configurations 2 => make 3 configurations; allow as many
+bench.loss --seeds 0 100 => seeds=100: it is the tuning seed
+bench.slow_links --methods ddp zip => methods: 'zip'
+bench.slow_links --workers 1 => workers=1
+bench.slow_links --rates 0 => rates=0.0
+bench.time_to_loss --tasks speech => tasks: 'speech' does not exist; choose among vision, language
+bench.time_to_loss --methods co2 sgd => methods: 'sgd' does not exist; choose among none, ddp
+bench.time_to_loss --rates 0 => rates=0.0: give a number above 0
+bench.time_to_loss --seeds 1 1 => seeds=1 1: give one or more, each once
+bench.time_to_loss --workers 1 => workers=1: a lone worker has no link
+bench.time_to_loss --target nan => target=nan: give a number above 0
+bench.time_to_loss --step_ms -1 => step_ms=-1.0: give 0 or more
+bench.time_to_loss --eval_every 0 => eval_every=0: give 1 or more
+bench.time_to_loss --methods local:beta=1 => 'local:beta=1' has 'beta=1'; give one of wire, tau, lr
+bench.time_to_loss --throttle --out FOLDER => holds a measurement: choose another --out
+"""
+
+
+@pytest.mark.parametrize("case", CASES.strip().splitlines())
+def test_a_mistake_is_one_line(mistake: Mistakes, tmp_path: Path, case: str):
+    """Within a command's own process; nothing is measured, nor written."""
+    command, said = case.split(" => ")
+    for name in ("scaling", "time_to_loss"):
+        (tmp_path / f"{name}.json").write_text("{}")
+    module, *arguments = command.replace("FOLDER", f"{tmp_path}").split()
+    message = mistake(module, *arguments)
+    assert message.startswith("error: ") and said in message and message.count("\n") == 1, message
+
+
+# -- metrics of a run, and the kernel's counters ----------------------------------------------------------------------
+
+
+def test_half_a_line_is_left_for_later_options_become_a_command_line_and_counters_are_the_interfaces(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    metrics = Metrics(tmp_path)
+    assert metrics.read() == []
+    path.write_text('{"step": 1}\n{"st')
+    assert metrics.read() == [{"step": 1}]
+    with open(path, "a") as file:
+        file.write('ep": 2}\n{"step": 3}\n')
+    assert metrics.read() == [{"step": 1}, {"step": 2}, {"step": 3}]
+    assert flags({"seed": 3, "optim.lr": 0.5}) == ["--seed", "3", "--optim.lr", "0.5"] and sent_bytes("lo") >= 0
+    with pytest.raises(OSError, match="no interface nonesuch0"):
+        sent_bytes("nonesuch0")
+
+
+# -- bench.chaos ------------------------------------------------------------------------------------------------------
+
+
+def test_the_plan_has_all_that_was_asked_for_and_is_the_same_each_time():
+    rows = list(plan(Campaign()))
+    assert rows == list(plan(Campaign())) != list(plan(Campaign(seed=1)))
+    asked = {"kill": 100, "outage": 20, "rejoin": 20, "disk": 10, "nan": 10, "none": 5 * len(CONFIGS)}
+    assert Counter(row["harm"] for row in rows) == asked
+    kills = Counter((row["phase"], row["config"]) for row in rows if row["harm"] == "kill")
+    assert set(kills) == {(p, c) for p in PHASES for c in CONFIGS} - {("flight", "ddp")} and min(kills.values()) >= 2
+    assert all(row["step"] < steps(row["config"]) for row in rows if "step" in row)
+    undisturbed = {(row["config"], row["seed"]) for row in rows if row["harm"] == "none"}
+    assert undisturbed >= {(row["config"], row["seed"]) for row in rows}, "each run has one to be compared with"
+
+
+def row(harm: str, loss: float, **more: Any) -> dict[str, Any]:
+    told = {"config": "co2", "attempts": 1, "status": 0, "hung": False, "steps": steps("co2"), "came_back": 0}
+    return told | {"harm": harm, "test_loss": loss} | more
+
+
+def test_the_table_says_what_became_of_the_runs():
+    rows = [
+        row("kill", 1.8, phase="local", attempts=2),
+        row("kill", 1.2, phase="local", hung=True, status=1),
+        row("rejoin", 1.0, config=ELASTIC[0], phase="local", steps=steps(ELASTIC[0]), came_back=1),
+    ]
+    lines = table(rows).splitlines()
+    assert lines[2].startswith("| kill | local | co2 | 2 | 50% ± 71% | 1.5 ± 0.7 | 50% ± 71% | 0.0 ± 0.0 | 1.500 ±")
+    assert lines[3] == "| rejoin | local | elastic | 1 | 100% | 1.0 | 0% | 1.0 | 1.000 |"

@@ -38,13 +38,10 @@ def of(run: dict[str, Any], others: list[dict[str, Any]] = []) -> dict[str, Any]
     return outcome(TimeToLoss(target=0.9), run, [*others, run])
 
 
-def test_the_first_evaluation_at_the_target_counts():
+def test_the_first_evaluation_at_the_target_counts_else_the_runs_end():
     found = of({"trajectory": lines(2.3, 1.5, 0.9, 0.7, exposed_seconds=1.0, tau=4)})
     assert [found[k] for k in ("status", "seconds", "steps", "loss", "tau")] == ["reached", 4.0, 12, 0.9, 4]
     assert found["exposed_share"] == 0.25
-
-
-def test_a_run_that_did_not_reach_the_target_is_told_by_its_end():
     short = {"trajectory": lines(2.3, 1.5, exposed_seconds=0.5)}
     found = of(short)
     assert [found[k] for k in ("status", "seconds", "loss")] == ["not reached", 2.0, 1.5]
@@ -52,9 +49,6 @@ def test_a_run_that_did_not_reach_the_target_is_told_by_its_end():
     assert (late["status"], late["seconds"], late["steps"], late["exposed_share"]) == ("out of time", 60.0, 6, 0.25)
     failed = of({"trajectory": [], "ended": "failed", "reason": "rank 1: gone"})
     assert (failed["status"], failed["steps"], failed["loss"]) == ("failed", 0, None)
-
-
-def test_not_a_number_is_not_the_target():
     assert of({"trajectory": lines(2.3, math.nan)})["status"] == "not reached"
 
 
@@ -74,9 +68,8 @@ def test_the_plan_is_interleaved_and_always_alike():
     plan = o.plan()
     assert plan == o.plan() and len(set(plan)) == 2 * 2 * len(OURS) * 3
     groups = [plan[i : i + 2 * len(OURS)] for i in range(0, len(plan), 2 * len(OURS))]
-    assert [{(seed, rate) for seed, rate, *_ in g} for g in groups] == [
-        {(seed, rate)} for seed in (0, 1, 2) for rate in (40.0, 200.0)
-    ]
+    each = [{(seed, rate)} for seed in (0, 1, 2) for rate in (40.0, 200.0)]
+    assert [{(seed, rate) for seed, rate, *_ in g} for g in groups] == each
     assert len({tuple((task, method) for *_, task, method in g) for g in groups}) > 1
 
 
@@ -105,15 +98,12 @@ def test_a_method_may_have_another_wire_tau_and_learning_rate():
         options_of("local:beta=1")
 
 
-def test_the_parts_of_the_perceptrons_task():
+def test_the_parts_of_the_perceptrons_task_and_a_part_of_the_test_set():
     recipe = TASKS["perceptron"].parse()
     assert (recipe.optim.schedule, recipe.optim.weight_decay, recipe.batch_size) == ("constant", 0.0, 64)
     assert sum(p.numel() for p in TASKS["perceptron"].model(recipe).parameters()) == 282_378
     steps, batches = TASKS["perceptron"].batches(recipe, 0, 4)
     assert steps == 242 and next(batches)[0].shape == (16, 1, 8, 8)
-
-
-def test_a_part_of_the_test_set_is_evaluated():
     train_set, test_set = replace(TASKS["vision"], held_out=5).data()
     _, whole = data.digits()
     assert len(train_set) == 1437 and torch.equal(test_set.images, whole.images[::5]) and len(test_set) == 72
@@ -194,8 +184,7 @@ def test_an_absent_package_is_named_and_a_software_throttle_refuses_every_packag
     found = time_to_loss.train(TimeToLoss(), cluster, TASKS["vision"], planned, tmp_path)
     assert found["ended"] == "not run" and found["reason"] == "package nosuchpackage-nightly is not installed"
     refused = time_to_loss.train(TimeToLoss(throttle=True), None, TASKS["vision"], planned, tmp_path)
-    assert refused["reason"] == "other packages need network namespaces"
-    assert PEERS["torch_powersgd"].missing() == ""
+    assert refused["reason"] == "other packages need network namespaces" and PEERS["torch_powersgd"].missing() == ""
 
 
 def test_a_method_that_failed_is_not_tried_again_and_the_others_go_on(monkeypatch, tmp_path: Path, capsys):
@@ -259,18 +248,8 @@ def two_workers_by_hand(average_every: int, steps: int) -> list[float]:
 @pytest.mark.slow
 def test_the_loop_against_two_workers_by_hand(tmp_path: Path):
     """Over an emulated link; a round of two workers sends the model once."""
-    options = [
-        "--throttle",
-        "--rates",
-        "400",
-        "--eval_every",
-        "2",
-        "--methods",
-        "none",
-        "local:tau=4",
-        "torch_powersgd",
-    ]
-    runs, said = small(tmp_path, *options)
+    options = ["--throttle", "--rates", "400", "--eval_every", "2", "--methods"]
+    runs, said = small(tmp_path, *options, "none", "local:tau=4", "torch_powersgd")
     for method, every in (("none", 0), ("local:tau=4", 4)):
         losses = [line["loss"] for line in runs[method]["trajectory"]]
         assert losses[:7] == pytest.approx(two_workers_by_hand(every, 12), rel=1e-3)

@@ -1,7 +1,10 @@
-"""Token files, windows, masking, held-out batches, and the named corpora with their cache."""
+"""Token files, windows, masking, held-out batches, corpora with their cache; and `language.prepare`."""
 
+import contextlib
 import json
 import lzma
+import sys
+import types
 from dataclasses import replace
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -9,13 +12,15 @@ from pydoc_data.topics import topics
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer, models, processors
 
-from core.errors import UserError
+from core import UserError
 from language.data import (
     IGNORE,
     PYDOC_HELD_OUT,
     CausalObjective,
     MaskedObjective,
+    bytes_per_token,
     count_windows,
     held_out_batches,
     load_corpus,
@@ -25,7 +30,17 @@ from language.data import (
     train_batches,
     window_keys,
 )
+from language.prepare import (
+    Documents,
+    prepare,
+    read_documents,
+    split_documents,
+    text_files,
+    token_dtype,
+    train_tokenizer,
+)
 from language.recipes import gpt2_pydoc_small
+from tests.scripts import run_script
 
 TOKENS = np.arange(1000, dtype=np.uint16)
 MASKED = MaskedObjective(context=34, vocab_size=50, eot=0, mask=2)
@@ -48,8 +63,7 @@ def test_windows_do_not_overlap_and_cover_the_text_in_each_epoch():
     origins = set()
     for epoch in range(4):
         starts = sorted(at for batch in keys for _, of, at in batch if of == epoch)
-        assert len(set(starts)) == len(starts) == 60
-        assert all((at - starts[0]) % 16 == 0 for at in starts)
+        assert len(set(starts)) == len(starts) == 60 and all((at - starts[0]) % 16 == 0 for at in starts)
         assert starts[0] >= 0 and starts[-1] + 17 <= 1000
         origins.add(starts[0] % 16)
     assert len(origins) > 1, "the cut moves"
@@ -75,8 +89,7 @@ def test_windows_depend_on_seed_epoch_and_rank_alone():
 def test_causal_targets_are_the_next_tokens():
     recipe = replace(gpt2_pydoc_small(), batch_size=4)
     ((inputs, targets),) = train_batches(TOKENS, CausalObjective(8), recipe, rank=0, world_size=2, start=0, total=1)
-    assert inputs.shape == targets.shape == (2, 8)
-    assert inputs.dtype == torch.int64
+    assert inputs.shape == targets.shape == (2, 8) and inputs.dtype == torch.int64
     assert torch.equal(inputs + 1, targets)
 
 
@@ -99,27 +112,20 @@ def test_too_little_text_is_refused(objective, samples):
         _starts(objective)
 
 
-def test_masking_follows_the_15_80_10_10_rule():
+def test_masking_follows_the_15_80_10_10_rule_never_predicts_the_end_and_changes_with_the_epoch_alone():
     words = torch.from_numpy(np.random.default_rng(0).integers(3, 50, size=(4000, 32)))
     inputs, targets = MASKED.batch(words, [(0, row) for row in range(4000)])
     assert (inputs[:, [0, -1]] == MASKED.eot).all() and (targets[:, [0, -1]] == IGNORE).all()
     inputs, targets = inputs[:, 1:-1], targets[:, 1:-1]
     chosen = targets != IGNORE
-    assert torch.equal(targets[chosen], words[chosen])
-    assert torch.equal(inputs[~chosen], words[~chosen])
+    assert torch.equal(targets[chosen], words[chosen]) and torch.equal(inputs[~chosen], words[~chosen])
     assert chosen.float().mean().item() == pytest.approx(0.15, abs=0.005)
     masked, kept = inputs[chosen] == MASKED.mask, inputs[chosen] == words[chosen]
     # A random word is the mask, or the word itself, once in 50.
     assert masked.float().mean().item() == pytest.approx(0.8 + 0.1 / 50, abs=0.01)
     assert kept.float().mean().item() == pytest.approx(0.1 + 0.1 / 50, abs=0.01)
-
-
-def test_end_of_text_is_never_predicted():
     _, targets = MASKED.batch(torch.zeros(200, 32, dtype=torch.int64), [(row,) for row in range(200)])
     assert (targets == IGNORE).all()
-
-
-def test_masks_change_with_the_epoch_and_not_with_the_batch_size():
     words = torch.full((5, 32), 7)
 
     def targets(epoch, rows):
@@ -201,6 +207,27 @@ def test_token_files_that_cannot_be_right_are_named(tmp_path):
         load_corpus(broken)
 
 
+META = [
+    ("dtype", "O"), ("dtype", "float64"), ("dtype", None), ("dtype", ["uint16"]), ("vocab_size", 0),
+    ("vocab_size", -5), ("vocab_size", 1e20), ("vocab_size", "300"), ("vocab_size", 10),
+    ("eot", 300), ("eot", None), ("eot", -1), ("eot", 1.5), ("pad", 1000), ("mask", -2), ("bos", 10**9), ("bos", "x"),
+    ("train", None), ("val", 7), ("train", {"tokens": 7}), ("val", {"tokens": "x"}), ("train", {"tokens": -1}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("key", "wrong"), META)
+def test_a_meta_that_its_tokens_contradict_is_refused(tmp_path, key, wrong):
+    counts = {"train": {"tokens": 400, "documents": 1, "bytes": 400}}
+    meta = dict(
+        vocab_size=300, dtype="uint16", eot=0, pad=1, mask=2, bos=None, sources=[], val=counts["train"], **counts
+    )
+    folder = _nanogpt(tmp_path / "owt", np.arange(400) % 300)
+    for changes in ({}, {key: wrong}):
+        (folder / "meta.json").write_text(json.dumps(meta | changes))
+        with pytest.raises(UserError) if changes else contextlib.nullcontext():
+            load_corpus(folder)
+
+
 @pytest.fixture
 def cache(tmp_path, monkeypatch) -> Path:
     monkeypatch.setenv("CO2_CACHE", str(tmp_path / "cache"))
@@ -210,14 +237,12 @@ def cache(tmp_path, monkeypatch) -> Path:
 def test_pydoc_needs_no_data_and_does_not_leak(cache, monkeypatch):
     monkeypatch.delenv("CO2_DATA", raising=False)
     corpus = open_corpus("pydoc", 512)
-    assert corpus.vocab_size == 512
-    assert len(corpus.train) > 4 * len(corpus.val) > 40_000
+    assert corpus.vocab_size == 512 and len(corpus.train) > 4 * len(corpus.val) > 40_000
     train, held = pydoc_documents()
     assert held == [topics[name] for name in PYDOC_HELD_OUT]
     text = "\n\n".join(train)
     paragraphs = [p for document in held for p in document.split("\n\n") if len(p) > 100]
-    assert len(paragraphs) > 100
-    assert not [p for p in paragraphs if p in text]
+    assert len(paragraphs) > 100 and not [p for p in paragraphs if p in text]
 
 
 def test_gutenberg_and_wikitext_come_from_the_data_folder(cache, tmp_path, monkeypatch):
@@ -254,3 +279,223 @@ def test_every_token_of_nanogpts_files_is_checked_once(tmp_path: Path, monkeypat
     tokens.tofile(folder / "train.bin")
     with pytest.raises(UserError, match="train.bin holds token 60000, outside its vocabulary of 50257"):
         open_corpus("openwebtext", 50257)
+
+
+# -- language.prepare: documents, tokenizers, token files, and what is said of bad input ------------------------------
+
+
+BOOKS = [f"Book {i}.\nIt says that {i} and {i + 1} are 日本 — numbers.\n" * 4 for i in range(6)]
+
+
+@pytest.fixture
+def library(tmp_path: Path) -> Path:
+    """A folder with six books in two files, one of them compressed."""
+    folder = tmp_path / "library"
+    (folder / "deep").mkdir(parents=True)
+    (folder / "a.txt").write_text("\n\x0c\n".join(BOOKS[:2]))
+    with lzma.open(folder / "deep" / "b.txt.xz", "wt", encoding="utf-8") as file:
+        file.write("\n\x0c\n".join(BOOKS[2:]))
+    (folder / "notes.md").write_text("not a text file of the corpus")
+    return folder
+
+
+def test_a_folder_stands_for_its_text_files_and_form_feeds_split_them(library):
+    files = text_files([library])
+    assert [file.name for file in files] == ["a.txt", "b.txt.xz"] and list(Documents(files)) == BOOKS
+    assert list(Documents(files, frozenset({0, 5}))) == [BOOKS[0], BOOKS[5]]
+
+
+def test_json_lines_are_a_document_each(tmp_path):
+    lines = "".join(f"{json.dumps({'text': book, 'url': 'x'})}\n" for book in BOOKS)
+    (tmp_path / "a.jsonl").write_text(lines + '\n{"text": " "}\n')
+    with lzma.open(tmp_path / "b.jsonl.xz", "wt") as file:
+        file.write(lines)
+    assert list(Documents(text_files([tmp_path]))) == BOOKS * 2
+    for broken in ('{"texts": "a"}', "{", '["text"]', '{"text": 3}', "7"):
+        (tmp_path / "c.jsonl").write_text(f'{{"text": "a"}}\n{broken}\n')
+        with pytest.raises(UserError, match=r'c.jsonl, line 2: expected a JSON object with a "text"'):
+            list(read_documents(tmp_path / "c.jsonl"))
+
+
+def test_what_datasets_has_saved_is_read_by_it(tmp_path, monkeypatch):
+    """The library is played by a stand-in."""
+    saved = tmp_path / "saved"
+    (saved / "train").mkdir(parents=True)
+    (saved / "dataset_dict.json").write_text('{"splits": ["train"]}')
+    (saved / "train" / "dataset_info.json").write_text("{}")
+    with pytest.raises(UserError, match=r"saved holds several splits: name one of them, such as .*/saved/train"):
+        text_files([saved])
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(UserError, match="pip install datasets, to read it"):
+        prepare((saved / "train",), out=tmp_path / "out")
+
+    class Dataset:
+        def select_columns(self, name: str) -> list[dict[str, str]]:
+            return [{name: columns[name][i]} for i in range(len(BOOKS) + 1)]
+
+    columns = {"text": [*BOOKS, " "]}
+    found = {str(saved / "train"): Dataset()}
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_from_disk=found.__getitem__))
+    meta = prepare((saved / "train",), out=tmp_path / "out", vocab_size=300, hold_out=2)
+    assert (meta["train"]["documents"], meta["val"]["documents"], meta["sources"]) == (4, 2, ["train"])
+    columns.clear()
+    with pytest.raises(UserError, match='reads no column "text" from it'):
+        list(read_documents(saved / "train"))
+
+
+@pytest.mark.parametrize(
+    "text", ["one", "one\n", "one\n\x0c\ntwo", "one\n\n\x0c\n\ntwo\n", "a\x0cb\n\x0c\nc\r\n\x0c\r\nd", "\n\x0c\n one"]
+)
+def test_documents_are_those_of_splitting_the_whole_text(tmp_path, text):
+    file = tmp_path / "x.txt"
+    file.write_bytes(text.encode())
+    parts = text.replace("\r\n", "\n").split("\n\x0c\n")
+    assert list(read_documents(file)) == [part for part in parts if part.strip()]
+
+
+def test_token_files_decode_to_the_documents_and_count_their_bytes(library, tmp_path):
+    meta = prepare((library,), out=tmp_path / "out", vocab_size=300, hold_out=2, seed=3)
+    corpus = load_corpus(tmp_path / "out")
+    assert meta == json.loads((tmp_path / "out" / "meta.json").read_text())
+    found = {}
+    for name, tokens in (("train", corpus.train), ("val", corpus.val)):
+        *documents, after = np.split(tokens, np.flatnonzero(tokens == corpus.eot) + 1)
+        assert len(after) == 0, "the last document ends with end-of-text too"
+        found[name] = [corpus.tokenizer.decode(document[:-1].tolist()) for document in documents]
+        assert meta[name]["documents"] == len(found[name]) and meta[name]["tokens"] == len(tokens)
+        assert meta[name]["bytes"] == sum(len(text.encode()) for text in found[name])
+        assert meta[name]["bytes"] == int(corpus.token_bytes[tokens.astype(np.int64)].sum())
+    assert len(found["val"]) == 2 and sorted(found["train"] + found["val"]) == sorted(BOOKS)
+
+
+def test_the_seed_chooses_the_held_out_books_and_a_split_of_the_data_sets_own_is_kept(library, tmp_path):
+    files = text_files([library])
+    held = [list(split_documents(files, 2, seed)[1]) for seed in (0, 0, 1, 2, 3)]
+    assert held[0] == held[1] and any(other != held[0] for other in held[2:])
+    meta = prepare((library / "a.txt",), out=tmp_path / "out", vocab_size=280, val=(library / "deep",))
+    assert (meta["train"]["documents"], meta["val"]["documents"]) == (2, 4)
+
+
+def test_special_tokens_in_a_text_stay_text(tmp_path):
+    text = "before <|endoftext|> and <mask> after"
+    (tmp_path / "x.txt").write_text(f"{text}\n\x0c\n{text}")
+    prepare((tmp_path / "x.txt",), out=tmp_path / "out", vocab_size=260)
+    corpus = load_corpus(tmp_path / "out")
+    assert (corpus.train == corpus.eot).sum() == 1 and corpus.tokenizer.decode(corpus.train[:-1].tolist()) == text
+
+
+def test_long_documents_are_encoded_in_pieces_without_loss(tmp_path, monkeypatch):
+    monkeypatch.setattr("language.prepare.PIECE", 50)
+    document = "A line of words.\n" * 9 + "x" * 140 + "\nend"
+    (tmp_path / "x.txt").write_text(document)
+    (tmp_path / "y.txt").write_text("held out")
+    prepare((tmp_path / "x.txt",), out=tmp_path / "out", vocab_size=270, val=(tmp_path / "y.txt",))
+    corpus = load_corpus(tmp_path / "out")
+    assert corpus.tokenizer.decode(corpus.train[:-1].tolist()) == document
+
+
+def test_more_than_65536_tokens_are_stored_as_uint32():
+    def sized(n: int) -> Tokenizer:
+        return Tokenizer(models.WordLevel({str(i): i for i in range(n)}, unk_token="0"))
+
+    assert token_dtype(sized(65536)) == "uint16" and token_dtype(sized(65537)) == "uint32"
+
+
+def test_bytes_per_token_counts_utf8_bytes(library, tmp_path):
+    prepare((library,), out=tmp_path / "out", vocab_size=320)
+    tokenizer = load_corpus(tmp_path / "out").tokenizer
+    counts = bytes_per_token(tokenizer)
+    assert counts[:3].tolist() == [0, 0, 0] and sorted(counts[3:259].tolist()) == [1] * 256
+    assert counts[tokenizer.encode("日本 — 7").ids].sum() == len("日本 — 7".encode())
+
+
+def _bad_input(tmp_path: Path, kind: str) -> Path:
+    file = tmp_path / ("bad.txt.xz" if "xz" in kind else "bad.txt")
+    if kind == "empty folder":
+        file = tmp_path / "none"
+        file.mkdir()
+    elif kind == "cut off xz":
+        file.write_bytes(lzma.compress(b"some text " * 1000)[:40])
+    elif kind == "other suffix":
+        file = tmp_path / "table.csv"
+        file.write_text("a,b")
+    elif kind != "missing":
+        content = {"empty": b"", "blank": b" \n\n", "not utf-8": b"caf\xe9 au lait", "no xz": b"plain text"}
+        file.write_bytes(content[kind])
+    return file
+
+
+@pytest.mark.parametrize(
+    "kind", ["empty", "blank", "not utf-8", "no xz", "cut off xz", "missing", "empty folder", "other suffix"]
+)
+def test_bad_input_is_one_line_that_names_the_file(tmp_path, kind):
+    file = _bad_input(tmp_path, kind)
+    with pytest.raises(UserError) as caught:
+        prepare((file,), out=tmp_path / "out", vocab_size=300)
+    assert str(file) in str(caught.value) and "\n" not in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_bad_values_name_themselves(library, tmp_path):
+    for n in (6, 0, -3):
+        with pytest.raises(UserError, match=f"hold out {n} of 6 documents"):
+            prepare((library,), out=tmp_path / "out", vocab_size=300, hold_out=n)
+    for few in (200, -1):
+        with pytest.raises(UserError, match=f"vocab-size {few}"):
+            prepare((library,), out=tmp_path / "out", vocab_size=few)
+    with pytest.raises(UserError, match="exists already"):
+        prepare((library,), out=library, vocab_size=300)
+    assert [path.name for path in tmp_path.iterdir()] == ["library"], "no half-made folder is left behind"
+
+
+def test_the_command_prints_counts_and_fails_without_a_traceback(library, tmp_path, mistake):
+    command = ["language.prepare", str(library), "--out", str(tmp_path / "out"), "--vocab-size", "300"]
+    run_script(*command, "--hold-out", "2")
+    assert "train: 4 documents" in mistake.capfd.readouterr().out
+    said = mistake(*command)
+    assert said.startswith("error: ") and said.count("\n") == 1
+
+
+def robertas(folder: Path) -> Path:
+    """A tokenizer.json in RoBERTa's layout: its special tokens first, and <s> and </s> around all that is encoded."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("language.prepare.SPECIAL_TOKENS", ("<s>", "<pad>", "</s>", "<unk>", "<mask>"))
+        tokenizer = train_tokenizer(BOOKS, 300)
+    tokenizer.post_processor = processors.RobertaProcessing(("</s>", 2), ("<s>", 0))
+    tokenizer.save(str(folder / "robertas.json"))
+    return folder / "robertas.json"
+
+
+def test_a_tokenizer_of_ones_own_is_used_as_it_is(library: Path, tmp_path: Path):
+    file = robertas(tmp_path)
+    meta = prepare((library,), out=tmp_path / "corpus", tokenizer=file)
+    assert (meta["vocab_size"], meta["bos"], meta["pad"], meta["eot"], meta["mask"]) == (300, 0, 1, 2, 4)
+    corpus, theirs = load_corpus(tmp_path / "corpus"), Tokenizer.from_file(str(file))
+    documents = [[int(i) for i in part] for part in np.split(corpus.val, np.flatnonzero(corpus.val == 2) + 1)[:-1]]
+    (held,) = documents
+    assert theirs.decode(held[:-1]) in BOOKS and 0 not in held, "no <s> within the text: windows get theirs"
+    windows = torch.from_numpy(corpus.train[:40].astype(np.int64))[None]
+    inputs, targets = MaskedObjective(42, 300, corpus.eot, corpus.mask, corpus.bos).batch(windows, [(0,)])
+    assert (inputs[0, 0], inputs[0, -1]) == (0, 2) and (targets[0, 0], targets[0, -1]) == (-100, -100)
+
+
+def test_a_tokenizer_that_cannot_serve_is_one_line(library: Path, tmp_path: Path):
+    bad = {"{}": "cannot be read", "lossy": "changes text", "endless": "neither <.endoftext.> nor </s>"}
+    for name, said in bad.items():
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.add_special_tokens(["</s>"] if name == "lossy" else ["<end>"])
+        file = tmp_path / "bad.json"
+        file.write_text(name) if name == "{}" else tokenizer.save(str(file))
+        with pytest.raises(UserError, match=f"^--tokenizer {file} .*{said}[^\n]*$"):
+            prepare((library,), out=tmp_path / "corpus", tokenizer=file)
+
+
+def test_a_token_file_that_was_cut_is_noticed(library: Path, tmp_path: Path):
+    meta = prepare((library,), out=tmp_path / "corpus", vocab_size=300)
+    file = tmp_path / "corpus" / "train.bin"
+    file.write_bytes(file.read_bytes()[:-4])
+    tokens = meta["train"]["tokens"]
+    with pytest.raises(
+        UserError, match=f"train.bin holds {tokens - 2} tokens, but meta.json says {tokens}: copy it again"
+    ):
+        load_corpus(tmp_path / "corpus")

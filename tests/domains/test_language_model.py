@@ -1,10 +1,13 @@
-"""Model sizes and shapes, linear attention, weight-decay groups, metrics, generated text."""
+"""Model sizes, linear attention, weight decay, metrics, generated text; what runs are made of, a step's gradient."""
 
 import math
 import sys
 import types
+from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,7 +16,7 @@ from torch import nn
 from transformers.modeling_outputs import CausalLMOutput
 
 from core import UserError
-from language.data import IGNORE, CausalObjective, held_out_batches
+from language.data import IGNORE, CausalObjective, Corpus, MaskedObjective, held_out_batches, read_windows
 from language.metrics import (
     continuation_markdown,
     continue_text,
@@ -25,7 +28,11 @@ from language.metrics import (
 )
 from language.model import build_model, decay_groups, is_causal
 from language.recipe import LanguageRecipe
+from language.recipes import RECIPES, gpt2_pydoc_small, roberta_pydoc_small
+from language.train import backward, make_model, make_objective
 from language.transnormer import LRPE, check_attention, chunked_attention, decay_slopes, fla_attention
+from training.optim import lr_factor
+from training.run import Run
 
 TINY = ["gpt2_tiny", "roberta_tiny", "transnormer_tiny"]
 CPU = torch.device("cpu")
@@ -54,21 +61,13 @@ def test_parameter_counts_are_the_published_ones(name, vocab_size, context, mill
 
 
 @pytest.mark.parametrize("name", TINY)
-def test_logits_have_one_score_per_token_of_the_vocabulary(name):
+def test_logits_are_guesses_at_first_and_only_causal_models_ignore_what_comes_later(name):
     model = _tiny(name)
     for time in (1, 32):
         assert model(torch.randint(97, (2, time))).logits.shape == (2, time, 97)
-
-
-@pytest.mark.parametrize("name", TINY)
-def test_the_first_loss_is_that_of_guessing(name):
     ids, targets = torch.randint(3, 97, (2, 8, 32))
-    assert token_loss(_tiny(name)(ids).logits, targets).item() == pytest.approx(math.log(97), abs=0.35)
-
-
-@pytest.mark.parametrize("name", TINY)
-def test_only_causal_models_ignore_what_comes_later(name):
-    model = _tiny(name).eval()
+    assert token_loss(model(ids).logits, targets).item() == pytest.approx(math.log(97), abs=0.35)
+    model.eval()
     ids = torch.randint(3, 97, (1, 32))
     changed = ids.clone()
     changed[0, 20:] = (changed[0, 20:] + 1 - 3) % 94 + 3
@@ -94,12 +93,8 @@ def test_chunked_attention_equals_its_definition_and_so_do_its_gradients(time, c
     chunked, defined = chunked_attention(*inputs, slope, chunk), _attention_by_definition(*inputs, slope)
     torch.testing.assert_close(chunked, defined, rtol=1e-10, atol=1e-12)
     weight = torch.randn_like(chunked)
-    for a, b in zip(
-        torch.autograd.grad((chunked * weight).sum(), inputs),
-        torch.autograd.grad((defined * weight).sum(), inputs),
-        strict=True,
-    ):
-        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+    ours, theirs = (torch.autograd.grad((out * weight).sum(), inputs) for out in (chunked, defined))
+    torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
 
 
 def test_flash_linear_attention_is_given_its_own_layout_and_decay(monkeypatch: pytest.MonkeyPatch):
@@ -142,16 +137,13 @@ def test_chunked_attention_stays_finite_over_long_sequences():
     torch.testing.assert_close(out[0, :, -1, 0], expected, rtol=1e-4, atol=0)
 
 
-def test_lrpe_products_depend_on_the_distance_alone():
+def test_lrpe_products_depend_on_the_distance_alone_and_decay_is_fast_in_low_layers():
     lrpe = LRPE(heads=2, dim=6)
     query, key = torch.randn(2, 1, 2, 1, 6).expand(2, 1, 2, 9, 6)
     scores = lrpe(query) @ lrpe(key).transpose(-1, -2)
     torch.testing.assert_close(scores[..., 1:, 1:], scores[..., :-1, :-1], rtol=1e-4, atol=1e-4)
     angle = lrpe.theta[:, 0] * 3
     torch.testing.assert_close(scores[0, :, 5, 2], (query * key)[0, :, 0].mul(angle.cos()).sum(-1))
-
-
-def test_decay_is_fast_in_low_layers_and_almost_none_in_the_last():
     first, last = decay_slopes(8, 0, 6), decay_slopes(8, 5, 6)
     torch.testing.assert_close(first, 2.0 ** -torch.arange(1.0, 9.0), rtol=1e-4, atol=0)
     assert last.max() < 1e-5 and last.min() > 0
@@ -195,20 +187,14 @@ def test_perplexity_and_bits_per_byte_by_hand(world_size):
     tokens = torch.arange(50).remainder(8).numpy()  # every target is the successor
     token_bytes = torch.arange(8)
     margin = math.log(7.0)  # the right token gets probability 7 / (7 + 7) = 1/2
-    sums = sum(
-        held_out_sums(
-            Successor(8, margin),
-            held_out_batches(tokens, CausalObjective(6), 4, rank=rank, world_size=world_size),
-            CPU,
-            token_bytes,
-        )
-        for rank in range(world_size)
-    )
+    sums = 0
+    for rank in range(world_size):
+        batches = held_out_batches(tokens, CausalObjective(6), 4, rank=rank, world_size=world_size)
+        sums += held_out_sums(Successor(8, margin), batches, CPU, token_bytes)
     metrics = summarize(sums.tolist(), causal=True)
     n_bytes = int(tokens[1:].sum())
     assert metrics["tokens"] == 49 and metrics["bytes"] == n_bytes
-    assert metrics["perplexity"] == pytest.approx(2.0, rel=1e-6)
-    assert metrics["accuracy"] == 1.0
+    assert metrics["perplexity"] == pytest.approx(2.0, rel=1e-6) and metrics["accuracy"] == 1.0
     assert metrics["bits_per_byte"] == pytest.approx(49 / n_bytes, rel=1e-6)
 
 
@@ -257,9 +243,8 @@ def test_greedy_text_follows_the_model_and_sampling_its_seed():
 @pytest.mark.parametrize("name", ["gpt2_tiny", "transnormer_tiny"])
 def test_text_may_grow_beyond_the_context(name):
     model = _tiny(name, context=8)
-    ids = continue_text(
-        model, torch.tensor([[3, 4]]), 12, context=8, top_k=5, generator=torch.Generator().manual_seed(0)
-    )
+    draws = torch.Generator().manual_seed(0)
+    ids = continue_text(model, torch.tensor([[3, 4]]), 12, context=8, top_k=5, generator=draws)
     assert ids.shape == (1, 14) and model.training
 
 
@@ -276,3 +261,49 @@ def test_samples_are_shown_as_markdown():
     filled = fill_masks(Successor(5, 1.0), torch.tensor([[1, 1, 2]]), targets)
     assert filled.tolist() == [[1, 2, 3]]
     assert filled_markdown(tokenizer, filled, targets) == "one **two**  **↵** (two) "
+
+
+# -- recipes, what a run is made of, and one step ---------------------------------------------------------------------
+
+
+def test_the_papers_batches_are_as_stated():
+    for name in ("gpt2_small_owt", "gpt2_medium_owt", "gpt2_large_owt"):
+        assert (RECIPES[name].context, RECIPES[name].batch_size, RECIPES[name].corpus) == (1024, 480, "openwebtext")
+
+
+def _corpus(vocab_size: int, mask: int | None) -> Corpus:
+    tokens = np.random.default_rng(0).integers(3, vocab_size, 4000).astype(np.uint16)
+    return Corpus(Path("words"), tokens, tokens, vocab_size, 0, 1, mask)
+
+
+def test_the_model_decides_what_is_predicted():
+    causal, masked = gpt2_pydoc_small(), roberta_pydoc_small()
+    assert make_objective(causal, _corpus(1024, None)) == CausalObjective(causal.context)
+    assert make_objective(masked, _corpus(1024, 2)) == MaskedObjective(masked.context, 1024, 0, 2)
+    with pytest.raises(UserError, match="no mask token"):
+        make_objective(masked, _corpus(1024, None))
+    with pytest.raises(UserError, match="add --vocab_size 500"):
+        make_objective(causal, _corpus(500, 2))
+
+
+@pytest.mark.parametrize("hardware", [True, False])
+def test_autocast_keeps_the_loss_close_and_stays_off_where_the_hardware_would_emulate_it(hardware: bool, monkeypatch):
+    monkeypatch.setattr("training.run.has_bfloat16", lambda _: hardware)
+    recipe = replace(gpt2_pydoc_small(), device="cpu", vocab_size=50, model="transnormer_tiny")
+    corpus = _corpus(50, 2)
+    objective = make_objective(recipe, corpus)
+    batch = objective.batch(read_windows(corpus.train, [0, 100], objective.read), [(0,), (1,)])
+    losses = []
+    for precision in ("float32", "bfloat16"):
+        torch.manual_seed(0)
+        job = replace(recipe, precision=precision)
+        losses.append(backward(Run(job), job, make_model(job, pad=1), batch).item())
+    assert (losses[0] != losses[1]) == hardware and losses[1] == pytest.approx(losses[0], rel=0.02)
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if name.startswith("roberta") and "wiki" in name])
+def test_robertas_learning_rate_falls_linearly_as_in_what_it_cites(name: str):
+    optim, total = RECIPES[name].optim, 100_000
+    half = (optim.warmup_steps + total) // 2
+    assert lr_factor(half, total, optim) == pytest.approx(0.5) and lr_factor(total, total, optim) == 0.0
+    assert lr_factor((half + total) // 2, total, optim) == pytest.approx(0.25)

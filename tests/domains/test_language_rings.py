@@ -125,8 +125,7 @@ def planned(rank: int, ranks: int) -> tuple[Island, int, int]:
 def test_all_ranks_plan_with_the_slowest_ranks_costs():
     """4 ranks on 2 machines: the last rank's times are 9 and 5 s, hops 4 s. A row with too many tokens is even."""
     (island, *_), *others = found = run_distributed(planned, 4)
-    assert all(other[0] == island for other in others)
-    assert island.nodes == island.devices == 2 and island.room == 30
+    assert all(other[0] == island for other in others) and island.nodes == island.devices == 2 and island.room == 30
     assert island.attention == pytest.approx((9 - 5) / (2 * 16**2 * (1 - 1 / 8)))
     assert island.linear == pytest.approx((5 / 2 - island.attention * 16**2 / 8) / 16)
     assert island.inside == island.across == (12.0, 0.0)

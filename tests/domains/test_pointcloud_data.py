@@ -1,19 +1,25 @@
-"""Point-cloud sources and items: layouts, determinism, and errors that name the file."""
+"""Point-cloud sources, items and analytic surfaces; errors that name the file; the train script in one process."""
 
 import multiprocessing
+import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from scipy import integrate, stats
 
 from core import UserError
-from pointcloud import pack
+from pointcloud import pack, sources
 from pointcloud.data import PointClouds, load_source, normalise
 from pointcloud.recipes import RECIPES
 from pointcloud.sources import Surfaces
+from pointcloud.train import main
+from tests.runs import logged, summary
 from training.data import data_root
+from training.run import Run
 
 SYNSETS = ("02691156", "03001627")
 
@@ -50,14 +56,11 @@ def shapenet55(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_shapenet_pc15k_layout(shapenet: Path):
+def test_layouts_of_both_shapenet_releases(shapenet: Path, shapenet55: Path):
     source = load_source("shapenet", "train")
     assert [source.label(i) for i in range(len(source))] == [s for s in SYNSETS for _ in range(2)]
     np.testing.assert_array_equal(source.load(3), random_cloud(101))
     assert len(load_source("shapenet", "test")) == 4
-
-
-def test_shapenet55_layout(shapenet55: Path):
     train, test = (load_source("shapenet55", split) for split in ("train", "test"))
     assert [train.label(i) for i in range(len(train))] == list(SYNSETS)
     np.testing.assert_array_equal(train.load(1), random_cloud(1))
@@ -65,9 +68,7 @@ def test_shapenet55_layout(shapenet55: Path):
 
 
 @pytest.mark.parametrize("release", ["shapenet", "shapenet55"])
-def test_packed_clouds_are_mapped_and_the_same(
-    release: str, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-):
+def test_packed_clouds_are_mapped_and_the_same(release: str, request, capsys, monkeypatch):
     root = request.getfixturevalue(release)
     before = {split: load_source(release, split) for split in ("train", "test")}
     wanted = {split: [source.load(i) for i in range(len(source))] for split, source in before.items()}
@@ -106,8 +107,7 @@ def test_modelnet10():
     if not (data_root() / "modelnet10_1024_fp16.npz").exists():
         pytest.skip(f"{data_root()} has no modelnet10_1024_fp16.npz")
     train, test = (load_source("modelnet10", split) for split in ("train", "test"))
-    assert (len(train), len(test)) == (3991, 908)
-    assert len({test.label(i) for i in range(908)}) == 10
+    assert (len(train), len(test)) == (3991, 908) and len({test.label(i) for i in range(908)}) == 10
     item = PointClouds(test, 1024)[0, 0, 907]
     assert item.shape == (1024, 3) and item.dtype == torch.float32
 
@@ -115,8 +115,7 @@ def test_modelnet10():
 def test_surfaces_repeat_and_their_splits_differ():
     train, test = (load_source("surfaces", split) for split in ("train", "test"))
     np.testing.assert_array_equal(train.load(5), load_source("surfaces", "train").load(5))
-    assert not np.array_equal(train.load(5), test.load(5))
-    assert len({train.label(i) for i in range(100)}) == 7
+    assert not np.array_equal(train.load(5), test.load(5)) and len({train.label(i) for i in range(100)}) == 7
     assert train.load(0).shape == (2048, 3)
 
 
@@ -133,8 +132,7 @@ def test_items_depend_on_seed_epoch_and_index_only(shapenet: Path):
     source = load_source("shapenet", "train")
     a, b = PointClouds(source, 16), PointClouds(load_source("shapenet", "train"), 16)
     b[0, 0, 3], b[0, 1, 2]  # what else is read, and when, does not matter
-    assert torch.equal(a[0, 1, 2], b[0, 1, 2])
-    assert not torch.equal(a[0, 1, 2], a[0, 2, 2])
+    assert torch.equal(a[0, 1, 2], b[0, 1, 2]) and not torch.equal(a[0, 1, 2], a[0, 2, 2])
     assert not torch.equal(a[0, 1, 2], a[1, 1, 2])
 
 
@@ -160,15 +158,13 @@ def test_loader_processes_change_nothing_and_pass_errors_on_as_one_line(monkeypa
     monkeypatch.setattr(Surfaces, "COUNTS", {"train": 64, "test": 9})
     recipe = replace(RECIPES["surfaces_small"], batch_size=8, points=4)
     clouds = PointClouds(load_source("surfaces", "train"), 4)
-    here, there = (
-        [b.tolist() for b in clouds.train_batches(replace(recipe, loader_workers=n), 1, 2, start=6, total=10)]
-        for n in (0, 1)
-    )
+    recipes = [replace(recipe, loader_workers=n) for n in (0, 1)]
+    here, there = ([b.tolist() for b in clouds.train_batches(of, 1, 2, start=6, total=10)] for of in recipes)
     assert here == there and len(here) == 4
     greedy = PointClouds(load_source("surfaces", "train"), 5000)
-    for n in (0, 1):
+    for of in recipes:
         with pytest.raises(UserError) as error:
-            next(greedy.train_batches(replace(recipe, loader_workers=n), 0, 1, start=0, total=1))
+            next(greedy.train_batches(of, 0, 1, start=0, total=1))
         assert str(error.value).startswith("analytic surface ") and "\n" not in str(error.value)
         assert not multiprocessing.active_children(), "they end with the error"
 
@@ -235,3 +231,126 @@ def test_corrupt_modelnet10_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
     np.savez(path, x_train=broken, y_train=np.zeros(2, dtype=int), cls=np.array(["chair"]))
     with pytest.raises(UserError, match=r"modelnet10_1024_fp16.npz, x_train\[1\]: 1 of 64"):
         PointClouds(load_source("modelnet10", "train"), 64)[0, 0, 1]
+
+
+# -- analytic surfaces: every point lies on its surface, and equal areas get equal shares -----------------------------
+
+
+N = 40_000
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(0)
+
+
+def assert_share(inside: np.ndarray, expected: float) -> None:
+    """The share of points in a region equals its share of the area, within four standard errors."""
+    assert abs(inside.mean() - expected) < 4 * np.sqrt(expected * (1 - expected) / len(inside))
+
+
+def test_points_of_spheres_and_ellipsoids_follow_their_area(rng):
+    x = sources.sphere(rng, N)
+    np.testing.assert_allclose(np.linalg.norm(x, axis=1), 1)
+    assert stats.kstest(x[:, 2], "uniform", (-1, 2)).pvalue > 0.01  # Archimedes: area between heights is their distance
+    a, c = 0.3, 1.0
+    x = sources.ellipsoid(rng, N, np.array([a, a, c]))
+    np.testing.assert_allclose((x / [a, a, c]) ** 2 @ np.ones(3), 1)
+
+    def area(z):  # of a spheroid's ring at height z, up to a factor
+        return np.sqrt(1 - (z / c) ** 2 * (1 - (a / c) ** 2))
+
+    share = integrate.quad(area, 0.5, 1)[0] / integrate.quad(area, -1, 1)[0]
+    assert_share(x[:, 2] > 0.5, share)
+
+
+def test_a_torus_has_more_area_outside_and_a_boxs_faces_get_theirs(rng):
+    major, minor = 1.0, 0.4
+    x = sources.torus(rng, N, major, minor)
+    distance = np.hypot(x[:, 0], x[:, 1])
+    np.testing.assert_allclose(np.hypot(distance - major, x[:, 2]), minor)
+    assert_share(distance > major, 0.5 + minor / (np.pi * major))
+    x = sources.box(rng, N, np.array([1.0, 2.0, 4.0]))
+    on_face = np.isclose(np.abs(x), [0.5, 1.0, 2.0])
+    assert on_face.any(axis=1).all() and (np.abs(x) <= [0.5, 1.0, 2.0]).all()
+    for axis, area in enumerate((8, 4, 2)):
+        assert_share(on_face[:, axis], area / 14)
+    assert_share(x[:, 2] > 1, (1 * 2 + 2 * 1 * 1 + 2 * 2 * 1) / 28)  # a cap, and a quarter of each long side
+
+
+def test_cylinders_cones_and_capsules(rng):
+    r, h = 0.5, 2.0
+    x = sources.cylinder(rng, N, r, h)
+    distance, cap = np.hypot(x[:, 0], x[:, 1]), np.isclose(np.abs(x[:, 2]), h / 2)
+    np.testing.assert_allclose(distance[~cap], r)
+    assert_share(cap, r / (r + h))
+    assert_share(distance[cap] < r / 2, 0.25)
+    r, h = 1.0, 2.0
+    x = sources.cone(rng, N, r, h)
+    distance, base = np.hypot(x[:, 0], x[:, 1]), np.isclose(x[:, 2], -h / 2)
+    np.testing.assert_allclose(distance[~base], r * (h / 2 - x[~base, 2]) / h)
+    assert_share(base, r / (r + np.sqrt(r**2 + h**2)))
+    assert_share(x[~base, 2] > 0, 0.25)  # the upper half of the side is a cone of half the size
+    r, h = 0.5, 2.0
+    x = sources.capsule(rng, N, r, h)
+    np.testing.assert_allclose(np.linalg.norm(x - np.clip(x, *[[0, 0, -h / 2], [0, 0, h / 2]]), axis=1), r)
+    assert_share(np.abs(x[:, 2]) <= h / 2, h / (h + 2 * r))
+    assert_share(x[:, 2] > 0, 0.5)
+
+
+def test_random_surfaces_use_every_kind_and_repeat():
+    drawn = [sources.random_surface(np.random.default_rng(i), 16) for i in range(200)]
+    assert {kind for kind, _ in drawn} == set(sources.KINDS)
+    again = [sources.random_surface(np.random.default_rng(i), 16) for i in range(200)]
+    assert all(np.array_equal(a[1], b[1]) for a, b in zip(drawn, again, strict=True))
+    assert not np.array_equal(drawn[0][1], drawn[1][1])
+
+
+# -- the train script on a handful of surfaces ------------------------------------------------------------------------
+
+
+TINY = """
+    --epochs 2 --batch_size 8 --points 64 --autoencoder.encoder_widths 16 --autoencoder.latent 16
+    --autoencoder.mlp_widths 16 --optim.warmup_steps 0 --co2.tau 2 --log_every 1 --device cpu
+    --mae.groups 8 --mae.group_size 8 --mae.dim 24 --mae.depth 1 --mae.heads 2 --emd_points 32
+"""
+
+
+@pytest.fixture
+def train(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Runs surfaces_small with few, small clouds and no picture; returns (the training losses, the summary)."""
+    monkeypatch.setattr(Surfaces, "COUNTS", {"train": 24, "test": 9})
+    monkeypatch.setattr("pointcloud.train.save_picture", lambda *_: None)
+
+    def run(*overrides: str, name: str = "run") -> tuple[list[float], dict]:
+        out = tmp_path / name
+        monkeypatch.setattr(sys, "argv", ["train", "surfaces_small", *TINY.split(), *overrides, "--out", str(out)])
+        main()
+        return logged(out), summary(out)
+
+    return run
+
+
+@pytest.mark.parametrize("model", ["autoencoder", "mae"])
+def test_a_run_resumed_after_a_crash_ends_as_if_uninterrupted(model: str, train, monkeypatch: pytest.MonkeyPatch):
+    whole, end = train("--model", model, name="whole")
+    assert len(whole) == 6  # 2 epochs of 24 / 8 steps
+
+    def crash(run: Run, *_: Any) -> bool:
+        assert run.step < 5, "crash"
+        return False
+
+    with monkeypatch.context() as patch, pytest.raises(AssertionError, match="crash"):
+        patch.setattr(Run, "_granted", crash)
+        train("--model", model, name="parts")
+    resumed, again = train("--model", model, "--resume", name="parts")  # from step 4, within the second epoch
+    assert again["steps"] == 6 and resumed[-2:] == whole[-2:] and again["test_chamfer"] == end["test_chamfer"]
+
+
+def test_each_knob_changes_the_result_and_emd_points_only_the_emd(train):
+    overrides = ["", "--augment", "--autoencoder.decoder folding", "--model mae", "--points 100"]
+    chamfers = [train(*override.split(), name=str(i))[1]["test_chamfer"] for i, override in enumerate(overrides)]
+    assert len(set(chamfers)) == len(overrides)
+    _, few = train("--emd_points", "16", name="few")
+    _, many = train("--emd_points", "64", name="many")
+    assert few["test_emd"] > many["test_emd"] and few["test_chamfer"] == many["test_chamfer"]

@@ -1,13 +1,16 @@
-"""Models: output shapes, parameter counts, the geometry below them, and pictures."""
+"""Point-cloud models, pictures, Chamfer and earth mover's distance."""
+
+import itertools
 
 import numpy as np
 import pytest
 import torch
 from scipy.spatial import cKDTree
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from core import UserError
-from pointcloud.losses import chamfer_distance
+from pointcloud.losses import chamfer_distance, earth_mover_distance
 from pointcloud.model import (
     Autoencoder,
     AutoencoderConfig,
@@ -34,16 +37,13 @@ def clouds(batch: int, n: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(batch, n, 3, generator=torch.Generator().manual_seed(seed))
 
 
-def test_decoder_sizes_are_those_of_foldingnet():
+def test_sizes_of_decoders_and_of_the_encoder_and_its_invariance():
     """FoldingNet's abstract: its decoder has about 7 % of the parameters of the fully connected one."""
     folding, mlp = FoldingDecoder(2048, 512, 512), MLPDecoder(2048, 512, (1024, 2048))
     fold = lambda d: (512 + d) * 512 + 512 + 512 * 512 + 512 + 512 * 3 + 3  # noqa: E731
     assert count(folding) == fold(2) + fold(3) == 1_056_262
     assert count(mlp) == 512 * 1024 + 1024 + 1024 * 2048 + 2048 + 2048 * 6144 + 6144 == 15_213_568
     assert round(100 * count(folding) / count(mlp)) == 7
-
-
-def test_pointnet_encoder_size_and_invariance():
     encoder = PointNetEncoder((64, 128), 256).eval()
     assert count(encoder) == (3 * 64 + 2 * 64) + (64 * 128 + 2 * 128) + (128 * 256 + 256)
     x = clouds(2, 50)
@@ -70,17 +70,14 @@ def test_folding_equals_a_network_on_concatenated_inputs():
     torch.testing.assert_close(fold(decoder.grid, code), expected)
 
 
-def test_farthest_points_by_hand():
-    x = torch.tensor([[[0.0, 0, 0], [1, 0, 0], [10, 0, 0], [4, 0, 0], [9, 0, 0]]])
-    assert farthest_points(x, 4).tolist() == [[0, 2, 3, 1]]
-
-
-def test_neighbours_equal_kdtree():
+def test_neighbours_are_those_of_a_kdtree_and_farthest_points_by_hand():
     x, centres = clouds(2, 200), clouds(2, 9, seed=1)
     found = nearest_neighbours(x, centres, 5)
     for b in range(2):
         expected = cKDTree(x[b].numpy()).query(centres[b].numpy(), 5)[1]
         np.testing.assert_array_equal(found[b].numpy(), expected)
+    x = torch.tensor([[[0.0, 0, 0], [1, 0, 0], [10, 0, 0], [4, 0, 0], [9, 0, 0]]])
+    assert farthest_points(x, 4).tolist() == [[0, 2, 3, 1]]
 
 
 def test_patches_hold_points_of_the_cloud_nearest_first():
@@ -89,8 +86,7 @@ def test_patches_hold_points_of_the_cloud_nearest_first():
     assert grouped.shape == (2, 6, 10, 3) and centres.shape == (2, 6, 3)
     assert torch.equal(grouped[:, :, 0], torch.zeros(2, 6, 3))  # a centre is its own nearest point
     distance = torch.cdist(grouped + centres[:, :, None], x[:, None], compute_mode=EXACT).amin(dim=3)
-    assert distance.max() < 1e-6
-    assert grouped.norm(dim=3).diff(dim=2).min() >= 0
+    assert distance.max() < 1e-6 and grouped.norm(dim=3).diff(dim=2).min() >= 0
 
 
 def test_point_mae_size():
@@ -130,8 +126,7 @@ def test_masked_autoencoder_does_not_see_hidden_points():
     moved = patch.clone()
     for row, index in zip(moved, hidden, strict=True):
         row[index] += 1
-    assert torch.equal(predict(patch), predict(moved))
-    assert not torch.equal(predict(patch), predict(patch + 1))
+    assert torch.equal(predict(patch), predict(moved)) and not torch.equal(predict(patch), predict(patch + 1))
 
 
 def test_masks_are_random_in_training_and_fixed_in_evaluation():
@@ -180,3 +175,81 @@ def test_picture_shows_each_cloud_in_its_place():
     top, bottom = np.array_split((image != 255).any(axis=2), 2)
     ink = [half.mean() for row in (top, bottom) for half in np.array_split(row, 2, axis=1)]
     assert min(ink[:3]) > 5 * ink[3] > 0  # the empty plot still has its title
+
+
+# -- Chamfer and earth mover's distance: by hand, beside scipy, gradients and memory ----------------------------------
+
+
+def uniform_clouds(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.rand(*shape, 3, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def kdtree_chamfer(x: np.ndarray, y: np.ndarray) -> float:
+    return float((cKDTree(y).query(x)[0] ** 2).mean() + (cKDTree(x).query(y)[0] ** 2).mean())
+
+
+def test_chamfer_by_hand_and_exactly_zero_of_a_cloud_with_itself():
+    x = torch.tensor([[[0.0, 0, 0], [1, 0, 0]]])
+    y = torch.tensor([[[0.0, 0, 0], [0, 2, 0], [4, 0, 0]]])
+    # x -> y: 0 and 1, mean 1/2; y -> x: 0, 4 and 9, mean 13/3
+    torch.testing.assert_close(chamfer_distance(x, y), torch.tensor([0.5 + 13 / 3]))
+    x = uniform_clouds(4, 2, 1000) + 5
+    shuffled = x[:, torch.randperm(1000, generator=torch.Generator().manual_seed(0))]
+    assert chamfer_distance(x, shuffled).tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("offset", [0.0, 1000.0], ids=["unit cube", "far from the origin"])
+@pytest.mark.parametrize("tile", [None, 1, 5000], ids=["default", "one row", "uneven"])
+def test_chamfer_equals_kdtree(offset: float, tile: int | None):
+    x, y = uniform_clouds(0, 3, 500) + offset, uniform_clouds(1, 3, 701) + offset
+    expected = [kdtree_chamfer(a, b) for a, b in zip(x.double().numpy(), y.double().numpy(), strict=True)]
+    np.testing.assert_allclose(chamfer_distance(x, y, tile).numpy(), expected, rtol=2e-5)
+
+
+def test_gradients_agree_with_finite_differences_and_that_of_emd_vanishes_at_coincidence():
+    x, y = uniform_clouds(5, 2, 6, dtype=torch.float64), uniform_clouds(6, 2, 9, dtype=torch.float64)
+    assert torch.autograd.gradcheck(chamfer_distance, (x.requires_grad_(), y.requires_grad_()))
+    x, y = uniform_clouds(13, 2, 5, dtype=torch.float64), uniform_clouds(14, 2, 5, dtype=torch.float64)
+    assert torch.autograd.gradcheck(earth_mover_distance, (x.requires_grad_(), y.requires_grad_()))
+    same = uniform_clouds(15, 1, 8).requires_grad_()
+    earth_mover_distance(same, same.detach().flip(1)).sum().backward()
+    assert torch.equal(same.grad, torch.zeros_like(same))
+
+
+def test_chamfer_is_float32_under_autocast():
+    x, y = uniform_clouds(7, 2, 128), uniform_clouds(8, 2, 128)
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = chamfer_distance(x, y)
+    assert torch.equal(inside, chamfer_distance(x, y)) and chamfer_distance(x.bfloat16(), y).dtype == torch.float32
+
+
+class LargestTensor(TorchDispatchMode):
+    """Records the largest tensor that any operation returns."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(tensor, torch.Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return out
+
+
+def test_chamfer_builds_no_n_by_m_tensor():
+    x, y = uniform_clouds(9, 2, 2048).requires_grad_(), uniform_clouds(10, 2, 1500)
+    with LargestTensor() as record:
+        chamfer_distance(x, y, tile=100_000).sum().backward()
+    assert 50_000 < record.elements <= 100_000  # n x m alone would be three million a cloud
+
+
+def test_emd_is_the_best_of_all_bijections_refuses_unequal_sizes_and_reports_divergence_as_nan():
+    x, y = uniform_clouds(11, 1, 6, dtype=torch.float64), uniform_clouds(12, 1, 6, dtype=torch.float64)
+    costs = [(x[0] - y[0, list(order)]).norm(dim=1).mean().item() for order in itertools.permutations(range(6))]
+    assert earth_mover_distance(x, y).item() == pytest.approx(min(costs), rel=1e-12)
+    with pytest.raises(ValueError, match=r"equal size.*\[1, 4, 3\].*\[1, 5, 3\]"):
+        earth_mover_distance(uniform_clouds(0, 1, 4), uniform_clouds(0, 1, 5))
+    broken = uniform_clouds(0, 2, 4)
+    broken[1, 2] = torch.nan
+    distances = earth_mover_distance(broken, uniform_clouds(1, 2, 4))
+    assert distances.isnan().tolist() == [False, True]

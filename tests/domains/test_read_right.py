@@ -1,22 +1,38 @@
 """Data that is easily read wrong without a word: pixels, shards, texts, lists and names."""
 
+import contextlib
 import io
+import lzma
 import os
+import struct
 import tarfile
+import zlib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
-
-import numpy as np
-import pytest
-from PIL import Image
+from unittest.mock import MagicMock
 
 import training.prepared  # noqa: F401, timm imports torchvision
+
+# isort: split
+import numpy as np
+import pytest
+import torch
+from mmcv.transforms import LoadImageFromFile
+from mmseg.datasets.transforms import LoadAnnotations
+from PIL import Image
+
 from core import UserError
 from language.prepare import read_documents, text_files
 from language.prompts import read_lines
 from pointcloud.sources import ShapeNet55
-from training.images import read_mask
-from vision.data import ImageNet
+from segmentation import train as script
+from segmentation.data import LoadImage, LoadMask, build_dataset
+from segmentation.recipes import RECIPES
+from training.images import _eight_bits, read_mask
+from vision.data import Augmented, ImageNet
+from vision.pictures import labelled
+from vision.train import PICTURES, spread
 
 RAMP = np.linspace(0, 65535, 1024).astype(np.uint16).reshape(32, 32)
 
@@ -41,8 +57,6 @@ def pixels(folder: Path, index: int = 0) -> np.ndarray:
 
 @pytest.mark.parametrize("name", ["a.png", "a.tif", "a.pgm"])
 def test_16_bit_greys_keep_their_upper_bits(tmp_path: Path, name: str):
-    from segmentation.data import LoadImage
-
     path = save(Image.fromarray(RAMP), tmp_path / "train" / "x" / name)
     wanted = np.repeat((RAMP >> 8).astype(np.uint8)[..., None], 3, -1)
     assert np.array_equal(pixels(tmp_path / "train"), wanted)
@@ -50,8 +64,6 @@ def test_16_bit_greys_keep_their_upper_bits(tmp_path: Path, name: str):
 
 
 def test_12_bit_tiff_is_scaled_by_its_own_bits():
-    from training.images import _eight_bits
-
     class Opened:
         format, tag_v2 = "TIFF", {258: (12,)}
 
@@ -64,9 +76,6 @@ def test_12_bit_tiff_is_scaled_by_its_own_bits():
     [(np.linspace(0, 1, 16, dtype=np.float32), "floats"), (np.arange(16, dtype=np.int32) << 20, "32-bit integers")],
 )
 def test_pixels_without_a_range_are_refused(tmp_path: Path, values: np.ndarray, kind: str):
-    from segmentation.data import LoadImage
-    from vision.data import Augmented
-
     path = save(Image.fromarray(values.reshape(4, 4)), tmp_path / "train" / "x" / "a.tif")
     words = f"^{path}: pixels are {kind}, .* 16 bits a channel$"
     with pytest.raises(UserError, match=words):
@@ -102,9 +111,6 @@ def test_masks_hold_their_labels(tmp_path: Path, kind: str):
 
 def small_greys(labels: np.ndarray, bits: int) -> bytes:
     """A PNG of greys of so few bits, which Pillow does not write."""
-    import struct
-    import zlib
-
     rows = b"".join(b"\0" + bytes([(int(a) << (8 - bits)) | (int(b) << (8 - 2 * bits))]) for a, b in labels)
     header = struct.pack(">IIBBBBB", 2, 2, bits, 0, 0, 0, 0)
     chunks = [(b"IHDR", header), (b"IDAT", zlib.compress(rows)), (b"IEND", b"")]
@@ -121,11 +127,6 @@ def test_masks_whose_labels_are_not_sure_are_refused(tmp_path: Path, name: str, 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_images_are_turned_as_mmcvs_default_reader_turns_them_and_masks_are_not(tmp_path: Path, orientation: int):
-    from mmcv.transforms import LoadImageFromFile
-    from mmseg.datasets.transforms import LoadAnnotations
-
-    from segmentation.data import LoadImage, LoadMask
-
     picture = Image.fromarray(np.arange(2 * 3 * 3, dtype=np.uint8).reshape(2, 3, 3) * 10)
     exif = Image.Exif()
     exif[0x0112] = orientation
@@ -238,10 +239,6 @@ def test_any_file_name_is_found(tmp_path: Path, name: str):
 
 
 def test_pictures_of_classes_of_any_name_are_drawn():
-    import torch
-
-    from vision.pictures import labelled
-
     labels = torch.zeros(1, dtype=torch.int64)
     labelled(torch.zeros(1, 3, 4, 4), labels, labels, [os.fsdecode(b"y\xfe\n")]).canvas.draw()
 
@@ -252,10 +249,8 @@ def test_files_that_come_in_subfolders_are_seen(tmp_path: Path):
             save(Image.new("RGB", (4, 4)), tmp_path / "train" / name)
         return len(ImageNet(tmp_path / "train"))
 
-    assert count("x/a.png", "x/sub/b.png", "x/sub/deep/c.png", "y/d.png") == 4
-    assert count("x/sub/e.png") == 5
-    assert count("x/sub/deep/f.png") == 6
-    assert count("x/sub/new/g.png") == 7
+    assert count("x/a.png", "x/sub/b.png", "x/sub/deep/c.png", "y/d.png") == 4 and count("x/sub/e.png") == 5
+    assert count("x/sub/deep/f.png") == 6 and count("x/sub/new/g.png") == 7
     (tmp_path / "train/x/sub/new/g.png").unlink()
     assert count() == 6
     (tmp_path / "train/x/sub/new").rmdir()
@@ -298,8 +293,6 @@ BOM = "\ufeff"
 )
 @pytest.mark.parametrize("name", ["a.txt", "A.TXT", "a.txt.xz"])
 def test_documents_part_alike_however_lines_end(tmp_path: Path, text: str, name: str):
-    import lzma
-
     content = text.encode()
     (tmp_path / name).write_bytes(lzma.compress(content) if name.endswith(".xz") else content)
     (file,) = text_files([tmp_path])
@@ -373,8 +366,6 @@ def test_lists_that_cannot_be_meant_are_refused(tmp_path: Path, content: bytes, 
 
 @pytest.mark.parametrize(("images", "classes"), [(100, 10), (1797, 10), (8, 8), (3, 3), (0, 1)])
 def test_pictures_are_of_many_classes_of_a_set_that_is_sorted(images: int, classes: int):
-    from vision.train import PICTURES, spread
-
     labels = np.arange(images) * classes // max(images, 1)
     assert len({labels[i] for i in spread(images)}) == min(PICTURES, classes, images)
 
@@ -382,15 +373,6 @@ def test_pictures_are_of_many_classes_of_a_set_that_is_sorted(images: int, class
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_mIoU_is_evaluated_in_float32(precision: str):
     """At any precision of training, and in no autocast."""
-    import contextlib
-    from types import SimpleNamespace
-    from unittest.mock import MagicMock
-
-    import torch
-
-    from segmentation import train as script
-    from segmentation.data import build_dataset
-    from segmentation.recipes import RECIPES
 
     class Model(torch.nn.Module):
         def data_preprocessor(self, batch: Any, training: bool) -> Any:

@@ -1,11 +1,14 @@
-"""Settings that no run could have, or that would be left unused: each is one line that names the value."""
+"""Settings that no run could have, or that would be left unused: one line that names the value. And dry runs."""
 
+import importlib
+import math
+import sys
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from core import CO2Config, WireConfig
+from core import CO2Config, UserError, WireConfig
 from language.finetune_recipes import LoraConfig, prompts_adamw
 from language.recipe import RingsConfig
 from language.recipes import RECIPES, gpt2_pydoc_small
@@ -53,6 +56,7 @@ REFUSED: list[tuple[Recipe, dict[str, Any], str]] = [
     (PROMPTS, {"weights": "bfloat16"}, "weights=bfloat16 with method 'ddp'"),
     (PROMPTS, {"zero": 3, "per_node": 0}, "zero=3: one worker"),
     (PROMPTS, {"elastic": True, "method": "co2"}, "elastic=True: one worker"),
+    (PROMPTS, {"lora": LoraConfig(2, alpha=math.nan)}, "lora.alpha=nan: give a finite number"),
     # without gradients
     (GPT2, {"method": "zo"}, "optim.name='adamw' with method 'zo', which has no gradients: give --optim.name sgd"),
     (ZO, {"optim": replace(ZO.optim, weight_decay=0.1)}, "and --zeroth.weight_decay for that"),
@@ -102,3 +106,68 @@ def test_what_no_run_could_do_is_refused_in_one_line(recipe: Recipe, changes: di
 
 def test_what_goes_with_documents_by_tokens_alone_is_not_refused():
     assert replace(DOCUMENTS, model="transnormer_tiny", balance="tokens").model == "transnormer_tiny"
+
+
+# -- numbers that no option can have ----------------------------------------------------------------------------------
+
+# A number outside these ends cannot be: [least, most]. Which numbers belong is written here once more, apart from the
+# recipes, so that a check that is lost is missed. What has no entry has no number that is impossible.
+SHARE, BELOW_ONE, LARGE, COUNT = (0, 1), (0, 1 - 1e-9), 1e4, (1, 1e9)
+POSITIVE, DECAY = (5e-324, LARGE), (0, LARGE)
+RANGES: dict[str, tuple[float, float]] = {
+    "co2.tau": COUNT, "co2.tau_max": COUNT, "co2.outer_lr": POSITIVE, "co2.outer_momentum": BELOW_ONE,
+    "co2.clip": (5e-324, 1e9), "co2.mix": (5e-324, 1), "co2.delay": (0, 1e9),
+    "slowmo.outer_lr": POSITIVE, "slowmo.outer_momentum": BELOW_ONE,
+    "overlap_local.pull": (5e-324, 1), "overlap_local.anchor_momentum": BELOW_ONE,
+    "optim.lr": POSITIVE, "optim.momentum": BELOW_ONE, "optim.eps": POSITIVE, "optim.weight_decay": DECAY,
+    "optim.power": POSITIVE, "optim.warmup_steps": (0, 1e9), "optim.min_lr_share": SHARE,
+    "optim.clip_grad_norm": POSITIVE, "batch_size": COUNT, "epochs": COUNT, "seed": (0, 1e9), "accumulate": COUNT,
+    "per_node": (0, 1e9), "timeout": (5e-324, 1e9), "link_mbit": (5e-324, 1e9), "eval_every": POSITIVE,
+    "checkpoint_every": (0, 1e9), "log_every": COUNT, "gpu_gb": (5e-324, 1e9),
+    "label_smoothing": BELOW_ONE, "mixup": (0, 100), "cutmix": (0, 100), "color_jitter": SHARE,
+    "random_erasing": SHARE, "repeats": COUNT, "drop_path": BELOW_ONE, "loader_workers": (0, 1000),
+    "vocab_size": (1, 1e6), "context": (4, 1e6), "dropout": BELOW_ONE, "epoch_steps": COUNT, "eval_tokens": COUNT,
+    "autoencoder.latent": (1, 1e6), "autoencoder.folding_width": (1, 1e6), "mae.groups": (2, 1e6),
+    "mae.group_size": (1, 1e6), "mae.mask_ratio": (1e-9, 1 - 1e-9), "mae.dim": (1, 1e6), "mae.depth": (1, 1e4),
+    "mae.heads": (1, 1e6), "mae.decoder_depth": (1, 1e4), "mae.drop_path": BELOW_ONE, "points": (1, 1e6),
+    "emd_points": (1, 1e9), "crossing": (5e-324, 1e9),
+}  # fmt: skip
+NUMBERS = (-1, 0, math.nan, math.inf, -math.inf, 1e308, -1e308, 1e20, 10**20, 1e-320, -0.5, 1.5)
+
+
+def value_of(recipe: Any, option: str) -> Any:
+    """Of an option such as co2.tau; Ellipsis where the recipe has none of that name."""
+    for part in option.split("."):
+        recipe = getattr(recipe, part, ...)
+    return recipe
+
+
+def changed(recipe: Any, option: str, value: float) -> Any:
+    part, _, rest = option.partition(".")
+    return replace(recipe, **{part: changed(getattr(recipe, part), rest, value) if rest else value})
+
+
+@pytest.mark.parametrize("option", RANGES)
+def test_numbers_outside_an_options_range_are_refused(option: str):
+    recipe = next(recipe for recipe in (DIGITS, SCENES, CLOUDS, GPT2) if value_of(recipe, option) is not ...)
+    least, most = RANGES[option]
+    whole = isinstance(value_of(recipe, option), int)
+    impossible = [x for x in NUMBERS if not least <= x <= most and not (whole and isinstance(x, float))]
+    assert impossible
+    for number in impossible:
+        with pytest.raises(UserError):
+            changed(recipe, option, number)
+
+
+@pytest.mark.parametrize(
+    ("task", "name"),
+    [(t, "digits_small") for t in ("vision", "segmentation")]
+    + [("pointcloud", "surfaces_small"), ("language", "roberta_pydoc_small")],
+)
+def test_a_train_scripts_dry_run_estimates_the_memory(task: str, name: str, monkeypatch, capsys):
+    for key, value in {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.setattr(sys, "argv", ["train", name, "--dry_run"])
+    importlib.import_module(f"{task}.train").main()
+    printed = capsys.readouterr().out
+    assert f'"name": "{name}"' in printed and " 4 workers of " in printed and "activations" in printed

@@ -1,15 +1,25 @@
-"""The segmentation data sets: what an item is, that it is reproducible, and what a broken file says."""
+"""The segmentation data sets, batches and pictures, what a broken file says, and metrics."""
 
+import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from mmengine.config import Config
+from mmengine.optim import build_optim_wrapper
 from PIL import Image
 
 from core import UserError
 from segmentation import data
+from segmentation.data import CPU, SeededAugmentation, eval_batches, pack, train_batches, unpack
+from segmentation.metrics import SegmentationMetric, side_by_side
+from segmentation.recipes import RECIPES, digits_small
+from segmentation.train import make_model
+from tests.domains.test_segmentation_model import OWN
 from training.data import data_root
+from training.optim import make_optimizer
 
 CAMVID = data_root() / "camvid_240x180.npz"
 
@@ -28,9 +38,8 @@ def write_ade20k(root: Path, n: int = 3) -> Path:
         for kind in ("images", "annotations"):
             (folder / kind / part).mkdir(parents=True)
         for i in range(n):
-            Image.fromarray(rng.integers(256, size=(64, 80, 3), dtype=np.uint8)).save(
-                folder / "images" / part / f"{i}.jpg"
-            )
+            image = Image.fromarray(rng.integers(256, size=(64, 80, 3), dtype=np.uint8))
+            image.save(folder / "images" / part / f"{i}.jpg")
             mask = np.ones((64, 80), np.uint8)
             mask[:10], mask[10:20] = 0, 150
             Image.fromarray(mask).save(folder / "annotations" / part / f"{i}.png")
@@ -40,8 +49,7 @@ def write_ade20k(root: Path, n: int = 3) -> Path:
 def test_ade20k_reduces_the_zero_label_and_crops(root: Path) -> None:
     write_ade20k(root)
     train, val = (data.build_dataset("ade20k", split) for split in ("train", "val"))
-    assert len(train) == len(val) == 3
-    assert len(train.metainfo["classes"]) == 150
+    assert len(train) == len(val) == 3 and len(train.metainfo["classes"]) == 150
     item = train[0]
     assert item["inputs"].shape[0] == 3 and item["inputs"].dtype == torch.uint8
     assert max(item["inputs"].shape[1:]) <= 512
@@ -53,20 +61,12 @@ def test_ade20k_reduces_the_zero_label_and_crops(root: Path) -> None:
     assert (label[0, :10] == 255).all() and (label[0, 10:20] == 149).all() and (label[0, 20:] == 0).all()
 
 
-@pytest.mark.parametrize("label", [151, 254])
-def test_label_out_of_range_names_the_file(root: Path, label: int) -> None:
-    folder = write_ade20k(root)
-    path = folder / "annotations/training/1.png"
-    Image.fromarray(np.full((64, 80), label, np.uint8)).save(path)
+@pytest.mark.parametrize(("label", "dtype"), [(151, np.uint8), (254, np.uint8), (256 + 7, np.uint16)])
+def test_label_out_of_range_names_the_file_and_does_not_wrap_around(root: Path, label: int, dtype: type) -> None:
+    path = write_ade20k(root) / "annotations/training/1.png"
+    Image.fromarray(np.full((64, 80), label, dtype)).save(path)
     with pytest.raises(UserError, match=rf"{path}: label {label} is out of range: expected 1 to 150"):
         data.build_dataset("ade20k", "train")[1]
-
-
-def test_sixteen_bit_mask_does_not_wrap_around(root: Path) -> None:
-    folder = write_ade20k(root)
-    Image.fromarray(np.full((64, 80), 256 + 7, np.uint16)).save(folder / "annotations/training/0.png")
-    with pytest.raises(UserError, match="label 263 is out of range"):
-        data.build_dataset("ade20k", "train")[0]
 
 
 @pytest.mark.parametrize("damage", ["truncated", "empty", "text"])
@@ -120,18 +120,162 @@ def test_camvid_errors(root: Path) -> None:
         data.build_dataset("camvid", "train")
 
 
-def test_digits_masks_are_exact() -> None:
+def test_digits_masks_are_exact_and_those_of_train_and_val_disjoint():
     """Photographs are shown at half brightness, below 128, and digits in colours above: the image tells the mask."""
     images, masks = data.digits_on_photos("val", 40)
     again, same = data.digits_on_photos("val", 40)
     assert np.array_equal(images, again) and np.array_equal(masks, same)
-    assert np.array_equal(images.min(axis=-1) >= 128, masks > 0)
-    assert set(np.unique(masks)) == set(range(11))
+    assert np.array_equal(images.min(axis=-1) >= 128, masks > 0) and set(np.unique(masks)) == set(range(11))
     assert 0.1 < (masks > 0).mean() < 0.3
-
-
-def test_digits_of_train_and_val_are_disjoint() -> None:
     train, val = ({g.tobytes() for g in data._digits(split)[0]} for split in ("train", "val"))
     assert len(train) + len(val) > 1790 and not train & val
     widths = [sum(p.shape[1] for p in data._photos(split)) for split in ("train", "val")]
     assert sum(widths) == 2 * 640
+
+
+# -- batches, pictures, recipes ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def digits() -> data.ArraySegDataset:
+    return data.build_dataset("digits", "train")
+
+
+def images(dataset: data.ArraySegDataset, rank: int, start: int, total: int, workers: int = 0) -> list[torch.Tensor]:
+    """This worker's batches, uint8 [b, 3, h, w] each, of 8 images over two workers."""
+    dataset.full_init()
+    recipe = replace(digits_small(), batch_size=8, loader_workers=workers)
+    return [torch.stack(b["inputs"]) for b in train_batches(dataset, recipe, rank, 2, start, total)]
+
+
+def test_batches_do_not_depend_on_resuming_or_loader_processes(digits: data.ArraySegDataset) -> None:
+    few = digits.get_subset(20)  # two batches an epoch
+    whole = images(few, 0, 0, 5)
+    assert [len(b) for b in whole] == [4] * 5
+    for same in (images(few, 0, 1, 5), images(few, 0, 1, 5, workers=2)):
+        assert all(torch.equal(a, b) for a, b in zip(whole[1:], same, strict=True))
+    assert not torch.equal(whole[0], whole[2])  # the next epoch is shuffled and augmented anew
+    assert not torch.equal(whole[0], images(few, 1, 0, 1)[0])
+
+
+def test_labels_cross_as_bytes_and_arrive_as_mmseg_has_them(digits: data.ArraySegDataset) -> None:
+    items = [digits[i] for i in (1, 2)]
+    wanted = [item["data_samples"].gt_sem_seg.data.clone() for item in items]
+    batch = pack(items)
+    assert [label.dtype for label in batch["labels"]] == [torch.uint8] * 2 and batch["inputs"][0].dtype == torch.uint8
+    assert not any("gt_sem_seg" in sample for sample in batch["data_samples"])
+    arrived = [sample.gt_sem_seg.data for sample in unpack(batch, CPU)["data_samples"]]
+    assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(arrived, wanted, strict=True))
+    assert wanted[0].dtype == torch.int64 and wanted[0].max() > 0
+
+
+def test_augmentation_depends_on_seed_epoch_and_index_alone(digits: data.ArraySegDataset) -> None:
+    augmented = SeededAugmentation(digits)
+    first = augmented[3, 0, 7]["inputs"]
+    np.random.seed(11)
+    before = np.random.get_state()[1].copy()  # type: ignore[index]
+    assert torch.equal(augmented[3, 0, 7]["inputs"], first)
+    assert np.array_equal(np.random.get_state()[1], before)  # type: ignore[index]
+    assert not torch.equal(augmented[3, 1, 7]["inputs"], first)
+    assert not torch.equal(augmented[4, 0, 7]["inputs"], first)
+
+
+def test_evaluation_sees_every_image_once() -> None:
+    val = data.build_dataset("digits", "val")
+    recipe = digits_small()
+    batches = [b["inputs"] for rank in range(3) for b in eval_batches(val, recipe, rank, 3, 5)]
+    assert max(len(b) for b in batches) == 5
+    seen = [image.numpy().tobytes() for batch in batches for image in batch]
+    assert sorted(seen) == sorted(val[i]["inputs"].numpy().tobytes() for i in range(128))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_broken_file_is_one_line_from_any_process(tmp_path, workers: int, monkeypatch):
+    monkeypatch.setenv("CO2_DATA", str(tmp_path))
+    path = write_ade20k(tmp_path) / "images/training/1.jpg"
+    path.write_bytes(b"no image")
+    recipe = replace(digits_small(), batch_size=3, loader_workers=workers)
+    with pytest.raises(UserError) as error:
+        list(train_batches(data.build_dataset("ade20k", "train"), recipe, 0, 1, 0, 1))
+    assert str(error.value).startswith(f"{path}: not a readable image") and "\n" not in str(error.value)
+
+
+def test_pictures_show_colours_black_where_ignored_and_a_legend() -> None:
+    image = torch.zeros(3, 4, 6, dtype=torch.uint8)
+    image[0] = 200  # blue, in BGR
+    label = torch.tensor([[0, 1, 255], [0, 0, 0]])
+    prediction = torch.tensor([[1, 1, 1], [0, 0, 0]])
+    palette = [[10, 20, 30], [40, 50, 60], [70, 80, 90]]
+    figure = side_by_side(image, label, prediction, ["road", "tree", "sky"], palette)
+    shown, true, seen = (axes.images[0].get_array() for axes in figure.axes)
+    assert shown.shape == (2, 3, 3) and shown[0, 0].tolist() == [0, 0, 200]
+    assert true[0].tolist() == [[10, 20, 30], [40, 50, 60], [0, 0, 0]]
+    assert seen[0].tolist() == [[40, 50, 60], [40, 50, 60], [0, 0, 0]]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["road", "tree"]  # no sky is seen
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_weight_decay_is_that_of_mmsegs_own_config(name: str) -> None:
+    recipe, theirs = RECIPES[f"ade20k_{name}"], Config.fromfile(OWN[name]).optim_wrapper
+    with torch.device("meta"):
+        model = make_model(recipe)
+    optimizers = build_optim_wrapper(model, theirs).optimizer, make_optimizer(model, recipe.optim)
+    spared, ours = ({p for g in o.param_groups if not g["weight_decay"] for p in g["params"]} for o in optimizers)
+    assert ours == spared and recipe.optim.weight_decay == theirs.optimizer.weight_decay
+    if name != "resnet50":
+        named = dict(model.named_parameters())
+        assert {p for key, p in named.items() if "pos_embed" in key or "position_bias" in key} <= spared != set()
+
+
+# -- mIoU, mAcc and aAcc by hand, and beside mmseg's own --------------------------------------------------------------
+
+
+CLASSES = ("a", "b", "c", "absent")
+
+
+def test_by_hand() -> None:
+    """Two images of four pixels. a: 2 of 3 right and one b too many; b: 1 of 2; c: 2 of 2, one predicted for a."""
+    metric = SegmentationMetric(CLASSES)
+    metric.update(torch.tensor([[0, 0], [1, 2]]), torch.tensor([[0, 0], [1, 255]]))
+    metric.update(torch.tensor([[2, 0], [2, 2]]), torch.tensor([[0, 1], [2, 2]]))
+    result = metric.compute()
+    assert result["IoU/a"] == pytest.approx(100 * 2 / 4)  # intersection 2, predicted 3, labelled 3
+    assert result["IoU/b"] == pytest.approx(100 * 1 / 2) and result["IoU/c"] == pytest.approx(100 * 2 / 3)
+    assert "IoU/absent" not in result and result["mIoU"] == pytest.approx(100 * (1 / 2 + 1 / 2 + 2 / 3) / 3)
+    assert result["mAcc"] == pytest.approx(100 * (2 / 3 + 1 / 2 + 1) / 3)
+    assert result["aAcc"] == pytest.approx(100 * 5 / 7)
+
+
+def _maps(n: int = 6) -> tuple[torch.Tensor, torch.Tensor]:
+    """Predictions and labels int64 [n, 20, 30] in three classes; about half of the pixels agree, some are ignored."""
+    g = torch.Generator().manual_seed(0)
+    label = torch.randint(0, 3, (n, 20, 30), generator=g)
+    other = torch.randint(0, 3, label.shape, generator=g)
+    prediction = torch.where(torch.rand(label.shape, generator=g) < 0.4, label, other)
+    label[torch.rand(label.shape, generator=g) < 0.1] = 255
+    return prediction, label
+
+
+def test_agrees_with_mmsegs_own_evaluation() -> None:
+    from mmseg.evaluation import IoUMetric
+
+    prediction, label = _maps()
+    theirs, ours = IoUMetric(), SegmentationMetric(CLASSES)
+    theirs.dataset_meta = {"classes": CLASSES}
+    for p, y in zip(prediction, label, strict=True):
+        theirs.process({}, [{"pred_sem_seg": {"data": p[None]}, "gt_sem_seg": {"data": y[None]}}])
+        ours.update(p, y)
+    expected, result = theirs.evaluate(len(label)), ours.compute()
+    for key in ("mIoU", "mAcc", "aAcc"):
+        assert result[key] == pytest.approx(float(expected[key]), abs=0.006)  # mmseg rounds to two digits
+
+
+def test_two_workers_of_uneven_shares_get_the_result_of_one() -> None:
+    prediction, label = _maps(5)
+    one, *shares = [SegmentationMetric(CLASSES) for _ in range(3)]
+    for i, (p, y) in enumerate(zip(prediction, label, strict=True)):
+        one.update(p, y)
+        shares[i % 2].update(p, y)
+    for mine, other in (shares, shares[::-1]):
+        assert mine.compute(lambda areas, other=other: areas + other.areas) == one.compute() != mine.compute()
+    assert not any(math.isnan(v) for v in one.compute().values())

@@ -57,7 +57,7 @@ def mini() -> dict[str, torch.Tensor]:
     return build_model(upernet("resnet_mini", 11, (96, 96))).backbone.state_dict()
 
 
-def test_state_dicts_have_the_shapes_of_mmsegs_own_configs() -> None:
+def test_state_dicts_have_the_shapes_of_mmsegs_own_configs_and_the_vit_is_timms():
     for name, file in OWN.items():
         theirs = Config.fromfile(file).model
         theirs["backbone"].pop("init_cfg", None)
@@ -66,9 +66,6 @@ def test_state_dicts_have_the_shapes_of_mmsegs_own_configs() -> None:
             shapes = {k: v.shape for k, v in build_model(theirs).state_dict().items()}
             ours = build_model(upernet(name, 150, (512, 512))).state_dict()
         assert {k: v.shape for k, v in ours.items()} == shapes, name
-
-
-def test_vit_backbone_is_timms() -> None:
     import timm  # needs torchvision, which training.prepared has prepared by now
 
     with torch.device("meta"):
@@ -104,14 +101,12 @@ def test_losses_fall_and_predictions_have_the_image_size(name: BackboneName) -> 
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    assert {"decode.loss_ce", "aux.loss_ce"} <= set(logs)
-    assert losses[-1] < 0.8 * losses[0]
+    assert {"decode.loss_ce", "aux.loss_ce"} <= set(logs) and losses[-1] < 0.8 * losses[0]
     model.eval()
     for size in (64, 96):  # other sizes than the crop as well
         with torch.no_grad():
             (first, _) = model(**model.data_preprocessor(batch(2, size), False), mode="predict")
-        assert first.pred_sem_seg.data.shape == (1, size, size)
-        assert first.seg_logits.data.shape == (11, size, size)
+        assert first.pred_sem_seg.data.shape == (1, size, size) and first.seg_logits.data.shape == (11, size, size)
 
 
 def test_pretrained_backbone_is_loaded_and_a_wrong_one_refused(tmp_path: Path, mini: dict[str, torch.Tensor]) -> None:
@@ -156,9 +151,7 @@ def test_what_training_codes_put_beside_their_weights_is_read(tmp_path: Path, mi
 
 
 @pytest.mark.parametrize("content", [b"", b"no weights", b"\x80\x04K\x01.", "list", "empty", "numbers", "cut"])
-def test_a_file_of_no_weights_is_refused_by_name(
-    tmp_path: Path, content: bytes | str, mini: dict[str, torch.Tensor]
-) -> None:
+def test_a_file_of_no_weights_is_refused_by_name(tmp_path, content: bytes | str, mini: dict[str, torch.Tensor]):
     path = tmp_path / "backbone.pth"
     made = {"list": [mini], "empty": {}, "numbers": {"state_dict": {"stem.0.weight": 3}}, "cut": mini}
     if isinstance(content, bytes):
@@ -200,9 +193,7 @@ def test_a_whole_segmentors_backbone_is_taken(tmp_path: Path, name: BackboneName
         assert all(torch.equal(value, wanted[key]) for key, value in model.backbone.state_dict().items())
 
 
-def test_a_recipes_backbone_lies_in_the_data_folder_and_its_hash_is_checked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mini: dict[str, torch.Tensor]
-) -> None:
+def test_a_recipes_backbone_lies_in_the_data_folder_and_its_hash_is_checked(tmp_path, monkeypatch, mini):
     monkeypatch.setenv("CO2_DATA", str(tmp_path))
     (folder := tmp_path / "backbones").mkdir()
     with pytest.raises(

@@ -1,21 +1,147 @@
-"""What needs two workers: CO2Hook in real mmengine runners, as in somebody else's mmseg project; SyncBN in a node."""
+"""What needs two workers: CO2Hook in mmengine runners, as in somebody else's mmseg project; SyncBN inside a node."""
 
+import functools
+import json
 import os
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from mmengine.hooks import Hook
 from mmengine.runner import Runner
 from torch import Tensor, nn
+from torch.nn.modules import batchnorm
+from torch.nn.parallel import DistributedDataParallel
 
 from core import CO2Config, UserError
 from core.integrations.mmengine import CO2Hook
+from core.methods import DDP
 from core.testing import run_distributed
+from segmentation import model
+from segmentation import model as built
+from segmentation.data import build_dataset
 from segmentation.model import upernet
-from tests.domains.sync_bn_on_cpu import be_in_a_node, one_pass
+from segmentation.recipes import RECIPES, digits_small
+from segmentation.train import make_model, train
+from tests.scripts import Mistakes
+from training.checks import dry_run
+from training.run import Run
+
+# -- a node of two workers whose CPU has SyncBatchNorm: stand-ins for five kernels of ATen's --------------------------
+
+
+def column(t: Tensor) -> Tensor:
+    return t.view(1, -1, 1, 1)
+
+
+def stats(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(mean, 1 / standard deviation)."""
+    return x.mean((0, 2, 3)), (x.var((0, 2, 3), correction=0) + eps).rsqrt()
+
+
+def gather_stats(
+    _: Tensor, mean: Tensor, invstd: Tensor, running: Tensor, var: Tensor, momentum: float, eps: float, counts: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Those of all workers' images; moves the running mean and variance."""
+    n = counts.sum()
+    share = (counts / n)[:, None]
+    overall = (share * mean).sum(0)
+    spread = (share * (invstd**-2 - eps + (mean - overall) ** 2)).sum(0)
+    running.lerp_(overall, momentum)
+    var.lerp_(spread * n / (n - 1), momentum)
+    return overall, (spread + eps).rsqrt()
+
+
+def normalise(x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, invstd: Tensor, _: float) -> Tensor:
+    return (x - column(mean)) * column(invstd * weight) + column(bias)
+
+
+def reduce(dy: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    total, by_x = dy.sum((0, 2, 3)), (dy * (x - column(mean))).sum((0, 2, 3))
+    return total, by_x, by_x * invstd, total.clone()
+
+
+def slope(
+    dy: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor, total: Tensor, by_x: Tensor, count: Tensor
+) -> Tensor:
+    n = count.sum()
+    return (dy - column(total / n) - (x - column(mean)) * column(invstd**2 * by_x / n)) * column(invstd * weight)
+
+
+KERNELS = {
+    "batch_norm_stats": stats,
+    "batch_norm_gather_stats_with_counts": gather_stats,
+    "batch_norm_elemt": normalise,
+    "batch_norm_backward_reduce": reduce,
+    "batch_norm_backward_elemt": slope,
+}
+
+
+def be_in_a_node(rank: int, world_size: int) -> torch.library.Library:
+    """This process is one of a node's two workers, whose CPU has the kernels; torch and the script let it use them."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": "2"}
+    library = torch.library.Library("aten", "IMPL", "CPU")
+    for name, kernel in KERNELS.items():
+        library.impl(name, kernel)
+    allowing = SimpleNamespace(**vars(torch._C) | {"_get_privateuse1_backend_name": lambda: "cpu"})
+    mock.patch.object(batchnorm, "torch", SimpleNamespace(**vars(torch) | {"_C": allowing})).start()
+    mock.patch.object(DistributedDataParallel, "_passing_sync_batchnorm_handle", lambda *_: None).start()
+    mock.patch.object(built, "DEVICES", ("cpu",)).start()
+    return library
+
+
+def of_two_images(**changes: Any) -> Any:
+    """A recipe that gives each of four workers two images a step."""
+    return replace(digits_small(), **{"device": "cpu", "batch_size": 8, "co2": CO2Config(tau=3)} | changes)
+
+
+def one_pass(rank: int, settings: dict) -> dict[str, Any]:
+    """A forward and backward pass on this worker's images, beside plain BatchNorm on all that it shares with."""
+    recipe = of_two_images(**settings)
+    with Run(recipe) as run:
+        model = run.shard(make_model(recipe))
+        _, method = run.make_method(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        built.share_statistics(run, model, method)
+        layers = [m for m in model.modules() if isinstance(m, nn.SyncBatchNorm)]
+        (group,) = {layer.process_group for layer in layers}
+        members = dist.get_process_group_ranks(group)
+        plain = make_model(replace(recipe, sync_bn="no"))
+        plain.load_state_dict(model.state_dict())
+        images = [torch.rand(2, 3, 64, 64, generator=torch.Generator().manual_seed(r)) for r in members]
+        for network, given in ((model, images[members.index(rank)]), (plain, torch.cat(images))):
+            network.train().backbone(given)[-1].square().sum().backward()
+        errors = []
+        for ours, theirs in zip(model.backbone.parameters(), plain.backbone.parameters(), strict=True):
+            dist.all_reduce(ours.grad, group=group)  # of the workers' summed losses
+            errors.append(float((ours.grad - theirs.grad).norm() / theirs.grad.norm()))
+        for ours, theirs in zip(model.backbone.buffers(), plain.backbone.buffers(), strict=True):
+            errors.append(float((ours - theirs).float().norm() / theirs.float().norm()))
+        of_gradients = method.group if isinstance(method, DDP) else run.mesh and run.mesh.get_group("shard")
+        method.finish()
+        method.close()
+    return {"members": members, "layers": len(layers), "error": max(errors), "same group": group is of_gradients}
+
+
+def log_collectives(log: list[str]) -> None:
+    """Notes the order in which this process starts collectives: what, and over how many workers."""
+
+    def noted(name: str, start: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        group = next((a for a in (*args, *options.values()) if isinstance(a, dist.ProcessGroup)), None)
+        log.append(f"{name} {dist.get_world_size(group)}")
+        return start(*args, **options)
+
+    for name in ("all_reduce", "all_gather"):
+        mock.patch.object(dist, name, functools.partial(noted, name, getattr(dist, name))).start()
+
+
+# -- CO2Hook in mmengine's runners ------------------------------------------------------------------------------------
+
 
 # mmengine's default wrapper asks for a GPU
 DDP_ON_CPU = {"type": "MMDistributedDataParallel", "device_ids": None, "broadcast_buffers": False}
@@ -98,15 +224,11 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_distributed(scenarios, 2, folder, timeout=240.0)
 
 
-def test_workers_train_apart_and_meet_at_round_ends(two: list[dict[str, Any]]) -> None:
+def test_workers_train_apart_meet_at_round_ends_and_end_equal(two: list[dict[str, Any]]):
     first, second = (r["co2"]["seen"] for r in two)
     equal = [torch.equal(a, b) for a, b in zip(first, second, strict=True)]
     # rounds end at 3 and, counted anew after the checkpoint at 4, at 7; 4 and 8 are checkpoints
-    assert equal == [False, False, True, True, False, False, True, True]
-    assert not two[0]["co2"]["wrapped"]
-
-
-def test_all_ends_equal_and_trained(two: list[dict[str, Any]]) -> None:
+    assert equal == [False, False, True, True, False, False, True, True] and not two[0]["co2"]["wrapped"]
     for name in ("co2", "slowmo", "overlap_local"):
         a, b = (r[name]["end"] for r in two)
         assert torch.equal(a, b), name
@@ -114,14 +236,10 @@ def test_all_ends_equal_and_trained(two: list[dict[str, Any]]) -> None:
     assert torch.equal(two[0]["co2"]["buffers"], two[1]["co2"]["buffers"])
 
 
-def test_settings_arrive(two: list[dict[str, Any]]) -> None:
+def test_settings_arrive_and_a_resumed_run_ends_as_the_whole_one(two: list[dict[str, Any]]):
     expected = CO2Config(tau=3, outer_lr=0.5, outer_momentum=0.25, gap="norm", clip=0.5)
-    assert two[0]["co2"]["config"] == expected
-    assert two[0]["slowmo"]["config"].outer_momentum == 0.3
+    assert two[0]["co2"]["config"] == expected and two[0]["slowmo"]["config"].outer_momentum == 0.3
     assert two[0]["overlap_local"]["config"].pull == 0.4
-
-
-def test_a_resumed_run_ends_as_the_whole_one(two: list[dict[str, Any]]) -> None:
     for result in two:
         torch.testing.assert_close(result["resumed"], result["co2"]["end"], rtol=0, atol=1e-6)
         assert not torch.allclose(result["resumed"], result["co2"]["seen"][3], rtol=0, atol=1e-6)
@@ -129,11 +247,7 @@ def test_a_resumed_run_ends_as_the_whole_one(two: list[dict[str, Any]]) -> None:
 
 def test_the_checkpoint_holds_the_outer_state(tmp_path: Path) -> None:
     """One process, no process group: the hook works there too, and its checkpoint resumes only its own method."""
-    single = {
-        "launcher": "none",
-        "cfg": {},
-        "train_cfg": {"type": "IterBasedTrainLoop", "max_iters": 4},
-    }
+    single = {"launcher": "none", "cfg": {}, "train_cfg": {"type": "IterBasedTrainLoop", "max_iters": 4}}
     runner("one", str(tmp_path), Probe(), {"tau": 2}, **single).train()
     path = tmp_path / "one" / "iter_4.pth"
     saved = torch.load(path, weights_only=False)["co2"]
@@ -146,18 +260,17 @@ def test_the_checkpoint_holds_the_outer_state(tmp_path: Path) -> None:
 
 
 def test_mistakes_get_one_line() -> None:
-    with pytest.raises(UserError, match="method='ddp': choose co2"):
-        CO2Hook(method="ddp")  # type: ignore[arg-type]
-    with pytest.raises(UserError, match="co2 has no setting 'outer_rl': it has .*outer_lr, outer_momentum"):
-        CO2Hook(co2={"outer_rl": 1.0})
-    with pytest.raises(UserError, match="slowmo has no setting 'clip': it has outer_lr, outer_momentum"):
-        CO2Hook(method="slowmo", slowmo={"clip": 1.0})
-    with pytest.raises(UserError, match="wire has no setting 'bits'"):
-        CO2Hook(co2={"wire": {"bits": 8}})
-    with pytest.raises(UserError, match="co2.wire='int8': give a dict"):
-        CO2Hook(co2={"wire": "int8"})
-    with pytest.raises(UserError, match="tau=0"):
-        CO2Hook(tau=0)
+    mistakes: dict[str, dict[str, Any]] = {
+        "method='ddp': choose co2": {"method": "ddp"},
+        "co2 has no setting 'outer_rl': it has .*outer_lr, outer_momentum": {"co2": {"outer_rl": 1.0}},
+        "slowmo has no setting 'clip': it has outer_lr, outer": {"method": "slowmo", "slowmo": {"clip": 1.0}},
+        "wire has no setting 'bits'": {"co2": {"wire": {"bits": 8}}},
+        "co2.wire='int8': give a dict": {"co2": {"wire": "int8"}},
+        "tau=0": {"tau": 0},
+    }
+    for message, settings in mistakes.items():
+        with pytest.raises(UserError, match=message):
+            CO2Hook(**settings)
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.SyncBatchNorm(4))
     with pytest.raises(UserError, match="1 is SyncBatchNorm"):
         CO2Hook().before_run(SimpleNamespace(model=model))  # type: ignore[arg-type]
@@ -168,3 +281,89 @@ def test_a_nodes_workers_share_statistics(two: list[dict[str, Any]]) -> None:
     for result in two:
         assert [(f["members"], f["same group"]) for f in result["sync_bn"]] == [([0, 1], False), ([0, 1], True)]
         assert all(f["layers"] > 20 and f["error"] < 1e-3 for f in result["sync_bn"])
+
+
+# -- SyncBN on four workers, two a node -------------------------------------------------------------------------------
+
+
+# -- on four workers, two a node ----------------------------------------------------------------------------------
+
+
+def work(rank: int, world_size: int, folder: str, passes: list[dict], jobs: dict[str, dict]) -> tuple[list, list[str]]:
+    """(what each pass found, the collectives of the loop in their order); the loop: 24 scenes, three steps an epoch."""
+    kernels = be_in_a_node(rank, world_size)
+    found = [one_pass(rank, {"out": Path(folder, f"pass{i}")} | settings) for i, settings in enumerate(passes)]
+    log: list[str] = []
+    log_collectives(log)
+    train_set = build_dataset("digits", "train").get_subset(24)
+    eval_sets = {"val": build_dataset("digits", "val").get_subset(4)}
+    for name, changes in jobs.items():
+        recipe = of_two_images(**{"epochs": 2, "log_every": 1, "sync_bn": "node", "out": Path(folder, name)} | changes)
+        with Run(recipe) as run:
+            train(run, recipe, train_set, eval_sets)
+    del kernels
+    return found, log
+
+
+ON_ARRIVAL = CO2Config(tau=2, outer_momentum=0.0, gap="none", merge="keep", delay="auto")
+NODES, ALL = [[0, 1], [0, 1], [2, 3], [2, 3]], [[0, 1, 2, 3]] * 4
+
+
+PASSES_OF_FOUR = [
+    ({"method": "co2"}, NODES, False),
+    ({"method": "local", "per_node": 2}, NODES, True),
+    ({"method": "ddp"}, NODES, False),
+    ({"method": "ddp", "sync_bn": "all"}, ALL, True),
+]
+JOBS = {
+    "on_arrival": {"co2": ON_ARRIVAL},
+    "co2": {},
+    "ddp": {"method": "ddp"},
+    "local": {"method": "local", "per_node": 2},
+    "auto": {"co2": CO2Config(tau="auto")},
+    "overlap": {"method": "overlap_local"},
+}
+
+
+@pytest.mark.slow  # a pass of two workers is in test_segmentation_two_workers
+def test_a_nodes_workers_share_statistics_and_start_all_collectives_in_one_order(tmp_path: Path) -> None:
+    """One order is what torch asks of processes that use two of NCCL's groups; where a pass's workers synchronise
+    gradients, too, both go over one group. Statistics and gradients are those of all the images that are shared."""
+    settings = [{"sync_bn": "node"} | of for of, _, _ in PASSES_OF_FOUR]
+    ranks = run_distributed(work, 4, str(tmp_path), settings, JOBS, timeout=600)
+    for i, (_, members, of_gradients) in enumerate(PASSES_OF_FOUR):
+        found = [of_rank[i] for of_rank, _ in ranks]
+        assert [f["members"] for f in found] == members
+        assert all(f["layers"] > 20 and f["same group"] == of_gradients and f["error"] < 1e-3 for f in found), found
+    first, *others = [log for _, log in ranks]
+    assert all(log == first for log in others) and {"all_gather 2", "all_reduce 2", "all_reduce 4"} <= set(first)
+    for name in JOBS:
+        assert json.loads((tmp_path / name / "summary.json").read_text())["steps"] == 6
+
+
+# -- what is refused, and what is built ---------------------------------------------------------------------------
+
+
+def test_a_run_that_cannot_share_statistics_is_refused(tmp_path: Path, mistake: Mistakes) -> None:
+    out = ("--out", str(tmp_path / "run"), "--device", "cpu", "--batch_size", "4")
+    text = mistake("segmentation.train", "digits_small", "--no_recommended", "--sync_bn", "node", *out)
+    assert "error: sync_bn='node' needs GPUs, torch has no SyncBatchNorm for a CPU: give --sync_bn no" in text
+    with mock.patch.object(model, "DEVICES", ("cpu",)):
+        text = mistake("segmentation.train", "digits_small", "--no_recommended", "--sync_bn", "node", *out)
+    assert "error: sync_bn='node' with 1 worker a node shares nothing: give --sync_bn no" in text
+
+
+def test_a_dry_run_stands_for_the_cluster(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    recipe = replace(digits_small(), sync_bn="node")
+    dry_run(recipe, lambda: make_model(recipe))
+    text = capsys.readouterr().out
+    assert '"sync_bn": "node"' in text and "16 workers of 2 samples a step" in text
+
+
+@pytest.mark.parametrize(("setting", "kind"), [("no", "BatchNorm2d"), ("node", "SyncBatchNorm")])
+def test_the_layers_are_what_the_recipe_says(setting: Any, kind: str) -> None:
+    recipe = replace(RECIPES["ade20k_resnet50"], sync_bn=setting)
+    with torch.device("meta"):
+        assert {type(m).__name__ for m in make_model(recipe).modules() if "BatchNorm" in type(m).__name__} == {kind}

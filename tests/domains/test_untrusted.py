@@ -1,4 +1,4 @@
-"""Readers of JSON, given files that none of our programs writes: each says so in a line, or goes on without them."""
+"""Readers of JSON and arrays, given files that none of our programs writes: one line, or they go on without them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import training.prepared  # noqa: F401, transformers imports torchvision when it is installed
@@ -20,7 +21,9 @@ from language.data import load_corpus
 from language.prepare import read_documents
 from language.prompts import read_lines
 from language.zeroth import ScalarLog
+from pointcloud.data import PointClouds, load_source
 from results import collect
+from segmentation.data import build_dataset
 from training import folder
 from training.recipe import Recipe
 
@@ -106,3 +109,63 @@ def test_a_checkpoint_with_such_a_manifest_is_refused(tmp_path: Path, kind: str)
     text(tmp_path / checkpoint.MANIFEST, TEXTS[kind])
     state, workers, problem = checkpoint._read(tmp_path, 0)
     assert state is None and workers == 0 and problem and "\n" not in problem
+
+
+# -- arrays -----------------------------------------------------------------------------------------------------------
+
+ARRAYS: list[tuple[str, str, str, Callable[[np.ndarray], Any]]] = [
+    ("modelnet10", "x_train", "nan", lambda a: np.full_like(a, np.nan)),
+    ("modelnet10", "x_train", "of no clouds", lambda a: a[:0]),
+    ("modelnet10", "x_test", "of no clouds", lambda a: a[:0]),
+    ("modelnet10", "x_train", "flat", lambda a: a.ravel()),
+    ("modelnet10", "x_train", "of four coordinates", lambda a: np.concatenate([a, a[..., :1]], 2)),
+    ("modelnet10", "x_train", "whole numbers", lambda a: a.astype(np.int64)),
+    ("modelnet10", "x_train", "objects", lambda a: np.array([None, {}], dtype=object)),
+    ("modelnet10", "x_train", "complex", lambda a: a.astype(np.complex64)),
+    ("modelnet10", "x_test", "a point", lambda a: np.zeros_like(a)),
+    ("modelnet10", "x_train", "a number", lambda a: np.float32(3)),
+    ("modelnet10", "x_train", "text", lambda a: np.array(["a", "b", "c", "d"])),
+    ("camvid", "x_train", "float", lambda a: a.astype(np.float32)),
+    ("camvid", "x_train", "grey", lambda a: a[..., 0]),
+    ("camvid", "x_train", "of no images", lambda a: a[:0]),
+    ("camvid", "x_train", "fewer than masks", lambda a: a[:2]),
+    ("camvid", "y_train", "out of range", lambda a: a + 100),
+    ("camvid", "y_train", "of another size", lambda a: a[:, :90]),
+    ("camvid", "y_val", "objects", lambda a: np.array([None] * 4, dtype=object)),
+    ("camvid", "y_train", "float", lambda a: a + 0.5),
+    ("camvid", "x_val", "a number", lambda a: np.uint8(3)),
+    ("camvid", "y_val", "of no masks", lambda a: a[:0]),
+]
+
+
+def clouds(split: str) -> list[Any]:
+    source = load_source("modelnet10", split)
+    return [PointClouds(source, 64)[0, 0, i] for i in range(len(source))]
+
+
+def scenes(split: str) -> list[Any]:
+    found = build_dataset("camvid", split)
+    return [found[i] for i in range(len(found))]
+
+
+@pytest.mark.parametrize(("name", "key", "label", "change"), ARRAYS, ids=[" ".join(case[:3]) for case in ARRAYS])
+def test_arrays_of_something_else_are_refused_in_one_line(tmp_path, monkeypatch, name, key, label, change):
+    monkeypatch.setenv("CO2_DATA", str(tmp_path))
+    rng, splits = np.random.default_rng(0), ("train", "val", "test")
+    arrays = {"cls": np.array(["a", "b"])} if name == "modelnet10" else {}
+    for split in splits:
+        cloud, image = (
+            rng.standard_normal((4, 1024, 3)).astype(np.float16),
+            rng.integers(0, 256, (4, 180, 240, 3), np.uint8),
+        )
+        arrays[f"x_{split}"] = cloud if name == "modelnet10" else image
+        arrays[f"y_{split}"] = (
+            np.arange(4) % 2 if name == "modelnet10" else rng.integers(0, 12, (4, 180, 240), np.uint8)
+        )
+    file, read = ("modelnet10_1024_fp16.npz", clouds) if name == "modelnet10" else ("camvid_240x180.npz", scenes)
+    np.savez(tmp_path / file, **arrays)
+    assert len(read(key[2:])) == 4
+    np.savez(tmp_path / file, **arrays | {key: change(arrays[key])})
+    with pytest.raises(UserError, match=file) as said:
+        read(key[2:])
+    assert "\n" not in str(said.value)

@@ -1,12 +1,19 @@
-"""Vision's models and recipes, and batches of images in memory."""
+"""Vision's models and recipes, batches of images in memory, digits and CIFAR-10, whole and damaged."""
 
+import io
+import lzma
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from core import UserError
-from training.data import generator
+from tests.damages import DAMAGES, write_tar
+from training.data import data_root, generator
 from training.optim import make_optimizer
 from vision import data
 from vision.demo import table
@@ -20,14 +27,8 @@ def test_recipes_follow_the_work_that_they_cite():
     """DeiT: repeated augmentation, no clipping; Swin: 20 epochs of warm-up, clipping by 5, jitter 0.4, no repeats."""
     vit, swin = imagenet_vit_base(), imagenet_swin_tiny()
     epoch = 1_281_167 // 4096
-    assert (vit.repeats, vit.optim.clip_grad_norm, vit.optim.warmup_steps, vit.color_jitter) == (
-        3,
-        None,
-        5 * epoch,
-        0.3,
-    )
-    assert (swin.repeats, swin.optim.clip_grad_norm, swin.optim.warmup_steps) == (1, 5.0, 20 * epoch)
-    assert swin.color_jitter == 0.4
+    for r, expected in ((vit, (3, None, 5 * epoch, 0.3)), (swin, (1, 5.0, 20 * epoch, 0.4))):
+        assert (r.repeats, r.optim.clip_grad_norm, r.optim.warmup_steps, r.color_jitter) == expected
     assert all(r.co2.outer_momentum == 0.6 for r in RECIPES.values() if r.dataset == "imagenet"), "more than 64 GPUs"
 
 
@@ -43,8 +44,7 @@ def test_weight_decay_is_timms(name: str):
     decayed = {g["weight_decay"]: {id(p) for p in g["params"]} for g in ours}
     assert decayed == {g["weight_decay"]: {id(p) for p in g["params"]} for g in theirs}
     tables = [p for n, p in model.named_parameters() if "pos_embed" in n or "cls_token" in n or "position_bias" in n]
-    assert (len(tables) > 0) == ("vit" in name or "swin" in name)
-    assert all(id(p) in decayed[0.0] for p in tables)
+    assert (len(tables) > 0) == ("vit" in name or "swin" in name) and all(id(p) in decayed[0.0] for p in tables)
 
 
 def test_stochastic_depth_where_a_model_has_none():
@@ -64,8 +64,7 @@ def batches(start: int, rank: int = 0, *, augment: bool = True) -> list[torch.Te
 
 def test_batches_do_not_depend_on_where_a_run_resumed():
     whole, tail = batches(0), batches(20)
-    assert all(torch.equal(a, b) for a, b in zip(whole[20:], tail, strict=True))
-    assert whole[0].shape == (32, 1, 8, 8)
+    assert all(torch.equal(a, b) for a, b in zip(whole[20:], tail, strict=True)) and whole[0].shape == (32, 1, 8, 8)
     assert not torch.equal(whole[0], whole[22]), "the next epoch is shuffled anew"
     assert not torch.equal(whole[0], batches(0, rank=1)[0])
     assert not torch.equal(whole[0], batches(0, augment=False)[0])
@@ -134,3 +133,118 @@ def test_the_demos_table_holds_ratios_against_ddp():
     base = {"test_top1": 0.5, "hidden_share": 0.25}
     summaries = {"ddp": base | {"steps_per_second": 2.0}, "co2": base | {"steps_per_second": 7.0}}
     assert table(summaries).splitlines()[-1] == "| co2 | 50.0% | 7.00 | 25% | 3.5 x |"
+
+
+# -- digits and CIFAR-10; CIFAR-10's archive and its cache ------------------------------------------------------------
+
+
+def test_digits_are_split_without_overlap():
+    train, test = data.digits()
+    assert (len(train), len(test)) == (1437, 360)
+    assert train.images.shape[1:] == (1, 8, 8) and train.images.dtype == torch.uint8 and train.images.max() == 255
+    assert set(test.labels.tolist()) == set(range(10))
+    pixels = train.normalise(train.images)
+    assert abs(pixels.mean()) < 1e-3 and abs(pixels.std() - 1) < 1e-3
+
+
+def jpeg(colour: int, size: int = 32) -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (size, size), (colour, 0, 255 - colour)).save(file, "JPEG")
+    return file.getvalue()
+
+
+@pytest.fixture
+def archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A small archive in CIFAR-10's layout, and a cache folder of its own."""
+    monkeypatch.setenv("CO2_DATA", str(tmp_path))
+    monkeypatch.setenv("CO2_CACHE", str(tmp_path / "cache"))
+    path = tmp_path / "cifar10_jpeg.tar.xz"
+    write(path, {"train/b/0.jpg": jpeg(200), "train/a/0.jpg": jpeg(20), "test/b/0.jpg": jpeg(90)})
+    return path
+
+
+def write(path: Path, files: dict[str, bytes]) -> None:
+    write_tar(path, {f"cifar10/{name}": content for name, content in files.items()}, "w:xz")
+
+
+def test_cifar_is_decoded_once_with_labels_from_folders(archive: Path):
+    train, test = data.cifar10()
+    assert train.classes == ("a", "b") and train.labels.tolist() == [0, 1] and test.labels.tolist() == [1]
+    assert abs(int(train.images[0, 0, 5, 5]) - 20) < 6 and abs(int(train.images[1, 0, 5, 5]) - 200) < 6
+    (cache,) = archive.parent.glob("cache/*/*.npz")
+    written = cache.stat().st_mtime_ns
+    data.cifar10()
+    assert cache.stat().st_mtime_ns == written
+
+
+ONE_OF_EACH = {"train/a/0.jpg": jpeg(20), "test/a/0.jpg": jpeg(90)}
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ({}, "holds no image train/CLASS/FILE"),
+        ({"notes.txt": b"", "train/x.jpg": jpeg(1), "valid/a/0.jpg": jpeg(1)}, "holds no image train/CLASS/FILE"),
+        ({"train/a/0.jpg": jpeg(1)}, "holds no image test/CLASS/FILE"),
+        ({**ONE_OF_EACH, "test/b/0.jpg": jpeg(1)}, "test has the class b, which train has not"),
+        ({**ONE_OF_EACH, "train/a/1.jpg": jpeg(1, 33)}, "train/a/1.jpg has 33 x 33 pixels, not 32 x 32"),
+        ({**ONE_OF_EACH, "train/a/1.jpg": jpeg(1)[:200]}, "train/a/1.jpg is not a readable image"),
+        ({**ONE_OF_EACH, "train/a/1.jpg": bytes(3_000_000)}, "train/a/1.jpg is not a readable image"),
+    ],
+)
+def test_an_archive_of_something_else_is_named(archive: Path, files: dict[str, bytes], words: str):
+    write(archive, files)
+    with pytest.raises(UserError, match=rf"^{archive}: .*{words}.*; fetch it again$"):
+        data.cifar10()
+    assert not list(archive.parent.glob("cache/[!.]*")), "nothing is left of what failed"
+
+
+@pytest.mark.parametrize("damage", ["flip", "garbage", "empty", "text", "cut short", "no tar"])
+def test_a_damaged_archive_is_named(archive: Path, damage: str):
+    if damage == "no tar":
+        archive.write_bytes(lzma.compress(b"no archive" * 1000))
+    elif damage == "cut short":
+        archive.write_bytes(archive.read_bytes()[:200])
+    else:
+        DAMAGES[damage](archive)
+    with pytest.raises(UserError, match=f"^{archive}: cannot be read as a tar archive .*; fetch it again$"):
+        data.cifar10()
+
+
+CHANGES = ("npy", "objects", "floats", "grey", "labels", "none", "train_y", "classes")
+
+
+@pytest.mark.parametrize("change", [*sorted(DAMAGES.keys() - {"missing", "broken link"}), *CHANGES])
+def test_a_damaged_cache_is_named(archive: Path, change: str):
+    data.cifar10()
+    (cache,) = archive.parent.glob("cache/*/*.npz")
+    with np.load(cache) as file:
+        arrays = dict(file)
+    x, y = arrays["train_x"], arrays["train_y"]
+    others: dict[str, dict[str, Any]] = {
+        "objects": {"train_x": np.array([None, {}], dtype=object)},
+        "floats": {"train_x": x.astype(np.float32)},
+        "grey": {"test_x": arrays["test_x"][:, :1]},
+        "labels": {"train_y": y + 5},
+        "none": {"train_x": x[:0], "train_y": y[:0]},
+    }
+    if change in DAMAGES:
+        DAMAGES[change](cache)
+    elif change == "npy":
+        with open(cache, "wb") as to:
+            np.save(to, x)
+    elif change in arrays:
+        np.savez(cache, **{name: array for name, array in arrays.items() if name != change})
+    else:
+        np.savez(cache, **arrays | others[change])
+    said = rf"^{cache}: the cache of CIFAR-10 is damaged .*: remove {cache.parent}, it is made again$"
+    with pytest.raises(UserError, match=said):
+        data.cifar10()
+
+
+@pytest.mark.slow  # where the cache has it not yet
+@pytest.mark.skipif(not (data_root() / "cifar10_jpeg.tar.xz").is_file(), reason=f"no CIFAR-10 in {data_root()}")
+def test_real_cifar_has_its_published_shape():
+    train, test = data.cifar10()
+    assert (len(train), len(test), len(train.classes)) == (50_000, 10_000, 10)
+    assert train.images.shape[1:] == (3, 32, 32) and np.array_equal(train.labels.bincount(), [5000] * 10)

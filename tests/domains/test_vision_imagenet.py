@@ -16,7 +16,7 @@ from PIL import Image
 from timm.data.distributed_sampler import RepeatAugSampler
 
 from core import UserError
-from tests.hostile_files import write_tar
+from tests.damages import write_tar
 from training.data import epoch_batches, mix
 from vision import data, index
 from vision.data import CPU, STATISTICS, Augmented, erasing_of, on_device, train_transform
@@ -117,7 +117,7 @@ def test_erasing_follows_the_seed_and_spares_the_models_random_numbers(folders: 
 
 
 @pytest.fixture
-def shards(folders: Path) -> Path:
+def shards(folders: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The images of `folders`, in tar files as WebDataset has them, the labels not in order."""
     root = folders.parent / "shards" / "imagenet"
     for split, names in (("train", ("a/0", "a/1", "b/0", "b/1")), ("val", ("a/0", "b/0"))):
@@ -127,16 +127,17 @@ def shards(folders: Path) -> Path:
             key = name.replace("/", "_")
             members = {f"{key}.cls": label, f"{key}.jpg": picture, f"{key}.json": b"{}"}
             write_tar(root / split / f"shard-{number // 3}-{number % 3}.tar", members)
+    monkeypatch.setenv("CO2_DATA", str(root.parent))
     return root
 
 
 def test_shards_give_what_class_folders_give(folders: Path, shards: Path, monkeypatch: pytest.MonkeyPatch):
     """In the same order and with the same augmentation, for both list the same images in the same order here."""
-    wanted = imagenet_batches(loader_workers=2)
-    monkeypatch.setenv("CO2_DATA", str(shards.parent))
     train, val = data.load("imagenet")
     assert (train.classes, len(train), len(val)) == (("7", "900"), 4, 2)
-    for (images, labels), (theirs, classes) in zip(imagenet_batches(loader_workers=2), wanted, strict=True):
+    found = imagenet_batches(loader_workers=2)
+    monkeypatch.setenv("CO2_DATA", str(folders.parent))
+    for (images, labels), (theirs, classes) in zip(found, imagenet_batches(loader_workers=2), strict=True):
         assert torch.equal(images, theirs) and torch.equal(labels, classes)
 
 
@@ -148,10 +149,7 @@ def test_shards_give_what_class_folders_give(folders: Path, shards: Path, monkey
         ({"x.txt": b""}, "no image in it"),
     ],
 )
-def test_shards_that_are_none_are_named(
-    shards: Path, monkeypatch: pytest.MonkeyPatch, members: dict[str, bytes], words: str
-):
-    monkeypatch.setenv("CO2_DATA", str(shards.parent))
+def test_shards_that_are_none_are_named(shards: Path, members: dict[str, bytes], words: str):
     write_tar(shards / "train" / "other.tar", members)
     with pytest.raises(UserError, match=rf"^\S*train/other.tar: {words}"):
         data.load("imagenet")
@@ -162,8 +160,7 @@ def test_shards_that_are_none_are_named(
 
 @pytest.mark.parametrize("name", ["x.cls", "x.jpg", "other.txt"])
 @pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.DIRTYPE, tarfile.FIFOTYPE])
-def test_a_link_in_a_shard_is_named(shards: Path, monkeypatch: pytest.MonkeyPatch, name: str, kind: bytes):
-    monkeypatch.setenv("CO2_DATA", str(shards.parent))
+def test_a_link_in_a_shard_is_named(shards: Path, name: str, kind: bytes):
     path = shards / "train" / "linked.tar"
     link = tarfile.TarInfo(name)
     link.type, link.linkname = kind, "/etc/passwd"
@@ -179,20 +176,16 @@ def test_a_link_in_a_shard_is_named(shards: Path, monkeypatch: pytest.MonkeyPatc
     "content",
     ["", "x", "a\tb\tc\td\0\0", "other.tar\t0\t10\t1\0\0", "../x.tar\t0\t1\t1\0\0", b"\xff\0\0", "\0\0", "x\0\0y\0"],
 )
-def test_a_damaged_index_is_named(shards: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, content: str | bytes):
-    monkeypatch.setenv("CO2_DATA", str(shards.parent))
-    monkeypatch.setenv("CO2_CACHE", str(tmp_path / "cache"))
+def test_a_damaged_index_is_named(shards: Path, tmp_path: Path, content: str | bytes):
     data.load("imagenet")
     for path in (tmp_path / "cache").glob("index-*/files"):
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(
-        UserError, match=rf"^{tmp_path}/cache/index-\S*: .*remove {tmp_path}/cache/index-\S*, it is made again$"
-    ):
+    where = rf"{tmp_path}/cache/index-\S*"
+    with pytest.raises(UserError, match=f"^{where}: .*remove {where}, it is made again$"):
         data.load("imagenet")
 
 
-def test_a_broken_image_in_a_shard_is_named(shards: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("CO2_DATA", str(shards.parent))
+def test_a_broken_image_in_a_shard_is_named(shards: Path):
     write_tar(shards / "train" / "bad.tar", {"x.jpg": b"no image", "x.cls": b"7"})
     with pytest.raises(UserError, match=r"^\S*train/bad.tar, the image at byte 512: not a readable image"):
         imagenet_batches(batch_size=5)

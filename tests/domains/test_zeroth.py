@@ -1,7 +1,11 @@
-"""Zeroth-order training against its reference, on one process and on several."""
+"""Zeroth-order training against its reference, as its list of scalars, and what it refuses."""
+
+from __future__ import annotations
 
 import math
+import os
 import warnings
+from collections.abc import Callable
 from unittest import mock
 
 import pytest
@@ -9,13 +13,92 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from core import DivergedError
+from core import CollectiveError, DivergedError, UserError
 from core.testing import run_distributed
-from language.zeroth import ZerothConfig, ZerothOrder
-from language.zeroth.order import CHUNK, Noise, digest
-from tests.zeroth_net import CPU, SAMPLES, Net, batch, losses_of, rate, share, step_of
-from tests.zeroth_reference import mezo, train
+from language.zeroth import ScalarLog, ZerothConfig, ZerothOrder
+from language.zeroth.order import CHUNK, Noise, Place, digest
 from training.data import mix
+
+CPU = torch.device("cpu")
+SAMPLES = 12  # of a step, over all workers
+
+
+class Net(nn.Module):
+    """Tied weights, a norm, biases and dropout."""
+
+    def __init__(self, dtype: torch.dtype = torch.float64):
+        super().__init__()
+        torch.manual_seed(7)
+        self.embed = nn.Linear(6, 10, bias=False)
+        self.norm = nn.LayerNorm(10)
+        self.drop = nn.Dropout(0.5)
+        self.back = nn.Linear(10, 6)
+        self.back.weight = nn.Parameter(self.back.weight.detach())
+        self.head = nn.Linear(6, 10, bias=False)
+        self.head.weight = self.embed.weight
+        self.to(dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.back(self.drop(self.norm(self.embed(x)).tanh())))
+
+
+def batch(step: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    """All workers' samples of a step: [SAMPLES, 6]."""
+    return torch.randn(SAMPLES, 6, generator=torch.Generator().manual_seed(1000 + step), dtype=dtype)
+
+
+def losses_of(model: nn.Module, x: Tensor) -> Tensor:
+    return (model(x) - x.sum(1, keepdim=True)).pow(2).mean(1)
+
+
+def share(step: int, rank: int, workers: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Uneven shares: the first has twice as many samples as each of the others, roughly."""
+    sizes = [SAMPLES // (workers + 1)] * workers
+    sizes[0] += SAMPLES - sum(sizes)
+    return batch(step, dtype).split(sizes)[rank]
+
+
+def rate(step: int) -> float:
+    return 0.02 / (1 + step // 20)
+
+
+def step_of(zo: ZerothOrder, model: nn.Module, step: int, dtype: torch.dtype = torch.float64):
+    x = share(step, zo.data_rank, zo.data_workers, dtype)
+    zo.lr = rate(step)
+    return zo.step(lambda m: losses_of(m, x).mean(), count=len(x))
+
+
+Direction = Callable[[int, int], Tensor]  # z of (step, tensor), of the tensor's shape
+
+
+def train(
+    weights: list[Tensor],
+    loss: Callable[[list[Tensor], int, int], tuple[float, float]],
+    z: Direction,
+    *,
+    lr: Callable[[int], float],
+    eps: float,
+    steps: int,
+    groups: int = 1,
+    weight_decay: float = 0.0,
+) -> list[Tensor]:
+    """The weights after `steps` steps. loss(weights, step, group): the sum over the group's samples, and their number.
+    A step's update has the rate of that step."""
+    for step in range(steps):
+        means = []
+        for sign in (1, -1):
+            moved = [w + sign * eps * z(step, i) for i, w in enumerate(weights)]
+            sums = [loss(moved, step, group) for group in range(groups)]
+            means.append(sum(s for s, _ in sums) / sum(n for _, n in sums))
+        g = (means[0] - means[1]) / (2 * eps)
+        if math.isfinite(g):
+            for i, w in enumerate(weights):
+                decayed = w if w.ndim >= 2 else 0 * w
+                weights[i] = w - lr(step) * (g * z(step, i) + weight_decay * decayed)
+    return weights
+
+
+# -- against the reference --------------------------------------------------------------------------------------------
 
 
 def expected(config: ZerothConfig, groups: int, steps: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -58,15 +141,10 @@ def on_mesh(rank: int, world_size: int, configs: list[ZerothConfig]) -> list[tup
 
 
 STEPS = 30, 8  # of the first, and of the others
-CONFIGS = [
-    ZerothConfig(weight_decay=0.1, seed=3),
-    ZerothConfig(pairs=False, weight_decay=0.1),
-]
+CONFIGS = [ZerothConfig(weight_decay=0.1, seed=3), ZerothConfig(pairs=False, weight_decay=0.1)]
 
 
-@pytest.mark.parametrize(
-    "workers", [1, 2, pytest.param(4, marks=pytest.mark.slow), pytest.param(6, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("workers", [1, 2, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 6))])
 def test_every_mesh_gives_what_one_process_would(workers):
     """[D, 1] and [D, 2] for D of 1 to 6, to 1e-12, and with the same bits on all workers after every step."""
     results = [on_mesh(0, 1, CONFIGS)] if workers == 1 else run_distributed(on_mesh, workers, CONFIGS, timeout=240)
@@ -77,28 +155,6 @@ def test_every_mesh_gives_what_one_process_would(workers):
         assert all(result[number][0] == hashes for result in results), config
         assert len(set(hashes)) == steps, "every step moves the weights"
         torch.testing.assert_close(params, reference, rtol=0, atol=1e-12, msg=lambda m, c=config: f"{c}: {m}")
-
-
-def test_mezo_in_place_with_the_same_directions():
-    """100 steps in float32 to 1e-5: what is left is what going back in place rounds, and the losses, over eps."""
-    model, config = Net(torch.float32), ZerothConfig(eps=1e-2)
-    zo = ZerothOrder(model, config, lr=0.005)
-    theirs = Net(torch.float32).eval()
-    weights = [p.detach() for p in theirs.parameters()]
-    noise = Noise(0, CPU)
-
-    def z(step: int, tensor: int) -> Tensor:
-        return noise.chunk(step, tensor, 0, weights[tensor].numel(), CPU).view(weights[tensor].shape)
-
-    for step in range(100):
-        x = batch(step, torch.float32)
-        zo.step(lambda m, x=x: losses_of(m, x).mean(), SAMPLES)
-    with torch.no_grad():
-        mezo(weights, lambda step: float(losses_of(theirs, batch(step, torch.float32)).mean()), z, 0.005, 1e-2, 100)
-    torch.testing.assert_close([p.detach() for p in model.parameters()], weights, rtol=0, atol=1e-5)
-    start = list(Net(torch.float32).parameters())
-    moved = [float((w - s.detach()).abs().max()) for w, s in zip(weights, start, strict=True)]
-    assert max(moved) > 0.02, "and it has moved"
 
 
 def test_the_estimates_are_unbiased():
@@ -114,8 +170,7 @@ def test_the_estimates_are_unbiased():
     z = torch.stack([zo.weights.noise.chunk(t, 0, 0, 8, CPU) for t in range(4000)]).double()
     estimates = torch.tensor(zo.log.g)[:, None] * z
     deviation = estimates.std(0) / len(z) ** 0.5
-    assert ((estimates.mean(0) - gradient).abs() < 3 * deviation).all()
-    assert (deviation < 0.1 * gradient.norm()).all()
+    assert ((estimates.mean(0) - gradient).abs() < 3 * deviation).all() and (deviation < 0.1 * gradient.norm()).all()
 
 
 def test_noise_is_free_of_order_and_can_be_sliced():
@@ -163,16 +218,10 @@ def after(config: ZerothConfig, steps: int, lr: float = 0.01) -> Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-def test_the_last_update_is_applied():
+def test_the_last_update_is_applied_seed_0_is_a_seed_and_a_slope_of_zero_does_not_skip_the_weight_decay():
     assert not torch.equal(after(ZerothConfig(), 1), after(ZerothConfig(), 0))
-
-
-def test_seed_0_is_a_seed():
     assert torch.equal(after(ZerothConfig(seed=0), 3), after(ZerothConfig(seed=0), 3))
     assert not torch.equal(after(ZerothConfig(seed=0), 3), after(ZerothConfig(seed=1), 3))
-
-
-def test_a_slope_of_zero_does_not_skip_the_weight_decay():
     model = Net()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     zo = ZerothOrder(model, ZerothConfig(weight_decay=0.5), lr=0.1)
@@ -246,3 +295,208 @@ def calls_of(model: nn.Module) -> tuple[list[str], int]:
 def test_a_step_sends_three_numbers_to_each_worker_in_one_collective():
     for found in run_distributed(collectives_of_a_step, 4):
         assert found == [(["torch.float64 (4, 3)"] * 3, 3 * 24)] * 2
+
+
+# -- what is refused, and what is changed while it measures -----------------------------------------------------------
+
+
+# -- what is refused, and what is changed while it measures ---------------------------------------------------------
+
+
+def frozen_but(part: str) -> Net:
+    """Parameters that have it in their names are trained."""
+    model = Net()
+    for name, p in model.named_parameters():
+        p.requires_grad_(part in name)
+    return model
+
+
+def test_a_step_leaves_modes_frozen_tensors_and_after_a_loss_that_fails_all_weights_as_they_were():
+    model = Net().train()
+    model.norm.eval()
+    zo = ZerothOrder(model, lr=0.1)
+    modes = []
+    zo.step(lambda m: modes.append([x.training for x in m.modules()]) or 1.0, 1)
+    assert not any(any(mode) for mode in modes) and model.drop.training and model.training and not model.norm.training
+    model = Net()
+    before, at = digest(list(model.parameters())), [p.data_ptr() for p in model.parameters()]
+    zo = ZerothOrder(model, lr=0.1)
+    with pytest.raises(ZeroDivisionError):
+        zo.step(lambda m: 1 / 0, 1)
+    assert digest(list(model.parameters())) == before and [p.data_ptr() for p in model.parameters()] == at
+    model = frozen_but("back.")
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    zo = ZerothOrder(model, lr=0.1)
+    zo.step(lambda m: losses_of(m, batch(0)).mean(), SAMPLES)
+    changed = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+    assert changed == {"back.weight", "back.bias"}
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: ZerothConfig(eps=0.0), "eps=0.0: give a number above 0"),
+        (lambda: ZerothConfig(eps=math.nan), "eps=nan"),
+        (lambda: ZerothConfig(eps="1e-3"), "eps='1e-3'"),  # pyright: ignore[reportArgumentType]
+        (lambda: ZerothConfig(weight_decay="0"), "weight_decay='0'"),  # pyright: ignore[reportArgumentType]
+        (lambda: ZerothConfig(weight_decay=-1.0), "weight_decay=-1.0"),
+        (lambda: ZerothConfig(seed=-1), "seed=-1"),
+        (lambda: ZerothOrder(Net(), ZerothConfig(pairs=True), lr=0.1), "pairs=True with 1 worker: a pair is two"),
+        (lambda: Place.make(0, 3, ZerothConfig(pairs=True)), "pairs=True with 3 workers: a pair is two, start an even"),
+        (
+            lambda: Place.make(0, 2, ZerothConfig()).combine([[1.0, 0.0, 2.0], [0.0, 1.0, 3.0]]),
+            "rank 0 had 2 samples and rank 1 3: a pair takes the same batch",
+        ),
+        (lambda: ZerothOrder(Net().requires_grad_(False), lr=0.1), "nothing to train"),
+        (lambda: ZerothOrder(Net(), lr=math.inf).step(lambda m: 1.0, 1), "lr=inf: give a finite number"),
+        (lambda: ZerothOrder(Net(), lr=0.1).step(lambda m: 1.0, -1), "count=-1"),
+        (lambda: ZerothOrder(Net(), lr=0.1).step(lambda m: torch.ones(2), 1), r"the loss has shape \(2,\)"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(build: Callable, message: str):
+    with pytest.raises(UserError, match=message) as found:
+        build()
+    assert "\n" not in str(found.value)
+
+
+def test_two_neighbours_take_the_sides_of_one_share_of_the_data():
+    places = [Place.make(rank, 4, ZerothConfig()) for rank in range(4)]
+    assert [(p.data_rank, *p.signs) for p in places] == [(0, 1), (0, -1), (1, 1), (1, -1)]
+    assert {p.data_workers for p in places} == {2}
+
+
+DIFFERENCES = {
+    "seed": "seed=0",
+    "frozen": "5 tensors, against 3",
+    "dtype": "'torch.float64'), against ((",
+    "device": "z drawn on cpu (with rng='host' all draw alike), against z drawn on a GPU",
+}
+
+
+def differing(rank: int, world_size: int) -> list[str]:
+    """What is said where the workers differ in each of DIFFERENCES."""
+    said = []
+    for what in DIFFERENCES:
+        config = ZerothConfig(seed=rank if what == "seed" else 0)
+        model = frozen_but("weight") if what == "frozen" and rank else Net()
+        model = model.bfloat16() if what == "dtype" and rank else model
+        kind = "a GPU" if what == "device" and rank else "cpu"
+        with mock.patch("language.zeroth.order.kind_of", lambda device, kind=kind: kind):
+            with pytest.raises(UserError) as told:
+                ZerothOrder(model, config, lr=0.1, timeout=60)
+            said.append(str(told.value))
+    return said
+
+
+def test_workers_that_differ_are_refused():
+    for said in run_distributed(differing, 2):
+        for message, text in zip(DIFFERENCES.values(), said, strict=True):
+            assert text.startswith("workers differ: rank 0 has") and message in text and text.endswith("of rank 1")
+
+
+def test_nobody_trains_alone_where_others_were_started(monkeypatch: pytest.MonkeyPatch):
+    """But a list may be replayed."""
+    zo, other = ZerothOrder(Net(), lr=0.1), ZerothOrder(Net(), lr=0.1)
+    zo.step(lambda m: 1.0, 1)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    other.replay(zo.log)
+    with pytest.raises(UserError, match="WORLD_SIZE=2, but torch.distributed is not initialised"):
+        zo.step(lambda m: 1.0, 1)
+
+
+def one_leaves(rank: int, world_size: int) -> str:
+    zo = ZerothOrder(Net(), lr=0.1, timeout=3)
+    if rank == 1:
+        os._exit(0)
+    try:
+        zo.step(lambda m: 1.0, 1)
+    except CollectiveError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_worker_that_is_gone_is_named():
+    text = run_distributed(one_leaves, 2, expect_death=(1,))[0]
+    assert text.startswith("rank 0: the scalars of step 0 did not come; no answer from rank 1")
+
+
+# -- resuming and replaying -------------------------------------------------------------------------------------------
+
+
+# -- resuming and replaying -----------------------------------------------------------------------------------------
+
+
+def interrupted(rank: int, world_size: int, config: ZerothConfig) -> tuple[list, list, bytes]:
+    def new():
+        model = Net()
+        return model, ZerothOrder(model, config, lr=0.01, timeout=60)
+
+    (model, zo), (other, resumed) = new(), new()
+    for step in range(7):
+        step_of(zo, model, step)
+    other.load_state_dict(model.state_dict())
+    resumed.load_state_dict(zo.state_dict())
+    for step in range(7, 15):
+        for each, net in ((zo, model), (resumed, other)):
+            step_of(each, net, step)
+    zo.finish()
+    resumed.finish()
+    numbers = zo.log.g.tobytes()
+    assert resumed.log.beyond(zo.log) == [], "the same, bit for bit"
+    return [p.detach() for p in model.parameters()], [p.detach() for p in other.parameters()], numbers
+
+
+def test_a_run_resumes_and_replays_bit_for_bit(tmp_path):
+    config = ZerothConfig(weight_decay=0.1, pairs=False)
+    for unbroken, resumed, numbers in run_distributed(interrupted, 2, config):
+        assert len(numbers) == 8 * 15 and all(torch.equal(a, b) for a, b in zip(unbroken, resumed, strict=True))
+    log = ScalarLog(0, 0.1)
+    log.g.frombytes(numbers)
+    log.lrs = [(0, 0.02)]
+    log.save(tmp_path / "run")
+    assert (tmp_path / "run").stat().st_size < 8 * 15 + 200
+    model = Net()
+    zo = ZerothOrder(model, config, lr=1.0)
+    zo.replay(ScalarLog.load(tmp_path / "run"))
+    assert all(torch.equal(p.detach(), u) for p, u in zip(model.parameters(), unbroken, strict=True))
+    assert zo.steps == 15
+
+
+def test_a_worker_that_is_behind_replays_the_rest(tmp_path):
+    first, second = Net(), Net()
+    ahead, behind = ZerothOrder(first, lr=0.1), ZerothOrder(second, lr=0.1)
+    for step in range(6):
+        if step == 3:
+            ahead.lr = 0.05
+        x = batch(step)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            ahead.step(lambda m, x=x, step=step: losses_of(m, x).mean() if step != 4 else math.nan, SAMPLES)
+        if step == 2:
+            behind.replay(ahead.log)
+    ahead.log.save(tmp_path / "log")
+    behind.replay(ScalarLog.load(tmp_path / "log"))
+    assert any(math.isnan(g) for g in behind.log.g), "a dropped step is part of the list"
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+
+
+def test_scalars_of_another_run_are_refused(tmp_path):
+    zo = ZerothOrder(Net(), lr=0.1)
+    zo.step(lambda m: losses_of(m, batch(0)).mean(), SAMPLES)
+    zo.log.save(tmp_path / "log")
+    log = ScalarLog.load(tmp_path / "log")
+    with pytest.raises(UserError, match="scalars are of seed=0, here it is 1"):
+        ZerothOrder(Net(), ZerothConfig(seed=1), lr=0.1).replay(log)
+    other = ZerothOrder(Net(), lr=0.1)
+    other.step(lambda m: losses_of(m, batch(1)).mean(), SAMPLES)
+    with pytest.raises(UserError, match="of another run than this one"):
+        other.replay(log)
+    (tmp_path / "log").write_bytes((tmp_path / "log").read_bytes()[:-3])
+    with pytest.raises(UserError, match="no whole list of a zeroth-order run's scalars"):
+        ScalarLog.load(tmp_path / "log")
+    for text in (b"", b"[]\n", b"{}\n", b'{"format": 1}\n', b"\xff\n"):
+        (tmp_path / "log").write_bytes(text)
+        with pytest.raises(UserError, match="no whole list"):
+            ScalarLog.load(tmp_path / "log")
+    with pytest.raises(UserError, match=r"the checkpoint has eps=0.001, here 0.1: resume with its settings"):
+        ZerothOrder(Net(), ZerothConfig(eps=0.1), lr=0.1).load_state_dict(zo.state_dict())

@@ -1,4 +1,4 @@
-"""The train script as its users start it, on Python's documentation and on small files made here."""
+"""Language's train script as its users start it, on Python's documentation and on small files; method zo's refusals."""
 
 import lzma
 import math
@@ -8,19 +8,24 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torch import Tensor
+from torch import Tensor, nn
 
+from core import UserError
 from core.methods import METHODS
 from core.testing import run_distributed
 from language import train as script
 from language.data import open_corpus
-from language.model import GPT2_SIZES, ROBERTA_SIZES, TRANSNORMER_SIZES
+from language.model import GPT2_SIZES, ROBERTA_SIZES, TRANSNORMER_SIZES, blocks_of
 from language.recipe import LanguageRecipe
 from language.recipes import RECIPES, gpt2_pydoc_small
+from language.train import make_model
 from language.zeroth import ZerothConfig
+from language.zeroth.method import of_run
 from tests.runs import logged, summary
-from tests.scripts import fork_script
+from tests.scripts import Mistakes, fork_script
+from training import checks
 from training.progress import Due
 from training.run import Run
 
@@ -90,11 +95,6 @@ JOBS = (
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("language")
-
-
-@pytest.fixture(scope="module")
 def losses(folder: Path) -> dict[str, list[float]]:
     """The training losses of all jobs, trained by one pair of workers."""
     return run_distributed(train_in_process, 2, str(folder), JOBS, timeout=240)[0]
@@ -126,25 +126,17 @@ def test_the_other_models_learn_on_two_workers(folder: Path, model: str):
     assert ("val_bits_per_byte" in end) == (model == "transnormer_tiny")
 
 
-def test_another_seed_gives_another_run_and_micro_batches_the_same_losses(losses: dict[str, list[float]]):
-    assert losses["a"] != losses["b"]
-    assert losses["two parts"] == pytest.approx(losses["a"], rel=1e-4)
-
-
-def test_a_resumed_run_equals_an_uninterrupted_one_of_an_equal_seed(losses: dict[str, list[float]]):
+def test_seeds_change_the_losses_and_micro_batches_or_a_stop_do_not(losses: dict[str, list[float]]):
+    assert losses["a"] != losses["b"] and losses["two parts"] == pytest.approx(losses["a"], rel=1e-4)
     assert losses["halves"] == losses["co2"] and len(losses["co2"]) == 6
 
 
-def test_rounds_of_whole_documents_are_learned_and_a_stop_between_them_changes_nothing(
-    folder: Path, losses: dict[str, list[float]]
-):
+def test_rounds_of_whole_documents_are_learned_and_a_stop_between_them_changes_nothing(folder, losses):
     check_learning(folder, losses, ("dealt",))
     assert losses["dealt halves"] == losses["dealt"] and len(losses["dealt"]) == 6
 
 
-def test_a_run_without_gradients_starts_from_anothers_weights_and_resumes_as_if_it_had_not_been_stopped(
-    folder: Path, losses: dict[str, list[float]]
-):
+def test_a_run_without_gradients_starts_from_anothers_weights_and_resumes_as_if_it_had_not_been_stopped(folder, losses):
     base, whole, halves = (summary(folder / name) for name in ("ddp", "zo", "zo halves"))
     assert 0 < abs(whole["val_loss"] - base["val_loss"]) < 0.1, "it goes on from there"
     assert abs(losses["zo"][0] - losses["ddp"][-1]) < 0.5, "a random model's would be log(1024)"
@@ -172,3 +164,38 @@ def test_one_process_trains_on_books_and_is_evaluated_on_wikitext2(tmp_path: Pat
     events = EventAccumulator(str(folder)).Reload()
     assert len(events.Tensors("sample/text_summary")) == 2
     assert events.Tensors("sample/text_summary")[0].tensor_proto.string_val[0].startswith(b"**")
+
+
+# -- method zo: what is refused, and what a dry run counts ------------------------------------------------------------
+
+
+def test_a_model_without_a_list_of_blocks_cannot_be_streamed(tmp_path: Path):
+    model = nn.Linear(2, 2)
+    with (
+        pytest.raises(UserError, match="offload: the model has no list of blocks that could be uploaded one by one"),
+        Run(tiny(**ZO, offload=True, out=tmp_path / "run")) as run,
+    ):
+        of_run(run, run.shard(model), torch.optim.SGD(model.parameters()), blocks_of(model))
+
+
+def test_half_as_many_parts_of_a_batch_as_workers_in_pairs_and_neither_gradients_nor_an_optimiser():
+    assert [tiny(**ZO).data_workers(n) for n in (1, 2, 3, 4)] == [1, 1, 3, 2]
+    assert tiny(method="ddp").data_workers(4) == 4
+    recipe = RECIPES["gpt2_zo_small"]
+    with torch.device("meta"):
+        model = make_model(recipe, pad=1)
+    needs = checks.estimate(recipe, model, world_size=4)
+    assert needs.gradients == needs.optimizer == 0 and needs.method == needs.parameters
+    streamed = checks.estimate(replace(recipe, offload=True), model, 4)
+    h = model.transformer.h
+    block = checks.size_of(h[0].parameters())
+    copy = max(0, 1024 * 128 * 4 - 2 * block)  # of the embedding, beyond two blocks' room
+    assert streamed.parameters == needs.parameters - (len(h) - 3) * block + copy and streamed.method == 0
+
+
+def test_mistakes_are_told_in_one_line(mistake: Mistakes, tmp_path: Path):
+    run = ("language.train", "gpt2_zo_small", "--device", "cpu", "--out", str(tmp_path / "run"))
+    assert "pairs=True with 1 worker: a pair is two" in mistake(*run, "--zeroth.pairs", "True")
+    assert f"{tmp_path} holds no checkpoint of a run" in mistake(*run, "--init_from", str(tmp_path))
+    told = mistake("language.train", "gpt2_pydoc_small", "--zeroth.eps", "0.1")
+    assert "zeroth.eps=0.1 is method zo's own" in told and "--method zo" in told

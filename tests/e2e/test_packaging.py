@@ -1,12 +1,12 @@
-"""The files that describe the project agree with each other and with the tree."""
+"""The files that describe the project agree with each other and with the tree; no module imports itself."""
 
-import importlib
 import importlib.util
 import os
 import re
 import subprocess
 import sys
 import tomllib
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from tests import imports
 from training import prepared
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -61,9 +62,21 @@ def direct_requirements(*extras: str) -> list[Requirement]:
 SETUP = direct_requirements(*sorted(reached("all")))  # what `make setup` installs
 
 
-def test_environment_pins_are_those_of_constraints():
+def test_pins_agree_in_all_files_and_carry_no_local_version():
     pinned = constraints()
     assert environment_pins() == {name: pinned[name] for name in map(canonicalize_name, (r.name for r in SETUP))}
+    assert [name for name, version in constraints().items() if "+" in version] == []
+    # It adds to constraints.txt and contradicts it nowhere.
+    pinned = constraints("bench/peers/constraints.txt")
+    assert pinned.keys() & constraints().keys() == set()
+    pinned |= constraints()
+    for requirement in direct_requirements("peers"):
+        assert requirement.specifier.contains(pinned[canonicalize_name(requirement.name)])
+    # torch 2.13.0's wheel on PyPI wants this version and no other; a new torch wants another.
+    pinned = constraints()
+    assert (pinned["torch"], pinned["triton"]) == ("2.13.0", "3.7.1")
+    (requirement,) = map(Requirement, PROJECT["optional-dependencies"]["triton"])
+    assert requirement.specifier.contains(pinned["triton"])
 
 
 @pytest.mark.parametrize("requirement", SETUP, ids=str)
@@ -85,63 +98,27 @@ def make(*arguments: str) -> str:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
 
-def test_peers_are_pinned_in_a_file_of_their_own():
-    """It adds to constraints.txt and contradicts it nowhere."""
-    pinned = constraints("bench/peers/constraints.txt")
-    assert pinned.keys() & constraints().keys() == set()
-    pinned |= constraints()
-    for requirement in direct_requirements("peers"):
-        assert requirement.specifier.contains(pinned[canonicalize_name(requirement.name)])
-
-
-def test_triton_is_pinned_for_torchs_cuda_build():
-    """torch 2.13.0's wheel on PyPI wants this version and no other; a new torch wants another."""
-    pinned = constraints()
-    assert (pinned["torch"], pinned["triton"]) == ("2.13.0", "3.7.1")
-    (requirement,) = map(Requirement, PROJECT["optional-dependencies"]["triton"])
-    assert requirement.specifier.contains(pinned["triton"])
-
-
-def test_pins_carry_no_local_version():
-    assert [name for name, version in constraints().items() if "+" in version] == []
-
-
-def test_all_reaches_every_extra_that_setup_installs():
+def test_all_extras_and_packages_are_installed_and_the_version_is_one_plain_literal():
     assert reached("all") == set(PROJECT["optional-dependencies"]) - APART
-
-
-def test_each_package_of_core_is_installed():
     folders = {path.parent.relative_to(ROOT / "core") for path in (ROOT / "core").rglob("*.py")}
-    assert PYPROJECT["tool"]["setuptools"]["packages"] == sorted(
-        ".".join(("co2_training", *folder.parts)) for folder in folders
-    )
-
-
-def test_version_is_one_plain_literal():
-    """setuptools reads it from the source; an expression would make it import torch."""
+    names = sorted(".".join(("co2_training", *folder.parts)) for folder in folders)
+    assert PYPROJECT["tool"]["setuptools"]["packages"] == names
+    # setuptools reads it from the source; an expression would make it import torch.
     source = (ROOT / "core" / "__init__.py").read_text()
-    assert re.findall(r'^__version__ = "(\d+\.\d+\.\d+)"$', source, re.MULTILINE) == [
-        importlib.import_module("core").__version__
-    ]
+    (version,) = re.findall(r'^__version__ = "(\d+\.\d+\.\d+)"$', source, re.MULTILINE)
+    assert version == importlib.import_module("core").__version__
 
 
-def test_ci_runs_the_make_targets():
-    script = ROOT / ".ci" / "run"
-    assert os.access(script, os.X_OK)
-    assert script.read_text().splitlines()[-4:] == [
-        f"make {name}" for name in ("lint", "test", "test-examples", "test-triton")
-    ]
-
-
-def test_make_alone_lists_each_target_in_its_group():
+def test_make_lists_each_target_in_its_group_and_ci_runs_them():
     groups = {lines[0]: lines[1:] for lines in (group.splitlines() for group in make().strip().split("\n\n"))}
     assert [*groups] == ["Set-up", "Try", "Test", "Check", "Documentation", "Measure"]
     listed = [line.split()[1] for lines in groups.values() for line in lines]
     (phony,) = re.findall(r"^\.PHONY: help (.*)", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert listed == phony.split()
-
-
-def test_github_runs_make_targets():
+    script = ROOT / ".ci" / "run"
+    assert os.access(script, os.X_OK)
+    targets = ("lint", "test", "test-examples", "test-triton")
+    assert script.read_text().splitlines()[-4:] == [f"make {name}" for name in targets]
     (job,) = yaml.safe_load((ROOT / ".github/workflows/checks.yml").read_text())["jobs"].values()
     targets = job["strategy"]["matrix"]["target"]
     assert sorted(targets) == ["docs", "lint", "test", "test-examples", "test-triton", "wheel"]
@@ -149,9 +126,6 @@ def test_github_runs_make_targets():
         assert make("--dry-run", target)
     commands = [step["run"] for step in job["steps"] if "run" in step]
     assert commands == ["make setup", "make ${{ matrix.target }}"]
-
-
-def test_pre_commit_runs_the_tools_of_make_lint():
     subprocess.run([sys.executable, "-m", "pre_commit", "validate-config"], cwd=ROOT, check=True)
     (local,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
     entries = [hook["entry"].removesuffix(" --force-exclude") for hook in local["hooks"]]
@@ -197,27 +171,22 @@ for where, *options in (
             runpy.run_module(where, run_name="__main__", alter_sys=True)
     except SystemExit as stop:
         print(where, stop.code, said.getvalue().startswith("usage: "), "torch" in sys.modules, slow & set(sys.modules))
+from training.prepared import prepare_torchvision
+prepare_torchvision(), prepare_torchvision()
+import torch, torchvision
+from torchvision.transforms import v2
+resized, scores = v2.Resize(8)(torch.zeros(3, 16, 16)), torchvision.models.resnet18().eval()(torch.zeros(1, 3, 32, 32))
+print("torchvision", tuple(resized.shape), tuple(scores.shape))
 """
 
 
-def test_help_comes_before_what_takes_seconds_to_import():
-    """torch alone does; what else the tasks need is imported after it. One process asks them all, one after another."""
+def test_help_comes_before_what_takes_seconds_to_import_and_torchvision_can_be_imported():
+    """torch alone comes before it. One process asks all scripts; then it prepares torchvision, twice, and uses it."""
     command = [sys.executable, "-c", HELP, " ".join(SLOW_TO_IMPORT)]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     scripts = [f"{task}.train" for task in ("vision", "segmentation", "pointcloud", "language")] + ["reproduce"]
-    assert result.stdout.splitlines() == [f"{script} 0 True True set()" for script in scripts], result.stderr
-
-
-def test_torchvision_imports_in_a_fresh_process():
-    """Models and transforms work after it, also when it is called twice."""
-    program = (
-        "from training.prepared import prepare_torchvision; prepare_torchvision(); prepare_torchvision()\n"
-        "import torch, torchvision; from torchvision.transforms import v2\n"
-        "assert v2.Resize(8)(torch.zeros(3, 16, 16)).shape == (3, 8, 8)\n"
-        "assert torchvision.models.resnet18().eval()(torch.zeros(1, 3, 32, 32)).shape == (1, 1000)\n"
-    )
-    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
+    expected = [*(f"{script} 0 True True set()" for script in scripts), "torchvision (3, 8, 8) (1, 1000)"]
+    assert result.stdout.splitlines() == expected, result.stderr
 
 
 @pytest.mark.parametrize("accelerator", ["cuda", "hip"])
@@ -239,3 +208,28 @@ def test_prepare_torchvision_passes_on_an_unknown_error(monkeypatch: pytest.Monk
     monkeypatch.setattr(prepared.importlib, "import_module", fail)
     with pytest.raises(RuntimeError, match="something else"):
         prepared.prepare_torchvision()
+
+
+def test_the_project_has_no_import_circle():
+    graph = {file: imports.needed(file) for file in imports.files()}
+    assert len(graph) > 150
+    TopologicalSorter(graph).prepare()  # its error names the modules of a circle
+
+
+def test_a_circle_is_found_whatever_it_is_made_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Three modules: by a type-only import, by one inside a function, and by a relative one through a package."""
+    monkeypatch.setattr(imports, "ROOT", tmp_path)
+    monkeypatch.setattr(imports, "PACKAGES", ("a",))
+    texts = {
+        "a/__init__.py": "from .x import one\n",
+        "a/x.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from a import y\n",
+        "a/y.py": "def f():\n    import a.z\n",
+        "a/z.py": "from . import x\n",
+        "a/alone.py": "from a import y\n",
+    }
+    (tmp_path / "a").mkdir()
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(CycleError) as found:
+        TopologicalSorter({Path(name): imports.needed(Path(name)) for name in texts}).prepare()
+    assert {*found.value.args[1]} == {Path(f"a/{name}.py") for name in "xyz"}

@@ -21,9 +21,8 @@ from training.run import Run
 
 def tiny(**changes) -> PointCloudRecipe:
     """surfaces_small cut down to a few seconds."""
-    recipe = replace(
-        surfaces_small(), device="cpu", points=64, batch_size=8, emd_points=32, log_every=6, checkpoint_every=4
-    )
+    sizes = {"points": 64, "batch_size": 8, "emd_points": 32}
+    recipe = replace(surfaces_small(), device="cpu", log_every=6, checkpoint_every=4, **sizes)
     recipe = replace(
         recipe,
         autoencoder=AutoencoderConfig("mlp", encoder_widths=(16,), latent=16, mlp_widths=(16,)),
@@ -54,11 +53,6 @@ def train_all(rank: int, world_size: int, folder: str, jobs: dict[str, dict]) ->
         with Run(recipe) as job:
             script.train(job, recipe, *data.load(recipe))
     return {name: logged(Path(folder, name)) for name in jobs}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("pointcloud")
 
 
 @pytest.fixture(scope="module")

@@ -42,11 +42,6 @@ JOBS = {"ddp": {"method": "ddp"}, "co2": {"method": "co2"}, "a": SHORT, "b": SHO
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("segmentation")
-
-
-@pytest.fixture(scope="module")
 def losses(folder: Path) -> dict[str, list[float]]:
     """The training losses of all jobs, trained by one pair of workers."""
     return run_distributed(train_in_process, 2, str(folder), JOBS, timeout=300)[0]

@@ -1,18 +1,130 @@
 """The Slurm scripts, with srun, scontrol and, in the fast tests, torchrun played by small scripts."""
 
+import importlib
+import json
+import os
 import re
 import shutil
+import signal
+import socket
 import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
 import reproduce
+from bench.cluster import hold_port
 from language.finetune_recipes import FinetuneRecipe
 from results.paper import GPUS
-from tests.slurm_fakes import ROOT, SAY, SCRIPTS, directives, install, recipes_module, recipes_of, start, torchruns_line
 from training.data import per_worker
-from training.recipe import parse
+from training.recipe import Recipe, parse
+
+ROOT = Path(__file__).resolve().parents[2]
+TASKS = ("vision", "segmentation", "pointcloud", "gpt2", "roberta", "finetune")
+SCRIPTS = [f"slurm/{task}_{cluster}.sh" for task in TASKS for cluster in reproduce.NODES]
+SMALL = {
+    "vision": "digits_small",
+    "segmentation": "digits_small",
+    "pointcloud": "surfaces_small",
+    "gpt2": "gpt2_pydoc_small",
+    "roberta": "roberta_pydoc_small",
+    "finetune": "prompts",
+}
+
+FAKES = {
+    # one node: runs what stands behind its own options
+    "srun": 'echo "$@" > "$FAKES/srun_line"; while [[ "$1" == --* ]]; do shift; done; exec "$@"',
+    "squeue": 'date -d "@$(cat "$FAKES/end")" +%Y-%m-%dT%H:%M:%S',
+    "scontrol": """case "$1" in
+show) [ "$2" = job ] && cat "$FAKES/job" || echo 127.0.0.1 ;;
+requeue)
+    [ ! -e "$FAKES/refuse" ] && { cat "$FAKES/requeued" 2>/dev/null; echo "$2"; } > "$FAKES/new" &&
+        mv "$FAKES/new" "$FAKES/requeued" ;;
+esac""",
+    # a worker: handles the signals although torchrun ignores them, which a bash script could not
+    "worker": """exec python3 -c '
+import os, pathlib, signal, sys, time
+fakes = pathlib.Path(os.environ["FAKES"])
+def save(*_):
+    (fakes / "summary.json").write_text(os.environ.get("SUMMARY", "stopped_by_signal"))
+    sys.exit(0)
+for number in (signal.SIGUSR1, signal.SIGTERM):
+    signal.signal(number, save)
+(fakes / "ready").touch()
+time.sleep(60)
+sys.exit(9)
+'""",
+}
+SAY = 'printf "%s\\n" "$@" > "$FAKES/arguments"'
+WORK = "worker & wait $!"
+HELD: list[socket.socket] = []  # the ports of the scripts that a test starts
+
+
+def install(folder: Path, **programs: str) -> dict[str, str]:
+    """Writes programs into `folder`; returns an environment with them and Slurm's variables of one node of 2 GPUs."""
+    for name, text in {**FAKES, **programs}.items():
+        new = folder / f"{name}.new"  # put in place whole: a script before may still be starting the old one
+        new.write_text(f"#!/bin/bash\n{text}\n")
+        new.chmod(0o755)
+        new.replace(folder / name)
+    HELD.append(hold_port())
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "CO2_"))}
+    return kept | {
+        "PATH": os.pathsep.join([str(folder), str(Path(sys.executable).parent), os.environ["PATH"]]),
+        "FAKES": str(folder),
+        "VENV": "",
+        "SLURM_JOB_ID": "17",
+        "SLURM_JOB_NUM_NODES": "1",
+        "SLURM_JOB_NODELIST": "node0",
+        "SLURM_GPUS_ON_NODE": "2",
+        "SLURM_CPUS_PER_TASK": "2",
+        "SLURMD_NODENAME": "node0",
+        "RDZV_PORT": str(HELD[-1].getsockname()[1]),
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+    }
+
+
+def torchruns_line(script: str, folder: Path, *options: str, **variables: str) -> tuple[list[str], str, list[str]]:
+    """(torchrun's options, module, the train script's arguments) that a Slurm script ends up with."""
+    env = install(folder, torchrun=SAY) | variables
+    subprocess.run(["bash", script, *options], cwd=ROOT, env=env, check=True, capture_output=True, timeout=60)
+    arguments = (folder / "arguments").read_text().splitlines()
+    at = arguments.index("-m")
+    return arguments[:at], arguments[at + 1], arguments[at + 2 :]
+
+
+def directives(script: str) -> dict[str, str]:
+    """{"--nodes": "16", "--requeue": ""} and so on, of a script's #SBATCH lines."""
+    return dict(re.findall(r"^#SBATCH (--[a-z-]+)=?(\S*)$", (ROOT / script).read_text(), re.MULTILINE))
+
+
+def recipes_of(script: str) -> dict[str, Recipe]:
+    module = re.search(r"^launch (\w+\.\w+)", (ROOT / script).read_text(), re.MULTILINE)
+    assert module
+    return importlib.import_module(recipes_module(module[1])).RECIPES
+
+
+def recipes_module(module: str) -> str:
+    """Where the recipes of a train script are."""
+    return module.replace(".train", ".recipes").replace(".finetune", ".finetune_recipes")
+
+
+def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 120
+    while not path.exists():
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
+        time.sleep(0.05)
+
+
+def start(script: str, env: dict[str, str], *options: str) -> subprocess.Popen[str]:
+    command = ["bash", script, *options]
+    return subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+# -- the scripts themselves -------------------------------------------------------------------------------------------
+
 
 # -- the scripts themselves ---------------------------------------------------------------------------------------
 
@@ -151,17 +263,14 @@ def test_variables_and_options_change_the_run(tmp_path: Path):
 
 def test_the_sites_settings_reach_the_workers(tmp_path: Path):
     say = 'echo "$CO2_DATA $NCCL_SOCKET_IFNAME $GLOO_SOCKET_IFNAME $OMP_NUM_THREADS" > "$FAKES/arguments"'
-    env = install(tmp_path, torchrun=say) | {
-        "IFACE": "bond0",
-        "GLOO_SOCKET_IFNAME": "eth1",
-        "SLURM_CPUS_PER_TASK": "32",
-    }
+    env = install(tmp_path, torchrun=say) | {"IFACE": "bond0", "GLOO_SOCKET_IFNAME": "eth1"}
+    env["SLURM_CPUS_PER_TASK"] = "32"
     env.pop("OMP_NUM_THREADS", None)
-    subprocess.run(["bash", "slurm/vision_a100.sh"], cwd=ROOT, env=env, check=True, capture_output=True, timeout=60)
-    assert (tmp_path / "arguments").read_text() == f"{ROOT}/data bond0 eth1 16\n"
-    env |= {"CO2_DATA": "/sets", "OMP_NUM_THREADS": "3"}
-    subprocess.run(["bash", "slurm/vision_a100.sh"], cwd=ROOT, env=env, check=True, capture_output=True, timeout=60)
-    assert (tmp_path / "arguments").read_text() == "/sets bond0 eth1 3\n"
+    given = {"CO2_DATA": "/sets", "OMP_NUM_THREADS": "3"}
+    for more, said in (({}, f"{ROOT}/data bond0 eth1 16\n"), (given, "/sets bond0 eth1 3\n")):
+        how = {"env": env | more, "capture_output": True, "timeout": 60}
+        subprocess.run(["bash", "slurm/vision_a100.sh"], cwd=ROOT, check=True, **how)
+        assert (tmp_path / "arguments").read_text() == said
 
 
 def test_cores_loaders_and_the_sites_arguments_reach_srun_and_torchrun(tmp_path: Path):
@@ -202,7 +311,354 @@ def test_the_number_in_an_array_is_the_seed_or_the_line_of_a_file(tmp_path: Path
 )
 def test_a_script_that_cannot_run_says_why(change: dict[str, str], message: str, tmp_path: Path):
     env = install(tmp_path, torchrun=SAY) | change
-    result = subprocess.run(
-        ["bash", "slurm/vision_a100.sh"], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60
-    )
+    how = {"capture_output": True, "text": True, "timeout": 60}
+    result = subprocess.run(["bash", "slurm/vision_a100.sh"], cwd=ROOT, env=env, **how)
     assert result.returncode != 0 and message in result.stderr and not (tmp_path / "arguments").exists()
+
+
+# -- at a signal, and at a run's end ----------------------------------------------------------------------------------
+
+
+# -- signals ------------------------------------------------------------------------------------------------------
+
+
+def begun(folder: Path, **env: str) -> subprocess.Popen[str]:
+    """A job whose workers run."""
+    programs = {"torchrun": WORK} | {name: env.pop(name) for name in ("torchrun", "worker") if name in env}
+    job = start("slurm/vision_a100.sh", install(folder, **programs) | {"OUT": str(folder)} | env)
+    wait_for(folder / "ready", job)
+    return job
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_the_signal_reaches_the_workers_and_the_job_is_requeued(refused: bool, tmp_path: Path):
+    if refused:
+        (tmp_path / "refuse").touch()
+    job = begun(tmp_path)
+    job.send_signal(signal.SIGUSR1)  # to the batch script alone, as --signal=B: does
+    text, _ = job.communicate(timeout=60)
+    assert "job 17 was told to stop, and its run has saved: back into the queue" in text
+    if refused:
+        assert job.returncode == 1 and "not requeued; submit it again" in text
+    else:
+        assert job.returncode == 0 and (tmp_path / "requeued").read_text() == "17\n", text
+
+
+def test_a_run_that_has_ended_is_not_requeued(tmp_path: Path):
+    """The signal came in its last minutes."""
+    job = begun(tmp_path, SUMMARY='{"steps": 22}')
+    job.send_signal(signal.SIGUSR1)
+    text, _ = job.communicate(timeout=60)
+    assert job.returncode == 0 and not (tmp_path / "requeued").exists(), text
+
+
+@pytest.mark.parametrize(("when", "requeued"), [("2026-01-02T03:04:05", True), ("None", False)])
+def test_a_stopped_run_is_requeued_if_it_was_preempted_but_not_if_it_was_cancelled(when: str, requeued: bool, tmp_path):
+    """Slurm has sent SIGTERM to all processes, torchrun's among them."""
+    (tmp_path / "job").write_text(f"JobState=RUNNING PreemptTime={when}")
+    job = begun(tmp_path)
+    subprocess.run(["pkill", "-TERM", "-P", str(job.pid)], check=True)
+    text, _ = job.communicate(timeout=60)
+    assert job.returncode == 0 and (tmp_path / "requeued").exists() == requeued, text
+
+
+def test_a_run_that_does_not_stop_in_time_is_requeued_before_the_limit(tmp_path: Path):
+    """The workers ignore the signal, as in a round that is too long."""
+    job = begun(tmp_path, torchrun='touch "$FAKES/ready"; until [ -e "$FAKES/enough" ]; do sleep 0.1; done')
+    (tmp_path / "end").write_text(str(int(time.time()) + 62))
+    assert not (tmp_path / "requeued").exists()
+    job.send_signal(signal.SIGUSR1)
+    wait_for(tmp_path / "requeued", job)
+    assert (tmp_path / "requeued").read_text() == "17\n"
+    job.kill()  # as Slurm does then
+    (tmp_path / "enough").touch()
+    text, _ = job.communicate(timeout=60)
+    assert "job 17 is still running a minute before its limit: back into the queue" in text
+
+
+# of a test, whose naps take no time
+CLOCK = """
+date() { if [ "$1" = -d ]; then command date "$@"; else cat "$FAKES/now"; fi; }
+nap() { echo $(($(cat "$FAKES/now") + $1)) > "$FAKES/now"; }
+""".strip()
+
+
+@pytest.mark.parametrize(("end", "told"), [(70, "stopped"), (None, "left alone")])
+def test_a_run_whose_checkpoints_take_long_is_told_to_stop_earlier(end: int | None, told: str, tmp_path: Path):
+    """A minute and three times as long as the slowest took before the limit; never in a job without one."""
+    for step, seconds in enumerate((1.9, 0.7)):
+        manifest = tmp_path / "checkpoints" / f"step{step:09d}" / "manifest.json"
+        manifest.parent.mkdir(parents=True)
+        manifest.write_text(json.dumps({"seconds": seconds, "files": {}}, indent=1))
+    began = int(time.time())
+    (tmp_path / "now").write_text(str(began))
+    if end:
+        (tmp_path / "end").write_text(str(began + end))
+    script = f"source slurm/launch.sh; {CLOCK}; trap 'echo stopped; exit' USR1; stop_in_time & wait; echo left alone"
+    env = install(tmp_path) | {"OUT": str(tmp_path)}
+    said = subprocess.run(["bash", "-c", script], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+    assert said.stdout == f"{told}\n" and (not end or int((tmp_path / "now").read_text()) == began + end - 63)
+
+
+def test_a_second_signal_does_not_reach_the_workers(tmp_path: Path):
+    """It would end them without a checkpoint."""
+    count = 'open(fakes / "signals", "a").write("x"); time.sleep(1.5)'
+    worker = FAKES["worker"].replace("def save(*_):", f"def save(*_):\n    {count}")
+    job = begun(tmp_path, worker=worker)
+    for _ in range(2):
+        job.send_signal(signal.SIGUSR1)
+        wait_for(tmp_path / "signals", job)
+    text, _ = job.communicate(timeout=60)
+    assert (tmp_path / "signals").read_text() == "x" and (tmp_path / "requeued").read_text() == "17\n", text
+
+
+def test_a_run_that_fails_is_not_requeued(tmp_path: Path):
+    job = start("slurm/vision_a100.sh", install(tmp_path, torchrun="exit 3"))
+    text, _ = job.communicate(timeout=60)
+    assert job.returncode == 3 and not (tmp_path / "requeued").exists(), text
+
+
+def test_termination_reaches_the_workers(tmp_path: Path):
+    """scancel and preemption: Slurm may signal on_node alone, or torchrun too, which a SIGTERM must not end."""
+    env = install(tmp_path, torchrun=WORK)
+    command = ["bash", "-c", "source slurm/launch.sh; on_node torchrun"]
+    node = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    wait_for(tmp_path / "ready", node)
+    subprocess.run(["pkill", "-TERM", "-P", str(node.pid)], check=True)
+    node.terminate()
+    node.communicate(timeout=60)
+    assert node.returncode == 0 and (tmp_path / "summary.json").exists()
+
+
+# -- the real torchrun, on CPUs -----------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_its_torchrun_line_runs_with_the_small_recipe(script: str, tmp_path: Path):
+    small = SMALL[Path(script).stem.split("_")[0]]
+    if small == "prompts":
+        from tests.tiny_models import make_model, make_prompts  # here, for transformers takes seconds to import
+
+        make_model(tmp_path / "model")
+        make_prompts(tmp_path / "prompts")
+    env = install(tmp_path) | {"RECIPE": small, "BATCH_SIZE": "", "CO2_DATA": str(tmp_path), "OUT": f"{tmp_path}/run"}
+    how = {"env": env, "capture_output": True, "text": True, "timeout": 300}
+    result = subprocess.run(["bash", script, "--dry_run", "--device", "cpu"], cwd=ROOT, **how)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert f'"name": "{small}"' in result.stdout and "2 workers of" in result.stdout
+
+
+@pytest.mark.slow
+def test_a_run_is_stopped_requeued_and_resumed(tmp_path: Path):
+    """As at the time limit: SIGUSR1 to the batch script, a checkpoint, the queue, and on from there to the end."""
+    run, options = tmp_path / "run", ("--device", "cpu", "--log_every", "2", "--checkpoint_every", "0")
+    env = install(tmp_path) | {"RECIPE": "digits_small", "TAU": "6", "BATCH_SIZE": "", "OUT": str(run)}
+    job = start("slurm/vision_3090.sh", env, *options, "--epochs", "60")
+    wait_for(run / "metrics.jsonl", job)
+    while len((run / "metrics.jsonl").read_text().splitlines()) < 20:
+        assert job.poll() is None, job.communicate()[0]
+        time.sleep(0.1)
+    job.send_signal(signal.SIGUSR1)
+    text, _ = job.communicate(timeout=120)
+    assert job.returncode == 0 and (tmp_path / "requeued").read_text() == "17\n", text
+    stopped = json.loads((run / "summary.json").read_text())
+    assert stopped["stopped_by_signal"] == signal.SIGUSR1 and 0 < stopped["steps"] < 60 * 22
+
+    epochs = stopped["steps"] // 22 + 2
+    job = start("slurm/vision_3090.sh", env, *options, "--epochs", str(epochs), "--extend")
+    text, _ = job.communicate(timeout=240)
+    assert job.returncode == 0 and (tmp_path / "requeued").read_text() == "17\n", f"not once more: {text}"
+    finished = json.loads((run / "summary.json").read_text())
+    assert finished["steps"] == 22 * epochs and "stopped_by_signal" not in finished
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    steps = [row["step"] for row in rows if "train_loss" in row]
+    assert steps == sorted(set(steps)), "no step is trained twice"
+
+
+# -- workers in a container, which a script plays: it begins in /, in its own environment -----------------------------
+
+
+# what is behind a container's own options starts in /, with what the image has, and nothing of the job's environment
+INSIDE = 'cd / && exec env -i PATH="{image}" OMP_NUM_THREADS=of_the_image NCCL_DEBUG=of_the_image "$@"'
+TOOLS = ("bash", "env", "pkill", "pwd", "grep", "sed")
+TORCHRUN = '{ pwd; env; } > "$FAKES/began"; printf "%s\\n" "$@" > "$FAKES/arguments"'
+
+
+def say(name: str) -> str:
+    return f'printf "%s\\n" "$@" > "$FAKES/{name}_line"; '
+
+
+def in_container(folder: Path, *, kind: str = "pyxis", tools: tuple[str, ...] = TOOLS, **variables: str) -> dict:
+    """The environment of a job whose node's container has these tools and a torchrun. kind: pyxis or apptainer."""
+    image = folder / "image"
+    image.mkdir()
+    for tool in tools:
+        (image / tool).symlink_to(f"/usr/bin/{tool}")
+    (image / "torchrun").write_text(f"#!/bin/bash\nFAKES={folder}\n{TORCHRUN}\n")
+    (image / "torchrun").chmod(0o755)
+    inside = INSIDE.format(image=image)
+    drop = 'while [[ "$1" == --* ]]; do shift; done; '
+    srun = say("srun") + drop + (inside if kind == "pyxis" else 'exec "$@"')
+    apptainer = say("apptainer") + 'while [[ "$1" != *.sif ]]; do shift; done; shift; ' + inside
+    env = install(folder, torchrun="exit 9", srun=srun, apptainer=apptainer)
+    kept = {key: value for key, value in env.items() if not key.startswith(("NCCL_", "OMP_", "CONTAINER"))}
+    (folder / "co2.sif").touch()
+    (folder / "co2.sqsh").touch()
+    return kept | {"VENV": "/nowhere", "HOME": str(folder / "home"), "OUT": str(folder / "runs" / "a")} | variables
+
+
+def submit(env: dict[str, str], script: str = "slurm/vision_a100.sh") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["bash", script], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+
+
+def began(folder: Path) -> tuple[str, dict[str, str]]:
+    """The working directory and the environment of torchrun."""
+    where, *lines = (folder / "began").read_text().splitlines()
+    return where, dict(line.partition("=")[::2] for line in lines)
+
+
+@pytest.mark.parametrize(("kind", "image"), [("pyxis", "co2.sqsh"), ("apptainer", "co2.sif")])
+def test_the_payload_finds_the_repository_and_gets_what_it_needs(kind: str, image: str, tmp_path: Path):
+    """No virtual environment is asked for: there is none at VENV, nor in the container's PATH."""
+    settings = {"CO2_DATA": "/sets", "IFACE": "bond0", "NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "3"}
+    env = in_container(tmp_path, kind=kind, CONTAINER=str(tmp_path / image), **settings)
+    ended = submit(env)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    where, variables = began(tmp_path)
+    assert where == str(ROOT)
+    wanted = settings | {"NCCL_SOCKET_IFNAME": "bond0", "LOGS": f"{tmp_path}/runs/a/logs"}
+    del wanted["IFACE"]
+    assert {key: variables[key] for key in wanted} == wanted, "the job's, not the image's"
+    assert variables["PATH"] == str(tmp_path / "image"), "the image's"
+    assert variables["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] == "[rank ${rank}] "
+    assert variables["CO2_CACHE"] == f"{tmp_path}/home/.cache/co2"
+
+
+@pytest.mark.parametrize(("kind", "image"), [("pyxis", "co2.sqsh"), ("apptainer", "co2.sif")])
+def test_the_container_sees_all_that_is_read_and_written_and_where_links_lead(kind: str, image: str, tmp_path: Path):
+    (tmp_path / "sets").mkdir()
+    (tmp_path / "link").symlink_to("sets")
+    given = {"CO2_DATA": str(tmp_path / "link"), "CONTAINER_MOUNTS": "/opt/a:/b", "MODEL": str(tmp_path / "no_model")}
+    env = in_container(tmp_path, kind=kind, CONTAINER=os.path.relpath(tmp_path / image, ROOT), **given)
+    ended = submit(env)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    words = (tmp_path / ("srun_line" if kind == "pyxis" else "apptainer_line")).read_text().splitlines()
+    folders = [str(ROOT), *(str(tmp_path / name) for name in ("home/.cache/co2", "link", "runs/a", "sets"))]
+    if kind == "pyxis":
+        mounts = next(word for word in words if word.startswith("--container-mounts="))
+        assert f"--container-image={tmp_path}/co2.sqsh" in words and f"--container-workdir={ROOT}" in words
+    else:
+        mounts = words[words.index("--bind") + 1]
+        assert words[:2] == ["exec", "--nv"] and words[words.index("--pwd") + 1] == str(ROOT)
+        assert f"{tmp_path}/co2.sif" in words
+    assert mounts.rpartition("=")[2].split(",") == [*(f"{path}:{path}" for path in sorted(folders)), "/opt/a:/b"]
+    assert (tmp_path / "runs" / "a").is_dir(), "what is not there cannot be mounted"
+
+
+def test_a_registrys_image_goes_to_pyxis_by_its_name(tmp_path: Path):
+    assert submit(in_container(tmp_path, CONTAINER="me/co2:1")).returncode == 0
+    assert "--container-image=me/co2:1" in (tmp_path / "srun_line").read_text().splitlines()
+
+
+def test_srun_may_begin_anywhere_without_a_container_too(tmp_path: Path):
+    """As with --container-image among SRUN_ARGS, or --export=NONE."""
+    assert submit(in_container(tmp_path, VENV="", SRUN_ARGS="--container-image=co2.sqsh")).returncode == 0
+    assert began(tmp_path)[0] == str(ROOT)
+
+
+@pytest.mark.parametrize(
+    ("image", "tools", "moved", "message"),
+    [
+        ("nowhere.sqsh", TOOLS, False, "nowhere.sqsh: no such file"),
+        ("co2.sqsh", TOOLS, True, "error: the repository, /not/mounted, is not there"),
+        ("co2.sqsh", ("bash", "env"), False, "no pkill on"),
+    ],
+)
+def test_a_container_that_cannot_run_says_why(image: str, tools: tuple, moved: bool, message: str, tmp_path: Path):
+    env = in_container(tmp_path, tools=tools, CONTAINER=str(tmp_path / image))
+    if moved:
+        srun = tmp_path / "srun"
+        move = f'for word; do shift; [ "$word" != {ROOT} ] || word=/not/mounted; set -- "$@" "$word"; done; cd /'
+        srun.write_text(srun.read_text().replace("cd /", move))
+    ended = submit(env)
+    assert ended.returncode == 2 and message in ended.stderr and not (tmp_path / "began").exists(), ended.stderr
+
+
+def test_a_missing_virtual_environment_is_one_line_with_the_remedies(tmp_path: Path):
+    ended = submit(in_container(tmp_path))
+    assert ended.returncode == 2
+    assert "error: no /nowhere/bin/activate: run make setup, or set VENV, CONDA_ENV or CONTAINER" in ended.stderr
+
+
+@pytest.mark.slow
+def test_the_real_torchrun_trains_from_the_containers_root(tmp_path: Path):
+    small = {"RECIPE": "digits_small", "BATCH_SIZE": "", "CO2_DATA": str(tmp_path)}
+    env = in_container(tmp_path, CONTAINER=str(tmp_path / "co2.sqsh"), **small)
+    (tmp_path / "image" / "torchrun").unlink()
+    (tmp_path / "image" / "torchrun").symlink_to(Path(sys.executable).parent / "torchrun")
+    command = ["bash", "slurm/vision_a100.sh", "--device", "cpu", "--epochs", "1"]
+    ended = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert json.loads((tmp_path / "runs" / "a" / "summary.json").read_text())["steps"] == 22
+
+
+# -- what the images are made of ----------------------------------------------------------------------------------
+
+IMAGES = ROOT / "slurm" / "containers"
+
+
+def dockerfile() -> list[list[str]]:
+    """Its instructions, in words."""
+    lines = (IMAGES / "Dockerfile").read_text().splitlines()
+    return [line.split() for line in lines if line and not line.startswith("#")]
+
+
+def definition() -> tuple[dict[str, str], dict[str, list[list[str]]]]:
+    """(header, section -> its lines in words) of apptainer's definition."""
+    head, *parts = re.split(
+        r"^%", re.sub("^#.*\n", "", (IMAGES / "co2.def").read_text(), flags=re.MULTILINE), flags=re.MULTILINE
+    )
+    sections = {part.split("\n")[0]: [line.split() for line in part.splitlines()[1:] if line] for part in parts}
+    return dict(line.split(": ") for line in head.splitlines() if line), sections
+
+
+def test_both_images_are_made_alike_from_constraints():
+    base, copy, run, *rest = dockerfile()
+    header, sections = definition()
+    assert base == ["FROM", header["From"]] and header["Bootstrap"] == "docker"
+    minor = re.search(r"Python (\d+\.\d+)", (ROOT / "constraints.txt").read_text())
+    assert minor and header["From"].startswith(f"python:{minor[1]}-slim")
+    *sources, target = copy[1:]
+    files = {source: f"{target}{Path(source).name}" for source in sources}
+    assert copy[0] == "COPY" and target.endswith("/") and dict(sections["files"]) == files
+    assert "constraints.txt" in files and all((ROOT / source).is_file() for source in files)
+    steps = ["sh", files["slurm/containers/install.sh"], files["constraints.txt"]]
+    assert run == ["RUN", *steps] and sections["post"] == [steps]
+    assert ["ENV", "NVIDIA_VISIBLE_DEVICES=all", "NVIDIA_DRIVER_CAPABILITIES=compute,utility"] in rest
+    assert ["ENV", "MELLANOX_VISIBLE_DEVICES=all"] in rest
+    assert ["ENV", "PYTHONNOUSERSITE=1"] in rest and sections["environment"][0][:2] == ["export", "PYTHONNOUSERSITE=1"]
+
+
+def test_their_steps_install_what_constraints_says_and_what_the_scripts_call(tmp_path: Path):
+    """Run with stand-ins for all programs. The build fails where pip does, or torch has no CUDA."""
+    steps = IMAGES / "install.sh"
+    subprocess.run(["bash", "-n", steps], check=True, timeout=60)
+    for name in ("apt-get", "rm", "python"):
+        (tmp_path / name).write_text(f'#!/bin/bash\necho {name} "$@" >> {tmp_path}/ran\n[[ "$*" != *"$FAILS"* ]]\n')
+        (tmp_path / name).chmod(0o755)
+
+    def install_with(fails: str) -> tuple[int, list[str]]:
+        (tmp_path / "ran").unlink(missing_ok=True)
+        env = {"PATH": str(tmp_path), "FAILS": fails}
+        ended = subprocess.run(["/bin/sh", steps, "/opt/co2/constraints.txt"], env=env, timeout=60)
+        return ended.returncode, (tmp_path / "ran").read_text().splitlines()
+
+    status, ran = install_with("nothing")
+    assert status == 0
+    packages = {"procps", "numactl", "g++", "git", "libgl1", "libglib2.0-0", "libibverbs1", "ibverbs-providers"}
+    assert packages <= set(ran[1].split())
+    (pip,) = [line for line in ran if "pip install" in line]
+    assert pip.endswith("--requirement /opt/co2/constraints.txt")
+    for fails in ("update", "pip install", "torch.version.cuda", "libibverbs.so.1", "import cv2"):
+        assert install_with(fails)[0] != 0, fails

@@ -89,11 +89,6 @@ def tell_fixed_times(tell: Callable[..., None]) -> Callable[..., None]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("vision")
-
-
-@pytest.fixture(scope="module")
 def trained(folder: Path) -> list[dict[str, Any]]:
     """By worker."""
     return run_distributed(train_all, 2, str(folder), timeout=300)
@@ -193,16 +188,20 @@ def test_a_signal_to_each_worker_saves_and_resume_finishes(folder: Path, trained
 
 
 def interrupt(folder: Path, method: str) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += [
         "-m",
         "vision.train",
+        "digits_small",
+        "--device",
+        "cpu",
+        "--out",
+        str(folder),
+        "--epochs",
+        "60",
+        "--method",
+        method,
     ]
-    command += ["digits_small", "--device", "cpu", "--out", str(folder), "--epochs", "60", "--method", method]
     out = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     process = subprocess.Popen([*command, "--log_every", "2"], cwd=ROOT, env=ENV, **out)
     wait_for_it(folder, lambda: process.poll() is None, lambda: process.communicate()[0])

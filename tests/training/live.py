@@ -83,11 +83,8 @@ def _kept_and_peak(model: Model, samples: int, value: int, tp: int) -> tuple[int
     """Kept after the forward pass, and the peak of both passes, without the weights' gradients."""
     stage = _stage(model)
     _cut(stage.blocks[0], model.family, tp)
-    with (
-        FakeTensorMode(allow_non_fake_inputs=True),
-        as_on_gpu(),
-        torch.autocast("cpu", torch.bfloat16, enabled=value == 2),
-    ):
+    autocast = torch.autocast("cpu", torch.bfloat16, enabled=value == 2)
+    with FakeTensorMode(allow_non_fake_inputs=True), as_on_gpu(), autocast:
         stage = stage.to_empty(device="cpu").train()
         x, places = torch.empty(samples, model.context, model.width, requires_grad=True), torch.arange(model.context)
         more = {} if stage.rotary is None else {"position_embeddings": stage.rotary(x, places[None])}

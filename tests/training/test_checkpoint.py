@@ -99,24 +99,9 @@ class Hostile:
         return Path.touch, (self.path,)
 
 
-def another_digest(path: Path) -> None:
-    """Of the state's tree."""
-    manifest = json.loads(path.read_text())
-    path.write_text(json.dumps(manifest | {"files": {"rank0.json": "0" * 64}}))
-
-
-def a_worker_less(path: Path) -> None:
-    path.write_text(json.dumps({"files": {}}))
-
-
-def a_worker_more(path: Path) -> None:
-    files = json.loads(path.read_text())["files"]
-    path.write_text(json.dumps({"files": files | {"rank1.json": files["rank0.json"]}}))
-
-
-def another_worker(path: Path) -> None:
-    files = json.loads(path.read_text())["files"]
-    path.write_text(json.dumps({"files": {"rank1.json": files["rank0.json"]}}))
+def names(change: Callable[[dict[str, str]], dict[str, str]]) -> Callable[[Path], Any]:
+    """A manifest that names other files; change: of {file: digest}."""
+    return lambda path: path.write_text(json.dumps({"files": change(json.loads(path.read_text())["files"])}))
 
 
 def half(path: Path) -> None:
@@ -135,13 +120,21 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     "no tree": (TREE, Path.unlink, "manifest.json is damaged, it names other workers"),
     "half the tree": (TREE, half, f"{TREE} is damaged"),
     "another tree": (TREE, lambda path: path.write_text('{"state": {}, "tensors": {}}'), f"{TREE} is damaged"),
-    "another digest": ("manifest.json", another_digest, f"{TREE} is damaged"),
+    "another digest": ("manifest.json", names(lambda of: {TREE: "0" * 64}), f"{TREE} is damaged"),
     "no manifest": ("manifest.json", Path.unlink, "manifest.json is missing"),
     "no such manifest": ("manifest.json", lambda path: path.write_text("[]"), "cannot be read"),
     "half a manifest": ("manifest.json", lambda path: os.truncate(path, 20), "cannot be read"),
-    "a worker less": ("manifest.json", a_worker_less, "manifest.json is damaged"),
-    "a worker more": ("manifest.json", a_worker_more, "manifest.json is damaged, it names other workers"),
-    "another worker": ("manifest.json", another_worker, "manifest.json is damaged, it names other workers"),
+    "a worker less": ("manifest.json", names(lambda of: {}), "manifest.json is damaged"),
+    "a worker more": (
+        "manifest.json",
+        names(lambda of: of | {"rank1.json": of[TREE]}),
+        "manifest.json is damaged, it names other workers",
+    ),
+    "another worker": (
+        "manifest.json",
+        names(lambda of: {"rank1.json": of[TREE]}),
+        "manifest.json is damaged, it names other workers",
+    ),
     "of an older version": ("manifest.json", lambda path: path.write_text('{"rests": []}'), "is of an older version"),
 }
 
@@ -154,7 +147,6 @@ def test_a_damaged_one_is_refused_by_name_for_the_one_before(damage: str, tmp_pa
     assert load(tmp_path) == 1
     said = capfd.readouterr().err
     assert said.count("\n") == 1 and f"warning: {tmp_path}/step000000002 is refused (rank 0: " in said, said
-    print(said)
     assert reason in said and said.endswith("; going on from step000000001\n")
     spoil(tmp_path / "step000000001" / name)
     with pytest.raises(UserError, match="no other checkpoint is left; start afresh with another folder"):

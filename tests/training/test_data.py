@@ -1,17 +1,45 @@
-"""What tasks share: the folder of data sets and one sentence where something is not in it, the cache, samples' keys."""
+"""What tasks share: the folder of data sets, the cache, samples' keys, which of them a worker sees, counters."""
 
 import errno
+import json
 import multiprocessing
+import os
 import pkgutil
 import re
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch.profiler import record_function
 
 from core import UserError
-from training.data import build_whole, cached, data_root, eval_keys, train_keys
+from language.finetune_recipes import RECIPES as FINETUNE
+from training.data import (
+    build_whole,
+    cached,
+    data_root,
+    epoch_batches,
+    eval_keys,
+    eval_share,
+    from_home,
+    generator,
+    load_batches,
+    mix,
+    paths_from_home,
+    per_worker,
+    steps_per_epoch,
+    train_keys,
+)
+from training.folder import RunFolder, Trace
+from training.progress import Averages, Every, Stopwatch
+from training.recipe import parse
+from vision.recipes import RECIPES
 
 # what is not there -> (what opens it, and with what; the folder below that of all data; the recipe that needs no data)
 OPENED: dict[str, tuple[str, tuple[Any, ...], str, str]] = {
@@ -31,9 +59,7 @@ OPENED: dict[str, tuple[str, tuple[Any, ...], str, str]] = {
 
 @pytest.mark.parametrize("given", [None, "", "~/sets", "/nowhere/sets"])
 @pytest.mark.parametrize("what", OPENED)
-def test_what_is_missing_is_told_in_one_sentence(
-    what: str, given: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_what_is_missing_is_told_in_one_sentence(what: str, given: str | None, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("CO2_DATA", raising=False)
@@ -84,10 +110,7 @@ def test_without_a_name_the_cache_is_in_the_home_folder(cache: Path, monkeypatch
     ("error", "message"),
     [
         (UserError("no such text"), "no such text"),
-        (
-            OSError(errno.ENOSPC, "No space left on device"),
-            r"cannot be written \(No space.*set CO2_CACHE to another folder",
-        ),
+        (OSError(errno.ENOSPC, "No space left"), r"cannot be written \(No space.*set CO2_CACHE to another folder"),
     ],
 )
 def test_a_build_that_fails_leaves_no_folder(cache: Path, error: Exception, message: str):
@@ -100,12 +123,9 @@ def test_a_build_that_fails_leaves_no_folder(cache: Path, error: Exception, mess
     assert [path.name for path in cache.iterdir()] == [".thing.lock"]
 
 
-def test_what_cannot_be_read_is_not_the_cache_s_mistake(cache: Path, tmp_path: Path):
+def test_what_cannot_be_read_is_not_the_caches_mistake_and_what_cannot_be_written_is(cache, tmp_path, monkeypatch):
     with pytest.raises(FileNotFoundError, match="absent"):
         cached("thing", lambda _: (tmp_path / "absent").read_text())
-
-
-def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("CO2_CACHE", str(tmp_path / "file"))
     with pytest.raises(UserError, match=r"file cannot be written \(File exists\): set CO2_CACHE"):
@@ -140,3 +160,237 @@ def test_each_held_out_sample_is_one_workers(workers: int):
     assert all(1 <= len(batch) <= 2 for batches in found for batch in batches)
     keys = sorted(key for batches in found for batch in batches for key in batch)
     assert keys == [(0, 0, i) for i in range(7)]
+
+
+# -- which samples a worker sees --------------------------------------------------------------------------------------
+
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def shares(world_size: int, epoch: int = 0, seed: int = 0) -> torch.Tensor:
+    """[steps, batch] of all workers side by side."""
+    parts = [epoch_batches(103, 12, seed=seed, epoch=epoch, rank=r, world_size=world_size) for r in range(world_size)]
+    return torch.cat(parts, dim=1)
+
+
+def test_a_key_gives_always_the_same_number_and_generator_and_others_give_others():
+    assert mix(0, 1, 2) == 8427206145701047172, "runs that are resumed go on with the same data"
+    assert len({mix(0, i) for i in range(1000)} | {mix(i, 0) for i in range(1, 1000)}) == 1999
+    keys = [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 0)]
+    draws = {torch.rand(3, generator=generator(*key)).sum().item() for key in keys}
+    assert len(draws) == len(keys)
+    assert torch.equal(torch.rand(3, generator=generator(5, 6)), torch.rand(3, generator=generator(5, 6)))
+
+
+def test_an_epoch_has_every_sample_once_in_an_order_of_its_own_whatever_the_workers():
+    seen = shares(4).flatten()
+    assert len(seen) == 96 and len(seen.unique()) == 96 and seen.min() >= 0 and seen.max() < 103
+    assert torch.equal(shares(1), shares(3)) and torch.equal(shares(1), shares(4))
+    assert not torch.equal(shares(2), shares(2, epoch=1)) and not torch.equal(shares(2), shares(2, seed=1))
+    assert not torch.equal(shares(2, epoch=1), shares(2, seed=1)), "neighbouring keys must not coincide"
+
+
+def test_eval_share_partitions_the_samples():
+    parts = [list(eval_share(10, rank=r, world_size=3)) for r in range(3)]
+    assert sorted(sum(parts, [])) == list(range(10)) and max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+def test_a_batch_that_does_not_divide_or_is_larger_than_the_data_is_refused():
+    for batch, workers in ((10, 4), (0, 2), (-4, 2)):
+        with pytest.raises(UserError, match=f"batch_size={batch} .* multiple of {workers}"):
+            per_worker(batch, workers)
+    assert steps_per_epoch(100, 30) == 3
+    with pytest.raises(UserError, match="batch_size=200 .* exceeds the 100 training samples"):
+        steps_per_epoch(100, 200)
+
+
+def test_repeated_augmentation_spreads_the_copies_of_a_third_of_the_samples_over_the_workers():
+    """As DeiT's sampler: the copies of a sample stand side by side, and neighbours go to different workers."""
+    n, of = 30, dict(seed=0, epoch=0, world_size=3, repeats=3)
+    ranks = [epoch_batches(n, 9, rank=rank, **of) for rank in range(3)]
+    batches = torch.stack(ranks, dim=-1).flatten(1)  # [steps, 9], as they stood in the shuffle
+    assert batches.shape == (3, 9)
+    for batch in batches:
+        samples = batch % n
+        assert torch.equal(samples.view(3, 3), samples[::3, None].expand(3, 3)) and len(samples.unique()) == 3
+        assert (batch // n).tolist() == [0, 1, 2] * 3, "each copy has a number of its own, which seeds its augmentation"
+    assert all(len((share % n).unique()) == 9 for share in ranks), "no worker sees a sample twice"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_loading_processes_outlive_the_signals_that_stop_a_run(number: signal.Signals):
+    """Slurm sends them to all processes of a job; the worker still takes the batches of its last rounds."""
+    others = multiprocessing.active_children()
+    batches = load_batches(torch.arange(40), iter([[i] for i in range(40)]), 2)  # type: ignore[arg-type]
+    seen = [next(batches).item() for _ in range(2)]  # one of each process
+    loading = [process for process in multiprocessing.active_children() if process not in others]
+    assert len(loading) == 2
+    for process in loading:
+        os.kill(process.pid, number)
+    assert seen + [batch.item() for batch in batches] == list(range(40))
+
+
+LEFT_OPEN = """
+import gc
+from core import UserError
+from training.data import load_batches
+
+class Broken:
+    def __getitem__(self, index):
+        if index:
+            raise UserError("a broken file")
+        return 0
+
+batches = load_batches(Broken(), iter([[0], [1], *[[0]] * 9]), 2)
+kept = next(batches) if ending != "broken" else None
+gc.disable()
+try:
+    if ending == "broken":
+        kept = list(batches)
+except UserError as error:
+    kept = error
+if ending == "crash":
+    raise RuntimeError("in the loop")
+"""
+
+
+@pytest.mark.parametrize("ending", ["broken", *(pytest.param(e, marks=pytest.mark.slow) for e in ("open", "crash"))])
+def test_no_loading_process_holds_up_the_end_of_its_worker(ending: str) -> None:
+    command = [sys.executable, "-c", f"ending = {ending!r}\n{LEFT_OPEN}"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == (ending == "crash"), ended.stderr
+    assert "DataLoader" not in ended.stderr, "the end of the processes is no failure"
+
+
+# -- when something is due, means, the clock, and the trace -----------------------------------------------------------
+
+
+def test_every_fires_once_per_period_even_when_asked_late():
+    every = Every(10)
+    assert [step for step in range(1, 45) if step % 7 == 0 and every.due(step)] == [14, 21, 35, 42]
+    assert not any(Every(0).due(step) for step in range(100))
+    assert not Every(10, start=25).due(29) and Every(10, start=25).due(30)
+
+
+def test_averages_are_means_since_the_last_pop():
+    means = Averages()
+    means.add({"loss": torch.tensor(1.0), "top1": torch.tensor(0.5)})
+    means.add({"loss": torch.tensor(3.0), "top1": torch.tensor(1.0)})
+    assert {k: v.item() for k, v in means.pop().items()} == {"loss": 2.0, "top1": 0.75}
+    means.add({"loss": torch.tensor(5.0), "top1": torch.tensor(0.0)})
+    assert means.pop()["loss"] == 5.0
+
+
+def test_the_clock_stands_still_in_a_pause_and_goes_on_where_a_run_ended(monkeypatch: pytest.MonkeyPatch):
+    now = [100.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    clock = Stopwatch()
+    assert clock.seconds == 0.0
+    clock.start(7.0)
+    now[0] += 2
+    with clock.paused():
+        now[0] += 50
+        assert clock.seconds == 9.0
+    now[0] += 3
+    assert clock.seconds == 12.0
+
+
+def test_the_trace_covers_the_rounds_asked_for_and_is_written_where_a_run_ends_early(tmp_path: Path):
+    trace = Trace(tmp_path / "trace.json", first=2, rounds=2)
+    wrote = []
+    for i in range(6):
+        with record_function(f"local step {i}"):
+            torch.ones(3).sum()
+        wrote.append(trace.go_on())
+    assert wrote == [False, False, False, True, False, False] and not trace.go_on(last=True)
+    names = {event.get("name") for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]}
+    assert {"local step 2", "local step 3"} <= names and not {"local step 1", "local step 4"} & names
+    trace = Trace(tmp_path / "trace.json", first=1, rounds=5)
+    trace.go_on()
+    assert not trace.wrote
+    assert trace.go_on(last=True) and (tmp_path / "trace.json").exists()
+
+
+# -- paths with ~, what is not installed, and numbers that JSON does not have -----------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return tmp_path
+
+
+def test_home_is_put_in_and_a_user_who_is_not_there_is_named(home: Path, monkeypatch: pytest.MonkeyPatch):
+    user = f"~{os.environ.get('USER', 'root')}"
+    wanted = {"~/run": home / "run", "~": home, "~/a/~b": home / "a/~b", user: Path(os.path.expanduser(user))}
+    for typed, path in wanted.items():
+        assert from_home(typed) == path and from_home(Path(typed)) == path
+    assert from_home("a/~/b") == Path("a/~/b") and from_home("/x/~") == Path("/x/~")
+    for typed in ("~nobodyhere", "~nobodyhere/run"):
+        with pytest.raises(UserError, match=f"^{typed}: ~nobodyhere is no user here"):
+            from_home(typed)
+    monkeypatch.setenv("CO2_CACHE", "~nobodyhere/x")
+    with pytest.raises(UserError, match="~nobodyhere is no user here"):
+        cached("x", lambda folder: None)
+
+
+def test_recipes_data_cache_and_commands_take_it(home: Path, monkeypatch: pytest.MonkeyPatch):
+    assert parse(RECIPES, ["digits_small", "--out=~/run"]).out == home / "run"
+    assert parse(RECIPES, ["digits_small", "--out", "~/run"]).folder == home / "run"
+    found = parse(FINETUNE, ["prompts", "--model=~/m", "--data", "~/d", "--out=~/o"])
+    assert (found.model, found.data, found.out) == (home / "m", home / "d", home / "o")
+    monkeypatch.setenv("CO2_DATA", "~/data")
+    monkeypatch.setenv("CO2_CACHE", "~/cache")
+    assert data_root() == home / "data" and cached("x", lambda folder: None) == home / "cache" / "x"
+
+    @dataclass(frozen=True)
+    class Asked:
+        out: Path
+        plot: Path | None = None
+        name: str = "~"
+
+    assert paths_from_home(Asked(Path("~/a"), Path("~/b.png"))) == Asked(home / "a", home / "b.png")
+    assert paths_from_home(Asked(Path("a"))) == Asked(Path("a"))
+    (home / "cluster.json").write_text("[]")
+    command = ["training.plan", "--cluster=~/cluster.json", "--model=gpt-125m", "--batch=8"]
+    done = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and f"{home}/cluster.json: no report of format 1" in done.stderr
+
+
+def test_what_is_not_installed_is_one_line():
+    """As after `pip install .`, which brings torch and numpy alone."""
+    code = (
+        "import importlib.util, runpy, sys; real = importlib.util.find_spec\n"
+        "_, gone, target = sys.argv; sys.path.insert(0, '.'); sys.argv = [target, '--help']\n"
+        "importlib.util.find_spec = lambda n, *a: None if n in gone.split(',') else real(n, *a)\n"
+        "runpy.run_path(target, run_name='__main__') if target.endswith('.py') else "
+        "runpy.run_module(target, run_name='__main__')\n"
+    )
+    for gone, target, extra in (
+        ("tyro", "reproduce.py", "tasks"),
+        ("tyro,tqdm", "vision.train", "tasks"),
+        ("timm", "vision.train", "tasks"),
+        ("transformers", "language.prepare", "language"),
+        ("mmseg", "segmentation.train", "segmentation"),
+    ):
+        done = subprocess.run([sys.executable, "-c", code, gone, target], cwd=ROOT, capture_output=True, text=True)
+        line = f"error: {gone.replace(',', ' and ')} not installed: run pip install -e '.[{extra}]' in the repository\n"
+        assert (done.returncode, done.stderr) == (2, line), target
+
+
+def test_metrics_are_json_where_a_number_is_not_finite(tmp_path: Path):
+    from unittest.mock import MagicMock
+
+    folder = RunFolder(tmp_path, 0, Stopwatch())
+    folder.writer = writer = MagicMock()
+    folder._metrics = open(tmp_path / "metrics.jsonl", "w", buffering=1)  # noqa: SIM115
+    folder.log(3, {"a": float("nan"), "b": float("inf"), "c": -float("inf"), "d": 1.5})
+    folder._metrics.close()
+
+    def refuse(name: str) -> None:
+        raise ValueError(name)
+
+    line = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=refuse)
+    assert [line[key] for key in "abcd"] == [None, None, None, 1.5] and line["step"] == 3
+    assert writer.add_scalar.call_count == 4, "TensorBoard has them as they are"

@@ -100,8 +100,7 @@ def test_its_gpu_is_the_current_one(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_the_recommended_settings_go_with_it():
     """Their wire is auto: of the formats elastic knows float32 alone."""
     co2 = replace(CO2Config.recommended(4), tau=6)
-    assert co2.wire.format == "auto"
-    assert Recipe(elastic=True, co2=co2).co2 == co2
+    assert co2.wire.format == "auto" and Recipe(elastic=True, co2=co2).co2 == co2
     method, joining = elastic_co2([nn.Parameter(torch.zeros(2))], co2, members=Members(dist.HashStore(), "0.0"))
     assert method.config == replace(co2, wire=WireConfig())
     assert method.riders[0] is joining and not any(isinstance(rider, Tuned) for rider in method.riders)
@@ -172,7 +171,7 @@ def toy(folder: str, where: str, who: str, resume: bool, pace: float) -> None:
 
 def train(
     folder: Path, where: str = "", who: str = "", resume: bool = False, pace: float = 0.0, workers: int = 3
-) -> dict[str, Any]:
+) -> Any:
     crew = Crew(testing._context(), toy, (str(folder), where, who, resume, pace), workers, int(pace > 0), late=90)
     assert crew.run() == 0 and not crew.timed_out
     steps = [row["step"] for row in rows(folder) if "train_loss" in row]
@@ -185,15 +184,11 @@ def train(
 SLOW = pytest.mark.slow  # the workers' own tests, in tests/core/test_elastic.py, are like it
 
 
-@pytest.mark.parametrize(
-    ("where", "who"),
-    [
-        pytest.param("step", "1.0", marks=SLOW),
-        ("checkpoint", "0.0"),
-        ("evaluation", "0.0"),
-        pytest.param("evaluation", "2.0", marks=SLOW),
-    ],
-)
+DEATHS = [("checkpoint", "0.0"), ("evaluation", "0.0")]
+MORE = [pytest.param(*death, marks=SLOW) for death in (("step", "1.0"), ("evaluation", "2.0"))]
+
+
+@pytest.mark.parametrize(("where", "who"), DEATHS + MORE)
 def test_a_run_goes_on_without_a_worker(tmp_path: Path, where: str, who: str):
     assert train(tmp_path, where, who)["notes"] == [f"2 workers: {who} lost"]
     assert not list(tmp_path.glob("checkpoints/*.tmp*"))

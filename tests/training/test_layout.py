@@ -25,49 +25,28 @@ NAMES = {
 }
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_name_is_read_and_written(name: str):
-    assert Layout.parse(name) == NAMES[name]
-    assert str(NAMES[name]) == name
-
-
-def test_axes_of_size_one_may_be_left_out_and_come_in_any_order():
+def test_a_name_is_read_and_written():
+    """Axes of size one may be left out, and axes come in any order."""
+    for name, layout in NAMES.items():
+        assert Layout.parse(name) == layout and str(layout) == name
     assert Layout.parse("co2x2.pp2.zero3.dp2") == Layout(pp=2, dp=2, zero=3, islands=2)
 
 
-def test_every_rank_has_a_place_of_its_own():
+def test_every_rank_has_a_place_of_its_own_and_parts_of_stages_cover_the_layers_once():
     layout = Layout(tp=2, pp=3, dp=2, islands=2)
     places = [layout.place(rank) for rank in range(layout.devices)]
     assert len({*places}) == 24 and places[:3] == [Place(0, 0, 0, 0), Place(0, 0, 0, 1), Place(0, 0, 1, 0)]
     assert [layout.rank(place) for place in places] == list(range(24))
     assert (layout.island_size, layout.data_workers, layout.parts) == (12, 4, 3)
-
-
-def test_parts_of_stages_cover_the_layers_once():
     layout = Layout(pp=2, v=3, microbatches=4)
     found = [layout.layers_of(stage, 12) for stage in (0, 1)]
     assert found[0] == [range(0, 2), range(4, 6), range(8, 10)]
     assert sorted(i for own in found for part in own for i in part) == list(range(12))
 
 
-def parse_name(name: str) -> Layout:
-    return Layout.parse(name)
-
-
-def check_runs(name: str) -> None:
-    Layout.parse(name).check_runs()
-
-
-def cut_eight_layers(name: str) -> None:
-    check_cut(build("gpt2"), Layout.parse(name))
-
-
-def cut_two_heads_of_keys(name: str) -> None:
-    Layout.parse(name).check_model(layers=8, heads=8, key_heads=2, vocabulary=64)
-
-
-def cut_66_tokens(name: str) -> None:
-    Layout.parse(name).check_model(layers=8, heads=8, key_heads=8, vocabulary=66)
+def cut(heads: int, key_heads: int, vocabulary: int) -> Callable[[str], object]:
+    sizes = {"layers": 8, "heads": heads, "key_heads": key_heads, "vocabulary": vocabulary}
+    return lambda name: Layout.parse(name).check_model(**sizes)
 
 
 def cut_transnormer(name: str) -> None:
@@ -83,23 +62,43 @@ def train_by(name: str) -> None:
 @pytest.mark.parametrize(
     ("asked", "name", "part"),
     [
-        (parse_name, "tp2.xx2", "'xx2' is no axis"),
-        (parse_name, "", "'' is no axis"),
-        (parse_name, "tp2.tp4", "has tp twice"),
-        (parse_name, "tp0", "tp is 0: give 1 or more"),
-        (parse_name, "dp2.zero4", "zero4: there are the ZeRO stages 1, 2 and 3"),
-        (parse_name, "pp4.mb2", "2 micro-batches: fewer than 4 stages: give mb4 or more"),
-        (parse_name, "v2.mb2", "v2 without stages"),
-        (parse_name, "pp4.v2.mb6", "v2 with mb6: needs a multiple of pp=4: give mb8"),
-        (check_runs, "tp2.dp2.zero1", "zero1 with tp: torch's ZeroRedundancyOptimizer takes no DTensors: give fsdp"),
-        (check_runs, "tp2.fsdp", "fsdp: dp is 1, nothing to share out"),
-        (check_runs, "dp1", "one process"),
-        (cut_eight_layers, "tp3", "tp=3 does not divide 8 attention heads: give tp 2 or 4"),
-        (cut_eight_layers, "pp3", "pp=3 does not divide 8 layers: give pp 2 or 4"),
-        (cut_eight_layers, "pp2.v3.mb2", "pp * v = 6 does not divide 8 layers: give pp * v 4 or 8"),
-        (cut_eight_layers, "pp16.mb16", "pp=16 does not divide 8 layers: give pp 8"),
-        (cut_two_heads_of_keys, "tp4", "2 heads of keys"),
-        (cut_66_tokens, "tp4", "66 tokens of the vocabulary"),
+        (Layout.parse, "tp2.xx2", "'xx2' is no axis"),
+        (Layout.parse, "", "'' is no axis"),
+        (Layout.parse, "tp2.tp4", "has tp twice"),
+        (Layout.parse, "tp0", "tp is 0: give 1 or more"),
+        (Layout.parse, "dp2.zero4", "zero4: there are the ZeRO stages 1, 2 and 3"),
+        (Layout.parse, "pp4.mb2", "2 micro-batches: fewer than 4 stages: give mb4 or more"),
+        (Layout.parse, "v2.mb2", "v2 without stages"),
+        (Layout.parse, "pp4.v2.mb6", "v2 with mb6: needs a multiple of pp=4: give mb8"),
+        (
+            lambda name: Layout.parse(name).check_runs(),
+            "tp2.dp2.zero1",
+            "zero1 with tp: torch's ZeroRedundancyOptimizer takes no DTensors: give fsdp",
+        ),
+        (lambda name: Layout.parse(name).check_runs(), "tp2.fsdp", "fsdp: dp is 1, nothing to share out"),
+        (lambda name: Layout.parse(name).check_runs(), "dp1", "one process"),
+        (
+            lambda name: check_cut(build("gpt2"), Layout.parse(name)),
+            "tp3",
+            "tp=3 does not divide 8 attention heads: give tp 2 or 4",
+        ),
+        (
+            lambda name: check_cut(build("gpt2"), Layout.parse(name)),
+            "pp3",
+            "pp=3 does not divide 8 layers: give pp 2 or 4",
+        ),
+        (
+            lambda name: check_cut(build("gpt2"), Layout.parse(name)),
+            "pp2.v3.mb2",
+            "pp * v = 6 does not divide 8 layers: give pp * v 4 or 8",
+        ),
+        (
+            lambda name: check_cut(build("gpt2"), Layout.parse(name)),
+            "pp16.mb16",
+            "pp=16 does not divide 8 layers: give pp 8",
+        ),
+        (cut(8, 2, 64), "tp4", "2 heads of keys"),
+        (cut(8, 8, 66), "tp4", "66 tokens of the vocabulary"),
         (cut_transnormer, "pp2", "give one of gpt2, llama"),
         (train_by, "pp2.dp2 --method co2", "it is of method ddp, given is 'co2'"),
         (train_by, "pp2.dp2 --zero 2", "zero=2 does not go with it"),
@@ -129,13 +128,10 @@ def test_another_number_of_processes_is_refused(started: int, said: str):
     Layout(tp=2, pp=2).check_devices(4)
 
 
-def test_the_layout_s_name_says_the_method():
+def test_the_layout_s_name_says_the_method_and_other_recipes_are_as_they_were():
     assert parse(RECIPES, ["gpt2_pydoc_small", "--layout", "tp2.pp2"]).method == "ddp"
     between = parse(RECIPES, ["gpt2_pydoc_small", "--layout", "tp2.co2x2"])
     assert between.method == "co2" and not between.recommended and between.data_workers(4) == 2
-
-
-def test_every_recipe_without_a_layout_is_as_it_was():
     assert all(recipe.layout == "" for recipe in RECIPES.values())
     recipe: Any = dataclasses.replace(RECIPES["gpt2_pydoc_small"], layout="dp4.fsdp", method="ddp")
     assert recipe.data_workers(4) == 4

@@ -1,37 +1,49 @@
-"""Optimisers and schedules."""
+"""Optimisers and schedules; micro-batches and recomputed activations give the gradient of the whole batch."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from mmengine.structures import PixelData
+from mmseg.structures import SegDataSample
+from torch import Tensor, nn
 
 import language.model
 from core import UserError
 from core.checkpoints.named import load_optimizer, of_optimizer
+from language.recipes import gpt2_pydoc_small, roberta_pydoc_small, transnormer_pydoc_small
+from language.train import backward as language_backward
+from language.train import make_model as language_model
+from pointcloud.recipes import modelnet10_mae_small, surfaces_small
+from pointcloud.train import backward as pointcloud_backward
+from pointcloud.train import make_model as pointcloud_model
+from segmentation.recipes import digits_swin
+from segmentation.train import backward as segmentation_backward
+from segmentation.train import make_model as segmentation_model
 from training.optim import OptimConfig, clip_gradients, lr_factor, make_optimizer, make_schedule
+from training.recipe import Recipe
+from training.run import Run
+from vision.recipes import digits_small, digits_vit
+from vision.train import backward as vision_backward
+from vision.train import make_model as vision_model
 
 
 def model() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3))
 
 
-def test_weight_decay_leaves_biases_and_norms_alone():
+def test_weight_decay_spares_biases_norms_and_what_a_model_or_a_recipe_names():
     optimizer = make_optimizer(model(), OptimConfig("sgd", lr=0.1, momentum=0.0, weight_decay=0.5))
     decayed, spared = optimizer.param_groups
     assert (decayed["weight_decay"], [p.ndim for p in decayed["params"]]) == (0.5, [2])
     assert (spared["weight_decay"], [p.ndim for p in spared["params"]]) == (0.0, [1, 1, 1])
-
-
-def test_weight_decay_leaves_alone_what_the_model_names():
     net = nn.Sequential(nn.Linear(4, 3, bias=False), nn.Linear(3, 2, bias=False))
     net.no_weight_decay = lambda: {"1.*"}
     decayed, spared = make_optimizer(net, OptimConfig(weight_decay=0.5)).param_groups
     assert (decayed["params"], spared["params"]) == ([net[0].weight], [net[1].weight])
-
-
-def test_a_recipe_says_by_name_what_is_not_decayed():
     (everything,) = make_optimizer(model(), OptimConfig(weight_decay=0.5, undecayed=())).param_groups
     assert everything["weight_decay"] == 0.5 and len(everything["params"]) == 4
     decayed, spared = make_optimizer(model(), OptimConfig(weight_decay=0.5, undecayed=("bias",))).param_groups
@@ -68,32 +80,22 @@ def test_optimizer_by_name_takes_its_settings(name: str, cls: type):
         assert (optimizer.defaults["betas"], optimizer.defaults["eps"]) == ((0.8, 0.9), 1e-6)
 
 
-def test_cosine_with_warm_up():
+def test_schedules_by_hand():
     config = OptimConfig(warmup_steps=4, min_lr_share=0.1)
     factors = [lr_factor(step, 104, config) for step in range(104)]
     assert factors[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
     assert factors[54] == pytest.approx(0.1 + 0.9 / 2)  # half way
     assert lr_factor(104, 104, config) == pytest.approx(0.1)
     assert all(a >= b for a, b in zip(factors[4:], factors[5:], strict=False))
-
-
-def test_inverse_sqrt_and_constant():
     config = OptimConfig(schedule="inverse_sqrt", warmup_steps=100)
     assert lr_factor(399, 1000, config) == pytest.approx(math.sqrt(100 / 400))
     assert lr_factor(99, 1000, config) == pytest.approx(100 / 101)
     assert lr_factor(900, 1000, OptimConfig(schedule="constant", warmup_steps=3)) == 1.0
-
-
-def test_poly_by_hand():
     config = OptimConfig(schedule="poly", power=0.9, min_lr_share=0.1, warmup_steps=4)
-    assert lr_factor(1, 14, config) == pytest.approx(2 / 5)
-    assert lr_factor(4, 14, config) == 1.0
+    assert lr_factor(1, 14, config) == pytest.approx(2 / 5) and lr_factor(4, 14, config) == 1.0
     assert lr_factor(9, 14, config) == pytest.approx(0.1 + 0.9 * 0.5**0.9)
     assert lr_factor(14, 14, config) == pytest.approx(0.1)
     assert lr_factor(9, 14, replace(config, power=2.0)) == pytest.approx(0.1 + 0.9 * 0.25)
-
-
-def test_schedule_drives_the_optimizer():
     config = OptimConfig(lr=2.0, warmup_steps=1)
     optimizer = make_optimizer(model(), config)
     schedule = make_schedule(optimizer, 11, config)
@@ -161,3 +163,79 @@ def test_muon_takes_the_matrices_of_the_blocks_and_adamw_the_rest():
 def test_muon_elsewhere_is_refused():
     with pytest.raises(UserError, match="optim name=muon: only language models say which matrices lie inside"):
         make_optimizer(model(), OptimConfig("muon"))
+
+
+# -- the gradient of the whole batch, in every task -------------------------------------------------------------------
+
+
+Pass = Callable[[Run, Any, nn.Module], Any]
+N = 5  # samples, which two micro-batches do not share evenly
+
+
+def text(run: Run, recipe: Any, model: nn.Module) -> Any:
+    tokens = torch.randint(4, recipe.vocab_size, (N, recipe.context), generator=torch.Generator().manual_seed(0))
+    targets = tokens.masked_fill(torch.rand(N, recipe.context, generator=torch.Generator().manual_seed(0)) > 0.4, -100)
+    return {"train_loss": language_backward(run, recipe, model, (tokens, targets))}
+
+
+def vision(run: Run, recipe: Any, model: nn.Module) -> Any:
+    return vision_backward(run, recipe, model, torch.randn(N, 1, 8, 8), torch.arange(N))
+
+
+def pointcloud(run: Run, recipe: Any, model: nn.Module) -> Any:
+    return pointcloud_backward(run, recipe, model, torch.randn(N, recipe.points, 3))
+
+
+def segmentation(run: Run, recipe: Any, model: nn.Module) -> Any:
+    label = SegDataSample(gt_sem_seg=PixelData(data=torch.randint(11, (1, 48, 48))))
+    return segmentation_backward(run, recipe, model, model, torch.randn(N, 3, 48, 48), [label] * N)
+
+
+TASKS: dict[str, tuple[Recipe, Callable[[Any], nn.Module], Pass]] = {
+    "gpt2": (gpt2_pydoc_small(), lambda r: language_model(r, pad=1), text),
+    "transnormer": (transnormer_pydoc_small(), lambda r: language_model(r, pad=1), text),
+    "roberta": (roberta_pydoc_small(), lambda r: language_model(r, pad=1), text),
+    "vision": (digits_vit(), vision_model, vision),
+    "segmentation": (digits_swin(), segmentation_model, segmentation),
+    "mae": (modelnet10_mae_small(), pointcloud_model, pointcloud),
+    "autoencoder": (surfaces_small(), pointcloud_model, pointcloud),
+}
+
+
+def step(task: str, dropout: bool, **changes: Any) -> tuple[Any, list[Tensor]]:
+    """What a step returns, and its gradient. Without dropout there is no BatchNorm over a micro-batch either."""
+    recipe, make, backward = TASKS[task]
+    recipe = replace(recipe, device="cpu", **changes)
+    if dropout and hasattr(recipe, "dropout"):
+        recipe = replace(recipe, dropout=0.1)
+    torch.manual_seed(0)
+    model = make(recipe).train()
+    for m in model.modules():
+        if not dropout and isinstance(m, nn.modules.batchnorm._BatchNorm | nn.Dropout | nn.Dropout2d):
+            m.eval()
+    torch.manual_seed(1)
+    scalars = backward(Run(recipe), recipe, model)
+    return scalars, [p.grad for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("task", [task for task in TASKS if task != "mae"])
+def test_micro_batches_give_the_gradient_of_the_batch(task: str):
+    whole, expected = step(task, False)
+    for accumulate in (2, 3):
+        parts, found = step(task, False, accumulate=accumulate)
+        for name in whole:
+            torch.testing.assert_close(parts[name], whole[name], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("task", [task for task in TASKS if task != "autoencoder"])
+def test_recomputing_gives_the_same_gradient(task: str):
+    (kept, expected), (recomputed, found) = step(task, True), step(task, True, recompute=True)
+    assert all(torch.equal(recomputed[name], kept[name]) for name in kept)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_recomputing_what_has_no_blocks_is_refused():
+    with pytest.raises(UserError, match="recompute with model=autoencoder"):
+        replace(surfaces_small(), recompute=True)
+    assert vision_model(replace(digits_small(), recompute=True)).grad_checkpointing

@@ -1,18 +1,30 @@
-"""Recipes from the command line, and how a mistake is reported."""
+"""Recipes from the command line, how a mistake is reported, what a dry run refuses as a run does."""
 
 import errno
+import functools
+import importlib
+import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from core import CO2Config, SlowMoConfig, UserError
+from core import CO2Config, SlowMoConfig, UserError, WireConfig
+from reproduce import NODES, fitting_batch
+from results.paper import GPUS
 from tests.scripts import refused
-from training.checks import dry_run
+from training import checks, run
+from training.checks import check_batch_norm, check_start, dry_run
+from training.data import smallest_part
+from training.optim import backward_in_parts
 from training.recipe import Recipe, momentum_note, parse
+from training.run import Run
 from training.script import launch
 
 
@@ -27,9 +39,8 @@ RECIPES = {"toy_a": Toy(), "toy_b": Toy(width=5), "toy_small": Toy(co2=CO2Config
 
 
 def test_overrides_reach_every_level():
-    recipe = parse(
-        RECIPES, ["toy_b", "--method", "delayed", "--co2.tau", "24", "--co2.clip", "None", "--optim.lr", "0.3"]
-    )
+    options = "--method delayed --co2.tau 24 --co2.clip None --optim.lr 0.3"
+    recipe = parse(RECIPES, ["toy_b", *options.split()])
     assert (recipe.name, recipe.width, recipe.method) == ("toy_b", 5, "delayed")
     assert (recipe.co2.tau, recipe.co2.clip, recipe.optim.lr) == (24, None, 0.3)
     assert recipe.folder == Path("runs/toy_b-delayed-seed0")
@@ -41,12 +52,9 @@ def test_the_folder_one_is_in_is_no_run_folder(out: str):
         parse(RECIPES, ["toy_a", f"--out={out}"])
 
 
-def test_unknown_recipe_suggests_the_near_one():
+def test_an_unknown_recipe_suggests_the_near_one_and_lists_no_others():
     with pytest.raises(UserError, match="recipe 'toy_' does not exist; did you mean toy_"):
         parse(RECIPES, ["toy_"])
-
-
-def test_a_recipe_unlike_any_other_gets_no_list_of_all():
     with pytest.raises(UserError) as error:
         parse(RECIPES, ["zzz"], prog="toy.train")
     assert str(error.value) == "recipe 'zzz' does not exist; `python -m toy.train --help` lists them"
@@ -55,15 +63,9 @@ def test_a_recipe_unlike_any_other_gets_no_list_of_all():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (
-            ["--slowmo.outer_momentum", "0.1"],
-            "slowmo.outer_momentum=0.1 is method slowmo's own, method 'co2' does not have it",
-        ),
+        (["--slowmo.outer_momentum", "0.1"], "slowmo.outer_momentum=0.1 is method slowmo's own, method 'co2' does not"),
         (["--overlap_local.pull", "0.1", "--method", "ddp"], "overlap_local.pull=0.1 is method overlap_local's own"),
-        (
-            ["--co2.clip", "0.1", "--method", "local"],
-            "co2.clip=0.1 is method co2's own, method 'local' does not have it",
-        ),
+        (["--co2.clip", "0.1", "--method", "local"], "co2.clip=0.1 is method co2's own, method 'local' does not have"),
     ],
 )
 def test_settings_of_another_method_are_refused(options: list[str], said: str):
@@ -95,9 +97,7 @@ PAPER = CO2Config(tau=6)
         (["--per_node", "2"], False, PAPER),
     ],
 )
-def test_a_small_recipe_takes_the_recommended_settings_where_they_go(
-    options: list[str], recommended: bool, co2: CO2Config, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_small_recipe_takes_the_recommended_settings_where_they_go(options, recommended, co2, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     recipe = parse(RECIPES, ["toy_small", *options])
     assert (recipe.recommended, recipe.co2) == (recommended, co2)
@@ -114,8 +114,6 @@ def test_the_recommended_settings_are_another_recipes_when_asked_for_alone():
     ("options", "said"),
     [
         (["--zero", "1"], "zero=1 with 1 worker that synchronises every step has nothing to shard"),
-        (["--per_node", "3"], "per_node=3 does not divide 2 workers"),
-        (["--batch_size", "3"], "batch_size=3 (global) over 2 workers"),
         (["--device", "cuda"], "device=cuda: torch sees no CUDA device here"),
     ],
 )
@@ -154,6 +152,16 @@ def test_a_dry_run_in_one_process_leaves_the_number_of_workers_open(capsys: pyte
         (["--batch_size", "0"], "batch_size=0: give 1 or more"),
         (["--width", "100000000000000000000"], "width=100000000000000000000: give 1000000000 or less"),
         (["--seed", "-1"], "seed=-1: give 0 or more"),
+        (["--method", "ddp", "--co2.wire.format", "int8"], "wire.format='int8' is CO2's own"),
+        (["--method", "slowmo", "--co2.tau", "auto"], "tau='auto' with a method that hides no"),
+        (["--method", "local", "--shard"], "shard=True is CO2's own"),
+        (["--co2.gap", "none", "--co2.outer_momentum", "0.5"], "outer_momentum=0.5"),
+        (["--co2.delay", "7", "--co2.tau", "6"], "delay=7: give at most tau=6"),
+        (["--zero", "-1"], "invalid choice"),
+        (["--optim.lr", "1,5"], "could not convert"),
+        (["--epochs", "0x10"], "invalid literal"),
+        (["--epochs="], "invalid literal"),
+        (["--method=ü"], "invalid choice"),
     ],
 )
 def test_bad_options_end_with_status_2_and_a_remedy(options: list[str], said: str, capsys: pytest.CaptureFixture):
@@ -173,20 +181,15 @@ def fills_a_disk() -> None:
         file.write("a line")
 
 
-MISTAKE = "error: no such folder 'x': make it"
+MISTAKE, ROOM = "error: no such folder 'x': make it", "make room or choose another --out"
 ENDS: dict[str, tuple[Callable[[], None], int, str]] = {  # what main does, the exit status, what is said
     "a mistake": (lambda: raises(UserError(MISTAKE[7:])), 2, f"{MISTAKE}\n"),
     "Ctrl-C": (lambda: raises(KeyboardInterrupt()), 130, ""),
-    "a file that takes no more": (
+    "a large file": (
         lambda: raises(OSError(errno.EFBIG, "File too large", "run/events")),
-        2,
-        "error: run/events: File too large; make room or choose another --out\n",
+        *(2, f"error: run/events: File too large; {ROOM}\n"),
     ),
-    "a full disk": (
-        fills_a_disk,
-        2,
-        "error: the run folder: No space left on device; make room or choose another --out\n",
-    ),
+    "a full disk": (fills_a_disk, 2, f"error: the run folder: No space left on device; {ROOM}\n"),
 }
 
 
@@ -199,9 +202,7 @@ def test_launch_ends_without_a_traceback(what: str, monkeypatch: pytest.MonkeyPa
     assert codes == [code] and capsys.readouterr().err == said
 
 
-def test_torchrun_is_told_what_went_wrong(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-):
+def test_torchrun_is_told_what_went_wrong(tmp_path, monkeypatch, capsys):
     codes: list[int] = []
     monkeypatch.setattr("os._exit", codes.append)
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
@@ -225,3 +226,123 @@ def test_another_outer_momentum_than_the_releases_is_noted(workers: int, usual: 
     assert said.endswith(wanted) if usual is not None else not said
     assert not momentum_note(Recipe(method="ddp", co2=CO2Config(outer_momentum=0.6)), workers)
     assert not momentum_note(Recipe(co2=CO2Config(outer_lr=0.5, outer_momentum=0.4)), workers), "another pair"
+
+
+# -- what a run refuses before its first step a dry run refuses, too --------------------------------------------------
+
+
+TASKS = ("vision", "segmentation", "pointcloud", "language")
+EVERY_RECIPE = [(task, name) for task in TASKS for name in importlib.import_module(f"{task}.recipes").RECIPES]
+FULL = ("imagenet", "ade20k", "shapenet", "_owt", "_wikibooks", "_wikitext103")
+
+
+@dataclass(frozen=True)
+class CheckedToy(Recipe):
+    name: str = "toy"
+    device: Any = "cpu"
+
+
+@functools.cache  # on the meta device, once for both clusters
+def build(task: str, name: str) -> nn.Module:
+    script, pad = importlib.import_module(f"{task}.train"), {"pad": 1} if task == "language" else {}
+    return script.make_model(script.RECIPES[name], **pad)
+
+
+@pytest.mark.parametrize("cluster", NODES)
+@pytest.mark.parametrize(("task", "name"), EVERY_RECIPE)
+def test_every_recipe_starts_on_its_clusters_or_is_refused_in_one_line(task, name, cluster, monkeypatch, capsys):
+    """With the batch that slurm/'s scripts give it (tests/e2e/test_slurm.py), a small one on four workers; and with its
+    own."""
+    recipe, gpus = importlib.import_module(f"{task}.recipes").RECIPES[name], NODES[cluster] * GPUS
+    workers = gpus if any(mark in name for mark in FULL) else 4
+    monkeypatch.setenv("WORLD_SIZE", str(workers))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(GPUS))
+    fit = replace(recipe, batch_size=fitting_batch(recipe, workers))
+    dry_run(fit, lambda: build(task, name))
+    shown, rest = capsys.readouterr().out.split("\n}\n")
+    settings = json.loads(shown[shown.index("{") :] + "}")  # mmcv prints at its import, too
+    assert settings["batch_size"] == fit.batch_size and float(rest.split()[0]) > 0.03
+    assert f"{workers} workers of {fit.batch_size // fit.data_workers(workers)} samples" in rest
+    monkeypatch.setenv("WORLD_SIZE", str(gpus))
+    try:
+        dry_run(recipe, lambda: nn.Linear(1, 1))
+    except UserError as error:
+        (line,) = str(error).splitlines()
+        assert re.search(r"over \d+ workers: (choose a positive multiple of \d+, such as|.* Mixup .*; give) \d+", line)
+
+
+@pytest.mark.parametrize("name", ["check_start", "check_batch_norm"])
+def test_a_run_asks_the_functions_that_a_dry_run_asks(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def refuse(*_: Any) -> None:
+        raise UserError("no")
+
+    for module in (checks, run):
+        monkeypatch.setattr(module, name, refuse)
+    recipe = CheckedToy(out=tmp_path)
+    with pytest.raises(UserError, match="^no$"):
+        dry_run(recipe, lambda: nn.Linear(1, 1))
+    with pytest.raises(UserError, match="^no$"), Run(recipe) as started:
+        started.shard(nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"batch_size": 100}, r"batch_size=100 \(global\) over 16 workers: .*, such as 96$"),
+        ({"per_node": 3}, "per_node=3 does not divide 16 workers"),
+        ({"per_node": 8, "co2": CO2Config(merge="keep", gap="none")}, "merge='keep' .* needs the outer state whole"),
+        ({"per_node": 8, "co2": CO2Config(wire=WireConfig("int8"))}, "wire.format='int8' needs unshared"),
+        (
+            {"per_node": 8, "co2": CO2Config(merge="mix", delay="auto", gap="none")},
+            "merge='mix' with delay='auto' needs the outer state whole",
+        ),
+        ({"method": "ddp", "per_node": 8, "zero": 2, "ddp_wire": WireConfig("int8")}, "ddp_wire.format='int8' with"),
+    ],
+)
+def test_what_does_not_go_with_the_workers_is_refused_before_the_run(changes: dict[str, Any], message: str):
+    with pytest.raises(UserError, match=message):
+        check_start(CheckedToy(**changes), 16)
+
+
+class Norm(nn.Sequential):
+    def __init__(self, kind: type[nn.Module] = nn.BatchNorm1d):
+        super().__init__(nn.Linear(2, 2), kind(2))
+
+
+@pytest.mark.parametrize(
+    ("batch", "workers", "accumulate", "message"),
+    [
+        (128, 128, 1, r"batch_size=128 \(global\) over 128 workers: BatchNorm .* a worker; give 256 or more"),
+        (128, 128, 4, "two samples a worker; give 256 or more"),
+        (256, 128, 2, "^accumulate=2 with .*: BatchNorm .* in each part .*, and one part has one; give --accumulate 1"),
+        (7, 1, 3, "a worker's 7, and one part has one; give --accumulate 2"),  # 3, 3, 1; with 2: 4, 3
+        (6, 1, 3, ""),
+    ],
+)
+def test_batch_norm_needs_two_samples_in_each_part(batch: int, workers: int, accumulate: int, message: str):
+    """So does torch, in the step itself."""
+    recipe = CheckedToy(batch_size=batch, accumulate=accumulate)
+    check_batch_norm(recipe, nn.Linear(1, 1), workers)
+    check_batch_norm(recipe, Norm(nn.SyncBatchNorm), workers)
+    parts = torch.randn(batch // workers, 2).chunk(accumulate)
+    assert min(map(len, parts)) == smallest_part(batch // workers, accumulate)
+    model = Norm()
+    if not message:
+        check_batch_norm(recipe, model, workers)
+        backward_in_parts(model, parts, lambda part: {"train_loss": model(part).sum()})
+        return
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel"):
+        backward_in_parts(model, parts, lambda part: {"train_loss": model(part).sum()})
+    with pytest.raises(UserError, match=message):
+        check_batch_norm(recipe, model, workers)
+
+
+@pytest.mark.parametrize("name", ["surfaces_small", "modelnet10_mae_small"])
+def test_one_cloud_is_enough_for_batch_norm_over_its_points(name: str):
+    train = importlib.import_module("pointcloud.train")
+    recipe = replace(train.RECIPES[name], points=64, batch_size=1)
+    model = train.make_model(recipe)
+    check_batch_norm(recipe, model, 1)
+    out = model(torch.randn(1, recipe.points, 3))
+    out.prediction.sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())

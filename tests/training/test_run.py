@@ -1,4 +1,4 @@
-"""The run around a loop: its folder, what is due after a step, signals, checkpoints and resuming."""
+"""The run around a loop: its folder, what is due after a step, signals, resuming, evaluations, what the host reads."""
 
 import functools
 import json
@@ -11,15 +11,19 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from torch import nn
 
+import core.stats
+import training.run
 from core import CO2Config, UserError
+from core.rounds import Rounds
 from core.testing import run_distributed
 from tests.runs import Loop, rows, summary
 from training.data import generator
-from training.folder import table
+from training.folder import RoundLog, table
 from training.optim import OptimConfig
 from training.recipe import Recipe
 from training.run import Run
@@ -35,17 +39,9 @@ class Toy(Recipe):
     log_every: int = 1
 
 
-def train(
-    folder: Path,
-    steps: int,
-    *,
-    resume: bool = False,
-    crash_at: int | None = None,
-    compile: bool = False,
-    **settings: Any,
-) -> list[torch.Tensor]:
+def train(folder: Path, steps: int, *, crash_at: int | None = None, **settings: Any) -> list[torch.Tensor]:
     """A few steps of a linear model under Run, with dropout so that random state matters; the final parameters."""
-    recipe = Toy(name="toy", out=folder, resume=resume, device="cpu", compile=compile, **settings)
+    recipe = Toy(name="toy", out=folder, device="cpu", **settings)
     with Run(recipe) as run:
         loop = Loop(run, nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), steps)
         for step in range(loop.start, steps):
@@ -70,8 +66,10 @@ def test_resume_goes_on_bit_for_bit(tmp_path: Path):
     assert not all(torch.equal(a, b) for a, b in zip(whole, other, strict=True)), "the comparison must be able to fail"
 
 
-def test_run_folder_is_complete_and_never_overwritten(tmp_path: Path):
+def test_a_run_folder_is_complete_shown_as_a_table_and_never_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture):
+    """The table has units behind the numbers; TensorBoard has the settings beside the results."""
     train(tmp_path, 6)
+    title, *lines = capsys.readouterr().out.splitlines()
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["recipe"]["co2"]["tau"] == 3 and config["versions"]["torch"] == torch.__version__
     steps = [row for row in rows(tmp_path) if "train_loss" in row]
@@ -80,14 +78,22 @@ def test_run_folder_is_complete_and_never_overwritten(tmp_path: Path):
     assert [row["step"] for row in rows(tmp_path) if "round/tau" in row] == [3, 6]
     end = summary(tmp_path)
     assert end["steps"] == 6 and end["loss"] == steps[-1]["train_loss"] and end["rounds"] == 2
-    assert list(tmp_path.glob("events.out.tfevents*"))
+    assert title == f"toy co2: {tmp_path}"
+    shown = {line[:26].strip(): line[26:].split() for line in lines}
+    assert shown["steps"] == ["6"] and shown["seconds"][1] == "s" and shown["steps per second"][1] == "steps/s"
+    assert shown["hidden share"][1] == "%" and shown["bytes sent"] == ["0", "MB"]
+    said = table({"test_top1": 0.98765, "bytes_sent": 2_549_000})
+    assert said.split() == ["test", "top1", "98.77", "%", "bytes", "sent", "2.549", "MB"]
+    events = EventAccumulator(str(tmp_path)).Reload()
+    plugin = events.summary_metadata["_hparams_/session_start_info"].plugin_data.content
+    settings = HParamsPluginData.FromString(plugin).session_start_info.hparams
+    assert settings["co2.tau"].number_value == 3 and settings["method"].string_value == "co2"
+    assert [event.value for event in events.Scalars("summary/steps")] == [6]
     with pytest.raises(UserError, match="holds a run: add --resume"):
         train(tmp_path, 6)
 
 
-def test_a_compiled_model_trains_alike_and_its_checkpoints_are_any_models(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_compiled_model_trains_alike_and_its_checkpoints_are_any_models(tmp_path, monkeypatch):
     """The backend runs the operations that were traced, in place of the compiled C++, which takes half a minute."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     torch._dynamo.reset()
@@ -108,27 +114,6 @@ def test_a_run_shorter_than_a_round_warns(tmp_path: Path, capsys: pytest.Capture
     assert said in capsys.readouterr().err
     train(tmp_path / "b", 3)
     assert "warning" not in capsys.readouterr().err
-
-
-def test_the_summary_is_a_table_with_units_after_the_bar(tmp_path: Path, capsys: pytest.CaptureFixture):
-    train(tmp_path, 6)
-    captured = capsys.readouterr()
-    title, *lines = captured.out.splitlines()
-    assert title == f"toy co2: {tmp_path}"
-    shown = {line[:26].strip(): line[26:].split() for line in lines}
-    assert shown["steps"] == ["6"] and shown["seconds"][1] == "s" and shown["steps per second"][1] == "steps/s"
-    assert shown["hidden share"][1] == "%" and shown["bytes sent"] == ["0", "MB"]
-    said = table({"test_top1": 0.98765, "bytes_sent": 2_549_000})
-    assert said.split() == ["test", "top1", "98.77", "%", "bytes", "sent", "2.549", "MB"]
-
-
-def test_tensorboard_gets_the_settings_beside_the_results(tmp_path: Path):
-    train(tmp_path, 6)
-    events = EventAccumulator(str(tmp_path)).Reload()
-    plugin = events.summary_metadata["_hparams_/session_start_info"].plugin_data.content
-    settings = HParamsPluginData.FromString(plugin).session_start_info.hparams
-    assert settings["co2.tau"].number_value == 3 and settings["method"].string_value == "co2"
-    assert [event.value for event in events.Scalars("summary/steps")] == [6]
 
 
 def due_steps(recipe: Toy, epoch: int, total: int) -> tuple[list[int], list[int], list[int]]:
@@ -184,17 +169,129 @@ def test_a_signal_to_one_worker_stops_all_at_the_same_step(tmp_path: Path):
         assert end["stopped_by_signal"] == signal.SIGUSR1 and end["steps"] == step
 
 
-def test_batch_norm_needs_more_than_one_sample_a_worker(tmp_path: Path):
-    recipe = Toy(name="toy", out=tmp_path, device="cpu")
-    said = "batch_size=1 .global. over 1 workers: BatchNorm needs two samples a worker; give 2 or more$"
-    with Run(recipe) as run, pytest.raises(UserError, match=said):
-        run.shard(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
-    run.shard(nn.Linear(2, 2))
-
-
 def test_resuming_without_a_complete_checkpoint_says_so(tmp_path: Path, capsys: pytest.CaptureFixture):
     train(tmp_path, 20, crash_at=9)
     whole = next(tmp_path.glob("checkpoints/step*"))
     whole.rename(f"{whole}.tmp-0")  # killed before it was whole
     train(tmp_path, 3, resume=True)
     assert f"warning: no complete checkpoint in {tmp_path}/checkpoints: starting from step 0" in capsys.readouterr().err
+
+
+# -- behind a boundary a run reads only what a GPU has passed; a CPU stands in for it ---------------------------------
+
+
+def numbers(folder: Path) -> list[str]:
+    """What a run has logged, without times."""
+    timed = ("seconds", "hidden_share", "link_mbit")
+    return sorted(str({name: v for name, v in row.items() if not name.endswith(timed)}) for row in rows(folder))
+
+
+class StandIn:
+    """A CPU in a GPU's place: notes what the host reads of a tensor, and waits for, in Run.after_step."""
+
+    def __init__(self, patch: pytest.MonkeyPatch):
+        self.step, self.within, self.reads, self.waits = 0, False, 0, 0
+        stand_in, after_step, method_step = self, Run.after_step, Rounds.step
+
+        class Event:
+            def __init__(self) -> None:
+                self.step = stand_in.step
+
+            def query(self) -> bool:
+                return True
+
+            def synchronize(self) -> None:
+                stand_in.waits += 1
+                assert not stand_in.within or self.step < stand_in.step, "the host waits for this very step"
+
+            def elapsed_time(self, end: Any) -> float:
+                return 0.0
+
+        def logs(run: Run, closed: bool, **scalars: Any) -> Any:
+            stand_in.within = True
+            due = after_step(run, closed, **scalars)
+            stand_in.within = False
+            return due
+
+        def steps(method: Rounds, **how: Any) -> bool:
+            stand_in.step += 1
+            return method_step(method, **how)
+
+        def read(t: torch.Tensor) -> Any:
+            stand_in.reads += stand_in.within
+            return t.tolist()
+
+        patch.setattr(Run, "after_step", logs)
+        patch.setattr(Rounds, "step", steps)
+        patch.setattr(torch.Tensor, "item", read)
+        patch.setattr(torch.Tensor, "__float__", read)
+        patch.setattr(torch.cuda, "Event", Event)
+        patch.setattr(core.stats, "mark", lambda device, stream=None: Event())
+        patch.setattr(core.stats, "read_blocks", lambda t: True, raising=False)
+        patch.setattr(training.run, "RoundLog", lambda r, folder, _: RoundLog(r, folder, torch.device("cuda")))
+
+
+def test_behind_a_boundary_the_host_reads_only_what_a_gpu_has_passed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    train(tmp_path / "cpu", 10)
+    with monkeypatch.context() as patch:
+        stand_in = StandIn(patch)
+        train(tmp_path / "gpu", 10)
+    assert stand_in.reads == 0 and stand_in.waits and numbers(tmp_path / "gpu") == numbers(tmp_path / "cpu")
+
+
+# -- of which model an evaluation is: the workers' common one, or each worker's own -----------------------------------
+
+
+SETTINGS = {
+    "ddp": {"method": "ddp"},
+    "co2": {},
+    "slowmo": {"method": "slowmo"},
+    "overlap_local": {"method": "overlap_local"},
+    "keep": {"co2": CO2Config(tau=3, gap="none", merge="keep", delay=1)},
+    "recommended": {"co2": replace(CO2Config.recommended(2), tau=3)},
+    "mix": {"co2": CO2Config(tau=3, merge="mix")},
+}
+
+
+FAST = ["recommended", "mix"]
+REST = [name for name in SETTINGS if name not in FAST]
+
+
+def evaluated(rank: int, world_size: int, folder: str, names: list[str]) -> dict[str, list[bool]]:
+    """Whether this worker's model was rank 0's, at each evaluation of a run with those settings."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    alike: dict[str, list[bool]] = {}
+
+    def evaluate(run: Run, model: nn.Module) -> None:
+        with run.paused():
+            weight = model.weight.detach().clone()
+            dist.broadcast(first := weight.clone(), 0)
+            alike[name].append(bool(run.sum(float(not torch.equal(weight, first)))[0] == 0))
+        run.log_evaluation({"score": 1.0})
+
+    for name in names:
+        settings = {"batch_size": 2, "optim": OptimConfig(lr=0.01, momentum=0.0, schedule="constant"), **SETTINGS[name]}
+        alike[name] = []
+        with Run(Toy(name="toy", out=Path(folder, name), device="cpu", **settings)) as run:
+            loop = Loop(run, nn.Linear(2, 2), 12, epoch=3)
+            for step in range(12):
+                x = torch.randn(1, 2, generator=generator(step, rank))
+                if loop.step(loop.wrapped(x).square().sum()).evaluation:
+                    evaluate(run, loop.model)
+            loop.method.finish()
+            evaluate(run, loop.model)
+            run.end({})
+    return alike
+
+
+@pytest.mark.parametrize("names", [FAST, pytest.param(REST, marks=pytest.mark.slow)], ids=["fast", "rest"])
+def test_an_evaluation_says_of_which_model_it_is(names: list[str], tmp_path: Path):
+    """It says `own` just where the workers' models do differ."""
+    alike, _ = run_distributed(evaluated, 2, str(tmp_path), names)
+    for name, same in alike.items():
+        said = [row["of_model"] for row in rows(tmp_path / name) if "score" in row]
+        assert said == ["shared" if each else "own" for each in same] and said[-1] == "shared", name
+        differ = name in ("keep", "mix")
+        assert (len(said) > 2) and (set(said[:-1]) == {"own" if differ else "shared"}), name
+        events = EventAccumulator(str(tmp_path / name)).Reload()
+        assert ("own/score" in events.Tags()["scalars"]) == differ and len(events.Scalars("score")) >= 1

@@ -1,11 +1,18 @@
-"""The start of several processes: all of them end at once, and say why, where one was asked for something else."""
+"""How processes start and end: all at once, in one line, once, and nothing left behind; the elastic launcher."""
 
+import errno
+import json
 import os
 import re
+import resource
+import signal
+import socket
+import subprocess
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +21,13 @@ import torch.distributed as dist
 from bench.cluster import hold_port
 from core import UserError, testing
 from core.testing import run_distributed
+from tests.ports import listening_at
+from training import launch as launcher
+from training import script as scripts
+from training.launch import Agent, Coordinator
 from training.recipe import Recipe, parse
 from training.run import Run
-from training.script import launch
+from training.script import SIGNALS, StopSignal, launch
 from training.workers import _not_met, join
 
 
@@ -74,8 +85,7 @@ def test_workers_with_other_settings_end_at_once_and_say_which(tmp_path: Path):
         "error: rank 1 was started with eval_every=2, per_node=2, rank 0 with eval_every=1, per_node=1: give all "
         "workers the same command line\n"
     )
-    assert codes == [2, 2] and said == [expected] * 2
-    assert not (tmp_path / "run").exists() and seconds < 45
+    assert codes == [2, 2] and said == [expected] * 2 and not (tmp_path / "run").exists() and seconds < 45
 
 
 @pytest.mark.parametrize("bad", [pytest.param(0, marks=pytest.mark.slow), 1])
@@ -111,13 +121,19 @@ def test_a_port_that_another_program_has_is_named(tmp_path: Path):
     assert re.fullmatch(rf"error: {taken}: give another \(torchrun --master-port\)\n", said)
 
 
-def test_a_store_that_goes_away_is_no_timeout(monkeypatch: pytest.MonkeyPatch):
+def test_a_store_that_goes_away_and_half_of_an_environment_are_one_line(monkeypatch: pytest.MonkeyPatch):
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)
     gone = dist.DistNetworkError("Connection reset by peer\nException raised from recvBytes")
     expected = "rank 1 cannot meet the others at MASTER_ADDR=node0, MASTER_PORT=29500: Connection reset by peer"
     assert _not_met(gone, 60.0, waited=2.0) == expected
     assert _not_met(gone, 60.0, waited=60.1).startswith("not all of 2 workers came within 60 s")
+    monkeypatch.setenv("RANK", "0")
+    for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    said = "^RANK is set, but not WORLD_SIZE, MASTER_ADDR, MASTER_PORT: start the workers with torchrun"
+    with pytest.raises(UserError, match=said):
+        join(torch.device("cpu"), 5.0, {})
 
 
 def in_one_group(rank: int, world_size: int) -> str:
@@ -131,10 +147,171 @@ def test_a_group_that_is_there_compares_too():
     assert run_distributed(in_one_group, 3) == [expected] * 3
 
 
-def test_half_of_an_environment_is_one_line(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("RANK", "0")
-    for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
-    said = "^RANK is set, but not WORLD_SIZE, MASTER_ADDR, MASTER_PORT: start the workers with torchrun"
-    with pytest.raises(UserError, match=said):
-        join(torch.device("cpu"), 5.0, {})
+# -- how a train script ends ------------------------------------------------------------------------------------------
+
+
+SCRIPT = """
+import sys, time
+from core import UserError
+from training.script import launch
+
+def mistake():
+    raise UserError("batch_size=47: give another")
+
+def full_disk():  # a writer of TensorBoard's thread fails first
+    from torch.utils.tensorboard import SummaryWriter
+    writer = SummaryWriter(sys.argv[2])
+    try:
+        while True:
+            writer.add_scalar("loss", 1.0, 1)
+    except OSError:
+        time.sleep(1)  # for the thread to say what it says
+        raise
+
+launch({"mistake": mistake, "full_disk": full_disk}[sys.argv[1]])
+"""
+
+
+def script(folder: Path) -> Path:
+    file = folder / "script.py"
+    file.write_text(SCRIPT)
+    return file
+
+
+def environment(folder: Path) -> dict[str, str]:
+    (temporary := folder / "tmp").mkdir()
+    return os.environ | {"PYTHONPATH": str(Path.cwd()), "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1"}
+
+
+MISTAKE = "error: batch_size=47: give another"
+
+
+@pytest.mark.parametrize("launcher", [pytest.param("torch.distributed.run", marks=pytest.mark.slow), "training.launch"])
+def test_workers_of_one_mistake_say_it_once_and_leave_nothing(launcher: str, tmp_path: Path):
+    env, two = environment(tmp_path), ["--standalone", "--nproc-per-node=2"]
+    command = [sys.executable, "-m", launcher, *two, script(tmp_path), "mistake"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    assert done.stderr.splitlines().count(MISTAKE) == 1, done.stderr
+    if launcher == "training.launch":
+        assert done.returncode == 2 and done.stderr.endswith(f"{MISTAKE}\n") and "Traceback" not in done.stderr
+    else:
+        assert done.returncode and f"traceback : {MISTAKE}" in done.stderr, "in torchrun's report, too"
+        assert str(script(tmp_path)) not in done.stderr.split(MISTAKE)[0], "no traceback of ours"
+    assert not list((tmp_path / "tmp").glob("co2-*"))
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_full_under_tensorboard_is_one_line(tmp_path: Path):
+    command = [sys.executable, script(tmp_path), "full_disk", tmp_path / "run"]
+    small = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))  # noqa: E731
+    how = {"env": environment(tmp_path), "capture_output": True, "text": True, "timeout": 120}
+    done = subprocess.run(command, preexec_fn=small, **how)
+    assert done.returncode == 2, done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if "error" in line.lower() or "Traceback" in line]
+    assert line.startswith("error: ") and "File too large; make room or choose another --out" in line
+
+
+def test_workers_of_one_launcher_say_a_line_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
+    for rank in (0, 1):
+        (tmp_path / str(rank)).mkdir()
+    said = []
+    for rank, text in ((0, "a"), (1, "a"), (1, "b")):
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / str(rank) / "error.json"))
+        said.append(scripts._first_to_say(text))
+    assert said == [True, False, True]
+
+
+def test_a_second_signal_ends_the_run_at_once_and_signals_are_their_own_again_after_it(monkeypatch: pytest.MonkeyPatch):
+    before = [signal.getsignal(number) for number in SIGNALS]
+    stop = StopSignal()
+    stop.listen()
+    assert signal.getsignal(signal.SIGTERM) not in before
+    stop.ignore()
+    assert [signal.getsignal(number) for number in SIGNALS] == before
+    now = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    stop = StopSignal()
+    stop.listen()
+    assert not stop.number
+    for now[0] in (10.0, 11.5):  # torchrun and the terminal both send one
+        signal.raise_signal(signal.SIGUSR1)
+    assert stop.number == signal.SIGUSR1
+    now[0] = 12.5
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    stop.ignore()
+    assert signal.getsignal(signal.SIGTERM) == stop._on_signal, "of a run that is stopped nothing else is"
+
+
+# -- the launcher's store -----------------------------------------------------------------------------------
+
+
+def nobody(environment: dict[str, str]) -> Any:
+    raise AssertionError("no worker is started")
+
+
+def test_where_the_launchers_store_listens(monkeypatch: pytest.MonkeyPatch):
+    """At its address; everywhere where other nodes take its name for loopback, or it is no address of this machine."""
+    assert listening_at(Agent(nobody, 1)._served.port) == {"127.0.0.1"}
+    assert listening_at(Agent(nobody, 1, nodes=2, host="127.0.1.1")._served.port) & {"::", "0.0.0.0"}
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UserError, match="a free --master-port"):
+        Agent(nobody, 1, port=taken.getsockname()[1])
+
+    def refuse(*_: Any) -> Any:
+        raise OSError(errno.EADDRNOTAVAIL, "Cannot assign requested address")
+
+    monkeypatch.setattr(launcher.socket, "create_server", refuse)
+    assert listening_at(Agent(nobody, 1)._served.port) & {"::", "0.0.0.0"}
+
+
+# -- the coordinator ------------------------------------------------------------------------------------------
+
+
+class Table:
+    """A coordinator over a store of this process, and what workers would write there."""
+
+    def __init__(self) -> None:
+        self.store = dist.HashStore()
+        self.coordinator, self.beat = Coordinator(self.store, 1), 0
+        self.store.set("patience", "1000")
+
+    def look(self, alive: list[str], **keys: str) -> tuple[int, list[str]]:
+        """keys: 'came_1_0.0'="failed" is the key came/1/0.0."""
+        self.beat += 1
+        self.store.set("node/0", json.dumps({"beat": self.beat, "alive": alive}))
+        for key, value in keys.items():
+            self.store.set(key.replace("_", "/"), value)
+        self.coordinator.look()
+        return self.coordinator.generation, self.coordinator.members
+
+    def listed(self, number: int) -> dict[str, Any]:
+        return json.loads(self.store.get(f"generation/{number}"))
+
+
+def test_who_belongs_to_a_generation():
+    table, three = Table(), ["1.0", "0.0", "10.0"]
+    ready = {f"ready_{name}": "" for name in three}
+    assert table.look(three, **dict(list(ready.items())[:2])) == (0, [])  # all that were started are waited for
+    assert table.look(three, **ready) == (1, ["0.0", "1.0", "10.0"]) and not table.store.check(["broken/1"])
+    table.look(["0.0", "10.0", "1.1"], **{"ready_1.1": ""})  # 1.0 has died, and was started again
+    assert table.store.check(["broken/1"]) and table.store.check(["waiting/1"])
+    alive = ["0.0", "10.0", "1.1"]
+    assert table.look(alive, **{"came_1_0.0": "failed"})[0] == 1
+    assert table.look(alive, **{"came_1_10.0": "failed"}) == (2, ["0.0", "10.0"])  # nobody joins in a failure
+    assert not table.listed(2)["planned"]
+    table.look(alive, **{"came_2_0.0": "planned"})
+    assert table.look(alive, **{"came_2_10.0": "planned"}) == (3, ["0.0", "10.0", "1.1"])
+    assert table.listed(3)["planned"]
+    # a newcomer whose fetch has failed waits for the next time
+    table.look(alive, **{"came_3_1.1": "empty", "ready_1.1": ""})
+    assert table.look(alive, **{"came_3_0.0": "failed", "came_3_10.0": "failed"}) == (4, ["0.0", "10.0"])
+    assert table.look(["1.1"]) == (5, ["1.1"])  # all that had state are lost: it founds anew
+
+
+def test_a_silent_worker_is_left_out_after_the_patience():
+    table = Table()
+    table.store.set("patience", "0")
+    table.look(["0.0", "1.0"], **{"ready_0.0": "", "ready_1.0": ""})
+    table.look(["0.0", "1.0"], **{"came_1_1.0": "failed"})
+    assert table.look(["0.0", "1.0"]) == (2, ["1.0"])

@@ -98,9 +98,8 @@ def reference(rounds: int) -> list[Tensor]:
     """Two nodes, each with the mean gradient of its two workers."""
     net = problems.small_net()
     template = {name: p.detach() for name, p in net.named_parameters()}
-    of_all = vmap_gradient(
-        lambda params, *data: loss(lambda x: torch.func.functional_call(net, params, x), data), template
-    )
+    call = torch.func.functional_call
+    of_all = vmap_gradient(lambda params, *data: loss(lambda x: call(net, params, x), data), template)
     c = CONFIG
     ref = Reference(flat(net.parameters()).expand(2, -1).clone(), c.tau, c.outer_lr, c.outer_momentum, c.gap, c.clip)
 
@@ -120,9 +119,8 @@ def check_reference(results: list[list[list[Tensor]]], cases: list[tuple[int, bo
         for (stage, shard), trace in zip(cases, traces, strict=True):
             assert len(trace) == len(expected) == rounds + 1
             for ours, theirs in zip(trace, expected, strict=True):
-                torch.testing.assert_close(
-                    ours, theirs, rtol=1e-6, atol=1e-6, msg=lambda m, s=stage, a=shard: f"stage {s}, shard={a}: {m}"
-                )
+                where = f"stage {stage}, shard={shard}"
+                torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6, msg=lambda m, w=where: f"{w}: {m}")
 
 
 def test_each_stage_equals_the_reference(found: list[dict[str, Any]]):
@@ -254,9 +252,7 @@ def evaluation(rank: int, stage: Any) -> Tensor:
 
 def test_evaluations_may_be_uneven(found: list[dict[str, Any]]):
     for of in found:
-        assert all(
-            torch.equal(end, first) for end, first in zip(of["evaluations"], found[0]["evaluations"], strict=True)
-        )
+        assert all(map(torch.equal, of["evaluations"], found[0]["evaluations"]))
 
 
 def end_of(rank: int, name: str, model: nn.Module, config: CO2Config = CONFIG) -> tuple[Tensor, Any]:
@@ -294,7 +290,8 @@ def test_so_they_do_over_a_narrow_wire(found: list[dict[str, Any]]):
                 assert 0 < (end - exact).norm() < 0.1 * exact.norm()
 
 
-def test_a_stage_without_workers_to_shard_over_is_refused():
+def test_a_stage_without_workers_to_shard_over_and_shards_without_a_mesh_are_refused(found: list[dict[str, Any]]):
+    assert "shard it inside nodes and give ShardedCO2 mesh=" in found[0]["no mesh"]
     with pytest.raises(UserError, match="zero=2 with 1 worker"):
         make_mesh(torch.device("cpu"), 1, 2)
 
@@ -317,10 +314,6 @@ def without_a_mesh() -> str:
     with pytest.raises(UserError) as caught:
         make_method("co2", shard_model(problems.small_net(), mesh(), 3))
     return str(caught.value)
-
-
-def test_shards_without_a_mesh_are_refused(found: list[dict[str, Any]]):
-    assert "DTensors as parameters need ShardedCO2" in found[0]["no mesh"]
 
 
 def gathered_in_16_bits(rank: int, stage: Any) -> tuple[str, str, bool]:

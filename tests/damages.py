@@ -1,0 +1,52 @@
+"""Damages of files, and tar archives, for the tests of what reads them."""
+
+import io
+import random
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def write_tar(path: Path, members: dict[str, Any], mode: Any = "w") -> None:
+    """members: name -> content, or the member itself, such as a link."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, mode) as tar:
+        for name, content in members.items():
+            if isinstance(content, tarfile.TarInfo):
+                tar.addfile(content)
+            else:
+                member = tarfile.TarInfo(name)
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+
+
+def _garbage(path: Path) -> None:
+    path.write_bytes(random.Random(0).randbytes(2000))
+
+
+def _flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0xFF
+    path.write_bytes(content)
+
+
+def _folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+DAMAGES: dict[str, Callable[[Path], Any]] = {
+    "cut": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+    "odd": lambda path: path.write_bytes(path.read_bytes()[:-1]),
+    "empty": lambda path: path.write_bytes(b""),
+    "garbage": _garbage,
+    "flip": _flip,
+    "missing": lambda path: path.unlink(),
+    "folder": _folder,
+    "text": lambda path: path.write_text("ü not data\n"),
+    "deep": lambda path: path.write_text("[" * 100_000 + "\n"),
+    "half a surrogate": lambda path: path.write_text('{"text": "\\ud800", "prompt": "\\ud800", "answer": "a"}\n'),
+    "another object": lambda path: path.write_text("{}\n"),
+    "broken link": lambda path: (path.unlink(), path.symlink_to("/nowhere")),
+}
