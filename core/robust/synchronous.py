@@ -76,7 +76,7 @@ def refuse_optimizer(optimizer: torch.optim.Optimizer, params: set[int], group: 
     kind = _imported("torch.distributed.optim.zero_redundancy_optimizer", "ZeroRedundancyOptimizer")
     if group is None or kind is None or not isinstance(optimizer, kind):
         return
-    over = set(dist.get_process_group_ranks(group)) & _ranks(optimizer.process_group)
+    over = set(dist.get_process_group_ranks(group)) & _ranks(getattr(optimizer, "process_group", dist.group.WORLD))
     if len(over) > 1 and any(id(p) in params for g in optimizer.param_groups for p in g["params"]):
         raise UserError(
             f"{type(optimizer).__name__} shares out the parameters over ranks {sorted(over)} and copies them in every "
@@ -96,7 +96,7 @@ def collectives(group: dist.ProcessGroup | None, own: Sequence[dist.ProcessGroup
     for other in list(dist.distributed_c10d._world.pg_map) if len(workers) > 1 else []:
         if all(other is not mine for mine in own) and len(workers & set(dist.get_process_group_ranks(other))) > 1:
             with contextlib.suppress(RuntimeError):  # a backend that counts nothing
-                found[id(other)] = other._get_sequence_number_for_group()
+                found[id(other)] = _begun(other)
     return found
 
 
@@ -193,6 +193,11 @@ def _warn_of_pass(among: int, module: nn.Module) -> None:
 
 def _warn(text: str) -> None:
     warnings.warn(text, stacklevel=2)
+
+
+def _begun(group: Any) -> int:
+    """How many collectives have begun in it, by torch's own count."""
+    return group._get_sequence_number_for_group()
 
 
 def _imported(module: str, name: str) -> Any:

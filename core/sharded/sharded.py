@@ -84,7 +84,7 @@ class ShardedCO2(Saved):
         if not params:
             raise UserError("no parameter is given: nothing to train; each stage of a pipeline needs one")
         plugged["buffers"] = unique(tensors_of(plugged["buffers"], "buffers"))
-        refuse_shards(params, options["group"])
+        refuse_shards(params, options.get("group"))
         device, backend = (torch.device("cpu"), "gloo") if offload else (params[0].device, None)
         timeout = options.get("timeout", 600.0)
         of_group: dict[str, Any] = {"timeout": timeout, "device": device, "backend": backend}
