@@ -76,7 +76,7 @@ def refuse_optimizer(optimizer: torch.optim.Optimizer, params: set[int], group: 
     kind = _imported("torch.distributed.optim.zero_redundancy_optimizer", "ZeroRedundancyOptimizer")
     if group is None or kind is None or not isinstance(optimizer, kind):
         return
-    over = set(dist.get_process_group_ranks(group)) & _ranks(getattr(optimizer, "process_group", dist.group.WORLD))
+    over = set(dist.get_process_group_ranks(group)) & _ranks(vars(optimizer)["process_group"])
     if len(over) > 1 and any(id(p) in params for g in optimizer.param_groups for p in g["params"]):
         raise UserError(
             f"{type(optimizer).__name__} shares out the parameters over ranks {sorted(over)} and copies them in every "
