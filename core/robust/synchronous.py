@@ -39,19 +39,27 @@ def refuse_shards(params: Sequence[Tensor], group: dist.ProcessGroup | None) -> 
     Raises:
         UserError: DTensors or FullyShardedDataParallel shard the parameters over several of the workers.
     """
-    if not dist.is_initialized() or len(workers := set(dist.get_process_group_ranks(group))) == 1:
-        return
     for p in filter(is_dtensor, params):
         for dim, placement in enumerate(p.placements):
-            over = workers & set(dist.get_process_group_ranks(p.device_mesh.get_group(dim)))
+            over = _workers(group) & set(dist.get_process_group_ranks(p.device_mesh.get_group(dim)))
             if len(over) > 1 and not placement.is_replicate():
                 raise UserError(_of_shards("a DTensor (fully_shard)", over))
+    refuse_fsdp(params, group)
+
+
+def refuse_fsdp(params: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
+    """As refuse_shards, without DTensors, for ShardedCO2, which looks at those itself."""
+    workers = _workers(group)
     ours = {id(p) for p in params}
-    for module in _instances(_imported(*FSDP)):
+    for module in _instances(_imported(*FSDP)) if len(workers) > 1 else ():
         over = workers & _ranks(module.process_group)
         shards = "NO_SHARD" not in str(module.sharding_strategy)
         if len(over) > 1 and shards and any(id(p) in ours for p in module.parameters()):
             raise UserError(_of_shards("FullyShardedDataParallel", over))
+
+
+def _workers(group: dist.ProcessGroup | None) -> set[int]:
+    return set(dist.get_process_group_ranks(group)) if dist.is_initialized() else set()
 
 
 def _of_shards(what: str, over: set[int]) -> str:
