@@ -39,19 +39,27 @@ def refuse_shards(params: Sequence[Tensor], group: dist.ProcessGroup | None) -> 
     Raises:
         UserError: DTensors or FullyShardedDataParallel shard the parameters over several of the workers.
     """
-    if not dist.is_initialized() or len(workers := set(dist.get_process_group_ranks(group))) == 1:
-        return
     for p in filter(is_dtensor, params):
         for dim, placement in enumerate(p.placements):
-            over = workers & set(dist.get_process_group_ranks(p.device_mesh.get_group(dim)))
+            over = _workers(group) & set(dist.get_process_group_ranks(p.device_mesh.get_group(dim)))
             if len(over) > 1 and not placement.is_replicate():
                 raise UserError(_of_shards("a DTensor (fully_shard)", over))
+    refuse_fsdp(params, group)
+
+
+def refuse_fsdp(params: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
+    """As refuse_shards, without DTensors, for ShardedCO2, which looks at those itself."""
+    workers = _workers(group)
     ours = {id(p) for p in params}
-    for module in _instances(_imported(*FSDP)):
+    for module in _instances(_imported(*FSDP)) if len(workers) > 1 else ():
         over = workers & _ranks(module.process_group)
         shards = "NO_SHARD" not in str(module.sharding_strategy)
         if len(over) > 1 and shards and any(id(p) in ours for p in module.parameters()):
             raise UserError(_of_shards("FullyShardedDataParallel", over))
+
+
+def _workers(group: dist.ProcessGroup | None) -> set[int]:
+    return set(dist.get_process_group_ranks(group)) if dist.is_initialized() else set()
 
 
 def _of_shards(what: str, over: set[int]) -> str:
@@ -76,7 +84,7 @@ def refuse_optimizer(optimizer: torch.optim.Optimizer, params: set[int], group: 
     kind = _imported("torch.distributed.optim.zero_redundancy_optimizer", "ZeroRedundancyOptimizer")
     if group is None or kind is None or not isinstance(optimizer, kind):
         return
-    over = set(dist.get_process_group_ranks(group)) & _ranks(optimizer.process_group)
+    over = set(dist.get_process_group_ranks(group)) & _ranks(vars(optimizer)["process_group"])
     if len(over) > 1 and any(id(p) in params for g in optimizer.param_groups for p in g["params"]):
         raise UserError(
             f"{type(optimizer).__name__} shares out the parameters over ranks {sorted(over)} and copies them in every "
@@ -96,7 +104,7 @@ def collectives(group: dist.ProcessGroup | None, own: Sequence[dist.ProcessGroup
     for other in list(dist.distributed_c10d._world.pg_map) if len(workers) > 1 else []:
         if all(other is not mine for mine in own) and len(workers & set(dist.get_process_group_ranks(other))) > 1:
             with contextlib.suppress(RuntimeError):  # a backend that counts nothing
-                found[id(other)] = other._get_sequence_number_for_group()
+                found[id(other)] = _begun(other)
     return found
 
 
@@ -193,6 +201,11 @@ def _warn_of_pass(among: int, module: nn.Module) -> None:
 
 def _warn(text: str) -> None:
     warnings.warn(text, stacklevel=2)
+
+
+def _begun(group: Any) -> int:
+    """How many collectives have begun in it, by torch's own count."""
+    return group._get_sequence_number_for_group()
 
 
 def _imported(module: str, name: str) -> Any:

@@ -27,7 +27,7 @@ from ..checkpoints.saved import Saved
 from ..errors import UserError
 from ..flat import Bucket, copy, make_buckets, tensors_of, unique
 from ..groups import Stage, all_reduce, gather_parts
-from ..robust.synchronous import refuse_shards
+from ..robust.synchronous import refuse_fsdp
 from ..stats import send_off
 from .live import HostCopies, Live, beside, pinned
 from .mesh import check_shared, groups_of
@@ -84,7 +84,7 @@ class ShardedCO2(Saved):
         if not params:
             raise UserError("no parameter is given: nothing to train; each stage of a pipeline needs one")
         plugged["buffers"] = unique(tensors_of(plugged["buffers"], "buffers"))
-        refuse_shards(params, options["group"])
+        refuse_fsdp(params, options.get("group"))
         device, backend = (torch.device("cpu"), "gloo") if offload else (params[0].device, None)
         timeout = options.get("timeout", 600.0)
         of_group: dict[str, Any] = {"timeout": timeout, "device": device, "backend": backend}
