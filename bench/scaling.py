@@ -28,10 +28,10 @@ from bench.cluster import run_ranks
 from bench.report import Asked, Summary, network, of_link, require, require_no_crowd
 from bench.standin import BYTES, LAYERS, LEARNING_RATE, PARAMS, Pacer, StandIn, Trainer, digits
 from core import CO2Config
+from core.comm import ring_bytes
 from core.errors import UserError
-from core.groups import ring_bytes
+from core.local_update import LocalUpdateMethod
 from core.methods import METHODS, make_method
-from core.rounds import Rounds
 from core.testing.link import ThrottledLink
 from training.script import launch
 
@@ -75,10 +75,10 @@ def wire_seconds(workers: int, rate: float | None) -> float:
     return ring_bytes(BYTES, workers) * 8e-6 / rate if rate else 0.0
 
 
-def round_seconds(setting: Setting, tau: int, step: float, wire: float) -> float:
+def round_seconds(setting: Setting, tau: int, step: float, compression: float) -> float:
     """A round, in theory: computing and communication one after the other, or side by side (ddp: at the most)."""
     side_by_side = setting.method in ("co2", RECOMMENDED, "overlap_local")
-    return max(tau * step, wire) if side_by_side else tau * step + wire
+    return max(tau * step, compression) if side_by_side else tau * step + compression
 
 
 def rounds_to_measure(seconds: float, round_seconds: float) -> int:
@@ -164,8 +164,8 @@ def measure_all(job: Job) -> list[dict[str, Any]]:
         for setting in order:
             cells.append(measure(job, setting, trainers[setting], repeat))
     for trainer in trainers.values():
-        if isinstance(trainer.method, Rounds) and trainer.method.flight.in_flight:
-            trainer.method.flight.wait()  # finish() would take two more all-reduces; the models are thrown away
+        if isinstance(trainer.method, LocalUpdateMethod) and trainer.method.allreduce.in_flight:
+            trainer.method.allreduce.wait()  # finish() would take two more all-reduces; the models are thrown away
         trainer.method.close()
     return cells
 
@@ -198,8 +198,8 @@ def measure(job: Job, setting: Setting, trainer: Trainer, repeat: int) -> dict[s
     start, cpu, tau = time.perf_counter(), time.process_time(), method.tau
     rounds = [run_round(trainer) for _ in range(planned)]
     seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
-    if isinstance(method, Rounds):
-        method.flight.settle()
+    if isinstance(method, LocalUpdateMethod):
+        method.allreduce.drain()
     steps = [each for r in rounds for each in r["compute"]]
     exposed = sum(r["exposed"] for r in rounds)
     return {

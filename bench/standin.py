@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from core.local_update import LocalUpdateMethod
 from core.methods import Method
-from core.rounds import Rounds
 
 # -- pacing -----------------------------------------------------------------------------------------------------
 
@@ -155,7 +155,9 @@ class Trainer:
         boundary = time.thread_time() - cpu if closed else 0.0
         wait = float(self.method.stats.exposed_seconds) if closed else 0.0
         # DistributedDataParallel waits between the last gradient and the end of the backward pass
-        held_up = wait + boundary if isinstance(self.method, Rounds) else backward_ended - self.pacer.passed_at
+        held_up = (
+            wait + boundary if isinstance(self.method, LocalUpdateMethod) else backward_ended - self.pacer.passed_at
+        )
         self.pacer.stalled(held_up)
         now = time.perf_counter()
         compute, self._ended_at = now - self._ended_at - held_up, now

@@ -51,10 +51,8 @@ RUN = SimpleNamespace(device=CPU, autocast=contextlib.nullcontext)  # what a bac
 
 # -- methods ----------------------------------------------------------------------------------------------------
 
-DILOCO = ("--co2.outer_lr", "0.7", "--co2.outer_momentum", "0.9", "--co2.gap", "none", "--co2.clip", "None")
 OURS = {  # name -> options of a train script; the period is the recipe's tau where they set none
-    **{name: ("--method", name, "--no_recommended") for name in ("ddp", "local", "overlap_local", "slowmo")},
-    "diloco": ("--method", "delayed", *DILOCO, "--co2.delay", "0", "--delayed.nesterov"),
+    **{name: ("--method", name, "--no_recommended") for name in ("ddp", "local", "overlap_local", "slowmo", "diloco")},
     "co2": ("--method", "co2", "--no_recommended"),
     "co2_recommended": ("--method", "co2", "--recommended"),
     "co2_auto": ("--method", "co2", "--recommended", "--co2.tau", "auto", "--co2.tau_max", "24"),
@@ -67,9 +65,9 @@ def options_of(method: str) -> list[str]:
     name, _, rest = method.partition(":")
     if name not in METHODS:
         raise UserError(f"methods: {name!r} does not exist; choose among {', '.join(METHODS)}")
-    wire = "ddp_wire" if name == "ddp" else "co2.wire"
-    keys = {"wire": f"{wire}.format", "tau": "co2.tau", "lr": "optim.lr", "like": f"{wire}.like"}
-    keys |= {key: f"{wire}.lgreco.{key}" for key in ("rule", "first", "every")}
+    compression = "ddp_compression" if name == "ddp" else "co2.compression"
+    keys = {"wire": f"{compression}.format", "tau": "co2.tau", "lr": "optim.lr", "like": f"{compression}.like"}
+    keys |= {key: f"{compression}.lgreco.{key}" for key in ("rule", "first", "every")}
     options = list(OURS.get(name, OURS["local"]))
     for text in filter(None, rest.split(",")):
         key, _, value = text.partition("=")

@@ -1,74 +1,162 @@
-"""The paper's settings. Those of core/adaptive are declared there, all others in core/assembly/config.py."""
+"""All settings of CO2, and the checks that refuse what cannot train."""
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, MISSING, dataclass, fields
-from numbers import Real
-from typing import Any, Literal
+import sys
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field, replace
+from typing import Any, ClassVar, Literal, TypeVar, get_args
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from . import outer
-from .errors import UserError
+from .buckets import Bucket, Scalars
+from .comm import Reducer, backend_for
+from .compression.formats import BLOCK, BLOCK_BYTES, NarrowFormat
+from .compression.lgreco import LGrecoConfig, parse
+from .errors import UserError, is_number, is_whole, require
+from .outer import Merge
 
-LARGE = 1e4  # no factor of an outer step that trains comes near
+LARGE = 1e4  # an outer learning rate that trains is far below
 GAPS = ("elementwise", "norm", "none")
+MERGES: tuple[Merge, ...] = get_args(Merge)
+SCHEDULED = ("tau", "outer_lr", "outer_momentum", "clip")  # what may change from round to round
 
 
-def is_number(value: Any) -> bool:
-    """Whether it can be compared with numbers: a text cannot."""
-    return isinstance(value, Real) and not isinstance(value, bool)
-
-
-def is_whole(value: Any) -> bool:
-    """Whether it is a whole number above 0, as a number of local steps."""
-    return isinstance(value, int) and is_number(value) and value >= 1
-
-
-def require(settings: Any, ok: bool, name: str, remedy: str) -> None:
-    """UserError that names a setting's value and the remedy, unless it is ok."""
-    if not ok:
-        raise UserError(f"{name}={getattr(settings, name)!r}: {remedy}")
-
-
-def check_known(config: Any, kind: type[OuterConfig]) -> None:
-    """UserError for a config with settings that a method would leave unused which reads those of `kind` alone."""
-    if not isinstance(config, kind):
-        raise UserError(f"config={config!r}: give an object of {kind.__name__}")
-    known = {f.name for f in fields(kind)}
-    kind(**{name: getattr(config, name) for name in known})
-    for f in fields(config):
-        usual = f.default if f.default_factory is MISSING else f.default_factory()
-        unread = f.name not in known and getattr(config, f.name) != usual
-        require(config, not unread, f.name, f"this class does not read it: leave it out, or take {__package__}.CO2")
+Format = NarrowFormat | Literal["lgreco", "auto"]
+FORMATS: tuple[str, ...] = (*get_args(NarrowFormat), "lgreco", "auto")
 
 
 @dataclass(frozen=True)
-class OuterConfig:
-    """The settings of the outer optimiser; defaults as in the example that the authors released."""
+class CompressionConfig:
+    """How the pseudo-gradient crosses the network."""
 
-    tau: int = 48
-    """Local steps per round; the paper searched {1, 3, 6, 12, 24, 48, 96, 192}."""
+    format: Format = "float32"
+    """float32 (float64 for float64 parameters, a plain all-reduce); bfloat16, float16, int8, int4 or int2; lgreco,
+    which chooses a compression for each layer during training; or auto: int4, or float32 if that is as fast, as
+    measured during training."""
+    error_feedback: bool = True
+    """Adds the rounding errors to the next round's message, at the cost of a copy of the parameters."""
+    like: str = ""
+    """With lgreco: the uniform setting whose error it must not exceed: intB with B bits, topD with the share D of each
+    layer's largest elements, or rankR, such as int4, top0.01, rank4."""
+    lgreco: LGrecoConfig = field(default_factory=LGrecoConfig)
+
+    def __post_init__(self) -> None:
+        if self.format not in FORMATS:
+            raise UserError(f"compression.format={self.format!r}: choose one of {', '.join(FORMATS)}")
+        if self.format == "lgreco":
+            parse(self.like)
+            if not self.error_feedback:
+                raise UserError(
+                    "compression.error_feedback=False: compression.format lgreco always feeds back; leave it out"
+                )
+        elif self.like or self.lgreco != LGrecoConfig():
+            given = f"compression.like={self.like!r}" if self.like else f"compression.lgreco={self.lgreco}"
+            raise UserError(f"{given} is of compression.format lgreco, not {self.format}: leave it out, or set that")
+
+    def check(self, params: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
+        """Refuses tensors and backends with which a narrow format was never run."""
+        if self.format == "float32":
+            return
+        asked, remedy = f"compression.format={self.format!r}", "use compression.format float32"
+        devices = sorted({str(t.device) for t in params})
+        if len(devices) > 1:
+            raise UserError(
+                f"{asked} with parameters on {', '.join(devices)}: they have to lie on one device, or {remedy}"
+            )
+        if not params or not dist.is_initialized():
+            return
+        kind, backend = params[0].device.type, backend_for(group, params[0].device)
+        if backend not in ("gloo", "nccl"):
+            raise UserError(f"{asked} over {backend} backend for {kind} tensors: only gloo and nccl do, or {remedy}")
+
+    def check_given(self) -> None:
+        """For a method that chooses nothing from measured times."""
+        if self.format == "auto":
+            raise UserError(
+                "compression.format='auto' is CO2's own choice, from measured times: give another method a format"
+            )
+
+    @property
+    def choices(self) -> dict[str, float]:
+        """The formats to choose from, the narrowest first -> bytes an element; of lgreco, unknown before it chooses,
+        float32's. auto knows int4 alone beside float32: with error feedback it cost no loss (results/loss.md), and a
+        trial takes rounds."""
+        known = ("int4", "float32") if self.format == "auto" else (self.format,)
+        return {compression: BLOCK_BYTES.get(compression, 4 * BLOCK) / BLOCK for compression in known}
+
+    def reducer(self, buckets: Sequence[Bucket], scalars: Scalars, rank: int, world_size: int) -> Reducer:
+        """The sender of the buckets in this format, which is not float32."""
+        workers = rank, world_size
+        if self.format == "lgreco":
+            from .compression.lgreco_reducer import LGreco
+
+            return LGreco(buckets, scalars, *workers, self.like, self.lgreco)
+        assert self.format not in ("float32", "auto")
+        from .compression.quantized import Quantized
+
+        return Quantized(buckets, scalars, *workers, self.format, self.error_feedback)
+
+
+@dataclass(frozen=True)
+class CO2Config:
+    """The settings of CO2. The defaults are those of the example that the authors released.
+
+    `CO2Config.recommended` and `CO2Config.paper` name the two sets of settings. CO2 warns if it gets a CO2Config(tau=N)
+    with no other setting, which is the paper's rule.
+    """
+
+    tau: int | Literal["auto"] = 48
+    """Local steps per round. The paper searched {1, 3, 6, 12, 24, 48, 96, 192}. auto: the fewest that hide the
+    all-reduce, from measured times, chosen again when these change. Until then a round has two local steps."""
     _: KW_ONLY
     outer_lr: float = 1.0
     """alpha: the share of the momentum that the outer step takes."""
     outer_momentum: float = 0.5
     """beta: how much of the outer momentum survives a round."""
+    nesterov: bool = False
+    """Takes the outer step with Nesterov momentum, as DiLoCo does. Costs a copy of the parameters if there is a gap."""
     gap: Literal["elementwise", "norm", "none"] = "elementwise"
     """The staleness gap penalty Lambda: one of elementwise, norm, none."""
     clip: float | None = 1.0
     """phi: clips each element of the outer momentum to [-phi, phi]; None for no clipping."""
     allow_unstable: bool = False
-    """Accept outer_momentum + outer_lr >= 1 without a gap penalty, to show that it diverges."""
+    """Accepts an outer step without a gap penalty that diverges, to show that it does."""
+    tau_max: int = 192
+    """With tau auto: the most local steps per round."""
+    merge: Merge = "restart"
+    """What a worker continues from when an average arrives. restart: the outer iterate (the paper). interpolate: a mix
+    of the outer iterate and its parameters. keep_local: the outer iterate plus the local progress made since the
+    all-reduce started, at the cost of a copy of the parameters."""
+    mix: float = 0.5
+    """With interpolate: the weight of the outer iterate; 1 continues from it alone."""
+    delay: int | Literal["boundary", "auto"] = "boundary"
+    """When an average is merged. boundary: at the next boundary, one round after its all-reduce started (the paper).
+    A number: that many local steps after the start, waiting if need be; 0 waits at once, so nothing is hidden and
+    nothing is stale. auto: as soon as it arrives. A worker then waits for it after as many local steps as the
+    all-reduce needs, measured over the first four rounds."""
+    outlier: float | None = 10.0
+    """Excludes a worker from a round's average, and restarts it, if its update is more than this many times as large as
+    its usual update. None excludes only updates that are not finite."""
+    compression: CompressionConfig = field(default_factory=CompressionConfig)
+    """How averages cross the network, also with local, overlap_local and slowmo. ddp has ddp_compression."""
+
+    _names_no_rule: ClassVar[bool] = False
+
+    # __init__ and __post_init__ cannot tell a setting that was given from a default
+    def __new__(cls, *args: Any, **given: Any) -> CO2Config:
+        config = super().__new__(cls)
+        object.__setattr__(config, "_names_no_rule", len(args) <= 1 and given.keys() <= {"tau"})
+        return config
 
     def __post_init__(self) -> None:
-        self.check()
-
-    def check(self) -> None:
-        """UserError for a value with which nothing can be trained."""
-        require(self, is_whole(self.tau), "tau", "give a whole number of local steps, 1 or more")
-        self.check_outer()
-
-    def check_outer(self) -> None:
-        """The part of check() that no room extends."""
+        lasts = is_whole(self.tau) or self.tau == "auto"
+        require(self, lasts, "tau", "give a whole number of local steps, 1 or more, or auto")
+        require(self, is_whole(self.tau_max), "tau_max", "give a whole number of local steps, 1 or more")
         alpha, beta, phi = self.outer_lr, self.outer_momentum, self.clip
         require(self, self.gap in GAPS, "gap", f"choose one of {', '.join(GAPS)}")
         above_0 = "give a finite number above 0, as 1.0 is usual"
@@ -76,17 +164,182 @@ class OuterConfig:
         require(self, is_number(beta) and 0 <= beta < 1, "outer_momentum", "give a number in [0, 1)")
         clips = phi is None or (is_number(phi) and phi > 0)
         require(self, clips, "clip", "give a number above 0, or None for no clipping")
+        require(self, self.merge in MERGES, "merge", f"choose one of {', '.join(MERGES)}")
+        shared = is_number(self.mix) and 0 < self.mix <= 1
+        require(self, shared, "mix", "give a number in (0, 1]; 1 continues from the outer iterate alone")
+        self._check_delay()
+        limits = self.outlier is None or (is_number(self.outlier) and self.outlier > 1)
+        require(self, limits, "outlier", "give a number above 1, or None for no limit")
+        remedy = "give a CompressionConfig, such as CompressionConfig('int8')"
+        require(self, isinstance(self.compression, CompressionConfig), "compression", remedy)
+
+    def _check_delay(self) -> None:
+        number = self.delay if isinstance(self.delay, int) and not isinstance(self.delay, bool) else None
+        known = number is not None or self.delay in ("boundary", "auto")
+        require(self, known and (number or 0) >= 0, "delay", "give boundary, auto, or a whole number of local steps")
+        if number is not None:
+            require(self, self.tau != "auto", "delay", "with tau auto give delay boundary or auto")
+            require(self, number <= int(self.tau), "delay", f"give at most tau={self.tau} local steps")
+        nothing_stale = f"nothing is stale then: set gap none, not {self.gap}"
+        require(self, number != 0 or self.gap == "none", "delay", nothing_stale)
+        thrown = "merge restart would discard the local steps since the all-reduce started: set merge keep_local"
+        require(self, self.merge != "restart" or self.at_boundary or number == 0, "delay", thrown)
 
     def check_stable(self) -> None:
-        """Refuses a delayed outer step without a penalty that may diverge, and says why."""
-        if self.gap == "none" and not self.allow_unstable and not outer.settles(self.outer_lr, self.outer_momentum):
-            raise UserError(self.unstable("set gap='elementwise'", "a sum below 1"))
+        """Refuses an outer step without a gap penalty that diverges.
 
-    def unstable(self, remedy: str, limit: str) -> str:
-        """Why a delayed outer step without a penalty may diverge with these settings."""
-        return (
-            f"outer_momentum={self.outer_momentum} + outer_lr={self.outer_lr} = "
-            f"{self.outer_lr + self.outer_momentum:g} with gap='none' is unstable: a step taken one round late settles "
-            "only while beta + alpha rho / Lambda < 1, where rho nears 1 in directions that tau local steps solve; "
-            f"{remedy}, or lower the two to {limit} (allow_unstable=True runs it regardless)"
+        Only the paper's order delays the outer step by a round. In all other orders a difference starts from the
+        current outer iterate. With keep_local the momentum's kick alone is late, by as much as the average.
+        """
+        if self.gap != "none" or self.allow_unstable:
+            return
+        alpha, beta = self.outer_lr, self.outer_momentum
+        if self.merge != "keep_local" and self.at_boundary:
+            if self.nesterov:
+                limit = "(1 - outer_momentum^2) outer_lr + (outer_momentum outer_lr)^2 < 1 - outer_momentum (Nesterov)"
+            else:
+                limit = "a sum below 1"
+            if not (outer.nesterov_settles if self.nesterov else outer.settles)(alpha, beta):
+                raise UserError(
+                    f"outer_momentum={beta} + outer_lr={alpha} = {alpha + beta:g} with gap='none' is unstable: a step "
+                    "taken one round late settles only while beta + alpha rho / Lambda < 1, where rho nears 1 in "
+                    "directions that tau local steps solve; set gap='elementwise', or lower the two to "
+                    f"{limit} (allow_unstable=True runs it regardless)"
+                )
+            return
+        whole = isinstance(self.delay, str)  # boundary, or auto, which may be as late
+        late = 1.0 if whole else int(self.delay) / int(self.tau)  # pyright: ignore[reportArgumentType]
+        limit = outer.largest_outer_lr(self.merge, beta, late, self.nesterov)
+        under = ", nesterov=True" if self.nesterov else ""
+        require(
+            self,
+            alpha < limit,
+            "outer_lr",
+            f"with merge={self.merge!r}, delay={self.delay!r}, outer_momentum={beta}{under} and gap='none' it diverges "
+            f"from {limit:.3g} on in directions that tau local steps solve; lower one of the two "
+            "(allow_unstable=True runs it regardless)",
         )
+
+    @property
+    def at_boundary(self) -> bool:
+        """Whether an average is merged one boundary after its all-reduce started, in the paper's order."""
+        return self.delay == "boundary" or (self.delay != "auto" and self.delay == self.tau)
+
+    @property
+    def tau_margin(self) -> float:
+        """With tau auto: by how much the local steps outlast the all-reduce.
+
+        With merge on arrival by so much that an average arrives in the first two fifths of a round: up to there, fresh
+        averages lower the loss more than frequent ones (results/loss.md).
+        """
+        return 0.25 if self.at_boundary else 1.5
+
+    def changing(self, tau: int) -> dict[str, float | None]:
+        """What may change from round to round, for the comparison among workers. tau: of this round."""
+        clip = self.clip if self.clip is None else float(self.clip)  # floats: 1 prints as 1.0
+        alpha, beta = float(self.outer_lr), float(self.outer_momentum)
+        return {"tau": float(tau), "outer_lr": alpha, "outer_momentum": beta, "clip": clip}
+
+    @classmethod
+    def paper(cls, tau: int | Literal["auto"] = 48, **settings: Any) -> CO2Config:
+        """Our reading of the paper's rule: an average arrives a whole round late, with the staleness gap penalty.
+
+        docs/differences.md says what the paper leaves open. Our measurements support `recommended` instead. Its outer
+        momentum is the one for 33 to 64 workers; the authors' release sets 0 up to 16, 0.2 up to 32 and 0.6 above 64.
+
+        Args:
+            tau: Local steps per round.
+            settings: Other settings, such as outer_momentum=0.0.
+        """
+        rule: dict[str, Any] = {"outer_lr": 1.0, "outer_momentum": 0.5, "gap": "elementwise", "clip": 1.0}
+        rule |= {"merge": "restart", "delay": "boundary"}
+        return cls(tau=tau, **rule | settings)
+
+    @classmethod
+    def recommended(
+        cls,
+        workers: int,
+        steps: int | None = None,
+        *,
+        tau: int | Literal["auto"] = "auto",
+        mesh: DeviceMesh | None = None,
+    ) -> CO2Config:
+        """What our measurements support in place of the paper's settings (results/loss.md).
+
+        An average is merged when it arrives, with keep_local and without a penalty, because little is stale then. It
+        crosses the network in int4, at the cost of 1 + 1/workers copies of the parameters, or in float32 if that
+        arrives within a local step. merge="interpolate" saves keep_local's copy and comes close.
+
+        Args:
+            workers: Their number. Outer momentum costs most with few workers: it is 0 up to 16, and beyond that as in
+                the authors' release, 0.2 up to 32, 0.5 up to 64, 0.6 above.
+            steps: Local steps of the whole run, if known: the run then has at least twenty rounds.
+            tau: Local steps per round. auto chooses from measured times.
+            mesh: [nodes, workers of a node], for ShardedCO2. Workers of a node must stay equal and hold only shares of
+                the outer state, so only the outer momentum differs from the paper's rule.
+        """
+        for name, given in (("workers", workers), ("steps", 1 if steps is None else steps)):
+            if not is_whole(given):
+                raise UserError(f"{name}={given!r}: give their number, 1 or more")
+        beta = next(b for limit, b in ((16, 0.0), (32, 0.2), (64, 0.5), (float("inf"), 0.6)) if workers <= limit)
+        tau_max = 192 if steps is None else min(192, max(1, steps // 20))
+        if mesh is not None:
+            from .placement import check_mesh
+
+            check_mesh(mesh)
+            return cls(tau=tau, tau_max=tau_max, outer_momentum=beta)
+        late: dict[str, Any] = {"gap": "none", "merge": "keep_local", "delay": "auto"}
+        return cls(tau=tau, tau_max=tau_max, outer_momentum=beta, compression=CompressionConfig("auto"), **late)
+
+
+Schedule = Callable[[int], Mapping[str, Any]]
+Config = TypeVar("Config")
+
+
+def scheduled(c: CO2Config, schedule: Schedule | None, number: int) -> CO2Config:
+    """The settings of round `number`.
+
+    Raises:
+        UserError: If the schedule changes what may not change.
+    """
+    if schedule is None:
+        return c
+    changes = schedule(number)
+    if not isinstance(changes, Mapping):
+        raise UserError(
+            f"the schedule gives {changes!r} for round {number}: return a dict of what changes, {{}} for none"
+        )
+    if unknown := changes.keys() - set(SCHEDULED):
+        raise UserError(f"the schedule changes {', '.join(sorted(unknown))}: only {', '.join(SCHEDULED)} may change")
+    if "tau" in changes and "auto" in (c.tau, changes["tau"]):
+        raise UserError(f"the schedule gives tau={changes['tau']!r} while tau is {c.tau!r}: give numbers, or only auto")
+    changed = replace(c, **changes)
+    if changed.at_boundary != c.at_boundary and c.merge != "keep_local":  # which has one order for both
+        raise UserError(
+            f"the schedule gives tau={changed.tau} after tau={c.tau}, with merge={c.merge!r} and delay={c.delay}: at "
+            "the end of a round a mean is merged otherwise than within one; keep tau above delay, or set delay auto"
+        )
+    return changed
+
+
+def named_rule(config: CO2Config | None) -> CO2Config:
+    """The config that is given, or the default. Rank 0 warns if it has nothing but tau, which is the paper's rule."""
+    c = of_kind(config, CO2Config, "config")
+    if c._names_no_rule and not (dist.is_initialized() and dist.get_rank()):
+        level, frame, inside = 1, sys._getframe(), (__name__.partition(".")[0], "contextlib")
+        while frame.f_back and str(frame.f_globals.get("__name__")).partition(".")[0] in inside:
+            level, frame = level + 1, frame.f_back
+        warnings.warn(
+            f"CO2Config(tau={c.tau!r}) with nothing else is our reading of the paper's rule. On short runs its loss is "
+            f"higher than with CO2Config.recommended(workers, steps, tau={c.tau!r}). Use that, or "
+            f"CO2Config.paper(tau={c.tau!r}) for the paper's rule without this warning",
+            stacklevel=level,
+        )
+    return c
+
+
+def of_kind(given: Any, kind: type[Config], name: str) -> Config:
+    """The settings, or the defaults where none are given; UserError for an object of another class."""
+    if given is not None and not isinstance(given, kind):
+        raise UserError(f"{name}={given!r}: give an object of {kind.__name__}, or leave it out")
+    return given if given is not None else kind()

@@ -1,4 +1,7 @@
-"""The errors that a user of this project meets."""
+"""The errors that a user of this project meets, and checks of settings that raise them."""
+
+from numbers import Real
+from typing import Any
 
 
 class UserError(ValueError):
@@ -14,3 +17,19 @@ class CollectiveError(RuntimeError):
 
 class DivergedError(RuntimeError):
     """Training cannot go on: what workers hold is not finite, or one is left out of the mean round after round."""
+
+
+def is_number(value: Any) -> bool:
+    """Whether it can be compared with numbers: a text cannot."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def is_whole(value: Any) -> bool:
+    """Whether it is a whole number above 0, as a number of local steps."""
+    return isinstance(value, int) and is_number(value) and value >= 1
+
+
+def require(settings: Any, ok: bool, name: str, remedy: str) -> None:
+    """Raises UserError with a setting's value and the remedy, unless it is ok."""
+    if not ok:
+        raise UserError(f"{name}={getattr(settings, name)!r}: {remedy}")

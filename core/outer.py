@@ -1,85 +1,93 @@
-"""The outer step of CO2 (arXiv 2401.16265, steps 3 to 7 of Algorithm 1): first its formulas, then `update`, which
-applies them to a segment of the model and so defines what a boundary does.
+"""The outer step of CO2 (arXiv 2401.16265, steps 3 to 7 of Algorithm 1): the formulas, then the passes over memory.
 
-Symbols as in the paper: x_{t,0} the outer iterate of round t, m_t the outer momentum, Lambda_t >= 1 the
-staleness gap, Delta = x_{t-1,0} - mean_i x^i_{t-1,tau} the pseudo-gradient that arrives one round late.
-Nothing here communicates. The formulas change nothing in place; their tensors may be whole flat tensors or slices of
-them, in any floating dtype; what needs the whole vector (a norm, an RMS) is a 0-d tensor handed in.
+Symbols as in the paper: x_{t,0} is the outer iterate of round t, m_t the outer momentum, Lambda_t >= 1 the staleness
+gap, Delta = x_{t-1,0} - mean_i x^i_{t-1,tau} the pseudo-gradient, which arrives a round late in the paper's order.
+
+`update` applies the formulas to a segment of the model and so defines what a boundary does. `OuterStep` runs it over a
+bucket. `FusedOuterStep` does the same in one pass over a CPU's memory, and outer_kernels.TritonOuterStep in one kernel
+on a GPU. ShardedCO2 applies the same formulas to its shares. Nothing here communicates.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from .flat import copy, group_pieces, kernels_of, views
+from .buckets import copy, copy_where, group_pieces, has_triton, views
 
-EPS = 1e-12  # keeps Lambda finite when a pseudo-gradient is exactly zero
-# Elements updated at a time: on a CPU what belongs to them, some 5 MiB in float32, stays in its cache; on a GPU few
-# kernels are wanted, and temporaries of some 64 MiB are cheap.
+EPS = 1e-12  # keeps Lambda finite if a pseudo-gradient is exactly zero
+# Elements updated at a time. On a CPU their tensors, some 5 MiB in float32, stay in the cache. A GPU needs few kernels,
+# and temporaries of some 64 MiB are cheap there.
 SEGMENT, GPU_SEGMENT = 1 << 18, 1 << 24
 
+Merge = Literal["restart", "interpolate", "keep_local"]
 
-def segment_size(flat: Tensor) -> int:
-    """How many elements are updated at a time where this tensor lies."""
-    return GPU_SEGMENT if flat.is_cuda else SEGMENT
+
+# -- formulas: they change nothing in place, and take whole flat tensors or slices of them, in any floating dtype ------
 
 
 def norm(tensors: Sequence[Tensor]) -> Tensor:
-    """Euclidean norm over all elements of all tensors, 0-d, in the widest dtype given.
+    """Returns the Euclidean norm over all elements of all tensors, 0-d, in the widest dtype given.
 
-    On a CPU piece by piece: torch's sum over one float32 tensor there loses a third of it at 3e8 elements.
+    On a CPU it sums piece by piece, because one float32 sum over 3e8 elements loses a third of the total there.
     """
-    squares = []
-    for flat in (t.reshape(-1) for t in tensors):
+    squares, widest, device = [], tensors[0].dtype, tensors[0].device
+    for t in tensors:
+        flat, widest = t.reshape(-1), torch.promote_types(widest, t.dtype)
         for part in [flat] if flat.is_cuda else flat.split(SEGMENT):
-            squares.append(torch.linalg.vector_norm(part).square() if part.is_cuda else torch.dot(part, part))
-    widest = max((q.dtype for q in squares), key=lambda d: torch.finfo(d).bits)
-    return torch.stack([q.to(squares[0].device, torch.float64) for q in squares]).sum().sqrt().to(widest)
+            square = torch.linalg.vector_norm(part).square() if part.is_cuda else torch.dot(part, part)
+            squares.append(square.to(device, torch.float64))
+    return torch.stack(squares).sum().sqrt().to(widest)
 
 
 def gap_elementwise(last_step: Tensor, c: Tensor) -> Tensor:
     """Step 4: Lambda_t = 1 + |x_{t,0} - x_{t-1,0}| / (c_t + eps), element by element.
 
-    last_step: x_{t,0} - x_{t-1,0}, any shape. c: 0-d, the RMS of the last outer pseudo-gradient. The reading
-    of Gap-Aware (Barkai et al., ICLR 2020) in which the pseudo-gradient sets the scale.
+    Gap-Aware (Barkai et al., ICLR 2020), read so that the pseudo-gradient sets the scale.
+
+    Args:
+        last_step: x_{t,0} - x_{t-1,0}, any shape.
+        c: The RMS of the last outer pseudo-gradient, 0-d.
     """
     return 1 + last_step.abs() / (c.to(last_step.dtype) + EPS)
 
 
 def gap_scalar(last_step_norm: Tensor, c: Tensor) -> Tensor:
-    """Step 4 with one Lambda_t for the whole model: 1 + ||x_{t,0} - x_{t-1,0}|| / (c + eps), 0-d.
-
-    `norm`: c = ||Delta||. `inner`: c = tau x the norm of the first inner step's displacement.
-    """
+    """Step 4 with one Lambda_t for the whole model: 1 + ||x_{t,0} - x_{t-1,0}|| / (||Delta|| + eps), 0-d."""
     return 1 + last_step_norm / (c + EPS)
 
 
 def momentum(m: Tensor, delta: Tensor, beta: float, gap: Tensor | None = None) -> Tensor:
     """Step 5: m_t = beta m_{t-1} + Delta / Lambda_t. The penalty scales the new term only.
 
-    gap: shaped as delta, or 0-d; None stands for Lambda = 1.
+    Args:
+        gap: Shaped as delta, or 0-d. None means Lambda = 1.
     """
-    new = delta if gap is None else delta / gap.to(delta.dtype)
-    return new + beta * m
+    return penalized(delta, gap) + beta * m
+
+
+def penalized(delta: Tensor, gap: Tensor | None) -> Tensor:
+    """Delta / Lambda."""
+    return delta if gap is None else delta / gap.to(delta.dtype)
 
 
 def carried(beta: float, growth: float) -> float:
-    """beta growth, at most 1: the factor of m_{t-1} where Delta is of `growth` times as many local steps as before.
+    """Returns beta * growth, at most 1: the factor of m_{t-1} if Delta covers `growth` times as many local steps.
 
-    Twice the steps lead about twice as far, so that what m holds of fewer steps counts more, and of more steps less.
-    But where tau leaps, a few steps' direction says little of many, and multiplied by hundreds it would overshoot: the
-    momentum alone never moves x farther than it has moved last. Lambda and phi compare and limit lengths as they are,
-    alpha is a share: they stay. Ours; Gu et al. (ICLR 2024), whose rule changes tau, have no outer momentum.
+    Twice the steps lead about twice as far, so a momentum of fewer steps counts more. At 1 the momentum alone never
+    moves x farther than before. Lambda, phi and alpha stay. This rule is ours. Gu et al. (ICLR 2024) change tau
+    without an outer momentum.
     """
     return min(1.0, growth * beta)
 
 
 def clip_elements(m: Tensor, phi: float) -> Tensor:
-    """Step 6: clip(m_t, -phi, phi), element by element; the result is what is stored."""
+    """Step 6: clip(m_t, -phi, phi), element by element. The result is what is stored."""
     return m.clamp(-phi, phi)
 
 
@@ -88,82 +96,205 @@ def outer_step(x: Tensor, m: Tensor, alpha: float | Tensor) -> Tensor:
     return x - alpha * m
 
 
+def nesterov(m: Tensor, new: Tensor, beta: float) -> Tensor:
+    """What takes m_t's place in step 7 under Nesterov momentum: beta m_t + Delta_t / Lambda_t.
+
+    DiLoCo (Douillard et al. 2023) takes its outer step so, as torch.optim.SGD does, after Sutskever et al. (2013). m_t
+    is clipped, the added term is not.
+
+    Args:
+        m: m_t, which already contains `new`.
+        new: Delta_t / Lambda_t.
+    """
+    return beta * m + new
+
+
+def interpolate(x: Tensor, p: Tensor, share: float) -> Tensor:
+    """Merge `interpolate`: share x_{t+1,0} + (1 - share) x^i. The next difference is still taken from x_{t+1,0}.
+
+    Streaming DiLoCo (Douillard et al. 2025, arXiv 2501.18512).
+    """
+    return share * x + (1 - share) * p
+
+
+def keep_local(x: Tensor, p: Tensor, snapshot: Tensor) -> Tensor:
+    """Merge `keep_local`: x_{t+1,0} plus the worker's progress since its all-reduce started, p - snapshot.
+
+    LOSCAR-SGD (arXiv 2605.20866), hivemind's delta rule and CoCoD-SGD do the same.
+    """
+    return x + (p - snapshot)
+
+
+# -- stability, on a quadratic whose error tau local steps reduce by the share rho -----------------------------------
+
+
 def settles(alpha: float, beta: float) -> bool:
     """Whether a step delayed by one round, without a penalty, settles however far tau local steps solve a direction.
 
-    On a quadratic whose error tau local steps reduce by the share rho, x_{t+1} = (1 + beta) x_t - beta x_{t-1} - alpha
-    rho x_{t-1}. Jury's criterion at rho = 1, the worst: beta + alpha < 1. Local steps that overshoot, as momentum
-    inside may at small tau, have rho above 1: then beta + rho alpha < 1 is what settles.
+    x_{t+1} = (1 + beta) x_t - beta x_{t-1} - alpha rho x_{t-1}. Jury's criterion at rho = 1, the worst case, is
+    beta + alpha < 1. Local steps that overshoot have rho above 1. Then beta + rho alpha < 1 is the condition.
     """
     return beta + alpha < 1
 
 
+def nesterov_settles(alpha: float, beta: float) -> bool:
+    """`settles` under Nesterov momentum: (1 + beta) x_{t-1} - beta x_{t-2} takes the place of x_{t-1}, and Jury's
+    criterion at rho = 1 is (1 - beta^2) alpha + beta^2 alpha^2 < 1 - beta."""
+    return (1 - beta**2) * alpha + (beta * alpha) ** 2 < 1 - beta
+
+
+@functools.cache
+def largest_outer_lr(merge: Merge, beta: float, late: float, nesterov: bool = False) -> float:
+    """Returns the outer learning rate from which a merge on arrival, without a penalty, makes some direction grow.
+
+    tau local steps leave the share a of an error, and the local steps behind the merge leave b = a^(1 - late). Jury's
+    criterion on the mean's map gives the limit. Without a delay, and for all merges but keep_local, it is
+    2 (1 + beta), under Nesterov momentum over 1 + 2 beta. keep_local adds the old momentum's kick late.
+
+    Args:
+        beta: Outer momentum.
+        late: Local steps between the start of the all-reduce and the merge, over tau.
+    """
+    undelayed = 2 * (1 + beta) / (1 + 2 * beta * nesterov)
+    if merge != "keep_local" or not late:
+        return undelayed
+    if nesterov:
+        return min(undelayed, *(_nesterov_limit(i / 100, beta, late, undelayed) for i in range(100)))
+    if late == 1:  # the worst
+        return 2 * (1 - beta**2)
+    limits = [undelayed]
+    for a in (i / 1000 for i in range(1, 1000)):
+        b = a ** (1 - late)
+        v = b - a
+        limits.append((1 - beta) * (1 + v) * (1 + beta * v) / (v * (1 - beta + beta * b)))
+    return min(limits)
+
+
+def _nesterov_limit(a: float, beta: float, late: float, most: float) -> float:
+    """The smallest alpha below `most` with which keep_local grows one direction under Nesterov momentum.
+
+    The map of (x, m, p) has the characteristic polynomial (z - 1)(z - beta)(z + v) + alpha ((1 + beta) z - beta)
+    ((1 - b) z + v), with v = b - a.
+    """
+    b = a ** (1 - late)
+    v = b - a
+
+    def grows(alpha: float) -> bool:
+        c2 = v - 1 - beta + alpha * (1 + beta) * (1 - b)
+        c1 = beta - v * (1 + beta) + alpha * ((1 + beta) * v - beta * (1 - b))
+        c0 = beta * v - alpha * beta * v
+        return not (
+            1 + c2 + c1 + c0 > 0 and 1 - c2 + c1 - c0 > 0 and abs(c0) < 1 and abs(c0 * c0 - 1) > abs(c0 * c2 - c1)
+        )
+
+    low, high = 0.0, most
+    if not any(grows(most * i / 50) for i in range(1, 51)):
+        return most
+    high = next(most * i / 50 for i in range(1, 51) if grows(most * i / 50))
+    low = high - most / 50
+    for _ in range(20):
+        middle = (low + high) / 2
+        low, high = (low, middle) if grows(middle) else (middle, high)
+    return low
+
+
+# -- one boundary ----------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Rule:
-    """The numbers of one boundary, and where Lambda comes from: c (elementwise), gap (one number), or neither (1)."""
+    """The numbers of one outer step.
+
+    The defaults change neither m nor x if d is finite, since 0 times a NaN is a NaN. What remains is step 3 and the
+    merge: the first round, in which no average has arrived.
+    """
 
     beta: float = 1.0
     """Outer momentum, as `carried`."""
     alpha: float | Tensor = 0.0
     """Outer learning rate."""
     last_alpha: float | Tensor = 0.0
-    """|x_{t,0} - x_{t-1,0}| = last_alpha |m|: alpha, or 0 where the last boundary took no outer step."""
+    """The outer learning rate of the last step, or 0 if the last boundary took none: x_{t,0} - x_{t-1,0} =
+    -last_alpha m, or -last_alpha times the last direction under Nesterov momentum."""
     phi: float | None = None
     """Clips the momentum's elements to [-phi, phi]."""
     scale: float | Tensor = 0.0
-    """Delta = scale * d: one over the sum of the weights where d holds a weighted sum over the workers."""
+    """Delta = scale * d: one over the sum of the weights if d holds a weighted sum over the workers."""
     c: Tensor | None = None
-    """0-d: the RMS of Delta over the whole model."""
+    """0-d: the RMS of Delta over the whole model, for the elementwise gap."""
     gap: Tensor | None = None
-    """0-d: Lambda itself."""
-
-
-# m and x stay what they are, if d is finite: 0 times a NaN is a NaN. What remains is step 3 and the restart.
-NOTHING_LANDED = Rule()
+    """0-d: Lambda itself, if it is one number."""
+    nesterov: float | None = None
+    """beta of Nesterov's step, or None for step 7 as it is."""
+    merge: Merge = "restart"
+    """What the worker continues from."""
+    share: float = 1.0
+    """With `interpolate`: the weight of the outer iterate."""
+    takes_difference: bool = True
+    """Whether step 3 follows from the parameters now, and d holds it afterwards. Otherwise `take` has run before."""
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A part of the model. params: slices of the live parameters, in any shapes; d, x, m: [n], of the buffer in which a
-    mean has landed, of the outer iterate and of the momentum; x_views, d_views: x, d in params' shapes."""
+    """A part of a bucket.
+
+    Attributes:
+        params: Slices of the live parameters, in any shapes.
+        x_views, d_views: The same elements of x and d, in the shapes of params.
+        snapshot: With keep_local, the same elements at the start of the all-reduce. Otherwise empty.
+        d, x, m: Slices of the buffer that travels, the outer iterate and the momentum, [n].
+        direction: What step 7 took last in place of m, [n], where Nesterov momentum and a gap need it.
+    """
 
     params: list[Tensor]
     x_views: list[Tensor]
     d_views: list[Tensor]
+    snapshot: list[Tensor]
     d: Tensor
     x: Tensor
     m: Tensor
+    direction: Tensor | None = None
 
 
 def update(s: Segment, rule: Rule) -> Tensor:
-    """Steps 3 to 7 on a segment, in place; returns what was seen there, [4] (see new_momentum).
+    """Steps 3 to 7 and the merge on a segment, in place.
 
-    Step 3 stands first, for the workers are still where local steps led them; it is written last, for d holds the mean.
+    Step 3 is computed first, while the workers are where local steps led them, and written last, because d holds the
+    average until then.
+
+    Returns:
+        What was seen, [4] float64: see new_momentum.
     """
-    own_difference = difference(s)  # 3
-    seen = advance(s, rule)
-    s.d.copy_(own_difference)
-    copy(s.params, s.x_views)
-    return seen
-
-
-def advance(s: Segment, rule: Rule) -> Tensor:
-    """Steps 4 to 7 on m and x; returns what was seen."""
-    scale = rule.scale.to(s.d) if isinstance(rule.scale, Tensor) else rule.scale
-    m, seen = new_momentum(s.m, scale * s.d, rule)  # 4, 5, 6
+    own_difference = difference(s) if rule.takes_difference else s.d  # 3
+    delta = (rule.scale.to(s.d) if isinstance(rule.scale, Tensor) else rule.scale) * s.d
+    last = None if s.direction is None else -rule.last_alpha * s.direction
+    m, seen = new_momentum(s.m, delta, rule, last)  # 4, 5, 6
+    step = m
+    if rule.nesterov is not None:
+        step = nesterov(m, penalized(delta, staleness_gap(s.m, rule, last)), rule.nesterov)
     s.m.copy_(m)
-    s.x.copy_(outer_step(s.x, m, rule.alpha))  # 7
+    if s.direction is not None:
+        s.direction.copy_(step)
+    s.x.copy_(outer_step(s.x, step, rule.alpha))  # 7
+    s.d.copy_(own_difference)
+    continue_from(s, rule)
     return seen
 
 
 def difference(s: Segment) -> Tensor:
-    """Step 3: x_{t,0} - x^i_{t,tau}, [n]; the local steps began at x_{t,0} as the parameters' dtype holds it."""
+    """Step 3: x_{t,0} - x^i_{t,tau}, [n]. The local steps began at x_{t,0} as the parameters' dtype holds it."""
     return torch.cat([(x.to(p.dtype).to(x.dtype) - p).reshape(-1) for x, p in zip(s.x_views, s.params, strict=True)])
 
 
 def new_momentum(m: Tensor, delta: Tensor, rule: Rule, last_step: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Steps 4 to 6: m_t, and what was seen: [4] float64, the sum of m_t^2, the sum and the maximum of Lambda, and how
-    many elements were clipped. last_step: x_{t,0} - x_{t-1,0} where that is not -last_alpha m_{t-1}."""
+    """Steps 4 to 6.
+
+    Args:
+        last_step: x_{t,0} - x_{t-1,0} if that is not -last_alpha m_{t-1}.
+
+    Returns:
+        m_t, and [4] float64: the sum of m_t^2, the sum and the maximum of Lambda, and the number of clipped elements.
+    """
     gap = staleness_gap(m, rule, last_step)
     raw = momentum(m, delta, rule.beta, gap)
     new = raw if rule.phi is None else clip_elements(raw, rule.phi)
@@ -179,93 +310,164 @@ def staleness_gap(m: Tensor, rule: Rule, last_step: Tensor | None = None) -> Ten
     return gap_elementwise(rule.last_alpha * m if last_step is None else last_step, rule.c)
 
 
+def continue_from(s: Segment, rule: Rule) -> None:
+    """The merge, in the precision of x."""
+    if rule.merge == "restart":
+        copy(s.params, s.x_views)
+    for i, (p, x) in enumerate(zip(s.params, s.x_views, strict=True)):
+        if rule.merge == "interpolate":
+            p.copy_(interpolate(x, p.to(x.dtype), rule.share))
+        elif rule.merge == "keep_local":
+            p.copy_(keep_local(x, p.to(x.dtype), s.snapshot[i]))
+
+
 def all_seen(parts: Sequence[Tensor]) -> Tensor:
-    """What was seen in all parts together, [4], from [4] of each."""
+    """Combines what was seen in all parts, [4] from [4] each."""
+    if len(parts) == 1:
+        return parts[0]
     seen = torch.stack([p.to(parts[0].device) for p in parts])
     return torch.stack([seen[:, 0].sum(), seen[:, 1].sum(), seen[:, 2].max(), seen[:, 3].sum()])
 
 
-class Boundary:
-    """`update` over one bucket, segment after segment; the faster ways to do the same derive from it.
+def segment_size(flat: Tensor) -> int:
+    """How many elements are updated at a time on this tensor's device."""
+    return GPU_SEGMENT if flat.is_cuda else SEGMENT
 
-    params: the live parameters, of one dtype and device, in any shapes and strides, at least one element in all.
-    d, x, m: flat [sum of their numel], in the parameters' order; float32 where the parameters are 16-bit, else their
-    dtype. A parameter whose storage was replaced (`p.data = ...`) is noticed.
+
+class OuterStep:
+    """`update` over one bucket, segment after segment. The faster passes derive from it and must equal it.
+
+    A parameter whose storage was replaced (`p.data = ...`) is noticed.
+
+    Args:
+        params: The live parameters, of one dtype and device, in any shapes and strides, with at least one element.
+        d, x, m: Flat, [sum of their numel], in the parameters' order. Float32 for 16-bit parameters, else their dtype.
+        snapshot: Flat as x, for merge keep_local.
+        direction: Flat as x, for Nesterov momentum with a gap.
     """
 
-    def __init__(self, params: Sequence[Tensor], d: Tensor, x: Tensor, m: Tensor):
-        self.params, self.d, self.x, self.m = params, d, x, m
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        d: Tensor,
+        x: Tensor,
+        m: Tensor,
+        snapshot: Tensor | None = None,
+        direction: Tensor | None = None,
+    ):
+        self.params, self.d, self.x, self.m, self.snapshot, self.direction = params, d, x, m, snapshot, direction
         total = sum(p.numel() for p in params)
         assert all(f.shape == (total,) and f.is_contiguous() and f.dtype == d.dtype for f in (d, x, m))
         assert all(p.dtype == params[0].dtype and p.device == d.device for p in params)
         self.segments: list[Segment] = []
-        self._where: list[tuple[int, tuple[int, ...]]] | None = None
+        self._layout: list[tuple[int, tuple[int, ...]]] = []
 
     @torch.no_grad()
     def run(self, rule: Rule) -> Tensor:
-        """Steps 3 to 7 of the whole bucket; what was seen, [4] float64 on d's device."""
+        """Runs steps 3 to 7 and the merge over the bucket; returns what was seen, [4] float64 on d's device."""
         self.locate()
         return self.update(rule)
 
+    @torch.no_grad()
+    def take(self) -> None:
+        """Step 3 alone: d becomes what this worker sends, and the snapshot the parameters. They and x stay."""
+        self.locate()
+        for s in self.segments:
+            self.take_difference(s)
+            copy(s.snapshot, s.params[: len(s.snapshot)])
+
+    @torch.no_grad()
+    def restart(self, where: Tensor | None = None) -> None:
+        """The worker continues from the outer iterate, as if it had sent it.
+
+        Args:
+            where: 0-d bool. Restarts only if it is True; None always restarts. The host never waits for a GPU.
+        """
+        self.locate()
+        for s in self.segments:
+            if where is None:
+                copy(s.params, s.x_views)
+            else:
+                copy_where(where, s.params, s.x_views)
+                copy_where(where, s.snapshot, s.params[: len(s.snapshot)])
+
     def locate(self) -> None:
-        """Plans anew where a parameter's storage has moved."""
-        where = [(p.data_ptr(), p.stride()) for p in self.params]
-        if where != self._where:
+        """Plans the segments again if a parameter's storage has moved."""
+        layout = [(p.data_ptr(), p.stride()) for p in self.params]
+        if layout != self._layout:
             self.plan()
-            self._where = where
+            self._layout = layout
 
     def plan(self) -> None:
-        """Notes where the parameters lie: once, and again when they have moved."""
         self.segments, start = [], 0
         for pieces in group_pieces(self.params, segment_size(self.d)):
-            end = start + sum(p.numel() for p in pieces)
-            self.segments.append(self.segment(pieces, slice(start, end)))
-            start = end
-
-    def segment(self, pieces: list[Tensor], place: slice) -> Segment:
-        """The one of these slices of the parameters, which lies there in the flat tensors."""
-        d, x, m = (f[place] for f in (self.d, self.x, self.m))
-        return Segment(pieces, views(x, pieces), views(d, pieces), d, x, m)
+            place = slice(start, start := start + sum(p.numel() for p in pieces))
+            d, x, m = (f[place] for f in (self.d, self.x, self.m))
+            snapshot = [] if self.snapshot is None else views(self.snapshot[place], pieces)
+            direction = None if self.direction is None else self.direction[place]
+            self.segments.append(Segment(pieces, views(x, pieces), views(d, pieces), snapshot, d, x, m, direction))
 
     def update(self, rule: Rule) -> Tensor:
         return all_seen([update(s, rule) for s in self.segments])
 
+    def take_difference(self, s: Segment) -> None:
+        s.d.copy_(difference(s))
 
-class ChunkedBoundary(Boundary):
-    """In one pass over memory, a cache-sized segment after the other; correct on any device, but it synchronises a GPU.
 
-    Each element of p, d, x and m is read and written once; the elementwise gap reads d once more before. The result is
-    not bit for bit that of `update`: Lambda / scale is divided by instead of Lambda, and the slope of Lambda is
-    computed once. Both round differently where the number of workers is no power of two, or the gap is elementwise.
+class FusedOuterStep(OuterStep):
+    """One pass over memory, a cache-sized segment after the other. It would synchronize a GPU.
+
+    Each element of p, d, x and m is read and written once; the elementwise gap reads d once more before. The result
+    can differ from `update` in the last bit if the number of workers is no power of two, or the gap is elementwise:
+    it divides by Lambda / scale instead of Lambda, and computes the slope of Lambda once.
     """
 
     def plan(self) -> None:
         super().plan()
-        longest = max((len(s.d) for s in self.segments), default=0)
-        self._scratch = self.d.new_empty(longest)
-        self.narrow = self.params[0].dtype != self.d.dtype
-        self._rounded = self._scratch.to(self.params[0].dtype) if self.narrow else None
+        self._scratch = self.d.new_empty(max((len(s.d) for s in self.segments), default=0))
+        self._narrow = self.params[0].dtype != self.d.dtype
+        self._rounded = self._scratch.to(self.params[0].dtype) if self._narrow else None
 
     def update(self, rule: Rule) -> Tensor:
         slope = 0.0 if rule.c is None else float(rule.last_alpha) / (rule.c.item() + EPS)
         gap = 1.0 if rule.gap is None else rule.gap.item()
         seen = []
         for s in self.segments:
-            seen.append(_momentum(s, self._scratch[: len(s.d)], rule, gap, slope))
-            self.send(s, rule)
-            s.x.sub_(s.m, alpha=float(rule.alpha))
-            self.restart_segment(s, rule)
+            seen.append(self._momentum(s, rule, gap, slope))  # 4, 5, 6
+            if rule.takes_difference:
+                self.take_difference(s)  # 3: d is free now, and p is still x^i_{t,tau}
+            s.x.sub_(s.m, alpha=float(rule.alpha))  # 7
+            if self._narrow or rule.merge == "restart":
+                continue_from(s, rule)
+            elif rule.merge == "interpolate":
+                torch._foreach_lerp_(s.params, s.x_views, rule.share)  # pyright: ignore[reportPrivateImportUsage]
+            else:
+                torch._foreach_sub_(s.params, s.snapshot)  # pyright: ignore[reportPrivateImportUsage]
+                torch._foreach_add_(s.params, s.x_views)  # pyright: ignore[reportPrivateImportUsage]
         squares, gaps, tops, clipped = zip(*seen, strict=True)
         numbers = [sum(squares), sum(gaps), max(tops), sum(clipped)]
         return torch.tensor(numbers, dtype=torch.float64, device=self.d.device)
 
-    def send(self, s: Segment, rule: Rule) -> None:
-        """Step 3 of a segment."""
-        self.take_difference(s)
-
-    def restart_segment(self, s: Segment, rule: Rule) -> None:
-        """What the worker continues from."""
-        copy(s.params, s.x_views)
+    def _momentum(self, s: Segment, rule: Rule, gap: float, slope: float) -> tuple[float, float, float, float]:
+        """m <- clip(beta m + Delta / Lambda), with Lambda = 1 + slope |m|, or `gap` if slope is 0. Returns what was
+        seen, in plain numbers: .item() costs nothing on a CPU."""
+        scratch, scale = self._scratch[: len(s.d)], float(rule.scale)
+        gap_sum, gap_max, clipped = gap * len(s.m), gap, 0.0
+        if slope:
+            torch.abs(s.m, out=scratch)  # then Lambda / scale, which saves a pass that scales d
+            torch.add(s.m.new_tensor(1 / scale), scratch, alpha=slope / scale, out=scratch)
+            gap_sum = scratch.sum().item() * scale
+            gap_max = scratch.amax().item() * scale
+            torch.div(s.d, scratch, out=scratch)
+            torch.add(scratch, s.m, alpha=rule.beta, out=s.m)
+        else:
+            s.m.mul_(rule.beta).add_(s.d, alpha=scale / gap)
+        if rule.phi is not None:
+            low, high = torch.aminmax(s.m)
+            if not (-rule.phi <= low.item() and high.item() <= rule.phi):  # usually nothing is clipped
+                clipped = torch.abs(s.m, out=scratch).gt_(rule.phi).sum().item()
+                s.m.clamp_(-rule.phi, rule.phi)
+        return torch.dot(s.m, s.m).item(), gap_sum, gap_max, clipped
 
     def take_difference(self, s: Segment) -> None:
         """d <- r(x) - p, with r(x) = x rounded to p's dtype."""
@@ -276,29 +478,21 @@ class ChunkedBoundary(Boundary):
         torch._foreach_sub_(s.d_views, s.params)  # pyright: ignore[reportPrivateImportUsage]
 
 
-def _momentum(s: Segment, scratch: Tensor, rule: Rule, gap: float, slope: float) -> tuple[float, float, float, float]:
-    """m <- clip(beta m + Delta / Lambda), where Lambda = 1 + slope |m|, or `gap` where slope is 0. Returns what was
-    seen, as new_momentum does, in plain numbers: on a CPU .item() costs nothing worth saving."""
-    gap_sum, gap_max, clipped, scale = gap * len(s.m), gap, 0.0, float(rule.scale)
-    if slope:
-        torch.abs(s.m, out=scratch)  # then Lambda / scale, which saves scaling d
-        torch.add(s.m.new_tensor(1 / scale), scratch, alpha=slope / scale, out=scratch)
-        gap_sum = scratch.sum().item() * scale
-        gap_max = scratch.amax().item() * scale
-        torch.div(s.d, scratch, out=scratch)
-        torch.add(scratch, s.m, alpha=rule.beta, out=s.m)
-    else:
-        s.m.mul_(rule.beta).add_(s.d, alpha=scale / gap)
-    if rule.phi is not None:
-        low, high = torch.aminmax(s.m)
-        if not (-rule.phi <= low.item() and high.item() <= rule.phi):  # mostly nothing is clipped: one read
-            clipped = torch.abs(s.m, out=scratch).gt_(rule.phi).sum().item()
-            s.m.clamp_(-rule.phi, rule.phi)
-    return torch.dot(s.m, s.m).item(), gap_sum, gap_max, clipped
+def make_outer_step(
+    params: Sequence[Tensor],
+    d: Tensor,
+    x: Tensor,
+    m: Tensor,
+    snapshot: Tensor | None = None,
+    direction: Tensor | None = None,
+    *,
+    nesterov: bool = False,
+) -> OuterStep:
+    """Returns the fastest pass for the device: Triton's kernel on CUDA if Triton is installed, the fused one on a CPU.
 
-
-def make_boundary(params: Sequence[Tensor], d: Tensor, x: Tensor, m: Tensor) -> Boundary:
-    """Triton's kernel on CUDA where Triton is installed, the in-place pass on a CPU; elsewhere the plain one."""
-    if kernels := kernels_of(d.device):
-        return kernels.TritonBoundary(params, d, x, m)
-    return (Boundary if d.is_cuda else ChunkedBoundary)(params, d, x, m)
+    Nesterov momentum runs in the plain formulas everywhere.
+    """
+    kind = OuterStep if nesterov or d.is_cuda else FusedOuterStep
+    if not nesterov and has_triton(d.device):
+        from .outer_kernels import TritonOuterStep as kind  # importing Triton takes a second
+    return kind(params, d, x, m, snapshot, direction)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .flat import read_blocks
+from .buckets import read_blocks
 
 Mark = float | torch.cuda.Event
 
@@ -30,7 +30,7 @@ def mark(device: torch.device) -> Mark:
 
 
 @dataclass(frozen=True)
-class Coming:
+class DeferredNumber:
     """A number of a GPU's, such as seconds, which is known when it has passed `end`."""
 
     end: Mark
@@ -43,28 +43,28 @@ class Coming:
         return self.number()
 
 
-Seconds = float | Coming
+Seconds = float | DeferredNumber
 
 
 def between(start: Mark, end: Mark, parts: int = 1, less: Seconds = 0.0) -> Seconds:
     """The time between two marks of one device without what of it is `less`, or one of its equal `parts`."""
     if isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
-        return Coming(end, lambda: (start.elapsed_time(end) / 1e3 - float(less)) / parts)
+        return DeferredNumber(end, lambda: (start.elapsed_time(end) / 1e3 - float(less)) / parts)
     assert not isinstance(start, torch.cuda.Event) and not isinstance(end, torch.cuda.Event), "two devices"
     return (end - start - float(less)) / parts
 
 
 def plus(time: Seconds, more: float) -> Seconds:
     """`more` seconds of the host's added to it."""
-    return Coming(time.end, lambda: float(time) + more) if isinstance(time, Coming) else time + more
+    return DeferredNumber(time.end, lambda: float(time) + more) if isinstance(time, DeferredNumber) else time + more
 
 
 def ready(*times: Seconds) -> bool:
     """Whether all of them can be read without waiting."""
-    return all(t.end.query() for t in times if isinstance(t, Coming) and not isinstance(t.end, int | float))
+    return all(t.end.query() for t in times if isinstance(t, DeferredNumber) and not isinstance(t.end, int | float))
 
 
-class OnTheWay:
+class HostCopy:
     """A GPU's numbers, 1-d, on their way to the host in one copy; where they were computed, nothing waits for it."""
 
     def __init__(self, numbers: Tensor):
@@ -78,31 +78,32 @@ class OnTheWay:
         return self._copy.tolist()
 
 
-def send_off(values: Mapping[str, Any]) -> dict[str, Any]:
+def defer(values: Mapping[str, Any]) -> dict[str, Any]:
     """`values` with all numbers that lie on a GPU, 0-d each, on their way to the host: read a round later by float(),
     they make it wait for nothing queued since. Others as they are."""
-    there = {name: v for name, v in values.items() if isinstance(v, Tensor) and read_blocks(v)}
-    if not there:
+    tensors = [v for v in values.values() if isinstance(v, Tensor)]
+    if not tensors or not read_blocks(tensors[0]):
         return dict(values)
-    copy = OnTheWay(torch.stack([v.detach().double() for v in there.values()]))
-    return dict(values) | {name: Coming(copy.end, lambda i=i: copy.read()[i]) for i, name in enumerate(there)}
+    there = {name: v for name, v in values.items() if isinstance(v, Tensor) and read_blocks(v)}
+    copy = HostCopy(torch.stack([v.detach().double() for v in there.values()]))
+    return dict(values) | {name: DeferredNumber(copy.end, lambda i=i: copy.read()[i]) for i, name in enumerate(there)}
 
 
-class Late:
+class AsyncReadback:
     """A device's numbers for the host: on a GPU it gets those of the call before, and waits until they are there."""
 
     def __init__(self) -> None:
-        self._coming: tuple[OnTheWay, Any] | None = None
+        self._coming: tuple[HostCopy, Any] | None = None
 
     def exchange(self, numbers: Tensor, of: Any = None) -> tuple[list[float], Any] | None:
         """numbers: 1-d. of: what they are of. Returns both, of the same call; None: there are none yet."""
         if not read_blocks(numbers):
             return numbers.tolist(), of
-        arrived, self._coming = self._coming, (OnTheWay(numbers), of)
+        arrived, self._coming = self._coming, (HostCopy(numbers), of)
         return arrived and (arrived[0].read(), arrived[1])  # the host gets no further ahead than a call
 
 
-Number = float | Tensor | Coming
+Number = float | Tensor | DeferredNumber
 
 
 @dataclass
@@ -117,11 +118,11 @@ class RoundStats:
     local_steps: int = 0
     pseudo_gradient_norm: Number = 0.0
     momentum_norm: Number = 0.0
-    disagreement: Number = 0.0  # of the workers: their root mean square distance from their mean, at the sending
+    consensus_distance: Number = 0.0  # of the workers: their root mean square distance from their mean, at the sending
     gap_mean: Number = 1.0  # Lambda over all elements
     gap_max: Number = 1.0
     drifted: float = 0.0  # 1 when workers were found to differ that should be equal, bit for bit
-    left_out: int = 0  # workers that were left out of the mean, as far as the host has heard
+    excluded: int = 0  # workers that were left out of the mean, as far as the host has heard
     clipped_share: Number = 0.0  # of the momentum's elements
     step_seconds: Seconds = 0.0  # of one local step; the round's first is left out, it may follow an evaluation
     exposed_seconds: Seconds = 0.0  # exposed communication: how long launching, polling and waiting held step() up
@@ -166,7 +167,7 @@ class RoundClock:
         if timed > 0:
             self.stats.step_seconds = between(self._since, arrived, timed, self._away)
         yield
-        vars(self.stats).update(send_off(vars(self.stats)))
+        vars(self.stats).update(defer(vars(self.stats)))
         self.steps_begin()
         self.stats.boundary_seconds = between(arrived, self._since)
 

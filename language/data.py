@@ -23,8 +23,8 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from core.checkpoints.untrusted import parse_json
 from core.errors import UserError
+from core.stored import parse_json
 from language.prepare import (
     SUFFIXES,
     Documents,

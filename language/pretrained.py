@@ -19,8 +19,8 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from core.checkpoints.untrusted import parse_json
 from core.errors import UserError
+from core.stored import parse_json
 from language.finetune_recipes import FinetuneRecipe, LoraConfig
 from language.model import blocks_of
 from training.data import mix, seeded

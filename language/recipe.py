@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import tyro
 
 from core.errors import UserError
-from core.sharded.mesh import local_world_size
+from core.placement import local_world_size
 from language.zeroth import ZerothConfig  # and registers method zo
 from language.zeroth.order import Place
 from training.optim import OptimConfig

@@ -14,8 +14,8 @@ from typing import Any
 from bench import report
 from bench.report import mean_sd, plus_minus
 from core import UserError
-from core.checkpoints.untrusted import parse_json
-from core.methods import entry_of
+from core.methods import spec_of
+from core.stored import parse_json
 from results.paper import GPUS, SHORT, TABLES, Metric, Row, Table
 from training.data import printable
 from training.folder import of_other_methods, settings, with_defaults
@@ -29,7 +29,7 @@ def load_recipe(task: str, name: str) -> Recipe:
 
 def stand_in_overrides(row: Row) -> dict[str, Any]:
     """What a row's stand-in changes of its recipe: it is shorter, and has the row's overrides that suit small runs."""
-    of = {key: value for key, value in row.overrides.items() if key.startswith(("co2.", "delayed.", "ddp_wire."))}
+    of = {key: value for key, value in row.overrides.items() if key.startswith(("co2.", "ddp_compression."))}
     return SHORT[row.task] | {key: of[key] for key in of if not key.endswith(("lgreco.first", "lgreco.every"))}
 
 
@@ -105,7 +105,7 @@ def read_run(folder: Path) -> Finished | str:
     """The run in `folder`, or why it does not count."""
     try:
         config, summary = (parse_json((folder / name).read_text()) for name in ("config.json", "summary.json"))
-        settings = flat(config["recipe"])
+        settings = todays_names(flat(config["recipe"]))
         if "stopped_by_signal" in summary:
             return f"it was stopped at step {summary['steps']}"
         samples = (warm_rate(folder) or summary["steps_per_second"]) * settings["batch_size"]
@@ -143,7 +143,7 @@ def read_kept(folder: Path) -> list[Finished]:
         try:
             for row in json.loads(path.read_text()):
                 name, of, workers, commit = (row.pop(key) for key in ("folder", "settings", "workers", "commit"))
-                _check_types(run := Finished(Path(name), of, workers, commit, row))
+                _check_types(run := Finished(Path(name), todays_names(of), workers, commit, row))
                 found.setdefault(name, run)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{path} is damaged ({error!r}): take it from the repository, or remove it") from None
@@ -165,8 +165,12 @@ def _check_types(run: Finished) -> None:
 GONE = {
     "co2.sync_steps": 0,
     "co2.update": "fast",
-    **{f"{wire}.rounding": "nearest" for wire in ("co2.wire", "ddp_wire")},
-    **{f"{wire}.lgreco.{share}": 1.0 for wire in ("co2.wire", "ddp_wire") for share in ("share", "time_share")},
+    **{f"{compression}.rounding": "nearest" for compression in ("co2.compression", "ddp_compression")},
+    **{
+        f"{compression}.lgreco.{share}": 1.0
+        for compression in ("co2.compression", "ddp_compression")
+        for share in ("share", "time_share")
+    },
     "schedule": [],
     "sampling": "tiled",
     "loss": "chamfer",
@@ -174,9 +178,28 @@ GONE = {
 """Settings of earlier versions, and the values with which a run trained as one trains without them."""
 
 
+MERGES = {"outer": "restart", "mix": "interpolate", "keep": "keep_local"}
+
+
+def todays_names(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a run that may be older than some of their names."""
+    named, was_delayed = dict[str, Any](), settings.get("method") == "delayed"
+    for key, value in settings.items():
+        key = key.replace("ddp_wire.", "ddp_compression.").replace("co2.wire.", "co2.compression.")
+        if was_delayed:
+            named["co2.nesterov" if key == "delayed.nesterov" else key] = value
+        elif not key.startswith("delayed."):  # another method's
+            named[key] = value
+    if was_delayed:
+        named["method"] = "co2"
+    if "co2.merge" in named:
+        named["co2.merge"] = MERGES.get(named["co2.merge"], named["co2.merge"])
+    return named
+
+
 def idle_settings(method: str) -> set[str]:
     """The groups of settings, and the settings, that say nothing of a run with this method."""
-    return of_other_methods(method) | (set() if entry_of(method).reads_co2 else {"co2"})
+    return of_other_methods(method) | (set() if spec_of(method).reads_co2 else {"co2"})
 
 
 def differences(run: Finished, row: Row, metric: Metric | None, local: bool) -> list[str]:
@@ -236,9 +259,9 @@ def collect(tables: Mapping[str, Table], folder: Path) -> Iterator[str]:
             yield from (*section(table, True, runs, counted), "")
     commits = {run.commit for run in runs if run.folder in counted} - {""}
     yield printable(f"Commits: {', '.join(sorted(commits)) or 'none'}.")
-    left_out = {path: run if isinstance(run, str) else departure(run, tables) for path, run in found.items()}
+    excluded = {path: run if isinstance(run, str) else departure(run, tables) for path, run in found.items()}
     yield from (
-        printable(f"Not counted: {path}: {why}.") for path, why in left_out.items() if path not in counted and why
+        printable(f"Not counted: {path}: {why}.") for path, why in excluded.items() if path not in counted and why
     )
 
 

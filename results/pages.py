@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.loss.__main__ import MERGES, todays_merge
 from bench.report import mean_sd as with_sd
 from bench.report import table as markdown
 
@@ -44,7 +45,13 @@ def filled(text: str) -> str:
 @functools.cache
 def load(name: str) -> Any:
     text = (RESULTS / name).read_text()
-    return [json.loads(line) for line in text.splitlines()] if name.endswith("l") else json.loads(text)
+    if not name.endswith("l"):
+        return json.loads(text)
+    rows = [json.loads(line) for line in text.splitlines()]
+    for row in rows:
+        if "options" in row:
+            todays_merge(row)
+    return rows
 
 
 def load_part(file: str, part: str, old_file: str, old_part: str) -> list[Row]:
@@ -176,7 +183,7 @@ def throughput() -> Table:
 
 # -- loss at equal samples ------------------------------------------------------------------------------------------
 
-HIDDEN = "co2:merge=keep,gap=none,beta=0,delay=1,wire=int4"
+HIDDEN = "co2:merge=keep_local,gap=none,beta=0,delay=1,wire=int4"
 PAPER = "co2:beta=0.5"
 Losses = Mapping[int, float]  # of each seed
 
@@ -255,15 +262,15 @@ def gpt2_small() -> Table:
     return table
 
 
-LOCAL, LATE = "local:wire=float32", "co2:merge=keep,gap=none,beta=0,wire=float32"
+LOCAL, LATE = "local:wire=float32", "co2:merge=keep_local,gap=none,beta=0,wire=float32"
 EFFECTS = {  # what changes -> from which method to which
     "local steps: DDP to Local-SGD": ("ddp:wire=float32", LOCAL),
     "compression: Local-SGD to int4": (LOCAL, "local:wire=int4"),
     "hiding for one step, over int4": ("local:wire=int4", HIDDEN),
     "hiding for a whole round, float32": (LOCAL, LATE),
-    "merge rule, a round late: paper's to keep": ("co2:beta=0,wire=float32", LATE),
+    "merge rule, a round late: paper's to keep_local": ("co2:beta=0,wire=float32", LATE),
     "outer momentum 0.5 in the paper's rule": ("co2:beta=0,wire=float32", "co2:beta=0.5,wire=float32"),
-    "outer momentum 0.3 in the hidden average": (HIDDEN, "co2:merge=keep,gap=none,beta=0.3,delay=1,wire=int4"),
+    "outer momentum 0.3 in the hidden average": (HIDDEN, "co2:merge=keep_local,gap=none,beta=0.3,delay=1,wire=int4"),
 }
 
 
@@ -448,12 +455,13 @@ def nccl_blocks() -> Table:
 
 def gpu_boundary() -> Table:
     """An outer step and an encoded all-reduce of 350 M parameters on one H200: time on the device, and kernels."""
-    names = {"outer": "restart (paper)", "keep": "keep"}
+    names = {"restart": "restart (paper)", "keep_local": "keep_local"}
     ways = {"fast": "Triton", "plain": "plain torch", "compiled": "torch.compile"}
     table: Table = [("work", "ms", "share of a copy's rate", "kernels")]
     for row in load("gpu.json")["rows"]:
         what, _, case = row["name"].partition(": ")
         figures, (rule, _, way) = row.get("figures") or {}, case.partition(", ")
+        rule = MERGES.get(rule, rule)
         if what == "a boundarys bytes a parameter" and rule in names:
             name, share = f"outer step, merge {names[rule]}, {ways[way]}", f"{figures['share of copy']:.0%}"
             table.append((name, f"{figures['ms']:.2f}", share, f"{figures['kernels']:.0f}"))

@@ -67,7 +67,7 @@ class Row:
     network: str = ""
     """Between the nodes, where the row is about it: part of its run folders' names, which tell it."""
     overrides: Mapping[str, Any] = field(default_factory=dict)
-    """Changes of the recipe, as on the command line; those of co2, delayed and ddp_wire hold for the stand-in, too."""
+    """Changes of the recipe, as on the command line; those of co2 and ddp_compression hold for the stand-in, too."""
     seeds: tuple[int, ...] = (0, 1, 2)
 
     @property
@@ -154,7 +154,7 @@ def in_two(name: str, title: str, variants: Mapping[str, Mapping[str, Any]], not
 SEARCHED = {f"tau {tau}": {"tau": tau} for tau in TAUS}
 CLIPS = {f"clip {bound:g}": {"overrides": {"co2.clip": bound}} for bound in (0.001, 0.01, 0.1)}
 CLIPS |= {"clip 1": {}, "clip none": {"overrides": {"co2.clip": None}}}
-WIRES = {"float32": {}} | {name: {"overrides": {"co2.wire.format": name}} for name in ("bfloat16", "int8")}
+WIRES = {"float32": {}} | {name: {"overrides": {"co2.compression.format": name}} for name in ("bfloat16", "int8")}
 
 
 def gpt2_small(label: str, method: str, overrides: Mapping[str, Any], perplexity: float | None = None) -> Row:
@@ -166,8 +166,7 @@ def gpt2_small(label: str, method: str, overrides: Mapping[str, Any], perplexity
 
 def late(label: str, **overrides: Any) -> Row:
     """GPT-2 Small with a way to live with the delay, where a delayed step settles without a penalty as well."""
-    method = "delayed" if any(key.startswith("delayed.") for key in overrides) else "co2"
-    return gpt2_small(label, method, {"co2.outer_lr": 0.5, "co2.outer_momentum": 0.4, **overrides})
+    return gpt2_small(label, "co2", {"co2.outer_lr": 0.5, "co2.outer_momentum": 0.4, **overrides})
 
 
 def lgreco(task: str, recipe: str, stand_in: str, rank: int, first: int, every: int) -> tuple[Row, ...]:
@@ -175,8 +174,8 @@ def lgreco(task: str, recipe: str, stand_in: str, rank: int, first: int, every: 
     code's base. first, every: steps of ddp before the first decision, and between two."""
 
     def row(label: str, method: str, **settings: Any) -> Row:
-        wire = "co2.wire" if method == "co2" else "ddp_wire"
-        given = {f"{wire}.{key}": value for key, value in settings.items()}
+        compression = "co2.compression" if method == "co2" else "ddp_compression"
+        given = {f"{compression}.{key}": value for key, value in settings.items()}
         return Row(label, task, recipe, method, None, stand_in, overrides=given)
 
     ours = {"format": "lgreco", "like": f"rank{rank}"}
@@ -288,8 +287,8 @@ TABLES = {
         (
             late("the penalty"),
             late("nothing", **NO_GAP),
-            late("mixed restart", **NO_GAP, **{"co2.merge": "mix"}),
-            late("the penalty, Nesterov's momentum", **{"delayed.nesterov": True}),
+            late("mixed restart", **NO_GAP, **{"co2.merge": "interpolate"}),
+            late("the penalty, Nesterov's momentum", **{"co2.nesterov": True}),
         ),
         "Ours, the paper has no such rows. All have outer_lr 0.5 and outer_momentum 0.4: at the recipe's for 64 GPUs, "
         "whose sum is above 1, a delayed step without the penalty is unstable.",

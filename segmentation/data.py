@@ -167,7 +167,7 @@ def _read(path: str, read: Callable[[str], NDArray[Any]]) -> NDArray[Any]:
 
 def check_labels(mask: NDArray[Any], num_classes: int, where: str | Path, shift: int = 0) -> None:
     """UserError unless every label is in [0, num_classes) or 255. shift: what the file's own labels start at."""
-    bad = (mask >= num_classes) & (mask != IGNORE)
+    bad = ((mask >= num_classes) & (mask != IGNORE)) | (mask < 0)
     if bad.any():
         raise UserError(
             f"{where}: label {int(mask[bad][0]) + shift} is out of range: expected {shift} to "

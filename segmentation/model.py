@@ -29,9 +29,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from core import UserError
-from core.checkpoints.untrusted import reason
 from core.methods import DDP, Method
-from core.sharded.mesh import local_world_size
+from core.placement import local_world_size
+from core.stored import reason
 from segmentation.data import IGNORE
 from segmentation.recipes import BackboneName
 from training.data import data_root, from_home

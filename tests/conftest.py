@@ -29,7 +29,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-    from core.testing import PRELOAD  # only where tests run: with -n, not in the process that hands them out
+    from core.testing import PRELOAD
 
     if {"e2e", "bench"} & {item.path.parent.name for item in items}:
         PRELOAD.append("vision.train")  # with timm and torchvision, a second's import for each rank

@@ -19,7 +19,7 @@ def files() -> list[Path]:
 
 
 def imports(file: Path) -> Iterator[str]:
-    """The absolute names that a file imports, also inside functions and for a type checker: core.flat.copy."""
+    """The absolute names that a file imports, also inside functions and for a type checker: core.buckets.copy."""
     for node in ast.walk(ast.parse((ROOT / file).read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -30,7 +30,7 @@ def imports(file: Path) -> Iterator[str]:
 
 
 def file_of(name: str) -> Path | None:
-    """The project's file that defines a name, as core.flat.copy; None: it comes from outside."""
+    """The project's file that defines a name, as core.buckets.copy; None: it comes from outside."""
     parts = name.split(".")
     for end in range(len(parts), 0, -1) if parts[0] in PACKAGES else ():
         for path in (Path(*parts[:end]).with_suffix(".py"), Path(*parts[:end], "__init__.py")):
@@ -45,9 +45,14 @@ def needed(file: Path) -> set[Path]:
     return {other for name in imports(file) if (other := file_of(name))} - {file}
 
 
+UPPER = ("outer_kernels", "config", "placement", "build", "co2", "sharded", "ddp", "methods")
+"""The modules of core that know its packages, or each other. All others are its base."""
+
+
 def room_of(file: Path) -> str:
-    """core for its root; core.__init__, which hands on names; core.wires, training.plan or such; else the package."""
-    if file.as_posix() == "core/__init__.py":
-        return "core.__init__"
+    """core for its base; core.config or such; core.__init__, which hands on names; core.compression, training.plan or
+    such; else the package."""
+    if file.parts[0] == "core" and len(file.parts) == 2 and file.stem in ("__init__", *UPPER):
+        return f"core.{file.stem}"
     has_rooms = file.parts[0] in ("core", "training") and len(file.parts) > 2
     return ".".join(file.parts[: 2 if has_rooms else 1])

@@ -19,7 +19,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from core import CO2, CO2Config, UserError
-from core.flat import is_dtensor, local_shard
+from core.buckets import is_dtensor, local_shard
 from core.methods import DDP
 from tests.reference import Reference
 from training.layouts.layout import Layout
@@ -270,7 +270,7 @@ def drifted(rank: int, world_size: int, kind: str, name: str, rounds: int) -> tu
         co2.step()
         told.append(co2.stats.drifted)
         if step == 0 and rank == world_size - 1:
-            co2.flight.settle()
+            co2.allreduce.drain()
             co2.state["outer_iterate"][0].add_(1e-3)
     co2.finish()
     mine = co2.state["outer_iterate"][0]

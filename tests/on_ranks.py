@@ -42,7 +42,7 @@ def _call(rank: int, world_size: int, module: str, name: str, given: dict[str, A
     getattr(importlib.import_module(module), name).__wrapped__(rank, **given)
 
 
-def everybody(value: Any) -> list[Any]:
+def total_world_size(value: Any) -> list[Any]:
     """The value that each rank has given, by rank."""
     found = [None] * dist.get_world_size()
     dist.all_gather_object(found, value)
@@ -51,4 +51,4 @@ def everybody(value: Any) -> list[Any]:
 
 def alike(*tensors: torch.Tensor) -> bool:
     """Whether each rank holds the same, bit for bit."""
-    return all(all(map(torch.equal, tensors, theirs)) for theirs in everybody(tensors))
+    return all(all(map(torch.equal, tensors, theirs)) for theirs in total_world_size(tensors))

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 import core.outer
 from core import CO2, CO2Config, UserError, make_method
-from core.assembly.config import WireConfig
-from core.flat import Scalars, make_buckets
-from core.flight import Reducer
-from core.methods.delayed import DelayedCO2, DelayedConfig
+from core.buckets import Scalars, make_buckets
+from core.comm import Reducer
+from core.config import CompressionConfig
+from core.local_update import SyncSchedule
 from core.testing import run_distributed
-from core.testing.link import flight_over
+from core.testing.link import allreduce_over
 from tests.reference import LateReference
 
 LR = 0.1
@@ -27,7 +27,7 @@ LR = 0.1
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of CO2, its wire format and the delayed methods in one flat list, to be varied by `replace`."""
+    """The settings of CO2, and its compression in one flat list, to be varied by `replace`."""
 
     tau: Any = 48
     outer_lr: float = 1.0
@@ -36,37 +36,33 @@ class Settings:
     clip: float | None = 1.0
     tau_max: int = 192
     allow_unstable: bool = False
-    wire: Any = "float32"
+    compression: Any = "float32"
     error_feedback: bool = True
-    merge: Any = "outer"
+    merge: Any = "restart"
     mix: float = 0.5
     delay: Any = "boundary"
     nesterov: bool = False
 
     @property
     def co2(self) -> CO2Config:
-        wire = WireConfig(self.wire, self.error_feedback)
+        compression = CompressionConfig(self.compression, self.error_feedback)
         names = ("tau", "outer_lr", "outer_momentum", "gap", "clip")
-        names += ("tau_max", "allow_unstable", "merge", "mix", "delay")
-        return CO2Config(**{name: getattr(self, name) for name in names}, wire=wire)
-
-    @property
-    def delayed(self) -> DelayedConfig:
-        return DelayedConfig(self.nesterov)
-
-    @property
-    def method(self) -> str:
-        return "co2" if self.delayed == DelayedConfig() else "delayed"
+        names += ("tau_max", "allow_unstable", "merge", "mix", "delay", "nesterov")
+        return CO2Config(**{name: getattr(self, name) for name in names}, compression=compression)
 
     def build(self, params: Iterable[Tensor], **options: Any) -> CO2:
-        """CO2 itself where nothing else is asked for."""
-        if self.method == "co2":
-            return CO2(params, self.co2, **options)
-        return DelayedCO2(params, self.co2, self.delayed, **options)
+        return CO2(params, self.co2, **options)
+
+
+def bare_co2(params: Iterable[Tensor], **built: Any) -> CO2:
+    """CO2 with the paper's settings, put together from what LocalUpdateMethod takes: no other hooks than these."""
+    co2, config = CO2.__new__(CO2), CO2Config.paper()
+    co2._build(params, config, None, sync_schedule=SyncSchedule(int(config.tau)), **built)
+    return co2
 
 
 class Mean:
-    """The mean over all workers of some tensors in the background: buckets, a reducer and Flight put together."""
+    """The mean over all workers of some tensors in the background: buckets, a reducer and AsyncAllReduce together."""
 
     def __init__(
         self, tensors: list[Tensor], scalars: dict[str, int] | None = None, reducer: Any = None, **options: Any
@@ -74,17 +70,17 @@ class Mean:
         self.scalars = Scalars(scalars or {})
         self.buckets = make_buckets(tensors, options.pop("buffers", []), self.scalars.numel)
         self.scalars.attach(self.buckets[0].scalars)
-        self.flight = flight_over(options.pop("link", None))(self.buckets[0].flat.device, **options)
-        workers = self.flight.rank, self.flight.world_size
+        self.allreduce = allreduce_over(options.pop("link", None))(self.buckets[0].flat.device, **options)
+        workers = self.allreduce.rank, self.allreduce.world_size
         self.reducer = reducer(self.buckets, self.scalars, *workers) if reducer else None
-        self.reducer = self.reducer or Reducer([b.flat for b in self.buckets], self.flight.world_size)
-        self.done, self.close = self.flight.done, self.flight.close
+        self.reducer = self.reducer or Reducer([b.flat for b in self.buckets], self.allreduce.world_size)
+        self.done, self.close = self.allreduce.done, self.allreduce.close
 
     def launch(self) -> None:
-        self.flight.launch(self.reducer.stages(self.flight.group, self.flight.launched + 1))
+        self.allreduce.launch(self.reducer.stages(self.allreduce.group, self.allreduce.launched + 1))
 
     def wait(self) -> None:
-        self.flight.wait()
+        self.allreduce.wait()
         for bucket in self.buckets:
             bucket.flat.mul_(self.reducer.scale)
 
@@ -238,7 +234,7 @@ def check_grid(world_size: int, configs: list[Settings], steps: int) -> None:
         first, *others = (traces[i] for traces in results)
         for worker, trace in enumerate((first, *others)):
             assert_traces_equal(trace, train_reference(c, world_size, steps, x, worker))
-        apart = (c.merge == "mix" and c.mix < 1) or (c.merge == "keep" and c.delay != 0)
+        apart = (c.merge == "interpolate" and c.mix < 1) or (c.merge == "keep_local" and c.delay != 0)
         for other in others:
             same = [torch.equal(a, b) for a, b in zip(first, other, strict=True)]
             assert same[-1] and (not same[0] if apart else all(same)), c

@@ -2,7 +2,8 @@
 
 One local step leaves the share q = 1 - lr h of the error, a round of tau a = q^tau = 1 - rho, and the steps of a round
 behind the merge b = q^(tau - delay). k = outer_lr / Lambda, Lambda a constant; beta: outer momentum; share: of merge
-mix. delay = tau is the paper's whole round, 0 is blocking.
+interpolate. delay = tau is the paper's whole round, 0 is blocking. nesterov: whether the
+outer step is Nesterov's.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ class Quadratic:
     k: float = 1.0
     beta: float = 0.0
     share: float = 0.5
+    nesterov: bool = False
 
     def __post_init__(self) -> None:
-        assert self.merge in ("outer", "mix", "keep") and 0 <= self.delay <= self.tau
+        assert self.merge in ("restart", "interpolate", "keep_local") and 0 <= self.delay <= self.tau
 
     @property
     def left(self) -> tuple[float, float]:
@@ -45,18 +47,23 @@ class Quadratic:
     def spread(self) -> float:
         """By what the workers' differences from their mean are multiplied in a round, without noise."""
         a, b = self.left
-        return {"outer": 0.0, "mix": (1 - self.share) * a, "keep": a - b}[self.merge]
+        return {"restart": 0.0, "interpolate": (1 - self.share) * a, "keep_local": a - b}[self.merge]
 
     def polynomial(self) -> Array:
         """The mean's characteristic polynomial, highest power first; roots at 0 are left out."""
-        (a, b), k, s, spread = self.left, self.k, self.share, self.spread
-        free = np.poly([1.0, self.beta] + ([spread] if self.merge != "outer" else []))
-        if self.merge == "outer":
-            return free + (np.array([0, 0, k * (1 - a)]) if self.whole else np.array([0, k * (1 - b), 0]))
-        if self.merge == "mix":
-            pulled = k * np.array([1 - (a if self.whole else b) * s, -spread])
-            return free + (np.array([0, 0, *pulled]) if self.whole else np.array([0, *pulled, 0]))
-        return free + k * np.array([0, 1 - b, -spread, 0])
+        (a, b), k, spread, late = self.left, self.k, self.spread, self.whole and self.merge != "keep_local"
+        free = np.poly([1.0, self.beta] + ([spread] if self.merge != "restart" else []))
+        sent = {  # what the difference is of the outer iterate
+            "restart": [1 - (a if late else b)],
+            "interpolate": [1 - (a if late else b) * self.share, -spread],
+            "keep_local": [1 - b, -spread],
+        }[self.merge]
+        pulled = k * np.array(sent)
+        if self.nesterov:  # a step of (1 + beta) z - beta in place of z, and a root at 0 more if that is late
+            return np.polyadd(
+                np.polymul(free, [1, 0] if late else [1]), np.polymul([1 + self.beta, -self.beta], pulled)
+            )
+        return np.polyadd(free, pulled if late else np.polymul(pulled, [1, 0]))
 
     @property
     def radius(self) -> float:
@@ -67,8 +74,8 @@ class Quadratic:
         """(A, Q) of the mean's state from round to round, the outer iterate first: s' = A s + noise of covariance Q for
         one worker and local steps with noise of variance 1. outer_lr = k, Lambda = 1."""
         (a, b), k, beta = self.left, self.k, self.beta
-        assert self.merge != "mix", "not written down"
-        if self.merge == "keep":  # z, m, y: the parameters when they are sent, or with a whole round at its start
+        assert self.merge != "interpolate", "not written down"
+        if self.merge == "keep_local":  # z, m, y: the parameters when they are sent, or with a whole round at its start
             z, m = np.array([1 - k, -k * beta, k]), np.array([1.0, beta, -1.0])
             return np.array([z, m, b * z + np.array([0, 0, a - b])]), _noise([0, 0, 1], self.tau, self.q)
         if self.whole:  # z, m, the difference on its way
@@ -82,9 +89,9 @@ class Quadratic:
         return float(solve_discrete_lyapunov(rows, noise / workers)[0, 0])
 
     def apart(self, workers: int) -> float:
-        """mean_i (x^i - mean)^2 in the end, under local noise of variance 1, when the workers send; with keep and a
-        whole round when they start. For keep and outer."""
-        assert self.merge == "keep" or self.delay in (0, self.tau), "else not all of a round's steps are sent"
+        """mean_i (x^i - mean)^2 in the end, under local noise of variance 1, when the workers send; with keep_local
+        and a whole round when they start. For keep_local and restart."""
+        assert self.merge == "keep_local" or self.delay in (0, self.tau), "else not all of a round's steps are sent"
         return (1 - 1 / workers) * added(self.tau, self.q) / (1 - self.spread**2)
 
 
@@ -106,12 +113,17 @@ def jury(p: Array) -> bool:
     return bool(ends and abs(c[0]) < 1 and abs(c[1] - c[0] * c[2]) < 1 - c[0] ** 2)
 
 
-def largest(merge: str, tau: int, delay: int, beta: float) -> float:
+def largest(merge: str, tau: int, delay: int, beta: float, nesterov: bool = False) -> float:
     """The outer learning rate below which every direction without overshoot settles, by bisection."""
+
+    def settles(q: float, k: float) -> bool:
+        one = Quadratic(merge, q, tau, delay, k, beta, nesterov=nesterov)
+        return one.radius < 1 if nesterov else jury(one.polynomial())
+
     q, low, high = np.linspace(0, 0.9999, 300) ** (1 / tau), 0.0, 8.0
     while high - low > 1e-5:
         middle = (low + high) / 2
-        good = all(jury(Quadratic(merge, one, tau, delay, middle, beta).polynomial()) for one in q)
+        good = all(settles(one, middle) for one in q)
         low, high = (middle, high) if good else (low, middle)
     return low
 
@@ -123,13 +135,13 @@ def momentum_inside(mu: float, lh: Array, steps: int) -> Array:
 
 
 def spread_with_momentum(mu: float, lh: Array, tau: int, delay: int) -> Array:
-    """keep: by what the differences of the workers' errors and velocities are multiplied in a round, [n]."""
+    """keep_local: by what the differences of the workers' errors and velocities are multiplied in a round, [n]."""
     progress = momentum_inside(mu, lh, delay) - np.diag([1.0, 0.0])
     return np.abs(np.linalg.eigvals(momentum_inside(mu, lh, tau - delay) @ progress)).max(-1)
 
 
 def late_with_momentum(mu: float, lh: Array, tau: int, k: float, beta: float) -> Array:
-    """outer, a whole round late, over SGD with momentum: by what the mean's error is multiplied, in the end, [n]."""
+    """restart, a whole round late, over SGD with momentum: by what the mean's error is multiplied, in the end, [n]."""
     p = momentum_inside(mu, lh, tau)
     rows = np.zeros((len(lh), 4, 4))
     rows[:, 0, :3], rows[:, 1, 1:3] = [1, -k * beta, -k], [beta, 1]

@@ -1,4 +1,4 @@
-"""The executable specification: Algorithm 1 of CO2 (arXiv 2401.16265), and what the rooms of core add to it.
+"""The executable specification: Algorithm 1 of CO2 (arXiv 2401.16265), and what core adds to it.
 
 All workers are in one process: every tensor of all workers has a leading dimension of `workers`, the mean over workers
 is a mean over that dimension, and what is on its way waits in a variable. Written as plainly as the algorithm is
@@ -21,7 +21,7 @@ class Reference:
     """All workers of CO2. x: [workers, n], row i the parameters of worker i, which the caller steps in place.
 
     The caller takes local steps on `x` (any inner optimiser) and calls `local_step` after each; `finish` applies what
-    is pending. tau, alpha, beta, gap, phi: as tau, outer_lr, outer_momentum, gap and clip of OuterConfig.
+    is pending. tau, alpha, beta, gap, phi: as tau, outer_lr, outer_momentum, gap and clip of CO2Config.
     """
 
     x: Tensor
@@ -102,7 +102,7 @@ class Reference:
         return self.outer
 
 
-# -- what the rooms add: when a mean is merged, into what, and of whom it is
+# -- what core adds: when a mean is merged, into what, and of whom it is
 
 Mean = Callable[[Tensor, Tensor], Tensor]
 
@@ -130,32 +130,32 @@ class LateReference(Reference):
       sent one round ago. 0 is blocking: sent, received and merged at one boundary. 0 < d < tau: the mean is merged on
       arrival, d steps after the sending, where the worker did not restart but went on from where it was.
     merge: what worker i continues from once the mean has landed and the outer step x_{t+1} = x_t - alpha m_t is taken.
-      outer: x_{t+1} (the paper).
-      mix: kappa x_{t+1} + (1 - kappa) x^i, x^i being its parameters now (Streaming DiLoCo, arXiv 2501.18512).
-      keep: x_{t+1} plus its own progress since it sent what has landed (LOSCAR-SGD, arXiv 2605.20866; hivemind's delta
-        rule; CoCoD-SGD).
-    What is sent, d^i: with outer and mix x_t - x^i, from the outer iterate as it is before what lands at the same
-      moment is applied; with keep minus its own progress since its last sending, the sum of its local steps, so that
-      nothing is counted twice.
+      restart: x_{t+1} (the paper).
+      interpolate: kappa x_{t+1} + (1 - kappa) x^i, x^i being its parameters now (Streaming DiLoCo, arXiv 2501.18512).
+      keep_local: x_{t+1} plus its own progress since it sent what has landed (LOSCAR-SGD, arXiv 2605.20866; hivemind's
+        delta rule; CoCoD-SGD).
+    What is sent, d^i: with restart and interpolate x_t - x^i, from the outer iterate as it is before what lands at
+      the same moment is applied; with keep_local minus its own progress since its last sending, the sum of its local
+      steps, so that nothing is counted twice.
     nesterov: the outer step takes beta m_t + Delta_t / Lambda_t in place of m_t.
     weights: of the workers in the next means, [workers]: a mean is sum(w^i d^i) / sum(w^i), and 0 where nobody has a
       weight. A worker whose difference is not finite, or has weight 0, is left out: its d^i is 0, its weight too, and
       once the boundary is through it continues from the outer iterate.
     reduce: what the network makes of d^i and the weights, [workers, n] and [workers] -> [n]: their mean, or what a
-      narrow wire leaves of it.
+      compression leaves of it.
     tau may be changed between two boundaries. Where Delta is of tau' local steps, and what landed before of tau, step 5
       is m_t = min(1, beta tau' / tau) m_{t-1} + Delta / Lambda (outer.carried says why).
 
     finish() leaves all workers with equal parameters. With d = tau or 0, local steps since the last boundary are sent
     as at a boundary, then all that is on its way is merged in order. With 0 < d < tau what is on its way lands first,
-    without mixing, and the local steps since the last sending are sent and merged behind it. So with outer and d < tau
-    the steps taken while a mean was on its way are given up, at the end as in every round. With keep every local step
-    is in exactly one mean. With mix the share of x^i that an earlier restart kept goes along with the steps after it,
-    as at every boundary; without such steps it is dropped, being no progress.
+    without mixing, and the local steps since the last sending are sent and merged behind it. So with restart and
+    d < tau the steps taken while a mean was on its way are given up, at the end as in every round. With keep_local
+    every local step is in exactly one mean. With interpolate the share of x^i that an earlier restart kept goes along
+    with the steps after it, as at every boundary; without such steps it is dropped, being no progress.
     """
 
     delay: int | None = None
-    merge: str = "outer"
+    merge: str = "restart"
     kappa: float = 0.5
     nesterov: bool = False
     weights: Tensor | None = None  # None: all 1
@@ -163,14 +163,14 @@ class LateReference(Reference):
     in_flight: list[Sent] = field(default_factory=list, init=False)  # pyright: ignore
 
     def __post_init__(self) -> None:
-        if self.merge not in ("outer", "mix", "keep"):
+        if self.merge not in ("restart", "interpolate", "keep_local"):
             raise ValueError(f"unknown merge {self.merge!r}")
         if self.delay is not None and not 0 <= self.delay <= self.tau:
             raise ValueError(f"delay={self.delay}: between 0 and tau={self.tau}")
         super().__post_init__()
         self.in_flight, self.m_tau = [], self.tau
         self.base = self.x.clone()  # x less the own local steps since the last sending
-        self.left_out = torch.zeros_like(self.x[:, 0], dtype=torch.bool)  # at the last sending
+        self.excluded = torch.zeros_like(self.x[:, 0], dtype=torch.bool)  # at the last sending
 
     @property
     def whole_round(self) -> bool:
@@ -188,18 +188,18 @@ class LateReference(Reference):
         elif self.whole_round:  # nothing has landed in round 0: x_{1,0} = x_{0,0}
             self.outer.append(self.z)
             self.restart()
-        left_out = self.left_out[:, None]
-        self.x.copy_(torch.where(left_out, self.z, self.x))
-        self.base.copy_(torch.where(left_out, self.x, self.base))
+        excluded = self.excluded[:, None]
+        self.x.copy_(torch.where(excluded, self.z, self.x))
+        self.base.copy_(torch.where(excluded, self.x, self.base))
         self.restarts.append(self.x.clone())
 
     def send(self) -> None:
         """Step 3: what is averaged now is merged at its delay."""
-        own = (self.base if self.merge == "keep" else self.z) - self.x
+        own = (self.base if self.merge == "keep_local" else self.z) - self.x
         weights = torch.ones_like(own[:, 0]) if self.weights is None else self.weights.to(own)
-        self.left_out = ~own.isfinite().all(dim=1) | (weights == 0)
-        weights = torch.where(self.left_out, 0.0, weights)
-        own = torch.where(self.left_out[:, None], 0.0, own)
+        self.excluded = ~own.isfinite().all(dim=1) | (weights == 0)
+        weights = torch.where(self.excluded, 0.0, weights)
+        own = torch.where(self.excluded[:, None], 0.0, own)
         self.deltas.append(self.reduce(own, weights))
         self.in_flight.append(Sent(self.tau, own, self.deltas[-1]))
         self.base, self.steps = self.x.clone(), 0
@@ -214,9 +214,9 @@ class LateReference(Reference):
         """The merge: where the workers continue, the outer step being taken."""
         since = self.x - self.base  # own local steps since the last sending, and since what has landed was sent:
         progress = since - sum((later.own for later in self.in_flight), torch.zeros_like(self.x))
-        if self.merge == "outer":
+        if self.merge == "restart":
             self.x.copy_(self.z.expand_as(self.x))
-        elif self.merge == "keep":
+        elif self.merge == "keep_local":
             self.x.copy_(self.z + progress)
         elif not finishing:
             self.x.copy_(self.kappa * self.z + (1 - self.kappa) * self.x)
@@ -238,7 +238,7 @@ class LateReference(Reference):
         landing = bool(self.in_flight) and not self.whole_round
         if landing:
             self.land(finishing=True)
-        if self.steps and not (landing and self.merge == "outer"):
+        if self.steps and not (landing and self.merge == "restart"):
             self.send()
         while self.in_flight:
             self.land(finishing=True)

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from core.ddp import check_wire
 from core.errors import UserError
 from core.methods import check_apart
-from core.methods.ddp import check_wire
-from core.sharded.mesh import check_shared, local_world_size
+from core.placement import check_shared, local_world_size
 from training.data import per_worker, smallest_part
 from training.layouts.layout import Layout
 from training.recipe import Recipe, momentum_note
@@ -26,7 +26,7 @@ from training.workers import check_nodes, make_link, pick_device, rank, world_si
 GIB = 1 << 30  # bytes; a GPU that is sold with 24 GB has 24 GiB
 RESERVE = 1.5 * GIB
 # float32 copies of the trained parameters that a method holds: outer iterate, momentum and payload, as it has them
-COPIES = {"ddp": 0, "local": 1, "slowmo": 3, "overlap_local": 3, "co2": 3, "delayed": 3, "zo": 1}
+COPIES = {"ddp": 0, "local": 1, "slowmo": 3, "overlap_local": 3, "co2": 3, "diloco": 3, "zo": 1}
 
 
 @dataclass(frozen=True)
@@ -80,14 +80,14 @@ def held(recipe: Recipe, model: nn.Module, node: int, workers: int) -> float:
         equal = node if recipe.zero < 2 else 1  # the workers of a node that hold the same parameters
         return trained * (1 + 2 / (equal * (workers // node if recipe.shard else 1)))
     copies: float = COPIES[method]
-    copies += method == "co2" and recipe.co2.merge == "keep"
-    copies += method == "delayed" and recipe.delayed.nesterov  # pyright: ignore[reportAttributeAccessIssue]
+    copies += method == "co2" and recipe.co2.merge == "keep_local"
+    copies += method == "co2" and recipe.co2.nesterov and recipe.co2.gap != "none"
     if recipe.elastic and method != "zo":  # in float32; what a worker has sent stays until it has arrived
         return trained * (copies + 1)
-    config = recipe.ddp_wire if method == "ddp" else recipe.co2.wire  # pyright: ignore[reportAttributeAccessIssue]
+    config = recipe.ddp_compression if method == "ddp" else recipe.co2.compression  # pyright: ignore[reportAttributeAccessIssue]
     among = workers if method == "ddp" else workers // node
     alone = workers == 1 and (method == "ddp" or config.format == "auto")  # nothing is encoded then
-    if config.format != "float32" and method not in ("zo", "delayed") and not alone:
+    if config.format != "float32" and method != "zo" and not alone:
         copies += {"ddp": 1, "local": 1}.get(method, 0)  # a payload, or an anchor to send differences from
         copies += config.error_feedback * (1 + 1 / among)
         copies += 2 * (config.format == "lgreco")
@@ -131,7 +131,8 @@ def lines(memory: Memory, recipe: Recipe) -> Iterator[str]:
     if recipe.gpu_gb is not None and memory.total > recipe.gpu_gb * GIB:
         yield (
             f"warning: gpu_gb={recipe.gpu_gb:g} is less, even without activations: a higher --zero needs less, as do "
-            "--shard of co2, --offload of co2 and zo, wire.format float32, and of co2 merge outer or mix"
+            "--shard of co2, --offload of co2 and zo, compression.format float32, and of co2 merge restart or "
+            "interpolate"
         )
 
 
@@ -153,10 +154,10 @@ def check_start(recipe: Recipe, workers: int | None) -> int:
     if node := recipe.per_node or (local_world_size() if workers else 0):
         check_nodes(node, recipe.zero, workers or node)
     if recipe.method == "co2" and (node > 1 or recipe.layout):  # which shares its outer state out inside the node
-        check_shared(recipe.co2, recipe.co2.wire.format)
+        check_shared(recipe.co2, recipe.co2.compression.format)
     check_apart(recipe.method, recipe.co2, node)
     if recipe.method == "ddp":
-        check_wire(recipe.ddp_wire, sharded=recipe.zero >= 2)
+        check_wire(recipe.ddp_compression, sharded=recipe.zero >= 2)
     return share
 
 

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from core.checkpoints.untrusted import reason
 from core.errors import UserError
+from core.stored import reason
 from training.script import SIGNALS
 
 T = TypeVar("T")

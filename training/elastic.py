@@ -23,13 +23,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from core.checkpoints import checkpoint, stored
-from core.elastic.flight import ElasticFlight
+from core import checkpoint, stored
+from core.elastic.allreduce import ElasticAllReduce
 from core.elastic.joining import Joining, elastic_co2
 from core.elastic.members import Members, Over, Report, WorkersChanged
 from core.errors import UserError
+from core.local_update import LocalUpdateMethod
 from core.methods import Method
-from core.rounds import Rounds
 from training.data import per_worker, steps_per_epoch
 from training.folder import RoundLog, RunFolder, settings
 from training.progress import Due, Progress, Trained
@@ -61,9 +61,9 @@ class Deal:
 class Elastic:
     """One worker's part. drawn: how many steps' batches this worker has taken or skipped."""
 
-    method: Rounds
+    method: LocalUpdateMethod
     joining: Joining
-    workers: ElasticFlight
+    workers: ElasticAllReduce
     mesh = None  # no workers that synchronise every step
     _trained: Trained
 
@@ -102,10 +102,10 @@ class Elastic:
         """The model, and the method, still alone."""
         r = self.run.recipe
         options: dict[str, Any] = {"members": self.members, "timeout": r.timeout, "link": self.run.link}
-        options["riders"] = [self.run.requests, self.run.snapshots]
+        options["hooks"] = [self.run.requests, self.run.snapshots]
         options["buffers"] = list(model.buffers()) if r.average_buffers else []
         self.method, self.joining = elastic_co2(model.parameters(), r.co2, **options)
-        self.workers = self.joining.flight
+        self.workers = self.joining.allreduce
         self.workers.tell = self._tell
         self.workers.on_change = self._on_change
         self.joining.give = self.state
@@ -150,7 +150,7 @@ class Elastic:
         return due
 
     def sum(self, values: Tensor) -> Tensor:
-        """See ElasticFlight.sum_of_all."""
+        """See ElasticAllReduce.sum_of_all."""
         return self.workers.sum_of_all(values.cpu())
 
     def stopped_by(self, number: int) -> int:
@@ -205,7 +205,7 @@ class Elastic:
         """The first worker's start: afresh, or from the newest checkpoint, also where all workers were lost."""
         run, number = self.run, self.members.generation
         goes_on = run.recipe.resume or number > 1
-        if goes_on and (found := checkpoint.load(self.folder.checkpoints, rank=0, alone=True)):
+        if goes_on and (found := checkpoint.load_newest(self.folder.checkpoints, rank=0, alone=True)):
             self.restore(found[0])
             self.deal = self.deal.again(number, self.drawn, self.members.size, self.samples, self.share)
         self.folder.begin(run.step, run.total)

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from tqdm import tqdm
 
-from core.checkpoints import checkpoint, stored
-from core.checkpoints.named import random_state, set_random_state
+from core import checkpoint, stored
+from core.checkpoint import random_state, set_random_state
+from core.comm import host_group
 from core.errors import UserError
-from core.groups import host_group
-from core.methods import Method, entry_of, make_method
-from core.rounds import Rounds
+from core.local_update import LocalUpdateMethod
+from core.methods import Method, make_method, spec_of
 from training.data import mix
 from training.folder import RoundLog, RunFolder, settings
 from training.progress import Due, Progress, Trained
@@ -44,7 +44,7 @@ class Fixed:
         run, r = self.run, self.run.recipe
         self._made_group = join(run.device, r.timeout, settings(r))
         self.folder.open(r, run.world_size, run.device)
-        if entry_of(r.method).kind != "optimizer":  # which has no gradients to synchronise
+        if spec_of(r.method).kind != "optimizer":  # which has no gradients to synchronise
             self.mesh = make_mesh(run.device, r.per_node, r.zero, r.timeout)
         place = run.rank, run.world_size
         self._saver = checkpoint.Saver(self.folder.checkpoints, *place, self.folder.attempt, r.timeout)
@@ -87,7 +87,7 @@ class Fixed:
             offload=r.offload,
             timeout=r.timeout,
             link=self.run.link,
-            riders=[self.run.requests, self.run.snapshots],
+            hooks=[self.run.requests, self.run.snapshots],
             **r.own_settings,
         )
 
@@ -105,7 +105,7 @@ class Fixed:
     def come_together(self, due: Due) -> Due:
         """What is due to all: a worker of a node has heard only workers of its own place on other nodes."""
         run, method = self.run, self._trained.method
-        if isinstance(method, Rounds) and method.everybody < run.world_size and method.at_boundary:
+        if isinstance(method, LocalUpdateMethod) and method.total_world_size < run.world_size and method.at_boundary:
             assert self.mesh is not None
             return Due(*map(bool, largest_of_workers([*vars(due).values()], self.mesh.get_group(1))))
         return due
@@ -135,8 +135,8 @@ class Fixed:
         with run.clock.paused():
             self._saver.wait()
             self.rounds.read()
-            if not isinstance(trained.method, Rounds):
-                trained.method.settle()
+            if not isinstance(trained.method, LocalUpdateMethod):
+                trained.method.sync_for_eval()
             live = trained.state_dict() | self._counted() | {"node": self._per_node, "rng": random_state(run.device)}
             tensors: dict[str, Tensor] = {}
             state = stored.take_out(live, tensors)
@@ -168,7 +168,7 @@ class Fixed:
     def _resume(self) -> float:
         """Restores the newest checkpoint, if there is one; returns the seconds of training that led to it."""
         run, folder = self.run, self.folder
-        found = checkpoint.load(folder.checkpoints, rank=run.rank)
+        found = checkpoint.load_newest(folder.checkpoints, rank=run.rank)
         if found is None:
             return 0.0
         state, workers = found

@@ -24,15 +24,15 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, schedule
 from tqdm import tqdm
 
-from core.adaptive.tau import Adaptive
-from core.checkpoints.untrusted import parse_json
+from core.comm import of_all
+from core.compression.lgreco import Allocation
+from core.compression.lgreco_reducer import LGreco
 from core.errors import UserError
-from core.groups import of_all
-from core.lgreco.decide import Allocation
-from core.lgreco.reducer import LGreco
+from core.local_update import LocalUpdateMethod
 from core.methods import REGISTRY, Method
-from core.rounds import Rounds
-from core.stats import RoundStats, send_off
+from core.stats import RoundStats, defer
+from core.stored import parse_json
+from core.tau import AdaptiveTau
 from training.progress import Stopwatch
 from training.recipe import Recipe, flat
 from training.workers import rank
@@ -384,10 +384,10 @@ class RoundLog:
         self._synchronous = method.tau == 1
         self._unread.append((step, method.stats))
         self.read(leave=int(self._on_gpu))
-        pacing = method.pacing if isinstance(method, Rounds) else None
-        if isinstance(pacing, Adaptive) and (decision := pacing.decision):
+        pacing = method.sync_schedule if isinstance(method, LocalUpdateMethod) else None
+        if isinstance(pacing, AdaptiveTau) and (decision := pacing.decision):
             sent = f"{method.stats.bytes_sent / 1e6:.3g} MB a round, {decision.exposed_share:.0%} of the time exposed"
-            new = f"tau {decision.old} -> {decision.new}, wire {decision.wire}"
+            new = f"tau {decision.old} -> {decision.new}, wire {decision.compression}"
             self._folder.note(step, "tau", f"{new}: {decision.reason}; {sent}")
         self._note_allocation(step, method)
         if self._trace and self._trace.go_on():
@@ -395,7 +395,7 @@ class RoundLog:
 
     def log(self, step: int, scalars: Mapping[str, float | Tensor]) -> dict[str, float] | None:
         """Logs scalars, on a GPU those of the last call; returns what it logged last, if anything."""
-        self._unlogged.append((step, send_off(scalars)))
+        self._unlogged.append((step, defer(scalars)))
         return self._log(leave=int(self._on_gpu))
 
     def read(self, leave: int = 0) -> None:
@@ -428,7 +428,9 @@ class RoundLog:
 
     def _note_allocation(self, step: int, method: Method) -> None:
         """Logs L-GreCo's newest decision, once."""
-        reducer = method.reducer if isinstance(method, Rounds) else getattr(method.wire, "reducer", None)
+        reducer = (
+            method.reducer if isinstance(method, LocalUpdateMethod) else getattr(method.compression, "reducer", None)
+        )
         found = reducer.allocation if isinstance(reducer, LGreco) else None
         if found is None or found is self._allocation:
             return

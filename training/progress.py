@@ -11,13 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from core.checkpoints.checkpoint import finished, load, unlike
-from core.checkpoints.named import load_model, load_optimizer, of_optimizer
-from core.checkpoints.snapshot import Snapshot
+from core.checkpoint import finished, load_model, load_newest, load_optimizer, of_optimizer, unlike
 from core.errors import UserError
+from core.hooks import Requests, Snapshot
+from core.local_update import LocalUpdateMethod
 from core.methods import Method
-from core.robust.requests import Requests
-from core.rounds import Rounds
 from training.recipe import Recipe
 from training.workers import make_link, rank, world_size
 
@@ -149,14 +147,14 @@ class Trained:
 
     def snapshot(self, then: Callable[[dict[str, Any]], None]) -> None:
         """Calls `then` with the method's state, once what is in flight has landed."""
-        if isinstance(self.method, Rounds):
+        if isinstance(self.method, LocalUpdateMethod):
             self.snapshots.ask(then)
         else:
             then(self.method.state_dict())
 
     def hand_over(self) -> None:
         """Lets a snapshot that still waits have what there is."""
-        if isinstance(self.method, Rounds):
+        if isinstance(self.method, LocalUpdateMethod):
             self.snapshots.hand_over()
 
 
@@ -166,7 +164,7 @@ def load_weights(model: nn.Module, folder: Path) -> None:
     checkpoints = folder.expanduser() / "checkpoints"
     if not finished(checkpoints):
         raise UserError(f"{folder} holds no checkpoint of a run: give the --out of one that has ended, or saved")
-    found = load(checkpoints, rank=0)
+    found = load_newest(checkpoints, rank=0)
     assert found is not None
     theirs, mine = found[0]["model"], model.state_dict()
     if differs := unlike(theirs, mine):

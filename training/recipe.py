@@ -13,7 +13,7 @@ import tyro
 
 from core import CO2Config, UserError
 from core.elastic.joining import check_elastic
-from core.methods import REGISTRY, check_settings, entry_of
+from core.methods import REGISTRY, check_settings, spec_of
 from training.data import paths_from_home
 from training.layouts.layout import Layout
 from training.optim import OptimConfig
@@ -27,7 +27,7 @@ OfMethods = dataclasses.make_dataclass(
     "OfMethods",
     [
         (own.key, Annotated[own.config, tyro.conf.arg(help=own.help)], field(default_factory=own.config))
-        for own in (entry_of(name).settings for name in REGISTRY)
+        for own in (spec_of(name).settings for name in REGISTRY)
         if own is not None
     ],
     frozen=True,
@@ -141,7 +141,7 @@ class Recipe(OfMethods):
         check_settings(self.method, self.co2, shard=self.shard, offload=self.offload, **self.own_settings)
         if not self.elastic:
             return
-        if "elastic" not in entry_of(self.method).takes:
+        if "elastic" not in spec_of(self.method).takes:
             raise UserError(f"elastic does not go with method={self.method!r}: give --method co2, or no elastic")
         for name, needed in (("per_node", 1), ("zero", 0), ("shard", False), ("offload", False)):
             if (value := getattr(self, name)) != needed:
@@ -170,7 +170,7 @@ class Recipe(OfMethods):
     @property
     def own_settings(self) -> dict[str, Any]:
         """The method's own, under its key, as make_method takes them."""
-        own = entry_of(self.method).settings
+        own = spec_of(self.method).settings
         if own and not hasattr(self, own.key):
             raise UserError(f"method={self.method!r} is not of this task: choose another method")
         return {own.key: getattr(self, own.key)} if own else {}
@@ -249,8 +249,8 @@ def starting_point(recipe: R, overrides: Sequence[str]) -> R:
 
 
 def refuse_unused(recipe: Recipe, default: Recipe) -> None:
-    """Refuses settings of another method than the recipe's. Local methods share co2.tau, and most co2.wire."""
-    shared = {"tau", "tau_max"} | ({"wire"} & entry_of(recipe.method).takes)
+    """Refuses settings of another method than the recipe's. Local methods share co2.tau, and most co2.compression."""
+    shared = {"tau", "tau_max"} | ({"compression"} & spec_of(recipe.method).takes)
     keys = {name: entry.settings.key for name, entry in REGISTRY.items() if entry.settings}
     owners = [(key, [name]) for name, key in keys.items() if hasattr(recipe, key)]  # other tasks may have more methods
     for part, methods in [*owners, ("co2", [entry.name for entry in REGISTRY.values() if entry.reads_co2])]:
@@ -268,7 +268,7 @@ def refuse_unused(recipe: Recipe, default: Recipe) -> None:
 def momentum_note(recipe: Recipe, workers: int) -> str:
     """A note where CO2's outer momentum differs from the authors' release for so many workers, or nothing."""
     c, usual = recipe.co2, CO2Config.recommended(workers).outer_momentum
-    as_released = recipe.method == "co2" and workers > 1 and c.outer_lr == 1 and c.merge == "outer"
+    as_released = recipe.method == "co2" and workers > 1 and c.outer_lr == 1 and c.merge == "restart"
     if not as_released or c.outer_momentum == usual:
         return ""
     return (

@@ -16,11 +16,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.lr_scheduler import LRScheduler
 from tqdm import tqdm
 
+from core import failure
 from core.errors import DivergedError
-from core.methods import Method, entry_of
-from core.robust import peers
-from core.robust.guard import Guard, forget
-from core.rounds import Rounds
+from core.hooks import forget
+from core.local_update import LocalUpdateMethod
+from core.methods import Method, spec_of
 from training.checks import check_batch_norm, check_start
 from training.elastic import Elastic
 from training.fixed import Fixed
@@ -71,7 +71,7 @@ class Run(Progress):
         self._workers.leave(failed=kind is not None)
         self.folder.close()
         self._stop.ignore()
-        if error is not None and (explained := peers.explain(error)):
+        if error is not None and (explained := failure.explain(error)):
             raise explained from None
 
     # -- before the loop ------------------------------------------------------------------------------------
@@ -81,7 +81,7 @@ class Run(Progress):
         check_batch_norm(self.recipe, model, self.world_size)
         if self._parted:
             return self._workers.shard(model, torch.bfloat16 if self._mixed() else torch.float32)
-        streamed = entry_of(self.recipe.method).kind == "optimizer" and self.recipe.offload
+        streamed = spec_of(self.recipe.method).kind == "optimizer" and self.recipe.offload
         return model if streamed else model.to(self.device)
 
     def shard_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -120,8 +120,8 @@ class Run(Progress):
         """
         self.total = total
         self._trained = Trained(model, optimizer, schedule, method, self.recipe.method, self.snapshots)
-        if isinstance(method, Rounds):
-            method.rider(Guard).on_left_out = forget(optimizer)
+        if isinstance(method, LocalUpdateMethod):
+            method.on_excluded = forget(optimizer)
         seconds = self._workers.begin(self._trained, samples, epoch)
         if self.rank == 0:
             self._tell_settings(total)
@@ -140,7 +140,7 @@ class Run(Progress):
         if r.recommended:
             told = ", ".join(f"{key} {getattr(co2, key)}" for key in ("merge", "delay", "gap", "outer_momentum"))
             tqdm.write(f"co2 with the recommended settings ({told}); --no_recommended: the paper's", file=sys.stderr)
-        if entry_of(r.method).local and isinstance(co2.tau, int) and total < co2.tau:
+        if spec_of(r.method).local and isinstance(co2.tau, int) and total < co2.tau:
             remedy = "give a smaller --co2.tau or more --epochs"
             tqdm.write(f"warning: {total} steps are less than a round of tau={co2.tau}: {remedy}", file=sys.stderr)
         if note := momentum_note(r, self.world_size):
@@ -227,7 +227,7 @@ class Run(Progress):
         """For evaluations: the model that all workers share, where the method has one, gathered; the clock stands."""
         method = self._trained.method
         gathering = self._workers.gathered() if self._parted else contextlib.nullcontext()
-        with method.shared_model() as self._shared, self.clock.paused(), gathering:
+        with method.averaged_model() as self._shared, self.clock.paused(), gathering:
             yield
 
     def sum(self, *values: float | Tensor) -> list[float]:

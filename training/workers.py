@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from core import failure
+from core.comm import host_group, of_all
 from core.errors import UserError
-from core.groups import host_group, of_all
-from core.robust import peers
-from core.sharded.mesh import local_world_size, node_mesh
+from core.placement import local_world_size, node_mesh
 from core.testing.link import ThrottledLink
 
 Number = TypeVar("Number", int, float)
@@ -144,7 +144,7 @@ def join(device: torch.device, timeout: float, settings: dict[str, Any]) -> bool
         for number, theirs in enumerate(everyone):
             if verdict := difference(everyone[0], theirs, number):
                 raise UserError(verdict)
-        peers.meet()
+        failure.register()
         return False
     if "RANK" not in os.environ:
         return False
@@ -162,7 +162,7 @@ def join(device: torch.device, timeout: float, settings: dict[str, Any]) -> bool
     within = timedelta(seconds=timeout)
     dist.init_process_group(backend, store=store, rank=rank(), world_size=world_size(), timeout=within)
     host_group(timeout=timeout)
-    peers.meet()
+    failure.register()
     return True
 
 

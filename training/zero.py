@@ -3,7 +3,7 @@
 Stage 1 shares out the optimiser's state, with torch's ZeroRedundancyOptimizer. Stage 2 shares out the gradients too,
 and stage 3 the parameters as well while no layer uses them; both are torch's FSDP2, `fully_shard`, which reshards the
 parameters after the forward pass in stage 3 and not in stage 2.
-CO2 takes the dimension across nodes: see core/sharded/sharded.py.
+CO2 takes the dimension across nodes: see core/sharded.py.
 """
 
 import contextlib
@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from core.flat import local_shard
-from core.groups import broadcast
+from core.buckets import local_shard
+from core.comm import broadcast
 
 Stage = Literal[0, 1, 2, 3]
 

@@ -36,7 +36,7 @@ CONFIGS: dict[str, tuple[str, ...]] = {
     "co2": ("--no_recommended",),
     "co2, recommended": (),
     "co2, shard": ("--no_recommended", "--shard"),
-    "co2, int8": ("--no_recommended", "--co2.wire.format", "int8"),
+    "co2, int8": ("--no_recommended", "--co2.compression.format", "int8"),
     "co2, zero 2": ("--no_recommended", "--zero", "2", "--per_node", "2"),
     "ddp": ("--no_recommended", "--method", "ddp"),
 }

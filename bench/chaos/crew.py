@@ -39,7 +39,7 @@ def arm(phase: str, after: int, trace: Path) -> None:
     once it has happened."""
     import torch
 
-    from core.flight import Flight
+    from core.comm import AsyncAllReduce
     from training.run import Run
 
     step = 0
@@ -75,7 +75,7 @@ def arm(phase: str, after: int, trace: Path) -> None:
     wrap(Run, "save", saves)
     wrap(os, "fsync", lambda *_: die_in("checkpoint"))  # the file is whole, but does not have its name yet
     wrap(Run, "sum_tensor", lambda *_: die_in("evaluation"))
-    wrap(Flight, "_begin", behind=lambda *_: die_in("flight"))
+    wrap(AsyncAllReduce, "_begin", behind=lambda *_: die_in("flight"))
 
 
 def wrap(owner: Any, name: str, before: Action = lambda *_: None, behind: Action = lambda *_: None) -> None:

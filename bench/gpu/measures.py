@@ -25,20 +25,20 @@ from bench import boundary
 from bench.gpu.command import Scope, check
 from bench.gpu.slow import Slow, asleep, one_rank
 from bench.report import flags
-from core import CO2, CO2Config, LGrecoConfig, LocalSGD, WireConfig, make_method, outer
-from core.adaptive.merging import Merge, MergeRule, MergingBoundary, make_boundary
-from core.flat import Scalars, make_buckets
+from core import CO2, CO2Config, CompressionConfig, LGrecoConfig, LocalSGD, make_method, outer
+from core.buckets import Scalars, make_buckets
+from core.outer import Merge, OuterStep, Rule, make_outer_step
 
 # at a fixed step, so that runs compare
-RECOMMENDED = CO2Config(outer_momentum=0.0, gap="none", merge="keep", delay="auto")
-PASSES: dict[str, Callable[..., MergingBoundary]] = {"fast": make_boundary, "plain": MergingBoundary}
+RECOMMENDED = CO2Config(outer_momentum=0.0, gap="none", merge="keep_local", delay="auto")
+PASSES: dict[str, Callable[..., OuterStep]] = {"fast": make_outer_step, "plain": OuterStep}
 PARAMETERS = 350_000_000
 REPEATS = 7
 COPY = 1 << 28  # elements: 1 GiB, which takes long enough to time
 ASLEEP = 20_000_000  # cycles: about 10 ms, in which the host queues a thousand kernels
 # bytes a float32 parameter: the norm reads d; the pass reads p, d, x, m and writes p, x, m, and d if it sends as well;
 # keep sends before, which reads p and x and writes d and sent, and its pass reads sent
-LEAST = {"outer": 36, "mix": 36, "keep": 52}
+LEAST = {"restart": 36, "interpolate": 36, "keep_local": 52}
 
 
 def beside_copies(scope: Scope, once: Callable[[], Any]) -> tuple[float, float]:
@@ -56,7 +56,7 @@ def beside_copies(scope: Scope, once: Callable[[], Any]) -> tuple[float, float]:
     return statistics.median(took), 8 * n / statistics.median(copied)
 
 
-class CompiledBoundary(outer.Boundary):
+class CompiledOuterStep(outer.OuterStep):
     """core/outer.py's `update`, compiled by torch: what the hand-written passes are compared with."""
 
     def update(self, rule: outer.Rule) -> Tensor:
@@ -81,7 +81,7 @@ def copy_bandwidth(scope: Scope) -> dict[str, float]:
 
 
 CASES = [f"{merge}, {kind}" for merge in LEAST for kind in PASSES]
-CASES += ["outer, compiled"] * torch.cuda.is_available()  # compiling takes a minute
+CASES += ["restart, compiled"] * torch.cuda.is_available()  # compiling takes a minute
 
 
 @check("costs", CASES)
@@ -89,14 +89,14 @@ def a_boundarys_bytes_a_parameter(scope: Scope, case: str) -> dict[str, Any]:
     merge, _, kind = case.partition(", ")
     params = boundary.model(scope(PARAMETERS, 50_000), scope.device)
     d, x, m = state(params)
-    sent = x.clone() if merge == "keep" else None
-    one = CompiledBoundary(params, d, x, m) if kind == "compiled" else PASSES[kind](params, d, x, m, sent)
+    sent = x.clone() if merge == "keep_local" else None
+    one = CompiledOuterStep(params, d, x, m) if kind == "compiled" else PASSES[kind](params, d, x, m, sent)
 
     def once() -> None:
-        if isinstance(one, MergingBoundary) and merge == "keep":
+        if merge == "keep_local":
             one.take()
         c = outer.norm([d]) / len(d) ** 0.5
-        one.run(MergeRule(0.5, 1.0, 1.0, 1.0, 1.0, c=c, merge=cast(Merge, merge), sends=merge != "keep"))
+        one.run(Rule(0.5, 1.0, 1.0, 1.0, 1.0, c=c, merge=cast(Merge, merge), takes_difference=merge != "keep_local"))
 
     seconds, rate = beside_copies(scope, once)
     found = seconds * rate / len(d)
@@ -117,12 +117,14 @@ def kernels(scope: Scope, once: Callable[[], Any]) -> int:
 def a_reductions_bytes_a_parameter(scope: Scope, case: str) -> dict[str, Any]:
     """Encoding, error feedback, decoding and averaging of one worker, both stages; of L-GreCo with its choices."""
     uniform = LGrecoConfig(rule="uniform", every=2, first=1)
-    wire = WireConfig("lgreco", like="int4", lgreco=uniform) if " " in case else WireConfig(cast(Any, case))
+    compression = (
+        CompressionConfig("lgreco", like="int4", lgreco=uniform) if " " in case else CompressionConfig(cast(Any, case))
+    )
     params = boundary.model(scope(PARAMETERS, 50_000), scope.device)
     scalars = Scalars({"steps": 1, "weight": 1})
     buckets = make_buckets(params, [], scalars.numel)
     scalars.attach(buckets[0].scalars)
-    reducer, number = wire.reducer(buckets, scalars, 0, 1), 0
+    reducer, number = compression.reducer(buckets, scalars, 0, 1), 0
     queued: list[float] = []
 
     def once() -> None:
@@ -153,9 +155,11 @@ TAU = 8
 WAYS: dict[str, Callable[[list[nn.Parameter]], Any]] = {
     "local": lambda params: LocalSGD(params, TAU),
     "paper": lambda params: CO2(params, CO2Config.paper(tau=TAU)),
-    "paper, int4": lambda params: CO2(params, CO2Config(tau=TAU, wire=WireConfig("int4"))),
+    "paper, int4": lambda params: CO2(params, CO2Config(tau=TAU, compression=CompressionConfig("int4"))),
     "recommended": lambda params: CO2(params, replace(RECOMMENDED, tau=TAU)),
-    "recommended, int4": lambda params: CO2(params, replace(RECOMMENDED, tau=TAU, wire=WireConfig("int4"))),
+    "recommended, int4": lambda params: CO2(
+        params, replace(RECOMMENDED, tau=TAU, compression=CompressionConfig("int4"))
+    ),
 }
 
 

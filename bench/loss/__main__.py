@@ -1,9 +1,9 @@
 """Trains every method with the same tuning budget, and reports the loss on other seeds and other data.
 
-python -m bench.loss [--tasks bytes digits] [--methods local co2 co2:merge=keep,delay=3] [--workers 4] [--tau 24]
+python -m bench.loss [--tasks bytes digits] [--methods local co2 co2:merge=keep_local,delay=3] [--workers 4] [--tau 24]
 
 A method is NAME or NAME:OPTION=VALUE,... The tuning tries all of VALUE|VALUE. bench/loss/methods.py has the options,
-for example co2:merge=mix,kappa=0.5,delay=3,gap=none,beta=0.
+for example co2:merge=interpolate,kappa=0.5,delay=3,gap=none,beta=0.
 
 A method's configurations are its options' values times learning rates, as many as --configurations allows. Each is
 trained on the tuning seed and evaluated on the tuning split; the best is trained on the other seeds and evaluated on
@@ -15,6 +15,7 @@ import functools
 import itertools
 import json
 import math
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -36,9 +37,9 @@ from bench.report import (
     require_no_crowd,
     stoppable,
 )
-from core.checkpoints.untrusted import parse_json
+from core.compression.formats import WIRES
 from core.errors import UserError
-from core.wires.formats import WIRES
+from core.stored import parse_json
 from training.folder import commit, version
 from training.script import launch
 
@@ -146,6 +147,20 @@ REMOVED = {  # options of older rows, with the value that has no effect
     **{"sync_steps": 0, "clip_by": "element", "policy": "penalty", "taylor": 0.5},
     **{"fragments": 1, "first_every": 0, "second_every": 0},
 }
+MERGES = {"outer": "restart", "mix": "interpolate", "keep": "keep_local"}  # of older rows, and their names now
+
+
+def todays_merge(row: Row) -> None:
+    """Gives a row that may be older than the names of the merges these names."""
+    if "merge" in row["options"]:
+        row["options"]["merge"] = MERGES.get(row["options"]["merge"], row["options"]["merge"])
+    if "asked" in row:
+        row["asked"] = re.sub(r"(?<=\bmerge=)[\w|]+", lambda found: _merges(found[0]), row["asked"])
+
+
+def _merges(values: str) -> str:
+    """VALUE|VALUE, as in what was asked for."""
+    return "|".join(MERGES.get(value, value) for value in values.split("|"))
 
 
 def describe(plan: Plan) -> Row:
@@ -190,6 +205,7 @@ class Rows:
 
     def _add(self, row: Row) -> None:
         row.setdefault("clip", "task")  # an older row
+        todays_merge(row)
         given = {key: value for key, value in row["options"].items() if REMOVED.get(key) != value}
         defaults = METHODS[row["method"]].options if row["method"] in METHODS else {}
         row["options"] = defaults | given  # an option newer than the row had its default value
@@ -242,7 +258,7 @@ TABLE = Summary(" ".join((*GROUP, "asked chosen lr tried")), {"loss": ".4f", "di
 
 
 FACTORS = (1.0, 2.0, 0.5, 1.414, 0.707, 4.0, 0.25, 2.828, 0.354, 8.0, 0.125)
-WORDS = {"gap": ("elementwise", "norm", "none"), "merge": ("outer", "mix", "keep"), "wire": WIRES}
+WORDS = {"gap": ("elementwise", "norm", "none"), "merge": ("restart", "interpolate", "keep_local"), "wire": WIRES}
 
 
 @dataclass(frozen=True)
@@ -252,7 +268,7 @@ class Options:
     tasks: tuple[str, ...] = ("digits", "bytes")
     """digits; with data in CO2_DATA also cifar, bytes, bytes_narrow, bytes_wide, bytes_3m and bytes_10m (3.2 and 10.6 M
     parameters), gpt2, gpt2_small (124 M, for a GPU)."""
-    methods: tuple[str, ...] = (*METHODS, "co2:merge=keep,gap=none", "co2:merge=keep,delay=3,gap=none")
+    methods: tuple[str, ...] = (*METHODS, "co2:merge=keep_local,gap=none", "co2:merge=keep_local,delay=3,gap=none")
     """NAME or NAME:OPTION=VALUE,...; the tuning tries all of VALUE|VALUE."""
     workers: tuple[int, ...] = (4,)
     steps: int = 480

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from bench.loss.tasks import InnerState
+from core.compression.formats import BLOCK, decode, encode
 from core.errors import UserError
-from core.wires.formats import BLOCK, decode, encode
 
 Gradient = Callable[[Tensor, Any], Tensor]
 EPS = 1e-12
@@ -28,11 +28,11 @@ def mean(values: Tensor, weights: Tensor) -> Tensor:
 
 
 class CompressedMean:
-    """The mean over the workers in a narrow format with error feedback, as core/wires/quantized.py computes it. Each
-    worker encodes what it sends. The mean is encoded once more: worker j averages the j-th chunk, whole blocks."""
+    """The mean over the workers in a narrow format with error feedback, as core/compression/quantized.py computes it.
+    Each worker encodes what it sends. The mean is encoded once more: worker j averages the j-th chunk, whole blocks."""
 
-    def __init__(self, wire: str):
-        self.wire = wire
+    def __init__(self, compression: str):
+        self.compression = compression
         self.residuals: Tensor | None = None  # [workers, n], n padded to equal chunks
         self.mean_residual: Tensor | None = None  # [n]
 
@@ -49,7 +49,7 @@ class CompressedMean:
     def send(self, values: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """The decoded values and the new residual, both shaped as values."""
         values = values if residual is None else values + residual
-        arrived = decode(encode(values.reshape(-1), self.wire), self.wire, values.dtype).view_as(values)
+        arrived = decode(encode(values.reshape(-1), self.compression), self.compression, values.dtype).view_as(values)
         return arrived, values - arrived
 
 
@@ -76,8 +76,8 @@ class Method:
     def __init__(self, x: Tensor, tau: int, **options: Any):
         self.x, self.tau, self.o = x, tau, options
         self.taken, self.lr = 0, 0.0
-        wire = options.get("wire", "float32")
-        self.reduce = mean if wire == "float32" else CompressedMean(wire)
+        compression = options.get("wire", "float32")
+        self.reduce = mean if compression == "float32" else CompressedMean(compression)
 
     def mean(self, rows: Tensor) -> Tensor:
         """The mean over the workers after compression, [workers, n] -> [n]."""
@@ -161,17 +161,17 @@ class CO2(Method):
     Options:
         alpha, beta, nesterov, gap, phi: the outer step. nesterov applies beta m + new in place of m.
         delay: local steps from the start of an all-reduce to its merge. round is tau, the paper's; 0 is blocking.
-        merge: where worker i continues after the outer step gave z. outer: from z (the paper). mix: from
-            kappa z + (1 - kappa) x^i (Streaming DiLoCo, arXiv 2501.18512). keep: from z plus the local progress since
-            the all-reduce started (LOSCAR-SGD, arXiv 2605.20866).
+        merge: where worker i continues after the outer step gave z. restart: from z (the paper). interpolate: from
+            kappa z + (1 - kappa) x^i (Streaming DiLoCo, arXiv 2501.18512). keep_local: from z plus the local progress
+            since the all-reduce started (LOSCAR-SGD, arXiv 2605.20866).
 
-    A worker sends z - x^i. With keep it leaves out progress that it sent before, so nothing counts twice. A worker
-    whose difference is not finite is excluded from the mean and continues from z.
+    A worker sends z - x^i. With keep_local it leaves out progress that it sent before, so nothing counts twice. A
+    worker whose difference is not finite is excluded from the mean and continues from z.
     """
 
     options = {
         **{"alpha": 1.0, "beta": 0.5, "gap": "elementwise", "phi": 1.0, "delay": "round"},
-        **{"merge": "outer", "kappa": 0.5, "nesterov": False, "wire": "float32"},
+        **{"merge": "restart", "kappa": 0.5, "nesterov": False, "wire": "float32"},
     }
     tried = {"beta": (0.5, 0.0)}
 
@@ -200,7 +200,7 @@ class CO2(Method):
         self.base.copy_(torch.where(self.excluded, self.x, self.base))
 
     def send(self) -> None:
-        own = (self.base if self.o["merge"] == "keep" else self.z) - self.x
+        own = (self.base if self.o["merge"] == "keep_local" else self.z) - self.x
         self.excluded = ~own.isfinite().all(dim=1, keepdim=True)
         own = torch.where(self.excluded, 0.0, own)
         self.in_flight.append((own, self.reduce(own, (~self.excluded[:, 0]).to(own))))
@@ -227,21 +227,21 @@ class CO2(Method):
     def restart(self, finishing: bool = False) -> None:
         progress = self.x - self.base
         merge, kappa = self.o["merge"], self.o["kappa"]
-        if merge == "outer":
+        if merge == "restart":
             self.x.copy_(self.z.expand_as(self.x))
-        elif merge == "keep":
+        elif merge == "keep_local":
             self.x.copy_(self.z + (progress - sum(own for own, _ in self.in_flight)))
         elif not finishing:
             self.x.copy_(kappa * self.z + (1 - kappa) * self.x)
         self.base = self.x - progress
 
     def finish(self) -> None:
-        """Merges what is in flight and averages the local steps since the last boundary. With merge outer, a merge
+        """Merges what is in flight and averages the local steps since the last boundary. With merge restart, a merge
         inside a round gives up the local steps before it, at the end too."""
         late = bool(self.in_flight) and self.delay < self.tau
         if late:
             self.merge(finishing=True)
-        if self.taken % self.tau and not (late and self.o["merge"] == "outer"):
+        if self.taken % self.tau and not (late and self.o["merge"] == "restart"):
             self.send()
         while self.in_flight:
             self.merge(finishing=True)

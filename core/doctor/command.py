@@ -24,12 +24,12 @@ import torch
 import torch.distributed as dist
 
 from .. import __version__
-from ..assembly import CO2Config
+from ..comm import of_all
+from ..config import CO2Config
 from ..errors import UserError
-from ..groups import of_all
-from ..sharded.mesh import local_world_size
+from ..placement import local_world_size
 from . import report as reports
-from .measure import boundary, links, sound, wires
+from .measure import boundary, compressions, links, sound
 
 
 class Parser(argparse.ArgumentParser):
@@ -119,9 +119,9 @@ def measure(found: dict[str, Any], asked: argparse.Namespace, nodes: list[list[i
     found["boundary_seconds"] = boundary(params, device, asked.timeout)
     of_links = links(nodes, device)
     found["links"] |= {name: link.as_dict() for name, link in of_links.items()}
-    found["wires"] = wires(params, of_links["all"], device, asked.timeout)
+    found["wires"] = compressions(params, of_links["all"], device, asked.timeout)
     config, steps = CO2Config.recommended(workers), [asked.step_ms / 1e3] if asked.step_ms else reports.STEPS
-    how = ({name: wire["seconds"] for name, wire in found["wires"].items()}, found["boundary_seconds"])
+    how = ({name: compression["seconds"] for name, compression in found["wires"].items()}, found["boundary_seconds"])
     found["settings"] = [reports.choose(config, workers, step, *how) for step in steps]
 
 

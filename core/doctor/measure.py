@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..assembly import CO2, CO2Config
-from ..assembly.config import Format, WireConfig
-from ..groups import host_group, of_all, ring_bytes
+from ..co2 import CO2
+from ..comm import host_group, of_all, ring_bytes
+from ..config import CO2Config, CompressionConfig, Format
 
 SMALLEST, MOST_BYTES = 4, 1 << 28  # bytes of an all-reduce
 FROM, REPEATS, LONG = 1 << 12, 5, 0.6  # the second size; repeats; seconds after which no larger one is timed
@@ -99,18 +99,18 @@ def link(group: dist.ProcessGroup | None, device: torch.device) -> Link:
     return Link(dist.get_world_size(group), points)
 
 
-def wires(params: int, among: Link, device: torch.device, timeout: float) -> dict[str, dict[str, float]]:
+def compressions(params: int, among: Link, device: torch.device, timeout: float) -> dict[str, dict[str, float]]:
     """Returns the seconds of CO2's reductions of the model's size, by format. If one would take over SAMPLE_SECONDS,
     they are extrapolated from a sample."""
     found = {}
-    for wire in WIRES:
-        each = WireConfig(wire).choices[wire]
+    for compression in WIRES:
+        each = CompressionConfig(compression).choices[compression]
         start, each_byte = among.line
         nbytes = (SAMPLE_SECONDS - min(SAMPLE_SECONDS / 2, start)) / each_byte
         size = max(1, min(params, MOST_PARAMS, int(nbytes / each)))
-        took, _ = reduce_sample(wire, size, device, timeout)
-        found[wire] = {"seconds": extrapolated(took, size, params, each, among)}
-        found[wire] |= {"sample_params": size, "sample_seconds": took}
+        took, _ = reduce_sample(compression, size, device, timeout)
+        found[compression] = {"seconds": extrapolated(took, size, params, each, among)}
+        found[compression] |= {"sample_params": size, "sample_seconds": took}
     return found
 
 
@@ -130,7 +130,7 @@ def boundary(params: int, device: torch.device, timeout: float) -> float:
 
 
 def reduce_sample(
-    wire: Format, numel: int, device: torch.device, timeout: float, group: dist.ProcessGroup | None = None
+    compression: Format, numel: int, device: torch.device, timeout: float, group: dist.ProcessGroup | None = None
 ) -> tuple[float, float]:
     """Returns the seconds of a reduction and of a boundary's own work, as TauTuner takes them from training.
 
@@ -138,14 +138,16 @@ def reduce_sample(
     it does in training, because some links send faster after a rest. The reduction: as seen by the worker that launched
     last, the median over the rounds. The boundary: the slowest worker's, the least over the rounds.
     """
-    config = replace(CO2Config.recommended(dist.get_world_size(group)), tau=1, wire=WireConfig(wire))
+    config = replace(
+        CO2Config.recommended(dist.get_world_size(group)), tau=1, compression=CompressionConfig(compression)
+    )
     param = nn.Parameter(torch.zeros(numel, device=device))
     co2, told = CO2([param], config, timeout=timeout, group=group), list[tuple[float, float]]()
     for round in range(ROUNDS + 2):  # in the first nothing has landed; the second one's landing opened connections
         with torch.no_grad():
             param.add_(round + 1.0)
         began = time.perf_counter()
-        while co2.flight.in_flight and not co2.flight.landed():
+        while co2.allreduce.in_flight and not co2.allreduce.landed():
             time.sleep(1e-3)
         waited = min(of_all(time.perf_counter() - began, group))
         time.sleep(config.tau_margin * waited)
@@ -153,7 +155,7 @@ def reduce_sample(
         stats = co2.stats.as_dict()
         own = stats["boundary_seconds"] + stats["merge_seconds"] - stats["exposed_seconds"]
         told.append((stats["allreduce_seconds"], max(0.0, own)))
-    co2.flight.restore(co2.rounds, in_flight=False)
+    co2.allreduce.restore(co2.rounds, in_flight=False)
     co2.close()
     rounds = [*zip(*of_all(told[2:], group), strict=True)]
     return (

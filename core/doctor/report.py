@@ -6,14 +6,15 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any
 
-from ..adaptive.tau import smallest_tau
-from ..assembly import CO2Config, tuned_for
+from ..build import tau_hook_for
+from ..config import CO2Config
+from ..tau import smallest_tau
 
 STEPS = (0.01, 0.03, 0.1, 0.3, 1.0)  # seconds of a local step, where the user gives none
 HEARD = 40  # rounds, after which a tuner that always hears the same has settled
 WIDTH, FIRST = 100, 13  # columns of the screen, and of a line's name
-COLUMNS = "{:<12}{:<5}{:<9}{:<12}{:<9}{:<10}{:<13}{:<8}{}"
-TITLES = ("local step", "tau", "wire", "mean after", "exposed", "boundary", "DDP exposed", "r", "take")
+COLUMNS = "{:<12}{:<5}{:<13}{:<12}{:<9}{:<10}{:<13}{:<8}{}"
+TITLES = ("local step", "tau", "compression", "mean after", "exposed", "boundary", "DDP exposed", "r", "take")
 LINKS = {"within": "in a node", "across": "across nodes", "all": "all workers"}
 
 
@@ -22,18 +23,18 @@ def choose(
 ) -> dict[str, Any]:
     """Returns what the tuner of tau auto settles on. step: seconds of the slowest worker's local step. seconds: of an
     average, by format. boundary: seconds of a boundary's own work."""
-    tuned = tuned_for(config, workers)
+    tuned = tau_hook_for(config, workers)
     assert tuned is not None and workers > 1, "one worker has nothing to send"
     tuner = tuned.tuner
     for number in range(HEARD):
-        tuner.hear(number, [step], [seconds[tuner.wire]], [boundary])
-    tau, took, float32 = tuner.tau, seconds[tuner.wire], seconds["float32"]
+        tuner.hear(number, [step], [seconds[tuner.compression]], [boundary])
+    tau, took, float32 = tuner.tau, seconds[tuner.compression], seconds["float32"]
     exposed, own = max(0.0, 1 - tau * step / took), boundary / (max(tau * step, took) + boundary)
     ddp = max(0.0, 1 - step / float32)  # at least: float32 gradients in every step, all of it hidden
     return {
         "step_seconds": step,
         "tau": tau,
-        "wire": tuner.wire,
+        "compression": tuner.compression,
         "merge": config.merge,
         "awaited": min(tau, tuner.needed or tau),  # local steps after which an average is waited for
         "allreduce_seconds": took,
@@ -75,9 +76,11 @@ def screen(report: Mapping[str, Any]) -> str:
             line(LINKS[key], f"{link['workers']} workers: {rate}, latency {_time(link['latency_seconds'])}; {took}")
     if report["wires"]:
         line("CO2's mean", f"of {report['params']:.4g} parameters, among all workers")
-        for name, wire in report["wires"].items():
-            sample = f"from {wire['sample_params']:.4g} parameters, measured: {_time(wire['sample_seconds'])}"
-            line(f"  {name}", f"{_time(wire['seconds'])}, {sample}")
+        for name, compression in report["wires"].items():
+            sample = (
+                f"from {compression['sample_params']:.4g} parameters, measured: {_time(compression['sample_seconds'])}"
+            )
+            line(f"  {name}", f"{_time(compression['seconds'])}, {sample}")
         line("  boundary", f"{_time(report['boundary_seconds'])} of its own work, once in tau steps")
     if choices := report["settings"]:
         line("settings", "of CO2Config.recommended, with the times above:")
@@ -85,7 +88,7 @@ def screen(report: Mapping[str, Any]) -> str:
         for c in choices:
             shares = (f"{c[name]:.1%}" for name in ("exposed_share", "boundary_share", "ddp_share"))
             steps = f"{c['awaited']} step{'s' * (c['awaited'] > 1)}"
-            row = (c["tau"], c["wire"], steps, *shares, f"{c['float32_ratio']:.3g}", c["take"])
+            row = (c["tau"], c["compression"], steps, *shares, f"{c['float32_ratio']:.3g}", c["take"])
             lines.append(" " * FIRST + COLUMNS.format(_time(c["step_seconds"]), *row))
         line("", "r: seconds of a float32 all-reduce over a local step's; take: what loses less time")
         reason = f"{choices[0]['reason']}; over float32 {choices[0]['float32_tau']} steps"

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
+from ..comm import new_group, set_timeout
 from ..errors import CollectiveError
-from ..groups import new_group, set_timeout
 
 Came = Literal["planned", "failed", "empty"]  # why a worker leaves its generation; empty: it has no state yet
 Report = dict[str, Any]  # what a member tells the others of its next generation, as JSON holds it

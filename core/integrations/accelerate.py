@@ -18,7 +18,8 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
-from ..assembly import CO2, CO2Config
+from ..co2 import CO2
+from ..config import CO2Config
 from ..errors import UserError
 from .common import check_accelerator, check_model, config_or_recommended, leave_at_exit, load_own, logged, save_own
 

@@ -19,11 +19,12 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from ..assembly import CO2, CO2Config
-from ..checkpoints.untrusted import reason
+from ..co2 import CO2
+from ..comm import of_all
+from ..config import CO2Config
 from ..errors import UserError
-from ..groups import of_all
 from ..stats import RoundStats
+from ..stored import reason
 
 UNFINISHED = "are not of one checkpoint, as where a run ended while it saved: go on from an older one"
 WRAPPERS = (DistributedDataParallel, FullyShardedDataParallel, FSDPModule, DataParallel)

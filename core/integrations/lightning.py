@@ -21,9 +21,9 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
-from ..assembly import CO2Config
+from ..config import CO2Config
 from ..errors import UserError
-from ..robust.requests import Requests
+from ..hooks import Requests
 from .common import InLoop, check_model, load_own, logged, save_own
 
 WHO = "CO2Strategy"
@@ -41,7 +41,8 @@ class CO2Strategy(InLoop, DDPStrategy):
 
     Args:
         config: None takes CO2Config.recommended for these workers and steps.
-        process_group_backend, start_method: See Lightning's DDPStrategy.
+        process_group_backend: See Lightning's DDPStrategy.
+        start_method: See Lightning's DDPStrategy.
         options: What core.CO2 takes besides, such as timeout and schedule.
 
     Raises:
@@ -76,7 +77,7 @@ class CO2Strategy(InLoop, DDPStrategy):
             raise UserError(f"{WHO}: {len(self.optimizers)} optimisers: with one alone it is clear what a step is")
         self._events = _Events(self, trainer)
         steps = 0 if self._config else trainer.estimated_stepping_batches  # which may make the loaders
-        options = self._options | {"riders": [*self._options.get("riders", ()), self._events.signals]}
+        options = self._options | {"hooks": [*self._options.get("hooks", ()), self._events.signals]}
         self.begin_co2(self._module, self._config, steps, options)
 
     @property
@@ -157,13 +158,10 @@ class _Signals(Requests):
     granted: set[str]
 
     def take(self) -> list[float]:
-        return [float(name in self.asked) for name in self.shared]
+        return [float(name in self.asked) for name in self.scalars]
 
-    def end(self) -> None:
-        self.granted |= self._heard
-
-    def finished(self) -> None:
-        pass
+    def on_round_end(self) -> None:
+        self.granted |= self._received
 
 
 class _Events(Callback):

@@ -15,20 +15,19 @@ from mmengine.registry import HOOKS
 from mmengine.runner import Runner
 from torch.nn.parallel import DistributedDataParallel
 
-from ..assembly import CO2Config
-from ..assembly.config import WireConfig
-from ..checkpoints.saved import Saved
+from ..buckets import read_blocks
+from ..compression.lgreco import LGrecoConfig
+from ..config import CO2Config, CompressionConfig
 from ..errors import UserError
-from ..flat import read_blocks
-from ..lgreco.choices import LGrecoConfig
-from ..methods import METHODS, DelayedConfig, OverlapLocalConfig, SlowMoConfig, make_method
-from ..robust.guard import Guard, forget
+from ..hooks import forget
+from ..local_update import LocalUpdateMethod
+from ..methods import METHODS, DiLoCoConfig, OverlapLocalConfig, SlowMoConfig, make_method
 from ..stats import RoundStats
 from .common import check_model, config_or_recommended, leave_at_exit
 
 WHO = "CO2Hook"
-OWN = {"co2": CO2Config, "delayed": DelayedConfig, "slowmo": SlowMoConfig, "overlap_local": OverlapLocalConfig}
-INNER = {"wire": WireConfig, "lgreco": LGrecoConfig}  # of CO2Config, and of that
+OWN = {"co2": CO2Config, "diloco": DiLoCoConfig, "slowmo": SlowMoConfig, "overlap_local": OverlapLocalConfig}
+INNER = {"compression": CompressionConfig, "lgreco": LGrecoConfig}  # of CO2Config, and of that
 
 
 @HOOKS.register_module()
@@ -44,14 +43,14 @@ class CO2Hook(Hook):
         tau: Optimizer steps a round; 48 if other settings are given without it.
         average_buffers: Whether to average BatchNorm's statistics with the parameters.
         timeout: Seconds until a missing worker is an error.
-        settings: co2, delayed, slowmo or overlap_local, a dict with fields of their configs.
+        settings: co2, diloco, slowmo or overlap_local, a dict with fields of their configs.
     """
 
     priority = "ABOVE_NORMAL"  # before whatever logs, saves or averages the new parameters
 
     def __init__(
         self,
-        method: Literal["co2", "delayed", "local", "overlap_local", "slowmo"] = "co2",
+        method: Literal["co2", "diloco", "local", "overlap_local", "slowmo"] = "co2",
         tau: int | None = None,
         average_buffers: bool = True,
         timeout: float = 600.0,
@@ -59,7 +58,7 @@ class CO2Hook(Hook):
     ):
         if method not in METHODS or method == "ddp":
             raise UserError(
-                f"{WHO}: method={method!r}: choose co2, delayed, local, overlap_local or slowmo; leave out for ddp"
+                f"{WHO}: method={method!r}: choose co2, diloco, local, overlap_local or slowmo; leave out for ddp"
             )
         self.method_name, self.average_buffers, self.timeout = method, average_buffers, timeout
         self.recommended = method == "co2" and tau is None and not settings
@@ -90,8 +89,8 @@ class CO2Hook(Hook):
             self.configs["co2"] = config_or_recommended(None, runner.max_iters)
         how: dict[str, Any] = {"average_buffers": self.average_buffers, "timeout": self.timeout, **self.configs}
         self.method = make_method(self.method_name, runner.model, lr=lambda: groups[0]["lr"], **how)[1]
-        if isinstance(self.method, Saved):
-            self.method.rider(Guard).on_left_out = forget(optim_wrapper.optimizer)
+        if isinstance(self.method, LocalUpdateMethod):
+            self.method.on_excluded = forget(optim_wrapper.optimizer)
         if runner.iter > 0:  # resumed; load_from starts a new training
             if self._saved is None:
                 raise UserError(f"{WHO}: the checkpoint was not trained with this hook: use load_from, without resume")

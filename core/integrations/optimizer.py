@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..assembly import CO2, CO2Config
+from ..co2 import CO2
+from ..config import CO2Config
 from ..errors import UserError
-from ..sharded.sharded import ShardedCO2
+from ..sharded import ShardedCO2
 from .common import config_or_recommended
 
 
@@ -30,8 +31,9 @@ def attach(
     It supports gradient accumulation. After an exception it leaves the group and waits for nobody.
 
     Args:
-        params, options: As for CO2; with mesh among the options, for ShardedCO2.
+        params: As for CO2.
         config: None takes CO2Config.recommended for these workers.
+        **options: As for CO2; with mesh among them, for ShardedCO2.
 
     Raises:
         UserError: With a GradScaler (torch.amp). It leaves out optimizer.step() if gradients overflow, on that worker

@@ -17,7 +17,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import logging
 
-from ..assembly import CO2Config
+from ..config import CO2Config
 from ..errors import UserError
 from .common import InLoop, check_accelerator, check_model, load_own, logged, save_own
 

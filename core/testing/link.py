@@ -9,9 +9,8 @@ from typing import Any, Protocol
 
 import torch
 
+from ..comm import AsyncAllReduce, Pending, Stage
 from ..errors import UserError
-from ..flight import Flight
-from ..groups import Pending, Stage
 
 
 class Link(Protocol):
@@ -42,9 +41,9 @@ class ThrottledLink:
         return self._free_at
 
 
-class SlowFlight(Flight):
+class SlowAllReduce(AsyncAllReduce):
     """Flight over an emulated link; where NCCL moves the tensors, whose waits do not block, it holds nothing back.
-    options: see Flight."""
+    options: see AsyncAllReduce."""
 
     def __init__(self, device: torch.device, *, link: Link, **options: Any):
         super().__init__(device, **options)
@@ -58,6 +57,6 @@ class SlowFlight(Flight):
             time.sleep(max(0.0, crossed_at - time.perf_counter()))
 
 
-def flight_over(link: Link | None) -> Callable[..., Flight]:
+def allreduce_over(link: Link | None) -> Callable[..., AsyncAllReduce]:
     """Makes a Flight, over an emulated link where one is given."""
-    return functools.partial(SlowFlight, link=link) if link else Flight
+    return functools.partial(SlowAllReduce, link=link) if link else AsyncAllReduce

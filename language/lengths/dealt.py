@@ -27,11 +27,11 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from core.comm import new_group
 from core.errors import UserError
-from core.groups import new_group
+from core.local_update import LocalUpdateMethod
 from core.methods import Method
-from core.rounds import Rounds
-from core.sharded.mesh import local_world_size
+from core.placement import local_world_size
 from language.data import IGNORE
 from language.lengths.plan import Island, plan
 from language.lengths.ring import Shares, chunks, ring_attention
@@ -351,14 +351,14 @@ class TextDocuments:
         self.tokens, self.lengths, self.sample_size = tokens, cut(inputs, context), context
         pieces = -(-inputs // context)
         number = np.arange(len(self.lengths)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-        self.starts = np.repeat(begins, pieces) + context * number
+        self.anchor_params = np.repeat(begins, pieces) + context * number
         self.targets = self.sizes = self.lengths
         longer, empty = int((pieces > 1).sum()), len(ends) - len(inputs)
         self.about = f"{len(inputs):,} documents, of which {longer:,} are longer than {context:,} tokens and are cut"
         self.about += f"; {empty:,} empty ones left out" if empty else ""
 
     def read(self, number: int) -> Document:
-        at, length = self.starts[number], self.lengths[number]
+        at, length = self.anchor_params[number], self.lengths[number]
         found = torch.from_numpy(self.tokens[at : at + length + 1].astype(np.int64))
         return found[:-1], found[1:]
 
@@ -451,4 +451,4 @@ class Dealt:
 
 def steps_ahead(method: Method) -> int:
     """The optimizer steps until all workers next meet."""
-    return method.tau if isinstance(method, Rounds) else 1
+    return method.tau if isinstance(method, LocalUpdateMethod) else 1

@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from core.buckets import unique
+from core.comm import gather_parts
 from core.errors import CollectiveError, UserError
-from core.flat import unique
-from core.groups import gather_parts
-from core.sharded.live import pinned
+from core.sharded import pinned
 
 from .order import Noise, Update, Weights, weights_uncached
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from core.errors import UserError
-from core.methods import Entry, Given, Settings, register
-from core.robust.requests import Requests
-from core.rounds import Loop
+from core.hooks import Requests
+from core.local_update import Loop
+from core.methods import MethodArgs, MethodSpec, Settings, register
 from core.stats import RoundStats
 from training.optim import lent_rate
 from training.workers import make_mesh
@@ -34,7 +34,7 @@ class Zeroth(Loop):
     lr: gives the learning rate. The rest: see ZerothOrder. stats: the exchange of scalars as a round's communication.
     """
 
-    wire = None  # of gradients: there are none
+    compression = None  # of gradients: there are none
 
     def __init__(
         self,
@@ -56,8 +56,8 @@ class Zeroth(Loop):
         order = self.order
         order.lr, order.news = self._lr(), self._requests.take()
         order.step(loss, count)
-        self._requests.heard(order.heard)
-        self._requests.end()
+        self._requests.receive(order.heard)
+        self._requests.grant()
         return torch.tensor(order.own_loss, dtype=torch.float64)
 
     def step(self, *, last: bool = False) -> bool:  # noqa: ARG002
@@ -68,13 +68,13 @@ class Zeroth(Loop):
         self.stats.exposed_seconds = self.stats.allreduce_seconds = order.exposed_seconds
         return True
 
-    def settle(self) -> bool:
+    def sync_for_eval(self) -> bool:
         """Applies the updates that were put off."""
         self.order.flush()
         return True
 
     @contextlib.contextmanager
-    def shared_model(self) -> Iterator[bool]:
+    def averaged_model(self) -> Iterator[bool]:
         with self.order.inference():
             yield True
 
@@ -111,9 +111,11 @@ def of_run(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, blocks:
     return Zeroth(model, r.zeroth, requests=run.requests, **options)
 
 
-def _make(given: Given) -> NoReturn:
+def _make(given: MethodArgs) -> NoReturn:
     raise UserError("method 'zo' takes the place of an optimiser: make a ZerothOrder, and call its step")
 
 
-ENTRY = Entry("zo", _make, "optimizer", Settings("zeroth", ZerothConfig, "Of method zo."), takes=frozenset({"offload"}))
+ENTRY = MethodSpec(
+    "zo", _make, "optimizer", Settings("zeroth", ZerothConfig, "Of method zo."), takes=frozenset({"offload"})
+)
 register(ENTRY)

@@ -36,12 +36,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from core.config import is_number, require
-from core.errors import CollectiveError, DivergedError, UserError
-from core.flat import check_group, check_inputs, is_dtensor
-from core.groups import broadcast, compare, leave_group, new_group
-from core.robust import peers
-from core.rounds import Loop
+from core import failure
+from core.buckets import check_group, check_inputs, is_dtensor
+from core.comm import broadcast, compare, leave_group, new_group
+from core.errors import CollectiveError, DivergedError, UserError, is_number, require
+from core.local_update import Loop
 from core.testing.link import Link
 from training.data import mix
 
@@ -144,7 +143,7 @@ def exchange(
     except RuntimeError as error:
         reason = str(error).strip().partition("\n")[0]
         raise CollectiveError(
-            f"rank {dist.get_rank()}: the scalars of step {step} did not come; {peers.gone()}: {reason}"
+            f"rank {dist.get_rank()}: the scalars of step {step} did not come; {failure.describe_failed()}: {reason}"
         ) from None
     time.sleep(max(0.0, ready_at - time.perf_counter()))
     return received.tolist(), bytes_sent, time.perf_counter() - began
@@ -451,7 +450,7 @@ class ZerothOrder(Loop):
         self.group: dist.ProcessGroup | None = None
         if workers > 1:  # a gloo group for scalars alone, whose members find out who has failed
             self.group = new_group(None, timeout, torch.device("cpu"), backend="gloo")
-            peers.meet(self.group)
+            failure.register(self.group)
         self.weights = Weights(model, self.config)
         self._forward = make_forward(model, self.weights)  # says where z is drawn, so before the workers compare
         if self.group is not None:

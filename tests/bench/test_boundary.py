@@ -35,7 +35,7 @@ def test_the_compiled_pass_is_the_specification_compiled(monkeypatch):
     measures.compiled.cache_clear()
     assert measures.compiled() is outer.update
     held = []
-    for kind in (outer.Boundary, measures.CompiledBoundary):
+    for kind in (outer.OuterStep, measures.CompiledOuterStep):
         torch.manual_seed(0)
         params = [torch.nn.Parameter(torch.randn(40, 3)), torch.nn.Parameter(torch.randn(7))]
         d, x, m = torch.randn(127), *measures.state(params)[1:]
@@ -49,7 +49,7 @@ def test_the_compiled_pass_is_the_specification_compiled(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_compiled_is_the_formulas(dtype):
     for name in ("elementwise", "norm", "unclipped"):
-        check(measures.CompiledBoundary, dtype, RULES[name])
+        check(measures.CompiledOuterStep, dtype, RULES[name])
 
 
 def test_a_small_run(tmp_path, capsys):

@@ -14,23 +14,23 @@ import sys, time
 from dataclasses import replace
 import torch, torch.distributed as dist
 from torch import nn
-import core.adaptive.tau
+import core.tau
 from bench.cluster import Cluster, require_namespaces, run_ranks
-from core import CO2, CO2Config, WireConfig
+from core import CO2, CO2Config, CompressionConfig
 from core.doctor import measure
-from core.doctor.measure import links, wires
+from core.doctor.measure import compressions, links
 from core.doctor.report import choose
 
 CPU = torch.device("cpu")
 
 def settings(wire):
-    return replace(CO2Config.recommended(2), wire=WireConfig(wire))
+    return replace(CO2Config.recommended(2), compression=CompressionConfig(wire))
 
 def doctor(params, step, wire):
     found = links([[0], [1]], CPU)
-    seconds = {name: each["seconds"] for name, each in wires(params, found["all"], CPU, 60.0).items()}
+    seconds = {name: each["seconds"] for name, each in compressions(params, found["all"], CPU, 60.0).items()}
     choice = choose(settings(wire), 2, step, seconds, 0.0)
-    return found["across"].bandwidth, choice["tau"], choice["wire"]
+    return found["across"].bandwidth, choice["tau"], choice["compression"]
 
 def training(params, step, wire):
     co2 = CO2([p := nn.Parameter(torch.zeros(params))], settings(wire), timeout=60)
@@ -42,14 +42,14 @@ def training(params, step, wire):
         time.sleep(max(0.0, due - time.perf_counter()))
         if co2.step():
             taus.append(co2.tau)
-    co2.flight.restore(co2.rounds, in_flight=False)
+    co2.allreduce.restore(co2.rounds, in_flight=False)
     return co2.tau, co2.reducer.kind, taus
 
 def work(params, step, wire, quick):
     if quick:
         measure.LONG, measure.SAMPLE_SECONDS = 0.25, 0.25
     measure.WIRES = ("float32", "int4")  # between which wire auto chooses
-    core.adaptive.tau.COST = 1.0  # a boundary's own work is noise where two workers share what is left of two cores
+    core.tau.COST = 1.0  # a boundary's own work is noise where two workers share what is left of two cores
     dist.init_process_group("gloo")
     found = doctor(params, step, wire), training(params, step, wire)
     dist.barrier()
@@ -79,9 +79,9 @@ def test_its_rate_is_the_links_and_its_tau_that_of_tau_auto(tmp_path, rate, para
     """Of the message's bytes few must fit the shaper's bucket, 256 kB, which is full again after each rest."""
     (tmp_path / "script.py").write_text(SCRIPT)
     said = python(tmp_path / "script.py", rate, params, step, given, skips=True)
-    bandwidth, tau, wire, settled, over = said.split()
+    bandwidth, tau, compression, settled, over = said.split()
     assert float(bandwidth) == pytest.approx(1e6 * rate, rel=0.1)
-    assert wire == over and abs(int(tau) - int(settled)) <= 1 < int(tau), said
+    assert compression == over and abs(int(tau) - int(settled)) <= 1 < int(tau), said
 
 
 @pytest.mark.slow
@@ -99,6 +99,7 @@ def test_the_command_on_nodes_of_two(tmp_path: Path):
     assert rates["across"] == pytest.approx(100e6, rel=0.1) and rates["within"] > 1e9
     assert (found["workers_per_node"], [node["ranks"] for node in found["nodes"]]) == (2, [[0, 1], [2, 3]])
     (settings,) = found["settings"]
-    assert (settings["tau"], settings["wire"]) == (192, "int4"), "8 s of an all-reduce, and 2.5 times as long to rest"
-    seconds = {name: wire["seconds"] for name, wire in found["wires"].items()}
+    chosen = settings["tau"], settings["compression"]
+    assert chosen == (192, "int4"), "8 s of an all-reduce, and 2.5 times as long to rest"
+    seconds = {name: compression["seconds"] for name, compression in found["wires"].items()}
     assert seconds["float32"] > 2 * seconds["int8"] > 2 * seconds["int4"] > 2 * 2 * 5

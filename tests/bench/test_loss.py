@@ -10,7 +10,7 @@ import torch
 
 from bench.loss import __main__ as command
 from bench.loss import tasks
-from bench.loss.__main__ import Options, Plan, Rows, Stack, parse, run, search, train
+from bench.loss.__main__ import Options, Plan, Rows, Stack, parse, run, search, todays_merge, train
 from bench.loss.methods import CompressedMean, mean
 from bench.loss.tasks import TASKS, Inner, Task, clip_rows, labelled_draw, load_task, places
 from core import UserError
@@ -46,8 +46,12 @@ def plan(task: Task, method: str, **values: Any) -> Plan:
 @pytest.mark.parametrize(
     "name",
     [
-        *("ddp", "local", "slowmo", "diloco", "overlap_local", "co2", "co2:merge=mix,delay=2", "ddp:wire=int8"),
-        *("co2:merge=keep,delay=1", "co2:merge=keep,delay=1,wire=int4", "co2:merge=keep,nesterov=true,beta=0.3"),
+        *("ddp", "local", "slowmo", "diloco", "overlap_local", "co2", "co2:merge=interpolate,delay=2", "ddp:wire=int8"),
+        *(
+            "co2:merge=keep_local,delay=1",
+            "co2:merge=keep_local,delay=1,wire=int4",
+            "co2:merge=keep_local,nesterov=true,beta=0.3",
+        ),
     ],
 )
 def test_every_method_ends_with_equal_workers_and_learns(tiny: Task, name: str):
@@ -77,10 +81,10 @@ def test_a_run_that_diverges_has_no_loss(tiny: Task):
 
 def test_a_method_and_its_options():
     assert [str(s) for s in parse("co2")] == ["co2", "co2:beta=0"]
-    both = [str(s) for s in parse("co2:merge=mix,delay=3,beta=0|0.3")]
-    assert both == ["co2:beta=0,delay=3,merge=mix", "co2:beta=0.3,delay=3,merge=mix"]
-    made: Any = parse("co2:merge=keep,phi=none,nesterov=true")[0].make(torch.zeros(2, 1), 3)
-    assert (made.o["merge"], made.o["phi"], made.o["nesterov"], made.delay) == ("keep", "none", True, 3)
+    both = [str(s) for s in parse("co2:merge=interpolate,delay=3,beta=0|0.3")]
+    assert both == ["co2:beta=0,delay=3,merge=interpolate", "co2:beta=0.3,delay=3,merge=interpolate"]
+    made: Any = parse("co2:merge=keep_local,phi=none,nesterov=true")[0].make(torch.zeros(2, 1), 3)
+    assert (made.o["merge"], made.o["phi"], made.o["nesterov"], made.delay) == ("keep_local", "none", True, 3)
 
 
 def test_every_method_gets_equally_many_configurations(tmp_path: Path, tiny: Task):
@@ -169,11 +173,17 @@ def test_a_row_that_is_older_than_an_option_or_of_a_removed_method_is_read(tmp_p
     assert "des_loc" not in rows.table(), "no run followed this choice"
 
 
+def test_a_row_with_a_merge_s_older_name_has_todays():
+    row = {"options": {"merge": "keep"}, "asked": "co2:merge=outer|keep,gap=none,delay=1|2"}
+    todays_merge(row)
+    assert row == {"options": {"merge": "keep_local"}, "asked": "co2:merge=restart|keep_local,gap=none,delay=1|2"}
+
+
 def test_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture):
     """A real run of digits."""
     rows = tmp_path / "rows.jsonl"
     short = ["--steps", "4", "--tau", "3", "--seeds", "0", "--lr_factors", "1", "--rows", str(rows)]
-    run_script("bench.loss", "--tasks", "digits", "--methods", "co2:merge=keep,delay=2", *short)
+    run_script("bench.loss", "--tasks", "digits", "--methods", "co2:merge=keep_local,delay=2", *short)
     written = [json.loads(line) for line in rows.read_text().splitlines()]
     assert [row["kind"] for row in written] == ["run", "run", "choice", "run"]  # two values of beta are tried
     assert written[-1]["split"] == "test" and written[-1]["loss"] > 0 and written[-1]["commit"]
@@ -310,7 +320,9 @@ def test_gpt2_small_has_gpt2_smalls_parameters(no_data: None, monkeypatch: pytes
         assert sum(p.numel() for p in task.build().parameters()) == 124_439_808
 
 
-@pytest.mark.parametrize("asked", ["ddp:wire=int4", "local", "local:wire=int4", "co2:merge=keep,gap=none,delay=1"])
+@pytest.mark.parametrize(
+    "asked", ["ddp:wire=int4", "local", "local:wire=int4", "co2:merge=keep_local,gap=none,delay=1"]
+)
 def test_all_workers_lie_on_the_device(no_data: None, asked: str):
     """With the device "meta", whose tensors have no numbers, and which refuses an operation on two devices."""
     task = TASKS["bytes"]()

@@ -10,8 +10,8 @@ from torch import nn
 
 from bench.loss.__main__ import Plan, parse, train
 from bench.loss.tasks import Batch, Inner, Shards, Task, cosine
-from core import CO2Config, WireConfig, make_method
-from core.methods import DelayedConfig, OverlapLocalConfig, SlowMoConfig
+from core import CO2Config, CompressionConfig, make_method
+from core.methods import OverlapLocalConfig, SlowMoConfig
 from core.testing import run_distributed
 from tests.problems import batch, small_net
 
@@ -19,40 +19,41 @@ WORKERS, TAU, STEPS, LR = 3, 4, 14, 0.1
 INNERS = {"sgd": Inner("sgd", LR), "adamw": Inner("adamw", LR, clip=0.5)}
 NO_GAP: dict[str, Any] = {"tau": TAU, "gap": "none", "clip": None}
 CLIPPED = NO_GAP | {"clip": 1.0}
-INT4, INT8 = WireConfig("int4"), WireConfig("int8")
-OF_DILOCO: dict[str, Any] = NO_GAP | {"outer_momentum": 0.9, "outer_lr": 0.7, "delay": 0}
+INT4, INT8 = CompressionConfig("int4"), CompressionConfig("int8")
 OWN = {  # settings of methods of core, beside CO2Config
     "slowmo": SlowMoConfig(outer_momentum=0.3),
     "overlap_local": OverlapLocalConfig(anchor_momentum=0.4),
-    "delayed": DelayedConfig(nesterov=True),
 }
 # what bench.loss calls a method, and how core makes it
 PAIRS: dict[str, tuple[str, CO2Config]] = {
     "co2": ("co2", CO2Config(TAU)),
     "co2:beta=0,gap=norm,phi=0.1": ("co2", CO2Config(TAU, outer_momentum=0.0, gap="norm", clip=0.1)),
-    "co2:merge=mix,kappa=0.3,gap=none,beta=0.2,alpha=0.5,phi=none": (
+    "co2:merge=interpolate,kappa=0.3,gap=none,beta=0.2,alpha=0.5,phi=none": (
         "co2",
-        CO2Config(**NO_GAP, outer_momentum=0.2, outer_lr=0.5, merge="mix", mix=0.3),
+        CO2Config(**NO_GAP, outer_momentum=0.2, outer_lr=0.5, merge="interpolate", mix=0.3),
     ),
-    "co2:merge=mix,gap=none,beta=0,delay=1": ("co2", CO2Config(**CLIPPED, outer_momentum=0.0, merge="mix", delay=1)),
-    "co2:merge=keep,gap=none,beta=0.3,delay=3": (
+    "co2:merge=interpolate,gap=none,beta=0,delay=1": (
         "co2",
-        CO2Config(**CLIPPED, outer_momentum=0.3, merge="keep", delay=3),
+        CO2Config(**CLIPPED, outer_momentum=0.0, merge="interpolate", delay=1),
     ),
-    "co2:merge=keep,gap=none,beta=0,delay=1,wire=int4": (
+    "co2:merge=keep_local,gap=none,beta=0.3,delay=3": (
         "co2",
-        CO2Config(**CLIPPED, outer_momentum=0.0, merge="keep", delay=1, wire=INT4),
+        CO2Config(**CLIPPED, outer_momentum=0.3, merge="keep_local", delay=3),
     ),
-    "co2:merge=mix,wire=int8": ("co2", CO2Config(TAU, merge="mix", wire=INT8)),
-    "diloco": ("delayed", CO2Config(**OF_DILOCO)),
+    "co2:merge=keep_local,gap=none,beta=0,delay=1,wire=int4": (
+        "co2",
+        CO2Config(**CLIPPED, outer_momentum=0.0, merge="keep_local", delay=1, compression=INT4),
+    ),
+    "co2:merge=interpolate,wire=int8": ("co2", CO2Config(TAU, merge="interpolate", compression=INT8)),
+    "diloco": ("diloco", CO2Config(TAU)),
     "local": ("local", CO2Config(TAU)),
     "slowmo:beta=0.3": ("slowmo", CO2Config(TAU)),
     "overlap_local:mu=0.4": ("overlap_local", CO2Config(TAU)),
     "ddp": ("ddp", CO2Config(TAU)),
-    "local:wire=int4": ("local", CO2Config(TAU, wire=INT4)),
-    "slowmo:beta=0.3,wire=int8": ("slowmo", CO2Config(TAU, wire=INT8)),
-    "overlap_local:mu=0.4,wire=int4": ("overlap_local", CO2Config(TAU, wire=INT4)),
-    "diloco:beta=0.9,wire=int4": ("delayed", CO2Config(**OF_DILOCO, wire=INT4)),
+    "local:wire=int4": ("local", CO2Config(TAU, compression=INT4)),
+    "slowmo:beta=0.3,wire=int8": ("slowmo", CO2Config(TAU, compression=INT8)),
+    "overlap_local:mu=0.4,wire=int4": ("overlap_local", CO2Config(TAU, compression=INT4)),
+    "diloco:beta=0.9,wire=int4": ("diloco", CO2Config(TAU, compression=INT4)),
 }
 
 
@@ -104,7 +105,7 @@ def train_on_rank(rank: int, model: nn.Module, inner: Inner, after_step: Callabl
 
 # A fast corner: each optimiser, whatever differs in kind; and the whole
 CORNER = [
-    *(("co2", "adamw"), ("co2:merge=keep,gap=none,beta=0,delay=1,wire=int4", "sgd"), ("ddp", "adamw")),
+    *(("co2", "adamw"), ("co2:merge=keep_local,gap=none,beta=0,delay=1,wire=int4", "sgd"), ("ddp", "adamw")),
     *(("slowmo:beta=0.3", "sgd"), ("overlap_local:mu=0.4", "adamw"), ("diloco", "sgd")),
     *(("local:wire=int4", "adamw"), ("slowmo:beta=0.3,wire=int8", "sgd"), ("overlap_local:mu=0.4,wire=int4", "sgd")),
     ("diloco:beta=0.9,wire=int4", "sgd"),

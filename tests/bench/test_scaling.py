@@ -13,7 +13,7 @@ from bench import scaling, standin
 from bench.scaling import Job, Scaling, Setting, combine, measure_all, round_seconds, rounds_to_measure, wire_seconds
 from bench.standin import BYTES, LAYERS, PARAMS, PATIENCE, Pacer, StandIn, digits, pace
 from core import UserError
-from core.groups import ring_bytes
+from core.comm import ring_bytes
 from tests.bench.emulated import python
 
 
@@ -123,7 +123,7 @@ class Method:
 def test_waiting_is_told_from_computing(monkeypatch: pytest.MonkeyPatch):
     clock, cpu = Clock(), iter(range(100))
     monkeypatch.setattr(standin, "time", SimpleNamespace(perf_counter=clock, thread_time=lambda: next(cpu) / 4))
-    monkeypatch.setattr(standin, "Rounds", Method)
+    monkeypatch.setattr(standin, "LocalUpdateMethod", Method)
     p = Pacer(1.2, LAYERS, clock, clock.sleep)
     trainer = standin.Trainer(StandIn(p, width=64), Method(clock), p, standin.digits(64), batch=2, seed=0)  # pyright: ignore
     trainer.restart()

@@ -24,8 +24,8 @@ def test_the_train_script_understands_every_method(method: str, monkeypatch: pyt
     own = RECIPES[slow_links.RECIPE]
     assert (recipe.name, recipe.batch_size, recipe.model) == (slow_links.RECIPE, own.batch_size, own.model)
     assert (recipe.epochs, recipe.epoch_steps, own.optim.lr) == (5, 24, slow_links.LR)
-    wire = recipe.co2.wire if recipe.method == "co2" else recipe.ddp_wire
-    assert ("lgreco" in method) <= (wire.format == "lgreco" and wire.lgreco.rule == "lgreco")
+    compression = recipe.co2.compression if recipe.method == "co2" else recipe.ddp_compression
+    assert ("lgreco" in method) <= (compression.format == "lgreco" and compression.lgreco.rule == "lgreco")
 
 
 def test_each_method_gets_its_own_best_learning_rate():

@@ -79,21 +79,26 @@ def test_the_train_script_understands_every_method(method: str, task: str, monke
     monkeypatch.setenv("WORLD_SIZE", "4")
     recipe = TASKS[task].parse(*options_of(method), "--seed", "3")
     own = method if method in OURS else "local"
-    assert recipe.method == {"diloco": "delayed"}.get(own, own.split("_auto")[0].split("_rec")[0])
-    assert (recipe.co2.tau == "auto") == ("auto" in method) and recipe.delayed.nesterov == (method == "diloco")
+    assert recipe.method == own.split("_auto")[0].split("_rec")[0]
+    assert (recipe.co2.tau == "auto") == ("auto" in method) and not recipe.co2.nesterov
     expected = "auto" if method in ("co2_recommended", "co2_auto") else "float32"
-    assert recipe.co2.wire.format == expected and recipe.seed == 3
+    assert recipe.co2.compression.format == expected and recipe.seed == 3
 
 
 def test_a_method_may_have_another_wire_tau_and_learning_rate():
     recipe = TASKS["vision"].parse(*options_of("local:tau=12,wire=int4,lr=0.2"))
-    assert (recipe.co2.tau, recipe.co2.wire.format, recipe.optim.lr) == (12, "int4", 0.2)
-    assert TASKS["vision"].parse(*options_of("ddp:wire=int8")).ddp_wire.format == "int8"
+    assert (recipe.co2.tau, recipe.co2.compression.format, recipe.optim.lr) == (12, "int4", 0.2)
+    assert TASKS["vision"].parse(*options_of("ddp:wire=int8")).ddp_compression.format == "int8"
     assert TASKS["vision"].parse(*options_of("torchft_diloco:tau=24")).co2.tau == 24
-    wire = TASKS["vision"].parse(*options_of("co2_auto:wire=lgreco,like=rank4,first=3,every=10")).co2.wire
-    assert (wire.format, wire.like, wire.lgreco.first, wire.lgreco.every) == ("lgreco", "rank4", 3, 10)
+    compression = TASKS["vision"].parse(*options_of("co2_auto:wire=lgreco,like=rank4,first=3,every=10")).co2.compression
+    assert (compression.format, compression.like, compression.lgreco.first, compression.lgreco.every) == (
+        "lgreco",
+        "rank4",
+        3,
+        10,
+    )
     ddp = TASKS["vision"].parse(*options_of("ddp:wire=lgreco,like=int4,rule=uniform"))
-    assert ddp.ddp_wire.lgreco.rule == "uniform"
+    assert ddp.ddp_compression.lgreco.rule == "uniform"
     with pytest.raises(UserError, match="'local:beta=1' has 'beta=1'; give one of wire, tau, lr"):
         options_of("local:beta=1")
 

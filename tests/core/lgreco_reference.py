@@ -1,4 +1,4 @@
-"""All workers of one reducer in one process: what core/lgreco/reducer.py must compute, without chunks or messages.
+"""All workers of core/compression/lgreco_reducer.py in one process: what it must compute, without chunks or messages.
 
 Tensors are [workers, ...]. A layer is one tensor, and all are of one dtype. The choices and their curves come from the
 same functions; what is written again is how a choice sends, what is held back, and what a switch does with that.
@@ -12,11 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from core.lgreco.choices import Choice, Layer
-from core.lgreco.decide import SUMMED, Decider, curve
-from core.lgreco.senders import fill, orthonormal
-from core.wires.formats import BLOCK, decode, encode
-from core.wires.quantized import chunk_of
+from core.compression.formats import BLOCK, decode, encode
+from core.compression.lgreco import SUMMED, Choice, Decider, Layer, curve, fill, orthonormal
+from core.compression.quantized import chunk_of
 
 
 class Reference:
@@ -46,8 +44,13 @@ class Reference:
             found = self.decider.decide(curves, self.chosen, self.number)
             self.next, self.wanted = self.number + min(self.number, self.config.every), []
         landed: list[Tensor] = [torch.empty(0)] * len(sends)
-        for wire in {c.wire for c in self.chosen if c.kind == "int"}:
-            self._int(wire, [i for i, c in enumerate(self.chosen) if c.kind == "int" and c.wire == wire], sends, landed)
+        for compression in {c.compression for c in self.chosen if c.kind == "int"}:
+            self._int(
+                compression,
+                [i for i, c in enumerate(self.chosen) if c.kind == "int" and c.compression == compression],
+                sends,
+                landed,
+            )
         for i, choice in enumerate(self.chosen):
             if choice.kind == "raw":
                 landed[i], self.errors[i] = _mean(sends[i]), torch.zeros_like(sends[i])
@@ -64,13 +67,13 @@ class Reference:
         offered = self.decider.offered[i].tolist()
         return torch.stack([curve(row, self.layers[i], self.decider.choices, offered, i) for row in send]).mean(0)
 
-    def _int(self, wire: str, members: list[int], sends: list[Tensor], landed: list[Tensor]) -> None:
+    def _int(self, compression: str, members: list[int], sends: list[Tensor], landed: list[Tensor]) -> None:
         """The layers of one format as one vector, rounded by every worker, averaged, rounded again."""
         sizes = [self.layers[i].numel for i in members]
         whole = torch.cat([sends[i] for i in members], dim=1)
-        got = torch.stack([_rounded(row, wire) for row in whole])
+        got = torch.stack([_rounded(row, compression) for row in whole])
         mean = _mean(got) + torch.cat([self.mean_errors[i] for i in members])
-        sent = _rounded(mean, wire)
+        sent = _rounded(mean, compression)
         parts = zip(sent.split(sizes), (mean - sent).split(sizes), (whole - got).split(sizes, dim=1), strict=True)
         for i, (value, of_mean, own) in zip(members, parts, strict=True):
             landed[i], self.mean_errors[i], self.errors[i] = value, of_mean, own
@@ -97,8 +100,8 @@ class Reference:
 
     def _switch(self, choices: Sequence[Choice]) -> None:
         """What is held back of a mean joins what the worker that had averaged it keeps, n times: nothing is lost."""
-        for wire in {c.wire for c in self.chosen if c.kind == "int"}:
-            members = [i for i, c in enumerate(self.chosen) if c.kind == "int" and c.wire == wire]
+        for compression in {c.compression for c in self.chosen if c.kind == "int"}:
+            members = [i for i, c in enumerate(self.chosen) if c.kind == "int" and c.compression == compression]
             sizes = [self.layers[i].numel for i in members]
             owner = torch.arange(sum(sizes)) // chunk_of(sum(sizes), self.workers)
             for i, owners in zip(members, owner.split(sizes), strict=True):
@@ -115,9 +118,9 @@ def _layer(shape: tuple[int, ...], dtype: torch.dtype) -> Layer:
     return Layer(0, 0, numel, rows, numel // rows, dtype.itemsize, shape)
 
 
-def _rounded(x: Tensor, wire: str) -> Tensor:
+def _rounded(x: Tensor, compression: str) -> Tensor:
     padded = pad(x, (0, -len(x) % BLOCK))
-    return decode(encode(padded, wire), wire, x.dtype)[: len(x)]
+    return decode(encode(padded, compression), compression, x.dtype)[: len(x)]
 
 
 def _mean(rows: Tensor) -> Tensor:

@@ -14,17 +14,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import core.co2
 from core import CO2, CO2Config, ShardedCO2, make_method
-from core.assembly.config import WireConfig
-from core.flight import Flight
-from core.groups import broadcast
-from core.robust.agreement import PARTS, REPAIR_EVERY, Agreement, bits, checksum, checksum_of, equal
-from core.robust.guard import Guard
-from core.robust.requests import Requests
-from core.sharded.mesh import node_mesh
+from core.comm import AsyncAllReduce, broadcast
+from core.config import CompressionConfig
+from core.hooks import (
+    PARTS,
+    REPAIR_EVERY,
+    OutlierFilter,
+    ReplicaChecksum,
+    Requests,
+    checksum,
+    checksum_bits,
+    checksum_of,
+    equal,
+)
+from core.placement import node_mesh
 from tests import problems
-from tests.on_ranks import alike, everybody, on_ranks
+from tests.on_ranks import alike, on_ranks, total_world_size
 from tests.problems import sgd_step
 
 
@@ -32,21 +38,22 @@ def test_what_a_gpu_tells_late_is_of_as_many_workers_as_there_were(monkeypatch: 
     """Elastic workers: three have agreed, and one of them is gone when that is heard."""
     monkeypatch.setattr("core.stats.read_blocks", lambda t: True)
 
-    def of_three(device: torch.device) -> Flight:
-        flight = Flight(device)
+    def of_three(device: torch.device) -> AsyncAllReduce:
+        flight = AsyncAllReduce(device)
         flight.world_size = flight.places = flight.most = 3
         return flight
 
-    bare = core.co2.CO2([nn.Parameter(torch.ones(3))], flight=of_three, riders=[Guard(), Agreement()])
+    hooks = [OutlierFilter(), ReplicaChecksum()]
+    bare = problems.bare_co2([nn.Parameter(torch.ones(3))], allreduce=of_three, hooks=hooks)
     bare.scalars["settings"].copy_(torch.tensor([5.0, 25.0]))  # means, as of workers who all tell the same
     bare.scalars["replicas"].copy_(torch.tensor([7.0, 49.0]))
-    bare.scalars["left_out"][2] = 1 / 3
-    bare.flight.launched = 1
-    bare._hear()
-    bare.flight.world_size = 2
-    bare.flight.launched = 2
+    bare.scalars["excluded"][2] = 1 / 3
+    bare.allreduce.launched = 1
+    bare._deliver_scalars()
+    bare.allreduce.world_size = 2
+    bare.allreduce.launched = 2
     with pytest.warns(UserWarning, match="rank 2 is left out of the mean of round 0"):
-        bare._hear()
+        bare._deliver_scalars()
     assert not bare.stats.drifted
 
 
@@ -69,13 +76,15 @@ def test_replicas_that_drift_apart_are_noticed_and_made_equal_again(rank: int, w
         if mesh or kind == "offload":
             method: Any = ShardedCO2(params, CO2Config(tau=1, outer_momentum=0.0), mesh=mesh, offload=not mesh)
         else:
-            config = CO2Config(tau=1, outer_momentum=0.0, wire=WireConfig(kind if kind == "int8" else "float32"))
+            config = CO2Config(
+                tau=1, outer_momentum=0.0, compression=CompressionConfig(kind if kind == "int8" else "float32")
+            )
             _, method = make_method("co2" if kind == "int8" else kind, nn.ParameterList(params), co2=config)
         drift, seen, longest = rank == workers // 2, [], PARTS * (2 if mesh else 1)
         with warnings.catch_warnings(record=True, action="always") as caught:
             for number in range(3 * longest):
                 if drift and number == 3 and "outer_iterate" in method.state:
-                    method.flight.settle()
+                    method.allreduce.drain()
                     method.state["outer_iterate"][0].mul_(1 + 1e-6)
                 with torch.no_grad():
                     params[0].sub_(0.01 * torch.sin(params[0] + (0 if mesh else rank)))
@@ -83,7 +92,7 @@ def test_replicas_that_drift_apart_are_noticed_and_made_equal_again(rank: int, w
                 seen.append(method.stats.drifted)
         method.finish()
         first = seen.index(1.0) if 1.0 in seen else None
-        assert everybody(first) == [first] * workers, "all workers notice in the same round"
+        assert total_world_size(first) == [first] * workers, "all workers notice in the same round"
         assert first is None if kind == "local" else first is not None and 3 <= first <= 4 + longest, kind
         assert alike(params[0].detach()) and (mesh or len(caught) == (rank == 0 and kind != "local")), kind
 
@@ -92,7 +101,7 @@ def test_replicas_that_drift_apart_are_noticed_and_made_equal_again(rank: int, w
 def test_every_worker_of_a_node_compares_all_parts_of_its_share(rank: int):
     params = [nn.Parameter(torch.linspace(-1, 1, 1600))]
     co2 = ShardedCO2(params, CO2Config(tau=1, outer_momentum=0.0), mesh=node_mesh("cpu", 2))
-    co2.flight.launched = 3 * PARTS
+    co2.allreduce.launched = 3 * PARTS
     if rank == 2:
         co2.state["outer_iterate"][0][60] += 1e-4  # of 800 elements: in part 1, which is odd
     seen = 0.0
@@ -105,12 +114,12 @@ def test_every_worker_of_a_node_compares_all_parts_of_its_share(rank: int):
 
 
 @on_ranks(2)
-def test_a_repair_leaves_alone_what_merge_keep_has_sent(rank: int):
+def test_a_repair_leaves_alone_what_merge_keep_local_has_sent(rank: int):
     """Each worker's own parameters at the sending: with another's its progress would be added twice, or not at all."""
     traces = []
     for drift in (False, True):
         params = [nn.Parameter(torch.linspace(-1, 1, 1000))]
-        co2 = CO2(params, CO2Config(tau=2, merge="keep", delay=1, outer_momentum=0.0, gap="none"))
+        co2 = CO2(params, CO2Config(tau=2, merge="keep_local", delay=1, outer_momentum=0.0, gap="none"))
         seen, trace = 0.0, []
         for step in range(4 * PARTS):
             if drift and rank and step == 6:
@@ -131,7 +140,7 @@ def test_checksums_are_exact_in_float32_and_differ_where_one_bit_does(workers: i
     flats = [torch.randn(1000), torch.randn(70, dtype=torch.float64)]
     one = [checksum(flats, number, workers) for number in range(PARTS)]
     assert torch.equal(torch.stack(one), torch.stack([checksum(flats, PARTS + n, workers) for n in range(PARTS)]))
-    assert workers * (2 ** bits(workers)) ** 2 <= 2**20 or bits(workers) == 1
+    assert workers * (2 ** checksum_bits(workers)) ** 2 <= 2**20 or checksum_bits(workers) == 1
     flats[0][500] = torch.nextafter(flats[0][500], torch.tensor(9.0))
     changed = [checksum(flats, number, workers) for number in range(PARTS)]
     assert sum(a != b for a, b in zip(one, changed, strict=True)) == 1
@@ -140,7 +149,7 @@ def test_checksums_are_exact_in_float32_and_differ_where_one_bit_does(workers: i
     other = torch.tensor([(workers - 1) * c + d, (workers - 1) * c * c + d * d])
     assert equal(same.tolist(), workers)
     assert equal(other.tolist(), workers) == (workers == 1)
-    assert checksum_of({"a": 1.0}, workers) == checksum_of({"a": 1.0}, workers) < 2 ** bits(workers)
+    assert checksum_of({"a": 1.0}, workers) == checksum_of({"a": 1.0}, workers) < 2 ** checksum_bits(workers)
 
 
 @on_ranks(2)
@@ -151,7 +160,7 @@ def test_a_second_drift_is_seen_but_not_repaired_within_a_hundred_rounds(rank: i
     sent, seen = [], []
     for number in range(3 * PARTS):
         if rank and number in (3, PARTS + 8):
-            co2.flight.settle()
+            co2.allreduce.drain()
             co2.state["outer_iterate"][0].mul_(1 + 1e-6)
         sgd_step(params, rank, number)
         with warnings.catch_warnings(action="ignore"):
@@ -162,16 +171,18 @@ def test_a_second_drift_is_seen_but_not_repaired_within_a_hundred_rounds(rank: i
     assert sum(seen[2 * PARTS :]) > 0
 
 
-def asking(wire: Any) -> tuple[CO2, Requests]:
+def asking(compression: Any) -> tuple[CO2, Requests]:
     requests = Requests("stop")
-    config = CO2Config(tau=2, wire=WireConfig(wire))
-    return CO2([nn.Parameter(torch.linspace(-1, 1, 3000))], config, riders=[requests]), requests
+    config = CO2Config(tau=2, compression=CompressionConfig(compression))
+    return CO2([nn.Parameter(torch.linspace(-1, 1, 3000))], config, hooks=[requests]), requests
 
 
-@pytest.mark.parametrize(("workers", "wire"), [(2, "float32"), (3, "int8")])
+@pytest.mark.parametrize(("workers", "compression"), [(2, "float32"), (3, "int8")])
 @on_ranks()
-def test_one_worker_that_asks_to_stop_is_heard_by_all_and_not_again_after_a_resume(rank: int, workers: int, wire: Any):
-    (co2, requests), (resumed, later) = (asking(wire) for _ in range(2))
+def test_one_worker_that_asks_to_stop_is_heard_by_all_and_not_again_after_a_resume(
+    rank: int, workers: int, compression: Any
+):
+    (co2, requests), (resumed, later) = (asking(compression) for _ in range(2))
     for step in range(10):
         if rank == 1 and step == 3:
             requests.ask("stop")
@@ -191,7 +202,7 @@ def test_one_worker_that_asks_to_stop_is_heard_by_all_and_not_again_after_a_resu
 @on_ranks(2)
 def test_a_request_to_save_that_finish_carries_is_not_lost_and_one_to_stop_is_answered(rank: int):
     requests = Requests("stop", "save")
-    co2 = CO2([nn.Parameter(torch.ones(3))], CO2Config(tau=2), riders=[requests])
+    co2 = CO2([nn.Parameter(torch.ones(3))], CO2Config(tau=2), hooks=[requests])
     for _ in range(5):
         co2.step()
     if rank == 1:  # behind the last boundary
@@ -212,7 +223,7 @@ def test_the_timeout_follows_the_length_of_the_rounds(rank: int, tmp_path: Path)
     """Rounds of 1.2 s, a timeout of a third; rank 1 stays away for longer than that, and then till it is named."""
     params, told, named = [nn.Parameter(torch.ones(3))], [], tmp_path / "named"
     _, method = make_method("co2", nn.ParameterList(params), co2=CO2Config(tau=2))
-    method.flight.timeout = 0.4  # from now on: two workers may be that far apart at their start
+    method.allreduce.timeout = 0.4  # from now on: two workers may be that far apart at their start
     for steps, late in ((4, 0.7), (2, 30.0)):
         for _ in range(steps):
             time.sleep(0.6)

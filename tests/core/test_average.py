@@ -15,14 +15,13 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from core import (
     CO2,
     CO2Config,
-    DelayedCO2,
-    DelayedConfig,
+    CompressionConfig,
+    DiLoCo,
     LocalSGD,
     OverlapLocalSGD,
     ShardedCO2,
     SlowMo,
     UserError,
-    WireConfig,
     node_mesh,
 )
 from core.testing import run_distributed
@@ -218,18 +217,18 @@ def test_workers_evaluate_one_model_which_is_as_good_as_ddps(kinds: list[str]):
         assert min(ours) <= max(ddp) and sum(ours) <= 1.02 * sum(ddp), (kind, ours, ddp)
 
 
-# -- each method, and what settle() does ---------------------------------------------------------------------------
+# -- each method, and what sync_for_eval() does --------------------------------------------------------------------
 
 METHODS: dict[str, Callable[..., Any]] = {
     "CO2": lambda params, **more: CO2(params, CO2Config.paper(2), **more),
     "CO2 recommended": lambda params, **more: CO2(params, CO2Config.recommended(2, tau=2), **more),
-    "CO2 mix": lambda params, **more: CO2(params, CO2Config(tau=2, merge="mix", mix=0.5, delay=0, gap="none"), **more),
-    "CO2 int8": lambda params, **more: CO2(params, CO2Config(tau=2, wire=WireConfig("int8")), **more),
+    "CO2 interpolate": lambda params, **more: CO2(
+        params, CO2Config(tau=2, merge="interpolate", mix=0.5, delay=0, gap="none"), **more
+    ),
+    "CO2 int8": lambda params, **more: CO2(params, CO2Config(tau=2, compression=CompressionConfig("int8")), **more),
     "LocalSGD": lambda params, **more: LocalSGD(params, 2, **more),
     "SlowMo": lambda params, **more: SlowMo(params, 2, **more),
-    "DiLoCo": lambda params, **more: DelayedCO2(
-        params, CO2Config(tau=2, delay=0, gap="none", outer_lr=0.7), DelayedConfig(nesterov=True), **more
-    ),
+    "DiLoCo": lambda params, **more: DiLoCo(params, 2, **more),
     "OverlapLocalSGD": lambda params, **more: OverlapLocalSGD(params, 2, **more),
     "ShardedCO2": lambda params, **more: ShardedCO2(params, CO2Config.paper(2), **more),
     "ShardedCO2 shard": lambda params, **more: ShardedCO2(params, CO2Config.paper(2), shard=True, **more),
@@ -245,7 +244,7 @@ def write(model: nn.Module, rank: int, step: int) -> None:
 
 
 def by_each_method(rank: int, world_size: int) -> dict[str, tuple[list[Tensor], list[tuple[bool, Tensor]]]]:
-    """By method: the extra tensors before and after finish(), and what shared_model() yields at each boundary beside
+    """By method: the extra tensors before and after finish(), and what averaged_model() yields at each boundary beside
     the first worker's tensors there."""
     found = {}
     for name, make in METHODS.items():
@@ -257,7 +256,7 @@ def by_each_method(rank: int, world_size: int) -> dict[str, tuple[list[Tensor], 
             if method.at_boundary:
                 for i, t in enumerate(extra):
                     t.fill_(i + 10 * rank)
-                with method.shared_model() as equal:
+                with method.averaged_model() as equal:
                     lent.append((equal, torch.cat([t.flatten().double() for t in extra])))
         for i, t in enumerate(extra):
             t.fill_(i + 10 * rank)
@@ -281,7 +280,7 @@ def test_every_method_averages_at_finish_and_where_settle_makes_workers_equal():
             for equal, values in lent:
                 shift = 5 if equal else 10 * rank
                 assert values.tolist() == [0 + shift] * 3 + [1 + shift] * 4 + [2 + 10 * rank], name
-            if name != "CO2 mix":
+            if name != "CO2 interpolate":
                 assert all(equal for equal, _ in lent), name
 
 
@@ -466,7 +465,7 @@ def test_what_cannot_be_averaged_is_refused_when_the_method_is_made(given: Calla
 def test_one_worker_alone_and_an_empty_list_change_nothing():
     for extra in ([torch.ones(2)], [], None):
         method = LocalSGD(net(0).parameters(), 2, average=extra)
-        assert method.settle()
+        assert method.sync_for_eval()
         method.finish()
         assert not extra or extra[0].tolist() == [1, 1]
 
@@ -501,11 +500,11 @@ def test_nothing_is_saved_and_a_run_goes_on_bit_for_bit():
 
 
 def left(rank: int, world_size: int) -> str:
-    """Worker 1 does not call settle(), but finish()."""
+    """Worker 1 does not call sync_for_eval(), but finish()."""
     co2 = LocalSGD(net(0).parameters(), 1, average=[torch.zeros(2)], timeout=5)
     co2.step()
     try:
-        co2.finish() if rank else co2.settle()
+        co2.finish() if rank else co2.sync_for_eval()
     except RuntimeError as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
@@ -513,6 +512,6 @@ def left(rank: int, world_size: int) -> str:
 
 def test_a_worker_that_does_not_come_to_settle_is_an_error():
     said = run_distributed(left, 2, timeout=60)
-    assert any("the average of average= at settle(), which every worker must call, failed" in line for line in said), (
-        said
-    )
+    assert any(
+        "the average of average= at sync_for_eval(), which every worker must call, failed" in line for line in said
+    ), said

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from core import CO2, CO2Config, DivergedError, LocalSGD, SlowMo, load, save
-from core.methods import DDP, DelayedCO2, OverlapLocalSGD
-from core.sharded.sharded import ShardedCO2
+from core.methods import DDP, DiLoCo, OverlapLocalSGD
+from core.sharded import ShardedCO2
 from core.testing import run_distributed
 
 INF, NAN = math.inf, math.nan
@@ -58,9 +58,9 @@ def make(kind: str, net: nn.Module) -> Any:
     params = net.parameters()
     return {
         "co2": lambda: CO2(params, CO2Config(tau=2), **given),
-        "keep": lambda: CO2(params, CO2Config(tau=2, merge="keep", outer_momentum=0.0), **given),
+        "keep_local": lambda: CO2(params, CO2Config(tau=2, merge="keep_local", outer_momentum=0.0), **given),
         "int4": lambda: CO2(params, CO2Config.recommended(3, 100, tau=2), **given),
-        "delayed": lambda: DelayedCO2(params, CO2Config(tau=2), **given),
+        "diloco": lambda: DiLoCo(params, 2, **given),
         "local": lambda: LocalSGD(params, 2, **given),
         "slowmo": lambda: SlowMo(params, 2, **given),
         "overlap": lambda: OverlapLocalSGD(params, 2, **given),
@@ -69,7 +69,7 @@ def make(kind: str, net: nn.Module) -> Any:
     }[kind]()
 
 
-KINDS = ("co2", "keep", "int4", "delayed", "local", "slowmo", "overlap", "sharded", "ddp")
+KINDS = ("co2", "keep_local", "int4", "diloco", "local", "slowmo", "overlap", "sharded", "ddp")
 
 
 def constants_stay(rank: int, world_size: int) -> list[str]:

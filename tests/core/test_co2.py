@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from core import CO2, CO2Config, LocalSGD, OverlapLocalSGD, ShardedCO2, SlowMo
-from core.outer import ChunkedBoundary
+from core.outer import FusedOuterStep
 from core.testing import run_distributed
 from tests import problems
 from tests.core.test_resume import MERGES
-from tests.on_ranks import alike, everybody, on_ranks
+from tests.on_ranks import alike, on_ranks, total_world_size
 from tests.problems import (
     Settings,
     SlowLink,
@@ -160,14 +160,14 @@ VARIANTS = {
     "clip": {"clip": 0.2},
     "no clip": {"clip": None},
     "delay": {"gap": "none", "delay": 0},
-    "merge": {"merge": "mix"},
-    "mix": {"merge": "mix", "mix": 0.8},
-    "merged on arrival": {"merge": "mix", "delay": 1},
-    "keep": {"merge": "keep"},
+    "merge": {"merge": "interpolate"},
+    "mix": {"merge": "interpolate", "mix": 0.8},
+    "merged on arrival": {"merge": "interpolate", "delay": 1},
+    "keep_local": {"merge": "keep_local"},
     "nesterov": {"nesterov": True},
     "nesterov without delay": {"gap": "none", "delay": 0, "nesterov": True},
-    "wire": {"wire": "int8"},
-    "error_feedback": {"wire": "int8", "error_feedback": False},
+    "compression": {"compression": "int8"},
+    "error_feedback": {"compression": "int8", "error_feedback": False},
 }
 
 
@@ -200,13 +200,13 @@ def test_a_slow_peer_delays_nobody_and_live_parameters_stay_untouched(rank: int,
     for step in range(4, 7):  # local steps go on under the all-reduce
         sgd_step(params, rank, step)
         assert co2.step() is False
-        seen.append(co2.flight.done())
+        seen.append(co2.allreduce.done())
     before = [p.detach().clone() for p in params]
     if rank == 0:
         assert not any(seen), "the peer has not launched, yet the mean is there"
         gate.touch()
     until = time.monotonic() + 30
-    while not co2.flight.done():
+    while not co2.allreduce.done():
         assert time.monotonic() < until
     assert all(map(torch.equal, params, before)) and not torch.equal(flat(params), flat(problems.odd_parameters()))
     sgd_step(params, rank, 7)
@@ -231,16 +231,20 @@ def nesterov_grid() -> list[Settings]:
 
 LATE = Settings(tau=4, outer_momentum=0.3, outer_lr=0.6, clip=0.1)
 MERGES_AND_DELAYS: list[dict[str, Any]] = [
-    {"merge": "mix"},
-    {"merge": "mix", "mix": 0.2, "delay": 1},
-    {"merge": "mix", "delay": 3},
-    {"merge": "mix", "delay": 4},
-    {"merge": "keep"},
-    {"merge": "keep", "delay": 1},
-    {"merge": "keep", "delay": 3},
-    {"merge": "mix", "mix": 1.0},
+    {"merge": "interpolate"},
+    {"merge": "interpolate", "mix": 0.2, "delay": 1},
+    {"merge": "interpolate", "delay": 3},
+    {"merge": "interpolate", "delay": 4},
+    {"merge": "keep_local"},
+    {"merge": "keep_local", "delay": 1},
+    {"merge": "keep_local", "delay": 3},
+    {"merge": "interpolate", "mix": 1.0},
 ]
-BLOCKING: list[dict[str, Any]] = [{"delay": 0}, {"delay": 0, "merge": "mix"}, {"delay": 0, "merge": "keep"}]
+BLOCKING: list[dict[str, Any]] = [
+    {"delay": 0},
+    {"delay": 0, "merge": "interpolate"},
+    {"delay": 0, "merge": "keep_local"},
+]
 
 
 def merge_grid() -> list[Settings]:
@@ -269,7 +273,7 @@ def test_equals_the_reference_round_by_round(world_size: int, whole: bool):
         check_grid(world_size, configs if whole else configs[corners], steps)
 
 
-@pytest.mark.parametrize("merge", ["mix", "keep"])
+@pytest.mark.parametrize("merge", ["interpolate", "keep_local"])
 @on_ranks(2)
 def test_replicas_stay_equal_though_each_worker_merges_when_its_own_copy_lands(rank: int, merge: str):
     """Rank 1's steps take longer. The outer iterate follows the means alone, whenever they are merged."""
@@ -284,14 +288,14 @@ def test_replicas_stay_equal_though_each_worker_merges_when_its_own_copy_lands(r
             merged.append(co2.stats.merged_after)
     co2.finish()
     assert alike(*outers, flat(params)) and not co2.stats.drifted
-    assert min(sum(everybody(merged[1:]), [])) < 6, "nothing was merged before the boundary"
+    assert min(sum(total_world_size(merged[1:]), [])) < 6, "nothing was merged before the boundary"
 
 
 def evaluating(rank: int, world_size: int) -> dict[str, Any]:
     late = {"gap": "none", "delay": "auto"}
     methods = {
-        "keep": lambda p: replace(LATE, merge="keep", **late).build(p),
-        "mix": lambda p: replace(LATE, merge="mix", **late).build(p),
+        "keep_local": lambda p: replace(LATE, merge="keep_local", **late).build(p),
+        "interpolate": lambda p: replace(LATE, merge="interpolate", **late).build(p),
         "overlap_local": lambda p: OverlapLocalSGD(p, LATE.tau),
         "local": lambda p: LocalSGD(p, LATE.tau),
     }
@@ -303,11 +307,11 @@ def evaluating(rank: int, world_size: int) -> dict[str, Any]:
             sgd_step(params, rank, step)
             if method.step():
                 before = flat(params)
-                with method.shared_model() as equal:
+                with method.averaged_model() as equal:
                     found[name].append((equal, before, flat(params)))
                 found[name][-1] += (flat(params),)
         method.finish()
-        with method.shared_model() as equal:
+        with method.averaged_model() as equal:
             found[name].append((equal, flat(params)))
     return found
 
@@ -318,15 +322,15 @@ def test_an_evaluation_sees_one_model_where_the_method_has_one():
         *rounds, (equal, end) = zero[name]
         assert torch.equal(end, one[name][-1][1]) and equal, name
         for (told, before, inside, after), (_, other, others_inside, _) in zip(rounds, one[name][:-1], strict=True):
-            assert told is (name != "mix") and torch.equal(inside, others_inside) is told, name
-            assert torch.equal(after, before) or name == "keep", f"{name}: an evaluation changed the training"
+            assert told is (name != "interpolate") and torch.equal(inside, others_inside) is told, name
+            assert torch.equal(after, before) or name == "keep_local", f"{name}: an evaluation changed the training"
             if name == "overlap_local":
                 torch.testing.assert_close(inside, (before + other) / 2, rtol=1e-12, atol=1e-12)
     # what is merged as soon as it is sent is not late: the specification's blocking rounds
     blocking = train_reference(
-        replace(LATE, gap="none", merge="keep", delay=0), 2, STEPS + 3, flat(problems.odd_parameters())
+        replace(LATE, gap="none", merge="keep_local", delay=0), 2, STEPS + 3, flat(problems.odd_parameters())
     )
-    assert_traces_equal([after for *_, after in zero["keep"][:-1]] + [zero["keep"][-1][1]], blocking)
+    assert_traces_equal([after for *_, after in zero["keep_local"][:-1]] + [zero["keep_local"][-1][1]], blocking)
 
 
 @on_ranks(2)
@@ -343,7 +347,7 @@ def test_what_overlap_local_sgd_lends_it_takes_back(rank: int):
             optimizer.step()
             if method.step() and step == 2:
                 before = flat(net.parameters())
-                with contextlib.suppress(KeyError), torch.inference_mode(), method.shared_model():
+                with contextlib.suppress(KeyError), torch.inference_mode(), method.averaged_model():
                     inside = flat(net.parameters())
                     raise KeyError
                 assert torch.equal(flat(net.parameters()), before)
@@ -353,11 +357,13 @@ def test_what_overlap_local_sgd_lends_it_takes_back(rank: int):
     assert min(stats["merge_seconds"], stats["exposed_seconds"]) > 0.1 and stats["merged_after"] == 3
 
 
-def test_merges_run_in_the_fast_pass_and_only_keep_holds_another_copy():
-    for merge in ("outer", "mix", "keep"):
+def test_merges_run_in_the_fast_pass_and_only_keep_local_holds_another_copy():
+    for merge in ("restart", "interpolate", "keep_local"):
         co2 = replace(LATE, merge=merge).build(problems.odd_parameters())
-        assert all(isinstance(b, ChunkedBoundary) for b in co2._boundaries)
-        assert set(co2.state) - {"outer_iterate", "outer_momentum"} == ({"sent"} if merge == "keep" else set())
+        assert all(isinstance(b, FusedOuterStep) for b in co2._outer_steps)
+        assert set(co2.state) - {"outer_iterate", "outer_momentum"} == (
+            {"snapshot"} if merge == "keep_local" else set()
+        )
 
 
 @pytest.mark.parametrize(("workers", "beta"), [(1, 0.0), (16, 0.0), (17, 0.2), (64, 0.5), (65, 0.6)])
@@ -378,7 +384,7 @@ def test_16_bit_parameters(rank: int, changes: dict[str, Any]):
     check_dtypes(rank, replace(config, **changes), 1e-12, 1e-6, 0.03)
 
 
-AUTO: list[dict[str, Any]] = [{"merge": "mix", "delay": "auto"}, {"merge": "keep", "delay": "auto"}]
+AUTO: list[dict[str, Any]] = [{"merge": "interpolate", "delay": "auto"}, {"merge": "keep_local", "delay": "auto"}]
 UNEVEN: dict[str, Callable[[list[Tensor]], Any]] = {
     str(changes): replace(LATE, tau=3, **changes).build for changes in ({}, *MERGES, *AUTO)
 }
@@ -398,7 +404,11 @@ def uneven_twice(rank: int, build: Callable[[list[Tensor]], Any]) -> list[Tensor
     co2.close()
     if isinstance(co2, ShardedCO2):  # whose state is this worker's share
         return [*seen, flat(params)]
-    return [*seen, co2.starts[0].clone() if co2.differences else flat(params), *(f[0] for f in co2.state.values())]
+    return [
+        *seen,
+        co2.anchor_params[0].clone() if co2.sends_differences else flat(params),
+        *(f[0] for f in co2.state.values()),
+    ]
 
 
 @on_ranks(3)
@@ -441,7 +451,7 @@ def test_a_worker_that_finished_early_contributes_nothing(rank: int):
     """Each local step goes down by 1; worker 0 makes 4 of them, worker 1 makes 7; mix = 1/2. Differences from x = 0, 0,
     -2, -5: 2, 3, then 5/2 and 3/4 of worker 1 alone; -2 - 3 - 5/4 - 3/8."""
     p = nn.Parameter(torch.zeros(1, dtype=torch.float64))
-    co2, seen = replace(HAND, merge="mix").build([p]), []
+    co2, seen = replace(HAND, merge="interpolate").build([p]), []
     for _ in range((4, 7)[rank]):
         with torch.no_grad():
             p.sub_(1.0)

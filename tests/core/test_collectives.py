@@ -16,9 +16,8 @@ from torch import nn
 from torch.distributed import distributed_c10d
 
 from core import CO2Config, make_method
+from core.comm import AsyncAllReduce, ring_bytes
 from core.errors import CollectiveError, UserError
-from core.flight import Flight
-from core.groups import ring_bytes
 from core.methods import METHODS
 from core.testing import run_distributed
 from core.testing.link import ThrottledLink
@@ -79,7 +78,7 @@ def test_misuse_is_caught_without_a_process_group():
     assert mean.done()
     mean.wait()
     assert mean.buckets[0].flat[:2].tolist() == [1.0, 2.0]
-    assert mean.flight.bytes_sent == 0
+    assert mean.allreduce.bytes_sent == 0
 
 
 class Slow:
@@ -98,7 +97,7 @@ class Slow:
 
 def test_the_thread_waits_inside_torch_only_while_the_caller_waits_for_it():
     """The interpreter's end would take the process down: it ends such a thread in the middle of torch's code."""
-    background = Flight(torch.device("cpu"))
+    background = AsyncAllReduce(torch.device("cpu"))
     for caller_waits in (False, True):
         work = Slow()
         background.launch(iter([([work], 0)]))
@@ -118,7 +117,7 @@ def test_what_fails_in_a_stage_never_lands(error: Exception, first: bool):
             yield [], 0
         raise error
 
-    background = Flight(torch.device("cpu"))
+    background = AsyncAllReduce(torch.device("cpu"))
     with pytest.raises(type(error), match="broken"):
         background.launch(stages())
         background.wait()
@@ -261,8 +260,8 @@ def test_a_throttled_mean_takes_its_time_and_overlaps_with_computation(rank: int
         busy += 1
     landed = time.perf_counter() - start
     mean.wait()
-    assert mean.flight.bytes_sent == 533_333 and busy > 10 and launched < landed
-    assert landed >= 0.533 and mean.flight.seconds >= 0.533
+    assert mean.allreduce.bytes_sent == 533_333 and busy > 10 and launched < landed
+    assert landed >= 0.533 and mean.allreduce.seconds >= 0.533
     assert mean.buckets[0].flat.mean().item() == 1.0
 
 
@@ -289,8 +288,8 @@ from pathlib import Path
 
 import torch, torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # a backend that moves nothing, as NCCL moves nothing of a CPU's
-from core import CO2Config, WireConfig, make_method
-from core.groups import host_group
+from core import CO2Config, CompressionConfig, make_method
+from core.comm import host_group
 
 rank, folder, kinds = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
 gc.disable()  # a cycle of references is no reason either
@@ -303,7 +302,7 @@ def settings(kind):
         "co2": lambda: {"co2": CO2Config(tau=2)},
         "co2 sharded": lambda: {"co2": CO2Config(tau=2), "shard": True},
         "co2 of a subgroup": lambda: {"co2": CO2Config(tau=2), "group": [dist.new_group([i]) for i in range(2)][rank]},
-        "ddp over int4": lambda: {"ddp_wire": WireConfig("int4")},
+        "ddp over int4": lambda: {"ddp_compression": CompressionConfig("int4")},
     }[kind]()
 
 def train(kind):

@@ -11,12 +11,22 @@ import pytest
 import torch
 from torch import nn
 
-import core.co2 as bare
-from core import CO2, CO2Config, LocalSGD, OverlapLocalSGD, ShardedCO2, SlowMo, UserError, WireConfig, make_method
-from core.config import OuterConfig
+from core import (
+    CO2,
+    CO2Config,
+    CompressionConfig,
+    DiLoCo,
+    DiLoCoConfig,
+    LocalSGD,
+    OverlapLocalSGD,
+    ShardedCO2,
+    SlowMo,
+    UserError,
+    make_method,
+)
+from core.hooks import Requests
 from core.integrations.optimizer import attach
-from core.methods import DelayedCO2, DelayedConfig, OverlapLocalConfig, SlowMoConfig
-from core.robust.requests import Requests
+from core.methods import OverlapLocalConfig, SlowMoConfig
 from core.testing.link import ThrottledLink
 from tests.problems import Settings, refusal
 
@@ -27,10 +37,9 @@ def build(**settings: Any) -> CO2:
 
 def test_settings_but_tau_are_given_by_name():
     """Their order has changed: a number in an old place would be another setting's."""
-    assert CO2Config(6).tau == OuterConfig(6).tau == 6
-    for config in (CO2Config, OuterConfig):
-        with pytest.raises(TypeError, match="positional"):
-            config(6, 0.5)  # pyright: ignore[reportCallIssue]
+    assert CO2Config(6).tau == 6
+    with pytest.raises(TypeError, match="positional"):
+        CO2Config(6, 0.5)  # pyright: ignore[reportCallIssue]
 
 
 def params() -> list[nn.Parameter]:
@@ -44,7 +53,6 @@ def params() -> list[nn.Parameter]:
         lambda: CO2(params(), CO2Config(6)),
         lambda: CO2(params(), pickle.loads(pickle.dumps(CO2Config(6)))),
         lambda: ShardedCO2(params(), CO2Config(6)),
-        lambda: DelayedCO2(params(), CO2Config(6)),
         lambda: attach(torch.optim.SGD(ones := params(), 0.1), ones, CO2Config(6)).__enter__(),
     ],
 )
@@ -67,22 +75,18 @@ def test_a_config_that_names_its_rule_is_told_nothing():
     assert CO2Config.recommended(40, 100, tau=6) == replace(CO2Config.recommended(40, 100), tau=6)
 
 
-def test_a_rider_goes_along_with_one_method():
+def test_a_hook_goes_along_with_one_method():
     requests = Requests("stop")
-    CO2(params(), riders=[requests])
-    assert "make one for each" in refusal(lambda: CO2(params(), riders=[requests]))
+    CO2(params(), hooks=[requests])
+    assert "make one for each" in refusal(lambda: CO2(params(), hooks=[requests]))
 
 
-@pytest.mark.parametrize("method", [CO2, LocalSGD, SlowMo, DelayedCO2, OverlapLocalSGD, ShardedCO2])
+@pytest.mark.parametrize("method", [CO2, LocalSGD, SlowMo, DiLoCo, OverlapLocalSGD, ShardedCO2])
 def test_an_option_that_no_method_has_is_refused(method: Any):
-    settings = {} if method in (CO2, DelayedCO2, ShardedCO2) else {"tau": 4}
+    settings = {} if method in (CO2, ShardedCO2) else {"tau": 4}
     settings |= {"lr": lambda: 0.1} if method is SlowMo else {}
     with pytest.raises(TypeError, match="bufers"):
         method(params(), **settings, bufers=[])
-
-
-def test_the_plain_method_reads_the_papers_settings_of_any_config():
-    assert bare.CO2(params(), CO2Config(tau=6, outer_lr=0.5)).tau == 6
 
 
 def test_frozen_integers_are_none_of_its_business():
@@ -117,11 +121,10 @@ def test_unstable_settings_explain_the_condition(beta: float, alpha: float):
     assert text == refusal(lambda: ShardedCO2([nn.Parameter(torch.ones(1))], shared))
 
 
-def grows(delayed: DelayedConfig | None = None, **settings: Any) -> bool:
+def grows(**settings: Any) -> bool:
     """Whether one worker's error grows over 400 rounds on a quadratic that tau local steps solve nearly."""
     p = nn.Parameter(torch.ones(1, dtype=torch.float64))
-    config = CO2Config(gap="none", clip=None, allow_unstable=True, **settings)
-    co2 = CO2([p], config) if delayed is None else DelayedCO2([p], config, delayed)
+    co2 = CO2([p], CO2Config(gap="none", clip=None, allow_unstable=True, **settings))
     seen = []
     for _ in range(400 * co2.tau):
         p.data *= 0.02 ** (1 / co2.tau)
@@ -133,11 +136,11 @@ def grows(delayed: DelayedConfig | None = None, **settings: Any) -> bool:
 @pytest.mark.parametrize(
     ("alpha", "beta", "settings"),
     [  # the largest momenta at outer_lr 1, and outer learning rates, by hand from the characteristic polynomials
-        (1.0, 0.707, {"merge": "keep"}),
-        (1.0, 0.822, {"merge": "keep", "delay": 3}),
-        (1.0, 0.951, {"merge": "keep", "delay": 1}),
-        (2.8, 0.4, {"merge": "mix", "delay": 2}),
-        (2.8, 0.4, {"merge": "mix", "delay": 0}),
+        (1.0, 0.707, {"merge": "keep_local"}),
+        (1.0, 0.822, {"merge": "keep_local", "delay": 3}),
+        (1.0, 0.951, {"merge": "keep_local", "delay": 1}),
+        (2.8, 0.4, {"merge": "interpolate", "delay": 2}),
+        (2.8, 0.4, {"merge": "interpolate", "delay": 0}),
         (2.8, 0.4, {"delay": 0}),
     ],
     ids=str,
@@ -156,9 +159,11 @@ def test_merges_on_arrival_have_limits_of_their_own(alpha: float, beta: float, s
             assert f"outer_lr={given['outer_lr']}" in text and "diverges from" in text
 
 
-def test_keep_a_round_late_grows_beyond_its_limit():
-    assert grows(tau=4, merge="keep", outer_momentum=0.8) and not grows(tau=4, merge="keep", outer_momentum=0.6)
-    CO2([nn.Parameter(torch.ones(1))], CO2Config(tau=4, merge="keep", outer_momentum=0.8))  # with a penalty
+def test_keep_local_a_round_late_grows_beyond_its_limit():
+    assert grows(tau=4, merge="keep_local", outer_momentum=0.8) and not grows(
+        tau=4, merge="keep_local", outer_momentum=0.6
+    )
+    CO2([nn.Parameter(torch.ones(1))], CO2Config(tau=4, merge="keep_local", outer_momentum=0.8))  # with a penalty
 
 
 def test_nesterov_has_a_limit_of_its_own():
@@ -170,11 +175,11 @@ def test_nesterov_has_a_limit_of_its_own():
 @pytest.mark.parametrize(("nesterov", "limit"), [(False, 3.8), (True, 3.8 / 2.8)])
 def test_blocking_has_a_limit_too(nesterov: bool, limit: float):
     """At outer_momentum 0.9: 2 (1 + beta), under Nesterov over 1 + 2 beta."""
-    given, delayed = {"tau": 4, "outer_momentum": 0.9, "delay": 0}, DelayedConfig(nesterov=nesterov)
-    make = lambda lr: DelayedCO2([nn.Parameter(torch.ones(1))], CO2Config(gap="none", outer_lr=lr, **given), delayed)  # noqa: E731
+    given: dict[str, Any] = {"tau": 4, "outer_momentum": 0.9, "delay": 0, "nesterov": nesterov}
+    make = lambda lr: CO2([nn.Parameter(torch.ones(1))], CO2Config(gap="none", outer_lr=lr, **given))  # noqa: E731
     make(limit * 0.99)
     assert "diverges from" in refusal(lambda: make(limit * 1.01))
-    assert not grows(delayed, outer_lr=limit * 0.97, **given) and grows(delayed, outer_lr=limit * 1.06, **given)
+    assert not grows(outer_lr=limit * 0.97, **given) and grows(outer_lr=limit * 1.06, **given)
 
 
 def test_settings_below_the_boundary_or_without_delay_need_no_penalty():
@@ -185,7 +190,7 @@ def test_settings_below_the_boundary_or_without_delay_need_no_penalty():
 def test_defaults_are_those_of_the_released_example():
     c = CO2Config()
     assert (c.tau, c.outer_lr, c.outer_momentum, c.clip, c.gap) == (48, 1.0, 0.5, 1.0, "elementwise")
-    assert (c.merge, c.delay, c.at_boundary) == ("outer", "boundary", True)  # the paper's order
+    assert (c.merge, c.delay, c.at_boundary) == ("restart", "boundary", True)  # the paper's order
 
 
 def test_config_is_frozen_and_refuses_unknown_keys():
@@ -211,8 +216,11 @@ def test_thawing_a_frozen_parameter_is_refused_at_the_boundary():
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        *((settings, "it knows merge outer with") for settings in ({"merge": "keep"}, {"merge": "mix"}, {"delay": 0})),
-        ({"wire": WireConfig("int8")}, "unshared outer state"),
+        *(
+            (settings, "it knows merge restart with")
+            for settings in ({"merge": "keep_local"}, {"merge": "interpolate"}, {"delay": 0})
+        ),
+        ({"compression": CompressionConfig("int8")}, "unshared outer state"),
     ],
     ids=str,
 )
@@ -238,7 +246,7 @@ REFUSED: list[Any] = [
     (lambda: CO2Config(clip=0.0), "clip=0.0", "None for no clipping"),
     (lambda: CO2Config(clip=-1.0), "clip=-1.0", "None for no clipping"),
     (lambda: CO2Config(clip=float("nan")), "clip=nan", "None for no clipping"),
-    (lambda: CO2Config(wire="int8"), "wire='int8'", "WireConfig('int8')"),
+    (lambda: CO2Config(compression="int8"), "compression='int8'", "CompressionConfig('int8')"),
     (lambda: CO2Config(outer_lr="1"), "outer_lr='1'", "finite"),
     (lambda: CO2Config(outer_momentum=None), "outer_momentum=None", "[0, 1)"),
     (lambda: CO2Config(clip="no"), "clip='no'", "None for no clipping"),
@@ -249,14 +257,14 @@ REFUSED: list[Any] = [
     (lambda: CO2Config(tau="auto", tau_max=0), "tau_max=0"),
     (lambda: build(delay=0), "delay=0", "set gap none"),
     (lambda: build(delay=0, gap="none", tau="auto"), "delay=0", "boundary or auto"),
-    (lambda: build(merge="mix", nesterov=True), "merge='mix'", "leave both out"),
-    (lambda: build(merge="own"), "merge='own'", "outer, mix, keep"),
-    (lambda: build(delay=3), "delay=3", "set merge mix or keep"),
-    (lambda: build(delay="auto"), "delay='auto'", "set merge mix or keep"),
-    (lambda: build(delay=49, merge="mix"), "delay=49", "at most tau=48"),
-    (lambda: build(delay=-1, merge="mix"), "delay=-1", "boundary, auto, or"),
-    (lambda: build(delay="soon", merge="mix"), "delay='soon'", "boundary, auto, or"),
-    (lambda: build(delay=3, merge="mix", tau="auto"), "delay=3", "boundary or auto"),
+    (lambda: ShardedCO2(params(), CO2Config(nesterov=True)), "nesterov=True", "leave it out"),
+    (lambda: build(merge="own"), "merge='own'", "restart, interpolate, keep_local"),
+    (lambda: build(delay=3), "delay=3", "set merge keep_local"),
+    (lambda: build(delay="auto"), "delay='auto'", "set merge keep_local"),
+    (lambda: build(delay=49, merge="interpolate"), "delay=49", "at most tau=48"),
+    (lambda: build(delay=-1, merge="interpolate"), "delay=-1", "boundary, auto, or"),
+    (lambda: build(delay="soon", merge="interpolate"), "delay='soon'", "boundary, auto, or"),
+    (lambda: build(delay=3, merge="interpolate", tau="auto"), "delay=3", "boundary or auto"),
     (lambda: build(mix=0.0), "mix=0.0", "(0, 1]"),
     (lambda: build(mix=1.01), "mix=1.01", "(0, 1]"),
     (lambda: build(mix=float("nan")), "mix=nan", "(0, 1]"),
@@ -265,16 +273,16 @@ REFUSED: list[Any] = [
     (lambda: SlowMoConfig(outer_momentum=-0.5), "outer_momentum=-0.5", "[0, 1)"),
     (lambda: SlowMoConfig(outer_lr="1"), "outer_lr=1", "above 0"),  # pyright: ignore
     (lambda: OverlapLocalConfig(pull="0.6"), "pull=0.6", "(0, 1]"),  # pyright: ignore
-    (lambda: WireConfig("lgreco", like=4), "wire.like=4", "int4"),  # pyright: ignore
+    (lambda: CompressionConfig("lgreco", like=4), "compression.like=4", "int4"),  # pyright: ignore
     (lambda: OverlapLocalConfig(pull=0.0), "pull=0.0", "(0, 1]"),
     (lambda: OverlapLocalConfig(pull=1.5), "pull=1.5", "(0, 1]"),
     (lambda: OverlapLocalConfig(anchor_momentum=1.0), "anchor_momentum=1.0", "[0, 1)"),
     (lambda: ThrottledLink(0), "link rate 0", "above 0"),
     (lambda: ThrottledLink(float("nan")), "link rate nan", "above 0"),
-    (lambda: make_method("sgd", nn.Linear(1, 1)), "'sgd'", "co2, ddp, delayed, local, overlap_local, slowmo"),
+    (lambda: make_method("sgd", nn.Linear(1, 1)), "'sgd'", "co2, ddp, diloco, local, overlap_local, slowmo"),
     (
-        lambda: make_method("co2", nn.Linear(1, 1), delayed=DelayedConfig(nesterov=True)),
-        "delayed.nesterov=True",
+        lambda: make_method("co2", nn.Linear(1, 1), diloco=DiLoCoConfig(outer_lr=0.5)),
+        "diloco.outer_lr=0.5",
         "leave it out",
     ),
     (lambda: CO2([]), "no parameter", "nothing to train"),
@@ -286,21 +294,18 @@ REFUSED: list[Any] = [
     (lambda: CO2(params(), model_params=[torch.ones(2)]), "1 model_params for 2 parameters", "one of each shape"),
     (lambda: CO2(params(), buffers=[torch.ones(1).expand(3)]), "shape (3,) is expanded", "clone()"),
     (lambda: CO2(params(), 48), "config=48: give an object of CO2Config"),
-    (lambda: CO2(params(), OuterConfig()), "give an object of CO2Config"),
     (lambda: make_method("co2", nn.Linear(2, 2), co2=48), "co2=48: give an object of CO2Config"),
     (lambda: make_method("slowmo", nn.Linear(2, 2), slowmo=7), "slowmo=7: give an object of SlowMoConfig"),
     (lambda: make_method("co2", params()), "give the module itself"),
     (lambda: CO2(params(), buffers=None), "buffers: one NoneType is given"),
     (lambda: ShardedCO2(params(), mesh=(2, 2)), "mesh=(2, 2): give a DeviceMesh"),
-    (lambda: bare.CO2(params(), 48), "config=48: give an object of OuterConfig"),
     (lambda: CO2Config(gap="inner"), "elementwise, norm, none"),
-    (lambda: bare.CO2(params(), CO2Config(merge="mix")), "take core.CO2"),
-    (lambda: bare.CO2(params(), CO2Config(wire=WireConfig("int8"))), "take core.CO2"),
-    (lambda: CO2(params(), riders=Requests("stop")), "give a list"),
-    (lambda: CO2(params(), riders=[Requests]), "is among them"),
-    (lambda: CO2(params(), riders=[Requests("left_out")]), "'left_out'"),
+    (lambda: CO2(params(), hooks=Requests("stop")), "give a list"),
+    (lambda: CO2(params(), hooks=[Requests]), "is among them"),
+    (lambda: CO2(params(), hooks=[Requests("excluded")]), "'excluded'"),
     (lambda: Requests("stop").ask("pause"), "ask('pause')"),
-    (lambda: DelayedCO2(params(), CO2Config(), CO2Config()), "give an object of DelayedConfig, or leave it out"),  # pyright: ignore
+    (lambda: DiLoCo(params(), 4, CO2Config()), "give an object of DiLoCoConfig, or leave it out"),  # pyright: ignore
+    (lambda: DiLoCo(params(), 4, DiLoCoConfig(outer_lr=0.0)), "outer_lr=0.0", "above 0"),
     (lambda: SlowMo(params(), 4, CO2Config()), "give an object of SlowMoConfig"),  # pyright: ignore
     (lambda: OverlapLocalSGD(params(), 4, CO2Config()), "give an object of OverlapLocalConfig"),  # pyright: ignore
     (lambda: CO2(params(), schedule=lambda number: None), "gives None for round 0: return a dict"),  # pyright: ignore

@@ -74,11 +74,13 @@ def test_tau_is_what_the_tuner_says():
     """int4 takes 0.416 s of 1e7 parameters: with a margin of 1.5, 10.4 steps of 0.1 s; a mean is awaited after 5.2."""
     config = CO2Config.recommended(2)
     slow = choose(config, 2, 0.1, seconds(100e6), 0.0)
-    assert (slow["tau"], slow["wire"], slow["awaited"], slow["exposed_share"]) == (11, "int4", 6, 0.0)
+    assert (slow["tau"], slow["compression"], slow["awaited"], slow["exposed_share"]) == (11, "int4", 6, 0.0)
     assert slow["take"] == "CO2" and slow["float32_tau"] == 80 and slow["ddp_share"] == pytest.approx(1 - 0.1 / 3.2)
     assert slow["float32_ratio"] == pytest.approx(32) and "11 steps outlast it by 150%" in slow["reason"]
     fast = choose(config, 2, 0.1, seconds(100e9), 0.0)
-    assert (fast["tau"], fast["wire"], fast["merge"]) == (1, "float32", "keep"), "a mean that comes within a step"
+    assert (fast["tau"], fast["compression"], fast["merge"]) == (1, "float32", "keep_local"), (
+        "a mean that comes within a step"
+    )
     capped = choose(replace(config, tau_max=2), 2, 0.1, seconds(100e6), 0.0)
     assert capped["tau"] == 2 and capped["exposed_share"] == pytest.approx(1 - 0.2 / 0.416)
     assert "tau_max=2" in capped["reason"]
@@ -224,7 +226,7 @@ def test_the_command_on_two_nodes_of_two(tmp_path: Path):
     assert (found["format"], found["workers"], found["workers_per_node"], found["params"]) == (1, 4, 2, 200000)
     assert set(found["wires"]) == {"float32", "int8", "int4"}
     (settings,) = found["settings"]
-    assert settings["step_seconds"] == 0.05 and settings["tau"] >= 1 and settings["wire"] in ("int4", "float32")
+    assert settings["step_seconds"] == 0.05 and settings["tau"] >= 1 and settings["compression"] in ("int4", "float32")
     assert settings["float32_ratio"] == found["wires"]["float32"]["seconds"] / 0.05
     assert not found["failures"]
 

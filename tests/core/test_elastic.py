@@ -16,10 +16,10 @@ from torch import nn
 
 from bench.chaos.crew import Crew
 from core import CO2, CO2Config, testing
-from core.elastic.flight import ElasticFlight
+from core.elastic.allreduce import ElasticAllReduce
 from core.elastic.joining import elastic_co2
 from core.elastic.members import Members, Over
-from core.stats import Late
+from core.stats import AsyncReadback
 from tests import problems
 from tests.problems import flat, sgd_step
 
@@ -43,7 +43,7 @@ def train(folder, settings, deaths, comes="", pace=0.0, steps=STEPS) -> None:
     """
     worker = Worker(settings)
     where, when = deaths.get(worker.name, ("", 0))
-    hook(worker.flight, where, when)
+    hook(worker.allreduce, where, when)
     if worker.name == comes:
         Path(folder, "came").touch()
     try:
@@ -60,8 +60,8 @@ def train(folder, settings, deaths, comes="", pace=0.0, steps=STEPS) -> None:
     worker.method.finish()
     Path(folder, f"{worker.name}.tmp").write_text(json.dumps(worker.end()))
     Path(folder, f"{worker.name}.tmp").rename(Path(folder, f"{worker.name}.json"))
-    worker.flight.sum_of_all(torch.zeros(1))
-    worker.flight.members.end()
+    worker.allreduce.sum_of_all(torch.zeros(1))
+    worker.allreduce.members.end()
     worker.method.close()
 
 
@@ -91,13 +91,13 @@ class Worker:
             self.params, CO2Config(**settings), members=members(), timeout=TIMEOUT, schedule=schedule
         )
         joining.give, joining.take = self.state, self.restore
-        self.flight = flight = joining.flight
+        self.allreduce = flight = joining.allreduce
         flight.tell = lambda: {"step": self.step}
         flight.on_change = lambda reports: self.sizes.append([self.step, flight.members.names])
-        self._land, method.land = method.land, self._landed  # pyright: ignore[reportAttributeAccessIssue]
+        self._wait, method.wait_allreduce = method.wait_allreduce, self._waited  # pyright: ignore[reportAttributeAccessIssue]
         self.sizes: list[Any] = []
         self.counted: dict[int, int] = {}  # round -> workers; so on
-        self.left_out: dict[int, int] = {}
+        self.excluded: dict[int, int] = {}
         self.closed: dict[int, int] = {}  # its step
         self.trace: dict[int, Any] = {}  # the outer iterate
 
@@ -117,7 +117,7 @@ class Worker:
 
     def end(self) -> dict[str, Any]:
         """What is written at the end, as JSON holds it."""
-        kept = ("name", "joined", "trace", "closed", "sizes", "counted", "left_out")
+        kept = ("name", "joined", "trace", "closed", "sizes", "counted", "excluded")
         return {"x": flat(self.params).tolist()} | {key: getattr(self, key) for key in kept}
 
     def begin(self, saved: Path) -> None:
@@ -131,14 +131,14 @@ class Worker:
     def restore(self, state: dict[str, Any]) -> None:
         self.step = restore(state, self.method, self.params)
 
-    def _landed(self, *, finished: bool) -> Any:
-        landing = self._land(finished=finished)
-        self.counted[self.method.rounds] = self.flight.world_size
-        self.left_out[self.method.rounds] = self.method.stats.left_out
-        return landing
+    def _waited(self, *, finished: bool) -> Any:
+        result = self._wait(finished=finished)
+        self.counted[self.method.rounds] = self.allreduce.world_size
+        self.excluded[self.method.rounds] = self.method.stats.excluded
+        return result
 
 
-def hook(flight: ElasticFlight, where: str, when: int) -> None:
+def hook(flight: ElasticAllReduce, where: str, when: int) -> None:
     """Dies in a phase of reduction number `when`."""
     inner = flight.in_phases
 
@@ -164,13 +164,13 @@ def run(tmp_path: Path, workers: int, settings: dict[str, Any], deaths: dict[str
 
 def test_what_came_late_before_others_joined_is_heard_by_nobody():
     """On a GPU a landing is heard a round later, of which a newcomer knows nothing."""
-    before = Late()
-    owner = SimpleNamespace(_late=before, riders=[])
+    before = AsyncReadback()
+    owner = SimpleNamespace(_readback=before, generation=0)
     flight = SimpleNamespace(
         members=SimpleNamespace(group=object(), rank=0), owner=owner, launched=3, _act=0, on_change=lambda reports: None
     )
-    ElasticFlight.adopt(flight, [None])  # pyright: ignore[reportArgumentType]
-    assert owner._late is not before
+    ElasticAllReduce.adopt(flight, [None])  # pyright: ignore[reportArgumentType]
+    assert owner._readback is not before and owner.generation == 1
 
 
 def check_equal(ends: dict[str, Any]) -> None:
@@ -184,7 +184,7 @@ def check_equal(ends: dict[str, Any]) -> None:
 
 
 PAPER = {"tau": 3}
-KEEP = {"tau": 3, "merge": "keep", "gap": "none", "delay": "auto", "outer_momentum": 0.0}
+KEEP = {"tau": 3, "merge": "keep_local", "gap": "none", "delay": "auto", "outer_momentum": 0.0}
 
 
 @pytest.mark.parametrize("settings", [PAPER, KEEP | {"delay": 1}], ids=["paper", "keep"])
@@ -281,7 +281,7 @@ def test_one_that_is_not_finite_is_left_out_also_after_a_loss(tmp_path: Path):
     assert status == 0 and set(ends) == {"0.0", "1.0"}
     check_equal(ends)
     for end in ends.values():
-        assert {number for number, workers in end["left_out"].items() if workers} == {"5"}
+        assert {number for number, workers in end["excluded"].items() if workers} == {"5"}
         with_it = sum(workers == 3 for workers in end["counted"].values())
         check_trace(end["trace"], by_hand(len(end["trace"]), with_it, alone=4))
 

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations
 
 from core import CO2, CO2Config, LocalSGD, UserError
-from core.flat import kind_of, parts_of
+from core.buckets import kind_of, parts_of
 from core.testing import run_distributed
 
 NAMES = """bool uint8 int8 int16 int32 int64 uint16 uint32 uint64 float16 bfloat16 float32 float64 complex32 complex64

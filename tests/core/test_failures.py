@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import nn
 
 from bench.cluster import hold_port
-from core import CO2Config, CollectiveError, ShardedCO2, WireConfig, make_method, node_mesh
-from core.flight import Flight
-from core.robust import peers
-from core.robust.peers import Address, Peers
+from core import CO2Config, CollectiveError, CompressionConfig, ShardedCO2, make_method, node_mesh
+from core import failure as peers
+from core.comm import AsyncAllReduce
+from core.failure import Address, Peers
 from core.testing import run_distributed
 from tests import problems
 from tests.on_ranks import on_ranks
@@ -37,13 +37,13 @@ def die(how: str, peers: list[Path]) -> None:
     wait_for(*peers, seconds=LONG)
 
 
-def bad_worker(rank, world_size, name, how, who, folder, wire="float32") -> dict[str, Any] | None:
+def bad_worker(rank, world_size, name, how, who, folder, compression="float32") -> dict[str, Any] | None:
     """Worker `who` dies or stalls before its tenth step; the survivors write what they saw to the folder."""
     params = problems.odd_parameters()
-    config = CO2Config(tau=2, wire=WireConfig(wire))
+    config = CO2Config(tau=2, compression=CompressionConfig(compression))
     _, method = make_method(name, nn.ParameterList(params), co2=config, timeout=TIMEOUT)
     if how == "stall":
-        method.flight.timeout = STALLED  # from now on: two workers may be farther apart at their start
+        method.allreduce.timeout = STALLED  # from now on: two workers may be farther apart at their start
     for step in range(40):
         if rank == who and step == 9:
             die(how, [Path(folder, f"{r}.pt") for r in range(world_size) if r != who])
@@ -87,7 +87,7 @@ def check(seen: dict[str, Any], rank: int, who: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "who", "name", "wire"),
+    ("world_size", "who", "name", "compression"),
     [
         (2, 1, "co2", "float32"),
         (4, 0, "co2", "float32"),
@@ -97,8 +97,10 @@ def check(seen: dict[str, Any], rank: int, who: int) -> None:
         (3, 2, "overlap_local", "float32"),
     ],
 )
-def test_the_others_name_a_killed_worker(world_size: int, who: int, name: str, wire: str, tmp_path: Path):
-    results = run_distributed(bad_worker, world_size, name, "sigkill", who, str(tmp_path), wire, expect_death=(who,))
+def test_the_others_name_a_killed_worker(world_size: int, who: int, name: str, compression: str, tmp_path: Path):
+    results = run_distributed(
+        bad_worker, world_size, name, "sigkill", who, str(tmp_path), compression, expect_death=(who,)
+    )
     for rank in set(range(world_size)) - {who}:
         check(results[rank], rank, who)
 
@@ -123,7 +125,7 @@ def test_the_others_name_a_stalled_worker(world_size: int, who: int, tmp_path: P
 
 def absent_peer(rank: int, world_size: int, folder: str) -> str:
     """Rank 1 never launches; rank 0's partial sums must not come out of wait()."""
-    mean = Mean([torch.zeros(3)], timeout=2.0, roll=peers)
+    mean = Mean([torch.zeros(3)], timeout=2.0, failures=peers)
     if rank == 1:
         wait_for(Path(folder, "seen"), seconds=LONG)
         return ""
@@ -132,7 +134,7 @@ def absent_peer(rank: int, world_size: int, folder: str) -> str:
         mean.wait()
     with pytest.raises(CollectiveError, match="rank 0"):
         mean.launch()
-    assert not mean.flight.in_flight
+    assert not mean.allreduce.in_flight
     Path(folder, "seen").touch()
     return str(caught.value)
 
@@ -152,7 +154,7 @@ def test_calls_after_a_failure_move_nothing(shard: bool):
             method.step()
         p.sub_(0.1)
     before = p.detach().clone()
-    method.flight._failed, method.flight.in_flight = "rank 0: it failed", False  # as a failure leaves it
+    method.allreduce._failed, method.allreduce.in_flight = "rank 0: it failed", False  # as a failure leaves it
     for call in (method.finish, method.step, method.step, method.finish):
         with pytest.raises(CollectiveError):
             call()
@@ -176,14 +178,14 @@ def test_a_worker_that_dies_before_a_node_is_compared_is_one_line_for_the_others
 
 
 def one_is_gone(rank: int, world_size: int, folder: str, who: int, how: str) -> list[int] | None:
-    peers.meet()
+    peers.register()
     Path(folder, f"{rank}.pid").write_text(str(os.getpid()))
     dist.barrier()
     if rank == who:
         os.kill(os.getpid(), signal.SIGKILL if how == "killed" else signal.SIGSTOP)
         return None
     time.sleep(0.5 + rank / 4)  # the last one looks when the others are through
-    found = peers.find()
+    found = peers.find_failed()
     if how == "stopped" and rank == 2:  # woken again, for the test to end
         os.kill(int(Path(folder, f"{who}.pid").read_text()), signal.SIGCONT)
     return found
@@ -197,14 +199,14 @@ def test_a_process_that_has_ended_or_is_stopped_is_named(who: int, how: str, tmp
 
 @on_ranks(2)
 def test_a_worker_listens_at_the_address_that_it_tells_and_nowhere_else(rank: int):
-    peers.meet()
+    peers.register()
     assert peers._peers is not None
     assert listening_at(peers._peers.address.port) == {peers._peers.address.host}
 
 
 def one_wakes(rank: int, world_size: int, folder: str) -> str:
     """Rank 1 is stopped, and wakes when rank 0 has named it."""
-    background = Flight(torch.device("cpu"), timeout=2.0, roll=peers)
+    background = AsyncAllReduce(torch.device("cpu"), timeout=2.0, failures=peers)
     value, pid = torch.ones(3), Path(folder, "pid")
     if rank == 1:
         pid.write_text(str(os.getpid()))
@@ -225,11 +227,11 @@ def test_one_that_wakes_does_not_blame_the_others(tmp_path: Path):
 
 
 def one_hangs(rank: int, world_size: int, folder: str, known: bool) -> list[int] | None:
-    peers.meet()
+    peers.register()
     if rank == 1:
         wait_for(Path(folder, "0"), Path(folder, "2"))
         return None
-    found = peers.find(range(world_size) if known else ())
+    found = peers.find_failed(range(world_size) if known else ())
     Path(folder, str(rank)).touch()
     return found
 
@@ -242,13 +244,13 @@ def test_one_that_only_hangs_is_named_where_it_is_known_who_takes_part(known: bo
 
 def failing_one_after_the_other(rank: int, world_size: int, folder: str, first: int | None) -> list[int] | None:
     """Rank 1 fails, finds out what it can, and ends; only then rank 0 fails."""
-    peers.meet()
+    peers.register()
     told, through = Path(folder, "told"), Path(folder, "through")
     if rank == first:
         os.kill(os.getpid(), signal.SIGKILL)
     if rank == 1:
         time.sleep(0.3)
-        peers.find()
+        peers.find_failed()
         told.touch()
         os.kill(os.getpid(), signal.SIGKILL)
     if rank == 2:
@@ -256,7 +258,7 @@ def failing_one_after_the_other(rank: int, world_size: int, folder: str, first: 
         return None
     wait_for(told)
     time.sleep(0.5)  # it has ended
-    found = peers.find()
+    found = peers.find_failed()
     through.touch()
     return found
 
@@ -273,7 +275,7 @@ def test_an_address_of_no_use_here_blames_nobody(monkeypatch: pytest.MonkeyPatch
     for machine, named in (("another machine", []), (socket.gethostname(), [1])):
         here: Any = Peers()
         here._known = {1: Address("127.0.0.1", held.getsockname()[1], machine, "")}
-        assert here.find() == named
+        assert here.find_failed() == named
     held.close()
 
 
@@ -282,4 +284,4 @@ def test_where_no_other_machine_can_be_reached_nobody_is_blamed(monkeypatch: pyt
     here: Any = Peers()
     monkeypatch.setattr(here, "_ask_one", lambda address, say: "silent")
     here._known = {rank: Address("192.0.2.7", 9, "elsewhere", "") for rank in (1, 2)}
-    assert here.find() == []
+    assert here.find_failed() == []

@@ -15,21 +15,21 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from core import CO2Config, CollectiveError, LGrecoConfig, WireConfig, make_method
-from core.checkpoints.saved import of_rank, under_rank
-from core.sharded.mesh import node_mesh
+from core import CO2Config, CollectiveError, CompressionConfig, LGrecoConfig, make_method
+from core.local_update import of_rank, under_rank
+from core.placement import node_mesh
 from core.testing import run_distributed
 from tests.on_ranks import alike, on_ranks
 from tests.problems import flat, refusal
 from training.data import generator
 
 LGRECO = {
-    "int4": WireConfig("lgreco", like="int4", lgreco=LGrecoConfig(every=3, first=2)),
-    "rank2": WireConfig("lgreco", like="rank2", lgreco=LGrecoConfig(every=3, first=2)),
-    "top0.05": WireConfig("lgreco", like="top0.05", lgreco=LGrecoConfig(every=3, first=2)),
-    "uniform": WireConfig("lgreco", like="rank2", lgreco=LGrecoConfig(rule="uniform")),
+    "int4": CompressionConfig("lgreco", like="int4", lgreco=LGrecoConfig(every=3, first=2)),
+    "rank2": CompressionConfig("lgreco", like="rank2", lgreco=LGrecoConfig(every=3, first=2)),
+    "top0.05": CompressionConfig("lgreco", like="top0.05", lgreco=LGrecoConfig(every=3, first=2)),
+    "uniform": CompressionConfig("lgreco", like="rank2", lgreco=LGrecoConfig(rule="uniform")),
 }
-WIRES = {"float32": WireConfig(), "int8": WireConfig("int8"), **LGRECO}
+WIRES = {"float32": CompressionConfig(), "int8": CompressionConfig("int8"), **LGRECO}
 
 
 def net(dtype: torch.dtype = torch.float32) -> nn.Sequential:
@@ -53,7 +53,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, number: 
 
 def build(name: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, nn.Module, Any, torch.optim.Optimizer]:
     """The model, as it is called, the method and the optimiser."""
-    wrapped, method = make_method("ddp", model := net(dtype), ddp_wire=WIRES[name], timeout=30.0)
+    wrapped, method = make_method("ddp", model := net(dtype), ddp_compression=WIRES[name], timeout=30.0)
     return model, wrapped, method, torch.optim.SGD(model.parameters(), lr=0.2)
 
 
@@ -67,7 +67,7 @@ def trained(rank: int, name: str, steps: int = 40, dtype: torch.dtype = torch.fl
         sent += method.stats.bytes_sent
     assert method.stats.allreduce_seconds > 0
     method.finish()
-    chosen = [str(c) for c in getattr(method.wire and method.wire.reducer, "chosen", [])]
+    chosen = [str(c) for c in getattr(method.compression and method.compression.reducer, "chosen", [])]
     method.close()
     assert alike(flat(model.parameters())) and flat(model.parameters()).isfinite().all(), name
     return sum(losses[-10:]) / 10, sent, chosen
@@ -101,9 +101,11 @@ def test_gradients_accumulate_over_several_buckets(rank: int):
     model = nn.Sequential(nn.Linear(12, 600), nn.Tanh(), nn.Linear(600, 600), nn.Tanh(), nn.Linear(600, 3))
     plain = copy.deepcopy(model)
     config = LGrecoConfig(every=2, first=2)
-    wrapped, method = make_method("ddp", model, ddp_wire=WireConfig("lgreco", like="int8", lgreco=config), timeout=30.0)
-    reduce, buckets = method.wire._reduce, []
-    method.wire._reduce = lambda: [buckets.append(len(method.wire._waiting)), reduce()]
+    wrapped, method = make_method(
+        "ddp", model, ddp_compression=CompressionConfig("lgreco", like="int8", lgreco=config), timeout=30.0
+    )
+    reduce, buckets = method.compression._reduce, []
+    method.compression._reduce = lambda: [buckets.append(len(method.compression._waiting)), reduce()]
     for number in range(5):
         for part in range(2):
             silent = wrapped.no_sync() if part == 0 and number != 2 else contextlib.nullcontext()
@@ -113,14 +115,14 @@ def test_gradients_accumulate_over_several_buckets(rank: int):
         for worker in range(2):
             (sum(loss_of(plain, worker, number, part) for part in range(2)) / 2).backward()
         ours, exact = (torch.cat([p.grad.flatten() for p in m.parameters()]) for m in (model, plain))
-        assert (ours - exact).norm() < 0.02 * exact.norm() and alike(ours) and not method.wire._waiting
+        assert (ours - exact).norm() < 0.02 * exact.norm() and alike(ours) and not method.compression._waiting
         model.zero_grad(), plain.zero_grad()
     method.close()
     assert max(buckets) > 1
 
 
 def bereaved(rank: int, world_size: int) -> list[str]:
-    wrapped, method = make_method("ddp", net(), ddp_wire=WIRES["rank2"], timeout=4.0)
+    wrapped, method = make_method("ddp", net(), ddp_compression=WIRES["rank2"], timeout=4.0)
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
     for number in range(3):
         if rank == 1 and number == 2:
@@ -153,8 +155,8 @@ def test_ddp_resumes_with_its_allocation(rank: int):
             run[2].step()
     assert torch.equal(flat(first[0].parameters()), flat(second[0].parameters()))
     load = build("int8")[2].load_state_dict
-    assert "sent with another ddp_wire: resume with the one" in refusal(load, state[1])
-    assert "sent as float32: resume without ddp_wire" in refusal(load, under_rank({"rounds": 3}))
+    assert "sent with another ddp_compression: resume with the one" in refusal(load, state[1])
+    assert "sent as float32: resume without ddp_compression" in refusal(load, under_rank({"rounds": 3}))
 
 
 def gone_on(rank: int, world_size: int, state: dict[str, Any] | None) -> tuple[dict[str, Any], Tensor, int]:
@@ -164,7 +166,7 @@ def gone_on(rank: int, world_size: int, state: dict[str, Any] | None) -> tuple[d
     for number in range(4):
         step(wrapped, optimizer, rank, number)
         method.step()
-    return of_rank(method.state_dict()), flat(model.parameters()), method.wire.reducer.allocation.number
+    return of_rank(method.state_dict()), flat(model.parameters()), method.compression.reducer.allocation.number
 
 
 def test_ddp_goes_on_with_another_number_of_workers():
@@ -172,7 +174,7 @@ def test_ddp_goes_on_with_another_number_of_workers():
     state = run_distributed(gone_on, 3, None)[0][0]
     for after, ours, number in (results := run_distributed(gone_on, 2, state)):
         assert torch.equal(ours, results[0][1]) and number > 4
-        assert after["rounds"] == after["wire"]["launched"] == 8 and after["wire"]["workers"] == 2
+        assert after["rounds"] == after["compression"]["launched"] == 8 and after["compression"]["workers"] == 2
 
 
 @on_ranks(2)
@@ -181,33 +183,42 @@ def test_shards_and_nodes_are_refused(rank: int):
     sharded, mesh = nn.Linear(4, 40), init_device_mesh("cpu", (2,))
     for name, p in list(sharded.named_parameters()):
         setattr(sharded, name, nn.Parameter(distribute_tensor(p.data, mesh, [Shard(0)])))
-    said = refusal(make_method, "ddp", sharded, ddp_wire=WIRES["int4"])
-    assert said == "ddp_wire.format='lgreco' with ZeRO: shards cross as float32; leave it out"
-    said = refusal(make_method, "co2", net(), co2=CO2Config(tau=2, wire=WIRES["int4"]), mesh=node_mesh("cpu", 2))
-    assert "wire.format='lgreco' needs unshared outer state: set wire.format float32; or leave out shard, off" in said
+    said = refusal(make_method, "ddp", sharded, ddp_compression=WIRES["int4"])
+    assert said == "ddp_compression.format='lgreco' with ZeRO: shards cross as float32; leave it out"
+    said = refusal(make_method, "co2", net(), co2=CO2Config(tau=2, compression=WIRES["int4"]), mesh=node_mesh("cpu", 2))
+    unshared = "compression.format='lgreco' needs unshared outer state: set compression.format float32"
+    assert f"{unshared}; or leave out shard, off" in said
 
 
 @on_ranks(2)
 def test_workers_with_other_shapes_are_told(rank: int):
     """Of as many elements, of the same bits."""
-    for wire in (WireConfig(), WIRES["int4"]):
+    for compression in (CompressionConfig(), WIRES["int4"]):
         model = nn.Linear(*((4, 40) if rank else (40, 4)), bias=False)
         nn.init.zeros_(model.weight)
-        text = refusal(make_method, "ddp", model, ddp_wire=wire, timeout=30.0)
+        text = refusal(make_method, "ddp", model, ddp_compression=compression, timeout=30.0)
         assert "workers differ: rank 0 has ((4, 40), 'torch.float32'), against ((40, 4), " in text
 
 
-AUTO, INT8 = WireConfig("auto"), WireConfig("int8")
+AUTO, INT8 = CompressionConfig("auto"), CompressionConfig("int8")
 
 
 @pytest.mark.parametrize(
     ("name", "settings", "said"),
     [
-        *((name, {"ddp_wire": INT8}, "'int8' is method ddp's own") for name in ("co2", "local", "slowmo")),
-        ("ddp", {"ddp_wire": AUTO}, "ddp_wire.format='auto' is chosen together with tau"),
-        ("ddp", {"co2": CO2Config(wire=LGRECO["int4"])}, "is CO2's own, method 'ddp' does not have it: set ddp_wire"),
+        *((name, {"ddp_compression": INT8}, "'int8' is method ddp's own") for name in ("co2", "local", "slowmo")),
+        ("ddp", {"ddp_compression": AUTO}, "ddp_compression.format='auto' is chosen together with tau"),
+        (
+            "ddp",
+            {"co2": CO2Config(compression=LGRECO["int4"])},
+            "is CO2's own, method 'ddp' does not have it: set ddp_compression",
+        ),
         *(
-            (name, {"co2": CO2Config(tau=3, wire=AUTO)}, "wire.format='auto' is CO2's own choice, from measured times")
+            (
+                name,
+                {"co2": CO2Config(tau=3, compression=AUTO)},
+                "compression.format='auto' is CO2's own choice, from measured times",
+            )
             for name in ("local", "slowmo", "overlap_local")
         ),
     ],

@@ -8,25 +8,23 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import core.co2
 from core import CO2, CO2Config, ShardedCO2, make_method
+from core.comm import AsyncAllReduce
 from core.errors import DivergedError
-from core.flight import Flight
-from core.robust.guard import BUFFER, LEFT_OUT_AGAIN, WARM_UP, Guard, forget
-from core.rounds import Heard
-from core.sharded.mesh import node_mesh
-from tests.on_ranks import alike, everybody, on_ranks
-from tests.problems import LR, Settings, flat, gradient, odd_parameters, reference, sgd_step, trace_of
+from core.hooks import BUFFER, MAX_REPEATS, WARMUP_ROUNDS, OutlierFilter, ReductionInfo, forget
+from core.placement import node_mesh
+from tests.on_ranks import alike, on_ranks, total_world_size
+from tests.problems import LR, Settings, bare_co2, flat, gradient, odd_parameters, reference, sgd_step, trace_of
 
 NAN, INF = float("nan"), float("inf")
 STEPS, BAD, SPOILT_AT, JUMP_AT = 24, 1, 7, 20
 WAYS = {
     "paper": Settings(tau=3),
     "norm": Settings(tau=3, gap="norm", clip=None),
-    "mix": Settings(tau=3, merge="mix"),
-    "mix_late": Settings(tau=3, merge="mix", delay=2, gap="none", outer_momentum=0.3),
-    "keep": Settings(tau=3, merge="keep", delay=1, gap="none"),
-    "keep_whole": Settings(tau=3, merge="keep", gap="none"),
+    "interpolate": Settings(tau=3, merge="interpolate"),
+    "interpolate_late": Settings(tau=3, merge="interpolate", delay=2, gap="none", outer_momentum=0.3),
+    "keep_local": Settings(tau=3, merge="keep_local", delay=1, gap="none"),
+    "keep_local_whole": Settings(tau=3, merge="keep_local", gap="none"),
     "blocking": Settings(tau=3, delay=0, gap="none"),
     "nesterov": Settings(tau=3, nesterov=True),
 }
@@ -94,7 +92,7 @@ def test_other_methods_and_wires_and_one_that_is_never_well(rank: int):
     warnings.simplefilter("ignore")
     for name, config in {
         "overlap_local": CO2Config(tau=3),
-        "int8": Settings(tau=3, wire="int8").co2,
+        "int8": Settings(tau=3, compression="int8").co2,
         "auto": CO2Config.recommended(3),
     }.items():
         params = odd_parameters()
@@ -121,8 +119,10 @@ def test_other_methods_and_wires_and_one_that_is_never_well(rank: int):
             if rank == 2:
                 params[1].data.fill_(NAN)
             co2.step()
-    assert step == LEFT_OUT_AGAIN + 1 and str(caught.value).startswith("rank 2 is left out")
-    assert everybody(str(caught.value)) == [str(caught.value)] * 3 and (flat(params).isfinite().all() or rank == 2)
+    assert step == MAX_REPEATS + 1 and str(caught.value).startswith("rank 2 is left out")
+    assert total_world_size(str(caught.value)) == [str(caught.value)] * 3 and (
+        flat(params).isfinite().all() or rank == 2
+    )
 
 
 @pytest.mark.parametrize("pieces", [False, True])
@@ -170,7 +170,7 @@ def left_out_once(build: Any, **options: Any) -> list[float]:
 def test_the_optimiser_forgets_once_after_a_jump(build: Any, round: int):
     p, told = nn.Parameter(torch.zeros(5, dtype=torch.float64)), []
     co2 = build([p], CO2Config(tau=2))
-    co2.rider(Guard).on_left_out = lambda _: told.append(co2.rounds)
+    co2.on_excluded = lambda _: told.append(co2.rounds)
     with pytest.warns(UserWarning, match="out of proportion"):
         for step in range(20):
             with torch.no_grad():
@@ -195,7 +195,7 @@ def test_an_optimiser_that_was_spoilt_spoils_one_round_also_of_shared_state(rank
         params = odd_parameters()
         _, method = make_method("co2", nn.ParameterList(params), co2=CO2Config(tau=3), **options)
         optimizer = torch.optim.Adam(params[:-1], 0.01)  # the last is the first one once more
-        method.rider(Guard).on_left_out, trace = forget(optimizer), []
+        method.on_excluded, trace = forget(optimizer), []
         with warnings.catch_warnings(record=True, action="always") as seen:
             for step in range(STEPS):
                 for p in params[:-1]:
@@ -219,7 +219,7 @@ def test_a_checkpoint_knows_of_a_worker_that_was_left_out(rank: int):
     first, second = (make_method("co2", nn.ParameterList(p), co2=WAYS["paper"].co2, shard=True)[1] for p in models)
     told: list[list[int]] = [[], []]
     for method, steps in zip((first, second), told, strict=True):
-        method.rider(Guard).on_left_out = lambda _, method=method, steps=steps: steps.append(method.rounds)
+        method.on_excluded = lambda _, method=method, steps=steps: steps.append(method.rounds)
     for step in range(9):
         sgd_step(models[0], rank, step)
         if rank == BAD and step == SPOILT_AT:
@@ -237,31 +237,33 @@ def test_a_checkpoint_knows_of_a_worker_that_was_left_out(rank: int):
     assert torch.equal(*map(flat, models)) and flat(models[0]).isfinite().all()
 
 
-def make_guard(workers: int = 1, factor: float | None = 10.0) -> tuple[Guard, core.co2.CO2]:
+def make_guard(workers: int = 1, factor: float | None = 10.0) -> tuple[OutlierFilter, CO2]:
     """As one of so many workers, whose buffers are one number."""
 
-    def flight(device: torch.device) -> Flight:
-        alone = Flight(device)
+    def flight(device: torch.device) -> AsyncAllReduce:
+        alone = AsyncAllReduce(device)
         alone.world_size = alone.places = workers
         return alone
 
-    guard = Guard(factor)
+    guard = OutlierFilter(factor)
     params, buffers = [nn.Parameter(torch.zeros(2))], [torch.zeros(1)]
-    return guard, core.co2.CO2(params, buffers=buffers, flight=flight, riders=[guard])
+    return guard, bare_co2(params, buffers=buffers, allreduce=flight, hooks=[guard])
 
 
-def sends(guard: Guard, bare: core.co2.CO2, size: float, *, buffer: float = 0.0, steps: int = 1) -> int:
+def sends(guard: OutlierFilter, bare: CO2, size: float, *, buffer: float = 0.0, steps: int = 1) -> int:
     """The verdict on a difference of that norm."""
     (bucket,) = bare.buckets
     bucket.payload.fill_(size / 2**0.5)
     bucket.values.fill_(buffer)
     bare.scalars.set("weight", 1.0)
-    bare.local_steps = steps
-    guard.pack()
+    bare.local_steps_sent = steps
+    excluded = guard.before_allreduce()
+    assert excluded is not None
+    bare.zero_payload(excluded)
     assert bare.scalars["weight"].item() == (guard.verdict == 0)
-    assert bare.scalars["left_out"].item() == guard.verdict
-    assert not guard.is_left_out or not (bucket.payload.any() or bucket.values.any())
-    assert guard.is_left_out or bucket.payload.all()
+    assert bare.scalars["excluded"].item() == guard.verdict
+    assert not excluded or not (bucket.payload.any() or bucket.values.any())
+    assert excluded or bucket.payload.all()
     return int(guard.verdict)
 
 
@@ -270,29 +272,29 @@ def verdicts(sizes: list[float], factor: float | None = 10.0) -> list[int]:
     return [sends(*of, size) for size in sizes]
 
 
-def hears(guard: Guard, codes: list[float], number: int) -> None:
-    guard.hear({"left_out": codes}, Heard(number, len(codes), len(codes)))
+def hears(guard: OutlierFilter, codes: list[float], number: int) -> None:
+    guard.on_reduced_scalars({"excluded": codes}, ReductionInfo(number, len(codes), len(codes), 0))
 
 
-USUAL = [1.0] * WARM_UP
+USUAL = [1.0] * WARMUP_ROUNDS
 
 
 def test_what_counts_as_a_jump():
-    assert verdicts([*USUAL, 9.0, 1.0]) == [0] * (WARM_UP + 2)
-    assert verdicts([*USUAL, 11.0, 1.0]) == [0] * WARM_UP + [2, 0]
+    assert verdicts([*USUAL, 9.0, 1.0]) == [0] * (WARMUP_ROUNDS + 2)
+    assert verdicts([*USUAL, 11.0, 1.0]) == [0] * WARMUP_ROUNDS + [2, 0]
     assert verdicts([1.0, 1000.0, 1.0]) == [0, 0, 0], "nothing is usual yet"
-    assert verdicts([*USUAL, 1e6], factor=None) == [0] * (WARM_UP + 1)
+    assert verdicts([*USUAL, 1e6], factor=None) == [0] * (WARMUP_ROUNDS + 1)
 
 
 def test_a_level_that_lasts_is_a_jump_once_and_growth_without_end_is_one_for_ever():
-    assert verdicts([*USUAL, 100.0, 90.0, 80.0, 2000.0]) == [0] * WARM_UP + [2, 0, 0, 2]
-    assert verdicts([*USUAL, 1e2, 1e4, 1e6]) == [0] * WARM_UP + [2, 2, 2]
+    assert verdicts([*USUAL, 100.0, 90.0, 80.0, 2000.0]) == [0] * WARMUP_ROUNDS + [2, 0, 0, 2]
+    assert verdicts([*USUAL, 1e2, 1e4, 1e6]) == [0] * WARMUP_ROUNDS + [2, 2, 2]
 
 
 def test_what_is_not_finite_never_counts_and_is_not_remembered():
     assert verdicts([NAN, *USUAL, INF, -INF, 11.0, 1.0]) == [
         1,
-        *[0] * WARM_UP,
+        *[0] * WARMUP_ROUNDS,
         1,
         1,
         2,
@@ -307,17 +309,17 @@ def test_a_buffer_that_is_not_finite_counts_too():
 def test_the_number_of_local_steps_is_allowed_for():
     """48 times the steps lead at most 48 times as far: no jump; with as many steps it is one."""
     of = make_guard()
-    assert not any(sends(*of, 1.0, steps=4) for _ in range(WARM_UP))
+    assert not any(sends(*of, 1.0, steps=4) for _ in range(WARMUP_ROUNDS))
     assert sends(*of, 48.0, steps=192) == 0
     assert sends(*of, 48.0, steps=4) == 2
 
 
 def test_the_bad_one_is_named_and_after_some_rounds_it_ends_the_run():
     guard, _ = make_guard(3)
-    for number in range(LEFT_OUT_AGAIN):
+    for number in range(MAX_REPEATS):
         with pytest.warns(UserWarning, match=f"^rank 1 is left out of the mean of round {number}: .*not finite"):
             hears(guard, [0.0, 1.0, 0.0], number)
-    with pytest.raises(DivergedError, match=f"^rank 1 .*as in the {LEFT_OUT_AGAIN} rounds before; lower") as caught:
+    with pytest.raises(DivergedError, match=f"^rank 1 .*as in the {MAX_REPEATS} rounds before; lower") as caught:
         hears(guard, [0.0, 1.0, 0.0], 9)
     assert "\n" not in str(caught.value)
 
@@ -348,8 +350,8 @@ def test_an_optimiser_that_forgets_begins_anew(name: str):
         spoilt.step()
     with torch.no_grad():
         p.copy_(q)
-    for left_out in (False, True):
-        forget(spoilt)(torch.tensor(left_out))
+    for excluded in (False, True):
+        forget(spoilt)(torch.tensor(excluded))
     for x, optimizer in ((p, spoilt), (q, fresh)):
         x.grad = torch.tensor([0.5, 3.0])
         optimizer.step()
@@ -365,7 +367,7 @@ def test_what_an_optimiser_has_gathered_is_wiped_at_once(monkeypatch: pytest.Mon
     adam.step()
     plain.step()
     calls: list[int] = []
-    monkeypatch.setattr("core.robust.guard.wipe", lambda flats, where: calls.append(len(flats)))
+    monkeypatch.setattr("core.hooks.wipe", lambda flats, where: calls.append(len(flats)))
     forget(adam)(torch.tensor(True))
     assert calls == [3 * len(adam.state)], "two moments and a count of steps of each"
     monkeypatch.undo()

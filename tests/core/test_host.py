@@ -10,24 +10,22 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from core import CO2, CO2Config, ShardedCO2, WireConfig, flat, make_method
-from core.adaptive.merging import MergingBoundary
-from core.flight import Flight
-from core.methods import DelayedCO2, DelayedConfig
-from core.robust import guard
-from core.sharded.live import beside, pinned
+from core import CO2, CO2Config, CompressionConfig, ShardedCO2, buckets, hooks, local_update, make_method
+from core.comm import AsyncAllReduce
+from core.outer import OuterStep
+from core.sharded import beside, pinned
 from tests import problems
 from tests.dispatch import Operations
 from tests.problems import refusal
 
 SIZE = 3000
-LIKE_RECOMMENDED = {"tau": 2, "outer_momentum": 0.0, "gap": "none", "clip": None, "merge": "keep", "delay": 1}
+LIKE_RECOMMENDED = {"tau": 2, "outer_momentum": 0.0, "gap": "none", "clip": None, "merge": "keep_local", "delay": 1}
 METHODS: dict[str, Callable[[list[Tensor]], Any]] = {
     "the paper's": lambda p: CO2(p, CO2Config(tau=2)),
-    "as recommended": lambda p: CO2(p, CO2Config(**LIKE_RECOMMENDED, wire=WireConfig("int4"))),
-    "lgreco": lambda p: CO2(p, CO2Config(tau=2, wire=WireConfig("lgreco", like="int4"))),
+    "as recommended": lambda p: CO2(p, CO2Config(**LIKE_RECOMMENDED, compression=CompressionConfig("int4"))),
+    "lgreco": lambda p: CO2(p, CO2Config(tau=2, compression=CompressionConfig("lgreco", like="int4"))),
     "shared": lambda p: ShardedCO2(p, CO2Config(tau=2), shard=True),
-    "nesterov": lambda p: DelayedCO2(p, CO2Config(tau=2), DelayedConfig(nesterov=True)),
+    "nesterov": lambda p: CO2(p, CO2Config(tau=2, nesterov=True)),
     "ddp": lambda p: make_method("ddp", nn.ParameterList(p))[1],
 }
 
@@ -80,7 +78,7 @@ def host_reads() -> Operations:
 def test_a_round_reads_nothing_from_the_device(gap: Any, clip: float | None, monkeypatch: pytest.MonkeyPatch):
     """With the plain pass, which runs on a GPU where Triton is not installed; the one for CPUs reads its sums."""
     params = problems.odd_parameters()
-    monkeypatch.setattr("core.adaptive.merging.make_boundary", MergingBoundary)
+    monkeypatch.setattr("core.outer.make_outer_step", lambda *flats, nesterov: OuterStep(*flats))
     config = CO2Config(tau=2, gap=gap, clip=clip, outer_lr=0.4)
     assert reads_in_rounds(CO2(params, config, buffers=[torch.zeros(3)]), params) == []
 
@@ -103,17 +101,17 @@ def test_statistics_of_shared_state_go_off_before_what_follows_is_launched(monke
 
     def launch(stages: Any) -> None:
         left.extend(name for name, value in vars(co2.stats).items() if isinstance(value, Tensor))
-        Flight.launch(co2.flight, stages)
+        AsyncAllReduce.launch(co2.allreduce, stages)
 
-    monkeypatch.setattr(co2.flight, "launch", launch)
+    monkeypatch.setattr(co2.allreduce, "launch", launch)
     problems.take_steps(co2, params, 0, range(4))
     assert left == [] and co2.stats.as_dict()["momentum_norm"] > 0
 
 
 def reads_in_rounds(co2: CO2 | ShardedCO2, params: list[nn.Parameter]) -> list[str]:
-    """As on a device: where reading is free, a worker that is not left out is spared a pass (flat.read_blocks)."""
+    """As on a device: where reading is free, a worker that is not left out is spared a pass (buckets.read_blocks)."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (flat, guard):
+        for module in (buckets, hooks, local_update):
             patch.setattr(module, "read_blocks", lambda t: True)
         problems.take_steps(co2, params, 0, range(4))  # the first rounds look where the parameters lie
         with host_reads() as reads:
@@ -216,7 +214,7 @@ def test_offloaded_state_pins_what_it_needs(monkeypatch: pytest.MonkeyPatch):
 def test_buffers_of_an_offloaded_model_cross_without_a_wait():
     """Copies from and to the buffer and what is sent of it, and whether the host would wait for them."""
     co2, params, buffer = offloaded()
-    memory = {t.untyped_storage().data_ptr() for t in (buffer, co2._own_buffers[0][0])}
+    memory = {t.untyped_storage().data_ptr() for t in (buffer, co2._own_buffers[0][1][0])}
 
     def waits(func: Any, args: Any, kwargs: Any, made: Any) -> bool | None:
         if func.overloadpacket not in (torch.ops.aten._foreach_copy_, torch.ops.aten.copy_):

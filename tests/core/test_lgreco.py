@@ -9,14 +9,26 @@ import torch
 from torch import Tensor, nn
 
 from core import CO2Config, UserError, make_method
-from core.assembly.config import WireConfig
+from core.compression.lgreco import (
+    ITERATIONS,
+    Choice,
+    Decider,
+    Layer,
+    LGrecoConfig,
+    curve,
+    family,
+    may_take,
+    padded_bytes,
+    parse,
+    sent_bytes,
+    uniform,
+)
+from core.config import CompressionConfig
 from core.elastic.joining import check_elastic
-from core.lgreco.choices import Choice, Layer, LGrecoConfig, family, may_take, padded_bytes, parse, sent_bytes, uniform
-from core.lgreco.decide import ITERATIONS, Decider, curve
 from core.testing import run_distributed
 from tests.core.lgreco_reference import Reference
 from tests.core.test_gradient_wire import LGRECO, net, step
-from tests.on_ranks import alike, everybody, on_ranks
+from tests.on_ranks import alike, on_ranks, total_world_size
 from tests.problems import Mean, flat
 from training.data import generator
 
@@ -48,18 +60,18 @@ def reducers(rank: int, world_size: int) -> list[list[Tensor]]:
     return [of_rounds(rank, *setting) for setting in SETTINGS]
 
 
-def mean_of(wire: WireConfig, shapes: Any, dtype: torch.dtype = torch.float32, buffers: int = 0) -> Mean:
+def mean_of(compression: CompressionConfig, shapes: Any, dtype: torch.dtype = torch.float32, buffers: int = 0) -> Mean:
     """The mean of tensors of these shapes, beside a buffer of so many elements."""
     tensors, more = [torch.zeros(s, dtype=dtype) for s in shapes], [torch.zeros(buffers, dtype=dtype)]
-    return Mean(tensors, {"steps": 1, "weight": 1}, wire.reducer, buffers=more if buffers else [])
+    return Mean(tensors, {"steps": 1, "weight": 1}, compression.reducer, buffers=more if buffers else [])
 
 
-def lgreco(like: str, **settings: Any) -> WireConfig:
-    return WireConfig("lgreco", like=like, lgreco=LGrecoConfig(**settings))
+def lgreco(like: str, **settings: Any) -> CompressionConfig:
+    return CompressionConfig("lgreco", like=like, lgreco=LGrecoConfig(**settings))
 
 
 def built(like: str, config: LGrecoConfig, dtype: torch.dtype = torch.float64) -> Mean:
-    return mean_of(WireConfig("lgreco", like=like, lgreco=config), SHAPES, dtype, buffers=5)
+    return mean_of(CompressionConfig("lgreco", like=like, lgreco=config), SHAPES, dtype, buffers=5)
 
 
 def once(mean: Mean, rank: int, round: int, steps: float = 1.0) -> Tensor:
@@ -105,11 +117,11 @@ def test_equals_all_workers_in_one_process(world_size: int):
 def test_int4_everywhere_is_int4(rank: int, workers: int):
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         ours = built("int4", LGrecoConfig(rule="uniform"), dtype)
-        plain = mean_of(WireConfig("int4"), SHAPES, dtype, buffers=5)
+        plain = mean_of(CompressionConfig("int4"), SHAPES, dtype, buffers=5)
         for round in range(3):
             landed = [once(mean, rank, round) for mean in (ours, plain)]
         assert torch.equal(*landed) and torch.equal(ours.buckets[0].rest, plain.buckets[0].rest)
-        assert ours.flight.bytes_sent == plain.flight.bytes_sent
+        assert ours.allreduce.bytes_sent == plain.allreduce.bytes_sent
         ours.close(), plain.close()
 
 
@@ -130,7 +142,7 @@ def test_bytes_sent_are_those_allocated(rank: int, workers: int):
             mean.reduce()
         allocated, told = sum(padded_bytes(mean.reducer.layers, chosen, workers)), mean.reducer.allocation
         assert told is None or sum(told.bytes) == pytest.approx(allocated) and allocated <= told.uniform_bytes
-        assert mean.flight.bytes_sent == pytest.approx(allocated, rel=0.02), f"{like}: {[*map(str, chosen)]}"
+        assert mean.allreduce.bytes_sent == pytest.approx(allocated, rel=0.02), f"{like}: {[*map(str, chosen)]}"
         mean.close()
 
 
@@ -145,7 +157,7 @@ def test_every_workers_errors_count(rank: int):
         mean.reduce()
         seen.append([str(c) for c in mean.reducer.chosen])
         mean.close()
-    assert everybody(seen) == [seen] * 2
+    assert total_world_size(seen) == [seen] * 2
     assert seen[0] != seen[1] and seen[1][0] > max(seen[1][1:]), "the hard layer gets more bits"
 
 
@@ -163,7 +175,7 @@ def test_low_rank_lands_nearly_alike_on_unlike_processors(rank: int):
         low = torch.randn(100, 2, generator=draw) @ torch.randn(2, 60, generator=draw)
         own = torch.randn(100, 60, generator=draw) * (1 - 2 * rank)
         mean.buckets[0].payload.copy_((low + own).view(-1))
-        ours, theirs = everybody(mean.reduce().clone())
+        ours, theirs = total_world_size(mean.reduce().clone())
         assert (ours - theirs).norm() < 1e-4 * ours.norm()
     mean.close()
 
@@ -249,20 +261,20 @@ def test_choices_of_each_family():
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"format": "lgreco"}, "wire.like='': give int2"),
-        ({"format": "lgreco", "like": "int7"}, "wire.like='int7': give int2"),
-        ({"format": "lgreco", "like": "top0.7"}, "wire.like='top0.7': give"),
+        ({"format": "lgreco"}, "compression.like='': give int2"),
+        ({"format": "lgreco", "like": "int7"}, "compression.like='int7': give int2"),
+        ({"format": "lgreco", "like": "top0.7"}, "compression.like='top0.7': give"),
         ({"format": "lgreco", "like": "rank0"}, "such as rank4"),
-        ({"format": "lgreco", "like": "rank2.5"}, "wire.like='rank2.5'"),
+        ({"format": "lgreco", "like": "rank2.5"}, "compression.like='rank2.5'"),
         ({"format": "lgreco", "like": "rank" + 400 * "9"}, "such as rank4"),
         ({"format": "lgreco", "like": "int4", "error_feedback": False}, "always feeds back"),
-        ({"format": "int4", "like": "int4"}, "wire.like='int4' is of wire.format lgreco, not int4"),
-        ({"format": "int4", "lgreco": LGrecoConfig(every=3)}, "is of wire.format lgreco, not int4"),
+        ({"format": "int4", "like": "int4"}, "compression.like='int4' is of compression.format lgreco, not int4"),
+        ({"format": "int4", "lgreco": LGrecoConfig(every=3)}, "is of compression.format lgreco, not int4"),
     ],
 )
 def test_bad_settings(settings: dict[str, Any], text: str):
     with pytest.raises(UserError) as caught:
-        WireConfig(**settings)
+        CompressionConfig(**settings)
     assert text in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -273,27 +285,29 @@ def test_bad_settings(settings: dict[str, Any], text: str):
     + [("rule", 5), ("lowest_rank", "1"), ("highest_rank", "2"), ("first", True)],
 )
 def test_bad_lgreco_settings(name: str, value: Any):
-    with pytest.raises(UserError, match=f"wire.lgreco.{name}={value!r}: "):
+    with pytest.raises(UserError, match=f"compression.lgreco.{name}={value!r}: "):
         LGrecoConfig(**{name: value})
 
 
 def test_what_saves_nothing_anywhere_is_refused():
-    with pytest.raises(UserError, match="wire.like='rank1000' would save nothing in any parameter of this model"):
+    with pytest.raises(
+        UserError, match="compression.like='rank1000' would save nothing in any parameter of this model"
+    ):
         built("rank1000", LGrecoConfig())
 
 
 CO2S = {
     "paper": {},
-    "keep": {"merge": "keep", "delay": "auto", "gap": "none", "outer_momentum": 0.0},
-    "mix": {"merge": "mix", "delay": 1, "gap": "norm"},
+    "keep_local": {"merge": "keep_local", "delay": "auto", "gap": "none", "outer_momentum": 0.0},
+    "interpolate": {"merge": "interpolate", "delay": 1, "gap": "norm"},
     "auto": {"tau": "auto", "tau_max": 4},
-    "delayed": {},
+    "nesterov": {"nesterov": True},
 }
 
 
-def made(config: CO2Config, name: str = "co2") -> tuple[nn.Sequential, torch.optim.Optimizer, Any]:
+def made(config: CO2Config) -> tuple[nn.Sequential, torch.optim.Optimizer, Any]:
     model = net()
-    return model, torch.optim.SGD(model.parameters(), lr=0.1), make_method(name, model, co2=config, timeout=30.0)[1]
+    return model, torch.optim.SGD(model.parameters(), lr=0.1), make_method("co2", model, co2=config, timeout=30.0)[1]
 
 
 def go(run: tuple[nn.Sequential, torch.optim.Optimizer, Any], rank: int, steps: range, bad: Any = None) -> Any:
@@ -319,12 +333,14 @@ def ended(run: tuple[nn.Sequential, torch.optim.Optimizer, Any]) -> tuple[Tensor
 def test_co2_with_every_rule(rank: int):
     seen = set()
     for name, settings in CO2S.items():
-        for wire in LGRECO.values() if name == "paper" else [LGRECO["rank2"]]:
-            config = CO2Config(**({"tau": 2, "outer_lr": 0.7} | settings), wire=wire)
-            run = made(config, "delayed" if name == "delayed" else "co2")
+        for compression in LGRECO.values() if name == "paper" else [LGRECO["rank2"]]:
+            config = CO2Config(**({"tau": 2, "outer_lr": 0.7} | settings), compression=compression)
+            run = made(config)
             go(run, rank, range(24 + rank))  # they end at different steps
             ours, chosen = ended(run)
-            assert alike(ours) and ours.isfinite().all() and everybody(chosen) == [chosen] * 2, f"{name} {wire.like}"
+            assert alike(ours) and ours.isfinite().all() and total_world_size(chosen) == [chosen] * 2, (
+                f"{name} {compression.like}"
+            )
             seen.add(tuple(chosen))
     assert len(seen) > 2
 
@@ -333,16 +349,16 @@ def test_co2_with_every_rule(rank: int):
 def test_one_workers_nan_reaches_nobody(rank: int):
     """A worker's parameters are no numbers in the second round, which decides."""
     for like in ("int4", "rank2", "top0.05"):
-        run = made(CO2Config(tau=2, wire=LGRECO[like]))
+        run = made(CO2Config(tau=2, compression=LGRECO[like]))
         number = go(run, rank, range(14), bad=(1, 3)).reducer.allocation.number
         ours, chosen = ended(run)
-        assert alike(ours) and ours.isfinite().all() and everybody(chosen) == [chosen] * 2 and number > 2
+        assert alike(ours) and ours.isfinite().all() and total_world_size(chosen) == [chosen] * 2 and number > 2
 
 
 @on_ranks(2)
 def test_co2_resumes_with_its_allocation(rank: int):
     for like in ("int4", "rank2"):
-        first, second = (made(CO2Config(tau=2, wire=LGRECO[like])) for _ in range(2))
+        first, second = (made(CO2Config(tau=2, compression=LGRECO[like])) for _ in range(2))
         go(first, rank, range(8))
         for to, saved in zip(second, [part.state_dict() for part in first], strict=True):
             to.load_state_dict(saved)
@@ -352,11 +368,11 @@ def test_co2_resumes_with_its_allocation(rank: int):
 
 
 def test_workers_that_come_and_go_are_refused():
-    with pytest.raises(UserError, match="^elastic does not go with wire.format='lgreco': leave it out$"):
-        check_elastic(CO2Config(tau=2, wire=LGRECO["int4"]))
+    with pytest.raises(UserError, match="^elastic does not go with compression.format='lgreco': leave it out$"):
+        check_elastic(CO2Config(tau=2, compression=LGRECO["int4"]))
 
 
 def test_shared_outer_state_is_refused():
     for key in ("shard", "offload"):
-        with pytest.raises(UserError, match="wire.format='lgreco' needs unshared outer state"):
-            make_method("co2", net(), co2=CO2Config(tau=2, wire=LGRECO["int4"]), **{key: True})
+        with pytest.raises(UserError, match="compression.format='lgreco' needs unshared outer state"):
+            make_method("co2", net(), co2=CO2Config(tau=2, compression=LGRECO["int4"]), **{key: True})

@@ -12,15 +12,26 @@ import torch
 from torch import Tensor
 
 from core import CO2, CO2Config, UserError
-from core.lgreco import reducer
-from core.lgreco.choices import RAW, Choice, LGrecoConfig, family, padded_bytes, parse
-from core.lgreco.decide import BINS, Clock, allocate, total
-from core.lgreco.reducer import in_bucket
-from core.lgreco.senders import SAMPLE, largest
+from core.compression import lgreco_reducer as reducer
+from core.compression.lgreco import (
+    BINS,
+    RAW,
+    SAMPLE,
+    Choice,
+    Clock,
+    LGrecoConfig,
+    allocate,
+    family,
+    largest,
+    padded_bytes,
+    parse,
+    total,
+)
+from core.compression.lgreco_reducer import in_bucket
 from tests.core import test_rounds
 from tests.core.test_host import host_reads
 from tests.core.test_lgreco import SETTINGS, SHAPES, built, lgreco, mean_of, once, written
-from tests.on_ranks import everybody, on_ranks
+from tests.on_ranks import on_ranks, total_world_size
 from tests.problems import Mean
 from training.data import generator
 
@@ -44,7 +55,7 @@ def going_on(first: Mean, setting: Any) -> Mean:
     for to, source in zip(state_of(second), state_of(first), strict=True):
         assert to.shape == source.shape
         to.copy_(source)
-    second.flight.restore(first.flight.launched, False)
+    second.allreduce.restore(first.allreduce.launched, False)
     return second
 
 
@@ -170,7 +181,9 @@ def test_nothing_is_lost_between_any_two_ways_of_sending(rank: int, workers: int
                 mean.reduce()
                 landed = landed + bucket.payload
             mean.reducer._switch([RAW] * 3)
-            back, total = (torch.stack(each).mean(0) for each in zip(*everybody((held(mean), sums)), strict=True))
+            back, total = (
+                torch.stack(each).mean(0) for each in zip(*total_world_size((held(mean), sums)), strict=True)
+            )
             told = f"{first} to {second}: "
             torch.testing.assert_close(landed + back, total, rtol=0, atol=1e-12, msg=lambda m, told=told: told + m)
         mean.close()
@@ -193,7 +206,7 @@ def test_state_of_zeros_is_the_start():
         train(used, range(5))
         for flat in state_of(used):
             flat.zero_()
-        used.flight.restore(0, False)
+        used.allreduce.restore(0, False)
         for round in range(5):
             train(used, range(round, round + 1)), train(fresh, range(round, round + 1))
             assert torch.equal(used.buckets[0].payload, fresh.buckets[0].payload)
@@ -202,18 +215,20 @@ def test_state_of_zeros_is_the_start():
 def test_another_settings_allocation_is_refused():
     mean = built("int4", LGrecoConfig(first=1))
     mean.reducer._values.fill_(5.0)
-    with pytest.raises(UserError, match="wire.like='int4' does not offer: resume with the settings that wrote it"):
+    with pytest.raises(
+        UserError, match="compression.like='int4' does not offer: resume with the settings that wrote it"
+    ):
         once(mean, 0, 0)
 
 
 def test_another_settings_checkpoint_is_refused_in_one_line():
     def co2(like: str) -> CO2:
-        return CO2([torch.nn.Parameter(torch.ones(40, 30))], CO2Config(tau=1, wire=lgreco(like, first=1)))
+        return CO2([torch.nn.Parameter(torch.ones(40, 30))], CO2Config(tau=1, compression=lgreco(like, first=1)))
 
     first = co2("rank2")
     first.step(), first.step()
     for like in ("rank4", "int4"):
-        with pytest.raises(UserError, match="and the settings of the wire that wrote it$"):
+        with pytest.raises(UserError, match="and the compression that wrote it$"):
             co2(like).load_state_dict(first.state_dict())
 
 
@@ -221,12 +236,12 @@ def test_another_settings_checkpoint_is_refused_in_one_line():
 def test_dtypes_together_send_what_each_alone_does(like: str):
     """A model with 16-bit and float32 parameters, and buffers in a dtype of which there is no parameter."""
     kinds = {torch.bfloat16: [(24, 40), (300,)], torch.float32: [(60, 20)]}
-    wire = lgreco(like, rule="uniform").reducer
+    compression = lgreco(like, rule="uniform").reducer
     buffers = [torch.zeros(5, dtype=torch.float64)]
 
     def landed(dtypes: list[torch.dtype]) -> list[torch.Tensor]:
         tensors = [torch.zeros(s, dtype=d) for d in dtypes for s in kinds[d]]
-        mean = Mean(tensors, {"steps": 1, "weight": 1}, wire, buffers=buffers)
+        mean = Mean(tensors, {"steps": 1, "weight": 1}, compression, buffers=buffers)
         for round in range(3):
             for bucket in mean.buckets:
                 bucket.payload.copy_(torch.randn(bucket.numel, generator=generator(bucket.numel, round)))

@@ -24,15 +24,15 @@ from core import (
     CO2,
     CO2Config,
     CollectiveError,
+    CompressionConfig,
     LocalSGD,
     OverlapLocalSGD,
     ShardedCO2,
     UserError,
-    WireConfig,
     make_method,
 )
 from core.integrations.optimizer import attach
-from core.sharded.mesh import node_mesh
+from core.placement import node_mesh
 from core.testing import run_distributed
 from language.zeroth import ZerothOrder
 from tests import problems
@@ -109,7 +109,7 @@ def check(traces: dict[str, Tensor], differ: tuple[str, ...] = (), tolerance: fl
 
 def note(seen: set[str], method: Any, step: int) -> None:
     """Notes where in a round an all-reduce was found that had been launched and had not landed."""
-    if method.flight.in_flight and not method.flight.done():
+    if method.allreduce.in_flight and not method.allreduce.done():
         seen.add("mid-round" if (step + 1) % TAU else "boundary")
 
 
@@ -302,7 +302,7 @@ def test_trains_as_in_the_plain_loop(loops: Any):
 
 PAPERS = CO2Config(tau=TAU, outer_momentum=0.5)
 KEEP = replace(CO2Config.recommended(2), tau=TAU)
-NARROW = replace(KEEP, delay=2, wire=WireConfig("int4"))
+NARROW = replace(KEEP, delay=2, compression=CompressionConfig("int4"))
 LATE = replace(KEEP, delay=2)  # merged so many steps after the boundary, where workers therefore differ
 METHODS: dict[str, Callable[..., Any]] = {
     "the paper's": lambda params: CO2(params, PAPERS),
@@ -311,14 +311,16 @@ METHODS: dict[str, Callable[..., Any]] = {
     "shared by all": lambda params: ShardedCO2(params, PAPERS, shard=True),
     "local": lambda params: LocalSGD(params, TAU),
     "overlap": lambda params: OverlapLocalSGD(params, TAU),
-    "mixed at once": lambda params: CO2(params, CO2Config(TAU, merge="mix", delay=0, gap="none", outer_momentum=0.3)),
+    "mixed at once": lambda params: CO2(
+        params, CO2Config(TAU, merge="interpolate", delay=0, gap="none", outer_momentum=0.3)
+    ),
 }
 LEFT_ALONE = ("the paper's", "local", "mixed at once")  # an evaluation does not change how these train
 
 
 def asked(rank: int, world_size: int) -> dict[str, Any]:
-    """By method: at_boundary and the closing of rounds after each step; what shared_model() and settle() say then, and
-    the models that they say it of."""
+    """By method: at_boundary and the closing of rounds after each step; what averaged_model() and sync_for_eval() say
+    then, and the models that they say it of."""
     found: dict[str, Any] = {}
     for name, make in METHODS.items():
         params = problems.odd_parameters()
@@ -329,18 +331,18 @@ def asked(rank: int, world_size: int) -> dict[str, Any]:
                 closed = method.step()
                 told.append((closed, method.at_boundary))
                 if name in LEFT_ALONE:
-                    with method.shared_model() as equal:
+                    with method.averaged_model() as equal:
                         shared.append((equal, flat(params)))
-                settled.append((method.settle(), flat(params)))
+                settled.append((method.sync_for_eval(), flat(params)))
         if name in LEFT_ALONE:
-            with method.shared_model() as equal:
+            with method.averaged_model() as equal:
                 shared.append((equal, flat(params)))
         models = {"shared": shared, "settled": settled}
         found[name] = {
             "before": before,
             "told": told,
             "end": flat(params),
-            "closed": method.flight.group is None,
+            "closed": method.allreduce.group is None,
         } | models
     return found
 
@@ -368,8 +370,8 @@ def test_without_a_process_group_too():
     model = problems.small_net()
     with CO2(model.parameters(), PAPERS) as co2:
         take_steps(co2, model.parameters(), 0, range(STEPS))
-        assert not co2.at_boundary and not co2.settle()
-    assert co2.at_boundary and co2.settle()
+        assert not co2.at_boundary and not co2.sync_for_eval()
+    assert co2.at_boundary and co2.sync_for_eval()
 
 
 class Mistaken(Exception):
@@ -437,10 +439,10 @@ def test_methods_whose_every_step_is_a_round(rank: int):
         with torch.no_grad():
             for p in net.parameters():
                 p.sub_(p.grad, alpha=0.1)
-        assert ddp.step() is ddp.at_boundary is ddp.settle() is True and alike(flat(net.parameters()))
+        assert ddp.step() is ddp.at_boundary is ddp.sync_for_eval() is True and alike(flat(net.parameters()))
     with ZerothOrder(nn.Sequential(nn.Linear(6, 3)).double(), lr=0.1) as zo:
         zo.step(lambda m: problems.loss(m, data), 4)
-        assert zo.at_boundary is zo.settle() is True and alike(flat(zo.model.parameters()))
+        assert zo.at_boundary is zo.sync_for_eval() is True and alike(flat(zo.model.parameters()))
 
 
 def backward(net: Any, rank: int, step: int, parts: int = 1) -> None:

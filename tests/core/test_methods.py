@@ -14,7 +14,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from core import CO2, CO2Config, DivergedError, ShardedCO2, WireConfig, make_method
+from core import CO2, CO2Config, CompressionConfig, DivergedError, ShardedCO2, make_method
 from core.methods import OverlapLocalConfig, SlowMoConfig
 from core.testing import run_distributed
 from tests import problems
@@ -93,11 +93,14 @@ def train_all(rank: int, world_size: int) -> dict[str, list[Tensor]]:
     }
     for key, beta, alpha in (("co2", 0.5, 1.0), ("co2 .3 .8", 0.3, 0.8), ("co2 0 1", 0.0, 1.0)):
         blocking = Settings(TAU, outer_momentum=beta, outer_lr=alpha, gap="none", clip=None, delay=0)
-        runs[key] = "delayed", {"co2": blocking.co2, "delayed": blocking.delayed}
+        runs[key] = "co2", {"co2": blocking.co2}
     for key, beta in (("co2 int4", 0.5), ("co2 0 1 int4", 0.0)):
-        runs[key] = "co2", {"co2": Settings(TAU, outer_momentum=beta, gap="none", clip=None, delay=0, wire="int4").co2}
+        runs[key] = (
+            "co2",
+            {"co2": Settings(TAU, outer_momentum=beta, gap="none", clip=None, delay=0, compression="int4").co2},
+        )
     for key in ("local", "slowmo"):
-        runs[f"{key} int4"] = key, {"co2": CO2Config(TAU, wire=WireConfig("int4"))}
+        runs[f"{key} int4"] = key, {"co2": CO2Config(TAU, compression=CompressionConfig("int4"))}
     common = {"co2": CO2Config(tau=TAU)}
     return {k: train(n, problems.odd_parameters(), rank, STEPS, **common | o) for k, (n, o) in runs.items()}
 

@@ -14,10 +14,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from bench.loss.__main__ import vmap_gradient
 from core import CO2, CO2Config, ShardedCO2, make_method
-from core.flat import local_shard
-from core.sharded.mesh import node_mesh
-from core.sharded.placement import copies_of
-from tests.on_ranks import alike, everybody, on_ranks
+from core.buckets import local_shard
+from core.placement import copies_of, node_mesh
+from tests.on_ranks import alike, on_ranks, total_world_size
 from tests.problems import (
     LR,
     Settings,
@@ -223,7 +222,7 @@ def test_what_several_stages_hold_counts_once_and_stays_equal(rank, islands, sta
         trace = train_with(co2, params, island, TIED_STEPS)
         whole = train_reference(case, islands, TIED_STEPS, flat(values()))
         assert_traces_equal(trace, [torch.cat([t.split(SIZES)[i] for i in PARTS[stages][stage]]) for t in whole])
-        of_first = everybody(trace)[0]
+        of_first = total_world_size(trace)[0]
         assert all(torch.equal(a[tied], b[: len(a[tied])]) for a, b in zip(trace, of_first, strict=True))
 
 
@@ -236,9 +235,9 @@ def test_what_one_stage_sends_another_is_hidden_too(rank: int):
     co2 = ShardedCO2(params, Settings(tau=1).co2, mesh=mesh, shards=holders)
     co2.step()
     began = time.monotonic()
-    while not co2.flight.done() and time.monotonic() - began < 10:
+    while not co2.allreduce.done() and time.monotonic() - began < 10:
         time.sleep(0.01)
-    assert co2.flight.done()
+    assert co2.allreduce.done()
     co2.finish()
 
 

@@ -18,11 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from core import CO2, CO2Config, CollectiveError, DivergedError, UserError, WireConfig, groups, make_method, stats
-from core import flight as collectives
-from core.adaptive.tau import Tuned
-from core.flight import Flight
-from core.sharded.mesh import node_mesh
+from core import CO2, CO2Config, CollectiveError, CompressionConfig, DivergedError, UserError, make_method, stats
+from core import comm as collectives
+from core import comm as groups
+from core.comm import AsyncAllReduce
+from core.placement import node_mesh
+from core.tau import TauHook
 from tests import problems
 from tests.on_ranks import on_ranks
 
@@ -61,18 +62,18 @@ class FakeStream:
 
 
 @pytest.fixture
-def background(monkeypatch: pytest.MonkeyPatch) -> Iterator[Flight]:
+def background(monkeypatch: pytest.MonkeyPatch) -> Iterator[AsyncAllReduce]:
     computing = FakeStream(torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: computing)
     monkeypatch.setattr(torch.cuda, "stream", FakeStream.used)
     monkeypatch.setattr(collectives, "moved_by_nccl", lambda group, device: True)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield Flight(torch.device("cpu"))
+    yield AsyncAllReduce(torch.device("cpu"))
     dist.destroy_process_group()
 
 
-def stages(background: Flight, starting: float = 0.0) -> Iterator[groups.Stage]:
+def stages(background: AsyncAllReduce, starting: float = 0.0) -> Iterator[groups.Stage]:
     for _ in range(2):
         side: Any = background._side
         assert side.inside == 1, "the stages must be queued in the stream of their own"
@@ -80,7 +81,7 @@ def stages(background: Flight, starting: float = 0.0) -> Iterator[groups.Stage]:
         yield [NcclWork()], 100
 
 
-def test_neither_launch_nor_wait_blocks_the_host(background: Flight):
+def test_neither_launch_nor_wait_blocks_the_host(background: AsyncAllReduce):
     began = time.perf_counter()
     background.launch(stages(background))
     assert background.done()
@@ -91,7 +92,7 @@ def test_neither_launch_nor_wait_blocks_the_host(background: Flight):
     assert float(background.exposed) < SECONDS / 2
 
 
-def test_a_host_that_is_held_up_while_launching_is_exposed(background: Flight):
+def test_a_host_that_is_held_up_while_launching_is_exposed(background: AsyncAllReduce):
     background.launch(stages(background, starting=0.2))
     time.sleep(0.2)  # local steps: not exposed
     background.wait()
@@ -103,7 +104,7 @@ class GlooWork(NcclWork):
         time.sleep(max(0.0, self.ends - time.perf_counter()))
 
 
-def test_what_the_host_waits_for_gloo_is_counted_once(background: Flight):
+def test_what_the_host_waits_for_gloo_is_counted_once(background: AsyncAllReduce):
     """A GPU's stream stands still while the host waits: four workers on one GPU had told twice the time."""
     background._by_nccl = False
     background.launch(iter([([GlooWork()], 100)]))
@@ -146,7 +147,7 @@ class Options:
 
 METHODS = {
     "ddp": (lambda model: make_method("ddp", model), [None]),
-    "ddp over int4": (lambda model: make_method("ddp", model, ddp_wire=WireConfig("int4")), [None, None]),
+    "ddp over int4": (lambda model: make_method("ddp", model, ddp_compression=CompressionConfig("int4")), [None, None]),
     "local": (lambda model: make_method("local", model), [None]),
     "slowmo": (lambda model: make_method("slowmo", model, lr=lambda: 0.1), [None]),
     "co2": (lambda model: make_method("co2", model), [groups.MAX_CTAS]),
@@ -183,7 +184,7 @@ def test_only_hidden_collectives_hold_few_multiprocessors(monkeypatch: Any, name
 def test_the_background_comes_before_the_computation(monkeypatch: Any):
     made: list[tuple[torch.device, int]] = []
     monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority=0: made.append((device, priority)))
-    Flight(torch.device("cuda:1"))
+    AsyncAllReduce(torch.device("cuda:1"))
     assert made == [(torch.device("cuda:1"), -1)]
 
 
@@ -215,9 +216,9 @@ class Passed:
 @pytest.mark.parametrize("on_device", [False, True])
 def test_what_is_heard_a_round_later_is_told_of_its_own_round(on_device: bool, monkeypatch: Any):
     if on_device:
-        exchange = stats.Late.exchange
+        exchange = stats.AsyncReadback.exchange
         later = lambda self, numbers, *of: exchange(self, numbers.as_subclass(OnDevice), *of)  # noqa: E731
-        monkeypatch.setattr(stats.Late, "exchange", later)
+        monkeypatch.setattr(stats.AsyncReadback, "exchange", later)
         monkeypatch.setattr(torch.cuda, "Event", Passed)
         monkeypatch.setattr(stats, "mark", lambda device: Passed())
     params = problems.odd_parameters()
@@ -234,27 +235,27 @@ def test_what_is_heard_a_round_later_is_told_of_its_own_round(on_device: bool, m
 
 @on_ranks(1)
 def test_a_group_that_cannot_move_the_tensors_is_refused_with_the_remedy(rank: int):
-    text = problems.refusal(Flight, torch.device("meta"))
+    text = problems.refusal(AsyncAllReduce, torch.device("meta"))
     assert "moves no meta tensors" in text and "cpu:gloo,cuda:nccl" in text
 
 
-def test_a_wire_is_changed_in_the_computations_own_stream(background: Flight, monkeypatch: pytest.MonkeyPatch):
+def test_a_wire_is_changed_in_the_computations_own_stream(background: AsyncAllReduce, monkeypatch: pytest.MonkeyPatch):
     """It lets memory go that was taken there, for that stream to use again at once."""
     p = nn.Parameter(torch.ones(3))
-    co2 = CO2([p], CO2Config(tau="auto", tau_max=1, wire=WireConfig("auto")))
+    co2 = CO2([p], CO2Config(tau="auto", tau_max=1, compression=CompressionConfig("auto")))
     changes: list[tuple[str, int]] = []
     become = co2.reducer.become
 
     def noted(kind: str) -> None:
-        side: Any = co2.flight._side
+        side: Any = co2.allreduce._side
         changes.append((kind, side.inside))
         become(kind)
 
     monkeypatch.setattr(co2.reducer, "become", noted)
-    for wire in ("int4", "float32"):
-        co2.rider(Tuned).tuner.wire = wire
+    for compression in ("int4", "float32"):
+        co2.hook(TauHook).tuner.compression = compression
         co2.step()
-        assert co2.reducer.kind == wire and changes.pop() == (wire, 0)
+        assert co2.reducer.kind == compression and changes.pop() == (compression, 0)
     background.close()
 
 
@@ -283,7 +284,9 @@ def test_what_a_gpu_still_holds_of_a_diverged_run_is_not_heard_after_a_new_start
     assert weight.isfinite().all()
 
 
-def test_one_slow_round_lengthens_the_timeout_for_some_rounds_only(background: Flight, monkeypatch: pytest.MonkeyPatch):
+def test_one_slow_round_lengthens_the_timeout_for_some_rounds_only(
+    background: AsyncAllReduce, monkeypatch: pytest.MonkeyPatch
+):
     given: list[float] = []
     monkeypatch.setattr(collectives, "set_timeout", lambda group, seconds: given.append(seconds - background.timeout))
     for late in (17.0, *[0.0] * collectives.RECENT):
@@ -293,7 +296,7 @@ def test_one_slow_round_lengthens_the_timeout_for_some_rounds_only(background: F
     assert all(17 <= more < 18 for more in given[: collectives.RECENT]) and given[-1] < 1
 
 
-def test_a_failure_aborts_the_communicator(background: Flight, monkeypatch: pytest.MonkeyPatch):
+def test_a_failure_aborts_the_communicator(background: AsyncAllReduce, monkeypatch: pytest.MonkeyPatch):
     """Its kernels would wait for a dead peer, and whoever destroys it for them."""
     aborted: list[Any] = []
     monkeypatch.setattr(dist.ProcessGroup, "abort", lambda group: aborted.append(group), raising=False)

@@ -12,13 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from core import flat as flats
+from core import buckets as flats
 from core import outer
-from core.adaptive import merging
-from core.adaptive.config import MERGES
-from core.adaptive.merging import MergeRule, MergingBoundary, keep, mix, with_merge
-from core.methods import delayed
-from core.outer import NOTHING_LANDED, Boundary, ChunkedBoundary, Rule, make_boundary
+from core.config import MERGES
+from core.outer import FusedOuterStep, OuterStep, Rule, interpolate, keep_local, make_outer_step
 from tests.reference import Reference
 
 
@@ -55,8 +52,9 @@ def test_norm_of_a_model_too_large_for_float32_accumulators():
         (outer.momentum(vector(10.0, 10.0), vector(4.0, 4.0), 0.5, vector(4.0)[0]), [6.0, 6.0]),
         (outer.clip_elements(vector(-3.0, -0.5, 2.0), 1.0), [-1.0, -0.5, 1.0]),
         (outer.outer_step(vector(1.0, 2.0), vector(4.0, -4.0), 0.5), [-1.0, 4.0]),
-        (merging.mix(vector(4.0), vector(8.0), 0.25), [7.0]),
-        (merging.mix(vector(4.0), vector(8.0), 1.0), [4.0]),
+        (interpolate(vector(4.0), vector(8.0), 0.25), [7.0]),
+        (interpolate(vector(4.0), vector(8.0), 1.0), [4.0]),
+        (keep_local(vector(4.0), vector(8.0), vector(7.0)), [5.0]),
     ],
 )
 def test_formulas_by_hand(found: Tensor, expected: list[float]):
@@ -77,7 +75,7 @@ def test_nesterov_is_that_of_torch():
         parameter.grad = delta
         sgd.step()
         m = outer.momentum(m, delta, 0.7)
-        x = outer.outer_step(x, delayed.nesterov(m, delta, 0.7), 0.3)
+        x = outer.outer_step(x, outer.nesterov(m, delta, 0.7), 0.3)
         torch.testing.assert_close(x, parameter.detach())
 
 
@@ -91,7 +89,7 @@ def test_settles_says_where_the_roots_of_the_recurrence_leave_the_unit_circle(be
         companion = torch.tensor([[0, 0, -c[0]], [1, 0, -c[1]], [0, 1, -c[2]]], dtype=torch.float64)
         modulus = torch.linalg.eigvals(companion).abs().max().item()
         if abs(modulus - 1) > 1e-6:
-            settles = delayed.nesterov_settles if nesterov else outer.settles
+            settles = outer.nesterov_settles if nesterov else outer.settles
             assert settles(alpha, beta) == (modulus < 1)
 
 
@@ -112,8 +110,9 @@ def test_nothing_changes_its_arguments():
         lambda: outer.momentum(x, x, 0.5, x.abs()),
         lambda: outer.clip_elements(x, 1.0),
         lambda: outer.outer_step(x, x, 0.5),
-        lambda: merging.mix(x, x, 0.5),
-        lambda: delayed.nesterov(x, x, 0.5),
+        lambda: interpolate(x, x, 0.5),
+        lambda: keep_local(x, x, x),
+        lambda: outer.nesterov(x, x, 0.5),
     ):
         assert call().data_ptr() != x.data_ptr()
         assert torch.equal(x, kept)
@@ -180,7 +179,7 @@ RULES = {
 }
 
 
-def check(kind: type[Boundary], dtype: torch.dtype, rule: Rule, device: str = "cpu") -> None:
+def check(kind: type[OuterStep], dtype: torch.dtype, rule: Rule, device: str = "cpu") -> None:
     params, d, x, m = make(dtype, SHAPES, device)
     strides = [p.stride() for p in params]
     rule = Rule(*(v.to(device) if isinstance(v, Tensor) else v for v in vars(rule).values()))
@@ -191,7 +190,7 @@ def check(kind: type[Boundary], dtype: torch.dtype, rule: Rule, device: str = "c
         tolerance = {"rtol": 1e-12, "atol": 1e-12} if dtype == torch.float64 else {"rtol": 1e-5, "atol": 1e-6}
         for name, got, value in zip("dxm", (d, x, m), want[1:], strict=True):
             torch.testing.assert_close(got, value, **tolerance, msg=lambda text, name=name: f"{name}: {text}")
-            assert kind is not Boundary or torch.equal(got, value), f"{name}: the plain pass is exact"
+            assert kind is not OuterStep or torch.equal(got, value), f"{name}: the plain pass is exact"
         assert torch.equal(flat(params), x.to(dtype))  # exactly the iterate, whatever its rounding
         gap = torch.ones_like(m) if gap is None else gap.expand(m.shape)
         clipped = 0 if rule.phi is None else int((raw.abs() > rule.phi).sum())
@@ -201,7 +200,7 @@ def check(kind: type[Boundary], dtype: torch.dtype, rule: Rule, device: str = "c
     assert strides == [p.stride() for p in params]
 
 
-KINDS = [Boundary, ChunkedBoundary]
+KINDS = [OuterStep, FusedOuterStep]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -216,10 +215,11 @@ def test_a_boundary_is_the_formulas_in_their_order(dtype, rule, kind, monkeypatc
 
 def test_which_pass_runs_where(monkeypatch):
     flats = torch.zeros(3, 2).unbind()
-    assert type(make_boundary([torch.zeros(2)], *flats)) is ChunkedBoundary
+    assert type(make_outer_step([torch.zeros(2)], *flats)) is FusedOuterStep
+    assert type(make_outer_step([torch.zeros(2)], *flats, nesterov=True)) is OuterStep, "no other knows it"
     on_gpu = [t.to("meta") for t in flats]
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    assert type(make_boundary([torch.zeros(2, device="meta")], *on_gpu)) is Boundary
+    assert type(make_outer_step([torch.zeros(2, device="meta")], *on_gpu)) is OuterStep
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -236,7 +236,7 @@ def test_by_hand(kind):
 
 def test_many_small_tensors_share_a_segment():
     params, d, x, m = make(torch.float32, [(5,)] * 3000)
-    tested = ChunkedBoundary(params, d, x, m)
+    tested = FusedOuterStep(params, d, x, m)
     want, _, _ = expected(params, d, x, m, RULES["elementwise"])
     tested.run(RULES["elementwise"])
     torch.testing.assert_close(flat(params), want[0], rtol=1e-5, atol=1e-6)
@@ -257,14 +257,13 @@ ROOT = Path(__file__).parents[2]
 
 @cache
 def subclasses() -> list[Any]:
-    """A parameter (module, name) for each class that derives from Boundary, found in the source: so also one whose
-    imports are not installed here. But for Nesterov's, whose step 7 is another (tests/core/test_co2.py)."""
+    """A parameter (module, name) for OuterStep and each class that derives from it, found in the source: so also one
+    whose imports are not installed here."""
     found: dict[str, tuple[Path, set[str]]] = {}
     for path in (path for room in ("core", "training", "bench") for path in (ROOT / room).rglob("*.py")):
         for name, bases in re.findall(r"^ *class (\w+)(?:\(([^)]*)\))?:", path.read_text(), re.MULTILINE):
             found[name] = path, set(re.findall(r"\w+", bases))
-    names = {"Boundary"}
-    del found["_NesterovBoundary"]
+    names = {"OuterStep"}
     while more := {name for name, (_, bases) in found.items() if bases & names} - names:
         names |= more
     return [_parameter(found[name][0], name) for name in sorted(names)]
@@ -273,62 +272,61 @@ def subclasses() -> list[Any]:
 def _parameter(path: Path, name: str) -> Any:
     module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
     marks = [pytest.mark.triton] if "import triton" in path.read_text() else []
-    marks += [pytest.mark.slow] if name == "CompiledBoundary" else []
     return pytest.param(module, name, id=name, marks=marks)
 
 
-def build(module: str, name: str, params: list[Any], state: list[Tensor], sent: Tensor | None) -> Boundary:
-    kind = getattr(importlib.import_module(module), name)
-    return kind(params, *state, sent) if issubclass(kind, MergingBoundary) else kind(params, *state)
+def build(module: str, name: str, params: list[Any], state: list[Tensor], snapshot: Tensor | None) -> OuterStep:
+    return getattr(importlib.import_module(module), name)(params, *state, snapshot)
 
 
 def numbers(like: Tensor) -> Tensor:
     return (torch.randint(-16, 17, like.shape) / 8).to(like)
 
 
-State = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # p, d, x, m, sent, each flat
+State = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # p, d, x, m, snapshot, each flat
 
 
-def after_run(given: Rule) -> Callable[..., State]:
-    rule = with_merge(given)
-
-    def expected(p: Tensor, d: Tensor, x: Tensor, m: Tensor, sent: Tensor) -> State:
+def after_run(rule: Rule) -> Callable[..., State]:
+    def expected(p: Tensor, d: Tensor, x: Tensor, m: Tensor, snapshot: Tensor) -> State:
         new = outer.clip_elements(outer.momentum(m, rule.scale * d, rule.beta, rule.gap), rule.phi or 1e9)
         next_x, wide = outer.outer_step(x, new, rule.alpha), p.to(x.dtype)
-        merged = {"outer": next_x, "mix": mix(next_x, wide, rule.share), "keep": keep(next_x, wide, sent)}
-        next_d = x.to(p.dtype).to(x.dtype) - p if rule.sends else d
-        return merged[rule.merge].to(p.dtype), next_d, next_x, new, sent
+        merged = {
+            "restart": next_x,
+            "interpolate": interpolate(next_x, wide, rule.share),
+            "keep_local": keep_local(next_x, wide, snapshot),
+        }
+        next_d = x.to(p.dtype).to(x.dtype) - p if rule.takes_difference else d
+        return merged[rule.merge].to(p.dtype), next_d, next_x, new, snapshot
 
     return expected
 
 
-def after_take(p: Tensor, d: Tensor, x: Tensor, m: Tensor, sent: Tensor) -> State:
+def after_take(p: Tensor, d: Tensor, x: Tensor, m: Tensor, snapshot: Tensor) -> State:
     return p, x.to(p.dtype).to(x.dtype) - p, x, m, p.to(x.dtype)
 
 
 def after_restart(where: bool | None) -> Callable[..., State]:
-    def expected(p: Tensor, d: Tensor, x: Tensor, m: Tensor, sent: Tensor) -> State:
+    def expected(p: Tensor, d: Tensor, x: Tensor, m: Tensor, snapshot: Tensor) -> State:
         start = p if where is False else x.to(p.dtype)
-        return start, d, x, m, start.to(x.dtype) if where else sent
+        return start, d, x, m, start.to(x.dtype) if where else snapshot
 
     return expected
 
 
 def calls(device: str) -> dict[str, tuple[Callable[[Any], Any], Callable[..., State]]]:
     """Name -> (the call, what the state becomes)."""
-    landed = MergeRule(0.5, 0.5, 1.0, 1.0, 0.25, gap=torch.tensor(2.0, device=device), share=0.25)
+    landed = Rule(0.5, 0.5, 1.0, 1.0, 0.25, gap=torch.tensor(2.0, device=device), share=0.25)
     rules = {
-        f"run {merge}, sends {s}": replace(landed, merge=merge, sends=s) for merge in MERGES for s in (True, False)
+        f"run {merge}, takes {takes}": replace(landed, merge=merge, takes_difference=takes)
+        for merge in MERGES
+        for takes in (True, False)
     }
-    rules |= {"run nothing landed": NOTHING_LANDED, "run unclipped": replace(landed, phi=None, gap=None)}
+    rules |= {"run nothing landed": Rule(), "run unclipped": replace(landed, phi=None, gap=None)}
     known: dict[str, Any] = {name: (lambda b, rule=rule: b.run(rule), after_run(rule)) for name, rule in rules.items()}
     for where in (True, False):
         truth = torch.tensor(where, device=device)
         known[f"restart {where}"] = (lambda b, truth=truth: b.restart(truth), after_restart(where))
     return known | {"restart": (lambda b: b.restart(), after_restart(None)), "take": (lambda b: b.take(), after_take)}
-
-
-PAPERS = ("run outer, sends True", "run nothing landed", "run unclipped")  # all that a Boundary of the root knows
 
 
 def move(params: list[Any]) -> None:
@@ -342,8 +340,6 @@ def check_calls(module: str, name: str, dtype: torch.dtype, device: str = "cpu")
         params, *state = make(dtype, SHAPES, device)
         state += [torch.empty_like(state[0])]
         tested = build(module, name, params, state[:3], state[3])
-        if call not in PAPERS and not isinstance(tested, MergingBoundary):
-            continue
         for moved in (False, True):
             if moved:
                 move(params)
@@ -351,7 +347,7 @@ def check_calls(module: str, name: str, dtype: torch.dtype, device: str = "cpu")
                 t.copy_(numbers(t.cpu()))
             want = expected(*(t.clone() for t in (flat(params), *state)))
             act(tested)
-            for what, got, value in zip(("p", "d", "x", "m", "sent"), (flat(params), *state), want, strict=True):
+            for what, got, value in zip(("p", "d", "x", "m", "snapshot"), (flat(params), *state), want, strict=True):
                 assert torch.equal(got, value), f"{call}{', moved' * moved}: {what}"
 
 
@@ -363,11 +359,8 @@ def test_every_call_of_every_subclass(module: str, name: str, dtype: torch.dtype
     check_calls(module, name, dtype)
 
 
-WITHOUT_TAKE = ("Boundary", "ChunkedBoundary", "CompiledBoundary")  # of the paper's merge alone
-
-
-@pytest.mark.parametrize(("module", "name"), [p for p in subclasses() if p.id not in WITHOUT_TAKE])
-def test_without_sent(module: str, name: str):
+@pytest.mark.parametrize(("module", "name"), subclasses())
+def test_without_a_snapshot(module: str, name: str):
     params, d, x, m = make(torch.float32, SHAPES)
     tested = build(module, name, params, [d, x, m], None)
     before = flat(params)
@@ -380,7 +373,7 @@ def test_without_sent(module: str, name: str):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", ["MergingBoundary", "TritonBoundary"])
+@pytest.mark.parametrize("name", ["OuterStep", "TritonOuterStep"])
 def test_every_call_on_the_device(name: str, dtype: torch.dtype):
-    modules = {"MergingBoundary": "core.adaptive.merging", "TritonBoundary": "core.triton.boundary"}
+    modules = {"OuterStep": "core.outer", "TritonOuterStep": "core.outer_kernels"}
     check_calls(modules[name], name, dtype, "cuda")

@@ -16,19 +16,20 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from core import CO2, CO2Config, OverlapLocalSGD, ShardedCO2, UserError, WireConfig, load, save
-from core.checkpoints import checkpoint
+from core import CO2, CO2Config, CompressionConfig, OverlapLocalSGD, ShardedCO2, UserError, checkpoint, load, save
+from core import failure as peers
 from core.errors import CollectiveError
-from core.robust import peers
 from core.testing import run_distributed
 from language.zeroth import ZerothOrder
 from tests import problems
-from tests.on_ranks import alike, everybody, on_ranks
+from tests.on_ranks import alike, on_ranks, total_world_size
 from tests.problems import flat, refusal
 
 TAU, STEPS = 3, 10
 PAPERS = CO2Config(tau=TAU, outer_momentum=0.5)
-KEEP = replace(CO2Config.recommended(2), tau=TAU, delay=2, wire=WireConfig("int4"))  # what no time decides
+KEEP = replace(
+    CO2Config.recommended(2), tau=TAU, delay=2, compression=CompressionConfig("int4")
+)  # what no time decides
 METHODS: dict[str, Callable[..., Any]] = {
     "the paper's": lambda params, model: CO2(params, PAPERS, buffers=model.buffers()),
     "as recommended": lambda params, model: CO2(params, KEEP, buffers=model.buffers()),
@@ -232,7 +233,9 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path):
 @on_ranks(2)
 def test_a_folder_that_not_all_workers_share_is_one_line(rank: int, tmp_path: Path):
     said = refusal(Loop(rank).save, str(tmp_path / f"node{rank}"))
-    assert "rank1.json did not come here: the folder must be one that all" in said and everybody(said) == [said] * 2
+    assert (
+        "rank1.json did not come here: the folder must be one that all" in said and total_world_size(said) == [said] * 2
+    )
     assert not checkpoint.finished(tmp_path / f"node{rank}")
 
 
@@ -358,7 +361,7 @@ def test_who_comes_late_is_waited_for(rank: int, tmp_path: Path):
 def dead(rank: int, world_size: int, folder: str) -> str:
     loop = Loop(rank)
     loop.go(4)
-    loop.co2.flight.settle()  # who dies with an all-reduce in flight is noticed by that
+    loop.co2.allreduce.drain()  # who dies with an all-reduce in flight is noticed by that
     Path(folder, f"ready{rank}").touch()
     while rank == 1 and len([*Path(folder).glob("ready*")]) < world_size:
         time.sleep(0.01)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from core import CO2Config, UserError
-from core.adaptive.config import largest_outer_lr
+from core.outer import largest_outer_lr
 from tests import quadratic
 from tests.quadratic import Array, Quadratic, jury, largest, late_with_momentum, spread_with_momentum
 from tests.reference import LateReference, Reference
@@ -80,7 +80,7 @@ def by_hand(steps: list[tuple[float, float]], **options: Any) -> LateReference:
     return ref
 
 
-ON_ARRIVAL = {"tau": 3, "delay": 1, "merge": "mix", "kappa": 0.25}
+ON_ARRIVAL = {"tau": 3, "delay": 1, "merge": "interpolate", "kappa": 0.25}
 
 
 @pytest.mark.parametrize(
@@ -88,20 +88,20 @@ ON_ARRIVAL = {"tau": 3, "delay": 1, "merge": "mix", "kappa": 0.25}
     [
         # a whole round late: own (1, 3), then 0 - (-2.5, -7.5), while z takes the first mean, 2; at the end the mean of
         # (2.5, 7.5), too: the mixed share is no progress
-        ({"tau": 1, "merge": "mix"}, [(1, 3)], [-0.5, -1.5], -2),
-        ({"tau": 1, "merge": "mix"}, [(1, 3), (2, 6)], [-2.25, -4.75], -7),
+        ({"tau": 1, "merge": "interpolate"}, [(1, 3)], [-0.5, -1.5], -2),
+        ({"tau": 1, "merge": "interpolate"}, [(1, 3), (2, 6)], [-2.25, -4.75], -7),
         # workers do not restart at the sending; then z = -6, a quarter of it and three of (-4, -12); their mean
         (ON_ARRIVAL, [(1, 3)] * 3, [-3, -9], -6),
         (ON_ARRIVAL, [(1, 3)] * 4, [-4.5, -10.5], -7.5),
         # finished while the mean of (3, 9) is on its way, a step after it was sent: with one's own progress whole
         (ON_ARRIVAL | {"delay": 2}, [(1, 3)] * 4, [-4, -12], -8),
         # z is 0, -2, -6; each keeps the round that it has just sent
-        ({"tau": 1, "merge": "keep"}, [(1, 3)], [-1, -3], -2),
-        ({"tau": 1, "merge": "keep"}, [(1, 3), (2, 6)], [-4, -8], -6),
-        ({"tau": 1, "merge": "keep"}, [(1, 3), (2, 6), (1, 1)], [-7, -7], -7),
+        ({"tau": 1, "merge": "keep_local"}, [(1, 3)], [-1, -3], -2),
+        ({"tau": 1, "merge": "keep_local"}, [(1, 3), (2, 6)], [-4, -8], -6),
+        ({"tau": 1, "merge": "keep_local"}, [(1, 3), (2, 6), (1, 1)], [-7, -7], -7),
         # z = -4, and a step of one's own, then another, which are sent
-        ({"tau": 2, "delay": 1, "merge": "keep"}, [(1, 3)] * 3, [-5, -7], -6),
-        ({"tau": 2, "delay": 1, "merge": "keep"}, [(1, 3)] * 4, [-6, -10], -8),
+        ({"tau": 2, "delay": 1, "merge": "keep_local"}, [(1, 3)] * 3, [-5, -7], -6),
+        ({"tau": 2, "delay": 1, "merge": "keep_local"}, [(1, 3)] * 4, [-6, -10], -8),
     ],
 )
 def test_merges_by_hand(options: dict[str, Any], steps: list[tuple[float, float]], rows: list[float], end: float):
@@ -133,10 +133,10 @@ def test_with_nothing_asked_for_it_is_the_papers_algorithm(options: dict[str, An
 
 def test_merge_and_gap_combine():
     """The same, with the norm gap: Lambda is 1, then 1 + 4/4 from the last outer movement; keep and mix alike."""
-    ref = by_hand([(1, 3)] * 5, tau=2, delay=1, merge="keep", gap="norm")
+    ref = by_hand([(1, 3)] * 5, tau=2, delay=1, merge="keep_local", gap="norm")
     torch.testing.assert_close(torch.cat(ref.outer), vector(0, -4, -6))
     torch.testing.assert_close(ref.x[:, 0], vector(-7, -9))
-    ref = by_hand([(1, 3)] * 3, tau=1, merge="mix", gap="norm")
+    ref = by_hand([(1, 3)] * 3, tau=1, merge="interpolate", gap="norm")
     # the means of what is sent are 2, then 1 + 2; z is 0, 0, -2, and -2 - 3 / (1 + 2/3)
     torch.testing.assert_close(torch.cat(ref.outer), vector(0, 0, -2, -2 - 3 / (1 + 2 / 3)))
 
@@ -170,7 +170,7 @@ def moved(total: int, workers: int = 3, **options: Any) -> tuple[LateReference, 
 def test_with_keep_the_mean_over_the_workers_is_not_late_and_nothing_is_lost(delay: int | None):
     """alpha = 1, beta = 0: every local step enters the mean at once, and exactly one Delta by the end."""
     for total in range(1, 12):
-        ref, rows = moved(total, tau=3, delay=delay, merge="keep")
+        ref, rows = moved(total, tau=3, delay=delay, merge="keep_local")
         expected = torch.stack([progress(step) for step in range(total)]).sum(0).mean(0)
         torch.testing.assert_close(rows[-1].mean(0), expected, rtol=1e-12, atol=1e-12)
         ref.finish()
@@ -180,7 +180,7 @@ def test_with_keep_the_mean_over_the_workers_is_not_late_and_nothing_is_lost(del
 def test_with_keep_only_the_momentum_is_late():
     """ybar_{t+1} = ybar_t + pbar_t + beta m_{t-1}, m_t = beta m_{t-1} + pbar_{t-1}; SlowMo has beta m_t there."""
     beta = 0.5
-    ref, _ = moved(24, tau=3, merge="keep", beta=beta)
+    ref, _ = moved(24, tau=3, merge="keep_local", beta=beta)
     y, momentum = torch.zeros(4, dtype=torch.float64), torch.zeros(4, dtype=torch.float64)
     for t, restart in enumerate(ref.restarts):
         y = y - ref.deltas[t] + beta * momentum
@@ -191,13 +191,13 @@ def test_with_keep_only_the_momentum_is_late():
 @pytest.mark.parametrize("delay", [0, None])
 def test_mix_with_kappa_1_is_outer(delay: int | None):
     options: dict[str, Any] = {"tau": 3, "delay": delay, "beta": 0.3, "gap": "elementwise"}
-    (outer, rows), (mix, mixed) = moved(11, **options), moved(11, **options, merge="mix", kappa=1.0)
+    (outer, rows), (mix, mixed) = moved(11, **options), moved(11, **options, merge="interpolate", kappa=1.0)
     torch.testing.assert_close(torch.stack(rows), torch.stack(mixed), rtol=0, atol=1e-12)
     outer.finish(), mix.finish()
     torch.testing.assert_close(outer.x, mix.x, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("merge", ["outer", "keep"])
+@pytest.mark.parametrize("merge", ["restart", "keep_local"])
 def test_without_delay_it_is_blocking_averaging_with_momentum(merge: str):
     _, rows = moved(12, tau=3, delay=0, merge=merge, alpha=0.7, beta=0.5)
     x, m = torch.zeros(3, 4, dtype=torch.float64), torch.zeros(4, dtype=torch.float64)
@@ -211,7 +211,9 @@ def test_without_delay_it_is_blocking_averaging_with_momentum(merge: str):
         torch.testing.assert_close(rows[step], x, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize(("merge", "delay"), [("outer", 0), ("mix", 0), ("keep", 0), ("keep", 2), ("keep", None)])
+@pytest.mark.parametrize(
+    ("merge", "delay"), [("restart", 0), ("interpolate", 0), ("keep_local", 0), ("keep_local", 2), ("keep_local", None)]
+)
 def test_a_lone_worker_that_gives_nothing_up_is_its_inner_optimiser(merge: str, delay: int | None):
     _, rows = moved(10, workers=1, tau=4, delay=delay, merge=merge)
     expected = torch.stack([progress(step, 1) for step in range(10)]).cumsum(0)
@@ -219,7 +221,7 @@ def test_a_lone_worker_that_gives_nothing_up_is_its_inner_optimiser(merge: str, 
 
 
 def test_a_delay_of_tau_is_a_whole_round():
-    for merge in ("outer", "mix", "keep"):
+    for merge in ("restart", "interpolate", "keep_local"):
         (a, rows), (b, same) = (moved(11, tau=3, merge=merge, gap="norm", delay=d) for d in (None, 3))
         a.finish(), b.finish()
         assert torch.equal(torch.stack(rows), torch.stack(same)) and torch.equal(a.x, b.x)
@@ -277,7 +279,7 @@ def variances(q: float, replicas: int = 1500, workers: int = 4, **options: Any) 
     noise = lambda x: (1 - q) * x + torch.randn(x.shape, generator=generator, dtype=x.dtype)  # noqa: E731
 
     def see(r: LateReference) -> tuple[float, float]:
-        sent = r.x - r.base if r.merge == "keep" else r.x
+        sent = r.x - r.base if r.merge == "keep_local" else r.x
         return float(r.z.square().mean()), float((sent - sent.mean(0)).square().mean())
 
     found = train(torch.zeros(workers, replicas).double(), noise, 160, see, **options)
@@ -285,49 +287,66 @@ def variances(q: float, replicas: int = 1500, workers: int = 4, **options: Any) 
     return float(outer), float(apart)
 
 
-def check_settles(merge: str, delay: int) -> None:
+def check_settles(merge: str, delay: int, nesterov: bool = False) -> None:
     """The polynomial says which settings settle; training agrees where the factor is not within 1 % of 1."""
-    shares = (0.25, 0.5, 0.75) if merge == "mix" else (1.0,)
+    shares = (0.25, 0.5, 0.75) if merge == "interpolate" else (1.0,)
     grid = np.meshgrid((-0.8, 0.3, 0.9), (0.3, 1.0, 1.7), shares, indexing="ij")
     q, alpha, share = (values.reshape(-1) for values in grid)
     for beta in (0.2, 0.6):
         options: dict[str, Any] = {"alpha": torch.tensor(alpha), "beta": beta, "kappa": torch.tensor(share)}
+        options["nesterov"] = nesterov
         seen = growth(torch.ones(1, len(q)).double(), q, merge=merge, tau=5, delay=delay, **options) < 1
-        told = [Quadratic(merge, a, 5, delay, k, beta, s) for a, k, s in zip(q, alpha, share, strict=True)]
-        wanted = np.array([jury(one.polynomial()) for one in told])
+        told = [Quadratic(merge, a, 5, delay, k, beta, s, nesterov) for a, k, s in zip(q, alpha, share, strict=True)]
+        wanted = np.array([one.radius < 1 if nesterov else jury(one.polynomial()) for one in told])
         near = np.array([abs(one.radius - 1) < 0.01 for one in told])
         assert ((seen == wanted) | near).all(), (merge, delay, beta)
 
 
+@pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("delay", [0, 3, 5])
-@pytest.mark.parametrize("merge", ["outer", "mix", "keep"])
-def test_which_settings_settle(merge: str, delay: int):
-    check_settles(merge, delay)
+@pytest.mark.parametrize("merge", ["restart", "interpolate", "keep_local"])
+def test_which_settings_settle(merge: str, delay: int, nesterov: bool):
+    check_settles(merge, delay, nesterov)
 
 
 def test_the_check_fails_if_a_formula_is_wrong(monkeypatch: pytest.MonkeyPatch):
     polynomial = Quadratic.polynomial
     monkeypatch.setattr(Quadratic, "polynomial", lambda self: polynomial(self) + np.eye(len(polynomial(self)))[-1] / 3)
     with pytest.raises(AssertionError):
-        check_settles("keep", 3)
+        check_settles("keep_local", 3)
 
 
-def accepted(merge: Any, delay: int, alpha: float, beta: float) -> bool:
+def accepted(merge: Any, delay: int, alpha: float, beta: float, nesterov: bool) -> bool:
     late: Any = "boundary" if delay == 12 else delay
+    settings: dict[str, Any] = {"outer_lr": alpha, "outer_momentum": beta, "nesterov": nesterov, "gap": "none"}
     try:
-        CO2Config(12, merge=merge, delay=late, outer_lr=alpha, outer_momentum=beta, gap="none").check_stable()
+        CO2Config(12, merge=merge, delay=late, **settings).check_stable()
     except UserError:
         return False
     return True
 
 
-@pytest.mark.parametrize(("merge", "delay"), [("outer", 12), ("mix", 12), ("mix", 5), ("outer", 0), ("keep", 9)])
-def test_the_package_refuses_what_is_above_the_largest_outer_learning_rate(merge: Any, delay: int):
-    for beta in (0.0, 0.6):
-        limit = largest(merge, 12, delay, beta)
-        assert [accepted(merge, delay, limit * by, beta) for by in (0.998, 1.002)] == [True, False]
-        if delay < 12:
-            assert largest_outer_lr(merge, beta, delay / 12) == pytest.approx(limit, 1e-3)
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize(
+    ("merge", "delay"),
+    [
+        ("restart", 12),
+        ("interpolate", 12),
+        ("interpolate", 5),
+        ("restart", 0),
+        ("keep_local", 0),
+        ("keep_local", 3),
+        ("keep_local", 9),
+        ("keep_local", 12),
+    ],
+)
+def test_the_package_refuses_what_is_above_the_largest_outer_learning_rate(merge: Any, delay: int, nesterov: bool):
+    for beta in (0.0, 0.3, 0.6, 0.9):
+        limit = largest(merge, 12, delay, beta, nesterov)
+        found = [accepted(merge, delay, limit * by, beta, nesterov) for by in (0.998, 1.002)]
+        assert found == [True, False], (beta, limit)
+        if delay < 12 or merge == "keep_local":
+            assert largest_outer_lr(merge, beta, delay / 12, nesterov) == pytest.approx(limit, 1e-3)
 
 
 @pytest.mark.parametrize(("tau", "delay"), [(12, 1), (12, 4), (24, 9), (24, 24)])
@@ -336,28 +355,30 @@ def test_momentum_of_the_inner_optimizer_drives_workers_apart(tau: int, delay: i
     factors = spread_with_momentum(0.9, lh, tau, delay)
     worst = 1 - lh[[factors.argmax()]]
     opposite = torch.tensor([[1.0], [-1.0]]).double()
-    seen = growth(opposite, worst, merge="keep", tau=tau, delay=delay, momentum=0.9)[0]
+    seen = growth(opposite, worst, merge="keep_local", tau=tau, delay=delay, momentum=0.9)[0]
     assert abs(seen - factors.max()) < 0.02
     assert late_with_momentum(0.9, lh, tau, 0.7, 0.2).max() > 0
 
 
 @pytest.mark.parametrize(("delay", "q"), [(0, 0.9), (4, 0.8), (8, 0.7)])
 def test_how_far_the_workers_are_apart(delay: int, q: float):
-    told = Quadratic("keep", q, 8, delay).apart(4)
-    assert variances(q, merge="keep", tau=8, delay=delay)[1] == pytest.approx(told, rel=0.02)
+    told = Quadratic("keep_local", q, 8, delay).apart(4)
+    assert variances(q, merge="keep_local", tau=8, delay=delay)[1] == pytest.approx(told, rel=0.02)
 
 
-@pytest.mark.parametrize(("merge", "delay", "beta"), [("outer", 8, 0.2), ("keep", 3, 0.5), ("keep", 8, 0.3)])
+@pytest.mark.parametrize(
+    ("merge", "delay", "beta"), [("restart", 8, 0.2), ("keep_local", 3, 0.5), ("keep_local", 8, 0.3)]
+)
 def test_the_noise_that_a_late_mean_leaves(merge: str, delay: int, beta: float):
     """The excess loss on a noisy quadratic is h / 2 times this variance."""
-    alpha = 0.5 if merge == "outer" else 1.0
+    alpha = 0.5 if merge == "restart" else 1.0
     seen, _ = variances(0.8, merge=merge, tau=8, delay=delay, alpha=alpha, beta=beta)
     assert seen == pytest.approx(Quadratic(merge, 0.8, 8, delay, alpha, beta).variance(4), rel=0.02)
     assert quadratic.added(2, 0.5) == 1.25
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("merge", "delay"), [("keep", 0), ("keep", 2), ("keep", 8), ("outer", 8)])
+@pytest.mark.parametrize(("merge", "delay"), [("keep_local", 0), ("keep_local", 2), ("keep_local", 8), ("restart", 8)])
 def test_the_squared_gradient_falls_as_one_over_the_root_of_workers_and_steps(merge: str, delay: int):
     """On sum_j 0.1 x_j^2 + 0.4 (1 - cos 2 x_j), x in R^20, learning rate 0.39 sqrt(workers / steps)."""
 

@@ -18,14 +18,12 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-import core.co2
-from core import CO2, CO2Config, LocalSGD, ShardedCO2, SlowMo, UserError, WireConfig, make_method
-from core.checkpoints.saved import Saved, of_rank, under_rank
-from core.checkpoints.snapshot import Snapshot
-from core.config import OuterConfig
-from core.groups import of_all
-from core.methods import METHODS, DelayedCO2, DelayedConfig
-from core.sharded.mesh import node_mesh
+from core import CO2, CO2Config, CompressionConfig, LocalSGD, ShardedCO2, SlowMo, UserError, make_method
+from core.comm import of_all
+from core.hooks import Snapshot
+from core.local_update import of_rank, under_rank
+from core.methods import METHODS
+from core.placement import node_mesh
 from core.testing import run_distributed
 from tests import problems
 from tests.on_ranks import alike, on_ranks
@@ -34,19 +32,21 @@ from tests.problems import Settings, flat, refusal, sgd_step, take_steps
 SAVE_AT, STEPS = 6, 13
 BASE = Settings(tau=3, outer_lr=0.4, outer_momentum=0.5, clip=0.1)
 MERGES: list[dict[str, Any]] = [  # or what else meets a mean, such as Nesterov's momentum
-    {"merge": "mix"},
-    {"merge": "mix", "delay": 1},
-    {"merge": "keep", "delay": 2},
+    {"merge": "interpolate"},
+    {"merge": "interpolate", "delay": 1},
+    {"merge": "keep_local", "delay": 2},
     {"delay": 0, "gap": "none"},
-    {"merge": "keep"},
-    {"merge": "mix", "delay": 1, "wire": "int8"},
+    {"merge": "keep_local"},
+    {"merge": "interpolate", "delay": 1, "compression": "int8"},
     {"nesterov": True},
     {"nesterov": True, "delay": 0, "gap": "none"},
+    {"nesterov": True, "gap": "elementwise", "merge": "keep_local", "delay": 2, "compression": "int4"},
+    {"nesterov": True, "gap": "norm", "merge": "interpolate", "delay": 1},
 ]
 RUNS = [("co2", replace(BASE, gap=gap)) for gap in ("elementwise", "norm", "none")]
-RUNS += [(s.method, s) for s in (replace(BASE, **{"gap": "none"} | changes) for changes in MERGES)]
-RUNS += [(name, BASE) for name in ("local", "slowmo", "overlap_local")]
-RUNS += [(name, replace(BASE, wire="int4")) for name in ("local", "overlap_local")]
+RUNS += [("co2", s) for s in (replace(BASE, **{"gap": "none"} | changes) for changes in MERGES)]
+RUNS += [(name, BASE) for name in ("local", "slowmo", "diloco", "overlap_local")]
+RUNS += [(name, replace(BASE, compression="int4")) for name in ("local", "overlap_local")]
 CASES = [*((*run, SAVE_AT) for run in RUNS), *((*run, at) for run in (RUNS[0], *RUNS[-5:]) for at in (1, 8))]
 
 
@@ -59,8 +59,8 @@ def net(seed: int) -> nn.Module:
 def build(name: str, seed: int, s: Settings) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
     model = net(seed)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
-    options: dict[str, Any] = {"delayed": s.delayed} if name == "delayed" else {}
-    _, method = make_method(name, model, co2=s.co2, lr=lambda: optimizer.param_groups[0]["lr"], **options)
+    co2 = s.co2 if name == "co2" else CO2Config(s.tau, compression=s.co2.compression)
+    _, method = make_method(name, model, co2=co2, lr=lambda: optimizer.param_groups[0]["lr"])
     return model, optimizer, method
 
 
@@ -98,7 +98,7 @@ def test_what_was_loaded_may_be_loaded_again(kind: Any, config: CO2Config):
 def test_what_another_workers_error_feedback_held_back_is_not_ones_own(rank: int):
     """All go on from what the first one held, as from a checkpoint that holds no other."""
     params = [nn.Parameter(torch.zeros(300))]
-    co2 = CO2(params, CO2Config(tau=1, merge="keep", gap="none", delay=0, wire=WireConfig("int4")))
+    co2 = CO2(params, CO2Config(tau=1, merge="keep_local", gap="none", delay=0, compression=CompressionConfig("int4")))
     for step in range(3):
         params[0].data += torch.randn(300, generator=torch.Generator().manual_seed(2 * step + rank))
         co2.step()
@@ -118,8 +118,8 @@ def test_a_resumed_run_is_bit_identical(rank: int, tmp_path: Path):
     for name, s, at in CASES:
         model, optimizer, method = build(name, 0, s)
         go(model, optimizer, method, rank, range(at))
-        hides = name in ("co2", "delayed", "overlap_local") and s.delay != 0
-        assert method.flight.in_flight is (hides and at > 1), (name, s, at)
+        hides = name in ("co2", "overlap_local") and s.delay != 0
+        assert method.allreduce.in_flight is (hides and at > 1), (name, s, at)
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "method": method.state_dict()}
         torch.save(state, tmp_path / f"{rank}.pt")
         go(model, optimizer, method, rank, range(at, STEPS))
@@ -154,8 +154,8 @@ MISFITS = {
     "of slowmo": (lambda: SlowMo(params(3), 2), lambda: CO2(params(3), CO2_2)),
     "of local": (lambda: LocalSGD(params(3), 2), lambda: SlowMo(params(3), 2)),
     "of another momentum": (
-        lambda: DelayedCO2(params(3), CO2_2),
-        lambda: DelayedCO2(params(3), CO2_2, DelayedConfig(nesterov=True)),
+        lambda: CO2(params(3), CO2_2),
+        lambda: CO2(params(3), replace(CO2_2, nesterov=True)),
     ),
     "without buffers": (lambda: CO2(params(3), CO2_2), lambda: CO2(params(3), CO2_2, buffers=[torch.zeros(2)])),
     "with buffers": (lambda: CO2(params(3), CO2_2, buffers=[torch.zeros(2)]), lambda: CO2(params(3), CO2_2)),
@@ -173,11 +173,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_and_changes_nothing(which: st
         assert all(torch.equal(a, b) for a, b in zip(flats, before[name], strict=True))
 
 
-class Bare(Saved, core.co2.CO2):
-    """The paper's algorithm and no more, to be saved."""
-
-
-@pytest.mark.parametrize("build", [lambda: LocalSGD(params(3), 2), lambda: Bare(params(3), OuterConfig(tau=2))])
+@pytest.mark.parametrize("build", [lambda: LocalSGD(params(3), 2), lambda: CO2(params(3), CO2Config(tau=2))])
 def test_empty_parts_may_be_missing(build: Any):
     """torch.distributed.checkpoint's tools drop empty dicts."""
     writer, reader = build(), build()
@@ -189,7 +185,7 @@ def test_empty_parts_may_be_missing(build: Any):
 
 
 def test_a_checkpoint_that_does_not_fit_leaves_the_wire_alone():
-    config = CO2Config(tau=2, wire=WireConfig("auto"))
+    config = CO2Config(tau=2, compression=CompressionConfig("auto"))
     writer, reader = CO2(params(3), config), CO2(params(4), config)
     state = of_rank(saved_by(writer)) | {"reducer": "int4"}
     with pytest.raises(UserError, match="elements, here it has"):
@@ -198,10 +194,17 @@ def test_a_checkpoint_that_does_not_fit_leaves_the_wire_alone():
 
 
 def as_before(own: dict[str, Any]) -> dict[str, Any]:
-    """A worker's part of a checkpoint as versions wrote it that knew no riders and no reducers by name."""
-    riders, kept = own["riders"], own["state"] | own["held_back"]
+    """A worker's part of a checkpoint as versions wrote it that knew no hooks and no reducers by name."""
+    hooks, kept = own["hooks"], own["state"] | own["residual"]
     old = {key: own[key] for key in ("method", "flats", "in_flight", "workers", "local_steps", "rounds")}
-    return old | {"state": kept, "guard": riders["guard"], "tuner": None, "pace": None, "tau": 2, "sync_steps": 0}
+    return old | {
+        "state": kept,
+        "guard": hooks["outlier_filter"],
+        "tuner": None,
+        "pace": None,
+        "tau": 2,
+        "sync_steps": 0,
+    }
 
 
 @pytest.mark.parametrize("build", [CO2, partial(ShardedCO2, shard=True)])
@@ -213,9 +216,12 @@ def test_a_checkpoint_of_an_older_version_is_refused_in_one_line(build: Any):
     assert said.endswith("or start afresh")
 
 
-@pytest.mark.parametrize(("wire", "to"), [("auto", "float32"), ("float32", "auto")])
-def test_a_run_may_go_on_with_its_wire_chosen_or_given_where_nothing_is_held_back(wire: Any, to: Any):
-    first, then = (CO2(params(3), CO2Config(tau=2, wire=WireConfig(wire))) for wire in (wire, to))
+@pytest.mark.parametrize(("compression", "to"), [("auto", "float32"), ("float32", "auto")])
+def test_a_run_may_go_on_with_its_wire_chosen_or_given_where_nothing_is_held_back(compression: Any, to: Any):
+    first, then = (
+        CO2(params(3), CO2Config(tau=2, compression=CompressionConfig(compression)))
+        for compression in (compression, to)
+    )
     then.load_state_dict(saved_by(first))
     for _ in range(2):
         then.step()
@@ -228,7 +234,9 @@ def of_four(state: dict[str, Any]) -> dict[str, Any]:
     return state | {"workers": 4, "flats": [torch.cat([4 * flat, theirs]) for flat in state["flats"]]}
 
 
-@pytest.mark.parametrize("changes", [{"tau": 2}, {"tau": "auto", "tau_max": 2}, {"tau": 2, "wire": WireConfig("int8")}])
+@pytest.mark.parametrize(
+    "changes", [{"tau": 2}, {"tau": "auto", "tau_max": 2}, {"tau": 2, "compression": CompressionConfig("int8")}]
+)
 def test_a_sum_in_flight_over_other_workers_lands_as_their_mean(changes: dict[str, Any]):
     config, ends = CO2Config(clip=None, **changes), []
     for change in (lambda state: state, of_four):
@@ -239,7 +247,7 @@ def test_a_sum_in_flight_over_other_workers_lands_as_their_mean(changes: dict[st
                 p[0].sub_(1.0)
                 co2.step()
             state = of_rank(co2.state_dict())
-            if config.wire.format != "float32":  # means land, whatever their number
+            if config.compression.format != "float32":  # means land, whatever their number
                 change = (lambda state: state | {"workers": 4}) if change is of_four else change
             resumed = CO2(q := params(3), config)
             resumed.load_state_dict(under_rank(change(state)))
@@ -255,11 +263,11 @@ def test_what_is_of_each_worker_is_left_behind_by_another_number():
     config = CO2Config(tau=2)
     writer, reader = CO2(params(3), config), CO2(params(3), config)
     state = of_rank(saved_by(writer))
-    assert "left_out" in writer.scalars.sizes
+    assert "excluded" in writer.scalars.sizes
     state["flats"][0][-1:] = 1.0
     reader.load_state_dict(under_rank(state | {"workers": 4, "places": 4}))
-    assert reader.scalars["left_out"].item() == 0.0
-    assert reader.step() and reader.stats.left_out == 0
+    assert reader.scalars["excluded"].item() == 0.0
+    assert reader.step() and reader.stats.excluded == 0
 
 
 def test_shared_state_goes_on_after_the_end_with_another_number():
@@ -278,7 +286,7 @@ def test_a_snapshot_is_the_state_of_its_boundary():
     for gap in ("elementwise", "norm"):
         given: list[dict[str, Any]] = []
         p = params(3)
-        co2 = CO2(p, CO2Config(tau=2, gap=gap), riders=[snapshot := Snapshot()])
+        co2 = CO2(p, CO2Config(tau=2, gap=gap), hooks=[snapshot := Snapshot()])
         with torch.no_grad():
             for step in range(5):
                 if step == 4:
@@ -295,7 +303,7 @@ def test_a_snapshot_is_the_state_of_its_boundary():
 
 
 def test_a_second_snapshot_waits_for_the_first():
-    co2 = CO2(params(3), CO2_2, riders=[snapshot := Snapshot()])
+    co2 = CO2(params(3), CO2_2, hooks=[snapshot := Snapshot()])
     given: list[str] = []
     saved_by(co2)
     snapshot.ask(lambda _: given.append("first"))
@@ -336,7 +344,14 @@ def test_an_object_that_diverged_can_go_back_to_a_finished_checkpoint():
 
 
 KEEP = CO2Config(
-    tau=3, outer_momentum=0.0, gap="none", clip=None, merge="keep", delay=2, wire=WireConfig("int4"), outlier=3.0
+    tau=3,
+    outer_momentum=0.0,
+    gap="none",
+    clip=None,
+    merge="keep_local",
+    delay=2,
+    compression=CompressionConfig("int4"),
+    outlier=3.0,
 )
 WRITTEN: dict[str, Any] = {
     "the paper's": lambda params: CO2(params, CO2Config(tau=3, outer_lr=0.4)),
@@ -389,22 +404,22 @@ def gone_on(rank: int, world_size: int, folder: str, saves: bool) -> tuple[int, 
         dcp.save({"co2": co2.state_dict(), f"model{rank}": model.state_dict()}, checkpoint_id=folder)
         if rank == 0:
             dcp_to_torch_save(folder, f"{folder}/whole.pt")
-        return co2.rounds, flat(co2.state["sent"])
+        return co2.rounds, flat(co2.state["snapshot"])
     state = torch.load(f"{folder}/whole.pt", weights_only=True)
     model.load_state_dict(state[f"model{rank % 2}"])
     co2.load_state_dict(state["co2"])
-    sent = flat(co2.state["sent"])
+    snapshot = flat(co2.state["snapshot"])
     descend(model, co2, rank, range(SAVE_AT, STEPS), False)
     co2.finish()
-    return co2.rounds, sent
+    return co2.rounds, snapshot
 
 
 def test_another_number_of_workers_goes_on_from_one_dict(tmp_path: Path):
     saved = run_distributed(gone_on, 2, str(tmp_path), True)
     assert not torch.equal(saved[0][1], saved[1][1])
     for workers in (1, 3):
-        for rank, (rounds, sent) in enumerate(run_distributed(gone_on, workers, str(tmp_path), False)):
-            assert rounds > saved[0][0] and torch.equal(sent, saved[rank % 2][1])
+        for rank, (rounds, snapshot) in enumerate(run_distributed(gone_on, workers, str(tmp_path), False)):
+            assert rounds > saved[0][0] and torch.equal(snapshot, saved[rank % 2][1])
 
 
 def test_a_state_without_a_rank_is_refused_in_one_line():
@@ -459,7 +474,9 @@ def go_on(method: Any, params: list[nn.Parameter], rank: int) -> Tensor:
 def test_after_resync_training_goes_on_as_in_a_fresh_object(rank: int):
     """From loaded weights after five other steps, and in a fresh object."""
     kinds = {name: lambda model, name=name: make_method(name, model, co2=CONFIG)[1] for name in LOCAL}
-    kinds["int8"] = lambda model: make_method("co2", model, co2=CO2Config(tau=2, wire=WireConfig("int8")))[1]
+    kinds["int8"] = lambda model: make_method(
+        "co2", model, co2=CO2Config(tau=2, compression=CompressionConfig("int8"))
+    )[1]
     kinds["shard"] = lambda model: ShardedCO2(list(model.parameters()), CONFIG, shard=True)
     for name, build in kinds.items():
         pair = []
@@ -556,13 +573,13 @@ def apply_change(change: str, params: list[nn.Parameter], method: Any) -> None:
 @on_ranks(1)
 def test_weights_loaded_under_a_method_are_noticed_at_the_rounds_first_step(rank: int):
     """Once, and by those methods that would pull them back; one that keeps no start cannot tell a swap from a load."""
-    for name in (*LOCAL, "shard", "keep"):
+    for name in (*LOCAL, "shard", "keep_local"):
         params = [nn.Parameter(torch.full((3,), 0.5)), nn.Parameter(torch.ones(2))]
         if name == "shard":
             method: Any = ShardedCO2(params, CONFIG, shard=True)
         else:
-            config = replace(CONFIG, merge="keep") if name == "keep" else CONFIG
-            method = make_method("co2" if name == "keep" else name, nn.ParameterList(params), co2=config)[1]
+            config = replace(CONFIG, merge="keep_local") if name == "keep_local" else CONFIG
+            method = make_method("co2" if name == "keep_local" else name, nn.ParameterList(params), co2=config)[1]
         optimizer, found = torch.optim.SGD(params, 0.01), []
         for change in ("none", "swapped", "loaded", "in mid-round", "no memory of its own", "resynced", "none"):
             with warnings.catch_warnings(record=True, action="always") as caught:

@@ -1,5 +1,6 @@
-"""Who may import whom, read from the source: the root of core knows no room, and core imports torch alone."""
+"""Who may import whom, read from the source: core's base knows nothing above it, and core imports torch alone."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -9,27 +10,24 @@ import pytest
 
 from tests.imports import PACKAGES, ROOT, TASKS, file_of, files, imports, needed, room_of
 
-ABOVE_ROOMS = ("core.assembly", "core.methods", "core.integrations", "core.doctor", "core.__init__")
-ROOMS = {room_of(file) for file in files() if room_of(file).startswith("core.")} - set(ABOVE_ROOMS)
-CORE = {"core", *ROOMS, *ABOVE_ROOMS}
+CORE = {room_of(file) for file in files() if file.parts[0] == "core"}
 TRAINING = {"training", "training.elastic", "training.layouts"}
 
 ARROWS: dict[str, set[str]] = {
     "core": set(),
-    "core.adaptive": {"core"},
-    "core.checkpoints": {"core", "core.robust"},  # which knows where a worker is that does not come to save()
-    # newcomers get what is saved
-    "core.elastic": {"core", "core.adaptive", "core.assembly", "core.checkpoints", "core.robust", "core.testing"},
-    "core.lgreco": {"core", "core.wires"},
-    "core.robust": {"core"},
-    # settings say when a mean is merged
-    "core.sharded": {"core", "core.adaptive", "core.assembly", "core.checkpoints"},
+    "core.compression": {"core"},
     "core.testing": {"core"},
-    "core.triton": {"core", "core.adaptive", "core.wires"},  # whose passes and formats it knows as kernels
-    "core.wires": {"core"},
-    "core.assembly": {"core", *ROOMS},  # the one room that puts others together
-    "core.methods": {"core", *ROOMS, "core.assembly"},
-    "core.__init__": {"core", *ROOMS, "core.methods"},
+    "core.outer_kernels": {"core", "core.compression"},  # the number formats' kernels round as it does
+    "core.config": {"core", "core.compression"},
+    "core.placement": {"core", "core.config"},
+    # puts the arguments of all methods together
+    "core.build": {"core", "core.compression", "core.config", "core.placement", "core.testing"},
+    "core.co2": {"core", "core.build", "core.config"},
+    "core.sharded": {"core", "core.build", "core.config", "core.placement"},
+    "core.ddp": {"core", "core.config", "core.testing"},
+    "core.methods": CORE - {"core.__init__", "core.elastic", "core.integrations", "core.doctor"},
+    "core.elastic": {"core", "core.build", "core.co2", "core.config", "core.testing"},
+    "core.__init__": CORE - {"core.elastic", "core.integrations", "core.doctor"},
     "core.integrations": CORE - {"core.doctor"},
     "core.doctor": CORE - {"core.integrations"},  # nothing imports it
     "training": {*CORE, *TRAINING},
@@ -42,6 +40,22 @@ ARROWS: dict[str, set[str]] = {
 }
 """Room or package -> those that its files may import."""
 
+BACK = {
+    # for the type checker alone: what a method calls refers to the method
+    ("core/hooks.py", "core/local_update.py"),
+    ("core/extra.py", "core/local_update.py"),
+    ("core/usage.py", "core/local_update.py"),
+    # inside a function: what few need
+    ("core/outer.py", "core/outer_kernels.py"),
+    ("core/config.py", "core/placement.py"),
+}
+"""The only imports against the arrows: (the file, what it imports)."""
+
+
+def wanted() -> dict[Path, set[Path]]:
+    """What each file imports, along the arrows."""
+    return {file: {o for o in needed(file) if (str(file), str(o)) not in BACK} for file in files()}
+
 
 def test_every_room_and_package_has_a_row():
     assert {room_of(file) for file in files()} - ARROWS.keys() == set()
@@ -53,11 +67,11 @@ def test_every_room_and_package_has_a_row():
 
 @pytest.mark.parametrize("room", ARROWS)
 def test_imports_run_along_the_arrows(room: str):
-    others = {file: needed(file) for file in files() if room_of(file) == room}
+    others = {file: needs for file, needs in wanted().items() if room_of(file) == room}
     wrong = [
         f"{file} imports {other}"
-        for file, wanted in others.items()
-        for other in sorted(wanted)
+        for file, needs in others.items()
+        for other in sorted(needs)
         if room_of(other) not in ARROWS[room] | {room}
     ]
     assert not wrong, "\n".join(wrong)
@@ -66,15 +80,27 @@ def test_imports_run_along_the_arrows(room: str):
 def test_imports_make_no_circle():
     """In the whole project. What is imported inside a function, or for a type checker alone, counts: a reader follows
     it, too."""
-    wanted = {file: needed(file) for file in files()}
-    circles = {file: others for file in wanted if file in (others := reached(wanted, file))}
-    wrong = [f"{file} needs {', '.join(map(str, sorted(wanted[file] & circles.keys())))}" for file in circles]
+    needs = wanted()
+    circles = {file: others for file in needs if file in (others := reached(needs, file))}
+    wrong = [f"{file} needs {', '.join(map(str, sorted(needs[file] & circles.keys())))}" for file in circles]
     assert not wrong, "\n".join(wrong)
+
+
+def loaded_first(file: Path) -> set[str]:
+    """What a file imports at once when it is imported: neither inside a function nor for a type checker."""
+    top = [node for node in ast.parse((ROOT / file).read_text()).body if isinstance(node, ast.ImportFrom)]
+    return {str(Path(*file.parts[: -node.level], f"{node.module}.py")) for node in top if node.level and node.module}
+
+
+@pytest.mark.parametrize(("file", "other"), sorted(BACK))
+def test_an_import_against_the_arrows_is_there_and_not_at_once(file: str, other: str):
+    assert Path(other) in needed(Path(file)) and other not in loaded_first(Path(file))
 
 
 def test_the_root_loads_nothing_by_its_name():
     """Which would be an arrow that the two tests above do not see."""
-    assert not [path.name for path in (ROOT / "core").glob("*.py") if "importlib" in path.read_text()]
+    loads = re.compile("import_module|__import__")
+    assert not [path.name for path in (ROOT / "core").glob("*.py") if loads.search(path.read_text())]
 
 
 def reached(wanted: dict[Path, set[Path]], start: Path) -> set[Path]:
@@ -90,32 +116,33 @@ def reached(wanted: dict[Path, set[Path]], start: Path) -> set[Path]:
 
 def test_a_circle_is_found():
     a, b, c, d = map(Path, "abcd")
-    wanted = {a: {b}, b: {c}, c: {b}, d: set[Path]()}
-    assert [file for file in wanted if file in reached(wanted, file)] == [b, c]
+    needs = {a: {b}, b: {c}, c: {b}, d: set[Path]()}
+    assert [file for file in needs if file in reached(needs, file)] == [b, c]
 
 
 def test_what_the_imports_mean():
     """A function of a package's file, a module of a package, and what `core` hands on are told apart."""
     named = {
-        "core.flat.copy": "core/flat.py",
+        "core.buckets.copy": "core/buckets.py",
         "core.outer": "core/outer.py",
         "core.CO2Config": "core/__init__.py",
-        "core.wires.formats.Wire": "core/wires/formats.py",
+        "core.compression.formats.Wire": "core/compression/formats.py",
         "torch.nn": None,
     }
     assert {name: path and str(path) for name in named if (path := file_of(name)) or True} == named
-    rooms = {"core/flight.py": "core", "core/__init__.py": "core.__init__", "core/wires/formats.py": "core.wires"}
+    rooms = {"core/comm.py": "core", "core/__init__.py": "core.__init__", "core/co2.py": "core.co2"}
+    rooms["core/compression/formats.py"] = "core.compression"
     assert {file: room_of(Path(file)) for file in rooms} == rooms
-    assert "core.flat.copy" in imports(Path("core/outer.py")), "relative imports are made absolute"
+    assert "core.buckets.copy" in imports(Path("core/outer.py")), "relative imports are made absolute"
 
 
 FILES = [file for file in files() if file.parts[0] == "core"]
 OUTSIDE = {
-    "checkpoints/stored.py": {"numpy"},
+    "stored.py": {"numpy"},
     "integrations/mmengine.py": {"mmengine"},
 }  # imported when used, as these are
 OUTSIDE |= {f"integrations/{name}.py": {name} for name in ("accelerate", "lightning", "transformers")}
-OUTSIDE |= {f"triton/{name}.py": {"triton"} for name in ("boundary", "codec")}
+OUTSIDE |= {name: {"triton"} for name in ("outer_kernels.py", "compression/kernels.py")}
 
 
 def test_only_torch_is_imported_from_outside():

@@ -11,16 +11,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import core.co2
 import core.stats
 from core import CO2, CO2Config, LocalSGD, OverlapLocalSGD, ShardedCO2, UserError, make_method
+from core.local_update import SyncSchedule
 from core.methods import METHODS
 from core.stats import RoundClock, RoundStats, between, mark, ready
 from core.testing import run_distributed
 from tests import problems
 from tests.calls import Calls, calls_of
-from tests.on_ranks import alike, everybody, on_ranks
-from tests.problems import Settings, flat, refusal, sgd_step, small_net, take_steps
+from tests.on_ranks import alike, on_ranks, total_world_size
+from tests.problems import Settings, bare_co2, flat, refusal, sgd_step, small_net, take_steps
 from tests.quadratic import Quadratic
 from training.folder import Overlap
 
@@ -118,7 +118,7 @@ def test_buffers_are_averaged_where_they_are_passed_a_round_late_if_the_paramete
             continue
         assert last == [20.5] * 2 and wide.item() == 0.5 + EPS, f"{name}: finish() leaves the mean of the newest"
         if name != "ddp":
-            assert seen == ([0.5, 10.5, 20.5] if name in ("local", "slowmo") else [rank, 0.5, 10.5]), name
+            assert seen == ([0.5, 10.5, 20.5] if name in ("local", "slowmo", "diloco") else [rank, 0.5, 10.5]), name
 
 
 def statistics(rank: int, world_size: int, config: Settings) -> list[dict[str, float]]:
@@ -144,7 +144,10 @@ def test_statistics_of_each_round():
         assert empty["pseudo_gradient_norm"] == empty["bytes_sent"] == 0.0
         assert (second["round"], third["round"]) == (1, 2)
         assert second["pseudo_gradient_norm"] == 5.0
-        assert (second["disagreement"], third["disagreement"]) == (5.0, 2.0)  # one worker moves, the other stays
+        assert (second["consensus_distance"], third["consensus_distance"]) == (
+            5.0,
+            2.0,
+        )  # one worker moves, the other stays
         assert (second["gap_mean"], second["gap_max"]) == (1.0, 1.0)
         assert second["clipped_share"] == 0.5  # (3, 4) -> (3, 3.5)
         assert second["momentum_norm"] == pytest.approx((3**2 + 3.5**2) ** 0.5)
@@ -276,9 +279,9 @@ BASE = Settings(tau=4, gap="none", outer_lr=0.5, outer_momentum=0.2)
 WAYS: dict[str, dict[str, Any]] = {
     "outer": {},
     "at once": {"delay": 0},
-    "mix": {"merge": "mix", "delay": 1},
-    "keep": {"merge": "keep", "delay": 2},
-    "keep, a round late": {"merge": "keep"},
+    "mix": {"merge": "interpolate", "delay": 1},
+    "keep_local": {"merge": "keep_local", "delay": 2},
+    "keep, a round late": {"merge": "keep_local"},
 }
 QUADRATICS = ((2, 0.9), (6, 0.8), (8, 0.9))  # delay of 8 local steps, and q
 
@@ -294,10 +297,10 @@ def test_it_is_the_workers_distance_from_their_mean(rank: int, name: str):
         before = flat(params)
         if co2.step():
             sent.append(flat(params) if "merge" in changes else before)
-            told.append(co2.stats.as_dict()["disagreement"])
+            told.append(co2.stats.as_dict()["consensus_distance"])
     co2.finish()
     told = told if name == "at once" else told[1:]
-    for round_, (all_sent, seen) in enumerate(zip(zip(*everybody(sent), strict=True), told, strict=False)):
+    for round_, (all_sent, seen) in enumerate(zip(zip(*total_world_size(sent), strict=True), told, strict=False)):
         x = torch.stack(all_sent)
         expected = float((x - x.mean(0)).square().sum(1).mean().sqrt())
         assert seen == pytest.approx(expected, rel=1e-6), (name, round_)
@@ -310,29 +313,31 @@ def test_under_noise_it_is_what_the_theory_says(rank: int):
     for delay, q in QUADRATICS:
         p = nn.Parameter(torch.zeros(20_000))
         late: Any = "boundary" if delay == 8 else delay
-        config = CO2Config(8, merge="keep", delay=late, gap="none", outer_momentum=0.0, clip=None)
+        config = CO2Config(8, merge="keep_local", delay=late, gap="none", outer_momentum=0.0, clip=None)
         co2, draw, told = CO2([p], config), torch.Generator().manual_seed(rank), []
         for _ in range(24 * 8):
             with torch.no_grad():
                 p.mul_(q).add_(torch.randn(p.shape, generator=draw))
             if co2.step():
-                told.append(co2.stats.as_dict()["disagreement"] ** 2 / p.numel())
+                told.append(co2.stats.as_dict()["consensus_distance"] ** 2 / p.numel())
         co2.finish()
         seen = sum(told[12:]) / 12
-        assert everybody(seen) == [seen] * 3 and seen == pytest.approx(
-            Quadratic("keep", q, 8, delay).apart(3), rel=0.02
+        assert total_world_size(seen) == [seen] * 3 and seen == pytest.approx(
+            Quadratic("keep_local", q, 8, delay).apart(3), rel=0.02
         )
 
 
-TAU, ROUNDS = 4, 3
+TAU, ROUNDS = 4, 5  # the checks of how it is used end before the last round
 CHANGES, FILES = 40, 10  # most of a boundary
 CALLS = 6  # most of a step that closes nothing
 
 
 def one_round(rank: int, world_size: int) -> list[Calls]:
-    """What each step of a round makes, its last one the boundary; a reduction lands and the next one is launched."""
+    """What each step of a round makes, its last one the boundary; a reduction lands and the next one is launched.
+    Without hooks, whose calls are their own."""
     params = list(small_net().parameters())
-    co2 = core.co2.CO2(params, CO2Config(tau=TAU))
+    co2 = bare_co2(params)
+    co2.sync_schedule = SyncSchedule(TAU)
     counted: list[Calls] = []
     for step in range(ROUNDS * TAU):
         sgd_step(params, rank, step)
@@ -385,9 +390,9 @@ def test_what_counts_as_a_call():
 
 HIDDEN = {
     "co2": CO2Config(tau=3),
-    "keep": CO2Config(tau=3, merge="keep", delay=2, gap="none"),
-    "mix": CO2Config(tau=3, merge="mix", delay="auto"),
-    "mixed at the boundary": CO2Config(tau=3, merge="mix"),
+    "keep_local": CO2Config(tau=3, merge="keep_local", delay=2, gap="none"),
+    "mix": CO2Config(tau=3, merge="interpolate", delay="auto"),
+    "mixed at the boundary": CO2Config(tau=3, merge="interpolate"),
 }
 ENDS: dict[str, Any] = {name: lambda p, c=c: CO2(p, c) for name, c in HIDDEN.items()} | {
     "shard": lambda p: ShardedCO2(p, CO2Config(tau=3), shard=True),
@@ -409,7 +414,7 @@ def test_a_last_step_saves_an_all_reduce_and_changes_nothing(rank: int):
                 for step in range(steps):
                     sgd_step(params, rank, step)
                     if name == "mix":
-                        method.flight.settle()  # so that a mean is merged after the same step
+                        method.allreduce.drain()  # so that a mean is merged after the same step
                     method.step(last=says and step == steps - 1)
                 method.finish()
                 found[says].append((flat(params), method.rounds))

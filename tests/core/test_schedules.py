@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from core import CO2, CO2Config, ShardedCO2, UserError, WireConfig
-from core.adaptive.config import Schedule
-from core.adaptive.tau import Adaptive
-from core.assembly import plugs, tuned_for
+from core import CO2, CO2Config, CompressionConfig, ShardedCO2, UserError
+from core.build import build_args, tau_hook_for
+from core.config import Schedule
 from core.methods import OverlapLocalSGD, SlowMo, SlowMoConfig
 from core.outer import carried
+from core.tau import AdaptiveTau
 from tests import problems
 from tests.on_ranks import alike, on_ranks
 from tests.problems import LR, Settings, assert_traces_equal, flat, gradient, train_with
@@ -28,7 +28,7 @@ def ramp_tau(tau: int, first: int = 1) -> Schedule:
     ("config", "schedule", "closes"),
     [
         (CO2Config(tau=12), ramp_tau(12, first=3), [3, 9, 21, 33]),
-        (CO2Config(tau=4, merge="keep", delay=2), ramp_tau(4, first=2), [2, 6, 10]),
+        (CO2Config(tau=4, merge="keep_local", delay=2), ramp_tau(4, first=2), [2, 6, 10]),
         (CO2Config(tau=2), lambda number: {"tau": 3} if number == 1 else {}, [2, 5, 7, 9, 11]),
     ],
 )
@@ -40,22 +40,23 @@ def test_co2_follows_a_schedule_of_tau(config: CO2Config, schedule: Schedule, cl
 
 
 def test_the_choice_of_a_wire_knows_the_tau_of_now():
-    config = CO2Config(tau=12, gap="none", merge="keep", wire=WireConfig("auto"))
-    plugged = plugs(config, ramped := (lambda number: (3, 6, 12)[number]), {})
-    assert plugged["pacing"].tuned is None, "one worker alone has no wire to choose"
-    tuned = tuned_for(config, 2)
+    config = CO2Config(tau=12, gap="none", merge="keep_local", compression=CompressionConfig("auto"))
+    ramp = (3, 6, 12)
+    built = build_args(config, {}, lambda number: {"tau": ramp[number]})
+    assert built["sync_schedule"].tau_hook is None, "one worker alone has no format to choose"
+    tuned = tau_hook_for(config, 2)
     assert tuned is not None
-    pacing = Adaptive(ramped, tuned=tuned)
-    for number, tau in enumerate((3, 6, 12)):
+    pacing = AdaptiveTau(lambda number: ramp[number], tau_hook=tuned)
+    for number, tau in enumerate(ramp):
         pacing.begin(number)
         assert pacing.tau == tuned.tuner.tau == tau
 
 
 def test_a_schedule_that_turns_the_order_of_a_round_round_is_refused():
     """Merge mix two steps after the sending; where tau comes down to two, that would be the boundary after it."""
-    config = CO2Config(tau=4, merge="mix", delay=2, gap="none", outer_momentum=0.0)
+    config = CO2Config(tau=4, merge="interpolate", delay=2, gap="none", outer_momentum=0.0)
     co2 = CO2([nn.Parameter(torch.ones(2))], config, schedule=lambda number: {"tau": 4 if number < 1 else 2})
-    with pytest.raises(UserError, match="tau=2 after tau=4, with merge='mix' and delay=2: [^\n]*$"):
+    with pytest.raises(UserError, match="tau=2 after tau=4, with merge='interpolate' and delay=2: [^\n]*$"):
         for _ in range(4):
             co2.step()
 
@@ -76,7 +77,7 @@ def descend(method: Any, p: Tensor, steps: int) -> list[float]:
 
 def with_taus(method: Any, *taus: int) -> Any:
     """So many local steps a round, again and again; the first number is that of the method."""
-    method.pacing._tau_of = lambda number: taus[number % len(taus)]
+    method.sync_schedule._given = lambda number: taus[number % len(taus)]
     return method
 
 
@@ -138,10 +139,11 @@ CHANGING = [
     Settings(tau=3, gap="elementwise"),
     Settings(tau=3, gap="norm", outer_lr=0.6),
     Settings(tau=3, gap="none", delay=0),
-    Settings(tau=3, gap="norm", outer_momentum=0.3, merge="mix", delay=1),
-    Settings(tau=3, gap="none", outer_momentum=0.3, merge="keep", delay=1),
-    Settings(tau=3, gap="elementwise", merge="keep"),
+    Settings(tau=3, gap="norm", outer_momentum=0.3, merge="interpolate", delay=1),
+    Settings(tau=3, gap="none", outer_momentum=0.3, merge="keep_local", delay=1),
+    Settings(tau=3, gap="elementwise", merge="keep_local"),
     Settings(tau=3, gap="elementwise", nesterov=True),
+    Settings(tau=3, gap="norm", outer_momentum=0.3, merge="keep_local", delay=1, nesterov=True),
 ]
 
 
@@ -176,7 +178,7 @@ def changing_reference(c: Settings, world_size: int, rank: int) -> list[Tensor]:
 )
 @on_ranks(2, timeout=200)
 def test_with_settings_that_change_all_equal_the_reference(rank: int, how: dict[str, Any]):
-    shared = [c for c in CHANGING if (c.method, c.merge, c.delay) == ("co2", "outer", "boundary")]
+    shared = [c for c in CHANGING if (c.nesterov, c.merge, c.delay) == (False, "restart", "boundary")]
 
     def trained(c: Settings, steps: int) -> list[Tensor]:
         params, schedule = problems.odd_parameters(), changes_of(c)

@@ -12,12 +12,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from core import CO2, CO2Config, ShardedCO2, UserError, make_method
-from core.groups import gather_parts
+from core.comm import gather_parts
 from core.methods import check_apart
-from core.sharded.mesh import local_world_size, node_mesh
-from core.sharded.placement import sum_parts
+from core.placement import local_world_size, node_mesh, sum_parts
 from tests import problems
-from tests.on_ranks import alike, everybody, on_ranks
+from tests.on_ranks import alike, on_ranks, total_world_size
 from tests.problems import LR, assert_traces_equal, flat, gradient, node_step, refusal, trace_of
 from tests.reference import Reference
 
@@ -136,7 +135,7 @@ def test_statistics_are_of_the_whole_model(rank: int):
     unshared, shared = seen
     assert shared["pseudo_gradient_norm"] == pytest.approx(unshared["pseudo_gradient_norm"])
     assert shared["allreduce_seconds"] > 0 and unshared["gap_max"] > 1
-    most, means = (everybody(shared[name]) for name in ("gap_max", "gap_mean"))
+    most, means = (total_world_size(shared[name]) for name in ("gap_max", "gap_mean"))
     assert max(most) == pytest.approx(unshared["gap_max"]) and min(means) <= unshared["gap_mean"] <= max(means)
 
 
@@ -175,7 +174,7 @@ def test_ranks_that_know_unlike_numbers_of_groups_are_told_before_they_wait_in_v
     CO2(model.parameters(), config, timeout=20).close()  # of all
 
 
-@pytest.mark.parametrize("name", ["overlap_local", "delayed"])
+@pytest.mark.parametrize("name", ["overlap_local", "diloco"])
 def test_what_a_nodes_workers_would_choose_unlike_is_refused(name: str):
     with pytest.raises(UserError, match=f"tau='auto', .* with method '{name}' and 2 workers a node"):
         check_apart(name, CO2Config("auto"), 2)
@@ -195,7 +194,11 @@ def test_what_is_refused_of_a_mesh_names_all_that_has_to_change(rank: int):
     cube = init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=("dp_replicate", "dp_shard", "tp"))
     between = init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=("pp", "dp_replicate", "dp_shard"))
     take, make = 'such as mesh["dp_replicate", "dp_shard"]', ("init_device_mesh(", "mesh_dim_names=")  # no two to take
-    auto = "merge='keep' with delay='auto'", "wire.format='auto'", "recommended(..., mesh=mesh) is accepted"
+    auto = (
+        "merge='keep_local' with delay='auto'",
+        "compression.format='auto'",
+        "recommended(..., mesh=mesh) is accepted",
+    )
     for config, its_mesh, parts in (
         (CO2Config.recommended(32, 400), mesh, auto),
         (CO2Config(), cube, ("3 dimensions dp_replicate, dp_shard, tp", take)),

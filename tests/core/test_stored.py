@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from core import CO2, CO2Config, UserError, load, save
-from core.checkpoints import stored
+from core import CO2, CO2Config, UserError, load, save, stored
 from tests import problems
 from tests.on_ranks import on_ranks
 
@@ -338,7 +337,7 @@ def test_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 def test_a_model_in_8_bit_floats_is_saved(tmp_path: Path):
     model = problems.small_net(torch.float32)
     for kind in (torch.float8_e4m3fn, torch.float8_e5m2):
-        model.register_buffer("frozen", torch.ones(3).to(kind))
+        model.frozen = nn.Parameter(torch.ones(3).to(kind), requires_grad=False)
         assert save(tmp_path, model, None, CO2(problems.small_net().parameters()), step=1)
-        model.frozen = torch.tensor([1.0, float("nan")]).to(kind)
+        model.frozen = nn.Parameter(torch.tensor([1.0, float("nan")]).to(kind), requires_grad=False)
         assert not save(tmp_path, model, None, CO2(problems.small_net().parameters()), step=2)

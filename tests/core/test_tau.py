@@ -11,17 +11,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import core.adaptive.tau
-from core import CO2, CO2Config, UserError, WireConfig, make_method
-from core.adaptive.tau import CALIBRATION_TAU, NUMBERS, SETTLE, WAITS, TauTuner, Tuned, smallest_tau
-from core.checkpoints.saved import of_rank, under_rank
-from core.flat import copy
-from core.robust.requests import Requests
-from core.rounds import Heard
-from core.stats import Coming, RoundStats
+import core.tau
+from core import CO2, CO2Config, CompressionConfig, UserError, make_method
+from core.buckets import copy
+from core.hooks import ReductionInfo, Requests
+from core.local_update import of_rank, under_rank
+from core.stats import DeferredNumber, RoundStats
+from core.tau import CALIBRATION_TAU, NUMBERS, SETTLE, WAITS, TauHook, TauTuner, smallest_tau
 from core.testing.link import ThrottledLink
 from tests import problems
-from tests.on_ranks import alike, everybody, on_ranks
+from tests.on_ranks import alike, on_ranks, total_world_size
 from tests.problems import LR, flat, gradient, sgd_step
 from tests.reference import LateReference
 
@@ -68,7 +67,7 @@ def test_a_new_wire_is_expected_to_scale_with_its_bytes():
     tuner = TauTuner(192, 1.5, WIRES)
     for number in (1, 2, 3):
         tuner.hear(number, [0.04], [0.0099])
-    assert tuner.wire == "float32" and tuner.needed == 2  # 1.25 x 4 x 0.0099 / 0.04
+    assert tuner.compression == "float32" and tuner.needed == 2  # 1.25 x 4 x 0.0099 / 0.04
 
 
 def drift(slow: float, hiccup: float, workers: int = 16, rounds: int = 200) -> tuple[TauTuner, float, float]:
@@ -126,33 +125,33 @@ def test_what_a_gpu_has_not_passed_is_told_a_round_later_and_evaluations_are_not
     assert places[3].item() == pytest.approx(0.075)  # of two rounds
 
 
-def unready() -> Coming:
+def unready() -> DeferredNumber:
     class Event:
         def query(self) -> bool:
             return False
 
-    return Coming(Event(), float)
+    return DeferredNumber(Event(), float)
 
 
 def test_a_state_of_other_settings_does_not_override_them():
-    chosen, wide = TauTuner(192), TauTuner(192, wires=WIRES)
+    chosen, wide = TauTuner(192), TauTuner(192, compressions=WIRES)
     for tuner in (chosen, wide):
         tell(tuner, 5, 0.04, 0.3)
     given = TauTuner(192, given=8)
     given.load_state_dict(chosen.state_dict())
     assert given.tau == 8 and given.needed == 10
-    other = TauTuner(192, wires={"int4": 0.5})
+    other = TauTuner(192, compressions={"int4": 0.5})
     other.load_state_dict(wide.state_dict())
-    assert (other.wire, other.needed, other.decisions) == ("int4", None, [])
+    assert (other.compression, other.needed, other.decisions) == ("int4", None, [])
 
 
 def test_the_ranks_of_a_node_share_a_place_and_their_times_are_their_mean():
-    tuned = Tuned(TauTuner(192))
-    tuned.method = SimpleNamespace(rounds=1)  # pyright: ignore[reportAttributeAccessIssue]
+    tuned = TauHook(TauTuner(192))
+    tuned.method = SimpleNamespace(allreduce=SimpleNamespace(launched=1))  # pyright: ignore[reportAttributeAccessIssue]
     for _ in range(3):
         place = [8 * t for t in (0.04, 0.8)] + [0.0] * (NUMBERS - 2)  # the sum over a node's 8 ranks
-        tuned.hear({"times": place * 2}, Heard(1, everybody=16, workers=2))
-    tuned.end()
+        tuned.on_reduced_scalars({"times": place * 2}, ReductionInfo(1, total_world_size=16, workers=2, generation=0))
+    tuned.on_round_end()
     assert tuned.decision is not None
     assert (tuned.decision.step_seconds, tuned.decision.allreduce_seconds) == pytest.approx((0.04, 0.8))
 
@@ -212,7 +211,7 @@ def test_methods_that_hide_nothing_refuse_auto(name: str):
 
 
 @pytest.mark.parametrize(
-    "setting", [{"co2": CO2Config(wire=WireConfig("auto"))}, {"shard": True}, {"offload": True}], ids=str
+    "setting", [{"co2": CO2Config(compression=CompressionConfig("auto"))}, {"shard": True}, {"offload": True}], ids=str
 )
 @pytest.mark.parametrize("name", ["ddp", "local", "slowmo", "overlap_local"])
 def test_the_other_methods_do_not_take_settings_of_co2_in_silence(name: str, setting: dict):
@@ -229,69 +228,71 @@ WIRES = {"int8": 1.0, "float32": 4.0}
 
 
 def test_a_wide_wire_is_tried_where_its_mean_would_be_fresh_and_kept_where_it_is():
-    tuner = TauTuner(192, wires=WIRES)
+    tuner = TauTuner(192, compressions=WIRES)
     hears(tuner, 3, 0.02)
-    assert (tuner.wire, tuner.tau) == ("float32", 1), "1.25 x 4 x 0.02 / 0.1: as its bytes let expect"
-    assert (tuner.decisions[-1].wire, tuner.decisions[-1].exposed_share) == ("float32", 0.0)
+    assert (tuner.compression, tuner.tau) == ("float32", 1), "1.25 x 4 x 0.02 / 0.1: as its bytes let expect"
+    assert (tuner.decisions[-1].compression, tuner.decisions[-1].exposed_share) == ("float32", 0.0)
     assert tuner.decisions[-1].allreduce_seconds == pytest.approx(0.08)
     assert "over int8 the mean takes 0.02 s and a local step 0.1 s: float32 is tried" in tuner.decisions[-1].reason
     hears(tuner, SETTLE, 0.02)  # what was sent before still travels
     hears(tuner, 1, 5.0)  # the first of the new ones
-    resumed = TauTuner(192, wires=WIRES)
+    resumed = TauTuner(192, compressions=WIRES)
     resumed.load_state_dict(tuner.state_dict())
     for one in (tuner, resumed):
         hears(one, 2, 0.09)
-        assert (one.wire, one.tau) == ("float32", 2)
+        assert (one.compression, one.tau) == ("float32", 2)
         hears(one, 9, 0.8)
-        assert (one.wire, one.tau) == ("float32", 10), "it is tried once"
+        assert (one.compression, one.tau) == ("float32", 10), "it is tried once"
 
 
 def test_a_wide_wire_is_kept_where_it_needs_as_few_steps_though_its_mean_is_not_fresh():
     """A boundary's own work asks for five steps anyway."""
-    tuner = TauTuner(192, wires=WIRES)
+    tuner = TauTuner(192, compressions=WIRES)
     hears(tuner, 3, 0.09, 0.025)
-    assert (tuner.wire, tuner.tau) == ("float32", 5)
+    assert (tuner.compression, tuner.tau) == ("float32", 5)
     hears(tuner, SETTLE + 3, 0.36, 0.025)
-    assert (tuner.wire, tuner.tau) == ("float32", 5)
+    assert (tuner.compression, tuner.tau) == ("float32", 5)
 
 
 def test_a_wide_wire_that_needs_more_steps_is_given_up():
-    tuner = TauTuner(192, wires=WIRES)
+    tuner = TauTuner(192, compressions=WIRES)
     hears(tuner, 3, 0.02)
     hears(tuner, SETTLE + 3, 0.2)
-    assert (tuner.wire, tuner.tau) == ("int8", 1)
+    assert (tuner.compression, tuner.tau) == ("int8", 1)
     assert tuner.decisions[-1].reason.endswith("3 steps needed, over int8 1, which is taken again")
     hears(tuner, SETTLE + 9, 0.02)
-    assert (tuner.wire, tuner.tau) == ("int8", 1)
+    assert (tuner.compression, tuner.tau) == ("int8", 1)
 
 
 def test_where_a_wide_wire_cannot_be_fresh_it_is_not_tried_and_a_cap_says_what_is_exposed():
-    tuner = TauTuner(192, wires=WIRES)
+    tuner = TauTuner(192, compressions=WIRES)
     hears(tuner, 9, 0.2)
-    assert (tuner.wire, tuner.tau) == ("int8", 3)
+    assert (tuner.compression, tuner.tau) == ("int8", 3)
     capped = TauTuner(4)
     hears(capped, 9, 0.8)
     assert capped.decisions[-1].exposed_share == pytest.approx(0.5)
 
 
 def test_with_a_given_tau_the_wire_alone_is_chosen():
-    tuner = TauTuner(192, wires=WIRES, given=24)
+    tuner = TauTuner(192, compressions=WIRES, given=24)
     hears(tuner, 3, 0.02)
-    assert (tuner.wire, tuner.tau) == ("float32", 24)
+    assert (tuner.compression, tuner.tau) == ("float32", 24)
     hears(tuner, SETTLE + 3, 0.08)
-    assert (tuner.wire, tuner.tau, len(tuner.decisions)) == ("float32", 24, 1)
-    slow = TauTuner(192, wires=WIRES, given=24)
+    assert (tuner.compression, tuner.tau, len(tuner.decisions)) == ("float32", 24, 1)
+    slow = TauTuner(192, compressions=WIRES, given=24)
     hears(slow, 9, 0.2)
-    assert (slow.wire, slow.tau, slow.decisions) == ("int8", 24, [])
+    assert (slow.compression, slow.tau, slow.decisions) == ("int8", 24, [])
 
 
 def test_the_recommended_settings_choose_the_wire_and_a_given_tau_holds():
     config = replace(CO2Config.recommended(4), tau=24)
     co2 = CO2([nn.Parameter(torch.zeros(3))], config)
-    assert config.wire == WireConfig("auto")
-    assert (co2.tau, co2.pacing.tuned) == (24, None), "one worker has nothing to choose"
-    with pytest.raises(UserError, match="wire.format='auto' needs unshared outer state"):
-        make_method("co2", nn.Linear(2, 2), co2=CO2Config(tau="auto", wire=WireConfig("auto")), shard=True)
+    assert config.compression == CompressionConfig("auto")
+    assert (co2.tau, co2.sync_schedule.tau_hook) == (24, None), "one worker has nothing to choose"
+    with pytest.raises(UserError, match="compression.format='auto' needs unshared outer state"):
+        make_method(
+            "co2", nn.Linear(2, 2), co2=CO2Config(tau="auto", compression=CompressionConfig("auto")), shard=True
+        )
 
 
 def test_a_boundarys_own_work_keeps_tau_from_being_too_small():
@@ -331,8 +332,8 @@ def test_all_workers_decide_alike_and_train_as_the_reference_does_with_those_tau
     start, taus = flat(params), paced(co2, params, rank, 120)
     taus.append(co2.tau)  # of the round that is not over at the end; finish() may change tau again
     co2.finish()
-    decisions = co2.rider(Tuned).tuner.decisions
-    assert everybody((taus, decisions)) == [(taus, decisions)] * 3 and alike(flat(params))
+    decisions = co2.hook(TauHook).tuner.decisions
+    assert total_world_size((taus, decisions)) == [(taus, decisions)] * 3 and alike(flat(params))
     assert taus[0] == 2 and max(taus) > 4
     for d in decisions:  # it covers the all-reduce, and the steps are those of the slowest worker
         assert d.new * d.step_seconds >= 1.25 * d.allreduce_seconds * 0.999
@@ -366,7 +367,7 @@ class Timed(ThrottledLink):
 def tell_times(co2: CO2, link: Timed, step_seconds: float) -> None:
     """From here on this worker tells times that no load of the machine changes: of its steps the given ones, of what
     landed last the link's."""
-    tuner = co2.rider(Tuned).tuner
+    tuner = co2.hook(TauHook).tuner
     tell = tuner.tell
 
     def told(stats: RoundStats, before: RoundStats, rank: int, places: Tensor) -> None:
@@ -389,13 +390,13 @@ def test_a_link_that_slows_down_makes_rounds_longer(rank: int):
     paced(co2, params, rank, 90)
     fast, slow = (math.ceil(1.25 * co2.stats.bytes_sent / (mbit * 125e3) / 0.004) for mbit in (1.0, 0.1))
     co2.finish()
-    decisions = [(d.old, d.new) for d in co2.rider(Tuned).tuner.decisions]
+    decisions = [(d.old, d.new) for d in co2.hook(TauHook).tuner.decisions]
     assert slow >= 3 * fast and decisions == [(2, fast), (fast, slow)]
 
 
 @on_ranks(2)
 def test_tau_max_caps_and_overlap_local_sgd_has_it_too(rank: int):
-    core.adaptive.tau.COST = 1.0
+    core.tau.COST = 1.0
     params, model = problems.odd_parameters(), nn.ParameterList(problems.odd_parameters())
     co2 = CO2(params, replace(AUTO, tau_max=6), link=ThrottledLink(0.1))
     capped = paced(co2, params, rank, 60)
@@ -403,7 +404,7 @@ def test_tau_max_caps_and_overlap_local_sgd_has_it_too(rank: int):
     _, overlap = make_method("overlap_local", model, co2=AUTO, link=ThrottledLink(0.1))
     taus = paced(overlap, list(model.parameters()), rank, 100)
     overlap.finish()
-    assert everybody((capped, taus)) == [(capped, taus)] * 2
+    assert total_world_size((capped, taus)) == [(capped, taus)] * 2
     assert max(capped) == 6 and max(taus) > 6
 
 
@@ -415,17 +416,17 @@ def test_uneven_workers_end_together_and_the_tuner_is_in_the_checkpoint(rank: in
     co2.finish()
     again = CO2(problems.odd_parameters(), AUTO, link=ThrottledLink(0.1))
     again.load_state_dict(co2.state_dict())
-    assert again.tau == co2.tau and again.rider(Tuned).state_dict() == co2.rider(Tuned).state_dict()
-    assert alike(flat(params)) and everybody(co2.tau) == [co2.tau] * 2
+    assert again.tau == co2.tau and again.hook(TauHook).state_dict() == co2.hook(TauHook).state_dict()
+    assert alike(flat(params)) and total_world_size(co2.tau) == [co2.tau] * 2
 
 
 @on_ranks(2)
 def test_where_means_merge_on_arrival_rounds_close_at_the_same_steps_from_the_first_on(rank: int):
     """Rank 1's steps take more than twice as long: the steps at which rounds closed, and all heard of a stop."""
     params = problems.odd_parameters()
-    config = CO2Config(tau="auto", merge="mix", delay="auto", gap="none", outer_momentum=0.0)
+    config = CO2Config(tau="auto", merge="interpolate", delay="auto", gap="none", outer_momentum=0.0)
     link, requests = Timed(0.06), Requests("stop")  # some 0.1 s an all-reduce
-    co2 = CO2(params, config, link=link, riders=[requests])
+    co2 = CO2(params, config, link=link, hooks=[requests])
     tell_times(co2, link, 0.003 + 0.004 * rank)
     closed, stopped, step = [], [], 0
     while not (stopped and len(closed) > stopped[0] + 2):
@@ -433,13 +434,13 @@ def test_where_means_merge_on_arrival_rounds_close_at_the_same_steps_from_the_fi
         time.sleep(0.003 + 0.004 * rank)
         if co2.step():
             assert co2.at_boundary
-            closed.append((step, co2.tau, co2.pacing.decision))
+            closed.append((step, co2.tau, co2.sync_schedule.decision))
             if rank == 0 and len(closed) == 3:
                 requests.ask("stop")
         stopped = stopped or ([len(closed), step] if "stop" in requests.granted else [])
         step += 1
     co2.finish()
-    assert everybody((closed, stopped)) == [(closed, stopped)] * 2
+    assert total_world_size((closed, stopped)) == [(closed, stopped)] * 2
     steps = [step for step, *_ in closed]
     assert steps[:3] == [1, 3, 5] and stopped[1] in steps
     assert max(tau for _, tau, _ in closed) > CALIBRATION_TAU and any(d for *_, d in closed)
@@ -453,7 +454,7 @@ def test_a_run_may_be_saved_before_tau_is_chosen(rank: int):
     for step in range(2 * CALIBRATION_TAU):
         sgd_step(params, rank, step)
         co2.step()
-    assert not co2.rider(Tuned).tuner.decisions
+    assert not co2.hook(TauHook).tuner.decisions
     resumed.load_state_dict(co2.state_dict())
     with torch.no_grad():
         copy(other, params)
@@ -470,12 +471,12 @@ def test_a_faster_worker_waits_where_the_link_has_had_its_time(rank: int):
     """Rank 1's steps take twice as long. Else the means of rank 0 come when the slower one has sent, some five of its
     steps later, or a round."""
     params, link = problems.odd_parameters(), Timed(0.6)
-    config = CO2Config(tau=9, merge="mix", delay="auto", gap="none", outer_momentum=0.0)
+    config = CO2Config(tau=9, merge="interpolate", delay="auto", gap="none", outer_momentum=0.0)
     co2 = CO2(params, config, link=link)
     tell_times(co2, link, 0.006 + 0.006 * rank)
     merged = []  # after how many steps, by round, and after how many it should be there
     for step in range(90):
-        needed = co2.rider(Tuned).tuner.needed
+        needed = co2.hook(TauHook).tuner.needed
         time.sleep(0.006 + 0.006 * rank)
         sgd_step(params, rank, step)
         if co2.step():
@@ -487,11 +488,11 @@ def test_a_faster_worker_waits_where_the_link_has_had_its_time(rank: int):
 
 
 def shapes(state: dict[str, Any]) -> dict[str, list[torch.Size]]:
-    return {name: [t.shape for t in flats] for name, flats in (state["state"] | state["held_back"]).items()}
+    return {name: [t.shape for t in flats] for name, flats in (state["state"] | state["residual"]).items()}
 
 
 @pytest.mark.parametrize(
-    ("mbit", "feedback", "wire", "decided"),
+    ("mbit", "feedback", "compression", "decided"),
     [
         (0.4, True, "int4", ["int4"]),
         pytest.param(64.0, True, "float32", ["float32"], marks=pytest.mark.slow),
@@ -501,11 +502,13 @@ def shapes(state: dict[str, Any]) -> dict[str, list[torch.Size]]:
     ids=["slow", "fast", "between", "nothing held back"],
 )
 @on_ranks(2)
-def test_a_wire_is_chosen_with_tau_alike_on_all_workers_and_kept_in_a_checkpoint(rank, mbit, feedback, wire, decided):
+def test_a_wire_is_chosen_with_tau_alike_on_all_workers_and_kept_in_a_checkpoint(
+    rank, mbit, feedback, compression, decided
+):
     """16 kB, or 2 kB in int4, by steps of 4 ms: int4 to begin with; float32 where its mean comes within a step, and
     tried where its bytes let expect that. The run goes on from a checkpoint in other objects."""
-    core.adaptive.tau.COST = 1.0
-    config = CO2Config(tau="auto", outer_momentum=0.0, wire=WireConfig("auto", error_feedback=feedback))
+    core.tau.COST = 1.0
+    config = CO2Config(tau="auto", outer_momentum=0.0, compression=CompressionConfig("auto", error_feedback=feedback))
     params, link, sent = [nn.Parameter(torch.linspace(-1, 1, 4000))], Timed(mbit), []
     co2 = CO2(params, config, link=link)
     tell_times(co2, link, 0.004)
@@ -525,11 +528,15 @@ def test_a_wire_is_chosen_with_tau_alike_on_all_workers_and_kept_in_a_checkpoint
             method.step()
     assert torch.equal(params[0], resumed_params[0])
     co2.finish(), resumed.finish()
-    wires = [d.wire for d in co2.rider(Tuned).tuner.decisions]
-    assert alike(flat(params)) and everybody((sent, wires)) == [(sent, wires)] * 2
-    assert (fresh["reducer"], state["reducer"]) == ("int4", wire) and wires[: len(decided)] == decided, wires
+    compressions = [d.compression for d in co2.hook(TauHook).tuner.decisions]
+    assert alike(flat(params)) and total_world_size((sent, compressions)) == [(sent, compressions)] * 2
+    assert (fresh["reducer"], state["reducer"]) == ("int4", compression) and compressions[: len(decided)] == decided, (
+        compressions
+    )
     assert shapes(state) == shapes(fresh), "of a checkpoint and of a new object, into which DCP loads it"
-    assert bool(co2.reducer._now.state) == (wire == "int4") and (sent[-1] > 2 * sent[0]) == (wire == "float32")
+    assert bool(co2.reducer._now.state) == (compression == "int4") and (sent[-1] > 2 * sent[0]) == (
+        compression == "float32"
+    )
 
 
 def test_one_worker_keeps_the_calibration_tau():

@@ -17,15 +17,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from core import outer
-from core.adaptive.config import MERGES
-from core.adaptive.merging import MergeRule, MergingBoundary, make_boundary, with_merge
-from core.assembly import co2 as offered
-from core.assembly.config import WireConfig
-from core.flat import Scalars, make_buckets
-from core.outer import NOTHING_LANDED, Rule
-from core.wires import quantized
-from core.wires.formats import WIRES
-from core.wires.quantized import Quantized
+from core.buckets import Scalars, make_buckets
+from core.compression import quantized
+from core.compression.formats import WIRES
+from core.compression.quantized import Quantized
+from core.config import MERGES, CompressionConfig
+from core.outer import OuterStep, Rule, make_outer_step
 from tests.core.test_outer import BETA, DTYPES, RULES, SHAPES, check, flat, make
 from tests.problems import Settings, odd_parameters, train_co2
 from training.data import generator
@@ -45,42 +42,43 @@ def on(device: str, rule: Rule) -> Rule:
 @devices
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_boundary_is_the_formulas(dtype: torch.dtype, device: str):
-    from core.triton.boundary import TritonBoundary
+    from core.outer_kernels import TritonOuterStep
 
     for rule in RULES.values():
-        check(TritonBoundary, dtype, rule, device)
+        check(TritonOuterStep, dtype, rule, device)
 
 
 @devices
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_boundary_is_plain_bit_for_bit(dtype: torch.dtype, device: str):
     """But for what was seen, whose sums are taken in another order."""
-    from core.triton.boundary import TritonBoundary
+    from core.outer_kernels import TritonOuterStep
 
     landed = [on(device, rule) for rule in RULES.values()]
-    merged = [replace(with_merge(landed[0]), merge=m, sends=s, share=0.3) for m in MERGES for s in (True, False)]
+    ways = [(m, takes) for m in MERGES for takes in (True, False)]
+    merged = [replace(landed[0], merge=m, takes_difference=takes, share=0.3) for m, takes in ways]
     scaled = replace(landed[0], scale=torch.tensor(1 / 3, device=device))
-    for rule in (*landed, *merged, scaled, NOTHING_LANDED):
+    for rule in (*landed, *merged, scaled, Rule()):
         results = []
-        for kind in (MergingBoundary, TritonBoundary):
+        for kind in (OuterStep, TritonOuterStep):
             params, d, x, m = make(dtype, SHAPES, device)
-            sent = flat(params).to(x.dtype) + 0.1 * x
-            seen = kind(params, d, x, m, sent).run(rule)
-            results.append((flat(params), d, x, m, sent))
+            snapshot = flat(params).to(x.dtype) + 0.1 * x
+            seen = kind(params, d, x, m, snapshot).run(rule)
+            results.append((flat(params), d, x, m, snapshot))
             results.append((seen,))
-        for name, a, b in zip(("p", "d", "x", "m", "sent"), results[0], results[2], strict=True):
+        for name, a, b in zip(("p", "d", "x", "m", "snapshot"), results[0], results[2], strict=True):
             assert torch.equal(a, b), f"{name} of {rule}"
         torch.testing.assert_close(results[1], results[3], rtol=1e-5, atol=0)
 
 
 @devices
 def test_any_strides_and_several_blocks(device: str):
-    from core.triton.boundary import TritonBoundary
+    from core.outer_kernels import TritonOuterStep
 
     for shape in ((2, 3, 4, 5, 6), (9000,), (65, 3, 7, 7)):  # more strides than a row of the table holds
         p = torch.randn(shape, device=device).permute(*reversed(range(len(shape))))
         d, x, m = torch.randn(3, p.numel(), device=device).unbind()
-        TritonBoundary([p], d, x, m).run(NOTHING_LANDED)
+        TritonOuterStep([p], d, x, m).run(Rule())
         assert torch.equal(p.reshape(-1), x)
 
 
@@ -88,9 +86,9 @@ def test_any_strides_and_several_blocks(device: str):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_fast_is_the_kernel_on_the_device_and_reads_nothing_from_it():
     params, d, x, m = make(torch.float32, SHAPES, "cuda")
-    tested = make_boundary(params, d, x, m, torch.zeros_like(x))
-    assert type(tested).__name__ == "TritonBoundary"
-    rule = MergeRule(BETA, 0.9, 0.9, 0.6, 0.5, c=torch.ones((), device="cuda"))
+    tested = make_outer_step(params, d, x, m, torch.zeros_like(x))
+    assert type(tested).__name__ == "TritonOuterStep"
+    rule = Rule(BETA, 0.9, 0.9, 0.6, 0.5, c=torch.ones((), device="cuda"))
     calls = [partial(tested.run, replace(rule, merge=m)) for m in MERGES]
     where = torch.ones((), device="cuda", dtype=torch.bool)
     calls += [tested.take, tested.restart, partial(tested.restart, where)]
@@ -128,13 +126,13 @@ class Launches(TorchDispatchMode):
 
 @pytest.mark.triton
 def test_a_boundary_queues_as_few_kernels_however_many_the_parameters(monkeypatch: pytest.MonkeyPatch):
-    from core.triton.boundary import TritonBoundary
+    from core.outer_kernels import TritonOuterStep
 
     counts = []
     for many in (1, 100):
         params, d, x, m = make(torch.bfloat16, SHAPES * many)
-        tested = TritonBoundary(params, d, x, m, torch.zeros_like(x))
-        rules = [MergeRule(0.5, 0.5, 0.5, 1.0, torch.tensor(0.5), torch.tensor(1.0), merge=merge) for merge in MERGES]
+        tested = TritonOuterStep(params, d, x, m, torch.zeros_like(x))
+        rules = [Rule(0.5, 0.5, 0.5, 1.0, torch.tensor(0.5), torch.tensor(1.0), merge=merge) for merge in MERGES]
         calls = [*(partial(tested.run, rule) for rule in rules), tested.take, tested.restart]
         for call in calls:  # plans, and fills the scalars
             with monkeypatch.context() as patch, Launches(patch):
@@ -164,17 +162,23 @@ def built(kernel: Any, pointers: dict[str, str], fixed: dict[str, Any], warps: i
 
 
 def compile_the_boundary() -> None:
-    from core.triton.boundary import BLOCK, TYPES, boundary_kernel, copy_kernel
+    from core.outer_kernels import BLOCK, TYPES, copy_kernel, outer_step_kernel
 
     for dtype, wide in zip(DTYPES, ("fp64", "fp32", "fp32", "fp32"), strict=True):
         common = {"P": TYPES[dtype], "BLOCK": BLOCK}
-        names = {"table": "*i64"} | dict.fromkeys(("d_ptr", "x_ptr", "m_ptr", "sent_ptr", "scalars"), f"*{wide}")
+        names = {"table": "*i64"} | dict.fromkeys(("d_ptr", "x_ptr", "m_ptr", "snapshot_ptr", "scalars"), f"*{wide}")
         for merge, gap, strided in zip(MERGES, range(3), (True, False, True), strict=True):
-            fixed = {"GAP": gap, "CLIP": True, "MERGE": merge, "SENDS": merge != "keep", "STRIDED": strided} | common
-            built(boundary_kernel, names | {"gap_ptr": f"*{wide}", "seen_ptr": f"*{wide}"}, fixed, 8)
+            fixed = {
+                "GAP": gap,
+                "CLIP": True,
+                "MERGE": merge,
+                "TAKES_DIFFERENCE": merge != "keep_local",
+                "STRIDED": strided,
+            } | common
+            built(outer_step_kernel, names | {"gap_ptr": f"*{wide}", "seen_ptr": f"*{wide}"}, fixed, 8)
         names.pop("m_ptr")
         for takes in (True, False):
-            fixed = {"TAKES": takes, "WHERE": not takes, "SENT": True, "STRIDED": not takes} | common
+            fixed = {"TAKES": takes, "WHERE": not takes, "SNAPSHOT": True, "STRIDED": not takes} | common
             built(copy_kernel, names, fixed, 8)
 
 
@@ -199,7 +203,7 @@ SIZES = (7000, 40)  # of a float64 or float32 bucket's parameters: several progr
 class Worker:
     """One worker's buckets and reducer, whose messages are handed over here."""
 
-    def __init__(self, rank: int, wire: Any, dtype: torch.dtype, feedback: bool, device: str):
+    def __init__(self, rank: int, compression: Any, dtype: torch.dtype, feedback: bool, device: str):
         kinds = {dtype: SIZES, torch.float16: (0, 3), torch.bfloat16: (5, 0)}
         of = [
             [torch.zeros(n, dtype=kind, device=device) for kind, ns in kinds.items() for n in ns[i : i + 1]]
@@ -208,7 +212,9 @@ class Worker:
         self.scalars = Scalars({"steps": 1, "weight": 1})
         self.buckets = make_buckets([t for t in of[0] if len(t)], of[1], 2)
         self.scalars.attach(self.buckets[0].scalars)
-        reducer = WireConfig(wire, error_feedback=feedback).reducer(self.buckets, self.scalars, rank, WORKERS)
+        reducer = CompressionConfig(compression, error_feedback=feedback).reducer(
+            self.buckets, self.scalars, rank, WORKERS
+        )
         assert isinstance(reducer, Quantized)
         self.reducer = reducer
 
@@ -244,9 +250,9 @@ def exchange(workers: list[Worker]) -> list[Tensor]:
     return [*sent, *(m[None] for m in means), *(t for w in workers for t in w.all())]
 
 
-def rounds(wire: Any, dtype: torch.dtype, feedback: bool, device: str) -> list[Tensor]:
+def rounds(compression: Any, dtype: torch.dtype, feedback: bool, device: str) -> list[Tensor]:
     """Three reductions, of which the second moves nobody, and the last has a NaN and an infinity."""
-    workers = [Worker(rank, wire, dtype, feedback, device) for rank in range(WORKERS)]
+    workers = [Worker(rank, compression, dtype, feedback, device) for rank in range(WORKERS)]
     seen = []
     for number in range(3):
         for rank, w in enumerate(workers):
@@ -263,12 +269,12 @@ def rounds(wire: Any, dtype: torch.dtype, feedback: bool, device: str) -> list[T
 @pytest.mark.parametrize(
     ("dtype", "feedback"), [(torch.float32, True), (torch.float32, False), (torch.float64, True)], ids=str
 )
-@pytest.mark.parametrize("wire", WIRES[1:])
-def test_bytes_means_and_errors_are_the_plain_codecs(wire, dtype, feedback, device, monkeypatch):
-    monkeypatch.setattr(offered, "takes_triton", lambda device: False)
-    plain = rounds(wire, dtype, feedback, device)
-    monkeypatch.setattr(offered, "takes_triton", lambda device: True)
-    for number, (a, b) in enumerate(zip(plain, rounds(wire, dtype, feedback, device), strict=True)):
+@pytest.mark.parametrize("compression", WIRES[1:])
+def test_bytes_means_and_errors_are_the_plain_codecs(compression, dtype, feedback, device, monkeypatch):
+    monkeypatch.setattr(quantized, "has_triton", lambda device: False)
+    plain = rounds(compression, dtype, feedback, device)
+    monkeypatch.setattr(quantized, "has_triton", lambda device: True)
+    for number, (a, b) in enumerate(zip(plain, rounds(compression, dtype, feedback, device), strict=True)):
         differ = (a != b).nonzero().tolist()
         if a.dtype == torch.uint8:  # a scale of -0.0
             differ = [(i, j) for i, j in differ if a[i, j - 3 : j + 1].tolist() not in ZEROS]
@@ -281,9 +287,9 @@ def test_bytes_means_and_errors_are_the_plain_codecs(wire, dtype, feedback, devi
     [
         {},
         {"delay": 0, "gap": "none"},
-        {"delay": 1, "merge": "keep", "gap": "norm", "wire": "int4"},
-        {"delay": 1, "merge": "mix", "gap": "none", "wire": "float16"},
-        {"merge": "mix", "mix": 0.3, "wire": "int2"},
+        {"delay": 1, "merge": "keep_local", "gap": "norm", "compression": "int4"},
+        {"delay": 1, "merge": "interpolate", "gap": "none", "compression": "float16"},
+        {"merge": "interpolate", "mix": 0.3, "compression": "int2"},
     ],
     ids=str,
 )
@@ -298,20 +304,21 @@ def test_co2_trains_as_with_the_plain_passes(way: dict[str, Any], monkeypatch: p
 
     monkeypatch.setattr(GridExecutor, "__call__", one_by_one)
     results = []
-    for made, kernels in ((MergingBoundary, False), (make_boundary, True)):
-        monkeypatch.setattr(offered, "takes_triton", lambda device, here=kernels: here)
-        monkeypatch.setattr("core.adaptive.merging.make_boundary", made)
+    for made, kernels in ((lambda *flats, nesterov: OuterStep(*flats), False), (make_outer_step, True)):
+        for module in (quantized, outer):
+            monkeypatch.setattr(module, "has_triton", lambda device, here=kernels: here)
+        monkeypatch.setattr(outer, "make_outer_step", made)
         settings = Settings(tau=2, outer_momentum=0.4, outer_lr=0.5, clip=0.1, **way)
         results.append(train_co2(odd_parameters(), 0, 7, settings))
     for plain, ours in zip(*results, strict=True):
         torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-12)
 
 
-def reduction_launches(wire: Any, numel: int, workers: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
+def reduction_launches(compression: Any, numel: int, workers: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
     scalars = Scalars({"steps": 1, "weight": 1})
     buckets = make_buckets([torch.nn.Parameter(torch.zeros(numel))], [torch.zeros(50)], 2)
     scalars.attach(buckets[0].scalars)
-    reducer = WireConfig(wire).reducer(buckets, scalars, 0, workers)
+    reducer = CompressionConfig(compression).reducer(buckets, scalars, 0, workers)
     assert isinstance(reducer, Quantized)
     with monkeypatch.context() as patch, Launches(patch) as seen:
         mean = reducer._average(reducer._outgoing())
@@ -320,14 +327,14 @@ def reduction_launches(wire: Any, numel: int, workers: int, monkeypatch: pytest.
 
 
 @pytest.mark.triton
-@pytest.mark.parametrize("wire", WIRES[1:])
-def test_a_reduction_queues_as_few_kernels_however_large_the_model_and_many_the_workers(wire, monkeypatch):
+@pytest.mark.parametrize("compression", WIRES[1:])
+def test_a_reduction_queues_as_few_kernels_however_large_the_model_and_many_the_workers(compression, monkeypatch):
     """A segment is 256 elements here, so that 2^20 are 4096 segments: 6 x 10^10 parameters on a GPU."""
     monkeypatch.setattr(quantized, "SEGMENT", 256)
-    plain = reduction_launches(wire, 1 << 14, 8, monkeypatch)
-    monkeypatch.setattr(offered, "takes_triton", lambda device: True)
+    plain = reduction_launches(compression, 1 << 14, 8, monkeypatch)
+    monkeypatch.setattr(quantized, "has_triton", lambda device: True)
     counts = {
-        (n, workers): reduction_launches(wire, n, workers, monkeypatch)
+        (n, workers): reduction_launches(compression, n, workers, monkeypatch)
         for n in (1 << 14, 1 << 20)
         for workers in (2, 64)
     }
@@ -339,16 +346,16 @@ def test_a_reduction_queues_as_few_kernels_however_large_the_model_and_many_the_
 
 def compile_the_wire_formats() -> None:
     """Each with error feedback, of float32; int4 in every way, also where Triton takes a 1 for a constant."""
-    ways = [(wire, torch.float32, True, {}) for wire in WIRES[1:]]
+    ways = [(compression, torch.float32, True, {}) for compression in WIRES[1:]]
     ones = {"workers": 1, "blocks": 1, "numel": 1}
     ways += [("int4", torch.float64, True, {}), ("int4", torch.float32, False, {}), ("int4", torch.float32, True, ones)]
     for way in (*ways, ("float16", torch.float64, True, {})):
         compile_the_wire_format(*way)
 
 
-def compile_the_wire_format(wire: Any, dtype: torch.dtype, feedback: bool, constants: dict[str, int]) -> None:
-    from core.triton import codec
-    from core.triton.boundary import TYPES
+def compile_the_wire_format(compression: Any, dtype: torch.dtype, feedback: bool, constants: dict[str, int]) -> None:
+    from core.compression import kernels as codec
+    from core.outer_kernels import TYPES
 
     wide = "*fp64" if dtype == torch.float64 else "*fp32"
     rows = {"rows_ptr": "*u8", "stride": "i64", "blocks": "i64"}
@@ -356,7 +363,7 @@ def compile_the_wire_format(wire: Any, dtype: torch.dtype, feedback: bool, const
     values = {"values_ptr": wide, "numel": "i64"}
     mean = {"workers": "i32", "out_ptr": "*u8"}
     sends, kind = {"FEEDBACK": feedback}, {"D": TYPES[dtype]}
-    form = codec._format(wire)
+    form = codec._format(compression)
     for kernel, arguments, fixed in (
         (codec.encode_kernel, values | held | rows, sends | form),
         (codec.average_kernel, rows | held | mean, sends | form | kind),

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-import core.wires.quantized
+import core.compression.quantized
 from core import UserError
-from core.assembly.config import WireConfig
-from core.groups import ring_bytes
+from core.comm import ring_bytes
+from core.compression.formats import BLOCK, INTS, WIRES, decode, encode, nbytes
+from core.config import CompressionConfig
 from core.testing import run_distributed
 from core.testing.link import ThrottledLink
-from core.wires.formats import BLOCK, INTS, WIRES, decode, encode, nbytes
 from tests import problems
 from tests.dispatch import Operations
 from tests.on_ranks import alike, on_ranks
@@ -30,7 +30,9 @@ from training.data import generator
 
 NARROW: tuple[Any, ...] = WIRES[1:]
 INT = {"int8": 8, "int4": 4, "int2": 2}
-BITS = {"bfloat16": 16.0, "float16": 16 + 1 / 8} | {wire: bits + 1 / 8 for wire, bits in INT.items()}  # an element
+BITS = {"bfloat16": 16.0, "float16": 16 + 1 / 8} | {
+    compression: bits + 1 / 8 for compression, bits in INT.items()
+}  # an element
 
 
 def block(*values: float, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -40,16 +42,16 @@ def block(*values: float, dtype: torch.dtype = torch.float32) -> Tensor:
     return x
 
 
-def through(x: Tensor, wire: str) -> Tensor:
-    return decode(encode(x, wire), wire, x.dtype)
+def through(x: Tensor, compression: str) -> Tensor:
+    return decode(encode(x, compression), compression, x.dtype)
 
 
-@pytest.mark.parametrize("wire", NARROW)
-def test_bytes(wire: str):
-    assert nbytes(wire, 512) == 512 * BITS[wire] / 8 == len(encode(torch.ones(512), wire))
-    assert encode(torch.ones(0), wire).shape == (0,) and through(torch.ones(0), wire).shape == (0,)
+@pytest.mark.parametrize("compression", NARROW)
+def test_bytes(compression: str):
+    assert nbytes(compression, 512) == 512 * BITS[compression] / 8 == len(encode(torch.ones(512), compression))
+    assert encode(torch.ones(0), compression).shape == (0,) and through(torch.ones(0), compression).shape == (0,)
     with pytest.raises(AssertionError, match="100 elements"):
-        nbytes(wire, 100)
+        nbytes(compression, 100)
 
 
 def test_int4_bytes_by_hand():
@@ -64,13 +66,13 @@ def test_int4_bytes_by_hand():
     assert torch.equal(through(x, "int4"), x)
 
 
-@pytest.mark.parametrize(("wire", "levels"), [("int2", 1), ("int4", 7)])
-def test_every_level_at_every_place_comes_back(wire: str, levels: int):
+@pytest.mark.parametrize(("compression", "levels"), [("int2", 1), ("int4", 7)])
+def test_every_level_at_every_place_comes_back(compression: str, levels: int):
     """With a scale of 1 whole numbers are exact: packed and unpacked they are themselves."""
     q = torch.randint(-levels, levels + 1, (200, BLOCK), generator=generator(0)).float()
     q[:, 0] = levels
-    assert torch.equal(through(q.view(-1), wire), q.view(-1))
-    assert len(encode(q.view(-1), wire)) == 200 * (4 + 32 * int(wire[3]))
+    assert torch.equal(through(q.view(-1), compression), q.view(-1))
+    assert len(encode(q.view(-1), compression)) == 200 * (4 + 32 * int(compression[3]))
 
 
 def test_int2_bytes_by_hand():
@@ -106,65 +108,67 @@ def test_bfloat16_is_the_plain_cast():
     assert torch.equal(through(x, "bfloat16"), x.to(torch.bfloat16).float())
 
 
-def bound(x: Tensor, wire: str) -> Tensor:
+def bound(x: Tensor, compression: str) -> Tensor:
     """The largest allowed error."""
     top = x.view(-1, BLOCK).abs().amax(1, keepdim=True).expand(-1, BLOCK).reshape(-1)
     return {"bfloat16": x.abs() * 2**-8, "float16": (x.abs() * 2**-11).maximum(top * 2**-39)}.get(
-        wire, top / (2 ** INT[wire] - 2) if wire in INT else top
+        compression, top / (2 ** INT[compression] - 2) if compression in INT else top
     )
 
 
-@pytest.mark.parametrize("wire", NARROW)
+@pytest.mark.parametrize("compression", NARROW)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_error_stays_within_the_format(wire: str, dtype: torch.dtype):
+def test_error_stays_within_the_format(compression: str, dtype: torch.dtype):
     """Blocks of sizes from 1e-30 to 1e30, values inside a block over twelve orders of magnitude."""
     x = torch.randn(61, BLOCK, generator=generator(0), dtype=dtype)
     x = x * 10 ** (torch.rand(61, BLOCK, generator=generator(2), dtype=dtype) * 12 - 12)
     x = (x * 10 ** torch.arange(-30, 31, dtype=dtype)[:, None]).view(-1)
-    tiny = 1e-38 if wire == "bfloat16" else 0.0  # of smaller numbers it keeps fewer digits, as float32 does
-    assert ((through(x, wire) - x).abs() <= bound(x, wire) * (1 + 1e-5) + tiny).all()
+    tiny = 1e-38 if compression == "bfloat16" else 0.0  # of smaller numbers it keeps fewer digits, as float32 does
+    assert ((through(x, compression) - x).abs() <= bound(x, compression) * (1 + 1e-5) + tiny).all()
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("wire", NARROW)
-def test_what_is_not_finite_stays_so(wire: str, bad: float):
+@pytest.mark.parametrize("compression", NARROW)
+def test_what_is_not_finite_stays_so(compression: str, bad: float):
     x = torch.randn(3 * BLOCK, generator=generator(0))
     x[300] = bad
-    finite = through(x, wire).isfinite().view(3, BLOCK)
+    finite = through(x, compression).isfinite().view(3, BLOCK)
     assert finite[0].all() and finite[2].all()
-    assert not finite[1, 44] if wire == "bfloat16" else not finite[1].any()
+    assert not finite[1, 44] if compression == "bfloat16" else not finite[1].any()
 
 
-@pytest.mark.parametrize("wire", NARROW)
-def test_a_float64_beyond_float32_does_not_become_finite(wire: str):
-    assert not through(block(1e300, 1.0, dtype=torch.float64), wire)[0].isfinite()
-    assert torch.equal(through(block(1e-300, dtype=torch.float64), wire), torch.zeros(BLOCK).double())
+@pytest.mark.parametrize("compression", NARROW)
+def test_a_float64_beyond_float32_does_not_become_finite(compression: str):
+    assert not through(block(1e300, 1.0, dtype=torch.float64), compression)[0].isfinite()
+    assert torch.equal(through(block(1e-300, dtype=torch.float64), compression), torch.zeros(BLOCK).double())
 
 
-@pytest.mark.parametrize("wire", INTS)
-def test_the_scale_of_zeros_has_no_sign(wire: str):
+@pytest.mark.parametrize("compression", INTS)
+def test_the_scale_of_zeros_has_no_sign(compression: str):
     """Whether maximum(0, -0) is 0 or -0 is the device's choice: the bytes must not depend on it."""
-    plus, minus = encode(torch.zeros(BLOCK), wire), encode(-torch.zeros(BLOCK), wire)
+    plus, minus = encode(torch.zeros(BLOCK), compression), encode(-torch.zeros(BLOCK), compression)
     assert plus[:4].tolist() == minus[:4].tolist() == [0, 0, 0, 0]
 
 
-@pytest.mark.parametrize("wire", NARROW)
-def test_nothing_is_divided_by_a_plain_number(wire: Any):
+@pytest.mark.parametrize("compression", NARROW)
+def test_nothing_is_divided_by_a_plain_number(compression: Any):
     """CUDA multiplies by its rounded reciprocal, so that its bytes and means would not be a CPU's."""
-    mean = Mean([torch.ones(700)], {"steps": 1, "weight": 1}, WireConfig(wire).reducer, buffers=[torch.ones(5)])
+    mean = Mean(
+        [torch.ones(700)], {"steps": 1, "weight": 1}, CompressionConfig(compression).reducer, buffers=[torch.ones(5)]
+    )
     with Operations(lambda func, args, *_: args[1] if func.name().startswith("aten::div") else None) as divisors:
         mean.reducer._average(mean.reducer._outgoing())
     assert len(divisors.seen) > 2 and all(isinstance(d, Tensor) for d in divisors.seen), divisors.seen
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("wire", NARROW)
-def test_cuda_gives_the_same_mean(wire: Any):
+@pytest.mark.parametrize("compression", NARROW)
+def test_cuda_gives_the_same_mean(compression: Any):
     x = torch.randn(3 * BLOCK, generator=generator(0)) * 1e-4
     seen = []
     for device in ("cpu", "cuda"):
         p, buffer = torch.zeros(700, device=device), torch.zeros(5, device=device)
-        mean = Mean([p], {"steps": 1, "weight": 1}, WireConfig(wire).reducer, buffers=[buffer])
+        mean = Mean([p], {"steps": 1, "weight": 1}, CompressionConfig(compression).reducer, buffers=[buffer])
         for _ in range(3):
             mean.buckets[0].flat[:705] = x[:705].to(device)
             mean.reduce(2.0)
@@ -176,26 +180,27 @@ def test_another_backend_is_refused_with_the_reason():
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
         with pytest.raises(UserError) as caught:
-            WireConfig("int8").check([torch.zeros(3)], None)
+            CompressionConfig("int8").check([torch.zeros(3)], None)
     finally:
         dist.destroy_process_group()
-    text = "wire.format='int8' over fake backend for cpu tensors: only gloo and nccl do, or use wire.format float32"
+    text = "compression.format='int8' over fake backend for cpu tensors: only gloo and nccl do, or use "
+    text += "compression.format float32"
     assert str(caught.value) == text
 
 
 def test_two_devices_are_refused():
-    with pytest.raises(UserError, match="on cpu, meta: .* one device, or use wire.format float32"):
-        WireConfig("int4").check([torch.zeros(3), torch.zeros(3, device="meta")], None)
+    with pytest.raises(UserError, match="on cpu, meta: .* one device, or use compression.format float32"):
+        CompressionConfig("int4").check([torch.zeros(3), torch.zeros(3, device="meta")], None)
 
 
 def test_an_unknown_format_is_refused():
     unknown: Any = "fp8"
     with pytest.raises(UserError) as caught:
-        WireConfig(unknown)
-    assert str(caught.value) == f"wire.format='fp8': choose one of {', '.join(WIRES)}, lgreco, auto"
+        CompressionConfig(unknown)
+    assert str(caught.value) == f"compression.format='fp8': choose one of {', '.join(WIRES)}, lgreco, auto"
 
 
-WAYS = [(wire, feedback) for wire in NARROW for feedback in (True, False)]
+WAYS = [(compression, feedback) for compression in NARROW for feedback in (True, False)]
 ROUNDS = 3
 # numel of the encoded tensors, then of the exact ones, by dtype: several blocks, part of one, none
 LAYOUT = {
@@ -216,14 +221,14 @@ def written(rank: int, round: int, bucket: int, numel: int, dtype: torch.dtype) 
 
 
 def means(rank: int, world_size: int, segment: int) -> list[list[Tensor]]:
-    core.wires.quantized.SEGMENT = segment
+    core.compression.quantized.SEGMENT = segment
     return [of_rounds(rank, world_size, *way) for way in WAYS]
 
 
-def of_rounds(rank: int, world_size: int, wire: Any, feedback: bool) -> list[Tensor]:
+def of_rounds(rank: int, world_size: int, compression: Any, feedback: bool) -> list[Tensor]:
     """What the buffers hold after each round, bucket by bucket, and the state."""
     lossy, exact = templates()
-    reducer = WireConfig(wire, feedback).reducer
+    reducer = CompressionConfig(compression, feedback).reducer
     mean = Mean(lossy, {"rank": 1, "steps": 1, "weight": 1}, reducer, buffers=exact)
     seen = []
     for round in range(ROUNDS):
@@ -235,14 +240,14 @@ def of_rounds(rank: int, world_size: int, wire: Any, feedback: bool) -> list[Ten
         seen += [b.flat[: len(b.flat) - len(b.scalars)].clone() for b in mean.buckets]
         seen.append(mean.buckets[0].scalars.clone())
     sender = mean.reducer
-    row = sum(nbytes(wire, chunk) for chunk in sender.chunks)
+    row = sum(nbytes(compression, chunk) for chunk in sender.chunks)
     row += sum(rest * b.flat.element_size() for rest, b in zip(sender.rests, mean.buckets, strict=True))
-    assert mean.flight.bytes_sent == (world_size - 1) * (2 * row + 3 * 8)
+    assert mean.allreduce.bytes_sent == (world_size - 1) * (2 * row + 3 * 8)
     mean.close()
     return [*seen, *(flat for flats in sender.state.values() for flat in flats)]
 
 
-def simulate(world_size: int, wire: str, feedback: bool) -> list[Tensor]:
+def simulate(world_size: int, compression: str, feedback: bool) -> list[Tensor]:
     """of_rounds for all workers at once: without processes, chunks of bytes or segments. States are not returned."""
     n, seen = world_size, []
     kinds = list(LAYOUT.items())
@@ -252,7 +257,7 @@ def simulate(world_size: int, wire: str, feedback: bool) -> list[Tensor]:
 
     def send(x: Tensor, error: Tensor) -> Tensor:
         total = x + error if feedback else x
-        decoded = decode(encode(total, wire), wire, x.dtype)
+        decoded = decode(encode(total, compression), compression, x.dtype)
         error.copy_(total - decoded)
         return decoded
 
@@ -289,8 +294,8 @@ def test_one_worker_alone_sees_the_same_as_one_in_a_group():
 
 
 BASE = Settings(tau=2, outer_momentum=0.4, outer_lr=0.5, clip=0.1)
-CONFIGS = [BASE, *(replace(BASE, wire=w, error_feedback=f) for w, f in WAYS)]
-AT_ONCE = [replace(c, gap="none", delay=0) for c in CONFIGS if c.wire in ("float32", "float16", "int4")]
+CONFIGS = [BASE, *(replace(BASE, compression=w, error_feedback=f) for w, f in WAYS)]
+AT_ONCE = [replace(c, gap="none", delay=0) for c in CONFIGS if c.compression in ("float32", "float16", "int4")]
 WITHIN = {"float32": 0.0, "bfloat16": 3e-3, "float16": 4e-4, "int8": 1e-2, "int4": 0.15, "int2": 1.2}
 
 
@@ -299,7 +304,7 @@ def test_another_wire_sends_what_error_feedback_holds_back(rank: int):
     """A bucket's mean rounded a few times and then exact, with what was held back: all that has landed, and the exact
     means added up."""
     lossy, _ = templates()
-    mean = Mean(lossy, {"steps": 1, "weight": 1}, WireConfig("int4").reducer)
+    mean = Mean(lossy, {"steps": 1, "weight": 1}, CompressionConfig("int4").reducer)
     landed = [torch.zeros_like(b.payload, dtype=torch.float64) for b in mean.buckets]
     for round in range(ROUNDS + 1):
         for i, bucket in enumerate(mean.buckets):
@@ -329,7 +334,7 @@ def test_workers_agree_bit_for_bit_and_stay_near_float32(rank: int, workers: int
         for i, config in enumerate(configs):
             assert alike(*runs[i]), config
             error = max((a - b).abs().max().item() for a, b in zip(runs[i], runs[0], strict=True))
-            assert error <= WITHIN[config.wire], config
+            assert error <= WITHIN[config.compression], config
             for j in range(i):
                 assert (runs[i][-1] - runs[j][-1]).abs().max() > 1e-6, f"{config} and {configs[j]} do the same"
 
@@ -370,7 +375,7 @@ def moved_constantly(rank: int, world_size: int, config: Settings, rests: bool) 
 
 
 PLAIN = Settings(
-    tau=1, outer_momentum=0.0, outer_lr=1.0, gap="none", clip=None, allow_unstable=True, delay=0, wire="int4"
+    tau=1, outer_momentum=0.0, outer_lr=1.0, gap="none", clip=None, allow_unstable=True, delay=0, compression="int4"
 )
 
 
@@ -398,20 +403,20 @@ def test_one_workers_nan_reaches_nobody(rank: int):
     """The mean is that of the two others, who sent the same."""
     want = -torch.linspace(0, 1, 2000)
     want[1300] = 1.0
-    for wire in NARROW:
+    for compression in NARROW:
         p = nn.Parameter(torch.zeros(2000))
-        co2 = replace(PLAIN, wire=wire).build([p])
+        co2 = replace(PLAIN, compression=compression).build([p])
         with torch.no_grad():
             p.sub_(torch.linspace(0, 1, 2000))
             p[1300] = float("nan") if rank == 1 else 1.0
         co2.step()
-        half_a_level = 1 / 2 if wire == "int2" else 0.073
+        half_a_level = 1 / 2 if compression == "int2" else 0.073
         torch.testing.assert_close(p.detach(), want, rtol=0, atol=1.1 * half_a_level)
 
 
-@pytest.mark.parametrize("other", [{"wire": "float32"}, {"wire": "int8", "error_feedback": False}])
+@pytest.mark.parametrize("other", [{"compression": "float32"}, {"compression": "int8", "error_feedback": False}])
 def test_a_checkpoint_of_another_wire_is_refused(other: dict[str, Any]):
-    methods = [replace(BASE, **o).build([nn.Parameter(torch.zeros(3))]) for o in ({"wire": "int8"}, other)]
+    methods = [replace(BASE, **o).build([nn.Parameter(torch.zeros(3))]) for o in ({"compression": "int8"}, other)]
     for writer, reader in (methods, methods[::-1]):
         with pytest.raises(UserError, match="checkpoint.*error_feedback"):
             reader.load_state_dict(writer.state_dict())
@@ -434,10 +439,10 @@ class CountingLink(ThrottledLink):
 def bytes_of_a_round(rank: int, world_size: int, numel: int = LARGE) -> dict[str, tuple[int, float, int]]:
     """By wire format: bytes_sent, what the emulated link saw, and what the kernel sent over lo, of all workers."""
     counted = {}
-    for wire in WIRES:
+    for compression in WIRES:
         link = CountingLink()
         p = nn.Parameter(torch.zeros(numel))
-        co2 = replace(PLAIN, wire=wire).build([p], link=link)
+        co2 = replace(PLAIN, compression=compression).build([p], link=link)
         with torch.no_grad():
             p.add_(torch.randn(numel, generator=generator(rank)))
         co2.step()  # connections are made
@@ -447,7 +452,7 @@ def bytes_of_a_round(rank: int, world_size: int, numel: int = LARGE) -> dict[str
         dist.barrier()  # nobody starts before all have read
         co2.step()
         dist.barrier()
-        counted[wire] = co2.stats.bytes_sent, sum(link.reserved), loopback_bytes() - before
+        counted[compression] = co2.stats.bytes_sent, sum(link.reserved), loopback_bytes() - before
         co2.finish()
         co2.close()
     return counted
@@ -468,8 +473,12 @@ def test_bytes_sent_by_hand(world_size: int):
     others = world_size - 1
     for counted in run_distributed(bytes_of_a_round, world_size, numel):
         assert counted["float32"][0] == ring_bytes(4 * (numel + 8 + world_size), world_size)
-        for wire, size in BLOCKS.items():
-            assert counted[wire][0] == counted[wire][1] == others * (2 * blocks * size + (8 + world_size) * 4)
+        for compression, size in BLOCKS.items():
+            assert (
+                counted[compression][0]
+                == counted[compression][1]
+                == others * (2 * blocks * size + (8 + world_size) * 4)
+            )
 
 
 COUNT = """
@@ -488,9 +497,9 @@ def test_the_kernel_counts_the_same_bytes():
     assert run.returncode == 0, run.stderr
     results = ast.literal_eval(run.stdout)
     seen = {}
-    for wire in WIRES:
-        ours = sum(r[wire][0] for r in results)
-        seen[wire] = results[0][wire][2]
-        assert seen[wire] == pytest.approx(ours, rel=0.1), f"{wire}: counted here, and by the kernel"
-    for wire, size in BLOCKS.items():
-        assert seen[wire] / seen["float32"] == pytest.approx(size / 1024, rel=0.1)
+    for compression in WIRES:
+        ours = sum(r[compression][0] for r in results)
+        seen[compression] = results[0][compression][2]
+        assert seen[compression] == pytest.approx(ours, rel=0.1), f"{compression}: counted here, and by the kernel"
+    for compression, size in BLOCKS.items():
+        assert seen[compression] / seen["float32"] == pytest.approx(size / 1024, rel=0.1)

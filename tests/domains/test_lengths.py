@@ -55,8 +55,8 @@ def test_each_document_comes_once_an_epoch_whatever_the_rounds_are():
     for epoch in range(3):
         seen = np.concatenate(whole[epoch * order.steps : (epoch + 1) * order.steps])
         assert len(np.unique(seen)) == len(seen)
-        left_out = np.setdiff1d(np.arange(len(order.sizes)), seen)
-        assert order.sizes[left_out].sum() < order.step_size + 4 * 64
+        excluded = np.setdiff1d(np.arange(len(order.sizes)), seen)
+        assert order.sizes[excluded].sum() < order.step_size + 4 * 64
     assert not np.array_equal(whole[0], whole[order.steps]), "epochs are shuffled anew"
     assert not np.array_equal(whole[0], order_of(4, seed=1).of(0, 1))
 
@@ -214,7 +214,7 @@ def test_a_deal_is_for_a_round():
     co2 = CO2(params, CO2Config(tau=7))
     assert steps_ahead(co2) == 7
     co2.close()
-    co2 = CO2(params, CO2Config(tau="auto", delay="auto", merge="mix", outer_momentum=0.0))
+    co2 = CO2(params, CO2Config(tau="auto", delay="auto", merge="interpolate", outer_momentum=0.0))
     assert steps_ahead(co2) == co2.tau > 1
     co2.close()
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from core import CO2Config, UserError, WireConfig
+from core import CO2Config, CompressionConfig, UserError
 from language.finetune_recipes import LoraConfig, prompts_adamw
 from language.recipe import RingsConfig
 from language.recipes import RECIPES, gpt2_pydoc_small
@@ -91,7 +91,7 @@ REFUSED: list[tuple[Recipe, dict[str, Any], str]] = [
     (ELASTIC, {"zero": 2}, "zero=2"),
     (ELASTIC, {"shard": True}, "shard=True"),
     (ELASTIC, {"co2": CO2Config(tau="auto")}, "tau='auto'"),
-    (ELASTIC, {"co2": CO2Config(wire=WireConfig("int8"))}, "wire.format='int8'"),
+    (ELASTIC, {"co2": CO2Config(compression=CompressionConfig("int8"))}, "compression.format='int8'"),
     # SyncBN inside a node, of which one would wait in a forward pass for another that waits at its boundary
     (SYNC_BN, {"sync_bn": "all"}, "sync_bn='all' does not go with method='co2'"),
     (SYNC_BN, {"elastic": True}, "sync_bn='node' does not go with elastic"),

@@ -264,8 +264,8 @@ def test_mistakes_get_one_line() -> None:
         "method='ddp': choose co2": {"method": "ddp"},
         "co2 has no setting 'outer_rl': it has .*outer_lr, outer_momentum": {"co2": {"outer_rl": 1.0}},
         "slowmo has no setting 'clip': it has outer_lr, outer": {"method": "slowmo", "slowmo": {"clip": 1.0}},
-        "wire has no setting 'bits'": {"co2": {"wire": {"bits": 8}}},
-        "co2.wire='int8': give a dict": {"co2": {"wire": "int8"}},
+        "compression has no setting 'bits'": {"co2": {"compression": {"bits": 8}}},
+        "co2.compression='int8': give a dict": {"co2": {"compression": "int8"}},
         "tau=0": {"tau": 0},
     }
     for message, settings in mistakes.items():
@@ -305,7 +305,7 @@ def work(rank: int, world_size: int, folder: str, passes: list[dict], jobs: dict
     return found, log
 
 
-ON_ARRIVAL = CO2Config(tau=2, outer_momentum=0.0, gap="none", merge="keep", delay="auto")
+ON_ARRIVAL = CO2Config(tau=2, outer_momentum=0.0, gap="none", merge="keep_local", delay="auto")
 NODES, ALL = [[0, 1], [0, 1], [2, 3], [2, 3]], [[0, 1, 2, 3]] * 4
 
 

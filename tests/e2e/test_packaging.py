@@ -16,6 +16,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from tests import imports
+from tests.core.test_rooms import wanted
 from training import prepared
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -211,7 +212,7 @@ def test_prepare_torchvision_passes_on_an_unknown_error(monkeypatch: pytest.Monk
 
 
 def test_the_project_has_no_import_circle():
-    graph = {file: imports.needed(file) for file in imports.files()}
+    graph = wanted()
     assert len(graph) > 150
     TopologicalSorter(graph).prepare()  # its error names the modules of a circle
 

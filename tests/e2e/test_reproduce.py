@@ -172,7 +172,7 @@ def test_a_run_with_a_setting_that_is_gone_counts_where_it_trained_as_without(tm
         gone = {"co2": {"sync_steps": sync_steps, "update": "fast"}, "delayed": {"taylor": 0.25}}
         gone["slowmo"] = {"outer_lr": 0.9}  # another method's: defaults of these may change
         for key, settings in gone.items():
-            edit(tmp_path / name, lambda config, key=key, of=settings: config["recipe"][key].update(of))
+            edit(tmp_path / name, lambda config, key=key, of=settings: config["recipe"].setdefault(key, {}).update(of))
         edit(tmp_path / name, lambda config: config["recipe"].update(schedule=[]))
     lines = collected(tmp_path, "imagenet")
     assert any(line.startswith("| ResNet-50 | co2 | 48 |") and "75.00" in line for line in lines)
@@ -416,7 +416,7 @@ def test_the_stand_ins_commands_are_understood_by_the_train_scripts(name: str):
             assert (recipe.method, recipe.seed, recipe.out, recipe.resume) == (row.method, 1, folder, True)
             before, after = (flat(asdict(r)) for r in (recipes[row.local], recipe))
             wanted = before | ({"co2.tau": row.tau} if row.tau else {}) | reproduce.stand_in_overrides(row)
-            outer = [name for name in before if name.startswith(("co2.", "delayed.", "ddp_wire."))]
+            outer = [name for name in before if name.startswith(("co2.", "ddp_compression."))]
             assert {name: after[name] for name in outer} == {name: wanted[name] for name in outer}
             assert wanted.keys() == before.keys(), "an override of nothing"
             folders.append(folder)
@@ -556,7 +556,7 @@ ROW = "for row 'ResNet-50', method ddp"
         (["xyz"], "table 'xyz' does not exist; `python reproduce.py list` names them"),
         (["imagenet", "--rows", "resnet5"], "--rows resnet5: not in imagenet, which has ResNet-50, ViT-Base, Swin-T,"),
         (["imagenet", "--methods", "co3"], "--methods co3: not in imagenet, which has co2, ddp,"),
-        (["imagenet", "--methods", "delayed"], "imagenet has no row with --rows '' and --methods 'delayed'"),
+        (["imagenet", "--methods", "diloco"], "imagenet has no row with --rows '' and --methods 'diloco'"),
         (["imagenet", "--seeds", "a"], "--seeds a: give numbers up to 1000000000, such as 0,1"),
         (["imagenet", "--", "--seed", "3"], "--seed behind --: reproduce.py chooses it itself, see --seeds"),
         (["imagenet", "--", "epochs", "3"], "'epochs' behind --: give options of the train script"),
@@ -663,7 +663,7 @@ def test_a_kept_row_is_named_by_its_folder_and_again_repeats_it(tmp_path, monkey
 
 def test_a_stand_in_of_lgreco_decides_within_its_short_run():
     row = next(row for row in TABLES["lgreco_vision"].rows if row.label == "L-GreCo")
-    assert row.overrides["ddp_wire.lgreco.first"] == 1256, "more steps than a stand-in has"
+    assert row.overrides["ddp_compression.lgreco.first"] == 1256, "more steps than a stand-in has"
     ours = reproduce.stand_in_overrides(row)
-    assert ours["ddp_wire.format"] == "lgreco" and ours["epochs"] == 8
+    assert ours["ddp_compression.format"] == "lgreco" and ours["epochs"] == 8
     assert not any(key.endswith((".first", ".every")) for key in ours)

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from core.checkpoints import checkpoint
+from core import checkpoint
 
 # -- a cluster on this machine, all of it under one folder; needs root, slurm-wlm and munge ---------------------------
 
@@ -281,7 +281,7 @@ def reaches(slurm: Cluster, job: str, run: str, step: int) -> None:
 def same_end(slurm: Cluster, run: str, other: str) -> None:
     """Two runs of two workers have the same losses and end with the same parameters, bit for bit."""
     assert losses(slurm, run) == losses(slurm, other)
-    found = [checkpoint.load(Path(folder(slurm, name), "checkpoints"), rank=0) for name in (run, other)]
+    found = [checkpoint.load_newest(Path(folder(slurm, name), "checkpoints"), rank=0) for name in (run, other)]
     one, two = (state["model"] for state, _ in filter(None, found))
     assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
 

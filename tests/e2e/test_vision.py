@@ -19,9 +19,9 @@ import torch.distributed as dist
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
 
-from core.adaptive.tau import TauTuner
 from core.methods import METHODS
 from core.stats import RoundStats
+from core.tau import TauTuner
 from core.testing import run_distributed
 from tests.runs import logged, rows, summary
 from tests.scripts import fork_script, run_on_worker
@@ -71,7 +71,7 @@ def train_all(rank: int, world_size: int, folder: str) -> dict[str, Any]:
 def with_auto(rank: int, world_size: int, folder: str) -> str:
     """What the script says of a run that chooses tau, over a slow link, and is traced."""
     options = ("--epochs", "3", "--co2.tau", "auto", "--co2.tau_max", "8", "--link_mbit", "200", "--trace")
-    options += ("--co2.wire.format", "float32")  # so that an all-reduce is traced
+    options += ("--co2.compression.format", "float32")  # so that an all-reduce is traced
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TauTuner, "tell", tell_fixed_times(TauTuner.tell))
         return on_worker(rank, world_size, Path(folder), *options)
@@ -235,9 +235,16 @@ def test_ctrl_c_in_one_process_saves_and_exits_with_130(tmp_path: Path):
 @pytest.mark.slow
 def test_lgreco_from_the_command_line(tmp_path: Path):
     """For CO2's differences and for ddp's gradients: a decision is noted, logged, and shown by layer."""
-    wires = {"co2": "co2.wire", "ddp": "ddp_wire"}
-    for method, wire in wires.items():
-        options = [f"--{wire}.format", "lgreco", f"--{wire}.like", "int4", f"--{wire}.lgreco.first", "1"]
+    compressions = {"co2": "co2.compression", "ddp": "ddp_compression"}
+    for method, compression in compressions.items():
+        options = [
+            f"--{compression}.format",
+            "lgreco",
+            f"--{compression}.like",
+            "int4",
+            f"--{compression}.lgreco.first",
+            "1",
+        ]
         options += ["--method", method, "--epochs", "1", "--co2.tau", "4"]
         said = run_distributed(on_worker, 2, tmp_path / method, *options, timeout=120)
         assert "L-GreCo: " in said[0] and "of int4" not in said[0]

@@ -108,7 +108,7 @@ def test_two_workers_train_with_the_installed_package(python: Path, tmp_path: Pa
     ended = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr
     first, second = ended.stdout.splitlines()
-    assert first == second and first.endswith("co2_training.assembly.co2 False")
+    assert first == second and first.endswith("co2_training.co2 False")
 
 
 def test_a_type_checker_reads_its_types(python: Path, tmp_path: Path):

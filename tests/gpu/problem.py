@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from core import CO2, CO2Config, DelayedCO2, DelayedConfig, LGrecoConfig, OverlapLocalSGD, ShardedCO2, WireConfig
+from core import CO2, CO2Config, CompressionConfig, LGrecoConfig, OverlapLocalSGD, ShardedCO2
 
 DEVICE = "cuda"
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
@@ -86,22 +86,22 @@ def co2(**settings: Any) -> Make:
     return lambda p: CO2(p.params, CO2Config(**{"tau": 4} | settings), buffers=p.buffers)
 
 
-def lgreco(like: str) -> WireConfig:
-    return WireConfig("lgreco", like=like, lgreco=LGrecoConfig(rule="uniform", every=2, first=1))
+def lgreco(like: str) -> CompressionConfig:
+    return CompressionConfig("lgreco", like=like, lgreco=LGrecoConfig(rule="uniform", every=2, first=1))
 
 
 # at a fixed step, so that runs compare
-RECOMMENDED = {"outer_momentum": 0.0, "gap": "none", "merge": "keep", "delay": 2}
+RECOMMENDED = {"outer_momentum": 0.0, "gap": "none", "merge": "keep_local", "delay": 2}
 METHODS: dict[str, Make] = {
     "co2": co2(),
     "recommended": co2(**RECOMMENDED),
-    "mix": co2(merge="mix", delay=2),
-    "int8": co2(wire=WireConfig("int8")),
-    "int4": co2(wire=WireConfig("int4")),
-    "lgreco": lambda p: co2(wire=lgreco("int4"))(p),
+    "interpolate": co2(merge="interpolate", delay=2),
+    "int8": co2(compression=CompressionConfig("int8")),
+    "int4": co2(compression=CompressionConfig("int4")),
+    "lgreco": lambda p: co2(compression=lgreco("int4"))(p),
     "sharded": lambda p: ShardedCO2(p.params, CO2Config(tau=4), shard=True, buffers=p.buffers),
     "overlap_local": lambda p: OverlapLocalSGD(p.params, 4, buffers=p.buffers),
-    "nesterov": lambda p: DelayedCO2(p.params, CO2Config(tau=4), DelayedConfig(nesterov=True), buffers=p.buffers),
+    "nesterov": lambda p: CO2(p.params, CO2Config(tau=4, nesterov=True), buffers=p.buffers),
 }
 
 

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from bench.gpu.slow import one_rank
-from core import CO2, CO2Config, LGrecoConfig, ShardedCO2, WireConfig, make_method
+from core import CO2, CO2Config, CompressionConfig, LGrecoConfig, ShardedCO2, make_method
+from core.compression import formats
 from core.testing import run_distributed
-from core.wires import formats
 from tests.gpu.problem import (
     DEVICE,
     METHODS,
@@ -85,9 +85,9 @@ def test_the_plain_codec_gives_the_hosts_bytes(name: Any):
 
 
 def sent_by_lgreco(device: str, like: str, config: LGrecoConfig) -> tuple[list[str], Tensor]:
-    wire = WireConfig("lgreco", like=like, lgreco=config)
+    compression = CompressionConfig("lgreco", like=like, lgreco=config)
     tensors = [torch.zeros(s, dtype=torch.float64, device=device) for s in [(400, 300), (300, 250), (5000,)]]
-    mean, landed = Mean(tensors, {"steps": 1, "weight": 1}, wire.reducer), []
+    mean, landed = Mean(tensors, {"steps": 1, "weight": 1}, compression.reducer), []
     for round in range(5):
         draw = torch.randn(mean.buckets[0].numel, generator=torch.Generator().manual_seed(round), dtype=torch.float64)
         mean.buckets[0].payload.copy_(draw * torch.linspace(0.01, 3, len(draw), dtype=torch.float64) ** 3)

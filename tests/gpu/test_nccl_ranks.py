@@ -18,23 +18,23 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from core import CO2Config, CollectiveError, WireConfig, load, make_method, node_mesh, save
+from core import CO2Config, CollectiveError, CompressionConfig, load, make_method, node_mesh, save
 from core.testing import run_distributed
 
 PAPER = CO2Config(tau=4)
-RECOMMENDED = CO2Config(4, outer_momentum=0.0, gap="none", merge="keep", delay=2)
+RECOMMENDED = CO2Config(4, outer_momentum=0.0, gap="none", merge="keep_local", delay=2)
 NCCL = "cpu:gloo,cuda:nccl"
 STEPS = 26
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "ddp": ("ddp", {}),
-    "ddp, int8": ("ddp", {"ddp_wire": WireConfig("int8")}),
-    "ddp, bfloat16": ("ddp", {"ddp_wire": WireConfig("bfloat16")}),
+    "ddp, int8": ("ddp", {"ddp_compression": CompressionConfig("int8")}),
+    "ddp, bfloat16": ("ddp", {"ddp_compression": CompressionConfig("bfloat16")}),
     "paper": ("co2", {"co2": PAPER}),
     "recommended": ("co2", {"co2": RECOMMENDED}),
-    "recommended, int4": ("co2", {"co2": replace(RECOMMENDED, wire=WireConfig("int4"))}),
-    "int8": ("co2", {"co2": CO2Config(tau=4, wire=WireConfig("int8"))}),
-    "bfloat16": ("co2", {"co2": CO2Config(tau=4, wire=WireConfig("bfloat16"))}),
-    "lgreco": ("co2", {"co2": CO2Config(tau=4, wire=WireConfig("lgreco", like="int4"))}),
+    "recommended, int4": ("co2", {"co2": replace(RECOMMENDED, compression=CompressionConfig("int4"))}),
+    "int8": ("co2", {"co2": CO2Config(tau=4, compression=CompressionConfig("int8"))}),
+    "bfloat16": ("co2", {"co2": CO2Config(tau=4, compression=CompressionConfig("bfloat16"))}),
+    "lgreco": ("co2", {"co2": CO2Config(tau=4, compression=CompressionConfig("lgreco", like="int4"))}),
     "sharded": ("co2", {"co2": PAPER, "shard": True}),
     "nodes of two": ("co2", {"co2": PAPER, "per_node": 2}),
     "local": ("local", {"co2": PAPER}),

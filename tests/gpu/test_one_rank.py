@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from bench.gpu.slow import Slow, asleep, one_rank
-from core import CO2, CO2Config, DivergedError, LocalSGD, ShardedCO2, WireConfig
+from core import CO2, CO2Config, CompressionConfig, DivergedError, LocalSGD, ShardedCO2
+from core.hooks import forget
 from core.methods import DDP
-from core.robust.guard import Guard, forget
 from tests.gpu.problem import (
     CYCLES,
     DEVICE,
@@ -46,12 +46,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "gap norm, no clip": {"clip": None, "gap": "norm"},
     "delay 0": {"gap": "none", "delay": 0},
     "delay 0, momentum": {"gap": "none", "delay": 0, "outer_momentum": 0.5, "outer_lr": 0.4},
-    "mix": {"merge": "mix"},
-    "mix, delay 2": {"merge": "mix", "delay": 2},
-    "keep, delay 2": {"merge": "keep", "delay": 2},
-    "keep, delay 0": {"merge": "keep", "delay": 0, "gap": "none"},
+    "interpolate": {"merge": "interpolate"},
+    "interpolate, delay 2": {"merge": "interpolate", "delay": 2},
+    "keep_local, delay 2": {"merge": "keep_local", "delay": 2},
+    "keep_local, delay 0": {"merge": "keep_local", "delay": 0, "gap": "none"},
 }
-COMPRESSED = {name: WireConfig(name) for name in ("bfloat16", "int8", "int4")}
+COMPRESSED = {name: CompressionConfig(name) for name in ("bfloat16", "int8", "int4")}
 COMPRESSED |= {f"lgreco {like}": lgreco(like) for like in ("int4", "rank4")}
 
 
@@ -64,7 +64,7 @@ def alone() -> dict[str, list[Tensor]]:
 @pytest.fixture(scope="module")
 def on_host() -> dict[str, list[Tensor]]:
     """The parameters that COMPRESSED end with on the host, in float64; by name. "": without compression."""
-    found = {name: train(co2(wire=config), "cpu", torch.float64) for name, config in COMPRESSED.items()}
+    found = {name: train(co2(compression=config), "cpu", torch.float64) for name, config in COMPRESSED.items()}
     return found | {"": train(co2(), "cpu", torch.float64)}
 
 
@@ -86,7 +86,7 @@ def test_a_method_in_a_group_is_that_alone(name: str, alone: dict[str, list[Tens
 @pytest.mark.parametrize("name", COMPRESSED)
 def test_compression_trains_as_on_the_host(name: str, on_host: dict[str, list[Tensor]]):
     """In float64, so that only a fault rounds to another level. Low rank begins with draws of the device's own."""
-    ours = train(co2(wire=COMPRESSED[name]), dtype=torch.float64)
+    ours = train(co2(compression=COMPRESSED[name]), dtype=torch.float64)
     assert distance(on_host[name], on_host[""]) > 1e-9, "the compression does not round at all"
     assert distance(ours, on_host[name]) < (0.05 if "rank" in name else 1e-6)
 
@@ -155,7 +155,7 @@ def test_statistics_make_no_synchronising_call(name: str):
 
 
 def test_recommended_settings_make_no_synchronising_call():
-    """With delay auto and wire auto, as users get them, once the first rounds have found what to take."""
+    """With delay auto and compression auto, as users get them, once the first rounds have found what to take."""
     config = replace(CO2Config.recommended(1), tau=4)
     p, method = warmed(lambda p: CO2(p.params, config, buffers=p.buffers), 2 * WARM_UP)
     with synchronisations() as found:
@@ -164,7 +164,7 @@ def test_recommended_settings_make_no_synchronising_call():
     assert not found, f"in {WATCHED // 4} rounds at {sorted(set(found))}"
 
 
-@pytest.mark.parametrize("name", ["co2", "recommended", "mix", "int4", "overlap_local", "nesterov"])
+@pytest.mark.parametrize("name", ["co2", "recommended", "interpolate", "int4", "overlap_local", "nesterov"])
 def test_a_buffer_in_flight_is_left_alone(name: str):
     """While a collective sleeps, nothing that has been sent may change."""
     p = problem()
@@ -270,7 +270,7 @@ def test_autocast_and_grad_scaler(settings: dict[str, Any]):
     strides = [p.stride() for p in model.parameters()]
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=True)
     method = CO2(model.parameters(), CO2Config(**{"tau": 4} | settings), buffers=model.buffers())
-    method.rider(Guard).on_left_out = forget(optimizer)
+    method.on_excluded = forget(optimizer)
     scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0**10)
     closed, scales = [], []
     for step, (x, y) in enumerate(batches()):

@@ -20,7 +20,7 @@ from bench.chaos.crew import Crew
 from core import CO2Config, ShardedCO2, testing
 from core.elastic.joining import elastic_co2
 from core.elastic.members import Members
-from core.sharded.mesh import node_mesh
+from core.placement import node_mesh
 from core.testing import run_distributed
 from tests.gpu.problem import DEVICE, METHODS, RECOMMENDED, Make, co2, distance, end, move, problem, train
 
@@ -39,15 +39,15 @@ WITH_NAN = ("co2", "recommended")
 
 def trained(rank: int, workers: int, device: str) -> dict[str, Any]:
     """By name, the parameters at the end; in nodes of two, both workers of a node move alike. And, on the device, what
-    left_out returns."""
+    excluded returns."""
     found: dict[str, Any] = {}
     for name, make in BETWEEN.items():
         mover = rank // 2 if name == "nodes of two" else rank
         found[name] = [t.numpy() for t in train(make, device, torch.float64, mover)]
-    return found | {f"{name}, NaN": left_out(rank, device, name) for name in WITH_NAN if device != "cpu"}
+    return found | {f"{name}, NaN": excluded(rank, device, name) for name in WITH_NAN if device != "cpu"}
 
 
-def left_out(rank: int, device: str, name: str) -> tuple[list[Any], list[int]]:
+def excluded(rank: int, device: str, name: str) -> tuple[list[Any], list[int]]:
     """Rank 2's parameters become NaN in the second round: the parameters at the end, and who was left out by round."""
     warnings.simplefilter("ignore")
     p = problem(device)
@@ -58,7 +58,7 @@ def left_out(rank: int, device: str, name: str) -> tuple[list[Any], list[int]]:
         if rank == 2 and step == 6:
             p.params[4].data.fill_(float("nan"))
         if method.step():
-            counts.append(method.stats.left_out)
+            counts.append(method.stats.excluded)
     end(method)
     return [t.detach().cpu().numpy() for t in p.params], counts
 
@@ -109,7 +109,7 @@ def comes(folder: str, settings: dict[str, Any], device: str) -> None:
         at["step"] = state["step"]
 
     joining.take = take
-    joining.flight.tell = lambda: {"step": at["step"]}
+    joining.allreduce.tell = lambda: {"step": at["step"]}
     if name == "2.1":
         Path(folder, "came").touch()
     joined = joining.join()
@@ -127,7 +127,7 @@ def comes(folder: str, settings: dict[str, Any], device: str) -> None:
     found = {"joined": joined, "began": began, "outer": outer, "end": numbers(p.params)}
     Path(folder, f"{rank}.tmp").write_text(json.dumps(found))
     Path(folder, f"{rank}.tmp").rename(Path(folder, f"{rank}.json"))
-    joining.flight.sum_of_all(torch.zeros(1))
+    joining.allreduce.sum_of_all(torch.zeros(1))
     members.end()
     method.close()
 

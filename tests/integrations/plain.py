@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from core import CO2, CO2Config, UserError
-from core.robust.requests import Requests
+from core.hooks import Requests
 from tests.problems import flat
 
 EXAMPLES, BATCH, EPOCHS, TAU = 48, 2, 3, 5  # with two workers an epoch has 12 batches: no whole number of rounds
@@ -95,7 +95,7 @@ def train(epochs, config=PAPER, *, micro=1, clip=0.0, updates=10**9, meets=(), t
     depends on how long the whole tensor is."""
     model = Net()
     optimizer = adam(model)
-    co2 = CO2(model.parameters(), config, buffers=model.buffers(), riders=[Requests(*asks)] if asks else [])
+    co2 = CO2(model.parameters(), config, buffers=model.buffers(), hooks=[Requests(*asks)] if asks else [])
     trace: list[Tensor] = []
     parts = [[batches[i : i + micro] for i in range(0, len(batches), micro)] for batches in epochs]
     groups = [group for part in parts for group in part][:updates]

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from core import CO2Config, UserError
 from tests.integrations import plain
 from tests.integrations.plain import BATCH, EPOCHS, PAPER, Net
-from tests.on_ranks import alike, everybody, on_ranks
+from tests.on_ranks import alike, on_ranks, total_world_size
 
 MODULES = ("accelerate", "core.integrations.accelerate", "torch.utils.tensorboard")
 
@@ -62,8 +62,8 @@ def train(
     stepped: Any = None,
     log: str = "",
 ) -> list[tuple[int, bool, Tensor]]:
-    """Of each boundary the batch, whether settle() says that workers are alike, and everything. save: batch -> folder.
-    resume: a batch, and the folder that was written behind it. stepped: called with the number of updates."""
+    """Of each boundary the batch, whether sync_for_eval() says that workers are alike, and everything. save: batch ->
+    folder. resume: a batch, and the folder that was written behind it. stepped: called with the number of updates."""
     boundaries = []
     if resume[1]:
         accelerator.load_state(resume[1])
@@ -84,8 +84,8 @@ def train(
         if stepped:
             stepped(len(trace) + 1)
         if co2.at_boundary:
-            boundaries.append((number, co2.settle(), plain.everything(model)))
-            told = co2.metrics()  # after settle(), which may have merged the mean of the next round
+            boundaries.append((number, co2.sync_for_eval(), plain.everything(model)))
+            told = co2.metrics()  # after sync_for_eval(), which may have merged the mean of the next round
             assert told["co2/local_steps"] > 0 and told["co2/boundary_seconds"] > 0
             accelerator.log(told, step=number)
         if save and number in save:
@@ -111,7 +111,11 @@ def test_trains_as_the_plain_loop_and_goes_on_from_checkpoints(rank: int, worker
         ours, _ = loop(config, micro=3, clip=0.5, precision="bf16")
         plain.assert_equal(ours, plain.train(batches, config, micro=3, clip=0.5, dtype=torch.bfloat16))
     steps = [step for step, _, _ in boundaries]
-    assert all(same for _, same, _ in boundaries) and everybody(steps) == [steps] * workers and steps[:3] == [5, 10, 15]
+    assert (
+        all(same for _, same, _ in boundaries)
+        and total_world_size(steps) == [steps] * workers
+        and steps[:3] == [5, 10, 15]
+    )
     assert rank or plain.tags(tmp_path) >= {"co2/round", "co2/exposed_seconds"}
 
 
@@ -120,7 +124,7 @@ def test_recommended_settings_run(rank: int) -> None:
     trace, boundaries = loop(None, epochs=20, shuffle=True)
     assert alike(trace[-1]) and len(boundaries) > 2
     for step, same, model in boundaries:
-        assert everybody((step, same)) == [(step, same)] * 2 and (not same or alike(model))
+        assert total_world_size((step, same)) == [(step, same)] * 2 and (not same or alike(model))
 
 
 def test_alone_without_a_process_group() -> None:

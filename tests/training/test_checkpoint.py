@@ -15,8 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from core import UserError
-from core.checkpoints import checkpoint, stored
+from core import UserError, checkpoint, stored
 from core.testing import run_distributed
 
 
@@ -31,7 +30,7 @@ def save(folder: Path, *steps: int, rank: int = 0, world_size: int = 1, attempt:
 
 def load(folder: Path, rank: int = 0, world_size: int = 1) -> Any:
     """The step that is loaded; None for none."""
-    found = checkpoint.load(folder, rank=rank)
+    found = checkpoint.load_newest(folder, rank=rank)
     if found is None:
         return None
     state, workers = found
@@ -71,7 +70,7 @@ def test_what_is_saved_comes_back(tmp_path: Path):
         "equal": [torch.zeros(7), torch.zeros(7)],
     }
     save(tmp_path, 1, **held)
-    found = checkpoint.load(tmp_path, rank=0)
+    found = checkpoint.load_newest(tmp_path, rank=0)
     assert found is not None
     state, workers = found
     assert workers == 1 and state["numbers"] == held["numbers"]
@@ -231,7 +230,7 @@ def killed(rank: int, world_size: int, folder: str, attempt: str) -> None:
 
 
 def attempts(rank: int, world_size: int, folder: str) -> tuple[int, str]:
-    found = checkpoint.load(Path(folder), rank=rank)
+    found = checkpoint.load_newest(Path(folder), rank=rank)
     assert found is not None
     return found[0]["step"], found[0]["by"]
 

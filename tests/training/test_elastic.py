@@ -13,11 +13,10 @@ import torch.distributed as dist
 from torch import nn
 
 from bench.chaos.crew import Crew
-from core import CO2Config, UserError, WireConfig, testing
-from core.adaptive.tau import Tuned
-from core.checkpoints import checkpoint
+from core import CO2Config, CompressionConfig, UserError, checkpoint, testing
 from core.elastic.joining import elastic_co2
 from core.elastic.members import Members
+from core.tau import TauHook
 from tests.runs import Loop, logged, rows, summary
 from training import elastic as elastic
 from training.data import generator, worker_batches
@@ -81,7 +80,7 @@ def test_the_first_worker_alone_saves_what_all_others_get(tmp_path: Path, capsys
         worker.save()
         assert worker.saved() == (worker.drawn < 2)
     assert capsys.readouterr().err.count("not finite: no checkpoint is written") == 2
-    found = checkpoint.load(worker.folder.checkpoints, rank=0)
+    found = checkpoint.load_newest(worker.folder.checkpoints, rank=0)
     assert found is not None and found[1] == 1
     worker.restore(found[0])
     assert worker.drawn == 1 and model.bias.item() == 2.0
@@ -100,10 +99,10 @@ def test_its_gpu_is_the_current_one(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_the_recommended_settings_go_with_it():
     """Their wire is auto: of the formats elastic knows float32 alone."""
     co2 = replace(CO2Config.recommended(4), tau=6)
-    assert co2.wire.format == "auto" and Recipe(elastic=True, co2=co2).co2 == co2
+    assert co2.compression.format == "auto" and Recipe(elastic=True, co2=co2).co2 == co2
     method, joining = elastic_co2([nn.Parameter(torch.zeros(2))], co2, members=Members(dist.HashStore(), "0.0"))
-    assert method.config == replace(co2, wire=WireConfig())
-    assert method.riders[0] is joining and not any(isinstance(rider, Tuned) for rider in method.riders)
+    assert method.config == replace(co2, compression=CompressionConfig())
+    assert method.hooks[0] is joining and not any(isinstance(hook, TauHook) for hook in method.hooks)
 
 
 # -- whole runs -----------------------------------------------------------------------------------------------
@@ -113,7 +112,7 @@ def test_the_recommended_settings_go_with_it():
 class Toy(Recipe):
     """Rounds of three steps."""
 
-    co2: CO2Config = CO2Config(tau=3, gap="none", merge="keep", outer_momentum=0.0, outlier=20.0)
+    co2: CO2Config = CO2Config(tau=3, gap="none", merge="keep_local", outer_momentum=0.0, outlier=20.0)
     optim: OptimConfig = OptimConfig(momentum=0.0, schedule="constant")
     batch_size: int = 6
     log_every: int = 1

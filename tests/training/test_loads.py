@@ -18,7 +18,7 @@ WEIGHTS, NO_PICKLE = {"weights_only": True}, {"allow_pickle": False}
 # (file, call) -> what the call must say for itself; {} where the file's own code makes it harmless, as is told
 LOADS: dict[tuple[str, str], dict[str, bool]] = {
     ("core/elastic/members.py", "torch.load"): WEIGHTS,
-    ("core/checkpoints/stored.py", "torch.load"): WEIGHTS,
+    ("core/stored.py", "torch.load"): WEIGHTS,
     ("core/integrations/common.py", "torch.load"): WEIGHTS,
     # Lightning's own reading, with the weights_only that the user gives to its Trainer
     ("core/integrations/lightning.py", "super().load_checkpoint"): {},
@@ -30,7 +30,7 @@ LOADS: dict[tuple[str, str], dict[str, bool]] = {
     ("language/pretrained.py", "transformers.AutoConfig.from_pretrained"): {},
     ("language/pretrained.py", "transformers.AutoModelForCausalLM.from_pretrained"): {"use_safetensors": True},
     ("language/pretrained.py", "transformers.AutoTokenizer.from_pretrained"): {},
-    ("core/checkpoints/stored.py", "numpy.load"): NO_PICKLE,
+    ("core/stored.py", "numpy.load"): NO_PICKLE,
     # DCP unpickles .metadata by what its reader returns; that of resharded.py reads records with weights_only
     ("training/layouts/resharded.py", "torch.distributed.checkpoint.load"): {},
     ("training/layouts/resharded.py", "torch.load"): WEIGHTS,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from core import CO2Config
-from core.assembly.config import WireConfig
+from core.config import CompressionConfig
 from language.train import RECIPES, make_model
 from results.paper import TABLES
 from training import checks
@@ -91,9 +91,9 @@ def test_the_recommended_settings_hold_more_than_the_papers(monkeypatch: pytest.
     ("changes", "expected"),
     [
         ({"co2": replace(CO2Config.recommended(1), tau=2)}, 4.0),  # one worker's means cross nothing
-        ({"method": "local", "co2": CO2Config(tau=2, wire=WireConfig("int4"))}, 4.0),
-        ({"method": "slowmo", "co2": CO2Config(tau=2, wire=WireConfig("int4"))}, 5.0),
-        ({"method": "ddp", "ddp_wire": WireConfig("int8")}, 0.0),
+        ({"method": "local", "co2": CO2Config(tau=2, compression=CompressionConfig("int4"))}, 4.0),
+        ({"method": "slowmo", "co2": CO2Config(tau=2, compression=CompressionConfig("int4"))}, 5.0),
+        ({"method": "ddp", "ddp_compression": CompressionConfig("int8")}, 0.0),
     ],
 )
 def test_one_worker_encodes_where_it_was_told_to(changes: dict[str, Any], expected: float):

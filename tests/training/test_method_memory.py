@@ -14,18 +14,16 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from core import CO2Config, outer
-from core.adaptive import merging
-from core.assembly.config import LGrecoConfig, WireConfig
-from core.flight import Flight
-from core.lgreco import decide
-from core.lgreco.choices import parse
-from core.lgreco.decide import allocate
-from core.methods import DelayedConfig, SlowMoConfig, make_method
-from core.methods.ddp import GradientWire
-from core.rounds import Rounds
-from core.sharded.mesh import node_mesh
+from core.comm import AsyncAllReduce
+from core.compression import lgreco as decide
+from core.compression import quantized
+from core.compression.lgreco import allocate, parse
+from core.config import CompressionConfig, LGrecoConfig
+from core.ddp import GradientCompression
+from core.local_update import LocalUpdateMethod
+from core.methods import SlowMoConfig, make_method
+from core.placement import node_mesh
 from core.testing import run_distributed
-from core.wires import quantized
 from language.zeroth import Zeroth, ZerothConfig
 from tests.training.live import Live
 from training import checks
@@ -42,17 +40,20 @@ def fewer(self: decide.Decider, errors: Tensor, known: list[int]) -> list[int]:
 
 
 def wired(format: Any, like: str = "int4", **lgreco: Any) -> CO2Config:
-    return replace(CO2, wire=WireConfig(format, like=like, lgreco=LGrecoConfig(**lgreco)))
+    return replace(CO2, compression=CompressionConfig(format, like=like, lgreco=LGrecoConfig(**lgreco)))
 
 
 RECOMMENDED = replace(CO2Config.recommended(2), tau=2)
 SETTINGS: dict[str, dict[str, Any]] = {
     "paper": {"co2": CO2},
     "recommended": {"co2": RECOMMENDED},
-    **{f"recommended, {f}": {"co2": replace(RECOMMENDED, wire=WireConfig(f))} for f in ("float32", "int8", "int4")},
-    "bfloat16, no feedback": {"co2": replace(CO2, wire=WireConfig("bfloat16", error_feedback=False))},
-    "keep": {"co2": replace(CO2, merge="keep", delay=1, gap="none")},
-    "mix": {"co2": replace(CO2, merge="mix")},
+    **{
+        f"recommended, {f}": {"co2": replace(RECOMMENDED, compression=CompressionConfig(f))}
+        for f in ("float32", "int8", "int4")
+    },
+    "bfloat16, no feedback": {"co2": replace(CO2, compression=CompressionConfig("bfloat16", error_feedback=False))},
+    "keep_local": {"co2": replace(CO2, merge="keep_local", delay=1, gap="none")},
+    "mix": {"co2": replace(CO2, merge="interpolate")},
     "lgreco int4": {"co2": wired("lgreco", **TWICE)},
     "lgreco top": {"co2": wired("lgreco", "top0.01", **TWICE)},
     "lgreco rank": {"co2": wired("lgreco", "rank4", **TWICE)},
@@ -61,11 +62,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "local lgreco": {"method": "local", "co2": wired("lgreco", **TWICE)},
     "slowmo": {"method": "slowmo", "slowmo": SlowMoConfig()},
     "overlap_local": {"method": "overlap_local"},
-    "delayed": {"method": "delayed", "co2": CO2Config(tau=2)},
-    "nesterov": {"method": "delayed", "co2": CO2Config(tau=2), "delayed": DelayedConfig(nesterov=True)},
+    "nesterov": {"co2": CO2Config(tau=2, nesterov=True)},
+    "nesterov, no gap": {"co2": CO2Config(tau=2, nesterov=True, gap="none", outer_lr=0.4)},
+    "diloco": {"method": "diloco"},
     "shard": {"co2": CO2Config(tau=2), "shard": True},
     "per_node": {"co2": CO2Config(tau=2), "per_node": 2},
-    "ddp int8": {"method": "ddp", "ddp_wire": WireConfig("int8")},
+    "ddp int8": {"method": "ddp", "ddp_compression": CompressionConfig("int8")},
     "zo": {"method": "zo"},
 }
 
@@ -91,15 +93,15 @@ class Counted:
     def __init__(self, model: nn.Module):
         self.live = Live([*model.parameters(), *model.buffers()])
         self.staging, self.most, self.always = 0.0, 0.0, 0.0
-        go_along = Flight._go_along
+        go_along = AsyncAllReduce._go_along
 
-        def counted(background: Flight, *args: Any) -> None:
+        def counted(background: AsyncAllReduce, *args: Any) -> None:
             with self.live:  # a mode is a thread's own
                 self.live.peak = self.live.now
                 go_along(background, *args)
                 self.staging = max(self.staging, self.live.peak - self.always)
 
-        self.patch = mock.patch.object(Flight, "_go_along", counted)
+        self.patch = mock.patch.object(AsyncAllReduce, "_go_along", counted)
 
     def made(self) -> None:
         gc.collect()
@@ -113,7 +115,7 @@ class Counted:
 def small_segments() -> Iterator[None]:
     """Encodes and updates little at once, as beside a large model; without the scratch memory of the CPU's own pass."""
     places = [(outer, "SEGMENT", SEGMENT), (quantized, "SEGMENT", SEGMENT), (decide, "ROWS", SEGMENT // 256)]
-    places.append((merging, "MergingInPlace", merging.MergingBoundary))
+    places.append((outer, "FusedOuterStep", outer.OuterStep))
     with contextlib.ExitStack() as patches:
         for place in places:
             patches.enter_context(mock.patch.object(*place))
@@ -142,7 +144,7 @@ def trains(name: str) -> tuple[float, float, float]:
             one_round(method, model)
             counted.round_ended()
     always = counted.always
-    if isinstance(method, Rounds):
+    if isinstance(method, LocalUpdateMethod):
         method.finish()
     return always, counted.staging, counted.most
 
@@ -151,14 +153,14 @@ def make(recipe: Recipe, model: nn.Module, mesh: Any) -> Any:
     if recipe.method == "zo":
         return Zeroth(model[:-1], ZerothConfig(), lr=lambda: 0.1)
     if recipe.method == "ddp":
-        return GradientWire(model, recipe.ddp_wire, group=None, timeout=60.0, link=None)
+        return GradientCompression(model, recipe.ddp_compression, group=None, timeout=60.0, link=None)
     settings = {"co2": recipe.co2, "shard": recipe.shard, **recipe.own_settings}
     with mock.patch("core.methods.DistributedDataParallel", lambda model, **_: model):
         return make_method(recipe.method, model, mesh=mesh, **settings)[1]
 
 
 def one_round(method: Any, model: nn.Module) -> None:
-    if isinstance(method, GradientWire):
+    if isinstance(method, GradientCompression):
         method.buckets[0].payload.normal_()
         method._reduce()
         return
@@ -166,8 +168,8 @@ def one_round(method: Any, model: nn.Module) -> None:
         for p in model.parameters():
             p.mul_(0.99)
         method.step()
-    if method.flight.in_flight:
-        method.flight.settle()
+    if method.allreduce.in_flight:
+        method.allreduce.drain()
 
 
 def on_worker(rank: int, world_size: int, names: list[str]) -> dict[str, Any]:

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from core import CO2Config, UserError, make_method
-from core.methods import Entry, Settings, register
-from core.methods.local_sgd import Blocking
+from core.methods import Blocking, MethodSpec, Settings, register
 from core.testing import run_distributed
 
 
@@ -37,9 +36,9 @@ class Partway(Blocking):
                 p.lerp_(mean, self.config.share)
 
 
-ENTRY = Entry(
+ENTRY = MethodSpec(
     "partway",
-    lambda given: (given.model, Partway(given.params, given.tau, given.own, **given.options)),
+    lambda given: (given.model, Partway(given.params, given.tau, given.own, **given.args)),
     "blocking",
     Settings("partway", PartwayConfig, "Of method partway."),
     check=lambda given: given.tau,
@@ -47,7 +46,7 @@ ENTRY = Entry(
 
 REFUSED: dict[str, dict[str, Any]] = {
     "tau='auto' with a method that hides no": {"co2": CO2Config("auto")},
-    "merge='mix' is CO2's own": {"co2": CO2Config(merge="mix", delay="auto")},
+    "merge='interpolate' is CO2's own": {"co2": CO2Config(merge="interpolate", delay="auto")},
     "shard=True is CO2's own": {"shard": True},
     "elastic does not go with method='partway'": {"elastic": True},
 }
@@ -55,7 +54,7 @@ REFUSED: dict[str, dict[str, Any]] = {
 
 def trained(rank: int, world_size: int) -> tuple[float, list[str]]:
     """This worker's weight after four steps with options from the command line; what other settings are told."""
-    register(ENTRY)  # the one line, which would stand in core/methods/__init__.py
+    register(ENTRY)  # the one line, which would stand in core/methods.py
     for name in [name for name in sys.modules if name.partition(".")[0] == "training"]:
         del sys.modules[name]  # imported before the line was there
     from training.recipe import Recipe, parse

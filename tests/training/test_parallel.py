@@ -43,7 +43,7 @@ def test_a_layout_is_one_process_and_co2_between_islands_the_reference():
     for i in (0, 1):
         assert layouts.difference([between[i][0] for _, between, _ in results], reference) < 1e-10
     for _, between, told in results:
-        assert all(stats["drifted"] == stats["left_out"] == 0 for _, rounds in between for stats in rounds)
+        assert all(stats["drifted"] == stats["excluded"] == 0 for _, rounds in between for stats in rounds)
         assert "it takes 8 processes: 4 processes were started" in told[0] and "zero1 with tp" in told[1]
 
 
@@ -76,9 +76,9 @@ def test_an_island_of_which_one_rank_is_unsound_is_left_out_as_a_worker_is(name:
     steps, devices = 9 * TAU, Layout.parse(name).devices
     results = run_distributed(layouts.islands, devices, "gpt2-short", [name], CONFIGS[0], steps, poison, timeout=900)
     expected, stats = run_distributed(layouts.alone, 2, "gpt2-short", CONFIGS[0], steps, poison, timeout=900)[0]
-    assert sum(of["left_out"] for of in stats) == 1
+    assert sum(of["excluded"] for of in stats) == 1
     assert layouts.difference([of_all[0][0] for of_all in results], expected) < 1e-10
-    assert all([s["left_out"] for s in of_all[0][1]] == [s["left_out"] for s in stats] for of_all in results)
+    assert all([s["excluded"] for s in of_all[0][1]] == [s["excluded"] for s in stats] for of_all in results)
 
 
 @pytest.mark.slow

@@ -198,18 +198,20 @@ def test_a_block_keeps_what_is_counted(model: Model, value: int):
             assert more[0] + more[1] / tp == pytest.approx(measured[1], abs=8)
 
 
-@pytest.mark.parametrize(("merge", "wire"), [("outer", "float32"), ("mix", "int8"), ("keep", "int4")])
-def test_co2_holds_as_much_as_a_dry_run_counts(merge: str, wire: str):
+@pytest.mark.parametrize(
+    ("merge", "compression"), [("restart", "float32"), ("interpolate", "int8"), ("keep_local", "int4")]
+)
+def test_co2_holds_as_much_as_a_dry_run_counts(merge: str, compression: str):
     from language.model import build_model
     from language.recipes import RECIPES
 
     recipe = RECIPES["gpt2_pydoc_small"]
-    config = replace(recipe.co2, wire=replace(recipe.co2.wire, format=wire), merge=merge)
-    config = replace(config, gap="none", delay="auto") if merge != "outer" else config
+    config = replace(recipe.co2, compression=replace(recipe.co2.compression, format=compression), merge=merge)
+    config = replace(config, gap="none", delay="auto") if merge != "restart" else config
     with torch.device("meta"):
         model = build_model("gpt2_tiny", vocab_size=1024, context=64, dropout=0.0)
     counted = held(replace(recipe, method="co2", co2=config), model, 1, 8)
-    layout = Layouts(1, 1, 1, 8, 4, wire=list(WIRES).index(wire), merge=MERGES.index(merge))
+    layout = Layouts(1, 1, 1, 8, 4, compression=list(WIRES).index(compression), merge=MERGES.index(merge))
     c = Case(preset_model("gpt2-tiny", None), replace(CLUSTER, nodes=8, per_node=1), FLOAT32, 32, layout)
     assert c.model.params == sum(p.numel() for p in model.parameters())
     assert memory.co2(c, last=True) == pytest.approx(counted, rel=2e-3)  # blocks are filled up
@@ -267,7 +269,7 @@ def test_seconds_of_islands():
     )
     hidden = time.seconds(case(replace(ISLANDS, tau=48), cluster=quick))
     assert hidden["waiting"] == 0
-    narrow = case(Layouts(1, 1, 1, 8, 1, wire=2), cluster=replace(CLUSTER, nodes=8, per_node=1))
+    narrow = case(Layouts(1, 1, 1, 8, 1, compression=2), cluster=replace(CLUSTER, nodes=8, per_node=1))
     assert time.outer_allreduce(narrow) == pytest.approx(2 * OWN * 132 / 256 / 1e9 + 6e-3)  # trees
 
 
@@ -488,7 +490,7 @@ def test_7b_over_roce_may_take_ddp_and_laptops_take_co2_over_a_narrow_wire():
     assert "no gain" in "".join(command.gain(p))
     p = of(preset("laptops"), "gpt-125m", 64)
     x = p.at(p.best[0]).layout
-    assert (x.islands, x.tp * x.pp * x.dp) == (8, 1) and list(WIRES)[x.wire] == "int4" and x.tau < 48
+    assert (x.islands, x.tp * x.pp * x.dp) == (8, 1) and list(WIRES)[x.compression] == "int4" and x.tau < 48
     sync = next(row for row in p.best if p.case.layout.islands[row] == 1)
     assert p.total[sync] > 5 * p.total[p.best[0]]
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from core.adaptive.tau import smallest_tau
+from core.tau import smallest_tau
 from results import paper
 from tests.scripts import refused
 from training.plan.case import MEGATRON, RECOMPUTE, Case, Cluster, Layouts, Model, device, preset, presets
@@ -257,7 +257,7 @@ def test_the_same_tau_is_chosen_and_as_many_bytes_are_sent_as_measured():
     for (_, _, workers, _), rows in cells.items():
         found = predict(RECOMMENDED, work, workers)
         of_twelve = found.bytes_sent * found.tau / 12
-        assert found.wire == "int4"
+        assert found.compression == "int4"
         assert all(of_twelve == pytest.approx(row["bytes_sent_per_worker"] / row["steps"], rel=0.01) for row in rows)
 
 
@@ -274,7 +274,11 @@ def test_each_method_by_hand():
     assert found["ddp"].bytes_sent == 875e6 == 12 * found["co2"].bytes_sent
     best = found[RECOMMENDED]
     took = 7 * 132 / 1024
-    assert (best.wire, best.tau, best.exposed_share) == ("int4", 5, 0) and best.allreduce_seconds == pytest.approx(took)
+    assert (best.compression, best.tau, best.exposed_share) == (
+        "int4",
+        5,
+        0,
+    ) and best.allreduce_seconds == pytest.approx(took)
     assert found["co2"].exposed_share == pytest.approx(1 / 7)
 
 
@@ -287,7 +291,7 @@ def test_a_boundary_hops_and_the_link_decide_tau_and_wire():
     assert replace(slow, trees=True).allreduce(10_000) == pytest.approx(8 + 2 * 14 * 0.01)
     fast = replace(GBIT, rate=100e9)
     found = predict(RECOMMENDED, fast, 8)
-    assert (found.wire, found.tau, found.exposed_share) == ("float32", 1, 0)
+    assert (found.compression, found.tau, found.exposed_share) == ("float32", 1, 0)
     found = predict(RECOMMENDED, replace(GBIT, rate=1e5), 8)
     assert found.tau == 192 and found.exposed_share > 0.9
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from core import CO2Config, SlowMoConfig, UserError, WireConfig
+from core import CO2Config, CompressionConfig, SlowMoConfig, UserError
 from reproduce import NODES, fitting_batch
 from results.paper import GPUS
 from tests.scripts import refused
@@ -39,11 +39,11 @@ RECIPES = {"toy_a": Toy(), "toy_b": Toy(width=5), "toy_small": Toy(co2=CO2Config
 
 
 def test_overrides_reach_every_level():
-    options = "--method delayed --co2.tau 24 --co2.clip None --optim.lr 0.3"
+    options = "--method co2 --co2.tau 24 --co2.clip None --optim.lr 0.3"
     recipe = parse(RECIPES, ["toy_b", *options.split()])
-    assert (recipe.name, recipe.width, recipe.method) == ("toy_b", 5, "delayed")
+    assert (recipe.name, recipe.width, recipe.method) == ("toy_b", 5, "co2")
     assert (recipe.co2.tau, recipe.co2.clip, recipe.optim.lr) == (24, None, 0.3)
-    assert recipe.folder == Path("runs/toy_b-delayed-seed0")
+    assert recipe.folder == Path("runs/toy_b-co2-seed0")
 
 
 @pytest.mark.parametrize("out", ["", "."])
@@ -88,11 +88,15 @@ PAPER = CO2Config(tau=6)
     ("options", "recommended", "co2"),
     [
         ([], True, replace(CO2Config.recommended(2), tau=6)),
-        (["--co2.tau", "4", "--co2.merge=mix"], True, replace(CO2Config.recommended(2), tau=4, merge="mix")),
+        (
+            ["--co2.tau", "4", "--co2.merge=interpolate"],
+            True,
+            replace(CO2Config.recommended(2), tau=4, merge="interpolate"),
+        ),
         (["--no_recommended"], False, PAPER),
         (["--no-recommended", "--co2.clip", "0.5"], False, replace(PAPER, clip=0.5)),
         (["--method", "slowmo"], False, PAPER),
-        (["--method=delayed"], False, PAPER),
+        (["--method=diloco"], False, PAPER),
         (["--shard"], False, PAPER),
         (["--per_node", "2"], False, PAPER),
     ],
@@ -152,7 +156,7 @@ def test_a_dry_run_in_one_process_leaves_the_number_of_workers_open(capsys: pyte
         (["--batch_size", "0"], "batch_size=0: give 1 or more"),
         (["--width", "100000000000000000000"], "width=100000000000000000000: give 1000000000 or less"),
         (["--seed", "-1"], "seed=-1: give 0 or more"),
-        (["--method", "ddp", "--co2.wire.format", "int8"], "wire.format='int8' is CO2's own"),
+        (["--method", "ddp", "--co2.compression.format", "int8"], "compression.format='int8' is CO2's own"),
         (["--method", "slowmo", "--co2.tau", "auto"], "tau='auto' with a method that hides no"),
         (["--method", "local", "--shard"], "shard=True is CO2's own"),
         (["--co2.gap", "none", "--co2.outer_momentum", "0.5"], "outer_momentum=0.5"),
@@ -290,13 +294,22 @@ def test_a_run_asks_the_functions_that_a_dry_run_asks(name: str, tmp_path: Path,
     [
         ({"batch_size": 100}, r"batch_size=100 \(global\) over 16 workers: .*, such as 96$"),
         ({"per_node": 3}, "per_node=3 does not divide 16 workers"),
-        ({"per_node": 8, "co2": CO2Config(merge="keep", gap="none")}, "merge='keep' .* needs the outer state whole"),
-        ({"per_node": 8, "co2": CO2Config(wire=WireConfig("int8"))}, "wire.format='int8' needs unshared"),
         (
-            {"per_node": 8, "co2": CO2Config(merge="mix", delay="auto", gap="none")},
-            "merge='mix' with delay='auto' needs the outer state whole",
+            {"per_node": 8, "co2": CO2Config(merge="keep_local", gap="none")},
+            "merge='keep_local' .* needs the outer state whole",
         ),
-        ({"method": "ddp", "per_node": 8, "zero": 2, "ddp_wire": WireConfig("int8")}, "ddp_wire.format='int8' with"),
+        (
+            {"per_node": 8, "co2": CO2Config(compression=CompressionConfig("int8"))},
+            "compression.format='int8' needs unshared",
+        ),
+        (
+            {"per_node": 8, "co2": CO2Config(merge="interpolate", delay="auto", gap="none")},
+            "merge='interpolate' with delay='auto' needs the outer state whole",
+        ),
+        (
+            {"method": "ddp", "per_node": 8, "zero": 2, "ddp_compression": CompressionConfig("int8")},
+            "ddp_compression.format='int8' with",
+        ),
     ],
 )
 def test_what_does_not_go_with_the_workers_is_refused_before_the_run(changes: dict[str, Any], message: str):

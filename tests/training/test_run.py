@@ -19,7 +19,7 @@ from torch import nn
 import core.stats
 import training.run
 from core import CO2Config, UserError
-from core.rounds import Rounds
+from core.local_update import LocalUpdateMethod
 from core.testing import run_distributed
 from tests.runs import Loop, rows, summary
 from training.data import generator
@@ -191,7 +191,7 @@ class StandIn:
 
     def __init__(self, patch: pytest.MonkeyPatch):
         self.step, self.within, self.reads, self.waits = 0, False, 0, 0
-        stand_in, after_step, method_step = self, Run.after_step, Rounds.step
+        stand_in, after_step, method_step = self, Run.after_step, LocalUpdateMethod.step
 
         class Event:
             def __init__(self) -> None:
@@ -213,7 +213,7 @@ class StandIn:
             stand_in.within = False
             return due
 
-        def steps(method: Rounds, **how: Any) -> bool:
+        def steps(method: LocalUpdateMethod, **how: Any) -> bool:
             stand_in.step += 1
             return method_step(method, **how)
 
@@ -222,7 +222,7 @@ class StandIn:
             return t.tolist()
 
         patch.setattr(Run, "after_step", logs)
-        patch.setattr(Rounds, "step", steps)
+        patch.setattr(LocalUpdateMethod, "step", steps)
         patch.setattr(torch.Tensor, "item", read)
         patch.setattr(torch.Tensor, "__float__", read)
         patch.setattr(torch.cuda, "Event", Event)
@@ -247,13 +247,13 @@ SETTINGS = {
     "co2": {},
     "slowmo": {"method": "slowmo"},
     "overlap_local": {"method": "overlap_local"},
-    "keep": {"co2": CO2Config(tau=3, gap="none", merge="keep", delay=1)},
+    "keep_local": {"co2": CO2Config(tau=3, gap="none", merge="keep_local", delay=1)},
     "recommended": {"co2": replace(CO2Config.recommended(2), tau=3)},
-    "mix": {"co2": CO2Config(tau=3, merge="mix")},
+    "interpolate": {"co2": CO2Config(tau=3, merge="interpolate")},
 }
 
 
-FAST = ["recommended", "mix"]
+FAST = ["recommended", "interpolate"]
 REST = [name for name in SETTINGS if name not in FAST]
 
 
@@ -291,7 +291,7 @@ def test_an_evaluation_says_of_which_model_it_is(names: list[str], tmp_path: Pat
     for name, same in alike.items():
         said = [row["of_model"] for row in rows(tmp_path / name) if "score" in row]
         assert said == ["shared" if each else "own" for each in same] and said[-1] == "shared", name
-        differ = name in ("keep", "mix")
+        differ = name in ("keep_local", "interpolate")
         assert (len(said) > 2) and (set(said[:-1]) == {"own" if differ else "shared"}), name
         events = EventAccumulator(str(tmp_path / name)).Reload()
         assert ("own/score" in events.Tags()["scalars"]) == differ and len(events.Scalars("score")) >= 1

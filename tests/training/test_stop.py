@@ -14,11 +14,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from core import CO2Config, WireConfig
-from core.checkpoints import checkpoint
+from core import CO2Config, CompressionConfig, checkpoint
 from core.errors import CollectiveError, DivergedError
-from core.methods import DelayedConfig
-from core.robust.guard import LEFT_OUT_AGAIN
+from core.hooks import MAX_REPEATS
 from core.testing import run_distributed
 from tests.problems import flat
 from tests.runs import Loop, logged, rows, summary
@@ -47,13 +45,15 @@ class Toy(Recipe):
 SETTLING = CO2Config(tau=3, gap="none", outer_lr=0.4)
 CASES: dict[str, dict[str, Any]] = {
     "co2": {},
-    "int8": {"co2": CO2Config(tau=3, wire=WireConfig("int8"))},
+    "int8": {"co2": CO2Config(tau=3, compression=CompressionConfig("int8"))},
     "shard": {"shard": True},
     "offload": {"offload": True},
     "local": {"method": "local"},
     "slowmo": {"method": "slowmo"},
     "overlap_local": {"method": "overlap_local"},
-    "delayed": {"method": "delayed", "delayed": DelayedConfig(nesterov=True), "co2": SETTLING},
+    "nesterov": {"co2": replace(SETTLING, nesterov=True)},
+    "nesterov, gap": {"co2": CO2Config(tau=3, nesterov=True)},
+    "diloco": {"method": "diloco"},
     "ddp": {"method": "ddp"},
     "zero 1": {"zero": 1, "per_node": 2},
     "zero 2": {"zero": 2, "per_node": 2},
@@ -243,7 +243,7 @@ def test_a_worker_that_is_spoilt_once_goes_on_with_the_others(method: str, tmp_p
         assert found["error"] == "" and found["finite"]
     assert finite_checkpoints(tmp_path)
     end = summary(tmp_path / "run")
-    assert end["steps"] == 36 and end["loss"] is None and sum(logged(tmp_path / "run", "round/left_out")) == 1
+    assert end["steps"] == 36 and end["loss"] is None and sum(logged(tmp_path / "run", "round/excluded")) == 1
 
 
 @pytest.mark.parametrize("method", ["co2", "ddp"])
@@ -251,7 +251,7 @@ def test_where_it_goes_on_the_run_ends_and_the_last_good_checkpoint_stays(method
     results = run_distributed(not_finite, 2, str(tmp_path), method, list(range(13, 36)), timeout=120)
     for found in results:
         assert found["error"] == results[0]["error"] and "\n" not in found["error"]
-        last = 12 if method == "ddp" else 3 * (4 + LEFT_OUT_AGAIN + 1)
+        last = 12 if method == "ddp" else 3 * (4 + MAX_REPEATS + 1)
         assert found["checkpoints"][-1] <= f"step{last:09d}"
     said = "rank 1 is left out of the mean of round 7" if method == "co2" else "the parameters are not finite"
     assert said in results[0]["error"] and finite_checkpoints(tmp_path)

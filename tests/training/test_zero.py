@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from bench.loss.__main__ import vmap_gradient
-from core import CO2Config, UserError, WireConfig, make_method
-from core.flat import local_shard
-from core.sharded.mesh import node_mesh
+from core import CO2Config, CompressionConfig, UserError, make_method
+from core.buckets import local_shard
+from core.placement import node_mesh
 from core.testing import run_distributed
 from tests import problems
 from tests.problems import batch, flat, loss
@@ -26,7 +26,7 @@ from training.zero import gathered, shard_model, shard_optimizer
 
 TAU, ROUNDS, LR = 3, 20, 0.2
 CONFIG = CO2Config(tau=TAU, outer_momentum=0.4, outer_lr=0.9, clip=0.3)
-NARROW = replace(CONFIG, wire=WireConfig("int4"))
+NARROW = replace(CONFIG, compression=CompressionConfig("int4"))
 INNERS = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
 CORNERS = [(0, False), (1, True), (2, False), (3, True)]
 EVERY_CASE = list(product((0, 1, 2, 3), (False, True)))
@@ -154,7 +154,7 @@ def held_in(rank: int, stage: Any) -> dict[str, int]:
         "optimiser": [s["exp_avg"] for s in state],
         "outer": method._x,
     }
-    method.flight.wait()
+    method.allreduce.wait()
     method.close()
     return {name: sum(local_shard(t).numel() for t in tensors) for name, tensors in held.items()}
 
@@ -180,7 +180,7 @@ def resumed(rank: int, stage: Any, path: str) -> tuple[Tensor, Tensor]:
             [*steps(rank, built, range(stop))]
             states = [part.state_dict() for part in (model, optimizer, method)]
             torch.save(states, f"{path}/{rank}")
-            method.flight.wait()
+            method.allreduce.wait()
             method.close()
             model, _, method, optimizer = built = build(stage, "adamw")
             states = torch.load(f"{path}/{rank}", weights_only=True)

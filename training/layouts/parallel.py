@@ -26,10 +26,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from torch.nn.parallel import DistributedDataParallel
 
 from core import CO2Config, ShardedCO2
+from core.buckets import local_shard
+from core.comm import set_timeout
 from core.errors import UserError
-from core.flat import local_shard
-from core.groups import set_timeout
-from core.sharded.mesh import node_mesh
+from core.placement import node_mesh
 from training.layouts.layout import Layout, Place
 from training.zero import shard_model
 

@@ -25,16 +25,15 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.tensor import DTensor
 
-from core.checkpoints import checkpoint
-from core.checkpoints.checkpoint import all_finite
-from core.checkpoints.saved import of_rank, under_rank
-from core.checkpoints.untrusted import parse_json, reason
+from core import checkpoint
+from core.buckets import Bucket, is_dtensor, local_shard, views
+from core.checkpoint import all_finite
+from core.comm import host_group, of_all
 from core.errors import UserError
-from core.flat import Bucket, is_dtensor, local_shard, views
-from core.groups import host_group, of_all
+from core.local_update import LocalUpdateMethod, of_rank, under_rank
 from core.methods import DDP, Method
-from core.rounds import Rounds
-from core.sharded.sharded import ShardedCO2
+from core.sharded import ShardedCO2
+from core.stored import parse_json, reason
 from training.data import mix
 from training.fixed import Fixed
 from training.folder import settings
@@ -68,7 +67,7 @@ class Resharded:
         own: torch.optim.Optimizer = getattr(optimizer, "optim", optimizer)  # with ZeRO-1 of what is kept here
         self._states, self._groups = own.state, own.param_groups
         self._named = dict(parallel.named_parameters())
-        self._buckets: Sequence[Bucket] = method.buckets if isinstance(method, Rounds) else ()
+        self._buckets: Sequence[Bucket] = method.buckets if isinstance(method, LocalUpdateMethod) else ()
         self._names = {id(p): name for name, p in self._named.items()}
 
     # -- writing --------------------------------------------------------------------------------------------
@@ -372,8 +371,8 @@ class LaidOut(Fixed):
         run, r = self.run, self.run.recipe
         options: dict[str, Any] = {"timeout": r.timeout, "link": run.link}
         if self.layout.islands == 1:
-            return model, DDP(model, average_buffers=False, synchronous=True, riders=[run.requests], **options)
-        return model, self.parallel.co2(r.co2, riders=[run.requests, run.snapshots], **options)
+            return model, DDP(model, average_buffers=False, synchronous=True, hooks=[run.requests], **options)
+        return model, self.parallel.co2(r.co2, hooks=[run.requests, run.snapshots], **options)
 
     def begin(self, trained: Trained, samples: int, epoch: int) -> float:
         self._held = Resharded(self.parallel, trained.optimizer, trained.method)

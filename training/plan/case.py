@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from core.checkpoints.untrusted import parse_json, reason
 from core.errors import UserError
+from core.stored import parse_json, reason
 from training.data import from_home
 from training.recipe import find
 from training.workers import least_seconds
@@ -367,8 +367,8 @@ def probed(name: str, ranks: int = 1) -> Device:
 
 
 RECOMPUTE = ("none", "full")
-WIRES = {"float32": 4.0, "int8": 260 / 256, "int4": 132 / 256}  # bytes an element: core/wires/formats.py
-MERGES = ("keep", "mix", "outer")
+WIRES = {"float32": 4.0, "int8": 260 / 256, "int4": 132 / 256}  # bytes an element: core/compression/formats.py
+MERGES = ("keep_local", "interpolate", "restart")
 
 
 @dataclass(frozen=True)
@@ -413,7 +413,7 @@ class Layouts:
     zero: Numbers = 0
     recompute: Numbers = 0
     tau: Numbers = 1
-    wire: Numbers = 0
+    compression: Numbers = 0
     merge: Numbers = 0
     offload: Numbers = 0
 

@@ -32,7 +32,7 @@ from training.plan.case import (
 from training.plan.search import ALIKE, GB, Plan, listed, notes, plan
 
 TEN, WIDTH = 10, 120
-COLUMNS = "{:>2} {:<30} {:<13} {:<20} {:>6} {:>8} {:>10} {:>6} {:>7} {:>8}"
+COLUMNS = "{:>2} {:<28} {:<13} {:<24} {:>6} {:>8} {:>10} {:>6} {:>6} {:>7}"
 TITLES = ("", "layout", "micro, again", "tau, wire, merge", "GB", "s/step", "tokens/s", "MFU", "bubble", "exposed")
 LOSS = (
     "loss is left out: after 2,000 steps of a 0.07 M model tau 24 ended at 1.849 +- 0.007, tau 2 at 1.797 +- 0.006, "
@@ -69,7 +69,7 @@ def rows(p: Plan) -> Iterator[str]:
         x = c.layout
         waits = sum(p.seconds[part][row] for part in time.COMMUNICATION)
         shares = mfu(c, seconds), p.seconds["bubble"][row] / seconds, waits / seconds
-        co2 = f"{x.tau}, {list(WIRES)[x.wire]}, {'host' if x.offload else MERGES[x.merge]}"
+        co2 = f"{x.tau}, {list(WIRES)[x.compression]}, {'host' if x.offload else MERGES[x.merge]}"
         yield COLUMNS.format(
             number,
             p.name(row),
@@ -189,9 +189,9 @@ def overrides(c: Case, text: str) -> list[str]:
         found = ["--layout", text]
     found += ["--method", "co2" if x.islands > 1 else "ddp"]
     if x.islands > 1:
-        merge, wire = MERGES[x.merge], list(WIRES)[x.wire]
-        found += ["--no_recommended", "--co2.tau", x.tau, "--co2.merge", merge, "--co2.wire.format", wire]
-        found += ["--co2.delay", "auto", "--co2.gap", "none"] if merge != "outer" else []
+        merge, compression = MERGES[x.merge], list(WIRES)[x.compression]
+        found += ["--no_recommended", "--co2.tau", x.tau, "--co2.merge", merge, "--co2.compression.format", compression]
+        found += ["--co2.delay", "auto", "--co2.gap", "none"] if merge != "restart" else []
     found += ["--offload"] if x.offload else []
     found += ["--recompute"] if x.recompute else []
     found += ["--precision", "bfloat16"] if c.software.value == 2 else []

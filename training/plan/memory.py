@@ -98,13 +98,17 @@ def passing(c: Case, last: bool) -> Numbers:
 
 
 def co2(c: Case, last: bool) -> Numbers:
-    """4 own (1, z >= 2: 1/d; + 2 / shares); island of 1: 4 own (3, keep: + 1, narrow wire: + 1 + 1/I); offloaded: 0 [M]
+    """4 own (1, z >= 2: 1/d; + 2 / shares); island of 1: 4 own (3, keep_local: + 1, narrow + 1 + 1/I); offloaded: 0 [M]
 
-    Copies: payload, x and m; on one device also what merge keep and a narrow wire add.
+    Copies: payload, x and m; on one device also what merge keep_local and a narrow wire add.
     """
     x = c.layout
     cut = np.where(x.zero >= 2, x.dp, 1)
-    alone = 3.0 + (x.merge == MERGES.index("keep")) + np.where(x.wire > 0, 1 + 1 / np.maximum(x.islands, 1), 0.0)
+    alone = (
+        3.0
+        + (x.merge == MERGES.index("keep_local"))
+        + np.where(x.compression > 0, 1 + 1 / np.maximum(x.islands, 1), 0.0)
+    )
     copies = np.where(c.island == 1, alone, 1 / cut + 2 / c.shares)
     return np.where((x.islands > 1) & (x.offload == 0), FLOAT32 * c.own(last) * copies, 0.0)
 

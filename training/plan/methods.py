@@ -7,7 +7,7 @@ the boundary's own work, and an all-reduce of A seconds:
                                  first bucket is full), as in training/plan/time.py
     local, slowmo, diloco        (tau T + B + A) / tau                      the loop waits for the all-reduce
     overlap_local, co2           (max(tau T, A) + B) / tau                  the all-reduce runs under the next round
-    co2 recommended              the same, with tau and wire chosen as core/adaptive/tau.py chooses them
+    co2 recommended              the same, with tau and wire chosen as core/tau.py chooses them
 """
 
 import math
@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 import tyro
 
-from core.adaptive.tau import COST, smallest_tau
+from core.config import CO2Config
 from core.errors import UserError
-from core.methods import CO2Config
+from core.tau import COST, smallest_tau
 from training.plan.case import BITS, WIRES, collective
 from training.plan.time import last_bucket, under_backward
 
@@ -38,10 +38,10 @@ class Work:
     boundary: float = 0.0
     trees: bool = False
 
-    def allreduce(self, workers: int, wire: str = "float32", parameters: float | None = None) -> float:
+    def allreduce(self, workers: int, compression: str = "float32", parameters: float | None = None) -> float:
         """Seconds of an all-reduce. A narrow wire takes an all-to-all of one hop, then an all-gather of n - 1 hops."""
-        seconds = WIRES[wire] * (self.parameters if parameters is None else parameters) / self.rate
-        if wire == "float32":
+        seconds = WIRES[compression] * (self.parameters if parameters is None else parameters) / self.rate
+        if compression == "float32":
             return float(collective(seconds, workers, self.latency, trees=self.trees))
         return 2 * (workers - 1) / workers * seconds + workers * self.latency
 
@@ -53,7 +53,7 @@ class Speed:
     method: str
     workers: int
     tau: int
-    wire: str
+    compression: str
     step_seconds: float
     allreduce_seconds: float
     exposed_seconds: float
@@ -71,12 +71,12 @@ class Speed:
 
 def predict(method: str, work: Work, workers: int, tau: int = 48) -> Speed:
     """The speed of one of METHODS. ddp and the recommended settings do not read tau."""
-    wire, boundary = "float32", work.boundary
+    compression, boundary = "float32", work.boundary
     if method == RECOMMENDED:
-        tau, wire = recommended(work, workers)
+        tau, compression = recommended(work, workers)
     if method == "ddp":
         tau, boundary = 1, 0.0
-    whole = work.allreduce(workers, wire)
+    whole = work.allreduce(workers, compression)
     if method == "ddp":
         size = 4 * work.parameters
         last = work.allreduce(workers, parameters=float(last_bucket(size)) / 4)
@@ -84,8 +84,8 @@ def predict(method: str, work: Work, workers: int, tau: int = 48) -> Speed:
     else:
         exposed = whole if method in BLOCKING else max(0.0, whole - tau * work.step)
     step = work.step + (boundary + exposed) / tau
-    sent = 2 * (workers - 1) / workers * WIRES[wire] * work.parameters / tau
-    return Speed(method, workers, tau, wire, step, whole, exposed, sent)
+    sent = 2 * (workers - 1) / workers * WIRES[compression] * work.parameters / tau
+    return Speed(method, workers, tau, compression, step, whole, exposed, sent)
 
 
 def recommended(work: Work, workers: int) -> tuple[int, str]:
@@ -95,11 +95,13 @@ def recommended(work: Work, workers: int) -> tuple[int, str]:
     all-reduce by the config's margin, and keeps a boundary's own work at COST of the time.
     """
     config = CO2Config.recommended(workers)
-    seconds = {wire: work.allreduce(workers, wire) for wire in ("int4", "float32")}
+    seconds = {compression: work.allreduce(workers, compression) for compression in ("int4", "float32")}
     least = max(1, math.ceil(work.boundary / (COST * work.step)))
-    taus = {wire: max(least, smallest_tau(s, work.step, config.tau_margin)) for wire, s in seconds.items()}
-    wire = "float32" if seconds["float32"] <= work.step or taus["float32"] <= taus["int4"] else "int4"
-    return min(taus[wire], config.tau_max), wire
+    taus = {
+        compression: max(least, smallest_tau(s, work.step, config.tau_margin)) for compression, s in seconds.items()
+    }
+    compression = "float32" if seconds["float32"] <= work.step or taus["float32"] <= taus["int4"] else "int4"
+    return min(taus[compression], config.tau_max), compression
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
@@ -142,13 +144,13 @@ def table(options: Options) -> Iterator[str]:
     """The lines of the table: every method at every number of workers."""
     o = options
     work = Work(o.parameters, o.step, o.gbit * 1e9 / BITS, o.latency, o.boundary, o.trees)
-    titles = "workers", "method", "tau", "wire", "steps/s", "exposed", "MB/step", "all-reduce"
-    yield "{:>7}  {:<16}{:>4}  {:<8}{:>9}{:>9}{:>10}{:>13}".format(*titles)
+    titles = "workers", "method", "tau", "compression", "steps/s", "exposed", "MB/step", "all-reduce"
+    yield "{:>7}  {:<16}{:>4}  {:<11}{:>9}{:>9}{:>10}{:>13}".format(*titles)
     for workers in o.workers:
         for method in METHODS:
             s = predict(method, work, workers, o.tau)
             speed = f"{s.steps_per_second:>9.4g}{s.exposed_share:>9.1%}{s.bytes_sent / 1e6:>10.4g}"
-            yield f"{workers:>7,}  {method:<16}{s.tau:>4}  {s.wire:<8}{speed}{s.allreduce_seconds:>11.4g} s"
+            yield f"{workers:>7,}  {method:<16}{s.tau:>4}  {s.compression:<11}{speed}{s.allreduce_seconds:>11.4g} s"
 
 
 def main(argv: Sequence[str]) -> None:

@@ -113,8 +113,8 @@ def steps(c: Case, split: tuple[int, int, int, int], only: Layout | None = None)
     if only is not None and only.microbatches:
         micros = [share // only.microbatches]
     methods = [(1, 0, 0, 0)]
-    if islands > 1:  # shared outer state takes float32 and the paper's merge (core/sharded/mesh.py)
-        paper = MERGES.index("outer")
+    if islands > 1:  # shared outer state takes float32 and the paper's merge (core/placement.py)
+        paper = MERGES.index("restart")
         kinds = [(0, paper, 0), (0, paper, 1)]
         if island == 1:
             kinds = [*itertools.product(range(len(WIRES)), range(len(MERGES)), (0,)), (0, paper, 1)]
@@ -155,7 +155,18 @@ class Plan:
         c = replace(self.case, layout=self.case.layout[rows])
         x, size = c.layout, self.bytes[rows]
         tight = size > 0.9 * c.cluster.device.memory
-        keys = (x.islands > 1, x.tau, x.wire, x.merge, x.offload, x.recompute, tight, x.zero, c.micro_batches, size)
+        keys = (
+            x.islands > 1,
+            x.tau,
+            x.compression,
+            x.merge,
+            x.offload,
+            x.recompute,
+            tight,
+            x.zero,
+            c.micro_batches,
+            size,
+        )
         return int(rows[np.lexsort(keys[::-1])[0]])
 
     @cached_property

@@ -168,8 +168,8 @@ INSIDE: tuple[Part, ...] = (products, passes, host, tensor, ends, pipeline, tied
 
 def outer_allreduce(c: Case) -> Numbers:
     """allreduce(wire bytes own / shares, I ranks an island apart): each device sends its share [C step 3]"""
-    wire = np.array(list(WIRES.values()))[np.asarray(c.layout.wire)]
-    return c.cluster.allreduce(wire * c.largest / c.shares, c.layout.islands, c.island)
+    compression = np.array(list(WIRES.values()))[np.asarray(c.layout.compression)]
+    return c.cluster.allreduce(compression * c.largest / c.shares, c.layout.islands, c.island)
 
 
 def waiting(c: Case) -> Numbers:

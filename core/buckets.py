@@ -1,0 +1,443 @@
+"""Parameters and buffers <-> flat tensors: in what shape they travel, and in what pieces they are updated."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import itertools
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from .errors import UserError
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+Zeros = Callable[[int, torch.dtype], Tensor]
+
+
+class Bucket:
+    """All tensors of one dtype on one device, and the one flat tensor in which they travel.
+
+    params, buffers: live tensors of a model, buffers being BatchNorm's statistics or the like. scalars: how many
+    numbers travel along. zeros: makes the flat tensor from its length and dtype; None: beside the others.
+
+    flat is 1-d, in the dtype of the sums: float64 for float64 tensors, else float32, so that 16-bit parameters lose
+    nothing on their way. It holds in this order: `payload`, [numel], what the worker sends for its parameters, and
+    later what lands there; zeros up to `padded` elements, a multiple of `parts`, so that equal parts can be cut;
+    `rest`, that is the buffers' `values` and the `scalars`.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        buffers: Sequence[Tensor],
+        scalars: int = 0,
+        parts: int = 1,
+        zeros: Zeros | None = None,
+    ):
+        self.params, self.buffers = list(params), list(buffers)
+        first = [*params, *buffers][0]
+        self.dtype = first.dtype
+        self.numel = sum(p.numel() for p in params)
+        self.padded = -(-self.numel // parts) * parts
+        end = self.padded + sum(b.numel() for b in buffers)
+        wide = torch.float64 if self.dtype == torch.float64 else torch.float32
+        n = end + scalars
+        self.flat = zeros(n, wide) if zeros else torch.zeros(n, dtype=wide, device=first.device)
+        self.payload, self.rest = self.flat[: self.numel], self.flat[self.padded :]
+        self.payload_views = views(self.payload, self.params)
+        self.values, self.scalars = self.flat[self.padded : end], self.flat[end:]
+        self.buffer_views = views(self.values, self.buffers)
+        self.buffer_ends = torch.tensor([b.numel() for b in buffers]).cumsum(0).to(self.flat.device)  # in `values`
+
+    @torch.no_grad()
+    def flat_buffers(self) -> Tensor:
+        """A copy of the live buffers, flat as `values`."""
+        flat = torch.empty_like(self.values)
+        copy(views(flat, self.buffers), self.buffers)
+        return flat
+
+    def flatten(self, flat: Tensor) -> None:
+        """Copies the live parameters into flat, [numel]."""
+        copy(views(flat, self.params), self.params)
+
+
+def make_buckets(
+    params: Sequence[Tensor], buffers: Sequence[Tensor], scalars: int, parts: int = 1, zeros: Zeros | None = None
+) -> list[Bucket]:
+    """A bucket for each dtype and device, in the order in which they occur; the scalars travel with the first."""
+    kinds: dict[tuple[torch.dtype, torch.device], tuple[list[Tensor], list[Tensor]]] = {}
+    for place, tensors in enumerate((params, buffers)):
+        for t in tensors:
+            kinds.setdefault((t.dtype, t.device), ([], []))[place].append(t)
+    return [Bucket(*kind, 0 if i else scalars, parts, zeros) for i, kind in enumerate(kinds.values())]
+
+
+class Scalars:
+    """Named numbers that travel behind the parameters: before a launch this worker's, once landed means over all.
+
+    sizes: name -> how many numbers it stands for. `attach` gives them their place in the flat tensor.
+    """
+
+    def __init__(self, sizes: Mapping[str, int]):
+        self.sizes = dict(sizes)
+        self.numel = sum(self.sizes.values())
+
+    def attach(self, place: Tensor) -> None:
+        """place: [numel], the end of a bucket's flat tensor."""
+        self.place = place
+        self._of = dict(zip(self.sizes, place.split(list(self.sizes.values())), strict=True))
+
+    def __getitem__(self, name: str) -> Tensor:
+        """[size], or 0-d where the name stands for one number; what is written to it travels."""
+        numbers = self._of[name]
+        return numbers[0] if self.sizes[name] == 1 else numbers
+
+    def named(self, numbers: Sequence[float]) -> dict[str, Sequence[float]]:
+        """All numbers, as the host has them, under their names."""
+        found, at = dict[str, Sequence[float]](), 0
+        for name, size in self.sizes.items():
+            found[name] = numbers[at : at + size]
+            at += size
+        return found
+
+    def set(self, name: str, value: float | Tensor) -> None:
+        """On a GPU neither branch makes the host wait, as an assignment of a float would."""
+        place = self[name]
+        place.copy_(value) if isinstance(value, Tensor) else place.fill_(value)
+
+
+class State(dict[str, list[Tensor]]):
+    """What a method keeps from round to round: name -> a flat tensor a bucket."""
+
+    def __init__(self, buckets: Sequence[Bucket]):
+        super().__init__()
+        self._buckets = buckets
+        self._of_params: set[str] = set()  # names of those that start as the parameters
+        self._own: set[str] = set()  # names of those that are this worker's own
+
+    @torch.no_grad()
+    def new(self, name: str, *, of_params: bool = False, own: bool = False) -> list[Tensor]:
+        """Shaped like the payloads: zeros, or the parameters as they are now. own: unlike the others' even where
+        replicas are equal, so that a repair leaves it alone."""
+        self._own |= {name} if own else set()
+        self._of_params |= {name} if of_params else set()
+        self[name] = [torch.zeros_like(b.payload) for b in self._buckets]
+        self.begin(name)
+        return self[name]
+
+    def shared(self) -> list[Tensor]:
+        """What is not this worker's own."""
+        return [flat for name, flats in self.items() if name not in self._own for flat in flats]
+
+    def begin(self, name: str) -> None:
+        """As it was made, the parameters being the start."""
+        for flat, bucket in zip(self[name], self._buckets, strict=True):
+            bucket.flatten(flat) if name in self._of_params else flat.zero_()
+
+
+def views(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Consecutive slices of a 1-d tensor, viewed in the shapes of `like`."""
+    sizes = [t.numel() for t in like]
+    return [piece.view(t.shape) for piece, t in zip(flat[: sum(sizes)].split(sizes), like, strict=True)]
+
+
+def copy(to: Sequence[Tensor], source: Sequence[Tensor], *, queued: bool = False) -> None:
+    """Copies each tensor into its counterpart, in as few kernels as possible. queued: between a GPU and pinned memory
+    the host does not wait for it; the caller sees to what is read and written meanwhile."""
+    if to:
+        torch._foreach_copy_(list(to), list(source), queued)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def rescale(flat: Tensor, scale: float | Tensor) -> None:
+    """Multiplies in place; scale: a number, or 0-d on any device."""
+    flat.mul_(scale.to(flat) if isinstance(scale, Tensor) else scale)
+
+
+def read_blocks(t: Tensor) -> bool:
+    """Whether the host would have to wait to read a number of it."""
+    return t.is_cuda
+
+
+def has_triton(device: torch.device) -> bool:
+    """Whether Triton's kernels run on this device. Triton comes with any CUDA build of torch for Linux."""
+    return device.type == "cuda" and _has_triton()
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def copy_where(where: Tensor, to: Sequence[Tensor], source: Sequence[Tensor]) -> None:
+    """`copy` if `where` holds, a 0-d truth value; a GPU is not waited for, which may read `source` in pinned memory
+    until all is through that is queued so far."""
+    if not read_blocks(where):
+        if where:
+            copy(to, source, queued=True)
+        return
+    copy(to, [torch.where(where.to(t.device), s, t.to(s.dtype)) for t, s in zip(to, source, strict=True)])
+
+
+def wipe(flats: Sequence[Tensor], where: Tensor) -> None:
+    """Zeroes all, NaN or not, if `where` holds, a 0-d truth value. A GPU is not waited for."""
+    if read_blocks(where):
+        for flat in flats:
+            flat.masked_fill_(where.to(flat.device), 0)
+    elif where and flats:
+        torch._foreach_zero_(list(flats))  # pyright: ignore[reportPrivateImportUsage]
+
+
+def unique(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """In order, each tensor object once: shared parameters count once."""
+    return list({id(t): t for t in tensors}.values())
+
+
+def is_dtensor(t: Tensor) -> TypeGuard[DTensor]:
+    """Without an import of DTensor, which takes a second: as long as nobody has imported it, no tensor is one."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(t, module.DTensor)
+
+
+def local_shard(p: Tensor) -> Tensor:
+    """A DTensor's shard, which shares its memory; any other tensor itself."""
+    shard = p.detach() if is_dtensor(p) else p
+    return shard.to_local() if is_dtensor(shard) else shard
+
+
+# -- buffers that no worker changes, such as a causal mask of -inf -----------------------------------------------------
+
+
+def same_values(values: Tensor, first: Tensor) -> Tensor:
+    """Where two tensors are equal; NaN equals NaN here."""
+    return (values == first) | (values.isnan() & first.isnan())
+
+
+def keep_unchanged(means: Tensor, first: Tensor, workers: int) -> None:
+    """Where no worker has changed a buffer, its mean becomes exactly the value that it began with.
+
+    The sum of equal values may be rounded or overflow, so a mean that such a sum can give counts as unchanged. All
+    workers decide alike, because they hold the same means and the same first values.
+
+    Args:
+        means: The averaged buffers, 1-d.
+        first: The buffers as all workers had them when the method was made, 1-d.
+        workers: How many workers the sum was taken over.
+    """
+    if len(means):
+        limits = torch.finfo(means.dtype)
+        near = first.isfinite() & ((means - first).abs() <= (workers + 2) * limits.eps * first.abs())
+        beyond = (means == first.sign() * torch.inf) & (first.abs() > limits.max / workers)  # as a mask of finfo.min
+        means.copy_(torch.where(near | beyond | same_values(means, first), first, means))
+
+
+def first_spoilt(values: Sequence[Tensor], first: Sequence[Tensor], buckets: Sequence[Bucket]) -> Tensor:
+    """Which buffer, counted from 1 over the buckets, is the first with a number that is not finite and that it did not
+    begin with; 0 for none. 0-d, int64, on the first bucket's device, without waiting for a GPU.
+
+    Args:
+        values: The buffers' values, a flat tensor a bucket.
+        first: The values that they began with.
+        buckets: In which the buffers lie.
+    """
+    found = torch.zeros((), dtype=torch.int64, device=buckets[0].flat.device)
+    before = 0
+    for flat, start, bucket in zip(values, first, buckets, strict=True):
+        if not len(flat) or (not read_blocks(flat) and flat.sum().isfinite()):
+            before += len(bucket.buffers)
+            continue
+        spoilt = ~flat.isfinite() & ~same_values(flat, start)
+        place = torch.bucketize(spoilt.to(torch.uint8).argmax(), bucket.buffer_ends, right=True)
+        number = torch.where(spoilt.any(), before + 1 + place, 0)
+        found = torch.where(found == 0, number.to(found.device), found)
+        before += len(bucket.buffers)
+    return found
+
+
+# -- tensors of every dtype and layout ------------------------------------------------------------------------------
+
+_COMPRESSED = {  # layout -> the methods that return a sparse tensor's parts
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of an element
+
+
+def is_wrapper(t: Tensor) -> bool:
+    """Whether a tensor subclass keeps its numbers in tensors inside, as torchao's quantized weights do."""
+    return hasattr(t, "__tensor_flatten__") and not is_dtensor(t)
+
+
+def has_mean(t: Tensor) -> bool:
+    """Whether the workers' buffers of this kind are averaged: dense ones of floating point, real or complex."""
+    dense = t.layout == torch.strided and not t.is_nested and not is_wrapper(t)
+    return dense and (t.is_floating_point() or t.is_complex()) and t.dtype != getattr(torch, "float4_e2m1fn_x2", None)
+
+
+def as_real(t: Tensor) -> Tensor:
+    """A complex tensor as pairs of real numbers, in the same memory; any other tensor itself."""
+    return torch.view_as_real(t.detach()) if t.is_complex() else t
+
+
+def parts_of(t: Tensor) -> list[Tensor]:
+    """The dense tensors that hold what `t` holds, in the same memory: `t` itself, or the indices and values of a sparse
+    tensor, the bytes of a quantized one, and the tensors inside a wrapper.
+
+    Raises:
+        UserError: The layout gives no access to its memory.
+    """
+    t = t.detach()
+    if is_wrapper(t):
+        names = [name for name in t.__tensor_flatten__()[0]]  # pyright: ignore[reportAttributeAccessIssue]
+        return [part for name in names for part in parts_of(getattr(t, name))]
+    if t.layout == torch.sparse_coo:
+        return [t._indices(), t._values()]
+    if t.layout in _COMPRESSED:
+        return [getattr(t, name)() for name in _COMPRESSED[t.layout]]
+    if t.layout != torch.strided or t.is_nested:
+        what = "a nested tensor" if t.is_nested else f"a tensor of layout {t.layout}"
+        raise UserError(f"{what} cannot be sent to the other workers: leave it out, or make it dense")
+    if t.is_quantized:
+        stored = torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())
+        scales = [] if _of_one_scale(t) else [t.q_per_channel_scales(), t.q_per_channel_zero_points()]
+        return [stored, *scales]
+    return [t]
+
+
+def kind_of(t: Tensor) -> Any:
+    """What of a tensor must be equal on all workers before its numbers can be sent: shape, dtype, and how they lie."""
+    kind: tuple[Any, ...] = (tuple(t.shape), str(t.dtype))
+    if t.is_quantized and _of_one_scale(t):
+        return *kind, f"scale {t.q_scale()}", f"zero point {t.q_zero_point()}"
+    if t.layout == torch.strided and not is_wrapper(t):
+        return kind
+    return *kind, str(t.layout), [kind_of(part) for part in parts_of(t)]
+
+
+def as_bits(t: Tensor) -> Tensor:
+    """The integers whose bits are a dense tensor's, each element once, in the same memory."""
+    t = as_real(t.detach())
+    for dim in range(t.ndim):
+        if t.stride(dim) == 0 and t.shape[dim] > 1:  # expanded
+            t = t.narrow(dim, 0, 1)
+    return t.view(_BITS[t.element_size()])
+
+
+def _of_one_scale(t: Tensor) -> bool:
+    return t.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric)
+
+
+def group_pieces(params: Sequence[Tensor], limit: int) -> Iterator[list[Tensor]]:
+    """Views that cover all parameters in order, consecutive ones together up to `limit` elements.
+
+    A pass over memory takes one group after the other, so that all that belongs to it stays in the cache.
+    """
+    group: list[Tensor] = []
+    filled = 0
+    for piece in (piece for p in params for piece in _pieces(p.detach(), limit)):
+        if filled + piece.numel() > limit:
+            yield group
+            group, filled = [], 0
+        group.append(piece)
+        filled += piece.numel()
+    if group:
+        yield group
+
+
+def _pieces(p: Tensor, limit: int) -> Iterator[Tensor]:
+    """Views of at most `limit` elements that cover p in row-major order; flat where p is contiguous."""
+    if p.is_contiguous():
+        yield from (piece for piece in p.view(-1).split(limit) if piece.numel())
+    elif p.numel() <= limit:
+        yield p
+    elif rows := limit // p[0].numel():
+        yield from p.split(rows)
+    else:
+        for row in p:
+            yield from _pieces(row, limit)
+
+
+def tensors_of(given: Iterable[Any], name: str) -> list[Tensor]:
+    """As a list, however they were given."""
+    if isinstance(given, Tensor | nn.Module) or not isinstance(given, Iterable):
+        raise UserError(
+            f"{name}: one {type(given).__name__} is given: give a list of tensors, as a model's {name}() returns"
+        )
+    tensors = list(given)
+    if others := [type(t).__name__ for t in tensors if not isinstance(t, Tensor)]:
+        raise UserError(f"{name}: a {others[0]} is among them: give tensors, as model.{name}() returns")
+    for number, t in enumerate(tensors):
+        if is_lazy(t):
+            raise UserError(
+                f"{name}: number {number} is an {type(t).__name__}, of a lazy module, and has no shape yet: pass one "
+                "batch through the model first"
+            )
+        if t.is_meta:
+            raise UserError(
+                f"{name}: number {number}, of shape {list(t.shape)}, is on the meta device and has no numbers: call "
+                "model.to_empty(device=...) and initialize the model, or load weights, first"
+            )
+    return tensors
+
+
+def check_inputs(given: Sequence[Tensor], params: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
+    """given: the parameters as the user gave them; params: those that are trained, DTensors' shards among them."""
+    if not params:
+        raise UserError("no parameter requires a gradient: nothing to train")
+    if not any(p.numel() for p in given if p.requires_grad):  # of a DTensor's all shards
+        raise UserError("no parameter has an element: nothing to train")
+    for p in params:
+        if not p.is_floating_point():
+            raise UserError(f"a parameter of dtype {p.dtype}: only floating point can be averaged")
+        if p.layout != torch.strided or p.is_nested:
+            raise UserError(
+                f"a parameter of layout {p.layout}, shape {list(p.shape)}: only dense ones can be averaged; call "
+                "to_dense(), or requires_grad_(False) to leave it as it is"
+            )
+    for t in [*params, *buffers]:
+        if t.is_inference():
+            raise UserError(
+                f"a tensor of shape {list(t.shape)} was made under torch.inference_mode(), so that nobody can write to "
+                "it: clone() it outside"
+            )
+        if any(size > 1 and stride == 0 for size, stride in zip(t.shape, t.stride(), strict=True)):
+            raise UserError(
+                f"a tensor of shape {tuple(t.shape)} is expanded, several elements being one: give it memory of "
+                "its own, as clone() does"
+            )
+    refuse_shared_storage(params)
+
+
+def check_group() -> None:
+    """Refuses to train alone where others were started."""
+    if (workers := int(os.environ.get("WORLD_SIZE", 1))) > 1 and not dist.is_initialized():
+        raise UserError(
+            f"WORLD_SIZE={workers}, but torch.distributed is not initialised: this worker would train alone; call "
+            "init_process_group first"
+        )
+
+
+def refuse_shared_storage(params: Sequence[Tensor]) -> None:
+    """Two parameters over the same memory would be moved twice at every boundary."""
+    spans: dict[int, list[tuple[int, int]]] = {}
+    for p in (p for p in params if p.numel()):
+        last = sum((size - 1) * stride for size, stride in zip(p.shape, p.stride(), strict=True))
+        if last + 1 == p.numel():  # others, such as columns of one matrix, may lie between each other
+            start = int(p.storage_offset())
+            spans.setdefault(p.untyped_storage().data_ptr(), []).append((start, start + last))
+    for taken in spans.values():
+        taken.sort()
+        if any(following[0] <= one[1] for one, following in itertools.pairwise(taken)):
+            raise UserError(
+                "two parameters share their memory: give the tensor that holds both, or one of them, as the same object"
+            )

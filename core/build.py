@@ -1,0 +1,119 @@
+"""What every method is built from: its hooks in their order, its sync schedule, its compression and its all-reduce."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypedDict
+
+import torch.distributed as dist
+from torch import Tensor
+
+from . import failure
+from .buckets import Bucket, Scalars, tensors_of
+from .comm import AsyncAllReduce, Reducer, all_reduce
+from .config import CO2Config, CompressionConfig, Schedule, scheduled
+from .errors import UserError
+from .extra import ExtraAverage, Given
+from .hooks import ConsensusDistance, Hook, MasterWeightSync, OutlierFilter, ReplicaChecksum
+from .placement import check_names
+from .tau import AdaptiveTau, TauHook, TauTuner
+from .testing.link import Link, allreduce_over
+from .usage import UsageChecks, refuse_shards
+
+
+class CommonArgs(TypedDict, total=False):
+    """What every method takes.
+
+    buffers: the model's buffers, see LocalUpdateMethod. model_params: the 16-bit model's parameters, if `params` are
+    the float32 masters that an optimizer keeps of it, in the same order. average: tensors that are evaluated but are
+    not parameters, such as an EMA model, or a function that returns them, see ExtraAverage. group: the workers (None:
+    all). timeout: seconds until a missing worker is an error. link: an emulated slow one. hooks: more of them, such as
+    Requests and Snapshot.
+    """
+
+    buffers: Iterable[Tensor]
+    model_params: Iterable[Tensor]
+    average: Given
+    group: dist.ProcessGroup | None
+    timeout: float
+    link: Link | None
+    hooks: Sequence[Hook]
+
+
+def build_args(
+    c: CO2Config,
+    args: CommonArgs,
+    schedule: Schedule | None = None,
+    *,
+    overlap: bool = True,
+    with_times: bool = True,
+    allreduce: Callable[..., AsyncAllReduce] | None = None,
+) -> dict[str, Any]:
+    """Returns LocalUpdateMethod's keyword arguments for a method with these settings.
+
+    Args:
+        schedule: See CO2.
+        overlap: Whether local steps run while an all-reduce is in flight.
+        with_times: Whether the workers may send each other their times, for which each needs a place of its own.
+        allreduce: Makes the AsyncAllReduce, if not that class.
+    """
+    if unknown := args.keys() - CommonArgs.__annotations__:
+        known = ", ".join(CommonArgs.__annotations__)
+        raise TypeError(f"unexpected keyword argument {min(unknown)!r}: the options are {known}")
+    if not isinstance(more := args.get("hooks", ()), Sequence):
+        raise UserError(f"hooks={more!r}: give a list of them")
+    check_names(group := args.get("group"))
+    tau_hook = tau_hook_for(c, dist.get_world_size(group) if dist.is_initialized() else 1) if with_times else None
+    masters = tensors_of(args.get("model_params", ()), "parameters")
+    extra = args.get("average")
+    outliers = OutlierFilter(c.outlier)
+    hooks = [outliers, ConsensusDistance(outliers), tau_hook, ReplicaChecksum(), *more]
+    hooks += [MasterWeightSync(masters)] if masters else []
+    tau: Any = c.tau if schedule is None else lambda number: scheduled(c, schedule, number).tau
+    of_group = {name: given for name, given in args.items() if name in ("group", "timeout")}
+    make = allreduce or allreduce_over(args.get("link"))
+    return {
+        "sync_schedule": AdaptiveTau(tau, c.delay, tau_hook),
+        "buffers": args.get("buffers", ()),
+        "allreduce": functools.partial(make, overlap=overlap and c.delay != 0, failures=failure, **of_group),
+        "reducer": _reducer(c.compression, tau_hook),
+        "hooks": [hook for hook in hooks if hook is not None],
+        "usage": UsageChecks(masters),
+        "average": None if extra is None or (isinstance(extra, list | tuple) and not extra) else ExtraAverage(extra),
+    }
+
+
+def tau_hook_for(c: CO2Config, workers: int) -> TauHook | None:
+    """Returns the hook that receives the workers' times, or None if nothing is chosen from them: neither tau, nor the
+    compression, nor the local step at which a worker waits for an average."""
+    formats = c.compression.choices if workers > 1 else dict([*c.compression.choices.items()][-1:])
+    given = None if c.tau == "auto" else c.tau
+    if given is not None and len(formats) == 1 and (c.delay != "auto" or workers == 1):
+        return None
+    return TauHook(TauTuner(c.tau_max, c.tau_margin, formats, given=given))
+
+
+def _reducer(
+    compression: CompressionConfig, tau_hook: TauHook | None
+) -> Callable[[Sequence[Bucket], Scalars, AsyncAllReduce], Reducer]:
+    if compression.format == "float32":
+        return all_reduce
+    if compression.format == "auto":
+        from .compression.quantized import AutoCompression
+
+        first = tau_hook.tuner.compression if tau_hook else [*compression.choices][-1]  # one worker takes the last
+        return functools.partial(AutoCompression, first, compression.error_feedback)
+    return lambda buckets, scalars, allreduce: compression.reducer(
+        buckets, scalars, allreduce.rank, allreduce.world_size
+    )
+
+
+def build_args_of_other(
+    params: Sequence[Tensor], c: CO2Config, args: CommonArgs, *, overlap: bool = True
+) -> dict[str, Any]:
+    """`build_args` for a method that uses only tau, tau_max and the compression of CO2's settings."""
+    refuse_shards(params, args.get("group"))
+    c.compression.check_given()
+    c.compression.check(params, args.get("group"))
+    return build_args(c, args, overlap=overlap)

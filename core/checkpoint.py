@@ -1,0 +1,459 @@
+"""A run's checkpoints: written in the background, and loaded only if whole and undamaged.
+
+All workers write their files into one folder, step*.tmp-ATTEMPT. Rank 0 then adds a manifest and renames the folder. So
+a folder without .tmp holds what one attempt wrote at one step. stored.py has the format.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import shutil
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from . import failure as peers
+from . import stored
+from .buckets import is_dtensor, local_shard
+from .comm import host_group, leave_group, new_group, of_all
+from .errors import UserError
+from .local_update import LocalUpdateMethod
+from .stored import parse_json, reason
+
+KEEP = 2  # checkpoints; the older one serves where the newer is damaged
+MANIFEST = "manifest.json"
+WRAPPERS = ("module", "_orig_mod", "model")  # what DistributedDataParallel, torch.compile and others put around a model
+PATIENCE = 5.0  # seconds that a run which fails gives the checkpoint that it writes
+
+
+def all_finite(tensors: Iterable[Tensor]) -> Tensor:
+    """Returns whether all elements are finite: 0-d, on the first tensor's device. A DTensor's local shard counts."""
+    local = [local_shard(t.detach()) for t in tensors if t.numel() and "float4" not in str(t.dtype)]  # always finite
+    wide = [t.float() if t.element_size() == 1 else t for t in local]  # aminmax does not support float8
+    ends = [torch.stack(torch.aminmax(t)).double() for t in wide]
+    return torch.stack([e.to(ends[0].device) for e in ends]).isfinite().all() if ends else torch.tensor(True)
+
+
+class Saver:
+    """Writes checkpoints in a thread, one after the other, over a process group of its own. Every worker makes one.
+
+    Args:
+        world_size: 1 means that this worker writes alone.
+        attempt: The same on all workers, and another one each time that the run is started.
+        timeout: Seconds until a missing worker is an error.
+        keep: How many checkpoints stay.
+        group: The workers over gloo, used by nothing but write(). None makes a group.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        world_size: int,
+        attempt: str,
+        timeout: float = 600.0,
+        *,
+        keep: int = KEEP,
+        group: dist.ProcessGroup | None = None,
+    ):
+        self.folder, self.rank, self.world_size, self.attempt, self.timeout = folder, rank, world_size, attempt, timeout
+        self.keep = keep
+        own = world_size > 1 and group is None
+        self._group = new_group(None, timeout, torch.device("cpu"), "gloo") if own else group
+        self._thread: threading.Thread | None = None
+        self._ended: bool | Exception = True  # how the last write ended: whether all models were finite, or its error
+
+    def start(self, step: int, state: Any, tensors: dict[str, Tensor], begun: float | None = None) -> None:
+        """Starts to write what stored.take_out returned, after an earlier write; then removes old checkpoints.
+
+        Every worker must call it, at its own time. If a tensor under "model" of any worker is not finite, nothing is
+        written or removed. begun: when (time.monotonic) the round closed; the manifest's seconds count from there.
+        """
+        self.wait()
+        job = step, state, tensors, time.monotonic() if begun is None else begun
+        self._thread = threading.Thread(target=self._run, args=job, daemon=True)
+        self._thread.start()
+
+    def write(self, step: int, state: Any, tensors: dict[str, Tensor], spared: Collection[str] = ()) -> bool:
+        """As start() and wait(), in the calling thread. spared: names of the model's tensors that need not be
+        finite."""
+        self._run(step, state, tensors, time.monotonic(), spared)
+        return self.wait()
+
+    def wait(self) -> bool:
+        """Waits for the write, on every worker. Returns False if a worker's model was not finite.
+
+        UserError on all workers if one could not write; also the error of a worker that is gone.
+        """
+        self.abandon(None)
+        self._thread, ended = None, self._ended
+        if isinstance(ended, Exception):
+            self._ended = True
+            raise ended
+        return ended
+
+    def close(self) -> None:
+        """Waits, and leaves the group."""
+        self.wait()
+        if self._group is not None:
+            leave_group(self._group, self.timeout)
+            self._group = None
+
+    def abandon(self, patience: float | None = PATIENCE) -> None:
+        """After a failure: gives the running write a moment."""
+        if self._thread is not None:
+            self._thread.join(patience)
+
+    def _run(self, *job: Any) -> None:
+        try:
+            self._ended = self._write(*job)
+        except Exception as error:
+            self._ended = error
+
+    def _write(
+        self, step: int, state: Any, tensors: dict[str, Tensor], begun: float, spared: Collection[str] = ()
+    ) -> bool:
+        """Writes a checkpoint, as start() and wait() say."""
+        apart = {f"model.{name}" for name in spared}
+        of_model = [t for path, t in tensors.items() if path.startswith("model.") and path not in apart]
+        weights = [t for t in of_model if t.is_floating_point()]
+        finite = self._gather(bool(all_finite(weights)))
+        if not all(finite):
+            what = f"the model of rank {finite.index(False)} is not finite: no checkpoint is written"
+            _say(self.rank, f"warning: step {step}: {what}, the last one stays")
+            return False
+        target = self.folder / f"step{step:09d}"
+        fresh = self.folder / f"{target.name}.tmp-{self.attempt}"
+        everyone = self._gather({path: stored.digest(tensor) for path, tensor in tensors.items()})
+        digest, failure = "", ""
+        try:
+            digest = stored.write(fresh, self.rank, state, tensors, everyone)
+        except (OSError, RuntimeError) as error:  # torch wraps the system's error in a RuntimeError
+            failure = f"{target} cannot be written (rank {self.rank}: {reason(error)})"
+        written = self._gather((digest, failure))
+        failure = next((failure for _, failure in written if failure), "")
+        if self.rank == 0:
+            if not failure:
+                seconds = round(time.monotonic() - begun, 1)  # slurm/launch.sh reads it
+                files = {f"rank{rank}.json": digest for rank, (digest, _) in enumerate(written)}
+                others = [f"rank{rank}.pt" for rank in range(self.world_size)]
+                manifest = json.dumps({"seconds": seconds, "files": files}, indent=1)
+                try:
+                    publish(fresh, target, manifest, [*files, *others])
+                except OSError as error:
+                    failure = f"{target} cannot be written ({reason(error)})"
+            tidy(self.folder, step, self.keep)  # before the others go on: they may soon write the next checkpoint
+        if failure := self._gather(failure)[0]:
+            if self._thread is not None:
+                _say(self.rank, f"warning: {failure}: the run stops where the next checkpoint is due")
+            raise UserError(f"{failure}: make room or choose another folder; the last checkpoint stays")
+        return True
+
+    def _gather(self, mine: Any) -> list[Any]:
+        return of_all(mine, self._group) if self._group is not None else [mine]
+
+
+def load_newest(folder: Path, *, rank: int, alone: bool = False) -> tuple[Any, int] | None:
+    """Returns this worker's state in the newest checkpoint that all workers can read, and how many workers wrote it.
+
+    Every worker must call it, except with `alone`. If n other workers wrote it, rank r gets the state of rank r modulo
+    n. None if there is no checkpoint. UserError if there are some and none can be read. Rank 0 prints which were
+    refused, and why: on a network file system another worker may not see the newest one yet.
+    """
+    refused, gather = list[str](), (lambda mine: [mine]) if alone else of_all
+    if rank == 0:  # publish() may have been killed between its two renames
+        for path in folder.glob("step*.tmp-*-old"):
+            if not (target := path.with_name(path.name.partition(".tmp-")[0])).exists():
+                path.rename(target)
+    for name in gather(finished(folder))[0]:
+        state, workers, problem = _read(folder / name, rank)
+        problems = [f"rank {number}: {problem}" for number, problem in enumerate(gather(problem)) if problem]
+        if not problems:
+            for line in refused:
+                _say(rank, f"warning: {line}; going on from {name}")
+            return state, workers
+        refused.append(f"{folder / name} is refused ({problems[0]})")
+    if refused:
+        raise UserError(f"{'; '.join(refused)}: no other checkpoint is left; start afresh with another folder")
+    if rank == 0 and folder.exists():
+        _say(rank, f"warning: no complete checkpoint in {folder}: starting from step 0")
+    return None
+
+
+def unlike(theirs: dict[str, Any], mine: dict[str, Any]) -> str:
+    """Returns how the names and shapes of two models' state_dicts differ; "" if they do not. Shards count as such."""
+
+    def shape(held: Any) -> list[int] | None:
+        return list(local_shard(held).shape) if isinstance(held, Tensor) else None
+
+    for name in sorted(theirs.keys() | mine.keys()):
+        was, here = shape(theirs.get(name)), shape(mine.get(name))
+        if was != here:
+            break
+    else:
+        return ""
+    split = [[name.split(".") for name in names] for names in (theirs, mine)]
+    bare = [{tuple(part for part in name if part not in WRAPPERS) for name in names} for names in split]
+    if bare[0] != bare[1]:
+        return f"{name} is {was} there, {here} here"
+    parts = [{part for name in names for part in name if part in WRAPPERS} for names in split]
+    there, here = (", ".join(f"'{part}.'" for part in sorted(one - other)) for one, other in (parts, parts[::-1]))
+    where = f"{there} there, not here" if there else f"{here} here, not there"
+    return f"the names have the prefix {where}, as a wrapper gives it: save and load the model inside the wrapper"
+
+
+def publish(fresh: Path, target: Path, manifest: str, files: Iterable[str]) -> None:
+    """Adds the manifest to a folder where all workers have written `files`, and renames it over `target`."""
+    if missing := [name for name in files if not (fresh / name).exists()]:
+        raise OSError(f"another worker's {missing[0]} did not come here: the folder must be one that all nodes share")
+    (fresh / MANIFEST).write_text(manifest)
+    if target.exists():
+        target.rename(fresh.with_name(f"{fresh.name}-old"))
+    fresh.rename(target)
+
+
+def tidy(folder: Path, step: int, keep: int) -> None:
+    """Removes all but the newest checkpoints, those of later steps, and what is left of other attempts."""
+    kept = [name for name in finished(folder) if int(name.removeprefix("step")) <= step][:keep]
+    for path in folder.glob("step*"):
+        if path.name not in kept and re.fullmatch(r"step\d{9}(\.tmp-.*)?", path.name):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def finished(folder: Path) -> list[str]:
+    """Returns the names of the complete checkpoints, the newest first."""
+    paths = [path for path in folder.glob("step*") if re.fullmatch(r"step\d{9}", path.name) and path.is_dir()]
+    return sorted((path.name for path in paths), reverse=True)
+
+
+def _read(target: Path, rank: int) -> tuple[Any, int, str]:
+    """Returns this worker's state, the number of workers that wrote the checkpoint, and what is wrong with it."""
+    try:
+        manifest = parse_json((target / MANIFEST).read_text())
+        if "rests" in manifest or "layout" in manifest:
+            return None, 0, "it is of an older version, or of a run with a layout: resume with what wrote it"
+        files = manifest["files"]
+        if files.keys() != {path.name for path in target.glob("rank*.json")}:
+            return None, 0, f"{MANIFEST} is damaged, it names other workers than those that wrote the checkpoint"
+        taken = rank % len(files)
+        return stored.read(target, taken, files[f"rank{taken}.json"]), len(files), ""
+    except FileNotFoundError as error:
+        return None, 0, f"{Path(error.filename).name} is missing"
+    except UserError as error:
+        return None, 0, str(error)
+    except Exception as error:  # whatever it is: a worker that raised here would leave the others waiting
+        return None, 0, f"it cannot be read, {reason(error)}"
+
+
+def _say(rank: int, line: str) -> None:
+    if rank == 0:
+        print(line, file=sys.stderr, flush=True)
+
+
+def of_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any]:
+    """Returns the optimizer's state_dict with a name in place of each number."""
+    state = optimizer.state_dict()
+    names = _numbered(optimizer, model)
+    return state | {"state": {names[number]: values for number, values in state["state"].items()}}
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, state: dict[str, Any]) -> None:
+    """Restores what of_optimizer returned. Tensors of sharded parameters are this worker's shards."""
+    params = dict(model.named_parameters())
+    numbers = {name: number for number, name in enumerate(_numbered(optimizer, model))}
+    values = {
+        numbers[name]: {key: as_shard(value, params.get(name)) for key, value in of_one.items()}
+        for name, of_one in state["state"].items()
+    }
+    optimizer.load_state_dict(state | {"state": values})
+
+
+def load_model(model: nn.Module, state: dict[str, Any]) -> None:
+    """Restores model.state_dict(). Tensors of sharded parameters are this worker's shards."""
+    here = model.state_dict()
+    model.load_state_dict({name: as_shard(value, here.get(name)) for name, value in state.items()})
+
+
+def as_shard(value: Any, like: Any) -> Any:
+    """Returns this worker's shard of something sharded as `like` as a DTensor; anything else as it is."""
+    if not (is_dtensor(like) and isinstance(value, Tensor) and value.shape == like.to_local().shape):
+        return value
+    shard = value.to(like.to_local())
+    place = {"run_check": False, "shape": like.shape, "stride": like.stride()}
+    return type(like).from_local(shard, like.device_mesh, like.placements, **place)
+
+
+def _numbered(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[str]:
+    """Returns the parameters' names in the order of its state_dict; with ZeRO-1 those whose state is kept here."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    params = [p for group in getattr(optimizer, "optim", optimizer).param_groups for p in group["params"]]
+    if strangers := sum(id(p) not in names for p in params):
+        raise UserError(
+            f"the optimiser has {strangers} parameters that the model lacks: give one module that holds all, such as "
+            "an nn.ModuleList"
+        )
+    return [names[id(p)] for p in params]
+
+
+def random_state(device: torch.device) -> dict[str, Tensor]:
+    """Returns the states of torch's global generators: the host's, and the GPU's if the model is on one."""
+    on_gpu = {"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {}
+    return {"cpu": torch.get_rng_state()} | on_gpu
+
+
+def set_random_state(state: dict[str, Tensor], device: torch.device) -> None:
+    """Restores what random_state returned."""
+    torch.set_rng_state(state["cpu"])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state["cuda"], device)
+
+
+STEPS = 10**9  # what a folder's name has room for
+
+
+class Stateful(Protocol):
+    """A method, a learning rate schedule, a GradScaler, a data loader."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any], /) -> Any: ...
+
+
+def save(
+    folder: str | Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    co2: Stateful,
+    *,
+    step: int,
+    keep: int = 2,
+    others: Mapping[str, Stateful] | None = None,
+) -> bool:
+    """Writes folder/stepNNNNNNNNN, from which `load` goes on bit for bit, also in mid-round. Every worker must call it.
+
+    Each worker saves its own model, optimizer, method and torch's random state. What is equal on several workers is
+    written once. The folder gets its name when all have written their files, so a worker that is killed leaves the
+    checkpoint before. `save` waits for what is in flight.
+
+    Args:
+        folder: Where checkpoints lie, on a file system that all workers share. `~` is the home folder.
+        co2: CO2 or any other method.
+        step: How many steps the loop has taken.
+        keep: How many checkpoints stay. Older ones go, and so do those of later steps, of a run that was given up.
+        others: What else has a state, by name, such as {"schedule": scheduler}. Plain values, tensors, numpy's arrays
+            and numbers, paths and Python's containers are restored with their types. Named tuples, dataclasses and
+            tensor subclasses need torch.serialization.add_safe_globals([the class]) before save() and load().
+
+    Returns:
+        False if a worker's model is not finite: nothing was written, and the last checkpoint stays.
+
+    Raises:
+        UserError: On all workers, if a state holds what `load` could not give back, if one worker cannot write, or if
+            some workers went on without calling save().
+    """
+    if not isinstance(step, int) or not 0 <= step < STEPS:
+        raise UserError(f"step={step!r}: give the number of steps taken, from 0 to {STEPS - 1}")
+    if not isinstance(keep, int) or keep < 1:
+        raise UserError(f"keep={keep!r}: give the number of checkpoints that stay, 1 or more")
+    peers.come_together("save()")
+    held = {
+        "model": model.state_dict(),
+        "optimizer": of_optimizer(optimizer, model) if optimizer is not None else {},
+        "optimizer_kind": type(optimizer).__name__,
+        "method": co2.state_dict(),
+        "others": {name: other.state_dict() for name, other in (others or {}).items()},
+        "random": random_state(next(model.parameters()).device),
+        "step": step,
+    }
+    tensors, state, problem = dict[str, Tensor](), {}, ""
+    try:
+        state = stored.take_out(held, tensors)
+    except UserError as error:
+        problem = str(error)
+    group = host_group()
+    reported = of_all((secrets.token_hex(4), problem))
+    if problem := next((problem for _, problem in reported if problem), ""):
+        raise UserError(problem)
+    rank = dist.get_rank() if group is not None else 0
+    attempt = reported[0][0]
+    saver = Saver(Path(folder).expanduser(), rank, len(reported), attempt, keep=keep, group=group)
+    return saver.write(step, state, tensors, spared=_constant(model, co2))
+
+
+def load(
+    folder: str | Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    co2: Stateful,
+    *,
+    others: Mapping[str, Stateful] | None = None,
+) -> int | None:
+    """Goes on from the newest whole checkpoint that every worker can read. Every worker must call it, with the objects
+    as they were made for the first step.
+
+    Rank 0 prints which checkpoints are damaged. On another number of workers, worker r takes the state of worker r
+    modulo the former number, with a warning, and torch's random states begin anew.
+
+    Returns:
+        The checkpoint's step, or None if there is none.
+
+    Raises:
+        UserError: There are checkpoints, but none can be read, or the newest is of another model, optimizer or method.
+    """
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    found = load_newest(folder := Path(folder).expanduser(), rank=rank)
+    if found is None:
+        return None
+    (state, before), here = found, dict(others or {})
+    problems = of_all(_misfit(state, model, optimizer, here))
+    if any(problems):
+        raise UserError(f"{folder}: the checkpoint of step {state.get('step', '?')} {max(problems)}")
+    load_model(model, state["model"])
+    if optimizer is not None:
+        load_optimizer(optimizer, model, state["optimizer"])
+    co2.load_state_dict(state["method"])
+    for name, other in here.items():
+        other.load_state_dict(state["others"][name])
+    if before == (workers := len(problems)):
+        set_random_state(state["random"], next(model.parameters()).device)
+    elif rank == 0:
+        wrote = f"{before} workers wrote the checkpoint of step {state['step']}, {workers} go on"
+        taken = f"each takes what the worker of its rank modulo {before} held; torch's random states begin anew"
+        warnings.warn(f"{wrote}: {taken}", stacklevel=2)
+    return state["step"]
+
+
+def _constant(model: nn.Module, co2: Stateful) -> set[str]:
+    """The names of buffers that need not be finite: those that the method does not average, and those in which nothing
+    is other than finite but what they began with, as a causal mask of -inf."""
+    spoilt = co2.spoilt_buffers() if isinstance(co2, LocalUpdateMethod) else []
+    return {name for name, b in model.named_buffers(remove_duplicate=False) if not any(b is other for other in spoilt)}
+
+
+def _misfit(
+    state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer | None, others: dict[str, Any]
+) -> str:
+    """Returns why this state cannot be loaded; "" if it can. The method makes checks of its own later."""
+    if "optimizer_kind" not in state:
+        return "was not written by save(): resume with what wrote it, or choose another folder"
+    if differs := unlike(state["model"], model.state_dict()):
+        return f"is of another model: {differs}; give the model that was saved, or choose another folder"
+    if (was := state["optimizer_kind"]) != (kind := type(optimizer).__name__):
+        return f"is of the optimiser {was}, here it is {kind}: resume with the one that was saved"
+    if optimizer is not None:
+        now = of_optimizer(optimizer, model)
+        sizes = [[len(group["params"]) for group in s["param_groups"]] for s in (state["optimizer"], now)]
+        if sizes[0] != sizes[1]:
+            return f"has an optimiser of {sizes[0]} parameters, by group, here it has {sizes[1]}: make it as it was"
+    if (was := sorted(state["others"])) != (here := sorted(others)):
+        return f"has the others {was}, here they are {here}: give the same names"
+    return ""

@@ -1,0 +1,1 @@
+"""How averages cross the network in fewer bytes."""

@@ -1,0 +1,258 @@
+"""The wire formats on CUDA: one kernel each to encode a bucket, to average a chunk, and to decode, at any size.
+
+Bytes a float32 element of int4 with error feedback: encoding 12.5 (value and error read, error and bytes written),
+decoding 4.5; the average of n workers, a share 1 / n of the elements each, n / 2 + 8.5 an element of that share.
+
+The arithmetic is that of core/compression/formats.py, operation by operation: products and sums are not fused, and
+quotients are rounded to nearest. So bytes, averages and errors equal the plain codec's bit for bit. The exceptions are
+the sign of a zero, and the bits of a block that is not finite, which decodes to numbers that are not finite either way.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .formats import BITS, BLOCK, BLOCK_BYTES
+
+TYPES = {torch.float64: tl.float64, torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+@triton.jit
+def rounded(x, P: tl.constexpr):
+    """Rounds x to P, ties to even, in its own type. bfloat16 by its bits: Triton's interpreter would truncate."""
+    if tl.bfloat16 == P:
+        bits = x.to(tl.int32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+        x = tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
+    if tl.float16 == P:
+        x = x.to(P).to(x.dtype)
+    return x
+
+
+@triton.jit
+def divided(a, b):
+    """Returns a / b to nearest; with float32 Triton's own / may be off in the last bit."""
+    if a.dtype == tl.float32:
+        quotient = tl.div_rn(a, b)
+    else:
+        quotient = a / b
+    return quotient
+
+
+BLOCKS = 8  # blocks of a program
+ELEMENTS = 1024  # of a program that takes the mean of what travels as it is
+WARPS = 4
+
+
+@triton.jit
+def where(blocks, BLOCKS: tl.constexpr):
+    """Returns this program's worker, the blocks of that worker's chunk, whether they exist, and the places of their
+    elements among all chunks' elements, [blocks, 256]; all int64."""
+    worker = tl.program_id(1).to(tl.int64)
+    block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+    place = (worker * blocks + block)[:, None] * 256 + tl.arange(0, 256)[None, :]
+    return worker, block, block < blocks, place
+
+
+@triton.jit
+def decoded(at, live, D: tl.constexpr, HEAD: tl.constexpr, BITS: tl.constexpr):
+    """Returns [blocks, 256] in D of the blocks that begin at `at`, [blocks]; zeros where not live, [blocks].
+
+    HEAD: bytes of the scale, 0 with bfloat16. BITS: of an element, 16 for both floats.
+    """
+    i = tl.arange(0, 256)[None, :]
+    mask = live[:, None]
+    if BITS == 16:
+        bits = tl.load((at + HEAD).to(tl.pointer_type(tl.int16))[:, None] + i, mask=mask, other=0)
+        if HEAD == 0:
+            values = (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True).to(D)
+        else:
+            values = bits.to(tl.float16, bitcast=True).to(D)
+    elif BITS == 8:
+        values = tl.load((at + HEAD).to(tl.pointer_type(tl.int8))[:, None] + i, mask=mask, other=0).to(D)
+    else:
+        byte = tl.load((at + HEAD)[:, None] + i % (32 * BITS), mask=mask, other=0).to(tl.int32)
+        values = (((byte >> (i // (32 * BITS) * BITS)) & ((1 << BITS) - 1)) - (1 << (BITS - 1))).to(D)
+    if HEAD > 0:
+        scale = tl.load(at.to(tl.pointer_type(tl.float32)), mask=live, other=0.0)
+        values = values * scale.to(D)[:, None]
+    return values
+
+
+@triton.jit
+def largest(values):
+    """Returns the largest magnitudes of [blocks, 256], [blocks] float32, by their bits: so a NaN is larger than all."""
+    if values.dtype == tl.float64:
+        top = tl.max(values.to(tl.int64, bitcast=True) & 0x7FFFFFFFFFFFFFFF, axis=1)
+        top = top.to(tl.float64, bitcast=True).to(tl.float32)
+    else:
+        top = tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1).to(tl.float32, bitcast=True)
+    return top
+
+
+@triton.jit
+def float_encoded(values, at, live, HEAD: tl.constexpr):
+    """Stores blocks as bfloat16 or float16; returns what they decode to."""
+    into = (at + HEAD).to(tl.pointer_type(tl.int16))[:, None] + tl.arange(0, 256)[None, :]
+    if HEAD == 0:
+        narrow = values.to(tl.float32)
+        narrow = rounded(narrow, tl.bfloat16)
+        bits = tl.where(narrow == narrow, narrow.to(tl.int32, bitcast=True) >> 16, 0x7FC0)
+        tl.store(into, bits.to(tl.int16), mask=live[:, None])
+        back = (bits << 16).to(tl.float32, bitcast=True).to(values.dtype)
+    else:
+        top = largest(values)
+        exponent = top.to(tl.int32, bitcast=True) >> 23  # the largest lands in [2^14, 2^15)
+        power = tl.where(top == 0, 112, tl.where(exponent > 15, exponent - 14, 1)) << 23
+        scale = tl.where(exponent < 255, power.to(tl.float32, bitcast=True), top)
+        tl.store(at.to(tl.pointer_type(tl.float32)), scale, mask=live)
+        narrow = divided(values, scale.to(values.dtype)[:, None]).to(tl.float32).to(tl.float16)
+        tl.store(into, narrow.to(tl.int16, bitcast=True), mask=live[:, None])
+        back = narrow.to(values.dtype) * scale.to(values.dtype)[:, None]
+    return back
+
+
+@triton.jit
+def int_encoded(values, at, live, HEAD: tl.constexpr, BITS: tl.constexpr):
+    """Stores blocks as integers of BITS bits; returns what they decode to."""
+    D: tl.constexpr = values.dtype
+    level: tl.constexpr = (1 << (BITS - 1)) - 1
+    far: tl.constexpr = 6755399441055744.0 if tl.float64 == D else 12582912.0  # 1.5 x 2^52, 2^23: the grid there is 1
+    top = largest(values)
+    scale = tl.div_rn(top, tl.full(top.shape, level, tl.float32))
+    tl.store(at.to(tl.pointer_type(tl.float32)), scale, mask=live)
+    q = divided(values, tl.where(scale == 0, 1.0, scale).to(D)[:, None])
+    q = tl.where(q > level, level, tl.where(q < -level, -level, q)).to(D)
+    q = tl.where(q == q, (q + far) - far, 0.0).to(D)  # ties to even
+    u = q.to(tl.int32)
+    if BITS < 8:
+        u = u + (1 << (BITS - 1))
+    # the lowest BITS bits of each, 8 / BITS elements in a byte
+    fields = tl.reshape(u & ((1 << BITS) - 1), [u.shape[0], 8 // BITS, 32 * BITS])
+    bytes = tl.sum(fields << (tl.arange(0, 8 // BITS) * BITS)[None, :, None], axis=1)
+    tl.store((at + HEAD)[:, None] + tl.arange(0, 32 * BITS)[None, :], bytes.to(tl.uint8), mask=live[:, None])
+    return q * scale.to(D)[:, None]
+
+
+@triton.jit
+def sent(
+    values, error_ptr, moved_ptr, at, place, live,
+    FEEDBACK: tl.constexpr, HEAD: tl.constexpr, BITS: tl.constexpr,
+):  # fmt: skip
+    """Stores Q(d + e), e <- d + e - Q(d + e); without movement Q(d), e <- e + d - Q(d). place: of the errors."""
+    kept = values
+    if FEEDBACK:
+        kept = tl.load(error_ptr + place, mask=live[:, None], other=0.0) + values
+        moved = tl.full(place.shape, tl.load(moved_ptr), tl.int32) != 0
+        values = tl.where(moved, kept, values)
+    if BITS == 16:
+        back = float_encoded(values, at, live, HEAD)
+    else:
+        back = int_encoded(values, at, live, HEAD, BITS)
+    if FEEDBACK:
+        tl.store(error_ptr + place, kept - back, mask=live[:, None])
+
+
+@triton.jit
+def encode_kernel(
+    values_ptr, numel, error_ptr, moved_ptr, rows_ptr, stride, blocks,
+    FEEDBACK: tl.constexpr, HEAD: tl.constexpr, BITS: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """values: [numel]; beyond it, zeros are encoded. error: [workers x blocks x 256]. moved: 0-d uint8. rows: uint8
+    [workers, blocks x bytes], `stride` bytes apart."""
+    worker, block, live, place = where(blocks, BLOCKS)
+    values = tl.load(values_ptr + place, mask=live[:, None] & (place < numel), other=0.0)
+    at = rows_ptr + worker * stride + block * (HEAD + 32 * BITS)
+    sent(values, error_ptr, moved_ptr, at, place, live, FEEDBACK, HEAD, BITS)
+
+
+@triton.jit
+def average_kernel(
+    rows_ptr, stride, workers, error_ptr, moved_ptr, out_ptr, blocks,
+    D: tl.constexpr, FEEDBACK: tl.constexpr, HEAD: tl.constexpr, BITS: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """rows, moved: as encode_kernel's. error: [blocks x 256]. out: uint8 [blocks x bytes]."""
+    _, block, live, place = where(blocks, BLOCKS)
+    at = rows_ptr + block * (HEAD + 32 * BITS)
+    total = tl.zeros([BLOCKS, 256], D)
+    for _ in range(workers):
+        total += decoded(at, live, D, HEAD, BITS)
+        at += stride
+    mean = divided(total, tl.full(total.shape, workers, D))
+    sent(mean, error_ptr, moved_ptr, out_ptr + block * (HEAD + 32 * BITS), place, live, FEEDBACK, HEAD, BITS)
+
+
+@triton.jit
+def decode_kernel(
+    rows_ptr, stride, blocks, values_ptr, numel,
+    D: tl.constexpr, HEAD: tl.constexpr, BITS: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """rows: as encode_kernel's. values: [numel]."""
+    worker, block, live, place = where(blocks, BLOCKS)
+    values = decoded(rows_ptr + worker * stride + block * (HEAD + 32 * BITS), live, D, HEAD, BITS)
+    tl.store(values_ptr + place, values, mask=live[:, None] & (place < numel))
+
+
+@triton.jit
+def mean_kernel(rows_ptr, workers, out_ptr, numel, D: tl.constexpr, ELEMENTS: tl.constexpr):
+    """Averages rows [workers, numel], summed in their order."""
+    place = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
+    total = tl.zeros([ELEMENTS], D)
+    row = rows_ptr + place
+    for _ in range(workers):
+        total += tl.load(row, mask=place < numel, other=0.0)
+        row += numel
+    tl.store(out_ptr + place, divided(total, tl.full([ELEMENTS], workers, D)), mask=place < numel)
+
+
+class TritonCodec:
+    """See core/compression/quantized.py: SegmentCodec."""
+
+    def encode(self, payload: Tensor, rows: Tensor, compression: str, error: Tensor | None, moved: Tensor) -> None:
+        blocks, feedback = _blocks(rows, compression), error is not None
+        at = (error if feedback else payload, moved.view(torch.uint8), rows, rows.stride(0), blocks)
+        grid = (triton.cdiv(blocks, BLOCKS), len(rows))
+        _launch(encode_kernel, grid, payload, len(payload), *at, FEEDBACK=feedback, **_format(compression))
+
+    def average(
+        self, rows: Tensor, out: Tensor, compression: str, dtype: torch.dtype, error: Tensor | None, moved: Tensor
+    ) -> None:
+        blocks, feedback = _blocks(rows, compression), error is not None
+        at = (rows.stride(0), len(rows), error if feedback else rows, moved.view(torch.uint8), out, blocks)
+        fixed = {"D": TYPES[dtype], "FEEDBACK": feedback} | _format(compression)
+        _launch(average_kernel, (triton.cdiv(blocks, BLOCKS),), rows, *at, **fixed)
+
+    def decode(self, rows: Tensor, compression: str, payload: Tensor) -> None:
+        blocks = _blocks(rows, compression)
+        grid = (triton.cdiv(blocks, BLOCKS), len(rows))
+        at = (rows.stride(0), blocks, payload, len(payload))
+        _launch(decode_kernel, grid, rows, *at, D=TYPES[payload.dtype], **_format(compression))
+
+    def mean(self, rows: Tensor) -> Tensor:
+        out = torch.empty_like(rows[0])
+        fixed, grid = {"D": TYPES[rows.dtype], "ELEMENTS": ELEMENTS}, (triton.cdiv(len(out), ELEMENTS),)
+        _launch(mean_kernel, grid, rows, len(rows), out, len(out), **fixed)
+        return out
+
+
+def _blocks(rows: Tensor, compression: str) -> int:
+    """Returns the blocks of each row. Scales are read as float32, so they have to be aligned."""
+    assert rows.data_ptr() % 4 == 0 and rows.stride(0) % 4 == 0
+    return rows.shape[1] // BLOCK_BYTES[compression]
+
+
+def _format(compression: str) -> dict[str, Any]:
+    bits = BITS.get(compression, 16)
+    return {"HEAD": BLOCK_BYTES[compression] - BLOCK // 8 * bits, "BITS": bits, "BLOCKS": BLOCKS}
+
+
+def _launch(kernel: Any, grid: tuple[int, ...], *args: Any, **fixed: Any) -> None:
+    first = next(a for a in args if isinstance(a, Tensor))
+    if all(grid):
+        with torch.cuda.device_of(first):  # nothing on a CPU, where only Triton's interpreter runs
+            kernel[grid](*args, **fixed, num_warps=WARPS, enable_fp_fusion=False)

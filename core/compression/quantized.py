@@ -1,0 +1,315 @@
+"""Averages over the workers in a narrow wire format, with error feedback (CO2Config.wire, ddp_compression).
+
+Two stages replace an all-reduce, as in DoubleSqueeze (Tang et al., ICML 2019), every worker the server of one part:
+
+1. each worker encodes its differences, cut into n equal chunks, and sends chunk j to worker j (all-to-all);
+2. worker j decodes the chunks that it got, averages them in float32 (float64 for float64 parameters), encodes the mean,
+   and sends it to all (all-gather). Every worker decodes the same bytes, its own chunk's too: equal bit for bit.
+
+Each worker sends 2 (n - 1) / n of the encoded bytes, as a ring all-reduce does of plain ones. Both encodings leave an
+error; error feedback adds it to what the same worker encodes next (Seide et al., 2014; Karimireddy et al., ICML 2019).
+Buffers such as BatchNorm's statistics and the scalars travel in the same messages as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..buckets import Bucket, Scalars, has_triton
+from ..comm import AsyncAllReduce, Reducer, Stage, all_gather
+from . import formats as compressions
+from .formats import BLOCK, BLOCK_BYTES, NarrowFormat
+
+SEGMENT = 1 << 18  # elements that are encoded at once: the temporaries stay in a CPU's cache
+GPU_SEGMENT = 1 << 24  # few kernels, and temporaries of some 64 MiB
+HELD_BACK = ("error_feedback", "mean_error_feedback")  # names of a checkpoint's tensors
+
+
+@dataclass
+class Part:
+    """What the reducer reads and writes of a bucket, for a part of one. The payload is rounded; the values and the
+    scalars are exact."""
+
+    flat: Tensor
+    numel: int
+    payload: Tensor
+    values: Tensor
+    scalars: Tensor
+
+
+def make_codec(device: torch.device) -> Any:
+    """Returns Triton's kernels on CUDA if Triton is installed: a TritonCodec has the same methods."""
+    if not has_triton(device):
+        return SegmentCodec(device)
+    from .kernels import TritonCodec  # importing Triton takes a second
+
+    return TritonCodec()
+
+
+class SegmentCodec:
+    """Encodes payloads, uint8 [workers, bytes] with worker j's chunk in row j, and decodes them.
+
+    It calls core/compression/formats.py's functions, a segment at a time. Rows may lie apart.
+    """
+
+    def __init__(self, device: torch.device):
+        self._segment = GPU_SEGMENT if device.type == "cuda" else SEGMENT
+
+    def encode(
+        self, payload: Tensor, rows: Tensor, compression: NarrowFormat, error: Tensor | None, moved: Tensor
+    ) -> None:
+        """Encodes payload, [numel] with zeros beyond it, to rows: Q(d + e), e <- d + e - Q(d + e); without movement
+        Q(d), e <- e + d - Q(d). error: [workers x chunk]. moved: 0-d bool on the device."""
+        chunk = _chunk(rows, compression)
+        few = max(1, self._segment // max(1, chunk))  # small chunks together: their kernels cost more than their bytes
+        for j, to in enumerate(rows.split(few)):
+            where = slice(j * few * chunk, j * few * chunk + len(to) * chunk)
+            piece = payload[where]
+            values = pad(piece, (0, len(to) * chunk - len(piece)))
+            self._encode(values, to, compression, None if error is None else error[where], moved)
+
+    def average(
+        self,
+        rows: Tensor,
+        out: Tensor,
+        compression: NarrowFormat,
+        dtype: torch.dtype,
+        error: Tensor | None,
+        moved: Tensor,
+    ) -> None:
+        """Sums the rows, all of one chunk, in their order and in dtype, and encodes the mean to out, uint8 [bytes]."""
+        chunk = _chunk(rows, compression)
+        mean = torch.zeros(chunk, dtype=dtype, device=rows.device)
+        for start, values in self._decoded(rows, compression, dtype):
+            at = start % max(1, chunk)
+            for row in values:
+                mean[at : at + len(row)].add_(row)
+        self._encode(mean.div_(mean.new_full((), len(rows))), out[None], compression, error, moved)
+
+    def decode(self, rows: Tensor, compression: NarrowFormat, payload: Tensor) -> None:
+        """Decodes rows to payload, [numel]; what comes beyond is padding."""
+        for start, decoded in self._decoded(rows, compression, payload.dtype):
+            target = payload[start : start + decoded.numel()]
+            target.copy_(decoded.view(-1)[: len(target)])
+
+    def mean(self, rows: Tensor) -> Tensor:
+        """Returns the mean of [workers, elements], summed in the rows' order."""
+        total = torch.zeros_like(rows[0])
+        for row in rows:
+            total.add_(row)
+        return total.div_(total.new_full((), len(rows)))
+
+    def _encode(
+        self, values: Tensor, payload: Tensor, compression: NarrowFormat, error: Tensor | None, moved: Tensor
+    ) -> None:
+        """Fills payload, [rows, bytes], as `encode` does."""
+        step = self._segment
+        for i, part in enumerate(
+            payload.split(compressions.nbytes(compression, step), dim=1)
+        ):  # several parts: of one row
+            where = slice(i * step, (i + 1) * step)
+            send = values[where]
+            kept = None if error is None else error[where].add_(send)
+            rounded = send if kept is None else torch.where(moved, kept, send)
+            part.copy_(compressions.encode(rounded, compression, lost=kept).view(part.shape))
+
+    def _decoded(self, rows: Tensor, compression: NarrowFormat, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
+        """Yields the first element's place, and values [some rows, elements]. rows: [workers, bytes], a chunk each."""
+        chunk, step = _chunk(rows, compression), self._segment
+        few = max(1, step // max(1, chunk))
+        for j, some in enumerate(rows.split(few)):
+            for i, part in enumerate(some.split(compressions.nbytes(compression, step), dim=1)):
+                yield (
+                    j * few * chunk + i * step,
+                    compressions.decode(part.flatten(), compression, dtype).view(len(part), -1),
+                )
+
+
+def _chunk(rows: Tensor, compression: NarrowFormat) -> int:
+    """Returns the elements of each row."""
+    return rows.shape[1] // BLOCK_BYTES[compression] * BLOCK
+
+
+def chunk_of(numel: int, world_size: int) -> int:
+    """Returns the elements of each worker's chunk: whole blocks."""
+    return -(-numel // (world_size * BLOCK)) * BLOCK
+
+
+def nothing_held_back(
+    buckets: Sequence[Bucket | Part], world_size: int, device: str | None = None
+) -> dict[str, list[Tensor]]:
+    """Returns error feedback's zeros for both stages, a tensor a bucket; device: None for the bucket's."""
+    pairs = [(b, chunk_of(b.numel, world_size)) for b in buckets]
+    return {
+        name: [b.flat.new_zeros(copies * chunk, device=device) for b, chunk in pairs]
+        for name, copies in zip(HELD_BACK, (world_size, 1), strict=True)
+    }
+
+
+class Quantized(Reducer):
+    """The reducer of a narrow format: one payload of bytes a stage. Means land, so `scale` is 1.
+
+    Only the parameters' part of a bucket is rounded; the rest travels as it is. If nobody has moved (the scalars
+    "steps" and "weight"), the caller discards the mean, and what is held back waits, as it does for an excluded worker.
+    A single worker encodes and decodes as well, so that it trains as one of many. Error feedback, `state`, costs a copy
+    of the parameters, and 1 / n of a copy for the second stage.
+
+    wire: of all buckets, or one for each. memory: for both stages' errors, a tensor a bucket, [workers x chunk] and
+    [chunk]; None: it makes its own.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket | Part],
+        scalars: Scalars,
+        rank: int,
+        world_size: int,
+        compression: NarrowFormat | Sequence[NarrowFormat],
+        error_feedback: bool = True,
+        memory: tuple[list[Tensor], list[Tensor]] | None = None,
+    ):
+        self.buckets, self.scalars = buckets, scalars
+        self.kind = compression if isinstance(compression, str) else "mixed"
+        self.compressions: list[NarrowFormat] = (
+            [compression] * len(buckets) if isinstance(compression, str) else list(compression)
+        )
+        self.rank, self.world_size = rank, world_size
+        self.scale = 1.0
+        self.device = buckets[0].flat.device
+        self.chunks = [chunk_of(b.numel, world_size) for b in buckets]
+        self.rests = [-(-len(b.values) // world_size) for b in buckets]  # elements a worker
+        self.state: dict[str, list[Tensor]] = {}
+        self._errors: list[Tensor | None] = [None] * len(buckets)
+        self._mean_errors: list[Tensor | None] = [None] * len(buckets)
+        if error_feedback:
+            own, means = memory or nothing_held_back(buckets, world_size).values()
+            self._errors, self._mean_errors = [*own], [*means]
+            self.state = dict(zip(HELD_BACK, (own, means), strict=True))
+        self._codec = make_codec(self.device)
+
+    def stages(self, group: dist.ProcessGroup | None, number: int) -> Iterator[Stage]:
+        yield [], 0  # the encoding, too, is done in the background
+        sent = self._outgoing()
+        received = sent
+        if group is not None:
+            received = torch.empty_like(sent)
+            work = dist.all_to_all_single(received, sent, group=group, async_op=True)
+            assert work is not None
+            yield [work], (self.world_size - 1) * sent.shape[1]
+        mean = self._average(received)
+        means = mean[None]
+        if group is not None:
+            means = mean.new_empty(self.world_size, len(mean))
+            yield all_gather(means, mean, group)
+        self._unpack(means)
+
+    def _layout(self) -> list[int]:
+        """Returns the bytes for one worker: every bucket's encoded chunk, then every bucket's share of the rest."""
+        encoded = [
+            compressions.nbytes(compression, chunk)
+            for compression, chunk in zip(self.compressions, self.chunks, strict=True)
+        ]
+        return encoded + [rest * b.flat.element_size() for rest, b in zip(self.rests, self.buckets, strict=True)]
+
+    def _outgoing(self) -> Tensor:
+        """Returns the first stage's message, uint8 [workers, bytes], row j for worker j. The scalars go to everyone."""
+        n, count, scalars = self.world_size, len(self.buckets), self.buckets[0].scalars
+        layout = [*self._layout(), scalars.nbytes]
+        message = torch.empty(n, sum(layout), dtype=torch.uint8, device=self.device)
+        parts = message.split(layout, dim=1)
+        moved = self.scalars["steps"] * self.scalars["weight"] != 0
+        for i, (bucket, rest) in enumerate(zip(self.buckets, self.rests, strict=True)):
+            self._codec.encode(bucket.payload, parts[i], self.compressions[i], self._errors[i], moved)
+            rows = pad(bucket.values, (0, n * rest - len(bucket.values))).view(n, rest)
+            parts[count + i].copy_(rows.view(torch.uint8))
+        parts[-1].copy_(scalars.clone().view(torch.uint8).expand(n, -1))  # the clone is aligned
+        return message
+
+    def _average(self, received: Tensor) -> Tensor:
+        """Returns the mean of this worker's chunk, uint8 [bytes], from uint8 [workers, bytes]. The scalars become their
+        means, summed in rank order: every worker sums them for itself, and all have to agree."""
+        count, scalars, layout = len(self.buckets), self.buckets[0].scalars, self._layout()
+        parts = received.split([*layout, scalars.nbytes], dim=1)
+        scalars.copy_(self._codec.mean(_raw(parts[-1], scalars.dtype)))
+        moved = self.scalars["steps"] * self.scalars["weight"] != 0
+        payload = received.new_empty(sum(layout))
+        out = payload.split(layout)
+        for i, (bucket, error) in enumerate(zip(self.buckets, self._mean_errors, strict=True)):
+            self._codec.average(parts[i], out[i], self.compressions[i], bucket.flat.dtype, error, moved)
+            values = self._codec.mean(_raw(parts[count + i], bucket.flat.dtype))
+            out[count + i].copy_(values.view(torch.uint8))
+        return payload
+
+    def _unpack(self, means: Tensor) -> None:
+        """Decodes uint8 [workers, bytes], row j the mean of chunk j, into the buckets."""
+        parts, count = means.split(self._layout(), dim=1), len(self.buckets)
+        for i, bucket in enumerate(self.buckets):
+            self._codec.decode(parts[i], self.compressions[i], bucket.payload)
+            values = _raw(parts[count + i], bucket.flat.dtype).view(-1)
+            bucket.values.copy_(values[: len(bucket.values)])
+
+    def release(self) -> None:
+        """Adds what is held back to the payloads, which another reducer sums over the workers. Each worker holds the
+        second stage's errors of one chunk."""
+        held = zip(self.buckets, self._errors, self._mean_errors, self.chunks, strict=True)
+        for bucket, own, mean, chunk in held:
+            if own is None or mean is None:
+                continue
+            bucket.payload.add_(own[: bucket.numel])
+            part = bucket.payload[self.rank * chunk : (self.rank + 1) * chunk]
+            part.add_(mean[: len(part)], alpha=self.world_size)
+
+
+def _raw(payload: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns uint8 [rows, bytes] as [rows, elements]; the clone is aligned."""
+    rows, size = payload.shape
+    return payload.flatten().clone().view(dtype).view(rows, size // dtype.itemsize)
+
+
+class AutoCompression(Reducer):
+    """A reducer that is one of several. kind: the format of what is sent first; a Tuned calls `become` before a launch
+    to change it."""
+
+    changes = True
+
+    def __init__(
+        self, kind: str, error_feedback: bool, buckets: Sequence[Bucket], scalars: Scalars, flight: AsyncAllReduce
+    ):
+        self._feeds_back = error_feedback
+        self._buckets, self._scalars, self._allreduce = buckets, scalars, flight
+        self.kind, self._now = "", cast(Reducer, None)
+        self.become(kind)
+
+    @property
+    def state(self) -> dict[str, list[Tensor]]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Has the same keys and shapes over any wire."""
+        if self._now.state or not self._feeds_back:
+            return self._now.state
+        return nothing_held_back(self._buckets, self._allreduce.world_size, "cpu")
+
+    def become(self, kind: str) -> None:
+        """Changes the format; nothing may be in flight. What the format before has held back joins the payload.
+
+        On a GPU not in the background's stream: memory freed there would be used again while that stream still reads.
+        """
+        if kind == self.kind:
+            return
+        if isinstance(self._now, Quantized):
+            self._now.release()
+        self.kind, allreduce = kind, self._allreduce
+        if kind == "float32":
+            self._now = Reducer([b.flat for b in self._buckets], allreduce.world_size)
+        else:
+            settings = allreduce.rank, allreduce.world_size, cast(NarrowFormat, kind), self._feeds_back
+            self._now = Quantized(self._buckets, self._scalars, *settings)
+        self.scale = self._now.scale
+
+    def stages(self, group: dist.ProcessGroup | None, number: int) -> Iterator[Stage]:
+        yield from self._now.stages(group, number)

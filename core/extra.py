@@ -1,0 +1,210 @@
+"""Averages at finish() and sync_for_eval() of tensors that are evaluated but are not parameters, as an EMA model's."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .buckets import copy, is_dtensor, local_shard, unique, views
+from .comm import Stage, of_all, sum_flats
+from .errors import UserError
+
+if TYPE_CHECKING:
+    from .local_update import LocalUpdateMethod
+
+Tensors = Iterable[Tensor] | nn.Module
+Given = Tensors | Callable[[], Tensors]
+KINDS = "give a module, a list of tensors, or a function that returns one of these"
+
+
+class ExtraAverage:
+    """Averages extra tensors over the workers, where the workers come to one model.
+
+    It costs nothing in a round. At finish(), and at sync_for_eval() if all workers then hold one model, one all-reduce
+    sums the tensors in float32, and one more sums float64 tensors. All workers then hold the same bits. A worker does
+    not count in the average of a tensor that is not finite there. A tensor that is finite on no worker stays as it is.
+
+    Attributes:
+        alike: The tensors that are there at construction. They begin as on the first worker.
+        compared: What all workers must have given.
+    """
+
+    def __init__(self, given: Given):
+        """
+        Args:
+            given: Tensors, a module whose parameters and buffers are averaged, or a function that returns either. The
+                function is called at each average, so it suits tensors that an optimizer makes in its first step.
+                Integer tensors are left as they are.
+        """
+        self._given: Given = given
+        self.alike: Sequence[Tensor] = ()
+        self.compared = "average= with a function"
+        self._changed = False  # whether it was looked at
+        if isinstance(given, nn.Module) or not callable(given):
+            self._given = found = tensors_of(given)
+            if not found:
+                raise UserError(f"average: no floating-point tensor is given: {KINDS}")
+            self.alike = [local_shard(t) for t in found]
+            self.compared = f"average= with {len(found)} tensors"
+
+    def attach(self, method: LocalUpdateMethod) -> None:
+        """The method is made."""
+        self.method = method
+        self._first = [(t._version, t.data_ptr()) for t in self.alike]  # by which it is noticed that nothing changes
+        self._check_overlap(self.alike)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def run(self, equal: bool, call: str) -> None:
+        """Averages if all workers call it with `equal`. Every worker must call it, in `call`."""
+        allreduce = self.method.allreduce
+        allreduce.check_alive()
+        if allreduce.group is None:
+            return
+        try:
+            with allreduce.counted():
+                allreduce.drain()  # its thread may still send over the same group
+            found = self._found(equal)
+            if found is None:
+                return
+            if self._first and self.method.has_stepped and not self._changed:
+                self._changed = True
+                if all(first == (t._version, t.data_ptr()) for first, t in zip(self._first, self.alike, strict=True)):
+                    warnings.warn(
+                        f"average: none of the {len(self.alike)} tensors has changed in training: if the loop replaces "
+                        "them, as average[name] = ... does, pass a function: average=lambda: list(average.values())",
+                        stacklevel=2,
+                    )
+            whole = [t for t in found if not (self.method.shards or is_dtensor(t))]
+            parts = [local_shard(t) for t in found if self.method.shards or is_dtensor(t)]
+            for tensors, count in ((whole, self.method.total_world_size), (parts, allreduce.world_size)):
+                for wide in (torch.float32, torch.float64):
+                    of_kind = [t for t in tensors if (t.dtype == torch.float64) == (wide == torch.float64)]
+                    if of_kind:
+                        self._mean(of_kind, wide, count, over_node=tensors is whole)
+        except RuntimeError as error:
+            if allreduce.group is None:  # the all-reduce's own error
+                raise
+            reason = allreduce._failure(str(error), f"the average of average= at {call}, which every worker must call,")
+        else:
+            return
+        raise reason  # out here, where no traceback keeps the collectives, and so their connections
+
+    def _found(self, equal: bool) -> list[Tensor] | None:
+        """The tensors to average, None if some worker is not at the common model. UserError on all workers if the
+        tensors of one cannot be averaged, or differ in number, shape or dtype."""
+        found, problem = list[Tensor](), ""
+        try:
+            found = tensors_of(self._given)
+            self._check_overlap([local_shard(t) for t in found])
+        except KeyError as error:  # of an optimizer's state, which is empty before the first step
+            problem = f"average: the function failed with KeyError: {error}" if self.method.has_stepped else ""
+        except Exception as error:
+            own = isinstance(error, UserError)
+            problem = str(error) if own else f"average: the function failed with {type(error).__name__}: {error}"
+        group = self.method.allreduce.group
+        assert group is not None
+        mine = [(tuple(t.shape), str(t.dtype)) for t in map(local_shard, found)]
+        ranks, told = dist.get_process_group_ranks(group), of_all((equal, problem, mine), group)
+        first = told[0][2]
+        for rank, (_, theirs, kinds) in zip(ranks, told, strict=True):
+            if theirs:
+                problem = problem or f"rank {rank}: {theirs}"
+            elif len(kinds) != len(first):
+                problem = problem or (
+                    f"average: rank {ranks[0]} has {len(first)} tensors, rank {rank} has {len(kinds)}: give the same "
+                    "on all workers; an optimizer makes its tensors in its first step, so every worker must take one"
+                )
+            elif unlike := [pair for pair in zip(first, kinds, strict=True) if pair[0] != pair[1]]:
+                (shape, dtype), (other, its) = unlike[0]
+                problem = problem or (
+                    f"average: workers differ: rank {ranks[0]} has {shape} {dtype}, against {other} {its} of rank "
+                    f"{rank}: give the same tensors in the same order on all workers"
+                )
+        states = torch.tensor([float(bool(problem)), float(not all(ready for ready, _, _ in told))])
+        states = states.to(self.method.allreduce.device)
+        _wait(self.method.sum_parts(states))  # what the other workers of a node have found
+        failed, unequal = states.tolist()
+        if failed:
+            raise UserError(problem or "average: another worker of this node cannot average: see its message")
+        return None if unequal else found
+
+    def _mean(self, tensors: Sequence[Tensor], wide: torch.dtype, count: int, *, over_node: bool) -> None:
+        """Sums each tensor and the number of workers where it is finite, in one flat tensor."""
+        device, group = self.method.allreduce.device, self.method.allreduce.group
+        assert group is not None
+        finite = [bool(torch.isfinite(t.to(wide)).all()) for t in tensors]
+        flat = torch.zeros(sum(t.numel() for t in tensors) + len(tensors), dtype=wide, device=device)
+        sums, weights = views(flat, tensors), flat[-len(tensors) :]
+        counted = [pair for pair, counts in zip(zip(sums, tensors, strict=True), finite, strict=True) if counts]
+        copy([total for total, _ in counted], [t for _, t in counted])
+        weights.copy_(torch.tensor(finite))
+        _wait([sum_flats([flat], group)])
+        if over_node:
+            _wait(self.method.sum_parts(flat))
+        of_each = weights.tolist()
+        for t, total, weight in zip(tensors, sums, of_each, strict=True):
+            if weight:
+                t.copy_(total.div_(weight))
+        if (few := sum(0 < weight < count for weight in of_each)) and self.method.is_log_rank:
+            warnings.warn(
+                f"average: {few} of {len(tensors)} tensors were not finite on some workers, which did not count there",
+                stacklevel=2,
+            )
+
+    def _check_overlap(self, tensors: Sequence[Tensor]) -> None:
+        """UserError for a tensor that the method averages already."""
+        taken = sorted(_span(t) for t in (*self.method.params, *self.method.buffers) if t.numel())
+        for t in tensors:
+            device, start, end = _span(t)
+            before = bisect_left(taken, (device, end, 0)) - 1  # the last that starts before the end
+            if t.numel() and before >= 0 and taken[before][0] == device and taken[before][2] > start:
+                raise UserError(
+                    f"average: a tensor of shape {tuple(t.shape)} shares its memory with the parameters or buffers "
+                    f"that {self.method.name} averages already: leave it out"
+                )
+
+
+def tensors_of(given: Given) -> list[Tensor]:
+    """The floating-point tensors of what average= was given, each once. UserError for what cannot be averaged."""
+    if callable(given) and not isinstance(given, nn.Module):
+        given = given()
+    if isinstance(given, nn.Module):
+        given = itertools.chain(given.parameters(), given.buffers())
+    if isinstance(given, Tensor) or not isinstance(given, Iterable):
+        raise UserError(f"average: one {type(given).__name__} is given: {KINDS}")
+    tensors: list[Any] = list(given)
+    for t in tensors:
+        if not isinstance(t, Tensor):
+            raise UserError(f"average: a {type(t).__name__} is among the tensors: {KINDS}")
+        if nn.parameter.is_lazy(t):
+            raise UserError("average: a lazy module's parameter has no shape yet: call the module once before")
+        what = f"average: a tensor of shape {tuple(t.shape)}"
+        if t.is_meta:
+            raise UserError(f"{what} has no memory (meta device): give it after it is made")
+        if t.is_complex():
+            raise UserError(f"{what} is complex: give torch.view_as_real(tensor)")
+        if t.layout != torch.strided:
+            raise UserError(f"{what} has layout {t.layout}: only dense tensors can be averaged")
+        if any(size > 1 and stride == 0 for size, stride in zip(t.shape, t.stride(), strict=True)):
+            raise UserError(f"{what} is expanded, several elements being one: give its clone()")
+    return unique([t for t in tensors if t.is_floating_point()])
+
+
+def _span(t: Tensor) -> tuple[str, int, int]:
+    """Where the tensor lies: its device, and its first and last address."""
+    last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
+    return str(t.device), t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size()
+
+
+def _wait(stages: Iterable[Stage]) -> None:
+    for works, _ in stages:
+        for work in works:
+            work.wait()

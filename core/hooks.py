@@ -1,0 +1,499 @@
+"""Hooks: what runs next to a method's all-reduces, such as a filter for outliers or a checksum of replicated state.
+
+A hook reports what it found, and the method acts on it. The scalars of a hook travel behind the parameters, in the same
+all-reduce. No hook makes the host wait for a GPU.
+"""
+
+from __future__ import annotations
+
+import gc
+import warnings
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .buckets import copy, first_spoilt, local_shard, read_blocks, wipe
+from .errors import DivergedError, UserError
+from .outer import norm
+
+if TYPE_CHECKING:
+    from .local_update import LocalUpdateMethod
+
+
+class ReductionInfo(NamedTuple):
+    """Which all-reduce the sums belong to.
+
+    Attributes:
+        round: Index of the round that ended when the all-reduce started, from 0.
+        total_world_size: Number of processes that were summed over.
+        workers: Number of payloads: fewer, if several processes hold parts of one payload.
+        generation: Rises whenever workers have left or joined.
+    """
+
+    round: int
+    total_world_size: int
+    workers: int
+    generation: int
+
+
+class Hook:
+    """Base class for code that runs with every all-reduce of a method. Override what you need.
+
+    A round calls the methods in the order in which they stand here, except that `after_allreduce` and
+    `on_reduced_scalars` belong to the all-reduce that started a round earlier, where it is hidden. A hook that must be
+    in a checkpoint has a `name`, and `state_dict()` and `load_state_dict()` as torch's objects do. Checkpoints copy its
+    tensors to the host.
+
+    Attributes:
+        name: Its key in checkpoints.
+        scalars: Numbers that travel with the all-reduce, as {name: count}. Every worker adds to the same place.
+        per_worker_scalars: The same, with a place for each worker.
+        method: The method that calls this hook.
+    """
+
+    name = ""
+    scalars: Mapping[str, int] = {}
+    per_worker_scalars: Mapping[str, int] = {}
+    method: LocalUpdateMethod
+
+    def attach(self, method: LocalUpdateMethod) -> None:
+        """The method is made, or starts anew from its parameters or from a checkpoint."""
+        self.method = method
+
+    def before_allreduce(self) -> Tensor | None:
+        """An all-reduce is about to start. Writes this hook's scalars.
+
+        Returns:
+            0-d bool: whether to exclude this worker from the average. None means no.
+        """
+
+    def after_allreduce(self) -> None:
+        """The all-reduce is over. The sums are in the buckets, and nothing has used them."""
+
+    def on_reduced_scalars(self, sums: Mapping[str, Sequence[float]], info: ReductionInfo) -> None:
+        """Receives the sums over all workers as the host knows them: on a GPU those of the all-reduce before."""
+
+    def on_round_end(self) -> None:
+        """The round is over, and the next all-reduce has started. Decisions take effect on all workers at once."""
+
+    def after_param_update(self, *, at_boundary: bool) -> None:
+        """The method has written the parameters."""
+
+
+def check_hooks(hooks: Sequence[Any]) -> None:
+    """Refuses objects of other classes, a hook that another method calls, and a name that is taken twice."""
+    names: set[str] = set()
+    for hook in hooks:
+        if not isinstance(hook, Hook):
+            raise UserError(f"hooks: {hook!r} is among them: give objects of a Hook's classes")
+        if hasattr(hook, "method"):
+            raise UserError(f"hooks: this {type(hook).__name__} goes along with another method: make one for each")
+        own = {*hook.scalars, *hook.per_worker_scalars, *([hook.name] if hook.name else [])}
+        if twice := names & own:
+            raise UserError(f"hooks: two have the name {min(twice)!r}, of a scalar or of a state: make them differ")
+        names |= own
+
+
+VALID, NOT_FINITE, JUMPED, BUFFER = 0, 1, 2, 3  # verdicts; from BUFFER on: the buffer of that number is not finite
+REASONS = {NOT_FINITE: "not finite", JUMPED: "out of proportion to its own before"}
+WARMUP_ROUNDS = 5  # valid rounds before a large update counts as a jump
+AVERAGE_ROUNDS = 10  # valid rounds in the running average of the update's size
+MAX_REPEATS = 3  # rounds in a row in which a worker may be excluded again
+
+
+class OutlierFilter(Hook):
+    """Excludes a worker whose update is not finite, or is much larger than its usual updates.
+
+    Otherwise one NaN in one worker's update would reach every worker. The filter judges an update by its norm over the
+    square root of its local steps, which changes little when tau changes. The method then sends zeros with weight 0,
+    and restarts the worker from the outer iterate. A jump to a level that lasts, as at a learning-rate restart, is a
+    jump once. EDiT (arXiv 2412.07210) excludes workers in a similar way.
+
+    Args:
+        factor: An update has jumped if it exceeds this multiple of the worker's running average. None excludes only
+            updates that are not finite.
+
+    Attributes:
+        verdict: VALID, NOT_FINITE or JUMPED, of this worker's last update, 0-d float64.
+        size: Norm of this worker's last update, 0-d float64.
+        count: How many workers the last received verdicts exclude.
+        state: [3] float64: the running average, valid rounds so far, and the size of the last jump.
+    """
+
+    name, per_worker_scalars = "outlier_filter", {"excluded": 1}
+
+    def __init__(self, factor: float | None = 10.0):
+        self.factor, self.count = factor, 0
+
+    def attach(self, method: LocalUpdateMethod) -> None:
+        super().attach(method)
+        group, places = method.allreduce.group, method.allreduce.places
+        ranks = range(places) if group is None else dist.get_process_group_ranks(group)
+        self.names = [f"{method.worker_label} {rank}" for rank in ranks]
+        self.state = torch.zeros(3, dtype=torch.float64, device=method.allreduce.device)
+        self.verdict = torch.zeros((), dtype=torch.float64, device=method.allreduce.device)
+        self._verdicts = method.scalars["excluded"].view(-1)
+        self._repeats, self._generation = [0] * len(self.names), 0
+
+    def before_allreduce(self) -> Tensor | None:
+        if self.method.payload_is_deferred:
+            return None  # the method calls judge() when the payload is complete
+        return self.judge(norm([b.payload for b in self.method.buckets]).double(), self.spoilt_buffer())
+
+    def on_reduced_scalars(self, sums: Mapping[str, Sequence[float]], info: ReductionInfo) -> None:
+        """Warns of excluded workers.
+
+        Raises:
+            DivergedError: If no worker's update is finite, or a worker is excluded too many times in a row.
+        """
+        codes = [round(verdict * info.workers / info.total_world_size) for verdict in sums["excluded"]]
+        self.count = self.method.clock.stats.excluded = len(codes) - codes.count(VALID)
+        if self._generation != info.generation or not self.count:
+            self._repeats, self._generation = [0] * len(codes), info.generation
+        self._repeats = [n + 1 if code else 0 for n, code in zip(self._repeats, codes, strict=True)]
+        remedy = "lower the learning rate, clip gradients, or look at the data"
+        bad = [code for code in codes if code == NOT_FINITE or code >= BUFFER]
+        if len(bad) == info.workers:
+            what = self._buffer_name(bad[0]) if bad[0] >= BUFFER else self._live_buffer()
+            what = f"; {what}" if what else ""
+            raise DivergedError(f"what every worker has sent in round {info.round} is not finite{what}: {remedy}")
+        for name, code, repeats in zip(self.names, codes, self._repeats, strict=True):
+            if not code:
+                continue
+            reason = REASONS.get(code) or f"not finite, {self._buffer_name(code)}"
+            text = f"{name} is left out of the mean of round {info.round}: what it has sent is {reason}"
+            if repeats > MAX_REPEATS:
+                raise DivergedError(f"{text}, as in the {repeats - 1} rounds before; {remedy}")
+            if self.method.is_log_rank:
+                warnings.warn(f"{text}; it starts anew", stacklevel=2)
+
+    @torch.no_grad()
+    def judge(self, size: Tensor, spoilt: Tensor | None = None) -> Tensor:
+        """Finds the verdict on this worker's update and writes it to the scalars.
+
+        Args:
+            size: Norm of the update, 0-d: not finite if any number of it is not.
+            spoilt: Number of a buffer that is not finite, counted from 1, 0-d; 0 for none.
+
+        Returns:
+            0-d bool: whether to exclude this worker.
+        """
+        method = self.method
+        size = size.to(self.state)
+        number = torch.zeros_like(size) if spoilt is None else spoilt.to(size)
+        self.size = torch.where(number > 0, float("nan"), size)
+        verdict = self._verdict_on(self.size, method.local_steps_sent if method.sends_differences else 0)
+        self.verdict.copy_(torch.where((number > 0) & size.isfinite(), number - 1 + BUFFER, verdict))
+        self._verdicts.zero_()[method.allreduce.place].copy_(self.verdict)
+        return self.verdict != VALID
+
+    def _verdict_on(self, size: Tensor, steps: int) -> Tensor:
+        """Also updates the running average. steps: local steps that led to the update; with 0 nothing can jump."""
+        finite = size.isfinite()
+        jumped = torch.zeros_like(finite)
+        if steps and self.factor is not None:
+            usual, rounds, last_jump = self.state.unbind()
+            size = size / steps**0.5
+            large = finite & (rounds >= WARMUP_ROUNDS) & (usual > 0) & (size > self.factor * usual)
+            new_level = large & (size <= self.factor * last_jump)
+            jumped = large & ~new_level
+            valid = finite & ~jumped
+            mean = usual + (size - usual) / (rounds + 1).clamp(max=AVERAGE_ROUNDS)
+            usual = torch.where(valid, torch.where(new_level, size, mean), usual)
+            self.state.copy_(torch.stack([usual, rounds + valid, torch.where(jumped, size, 0.0)]))
+        return torch.where(finite, jumped.double() * JUMPED, float(NOT_FINITE))
+
+    def spoilt_buffer(self) -> Tensor:
+        """Number of the first buffer that is not finite where it was at the start, from 1, 0-d; 0 for none."""
+        m = self.method
+        return first_spoilt([b.values for b in m.buckets], m.first_values, m.buckets)
+
+    def _buffer_name(self, code: int) -> str:
+        """The buffer that a verdict is about: its number among those given, its shape, and where a module has it."""
+        m = self.method
+        known = {id(b): given for b, given in zip(m.buffers, m.given_buffers.items(), strict=True)}
+        number, buffer = known[id([b for bucket in m.buckets for b in bucket.buffers][code - BUFFER])]
+        return f"buffer {number}{owner_of(buffer)}, of shape {list(buffer.shape)}"
+
+    def _live_buffer(self) -> str:
+        """The first of this worker's buffers that is not finite any more; "" for none, or if the parameters are not."""
+        m = self.method
+        if not all(bool(p.isfinite().all()) for p in m.params):
+            return ""
+        spoilt = int(first_spoilt([b.flat_buffers() for b in m.buckets], m.first_values, m.buckets))
+        return self._buffer_name(spoilt - 1 + BUFFER) if spoilt else ""
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Any) -> None:
+        self.state.copy_(state)
+
+
+def owner_of(buffer: Tensor) -> str:
+    """Which module has it under which name, for a message."""
+    for module in [o for o in gc.get_objects() if issubclass(type(o), nn.Module)]:
+        for name, held in module._buffers.items():
+            if held is buffer:
+                return f" ({name} of a {type(module).__name__})"
+    return ""
+
+
+def forget(optimizer: torch.optim.Optimizer) -> Callable[[Tensor], None]:
+    """Returns a function for a method's `on_excluded` that zeroes an optimizer's state if this worker was excluded.
+
+    An Adam then starts anew: its NaN moments would spoil the next rounds, too. This suits optimizers whose state begins
+    at zero, as torch's do (Adagrad's may begin above). The count of steps is reset, too, if it is on the device, as
+    with fused=True.
+    """
+
+    def reset(excluded: Tensor) -> None:
+        inner = getattr(optimizer, "optim", optimizer)  # ZeRO-1's own part
+        held = [v for state in inner.state.values() for v in state.values() if isinstance(v, Tensor)]
+        numbers = [local_shard(v) for v in held if v.is_floating_point()]
+        wipe([v for v in numbers if v.device == excluded.device or not read_blocks(excluded)], excluded)
+
+    return reset
+
+
+class ConsensusDistance(Hook):
+    """Records RoundStats.consensus_distance: how far the workers' parameters were from their average.
+
+    It is the root of mean_i ||x^i - mean||^2 when the all-reduce started. Worker i sends d^i = x - x^i with one x on
+    all workers, so this is mean_i ||d^i||^2 - ||mean d||^2. As a difference of two squares it cannot resolve less than
+    a thousandth of the pseudo-gradient's norm, and it includes what a compression rounds. It needs a method that sends
+    differences from an equal outer iterate.
+    """
+
+    scalars = {"squares": 1}
+
+    def __init__(self, outlier_filter: OutlierFilter):
+        self._filter = outlier_filter
+
+    def attach(self, method: LocalUpdateMethod) -> None:
+        super().attach(method)
+        self._weight, self._squares = method.scalars["weight"], method.scalars["squares"]
+        self._square: Tensor | None = None  # mean_i ||d^i||^2 of the last all-reduce, 0-d
+
+    @torch.no_grad()
+    def before_allreduce(self) -> None:
+        m = self.method
+        if m.sends_differences and not m.payload_is_deferred:
+            square = self._filter.size.square().to(self._weight)
+            self._squares.copy_(torch.where(self._weight > 0, self._weight * square, 0.0))
+
+    @torch.no_grad()
+    def after_allreduce(self) -> None:
+        weight = self._weight.double()
+        self._square = torch.where(weight > 0, self._squares.double() / weight, 0.0)
+
+    @torch.no_grad()
+    def on_round_end(self) -> None:
+        stats = self.method.clock.stats
+        mean = stats.pseudo_gradient_norm
+        if self._square is not None and isinstance(mean, Tensor) and not self.method.payload_is_deferred:
+            stats.consensus_distance = (self._square - mean.to(self._square).square()).clamp(min=0).sqrt()
+        self._square = None
+
+
+PARTS = 16  # a round reads one part of so many of the replicated state: a quarter of a byte per parameter
+REPAIR_EVERY = 100  # rounds, at least, between two broadcasts of the state: 2 % of CO2's bytes
+
+
+class ReplicaChecksum(Hook):
+    """Compares the workers' settings and replicated state in every all-reduce.
+
+    Workers exchange differences only, so nothing brings replicas together again that have drifted apart: other CPUs or
+    thread counts add in another order. Each worker sends a checksum c and c^2. All n workers hold the same c exactly
+    if n sum(c^2) = (sum c)^2, and every worker gets the same sums. A checksum has few bits, so that the sums are exact
+    in float32: it misses a difference once in 2^bits times, and finds it in a later round. The method repairs replicas
+    that differ: it broadcasts rank 0's.
+    """
+
+    scalars = {"settings": 2, "replicas": 2}
+
+    def attach(self, method: LocalUpdateMethod) -> None:
+        super().attach(method)
+        self._places = method.scalars["settings"], method.scalars["replicas"]
+        self._repair_in: int | None = None  # the generation in which replicas were found to differ
+        self._repaired = (0, -REPAIR_EVERY)  # the generation and the round of the last repair
+
+    def before_allreduce(self) -> None:
+        m = self.method
+        most = max(m.allreduce.most, m.total_world_size)
+        number = m.checksum_round
+        replicas = checksum(m.replicated_state, number, most) if m.replicated_state and number is not None else 0
+        for places, c in zip(self._places, (checksum_of(m.settings(), most), replicas), strict=True):
+            for place, value in zip(places, (c, c * c), strict=True):
+                place.copy_(value) if isinstance(value, Tensor) else place.fill_(value)
+        if self._repair_in == m.generation and m.allreduce.group is not None:
+            m.broadcasts_state = True  # with the all-reduce that is about to start
+            self._repaired = m.generation, m.allreduce.launched + 1
+        self._repair_in = None
+
+    def on_reduced_scalars(self, sums: Mapping[str, Sequence[float]], info: ReductionInfo) -> None:
+        """Records RoundStats.drifted and asks for a repair.
+
+        Raises:
+            UserError: If the workers' settings differ.
+        """
+        m = self.method
+        if not equal(sums["settings"], info.total_world_size):
+            raise UserError(
+                f"workers differ in their settings in round {info.round}, where this one has {m.settings()}: "
+                "a schedule must give all of them the same, from the round's number alone"
+            )
+        alike = equal(sums["replicas"], info.workers)
+        m.clock.stats.drifted = float(not alike)
+        generation, repaired = self._repaired if self._repaired[0] == m.generation else (m.generation, -REPAIR_EVERY)
+        if alike or m.allreduce.launched - repaired < REPAIR_EVERY:
+            return
+        self._repair_in = generation
+        if repaired < 0 and m.allreduce.rank == 0:
+            warnings.warn(
+                f"the workers' outer state was not the same in round {info.round}, as on unlike machines: "
+                f"rank 0's is sent to all, at most once in {REPAIR_EVERY} rounds",
+                stacklevel=2,
+            )
+
+
+def checksum_of(settings: Any, workers: int) -> int:
+    """The checksum of any settings that print the same on all workers."""
+    return zlib.crc32(repr(settings).encode()) % (1 << checksum_bits(workers))
+
+
+def checksum(flats: Sequence[Tensor], number: int, workers: int) -> Tensor:
+    """The checksum, 0-d on the first tensor's device, of part `number` modulo PARTS of each 1-d float tensor.
+
+    It adds integers, so the order of the additions does not matter.
+    """
+    parts = [flat.view(torch.int32).tensor_split(PARTS)[number % PARTS] for flat in flats]
+    sums = [part.sum(dtype=torch.int64).to(flats[0].device) for part in parts]
+    return torch.stack(sums).sum() & ((1 << checksum_bits(workers)) - 1)
+
+
+def equal(sums: Sequence[float], workers: int) -> bool:
+    """Whether all workers sent the same pair. sums: [2], over the workers."""
+    return round(workers * round(sums[1])) == round(sums[0]) ** 2
+
+
+def checksum_bits(workers: int) -> int:
+    """As many as leave the sum of the squares below 2^20, and at least one."""
+    return max(1, (20 - (workers - 1).bit_length()) // 2)
+
+
+LASTING = {"stop"}
+
+
+class Requests(Hook):
+    """What any worker may ask of all, such as to stop or to save: all hear of it at the same boundary.
+
+    The next all-reduce carries a request. It is granted on all workers at the same boundary once that all-reduce has
+    arrived, on a GPU one boundary later. A request to stop stays granted until finish(): read it before. Any other
+    request holds for one boundary.
+
+    Attributes:
+        granted: Names that any worker has asked for.
+    """
+
+    def __init__(self, *names: str):
+        self.scalars = dict.fromkeys(names, 1)
+        self.asked, self._received, self.granted = set[str](), set[str](), set[str]()
+
+    def attach(self, method: LocalUpdateMethod) -> None:
+        super().attach(method)
+        for name in self.scalars:  # the run that wrote a checkpoint has met its requests
+            method.scalars[name].zero_()
+
+    def ask(self, name: str) -> None:
+        if name not in self.scalars:
+            raise UserError(f"ask({name!r}): these Requests were made for {', '.join(self.scalars)} alone")
+        self.asked.add(name)
+
+    def before_allreduce(self) -> None:
+        for name, value in zip(self.scalars, self.take(), strict=True):
+            self.method.scalars.set(name, value)
+
+    def on_reduced_scalars(self, sums: Mapping[str, Sequence[float]], info: ReductionInfo) -> None:
+        self.receive([sums[name][0] for name in self.scalars])
+
+    def on_round_end(self) -> None:
+        self.grant()
+        if self.method.has_finished:  # the request to stop is answered
+            self.asked -= LASTING
+            self.granted -= LASTING
+
+    # -- for methods without all-reduces of their own ----------------------------------------------------------
+
+    def grant(self) -> None:
+        """What was received holds from now on."""
+        self.granted = (self.granted & LASTING) | self._received
+        self._received = set()
+
+    def take(self) -> list[float]:
+        """What this worker asks for, one number per name, to be summed over the workers."""
+        numbers = [float(name in self.asked) for name in self.scalars]
+        self.asked &= LASTING
+        return numbers
+
+    def receive(self, sums: Sequence[float]) -> None:
+        """The sums over the workers, in the order of the names."""
+        self._received |= {name for name, total in zip(self.scalars, sums, strict=True) if total > 0.5}
+
+
+class Snapshot(Hook):
+    """Gives the state of a boundary once the all-reduce in flight there has arrived, without waiting for it."""
+
+    def attach(self, method: LocalUpdateMethod) -> None:
+        super().attach(method)
+        self._wanted: Callable[[dict[str, Any]], None] | None = None
+        self._of_now: dict[str, Any] = {}  # what the next round's local steps change
+
+    def ask(self, then: Callable[[dict[str, Any]], None]) -> None:
+        """Calls `then` with what state_dict() would return at this boundary, at the next boundary at the latest.
+
+        Copy parameters and optimizer here. A snapshot that was asked for before is given first, which waits.
+        """
+        self.hand_over()
+        self._wanted, self._of_now = then, {"local_steps": self.method.local_steps}
+        if not self.method.allreduce.in_flight:
+            self.hand_over()
+
+    def hand_over(self) -> None:
+        """Waits for the all-reduce in flight and gives the snapshot that was asked for, if any."""
+        if self._wanted is not None:
+            then, self._wanted = self._wanted, None
+            state = self.method.state_dict()
+            then({rank: part | self._of_now for rank, part in state.items()})
+
+    def after_allreduce(self) -> None:
+        self.hand_over()
+
+
+class MasterWeightSync(Hook):
+    """Copies averaged float32 master weights to the 16-bit model that they belong to.
+
+    Args:
+        model_params: The model's parameters, in the order of their masters.
+    """
+
+    def __init__(self, model_params: Iterable[Tensor]):
+        self.model_params = [local_shard(p) for p in model_params]
+
+    def attach(self, method: LocalUpdateMethod) -> None:
+        super().attach(method)
+        given, masters = [p.shape for p in self.model_params], [p.shape for p in method.params]
+        if given != masters:
+            raise UserError(
+                f"{len(given)} model_params for {len(masters)} parameters: give one of each shape, in their order"
+            )
+        self.after_param_update(at_boundary=True)
+
+    @torch.no_grad()
+    def after_param_update(self, *, at_boundary: bool) -> None:
+        copy(self.model_params, self.method.params)

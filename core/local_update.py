@@ -1,0 +1,747 @@
+"""The base class of all methods that take several local steps between two all-reduces.
+
+Local-SGD, SlowMo, Overlap-Local-SGD, DiLoCo and CO2 differ only in what they do at the end of a round, which each says
+in `close_round`. This class counts the local steps, owns the flat buckets, starts and awaits the all-reduce, averages
+the model's buffers, calls the hooks, and saves and restores all of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, NamedTuple, Self, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .buckets import (
+    Bucket,
+    Scalars,
+    State,
+    as_real,
+    check_group,
+    check_inputs,
+    copy,
+    copy_where,
+    has_mean,
+    is_dtensor,
+    keep_unchanged,
+    local_shard,
+    make_buckets,
+    read_blocks,
+    rescale,
+    same_values,
+    tensors_of,
+    unique,
+    views,
+    wipe,
+)
+from .comm import AsyncAllReduce, Reducer, Stage, all_reduce, send_first
+from .errors import UserError
+from .extra import ExtraAverage
+from .hooks import Hook, ReductionInfo, check_hooks
+from .stats import AsyncReadback, RoundClock, RoundStats
+from .usage import UsageChecks
+
+OWN_SCALARS = {"finished": 1, "steps": 1, "weight": 1}  # of every all-reduce
+OneHook = TypeVar("OneHook", bound=Hook)
+
+
+class Loop:
+    """What a training loop calls, as it is where every step ends with equal parameters, as in DDP.
+
+    As a context manager, a method ends with its block:
+
+        with CO2(model.parameters(), CO2Config(tau=48), buffers=model.buffers()) as co2:
+            for batch in loader:
+                ...
+                co2.step()
+
+    calls finish() and close(). After an exception it calls leave() instead, which waits for nobody.
+    """
+
+    @property
+    def at_boundary(self) -> bool:
+        """Whether a round has just closed on this worker, or none has begun. It is the same on all workers after the
+        same number of steps: there they may evaluate, save and stop together."""
+        return True
+
+    def sync_for_eval(self) -> bool:
+        """Waits, at a boundary, for the all-reduce in flight if the workers differ until it arrives. Every worker must
+        call it. It starts no all-reduce, so buffers such as BatchNorm's statistics stay each worker's own until the
+        first average has arrived.
+
+        Returns:
+            True if all workers hold the same model now. The tensors of average= are then averaged, too. False in
+            mid-round, or if each worker holds its own model, whose loss is higher.
+        """
+        return True
+
+    @contextlib.contextmanager
+    def averaged_model(self) -> Iterator[bool]:
+        """`sync_for_eval` for the block: a method that cannot go on from the common model lends it to the block."""
+        yield self.sync_for_eval()
+
+    def finish(self) -> Any:
+        """Ends what is under way, with equal parameters on all workers. Every worker must call it."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Leaves the process group. Call `finish()` first."""
+        raise NotImplementedError
+
+    def leave(self) -> None:
+        """Replaces finish() and close() after an exception, and waits for nobody."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if kind is not None:
+            return self.leave()
+        self.finish()
+        self.close()
+
+
+class SyncSchedule:
+    """Decides when a round ends, and when an average that has arrived is merged in mid-round.
+
+    Args:
+        tau: Local steps per round, or a function from a round's number to them.
+
+    Attributes:
+        tau: Local steps of the current round.
+    """
+
+    def __init__(self, tau: int | Callable[[int], int]):
+        self._given = tau
+        self.begin(0)
+
+    def begin(self, number: int) -> None:
+        """Round `number` begins, counted from 0."""
+        self.tau = self._given(number) if callable(self._given) else self._given
+        if not isinstance(self.tau, int) or self.tau < 1:
+            raise UserError(f"tau={self.tau!r}: give a whole number of local steps, 1 or more")
+
+    def merges(self, method: LocalUpdateMethod) -> bool:  # noqa: ARG002
+        """Whether to merge the average in flight after this local step, which ends no round."""
+        return False
+
+
+class ReduceResult(NamedTuple):
+    """What an all-reduce brought. Both are False outside of finish().
+
+    Attributes:
+        is_last: Every worker started it from finish(), so no round follows.
+        is_empty: Also, no worker had taken a step, so it must move nothing.
+    """
+
+    is_last: bool
+    is_empty: bool
+
+
+class LocalUpdateMethod(Loop, ABC):
+    """Trains in rounds of local steps, with one all-reduce per round.
+
+    Here each worker holds the whole model. A method whose workers hold parts of it overrides the properties below.
+
+    Args:
+        params: The model's parameters. All workers start from rank 0's. Frozen ones are broadcast once. Convert a model
+            (dtype, device, memory format) before: new tensors in their place are not seen.
+        sync_schedule: Decides when a round ends.
+        buffers: Dense ones of floating point, complex ones too, are averaged in every round, as BatchNorm's statistics.
+            Those that no worker changes keep their values, finite or not. All others (integers, sparse and quantized
+            ones) are broadcast once.
+        allreduce: Makes what runs the all-reduce in the background.
+        reducer: Makes what moves the buckets, compressed or not.
+        hooks: Called in this order.
+        usage: Warns of mistakes around the method.
+        average: Averages extra tensors, such as an EMA model's, at finish() and sync_for_eval().
+
+    Attributes:
+        trained: The parameters that require a gradient, DTensors as they are. `params` and `buffers` hold their shards.
+        given_buffers: The averaged buffers, by their number among those given; `first_values`: with which they began,
+            one flat tensor per bucket.
+        buckets: The flat tensors that travel, one per dtype and device.
+        state: What persists from round to round, by name: one flat tensor per bucket.
+        replicated_state: The part of it that is equal on all workers.
+        anchor_params: Where rounds begin, one flat tensor per bucket. Empty if it is not kept.
+        scale: Factor that turns the reduced sums into averages.
+        local_steps: Steps since the last boundary. `local_steps_sent`: those in the last all-reduce.
+        sent_tau: tau of the round whose all-reduce started last. `growth`: that over the tau of the average before.
+        broadcasts_state: Whether the next all-reduce also sends rank 0's state to all workers.
+        generation: Rises whenever workers have left or joined.
+        on_excluded: Called with a 0-d bool after this worker's update was judged, for the optimizer's state, as
+            hooks.forget does. On a CPU only if this worker was excluded.
+    """
+
+    name = ""
+    worker_label = "rank"  # what messages call a worker, before its number
+    sends_differences = False  # whether payloads are differences: zero if nothing has moved
+    starts_near_anchor = False  # whether workers begin a round near anchor_params, not exactly there
+    needs_global_norms = False  # whether it takes norms of all parameters, which no worker has of DTensors
+    shards = False  # whether the processes that hold one payload hold different parts of the model
+    payload_is_deferred = False  # whether payloads are complete only in the background
+    on_step: Callable[[], None] | None = None  # called as step() begins; None after the first rounds
+    saved_at: tuple[int, int] | None = None  # rounds and local steps at which state_dict() was last called
+    numbers: Sequence[str] = ()  # attributes that belong in a checkpoint: plain numbers, or 0-d tensors
+
+    def __init__(
+        self,
+        params: Iterable[Tensor],
+        *,
+        sync_schedule: SyncSchedule,
+        buffers: Iterable[Tensor] = (),
+        allreduce: Callable[[torch.device], AsyncAllReduce] = AsyncAllReduce,
+        reducer: Callable[[Sequence[Bucket], Scalars, AsyncAllReduce], Reducer] = all_reduce,
+        hooks: Sequence[Hook] = (),
+        usage: UsageChecks | None = None,
+        average: ExtraAverage | None = None,
+    ):
+        self.sync_schedule, self.hooks = sync_schedule, list(hooks)
+        check_hooks(self.hooks)
+        given, others = unique(tensors_of(params, "parameters")), unique(tensors_of(buffers, "buffers"))
+        if self.needs_global_norms and any(map(is_dtensor, given)):
+            raise UserError("DTensors as parameters need ShardedCO2 with mesh=: their norms are of the whole model")
+        self.trained = [p for p in given if p.requires_grad]
+        self._frozen = [p for p in given if not p.requires_grad]
+        self.params = [local_shard(p) for p in self.trained]
+        self.given_buffers = {i: b for i, b in enumerate(others) if has_mean(b)}
+        self.buffers = [as_real(local_shard(b)) for b in self.given_buffers.values()]
+        self._broadcast_once = [local_shard(t) for t in (*given, *others)]
+        check_inputs(given, self.params, self.buffers)
+        self.allreduce = allreduce(self.device)
+        if self.allreduce.places == 1:
+            check_group()
+        sizes = dict(OWN_SCALARS)
+        for hook in self.hooks:
+            sizes |= hook.scalars
+        for hook in self.hooks:
+            sizes |= {name: n * self.allreduce.places for name, n in hook.per_worker_scalars.items()}
+        self.scalars = Scalars(sizes)
+        self.buckets = self.make_buckets()
+        self.scalars.attach(self.buckets[0].scalars)
+        # 0-d views into the first bucket: what is written to them travels
+        self._finished, self._steps, self._weight = (self.scalars[name] for name in OWN_SCALARS)
+        self.reducer = reducer(self.buckets, self.scalars, self.allreduce)
+        self.scale: float | Tensor = self.reducer.scale
+        self.state, self.replicated_state, self.anchor_params = State(self.buckets), list[Tensor](), list[Tensor]()
+        # This worker's buffers at the boundary: the averages that arrive overwrite the live ones.
+        self._own_buffers = [(b, [t.clone() for t in b.buffers]) for b in self.buckets if b.buffers]
+        self.clock = RoundClock(self.allreduce.device)
+        self.local_steps = self.local_steps_sent = 0
+        self.sent_tau = self._arrived_tau = sync_schedule.tau
+        self.growth = 1.0
+        self.broadcasts_state, self.generation = False, 0
+        self.on_excluded: Callable[[Tensor], None] | None = None
+        self._readback = AsyncReadback()
+        self._ended: bool | None = None  # after step(last=True): whether all workers have ended
+        self.has_finished = False  # whether the last all-reduce that arrived ended the training of all workers
+        self._average, self.has_stepped = average, False
+        self.broadcast_params()
+        if average is not None:
+            average.attach(self)
+        for hook in self.hooks:
+            hook.attach(self)
+        self._before_allreduce, self._after_allreduce = self._calls("before_allreduce"), self._calls("after_allreduce")
+        self._on_reduced_scalars, self._on_round_end = self._calls("on_reduced_scalars"), self._calls("on_round_end")
+        self._after_param_update = self._calls("after_param_update")
+        self.usage = usage or UsageChecks()
+        self.usage.attach(self)
+
+    # -- the training loop calls these -------------------------------------------------------------------------
+
+    def step(self, *, last: bool = False) -> bool:
+        """Counts a local step, and closes the round after `tau` of them.
+
+        Call it after every optimizer step, also after one that a GradScaler skipped: not from the optimizer's
+        register_step_post_hook, which torch does not call then.
+
+        Args:
+            last: finish() follows. It then waits for one all-reduce; without `last` it may need a second one.
+
+        Returns:
+            True if a round closed.
+        """
+        if self.on_step is not None:
+            self.on_step()
+        if self._ended is not None:
+            raise UserError("step() after step(last=True): call finish() between them")
+        self.local_steps += 1
+        tau = self.sync_schedule.tau
+        if self.local_steps == 1 and tau > 1:  # else the only step is timed, from the last boundary on
+            self.clock.steps_begin()
+        if self.local_steps < tau:
+            self.allreduce.done()  # raises here if the all-reduce has failed
+            if self.allreduce.in_flight:
+                self.mid_round()
+            return False
+        if self._frozen and any(p.requires_grad for p in self._frozen):
+            raise UserError(
+                "a parameter that was frozen when this object was built now requires a gradient and would never be "
+                "averaged: build it again after changing requires_grad"
+            )
+        ended = self._boundary(finished=last)
+        self._ended = ended if last else None
+        return True
+
+    def finish(self) -> None:
+        """Averages what is pending and leaves all workers with equal parameters. Every worker must call it.
+
+        Workers may come here after different numbers of steps. The early ones take part in the others' rounds with an
+        update of zero, until all have come. Their all-reduces have the usual size, because nobody knows whether
+        another worker still trains. Training may go on afterwards.
+        """
+        self.usage.before_finish()
+        while not self._ended:
+            self._ended = self._boundary(finished=True)
+        self._ended = None
+        self._readback = AsyncReadback()  # nobody receives what a GPU still holds of the last round
+        self.average_extra(True, "finish()")
+
+    @property
+    def at_boundary(self) -> bool:
+        return not self.local_steps
+
+    def sync_for_eval(self) -> bool:
+        equal = self.reach_common_model()
+        if self.at_boundary:
+            self.average_extra(equal, "sync_for_eval()")
+        return equal
+
+    def reach_common_model(self) -> bool:
+        """Whether this worker holds the model that all workers hold. At a boundary a method may wait for it."""
+        return self.at_boundary and not (self.allreduce.in_flight and self.starts_near_anchor)
+
+    def average_extra(self, equal: bool, call: str) -> None:
+        """Averages the tensors of average=, if there are any and every worker calls it with `equal`."""
+        if self._average is not None:
+            self._average.run(equal, call)
+
+    def close(self) -> None:
+        self.allreduce.close()
+
+    def leave(self) -> None:
+        self.allreduce.leave()
+
+    @property
+    def stats(self) -> RoundStats:
+        """Statistics of the last closed round; after a merge in mid-round, of the current round."""
+        return self.clock.stats
+
+    @property
+    def rounds(self) -> int:
+        """Rounds closed so far, including those of finish()."""
+        return self.allreduce.launched
+
+    @property
+    def tau(self) -> int:
+        """Local steps of the current round."""
+        return self.sync_schedule.tau
+
+    def hook(self, kind: type[OneHook]) -> OneHook:
+        """Returns the hook of that class.
+
+        Raises:
+            UserError: If there is none.
+        """
+        for hook in self.hooks:
+            if isinstance(hook, kind):
+                return hook
+        raise UserError(f"{self.name} has no {kind.__name__}: give one among its hooks")
+
+    # -- a method overrides these ------------------------------------------------------------------------------
+
+    @abstractmethod
+    def close_round(self, *, finished: bool) -> bool:
+        """Ends the round, with `wait_allreduce` and `start_allreduce` in the method's order.
+
+        Args:
+            finished: Whether this worker is in finish().
+
+        Returns:
+            True once an all-reduce has arrived that every worker started from finish().
+        """
+
+    def mid_round(self) -> None:  # noqa: B027
+        """A local step has ended no round, and an all-reduce is in flight."""
+
+    def begin_round(self, number: int) -> None:  # noqa: B027
+        """Round `number` begins, from 0: for settings that change from round to round."""
+
+    def restart_from_anchor(self, where: Tensor | None = None) -> None:  # noqa: B027
+        """Resets this worker to the outer iterate.
+
+        Args:
+            where: 0-d bool. Resets only if it is True; None always resets. The host never waits for a GPU.
+        """
+
+    def signature(self) -> Any:
+        """What must be equal on all workers, compared at construction."""
+        return f"tau={self.tau}"
+
+    def settings(self) -> Any:
+        """What must be equal on all workers in every round."""
+        return self.tau
+
+    def make_buckets(self) -> list[Bucket]:
+        return make_buckets(self.params, self.buffers, self.scalars.numel)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the flat tensors are."""
+        return self.params[0].device
+
+    @property
+    def total_world_size(self) -> int:
+        """The number of processes over which scalars are summed."""
+        return self.allreduce.world_size
+
+    @property
+    def is_log_rank(self) -> bool:
+        """Whether this process prints what concerns all workers."""
+        return self.allreduce.rank == 0
+
+    @property
+    def checksum_round(self) -> int | None:
+        """Index of this round's checksum comparison, or None if this rank does not take part. Ranks that hold the same
+        replicas compare them in the same rounds."""
+        return self.rounds
+
+    def sum_parts(self, numbers: Tensor) -> Iterator[Stage]:
+        """numbers: of the part of a payload that this process holds. They become sums over all its parts."""
+        yield from ()
+
+    # -- a method calls these ----------------------------------------------------------------------------------
+
+    def start_allreduce(self, *, finished: bool) -> None:
+        """Starts the all-reduce of the payloads, the buffers' values and the scalars, and returns at once."""
+        self.fill_buffers()
+        self.local_steps_sent = self.local_steps
+        self.has_stepped |= self.local_steps > 0
+        self._finished.fill_(finished)
+        self._steps.fill_(self.local_steps_sent)
+        self._weight.fill_(1.0)
+        for before_allreduce in self._before_allreduce:
+            excluded = before_allreduce()
+            if excluded is not None and (read_blocks(excluded) or excluded):  # a GPU's is not read here
+                self.zero_payload(excluded)
+                self.restart_from_anchor(excluded)
+                self.report_excluded(excluded)
+        self.usage.before_allreduce()
+        self.sent_tau = self.sync_schedule.tau
+        self.growth = self.sent_tau / self._arrived_tau
+        self.allreduce.launch(self.stages())
+        self.local_steps = 0
+
+    def stages(self) -> Iterator[Stage]:
+        """The collectives of an all-reduce, one after the other. They run in the background."""
+        if self.broadcasts_state and self.allreduce.group is not None:  # else the group has changed meanwhile
+            yield send_first(self.state.shared(), self.allreduce.group)
+        self.broadcasts_state = False
+        yield from self.reducer.stages(self.allreduce.group, self.allreduce.launched)
+
+    def wait_allreduce(self, *, finished: bool) -> ReduceResult:
+        """Waits for the all-reduce in flight. The model's buffers become their averages.
+
+        The payloads then hold sums, which `scale` turns into averages in a pass that the method makes anyway.
+        """
+        stats, allreduce = self.clock.stats, self.allreduce
+        allreduce.wait(self._after_allreduce)
+        stats.round, stats.bytes_sent = allreduce.launched, allreduce.bytes_sent
+        stats.exposed_seconds, stats.allreduce_seconds = allreduce.exposed, allreduce.seconds
+        weight = self._weight.double()  # how many workers count, summed or averaged as all that arrives
+        self.scale = torch.where(weight == 0, 1.0 if self.sends_differences else float("nan"), 1 / weight)
+        for bucket, first in zip(self.buckets, self.first_values, strict=True):
+            if bucket.buffers:
+                rescale(bucket.values, self.scale)
+                keep_unchanged(bucket.values, first, allreduce.world_size)
+        self.scalars.place.mul_(self.reducer.scale)
+        self._deliver_scalars()
+        is_last = finished and self._finished.item() > 1 - 1e-6  # one over the workers may be rounded
+        is_empty = is_last and self._steps.item() == 0.0
+        if not is_empty:  # an empty round carries older values
+            for bucket, _ in self._own_buffers:
+                copy_where(self._weight > 0, bucket.buffers, bucket.buffer_views)
+            self._arrived_tau = self.sent_tau
+        return ReduceResult(is_last, is_empty)
+
+    def zero_payload(self, where: Tensor) -> None:
+        """Takes this worker out of the average if `where` holds, a 0-d bool."""
+        wipe([part for b in self.buckets for part in (b.payload, b.values)], where)
+        self._weight.copy_(torch.where(where, 0.0, self._weight))
+
+    def report_excluded(self, where: Tensor) -> None:
+        """Calls `on_excluded`."""
+        if self.on_excluded is not None and (read_blocks(where) or where):
+            self.on_excluded(where)
+
+    def fill_buffers(self) -> None:
+        """Writes the buffers' values at the boundary to the buckets. The host waits for no copy."""
+        for bucket, own in self._own_buffers:
+            copy(bucket.buffer_views, own, queued=True)
+
+    def params_updated(self, *, at_boundary: bool) -> None:
+        """The method has written the parameters."""
+        for after_param_update in self._after_param_update:
+            after_param_update(at_boundary=at_boundary)
+        self.usage.after_param_update(at_boundary=at_boundary)
+
+    # -- internals ---------------------------------------------------------------------------------------------
+
+    @torch.inference_mode(False)  # its tensors could not be written to later
+    @torch.no_grad()
+    def _boundary(self, *, finished: bool) -> bool:
+        """`close_round`, with its timing and its hooks."""
+        self.allreduce.check_alive()  # before a method uses partial sums
+        with self.clock.boundary(self.sync_schedule.tau, self.local_steps):
+            for bucket, own in self._own_buffers:
+                copy(own, bucket.buffers)
+            self.has_finished = self.close_round(finished=finished)
+            for on_round_end in self._on_round_end:
+                on_round_end()
+            self.begin_round(self.allreduce.launched)
+            self.sync_schedule.begin(self.allreduce.launched)
+            self.params_updated(at_boundary=True)
+        return self.has_finished
+
+    def _deliver_scalars(self) -> None:
+        """Gives the hooks the sums. A GPU's arrive a round later: the host waits for nothing queued since."""
+        if not self._on_reduced_scalars:
+            return
+        allreduce, processes = self.allreduce, self.total_world_size
+        info = ReductionInfo(allreduce.launched - 1, processes, allreduce.world_size, self.generation)
+        if arrived := self._readback.exchange(self.scalars.place * processes, info):
+            sums = self.scalars.named(arrived[0])
+            for on_reduced_scalars in self._on_reduced_scalars:
+                on_reduced_scalars(sums, arrived[1])
+
+    def _calls(self, name: str) -> list[Callable[..., Any]]:
+        """The bound methods of the hooks whose class overrides `name`."""
+        return [getattr(hook, name) for hook in self.hooks if getattr(type(hook), name) is not getattr(Hook, name)]
+
+    def broadcast_params(self) -> None:
+        """All workers take rank 0's tensors."""
+        extra = self._average
+        compared = (self.name, self.signature(), *([extra.compared] if extra else []))
+        self.allreduce.agree(compared, [*self._broadcast_once, *(extra.alike if extra else [])])
+        self.first_values = [bucket.flat_buffers() for bucket in self.buckets]
+
+    def spoilt_buffers(self) -> list[Tensor]:
+        """The averaged buffers, as they were given, that hold numbers which are not finite and were not there first."""
+        order = {id(b): given for b, given in zip(self.buffers, self.given_buffers.values(), strict=True)}
+        found: list[Tensor] = []
+        for bucket, first in zip(self.buckets, self.first_values, strict=True):
+            flat = bucket.flat_buffers()
+            spoilt = views(~flat.isfinite() & ~same_values(flat, first), bucket.buffers)
+            found += [order[id(b)] for b, where in zip(bucket.buffers, spoilt, strict=True) if where.any()]
+        return found
+
+    # -- checkpoints -------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a resumed run needs besides parameters, buffers and optimizer. Every worker must call it, or go on
+        stepping, because it waits for the all-reduce in flight.
+
+        A run goes on bit for bit from any step. Tensors are copies in the host's memory. All is under one key, "rank"
+        and this worker's number: each worker saves its own, with its model and its optimizer. Objects with the same
+        settings have the same keys and shapes, so torch.distributed.checkpoint can load into a new object's.
+        """
+        return under_rank(self.local_state())
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores what state_dict returned, on every worker. Load the model after this object was made, because
+        making it broadcasts rank 0's parameters.
+
+        Another number of workers may go on with what any of the former ones held. What a compression held back is lost
+        then.
+
+        Args:
+            state: May hold several workers' parts. A worker whose own is missing takes that of its rank modulo their
+                number.
+
+        Raises:
+            UserError: If it is of another method, model or settings, or of another number of workers whose outer
+                states differ.
+        """
+        self.load_local_state(of_rank(state))
+
+    @torch.no_grad()
+    def resync(self) -> None:
+        """Starts anew from rank 0's parameters as they are now. Every worker must call it.
+
+        Call it after weights were loaded into a model that this object already trains: else the next boundaries pull
+        them back. The all-reduce in flight is discarded, and momenta are zeroed.
+        """
+        self.allreduce.restore(self.rounds, in_flight=False)
+        self.broadcast_params()
+        self.local_steps, self._ended = 0, None
+        self.start_from_params()
+
+    def start_from_params(self) -> None:
+        """Everything is as it was made, with the parameters as the start."""
+        self._readback = AsyncReadback()
+        for flat in [b.flat for b in self.buckets] + [f for flats in self.reducer.state.values() for f in flats]:
+            flat.zero_()
+        for name in self.state:
+            self.state.begin(name)
+        for name in self.numbers:
+            value = getattr(self, name)
+            setattr(self, name, torch.zeros_like(value) if isinstance(value, Tensor) else type(value)())
+        self._attach_again()
+        self.params_updated(at_boundary=True)
+
+    def _attach_again(self) -> None:
+        self.broadcasts_state = False
+        for hook in self.hooks:
+            hook.attach(self)
+
+    def local_state(self) -> dict[str, Any]:
+        """This worker's part of state_dict."""
+        self.allreduce.check_alive()
+        self.allreduce.drain()
+        self.saved_at = self.rounds, self.local_steps
+        return {
+            "method": self.name,
+            "state": {name: on_host(flats) for name, flats in self.state.items()},
+            "flats": on_host([b.flat for b in self.buckets]),
+            "in_flight": self.allreduce.in_flight,
+            "reducer": self.reducer.kind,
+            "residual": {name: on_host(flats) for name, flats in self.reducer.state.items()},
+            "rank": self.allreduce.rank,
+            "workers": self.allreduce.world_size,
+            "places": self.allreduce.places,
+            "local_steps": self.local_steps,
+            "rounds": self.rounds,
+            "taus": [self.sent_tau, self._arrived_tau],
+            "hooks": {hook.name: on_host(stateful(hook).state_dict()) for hook in self.hooks if hook.name},
+        } | {name.removeprefix("_"): on_host(getattr(self, name)) for name in self.numbers}
+
+    def load_local_state(self, state: dict[str, Any]) -> None:
+        """Restores what local_state returned."""
+        workers = self.allreduce.world_size
+        check_run(state, self.name, workers, equal=bool(self.replicated_state) or not self.state)
+        others = (state["workers"], state["places"]) != (workers, self.allreduce.places)
+        # Another number of workers loses the error feedback. A sum that has arrived brings its weight along.
+        sums = state["reducer"] == Reducer.kind and (self.reducer.kind == Reducer.kind or self.reducer.changes)
+        residual = not others and not sums  # a plain sum has none
+        saved = dict(state.get("state", {}))  # DCP's tools drop an empty one
+        saved |= state.get("residual", {}) if residual else {}
+        flats = [b.flat for b in self.buckets]
+        saved["all-reduce"] = resized(state["flats"], flats) if others else state["flats"]
+
+        def here() -> dict[str, list[Tensor]]:
+            return dict(self.state) | (self.reducer.state if residual else {}) | {"all-reduce": flats}
+
+        check_saved(saved, here())
+        self.allreduce.restore(state["rounds"], state["in_flight"])
+        self.reducer.become(state["reducer"])
+        for name, held in here().items():
+            copy(held, saved[name])
+        if state.get("rank", self.allreduce.rank) != self.allreduce.rank:
+            for name, flats in self.reducer.state.items():  # another worker's error feedback is not this one's
+                for flat in flats if name.endswith("error_feedback") else []:
+                    flat.zero_()
+        for name in self.numbers:
+            value, held = state[name.removeprefix("_")], getattr(self, name)
+            setattr(self, name, value.to(held, copy=True) if isinstance(held, Tensor) else value)
+        self.scalars["finished"].zero_()  # another run may train on
+        self._readback = AsyncReadback()
+        self.local_steps, self._ended = state["local_steps"], None
+        self.sent_tau, self._arrived_tau = state["taus"]
+        self.growth = self.sent_tau / self._arrived_tau
+        self._attach_again()
+        for hook in self.hooks:
+            if others:  # numbers that only as many workers could have alike
+                for name in (*hook.scalars, *hook.per_worker_scalars):
+                    self.scalars[name].zero_()
+            if hook.name and (held := state.get("hooks", {}).get(hook.name)) is not None:
+                stateful(hook).load_state_dict(held)
+        self.usage.loaded()
+        self.begin_round(self.rounds)
+        self.sync_schedule.begin(self.rounds)
+
+
+def stateful(hook: Hook) -> Any:
+    """A hook with a name has state_dict() and load_state_dict()."""
+    return hook
+
+
+def under_rank(state: dict[str, Any]) -> dict[str, Any]:
+    """What this worker alone holds, under a key with its rank: who writes one dict for all workers, as
+    torch.distributed.checkpoint does, writes a key once, whatever the others hold."""
+    return {f"rank{_rank()}": state}
+
+
+def of_rank(state: Mapping[str, Any]) -> dict[str, Any]:
+    """This worker's part; of as many parts as there are that of its rank modulo their number where it has none."""
+    ranks = sorted(int(key[4:]) for key in state if re.fullmatch(r"rank\d+", key))
+    if not ranks:
+        raise UserError(
+            "the checkpoint's state has no key with a worker's rank, as those of older versions: resume with the "
+            "version that wrote it, or start afresh"
+        )
+    rank = _rank()
+    return state[f"rank{rank if rank in ranks else ranks[rank % len(ranks)]}"]
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+ALWAYS = ("method", "flats", "workers", "places", "reducer", "taus")  # in every method's part of a checkpoint
+
+
+def check_run(state: Mapping[str, Any], method: str, workers: int, *, equal: bool) -> None:
+    """Refuses a checkpoint of an older version, of another method, or of another number of workers unless all of them
+    hold the same outer state."""
+    if missing := [key for key in ALWAYS if key not in state]:
+        raise UserError(
+            f"the checkpoint's state has no {missing[0]!r}, as those of older versions: resume with the version that "
+            "wrote it, or start afresh"
+        )
+    if state["method"] != method:
+        raise UserError(f"the checkpoint is of {state['method']}, not {method}: resume with its method")
+    if state["workers"] != workers and not equal:
+        raise UserError(
+            f"the checkpoint is of {state['workers']} workers, here there are {workers}, and each held a part of the "
+            "outer state of its own: resume with as many"
+        )
+
+
+def check_saved(saved: Mapping[str, Sequence[Tensor]], here: Mapping[str, Sequence[Tensor]]) -> None:
+    """Refuses a checkpoint of another model, or of other settings."""
+    if saved.keys() != here.keys():
+        theirs, mine = (", ".join(sorted(names.keys() - {"all-reduce"})) for names in (saved, here))
+        raise UserError(f"the checkpoint holds {theirs}, here it is {mine}: resume with the settings that wrote it")
+    for name, flats in here.items():
+        if (theirs := [len(f) for f in saved[name]]) != (mine := [len(f) for f in flats]):
+            raise UserError(
+                f"the checkpoint's {name} has {theirs} elements, here it has {mine}: resume with the model, the "
+                "buffers to average, the hooks and the compression that wrote it"
+            )
+
+
+def resized(flats: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
+    """Each of flats, where it lies, as long as its counterpart: cut, or filled up with zeros."""
+    found = [flat.new_zeros(len(other)) for flat, other in zip(flats, like, strict=True)]
+    for new, flat in zip(found, flats, strict=True):
+        n = min(len(new), len(flat))
+        new[:n] = flat[:n]
+    return found
+
+
+def on_host(held: Any) -> Any:
+    """A copy in the host's memory of a tensor, or of a list of them, one after the other: a GPU, which is waited for,
+    holds no copy. Anything else as it is.
+
+    The memory is not pinned: torch would round it up to a power of two, and keep it.
+    """
+    if isinstance(held, list):
+        return [on_host(t) for t in held]
+    return held.to("cpu", copy=True) if isinstance(held, Tensor) else held

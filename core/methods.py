@@ -1,0 +1,545 @@
+"""The methods that CO2 is compared with, behind the same calls, and the function that makes a method by its name."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Unpack
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+
+from .buckets import copy, copy_where, is_dtensor, rescale, tensors_of, views
+from .build import CommonArgs, build_args_of_other
+from .co2 import CO2
+from .config import LARGE, CO2Config, CompressionConfig, Schedule, is_number, of_kind
+from .ddp import DDP
+from .errors import UserError
+from .hooks import Hook
+from .local_update import LocalUpdateMethod
+from .outer import carried
+from .testing.link import Link
+
+
+class Blocking(LocalUpdateMethod):
+    """Waits at every boundary for an average: of the differences from anchor_params, or of the parameters if it keeps
+    none.
+
+    Args:
+        tau: Local steps per round.
+        compression: How the average crosses the network.
+        **args: See CommonArgs.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor],
+        tau: int,
+        *,
+        compression: CompressionConfig | None = None,
+        **args: Unpack[CommonArgs],
+    ):
+        shared = CO2Config(tau=tau, compression=compression or CompressionConfig())
+        super().__init__(
+            given := tensors_of(params, "parameters"), **build_args_of_other(given, shared, args, overlap=False)
+        )
+
+    def close_round(self, *, finished: bool) -> bool:
+        for bucket, start in itertools.zip_longest(self.buckets, self.anchor_params):
+            bucket.flatten(bucket.payload)
+            if start is not None:
+                torch.sub(start, bucket.payload, out=bucket.payload)
+        self.start_allreduce(finished=finished)
+        result = self.wait_allreduce(finished=finished)
+        if not result.is_empty:
+            for bucket in self.buckets:
+                rescale(bucket.payload, self.scale)
+            self.apply()
+        return result.is_last
+
+    @abstractmethod
+    def apply(self) -> None:
+        """Uses the average, which the payloads hold."""
+
+
+class LocalSGD(Blocking):
+    """Local-SGD (Stich, ICLR 2019): averages the parameters every tau local steps, and waits.
+
+    With a compression, differences from the last average travel, at the cost of a copy of the parameters: rounding the
+    parameters themselves would lose more than a round moves them.
+
+    Args:
+        tau: Local steps per round.
+        compression: How the average crosses the network.
+        **args: See CommonArgs.
+    """
+
+    name = "LocalSGD"
+
+    def __init__(
+        self,
+        params: Iterable[Tensor],
+        tau: int,
+        *,
+        compression: CompressionConfig | None = None,
+        **args: Unpack[CommonArgs],
+    ):
+        super().__init__(params, tau, compression=compression, **args)
+        if compression is not None and compression.format != "float32":
+            self.replicated_state = self.anchor_params = self.state.new("outer_iterate", of_params=True)
+
+    def apply(self) -> None:
+        for bucket, start in itertools.zip_longest(self.buckets, self.anchor_params):
+            average = bucket.payload if start is None else start.sub_(bucket.payload)
+            copy(bucket.params, views(average, bucket.params))
+
+
+@dataclass(frozen=True)
+class SlowMoConfig:
+    """SlowMo's settings (Wang et al., ICLR 2020). Its period is CO2's tau."""
+
+    outer_lr: float = 1.0
+    """alpha"""
+    outer_momentum: float = 0.5
+    """beta"""
+
+    def __post_init__(self) -> None:
+        if not (is_number(self.outer_lr) and 0 < self.outer_lr < LARGE):
+            raise UserError(f"slowmo.outer_lr={self.outer_lr}: give a finite number above 0, as 1.0 is usual")
+        if not (is_number(self.outer_momentum) and 0 <= self.outer_momentum < 1):
+            raise UserError(f"slowmo outer_momentum={self.outer_momentum}: give a number in [0, 1)")
+
+
+class SlowMo(Blocking):
+    """SlowMo (Wang et al., ICLR 2020): Local-SGD whose average takes a step with momentum.
+
+    u <- beta u + mean_i (x_{t,0} - x^i_{t,tau}) / gamma;  x_{t+1,0} = x_{t,0} - alpha gamma u.
+
+    Args:
+        tau: Local steps per round.
+        lr: Returns gamma, the current inner learning rate. None means a constant one, which cancels.
+        compression: How the average crosses the network.
+        **args: See CommonArgs.
+    """
+
+    name = "SlowMo"
+
+    def __init__(
+        self,
+        params: Iterable[Tensor],
+        tau: int,
+        config: SlowMoConfig | None = None,
+        *,
+        lr: Callable[[], float] | None = None,
+        compression: CompressionConfig | None = None,
+        **args: Unpack[CommonArgs],
+    ):
+        self.config = of_kind(config, SlowMoConfig, "config")
+        super().__init__(params, tau, compression=compression, **args)
+        self._lr = lr or (lambda: 1.0)
+        self._x = self.replicated_state = self.anchor_params = self.state.new("outer_iterate", of_params=True)
+        self._u = self.state.new("outer_momentum")
+
+    def apply(self) -> None:
+        gamma = max(self._lr(), 1e-12)  # a schedule may end at exactly 0
+        for bucket, x, u in zip(self.buckets, self._x, self._u, strict=True):
+            u.mul_(carried(self.config.outer_momentum, self.growth)).add_(bucket.payload, alpha=1 / gamma)
+            x.sub_(u, alpha=self.config.outer_lr * gamma)
+            copy(bucket.params, views(x, bucket.params))
+
+
+@dataclass(frozen=True)
+class DiLoCoConfig:
+    """DiLoCo's settings (Douillard et al. 2023). Its period is CO2's tau."""
+
+    outer_lr: float = 0.7
+    """alpha"""
+    outer_momentum: float = 0.9
+    """beta, of Nesterov momentum"""
+
+
+class DiLoCo(CO2):
+    """DiLoCo (Douillard et al. 2023): every tau local steps all wait for an outer step with Nesterov momentum.
+
+    This is CO2 without the delay, the penalty and the clip. CO2Config(nesterov=True) hides the same step.
+
+    Args:
+        tau: Local steps per round.
+        compression: How the average crosses the network.
+        **args: See CommonArgs.
+    """
+
+    name = "DiLoCo"
+
+    def __init__(
+        self,
+        params: Iterable[Tensor],
+        tau: int,
+        config: DiLoCoConfig | None = None,
+        *,
+        compression: CompressionConfig | None = None,
+        **args: Unpack[CommonArgs],
+    ):
+        own = of_kind(config, DiLoCoConfig, "config")
+        step: dict[str, Any] = {"outer_lr": own.outer_lr, "outer_momentum": own.outer_momentum, "nesterov": True}
+        blocking: dict[str, Any] = {"delay": 0, "gap": "none", "clip": None}
+        c = CO2Config(tau=tau, compression=compression or CompressionConfig(), **step, **blocking)
+        super().__init__(params, c, **args)
+
+
+@dataclass(frozen=True)
+class OverlapLocalConfig:
+    """Overlap-Local-SGD's settings (Wang, Liang and Joshi, ICASSP 2020). Its period is CO2's tau."""
+
+    pull: float = 0.6
+    """a: how far each boundary pulls the local model towards the anchor."""
+    anchor_momentum: float = 0.7
+    """Momentum of the anchor."""
+
+    def __post_init__(self) -> None:
+        if not (is_number(self.pull) and 0 < self.pull <= 1):
+            raise UserError(f"overlap_local pull={self.pull}: give a number in (0, 1]")
+        if not (is_number(self.anchor_momentum) and 0 <= self.anchor_momentum < 1):
+            raise UserError(f"overlap_local anchor_momentum={self.anchor_momentum}: give a number in [0, 1)")
+
+
+class OverlapLocalSGD(LocalUpdateMethod):
+    """Overlap-Local-SGD (Wang, Liang and Joshi, ICASSP 2020): an anchor model, averaged in the background.
+
+    At a boundary the average of the round before moves the anchor, v <- mu v + (mean - z), z <- z + v. Each worker is
+    pulled towards the anchor, x^i <- x^i - a (x^i - z), and the all-reduce of the pulled models starts. Workers differ
+    until finish(), which leaves all with the average. z less the pulled model travels, because z is equal on all.
+
+    Args:
+        tau: Local steps per round, or auto; tau_max: the most that auto takes.
+        compression: How the average crosses the network.
+        **args: See CommonArgs.
+    """
+
+    name = "OverlapLocalSGD"
+
+    def __init__(
+        self,
+        params: Iterable[Tensor],
+        tau: int | Literal["auto"],
+        config: OverlapLocalConfig | None = None,
+        *,
+        tau_max: int = 192,
+        compression: CompressionConfig | None = None,
+        **args: Unpack[CommonArgs],
+    ):
+        self.config = of_kind(config, OverlapLocalConfig, "config")
+        shared = CO2Config(tau=tau, tau_max=tau_max, compression=compression or CompressionConfig())
+        super().__init__(given := tensors_of(params, "parameters"), **build_args_of_other(given, shared, args))
+        self._z = self.replicated_state = self.anchor_params = self.state.new("outer_iterate", of_params=True)
+        self._v = self.state.new("anchor_momentum")
+        self.starts_near_anchor = True
+
+    def close_round(self, *, finished: bool) -> bool:
+        if self.allreduce.in_flight:
+            result = self.wait_allreduce(finished=finished)
+            for bucket, z, v in zip(self.buckets, self._z, self._v, strict=True):
+                rescale(bucket.payload, self.scale)
+                v.mul_(carried(self.config.anchor_momentum, self.growth)).sub_(bucket.payload)
+                torch.sub(z, bucket.payload, out=bucket.payload)  # the average of the pulled models
+                z.add_(v)
+            if result.is_last:
+                for bucket in self.buckets:
+                    copy(bucket.params, bucket.payload_views)
+                return True
+        for bucket, z in zip(self.buckets, self._z, strict=True):
+            for p, anchor in zip(bucket.params, views(z, bucket.params), strict=True):
+                p.lerp_(anchor.to(p.dtype), self.config.pull)
+            bucket.flatten(bucket.payload)
+            torch.sub(z, bucket.payload, out=bucket.payload)
+        self.start_allreduce(finished=finished)
+        return False
+
+    def restart_from_anchor(self, where: Tensor | None = None) -> None:
+        for bucket, z in zip(self.buckets, self._z, strict=True):
+            anchor = views(z, bucket.params)
+            copy(bucket.params, anchor) if where is None else copy_where(where, bucket.params, anchor)
+
+    @contextlib.contextmanager
+    def averaged_model(self) -> Iterator[bool]:
+        """See Loop. The average of the models that were just sent replaces the model during the block: a run that
+        ended here would end with it."""
+        if (equal := self.sync_for_eval()) or not self.at_boundary:
+            yield equal
+            return
+        if not self.allreduce.landed():
+            with self.clock.early_merge(self.tau), self.allreduce.counted():  # it is merged at the round's end
+                self.allreduce.drain()
+        scale = 1 / self.scalars["weight"].double()  # NaN or infinite if no worker counts
+        lent = [t for b in self.buckets for t in (*b.params, *b.buffers)]
+        own = [t.clone() for t in lent]
+        averages: list[Tensor] = []
+        for bucket, z in zip(self.buckets, self._z, strict=True):
+            averages += views(z - bucket.payload * scale.to(z), bucket.params)
+            averages += [v * scale.to(v) for v in bucket.buffer_views]
+        self._lend(lent, averages)
+        self.average_extra(True, "averaged_model()")
+        try:
+            yield True
+        finally:
+            self._lend(lent, own)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _lend(self, lent: list[Tensor], values: list[Tensor]) -> None:
+        copy(lent, values)
+        self.params_updated(at_boundary=True)
+
+
+@dataclass(frozen=True)
+class MethodArgs:
+    """What make_method was given. own: the method's own settings. model: to be called in the loop. options: what all
+    methods take."""
+
+    co2: CO2Config
+    own: Any = None
+    model: nn.Module = field(default_factory=nn.Module)
+    args: CommonArgs = field(default_factory=CommonArgs)
+    shard: bool = False
+    offload: bool = False
+    schedule: Schedule | None = None
+    lr: Callable[[], float] | None = None
+    mesh: DeviceMesh | None = None
+
+    @property
+    def params(self) -> list[Tensor]:
+        return list(self.model.parameters())
+
+    @property
+    def tau(self) -> int:
+        """UserError for auto, which chooses the fewest local steps that hide the communication."""
+        if self.co2.tau == "auto":
+            raise UserError("tau='auto' with a method that hides no communication: give a number of local steps")
+        return self.co2.tau
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A method's own. config: their dataclass. key: of make_method's keywords, and before the names of train scripts'
+    options, --KEY.NAME. help: of these."""
+
+    key: str
+    config: type
+    help: str = ""
+
+
+@dataclass(frozen=True)
+class MethodSpec:
+    """A method.
+
+    make: the model to call in the loop, and the method. kind: hidden, reductions run under local steps; blocking, local
+    steps wait for them; synchronous, every step is a round; or optimizer, a method in an optimiser's place.
+    settings: its own, if it has any. check: refuses settings that do not go together. reads_co2: whether it reads all
+    of CO2Config, or tau and tau_max alone. takes: which of shard, offload, schedule, elastic and, of those that do not
+    read all of CO2Config, wire.
+    """
+
+    name: str
+    make: Callable[[MethodArgs], tuple[nn.Module, Any]]
+    kind: Literal["hidden", "blocking", "synchronous", "optimizer"]
+    settings: Settings | None = None
+    check: Callable[[MethodArgs], object] = lambda given: None
+    reads_co2: bool = False
+    takes: frozenset[str] = frozenset()
+
+    @property
+    def local(self) -> bool:
+        """Whether it takes local steps."""
+        return self.kind in ("hidden", "blocking")
+
+    def refuse(self, given: MethodArgs) -> None:
+        """UserError for settings that the method does not have, or that do not go together. Comparisons may share CO2's
+        settings of the outer step, but not its others."""
+        c, remedy = given.co2, "leave it out"
+        unread = [(key, getattr(given, key)) for key in ("shard", "offload", "schedule") if key not in self.takes]
+        found = [key if key == "schedule" else f"{key}={value!r}" for key, value in unread if value]
+        if not self.reads_co2 and not found:
+            if c.compression.format != "float32" and "compression" not in self.takes:
+                found, remedy = (
+                    [f"compression.format={c.compression.format!r}"],
+                    "set ddp_compression" if self.name == "ddp" else remedy,
+                )
+            else:
+                c.compression.check_given()
+                own = ("merge", "delay", "nesterov", "outlier")
+                changed = [key for key in own if getattr(c, key) != getattr(CO2Config(), key)]
+                found = [f"{key}={getattr(c, key)!r}" for key in changed]
+        if found:
+            raise UserError(f"{found[0]} is CO2's own, method {self.name!r} does not have it: {remedy}")
+        self.check(given)
+
+
+def _co2(given: MethodArgs) -> tuple[nn.Module, Any]:
+    more: dict[str, Any] = {"schedule": given.schedule, **given.args}
+    if given.mesh is None and not (given.shard or given.offload):
+        return given.model, CO2(given.params, given.co2, **more)
+    from .sharded import ShardedCO2  # few need it
+
+    more |= {"mesh": given.mesh, "shard": given.shard, "offload": given.offload}
+    return given.model, ShardedCO2(given.params, given.co2, **more)
+
+
+def _check_co2(given: MethodArgs) -> None:
+    if given.shard or given.offload:
+        from .placement import check_shared
+
+        check_shared(given.co2, given.co2.compression.format)
+    else:
+        given.co2.check_stable()
+
+
+def _ddp(given: MethodArgs) -> tuple[nn.Module, Any]:
+    options: dict[str, Any] = {**given.args}
+    made = DDP(given.model, average_buffers=bool(options.pop("buffers")), compression=given.own, **options)
+    return made.model, made
+
+
+def _check_ddp(given: MethodArgs) -> None:
+    if given.own.format == "auto":
+        raise UserError(
+            "ddp_compression.format='auto' is chosen together with tau, which ddp does not have: give a format"
+        )
+
+
+def _local(given: MethodArgs) -> tuple[nn.Module, Any]:
+    return given.model, LocalSGD(given.params, given.tau, compression=given.co2.compression, **given.args)
+
+
+def _overlap_local(given: MethodArgs) -> tuple[nn.Module, Any]:
+    c = given.co2
+    more: dict[str, Any] = {"tau_max": c.tau_max, "compression": c.compression, **given.args}
+    return given.model, OverlapLocalSGD(given.params, c.tau, given.own, **more)
+
+
+def _slowmo(given: MethodArgs) -> tuple[nn.Module, Any]:
+    more: dict[str, Any] = {"lr": given.lr, "compression": given.co2.compression, **given.args}
+    return given.model, SlowMo(given.params, given.tau, given.own, **more)
+
+
+def _diloco(given: MethodArgs) -> tuple[nn.Module, Any]:
+    return given.model, DiLoCo(given.params, given.tau, given.own, compression=given.co2.compression, **given.args)
+
+
+OF_CO2, WIRE = frozenset({"shard", "offload", "schedule", "elastic"}), frozenset({"compression"})
+OF_DDP = Settings("ddp_compression", CompressionConfig, "Of method ddp: how gradients cross the network.")
+OF_OVERLAP, OF_SLOWMO = Settings("overlap_local", OverlapLocalConfig), Settings("slowmo", SlowMoConfig)
+OF_DILOCO = Settings("diloco", DiLoCoConfig)
+REGISTRY: dict[str, MethodSpec] = {}
+
+
+def register(entry: MethodSpec) -> None:
+    """Adds a method, which recipes and `spec_of` then know by its name."""
+    REGISTRY[entry.name] = entry
+
+
+register(MethodSpec("co2", _co2, "hidden", check=_check_co2, reads_co2=True, takes=OF_CO2))
+register(MethodSpec("ddp", _ddp, "synchronous", OF_DDP, check=_check_ddp))
+register(MethodSpec("diloco", _diloco, "blocking", OF_DILOCO, check=lambda given: given.tau, takes=WIRE))
+register(MethodSpec("local", _local, "blocking", check=lambda given: given.tau, takes=WIRE))
+register(MethodSpec("overlap_local", _overlap_local, "hidden", OF_OVERLAP, takes=WIRE))
+register(MethodSpec("slowmo", _slowmo, "blocking", OF_SLOWMO, check=lambda given: given.tau, takes=WIRE))
+METHODS = tuple(REGISTRY)
+Method = LocalUpdateMethod | DDP
+
+
+def make_method(
+    name: str,
+    model: nn.Module,
+    *,
+    co2: CO2Config | None = None,
+    schedule: Schedule | None = None,
+    lr: Callable[[], float] | None = None,
+    average_buffers: bool = True,
+    mesh: DeviceMesh | None = None,
+    shard: bool = False,
+    offload: bool = False,
+    group: dist.ProcessGroup | None = None,
+    timeout: float = 600.0,
+    link: Link | None = None,
+    hooks: Sequence[Hook] = (),
+    **settings: Any,
+) -> tuple[nn.Module, Method]:
+    """The model to call in the loop, and the method whose step() follows every optimiser step.
+
+    name: one of METHODS. co2: None for CO2Config(). The period of every local method is co2.tau, so that comparisons
+    share it. schedule: of co2, see CO2. lr: returns the current inner learning rate, for SlowMo. mesh: [nodes, workers
+    of a node]: these synchronise gradients every step, and the method runs across nodes; ddp synchronises all every
+    step anyway. With methods other than co2 hooks then hear, of each node, the worker of their own place alone. shard,
+    offload: see ShardedCO2. group, timeout, link, hooks: see assembly.Options. settings: of the method, by its key:
+    diloco, slowmo, overlap_local, or ddp_compression, how ddp's gradients cross the network.
+    """
+    entry = spec_of(name)
+    co2 = replace(of_kind(co2, CO2Config, "co2"))  # with all settings named: CO2 warns of none
+    if not isinstance(model, nn.Module):
+        raise UserError(f"model: a {type(model).__name__} is given: give the module itself")
+    own = check_settings(name, co2, shard=shard, offload=offload, schedule=schedule, **settings)
+    options = CommonArgs(group=group, timeout=timeout, link=link, hooks=hooks)
+    options["buffers"] = list(model.buffers()) if average_buffers else []
+    if mesh is not None and entry.local:
+        from .placement import check_mesh
+
+        check_mesh(mesh)
+        if not any(map(is_dtensor, model.parameters())):  # sharded ones synchronise by themselves
+            model = DistributedDataParallel(model, process_group=mesh.get_group(1))
+        if "shard" not in entry.takes:
+            check_apart(name, co2, mesh.size(1))
+            options["group"] = mesh.get_group(0)
+    return entry.make(MethodArgs(co2, own, model, options, shard, offload, schedule, lr, mesh))
+
+
+def check_settings(
+    name: str,
+    co2: CO2Config,
+    *,
+    shard: bool = False,
+    offload: bool = False,
+    schedule: Schedule | None = None,
+    **settings: Any,
+) -> Any:
+    """Refuses settings that the method does not have, rather than to leave them unused, or that do not go together;
+    returns the method's own. settings: see make_method."""
+    entry = spec_of(name)
+    own = entry.settings.config() if entry.settings else None
+    owners = {other.settings.key: other for other in REGISTRY.values() if other.settings}
+    for key, value in settings.items():
+        if key not in owners:
+            raise TypeError(f"make_method() got an unexpected keyword argument {key!r}")
+        owner, usual = owners[key], owners[key].settings.config()  # pyright: ignore[reportOptionalMemberAccess]
+        value = of_kind(value, type(usual), key)
+        if owner is entry:
+            own = value
+        elif value != usual:
+            option, given = next((k, v) for k, v in vars(value).items() if v != getattr(usual, k))
+            raise UserError(
+                f"{key}.{option}={given!r} is method {owner.name}'s own, method {name!r} does not have it: leave it out"
+            )
+    entry.refuse(MethodArgs(co2, own, shard=shard, offload=offload, schedule=schedule))
+    return own
+
+
+def check_apart(name: str, co2: CO2Config, per_node: int) -> None:
+    """Refuses what workers choose from measured times where a node's ranks take part in unlike groups."""
+    entry = spec_of(name)
+    if per_node > 1 and entry.local and "shard" not in entry.takes and "auto" in (co2.tau, co2.compression.format):
+        raise UserError(
+            f"tau={co2.tau!r}, compression.format={co2.compression.format!r} with method {name!r} and {per_node} "
+            "workers a node: they would choose unlike ones; give a number and a format"
+        )
+
+
+def spec_of(name: str) -> MethodSpec:
+    """UserError where there is no such method."""
+    if name not in REGISTRY:
+        raise UserError(f"method {name!r}: choose one of {', '.join(REGISTRY)}")
+    return REGISTRY[name]

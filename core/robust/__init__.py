@@ -1,1 +1,0 @@
-"""Runs that survive what real clusters do: numbers that are not finite, drifting replicas, lost workers."""

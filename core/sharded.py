@@ -1,0 +1,459 @@
+"""The live parameters and g, the copy in which the next outer iterate is gathered: they swap where they lie, or between
+a GPU and the host's pinned memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import mmap
+import weakref
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from typing import Any, Unpack
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from . import outer
+from .buckets import Bucket, copy, group_pieces, make_buckets, tensors_of, unique, views
+from .build import CommonArgs, build_args
+from .checkpoint import all_finite
+from .comm import Stage, gather_parts, send_first, sum_flats
+from .config import CO2Config, Schedule, named_rule, scheduled
+from .errors import UserError
+from .hooks import OutlierFilter
+from .local_update import LocalUpdateMethod
+from .placement import Holders, Placement, check_shared, groups_of, sum_parts
+from .stats import defer
+from .usage import refuse_fsdp
+
+
+class Live:
+    """Both on one device. g lies in the payloads."""
+
+    def __init__(self, buckets: list[Bucket]):
+        self._buckets = buckets
+
+    def swap(self, *, snapshot: bool) -> Tensor:
+        """p <- g, and g <- g - p where a snapshot is wanted, a cache-sized segment at a time. Whether that is not
+        finite, 0-d."""
+        finite = torch.ones((), dtype=torch.bool, device=self._buckets[0].flat.device)
+        for p, g in self._pieces():
+            difference = [a - b for a, b in zip(g, p, strict=True)] if snapshot else g
+            if snapshot:
+                finite &= outer.norm(difference).isfinite()
+            copy(p, g)
+            copy(g, difference)
+        return ~finite
+
+    def own_stream(self) -> contextlib.AbstractContextManager[None]:
+        """That of copies between a GPU and the host, of which there are none."""
+        return contextlib.nullcontext()
+
+    def drain(self) -> None:
+        """Nothing that is queued still reads g: it may be written to anew."""
+
+    def sends_differences(self) -> Iterator[Stage]:
+        """g holds them already."""
+        yield from ()
+
+    def _pieces(self) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+        """The parameters and g, in the same shapes, as much at a time as a cache holds."""
+        for bucket in self._buckets:
+            start = 0
+            for pieces in group_pieces(bucket.params, outer.segment_size(bucket.flat)):
+                n = sum(p.numel() for p in pieces)
+                yield pieces, views(bucket.flat[start : start + n], pieces)
+                start += n
+
+
+class HostCopies:
+    """As Live, g being in the host's memory: a GPU and the host exchange through copies of the parameters there; on a
+    CPU plain copies.
+
+    The copying is queued in a stream of its own: the compute stream waits for it, the host does not. It is waited for
+    in the background, like a collective.
+    """
+
+    def __init__(self, buckets: list[Bucket], device: torch.device):
+        self._buckets, self._device = buckets, device
+        self._copies = [views(pinned(b.numel, b.dtype), b.params) for b in buckets]
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._event: torch.cuda.Event | None = None
+
+    def swap(self, *, snapshot: bool) -> Tensor:
+        """Queues p -> the host's copy, if that is wanted, and g -> p; whether p was not finite then, 0-d."""
+        spoilt = torch.zeros((), dtype=torch.bool, device=self._device)
+        if snapshot:
+            spoilt = ~all_finite(p for b in self._buckets for p in b.params)
+        with self.own_stream():
+            for bucket, copies in zip(self._buckets, self._copies, strict=True):
+                for p, g, on_host in zip(bucket.params, bucket.payload_views, copies, strict=True):
+                    if snapshot:
+                        on_host.copy_(p, non_blocking=True)
+                    p.copy_(g, non_blocking=True)
+        return spoilt
+
+    def drain(self) -> None:
+        """Waits until nothing that is queued still reads or writes the host's memory."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).synchronize()  # which waits for its own
+
+    def sends_differences(self) -> Iterator[Stage]:
+        """g <- g - p from the host's copies, once both are through."""
+        yield [self], 0
+        for bucket, copies in zip(self._buckets, self._copies, strict=True):
+            for g, on_host in zip(bucket.payload_views, copies, strict=True):
+                g.sub_(on_host)
+
+    @contextlib.contextmanager
+    def own_stream(self) -> Iterator[None]:
+        """What is queued in here follows the compute stream, which then waits for it."""
+        if self._stream is None:
+            yield
+            return
+        compute = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(compute)
+        with torch.cuda.stream(self._stream):
+            yield
+            self._event = torch.cuda.Event()
+            self._event.record(self._stream)
+        compute.wait_stream(self._stream)
+
+    def is_completed(self) -> bool:
+        return self._event is None or self._event.query()
+
+    def wait(self, timeout: Any = None) -> None:
+        if self._event is not None:
+            self._event.synchronize()
+
+
+def beside(flag: Tensor, device: torch.device) -> Tensor:
+    """A 0-d truth value on `device`; one of the host's goes along with a kernel, for a copy would make it wait."""
+    return flag if flag.device == device else torch.full((), bool(flag), device=device)
+
+
+PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices
+
+
+def pinned(numel: int, dtype: torch.dtype) -> Tensor:
+    """Zeros in the host's memory, [numel], pinned where there is a GPU: copies to and from it are queued, and no host
+    waits. Of exactly that size: torch would round it up to a power of two, and keep it.
+
+    UserError where the memory cannot be pinned.
+    """
+    nbytes = numel * dtype.itemsize
+    if not nbytes or not torch.cuda.is_available():
+        return torch.zeros(numel, dtype=dtype)
+    # lives as long as what lies in it; not mmap itself, which lets go of its memory before it tells so
+    memory = (ctypes.c_byte * nbytes).from_buffer(mmap.mmap(-1, nbytes))
+    held = torch.frombuffer(memory, dtype=dtype)
+    cudart: Any = torch.cuda.cudart()
+    if code := int(cudart.cudaHostRegister(held.data_ptr(), nbytes, PORTABLE)):
+        raise UserError(f"{nbytes} bytes of the host's memory cannot be pinned (CUDA error {code}): leave out offload")
+    weakref.finalize(memory, _unpin, held.data_ptr(), torch.cuda.current_device()).atexit = False
+    return held
+
+
+def _unpin(address: int, device: int) -> None:
+    """Once no copy that is queued uses the memory."""
+    torch.cuda.synchronize(device)
+    cudart: Any = torch.cuda.cudart()
+    cudart.cudaHostUnregister(address)
+
+
+class ShardedCO2(LocalUpdateMethod):
+    """CO2 whose outer state is shared out over the workers of a node, over all workers, or lies on the host.
+
+        mesh = node_mesh("cuda", 8)  # nodes of eight consecutive ranks
+        loops = DistributedDataParallel(model, process_group=mesh.get_group("shard"))  # to be called in the loop
+        co2 = ShardedCO2(model.parameters(), CO2Config.paper(), mesh=mesh, buffers=model.buffers())
+
+    In that order: DistributedDataParallel writes the parameters when it is made, of which ShardedCO2 would warn.
+
+    mesh: [replicate, shard], as node_mesh makes it; or its two dimensions as groups: inner_group, a node's ranks, and
+    group, of Options, the ranks with the same share across nodes; that alone, or neither: all workers are equal.
+    Ranks of a node synchronise gradients every step, so that at a boundary their parameters are equal
+    (DistributedDataParallel, ZeRO-1), or hold one model's shards (DTensors: ZeRO-2 and 3, tensor parallelism, where a
+    rank's share is its shard; plain tensors beside them are equal on all ranks, and made so again every round).
+    shards: plain tensors are this rank's own part of the model, a pipeline's stage, and unlike those of the others in
+    the inner group. Or, of each parameter, the ranks that hold what this rank holds of it (placement.Holders). With
+    either, buffers are averaged over `group` only, else over both groups.
+    shard: shares are cut further over the workers of `group`. offload: the outer state and its all-reduce lie in the
+    host's (pinned) memory, no copy of the parameters on a GPU. The other arguments: see CO2.
+    """
+
+    name = "ShardedCO2"
+    sends_differences = True
+    payload_is_deferred = True
+    numbers = ("_last", "_m_squares", "_weightless", "_spoilt")
+
+    def __init__(
+        self,
+        params: Iterable[Tensor],
+        config: CO2Config | None = None,
+        *,
+        mesh: DeviceMesh | None = None,
+        inner_group: dist.ProcessGroup | None = None,
+        shards: bool | Holders = False,
+        shard: bool = False,
+        offload: bool = False,
+        schedule: Schedule | None = None,
+        **args: Unpack[CommonArgs],
+    ):
+        c = named_rule(config)
+        self._given, self._schedule = c, schedule
+        check_shared(scheduled(c, schedule, 0), c.compression.format)
+        args["group"], inner_group = groups_of(mesh, args.get("group"), inner_group)
+        built = build_args(c, args, schedule)
+        self.shards, self.shard, self.offload = shards is not False, shard, offload
+        self.begin_round(0)
+        params = unique(tensors_of(params, "parameters"))
+        if not params:
+            raise UserError("no parameter is given: nothing to train; each stage of a pipeline needs one")
+        built["buffers"] = unique(tensors_of(built["buffers"], "buffers"))
+        refuse_fsdp(params, args.get("group"))
+        device, backend = (torch.device("cpu"), "gloo") if offload else (params[0].device, None)
+        timeout = args.get("timeout", 600.0)
+        of_group: dict[str, Any] = {"timeout": timeout, "device": device, "backend": backend}
+        self._node = Placement(params, built["buffers"], inner_group, shards, **of_group)
+        self._node.agree((self.name, self.signature()))
+        self.worker_label = "rank" if inner_group is None else "the node of rank"  # whose workers are left out together
+        if offload:
+            built["allreduce"] = functools.partial(built["allreduce"], backend="gloo")
+        super().__init__(params, **built)
+        self.reducer.scale = 1 / self.total_world_size  # of what is summed over both groups
+        self.allreduce.timed_groups += [self._node.group] if self._node.group is not None else []
+        self._make_state()
+
+    @torch.no_grad()
+    def start_from_params(self) -> None:
+        """g, in the payloads, and the shares of x begin as the parameters."""
+        self._live.drain()
+        super().start_from_params()
+        for bucket in self.buckets:
+            bucket.flatten(bucket.payload)
+        copy(self._x, self._shares())
+
+    def _make_state(self) -> None:
+        """x and m as shares, and what the background notes."""
+        self._live = HostCopies(self.buckets, self.params[0].device) if self.offload else Live(self.buckets)
+        self._x = self.state["outer_iterate"] = [torch.zeros_like(share) for share in self._shares()]
+        self._m = self.state["outer_momentum"] = [torch.zeros_like(x) for x in self._x]
+        self.replicated_state = [] if self.shard else self._x
+        # x lags: g holds x - _last m; also |x_{t,0} - x_{t-1,0}| = _last |m|. 0-d, on the device, as the next two
+        self._last = torch.zeros((), dtype=torch.float64, device=self.allreduce.device)
+        self._m_squares = torch.zeros_like(self._last)
+        # whether what was sent last has no weight, as a rider found in the background: known when it lands
+        self._weightless = torch.zeros((), dtype=torch.bool, device=self.allreduce.device)
+        # of what was sent last, whether it was not finite: known at the boundary, before the background judges it, for
+        # the optimiser's state would spoil the next round, too. 0-d, beside the parameters
+        self._spoilt = torch.zeros((), dtype=torch.bool, device=self.params[0].device)
+        self._seen: dict[str, Tensor] = {}
+        self._checked = False  # whether a node's workers are known to have come to equal parameters
+        self._numel = self._node.count(self.params)
+        self._node.locate(self.params, self.buckets, self._shares())
+        self.start_from_params()
+
+    # -- what LocalUpdateMethod asks -----------------------------------------------------------------------------------
+
+    def make_buckets(self) -> list[Bucket]:
+        parts = self._node.parts * (self.allreduce.world_size if self.shard else 1)
+        return make_buckets(self.params, self.buffers, self.scalars.numel, parts, pinned if self.offload else None)
+
+    def resync(self) -> None:
+        self.allreduce.restore(self.rounds, in_flight=False)  # of which a part runs over the same group
+        self._node.agree(("resync",))
+        super().resync()
+
+    def begin_round(self, number: int) -> None:
+        self.config = scheduled(self._given, self._schedule, number)
+        check_shared(self.config)
+
+    def signature(self) -> Any:
+        return asdict(self.config), self.shards, self.shard, self.offload
+
+    def settings(self) -> Any:
+        return self.config.changing(self.tau)
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu") if self.offload else super().device
+
+    @property
+    def total_world_size(self) -> int:
+        return self.allreduce.world_size * self._node.size
+
+    @property
+    def is_log_rank(self) -> bool:
+        return super().is_log_rank and self._node.rank == 0
+
+    @property
+    def checksum_round(self) -> int | None:
+        """The workers of a node take turns: their shares differ."""
+        return self.rounds // self._node.size if self.rounds % self._node.size == self._node.rank else None
+
+    def fill_buffers(self) -> None:
+        with self._live.own_stream():
+            super().fill_buffers()
+
+    def sum_parts(self, numbers: Tensor) -> Iterator[Stage]:
+        """A node's workers hold one model's parts, or gave each other their gradients: they are judged as one."""
+        yield from self._node.sum([numbers])
+
+    # -- the boundary ---------------------------------------------------------------------------------------
+
+    def close_round(self, *, finished: bool) -> bool:
+        if not self._checked:  # once: each worker of a node sends a part of the parameters for all of them
+            self._checked = True
+            if reason := self._node.check(self.params):
+                raise self.allreduce._failure(reason, "the comparison of a node's parameters")
+        landed = last = False
+        if self.allreduce.in_flight:
+            landed, last = True, self.wait_allreduce(finished=finished).is_last
+            vars(self.stats).update(defer(self._seen))  # before the next launch, whose stream's memory they lie in
+        told_late = beside(self._weightless, self._spoilt.device) & ~self._spoilt & landed
+        self._spoilt.copy_(self._live.swap(snapshot=not last))
+        self.report_excluded(self._spoilt | told_late)
+        if last:  # nothing follows
+            self._take_last_step()
+        else:
+            self.begin_round(self.rounds + 1)  # before the background uses its settings
+            self.start_allreduce(finished=finished)
+        return last
+
+    def _take_last_step(self) -> None:
+        """x, which lags, becomes what g holds."""
+        for x, m in zip(self._x, self._m, strict=True):
+            x.copy_(outer.outer_step(x, m, self._last))
+        self._last.zero_()
+
+    # -- in the background ----------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def stages(self) -> Iterator[Stage]:
+        """From the snapshots in g to x_{t+2,0} in g."""
+        yield from self._live.sends_differences()
+        # Processes that hold parts of one payload are judged as one: a node's workers gave each other their gradients.
+        outliers, size = self.hook(OutlierFilter), outer.norm([b.payload for b in self.buckets]).double()
+        square = torch.where(outliers.spoilt_buffer() > 0, float("nan"), size.square()).view(1)
+        yield from self._node.sum([square])
+        self.zero_payload(outliers.judge(square[0].sqrt()))
+        if self.broadcasts_state and self.allreduce.group is not None:
+            yield send_first(self.state.shared(), self.allreduce.group)
+        self.broadcasts_state = False
+        # a worker in finish() has no weight, either, where workers count by their steps
+        self._weightless.copy_((self.scalars["weight"] == 0) & (self.scalars["steps"] > 0))
+        yield from self._reduce([b.rest for b in self.buckets])
+        squares = self._pseudo_gradient()
+        sums = torch.stack([squares, self._m_squares])
+        yield from self._node.sum([sums])
+        across = self.allreduce.group if self.shard else None  # over whose workers shares are cut further
+        if across is not None:
+            yield sum_flats([sums], across)
+        self._update_share(sums[0].sqrt(), sums[1].sqrt())
+        if across is not None:
+            for share in self._node_shares():
+                yield gather_parts(share, across)
+        yield from self._node.gather(self.buckets)
+
+    def _reduce(self, rests: list[Tensor]) -> Iterator[Stage]:
+        """Sums of the shares over the workers, and of BatchNorm's statistics and the scalars over all processes. A
+        stage's statistics are its own."""
+        shares, group = self._node_shares(), self.allreduce.group
+        if group is not None:
+            yield sum_flats(rests if self.shard else [*shares, *rests], group)
+            if self.shard:
+                for share in shares:
+                    yield from sum_parts(share, group)
+        if not self.shards:
+            yield from self._node.sum(rests)
+            return
+        scalars = self.buckets[0].scalars
+        sums = scalars.double()  # the first bucket's dtype may be another elsewhere
+        yield from self._node.sum([sums])
+        scalars.copy_(sums)
+        for bucket in self.buckets:
+            bucket.values.mul_(self._node.size)  # reducer.scale is of sums over both groups
+
+    def _node_shares(self) -> list[Tensor]:
+        """The share of each payload that this worker sends across nodes."""
+        return [self._node.part(b.flat[: b.padded]) for b in self.buckets]
+
+    def _shares(self) -> list[Tensor]:
+        """This worker's share of each payload."""
+        shares = self._node_shares()
+        if self.shard and self.allreduce.group is not None:
+            shares = [s.view(self.allreduce.world_size, -1)[self.allreduce.rank] for s in shares]
+        return shares
+
+    def _segments(self) -> Iterator[tuple[torch.dtype, Tensor, Tensor, Tensor]]:
+        """(dtype of the parameters, share of g, x, m), a cache-sized piece at a time."""
+        for bucket, *flats in zip(self.buckets, self._shares(), self._x, self._m, strict=True):
+            for g, x, m in zip(*(f.split(outer.segment_size(bucket.flat)) for f in flats), strict=True):
+                if len(g):
+                    yield bucket.dtype, g, x, m
+
+    def _pseudo_gradient(self) -> Tensor:
+        """Delta in the share of g, and x catches up; returns the sum of Delta's squares, 0-d.
+
+        What was sent at a boundary is x_{t+1,0} - x^i_{t,tau}; the local steps began at x_{t,0} as the parameters'
+        dtype holds it.
+        """
+        squares, weight = torch.zeros_like(self._last), self.scalars["weight"]
+        scale = torch.where(weight > 0, self._node.size / weight, 0.0)  # the weight is summed over both groups
+        for dtype, g, x, m in self._segments():
+            following = outer.outer_step(x, m, self._last)
+            g.mul_(scale.to(g))
+            g.add_((weight > 0).to(g) * (x.to(dtype).to(x.dtype) - following))
+            x.copy_(following)
+            squares += outer.norm([g]).double().square()
+        return squares - self._node.surplus(self._shares())
+
+    def _update_share(self, delta_norm: Tensor, m_norm: Tensor) -> None:
+        """Steps 4 to 7 on the share; an empty round, the last of finish(), moves nothing."""
+        c = self.config
+        moved = self.scalars["steps"] > 0
+        c_t = delta_norm / max(1, self._numel) ** 0.5 if c.gap == "elementwise" else None
+        gap = outer.gap_scalar(self._last * m_norm, delta_norm) if c.gap == "norm" else None
+        alpha = moved.double() * c.outer_lr
+        rule = outer.Rule(outer.carried(c.outer_momentum, self.growth), alpha, self._last, c.clip, c=c_t, gap=gap)
+        seen = [torch.zeros(4, dtype=torch.float64, device=self.allreduce.device)]  # of nothing: Lambda is 1
+        seen[0][2].fill_(1.0)  # on the device: a copy from the host would wait for the collectives before it
+        for _, g, x, m in self._segments():
+            new, numbers = outer.new_momentum(m, g, rule)  # 4, 5, 6
+            m.copy_(torch.where(moved, new, m))
+            g.copy_(outer.outer_step(x, m, rule.alpha))  # 7
+            seen.append(numbers)
+        total = outer.all_seen(seen)
+        self._last.copy_(alpha)  # in place: they are read and written in another stream
+        self._m_squares.copy_(torch.where(moved, total[0] - self._node.surplus(self._m), self._m_squares))
+        share = max(1, sum(len(m) for m in self._m))  # what follows is of this worker's share
+        self._seen = {"pseudo_gradient_norm": delta_norm, "momentum_norm": m_norm, "clipped_share": total[3] / share}
+        if c.gap != "none":
+            self._seen |= {"gap_mean": total[1] / share, "gap_max": total[2]}
+
+    # -- checkpoints ----------------------------------------------------------------------------------------
+
+    def recount(self) -> None:
+        """After another rank's state was loaded, and this one's share of the momentum: the sum of its squares."""
+        squares = [torch.dot(m, m).double() for _, _, _, m in self._segments()]
+        total = torch.stack([torch.zeros_like(self._m_squares), *squares]).sum()  # in the order of _update_share
+        self._m_squares.copy_(total - self._node.surplus(self._m))
+
+    def load_local_state(self, state: dict[str, Any]) -> None:
+        self._live.drain()
+        super().load_local_state(state)  # g, too, in the flats
+
+    def close(self) -> None:
+        """Leaves the process groups. Only after finish()."""
+        super().close()
+        self._node.close()
+
+    def leave(self) -> None:
+        super().leave()  # the node's group, too
+        self._node.group = None

@@ -1,0 +1,140 @@
+"""Loops that train without the method's knowledge: each is warned of once, and a right loop never is."""
+
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from core import CO2, CO2Config, LocalSGD
+from core.testing import run_distributed
+
+PAPER = CO2Config.paper(2)
+
+
+def loop(act: Callable[..., None], method: str = "co2") -> list[str]:
+    """The texts of warnings of one worker's run. act(model, optimizer, co2, train) trains and calls step()."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    model[0].requires_grad_(act is not unfrozen)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    trained = [p for p in model.parameters() if p.requires_grad]
+
+    def train(optimizer: torch.optim.Optimizer, model: nn.Module = model) -> None:
+        optimizer.zero_grad()
+        model(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        co2 = CO2(trained, PAPER) if method == "co2" else LocalSGD(trained, 2)
+        act(model, optimizer, co2, train)
+        co2.finish()
+        co2.close()
+    return [str(w.message) for w in found]
+
+
+def never(model, optimizer, co2, train):
+    for _ in range(5):
+        train(optimizer)
+
+
+def tail_alone(model, optimizer, co2, train):
+    for step in range(9):
+        train(optimizer)
+        if step < 4:
+            co2.step()
+
+
+def a_new_optimizer_of_other_parameters(model, optimizer, co2, train):
+    for step in range(12):
+        if step == 7:
+            model.load_state_dict(model.state_dict(), assign=True)
+            for p in model.parameters():
+                p.requires_grad_()
+            model[0].weight = nn.Parameter(model[0].weight.detach().clone())
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        train(optimizer)
+        co2.step()
+
+
+def a_layer_added(model, optimizer, co2, train):
+    for step in range(12):
+        if step == 7:
+            model.append(layer := nn.Linear(2, 2))
+            optimizer.add_param_group({"params": layer.parameters()})
+        train(optimizer)
+        co2.step()
+
+
+def unfrozen(model, optimizer, co2, train):
+    for step in range(12):
+        model[0].requires_grad_(step >= 7)
+        train(optimizer)
+        co2.step()
+
+
+def by_hand_on_a_copy(model, optimizer, co2, train):
+    for p in model.parameters():
+        p.requires_grad_()
+    weights = [p.detach().clone() for p in model.parameters()]
+    for _ in range(16):
+        for w in weights:
+            w.mul_(0.9)
+        co2.step()
+
+
+WRONG = {
+    never: "5 optimizer steps since the last round of CO2 are discarded",
+    tail_alone: "5 optimizer steps since the last round of CO2 are discarded",
+    a_new_optimizer_of_other_parameters: "an optimizer trains",
+    a_layer_added: "an optimizer trains 2 parameters that no method averages, the first of shape [2, 2]",
+    unfrozen: "an optimizer trains 2 parameters that no method averages, the first of shape [4, 4]",
+    by_hand_on_a_copy: "none of its 4 parameters has changed",
+}
+
+
+@pytest.mark.parametrize("act", WRONG, ids=lambda act: act.__name__)
+def test_it_is_warned_of(act: Callable[..., None]):
+    assert [text for text in loop(act) if WRONG[act] in text], loop(act)
+
+
+def right(model, optimizer, co2, train):
+    for step in range(30):
+        train(optimizer)
+        if step % 7 != 5:  # else a GradScaler has skipped the step
+            co2.step(last=step == 29)
+        else:
+            co2.step()
+
+
+def hand_written(model, optimizer, co2, train):
+    for _ in range(20):
+        model(torch.randn(8, 4)).square().mean().backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.1 * p.grad
+                p.grad = None
+        co2.step()
+
+
+@pytest.mark.parametrize("method", ["co2", "local"])
+@pytest.mark.parametrize("act", [right, hand_written])
+def test_a_right_loop_is_not(act: Callable[..., None], method: str):
+    assert not loop(act, method)
+
+
+def one_alone(rank: int, world_size: int) -> list[str]:
+    def act(model, optimizer, co2, train):
+        for _ in range(4):
+            train(optimizer)
+            if rank == 0:
+                co2.step()
+
+    return loop(act)
+
+
+def test_the_worker_that_never_calls_step_says_so():
+    told = run_distributed(one_alone, 2)
+    assert not told[0] and any("4 optimizer steps" in text for text in told[1])

@@ -1,0 +1,50 @@
+"""How many functions of core a boundary calls: a reader follows each of them."""
+
+import os
+import sys
+import warnings
+from typing import Any
+
+import torch
+from torch import nn
+
+import core
+from core import CO2, CO2Config
+from core.testing import run_distributed
+
+ROOT = os.path.dirname(core.__file__)
+RECOMMENDED = {"gap": "none", "merge": "keep_local", "outer_momentum": 0.0, "delay": 2}
+CONFIGS = {"paper": CO2Config.paper(4), "on arrival": CO2Config(4, **RECOMMENDED)}  # pyright: ignore[reportArgumentType]
+
+
+def boundary(rank: int, world_size: int, config: CO2Config) -> list[str]:
+    """The files of core's functions that the boundary after many rounds calls, in their order."""
+    warnings.simplefilter("ignore")
+    model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
+    optimizer, co2 = torch.optim.SGD(model.parameters(), 0.05), CO2(model.parameters(), config)
+    called: list[str] = []
+
+    def note(frame: Any, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(ROOT):
+            called.append(os.path.relpath(frame.f_code.co_filename, ROOT))
+
+    for step in range(1, 45):
+        model(torch.randn(8, 16)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        sys.setprofile(note if step == 44 else None)
+        closed = co2.step()
+        sys.setprofile(None)
+    assert closed
+    co2.finish()
+    co2.close()
+    return called
+
+
+def test_a_boundary_calls_few_functions_in_few_files():
+    for name, config in CONFIGS.items():
+        called = run_distributed(boundary, 2, config)[0]
+        changes = sum(a != b for a, b in zip(called, called[1:], strict=False))
+        assert 20 < len(called) <= 100, f"{name}: {len(called)} calls"
+        assert len({*called}) <= 10, f"{name}: {sorted({*called})}"
+        assert changes <= 45, f"{name}: {changes} changes of file"
