@@ -32,7 +32,7 @@ class GradientCompression:
 
     A choice or a rounding for the whole model waits for the whole backward pass, so nothing crosses during it. If a
     step's gradients are not finite, as while a GradScaler finds its scale, error feedback drops what it holds of them.
-    wire: not float32.
+    compression: not float32.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class DDP(Loop):
     (training.zero.shard_model with everywhere=True); its communication is not measured: nan.
 
     Args:
-        wire: How gradients cross the network; see GradientCompression.
+        compression: How gradients cross the network; see GradientCompression.
         hooks: Of these, Requests are exchanged every ASK_EVERY steps.
         synchronous: Whether a model of plain tensors synchronizes itself, too (training.layouts.parallel).
     """

@@ -299,8 +299,13 @@ class OverlapLocalSGD(LocalUpdateMethod):
 
 @dataclass(frozen=True)
 class MethodArgs:
-    """What make_method was given. own: the method's own settings. model: to be called in the loop. options: what all
-    methods take."""
+    """What make_method was given.
+
+    Attributes:
+        own: The method's own settings.
+        model: The module that the loop calls.
+        args: What all methods take.
+    """
 
     co2: CO2Config
     own: Any = None
@@ -326,8 +331,13 @@ class MethodArgs:
 
 @dataclass(frozen=True)
 class Settings:
-    """A method's own. config: their dataclass. key: of make_method's keywords, and before the names of train scripts'
-    options, --KEY.NAME. help: of these."""
+    """A method's own settings.
+
+    Attributes:
+        key: The keyword of make_method, and the prefix of train scripts' options, --KEY.NAME.
+        config: Their dataclass.
+        help: Shown with these options.
+    """
 
     key: str
     config: type
@@ -336,13 +346,16 @@ class Settings:
 
 @dataclass(frozen=True)
 class MethodSpec:
-    """A method.
+    """A method that make_method knows.
 
-    make: the model to call in the loop, and the method. kind: hidden, reductions run under local steps; blocking, local
-    steps wait for them; synchronous, every step is a round; or optimizer, a method in an optimiser's place.
-    settings: its own, if it has any. check: refuses settings that do not go together. reads_co2: whether it reads all
-    of CO2Config, or tau and tau_max alone. takes: which of shard, offload, schedule, elastic and, of those that do not
-    read all of CO2Config, wire.
+    Attributes:
+        make: Returns the model that the loop calls, and the method.
+        kind: hidden if all-reduces run during local steps, blocking if local steps wait for them, synchronous if every
+            step is a round, optimizer if the method replaces the optimizer.
+        settings: Its own settings, if it has any.
+        check: Refuses settings that do not go together.
+        reads_co2: Whether it uses all of CO2Config, or only tau and tau_max.
+        takes: Which of shard, offload, schedule, elastic and compression it supports.
     """
 
     name: str
@@ -476,7 +489,7 @@ def make_method(
     share it. schedule: of co2, see CO2. lr: returns the current inner learning rate, for SlowMo. mesh: [nodes, workers
     of a node]: these synchronise gradients every step, and the method runs across nodes; ddp synchronises all every
     step anyway. With methods other than co2 hooks then hear, of each node, the worker of their own place alone. shard,
-    offload: see ShardedCO2. group, timeout, link, hooks: see assembly.Options. settings: of the method, by its key:
+    offload: see ShardedCO2. group, timeout, link, hooks: see build.CommonArgs. settings: of the method, by its key:
     diloco, slowmo, overlap_local, or ddp_compression, how ddp's gradients cross the network.
     """
     entry = spec_of(name)

@@ -62,7 +62,7 @@ def node_mesh(device_type: str, per_node: int | None = None, timeout: float | No
 
 
 def check_shared(c: CO2Config, compression: str = "float32") -> None:
-    """Raises UserError for settings that may diverge, or need the whole outer state in one place. wire: its format."""
+    """Raises UserError for settings that may diverge, or that need the whole outer state in one place."""
     c.check_stable()
     problems = []
     if c.merge != "restart" or not c.at_boundary:

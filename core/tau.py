@@ -70,7 +70,7 @@ class TauTuner:
     or need no more steps, it is tried, once, and kept if that is so.
 
     margin: by how much the local steps should outlast the all-reduce. tau_max: never above. given: the
-    user's tau, which holds; the wire alone is chosen, and `needed`, where means are merged on arrival.
+    user's tau, which holds; only the compression is chosen, and `needed`, where means are merged on arrival.
     Attributes: tau; wire, to be taken for what is sent next.
     """
 
@@ -111,7 +111,7 @@ class TauTuner:
             return smallest_tau(median(self._allreduces), median(self._steps), SLACK) + self._more
         if not self.decisions:
             return None
-        last = self.decisions[-1]  # the wire has changed since
+        last = self.decisions[-1]  # the compression has changed since
         return smallest_tau(last.allreduce_seconds, last.step_seconds, SLACK) + self._more
 
     def tell(self, stats: RoundStats, before: RoundStats, rank: int, places: Tensor) -> None:
@@ -193,8 +193,8 @@ class TauTuner:
         return decision
 
     def _another_wire(self, step: float, allreduce: float, wanted: int) -> tuple[int, float, str] | None:
-        """If the wire changes now: tau until its times are known, the all-reduce's expected ones, and why. wanted: the
-        tau that the present wire needs."""
+        """Returns, if the compression changes now, tau until its times are known, the all-reduce's expected time, and
+        why. wanted: the tau that the present compression needs."""
         text = f"over {self.compression} the mean takes {allreduce:.4g} s and a local step {step:.4g} s"
         if self._before is not None:
             (narrow, tau, expected), self._before = self._before, None

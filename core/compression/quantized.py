@@ -161,8 +161,8 @@ class Quantized(Reducer):
     A single worker encodes and decodes as well, so that it trains as one of many. Error feedback, `state`, costs a copy
     of the parameters, and 1 / n of a copy for the second stage.
 
-    wire: of all buckets, or one for each. memory: for both stages' errors, a tensor a bucket, [workers x chunk] and
-    [chunk]; None: it makes its own.
+    compression: of all buckets, or one for each. memory: for both stages' errors, a tensor a bucket, [workers x chunk]
+    and [chunk]; None: it makes its own.
     """
 
     def __init__(
