@@ -138,3 +138,27 @@ def one_alone(rank: int, world_size: int) -> list[str]:
 def test_the_worker_that_never_calls_step_says_so():
     told = run_distributed(one_alone, 2)
     assert not told[0] and any("4 optimizer steps" in text for text in told[1])
+
+
+def replaced(rank: int, world_size: int) -> list[str]:
+    """An EMA whose tensors the loop replaces: those that were given stay as they were."""
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    average = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        co2 = CO2(model.parameters(), PAPER, average=[*average.values()])
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(torch.randn(8, 4)).square().mean().backward()
+            optimizer.step()
+            average = {name: 0.9 * average[name] + 0.1 * p.detach() for name, p in model.named_parameters()}
+            co2.step()
+        co2.finish()
+        co2.close()
+    return [str(w.message) for w in found]
+
+
+def test_an_average_whose_tensors_are_replaced_is_told():
+    for told in run_distributed(replaced, 2):
+        assert any("none of the 2 tensors has changed in training" in text for text in told), told
