@@ -27,7 +27,7 @@ class Bucket:
     """All tensors of one dtype on one device, and the one flat tensor in which they travel.
 
     params, buffers: live tensors of a model, buffers being BatchNorm's statistics or the like. scalars: how many
-    numbers travel along. zeros: makes the flat tensor from its length and dtype; None: beside the others.
+    numbers travel along. zeros: makes the flat tensor from its length and dtype; None: on the device of the tensors.
 
     flat is 1-d, in the dtype of the sums: float64 for float64 tensors, else float32, so that 16-bit parameters lose
     nothing on their way. It holds in this order: `payload`, [numel], what the worker sends for its parameters, and

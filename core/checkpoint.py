@@ -223,7 +223,7 @@ def publish(fresh: Path, target: Path, manifest: str, files: Iterable[str]) -> N
 
 
 def tidy(folder: Path, step: int, keep: int) -> None:
-    """Removes all but the newest checkpoints, those of later steps, and what is left of other attempts."""
+    """Removes all but the newest checkpoints, checkpoints of later steps, and leftovers of other attempts."""
     kept = [name for name in finished(folder) if int(name.removeprefix("step")) <= step][:keep]
     for path in folder.glob("step*"):
         if path.name not in kept and re.fullmatch(r"step\d{9}(\.tmp-.*)?", path.name):
@@ -348,7 +348,8 @@ def save(
         folder: Where checkpoints lie, on a file system that all workers share. `~` is the home folder.
         co2: CO2 or any other method.
         step: How many steps the loop has taken.
-        keep: How many checkpoints stay. Older ones go, and so do those of later steps, of a run that was given up.
+        keep: How many checkpoints stay. Older checkpoints go, and so do checkpoints of later steps, from a run that was
+            given up.
         others: What else has a state, by name, such as {"schedule": scheduler}. Plain values, tensors, numpy's arrays
             and numbers, paths and Python's containers are restored with their types. Named tuples, dataclasses and
             tensor subclasses need torch.serialization.add_safe_globals([the class]) before save() and load().

@@ -99,7 +99,7 @@ def new_group(
 ) -> dist.ProcessGroup | None:
     """A process group with the ranks of `group` (None: all) and `timeout` seconds, used by nobody else.
 
-    device: of the tensors that it moves. backend: gloo or nccl; None for what `group` uses there. overlap: whether its
+    device: Where the moved tensors are. backend: gloo or nccl; None for what `group` uses there. overlap: whether its
     collectives run underneath local steps; somebody waits for the others, which nothing may slow down. Returns None
     when torch.distributed is not initialised: then there is one worker.
     """

@@ -104,7 +104,7 @@ class CompressionConfig:
 
 @dataclass(frozen=True)
 class CO2Config:
-    """The settings of CO2. The defaults are those of the example that the authors released.
+    """The settings of CO2. The defaults equal the example that the authors released.
 
     `CO2Config.recommended` and `CO2Config.paper` name the two sets of settings. CO2 warns if it gets a CO2Config(tau=N)
     with no other setting, which is the paper's rule.

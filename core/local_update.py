@@ -440,10 +440,14 @@ class LocalUpdateMethod(Loop, ABC):
 
     def stages(self) -> Iterator[Stage]:
         """The collectives of an all-reduce, one after the other. They run in the background."""
-        if self.broadcasts_state and self.allreduce.group is not None:  # else the group has changed meanwhile
+        yield from self.repair_replicas()
+        yield from self.reducer.stages(self.allreduce.group, self.allreduce.launched)
+
+    def repair_replicas(self) -> Iterator[Stage]:
+        """Sends rank 0's state to all workers if a hook has asked for it."""
+        if self.broadcasts_state and self.allreduce.group is not None:  # the group may have changed meanwhile
             yield send_first(self.state.shared(), self.allreduce.group)
         self.broadcasts_state = False
-        yield from self.reducer.stages(self.allreduce.group, self.allreduce.launched)
 
     def wait_allreduce(self, *, finished: bool) -> ReduceResult:
         """Waits for the all-reduce in flight. The model's buffers become their averages.

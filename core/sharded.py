@@ -22,7 +22,7 @@ from . import outer
 from .buckets import Bucket, copy, group_pieces, make_buckets, tensors_of, unique, views
 from .build import CommonArgs, build_args
 from .checkpoint import all_finite
-from .comm import Stage, gather_parts, send_first, sum_flats
+from .comm import Stage, gather_parts, sum_flats
 from .config import CO2Config, Schedule, named_rule, scheduled
 from .errors import UserError
 from .hooks import OutlierFilter
@@ -343,9 +343,7 @@ class ShardedCO2(LocalUpdateMethod):
         square = torch.where(outliers.spoilt_buffer() > 0, float("nan"), size.square()).view(1)
         yield from self._node.sum([square])
         self.zero_payload(outliers.judge(square[0].sqrt()))
-        if self.broadcasts_state and self.allreduce.group is not None:
-            yield send_first(self.state.shared(), self.allreduce.group)
-        self.broadcasts_state = False
+        yield from self.repair_replicas()
         # a worker in finish() has no weight, either, where workers count by their steps
         self._weightless.copy_((self.scalars["weight"] == 0) & (self.scalars["steps"] > 0))
         yield from self._reduce([b.rest for b in self.buckets])

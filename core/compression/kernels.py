@@ -3,7 +3,7 @@
 Bytes a float32 element of int4 with error feedback: encoding 12.5 (value and error read, error and bytes written),
 decoding 4.5; the average of n workers, a share 1 / n of the elements each, n / 2 + 8.5 an element of that share.
 
-The arithmetic is that of core/compression/formats.py, operation by operation: products and sums are not fused, and
+The arithmetic equals core/compression/formats.py, operation by operation: products and sums are not fused, and
 quotients are rounded to nearest. So bytes, averages and errors equal the plain codec's bit for bit. The exceptions are
 the sign of a zero, and the bits of a block that is not finite, which decodes to numbers that are not finite either way.
 """

@@ -25,7 +25,7 @@ Rule = Literal["lgreco", "uniform"]
 
 @dataclass(frozen=True)
 class LGrecoConfig:
-    """Defaults are those of the released code, except `every` and `first`, which it counts in steps."""
+    """The defaults equal the released code, except `every` and `first`, which it counts in steps."""
 
     rule: Rule = "lgreco"
     """lgreco: the fewest bytes within the error of the uniform setting; uniform: that setting for all layers."""
