@@ -436,7 +436,7 @@ def load(
 def _constant(model: nn.Module, co2: Stateful) -> set[str]:
     """The names of buffers that need not be finite: those that the method does not average, and those in which nothing
     is other than finite but what they began with, as a causal mask of -inf."""
-    spoilt = co2.spoilt_buffers() if isinstance(co2, LocalUpdateMethod) else []
+    spoilt = co2._spoilt_buffers() if isinstance(co2, LocalUpdateMethod) else []
     return {name for name, b in model.named_buffers(remove_duplicate=False) if not any(b is other for other in spoilt)}
 
 

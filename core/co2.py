@@ -61,9 +61,9 @@ class CO2(LocalUpdateMethod):
         **args: See CommonArgs.
     """
 
-    name = "CO2"
-    sends_differences = needs_global_norms = True
-    numbers = ("_last_alpha", "_momentum_norm")
+    _name = "CO2"
+    _sends_differences = _needs_global_norms = True
+    _numbers = ("_last_alpha", "_momentum_norm")
 
     def __init__(
         self,
@@ -84,40 +84,40 @@ class CO2(LocalUpdateMethod):
         self.config = c = scheduled(c, schedule, 0)
         c.check_stable()
         super().__init__(params, **built)
-        self.starts_near_anchor = c.merge != "restart"
+        self._starts_near_anchor = c.merge != "restart"
         self._in_paper_order = c.merge != "keep_local" and c.at_boundary
         # x_{t,0} and m_t, one flat tensor per bucket, float32 for 16-bit parameters
-        self._x = self.replicated_state = self.anchor_params = self.state.new("outer_iterate", of_params=True)
-        self._m = self.state.new("outer_momentum")
-        none = [None] * len(self.buckets)
+        self._x = self._replicated_state = self._anchor_params = self._state.new("outer_iterate", of_params=True)
+        self._m = self._state.new("outer_momentum")
+        none = [None] * len(self._buckets)
         # keep_local: the parameters when the all-reduce started
-        snapshot = self.state.new("snapshot", of_params=True, own=True) if c.merge == "keep_local" else none
+        snapshot = self._state.new("snapshot", of_params=True, own=True) if c.merge == "keep_local" else none
         # Nesterov with a gap: what step 7 took last in place of m_t
-        self._direction = self.state.new("outer_step") if c.nesterov and c.gap != "none" else []
-        flats = zip(self.buckets, self._x, self._m, snapshot, self._direction or none, strict=True)
+        self._direction = self._state.new("outer_step") if c.nesterov and c.gap != "none" else []
+        flats = zip(self._buckets, self._x, self._m, snapshot, self._direction or none, strict=True)
         self._outer_steps = [
             outer.make_outer_step(b.params, b.payload, x, m, y, z, nesterov=c.nesterov)
             for b, x, m, y, z in flats
             if b.numel
         ]
-        self._numel = sum(b.numel for b in self.buckets)
+        self._numel = sum(b.numel for b in self._buckets)
         self._last_alpha = 0.0  # outer_lr of the last outer step; 0 if the last boundary took none
-        self._momentum_norm = torch.zeros((), dtype=torch.float64, device=self.allreduce.device)
+        self._momentum_norm = torch.zeros((), dtype=torch.float64, device=self._allreduce.device)
 
     # -- the boundary ------------------------------------------------------------------------------------------
 
-    def close_round(self, *, finished: bool) -> bool:
+    def _close_round(self, *, finished: bool) -> bool:
         # An average that has not arrived during the round is merged first.
-        if not self._in_paper_order and self.allreduce.in_flight and self.merge(finished=finished).is_last:
+        if not self._in_paper_order and self._allreduce.in_flight and self._merge(finished=finished).is_last:
             return True
-        if finished and not self.local_steps:
+        if finished and not self._local_steps:
             self._restart()  # what an earlier average was mixed with is no local step, and must not be sent
         if self._in_paper_order:
             return self._close_in_paper_order(finished=finished)
         for outer_step in self._outer_steps:
             outer_step.take()  # step 3: the payload, and the snapshot
-        self.start_allreduce(finished=finished)  # step 3
-        return self.config.delay == 0 and self.merge(finished=finished).is_last
+        self._start_allreduce(finished=finished)  # step 3
+        return self.config.delay == 0 and self._merge(finished=finished).is_last
 
     def _close_in_paper_order(self, *, finished: bool) -> bool:
         """Steps 2 to 7. In the first round no average has arrived, so x_{1,0} = x_{0,0}.
@@ -125,7 +125,7 @@ class CO2(LocalUpdateMethod):
         One buffer serves both directions. The outer step reads the sum from it and writes the next difference to it, so
         the all-reduce starts last.
         """
-        result = self.wait_allreduce(finished=finished) if self.allreduce.in_flight else None  # step 2
+        result = self._wait_allreduce(finished=finished) if self._allreduce.in_flight else None  # step 2
         if result and result.is_empty:
             self._last_alpha = 0.0
             return True
@@ -133,20 +133,20 @@ class CO2(LocalUpdateMethod):
         self._outer_step(merge, self.config.mix, arrived=result is not None)  # steps 4 to 7, and 3 into the payload
         if result and result.is_last:
             return True
-        self.start_allreduce(finished=finished)  # step 3
+        self._start_allreduce(finished=finished)  # step 3
         return False
 
     # -- merge on arrival --------------------------------------------------------------------------------------
 
-    def mid_round(self) -> None:
+    def _mid_round(self) -> None:
         """Merges the average in flight if it is due after this local step."""
-        if not self._in_paper_order and self.sync_schedule.merges(self):
+        if not self._in_paper_order and self._sync_schedule.merges(self):
             self._merge_early(at_boundary=False)
 
-    def merge(self, *, finished: bool = False) -> ReduceResult:
+    def _merge(self, *, finished: bool = False) -> ReduceResult:
         """Steps 2 and 4 to 7, then the merge. In finish() no local step follows, so nothing is mixed."""
         c = self.config
-        result = self.wait_allreduce(finished=finished)  # step 2
+        result = self._wait_allreduce(finished=finished)  # step 2
         if not result.is_empty:
             self._outer_step(c.merge, 0.0 if finished and c.delay != 0 else c.mix, takes_difference=False)  # 4 to 7
         if result.is_last:  # nothing is stale any more
@@ -157,20 +157,20 @@ class CO2(LocalUpdateMethod):
     @torch.inference_mode(False)
     @torch.no_grad()
     def _merge_early(self, *, at_boundary: bool) -> None:
-        with self.clock.early_merge(self.local_steps):
-            self.merge()
+        with self._clock.early_merge(self._local_steps):
+            self._merge()
             if not at_boundary:
-                self.params_updated(at_boundary=False)
+                self._params_updated(at_boundary=False)
         if at_boundary:
-            self.params_updated(at_boundary=True)
+            self._params_updated(at_boundary=True)
 
-    def reach_common_model(self) -> bool:
+    def _reach_common_model(self) -> bool:
         """With keep_local on arrival it waits for the average in flight, and merges it."""
         c = self.config
-        if c.delay == "auto" and c.merge == "keep_local" and self.at_boundary and self.allreduce.in_flight:
+        if c.delay == "auto" and c.merge == "keep_local" and self.at_boundary and self._allreduce.in_flight:
             self._merge_early(at_boundary=True)
         # with interpolate and delay 0 workers differ though nothing is in flight
-        return super().reach_common_model() and not (c.merge == "interpolate" and self._differs())
+        return super()._reach_common_model() and not (c.merge == "interpolate" and self._differs())
 
     # -- the outer step ----------------------------------------------------------------------------------------
 
@@ -184,18 +184,18 @@ class CO2(LocalUpdateMethod):
             arrived: Whether there is an average. If not, x and m stay.
             takes_difference: Whether the pass also writes step 3's difference to the payload.
         """
-        c, stats = self.config, self.clock.stats
+        c, stats = self.config, self._clock.stats
         if arrived:
-            delta_norm = stats.pseudo_gradient_norm = self.scale * outer.norm([b.payload for b in self.buckets])
+            delta_norm = stats.pseudo_gradient_norm = self._scale * outer.norm([b.payload for b in self._buckets])
             last_step_norm = self._last_alpha * self._momentum_norm
             if self._direction and c.gap == "norm":
                 last_step_norm = self._last_alpha * outer.norm([step for step in self._direction if len(step)])
             rule = outer.Rule(
-                beta=outer.carried(c.outer_momentum, self.growth),
+                beta=outer.carried(c.outer_momentum, self._growth),
                 alpha=c.outer_lr,
                 last_alpha=self._last_alpha,
                 phi=c.clip,
-                scale=self.scale,
+                scale=self._scale,
                 c=delta_norm / self._numel**0.5 if c.gap == "elementwise" else None,
                 gap=outer.gap_scalar(last_step_norm, delta_norm) if c.gap == "norm" else None,
                 nesterov=c.outer_momentum if c.nesterov else None,
@@ -204,7 +204,7 @@ class CO2(LocalUpdateMethod):
                 takes_difference=takes_difference,
             )
         else:
-            for bucket in self.buckets:
+            for bucket in self._buckets:
                 bucket.payload.zero_()  # 0 times a NaN from before a checkpoint was loaded is a NaN
             rule = outer.Rule(nesterov=c.outer_momentum if c.nesterov else None, merge=merge, share=share)
         seen = outer.all_seen([outer_step.run(rule) for outer_step in self._outer_steps])
@@ -213,7 +213,7 @@ class CO2(LocalUpdateMethod):
             stats.momentum_norm = self._momentum_norm = seen[0].sqrt()
             stats.gap_mean, stats.gap_max, stats.clipped_share = seen[1] / self._numel, seen[2], seen[3] / self._numel
 
-    def restart_from_anchor(self, where: Tensor | None = None) -> None:
+    def _restart_from_anchor(self, where: Tensor | None = None) -> None:
         if self.config.merge != "restart":  # else every boundary restarts the worker
             self._restart(where)
 
@@ -223,19 +223,19 @@ class CO2(LocalUpdateMethod):
 
     def _differs(self) -> bool:
         """Whether this worker is not where the outer iterate is."""
-        flats = zip(self.buckets, self.anchor_params, strict=True)
+        flats = zip(self._buckets, self._anchor_params, strict=True)
         pairs = (pair for b, flat in flats for pair in zip(b.params, views(flat, b.params), strict=True))
         return any(not torch.equal(p, x.to(p.dtype)) for p, x in pairs)  # one tensor at a time
 
     # -- settings ----------------------------------------------------------------------------------------------
 
-    def begin_round(self, number: int) -> None:
+    def _begin_round(self, number: int) -> None:
         if self._schedule is not None:
             self.config = scheduled(self._given, self._schedule, number)
             self.config.check_stable()
 
-    def signature(self) -> Any:
+    def _signature(self) -> Any:
         return asdict(self.config)
 
-    def settings(self) -> Any:
+    def _settings(self) -> Any:
         return self.config.changing(self.tau)

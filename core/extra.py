@@ -64,7 +64,7 @@ class ExtraAverage:
     @torch.no_grad()
     def run(self, equal: bool, call: str) -> None:
         """Averages if all workers call it with `equal`. Every worker must call it, in `call`."""
-        allreduce = self.method.allreduce
+        allreduce = self.method._allreduce
         allreduce.check_alive()
         if allreduce.group is None:
             return
@@ -74,7 +74,7 @@ class ExtraAverage:
             found = self._found(equal)
             if found is None:
                 return
-            if self._first and self.method.has_stepped and not self._changed:
+            if self._first and self.method._has_stepped and not self._changed:
                 self._changed = True
                 if all(first == (t._version, t.data_ptr()) for first, t in zip(self._first, self.alike, strict=True)):
                     warnings.warn(
@@ -82,9 +82,9 @@ class ExtraAverage:
                         "them, as average[name] = ... does, pass a function: average=lambda: list(average.values())",
                         stacklevel=2,
                     )
-            whole = [t for t in found if not (self.method.shards or is_dtensor(t))]
-            parts = [local_shard(t) for t in found if self.method.shards or is_dtensor(t)]
-            for tensors, count in ((whole, self.method.total_world_size), (parts, allreduce.world_size)):
+            whole = [t for t in found if not (self.method._shards or is_dtensor(t))]
+            parts = [local_shard(t) for t in found if self.method._shards or is_dtensor(t)]
+            for tensors, count in ((whole, self.method._total_world_size), (parts, allreduce.world_size)):
                 for wide in (torch.float32, torch.float64):
                     of_kind = [t for t in tensors if (t.dtype == torch.float64) == (wide == torch.float64)]
                     if of_kind:
@@ -105,11 +105,11 @@ class ExtraAverage:
             found = tensors_of(self._given)
             self._check_overlap([local_shard(t) for t in found])
         except KeyError as error:  # of an optimizer's state, which is empty before the first step
-            problem = f"average: the function failed with KeyError: {error}" if self.method.has_stepped else ""
+            problem = f"average: the function failed with KeyError: {error}" if self.method._has_stepped else ""
         except Exception as error:
             own = isinstance(error, UserError)
             problem = str(error) if own else f"average: the function failed with {type(error).__name__}: {error}"
-        group = self.method.allreduce.group
+        group = self.method._allreduce.group
         assert group is not None
         mine = [(tuple(t.shape), str(t.dtype)) for t in map(local_shard, found)]
         ranks, told = dist.get_process_group_ranks(group), of_all((equal, problem, mine), group)
@@ -129,8 +129,8 @@ class ExtraAverage:
                     f"{rank}: give the same tensors in the same order on all workers"
                 )
         states = torch.tensor([float(bool(problem)), float(not all(ready for ready, _, _ in told))])
-        states = states.to(self.method.allreduce.device)
-        _wait(self.method.sum_parts(states))  # what the other workers of a node have found
+        states = states.to(self.method._allreduce.device)
+        _wait(self.method._sum_parts(states))  # what the other workers of a node have found
         failed, unequal = states.tolist()
         if failed:
             raise UserError(problem or "average: another worker of this node cannot average: see its message")
@@ -138,7 +138,7 @@ class ExtraAverage:
 
     def _mean(self, tensors: Sequence[Tensor], wide: torch.dtype, count: int, *, over_node: bool) -> None:
         """Sums each tensor and the number of workers where it is finite, in one flat tensor."""
-        device, group = self.method.allreduce.device, self.method.allreduce.group
+        device, group = self.method._allreduce.device, self.method._allreduce.group
         assert group is not None
         finite = [bool(torch.isfinite(t.to(wide)).all()) for t in tensors]
         flat = torch.zeros(sum(t.numel() for t in tensors) + len(tensors), dtype=wide, device=device)
@@ -148,12 +148,12 @@ class ExtraAverage:
         weights.copy_(torch.tensor(finite))
         _wait([sum_flats([flat], group)])
         if over_node:
-            _wait(self.method.sum_parts(flat))
+            _wait(self.method._sum_parts(flat))
         of_each = weights.tolist()
         for t, total, weight in zip(tensors, sums, of_each, strict=True):
             if weight:
                 t.copy_(total.div_(weight))
-        if (few := sum(0 < weight < count for weight in of_each)) and self.method.is_log_rank:
+        if (few := sum(0 < weight < count for weight in of_each)) and self.method._is_log_rank:
             warnings.warn(
                 f"average: {few} of {len(tensors)} tensors were not finite on some workers, which did not count there",
                 stacklevel=2,
@@ -161,14 +161,14 @@ class ExtraAverage:
 
     def _check_overlap(self, tensors: Sequence[Tensor]) -> None:
         """UserError for a tensor that the method averages already."""
-        taken = sorted(_span(t) for t in (*self.method.params, *self.method.buffers) if t.numel())
+        taken = sorted(_span(t) for t in (*self.method._params, *self.method._buffers) if t.numel())
         for t in tensors:
             device, start, end = _span(t)
             before = bisect_left(taken, (device, end, 0)) - 1  # the last that starts before the end
             if t.numel() and before >= 0 and taken[before][0] == device and taken[before][2] > start:
                 raise UserError(
                     f"average: a tensor of shape {tuple(t.shape)} shares its memory with the parameters or buffers "
-                    f"that {self.method.name} averages already: leave it out"
+                    f"that {self.method._name} averages already: leave it out"
                 )
 
 

@@ -131,18 +131,18 @@ class OutlierFilter(Hook):
 
     def attach(self, method: LocalUpdateMethod) -> None:
         super().attach(method)
-        group, places = method.allreduce.group, method.allreduce.places
+        group, places = method._allreduce.group, method._allreduce.places
         ranks = range(places) if group is None else dist.get_process_group_ranks(group)
-        self.names = [f"{method.worker_label} {rank}" for rank in ranks]
-        self.state = torch.zeros(3, dtype=torch.float64, device=method.allreduce.device)
-        self.verdict = torch.zeros((), dtype=torch.float64, device=method.allreduce.device)
-        self._verdicts = method.scalars["excluded"].view(-1)
+        self.names = [f"{method._worker_label} {rank}" for rank in ranks]
+        self.state = torch.zeros(3, dtype=torch.float64, device=method._allreduce.device)
+        self.verdict = torch.zeros((), dtype=torch.float64, device=method._allreduce.device)
+        self._verdicts = method._scalars["excluded"].view(-1)
         self._repeats, self._generation = [0] * len(self.names), 0
 
     def before_allreduce(self) -> Tensor | None:
-        if self.method.payload_is_deferred:
+        if self.method._payload_is_deferred:
             return None  # the method calls judge() when the payload is complete
-        return self.judge(norm([b.payload for b in self.method.buckets]).double(), self.spoilt_buffer())
+        return self.judge(norm([b.payload for b in self.method._buckets]).double(), self.spoilt_buffer())
 
     def on_reduced_scalars(self, sums: Mapping[str, Sequence[float]], info: ReductionInfo) -> None:
         """Warns of excluded workers.
@@ -151,7 +151,7 @@ class OutlierFilter(Hook):
             DivergedError: If no worker's update is finite, or a worker is excluded too many times in a row.
         """
         codes = [round(verdict * info.workers / info.total_world_size) for verdict in sums["excluded"]]
-        self.count = self.method.clock.stats.excluded = len(codes) - codes.count(VALID)
+        self.count = self.method._clock.stats.excluded = len(codes) - codes.count(VALID)
         if self._generation != info.generation or not self.count:
             self._repeats, self._generation = [0] * len(codes), info.generation
         self._repeats = [n + 1 if code else 0 for n, code in zip(self._repeats, codes, strict=True)]
@@ -168,7 +168,7 @@ class OutlierFilter(Hook):
             text = f"{name} is left out of the mean of round {info.round}: what it has sent is {reason}"
             if repeats > MAX_REPEATS:
                 raise DivergedError(f"{text}, as in the {repeats - 1} rounds before; {remedy}")
-            if self.method.is_log_rank:
+            if self.method._is_log_rank:
                 warnings.warn(f"{text}; it starts anew", stacklevel=2)
 
     @torch.no_grad()
@@ -186,9 +186,9 @@ class OutlierFilter(Hook):
         size = size.to(self.state)
         number = torch.zeros_like(size) if spoilt is None else spoilt.to(size)
         self.size = torch.where(number > 0, float("nan"), size)
-        verdict = self._verdict_on(self.size, method.local_steps_sent if method.sends_differences else 0)
+        verdict = self._verdict_on(self.size, method._local_steps_sent if method._sends_differences else 0)
         self.verdict.copy_(torch.where((number > 0) & size.isfinite(), number - 1 + BUFFER, verdict))
-        self._verdicts.zero_()[method.allreduce.place].copy_(self.verdict)
+        self._verdicts.zero_()[method._allreduce.place].copy_(self.verdict)
         return self.verdict != VALID
 
     def _verdict_on(self, size: Tensor, steps: int) -> Tensor:
@@ -210,21 +210,21 @@ class OutlierFilter(Hook):
     def spoilt_buffer(self) -> Tensor:
         """Number of the first buffer that is not finite where it was at the start, from 1, 0-d; 0 for none."""
         m = self.method
-        return first_spoilt([b.values for b in m.buckets], m.first_values, m.buckets)
+        return first_spoilt([b.values for b in m._buckets], m._first_values, m._buckets)
 
     def _buffer_name(self, code: int) -> str:
         """The buffer that a verdict is about: its number among those given, its shape, and where a module has it."""
         m = self.method
-        known = {id(b): given for b, given in zip(m.buffers, m.given_buffers.items(), strict=True)}
-        number, buffer = known[id([b for bucket in m.buckets for b in bucket.buffers][code - BUFFER])]
+        known = {id(b): given for b, given in zip(m._buffers, m._given_buffers.items(), strict=True)}
+        number, buffer = known[id([b for bucket in m._buckets for b in bucket.buffers][code - BUFFER])]
         return f"buffer {number}{owner_of(buffer)}, of shape {list(buffer.shape)}"
 
     def _live_buffer(self) -> str:
         """The first of this worker's buffers that is not finite any more; "" for none, or if the parameters are not."""
         m = self.method
-        if not all(bool(p.isfinite().all()) for p in m.params):
+        if not all(bool(p.isfinite().all()) for p in m._params):
             return ""
-        spoilt = int(first_spoilt([b.flat_buffers() for b in m.buckets], m.first_values, m.buckets))
+        spoilt = int(first_spoilt([b.flat_buffers() for b in m._buckets], m._first_values, m._buckets))
         return self._buffer_name(spoilt - 1 + BUFFER) if spoilt else ""
 
     def state_dict(self) -> Any:
@@ -277,13 +277,13 @@ class ConsensusDistance(Hook):
 
     def attach(self, method: LocalUpdateMethod) -> None:
         super().attach(method)
-        self._weight, self._squares = method.scalars["weight"], method.scalars["squares"]
+        self._weight, self._squares = method._scalars["weight"], method._scalars["squares"]
         self._square: Tensor | None = None  # mean_i ||d^i||^2 of the last all-reduce, 0-d
 
     @torch.no_grad()
     def before_allreduce(self) -> None:
         m = self.method
-        if m.sends_differences and not m.payload_is_deferred:
+        if m._sends_differences and not m._payload_is_deferred:
             square = self._filter.size.square().to(self._weight)
             self._squares.copy_(torch.where(self._weight > 0, self._weight * square, 0.0))
 
@@ -294,9 +294,9 @@ class ConsensusDistance(Hook):
 
     @torch.no_grad()
     def on_round_end(self) -> None:
-        stats = self.method.clock.stats
+        stats = self.method._clock.stats
         mean = stats.pseudo_gradient_norm
-        if self._square is not None and isinstance(mean, Tensor) and not self.method.payload_is_deferred:
+        if self._square is not None and isinstance(mean, Tensor) and not self.method._payload_is_deferred:
             stats.consensus_distance = (self._square - mean.to(self._square).square()).clamp(min=0).sqrt()
         self._square = None
 
@@ -319,21 +319,21 @@ class ReplicaChecksum(Hook):
 
     def attach(self, method: LocalUpdateMethod) -> None:
         super().attach(method)
-        self._places = method.scalars["settings"], method.scalars["replicas"]
+        self._places = method._scalars["settings"], method._scalars["replicas"]
         self._repair_in: int | None = None  # the generation in which replicas were found to differ
         self._repaired = (0, -REPAIR_EVERY)  # the generation and the round of the last repair
 
     def before_allreduce(self) -> None:
         m = self.method
-        most = max(m.allreduce.most, m.total_world_size)
-        number = m.checksum_round
-        replicas = checksum(m.replicated_state, number, most) if m.replicated_state and number is not None else 0
-        for places, c in zip(self._places, (checksum_of(m.settings(), most), replicas), strict=True):
+        most = max(m._allreduce.most, m._total_world_size)
+        number = m._checksum_round
+        replicas = checksum(m._replicated_state, number, most) if m._replicated_state and number is not None else 0
+        for places, c in zip(self._places, (checksum_of(m._settings(), most), replicas), strict=True):
             for place, value in zip(places, (c, c * c), strict=True):
                 place.copy_(value) if isinstance(value, Tensor) else place.fill_(value)
-        if self._repair_in == m.generation and m.allreduce.group is not None:
-            m.broadcasts_state = True  # with the all-reduce that is about to start
-            self._repaired = m.generation, m.allreduce.launched + 1
+        if self._repair_in == m._generation and m._allreduce.group is not None:
+            m._broadcasts_state = True  # with the all-reduce that is about to start
+            self._repaired = m._generation, m._allreduce.launched + 1
         self._repair_in = None
 
     def on_reduced_scalars(self, sums: Mapping[str, Sequence[float]], info: ReductionInfo) -> None:
@@ -345,16 +345,16 @@ class ReplicaChecksum(Hook):
         m = self.method
         if not equal(sums["settings"], info.total_world_size):
             raise UserError(
-                f"workers differ in their settings in round {info.round}, where this one has {m.settings()}: "
+                f"workers differ in their settings in round {info.round}, where this one has {m._settings()}: "
                 "a schedule must give all of them the same, from the round's number alone"
             )
         alike = equal(sums["replicas"], info.workers)
-        m.clock.stats.drifted = float(not alike)
-        generation, repaired = self._repaired if self._repaired[0] == m.generation else (m.generation, -REPAIR_EVERY)
-        if alike or m.allreduce.launched - repaired < REPAIR_EVERY:
+        m._clock.stats.drifted = float(not alike)
+        generation, repaired = self._repaired if self._repaired[0] == m._generation else (m._generation, -REPAIR_EVERY)
+        if alike or m._allreduce.launched - repaired < REPAIR_EVERY:
             return
         self._repair_in = generation
-        if repaired < 0 and m.allreduce.rank == 0:
+        if repaired < 0 and m._allreduce.rank == 0:
             warnings.warn(
                 f"the workers' outer state was not the same in round {info.round}, as on unlike machines: "
                 f"rank 0's is sent to all, at most once in {REPAIR_EVERY} rounds",
@@ -408,7 +408,7 @@ class Requests(Hook):
     def attach(self, method: LocalUpdateMethod) -> None:
         super().attach(method)
         for name in self.scalars:  # the run that wrote a checkpoint has met its requests
-            method.scalars[name].zero_()
+            method._scalars[name].zero_()
 
     def ask(self, name: str) -> None:
         if name not in self.scalars:
@@ -417,14 +417,14 @@ class Requests(Hook):
 
     def before_allreduce(self) -> None:
         for name, value in zip(self.scalars, self.take(), strict=True):
-            self.method.scalars.set(name, value)
+            self.method._scalars.set(name, value)
 
     def on_reduced_scalars(self, sums: Mapping[str, Sequence[float]], info: ReductionInfo) -> None:
         self.receive([sums[name][0] for name in self.scalars])
 
     def on_round_end(self) -> None:
         self.grant()
-        if self.method.has_finished:  # the request to stop is answered
+        if self.method._has_finished:  # the request to stop is answered
             self.asked -= LASTING
             self.granted -= LASTING
 
@@ -460,8 +460,8 @@ class Snapshot(Hook):
         Copy parameters and optimizer here. A snapshot that was asked for before is given first, which waits.
         """
         self.hand_over()
-        self._wanted, self._of_now = then, {"local_steps": self.method.local_steps}
-        if not self.method.allreduce.in_flight:
+        self._wanted, self._of_now = then, {"local_steps": self.method._local_steps}
+        if not self.method._allreduce.in_flight:
             self.hand_over()
 
     def hand_over(self) -> None:
@@ -487,7 +487,7 @@ class MasterWeightSync(Hook):
 
     def attach(self, method: LocalUpdateMethod) -> None:
         super().attach(method)
-        given, masters = [p.shape for p in self.model_params], [p.shape for p in method.params]
+        given, masters = [p.shape for p in self.model_params], [p.shape for p in method._params]
         if given != masters:
             raise UserError(
                 f"{len(given)} model_params for {len(masters)} parameters: give one of each shape, in their order"
@@ -496,4 +496,4 @@ class MasterWeightSync(Hook):
 
     @torch.no_grad()
     def after_param_update(self, *, at_boundary: bool) -> None:
-        copy(self.model_params, self.method.params)
+        copy(self.model_params, self.method._params)

@@ -179,16 +179,16 @@ class LocalUpdateMethod(Loop, ABC):
             hooks.forget does. On a CPU only if this worker was excluded.
     """
 
-    name = ""
-    worker_label = "rank"  # what messages call a worker, before its number
-    sends_differences = False  # whether payloads are differences: zero if nothing has moved
-    starts_near_anchor = False  # whether workers begin a round near anchor_params, not exactly there
-    needs_global_norms = False  # whether it takes norms of all parameters, which no worker has of DTensors
-    shards = False  # whether the processes that hold one payload hold different parts of the model
-    payload_is_deferred = False  # whether payloads are complete only in the background
-    on_step: Callable[[], None] | None = None  # called as step() begins; None after the first rounds
-    saved_at: tuple[int, int] | None = None  # rounds and local steps at which state_dict() was last called
-    numbers: Sequence[str] = ()  # attributes that belong in a checkpoint: plain numbers, or 0-d tensors
+    _name = ""
+    _worker_label = "rank"  # what messages call a worker, before its number
+    _sends_differences = False  # whether payloads are differences: zero if nothing has moved
+    _starts_near_anchor = False  # whether workers begin a round near anchor_params, not exactly there
+    _needs_global_norms = False  # whether it takes norms of all parameters, which no worker has of DTensors
+    _shards = False  # whether the processes that hold one payload hold different parts of the model
+    _payload_is_deferred = False  # whether payloads are complete only in the background
+    _on_step: Callable[[], None] | None = None  # called as step() begins; None after the first rounds
+    _saved_at: tuple[int, int] | None = None  # rounds and local steps at which state_dict() was last called
+    _numbers: Sequence[str] = ()  # attributes that belong in a checkpoint: plain numbers, or 0-d tensors
 
     def __init__(
         self,
@@ -202,56 +202,56 @@ class LocalUpdateMethod(Loop, ABC):
         usage: UsageChecks | None = None,
         average: ExtraAverage | None = None,
     ):
-        self.sync_schedule, self.hooks = sync_schedule, list(hooks)
-        check_hooks(self.hooks)
+        self._sync_schedule, self._hooks = sync_schedule, list(hooks)
+        check_hooks(self._hooks)
         given, others = unique(tensors_of(params, "parameters")), unique(tensors_of(buffers, "buffers"))
-        if self.needs_global_norms and any(map(is_dtensor, given)):
+        if self._needs_global_norms and any(map(is_dtensor, given)):
             raise UserError("DTensors as parameters need ShardedCO2 with mesh=: their norms are of the whole model")
-        self.trained = [p for p in given if p.requires_grad]
+        self._trained = [p for p in given if p.requires_grad]
         self._frozen = [p for p in given if not p.requires_grad]
-        self.params = [local_shard(p) for p in self.trained]
-        self.given_buffers = {i: b for i, b in enumerate(others) if has_mean(b)}
-        self.buffers = [as_real(local_shard(b)) for b in self.given_buffers.values()]
+        self._params = [local_shard(p) for p in self._trained]
+        self._given_buffers = {i: b for i, b in enumerate(others) if has_mean(b)}
+        self._buffers = [as_real(local_shard(b)) for b in self._given_buffers.values()]
         self._broadcast_once = [local_shard(t) for t in (*given, *others)]
-        check_inputs(given, self.params, self.buffers)
-        self.allreduce = allreduce(self.device)
-        if self.allreduce.places == 1:
+        check_inputs(given, self._params, self._buffers)
+        self._allreduce = allreduce(self._device)
+        if self._allreduce.places == 1:
             check_group()
         sizes = dict(OWN_SCALARS)
-        for hook in self.hooks:
+        for hook in self._hooks:
             sizes |= hook.scalars
-        for hook in self.hooks:
-            sizes |= {name: n * self.allreduce.places for name, n in hook.per_worker_scalars.items()}
-        self.scalars = Scalars(sizes)
-        self.buckets = self.make_buckets()
-        self.scalars.attach(self.buckets[0].scalars)
+        for hook in self._hooks:
+            sizes |= {name: n * self._allreduce.places for name, n in hook.per_worker_scalars.items()}
+        self._scalars = Scalars(sizes)
+        self._buckets = self._make_buckets()
+        self._scalars.attach(self._buckets[0].scalars)
         # 0-d views into the first bucket: what is written to them travels
-        self._finished, self._steps, self._weight = (self.scalars[name] for name in OWN_SCALARS)
-        self.reducer = reducer(self.buckets, self.scalars, self.allreduce)
-        self.scale: float | Tensor = self.reducer.scale
-        self.state, self.replicated_state, self.anchor_params = State(self.buckets), list[Tensor](), list[Tensor]()
+        self._finished, self._steps, self._weight = (self._scalars[name] for name in OWN_SCALARS)
+        self._reducer = reducer(self._buckets, self._scalars, self._allreduce)
+        self._scale: float | Tensor = self._reducer.scale
+        self._state, self._replicated_state, self._anchor_params = State(self._buckets), list[Tensor](), list[Tensor]()
         # This worker's buffers at the boundary: the averages that arrive overwrite the live ones.
-        self._own_buffers = [(b, [t.clone() for t in b.buffers]) for b in self.buckets if b.buffers]
-        self.clock = RoundClock(self.allreduce.device)
-        self.local_steps = self.local_steps_sent = 0
-        self.sent_tau = self._arrived_tau = sync_schedule.tau
-        self.growth = 1.0
-        self.broadcasts_state, self.generation = False, 0
+        self._own_buffers = [(b, [t.clone() for t in b.buffers]) for b in self._buckets if b.buffers]
+        self._clock = RoundClock(self._allreduce.device)
+        self._local_steps = self._local_steps_sent = 0
+        self._sent_tau = self._arrived_tau = sync_schedule.tau
+        self._growth = 1.0
+        self._broadcasts_state, self._generation = False, 0
         self.on_excluded: Callable[[Tensor], None] | None = None
         self._readback = AsyncReadback()
         self._ended: bool | None = None  # after step(last=True): whether all workers have ended
-        self.has_finished = False  # whether the last all-reduce that arrived ended the training of all workers
-        self._average, self.has_stepped = average, False
-        self.broadcast_params()
+        self._has_finished = False  # whether the last all-reduce that arrived ended the training of all workers
+        self._average, self._has_stepped = average, False
+        self._broadcast_params()
         if average is not None:
             average.attach(self)
-        for hook in self.hooks:
+        for hook in self._hooks:
             hook.attach(self)
         self._before_allreduce, self._after_allreduce = self._calls("before_allreduce"), self._calls("after_allreduce")
         self._on_reduced_scalars, self._on_round_end = self._calls("on_reduced_scalars"), self._calls("on_round_end")
         self._after_param_update = self._calls("after_param_update")
-        self.usage = usage or UsageChecks()
-        self.usage.attach(self)
+        self._usage = usage or UsageChecks()
+        self._usage.attach(self)
 
     # -- the training loop calls these -------------------------------------------------------------------------
 
@@ -267,18 +267,18 @@ class LocalUpdateMethod(Loop, ABC):
         Returns:
             True if a round closed.
         """
-        if self.on_step is not None:
-            self.on_step()
+        if self._on_step is not None:
+            self._on_step()
         if self._ended is not None:
             raise UserError("step() after step(last=True): call finish() between them")
-        self.local_steps += 1
-        tau = self.sync_schedule.tau
-        if self.local_steps == 1 and tau > 1:  # else the only step is timed, from the last boundary on
-            self.clock.steps_begin()
-        if self.local_steps < tau:
-            self.allreduce.done()  # raises here if the all-reduce has failed
-            if self.allreduce.in_flight:
-                self.mid_round()
+        self._local_steps += 1
+        tau = self._sync_schedule.tau
+        if self._local_steps == 1 and tau > 1:  # else the only step is timed, from the last boundary on
+            self._clock.steps_begin()
+        if self._local_steps < tau:
+            self._allreduce.done()  # raises here if the all-reduce has failed
+            if self._allreduce.in_flight:
+                self._mid_round()
             return False
         if self._frozen and any(p.requires_grad for p in self._frozen):
             raise UserError(
@@ -296,52 +296,52 @@ class LocalUpdateMethod(Loop, ABC):
         update of zero, until all have come. Their all-reduces have the usual size, because nobody knows whether
         another worker still trains. Training may go on afterwards.
         """
-        self.usage.before_finish()
+        self._usage.before_finish()
         while not self._ended:
             self._ended = self._boundary(finished=True)
         self._ended = None
         self._readback = AsyncReadback()  # nobody receives what a GPU still holds of the last round
-        self.average_extra(True, "finish()")
+        self._average_extra(True, "finish()")
 
     @property
     def at_boundary(self) -> bool:
-        return not self.local_steps
+        return not self._local_steps
 
     def sync_for_eval(self) -> bool:
-        equal = self.reach_common_model()
+        equal = self._reach_common_model()
         if self.at_boundary:
-            self.average_extra(equal, "sync_for_eval()")
+            self._average_extra(equal, "sync_for_eval()")
         return equal
 
-    def reach_common_model(self) -> bool:
+    def _reach_common_model(self) -> bool:
         """Whether this worker holds the model that all workers hold. At a boundary a method may wait for it."""
-        return self.at_boundary and not (self.allreduce.in_flight and self.starts_near_anchor)
+        return self.at_boundary and not (self._allreduce.in_flight and self._starts_near_anchor)
 
-    def average_extra(self, equal: bool, call: str) -> None:
+    def _average_extra(self, equal: bool, call: str) -> None:
         """Averages the tensors of average=, if there are any and every worker calls it with `equal`."""
         if self._average is not None:
             self._average.run(equal, call)
 
     def close(self) -> None:
-        self.allreduce.close()
+        self._allreduce.close()
 
     def leave(self) -> None:
-        self.allreduce.leave()
+        self._allreduce.leave()
 
     @property
     def stats(self) -> RoundStats:
         """Statistics of the last closed round; after a merge in mid-round, of the current round."""
-        return self.clock.stats
+        return self._clock.stats
 
     @property
     def rounds(self) -> int:
         """Rounds closed so far, including those of finish()."""
-        return self.allreduce.launched
+        return self._allreduce.launched
 
     @property
     def tau(self) -> int:
         """Local steps of the current round."""
-        return self.sync_schedule.tau
+        return self._sync_schedule.tau
 
     def hook(self, kind: type[OneHook]) -> OneHook:
         """Returns the hook of that class.
@@ -349,15 +349,15 @@ class LocalUpdateMethod(Loop, ABC):
         Raises:
             UserError: If there is none.
         """
-        for hook in self.hooks:
+        for hook in self._hooks:
             if isinstance(hook, kind):
                 return hook
-        raise UserError(f"{self.name} has no {kind.__name__}: give one among its hooks")
+        raise UserError(f"{self._name} has no {kind.__name__}: give one among its hooks")
 
     # -- a method overrides these ------------------------------------------------------------------------------
 
     @abstractmethod
-    def close_round(self, *, finished: bool) -> bool:
+    def _close_round(self, *, finished: bool) -> bool:
         """Ends the round, with `wait_allreduce` and `start_allreduce` in the method's order.
 
         Args:
@@ -367,133 +367,133 @@ class LocalUpdateMethod(Loop, ABC):
             True once an all-reduce has arrived that every worker started from finish().
         """
 
-    def mid_round(self) -> None:  # noqa: B027
+    def _mid_round(self) -> None:  # noqa: B027
         """A local step has ended no round, and an all-reduce is in flight."""
 
-    def begin_round(self, number: int) -> None:  # noqa: B027
+    def _begin_round(self, number: int) -> None:  # noqa: B027
         """Round `number` begins, from 0: for settings that change from round to round."""
 
-    def restart_from_anchor(self, where: Tensor | None = None) -> None:  # noqa: B027
+    def _restart_from_anchor(self, where: Tensor | None = None) -> None:  # noqa: B027
         """Resets this worker to the outer iterate.
 
         Args:
             where: 0-d bool. Resets only if it is True; None always resets. The host never waits for a GPU.
         """
 
-    def signature(self) -> Any:
+    def _signature(self) -> Any:
         """What must be equal on all workers, compared at construction."""
         return f"tau={self.tau}"
 
-    def settings(self) -> Any:
+    def _settings(self) -> Any:
         """What must be equal on all workers in every round."""
         return self.tau
 
-    def make_buckets(self) -> list[Bucket]:
-        return make_buckets(self.params, self.buffers, self.scalars.numel)
+    def _make_buckets(self) -> list[Bucket]:
+        return make_buckets(self._params, self._buffers, self._scalars.numel)
 
     @property
-    def device(self) -> torch.device:
+    def _device(self) -> torch.device:
         """Where the flat tensors are."""
-        return self.params[0].device
+        return self._params[0].device
 
     @property
-    def total_world_size(self) -> int:
+    def _total_world_size(self) -> int:
         """The number of processes over which scalars are summed."""
-        return self.allreduce.world_size
+        return self._allreduce.world_size
 
     @property
-    def is_log_rank(self) -> bool:
+    def _is_log_rank(self) -> bool:
         """Whether this process prints what concerns all workers."""
-        return self.allreduce.rank == 0
+        return self._allreduce.rank == 0
 
     @property
-    def checksum_round(self) -> int | None:
+    def _checksum_round(self) -> int | None:
         """Index of this round's checksum comparison, or None if this rank does not take part. Ranks that hold the same
         replicas compare them in the same rounds."""
         return self.rounds
 
-    def sum_parts(self, numbers: Tensor) -> Iterator[Stage]:
+    def _sum_parts(self, numbers: Tensor) -> Iterator[Stage]:
         """numbers: of the part of a payload that this process holds. They become sums over all its parts."""
         yield from ()
 
     # -- a method calls these ----------------------------------------------------------------------------------
 
-    def start_allreduce(self, *, finished: bool) -> None:
+    def _start_allreduce(self, *, finished: bool) -> None:
         """Starts the all-reduce of the payloads, the buffers' values and the scalars, and returns at once."""
-        self.fill_buffers()
-        self.local_steps_sent = self.local_steps
-        self.has_stepped |= self.local_steps > 0
+        self._fill_buffers()
+        self._local_steps_sent = self._local_steps
+        self._has_stepped |= self._local_steps > 0
         self._finished.fill_(finished)
-        self._steps.fill_(self.local_steps_sent)
+        self._steps.fill_(self._local_steps_sent)
         self._weight.fill_(1.0)
         for before_allreduce in self._before_allreduce:
             excluded = before_allreduce()
             if excluded is not None and (read_blocks(excluded) or excluded):  # a GPU's is not read here
-                self.zero_payload(excluded)
-                self.restart_from_anchor(excluded)
-                self.report_excluded(excluded)
-        self.usage.before_allreduce()
-        self.sent_tau = self.sync_schedule.tau
-        self.growth = self.sent_tau / self._arrived_tau
-        self.allreduce.launch(self.stages())
-        self.local_steps = 0
+                self._zero_payload(excluded)
+                self._restart_from_anchor(excluded)
+                self._report_excluded(excluded)
+        self._usage.before_allreduce()
+        self._sent_tau = self._sync_schedule.tau
+        self._growth = self._sent_tau / self._arrived_tau
+        self._allreduce.launch(self._stages())
+        self._local_steps = 0
 
-    def stages(self) -> Iterator[Stage]:
+    def _stages(self) -> Iterator[Stage]:
         """The collectives of an all-reduce, one after the other. They run in the background."""
-        yield from self.repair_replicas()
-        yield from self.reducer.stages(self.allreduce.group, self.allreduce.launched)
+        yield from self._repair_replicas()
+        yield from self._reducer.stages(self._allreduce.group, self._allreduce.launched)
 
-    def repair_replicas(self) -> Iterator[Stage]:
+    def _repair_replicas(self) -> Iterator[Stage]:
         """Sends rank 0's state to all workers if a hook has asked for it."""
-        if self.broadcasts_state and self.allreduce.group is not None:  # the group may have changed meanwhile
-            yield send_first(self.state.shared(), self.allreduce.group)
-        self.broadcasts_state = False
+        if self._broadcasts_state and self._allreduce.group is not None:  # the group may have changed meanwhile
+            yield send_first(self._state.shared(), self._allreduce.group)
+        self._broadcasts_state = False
 
-    def wait_allreduce(self, *, finished: bool) -> ReduceResult:
+    def _wait_allreduce(self, *, finished: bool) -> ReduceResult:
         """Waits for the all-reduce in flight. The model's buffers become their averages.
 
         The payloads then hold sums, which `scale` turns into averages in a pass that the method makes anyway.
         """
-        stats, allreduce = self.clock.stats, self.allreduce
+        stats, allreduce = self._clock.stats, self._allreduce
         allreduce.wait(self._after_allreduce)
         stats.round, stats.bytes_sent = allreduce.launched, allreduce.bytes_sent
         stats.exposed_seconds, stats.allreduce_seconds = allreduce.exposed, allreduce.seconds
         weight = self._weight.double()  # how many workers count, summed or averaged as all that arrives
-        self.scale = torch.where(weight == 0, 1.0 if self.sends_differences else float("nan"), 1 / weight)
-        for bucket, first in zip(self.buckets, self.first_values, strict=True):
+        self._scale = torch.where(weight == 0, 1.0 if self._sends_differences else float("nan"), 1 / weight)
+        for bucket, first in zip(self._buckets, self._first_values, strict=True):
             if bucket.buffers:
-                rescale(bucket.values, self.scale)
+                rescale(bucket.values, self._scale)
                 keep_unchanged(bucket.values, first, allreduce.world_size)
-        self.scalars.place.mul_(self.reducer.scale)
+        self._scalars.place.mul_(self._reducer.scale)
         self._deliver_scalars()
         is_last = finished and self._finished.item() > 1 - 1e-6  # one over the workers may be rounded
         is_empty = is_last and self._steps.item() == 0.0
         if not is_empty:  # an empty round carries older values
             for bucket, _ in self._own_buffers:
                 copy_where(self._weight > 0, bucket.buffers, bucket.buffer_views)
-            self._arrived_tau = self.sent_tau
+            self._arrived_tau = self._sent_tau
         return ReduceResult(is_last, is_empty)
 
-    def zero_payload(self, where: Tensor) -> None:
+    def _zero_payload(self, where: Tensor) -> None:
         """Takes this worker out of the average if `where` holds, a 0-d bool."""
-        wipe([part for b in self.buckets for part in (b.payload, b.values)], where)
+        wipe([part for b in self._buckets for part in (b.payload, b.values)], where)
         self._weight.copy_(torch.where(where, 0.0, self._weight))
 
-    def report_excluded(self, where: Tensor) -> None:
+    def _report_excluded(self, where: Tensor) -> None:
         """Calls `on_excluded`."""
         if self.on_excluded is not None and (read_blocks(where) or where):
             self.on_excluded(where)
 
-    def fill_buffers(self) -> None:
+    def _fill_buffers(self) -> None:
         """Writes the buffers' values at the boundary to the buckets. The host waits for no copy."""
         for bucket, own in self._own_buffers:
             copy(bucket.buffer_views, own, queued=True)
 
-    def params_updated(self, *, at_boundary: bool) -> None:
+    def _params_updated(self, *, at_boundary: bool) -> None:
         """The method has written the parameters."""
         for after_param_update in self._after_param_update:
             after_param_update(at_boundary=at_boundary)
-        self.usage.after_param_update(at_boundary=at_boundary)
+        self._usage.after_param_update(at_boundary=at_boundary)
 
     # -- internals ---------------------------------------------------------------------------------------------
 
@@ -501,45 +501,45 @@ class LocalUpdateMethod(Loop, ABC):
     @torch.no_grad()
     def _boundary(self, *, finished: bool) -> bool:
         """`close_round`, with its timing and its hooks."""
-        self.allreduce.check_alive()  # before a method uses partial sums
-        with self.clock.boundary(self.sync_schedule.tau, self.local_steps):
+        self._allreduce.check_alive()  # before a method uses partial sums
+        with self._clock.boundary(self._sync_schedule.tau, self._local_steps):
             for bucket, own in self._own_buffers:
                 copy(own, bucket.buffers)
-            self.has_finished = self.close_round(finished=finished)
+            self._has_finished = self._close_round(finished=finished)
             for on_round_end in self._on_round_end:
                 on_round_end()
-            self.begin_round(self.allreduce.launched)
-            self.sync_schedule.begin(self.allreduce.launched)
-            self.params_updated(at_boundary=True)
-        return self.has_finished
+            self._begin_round(self._allreduce.launched)
+            self._sync_schedule.begin(self._allreduce.launched)
+            self._params_updated(at_boundary=True)
+        return self._has_finished
 
     def _deliver_scalars(self) -> None:
         """Gives the hooks the sums. A GPU's arrive a round later: the host waits for nothing queued since."""
         if not self._on_reduced_scalars:
             return
-        allreduce, processes = self.allreduce, self.total_world_size
-        info = ReductionInfo(allreduce.launched - 1, processes, allreduce.world_size, self.generation)
-        if arrived := self._readback.exchange(self.scalars.place * processes, info):
-            sums = self.scalars.named(arrived[0])
+        allreduce, processes = self._allreduce, self._total_world_size
+        info = ReductionInfo(allreduce.launched - 1, processes, allreduce.world_size, self._generation)
+        if arrived := self._readback.exchange(self._scalars.place * processes, info):
+            sums = self._scalars.named(arrived[0])
             for on_reduced_scalars in self._on_reduced_scalars:
                 on_reduced_scalars(sums, arrived[1])
 
     def _calls(self, name: str) -> list[Callable[..., Any]]:
         """The bound methods of the hooks whose class overrides `name`."""
-        return [getattr(hook, name) for hook in self.hooks if getattr(type(hook), name) is not getattr(Hook, name)]
+        return [getattr(hook, name) for hook in self._hooks if getattr(type(hook), name) is not getattr(Hook, name)]
 
-    def broadcast_params(self) -> None:
+    def _broadcast_params(self) -> None:
         """All workers take rank 0's tensors."""
         extra = self._average
-        compared = (self.name, self.signature(), *([extra.compared] if extra else []))
-        self.allreduce.agree(compared, [*self._broadcast_once, *(extra.alike if extra else [])])
-        self.first_values = [bucket.flat_buffers() for bucket in self.buckets]
+        compared = (self._name, self._signature(), *([extra.compared] if extra else []))
+        self._allreduce.agree(compared, [*self._broadcast_once, *(extra.alike if extra else [])])
+        self._first_values = [bucket.flat_buffers() for bucket in self._buckets]
 
-    def spoilt_buffers(self) -> list[Tensor]:
+    def _spoilt_buffers(self) -> list[Tensor]:
         """The averaged buffers, as they were given, that hold numbers which are not finite and were not there first."""
-        order = {id(b): given for b, given in zip(self.buffers, self.given_buffers.values(), strict=True)}
+        order = {id(b): given for b, given in zip(self._buffers, self._given_buffers.values(), strict=True)}
         found: list[Tensor] = []
-        for bucket, first in zip(self.buckets, self.first_values, strict=True):
+        for bucket, first in zip(self._buckets, self._first_values, strict=True):
             flat = bucket.flat_buffers()
             spoilt = views(~flat.isfinite() & ~same_values(flat, first), bucket.buffers)
             found += [order[id(b)] for b, where in zip(bucket.buffers, spoilt, strict=True) if where.any()]
@@ -555,7 +555,7 @@ class LocalUpdateMethod(Loop, ABC):
         and this worker's number: each worker saves its own, with its model and its optimizer. Objects with the same
         settings have the same keys and shapes, so torch.distributed.checkpoint can load into a new object's.
         """
-        return under_rank(self.local_state())
+        return under_rank(self._local_state())
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -573,7 +573,7 @@ class LocalUpdateMethod(Loop, ABC):
             UserError: If it is of another method, model or settings, or of another number of workers whose outer
                 states differ.
         """
-        self.load_local_state(of_rank(state))
+        self._load_local_state(of_rank(state))
 
     @torch.no_grad()
     def resync(self) -> None:
@@ -582,93 +582,93 @@ class LocalUpdateMethod(Loop, ABC):
         Call it after weights were loaded into a model that this object already trains: else the next boundaries pull
         them back. The all-reduce in flight is discarded, and momenta are zeroed.
         """
-        self.allreduce.restore(self.rounds, in_flight=False)
-        self.broadcast_params()
-        self.local_steps, self._ended = 0, None
-        self.start_from_params()
+        self._allreduce.restore(self.rounds, in_flight=False)
+        self._broadcast_params()
+        self._local_steps, self._ended = 0, None
+        self._start_from_params()
 
-    def start_from_params(self) -> None:
+    def _start_from_params(self) -> None:
         """Everything is as it was made, with the parameters as the start."""
         self._readback = AsyncReadback()
-        for flat in [b.flat for b in self.buckets] + [f for flats in self.reducer.state.values() for f in flats]:
+        for flat in [b.flat for b in self._buckets] + [f for flats in self._reducer.state.values() for f in flats]:
             flat.zero_()
-        for name in self.state:
-            self.state.begin(name)
-        for name in self.numbers:
+        for name in self._state:
+            self._state.begin(name)
+        for name in self._numbers:
             value = getattr(self, name)
             setattr(self, name, torch.zeros_like(value) if isinstance(value, Tensor) else type(value)())
         self._attach_again()
-        self.params_updated(at_boundary=True)
+        self._params_updated(at_boundary=True)
 
     def _attach_again(self) -> None:
-        self.broadcasts_state = False
-        for hook in self.hooks:
+        self._broadcasts_state = False
+        for hook in self._hooks:
             hook.attach(self)
 
-    def local_state(self) -> dict[str, Any]:
+    def _local_state(self) -> dict[str, Any]:
         """This worker's part of state_dict."""
-        self.allreduce.check_alive()
-        self.allreduce.drain()
-        self.saved_at = self.rounds, self.local_steps
+        self._allreduce.check_alive()
+        self._allreduce.drain()
+        self._saved_at = self.rounds, self._local_steps
         return {
-            "method": self.name,
-            "state": {name: on_host(flats) for name, flats in self.state.items()},
-            "flats": on_host([b.flat for b in self.buckets]),
-            "in_flight": self.allreduce.in_flight,
-            "reducer": self.reducer.kind,
-            "residual": {name: on_host(flats) for name, flats in self.reducer.state.items()},
-            "rank": self.allreduce.rank,
-            "workers": self.allreduce.world_size,
-            "places": self.allreduce.places,
-            "local_steps": self.local_steps,
+            "method": self._name,
+            "state": {name: on_host(flats) for name, flats in self._state.items()},
+            "flats": on_host([b.flat for b in self._buckets]),
+            "in_flight": self._allreduce.in_flight,
+            "reducer": self._reducer.kind,
+            "residual": {name: on_host(flats) for name, flats in self._reducer.state.items()},
+            "rank": self._allreduce.rank,
+            "workers": self._allreduce.world_size,
+            "places": self._allreduce.places,
+            "local_steps": self._local_steps,
             "rounds": self.rounds,
-            "taus": [self.sent_tau, self._arrived_tau],
-            "hooks": {hook.name: on_host(stateful(hook).state_dict()) for hook in self.hooks if hook.name},
-        } | {name.removeprefix("_"): on_host(getattr(self, name)) for name in self.numbers}
+            "taus": [self._sent_tau, self._arrived_tau],
+            "hooks": {hook.name: on_host(stateful(hook).state_dict()) for hook in self._hooks if hook.name},
+        } | {name.removeprefix("_"): on_host(getattr(self, name)) for name in self._numbers}
 
-    def load_local_state(self, state: dict[str, Any]) -> None:
+    def _load_local_state(self, state: dict[str, Any]) -> None:
         """Restores what local_state returned."""
-        workers = self.allreduce.world_size
-        check_run(state, self.name, workers, equal=bool(self.replicated_state) or not self.state)
-        others = (state["workers"], state["places"]) != (workers, self.allreduce.places)
+        workers = self._allreduce.world_size
+        check_run(state, self._name, workers, equal=bool(self._replicated_state) or not self._state)
+        others = (state["workers"], state["places"]) != (workers, self._allreduce.places)
         # Another number of workers loses the error feedback. A sum that has arrived brings its weight along.
-        sums = state["reducer"] == Reducer.kind and (self.reducer.kind == Reducer.kind or self.reducer.changes)
+        sums = state["reducer"] == Reducer.kind and (self._reducer.kind == Reducer.kind or self._reducer.changes)
         residual = not others and not sums  # a plain sum has none
         saved = dict(state.get("state", {}))  # DCP's tools drop an empty one
         saved |= state.get("residual", {}) if residual else {}
-        flats = [b.flat for b in self.buckets]
+        flats = [b.flat for b in self._buckets]
         saved["all-reduce"] = resized(state["flats"], flats) if others else state["flats"]
 
         def here() -> dict[str, list[Tensor]]:
-            return dict(self.state) | (self.reducer.state if residual else {}) | {"all-reduce": flats}
+            return dict(self._state) | (self._reducer.state if residual else {}) | {"all-reduce": flats}
 
         check_saved(saved, here())
-        self.allreduce.restore(state["rounds"], state["in_flight"])
-        self.reducer.become(state["reducer"])
+        self._allreduce.restore(state["rounds"], state["in_flight"])
+        self._reducer.become(state["reducer"])
         for name, held in here().items():
             copy(held, saved[name])
-        if state.get("rank", self.allreduce.rank) != self.allreduce.rank:
-            for name, flats in self.reducer.state.items():  # another worker's error feedback is not this one's
+        if state.get("rank", self._allreduce.rank) != self._allreduce.rank:
+            for name, flats in self._reducer.state.items():  # another worker's error feedback is not this one's
                 for flat in flats if name.endswith("error_feedback") else []:
                     flat.zero_()
-        for name in self.numbers:
+        for name in self._numbers:
             value, held = state[name.removeprefix("_")], getattr(self, name)
             setattr(self, name, value.to(held, copy=True) if isinstance(held, Tensor) else value)
-        self.scalars["finished"].zero_()  # another run may train on
+        self._scalars["finished"].zero_()  # another run may train on
         self._readback = AsyncReadback()
-        self.local_steps, self._ended = state["local_steps"], None
-        self.sent_tau, self._arrived_tau = state["taus"]
-        self.growth = self.sent_tau / self._arrived_tau
+        self._local_steps, self._ended = state["local_steps"], None
+        self._sent_tau, self._arrived_tau = state["taus"]
+        self._growth = self._sent_tau / self._arrived_tau
         self._attach_again()
-        for hook in self.hooks:
+        for hook in self._hooks:
             if others:  # numbers that only as many workers could have alike
                 for name in (*hook.scalars, *hook.per_worker_scalars):
-                    self.scalars[name].zero_()
+                    self._scalars[name].zero_()
             if hook.name and (held := state.get("hooks", {}).get(hook.name)) is not None:
                 stateful(hook).load_state_dict(held)
-        self.usage.loaded()
-        self.begin_round(self.rounds)
-        self.sync_schedule.begin(self.rounds)
+        self._usage.loaded()
+        self._begin_round(self.rounds)
+        self._sync_schedule.begin(self.rounds)
 
 
 def stateful(hook: Hook) -> Any:

@@ -50,16 +50,16 @@ class Blocking(LocalUpdateMethod):
             given := tensors_of(params, "parameters"), **build_args_of_other(given, shared, args, overlap=False)
         )
 
-    def close_round(self, *, finished: bool) -> bool:
-        for bucket, start in itertools.zip_longest(self.buckets, self.anchor_params):
+    def _close_round(self, *, finished: bool) -> bool:
+        for bucket, start in itertools.zip_longest(self._buckets, self._anchor_params):
             bucket.flatten(bucket.payload)
             if start is not None:
                 torch.sub(start, bucket.payload, out=bucket.payload)
-        self.start_allreduce(finished=finished)
-        result = self.wait_allreduce(finished=finished)
+        self._start_allreduce(finished=finished)
+        result = self._wait_allreduce(finished=finished)
         if not result.is_empty:
-            for bucket in self.buckets:
-                rescale(bucket.payload, self.scale)
+            for bucket in self._buckets:
+                rescale(bucket.payload, self._scale)
             self.apply()
         return result.is_last
 
@@ -80,7 +80,7 @@ class LocalSGD(Blocking):
         **args: See CommonArgs.
     """
 
-    name = "LocalSGD"
+    _name = "LocalSGD"
 
     def __init__(
         self,
@@ -92,10 +92,10 @@ class LocalSGD(Blocking):
     ):
         super().__init__(params, tau, compression=compression, **args)
         if compression is not None and compression.format != "float32":
-            self.replicated_state = self.anchor_params = self.state.new("outer_iterate", of_params=True)
+            self._replicated_state = self._anchor_params = self._state.new("outer_iterate", of_params=True)
 
     def apply(self) -> None:
-        for bucket, start in itertools.zip_longest(self.buckets, self.anchor_params):
+        for bucket, start in itertools.zip_longest(self._buckets, self._anchor_params):
             average = bucket.payload if start is None else start.sub_(bucket.payload)
             copy(bucket.params, views(average, bucket.params))
 
@@ -128,7 +128,7 @@ class SlowMo(Blocking):
         **args: See CommonArgs.
     """
 
-    name = "SlowMo"
+    _name = "SlowMo"
 
     def __init__(
         self,
@@ -143,13 +143,13 @@ class SlowMo(Blocking):
         self.config = of_kind(config, SlowMoConfig, "config")
         super().__init__(params, tau, compression=compression, **args)
         self._lr = lr or (lambda: 1.0)
-        self._x = self.replicated_state = self.anchor_params = self.state.new("outer_iterate", of_params=True)
-        self._u = self.state.new("outer_momentum")
+        self._x = self._replicated_state = self._anchor_params = self._state.new("outer_iterate", of_params=True)
+        self._u = self._state.new("outer_momentum")
 
     def apply(self) -> None:
         gamma = max(self._lr(), 1e-12)  # a schedule may end at exactly 0
-        for bucket, x, u in zip(self.buckets, self._x, self._u, strict=True):
-            u.mul_(carried(self.config.outer_momentum, self.growth)).add_(bucket.payload, alpha=1 / gamma)
+        for bucket, x, u in zip(self._buckets, self._x, self._u, strict=True):
+            u.mul_(carried(self.config.outer_momentum, self._growth)).add_(bucket.payload, alpha=1 / gamma)
             x.sub_(u, alpha=self.config.outer_lr * gamma)
             copy(bucket.params, views(x, bucket.params))
 
@@ -175,7 +175,7 @@ class DiLoCo(CO2):
         **args: See CommonArgs.
     """
 
-    name = "DiLoCo"
+    _name = "DiLoCo"
 
     def __init__(
         self,
@@ -222,7 +222,7 @@ class OverlapLocalSGD(LocalUpdateMethod):
         **args: See CommonArgs.
     """
 
-    name = "OverlapLocalSGD"
+    _name = "OverlapLocalSGD"
 
     def __init__(
         self,
@@ -237,32 +237,32 @@ class OverlapLocalSGD(LocalUpdateMethod):
         self.config = of_kind(config, OverlapLocalConfig, "config")
         shared = CO2Config(tau=tau, tau_max=tau_max, compression=compression or CompressionConfig())
         super().__init__(given := tensors_of(params, "parameters"), **build_args_of_other(given, shared, args))
-        self._z = self.replicated_state = self.anchor_params = self.state.new("outer_iterate", of_params=True)
-        self._v = self.state.new("anchor_momentum")
-        self.starts_near_anchor = True
+        self._z = self._replicated_state = self._anchor_params = self._state.new("outer_iterate", of_params=True)
+        self._v = self._state.new("anchor_momentum")
+        self._starts_near_anchor = True
 
-    def close_round(self, *, finished: bool) -> bool:
-        if self.allreduce.in_flight:
-            result = self.wait_allreduce(finished=finished)
-            for bucket, z, v in zip(self.buckets, self._z, self._v, strict=True):
-                rescale(bucket.payload, self.scale)
-                v.mul_(carried(self.config.anchor_momentum, self.growth)).sub_(bucket.payload)
+    def _close_round(self, *, finished: bool) -> bool:
+        if self._allreduce.in_flight:
+            result = self._wait_allreduce(finished=finished)
+            for bucket, z, v in zip(self._buckets, self._z, self._v, strict=True):
+                rescale(bucket.payload, self._scale)
+                v.mul_(carried(self.config.anchor_momentum, self._growth)).sub_(bucket.payload)
                 torch.sub(z, bucket.payload, out=bucket.payload)  # the average of the pulled models
                 z.add_(v)
             if result.is_last:
-                for bucket in self.buckets:
+                for bucket in self._buckets:
                     copy(bucket.params, bucket.payload_views)
                 return True
-        for bucket, z in zip(self.buckets, self._z, strict=True):
+        for bucket, z in zip(self._buckets, self._z, strict=True):
             for p, anchor in zip(bucket.params, views(z, bucket.params), strict=True):
                 p.lerp_(anchor.to(p.dtype), self.config.pull)
             bucket.flatten(bucket.payload)
             torch.sub(z, bucket.payload, out=bucket.payload)
-        self.start_allreduce(finished=finished)
+        self._start_allreduce(finished=finished)
         return False
 
-    def restart_from_anchor(self, where: Tensor | None = None) -> None:
-        for bucket, z in zip(self.buckets, self._z, strict=True):
+    def _restart_from_anchor(self, where: Tensor | None = None) -> None:
+        for bucket, z in zip(self._buckets, self._z, strict=True):
             anchor = views(z, bucket.params)
             copy(bucket.params, anchor) if where is None else copy_where(where, bucket.params, anchor)
 
@@ -273,18 +273,18 @@ class OverlapLocalSGD(LocalUpdateMethod):
         if (equal := self.sync_for_eval()) or not self.at_boundary:
             yield equal
             return
-        if not self.allreduce.landed():
-            with self.clock.early_merge(self.tau), self.allreduce.counted():  # it is merged at the round's end
-                self.allreduce.drain()
-        scale = 1 / self.scalars["weight"].double()  # NaN or infinite if no worker counts
-        lent = [t for b in self.buckets for t in (*b.params, *b.buffers)]
+        if not self._allreduce.landed():
+            with self._clock.early_merge(self.tau), self._allreduce.counted():  # it is merged at the round's end
+                self._allreduce.drain()
+        scale = 1 / self._scalars["weight"].double()  # NaN or infinite if no worker counts
+        lent = [t for b in self._buckets for t in (*b.params, *b.buffers)]
         own = [t.clone() for t in lent]
         averages: list[Tensor] = []
-        for bucket, z in zip(self.buckets, self._z, strict=True):
+        for bucket, z in zip(self._buckets, self._z, strict=True):
             averages += views(z - bucket.payload * scale.to(z), bucket.params)
             averages += [v * scale.to(v) for v in bucket.buffer_views]
         self._lend(lent, averages)
-        self.average_extra(True, "averaged_model()")
+        self._average_extra(True, "averaged_model()")
         try:
             yield True
         finally:
@@ -294,7 +294,7 @@ class OverlapLocalSGD(LocalUpdateMethod):
     @torch.no_grad()
     def _lend(self, lent: list[Tensor], values: list[Tensor]) -> None:
         copy(lent, values)
-        self.params_updated(at_boundary=True)
+        self._params_updated(at_boundary=True)
 
 
 @dataclass(frozen=True)

@@ -187,10 +187,10 @@ class ShardedCO2(LocalUpdateMethod):
     host's (pinned) memory, no copy of the parameters on a GPU. The other arguments: see CO2.
     """
 
-    name = "ShardedCO2"
-    sends_differences = True
-    payload_is_deferred = True
-    numbers = ("_last", "_m_squares", "_weightless", "_spoilt")
+    _name = "ShardedCO2"
+    _sends_differences = True
+    _payload_is_deferred = True
+    _numbers = ("_last", "_m_squares", "_weightless", "_spoilt")
 
     def __init__(
         self,
@@ -210,8 +210,8 @@ class ShardedCO2(LocalUpdateMethod):
         check_shared(scheduled(c, schedule, 0), c.compression.format)
         args["group"], inner_group = groups_of(mesh, args.get("group"), inner_group)
         built = build_args(c, args, schedule)
-        self.shards, self.shard, self.offload = shards is not False, shard, offload
-        self.begin_round(0)
+        self._shards, self._shard, self._offload = shards is not False, shard, offload
+        self._begin_round(0)
         params = unique(tensors_of(params, "parameters"))
         if not params:
             raise UserError("no parameter is given: nothing to train; each stage of a pipeline needs one")
@@ -221,109 +221,110 @@ class ShardedCO2(LocalUpdateMethod):
         timeout = args.get("timeout", 600.0)
         of_group: dict[str, Any] = {"timeout": timeout, "device": device, "backend": backend}
         self._node = Placement(params, built["buffers"], inner_group, shards, **of_group)
-        self._node.agree((self.name, self.signature()))
-        self.worker_label = "rank" if inner_group is None else "the node of rank"  # whose workers are left out together
+        self._node.agree((self._name, self._signature()))
+        # whose workers are excluded together
+        self._worker_label = "rank" if inner_group is None else "the node of rank"
         if offload:
             built["allreduce"] = functools.partial(built["allreduce"], backend="gloo")
         super().__init__(params, **built)
-        self.reducer.scale = 1 / self.total_world_size  # of what is summed over both groups
-        self.allreduce.timed_groups += [self._node.group] if self._node.group is not None else []
+        self._reducer.scale = 1 / self._total_world_size  # of what is summed over both groups
+        self._allreduce.timed_groups += [self._node.group] if self._node.group is not None else []
         self._make_state()
 
     @torch.no_grad()
-    def start_from_params(self) -> None:
+    def _start_from_params(self) -> None:
         """g, in the payloads, and the shares of x begin as the parameters."""
         self._live.drain()
-        super().start_from_params()
-        for bucket in self.buckets:
+        super()._start_from_params()
+        for bucket in self._buckets:
             bucket.flatten(bucket.payload)
         copy(self._x, self._shares())
 
     def _make_state(self) -> None:
         """x and m as shares, and what the background notes."""
-        self._live = HostCopies(self.buckets, self.params[0].device) if self.offload else Live(self.buckets)
-        self._x = self.state["outer_iterate"] = [torch.zeros_like(share) for share in self._shares()]
-        self._m = self.state["outer_momentum"] = [torch.zeros_like(x) for x in self._x]
-        self.replicated_state = [] if self.shard else self._x
+        self._live = HostCopies(self._buckets, self._params[0].device) if self._offload else Live(self._buckets)
+        self._x = self._state["outer_iterate"] = [torch.zeros_like(share) for share in self._shares()]
+        self._m = self._state["outer_momentum"] = [torch.zeros_like(x) for x in self._x]
+        self._replicated_state = [] if self._shard else self._x
         # x lags: g holds x - _last m; also |x_{t,0} - x_{t-1,0}| = _last |m|. 0-d, on the device, as the next two
-        self._last = torch.zeros((), dtype=torch.float64, device=self.allreduce.device)
+        self._last = torch.zeros((), dtype=torch.float64, device=self._allreduce.device)
         self._m_squares = torch.zeros_like(self._last)
         # whether what was sent last has no weight, as a rider found in the background: known when it lands
-        self._weightless = torch.zeros((), dtype=torch.bool, device=self.allreduce.device)
+        self._weightless = torch.zeros((), dtype=torch.bool, device=self._allreduce.device)
         # of what was sent last, whether it was not finite: known at the boundary, before the background judges it, for
         # the optimiser's state would spoil the next round, too. 0-d, beside the parameters
-        self._spoilt = torch.zeros((), dtype=torch.bool, device=self.params[0].device)
+        self._spoilt = torch.zeros((), dtype=torch.bool, device=self._params[0].device)
         self._seen: dict[str, Tensor] = {}
         self._checked = False  # whether a node's workers are known to have come to equal parameters
-        self._numel = self._node.count(self.params)
-        self._node.locate(self.params, self.buckets, self._shares())
-        self.start_from_params()
+        self._numel = self._node.count(self._params)
+        self._node.locate(self._params, self._buckets, self._shares())
+        self._start_from_params()
 
     # -- what LocalUpdateMethod asks -----------------------------------------------------------------------------------
 
-    def make_buckets(self) -> list[Bucket]:
-        parts = self._node.parts * (self.allreduce.world_size if self.shard else 1)
-        return make_buckets(self.params, self.buffers, self.scalars.numel, parts, pinned if self.offload else None)
+    def _make_buckets(self) -> list[Bucket]:
+        parts = self._node.parts * (self._allreduce.world_size if self._shard else 1)
+        return make_buckets(self._params, self._buffers, self._scalars.numel, parts, pinned if self._offload else None)
 
     def resync(self) -> None:
-        self.allreduce.restore(self.rounds, in_flight=False)  # of which a part runs over the same group
+        self._allreduce.restore(self.rounds, in_flight=False)  # of which a part runs over the same group
         self._node.agree(("resync",))
         super().resync()
 
-    def begin_round(self, number: int) -> None:
+    def _begin_round(self, number: int) -> None:
         self.config = scheduled(self._given, self._schedule, number)
         check_shared(self.config)
 
-    def signature(self) -> Any:
-        return asdict(self.config), self.shards, self.shard, self.offload
+    def _signature(self) -> Any:
+        return asdict(self.config), self._shards, self._shard, self._offload
 
-    def settings(self) -> Any:
+    def _settings(self) -> Any:
         return self.config.changing(self.tau)
 
     @property
-    def device(self) -> torch.device:
-        return torch.device("cpu") if self.offload else super().device
+    def _device(self) -> torch.device:
+        return torch.device("cpu") if self._offload else super()._device
 
     @property
-    def total_world_size(self) -> int:
-        return self.allreduce.world_size * self._node.size
+    def _total_world_size(self) -> int:
+        return self._allreduce.world_size * self._node.size
 
     @property
-    def is_log_rank(self) -> bool:
-        return super().is_log_rank and self._node.rank == 0
+    def _is_log_rank(self) -> bool:
+        return super()._is_log_rank and self._node.rank == 0
 
     @property
-    def checksum_round(self) -> int | None:
+    def _checksum_round(self) -> int | None:
         """The workers of a node take turns: their shares differ."""
         return self.rounds // self._node.size if self.rounds % self._node.size == self._node.rank else None
 
-    def fill_buffers(self) -> None:
+    def _fill_buffers(self) -> None:
         with self._live.own_stream():
-            super().fill_buffers()
+            super()._fill_buffers()
 
-    def sum_parts(self, numbers: Tensor) -> Iterator[Stage]:
+    def _sum_parts(self, numbers: Tensor) -> Iterator[Stage]:
         """A node's workers hold one model's parts, or gave each other their gradients: they are judged as one."""
         yield from self._node.sum([numbers])
 
     # -- the boundary ---------------------------------------------------------------------------------------
 
-    def close_round(self, *, finished: bool) -> bool:
+    def _close_round(self, *, finished: bool) -> bool:
         if not self._checked:  # once: each worker of a node sends a part of the parameters for all of them
             self._checked = True
-            if reason := self._node.check(self.params):
-                raise self.allreduce._failure(reason, "the comparison of a node's parameters")
+            if reason := self._node.check(self._params):
+                raise self._allreduce._failure(reason, "the comparison of a node's parameters")
         landed = last = False
-        if self.allreduce.in_flight:
-            landed, last = True, self.wait_allreduce(finished=finished).is_last
+        if self._allreduce.in_flight:
+            landed, last = True, self._wait_allreduce(finished=finished).is_last
             vars(self.stats).update(defer(self._seen))  # before the next launch, whose stream's memory they lie in
         told_late = beside(self._weightless, self._spoilt.device) & ~self._spoilt & landed
         self._spoilt.copy_(self._live.swap(snapshot=not last))
-        self.report_excluded(self._spoilt | told_late)
+        self._report_excluded(self._spoilt | told_late)
         if last:  # nothing follows
             self._take_last_step()
         else:
-            self.begin_round(self.rounds + 1)  # before the background uses its settings
-            self.start_allreduce(finished=finished)
+            self._begin_round(self.rounds + 1)  # before the background uses its settings
+            self._start_allreduce(finished=finished)
         return last
 
     def _take_last_step(self) -> None:
@@ -335,63 +336,63 @@ class ShardedCO2(LocalUpdateMethod):
     # -- in the background ----------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def stages(self) -> Iterator[Stage]:
+    def _stages(self) -> Iterator[Stage]:
         """From the snapshots in g to x_{t+2,0} in g."""
         yield from self._live.sends_differences()
         # Processes that hold parts of one payload are judged as one: a node's workers gave each other their gradients.
-        outliers, size = self.hook(OutlierFilter), outer.norm([b.payload for b in self.buckets]).double()
+        outliers, size = self.hook(OutlierFilter), outer.norm([b.payload for b in self._buckets]).double()
         square = torch.where(outliers.spoilt_buffer() > 0, float("nan"), size.square()).view(1)
         yield from self._node.sum([square])
-        self.zero_payload(outliers.judge(square[0].sqrt()))
-        yield from self.repair_replicas()
+        self._zero_payload(outliers.judge(square[0].sqrt()))
+        yield from self._repair_replicas()
         # a worker in finish() has no weight, either, where workers count by their steps
-        self._weightless.copy_((self.scalars["weight"] == 0) & (self.scalars["steps"] > 0))
-        yield from self._reduce([b.rest for b in self.buckets])
+        self._weightless.copy_((self._scalars["weight"] == 0) & (self._scalars["steps"] > 0))
+        yield from self._reduce([b.rest for b in self._buckets])
         squares = self._pseudo_gradient()
         sums = torch.stack([squares, self._m_squares])
         yield from self._node.sum([sums])
-        across = self.allreduce.group if self.shard else None  # over whose workers shares are cut further
+        across = self._allreduce.group if self._shard else None  # over whose workers shares are cut further
         if across is not None:
             yield sum_flats([sums], across)
         self._update_share(sums[0].sqrt(), sums[1].sqrt())
         if across is not None:
             for share in self._node_shares():
                 yield gather_parts(share, across)
-        yield from self._node.gather(self.buckets)
+        yield from self._node.gather(self._buckets)
 
     def _reduce(self, rests: list[Tensor]) -> Iterator[Stage]:
         """Sums of the shares over the workers, and of BatchNorm's statistics and the scalars over all processes. A
         stage's statistics are its own."""
-        shares, group = self._node_shares(), self.allreduce.group
+        shares, group = self._node_shares(), self._allreduce.group
         if group is not None:
-            yield sum_flats(rests if self.shard else [*shares, *rests], group)
-            if self.shard:
+            yield sum_flats(rests if self._shard else [*shares, *rests], group)
+            if self._shard:
                 for share in shares:
                     yield from sum_parts(share, group)
-        if not self.shards:
+        if not self._shards:
             yield from self._node.sum(rests)
             return
-        scalars = self.buckets[0].scalars
+        scalars = self._buckets[0].scalars
         sums = scalars.double()  # the first bucket's dtype may be another elsewhere
         yield from self._node.sum([sums])
         scalars.copy_(sums)
-        for bucket in self.buckets:
+        for bucket in self._buckets:
             bucket.values.mul_(self._node.size)  # reducer.scale is of sums over both groups
 
     def _node_shares(self) -> list[Tensor]:
         """The share of each payload that this worker sends across nodes."""
-        return [self._node.part(b.flat[: b.padded]) for b in self.buckets]
+        return [self._node.part(b.flat[: b.padded]) for b in self._buckets]
 
     def _shares(self) -> list[Tensor]:
         """This worker's share of each payload."""
         shares = self._node_shares()
-        if self.shard and self.allreduce.group is not None:
-            shares = [s.view(self.allreduce.world_size, -1)[self.allreduce.rank] for s in shares]
+        if self._shard and self._allreduce.group is not None:
+            shares = [s.view(self._allreduce.world_size, -1)[self._allreduce.rank] for s in shares]
         return shares
 
     def _segments(self) -> Iterator[tuple[torch.dtype, Tensor, Tensor, Tensor]]:
         """(dtype of the parameters, share of g, x, m), a cache-sized piece at a time."""
-        for bucket, *flats in zip(self.buckets, self._shares(), self._x, self._m, strict=True):
+        for bucket, *flats in zip(self._buckets, self._shares(), self._x, self._m, strict=True):
             for g, x, m in zip(*(f.split(outer.segment_size(bucket.flat)) for f in flats), strict=True):
                 if len(g):
                     yield bucket.dtype, g, x, m
@@ -402,7 +403,7 @@ class ShardedCO2(LocalUpdateMethod):
         What was sent at a boundary is x_{t+1,0} - x^i_{t,tau}; the local steps began at x_{t,0} as the parameters'
         dtype holds it.
         """
-        squares, weight = torch.zeros_like(self._last), self.scalars["weight"]
+        squares, weight = torch.zeros_like(self._last), self._scalars["weight"]
         scale = torch.where(weight > 0, self._node.size / weight, 0.0)  # the weight is summed over both groups
         for dtype, g, x, m in self._segments():
             following = outer.outer_step(x, m, self._last)
@@ -415,12 +416,12 @@ class ShardedCO2(LocalUpdateMethod):
     def _update_share(self, delta_norm: Tensor, m_norm: Tensor) -> None:
         """Steps 4 to 7 on the share; an empty round, the last of finish(), moves nothing."""
         c = self.config
-        moved = self.scalars["steps"] > 0
+        moved = self._scalars["steps"] > 0
         c_t = delta_norm / max(1, self._numel) ** 0.5 if c.gap == "elementwise" else None
         gap = outer.gap_scalar(self._last * m_norm, delta_norm) if c.gap == "norm" else None
         alpha = moved.double() * c.outer_lr
-        rule = outer.Rule(outer.carried(c.outer_momentum, self.growth), alpha, self._last, c.clip, c=c_t, gap=gap)
-        seen = [torch.zeros(4, dtype=torch.float64, device=self.allreduce.device)]  # of nothing: Lambda is 1
+        rule = outer.Rule(outer.carried(c.outer_momentum, self._growth), alpha, self._last, c.clip, c=c_t, gap=gap)
+        seen = [torch.zeros(4, dtype=torch.float64, device=self._allreduce.device)]  # of nothing: Lambda is 1
         seen[0][2].fill_(1.0)  # on the device: a copy from the host would wait for the collectives before it
         for _, g, x, m in self._segments():
             new, numbers = outer.new_momentum(m, g, rule)  # 4, 5, 6
@@ -437,15 +438,15 @@ class ShardedCO2(LocalUpdateMethod):
 
     # -- checkpoints ----------------------------------------------------------------------------------------
 
-    def recount(self) -> None:
+    def _recount(self) -> None:
         """After another rank's state was loaded, and this one's share of the momentum: the sum of its squares."""
         squares = [torch.dot(m, m).double() for _, _, _, m in self._segments()]
         total = torch.stack([torch.zeros_like(self._m_squares), *squares]).sum()  # in the order of _update_share
         self._m_squares.copy_(total - self._node.surplus(self._m))
 
-    def load_local_state(self, state: dict[str, Any]) -> None:
+    def _load_local_state(self, state: dict[str, Any]) -> None:
         self._live.drain()
-        super().load_local_state(state)  # g, too, in the flats
+        super()._load_local_state(state)  # g, too, in the flats
 
     def close(self) -> None:
         """Leaves the process groups. Only after finish()."""

@@ -269,13 +269,13 @@ class TauHook(Hook):
 
     def before_allreduce(self) -> None:
         m = self.method
-        self.tuner.tell(m.clock.stats, m.clock.before, m.allreduce.place, m.scalars["times"])
-        m.reducer.become(self.tuner.compression)  # chosen from what has arrived, so equal on all workers
+        self.tuner.tell(m._clock.stats, m._clock.before, m._allreduce.place, m._scalars["times"])
+        m._reducer.become(self.tuner.compression)  # chosen from what has arrived, so equal on all workers
 
     def on_reduced_scalars(self, sums: Mapping[str, Sequence[float]], info: ReductionInfo) -> None:
         times = [t * info.workers / info.total_world_size for t in sums["times"]]  # the ranks of a node share a place
         step, allreduce, boundary, waited = (times[0::NUMBERS], times[1::NUMBERS], times[2::NUMBERS], times[3::NUMBERS])
-        self._decided = self.tuner.hear(self.method.allreduce.launched, step, allreduce, boundary, waited)
+        self._decided = self.tuner.hear(self.method._allreduce.launched, step, allreduce, boundary, waited)
 
     def on_round_end(self) -> None:
         self.decision, self._decided = self._decided, None
@@ -320,6 +320,6 @@ class AdaptiveTau(SyncSchedule):
 
     def merges(self, method: LocalUpdateMethod) -> bool:
         if self.delay != "auto":
-            return method.local_steps == self.delay
-        due = self.tau_hook is not None and method.local_steps == self.tau_hook.tuner.needed
-        return method.allreduce.landed() or due
+            return method._local_steps == self.delay
+        due = self.tau_hook is not None and method._local_steps == self.tau_hook.tuner.needed
+        return method._allreduce.landed() or due

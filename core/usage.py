@@ -283,10 +283,10 @@ class UsageChecks:
 
     def attach(self, method: LocalUpdateMethod) -> None:
         self.method = method
-        self._params = method.params
-        self._number = {id(p): i for i, p in enumerate(method.trained)}
+        self._params = method._params
+        self._number = {id(p): i for i, p in enumerate(method._trained)}
         self._sampled = self._params[:: -(-len(self._params) // SAMPLED)]
-        method.on_step = self._called
+        method._on_step = self._called
         self._process = os.getpid()
         _dropped.clear()
         _register_exit()
@@ -297,8 +297,8 @@ class UsageChecks:
     def before_allreduce(self) -> None:
         if not self._looked:
             m = self.method
-            refuse_fsdp(m.trained, m.allreduce.group)  # a module may have been wrapped after the method was made
-            warn_of_synchronous([*m.trained, *self._model_params], [*m.given_buffers.values()], m.allreduce.group)
+            refuse_fsdp(m._trained, m._allreduce.group)  # a module may have been wrapped after the method was made
+            warn_of_synchronous([*m._trained, *self._model_params], [*m._given_buffers.values()], m._allreduce.group)
             self._looked = True
         self._rounds += 1
         for number in [number for number, p in self._frozen.items() if p.requires_grad]:
@@ -311,7 +311,7 @@ class UsageChecks:
         what = f"{len(shapes)} parameters that no method averages, the first of shape {list(shapes[0])}"
         if self._moves is False:
             raise UserError(
-                f"the optimizer trains {what}, and none of the {len(self._params)} given to {self.method.name} has "
+                f"the optimizer trains {what}, and none of the {len(self._params)} given to {self.method._name} has "
                 "changed: make the method after whatever replaces parameters (load_state_dict(assign=True), deepcopy, "
                 "to_empty, a wrapper), and give it the parameters that the optimizer has"
             )
@@ -327,7 +327,7 @@ class UsageChecks:
         self._began, self._moves = [], None
         self._uncounted = 0 if at_boundary else self._uncounted
         self._before = {}  # what the method sends is no optimizer's
-        if self.method.on_step is not None:
+        if self.method._on_step is not None:
             self._held, self._updated = self._values(), False
 
     def _values(self) -> tuple[list[tuple[int, int]], Tensor]:
@@ -339,10 +339,10 @@ class UsageChecks:
     def _called(self) -> None:
         """step() of the method begins."""
         if self._rounds >= FIRST and self._calls >= FIRST_CALLS:
-            self.method.on_step = None
+            self.method._on_step = None
             if self._still == self._calls and not self._idle:
                 warnings.warn(
-                    f"in the first {self._calls} calls of {self.method.name}.step() none of its "
+                    f"in the first {self._calls} calls of {self.method._name}.step() none of its "
                     f"{len(self._params)} parameters has changed: give it the parameters that are trained, and make it "
                     "after whatever replaces them (load_state_dict(assign=True), deepcopy, a wrapper)",
                     stacklevel=3,
@@ -356,9 +356,9 @@ class UsageChecks:
         if same and self._gradients_wait():
             self._idle += 1
         if self._idle > 1 and 3 * self._idle >= self._calls:
-            self.method.on_step = None
+            self.method._on_step = None
             warnings.warn(
-                f"in {self._idle} of the first {self._calls} calls of {self.method.name}.step() no parameter had "
+                f"in {self._idle} of the first {self._calls} calls of {self.method._name}.step() no parameter had "
                 "changed since the call before, while gradients wait: with gradient accumulation call it once after "
                 "each optimizer.step(), not after each micro-batch, because tau counts its calls",
                 stacklevel=3,
@@ -366,17 +366,17 @@ class UsageChecks:
 
     def _gradients_wait(self) -> bool:
         """Whether there are gradients, all of them finite, that are not all zero."""
-        given = [p.grad for p in (*self.method.trained, *self._model_params) if p.grad is not None]
+        given = [p.grad for p in (*self.method._trained, *self._model_params) if p.grad is not None]
         found = [parts_of(local_shard(grad))[-1] for grad in given]
         return all(bool(g.isfinite().all()) for g in found) and any(bool(g.any()) for g in found)
 
     def before_finish(self) -> None:
-        if self.method.local_steps:  # the optimizer's first step has looked
+        if self.method._local_steps:  # the optimizer's first step has looked
             return
-        self.check(self.method.trained)
+        self.check(self.method._trained)
         if self._uncounted:
             warnings.warn(
-                f"{self._uncounted} optimizer steps since the last round of {self.method.name} are discarded, because "
+                f"{self._uncounted} optimizer steps since the last round of {self.method._name} are discarded, because "
                 "no call of step() has followed them: call step() once after every optimizer.step(), on every worker",
                 stacklevel=3,
             )
@@ -397,8 +397,8 @@ class UsageChecks:
         self._frozen |= {id(p): p for p in params if not p.requires_grad and id(p) not in known}
         m = self.method
         if mine:
-            refuse_optimizer(optimizer, {*self._number}, m.allreduce.group)
-            self._before[id(optimizer)] = collectives(m.allreduce.group, m.allreduce.timed_groups)
+            refuse_optimizer(optimizer, {*self._number}, m._allreduce.group)
+            self._before[id(optimizer)] = collectives(m._allreduce.group, m._allreduce.timed_groups)
         if self._began:  # a step of this round lies between
             self._moves = self._moves or self._began != [_writes(p) for p in self._params]
         if any(p.grad is not None for p in mine):  # also where the optimizer writes what torch does not count
@@ -410,7 +410,7 @@ class UsageChecks:
         """An optimizer ends its step."""
         m, before = self.method, self._before.pop(id(optimizer), None)
         if before is not None and not self._told:
-            self._told = warn_of_step(optimizer, before, collectives(m.allreduce.group, m.allreduce.timed_groups))
+            self._told = warn_of_step(optimizer, before, collectives(m._allreduce.group, m._allreduce.timed_groups))
 
     @torch.no_grad()
     def check(self, params: Any) -> None:
@@ -418,12 +418,12 @@ class UsageChecks:
         numbers = [i for i in (self._number.get(id(p), -1) for p in params) if i in self._unchecked]
         written = [i for i in numbers if self._unchecked.pop(i) != _writes(self._params[i])]
         m = self.method
-        if written and m.anchor_params:  # it is known where the round began
-            flats = zip(m.buckets, m.anchor_params, strict=True)
+        if written and m._anchor_params:  # it is known where the round began
+            flats = zip(m._buckets, m._anchor_params, strict=True)
             starts = {id(p): x for b, flat in flats for p, x in zip(b.params, views(flat, b.params), strict=True)}
-            tolerance = ROUGHLY if m.starts_near_anchor else TOLERANCE
+            tolerance = ROUGHLY if m._starts_near_anchor else TOLERANCE
             written = [i for i in written if _differ(p := self._params[i], starts[id(p)].to(p.dtype), tolerance)]
-        if written and (m.anchor_params or m.state):  # else nothing is kept that could pull anywhere
+        if written and (m._anchor_params or m._state):  # else nothing is kept that could pull anywhere
             warnings.warn(
                 f"{len(written)} of {len(self._params)} parameters were changed since the last round closed, and not "
                 "by an optimiser: if weights were loaded, call resync() on all workers, or the next rounds pull them "
@@ -439,12 +439,12 @@ class UsageChecks:
         step: a saved run goes on from there.
         """
         m = self.method
-        if self._process != os.getpid() or m.allreduce.world_size == 1 or not m.is_log_rank or m.allreduce.failed:
+        if self._process != os.getpid() or m._allreduce.world_size == 1 or not m._is_log_rank or m._allreduce.failed:
             return ""
-        if not (m.local_steps or m.allreduce.in_flight) or m.saved_at == (m.rounds, m.local_steps):
+        if not (m._local_steps or m._allreduce.in_flight) or m._saved_at == (m.rounds, m._local_steps):
             return ""
         return (
-            f"the script ends without {m.name}.finish(), {m.local_steps} local steps after round {m.rounds}: each "
+            f"the script ends without {m._name}.finish(), {m._local_steps} local steps after round {m.rounds}: each "
             "worker holds a model of its own, which is not the trained one; call finish() on every worker after the "
             "loop, or run the loop in a with block: with CO2(...) as co2"
         )
@@ -488,7 +488,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     looking = [
         w
         for w in watches
-        if w._unchecked or w._rounds < FIRST or w.method.on_step is not None or w._optimizers.get(optimizer) != count
+        if w._unchecked or w._rounds < FIRST or w.method._on_step is not None or w._optimizers.get(optimizer) != count
     ]
     if not looking:
         return

@@ -174,7 +174,7 @@ def made(what: dict[str, Any]) -> tuple[Any, Any, Any, Any, Callable[..., Any]]:
         co2["outlier"] = None
     called, method = core.make_method(name, model, co2=config(co2), timeout=60.0, **more)
     if what.get("at_once"):
-        flight = method.allreduce if here else method.flight
+        flight = method._allreduce if here else method.flight
         flight.landed = lambda: not flight.in_flight or (flight.drain() if here else flight.settle())
     optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.0 if "nan_at" in what else 0.5)
     return model, called, optimizer, method, lambda data: torch.randn(8, 16, generator=data).to(dtype)
@@ -212,7 +212,7 @@ def train(name: str, what: dict[str, Any], folder: Path, *, again: bool) -> list
         if resumes and not again and step + 1 == SAVED_AT:
             assert core.save(saved_in, model, optimizer, method, step=SAVED_AT)
     in_mid_round = sorted(digest([t]) for t in tensors_in(method.state_dict())) if not what.get("fewer") else []
-    payloads = [digest([b.payload for b in method.buckets])] if in_mid_round and hasattr(method, "buckets") else []
+    payloads = [digest([b.payload for b in method._buckets])] if in_mid_round and hasattr(method, "buckets") else []
     method.finish()
     seen.append(digest([*model.parameters(), *model.buffers()]))
     ended = sorted(digest([t]) for t in tensors_in(method.state_dict()))

@@ -105,7 +105,7 @@ class Fixed:
     def come_together(self, due: Due) -> Due:
         """What is due to all: a worker of a node has heard only workers of its own place on other nodes."""
         run, method = self.run, self._trained.method
-        if isinstance(method, LocalUpdateMethod) and method.total_world_size < run.world_size and method.at_boundary:
+        if isinstance(method, LocalUpdateMethod) and method._total_world_size < run.world_size and method.at_boundary:
             assert self.mesh is not None
             return Due(*map(bool, largest_of_workers([*vars(due).values()], self.mesh.get_group(1))))
         return due

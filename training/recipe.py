@@ -22,6 +22,19 @@ from training.workers import rank, world_size
 
 SHARES = {"shard", "offload", "per_node", "zero", "layout"}  # options with which not all recommended settings go
 LARGEST = 10**9  # number of a recipe
+SELDOM = {  # options that only --help-all lists, by the part of the recipe; None hides the whole part
+    "": "tf32 cudnn_benchmark channels_last extend gpu_gb timeout trace",
+    "co2": "allow_unstable tau_max mix",
+    "optim": "betas eps undecayed power min_lr_share",
+    "ddp_compression": "error_feedback like lgreco",
+    "co2.compression": "error_feedback like lgreco",
+    "autoencoder": "encoder_widths folding_width mlp_widths",
+    "diloco": None,
+    "overlap_local": None,
+    "rings": None,
+    "slowmo": None,
+    "zeroth": None,
+}
 MethodName = Literal[tuple(REGISTRY)]  # a task may register more
 OfMethods = dataclasses.make_dataclass(
     "OfMethods",
@@ -193,15 +206,23 @@ def parse(recipes: Mapping[str, R], argv: Sequence[str] | None = None, prog: str
     name, *overrides = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if name in ("-h", "--help"):
         listing = "\n".join(f"  {name}" for name in recipes)
-        print(f"usage: {prog} RECIPE [overrides]\n\nrecipes:\n{listing}\n\n{prog} RECIPE --help lists its options")
+        print(
+            f"usage: {prog} RECIPE [overrides]\n\nrecipes:\n{listing}\n\n{prog} RECIPE --help lists its options, --help-all all of them"
+        )
         sys.exit(0)
     default = dataclasses.replace(find("recipe", name, recipes, f"`python -m {prog} --help` lists them"), name=name)
     default = starting_point(default, overrides)
+    shown, note = default, None
+    if "--help-all" in overrides:
+        overrides = ["--help"]
+    elif {"-h", "--help"} & {*overrides}:
+        shown, note = without_seldom(default), "--help-all lists all options, with other methods' settings."
     recipe = tyro.cli(
-        type(default),
-        default=default,
+        type(shown),
+        default=shown,
         args=overrides,
         prog=f"{prog} {name}",
+        description=note,
         use_underscores=True,
         console_outputs=rank() == 0,
         config=(tyro.conf.AvoidSubcommands,),
@@ -215,6 +236,23 @@ def parse(recipes: Mapping[str, R], argv: Sequence[str] | None = None, prog: str
     return recipe
 
 
+def without_seldom(default: T, part: str = "") -> T:
+    """Returns equal settings of a class whose help leaves out the options in SELDOM."""
+    hidden = (SELDOM.get(part) or "").split()
+    fields: list[Any] = []
+    for f in dataclasses.fields(default):  # pyright: ignore[reportArgumentType]
+        name, value = f"{part}.{f.name}".lstrip("."), getattr(default, f.name)
+        if f.name in hidden or SELDOM.get(name, "") is None:
+            fields.append((f.name, tyro.conf.Suppress[Any], field(default=value)))
+        elif name in SELDOM or any(key.startswith(f"{name}.") for key in SELDOM):
+            shown = without_seldom(value, name)
+            fields.append((f.name, type(shown), field(default=shown)))
+    kind = dataclasses.make_dataclass(type(default).__name__, fields, bases=(type(default),), frozen=True)
+    kind.__doc__ = type(default).__doc__
+    given = {f.name: getattr(default, f.name) for f in dataclasses.fields(kind)}
+    return kind(**given | {name: f.default for name, kind, f in fields})
+
+
 def find(kind: str, name: str, known: Mapping[str, T], lists: str) -> T:
     """The entry of that name; else a UserError, which names similar ones, or where they are listed."""
     if name not in known:
@@ -225,7 +263,7 @@ def find(kind: str, name: str, known: Mapping[str, T], lists: str) -> T:
 
 def answer_help(recipes: Mapping[str, Recipe], prog: str) -> None:
     """Prints the help that the command line asks for, and exits, before a train script's slow imports."""
-    if not sys.argv[1:] or {"-h", "--help"} & set(sys.argv[1:]):
+    if not sys.argv[1:] or {"-h", "--help", "--help-all"} & set(sys.argv[1:]):
         launch(lambda: sys.exit(parse(recipes, prog=prog) is None))
 
 

@@ -176,7 +176,7 @@ def a_round_beside_a_sleeping_collective_ms(scope: Scope, case: str) -> dict[str
     with one_rank(scope.device):
         method = WAYS[case](params)
         cycles = round(TAU / 2 * step_ms * cycles_a_ms(scope))
-        method.reducer = Slow(method.reducer, lambda: asleep(scope.device, cycles, TAU / 2 * step_ms / 1e3))
+        method._reducer = Slow(method._reducer, lambda: asleep(scope.device, cycles, TAU / 2 * step_ms / 1e3))
         stats, closing, others = [], [], []
         for _ in range(TAU * scope(8, 4)):
             compute()
@@ -284,7 +284,7 @@ def gpt2_beside_a_sleeping_collective_ms_a_round(scope: Scope, case: str) -> dic
         forward, method = make_method({"recommended": "co2"}.get(case, case), model, co2=config)
         if sleep_ms:
             cycles = round(sleep_ms * cycles_a_ms(scope))
-            method.reducer = Slow(method.reducer, lambda: asleep(scope.device, cycles, sleep_ms / 1e3))
+            method._reducer = Slow(method._reducer, lambda: asleep(scope.device, cycles, sleep_ms / 1e3))
         losses, ended = [], []
         for step in range(LOOP_TAU * scope(ROUNDS, 4)):
             losses.append(train_step(forward, optimizer, windows(text, step, scope(64, 4)).to(scope.device)))

@@ -162,17 +162,17 @@ class ElasticAllReduce(AsyncAllReduce):
         newcomers = len(reports) - len(known) if known else 0
         spared = sum(r["launched"] == latest and not r["counts"] for r in known)
         self._spared = (latest + 1, newcomers) if newcomers else (latest, spared)
-        self.owner.generation += 1
+        self.owner._generation += 1
         self.on_change(reports)
 
     def count(self, number: int) -> None:
         """Of the reduction of that number, from 1, which is sent in this generation: how many workers count in it."""
         self.world_size = self.members.size - (self._spared[1] if number == self._spared[0] else 0)
-        self.owner.reducer.scale = 1 / self.world_size
+        self.owner._reducer.scale = 1 / self.world_size
 
     @property
     def _flats(self) -> list[Tensor]:
-        return [bucket.flat for bucket in self.owner.buckets]
+        return [bucket.flat for bucket in self.owner._buckets]
 
     def _drop(self) -> None:
         """Lets go of the group. What is in flight there lands, or fails once another has let go."""
@@ -196,7 +196,7 @@ class ElasticAllReduce(AsyncAllReduce):
     def _send_again(self) -> None:
         copy(self._flats, self._kept)
         self.count(self.launched)
-        self._begin(self.in_phases(self.owner.stages()))
+        self._begin(self.in_phases(self.owner._stages()))
 
     def _failure(self, reason: str, what: str = "") -> CollectiveError:
         """See AsyncAllReduce; lets go of the group at once, or its other workers would wait for the timeout."""

@@ -52,8 +52,8 @@ class Joining(Hook):
     def attach(self, method: LocalUpdateMethod) -> None:
         again = hasattr(self, "method")
         super().attach(method)
-        assert isinstance(method, CO2) and isinstance(method.allreduce, ElasticAllReduce), "see elastic_co2"
-        self.co2, self.allreduce = method, method.allreduce
+        assert isinstance(method, CO2) and isinstance(method._allreduce, ElasticAllReduce), "see elastic_co2"
+        self.co2, self.allreduce = method, method._allreduce
         self.allreduce.owner = method
         self.allreduce.counts = True
         if not again:
@@ -87,19 +87,19 @@ class Joining(Hook):
         for outer_step in m._outer_steps:
             outer_step.restart()
             outer_step.take()
-        m.local_steps = 0
+        m._local_steps = 0
         self.allreduce.counts = False
-        m.start_allreduce(finished=False)
+        m._start_allreduce(finished=False)
         if self._at_once:
-            m.merge()
-        m.begin_round(m.rounds)
-        m.sync_schedule.begin(m.rounds)  # a round of its own begins, while the giver's was closing
+            m._merge()
+        m._begin_round(m.rounds)
+        m._sync_schedule.begin(m.rounds)  # a round of its own begins, while the giver's was closing
 
     def before_allreduce(self) -> None:
         if self.allreduce.counts:  # a newcomer takes part with those that it has come to
             if self.members.left():
                 self.allreduce.mend()
-            if self._joining and not self.method.scalars["finished"] and self.may_join():
+            if self._joining and not self.method._scalars["finished"] and self.may_join():
                 self._let_join()
         self.allreduce.count(self.allreduce.launched + 1)
         self.allreduce.asks = self.allreduce.rank == 0 and self.members.wanted()

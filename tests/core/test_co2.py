@@ -200,20 +200,20 @@ def test_a_slow_peer_delays_nobody_and_live_parameters_stay_untouched(rank: int,
     for step in range(4, 7):  # local steps go on under the all-reduce
         sgd_step(params, rank, step)
         assert co2.step() is False
-        seen.append(co2.allreduce.done())
+        seen.append(co2._allreduce.done())
     before = [p.detach().clone() for p in params]
     if rank == 0:
         assert not any(seen), "the peer has not launched, yet the mean is there"
         gate.touch()
     until = time.monotonic() + 30
-    while not co2.allreduce.done():
+    while not co2._allreduce.done():
         assert time.monotonic() < until
     assert all(map(torch.equal, params, before)) and not torch.equal(flat(params), flat(problems.odd_parameters()))
     sgd_step(params, rank, 7)
     assert co2.step()
     co2.finish()
-    live = {t.untyped_storage().data_ptr() for t in [*co2.params, *co2.buffers] if t.numel()}
-    written = {b.flat.untyped_storage().data_ptr() for b in co2.buckets}
+    live = {t.untyped_storage().data_ptr() for t in [*co2._params, *co2._buffers] if t.numel()}
+    written = {b.flat.untyped_storage().data_ptr() for b in co2._buckets}
     assert not live & written, "a flat buffer that a collective writes shares memory with a live tensor"
 
 
@@ -361,7 +361,7 @@ def test_merges_run_in_the_fast_pass_and_only_keep_local_holds_another_copy():
     for merge in ("restart", "interpolate", "keep_local"):
         co2 = replace(LATE, merge=merge).build(problems.odd_parameters())
         assert all(isinstance(b, FusedOuterStep) for b in co2._outer_steps)
-        assert set(co2.state) - {"outer_iterate", "outer_momentum"} == (
+        assert set(co2._state) - {"outer_iterate", "outer_momentum"} == (
             {"snapshot"} if merge == "keep_local" else set()
         )
 
@@ -406,8 +406,8 @@ def uneven_twice(rank: int, build: Callable[[list[Tensor]], Any]) -> list[Tensor
         return [*seen, flat(params)]
     return [
         *seen,
-        co2.anchor_params[0].clone() if co2.sends_differences else flat(params),
-        *(f[0] for f in co2.state.values()),
+        co2._anchor_params[0].clone() if co2._sends_differences else flat(params),
+        *(f[0] for f in co2._state.values()),
     ]
 
 

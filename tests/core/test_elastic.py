@@ -55,7 +55,7 @@ def train(folder, settings, deaths, comes="", pace=0.0, steps=STEPS) -> None:
         while comes and worker.step == WAITS_AT and not Path(folder, "came").exists():
             time.sleep(0.05)
         worker.take_step(where, when)
-        if where == "saved" and worker.method.local_steps == 0 and worker.method.rounds == when:
+        if where == "saved" and worker.method._local_steps == 0 and worker.method.rounds == when:
             torch.save(worker.state(), Path(folder, "saved.pt"))
     worker.method.finish()
     Path(folder, f"{worker.name}.tmp").write_text(json.dumps(worker.end()))
@@ -94,7 +94,7 @@ class Worker:
         self.allreduce = flight = joining.allreduce
         flight.tell = lambda: {"step": self.step}
         flight.on_change = lambda reports: self.sizes.append([self.step, flight.members.names])
-        self._wait, method.wait_allreduce = method.wait_allreduce, self._waited  # pyright: ignore[reportAttributeAccessIssue]
+        self._wait, method._wait_allreduce = method._wait_allreduce, self._waited  # pyright: ignore[reportAttributeAccessIssue]
         self.sizes: list[Any] = []
         self.counted: dict[int, int] = {}  # round -> workers; so on
         self.excluded: dict[int, int] = {}
@@ -110,7 +110,7 @@ class Worker:
         if where == "spoilt" and step == when:
             self.params[0].data.fill_(float("nan"))
         if self.method.step():
-            self.trace[self.method.rounds] = flat(self.method.state["outer_iterate"]).tolist()
+            self.trace[self.method.rounds] = flat(self.method._state["outer_iterate"]).tolist()
             self.closed[self.method.rounds] = self.step
             if where == "boundary" and self.method.rounds == when:
                 die()
@@ -165,12 +165,12 @@ def run(tmp_path: Path, workers: int, settings: dict[str, Any], deaths: dict[str
 def test_what_came_late_before_others_joined_is_heard_by_nobody():
     """On a GPU a landing is heard a round later, of which a newcomer knows nothing."""
     before = AsyncReadback()
-    owner = SimpleNamespace(_readback=before, generation=0)
+    owner = SimpleNamespace(_readback=before, _generation=0)
     flight = SimpleNamespace(
         members=SimpleNamespace(group=object(), rank=0), owner=owner, launched=3, _act=0, on_change=lambda reports: None
     )
     ElasticAllReduce.adopt(flight, [None])  # pyright: ignore[reportArgumentType]
-    assert owner._readback is not before and owner.generation == 1
+    assert owner._readback is not before and owner._generation == 1
 
 
 def check_equal(ends: dict[str, Any]) -> None:

@@ -244,18 +244,18 @@ def test_a_wire_is_changed_in_the_computations_own_stream(background: AsyncAllRe
     p = nn.Parameter(torch.ones(3))
     co2 = CO2([p], CO2Config(tau="auto", tau_max=1, compression=CompressionConfig("auto")))
     changes: list[tuple[str, int]] = []
-    become = co2.reducer.become
+    become = co2._reducer.become
 
     def noted(kind: str) -> None:
-        side: Any = co2.allreduce._side
+        side: Any = co2._allreduce._side
         changes.append((kind, side.inside))
         become(kind)
 
-    monkeypatch.setattr(co2.reducer, "become", noted)
+    monkeypatch.setattr(co2._reducer, "become", noted)
     for compression in ("int4", "float32"):
         co2.hook(TauHook).tuner.compression = compression
         co2.step()
-        assert co2.reducer.kind == compression and changes.pop() == (compression, 0)
+        assert co2._reducer.kind == compression and changes.pop() == (compression, 0)
     background.close()
 
 

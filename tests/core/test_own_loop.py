@@ -361,7 +361,7 @@ def test_who_comes_late_is_waited_for(rank: int, tmp_path: Path):
 def dead(rank: int, world_size: int, folder: str) -> str:
     loop = Loop(rank)
     loop.go(4)
-    loop.co2.allreduce.drain()  # who dies with an all-reduce in flight is noticed by that
+    loop.co2._allreduce.drain()  # who dies with an all-reduce in flight is noticed by that
     Path(folder, f"ready{rank}").touch()
     while rank == 1 and len([*Path(folder).glob("ready*")]) < world_size:
         time.sleep(0.01)

@@ -337,7 +337,7 @@ def one_round(rank: int, world_size: int) -> list[Calls]:
     Without hooks, whose calls are their own."""
     params = list(small_net().parameters())
     co2 = bare_co2(params)
-    co2.sync_schedule = SyncSchedule(TAU)
+    co2._sync_schedule = SyncSchedule(TAU)
     counted: list[Calls] = []
     for step in range(ROUNDS * TAU):
         sgd_step(params, rank, step)
@@ -370,7 +370,7 @@ def test_the_last_step_of_the_round_is_the_boundary(calls: list[Calls]):
     """Else the limits would be kept by an action that does nothing."""
     assert min(len(step.made) for step in calls[:-1]) > 0
     functions = [function.rpartition(".")[2] for _, function in calls[-1].made]
-    assert "close_round" in functions and "launch" in functions
+    assert "_close_round" in functions and "launch" in functions
     assert not any("close_round" in function for step in calls[:-1] for _, function in step.made)
 
 
@@ -414,7 +414,7 @@ def test_a_last_step_saves_an_all_reduce_and_changes_nothing(rank: int):
                 for step in range(steps):
                     sgd_step(params, rank, step)
                     if name == "mix":
-                        method.allreduce.drain()  # so that a mean is merged after the same step
+                        method._allreduce.drain()  # so that a mean is merged after the same step
                     method.step(last=says and step == steps - 1)
                 method.finish()
                 found[says].append((flat(params), method.rounds))

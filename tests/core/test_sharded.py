@@ -56,7 +56,7 @@ def test_two_nodes_of_two_equal_the_reference(rank: int, shard: bool, configs: l
     node, mesh = rank // 2, node_mesh("cpu", 2)
     for config in configs:
         trace, co2 = run_co2(config, [2 * node, 2 * node + 1], mesh=mesh, shard=shard)
-        assert len(co2._x[0]) == -(-co2.buckets[0].numel // (4 if shard else 2))
+        assert len(co2._x[0]) == -(-co2._buckets[0].numel // (4 if shard else 2))
         assert_traces_equal(trace, expected(config, [[0, 1], [2, 3]]))
         assert alike(*trace)
 

@@ -288,7 +288,7 @@ def test_the_recommended_settings_choose_the_wire_and_a_given_tau_holds():
     config = replace(CO2Config.recommended(4), tau=24)
     co2 = CO2([nn.Parameter(torch.zeros(3))], config)
     assert config.compression == CompressionConfig("auto")
-    assert (co2.tau, co2.sync_schedule.tau_hook) == (24, None), "one worker has nothing to choose"
+    assert (co2.tau, co2._sync_schedule.tau_hook) == (24, None), "one worker has nothing to choose"
     with pytest.raises(UserError, match="compression.format='auto' needs unshared outer state"):
         make_method(
             "co2", nn.Linear(2, 2), co2=CO2Config(tau="auto", compression=CompressionConfig("auto")), shard=True
@@ -434,7 +434,7 @@ def test_where_means_merge_on_arrival_rounds_close_at_the_same_steps_from_the_fi
         time.sleep(0.003 + 0.004 * rank)
         if co2.step():
             assert co2.at_boundary
-            closed.append((step, co2.tau, co2.sync_schedule.decision))
+            closed.append((step, co2.tau, co2._sync_schedule.decision))
             if rank == 0 and len(closed) == 3:
                 requests.ask("stop")
         stopped = stopped or ([len(closed), step] if "stop" in requests.granted else [])
@@ -515,7 +515,7 @@ def test_a_wire_is_chosen_with_tau_alike_on_all_workers_and_kept_in_a_checkpoint
     paced(co2, params, rank, 4, 0.0)
     fresh = of_rank(co2.state_dict())
     while len(sent) < 20:
-        paced(co2, params, rank, co2.tau - co2.local_steps, 0.0)
+        paced(co2, params, rank, co2.tau - co2._local_steps, 0.0)
         sent.append(co2.stats.bytes_sent)
     state = of_rank(co2.state_dict())
     resumed_params = [nn.Parameter(params[0].detach().clone())]
@@ -534,7 +534,7 @@ def test_a_wire_is_chosen_with_tau_alike_on_all_workers_and_kept_in_a_checkpoint
         compressions
     )
     assert shapes(state) == shapes(fresh), "of a checkpoint and of a new object, into which DCP loads it"
-    assert bool(co2.reducer._now.state) == (compression == "int4") and (sent[-1] > 2 * sent[0]) == (
+    assert bool(co2._reducer._now.state) == (compression == "int4") and (sent[-1] > 2 * sent[0]) == (
         compression == "float32"
     )
 

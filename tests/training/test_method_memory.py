@@ -161,15 +161,15 @@ def make(recipe: Recipe, model: nn.Module, mesh: Any) -> Any:
 
 def one_round(method: Any, model: nn.Module) -> None:
     if isinstance(method, GradientCompression):
-        method.buckets[0].payload.normal_()
+        method._buckets[0].payload.normal_()
         method._reduce()
         return
     for _ in range(method.tau):
         for p in model.parameters():
             p.mul_(0.99)
         method.step()
-    if method.allreduce.in_flight:
-        method.allreduce.drain()
+    if method._allreduce.in_flight:
+        method._allreduce.drain()
 
 
 def on_worker(rank: int, world_size: int, names: list[str]) -> dict[str, Any]:

@@ -60,6 +60,23 @@ def test_an_unknown_recipe_suggests_the_near_one_and_lists_no_others():
     assert str(error.value) == "recipe 'zzz' does not exist; `python -m toy.train --help` lists them"
 
 
+@pytest.mark.parametrize("task", ["vision", "segmentation", "pointcloud", "language"])
+def test_help_lists_what_is_needed_first_and_help_all_lists_the_rest(task: str, capsys: pytest.CaptureFixture):
+    recipes = importlib.import_module(f"{task}.recipes").RECIPES
+
+    def listed(option: str) -> set[str]:
+        with pytest.raises(SystemExit):
+            parse(recipes, [next(iter(recipes)), option])
+        return set(re.findall(r"^│ (--[a-z0-9_.]+)", capsys.readouterr().out, re.M))
+
+    first, all_options = listed("--help"), listed("--help-all")
+    assert len(first) < 60 and first < all_options
+    assert {"--method", "--co2.tau", "--optim.lr", "--out", "--resume"} <= first
+    assert {"--co2.compression.lgreco.rule", "--slowmo.outer_lr", "--optim.betas", "--tf32"} <= all_options - first
+    option = ["--co2.tau_max", "7"]  # an option that --help leaves out
+    assert parse(recipes, [next(iter(recipes)), *option]).co2.tau_max == 7
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

@@ -67,7 +67,7 @@ class Resharded:
         own: torch.optim.Optimizer = getattr(optimizer, "optim", optimizer)  # with ZeRO-1 of what is kept here
         self._states, self._groups = own.state, own.param_groups
         self._named = dict(parallel.named_parameters())
-        self._buckets: Sequence[Bucket] = method.buckets if isinstance(method, LocalUpdateMethod) else ()
+        self._buckets: Sequence[Bucket] = method._buckets if isinstance(method, LocalUpdateMethod) else ()
         self._names = {id(p): name for name, p in self._named.items()}
 
     # -- writing --------------------------------------------------------------------------------------------
@@ -234,7 +234,7 @@ class Resharded:
                 flats[i] = torch.cat([self._part(whole, bucket, likes[key][i]), flats[i]])
         self.method.load_state_dict(under_rank(own))
         if isinstance(self.method, ShardedCO2):  # whose share of the momentum is not the leader's
-            self.method.recount()
+            self.method._recount()
 
     def _of_island(self, tensors: Named) -> Named:
         return {f"island{self.parallel.place.island}.{name}": t for name, t in tensors.items()}
