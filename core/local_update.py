@@ -1,7 +1,7 @@
 """The base class of all methods that take several local steps between two all-reduces.
 
 Local-SGD, SlowMo, Overlap-Local-SGD, DiLoCo and CO2 differ only in what they do at the end of a round, which each says
-in `close_round`. This class counts the local steps, owns the flat buckets, starts and awaits the all-reduce, averages
+in `_close_round`. This class counts the local steps, owns the flat buckets, starts and awaits the all-reduce, averages
 the model's buffers, calls the hooks, and saves and restores all of it.
 """
 
@@ -163,18 +163,20 @@ class LocalUpdateMethod(Loop, ABC):
         average: Averages extra tensors, such as an EMA model's, at finish() and sync_for_eval().
 
     Attributes:
-        trained: The parameters that require a gradient, DTensors as they are. `params` and `buffers` hold their shards.
-        given_buffers: The averaged buffers, by their number among those given; `first_values`: with which they began,
+        _trained: The parameters that require a gradient, DTensors as they are. `_params` and `_buffers` hold their
+            shards.
+        _given_buffers: The averaged buffers, by their number among those given; `_first_values`: with which they began,
             one flat tensor per bucket.
-        buckets: The flat tensors that travel, one per dtype and device.
-        state: What persists from round to round, by name: one flat tensor per bucket.
-        replicated_state: The part of it that is equal on all workers.
-        anchor_params: Where rounds begin, one flat tensor per bucket. Empty if it is not kept.
-        scale: Factor that turns the reduced sums into averages.
-        local_steps: Steps since the last boundary. `local_steps_sent`: those in the last all-reduce.
-        sent_tau: tau of the round whose all-reduce started last. `growth`: that over the tau of the average before.
-        broadcasts_state: Whether the next all-reduce also sends rank 0's state to all workers.
-        generation: Rises whenever workers have left or joined.
+        _buckets: The flat tensors that travel, one per dtype and device.
+        _state: What persists from round to round, by name: one flat tensor per bucket.
+        _replicated_state: The part of it that is equal on all workers.
+        _anchor_params: Where rounds begin, one flat tensor per bucket. Empty if it is not kept.
+        _scale: Factor that turns the reduced sums into averages.
+        _local_steps: Steps since the last boundary. `_local_steps_sent`: those in the last all-reduce.
+        _sent_tau: tau of the round whose all-reduce started last. `_growth`: _sent_tau over the tau of the average
+            before.
+        _broadcasts_state: Whether the next all-reduce also sends rank 0's state to all workers.
+        _generation: Rises whenever workers have left or joined.
         on_excluded: Called with a 0-d bool after this worker's update was judged, for the optimizer's state, as
             hooks.forget does. On a CPU only if this worker was excluded.
     """
@@ -182,7 +184,7 @@ class LocalUpdateMethod(Loop, ABC):
     _name = ""
     _worker_label = "rank"  # what messages call a worker, before its number
     _sends_differences = False  # whether payloads are differences: zero if nothing has moved
-    _starts_near_anchor = False  # whether workers begin a round near anchor_params, not exactly there
+    _starts_near_anchor = False  # whether workers begin a round near _anchor_params, not exactly there
     _needs_global_norms = False  # whether it takes norms of all parameters, which no worker has of DTensors
     _shards = False  # whether the processes that hold one payload hold different parts of the model
     _payload_is_deferred = False  # whether payloads are complete only in the background
@@ -358,7 +360,7 @@ class LocalUpdateMethod(Loop, ABC):
 
     @abstractmethod
     def _close_round(self, *, finished: bool) -> bool:
-        """Ends the round, with `wait_allreduce` and `start_allreduce` in the method's order.
+        """Ends the round, with `_wait_allreduce` and `_start_allreduce` in the method's order.
 
         Args:
             finished: Whether this worker is in finish().
@@ -452,7 +454,7 @@ class LocalUpdateMethod(Loop, ABC):
     def _wait_allreduce(self, *, finished: bool) -> ReduceResult:
         """Waits for the all-reduce in flight. The model's buffers become their averages.
 
-        The payloads then hold sums, which `scale` turns into averages in a pass that the method makes anyway.
+        The payloads then hold sums, which `_scale` turns into averages in a pass that the method makes anyway.
         """
         stats, allreduce = self._clock.stats, self._allreduce
         allreduce.wait(self._after_allreduce)
@@ -500,7 +502,7 @@ class LocalUpdateMethod(Loop, ABC):
     @torch.inference_mode(False)  # its tensors could not be written to later
     @torch.no_grad()
     def _boundary(self, *, finished: bool) -> bool:
-        """`close_round`, with its timing and its hooks."""
+        """`_close_round`, with its timing and its hooks."""
         self._allreduce.check_alive()  # before a method uses partial sums
         with self._clock.boundary(self._sync_schedule.tau, self._local_steps):
             for bucket, own in self._own_buffers:

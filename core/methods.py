@@ -28,7 +28,7 @@ from .testing.link import Link
 
 
 class Blocking(LocalUpdateMethod):
-    """Waits at every boundary for an average: of the differences from anchor_params, or of the parameters if it keeps
+    """Waits at every boundary for an average: of the differences from _anchor_params, or of the parameters if it keeps
     none.
 
     Args:
@@ -60,11 +60,11 @@ class Blocking(LocalUpdateMethod):
         if not result.is_empty:
             for bucket in self._buckets:
                 rescale(bucket.payload, self._scale)
-            self.apply()
+            self._apply()
         return result.is_last
 
     @abstractmethod
-    def apply(self) -> None:
+    def _apply(self) -> None:
         """Uses the average, which the payloads hold."""
 
 
@@ -94,7 +94,7 @@ class LocalSGD(Blocking):
         if compression is not None and compression.format != "float32":
             self._replicated_state = self._anchor_params = self._state.new("outer_iterate", of_params=True)
 
-    def apply(self) -> None:
+    def _apply(self) -> None:
         for bucket, start in itertools.zip_longest(self._buckets, self._anchor_params):
             average = bucket.payload if start is None else start.sub_(bucket.payload)
             copy(bucket.params, views(average, bucket.params))
@@ -146,7 +146,7 @@ class SlowMo(Blocking):
         self._x = self._replicated_state = self._anchor_params = self._state.new("outer_iterate", of_params=True)
         self._u = self._state.new("outer_momentum")
 
-    def apply(self) -> None:
+    def _apply(self) -> None:
         gamma = max(self._lr(), 1e-12)  # a schedule may end at exactly 0
         for bucket, x, u in zip(self._buckets, self._x, self._u, strict=True):
             u.mul_(carried(self.config.outer_momentum, self._growth)).add_(bucket.payload, alpha=1 / gamma)

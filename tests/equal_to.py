@@ -212,7 +212,8 @@ def train(name: str, what: dict[str, Any], folder: Path, *, again: bool) -> list
         if resumes and not again and step + 1 == SAVED_AT:
             assert core.save(saved_in, model, optimizer, method, step=SAVED_AT)
     in_mid_round = sorted(digest([t]) for t in tensors_in(method.state_dict())) if not what.get("fewer") else []
-    payloads = [digest([b.payload for b in method._buckets])] if in_mid_round and hasattr(method, "buckets") else []
+    buckets = getattr(method, "_buckets", None) or getattr(method, "buckets", [])  # "buckets" at 2daac89
+    payloads = [digest([b.payload for b in buckets])] if in_mid_round else []
     method.finish()
     seen.append(digest([*model.parameters(), *model.buffers()]))
     ended = sorted(digest([t]) for t in tensors_in(method.state_dict()))

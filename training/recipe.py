@@ -206,9 +206,7 @@ def parse(recipes: Mapping[str, R], argv: Sequence[str] | None = None, prog: str
     name, *overrides = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if name in ("-h", "--help"):
         listing = "\n".join(f"  {name}" for name in recipes)
-        print(
-            f"usage: {prog} RECIPE [overrides]\n\nrecipes:\n{listing}\n\n{prog} RECIPE --help lists its options, --help-all all of them"
-        )
+        print(f"usage: {prog} RECIPE [overrides]\n\nrecipes:\n{listing}\n\n{prog} RECIPE --help lists its options")
         sys.exit(0)
     default = dataclasses.replace(find("recipe", name, recipes, f"`python -m {prog} --help` lists them"), name=name)
     default = starting_point(default, overrides)

@@ -30,7 +30,7 @@ class Partway(Blocking):
         super().__init__(params, tau, **options)
         self.config = config
 
-    def apply(self) -> None:
+    def _apply(self) -> None:
         for bucket in self._buckets:
             for p, mean in zip(bucket.params, bucket.payload_views, strict=True):
                 p.lerp_(mean, self.config.share)

@@ -67,7 +67,7 @@ def test_help_lists_what_is_needed_first_and_help_all_lists_the_rest(task: str, 
     def listed(option: str) -> set[str]:
         with pytest.raises(SystemExit):
             parse(recipes, [next(iter(recipes)), option])
-        return set(re.findall(r"^│ (--[a-z0-9_.]+)", capsys.readouterr().out, re.M))
+        return set(re.findall(r"^[^\w\n] (--[a-z][a-z0-9_.]*)", capsys.readouterr().out, re.M))
 
     first, all_options = listed("--help"), listed("--help-all")
     assert len(first) < 60 and first < all_options
