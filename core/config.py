@@ -244,7 +244,7 @@ class CO2Config:
     def paper(cls, tau: int | Literal["auto"] = 48, **settings: Any) -> CO2Config:
         """Our reading of the paper's rule: an average arrives a whole round late, with the staleness gap penalty.
 
-        docs/differences.md says what the paper leaves open. Our measurements support `recommended` instead. Its outer
+        docs/tables.md says what the paper leaves open. Our measurements support `recommended` instead. Its outer
         momentum is the one for 33 to 64 workers; the authors' release sets 0 up to 16, 0.2 up to 32 and 0.6 above 64.
 
         Args:

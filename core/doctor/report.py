@@ -61,7 +61,7 @@ def screen(report: Mapping[str, Any]) -> str:
     names = textwrap.shorten(", ".join(dict.fromkeys(node["hostname"] for node in nodes)), 60, placeholder=" ...")
     line("workers", f"{many} ({names}), {report['backend']}")
     if n == 1:
-        line("", "alone: links and tau are measured with several, started by torchrun (docs/doctor.md)")
+        line("", "alone: links and tau are measured with several, started by torchrun (docs/clusters.md)")
     kinds = ", ".join(dict.fromkeys(node["device"] for node in nodes))
     line("device", f"{kinds}, {report['device']['memory_bytes_per_worker'] / (1 << 30):.3g} GiB a worker")
     if report["infiniband"]:

@@ -289,7 +289,7 @@ def preset(name: str, *, probe: bool = False) -> Cluster:
 
 
 def from_doctor(file: Path, *, probe: bool) -> Cluster:
-    """The report of core.doctor (docs/doctor.md). probe: measure the device here, instead of finding it by its name."""
+    """The report of core.doctor (docs/clusters.md). probe: measures the device here, instead of naming it."""
     try:
         report = parse_json(file.read_text())
     except (OSError, ValueError) as error:
