@@ -17,10 +17,10 @@ from matplotlib.figure import Figure
 
 from results.pages import METHOD_NAMES, RATES, RESULTS, SLOW_LINKS, Row, load, select
 
-WIDTH = 8.0  # inches: 768 pixels of a browser, so that a point of the text is a point
+WIDTH = 8.0  # inches, which are 768 pixels in a browser: text keeps its size in points
 STYLE = {"font.size": 9, "axes.titlesize": 10, "axes.spines.top": False, "axes.spines.right": False}
 STYLE |= {"hatch.linewidth": 0.6, "figure.constrained_layout.use": True}
-DARK, MIDDLE, LIGHT, RED = "#0b4f8a", "#7f7f7f", "#cccccc", "#e69f00"  # they differ in grey, too
+DARK, MIDDLE, LIGHT, RED = "#0b4f8a", "#7f7f7f", "#cccccc", "#e69f00"  # they also differ in grayscale
 TASKS = {"vision": "digits, to a test loss of 0.25", "language": "text, to 5.7 nats"}
 
 
@@ -54,7 +54,7 @@ def best_of(runs: Sequence[Row], rate: float, suffix: str = "") -> tuple[str, li
 
 
 def seconds() -> Figure:
-    """A bar a method, in groups by link: the mean over the seeds, each seed, and whether the loss was reached."""
+    """One bar per method, in groups by link: the mean, each seed, and whether the loss was reached."""
     figure, axes = axes_of(1, 2, 5.0, sharey=True)
     labels: dict[float, str] = {}
     for a, (task, title) in zip(axes, TASKS.items(), strict=True):
@@ -87,7 +87,7 @@ def seconds() -> Figure:
 
 
 def seconds_bar(a: Axes, y: float, runs: Sequence[Row], name: str, color: str) -> None:
-    """A bar of the mean with a dot a seed; a hatched one up to the limit where a seed did not reach the loss."""
+    """A bar of the mean with one dot per seed. If a seed did not reach the loss, a hatched bar up to the limit."""
     if found := reached(runs):
         mean = statistics.fmean(found)
         a.barh(y, mean, height=0.8, color=color)
@@ -110,7 +110,7 @@ WATERFALL = {  # what a step adds -> the file and method behind it
 
 
 def waterfall() -> Figure:
-    """What each step from DDP to CO2 changes in the seconds to a loss."""
+    """The seconds to a loss as local steps, int4, hiding and merge on arrival are added to DDP one by one."""
     figure, axes = axes_of(2, 2, 4.6, sharey=True)
     for a, (task, rate) in zip(axes, ((t, r) for t in TASKS for r in (40, 200)), strict=True):
         before = top = 0.0
