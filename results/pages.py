@@ -121,7 +121,7 @@ def free_ddp(runs: Sequence[Row], rate: float) -> list[float]:
 
 
 def readme_seconds() -> Table:
-    """README's table: one row per task and link rate, with CO2, the best other method and DDP."""
+    """README's table: one row for each task and rate, CO2 beside the best and DDP."""
     titles = ("task, link", "CO2, recommended", "best other method, float32", "DDP, float32", "DDP, free communication")
     table: Table = [titles]
     for name, task in (("digits", "vision"), ("text", "language")):
