@@ -27,7 +27,6 @@ from bench.report import Asked, Summary, require, require_company
 from bench.standin import LAYERS, LEARNING_RATE, Pacer, StandIn, digits
 from core import CO2Config
 from core.errors import UserError
-from core.local_update import LocalUpdateMethod
 from core.methods import make_method
 from core.testing.link import ThrottledLink
 from training.script import launch
@@ -111,8 +110,7 @@ def work(o: Timeline, method: str, data: tuple[Tensor, Tensor]) -> dict[str, lis
         step()
     began = time.perf_counter()
     steps = [step() for _ in range(o.tau * math.ceil(1e3 * o.seconds / o.step_ms / o.tau))]  # o.seconds or more
-    if isinstance(made, LocalUpdateMethod) and made.allreduce.in_flight:
-        made.allreduce.wait()  # the model is thrown away
+    made.finish()  # its all-reduces start after the recorded time
     dist.barrier()
     made.close()
     dist.destroy_process_group()
