@@ -301,7 +301,7 @@ def rates() -> Table:
     for task, (name, limit) in RATE_TASKS.items():
         columns = [(0.5, "none"), (1, "none"), (2, "none"), (1, f"{limit:g}"), (1, f"{2 * limit:g}")]
         base: Losses = {}
-        for method, called in {"ddp": "DDP", "local": "Local-SGD", "co2": "CO2"}.items():
+        for method, called in {"ddp": "DDP", "co2": "CO2"}.items():
             line = [select(rows, task=task, method=method, lr=best[task] * x, clip=clip) for x, clip in columns]
             found = [{row["seed"]: row["loss"] for row in runs} for runs in line]
             base = base or found[1]
