@@ -131,8 +131,9 @@ def readme_seconds() -> Table:
         cells = []
         for i in range(len(RATES)):
             others = {m: of[m][i] for m in ("local", "overlap_local", "slowmo")}
-            means = {m: statistics.fmean(r["seconds"] for r in cell) for m, cell in others.items()}
-            best = min((m for m in others if len(select(others[m], status="reached")) == len(others[m])), key=means.__getitem__)
+            reached = {m: r for m, r in others.items() if len(select(r, status="reached")) == len(r)}
+            means = {m: statistics.fmean(r["seconds"] for r in found) for m, found in reached.items()}
+            best = min(means, key=means.__getitem__)
             cells.append(f"{seconds_cell(others[best])} ({METHOD_NAMES[best].partition(' (')[0]})")
         table.append((f"{name}, best other", *cells))
         table.append((f"{name}, DDP", *map(seconds_cell, of["ddp"])))
