@@ -31,7 +31,7 @@ def paragraphs(text: str) -> list[str]:
 
 
 def test_the_readme_is_short():
-    assert len(README.splitlines()) <= 120 and len(README.split()) <= 1000
+    assert len(README.splitlines()) <= 110 and len(README.split()) <= 900
     for part in paragraphs(README):
         assert len(part.splitlines()) <= 5, part
 
@@ -131,7 +131,7 @@ def test_the_site_builds_without_a_warning(tmp_path: Path):
     assert done.returncode == 0, done.stderr
     shown = re.sub("<.*?>", "", (tmp_path / "integrations.html").read_text())
     assert "CO2Callback" in shown.partition("hf_trainer.py")[2]
-    assert "CO2Config" in (tmp_path / "api.html").read_text() and (tmp_path / "results").is_dir()
+    assert "CO2Config" in (tmp_path / "loop.html").read_text() and (tmp_path / "results").is_dir()
 
 
 def literals() -> str:
@@ -144,11 +144,11 @@ def literals() -> str:
     return "\n".join(found)
 
 
-def test_what_troubleshooting_quotes_is_a_message():
+def test_what_the_quick_start_quotes_is_a_message():
     """Most pairs of words that follow each other are in the source; the others are where pieces of a message meet."""
     told = " ".join(literals().split())
-    quotes = re.findall(r"\*\*`(.*?)`\*\*", (ROOT / "docs/troubleshooting.md").read_text())
-    assert len(quotes) > 15
+    quotes = re.findall(r"\*\*`(.*?)`\*\*", (ROOT / "docs/index.md").read_text())
+    assert len(quotes) > 3
     for quote in quotes:
         parts = [part.split() for part in quote.split("...")]
         pairs = [f"{a} {b}" for words in parts for a, b in zip(words, words[1:], strict=False)]
