@@ -149,7 +149,7 @@ class LanguageRecipe(TextRecipe):
     wikitext2: bool = False
     """Evaluate on WikiText-2's test text, too, at the end."""
     layout: str = ""
-    """How GPT-2 lies on the workers, such as tp2.pp2.dp2 or tp2.dp4.fsdp.co2x2 (docs/layouts.md); empty: as --per_node
+    """How GPT-2 lies on the workers, such as tp2.pp2.dp2 or tp2.dp4.fsdp.co2x2 (docs/planning.md); empty: as --per_node
     and --zero say."""
     linear_attention: LinearAttention = "torch"
     """How TransNormer's attention is computed on GPUs: by torch, or by flash-linear-attention's Triton kernels."""

@@ -104,6 +104,12 @@ def test_commands_name_what_is_there():
             assert file in titles or (ROOT / file).is_file(), f"{where}: {command}"
 
 
+def test_tests_that_a_page_names_exist():
+    sources = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    named = {name for path in documented.PAGES for name in re.findall(r"`(test_\w+)`", path.read_text())}
+    assert len(named) > 5 and all(f"def {name}(" in sources for name in named), named
+
+
 # -- links and messages ------------------------------------------------------------------------------------------
 
 
