@@ -25,13 +25,14 @@ GPT2_VOCABULARY = 50257  # nanoGPT's prepare.py; its end-of-text token is the la
 
 @dataclass(frozen=True)
 class RingsConfig:
-    """Of balance rings."""
+    """Settings of balance rings."""
 
     room: int | None = None
-    """Tokens of a row that a worker's memory holds: what is longer is split over as many as need be; None: any."""
+    """Tokens of a row that fit in a worker's memory. Longer documents are split. None: no limit."""
     costs: tuple[float, ...] = ()
-    """Seconds of a layer, both passes: of attention a squared token, of the rest a token, of a ring's hop in all and a
-    token; the latter two again where an island spans machines. None: measured at the start, which tells them."""
+    """Seconds of a layer, forward and backward: attention per squared token, the rest per token, a hop of a ring, a hop
+    per token. If an island spans machines, also the last two between machines. Empty: measured at the start, and
+    printed."""
 
 
 @dataclass(frozen=True)
@@ -39,24 +40,24 @@ class TextRecipe(Recipe):
     """What training from scratch and fine-tuning have in common."""
 
     method: TextMethod = "co2"
-    """How the workers are kept together. The period of every local method is co2.tau. zo: no backward pass, the workers
-    exchange losses alone."""
-    zeroth: Annotated[ZerothConfig, tyro.conf.arg(help="Of method zo.")] = field(default_factory=ZerothConfig)
+    """How workers synchronize. co2.tau is the period of every local method. zo has no backward pass, and its workers
+    exchange only losses."""
+    zeroth: Annotated[ZerothConfig, tyro.conf.arg(help="Settings of method zo.")] = field(default_factory=ZerothConfig)
     offload: bool = False
-    """Keep CO2's outer state and its all-reduce in the host's memory: no copy of the parameters on a GPU. Of method zo:
-    keep the model's blocks there, of which three at a time are on the GPU; per_node workers upload a part each."""
+    """Keeps CO2's outer state and its all-reduce in host memory, so a GPU holds no copy of the parameters. With method
+    zo it keeps the model's blocks there. Three at a time are on the GPU, and per_node workers upload a part each."""
     epoch_steps: int | None = None
     """Optimiser steps that count as an epoch; None for one pass over the data."""
     loader_workers: int = 0
     """Processes per worker that read and mask batches ahead; 0 for none."""
     balance: Literal["none", "tokens", "round", "rings"] = "none"
-    """Train on whole documents, several a row without attention between them, each dealt to one worker. round: so that
-    all workers have as much work a round, and as many tokens; tokens: as they come, to the worker with fewest tokens.
-    rings: as round among nodes, and the workers of a node (per_node) split long documents between them. none: windows
-    of the text, which run across documents; of prompts, as many for each worker."""
+    """Trains on whole documents, several per row without attention between them. round: all workers have equal work and
+    equal tokens per round. tokens: each document goes to the worker with the fewest tokens. rings: as round between
+    nodes, and the workers of a node (per_node) split long documents. none: windows of the text across documents, or
+    equally many prompts per worker."""
     crossing: float | None = None
-    """Of balance round and rings, the length in tokens at which attention costs as much as the rest of the model; None:
-    12 times the model's width."""
+    """With balance round and rings: the length in tokens at which attention costs as much as the rest of the model.
+    None: 12 times the model's width."""
     rings: RingsConfig = field(default_factory=RingsConfig)
 
     def __post_init__(self) -> None:
@@ -75,7 +76,7 @@ class TextRecipe(Recipe):
             self._check_rings()
 
     def _check_zeroth_order(self) -> None:
-        """Refuses what zeroth-order steps would leave unused: gradients, and an optimiser beyond its learning rate."""
+        """Refuses settings that zeroth-order steps ignore, which concern gradients and optimizers."""
         unused = {"per_node": 1, "zero": 0, "recompute": False, "compile": False}
         if self.offload:  # the workers of a node share uploads
             del unused["per_node"]
@@ -149,8 +150,8 @@ class LanguageRecipe(TextRecipe):
     wikitext2: bool = False
     """Evaluate on WikiText-2's test text, too, at the end."""
     layout: str = ""
-    """How GPT-2 lies on the workers, such as tp2.pp2.dp2 or tp2.dp4.fsdp.co2x2 (docs/layouts.md); empty: as --per_node
-    and --zero say."""
+    """How GPT-2 is split over the workers, such as tp2.pp2.dp2 or tp2.dp4.fsdp.co2x2 (docs/planning.md). Empty: as
+    --per_node and --zero say."""
     linear_attention: LinearAttention = "torch"
     """How TransNormer's attention is computed on GPUs: by torch, or by flash-linear-attention's Triton kernels."""
 

@@ -104,6 +104,21 @@ def test_commands_name_what_is_there():
             assert file in titles or (ROOT / file).is_file(), f"{where}: {command}"
 
 
+def test_tests_that_a_page_names_exist():
+    sources = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    named = {name for path in documented.PAGES for name in re.findall(r"`(test_\w+)`", path.read_text())}
+    assert len(named) > 5 and all(f"def {name}(" in sources for name in named), named
+
+
+def test_what_the_design_page_names_is_in_core():
+    sources = "".join(path.read_text() for path in (ROOT / "core").rglob("*.py"))
+    page = (ROOT / "docs/design.md").read_text().partition("## A boundary")[2].partition("## Where")[0]
+    named = {name.rpartition(".")[2] for name in re.findall(r"`([A-Za-z_.]+)(?:\([^`]*\))?`", page)}
+    named -= {"keep_local"}
+    missing = [name for name in named if not re.search(rf"(def|class) {name}\b", sources)]
+    assert len(named) > 10 and not missing, missing
+
+
 # -- links and messages ------------------------------------------------------------------------------------------
 
 
