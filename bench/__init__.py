@@ -1,4 +1,4 @@
-"""Speed measurements, and the emulated cluster that they run on."""
+"""Measurements of speed and loss, and the emulated cluster on which they run."""
 
 import os
 

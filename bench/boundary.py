@@ -1,4 +1,4 @@
-"""What one outer boundary of CO2 costs against the model's size: seconds, share of the copy bandwidth, memory.
+"""The cost of one outer boundary of CO2 by model size: seconds, share of the copy bandwidth, memory.
 
 python -m bench.boundary [--sizes 1e6 1e7 1e8 1e9] [--device cpu|cuda] [--out FOLDER]
 
@@ -36,7 +36,7 @@ class Bench(Asked):
     sizes: tuple[float, ...] = (1e6, 1e7, 1e8, 1e9)
     """Parameters, all float32."""
     threads: int = 0
-    """Of torch; 0 for torch's own choice."""
+    """Threads of torch. 0 for torch's own choice."""
     repeats: int = 5
     """Timed boundaries, and copies in between."""
     device: Literal["cpu", "cuda"] = "cpu"
@@ -62,7 +62,7 @@ def measure_all(bench: Bench, session: report.Session) -> None:
 
 
 def in_process(bench: Bench, size: int) -> dict[str, Any]:
-    """In a fresh process, so that no earlier one's memory is counted; why not, where it does not fit."""
+    """Measures one size in a fresh process, so that only its memory counts. Reports why if it does not fit."""
     need = 4 * size * (1 + COPIES) + 8 * COPY + (1 << 30)  # 1 GiB for torch itself
     if need > (free := free_bytes(bench.device)):
         return {"not_run": f"needs about {need / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB are free"}

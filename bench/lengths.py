@@ -9,14 +9,14 @@ waits: computed from costs, the same on every machine. A document costs s^2 + cr
 - cut packing: documents are joined and cut into rows of as many tokens as there are positions.
 - round: --balance round.
 
-rings: a layer's forward and backward pass, timed on the emulated cluster: two nodes of two ranks, a link for each rank.
-language/lengths/ring.py sends the messages. Computing is a stand-in: a rank sleeps as long as an A800 would take, times
-a stretch, and the width of the keys makes a hop across nodes as much slower. Ways to place documents:
+rings: a layer's forward and backward pass, timed on the emulated cluster with two nodes of two ranks. Each rank
+has a link. language/lengths/ring.py sends the messages. Computing is a stand-in: a rank sleeps as long as an A800 would
+take, times a stretch, and the width of the keys makes a hop across nodes as much slower. Ways to place documents:
 
 - plan: language/lengths/plan.py, with hops measured on the cluster.
 - even: every document over all ranks (even context parallelism).
 - grouped: disjoint groups of ranks, chosen as if no hop were hidden (after FlexSP).
-- whole: no document is split; the costliest first, each to the least busy rank.
+- whole: no document is split. Each goes to the least busy rank, the costliest first.
 - cut: rows of equal tokens. Attention ends where a row ends, so this trains another model.
 """
 
@@ -57,22 +57,22 @@ class Bench(Asked):
 
     parts: tuple[str, ...] = PARTS
     workers: tuple[int, ...] = (4, 16)
-    """Of waits."""
+    """For waits."""
     taus: tuple[int, ...] = (6, 24)
-    """Of waits."""
+    """For waits."""
     rounds: int = 20
-    """Of waits, for each seed."""
+    """For waits, with each seed."""
     seeds: tuple[int, ...] = (0, 1, 2)
     laws: tuple[str, ...] = tuple(laws.LAWS)
-    """Of rings: distributions of document lengths."""
+    """For rings: distributions of document lengths."""
     links: tuple[float, ...] = (200.0, 25.0)
-    """Of rings: Gbit/s of a flow across nodes, next to an A800."""
+    """For rings: Gbit/s of a flow across nodes, next to an A800."""
     tokens: int = 32768
-    """Of rings, for each rank."""
+    """For rings: tokens of each rank."""
     rate: float = 200.0
-    """Of rings: Mbit/s of a link of the emulated cluster."""
+    """For rings: Mbit/s of a link of the emulated cluster."""
     stretch: float = 2.0
-    """Of rings: how many times slower than on an A800 computing is, about."""
+    """For rings: about how many times slower than on an A800 computing is."""
 
     def check(self) -> None:
         require(self, once="parts workers taus seeds laws links", positive="links rate stretch", ones="rounds tokens")
@@ -92,7 +92,7 @@ EXCHANGE = 0.5  # duration of the all-reduce, as a share of a round
 
 @dataclass(frozen=True)
 class Case:
-    """Documents, the model's positions, and its width (768: GPT-2 small; 4,096: a model of 7 billion parameters)."""
+    """Documents, the model's positions, and its width: 768 for GPT-2 small, 4,096 for 7 billion parameters."""
 
     documents: str
     positions: int
@@ -173,7 +173,7 @@ def one_run(case: Case, lengths: np.ndarray, workers: int, tau: int, rounds: int
 def owners(
     way: str, lengths: np.ndarray, positions: int, workers: int, crossing: float, is_prompts: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The lengths of the pieces that are dealt, and the worker of each; int64 [n] both."""
+    """The lengths of the pieces, and the worker of each. Both int64 [n]."""
     if way == "counts":
         return lengths, np.arange(len(lengths)) % workers
     if way == "tokens":
@@ -192,8 +192,8 @@ def wait(loads: np.ndarray) -> float:
 
 
 def wait_with_slack(loads: np.ndarray, exchange: float = EXCHANGE) -> float:
-    """The same over rounds [rounds, workers] of CO2. A worker ends its next round when its work is done and the mean
-    has arrived that was sent when the slowest worker ended the round before."""
+    """The same over rounds [rounds, workers] of CO2. A worker ends its next round when its work is done and the
+    average has arrived whose all-reduce started when the slowest worker ended the round before."""
     end, arrived = np.zeros(loads.shape[1]), 0.0
     for row in loads:
         end = np.maximum(end + row, arrived)
@@ -271,7 +271,7 @@ PLACED: dict[str, Callable[[list[int], Island], Placement]] = {
 
 
 class Paced:
-    """Computing that takes as long as it is told, in place of the attention of language/lengths/ring.py."""
+    """Computing of a given duration, in place of the attention of language/lengths/ring.py."""
 
     def __init__(self, island: Island):
         self.island, self.due, self.busy = island, 0.0, 0.0

@@ -1,4 +1,4 @@
-"""What the commands of bench have in common: their options, and the report of a measurement.
+"""The shared parts of the commands of bench: their options, and the report of a measurement.
 
 A command writes NAME.json, its rows and where they come from, and prints a table. results/pages.py reads the rows.
 """
@@ -35,9 +35,18 @@ Options = TypeVar("Options")
 
 
 def read_options(kind: type[Options], module: str, **how: Any) -> Options:
-    """The options of `python -m MODULE`, once their check(), a UserError of which names the first option that cannot
-    be, has found nothing; how: see tyro.cli. check() is not called by the dataclass itself, for tyro would dress its
-    UserError up."""
+    """Reads and checks the options of `python -m MODULE`.
+
+    The dataclass does not call check() itself, because tyro would wrap its UserError.
+
+    Args:
+        kind: A dataclass with a method check().
+        module: The name of the command's module.
+        how: See tyro.cli.
+
+    Raises:
+        UserError: Names the first option with an invalid value.
+    """
     options = paths_from_home(tyro.cli(kind, prog=f"python -m {module}", use_underscores=True, **how))
     options.check()  # pyright: ignore[reportAttributeAccessIssue]
     return options
@@ -45,19 +54,28 @@ def read_options(kind: type[Options], module: str, **how: Any) -> Options:
 
 @dataclass(frozen=True)
 class Asked:
-    """The options of a command; the base of all that write into a folder of their own."""
+    """The base of the options of all commands that write into their own folder."""
 
     out: Path | None = None
     """The folder to write into; runs/NAME-DATE by default."""
 
     def check(self) -> None:
-        """A UserError names the first option that cannot be."""
+        """Raises a UserError that names the first invalid option."""
 
 
 def require(options: Any, *, once: str = "", positive: str = "", ones: str = "", **known: Collection[str]) -> None:
-    """A UserError names the first option that cannot be. Names of options, divided by spaces: tuples of one or more
-    values, each once; finite numbers above 0, alone or in a tuple; numbers of 1 or more. NAME=WHAT: the values of a
-    tuple must be among these."""
+    """Checks options. Each argument has names of options, separated by spaces.
+
+    Args:
+        options: The dataclass with the options.
+        once: Tuples of one or more values, each once.
+        positive: Finite numbers above 0, or tuples of them.
+        ones: Numbers of 1 or more.
+        known: Name of a tuple -> the values that it may have.
+
+    Raises:
+        UserError: Names the first option with an invalid value.
+    """
     for name in once.split():
         values = getattr(options, name)
         if not values or len(set(values)) < len(values):
@@ -76,14 +94,14 @@ def require(options: Any, *, once: str = "", positive: str = "", ones: str = "",
 
 
 def require_no_crowd(options: Any) -> None:
-    """No more workers, alone or in a tuple, than there may be processes for."""
+    """Raises a UserError if an option asks for more workers than the machine may have processes."""
     most = max(options.workers) if isinstance(options.workers, tuple) else options.workers
     if most > MOST_WORKERS:
-        raise UserError(f"workers={most}: give up to {MOST_WORKERS}, for each is a process on this machine")
+        raise UserError(f"workers={most}: give up to {MOST_WORKERS}, because each is a process on this machine")
 
 
 def require_device(options: Any) -> None:
-    """A device that is there."""
+    """Raises a UserError if the device does not exist."""
     import torch
 
     if options.device == "cuda" and not torch.cuda.is_available():
@@ -91,10 +109,10 @@ def require_device(options: Any) -> None:
 
 
 def require_company(options: Any) -> None:
-    """Two workers or more, and no crowd."""
+    """Raises a UserError for one worker, or for too many."""
     require_no_crowd(options)
     if options.workers < 2:
-        raise UserError(f"workers={options.workers}: a lone worker has no link; give 2 or more")
+        raise UserError(f"workers={options.workers}: a single worker has no link; give 2 or more")
 
 
 # -- tables -----------------------------------------------------------------------------------------------------
@@ -111,9 +129,10 @@ def table(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 class Summary:
     """How to show rows: a line for each group of rows that agree in `by`, with the number of its rows.
 
-    by: Names of entries, divided by spaces. They stand in a line as they are.
-    show: Name -> format. A line has the mean ± standard deviation over its rows. A name may be a path, such as
-        model.plan, through dicts and lists of dicts. A number in a list counts like one of a row of its own.
+    Attributes:
+        by: Names of entries, separated by spaces. A line shows them as they are.
+        show: Name -> format. A line has the mean ± standard deviation over its rows. A name may be a path, such as
+            model.plan, through dicts and lists of dicts. Each number in a list counts like the number of a row.
     """
 
     by: str
@@ -148,7 +167,7 @@ def _numbers(found: Any, path: Sequence[str]) -> list[float]:
 
 
 def mean_sd(values: Sequence[float], spec: str) -> str:
-    """`mean ± sample standard deviation`, each in the format `spec`; the mean alone of a single value."""
+    """`mean ± sample standard deviation`, each in the format `spec`, or only the value if there is one."""
     return plus_minus(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None, spec)
 
 
@@ -160,7 +179,7 @@ def plus_minus(mean: float, sd: float | None, spec: str) -> str:
 
 
 def header(module: str, options: Any, packages: Sequence[str] = ("torch",)) -> dict[str, Any]:
-    """What the JSON of `python -m MODULE` begins with. options: a dataclass."""
+    """The first entries of the JSON of `python -m MODULE`. options: a dataclass."""
     found = {package: version(package) or "absent" for package in packages}
     return {
         "format": FORMAT,
@@ -178,7 +197,7 @@ def header(module: str, options: Any, packages: Sequence[str] = ("torch",)) -> d
 
 @contextlib.contextmanager
 def stoppable(kept: str) -> Iterator[None]:
-    """Ctrl-C in the block ends the command. kept: where what was measured stands."""
+    """Ctrl-C in the block ends the command. kept: says where the measurements are."""
     try:
         yield
     except KeyboardInterrupt:
@@ -187,7 +206,7 @@ def stoppable(kept: str) -> Iterator[None]:
 
 
 def new_folder(name: str, out: Path | None) -> Path:
-    """Makes the folder for a measurement, runs/NAME-DATE unless `out` is given; refuses one that holds such already."""
+    """Makes the folder for a measurement, runs/NAME-DATE unless `out` is given. Refuses one with a measurement."""
     folder = out or Path("runs") / time.strftime(f"{name}-%Y%m%d-%H%M%S")
     if (folder / f"{name}.json").exists():
         raise UserError(f"{folder} holds a measurement: choose another --out")
@@ -196,7 +215,7 @@ def new_folder(name: str, out: Path | None) -> Path:
 
 
 def save(folder: Path, name: str, result: dict[str, Any]) -> None:
-    """Writes NAME.json, never half of it."""
+    """Writes NAME.json in one piece, by renaming a temporary file."""
     partial = folder / f".{name}.json"
     partial.write_text(json.dumps(result, indent=1, default=str) + "\n")
     partial.rename(folder / f"{name}.json")
@@ -204,7 +223,7 @@ def save(folder: Path, name: str, result: dict[str, Any]) -> None:
 
 @dataclass
 class Session:
-    """A measurement under way. result: what is known so far. tables: of each part of it that holds rows."""
+    """A measurement that is running. result: everything so far. tables: for each part of it that holds rows."""
 
     name: str
     folder: Path
@@ -212,11 +231,11 @@ class Session:
     tables: dict[str, Summary]
 
     def save(self) -> None:
-        """The file as it is now, so that an interruption costs no more than what is being measured."""
+        """Writes the file now, so that an interruption loses only the current measurement."""
         save(self.folder, self.name, self.result)
 
     def take(self, part: str, rows: Iterable[dict[str, Any]]) -> None:
-        """Adds rows to a part of the result, and saves and shows each as it comes."""
+        """Adds rows to a part of the result. Saves and prints each row as it arrives."""
         found = self.result.setdefault(part, [])
         for row in rows:
             found.append(row)
@@ -233,9 +252,16 @@ def run(
     packages: Sequence[str] = ("torch",),
     forks: Callable[[Options], bool] | None = None,
 ) -> None:
-    """The command python -m bench.NAME: its options, a measurement, NAME.json, and a table of each part. measure: fills
-    the session's result, which begins as the header. packages: whose versions that names. forks: where ranks are
-    forked; whether they sit on an emulated cluster."""
+    """Runs the command python -m bench.NAME, writes NAME.json, and prints a table of each part.
+
+    Args:
+        kind: The dataclass of its options.
+        name: The NAME.
+        measure: Fills the session's result, which begins as the header.
+        tables: How to print each part of the result.
+        packages: The header has their versions.
+        forks: For commands that fork ranks, whether these options need network namespaces.
+    """
     o = read_options(kind, f"bench.{name}")
     if forks is not None:
         from bench.cluster import prepare_to_fork
@@ -256,26 +282,26 @@ def run(
 
 
 FAST = 10_000.0  # Mbit/s: a link that does not slow, over which learning rates are chosen
-TUNING_SEED = 100  # of the runs that choose them: no figure is of it
+TUNING_SEED = 100  # of the runs that choose them; no figure uses it
 
 
 def network(throttle: bool, workers: int, rate_mbit: float) -> contextlib.AbstractContextManager[Cluster | None]:
-    """A node for each worker; None where the train script itself throttles the link in software."""
+    """A node for each worker, or None if the train script throttles the link in software."""
     return contextlib.nullcontext() if throttle else Cluster(workers, rate_mbit)
 
 
 def of_link(throttle: bool) -> dict[str, Any]:
-    """What the JSON of a measurement says of it; verified_mbit: rate -> what a transfer between two nodes measured."""
+    """Describes the link in the JSON of a measurement. verified_mbit: rate -> the measured rate between two nodes."""
     return {"link": "throttled in software" if throttle else "namespaces + tbf", "verified_mbit": {}}
 
 
 def flags(values: Mapping[str, Any]) -> list[str]:
-    """As on a command line."""
+    """The values as options of a command line."""
     return [text for key, value in values.items() for text in (f"--{key}", str(value))]
 
 
 def write_to(log: Path) -> None:
-    """What this rank, a forked process, prints goes to the file, with what libraries print."""
+    """Redirects the output of this rank, a forked process, and of its libraries to the file."""
     torch.set_num_threads(1)
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
@@ -291,7 +317,7 @@ class Metrics:
         self.rows: list[dict[str, Any]] = []
 
     def read(self) -> list[dict[str, Any]]:
-        """All rows so far; a line that is not complete is left for the next time."""
+        """Returns all rows so far. An incomplete line is left for the next call."""
         if self._path.exists():
             with open(self._path, "rb") as file:
                 file.seek(self._at)

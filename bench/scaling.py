@@ -66,17 +66,20 @@ class Setting:
 
     @property
     def settles(self) -> bool:
-        """Whether tau, or the wire, is chosen while training."""
+        """Whether tau or the compression is chosen during training."""
         return self.tau == "auto" or self.method == RECOMMENDED
 
 
 def wire_seconds(workers: int, rate: float | None) -> float:
-    """A ring all-reduce of the stand-in's parameters, in theory."""
+    """Seconds of a ring all-reduce of the stand-in's parameters, in theory."""
     return ring_bytes(BYTES, workers) * 8e-6 / rate if rate else 0.0
 
 
 def round_seconds(setting: Setting, tau: int, step: float, compression: float) -> float:
-    """A round, in theory: computing and communication one after the other, or side by side (ddp: at the most)."""
+    """Seconds of a round in theory: computing and communication one after the other, or at the same time.
+
+    For ddp this is the maximum.
+    """
     side_by_side = setting.method in ("co2", RECOMMENDED, "overlap_local")
     return max(tau * step, compression) if side_by_side else tau * step + compression
 
@@ -85,8 +88,8 @@ def rounds_to_measure(seconds: float, round_seconds: float) -> int:
     return max(2, math.ceil(seconds / round_seconds))
 
 
-# slowmo at two tau, each beside co2 at the same: over the slowest link co2 hides everything at 48 and a part at 12.
-# local and overlap_local stand once, at 12, where the most differ: local's times are slowmo's, overlap_local's co2's.
+# slowmo and co2 at the same two tau: over the slowest link co2 hides everything at 48 and a part at 12.
+# local and overlap_local only at 12, where most differ: local takes as long as slowmo, overlap_local as long as co2.
 DEFAULT = ("ddp", "local:12", "overlap_local:12", "slowmo:12", "slowmo:48", "co2:3", "co2:12", "co2:48", "co2:auto")
 
 
@@ -102,7 +105,7 @@ class Scaling(Asked):
     overlap_local:auto choose tau themselves."""
     repeats: int = 3
     seconds: float = 3.0
-    """Of each measurement, after a round of warm-up; never less than two rounds."""
+    """Duration of each measurement after a round of warm-up. It has at least two rounds."""
     step_ms: float = 40.0
     """A local step of the stand-in."""
     batch: int = 8
@@ -120,13 +123,13 @@ class Scaling(Asked):
         return [Setting.parse(text) for text in self.methods]
 
     def groups(self) -> list[tuple[int, float | None]]:
-        """(workers, rate): what one fork of the workers measures. A lone worker has no link."""
+        """(workers, rate) of each fork of the workers. A single worker has no link."""
         return [(n, rate) for n in self.workers for rate in (self.rates if n > 1 else (None,))]
 
 
 @dataclass(frozen=True)
 class Job:
-    """What the workers of one group are told. rate: of the link, Mbit/s; None for a lone worker."""
+    """The task of one group of workers. rate: of the link in Mbit/s, or None for a single worker."""
 
     o: Scaling
     workers: int
@@ -251,7 +254,10 @@ MEANS += ("allreduce_seconds", "boundary_seconds")
 
 
 def combine(per_rank: Sequence[list[dict[str, Any]]], step_ms: float) -> list[dict[str, Any]]:
-    """One row a measurement: means over the workers; late when the slowest worker's steps were, by over a tenth."""
+    """One row per measurement, with averages over the workers.
+
+    It is late if the slowest worker's steps are more than a tenth above their pace.
+    """
     rows = []
     for cells in zip(*per_rank, strict=True):
         row = dict(cells[0])

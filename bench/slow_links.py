@@ -1,9 +1,9 @@
-"""What L-GreCo and other compression save over slow links: python -m bench.slow_links [--rates 50 200] [--lrs 0.5 1 2]
+"""Savings of L-GreCo and other compression over slow links: python -m bench.slow_links [--rates 50 200] [--lrs 0.5 1 2]
 
 Each run is gpt2_pydoc_small to its end in bench.time_to_loss's loop, on four workers, one per node. First we train
-every method with each learning rate of --lrs, without a slow link and with a separate seed. All other runs take the one
-with the lowest loss. With --eval_every, a row has the bytes and the loss of each evaluation, so that methods can be
-compared by the bytes to one loss. Writes slow_links.json after each run.
+every method with each learning rate of --lrs, without a slow link and with a separate seed. All other runs use the
+learning rate with the lowest loss. With --eval_every, a row has the bytes and the loss of each evaluation, so that
+methods can be compared by the bytes to one loss. Writes slow_links.json after each run.
 """
 
 import itertools
@@ -47,16 +47,16 @@ class SlowLinks(Asked):
     """Link rates, Mbit/s."""
     seeds: tuple[int, ...] = (0, 1, 2)
     lrs: tuple[float, ...] = (0.5, 1.0, 2.0)
-    """Learning rates to choose among, as multiples of the recipe's; one alone is taken without a choice."""
+    """Learning rates to choose among, as multiples of the recipe's. A single one is used without tuning."""
     workers: int = 4
     epochs: int = 5
     epoch_steps: int = 24
     model: str = RECIPE_MODEL
-    """The recipe's, or another of the sizes of language.model."""
+    """The recipe's model, or another size of language.model."""
     batch_size: int = BATCH
     """Samples of all workers together."""
     eval_every: int | None = None
-    """Epochs between two evaluations, on 4,096 tokens; None: at the end alone."""
+    """Epochs between two evaluations on 4,096 tokens. None evaluates only at the end."""
     throttle: bool = False
     """Hold collectives back in software instead of making network namespaces."""
 
@@ -76,7 +76,7 @@ class SlowLinks(Asked):
 
 
 def measure(o: SlowLinks, cluster: Cluster | None, method: str, rate: float, seed: int, lr: float, log: Path) -> dict:
-    """One run to its end: what it measured."""
+    """Trains one run to its end, and returns its row."""
     steps = o.epochs * o.epoch_steps
     loop = TimeToLoss(
         workers=o.workers,
@@ -123,7 +123,7 @@ def run_all(o: SlowLinks, session: report.Session) -> None:
 
 
 def best_lr(tuning: Iterable[Mapping[str, Any]], method: str) -> float | None:
-    """The learning rate of the method's run with the least loss; None where no run ended with a number."""
+    """The learning rate of the method's run with the lowest loss, or None if no loss is finite."""
     ended = {row["lr"]: row["loss"] for row in tuning if row["method"] == method and "loss" in row}
     finite = [lr for lr in ended if math.isfinite(ended[lr])]
     return min(finite, key=lambda lr: ended[lr], default=None)

@@ -1,8 +1,9 @@
-"""Small real models that stand in for large ones: each layer takes as long as on a device of its own.
+"""Small real models in place of large ones: each layer takes as long as on its own device.
 
-Sixteen workers cannot compute for real on two cores. So the models are small, their forward, backward and optimiser
-step are real, and each layer then waits until its deadline. Gradients become ready one layer after the other, spread
-over the backward pass, so that a method which overlaps its all-reduces with it (DistributedDataParallel) does so here.
+Sixteen workers cannot compute for real on two cores. So the models are small. Their forward pass, backward pass
+and optimizer step are real, and each layer then waits until its deadline. Gradients become ready one layer after the
+other, spread over the backward pass. So a method that overlaps its all-reduces with the backward pass
+(DistributedDataParallel) does so here.
 """
 
 import itertools
@@ -25,9 +26,9 @@ PATIENCE = 4
 class Pacer:
     """The deadlines of one worker's layers.
 
-    A step of `step_seconds` has 3 `layers` equal parts: one for each layer's forward, two for its backward, as the
-    floating point operations are shared. Deadlines are absolute: a part that ends late shortens the wait of the next,
-    so that noise does not add up. What is late by more than PATIENCE steps is given up. clock, sleep: for tests.
+    A step of `step_seconds` has 3 `layers` equal parts: one for each layer's forward pass and two for its backward
+    pass, in proportion to floating point operations. Deadlines are absolute. A part that ends late shortens the next
+    wait, so that noise does not add up. Lateness beyond PATIENCE steps is not caught up. clock, sleep: for tests.
     """
 
     def __init__(
@@ -43,11 +44,11 @@ class Pacer:
         self.restart()
 
     def restart(self) -> None:
-        """The next part begins now."""
+        """Lets the next part begin now."""
         self.passed_at = self._deadline = self._clock()
 
     def wait(self, parts: float) -> None:
-        """Ends the work of `parts` parts: returns at their deadline, or at once when that has passed."""
+        """Ends the work of `parts` parts. Returns at their deadline, or immediately if it has passed."""
         now = self._clock()
         self._deadline = max(self._deadline + parts * self.part, now - PATIENCE * self.step_seconds)
         if now < self._deadline:
@@ -55,14 +56,16 @@ class Pacer:
         self.passed_at = self._clock()
 
     def stalled(self, seconds: float) -> None:
-        """Moves the deadlines to come by `seconds` in which the worker was held up: they are not caught up."""
+        """Moves all later deadlines by `seconds` in which the worker was held up, so that it does not catch up."""
         self._deadline += seconds
 
 
 def pace(model: nn.Module, pacer: Pacer) -> None:
-    """Stretches every step of the model: a third of its time in the forward pass, two in the backward pass. Each layer
-    takes the share of the backward pass that it has of the parameters. Its gradients are ready when its time has
-    passed, so the layers' gradients become ready one after the other, as on a device of one's own."""
+    """Stretches every step of the model, one third in the forward pass and two thirds in the backward pass.
+
+    A layer's share of the backward pass is its share of the parameters. Its gradients are ready when its time has
+    passed. So the layers' gradients become ready one after the other, as on a separate device.
+    """
     numel = {m: sum(p.numel() for p in m.parameters(recurse=False)) for m in model.modules()}
     total = sum(numel.values())
 
@@ -80,7 +83,7 @@ def pace(model: nn.Module, pacer: Pacer) -> None:
 # -- the model of bench.scaling -----------------------------------------------------------------------------------
 
 # Small enough that sixteen workers fit on two cores: with twice as many parameters they do not. Two layers fill the
-# first bucket of DistributedDataParallel, 1 MiB; so it has two, and only the first can cross under the backward pass.
+# first bucket of DistributedDataParallel, 1 MiB. So it has two, and only the first can cross during the backward pass.
 LAYERS = 4
 WIDTH = 364
 PARAMS = LAYERS * (WIDTH + 1) * WIDTH  # 531,440
@@ -90,7 +93,7 @@ LEARNING_RATE = 0.05
 
 
 class StandIn(nn.Module):
-    """LAYERS equal linear layers with ReLU between; the first ten outputs of the last are the digits' logits."""
+    """LAYERS equal linear layers with ReLU between them. The first ten outputs of the last layer are the logits."""
 
     def __init__(self, pacer: Pacer, width: int = WIDTH):
         super().__init__()
@@ -98,14 +101,18 @@ class StandIn(nn.Module):
         pace(self, pacer)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [batch, width]; returns [batch, 10]."""
+        """[batch, width] -> logits [batch, 10]."""
         for i, layer in enumerate(self.layers):
             x = layer(x.relu() if i else x)
         return x[:, :CLASSES]
 
 
 def digits(width: int = WIDTH) -> tuple[Tensor, Tensor]:
-    """scikit-learn's digits: x float32 [1797, width], 64 pixels in [0, 1] and zeros behind; labels int64 [1797]."""
+    """scikit-learn's digits.
+
+    Returns:
+        Images, float32 [1797, width], with 64 pixels in [0, 1] and then zeros, and labels, int64 [1797].
+    """
     from sklearn.datasets import load_digits
 
     x, y = load_digits(return_X_y=True)
@@ -115,7 +122,14 @@ def digits(width: int = WIDTH) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Step:
-    """One optimiser step, seconds: of the step itself; of communication that it waited for; of the outer step."""
+    """The seconds of one optimizer step.
+
+    Attributes:
+        closed: Whether it closes a round.
+        compute: Seconds of the step itself.
+        wait: Seconds in which it waited for communication.
+        boundary: Seconds of the outer step.
+    """
 
     closed: bool
     compute: float
@@ -124,8 +138,16 @@ class Step:
 
 
 class Trainer:
-    """One worker's training loop over the stand-in, timed. model: what the method wants called (DistributedDataParallel
-    or the StandIn itself); pacer: the StandIn's."""
+    """One worker's timed training loop over the stand-in.
+
+    Args:
+        model: The module that the loop calls: DistributedDataParallel or the StandIn itself.
+        method: Its step() follows every optimizer step.
+        pacer: The StandIn's.
+        data: Inputs and labels.
+        batch: Samples in a step.
+        seed: Sets the samples' order.
+    """
 
     def __init__(
         self, model: nn.Module, method: Method, pacer: Pacer, data: tuple[Tensor, Tensor], batch: int, seed: int
@@ -142,9 +164,12 @@ class Trainer:
         self._ended_at = time.perf_counter()
 
     def step(self) -> Step:
-        """One optimiser step. What it waited for, and the outer step, push the deadlines to come back. The outer step
-        counts with its CPU time: on a device of its own a worker would not queue for a core. Such queueing is caught up
-        like any noise of the stand-in, or makes the measurement late."""
+        """Takes one optimizer step, and times it.
+
+        Waiting and the outer step postpone all later deadlines. The outer step counts with its CPU time, because a
+        worker on its own device would not queue for a core. The worker catches up such queueing like any other noise,
+        or the measurement is late.
+        """
         picked = torch.randint(len(self._y), (self._batch,), generator=self._random)
         nn.functional.cross_entropy(self.model(self._x[picked]), self._y[picked]).backward()
         backward_ended = time.perf_counter()
@@ -168,7 +193,7 @@ class Trainer:
 
 
 def build_model(width: int) -> nn.Sequential:
-    """A perceptron of 8 x 8 pixels -> 10 logits with five hidden layers of `width`, He initialisation."""
+    """A perceptron from 8 x 8 pixels to 10 logits, with five hidden layers of `width` and He initialization."""
     sizes = [64, *[width] * 5, 10]
     layers: list[nn.Module] = [nn.Flatten()]
     for shape in itertools.pairwise(sizes):

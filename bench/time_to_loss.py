@@ -1,11 +1,11 @@
 """Seconds of training to a held-out loss, for this project's methods and other packages', on the emulated cluster.
 
-python -m bench.time_to_loss [--tasks vision language cifar10 perceptron] [--rates 40 200] [--seeds 0 1 2]
-    [--methods ddp local:tau=12,wire=int4 co2_auto torchft_streaming ...] [--step_ms 30]
+    python -m bench.time_to_loss [--tasks vision language cifar10 perceptron] [--rates 40 200] [--seeds 0 1 2]
+        [--methods ddp local:tau=12,wire=int4 co2_auto torchft_streaming ...] [--step_ms 30]
 
 All methods share the loop, the model and its initial values, the data and their order, the inner optimizer and the
 evaluation. Every --eval_every steps each worker writes its parameters to a file while its clock stands still. After
-the run, the mean of the workers' models is evaluated. Every run keeps its whole trajectory. The command writes
+the run, the average of the workers' models is evaluated. Every run keeps its whole trajectory. The command writes
 time_to_loss.json.
 """
 
@@ -85,10 +85,10 @@ class Learned:
     """A recipe of a train script, changed in the same way for every method.
 
     Attributes:
-        package: Whose train.py trains it: vision or language.
+        package: vision or language, the package whose train.py trains it.
         target: The held-out cross-entropy to reach; for text per token.
         settings: Options that change the recipe.
-        held_out: The evaluation takes every so many-th image.
+        held_out: The evaluation uses every n-th image, n being this number.
         perceptron: Whether the model is the perceptron of bench/standin.py instead of the recipe's.
     """
 
@@ -174,19 +174,20 @@ class TimeToLoss(Asked):
     """Link rates, Mbit/s."""
     seeds: tuple[int, ...] = (0, 1, 2)
     methods: tuple[str, ...] = tuple(OURS)
-    """none (no communication), a method of this project or of another package; changed as in local:tau=12,wire=int4."""
+    """none (no communication), or a method of this project or of another package. `local:tau=12,wire=int4` changes
+    settings."""
     workers: int = 4
     """Workers, each on a node of its own."""
     step_ms: float = 0.0
-    """Stretch forward and backward pass to this time, so that workers do not fight for the cores; 0: as they are."""
+    """Stretch the forward and backward pass to this time, so that workers do not compete for cores. 0 does not."""
     eval_every: int = 12
     """Steps between evaluations."""
     target: float | None = None
     """The held-out loss to reach, in place of each task's own."""
     limit_seconds: float = 60.0
-    """Of training, after which a run is stopped."""
+    """Seconds of training after which a run is stopped."""
     throttle: bool = False
-    """Hold collectives back in software instead of making network namespaces; other packages cannot take part."""
+    """Throttle collectives in software instead of making network namespaces. Not for other packages."""
 
     def check(self) -> None:
         require(self, once="tasks rates seeds methods", tasks=TASKS, ones="eval_every")
@@ -200,8 +201,10 @@ class TimeToLoss(Asked):
             raise UserError(f"step_ms={self.step_ms}: give 0 or more")
 
     def plan(self) -> list[Planned]:
-        """Every run in order: shuffled within seed and rate, always alike. So whatever else the machine does in the
-        meantime falls on all methods alike."""
+        """All runs in a reproducible order, shuffled within seed and rate.
+
+        So disturbances of the machine affect all methods alike.
+        """
         runs = []
         for seed, rate in itertools.product(self.seeds, self.rates):
             group = [(seed, rate, task, method) for task in self.tasks for method in self.methods]
@@ -214,7 +217,7 @@ class TimeToLoss(Asked):
 
 
 def work(o: TimeToLoss, run: Planned, task: Learned, interface: str | None, folder: Path, log: Path) -> None:
-    """Trains as one rank; at every evaluation writes the model to `folder`, and a line about it."""
+    """Trains as one rank. At every evaluation, writes the model and a line of metrics to `folder`."""
     report.write_to(log)
     seed, rate, _, method = run
     dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT))
@@ -271,7 +274,7 @@ def work(o: TimeToLoss, run: Planned, task: Learned, interface: str | None, fold
 def start(
     method: str, model: nn.Module, optimizer: torch.optim.Optimizer, recipe: Any, link_mbit: float | None
 ) -> Trainer:
-    """The method around the model."""
+    """Wraps the model in the method."""
     name = method.partition(":")[0]
     if name == NONE:
         return Trainer(model, optimizer)
@@ -298,7 +301,7 @@ def start(
 
 
 def state_of(model: nn.Module) -> list[Tensor]:
-    """What evaluations average over the workers: parameters, and BatchNorm's statistics."""
+    """The tensors that evaluations average over the workers: parameters and BatchNorm's statistics."""
     return [*model.parameters(), *(b for b in model.buffers() if b.dtype == torch.float32)]
 
 
@@ -306,7 +309,7 @@ def state_of(model: nn.Module) -> list[Tensor]:
 
 
 def evaluate(task: Learned, folder: Path, workers: int, steps: list[int]) -> list[float]:
-    """As one of several processes: the held-out losses of the mean models at its share of the steps."""
+    """The held-out losses of the averaged models at this process's share of the steps."""
     torch.set_num_threads(1)
     recipe, losses = task.parse(), []
     model = task.model(recipe)
@@ -321,7 +324,7 @@ def evaluate(task: Learned, folder: Path, workers: int, steps: list[int]) -> lis
 
 
 def trajectory(o: TimeToLoss, task: Learned, folder: Path) -> list[dict[str, Any]]:
-    """A line an evaluation within the limit: rank 0's, with the slowest worker's seconds, and the loss."""
+    """One line per evaluation within the limit: rank 0's line, the slowest worker's seconds, and the loss."""
     ranks = [{line["step"]: line for line in Metrics(folder / str(rank)).read()} for rank in range(o.workers)]
     lines = []
     for step, line in ranks[0].items():
@@ -340,7 +343,7 @@ def trajectory(o: TimeToLoss, task: Learned, folder: Path) -> list[dict[str, Any
 
 
 def train(o: TimeToLoss, cluster: Cluster | None, task: Learned, run: Planned, log: Path) -> dict[str, Any]:
-    """One run to its end, and its trajectory. `ended` says how, `reason` why it failed or was not run."""
+    """Trains one run, and returns its trajectory, how it `ended`, and the `reason` if it failed or did not run."""
     peer = PEERS.get(run[3].partition(":")[0])
     if peer is not None and (why := "other packages need network namespaces" if cluster is None else peer.missing()):
         return {"ended": "not run", "reason": why, "trajectory": []}
@@ -364,8 +367,11 @@ def train(o: TimeToLoss, cluster: Cluster | None, task: Learned, run: Planned, l
 
 
 def outcome(o: TimeToLoss, run: dict[str, Any], runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """How a run came to the target: status, seconds, steps, loss, exposed_share, tau. status is reached, or how the run
-    ended. The rest is of the first evaluation at or below the target, or else of the last one. runs: all so far."""
+    """When a run reached the target: status, seconds, steps, loss, exposed_share, tau.
+
+    The status is "reached", or how the run ended. All other entries describe the first evaluation at or below the
+    target, or the last evaluation if there is none. runs: all so far.
+    """
     lines, target = run["trajectory"], o.target or TASKS[run["task"]].target
     reached = next((line for line in lines if line["loss"] <= target), None)
     at = reached or (lines[-1] if lines else {"step": 0, "seconds": 0.0, "loss": None})
@@ -381,8 +387,11 @@ def outcome(o: TimeToLoss, run: dict[str, Any], runs: list[dict[str, Any]]) -> d
 
 
 def exposed_share(run: dict[str, Any], at: dict[str, Any], runs: list[dict[str, Any]]) -> float | None:
-    """The share of the time until `at` that the run without communication did not need for the same steps. Without such
-    a run: the share that the method says it waited for communication, None of another package's method."""
+    """The share of the time until `at` that a run without communication saves for the same steps.
+
+    Without such a run, the share that the method reports as waiting for communication. None for another package's
+    method.
+    """
     if not at["seconds"]:
         return None
     same = [r for r in runs if (r["method"], r["task"], r["seed"]) == (NONE, run["task"], run["seed"])]

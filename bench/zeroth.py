@@ -54,15 +54,15 @@ class ZerothBench(Asked):
 
     parts: tuple[str, ...] = ("speed", "traffic", "limit")
     rate: float = 50.0
-    """Of speed: Mbit/s of the links."""
+    """For speed: Mbit/s of the links."""
     delay_ms: float = 5.0
-    """Of speed: delay of each link, one way."""
+    """For speed: one-way delay of each link."""
     seconds: float = 10.0
-    """Of speed: duration of each measurement."""
+    """For speed: duration of each measurement."""
     shape: tuple[int, int] = (12, 512)
-    """Of limit: layers and width."""
+    """For limit: layers and width."""
     batch: int = 4
-    """Of limit: windows of 64 tokens in a step."""
+    """For limit: windows of 64 tokens in a step."""
 
     def check(self) -> None:
         require(self, once="parts", positive="rate delay_ms seconds", ones="batch", parts=MEASURES)
@@ -149,7 +149,7 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # of glibc's mallo
 
 @dataclass(frozen=True)
 class Job:
-    """A training in one of WAYS, from a file of weights. limit: of memory, in units of the weights; None: none."""
+    """A training in one of WAYS, from a file of weights. limit: of memory, in units of the weights, or None."""
 
     way: str
     shape: tuple[int, int]
@@ -249,8 +249,10 @@ def _train(job: Job) -> dict[str, float]:
 
 
 def restrict(nbytes: int) -> None:
-    """From here on the process may take so many more bytes of private writable memory. Small stacks, one arena, and
-    freed memory that goes back at once: so the limit counts tensors."""
+    """Limits how many more bytes of private writable memory the process may take.
+
+    Stacks are small, there is one arena, and freed memory goes back at once. So the limit counts tensors.
+    """
     libc = ctypes.CDLL(None)
     for option, value in ((M_ARENA_MAX, 1), (M_MMAP_THRESHOLD, 1 << 16), (M_TRIM_THRESHOLD, 1 << 16)):
         libc.mallopt(option, value)
@@ -271,7 +273,7 @@ class MallInfo(ctypes.Structure):
 
 
 def run(job: Job) -> dict[str, Any] | None:
-    """In a process of its own; None if the memory did not suffice."""
+    """Runs the job in its own process. None if the memory did not suffice."""
     found = run_ranks(train, None, 1, 1, job, timeout=7200.0)[0]
     return found if found["fits"] else None
 

@@ -1,1 +1,1 @@
-"""What the paper reports, as data (paper.py), and what was measured here (index.md and the pages that it names)."""
+"""The numbers that the paper reports (paper.py), and our measurements (index.md and the pages that it names)."""

@@ -28,13 +28,13 @@ def load_recipe(task: str, name: str) -> Recipe:
 
 
 def stand_in_overrides(row: Row) -> dict[str, Any]:
-    """What a row's stand-in changes of its recipe: it is shorter, and has the row's overrides that suit small runs."""
+    """The overrides of a row's stand-in: it is shorter, and has the row's overrides that suit small runs."""
     of = {key: value for key, value in row.overrides.items() if key.startswith(("co2.", "ddp_compression."))}
     return SHORT[row.task] | {key: of[key] for key in of if not key.endswith(("lgreco.first", "lgreco.every"))}
 
 
 def run_name(recipe: Recipe, row: Row, overrides: Mapping[str, Any], seed: int, nodes: int | None = None) -> str:
-    """The name of a run folder: all that differs between the runs of a recipe."""
+    """The name of a run folder: everything that differs between the runs of a recipe."""
     parts = [recipe.name, row.method, f"tau{row.tau or recipe.co2.tau}"]
     parts += [f"{nodes}nodes" if nodes else "", row.network if nodes else ""]
     names = {key.split(".", 1)[-1]: value for key, value in overrides.items() if key != "co2.allow_unstable"}
@@ -58,12 +58,12 @@ class Finished:
     settings: dict[str, Any]
     workers: int
     commit: str
-    """Its own, and behind commas those with which it was resumed."""
+    """The commit of the run, then the commits at which it was resumed, separated by commas."""
     results: dict[str, float]
 
     @property
     def line(self) -> tuple[int, int, int]:
-        """Runs of a row that agree in this share a line: (tau or, for ddp, 0; workers; batch size)."""
+        """(tau, workers, batch size), with tau 0 for ddp. Runs of a row that agree in this share a line."""
         tau = 0 if self.settings["method"] == "ddp" else self.settings["co2.tau"]
         return tau, self.workers, self.settings["batch_size"]
 
@@ -72,7 +72,7 @@ WARM_UP = 0.1  # the share of a run's steps whose time does not count in its thr
 
 
 def logged_times(folder: Path) -> list[tuple[int, float]]:
-    """(step, seconds of training) of each line of metrics.jsonl; those that are cut or not ours are left out."""
+    """(step, seconds of training) of each line of metrics.jsonl that is complete and ours."""
     times: list[tuple[int, float]] = []
     with contextlib.suppress(OSError):
         for line in (folder / "metrics.jsonl").read_text(errors="replace").splitlines():
@@ -84,7 +84,7 @@ def logged_times(folder: Path) -> list[tuple[int, float]]:
 
 
 def warm_rate(folder: Path) -> float | None:
-    """Steps per second after the warm-up; None where the log is too short."""
+    """Steps per second after the warm-up, or None if the log is too short."""
     times = logged_times(folder)
     warm = [(step, seconds) for step, seconds in times if step >= WARM_UP * times[-1][0]]
     if not warm or warm[-1][0] <= warm[0][0] or warm[-1][1] <= warm[0][1]:
@@ -93,7 +93,7 @@ def warm_rate(folder: Path) -> float | None:
 
 
 def hours(folder: Path) -> float:
-    """Hours of all workers that a run has trained so far, without evaluations; 0 for one that was never started."""
+    """Hours of all workers that a run has trained so far, without evaluations. 0 if it was never started."""
     times = logged_times(folder)
     try:
         return times[-1][1] * parse_json((folder / "config.json").read_text())["world_size"] / 3600 if times else 0.0
@@ -125,7 +125,7 @@ def read_run(folder: Path) -> Finished | str:
 
 
 def write_kept(path: Path, runs: Iterable[Finished], metric: Metric) -> None:
-    """Writes runs in JSON for read_kept, a line each, without settings that no row asks for."""
+    """Writes runs as JSON for read_kept, one per line, without settings that no row needs."""
     asked = {"seed", "co2.tau"}.union(*SHORT.values())
     lines = []
     for run in runs:
@@ -137,7 +137,11 @@ def write_kept(path: Path, runs: Iterable[Finished], metric: Metric) -> None:
 
 
 def read_kept(folder: Path) -> list[Finished]:
-    """The runs of all tables that `write_kept` wrote into the folder, each once. UserError for a damaged file."""
+    """Reads the runs of all tables that `write_kept` wrote into the folder, each once.
+
+    Raises:
+        UserError: If a file is damaged.
+    """
     found: dict[str, Finished] = {}
     for path in sorted(folder.glob("*.json")):
         try:
@@ -151,7 +155,7 @@ def read_kept(folder: Path) -> list[Finished]:
 
 
 def _check_types(run: Finished) -> None:
-    """TypeError where a value that the tables are made from is not what a run writes."""
+    """Raises TypeError if a value that the tables need has another type than a run writes."""
     values: dict[str, Any] = {"world_size": run.workers, "commit": run.commit, "pretrained": None} | run.settings
     whole = {"world_size", "seed", "batch_size"} | ({"co2.tau"} if values["co2.tau"] != "auto" else set())
     texts = {"commit", "name", "method"} | ({"pretrained"} if values["pretrained"] is not None else set())
@@ -175,14 +179,14 @@ GONE = {
     "sampling": "tiled",
     "loss": "chamfer",
 }
-"""Settings of earlier versions, and the values with which a run trained as one trains without them."""
+"""Settings of earlier versions, each with the value that has no effect."""
 
 
 MERGES = {"outer": "restart", "mix": "interpolate", "keep": "keep_local"}
 
 
 def todays_names(settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a run that may be older than some of their names."""
+    """Renames the settings of an older run to their names of today."""
     named, was_delayed = dict[str, Any](), settings.get("method") == "delayed"
     for key, value in settings.items():
         key = key.replace("ddp_wire.", "ddp_compression.").replace("co2.wire.", "co2.compression.")
@@ -198,12 +202,12 @@ def todays_names(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def idle_settings(method: str) -> set[str]:
-    """The groups of settings, and the settings, that say nothing of a run with this method."""
+    """The settings, and the groups of settings, that do not affect a run with this method."""
     return of_other_methods(method) | (set() if spec_of(method).reads_co2 else {"co2"})
 
 
 def differences(run: Finished, row: Row, metric: Metric | None, local: bool) -> list[str]:
-    """Where the run departs from the row or, if `local`, from its stand-in; empty when it counts."""
+    """Where the run differs from the row or, if `local`, from its stand-in. Empty if the run counts."""
     name, overrides = (row.local, stand_in_overrides(row)) if local else (row.recipe, row.overrides)
     if name is None or (run.settings.get("name"), run.settings.get("method")) != (name, row.method):
         return ["another recipe or method"]
@@ -216,7 +220,7 @@ def differences(run: Finished, row: Row, metric: Metric | None, local: bool) -> 
     given = {key: value for key, value in given.items() if key in wanted or key not in GONE or value != GONE[key]}
     for of in (wanted, given):
         if weights := of.get("pretrained"):
-            of["pretrained"] = Path(weights).name  # which holds the hash that a run checks, wherever the file lies
+            of["pretrained"] = Path(weights).name  # it holds the hash that a run checks
     found = [
         f"{key}={given.get(key)} in place of {wanted.get(key)}"
         for key in sorted((wanted.keys() | given.keys()) - free)
@@ -231,7 +235,7 @@ def differences(run: Finished, row: Row, metric: Metric | None, local: bool) -> 
 
 
 def is_kept(row: Row, seed: int, kept: Iterable[Finished]) -> bool:
-    """Whether one of the runs is what the row's stand-in trains with this seed, and with today's settings."""
+    """Whether one of the runs is the row's stand-in with this seed and today's settings."""
     return any(run.settings["seed"] == seed and not differences(run, row, None, True) for run in kept)
 
 
@@ -239,7 +243,7 @@ def is_kept(row: Row, seed: int, kept: Iterable[Finished]) -> bool:
 
 
 def collect(tables: Mapping[str, Table], folder: Path) -> Iterator[str]:
-    """Lines of Markdown: each table with the runs under `folder`, then the runs that count in none, and why."""
+    """Yields lines of Markdown: each table with the runs under `folder`, then the runs in no table, and why."""
     if not folder.is_dir():
         raise UserError(f"--collect {folder}: no such folder; name the one that holds the run folders, such as runs/")
     folders = sorted(path.parent for path in folder.rglob("config.json"))
@@ -266,9 +270,9 @@ def collect(tables: Mapping[str, Table], folder: Path) -> Iterator[str]:
 
 
 def keep_stand_ins(names: Iterable[str], folder: Path, out: Path) -> Iterator[str]:
-    """Keeps in `out`, as NAME.json of each table, the stand-ins that ran under `folder`; yields the tables' lines."""
+    """Writes the stand-ins that ran under `folder` to NAME.json of each table in `out`. Yields the tables' lines."""
     ran = [run for path in sorted(folder.rglob("config.json")) if isinstance(run := read_run(path.parent), Finished)]
-    runs = ran + read_kept(out)  # of two that count with one seed the first does
+    runs = ran + read_kept(out)  # if two have the same seed, the first one counts
     out.mkdir(parents=True, exist_ok=True)
     for name in names:
         table, counted = TABLES[name], set[Path]()
@@ -282,7 +286,7 @@ SPEED = {"samples_per_second": ",.1f", "exposed_share": ".1%"}  # means over the
 
 
 def section(table: Table, local: bool, runs: Sequence[Finished], counted: set[Path]) -> Iterator[str]:
-    """One Markdown table, of the rows or of their stand-ins; adds the folders of the runs in it to `counted`."""
+    """One Markdown table of the rows or of their stand-ins. Adds the folders of its runs to `counted`."""
     titles = ["model", "method", "tau", "workers", "batch", "seeds", table.metric.title]
     rows: list[tuple[object, ...]] = []
     for row in table.rows:
@@ -301,13 +305,13 @@ def section(table: Table, local: bool, runs: Sequence[Finished], counted: set[Pa
             measured = [f"{means[key]:{spec}}" for key, spec in SPEED.items() if not local] + [paper] * (not local)
             value = mean_sd([run.results[table.metric.key] * table.metric.scale for run in group], table.metric.spec)
             rows.append((label, row.method, tau or "", workers, batch_size, len(group), value, *measured))
-    # stand-ins have no seconds and no number of the paper beside them
+    # stand-ins have no seconds, and no number of the paper next to them
     titles += [] if local else ["samples/s", "exposed", "paper"]
     yield from report.table(titles, [row[: len(titles)] for row in rows]).splitlines()
 
 
 def matching(runs: Sequence[Finished], row: Row, metric: Metric, local: bool) -> dict[tuple, list[Finished]]:
-    """The runs that count in a row, by line; of two with one seed the first."""
+    """The runs that count in a row, by line. If two have the same seed, the first one counts."""
     groups: dict[tuple, dict[int, Finished]] = {}
     for run in runs:
         if not differences(run, row, metric, local):
@@ -316,7 +320,7 @@ def matching(runs: Sequence[Finished], row: Row, metric: Metric, local: bool) ->
 
 
 def ratios(table: Table, runs: Sequence[Finished]) -> Iterator[str]:
-    """How throughput scales to 128 GPUs: from 16, as the paper has it, and from 8, which counts the first drop, too."""
+    """How throughput scales to 128 GPUs: from 16, as in the paper, and from 8, which includes the first drop."""
     rates: dict[tuple, dict[int | None, float | None]] = {}
     for row in table.rows:
         values = [r.results[table.metric.key] for g in matching(runs, row, table.metric, False).values() for r in g]
@@ -332,7 +336,7 @@ def ratios(table: Table, runs: Sequence[Finished]) -> Iterator[str]:
 
 
 def departure(run: Finished, tables: Mapping[str, Table]) -> str:
-    """Why a finished run is in none of the tables; empty when they have nothing to do with it."""
+    """Why a finished run is in none of the tables. Empty if no table could contain it."""
     name, method = run.settings.get("name"), run.settings.get("method")
     found = [
         differences(run, row, table.metric, local)
@@ -352,8 +356,15 @@ def departure(run: Finished, tables: Mapping[str, Table]) -> str:
 def status(
     tables: Mapping[str, Sequence[tuple[Row, int, Path]]], worker: str, kept: Sequence[Finished] = ()
 ) -> Iterator[str]:
-    """Lines of Markdown: of each row's runs, (row, seed, folder), what ran, what is left, and hours of a `worker`.
-    kept: stand-ins that ran elsewhere. The hours left are known where one of the row's runs has finished here."""
+    """Yields lines of Markdown: which runs of each row have finished, which are left, and their hours.
+
+    The hours left are known for a row if one of its runs has finished here.
+
+    Args:
+        tables: The runs (row, seed, folder) of each table.
+        worker: How to call the device that a worker uses.
+        kept: Stand-ins that ran elsewhere.
+    """
     titles = ["table", "row", "method", "tau", "finished", "begun", "left", f"{worker} hours", f"{worker} hours left"]
     rows: list[tuple[object, ...]] = []
     spent: dict[Path, float] = {}  # a run may be in several tables

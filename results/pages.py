@@ -1,8 +1,7 @@
 """Makes the tables of the results pages from their rows: python -m results.pages
 
-A line `<!-- table: NAME -->` stands before a table in a page of results/, in README.md, or in docs/from_ddp.md. The
-command replaces the table with what TABLES[NAME] makes of the rows in results/*.json and *.jsonl. Figures are rounded
-once, here.
+A line `<!-- table: NAME -->` precedes a table in a page of results/, in README.md, or in docs/from_ddp.md. The command
+makes the table again with TABLES[NAME] from the rows in results/*.json and *.jsonl. Figures are rounded once, here.
 """
 
 import functools
@@ -30,7 +29,7 @@ def main() -> None:
 
 
 def filled(text: str) -> str:
-    """The text of a page with its tables made anew."""
+    """Returns the text of a page with its tables remade."""
 
     def made(found: re.Match[str]) -> str:
         titles, *rows = TABLES[found[1]]()
@@ -55,28 +54,28 @@ def load(name: str) -> Any:
 
 
 def load_part(file: str, part: str, old_file: str, old_part: str) -> list[Row]:
-    """The rows of a command's part, or those of the command that it was, where it has not run since."""
+    """Returns the rows of a command's part. If it has not run yet, the rows of the older command that it replaces."""
     return load(file)[part] if part in load(file) else load(old_file)[old_part]
 
 
 def select(rows: Iterable[Row], **same: Any) -> list[Row]:
-    """The rows with these values."""
+    """Returns the rows with these values."""
     return [row for row in rows if all(row[key] == value for key, value in same.items())]
 
 
 def mean_sd(values: Iterable[float], spec: str = ".1f") -> str:
-    """Mean and sample standard deviation; the value alone where there is one."""
+    """Mean and sample standard deviation, or only the value if there is one."""
     return with_sd([*values], spec)
 
 
 def percent(ratios: Iterable[float]) -> str:
-    """How much greater than 1 the ratios are: mean and standard deviation, in percent."""
+    """Mean and standard deviation of how much greater than 1 the ratios are, in percent."""
     return f"{mean_sd((100 * (ratio - 1) for ratio in ratios), 'z.1f')} %"
 
 
 # -- seconds to a loss ----------------------------------------------------------------------------------------------
 
-TUNING_SEED = 100  # no figure is of this seed
+TUNING_SEED = 100  # no figure uses this seed
 RATES = (10, 40, 200, 1000)  # Mbit/s
 SECONDS_TITLES = ("method", "10 Mbit/s", "40", "200", "1000")
 METHOD_NAMES = {
@@ -103,7 +102,7 @@ def seconds_cell(runs: Sequence[Row], *, exposed: bool = False) -> str:
 
 
 def seconds(folder: str, task: str, methods: Sequence[str], *, limit: bool = False) -> Table:
-    """A row a method, a column a link rate. methods: as in the rows; METHOD:wire=FORMAT counts as METHOD."""
+    """One row per method, one column per link rate. A method may be `METHOD:wire=FORMAT`, as in the rows."""
     runs = select(load(f"{folder}time_to_loss.json")["runs"], task=task)
     table: Table = [SECONDS_TITLES]
     for method in methods:
@@ -115,7 +114,7 @@ def seconds(folder: str, task: str, methods: Sequence[str], *, limit: bool = Fal
 
 
 def free_ddp(runs: Sequence[Row], rate: float) -> list[float]:
-    """DDP's steps to the loss, each as long as a step of Local-SGD without its waiting; a value a seed."""
+    """Seconds of DDP's steps to the loss if each took as long as a step of Local-SGD without waiting, for each seed."""
     steps = {r["seed"]: r["steps"] for r in select(runs, method="ddp", status="reached")}
     local = [r for r in select(runs, method="local", rate_mbit=rate) if r["seed"] in steps]
     return [steps[r["seed"]] * r["seconds"] * (1 - r["exposed_share"]) / r["steps"] for r in local]
@@ -150,7 +149,7 @@ PEERS += ("torchft_streaming",)
 
 
 def peers(column: str) -> Table:
-    """Other packages' methods: the median over three seeds, of seconds with the range; a column a link rate."""
+    """Other packages' methods: the median over three seeds, and the range of seconds. One column per link rate."""
     table: Table = [SECONDS_TITLES]
     for method in PEERS:
         cells = []
@@ -168,7 +167,7 @@ def peers(column: str) -> Table:
 
 
 def throughput() -> Table:
-    """Samples a second of 8 workers, and the share of the time that a worker waits; 16 workers at 50 Mbit/s."""
+    """Samples a second, and the share of the time that a worker waits, for 8 workers and for 16 at 50 Mbit/s."""
     rows = [row | {"tau_setting": str(row["tau_setting"])} for row in load("scaling.json")["rows"]]
     table: Table = [("method", "8 workers, 50 Mbit/s", "200 Mbit/s", "1 Gbit/s", "16 workers, 50 Mbit/s")]
     lines = {(row["method"], row["tau_setting"]) for row in rows}
@@ -188,11 +187,11 @@ def throughput() -> Table:
 
 HIDDEN = "co2:merge=keep_local,gap=none,beta=0,delay=1,wire=int4"
 PAPER = "co2:beta=0.5"
-Losses = Mapping[int, float]  # of each seed
+Losses = Mapping[int, float]  # by seed
 
 
 def losses(file: str, task: str, asked: str, steps: int, tau: int = 24, tuning: str = "") -> Losses:
-    """Held-out losses on the test split of a method as its tuning chose it. tuning: how its line begins."""
+    """Losses on the test split of a method with its tuned settings. tuning: how the line of its tuning begins."""
     rows, same = load(file), {"task": task, "steps": steps, "tau": tau, "workers": 4, "shards": "iid"}
     choices = (r for r in rows if r["kind"] == "choice" and r["batch"] != 2 and r["tuning"].startswith(tuning))
     choice = select(choices, asked=asked, **same)[-1]
@@ -213,7 +212,7 @@ def loss_of(found: Losses) -> str:
 
 
 def cost_of_hiding() -> Table:
-    """2,000 steps of the byte model: loss, and what it is against the two baselines."""
+    """2,000 steps of the byte model: the loss, and its change against the two baselines."""
     of = functools.partial(losses, "search.jsonl", "bytes", steps=2000, tuning="learning rate 1, 0.5")
     ddp, local = of(asked="ddp"), of(asked="local")
     table: Table = [("method", "bits a step", "loss", "against Local-SGD, tau 24", "against DDP")]
@@ -278,7 +277,7 @@ EFFECTS = {  # what changes -> from which method to which
 
 
 def effects() -> Table:
-    """What one change of the method does to the loss: mean ± standard deviation of the seeds' own changes."""
+    """Changes of the loss by one change of the method: mean ± standard deviation of the seeds' own changes."""
     columns = [(task, tau) for tau in (24, 6) for task in ("bytes", "cifar")]
     names = {"bytes": "text", "cifar": "CIFAR-10"}
     table: Table = [("change", *(f"{names[task]}, tau {tau}" for task, tau in columns))]
@@ -289,7 +288,7 @@ def effects() -> Table:
 
 
 RATE_TASKS = {"digits": ("digits, SGD", 1.0), "cifar": ("CIFAR-10, SGD", 1.0), "bytes": ("text, AdamW", 0.5)}
-"""Task -> its name and the limit of the gradient's norm that DDP has where it has one."""
+"""Task -> its name, and DDP's limit of the gradient norm if it clips."""
 
 
 def rates() -> Table:
@@ -347,7 +346,7 @@ def bytes_to_a_loss() -> Table:
     titles = ("compression", "last loss: uniform", "L-GreCo", "MB to the higher loss: uniform", "L-GreCo", "ratio")
     table: Table = [titles]
     for name, kind in (("int4", "int4"), ("rank 4", "rank4"), ("top-k 1 %", "top1")):
-        pair = [rows[f"{by}_{kind}"]["evaluations"][:-1] for by in ("ddp", "lgreco")]  # the last is of another text
+        pair = [rows[f"{by}_{kind}"]["evaluations"][:-1] for by in ("ddp", "lgreco")]  # the last one uses another text
         last = [evaluated[-1][2] for evaluated in pair]
         sent = [bytes_until(evaluated, max(last)) / 1e6 for evaluated in pair]
         cells = (*(f"{loss:.3f}" for loss in last), *(f"{mb:.1f}" for mb in sent), f"{sent[0] / sent[1]:.2f}")
@@ -375,7 +374,7 @@ def zo_speed() -> Table:
 
 
 def zo_memory() -> Table:
-    """The memory in which each method trains a 12-layer GPT-2, and what it reaches on a 6-layer one."""
+    """The memory in which each method trains a 12-layer GPT-2, and the loss that it reaches with a 6-layer GPT-2."""
     titles = ("method", "memory, 12 layers", "CPU seconds a step", "held-out loss, 6 layers", "next token right")
     table: Table = [titles]
     for memory in load_part("zeroth.json", "limit", "zeroth_limit.json", "memory"):
@@ -403,7 +402,7 @@ def lengths() -> Table:
 
 
 def rings() -> Table:
-    """Seconds of a layer by other ways of splitting documents over an island, as multiples of the plan's."""
+    """Seconds of a layer by other ways to split documents over a group of ranks, as multiples of our plan's seconds."""
     rows = load_part("lengths.json", "rings", "lengths_rings.json", "rows")
     ways = {"even": "even context parallelism", "grouped": "groups (FlexSP)", "whole": "whole documents"}
     ways |= {"cut": "cut packing", "thresholds": "thresholds (Zeppelin)"}
@@ -447,7 +446,7 @@ def nccl_hidden() -> Table:
 
 
 def nccl_blocks() -> Table:
-    """A matrix product beside an NCCL kernel that waits for its peer, by the kernel's thread blocks."""
+    """A matrix product during an NCCL kernel that waits for its peer, by the kernel's thread blocks."""
     table: Table = [("thread blocks of the waiting kernel", "matrix product, ms", "slower")]
     (found,) = (row["figures"] for row in select(load("nccl.jsonl"), part="d"))
     for name, case in found["cases"].items():
@@ -474,7 +473,7 @@ def gpu_boundary() -> Table:
 
 
 def faults() -> Table:
-    """What a cluster does to a run: every row one kind of harm."""
+    """Runs that a fault disturbed: one row per kind of fault."""
     runs = load("chaos.json")
     calm = {
         name: [r["test_loss"] for r in select(runs, harm="none", config=name)] for name in {r["config"] for r in runs}
@@ -498,7 +497,7 @@ def faults() -> Table:
 
 
 def stand_ins() -> Table:
-    """The paper's tables by their stand-ins: a row a model, its metric by method, three seeds each."""
+    """Stand-ins of the paper's tables: one row per model, its metric by method, three seeds each."""
     methods = ("ddp", "local", "overlap_local", "slowmo", "co2")
     table: Table = [("table, model", "metric", *(METHOD_NAMES[m].partition(",")[0] for m in methods))]
     for name in ("imagenet", "ade20k", "shapenet", "gpt2", "transnormer", "roberta"):

@@ -1,6 +1,6 @@
-"""The tables of the CO2 paper (arXiv 2401.16265) as data: what each row runs, and every value of it that we know.
+"""The tables of the CO2 paper (arXiv 2401.16265) as data: the run of each row, and every value that we know.
 
-Of its models we know ResNet-50, ViT-Base, GPT-2's sizes, RoBERTa and TransNormer-LLM 7B; we chose the others.
+The paper names ResNet-50, ViT-Base, GPT-2's sizes, RoBERTa and TransNormer-LLM 7B. We chose all other models.
 """
 
 from collections.abc import Mapping
@@ -34,7 +34,7 @@ TAUS = (1, 3, 6, 12, 24, 48, 96, 192)  # in which the paper searched
 
 @dataclass(frozen=True)
 class Metric:
-    """A key of summary.json, its column's title, and how it is shown: times `scale`, in the format `spec`."""
+    """A key of summary.json, the title of its column, and its display: times `scale`, in the format `spec`."""
 
     key: str
     title: str
@@ -51,7 +51,7 @@ TOKENS = Metric("tokens_per_second", "tokens/s", spec=",.0f")
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a table: what is run and the paper's value, None where it is unknown to us."""
+    """One row of a table: its run, and the paper's value (None if we do not know it)."""
 
     label: str
     task: str
@@ -62,17 +62,18 @@ class Row:
     local: str | None = None
     """The stand-in recipe for two CPU cores."""
     tau: int | None = None
-    """None: the recipe's; runs with others have a line of their own, but for stand-ins. So for nodes."""
+    """None for the recipe's own. Runs with another tau have their own line, except stand-ins."""
     nodes: int | None = None
+    """None for the recipe's own, as with tau."""
     network: str = ""
-    """Between the nodes, where the row is about it: part of its run folders' names, which tell it."""
+    """The network between the nodes, if the row compares networks. Part of the run folders' names."""
     overrides: Mapping[str, Any] = field(default_factory=dict)
-    """Changes of the recipe, as on the command line; those of co2 and ddp_compression hold for the stand-in, too."""
+    """Changes of the recipe, as on the command line. The stand-in gets the changes of co2 and ddp_compression, too."""
     seeds: tuple[int, ...] = (0, 1, 2)
 
     @property
     def script(self) -> str:
-        """slurm/SCRIPT_CLUSTER.sh runs it."""
+        """The SCRIPT of slurm/SCRIPT_CLUSTER.sh, which runs it."""
         language = "roberta" if self.recipe.startswith("roberta") else "gpt2"
         return language if self.task == "language" else self.task
 
@@ -86,9 +87,9 @@ class Table:
     rows: tuple[Row, ...]
     note: str = ""
     env: Mapping[str, str] = field(default_factory=dict)
-    """For the jobs."""
+    """Environment of the jobs."""
     scaling: bool = False
-    """Show, below it, how each method's metric scales with the nodes."""
+    """Whether to show below the table how each method's metric scales with the nodes."""
     paper_ratio: Mapping[tuple[str, int | None], float] = field(default_factory=dict)
     """(method, tau) -> the paper's throughput(128 GPUs) / (8 x throughput(16 GPUs))."""
 
@@ -98,7 +99,7 @@ class Table:
 
 
 def every_method(task: str, models: Mapping[str, tuple[str, str | None]], **row: Any) -> tuple[Row, ...]:
-    """models {label: (recipe, stand-in)}, each under each method."""
+    """Rows of each model with each method. models: label -> (recipe, stand-in)."""
     return tuple(
         Row(label, task, recipe, method, REPORTED.get((recipe, method)), local, **row)
         for label, (recipe, local) in models.items()
@@ -107,14 +108,14 @@ def every_method(task: str, models: Mapping[str, tuple[str, str | None]], **row:
 
 
 def without_node_statistics(label: str, recipe: str) -> tuple[Row, ...]:
-    """Segmentation with SyncBN over all workers, which ddp alone can have, and without it, under each method."""
+    """Segmentation with SyncBN over all workers, which only ddp supports, and without SyncBN for each method."""
     over_all = Row(f"{label} with SyncBN over all", "segmentation", recipe, "ddp", None, overrides={"sync_bn": "all"})
     without = {f"{label} without SyncBN": (recipe, None)}
     return over_all, *every_method("segmentation", without, overrides={"sync_bn": "no"})
 
 
 def throughput(network: str) -> tuple[Row, ...]:
-    """Short runs with 4 samples a GPU on 1, 2 and 16 nodes; the paper's words/s are those over TCP/IP."""
+    """Short runs with 4 samples a GPU on 1, 2 and 16 nodes. The paper reports words/s over TCP/IP."""
     methods = [("ddp", None), ("co2", 48), ("co2", 12), ("slowmo", 48), ("overlap_local", 48)]
     known = {("ddp" if tau is None else "co2", tau, nodes): words for (tau, nodes), words in WORDS_PER_SECOND.items()}
     if network != "tcp":
@@ -138,7 +139,15 @@ def throughput(network: str) -> tuple[Row, ...]:
 
 
 def in_two(name: str, title: str, variants: Mapping[str, Mapping[str, Any]], note: str, **row: Any) -> dict[str, Table]:
-    """CO2 in each of its variants, {label: what its row has}: on images and on text, there with what `row` has, too."""
+    """Two tables of CO2 in several variants, on images and on text.
+
+    Args:
+        name: The tables are NAME_vision and NAME_language.
+        title: The title of both tables.
+        variants: Label -> fields of its row.
+        note: The note of both tables.
+        row: More fields of the rows on text.
+    """
     of = {
         "vision": ("ResNet-50", TOP1, "imagenet_resnet50", "digits_small", {}),
         "language": ("GPT-2 Small", PERPLEXITY, "gpt2_small_owt", "gpt2_pydoc_small", row),
@@ -150,7 +159,7 @@ def in_two(name: str, title: str, variants: Mapping[str, Mapping[str, Any]], not
     return tables
 
 
-# In which the paper searched; bounds of the outer momentum, of which 1 is the default; formats of the wire.
+# The values of tau that the paper searched, bounds of the outer momentum (default 1), and compression formats.
 SEARCHED = {f"tau {tau}": {"tau": tau} for tau in TAUS}
 CLIPS = {f"clip {bound:g}": {"overrides": {"co2.clip": bound}} for bound in (0.001, 0.01, 0.1)}
 CLIPS |= {"clip 1": {}, "clip none": {"overrides": {"co2.clip": None}}}
@@ -158,20 +167,28 @@ WIRES = {"float32": {}} | {name: {"overrides": {"co2.compression.format": name}}
 
 
 def gpt2_small(label: str, method: str, overrides: Mapping[str, Any], perplexity: float | None = None) -> Row:
-    """GPT-2 Small with one staleness gap penalty, or with what takes its place. perplexity: the paper's."""
+    """GPT-2 Small with one staleness gap penalty or its replacement. perplexity: the paper's."""
     paper = None if perplexity is None else (perplexity, None)
     recipe, stand_in = "gpt2_small_owt", "gpt2_pydoc_small"
     return Row(label, "language", recipe, method, paper, stand_in, nodes=8, overrides=overrides)
 
 
 def late(label: str, **overrides: Any) -> Row:
-    """GPT-2 Small with a way to live with the delay, where a delayed step settles without a penalty as well."""
+    """GPT-2 Small with one remedy for the delay, at settings that are stable without a penalty, too."""
     return gpt2_small(label, "co2", {"co2.outer_lr": 0.5, "co2.outer_momentum": 0.4, **overrides})
 
 
 def lgreco(task: str, recipe: str, stand_in: str, rank: int, first: int, every: int) -> tuple[Row, ...]:
-    """Gradients, or CO2's differences, in two factors: one rank for all, or each layer its own. rank: the released
-    code's base. first, every: steps of ddp before the first decision, and between two."""
+    """Gradients or CO2's differences as two low-rank factors, with one rank for all layers or a rank for each.
+
+    Args:
+        task: As in Row.
+        recipe: As in Row.
+        stand_in: As in Row.
+        rank: The base rank of the released code.
+        first: Steps of ddp before the first decision.
+        every: Steps of ddp between two decisions.
+    """
 
     def row(label: str, method: str, **settings: Any) -> Row:
         compression = "co2.compression" if method == "co2" else "ddp_compression"
@@ -190,16 +207,16 @@ def lgreco(task: str, recipe: str, stand_in: str, rank: int, first: int, every: 
 
 
 TAU_NOTE = (
-    "The paper searched tau in these; what it measured for each is unknown to us. A stand-in has 100 steps on text and "
-    "176 on images: one full round at tau 96, none at 192."
+    "The paper searched these values of tau. We do not know what it measured for each. A stand-in has 100 steps on "
+    "text and 176 on images, which is one full round at tau 96 and none at 192."
 )
 NO_GAP = {"co2.gap": "none"}
 LGRECO_NOTE = (
-    "The paper of L-GreCo (abstract) reports up to 5 x in compression and 2.5 x in speed; its tables are unknown to "
-    "us. A stand-in decides when L-GreCo does by default. Bytes were not kept."
+    "The abstract of L-GreCo's paper reports up to 5 x in compression and 2.5 x in speed. We do not know its tables. "
+    "A stand-in decides at L-GreCo's default steps. Bytes were not kept."
 )
 
-# What the stand-ins change of their recipes, so that one of them takes seconds; the captions say so.
+# The stand-ins' changes of their recipes, so that one of them takes seconds; the captions say so.
 SHORT: dict[str, dict[str, Any]] = {
     "vision": {"epochs": 8, "eval_every": 8, "optim.warmup_steps": 10},
     "segmentation": {"epochs": 5, "batch_size": 8, "eval_every": 5},
@@ -249,25 +266,25 @@ TABLES = {
         "Segmentation on ADE20K",
         MIOU,
         every_method("segmentation", ADE20K) + without_node_statistics("ResNet-50", "ade20k_resnet50"),
-        "SyncBN shares BatchNorm's statistics over the images of a node under every method: 8 GPUs x 2 = 16, as in "
-        "mmsegmentation's published runs (8 x 3 on the 3090s). Two kinds of rows say otherwise: over all, 256 (240), "
-        "and without SyncBN, a GPU's 2 (3). The paper's choice is unknown to us. No stand-in has these two kinds of "
-        "rows: workers on one machine are one node.",
+        "SyncBN shares BatchNorm's statistics over the images of a node with every method: 8 GPUs x 2 = 16, as in "
+        "mmsegmentation's published runs (8 x 3 on the 3090s). Two kinds of rows differ: with SyncBN over all GPUs "
+        "they share 256 (240), and without SyncBN each GPU uses its own 2 (3). We do not know the paper's choice. No "
+        "stand-in has these two kinds of rows, because workers on one machine are one node.",
     ),
     "shapenet": Table("3-D reconstruction on ShapeNet", CHAMFER, every_method("pointcloud", SHAPENET)),
     "gpt2": Table(
         "GPT-2 on OpenWebText, 64 GPUs",
         PERPLEXITY,
         every_method("language", GPT2, nodes=8),
-        "The paper: CO2 is 0.5 to 1.0 below Local-SGD and Overlap-Local-SGD. Inferred: 2^2.88 = 7.36, so that its "
-        "perplexities may have another base than e, or another unit than GPT-2's tokens, which ours have: the numbers "
+        "The paper: CO2 is 0.5 to 1.0 below Local-SGD and Overlap-Local-SGD. We infer from 2^2.88 = 7.36 that its "
+        "perplexities may have another base than e, or another unit than GPT-2's tokens, which we use. So the numbers "
         "may not compare.",
     ),
     "transnormer": Table(
         "TransNormer-LLM",
         PERPLEXITY,
         every_method("language", {"7B": ("transnormer_7b_owt", "transnormer_pydoc_small")}),
-        "The paper's text for this model is unknown to us; perplexities of different texts do not compare.",
+        "We do not know the paper's text for this model, and perplexities of different texts do not compare.",
     ),
     "roberta": Table("RoBERTa", PERPLEXITY, every_method("language", ROBERTA)),
     "gap": Table(
@@ -277,9 +294,9 @@ TABLES = {
             gpt2_small("without", "co2", {**NO_GAP, "co2.allow_unstable": True}, GAP_PERPLEXITY["without"]),
             gpt2_small("with", "co2", {}, GAP_PERPLEXITY["with"]),
         ),
-        "The paper's definition of the penalty is unknown to us; ours is `elementwise`. Without it these settings "
-        "are at the limit of what settles on the stand-in and beyond it on 64 GPUs, and train with `allow_unstable` "
-        "alone; the table `ablation` has settings that settle.",
+        "We do not know the paper's definition of the penalty; ours is `elementwise`. Without the penalty, these "
+        "settings are at the limit of stability on the stand-in and beyond it on 64 GPUs, so they need "
+        "`allow_unstable`. The table `ablation` has stable settings.",
     ),
     "ablation": Table(
         "What to do about the delay: GPT-2 Small",
@@ -290,11 +307,11 @@ TABLES = {
             late("mixed restart", **NO_GAP, **{"co2.merge": "interpolate"}),
             late("the penalty, Nesterov's momentum", **{"co2.nesterov": True}),
         ),
-        "Ours, the paper has no such rows. All have outer_lr 0.5 and outer_momentum 0.4: at the recipe's for 64 GPUs, "
-        "whose sum is above 1, a delayed step without the penalty is unstable.",
+        "Our own rows; the paper has none. All have outer_lr 0.5 and outer_momentum 0.4. The recipe's values for 64 "
+        "GPUs have a sum above 1, where a delayed step without the penalty is unstable.",
     ),
-    **in_two("wire", "Wire formats", WIRES, "Ours, the paper has no such rows."),
-    # the released code starts after 8 epochs on ImageNet and decides every second one: 157 steps each
+    **in_two("wire", "Compression formats", WIRES, "Our own rows; the paper has none."),
+    # the released code starts after 8 epochs on ImageNet (157 steps each) and decides every second epoch
     "lgreco_vision": Table(
         "L-GreCo: ResNet-50",
         TOP1,
@@ -311,18 +328,20 @@ TABLES = {
         "L-GreCo: a Transformer-LM on WikiText-103",
         PERPLEXITY,
         lgreco("language", "gpt2_small_wikitext103", "gpt2_pydoc_small", rank=32, first=4000, every=100),
-        f"{LGRECO_NOTE} The sizes of its Transformer-LM are, too: GPT-2 Small stands in its place. "
+        f"{LGRECO_NOTE} We do not know the sizes of its Transformer-LM either, so GPT-2 Small replaces it. "
         "The stand-ins are lgreco_language's, run once for both.",
     ),
     **in_two("tau", "Local steps per round", SEARCHED, TAU_NOTE, nodes=8),
-    **in_two("clip", "The clip of the outer momentum", CLIPS, "Ours: the paper's reviewers missed it.", nodes=8),
+    **in_two(
+        "clip", "The clip of the outer momentum", CLIPS, "Our own rows, which the paper's reviewers asked for.", nodes=8
+    ),
     "throughput": Table(
         "Throughput over 80 Gbps TCP/IP",
         TOKENS,
         throughput("tcp"),
-        "The paper's numbers are words/s of a model that is unknown to us; ours is GPT-2 Large: compare ratios only. "
-        "The first tenth of a run's steps does not count. SlowMo and Overlap-Local-SGD: its reviewers missed them. No "
-        "stand-in trains over several nodes: `python -m bench.scaling` measures small models over emulated links.",
+        "The paper's numbers are words/s of a model that we do not know. Ours is GPT-2 Large, so compare only ratios. "
+        "The first tenth of a run's steps does not count. The paper's reviewers asked for SlowMo and Overlap-Local-SGD."
+        " No stand-in trains over several nodes. `python -m bench.scaling` measures small models over emulated links.",
         env={"NCCL_IB_DISABLE": "1"},
         scaling=True,
         paper_ratio=SCALING_RATIO,
@@ -331,7 +350,7 @@ TABLES = {
         "Throughput over 800 Gbps RoCE",
         TOKENS,
         throughput("roce"),
-        "GPT-2 Large, as in the table above, and no stand-in; the paper's numbers on this network are unknown to us.",
+        "GPT-2 Large, as in the table above, and no stand-in. We do not know the paper's numbers on this network.",
         scaling=True,
     ),
 }

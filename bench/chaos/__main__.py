@@ -1,9 +1,9 @@
 """A seeded campaign of harm against small runs: python -m bench.chaos [--kills N] [--minutes M] ...
 
 Each run trains scikit-learn's digits with four workers and suffers one harm: a worker is killed in a phase of training,
-is killed and comes back, loses its link, cannot write, or has a NaN gradient. Elastic runs must go on by themselves;
-the others are started again with --resume. Undisturbed runs are there to compare with. The campaign continues where it
-was stopped. It writes a row for each run, and prints a table.
+is killed and comes back, loses its link, cannot write, or has a NaN gradient. Elastic runs must go on by themselves.
+All other runs are started again with --resume. Undisturbed runs are there for comparison. The campaign continues
+where it was stopped. It writes a row for each run, and prints a table.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ class Campaign:
     """Undisturbed runs of each configuration."""
     seed: int = 0
     minutes: float = 600.0
-    """Starts no further run after so many."""
+    """Starts no further run after this many minutes."""
     out: Path = Path("results/chaos.json")
-    """One object a run."""
+    """One object per run."""
 
     def check(self) -> None:
         if self.outages:
@@ -99,7 +99,7 @@ def plan(asked: Campaign) -> Iterator[Row]:
     for harm, times in (("disk", asked.disks), ("nan", asked.nans)):
         rows += [{"harm": harm, "config": names[i % len(names)], "phase": harm} for i in range(times)]
     for row in rows:
-        # one worker alone writes an elastic run's checkpoint; a worker needs time to come back
+        # only one worker writes an elastic run's checkpoint; a worker needs time to come back
         first = row["harm"] == "disk" or (row.get("phase") == "checkpoint" and row["config"] in ELASTIC)
         last = 16 if row["harm"] == "rejoin" else 50
         row |= {"who": 0 if first else rng.randrange(WORKERS), "step": rng.randint(8, last)}
@@ -143,12 +143,12 @@ def suffer(context: Any, planned: Row) -> Row:
 
 
 def steps(config: str) -> int:
-    """Of a whole run; more if a killed worker must have time to come back."""
+    """The steps of a whole run. There are more if a killed worker needs time to come back."""
     return (4 if config in ELASTIC else 3) * EPOCH
 
 
 def arguments(planned: Row, folder: Path, attempt: int) -> tuple[Any, ...]:
-    """What `work` takes. The harm is done in the first attempt."""
+    """The arguments of `work`. The harm is done in the first attempt."""
     timeout = "60" if planned["harm"] == "outage" else "20"
     own = ("--out", str(folder / "run"), "--seed", str(planned["seed"]), "--timeout", timeout)
     own += ("--epochs", str(steps(planned["config"]) // EPOCH), *(("--resume",) if attempt else ()))
@@ -191,7 +191,7 @@ SHOWN = {"ended": ".0%", "attempts": ".1f", "hung": ".0%", "came_back": ".1f", "
 
 
 def table(rows: list[Row]) -> str:
-    """A line for each harm and configuration. ended: the share of runs that came to their last step."""
+    """One line per harm and configuration. ended: the share of runs that reached their last step."""
     ended = [row | {"ended": row["status"] == 0 and row["steps"] == steps(row["config"])} for row in rows]
     ended.sort(key=lambda row: (row["harm"], row.get("phase", ""), row["config"]))
     return Summary("harm phase config", SHOWN).table(ended)

@@ -1,4 +1,4 @@
-"""Workers forked from a process that has imported what they need, and the harm that is planned for one of them."""
+"""Forked workers, and the harm that is planned for one of them."""
 
 from __future__ import annotations
 
@@ -23,8 +23,15 @@ PHASES = ("local", "boundary", "flight", "checkpoint", "evaluation")  # in which
 
 
 def work(module: str, arguments: Sequence[str], harm: dict[str, Any], log: str) -> None:
-    """Runs `python -m module arguments`. harm: worker, its name, as the elastic launcher gives it, or RANK.ATTEMPT;
-    phase, one of PHASES, "disk" or "nan"; step, after which it happens. log: the file for what the worker writes."""
+    """Runs `python -m module arguments`.
+
+    Args:
+        module: The module to run.
+        arguments: Its command line.
+        harm: `worker` is the worker's name, as the elastic launcher gives it, or RANK.ATTEMPT. `phase` is one of
+            PHASES, "disk" or "nan". `step` is the step after which the harm happens.
+        log: The file for the worker's output.
+    """
     for stream in (1, 2):
         os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT), stream)
     name = os.environ.get("CO2_WORKER") or f"{os.environ['RANK']}.{os.environ['CO2_ATTEMPT']}"
@@ -35,8 +42,10 @@ def work(module: str, arguments: Sequence[str], harm: dict[str, Any], log: str) 
 
 
 def arm(phase: str, after: int, trace: Path) -> None:
-    """Lets the harm happen in this process, once, in the first `phase` after step `after`. trace: a file that is there
-    once it has happened."""
+    """Lets the harm happen in this process, once, in the first `phase` after step `after`.
+
+    The file `trace` exists once it has happened.
+    """
     import torch
 
     from core.comm import AsyncAllReduce
@@ -79,7 +88,7 @@ def arm(phase: str, after: int, trace: Path) -> None:
 
 
 def wrap(owner: Any, name: str, before: Action = lambda *_: None, behind: Action = lambda *_: None) -> None:
-    """From now on owner.name calls `before` and `behind` as well, with its own arguments."""
+    """Makes owner.name call `before` and `behind` as well, with its own arguments."""
     inner = getattr(owner, name)
 
     def outer(*args: Any, **kwargs: Any) -> Any:
@@ -98,7 +107,7 @@ Target = Callable[..., None]
 
 
 class Forked:
-    """A worker's process in the form of subprocess.Popen."""
+    """A worker's process with the methods of subprocess.Popen."""
 
     def __init__(self, process: Any):
         self.process = process
@@ -121,9 +130,18 @@ class Forked:
 
 
 class Crew(Agent):
-    """Elastic workers that run target(*args) each, under a launcher in this process. context: of multiprocessing.
-    restarts: of each worker. cluster: where each sits in a node of its own, and the launcher in one more. late: seconds
-    after which all are killed, and timed_out is set. watch: called again and again."""
+    """Elastic workers that each run target(*args), under a launcher in this process.
+
+    Args:
+        context: A context of multiprocessing.
+        target: The function that each worker runs.
+        args: Its arguments.
+        workers: Their number.
+        restarts: How often each worker may be restarted.
+        cluster: If given, each worker has its own node, and the launcher has one more.
+        late: Seconds after which all are killed and timed_out is set.
+        watch: Called again and again.
+    """
 
     def __init__(
         self,
@@ -166,8 +184,13 @@ def group(
     patience: float = 60.0,
     watch: Callable[[], None] = lambda: None,
 ) -> tuple[int, bool]:
-    """One group of workers, as torchrun starts it, until all have ended: the first failure's status, and whether some
-    had to be killed: after `late` seconds, or `patience` seconds after one has failed."""
+    """Runs one group of workers, as torchrun starts it, until all have ended.
+
+    Workers are killed after `late` seconds, or `patience` seconds after one has failed.
+
+    Returns:
+        The first failure's status, and whether workers had to be killed.
+    """
     held = hold_port()
     port = 29500 if cluster else held.getsockname()[1]
     host = cluster.address(0) if cluster else "127.0.0.1"
@@ -192,7 +215,7 @@ def group(
 
 
 def place(cluster: Cluster | None, node: int) -> str:
-    """Where a process finds the network of a node; nothing for this one's."""
+    """The path of a node's network namespace, or an empty string without a cluster."""
     return cluster.path(node) if cluster else ""
 
 

@@ -3,9 +3,9 @@
 python -m bench.cluster --nodes 4 --ranks_per_node 1 --rate 200mbit [--delay 5ms] [--verify] -- COMMAND
 
 COMMAND is what would follow torchrun, for example `-m vision.train digits_small --method co2`. Root is not needed
-where the kernel lets users make namespaces. Node 0's output is shown, that of another node when it is the first to
-fail; then all are stopped, and the exit status is that node's. Ctrl-C or SIGTERM is passed on, so that training
-saves; the second one kills.
+where the kernel lets users make namespaces. Node 0's output is shown. If another node is the first to fail,
+its output is shown as well, all nodes are stopped, and the exit status is that node's. Ctrl-C or SIGTERM is passed on,
+so that training saves. The second one kills.
 """
 
 import math
@@ -42,7 +42,7 @@ class Launch:
     delay: str = "0ms"
     """One-way delay between two nodes: 500us, 5ms, 0.5s."""
     nics: int = 1
-    """Links of that rate that each node has; gloo sends one collective over the first, the next over the second."""
+    """Links of that rate per node. gloo sends one collective over the first, the next over the second."""
     verify: bool = False
     """Measure the link between two nodes first, and stop if it is more than 10 percent off."""
 
@@ -105,7 +105,7 @@ def emulated(asked: Launch, command: list[str]) -> int:
 
 
 def start(cluster: Cluster, node: int, ranks: int, command: list[str], log: Path) -> subprocess.Popen[Any]:
-    """torchrun on one node. A session of its own keeps the terminal's Ctrl-C for us to pass on."""
+    """Starts torchrun on one node, in its own session, so that Ctrl-C reaches only this process, which passes it on."""
     where = [f"--nnodes={cluster.nodes}", f"--node-rank={node}", f"--nproc-per-node={ranks}"]
     master = [f"--master-addr={cluster.address(0)}", f"--master-port={PORT}", f"--local-addr={cluster.address(node)}"]
     argv = [*TORCHRUN, *where, *master, *command]
@@ -117,9 +117,12 @@ def start(cluster: Cluster, node: int, ranks: int, command: list[str], log: Path
 
 
 def wait(processes: list[subprocess.Popen[Any]], signals: list[int]) -> tuple[int, int]:
-    """Waits for all; returns which failed first and its status. A failure or a signal stops the others. SIGTERM first:
-    torchrun passes it on, and training saves. After 10 seconds (a failure) or 40 (a signal, torchrun itself gives its
-    ranks 30), or at the second signal, SIGKILL."""
+    """Waits for all nodes. Returns which one failed first, and its status.
+
+    A failure or a signal stops all other nodes. They first get SIGTERM, which torchrun passes on, so that training
+    saves. They get SIGKILL at the second signal, 10 seconds after a failure, or 40 seconds after a signal, because
+    torchrun gives its ranks 30.
+    """
     first, status, deadline = 0, 0, math.inf
     while True:
         running = [p for p in processes if p.poll() is None]

@@ -1,10 +1,11 @@
-"""Two processes beside an emulated cluster, which import nothing of the project.
+"""Two helper processes of an emulated cluster, which import nothing of the project.
 
-python beside.py guard OWNER DESCRIPTOR...: outlives the owner and kills what it left behind. A process belongs to the
-cluster when its network namespace is one of those that the descriptors refer to.
-python beside.py switch DELAY_MS NODES NICS, in its namespace: the switch of a cluster whose frames take longer. Kernels
-without netem cannot delay frames, so this forwards them between p0, p1, ... through packet sockets. Frames keep the
-header in which the kernel notes segments not cut and checksums not computed yet (PACKET_VNET_HDR).
+`python beside.py guard OWNER DESCRIPTOR...` outlives the owner and kills the processes that it left behind. A process
+belongs to the cluster if one of the descriptors refers to its network namespace.
+
+`python beside.py switch DELAY_MS NODES NICS` is the switch of a cluster with delayed frames, and runs in its namespace.
+Kernels without netem cannot delay frames, so this forwards them between p0, p1, ... through packet sockets. Frames keep
+the header in which the kernel notes segments not cut and checksums not computed yet (PACKET_VNET_HDR).
 """
 
 import contextlib
@@ -22,7 +23,7 @@ from pathlib import Path
 
 
 def members(namespaces: Iterable[int]) -> list[int]:
-    """The processes inside these namespaces (descriptors), zombies and the caller left out."""
+    """The processes inside these namespaces (descriptors), without zombies and the caller."""
     inodes = {os.fstat(namespace).st_ino for namespace in namespaces}
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
@@ -75,8 +76,11 @@ def open_port(name: str) -> socket.socket:
 
 
 def targets(frame: bytes, source: int, count: int) -> Sequence[int]:
-    """The ports that a frame leaves by: node i has the address 02:00:00:00:00:(i+1); a broadcast goes to all others.
-    count: of a network's ports, one a node. The next network's ports follow, and its addresses' fifth byte is 1."""
+    """The ports by which a frame leaves.
+
+    Node i has the address `02:00:00:00:00:(i+1)`. A broadcast goes to all other nodes. The ports of the next network
+    follow, and the fifth byte of its addresses is 1. count: ports of one network, one per node.
+    """
     destination, network = frame[VNET_HEADER : VNET_HEADER + 6], source // count
     if destination[0] & 1:
         return [port for port in range(network * count, (network + 1) * count) if port != source]
@@ -93,7 +97,7 @@ def forward(ports: list[socket.socket], delay: float, count: int) -> None:
         readable, _, _ = select.select(ports, [], [], timeout)
         for port in readable:
             with contextlib.suppress(BlockingIOError):
-                for _ in range(64):  # not for ever: other frames fall due
+                for _ in range(64):  # not forever, because other frames become due
                     frame = port.recv(LARGEST)
                     waiting.append((time.monotonic() + delay, index[port], frame))
         now = time.monotonic()

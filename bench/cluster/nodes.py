@@ -1,7 +1,7 @@
 """A cluster emulated on one machine: a network namespace per node, joined by links of a set rate.
 
-The namespaces have no names: each lives as long as a file descriptor or a process refers to it. So the kernel itself
-removes them, with every interface inside, when their owner is gone, however it went.
+The namespaces have no names: each exists as long as a file descriptor or a process refers to it. So the kernel removes
+them, with every interface inside, when their owner ends, however it ends.
 """
 
 from __future__ import annotations
@@ -50,8 +50,11 @@ def tool(name: str) -> str:
 
 
 def require_namespaces() -> None:
-    """Returns where this process may make network namespaces; else runs this very command again in a user namespace.
-    UserError where the kernel allows neither."""
+    """Returns if this process may make network namespaces. If not, runs the same command again in a user namespace.
+
+    Raises:
+        UserError: If the kernel allows neither.
+    """
     probe = PROBE.format(ip=tool("ip"), tc=tool("tc"))
     unshare = tool("unshare")
     reasons = []
@@ -82,7 +85,7 @@ def enter(namespace: int) -> None:
 
 
 def inside(namespace: int, fn: Callable[[], T]) -> T:
-    """fn(), run inside the namespace; a socket that it makes stays there wherever it is used."""
+    """Runs fn() inside the namespace. A socket that it makes stays there, wherever it is used."""
 
     def run() -> T:
         enter(namespace)
@@ -92,7 +95,7 @@ def inside(namespace: int, fn: Callable[[], T]) -> T:
 
 
 def sent_bytes(interface: str) -> int:
-    """What the calling process's node has sent through the interface so far, as the kernel counts."""
+    """Bytes that the calling process's node has sent through the interface so far, by the kernel's count."""
     for line in Path("/proc/self/net/dev").read_text().splitlines():
         name, _, counters = line.strip().partition(":")
         if name == interface:
@@ -114,7 +117,7 @@ def _check(status: int) -> None:
 
 
 def _in_thread(fn: Callable[[], T]) -> T:
-    """fn() in a thread of its own: a namespace belongs to a thread, so the caller's stays as it is."""
+    """Runs fn() in its own thread. A namespace belongs to a thread, so the caller keeps its own."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(fn).result()
 
@@ -128,10 +131,10 @@ BESIDE = str(Path(__file__).parent / "beside.py")
 class Cluster:
     """Nodes on one machine: a network namespace each, joined by veth pairs and a bridge, each link shaped by tbf.
 
-    Every node sends and receives `rate_mbit` Mbit/s, both at once; a frame between two nodes takes `delay_ms` longer.
-    With several `nics` a node has so many links of that rate, e0, e1, ..., each in a network of its own.
-    A context manager, for a process that may make namespaces (require_namespaces). The bridge lives in a namespace
-    of its own: the machine's network stays untouched, and two clusters never meet.
+    Every node sends and receives `rate_mbit` Mbit/s at the same time. A frame between two nodes takes `delay_ms`
+    longer. With several `nics` a node has this many links of that rate, e0, e1, ..., each in its own network.
+    A context manager, for a process that may make namespaces (require_namespaces). The bridge has its own namespace,
+    so the machine's network stays untouched and two clusters never meet.
     """
 
     interface: str = "e0"
@@ -177,7 +180,7 @@ class Cluster:
 
     @property
     def interfaces(self) -> list[str]:
-        """A node's."""
+        """The names of a node's network interfaces."""
         return [f"e{nic}" for nic in range(self.nics)]
 
     def set_rate(self, rate_mbit: float) -> None:
@@ -202,7 +205,7 @@ class Cluster:
         return f"/proc/{os.getpid()}/fd/{self._namespaces[node]}"
 
     def inside(self, node: int, fn: Callable[[], Any]) -> Any:
-        """fn(), run by a thread inside the node; a socket that it makes stays there."""
+        """Runs fn() in a thread inside the node. A socket that it makes stays there."""
         return inside(self._namespaces[node], fn)
 
     def popen(self, node: int, argv: Sequence[str], **kwargs: Any) -> subprocess.Popen[Any]:
@@ -219,7 +222,11 @@ class Cluster:
         self._configure("ip", -1, [f"link set p{port} {'up' if up else 'down'}" for port in ports])
 
     def verify(self) -> float:
-        """The rate between two nodes, Mbit/s on the wire, from one TCP stream; UserError if it stays 10 % off."""
+        """Measures the rate between two nodes with one TCP stream, in Mbit/s on Ethernet.
+
+        Raises:
+            UserError: If it stays 10 % off.
+        """
         if self.nodes < 2:
             raise UserError("--verify measures between two nodes: give --nodes 2 or more")
         measured = 0.0
@@ -287,7 +294,7 @@ class Cluster:
         return [tool("nsenter"), f"--net={self.path(node)}", "--"]
 
     def _transfer(self, source: int, target: int) -> float:
-        """Mbit/s on the wire of a stream of about 0.7 s, its start left out: slow start and the buckets' burst."""
+        """Mbit/s on Ethernet of a stream of about 0.7 s, without its slow start and the token buckets' burst."""
         server = self.inside(target, lambda: socket.create_server((self.address(target), 0)))
         client = self.inside(source, socket.socket)
         second = self.rate_mbit * 1e6 / 8
@@ -336,16 +343,18 @@ def _receive(sock: socket.socket, least: int) -> tuple[int, float]:
 
 
 POLL = 0.2  # seconds between two looks at the ranks
-GRACE = 2.0  # seconds that the others have to say why, once one has failed
+GRACE = 2.0  # seconds that all other ranks have to report errors, once one has failed
 
 
 def prepare_to_fork(*, namespaces: bool = False) -> None:
-    """Before any work of a process whose ranks are forked: threads do not survive that, imports need not be repeated.
-    namespaces: whether the ranks sit on a Cluster; see require_namespaces."""
+    """Call it before any work of a process whose ranks are forked.
+
+    Threads do not survive a fork, and imports need not be repeated. namespaces: whether the ranks run on a Cluster.
+    """
     if namespaces:
         require_namespaces()
     import torch
-    import torch._dynamo  # the first optimiser imports it
+    import torch._dynamo  # the first optimizer imports it
 
     torch.set_num_threads(1)
     os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -362,11 +371,15 @@ def run_ranks(
 ) -> list[Any]:
     """Runs fn(*args) on `nodes` * `ranks_per_node` forked processes; returns their results in rank order.
 
-    Each rank sits in its node (cluster None: all on loopback) and finds RANK, WORLD_SIZE, MASTER_ADDR and so on in its
-    environment; fn calls init_process_group itself. The caller has imported torch and started no threads. The
-    first error of any rank is raised here, a UserError as it is, any other as RuntimeError with its traceback;
-    TimeoutError after `timeout` seconds. Once until(), which is asked again and again, is true, what the ranks would
-    still do is not needed, and nothing is returned. Either way all ranks are killed.
+    Each rank runs in its node, or all use loopback if cluster is None. It finds RANK, WORLD_SIZE, MASTER_ADDR and so on
+    in its environment, and fn calls init_process_group itself. The caller has imported torch and started no threads.
+    until() is called again and again. Once it returns True, the rest is not needed and nothing is returned. All ranks
+    are killed at the end.
+
+    Raises:
+        UserError: The first UserError of any rank.
+        RuntimeError: Any other first error of a rank, with its traceback.
+        TimeoutError: After `timeout` seconds.
     """
     if cluster is not None and nodes > cluster.nodes:
         raise UserError(f"nodes={nodes}: the cluster has {cluster.nodes}")
@@ -404,9 +417,11 @@ def run_ranks(
 
 
 def hold_port() -> socket.socket:
-    """A socket bound to a free TCP port, for a server that another process will start there. While it is open, the
-    system gives the port to nobody who asks for any free one, nor to an outgoing connection; a server that asks for it
-    by its number gets it, if it sets SO_REUSEADDR (TCPStore does)."""
+    """A socket bound to a free TCP port, for a server that another process will start there.
+
+    While it is open, the system gives the port neither to outgoing connections nor to a process that asks for any free
+    port. A server that asks for this number gets it if it sets SO_REUSEADDR, as TCPStore does.
+    """
     held = socket.socket()
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     held.bind(("", 0))
@@ -414,7 +429,7 @@ def hold_port() -> socket.socket:
 
 
 def _environment(cluster: Cluster | None, ranks_per_node: int, nodes: int, port: int) -> dict[str, str]:
-    """What all ranks have in common, as torchrun would set it."""
+    """The environment that all ranks share, as torchrun would set it."""
     address, interface = (cluster.address(0), cluster.interface) if cluster else ("127.0.0.1", "lo")
     return {
         "WORLD_SIZE": str(nodes * ranks_per_node),
@@ -442,7 +457,7 @@ def _rank(
         if cluster is not None:
             cluster.enter(rank // local_world_size)
         os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank % local_world_size))
-        if cluster is not None and cluster.nics > 1:  # a link of its own, as a GPU has the NIC beside it
+        if cluster is not None and cluster.nics > 1:  # its own link, as a GPU has its NIC
             os.environ["GLOO_SOCKET_IFNAME"] = cluster.interfaces[rank % local_world_size % cluster.nics]
         _write(folder / f"result{rank}", pickle.dumps(fn(*args)))
     except BaseException as error:

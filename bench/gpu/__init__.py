@@ -5,7 +5,8 @@
 
 `make test-gpu` tests whether the GPU computes the right thing. Each measurement adds a row to OUT/gpu.json as soon as
 it ends, and the end of the call prints them. A second call measures only what has no row of this commit, device and
-torch, so that several calls can share a short loan of a GPU. `--checks WORD` repeats those with WORD in their names.
+torch, so that several calls can share a short loan of a GPU. `--checks WORD` repeats the measurements with
+WORD in their names.
 
 Both commands run without `make setup`, on a machine with python3, torch with CUDA and Triton, numpy, and pytest for the
 tests. The report also needs transformers, tokenizers, scikit-learn, timm, tensorboard and matplotlib, for real loops.

@@ -1,4 +1,4 @@
-"""The command line of bench.gpu: what is measured, and what is kept between calls."""
+"""The command line of bench.gpu: the choice of measurements, and the rows kept between calls."""
 
 import functools
 import json
@@ -60,7 +60,7 @@ def check(part: Part, cases: Iterable[str] = ("",)) -> Callable[[Any], Any]:
 
 
 def measured(name: str, scope: Scope) -> dict[str, Any]:
-    """The row of a measurement, whatever comes of it. state: ok or failed."""
+    """Runs a measurement and returns its row. state: ok or failed."""
     began, (part, measure) = time.monotonic(), CHECKS[name]
     try:
         figures = measure(scope)
@@ -74,17 +74,17 @@ def measured(name: str, scope: Scope) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Options:
-    """The report of a GPU. What has a row of this commit, device and torch is not measured again."""
+    """The report of a GPU. A measurement that has a row of this commit, device and torch is not repeated."""
 
     parts: tuple[Part, ...] = PARTS
     checks: tuple[str, ...] = ()
-    """Only those whose names hold one of these words, also where they have a row."""
+    """Only measurements whose names contain one of these words, even if they have a row."""
     device: Literal["cuda", "cpu"] = "cuda"
     tiny: bool = False
-    """Small sizes, which also a CPU can run: a test of the command."""
+    """Small sizes that a CPU can run, too, to test the command."""
     out: Path = Path("results")
     commit: str = ""
-    """Of the code, where there is no git."""
+    """The commit of the code, if there is no git."""
 
     def check(self) -> None:
         report.require_device(self)

@@ -1,7 +1,7 @@
-"""What is measured on a GPU: costs of boundaries and compression, and real loops beside a slow collective.
+"""Measurements on a GPU: costs of boundaries and compression, and real loops during a slow collective.
 
-Copies are taken in between, so that whatever else the device does falls on both. "Bytes a parameter" is the time, in
-what a copy moves in it: of a boundary that is one pass over memory, at most what `least` says.
+Copies are timed in between, so that disturbances of the device affect both. "Bytes a parameter" converts the time of a
+measurement to the bytes that a copy moves in it. A boundary that is one pass over memory moves `least` bytes.
 """
 
 import functools
@@ -42,8 +42,10 @@ LEAST = {"restart": 36, "interpolate": 36, "keep_local": 52}
 
 
 def beside_copies(scope: Scope, once: Callable[[], Any]) -> tuple[float, float]:
-    """Seconds of `once`, and bytes a second that a copy moves in between (read and written); medians. On a GPU of what
-    the host has queued while the device slept, so that its launching does not count."""
+    """Median seconds of `once`, and median bytes a second that a copy moves in between (read and written).
+
+    On a GPU, the host queues the work while the device sleeps, so that launches do not count.
+    """
     n = scope(COPY, 1 << 16)
     source, target = (torch.randn(n, device=scope.device) for _ in range(2))
     took, copied = [], []
@@ -57,7 +59,7 @@ def beside_copies(scope: Scope, once: Callable[[], Any]) -> tuple[float, float]:
 
 
 class CompiledOuterStep(outer.OuterStep):
-    """core/outer.py's `update`, compiled by torch: what the hand-written passes are compared with."""
+    """core/outer.py's `update`, compiled by torch, to compare with the hand-written kernels."""
 
     def update(self, rule: outer.Rule) -> Tensor:
         return outer.all_seen([compiled()(s, rule) for s in self.segments])
@@ -105,7 +107,7 @@ def a_boundarys_bytes_a_parameter(scope: Scope, case: str) -> dict[str, Any]:
 
 
 def kernels(scope: Scope, once: Callable[[], Any]) -> int:
-    """That a call queues on the device."""
+    """The number of kernels that a call queues on the device."""
     scope.sync()
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         once()
@@ -115,7 +117,7 @@ def kernels(scope: Scope, once: Callable[[], Any]) -> int:
 
 @check("costs", ("bfloat16", "int8", "int4", "lgreco int4"))
 def a_reductions_bytes_a_parameter(scope: Scope, case: str) -> dict[str, Any]:
-    """Encoding, error feedback, decoding and averaging of one worker, both stages; of L-GreCo with its choices."""
+    """Encoding, error feedback, decoding and averaging of one worker, both steps. L-GreCo includes its choices."""
     uniform = LGrecoConfig(rule="uniform", every=2, first=1)
     compression = (
         CompressionConfig("lgreco", like="int4", lgreco=uniform) if " " in case else CompressionConfig(cast(Any, case))
@@ -149,7 +151,7 @@ def a_reductions_bytes_a_parameter(scope: Scope, case: str) -> dict[str, Any]:
     return figures | {"kernels": kernels(scope, once)} if scope.cuda else figures
 
 
-# -- a round beside a slow collective -----------------------------------------------------------------------------
+# -- a round during a slow collective -----------------------------------------------------------------------------
 
 TAU = 8
 WAYS: dict[str, Callable[[list[nn.Parameter]], Any]] = {
@@ -165,8 +167,10 @@ WAYS: dict[str, Callable[[list[nn.Parameter]], Any]] = {
 
 @check("costs", WAYS)
 def a_round_beside_a_sleeping_collective_ms(scope: Scope, case: str) -> dict[str, float]:
-    """A sleeping kernel in the stream of the reductions, half as long as a round's steps, stands for a slow network.
-    host: what the calling thread spends in the step() that closes a round; others: in those that do not."""
+    """A round during a slow collective: a kernel in the all-reduces' stream that sleeps for half a round's steps.
+
+    host: the calling thread's time in the step() that closes a round. others: its time in every other step().
+    """
     params = boundary.model(scope(PARAMETERS, 50_000), scope.device)
     optimizer = torch.optim.AdamW(params, 1e-4, fused=scope.cuda)
     for p in params:
@@ -221,7 +225,7 @@ def paced(scope: Scope, compute: Callable[[], None], optimizer: torch.optim.Opti
 
 
 def cycles_a_ms(scope: Scope) -> float:
-    """Of the sleeping kernel."""
+    """Cycles of the sleeping kernel in a millisecond."""
     if not scope.cuda:
         return 1.0
     torch.cuda._sleep(1_000_000)
@@ -266,8 +270,10 @@ LOOP_TAU, ROUNDS = 6, 8
 
 @check("loops", [way for way in METHODS if way != "ddp"])
 def gpt2_beside_a_sleeping_collective_ms_a_round(scope: Scope, case: str) -> dict[str, float]:
-    """The tiny GPT-2 on Python's documentation, whose reductions first sleep for half a round, or not at all. A method
-    that hides them takes about as long with the sleep as without."""
+    """The tiny GPT-2 on Python's documentation. Its all-reduces first sleep for half a round, or not at all.
+
+    A method that hides them takes about as long with the sleep as without.
+    """
     from language.recipes import gpt2_pydoc_small
     from language.train import make_model, open_corpus
 

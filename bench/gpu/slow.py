@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class Slow:
-    """A reducer that calls `before` first, in the stream or thread of the reductions; waits for what it returns."""
+    """A reducer that first calls `before`, in the stream or thread of the all-reduces, and waits for its result."""
 
     def __init__(self, reducer: Any, before: Callable[[], list[Any]]):
         self.reducer, self.before = reducer, before
@@ -32,7 +32,7 @@ class Slow:
 
 
 class Nap:
-    """Stands for a collective on a host, which takes so many seconds."""
+    """Imitates a collective on a host that takes this many seconds."""
 
     def __init__(self, seconds: float):
         self.until = time.perf_counter() + seconds
@@ -45,7 +45,7 @@ class Nap:
 
 
 def asleep(device: str, cycles: int, seconds: float) -> list[Any]:
-    """A slow collective: a kernel that sleeps so many cycles on a GPU, a nap of so many seconds elsewhere."""
+    """A slow collective: on a GPU a kernel that sleeps for `cycles`, elsewhere a nap of `seconds`."""
     if device == "cpu":
         return [Nap(seconds)]
     torch.cuda._sleep(cycles)
@@ -54,7 +54,7 @@ def asleep(device: str, cycles: int, seconds: float) -> list[Any]:
 
 @contextlib.contextmanager
 def one_rank(device: str) -> Iterator[None]:
-    """A process group of this process alone: NCCL's on a GPU, where everything is queued as with many ranks."""
+    """A process group of one process. On a GPU it is NCCL's, which queues everything as with many ranks."""
     dist.init_process_group("gloo" if device == "cpu" else "nccl", store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield

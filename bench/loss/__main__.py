@@ -7,7 +7,7 @@ for example co2:merge=interpolate,kappa=0.5,delay=3,gap=none,beta=0.
 
 A method's configurations are its options' values times learning rates, as many as --configurations allows. Each is
 trained on the tuning seed and evaluated on the tuning split; the best is trained on the other seeds and evaluated on
-the test split. Initial weights and batches depend on the seed alone. Every run is a line of --rows; a run that has its
+the test split. Initial weights and batches depend only on the seed. Every run is a line of --rows. A run that has its
 line is not repeated, so the same command continues after an interruption. At the end it prints a table of all rows.
 """
 
@@ -50,7 +50,7 @@ CHUNK = 256  # held-out samples evaluated at a time
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that a run depends on. batch: samples per worker and step. split: evaluates the final model."""
+    """Everything that a run depends on. batch: samples per worker and step. split: on which it is evaluated."""
 
     task: str
     settings: Settings
@@ -151,7 +151,7 @@ MERGES = {"outer": "restart", "mix": "interpolate", "keep": "keep_local"}  # of 
 
 
 def todays_merge(row: Row) -> None:
-    """Gives a row that may be older than the names of the merges these names."""
+    """Renames the merges of an older row to their names of today."""
     if "merge" in row["options"]:
         row["options"]["merge"] = MERGES.get(row["options"]["merge"], row["options"]["merge"])
     if "asked" in row:
@@ -159,7 +159,7 @@ def todays_merge(row: Row) -> None:
 
 
 def _merges(values: str) -> str:
-    """VALUE|VALUE, as in what was asked for."""
+    """Renames the merges in VALUE|VALUE."""
     return "|".join(MERGES.get(value, value) for value in values.split("|"))
 
 
@@ -171,7 +171,7 @@ def describe(plan: Plan) -> Row:
 
 
 def key_of(row: Row, **changes: Any) -> str:
-    """What the result of a run depends on. A choice is followed by the runs of its settings."""
+    """Identifies the result of a run. A choice is followed by the runs of its settings."""
     values = {name: row[name] for name in PLAN if name not in changes} | changes
     if not METHODS.get(row["method"], Method).has_rounds:
         values["tau"] = None
@@ -181,7 +181,7 @@ def key_of(row: Row, **changes: Any) -> str:
 class Rows:
     """The rows of a file, including removed tasks and methods, and new rows. A row is a run (a plan and its result), or
     a choice: the settings that the tuning gave a method. Several processes may append to one file. Each sees its own
-    rows and those that were there when it began."""
+    rows and the rows that were there when it began."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -269,19 +269,19 @@ class Options:
     """digits; with data in CO2_DATA also cifar, bytes, bytes_narrow, bytes_wide, bytes_3m and bytes_10m (3.2 and 10.6 M
     parameters), gpt2, gpt2_small (124 M, for a GPU)."""
     methods: tuple[str, ...] = (*METHODS, "co2:merge=keep_local,gap=none", "co2:merge=keep_local,delay=3,gap=none")
-    """NAME or NAME:OPTION=VALUE,...; the tuning tries all of VALUE|VALUE."""
+    """NAME or NAME:OPTION=VALUE,... The tuning tries all of VALUE|VALUE."""
     workers: tuple[int, ...] = (4,)
     steps: int = 480
     """Local steps of every worker."""
     tau: int = 24
     """Local steps per round, for every method that has rounds."""
     batch: int | None = None
-    """Samples per worker and step; the task's own by default."""
+    """Samples per worker and step. The task's own by default."""
     shards: Shards = "iid"
     """sorted: each worker draws from its own part of the training set, by label or by book."""
     clip: str = "task"
-    """Clip gradients to this norm, or none; task: the task's own limit. Each worker clips its own gradient, and ddp
-    clips the mean."""
+    """Clip gradients to this norm, or none. `task` is the task's own limit. Each worker clips its own gradient, and
+    ddp clips the averaged gradient."""
     seeds: tuple[int, ...] = (0, 1, 2)
     """Seeds to report."""
     configurations: int = 6
@@ -368,7 +368,7 @@ def _value(text: str, key: str, default: Any, given: str) -> Any:
 
 
 def number(text: str, kind: Callable[[str], float] = float) -> float:
-    """The number that a text is, or NaN."""
+    """The text as a number, or NaN."""
     try:
         return kind(text)
     except ValueError:
@@ -376,7 +376,7 @@ def number(text: str, kind: Callable[[str], float] = float) -> float:
 
 
 def search(o: Options, rows: Rows) -> None:
-    """Runs what has no row: each method's tuning, then its best configuration on the reported seeds."""
+    """Runs everything that has no row: each method's tuning, then its best configuration on the reported seeds."""
     new = 0
 
     def loss(plan: Plan) -> float:

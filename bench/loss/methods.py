@@ -22,14 +22,15 @@ EPS = 1e-12
 
 
 def mean(values: Tensor, weights: Tensor) -> Tensor:
-    """The weighted mean over the workers, [workers, n] and [workers] -> [n]; 0 if all weights are 0."""
+    """The weighted average over the workers, [workers, n] and [workers] -> [n]. 0 if all weights are 0."""
     total = weights.sum()
     return torch.einsum("w,w...->...", weights, values) / torch.where(total == 0, 1.0, total)
 
 
 class CompressedMean:
-    """The mean over the workers in a narrow format with error feedback, as core/compression/quantized.py computes it.
-    Each worker encodes what it sends. The mean is encoded once more: worker j averages the j-th chunk, whole blocks."""
+    """The average over the workers in a narrow format with error feedback, as in core/compression/quantized.py.
+
+    Each worker encodes its tensor. Worker j averages the j-th chunk, in whole blocks, and encodes the average again."""
 
     def __init__(self, compression: str):
         self.compression = compression
@@ -80,7 +81,7 @@ class Method:
         self.reduce = mean if compression == "float32" else CompressedMean(compression)
 
     def mean(self, rows: Tensor) -> Tensor:
-        """The mean over the workers after compression, [workers, n] -> [n]."""
+        """The average over the workers after compression, [workers, n] -> [n]."""
         return self.reduce(rows, torch.ones_like(rows[:, 0]))
 
     def train_step(self, gradient: Gradient, batch: tuple[Tensor, ...], inner: InnerState, lr: float) -> None:
@@ -101,7 +102,7 @@ class Method:
 
 
 class DDP(Method):
-    """The mean of the gradients, every step. Gradient clipping clips the mean."""
+    """Averages the gradients every step. Gradient clipping applies to the averaged gradient."""
 
     has_rounds = False
 
@@ -131,8 +132,10 @@ class SlowMo(Method):
 
 
 class OverlapLocal(Method):
-    """Overlap-Local-SGD. The mean launched one round ago moves the anchor z: v <- mu v + (mean - z), z <- z + v. Each
-    worker is pulled towards z, then the all-reduce of the difference from z starts."""
+    """Overlap-Local-SGD. The average launched one round ago moves the anchor z: v <- mu v + (mean - z), z <- z + v.
+
+    Each worker is pulled towards z, then the all-reduce of the difference from z starts.
+    """
 
     options = {"pull": 0.6, "mu": 0.7, "wire": "float32"}
     tried = {"mu": (0.7, 0.0)}
@@ -158,15 +161,15 @@ class OverlapLocal(Method):
 class CO2(Method):
     """Algorithm 1 of the paper, and other ways to merge a late averaged update.
 
-    Options:
-        alpha, beta, nesterov, gap, phi: the outer step. nesterov applies beta m + new in place of m.
+    Attributes:
+        alpha, beta, nesterov, gap, phi: Options of the outer step. nesterov applies beta m + new in place of m.
         delay: local steps from the start of an all-reduce to its merge. round is tau, the paper's; 0 is blocking.
         merge: where worker i continues after the outer step gave z. restart: from z (the paper). interpolate: from
             kappa z + (1 - kappa) x^i (Streaming DiLoCo, arXiv 2501.18512). keep_local: from z plus the local progress
             since the all-reduce started (LOSCAR-SGD, arXiv 2605.20866).
 
     A worker sends z - x^i. With keep_local it leaves out progress that it sent before, so nothing counts twice. A
-    worker whose difference is not finite is excluded from the mean and continues from z.
+    worker whose difference is not finite is excluded from the average and continues from z.
     """
 
     options = {
@@ -183,7 +186,8 @@ class CO2(Method):
         self.z, self.m = x[0].clone(), torch.zeros_like(x[0])
         self.z_before = self.z
         self.base = x.clone()  # x without the local progress since the last send
-        self.in_flight: list[tuple[Tensor, Tensor]] = []  # what each worker sent, [workers, n], and its mean, [n]
+        # each worker's tensor as sent, [workers, n], and their average, [n]
+        self.in_flight: list[tuple[Tensor, Tensor]] = []
 
     def after_local_step(self) -> None:
         if self.in_flight and self.taken % self.tau == self.delay > 0:
@@ -252,7 +256,7 @@ BLOCKING = CO2.options | {"delay": 0, "gap": "none", "phi": "none"}
 
 
 class Local(CO2):
-    """Local-SGD: a blocking mean every tau steps."""
+    """Local-SGD: a blocking average every tau steps."""
 
     options = BLOCKING | {"beta": 0.0}
     fixed = tuple(name for name in options if name != "wire")
@@ -260,7 +264,7 @@ class Local(CO2):
 
 
 class DiLoCo(CO2):
-    """A blocking mean every tau steps, and an outer step with Nesterov momentum."""
+    """A blocking average every tau steps, and an outer step with Nesterov momentum."""
 
     options = BLOCKING | {"alpha": 0.7, "beta": 0.9, "nesterov": True}
     tried = {"beta": (0.9, 0.5)}

@@ -283,7 +283,7 @@ def tokens() -> Texts:
 
 
 def windows(text: Tensor, starts: Tensor, context: int) -> Batch:
-    """Inputs and next bytes, int64 [..., context]. text: bytes or tokens [n]; starts: int64 [...]."""
+    """Inputs and next bytes, int64 [..., context], from a text [n] of bytes or tokens and starts, int64 [...]."""
     found = text[starts[..., None] + torch.arange(context + 1)].long()
     return found[..., :-1], found[..., 1:]
 

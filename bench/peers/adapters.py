@@ -18,19 +18,19 @@ from torch import nn
 
 
 def nothing(*_: Any, **__: Any) -> None:
-    """What a method without such a call does."""
+    """Does nothing, for methods without such a call."""
 
 
 @dataclass
 class Trainer:
-    """A model with whatever keeps the workers together, as the training loop calls it.
+    """A model and its method, as the training loop calls them.
 
     Attributes:
         optimizer: The loop calls its step and zero_grad, and sets the learning rate of its param_groups.
         after_step: Follows every step; `last` says whether it is the run's last.
         finish: Ends the training, inside the clock.
         close: Frees ports and processes, outside the clock.
-        stats: What the method measures of itself, as entries of a row.
+        stats: The method's own measurements, as entries of a row.
     """
 
     model: nn.Module
@@ -43,7 +43,7 @@ class Trainer:
 
 @dataclass(frozen=True)
 class Task:
-    """What a package is given: a model with equal values on all workers, and the inner optimizer over it."""
+    """The arguments of a package: a model with equal values on all workers, and its inner optimizer."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -53,13 +53,13 @@ class Task:
 
 @dataclass(frozen=True)
 class Peer:
-    """A method of another package: the distribution that has it, and what starts it."""
+    """A method of another package: its distribution, and the function that starts it."""
 
     package: str
     start: Callable[[Task], Trainer]
 
     def missing(self) -> str:
-        """Why the method cannot run here; empty where its package is installed."""
+        """Why the method cannot run here. Empty if its package is installed."""
         module = self.package.partition("-")[0]
         return "" if importlib.util.find_spec(module) else f"package {self.package} is not installed"
 
@@ -78,9 +78,11 @@ def post_local_sgd(task: Task) -> Trainer:
 
 
 def powersgd(task: Task) -> Trainer:
-    """DDP whose gradients travel as matrices of rank 1 (PowerSGD: Vogels et al., NeurIPS 2019) from step 2 on. One
-    bucket holds all: the hook waits for a second all-reduce in the callback of the first, and gloo, which has two
-    threads for callbacks and all-reduces alike, locks up when two buckets do that at once."""
+    """DDP whose gradients travel as matrices of rank 1 from step 2 on (PowerSGD: Vogels et al., NeurIPS 2019).
+
+    One bucket holds all gradients. The hook waits for a second all-reduce in the callback of the first one. gloo has
+    two threads for callbacks and all-reduces, and two buckets that do this at once would lock it up.
+    """
     from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
     from torch.nn.parallel import DistributedDataParallel
 
@@ -101,14 +103,17 @@ def own_address() -> str:
 
 
 def shared(make: Callable[[], Any]) -> Any:
-    """What rank 0 made, on every rank."""
+    """Returns the object that rank 0 made, on every rank."""
     box = [make() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(box, src=0)
     return box[0]
 
 
 def torchft_manager(task: Task) -> tuple[Any, Callable[[], None]]:
-    """A torchft manager, each worker being a replica group of one, with the lighthouse on rank 0; and how to end it."""
+    """Returns a torchft manager, and a function that ends it.
+
+    Each worker is a replica group of one, and the lighthouse is on rank 0.
+    """
     address = own_address()
     socket.gethostname = lambda: address  # torchft advertises this name, and a node's name is in nobody's DNS
     from torch.distributed import TCPStore
@@ -149,9 +154,13 @@ def torchft_manager(task: Task) -> tuple[Any, Callable[[], None]]:
 
 
 def diloco(task: Task, fragments: int = 1, delay: int = 0) -> Trainer:
-    """DiLoCo (Douillard et al., 2023); with more fragments its streaming form (Douillard et al., 2025). fragments:
-    consecutive parts of the model, each synchronised once in tau steps. delay: steps that a fragment's all-reduce has
-    to run underneath."""
+    """DiLoCo (Douillard et al., 2023), or with more fragments its streaming form (Douillard et al., 2025).
+
+    Args:
+        task: The model and its optimizer.
+        fragments: Consecutive parts of the model, each synchronized once in tau steps.
+        delay: Local steps that hide a fragment's all-reduce.
+    """
     manager, end = torchft_manager(task)
     from torchft.local_sgd import DiLoCo
 
@@ -165,12 +174,12 @@ def diloco(task: Task, fragments: int = 1, delay: int = 0) -> Trainer:
 
 
 def streaming_diloco(task: Task) -> Trainer:
-    """DiLoCo in two fragments, whose all-reduce has as many steps as torchft lets it have."""
+    """DiLoCo in two fragments, with the longest delay that torchft permits."""
     return diloco(task, fragments=2, delay=max(0, task.tau // 2 - 1))
 
 
 def split(model: nn.Module, parts: int) -> list[nn.Module]:
-    """The modules that hold parameters, in order, in `parts` groups of about equally many parameters."""
+    """Splits the modules that hold parameters, in order, into `parts` groups with about equally many parameters."""
     found: set[int] = set()  # a tied parameter belongs to its first module
     sizes: dict[nn.Module, int] = {}
     for module in model.modules():

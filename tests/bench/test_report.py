@@ -109,7 +109,7 @@ bench.cluster --rate 1mbit => no command
 bench.cluster --rate 1mbit -- => no command
 bench.gpu --device cpu --checks birds => checks=birds: no measurement of costs, loops has that name
 bench.scaling --workers 0 => workers=0: give a number above 0
-bench.scaling --workers 2 99999 => workers=99999: give up to 1024, for each is a process on this machine
+bench.scaling --workers 2 99999 => workers=99999: give up to 1024, because each is a process on this machine
 bench.scaling --rates 200 200 => rates=200.0 200.0: give one or more, each once
 bench.scaling --seconds inf => seconds=inf: give a number above 0
 bench.scaling --methods co2 => methods: 'co2': ddp has no tau
@@ -145,7 +145,7 @@ bench.time_to_loss --tasks speech => tasks: 'speech' does not exist; choose amon
 bench.time_to_loss --methods co2 sgd => methods: 'sgd' does not exist; choose among none, ddp
 bench.time_to_loss --rates 0 => rates=0.0: give a number above 0
 bench.time_to_loss --seeds 1 1 => seeds=1 1: give one or more, each once
-bench.time_to_loss --workers 1 => workers=1: a lone worker has no link
+bench.time_to_loss --workers 1 => workers=1: a single worker has no link
 bench.time_to_loss --target nan => target=nan: give a number above 0
 bench.time_to_loss --step_ms -1 => step_ms=-1.0: give 0 or more
 bench.time_to_loss --eval_every 0 => eval_every=0: give 1 or more

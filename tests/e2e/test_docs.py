@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import matplotlib.image
 import pytest
 import torch
 import yaml
@@ -15,7 +16,7 @@ import yaml
 from bench.chaos.crew import Crew
 from core import testing
 from core.testing import run_distributed
-from results import pages, paper
+from results import pages, paper, pictures
 from tests import documented
 from tests.imports import ROOT
 
@@ -195,11 +196,27 @@ def test_every_table_stands_on_a_page_and_a_changed_cell_is_seen():
         assert changed != found[0] == pages.filled(changed), found[1]
 
 
-def test_there_are_at_most_12_pages_of_at_most_1000_words():
+def test_there_are_at_most_12_pages_of_at_most_9000_words_in_all():
     assert len(PAGES) <= 12 and all(page.parent == RESULTS for page in PAGES)
-    for page in PAGES:
-        words = [word for word in page.read_text().split() if re.search("[A-Za-z0-9]", word)]
-        assert len(words) <= 1000, (page.name, len(words))
+    assert sum(len(page.read_text().split()) for page in PAGES) <= 9000
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_opens_with_one_sentence_and_then_a_picture_or_a_table(page: Path):
+    title, finding, *rest = page.read_text().split("\n\n")
+    assert title.startswith("# ") and finding.endswith(".") and ". " not in finding.replace("\n", " "), finding
+    shown = rest[1] if rest[0].startswith("## ") else rest[0]
+    assert shown.startswith(("![", "|", "<!-- table: ")), shown
+
+
+def test_one_command_draws_every_picture(tmp_path: Path):
+    pictures.main(tmp_path)
+    drawn = {path.name for path in tmp_path.iterdir()}
+    assert drawn == {path.name for path in RESULTS.rglob("*.png")}, "draw them again: python -m results.pictures"
+    for name in drawn:
+        height, width, _ = matplotlib.image.imread(tmp_path / name).shape
+        assert width == 200 * pictures.WIDTH and height > 400, name
+        assert any(f"]({name})" in page.read_text() for page in PAGES), f"no page shows {name}"
 
 
 def prose(text: str) -> str:

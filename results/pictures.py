@@ -1,0 +1,268 @@
+"""Draws the pictures of the results pages from their rows: python -m results.pictures
+
+Each function of PICTURES makes one figure from the rows in results/*.json. The command writes it to results/NAME.png.
+"""
+
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from results.pages import METHOD_NAMES, RATES, RESULTS, SLOW_LINKS, Row, load, select
+
+WIDTH = 8.0  # inches, which are 768 pixels in a browser: text keeps its size in points
+STYLE = {"font.size": 9, "axes.titlesize": 10, "axes.spines.top": False, "axes.spines.right": False}
+STYLE |= {"hatch.linewidth": 0.6, "figure.constrained_layout.use": True}
+DARK, MIDDLE, LIGHT, RED = "#0b4f8a", "#7f7f7f", "#cccccc", "#e69f00"  # they also differ in grayscale
+TASKS = {"vision": "digits, to a test loss of 0.25", "language": "text, to 5.7 nats"}
+
+
+def main(folder: Path = RESULTS) -> None:
+    for name, draw in PICTURES.items():
+        with plt.rc_context(STYLE):
+            figure = draw()
+            figure.savefig(folder / f"{name}.png", dpi=200)
+            plt.close(figure)
+
+
+def axes_of(rows: int, columns: int, height: float, **how: Any) -> tuple[Figure, list[Axes]]:
+    """A figure of the page's width, and its axes row by row."""
+    figure, axes = plt.subplots(rows, columns, figsize=(WIDTH, height), squeeze=False, **how)
+    return figure, list(axes.flat)
+
+
+def reached(runs: Sequence[Row]) -> list[float]:
+    """The seconds of each seed, empty unless every seed reached the loss."""
+    return [run["seconds"] for run in runs] if runs and len(select(runs, status="reached")) == len(runs) else []
+
+
+def best_of(runs: Sequence[Row], rate: float, suffix: str = "") -> tuple[str, list[Row]]:
+    """The baseline with local steps whose mean is the lowest, and its runs."""
+    of = {m: select(runs, method=f"{m}{suffix}", rate_mbit=rate) for m in ("local", "overlap_local", "slowmo")}
+    best = min((m for m in of if reached(of[m])), key=lambda m: statistics.fmean(reached(of[m])))
+    return METHOD_NAMES[best].partition(" (")[0], of[best]
+
+
+# -- seconds to a loss ----------------------------------------------------------------------------------------------
+
+
+def seconds() -> Figure:
+    """One bar per method, in groups by link: the mean, each seed, and whether the loss was reached."""
+    figure, axes = axes_of(1, 2, 5.0, sharey=True)
+    labels: dict[float, str] = {}
+    for a, (task, title) in zip(axes, TASKS.items(), strict=True):
+        float32, int4 = (select(load(f"{of}time_to_loss.json")["runs"], task=task) for of in ("", "int4/"))
+        for group, rate in enumerate(RATES):
+            others = best_of(float32, rate), best_of(int4, rate, ":wire=int4")
+            co2 = [run for runs in (float32, int4) for run in select(runs, method="co2_auto", rate_mbit=rate)]
+            bars = [
+                ("DDP, float32", "", select(float32, method="ddp", rate_mbit=rate)),
+                ("best other, float32", *others[0]),
+                ("best other, int4", *others[1]),
+                ("CO2, recommended (int4)", "", co2),
+            ]
+            labels[5.2 * group - 1] = f"{rate} Mbit/s"
+            for place, (label, name, runs) in enumerate(bars):
+                y = 5.2 * group + place
+                labels[y] = label
+                seconds_bar(a, y, runs, name, DARK if runs is co2 else LIGHT)
+        a.set_title(title, loc="left", weight="bold")
+        a.set(xscale="log", xlim=(0.8, 420) if task == "vision" else (4, 420), xlabel="seconds (log scale)")
+        ticks = [1, 3, 10, 30, 60] if task == "vision" else [5, 10, 30, 60]
+        a.set_xticks(ticks, map(str, ticks))
+        a.minorticks_off()
+        a.tick_params(axis="y", length=0)
+    axes[0].set_yticks([*labels], [*labels.values()])
+    for text in axes[0].get_yticklabels():
+        text.set_weight("bold" if text.get_text().endswith("Mbit/s") else "normal")
+    axes[0].set_ylim(5.2 * len(RATES) - 1, -1.6)
+    return figure
+
+
+def seconds_bar(a: Axes, y: float, runs: Sequence[Row], name: str, color: str) -> None:
+    """A bar of the mean with one dot per seed. If a seed did not reach the loss, a hatched bar up to the limit."""
+    if found := reached(runs):
+        mean = statistics.fmean(found)
+        a.barh(y, mean, height=0.8, color=color)
+        a.plot(found, [y] * len(found), "o", color="white", mec="black", ms=3, mew=0.7, ls="none")
+        text, end = f"{mean:.1f} {name}", max(found)
+    else:
+        end = max(run["seconds"] for run in runs)
+        a.barh(y, end, height=0.8, color="white", edgecolor=MIDDLE, hatch="////")
+        text = f"> {end:.0f} ({len(select(runs, status='reached'))} of {len(runs)} seeds)"
+    a.text(end * 1.12, y, text, va="center")
+
+
+WATERFALL = {  # what a step adds -> the file and method behind it
+    "DDP, float32": ("", "ddp"),
+    "+ local steps (tau 6)": ("", "local"),
+    "+ int4": ("int4/", "local:wire=int4"),
+    "+ hiding, a round late": ("int4/", "co2:wire=int4"),
+    "+ merge on arrival, auto tau": ("int4/", "co2_auto"),
+}
+
+
+def waterfall() -> Figure:
+    """The seconds to a loss as local steps, int4, hiding and merge on arrival are added to DDP one by one."""
+    figure, axes = axes_of(2, 2, 4.6, sharey=True)
+    for a, (task, rate) in zip(axes, ((t, r) for t in TASKS for r in (40, 200)), strict=True):
+        before = top = 0.0
+        for y, (folder, method) in enumerate(WATERFALL.values()):
+            runs = select(load(f"{folder}time_to_loss.json")["runs"], task=task, rate_mbit=rate)
+            found = reached(select(runs, method=method))
+            mean = statistics.fmean(found)
+            slower = y > 0 and mean > before
+            how = {"hatch": "////", "edgecolor": "white"} if slower else {}
+            color = LIGHT if y == 0 else RED if slower else DARK
+            a.barh(y, mean - before, left=before, height=0.75, color=color, **how)
+            a.plot([min(found), max(found)], [y, y], color="black", lw=1.2, marker="|", ms=6)
+            top = top or max(found)
+            a.text(max(mean, before, *found) + 0.02 * top, y, f"{'→ ' if y else ''}{mean:.1f}", va="center")
+            before = mean
+        a.set_title(f"{TASKS[task].partition(',')[0]}, {rate} Mbit/s", loc="left", weight="bold")
+        a.set(xlim=(0, 1.15 * top), xlabel="seconds to the loss")
+        a.tick_params(axis="y", length=0)
+    axes[0].set_yticks(range(len(WATERFALL)), [*WATERFALL])
+    axes[0].set_ylim(len(WATERFALL) - 0.5, -0.5)
+    return figure
+
+
+# -- bytes ----------------------------------------------------------------------------------------------------------
+
+TRACED = {  # method -> its name, where that goes (MB and loss), and its line
+    "ddp": ("DDP", (11, 1.5), (MIDDLE, "-")),
+    "local": ("Local-SGD, tau 24 (dashed)", (0.25, 3.3), (RED, "--")),
+    "co2_auto": ("CO2, auto tau, int4 (solid)", (0.25, 2.35), (DARK, "-")),
+    "co2_recommended": ("CO2,\ntau 12,\nint4", (0.03, 0.36), (DARK, ":")),
+}
+PLACES = {  # method -> where its name goes, from its point
+    "ddp": (-8, 0, "right"),
+    "ddp_int4": (0, -18, "center"),
+    "ddp_rank4": (8, 0, "left"),
+    "torch_powersgd": (8, -6, "left"),
+    "ddp_top1": (8, 0, "left"),
+    "lgreco_top1": (8, 4, "left"),
+    "co2": (0, -14, "center"),
+    "co2_lgreco_rank4": (9, 0, "left"),
+}
+SLOW_LINK_STEPS = 96
+
+
+def sent() -> Figure:
+    """Loss against the bytes that a worker has sent: while training (digits), and at the end, by compression (text)."""
+    figure, (left, right) = axes_of(1, 2, 3.9, width_ratios=(1, 1.2))
+    for method, (name, (x, y), (color, dashes)) in TRACED.items():
+        runs = select(load("peers_200.json")["runs"], method=method)
+        steps = runs[0]["steps"][1:]
+        megabytes = [statistics.fmean(r["sent"] for r in runs) / 1e6 * step / steps[-1] for step in steps]
+        by_step = [sorted(losses) for losses in zip(*(run["losses"][1:] for run in runs), strict=True)]
+        left.fill_between(megabytes, [of[0] for of in by_step], [of[-1] for of in by_step], color=color, alpha=0.15)
+        left.plot(megabytes, [statistics.median(of) for of in by_step], color=color, ls=dashes)
+        left.text(x, y, name)
+    left.set(
+        xscale="log",
+        yscale="log",
+        xlabel="MB that a worker has sent",
+        ylabel="test loss",
+        xlim=(0.025, 500),
+        ylim=(0.06, 4.5),
+    )
+    left.set_title("digits, while training", loc="left", weight="bold")
+    left.set_yticks([0.1, 0.3, 1, 3], ["0.1", "0.3", "1", "3"])
+    left.set_xticks([0.1, 1, 10, 100], ["0.1", "1", "10", "100"])
+    left.minorticks_off()
+    for method, (dx, dy, align) in PLACES.items():
+        runs = select(load("slow_links.json")["rows"], method=method, rate_mbit=50.0)
+        megabytes = statistics.fmean(run["bytes_a_step"] for run in runs) * SLOW_LINK_STEPS / 1e6
+        losses = [run["loss"] for run in runs]
+        color, mark = (DARK, "D") if method.startswith("co2") else (MIDDLE, "o")
+        right.plot([megabytes] * 2, [min(losses), max(losses)], color=color, lw=1.5)
+        right.plot(megabytes, statistics.fmean(losses), mark, color=color, ms=6)
+        name = SLOW_LINKS[method].replace(", recommended settings", "")
+        place = megabytes, statistics.fmean(losses)
+        right.annotate(name, place, (dx, dy), textcoords="offset points", ha=align, va="center")
+    right.set(xscale="log", xlabel=f"MB that a worker sends in {SLOW_LINK_STEPS} steps", ylabel="final loss, nats")
+    right.set(xlim=(6, 900), ylim=(4.8, 6.2))
+    right.set_title(f"text, after {SLOW_LINK_STEPS} steps", loc="left", weight="bold")
+    right.set_xticks([10, 30, 100, 300], ["10", "30", "100", "300"])
+    right.minorticks_off()
+    return figure
+
+
+# -- hiding ---------------------------------------------------------------------------------------------------------
+
+TRACES = {
+    "ddp": "DDP",
+    "local": "Local-SGD",
+    "co2": "CO2, our reading\nof the paper's rule",
+    "co2_recommended": "CO2, recommended\n(int4)",
+}
+
+
+def timeline() -> Figure:
+    """Steps of worker 0 above what is on its link, by method, over the same stretch of time."""
+    trace = load("timeline.json")
+    figure, (a,) = axes_of(1, 1, 3.6)
+    end = trace["options"]["seconds"]
+    for place, (method, name) in enumerate(TRACES.items()):
+        (row,) = select(trace["rows"], method=method, rank=0)
+        y = 2.6 * place
+        spans(a, row["steps"], y, end, color=DARK, edgecolor="white", linewidth=0.8)
+        spans(a, row["allreduces"], y + 0.95, end, color=RED, edgecolor="white", linewidth=0)
+        a.text(-0.012 * end, y + 0.45, name, ha="right", va="center", weight="bold")
+        a.text(1.01 * end, y, f"computes ({row['finished_steps']} steps)", va="center")
+        a.text(1.01 * end, y + 0.95, "all-reduce on the link", va="center")
+    a.set(xlim=(0, end), ylim=(2.6 * len(TRACES) - 1, -0.6), xlabel="seconds", yticks=[])
+    a.spines["left"].set_visible(False)
+    return figure
+
+
+def spans(a: Axes, found: Iterable[tuple[float, float]], y: float, end: float, **how: Any) -> None:
+    """Draws a box for each span, cut at the picture's ends."""
+    cut = [(max(0.0, start), min(end, until)) for start, until in found]
+    a.broken_barh([(start, until - start) for start, until in cut], (y - 0.4, 0.8), **how)
+
+
+EXPOSED = {  # method, tau -> its name, where that goes (rate and share), and its line
+    ("ddp", 1): ("DDP", (150, 0.84), (MIDDLE, "-", "o")),
+    ("local", 12): ("Local-SGD, tau 12", (46, 0.58), (RED, "--", "s")),
+    ("overlap_local", 12): ("Overlap-Local-SGD, tau 12", (5, 0.45), (MIDDLE, ":", "^")),
+    ("co2_recommended", "auto"): ("CO2, recommended (automatic tau, int4)", (5, 0.06), (DARK, "-", "D")),
+}
+
+
+def exposed() -> Figure:
+    """The share of the time that a worker waits, by link rate."""
+    rows = select(load("utilisation/scaling.json")["rows"], workers=4)
+    figure, (a,) = axes_of(1, 1, 3.4)
+    rates = sorted({row["rate_mbit"] for row in rows})
+    for (method, tau), (name, (x, y), (color, dashes, mark)) in EXPOSED.items():
+        of = [select(rows, method=method, tau_setting=tau, rate_mbit=rate) for rate in rates]
+        shares = [sorted(r["exposed_seconds"] / r["seconds"] for r in runs) for runs in of]
+        a.vlines(rates, [s[0] for s in shares], [s[-1] for s in shares], color=color)
+        a.plot(rates, [statistics.median(s) for s in shares], color=color, ls=dashes, marker=mark, ms=5)
+        a.text(x, y, name)
+    a.set(xscale="log", ylim=(-0.02, 1.02), xlabel="link rate, Mbit/s", ylabel="share of the time\nthat a worker waits")
+    a.set_xticks(rates, [f"{rate:g}" for rate in rates])
+    a.set_yticks([0, 0.25, 0.5, 0.75, 1], ["0 %", "25 %", "50 %", "75 %", "100 %"])
+    a.minorticks_off()
+    return figure
+
+
+PICTURES: dict[str, Callable[[], Figure]] = {
+    "seconds": seconds,
+    "waterfall": waterfall,
+    "bytes": sent,
+    "timeline": timeline,
+    "exposed": exposed,
+}
+
+if __name__ == "__main__":
+    main()
