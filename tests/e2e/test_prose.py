@@ -180,11 +180,18 @@ def plain(text: str) -> str:
     return re.sub(r"\\(?=\W)", "", re.sub(r"!?\[|\]", "", text))
 
 
-def paragraphs(text: str, first: int, codes: list[str], *, docstring: bool = False) -> list[Block]:
-    """The blocks of prose of a Markdown page or a docstring whose first line has this number."""
+def paragraphs(text: str, first: int, codes: list[str], indented: int | None = None) -> list[Block]:
+    """Returns the blocks of prose of a Markdown page or a docstring.
+
+    Args:
+        text: The page or the docstring.
+        first: Number of its first line.
+        codes: Gets the inline code that tokens stand for.
+        indented: Columns by which a docstring is indented, None for a page.
+    """
     text = re.sub(r"(?m)^( *)(```+|~~~+).*?\n(?:.*\n)*?\1\2 *$", lambda m: "\n" * m[0].count("\n"), text)
     lines = hide_code(text, codes).split("\n")
-    base = min((len(s) - len(s.lstrip()) for s in lines[1:] if s.strip()), default=0) if docstring else 0
+    docstring, base = indented is not None, indented or 0
     found: list[Block] = []
     section, entry, in_list, blank, skip = "", 0, False, True, False
 
@@ -233,8 +240,8 @@ def paragraphs(text: str, first: int, codes: list[str], *, docstring: bool = Fal
     return [Block(b.line, plain(b.text), b.heading) for b in found]
 
 
-def docstrings(source: str) -> Iterator[tuple[int, str]]:
-    """The line and the text of each docstring, those below attributes among them."""
+def docstrings(source: str) -> Iterator[tuple[int, int, str]]:
+    """Yields the line, the indentation and the text of each docstring, also below attributes."""
     for node in ast.walk(ast.parse(source)):
         body = getattr(node, "body", None)
         if isinstance(body, list):
@@ -243,14 +250,14 @@ def docstrings(source: str) -> Iterator[tuple[int, str]]:
                 below = i > 0 and isinstance(body[i - 1], (ast.Assign, ast.AnnAssign))
                 value = child.value if isinstance(child, ast.Expr) else None
                 if (first or below) and isinstance(value, ast.Constant) and isinstance(value.value, str):
-                    yield value.lineno, value.value
+                    yield value.lineno, value.col_offset, value.value
 
 
 def prose(text: str, *, python: bool) -> list[Sentence]:
     """The sentences of a page, or of a module's docstrings, in the order of their lines."""
     codes: list[str] = []
     if python:
-        blocks = [b for line, doc in docstrings(text) for b in paragraphs(doc, line, codes, docstring=True)]
+        blocks = [b for line, indented, doc in docstrings(text) for b in paragraphs(doc, line, codes, indented)]
     else:
         blocks = paragraphs(text, 1, codes)
     return sorted((s for b in blocks for s in sentences(b, codes)), key=lambda s: s.line)
@@ -365,6 +372,8 @@ wire` here. Last.
 def test_reads_docstrings():
     source = '''"""The module's.
 
+    code; with: x
+
 Goes on. And on.
 """
 tau = 5
@@ -393,19 +402,19 @@ def f(x, *args):
 '''
     assert split(source, python=True) == [
         (1, "The module's."),
-        (3, "Goes on."),
-        (3, "And on."),
-        (6, "Steps a round."),
-        (11, "Returns what it gets; nothing: more."),
-        (17, "the first; float32, shape (n,)."),
-        (18, "It goes on."),
-        (19, "ignored."),
-        (22, "The first."),
-        (25, "if it is 0."),
-        (25, "Or less."),
+        (5, "Goes on."),
+        (5, "And on."),
+        (8, "Steps a round."),
+        (13, "Returns what it gets; nothing: more."),
+        (19, "the first; float32, shape (n,)."),
+        (20, "It goes on."),
+        (21, "ignored."),
+        (24, "The first."),
+        (27, "if it is 0."),
+        (27, "Or less."),
     ]
     assert check(source, "f.py", python=True) == [
-        "f.py:11: 2 colons and semicolons: Returns what it gets; nothing: more."
+        "f.py:13: 2 colons and semicolons: Returns what it gets; nothing: more."
     ]
 
 
