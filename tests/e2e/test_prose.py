@@ -75,7 +75,8 @@ RULES: list[tuple[str, re.Pattern[str]]] = [
         ),
         (
             "otherwise: differently",
-            r"\botherwise than\b|(?<=[a-z0-9] )(?<!or )otherwise(?=[.,;:)]|$| (?:in|on|with|at)\b)",
+            r"\botherwise than\b"
+            r"|^(?!.*\b(?:[Ii]f|[Ww]hen|[Uu]nless)\b).*[a-z0-9] (?<!or )otherwise(?=[.,;:)]|$| (?:in|on|with|at)\b)",
         ),
         (
             "unlike: different",
@@ -460,6 +461,7 @@ def test_refuses(text, rule):
         "By default, the run that Rank 0 started is so fast that of three runs one ends.",
         "If you know a better tau, set it; otherwise the run measures it.",
         "It would otherwise wait, unless you say otherwise.",
+        "It is bfloat16 if the hardware has it, and float32 otherwise.",
         "Unlike DDP, CO2 hides the all-reduce, and likely all of it.",
         "Workers train alone for tau local steps, which means that nobody waits.",
         "Each worker takes tau steps, and users want no more.",
