@@ -156,8 +156,8 @@ class LanguageRecipe(TextRecipe):
     wikitext2: bool = False
     """Evaluate on WikiText-2's test text too, at the end."""
     layout: str = ""
-    """Layout of GPT-2 on the workers, such as tp2.pp2.dp2 or tp2.dp4.fsdp.co2x2 (docs/planning.md). If empty, --per_node
-    and --zero apply."""
+    """Layout of GPT-2 on the workers, such as tp2.pp2.dp2 or tp2.dp4.fsdp.co2x2 (docs/planning.md). If empty,
+    --per_node and --zero apply."""
     linear_attention: LinearAttention = "torch"
     """TransNormer's attention on GPUs: torch, or flash-linear-attention's Triton kernels (fla)."""
 

@@ -121,7 +121,7 @@ def free_ddp(runs: Sequence[Row], rate: float) -> list[float]:
 
 
 def readme_seconds() -> Table:
-    """README's table: for each task CO2, the best other method, and DDP; a column a link rate."""
+    """README's table, with a row for each task and method and a column for each link rate."""
     table: Table = [SECONDS_TITLES]
     for name, task in (("digits", "vision"), ("text", "language")):
         runs = select(load("time_to_loss.json")["runs"], task=task)
