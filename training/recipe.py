@@ -248,7 +248,8 @@ def without_seldom(default: T, part: str = "") -> T:
             fields.append((f.name, tyro.conf.Suppress[Any], field(default=value)))
         elif name in SELDOM or any(key.startswith(f"{name}.") for key in SELDOM):
             shown = without_seldom(value, name)
-            fields.append((f.name, type(shown), field(default=shown)))
+            kind = Annotated[type(shown), *getattr(f.type, "__metadata__", (None,))]  # with its help, if it has any
+            fields.append((f.name, kind, field(default=shown)))
     kind = dataclasses.make_dataclass(type(default).__name__, fields, bases=(type(default),), frozen=True)
     kind.__doc__ = type(default).__doc__
     given = {f.name: getattr(default, f.name) for f in dataclasses.fields(kind)}
