@@ -16,6 +16,7 @@ from .config import CO2Config, CompressionConfig, Schedule, scheduled
 from .errors import UserError
 from .extra import ExtraAverage, Given
 from .hooks import ConsensusDistance, Hook, MasterWeightSync, OutlierFilter, ReplicaChecksum
+from .local_update import SyncSchedule
 from .placement import check_names
 from .tau import AdaptiveTau, TauHook, TauTuner
 from .testing.link import Link, allreduce_over
@@ -71,10 +72,11 @@ def build_args(
     hooks = [outliers, ConsensusDistance(outliers), tau_hook, ReplicaChecksum(), *more]
     hooks += [MasterWeightSync(masters)] if masters else []
     tau: Any = c.tau if schedule is None else lambda number: scheduled(c, schedule, number).tau
+    fixed = tau_hook is None and c.delay == "boundary"  # nothing follows measured times, or merges in mid-round
     of_group = {name: given for name, given in args.items() if name in ("group", "timeout")}
     make = allreduce or allreduce_over(args.get("link"))
     return {
-        "sync_schedule": AdaptiveTau(tau, c.delay, tau_hook),
+        "sync_schedule": SyncSchedule(tau) if fixed else AdaptiveTau(tau, c.delay, tau_hook),
         "buffers": args.get("buffers", ()),
         "allreduce": functools.partial(make, overlap=overlap and c.delay != 0, failures=failure, **of_group),
         "reducer": _reducer(c.compression, tau_hook),

@@ -207,7 +207,7 @@ class CO2(LocalUpdateMethod):
             for bucket in self._buckets:
                 bucket.payload.zero_()  # 0 times a NaN from before a checkpoint was loaded is a NaN
             rule = outer.Rule(nesterov=c.outer_momentum if c.nesterov else None, merge=merge, share=share)
-        seen = outer.all_seen([outer_step.run(rule) for outer_step in self._outer_steps])
+        seen = outer.run_all(self._outer_steps, rule)
         self._last_alpha = float(rule.alpha)
         if arrived:
             stats.momentum_norm = self._momentum_norm = seen[0].sqrt()
@@ -238,4 +238,4 @@ class CO2(LocalUpdateMethod):
         return asdict(self.config)
 
     def _settings(self) -> Any:
-        return self.config.changing(self.tau)
+        return self.config.changing(self._sync_schedule.tau)

@@ -414,6 +414,11 @@ class OuterStep:
         s.d.copy_(difference(s))
 
 
+def run_all(steps: Sequence[OuterStep], rule: Rule) -> Tensor:
+    """Runs the outer step of every bucket; returns what was seen in all of them, [4] float64."""
+    return all_seen([step.run(rule) for step in steps])
+
+
 class FusedOuterStep(OuterStep):
     """One pass over memory, a cache-sized segment after the other. It would synchronize a GPU.
 

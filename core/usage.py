@@ -392,6 +392,8 @@ class UsageChecks:
             self._mine.add(optimizer)
             self._uncounted += 1
         new, self._optimizers[optimizer] = self._optimizers.get(optimizer) != len(params), len(params)
+        if any(p.grad is not None for p in mine):  # also where the optimizer writes what torch does not count
+            self._moves = True
         if self._rounds >= FIRST and not new:
             return
         self._frozen |= {id(p): p for p in params if not p.requires_grad and id(p) not in known}
@@ -401,8 +403,6 @@ class UsageChecks:
             self._before[id(optimizer)] = collectives(m._allreduce.group, m._allreduce.timed_groups)
         if self._began:  # a step of this round lies between
             self._moves = self._moves or self._began != [_writes(p) for p in self._params]
-        if any(p.grad is not None for p in mine):  # also where the optimizer writes what torch does not count
-            self._moves = True
         self._began = self._began or [_writes(p) for p in self._params]
         self._strangers |= {id(p): tuple(p.shape) for p in params if p.requires_grad and id(p) not in known}
 

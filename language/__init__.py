@@ -1,4 +1,4 @@
-"""Language modelling: GPT-2, a TransNormer-style linear-attention model and RoBERTa, trained with `core`."""
+"""Language modeling: GPT-2, a TransNormer-style linear-attention model and RoBERTa, trained with `core`."""
 
 from training import require
 

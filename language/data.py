@@ -1,12 +1,12 @@
 """Token files on disk, and the batches that causal and masked language models read from them.
 
-A corpus is a folder with `train.bin` and `val.bin`: raw token ids, uint16 or uint32, documents one after the
-other, each ended by the end-of-text token. `language.prepare` writes such folders together with `meta.json`
-and `tokenizer.json`; nanoGPT's OpenWebText files (uint16, GPT-2 tokens, no meta.json) are read too.
+A corpus is a folder with `train.bin` and `val.bin`. They hold raw token ids, uint16 or uint32, of one document after
+the other, each ended by the end-of-text token. `language.prepare` writes such folders with `meta.json` and
+`tokenizer.json`. nanoGPT's OpenWebText files (uint16, GPT-2 tokens, no meta.json) can be read too.
 
-Which tokens a worker sees is a pure function of (seed, epoch, rank, world size), and how a window is masked
-one of its key, (seed, epoch, where it begins): neither the number of workers nor a resumed run changes what is trained
-on. transformers' DataCollatorForLanguageModeling draws masks from one generator for all batches, in their order.
+The tokens that a worker sees are a pure function of (seed, epoch, rank, world size). The masks of a window are a pure
+function of its key, (seed, epoch, first token). So neither the number of workers nor a resumed run changes the training
+data. transformers' DataCollatorForLanguageModeling draws masks from one generator for all batches, in their order.
 """
 
 import hashlib
@@ -37,7 +37,7 @@ from language.prepare import (
 from language.recipe import GPT2_VOCABULARY, CorpusName, TextRecipe
 from training.data import Key, cached, data_root, eval_share, generator, load_batches, missing, train_keys
 
-IGNORE = -100  # torch's cross_entropy skips targets of this value
+IGNORE = -100  # torch's cross_entropy skips targets with this value
 PREDICTED = 0.15  # share of the tokens that a masked language model predicts
 
 Batch = tuple[Tensor, Tensor]  # inputs and targets
@@ -45,12 +45,19 @@ Batch = tuple[Tensor, Tensor]  # inputs and targets
 
 @dataclass(frozen=True)
 class Corpus:
-    """The token files of one corpus and what is needed to read them.
+    """The token files of one corpus, and the information to read them.
 
-    train, val: read-only memory maps, 1-D, uint16 or uint32. eot: the id that ends each document. pad, mask: ids for
-    masked language models, None where the vocabulary has none (GPT-2's). bos: the id that begins a masked model's
-    window, None where the end-of-text token does (all but RoBERTa's own). tokenizer: None where the folder has no
-    tokenizer.json. token_bytes: int64 [vocab_size], UTF-8 bytes that each token stands for.
+    Attributes:
+        folder: The corpus's folder.
+        train: Read-only memory map, 1-D, uint16 or uint32.
+        val: As train, for the held-out text.
+        vocab_size: Number of tokens in the vocabulary.
+        eot: The id that ends each document.
+        pad: The pad token's id for masked language models, or None if the vocabulary has none (GPT-2's).
+        mask: The mask token's id, or None as for pad.
+        bos: The id that begins a masked model's window, or None if the end-of-text token does (all but RoBERTa's own).
+        tokenizer: None if the folder has no tokenizer.json.
+        token_bytes: int64 [vocab_size], the number of UTF-8 bytes that each token represents.
     """
 
     folder: Path
@@ -66,19 +73,19 @@ class Corpus:
 
 
 def load_corpus(folder: Path) -> Corpus:
-    """Open the token files in `folder`; UserError names the file that is missing, empty or inconsistent."""
+    """Opens the token files in `folder`. A UserError names the file that is missing, empty or inconsistent."""
     meta, tokenizer_file = _read_meta(folder), folder / "tokenizer.json"
     vocab_size = meta["vocab_size"]
     try:
         tokenizer = Tokenizer.from_file(str(tokenizer_file)) if tokenizer_file.is_file() else None
-    except Exception as error:  # the library raises nothing more specific
+    except Exception as error:  # the library raises no more specific class
         raise UserError(
-            f"{tokenizer_file} cannot be read ({error}): put the tokenizer that made them beside them, or remove it"
+            f"{tokenizer_file} cannot be read ({error}): put the tokenizer that made them next to them, or remove it"
         ) from None
     if tokenizer is not None and tokenizer.get_vocab_size() != vocab_size:
         raise UserError(
             f"{tokenizer_file} has {tokenizer.get_vocab_size()} tokens but the token files use {vocab_size}: "
-            "put the tokenizer that made them beside them, or remove it"
+            "put the tokenizer that made them next to them, or remove it"
         )
     files = (open_tokens(folder / f"{f}.bin", meta["dtype"], vocab_size, meta[f]) for f in ("train", "val"))
     ids = {key: meta[key] for key in ("eot", "pad", "mask", "bos")}
@@ -87,7 +94,7 @@ def load_corpus(folder: Path) -> Corpus:
 
 
 def _read_meta(folder: Path) -> dict:
-    """What load_corpus needs of meta.json, and the tokens of each file; nanoGPT's where there is no meta.json."""
+    """Returns load_corpus's part of meta.json and the tokens of each file, or nanoGPT's values without meta.json."""
     file = folder / "meta.json"
     if not file.is_file():
         unknown = dict.fromkeys(("pad", "mask", "bos", "train", "val"))
@@ -101,7 +108,7 @@ def _read_meta(folder: Path) -> dict:
     size = known["vocab_size"] if type(known["vocab_size"]) is int else 0
     wrong = [key for key in ("pad", "mask", "bos") if known[key] is not None and not _is_token(known[key], size)]
     wrong += ["eot"] * (not _is_token(known["eot"], size)) + ["dtype"] * (known["dtype"] not in ("uint16", "uint32"))
-    wrong += [f for f in ("train", "val") if not _is_token(known[f], 1 << 62)]  # the file's tokens: a whole number
+    wrong += [f for f in ("train", "val") if not _is_token(known[f], 1 << 62)]  # the number of the file's tokens
     if wrong or size < 1:
         key = wrong[-1] if size > 0 else "vocab_size"
         raise UserError(f"{file} has {key}={known[key]!r}: run `python -m language.prepare` again")
@@ -113,9 +120,20 @@ def _is_token(value: Any, vocab_size: int) -> bool:
 
 
 def open_tokens(file: Path, dtype: str, vocab_size: int, expected: int | None = None) -> np.ndarray:
-    """Map a token file into memory, read only: 1-D array of `dtype`. The first and last million tokens are checked
-    against the vocabulary, because a file of another tokenizer or dtype would otherwise show up only as an index error,
-    on a GPU as a device assertion. expected: how many tokens it was written with, where that is known."""
+    """Maps a token file into memory, read only, as a 1-D array of `dtype`.
+
+    It checks the first and last million tokens against the vocabulary. Otherwise a file of another tokenizer or dtype
+    would only show up as an index error, or on a GPU as a device assertion.
+
+    Args:
+        file: The token file.
+        dtype: "uint16" or "uint32".
+        vocab_size: Number of tokens in the vocabulary.
+        expected: Number of tokens that were written, if it is known.
+
+    Raises:
+        UserError: If the file is missing, cut, or has tokens outside the vocabulary.
+    """
     if not file.is_file():
         raise UserError(f"no token file {file}: expected train.bin and val.bin, made by `python -m language.prepare`")
     size = file.stat().st_size
@@ -132,7 +150,7 @@ def open_tokens(file: Path, dtype: str, vocab_size: int, expected: int | None = 
 
 
 def check_tokens(tokens: np.ndarray, vocab_size: int, file: Path) -> None:
-    """UserError, which names the file, where a token is outside the vocabulary."""
+    """Raises UserError, with the file's name, if a token is outside the vocabulary."""
     largest = max(int(tokens[at : at + (1 << 24)].max()) for at in range(0, len(tokens), 1 << 24))
     if largest >= vocab_size:
         raise UserError(
@@ -141,8 +159,10 @@ def check_tokens(tokens: np.ndarray, vocab_size: int, file: Path) -> None:
 
 
 def bytes_per_token(tokenizer: Tokenizer) -> Tensor:
-    """UTF-8 bytes per token of a byte-level BPE: int64 [vocab_size], 0 for special tokens. A byte-level vocabulary
-    writes each byte as one printable character: a token's length counts its bytes."""
+    """Returns the UTF-8 bytes per token of a byte-level BPE, int64 [vocab_size], with 0 for special tokens.
+
+    A byte-level vocabulary writes each byte as one printable character, so a token's length is its number of bytes.
+    """
     special = tokenizer.get_added_tokens_decoder()
     counts = torch.zeros(tokenizer.get_vocab_size(), dtype=torch.int64)
     for token, index in tokenizer.get_vocab().items():
@@ -152,37 +172,37 @@ def bytes_per_token(tokenizer: Tokenizer) -> Tensor:
 
 @dataclass(frozen=True)
 class CausalObjective:
-    """Predict each next token."""
+    """Predicts each next token."""
 
     context: int
     """Tokens that the model reads, and predicts, per window."""
 
     @property
     def read(self) -> int:
-        """Tokens taken from the file per window: a window's last target is the next window's first input."""
+        """Tokens to read from the file per window. A window's last target is the next window's first input."""
         return self.context + 1
 
     @property
     def stride(self) -> int:
-        """Distance of neighbouring windows in the file."""
+        """Distance between neighboring windows in the file."""
         return self.context
 
     def batch(self, windows: Tensor, keys: list[tuple[int, ...]]) -> Batch:
-        """Windows int64 [batch, n + 1] to inputs and targets, both [batch, n]; nothing is random, so no `keys`."""
+        """Returns inputs and targets, both [batch, n], for windows int64 [batch, n + 1]. `keys` are not used."""
         return windows[:, :-1], windows[:, 1:]
 
 
 @dataclass(frozen=True)
 class MaskedObjective:
-    """Recover hidden tokens, by BERT's rule with RoBERTa's dynamic masking (Liu et al., arXiv 1907.11692).
+    """Recovers hidden tokens, by BERT's rule with RoBERTa's dynamic masking (Liu et al., arXiv 1907.11692).
 
-    15 % of the tokens are predicted; of these 80 % are replaced by the mask token, 10 % by a random token and
-    10 % are kept. Each window is put between RoBERTa's <s> and </s>, or two end-of-text tokens, which play them;
-    windows run across documents ("FULL-SENTENCES"). vocab_size, eot, mask, bos: of the corpus.
+    The model predicts 15 % of the tokens. It replaces 80 % of these by the mask token and 10 % by a random token, and
+    keeps 10 %. Each window is put between RoBERTa's <s> and </s>, or two end-of-text tokens in their place. Windows run
+    across documents ("FULL-SENTENCES"). The fields vocab_size, eot, mask and bos are the corpus's.
     """
 
     context: int
-    """Tokens that the model reads per window, the two end-of-text tokens included."""
+    """Tokens that the model reads per window, including the two end-of-text tokens."""
     vocab_size: int
     eot: int
     mask: int
@@ -190,15 +210,17 @@ class MaskedObjective:
 
     @property
     def read(self) -> int:
-        """Tokens taken from the file per window."""
+        """Tokens to read from the file per window."""
         return self.context - 2
 
     stride = read
-    """Distance of neighbouring windows in the file."""
+    """Distance between neighboring windows in the file."""
 
     def batch(self, windows: Tensor, keys: list[tuple[int, ...]]) -> Batch:
-        """Windows int64 [batch, n] to inputs and targets, both [batch, n + 2]. Row i is masked by a generator that
-        depends on `keys[i]`; targets are IGNORE where nothing is predicted."""
+        """Returns inputs and targets, both [batch, n + 2], for windows int64 [batch, n].
+
+        Row i is masked by a generator that depends on `keys[i]`. Targets are IGNORE where nothing is predicted.
+        """
         ends = windows.new_full((len(windows), 1), self.eot)
         begins = ends if self.bos is None else torch.full_like(ends, self.bos)
         words = torch.cat((begins, windows, ends), dim=1)
@@ -210,7 +232,7 @@ class MaskedObjective:
         return inputs, torch.where(chosen, words, IGNORE)
 
     def _draw(self, n: int, rng: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Uniform numbers in [0, 1) and random tokens, [n] each."""
+        """Returns uniform numbers in [0, 1) and random tokens, each [n]."""
         return torch.rand(n, generator=rng), torch.randint(self.vocab_size, (n,), generator=rng)
 
 
@@ -218,16 +240,18 @@ Objective = CausalObjective | MaskedObjective
 
 
 def count_windows(n_tokens: int, objective: Objective) -> int:
-    """Neighbouring windows that a training text of `n_tokens` is cut into: the samples of an epoch."""
-    return max(0, n_tokens - objective.read) // objective.stride  # one fewer than fit, so that the cut can move
+    """Returns the number of neighboring windows in a training text of `n_tokens`, which are the samples of an epoch."""
+    return max(0, n_tokens - objective.read) // objective.stride  # one fewer than fit, so that the origin can move
 
 
 def window_keys(
     n_tokens: int, objective: Objective, recipe: TextRecipe, rank: int, world_size: int, start: int, total: int
 ) -> Iterator[list[Key]]:
-    """This worker's batches of the steps from `start` to `total`, (seed, epoch, where the window begins) each. The text
-    is cut into neighbouring windows, from an origin that moves with the epoch, and these are shuffled: a token is seen
-    at most once an epoch."""
+    """Yields this worker's batches from step `start` to `total`, as keys (seed, epoch, first token).
+
+    The text is cut into neighboring windows, from an origin that moves with the epoch. The windows are shuffled, so a
+    token is seen at most once an epoch.
+    """
     samples = count_windows(n_tokens, objective)
     for (seed, epoch, *_), keys in train_keys(recipe, samples, rank, world_size, start, total):
         origin = torch.randint(objective.stride, (), generator=generator(seed, epoch, 0)).item()
@@ -237,7 +261,7 @@ def window_keys(
 def train_batches(
     tokens: np.ndarray, objective: Objective, recipe: TextRecipe, rank: int, world_size: int, start: int, total: int
 ) -> Iterator[Batch]:
-    """This worker's (inputs, targets) of each step, int64 [batch_size / world_size, context]; see window_keys."""
+    """Yields this worker's (inputs, targets) of each step, int64 [batch_size / world_size, context], by window_keys."""
     keys = window_keys(len(tokens), objective, recipe, rank, world_size, start, total)
     return load_batches(Windows(tokens, objective), keys, recipe.loader_workers, collate=tuple)
 
@@ -249,7 +273,7 @@ class Windows(Dataset[Any]):
         self.tokens, self.objective = tokens, objective
 
     def __getitems__(self, keys: list[tuple[int, ...]]) -> Batch:
-        """The inputs and targets, see the objective's batch()."""
+        """Returns the inputs and targets, see the objective's batch()."""
         windows = read_windows(self.tokens, [at for *_, at in keys], self.objective.read)
         return self.objective.batch(windows, keys)
 
@@ -257,9 +281,12 @@ class Windows(Dataset[Any]):
 def held_out_batches(
     tokens: np.ndarray, objective: Objective, batch_size: int, *, rank: int, world_size: int
 ) -> Iterator[Batch]:
-    """This worker's share of the non-overlapping windows that cover `tokens`, in order; batch_size is per worker.
-    Together the workers predict every token but the text's first (causal), or look at every token (masked), exactly
-    once, however many they are; the short last window comes alone, so that nothing is padded."""
+    """Yields this worker's share of the non-overlapping windows that cover `tokens`, in order.
+
+    Together the workers predict every token but the text's first (causal), or read every token (masked), exactly once,
+    for any number of workers. A short last window comes in its own batch, so that nothing is padded. `batch_size` is
+    per worker.
+    """
     overlap = objective.read - objective.stride
     n_windows = -(-(len(tokens) - overlap) // objective.stride)
     mine = [objective.stride * k for k in eval_share(n_windows, rank=rank, world_size=world_size)]
@@ -271,7 +298,7 @@ def held_out_batches(
 
 
 def read_windows(tokens: np.ndarray, starts: list[int], length: int) -> Tensor:
-    """Stack tokens[start : start + length]: int64 [len(starts), length], shorter at the end of the text."""
+    """Stacks tokens[start : start + length] to int64 [len(starts), length], shorter at the end of the text."""
     return torch.from_numpy(np.stack([tokens[start : start + length] for start in starts]).astype(np.int64))
 
 
@@ -279,15 +306,22 @@ def read_windows(tokens: np.ndarray, starts: list[int], length: int) -> Tensor:
 
 
 STAND_IN = "gpt2_pydoc_small"
-GUTENBERG_HELD_OUT = 4  # books; with seed 0 about 3 % of the text
+GUTENBERG_HELD_OUT = 4  # books; with seed 0 they are about 3 % of the text
 # Whole topics of the documentation, about a seventh of its text.
 PYDOC_HELD_OUT = ("calls", "formatstrings", "import", "objects", "raise", "typesmapping")
-_FORMAT = "2"  # part of every cache key: raise it when the files' content changes for the same source
+_FORMAT = "2"  # part of every cache key; raise it if the files' content changes for the same source
 
 
 def open_corpus(name: CorpusName, vocab_size: int) -> Corpus:
-    """Opens a corpus, tokenising a stand-in on first use; UserError where its data is missing. vocab_size: of a
-    stand-in's tokenizer; the paper's corpora bring their own."""
+    """Opens a corpus, and tokenizes a stand-in on its first use.
+
+    Args:
+        name: Name of the corpus.
+        vocab_size: Size of a stand-in's vocabulary. The paper's corpora have their own tokenizers.
+
+    Raises:
+        UserError: If its data is missing.
+    """
     if name in ("pydoc", "gutenberg"):
         books = None if name == "pydoc" else gutenberg_file()
 
@@ -304,7 +338,7 @@ def open_corpus(name: CorpusName, vocab_size: int) -> Corpus:
         raise missing(f"{name} token files", folder, expected, STAND_IN, holds=name)
     corpus = load_corpus(folder)
     if not (folder / "meta.json").is_file():
-        for split in ("train", "val"):  # every token of what somebody else wrote, not again until the file changes
+        for split in ("train", "val"):  # checks every token of a file that is not ours, once until the file changes
             tokens, size, file = getattr(corpus, split), corpus.vocab_size, folder / f"{split}.bin"
             key = _key(f"{file.resolve()} {(seen := file.stat()).st_size} {seen.st_mtime_ns} {size}".encode())
             cached(f"checked-{key}", lambda _, t=tokens, n=size, f=file: check_tokens(t, n, f))
@@ -312,8 +346,10 @@ def open_corpus(name: CorpusName, vocab_size: int) -> Corpus:
 
 
 def open_wikitext2(corpus: Corpus) -> np.ndarray:
-    """WikiText-2's test text in the tokens of `corpus`: 1-D, uint16 or uint32; to evaluate on, not to train on. Its
-    bytes are those of the file as distributed, with its " @-@ " and "<unk>"."""
+    """Returns WikiText-2's test text in the tokens of `corpus`, 1-D, uint16 or uint32, for evaluations.
+
+    Its bytes are the bytes of the distributed file, with its `" @-@ "` and `"<unk>"`.
+    """
     tokenizer = corpus.tokenizer
     if tokenizer is None:
         raise UserError(f"{corpus.folder} has no tokenizer.json to encode WikiText-2 with: add it, or --no_wikitext2")
@@ -328,12 +364,12 @@ def open_wikitext2(corpus: Corpus) -> np.ndarray:
 
 
 def wikitext2_file() -> Path:
-    """WikiText-2's test text; UserError where it is missing."""
+    """Returns the file of WikiText-2's test text. Raises UserError if it is missing."""
     return _file("WikiText-2", "wt2.test.txt", "the plain test text (or --no_wikitext2)")
 
 
 def gutenberg_file() -> Path:
-    """The books; UserError where they are missing."""
+    """Returns the file of the books. Raises UserError if it is missing."""
     return _file("Gutenberg books", "gutenberg_en.txt.xz", "books separated by form feed lines")
 
 
@@ -345,8 +381,13 @@ def _file(what: str, name: str, holds: str) -> Path:
 
 
 def open_text(folder: Path, tokenizer: Tokenizer, end: int) -> Corpus:
-    """Plain text, train.txt and val.txt (see text_files) in `folder`, in a model's own tokens, of which `end` ends a
-    document."""
+    """Opens plain text, train.txt and val.txt (see text_files) in `folder`, in a model's own tokens.
+
+    Args:
+        folder: Folder of the text.
+        tokenizer: The model's tokenizer.
+        end: The id that ends a document.
+    """
     tokenizer = Tokenizer.from_str(tokenizer.to_str())  # encode_documents changes it
     files = {split: text_files([_text(folder, split)]) for split in ("train", "val")}
 
@@ -364,23 +405,25 @@ def open_text(folder: Path, tokenizer: Tokenizer, end: int) -> Corpus:
 
 
 def _content(path: Path) -> bytes:
-    """Of a file, or of all files of a folder that `datasets` has written."""
+    """Returns the content of a file, or of all files in a folder that `datasets` has written."""
     return path.read_bytes() if path.is_file() else b"".join(f.read_bytes() for f in sorted(path.rglob("*.*")))
 
 
 def _text(folder: Path, split: str) -> Path:
-    """The split's file or folder."""
+    """Returns the split's file or folder."""
     found = [path for suffix in (*SUFFIXES, "") if (path := folder / f"{split}{suffix}").exists()]
     if not found:
         raise UserError(
-            f"{folder / split}.txt is missing: plain text, documents parted by lines with a form feed alone"
+            f"{folder / split}.txt is missing: plain text, documents separated by lines with only a form feed"
         )
     return found[0]
 
 
 def pydoc_documents() -> tuple[list[str], list[str]]:
-    """Python's documentation topics: (training documents, held-out documents). Topics quote each other at length, so
-    the held-out topics' paragraphs are cut out of the training topics."""
+    """Returns Python's documentation topics, as (training documents, held-out documents).
+
+    Topics quote each other at length, so paragraphs of the held-out topics are removed from the training topics.
+    """
     held = [topics[name] for name in PYDOC_HELD_OUT]
     seen = {paragraph.strip() for text in held for paragraph in text.split("\n\n")}
     kept = (

@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc-per-node 4 -m language.finetune RECIPE --model FOLDER --data FOLDER [overrides]
 
-The tuned model is written to OUT/model, tokenizer included; method zo writes OUT/replay, too, for language.zo_replay.
+It writes the tuned model to OUT/model, with the tokenizer. Method zo also writes OUT/replay, for language.zo_replay.
 """
 
 from language.finetune_recipes import RECIPES, FinetuneRecipe
@@ -32,7 +32,7 @@ def main() -> None:
 
 
 def tune(recipe: FinetuneRecipe) -> None:
-    """A whole run of this worker."""
+    """Runs this worker's part of a whole run."""
     model = pretrained.open_model(recipe)
     assert recipe.model is not None
     tokenizer = pretrained.open_tokenizer(recipe.model, model)
@@ -49,7 +49,7 @@ def tune(recipe: FinetuneRecipe) -> None:
 
 
 def open_task(recipe: FinetuneRecipe, tokenizer: Any, context: int) -> PromptTask | TextTask:
-    """The recipe's data in the model's tokens. context: the most tokens that the model reads."""
+    """Returns the recipe's data in the model's tokens. The model reads at most `context` tokens."""
     if recipe.data is None or not recipe.data.is_dir():
         wanted = "train.jsonl and val.jsonl" if recipe.task == "prompts" else "train.txt and val.txt"
         raise UserError(f"data={recipe.data} is no folder: add --data FOLDER, with {wanted}")

@@ -1,4 +1,4 @@
-"""The fine-tuning runs: what is tuned, on what, and how. Batch sizes are global: all workers together."""
+"""The fine-tuning runs. Batch sizes are global, over all workers."""
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,38 +13,38 @@ Task = Literal["prompts", "text"]
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """Low-rank adapters (Hu et al., arXiv 2106.09685), by the package peft; the model's own parameters stay."""
+    """Low-rank adapters (Hu et al., arXiv 2106.09685) from the package peft. The model's own parameters stay fixed."""
 
     rank: int = 0
-    """0: no adapters."""
+    """Rank of the adapters. 0 means no adapters."""
     alpha: float = 16.0
-    """An adapter's product is scaled by alpha / rank."""
+    """Scale of the adapters. The product of an adapter is multiplied by alpha / rank."""
     targets: tuple[str, ...] = ()
-    """The linear layers that get one, by the ends of their names; none: those that peft names for the model type."""
+    """Linear layers that get an adapter, by the ends of their names. The default is peft's choice for the model."""
 
 
 @dataclass(frozen=True)
 class FinetuneRecipe(TextRecipe):
-    """A causal language model in Hugging Face's format, and what it is tuned on. Dropout is off."""
+    """Settings of a causal language model in Hugging Face's format, and its data. Dropout is off."""
 
     model: Path | None = None
-    """The model's folder: config.json, *.safetensors and the tokenizer's files."""
+    """The model's folder, with config.json, *.safetensors and the tokenizer's files."""
     data: Path | None = None
-    """The folder of the task's data: train.jsonl and val.jsonl, or train.txt and val.txt (also .txt.xz)."""
+    """Folder of the task's data, with train.jsonl and val.jsonl, or train.txt and val.txt (also .txt.xz)."""
     task: Task = "prompts"
-    """prompts: choose the right answer to each prompt, the loss is on the answer's tokens. text: predict each next
-    token."""
+    """The task. prompts chooses the right answer to each prompt, with a loss on the answer's tokens. text predicts each
+    next token."""
     answers: tuple[str, ...] = ()
-    """The answers that a prompt may have; none: those of the training file."""
+    """Answers that a prompt may have. The default is all answers in the training file."""
     context: int | None = None
-    """The most tokens of a sample that the model reads; None: the positions that it has."""
+    """Most tokens of a sample that the model reads. None means all positions of the model."""
     trainable: tuple[str, ...] = ("*",)
-    """Which parameters are tuned: patterns of their names, such as "*.bias" or "*layers.1?.*"."""
+    """Parameters to tune, as patterns of their names, such as "*.bias" or "*layers.1?.*"."""
     lora: LoraConfig = field(default_factory=LoraConfig)
     weights: Literal["float32", "bfloat16", "float16"] = "float32"
-    """The type that parameters are kept in; the 16-bit ones for method zo alone, which needs no gradients."""
+    """Data type of the parameters. The 16-bit types are only for method zo, which needs no gradients."""
     eval_samples: int | None = None
-    """Held-out prompts, or windows of text, to evaluate on while training, None for all, as at the end. Results on a
+    """Held-out prompts, or windows of text, in evaluations during training. None means all, as at the end. Results on a
     part are named val_part_*."""
 
     def __post_init__(self) -> None:
@@ -55,7 +55,7 @@ class FinetuneRecipe(TextRecipe):
                 f"lora rank={self.lora.rank}, alpha={self.lora.alpha}: give a rank of 0 or more, alpha above 0"
             )
         if self.lora.rank and self.trainable != ("*",):
-            raise UserError(f"lora and trainable={' '.join(self.trainable)}: adapters alone are tuned; leave one out")
+            raise UserError(f"lora and trainable={' '.join(self.trainable)}: lora tunes only adapters; leave one out")
         if self.answers and len(set(self.answers)) < max(2, len(self.answers)):
             raise UserError(f"answers={' '.join(map(repr, self.answers))}: give two or more, each once")
         if self.weights != "float32" and self.method != "zo":
@@ -70,24 +70,27 @@ ADAMW = OptimConfig("adamw", lr=1e-5, weight_decay=0.0, schedule="poly", warmup_
 
 
 def prompts() -> FinetuneRecipe:
-    """A classification by prompts, such as SST-2, with zeroth-order steps. Not run at this size. As in MeZO's runs of
-    OPT: 20,000 steps of 16 prompts, the learning rate constant at 1e-6 (they also tried 1e-7)."""
+    """Zeroth-order steps on a classification by prompts, such as SST-2. We did not run it at this size.
+
+    As in MeZO's runs of OPT, it has 20,000 steps of 16 prompts, and a constant learning rate of 1e-6 (they also tried
+    1e-7).
+    """
     length = {"batch_size": 16, "epoch_steps": 1000, "epochs": 20}
     return FinetuneRecipe(method="zo", optim=MEZO, log_every=100, eval_samples=1000, **length)
 
 
 def prompts_adamw() -> FinetuneRecipe:
-    """The same task with gradients; learning rate and steps are ours. Not run at this size."""
+    """The same task with gradients. Learning rate and steps are ours. We did not run it at this size."""
     return replace(prompts(), method="ddp", optim=ADAMW, epoch_steps=100, epochs=10, log_every=10)
 
 
 def text() -> FinetuneRecipe:
-    """Plain text, windows of 512 tokens, with zeroth-order steps; all settings are ours. Not run at this size."""
+    """Zeroth-order steps on plain text in windows of 512 tokens, with our settings. We did not run it at this size."""
     return replace(prompts(), task="text", context=512, eval_samples=256)
 
 
 def text_adamw() -> FinetuneRecipe:
-    """The same text with gradients; learning rate and steps are ours. Not run at this size."""
+    """The same text with gradients. Learning rate and steps are ours. We did not run it at this size."""
     return replace(prompts_adamw(), task="text", context=512, eval_samples=256)
 
 

@@ -1,7 +1,7 @@
-"""What a held-out text says of a model: perplexity, bits per byte, accuracy, and some text that the model writes.
+"""Metrics on held-out text: perplexity, bits per byte, accuracy, and samples of text that the model writes.
 
-Perplexity depends on the tokenizer; bits per byte of text compare between vocabularies. Ranks add sums, not means, so
-the result is exact for every world size.
+Perplexity depends on the tokenizer, while bits per byte compare between vocabularies. Ranks add up sums, not averages,
+so the result is exact for every world size.
 """
 
 import math
@@ -17,8 +17,13 @@ from language.data import IGNORE
 
 
 def token_loss(logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
-    """Cross-entropy in nats over the targets that are not IGNORE, in float32 or what is finer. logits: [batch, time,
-    vocab_size] or [n, vocab_size]; targets: int64 [batch, time] or [n]."""
+    """Returns the cross-entropy in nats over the targets that are not IGNORE, in float32 or a finer dtype.
+
+    Args:
+        logits: [batch, time, vocab_size] or [n, vocab_size].
+        targets: int64 [batch, time] or [n].
+        reduction: See torch's cross_entropy.
+    """
     logits = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORE, reduction=reduction)
 
@@ -27,7 +32,7 @@ def token_loss(logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tens
 def held_out_sums(
     model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], device: torch.device, token_bytes: Tensor | None
 ) -> Tensor:
-    """Sums over (inputs, targets): float64 [nats, predicted tokens, their bytes, right first guesses], in eval mode."""
+    """Returns sums in eval mode, float64 [nats, predicted tokens, their bytes, right first guesses]."""
     was_training = model.training
     model.eval()
     sizes = None if token_bytes is None else token_bytes.to(device)
@@ -35,7 +40,7 @@ def held_out_sums(
     for inputs, targets in batches:
         inputs, targets = inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
         output = model(inputs)
-        if output is None:  # another rank has it, under a layout
+        if output is None:  # under a layout another rank has the output
             continue
         logits = output.logits
         predicted = targets[targets != IGNORE]
@@ -48,8 +53,11 @@ def held_out_sums(
 
 
 def summarize(sums: Sequence[float], causal: bool) -> dict[str, float]:
-    """Metrics from `held_out_sums` added over all workers. Keys: loss (nats per predicted token), perplexity (inf after
-    divergence), accuracy, tokens; bits_per_byte and bytes for a causal model with a known tokenizer."""
+    """Returns metrics from `held_out_sums`, added over all workers.
+
+    They are loss (nats per predicted token), perplexity (inf after divergence), accuracy and tokens. A causal model
+    with a known tokenizer also has bits_per_byte and bytes.
+    """
     nats, tokens, n_bytes, right = sums
     loss = nats / tokens
     perplexity = math.exp(loss) if loss < math.log(sys.float_info.max) or math.isnan(loss) else math.inf
@@ -66,9 +74,18 @@ def summarize(sums: Sequence[float], causal: bool) -> dict[str, float]:
 def continue_text(
     model: nn.Module, prompts: Tensor, new_tokens: int, *, context: int, top_k: int, generator: torch.Generator
 ) -> Tensor:
-    """Samples from a causal model: int64 [batch, time] -> [batch, time + new_tokens]. The model reads at most the last
-    `context` tokens; the CPU generator draws among the top_k most likely tokens. transformers' generate(), which
-    TransNormer lacks, would draw from dropout's generator."""
+    """Samples from a causal model, from int64 [batch, time] to [batch, time + new_tokens].
+
+    transformers' generate(), which TransNormer does not have, would draw from dropout's generator.
+
+    Args:
+        model: The model.
+        prompts: int64 [batch, time].
+        new_tokens: Number of tokens to add.
+        context: The model reads at most this many of the last tokens.
+        top_k: Tokens are drawn from so many of the most likely tokens.
+        generator: A CPU generator.
+    """
     was_training = model.training
     model.eval()
     ids = prompts
@@ -83,7 +100,7 @@ def continue_text(
 
 @torch.no_grad()
 def fill_masks(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-    """The inputs, with a masked model's best guess at each predicted position: int64 [batch, time]."""
+    """Returns the inputs with a masked model's best guess at each predicted position, int64 [batch, time]."""
     was_training = model.training
     model.eval()
     guesses = model(inputs).logits.argmax(-1)
@@ -92,13 +109,13 @@ def fill_masks(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def continuation_markdown(tokenizer: Tokenizer, ids: Tensor, prompt_length: int) -> str:
-    """Prompts in bold, what the model wrote after them in plain type: Markdown for TensorBoard."""
+    """Returns Markdown for TensorBoard: prompts in bold, and the model's continuations in plain type."""
     n = prompt_length
     return "\n\n".join(f"**{_decoded(tokenizer, row[:n])}**{_decoded(tokenizer, row[n:])}" for row in ids.tolist())
 
 
 def filled_markdown(tokenizer: Tokenizer, filled: Tensor, targets: Tensor) -> str:
-    """Filled texts with each guess in bold, and the right token after it where the guess is wrong."""
+    """Returns filled texts with each guess in bold, and the right token after each wrong guess."""
 
     def shown(guess: int, target: int) -> str:
         text, truth = (_decoded(tokenizer, [token]) for token in (guess, max(target, 0)))

@@ -1,6 +1,6 @@
 """The language models: GPT-2 and RoBERTa from transformers, with random weights, and TransNormer.
 
-All map int64 token ids [batch, time] to an object whose `logits` are [batch, time, vocab_size].
+All of them map int64 token ids [batch, time] to an object whose `logits` are [batch, time, vocab_size].
 """
 
 from typing import Any
@@ -35,7 +35,7 @@ ROBERTA_SIZES = {
     "roberta_base": dict(num_hidden_layers=12, num_attention_heads=12, hidden_size=768, intermediate_size=3072),
     "roberta_large": dict(num_hidden_layers=24, num_attention_heads=16, hidden_size=1024, intermediate_size=4096),
 }
-# Both ours: the sizes of TransNormer-LLM 7B are not in our sources; these give 7 billion parameters.
+# Both are ours: we do not know TransNormer-LLM 7B's sizes. These give 7 billion parameters.
 TRANSNORMER_SIZES = {
     "transnormer_tiny": dict(layers=4, width=128, heads=4, glu_width=256),
     "transnormer_7b": dict(layers=30, width=4096, heads=32, glu_width=10880),
@@ -43,10 +43,10 @@ TRANSNORMER_SIZES = {
 
 
 class MaskedRoberta(RobertaForMaskedLM):
-    """RoBERTa whose head, which is as large as the vocabulary, looks only where something is predicted."""
+    """RoBERTa whose head, which is as large as the vocabulary, only computes the positions that are predicted."""
 
     def forward(self, input_ids: Tensor, positions: Tensor | None = None) -> MaskedLMOutput:
-        """int64 [batch, time] -> logits [batch, time, vocab_size], or [n, vocab_size] at n places of batch * time."""
+        """Returns logits [batch, time, vocab_size] for int64 [batch, time], or [n, vocab_size] at n positions."""
         hidden = self.roberta(input_ids)[0]
         return MaskedLMOutput(logits=self.lm_head(hidden if positions is None else hidden.flatten(0, 1)[positions]))
 
@@ -60,12 +60,19 @@ def build_model(
     pad: int | None = None,
     attention: LinearAttention = "torch",
 ) -> nn.Module:
-    """A model with random weights, drawn from torch's default generator. context: longest input, in tokens. dropout: on
-    embeddings, attention weights and residual branches; TransNormer has none. pad: id of the pad token, for RoBERTa
-    only, whose position numbers begin after it. attention: TransNormer's."""
+    """Returns a model with random weights, drawn from torch's default generator.
+
+    Args:
+        name: Name of the model.
+        vocab_size: Number of tokens in the vocabulary.
+        context: Longest input, in tokens.
+        dropout: Dropout on embeddings, attention weights and residual branches. TransNormer has none.
+        pad: Id of the pad token, for RoBERTa only. Its position numbers begin after it.
+        attention: TransNormer's attention.
+    """
     common: dict[str, Any] = {"vocab_size": vocab_size, "bos_token_id": None, "eos_token_id": None}
     if name in GPT2_SIZES:
-        # the same function: transformers' "gelu_new" keeps five tensors of it, torch's kernel one
+        # The two functions are equal. transformers' "gelu_new" keeps five tensors for it, and torch's kernel keeps one.
         act = "gelu_new" if name in ("gpt2_tiny", "gpt2_mini", "gpt2_midi") else "gelu_pytorch_tanh"
         drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
         sizes = GPT2_SIZES[name] | {"n_positions": context, "use_cache": False, "activation_function": act}
@@ -80,19 +87,21 @@ def build_model(
 
 
 def blocks_of(model: nn.Module) -> nn.ModuleList:
-    """The model's largest list of modules: its transformer blocks. Empty where it has none."""
+    """Returns the model's largest list of modules, its transformer blocks, or an empty list if there is none."""
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
     return max(lists, key=lambda blocks: sum(p.numel() for p in blocks.parameters()), default=nn.ModuleList())
 
 
 def is_causal(name: ModelName) -> bool:
-    """Whether the model predicts the next token; otherwise it is trained on masked ones."""
+    """Returns whether the model predicts the next token. Otherwise it is trained on masked tokens."""
     return name not in ROBERTA_SIZES
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict]:
-    """Two parameter groups: weight decay on matrices that multiply, none on biases, norms, positions and embeddings.
-    timm's rule and transformers' Trainer decay embeddings too."""
+    """Returns two parameter groups. Weight decay is on matrices that multiply, not on biases, norms and embeddings.
+
+    timm's rule and transformers' Trainer also decay embeddings.
+    """
     modules = list(model.modules())
     embedded = {id(m.weight) for m in modules if isinstance(m, nn.Embedding)}
     matrices = {id(m.weight) for m in modules if isinstance(m, nn.Linear | Conv1D)} - embedded
@@ -104,8 +113,10 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict]:
 
 
 def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
-    """training.optim.make_optimizer with `decay_groups` where the recipe does not say what is decayed. Muon takes the
-    matrices of the blocks."""
+    """Returns training.optim.make_optimizer's optimizer, with `decay_groups` if the recipe does not say what decays.
+
+    Muon gets the matrices of the blocks.
+    """
     named = config.undecayed is not None
     groups = optim.decay_groups(model, config) if named else decay_groups(model, config.weight_decay)
     if config.name == "muon":

@@ -1,14 +1,14 @@
-"""Turn text into token files: `python -m language.prepare SOURCE... --out DIR --vocab-size N`.
+"""Turns text into token files: `python -m language.prepare SOURCE... --out DIR --vocab-size N`.
 
 A byte-level BPE tokenizer (GPT-2's kind) is trained on the training documents with the `tokenizers` library, or read
-from `--tokenizer tokenizer.json`, such as GPT-2's or RoBERTa's own, and DIR receives
+from `--tokenizer tokenizer.json`, such as GPT-2's or RoBERTa's own. DIR receives these files:
 
     train.bin, val.bin   token ids, uint16 or uint32; every document is followed by the end-of-text token
     tokenizer.json       the tokenizer
     meta.json            vocabulary, special tokens, and the documents, tokens and bytes of both files
 
-Sources are text files, JSON Lines (an object with the key "text" a line), or folders that Hugging Face's `datasets`
-wrote with save_to_disk. Nothing is fetched. Documents are held out whole, so that no book is in both files.
+Sources are text files, JSON Lines (one object with the key "text" per line), or folders that Hugging Face's `datasets`
+wrote with save_to_disk. Nothing is downloaded. Documents are held out whole, so that no book is in both files.
 """
 
 import json
@@ -29,7 +29,7 @@ from core.stored import parse_json
 from training.data import build_whole, from_home, hidden
 from training.script import launch
 
-FORM_FEED = "\x0c"  # a line with nothing else but blanks ends a document
+FORM_FEED = "\x0c"  # a line with only this and blanks ends a document
 BYTE_ORDER_MARK = "\ufeff"
 LINE_ENDS = "\n\x85\u2028\u2029"
 JSON_LINES = (".jsonl", ".jsonl.xz")
@@ -37,13 +37,17 @@ SUFFIXES = (".txt", ".txt.xz", ".xz", *JSON_LINES)
 END_OF_TEXT, PAD, MASK = SPECIAL_TOKENS = ("<|endoftext|>", "<pad>", "<mask>")
 ROBERTAS_BEGIN, ROBERTAS_END = "<s>", "</s>"
 SMALLEST_VOCABULARY = 256 + len(SPECIAL_TOKENS)
-PIECE = 1 << 20  # characters that are encoded at a time, to bound memory on documents of any length
+PIECE = 1 << 20  # characters that are encoded at once, to bound memory for documents of any length
 
 
 @dataclass(frozen=True)
 class Documents:
-    """The documents of some text files, read anew by each iteration: never more than one is in memory. files: what
-    read_documents takes. chosen: indices of the documents to give, in the order of the files; None gives all."""
+    """The documents of some text files. Each iteration reads them again, with at most one document in memory.
+
+    Attributes:
+        files: Files for read_documents.
+        chosen: Indices of the documents to yield, in the order of the files. None means all.
+    """
 
     files: tuple[Path, ...]
     chosen: frozenset[int] | None = None
@@ -55,7 +59,7 @@ class Documents:
 
 @dataclass(frozen=True)
 class Counts:
-    """What a token file holds. Bytes are UTF-8 bytes of text; tokens include one end-of-text per document."""
+    """The contents of a token file. Bytes are UTF-8 bytes of text. Tokens include one end-of-text per document."""
 
     documents: int
     tokens: int
@@ -63,8 +67,10 @@ class Counts:
 
 
 def text_files(sources: Iterable[Path]) -> tuple[Path, ...]:
-    """The text files that the sources name; a folder stands for those anywhere below it, sorted by path, one of
-    `datasets` for itself."""
+    """Returns the text files that the sources name.
+
+    A folder stands for all text files below it, sorted by path. A folder of `datasets` stands for itself.
+    """
     files: list[Path] = []
     for source in map(from_home, sources):
         if (source / "dataset_dict.json").is_file():
@@ -86,14 +92,18 @@ def text_files(sources: Iterable[Path]) -> tuple[Path, ...]:
 
 
 def is_text(file: Path) -> bool:
-    """Whether it is a file with a name that text has; Windows writes some in capitals."""
+    """Returns whether it is a file with the name of a text file. Windows writes some names in capitals."""
     return file.name.lower().endswith(SUFFIXES) and file.is_file()
 
 
 def read_documents(file: Path) -> Iterator[str]:
-    """Yield the documents of a UTF-8 file, text or JSON Lines, or of a folder of `datasets`; empty ones are left out.
-    Lines may end as on Unix, Windows or old Macs; what is given has newlines. A byte order mark is left out. Raises
-    UserError that names the file when it cannot be decompressed or decoded, or holds no text."""
+    """Yields the documents of a UTF-8 file, text or JSON Lines, or of a folder of `datasets`, without empty documents.
+
+    Lines may end as on Unix, Windows or old Macs, and are returned with newlines. A byte order mark is removed.
+
+    Raises:
+        UserError: Names the file if it cannot be decompressed or decoded, or has no text.
+    """
     empty = True
     try:
         for document in _saved_by_datasets(file) if file.is_dir() else _in_file(file):
@@ -130,7 +140,7 @@ def _from_json(file: Path, lines: Iterable[str]) -> Iterator[str]:
 
 def _saved_by_datasets(folder: Path) -> Iterator[str]:
     try:
-        import datasets  # here, because it is no requirement of ours
+        import datasets  # imported here, because it is an optional package
     except ImportError:
         raise UserError(f"{folder} was written by the library datasets: pip install datasets, to read it") from None
     try:
@@ -141,8 +151,10 @@ def _saved_by_datasets(folder: Path) -> Iterator[str]:
 
 
 def _split(lines: Iterable[str]) -> Iterator[str]:
-    """Join lines to documents, those without text left out; the line end before a form feed goes with it. A file that
-    was joined of others may have a byte order mark at the start of any document."""
+    """Joins lines to documents, and leaves out documents without text. The line end before a form feed is removed.
+
+    A file that was joined from several files may have a byte order mark at the start of any document.
+    """
     held: list[str] = []
     for line in lines:
         for part in _parts(line) if FORM_FEED in line else (line,):
@@ -157,12 +169,12 @@ def _split(lines: Iterable[str]) -> Iterator[str]:
 
 
 def _parts(line: str) -> list[str]:
-    """The line cut behind Unicode's other line ends, which Python's files do not part lines at."""
+    """Returns the line cut after Unicode's other line ends, at which Python's files do not split lines."""
     return re.findall(f"[^{LINE_ENDS}]*[{LINE_ENDS}]|[^{LINE_ENDS}]+", line)
 
 
 def split_documents(files: tuple[Path, ...], hold_out: int, seed: int) -> tuple[Documents, Documents]:
-    """Choose `hold_out` whole documents at random, by `seed`: (training documents, held-out documents)."""
+    """Chooses `hold_out` whole documents at random by `seed`. Returns (training documents, held-out documents)."""
     count = sum(1 for _ in Documents(files))
     if not 0 < hold_out < count:
         raise UserError(
@@ -174,9 +186,11 @@ def split_documents(files: tuple[Path, ...], hold_out: int, seed: int) -> tuple[
 
 
 def train_tokenizer(documents: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Train a byte-level BPE with GPT-2's word splitting; ids 0, 1, 2 are end-of-text, pad and mask. All 256 bytes are
-    in the vocabulary, so any text can be encoded and decoded without loss. A small corpus may yield fewer than
-    `vocab_size` tokens."""
+    """Trains a byte-level BPE with GPT-2's word splitting. Ids 0, 1 and 2 are end-of-text, pad and mask.
+
+    All 256 bytes are in the vocabulary, so any text can be encoded and decoded without loss. A small corpus may give
+    fewer than `vocab_size` tokens.
+    """
     if vocab_size < SMALLEST_VOCABULARY:
         raise UserError(
             f"vocab-size {vocab_size} is too small: 256 bytes and 3 special tokens need {SMALLEST_VOCABULARY}"
@@ -195,10 +209,10 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def read_tokenizer(file: Path) -> Tokenizer:
-    """A tokenizer.json that gives text back as it was, as byte-level BPE does, with a token that ends a document."""
+    """Reads a tokenizer.json. It must restore text exactly, as byte-level BPE does, and have an end-of-text token."""
     try:
         tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises nothing more specific
+    except Exception as error:  # the library raises no more specific class
         raise UserError(f"--tokenizer {file} cannot be read ({error}): give a tokenizer.json") from None
     if end_of_text(tokenizer) is None:
         raise UserError(
@@ -211,15 +225,21 @@ def read_tokenizer(file: Path) -> Tokenizer:
 
 
 def end_of_text(tokenizer: Tokenizer) -> int | None:
-    """The id that ends a document: GPT-2's token or, in RoBERTa's vocabulary, </s>."""
+    """Returns the id that ends a document: GPT-2's token or, in RoBERTa's vocabulary, </s>."""
     end = tokenizer.token_to_id(END_OF_TEXT)
     return tokenizer.token_to_id(ROBERTAS_END) if end is None else end
 
 
 def encode_documents(tokenizer: Tokenizer, documents: Iterable[str], file: Path, end: int | None = None) -> Counts:
-    """Write token ids of the documents, an end-of-text after each, as raw numbers of `token_dtype`. end: the id that
-    ends a document; None for that of `end_of_text`."""
-    tokenizer.encode_special_tokens = True  # "<mask>" in a text is text
+    """Writes the documents' token ids, with an end-of-text after each, as raw numbers of `token_dtype`.
+
+    Args:
+        tokenizer: The tokenizer.
+        documents: The documents.
+        file: The file to write.
+        end: The id that ends a document. None means end_of_text's.
+    """
+    tokenizer.encode_special_tokens = True  # "<mask>" in a text is plain text
     end, dtype = end_of_text(tokenizer) if end is None else end, token_dtype(tokenizer)
     n_documents = n_tokens = n_bytes = 0
     with open(file, "wb") as out:
@@ -233,12 +253,12 @@ def encode_documents(tokenizer: Tokenizer, documents: Iterable[str], file: Path,
 
 
 def token_dtype(tokenizer: Tokenizer) -> str:
-    """The smallest type that holds every token id: "uint16" or "uint32"."""
+    """Returns the smallest type that holds every token id, "uint16" or "uint32"."""
     return "uint16" if tokenizer.get_vocab_size() <= 1 << 16 else "uint32"
 
 
 def _pieces(document: str) -> Iterator[str]:
-    """Cut a long document after line ends, where GPT-2's word splitting never joins words."""
+    """Cuts a long document after line ends, where GPT-2's word splitting never joins words."""
     start = 0
     while start < len(document):
         end = document.rfind("\n", start, start + PIECE) + 1 if start + PIECE < len(document) else len(document)
@@ -250,9 +270,15 @@ def _pieces(document: str) -> Iterator[str]:
 def write_corpus(
     train: Iterable[str], val: Iterable[str], folder: Path, tokenizer: Tokenizer | int, sources: list[str]
 ) -> dict:
-    """Writes a corpus into an empty folder, and returns what its meta.json holds. train, val: documents; iterated over
-    more than once, so no generators. tokenizer: the one to use, or the size of the vocabulary to train one with.
-    sources: names of what the text came from."""
+    """Writes a corpus into an empty folder, and returns the content of its meta.json.
+
+    Args:
+        train: Training documents. They are iterated over more than once, so this cannot be a generator.
+        val: Held-out documents.
+        folder: The empty folder.
+        tokenizer: The tokenizer to use, or the vocabulary size of a new one.
+        sources: Names of the text's sources.
+    """
     if isinstance(tokenizer, int):
         tokenizer = train_tokenizer(train, tokenizer)
     meta = dict(
@@ -281,18 +307,19 @@ def prepare(
     val: tuple[Path, ...] = (),
     seed: int = 0,
 ) -> dict:
-    """Make token files from text; returns what meta.json holds.
+    """Makes token files from text. Returns the content of meta.json.
 
     Args:
-        sources: text files (.txt, .txt.xz, .xz; UTF-8; a line with only a form feed and blanks ends a document), JSON
-            Lines (.jsonl, .jsonl.xz; the key "text"), folders of such files, or folders of datasets' save_to_disk.
-        out: folder to create; it appears only when complete.
-        vocab_size: tokens of the byte-level BPE vocabulary, the three special ones included.
-        tokenizer: a tokenizer.json to use in place of one trained on the text, whose vocabulary it brings; perplexities
-            compare only between models of one tokenizer.
-        hold_out: whole documents that go to val.bin instead of train.bin; not used with `val`.
-        val: the same that make val.bin, where a data set brings its own split.
-        seed: chooses the held-out documents.
+        sources: Text files (.txt, .txt.xz, .xz, in UTF-8, where a line with only a form feed and blanks ends a
+            document), JSON Lines (.jsonl, .jsonl.xz, with the key "text"), folders of such files, or folders of
+            datasets' save_to_disk.
+        out: Folder to create. It appears only when it is complete.
+        vocab_size: Tokens of the byte-level BPE vocabulary, including three special tokens.
+        tokenizer: A tokenizer.json to use with its vocabulary, instead of training one on the text. Perplexities can
+            only be compared between models with the same tokenizer.
+        hold_out: Number of whole documents that go to val.bin instead of train.bin. Not used with `val`.
+        val: Sources for val.bin, if a data set has its own split.
+        seed: Seed that chooses the held-out documents.
     """
     out, files = from_home(out), text_files(sources)
     own = read_tokenizer(from_home(tokenizer)) if tokenizer is not None else None

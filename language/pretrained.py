@@ -1,5 +1,7 @@
-"""Causal language models in Hugging Face's format: a folder is opened, its tunable parameters are chosen, and the tuned
-model is written again. Nothing is fetched, no pickle is read, and no code that a folder brings is run."""
+"""Causal language models in Hugging Face's format: opens a folder, chooses tunable parameters, writes the tuned model.
+
+Nothing is downloaded, no pickle is read, and no code from a folder is run.
+"""
 
 import os
 import re
@@ -27,13 +29,13 @@ from training.data import mix, seeded
 from training.optim import recompute
 
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model")
-# buffers that files of older versions hold: causal masks, rotary frequencies, positions
+# buffers in files of older versions: causal masks, rotary frequencies, positions
 BUFFERS = re.compile(r"(.*\.)?(attn|attention)\.(masked_)?bias|(.*\.)?rotary_emb\.inv_freq|(.*\.)?position_ids")
 LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 
 
 def open_config(folder: Path | None) -> Any:
-    """The model's configuration, from config.json; UserError where there is none that transformers knows."""
+    """Returns the model's configuration from config.json. Raises UserError if transformers does not support it."""
     if folder is None:
         raise UserError("no model is named: add --model FOLDER, with config.json, *.safetensors and the tokenizer")
     file = folder / "config.json"
@@ -55,12 +57,12 @@ def open_config(folder: Path | None) -> Any:
 
 
 def open_model(recipe: FinetuneRecipe) -> nn.Module:
-    """The model with its weights on the host, in evaluation mode, those parameters to be tuned that the recipe says."""
+    """Returns the model with its weights on the host, in evaluation mode, with the recipe's tunable parameters."""
     config, folder = open_config(recipe.model), recipe.model
     assert folder is not None
     if not any(folder.glob("*.safetensors")):
         raise UserError(f"{folder} has no *.safetensors: convert its weights with transformers' save_pretrained")
-    transformers.utils.logging.set_verbosity_error()  # what is wrong is one line, without tables and bars
+    transformers.utils.logging.set_verbosity_error()  # errors are one line, without tables and bars
     transformers.utils.logging.disable_progress_bar()
     with _explained(folder):
         model, found = AutoModelForCausalLM.from_pretrained(
@@ -68,7 +70,7 @@ def open_model(recipe: FinetuneRecipe) -> nn.Module:
             config=config,
             dtype=getattr(torch, recipe.weights),
             use_safetensors=True,
-            ignore_mismatched_sizes=True,  # which are refused below, by name
+            ignore_mismatched_sizes=True,  # they are refused below, by name
             output_loading_info=True,
             **LOCAL,
         )
@@ -84,14 +86,14 @@ def open_model(recipe: FinetuneRecipe) -> nn.Module:
 
 
 def build_model(recipe: FinetuneRecipe) -> nn.Module:
-    """The same model without its weights, on torch's default device, for a dry run."""
+    """Returns the same model without its weights, on torch's default device, for a dry run."""
     dtype = getattr(torch, recipe.weights)
     model = AutoModelForCausalLM.from_config(open_config(recipe.model), dtype=dtype, trust_remote_code=False)
     return tunable(model.eval(), recipe)
 
 
 def tunable(model: nn.Module, recipe: FinetuneRecipe) -> nn.Module:
-    """Freezes what the recipe does not tune, or puts its adapters in."""
+    """Freezes the parameters that the recipe does not tune, or adds its adapters."""
     if recipe.recompute:
         recompute(blocks_of(model))
     if recipe.lora.rank:
@@ -101,17 +103,17 @@ def tunable(model: nn.Module, recipe: FinetuneRecipe) -> nn.Module:
 
 
 def choose_trainable(model: nn.Module, patterns: tuple[str, ...]) -> None:
-    """Freezes the parameters whose names match none of the patterns (fnmatch's)."""
+    """Freezes the parameters whose names match none of the patterns (as in fnmatch)."""
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name, _ in model.named_parameters()):
             names = [name for name, _ in model.named_parameters()]
-            raise UserError(f"trainable={pattern!r} matches no parameter: they are called {names[0]} to {names[-1]}")
+            raise UserError(f"trainable={pattern!r} matches no parameter: their names are {names[0]} to {names[-1]}")
     for name, p in model.named_parameters():
         p.requires_grad_(any(fnmatchcase(name, pattern) for pattern in patterns))
 
 
 def add_lora(model: nn.Module, config: LoraConfig, seed: int) -> nn.Module:
-    """The model with adapters, the same ones for each seed, and nothing else to be tuned."""
+    """Returns the model with adapters, the same for each seed, as its only tunable parameters."""
     try:
         import peft
     except ImportError:
@@ -129,17 +131,17 @@ def add_lora(model: nn.Module, config: LoraConfig, seed: int) -> nn.Module:
 
 
 def check_causal(model: nn.Module, folder: Path) -> None:
-    """UserError where a later token changes what is predicted before it, as in BERT: it would see the answers."""
+    """Raises UserError if a later token changes an earlier prediction, as in BERT: that model would see the answers."""
     with torch.no_grad():
         first, other = (model(torch.tensor([[1, 2, last]])).logits[0, :2].float() for last in (3, 4))
     if not torch.isfinite(first).all():
-        raise UserError(f"{folder}: its weights give what is not finite: copy it again, or try --weights float32")
+        raise UserError(f"{folder}: its weights give non-finite numbers: copy it again, or try --weights float32")
     if (first - other).abs().max() > 1e-3 * first.abs().max():
         raise UserError(f"{folder} is no causal language model, it sees later tokens: give a decoder, such as opt")
 
 
 def open_tokenizer(folder: Path, model: nn.Module) -> Any:
-    """The folder's tokenizer; UserError where there is none, or it has more tokens than the model."""
+    """Returns the folder's tokenizer. Raises UserError if there is none, or it has more tokens than the model."""
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise UserError(f"{folder} has no tokenizer: add its files ({', '.join(TOKENIZER_FILES)}; one is enough)")
     with _explained(folder):
@@ -151,7 +153,7 @@ def open_tokenizer(folder: Path, model: nn.Module) -> Any:
 
 
 def positions(model: nn.Module, context: int | None) -> int:
-    """The most tokens that a sample may have: `context`, or the model's positions; UserError where it has fewer."""
+    """Returns the most tokens of a sample: `context`, or the model's positions. Raises UserError if it has fewer."""
     has = getattr(model.config, "max_position_embeddings", None)
     if context is not None and has is not None and context > has:
         raise UserError(f"context={context}: the model has {has} positions; give so many or fewer")
@@ -159,7 +161,7 @@ def positions(model: nn.Module, context: int | None) -> int:
 
 
 def write_model(model: nn.Module, tokenizer: Any, target: Path) -> None:
-    """Writes a folder as the one that was opened, or peft's of the adapters; it appears only when complete."""
+    """Writes a folder in the opened folder's format, or peft's for adapters. It appears only when it is complete."""
     fresh, old = (target.with_name(f".{target.name}.{what}") for what in ("tmp", "old"))
     for path in (fresh, old):
         shutil.rmtree(path, ignore_errors=True)
@@ -174,7 +176,7 @@ def write_model(model: nn.Module, tokenizer: Any, target: Path) -> None:
 
 @contextmanager
 def _explained(where: Path) -> Iterator[None]:
-    """What transformers makes of a damaged file, as one line: it raises nearly any error."""
+    """Turns transformers' errors for a damaged file, which are of many kinds, into one line."""
     try:
         yield
     except MemoryError:

@@ -1,8 +1,8 @@
-"""Classification by prompts, as in MeZO (Malladi et al., arXiv 2305.17333): a file has a prompt and its right answer a
-line, `{"prompt": "a gorgeous film. It was", "answer": " great"}`; the two are joined as they stand.
+"""Classification by prompts, as in MeZO (Malladi et al., arXiv 2305.17333).
 
-The loss is that of the answer's tokens alone. A model's choice is the answer of the largest log-likelihood per token,
-as in MeZO's evaluation.
+Each line of a file has a prompt and its right answer, `{"prompt": "a gorgeous film. It was", "answer": " great"}`. The
+two are joined as they are. Only the answer's tokens count in the loss. As in MeZO's evaluation, a model chooses the
+answer with the largest log-likelihood per token.
 """
 
 from __future__ import annotations
@@ -28,20 +28,25 @@ if TYPE_CHECKING:
     from training.run import Run
 
 SAMPLES, SHOWN = 4, 8  # prompts for TensorBoard, and answers of each
-MOST_ANSWERS = 100  # of a classification; each is tried on every held-out prompt
+MOST_ANSWERS = 100  # answers of a classification; each is tried on every held-out prompt
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt's tokens, `start`, and how each answer goes on from there; `right` is the index of the right one. Where
-    a prompt's last token joins an answer's first one, `start` ends before it."""
+    """A prompt in tokens, with all answers.
+
+    Attributes:
+        start: The prompt's tokens. If its last token joins an answer's first one, `start` ends before that token.
+        ends: The tokens after `start` for each answer.
+        right: Index of the right answer.
+    """
 
     start: list[int]
     ends: list[list[int]]
     right: int
 
     def sample(self, answer: int | None = None) -> tuple[list[int], int]:
-        """The tokens of the prompt with an answer, the right one by default, and how many of them are the prompt's."""
+        """Returns the tokens of the prompt with an answer (default: the right one), and the number of prompt tokens."""
         return self.start + self.ends[self.right if answer is None else answer], len(self.start)
 
 
@@ -54,11 +59,13 @@ class Line(NamedTuple):
 
 
 def read_lines(file: Path) -> list[Line]:
-    """The lines of a prompt file, empty ones left out; UserError names the line that is damaged."""
+    """Returns the lines of a prompt file that are not empty. A UserError names a line that is damaged."""
     if not file.is_file():
         raise UserError(f'{file} is missing: it should have {{"prompt": ..., "answer": ...}} a line')
     try:
-        texts = file.read_text(encoding="utf-8-sig").split("\n")  # JSON may hold what else splitlines() parts lines at
+        texts = file.read_text(encoding="utf-8-sig").split(
+            "\n"
+        )  # JSON may contain the other separators of splitlines()
     except UnicodeDecodeError as error:
         raise UserError(f"{file} is not UTF-8 text ({error.reason}): convert it") from None
     lines = []
@@ -78,18 +85,28 @@ def read_lines(file: Path) -> list[Line]:
 
 
 def answers_of(lines: list[Line], given: tuple[str, ...], file: Path) -> list[str]:
-    """The answers to choose from: those that are given, or all of the training file, sorted."""
+    """Returns the answers to choose from: the given ones, or all answers in the training file, sorted."""
     answers = list(given) or sorted({line.answer for line in lines})
     if not 2 <= len(answers) <= MOST_ANSWERS:
         raise UserError(
             f"{file} has {len(answers)} answers: a classification has 2 to {MOST_ANSWERS}; name them by --answers, or "
-            "take --task text"
+            "use --task text"
         )
     return answers
 
 
 def encode(lines: list[Line], answers: list[str], tokenizer: Any, limit: int) -> list[Prompt]:
-    """The lines in tokens. limit: tokens that the model reads. UserError names a longer line, or an unknown answer."""
+    """Returns the lines in tokens.
+
+    Args:
+        lines: Lines of a prompt file.
+        answers: All answers.
+        tokenizer: The model's tokenizer.
+        limit: Most tokens that the model reads.
+
+    Raises:
+        UserError: Names a line that is too long, or an unknown answer.
+    """
     for line in lines:
         if line.answer not in answers:
             raise UserError(
@@ -113,8 +130,13 @@ def encode(lines: list[Line], answers: list[str], tokenizer: Any, limit: int) ->
 
 
 def collate(samples: Iterable[tuple[list[int], int]]) -> Batch:
-    """(tokens, how many are the prompt's) each -> inputs and targets, int64 [batch, time], padded at the end. Targets
-    are IGNORE except for an answer's tokens."""
+    """Returns inputs and targets, int64 [batch, time], padded at the end.
+
+    Targets are IGNORE except for an answer's tokens.
+
+    Args:
+        samples: (tokens, number of prompt tokens) of each sample.
+    """
     samples = list(samples)
     width = max(len(ids) for ids, _ in samples) - 1
     inputs = torch.zeros(len(samples), width, dtype=torch.int64)
@@ -126,7 +148,7 @@ def collate(samples: Iterable[tuple[list[int], int]]) -> Batch:
 
 
 class PromptDocuments:
-    """Samples, (tokens, how many are the prompt's) each, as documents (language.lengths.dealt)."""
+    """Samples, each (tokens, number of prompt tokens), as documents (language.lengths.dealt)."""
 
     def __init__(self, samples: list[tuple[list[int], int]]):
         self.samples, self.sample_size = samples, 1
@@ -136,13 +158,13 @@ class PromptDocuments:
         self.about = f"{len(samples):,} prompts of {self.lengths.min():,} to {self.lengths.max():,} tokens"
 
     def read(self, number: int) -> Batch:
-        """Inputs and targets, int64 [tokens] each."""
+        """Returns inputs and targets, each int64 [tokens]."""
         inputs, targets = collate([self.samples[number]])
         return inputs[0], targets[0]
 
 
 def log_likelihoods(model: nn.Module, samples: list[tuple[list[int], int]], device: torch.device) -> Tensor:
-    """float64 [len(samples), 2]: the sum over each sample's answer, in nats, and the answer's tokens."""
+    """Returns float64 [len(samples), 2]: each answer's summed log-likelihood in nats, and its number of tokens."""
     inputs, targets = (part.to(device) for part in collate(samples))
     found = model(inputs).logits.float().log_softmax(-1)
     wanted = targets != IGNORE
@@ -152,8 +174,10 @@ def log_likelihoods(model: nn.Module, samples: list[tuple[list[int], int]], devi
 
 @torch.no_grad()
 def answer_scores(model: nn.Module, prompts: list[Prompt], batch_size: int, device: torch.device) -> Iterator[Tensor]:
-    """Of each prompt, float64 [answers, 2]: see log_likelihoods. The model reads at most batch_size samples at once, or
-    those of one prompt."""
+    """Yields the log_likelihoods of each prompt's answers, float64 [answers, 2].
+
+    The model reads at most batch_size samples at once, or the samples of one prompt.
+    """
     each = len(prompts[0].ends) if prompts else 1
     for at in range(0, len(prompts), group := max(1, batch_size // each)):
         some = prompts[at : at + group]
@@ -163,7 +187,7 @@ def answer_scores(model: nn.Module, prompts: list[Prompt], batch_size: int, devi
 
 @dataclass(frozen=True)
 class PromptTask:
-    """What is learned: train and val in tokens, and the answers' texts."""
+    """The data of a classification by prompts: train and val in tokens, and the answers' texts."""
 
     tokenizer: Any
     answers: list[str]
@@ -172,7 +196,7 @@ class PromptTask:
 
     @classmethod
     def open(cls, recipe: FinetuneRecipe, folder: Path, tokenizer: Any, limit: int) -> PromptTask:
-        """From train.jsonl and val.jsonl in the folder. limit: see encode."""
+        """Opens train.jsonl and val.jsonl in the folder. See encode for `limit`."""
         train, val = (read_lines(folder / f"{split}.jsonl") for split in ("train", "val"))
         answers = answers_of(train, recipe.answers, folder / "train.jsonl")
         return cls(tokenizer, answers, *(encode(lines, answers, tokenizer, limit) for lines in (train, val)))
@@ -183,18 +207,18 @@ class PromptTask:
 
     @property
     def documents(self) -> PromptDocuments:
-        """The prompts with their right answers, to be dealt over rounds."""
+        """The prompts with their right answers, as documents."""
         return PromptDocuments([prompt.sample() for prompt in self.train])
 
     def batches(self, recipe: FinetuneRecipe, rank: int, world_size: int, start: int, total: int) -> Iterator[Batch]:
-        """This worker's batches of prompts with their right answers, of the steps from `start` to `total`."""
+        """Yields this worker's batches of prompts with their right answers, from step `start` to `total`."""
         samples: Any = [prompt.sample() for prompt in self.train]
         keys = ([i for *_, i in keys] for _, keys in train_keys(recipe, self.samples, rank, world_size, start, total))
         return load_batches(samples, keys, recipe.loader_workers, collate=collate)
 
     @repeated
     def evaluate(self, run: Run, model: nn.Module, *, at_end: bool) -> dict[str, float]:
-        """The share of the held-out prompts whose right answer is the likeliest per token, and the loss."""
+        """Returns the share of held-out prompts whose right answer is the likeliest per token, and the loss."""
         recipe: Any = run.recipe
         val = self.val[: None if at_end else recipe.eval_samples]
         mine = [val[i] for i in eval_share(len(val), rank=run.rank, world_size=run.world_size)]
@@ -212,7 +236,7 @@ class PromptTask:
         return results
 
     def sample(self, model: nn.Module, device: torch.device) -> str:
-        """Some prompts with each answer's probability per token, the right one in bold: Markdown."""
+        """Returns Markdown of some prompts with each answer's probability per token, the right answer in bold."""
         rows = []
         some = self.val[:SAMPLES]
         for prompt, found in zip(some, answer_scores(model, some, len(self.answers), device), strict=True):

@@ -1,4 +1,4 @@
-"""What a language modelling run can be told."""
+"""The settings of a language modeling run."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,7 +8,7 @@ import tyro
 
 from core.errors import UserError
 from core.placement import local_world_size
-from language.zeroth import ZerothConfig  # and registers method zo
+from language.zeroth import ZerothConfig  # this also registers method zo
 from language.zeroth.order import Place
 from training.optim import OptimConfig
 from training.recipe import MethodName, Recipe
@@ -20,43 +20,45 @@ ModelName = Literal[
 TextMethod = Literal[MethodName, "zo"]
 CorpusName = Literal["pydoc", "gutenberg", "openwebtext", "wikibooks", "wikitext103"]
 LinearAttention = Literal["torch", "fla"]
-GPT2_VOCABULARY = 50257  # nanoGPT's prepare.py; its end-of-text token is the last one
+GPT2_VOCABULARY = 50257  # as in nanoGPT's prepare.py; the end-of-text token is the last one
 
 
 @dataclass(frozen=True)
 class RingsConfig:
-    """Of balance rings."""
+    """Settings of balance rings."""
 
     room: int | None = None
-    """Tokens of a row that a worker's memory holds: what is longer is split over as many as need be; None: any."""
+    """Tokens of a row that fit in a worker's memory. Longer documents are split over workers. None: no limit."""
     costs: tuple[float, ...] = ()
-    """Seconds of a layer, both passes: of attention a squared token, of the rest a token, of a ring's hop in all and a
-    token; the latter two again where an island spans machines. None: measured at the start, which tells them."""
+    """Measured costs, to skip the measurement at the start, which prints them. The first four are seconds per layer for
+    both passes: attention per squared token, the rest per token, a ring's hop, and each token of a hop. Two more give
+    the hop's costs for islands that span machines."""
 
 
 @dataclass(frozen=True)
 class TextRecipe(Recipe):
-    """What training from scratch and fine-tuning have in common."""
+    """Settings that training from scratch and fine-tuning share."""
 
     method: TextMethod = "co2"
-    """How the workers are kept together. The period of every local method is co2.tau. zo: no backward pass, the workers
-    exchange losses alone."""
-    zeroth: Annotated[ZerothConfig, tyro.conf.arg(help="Of method zo.")] = field(default_factory=ZerothConfig)
+    """Training method. All local methods use co2.tau as their number of local steps. zo has no backward pass, and its
+    workers exchange only losses."""
+    zeroth: Annotated[ZerothConfig, tyro.conf.arg(help="Settings of method zo.")] = field(default_factory=ZerothConfig)
     offload: bool = False
-    """Keep CO2's outer state and its all-reduce in the host's memory: no copy of the parameters on a GPU. Of method zo:
-    keep the model's blocks there, of which three at a time are on the GPU; per_node workers upload a part each."""
+    """Keep CO2's outer state and its all-reduce in the host's memory, without a copy of the parameters on a GPU. With
+    method zo, keep the model's blocks on the host, with three at a time on the GPU; per_node workers upload a part
+    each."""
     epoch_steps: int | None = None
-    """Optimiser steps that count as an epoch; None for one pass over the data."""
+    """Optimizer steps that count as an epoch. None means one pass over the data."""
     loader_workers: int = 0
-    """Processes per worker that read and mask batches ahead; 0 for none."""
+    """Processes per worker that read and mask batches ahead. With 0 the worker itself does so."""
     balance: Literal["none", "tokens", "round", "rings"] = "none"
-    """Train on whole documents, several a row without attention between them, each dealt to one worker. round: so that
-    all workers have as much work a round, and as many tokens; tokens: as they come, to the worker with fewest tokens.
-    rings: as round among nodes, and the workers of a node (per_node) split long documents between them. none: windows
-    of the text, which run across documents; of prompts, as many for each worker."""
+    """Train on whole documents, several per row without attention between them, each on one worker. round gives all
+    workers equal work and equally many tokens per round. tokens gives the next document to the worker with the fewest
+    tokens. rings is as round among nodes, and the workers of a node (per_node) split long documents. none uses windows
+    of the text, which run across documents, or equally many prompts per worker."""
     crossing: float | None = None
-    """Of balance round and rings, the length in tokens at which attention costs as much as the rest of the model; None:
-    12 times the model's width."""
+    """For balance round and rings, the length in tokens at which attention costs as much as the rest of the model. None
+    means 12 times the model's width."""
     rings: RingsConfig = field(default_factory=RingsConfig)
 
     def __post_init__(self) -> None:
@@ -75,13 +77,13 @@ class TextRecipe(Recipe):
             self._check_rings()
 
     def _check_zeroth_order(self) -> None:
-        """Refuses what zeroth-order steps would leave unused: gradients, and an optimiser beyond its learning rate."""
+        """Refuses settings that zeroth-order steps would not use: gradients, and most settings of the optimizer."""
         unused = {"per_node": 1, "zero": 0, "recompute": False, "compile": False}
-        if self.offload:  # the workers of a node share uploads
+        if self.offload:  # then the workers of a node share uploads
             del unused["per_node"]
         for name, needed in unused.items():
             if (value := getattr(self, name)) != needed:
-                raise UserError(f"{name}={value!r} with method 'zo', which makes no use of it: leave it out")
+                raise UserError(f"{name}={value!r} with method 'zo', which does not use it: leave it out")
         usual = OptimConfig("sgd", momentum=0.0)
         for name in ("name", "momentum", "weight_decay", "clip_grad_norm"):
             if (value := getattr(self.optim, name)) != (needed := getattr(usual, name)):
@@ -92,7 +94,7 @@ class TextRecipe(Recipe):
                 )
 
     def _check_balance(self) -> None:
-        """Refuses what does not go with documents that are dealt over a round."""
+        """Refuses settings that do not work with whole documents."""
         rings, meet = self.balance == "rings", "whose workers of a node meet at every step"
         for ok, what, why in (
             (self.method != "zo", "method='zo'", "whose workers exchange losses at every step"),
@@ -108,7 +110,7 @@ class TextRecipe(Recipe):
                 raise UserError(f"balance={self.balance!r} does not go with {what}, {why}: leave one of them out")
 
     def _check_rings(self) -> None:
-        """Refuses an island of one worker, and what it cannot be told."""
+        """Refuses an island of one worker, and wrong settings of rings."""
         room, costs = self.rings.room, self.rings.costs
         if self.balance == "rings" and self.per_node == 1:
             raise UserError("balance='rings' with per_node=1: nobody could split a document; add --per_node 2 or more")
@@ -121,7 +123,10 @@ class TextRecipe(Recipe):
             raise UserError(f"rings.costs={' '.join(map(str, costs))}: give 4 or 6 numbers, 0 or more")
 
     def data_workers(self, workers: int) -> int:
-        """With balance rings a node takes as one worker does; with method zo two workers may take the same part."""
+        """Returns how many workers get different data.
+
+        With balance rings a node counts as one worker. With method zo two workers may get the same data.
+        """
         if self.balance == "rings":
             return max(1, workers // (self.per_node or local_world_size()))
         if self.method == "zo":
@@ -131,28 +136,30 @@ class TextRecipe(Recipe):
 
 @dataclass(frozen=True)
 class LanguageRecipe(TextRecipe):
-    """A language model and its text."""
+    """Settings of a language model and its text."""
 
     model: ModelName = "gpt2_tiny"
+    """The model and its size."""
     corpus: CorpusName = "pydoc"
-    """pydoc comes with Python; the others are read from the folder CO2_DATA."""
+    """The text. pydoc comes with Python. All other corpora are read from the folder CO2_DATA."""
     init_from: Path | None = None
-    """The run folder of a model of the same sizes, from whose newest checkpoint the weights are taken; None: random."""
+    """Run folder of a model of the same sizes, whose newest checkpoint has the initial weights. None: random ones."""
     vocab_size: int = 1024
-    """Tokens of the vocabulary: trained for pydoc and gutenberg, checked against the token files otherwise."""
+    """Tokens of the vocabulary. pydoc and gutenberg train one of this size; for other corpora it is checked."""
     context: int = 128
     """Tokens per sample."""
     dropout: float = 0.0
+    """Dropout of GPT-2 and RoBERTa."""
     eval_tokens: int | None = None
-    """Held-out tokens to evaluate on while training, None for all; their results are named val_part_*. At the end it is
-    always all: val_*."""
+    """Held-out tokens for evaluations during training, with results named val_part_*. None means all tokens. The last
+    evaluation always uses all tokens, with results named val_*."""
     wikitext2: bool = False
-    """Evaluate on WikiText-2's test text, too, at the end."""
+    """Evaluate on WikiText-2's test text too, at the end."""
     layout: str = ""
-    """How GPT-2 lies on the workers, such as tp2.pp2.dp2 or tp2.dp4.fsdp.co2x2 (docs/layouts.md); empty: as --per_node
-    and --zero say."""
+    """Layout of GPT-2 on the workers, such as tp2.pp2.dp2 or tp2.dp4.fsdp.co2x2 (docs/planning.md). If empty,
+    --per_node and --zero apply."""
     linear_attention: LinearAttention = "torch"
-    """How TransNormer's attention is computed on GPUs: by torch, or by flash-linear-attention's Triton kernels."""
+    """TransNormer's attention on GPUs: torch, or flash-linear-attention's Triton kernels (fla)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,4 +1,4 @@
-"""The language modelling runs. Batch sizes are global: all workers together."""
+"""The language modeling runs. Batch sizes are global, over all workers."""
 
 from dataclasses import replace
 
@@ -8,13 +8,13 @@ from training.optim import OptimConfig
 
 
 def gpt2_small_owt() -> LanguageRecipe:
-    """GPT-2 Small on OpenWebText; the paper's perplexity: CO2 7.37 +- 0.73, SlowMo 7.34 +- 0.89. Not run.
+    """GPT-2 Small on OpenWebText. We did not run it. The paper's perplexity is 7.37 +- 0.73 (SlowMo: 7.34 +- 0.89).
 
-    The paper's: context 1,024, total batch 480, the data, 64 A100. From the authors' example for GPT-2 Medium, which
-    runs fairseq: the optimizer, CO2's settings, dropout 0.1, weight decay on all parameters. Ours: 100,000 steps.
-    480 does not divide by 64 or 128 workers: slurm/gpt2_a100.sh and reproduce.py take 512 there.
+    The paper gives the context of 1,024, the total batch of 480, the data and 64 A100. The authors' example for GPT-2
+    Medium, which runs fairseq, gives the optimizer, CO2's settings, dropout 0.1, and weight decay on all parameters. We
+    chose 100,000 steps. 64 or 128 workers do not divide 480, so slurm/gpt2_a100.sh and reproduce.py use 512 there.
 
-    The paper's perplexity may have another base or unit: 2^2.88 = 7.36. Ours is e to the mean loss a token.
+    The paper's perplexity may have another base or unit, as 2^2.88 = 7.36. Ours is e to the average loss per token.
     """
     fairseq = {"name": "adamw", "betas": (0.9, 0.98), "undecayed": (), "clip_grad_norm": 1.0}
     return LanguageRecipe(
@@ -35,18 +35,21 @@ def gpt2_small_owt() -> LanguageRecipe:
 
 
 def gpt2_medium_owt() -> LanguageRecipe:
-    """GPT-2 Medium on OpenWebText, as gpt2_small_owt. Not run."""
+    """GPT-2 Medium on OpenWebText, as gpt2_small_owt. We did not run it."""
     return replace(gpt2_small_owt(), model="gpt2_medium", accumulate=2)
 
 
 def gpt2_large_owt() -> LanguageRecipe:
-    """GPT-2 Large on OpenWebText, as gpt2_small_owt. Not run."""
+    """GPT-2 Large on OpenWebText, as gpt2_small_owt. We did not run it."""
     return replace(gpt2_small_owt(), model="gpt2_large", accumulate=3, recompute=True)
 
 
 def gpt2_medium_zo_owt() -> LanguageRecipe:
-    """GPT-2 Medium, trained before, goes on without gradients; add --init_from with the --out of its run. Not run.
-    MeZO's eps, learning rate for all weights, constant schedule and number of steps; the batch is ours."""
+    """Continues a trained GPT-2 Medium without gradients. We did not run it.
+
+    Add --init_from with the --out of its run. Eps, learning rate for all weights, constant schedule and number of steps
+    are MeZO's. The batch is ours.
+    """
     return replace(
         gpt2_medium_owt(),
         method="zo",
@@ -58,18 +61,20 @@ def gpt2_medium_zo_owt() -> LanguageRecipe:
 
 
 def gpt2_small_wikitext103() -> LanguageRecipe:
-    """GPT-2 Small on WikiText-103, whose tokens are those of roberta_base_wikitext103: in place of L-GreCo's
-    Transformer-LM, whose sizes are unknown to us. As gpt2_small_owt; batch and epochs are ours; 256 does not divide by
-    80 workers, where slurm/gpt2_3090.sh takes 240. Not run."""
+    """GPT-2 Small on WikiText-103, with the tokens of roberta_base_wikitext103. We did not run it.
+
+    It replaces L-GreCo's Transformer-LM, whose sizes we do not know. It is as gpt2_small_owt, with our batch and
+    epochs. 80 workers do not divide the batch of 256, so slurm/gpt2_3090.sh uses 240 there.
+    """
     base = gpt2_small_owt()
     return replace(base, corpus="wikitext103", vocab_size=50265, batch_size=256, epoch_steps=None, epochs=50)
 
 
 def transnormer_7b_owt() -> LanguageRecipe:
-    """A TransNormer of 7 billion parameters; the paper's perplexity: AdamW 16.82, with ZeRO-2. Not run.
+    """A TransNormer of 7 billion parameters. We did not run it. The paper's perplexity is 16.82 for AdamW with ZeRO-2.
 
-    Sizes, data, batch, steps and optimizer are ours. It needs GPUs of 80 GB in nodes of eight; add --zero 3 for 40 GB,
-    --zero 3 --offload for 24 GB.
+    Sizes, data, batch, steps and optimizer are ours. It needs GPUs of 80 GB in nodes of eight. Add --zero 3 for 40 GB,
+    or --zero 3 --offload for 24 GB.
     """
     adamw = OptimConfig("adamw", lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, warmup_steps=2000, clip_grad_norm=1.0)
     co2 = CO2Config(tau=48, outer_momentum=0.6)
@@ -79,9 +84,11 @@ def transnormer_7b_owt() -> LanguageRecipe:
 
 
 def roberta_base_wikibooks() -> LanguageRecipe:
-    """RoBERTa Base on Wikipedia and BookCorpus, which the paper names. Not run. As in Liu et al. (arXiv 1907.11692) for
-    this text, with fairseq's weight decay on all parameters; the 6,000 steps of warm-up are ours. CO2's outer momentum
-    is that of the authors' example for more than 64 GPUs."""
+    """RoBERTa Base on Wikipedia and BookCorpus, which the paper names. We did not run it.
+
+    Settings are as in Liu et al. (arXiv 1907.11692) for this text, with fairseq's weight decay on all parameters. The
+    6,000 steps of warm-up are ours. CO2's outer momentum is from the authors' example for more than 64 GPUs.
+    """
     optim = {"eps": 1e-6, "weight_decay": 0.01, "schedule": "poly", "warmup_steps": 6000, "clip_grad_norm": None}
     sizes = {"model": "roberta_base", "vocab_size": 50265, "context": 512, "batch_size": 8192, "accumulate": 4}
     base = gpt2_small_owt()
@@ -90,20 +97,20 @@ def roberta_base_wikibooks() -> LanguageRecipe:
 
 
 def roberta_large_wikibooks() -> LanguageRecipe:
-    """RoBERTa Large on Wikipedia and BookCorpus, as roberta_base_wikibooks. Not run."""
+    """RoBERTa Large on Wikipedia and BookCorpus, as roberta_base_wikibooks. We did not run it."""
     base = roberta_base_wikibooks()
     return replace(base, model="roberta_large", accumulate=8, optim=replace(base.optim, lr=4e-4))
 
 
 def roberta_base_wikitext103() -> LanguageRecipe:
-    """RoBERTa Base on WikiText-103, which the paper names; batch, epochs and learning rate are ours. Not run."""
+    """RoBERTa Base on WikiText-103, which the paper names, with our batch, epochs and rate. We did not run it."""
     base = roberta_base_wikibooks()
     optim = replace(base.optim, lr=2e-4, warmup_steps=2000)
     return replace(base, corpus="wikitext103", batch_size=256, accumulate=1, epoch_steps=None, epochs=50, optim=optim)
 
 
 def roberta_large_wikitext103() -> LanguageRecipe:
-    """RoBERTa Large on WikiText-103, as roberta_base_wikitext103. Not run."""
+    """RoBERTa Large on WikiText-103, as roberta_base_wikitext103. We did not run it."""
     base = roberta_base_wikitext103()
     return replace(base, model="roberta_large", optim=replace(base.optim, lr=1e-4))
 
@@ -111,17 +118,17 @@ def roberta_large_wikitext103() -> LanguageRecipe:
 # -- small stand-ins, for two CPU cores and four workers --------------------------------------------------------------
 
 
-# Measured, where no more is said, with co2 and --no_recommended, one seed, on a busy machine of two cores, from a
-# perplexity of about the vocabulary's size. These runs are short, and CO2 with the default outer momentum did worse.
-# Learning rate, tau and outer momentum are the best of about ten trials with co2 on the same held-out text; ddp was
-# given the learning rate of co2.
+# Unless stated otherwise, we measured with co2 and --no_recommended, one seed, on a busy machine of two cores, from a
+# perplexity of about the vocabulary's size. These runs are short, and CO2 with the default outer momentum was worse.
+# Learning rate, tau and outer momentum are the best of about ten trials with co2 on the same held-out text. ddp used
+# co2's learning rate.
 
 
 def gpt2_pydoc_small() -> LanguageRecipe:
-    """A tiny GPT-2 on Python's documentation, which needs no data.
+    """A tiny GPT-2 on Python's documentation, without a download.
 
-    Measured after 660 steps, seed 0: perplexity 55.9, 2.14 bits per byte, in 1.7 minutes on two quiet cores; with
-    --no_recommended 68.6 and 2.25, local 52.6 and 2.11, ddp 45.9 and 2.03.
+    We measured a perplexity of 55.9 and 2.14 bits per byte after 660 steps with seed 0, in 1.7 minutes on two quiet
+    cores. With --no_recommended they were 68.6 and 2.25, with local 52.6 and 2.11, and with ddp 45.9 and 2.03.
     """
     return LanguageRecipe(
         context=64,
@@ -135,61 +142,67 @@ def gpt2_pydoc_small() -> LanguageRecipe:
 
 
 def gpt2_pydoc_medium() -> LanguageRecipe:
-    """As gpt2_pydoc_small, a deeper and wider model. Not run to its end."""
+    """A deeper and wider model than gpt2_pydoc_small. We did not run it to its end."""
     return replace(gpt2_pydoc_small(), model="gpt2_mini")
 
 
 def gpt2_pydoc_large() -> LanguageRecipe:
-    """As gpt2_pydoc_medium, deeper and wider again. Not run to its end."""
+    """A deeper and wider model than gpt2_pydoc_medium. We did not run it to its end."""
     return replace(gpt2_pydoc_small(), model="gpt2_midi")
 
 
 def transnormer_pydoc_small() -> LanguageRecipe:
-    """A tiny TransNormer on Python's documentation, which needs no data.
+    """A tiny TransNormer on Python's documentation, without a download.
 
-    Measured after 660 steps, seed 0: perplexity 51.0, 2.09 bits per byte, in 1.8 minutes on two quiet cores; with
-    --no_recommended 57.2 and 2.15.
+    We measured a perplexity of 51.0 and 2.09 bits per byte after 660 steps with seed 0, in 1.8 minutes on two quiet
+    cores. With --no_recommended they were 57.2 and 2.15.
     """
     return replace(gpt2_pydoc_small(), model="transnormer_tiny")
 
 
 def roberta_pydoc_small() -> LanguageRecipe:
-    """A tiny RoBERTa on Python's documentation, which needs no data.
+    """A tiny RoBERTa on Python's documentation, without a download.
 
-    Measured after 680 steps, seed 0: perplexity of masked tokens 248.7 in 2.1 minutes on two cores; with
-    --no_recommended 275.5.
+    We measured a perplexity of masked tokens of 248.7 after 680 steps with seed 0, in 2.1 minutes on two cores. With
+    --no_recommended it was 275.5.
     """
     small = gpt2_pydoc_small()
     return replace(small, model="roberta_tiny", optim=replace(small.optim, lr=2e-3))
 
 
 def roberta_pydoc_large() -> LanguageRecipe:
-    """As roberta_pydoc_small, a deeper and wider model. Not run to its end."""
+    """A deeper and wider model than roberta_pydoc_small. We did not run it to its end."""
     return replace(roberta_pydoc_small(), model="roberta_mini")
 
 
 def roberta_gutenberg_small() -> LanguageRecipe:
-    """A tiny RoBERTa on Gutenberg books, of CO2_DATA. Not run to its end."""
+    """A tiny RoBERTa on Gutenberg books from CO2_DATA. We did not run it to its end."""
     small = roberta_pydoc_small()
     return replace(small, corpus="gutenberg", vocab_size=2048, epoch_steps=68, eval_tokens=1 << 15)
 
 
 def roberta_gutenberg_large() -> LanguageRecipe:
-    """As roberta_gutenberg_small, a deeper and wider model. Not run to its end."""
+    """A deeper and wider model than roberta_gutenberg_small. We did not run it to its end."""
     return replace(roberta_gutenberg_small(), model="roberta_mini")
 
 
 def gpt2_gutenberg_small() -> LanguageRecipe:
-    """A tiny GPT-2 on Gutenberg books, evaluated on whole held-out books and on WikiText-2. Measured: perplexity 226,
-    2.91 bits per byte, after 1,000 steps in 5.3 minutes; on WikiText-2's test text 852 and 4.12."""
+    """A tiny GPT-2 on Gutenberg books, evaluated on whole held-out books and on WikiText-2.
+
+    We measured a perplexity of 226 and 2.91 bits per byte after 1,000 steps, in 5.3 minutes. On WikiText-2's test text
+    they were 852 and 4.12.
+    """
     return replace(
         gpt2_pydoc_small(), corpus="gutenberg", vocab_size=2048, epoch_steps=100, eval_tokens=1 << 15, wikitext2=True
     )
 
 
 def gpt2_zo_small() -> LanguageRecipe:
-    """The tiny GPT-2 of gpt2_pydoc_small fine-tuned without gradients; add --init_from with the --out of a run of that.
-    Learning rate, eps and the constant schedule are of MeZO's kind, and ours for this size."""
+    """Fine-tunes the tiny GPT-2 of gpt2_pydoc_small without gradients.
+
+    Add --init_from with the --out of its run. Learning rate, eps and the constant schedule follow MeZO, with our values
+    for this size.
+    """
     return replace(
         gpt2_pydoc_small(),
         method="zo",

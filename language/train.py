@@ -61,9 +61,9 @@ if TYPE_CHECKING:
 
 PROMPT_TOKENS, NEW_TOKENS, TOP_K = 16, 48, 20  # of the text that a causal model writes for TensorBoard
 SAMPLES = 4
-VAL_PART = "val_part"  # results on the part of the held-out text that is evaluated during training; val: on all of it
+VAL_PART = "val_part"  # results on a part of the held-out text, during training; val: results on all of it
 
-Texts = dict[str, np.ndarray]  # held-out tokens by the name of their text
+Texts = dict[str, np.ndarray]  # name of a text -> its held-out tokens
 
 
 def main() -> None:
@@ -71,7 +71,7 @@ def main() -> None:
     if recipe.dry_run:
         return dry_run(recipe, lambda: make_model(recipe, pad=1))
     if recipe.layout:
-        from training.layouts.parallel import check_cut  # here, because DTensors take seconds to import
+        from training.layouts.parallel import check_cut  # imported here, because DTensors take seconds
 
         with torch.device("meta"):
             check_cut(make_model(recipe, pad=1), Layout.parse(recipe.layout))
@@ -84,7 +84,7 @@ def main() -> None:
 
 
 def make_model(recipe: LanguageRecipe, pad: int | None) -> nn.Module:
-    """The recipe's model, its vocabulary padded to a multiple of 64, which GPUs multiply faster."""
+    """Returns the recipe's model, with its vocabulary padded to a multiple of 64, which is faster on GPUs."""
     padded = -(-recipe.vocab_size // 64) * 64
     sizes = {"vocab_size": padded, "context": recipe.context, "dropout": recipe.dropout}
     model = build_model(recipe.model, **sizes, pad=pad, attention=recipe.linear_attention)
@@ -94,7 +94,7 @@ def make_model(recipe: LanguageRecipe, pad: int | None) -> nn.Module:
 
 
 def make_objective(recipe: LanguageRecipe, corpus: Corpus) -> Objective:
-    """What the model learns on this corpus; refuses a corpus that does not fit the recipe."""
+    """Returns the model's objective on this corpus. Refuses a corpus that does not fit the recipe."""
     if corpus.vocab_size != recipe.vocab_size:
         raise UserError(
             f"vocab_size={recipe.vocab_size}, but {corpus.folder} uses {corpus.vocab_size} tokens: "
@@ -110,7 +110,7 @@ def make_objective(recipe: LanguageRecipe, corpus: Corpus) -> Objective:
 
 
 def train(run: Run, recipe: LanguageRecipe, corpus: Corpus, objective: Objective, final_texts: Texts) -> None:
-    """A run from random weights, or those of `init_from`. final_texts: to evaluate on at the end."""
+    """Trains from random weights, or the weights of `init_from`. `final_texts` are evaluated at the end."""
     model = make_model(recipe, corpus.pad)
     if recipe.init_from is not None:
         load_weights(model, recipe.init_from)
@@ -119,7 +119,14 @@ def train(run: Run, recipe: LanguageRecipe, corpus: Corpus, objective: Objective
 
 @dataclass(frozen=True)
 class TextTask:
-    """A corpus and an objective. some: held-out tokens for evaluations during training; texts: for the last one."""
+    """A corpus and an objective.
+
+    Attributes:
+        corpus: The corpus.
+        objective: The objective.
+        some: Held-out tokens for evaluations during training.
+        texts: Texts for the last evaluation.
+    """
 
     corpus: Corpus
     objective: Objective
@@ -131,12 +138,12 @@ class TextTask:
         return count_windows(len(self.corpus.train), self.objective)
 
     def batches(self, recipe: TextRecipe, rank: int, world_size: int, start: int, total: int) -> Iterator[Batch]:
-        """This worker's windows of the steps from `start` to `total`."""
+        """Yields this worker's windows from step `start` to `total`."""
         return train_batches(self.corpus.train, self.objective, recipe, rank, world_size, start, total)
 
     @property
     def documents(self) -> TextDocuments:
-        """Those of the training text, in place of windows of it."""
+        """The documents of the training text, for training without windows."""
         return TextDocuments(self.corpus.train, self.corpus.eot, self.objective.context)
 
     def evaluate(self, run: Run, model: nn.Module, *, at_end: bool) -> dict[str, float]:
@@ -145,8 +152,13 @@ class TextTask:
 
 
 def learn(run: Run, recipe: TextRecipe, model: nn.Module, task: TextTask | PromptTask) -> Method | Zeroth | None:
-    """The loop: optimizer steps, method.step(), and at round boundaries evaluations and checkpoints. model: from
-    run.shard; it stays in its mode, because fine-tuning has no dropout. Returns None after a signal."""
+    """Runs the loop: optimizer steps, method.step(), and at round boundaries evaluations and checkpoints.
+
+    The model, from run.shard, stays in its mode, because fine-tuning has no dropout.
+
+    Returns:
+        The method, or None after a signal.
+    """
     optimizer = run.shard_optimizer(make_optimizer(model, recipe.optim))
     dealt = Dealt.of(recipe, model, task.documents, run) if recipe.balance != "none" else None
     epoch = recipe.epoch_steps or steps_per_epoch((dealt or task).samples, recipe.batch_size)
@@ -162,7 +174,7 @@ def learn(run: Run, recipe: TextRecipe, model: nn.Module, task: TextTask | Promp
 
     wrapped.train(model.training)
     for batch in run.batches(dealt.following(method) if dealt else make):
-        if isinstance(method, Zeroth):  # two forward passes stand for the gradient and its step
+        if isinstance(method, Zeroth):  # two forward passes replace the gradient and its step
             loss = measure(run, recipe, method, batch)
         else:
             loss = backward(run, recipe, wrapped, batch)
@@ -183,13 +195,13 @@ def learn(run: Run, recipe: TextRecipe, model: nn.Module, task: TextTask | Promp
     return method
 
 
-# inputs, targets, and where something is predicted (None: everywhere); or documents
+# inputs, targets, and the positions that are predicted (None: all), or documents
 Part = tuple[Tensor, Tensor, Tensor | None] | Packed
 
 
 def backward(run: Run, recipe: TextRecipe, wrapped: nn.Module, batch: Batch | Rows) -> Tensor:
-    """Adds the gradient of this worker's mean loss over the batch, in micro-batches; returns the loss."""
-    if recipe.layout:  # which cuts the batch into micro-batches itself
+    """Adds the gradient of this worker's average loss over the batch, in micro-batches. Returns the loss."""
+    if recipe.layout:  # a layout cuts the batch into micro-batches itself
         parallel: Any = wrapped
         inputs, targets = (part.to(run.device, non_blocking=True) for part in batch)
         predicted = (targets != IGNORE).sum().clamp(min=1)
@@ -205,7 +217,7 @@ def backward(run: Run, recipe: TextRecipe, wrapped: nn.Module, batch: Batch | Ro
 
 
 def measure(run: Run, recipe: TextRecipe, method: Zeroth, batch: Batch) -> Tensor:
-    """A step of method zo; returns this worker's mean loss over the batch."""
+    """Takes a step of method zo. Returns this worker's average loss over the batch."""
     parts, predicted = micro_batches(run, recipe, batch)
 
     def mean_loss(model: nn.Module) -> Tensor:
@@ -215,20 +227,20 @@ def measure(run: Run, recipe: TextRecipe, method: Zeroth, batch: Batch) -> Tenso
 
 
 def micro_batches(run: Run, recipe: TextRecipe, batch: Batch | Rows) -> tuple[list[Part], Tensor | float]:
-    """The batch in parts on the device, and how many tokens are predicted over all of it, 0-d."""
+    """Returns the batch in parts on the device, and the number of predicted tokens in all of it, 0-d."""
     if isinstance(batch, Rows):
         return [row.to(run.device) for row in batch.parts], batch.predicted
     inputs, targets = (part.to(run.device, non_blocking=True) for part in batch)
     predicted = (targets != IGNORE).sum().clamp(min=1)  # over the whole batch, so that micro-batches change nothing
     on_host = batch[1].chunk(recipe.accumulate)
-    places = [(t.flatten() != IGNORE).nonzero()[:, 0] for t in on_host]  # where something is predicted, int64 [n]
+    places = [(t.flatten() != IGNORE).nonzero()[:, 0] for t in on_host]  # the predicted positions, int64 [n]
     chosen = [None if is_causal(recipe.model) else upload(at, run.device) for at in places]
     parts = zip(inputs.chunk(recipe.accumulate), targets.chunk(recipe.accumulate), chosen, strict=True)
     return list(parts), predicted
 
 
 def part_loss(run: Run, model: nn.Module, part: Part) -> Tensor:
-    """The sum of the losses of a micro-batch's predicted tokens, 0-d."""
+    """Returns the sum of the losses of a micro-batch's predicted tokens, 0-d."""
     if isinstance(part, Packed):
         with run.autocast():
             logits = model(part.ids, position_ids=part.positions, documents=part.boundaries).logits
@@ -243,7 +255,10 @@ def part_loss(run: Run, model: nn.Module, part: Part) -> Tensor:
 
 @repeated
 def evaluate(run: Run, model: nn.Module, corpus: Corpus, objective: Objective, texts: Texts) -> dict[str, float]:
-    """Perplexity and bits per byte of each text, each worker on its share; shows sample text in TensorBoard."""
+    """Returns perplexity and bits per byte of each text, and shows sample text in TensorBoard.
+
+    Each worker evaluates its share.
+    """
     recipe = run.recipe
     results: dict[str, float] = {}
     with run.paused(), run.autocast():
@@ -261,7 +276,7 @@ def evaluate(run: Run, model: nn.Module, corpus: Corpus, objective: Objective, t
 
 
 def sample(run: Run, model: nn.Module, corpus: Corpus, objective: Objective) -> str:
-    """What the model writes after, or into, some held-out text: Markdown."""
+    """Returns Markdown with the model's text after, or in the gaps of, some held-out text."""
     assert corpus.tokenizer is not None
     starts = np.linspace(0, max(0, len(corpus.val) - objective.read), SAMPLES).astype(int).tolist()
     windows = read_windows(corpus.val, starts, objective.read)

@@ -1,9 +1,9 @@
 """A causal language model with linear attention, in the style of TransNormerLLM (arXiv 2307.14995).
 
-Each layer mixes tokens by linear attention with exponential decay and gates the result, then mixes channels
-by a gated linear unit without activation; both are pre-normalised by SimpleRMSNorm, which has no parameters.
-Attention is computed in chunks (the idea of lightning attention), so its cost is linear in sequence length.
-There are no position embeddings: order comes from the decay and, in the first layer, from LRPE's rotation.
+Each layer mixes tokens by linear attention with exponential decay, and gates the result. Then it mixes channels by a
+gated linear unit without activation. Both parts are pre-normalized by SimpleRMSNorm, which has no parameters. Attention
+is computed in chunks (the idea of lightning attention), so its cost is linear in sequence length. There are no position
+embeddings: order comes from the decay and, in the first layer, from LRPE's rotation.
 """
 
 import functools
@@ -21,8 +21,17 @@ from language.recipe import LinearAttention
 
 @dataclass(frozen=True)
 class TransNormerConfig:
-    """Sizes of the model. width: of the residual stream; a multiple of `heads`. glu_width: of the channel mixer. chunk:
-    tokens per chunk of the attention. attention: how a GPU computes it."""
+    """Sizes of the model.
+
+    Attributes:
+        vocab_size: Tokens in the vocabulary.
+        layers: Number of layers.
+        width: Width of the residual stream, a multiple of `heads`.
+        heads: Number of attention heads.
+        glu_width: Width of the channel mixer.
+        chunk: Tokens per chunk of the attention.
+        attention: Implementation on a GPU.
+    """
 
     vocab_size: int
     layers: int
@@ -34,8 +43,10 @@ class TransNormerConfig:
 
 
 class TransNormer(nn.Module):
-    """int64 token ids [batch, time] -> CausalLMOutput with logits [batch, time, vocab_size]; any length. documents: see
-    language.lengths.dealt. position_ids are ignored: order comes from distances."""
+    """Maps int64 token ids [batch, time] of any length to CausalLMOutput with logits [batch, time, vocab_size].
+
+    See language.lengths.dealt for `documents`. position_ids are ignored, because order comes from distances.
+    """
 
     def __init__(self, config: TransNormerConfig):
         super().__init__()
@@ -58,12 +69,12 @@ class TransNormer(nn.Module):
 
 
 def srms_norm(width: int) -> nn.Module:
-    """SRMSNorm: x / (||x||_2 / sqrt(d)) over the last dimension, without a learned scale."""
+    """Returns SRMSNorm, x / (||x||_2 / sqrt(d)) over the last dimension, without a learned scale."""
     return nn.RMSNorm(width, eps=1e-6, elementwise_affine=False)
 
 
 class TransNormerLayer(nn.Module):
-    """Both mixers, each behind a norm and around a residual: [batch, time, width] to the same."""
+    """Both mixers, each after a norm and inside a residual, from [batch, time, width] to the same shape."""
 
     def __init__(self, config: TransNormerConfig, index: int):
         super().__init__()
@@ -77,7 +88,7 @@ class TransNormerLayer(nn.Module):
 
 
 class GatedLinearAttention(nn.Module):
-    """Norm(decayed linear attention) * gate, swish on queries and keys; [batch, time, width] to the same."""
+    """Norm(decayed linear attention) * gate, with swish on queries and keys, for [batch, time, width]."""
 
     slope: Tensor
 
@@ -94,7 +105,7 @@ class GatedLinearAttention(nn.Module):
         query, key, value, gate = self.projection(x).chunk(4, dim=-1)
         query, key, value = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in (query, key, value))
         query, key = F.silu(query), F.silu(key)
-        # The running sum of outer products needs float32 also where autocast computes in bfloat16.
+        # The running sum of outer products needs float32, also if autocast computes in bfloat16.
         with torch.autocast(x.device.type, enabled=False):
             query, key, value = query.float(), key.float(), value.float()
             if self.lrpe is not None:
@@ -109,7 +120,7 @@ class GatedLinearAttention(nn.Module):
 
 
 class SimpleGatedUnit(nn.Module):
-    """SGLU: the product of two linear maps, mapped back; no activation. [..., width] to the same."""
+    """SGLU for [..., width]: the product of two linear maps, mapped back, without activation."""
 
     def __init__(self, width: int, hidden: int):
         super().__init__()
@@ -122,9 +133,11 @@ class SimpleGatedUnit(nn.Module):
 
 
 class LRPE(nn.Module):
-    """Linearized relative positions: [batch, heads, time, d] -> [batch, heads, time, 2 d]. x_t becomes [x_t cos(theta
-    t), x_t sin(theta t)], so that products of queries and keys depend on t - s only. theta is learned, from a geometric
-    series."""
+    """Linearized relative positions, from [batch, heads, time, d] to [batch, heads, time, 2 d].
+
+    x_t becomes [x_t cos(theta t), x_t sin(theta t)], so products of queries and keys depend only on t - s. theta is
+    learned, and starts as a geometric series.
+    """
 
     def __init__(self, heads: int, dim: int):
         super().__init__()
@@ -137,17 +150,27 @@ class LRPE(nn.Module):
 
 
 def decay_slopes(heads: int, layer: int, layers: int) -> Tensor:
-    """Decay rate of each head: float32 [heads], in (0, 1]; a token n steps back weighs exp(-slope n). The rates are
-    geometric over the heads (2^(-8 h / H), h = 1 ... H, as in ALiBi) and fall linearly over the layers, to almost
-    nothing in the last. They are not learned."""
+    """Returns the decay rate of each head, float32 [heads], in (0, 1]. A token n steps back weighs exp(-slope n).
+
+    The rates are geometric over the heads (2^(-8 h / H), h = 1 ... H, as in ALiBi). They fall linearly over the layers,
+    to almost nothing in the last. They are not learned.
+    """
     geometric = 2.0 ** (-8.0 * torch.arange(1, heads + 1, dtype=torch.float32) / heads)
     return geometric * (1.0 - layer / max(layers - 1, 1) + 1e-5)
 
 
 def chunked_attention(query: Tensor, key: Tensor, value: Tensor, slope: Tensor, chunk: int) -> Tensor:
-    """o_t = sum over s <= t of exp(-slope (t - s)) (q_t . k_s) v_s, in time linear in the sequence length. Earlier
-    chunks enter by a running sum of k_s v_s^T. query, key: [batch, heads, time, d]; value, output: [batch, heads, time,
-    e]; slope: [heads]."""
+    """Returns o_t = sum over s <= t of exp(-slope (t - s)) (q_t . k_s) v_s, in time linear in the sequence length.
+
+    Earlier chunks enter by a running sum of k_s v_s^T.
+
+    Args:
+        query: [batch, heads, time, d].
+        key: [batch, heads, time, d].
+        value: [batch, heads, time, e], the shape of the output.
+        slope: [heads].
+        chunk: Tokens per chunk.
+    """
     time = query.shape[-2]
     padding = -time % chunk  # zero keys at the end change nothing before it
     query, key, value = (F.pad(t, (0, 0, 0, padding)).unflatten(-2, (-1, chunk)) for t in (query, key, value))
@@ -167,7 +190,7 @@ def chunked_attention(query: Tensor, key: Tensor, value: Tensor, slope: Tensor, 
 
 
 def fla_attention(query: Tensor, key: Tensor, value: Tensor, slope: Tensor) -> Tensor:
-    """chunked_attention, up to rounding, by flash-linear-attention's Triton kernels, [batch, time, heads, d]."""
+    """Returns chunked_attention, up to rounding, by flash-linear-attention's Triton kernels."""
     from fla.ops.simple_gla import chunk_simple_gla  # imports triton
 
     query, key, value = (t.transpose(1, 2).contiguous() for t in (query, key, value))
@@ -176,7 +199,7 @@ def fla_attention(query: Tensor, key: Tensor, value: Tensor, slope: Tensor) -> T
 
 
 def check_attention(attention: LinearAttention, device: torch.device) -> None:
-    """UserError where fla is asked for and cannot be used."""
+    """Raises UserError if fla is requested and cannot be used."""
     if attention == "fla" and device.type != "cuda":
         raise UserError(
             f"linear_attention=fla needs a GPU, and this runs on {device.type}: add --linear_attention torch"

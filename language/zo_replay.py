@@ -1,9 +1,9 @@
-"""Makes a tuned model from the original model and a run's scalars, 8 bytes a step:
+"""Makes a tuned model from the original model and a run's scalars, 8 bytes per step:
 
     python -m language.zo_replay OUT/replay --model FOLDER --out TUNED
 
-language.finetune writes OUT/replay with method zo: `scalars`, and `run.json` with the recipe and the SHA-256 of the
-tuned tensors before and after. This reads no data; TUNED is OUT/model, bit for bit, or is not written.
+With method zo, language.finetune writes OUT/replay. It has `scalars`, and `run.json` with the recipe and the SHA-256 of
+the tuned tensors before and after. This command reads no data. TUNED equals OUT/model bit for bit, or is not written.
 """
 
 import json
@@ -24,21 +24,21 @@ from language.zeroth.order import digest, kind_of
 from training.data import from_home
 from training.script import launch
 
-KEPT = ("weights", "trainable", "seed", "zeroth", "lora")  # of a recipe: what the tuned weights depend on
+KEPT = ("weights", "trainable", "seed", "zeroth", "lora")  # settings on which the tuned weights depend
 
 
 def tuned_digest(model: nn.Module) -> str:
-    """SHA-256 of the tensors that are tuned."""
+    """Returns the SHA-256 of the tensors that are tuned."""
     return digest([p.data for p in model.parameters() if p.requires_grad])
 
 
 def noise_kind(device: torch.device, config: ZerothConfig) -> str:
-    """Where the noise is drawn: on another kind of device the same seed gives other numbers."""
+    """Returns the kind of device that draws the noise. On another kind the same seed gives other numbers."""
     return kind_of(device) if config.rng == "device" else "cpu"
 
 
 def write(folder: Path, recipe: FinetuneRecipe, zo: ZerothOrder, before: str, device: torch.device) -> None:
-    """Writes OUT/replay after a run. before: tuned_digest of the model that it began with."""
+    """Writes OUT/replay after a run. `before` is the tuned_digest of the initial model."""
     folder.mkdir(parents=True, exist_ok=True)
     zo.log.save(folder / "scalars")
     made = {"recipe": {key: value for key, value in asdict(recipe).items() if key in KEPT}}
@@ -47,7 +47,7 @@ def write(folder: Path, recipe: FinetuneRecipe, zo: ZerothOrder, before: str, de
 
 
 def read(folder: Path, model: Path) -> tuple[FinetuneRecipe, dict[str, Any]]:
-    """The recipe of the run in the folder, for the model that it was tuned from, and the rest of run.json."""
+    """Returns the recipe of the run in the folder, for the model that it was tuned from, and the rest of run.json."""
     file = folder / "run.json"
     if not file.is_file():
         raise UserError(f"{file} is missing: give the folder `replay` that a run of method zo has written")
@@ -63,7 +63,7 @@ def read(folder: Path, model: Path) -> tuple[FinetuneRecipe, dict[str, Any]]:
 
 
 def _tuples(values: dict[str, Any]) -> dict[str, Any]:
-    """JSON has lists alone."""
+    """Returns the values with tuples for lists, because JSON has only lists."""
     return {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
 
 
@@ -71,9 +71,9 @@ def replay(run: Annotated[Path, tyro.conf.Positional], /, model: Path, out: Path
     """Writes the model that a run of method zo has tuned.
 
     Args:
-        run: the folder `replay` of the run's folder.
-        model: the folder of the model that the run began with.
-        out: the folder to write; it appears only when complete.
+        run: The folder `replay` in the run's folder.
+        model: The folder of the model that the run began with.
+        out: The folder to write. It appears only when it is complete.
     """
     run, model, out = map(from_home, (run, model, out))
     recipe, made = read(run, model)

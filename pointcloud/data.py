@@ -1,4 +1,4 @@
-"""Training items of fixed size, made of whole clouds of `pointcloud.sources`, by their keys, (seed, epoch, index)."""
+"""Training items of fixed size, made of whole clouds of `pointcloud.sources`, by their keys (seed, epoch, index)."""
 
 from __future__ import annotations
 
@@ -17,21 +17,28 @@ from training.data import Key, data_root, eval_keys, load_batches, train_keys
 
 
 def load(recipe: PointCloudRecipe) -> tuple[PointClouds, PointClouds]:
-    """(training set, test set) of the recipe, from the folder CO2_DATA unless embedded."""
+    """Returns (training set, test set) of the recipe, from the folder CO2_DATA unless they are embedded."""
     train, test = (load_source(recipe.dataset, split) for split in SPLITS)
     return PointClouds(train, recipe.points, recipe.augment), PointClouds(test, recipe.points)
 
 
 def load_source(name: str, split: str) -> Source:
-    """The clouds of a data set, packed where pointcloud.pack has done so; see pointcloud.sources.unpacked."""
+    """Returns the clouds of a data set, packed if pointcloud.pack has packed them, else from the release's files."""
     root = data_root()
     return Packed(root, name, split) if packed_path(root, name, split).is_file() else unpacked(name, split)
 
 
 class PointClouds(Dataset[Tensor]):
-    """Clouds of a fixed number of points, centred and scaled into the unit sphere, by their keys. Each epoch takes
-    another random subset of every cloud's points. `augment` stretches each axis by a factor in [2/3, 3/2] and moves it
-    by up to 0.2, as in Point-MAE's pre-training. UserError names a cloud that cannot be used."""
+    """Clouds of a fixed number of points, centered and scaled into the unit sphere, by their keys.
+
+    Each epoch uses another random subset of every cloud's points. A UserError names a cloud that cannot be used.
+
+    Args:
+        source: The clouds.
+        points: Number of points per cloud.
+        augment: Whether to stretch each axis by a factor in [2/3, 3/2] and move it by up to 0.2, as in Point-MAE's
+            pre-training.
+    """
 
     def __init__(self, source: Source, points: int, augment: bool = False):
         self.source, self.points, self.augment = source, points, augment
@@ -40,7 +47,7 @@ class PointClouds(Dataset[Tensor]):
         return len(self.source)
 
     def __getitem__(self, key: Key) -> Tensor:
-        """float32 [points, 3], in random order."""
+        """Returns a cloud, float32 [points, 3], in random order."""
         index = key[-1]
         cloud = _checked(self.source.load(index), self.points, self.source.name(index))
         rng = np.random.default_rng(key)
@@ -52,19 +59,19 @@ class PointClouds(Dataset[Tensor]):
     def train_batches(
         self, recipe: PointCloudRecipe, rank: int, world_size: int, start: int, total: int
     ) -> Iterator[Tensor]:
-        """This worker's batches from step `start` to `total`: float32 [batch_size / world_size, points, 3]."""
+        """Yields this worker's batches from step `start` to `total`, float32 [batch_size / world_size, points, 3]."""
         keys = (keys for _, keys in train_keys(recipe, len(self), rank, world_size, start, total))
         return load_batches(self, keys, recipe.loader_workers)
 
     def test_batches(
         self, recipe: PointCloudRecipe, rank: int, world_size: int, batch_size: int = 32
     ) -> Iterator[Tensor]:
-        """This worker's share of the set, in batches."""
+        """Yields this worker's share of the set, in batches."""
         return load_batches(self, eval_keys(len(self), batch_size, rank, world_size), recipe.loader_workers)
 
 
 def normalise(cloud: np.ndarray) -> np.ndarray:
-    """Moves the mean of float [n, 3] to the origin and the farthest point to distance 1, as Point-MAE does."""
+    """Moves the center of float [n, 3] to the origin and the farthest point to distance 1, as Point-MAE does."""
     x = cloud - cloud.mean(axis=0)
     return x / np.linalg.norm(x, axis=1).max()
 
@@ -73,9 +80,9 @@ def _checked(cloud: np.ndarray, points: int, name: str) -> np.ndarray:
     if cloud.ndim != 2 or cloud.shape[1] != 3 or not np.issubdtype(cloud.dtype, np.floating):
         raise UserError(f"{name}: expected floating-point [n, 3], found {cloud.dtype} {list(cloud.shape)}")
     if len(cloud) < points:
-        raise UserError(f"{name}: {len(cloud)} points, but the recipe wants {points}: lower its number of points")
+        raise UserError(f"{name}: {len(cloud)} points, but the recipe needs {points}: lower its number of points")
     if bad := int((~np.isfinite(cloud)).any(axis=1).sum()):
         raise UserError(f"{name}: {bad} of {len(cloud)} points are NaN or infinite: remove or repair it")
     if (cloud == cloud[0]).all():
         raise UserError(f"{name}: all {len(cloud)} points coincide, which is no shape: remove or repair it")
-    return cloud.astype(np.float64)  # so that normalising does not round twice
+    return cloud.astype(np.float64)  # so that normalization does not round twice

@@ -1,28 +1,36 @@
 """Distances between point clouds, each usable as a loss and as a metric.
 
-Conventions differ between papers; ours, with p, q in the coordinates' own unit:
+Papers differ in their conventions. Ours, with p and q in the coordinates' own unit, are these:
 
-- Chamfer: mean_i min_j |x_i - y_j|^2 + mean_j min_i |y_j - x_i|^2, squared distances, the two directions added
+- Chamfer is mean_i min_j |x_i - y_j|^2 + mean_j min_i |y_j - x_i|^2, the sum of both directions' squared distances
   (`ChamferDistanceL2` of Point-MAE, arXiv 2203.06604). Some papers halve it, take roots, or sum over the points.
-- EMD: mean_i |x_i - y_phi(i)| over the bijection phi that minimises it, plain (not squared) distances.
+- EMD is mean_i |x_i - y_phi(i)| with the bijection phi that minimizes it, with plain (not squared) distances.
 """
 
 import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-# Elements of one tile of the distance matrix: on a CPU what stays in cache, on an accelerator 256 MiB of float32.
+# Elements of one tile of the distance matrix. On a CPU a tile stays in the cache; on an accelerator it has 256 MiB.
 _CPU_TILE = 1 << 20
 _ACCELERATOR_TILE = 1 << 26
 
 
 @torch.no_grad()
 def nearest(x: Tensor, y: Tensor, tile: int | None = None) -> Tensor:
-    """Index of the point of y [B, m, 3] that is nearest to each point of x [B, n, 3], float32 or float64: int64 [B, n].
-    Builds `tile` elements of the n x m distance matrix at a time: |x - y|^2 = |x|^2 - 2 x.y + |y|^2, without |x|^2."""
+    """Returns the index of the point of y nearest to each point of x, int64 [B, n].
+
+    It builds `tile` elements of the n x m distance matrix at a time, as |x - y|^2 = |x|^2 - 2 x.y + |y|^2 without
+    |x|^2.
+
+    Args:
+        x: float32 or float64 [B, n, 3].
+        y: [B, m, 3], of the same dtype.
+        tile: Elements at a time. None chooses by device.
+    """
     if tile is None:
         tile = _CPU_TILE if x.device.type == "cpu" else _ACCELERATOR_TILE
-    # The expansion cancels badly far from the origin; distances do not change when both clouds are moved there.
+    # Far from the origin the expansion loses precision. Moving both clouds to the origin does not change distances.
     centre = y.mean(dim=1, keepdim=True)
     x, y = x - centre, y - centre
     norms, transposed = y.square().sum(dim=2)[:, None], y.mT
@@ -33,16 +41,32 @@ def nearest(x: Tensor, y: Tensor, tile: int | None = None) -> Tensor:
 
 
 def chamfer_distance(x: Tensor, y: Tensor, tile: int | None = None) -> Tensor:
-    """Squared Chamfer distance of each pair of clouds, [B, n, 3] and [B, m, 3] (convention: see the module): [B].
-    Distances and gradients come from coordinate differences in float32 or float64; only the search for neighbors uses
-    the expanded form."""
+    """Returns the squared Chamfer distance of each pair of clouds, [B] (convention: see the module).
+
+    Distances and gradients come from coordinate differences in float32 or float64. Only the search for neighbors uses
+    the expanded form.
+
+    Args:
+        x: [B, n, 3].
+        y: [B, m, 3].
+        tile: See nearest.
+    """
     x, y = _at_least_float32(x), _at_least_float32(y)
     return _one_way(x, y, tile) + _one_way(y, x, tile)
 
 
 def earth_mover_distance(x: Tensor, y: Tensor) -> Tensor:
-    """Exact earth mover's distance of each pair of clouds, [B, n, 3] both (convention: see the module): [B]. scipy's
-    `linear_sum_assignment` matches small clouds on the CPU in O(n^3). Clouds with NaN or inf give NaN or inf."""
+    """Returns the exact earth mover's distance of each pair of clouds, [B] (convention: see the module).
+
+    scipy's `linear_sum_assignment` matches small clouds on the CPU in O(n^3). Clouds with NaN or inf give NaN or inf.
+
+    Args:
+        x: [B, n, 3].
+        y: [B, n, 3].
+
+    Raises:
+        ValueError: If the clouds differ in size.
+    """
     if x.shape != y.shape:
         raise ValueError(f"EMD needs clouds of equal size, got {list(x.shape)} and {list(y.shape)}")
     x, y = _at_least_float32(x), _at_least_float32(y)
@@ -59,7 +83,7 @@ def _one_way(x: Tensor, y: Tensor, tile: int | None) -> Tensor:
 def _matching(x: Tensor, y: Tensor) -> Tensor:
     costs = torch.cdist(x, y, compute_mode="donot_use_mm_for_euclid_dist").cpu()
     columns = [
-        # rows come back sorted, so the columns alone are the matching
+        # rows come back sorted, so only the columns are needed
         torch.from_numpy(linear_sum_assignment(cost.numpy())[1]) if cost.isfinite().all() else torch.arange(len(cost))
         for cost in costs
     ]

@@ -1,6 +1,6 @@
 """Autoencoders for point clouds: a PointNet encoder with a folding or a fully connected decoder.
 
-Every model of this domain maps points [B, n, 3] to a `Reconstruction`, so one training loop serves them all.
+Every model of this domain maps points [B, n, 3] to a `Reconstruction`, so one training loop works for all of them.
 """
 
 import math
@@ -16,23 +16,28 @@ Decoder = Literal["folding", "mlp"]
 
 
 class Reconstruction(NamedTuple):
-    """What a model returns. Its loss is a distance (`pointcloud.losses`) between `prediction` and `target`."""
+    """The output of a model. Its loss is a distance (`pointcloud.losses`) between `prediction` and `target`."""
 
-    prediction: Tensor  # [K, m, 3]: whole clouds (K = B), or masked patches
+    prediction: Tensor  # [K, m, 3], whole clouds (K = B) or masked patches
     target: Tensor  # [K, m', 3]
     cloud: Tensor  # [B, p, 3], the whole reconstructed cloud
-    visible: Tensor  # [B, v, 3], the points that the model was shown
+    visible: Tensor  # [B, v, 3], the points that the model was given
 
 
 @dataclass(frozen=True)
 class AutoencoderConfig:
-    """PointNet encoder and decoder; the defaults are sized as in FoldingNet's comparison (arXiv 1712.07262)."""
+    """A PointNet encoder and its decoder. The default sizes are from FoldingNet's comparison (arXiv 1712.07262)."""
 
     decoder: Decoder = "folding"
+    """Decoder of the shape: folding (FoldingNet) or mlp (fully connected)."""
     encoder_widths: tuple[int, ...] = (64, 128, 128, 256)
+    """Widths of the encoder's layers."""
     latent: int = 512
+    """Numbers in a shape's code."""
     folding_width: int = 512
+    """Width of the folding decoder's layers."""
     mlp_widths: tuple[int, ...] = (1024, 2048)
+    """Widths of the fully connected decoder's layers."""
 
     def __post_init__(self) -> None:
         for name in ("encoder_widths", "latent", "folding_width", "mlp_widths"):
@@ -53,27 +58,27 @@ class PointNetEncoder(nn.Module):
         self.layers = nn.Sequential(*layers, nn.Conv1d((3, *widths)[-1], latent, 1))
 
     def forward(self, points: Tensor) -> Tensor:
-        """[B, n, 3] -> [B, latent]; the order of the points does not matter."""
+        """Returns [B, latent] for [B, n, 3]. The order of the points does not matter."""
         return self.layers(points.mT).amax(dim=2)
 
 
 class Fold(nn.Module):
-    """One folding: a two-hidden-layer network on each [coordinates, code], giving new 3-D coordinates."""
+    """One folding: a network with two hidden layers on each [coordinates, code], which returns new 3-D coordinates."""
 
     def __init__(self, dims: int, latent: int, width: int):
         super().__init__()
-        # The first layer on a concatenation is the sum of two: the code's share is computed once a cloud.
+        # The first layer on a concatenation is the sum of two layers. The code's part is computed once per cloud.
         self.code = nn.Linear(latent, width, bias=False)
         self.coordinates = nn.Linear(dims, width)
         self.rest = nn.Sequential(nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 3))
 
     def forward(self, coordinates: Tensor, code: Tensor) -> Tensor:
-        """coordinates [B or 1, m, dims], code [B, latent] -> [B, m, 3]."""
+        """Returns [B, m, 3] for coordinates [B or 1, m, dims] and a code [B, latent]."""
         return self.rest(self.coordinates(coordinates) + self.code(code)[:, None])
 
 
 class FoldingDecoder(nn.Module):
-    """Folds a square grid twice into the shape (FoldingNet, arXiv 1712.07262): 2,025 points for 2,048."""
+    """Folds a square grid twice into the shape (FoldingNet, arXiv 1712.07262), with 2,025 points for 2,048."""
 
     def __init__(self, points: int, latent: int, width: int):
         super().__init__()
@@ -82,12 +87,12 @@ class FoldingDecoder(nn.Module):
         self.first, self.second = Fold(2, latent, width), Fold(3, latent, width)
 
     def forward(self, code: Tensor) -> Tensor:
-        """[B, latent] -> [B, side^2, 3]."""
+        """Returns [B, side^2, 3] for [B, latent]."""
         return self.second(self.first(self.grid, code), code)
 
 
 class MLPDecoder(nn.Module):
-    """Fully connected layers that give all coordinates at once (Achlioptas et al., arXiv 1707.02392)."""
+    """Fully connected layers that return all coordinates at once (Achlioptas et al., arXiv 1707.02392)."""
 
     def __init__(self, points: int, latent: int, widths: tuple[int, ...]):
         super().__init__()
@@ -97,7 +102,7 @@ class MLPDecoder(nn.Module):
         self.layers = nn.Sequential(*layers, nn.Linear((latent, *widths)[-1], 3 * points))
 
     def forward(self, code: Tensor) -> Tensor:
-        """[B, latent] -> [B, points, 3]."""
+        """Returns [B, points, 3] for [B, latent]."""
         return self.layers(code).unflatten(1, (-1, 3))
 
 
@@ -113,7 +118,7 @@ class Autoencoder(nn.Module):
             self.decoder = MLPDecoder(points, config.latent, config.mlp_widths)
 
     def forward(self, points: Tensor) -> Reconstruction:
-        """float32 [B, n, 3] -> Reconstruction of the whole cloud."""
+        """Returns the reconstruction of the whole cloud, for float32 [B, n, 3]."""
         cloud = self.decoder(self.encoder(points))
         return Reconstruction(prediction=cloud, target=points, cloud=cloud, visible=points)
 
@@ -123,16 +128,24 @@ class Autoencoder(nn.Module):
 
 @dataclass(frozen=True)
 class MaskedAutoencoderConfig:
-    """Defaults: Point-MAE's pre-training configuration."""
+    """Settings of the masked autoencoder. The defaults are Point-MAE's for pre-training."""
 
     groups: int = 64
+    """Number of patches per cloud."""
     group_size: int = 32
+    """Number of points per patch."""
     mask_ratio: float = 0.6
+    """Share of the patches to hide."""
     dim: int = 384
+    """Width of the transformer."""
     depth: int = 12
+    """Number of blocks in the encoder."""
     heads: int = 6
+    """Number of attention heads."""
     decoder_depth: int = 4
+    """Number of blocks in the decoder."""
     drop_path: float = 0.1
+    """Rate of stochastic depth."""
 
     def __post_init__(self) -> None:
         for name in ("groups", "group_size", "dim", "depth", "heads", "decoder_depth"):
@@ -152,7 +165,7 @@ class MaskedAutoencoderConfig:
 
     @property
     def masked(self) -> int:
-        """How many groups are hidden."""
+        """Number of hidden groups."""
         return int(self.mask_ratio * self.groups)
 
 
@@ -167,7 +180,7 @@ class PatchEmbedding(nn.Module):
         )
 
     def forward(self, patch: Tensor) -> Tensor:
-        """[B, g, k, 3] -> [B, g, dim]."""
+        """Returns tokens [B, g, dim] for patches [B, g, k, 3]."""
         features = self.first(patch.flatten(0, 1).mT)
         overall = features.amax(dim=2, keepdim=True).expand_as(features)
         token = self.second(torch.cat([overall, features], dim=1)).amax(dim=2)
@@ -175,10 +188,10 @@ class PatchEmbedding(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Pre-norm blocks (timm's) that add the positional embedding before every block, and a final norm."""
+    """timm's pre-norm blocks with the position embedding added before every block, and a final norm."""
 
     def __init__(self, dim: int, depth: int, heads: int, drop_path: float):
-        # here, because they take seconds, and --help needs the settings above alone
+        # Imported here, because these take seconds, and --help needs only the settings above.
         from training.prepared import prepare_torchvision
 
         prepare_torchvision()
@@ -190,7 +203,7 @@ class Transformer(nn.Module):
         self.norm = nn.LayerNorm(dim)
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """tokens and positions [B, g, dim] -> [B, g, dim]."""
+        """Returns [B, g, dim] for tokens and positions [B, g, dim]."""
         for block in self.blocks:
             tokens = block(tokens + positions)
         return self.norm(tokens)
@@ -199,9 +212,13 @@ class Transformer(nn.Module):
 class MaskedAutoencoder(nn.Module):
     """Hides most patches of a cloud and predicts their points from the rest.
 
-    The encoder sees visible patches only; a lighter decoder gets its tokens, and one shared mask token for every hidden
+    The encoder sees only visible patches. A lighter decoder gets its tokens, and one shared mask token for every hidden
     patch. Training draws masks from torch's global generator. Evaluations share one fixed mask, so that results depend
-    neither on the batch nor on the rank. points: of the clouds to come.
+    neither on the batch nor on the rank.
+
+    Args:
+        points: Number of points of the clouds.
+        config: The settings.
     """
 
     def __init__(self, points: int, config: MaskedAutoencoderConfig):
@@ -222,8 +239,11 @@ class MaskedAutoencoder(nn.Module):
         nn.init.trunc_normal_(self.mask_token, std=0.02)
 
     def forward(self, points: Tensor) -> Reconstruction:
-        """float32 [B, n, 3] -> Reconstruction; prediction and target [B * masked, k, 3] are relative to the centres.
-        `cloud` [B, groups * k, 3] is the visible patches with the predicted ones; patches overlap."""
+        """Returns the reconstruction of clouds, float32 [B, n, 3].
+
+        Prediction and target, [B * masked, k, 3], are relative to the centers. `cloud`, [B, groups * k, 3], has the
+        visible and the predicted patches, which overlap.
+        """
         patch, centres = patches(points, self.config.groups, self.config.group_size)
         order = self._mask_order(len(points), points.device)
         hidden, shown = order[:, : self.masked], order[:, self.masked :]
@@ -238,16 +258,16 @@ class MaskedAutoencoder(nn.Module):
         )
 
     def _mask_order(self, batch: int, device: torch.device) -> Tensor:
-        """A permutation of the groups for each cloud, [B, groups]; the first `masked` of it are hidden."""
+        """Returns a permutation of the groups for each cloud, [B, groups]. The first `masked` groups are hidden."""
         groups = self.config.groups
         if self.training:
-            # Drawn on the CPU, whose generator a run's checkpoints hold.
+            # Drawn on the CPU, because checkpoints hold its generator's state.
             return torch.rand(batch, groups).argsort(dim=1).to(device)
         fixed = torch.randperm(groups, generator=torch.Generator().manual_seed(0)).to(device)
         return fixed.expand(batch, groups)
 
     def _predict(self, patch: Tensor, shown: Tensor, hidden: Tensor) -> Tensor:
-        """Visible patches [B, v, k, 3] and the centres of both kinds -> hidden patches [B, masked, k, 3]."""
+        """Returns hidden patches [B, masked, k, 3], from visible patches [B, v, k, 3] and the centers of both kinds."""
         encoded = self.encoder(self.embedding(patch), self.encoder_position(shown))
         mask_tokens = self.mask_token.expand(*hidden.shape[:2], -1)
         positions = self.decoder_position(torch.cat([shown, hidden], dim=1))
@@ -260,12 +280,12 @@ def _position_embedding(dim: int) -> nn.Module:
 
 
 def _pick(x: Tensor, index: Tensor) -> Tensor:
-    """x [B, g, ...] at index [B, j] -> [B, j, ...]."""
+    """Returns x [B, g, ...] at index [B, j], as [B, j, ...]."""
     return torch.take_along_dim(x, index.reshape(*index.shape, *[1] * (x.dim() - 2)), dim=1)
 
 
 def _initialise(module: nn.Module) -> None:
-    """Truncated normal 0.02 and zero biases, as in Point-MAE's encoder; layer norms keep torch's default."""
+    """Initializes weights as in Point-MAE's encoder: truncated normal 0.02, zero biases. Norms keep torch's default."""
     if isinstance(module, (nn.Linear, nn.Conv1d)):
         nn.init.trunc_normal_(module.weight, std=0.02)
         if module.bias is not None:
@@ -277,7 +297,7 @@ def _initialise(module: nn.Module) -> None:
 
 @torch.no_grad()
 def farthest_points(x: Tensor, count: int) -> Tensor:
-    """Farthest-point sampling of x [B, n, 3] from point 0, as PointNet++'s kernel does it: indices int64 [B, count]."""
+    """Returns farthest-point samples of x [B, n, 3] from point 0, int64 [B, count], as PointNet++'s kernel does."""
     chosen = torch.zeros(x.shape[0], count, dtype=torch.long, device=x.device)
     to_chosen = torch.full(x.shape[:2], torch.inf, dtype=x.dtype, device=x.device)
     for i in range(1, count):
@@ -289,13 +309,13 @@ def farthest_points(x: Tensor, count: int) -> Tensor:
 
 @torch.no_grad()
 def nearest_neighbours(x: Tensor, centres: Tensor, count: int) -> Tensor:
-    """Indices of the `count` points of x [B, n, 3] nearest to each of centres [B, g, 3]: [B, g, count], int64."""
+    """Returns the `count` points of x [B, n, 3] nearest to each center [B, g, 3], as indices int64 [B, g, count]."""
     distances = torch.cdist(centres, x, compute_mode="donot_use_mm_for_euclid_dist")
     return distances.topk(count, dim=2, largest=False).indices
 
 
 def patches(x: Tensor, groups: int, size: int) -> tuple[Tensor, Tensor]:
-    """Overlapping patches of x [B, n, 3], [B, groups, size, 3], relative to evenly spread centers [B, groups, 3]."""
+    """Returns overlapping patches [B, groups, size, 3] of x [B, n, 3], relative to spread centers, and the centers."""
     centres = torch.take_along_dim(x, farthest_points(x, groups)[..., None], dim=1)
     members = nearest_neighbours(x, centres, size).flatten(1)
     grouped = torch.take_along_dim(x, members[..., None], dim=1).unflatten(1, (groups, size))

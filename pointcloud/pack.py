@@ -1,12 +1,13 @@
-"""One file for a ShapeNet split's clouds, in place of tens of thousands: `python -m pointcloud.pack shapenet`.
+"""Packs a ShapeNet split's clouds in one file, instead of tens of thousands: `python -m pointcloud.pack shapenet`.
 
-Writes to the folder CO2_DATA, beside the release's own folder, for the splits train and test:
+It writes these files to the folder CO2_DATA, next to the release's own folder, for the splits train and test:
 
     DATASET_SPLIT.npy   the points of all clouds, one after the other, [points, 3], as they are stored; to be mapped
     DATASET_SPLIT.npz   ends int64 [clouds], labels and names [clouds]; written last, so that half a file is not used
 
 From then on the train script reads these, and the workers of a node share one copy in memory. Pack again when the data
-changes: nothing compares the two. They are not in the cache, for a home folder seldom has room for 9 GB.
+changes, because nothing compares the two. The files are not in the cache, because a home folder seldom has room for 9
+GB.
 """
 
 import os
@@ -23,7 +24,7 @@ from training.script import launch
 
 
 class Packed:
-    """The clouds in packed files; see pointcloud.sources.Source."""
+    """The clouds in packed files, see pointcloud.sources.Source."""
 
     def __init__(self, root: Path, name: str, split: str):
         self.path = packed_path(root, name, split)
@@ -53,7 +54,7 @@ def packed_path(root: Path, name: str, split: str) -> Path:
 
 
 def pack(source: Source, path: Path) -> None:
-    """Writes the clouds of a source to `path` and the .npz beside it. UserError names a cloud that is no [n, 3]."""
+    """Writes the clouds of a source to `path` and an .npz next to it. A UserError names a cloud that is not [n, 3]."""
     ends, dtype, end = [], None, 0
     for i in range(len(source)):
         cloud = source.load(i)
@@ -67,7 +68,7 @@ def pack(source: Source, path: Path) -> None:
     for i, last in enumerate(ends):
         points[ends[i - 1] if i else 0 : last] = source.load(i)
     points.flush()
-    path.with_suffix(".npz").unlink(missing_ok=True)  # of an earlier packing, which belongs to other points
+    path.with_suffix(".npz").unlink(missing_ok=True)  # an earlier packing's, which belongs to other points
     part.replace(path)
     numbers = range(len(source))
     labels, names = [source.label(i) for i in numbers], [Path(source.name(i)).name for i in numbers]
@@ -80,7 +81,7 @@ def _again(name: str) -> str:
 
 
 def main(dataset: tyro.conf.Positional[Literal["shapenet", "shapenet55"]]) -> None:
-    """Packs a release of ShapeNet, found in the folder CO2_DATA, where it also writes."""
+    """Packs a release of ShapeNet. It is read from the folder CO2_DATA, and the packed files are written there."""
     root = data_root()
     if not os.access(root, os.W_OK):
         raise UserError(f"CO2_DATA={root} cannot be written to: give a folder of your own that links to the data")

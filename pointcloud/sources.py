@@ -1,4 +1,4 @@
-"""Where clouds come from: ShapeNetCore in its two common releases, ModelNet10, and embedded analytic surfaces."""
+"""Sources of clouds: ShapeNetCore in its two common releases, ModelNet10, and embedded analytic surfaces."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -15,13 +15,16 @@ Points = np.ndarray
 
 
 def sphere(rng: Generator, points: int) -> Points:
-    """Unit sphere: normalised Gaussian vectors have no preferred direction."""
+    """Returns points on the unit sphere. Normalized Gaussian vectors have no preferred direction."""
     x = rng.standard_normal((points, 3))
     return x / np.linalg.norm(x, axis=1, keepdims=True)
 
 
 def ellipsoid(rng: Generator, points: int, axes: np.ndarray) -> Points:
-    """Ellipsoid with semi-axes [3]: keeps directions in proportion to the area around them, prod(axes) |u / axes|."""
+    """Returns points on an ellipsoid with semi-axes [3].
+
+    It keeps directions in proportion to the area around them, prod(axes) |u / axes|.
+    """
 
     def propose(count: int) -> Points:
         u = sphere(rng, count)
@@ -32,7 +35,10 @@ def ellipsoid(rng: Generator, points: int, axes: np.ndarray) -> Points:
 
 
 def torus(rng: Generator, points: int, major: float, minor: float) -> Points:
-    """Torus around z: tube radius `minor` at distance `major` > `minor`; area grows with the distance from z."""
+    """Returns points on a torus around z, with a tube of radius `minor` at distance `major` > `minor`.
+
+    Area grows with the distance from z.
+    """
 
     def propose(count: int) -> Points:
         around, tube = 2 * np.pi * rng.random((2, count))
@@ -44,8 +50,8 @@ def torus(rng: Generator, points: int, major: float, minor: float) -> Points:
 
 
 def box(rng: Generator, points: int, size: np.ndarray) -> Points:
-    """Box with edges [3]: a face chosen by its area, then a point of it."""
-    areas = np.prod(size) / size  # of the two faces across each axis
+    """Returns points on a box with edges [3]: a face chosen by its area, then a point of it."""
+    areas = np.prod(size) / size  # areas of the two faces across each axis
     axis = rng.choice(3, points, p=areas / areas.sum())
     x = rng.uniform(-0.5, 0.5, (points, 3))
     x[np.arange(points), axis] = rng.choice([-0.5, 0.5], points)
@@ -53,7 +59,7 @@ def box(rng: Generator, points: int, size: np.ndarray) -> Points:
 
 
 def cylinder(rng: Generator, points: int, radius: float, height: float) -> Points:
-    """Closed cylinder along z; side 2 pi r h, each cap pi r^2."""
+    """Returns points on a closed cylinder along z, with side 2 pi r h and caps of pi r^2."""
     caps = rng.random(points) < radius / (radius + height)
     # The square root makes a disc uniform by area.
     distance = np.where(caps, radius * np.sqrt(rng.random(points)), radius)
@@ -62,16 +68,16 @@ def cylinder(rng: Generator, points: int, radius: float, height: float) -> Point
 
 
 def cone(rng: Generator, points: int, radius: float, height: float) -> Points:
-    """Closed cone, apex up; base pi r^2, side pi r sqrt(r^2 + h^2)."""
+    """Returns points on a closed cone, apex up, with base pi r^2 and side pi r sqrt(r^2 + h^2)."""
     base = rng.random(points) < radius / (radius + np.hypot(radius, height))
-    # Unrolled, the side is a disc's sector: its area up to a share s of the way from the apex grows with s^2.
+    # Unrolled, the side is a sector of a disc. Its area up to a share s of the way from the apex grows with s^2.
     share = np.sqrt(rng.random(points))
     z = np.where(base, -0.5, 0.5 - share) * height
     return _around_z(rng, radius * share, z)
 
 
 def capsule(rng: Generator, points: int, radius: float, height: float) -> Points:
-    """Cylinder of `height` with half-spheres for caps; side 2 pi r h, the two halves 4 pi r^2."""
+    """Returns points on a cylinder of `height` with half-spheres for caps, with side 2 pi r h and caps of 4 pi r^2."""
     side = rng.random(points) < height / (height + 2 * radius)
     ball = radius * sphere(rng, points)
     ball[:, 2] += np.copysign(height / 2, ball[:, 2])
@@ -91,7 +97,7 @@ KINDS: dict[str, Callable[[Generator, int], Points]] = {
 
 
 def random_surface(rng: Generator, points: int) -> tuple[str, Points]:
-    """A kind from `KINDS` with random proportions, turned by a random angle about z: (kind, float64 [points, 3])."""
+    """Returns a kind from `KINDS` with random proportions, turned about z at random: (kind, float64 [points, 3])."""
     kind = str(rng.choice(list(KINDS)))
     x = KINDS[kind](rng, points)
     angle = 2 * np.pi * rng.random()
@@ -100,7 +106,7 @@ def random_surface(rng: Generator, points: int) -> tuple[str, Points]:
 
 
 def _until(propose: Callable[[int], Points], points: int) -> Points:
-    """Collects what rejection sampling lets through until `points` are there."""
+    """Collects the results of rejection sampling until there are `points`."""
     kept = propose(2 * points)
     while len(kept) < points:
         kept = np.concatenate([kept, propose(2 * points)])
@@ -125,20 +131,20 @@ class Source(Protocol):
     def __len__(self) -> int: ...
 
     def load(self, index: int) -> np.ndarray:
-        """The cloud, unchecked; raises UserError, naming the file, where it cannot be read."""
+        """Returns the cloud, unchecked. Raises UserError, with the file's name, if it cannot be read."""
         ...
 
     def label(self, index: int) -> str:
-        """Its class."""
+        """Returns the cloud's class."""
         ...
 
     def name(self, index: int) -> str:
-        """Where it comes from: the file, and the place in it."""
+        """Returns the cloud's file, and its place in the file."""
         ...
 
 
 class Files:
-    """Clouds in a file each, float [n, 3]."""
+    """Clouds in one file each, float [n, 3]."""
 
     files: list[Path]
 
@@ -157,8 +163,10 @@ class Files:
 
 
 class ShapeNetPC15k(Files):
-    """ShapeNetCore v2 as released with PointFlow (arXiv 1906.12320): 15,000 points a shape. Reads
-    `ShapeNetCore.v2.PC15k/<synset>/<split>/<model>.npy` for every synset that is there."""
+    """ShapeNetCore v2 as released with PointFlow (arXiv 1906.12320), with 15,000 points per shape.
+
+    It reads `ShapeNetCore.v2.PC15k/<synset>/<split>/<model>.npy` for every synset that is there.
+    """
 
     def __init__(self, root: Path, split: str):
         folder = root / "ShapeNetCore.v2.PC15k"
@@ -171,9 +179,11 @@ class ShapeNetPC15k(Files):
 
 
 class ShapeNet55(Files):
-    """ShapeNet-55 as used by Point-BERT and Point-MAE (arXiv 2203.06604): 8,192 points a shape. Reads
-    `ShapeNet55-34/ShapeNet-55/<split>.txt`, a list of file names `<synset>-<model>.npy`, and the files in
-    `ShapeNet55-34/shapenet_pc/`."""
+    """ShapeNet-55 as used by Point-BERT and Point-MAE (arXiv 2203.06604), with 8,192 points per shape.
+
+    It reads `ShapeNet55-34/ShapeNet-55/<split>.txt`, a list of file names `<synset>-<model>.npy`, and the files in
+    `ShapeNet55-34/shapenet_pc/`.
+    """
 
     def __init__(self, root: Path, split: str):
         folder = root / "ShapeNet55-34"
@@ -190,7 +200,7 @@ class ShapeNet55(Files):
 
 
 def read_list(file: Path) -> list[str]:
-    """The names in a list, one a line; UserError where it is not UTF-8, or names something twice."""
+    """Returns the names in a list, one per line. Raises UserError if it is not UTF-8, or has a name twice."""
     try:
         text = file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -204,8 +214,11 @@ def read_list(file: Path) -> list[str]:
 
 
 class ModelNet10:
-    """ModelNet10 (Wu et al., CVPR 2015) with 1,024 points a shape, 3,991 for training and 908 for testing. Reads
-    `modelnet10_1024_fp16.npz`: x_<split> float16 [n, 1024, 3], y_<split> int [n], cls: the classes' names."""
+    """ModelNet10 (Wu et al., CVPR 2015), with 1,024 points per shape: 3,991 shapes for training and 908 for testing.
+
+    It reads `modelnet10_1024_fp16.npz`, with x_<split> float16 [n, 1024, 3], y_<split> int [n], and the classes' names
+    in cls.
+    """
 
     def __init__(self, root: Path, split: str):
         self.path, self.array = root / "modelnet10_1024_fp16.npz", f"x_{split}"
@@ -234,7 +247,7 @@ class ModelNet10:
 
 
 class Surfaces:
-    """Embedded: analytic surfaces of random proportions (`pointcloud.sources`), each drawn from its own generator."""
+    """Embedded analytic surfaces of random proportions (`pointcloud.sources`), each drawn from its own generator."""
 
     COUNTS = {"train": 4096, "test": 512}
     POINTS = 2048
@@ -262,5 +275,5 @@ SOURCES = {"shapenet": ShapeNetPC15k, "shapenet55": ShapeNet55, "modelnet10": Mo
 
 
 def unpacked(name: str, split: str) -> Source:
-    """The clouds of a data set's split, from the files of its release; UserError where they are missing."""
+    """Returns the clouds of a data set's split from its release's files. Raises UserError if they are missing."""
     return SOURCES[name](data_root(), split)

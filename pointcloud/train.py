@@ -47,7 +47,7 @@ def make_model(recipe: PointCloudRecipe) -> nn.Module:
 
 
 def train(run: Run, recipe: PointCloudRecipe, train_set: PointClouds, test_set: PointClouds) -> None:
-    """The loop: optimiser steps, method.step(), and at round boundaries evaluations and checkpoints."""
+    """Runs the loop: optimizer steps, method.step(), and at round boundaries evaluations and checkpoints."""
     model = run.shard(make_model(recipe))
     optimizer = run.shard_optimizer(make_optimizer(model, recipe.optim))
     epoch = steps_per_epoch(len(train_set), recipe.batch_size)
@@ -76,7 +76,7 @@ def train(run: Run, recipe: PointCloudRecipe, train_set: PointClouds, test_set: 
 
 
 def backward(run: Run, recipe: PointCloudRecipe, wrapped: nn.Module, points: Tensor) -> Scalars:
-    """Adds the gradient of this worker's mean loss over clouds [B, n, 3]; returns train_loss."""
+    """Adds the gradient of this worker's average loss over clouds [B, n, 3]. Returns train_loss."""
 
     def part_of(part: Tensor) -> Scalars:
         with run.autocast():
@@ -89,8 +89,11 @@ def backward(run: Run, recipe: PointCloudRecipe, wrapped: nn.Module, points: Ten
 @repeated
 @torch.no_grad()
 def evaluate(run: Run, recipe: PointCloudRecipe, model: nn.Module, test_set: PointClouds) -> dict[str, float]:
-    """Chamfer distance and EMD of whole clouds over the test set, each worker on its share, and a picture. test_loss is
-    the training loss: for a masked autoencoder, of the masked patches only."""
+    """Returns Chamfer distance and EMD of whole clouds over the test set, and saves a picture.
+
+    Each worker evaluates its share. test_loss is the training loss, which a masked autoencoder computes on masked
+    patches only.
+    """
     with run.paused():
         model.eval()
         chamfer = emd = loss = count = 0.0
@@ -113,14 +116,14 @@ def evaluate(run: Run, recipe: PointCloudRecipe, model: nn.Module, test_set: Poi
 
 
 def subset(clouds: Tensor, size: int) -> Tensor:
-    """The same `size` random points of each of [B, n, 3]."""
+    """Returns the same `size` random points of each cloud in [B, n, 3]."""
     order = torch.randperm(clouds.shape[1], generator=generator(0))
     return clouds[:, order[:size].to(clouds.device)]
 
 
 @torch.no_grad()
 def save_picture(run: Run, recipe: PointCloudRecipe, model: nn.Module, test_set: PointClouds) -> None:
-    """Six test clouds and their reconstructions: reconstructions.png in the run folder, and TensorBoard."""
+    """Draws six test clouds and their reconstructions, in reconstructions.png in the run folder and TensorBoard."""
     index = [i * len(test_set) // 6 for i in range(6)]
     points = torch.stack([test_set[0, 0, i] for i in index])
     out = model(points.to(run.device))
@@ -138,11 +141,16 @@ def save_picture(run: Run, recipe: PointCloudRecipe, model: nn.Module, test_set:
 
 
 def draw_clouds(rows: Mapping[str, Sequence[np.ndarray]], labels: Sequence[str], caption: str = "") -> np.ndarray:
-    """3-D scatter plots with equal limits, colored by height: uint8 [height, width, 3]. rows: what the row shows
-    ("input", "reconstruction") -> clouds, float [n, 3] each. labels: one title a column."""
+    """Draws 3-D scatter plots with equal limits, colored by height, as uint8 [height, width, 3].
+
+    Args:
+        rows: Title of each row ("input", "reconstruction") -> clouds, float [n, 3] each.
+        labels: Title of each column.
+        caption: Title of the figure.
+    """
     columns = len(labels)
     figure = Figure(figsize=(2.2 * columns + 0.4, 2.2 * len(rows) + 0.4), dpi=100)
-    canvas = FigureCanvasAgg(figure)  # not pyplot, which opens windows and keeps every figure
+    canvas = FigureCanvasAgg(figure)  # pyplot would open windows and keep every figure
     figure.suptitle(caption, fontsize=9)
     for row, (name, clouds) in enumerate(rows.items()):
         for column, cloud in enumerate(clouds):

@@ -121,18 +121,21 @@ def free_ddp(runs: Sequence[Row], rate: float) -> list[float]:
 
 
 def readme_seconds() -> Table:
-    """README's table: one row for each task and rate, CO2 beside the best and DDP."""
-    titles = ("task, link", "CO2, recommended", "best other method, float32", "DDP, float32", "DDP, free communication")
-    table: Table = [titles]
+    """README's table, with a row for each task and method and a column for each link rate."""
+    table: Table = [SECONDS_TITLES]
     for name, task in (("digits", "vision"), ("text", "language")):
         runs = select(load("time_to_loss.json")["runs"], task=task)
-        for rate in RATES:
-            of = {m: select(runs, method=m, rate_mbit=rate) for m in METHOD_NAMES}
-            others = [m for m in ("local", "overlap_local", "slowmo") if all(r["status"] == "reached" for r in of[m])]
-            best = min(others, key=lambda m: statistics.fmean(r["seconds"] for r in of[m]))  # noqa: B023, used at once
-            cells = [seconds_cell(of[m]) for m in ("co2_auto", best, "ddp")]
-            cells[1] += f" ({METHOD_NAMES[best].partition(' (')[0]})"
-            table.append((f"{name}, {rate} Mbit/s", *cells, mean_sd(free_ddp(runs, rate))))
+        of = {m: [select(runs, method=m, rate_mbit=rate) for rate in RATES] for m in METHOD_NAMES}
+        table.append((f"{name}, CO2", *map(seconds_cell, of["co2_auto"])))
+        cells = []
+        for i in range(len(RATES)):
+            others = {m: of[m][i] for m in ("local", "overlap_local", "slowmo")}
+            reached = {m: r for m, r in others.items() if len(select(r, status="reached")) == len(r)}
+            means = {m: statistics.fmean(r["seconds"] for r in found) for m, found in reached.items()}
+            best = min(means, key=means.__getitem__)
+            cells.append(f"{seconds_cell(others[best])} ({METHOD_NAMES[best].partition(' (')[0]})")
+        table.append((f"{name}, best other", *cells))
+        table.append((f"{name}, DDP", *map(seconds_cell, of["ddp"])))
     return table
 
 
@@ -298,7 +301,7 @@ def rates() -> Table:
     for task, (name, limit) in RATE_TASKS.items():
         columns = [(0.5, "none"), (1, "none"), (2, "none"), (1, f"{limit:g}"), (1, f"{2 * limit:g}")]
         base: Losses = {}
-        for method, called in {"ddp": "DDP", "local": "Local-SGD", "co2": "CO2"}.items():
+        for method, called in {"ddp": "DDP", "co2": "CO2"}.items():
             line = [select(rows, task=task, method=method, lr=best[task] * x, clip=clip) for x, clip in columns]
             found = [{row["seed"]: row["loss"] for row in runs} for runs in line]
             base = base or found[1]

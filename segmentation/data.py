@@ -1,7 +1,8 @@
 """Data sets for mmseg: ADE20K from its folders, CamVid from one file, and the embedded digits on photographs.
 
-All are registered with mmseg, so that a user's own config may name them. An item is what mmseg's PackSegInputs
-makes: `inputs` uint8 [3, h, w] BGR and `data_samples`, whose gt_sem_seg holds int64 [1, h, w] labels, 255 = ignored.
+All are registered with mmseg, so a user's own config may name them. An item has the form of mmseg's PackSegInputs:
+`inputs` is uint8 [3, h, w] BGR. `data_samples` has the labels in gt_sem_seg, int64 [1, h, w], with 255 for ignored
+pixels.
 """
 
 import segmentation.registries  # noqa: F401
@@ -33,15 +34,24 @@ from training.images import read_mask, read_rgb
 Bytes = NDArray[np.uint8]
 
 CLASSES = ("background", *(f"digit {d}" for d in range(10)))
-TRAIN_SHARE = 0.8  # of the digits, and of each photograph's width: training and validation share no pixel
-THRESHOLD = 0.3  # of full ink, above which a pixel belongs to a digit
-OVERLAP = 0.1  # a digit is left out where more than this share of its pixels would cover others
+TRAIN_SHARE = 0.8  # of the digits, and of each photograph's width, so that training and validation share no pixel
+THRESHOLD = 0.3  # share of full ink above which a pixel belongs to a digit
+OVERLAP = 0.1  # a digit is left out if a larger share of its pixels would cover other digits
 
 
 def digits_on_photos(split: str, n: int, size: int = 48, seed: int = 0) -> tuple[Bytes, Bytes]:
-    """n scenes of 1 to 4 digits each on a crop of a photograph, the same for equal arguments. split: "train" or "val";
-    their digits are different samples and their crops different parts of the photographs. Returns images uint8 [n,
-    size, size, 3] RGB and masks uint8 [n, size, size]: 0 background, d + 1 for digit d."""
+    """Returns scenes with 1 to 4 digits each on a crop of a photograph, the same for equal arguments.
+
+    Args:
+        split: "train" or "val". The splits use different digits and different parts of the photographs.
+        n: Number of scenes.
+        size: Side of a scene.
+        seed: Seed of the scenes.
+
+    Returns:
+        Images, uint8 [n, size, size, 3] RGB, and masks, uint8 [n, size, size], with 0 for background and d + 1 for
+        digit d.
+    """
     rng = np.random.default_rng([seed, split == "train"])
     glyphs, labels = _digits(split)
     photos = _photos(split)
@@ -55,7 +65,7 @@ def digits_on_photos(split: str, n: int, size: int = 48, seed: int = 0) -> tuple
 
 
 def _digits(split: str) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Glyphs float64 [m, 8, 8] in [0, 1] and their labels int64 [m]."""
+    """Returns glyphs, float64 [m, 8, 8] in [0, 1], and their labels, int64 [m]."""
     digits = load_digits()
     order = np.random.default_rng(0).permutation(len(digits.images))
     cut = round(TRAIN_SHARE * len(order))
@@ -64,21 +74,21 @@ def _digits(split: str) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
 
 
 def _photos(split: str) -> list[Bytes]:
-    """This split's part of each photograph, uint8 [427, w, 3] RGB."""
+    """Returns this split's part of each photograph, uint8 [427, w, 3] RGB."""
     photos = load_sample_images().images
     cut = round(TRAIN_SHARE * photos[0].shape[1])
     return [p[:, :cut] if split == "train" else p[:, cut:] for p in photos]
 
 
 def _crop(photo: Bytes, size: int, rng: np.random.Generator) -> Bytes:
-    """A random part of the photograph at half its brightness, so that every digit stands out."""
+    """Returns a random part of the photograph at half its brightness, so that every digit stands out."""
     top = rng.integers(photo.shape[0] - size + 1)
     left = rng.integers(photo.shape[1] - size + 1)
     return photo[top : top + size, left : left + size] // 2
 
 
 def _paste(image: Bytes, mask: Bytes, glyph: NDArray[np.float64], label: int, rng: np.random.Generator) -> None:
-    """Draws one digit in a colour of its own, in place, unless others lie where it would go."""
+    """Draws one digit in its own color, in place, unless it would cover other digits."""
     size = image.shape[0]
     side = int(rng.integers(size // 2, 2 * size // 3 + 1))
     ink = cv2.resize(glyph, (side, side), interpolation=cv2.INTER_CUBIC) > THRESHOLD
@@ -111,9 +121,11 @@ CAMVID_PALETTE = [
 
 @TRANSFORMS.register_module()
 class LoadImage(BaseTransform):
-    """Reads results["img_path"] into `img`, uint8 [h, w, 3] BGR. In place of mmcv's LoadImageFromFile, which takes a
-    truncated JPEG for a whole one. Like mmcv's default reader, it turns the image as its EXIF orientation says.
-    UserError names the file."""
+    """Reads results["img_path"] into `img`, uint8 [h, w, 3] BGR. A UserError names the file.
+
+    It replaces mmcv's LoadImageFromFile, which accepts a truncated JPEG. As mmcv's default reader, it turns the image
+    as its EXIF orientation says.
+    """
 
     def transform(self, results: dict[str, Any]) -> dict[str, Any]:
         image = _read(results["img_path"], lambda path: np.asarray(read_rgb(path, path, upright=True)))
@@ -126,12 +138,9 @@ class LoadImage(BaseTransform):
 class LoadMask(BaseTransform):
     """Reads results["seg_map_path"] into `gt_seg_map`, uint8 [h, w] in [0, num_classes) or 255.
 
-    In place of mmseg's LoadAnnotations, which wraps 16-bit labels around and lets labels out of range through to the
-    loss. Like LoadAnnotations, it never turns a mask: an image with an EXIF orientation needs a mask of the turned
-    image.
-
-    With results["reduce_zero_label"] label 0 is ignored and the others move down by one. UserError names the
-    file.
+    It replaces mmseg's LoadAnnotations, which wraps 16-bit labels around and does not check the range of labels. As
+    LoadAnnotations, it never turns a mask. An image with an EXIF orientation needs a mask of the turned image. With
+    results["reduce_zero_label"], label 0 is ignored and all other labels move down by one. A UserError names the file.
     """
 
     def __init__(self, num_classes: int):
@@ -140,7 +149,7 @@ class LoadMask(BaseTransform):
     def transform(self, results: dict[str, Any]) -> dict[str, Any]:
         path, shift = results["seg_map_path"], int(results["reduce_zero_label"])
         mask = _read(path, read_mask)
-        # an image resized for testing keeps the mask's size in ori_shape
+        # An image that is resized for testing keeps the mask's size in ori_shape.
         if mask.shape != tuple(results["ori_shape"]):
             raise UserError(
                 f"{path}: a mask of shape {mask.shape} for an image of {tuple(results['ori_shape'])}: one label per "
@@ -166,7 +175,7 @@ def _read(path: str, read: Callable[[str], NDArray[Any]]) -> NDArray[Any]:
 
 
 def check_labels(mask: NDArray[Any], num_classes: int, where: str | Path, shift: int = 0) -> None:
-    """UserError unless every label is in [0, num_classes) or 255. shift: what the file's own labels start at."""
+    """Raises UserError unless every label is in [0, num_classes) or 255. The file's own labels start at `shift`."""
     bad = ((mask >= num_classes) & (mask != IGNORE)) | (mask < 0)
     if bad.any():
         raise UserError(
@@ -180,19 +189,24 @@ def check_labels(mask: NDArray[Any], num_classes: int, where: str | Path, shift:
 
 @DATASETS.register_module()
 class ArraySegDataset(BaseSegDataset):
-    """Images held in memory, for pipelines that begin after loading. images: uint8 [n, h, w, 3] RGB. masks: uint8 [n,
-    h, w], 255 for pixels to ignore. options: mmengine's for all data sets, such as pipeline, test_mode and indices."""
+    """Images in memory, for pipelines that begin after loading.
+
+    Args:
+        images: uint8 [n, h, w, 3] RGB.
+        masks: uint8 [n, h, w], with 255 for pixels to ignore.
+        **options: mmengine's options for all data sets, such as pipeline, test_mode and indices.
+    """
 
     def __init__(self, images: Bytes, masks: Bytes, **options: Any):
         self.images, self.masks = images, masks
-        # serialize_data packs the list of images, which here is only their numbers
+        # serialize_data packs the list of images, which has only their numbers here
         super().__init__(**options, serialize_data=False)
 
     def load_data_list(self) -> list[dict[str, Any]]:
         return [{"place": i, "reduce_zero_label": False} for i in range(len(self.images))]
 
     def get_data_info(self, idx: int) -> dict[str, Any]:
-        info = super().get_data_info(idx)  # mmengine may have taken a subset: its idx is no place in the arrays
+        info = super().get_data_info(idx)  # mmengine may use a subset, so idx is no place in the arrays
         image, mask = self.images[info["place"]], self.masks[info["place"]]
         return info | {
             "img": np.ascontiguousarray(image[..., ::-1]),
@@ -205,8 +219,14 @@ class ArraySegDataset(BaseSegDataset):
 
 @DATASETS.register_module()
 class CamVid(ArraySegDataset):
-    """CamVid at 240 x 180 in 11 classes (Brostow et al., 2009): 367 training, 101 validation, 233 test images. root:
-    the folder with camvid_240x180.npz: x_SPLIT uint8 [n, 180, 240, 3] RGB, y_SPLIT uint8 [n, 180, 240], 11 void."""
+    """CamVid at 240 x 180 in 11 classes (Brostow et al., 2009): 367 training, 101 validation, 233 test images.
+
+    Args:
+        root: The folder with camvid_240x180.npz. Its arrays are x_SPLIT, uint8 [n, 180, 240, 3] RGB, and y_SPLIT, uint8
+            [n, 180, 240], where 11 is void.
+        split: "train", "val" or "test".
+        **options: See ArraySegDataset.
+    """
 
     METAINFO = {"classes": CAMVID_CLASSES, "palette": CAMVID_PALETTE}
 
@@ -229,7 +249,7 @@ class CamVid(ArraySegDataset):
 
 @DATASETS.register_module()
 class DigitsOnPhotos(ArraySegDataset):
-    """The embedded set of segmentation.data: 1,024 training and 128 validation scenes of 48 x 48 pixels."""
+    """The embedded data set: 1,024 training and 128 validation scenes of 48 x 48 pixels."""
 
     METAINFO = {"classes": CLASSES}  # mmseg makes a palette
 
@@ -240,8 +260,14 @@ class DigitsOnPhotos(ArraySegDataset):
 
 @DATASETS.register_module()
 class ADE20K(ADE20KDataset):
-    """ADE20K scene parsing (Zhou et al., 2017), 150 classes: 20,210 training and 2,000 validation images. root:
-    ADEChallengeData2016 as published: images/{training,validation}/*.jpg, annotations/*/*.png (label 0 ignored)."""
+    """ADE20K scene parsing (Zhou et al., 2017) in 150 classes: 20,210 training and 2,000 validation images.
+
+    Args:
+        root: ADEChallengeData2016 as published, with images/{training,validation}/*.jpg and annotations/*/*.png. Label
+            0 is ignored.
+        split: "train" or "val".
+        **options: mmengine's options for all data sets.
+    """
 
     def __init__(self, root: str | Path, split: Split, **options: Any):
         if split == "test":
@@ -257,7 +283,7 @@ class ADE20K(ADE20KDataset):
             raise UserError(f"no *.jpg in {Path(root, 'images', part)}: unpack ADE20K there again")
 
     def load_data_list(self) -> list[dict[str, Any]]:
-        """mmseg's, without the files of hidden folders, such as .ipynb_checkpoints."""
+        """Returns mmseg's list without the files of hidden folders, such as .ipynb_checkpoints."""
         images = self.data_prefix["img_path"]
         return [item for item in super().load_data_list() if not hidden(item["img_path"], images)]
 
@@ -266,13 +292,13 @@ class ADE20K(ADE20KDataset):
 
 NUM_CLASSES: dict[DataName, int] = {"ade20k": 150, "camvid": 11, "digits": 11}
 CROP: dict[DataName, tuple[int, int]] = {"ade20k": (512, 512), "camvid": (144, 144), "digits": (48, 48)}
-# held-out splits whose labels are public; the first is evaluated during training, all at the end
+# held-out splits with public labels; the first is evaluated during training, and all at the end
 EVAL_SPLITS: dict[DataName, tuple[Split, ...]] = {"ade20k": ("val",), "camvid": ("val", "test"), "digits": ("val",)}
 EVAL_BATCH: dict[DataName, int] = {"ade20k": 1, "camvid": 8, "digits": 8}  # ADE20K's images differ in size
 
 
 def _augmentation(name: DataName) -> list[dict[str, Any]]:
-    """mmseg's standard for ADE20K; gentler scales for CamVid's small frames; digits may not be flipped."""
+    """Returns mmseg's standard augmentation for ADE20K, smaller scales for CamVid, and no flips for digits."""
     colours = {"type": "PhotoMetricDistortion"}
     if name == "digits":
         return [colours]
@@ -286,13 +312,18 @@ def _augmentation(name: DataName) -> list[dict[str, Any]]:
 
 
 def build_dataset(name: DataName, split: Split) -> BaseSegDataset:
-    """The data set, from CO2_DATA unless embedded: augmented crops of CROP[name] for "train", whole images otherwise.
-    UserError when it is missing or broken."""
+    """Returns a data set, from CO2_DATA unless it is embedded.
+
+    Items are augmented crops of CROP[name] for "train", and whole images for other splits.
+
+    Raises:
+        UserError: If the data set is missing or broken.
+    """
     train = split == "train"
     pipeline = _augmentation(name) if train else []
     if name == "ade20k":
         load_mask = {"type": "LoadMask", "num_classes": NUM_CLASSES[name]}
-        resize = {"type": "Resize", "scale": (2048, 512), "keep_ratio": True}  # for testing; the mask keeps its size
+        resize = {"type": "Resize", "scale": (2048, 512), "keep_ratio": True}  # for testing; masks keep their size
         pipeline = [{"type": "LoadImage"}, *([load_mask, *pipeline] if train else [resize, load_mask])]
     kind = {
         "digits": {"type": "DigitsOnPhotos"},
@@ -306,16 +337,16 @@ def build_dataset(name: DataName, split: Split) -> BaseSegDataset:
 # -- batches ----------------------------------------------------------------------------------------------------------
 
 
-cv2.setNumThreads(0)  # loader processes are the parallelism: each would start a thread for every core
+cv2.setNumThreads(0)  # loading processes run in parallel; each would start a thread for every core
 
-# `inputs`, uint8 [3, h, w] BGR, and `data_samples`, mmseg's SegDataSample: a list each, with one entry for every image;
-# on the way to the device `labels`, uint8 [1, h, w], too
+# `inputs`, uint8 [3, h, w] BGR, and `data_samples`, mmseg's SegDataSample, each a list with one entry per image; on the
+# way to the device also `labels`, uint8 [1, h, w]
 Batch = dict[str, list[Any]]
 CPU = torch.device("cpu")
 
 
 def pack(items: list[dict[str, Any]]) -> Batch:
-    """A batch as it crosses to the device: labels as bytes, an eighth of mmseg's, and where torch can pin them."""
+    """Makes a batch for the copy to the device, with labels as bytes (an eighth of mmseg's) that torch can pin."""
     batch = pseudo_collate(items)
     batch["labels"] = [sample.gt_sem_seg.data.to(torch.uint8) for sample in batch["data_samples"]]
     for sample in batch["data_samples"]:
@@ -324,15 +355,17 @@ def pack(items: list[dict[str, Any]]) -> Batch:
 
 
 def unpack(batch: Batch, device: torch.device) -> Batch:
-    """On the device, labels in mmseg's place, int64; nobody waits for the copies."""
+    """Copies a batch to the device without waiting, and puts its labels where mmseg expects them, as int64."""
     for sample, label in zip(batch["data_samples"], batch.pop("labels"), strict=True):
         sample.gt_sem_seg = PixelData(data=label.to(device, non_blocking=True).long())
     return batch | {"inputs": [image.to(device, non_blocking=True) for image in batch["inputs"]]}
 
 
 class SeededAugmentation(Dataset[dict[str, Any]]):
-    """Items by their keys, from which the random transforms' numbers follow. mmcv's transforms draw from numpy's global
-    generator, which is left as it was found."""
+    """Items by their keys. The random transforms' numbers follow from the key.
+
+    mmcv's transforms draw from numpy's global generator, which is restored afterwards.
+    """
 
     def __init__(self, dataset: BaseSegDataset):
         self.dataset = dataset
@@ -355,7 +388,7 @@ def train_batches(
     total: int,
     device: torch.device = CPU,
 ) -> Iterator[Batch]:
-    """This worker's batches from step `start` to `total`, functions of (seed, step, rank, world_size) alone."""
+    """Yields this worker's batches from step `start` to `total`. They depend only on (seed, step, rank, world_size)."""
     keys = (keys for _, keys in train_keys(recipe, len(dataset), rank, world_size, start, total))
     yield from _loaded(dataset, keys, recipe, device)
 
@@ -368,7 +401,7 @@ def eval_batches(
     batch_size: int,
     device: torch.device = CPU,
 ) -> Iterator[Batch]:
-    """This worker's share of the data set, every image once, in batches of at most batch_size."""
+    """Yields this worker's share of the data set, every image once, in batches of at most batch_size."""
     yield from _loaded(dataset, eval_keys(len(dataset), batch_size, rank, world_size), recipe, device)
 
 

@@ -1,4 +1,4 @@
-"""mIoU, mAcc and aAcc by the functions of mmseg's IoUMetric, their areas summed over all workers; and pictures."""
+"""mIoU, mAcc and aAcc by the functions of mmseg's IoUMetric, with areas summed over all workers, and pictures."""
 
 from __future__ import annotations
 
@@ -22,23 +22,30 @@ if TYPE_CHECKING:
 
 
 class SegmentationMetric:
-    """Collects one worker's predictions; compute() sums four areas a class over all workers by one all-reduce. mmseg's
-    own evaluate() gathers a record for each image through files."""
+    """Collects one worker's predictions. compute() sums four areas per class over all workers by one all-reduce.
+
+    mmseg's own evaluate() gathers a record for each image through files.
+    """
 
     def __init__(self, classes: Sequence[str], device: torch.device | str = "cpu"):
         self.classes = tuple(classes)
-        # the pixels of each class in the intersection, the union, the prediction and the label; float64 counts exactly
+        # Pixels of each class in the intersection, the union, the prediction and the label. float64 counts exactly.
         self.areas = torch.zeros(4, len(self.classes), dtype=torch.float64, device=device)
 
     def update(self, prediction: Tensor, label: Tensor) -> None:
-        """prediction, label: integer class maps [h, w]; label 255 is ignored."""
+        """Adds a prediction and its label, integer class maps [h, w]. Label 255 is ignored."""
         areas = IoUMetric.intersect_and_union(prediction, label, len(self.classes), IGNORE)
         self.areas += torch.stack(areas).to(self.areas)
 
     def compute(self, over_workers: Callable[[Tensor], Tensor] = lambda areas: areas) -> dict[str, float]:
-        """mIoU, mAcc, aAcc and IoU/CLASS in percent. over_workers: sums a tensor over the workers; all must call it.
-        The means leave out classes that occur in neither predictions (IoU) nor labels; those have no IoU/CLASS
-        entry."""
+        """Returns mIoU, mAcc, aAcc and IoU/CLASS in percent.
+
+        The averages leave out classes that appear in neither predictions nor labels. Such a class has no IoU/CLASS
+        entry.
+
+        Args:
+            over_workers: Sums a tensor over the workers. All workers must call it.
+        """
         areas = over_workers(self.areas.clone())
         values = IoUMetric.total_area_to_metrics(*areas.cpu(), ["mIoU"])
         iou, acc = (torch.as_tensor(values[key]) for key in ("IoU", "Acc"))
@@ -57,9 +64,16 @@ PANELS = ("image", "true classes", "predicted classes")
 def side_by_side(
     image: Tensor, label: Tensor, prediction: Tensor, classes: Sequence[str], palette: Sequence[Sequence[int]]
 ) -> Figure:
-    """Image, labels and prediction side by side, over a legend of their classes; ignored pixels are black. image: uint8
-    [3, *, *] BGR. label, prediction: integer class maps [h, w]. palette: an RGB color a class."""
-    from matplotlib.figure import Figure  # here, for it is slow to import
+    """Draws image, labels and prediction side by side, over a legend of their classes. Ignored pixels are black.
+
+    Args:
+        image: uint8 [3, h, w] BGR, of any size.
+        label: Integer class map [h, w].
+        prediction: Integer class map [h, w].
+        classes: Names of the classes.
+        palette: An RGB color for each class.
+    """
+    from matplotlib.figure import Figure  # imported here, because it is slow
     from matplotlib.patches import Patch
 
     colours = torch.zeros(IGNORE + 1, 3, dtype=torch.uint8)
@@ -67,7 +81,7 @@ def side_by_side(
     masks = [m.long().cpu() for m in (label, torch.where(label == IGNORE, IGNORE, prediction))]
     resized = F.interpolate(image[None].float().cpu(), label.shape, mode="bilinear")[0].round().byte()
     seen = [c for c in torch.cat([m.flatten() for m in masks]).unique().tolist() if c != IGNORE]
-    legend = 0.3 * (1 + len(seen) // 6)  # inches; a layout engine that finds the place takes longer than drawing
+    legend = 0.3 * (1 + len(seen) // 6)  # inches; a layout engine that finds the place would be slower than drawing
     high = 9 / 3 * label.shape[0] / label.shape[1] + 0.3 + legend
     figure = Figure(figsize=(9, high), dpi=100)
     figure.subplots_adjust(0.01, legend / high, 0.99, 1 - 0.3 / high, 0.02)

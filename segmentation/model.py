@@ -41,14 +41,14 @@ if TYPE_CHECKING:
     from segmentation.recipes import SegmentationRecipe
     from training.run import Run
 
-SCHEME = "backbone:"  # in front of a checkpoint's name, it has mmengine load it by load_backbone
-# Where mmseg's configs take them from (mmseg's Swin, mmcv's ResNet-V1c) and timm's ViT, which mmseg would convert.
+SCHEME = "backbone:"  # before a checkpoint's name, it makes mmengine load the file by load_backbone
+# Sources in mmseg's configs (mmseg's Swin, mmcv's ResNet-V1c), and of timm's ViT, which mmseg would convert.
 SOURCES = {
     "resnet": "https://download.openmmlab.com/pretrain/third_party",
     "swin": "https://download.openmmlab.com/mmsegmentation/v0.5/pretrain/swin",
     "jx_vit": "https://github.com/rwightman/pytorch-image-models/releases/download/v0.1-vitjx",
 }
-# timm's names of a ViT's tensors -> mmseg's, as its tools/model_converters/vit2mmseg.py has them
+# timm's names of a ViT's tensors -> mmseg's, as in mmseg's tools/model_converters/vit2mmseg.py
 TIMM_TO_MMSEG = (
     (r"^norm\.", "ln1."),
     (r"^patch_embed\.proj", "patch_embed.projection"),
@@ -60,17 +60,19 @@ TIMM_TO_MMSEG = (
 )
 
 
-# tensors of a checkpoint for classifying, and buffers, for which no backbone of mmseg has a place or a need
+# tensors of a classifier's checkpoint, and buffers, that no backbone of mmseg has or needs
 UNUSED = re.compile(r"(fc|head|head_dist|pre_logits\.fc|norm|ln1|head\..*)\.(weight|bias)|.*(\.|^)num_batches_tracked|"
                     r".*\.(attn_mask|relative_position_index)|patch_embed\.projection\.bias")  # fmt: skip
-# tensors that may be missing: norms that segmentation adds behind Swin's stages, and buffers
+# tensors that may be missing: norms that segmentation adds after Swin's stages, and buffers
 ADDED = re.compile(r"norm[0-3]\.(weight|bias)|.*\.(num_batches_tracked|relative_position_index)")
-RESIZED = re.compile(r"pos_embed|.*\.relative_position_bias_table")  # by mmseg, to the size of the training images
+RESIZED = re.compile(r"pos_embed|.*\.relative_position_bias_table")  # mmseg resizes them to the training images
 
 
 def _harmless() -> list[Any]:
-    """Classes and functions that training codes' checkpoints hold beside weights: to call them runs no code of the
-    file's. NumPy 1 called its modules otherwise."""
+    """Returns classes and functions that checkpoints of training code hold in addition to weights.
+
+    Calling them runs no code from the file. NumPy 1 had other names for its modules.
+    """
     made_by = [np.float64(0).__reduce__()[0], np.zeros(1).__reduce__()[0]]
     named = [(f, f"numpy.{core}.multiarray.{f.__name__}") for f in made_by for core in ("core", "_core")]  # pyright: ignore
     kinds = {type(np.dtype(code)) for code in "?bhilqBHILQefdUS"}
@@ -79,8 +81,16 @@ def _harmless() -> list[Any]:
 
 @CheckpointLoader.register_scheme(prefixes=SCHEME)
 def load_backbone(name: str, map_location: Any = None) -> Mapping[str, Tensor]:
-    """The weights in the file `name`, after SCHEME: {name in mmseg: tensor}. Of a whole segmentor or classifier, the
-    backbone's. UserError where the file holds no weights, or what could run code."""
+    """Returns the weights in a file, as {name in mmseg: tensor}, or the backbone's weights of a segmentor or
+    classifier.
+
+    Args:
+        name: The file's name, after SCHEME.
+        map_location: See torch.load.
+
+    Raises:
+        UserError: If the file holds no weights, or content that could run code.
+    """
     path = find_backbone(name.removeprefix(SCHEME))
     state = _read(path, map_location)
     for key in ("state_dict", "model"):
@@ -97,7 +107,7 @@ def load_backbone(name: str, map_location: Any = None) -> Mapping[str, Tensor]:
 
 
 def _read(path: Path, map_location: Any) -> Any:
-    """What torch.load makes of a file nobody should trust; it raises nearly any error."""
+    """Returns the content of a file that nobody should trust. torch.load raises many kinds of errors for it."""
     try:
         with torch.serialization.safe_globals(_harmless()):
             return torch.load(path, map_location, weights_only=True)
@@ -106,14 +116,14 @@ def _read(path: Path, map_location: Any) -> Any:
     except Exception as error:
         if found := re.search(r"GLOBAL ([\w.]+)", str(error)):
             raise UserError(
-                f"pretrained={path}: holds {found[1]}, which may run code when it is read: keep its weights alone, "
-                'where you trust its source, torch.save(torch.load(FILE, weights_only=False)["state_dict"], NEW)'
+                f"pretrained={path}: holds {found[1]}, which may run code when it is read: if you trust its source, "
+                'keep only its weights, torch.save(torch.load(FILE, weights_only=False)["state_dict"], NEW)'
             ) from None
         raise UserError(f"pretrained={path}: cannot be read ({reason(error)}): fetch it again") from None
 
 
 def find_backbone(name: str) -> Path:
-    """The file, in CO2_DATA/backbones unless `name` is a full path; UserError where it is missing or another one."""
+    """Returns the file, in CO2_DATA/backbones unless `name` is a full path. Raises UserError if it is not there."""
     path = data_root() / "backbones" / from_home(name)
     if not path.is_file():
         source = next((url for start, url in SOURCES.items() if path.name.startswith(start)), None)
@@ -129,7 +139,7 @@ def find_backbone(name: str) -> Path:
 
 
 def check_backbone(name: str, wanted: Mapping[str, Tensor]) -> None:
-    """UserError where the checkpoint is of another network; mmengine would only warn."""
+    """Raises UserError if the checkpoint is of another network. mmengine would only warn."""
     found = load_backbone(name, "cpu")
     shape = lambda key, tensor: tensor.shape[-1:] if RESIZED.fullmatch(key) else tensor.shape  # noqa: E731
     missing = [key for key in wanted if key not in found and not ADDED.fullmatch(key)]
@@ -150,11 +160,11 @@ def check_backbone(name: str, wanted: Mapping[str, Tensor]) -> None:
 # -- SyncBN -----------------------------------------------------------------------------------------------------------
 
 
-DEVICES = ("cuda",)  # for which torch's SyncBatchNorm has kernels
+DEVICES = ("cuda",)  # devices that torch's SyncBatchNorm supports
 
 
 def check_sync_bn(run: Run, recipe: SegmentationRecipe) -> None:
-    """Refuses it where torch cannot, and where a run of that name would be one of plain BatchNorm."""
+    """Refuses SyncBatchNorm on devices that torch does not support, and in a node of one worker."""
     if recipe.sync_bn == "no":
         return
     given = f"sync_bn={recipe.sync_bn!r}"
@@ -166,7 +176,7 @@ def check_sync_bn(run: Run, recipe: SegmentationRecipe) -> None:
 
 
 def share_statistics(run: Run, model: nn.Module, method: Method) -> None:
-    """Gives each SyncBatchNorm layer its process group, that of the gradients where there is one; all must call it."""
+    """Gives each SyncBatchNorm layer its process group, the gradients' if there is one. All workers must call it."""
     layers = [m for m in model.modules() if isinstance(m, nn.SyncBatchNorm)]
     if not layers:
         return
@@ -177,11 +187,12 @@ def share_statistics(run: Run, model: nn.Module, method: Method) -> None:
 
 
 def node_group(run: Run) -> dist.ProcessGroup:
-    """The group in which a node's workers synchronize gradients, or a new one of this machine's workers.
+    """Returns the group in which a node's workers synchronize gradients, or a new group of this machine's workers.
 
-    torch needs one order of two NCCL groups' collectives on all ranks, and a wait() between an asynchronous one and
-    the other group's next (torch.distributed.new_group). The workers of a node close rounds at the same steps, and the
-    reduction's side stream waits, so both hold beside the method's own group. Not run on GPUs.
+    torch needs the same order of two NCCL groups' collectives on all ranks. It also needs a wait() between an
+    asynchronous collective and the other group's next one (torch.distributed.new_group). The workers of a node close
+    rounds at the same steps, and the reduction's side stream waits, so both hold in addition to the method's own group.
+    We did not run this on GPUs.
     """
     mesh = run.mesh or make_mesh(run.device, 0, 0, run.recipe.timeout)
     assert mesh is not None, "check_sync_bn refuses a node of one worker"
@@ -194,21 +205,21 @@ def node_group(run: Run) -> dist.ProcessGroup:
 Config = dict[str, Any]
 Norm = Literal["BN", "SyncBN"]
 
-# mmseg's base models, which its wheel brings; by path, for a reference `mmseg::` would have mmengine install packages
+# mmseg's base models from its wheel, by path, because with `mmseg::` mmengine would install packages
 BASES = Path(mmseg.__path__[0], ".mim", "configs", "_base_", "models")
 
 
 @dataclass(frozen=True)
 class Backbone:
-    """An mmseg backbone and what UPerNet must know of it."""
+    """An mmseg backbone and the properties on which UPerNet depends."""
 
-    base: str  # mmseg's file
-    changes: Config  # of its backbone
-    channels: tuple[int, ...]  # of the four feature maps, finest first
+    base: str  # mmseg's config file
+    changes: Config  # changes to its backbone
+    channels: tuple[int, ...]  # channels of the four feature maps, finest first
 
 
 def _resnet(depth: int, width: int = 64) -> Backbone:
-    """ResNet-V1c (a stem of three 3x3 convolutions). width: channels of the first stage."""
+    """Returns ResNet-V1c, with a stem of three 3x3 convolutions and `width` channels in its first stage."""
     changes = {"depth": depth, "base_channels": width, "stem_channels": width}
     expansion = 4 if depth >= 50 else 1
     return Backbone("upernet_r50", changes, tuple(width * expansion * 2**i for i in range(4)))
@@ -220,13 +231,13 @@ def _swin(dim: int, depths: tuple[int, ...], heads: tuple[int, ...], **more: Any
 
 
 def _vit(dim: int, depth: int, heads: int, patch: int) -> Backbone:
-    """A plain ViT whose features after each quarter of its depth a MultiLevelNeck brings to four resolutions."""
+    """Returns a plain ViT. A MultiLevelNeck brings the features after each quarter of its depth to four resolutions."""
     changes = {"patch_size": patch, "embed_dims": dim, "num_layers": depth, "num_heads": heads}
     changes |= {"out_indices": tuple(depth * (i + 1) // 4 - 1 for i in range(4))}
     return Backbone("upernet_vit-b16_ln_mln", changes, (dim,) * 4)
 
 
-# Those named `mini` are ours, for small images on a CPU; the others are mmseg's.
+# Names with `mini` are ours, for small images on a CPU. All other backbones are mmseg's.
 BACKBONES: dict[BackboneName, Backbone] = {
     "resnet50": _resnet(50),
     "resnet101": _resnet(101),
@@ -245,8 +256,15 @@ BACKBONES: dict[BackboneName, Backbone] = {
 def upernet(
     name: BackboneName, num_classes: int, crop: tuple[int, int], *, norm: Norm = "BN", pretrained: Path | None = None
 ) -> Config:
-    """The config of UPerNet with an FCN auxiliary head (loss weight 0.4): mmseg's base model with the backbone's sizes.
-    crop: (height, width) of training images. norm: see segmentation.model. pretrained: see segmentation.model."""
+    """Returns the config of UPerNet with an FCN auxiliary head (loss weight 0.4), from mmseg's base model.
+
+    Args:
+        name: The backbone.
+        num_classes: Number of classes.
+        crop: Height and width of training images.
+        norm: Type of BatchNorm.
+        pretrained: File of the backbone's weights, see find_backbone.
+    """
     b = BACKBONES[name]
     config: Config = ConfigFile.fromfile(BASES / f"{b.base}.py").model.to_dict() | {"pretrained": None}
     backbone, heads = config["backbone"], (config["decode_head"], config["auxiliary_head"])
@@ -254,7 +272,7 @@ def upernet(
     if pretrained:
         backbone["init_cfg"] = {"type": "Pretrained", "checkpoint": f"{SCHEME}{pretrained}"}
     config["data_preprocessor"]["size"] = crop
-    if neck := config.get("neck"):  # to the strides of a convolutional backbone
+    if neck := config.get("neck"):  # it brings features to the strides of a convolutional backbone
         backbone["img_size"] = crop  # for its position embeddings
         neck |= {"in_channels": list(b.channels), "out_channels": b.channels[0]}
         neck["scales"] = [backbone["patch_size"] / stride for stride in (4, 8, 16, 32)]
@@ -271,7 +289,7 @@ def upernet(
 
 
 class _LinspaceOnCpu(TorchFunctionMode):
-    """mmseg's Swin reads its drop-path rates from torch.linspace, which has no values on the meta device."""
+    """Runs torch.linspace on the CPU. mmseg's Swin reads drop-path rates from it, but meta tensors have no values."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.linspace:
@@ -280,10 +298,15 @@ class _LinspaceOnCpu(TorchFunctionMode):
 
 
 def build_model(config: Config) -> nn.Module:
-    """An mmseg segmentor with initialised weights, from a config such as upernet's; also under torch.device("meta").
-    UserError when the backbone's checkpoint is missing or of another network, where mmengine would only warn."""
+    """Returns an mmseg segmentor with initialized weights, from a config such as upernet's.
+
+    It also works under torch.device("meta").
+
+    Raises:
+        UserError: If the backbone's checkpoint is missing or of another network. mmengine would only warn.
+    """
     with _LinspaceOnCpu(), warnings.catch_warnings():
-        # as in mmseg's published runs, the loss's mean counts ignored pixels: it warns of this default every time
+        # As in mmseg's published runs, the loss's average counts ignored pixels. mmseg warns of it every time.
         warnings.filterwarnings("ignore", message="Default ``avg_non_ignore``")
         model = MODELS.build(ConfigDict(config))
     start = config["backbone"].get("init_cfg")
@@ -292,7 +315,7 @@ def build_model(config: Config) -> nn.Module:
             check_backbone(start["checkpoint"], model.backbone.state_dict())
         logger = MMLogger.get_current_instance()
         level = logger.level
-        logger.setLevel(logging.ERROR)  # not a line for every parameter
+        logger.setLevel(logging.ERROR)  # suppresses a line for every parameter
         model.init_weights()
         logger.setLevel(level)
     return model

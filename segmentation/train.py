@@ -1,4 +1,4 @@
-"""Trains UPerNet: torchrun --standalone --nproc-per-node 4 -m segmentation.train RECIPE [overrides]."""
+"""Trains UPerNet: `torchrun --standalone --nproc-per-node 4 -m segmentation.train RECIPE [overrides]`."""
 
 from segmentation.recipes import RECIPES, SegmentationRecipe
 from training.checks import dry_run
@@ -38,7 +38,7 @@ def main() -> None:
 
 
 def make_model(recipe: SegmentationRecipe) -> nn.Module:
-    """UPerNet as the recipe says."""
+    """Returns the recipe's UPerNet."""
     norm = "BN" if recipe.sync_bn == "no" else "SyncBN"
     crop, classes = CROP[recipe.dataset], NUM_CLASSES[recipe.dataset]
     config = upernet(recipe.backbone, classes, crop, norm=norm, pretrained=recipe.pretrained)
@@ -49,7 +49,7 @@ def make_model(recipe: SegmentationRecipe) -> nn.Module:
 def train(
     run: Run, recipe: SegmentationRecipe, train_set: BaseSegDataset, eval_sets: dict[str, BaseSegDataset]
 ) -> None:
-    """The loop: optimiser steps, method.step(), and at round boundaries evaluations and checkpoints."""
+    """Runs the loop: optimizer steps, method.step(), and at round boundaries evaluations and checkpoints."""
     check_sync_bn(run, recipe)
     model = run.shard(make_model(recipe))
     optimizer = run.shard_optimizer(make_optimizer(model, recipe.optim))
@@ -87,8 +87,19 @@ def train(
 def backward(
     run: Run, recipe: SegmentationRecipe, model: nn.Module, wrapped: nn.Module, images: Tensor, labels: list[Any]
 ) -> Scalars:
-    """Adds the gradient of this worker's mean loss; returns train_loss and train_aAcc (percent of the pixels). images:
-    normalised, [b, 3, h, w]. labels: mmseg's SegDataSamples."""
+    """Adds the gradient of this worker's average loss.
+
+    Args:
+        run: The run.
+        recipe: Its recipe.
+        model: The model.
+        wrapped: The model to call.
+        images: Normalized images, [b, 3, h, w].
+        labels: mmseg's SegDataSamples.
+
+    Returns:
+        train_loss and train_aAcc (percent of the pixels).
+    """
 
     def part_of(places: range) -> Scalars:
         some = slice(places.start, places.stop)
@@ -105,8 +116,11 @@ def backward(
 @repeated
 @torch.no_grad()
 def evaluate(run: Run, model: nn.Module, split: str, eval_set: BaseSegDataset) -> dict[str, float]:
-    """mIoU, mAcc and aAcc over the whole split, each worker on its share; logs each class's IoU and some pictures. The
-    model runs in float32 at any precision of training, as in mmseg's published figures."""
+    """Returns mIoU, mAcc and aAcc over the whole split. Each worker evaluates its share.
+
+    It also logs each class's IoU and some pictures. The model runs in float32 at any training precision, as in mmseg's
+    published results.
+    """
     classes, palette = eval_set.metainfo["classes"], eval_set.metainfo["palette"]
     metric = SegmentationMetric(classes, run.device)
     shown = 0

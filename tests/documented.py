@@ -12,11 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from core import CompressionConfig
 from tests.imports import ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^```(\w*|\{\.python\})(?: title=\"([^\"\n]*)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 CRASH = 130  # the step of the whole script at which it is stopped
+NOT_BY_TIME = "config = replace(config, delay=2, compression=CompressionConfig('int4'))"  # repeats bit for bit
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ def readers_own(folder: str, rank: int) -> dict[str, Any]:
     """What a piece of code takes as the reader's: names of the loop, and what Start's script has imported."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
-    names: dict[str, Any] = {"folder": folder, "model": model, "half": nn.Linear(8, 1, dtype=torch.bfloat16)}
+    names: dict[str, Any] = {"folder": folder, "model": model}
     optimizer = names["optimizer"] = torch.optim.AdamW(model.parameters(), lr=1e-3)
     draws = torch.Generator().manual_seed(rank)
     inputs = torch.randn(64, 16, 8, generator=draws)
@@ -108,10 +110,10 @@ def run_whole_script(rank: int, world_size: int, folder: str) -> list[tuple[Any,
     for name, crash in (("calm", 0), ("harmed", CRASH), ("harmed", 0)):
         code = block.code.replace("runs/first", f"{folder}/{name}")
         assert "steps, tau=10)" in code
-        code = code.replace("steps, tau=10)", "steps, tau=10)\nconfig = replace(config, delay=2)")  # not by time
+        code = code.replace("steps, tau=10)", f"steps, tau=10)\n{NOT_BY_TIME}")
         code = code.replace("step += 1\n", f"step += 1\n            if step == {crash}: raise KeyboardInterrupt\n")
         code = code.replace("    while step", "    began = step\n    while step", 1)
-        names: dict[str, Any] = {"replace": replace}
+        names: dict[str, Any] = {"replace": replace, "CompressionConfig": CompressionConfig}
         try:
             block.run(names, code)
         except KeyboardInterrupt:

@@ -1,7 +1,7 @@
-"""What a run refuses before its first step, and the dry run: it asks the same, and counts the bytes on each GPU.
+"""The checks before a run's first step, and the dry run, which makes the same checks and estimates each GPU's memory.
 
-The count leaves out activations, which the planner estimates for decoders, and what a compressed all-reduce encodes and
-receives. RESERVE stands for the CUDA context, the buffers of NCCL and cuDNN, and fragmentation.
+The estimate leaves out activations, which the planner estimates for decoders, and the temporary buffers of a compressed
+all-reduce. RESERVE covers the CUDA context, the buffers of NCCL and cuDNN, and fragmentation.
 """
 
 import dataclasses
@@ -23,26 +23,35 @@ from training.layouts.layout import Layout
 from training.recipe import Recipe, momentum_note
 from training.workers import check_nodes, make_link, pick_device, rank, world_size
 
-GIB = 1 << 30  # bytes; a GPU that is sold with 24 GB has 24 GiB
+GIB = 1 << 30  # bytes; a GPU sold as 24 GB has 24 GiB
 RESERVE = 1.5 * GIB
-# float32 copies of the trained parameters that a method holds: outer iterate, momentum and payload, as it has them
+# float32 copies of the trained parameters that a method keeps, such as outer iterate, momentum and all-reduce buffer
 COPIES = {"ddp": 0, "local": 1, "slowmo": 3, "overlap_local": 3, "co2": 3, "diloco": 3, "zo": 1}
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on each GPU, by what they are for."""
+    """Bytes on each GPU, by use.
+
+    Attributes:
+        parameters: The model's parameters.
+        gradients: Their gradients.
+        optimizer: State of the inner optimizer.
+        method: State of the method.
+        buckets: DDP's copy of the gradients.
+        gathered: Whole parameters and gradients that FSDP2 holds at once.
+    """
 
     parameters: float
     gradients: float
     optimizer: float
     method: float
-    buckets: float  # DDP's copy of the gradients
-    gathered: float  # whole parameters and gradients that FSDP2 holds at once
+    buckets: float
+    gathered: float
 
     @property
     def total(self) -> float:
-        """With RESERVE, without activations."""
+        """All bytes with RESERVE, without activations."""
         return sum(vars(self).values()) + RESERVE
 
 
@@ -51,12 +60,18 @@ def size_of(params: Iterable[Tensor]) -> int:
 
 
 def estimate(recipe: Recipe, model: nn.Module, world_size: int) -> Memory:
-    """Counts the bytes of one of world_size workers. model: the whole model, which may be on the meta device."""
+    """Returns the memory of one of `world_size` workers.
+
+    Args:
+        recipe: The run's recipe.
+        model: The whole model, which may be on the meta device.
+        world_size: Number of workers.
+    """
     node = recipe.per_node or local_world_size()
     size, trained = size_of(model.parameters()), size_of(p for p in model.parameters() if p.requires_grad)
     parts = node if recipe.zero >= 2 else 1
     zeroth_order = recipe.method == "zo"
-    # Muon has one moment for its matrices, two for the rest: two is the bound
+    # Muon has one moment for its matrices, and two for all other parameters. Two is the upper bound.
     moments = {"sgd": 1 if recipe.optim.momentum else 0}.get(recipe.optim.name, 2)
     synchronizes = world_size > 1 and recipe.zero < 2 and (recipe.method == "ddp" or node > 1)
     return Memory(
@@ -70,33 +85,45 @@ def estimate(recipe: Recipe, model: nn.Module, world_size: int) -> Memory:
 
 
 def held(recipe: Recipe, model: nn.Module, node: int, workers: int) -> float:
-    """Bytes of the method's state on one of `workers`, `node` of which synchronize every step. Error feedback holds one
-    copy of the errors, and 1/n of a copy for the part that this worker averages. L-GreCo holds two copies more."""
+    """Returns the bytes of the method's state on one worker.
+
+    Error feedback keeps one copy of the errors, and 1/n of a copy for the part that this worker averages. L-GreCo keeps
+    two more copies.
+
+    Args:
+        recipe: The run's recipe.
+        model: The whole model.
+        node: Number of workers that synchronize every step.
+        workers: Number of all workers.
+    """
     trained = size_of(p for p in model.parameters() if p.requires_grad)
     method, trained = recipe.method, trained / (node if recipe.zero >= 2 else 1)
     if recipe.offload:
         return 0.0
     if method == "co2" and (node > 1 or recipe.shard):
-        equal = node if recipe.zero < 2 else 1  # the workers of a node that hold the same parameters
+        equal = node if recipe.zero < 2 else 1  # workers of a node that hold the same parameters
         return trained * (1 + 2 / (equal * (workers // node if recipe.shard else 1)))
     copies: float = COPIES[method]
     copies += method == "co2" and recipe.co2.merge == "keep_local"
     copies += method == "co2" and recipe.co2.nesterov and recipe.co2.gap != "none"
-    if recipe.elastic and method != "zo":  # in float32; what a worker has sent stays until it has arrived
+    if recipe.elastic and method != "zo":  # float32; a copy of the sent buckets stays until the average arrives
         return trained * (copies + 1)
     config = recipe.ddp_compression if method == "ddp" else recipe.co2.compression  # pyright: ignore[reportAttributeAccessIssue]
     among = workers if method == "ddp" else workers // node
-    alone = workers == 1 and (method == "ddp" or config.format == "auto")  # nothing is encoded then
+    alone = workers == 1 and (method == "ddp" or config.format == "auto")  # then nothing is encoded
     if config.format != "float32" and method != "zo" and not alone:
-        copies += {"ddp": 1, "local": 1}.get(method, 0)  # a payload, or an anchor to send differences from
+        copies += {"ddp": 1, "local": 1}.get(method, 0)  # a payload, or an anchor for the differences that are sent
         copies += config.error_feedback * (1 + 1 / among)
         copies += 2 * (config.format == "lgreco")
     return trained * copies
 
 
 def gathered(recipe: Recipe, model: nn.Module) -> float:
-    """Bytes of whole parameters and gradients that FSDP2 holds at once (training.zero.shard_model). ZeRO-2: all
-    parameters; ZeRO-3: two blocks' and those outside blocks. Gradients of as many, and what is reduced."""
+    """Returns the bytes of whole parameters and gradients that FSDP2 holds at once (training.zero.shard_model).
+
+    ZeRO-2 holds all parameters. ZeRO-3 holds the parameters of two blocks, and all parameters outside blocks. Gradients
+    of as many parameters, and their reduction, come on top.
+    """
     if recipe.zero < 2:
         return 0.0
     size = 2 if recipe.precision == "bfloat16" else 4
@@ -107,12 +134,15 @@ def gathered(recipe: Recipe, model: nn.Module) -> float:
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """All modules that are in lists."""
+    """Returns all modules that are in module lists."""
     return [block for blocks in model.modules() if isinstance(blocks, nn.ModuleList) for block in blocks]
 
 
 def streamed(model: nn.Module) -> float:
-    """Bytes that language.zeroth.blocks.BlockStream holds: three blocks, the rest, and a large module's copy."""
+    """Returns the bytes that language.zeroth.blocks.BlockStream holds: three blocks, and all parameters outside blocks.
+
+    A copy of the largest module outside blocks comes on top if it is larger than a block.
+    """
     blocks = [size_of(block.parameters()) for block in blocks_of(model)]
     block = max(blocks, default=0)
     alone = max((size_of(m.parameters(recurse=False)) for m in model.modules()), default=0)
@@ -120,7 +150,7 @@ def streamed(model: nn.Module) -> float:
 
 
 def lines(memory: Memory, recipe: Recipe) -> Iterator[str]:
-    """A line with the bytes of each part, and a warning where they exceed recipe.gpu_gb."""
+    """Yields a line with the bytes of each part, and a warning if they exceed recipe.gpu_gb."""
     gb = {name: f"{value / GIB:.1f}" for name, value in vars(memory).items()}
     more = "".join(f", {what} {gb[what]}" for what in ("buckets", "gathered") if getattr(memory, what))
     yield (
@@ -140,7 +170,18 @@ def lines(memory: Memory, recipe: Recipe) -> Iterator[str]:
 
 
 def check_start(recipe: Recipe, workers: int | None) -> int:
-    """Refuses settings that do not go with so many workers (None: not known yet); returns the samples of each."""
+    """Refuses settings that do not work with this number of workers.
+
+    Args:
+        recipe: The run's recipe.
+        workers: Number of workers, or None if it is not known yet.
+
+    Returns:
+        The number of samples of each worker in a step.
+
+    Raises:
+        UserError: Names the setting, and a remedy.
+    """
     many = workers or 1
     share = per_worker(recipe.batch_size, recipe.data_workers(many))
     if recipe.elastic:
@@ -153,7 +194,7 @@ def check_start(recipe: Recipe, workers: int | None) -> int:
         Layout.parse(recipe.layout).check_devices(workers)
     if node := recipe.per_node or (local_world_size() if workers else 0):
         check_nodes(node, recipe.zero, workers or node)
-    if recipe.method == "co2" and (node > 1 or recipe.layout):  # which shares its outer state out inside the node
+    if recipe.method == "co2" and (node > 1 or recipe.layout):  # the outer state is sharded inside the node
         check_shared(recipe.co2, recipe.co2.compression.format)
     check_apart(recipe.method, recipe.co2, node)
     if recipe.method == "ddp":
@@ -162,7 +203,7 @@ def check_start(recipe: Recipe, workers: int | None) -> int:
 
 
 def check_batch_norm(recipe: Recipe, model: nn.Module, workers: int) -> None:
-    """Refuses parts of a worker's batch that are too small for the model's BatchNorm; SyncBN sees the others' too."""
+    """Refuses parts of a worker's batch that are too small for BatchNorm, except for SyncBatchNorm."""
     share = per_worker(recipe.batch_size, recipe.data_workers(workers))
     plain = any(isinstance(m, _BatchNorm) and not isinstance(m, nn.SyncBatchNorm) for m in model.modules())
     if not plain or smallest_part(share, recipe.accumulate) >= recipe.least_part:
@@ -178,7 +219,7 @@ def check_batch_norm(recipe: Recipe, model: nn.Module, workers: int) -> None:
 
 
 def dry_run(recipe: Recipe, build_model: Callable[[], nn.Module]) -> None:
-    """Prints the resolved recipe, the model's size and the memory that each GPU needs. The model has no memory."""
+    """Prints the resolved recipe, the model's size and the memory that each GPU needs, without allocating the model."""
     workers = world_size()
     share = check_start(recipe, workers if "WORLD_SIZE" in os.environ else None)
     make_link(recipe.link_mbit, pick_device(recipe.device))

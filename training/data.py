@@ -1,4 +1,4 @@
-"""What all tasks share of their data: where it lies, which samples a worker sees, and how they are loaded.
+"""Data handling that all tasks share: the data's folder, the samples that a worker sees, and their loading.
 
 A worker's samples are a pure function of (seed, epoch, rank, world size).
 """
@@ -29,16 +29,16 @@ from core.stored import reason
 from training.script import SIGNALS
 
 T = TypeVar("T")
-Key = tuple[int, int, int]  # (seed, epoch, index): a sample's random numbers follow from it alone
+Key = tuple[int, int, int]  # (seed, epoch, index) of a sample; its random numbers follow only from this key
 
 
 def data_root() -> Path:
-    """The folder that CO2_DATA names, ~ being the home folder; `data` in the working directory where it is not set."""
+    """Returns the folder that CO2_DATA names, with ~ expanded, or else `data` in the working directory."""
     return from_home(os.environ.get("CO2_DATA") or "data")
 
 
 def from_home(path: str | Path) -> Path:
-    """The path with ~ and ~user replaced by that home folder, as a shell does only at the start of a word."""
+    """Returns the path with ~ and ~user replaced by that home folder. A shell does so only at the start of a word."""
     found = os.path.expanduser(path)
     if (first := found.split(os.sep)[0]).startswith("~") and not os.path.lexists(first):
         raise UserError(f"{path}: {first} is no user here: give the whole path")
@@ -46,7 +46,7 @@ def from_home(path: str | Path) -> Path:
 
 
 def paths_from_home(options: T) -> T:
-    """The dataclass with from_home applied to every path in its fields, in tuples too."""
+    """Returns the dataclass with from_home applied to every path in its fields."""
     changed = {}
     for f in dataclasses.fields(options):  # pyright: ignore[reportArgumentType]
         value = getattr(options, f.name)
@@ -56,13 +56,20 @@ def paths_from_home(options: T) -> T:
 
 
 def hidden(path: str | Path, folder: str | Path) -> bool:
-    """Whether the path's name, or that of a folder between it and `folder`, begins with a dot."""
+    """Returns whether the path's name, or the name of a folder between it and `folder`, begins with a dot."""
     return any(part.startswith(".") for part in Path(path).relative_to(folder).parts)
 
 
 def missing(what: str, folder: Path, expected: str, stand_in: str, holds: str = "it") -> UserError:
-    """The one line of a data set that is not there. folder: where it was looked for. expected: files, or what makes
-    them. holds: what of it lies in CO2_DATA. stand_in: a recipe that needs no data."""
+    """Returns the error for a data set that is not there, in one line.
+
+    Args:
+        what: Name of the data set.
+        folder: The folder that was searched.
+        expected: The expected files, or the command that makes them.
+        stand_in: A recipe that needs no data.
+        holds: The part of the data set that must be in CO2_DATA.
+    """
     unset = "" if os.environ.get("CO2_DATA") else " (CO2_DATA is not set)"
     return UserError(
         f"no {what} in {folder}{unset}: expected {expected}; set CO2_DATA to the folder that holds {holds}, or train "
@@ -71,9 +78,18 @@ def missing(what: str, folder: Path, expected: str, stand_in: str, holds: str = 
 
 
 def cached(name: str, build: Callable[[Path], Any]) -> Path:
-    """The folder `name` of the cache (CO2_CACHE, or ~/.cache/co2), made by `build(empty folder)` where it is missing.
-    Safe for several workers, also of several hosts on a shared file system: one builds while the others wait for its
-    lock, and the folder appears by one atomic rename."""
+    """Returns the folder `name` of the cache (CO2_CACHE, or ~/.cache/co2), and builds it first if it is missing.
+
+    This is safe for several workers, also on several hosts with a shared file system. One builds while all other
+    workers wait for its lock, and the folder appears by one atomic rename.
+
+    Args:
+        name: Name of the folder.
+        build: Fills an empty folder.
+
+    Raises:
+        UserError: If the cache cannot be written.
+    """
     cache = from_home(os.environ.get("CO2_CACHE") or "~/.cache/co2")
     folder = cache / name
     if folder.is_dir():
@@ -84,20 +100,20 @@ def cached(name: str, build: Callable[[Path], Any]) -> Path:
     except OSError as error:
         raise _unwritable(cache, error) from None
     with lock:
-        with suppress(OSError):  # a file system without locks: all build, the first rename wins
+        with suppress(OSError):  # without locks in the file system all workers build, and the first rename wins
             fcntl.flock(lock, fcntl.LOCK_EX)
         try:
             return folder if folder.is_dir() else build_whole(folder, build)[0]
         except OSError as error:
             if error.errno is None or error.filename and not Path(os.fsdecode(error.filename)).is_relative_to(cache):
-                raise  # about what is read
-            if not folder.is_dir():  # otherwise another host was first
+                raise  # an error of the data that was read
+            if not folder.is_dir():  # else another host was first
                 raise _unwritable(cache, error) from None
     return folder
 
 
 def build_whole(folder: Path, build: Callable[[Path], T]) -> tuple[Path, T]:
-    """The folder, made by `build(an empty one beside it)`, and what that returned; it appears only when complete."""
+    """Returns the folder and the result of `build`, which fills an empty folder next to it. Then it is renamed."""
     scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
         made = build(scratch)
@@ -112,21 +128,21 @@ def _unwritable(cache: Path, error: OSError) -> UserError:
 
 
 def damaged(what: str, file: Path, why: object) -> UserError:
-    """The one line of a file in the cache that does not hold what was written."""
+    """Returns the error for a damaged file in the cache, in one line."""
     return UserError(f"{file}: the cache of {what} is damaged ({why}): remove {file.parent}, it is made again")
 
 
 def read_arrays(path: Path, *names: str) -> list[np.ndarray]:
-    """Arrays of an .npz file; ValueError, of one line, where it is none or lacks one of them."""
+    """Returns arrays of an .npz file. Raises ValueError, in one line, if it is damaged or lacks one of them."""
     try:
         with np.load(path, allow_pickle=False) as file:
             return [np.asarray(file[name]) for name in names]
-    except Exception as error:  # zipfile, zlib and NumPy raise nearly any
+    except Exception as error:  # zipfile, zlib and NumPy raise many kinds of errors
         raise ValueError(reason(error)) from None
 
 
 def printable(text: str) -> str:
-    """The text in one line of what a terminal shows: of a file's name or content, each other character as \\x1b."""
+    """Returns the text in one printable line. Other characters in a file's name or content are shown as \\x1b."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
 
 
@@ -136,16 +152,26 @@ def printable(text: str) -> str:
 def train_keys(
     recipe: Any, samples: int, rank: int, world_size: int, start: int, total: int, repeats: int = 1
 ) -> Iterator[tuple[tuple[int, ...], list[Key]]]:
-    """This worker's batches from step `start` to `total`: (the batch's key, its samples' keys). A batch's key is (seed,
-    epoch, number in the epoch, rank). recipe: has the seed and the global batch_size. repeats: see
-    training.data.epoch_batches; a copy's index is the sample's plus a multiple of `samples`."""
+    """Yields this worker's batches from step `start` to `total`, as (the batch's key, its samples' keys).
+
+    A batch's key is (seed, epoch, number in the epoch, rank).
+
+    Args:
+        recipe: Has the seed and the global batch_size.
+        samples: Number of training samples.
+        rank: This worker's rank.
+        world_size: Number of workers.
+        start: First step.
+        total: Steps of the run.
+        repeats: See epoch_batches. A copy's index is the sample's index plus a multiple of `samples`.
+    """
     of = dict(seed=recipe.seed, rank=rank, world_size=world_size, start=start, total=total, repeats=repeats)
     for epoch, number, indices in worker_batches(samples, recipe.batch_size, **of):
         yield (recipe.seed, epoch, number, rank), [(recipe.seed, epoch, i) for i in indices.tolist()]
 
 
 def eval_keys(samples: int, batch_size: int, rank: int, world_size: int) -> Iterator[list[Key]]:
-    """The keys of this worker's share of a held-out set, (0, 0, index), in batches of at most batch_size."""
+    """Yields the keys of this worker's share of a held-out set, (0, 0, index), in batches of at most batch_size."""
     share = eval_share(samples, rank=rank, world_size=world_size)
     return ([(0, 0, i) for i in share[at : at + batch_size]] for at in range(0, len(share), batch_size))
 
@@ -154,9 +180,9 @@ _MASK = (1 << 64) - 1
 
 
 def mix(*key: int) -> int:
-    """A generator's seed: 63 bits that depend on all numbers of `key`, such as (seed, epoch)."""
+    """Returns a generator's seed, 63 bits that depend on all numbers of `key`, such as (seed, epoch)."""
     seed = 0
-    for number in key:  # splitmix64, so that neighbouring keys give unrelated numbers
+    for number in key:  # splitmix64, so that neighboring keys give unrelated numbers
         seed = (seed + number + 0x9E3779B97F4A7C15) & _MASK
         seed = ((seed ^ (seed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
         seed = ((seed ^ (seed >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -165,7 +191,7 @@ def mix(*key: int) -> int:
 
 
 def per_worker(batch_size: int, world_size: int) -> int:
-    """Samples per worker of a global batch; UserError when it does not divide."""
+    """Returns the samples per worker of a global batch. Raises UserError if the workers do not divide it."""
     if batch_size < 1 or batch_size % world_size:
         nearest = max(1, round(batch_size / world_size)) * world_size
         raise UserError(
@@ -176,13 +202,13 @@ def per_worker(batch_size: int, world_size: int) -> int:
 
 
 def smallest_part(samples: int, parts: int) -> int:
-    """Samples of the last of so many parts, cut as torch.chunk does: equal ones, and what is left."""
+    """Returns the samples of the last part, if samples are cut as torch.chunk does: equal parts, then the remainder."""
     size = -(-samples // parts)
     return samples % size or size
 
 
 def steps_per_epoch(n: int, batch_size: int) -> int:
-    """Optimizer steps of n samples, without an incomplete last batch."""
+    """Returns the optimizer steps of n samples, without an incomplete last batch."""
     if n < batch_size:
         raise UserError(f"batch_size={batch_size} (global) exceeds the {n} training samples: choose a smaller one")
     return n // batch_size
@@ -191,13 +217,20 @@ def steps_per_epoch(n: int, batch_size: int) -> int:
 def epoch_batches(
     n: int, batch_size: int, *, seed: int, epoch: int, rank: int, world_size: int, repeats: int = 1
 ) -> Tensor:
-    """Sample indices of this worker, int64 [steps, batch_size / world_size], without an incomplete last batch.
+    """Returns the sample indices of this worker, int64 [steps, batch_size / world_size].
 
-    One shuffle of all n samples is cut into global batches, and each batch into world_size shares, so that any number
-    of workers sees the same samples in the same order.
+    One shuffle of all n samples is cut into global batches, and each batch into world_size shares. So any number of
+    workers sees the same samples in the same order. An incomplete last batch is left out.
 
-    repeats: above 1, repeated augmentation (Berman et al., arXiv 1902.05509) as in DeiT: an epoch has n / repeats
-    samples, whose copies i, i + n, i + 2 n, ... go to different workers.
+    Args:
+        n: Number of samples.
+        batch_size: Global batch size.
+        seed: The run's seed.
+        epoch: Number of the epoch.
+        rank: This worker's rank.
+        world_size: Number of workers.
+        repeats: Above 1, repeated augmentation (Berman et al., arXiv 1902.05509) as in DeiT. An epoch then has
+            n / repeats samples, whose copies i, i + n, i + 2 n, ... go to different workers.
     """
     share, steps = per_worker(batch_size, world_size), steps_per_epoch(n, batch_size)
     order = torch.randperm(n, generator=generator(seed, epoch))
@@ -211,7 +244,7 @@ def epoch_batches(
 def worker_batches(
     n: int, batch_size: int, *, seed: int, rank: int, world_size: int, start: int, total: int, repeats: int = 1
 ) -> Iterator[tuple[int, int, Tensor]]:
-    """This worker's batches from optimiser step `start` to `total`, across epochs: (epoch, number in it, indices)."""
+    """Yields this worker's batches from step `start` to `total`, across epochs: (epoch, number in it, indices)."""
     of = dict(seed=seed, rank=rank, world_size=world_size, repeats=repeats)
     steps = steps_per_epoch(n, batch_size)
     batches = torch.empty(0)
@@ -223,15 +256,24 @@ def worker_batches(
 
 
 def eval_share(n: int, *, rank: int, world_size: int) -> range:
-    """The samples that this worker evaluates: every one belongs to exactly one worker."""
+    """Returns the samples that this worker evaluates. Every sample belongs to exactly one worker."""
     return range(rank, n, world_size)
 
 
 def load_batches(
     dataset: Dataset[Any], keys: Iterator[list[Any]], workers: int, *, collate: Callable[[list[Any]], Any] | None = None
 ) -> Iterator[Any]:
-    """The batches whose items' keys are listed, in order, in pinned memory where there is a GPU. workers: processes
-    that load them; 0: this one. A UserError of a loading process is raised in one line."""
+    """Yields the batches with the listed keys, in order, in pinned memory if there is a GPU.
+
+    Args:
+        dataset: Returns a sample for a key.
+        keys: The keys of each batch.
+        workers: Number of loading processes. With 0 this process loads.
+        collate: Makes a batch of samples.
+
+    Raises:
+        UserError: In one line, if a loading process raises it.
+    """
     loader = DataLoader(
         dataset,
         batch_sampler=keys,  # type: ignore[arg-type]  # an iterator will do
@@ -239,25 +281,25 @@ def load_batches(
         collate_fn=collate,
         pin_memory=torch.cuda.is_available(),
         worker_init_fn=_leave_signals,
-        generator=torch.Generator(),  # otherwise it would draw from the generator that the model's dropout uses
+        generator=torch.Generator(),  # else the loader would draw from the generator of the model's dropout
     )
     try:
         yield from loader
-    except UserError as error:  # torch puts the process's traceback in front
-        # whose frames, a circle, hold the loader: the garbage collector would end its processes, and wait 10 s for them
+    except UserError as error:  # torch puts the process's traceback before the message
+        # The frames refer to the loader in a cycle. The garbage collector would end its processes, and wait 10 s.
         traceback.clear_frames(error.__traceback__)
         raise UserError(str(error).strip().rpartition("UserError: ")[2]) from None
 
 
 def _leave_signals(_: int) -> None:
-    """A loading process outlives the signals to stop, which may come to all processes: it ends with its worker."""
+    """Makes a loading process ignore stop signals, which may go to all processes. It ends with its worker."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
-@atexit.register  # after multiprocessing, and so called before it would wait for those that leave out its SIGTERM
+@atexit.register  # runs before multiprocessing's own handler, which would wait for processes that ignore its SIGTERM
 def _end_loading() -> None:
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch would take their end for a failure
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch would report their end as a failure
     for process in multiprocessing.active_children():
         if process.daemon:
             process.kill()
@@ -265,7 +307,7 @@ def _end_loading() -> None:
 
 @contextlib.contextmanager
 def seeded(seed: int, device: torch.device | None = None) -> Iterator[None]:
-    """Inside, Python's, numpy's and torch's global generators start from the seed; afterwards they are as before."""
+    """Seeds Python's, numpy's and torch's global generators inside the block, and restores them afterwards."""
     states = random.getstate(), np.random.get_state()
     with torch.random.fork_rng([device] if device is not None and device.type == "cuda" else []):
         random.seed(seed)
@@ -279,5 +321,5 @@ def seeded(seed: int, device: torch.device | None = None) -> Iterator[None]:
 
 
 def generator(*key: int) -> torch.Generator:
-    """A random generator seeded by `mix(*key)`."""
+    """Returns a random generator seeded by `mix(*key)`."""
     return torch.Generator().manual_seed(mix(*key))

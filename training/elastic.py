@@ -1,9 +1,9 @@
-"""A run whose workers come and go: what Run does differently then (see core/elastic/joining.py and training/launch.py).
+"""The part of a run that handles workers that come and go (see core/elastic/joining.py and training/launch.py).
 
-The run has a fixed number of steps; each worker's batch stays as large as it was at the start. Samples come from one
-shuffle an epoch. When the number of workers changes, the rest of the epoch is dealt again from the next whole batch on.
-Only samples of the round in which a worker was lost come twice. An epoch misses the lost worker's last two rounds, and
-less than one global batch a change.
+The run has a fixed number of steps, and each worker's batch keeps its size. Samples come from one shuffle per epoch.
+When the number of workers changes, the rest of the epoch is shared out again, from the next whole batch on. Only
+samples of the round in which a worker was lost are used twice. An epoch misses the lost worker's last two rounds, and
+less than one global batch per change.
 """
 
 from __future__ import annotations
@@ -41,8 +41,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Deal:
-    """From step `since` on, samples are dealt to so many workers, as from step `at` of a run that always had as many.
-    number: of the generation; the latest counts."""
+    """The sharing of samples among workers from step `since` on.
+
+    Attributes:
+        number: Number of the generation. The latest one counts.
+        since: First step.
+        at: The step `since` gets the samples of step `at` of a run that always had `workers` workers.
+        workers: Number of workers.
+    """
 
     number: int
     since: int
@@ -50,7 +56,15 @@ class Deal:
     workers: int
 
     def again(self, number: int, step: int, workers: int, samples: int, share: int) -> Deal:
-        """Deals the rest of step's epoch to another number of workers. share: samples a worker and step."""
+        """Returns the sharing of the rest of the epoch among another number of workers.
+
+        Args:
+            number: Number of the new generation.
+            step: First step.
+            workers: New number of workers.
+            samples: Number of training samples.
+            share: Samples per worker and step.
+        """
         epoch, done = divmod(self.at + step - self.since, steps_per_epoch(samples, share * self.workers))
         of_epoch = steps_per_epoch(samples, share * workers)
         done = -(-done * self.workers // workers)
@@ -59,12 +73,16 @@ class Deal:
 
 
 class Elastic:
-    """One worker's part. drawn: how many steps' batches this worker has taken or skipped."""
+    """One worker's part in an elastic run.
+
+    Attributes:
+        drawn: Number of steps whose batches this worker has used or skipped.
+    """
 
     method: LocalUpdateMethod
     joining: Joining
     workers: ElasticAllReduce
-    mesh = None  # no workers that synchronise every step
+    mesh = None  # no workers synchronize every step
     _trained: Trained
 
     def __init__(self, run: Progress, folder: RunFolder, rounds: RoundLog):  # noqa: ARG002
@@ -78,14 +96,14 @@ class Elastic:
         self._seconds = 0.0
 
     def meet(self) -> None:
-        """Finds the launcher, and compares the recipe with that of the first worker that came."""
+        """Connects to the launcher, and compares the recipe with the first worker's recipe."""
         if self.run.device.type == "cuda":
             torch.cuda.set_device(self.run.device)
         if "CO2_WORKER" not in os.environ:
             raise UserError("elastic workers are started, and started again, by python -m training.launch: use it")
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         with socket.create_connection((host, port)) as connection:
-            address = connection.getsockname()[0]  # of this machine, as the launcher's machine sees it
+            address = connection.getsockname()[0]  # this machine's address, as the launcher's machine sees it
         timeout = self.run.recipe.timeout
         within = timedelta(seconds=timeout)
         store = dist.TCPStore(host, port, None, False, timeout=within, wait_for_workers=False)
@@ -96,10 +114,10 @@ class Elastic:
             raise UserError(verdict)
 
     def leave(self, failed: bool) -> None:
-        """Nothing to do: the others go on without this worker, and a checkpoint is written at once."""
+        """Does nothing: the other workers continue without this one, and a checkpoint is written at once."""
 
     def make_method(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, Method]:
-        """The model, and the method, still alone."""
+        """Returns the model, and the method before it has joined the other workers."""
         r = self.run.recipe
         options: dict[str, Any] = {"members": self.members, "timeout": r.timeout, "link": self.run.link}
         options["hooks"] = [self.run.requests, self.run.snapshots]
@@ -114,7 +132,7 @@ class Elastic:
         return model, self.method
 
     def begin(self, trained: Trained, samples: int, epoch: int) -> float:
-        """Comes among the workers, with their state; returns the seconds of training that led to it."""
+        """Joins the other workers and loads their state. Returns the seconds of training that led to it."""
         self._trained = trained
         tau, every = self.method.tau, self.run.recipe.eval_steps(epoch)
         if every <= tau:
@@ -133,7 +151,7 @@ class Elastic:
         return self._seconds
 
     def batches(self, make: Callable[[Recipe, int, int, int, int], Iterator[T]], start: int, total: int) -> Iterator[T]:
-        """The batches of steps `start` to `total`. make: see Run.batches."""
+        """Yields the batches of steps `start` to `total`. See Run.batches for `make`."""
         self.drawn = start
         while self.drawn < total:
             deal, place = self.deal, (self.run.rank, self.run.world_size)
@@ -146,7 +164,7 @@ class Elastic:
                     break
 
     def come_together(self, due: Due) -> Due:
-        """Due to one is due to all: they are at one step."""
+        """Returns `due`. All workers are at the same step, so it is the same on all of them."""
         return due
 
     def sum(self, values: Tensor) -> Tensor:
@@ -154,11 +172,11 @@ class Elastic:
         return self.workers.sum_of_all(values.cpu())
 
     def stopped_by(self, number: int) -> int:
-        """The signal that stops the run, which the launcher passes on to all."""
+        """Returns the signal that stops the run. The launcher passes it on to all workers."""
         return number or signal.SIGTERM
 
     def conclude(self, act: Callable[[], None]) -> None:
-        """All wait for the first worker's `act`, or the next one's where that is lost; then the end."""
+        """Ends the run. All workers wait for the first worker's `act`, or the next worker's if the first is lost."""
         while True:
             if self.run.rank == 0:
                 act()
@@ -173,23 +191,23 @@ class Elastic:
     # -- state ------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """What a newcomer needs, and a checkpoint holds."""
+        """Returns the state that a newcomer needs and a checkpoint holds."""
         state = self._trained.state_dict() | self._trained.state_of_method(self.method.state_dict())
         return state | {"step": self.drawn, "deal": asdict(self.deal), "totals": {"seconds": self.run.clock.seconds}}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Goes on from `state`. The optimiser's is that of the worker that gave it; random numbers are this one's."""
+        """Continues from `state`. The optimizer's state is the sender's; this worker keeps its own random state."""
         self._trained.load_state_dict(state)
         self.deal, self.drawn = Deal(**state["deal"]), state["step"]
         self.run.step, self._seconds = self.drawn, state["totals"]["seconds"]
 
     @functools.cached_property
     def _saver(self) -> checkpoint.Saver:
-        """The first worker's, which writes alone."""
+        """Writes the checkpoints of the first worker, which writes for all."""
         return checkpoint.Saver(self.folder.checkpoints, 0, 1, self.members.name, self.run.recipe.timeout)
 
     def save(self) -> None:
-        """Writes a checkpoint, on the first worker alone, unless its model is not finite; UserError where it cannot."""
+        """Writes a checkpoint on the first worker, unless its model is not finite. Raises UserError if it cannot."""
         if self.run.rank > 0:
             return
         tensors: dict[str, Tensor] = {}
@@ -198,11 +216,11 @@ class Elastic:
         self._saver.wait()
 
     def saved(self) -> bool:
-        """False: the last checkpoint was not written, for the model is not finite."""
+        """Returns False if the last checkpoint was not written because the model is not finite."""
         return self._saver.wait()
 
     def _found(self) -> None:
-        """The first worker's start: afresh, or from the newest checkpoint, also where all workers were lost."""
+        """Starts the first worker afresh, or from the newest checkpoint, also after all workers were lost."""
         run, number = self.run, self.members.generation
         goes_on = run.recipe.resume or number > 1
         if goes_on and (found := checkpoint.load_newest(self.folder.checkpoints, rank=0, alone=True)):
@@ -216,7 +234,7 @@ class Elastic:
         return {"step": self.drawn, "deal": asdict(self.deal)}
 
     def _on_change(self, reports: list[Report | None]) -> None:
-        """Another generation has begun."""
+        """Adapts to a new generation."""
         run, members = self.run, self.members
         run.rank, run.world_size = members.rank, members.size
         known = [r for r in reports if r is not None]
@@ -228,7 +246,7 @@ class Elastic:
         if members.rank == 0 and not self.folder.writes:
             self.folder.lead(run.recipe, self._nominal, run.device, goes_on=members.generation > 1)
             if self._trains:
-                self.folder.begin(run.step, run.total)  # drawn may be one more: that step is yet to be logged
+                self.folder.begin(run.step, run.total)  # drawn may be one more, for a step that is not logged yet
         if self._trains:
             pairs = ("lost", self._names, members.names), ("came", members.names, self._names)
             changes = [f"{', '.join(n for n in a if n not in b)} {what}" for what, a, b in pairs if {*a} - {*b}]
@@ -237,7 +255,7 @@ class Elastic:
 
 
 def repeated(evaluate: Callable[..., T]) -> Callable[..., T]:
-    """An evaluation in which all workers take part: from its start again where one is lost in it."""
+    """Repeats an evaluation from its start if a worker is lost during it. All workers take part in it."""
 
     @functools.wraps(evaluate)
     def whole(*args: Any, **kwargs: Any) -> T:

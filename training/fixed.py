@@ -1,4 +1,4 @@
-"""A run whose workers stay the same: process group, nodes, checkpoints. Otherwise see training/elastic.py."""
+"""A run with a fixed set of workers: process group, nodes, checkpoints. See training/elastic.py for elastic runs."""
 
 import contextlib
 import functools
@@ -28,7 +28,11 @@ T = TypeVar("T")
 
 
 class Fixed:
-    """One worker's part. Attributes: mesh, [nodes, workers of a node] where those synchronise every step, else None."""
+    """One worker's part in a run with a fixed set of workers.
+
+    Attributes:
+        mesh: [nodes, workers per node] if the workers of a node synchronize every step, else None.
+    """
 
     _trained: Trained
 
@@ -37,22 +41,22 @@ class Fixed:
         self.mesh: DeviceMesh | None = None
         self._saver: checkpoint.Saver | None = None
         self._made_group = False
-        self._hand_over: Callable[[], None] = lambda: None  # the method's part of a checkpoint
+        self._hand_over: Callable[[], None] = lambda: None  # completes a checkpoint with the method's part
 
     def meet(self) -> None:
         """Joins the other workers, opens the run folder, and groups the workers of a node."""
         run, r = self.run, self.run.recipe
         self._made_group = join(run.device, r.timeout, settings(r))
         self.folder.open(r, run.world_size, run.device)
-        if spec_of(r.method).kind != "optimizer":  # which has no gradients to synchronise
+        if spec_of(r.method).kind != "optimizer":  # zeroth order has no gradients to synchronize
             self.mesh = make_mesh(run.device, r.per_node, r.zero, r.timeout)
         place = run.rank, run.world_size
         self._saver = checkpoint.Saver(self.folder.checkpoints, *place, self.folder.attempt, r.timeout)
 
     def leave(self, failed: bool) -> None:
-        """Waits for the checkpoint that is being written, unless the run failed, and leaves the others."""
+        """Waits for the checkpoint that is being written, unless the run failed, and leaves the other workers."""
         if self._saver is not None and not failed:
-            self._hand_over()  # of a loop that ended without stop() or end()
+            self._hand_over()  # if the loop ended without stop() or end()
             self._saver.close()
         elif self._saver is not None:
             self._saver.abandon()
@@ -60,21 +64,21 @@ class Fixed:
             dist.destroy_process_group()
 
     def shard(self, model: nn.Module, compute: torch.dtype) -> nn.Module:
-        """The model on the device, with ZeRO-2 and 3 its parameters sharded. compute: what they are gathered in."""
+        """Returns the model on the device, sharded with ZeRO-2 and 3. `compute` is the dtype of gathered parameters."""
         r = self.run.recipe
         model, everywhere = model.to(self.run.device), r.method == "ddp"
         return _zero().shard_model(model, self.mesh, r.zero, everywhere=everywhere, compute=compute)
 
     def shard_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """With ZeRO-1 its state is shared out."""
+        """Returns the optimizer, with its state sharded with ZeRO-1."""
         return _zero().shard_optimizer(optimizer, self.mesh, self.run.recipe.zero)
 
     def gathered(self) -> contextlib.AbstractContextManager[None]:
-        """Keeps the model's parameters whole, for evaluations."""
+        """Keeps the model's parameters gathered, for evaluations."""
         return _zero().gathered(self._trained.model, self.run.recipe.zero)
 
     def make_method(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, Method]:
-        """See core.methods.make_method."""
+        """Returns the wrapped model and the method, see core.methods.make_method."""
         r = self.run.recipe
         return make_method(
             r.method,
@@ -92,18 +96,21 @@ class Fixed:
         )
 
     def begin(self, trained: Trained, samples: int, epoch: int) -> float:  # noqa: ARG002
-        """Resumes where the recipe says so; returns the seconds of training that led to it."""
+        """Resumes if the recipe says so. Returns the seconds of training that led to the state."""
         self._trained, self._hand_over = trained, trained.hand_over
         seconds = self._resume() if self.run.recipe.resume else 0.0
         self.folder.begin(self.run.step, self.run.total)
         return seconds
 
     def batches(self, make: Callable[[Any, int, int, int, int], Iterator[T]], start: int, total: int) -> Iterator[T]:
-        """The batches of steps `start` to `total`."""
+        """Yields the batches of steps `start` to `total`."""
         return make(self.run.recipe, self.run.rank, self.run.world_size, start, total)
 
     def come_together(self, due: Due) -> Due:
-        """What is due to all: a worker of a node has heard only workers of its own place on other nodes."""
+        """Returns the same `due` on all workers.
+
+        In a node a worker only receives requests from workers with the same place in other nodes.
+        """
         run, method = self.run, self._trained.method
         if isinstance(method, LocalUpdateMethod) and method._total_world_size < run.world_size and method.at_boundary:
             assert self.mesh is not None
@@ -111,25 +118,25 @@ class Fixed:
         return due
 
     def sum(self, values: Tensor) -> Tensor:
-        """Over all workers, in the host's memory."""
+        """Returns the sum over all workers, in the host's memory."""
         total = values.cpu()
         if dist.is_initialized():
             dist.all_reduce(total, group=host_group())
         return total
 
     def stopped_by(self, number: int) -> int:
-        """The signal that stops the run, which may have come to one worker alone."""
+        """Returns the signal that stops the run, on all workers. It may have reached one worker only."""
         return largest_of_workers([number])[0]
 
     def conclude(self, act: Callable[[], None]) -> None:
-        """Every worker's `act`, and the end."""
+        """Runs `act` on every worker, and closes the method."""
         act()
         self._trained.method.close()
 
     # -- checkpoints ----------------------------------------------------------------------------------------
 
     def save(self) -> None:
-        """Begins a checkpoint: copies the state, without an all-reduce in flight."""
+        """Starts a checkpoint: copies the state, except an all-reduce in flight."""
         assert self._saver is not None
         run, trained = self.run, self._trained
         with run.clock.paused():
@@ -143,30 +150,30 @@ class Fixed:
             trained.snapshot(functools.partial(self._write, time.monotonic(), state, tensors))
 
     def _counted(self) -> dict[str, Any]:
-        """A checkpoint's counters of the loop and the log."""
+        """Returns a checkpoint's counters of the loop and the log."""
         run, totals = self.run, vars(self.rounds.overlap) | {"seconds": self.run.clock.seconds}
         return {"step": run.step, "means": run.means.state_dict(), "totals": totals}
 
     def _count_on(self, state: dict[str, Any]) -> float:
-        """Goes on from it; returns the seconds of training that led to it."""
+        """Continues from those counters. Returns the seconds of training that led to them."""
         vars(overlap := self.rounds.overlap).update({name: state["totals"][name] for name in vars(overlap)})
         self.run.means.load_state_dict(state["means"])
         self.run.step = int(state["step"])
         return state["totals"]["seconds"]
 
     def saved(self) -> bool:
-        """Waits until the last checkpoint is written; False: it is not, for the model is not finite."""
+        """Waits until the last checkpoint is written. Returns False if it was not, because the model is not finite."""
         assert self._saver is not None
         return self._saver.wait()
 
     def _write(self, begun: float, state: dict[str, Any], tensors: dict[str, Tensor], method: dict[str, Any]) -> None:
-        """Once the method's part is known, too: at the next boundary where an all-reduce was in flight."""
+        """Writes a checkpoint once the method's part is complete. An all-reduce in flight delays it to a boundary."""
         assert self._saver is not None
         of_method = stored.take_out(self._trained.state_of_method(method), tensors, copy=False)
         self._saver.start(state["step"], state | of_method, tensors, begun)
 
     def _resume(self) -> float:
-        """Restores the newest checkpoint, if there is one; returns the seconds of training that led to it."""
+        """Restores the newest checkpoint, if there is one. Returns the seconds of training that led to it."""
         run, folder = self.run, self.folder
         found = checkpoint.load_newest(folder.checkpoints, rank=run.rank)
         if found is None:
@@ -176,7 +183,7 @@ class Fixed:
             raise UserError(f"{folder.path} was trained with {was}, not {run.recipe.method}")
         if state["node"] != self._per_node:
             raise UserError(
-                f"{folder.path} was trained with {state['node']} workers a node, here there are {self._per_node}: "
+                f"{folder.path} was trained with {state['node']} workers per node, this run has {self._per_node}: "
                 f"resume with --per_node {state['node']}"
             )
         self._trained.load_state_dict(state)
@@ -188,12 +195,12 @@ class Fixed:
         return seconds
 
     def _change_workers(self, before: int) -> None:
-        """Gives all workers new random states, and warns what of a checkpoint of `before` workers carries over."""
+        """Gives all workers new random states, and warns which parts of the checkpoint are kept."""
         run, r = self.run, self.run.recipe
         torch.manual_seed(mix(r.seed, run.rank, run.step))
         if run.rank > 0:
             return
-        now, its = run.world_size, "the optimiser's states"
+        now, its = run.world_size, "the optimizer's states"
         rest = f"{its} of rank {now} and above are dropped" if now < before else f"rank {before} and above copy {its}"
         tqdm.write(
             f"warning: {before} workers wrote the checkpoint, {now} go on: the parameters, {r.method}'s "
@@ -203,12 +210,12 @@ class Fixed:
 
     @property
     def _per_node(self) -> int:
-        """How many workers synchronise every step."""
+        """Number of workers that synchronize every step."""
         return self.mesh.size(1) if self.mesh is not None else 1
 
 
 def _zero() -> Any:
-    """training.zero, imported where it is used: FSDP and torch.distributed.optim take half a second to import."""
+    """Returns training.zero. It is imported on first use, because FSDP takes half a second to import."""
     from training import zero
 
     return zero

@@ -1,4 +1,4 @@
-"""The run folder: what a run was made of (config.json), what it measured, what its rounds communicated, its summary."""
+"""The run folder: the settings (config.json), the measurements, the communication of each round, and the summary."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ if TYPE_CHECKING:
 
 PACKAGES = ("torch", "torchvision", "timm", "numpy", "transformers", "onedl-mmsegmentation")
 
-# What a resumed run may change, for it does not change the run's numbers.
+# Settings that a resumed run may change, because they do not change its numbers.
 FREE = {
     "out", "resume", "extend", "dry_run", "device", "timeout", "link_mbit", "trace", "eval_every", "checkpoint_every",
     "save_minutes", "log_every", "accumulate", "recompute", "gpu_gb", "loader_workers", "eval_tokens",
     "wikitext2", "eval_samples", "emd_points", "init_from",
 }  # fmt: skip
-LENGTH = {"epochs", "epoch_steps"}  # of the run, which its learning rate follows: free with --extend
+LENGTH = {"epochs", "epoch_steps"}  # set the run's length and its learning rate; --extend allows a change
 
 
 def describe(recipe: Recipe, world_size: int, device: torch.device) -> dict[str, Any]:
-    """What config.json holds: the recipe, the command, the commit, the versions."""
+    """Returns the content of config.json: the recipe, the command, the commit and the versions."""
     return {
         "recipe": dataclasses.asdict(recipe),
         "world_size": world_size,
@@ -64,38 +64,38 @@ def describe(recipe: Recipe, world_size: int, device: torch.device) -> dict[str,
 
 
 def settings(recipe: Any) -> dict[str, Any]:
-    """The fields of a recipe, or of what describe() holds of one, by the command line's names and as JSON has them."""
+    """Returns the fields of a recipe, or of config.json's recipe, by their command-line names, as JSON values."""
     nested = dataclasses.asdict(recipe) if dataclasses.is_dataclass(recipe) else recipe
     return flat(json.loads(json.dumps(nested, default=str)))
 
 
 def with_defaults(old: dict[str, Any], kind: type[Recipe]) -> dict[str, Any]:
-    """The settings of a file that may be older than some fields: such a run had their defaults."""
+    """Returns the settings of a file with the defaults of fields that are newer than the file."""
     return settings(kind()) | old
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """Which settings changed, as "optim.lr: 0.05 -> 0.5"; those that only one of the two knows are left out."""
+    """Returns the changed settings, as "optim.lr: 0.05 -> 0.5", without settings that only one of the two has."""
     return [f"{key}: {old[key]} -> {new[key]}" for key in old if key in new and old[key] != new[key]]
 
 
 def of_other_methods(method: str) -> set[str]:
-    """The groups of settings that say nothing of a run with this one."""
+    """Returns the groups of settings that have no effect on a run with this method."""
     return {entry.settings.key for entry in REGISTRY.values() if entry.settings and entry.name != method}
 
 
 def resumed(file: Path, config: dict[str, Any], kind: type[Recipe]) -> tuple[dict[str, Any], str]:
-    """The content of config.json after a run of `config` resumes it, with a line more of history; or why it cannot."""
+    """Returns the new content of config.json for a run that resumes, or an error message if it cannot resume."""
     try:
         old = parse_json(file.read_text())
-        config["recipe"]["extend"] = bool(config["recipe"].get("extend") or old["recipe"].get("extend"))  # from now on
+        config["recipe"]["extend"] = bool(config["recipe"].get("extend") or old["recipe"].get("extend"))  # stays set
         changed = differences(with_defaults(settings(old["recipe"]), kind), settings(config["recipe"]))
         history = [*old.get("history", [])]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         return {}, f"{file} is damaged ({error!r}): restore it, or choose another --out"
     free = FREE | (LENGTH if config["recipe"]["extend"] else set())
     if old["recipe"].get("layout") and config["recipe"].get("layout"):
-        free |= {"layout"}  # from a checkpoint of one another goes on, but no run without
+        free |= {"layout"}  # a run may resume from another layout, but not from a run without one
     unread = of_other_methods(config["recipe"]["method"])
     names = {change: change.partition(":")[0] for change in changed}
     if refused := [c for c in changed if names[c] not in free and names[c].split(".")[0] not in unread]:
@@ -110,9 +110,9 @@ def resumed(file: Path, config: dict[str, Any], kind: type[Recipe]) -> tuple[dic
     return old | {"recipe": config["recipe"], "history": [*history, line]}, ""
 
 
-@functools.cache  # 10 ms each
+@functools.cache  # takes 10 ms per package
 def version(package: str) -> str:
-    """The installed version; empty for a package that is not installed."""
+    """Returns the installed version, or "" if the package is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -120,11 +120,11 @@ def version(package: str) -> str:
 
 
 def commit() -> str:
-    """The commit of this checkout, with a mark when its code has changes; empty outside a checkout."""
+    """Returns the commit of this checkout, marked if its code has changes, or "" outside a checkout."""
     git = ["git", "-C", str(Path(__file__).parents[1])]
     try:
         head = subprocess.run([*git, "describe", "--always"], capture_output=True, text=True, timeout=10)
-        but_results = [*git, "diff", "--quiet", "HEAD", "--", ".", ":(exclude)results"]  # which measurements write
+        but_results = [*git, "diff", "--quiet", "HEAD", "--", ".", ":(exclude)results"]  # measurements write there
         changed = subprocess.run(but_results, capture_output=True, timeout=10).returncode == 1
         return head.stdout.strip() + ("-dirty" if changed else "")
     except (OSError, subprocess.TimeoutExpired):
@@ -134,7 +134,7 @@ def commit() -> str:
 # -- the folder -------------------------------------------------------------------------------------------------------
 
 
-# how a result's name ends -> (factor, unit) of what is shown
+# how a result's name ends -> (factor, unit) for the screen
 UNITS = {
     "steps_per_second": (1, "steps/s"),
     "seconds": (1, "s"),
@@ -148,8 +148,17 @@ UNITS = {
 
 
 class RunFolder:
-    """Rank 0 writes config.json, metrics.jsonl, TensorBoard's events and summary.json; the other workers write nothing.
-    attempt: a text that workers share which were started together. writer: TensorBoard's, on rank 0."""
+    """The run folder. Rank 0 writes config.json, metrics.jsonl, TensorBoard's events and summary.json.
+
+    Args:
+        path: The folder.
+        rank: This worker's rank. Only rank 0 writes.
+        clock: Measures the seconds of training.
+
+    Attributes:
+        attempt: A text that the workers of one start share.
+        writer: TensorBoard's writer, on rank 0.
+    """
 
     writer: SummaryWriter
 
@@ -159,16 +168,20 @@ class RunFolder:
         self.attempt = ""
         self.writes = rank == 0
         self._lock: IO[str] | None = None
-        self._resumed: dict[str, Any] | None = None  # config.json, once the run has gone on
+        self._resumed: dict[str, Any] | None = None  # new content of config.json, if the run resumes
         self._metrics: IO[str] | None = None
 
     def open(self, recipe: Recipe, world_size: int, device: torch.device) -> None:
-        """Takes the folder for this run; all workers raise UserError where it holds another run, or one in progress."""
+        """Locks the folder for this run.
+
+        Raises:
+            UserError: On all workers, if the folder holds another run, or a run in progress.
+        """
         refusal = ""
         if self.writes:
             try:
                 refusal = self._take(recipe, world_size, device, resume=recipe.resume)
-            except (OSError, ValueError) as error:  # the latter of a name that no file can have
+            except (OSError, ValueError) as error:  # ValueError for a name that no file can have
                 reason = getattr(error, "strerror", None) or error
                 refusal = f"{self.path} cannot be written ({reason}): choose another --out"
         refusal, self.attempt = of_all((refusal, secrets.token_hex(4)))[0]
@@ -177,7 +190,14 @@ class RunFolder:
             raise UserError(refusal)
 
     def lead(self, recipe: Recipe, world_size: int, device: torch.device, *, goes_on: bool) -> None:
-        """This elastic worker writes from now on; goes_on: in place of a lost one, which may still hold the lock."""
+        """Makes this elastic worker write the folder from now on.
+
+        Args:
+            recipe: The run's recipe.
+            world_size: Number of workers.
+            device: This worker's device.
+            goes_on: Whether it replaces a lost worker, which may still hold the lock.
+        """
         self.writes = True
         resume = recipe.resume or goes_on
         if refusal := self._take(recipe, world_size, device, resume=resume, force=goes_on):
@@ -185,7 +205,7 @@ class RunFolder:
             raise UserError(refusal)
 
     def _take(self, recipe: Recipe, world_size: int, device: torch.device, *, resume: bool, force: bool = False) -> str:
-        """Locks the folder, and writes config.json for a fresh run; why it cannot be taken, or nothing."""
+        """Locks the folder, and writes config.json for a new run. Returns an error message, or ""."""
         made_of = describe(recipe, world_size, device)
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock, holder = _lock(self.path / ".lock")
@@ -200,7 +220,7 @@ class RunFolder:
         if self._holds_a_run() and file.exists():
             self._resumed, refusal = resumed(file, made_of, type(recipe))
             return refusal
-        _replace(file, _json(made_of))  # in place of what a failed start has left
+        _replace(file, _json(made_of))  # replaces the file of a failed start
         return ""
 
     def _holds_a_run(self) -> bool:
@@ -209,13 +229,17 @@ class RunFolder:
         return measured or any(self.checkpoints.glob("step*"))
 
     def begin(self, step: int, total: int) -> None:
-        """Goes on after `step`: drops later lines of the log, and the summary. UserError where total is less."""
+        """Continues after `step`: removes later lines of the log, and the summary.
+
+        Raises:
+            UserError: If `total` is less than `step`.
+        """
         if step > total:
             remedy = "give more --epochs with --extend, or choose another --out"
             raise UserError(f"{self.path} has done {step} steps, and a run of this length has {total}: {remedy}")
         if not self.writes:
             return
-        from torch.utils.tensorboard import SummaryWriter  # here, because only rank 0 needs it
+        from torch.utils.tensorboard import SummaryWriter  # imported here, because only rank 0 needs it
 
         (self.path / "summary.json").unlink(missing_ok=True)
         if self._resumed is not None:
@@ -226,7 +250,7 @@ class RunFolder:
         self.writer = SummaryWriter(str(self.path), purge_step=step + 1 if self._resumed else None)
 
     def close(self) -> None:
-        """Writes what is still in memory, and lets others have the folder."""
+        """Writes what is still in memory, and releases the folder."""
         if self._metrics is not None:
             self.writer.close()
             self._metrics.close()
@@ -234,8 +258,13 @@ class RunFolder:
             self._lock.close()
 
     def log(self, step: int, scalars: Mapping[str, float | Tensor], of_model: str = "") -> None:
-        """Writes one line of metrics.jsonl, with null for what is not finite, and TensorBoard's scalars. of_model:
-        `shared` or `own`, of evaluations."""
+        """Writes one line of metrics.jsonl, with null for numbers that are not finite, and TensorBoard's scalars.
+
+        Args:
+            step: Number of the step.
+            scalars: Values by name.
+            of_model: `shared` or `own`, for an evaluation.
+        """
         if not self.writes:
             return
         values = {name: float(value) for name, value in scalars.items()}
@@ -258,12 +287,12 @@ class RunFolder:
         self._metrics.write(json.dumps(line, allow_nan=False) + "\n")
 
     def summarise(self, recipe: Recipe, summary: dict[str, float]) -> None:
-        """Writes and prints summary.json, with null for what is not finite; gives TensorBoard recipe and summary."""
+        """Writes and prints summary.json, with null for non-finite numbers. TensorBoard gets recipe and summary."""
         if not self.writes:
             return
         known = {name: value if math.isfinite(value) else None for name, value in summary.items()}
         _replace(self.path / "summary.json", _json(known))
-        known_types = (bool, int, float, str)  # to TensorBoard
+        known_types = (bool, int, float, str)  # types that TensorBoard supports
         settings = {k: v if isinstance(v, known_types) else str(v) for k, v in flat(dataclasses.asdict(recipe)).items()}
         self.writer.add_hparams(settings, {f"summary/{k}": v for k, v in summary.items()}, run_name=".")
         print(f"{recipe.name} {recipe.method}: {self.path}\n{table(summary)}", flush=True)
@@ -272,14 +301,14 @@ class RunFolder:
 
 
 def _cut(file: Path, step: int) -> None:
-    """Leaves out the lines after `step`, and one that was torn when its writer was killed."""
+    """Removes the lines after `step`, and a last line that is incomplete because its writer was killed."""
     if file.exists():
         lines = file.read_text(errors="replace").splitlines(keepends=True)
         _replace(file, "".join(line for line in lines if _step_of(line) <= step))
 
 
 def _step_of(line: str) -> float:
-    """Infinity for a line that is torn, or none of ours."""
+    """Returns the step of a line, or infinity for a line that is incomplete or not ours."""
     try:
         step = parse_json(line)["step"]
         return step if line.endswith("\n") and type(step) is int else math.inf
@@ -292,17 +321,17 @@ def _json(content: dict[str, Any]) -> str:
 
 
 def _replace(file: Path, text: str) -> None:
-    """Writes a file that is whole at any moment."""
+    """Writes a file such that it is complete at any moment."""
     fresh = file.with_name(f"{file.name}.tmp")
     fresh.write_text(text)
     os.replace(fresh, file)
 
 
 def _lock(path: Path) -> tuple[IO[str] | None, str]:
-    """The open file that holds the folder's lock, or who holds it; neither where the file system has no locks."""
+    """Returns the open file with the folder's lock, or its holder, or neither if the file system has no locks."""
     file = open(path, "a+")  # noqa: SIM115
     try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock's, no process inherits it that loads data
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # loading processes do not inherit this lock, unlike flock's
     except OSError as error:
         file.seek(0)
         holder = file.read() if error.errno in (errno.EACCES, errno.EAGAIN) else ""
@@ -315,7 +344,7 @@ def _lock(path: Path) -> tuple[IO[str] | None, str]:
 
 
 def table(summary: Mapping[str, float]) -> str:
-    """A line for each result: its name, its value, its unit; summary.json keeps the values as they are."""
+    """Returns a line for each result, with its name, value and unit. summary.json keeps the exact values."""
     lines = []
     for name, value in summary.items():
         factor, unit = next((shown for ending, shown in UNITS.items() if name.endswith(ending)), (1, ""))
@@ -329,7 +358,7 @@ def table(summary: Mapping[str, float]) -> str:
 
 @dataclass
 class Overlap:
-    """The communication of a whole run, added up round by round. Seconds, bytes."""
+    """The communication of a whole run, added up over rounds, in seconds and bytes."""
 
     rounds: int = 0
     exposed_seconds: float = 0.0
@@ -344,17 +373,17 @@ class Overlap:
 
     @property
     def hidden_seconds(self) -> float:
-        """The all-reduces' own time that no loop waited for."""
+        """Time of all-reduces during which the loop did not wait."""
         return max(0.0, self.allreduce_seconds - self.exposed_seconds)
 
     @property
     def hidden_share(self) -> float:
-        """hidden_seconds as a share of the all-reduces' own time; 1 when there was none."""
+        """hidden_seconds as a share of the all-reduces' time, or 1 if there was none."""
         return self.hidden_seconds / self.allreduce_seconds if self.allreduce_seconds else 1.0
 
     @property
     def link_mbit(self) -> float:
-        """The rate at which this worker sent while an all-reduce was under way, Mbit/s."""
+        """Rate at which this worker sent during all-reduces, in Mbit/s."""
         return self.bytes_sent * 8e-6 / self.allreduce_seconds if self.allreduce_seconds else 0.0
 
     def summary(self) -> dict[str, float]:
@@ -363,7 +392,11 @@ class Overlap:
 
 
 class RoundLog:
-    """Attributes: overlap, the communication of all rounds that were read so far."""
+    """Reads and logs the rounds of a run.
+
+    Attributes:
+        overlap: The communication of all rounds that were read so far.
+    """
 
     def __init__(self, recipe: Recipe, folder: RunFolder, device: torch.device):
         self.overlap = Overlap()
@@ -372,15 +405,15 @@ class RoundLog:
         self._log_every = recipe.log_every
         self._on_gpu = device.type == "cuda"
         self._synchronous = False
-        self._unread: list[tuple[int, RoundStats]] = []  # rounds whose times a GPU may still be taking
-        self._unlogged: list[tuple[int, dict[str, Any]]] = []  # scalars on their way from a GPU
+        self._unread: list[tuple[int, RoundStats]] = []  # rounds whose times a GPU may not have measured yet
+        self._unlogged: list[tuple[int, dict[str, Any]]] = []  # scalars that are being copied from a GPU
         self._trace: Trace | None = None
         if recipe.trace and rank() == 0:
-            first = 6 if recipe.co2.tau == "auto" else 2  # tau has been chosen by then
+            first = 6 if recipe.co2.tau == "auto" else 2  # by then tau has been chosen
             self._trace = Trace(folder.path / "trace.json", cuda=self._on_gpu, first=first)
 
     def close_round(self, step: int, method: Method) -> None:
-        """Call it when a round has closed. On a GPU this reads the round before, so that the host does not wait."""
+        """Call it when a round has closed. On a GPU it reads the round before, so that the host does not wait."""
         self._synchronous = method.tau == 1
         self._unread.append((step, method.stats))
         self.read(leave=int(self._on_gpu))
@@ -394,13 +427,15 @@ class RoundLog:
             self._folder.note(step, "trace", f"trace in {self._trace.path}")
 
     def log(self, step: int, scalars: Mapping[str, float | Tensor]) -> dict[str, float] | None:
-        """Logs scalars, on a GPU those of the last call; returns what it logged last, if anything."""
+        """Logs scalars, on a GPU the scalars of the last call. Returns the scalars that it logged last, or None."""
         self._unlogged.append((step, defer(scalars)))
         return self._log(leave=int(self._on_gpu))
 
     def read(self, leave: int = 0) -> None:
-        """Adds up and logs all rounds but the newest `leave`; all scalars, where it leaves none. Where every step is a
-        round, it logs only each log_every-th."""
+        """Adds up and logs all rounds but the newest `leave`, and with `leave` 0 all scalars.
+
+        If every step is a round, it logs every log_every-th round only.
+        """
         while len(self._unread) > leave:
             step, stats = self._unread.pop(0)
             values = stats.as_dict()
@@ -419,7 +454,7 @@ class RoundLog:
         return values
 
     def finish(self, step: int) -> None:
-        """Reads the rounds that are left, and ends the trace."""
+        """Reads the remaining rounds, and ends the trace."""
         self.read()
         if self._trace and self._trace.go_on(last=True):
             self._folder.note(step, "trace", f"trace in {self._trace.path}")
@@ -427,7 +462,7 @@ class RoundLog:
             self._folder.note(step, "trace", f"no trace, which begins when {self._trace.first} rounds have closed")
 
     def _note_allocation(self, step: int, method: Method) -> None:
-        """Logs L-GreCo's newest decision, once."""
+        """Logs L-GreCo's newest decision once."""
         reducer = (
             method._reducer if isinstance(method, LocalUpdateMethod) else getattr(method.compression, "reducer", None)
         )
@@ -443,8 +478,16 @@ class RoundLog:
 
 
 class Trace:
-    """A torch.profiler trace of `rounds` rounds, after the first `first` (1 or more), for https://ui.perfetto.dev.
-    gloo's all-reduce has a thread of its own (`gloo:all_reduce`), NCCL's a stream."""
+    """A torch.profiler trace of some rounds, for https://ui.perfetto.dev.
+
+    gloo's all-reduce has its own thread (`gloo:all_reduce`), and NCCL's has its own stream.
+
+    Args:
+        path: The file to write.
+        cuda: Whether to trace a GPU.
+        first: Number of rounds before the trace, 1 or more.
+        rounds: Number of rounds in the trace.
+    """
 
     def __init__(self, path: Path, *, cuda: bool = False, first: int = 2, rounds: int = 2):
         self.path, self.first = path, first
@@ -461,7 +504,7 @@ class Trace:
         self.wrote = True
 
     def go_on(self, *, last: bool = False) -> bool:
-        """Call it when a round has closed, and at the end, which writes what there is; True when it wrote the trace."""
+        """Call it when a round has closed, and at the end with `last`. Returns True when it has written the trace."""
         before = self.wrote
         (self._profile.stop if last else self._profile.step)()
         return self.wrote and not before

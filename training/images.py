@@ -1,4 +1,4 @@
-"""Reads pictures and label masks of every mode that Pillow knows, without saturating or stretching their values."""
+"""Reads pictures and label masks of every mode that Pillow supports, without clipping or stretching their values."""
 
 from pathlib import Path
 from typing import IO, Any
@@ -10,19 +10,19 @@ from PIL import Image, ImageOps
 from core.errors import UserError
 
 BITS_PER_SAMPLE = 258  # TIFF's tag
-STRETCHED = {"L;2": 85, "L;4": 17}  # Pillow multiplies small greys by this, to fill a byte
+STRETCHED = {"L;2": 85, "L;4": 17}  # Pillow multiplies grays of few bits by this, to fill a byte
 
 
 def read_rgb(file: str | Path | IO[bytes], name: str, *, upright: bool = False) -> Image.Image:
-    """Reads a picture as RGB; 16-bit greys keep their upper 8 bits, as cv2 and Pillow's 16-bit colours do.
+    """Reads a picture as RGB. 16-bit grays keep their upper 8 bits, as with cv2 and Pillow's 16-bit colors.
 
     Args:
-        file: path or open file.
-        name: what an error calls it.
-        upright: turn the picture as its EXIF orientation says.
+        file: Path or open file.
+        name: The picture's name in an error.
+        upright: Whether to turn the picture as its EXIF orientation says.
 
     Raises:
-        UserError: the mode has no known range of values. Pillow's own errors pass through.
+        UserError: If the mode has no known range of values. Pillow's own errors pass through.
     """
     with Image.open(file) as image:
         image.load()
@@ -31,10 +31,10 @@ def read_rgb(file: str | Path | IO[bytes], name: str, *, upright: bool = False) 
 
 
 def _eight_bits(turned: Image.Image, image: Image.Image, name: str) -> Image.Image:
-    """image: as opened, with its format and tags."""
+    """Converts 16-bit grays to 8 bits. `image` is the picture as opened, with its format and tags."""
     if turned.mode.startswith("I;16") or (turned.mode == "I" and image.format in ("PPM", "PNG")):
         tags = getattr(image, "tag_v2", {})
-        bits = int(np.max(tags.get(BITS_PER_SAMPLE, 16)))  # 12-bit TIFF has mode I;16, too
+        bits = int(np.max(tags.get(BITS_PER_SAMPLE, 16)))  # 12-bit TIFF also has mode I;16
         return Image.fromarray((np.asarray(turned).astype(np.int64) >> (bits - 8)).clip(0, 255).astype(np.uint8))
     if turned.mode in ("I", "F"):
         kind = "floats" if turned.mode == "F" else "32-bit integers"
@@ -43,10 +43,10 @@ def _eight_bits(turned: Image.Image, image: Image.Image, name: str) -> Image.Ima
 
 
 def read_mask(path: str | Path) -> NDArray[Any]:
-    """Reads a label mask as stored: integer [h, w], palette indices included; no EXIF orientation is applied.
+    """Reads a label mask as stored, integer [h, w], palette indices included, without applying an EXIF orientation.
 
     Raises:
-        UserError: labels are floats, or a JPEG's. Pillow's own errors pass through.
+        UserError: If labels are floats, or a JPEG's. Pillow's own errors pass through.
     """
     with Image.open(path) as image:
         raw = image.tile[0][3] if image.tile else ""

@@ -1,11 +1,13 @@
-"""Starts workers as torchrun does, and takes its arguments:
+"""Starts workers as torchrun does, with torchrun's arguments:
 
     python -m training.launch --nproc-per-node 4 -m TASK.train RECIPE [overrides]
 
-torchrun ends every failure with a traceback. Here a user's mistake ends in one line, and Ctrl-C in none. With --elastic
-among the overrides workers may come and go: each node's launcher starts one that has died again, --max-restarts times
-each, under a new name, RANK.RESTARTS, and writes to the store which of them live. The first node's launcher serves the
-store and lists the generations, see core/elastic/members.py; the run ends with it, and goes on with --resume.
+torchrun ends every failure with a traceback. This launcher ends a user's mistake with one line, and Ctrl-C with none.
+
+With --elastic among the overrides, workers may come and go. Each node's launcher restarts a worker that died, up to
+--max-restarts times, under a new name, RANK.RESTARTS. It writes to the store which workers are alive. The first node's
+launcher serves the store and lists the generations, see core/elastic/members.py. The run ends with this launcher, and
+--resume continues it.
 """
 
 import contextlib
@@ -32,29 +34,34 @@ from torch.distributed.run import determine_local_world_size, parse_args, run
 
 from core.errors import UserError
 
-POLL = 0.02  # seconds between two looks at the workers
-SILENCE = 15.0  # seconds without a sign of life after which a node's launcher is lost
-PATIENCE = 60.0  # seconds that workers get to save and end after a signal
+POLL = 0.02  # seconds between two checks of the workers
+SILENCE = 15.0  # seconds without a sign of life after which a node's launcher counts as lost
+PATIENCE = 60.0  # seconds for workers to save and end after a signal
 
 
 class Coordinator:
-    """Lists the generations, in the first node's launcher. store: see core.elastic.members.Members. nodes: how many."""
+    """Lists the generations of workers, in the first node's launcher.
+
+    Args:
+        store: The store, see core.elastic.members.Members.
+        nodes: Number of nodes.
+    """
 
     def __init__(self, store: dist.Store, nodes: int):
         self.store, self.nodes = store, nodes
         self.generation, self.members = 0, []
-        self._waits_since: float | None = None  # for members to come to the next generation
-        self._beats: dict[int, tuple[int, float]] = {}  # of each node the last one, and when it was seen
+        self._waits_since: float | None = None  # start of the wait for members to come to the next generation
+        self._beats: dict[int, tuple[int, float]] = {}  # each node's last beat, and when it was seen
 
     def look(self) -> None:
-        """Lists the next generation where it is due."""
+        """Lists the next generation if it is due."""
         alive = self.alive()
         if alive is None:
             return
         members = [name for name in self.members if name in alive]
         ready = [name for name in alive if name not in self.members and self._is_set(f"ready/{name}")]
         if not members:
-            if alive and len(ready) == len(alive) and not self._is_set("over"):  # the start, or all were lost
+            if alive and len(ready) == len(alive) and not self._is_set("over"):  # at the start, or after all were lost
                 self._list(sorted(ready, key=lambda name: [*map(int, name.split("."))]), planned=True)
             return
         if len(members) < len(self.members):
@@ -78,7 +85,7 @@ class Coordinator:
         self.store.set(f"generation/{self.generation}", json.dumps({"names": names, "planned": planned}))
 
     def alive(self) -> list[str] | None:
-        """The names of the workers that live; None as long as not all nodes have started theirs."""
+        """Returns the names of the workers that are alive, or None until all nodes have started theirs."""
         alive: list[str] = []
         for node in range(self.nodes):
             if not self._is_set(f"node/{node}"):
@@ -96,14 +103,16 @@ class Coordinator:
 
 
 class Agent:
-    """One node's launcher: its workers, and their restarts.
+    """One node's launcher, with its workers and their restarts.
 
     Args:
-        spawn: starts a worker with these environment variables; returns its process, as subprocess.Popen does.
-        workers: number of workers on each node.
-        restarts: how often each worker is started again.
-        node: this node's number, of `nodes`.
-        host, port: of the store, which the first node serves; port 0: any.
+        spawn: Starts a worker with these environment variables. Returns its process, as subprocess.Popen does.
+        workers: Number of workers on each node.
+        restarts: How often each worker is restarted.
+        node: This node's number.
+        nodes: Number of nodes.
+        host: Address of the store, which the first node serves.
+        port: Port of the store; 0 for any.
     """
 
     def __init__(
@@ -127,15 +136,15 @@ class Agent:
         self.store = dist.PrefixStore("elastic", self._served)
         self.coordinator = Coordinator(self.store, nodes) if node == 0 else None
         self.processes: dict[int, Any] = {}  # by slot
-        self.started = [0] * workers  # how often each slot's worker has been started again
+        self.started = [0] * workers  # restarts of each slot's worker
         self.status, self.signalled, self._beat = 0, 0, 0
-        self.finished = False  # whether a worker has ended well
-        self._ends_them = False  # whether the launcher itself kills those that are left
+        self.finished = False  # whether a worker has finished the run
+        self._ends_them = False  # whether the launcher itself kills the remaining workers
         self._deadline = math.inf
         self._folder = tempfile.TemporaryDirectory()
 
     def run(self) -> int:
-        """Until all workers have ended; the exit status: 0 once a worker has come to the run's end."""
+        """Runs until all workers have ended. Returns the exit status, 0 if a worker has finished the run."""
         before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             for slot in range(self.workers):
@@ -152,12 +161,12 @@ class Agent:
         if self.signalled:
             return 128 + self.signalled
         if not self.finished and self.coordinator and self.status != 2:
-            remedy = "--resume goes on from the newest checkpoint, --max-restarts N starts workers again"
+            remedy = "--resume continues from the newest checkpoint, --max-restarts N restarts workers"
             print(f"error: no worker is left, and none came to the run's end: {remedy}", file=sys.stderr, flush=True)
         return 0 if self.finished else self.status
 
     def look(self) -> None:
-        """Sees who has died, starts those again, and lists the next generation where it is due."""
+        """Restarts workers that have died, and lists the next generation if it is due."""
         for slot, process in list(self.processes.items()):
             if process.poll() is not None:
                 del self.processes[slot]
@@ -171,7 +180,7 @@ class Agent:
             self.coordinator.look()
 
     def name(self, slot: int) -> str:
-        """Of the worker that was started last in a slot."""
+        """Returns the name of the worker that was started last in a slot."""
         return f"{self.node * self.workers + slot}.{self.started[slot]}"
 
     def _ended(self, slot: int, status: int) -> None:
@@ -179,7 +188,7 @@ class Agent:
             self.finished = True
             return
         self.status = self.status or (status if status > 0 else 128 - status)
-        if status == 2 and not self.finished:  # a user's mistake: the others make it, too, or wait for this one
+        if status == 2 and not self.finished:  # a user's mistake: all workers make it, or wait for this one
             self.restarts, self._ends_them = 0, True
             self._send_all(signal.SIGKILL)
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # the worker's last line, if any
@@ -187,10 +196,10 @@ class Agent:
                 print(said, file=sys.stderr, flush=True)
         over = self.signalled or self.store.check(["over"])
         if not over and self.started[slot] < self.restarts:
-            print(f"worker {self.name(slot)} died (status {status}): starting it again", file=sys.stderr, flush=True)
+            print(f"worker {self.name(slot)} died (status {status}): restarting it", file=sys.stderr, flush=True)
             self.started[slot] += 1
             self._start(slot)
-        elif status < 0 and not (self.signalled or self._ends_them):  # without a word of its own
+        elif status < 0 and not (self.signalled or self._ends_them):  # the worker itself printed nothing
             print(f"worker {self.name(slot)} was killed by signal {-status}", file=sys.stderr, flush=True)
 
     def _start(self, slot: int) -> None:
@@ -208,7 +217,7 @@ class Agent:
             process.send_signal(number)
 
     def _on_signal(self, number: int, _: Any) -> None:
-        """Passed on, so that the run is saved; a second one, over 2 s later, kills."""
+        """Passes a signal on, so that the run is saved. A second signal, over 2 s later, kills the workers."""
         now = time.monotonic()
         again = self.signalled and now > self._deadline - PATIENCE + 2
         if not self.signalled:
@@ -217,8 +226,15 @@ class Agent:
 
 
 def _serve(host: str, port: int, *, alone: bool) -> dist.TCPStore:
-    """The store, listening at this address alone where it is this machine's own and other nodes can reach it. An
-    address behind NAT is not this machine's own; other nodes cannot reach 127.0.1.1. alone: there are no others."""
+    """Returns the store. It listens only at `host` if that is this machine's own address and other nodes can reach it.
+
+    An address behind NAT is not this machine's own. Other nodes cannot reach 127.0.1.1.
+
+    Args:
+        host: Address of the store.
+        port: Port; 0 for any.
+        alone: Whether there are no other nodes.
+    """
     try:
         listening = socket.create_server((host, port))
     except OSError as error:
@@ -229,7 +245,7 @@ def _serve(host: str, port: int, *, alone: bool) -> dist.TCPStore:
     if own.startswith("127.") and not alone:
         listening.close()
         return _store(host, port, is_master=True)
-    # libuv, the default backend, takes no socket that listens already in torch 2.6 and 2.7
+    # In torch 2.6 and 2.7 libuv, the default backend, does not accept a socket that already listens.
     return _store(host, port, is_master=True, master_listen_fd=listening.detach(), use_libuv=False)
 
 
@@ -239,7 +255,7 @@ def _store(host: str, port: int, **options: Any) -> dist.TCPStore:
 
 
 def run_elastic(args: Namespace) -> int:
-    """Starts this node's workers, by torchrun's arguments; returns the exit status once all have ended."""
+    """Starts this node's workers with torchrun's arguments. Returns the exit status after all have ended."""
     script = [*(["-m"] if args.module else []), args.training_script, *args.training_script_args]
 
     def spawn(env: dict[str, str]) -> subprocess.Popen[bytes]:
@@ -253,7 +269,7 @@ def run_elastic(args: Namespace) -> int:
 
 
 def main() -> None:
-    os.environ["CO2_LAUNCH"] = "1"  # the workers leave their last line to this process
+    os.environ["CO2_LAUNCH"] = "1"  # this process prints the workers' last line
     args = parse_args(None)
     try:
         if "--elastic" in args.training_script_args:
@@ -261,9 +277,9 @@ def main() -> None:
         run(args)
     except ChildFailedError as error:
         _, failure = error.get_first_failure()
-        if failure.exitcode != 2:  # of a user's mistake
+        if failure.exitcode != 2:  # status 2 is a user's mistake
             raise
-        if isinstance(failure.message, dict):  # else it is a mistake in an option, whose text stands above
+        if isinstance(failure.message, dict):  # otherwise the message about a wrong option was printed above
             print(failure.message["message"], file=sys.stderr, flush=True)
         sys.exit(2)
     except UserError as error:

@@ -1,4 +1,4 @@
-"""Inner optimisers, learning-rate schedules and the backward pass, the same for every task and every method."""
+"""Inner optimizers, learning-rate schedules and the backward pass, the same for every task and every method."""
 
 import contextlib
 import functools
@@ -16,38 +16,42 @@ from torch.utils.checkpoint import checkpoint
 
 from core.errors import UserError
 
-LARGE = 1e4  # no learning rate, norm or decay comes near
+LARGE = 1e4  # above any sensible learning rate, norm or decay
 
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """The inner optimiser, which every worker runs by itself, and its learning-rate schedule over the whole run."""
+    """The inner optimizer, which every worker runs by itself, and its learning-rate schedule over the whole run."""
 
     name: Literal["sgd", "adamw", "adam", "muon"] = "sgd"
-    """muon: torch.optim.Muon for the matrices inside a language model's blocks, AdamW for its other parameters."""
+    """The optimizer. muon is torch.optim.Muon for matrices in a language model's blocks, with AdamW for all others."""
     lr: float = 0.1
     """Peak learning rate."""
     momentum: float = 0.9
-    """SGD's."""
+    """Momentum of SGD."""
     nesterov: bool = False
+    """Use Nesterov momentum with SGD."""
     betas: tuple[float, float] = (0.9, 0.999)
-    """Adam's and AdamW's."""
+    """Decay rates of Adam and AdamW."""
     eps: float = 1e-8
+    """Epsilon of Adam and AdamW."""
     weight_decay: float = 0.0
-    """Applied to what `undecayed` leaves."""
+    """Weight decay, for all parameters that `undecayed` does not exclude."""
     undecayed: tuple[str, ...] | None = None
-    """Parameters with one of these in their names are not decayed, as by mmseg's paramwise rules; nothing: all are
-    decayed. None, timm's rule: neither biases, normalisation weights and other vectors are, nor what the model's
-    no_weight_decay() names, such as position embeddings. Language models: nothing but matrices that multiply."""
+    """Exclude parameters from weight decay if their names contain one of these texts. An empty list decays all
+    parameters. None is timm's rule, which excludes biases, normalization weights and other vectors, and the names in
+    the model's no_weight_decay(), such as position embeddings. In language models None decays only matrices of linear
+    layers."""
     schedule: Literal["cosine", "poly", "inverse_sqrt", "constant"] = "cosine"
+    """Learning-rate schedule after the warm-up."""
     power: float = 1.0
-    """The exponent of poly; 0.9 is usual for SGD, 1.0 (linear) for AdamW."""
+    """Exponent of the poly schedule. 0.9 is usual for SGD, 1.0 (linear) for AdamW."""
     warmup_steps: int = 0
     """Steps of linear warm-up from 0."""
     min_lr_share: float = 0.0
-    """Where cosine and poly end, as a share of the peak learning rate."""
+    """Final learning rate of cosine and poly, as a share of the peak."""
     clip_grad_norm: float | None = None
-    """The norm to which each worker clips its gradient; None for no clipping."""
+    """Clip each worker's gradient to this norm. None means no clipping."""
 
     def __post_init__(self) -> None:
         def require(ok: bool, name: str, remedy: str) -> None:
@@ -70,11 +74,17 @@ class OptimConfig:
 def make_optimizer(
     model: nn.Module, config: OptimConfig, groups: list[dict[str, Any]] | None = None
 ) -> torch.optim.Optimizer:
-    """The optimizer of the trainable parameters, by default in two groups: with and without weight decay. groups:
-    parameter groups in torch's form; "muon": True marks Muon's."""
+    """Returns the optimizer of the trainable parameters.
+
+    Args:
+        model: The model.
+        config: The optimizer's settings.
+        groups: Parameter groups in torch's form. "muon": True marks groups for Muon. The default is two groups, with
+            and without weight decay.
+    """
     groups = [g for g in groups or decay_groups(model, config) if g["params"]]
     on_gpu = all(p.is_cuda for g in groups for p in g["params"])
-    fused = {"fused": True} if on_gpu else {}  # one kernel for all parameters, the same up to rounding
+    fused = {"fused": True} if on_gpu else {}  # one kernel for all parameters, with the same result up to rounding
     if config.name == "sgd":
         return torch.optim.SGD(groups, config.lr, momentum=config.momentum, nesterov=config.nesterov, **fused)
     if config.name == "muon":
@@ -84,13 +94,15 @@ def make_optimizer(
 
 
 class MuonAdamW(torch.optim.Optimizer):
-    """torch.optim.Muon for the parameter groups with "muon": True, torch.optim.AdamW for the others, as one optimizer.
-    One learning rate serves both: Muon scales its own to the size of AdamW's steps (adjust_lr_fn="match_rms_adamw")."""
+    """torch.optim.Muon for parameter groups with "muon": True, and torch.optim.AdamW for all others, as one optimizer.
+
+    Both use the same learning rate. Muon scales its own to the size of AdamW's steps (adjust_lr_fn="match_rms_adamw").
+    """
 
     def __init__(self, groups: list[dict[str, Any]], lr: float, **adamw: Any):
         muon, others = ([g for g in groups if bool(g.get("muon")) == wanted] for wanted in (True, False))
         if not muon:
-            raise UserError("optim name=muon: only language models say which matrices lie inside; give adamw")
+            raise UserError("optim name=muon: only language models mark the matrices for Muon; give adamw")
         own: list[torch.optim.Optimizer] = [torch.optim.Muon(muon, lr, adjust_lr_fn="match_rms_adamw")]
         self.parts = own + ([torch.optim.AdamW(others, lr, **adamw)] if others else [])
         super().__init__([g for part in self.parts for g in part.param_groups], {"lr": lr})
@@ -112,7 +124,7 @@ class MuonAdamW(torch.optim.Optimizer):
 
 
 def decay_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:
-    """The trainable parameters in two groups, with and without weight decay; undecayed None is timm's rule."""
+    """Returns the trainable parameters in two groups, with and without weight decay. undecayed=None is timm's rule."""
     spared = getattr(model, "no_weight_decay", set)()
 
     def decays(name: str, p: Tensor) -> bool:
@@ -128,7 +140,7 @@ def decay_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:
 
 
 def clip_gradients(model: nn.Module, config: OptimConfig) -> None:
-    """Clips the norm of this worker's gradient where the recipe says so; a model under a layout has its own way."""
+    """Clips the norm of this worker's gradient if the recipe says so. A model under a layout clips in its own way."""
     if config.clip_grad_norm is None:
         return
     if clip := getattr(model, "clip_gradients", None):
@@ -138,13 +150,13 @@ def clip_gradients(model: nn.Module, config: OptimConfig) -> None:
 
 
 def lent_rate(optimizer: torch.optim.Optimizer) -> Callable[[], float]:
-    """The learning rate of an optimizer that never steps, without the warning of torch's schedules."""
+    """Returns the learning rate of an optimizer that never steps, and silences the warning of torch's schedules."""
     warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step\\(\\)` before", UserWarning)
     return lambda: optimizer.param_groups[0]["lr"]
 
 
 def lr_factor(step: int, total_steps: int, config: OptimConfig) -> float:
-    """The learning rate of a step, counted from 0, as a share of the peak."""
+    """Returns the learning rate of a step, counted from 0, as a share of the peak."""
     warmup = config.warmup_steps
     if step < warmup:
         return (step + 1) / (warmup + 1)
@@ -161,7 +173,7 @@ def lr_factor(step: int, total_steps: int, config: OptimConfig) -> float:
 
 
 def make_schedule(optimizer: torch.optim.Optimizer, total_steps: int, config: OptimConfig) -> LambdaLR:
-    """The schedule as a torch scheduler: call its step() after every optimizer step."""
+    """Returns the schedule as a torch scheduler. Call its step() after every optimizer step."""
     return LambdaLR(optimizer, lambda step: lr_factor(step, total_steps, config))
 
 
@@ -172,9 +184,17 @@ Scalars = dict[str, Tensor]
 
 
 def backward_in_parts(wrapped: nn.Module, parts: Sequence[Any], part_of: Callable[[Any], Scalars]) -> Scalars:
-    """Adds the gradient of the loss over all parts of this worker's batch; returns the scalars' sums over the parts.
-    part_of: runs the forward pass of a part and returns 0-d scalars, "train_loss" first of all, each already weighted
-    by the part's share in the batch, so that their sums are the whole batch's means."""
+    """Computes the gradient of the loss over all parts of this worker's batch.
+
+    Args:
+        wrapped: The model to train.
+        parts: The parts of the batch.
+        part_of: Runs the forward pass of a part and returns 0-d scalars, "train_loss" first. Each scalar is weighted by
+            the part's share of the batch, so that the sums are averages over the batch.
+
+    Returns:
+        The scalars, summed over the parts.
+    """
     sums: Scalars = {}
     for number, part in enumerate(parts, start=1):
         waits = hasattr(wrapped, "no_sync") and number < len(parts)  # DDP reduces once, in the last backward pass
@@ -187,6 +207,6 @@ def backward_in_parts(wrapped: nn.Module, parts: Sequence[Any], part_of: Callabl
 
 
 def recompute(blocks: Iterable[nn.Module]) -> None:
-    """Has each block keep its input alone: what it computes is computed again in the backward pass."""
+    """Makes each block keep only its input, and compute all else again in the backward pass."""
     for block in blocks:
         block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)

@@ -1,4 +1,4 @@
-"""Imported for its effect, before timm, transformers or mmseg: lets torchvision import with a CPU build of torch."""
+"""Import this module before timm, transformers or mmseg. It lets torchvision import with a CPU build of torch."""
 
 import importlib
 
@@ -8,9 +8,12 @@ _libraries: list[torch.library.Library] = []  # operators disappear with their L
 
 
 def prepare_torchvision() -> None:
-    """PyPI's torchvision is a CUDA build, which fails on a CPU build of torch: "operator torchvision::nms does not
-    exist". With the missing operators' schemas, transforms, datasets and models work; nms itself, deform_conv2d and the
-    image codecs still fail. Does nothing where torch has CUDA or ROCm, or where torchvision imports."""
+    """Defines the operators without which PyPI's torchvision does not import with a CPU build of torch.
+
+    PyPI's torchvision is a CUDA build and fails with "operator torchvision::nms does not exist". With the schemas of
+    the missing operators, transforms, datasets and models work; nms itself, deform_conv2d and the image codecs still
+    fail. Does nothing if torch has CUDA or ROCm, or if torchvision imports.
+    """
     if torch.version.cuda or torch.version.hip:
         return
     try:

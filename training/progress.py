@@ -1,4 +1,4 @@
-"""Where a run stands: this worker's place in it, what its loop counts with, and the state of what it trains."""
+"""The progress of a run: this worker's place in it, its counters, and the state of what it trains."""
 
 import contextlib
 import time
@@ -21,8 +21,14 @@ from training.workers import make_link, rank, world_size
 
 
 class Progress:
-    """What Run shares with the part of it that handles other workers (training/fixed.py, training/elastic.py). step
-    counts the steps taken, total all steps. Under a layout several ranks are one of the data_workers."""
+    """The state that Run shares with its part for other workers (training/fixed.py, training/elastic.py).
+
+    Under a layout several ranks count as one of the data_workers.
+
+    Attributes:
+        step: Number of steps taken.
+        total: Number of steps of the run.
+    """
 
     def __init__(self, recipe: Recipe, device: torch.device):
         self.recipe, self.device = recipe, device
@@ -35,13 +41,13 @@ class Progress:
         self.requests, self.snapshots = Requests("stop", "save"), Snapshot()
 
     def evaluates(self, step: int) -> bool:
-        """Whether an evaluation is due at a boundary after so many steps."""
+        """Returns whether an evaluation is due at a boundary after `step` steps."""
         return step < self.total and self.evaluation.would_be(step)
 
 
 @dataclass(frozen=True)
 class Due:
-    """What a loop has to do after a step."""
+    """The actions that a loop has to take after a step."""
 
     evaluation: bool
     checkpoint: bool
@@ -49,38 +55,38 @@ class Due:
 
 
 class Every:
-    """Says when something that happens every `period` steps (0: never) is due, asked at some steps after `start`."""
+    """Says when an action that repeats every `period` steps (0: never) is due, if asked at some steps after `start`."""
 
     def __init__(self, period: int, start: int = 0):
         self.period = period
         self._last = start
 
     def due(self, step: int) -> bool:
-        """Whether the run has passed a multiple of the period since the last step at which this was True."""
+        """Returns whether the run has passed a multiple of the period since this was last True."""
         if due := self.would_be(step):
             self._last = step
         return due
 
     def would_be(self, step: int) -> bool:
-        """`due`, which does not count as asked."""
+        """Returns the same as `due`, without recording the answer."""
         return self.period > 0 and step // self.period > self._last // self.period
 
 
 class Averages:
-    """Running means of scalars, kept on their device until they are read."""
+    """Running averages of scalars, kept on their device until they are read."""
 
     def __init__(self) -> None:
         self._sums: dict[str, Tensor] = {}
         self._count = 0
 
     def add(self, scalars: dict[str, Tensor]) -> None:
-        """Adds one step's values, 0-d each, always the same names."""
+        """Adds one step's values, each 0-d, always with the same names."""
         for name, value in scalars.items():
             self._sums[name] = self._sums.get(name, 0) + value.detach().float()
         self._count += 1
 
     def pop(self) -> dict[str, Tensor]:
-        """The means since the last pop."""
+        """Returns the averages since the last call."""
         means = {name: total / self._count for name, total in self._sums.items()}
         self._sums, self._count = {}, 0
         return means
@@ -97,19 +103,19 @@ class Stopwatch:
 
     def __init__(self) -> None:
         self._seconds = 0.0
-        self._since: float | None = None  # the start of the stretch that runs
+        self._since: float | None = None  # start of the present interval
 
     @property
     def seconds(self) -> float:
         return self._seconds + (time.perf_counter() - self._since if self._since is not None else 0.0)
 
     def start(self, seconds: float = 0.0) -> None:
-        """Goes on from `seconds`, those of the run that is resumed."""
+        """Starts from `seconds`, the training time of the run that is resumed."""
         self._seconds, self._since = seconds, time.perf_counter()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Does not count the time of the block."""
+        """Excludes the time of the block."""
         self._seconds, self._since = self.seconds, None
         try:
             yield
@@ -119,7 +125,11 @@ class Stopwatch:
 
 @dataclass(frozen=True)
 class Trained:
-    """The model, and what trains it: the parts of a checkpoint. name: the method's."""
+    """The model and all that trains it, the parts of a checkpoint.
+
+    Attributes:
+        name: Name of the method.
+    """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -129,7 +139,7 @@ class Trained:
     snapshots: Snapshot
 
     def state_dict(self) -> dict[str, Any]:
-        """All but the method's part, which may come later: see state_of_method."""
+        """Returns the state without the method's part, which may come later (state_of_method)."""
         return {
             "model": self.model.state_dict(),
             "optimizer": of_optimizer(self.optimizer, self.model),
@@ -146,21 +156,24 @@ class Trained:
         self.method.load_state_dict(state["method"]["state"])
 
     def snapshot(self, then: Callable[[dict[str, Any]], None]) -> None:
-        """Calls `then` with the method's state, once what is in flight has landed."""
+        """Calls `then` with the method's state, once the all-reduce in flight has arrived."""
         if isinstance(self.method, LocalUpdateMethod):
             self.snapshots.ask(then)
         else:
             then(self.method.state_dict())
 
     def hand_over(self) -> None:
-        """Lets a snapshot that still waits have what there is."""
+        """Completes a snapshot that is still waiting with the present state."""
         if isinstance(self.method, LocalUpdateMethod):
             self.snapshots.hand_over()
 
 
 def load_weights(model: nn.Module, folder: Path) -> None:
-    """Gives the model the weights of the newest checkpoint of the run in `folder`; every worker must call it. UserError
-    where there is none, or it is of another model."""
+    """Loads the weights of the newest checkpoint of the run in `folder`. Every worker must call it.
+
+    Raises:
+        UserError: If there is no checkpoint, or it is of another model.
+    """
     checkpoints = folder.expanduser() / "checkpoints"
     if not finished(checkpoints):
         raise UserError(f"{folder} holds no checkpoint of a run: give the --out of one that has ended, or saved")

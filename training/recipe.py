@@ -1,4 +1,4 @@
-"""Recipes: what a run is made of, read from the command line."""
+"""Recipes: the settings of a run, read from the command line."""
 
 import dataclasses
 import difflib
@@ -20,8 +20,8 @@ from training.optim import OptimConfig
 from training.script import launch
 from training.workers import rank, world_size
 
-SHARES = {"shard", "offload", "per_node", "zero", "layout"}  # options with which not all recommended settings go
-LARGEST = 10**9  # number of a recipe
+SHARES = {"shard", "offload", "per_node", "zero", "layout"}  # options that exclude some recommended settings
+LARGEST = 10**9  # limit of the numbers in a recipe
 SELDOM = {  # options that only --help-all lists, by the part of the recipe; None hides the whole part
     "": "tf32 cudnn_benchmark channels_last extend gpu_gb timeout trace",
     "co2": "allow_unstable tau_max mix",
@@ -35,7 +35,7 @@ SELDOM = {  # options that only --help-all lists, by the part of the recipe; Non
     "slowmo": None,
     "zeroth": None,
 }
-MethodName = Literal[tuple(REGISTRY)]  # a task may register more
+MethodName = Literal[tuple(REGISTRY)]  # a task may register more methods
 OfMethods = dataclasses.make_dataclass(
     "OfMethods",
     [
@@ -48,7 +48,7 @@ OfMethods = dataclasses.make_dataclass(
 
 
 def flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"co2": {"tau": 6}} -> {"co2.tau": 6}."""
+    """Flattens nested settings, such as `{"co2": {"tau": 6}}` to `{"co2.tau": 6}`."""
     items: dict[str, Any] = {}
     for key, value in nested.items():
         items |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
@@ -57,81 +57,85 @@ def flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Recipe(OfMethods):
-    """The settings that every recipe has; a task adds its model and data. The command line shows these docstrings."""
+    """The settings that all recipes share. Each task adds settings of its model and data."""
 
     name: tyro.conf.Suppress[str] = ""
     layout: ClassVar[str] = ""
-    """How the model lies on its workers, where a task knows layouts (training/layouts/layout.py)."""
+    """How the model is laid out on its workers, in tasks that support layouts (training/layouts/layout.py)."""
     least_part: ClassVar[int] = 2
-    """Samples that BatchNorm needs at once; 1 where it is taken over the many points of each sample."""
+    """Samples that BatchNorm needs at once. It is 1 if BatchNorm averages over the many points of each sample."""
     method: MethodName = "co2"
-    """How the workers are kept together. The period of every local method is co2.tau."""
+    """Training method. All local methods use co2.tau as their number of local steps."""
     co2: CO2Config = field(default_factory=CO2Config)
     recommended: bool = False
-    """Start from CO2Config.recommended, at the recipe's tau, instead of the paper's settings; --co2.* change it. Small
-    recipes do so by themselves, with method co2 and outer state that is not shared out; --no_recommended for not."""
+    """Start from CO2Config.recommended with the recipe's tau, instead of the paper's settings. Options --co2.* then
+    change it. Small recipes do so by default with method co2, unless the outer state is sharded; --no_recommended turns
+    it off."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     batch_size: int = 64
-    """Samples per optimiser step over all workers together (global)."""
+    """Samples per optimizer step over all workers (global)."""
     epochs: int = 10
+    """Passes over the training set."""
     seed: int = 0
+    """Seed of initialization, data order and augmentation."""
     accumulate: int = 1
-    """Micro-batches per optimiser step and worker, to save memory; the same step but for BatchNorm, whose statistics
-    are a micro-batch's, which so needs two samples, and for rounding."""
+    """Micro-batches per optimizer step and worker, to save memory. The step is the same up to rounding, except for
+    BatchNorm: its statistics come from a micro-batch, which needs two samples."""
     recompute: bool = False
-    """Keep only each block's input of the forward pass, and compute the rest again in the backward pass, to save
-    memory; the result is the same."""
+    """Keep only each block's input in the forward pass and compute the rest again in the backward pass, to save memory.
+    The result is the same."""
     average_buffers: bool = True
     """Average BatchNorm statistics with the parameters."""
     precision: Literal["float32", "bfloat16"] = "float32"
-    """bfloat16 runs the forward pass under autocast where the hardware has it; elsewhere it stays float32."""
+    """Precision of the forward pass. bfloat16 uses autocast if the hardware supports it, and float32 otherwise."""
     tf32: bool = True
-    """On GPUs: TF32 for what is computed in float32."""
+    """On GPUs, use TF32 for float32 computations."""
     cudnn_benchmark: bool = True
-    """On GPUs: let cuDNN try its convolutions and keep the fastest."""
+    """On GPUs, let cuDNN try its convolutions and keep the fastest."""
     channels_last: bool = True
-    """On GPUs: images with their channels innermost, as convolutions on tensor cores want them."""
+    """On GPUs, store images with their channels innermost, which is faster for convolutions on tensor cores."""
     compile: bool = False
-    """torch.compile the model: the same up to rounding, and faster after the minutes that it takes at the start. Off by
-    default, for no speed on a GPU was measured; on a CPU it needs a C++ compiler."""
+    """Use torch.compile. The result is the same up to rounding, and steps are faster after some minutes at the start.
+    It is off by default, because we did not measure its speed on a GPU. On a CPU it needs a C++ compiler."""
     per_node: int = 1
-    """How many workers (consecutive ranks) make a node. They synchronise gradients at every step, and the method runs
-    across nodes. 0 takes the workers that torchrun or SLURM started on one machine."""
+    """Number of workers (consecutive ranks) per node. They synchronize gradients at every step, and the method runs
+    across nodes. 0 means the workers that torchrun or Slurm started on one machine."""
     zero: Literal[0, 1, 2, 3] = 0
-    """The ZeRO stage inside a node: 1 shares out the optimiser's state, 2 the gradients too, 3 the parameters too."""
+    """ZeRO stage inside a node. 1 shards the optimizer's state, 2 also the gradients, 3 also the parameters."""
     shard: bool = False
-    """Share CO2's outer state out over all workers: 1 + 2 / workers copies of the parameters, not 3."""
+    """Shard CO2's outer state over all workers: 1 + 2 / workers copies of the parameters instead of 3."""
     offload: bool = False
-    """Keep CO2's outer state and its all-reduce in the host's memory: no copy of the parameters on a GPU."""
+    """Keep CO2's outer state and its all-reduce in the host's memory, without a copy of the parameters on a GPU."""
     elastic: bool = False
-    """Go on without a worker that dies, and let it come back: of method co2, under python -m training.launch."""
+    """Continue without a worker that dies, and let it rejoin. For method co2, started by python -m training.launch."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device to train on. auto uses a GPU if there is one."""
     timeout: float = 600.0
     """Seconds until a missing worker is an error."""
     link_mbit: float | None = None
-    """Hold collectives back in software as a link of this many Mbit/s would; None for the real link."""
+    """Emulate a link of this many Mbit/s by delaying collectives in software. None uses the real link."""
     out: Path | None = None
-    """The run folder; runs/RECIPE-METHOD-seedSEED by default."""
+    """The run folder. The default is runs/RECIPE-METHOD-seedSEED."""
     resume: bool = False
     """Continue from the run folder's newest checkpoint, if it has one."""
     extend: bool = False
-    """With resume: accept another number of epochs, or of steps in them. The learning rate goes on as in a run of that
-    length, its schedule stretched: config.json says so from then on, and reproduce.py --collect counts it in no row."""
+    """With --resume, accept another number of epochs, or of steps per epoch. The learning rate continues as in a run of
+    the new length. config.json records it, and reproduce.py --collect leaves the run out of its tables."""
     eval_every: int | float = 1
-    """Epochs between evaluations; 0.1: ten in each."""
+    """Epochs between evaluations. 0.1 means ten evaluations per epoch."""
     checkpoint_every: int = 1
-    """Epochs between checkpoints; 0 for none but the last."""
+    """Epochs between checkpoints. With 0 only the last checkpoint is written."""
     save_minutes: float = 0.0
-    """Minutes between checkpoints, beside checkpoint_every; 0 for none by time."""
+    """Minutes between checkpoints, in addition to checkpoint_every. 0 means none by time."""
     log_every: int = 10
     """Steps between two lines of metrics.jsonl."""
     trace: bool = False
-    """Write a torch.profiler trace of two rounds to the run folder; it shows the all-reduce under the local steps."""
+    """Write a torch.profiler trace of two rounds to the run folder. It shows the all-reduce during the local steps."""
     dry_run: bool = False
-    """Print the resolved recipe and the memory that a GPU needs, without training; WORLD_SIZE=128 LOCAL_WORLD_SIZE=8 in
-    front of the command stand for that cluster."""
+    """Print the resolved recipe and the memory that a GPU needs, without training. Put WORLD_SIZE=128
+    LOCAL_WORLD_SIZE=8 before the command to see the result for that cluster."""
     gpu_gb: float | None = None
-    """Of a dry run: warn where a GPU of so many GB (GiB, as makers count) is too small."""
+    """In a dry run, warn if a GPU with this many GB (GiB, as makers count) is too small."""
 
     def __post_init__(self) -> None:
         self.check_least(epochs=1, batch_size=1, log_every=1, accumulate=1, seed=0, checkpoint_every=0, per_node=0)
@@ -162,34 +166,34 @@ class Recipe(OfMethods):
         check_elastic(self.co2)
 
     def check(self, **ranges: tuple[float, float]) -> None:
-        """Refuses a field outside its range, both ends of which belong to it."""
+        """Refuses a field outside its range. Both ends belong to the range."""
         for name, (least, most) in ranges.items():
             if not least <= getattr(self, name) <= most:
                 raise UserError(f"{name}={getattr(self, name)}: give a number from {least:g} to {most:g}")
 
     def check_least(self, **least: int) -> None:
-        """Refuses a field below its least value, where it is not None."""
+        """Refuses a field below its smallest value, unless it is None."""
         for name, value in least.items():
             if (found := getattr(self, name)) is not None and found < value:
                 raise UserError(f"{name}={found}: give {value} or more")
 
     def check_share(self, workers: int) -> None:
-        """Refuses a worker's part of a batch that the task cannot train on."""
+        """Refuses a worker's share of a batch that the task cannot train on."""
 
     def data_workers(self, workers: int) -> int:
-        """How many of these workers take different data: under a layout several take the same."""
+        """Returns how many of these workers get different data. Under a layout several workers get the same data."""
         return Layout.parse(self.layout).data_workers if self.layout else workers
 
     @property
     def own_settings(self) -> dict[str, Any]:
-        """The method's own, under its key, as make_method takes them."""
+        """The method's own settings, under their key, as make_method takes them."""
         own = spec_of(self.method).settings
         if own and not hasattr(self, own.key):
             raise UserError(f"method={self.method!r} is not of this task: choose another method")
         return {own.key: getattr(self, own.key)} if own else {}
 
     def eval_steps(self, epoch: int) -> int:
-        """Steps between evaluations, of the steps of an epoch."""
+        """Returns the steps between evaluations, if an epoch has `epoch` steps."""
         return max(1, round(epoch * self.eval_every))
 
     @property
@@ -202,7 +206,7 @@ T = TypeVar("T")
 
 
 def parse(recipes: Mapping[str, R], argv: Sequence[str] | None = None, prog: str = "train") -> R:
-    """RECIPE [overrides] from the command line; every field of the recipe is an option. Rank 0 prints errors."""
+    """Returns the recipe of the command line, RECIPE [overrides]. Every field is an option. Rank 0 prints errors."""
     name, *overrides = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if name in ("-h", "--help"):
         listing = "\n".join(f"  {name}" for name in recipes)
@@ -244,7 +248,8 @@ def without_seldom(default: T, part: str = "") -> T:
             fields.append((f.name, tyro.conf.Suppress[Any], field(default=value)))
         elif name in SELDOM or any(key.startswith(f"{name}.") for key in SELDOM):
             shown = without_seldom(value, name)
-            fields.append((f.name, type(shown), field(default=shown)))
+            kind = Annotated[type(shown), *getattr(f.type, "__metadata__", (None,))]  # with its help, if it has any
+            fields.append((f.name, kind, field(default=shown)))
     kind = dataclasses.make_dataclass(type(default).__name__, fields, bases=(type(default),), frozen=True)
     kind.__doc__ = type(default).__doc__
     given = {f.name: getattr(default, f.name) for f in dataclasses.fields(kind)}
@@ -252,7 +257,7 @@ def without_seldom(default: T, part: str = "") -> T:
 
 
 def find(kind: str, name: str, known: Mapping[str, T], lists: str) -> T:
-    """The entry of that name; else a UserError, which names similar ones, or where they are listed."""
+    """Returns the entry of that name, or raises UserError with similar names or the place that lists them."""
     if name not in known:
         near = difflib.get_close_matches(name, known, n=3)
         raise UserError(f"{kind} {name!r} does not exist; " + (f"did you mean {', '.join(near)}?" if near else lists))
@@ -260,19 +265,19 @@ def find(kind: str, name: str, known: Mapping[str, T], lists: str) -> T:
 
 
 def answer_help(recipes: Mapping[str, Recipe], prog: str) -> None:
-    """Prints the help that the command line asks for, and exits, before a train script's slow imports."""
+    """Prints the help that the command line asks for and exits, before a train script's slow imports."""
     if not sys.argv[1:] or {"-h", "--help", "--help-all"} & set(sys.argv[1:]):
         launch(lambda: sys.exit(parse(recipes, prog=prog) is None))
 
 
 def starting_point(recipe: R, overrides: Sequence[str]) -> R:
-    """The recipe with those settings of CO2, the recommended ones or its own, that `overrides` change."""
-    given = dict[str, str]()  # option -> its value, if it has one
+    """Returns the recipe with the CO2 settings, recommended or its own, that `overrides` then change."""
+    given = dict[str, str]()  # option -> its value, or the word after it
     for word, following in zip(overrides, [*overrides, ""][1:], strict=True):
         if word.startswith("--"):
             name, equals, value = word[2:].partition("=")
             given[name.replace("-", "_")] = value if equals else following
-    if given.get("layout") and "method" not in given:  # whose name says it
+    if given.get("layout") and "method" not in given:  # the layout names the method
         recipe = dataclasses.replace(recipe, method=Layout.parse(given["layout"]).method)
     method = given.get("method", recipe.method)
     if "recommended" in given and method != "co2":
@@ -285,10 +290,10 @@ def starting_point(recipe: R, overrides: Sequence[str]) -> R:
 
 
 def refuse_unused(recipe: Recipe, default: Recipe) -> None:
-    """Refuses settings of another method than the recipe's. Local methods share co2.tau, and most co2.compression."""
+    """Refuses settings of other methods than the recipe's. Local methods share co2.tau, and most co2.compression."""
     shared = {"tau", "tau_max"} | ({"compression"} & spec_of(recipe.method).takes)
     keys = {name: entry.settings.key for name, entry in REGISTRY.items() if entry.settings}
-    owners = [(key, [name]) for name, key in keys.items() if hasattr(recipe, key)]  # other tasks may have more methods
+    owners = [(key, [name]) for name, key in keys.items() if hasattr(recipe, key)]  # tasks differ in their methods
     for part, methods in [*owners, ("co2", [entry.name for entry in REGISTRY.values() if entry.reads_co2])]:
         of_default, of_recipe = getattr(default, part), getattr(recipe, part)
         names = [f.name for f in dataclasses.fields(of_recipe) if part != "co2" or f.name not in shared]
@@ -302,7 +307,7 @@ def refuse_unused(recipe: Recipe, default: Recipe) -> None:
 
 
 def momentum_note(recipe: Recipe, workers: int) -> str:
-    """A note where CO2's outer momentum differs from the authors' release for so many workers, or nothing."""
+    """Returns a note if CO2's outer momentum differs from the authors' release for this number of workers, or ""."""
     c, usual = recipe.co2, CO2Config.recommended(workers).outer_momentum
     as_released = recipe.method == "co2" and workers > 1 and c.outer_lr == 1 and c.merge == "restart"
     if not as_released or c.outer_momentum == usual:

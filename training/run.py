@@ -1,4 +1,4 @@
-"""What every train script shares around its loop: workers, model and method, the steps' logs, checkpoints, the end."""
+"""The part of a train script around its loop: workers, model and method, logs, checkpoints and the end."""
 
 from __future__ import annotations
 
@@ -34,9 +34,17 @@ T = TypeVar("T")
 
 
 class Run(Progress):
-    """One training run of this worker: use it as a context manager around the loop. Before the loop: shard,
-    shard_optimizer, make_method, begin. After every step: after_step, which says whether an evaluation, a checkpoint
-    (save) or the stop (stop) is due. After the loop: end. mesh: see Fixed."""
+    """One training run of this worker. Use it as a context manager around the loop.
+
+    Call shard, shard_optimizer, make_method and begin before the loop. Call after_step after every step. It returns
+    whether an evaluation, a checkpoint (save) or a stop (stop) is due. Call end after the loop.
+
+    Args:
+        recipe: The run's recipe.
+
+    Attributes:
+        mesh: [nodes, workers per node] if the workers of a node synchronize every step, else None.
+    """
 
     mesh: DeviceMesh | None
     _trained: Trained
@@ -54,18 +62,18 @@ class Run(Progress):
         self._workers = kind(self, self.folder, self.rounds)
         self._saved_at = 0.0  # seconds, by self._now
         self._stop = StopSignal()
-        self._shared = True  # whether what was evaluated last is one model on all workers
+        self._shared = True  # whether the last evaluation was of one model on all workers
         self._bar: tqdm[Any] | None = None
 
     def __enter__(self) -> Run:
-        torch.manual_seed(self.recipe.seed * 1_000_003 + self.rank)  # rank 0's initial parameters are broadcast
+        torch.manual_seed(self.recipe.seed * 1_000_003 + self.rank)  # rank 0's initial parameters go to all workers
         self._stop.listen()
         self._workers.meet()
         self.mesh = self._workers.mesh
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        """A collective's error becomes one line that names the worker because of which it failed."""
+        """Ends the run. A collective's error becomes one line with the worker that caused it."""
         if self._bar is not None:
             self._bar.close()
         self._workers.leave(failed=kind is not None)
@@ -77,7 +85,7 @@ class Run(Progress):
     # -- before the loop ------------------------------------------------------------------------------------
 
     def shard(self, model: nn.Module) -> nn.Module:
-        """The model on this worker's device, with ZeRO-2 and 3 sharded; on the host where its blocks stay there."""
+        """Returns the model on this worker's device, sharded with ZeRO-2 and 3, or on the host for zeroth order."""
         check_batch_norm(self.recipe, model, self.world_size)
         if self._parted:
             return self._workers.shard(model, torch.bfloat16 if self._mixed() else torch.float32)
@@ -85,18 +93,18 @@ class Run(Progress):
         return model if streamed else model.to(self.device)
 
     def shard_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """The optimiser, its state shared out inside the node with ZeRO-1."""
+        """Returns the optimizer, with its state sharded inside the node with ZeRO-1."""
         return self._workers.shard_optimizer(optimizer) if self._parted else optimizer
 
     @property
     def _parted(self) -> bool:
-        """Whether several workers synchronise every step, and may hold parts of one model."""
+        """Whether several workers synchronize every step, and may hold parts of one model."""
         return self.mesh is not None or bool(self.recipe.layout)
 
     def make_method(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, Method]:
-        """The model to call in the loop, and the recipe's method: see core.methods.make_method."""
+        """Returns the model to call in the loop, and the recipe's method. See core.methods.make_method."""
         wrapped, method = self._workers.make_method(model, optimizer)
-        if self.recipe.compile:  # the model inside keeps its parameters' names, and is evaluated as it is
+        if self.recipe.compile:  # the inner model keeps its parameters' names, and is evaluated without compilation
             check_compiler(self.device)
             return torch.compile(wrapped), method  # pyright: ignore[reportReturnType]
         return wrapped, method
@@ -112,11 +120,19 @@ class Run(Progress):
         total: int,
         samples: int = 0,
     ) -> int:
-        """Resumes where the recipe says so, and starts the clock and the progress bar; returns the steps taken so far.
+        """Resumes if the recipe says so, and starts the clock and the progress bar.
 
         Args:
-            epoch, total: optimizer steps of an epoch and of the whole run.
-            samples: size of the training set, which elastic runs deal out anew.
+            model: The model.
+            optimizer: Its inner optimizer.
+            schedule: The learning-rate schedule.
+            method: The training method.
+            epoch: Optimizer steps of an epoch.
+            total: Optimizer steps of the whole run.
+            samples: Size of the training set, which elastic runs share out anew.
+
+        Returns:
+            The number of steps taken so far.
         """
         self.total = total
         self._trained = Trained(model, optimizer, schedule, method, self.recipe.method, self.snapshots)
@@ -135,7 +151,7 @@ class Run(Progress):
         return self.step
 
     def _tell_settings(self, total: int) -> None:
-        """On the screen: where they are not the paper's, or do not suit the run's length or the number of workers."""
+        """Prints settings that differ from the paper's, or do not suit the run's length or number of workers."""
         r, co2 = self.recipe, self.recipe.co2
         if r.recommended:
             told = ", ".join(f"{key} {getattr(co2, key)}" for key in ("merge", "delay", "gap", "outer_momentum"))
@@ -149,12 +165,16 @@ class Run(Progress):
     # -- in the loop ----------------------------------------------------------------------------------------
 
     def batches(self, make: Callable[[Any, int, int, int, int], Iterator[T]]) -> Iterator[T]:
-        """This worker's training batches. make: (recipe, rank, world_size, start, total) -> those of the steps from
-        `start` to `total` of a run whose workers stay the same."""
+        """Yields this worker's training batches.
+
+        Args:
+            make: Returns the batches of a run with a fixed set of workers, from (recipe, rank, world_size, first step,
+                last step).
+        """
         yield from self._workers.batches(make, self.step, self.total)
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """Autocast to the recipe's precision where the device has it."""
+        """Returns autocast to the recipe's precision if the device supports it."""
         return torch.autocast(self.device.type, torch.bfloat16) if self._mixed() else contextlib.nullcontext()
 
     def _mixed(self) -> bool:
@@ -162,17 +182,20 @@ class Run(Progress):
 
     @property
     def at_last_step(self) -> bool:
-        """Whether the step that is being taken is the run's last."""
+        """Whether the current step is the run's last."""
         return self.step + 1 == self.total
 
     def after_step(self, closed: bool, **scalars: Tensor) -> Due:
-        """Counts the optimizer step that was just taken, moves the bar, logs, and says what is due.
+        """Counts the optimizer step that was just taken, updates the progress bar, and logs.
 
         Evaluations, checkpoints and stops wait for a round's end. None is due at the run's last step.
 
         Args:
-            closed: what method.step() returned.
-            scalars: 0-d each, always the same names; metrics.jsonl gets their means over log_every steps.
+            closed: The result of method.step().
+            **scalars: 0-d values, always with the same names. metrics.jsonl gets their averages over log_every steps.
+
+        Returns:
+            The actions that are due.
         """
         assert self._bar is not None, "call begin() before the loop"
         self.step += 1
@@ -187,7 +210,7 @@ class Run(Progress):
         open_end = running and closed
         waited = self._now() - self._saved_at
         minutes_over = open_end and self.rank == 0 and 0 < 60 * self.recipe.save_minutes <= waited
-        if minutes_over:  # the others learn it a round later
+        if minutes_over:  # the other workers learn it a round later
             self._saved_at += waited
         due = Due(
             evaluation=open_end and self.evaluation.due(self.step),
@@ -197,13 +220,13 @@ class Run(Progress):
         return self._workers.come_together(due)
 
     def _granted(self, name: str, mine: bool) -> bool:
-        """Whether a worker asked for it and all received that at the same step; a lone worker need not wait."""
+        """Returns whether a worker asked for it and all received that at the same step. A single worker never waits."""
         if mine and dist.is_initialized():
             self.requests.ask(name)
         return name in self.requests.granted or (mine and not dist.is_initialized())
 
     def _log_means(self) -> None:
-        """Logs the means since the last time; on a GPU those of the time before, so that the host does not wait."""
+        """Logs the averages since the last call, or on a GPU the averages before these, so the host does not wait."""
         overlap, bar = self.rounds.overlap, self._bar
         scalars = {"lr": self._trained.schedule.get_last_lr()[0], **self.means.pop()}
         logged = self.rounds.log(self.step, scalars | {"hidden_share": overlap.hidden_share})
@@ -213,57 +236,64 @@ class Run(Progress):
             bar.set_postfix(shown, refresh=False)
 
     def log(self, **scalars: float | Tensor) -> None:
-        """Writes one line of metrics.jsonl and TensorBoard's scalars, at the present step."""
+        """Writes one line of metrics.jsonl and TensorBoard's scalars, at the current step."""
         self.folder.log(self.step, scalars)
 
     def log_evaluation(self, results: dict[str, float]) -> None:
-        """Logs what an evaluation measured, of the `shared` model or of each worker's `own`."""
-        self.rounds.read()  # lines keep the steps' order
+        """Logs the results of an evaluation, of the `shared` model or of each worker's `own`."""
+        self.rounds.read()  # keeps the lines in the order of steps
         own = not self._shared and self.world_size > 1 and self.step < self.total
         self.folder.log(self.step, results, of_model="own" if own else "shared")
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """For evaluations: the model that all workers share, where the method has one, gathered; the clock stands."""
+        """Provides the model to evaluate, averaged over workers if the method allows it, and stops the clock."""
         method = self._trained.method
         gathering = self._workers.gathered() if self._parted else contextlib.nullcontext()
         with method.averaged_model() as self._shared, self.clock.paused(), gathering:
             yield
 
     def sum(self, *values: float | Tensor) -> list[float]:
-        """Sums over all workers, in float64; every worker must call it."""
+        """Returns the sums over all workers, in float64. Every worker must call it."""
         mine = torch.tensor([float(v) for v in values], dtype=torch.float64, device=self.device)
         return self.sum_tensor(mine).tolist()
 
     def sum_tensor(self, values: Tensor) -> Tensor:
-        """The sum over all workers; every worker must call it."""
+        """Returns the sum over all workers. Every worker must call it."""
         return self._workers.sum(values)
 
     # -- checkpoints and the end ----------------------------------------------------------------------------
 
     def save(self) -> None:
-        """Begins a checkpoint, at a round boundary or after method.finish(); every worker must call it. This copies the
-        state, without an all-reduce in flight. A thread writes it during the next steps, unless a worker's model is not
-        finite. UserError on all workers where the last checkpoint could not be written."""
+        """Starts a checkpoint, at a round boundary or after method.finish(). Every worker must call it.
+
+        It copies the state, except an all-reduce in flight. A thread writes it during the next steps, unless a worker's
+        model is not finite.
+
+        Raises:
+            UserError: On all workers, if the last checkpoint could not be written.
+        """
         self._workers.save()
 
     def stop(self) -> None:
-        """Ends the run early, in place of method.finish(), the last evaluation and end(). The checkpoint has the
-        all-reduce in flight, so that the resumed run equals one that was never stopped."""
+        """Ends the run early, instead of method.finish(), the last evaluation and end().
+
+        The checkpoint has the all-reduce in flight, so the resumed run equals a run that was never stopped.
+        """
         self.save()
         number = self._workers.stopped_by(self._stop.number)
-        self._trained.method.finish()  # after the checkpoint, which does not contain this
+        self._trained.method.finish()  # after the checkpoint, which must not contain this
         self._workers.saved()
         self._part(lambda: self._summarise({"stopped_by_signal": number}))
 
     def end(self, results: dict[str, float]) -> None:
-        """Call it after method.finish() and the last evaluation: saves, writes summary.json and closes the method."""
+        """Saves, writes summary.json and closes the method. Call it after method.finish() and the last evaluation."""
 
         def conclude() -> None:
             self.save()
             if not self._workers.saved():
                 raise DivergedError(
-                    f"{self.folder.path}: the trained model is not finite, the last checkpoint before is kept: lower "
+                    f"{self.folder.path}: the trained model is not finite, the checkpoint before it is kept: lower "
                     "the learning rate, clip gradients, or look at the data"
                 )
             self._summarise(results)

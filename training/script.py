@@ -1,5 +1,6 @@
-"""How a script ends: a user's mistake, or a disk that takes no more, is one line for all workers, and no traceback; a
-signal to any worker ends the run of all, which then save and can be resumed."""
+"""How a script ends. A user's mistake or a full disk ends in one line for all workers, without a traceback. A signal to
+any worker ends the run of all workers, which then save and can be resumed.
+"""
 
 import errno
 import functools
@@ -25,17 +26,20 @@ OF_A_PATH = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno
 
 
 def launch(main: Callable[[], None]) -> None:
-    """Runs a train script's main, without tracebacks: a user's mistake or a full disk ends in one line and exit status
-    2, Ctrl-C in exit status 130. Workers that wait for this one to start are told."""
+    """Runs a train script's main without tracebacks.
+
+    A user's mistake or a full disk ends in one line and exit status 2, and Ctrl-C in exit status 130. Workers that wait
+    for this one to start are informed.
+    """
     threading.excepthook = functools.partial(_of_a_thread, threading.excepthook)
     try:
         main()
         sys.stdout.flush()
-    except BrokenPipeError:  # what reads the output, such as `| head`, has seen enough; Python would flush once more
+    except BrokenPipeError:  # the reader, such as `| head`, has closed the pipe; Python would flush once more
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (UserError, DivergedError) as error:
         _fail(str(error))
-    except CollectiveError as error:  # each worker says what it has seen
+    except CollectiveError as error:  # each worker prints its own error
         _fail(str(error), status=1)
     except OSError as error:
         if error.errno not in OF_THE_DISK + OF_A_PATH:
@@ -49,24 +53,24 @@ def launch(main: Callable[[], None]) -> None:
     except KeyboardInterrupt:
         sys.stderr.flush()
         os._exit(130)
-    if StopSignal.interrupted and world_size() == 1:  # among several, whoever started them gets the signal, too
+    if StopSignal.interrupted and world_size() == 1:  # with several workers, their launcher gets the signal too
         sys.exit(130)
 
 
 def _of_a_thread(before: Callable[[Any], Any], args: Any) -> None:
-    """TensorBoard's thread is not heard: what stops it is raised again where the next line is written."""
+    """Silences TensorBoard's thread. Its error is raised again when the next line is written."""
     if type(args.thread).__name__ != "_AsyncWriterThread":
         before(args)
 
 
 def _fail(reason: str, status: int = 2) -> None:
-    reason = " ".join(reason.split())  # a library's own words, which a message may quote, can have many lines
+    reason = " ".join(reason.split())  # a library's message, which this may quote, can have many lines
     if len(reason) > 600:
         reason = f"{reason[:300]} ... {reason[-300:]}"
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # where torchrun looks for what went wrong, in its format
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun reads the error there, in its own format
         more = {"py_callstack": f"error: {reason}", "timestamp": str(int(time.time()))}
         Path(path).write_text(json.dumps({"message": {"message": f"error: {reason}", "extraInfo": more}}))
-    said = path and "CO2_LAUNCH" in os.environ  # training.launch says it at its end
+    said = path and "CO2_LAUNCH" in os.environ  # training.launch prints it at its end
     if (not said or status != 2) and _first_to_say(reason):
         print(f"error: {reason}", file=sys.stderr, flush=True)
     refuse(reason)
@@ -75,11 +79,11 @@ def _fail(reason: str, status: int = 2) -> None:
 
 
 def _first_to_say(text: str) -> bool:
-    """Whether no other worker of the same torchrun has printed this line; marks lie in torchrun's error folder."""
+    """Returns whether no other worker of this torchrun has printed this line. Marks are files in its error folder."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return True
     parent = Path(f"/proc/{os.getppid()}")
-    started = parent.stat().st_mtime_ns if parent.exists() else 0  # tells two processes of one number apart
+    started = parent.stat().st_mtime_ns if parent.exists() else 0  # distinguishes two processes with the same number
     launch = f"{os.environ['TORCHELASTIC_RUN_ID']} {os.getppid()} {started}"
     mark = hashlib.sha256(f"{launch}\n{text}".encode(errors="replace")).hexdigest()[:24]
     try:
@@ -90,8 +94,12 @@ def _first_to_say(text: str) -> bool:
 
 
 class StopSignal:
-    """Whether a signal has asked to end the run. number: the signal that this worker got, 0 for none. interrupted:
-    whether Ctrl-C has ended this process's run."""
+    """Whether a signal has asked to end the run.
+
+    Attributes:
+        number: The signal that this worker got, 0 for none.
+        interrupted: Whether Ctrl-C has ended this process's run.
+    """
 
     interrupted = False
 
@@ -106,15 +114,15 @@ class StopSignal:
         self._before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
 
     def ignore(self) -> None:
-        """Restores the handlers, unless a signal has come: a second one must not spoil the exit status."""
+        """Restores the handlers, unless a signal has come. A second signal must not change the exit status."""
         if not self.number:
             for number, handler in self._before.items():
                 signal.signal(number, handler)
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
-        """The first signal ends the run at one of the next boundaries; another one, over 2 s later, at once."""
+        """Ends the run at one of the next boundaries. A second signal, over 2 s later, ends it at once."""
         now = time.monotonic()
-        if self.number and now - self._asked_at > 2:  # torchrun and the terminal both send one
+        if self.number and now - self._asked_at > 2:  # torchrun and the terminal each send one signal
             raise KeyboardInterrupt
         if not self.number:
             self.number, self._asked_at = number, now

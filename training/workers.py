@@ -1,5 +1,4 @@
-"""This worker among the others: its rank, its device, its node. Where they meet they compare what each was asked for,
-before one waits for another in earnest."""
+"""This worker's rank, device and node, and the start, where workers compare their settings before any of them waits."""
 
 import contextlib
 import itertools
@@ -24,22 +23,22 @@ from core.placement import local_world_size, node_mesh
 from core.testing.link import ThrottledLink
 
 Number = TypeVar("Number", int, float)
-_starts = itertools.count()  # a process may run twice over one store
-_HEARD_WITHIN = 10.0  # seconds that the worker which serves the store waits for the others to read it
+_starts = itertools.count()  # a process may run twice with one store
+_HEARD_WITHIN = 10.0  # seconds that the worker which serves the store waits until all others have read it
 
 
 def rank() -> int:
-    """This worker's rank, as torchrun says; 0 without it."""
+    """Returns this worker's rank from torchrun, or 0 without torchrun."""
     return int(os.environ.get("RANK", 0))
 
 
 def world_size() -> int:
-    """The number of workers, as torchrun says; 1 without it."""
+    """Returns the number of workers from torchrun, or 1 without torchrun."""
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
 def pick_device(name: str) -> torch.device:
-    """name: auto, cpu or cuda."""
+    """Returns the device that auto, cpu or cuda names."""
     if name == "cuda" and not torch.cuda.is_available():
         raise UserError("device=cuda: torch sees no CUDA device here; use --device cpu or auto")
     if name == "cpu" or not torch.cuda.is_available():
@@ -48,7 +47,7 @@ def pick_device(name: str) -> torch.device:
 
 
 def make_link(mbit: float | None, device: torch.device) -> ThrottledLink | None:
-    """The emulated slow link that a recipe asks for; None for the real one."""
+    """Returns the emulated slow link that a recipe asks for, or None for the real link."""
     if mbit is None:
         return None
     if device.type == "cuda":
@@ -57,16 +56,16 @@ def make_link(mbit: float | None, device: torch.device) -> ThrottledLink | None:
 
 
 def has_bfloat16(device: torch.device) -> bool:
-    """Whether the hardware computes in bfloat16 itself: elsewhere it would be emulated, many times slower."""
+    """Returns whether the hardware computes in bfloat16. Emulation would be many times slower."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
-    if platform.machine() in ("x86_64", "AMD64"):  # oneDNN says yes to any AVX-512 and emulates it
+    if platform.machine() in ("x86_64", "AMD64"):  # oneDNN reports support for any AVX-512, and emulates it
         return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def tune(device: torch.device, *, tf32: bool, cudnn_benchmark: bool) -> None:
-    """Sets what makes a GPU faster; nothing on a CPU."""
+    """Sets the options that make a GPU faster. Does nothing on a CPU."""
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high" if tf32 else "highest")
         torch.backends.cudnn.allow_tf32 = tf32
@@ -74,38 +73,44 @@ def tune(device: torch.device, *, tf32: bool, cudnn_benchmark: bool) -> None:
 
 
 def check_compiler(device: torch.device) -> None:
-    """Refuses torch.compile where it would fail at the first step: on a CPU it writes C++."""
+    """Refuses torch.compile if it would fail at the first step. On a CPU it compiles C++."""
     compiler = os.environ.get("CXX", "g++")
     if device.type == "cpu" and not shutil.which(compiler):
         raise UserError(f"compile needs a C++ compiler, and there is no {compiler} here: install it, or leave it out")
 
 
 def to_device(images: Tensor, device: torch.device, channels_last: bool) -> Tensor:
-    """Images [n, c, h, w] on the device, without waiting for the copy; on a GPU, if asked, with channels innermost."""
+    """Moves images [n, c, h, w] to the device without waiting. On a GPU, `channels_last` puts channels innermost."""
     images = images.to(device, non_blocking=True)
     inner = channels_last and device.type == "cuda"
     return images.contiguous(memory_format=torch.channels_last) if inner else images
 
 
 def upload(t: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the host's memory on the device; through pinned memory, so that nobody waits for the copy."""
+    """Copies a tensor from the host to the device, through pinned memory, so that the host does not wait."""
     return t.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else t
 
 
 def make_mesh(device: torch.device, per_node: int, zero: int, timeout: float = 600.0) -> DeviceMesh | None:
-    """[nodes, workers of a node] where the workers of a node synchronize every step; None where none do. per_node:
-    consecutive ranks of a node; 0: those that torchrun or SLURM started on one machine. zero: ZeRO's stage."""
+    """Returns the mesh [nodes, workers per node] if the workers of a node synchronize every step, else None.
+
+    Args:
+        device: This worker's device.
+        per_node: Number of consecutive ranks per node. 0 means the ranks that torchrun or Slurm started on a machine.
+        zero: ZeRO stage.
+        timeout: Seconds until a missing worker is an error.
+    """
     n = per_node or local_world_size()
     check_nodes(n, zero, dist.get_world_size() if dist.is_initialized() else 1)
     return node_mesh(device.type, n, timeout) if n > 1 else None
 
 
 def check_nodes(n: int, zero: int, world: int) -> None:
-    """Refuses ZeRO in a node of one worker, and nodes of n workers that do not divide all of them."""
+    """Refuses ZeRO in a node of one worker, and nodes of n workers that do not divide the number of workers."""
     if zero and n < 2:
         raise UserError(
-            f"zero={zero} with 1 worker that synchronises every step has nothing to shard: give --per_node 0 (the "
-            "workers of a node) or a number above 1"
+            f"zero={zero} with 1 worker per node has nothing to shard: give --per_node 0 (the workers of a machine) or "
+            "a number above 1"
         )
     if n > 1 and world == 1:
         raise UserError(f"per_node={n} needs {n} workers or a multiple: start them with torchrun")
@@ -114,7 +119,7 @@ def check_nodes(n: int, zero: int, world: int) -> None:
 
 
 def least_seconds(work: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Of so many repeats, after one that warms up."""
+    """Returns the smallest time of some repeats, after one that warms up."""
     times = []
     for _ in range(1 + repeats):
         began = time.perf_counter()
@@ -126,7 +131,7 @@ def least_seconds(work: Callable[[], object], device: torch.device, repeats: int
 
 
 def largest_of_workers(numbers: Sequence[Number], group: dist.ProcessGroup | None = None) -> list[Number]:
-    """The largest of each number over the group (None: all workers), each of which must call it."""
+    """Returns the largest of each number over the group (None: all workers). Every worker must call it."""
     return [max(of) for of in zip(*of_all(list(numbers), group), strict=True)]
 
 
@@ -134,8 +139,19 @@ def largest_of_workers(numbers: Sequence[Number], group: dist.ProcessGroup | Non
 
 
 def join(device: torch.device, timeout: float, settings: dict[str, Any]) -> bool:
-    """Joins the process group of all workers that torchrun started; returns whether this made it. settings: as JSON.
-    UserError on all workers where one differs from rank 0, or has refused its own."""
+    """Joins the process group of all workers that torchrun started.
+
+    Args:
+        device: This worker's device.
+        timeout: Seconds until a missing worker is an error.
+        settings: This worker's settings, as JSON values.
+
+    Returns:
+        Whether this call made the process group.
+
+    Raises:
+        UserError: On all workers, if a worker's settings differ from rank 0's, or a worker has refused its own.
+    """
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if dist.is_initialized():
@@ -167,11 +183,11 @@ def join(device: torch.device, timeout: float, settings: dict[str, Any]) -> bool
 
 
 def refuse(reason: str) -> None:
-    """Tells the other workers, who may wait for this one, that it will not come; nothing where it has come."""
+    """Reports to the other workers, which may wait for this one, that it cannot start. Does nothing after the start."""
     alone = world_size() < 2 or "MASTER_ADDR" not in os.environ or "CO2_WORKER" in os.environ
     if dist.is_initialized() or alone or next(_starts) > 0:
         return
-    with contextlib.suppress(RuntimeError, OSError, ValueError):  # nobody is there to be told
+    with contextlib.suppress(RuntimeError, OSError, ValueError):  # no other worker is there
         store = dist.PrefixStore("co2/start0", _meet(_HEARD_WITHIN))
         store.set("verdict", f"rank {rank()} cannot start: {reason}")
         if rank() == 0:
@@ -180,24 +196,24 @@ def refuse(reason: str) -> None:
 
 
 def _meet(timeout: float) -> dist.Store:
-    """The store that torchrun, or rank 0, serves."""
+    """Returns the store that torchrun, or rank 0, serves."""
     store, *_ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
     store.set_timeout(timedelta(seconds=timeout))
     return store
 
 
 def _not_met(error: dist.DistError, timeout: float, waited: float) -> str:
-    """Why the workers did not meet, after `waited` of `timeout` seconds."""
+    """Returns why the workers did not meet, after `waited` of `timeout` seconds."""
     if waited > 0.9 * timeout:
         return f"not all of {world_size()} workers came within {timeout:g} s: start all of them, or raise --timeout"
     address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     if "EADDRINUSE" in str(error):
         return f"MASTER_PORT={port} is taken by another program on {address}: give another (torchrun --master-port)"
-    return f"rank {rank()} cannot meet the others at MASTER_ADDR={address}, MASTER_PORT={port}: {error}".splitlines()[0]
+    return f"rank {rank()} cannot reach rank 0 at MASTER_ADDR={address}, MASTER_PORT={port}: {error}".splitlines()[0]
 
 
 def _agree(store: dist.Store, settings: dict[str, Any]) -> str:
-    """Why this run cannot start, or nothing; the same on all workers."""
+    """Returns why this run cannot start, or "". The result is the same on all workers."""
     if rank() == 0:
         store.set("settings", json.dumps(settings))
     if verdict := difference(json.loads(store.get("settings")) or settings, settings, rank()):
@@ -212,7 +228,7 @@ def _agree(store: dist.Store, settings: dict[str, Any]) -> str:
 
 
 def _be_heard(store: dist.Store) -> None:
-    """The store ends with rank 0, unless torchrun serves it: then the others could not read why."""
+    """Waits until all workers have read the verdict, if rank 0 serves the store and would end it."""
     heard, until = store.add("heard", 1), time.monotonic() + _HEARD_WITHIN
     serves = rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     while serves and heard < world_size() and time.monotonic() < until:
@@ -221,7 +237,7 @@ def _be_heard(store: dist.Store) -> None:
 
 
 def difference(first: dict[str, Any], other: dict[str, Any], number: int) -> str:
-    """In which settings rank `number` differs from rank 0; nothing where it does not."""
+    """Returns the settings in which rank `number` differs from rank 0, or ""."""
     keys = sorted(key for key in first | other if first.get(key) != other.get(key))
     if not keys:
         return ""

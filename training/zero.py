@@ -1,9 +1,8 @@
-"""ZeRO inside a node (Rajbhandari et al., 2020): the node's workers share out what they need not all hold.
+"""ZeRO inside a node (Rajbhandari et al., 2020): the node's workers shard the state that they need not all hold.
 
-Stage 1 shares out the optimiser's state, with torch's ZeroRedundancyOptimizer. Stage 2 shares out the gradients too,
-and stage 3 the parameters as well while no layer uses them; both are torch's FSDP2, `fully_shard`, which reshards the
-parameters after the forward pass in stage 3 and not in stage 2.
-CO2 takes the dimension across nodes: see core/sharded.py.
+Stage 1 shards the optimizer's state, with torch's ZeroRedundancyOptimizer. Stages 2 and 3 use torch's FSDP2,
+`fully_shard`. Stage 2 also shards the gradients. Stage 3 also shards the parameters while no layer uses them: it
+reshards them after the forward pass, which stage 2 does not. CO2 runs across nodes, see core/sharded.py.
 """
 
 import contextlib
@@ -27,18 +26,24 @@ Stage = Literal[0, 1, 2, 3]
 def shard_model(
     model: nn.Module, mesh: DeviceMesh, stage: Stage, *, everywhere: bool = False, compute: torch.dtype = torch.float32
 ) -> nn.Module:
-    """Stages 2 and 3: shards the parameters over the mesh's dimension "shard". Build the optimizer afterwards.
+    """Shards the parameters over the mesh's dimension "shard", for stages 2 and 3. Build the optimizer afterwards.
 
-    Each element of a ModuleList, such as a transformer's block, is gathered by itself, and the rest as a whole. Every
-    backward pass averages the gradients over the shards' workers; with `everywhere`, as ddp needs it, over all nodes
-    (HSDP). compute: the dtype in which parameters are gathered; all else stays in float32.
+    Each element of a ModuleList, such as a transformer's block, is gathered by itself, and the rest as a whole.
+
+    Args:
+        model: The model, on its device.
+        mesh: [nodes, workers per node], with the dimension "shard" inside nodes.
+        stage: ZeRO stage.
+        everywhere: Whether each backward pass averages gradients over all nodes (HSDP), as ddp needs, or over the
+            shards' workers only.
+        compute: Dtype of gathered parameters. All else stays in float32.
     """
     if stage >= 2:
-        # it would warn at every DTensor of a checkpoint
+        # Without this, torch warns at every DTensor of a checkpoint.
         logging.getLogger("torch.distributed.device_mesh").setLevel(logging.ERROR)
         over = mesh if everywhere else mesh["shard"]
         for group in over.get_all_groups():
-            # once sharded they could not be compared
+            # The parameters are made equal here, because they cannot be compared after sharding.
             broadcast([local_shard(p.detach()) for p in model.parameters()], group, next(model.parameters()).device)
         lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
         policy = MixedPrecisionPolicy()
@@ -51,22 +56,22 @@ def shard_model(
 
 
 def shard_optimizer(optimizer: torch.optim.Optimizer, mesh: DeviceMesh, stage: Stage) -> torch.optim.Optimizer:
-    """Stage 1: shares the optimizer's state out over the mesh's "shard"; other stages return the optimizer as it is."""
+    """Shards the optimizer's state over the mesh's "shard", for stage 1. Other stages return the optimizer as it is."""
     if stage != 1:
         return optimizer
     group = mesh["shard"].get_group()
-    known = inspect.signature(type(optimizer)).parameters  # AdamW's defaults hold more than it takes
+    known = inspect.signature(type(optimizer)).parameters  # AdamW's defaults have more entries than its constructor
     settings = {k: v for k, v in optimizer.defaults.items() if k in known}
     groups = [dict(g) for g in optimizer.param_groups]
     return _LocallySaved(groups, optimizer_class=type(optimizer), process_group=group, **settings)
 
 
 class _LocallySaved(ZeroRedundancyOptimizer):
-    """torch's optimiser with a state_dict of this worker's part alone, since every worker writes its own checkpoint."""
+    """torch's sharded optimizer with a state_dict of this worker's part, as every worker writes its own checkpoint."""
 
     def state_dict(self) -> dict[str, Any]:
         for mine, theirs in zip(self.param_groups, self.optim.param_groups, strict=True):
-            theirs.update(group_settings(mine))  # a schedule moved the outer ones; torch copies them at the next step
+            theirs.update(group_settings(mine))  # a schedule changed the outer groups; torch copies them a step later
         return self.optim.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -76,13 +81,13 @@ class _LocallySaved(ZeroRedundancyOptimizer):
 
 
 def group_settings(group: dict[str, Any]) -> dict[str, Any]:
-    """A parameter group's learning rate and the like."""
+    """Returns a parameter group's settings, such as its learning rate."""
     return {k: v for k, v in group.items() if k != "params"}
 
 
 @contextlib.contextmanager
 def gathered(model: nn.Module, stage: Stage) -> Iterator[None]:
-    """Keeps a sharded model whole, for evaluations, in which workers may see different numbers of batches."""
+    """Keeps a sharded model whole during evaluations, in which workers may see different numbers of batches."""
     sharded = [m for m in model.modules() if isinstance(m, FSDPModule)]
     for module in sharded:
         module.set_reshard_after_forward(False, recurse=False)

@@ -1,8 +1,11 @@
-"""The data sets: scikit-learn's digits, which need no download, and CIFAR-10, both in memory; ImageNet from files.
+"""The data sets: scikit-learn's digits, which need no download, and CIFAR-10, both in memory, and ImageNet from files.
 
-ImageNet's loading processes decode, crop and recolour. Images cross to the device as uint8, and are normalised, erased
-and mixed there. timm's create_loader draws samples by the state of each process, and skips images that it cannot read;
-here both follow from (seed, epoch, index) alone. timm's RepeatAugSampler would augment all copies of an image alike.
+ImageNet's loading processes decode, crop and recolor images. Images go to the device as uint8, and are normalized,
+erased and mixed there.
+
+We do not use timm's create_loader or RepeatAugSampler. The loader draws samples by each process's random state, and
+skips images that it cannot read. The sampler augments all copies of an image equally. Here the data depends only on
+(seed, epoch, index).
 """
 
 from __future__ import annotations
@@ -61,25 +64,27 @@ def on_device(
     mean: tuple[float, ...],
     std: tuple[float, ...],
 ) -> tuple[Tensor, Tensor]:
-    """uint8 images to the device, and normalised there; the labels with them."""
+    """Copies uint8 images and their labels to the device, and normalizes the images there."""
     images = normalise(to_device(images, device, channels_last), mean, std)
     return images, labels.to(device, non_blocking=True)
 
 
 def normalise(images: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
-    """uint8 [b, c, h, w] -> float32, less the mean and by the deviation of each channel, both of 0..1."""
+    """Normalizes uint8 [b, c, h, w] to float32, with each channel's mean and standard deviation on the scale 0..1."""
     mean_of, std_of = _statistics(mean, std, images.device)
     return (images.float() / 255).sub_(mean_of).div_(std_of)
 
 
-@functools.cache  # a copy to the device for each batch would wait for all that is queued there
+@functools.cache  # a copy to the device for each batch would wait for all work that is queued there
 def _statistics(mean: tuple[float, ...], std: tuple[float, ...], device: torch.device) -> tuple[Tensor, Tensor]:
     return torch.tensor(mean, device=device).view(-1, 1, 1), torch.tensor(std, device=device).view(-1, 1, 1)
 
 
 def crop_and_flip(images: Tensor, rng: torch.Generator) -> Tensor:
-    """A random crop of each image padded by an eighth of its size, mirrored at its edges, and a flip of every second
-    one on average; any dtype."""
+    """Crops and flips images of any dtype at random.
+
+    Each image is padded by an eighth of its size, mirrored at its edges, and cropped. Half of the images are flipped.
+    """
     n, _, h, w = images.shape
     pad = h // 8
     dy, dx = torch.randint(0, 2 * pad + 1, (2, n, 1), generator=rng)
@@ -91,7 +96,7 @@ def crop_and_flip(images: Tensor, rng: torch.Generator) -> Tensor:
 
 
 def mirrored(places: Tensor, size: int) -> Tensor:
-    """Places beyond [0, size) mirrored at the first and the last, which are not repeated."""
+    """Returns places beyond [0, size) mirrored at the first and the last place, which are not repeated."""
     return (size - 1) - ((size - 1) - places.abs()).abs()
 
 
@@ -103,7 +108,7 @@ STATISTICS = IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
 
 def imagenet() -> tuple[ImageNet, ImageNet]:
-    """(train, val) from CO2_DATA/imagenet/{train,val}, class folders of images or tar shards."""
+    """Returns (train, val) from CO2_DATA/imagenet/{train,val}, each with class folders of images or tar shards."""
     root = data_root() / "imagenet"
     if absent := [split for split in ("train", "val") if not (root / split).is_dir()]:
         layout = f"{absent[0]}/CLASS/*.JPEG, or {absent[0]}/*.tar, shards as WebDataset has them"
@@ -117,7 +122,7 @@ def imagenet() -> tuple[ImageNet, ImageNet]:
 
 
 class ImageNet:
-    """Labelled images in class folders or tar shards; decoded and augmented by DataLoader workers."""
+    """Labeled images in class folders or tar shards. DataLoader workers decode and augment them."""
 
     def __init__(self, folder: Path):
         try:
@@ -132,11 +137,11 @@ class ImageNet:
     def train_batches(
         self, recipe: VisionRecipe, rank: int, world_size: int, start: int, total: int, device: torch.device = CPU
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """This worker's batches from step `start` to `total`, on the device: float32 [b, 3, s, s], int64 [b] or, mixed,
-        [b, classes].
+        """Yields this worker's batches from step `start` to `total`, on the device.
 
-        An image's crop and colours are seeded by (seed, epoch, index, number of the copy) alone: loader workers do not
-        change them. What is erased, and how a batch is mixed, by (seed, epoch, number of the batch, rank).
+        Images are float32 [b, 3, s, s]. Labels are int64 [b], or [b, classes] if they are mixed. An image's crop and
+        colors depend only on (seed, epoch, index, number of the copy), not on the loader workers. Erasing and mixing
+        depend on (seed, epoch, number of the batch, rank).
         """
         plan, ahead = itertools.tee(train_keys(recipe, len(self), rank, world_size, start, total, recipe.repeats))
         mixup, erasing = self._mixup(recipe), erasing_of(recipe, device)
@@ -153,7 +158,7 @@ class ImageNet:
     def test_batches(
         self, recipe: VisionRecipe, rank: int, world_size: int, device: torch.device = CPU, batch_size: int = 128
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """This worker's share of the set, centre crops, on the device."""
+        """Yields this worker's share of the set, as center crops on the device."""
         keys = eval_keys(len(self), batch_size, rank, world_size)
         size = image_size(recipe.model)
         transform = create_transform(size, crop_pct=0.875, interpolation="bicubic", use_prefetcher=True)
@@ -167,25 +172,25 @@ class ImageNet:
 
 
 class Augmented(Dataset[tuple[Tensor, int]]):
-    """Images, uint8 [3, s, s], and classes by their keys, from which the transform's random numbers follow."""
+    """Images, uint8 [3, s, s], and classes by their keys. The transform's random numbers follow from the key."""
 
     def __init__(self, samples: Samples, transform: Any):
         self.samples, self.transform = samples, transform
 
     def __getitem__(self, key: Key) -> tuple[Tensor, int]:
-        index = key[-1] % len(self.samples)  # that of a copy is larger
+        index = key[-1] % len(self.samples)  # the index of a copy is larger
         try:
             image, label = self.samples.read(index)
         except UserError:
             raise
-        except Exception:  # Pillow's formats raise nearly any
+        except Exception:  # Pillow's formats raise many kinds of errors
             raise UserError(f"{self.samples.name(index)}: not a readable image; fetch it again or remove it") from None
         with seeded(mix(*key)):
             return self.transform(image), label
 
 
 def train_transform(recipe: VisionRecipe) -> Any:
-    """timm's training transform up to what comes after normalising: random resized crop, flip, what the recipe says."""
+    """Returns timm's training transform up to normalization: random resized crop, flip, and the recipe's options."""
     return create_transform(
         image_size(recipe.model),
         is_training=True,
@@ -197,20 +202,28 @@ def train_transform(recipe: VisionRecipe) -> Any:
 
 
 def erasing_of(recipe: VisionRecipe, device: torch.device) -> RandomErasing:
-    """timm's random erasing of normalised images, with a random value for each pixel, on the device."""
+    """Returns timm's random erasing of normalized images, with a random value for each pixel, on the device."""
     return RandomErasing(recipe.random_erasing, mode="pixel", device=str(device))
 
 
 # -- images in memory -------------------------------------------------------------------------------------------------
 
 
-LARGEST_JPEG = 1 << 20  # bytes; CIFAR-10's have two thousand
-ARRAYS = "arrays.npz"  # in the cache
+LARGEST_JPEG = 1 << 20  # bytes; CIFAR-10's files have about two thousand
+ARRAYS = "arrays.npz"  # file in the cache
 
 
 @dataclass(frozen=True)
 class Images:
-    """A labelled image set. images: uint8 [n, c, h, w]; labels: int64 [n]; mean, std: a float a channel, of 0..1."""
+    """A labeled image set.
+
+    Attributes:
+        images: uint8 [n, c, h, w].
+        labels: int64 [n].
+        classes: Names of the classes.
+        mean: Mean of each channel, on the scale 0..1.
+        std: Standard deviation of each channel, on the same scale.
+    """
 
     images: Tensor
     labels: Tensor
@@ -222,14 +235,16 @@ class Images:
         return len(self.labels)
 
     def normalise(self, images: Tensor) -> Tensor:
-        """uint8 [b, c, h, w] -> float32, zero mean and unit variance over the training set."""
+        """Normalizes uint8 [b, c, h, w] to float32 with zero mean and unit variance over the training set."""
         return normalise(images, self.mean, self.std)
 
     def train_batches(
         self, recipe: VisionRecipe, rank: int, world_size: int, start: int, total: int, device: torch.device = CPU
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """This worker's batches from step `start` to `total`, on the device: float32 [b, c, h, w] and int64 [b].
-        Samples and augmentation depend on (seed, epoch, rank, world_size) and the batch's number in its epoch alone."""
+        """Yields this worker's batches from step `start` to `total`, on the device: float32 [b, c, h, w], int64 [b].
+
+        Samples and augmentation depend only on (seed, epoch, rank, world_size) and the batch's number in its epoch.
+        """
         for batch, keys in train_keys(recipe, len(self), rank, world_size, start, total):
             images, labels = self._pick(keys)
             if recipe.augment:
@@ -239,7 +254,7 @@ class Images:
     def test_batches(
         self, recipe: VisionRecipe, rank: int, world_size: int, device: torch.device = CPU, batch_size: int = 256
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """This worker's share of the set, in batches on the device, without augmentation."""
+        """Yields this worker's share of the set, in batches on the device, without augmentation."""
         for keys in eval_keys(len(self), batch_size, rank, world_size):
             yield self._on_device(*self._pick(keys), recipe, device)
 
@@ -256,7 +271,7 @@ class Images:
 
 @dataclass(frozen=True)
 class Shape:
-    """What a model must know of a data set."""
+    """The properties of a data set that a model depends on."""
 
     num_classes: int
     in_chans: int
@@ -267,12 +282,12 @@ SHAPES = {"digits": Shape(10, 1, 8), "cifar10": Shape(10, 3, 32), "imagenet": Sh
 
 
 def load(name: str) -> tuple[Images, Images] | tuple[ImageNet, ImageNet]:
-    """(training set, test set) of a name in SHAPES."""
+    """Returns (training set, test set) of a name in SHAPES."""
     return {"digits": digits, "cifar10": cifar10, "imagenet": imagenet}[name]()
 
 
 def digits() -> tuple[Images, Images]:
-    """scikit-learn's 1,797 digits of 8 x 8 pixels; every fifth is for testing."""
+    """Returns scikit-learn's 1,797 digits of 8 x 8 pixels. Every fifth is in the test set."""
     from sklearn.datasets import load_digits
 
     data = load_digits()
@@ -285,20 +300,20 @@ def digits() -> tuple[Images, Images]:
 
 
 def cifar10() -> tuple[Images, Images]:
-    """CIFAR-10 from CO2_DATA/cifar10_jpeg.tar.xz (JPEGs, split/class/file), decoded once into a cache folder."""
+    """Returns CIFAR-10 from CO2_DATA/cifar10_jpeg.tar.xz (JPEGs in split/class/file), decoded once into the cache."""
     archive = data_root() / "cifar10_jpeg.tar.xz"
     if not archive.is_file():
         raise missing("CIFAR-10", archive.parent, f"{archive.name} (JPEGs in split/class/file)", "digits_small")
     folder = cached(f"cifar10-{archive.stat().st_size}", lambda target: np.savez(target / ARRAYS, **_decode(archive)))
     classes, *arrays = _decoded(folder / ARRAYS)
-    # the channel statistics in common use for CIFAR-10
+    # the channel statistics that are commonly used for CIFAR-10
     shared = dict(classes=tuple(classes.tolist()), mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616))
     train_x, train_y, test_x, test_y = map(torch.from_numpy, arrays)
     return Images(train_x, train_y, **shared), Images(test_x, test_y, **shared)
 
 
 def _decoded(path: Path) -> list[np.ndarray]:
-    """classes, train_x, train_y, test_x and test_y of the cache."""
+    """Returns classes, train_x, train_y, test_x and test_y from the cache."""
     try:
         classes, *arrays = read_arrays(path, "classes", "train_x", "train_y", "test_x", "test_y")
         for x, y in (arrays[:2], arrays[2:]):
@@ -312,7 +327,7 @@ def _decoded(path: Path) -> list[np.ndarray]:
 
 
 def _decode(archive: Path) -> dict[str, np.ndarray]:
-    """All JPEGs of the archive: classes, and for each split uint8 [n, 3, 32, 32] and int64 [n]."""
+    """Decodes all JPEGs of the archive. Returns classes, and for each split uint8 [n, 3, 32, 32] and int64 [n]."""
     items = {split: sorted(found) for split, found in _jpegs(archive).items()}
     for split, found in items.items():
         if not found:
@@ -329,7 +344,7 @@ def _decode(archive: Path) -> dict[str, np.ndarray]:
 
 
 def _jpegs(archive: Path) -> dict[str, list[tuple[str, str, bytes]]]:
-    """By split: (name, class, content) of the files train/CLASS/FILE and test/CLASS/FILE, in any folder."""
+    """Returns (name, class, content) of the files train/CLASS/FILE and test/CLASS/FILE in any folder, by split."""
     items: dict[str, list[tuple[str, str, bytes]]] = {"train": [], "test": []}
     try:
         with tarfile.open(archive) as tar:
@@ -345,12 +360,12 @@ def _jpegs(archive: Path) -> dict[str, list[tuple[str, str, bytes]]]:
 
 
 def _pixels(archive: Path, name: str, content: bytes) -> np.ndarray:
-    """uint8 [32, 32, 3]."""
+    """Returns the pixels of a JPEG, uint8 [32, 32, 3]."""
     try:
         pixels = np.asarray(read_rgb(io.BytesIO(content), f"{archive}: {name}"))
     except UserError:
         raise
-    except Exception:  # Pillow's formats raise nearly any
+    except Exception:  # Pillow's formats raise many kinds of errors
         raise UserError(f"{archive}: {name} is not a readable image; fetch it again") from None
     if pixels.shape != (32, 32, 3):
         size = " x ".join(map(str, pixels.shape[:2]))

@@ -1,6 +1,6 @@
-"""The demo: ddp, slowmo, and co2 as in the paper and as recommended, over one slow link; a table and a plot.
+"""The demo: ddp, slowmo, and co2 with the paper's and the recommended settings, over one slow link.
 
-python -m vision.demo [--link_mbit 50] [--epochs 10] [--out FOLDER]
+It prints a table and writes a plot: `python -m vision.demo [--link_mbit 50] [--epochs 10] [--out FOLDER]`.
 """
 
 import json
@@ -35,11 +35,11 @@ class Demo:
     workers: int = 4
     epochs: int = 10
     tau: int = 16
-    """Local steps per round, of slowmo and co2."""
+    """Local steps per round, for slowmo and co2."""
     link_mbit: float = 50.0
-    """The rate of the link that is emulated in software."""
+    """Rate of the link that is emulated in software."""
     out: Path | None = None
-    """Where to write; runs/demo-DATE by default."""
+    """The output folder. The default is runs/demo-DATE."""
 
 
 def main() -> int:
@@ -69,7 +69,7 @@ def main() -> int:
 
 
 def train(demo: Demo, row: str, folder: Path) -> int:
-    """One training run under torchrun; returns its exit status."""
+    """Runs one training under torchrun. Returns its exit status."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={demo.workers}"]
     recipe = ["-m", "vision.train", "digits_small", *ROWS[row], "--device", "cpu"]
     settings = {
@@ -87,7 +87,7 @@ def train(demo: Demo, row: str, folder: Path) -> int:
 
 
 def table(summaries: dict[str, dict[str, Any]]) -> str:
-    """Markdown: one row a method, ratios against ddp."""
+    """Returns a Markdown table with one row per method, and speed-ups over ddp."""
     lines = ["| method | test top-1 | steps/s | communication hidden | speed-up over ddp |", "|---|---|---|---|---|"]
     for method, s in summaries.items():
         speed_up = s["steps_per_second"] / summaries["ddp"]["steps_per_second"]
@@ -99,7 +99,7 @@ def table(summaries: dict[str, dict[str, Any]]) -> str:
 
 
 def plot(folder: Path, path: Path, demo: Demo) -> None:
-    """Training loss against seconds of training, one line a method."""
+    """Plots training loss against seconds of training, with one line per method."""
     figure, axes = plt.subplots(figsize=(7, 4), constrained_layout=True)
     for method in ROWS:
         rows = [json.loads(line) for line in (folder / method / "metrics.jsonl").read_text().splitlines()]

@@ -1,8 +1,8 @@
 """An index of a folder of images or shards, so that not every worker lists 1.28 million files on a shared file system.
 
-One worker lists the files, and the cache (training.data.cached) keeps the list for all others and for later runs. It
-belongs to the folder's path, its classes (or shards), and the times of change of these and of all folders in them: a
-file that comes or goes makes a new one. Hidden files and folders, such as .ipynb_checkpoints, are left out.
+One worker lists the files, and the cache (training.data.cached) keeps the list for all other workers and later runs.
+An index depends on the folder's path, its classes (or shards), and the modification times of these and of all folders
+in them. A new or removed file makes a new index. Hidden files and folders, such as .ipynb_checkpoints, are left out.
 """
 
 import training.prepared  # noqa: F401
@@ -28,14 +28,14 @@ from training.data import cached, damaged
 from training.images import read_rgb
 
 T = TypeVar("T")
-END, PARTS = b"\0", b"\0\0"  # after each entry and between the two lists; no name of a file has a zero byte
+END, PARTS = b"\0", b"\0\0"  # after each entry, and between the two lists; file names have no zero bytes
 
 
 class IndexedFolder(ImageFolder):
-    """torchvision's ImageFolder, which lists its files once for all workers and runs."""
+    """torchvision's ImageFolder, but it lists its files once for all workers and runs."""
 
     def find_classes(self, directory: str | Path) -> tuple[list[str], dict[str, int]]:
-        """torchvision's, without hidden folders."""
+        """Returns the classes as torchvision does, without hidden folders."""
         classes = [name for name in super().find_classes(directory)[0] if not name.startswith(".")]
         if not classes:
             raise FileNotFoundError("no class folder in it")
@@ -49,7 +49,7 @@ class IndexedFolder(ImageFolder):
         is_valid_file: Callable[[str], bool] | None = None,
         allow_empty: bool = False,
     ) -> list[tuple[str, int]]:
-        """[(path, class)], as torchvision's."""
+        """Returns [(path, class)], as torchvision does."""
 
         def place(name: str) -> tuple[str, int] | None:
             label = class_to_idx.get(name.split(os.sep, 1)[0])
@@ -58,7 +58,7 @@ class IndexedFolder(ImageFolder):
         return listed_once(Path(directory), list(class_to_idx), lambda: pictures(Path(directory), class_to_idx), place)
 
     def read(self, index: int) -> tuple[Image.Image, int]:
-        """(RGB image, class)."""
+        """Returns (RGB image, class)."""
         path, label = self.samples[index]
         return read_rgb(path, path), label
 
@@ -67,8 +67,13 @@ class IndexedFolder(ImageFolder):
 
 
 def pictures(root: Path, classes: Iterable[str]) -> tuple[list[str], list[str]]:
-    """The images of the classes, and the folders inside the classes, relative to root, in torchvision's order.
-    UserError names a class without an image."""
+    """Returns the images of the classes, and the folders inside the classes, in torchvision's order.
+
+    Paths are relative to `root`.
+
+    Raises:
+        UserError: Names a class without an image.
+    """
     files, folders = list[str](), list[str]()
     for name in sorted(classes):
         before = len(files)
@@ -92,16 +97,16 @@ def pictures(root: Path, classes: Iterable[str]) -> tuple[list[str], list[str]]:
 def listed_once(
     folder: Path, names: list[str], entries: Callable[[], tuple[list[str], list[str]]], read: Callable[[str], T | None]
 ) -> list[T]:
-    """What `read` makes of each entry of the folder's index, which `entries` makes where it is not there yet.
+    """Returns the result of `read` for each entry of the folder's index, and makes the index if it is not there yet.
 
     Args:
-        folder: holds what is listed.
-        names: the classes or shards in the folder.
-        entries: returns the entries, and the folders inside the classes whose changes make the index outdated.
-        read: None for an entry that cannot be.
+        folder: The folder to list.
+        names: The classes or shards in the folder.
+        entries: Returns the entries, and the folders inside the classes whose changes make the index outdated.
+        read: Returns None for an entry that is not valid.
 
     Raises:
-        UserError: there is no entry, or `read` gives None.
+        UserError: If there is no entry, or `read` returns None.
     """
     key = _hash(str(folder.resolve()), *_states(folder, names))
     while True:
@@ -117,11 +122,11 @@ def listed_once(
         now = _states(folder, folders[::2])
         if now == folders[1::2]:
             return found  # pyright: ignore[reportReturnType]
-        key = _hash(key, *now)  # of the index that has these changes
+        key = _hash(key, *now)  # key of the index with these changes
 
 
 def _states(folder: Path, names: list[str]) -> list[str]:
-    """The name, time of change and, for files, size of each."""
+    """Returns each name with its modification time and, for files, its size."""
     found = []
     for name in names:
         try:
@@ -149,13 +154,17 @@ LONGEST_LABEL = 20  # bytes
 
 
 def tars(folder: Path) -> list[Path]:
-    """The shards in a folder; not hidden files, such as macOS' ._ files."""
+    """Returns the shards in a folder, without hidden files such as macOS' ._ files."""
     return [path for path in folder.glob("*.tar") if not path.name.startswith(".")]
 
 
 class Shards:
-    """The images of all *.tar of a folder, in the order of the files and of their members. classes: the classes'
-    numbers, as text, in order. samples: (shard, first byte, bytes, place in classes) of each."""
+    """The images of all *.tar files in a folder, in the order of the files and of their members.
+
+    Attributes:
+        classes: Numbers of the classes, as text, in order.
+        samples: (shard, first byte, number of bytes, place in `classes`) of each image.
+    """
 
     def __init__(self, folder: Path):
         shards = sorted(tars(folder))
@@ -171,7 +180,7 @@ class Shards:
         return len(self.samples)
 
     def read(self, index: int) -> tuple[Image.Image, int]:
-        """(RGB image, class)."""
+        """Returns (RGB image, class)."""
         path, at, size, label = self.samples[index]
         with open(path, "rb") as file:
             file.seek(at)
@@ -183,7 +192,7 @@ class Shards:
 
 
 def _place(entry: str, folder: Path, names: list[str]) -> tuple[Path, int, int, int] | None:
-    """(shard, first byte, bytes, class) of an entry that `_members` made."""
+    """Returns (shard, first byte, number of bytes, class) of an entry that `_members` made."""
     found = re.fullmatch(r"(.*)\t(\d+)\t(\d+)\t(-?\d+)", entry, re.DOTALL)
     if not found or found[1] not in names:
         return None
@@ -195,7 +204,7 @@ def _members(shard: Path) -> list[str]:
     labels: dict[str, tuple[str, int]] = {}
     last = "its start"
     try:
-        with tarfile.open(shard, "r:") as tar:  # a compressed one has no places
+        with tarfile.open(shard, "r:") as tar:  # a compressed archive has no places
             for member in tar:
                 last = member.name
                 key, suffix = os.path.splitext(posixpath.normpath(member.name))
@@ -217,16 +226,16 @@ def _members(shard: Path) -> list[str]:
         after = "" if isinstance(error, ValueError) else f", after {last}"
         raise UserError(f"{shard}: not a shard of images and classes ({error}{after}); fetch it again") from None
     if unlabelled := next((key for key in images if key not in labels), None):
-        raise UserError(f"{shard}: {unlabelled} has no {unlabelled}.cls beside it, which holds its class's number")
+        raise UserError(f"{shard}: {unlabelled} has no {unlabelled}.cls next to it, which holds its class's number")
     if unseen := next((key for key in labels if key not in images), None):
-        raise UserError(f"{shard}: {labels[unseen][0]} has no image beside it ({', '.join(PICTURES)}); add it")
+        raise UserError(f"{shard}: {labels[unseen][0]} has no image next to it ({', '.join(PICTURES)}); add it")
     if not images:
         raise UserError(f"{shard}: no image in it ({', '.join(PICTURES)}); remove it, or fetch it again")
     return [f"{shard.name}\t{at}\t{size}\t{labels[key][1]}" for key, (_, at, size) in images.items()]
 
 
 def _number(name: str, content: bytes) -> int:
-    """The class that a .cls holds."""
+    """Returns the class that a .cls file holds."""
     found = re.fullmatch(rb"(?:\xef\xbb\xbf)?\s*(-?\d+)\s*", content)
     if not found or len(content) > LONGEST_LABEL:
         raise ValueError(f"{name} holds {content!r}, not the number of a class")
@@ -234,7 +243,10 @@ def _number(name: str, content: bytes) -> int:
 
 
 def _check_end(shard: Path, at: int) -> None:
-    """tarfile takes a cut or a damaged header for the end, which is two blocks of zeros and nothing behind them."""
+    """Raises an error if the archive is cut or damaged, which tarfile would take for its end.
+
+    An archive ends with two blocks of zeros, and nothing follows them.
+    """
     with open(shard, "rb") as file:
         file.seek(at)
         rest = file.read(2 * tarfile.BLOCKSIZE)
@@ -242,4 +254,4 @@ def _check_end(shard: Path, at: int) -> None:
             raise tarfile.ReadError("cut, or damaged")
         while rest := file.read(1 << 20):
             if any(rest):
-                raise tarfile.ReadError("more behind its end, as where shards are joined by cat")
+                raise tarfile.ReadError("more after its end, as when shards are joined by cat")

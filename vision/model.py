@@ -1,4 +1,4 @@
-"""The classifiers: four small ones for images of 8 to 32 pixels, and every model that timm knows by name."""
+"""The classifiers: four small models for images of 8 to 32 pixels, and every model that timm has by name."""
 
 import training.prepared  # noqa: F401
 
@@ -19,9 +19,19 @@ SMALL = ("resnet_small", "vit_small", "swin_small", "regnet_small")
 def build_model(
     name: str, *, num_classes: int, in_chans: int = 3, image_size: int = 32, drop_path: float = 0.0
 ) -> nn.Module:
-    """A classifier [n, in_chans, image_size, image_size] float -> logits [n, num_classes], randomly initialised. Those
-    in SMALL are ours, made of timm's classes; any other name is timm's (resnet50, vit_base_patch16_224), which fixes
-    its own image size."""
+    """Returns a randomly initialized classifier, from float [n, in_chans, size, size] to logits [n, num_classes].
+
+    Args:
+        name: A name in SMALL, for our models of timm's classes, or any of timm's names, such as resnet50 or
+            vit_base_patch16_224. timm's models fix their own image size.
+        num_classes: Number of classes.
+        in_chans: Number of input channels.
+        image_size: Side of the images, for SMALL.
+        drop_path: Rate of stochastic depth.
+
+    Raises:
+        UserError: For an unknown name, or a model without stochastic depth if `drop_path` is given.
+    """
     if name in SMALL and drop_path:
         raise UserError(f"drop_path={drop_path}: {name} has no stochastic depth; leave it out, or choose timm's models")
     if name in SMALL:
@@ -29,7 +39,7 @@ def build_model(
     if not timm.is_model(name):
         near = difflib.get_close_matches(name, [*SMALL, *timm.list_models()], n=3)
         raise UserError(f"model {name!r} is unknown to timm; did you mean {', '.join(near) or 'one of ' + str(SMALL)}?")
-    options = {"drop_path_rate": drop_path} if drop_path else {}  # not every model of timm's knows it
+    options = {"drop_path_rate": drop_path} if drop_path else {}  # not every timm model has this argument
     try:
         return timm.create_model(name, pretrained=False, num_classes=num_classes, in_chans=in_chans, **options)
     except TypeError as error:
@@ -39,13 +49,13 @@ def build_model(
 
 
 def image_size(name: str) -> int:
-    """The side of the images that one of timm's models was made for; 224 where that is any."""
+    """Returns the side of the images that a timm model was made for, or 224 if it accepts any size."""
     shape = getattr(timm.get_pretrained_cfg(name, allow_unregistered=True), "input_size", None)
     return shape[-1] if shape else 224
 
 
 def _small(name: str, num_classes: int, in_chans: int, image_size: int) -> nn.Module:
-    """One of SMALL; the stems of the ResNet and the RegNetY keep the resolution, as is usual for small images."""
+    """Returns a model in SMALL. The ResNet's and RegNetY's stems keep the resolution, as is usual for small images."""
     if name == "resnet_small":  # ResNet-10 with 16 to 128 channels
         channels = (16, 32, 64, 128)
         model = ResNet(BasicBlock, layers=(1,) * 4, channels=channels, num_classes=num_classes, in_chans=in_chans)

@@ -16,16 +16,24 @@ COLUMNS = 4
 
 
 def labelled(images: Tensor, labels: Tensor, predictions: Tensor, classes: Sequence[str]) -> Figure:
-    """Each image, stretched to 0..1 and enlarged, under its true label and the predicted one, red where they differ.
-    images: [n, c, h, w], c 1 (grey) or 3. labels, predictions: int64 [n]."""
-    from matplotlib.figure import Figure  # here, for it is slow to import
+    """Draws each image under its true and its predicted label, in red if they differ.
+
+    Images are stretched to 0..1 and enlarged.
+
+    Args:
+        images: [n, c, h, w], with c 1 (gray) or 3.
+        labels: int64 [n].
+        predictions: int64 [n].
+        classes: Names of the classes.
+    """
+    from matplotlib.figure import Figure  # imported here, because it is slow
 
     images = images.float().cpu()
     low, high = images.amin((1, 2, 3), keepdim=True), images.amax((1, 2, 3), keepdim=True)
     shown = ((images - low) / (high - low).clamp(min=1e-6)).permute(0, 2, 3, 1).numpy()
     rows = -(-len(shown) // COLUMNS)
     figure = Figure(figsize=(1.9 * COLUMNS, 2.3 * rows), dpi=100)
-    figure.subplots_adjust(0.01, 0.01, 0.99, 1 - 0.2 / rows, 0.05, 0.25)  # a layout engine takes longer than drawing
+    figure.subplots_adjust(0.01, 0.01, 0.99, 1 - 0.2 / rows, 0.05, 0.25)  # a layout engine would be slower than drawing
     for i, (image, true, seen) in enumerate(zip(shown, labels.tolist(), predictions.tolist(), strict=True)):
         axes = figure.add_subplot(rows, COLUMNS, i + 1)
         axes.imshow(image, cmap="gray")

@@ -1,4 +1,4 @@
-"""Trains an image classifier: torchrun --standalone --nproc-per-node 4 -m vision.train RECIPE [overrides]."""
+"""Trains an image classifier: `torchrun --standalone --nproc-per-node 4 -m vision.train RECIPE [overrides]`."""
 
 from training.checks import dry_run
 from training.recipe import answer_help, parse
@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def make_model(recipe: VisionRecipe, num_classes: int | None = None) -> nn.Module:
-    """The recipe's model, with as many classes as its data set usually has unless told otherwise."""
+    """Returns the recipe's model. The default number of classes is the data set's."""
     shape = data.SHAPES[recipe.dataset]
     model = build_model(
         recipe.model,
@@ -52,7 +52,7 @@ def make_model(recipe: VisionRecipe, num_classes: int | None = None) -> nn.Modul
 
 
 def train(run: Run, recipe: VisionRecipe, train_set: Dataset, test_set: Dataset) -> None:
-    """The loop: optimiser steps, method.step(), and at round boundaries evaluations and checkpoints."""
+    """Runs the loop: optimizer steps, method.step(), and at round boundaries evaluations and checkpoints."""
     model = run.shard(make_model(recipe, len(train_set.classes)))
     optimizer = run.shard_optimizer(make_optimizer(model, recipe.optim))
     epoch = steps_per_epoch(len(train_set), recipe.batch_size)
@@ -81,15 +81,15 @@ def train(run: Run, recipe: VisionRecipe, train_set: Dataset, test_set: Dataset)
 
 
 def backward(run: Run, recipe: VisionRecipe, wrapped: nn.Module, images: Tensor, labels: Tensor) -> Scalars:
-    """Adds the gradient of this worker's mean loss; returns train_loss and train_top1."""
+    """Adds the gradient of this worker's average loss. Returns train_loss and train_top1."""
 
     def part_of(part: tuple[Tensor, Tensor]) -> Scalars:
         some, wanted = part
         with run.autocast():
             logits = wrapped(some)
-            smoothing = 0.0 if wanted.ndim == 2 else recipe.label_smoothing  # mixup has smoothed its own
+            smoothing = 0.0 if wanted.ndim == 2 else recipe.label_smoothing  # Mixup has smoothed its own labels
             loss = F.cross_entropy(logits, wanted, label_smoothing=smoothing)
-        classes = wanted.argmax(1) if wanted.ndim == 2 else wanted  # mixup gives shares of classes
+        classes = wanted.argmax(1) if wanted.ndim == 2 else wanted  # Mixup gives shares of classes
         top1 = (logits.argmax(1) == classes).float().mean()
         share = len(some) / len(images)
         return {"train_loss": loss * share, "train_top1": top1 * share}
@@ -99,14 +99,14 @@ def backward(run: Run, recipe: VisionRecipe, wrapped: nn.Module, images: Tensor,
 
 
 def spread(images: int) -> list[int]:
-    """Which of so many test images TensorBoard shows: some from all over a set that is sorted by class."""
+    """Returns the test images that TensorBoard shows, spread over a set that is sorted by class."""
     return sorted({i * images // PICTURES for i in range(PICTURES)} if images else ())
 
 
 @repeated
 @torch.no_grad()
 def evaluate(run: Run, recipe: VisionRecipe, model: nn.Module, test_set: Dataset) -> dict[str, float]:
-    """Top-1, top-5 and loss over the whole test set, each worker on its share."""
+    """Returns top-1, top-5 and loss over the whole test set. Each worker evaluates its share."""
     with run.paused():
         model.eval()
         top1 = top5 = loss = 0.0
@@ -117,7 +117,7 @@ def evaluate(run: Run, recipe: VisionRecipe, model: nn.Module, test_set: Dataset
                 logits = model(images).float()
             if run.rank == 0 and (at := [i - count for i in shown if count <= i < count + len(labels)]):
                 few.append((images[at], labels[at], logits[at].argmax(1)))
-            # counts add up exactly over workers; timm.utils.accuracy gives percents of a batch, in float32
+            # Counts add up exactly over workers. timm.utils.accuracy gives percentages of a batch, in float32.
             best = logits.topk(min(5, logits.shape[1]), dim=1).indices == labels[:, None]
             top1 += best[:, 0].sum().item()
             top5 += best.any(dim=1).sum().item()

@@ -1,1 +1,1 @@
-"""How averages cross the network in fewer bytes."""
+"""Averages that cross the network in fewer bytes."""

@@ -1,18 +1,21 @@
-"""Wire formats: a tensor as the bytes that cross the network, in blocks of 256 elements.
+"""Compression formats: a tensor as the bytes that cross the network, in blocks of 256 elements.
 
-| wire | bytes a block | an element |
+| format | bytes per block | each element |
 |---|---|---|
-| bfloat16 | 512 | rounded to 8 significant binary digits; no scale, for it has float32's range |
+| bfloat16 | 512 | rounded to 8 significant binary digits; no scale, because it has float32's range |
 | float16 | 4 + 512 | s times a float16: 11 digits down to 2^-29 of the block's largest; no tiny block flushes to 0 |
 | int8 | 4 + 256 | s q, q in -127 ... 127, s = the block's largest magnitude / 127 |
 | int4, int2 | 4 + 32 B | s q, q in -L ... L, L = 2^(B - 1) - 1, s = the block's largest magnitude / L; B bits |
 
-The B bits of q + L + 1 of elements i, i + 32 B, i + 2 x 32 B, ... share a byte, the first one's the lowest.
+The B bits of q + L + 1 of the elements i, i + 32 B, i + 2 x 32 B, ... share a byte. The first element has its lowest
+bits.
 
-The scale s leads its block, as float32: in bfloat16 it would save 2 bytes in 132 at best, but need rounding up, which
-costs more precision than that. float16's s is a power of two. 8-bit optimizers have such symmetric scales (Dettmers et
-al., ICLR 2022), and a nonlinear map. NaN, infinity and a float64 beyond float32 stay visible: all 256 elements of the
-block decode to non-finite numbers, or in bfloat16 the element itself does.
+The scale s leads its block, as float32. A bfloat16 scale would save 2 bytes in 132 at best, but it must be rounded up,
+which costs more precision than it saves. float16's scale is a power of two. 8-bit optimizers have such symmetric scales
+(Dettmers et al., ICLR 2022), and a nonlinear map.
+
+NaN, infinity and a float64 beyond float32's range stay visible. All 256 elements of their block decode to non-finite
+numbers, or in bfloat16 the element itself does.
 """
 
 from __future__ import annotations
@@ -33,15 +36,21 @@ LEVELS = {compression: (1 << bits - 1) - 1 for compression, bits in BITS.items()
 
 
 def nbytes(compression: str, numel: int) -> int:
-    """Returns the bytes of `numel` elements, a multiple of BLOCK."""
+    """Returns the bytes of `numel` elements, which must be a multiple of BLOCK."""
     assert numel % BLOCK == 0, f"{numel} elements are no whole blocks"
     return numel // BLOCK * BLOCK_BYTES[compression]
 
 
 def encode(x: Tensor, compression: str, *, lost: Tensor | None = None) -> Tensor:
-    """Encodes x [n], float32 or float64, n a multiple of BLOCK, as uint8 [nbytes(wire, n)]. Rounds ties to even.
+    """Encodes a tensor, and rounds ties to even.
 
-    lost: [n]; the values that the bytes decode to are subtracted from it.
+    Args:
+        x: Shape [n], float32 or float64, n a multiple of BLOCK.
+        compression: Name of the format.
+        lost: Shape [n]. The values that the bytes decode to are subtracted from it.
+
+    Returns:
+        The bytes, uint8 [nbytes(compression, n)].
     """
     if compression == "bfloat16":
         payload = x.float().to(torch.bfloat16).view(torch.uint8)
@@ -63,7 +72,16 @@ def encode(x: Tensor, compression: str, *, lost: Tensor | None = None) -> Tensor
 
 
 def decode(payload: Tensor, compression: str, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Decodes uint8 [nbytes(wire, n)] to [n] in `dtype`, float32 or float64."""
+    """Decodes the bytes of n elements, uint8 [nbytes(compression, n)].
+
+    Args:
+        payload: The bytes.
+        compression: Name of the format.
+        dtype: float32 or float64.
+
+    Returns:
+        The decoded elements, [n] in `dtype`.
+    """
     if compression == "bfloat16":
         return payload.clone().view(torch.bfloat16).to(dtype)  # the clone is aligned
     blocks = payload.view(-1, BLOCK_BYTES[compression])
@@ -77,19 +95,24 @@ def decode(payload: Tensor, compression: str, dtype: torch.dtype = torch.float32
 
 
 def _scales(blocks: Tensor, compression: str) -> Tensor:
-    """[blocks], float32; not finite where the block is not, 0 where it is 0 (or below float32's range)."""
+    """Returns the scales, float32 [blocks]: not finite for a block that is not, and 0 for a block of zeros.
+
+    A block whose numbers are below float32's range counts as zeros.
+    """
     top = torch.maximum(blocks.amax(1), -blocks.amin(1)).float()  # on a CPU a tenth of vector_norm's time
-    top = top.abs()  # of zeros and -zeros each device takes another
+    top = top.abs()  # devices differ in the sign of the maximum of 0 and -0
     if compression != "float16":
-        return top / top.new_full((), LEVELS[compression])  # by a number CUDA would take its reciprocal, which rounds
+        return top / top.new_full(
+            (), LEVELS[compression]
+        )  # CUDA divides by a plain number inexactly, by its reciprocal
     exponent = torch.frexp(top).exponent.clamp(min=-111) - 15  # the largest lands in [2^14, 2^15)
     power = ((exponent + 127) << 23).view(torch.float32)  # 2^exponent by its bits: pow() is not exact on every device
     return torch.where(torch.isfinite(top), power, top)
 
 
 def _pack(q: Tensor, bits: int) -> Tensor:
-    """[blocks, 256] whole numbers, |q| < 2^(bits - 1) -> uint8 [blocks, 32 bits]."""
-    u = q.add_(1 << bits - 1).to(torch.int8).view(torch.int64)  # of a NaN any bits will do: its scale tells
+    """Packs whole numbers [blocks, 256], |q| < 2^(bits - 1), to uint8 [blocks, 32 bits]."""
+    u = q.add_(1 << bits - 1).to(torch.int8).view(torch.int64)  # a NaN may have any bits: the scale marks it
     first, *others = u.chunk(8 // bits, dim=1)
     for i, other in enumerate(others, 1):
         first = first | (other << i * bits)
@@ -97,10 +120,10 @@ def _pack(q: Tensor, bits: int) -> Tensor:
 
 
 def _unpack(body: Tensor, bits: int) -> Tensor:
-    """The inverse of _pack, as int8."""
+    """Returns the inverse of _pack, as int8."""
     u = torch.empty(len(body), BLOCK // 8, dtype=torch.int64, device=body.device)
     packed = body.clone(memory_format=torch.contiguous_format).view(torch.int64)
-    mask = int.from_bytes(bytes([(1 << bits) - 1] * 8), "little")  # eight bytes at a time, an eighth of the operations
+    mask = int.from_bytes(bytes([(1 << bits) - 1] * 8), "little")  # eight bytes at once: an eighth of the operations
     for i, part in enumerate(u.chunk(8 // bits, dim=1)):
         part.copy_((packed >> i * bits).bitwise_and_(mask))
     return u.view(torch.int8).sub_(1 << bits - 1)

@@ -1,11 +1,12 @@
-"""The wire formats on CUDA: one kernel each to encode a bucket, to average a chunk, and to decode, at any size.
+"""The compression formats on CUDA. One kernel encodes a bucket, one averages a chunk, and one decodes, at any size.
 
-Bytes a float32 element of int4 with error feedback: encoding 12.5 (value and error read, error and bytes written),
-decoding 4.5; the average of n workers, a share 1 / n of the elements each, n / 2 + 8.5 an element of that share.
+Memory traffic for int4 with error feedback, in bytes per float32 element: encoding takes 12.5 (it reads value and
+error, and writes error and bytes), and decoding takes 4.5. The average of n workers takes n / 2 + 8.5 per element of
+this worker's chunk, which is a share 1 / n of the elements.
 
-The arithmetic equals core/compression/formats.py, operation by operation: products and sums are not fused, and
-quotients are rounded to nearest. So bytes, averages and errors equal the plain codec's bit for bit. The exceptions are
-the sign of a zero, and the bits of a block that is not finite, which decodes to numbers that are not finite either way.
+The arithmetic equals core/compression/formats.py, operation by operation. Products and sums are not fused, and
+quotients are rounded to nearest. So bytes, averages and errors equal the plain codec's bit for bit. There are two
+exceptions: the sign of a zero, and the bits of a block that is not finite, which decodes to non-finite numbers anyway.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ TYPES = {torch.float64: tl.float64, torch.float32: tl.float32, torch.bfloat16: t
 
 @triton.jit
 def rounded(x, P: tl.constexpr):
-    """Rounds x to P, ties to even, in its own type. bfloat16 by its bits: Triton's interpreter would truncate."""
+    """Rounds x to P, ties to even, in its own type. bfloat16 is rounded by its bits: Triton's interpreter truncates."""
     if tl.bfloat16 == P:
         bits = x.to(tl.int32, bitcast=True)
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
@@ -36,7 +37,7 @@ def rounded(x, P: tl.constexpr):
 
 @triton.jit
 def divided(a, b):
-    """Returns a / b to nearest; with float32 Triton's own / may be off in the last bit."""
+    """Returns a / b rounded to nearest. Triton's own float32 division may be off in the last bit."""
     if a.dtype == tl.float32:
         quotient = tl.div_rn(a, b)
     else:
@@ -44,15 +45,18 @@ def divided(a, b):
     return quotient
 
 
-BLOCKS = 8  # blocks of a program
-ELEMENTS = 1024  # of a program that takes the mean of what travels as it is
+BLOCKS = 8  # blocks per program
+ELEMENTS = 1024  # elements per program of mean_kernel
 WARPS = 4
 
 
 @triton.jit
 def where(blocks, BLOCKS: tl.constexpr):
-    """Returns this program's worker, the blocks of that worker's chunk, whether they exist, and the places of their
-    elements among all chunks' elements, [blocks, 256]; all int64."""
+    """Returns this program's part of the work, all int64.
+
+    The parts are its worker, the blocks of that worker's chunk, whether the blocks exist, and the places of their
+    elements among the elements of all chunks, [blocks, 256].
+    """
     worker = tl.program_id(1).to(tl.int64)
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     place = (worker * blocks + block)[:, None] * 256 + tl.arange(0, 256)[None, :]
@@ -61,9 +65,14 @@ def where(blocks, BLOCKS: tl.constexpr):
 
 @triton.jit
 def decoded(at, live, D: tl.constexpr, HEAD: tl.constexpr, BITS: tl.constexpr):
-    """Returns [blocks, 256] in D of the blocks that begin at `at`, [blocks]; zeros where not live, [blocks].
+    """Returns decoded blocks, [blocks, 256] in D, with zeros where not live.
 
-    HEAD: bytes of the scale, 0 with bfloat16. BITS: of an element, 16 for both floats.
+    Args:
+        at: Pointers to the blocks' beginnings, [blocks].
+        live: Whether each block exists, [blocks].
+        D: Type of the result.
+        HEAD: Bytes of the scale, 0 with bfloat16.
+        BITS: Bits of an element, 16 for both floats.
     """
     i = tl.arange(0, 256)[None, :]
     mask = live[:, None]
@@ -86,7 +95,7 @@ def decoded(at, live, D: tl.constexpr, HEAD: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def largest(values):
-    """Returns the largest magnitudes of [blocks, 256], [blocks] float32, by their bits: so a NaN is larger than all."""
+    """Returns the largest magnitudes of [blocks, 256], float32 [blocks], compared by their bits, so NaN is largest."""
     if values.dtype == tl.float64:
         top = tl.max(values.to(tl.int64, bitcast=True) & 0x7FFFFFFFFFFFFFFF, axis=1)
         top = top.to(tl.float64, bitcast=True).to(tl.float32)
@@ -97,7 +106,7 @@ def largest(values):
 
 @triton.jit
 def float_encoded(values, at, live, HEAD: tl.constexpr):
-    """Stores blocks as bfloat16 or float16; returns what they decode to."""
+    """Stores blocks as bfloat16 or float16. Returns the values that they decode to."""
     into = (at + HEAD).to(tl.pointer_type(tl.int16))[:, None] + tl.arange(0, 256)[None, :]
     if HEAD == 0:
         narrow = values.to(tl.float32)
@@ -107,7 +116,7 @@ def float_encoded(values, at, live, HEAD: tl.constexpr):
         back = (bits << 16).to(tl.float32, bitcast=True).to(values.dtype)
     else:
         top = largest(values)
-        exponent = top.to(tl.int32, bitcast=True) >> 23  # the largest lands in [2^14, 2^15)
+        exponent = top.to(tl.int32, bitcast=True) >> 23  # brings the largest into [2^14, 2^15)
         power = tl.where(top == 0, 112, tl.where(exponent > 15, exponent - 14, 1)) << 23
         scale = tl.where(exponent < 255, power.to(tl.float32, bitcast=True), top)
         tl.store(at.to(tl.pointer_type(tl.float32)), scale, mask=live)
@@ -119,10 +128,10 @@ def float_encoded(values, at, live, HEAD: tl.constexpr):
 
 @triton.jit
 def int_encoded(values, at, live, HEAD: tl.constexpr, BITS: tl.constexpr):
-    """Stores blocks as integers of BITS bits; returns what they decode to."""
+    """Stores blocks as integers of BITS bits. Returns the values that they decode to."""
     D: tl.constexpr = values.dtype
     level: tl.constexpr = (1 << (BITS - 1)) - 1
-    far: tl.constexpr = 6755399441055744.0 if tl.float64 == D else 12582912.0  # 1.5 x 2^52, 2^23: the grid there is 1
+    far: tl.constexpr = 6755399441055744.0 if tl.float64 == D else 12582912.0  # 1.5 x 2^52 or 2^23, where the grid is 1
     top = largest(values)
     scale = tl.div_rn(top, tl.full(top.shape, level, tl.float32))
     tl.store(at.to(tl.pointer_type(tl.float32)), scale, mask=live)
@@ -132,7 +141,7 @@ def int_encoded(values, at, live, HEAD: tl.constexpr, BITS: tl.constexpr):
     u = q.to(tl.int32)
     if BITS < 8:
         u = u + (1 << (BITS - 1))
-    # the lowest BITS bits of each, 8 / BITS elements in a byte
+    # the lowest BITS bits of each element, 8 / BITS elements per byte
     fields = tl.reshape(u & ((1 << BITS) - 1), [u.shape[0], 8 // BITS, 32 * BITS])
     bytes = tl.sum(fields << (tl.arange(0, 8 // BITS) * BITS)[None, :, None], axis=1)
     tl.store((at + HEAD)[:, None] + tl.arange(0, 32 * BITS)[None, :], bytes.to(tl.uint8), mask=live[:, None])
@@ -144,7 +153,16 @@ def sent(
     values, error_ptr, moved_ptr, at, place, live,
     FEEDBACK: tl.constexpr, HEAD: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """Stores Q(d + e), e <- d + e - Q(d + e); without movement Q(d), e <- e + d - Q(d). place: of the errors."""
+    """Stores Q(d + e), and sets e <- d + e - Q(d + e). Without movement it stores Q(d), and sets e <- e + d - Q(d).
+
+    Args:
+        values: d.
+        error_ptr: e.
+        moved_ptr: Whether a worker has moved.
+        at: Pointers to the encoded blocks.
+        place: Places of the elements among the errors.
+        live: Whether each block exists.
+    """
     kept = values
     if FEEDBACK:
         kept = tl.load(error_ptr + place, mask=live[:, None], other=0.0) + values
@@ -163,8 +181,14 @@ def encode_kernel(
     values_ptr, numel, error_ptr, moved_ptr, rows_ptr, stride, blocks,
     FEEDBACK: tl.constexpr, HEAD: tl.constexpr, BITS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """values: [numel]; beyond it, zeros are encoded. error: [workers x blocks x 256]. moved: 0-d uint8. rows: uint8
-    [workers, blocks x bytes], `stride` bytes apart."""
+    """Encodes a payload for all workers.
+
+    Args:
+        values_ptr: The payload, [numel]. Zeros are encoded beyond it.
+        error_ptr: The errors, [workers x blocks x 256].
+        moved_ptr: Whether a worker has moved, 0-d uint8.
+        rows_ptr: The encoded rows, uint8 [workers, blocks x bytes], `stride` bytes apart.
+    """
     worker, block, live, place = where(blocks, BLOCKS)
     values = tl.load(values_ptr + place, mask=live[:, None] & (place < numel), other=0.0)
     at = rows_ptr + worker * stride + block * (HEAD + 32 * BITS)
@@ -176,7 +200,14 @@ def average_kernel(
     rows_ptr, stride, workers, error_ptr, moved_ptr, out_ptr, blocks,
     D: tl.constexpr, FEEDBACK: tl.constexpr, HEAD: tl.constexpr, BITS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """rows, moved: as encode_kernel's. error: [blocks x 256]. out: uint8 [blocks x bytes]."""
+    """Averages the workers' rows of one chunk, and encodes the average.
+
+    Args:
+        rows_ptr: As for encode_kernel.
+        error_ptr: The errors of the average, [blocks x 256].
+        moved_ptr: As for encode_kernel.
+        out_ptr: The encoded average, uint8 [blocks x bytes].
+    """
     _, block, live, place = where(blocks, BLOCKS)
     at = rows_ptr + block * (HEAD + 32 * BITS)
     total = tl.zeros([BLOCKS, 256], D)
@@ -192,7 +223,7 @@ def decode_kernel(
     rows_ptr, stride, blocks, values_ptr, numel,
     D: tl.constexpr, HEAD: tl.constexpr, BITS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """rows: as encode_kernel's. values: [numel]."""
+    """Decodes rows, as encode_kernel stores them, to values [numel]."""
     worker, block, live, place = where(blocks, BLOCKS)
     values = decoded(rows_ptr + worker * stride + block * (HEAD + 32 * BITS), live, D, HEAD, BITS)
     tl.store(values_ptr + place, values, mask=live[:, None] & (place < numel))
@@ -200,7 +231,7 @@ def decode_kernel(
 
 @triton.jit
 def mean_kernel(rows_ptr, workers, out_ptr, numel, D: tl.constexpr, ELEMENTS: tl.constexpr):
-    """Averages rows [workers, numel], summed in their order."""
+    """Averages rows [workers, numel], added in their order."""
     place = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
     total = tl.zeros([ELEMENTS], D)
     row = rows_ptr + place
@@ -211,7 +242,7 @@ def mean_kernel(rows_ptr, workers, out_ptr, numel, D: tl.constexpr, ELEMENTS: tl
 
 
 class TritonCodec:
-    """See core/compression/quantized.py: SegmentCodec."""
+    """The codec for CUDA, with the methods of core.compression.quantized.SegmentCodec."""
 
     def encode(self, payload: Tensor, rows: Tensor, compression: str, error: Tensor | None, moved: Tensor) -> None:
         blocks, feedback = _blocks(rows, compression), error is not None
@@ -241,7 +272,7 @@ class TritonCodec:
 
 
 def _blocks(rows: Tensor, compression: str) -> int:
-    """Returns the blocks of each row. Scales are read as float32, so they have to be aligned."""
+    """Returns the blocks of each row. Scales are read as float32, so they must be aligned."""
     assert rows.data_ptr() % 4 == 0 and rows.stride(0) % 4 == 0
     return rows.shape[1] // BLOCK_BYTES[compression]
 
@@ -254,5 +285,5 @@ def _format(compression: str) -> dict[str, Any]:
 def _launch(kernel: Any, grid: tuple[int, ...], *args: Any, **fixed: Any) -> None:
     first = next(a for a in args if isinstance(a, Tensor))
     if all(grid):
-        with torch.cuda.device_of(first):  # nothing on a CPU, where only Triton's interpreter runs
+        with torch.cuda.device_of(first):  # no effect on a CPU, where only Triton's interpreter runs
             kernel[grid](*args, **fixed, num_warps=WARPS, enable_fp_fusion=False)

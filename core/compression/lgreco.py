@@ -1,4 +1,4 @@
-"""The settings of L-GreCo, and the ways of sending a layer that it chooses from."""
+"""The settings of L-GreCo, and the ways of sending a layer among which it chooses."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ Rule = Literal["lgreco", "uniform"]
 
 @dataclass(frozen=True)
 class LGrecoConfig:
-    """The defaults equal the released code, except `every` and `first`, which it counts in steps."""
+    """Settings of L-GreCo. The defaults equal the released code, which counts `every` and `first` in steps."""
 
     rule: Rule = "lgreco"
-    """lgreco: the fewest bytes within the error of the uniform setting; uniform: that setting for all layers."""
+    """lgreco minimizes the bytes within the error of the uniform setting. uniform uses that setting for all layers."""
     lowest_rank: float = 0.5
-    """The lowest rank to try, in units of the uniform one: gamma."""
+    """The lowest rank to try, as a multiple of the uniform rank (gamma in L-GreCo)."""
     highest_rank: float = 2.0
-    """The highest rank to try, in units of the uniform one: beta."""
+    """The highest rank to try, as a multiple of the uniform rank (beta in L-GreCo)."""
     every: int | None = None
-    """The most reductions between two decisions; None for 20 rounds of CO2, or 100 steps of ddp."""
+    """The most reductions between two decisions. None means 20 rounds of CO2, or 100 steps of ddp."""
     first: int | None = None
-    """The first reduction that decides; None for 3 rounds of CO2, or 10 steps of ddp. The time between two decisions
-    doubles from there up to `every`."""
+    """The first reduction that decides. None means 3 rounds of CO2, or 10 steps of ddp. From there on, the time between
+    two decisions doubles up to `every`."""
 
     def __post_init__(self) -> None:
         low, high, whole = self.lowest_rank, self.highest_rank, "give a whole number of reductions, 1 or more"
@@ -54,14 +54,16 @@ class LGrecoConfig:
 
 Kind = Literal["raw", "int", "top", "rank"]
 INT_BITS = sorted(BITS.values())
-POINTS = 9  # densities, geometric, from a tenth of the given one to ten times it
+POINTS = 9  # densities to try, geometric, from a tenth of the given density to ten times it
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One way to send a layer: as it is, b bits an element, the largest k elements, or two factors of rank r.
+    """One way to send a layer: uncompressed, b bits per element, the k largest elements, or two factors of rank r.
 
-    value: the bits, the share of the elements (density), or the rank.
+    Attributes:
+        kind: The way.
+        value: The bits, the share of the elements (density), or the rank.
     """
 
     kind: Kind
@@ -72,7 +74,7 @@ class Choice:
 
     @property
     def compression(self) -> str:
-        """The name in core/compression/formats.py if it is of kind int."""
+        """Name of the format in core/compression/formats.py, for kind int."""
         return f"int{int(self.value)}"
 
 
@@ -81,7 +83,17 @@ RAW = Choice("raw")
 
 @dataclass(frozen=True)
 class Layer:
-    """A parameter: its bucket, where its elements begin there, and its matrix [rows, columns]; [n, 1] of a vector."""
+    """A parameter as L-GreCo sees it.
+
+    Attributes:
+        bucket: Number of its bucket.
+        start: Its first element in the bucket.
+        numel: Number of elements.
+        rows: Rows of its matrix. A vector is a matrix of one column.
+        columns: Columns of its matrix.
+        itemsize: Bytes per element.
+        shape: Its own shape.
+    """
 
     bucket: int
     start: int
@@ -92,18 +104,18 @@ class Layer:
     shape: tuple[int, ...]
 
     def offers(self, choice: Choice) -> bool:
-        """Returns whether the choice exists for this layer, and saves bytes."""
+        """Returns whether this layer has the choice and it saves bytes."""
         if choice.kind == "rank" and choice.value > min(self.rows, self.columns):
             return False
         return choice.kind in ("raw", "int") or message_bytes(self, choice) < message_bytes(self, RAW)
 
     def kept(self, density: float) -> int:
-        """Returns how many elements top-k sends."""
+        """Returns the number of elements that top-k sends."""
         return max(1, round(density * self.numel))
 
 
 def message_bytes(layer: Layer, choice: Choice) -> float:
-    """Returns the layer's bytes in one message; a block that it shares with other layers counts in part."""
+    """Returns the layer's bytes in one message. A block that it shares with other layers counts in part."""
     if choice.kind == "int":
         return layer.numel * BLOCK_BYTES[choice.compression] / BLOCK
     if choice.kind == "top":
@@ -113,15 +125,20 @@ def message_bytes(layer: Layer, choice: Choice) -> float:
 
 
 def sent_bytes(layer: Layer, choice: Choice, world_size: int) -> float:
-    """Returns the bytes that each worker sends for the layer in one reduction: the message 2 (n - 1) / n times, but
-    n - 1 times with top-k, which everyone gathers. A single worker counts as one of two."""
+    """Returns the bytes that each worker sends for the layer in one reduction.
+
+    These are 2 (n - 1) / n messages, or n - 1 messages with top-k, which all workers gather. A single worker counts as
+    one of two.
+    """
     n = max(2, world_size)
     return message_bytes(layer, choice) * ((n - 1) if choice.kind == "top" else 2 * (n - 1) / n)
 
 
 def padded_bytes(layers: Sequence[Layer], choices: Sequence[Choice], world_size: int) -> list[float]:
-    """Returns sent_bytes of each layer, with its share of what pads the layers of one bucket and int format to whole
-    blocks for each worker."""
+    """Returns sent_bytes of each layer, with its share of the padding.
+
+    The layers of one bucket and int format are padded to whole blocks for each worker.
+    """
     n = max(2, world_size)
     sizes = [sent_bytes(layer, choice, world_size) for layer, choice in zip(layers, choices, strict=True)]
     together: dict[tuple[int, Choice], list[int]] = {}
@@ -136,7 +153,7 @@ def padded_bytes(layers: Sequence[Layer], choices: Sequence[Choice], world_size:
 
 
 def parse(text: str) -> Choice:
-    """Returns the choice of a text such as int4, top0.01 or rank4."""
+    """Returns the choice that a text such as int4, top0.01 or rank4 names."""
     name = str(text).rstrip("0123456789.")
     with contextlib.suppress(ValueError):
         value = float(str(text)[len(name) :])
@@ -150,15 +167,23 @@ def parse(text: str) -> Choice:
 
 
 def uniform(layer: Layer, like: Choice) -> Choice:
-    """Returns the layer's choice where all get `like`: RAW if that saves no bytes, or less than half of them with low
-    rank, as released."""
+    """Returns the layer's choice if all layers get `like`.
+
+    It is RAW if `like` saves no bytes, or less than half of them with low rank, as in the released code.
+    """
     halves = like.kind != "rank" or 2 * message_bytes(layer, like) < message_bytes(layer, RAW)
     return like if halves and layer.offers(like) else RAW
 
 
 def family(like: Choice, lowest: float, highest: float, most: float = math.inf) -> list[Choice]:
-    """Returns the choices of the uniform setting's kind, without repetitions. lowest, highest: the range of ranks, in
-    units of the given one. most: the highest rank of any layer."""
+    """Returns the choices of the uniform setting's kind, without repetitions.
+
+    Args:
+        like: The uniform setting.
+        lowest: Lowest rank, as a multiple of the uniform rank.
+        highest: Highest rank, as a multiple of the uniform rank.
+        most: The highest rank that any layer can have.
+    """
     if like.kind == "int":
         found = [Choice("int", bits) for bits in INT_BITS]
     elif like.kind == "rank":
@@ -172,18 +197,18 @@ def family(like: Choice, lowest: float, highest: float, most: float = math.inf) 
 
 
 def may_take(layer: Layer, choices: Sequence[Choice], like: Choice) -> list[bool]:
-    """Returns whether the layer may take each of the choices. A layer that is sent as it is stays so."""
+    """Returns whether the layer may use each of the choices. A layer that is sent uncompressed stays uncompressed."""
     if uniform(layer, like) == RAW:
         return [c == RAW for c in choices]
     return [layer.offers(c) and c != RAW for c in choices]
 
 
 SAMPLE = 1 << 13  # elements
-ROUNDING = 16  # epsilons of a column's norm: what is left of it below that is rounding
+ROUNDING = 16  # times epsilon times a column's norm: a remainder below this is rounding error
 
 
 def moved(scalars: Scalars) -> Tensor:
-    """Returns whether there is movement: 0-d bool, a copy, because the scalars become their means."""
+    """Returns whether any worker has moved, 0-d bool. It is a copy, because the scalars become averages."""
     return scalars["steps"] * scalars["weight"] != 0
 
 
@@ -192,7 +217,13 @@ def moved(scalars: Scalars) -> Tensor:
 
 @dataclass(frozen=True)
 class Sparse:
-    """A layer's k largest elements. values, error: 1-d views; the mean replaces the values."""
+    """A layer's k largest elements.
+
+    Attributes:
+        values: 1-d view of its elements; the average replaces them.
+        error: 1-d view of its error feedback.
+        k: Number of elements to send.
+    """
 
     values: Tensor
     error: Tensor
@@ -202,10 +233,11 @@ class Sparse:
 def top_k(
     layers: Sequence[Sparse], scalars: Scalars, world_size: int, group: dist.ProcessGroup | None
 ) -> Iterator[Stage]:
-    """Averages each worker's k largest elements, which everyone gathers.
+    """Averages each worker's k largest elements, which all workers gather.
 
-    With movement a worker sends of d + e, e <- d + e - sent; without, of d, e <- e + d - sent. The message is bytes:
-    all values, then all indices in their layers, int32. Sums go in rank order, so that all workers hold the same bits.
+    With movement a worker sends from d + e, and sets e <- d + e - sent. Without movement it sends from d, and sets
+    e <- e + d - sent. The message is bytes: all values, then all indices in their layers as int32. Sums go in rank
+    order, so that all workers hold the same bits.
     """
     own, values, indices = moved(scalars), list[Tensor](), list[Tensor]()
     for layer in layers:
@@ -227,22 +259,26 @@ def top_k(
         pieces = row.split([sum(counts) * dtype.itemsize, sum(counts) * 4])
         of_row = (p.clone().view(kind).split(counts) for p, kind in zip(pieces, (dtype, torch.int32), strict=True))
         for layer, value, index in zip(layers, *of_row, strict=True):
-            layer.values.index_add_(0, index, value)  # no index comes twice in a row
+            layer.values.index_add_(0, index, value)  # no index appears twice in a row
     for layer in layers:
         layer.values.div_(len(received))
 
 
 def largest(magnitudes: Tensor, k: int) -> Tensor:
-    """Returns the places of the k largest, int64 [k] in any order. NaN is the largest. magnitudes: [n], none negative.
+    """Returns the places of the k largest, int64 [k] in any order. NaN is the largest.
 
-    On a CPU topk takes many times as long as reading. So of many elements it gets only those above a threshold, which
-    by a sample more than k of them reach.
+    On a CPU topk takes many times as long as reading. So for many elements it only gets the elements above a threshold,
+    which is chosen from a sample such that more than k of them reach it.
+
+    Args:
+        magnitudes: Shape [n], none negative.
+        k: Number of places.
     """
     n, stride = len(magnitudes), len(magnitudes) // SAMPLE
-    few = 1.25 * k / n * SAMPLE + 16  # of the sample: more than k of all, almost surely
+    few = 1.25 * k / n * SAMPLE + 16  # of the sample, so that more than k of all elements follow, almost surely
     if stride >= 8 and few < SAMPLE / 4 and not magnitudes.is_cuda:
         least = magnitudes[::stride].topk(int(few), sorted=False).values.amin()
-        where = (magnitudes < least).logical_not_().nonzero().view(-1)  # NaN, too
+        where = (magnitudes < least).logical_not_().nonzero().view(-1)  # includes NaN
         if k <= len(where) <= n / 4:
             return where[magnitudes[where].topk(k, sorted=False).indices]
     return magnitudes.topk(k, sorted=False).indices
@@ -253,8 +289,13 @@ def largest(magnitudes: Tensor, k: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Factored:
-    """A layer as factors of rank r. values, error: [rows, columns] views; the product replaces the values. q: [columns,
-    r], from the last iteration to the next."""
+    """A layer as two factors of rank r.
+
+    Attributes:
+        values: [rows, columns] view of its elements; the product of the factors replaces them.
+        error: [rows, columns] view of its error feedback.
+        q: [columns, r], kept from one iteration to the next.
+    """
 
     values: Tensor
     error: Tensor
@@ -264,25 +305,28 @@ class Factored:
 def low_rank(
     layers: Sequence[Factored], scalars: Scalars, world_size: int, group: dist.ProcessGroup | None
 ) -> Iterator[Stage]:
-    """Averages over the workers and projects, one power iteration a reduction (PowerSGD, Vogels et al., NeurIPS 2019).
+    """Averages over the workers and projects, one power iteration per reduction (PowerSGD, Vogels et al., NeurIPS
+    2019).
 
-    With M the mean of d + e: P = orth(M Q), Q <- M^T P, D = P Q^T, and every worker keeps d + e - D. The sums of both
-    factors cross as plain all-reduces. Each worker computes orth and P Q^T for itself, so that workers hold the same
-    bits only on processors of one kind. A column of Q of which M has nothing, or that is not finite, stays as it was:
-    from zeros orth would make the first unit vectors. If nobody uses a matrix's first rows, as in an embedding, nothing
-    would ever be sent again. (torch's powerSGD_hook has one rank for all layers, and needs DistributedDataParallel.)
+    With M the average of d + e, P = orth(M Q), Q <- M^T P and D = P Q^T. Every worker keeps d + e - D. The sums of both
+    factors cross the network as plain all-reduces. Each worker computes orth and P Q^T itself, so workers hold the same
+    bits only on processors of one kind.
+
+    A column of Q stays as it was if the new one is zero or not finite, because from zeros orth would make the first
+    unit vectors. If no worker then uses a matrix's first rows, as in an embedding, nothing would ever be sent again.
+    (torch's powerSGD_hook has one rank for all layers, and needs DistributedDataParallel.)
     """
     own = moved(scalars)
     sends = [torch.where(own, layer.error.add_(layer.values), layer.values) for layer in layers]
     flat, factors = _flat([product(m, layer.q) for m, layer in zip(sends, layers, strict=True)])
     if group is not None:
         yield sum_flats([flat], group)
-    orthogonal = [orthonormal(p) for p in factors]  # of a sum it is the same as of the mean
+    orthogonal = [orthonormal(p) for p in factors]  # the sum and the average give the same result
     flat, factors = _flat([product(m.T, p) for m, p in zip(sends, orthogonal, strict=True)])
     if group is not None:
         yield sum_flats([flat], group)
     flat.div_(world_size)
-    anyone = moved(scalars).to(flat.dtype)  # else the mean is thrown away by its owner
+    anyone = moved(scalars).to(flat.dtype)  # if no worker has moved, the caller discards the average
     for layer, p, q in zip(layers, orthogonal, factors, strict=True):
         layer.q.copy_(torch.where(q.isfinite().all(0) & (q != 0).any(0), q, layer.q))
         torch.matmul(p, q.T, out=layer.values)
@@ -290,45 +334,57 @@ def low_rank(
 
 
 def product(matrix: Tensor, thin: Tensor) -> Tensor:
-    """Returns matrix @ thin for few columns, by way of the transposed: a CPU's product takes up to six times as long
-    with few columns as with few rows."""
+    """Returns matrix @ thin for few columns, computed through the transposes.
+
+    A CPU's product takes up to six times as long with few columns as with few rows.
+    """
     return (thin.T.contiguous() @ matrix.T).T
 
 
 def orthonormal(p: Tensor) -> Tensor:
-    """Returns the Q of QR, with zeros for a column that depends on those before it except for rounding: QR would make a
-    vector of the rounding, another on each kind of processor, and the workers' M^T P, which cancel only in the mean,
-    would differ."""
+    """Returns the Q of QR, with zeros for a column that depends on the earlier columns up to rounding.
+
+    QR would make a vector from the rounding error, which differs between kinds of processors. The workers' M^T P, which
+    cancel only in the average, would then differ.
+    """
     q, r = torch.linalg.qr(p)
     depends = r.diagonal().abs() <= ROUNDING * torch.finfo(p.dtype).eps * torch.linalg.vector_norm(r, dim=0)
-    return torch.where(depends, 0.0, q)  # with a NaN nothing depends
+    return torch.where(depends, 0.0, q)  # with a NaN no column counts as dependent
 
 
 def fill(q: Tensor, filled: int, seed: int) -> None:
-    """Draws the columns of q [columns, r] from `filled` on, which a switch to a higher rank adds, equal on all workers.
-    The released code draws them from each rank's own random state."""
+    """Draws the columns of q [columns, r] from `filled` on, equal on all workers, after a switch to a higher rank.
+
+    The released code draws them from each rank's own random state.
+    """
     if filled < q.shape[1]:
         draw = torch.Generator().manual_seed(seed)
         q[:, filled:] = torch.randn(q.shape[0], q.shape[1], generator=draw)[:, filled:].to(q)
 
 
 def _flat(matrices: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """One flat tensor of them all, and views of it in their shapes."""
+    """Returns one flat tensor of all matrices, and views of it in their shapes."""
     flat = torch.cat([m.reshape(-1) for m in matrices])
     parts = flat.split([m.numel() for m in matrices])
     return flat, [part.view(m.shape) for part, m in zip(parts, matrices, strict=True)]
 
 
-NOISE = 1e-12  # of a sum: below that it is the rounding of the sum
+NOISE = 1e-12  # share of a sum below which a value is the sum's rounding error
 ROWS, GPU_ROWS = 128, 1 << 13  # blocks at once: the temporaries of all formats stay in a CPU's cache
-ITERATIONS = 5  # of the power iteration, as released
+ITERATIONS = 5  # power iterations, as in the released code
 
 
 def curve(values: Tensor, layer: Layer, choices: Sequence[Choice], offered: Sequence[bool], seed: int) -> Tensor:
-    """Returns ||G - C(G)||_2 for each choice C: float64 [choices], where the values lie.
+    """Returns the error ||G - C(G)||_2 of each choice C, float64 [choices], on the device of the values.
 
-    It is infinite for choices that are not offered, and NaN for all if G is not finite. values: G, [numel]. seed: of
-    the power iteration's start.
+    The error is infinite for choices that are not offered, and NaN for all choices if G is not finite.
+
+    Args:
+        values: G, [numel].
+        layer: The layer.
+        choices: All choices.
+        offered: Whether the layer may use each choice.
+        seed: Seed of the power iteration's start.
     """
     squares = torch.linalg.vector_norm(values, dtype=torch.float64).square()
     kinds: dict[str, list[int]] = {"raw": [], "int": [], "top": [], "rank": []}
@@ -348,20 +404,20 @@ def curve(values: Tensor, layer: Layer, choices: Sequence[Choice], offered: Sequ
             lost = torch.linalg.vector_norm(y.sub_(y.round()), dim=-1, keepdim=True)
             sums += (lost.double() * scale).square_().sum((1, 2))
         errors |= zip(ints, sums.sqrt().unbind(), strict=True)
-    if tops := kinds["top"]:  # all but the largest k, for each k
+    if tops := kinds["top"]:  # the norm of all elements but the k largest, for each k
         counts, magnitudes = [layer.kept(choices[i].value) for i in tops], values.abs()
         largest_first = magnitudes[largest(magnitudes, max(counts))].sort(descending=True).values
         lost = squares - largest_first.double().square_().cumsum(0)
         lost = torch.where(lost > NOISE * squares, lost, 0.0).sqrt()
         errors |= {i: lost[k - 1] for i, k in zip(tops, counts, strict=True)}
     if ranked := kinds["rank"]:
-        # Power iterations of the highest rank are those of all ranks: the first r columns of QR depend on these alone.
+        # Power iterations of the highest rank serve all ranks: the first r columns of QR depend only on these columns.
         ranks, matrix = [int(choices[i].value) for i in ranked], values.view(layer.rows, -1)
         draw = torch.Generator(matrix.device).manual_seed(seed)
         q = torch.randn(matrix.shape[1], max(ranks), generator=draw, device=matrix.device, dtype=matrix.dtype)
         for _ in range(ITERATIONS):
             p = torch.linalg.qr(product(matrix, q)).Q
-            q = product(matrix.T, p)  # q = G^T p: what p's span holds of G
+            q = product(matrix.T, p)  # q = G^T p: the part of G in the span of p
         lost = squares - q.double().square().sum(0).cumsum(0)
         errors |= {i: lost[r - 1].clamp(min=0).sqrt() for i, r in zip(ranked, ranks, strict=True)}
     without = torch.full_like(squares, float("inf"))
@@ -369,14 +425,24 @@ def curve(values: Tensor, layer: Layer, choices: Sequence[Choice], offered: Sequ
     return torch.where(squares.isfinite(), row, float("nan"))
 
 
-BINS = 10_000  # of the budget, as released
-SUMMED = 10  # reductions whose compressed tensors the curves are taken of, as released
+BINS = 10_000  # bins of the budget, as in the released code
+SUMMED = 10  # reductions whose compressed tensors are summed for the curves, as in the released code
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """One decision, after the `number`-th reduction. By layer: its choice, the bytes that a worker sends for it in a
-    reduction, padding included, and its error, averaged over the workers. seconds: for the curves, and to decide."""
+    """One decision, with one entry per layer in each sequence.
+
+    Attributes:
+        number: The reduction after which it was made.
+        reason: One line for the log.
+        layers: The layers.
+        choices: Each layer's choice.
+        bytes: Bytes that a worker sends for each layer in a reduction, padding included.
+        errors: Each layer's error, averaged over the workers.
+        uniform_bytes: Bytes of a reduction with the uniform setting.
+        seconds: Seconds to compute the curves, and to decide.
+    """
 
     number: int
     reason: str
@@ -388,7 +454,7 @@ class Allocation:
     seconds: tuple[float, float] = (0.0, 0.0)
 
     def table(self, names: Sequence[str] = ()) -> str:
-        """Returns the layers as a Markdown table, by name or number."""
+        """Returns the layers as a Markdown table, by name or by number."""
         lines = ["| layer | shape | sent as | bytes | error |", "|---|---|---|---|---|"]
         rows = zip(self.layers, self.choices, self.bytes, self.errors, strict=True)
         for i, (layer, choice, size, error) in enumerate(rows):
@@ -400,9 +466,18 @@ class Allocation:
 class Decider:
     """L-GreCo's rule.
 
-    Attributes: choices, all that any layer may take; offered, bool [layers, choices], whether the layer may take it;
-    sizes, float64 [layers, choices], bytes that a worker sends; uniform, each layer's choice where all get the same,
-    and before the first decision; fixed, whether that holds for good.
+    Args:
+        layers: All layers.
+        like: The uniform setting, such as int4.
+        config: The settings of L-GreCo.
+        world_size: Number of workers.
+
+    Attributes:
+        choices: All choices that any layer may use.
+        offered: Whether each layer may use each choice, bool [layers, choices].
+        sizes: Bytes that a worker sends, float64 [layers, choices].
+        uniform: Each layer's choice under the uniform setting, and before the first decision.
+        fixed: Whether the uniform setting never changes.
     """
 
     def __init__(self, layers: Sequence[Layer], like: str, config: LGrecoConfig, world_size: int):
@@ -418,8 +493,13 @@ class Decider:
         self.sizes = torch.tensor([[sent_bytes(z, c, world_size) for c in self.choices] for z in layers]).double()
 
     def decide(self, curves: Tensor, now: Sequence[Choice], number: int) -> Allocation:
-        """Decides from the workers' average curves, float64 [layers, choices]. A layer whose row is not finite keeps
-        its choice."""
+        """Decides from the workers' averaged curves. A layer whose row is not finite keeps its choice.
+
+        Args:
+            curves: Errors, float64 [layers, choices].
+            now: The present choices.
+            number: Number of the reduction.
+        """
         errors = torch.where(self.offered, curves, float("inf"))
         known = torch.where(self.offered, curves, 0.0).isfinite().all(1)
         new, rows = list(now), known.nonzero().flatten().tolist()
@@ -437,8 +517,12 @@ class Decider:
         return Allocation(number, reason, self.layers, new, sizes, lost, uniform_bytes)
 
     def pick(self, errors: Tensor, known: list[int]) -> list[int]:
-        """Returns the index of the choice for each of the `known` layers. errors: float64 [layers, choices], infinite
-        where not offered."""
+        """Returns the index of the choice for each of the `known` layers.
+
+        Args:
+            errors: float64 [layers, choices], infinite for a choice that is not offered.
+            known: The layers whose errors are finite.
+        """
         layers = [self.layers[i] for i in known]
 
         def size(picked: list[int]) -> float:
@@ -446,8 +530,8 @@ class Decider:
 
         like = [self.choices.index(self.uniform[i]) for i in known]
         picked = allocate(errors[known], self.sizes[known], like)
-        # Each int format is padded to whole blocks. Where that costs more than the format saves, all layers that have
-        # it take a wider one that others have, of no more error.
+        # Each int format is padded to whole blocks. If that costs more than the format saves, all its layers move to a
+        # wider format that other layers use, if their errors do not grow.
         ints = sorted((c for c in set(picked) if self.choices[c].kind == "int"), key=lambda c: self.choices[c].value)
         for narrow, wide in itertools.combinations(ints, 2):
             moving = [i for i, c in zip(known, picked, strict=True) if c == narrow]
@@ -460,8 +544,10 @@ class Decider:
 class Clock:
     """Decides at fixed reductions, so that a run can be repeated: at `first`, 2 x first, 4 x first and so on.
 
-    So it doubles the time between two, up to `every`, because gradients change fast when a run begins. numbers: float64
-    [1] on the CPU, for a checkpoint: the reduction that decides next, 0 for the first.
+    The time between two decisions doubles up to `every`, because gradients change fast when a run begins.
+
+    Attributes:
+        numbers: The reduction that decides next, 0 for the first; float64 [1] on the CPU, for a checkpoint.
     """
 
     def __init__(self, every: int, first: int):
@@ -469,44 +555,45 @@ class Clock:
         self.numbers = torch.zeros(1, dtype=torch.float64)
 
     def due(self, number: int) -> bool:
-        """Returns whether the `number`-th reduction, from 1, decides."""
+        """Returns whether the `number`-th reduction, counted from 1, decides."""
         return number >= max(self.first, self.numbers.item())
 
     def counts(self, number: int) -> bool:
-        """Returns whether the `number`-th reduction is one of the SUMMED up to the one that decides."""
+        """Returns whether the `number`-th reduction is among the SUMMED reductions up to the next decision."""
         return self.due(number + SUMMED - 1)
 
     def plan(self, number: int) -> None:
-        """Plans the next decision after the `number`-th reduction, which decides."""
+        """Plans the next decision. The `number`-th reduction has just decided."""
         self.numbers.fill_(number + min(self.every, number))
 
 
 def allocate(errors: Tensor, sizes: Tensor, reference: Sequence[int], *, bins: int = BINS) -> list[int]:
-    """Returns the choice of each layer that minimizes the summed sizes with summed errors <= the reference's.
+    """Returns each layer's choice that minimizes the summed sizes, with summed errors up to the reference's.
 
-    Errors are rounded up to whole bins of budget / bins, so that the budget is always kept: with L layers the result is
-    at most as large as the optimum at (1 - L / bins) of the budget. Rounding may exclude the reference, which therefore
-    is a candidate of its own.
+    Errors are rounded up to whole bins of budget / bins, so that the budget is always kept. With L layers the result is
+    at most as large as the optimum at (1 - L / bins) of the budget. Rounding may exclude the reference, so the
+    reference is a candidate as well.
 
     Args:
-        errors: float64 [layers, choices], >= 0; infinite where a layer has no such choice.
-        sizes: [layers, choices], any unit.
+        errors: float64 [layers, choices], not negative, infinite for a choice that a layer does not have.
+        sizes: [layers, choices], in any unit.
         reference: The choice of each layer whose errors make the budget.
+        bins: Number of bins of the budget.
     """
     assert (errors >= 0).all() and sizes.isfinite().all()
     assert errors[torch.arange(len(errors)), list(reference)].isfinite().all(), "the reference has no such choice"
-    # divided by a power of two, which rounds nothing, so that no sum over the layers overflows
+    # Division by a power of two rounds nothing, and no sum over the layers overflows.
     errors, sizes = (table.double() / 2.0 ** len(table).bit_length() for table in (errors, sizes))
     if (budget := total(errors, reference)) > 0:
-        # an error that is a whole number of bins may come out a rounding above it: that is no bin more
+        # An error of a whole number of bins may come out slightly above it through rounding. It is no bin more.
         cost = torch.ceil(errors / budget * bins * (1 - 1e-12)).clamp(max=bins + 1).long()
     else:
         cost = torch.where(errors > 0, bins + 1, 0)
     best = torch.full((len(cost) + 1, bins + 1), float("inf"), dtype=torch.float64)
-    best[0] = 0.0  # [layers, b]: the least size of the first layers within b bins
-    candidates: list[list[tuple[int, float, int]]] = []  # of each layer: bins, size, choice
+    best[0] = 0.0  # [layers, b]: the smallest size of the first layers within b bins
+    candidates: list[list[tuple[int, float, int]]] = []  # bins, size and choice, for each layer
     for layer, (q_of, size_of) in enumerate(zip(cost.tolist(), sizes.tolist(), strict=True)):
-        worth: list[tuple[int, float, int]] = []  # no other choice beats them in both numbers
+        worth: list[tuple[int, float, int]] = []  # no other choice is better in both numbers
         for q, size, c in sorted(zip(q_of, size_of, range(len(q_of)), strict=True)):
             if q <= bins and (not worth or size < worth[-1][1]):
                 worth.append((q, size, c))
@@ -516,7 +603,7 @@ def allocate(errors: Tensor, sizes: Tensor, reference: Sequence[int], *, bins: i
         candidates.append(worth)
     if best[-1, bins].isinf():
         return list(reference)
-    b = int((best[-1] <= best[-1, bins]).nonzero()[0])  # the fewest bins of the least size
+    b = int((best[-1] <= best[-1, bins]).nonzero()[0])  # the fewest bins that reach the smallest size
     picked: list[int] = []
     for layer in reversed(range(len(cost))):
         least, before = float(best[layer + 1, b]), best[layer]
@@ -527,5 +614,5 @@ def allocate(errors: Tensor, sizes: Tensor, reference: Sequence[int], *, bins: i
 
 
 def total(table: Tensor, choices: Sequence[int]) -> float:
-    """Returns the sum over the layers of table[layer, its choice], rounded once, so that all processors agree."""
+    """Returns the sum over the layers of table[layer, its choice], rounded only once, so that all processors agree."""
     return math.fsum(table.double()[torch.arange(len(table)), list(choices)].tolist())

@@ -1,15 +1,15 @@
-"""The reducer that sends each layer in a way of its own, and chooses those ways anew while training goes on.
+"""The reducer of L-GreCo, which sends each layer in its own way, and chooses these ways again as training goes on:
 
-    G = the mean of d + e, what the worker wanted to send, over the last ten reductions
+    G = the average of d + e, which the worker has to send, over the last ten reductions
     at fixed reductions, before anything is sent (Clock):
         e[l, c] = ||G_l - C_c(G_l)|| for each layer and choice
-        the errors' mean over the workers, which travels with this reduction
-    when it has landed (where NCCL moves the tensors, at the next reduction's begin), on every worker alike:
+        the errors' average over the workers, which is summed with this reduction
+    when it arrives (over NCCL, at the beginning of the next reduction), equally on every worker:
         the fewest bytes whose summed errors stay within the uniform setting's (core/compression/lgreco.py)
-        the next reduction sends in the new ways; what error feedback holds goes along
+        the next reduction sends in the new ways; the error feedback moves along
 
-After the abstract and the released code of L-GreCo, which sums up the last ten likewise, and allocates ranks alone,
-from the first worker's errors.
+We follow the abstract and the released code of L-GreCo. The released code also sums the last ten reductions. It
+allocates ranks only, from the first worker's errors.
 """
 
 from __future__ import annotations
@@ -47,11 +47,19 @@ from .quantized import Part, Quantized, chunk_of
 
 
 class Layout:
-    """Where the layers of the `number`-th bucket lie in staging and in error feedback's memory, for one allocation.
+    """The places of one bucket's layers in staging and in error feedback's memory, for one allocation.
 
-    First come the layers of each int format, padded to whole blocks a worker, then those of top-k and low rank, last
-    those that travel as they are, and the buffers. Attributes: values, held, layer -> its elements in staging and in
-    errors, 1-d, in the bucket's own order; of_kind, kind -> layers.
+    First come the layers of each int format, padded to whole blocks per worker, then top-k and low rank. Uncompressed
+    layers and the buffers come last.
+
+    Args:
+        number: Number of the bucket.
+        of: The reducer.
+
+    Attributes:
+        values: Each layer's elements in staging, 1-d, in the bucket's order.
+        held: Each layer's elements in the errors, 1-d, in the bucket's order.
+        of_kind: The layers of each kind.
     """
 
     def __init__(self, number: int, of: LGreco):
@@ -80,7 +88,7 @@ class Layout:
             {i: flat[starts[i] : starts[i] + layers[i].numel] for i in mine} for flat in (self.staging, self.errors)
         )
         self._payload = in_bucket(bucket.payload, layers, mine)
-        self._plain = self.staging[begin : end + len(bucket.values)]  # what travels as it is, and the buffers
+        self._plain = self.staging[begin : end + len(bucket.values)]  # uncompressed layers, and the buffers
         self._buffers = self.staging[end : end + len(bucket.values)]
 
     def gather(self) -> None:
@@ -89,13 +97,15 @@ class Layout:
         self._buffers.copy_(self.bucket.values)
 
     def land(self) -> None:
-        """Copies them back."""
+        """Copies staging back to the bucket."""
         copy(self._payload, [*self.values.values()])
         self.bucket.values.copy_(self._buffers)
 
     def parts(self) -> Iterator[tuple[Part, NarrowFormat, Tensor, Tensor]]:
-        """Yields for each int format, at least one, its layers and the memory of error feedback's two stages. The first
-        part also has what travels as it is."""
+        """Yields the layers of each int format with the memory of error feedback's two stages.
+
+        There is at least one part. The first part also has the uncompressed layers and the buffers.
+        """
         plain, place = self._plain, 0
         for compression, begin, size, chunk in self._ints or [(INTS[0], 0, 0, 0)]:
             own = self.errors[begin : begin + self.world_size * chunk]
@@ -105,7 +115,7 @@ class Layout:
 
 
 def layers_of(buckets: Sequence[Bucket]) -> list[Layer]:
-    """Returns every parameter with elements, in the buckets' order."""
+    """Returns every parameter that has elements, in the buckets' order."""
     layers = []
     for number, bucket in enumerate(buckets):
         start = 0
@@ -122,18 +132,28 @@ def in_bucket(flat: Tensor, layers: Sequence[Layer], order: Sequence[int]) -> li
     return [flat[layers[i].start : layers[i].start + layers[i].numel] for i in order]
 
 
-NOT_FINITE, NOBODY = -1.0, -2.0  # in place of a layer's curve
-EVERY, FIRST = 20, 3  # reductions, where the settings leave them open
+NOT_FINITE, NOBODY = -1.0, -2.0  # replace a layer's curve
+EVERY, FIRST = 20, 3  # reductions, if the settings do not give them
 
 
 class LGreco(Reducer):
-    """See the module. like: the uniform setting.
+    """The reducer of L-GreCo, see the module.
 
-    A checkpoint's state, of which all zeros is the start:
-        error_feedback, mean_error_feedback: what is held back, in an order that follows the allocation.
-        allocation: the choices' values, the columns of "q", low rank's, that are in use, and the clock.
-        summed: G's sum so far, in the buckets' own order, and the number of its summands.
-        asked: the curves that no decision has been made from yet, and the reduction that asked.
+    A checkpoint's state starts as zeros. It has these parts:
+
+    - `error_feedback`, `mean_error_feedback`: the residuals, in an order that follows the allocation.
+    - `allocation`: the choices' values, the number of columns of `q` in use, and the clock.
+    - `q`: the factors of low rank.
+    - `summed`: G's sum so far, in the buckets' own order, and the number of its summands.
+    - `asked`: the curves that no decision has used yet, and the reduction that computed them.
+
+    Args:
+        buckets: The method's buckets.
+        scalars: The scalars that are summed with them.
+        rank: This worker's rank.
+        world_size: Number of workers.
+        like: The uniform setting, such as int4.
+        config: The settings of L-GreCo.
     """
 
     kind = "lgreco"
@@ -159,10 +179,10 @@ class LGreco(Reducer):
         self._values, self._filled = (torch.zeros(many, dtype=torch.float64) for _ in range(2))
         self._sums = [] if decider.fixed else [b.flat.new_zeros(b.numel) for b in buckets]
         self._summands = flats[0].new_zeros(1, dtype=torch.float64)
-        self._asked_by = torch.zeros(1, dtype=torch.float64)  # the reduction that asked; 0: all is decided
+        self._asked_by = torch.zeros(1, dtype=torch.float64)  # the reduction that computed curves; 0: none are pending
         self._asked = flats[0].new_zeros(many * len(decider.choices), dtype=torch.float64)
-        self._coming: tuple[int, HostCopy | None] = (0, None)  # the reduction that asked, and its copy for the host
-        self._took: Seconds = 0.0  # to ask, last
+        self._coming: tuple[int, HostCopy | None] = (0, None)  # that reduction, and the copy of its curves to the host
+        self._took: Seconds = 0.0  # to compute the last curves
         self.state = {
             "error_feedback": self.errors,
             "mean_error_feedback": self.means,
@@ -175,7 +195,7 @@ class LGreco(Reducer):
 
     @torch.no_grad()
     def stages(self, group: dist.ProcessGroup | None, number: int) -> Iterator[Stage]:
-        yield [], 0  # the encoding, too, is done in the background
+        yield [], 0  # the encoding also runs in the background
         self._follow()
         if self._decide():
             self._follow()
@@ -186,7 +206,7 @@ class LGreco(Reducer):
         parts = [self._ints.stages(group, number), *(stages(group) for stages in self._others)]
         if asked is not None and group is not None:
             parts.append(iter([sum_flats([asked], group)]))
-        # the stages of these reductions side by side: the first of each, then the second of each, in this order
+        # The steps of these reductions run together: the first step of each, then the second of each, in this order.
         while stages := [stage for part in parts if (stage := next(part, None)) is not None]:
             yield [work for works, _ in stages for work in works], sum(sent for _, sent in stages)
         for layout in self._layouts:
@@ -197,14 +217,16 @@ class LGreco(Reducer):
                 self._decide()
 
     def _at_once(self, group: dist.ProcessGroup | None) -> bool:
-        """Whether the stages' end has what was asked for. Over NCCL all is only queued there, so the next reduction
-        reads it, and the host waits for it."""
+        """Returns whether the curves have arrived when the steps end.
+
+        Over NCCL they are only queued then, so the next reduction reads them, and the host waits for them.
+        """
         return group is None or not moved_by_nccl(group, self._asked.device)
 
     # -- the allocation -------------------------------------------------------------------------------------
 
     def _sum_up(self, number: int, own: Tensor) -> None:
-        """Adds what the worker wants to send, if it has moved: 0-d bool."""
+        """Adds what this worker has to send, if it has moved (`own`, 0-d bool)."""
         if self.decider.fixed or not self.clock.counts(number):
             return
         self._summands += 1
@@ -216,12 +238,12 @@ class LGreco(Reducer):
         return [self._sums[z.bucket][z.start : z.start + z.numel] for z in self.layers]
 
     def _ask(self, number: int) -> Tensor:
-        """Returns this worker's errors, float64 [layers, choices]. The next sum begins."""
+        """Returns this worker's errors, float64 [layers, choices], and resets the sum."""
         began = mark(self._asked.device)
         rows, count = [], self._summands.clamp(min=1)
         for i, (layer, wanted) in enumerate(zip(self.layers, self._sum_views(), strict=True)):
             row = curve(wanted, layer, self.decider.choices, self.decider.offered[i].tolist(), i)
-            rows.append(torch.where(row.isinf(), 0.0, row) / count)  # not offered: would hide another worker's NaN
+            rows.append(torch.where(row.isinf(), 0.0, row) / count)  # infinity would hide another worker's NaN
         for flat in (*self._sums, self._summands):
             flat.zero_()
         asked = torch.stack(rows)
@@ -230,20 +252,22 @@ class LGreco(Reducer):
         return asked
 
     def _hear(self, asked: Tensor, number: int) -> None:
-        """Keeps the workers' means of their errors for `_decide`, from their sums: NOT_FINITE for a layer that is not,
-        and NOBODY for all if nobody has moved."""
+        """Keeps the errors, averaged over the workers from their sums, for `_decide`.
+
+        A layer that is not finite gets NOT_FINITE. If no worker has moved, all layers get NOBODY.
+        """
         mean = asked / self.world_size
         layers = torch.where(mean.isfinite().all(1, keepdim=True), mean, NOT_FINITE)
         self._asked.view_as(mean).copy_(torch.where(moved(self.scalars), layers, NOBODY))
         self._coming = number, HostCopy(self._asked)
 
     def _decide(self) -> bool:
-        """Decides from what was asked, and returns whether there was something to decide from."""
+        """Decides from the pending curves. Returns whether there were any."""
         if not (number := int(self._asked_by)):
             return False
         self._asked_by.zero_()
         asked_by, coming = self._coming
-        # the host waits for the copy alone, not for what was queued since; after a checkpoint for all
+        # The host waits only for the copy, and not for later work. After a checkpoint is loaded it waits for all work.
         heard = coming.read() if coming and asked_by == number else self._asked.tolist()
         table = torch.tensor(heard, dtype=torch.float64).view(len(self.layers), -1)
         began = time.perf_counter()
@@ -258,11 +282,11 @@ class LGreco(Reducer):
         return True
 
     def _switch(self, choices: Sequence[Choice]) -> None:
-        """Changes to another allocation from the next reduction on; what is held back moves along."""
+        """Changes the allocation from the next reduction on. The residuals move along."""
         before = self._layouts
         for layout in before:
-            # What this worker holds back of the means that it encoded it owes to all, so n times of it joins what it
-            # holds back of its own: nothing is lost, and nothing is sent.
+            # This worker's residual of the averages that it encoded belongs to all workers. So n times this residual
+            # is added to the worker's own residual. Nothing is lost, and nothing is sent.
             for _, _, own, means in layout.parts():
                 chunk = len(means)
                 own[self.rank * chunk : (self.rank + 1) * chunk].add_(means, alpha=self.world_size)
@@ -276,9 +300,9 @@ class LGreco(Reducer):
         self._values.copy_(torch.tensor([c.value for c in choices], dtype=torch.float64))
 
     def _follow(self) -> None:
-        """Takes the allocation that a checkpoint, or a new start, has brought, and fills new columns of low rank."""
+        """Uses the allocation from a checkpoint or a new start, and fills new columns of low rank."""
         found: list[Choice] = []
-        for layer, value in enumerate(self._values.tolist()):  # 0: of the start, or as it is
+        for layer, value in enumerate(self._values.tolist()):  # 0: the start's choice, or uncompressed
             offered = [c for c in self.decider.choices if c.value == value] if value else [self.decider.uniform[layer]]
             if not offered:
                 raise UserError(
@@ -294,10 +318,10 @@ class LGreco(Reducer):
                 fill(self._q_of(i), int(filled), seed=i)
                 self._filled[i] = int(choice.value)
 
-    # -- what sends -----------------------------------------------------------------------------------------
+    # -- the senders ----------------------------------------------------------------------------------------
 
     def _q_of(self, layer: int) -> Tensor:
-        """[columns, the chosen rank]"""
+        """Returns the layer's Q, [columns, the chosen rank]."""
         return self._q[layer].view(self.layers[layer].columns, -1)[:, : int(self.chosen[layer].value)]
 
     def _lay_out(self) -> None:

@@ -1,14 +1,16 @@
-"""Averages over the workers in a narrow wire format, with error feedback (CO2Config.wire, ddp_compression).
+"""Averages over the workers in a compressed format, with error feedback.
 
-Two stages replace an all-reduce, as in DoubleSqueeze (Tang et al., ICML 2019), every worker the server of one part:
+CO2Config.compression and ddp_compression choose it. Two stages replace an all-reduce, as in DoubleSqueeze (Tang et al.,
+ICML 2019), with every worker as the server of one part:
 
-1. each worker encodes its differences, cut into n equal chunks, and sends chunk j to worker j (all-to-all);
-2. worker j decodes the chunks that it got, averages them in float32 (float64 for float64 parameters), encodes the mean,
-   and sends it to all (all-gather). Every worker decodes the same bytes, its own chunk's too: equal bit for bit.
+1. Each worker encodes its differences, cut into n equal chunks, and sends chunk j to worker j (all-to-all).
+2. Worker j decodes the chunks that it received and averages them in float32 (float64 for float64 parameters). It
+   encodes the average and sends it to all workers (all-gather). Every worker decodes the same bytes, its own chunk
+   included, so the results are equal bit for bit.
 
-Each worker sends 2 (n - 1) / n of the encoded bytes, as a ring all-reduce does of plain ones. Both encodings leave an
-error; error feedback adds it to what the same worker encodes next (Seide et al., 2014; Karimireddy et al., ICML 2019).
-Buffers such as BatchNorm's statistics and the scalars travel in the same messages as they are.
+Each worker sends 2 (n - 1) / n of the encoded bytes, as a ring all-reduce sends of uncompressed bytes. Both encodings
+leave an error. Error feedback adds it to the next encoding of the same worker (Seide et al., 2014; Karimireddy et al.,
+ICML 2019). The scalars, and buffers such as BatchNorm's statistics, travel uncompressed in the same messages.
 """
 
 from __future__ import annotations
@@ -27,15 +29,17 @@ from ..comm import AsyncAllReduce, Reducer, Stage, all_gather
 from . import formats as compressions
 from .formats import BLOCK, BLOCK_BYTES, NarrowFormat
 
-SEGMENT = 1 << 18  # elements that are encoded at once: the temporaries stay in a CPU's cache
+SEGMENT = 1 << 18  # elements that are encoded at once, so that the temporaries stay in a CPU's cache
 GPU_SEGMENT = 1 << 24  # few kernels, and temporaries of some 64 MiB
 HELD_BACK = ("error_feedback", "mean_error_feedback")  # names of a checkpoint's tensors
 
 
 @dataclass
 class Part:
-    """What the reducer reads and writes of a bucket, for a part of one. The payload is rounded; the values and the
-    scalars are exact."""
+    """The part of a bucket that a reducer reads and writes.
+
+    The payload is rounded. The values and the scalars are exact.
+    """
 
     flat: Tensor
     numel: int
@@ -45,7 +49,7 @@ class Part:
 
 
 def make_codec(device: torch.device) -> Any:
-    """Returns Triton's kernels on CUDA if Triton is installed: a TritonCodec has the same methods."""
+    """Returns Triton's kernels on CUDA if Triton is installed. A TritonCodec has the same methods as a SegmentCodec."""
     if not has_triton(device):
         return SegmentCodec(device)
     from .kernels import TritonCodec  # importing Triton takes a second
@@ -54,9 +58,9 @@ def make_codec(device: torch.device) -> Any:
 
 
 class SegmentCodec:
-    """Encodes payloads, uint8 [workers, bytes] with worker j's chunk in row j, and decodes them.
+    """Encodes payloads as uint8 [workers, bytes], with worker j's chunk in row j, and decodes them.
 
-    It calls core/compression/formats.py's functions, a segment at a time. Rows may lie apart.
+    It calls the functions of core/compression/formats.py, one segment at a time. Rows need not be contiguous.
     """
 
     def __init__(self, device: torch.device):
@@ -65,8 +69,18 @@ class SegmentCodec:
     def encode(
         self, payload: Tensor, rows: Tensor, compression: NarrowFormat, error: Tensor | None, moved: Tensor
     ) -> None:
-        """Encodes payload, [numel] with zeros beyond it, to rows: Q(d + e), e <- d + e - Q(d + e); without movement
-        Q(d), e <- e + d - Q(d). error: [workers x chunk]. moved: 0-d bool on the device."""
+        """Encodes the payload to rows.
+
+        It stores Q(d + e), and sets e <- d + e - Q(d + e). Without movement it stores Q(d), and sets
+        e <- e + d - Q(d).
+
+        Args:
+            payload: d, [numel], with zeros beyond it.
+            rows: The encoded rows, uint8 [workers, bytes].
+            compression: Name of the format.
+            error: e, [workers x chunk], or None without error feedback.
+            moved: Whether this worker has moved, 0-d bool on the device.
+        """
         chunk = _chunk(rows, compression)
         few = max(1, self._segment // max(1, chunk))  # small chunks together: their kernels cost more than their bytes
         for j, to in enumerate(rows.split(few)):
@@ -84,7 +98,7 @@ class SegmentCodec:
         error: Tensor | None,
         moved: Tensor,
     ) -> None:
-        """Sums the rows, all of one chunk, in their order and in dtype, and encodes the mean to out, uint8 [bytes]."""
+        """Sums the rows, all of one chunk, in their order and in dtype. Encodes the average to out, uint8 [bytes]."""
         chunk = _chunk(rows, compression)
         mean = torch.zeros(chunk, dtype=dtype, device=rows.device)
         for start, values in self._decoded(rows, compression, dtype):
@@ -94,13 +108,13 @@ class SegmentCodec:
         self._encode(mean.div_(mean.new_full((), len(rows))), out[None], compression, error, moved)
 
     def decode(self, rows: Tensor, compression: NarrowFormat, payload: Tensor) -> None:
-        """Decodes rows to payload, [numel]; what comes beyond is padding."""
+        """Decodes rows to payload, [numel]. Elements beyond it are padding."""
         for start, decoded in self._decoded(rows, compression, payload.dtype):
             target = payload[start : start + decoded.numel()]
             target.copy_(decoded.view(-1)[: len(target)])
 
     def mean(self, rows: Tensor) -> Tensor:
-        """Returns the mean of [workers, elements], summed in the rows' order."""
+        """Returns the average of [workers, elements], summed in the rows' order."""
         total = torch.zeros_like(rows[0])
         for row in rows:
             total.add_(row)
@@ -111,9 +125,8 @@ class SegmentCodec:
     ) -> None:
         """Fills payload, [rows, bytes], as `encode` does."""
         step = self._segment
-        for i, part in enumerate(
-            payload.split(compressions.nbytes(compression, step), dim=1)
-        ):  # several parts: of one row
+        # If there are several parts, they belong to one row.
+        for i, part in enumerate(payload.split(compressions.nbytes(compression, step), dim=1)):
             where = slice(i * step, (i + 1) * step)
             send = values[where]
             kept = None if error is None else error[where].add_(send)
@@ -121,7 +134,7 @@ class SegmentCodec:
             part.copy_(compressions.encode(rounded, compression, lost=kept).view(part.shape))
 
     def _decoded(self, rows: Tensor, compression: NarrowFormat, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
-        """Yields the first element's place, and values [some rows, elements]. rows: [workers, bytes], a chunk each."""
+        """Yields the first element's place, and values [some rows, elements], from rows [workers, bytes]."""
         chunk, step = _chunk(rows, compression), self._segment
         few = max(1, step // max(1, chunk))
         for j, some in enumerate(rows.split(few)):
@@ -133,19 +146,19 @@ class SegmentCodec:
 
 
 def _chunk(rows: Tensor, compression: NarrowFormat) -> int:
-    """Returns the elements of each row."""
+    """Returns the number of elements in each row."""
     return rows.shape[1] // BLOCK_BYTES[compression] * BLOCK
 
 
 def chunk_of(numel: int, world_size: int) -> int:
-    """Returns the elements of each worker's chunk: whole blocks."""
+    """Returns the number of elements in each worker's chunk, in whole blocks."""
     return -(-numel // (world_size * BLOCK)) * BLOCK
 
 
 def nothing_held_back(
     buckets: Sequence[Bucket | Part], world_size: int, device: str | None = None
 ) -> dict[str, list[Tensor]]:
-    """Returns error feedback's zeros for both stages, a tensor a bucket; device: None for the bucket's."""
+    """Returns zero residuals for both stages, one tensor per bucket, on `device` or else the bucket's device."""
     pairs = [(b, chunk_of(b.numel, world_size)) for b in buckets]
     return {
         name: [b.flat.new_zeros(copies * chunk, device=device) for b, chunk in pairs]
@@ -154,15 +167,21 @@ def nothing_held_back(
 
 
 class Quantized(Reducer):
-    """The reducer of a narrow format: one payload of bytes a stage. Means land, so `scale` is 1.
+    """The reducer of a compressed format, with one message of bytes per stage. It returns averages, so `scale` is 1.
 
-    Only the parameters' part of a bucket is rounded; the rest travels as it is. If nobody has moved (the scalars
-    "steps" and "weight"), the caller discards the mean, and what is held back waits, as it does for an excluded worker.
-    A single worker encodes and decodes as well, so that it trains as one of many. Error feedback, `state`, costs a copy
+    Only the parameters' part of a bucket is rounded; all else is sent uncompressed. If no worker has moved (the scalars
+    "steps" and "weight"), the caller discards the average, and the residuals stay, as they do for an excluded worker. A
+    single worker encodes and decodes as well, so that it trains as one of many. Error feedback, `state`, costs one copy
     of the parameters, and 1 / n of a copy for the second stage.
 
-    compression: of all buckets, or one for each. memory: for both stages' errors, a tensor a bucket, [workers x chunk]
-    and [chunk]; None: it makes its own.
+    Args:
+        buckets: The buckets or their parts.
+        scalars: The scalars that are summed with them.
+        rank: This worker's rank.
+        world_size: Number of workers.
+        compression: The format of all buckets, or one format per bucket.
+        error_feedback: Whether to keep residuals.
+        memory: Residuals of both stages, one tensor per bucket, [workers x chunk] and [chunk]. None allocates them.
     """
 
     def __init__(
@@ -184,7 +203,7 @@ class Quantized(Reducer):
         self.scale = 1.0
         self.device = buckets[0].flat.device
         self.chunks = [chunk_of(b.numel, world_size) for b in buckets]
-        self.rests = [-(-len(b.values) // world_size) for b in buckets]  # elements a worker
+        self.rests = [-(-len(b.values) // world_size) for b in buckets]  # elements per worker
         self.state: dict[str, list[Tensor]] = {}
         self._errors: list[Tensor | None] = [None] * len(buckets)
         self._mean_errors: list[Tensor | None] = [None] * len(buckets)
@@ -195,7 +214,7 @@ class Quantized(Reducer):
         self._codec = make_codec(self.device)
 
     def stages(self, group: dist.ProcessGroup | None, number: int) -> Iterator[Stage]:
-        yield [], 0  # the encoding, too, is done in the background
+        yield [], 0  # the encoding also runs in the background
         sent = self._outgoing()
         received = sent
         if group is not None:
@@ -219,7 +238,7 @@ class Quantized(Reducer):
         return encoded + [rest * b.flat.element_size() for rest, b in zip(self.rests, self.buckets, strict=True)]
 
     def _outgoing(self) -> Tensor:
-        """Returns the first stage's message, uint8 [workers, bytes], row j for worker j. The scalars go to everyone."""
+        """Returns the first stage's message, uint8 [workers, bytes], row j for worker j. Each row has the scalars."""
         n, count, scalars = self.world_size, len(self.buckets), self.buckets[0].scalars
         layout = [*self._layout(), scalars.nbytes]
         message = torch.empty(n, sum(layout), dtype=torch.uint8, device=self.device)
@@ -233,8 +252,10 @@ class Quantized(Reducer):
         return message
 
     def _average(self, received: Tensor) -> Tensor:
-        """Returns the mean of this worker's chunk, uint8 [bytes], from uint8 [workers, bytes]. The scalars become their
-        means, summed in rank order: every worker sums them for itself, and all have to agree."""
+        """Returns the encoded average of this worker's chunk, uint8 [bytes], from uint8 [workers, bytes].
+
+        It also averages the scalars in rank order. Every worker does so for itself, and all must agree.
+        """
         count, scalars, layout = len(self.buckets), self.buckets[0].scalars, self._layout()
         parts = received.split([*layout, scalars.nbytes], dim=1)
         scalars.copy_(self._codec.mean(_raw(parts[-1], scalars.dtype)))
@@ -248,7 +269,7 @@ class Quantized(Reducer):
         return payload
 
     def _unpack(self, means: Tensor) -> None:
-        """Decodes uint8 [workers, bytes], row j the mean of chunk j, into the buckets."""
+        """Decodes uint8 [workers, bytes], with the average of chunk j in row j, into the buckets."""
         parts, count = means.split(self._layout(), dim=1), len(self.buckets)
         for i, bucket in enumerate(self.buckets):
             self._codec.decode(parts[i], self.compressions[i], bucket.payload)
@@ -256,8 +277,10 @@ class Quantized(Reducer):
             bucket.values.copy_(values[: len(bucket.values)])
 
     def release(self) -> None:
-        """Adds what is held back to the payloads, which another reducer sums over the workers. Each worker holds the
-        second stage's errors of one chunk."""
+        """Adds the residuals to the payloads, which another reducer then sums over the workers.
+
+        Each worker holds the second stage's residuals of one chunk.
+        """
         held = zip(self.buckets, self._errors, self._mean_errors, self.chunks, strict=True)
         for bucket, own, mean, chunk in held:
             if own is None or mean is None:
@@ -268,14 +291,23 @@ class Quantized(Reducer):
 
 
 def _raw(payload: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns uint8 [rows, bytes] as [rows, elements]; the clone is aligned."""
+    """Returns uint8 [rows, bytes] as [rows, elements]. The clone is aligned."""
     rows, size = payload.shape
     return payload.flatten().clone().view(dtype).view(rows, size // dtype.itemsize)
 
 
 class AutoCompression(Reducer):
-    """A reducer that is one of several. kind: the format of what is sent first; a Tuned calls `become` before a launch
-    to change it."""
+    """A reducer that can change its format.
+
+    A Tuned hook calls `become` before a launch to change it.
+
+    Args:
+        kind: The first format.
+        error_feedback: Whether to keep residuals.
+        buckets: The method's buckets.
+        scalars: The scalars that are summed with them.
+        flight: The method's all-reduce.
+    """
 
     changes = True
 
@@ -289,15 +321,16 @@ class AutoCompression(Reducer):
 
     @property
     def state(self) -> dict[str, list[Tensor]]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Has the same keys and shapes over any wire."""
+        """Residuals, with the same keys and shapes for any format."""
         if self._now.state or not self._feeds_back:
             return self._now.state
         return nothing_held_back(self._buckets, self._allreduce.world_size, "cpu")
 
     def become(self, kind: str) -> None:
-        """Changes the format; nothing may be in flight. What the format before has held back joins the payload.
+        """Changes the format, while nothing is in flight. The old format's residuals join the payload.
 
-        On a GPU not in the background's stream: memory freed there would be used again while that stream still reads.
+        On a GPU this must not run in the background's stream: memory that is freed there would be used again while that
+        stream still reads it.
         """
         if kind == self.kind:
             return

@@ -1,1 +1,1 @@
-"""Measures a user's own nodes, and prints the settings that CO2 takes on them: `torchrun ... -m core.doctor`."""
+"""Measures your nodes, and prints the settings that CO2 uses on them: `torchrun ... -m core.doctor`."""

@@ -1,6 +1,6 @@
-"""The command: torchrun ... -m core.doctor --params 125e6 [--step_ms 80] [--out cluster.json].
+"""The command `torchrun ... -m core.doctor --params 125e6 [--step_ms 80] [--out cluster.json]`.
 
-Exit status: 0; 1 if a run would fail, or the measurement has failed; 2 for a mistake in an option.
+The exit status is 0 if all is well, 1 if a run would fail or the measurement failed, and 2 for a wrong option.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from .measure import boundary, compressions, links, sound
 
 
 class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:  # one line, without the usage
+    def error(self, message: str) -> NoReturn:  # one line, without the usage text
         raise UserError(f"{message} (--help lists the options)")
 
 
 def options(argv: Sequence[str]) -> argparse.Namespace:
-    """Returns the options; UserError names the first that cannot be."""
-    parser = Parser(prog="doctor", description="Measures these nodes, and prints the settings that CO2 takes on them.")
+    """Returns the options. Raises UserError for the first option that is wrong."""
+    parser = Parser(prog="doctor", description="Measures these nodes, and prints the settings that CO2 uses on them.")
     add = parser.add_argument
     add("--params", required=True, type=positive, metavar="N", help="trained parameters of the model, such as 125e6")
-    add("--step_ms", "--step-ms", type=positive, metavar="MS", help="of a whole local step; else several lengths")
+    add("--step_ms", "--step-ms", type=positive, metavar="MS", help="milliseconds of a local step; else several")
     add("--timeout", default=60.0, type=positive, metavar="S", help="seconds until a missing rank is an error (60)")
-    add("--out", type=Path, metavar="FILE", help="writes what was found there as JSON, such as cluster.json")
+    add("--out", type=Path, metavar="FILE", help="writes the report there as JSON, such as cluster.json")
     return parser.parse_args(argv)
 
 
@@ -56,7 +56,7 @@ def positive(given: str) -> float:
 
 
 def main() -> None:
-    """Runs the doctor, and ends the process."""
+    """Runs the doctor and ends the process."""
     rank = int(os.environ.get("RANK", "0"))
     try:
         asked = options(sys.argv[1:])
@@ -81,13 +81,13 @@ def _short(error: Exception) -> str:
 
 def _end(line: str, status: int) -> NoReturn:
     print(line, end="\n" if line else "", file=sys.stderr, flush=True)
-    if status:  # at once: a thread of a broken collective would keep the process, and peers wait for its connections
+    if status:  # at once: a thread of a broken collective would keep the process alive while peers wait for it
         os._exit(status)
     sys.exit(0)
 
 
 def diagnose(asked: argparse.Namespace) -> dict[str, Any]:
-    """Returns the report, equal on all ranks except for the times that each measures."""
+    """Returns the report. It is equal on all ranks except for the times that each rank measures."""
     try:
         own = own_facts()
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
@@ -101,8 +101,8 @@ def diagnose(asked: argparse.Namespace) -> dict[str, Any]:
     try:
         if not found["failures"]:
             measure(found, asked, nodes_of(facts))
-        of_all(None)  # the store's own rank must not leave first
-    except (RuntimeError, UserError) as error:  # of a collective, or what CO2 refuses
+        of_all(None)  # rank 0, which holds the store, must not leave first
+    except (RuntimeError, UserError) as error:  # a failed collective, or settings that CO2 refuses
         found["failures"].append(f"rank {own.rank}: {_short(error)}")
     else:
         dist.destroy_process_group()
@@ -110,7 +110,7 @@ def diagnose(asked: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure(found: dict[str, Any], asked: argparse.Namespace, nodes: list[list[int]]) -> None:
-    """Adds to the report what takes time."""
+    """Adds the measured times to the report."""
     device = torch.device("cuda", torch.cuda.current_device()) if found["backend"] == "nccl" else torch.device("cpu")
     if wrong := sound(device):
         found["failures"].append(wrong)
@@ -127,8 +127,18 @@ def measure(found: dict[str, Any], asked: argparse.Namespace, nodes: list[list[i
 
 @dataclass(frozen=True)
 class Facts:
-    """A worker's facts. host: a network namespace of a machine, within which workers need no link. alike: what must be
-    equal on all workers. memory: bytes of its GPU, or its share of the host's. infiniband: see `no_infiniband`."""
+    """The facts about one worker.
+
+    Attributes:
+        rank: The worker's rank.
+        host: Name and network namespace of a machine. Workers on the same host need no link.
+        hostname: The machine's name.
+        alike: Versions and settings that must be equal on all workers.
+        device: "cuda" or "cpu".
+        device_name: Name of the GPU or the processor.
+        memory: Bytes of its GPU, or its share of the host's memory.
+        infiniband: Why NCCL finds no InfiniBand, see `no_infiniband`.
+    """
 
     rank: int
     host: str
@@ -141,7 +151,7 @@ class Facts:
 
 
 def own_facts(env: Mapping[str, str] = os.environ) -> Facts:
-    """Returns this process's facts. Sets its GPU by its local rank."""
+    """Returns this process's facts, and sets its GPU by its local rank."""
     hostname, device, namespace = socket.gethostname(), "cuda" if torch.cuda.is_available() else "cpu", ""
     with contextlib.suppress(OSError):
         namespace = os.readlink("/proc/self/ns/net")
@@ -158,9 +168,10 @@ def own_facts(env: Mapping[str, str] = os.environ) -> Facts:
 
 
 def no_infiniband(env: Mapping[str, str] = os.environ, devices: Path = Path("/dev/infiniband")) -> str:
-    """Returns why NCCL finds no InfiniBand or RoCE device; "" if it finds one, or if NCCL_IB_DISABLE says not to look.
+    """Returns why NCCL finds no InfiniBand or RoCE device.
 
-    NCCL loads libibverbs and asks it for the devices, as this does. Without a device NCCL uses TCP and says nothing.
+    NCCL loads libibverbs and asks it for the devices; this function does the same. Without a device NCCL silently uses
+    TCP. The result is "" if there is a device, or if NCCL_IB_DISABLE is set.
     """
     if env.get("NCCL_IB_DISABLE", "0") != "0":
         return ""
@@ -178,28 +189,28 @@ def no_infiniband(env: Mapping[str, str] = os.environ, devices: Path = Path("/de
 
 
 def nodes_of(facts: Sequence[Facts]) -> list[list[int]]:
-    """Returns the ranks by host, in the order of each host's first rank."""
+    """Returns the ranks grouped by host, in the order of each host's first rank."""
     return [[f.rank for f in facts if f.host == host] for host in dict.fromkeys(f.host for f in facts)]
 
 
 def failures(facts: Sequence[Facts]) -> list[str]:
-    """Returns what makes a run fail, a line each."""
+    """Returns the reasons why a run would fail, one line each."""
     found = []
     for name in facts[0].alike:
         ranks: dict[str, list[str]] = {}
         for f in facts:
             ranks.setdefault(f.alike[name], []).append(str(f.rank))
         listed = "; ".join(f"{value} on rank {', '.join(of)}" for value, of in ranks.items())
-        found += [f"{name} differs: {listed}: take the same on all nodes"] if len(ranks) > 1 else []
+        found += [f"{name} differs: {listed}: use the same on all nodes"] if len(ranks) > 1 else []
     return found
 
 
 def header(facts: Sequence[Facts], params: float) -> dict[str, Any]:
-    """Returns what is known before anything is measured."""
+    """Returns the part of the report that needs no measurement."""
     nodes, first = [[facts[rank] for rank in node] for node in nodes_of(facts)], facts[0]
     sizes, memory = {len(node) for node in nodes}, min(f.memory for f in facts)
     return {
-        "format": 1,  # a key that the planner reads and that changes raises it
+        "format": 1,  # raise it if a key that the planner reads changes
         "params": max(1, round(params)),
         "workers": len(facts),
         "workers_per_node": sizes.pop() if len(sizes) == 1 else None,

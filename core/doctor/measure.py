@@ -1,4 +1,4 @@
-"""What is timed: all-reduces within and across nodes, and CO2's own reductions of a sample."""
+"""The doctor's measurements: all-reduces within and across nodes, and CO2's own reductions of a sample."""
 
 from __future__ import annotations
 
@@ -16,22 +16,29 @@ from ..comm import host_group, of_all, ring_bytes
 from ..config import CO2Config, CompressionConfig, Format
 
 SMALLEST, MOST_BYTES = 4, 1 << 28  # bytes of an all-reduce
-FROM, REPEATS, LONG = 1 << 12, 5, 0.6  # the second size; repeats; seconds after which no larger one is timed
-SAMPLE_SECONDS, MOST_PARAMS, MOST_ALONE, ROUNDS = 0.6, 1 << 25, 1 << 24, 3  # of samples; alone: without a link
+FROM, REPEATS, LONG = 1 << 12, 5, 0.6  # bytes of the second size; repeats; seconds after which sizes stop growing
+SAMPLE_SECONDS, MOST_PARAMS, MOST_ALONE, ROUNDS = 0.6, 1 << 25, 1 << 24, 3  # MOST_ALONE: parameters without a link
 WIRES: tuple[Format, ...] = ("float32", "int8", "int4")
 
 
 @dataclass(frozen=True)
 class Link:
-    """All-reduces among some workers. points: (bytes, seconds), the smallest first."""
+    """Times of all-reduces among some workers.
+
+    Attributes:
+        workers: Number of workers.
+        points: (bytes, seconds) of each all-reduce, in increasing order.
+    """
 
     workers: int
     points: list[tuple[int, float]]
 
     @property
     def line(self) -> tuple[float, float]:
-        """Seconds at 0 bytes, and of each byte, by least squares. Sizes below a quarter of the largest are left out,
-        because buffers may swallow them."""
+        """Seconds at 0 bytes, and seconds per byte, by least squares.
+
+        Sizes below a quarter of the largest are left out, because network buffers may hide them.
+        """
         used = [(n, s) for n, s in self.points if n >= self.points[-1][0] / 4]
         slope, start = linear_regression(*zip(*used, strict=True)) if len(used) > 1 else (0.0, 0.0)
         return (start, slope) if slope > 0 else (0.0, used[-1][1] / used[-1][0])
@@ -42,20 +49,20 @@ class Link:
 
     @property
     def bandwidth(self) -> float:
-        """Bits a second that each worker sends in large all-reduces: 2 (n - 1) / n of each byte."""
+        """Bits per second that each worker sends in large all-reduces, 2 (n - 1) / n times their bytes."""
         return 8 * ring_bytes(1 << 20, self.workers) / (self.line[1] * (1 << 20))
 
     def as_dict(self) -> dict[str, Any]:
         return {
             "workers": self.workers,
-            "latency_seconds": self.points[0][1],  # of the smallest all-reduce
+            "latency_seconds": self.points[0][1],  # time of the smallest all-reduce
             "bandwidth_bits_per_second": self.bandwidth,
             "allreduce": [{"bytes": nbytes, "seconds": seconds} for nbytes, seconds in self.points],
         }
 
 
 def sound(device: torch.device) -> str:
-    """Returns what is wrong with an all-reduce of known numbers; "" if it is right."""
+    """Returns an error message if an all-reduce of known numbers is wrong, else ""."""
     right = sum(range(1, dist.get_world_size() + 1))
     x = torch.full((1 << 16,), float(dist.get_rank() + 1), device=device)
     dist.all_reduce(x)
@@ -64,14 +71,18 @@ def sound(device: torch.device) -> str:
 
 
 def links(nodes: list[list[int]], device: torch.device) -> dict[str, Link]:
-    """Returns "all" workers' link, and "within" nodes and "across" nodes, of one worker each, as far as there are."""
+    """Returns the measured links by name.
+
+    "all" connects all workers. "within" connects the workers of a node, and "across" one worker of each node, if there
+    are several.
+    """
     found = {"all": link(None, device)}
     if len(nodes) == 1:
         return {"within": found["all"]} | found
     if all(len(node) == 1 for node in nodes):
         return {"across": found["all"]} | found
     for name, groups in (("within", [node for node in nodes if len(node) > 1]), ("across", [[n[0] for n in nodes]])):
-        # all groups at once, which share no rank; the slowest of them counts
+        # The groups share no rank, so all are timed at once. The slowest group counts.
         made = zip([dist.new_group(ranks) for ranks in groups], groups, strict=True)
         mine = [group for group, ranks in made if dist.get_rank() in ranks]
         own = link(cast(dist.ProcessGroup, mine[0]), device) if mine else None
@@ -80,7 +91,7 @@ def links(nodes: list[list[int]], device: torch.device) -> dict[str, Link]:
 
 
 def link(group: dist.ProcessGroup | None, device: torch.device) -> Link:
-    """Times larger and larger all-reduces, until one takes LONG. The group's members call it together."""
+    """Times all-reduces of growing size, until one takes longer than LONG. All members of the group must call it."""
     points: list[tuple[int, float]] = []
     nbytes = SMALLEST
     while nbytes <= MOST_BYTES:
@@ -100,8 +111,10 @@ def link(group: dist.ProcessGroup | None, device: torch.device) -> Link:
 
 
 def compressions(params: int, among: Link, device: torch.device, timeout: float) -> dict[str, dict[str, float]]:
-    """Returns the seconds of CO2's reductions of the model's size, by format. If one would take over SAMPLE_SECONDS,
-    they are extrapolated from a sample."""
+    """Returns the seconds of CO2's reductions of the whole model, by format.
+
+    A reduction that would take longer than SAMPLE_SECONDS is extrapolated from a sample.
+    """
     found = {}
     for compression in WIRES:
         each = CompressionConfig(compression).choices[compression]
@@ -115,15 +128,25 @@ def compressions(params: int, among: Link, device: torch.device, timeout: float)
 
 
 def extrapolated(took: float, size: int, params: int, each: float, among: Link) -> float:
-    """Returns the seconds for `params` parameters of `each` bytes: the link's time for them, and in proportion what the
-    sample took beyond the link's time for its own, such as encoding."""
+    """Returns the estimated seconds of a reduction of the whole model.
+
+    The estimate is the link's time for all bytes, plus the sample's time beyond its link time (such as for encoding) in
+    proportion to the parameters.
+
+    Args:
+        took: Seconds of the sample's reduction.
+        size: Parameters of the sample.
+        params: Parameters of the model.
+        each: Bytes per parameter.
+        among: The link among all workers.
+    """
     if params == size:
         return took
     return among.seconds(each * params) + max(0.0, took - among.seconds(each * size)) * params / size
 
 
 def boundary(params: int, device: torch.device, timeout: float) -> float:
-    """Returns the slowest worker's seconds of a boundary's own work. Without a link the sample may be larger."""
+    """Returns the slowest worker's seconds for a round boundary's own work. The sample is larger: it uses no link."""
     size = min(params, MOST_ALONE)
     alone = cast(dist.ProcessGroup, dist.new_group([dist.get_rank()], use_local_synchronization=True))
     return max(of_all(reduce_sample("float32", size, device, timeout, alone)[1])) * params / size
@@ -132,18 +155,19 @@ def boundary(params: int, device: torch.device, timeout: float) -> float:
 def reduce_sample(
     compression: Format, numel: int, device: torch.device, timeout: float, group: dist.ProcessGroup | None = None
 ) -> tuple[float, float]:
-    """Returns the seconds of a reduction and of a boundary's own work, as TauTuner takes them from training.
+    """Returns the seconds of a reduction and of a round boundary's own work, measured as TauTuner measures them.
 
     It runs rounds of CO2 with the recommended settings over `numel` elements. Between two reductions the link rests as
-    it does in training, because some links send faster after a rest. The reduction: as seen by the worker that launched
-    last, the median over the rounds. The boundary: the slowest worker's, the least over the rounds.
+    it does in training, because some links send faster after a rest. The reduction's time is the median over the rounds
+    of the time at the worker that launched last. The boundary's time is the smallest over the rounds of the slowest
+    worker's time.
     """
     config = replace(
         CO2Config.recommended(dist.get_world_size(group)), tau=1, compression=CompressionConfig(compression)
     )
     param = nn.Parameter(torch.zeros(numel, device=device))
     co2, told = CO2([param], config, timeout=timeout, group=group), list[tuple[float, float]]()
-    for round in range(ROUNDS + 2):  # in the first nothing has landed; the second one's landing opened connections
+    for round in range(ROUNDS + 2):  # nothing arrives in the first round; the second one's all-reduce opens connections
         with torch.no_grad():
             param.add_(round + 1.0)
         began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What follows from measured times: the recommended settings, and one screen."""
+"""The recommended settings that follow from the measured times, and the screen that shows them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from ..build import tau_hook_for
 from ..config import CO2Config
 from ..tau import smallest_tau
 
-STEPS = (0.01, 0.03, 0.1, 0.3, 1.0)  # seconds of a local step, where the user gives none
-HEARD = 40  # rounds, after which a tuner that always hears the same has settled
+STEPS = (0.01, 0.03, 0.1, 0.3, 1.0)  # seconds of a local step, if the user gives none
+HEARD = 40  # rounds after which a tuner that always gets the same times has settled
 WIDTH, FIRST = 100, 13  # columns of the screen, and of a line's name
 COLUMNS = "{:<12}{:<5}{:<13}{:<12}{:<9}{:<10}{:<13}{:<8}{}"
 TITLES = ("local step", "tau", "compression", "mean after", "exposed", "boundary", "DDP exposed", "r", "take")
@@ -21,8 +21,15 @@ LINKS = {"within": "in a node", "across": "across nodes", "all": "all workers"}
 def choose(
     config: CO2Config, workers: int, step: float, seconds: Mapping[str, float], boundary: float
 ) -> dict[str, Any]:
-    """Returns what the tuner of tau auto settles on. step: seconds of the slowest worker's local step. seconds: of an
-    average, by format. boundary: seconds of a boundary's own work."""
+    """Returns the settings that the tuner of tau auto settles on.
+
+    Args:
+        config: The recommended config.
+        workers: Number of workers.
+        step: Seconds of the slowest worker's local step.
+        seconds: Seconds of an all-reduce, by format.
+        boundary: Seconds of the work at a round boundary.
+    """
     tuned = tau_hook_for(config, workers)
     assert tuned is not None and workers > 1, "one worker has nothing to send"
     tuner = tuned.tuner
@@ -30,15 +37,15 @@ def choose(
         tuner.hear(number, [step], [seconds[tuner.compression]], [boundary])
     tau, took, float32 = tuner.tau, seconds[tuner.compression], seconds["float32"]
     exposed, own = max(0.0, 1 - tau * step / took), boundary / (max(tau * step, took) + boundary)
-    ddp = max(0.0, 1 - step / float32)  # at least: float32 gradients in every step, all of it hidden
+    ddp = max(0.0, 1 - step / float32)  # a lower bound: float32 gradients in every step, all hidden by the step
     return {
         "step_seconds": step,
         "tau": tau,
         "compression": tuner.compression,
         "merge": config.merge,
-        "awaited": min(tau, tuner.needed or tau),  # local steps after which an average is waited for
+        "awaited": min(tau, tuner.needed or tau),  # local steps after which a worker waits for the average
         "allreduce_seconds": took,
-        "exposed_share": exposed,  # of the time, as the next two
+        "exposed_share": exposed,  # share of the time, as are the next two
         "boundary_share": own,
         "ddp_share": ddp,
         "take": "DDP" if ddp <= exposed + own else "CO2",
@@ -49,7 +56,7 @@ def choose(
 
 
 def screen(report: Mapping[str, Any]) -> str:
-    """Returns at most some 30 lines of WIDTH columns."""
+    """Returns the report as some 30 lines of WIDTH columns at most."""
     lines: list[str] = []
 
     def line(name: str, text: str) -> None:
@@ -68,7 +75,7 @@ def screen(report: Mapping[str, Any]) -> str:
         line("InfiniBand", f"{report['infiniband']}; NCCL takes TCP there")
     links = dict(report["links"])
     if report["workers_per_node"] == 1 or len(nodes) == 1:
-        del links["all"]  # it is one of the two
+        del links["all"]  # it equals one of the other two links
     for key, link in links.items():
         if link is not None:
             rate, most = _rate(link["bandwidth_bits_per_second"]), link["allreduce"][-1]

@@ -1,9 +1,11 @@
-"""What carries a reduction among workers that come and go: to its owner no reduction fails.
+"""An all-reduce among workers that come and go. It never fails for the method that uses it.
 
-A reduction has two phases. Its sum is followed by an all-reduce of one number: a worker that has received the number
-knows that all hold the sum, and only then is the sum merged. After a failure the survivors tell how far each is. If one
-of them has merged the round, or all hold its sum, it counts, with what the dead worker sent; else each sends again,
-from a copy, what it had sent, and the mean is over those left.
+A reduction has two phases. First the buckets are summed. Then an all-reduce of one number confirms the sum: once a
+worker has received the number, all workers hold the sum. Only then is the sum merged.
+
+After a failure the survivors report how far each of them is. If one survivor has merged the round, or all hold its sum,
+the sum counts, with the dead worker's part. Otherwise each survivor sends its part again from a copy, and the average
+is over the survivors.
 """
 
 from __future__ import annotations
@@ -25,20 +27,30 @@ from ..local_update import LocalUpdateMethod
 from ..stats import AsyncReadback
 from .members import AGREED, SENT, SUMMED, Came, Members, Report, WorkersChanged, agreed
 
-MOST = 1024  # workers: checksums are so narrow that the sums over as many are exact
-LOOK_EVERY = 0.2  # seconds between two looks whether another worker has left
+MOST = 1024  # workers: checksums are narrow enough for exact sums over as many workers
+LOOK_EVERY = 0.2  # seconds between two checks whether another worker has left
 
 
 class ElasticAllReduce(AsyncAllReduce):
-    """Flight whose group may change under what is in flight. RANK and WORLD_SIZE, from the environment, are this
-    worker's place among as many workers as there may be: who takes the place of a lost one has the same.
+    """An AsyncAllReduce whose process group may change while a reduction is in flight.
 
-    members: see Members. options: of Flight.
-    Attributes: owner, the method whose reductions these are, set by Joining; world_size, how many workers count in the
-    reduction in flight; phase, of that reduction; counts, whether what this worker sends counts; asks, whether this
-    worker asks to let newcomers in, and asked, whether any has with what landed last. To be set by the training script:
-    tell, which returns what it reports to the others; on_change, called with all reports once another generation has
-    begun.
+    The environment's RANK and WORLD_SIZE are this worker's place among the largest number of workers. A worker that
+    replaces a lost one has the same place.
+
+    Args:
+        device: As for AsyncAllReduce.
+        members: The worker's generation, see Members.
+        **options: Other arguments of AsyncAllReduce.
+
+    Attributes:
+        owner: The method that uses this all-reduce. Joining sets it.
+        world_size: Number of workers that count in the reduction in flight.
+        phase: Phase of the reduction in flight.
+        counts: Whether this worker's part counts.
+        asks: Whether this worker asks to let newcomers in.
+        asked: Whether any worker asked in the last reduction that arrived.
+        tell: Returns this worker's own report to the other workers. The training script sets it.
+        on_change: Gets all reports after a new generation has begun. The training script sets it.
     """
 
     owner: LocalUpdateMethod
@@ -47,7 +59,7 @@ class ElasticAllReduce(AsyncAllReduce):
         assert not dist.is_initialized(), "the workers' groups are made and left here"
         super().__init__(device, **options)
         self.members = members
-        self._act, self._act_phase = 0, AGREED  # the sum of a training script that is under way, or the last one
+        self._act, self._act_phase = 0, AGREED  # the training script's current or last sum
         self.tell: Callable[[], Report] = dict
         self.on_change: Callable[[list[Report | None]], None] = lambda reports: None
         self.place, self.places = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -55,14 +67,14 @@ class ElasticAllReduce(AsyncAllReduce):
         self.phase = AGREED
         self.counts = True
         self.asks = self.asked = False
-        self._spared: tuple[int, int] = 0, 0  # of which reduction how many workers do not count
-        self._kept: list[Tensor] = []  # what was sent, as it was
+        self._spared: tuple[int, int] = 0, 0  # number of a reduction, and of the workers that do not count in it
+        self._kept: list[Tensor] = []  # a copy of the sent buckets
         self._looked_at = 0.0
 
-    # -- what the owner calls ------------------------------------------------------------------------------------
+    # -- for the owner -------------------------------------------------------------------------------------------
 
     def launch(self, stages: Iterator[Stage]) -> None:
-        """See AsyncAllReduce; keeps a copy of what is sent."""
+        """Starts a reduction, as AsyncAllReduce does, and keeps a copy of the sent buckets."""
         flats = self._flats
         for flat in flats if not self.counts else []:
             flat.zero_()
@@ -74,10 +86,10 @@ class ElasticAllReduce(AsyncAllReduce):
             self.mend()
 
     def in_phases(self, stages: Iterator[Stage]) -> Iterator[Stage]:
-        """The stages of the sum, beside the first of them who asks to let newcomers in; then the agreement."""
+        """Yields the steps of the sum, then the confirmation. The first step also sums newcomers' requests."""
         assert self.group is not None
         self.phase = SENT
-        asks, token = torch.tensor([float(self.asks)]), torch.zeros(1)  # in the host's memory, where nothing waits
+        asks, token = torch.tensor([float(self.asks)]), torch.zeros(1)  # on the host, so that no GPU waits
         beside, few = sum_flats([asks], self.group)
         for works, sent in stages:
             yield [*works, *beside], sent + few
@@ -88,7 +100,7 @@ class ElasticAllReduce(AsyncAllReduce):
         self.phase = AGREED
 
     def done(self) -> bool:
-        """See AsyncAllReduce; looks, too, whether another worker has left."""
+        """Returns whether the reduction is done, as AsyncAllReduce does. Also checks whether a worker has left."""
         try:
             through = super().done()
         except CollectiveError:
@@ -109,9 +121,10 @@ class ElasticAllReduce(AsyncAllReduce):
                 self.mend()
 
     def sum_of_all(self, values: Tensor) -> Tensor:
-        """The sum over the workers, for the training script; all of them must call it.
+        """Returns the sum over the workers, for the training script. All workers must call it.
 
-        WorkersChanged on all that are left where one was lost and not all have the sum.
+        Raises:
+            WorkersChanged: On all remaining workers, if a worker was lost and not all of them have the sum.
         """
         self._act, self._act_phase, total = self._act + 1, SENT, values.clone()
         reason = False
@@ -121,7 +134,7 @@ class ElasticAllReduce(AsyncAllReduce):
             dist.all_reduce(torch.zeros(1))
         except RuntimeError:
             reason = True
-        if reason:  # out here, where no traceback keeps the group
+        if reason:  # outside the handler, because a traceback would keep the group alive
             reports = self.mend()
             if not agreed(reports, "act", self._act):
                 self._act, self._act_phase = self._act - 1, AGREED
@@ -132,7 +145,7 @@ class ElasticAllReduce(AsyncAllReduce):
     # -- another generation -----------------------------------------------------------------------------------
 
     def mend(self, came: Came = "failed") -> list[Report | None]:
-        """Goes on to the next generation with those that are left, and settles what becomes of what is in flight."""
+        """Forms the next generation with the remaining workers, and completes or repeats the reduction in flight."""
         while True:
             self._drop()
             reports = self.members.meet(self._report(), came)
@@ -149,13 +162,12 @@ class ElasticAllReduce(AsyncAllReduce):
                 continue
 
     def adopt(self, reports: list[Report | None]) -> None:
-        """Takes the members' group for what is launched from now on."""
+        """Uses the members' group for the reductions from now on."""
         assert self.members.group is not None
         self.group, self.rank = self.members.group, self.members.rank
         self.timed_groups = [self.group]
-        self.owner._readback = (
-            AsyncReadback()
-        )  # on a GPU the next landing tells a newcomer nothing yet, so nobody else either
+        # A newcomer on a GPU cannot read the next reduction's scalars yet, so no worker reads them.
+        self.owner._readback = AsyncReadback()
         known = [r for r in reports if r is not None]
         latest = max((r["launched"] for r in known), default=self.launched)
         self._act = max([self._act, *(r["act"] for r in known if r["act_phase"] == AGREED)])
@@ -166,7 +178,7 @@ class ElasticAllReduce(AsyncAllReduce):
         self.on_change(reports)
 
     def count(self, number: int) -> None:
-        """Of the reduction of that number, from 1, which is sent in this generation: how many workers count in it."""
+        """Sets how many workers count in the reduction of this number, counted from 1, in this generation."""
         self.world_size = self.members.size - (self._spared[1] if number == self._spared[0] else 0)
         self.owner._reducer.scale = 1 / self.world_size
 
@@ -175,14 +187,14 @@ class ElasticAllReduce(AsyncAllReduce):
         return [bucket.flat for bucket in self.owner._buckets]
 
     def _drop(self) -> None:
-        """Lets go of the group. What is in flight there lands, or fails once another has let go."""
+        """Leaves the group. The reduction in flight completes, or fails once another worker has left."""
         if self._thread is not None:
             with contextlib.suppress(CollectiveError):
                 self._end()
         self.let_go()
 
     def let_go(self) -> None:
-        """Leaves the group, so that those who wait for this worker there see it broken."""
+        """Leaves the group, so that workers that wait for this one see a broken group."""
         self.group, self.timed_groups = None, []
         self.members.leave()
 
@@ -199,6 +211,6 @@ class ElasticAllReduce(AsyncAllReduce):
         self._begin(self.in_phases(self.owner._stages()))
 
     def _failure(self, reason: str, what: str = "") -> CollectiveError:
-        """See AsyncAllReduce; lets go of the group at once, or its other workers would wait for the timeout."""
+        """Returns the error, as AsyncAllReduce does. Leaves the group at once, so that no worker waits in vain."""
         self.let_go()
         return CollectiveError(reason)

@@ -1,13 +1,13 @@
-"""CO2 among workers that come and go: a worker that dies is left out, one that comes joins at a boundary.
+"""CO2 among workers that come and go. A worker that dies is left out, and a new worker joins at a round boundary.
 
-The workers of one stretch of time are a generation: a process group that none joins and all leave together. A small
-service (training/launch.py) lists each generation's workers; it does not train, and outlives every worker.
+A generation is a process group whose workers stay the same. No worker joins it, and all of them leave it together. A
+small service (training/launch.py) lists the workers of each generation. It does not train, and outlives every worker.
 
-Nothing a survivor has sent is lost, and all survivors' outer iterates stay equal, bit for bit: see allreduce.py.
+Nothing that a survivor has sent is lost, and the survivors' outer iterates stay equal bit for bit (allreduce.py).
 
-A newcomer joins where all have agreed on it, by a number that travels with a reduction. It gets the outer state,
-buffers and optimiser of the first worker, over a connection of its own while the others train on, sends zeros for the
-round that is under way, which do not count in its mean, and trains from the outer iterate.
+A newcomer joins at a boundary on which all workers have agreed, by a number that is summed with a reduction. It gets
+the outer state, buffers and optimizer of the first worker, over its own connection, while the other workers train on.
+It sends zeros for the current round, which do not count in the average. Then it trains from the outer iterate.
 """
 
 from __future__ import annotations
@@ -32,13 +32,19 @@ from .members import Members, Report
 
 
 class Joining(Hook):
-    """Lets newcomers in, and is this worker's own way in: call `join` once the method is made. It must be the first of
-    the hooks, because the others write how many workers count.
+    """Lets newcomers join, and lets this worker join: call `join` after the method is made.
 
-    members: see Members. at_once: whether a mean is waited for and merged where it was sent (delay 0).
-    Attributes, to be set before `join`: give, which returns what a newcomer needs, the method's state_dict() included;
-    take, which takes it there; may_join, whether newcomers may join at the boundary that is being closed, alike on all
-    workers.
+    It must be the first hook, because the other hooks send how many workers count.
+
+    Args:
+        members: The worker's generation, see Members.
+        at_once: Whether each average is waited for and merged at the boundary that sent it (delay 0).
+
+    Attributes:
+        give: Returns the state that a newcomer needs, with the method's state_dict(). Set it before `join`.
+        take: Loads that state on the newcomer. Set it before `join`.
+        may_join: Returns whether newcomers may join at the boundary that is closing, equal on all workers. Set it
+            before `join`.
     """
 
     co2: CO2
@@ -46,7 +52,7 @@ class Joining(Hook):
 
     def __init__(self, members: Members, *, at_once: bool = False):
         self.members, self._at_once = members, at_once
-        self._joining = False  # whether all have agreed that newcomers may join
+        self._joining = False  # whether all workers have agreed that newcomers may join
         self.may_join: Callable[[], bool] = lambda: True
 
     def attach(self, method: LocalUpdateMethod) -> None:
@@ -61,8 +67,14 @@ class Joining(Hook):
             self.take: Callable[[dict[str, Any]], None] = method.load_state_dict
 
     def join(self, found: Callable[[], None] = lambda: None) -> bool:
-        """Comes among the workers, with their state; whether others were training. found: called on the first worker
-        where nobody has any state: it makes or loads the first."""
+        """Joins the other workers and loads their state.
+
+        Args:
+            found: Makes or loads the first state. It is called on the first worker if no worker has any state.
+
+        Returns:
+            Whether other workers were training.
+        """
         while True:
             reports = self.members.meet(None, "empty")
             self.allreduce.adopt(reports)
@@ -73,7 +85,7 @@ class Joining(Hook):
                 return False
             try:
                 self.take(self.members.fetch())
-            except RuntimeError:  # its sender was lost
+            except RuntimeError:  # the worker that sent it was lost
                 self.allreduce.let_go()
                 continue
             if not founding:
@@ -82,7 +94,7 @@ class Joining(Hook):
 
     @torch.no_grad()
     def _enter(self) -> None:
-        """Takes part in the round that is under way, with zeros that do not count."""
+        """Takes part in the current round, with zeros that do not count."""
         m = self.co2
         for outer_step in m._outer_steps:
             outer_step.restart()
@@ -93,10 +105,10 @@ class Joining(Hook):
         if self._at_once:
             m._merge()
         m._begin_round(m.rounds)
-        m._sync_schedule.begin(m.rounds)  # a round of its own begins, while the giver's was closing
+        m._sync_schedule.begin(m.rounds)  # this worker begins its own round; the sender's state was of a closing round
 
     def before_allreduce(self) -> None:
-        if self.allreduce.counts:  # a newcomer takes part with those that it has come to
+        if self.allreduce.counts:  # a newcomer does not change the workers that it has just joined
             if self.members.left():
                 self.allreduce.mend()
             if self._joining and not self.method._scalars["finished"] and self.may_join():
@@ -109,7 +121,7 @@ class Joining(Hook):
         self.allreduce.counts = True
 
     def _let_join(self) -> None:
-        """Lets newcomers into the group, where nothing is in flight; or goes on where another worker has done so."""
+        """Lets newcomers into the group while nothing is in flight, unless another worker has already done so."""
         while self._joining:
             reports = self.allreduce.mend("planned")
             known = [r for r in reports if r is not None]
@@ -118,14 +130,14 @@ class Joining(Hook):
                 self._serve(reports)
 
     def _serve(self, reports: list[Report | None]) -> None:
-        """Sends what newcomers need to all other workers that have reported no state."""
+        """Sends the state to all other workers that have reported no state."""
         newcomers = reports.count(None) - (reports[self.allreduce.rank] is None)
         if newcomers:
             self.members.serve(self.give(), newcomers)
 
 
 def check_elastic(config: Any) -> None:
-    """UserError for what does not go with workers that come and go. config: a CO2Config."""
+    """Raises UserError for settings of a CO2Config that elastic workers do not support."""
     if config.tau == "auto":
         raise UserError("elastic does not go with tau='auto': give a number of local steps")
     if config.compression.format not in ("float32", "auto"):
@@ -133,11 +145,11 @@ def check_elastic(config: Any) -> None:
 
 
 class SlowElasticAllReduce(SlowAllReduce, ElasticAllReduce):
-    """ElasticAllReduce over an emulated link."""
+    """An ElasticAllReduce over an emulated link."""
 
 
 class ElasticCO2(CO2):
-    """What elastic_co2 makes."""
+    """The class of the method that elastic_co2 returns."""
 
     def __init__(self, params: Iterable[Tensor], c: CO2Config, schedule: Schedule | None, **built: Any):
         self._build(params, c, schedule, **built)
@@ -156,14 +168,23 @@ def elastic_co2(
 ) -> tuple[CO2, Joining]:
     """Makes CO2 whose workers come and go, at the cost of one more copy of the parameters.
 
-    Make it on every worker before any process group exists, then call the hook's `join` on all.
+    Make it on every worker before any process group exists, then call the hook's `join` on all of them.
 
     Args:
-        config: See CO2. tau auto and compressions are refused, and compression auto means float32.
-        members: See Members.
+        params: As for CO2.
+        config: As for CO2. tau auto and compressions are refused. Compression auto means float32.
+        members: The worker's generation, see Members.
+        buffers: As for CO2.
+        timeout: As for CO2.
+        link: An emulated link, for tests.
+        schedule: As for CO2.
+        hooks: As for CO2.
 
     Returns:
-        The method, and the hook that lets newcomers in.
+        The method, and the hook that lets newcomers join.
+
+    Raises:
+        UserError: For settings that elastic workers do not support.
     """
     given = named_rule(config)
     check_elastic(given)

@@ -1,7 +1,7 @@
-"""One worker among others that come and go: how it joins each generation of workers, and gets its state.
+"""Membership of one worker: how it joins each generation of workers and gets its state.
 
-The coordinator (training/launch.py) holds a store, and lists each generation's workers there. joining.py says
-what the generations are for.
+The coordinator (training/launch.py) holds a store and lists the workers of each generation there. joining.py explains
+generations.
 """
 
 from __future__ import annotations
@@ -24,31 +24,34 @@ from ..comm import new_group, set_timeout
 from ..errors import CollectiveError
 
 Came = Literal["planned", "failed", "empty"]  # why a worker leaves its generation; empty: it has no state yet
-Report = dict[str, Any]  # what a member tells the others of its next generation, as JSON holds it
+Report = dict[str, Any]  # a worker's report to the other workers of its next generation, as JSON
 
-FORM_WITHIN = 30.0  # seconds for connecting a generation, after which another one is tried
+FORM_WITHIN = 30.0  # seconds to connect a generation before the next one is tried
 SENT, SUMMED, AGREED = range(3)  # phases of a sum over the workers
 
 
 class Over(Exception):
-    """The run has ended before this worker came to join it."""
+    """The run ended before this worker could join it."""
 
 
 class WorkersChanged(Exception):
-    """A worker was lost in a collective of the training script; all others have to repeat it."""
+    """A worker was lost in a collective of the training script. All other workers must repeat the collective."""
 
 
 class Members:
-    """This worker's generation, and its way into the next.
+    """This worker's generation, and how it enters the next one.
 
     Args:
-        store: Held by the coordinator.
-        name: This worker's name, never used again.
-        address: Where others reach this machine.
+        store: The store that the coordinator holds.
+        name: This worker's name, which is never used again.
+        address: Address at which other workers reach this machine.
         timeout: Seconds until a silent worker is left out.
 
-    Attributes: generation, 0 before the first; names, of its workers, by rank; planned, whether all came to it as
-    agreed; group, for the reductions, next to the default process group; both are over gloo.
+    Attributes:
+        generation: Number of the generation, 0 before the first.
+        names: Names of its workers, by rank.
+        planned: Whether all workers came to this generation as agreed.
+        group: Process group for the reductions, in addition to the default group. Both use gloo.
     """
 
     def __init__(self, store: Any, name: str, *, address: str = "127.0.0.1", timeout: float = 600.0):
@@ -71,8 +74,16 @@ class Members:
     def meet(self, report: Report | None, came: Came) -> list[Report | None]:
         """Leaves the generation, waits for the next one with this worker, and connects it.
 
-        Returns what its members report, by rank, None for one without state. Raises Over when the run has ended, and
-        CollectiveError when this worker was left out.
+        Args:
+            report: This worker's report, or None if it has no state.
+            came: Why it leaves its generation.
+
+        Returns:
+            The reports of the new generation's workers, by rank, with None for a worker without state.
+
+        Raises:
+            Over: If the run has ended.
+            CollectiveError: If this worker was left out.
         """
         again, may_wait = False, came == "empty"
         while True:
@@ -83,7 +94,7 @@ class Members:
                 self.store.set(f"broken/{self.generation}", "")
             again = True
             self.store.set(f"came/{self.generation}/{self.name}", came)
-            while True:  # until a next generation is listed; a worker without state waits for one with itself
+            while True:  # until a generation is listed; a worker without state waits for one that lists itself
                 while not self._is_set(f"generation/{self.generation + 1}"):
                     if may_wait and self._is_set("over"):
                         raise Over
@@ -97,12 +108,12 @@ class Members:
                     raise CollectiveError(
                         f"worker {self.name} was left out of the run: it was silent for over {self.timeout:g} s"
                     )
-            with contextlib.suppress(RuntimeError):  # one of them has died in the meantime
+            with contextlib.suppress(RuntimeError):  # one of its workers has died in the meantime
                 return self._form(report)
 
     def leave(self) -> None:
-        """Leaves the generation's process groups, so that workers which wait for this one see a broken group."""
-        self.group = None  # connections close when nothing refers to them
+        """Leaves the generation's process groups, so that workers that wait for this one see a broken group."""
+        self.group = None  # gloo closes the connections once nothing refers to the group
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -111,18 +122,18 @@ class Members:
         return self._is_set(f"broken/{self.generation}")
 
     def wanted(self) -> bool:
-        """Returns whether newcomers wait."""
+        """Returns whether newcomers are waiting."""
         return self._is_set(f"waiting/{self.generation}")
 
     def serve(self, state: dict[str, Any], newcomers: int) -> None:
-        """Sends `state`, tensors and plain values, to so many newcomers of this generation, in the background."""
+        """Sends `state`, tensors and plain values, to `newcomers` workers of this generation, in the background."""
         buffer = io.BytesIO()
         torch.save(state, buffer)
         server, data = socket.create_server((self.address, 0)), buffer.getbuffer()
         server.settimeout(self.timeout)
 
         def send() -> None:
-            with contextlib.suppress(OSError), server:  # a newcomer that has died is not waited for
+            with contextlib.suppress(OSError), server:  # does not wait for a newcomer that has died
                 for _ in range(newcomers):
                     connection, _ = server.accept()
                     with contextlib.suppress(OSError), connection:
@@ -133,7 +144,7 @@ class Members:
         self.store.set(f"donor/{self.generation}", f"{self.address} {server.getsockname()[1]}")
 
     def fetch(self) -> dict[str, Any]:
-        """Returns what `serve` sends; RuntimeError if its sender is lost."""
+        """Returns the state that `serve` sends. Raises RuntimeError if the sender is lost."""
         self._await([f"donor/{self.generation}"])
         host, port = self.store.get(f"donor/{self.generation}").decode().split()
         try:
@@ -152,7 +163,7 @@ class Members:
         self.store.set("over", "")
 
     def _form(self, report: Report | None) -> list[Report | None]:
-        """Connects the generation; RuntimeError if a member does not come."""
+        """Connects the generation. Raises RuntimeError if a worker does not come."""
         key = f"report/{self.generation}"
         self.store.set(f"{key}/{self.name}", json.dumps(report))
         self._await([f"{key}/{name}" for name in self.names])
@@ -179,7 +190,13 @@ class Members:
 
 
 def agreed(reports: Sequence[Report | None], what: str, number: int) -> bool:
-    """Returns whether the act of that number counts: one worker has gone on from it, or all hold its result."""
+    """Returns whether a sum counts: one worker has gone on from it, or all hold its result.
+
+    Args:
+        reports: Reports of all workers, None for a worker without state.
+        what: Kind of sum, a key of the reports.
+        number: Number of the sum.
+    """
     known = [r for r in reports if r is not None]
     if any(r[what] > number or (r[what] == number and r[f"{what}_phase"] == AGREED) for r in known):
         return True

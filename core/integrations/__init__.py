@@ -1,1 +1,1 @@
-"""CO2 inside other training frameworks; each module imports its framework when it is imported itself."""
+"""CO2 inside other training frameworks. Each module imports its framework only when you import the module."""

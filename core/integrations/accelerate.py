@@ -1,13 +1,15 @@
-"""CO2 with Hugging Face's accelerate, after its own LocalSGD:
+"""CO2 with Hugging Face's accelerate, in the style of accelerate's own LocalSGD:
 
-accelerator = Accelerator(gradient_accumulation_steps=4)
-optimizer, loader, schedule = accelerator.prepare(optimizer, loader, schedule)  # all but the model
-with CO2Training(accelerator, model, optimizer) as co2:
-    for x, y in loader:
-        with accelerator.accumulate(model):
-            accelerator.backward(loss(model(x), y))
-            optimizer.step(); schedule.step(); optimizer.zero_grad()
-            co2.step()
+    accelerator = Accelerator(gradient_accumulation_steps=4)
+    optimizer, loader, schedule = accelerator.prepare(optimizer, loader, schedule)
+    with CO2Training(accelerator, model, optimizer) as co2:
+        for x, y in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(loss(model(x), y))
+                optimizer.step(); schedule.step(); optimizer.zero_grad()
+                co2.step()
+
+Prepare everything but the model, which CO2Training prepares.
 """
 
 from __future__ import annotations
@@ -27,21 +29,23 @@ WHO = "CO2Training"
 
 
 class CO2Training(CO2):
-    """A core.CO2 that supports accelerate's updates and checkpoints.
+    """A core.CO2 that supports accelerate's gradient accumulation and checkpoints.
 
-    Call step() after every batch, and finish() before an evaluation; log what metrics() returns. Inside the block
-    save_state() calls finish(), and save_state() and load_state() also write and read each worker's own model,
-    optimizer and outer state, in co2/rankN.pt. A run goes on bit for bit if schedules are equal on all workers.
+    Call step() after every batch and finish() before an evaluation. Log what metrics() returns. Inside the block,
+    save_state() first calls finish(). save_state() and load_state() also write and read each worker's own model,
+    optimizer and outer state, in co2/rankN.pt. A run resumes bit for bit if the schedules are equal on all workers.
 
     Args:
-        model: The bare model, prepared here without DistributedDataParallel; call `co2.model` if accelerate compiles.
-        optimizer: What accelerator.prepare() returned.
-        config: None takes CO2Config.recommended for these workers.
-        options: What core.CO2 takes besides; buffers: the model's, if no others are given.
+        accelerator: The accelerator that prepared the optimizer.
+        model: The bare model. It is prepared here, without DistributedDataParallel. Call `co2.model` if accelerate
+            compiles the model.
+        optimizer: The optimizer that accelerator.prepare() returned.
+        config: The settings. None uses CO2Config.recommended for these workers.
+        **options: Other arguments of core.CO2. The default of `buffers` is the model's buffers.
 
     Raises:
-        UserError: For DeepSpeed, FSDP, Megatron, a parallelism_config, a model in DistributedDataParallel or with
-            SyncBatchNorm, and an optimizer that was not prepared.
+        UserError: For DeepSpeed, FSDP, Megatron and a parallelism_config. Also for a model in DistributedDataParallel
+            or with SyncBatchNorm, and for an optimizer that was not prepared.
     """
 
     def __init__(
@@ -57,24 +61,28 @@ class CO2Training(CO2):
         if not isinstance(optimizer, AcceleratedOptimizer):
             raise UserError(f"{WHO}: the optimizer is a bare {type(optimizer).__name__}: give what prepare() returned")
         self.accelerator, self.optimizer, self._bare = accelerator, optimizer, model
-        self.model = accelerator.prepare_model(model, evaluation_mode=True)  # in no DistributedDataParallel
+        self.model = accelerator.prepare_model(model, evaluation_mode=True)  # without DistributedDataParallel
         given: dict[str, Any] = {"buffers": model.buffers()} | options
         super().__init__(model.parameters(), config_or_recommended(config), **given)
-        self._closed = self.stats  # of the last round
+        self._closed = self.stats  # statistics of the last round that closed
         self._checkpoint = _Checkpoint(self)
 
     def step(self, *, last: bool = False) -> bool:
-        """Calls core.CO2.step() if the batch ended an update."""
+        """Calls core.CO2.step() if this batch ended an optimizer update.
+
+        Returns:
+            Whether a round closed.
+        """
         closed = self.accelerator.sync_gradients and super().step(last=last)
-        self._closed = self.stats if closed else self._closed  # of later ones only a part is known
+        self._closed = self.stats if closed else self._closed  # the statistics of an open round are incomplete
         return closed
 
     def metrics(self) -> dict[str, float]:
-        """Returns the last round's statistics for accelerator.log(); on a GPU the host waits for them."""
+        """Returns the last round's statistics for accelerator.log(). On a GPU the host waits for them."""
         return logged(self._closed)
 
     def close(self) -> None:
-        """Calls core.CO2.close(); save_state() is accelerate's own again."""
+        """Calls core.CO2.close() and removes the hooks from accelerate's save_state() and load_state()."""
         self._checkpoint.leave()
         super().close()
         leave_at_exit()
@@ -85,7 +93,7 @@ class CO2Training(CO2):
 
 
 class _Checkpoint:
-    """Each worker's own part of save_state() and load_state()."""
+    """Adds each worker's own state to save_state() and load_state()."""
 
     def __init__(self, co2: CO2Training):
         self._co2, self._folder, accelerator = co2, "", co2.accelerator
@@ -94,24 +102,24 @@ class _Checkpoint:
         accelerator.register_for_checkpointing(self)
 
     def leave(self) -> None:
-        """Stays registered, because accelerate lets nothing go, but does nothing any more."""
+        """Removes the hooks. The object stays registered, because accelerate has no way to unregister it."""
         self._folder = ""
         for hook in self._hooks:
             hook.remove()
 
     def _save(self, models: list[nn.Module], weights: list[Any], folder: str) -> None:
-        self._co2.finish()  # the weights that rank 0 writes next share the parameters' memory
+        self._co2.finish()  # rank 0 writes the weights next; they share the parameters' memory
         save_own(f"{folder}/co2", self._co2.accelerator.process_index, **self._parts())
 
     def _remember(self, models: list[nn.Module], folder: str) -> None:
         self._folder = folder
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what rank 0 writes of this object: each worker's own part lies next to it."""
+        """Returns nothing for rank 0 to write, because each worker writes its own file."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Called last in load_state(), when all workers have loaded rank 0's model and optimizer."""
+        """Loads this worker's own state. load_state() calls it last, after rank 0's model and optimizer are loaded."""
         if self._folder:
             load_own(WHO, f"{self._folder}/co2", self._co2.accelerator.process_index, **self._parts())
 

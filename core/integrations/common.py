@@ -1,6 +1,6 @@
-"""What the integrations share: what they refuse, CO2 in a trainer's loop, and each worker's own part of a checkpoint.
+"""Shared parts of the integrations: checks, CO2 in a trainer's loop, and each worker's own part of a checkpoint.
 
-All of them follow one policy: before every evaluation and every checkpoint, finish() brings all workers to one model.
+All integrations follow one policy: before every evaluation and checkpoint, finish() gives all workers the same model.
 """
 
 from __future__ import annotations
@@ -26,18 +26,27 @@ from ..errors import UserError
 from ..stats import RoundStats
 from ..stored import reason
 
-UNFINISHED = "are not of one checkpoint, as where a run ended while it saved: go on from an older one"
+UNFINISHED = "are not of one checkpoint, as when a run ended while it saved: resume from an older checkpoint"
 WRAPPERS = (DistributedDataParallel, FullyShardedDataParallel, FSDPModule, DataParallel)
 
 
 def config_or_recommended(config: CO2Config | None, steps: float = math.inf, **how: Any) -> CO2Config:
-    """Returns the config, or CO2Config.recommended for all workers. steps: of the run, infinite if unknown."""
+    """Returns the config, or CO2Config.recommended for all workers.
+
+    Args:
+        config: The user's settings, or None.
+        steps: Number of optimizer steps of the run; infinite if unknown.
+        **how: Other arguments of CO2Config.recommended.
+    """
     known = int(steps) if 1 <= steps < math.inf else None
     return config or CO2Config.recommended(_workers(), known, **how)
 
 
 def check_model(who: str, model: nn.Module) -> None:
-    """Raises UserError for a model whose passes communicate, so that every step would wait for all workers."""
+    """Raises UserError for a model that communicates in its forward or backward pass.
+
+    With such a model every step would wait for all workers.
+    """
     for name, module in model.named_modules():
         if isinstance(module, WRAPPERS):
             raise UserError(
@@ -46,13 +55,16 @@ def check_model(who: str, model: nn.Module) -> None:
         if isinstance(module, nn.SyncBatchNorm):
             raise UserError(
                 f"{who}: {name or 'the model'} is SyncBatchNorm, which waits for all workers in every forward pass: "
-                "take BatchNorm, whose statistics are averaged with the parameters"
+                "use BatchNorm, whose statistics are averaged with the parameters"
             )
 
 
 def check_accelerator(who: str, accelerator: Any) -> None:
-    """Raises UserError for an accelerate.Accelerator that shards the model or hands it to another engine, or if its
-    workers are not those of torch.distributed, as on a CPU without cpu=True."""
+    """Raises UserError for an accelerate.Accelerator that CO2 cannot work with.
+
+    These shard the model, hand it to another engine, or do not use the workers of torch.distributed, such as on a CPU
+    without cpu=True.
+    """
     kind = str(accelerator.distributed_type.value)
     if kind != "NO" and not kind.startswith("MULTI_"):  # as accelerate's own LocalSGD allows
         raise UserError(f"{who}: distributed_type={kind}: choose plain multi-GPU or multi-CPU in accelerate's config")
@@ -62,7 +74,7 @@ def check_accelerator(who: str, accelerator: Any) -> None:
             "the same data; without GPUs set Accelerator(cpu=True) or TrainingArguments(use_cpu=True)"
         )
     if getattr(accelerator, "parallelism_config", None) is not None:
-        raise UserError(f"{who}: a parallelism_config shards the model: leave it out, or take ShardedCO2 in a loop")
+        raise UserError(f"{who}: a parallelism_config shards the model: leave it out, or use ShardedCO2 in a loop")
 
 
 def _workers() -> int:
@@ -70,32 +82,36 @@ def _workers() -> int:
 
 
 class InLoop:
-    """CO2 in a trainer's loop, mixed into the class that the trainer calls. co2: while the training runs, else None."""
+    """CO2 in a trainer's loop, a base class of the object that the trainer calls.
+
+    Attributes:
+        co2: The CO2 object while training runs, else None.
+    """
 
     co2: CO2 | None = None
 
     def begin_co2(self, model: nn.Module, config: CO2Config | None, steps: float, options: dict[str, Any]) -> None:
-        """Makes CO2 when the model to start from is in place; rank 0's weights go to all workers."""
+        """Makes CO2, after the initial weights are loaded. Rank 0's weights go to all workers."""
         given: dict[str, Any] = {"buffers": model.buffers()} | options
         self.co2 = CO2(model.parameters(), config_or_recommended(config, steps), **given)
-        self._closed = self.co2.stats  # of the round that closed last: of later ones only a part is known
+        self._closed = self.co2.stats  # of the last round that closed; an open round's statistics are incomplete
         self._is_one_model = self._unlogged = False
 
     def step_co2(self, *, last: bool = False) -> None:
-        """Call it after every update, however many batches are accumulated, also if a GradScaler skipped it."""
+        """Counts one optimizer update. Call it after every update, also after one that a GradScaler skipped."""
         assert self.co2 is not None
         self._is_one_model = False
         if self.co2.step(last=last):
             self._closed, self._unlogged = self.co2.stats, True
 
     def to_one_model(self) -> None:
-        """All workers hold the same model afterwards. Every worker must call it."""
+        """Gives all workers the same model. Every worker must call it."""
         if self.co2 is not None and not self._is_one_model:
             self.co2.finish()
             self._closed, self._unlogged, self._is_one_model = self.co2.stats, True, True
 
     def end_co2(self, *, failed: bool = False) -> None:
-        """Leaves the other workers; after a failure without waiting for them."""
+        """Closes CO2. After a failure it does not wait for the other workers."""
         co2, self.co2 = self.co2, None
         if co2 is not None and failed:
             co2.leave()
@@ -105,10 +121,15 @@ class InLoop:
 
 
 def save_own(folder: str | os.PathLike[str], rank: int, **parts: Any) -> None:
-    """Writes this worker's own state next to what the trainer writes for all. parts: name -> what has state_dict(), or
-    None; one is co2."""
+    """Writes this worker's own state next to the trainer's checkpoint.
+
+    Args:
+        folder: Local folder that all workers can reach.
+        rank: This worker's rank.
+        **parts: Objects with a state_dict(), by name, or None. "co2" is required.
+    """
     if "://" in str(folder):
-        raise UserError(f"{folder}: each worker writes a file of its own: save to a folder that all can reach")
+        raise UserError(f"{folder}: each worker writes its own file: save to a folder that all workers can reach")
     path = Path(folder, f"rank{rank}.tmp")
     path.parent.mkdir(parents=True, exist_ok=True)
     written: dict[str, Any] = {"workers": _workers(), "rounds": parts["co2"].rounds}
@@ -122,45 +143,58 @@ def save_own(folder: str | os.PathLike[str], rank: int, **parts: Any) -> None:
 
 
 def load_own(who: str, folder: str | os.PathLike[str], rank: int, **parts: Any) -> None:
-    """Loads what save_own wrote. Every worker must call it. If n other workers wrote it, rank r takes rank r modulo n's
-    part. UserError on all workers if files are missing, or not of one checkpoint."""
+    """Loads what save_own wrote. Every worker must call it.
+
+    If n workers wrote the checkpoint and n has changed, rank r loads the state of rank r modulo n.
+
+    Args:
+        who: Name of the integration, for error messages.
+        folder: Folder of the workers' files.
+        rank: This worker's rank.
+        **parts: As for save_own.
+
+    Raises:
+        UserError: On all workers, if files are missing or are not of one checkpoint.
+    """
     parts = {name: part for name, part in parts.items() if part is not None}
     path, saved, problem = Path(folder, f"rank{rank}.pt"), dict[str, Any](), ""
     any_file = next(path.parent.glob("rank*.pt"), None)
     try:
         if any_file is None:
-            problem = f"{folder} is missing, as where a run without CO2 has saved: load the weights alone"
+            problem = f"{folder} is missing, as when a run without CO2 saved: load only the weights"
         elif not path.exists():
             workers = torch.load(any_file, map_location="cpu", weights_only=True, mmap=True)["workers"]
             path = path.with_name(f"rank{rank % workers}.pt")
         saved = torch.load(path, map_location="cpu", weights_only=True) if any_file else saved
     except FileNotFoundError:
         problem = f"{path} is missing: the files there {UNFINISHED}"
-    except Exception as error:  # whatever it is: a worker that raised here would leave the others waiting
-        problem = f"{path} cannot be read ({reason(error)}): go on from an older checkpoint"
+    except Exception as error:  # any error: a worker that raised here would leave the other workers waiting
+        problem = f"{path} cannot be read ({reason(error)}): resume from an older checkpoint"
     if saved and (lacks := sorted(parts.keys() - saved.keys())):
-        problem = f"a file in {folder} holds no {lacks[0]}: go on with the settings of the run that saved it"
+        problem = f"a file in {folder} holds no {lacks[0]}: resume with the settings of the run that saved it"
     reported = of_all((problem, (saved.get("workers"), saved.get("rounds"))))
     if problem := next((problem for problem, _ in reported if problem), ""):
         raise UserError(f"{who}: {problem}")
     if len({written for _, written in reported}) > 1:
         raise UserError(f"{who}: the files in {folder} {UNFINISHED}")
-    for name, part in parts.items():  # a model without what is frozen
+    for name, part in parts.items():  # frozen parameters are not in the file, so the model is loaded without `strict`
         part.load_state_dict(saved[name], **({"strict": False} if isinstance(part, nn.Module) else {}))
 
 
 def logged(stats: RoundStats) -> dict[str, float]:
-    """Returns the statistics of a round, as loggers take them."""
+    """Returns a round's statistics under the names that loggers show."""
     return {f"co2/{name}": value for name, value in stats.as_dict().items()}
 
 
 @functools.cache
 def leave_at_exit() -> None:
-    """Lets the process leave torch.distributed before the interpreter ends, after a training that has ended well. A
-    thread of gloo's that drops a tensor later finds no interpreter, and ends the process by std::terminate."""
+    """Destroys the process group before the interpreter exits, after a training that ended well.
+
+    Without this, a gloo thread that frees a tensor later finds no interpreter and ends the process by std::terminate.
+    """
 
     def leave() -> None:
-        if dist.is_initialized() and not hasattr(sys, "last_type"):  # after an uncaught exception others may wait
+        if dist.is_initialized() and not hasattr(sys, "last_type"):  # after an exception other workers may still wait
             dist.destroy_process_group()
 
     atexit.register(leave)

@@ -1,4 +1,4 @@
-"""CO2 in Lightning, by one argument:
+"""CO2 in Lightning, with one argument:
 
     trainer = Trainer(strategy=CO2Strategy(), devices=8, num_nodes=2)
     trainer.fit(module, loader)
@@ -32,18 +32,22 @@ WHO = "CO2Strategy"
 class CO2Strategy(InLoop, DDPStrategy):
     """Trains with CO2 in place of DistributedDataParallel. Its attribute `co2` is the core.CO2 while fit() runs.
 
-    Before a validation or a checkpoint, finish() brings all workers to one model. A round is tau updates; with
+    Before a validation or a checkpoint, finish() gives all workers the same model. A round is tau updates. With
     accumulate_grad_batches an update is several batches. The loggers get the last round's statistics under co2/ every
-    log_every_n_steps. Next to FILE.ckpt, a folder FILE.ckpt.co2 holds each worker's model, optimizer, schedules and
-    outer state; fit(ckpt_path=...) goes on from it bit for bit. At SIGTERM, and at Slurm's signal before a requeue, all
-    workers stop at the same boundary. Leave out self.log(sync_dist=True, on_step=True), Trainer's max_time and
-    ModelCheckpoint's train_time_interval: all workers wait for them in every step.
+    log_every_n_steps.
+
+    Next to FILE.ckpt, a folder FILE.ckpt.co2 holds each worker's model, optimizer, schedules and outer state.
+    fit(ckpt_path=...) resumes from it bit for bit. At SIGTERM, and at Slurm's signal before a requeue, all workers stop
+    at the same round boundary.
+
+    Do not use self.log(sync_dist=True, on_step=True), Trainer's max_time, or ModelCheckpoint's train_time_interval.
+    With them all workers wait for each other in every step.
 
     Args:
-        config: None takes CO2Config.recommended for these workers and steps.
+        config: The settings. None uses CO2Config.recommended for these workers and steps.
         process_group_backend: See Lightning's DDPStrategy.
         start_method: See Lightning's DDPStrategy.
-        options: What core.CO2 takes besides, such as timeout and schedule.
+        **options: Other arguments of core.CO2, such as timeout and schedule.
 
     Raises:
         UserError: For SyncBatchNorm, models in wrappers, and several optimizers.
@@ -62,10 +66,10 @@ class CO2Strategy(InLoop, DDPStrategy):
         super().__init__(process_group_backend=process_group_backend, start_method=start_method)
         self._config, self._options = config, options
         self._events: _Events | None = None
-        self._loaded = ""  # the checkpoint that this run goes on from
+        self._loaded = ""  # the checkpoint that this run resumes from
 
     def configure_ddp(self) -> None:
-        """The model stays as it is."""
+        """Leaves the model unwrapped."""
 
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
@@ -74,9 +78,9 @@ class CO2Strategy(InLoop, DDPStrategy):
         assert self.model is not None
         check_model(WHO, self.model)
         if len(self.optimizers) != 1:
-            raise UserError(f"{WHO}: {len(self.optimizers)} optimisers: with one alone it is clear what a step is")
+            raise UserError(f"{WHO}: {len(self.optimizers)} optimizers: use one, so that it is clear what a step is")
         self._events = _Events(self, trainer)
-        steps = 0 if self._config else trainer.estimated_stepping_batches  # which may make the loaders
+        steps = 0 if self._config else trainer.estimated_stepping_batches  # may build the data loaders
         options = self._options | {"hooks": [*self._options.get("hooks", ()), self._events.signals]}
         self.begin_co2(self._module, self._config, steps, options)
 
@@ -95,7 +99,7 @@ class CO2Strategy(InLoop, DDPStrategy):
         return result
 
     def log_round(self) -> None:
-        """Logs the round that closed last, unless that has been done."""
+        """Logs the last round that closed, once."""
         trainer = self._module.trainer
         for logger in trainer.loggers if self._unlogged and self.is_global_zero else []:
             logger.log_metrics(logged(self._closed), trainer.global_step)
@@ -104,15 +108,15 @@ class CO2Strategy(InLoop, DDPStrategy):
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Returns the weights of every checkpoint, whoever asks for it; all workers come here."""
-        if not self._module.trainer.interrupted:  # after an exception nobody else may come
+        """Returns the weights for any checkpoint, after all workers have the same model. All workers call it."""
+        if not self._module.trainer.interrupted:  # after an exception the other workers may not call it
             self.to_one_model()
         return super().lightning_module_state_dict()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         super().save_checkpoint(checkpoint, filepath, storage_options)
         if self.co2 is not None and "optimizer_states" in checkpoint:
-            filepath = self.broadcast(str(filepath))  # Slurm's next number may be taken when a later worker looks
+            filepath = self.broadcast(str(filepath))  # Slurm's next number may be used up when a later worker looks
             save_own(f"{filepath}.co2", self.global_rank, **self._parts())
 
     def remove_checkpoint(self, filepath: Any) -> None:
@@ -125,7 +129,7 @@ class CO2Strategy(InLoop, DDPStrategy):
         return super().load_checkpoint(checkpoint_path, weights_only)
 
     def on_train_start(self) -> None:
-        """Called when all workers have loaded what rank 0 wrote, and Lightning has set its handlers of signals."""
+        """Called after all workers have loaded rank 0's checkpoint and Lightning has set its signal handlers."""
         super().on_train_start()
         assert self._events is not None
         self._events.take_signals(self.cluster_environment)
@@ -153,7 +157,7 @@ class CO2Strategy(InLoop, DDPStrategy):
 
 
 class _Signals(Requests):
-    """What signals ask for: sent until it is granted. A validation's finish() does not answer it."""
+    """Requests from signals. Each is sent until a round boundary grants it; a validation's finish() does not."""
 
     granted: set[str]
 
@@ -165,13 +169,13 @@ class _Signals(Requests):
 
 
 class _Events(Callback):
-    """The trainer's first callback while fit() runs. It lets signals wait for a boundary."""
+    """The trainer's first callback while fit() runs. It delays signals until a round boundary."""
 
     def __init__(self, strategy: CO2Strategy, trainer: Trainer):
         self._strategy, self._trainer = strategy, trainer
         self.signals = _Signals("stop", "requeue")
-        self._handlers: dict[str, tuple[int, Any]] = {}  # Lightning's own
-        self._done = set[str]()  # the requests that have been answered
+        self._handlers: dict[str, tuple[int, Any]] = {}  # Lightning's own handlers
+        self._done = set[str]()  # requests that have been answered
         trainer.callbacks.insert(0, self)  # type: ignore[attr-defined]
 
     def leave(self) -> None:
@@ -180,7 +184,7 @@ class _Events(Callback):
         self._trainer.callbacks.remove(self)  # type: ignore[attr-defined]
 
     def take_signals(self, environment: Any) -> None:
-        """Makes a signal a request to all workers, which call Lightning's handler at one boundary."""
+        """Turns a signal into a request to all workers. They call Lightning's handler at the same round boundary."""
         if threading.current_thread() is not threading.main_thread():
             return
         numbers = {"stop": signal.SIGTERM}
@@ -195,18 +199,18 @@ class _Events(Callback):
             self._strategy.to_one_model()
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
-        """Called where a checkpoint may be written: the loops count this batch as done."""
+        """Answers granted requests. The loops count this batch as done, so a checkpoint may be written here."""
         assert self._strategy.co2 is not None
         if not self._strategy.co2.at_boundary:
             return
-        for name in ("requeue", "stop"):  # the first saves, the second ends the loop behind this batch
+        for name in ("requeue", "stop"):  # the first saves, the second ends the loop after this batch
             if name in self._handlers and name in self.signals.granted - self._done:
                 self._done.add(name)
-                self._strategy.to_one_model()  # an exception's checkpoint comes too late for that
+                self._strategy.to_one_model()  # Lightning saves too late for this if the handler raises
                 number, handler = self._handlers[name]
-                handler(number, None)  # which may send the signal to other workers again: there it is only asked for
+                handler(number, None)  # may send the signal to other workers again, which only ask again then
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Called before other callbacks, such as ModelCheckpoint, look at the model."""
+        """Runs before other callbacks, such as ModelCheckpoint, read the model."""
         self._strategy.to_one_model()
         self._strategy.log_round()

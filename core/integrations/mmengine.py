@@ -1,7 +1,9 @@
-"""CO2 for any mmengine project: two lines in a config.
+"""CO2 for any mmengine project, with two lines in a config:
 
-custom_imports = dict(imports=["co2_training.integrations.mmengine"])
-custom_hooks = [dict(type="CO2Hook", tau=48, co2=dict(outer_lr=1.0, outer_momentum=0.5))]
+    custom_imports = dict(imports=["co2_training.integrations.mmengine"])
+    custom_hooks = [dict(type="CO2Hook", tau=48, co2=dict(outer_lr=1.0, outer_momentum=0.5))]
+
+CO2Hook lists the settings.
 """
 
 from __future__ import annotations
@@ -27,23 +29,27 @@ from .common import check_model, config_or_recommended, leave_at_exit
 
 WHO = "CO2Hook"
 OWN = {"co2": CO2Config, "diloco": DiLoCoConfig, "slowmo": SlowMoConfig, "overlap_local": OverlapLocalConfig}
-INNER = {"compression": CompressionConfig, "lgreco": LGrecoConfig}  # of CO2Config, and of that
+INNER = {"compression": CompressionConfig, "lgreco": LGrecoConfig}  # configs inside CO2Config and CompressionConfig
 
 
 @HOOKS.register_module()
 class CO2Hook(Hook):
     """Trains with CO2, or another local method, in place of DistributedDataParallel.
 
-    The model is taken out of the MMDistributedDataParallel that the runner wraps it in; other wrappers and SyncBN,
-    which communicate in every forward pass, are refused. With gradient accumulation a step is one update. A checkpoint
-    holds the outer state, and rank 0's inner optimizer for all. Each round is logged under train/co2.
+    The hook unwraps the model from the runner's MMDistributedDataParallel. It refuses other wrappers and SyncBN, which
+    communicate in every forward pass. With gradient accumulation a step is one update. A checkpoint holds the outer
+    state, and rank 0's inner optimizer for all workers. Each round is logged under train/co2.
 
     Args:
-        method: co2 without tau and settings takes CO2Config.recommended for these workers and iterations.
-        tau: Optimizer steps a round; 48 if other settings are given without it.
+        method: The training method. co2 without tau and settings uses CO2Config.recommended for these workers and
+            iterations.
+        tau: Optimizer steps per round. The default is 48 if you give other settings.
         average_buffers: Whether to average BatchNorm's statistics with the parameters.
         timeout: Seconds until a missing worker is an error.
-        settings: co2, diloco, slowmo or overlap_local, a dict with fields of their configs.
+        **settings: A dict of config fields for co2, diloco, slowmo or overlap_local.
+
+    Raises:
+        UserError: For an unknown method or setting, a wrapped model, SyncBN, or a checkpoint of another method.
     """
 
     priority = "ABOVE_NORMAL"  # before whatever logs, saves or averages the new parameters
@@ -68,10 +74,10 @@ class CO2Hook(Hook):
         self.configs = {name: _config(name, OWN[name], given or {}) for name, given in settings.items()}
         self.method: Any = None
         self._unread: list[RoundStats] = []
-        self._saved: dict[str, Any] | None = None  # what a checkpoint that was loaded holds of a method
+        self._saved: dict[str, Any] | None = None  # the method's state in a loaded checkpoint
 
     def before_run(self, runner: Runner) -> None:
-        if isinstance(runner.model, DistributedDataParallel):  # whose gradient hooks do nothing without its own forward
+        if isinstance(runner.model, DistributedDataParallel):  # its gradient hooks only run in its own forward pass
             runner.model = runner.model.module
         if is_model_wrapper(runner.model):
             what = type(runner.model).__name__
@@ -82,7 +88,7 @@ class CO2Hook(Hook):
         self._saved = checkpoint.get("co2")
 
     def before_train(self, runner: Runner) -> None:
-        """Makes the method when the weights to start from are in place; rank 0's go to all workers."""
+        """Makes the method after the initial weights are loaded. Rank 0's weights go to all workers."""
         optim_wrapper: Any = runner.optim_wrapper
         groups = optim_wrapper.param_groups
         if self.recommended:
@@ -91,7 +97,7 @@ class CO2Hook(Hook):
         self.method = make_method(self.method_name, runner.model, lr=lambda: groups[0]["lr"], **how)[1]
         if isinstance(self.method, LocalUpdateMethod):
             self.method.on_excluded = forget(optim_wrapper.optimizer)
-        if runner.iter > 0:  # resumed; load_from starts a new training
+        if runner.iter > 0:  # resumed; with load_from, a new training starts
             if self._saved is None:
                 raise UserError(f"{WHO}: the checkpoint was not trained with this hook: use load_from, without resume")
             if self._saved["name"] != self.method_name:
@@ -111,7 +117,7 @@ class CO2Hook(Hook):
             self.method.finish()
 
     def _tell(self, runner: Runner, leave: int = 0) -> None:
-        """Logs all rounds but the newest `leave`. On a GPU each is logged when the next one closes: nothing waits."""
+        """Logs all rounds but the newest `leave`. On a GPU a round is logged when the next one closes."""
         while len(self._unread) > leave:
             stats = self._unread.pop(0).as_dict()
             runner.message_hub.update_scalars({f"train/co2/{key}": value for key, value in stats.items()})
@@ -135,7 +141,7 @@ class CO2Hook(Hook):
         leave_at_exit()
 
     def _saves_now(self, runner: Runner, by_epoch: bool) -> bool:
-        """Returns whether a CheckpointHook is about to save, which only rank 0 is told."""
+        """Returns whether a CheckpointHook is about to save. mmengine calls before_save_checkpoint on rank 0 only."""
         every = self.every_n_epochs if by_epoch else self.every_n_train_iters
         hooks = [h for h in runner.hooks if isinstance(h, CheckpointHook) and h.by_epoch == by_epoch]
         last = by_epoch and self.is_last_train_epoch(runner)
@@ -143,7 +149,7 @@ class CO2Hook(Hook):
 
 
 def _config(name: str, kind: Any, given: Any) -> Any:
-    """Returns the config that a dict describes, with the configs that dicts in it describe."""
+    """Returns the config that a dict describes, nested configs included."""
     if not isinstance(given, Mapping):
         raise UserError(f"{WHO}: {name}={given!r}: give a dict, such as dict(format='int8')")
     for key in given:

@@ -1,8 +1,10 @@
-"""CO2 behind any torch optimiser's own step: nothing of the loop changes but the line around it.
+"""CO2 behind any torch optimizer's step, with one line around the loop:
 
-with attach(optimizer, model.parameters(), CO2Config.recommended(W, steps), buffers=model.buffers()) as co2:
-    for batch in loader:
-        loss(model, batch).backward(); optimizer.step(); optimizer.zero_grad()
+    with attach(optimizer, model.parameters(), CO2Config.recommended(W, steps), buffers=model.buffers()) as co2:
+        for batch in loader:
+            loss(model, batch).backward(); optimizer.step(); optimizer.zero_grad()
+
+The loop itself stays as it is.
 """
 
 from __future__ import annotations
@@ -28,21 +30,25 @@ def attach(
 ) -> Iterator[CO2 | ShardedCO2]:
     """Calls co2.step() after each optimizer.step() of the block, and finish() and close() at its end.
 
-    It supports gradient accumulation. After an exception it leaves the group and waits for nobody.
+    Gradient accumulation is supported. After an exception the worker leaves the group without waiting for others.
 
     Args:
+        optimizer: Any torch optimizer.
         params: As for CO2.
-        config: None takes CO2Config.recommended for these workers.
-        **options: As for CO2; with mesh among them, for ShardedCO2.
+        config: The settings. None uses CO2Config.recommended for these workers.
+        **options: As for CO2, or for ShardedCO2 if `mesh` is among them.
+
+    Yields:
+        The CO2 or ShardedCO2 object.
 
     Raises:
-        UserError: With a GradScaler (torch.amp). It leaves out optimizer.step() if gradients overflow, on that worker
-            only, and torch calls no hook then. Make CO2 itself, and call co2.step() once an update, after
+        UserError: With a GradScaler (torch.amp). If gradients overflow on one worker, it skips that worker's
+            optimizer.step(), and torch calls no hook. Make CO2 yourself, and call co2.step() once an update, after
             scaler.update(). Optimizers that handle the overflow inside their step (fused=True) are accepted.
     """
     if not isinstance(optimizer, torch.optim.Optimizer) or not hasattr(optimizer, "_optimizer_step_post_hooks"):
         raise UserError(
-            f"optimizer: a {type(optimizer).__name__} is given: give a torch optimiser, or make CO2 and call "
+            f"optimizer: a {type(optimizer).__name__} is given: give a torch optimizer, or make CO2 and call "
             "co2.step() after its step"
         )
     config = config_or_recommended(config, mesh=options.get("mesh"))
@@ -54,8 +60,8 @@ def attach(
             code = frame.f_code
             if code.co_name == "_maybe_opt_step" and code.co_filename.endswith("grad_scaler.py"):
                 raise UserError(
-                    "attach() with a GradScaler: torch calls no hook where it leaves out a step, so that workers would "
-                    "lose count of each other: make CO2 itself, and call co2.step() behind scaler.update()"
+                    "attach() with a GradScaler: torch calls no hook for a skipped step, so workers would count their "
+                    "steps differently: make CO2 itself, and call co2.step() after scaler.update()"
                 )
         method.step()
 

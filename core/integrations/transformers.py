@@ -1,10 +1,10 @@
-"""CO2 in Hugging Face's Trainer, by one line:
+"""CO2 in Hugging Face's Trainer, with one line:
 
     trainer = Trainer(model, args, train_dataset=data)
     trainer.add_callback(CO2Callback(trainer))
     trainer.train()
 
-Start it as any other training, with torchrun or alone.
+Start it as any other training, with torchrun or as a single process.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from .common import InLoop, check_accelerator, check_model, load_own, logged, sa
 
 WHO = "CO2Callback"
 WAITS = "makes all workers wait for each other in every step"
-REFUSED: dict[str, tuple[Any, str]] = {  # argument -> the value that is allowed, and why no other is
+REFUSED: dict[str, tuple[Any, str]] = {  # argument -> the value that is allowed, and the reason
     "include_num_input_tokens_seen": ("no", WAITS),
-    "auto_find_batch_size": (False, "lets workers find unlike sizes"),
-    "enable_jit_checkpoint": (False, "saves at unlike steps of the workers"),
+    "auto_find_batch_size": (False, "lets workers choose different batch sizes"),
+    "enable_jit_checkpoint": (False, "saves at different steps on different workers"),
 }
 logger = logging.get_logger(__name__)
 
@@ -34,20 +34,24 @@ logger = logging.get_logger(__name__)
 class CO2Callback(InLoop, TrainerCallback):
     """Trains with CO2 in place of DistributedDataParallel. Its attribute `co2` is the core.CO2 while train() runs.
 
-    Before an evaluation or a checkpoint, finish() brings all workers to one model. A log waits for the round's end, and
-    has the last round's statistics under co2/. A round is tau updates; with gradient accumulation an update is several
-    batches. A checkpoint's folder also holds each worker's model, optimizer, schedule and outer state, in
-    co2/rankN.pt; resume_from_checkpoint goes on from it bit for bit. BatchNorm's statistics are averaged.
-    average_tokens_across_devices is switched off, because it makes all workers wait in every step; the loss of a batch
-    is then normalized by the worker's own tokens.
+    Before an evaluation or a checkpoint, finish() gives all workers the same model. A log waits for the round's end,
+    and has the last round's statistics under co2/. A round is tau updates. With gradient accumulation an update is
+    several batches. BatchNorm's statistics are averaged.
+
+    A checkpoint's folder also holds each worker's model, optimizer, schedule and outer state, in co2/rankN.pt.
+    resume_from_checkpoint resumes from it bit for bit.
+
+    average_tokens_across_devices is switched off, because it makes all workers wait in every step. Each worker then
+    normalizes its loss by its own tokens.
 
     Args:
-        trainer: Before train() is called. Add the callback after callbacks that ask for an evaluation or a checkpoint.
-        config: None takes CO2Config.recommended for these workers and steps.
-        options: What core.CO2 takes besides, such as timeout and schedule.
+        trainer: The Trainer, before train() is called. Add this callback after callbacks that request an evaluation or
+            a checkpoint.
+        config: The settings. None uses CO2Config.recommended for these workers and steps.
+        **options: Other arguments of core.CO2, such as timeout and schedule.
 
     Raises:
-        UserError: For DeepSpeed, FSDP, DataParallel, SyncBatchNorm, dispatched batches, and the arguments
+        UserError: For DeepSpeed, FSDP, DataParallel, SyncBatchNorm and dispatched batches. Also for the arguments
             include_num_input_tokens_seen, auto_find_batch_size and enable_jit_checkpoint.
     """
 
@@ -63,14 +67,14 @@ class CO2Callback(InLoop, TrainerCallback):
             args.average_tokens_across_devices = False
             if args.process_index == 0:
                 logger.warning(f"{WHO} switches average_tokens_across_devices off: it {WAITS}")
-        accelerator: Any = trainer.accelerator  # which then puts the model in no DistributedDataParallel
+        accelerator: Any = trainer.accelerator  # the next line keeps it from wrapping the model
         accelerator.prepare_model = functools.partial(accelerator.prepare_model, evaluation_mode=True)
         around: Any = trainer
         around.train = functools.partial(self._train, around.train)
         around.log = functools.partial(self._log, around.log)
 
     def _train(self, train: Any, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Trainer.train. After an exception, where Trainer calls no callback, the group is left without waiting."""
+        """Runs Trainer.train. After an exception, for which Trainer calls no callback, leaves the group at once."""
         folder = resume_from_checkpoint
         self._resumed = (get_last_checkpoint(self.trainer.args.output_dir) if folder is True else folder) or ""
         try:
@@ -80,8 +84,8 @@ class CO2Callback(InLoop, TrainerCallback):
             raise
 
     def _log(self, log: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Trainer.log."""
-        if self.co2 is not None and "train_loss" in logs:  # the training's end, before load_best_model_at_end
+        """Runs Trainer.log with the last round's statistics."""
+        if self.co2 is not None and "train_loss" in logs:  # training has ended; load_best_model_at_end comes next
             self.to_one_model()
         if self.co2 is not None and "loss" in logs:
             logs |= logged(self._closed)
@@ -111,14 +115,14 @@ class CO2Callback(InLoop, TrainerCallback):
             load_own(WHO, f"{self._resumed}/co2", args.process_index, **self._parts())
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Called after every update, before Trainer does what `control` asks for."""
+        """Runs after every update, before Trainer does what `control` requests."""
         last = state.global_step >= state.max_steps or control.should_training_stop
         meet = last or control.should_evaluate or control.should_save
         self.step_co2(last=meet)
         if meet:
             self.to_one_model()
         assert self.co2 is not None
-        self._log_due |= control.should_log  # a log waits for all workers, so it comes at a boundary
+        self._log_due |= control.should_log  # a log waits for all workers, so it is written at a round boundary
         control.should_log = self._log_due and self.co2.at_boundary
         self._log_due &= not control.should_log
 
@@ -131,4 +135,4 @@ class CO2Callback(InLoop, TrainerCallback):
             save_own(f"{args.output_dir}/checkpoint-{state.global_step}/co2", args.process_index, **self._parts())
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self.end_co2()  # without finish(), which would undo what load_best_model_at_end has loaded
+        self.end_co2()  # without finish(), which would overwrite the weights that load_best_model_at_end loaded

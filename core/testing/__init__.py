@@ -1,4 +1,4 @@
-"""Runs a function on several real processes, for tests and measurements here and in a user's own project.
+"""Runs a function on several real processes, for tests and measurements here and in your own project.
 
 link.py emulates slow links.
 """
@@ -18,8 +18,8 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-# What the server that forks the ranks imports, once, with what the first optimiser step would import. Modules of your
-# own may be added before the first call of run_distributed: each rank imports the rest by itself.
+# Modules that the process which forks the ranks imports once, including the imports of the first optimizer step. You
+# may add your own modules before the first call of run_distributed; each rank imports all other modules itself.
 PRELOAD = ["torch", "torch.distributed", "torch._dynamo", __package__]
 
 BARRIER = "TORCH_DIST_INIT_BARRIER"
@@ -33,16 +33,27 @@ def run_distributed(
     expect_death: tuple[int, ...] = (),
     backend: str = "gloo",
 ) -> list[Any]:
-    """Runs fn(rank, world_size, *args) on `world_size` processes; returns their results in rank order.
+    """Runs fn(rank, world_size, *args) in `world_size` processes.
 
-    backend: "gloo", or "cpu:gloo,cuda:nccl". With NCCL several ranks may share one GPU: each process counts as a
-    machine of its own (NCCL_HOSTID), and they talk over sockets on loopback. They take turns on the GPU, so times mean
-    little.
+    The rendezvous is a file, so parallel tests share no port. With NCCL several ranks may share one GPU. Each process
+    then counts as a machine of its own (NCCL_HOSTID), and the ranks communicate over loopback. They take turns on the
+    GPU, so their times mean little.
 
-    fn must be importable (defined at a module's top level) and return something that pickles. The rendezvous is a
-    file, so parallel tests share no port. When a rank fails, RuntimeError shows the traceback of the first that did:
-    its peers' "connection reset" hides the cause. TimeoutError names the ranks that still run after `timeout`
-    seconds; all are killed. Ranks in `expect_death` may end without a result; theirs is None.
+    Args:
+        fn: A function at a module's top level, so that it can be imported. Its result must pickle.
+        world_size: Number of processes.
+        *args: Further arguments of `fn`.
+        timeout: Seconds after which all ranks are killed.
+        expect_death: Ranks that may end without a result. Their result is None.
+        backend: "gloo", or "cpu:gloo,cuda:nccl".
+
+    Returns:
+        The results, in rank order.
+
+    Raises:
+        RuntimeError: If a rank fails, with the traceback of the first that failed. Later errors, such as a peer's
+            "connection reset", would hide the cause.
+        TimeoutError: Names the ranks that were still running after `timeout` seconds.
     """
     with tempfile.TemporaryDirectory() as folder:
         context = _context()
@@ -55,7 +66,7 @@ def run_distributed(
         told = {rank: pickle.loads(file.read_bytes()) for rank, file in files.items() if file.exists()}
     if errors := [(at, text) for at, text, _ in told.values() if text]:
         raise RuntimeError(min(errors)[1])
-    if late := [rank for rank in late if rank not in told]:  # others only waited for them
+    if late := [rank for rank in late if rank not in told]:  # the other ranks only waited for these
         raise TimeoutError(f"rank {', '.join(map(str, late))} still running after {timeout:g} s")
     if lost := [rank for rank in files if rank not in told and rank not in expect_death]:
         raise RuntimeError(f"rank {lost[0]} died without a result or an error")
@@ -63,7 +74,7 @@ def run_distributed(
 
 
 def _context() -> Any:
-    """A forkserver that has imported what is in PRELOAD."""
+    """Returns a forkserver that has imported the modules in PRELOAD."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     return context
@@ -96,9 +107,9 @@ def _worker(
                 timeout=timedelta(seconds=timeout),
             )
         _tell(Path(folder, f"rank{rank}"), "", fn(rank, world_size, *args))
-        if stay:  # nobody leaves while a peer still needs it
-            with contextlib.suppress(RuntimeError):  # a peer that failed tells its own story
-                dist.barrier() if backend == "gloo" else dist.all_reduce(torch.zeros(1))  # NCCL's would take a GPU
+        if stay:  # no rank leaves while another rank still needs it
+            with contextlib.suppress(RuntimeError):  # a rank that failed reports its own error
+                dist.barrier() if backend == "gloo" else dist.all_reduce(torch.zeros(1))  # NCCL's barrier needs a GPU
             dist.destroy_process_group()
     except BaseException:
         _tell(Path(folder, f"rank{rank}"), f"rank {rank}:\n{traceback.format_exc()}", None)
@@ -107,8 +118,11 @@ def _worker(
 
 @contextlib.contextmanager
 def _barrier_behind() -> Iterator[None]:
-    """No rank leaves init_process_group before all have reached each other: one that calls destroy_process_group() at
-    once would close connections that others still make, which fails there with gloo's "Connection closed by peer"."""
+    """Makes init_process_group end with a barrier.
+
+    Without it, a rank that calls destroy_process_group() at once closes connections that other ranks are still making.
+    gloo then fails there with "Connection closed by peer".
+    """
     before = os.environ.get(BARRIER)
     os.environ[BARRIER] = "1"
     yield
@@ -117,18 +131,18 @@ def _barrier_behind() -> Iterator[None]:
 
 
 def _tell(file: Path, error: str, result: Any) -> None:
-    """When and how it ended, whole or not at all: the process may be killed here."""
+    """Writes when and how a rank ended. The file appears whole or not at all, as the process may be killed here."""
     file.with_suffix(".tmp").write_bytes(pickle.dumps((time.time(), error, result)))
     file.with_suffix(".tmp").rename(file)
 
 
 def _join(workers: list[Any], deadline: float) -> list[int]:
-    """Waits for all; returns the ranks that were still running at the deadline and kills them."""
+    """Waits for all processes. Returns the ranks that were still running at the deadline, and kills them."""
     while running := [w for w in workers if w.exitcode is None]:
         if time.monotonic() > deadline:
             break
         wait([w.sentinel for w in running], timeout=0.1)
-        if any(w.exitcode for w in workers):  # one has failed: the others get a moment to say why
+        if any(w.exitcode for w in workers):  # one has failed: the other ranks get some time to report their errors
             deadline = min(deadline, time.monotonic() + 15.0)
     late = [rank for rank, w in enumerate(workers) if w.exitcode is None]
     for worker in workers:

@@ -1,4 +1,4 @@
-"""An emulated slow link: every stage of a reduction is held back until its bytes would have crossed."""
+"""An emulated slow link. It delays every step of a reduction until its bytes would have crossed the link."""
 
 from __future__ import annotations
 
@@ -17,16 +17,19 @@ class Link(Protocol):
     """An emulated slow link, for measurements on one machine."""
 
     def reserve(self, nbytes: float) -> float:
-        """Queues `nbytes` on the link and returns the time.perf_counter() at which they have crossed it."""
+        """Queues `nbytes` on the link, and returns the time.perf_counter() at which they have crossed it."""
         ...
 
 
 class ThrottledLink:
     """A slow network link emulated in software, for measurements on one machine.
 
-    Every collective is held back until its bytes would have crossed a link of `mbit` Mbit/s in each direction:
-    2 (n - 1) / n x bytes for a ring all-reduce over n workers. Collectives queue one behind the other, as on a
-    real link. The data itself moves at full speed, so the emulated time is a lower bound that includes no latency.
+    It delays every collective until its bytes would have crossed a link of `mbit` Mbit/s in each direction. A ring
+    all-reduce over n workers sends 2 (n - 1) / n times its bytes. Collectives queue one after the other, as on a real
+    link. The data itself moves at full speed, so the emulated time is a lower bound without latency.
+
+    Args:
+        mbit: Rate in Mbit/s, above 0.
     """
 
     def __init__(self, mbit: float):
@@ -36,21 +39,26 @@ class ThrottledLink:
         self._free_at = 0.0
 
     def reserve(self, nbytes: float) -> float:
-        """Queues `nbytes` on the link and returns the time.perf_counter() at which they have crossed it."""
+        """Queues `nbytes` on the link, and returns the time.perf_counter() at which they have crossed it."""
         self._free_at = max(self._free_at, time.perf_counter()) + nbytes / self.bytes_per_second
         return self._free_at
 
 
 class SlowAllReduce(AsyncAllReduce):
-    """Flight over an emulated link; where NCCL moves the tensors, whose waits do not block, it holds nothing back.
-    options: see AsyncAllReduce."""
+    """An AsyncAllReduce over an emulated link. It delays nothing over NCCL, whose waits do not block the host.
+
+    Args:
+        device: As for AsyncAllReduce.
+        link: The emulated link.
+        **options: Other arguments of AsyncAllReduce.
+    """
 
     def __init__(self, device: torch.device, *, link: Link, **options: Any):
         super().__init__(device, **options)
         self.link = link
 
     def _sent(self, stage: Stage) -> Iterator[Pending]:
-        """Its collectives, which are waited for one after the other; then the link has carried their bytes, too."""
+        """Yields the step's collectives one after the other, then waits until the link has carried their bytes."""
         works, crossed_at = super()._sent(stage), self.link.reserve(stage[1])
         yield from works
         if not self._by_nccl:
@@ -58,5 +66,5 @@ class SlowAllReduce(AsyncAllReduce):
 
 
 def allreduce_over(link: Link | None) -> Callable[..., AsyncAllReduce]:
-    """Makes a Flight, over an emulated link where one is given."""
+    """Returns a constructor of AsyncAllReduce, over an emulated link if one is given."""
     return functools.partial(SlowAllReduce, link=link) if link else AsyncAllReduce

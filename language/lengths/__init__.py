@@ -1,1 +1,1 @@
-"""Documents of unlike lengths: laws of lengths, whole documents dealt over a round, and rows that hold several."""
+"""Documents of different lengths: whole documents assigned over a round, and rows that hold several documents."""

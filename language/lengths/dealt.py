@@ -1,9 +1,10 @@
-"""Training on whole documents, dealt over the rounds of a run: `--balance` of language.train and language.finetune.
+"""Training on whole documents, assigned to workers: `--balance` of language.train and language.finetune.
 
-Several documents share a row: no attention between them, positions restart, the loss counts every target alike. After
-`attend_to_documents(model)` call `model(row.ids, position_ids=row.positions, documents=row.boundaries)`; TransNormer
-takes the same call. transformers alone would build a dense mask, of the row's length squared; here the work is the sum
-of the documents' squares. With balance rings, documents are split over the ranks of an island (`pack_share`).
+Several documents share a row. There is no attention between them, their positions restart, and the loss gives every
+target the same weight. After `attend_to_documents(model)`, call
+`model(row.ids, position_ids=row.positions, documents=row.boundaries)`. TransNormer accepts the same call. transformers
+would build a dense mask as large as the square of the row. Here the work is the sum of the documents' squares. With
+balance rings, documents are split over the ranks of an island (`pack_share`).
 """
 
 from __future__ import annotations
@@ -42,14 +43,19 @@ from language.transnormer import TransNormer
 from training.run import Run
 from training.workers import largest_of_workers, least_seconds, rank, world_size
 
-NAME = "documents"  # of the attention, among transformers'
+NAME = "documents"  # under which the attention is registered with transformers
 Document = tuple[Tensor, Tensor]  # inputs and targets, int64 [tokens] each; IGNORE where nothing is predicted
 
 
 @dataclass(frozen=True)
 class Packed:
-    """One row: ids, positions and targets are int64 [1, tokens]. boundaries: where documents begin in the row, and its
-    end, int64 [documents + 1] on the host; or a rank's Shares."""
+    """One row of documents.
+
+    Attributes:
+        ids, positions, targets: int64 [1, tokens].
+        boundaries: The start of each document in the row, and the row's end, int64 [documents + 1] on the host. With
+            split documents, this rank's Shares.
+    """
 
     ids: Tensor
     positions: Tensor
@@ -57,23 +63,28 @@ class Packed:
     boundaries: Tensor | Shares
 
     def to(self, device: torch.device) -> Packed:
-        """The row on a device, its boundaries where they are."""
+        """Copies the row to a device. Its boundaries stay on the host."""
         moved = (t.to(device, non_blocking=True) for t in (self.ids, self.positions, self.targets))
         return Packed(*moved, self.boundaries)
 
 
 @dataclass(frozen=True)
 class Rows:
-    """A worker's rows of an optimizer step, one for each micro-batch. predicted: targets of a worker and step, averaged
-    over the round. Every worker divides its sum of losses by it, so that all targets weigh the same. island: the ranks
-    over which rows are split, if they are."""
+    """A worker's rows of an optimizer step.
+
+    Attributes:
+        parts: One row for each micro-batch.
+        predicted: Targets per worker and step, averaged over the round. Every worker divides its sum of losses by this
+            number, so that all targets have the same weight.
+        island: The ranks over which rows are split. None if rows are whole.
+    """
 
     parts: list[Packed]
     predicted: float
     island: dist.ProcessGroup | None = None
 
     def mean_loss(self, mine: Tensor) -> Tensor:
-        """The mean over the island of what its ranks give, 0-d each."""
+        """Averages a 0-d value over the island's ranks."""
         if self.island is not None:
             dist.all_reduce(mine, group=self.island)
             mine /= dist.get_world_size(self.island)
@@ -84,7 +95,10 @@ FILLER: Document = torch.zeros(1, dtype=torch.int64), torch.full((1,), IGNORE)  
 
 
 def pack(documents: Sequence[Document]) -> Packed:
-    """Joins whole documents to a row; without any a filler of one token, because every worker needs a backward pass."""
+    """Joins whole documents to a row.
+
+    Without documents the row is one token of filler, because every worker must run a backward pass.
+    """
     documents = documents or [FILLER]
     return Packed(
         ids=torch.cat([ids for ids, _ in documents])[None],
@@ -97,7 +111,16 @@ def pack(documents: Sequence[Document]) -> Packed:
 def pack_share(
     documents: Sequence[Document], rings: Sequence[Sequence[int]], group: dist.ProcessGroup | None = None
 ) -> Packed:
-    """What this rank holds of a row whose documents are split over the group, each over its ring; or a filler."""
+    """This rank's part of a row whose documents are split.
+
+    Args:
+        documents: All documents of the row.
+        rings: For each document, the ranks of the group that hold it.
+        group: The island. None: all ranks.
+
+    Returns:
+        The part, or a filler of one token if this rank holds nothing.
+    """
     ranks = dist.get_world_size(group) if dist.is_initialized() else 1
     held = [0] * ranks
     for (ids, _), ring in zip(documents, rings, strict=True):
@@ -111,7 +134,7 @@ def pack_share(
 
 
 def _ends(documents: Sequence[Document]) -> Tensor:
-    """Where documents begin in a row, and its end."""
+    """The start of each document in a row, and the row's end, int64 [documents + 1]."""
     lengths = [len(ids) for ids, _ in documents]
     if not all(lengths):
         raise UserError(f"document {lengths.index(0)} of a row is empty: leave it out")
@@ -122,8 +145,15 @@ def _ends(documents: Sequence[Document]) -> Tensor:
 
 
 def attend_to_documents(model: nn.Module, *, split: bool = False) -> None:
-    """From now on the model can be called with `documents`. split: also with documents that are split over ranks.
-    UserError where it would not keep documents apart, or attends to them in another way."""
+    """Prepares a model for calls with `documents`.
+
+    Args:
+        model: A causal language model of transformers, or TransNormer.
+        split: Whether documents may also be split over ranks.
+
+    Raises:
+        UserError: If the model has its own kind of attention, or would mix the documents of a row.
+    """
     if isinstance(model, TransNormer):
         return
     name = type(model).__name__
@@ -135,7 +165,7 @@ def attend_to_documents(model: nn.Module, *, split: bool = False) -> None:
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, _mask)
     model.set_attn_implementation(NAME)  # pyright: ignore[reportCallIssue]
-    if config._attn_implementation != NAME:  # it has said so in a warning
+    if config._attn_implementation != NAME:  # the model has warned
         raise UserError(f"{name} computes its attention in a way of its own: leave --balance out")
     training = model.training
     _check_apart(model.eval(), split)
@@ -144,7 +174,7 @@ def attend_to_documents(model: nn.Module, *, split: bool = False) -> None:
 
 @torch.no_grad()
 def _check_apart(model: nn.Module, split: bool) -> None:
-    """UserError where a document's logits depend on what stands before it in the row."""
+    """Raises UserError if a document's logits depend on the documents before it in the row."""
     device = next(model.parameters()).device
     documents = [(torch.arange(begin, end), torch.full((end - begin,), IGNORE)) for begin, end in ((4, 6), (1, 4))]
     me = dist.get_rank() if dist.is_initialized() else 0
@@ -169,8 +199,14 @@ def _attention(
     sliding_window: int | None = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention by torch's kernels, of each document by itself where there are documents: [1, heads,
-    tokens, d] each -> [1, tokens, heads, d]."""
+    """Attention as transformers calls it, with torch's kernels. With `documents`, each document separately.
+
+    Args:
+        query, key, value: [1, heads, tokens, d].
+
+    Returns:
+        [1, tokens, heads, d], and None in place of the attention weights.
+    """
     if dropout:
         raise UserError(f"attention to documents has no dropout, the model's is {dropout}: set it to 0")
     reach = documents.longest if isinstance(documents, Shares) else query.shape[2]
@@ -190,7 +226,7 @@ def _attention(
 def _around_rings(
     query: Tensor, key: Tensor, value: Tensor, shares: Shares, scaling: float | None = None, **_: Any
 ) -> Tensor:
-    """ring_attention as transformers calls an attention: [1, heads, tokens, width] -> [1, tokens, heads, width]."""
+    """Converts transformers' layout for ring_attention: [1, heads, tokens, width] -> [1, tokens, heads, width]."""
     key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
     usual = query.shape[-1] ** -0.5
     if scaling is not None and abs(scaling / usual - 1) > 1e-9:
@@ -199,18 +235,18 @@ def _around_rings(
 
 
 def _mask(*, attention_mask: Tensor | None = None, **rest: Any) -> Tensor | None:
-    """A mask for padded rows alone: documents, and causal rows, need none."""
+    """A mask only for padded rows. Documents and causal rows need none."""
     return None if attention_mask is None else sdpa_mask(attention_mask=attention_mask, **rest)
 
 
-TOKENS, PARTS = 2048, 8  # of a row that is timed, as one document and as so many; fewer where there are fewer positions
-REPEATS, SENT = 3, 12  # of a row, and of a message, of which the first ones wait for connections
-MESSAGES = 3  # of a hop and layer: keys and values in both passes, and their gradients
+TOKENS, PARTS = 2048, 8  # tokens of the row that is timed, and its documents; fewer if the model has fewer positions
+REPEATS, SENT = 3, 12  # timings of a row, and of a message, whose first ones wait for connections
+MESSAGES = 3  # per hop and layer: keys and values in both passes, and their gradients
 
 
 @dataclass(frozen=True)
 class Rings:
-    """The workers among whom this one's documents are split."""
+    """The workers over which documents are split, and their costs."""
 
     group: dist.ProcessGroup
     island: Island
@@ -219,7 +255,15 @@ class Rings:
     def of(
         cls, recipe: TextRecipe, model: nn.Module, mesh: DeviceMesh, longest: int, autocast: AbstractContextManager[Any]
     ) -> Rings:
-        """The workers of a node of the mesh, each of whom must call it. longest: tokens of a document, at most."""
+        """Measures the costs of an island, unless the recipe gives them. Every worker must call it.
+
+        Args:
+            recipe: The settings.
+            model: The model, already prepared by attend_to_documents.
+            mesh: [islands, workers of an island].
+            longest: The most tokens of a document.
+            autocast: The precision of training.
+        """
         device = next(model.parameters()).device
         group = new_group(mesh.get_group("shard"), recipe.timeout, device)
         assert group is not None
@@ -233,7 +277,7 @@ class Rings:
         return cls(group, island)
 
     def split(self, documents: Sequence[Document]) -> Packed:
-        """This worker's part of a row. Where a row has more tokens than there is room for, all have as many."""
+        """This worker's part of a row. A row with too many tokens for the island is split evenly."""
         ends = torch.tensor([0, *(len(ids) for ids, _ in documents)]).cumsum(0)
         room = max(self.island.room, int(ends[-1]) / self.island.size)
         return pack_share(documents, plan(ends, replace(self.island, room=room)), self.group)
@@ -245,18 +289,27 @@ class Rings:
         return f"islands of {i.size} workers{nodes}; --rings.costs {costs}"
 
 
-# -- what a layer costs ---------------------------------------------------------------------------------------------
+# -- costs of a layer -----------------------------------------------------------------------------------------------
 
 
 def measured(model: nn.Module, group: dist.ProcessGroup, devices: int, tokens: int) -> tuple[float, ...]:
-    """The costs of an Island whose nodes have so many devices, the same on all its ranks: each time is that of the
-    slowest. Seconds of a layer, both passes. tokens: of the row that is timed."""
+    """Measures a layer. All ranks get the times of the slowest rank.
+
+    Args:
+        model: The model.
+        group: The ranks of the island.
+        devices: Ranks per node.
+        tokens: Tokens of the row that is timed.
+
+    Returns:
+        The costs of an Island: seconds of a layer, forward and backward.
+    """
     parts = max(1, min(PARTS, tokens // 2))
     tokens -= tokens % parts
     config: Any = model.config
     device = next(model.parameters()).device
     size = 2 if torch.is_autocast_enabled(device.type) else next(model.parameters()).element_size()
-    nbytes = 2 * config.hidden_size * (2 * size + max(size, 4))  # of a token: keys, values, their gradients
+    nbytes = 2 * config.hidden_size * (2 * size + max(size, 4))  # per token: keys, values, their gradients
     rows = [row_of(lengths).to(device) for lengths in ([tokens], [tokens // parts] * parts)]
     times = [least_seconds(lambda row=row: trained_on(model, row), device, REPEATS) for row in rows]  # pyright: ignore
     one, many = largest_of_workers(times, group)
@@ -270,26 +323,33 @@ def measured(model: nn.Module, group: dist.ProcessGroup, devices: int, tokens: i
 def hop_of(
     group: dist.ProcessGroup, devices: int, nbytes: int, tokens: int, device: torch.device
 ) -> tuple[float, float]:
-    """Seconds of a hop in all, and of one for each token of so many bytes, in rings of so many ranks."""
+    """Times a hop in rings of `devices` ranks.
+
+    Returns:
+        The fixed seconds of a hop, and the seconds per token of `nbytes` bytes.
+    """
     sends = [exchange(group, devices, n, device) for n in (MESSAGES, MESSAGES + tokens * nbytes)]
     few, much = largest_of_workers([least_seconds(send, device, SENT) for send in sends], group)
     return MESSAGES * few, max(0.0, much - few) / tokens
 
 
 def row_of(lengths: Sequence[int]) -> Packed:
-    """Documents of so many tokens, all of them the same one."""
+    """A row of documents with these lengths, in which all tokens are equal."""
     return pack([(torch.ones(n, dtype=torch.int64), torch.ones(n, dtype=torch.int64)) for n in lengths])
 
 
 def trained_on(model: nn.Module, row: Packed) -> None:
-    """A step's two passes, which leave nothing behind."""
+    """Runs a forward and a backward pass, and drops the gradients."""
     logits = model(row.ids, position_ids=row.positions, documents=row.boundaries).logits
     token_loss(logits, row.targets).backward()
     model.zero_grad(set_to_none=True)
 
 
 def exchange(group: dist.ProcessGroup, devices: int, nbytes: int, device: torch.device) -> Callable[[], None]:
-    """Sends so many bytes to the next of each `devices` ranks of the group, and receives as many."""
+    """A function that sends `nbytes` bytes to the next rank of a ring and receives as many.
+
+    Each `devices` consecutive ranks of the group form a ring.
+    """
     node, place = divmod(dist.get_rank(group), devices)
     following, before = (node * devices + (place + step) % devices for step in (1, -1))
     ours, theirs = (torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
@@ -307,7 +367,7 @@ def exchange(group: dist.ProcessGroup, devices: int, nbytes: int, device: torch.
 
 
 def check_room(tokens: float, room: int | None, workers: int) -> None:
-    """UserError where the tokens of a row, on average, or of a document are more than an island's devices hold."""
+    """Raises UserError if an island does not hold `tokens`, of an average row or of the longest document."""
     if room is not None and tokens > room * workers:
         raise UserError(
             f"a row of {tokens:,.0f} tokens, but {workers} workers of rings.room={room} hold {room * workers}: give a "
@@ -318,12 +378,19 @@ def check_room(tokens: float, room: int | None, workers: int) -> None:
 # -- documents over rounds --------------------------------------------------------------------------------------------
 
 
-SCANNED = 1 << 26  # tokens of a file that are looked through at a time
+SCANNED = 1 << 26  # tokens of a file that are scanned at a time
 
 
 class Documents(Protocol):
-    """What is dealt. int64 [documents]: lengths, tokens that the model reads; targets, tokens that count in the loss;
-    sizes, parts of a step. A sample of the batch size takes sample_size of a step."""
+    """The documents of a task.
+
+    Attributes:
+        lengths: Tokens that the model reads, int64 [documents].
+        targets: Tokens that count in the loss, int64 [documents].
+        sizes: Each document's share of a step's size, int64 [documents].
+        sample_size: The size of one sample of the batch size.
+        about: A line that describes them.
+    """
 
     lengths: np.ndarray
     targets: np.ndarray
@@ -335,8 +402,15 @@ class Documents(Protocol):
 
 
 class TextDocuments:
-    """The documents of a token file, without empty ones; those longer than `context` are cut into pieces of it. Each
-    token but a document's first is predicted once. end: the id that ends a document."""
+    """The documents of a token file, without empty ones. Longer ones are cut into pieces of `context` tokens.
+
+    Each token except a document's first is predicted once.
+
+    Args:
+        tokens: The ids of the file.
+        end: The id that ends a document.
+        context: The most tokens of a piece.
+    """
 
     def __init__(self, tokens: np.ndarray, end: int, context: int):
         parts = range(0, len(tokens), SCANNED)
@@ -365,7 +439,14 @@ class TextDocuments:
 
 @dataclass(frozen=True)
 class Dealt:
-    """A task's documents, and how they are dealt."""
+    """A task's documents, and how they are assigned to workers.
+
+    Attributes:
+        documents: The documents.
+        balance: tokens, round or rings.
+        crossing: The length at which attention costs as much as the rest of the model.
+        rings: The island over which documents are split, with balance rings.
+    """
 
     documents: Documents
     balance: str
@@ -374,7 +455,17 @@ class Dealt:
 
     @classmethod
     def of(cls, recipe: TextRecipe, model: nn.Module, documents: Documents, run: Run | None = None) -> Dealt:
-        """Makes the model attend to documents. run: with balance rings its nodes are islands."""
+        """Prepares the model and the documents of a run.
+
+        Args:
+            recipe: The settings.
+            model: Attends to documents from now on.
+            documents: The documents of the task.
+            run: With balance rings, its nodes are islands.
+
+        Raises:
+            UserError: If there are too few documents, or the model or the memory does not fit.
+        """
         workers, n = recipe.data_workers(world_size()), len(documents.lengths)
         if n < workers:
             raise UserError(f"{n} documents over {workers} workers: give as many, or --balance none")
@@ -395,7 +486,7 @@ class Dealt:
 
     @property
     def samples(self) -> int:
-        """Of an epoch, as the batch size counts them."""
+        """Samples of an epoch, as the batch size counts them."""
         return int(self.documents.sizes.sum()) // self.documents.sample_size
 
     def __str__(self) -> str:
@@ -404,7 +495,7 @@ class Dealt:
         return f"balance {self.balance}: {self.documents.about}{crossing}{rings}"
 
     def following(self, method: Method) -> Callable[..., Iterator[Rows]]:
-        """What Run.batches takes: each round of the method is dealt when its first batch is asked for."""
+        """The batches for Run.batches. Each round is assigned when its first batch is requested."""
 
         def batches(recipe: TextRecipe, place: int, workers: int, start: int, total: int) -> Iterator[Rows]:
             share = self.island_size
@@ -414,13 +505,22 @@ class Dealt:
 
     @property
     def island_size(self) -> int:
-        """Among how many workers a row is split."""
+        """The number of workers over which a row is split."""
         return self.rings.island.size if self.rings else 1
 
     def steps(
         self, recipe: TextRecipe, rank: int, workers: int, start: int, total: int, ahead: Callable[[], int]
     ) -> Iterator[Rows]:
-        """The steps of this worker, or island, from `start` to `total`. ahead: returns a deal's number of steps."""
+        """The rows of this worker, or island, for the steps from `start` to `total`.
+
+        Args:
+            recipe: The settings.
+            rank: The number of this worker or island.
+            workers: The number of workers or islands.
+            start: The first step.
+            total: The end of the last step.
+            ahead: Returns the number of steps to assign at once.
+        """
         d = self.documents
         full = (d.lengths == d.lengths.max()) & (self.balance != "tokens")
         order = Order(d.sizes, recipe.batch_size * d.sample_size, full, seed=recipe.seed, workers=workers)
@@ -430,7 +530,7 @@ class Dealt:
             start += steps
 
     def owners(self, numbers: np.ndarray, workers: int) -> np.ndarray:
-        """The worker of each of a round's documents, int64 [n]."""
+        """The worker of each document of a round, int64 [n]."""
         lengths, targets = self.documents.lengths[numbers], self.documents.targets[numbers]
         if self.balance == "tokens":
             return by_tokens(lengths, workers)
@@ -443,12 +543,12 @@ class Dealt:
         of_step = into_parts(lengths[mine], steps)
         for step in range(steps):
             some = mine[of_step == step]
-            of_row = into_parts(lengths[some], rows)  # another number of rows leaves a step its documents
+            of_row = into_parts(lengths[some], rows)  # the number of rows does not change a step's documents
             held = ([d.read(number) for number in some[of_row == row].tolist()] for row in range(rows))
             split = self.rings.split if self.rings else pack
             yield Rows([split(documents) for documents in held], predicted, group)
 
 
 def steps_ahead(method: Method) -> int:
-    """The optimizer steps until all workers next meet."""
+    """The optimizer steps until all workers next synchronize."""
     return method.tau if isinstance(method, LocalUpdateMethod) else 1

@@ -1,14 +1,14 @@
-"""Which ranks of an island hold which document of a step: each on the smallest ring that meets a deadline.
+"""Assigns the documents of a step to ranks of an island, each to the smallest ring that meets a deadline.
 
-Attention costs the square of a document's length, all else its length. On a ring of g ranks each rank has a g-th of
-both, and g - 1 hops during computation. So most documents are best whole, and a document that is too long for one rank
-is split over few. Zeppelin has this idea (whole, inside a node, across nodes), with thresholds that we do not know; we
-search for the least deadline that all documents meet, by bisection.
+Attention costs the square of a document's length, and the rest of the model costs its length. On a ring of g ranks each
+rank has a g-th of both, and g - 1 hops during computation. So most documents are best whole, and a document that is too
+long for one rank is split over few ranks. Zeppelin has this idea (whole, inside a node, across nodes), with thresholds
+that we do not have. We search by bisection for the smallest deadline that all documents meet.
 
     rings = plan(documents, island)         # documents: cumulative lengths, int64 [documents + 1]
     shares = Shares(documents, rings)       # of language/lengths/ring.py
 
-Every rank computes the same plan of the same arguments, so all sums are Python's, in one order.
+Every rank computes the same plan from the same arguments, so all sums are Python's, in one order.
 """
 
 from __future__ import annotations
@@ -24,19 +24,27 @@ from torch import Tensor
 from core.errors import UserError
 
 Ring = tuple[int, ...]
-Moves = list[tuple[int, Ring, Ring]]  # documents, from a ring to a ring
+Moves = list[tuple[int, Ring, Ring]]  # document, its old ring, its new ring
 Load = tuple[float, float, float]  # seconds of attention, seconds of hops, tokens
-GRAIN = 0.01  # of a device's share of the work: documents that cost less stay whole, and are bundled up to it
+GRAIN = 0.01  # share of a device's work: documents that cost less stay whole, in bundles of up to this cost
 NEVER = sys.float_info.max  # seconds
-MOVED, EFFORT = 8, 20_000  # documents that may move after that; devices' loads that are changed in trying
-TRIALS = 6  # halvings of the interval in which the deadline lies
+MOVED, EFFORT = 8, 20_000  # documents that may move after the search; changes of a device's load in trying
+TRIALS = 6  # halvings of the interval that contains the deadline
 
 
 @dataclass(frozen=True)
 class Island:
-    """Nodes of equal devices, and the seconds of one layer, forward and backward. attention: for each squared token of
-    a document. linear: of all else, for each token. inside, across: latency of a hop in a node, or of a ring over
-    several, and for each token sent. room: tokens that a device's memory holds."""
+    """Nodes of equal devices, and the seconds of one layer, forward and backward.
+
+    Attributes:
+        nodes: The number of nodes.
+        devices: Devices per node.
+        attention: Seconds of attention per squared token of a document.
+        linear: Seconds of the rest per token.
+        inside: Seconds of a hop inside a node, fixed and per token sent.
+        across: The same for a ring over several nodes.
+        room: Tokens that fit in a device's memory.
+    """
 
     nodes: int
     devices: int
@@ -67,22 +75,29 @@ class Island:
         return min(ring) // self.devices != max(ring) // self.devices
 
     def share(self, length: int, ring: Ring) -> Load:
-        """Of a document on each device of its ring; zigzag makes them equal."""
+        """The load of a document on each device of its ring. Zigzag chunks make these loads equal."""
         g, (latency, token) = len(ring), self.across if self.crosses(ring) else self.inside
         return self.attention * length**2 / g, (g - 1) * (latency + token * length / g), length / g
 
 
 class Loads:
-    """What the devices have to do so far; `busy` for how many seconds, of which hops hide under attention."""
+    """The load of each device so far.
+
+    Attributes:
+        work: Seconds of attention.
+        hops: Seconds of hops, which run during attention.
+        tokens: Tokens.
+        busy: Seconds in all.
+    """
 
     def __init__(self, island: Island):
         self.island = island
         self.work, self.hops, self.tokens, self.busy = ([0.0] * island.size for _ in range(4))
 
     def after(self, ring: Ring, load: Load) -> float:
-        """Seconds for which the busiest device of a ring is busy with so much more. inf: one has no room."""
+        """Busy seconds of a ring's busiest device after adding a load. inf if a device has no room."""
         work, hops, tokens = load
-        if len(ring) == 1 and self.island.room == math.inf:  # faster, for the many that stay whole
+        if len(ring) == 1 and self.island.room == math.inf:  # faster, because most documents stay whole
             (device,) = ring
             spent = max(self.work[device] + work, self.hops[device] + hops)
             return spent + self.island.linear * (self.tokens[device] + tokens)
@@ -95,7 +110,7 @@ class Loads:
         )
 
     def add(self, ring: Ring, load: Load, times: int = 1) -> None:
-        """To each device of a ring; times -1 takes it away again."""
+        """Adds a load to each device of a ring. With times=-1 it removes the load."""
         work, hops, tokens = (times * more for more in load)
         for device in ring:
             self.work[device] += work
@@ -112,13 +127,23 @@ class Loads:
 
 
 def layer_seconds(lengths: Sequence[int], rings: Sequence[Ring], island: Island) -> float:
-    """Seconds of one layer by this model, forward and backward: those of the busiest device."""
+    """Seconds of one layer on the busiest device, forward and backward, by this cost model."""
     return max(Loads.of(lengths, rings, island).busy)
 
 
 def plan(documents: Tensor, island: Island) -> list[Ring]:
-    """For each document the ranks that hold it; a rank may get no token. documents: cumulative, int64 [documents + 1].
-    UserError where the devices' memory does not hold the tokens."""
+    """Assigns a ring to each document.
+
+    Args:
+        documents: Cumulative lengths, int64 [documents + 1].
+        island: The devices and their costs.
+
+    Returns:
+        For each document the ranks that hold it. A rank may get no token.
+
+    Raises:
+        UserError: If the devices' memory does not hold the tokens.
+    """
     lengths = documents.diff().tolist()
     if sum(lengths) > island.room * island.size:
         raise UserError(
@@ -126,7 +151,7 @@ def plan(documents: Tensor, island: Island) -> list[Ring]:
             "give a step fewer documents, or more devices"
         )
     items, everywhere = bundled(lengths, island), [tuple(range(island.size))] * len(lengths)
-    if island.room < math.inf and placed(NEVER, items, lengths, island) is None:  # so short that nothing else fits
+    if island.room < math.inf and placed(NEVER, items, lengths, island) is None:  # memory is too tight for all else
         return everywhere
     bound = least_seconds(lengths, island)
     low, high = bound, bound * (1 + GRAIN / 2)
@@ -147,7 +172,7 @@ def plan(documents: Tensor, island: Island) -> list[Ring]:
 
 
 def least_seconds(lengths: Sequence[int], island: Island) -> float:
-    """No plan takes less: an even share of the work, or what the longest document takes on the ring that suits it."""
+    """A lower bound: an even share of the work, or the longest document on its best ring."""
     share = sum(map(island.whole, lengths)) / island.size
     longest, alone = max(lengths, default=0), math.inf
     for g in range(1, island.size + 1):
@@ -158,7 +183,7 @@ def least_seconds(lengths: Sequence[int], island: Island) -> float:
 
 
 class Item(NamedTuple):
-    """What is placed as one: a document, or several that cost little, which then stay whole."""
+    """Documents that are placed together: one document, or several short ones that stay whole."""
 
     documents: list[int]
     share: Load  # on one device
@@ -166,12 +191,12 @@ class Item(NamedTuple):
 
 
 def bundled(lengths: Sequence[int], island: Island) -> list[Item]:
-    """All documents, from the longest to the shortest."""
+    """All documents as items, from the longest to the shortest."""
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     costs = [island.whole(lengths[i]) for i in order]
     grain = GRAIN * sum(costs) / island.size
     groups: list[list[int]] = []
-    held = math.inf  # cost of the last group
+    held = math.inf  # the cost of the last group
     for i, cost in zip(order, costs, strict=True):
         if held + cost > grain:
             groups.append([])
@@ -187,7 +212,11 @@ def bundled(lengths: Sequence[int], island: Island) -> list[Item]:
 
 
 def placed(deadline: float, items: list[Item], lengths: Sequence[int], island: Island) -> list[Ring] | None:
-    """Each item on the first ring that meets the deadline, and each document's ring; None where one has none."""
+    """Puts each item on the first ring that meets the deadline.
+
+    Returns:
+        Each document's ring. None if an item meets the deadline on no ring.
+    """
     loads = Loads(island)
     rings: list[Ring] = [()] * len(lengths)
     for item in items:
@@ -206,11 +235,11 @@ def placed(deadline: float, items: list[Item], lengths: Sequence[int], island: I
 
 
 def improved(rings: Sequence[Ring], lengths: Sequence[int], island: Island) -> list[Ring]:
-    """Long documents of the busiest device go to other rings, or change rings with others, as long as that helps."""
+    """Moves long documents of the busiest device to other rings, or swaps them, as long as that helps."""
     rings, loads, effort = list(rings), Loads.of(lengths, rings, island), 0
 
     def turn(moves: Moves, times: int = 1) -> float:
-        """Makes the moves, or takes them back; returns the seconds that follow."""
+        """Makes the moves, or reverts them with times=-1. Returns the new seconds."""
         nonlocal effort
         effort += island.size + sum(len(old) + len(new) for _, old, new in moves)
         for i, old, new in moves:
@@ -240,7 +269,7 @@ def improved(rings: Sequence[Ring], lengths: Sequence[int], island: Island) -> l
 
 
 def candidates(loads: Loads) -> Iterator[Ring]:
-    """The least busy device; 2, 3, ... devices of the node where so many are least busy; then 2, 3, ... of all."""
+    """Rings to try: the least busy device, then 2, 3, ... devices of the least busy node, then of all nodes."""
     island, busy = loads.island, loads.busy
     yield (busy.index(min(busy)),)
     if island.room < math.inf:

@@ -1,13 +1,13 @@
-"""Ring attention inside an island: causal attention over documents, each split over ranks, exact both ways.
+"""Ring attention inside an island: exact causal attention over documents that are split over ranks.
 
-    shares = Shares(documents, rings)              # once a step; every rank passes all documents, in one order
+    shares = Shares(documents, rings)              # once a step; every rank passes all documents in the same order
     ids = all_ids[shares.indices]                  # this rank's tokens; its positions are shares.positions
     out = ring_attention(q, k, v, shares)          # in every layer: [tokens, heads, width] of this rank's tokens
 
-A document on a ring of G ranks is cut into 2 G chunks; the rank at place p holds chunks p and 2 G - 1 - p, so all have
-equal work ("zigzag", after Zhu's ring-flash-attention). Keys and values travel the ring (Liu et al., arXiv 2310.01889)
-during computation; every hop is one call of a flash kernel. Outputs are merged by their log-sum-exp, and gradients add
-up. torch's context_parallel needs a GPU, and splits all sequences over all ranks.
+A document on a ring of G ranks is cut into 2 G chunks. The rank at place p holds chunks p and 2 G - 1 - p, so all ranks
+have equal work ("zigzag", after Zhu's ring-flash-attention). Keys and values travel around the ring during computation
+(Liu et al., arXiv 2310.01889). Every hop is one call of a flash kernel. Outputs are merged by their log-sum-exp, and
+gradients are summed. torch's context_parallel needs a GPU, and splits all sequences over all ranks.
 """
 
 from collections.abc import Iterable, Sequence
@@ -26,7 +26,15 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Piece:
-    """One document's two chunks on this rank: their rows among the rank's tokens, and the neighbours on the ring."""
+    """One document's two chunks on this rank.
+
+    Attributes:
+        number: The document's number.
+        length: Its tokens.
+        ring: The ranks that hold it.
+        place: This rank's place on the ring.
+        rows: Where the chunks are among this rank's tokens.
+    """
 
     number: int
     length: int
@@ -43,16 +51,19 @@ class Piece:
         return self.ring[self.place - 1]
 
     def chunks(self, hop: int) -> tuple[range, range]:
-        """Positions in the document that those keys have which are here after so many hops; either may be empty."""
+        """Positions in the document of the keys that are here after `hop` hops. Either chunk may be empty."""
         return chunks(self.length, len(self.ring), (self.place - hop) % len(self.ring))
 
     def room(self, like: Tensor, hop: int, dtype: torch.dtype) -> Tensor:
-        """For the keys and values of that hop, or their gradients: [2, tokens, heads, width], not initialised."""
+        """An uninitialized [2, tokens, heads, width] for the keys and values of a hop, or their gradients."""
         return like.new_empty(2, sum(map(len, self.chunks(hop))), *like.shape[1:], dtype=dtype)
 
     def block(self, hop: int) -> tuple[slice, slice]:
-        """Rows of this rank and keys of the visitor that this hop multiplies; at hop 0 causal, later all with all. All
-        rows see an earlier place's first chunk. The second chunk's rows see both of a later place's chunks."""
+        """Rows of this rank, and keys of the visitor, that this hop multiplies.
+
+        At hop 0 attention is causal, later all rows attend to all keys of the block. All rows see the first chunk of an
+        earlier place. The rows of the second chunk see both chunks of a later place.
+        """
         if hop == 0:
             return self.rows, slice(None)
         if hop <= self.place:
@@ -68,13 +79,17 @@ def chunks(length: int, ranks: int, place: int) -> tuple[range, range]:
 
 
 class Shares:
-    """What each rank of the group holds of a step's documents; every rank makes it of the same arguments.
+    """The parts of a step's documents that this rank holds. Every rank passes the same arguments.
 
-    documents: cumulative lengths, int64 [documents + 1], from 0. rings: for each document the ranks of the group
-    (None: all ranks) that hold it, each once.
+    Args:
+        documents: Cumulative lengths, int64 [documents + 1], from 0.
+        rings: For each document the ranks of the group that hold it, each once.
+        group: The ranks. None: all ranks.
 
-    Attributes, int64 [tokens]: indices, places of this rank's tokens in all documents put end to end; positions, in
-    their own documents. longest: tokens of the longest document of which this rank holds a part.
+    Attributes:
+        indices: Indices of this rank's tokens in the concatenated documents, int64 [tokens].
+        positions: Their positions in their own documents, int64 [tokens].
+        longest: Tokens of the longest document of which this rank holds a part.
     """
 
     def __init__(self, documents: Tensor, rings: Sequence[Sequence[int]], group: dist.ProcessGroup | None = None):
@@ -101,8 +116,19 @@ class Shares:
     def exchange(
         self, pieces: Sequence[Piece], outgoing: dict[int, Tensor], incoming: dict[int, Tensor], lane: int
     ) -> list[Any]:
-        """Starts to send to the next and to receive from the previous rank: one message between two ranks. Every rank
-        lists documents in one order. lane: 0 for keys and values, 1 for gradients, which overlap them."""
+        """Starts to send to the next rank and to receive from the previous rank.
+
+        There is one message between two ranks, because every rank lists documents in the same order.
+
+        Args:
+            pieces: The documents to move.
+            outgoing: From a document's number to the tensor to send.
+            incoming: From a document's number to the tensor to receive.
+            lane: 0 for keys and values, 1 for gradients, which overlap them.
+
+        Returns:
+            Work to wait for.
+        """
         outward = _by_peer((p.next, outgoing[p.number]) for p in pieces)
         inward = _by_peer((p.previous, incoming[p.number]) for p in pieces)
         sent = {to: x[0] if len(x) == 1 else torch.cat([t.reshape(-1) for t in x]) for to, x in outward.items()}
@@ -117,7 +143,7 @@ class Shares:
 
 
 def _by_peer(pairs: Iterable[tuple[int, Tensor]]) -> dict[int, list[Tensor]]:
-    """Those tensors that are not empty."""
+    """The tensors that are not empty, by peer."""
     found: dict[int, list[Tensor]] = {}
     for peer, tensor in pairs:
         if tensor.numel():
@@ -126,7 +152,13 @@ def _by_peer(pairs: Iterable[tuple[int, Tensor]]) -> dict[int, list[Tensor]]:
 
 
 class _Exchange:
-    """Messages under way. sent: kept until they are through; received: messages of several documents, and those."""
+    """Messages in flight.
+
+    Attributes:
+        works: What to wait for.
+        sent: Messages that must live until they are sent.
+        received: Messages of several documents, each with the tensors to copy it to.
+    """
 
     def __init__(self, works: list[Any], sent: Any, received: list[tuple[Tensor, list[Tensor]]]):
         self.works, self.sent, self.received = works, sent, received
@@ -139,15 +171,25 @@ class _Exchange:
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, shares: Shares) -> Tensor:
-    """Causal attention inside each document: [tokens, heads, width] of this rank's tokens -> the same. A collective of
-    all ranks on rings, forward and backward."""
+    """Causal attention inside each document. A collective of all ranks on rings, forward and backward.
+
+    Args:
+        q, k, v: [tokens, heads, width] of this rank's tokens.
+        shares: The documents of the step.
+
+    Returns:
+        [tokens, heads, width].
+
+    Raises:
+        UserError: If the number of tokens differs from the documents' on this rank.
+    """
     if len(q) != len(shares.indices):
         raise UserError(f"{len(q)} tokens, but the documents give this rank {len(shares.indices)}: take shares.indices")
     return _RingAttention.apply(q, k, v, shares)  # type: ignore[no-any-return]
 
 
 class _RingAttention(torch.autograd.Function):
-    """One node for all documents of a layer, so that in backward, too, every rank meets its peers in one order."""
+    """One autograd node for all documents of a layer, so that backward also meets peers in the same order."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, shares: Shares) -> Tensor:
@@ -171,8 +213,10 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        """Gradients of visiting keys follow these by one hop, and are home one hop after the last block. Those of a
-        rank's own keys stay. Whole documents come last, under the gradients' last hop."""
+        """Gradients of visiting keys follow the keys by one hop, and arrive home one hop after the last block.
+
+        Gradients of a rank's own keys stay. Whole documents come last, during the gradients' last hop.
+        """
         q, k, v, out, lse = ctx.saved_tensors
         shares: Shares = ctx.shares
         d = _Gradients(q, k, v, out, lse, grad)
@@ -205,15 +249,15 @@ class _RingAttention(torch.autograd.Function):
 
 
 class _Gradients:
-    """Of this rank's queries, keys and values; grows block by block."""
+    """Gradients of this rank's queries, keys and values, summed block by block."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad: Tensor):
         self.saved = q, out, lse, grad
         self.q = torch.zeros_like(q, dtype=lse.dtype)
-        self.own = k.new_zeros(2, *k.shape, dtype=lse.dtype)  # of keys and values
+        self.own = k.new_zeros(2, *k.shape, dtype=lse.dtype)  # for keys and values
 
     def block(self, visitor: Tensor, p: Piece, hop: int) -> Tensor:
-        """Adds to the queries' gradients; returns the visitor's, [2, tokens, heads, width]."""
+        """Adds to the queries' gradients. Returns the visitor's gradients, [2, tokens, heads, width]."""
         q, out, lse, grad = self.saved
         rows, keys = p.block(hop)
         result = torch.zeros_like(visitor, dtype=lse.dtype)
@@ -226,7 +270,7 @@ class _Gradients:
 
 
 def _add_block(out: Tensor, lse: Tensor, q: Tensor, visitor: Tensor, p: Piece, hop: int) -> None:
-    """Attention of a block, merged into (out, lse) in place: softmax over both sets of keys."""
+    """Merges the attention of a block into (out, lse) in place, as one softmax over both sets of keys."""
     rows, keys = p.block(hop)
     k, v = visitor[:, keys]
     if not (q[rows].numel() and k.numel()):
@@ -242,7 +286,7 @@ def _add_block(out: Tensor, lse: Tensor, q: Tensor, visitor: Tensor, p: Piece, h
 
 
 def _wait(works: list[Any]) -> None:
-    """Waits and forgets: a second wait on one of gloo's sends or receives never returns."""
+    """Waits and drops the works, because a second wait on a send or receive of gloo never returns."""
     while works:
         works.pop().wait()
 
@@ -251,7 +295,7 @@ def _wait(works: list[Any]) -> None:
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
-    """Attention and its log-sum-exp, [tokens, heads, width] and [tokens, heads]. On a GPU in 16 bits only."""
+    """Attention [tokens, heads, width], and its log-sum-exp [tokens, heads]. On a GPU only in 16 bits."""
     heads_first = [_heads_first(x) for x in (q, k, v)]
     if q.device.type == "cpu":
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(*heads_first, 0.0, causal)
@@ -263,14 +307,14 @@ def flash(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Ten
 def flash_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v; out and lse may be of more keys than these."""
+    """Gradients of q, k and v. out and lse may come from more keys than these."""
     args = [_heads_first(x) for x in (grad, q, k, v, out)]
     lse = lse.transpose(0, 1).unsqueeze(0)
     if q.device.type == "cpu":
         grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(*args, lse, 0.0, causal)
     else:
         shape = None, None, len(q), len(k)  # no packed lengths
-        random = q.new_empty(2, dtype=torch.uint64), q.new_empty(0)  # not read: there is no dropout
+        random = q.new_empty(2, dtype=torch.uint64), q.new_empty(0)  # not read, because there is no dropout
         grads = aten._scaled_dot_product_flash_attention_backward(*args, lse.contiguous(), *shape, 0.0, causal, *random)
     dq, dk, dv = (_tokens_first(g) for g in grads)
     return dq, dk, dv

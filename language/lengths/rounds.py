@@ -1,8 +1,8 @@
-"""Whole documents dealt over a round of CO2: workers meet every tau steps, so nothing is split and nothing is sent.
+"""Whole documents assigned over a round of CO2. No document is split and nothing is sent.
 
-Attention costs the square of a document's length, the rest its length, so that workers with equal tokens may have
-unequal work. Every worker computes the same deal, a pure function of seed, step, steps and workers: a checkpoint needs
-nothing of it.
+Attention costs the square of a document's length, and the rest costs its length, so workers with equal tokens may have
+different work. CO2's workers synchronize every tau steps, so only the work of a round must be even. Every worker
+computes the same assignment, a pure function of seed, step, steps and workers. A checkpoint stores none of it.
 """
 
 import re
@@ -15,30 +15,32 @@ from core.errors import UserError
 from training.data import generator
 
 Lengths = np.ndarray  # int64 [documents], tokens
-CHARACTERS_A_TOKEN = 4.3  # of English prose under a vocabulary of 30,000; it only scales lengths
+CHARACTERS_A_TOKEN = 4.3  # English prose with a vocabulary of 30,000; it only scales lengths
 HEADING = r"\n\s*(?:CHAPTER|Chapter|BOOK|ACT|LETTER)\b[^\n]*\n"
 PARAGRAPH = r"\n\s*\n"
 
 
 def log_normal(n: int, rng: np.random.Generator, median: float = 500, sigma: float = 1.1) -> np.ndarray:
-    """Web text: of mean 900, one document in 300 above 10,000."""
+    """Web text: 900 tokens on average, and one document in 300 has more than 10,000."""
     return rng.lognormal(np.log(median), sigma, n)
 
 
 def github_like(n: int, rng: np.random.Generator) -> np.ndarray:
-    """Source files and joined repositories: a log-normal body, and 6 % from a Pareto tail of index 1.2 above 8,000."""
+    """Source files and joined repositories: log-normal, with 6 % from a Pareto tail of index 1.2 above 8,000."""
     tail = 8000 * (1 + rng.pareto(1.2, n))
     return np.where(rng.random(n) < 0.06, tail, log_normal(n, rng, 700, 1.3))
 
 
 def prolong_like(n: int, rng: np.random.Generator) -> np.ndarray:
-    """The idea of ProLong (arXiv 2410.02660), long documents among short ones: some 60 % of the tokens are in documents
-    of 65,536, the rest is web text."""
+    """Long documents among short ones, as in ProLong (arXiv 2410.02660).
+
+    About 60 % of the tokens are in documents of 65,536 tokens, and the rest is web text.
+    """
     return np.where(rng.random(n) < 0.02, 65536, log_normal(n, rng))
 
 
 def uniform(n: int, rng: np.random.Generator) -> np.ndarray:
-    """900 to 1,100: nothing to gain."""
+    """900 to 1,100 tokens, where a balance gains nothing."""
     return rng.uniform(900, 1100, n)
 
 
@@ -48,18 +50,18 @@ LAWS: dict[str, Callable[[int, np.random.Generator], np.ndarray]] = {
 
 
 def draw(law: str, n: int, seed: int) -> Lengths:
-    """n lengths of a law, 1 or more."""
+    """Draws n lengths, each at least 1, from one of LAWS."""
     return np.maximum(LAWS[law](n, np.random.default_rng(seed)), 1).astype(np.int64)
 
 
 def of_text(text: str, boundary: str) -> Lengths:
-    """Of the parts of a text, from one match of the pattern to the next, in its order; empty ones are left out."""
+    """Lengths of the parts of a text, which a pattern separates. Empty parts are dropped."""
     characters = np.array([len(part.strip()) for part in re.split(boundary, text)])
     return np.ceil(characters[characters > 0] / CHARACTERS_A_TOKEN).astype(np.int64)
 
 
 def cut(lengths: Lengths, longest: int) -> Lengths:
-    """The lengths of the pieces, where what is longer than `longest` is cut into pieces of it and a rest."""
+    """Lengths after longer documents are cut into pieces of `longest` tokens and a rest."""
     whole, rest = np.divmod(lengths, longest)
     pieces = np.full(int(whole.sum() + (rest > 0).sum()), longest)
     last = np.cumsum(whole + (rest > 0)) - 1
@@ -67,35 +69,49 @@ def cut(lengths: Lengths, longest: int) -> Lengths:
     return pieces
 
 
-# -- which documents a round holds ------------------------------------------------------------------------------------
+# -- the documents of a round -----------------------------------------------------------------------------------------
 
 
 CANDIDATES = 32  # documents of a worker that are tried in an exchange
 PARTNERS = 4  # workers that are tried
-TOLERANCE = 0.004  # of a worker's share, within which nothing is exchanged any more
+TOLERANCE = 0.004  # share of a worker's load within which exchanges stop
 
 
 def crossing_of(width: int) -> float:
-    """The length at which a causal document's attention costs as much as the rest of a transformer. A layer multiplies
-    12 width^2 times a token in its matrices, and width x length times in attention, half masked."""
+    """The length at which a causal document's attention costs as much as the rest of a transformer.
+
+    A layer needs 12 width^2 multiplications per token in its matrices, and width x length in attention, half masked.
+    """
     return 12.0 * width
 
 
 def cost(lengths: np.ndarray, crossing: float) -> np.ndarray:
-    """The work of documents of int64 [n] lengths: s^2 + crossing s, float64 [n], in units of their own."""
+    """The work of documents, s^2 + crossing s, in arbitrary units.
+
+    Args:
+        lengths: int64 [n].
+        crossing: The length at which attention costs as much as the rest.
+
+    Returns:
+        float64 [n].
+    """
     if not crossing > 0:
         raise UserError(f"crossing={crossing}: give the tokens at which attention costs as the rest, above 0")
     return lengths.astype(np.float64) * (lengths + crossing)
 
 
 class Order:
-    """In which order documents come, and which a round holds.
+    """The order of documents, and the documents of each round.
 
-    sizes: int64 [n], each document's part of a step, which takes `step_size` over all workers. An epoch is one shuffle;
-    a document belongs to the step in which it ends. An epoch leaves out an incomplete last step.
+    An epoch is one shuffle. A document belongs to the step in which it ends. An epoch drops an incomplete last step.
 
-    full: bool [n], documents of the maximal length. They come in groups of one for each worker, because no deal evens
-    out five of them over four workers. An epoch leaves out an incomplete last group.
+    Args:
+        sizes: Each document's share of a step's size, int64 [n].
+        step_size: The size of a step over all workers.
+        full: Whether a document has the maximal length, bool [n]. Such documents come in groups of one per worker,
+            because five of them cannot be even over four workers. An epoch drops an incomplete last group.
+        seed: The seed of the shuffle.
+        workers: The number of workers.
     """
 
     def __init__(self, sizes: np.ndarray, step_size: int, full: np.ndarray, *, seed: int, workers: int):
@@ -107,7 +123,7 @@ class Order:
         self._epochs: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
     def of(self, start: int, steps: int) -> np.ndarray:
-        """The documents of so many steps from `start` on, counted over all epochs: int64 [m]."""
+        """The documents of `steps` steps from `start`, counted over all epochs, int64 [m]."""
         found = []
         end = start + steps
         while start < end:
@@ -120,13 +136,13 @@ class Order:
         return np.concatenate(found)
 
     def _epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """The epoch's documents in their order, and where each ends."""
+        """The epoch's documents in order, and where each ends."""
         if epoch not in self._epochs:
             shuffled = torch.randperm(len(self.sizes), generator=generator(self.seed, epoch)).numpy()
             places = np.cumsum(self.sizes[shuffled])
             whole = np.flatnonzero(self.full[shuffled])
             late = np.arange(len(whole)) // self.workers * self.workers + self.workers - 1  # the last of each group
-            held = np.append(places[whole], np.iinfo(np.int64).max)  # the last group may not become whole
+            held = np.append(places[whole], np.iinfo(np.int64).max)  # the last group may stay incomplete
             places[whole] = held[np.minimum(late, len(whole))]
             order = np.argsort(places, kind="stable")
             kept = {e: known for e, known in self._epochs.items() if e == epoch - 1}
@@ -134,19 +150,28 @@ class Order:
         return self._epochs[epoch]
 
 
-# -- to whom they go --------------------------------------------------------------------------------------------------
+# -- their workers ----------------------------------------------------------------------------------------------------
 
 
 def deal(shares: np.ndarray, workers: int) -> np.ndarray:
-    """The worker of each document, int64 [n], so that all get equal sums of every column. shares: float64 [n, k], such
-    as tokens and costs. The next largest documents go to one worker each, the largest to the worker that has least;
-    then workers exchange documents while that helps."""
+    """Assigns documents so that all workers get equal sums of every column.
+
+    The next largest documents go to one worker each, the largest to the worker with the smallest load. Then workers
+    exchange documents as long as that helps.
+
+    Args:
+        shares: The columns, such as tokens and costs, float64 [n, k].
+        workers: The number of workers.
+
+    Returns:
+        The worker of each document, int64 [n].
+    """
     if not len(shares):
         return np.empty(0, dtype=np.int64)
     sums = shares.sum(axis=0)
-    loads = shares * (workers / np.where(sums > 0, sums, 1))  # of each column a worker's share is 1
+    loads = shares * (workers / np.where(sums > 0, sums, 1))  # a worker's even share of each column is 1
     size = loads.sum(axis=1)
-    order = np.argsort(-size, kind="stable")  # ties by number: the same on every machine
+    order = np.argsort(-size, kind="stable")  # ties by number, so every machine gets the same order
     owner = np.empty(len(shares), dtype=np.int64)
     have = np.zeros((workers, shares.shape[1]))
     for at in range(0, len(order), workers):
@@ -159,7 +184,7 @@ def deal(shares: np.ndarray, workers: int) -> np.ndarray:
 
 
 def _exchange(owner: np.ndarray, loads: np.ndarray, have: np.ndarray) -> None:
-    """The worker that is farthest off swaps or gives a document, while the sum of squared misses falls."""
+    """Lets the worker farthest from its share swap or give a document, while the sum of squared misses falls."""
     for _ in range(20 * len(have)):
         miss = have - 1
         if (np.abs(miss) <= TOLERANCE).all():
@@ -188,7 +213,7 @@ def _exchange(owner: np.ndarray, loads: np.ndarray, have: np.ndarray) -> None:
 
 
 def _candidates(owner: np.ndarray, worker: int, loads: np.ndarray) -> np.ndarray:
-    """Documents of a worker, spread over their sizes where there are many, and -1, which stands for none."""
+    """Some documents of a worker, spread over their sizes, and -1, which means none."""
     mine = np.flatnonzero(owner == worker)
     if len(mine) > CANDIDATES:
         mine = mine[np.argsort(loads[mine].sum(axis=1), kind="stable")]
@@ -201,7 +226,7 @@ def _of(loads: np.ndarray, documents: np.ndarray) -> np.ndarray:
 
 
 def by_tokens(lengths: np.ndarray, workers: int) -> np.ndarray:
-    """As they come, each to the worker that has fewest tokens so far: a loader with a budget of tokens. int64 [n]."""
+    """The worker of each document, int64 [n]: in order, each goes to the worker with the fewest tokens so far."""
     owner, have = np.empty(len(lengths), dtype=np.int64), [0] * workers
     for i, length in enumerate(lengths.tolist()):
         owner[i] = worker = have.index(min(have))
@@ -210,8 +235,13 @@ def by_tokens(lengths: np.ndarray, workers: int) -> np.ndarray:
 
 
 def into_parts(lengths: np.ndarray, parts: int) -> np.ndarray:
-    """The part, a step or a micro-batch of one, of each of a worker's documents, int64 [n]: longest first, each to the
-    part with fewest tokens."""
+    """Splits a worker's documents over steps, or over the micro-batches of a step.
+
+    The longest documents come first, and each goes to the part with the fewest tokens.
+
+    Returns:
+        The part of each document, int64 [n].
+    """
     part, have = np.empty(len(lengths), dtype=np.int64), [0] * parts
     for i in np.argsort(-lengths, kind="stable").tolist():
         part[i] = emptiest = have.index(min(have))

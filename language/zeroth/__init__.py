@@ -1,4 +1,4 @@
-"""DistZO2: zeroth-order training, whose workers exchange scalars. After the abstract and ZO2's released code."""
+"""Zeroth-order training whose workers exchange scalars, after DistZO2's abstract and ZO2's released code."""
 
 from .method import Zeroth
 from .order import ScalarLog, StepResult, ZerothConfig, ZerothOrder

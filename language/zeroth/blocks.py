@@ -1,9 +1,10 @@
-"""Training a model that does not fit the device: its blocks lie in the host's memory and pass through one at a time.
+"""Training a model that does not fit the device: its blocks are in host memory and are uploaded one at a time.
 
-While block i computes, block i + 1 is uploaded and block i - 1 offloaded (threads on a CPU, streams on a GPU).
-The first block is uploaded during the last one, the head and the exchange of scalars. A block moves once a step each
-way, because its update is applied when it next comes by (ZO2's idea). Where one process measures both W + eps z and
-W - eps z, two passes go through the model side by side. The device holds three blocks (Window), the embedding and head.
+While block i computes, block i + 1 is uploaded and block i - 1 is offloaded (threads on a CPU, streams on a GPU). The
+first block is uploaded during the last block, the head and the exchange of scalars. A block moves once a step in each
+direction, because its update is applied when it is next uploaded (ZO2's idea). If one process measures both W + eps z
+and W - eps z, two passes go through the model in turns. The device holds three blocks (Window), the embedding and the
+head.
 """
 
 from __future__ import annotations
@@ -29,24 +30,26 @@ from .order import Noise, Update, Weights, weights_uncached
 
 T = TypeVar("T")
 Hold = Callable[[int], None]
-ALIGNED = 64  # bytes, where a tensor begins in a block
+ALIGNED = 64  # bytes: tensors begin at multiples of it in a block
 
 
 class BlockStream:
-    """Holds a model's blocks in the host's memory; for ZerothOrder, as `make_forward`.
+    """Keeps a model's blocks in host memory. Pass it to ZerothOrder as `make_forward`.
 
         make_forward=functools.partial(BlockStream, blocks=model.transformer.h)
 
-    Losses and updates are ScratchCopy's, bit for bit.
+    Losses and updates equal ScratchCopy's, bit for bit.
 
     Args:
-        blocks: modules that the model calls one after the other, in this order, in every forward pass.
-        device: where to compute (None: where the model is). What belongs to no block moves there.
-        hold: see Lane.
-        make_host: makes the host's memory of a block, uint8 [its argument], such as a mapped file; None: pinned for a
-            GPU, else plain.
-        share: a group of the workers of a node alone: each uploads a part of a block and sends it to the others. All
-            must make equally many passes.
+        model: The model.
+        weights: Its trained parameters.
+        blocks: Modules that the model calls one after another, in this order, in every forward pass.
+        device: Where to compute. None: where the model is. Tensors outside the blocks move there.
+        hold: See Lane.
+        make_host: Allocates uint8 [its argument] for a block, such as a mapped file. None: host memory, pinned if the
+            device is a GPU.
+        share: A group of the workers of one node. Each uploads a part of a block and sends it to the group. All must
+            make equally many passes.
     """
 
     def __init__(
@@ -80,8 +83,8 @@ class BlockStream:
         self._rest = Rest(weights, self.window, [p for p in weights.params if id(p) not in in_blocks])
         self._signs: tuple[int, ...] = ()  # of eps z, in each pass
         self._now = 0  # step
-        self._came = 0  # how many of the passes have come to the block that computes
-        self._updated = False  # whether it was updated when it came by
+        self._came = 0  # passes that have reached the block that computes
+        self._updated = False  # whether that block was updated after its upload
         for i, block in enumerate(blocks):
             block.register_forward_pre_hook(lambda *_, i=i: self._enter(i))
             block.register_forward_hook(lambda *_, i=i: self._leave(i))
@@ -92,24 +95,24 @@ class BlockStream:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes on the device beyond the weights that belong to no block."""
+        """Bytes on the device in addition to the weights outside the blocks."""
         return self.window.nbytes + self._rest.beyond
 
     @property
     def pending(self) -> list[Update]:
-        """Updates that were put off."""
+        """The deferred updates."""
         return list(self._rest.behind)
 
     @torch.no_grad()
     def apply(self, update: Update) -> None:
-        """When a block next comes by, or at `flush`."""
+        """Defers the update of each block to its next upload, or to `flush`."""
         if not update.dropped:
             for part in (self._rest, *self.blocks):
                 part.behind.append(update)
 
     @torch.no_grad()
     def flush(self) -> None:
-        """Applies the updates that were put off."""
+        """Applies the deferred updates."""
         self.window.forget_ahead()
         self._rest.catch_up()
         for block in self.blocks:
@@ -121,7 +124,7 @@ class BlockStream:
 
     @contextlib.contextmanager
     def inference(self) -> Iterator[None]:
-        """Inside, the model may be called, at W with every update; no upload is shared."""
+        """A context in which the model can be called at W with all updates applied. Uploads are not shared."""
         self.flush()
         self._signs, self.window.shares = (0,), False
         try:
@@ -133,7 +136,7 @@ class BlockStream:
             self.window.shares = True
 
     def losses(self, loss: Callable[[nn.Module], Any], step: int, signs: tuple[int, ...]) -> list[Any]:
-        """loss(model) at W + sign eps z for each sign, of which there are one or two; 0 stands for W itself."""
+        """loss(model) at W + sign eps z for each of one or two signs. Sign 0 means W itself."""
         self._now, self._signs = step, signs
         self._rest.catch_up()
         self.window.begin_first()
@@ -143,11 +146,11 @@ class BlockStream:
             self._end()
 
     def _enter(self, i: int) -> None:
-        """Before block i computes: it is on the device, updated, and perturbed for this pass."""
+        """Before block i computes: uploads, updates, and perturbs it for this pass."""
         if self._passes.number is None:
             return
         if i == 0:
-            self._passes.pass_on()  # so that both are through the embedding
+            self._passes.pass_on()  # so that both passes have finished the embedding
         block, sign = self.blocks[i], self._signs[self._passes.number]
         if self.window.at != i or self._came == len(self._signs):
             self._take(i)
@@ -164,7 +167,7 @@ class BlockStream:
         block.show(views)
 
     def _take(self, i: int) -> None:
-        """Block i takes the place of the one before it, and is updated."""
+        """Replaces the previous block by block i, and updates it."""
         at = self.window.at
         if i != (at + 1) % len(self.blocks) or self._came not in (0, len(self._signs)):
             raise UserError(
@@ -175,7 +178,7 @@ class BlockStream:
         self._update(self.blocks[i], self.window.slot)
 
     def _update(self, block: Block, slot: Tensor) -> None:
-        """Applies the updates that were put off to a copy of the block: bytes [nbytes]."""
+        """Applies the deferred updates to a copy of the block, bytes [nbytes]."""
         for number, w in zip(block.numbers, block.views(slot), strict=True):
             if number is not None:
                 for update in block.behind:
@@ -189,8 +192,8 @@ class BlockStream:
             self._passes.pass_on()
 
     def _end(self) -> None:
-        """After all passes: everything is in its place on the host, and the first block on its way to the device."""
-        if self._updated and self._came < len(self._signs):  # a pass failed, and the updates are on the device alone
+        """After all passes: everything is back in host memory, and the upload of the first block has begun."""
+        if self._updated and self._came < len(self._signs):  # a pass failed, and only the device has the updates
             self.window.keep()
         self.window.close()
         self._came, self._updated = 0, False
@@ -198,15 +201,21 @@ class BlockStream:
             block.show(block.views(block.host))
 
     def _perturb_rest(self, module: nn.Module) -> None:
-        """Before a module that belongs to no block computes."""
+        """Before a module outside the blocks computes: perturbs it."""
         number = self._passes.number
         if number is not None and self._signs[number]:
             self._rest.perturb(module, self._now, self._signs[number])
 
 
 class Rest:
-    """The parameters of no block: they stay on the device; one module at a time is perturbed, in the window's scratch.
-    behind: updates that are not applied yet. beyond: bytes of perturbed copies that the scratch had no room for."""
+    """The parameters outside the blocks. They stay on the device, and are perturbed one module at a time.
+
+    The perturbed copies are in the window's scratch memory, as far as it has room.
+
+    Attributes:
+        behind: Updates that are not applied yet.
+        beyond: Bytes of perturbed copies that did not fit the scratch memory.
+    """
 
     def __init__(self, weights: Weights, window: Window, params: Sequence[nn.Parameter]):
         self._weights, self._window, self._params = weights, window, params
@@ -216,21 +225,21 @@ class Rest:
 
     @property
     def _perturbed(self) -> dict[int, list[tuple[nn.Parameter, Tensor]]]:
-        """In this thread's pass, by the id of each module that computes: its parameters, and what they were."""
+        """In this thread's pass, from the id of each module that computes to its parameters and their values before."""
         return self._local.__dict__.setdefault("perturbed", {})
 
     def catch_up(self) -> None:
-        """Applies the updates that were put off."""
+        """Applies the deferred updates."""
         for p in self._params:
             for update in self.behind:
                 self._weights.update(self._weights.numbers[id(p)], p.data, update)
         self.behind.clear()
 
     def perturb(self, module: nn.Module, step: int, sign: int) -> None:
-        """Before the module computes: makes its own parameters W + sign eps z, unless a module around it has."""
+        """Before the module computes: sets its own parameters to W + sign eps z, unless an outer module already has."""
         around = {id(p): p for kept in self._perturbed.values() for p, _ in kept}
         numbers, kept = self._weights.numbers, self._perturbed.setdefault(id(module), [])
-        spare = self._window.scratch  # passes take turns between blocks, so that none computes now
+        spare = self._window.scratch  # free: passes take turns between blocks, so no block computes now
         at, more = sum(aligned(p.nbytes) for p in around.values()), 0
         for p in module._parameters.values():
             if p is None or id(p) not in numbers or id(p) in around:
@@ -246,13 +255,13 @@ class Rest:
         self.beyond = max(self.beyond, more)
 
     def restore(self, module: nn.Module) -> None:
-        """After the module has computed."""
+        """After the module has computed: restores its parameters."""
         for p, data in self._perturbed.pop(id(module), ()):
             p.data = data
 
 
 class Passes:
-    """One or two passes at a time, each in a thread; of two, one computes until it passes its turn on."""
+    """Runs one or two passes, each in a thread. With two, only one computes until it passes its turn on."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -262,12 +271,12 @@ class Passes:
 
     @property
     def number(self) -> int | None:
-        """Of this thread's pass, from 0; None where it makes none: somebody else calls the model."""
+        """The number of this thread's pass, from 0. None if the model is called outside a pass."""
         return getattr(self._local, "number", None)
 
     @contextlib.contextmanager
     def under_way(self, number: int) -> Iterator[None]:
-        """Inside, this thread makes the pass of that number."""
+        """A context in which this thread makes the pass of that number."""
         self._local.number = number
         try:
             yield
@@ -275,14 +284,18 @@ class Passes:
             self._local.number = None
 
     def run(self, work: Callable[[], T], count: int) -> list[T]:
-        """What `work` returns in each of `count` passes, one or two. Raises what the first of them to fail raised."""
+        """Calls `work` in one or two passes.
+
+        Returns:
+            Its result in each pass. If a pass fails, its exception is raised.
+        """
         self._turn, self._going, self._failed = 0, set(range(count)), False
         kind = self._device.type
         stream = torch.cuda.current_stream(self._device) if kind == "cuda" else None
         cast = {"enabled": torch.is_autocast_enabled(kind), "dtype": torch.get_autocast_dtype(kind)}
 
         def go(number: int) -> T:
-            # a thread has a grad mode, an autocast and a stream of its own; a cache would mix up the passes' weights
+            # grad mode, autocast and stream are per thread. A cache would mix up the weights of the passes.
             passing = torch.autocast(kind, **cast, cache_enabled=False)
             try:
                 with self.under_way(number), torch.no_grad(), passing, torch.cuda.stream(stream):
@@ -304,7 +317,7 @@ class Passes:
             return found + [other.result() for other in beside]
 
     def pass_on(self) -> None:
-        """The other pass's turn, if there is one, and then again this thread's."""
+        """Gives the other pass its turn, if there is one, and waits for this thread's next turn."""
         me = self.number
         assert me is not None
         if 1 - me in self._going:
@@ -324,11 +337,11 @@ class Passes:
 
 
 class _OtherFailed(Exception):
-    """The pass beside this one has failed, and says why."""
+    """The other pass has failed, and raises the reason itself."""
 
 
 def _refuse(model: nn.Module, blocks: Sequence[nn.Module], inside: set[int]) -> None:
-    """What cannot pass through block by block."""
+    """Refuses a model that cannot be streamed block by block."""
     if not blocks:
         raise UserError("no blocks to stream: give the modules that the model calls one after the other")
     owners: dict[int, str] = {}
@@ -350,9 +363,16 @@ def _refuse(model: nn.Module, blocks: Sequence[nn.Module], inside: set[int]) -> 
 
 
 class Lane:
-    """Copies during computation, one after the other: a thread on a CPU, a stream on a GPU. hold: called with a copy's
-    bytes when it is done, to emulate a slow bus on a CPU. bytes, seconds (on a CPU): of this worker's part of all
-    copies."""
+    """Runs copies one after another during computation, in a thread on a CPU and in a stream on a GPU.
+
+    Args:
+        device: Where to compute.
+        hold: Called with the bytes of each finished copy, to emulate a slow bus on a CPU.
+
+    Attributes:
+        bytes: Bytes of this worker's part of all copies.
+        seconds: Seconds that they took, on a CPU only.
+    """
 
     def __init__(self, device: torch.device, hold: Hold | None):
         self._device, self._hold = device, hold
@@ -361,8 +381,17 @@ class Lane:
         self._thread = None if self._stream else ThreadPoolExecutor(1)
 
     def copy(self, target: Tensor, source: Tensor, after: Any = None, share: dist.ProcessGroup | None = None) -> Any:
-        """Begins a copy, after another lane's and what the device computes so far; returns what `wait` takes. share:
-        each worker of this group copies its part of `source`, and sends it to the others."""
+        """Starts a copy after all work queued on the device.
+
+        Args:
+            target: Where to copy to.
+            source: Where to copy from.
+            after: Another lane's copy, which must end first.
+            share: Each worker of this group copies its part of `source` and sends it to the group.
+
+        Returns:
+            A handle for `wait`.
+        """
         source = own_part(source, share)
         self.bytes += source.nbytes
         if self._thread is not None:
@@ -392,12 +421,12 @@ class Lane:
 
 
 def own_part(flat: Tensor, share: dist.ProcessGroup | None) -> Tensor:
-    """The part that this worker of the group copies; all without a group."""
+    """The part that this worker of the group copies. Without a group it is the whole."""
     return flat if share is None else flat.view(dist.get_world_size(share), -1)[dist.get_rank(share)]
 
 
 def gather(flat: Tensor, share: dist.ProcessGroup) -> None:
-    """Fills in the other workers' parts of a flat tensor."""
+    """Receives the other workers' parts of a flat tensor."""
     try:
         for work in gather_parts(flat, share)[0]:
             work.wait()
@@ -409,7 +438,7 @@ def gather(flat: Tensor, share: dist.ProcessGroup) -> None:
 
 
 def wait(copy: Any, device: torch.device, *, host: bool = False) -> None:
-    """Until a copy is through: the host on a CPU, or where it asks for that; else the GPU's current stream."""
+    """Waits for a copy. On a GPU only the current stream waits, unless `host` is True."""
     if isinstance(copy, Future):
         copy.result()
     elif copy is not None and host:
@@ -419,15 +448,18 @@ def wait(copy: Any, device: torch.device, *, host: bool = False) -> None:
 
 
 def aligned(nbytes: int, to: int = ALIGNED) -> int:
-    """As many bytes or a little more, a multiple of `to`."""
+    """Rounds up to a multiple of `to`."""
     return -(-nbytes // to) * to
 
 
 class Block:
-    """A module whose tensors lie in one piece of the host's memory, of which `parts` workers may upload equal parts.
+    """A module whose tensors are contiguous in host memory, so that `parts` workers can upload equal parts.
 
-    Attributes: host, that piece, bytes [nbytes]; tensors; numbers, theirs in Weights (None: not trained); behind,
-    updates that are not applied yet.
+    Attributes:
+        host: The memory, uint8 [nbytes].
+        tensors: The module's parameters and buffers.
+        numbers: Their numbers in Weights. None for a tensor that is not trained.
+        behind: Updates that are not applied yet.
     """
 
     def __init__(self, module: nn.Module, weights: Weights, *, make_host: Callable[[int], Tensor], parts: int):
@@ -445,22 +477,28 @@ class Block:
         self.behind: list[Update] = []
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """The block's tensors in a flat one of bytes."""
+        """The block's tensors as views of flat bytes."""
         places = zip(self.tensors, self._places, strict=True)
         return [flat[at : at + t.nbytes].view(t.dtype).view(t.shape) for t, at in places]
 
     def show(self, views: Sequence[Tensor]) -> None:
-        """From here on the module computes with these."""
+        """Makes the module compute with these tensors from now on."""
         for t, view in zip(self.tensors, views, strict=True):
             t.data = view
 
     def versions(self) -> list[int]:
-        """They change where somebody writes into the parameters, as load_state_dict does."""
+        """Version counters, which change if something else writes to the parameters, as load_state_dict does."""
         return [t._version for t in self.tensors]
 
 
 class _Ahead(NamedTuple):
-    """A block whose upload has begun. copy: as Lane.copy returns it; versions: the block's, of what is uploaded."""
+    """A block whose upload has begun.
+
+    Attributes:
+        number: The block's number.
+        copy: The handle from Lane.copy.
+        versions: The block's versions when the upload began.
+    """
 
     number: int
     copy: Any
@@ -468,10 +506,14 @@ class _Ahead(NamedTuple):
 
 
 class Window:
-    """Memory on the device for three blocks: the one that computes, the next one, and a perturbed copy of the first.
+    """Memory on the device for three blocks: the current block, the next block, and a perturbed copy of the current.
 
-    Attributes: at, the number of the block that computes, -1 before the first; slot, its bytes; scratch, room for the
-    copy; shares, whether uploads are shared now; waited, seconds (on a CPU) that the computation waited for uploads.
+    Attributes:
+        at: The number of the block that computes. -1 before the first.
+        slot: The bytes of that block.
+        scratch: Memory for the perturbed copy.
+        shares: Whether uploads are shared now.
+        waited: Seconds that the computation waited for uploads, on a CPU only.
     """
 
     def __init__(
@@ -485,18 +527,20 @@ class Window:
         *self._slots, self.scratch = torch.empty(3, size, dtype=torch.uint8, device=device)
         self.nbytes = 3 * size
         self.at = -1
-        self._slot = 1  # which of the two it is in; the next block comes into the other
+        self._slot = 1  # the slot of the current block; the next block uses the other slot
         self._ahead: _Ahead | None = None
         self._offloaded: Any = None  # the newest copy to the host
 
     @property
     def slot(self) -> Tensor:
-        """Bytes [nbytes of the block]."""
+        """The bytes of the current block, uint8 [its nbytes]."""
         return self._slots[self._slot][: self._blocks[self.at].nbytes]
 
     def move_on(self) -> None:
-        """The next block is here, uploaded, and the upload of the one after it begins; after the last comes the first.
-        A lone block is not uploaded anew before it is offloaded."""
+        """Waits for the next block, and starts the upload of its successor. The first block follows the last.
+
+        A model of one block does not upload it again before it is offloaded.
+        """
         number, count = (self.at + 1) % len(self._blocks), len(self._blocks)
         if self._ahead is None:
             self._begin(number)
@@ -509,31 +553,31 @@ class Window:
             self._begin((number + 1) % count)
 
     def begin_first(self) -> None:
-        """Begins to upload the first block, unless it is on its way, and nobody has changed it since."""
+        """Starts to upload the first block, unless an upload has begun and the block has not changed since."""
         if self._ahead is not None and self._ahead.versions != self._blocks[0].versions():
             self.forget_ahead()
         if self._ahead is None:
             self._begin(0)
 
     def _begin(self, number: int) -> None:
-        """Into the slot that is free once the last block there is offloaded, as are all that were before it."""
+        """Uploads a block into the other slot, after the last offload, which frees it."""
         block = self._blocks[number]
         slot = self._slots[1 - self._slot][: block.nbytes]
         copy = self.upload.copy(slot, block.host, self._offloaded, self._share if self.shares else None)
         self._ahead = _Ahead(number, copy, block.versions())
 
     def forget_ahead(self) -> None:
-        """Ends the upload that is under way, of no use now."""
+        """Waits for the upload in progress and discards it."""
         if self._ahead is not None:
             wait(self._ahead.copy, self._device)
         self._ahead = None
 
     def keep(self) -> None:
-        """Begins to offload the block that computes."""
+        """Starts to offload the current block."""
         self._offloaded = self.offload.copy(self._blocks[self.at].host, self.slot)
 
     def close(self) -> None:
-        """After the last block, or a pass that failed: all are on the host, and no other than the first is uploaded."""
+        """Ends a step, also a failed one: all blocks are in host memory, and only the first may be uploading."""
         wait(self._offloaded, self._device, host=True)
         self._offloaded = None
         if self._ahead is not None and self._ahead.number != 0:

@@ -1,4 +1,4 @@
-"""Method zo of the train scripts: zeroth-order training behind the calls of the other methods."""
+"""Method zo of the train scripts: zeroth-order training with the same calls as the other methods."""
 
 from __future__ import annotations
 
@@ -26,15 +26,23 @@ if TYPE_CHECKING:
 
 
 class Zeroth(Loop):
-    """ZerothOrder, each of whose steps is a round; `measure` stands for a backward pass and its step.
+    """ZerothOrder as a method, where each step is a round. `measure` replaces a backward pass and an optimizer step.
 
         loss = method.measure(lambda model: mean_loss(model, batch), count=len(batch))
         method.step()
 
-    lr: gives the learning rate. The rest: see ZerothOrder. stats: the exchange of scalars as a round's communication.
+    Args:
+        model: See ZerothOrder.
+        config: The settings.
+        lr: Returns the learning rate of the next step.
+        requests: A hook whose numbers travel with the losses.
+        **options: More arguments of ZerothOrder.
+
+    Attributes:
+        stats: Statistics that report the exchange of scalars as a round's communication.
     """
 
-    compression = None  # of gradients: there are none
+    compression = None  # there are no gradients to compress
 
     def __init__(
         self,
@@ -52,7 +60,7 @@ class Zeroth(Loop):
         self._lr, self._requests = lr, requests or Requests()
 
     def measure(self, loss: Loss, count: float) -> Tensor:
-        """One step of all workers, see ZerothOrder; returns this worker's own loss, float64 0-d."""
+        """One step of all workers, as ZerothOrder.step. Returns this worker's own loss, float64 0-d."""
         order = self.order
         order.lr, order.news = self._lr(), self._requests.take()
         order.step(loss, count)
@@ -61,7 +69,7 @@ class Zeroth(Loop):
         return torch.tensor(order.own_loss, dtype=torch.float64)
 
     def step(self, *, last: bool = False) -> bool:  # noqa: ARG002
-        """Call after every `measure`; always True. last: of no use here."""
+        """Counts a round. Call it after every `measure`. Always returns True, and ignores `last`."""
         self.rounds += 1
         order = self.order
         self.stats = RoundStats(self.rounds, local_steps=1, bytes_sent=order.bytes_sent)
@@ -69,7 +77,7 @@ class Zeroth(Loop):
         return True
 
     def sync_for_eval(self) -> bool:
-        """Applies the updates that were put off."""
+        """Applies the deferred updates."""
         self.order.flush()
         return True
 
@@ -89,17 +97,27 @@ class Zeroth(Loop):
         self.order.load_state_dict(state["order"])
 
     def close(self) -> None:
-        """Leaves the group; every worker must call it."""
+        """Leaves the process group. Every worker must call it."""
         self.order.close()
 
     def dealing(self, make: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
-        """make: see Run.batches. The same where the two workers of a pair take the same data."""
+        """Wraps a function for Run.batches so that both workers of a pair get the same data."""
         place = self.order.data_rank, self.order.data_workers
         return lambda recipe, rank, workers, start, total: make(recipe, *place, start, total)
 
 
 def of_run(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, blocks: Sequence[nn.Module]) -> Zeroth:
-    """The method of a run, with the learning rate of `optimizer`. blocks: in the order of calls, for offload."""
+    """The method of a run, with the learning rate of `optimizer`.
+
+    Args:
+        run: The run, with its recipe.
+        model: The model.
+        optimizer: Lends its learning rate.
+        blocks: The model's blocks in the order of calls, for offload.
+
+    Raises:
+        UserError: If the recipe asks for offload and there are no blocks.
+    """
     r = run.recipe
     options: dict[str, Any] = {"lr": lent_rate(optimizer), "timeout": r.timeout, "link": run.link}
     if r.offload:
@@ -116,6 +134,6 @@ def _make(given: MethodArgs) -> NoReturn:
 
 
 ENTRY = MethodSpec(
-    "zo", _make, "optimizer", Settings("zeroth", ZerothConfig, "Of method zo."), takes=frozenset({"offload"})
+    "zo", _make, "optimizer", Settings("zeroth", ZerothConfig, "Settings of method zo."), takes=frozenset({"offload"})
 )
 register(ENTRY)

@@ -1,19 +1,19 @@
-"""Zeroth-order training: MeZO's step (arXiv 2305.17333) by many workers, each of whom measures a part of it.
+"""Zeroth-order training: MeZO's step (arXiv 2305.17333) on many workers, each of which measures a part of it.
 
     zo = ZerothOrder(model, ZerothConfig(eps=1e-3), lr=1e-6)
-    for batch in loader:                                # dealt out by zo.data_rank and zo.data_workers
+    for batch in loader:                                # the part zo.data_rank of zo.data_workers
         zo.step(lambda model: loss(model, batch), count=len(batch))
         zo.flush()                                      # only before an evaluation or a checkpoint
     zo.finish()
 
-A step t, with z of (seed, t) alone:
+Step t, where z depends only on (seed, t):
 
     1  l+, l-  =  loss at W + eps z, loss at W - eps z          on scratch copies: W is not touched
-    2  all workers learn every worker's losses and samples       exchange: 24 bytes, in one hop
-    3  g = (mean l+ - mean l-) / (2 eps)                         summed in rank order, so with the same bits everywhere
+    2  all workers receive every worker's losses and samples     exchange: 24 bytes, in one hop
+    3  g = (mean l+ - mean l-) / (2 eps)                         summed in rank order: the same bits on all workers
     4  W <- W - lr (g z + weight_decay W)
 
-There is no backward pass, no gradient and no state of an optimiser, and the list of all g is the whole run (ScalarLog).
+There is no backward pass, no gradient and no optimizer state. The list of all g is the whole run (ScalarLog).
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ class ZerothConfig:
     """Two forward passes a step, at W + eps z and W - eps z, and W <- W - lr (g z + weight_decay W)."""
 
     eps: float = 1e-3
-    """How far the weights are moved along z to measure the slope; MeZO's."""
+    """Distance along z at which the loss is measured. The default is MeZO's."""
     weight_decay: float = 0.0
-    """Of matrices, embeddings among them; not of biases and norms, which are vectors."""
+    """Decays matrices, including embeddings. Biases and norms are vectors, which do not decay."""
     seed: int = 0
-    """Of z, which depends on (seed, step, tensor, place in it) and nothing else."""
+    """Seed of z, which depends only on (seed, step, tensor, position in the tensor)."""
     pairs: bool | None = None
-    """Two ranks (2 i and 2 i + 1) take the same data, one at W + eps z, one at W - eps z. None: where the number of
-    workers is even. Otherwise every worker does both."""
+    """Ranks 2 i and 2 i + 1 use the same data, one at W + eps z, one at W - eps z. Without pairs every worker measures
+    both. None: pairs if the number of workers is even."""
     rng: Literal["device", "host"] = "device"
-    """Where z is drawn. Devices of different kinds draw different numbers: workers that mix them need host."""
+    """Where z is drawn. Different kinds of devices draw different numbers, so a mix of them needs host."""
 
     def __post_init__(self) -> None:
         require(self, is_number(self.eps) and 0 < self.eps < math.inf, "eps", "give a number above 0, such as 1e-3")
@@ -75,7 +75,7 @@ class ZerothConfig:
 
 @dataclass(frozen=True)
 class Place:
-    """What worker `rank` of `workers` measures, on a mesh [data groups, 2 if `pairs` else 1]."""
+    """The part of a step that worker `rank` measures, on a mesh [data groups, 2 if `pairs` else 1]."""
 
     rank: int
     workers: int
@@ -83,7 +83,11 @@ class Place:
 
     @classmethod
     def make(cls, rank: int, workers: int, config: ZerothConfig) -> Place:
-        """UserError where the workers cannot be shared out."""
+        """The place of a worker.
+
+        Raises:
+            UserError: If the workers must form pairs, and their number is odd.
+        """
         pairs = workers % 2 == 0 if config.pairs is None else config.pairs
         if pairs and workers % 2:
             raise UserError(
@@ -94,22 +98,31 @@ class Place:
 
     @property
     def data_workers(self) -> int:
-        """How many groups have data of their own."""
+        """The number of groups that each use their own data."""
         return self.workers // 2 if self.pairs else self.workers
 
     @property
     def data_rank(self) -> int:
-        """Which of these this worker is in: both of a pair must be given the same batches."""
+        """This worker's data group. Give both workers of a pair the same batches."""
         return self.rank // 2 if self.pairs else self.rank
 
     @property
     def signs(self) -> tuple[int, ...]:
-        """Of eps z."""
+        """The signs of eps z at which this worker measures."""
         return (1 - 2 * (self.rank % 2),) if self.pairs else (1, -1)
 
     def combine(self, rows: Sequence[Sequence[float]]) -> tuple[float, float]:
-        """The mean losses at W + eps z and W - eps z, from each worker's numbers: the same bits on all workers. nan
-        where a loss was not finite, or there was no sample."""
+        """Averages the losses over all samples, with the same bits on all workers.
+
+        Args:
+            rows: Each worker's NUMBERS, in rank order.
+
+        Returns:
+            The average losses at W + eps z and at W - eps z. NaN if a loss was not finite or there was no sample.
+
+        Raises:
+            UserError: If the workers of a pair had different numbers of samples.
+        """
         sums, samples = [0.0, 0.0], [0.0, 0.0]
         for rank, (*losses, count) in enumerate(row[:NUMBERS] for row in rows):
             for side in ((1 - sign) // 2 for sign in Place(rank, self.workers, self.pairs).signs):
@@ -129,8 +142,19 @@ class Place:
 def exchange(
     row: list[float], step: int, group: dist.ProcessGroup | None, link: Link | None
 ) -> tuple[list[list[float]], int, float]:
-    """Every worker's numbers, in rank order; the bytes that this worker sent; the seconds that it waited. gloo's
-    all-to-all takes one hop, its all-gather n - 1, its all-reduce 2 (n - 1)."""
+    """Sends a worker's numbers to all workers.
+
+    gloo's all-to-all needs one hop, its all-gather n - 1, and its all-reduce 2 (n - 1).
+
+    Args:
+        row: This worker's numbers, equally many on all workers.
+        step: The number of the step, for error messages.
+        group: The workers. None: one worker.
+        link: An emulated slow link.
+
+    Returns:
+        Every worker's numbers in rank order, the bytes that this worker sent, and the seconds that it waited.
+    """
     if group is None:
         return [row], 0, 0.0
     began, workers = time.perf_counter(), dist.get_world_size(group)
@@ -164,13 +188,13 @@ class Update(NamedTuple):
 
     @property
     def dropped(self) -> bool:
-        """A loss was not finite somewhere: nothing is changed, nor decayed."""
+        """Whether a loss was not finite on some worker. Then the weights neither move nor decay."""
         return not math.isfinite(self.g)
 
 
 @dataclass
 class ScalarLog:
-    """The projected gradients g of steps 0, 1, ..., in float64, and the learning rate where it changed."""
+    """The projected gradients g of steps 0, 1, ... in float64, and the learning rate at each change."""
 
     seed: int
     weight_decay: float = 0.0
@@ -178,7 +202,7 @@ class ScalarLog:
     lrs: list[tuple[int, float]] = field(default_factory=list)  # (step, the rate from there on)
 
     def __len__(self) -> int:
-        """Steps."""
+        """The number of steps."""
         return len(self.g)
 
     def append(self, update: Update) -> None:
@@ -197,25 +221,33 @@ class ScalarLog:
         return found
 
     def beyond(self, known: ScalarLog) -> list[Update]:
-        """The steps that follow those of `known`; UserError where its settings or steps differ from this log's."""
+        """The steps of this log that follow the steps of `known`.
+
+        Raises:
+            UserError: If `known` has other settings, or its steps are not the first steps of this log.
+        """
         for name in ("seed", "weight_decay"):
             if (ours := getattr(self, name)) != (here := getattr(known, name)):
                 raise UserError(f"the scalars are of {name}={ours!r}, here it is {here!r}: replay with their settings")
-        first = self.g[: len(known.g)].tobytes() == known.g.tobytes()  # the bytes, for NaN is unequal to itself
+        first = self.g[: len(known.g)].tobytes() == known.g.tobytes()  # bytes, because NaN is not equal to itself
         rates = zip(self.updates(), known.updates(), strict=False)
         if not first or any(mine.lr != theirs.lr for mine, theirs in rates):
             raise UserError("the scalars are of another run than this one: replay from its initial weights")
         return self.updates(len(known))
 
     def save(self, path: str | Path) -> None:
-        """Writes a line of JSON, and the numbers in little-endian float64."""
+        """Writes a line of JSON, then the numbers in little-endian float64."""
         header = {"format": _FORMAT, "steps": len(self), **self.state_dict()}
         numbers = header.pop("g")
         Path(path).write_bytes(json.dumps(header).encode() + b"\n" + struct.pack(f"<{len(numbers)}d", *numbers))
 
     @classmethod
     def load(cls, path: str | Path) -> ScalarLog:
-        """Reads a file of `save`; UserError where it is another one, or is cut short."""
+        """Reads a file that `save` wrote.
+
+        Raises:
+            UserError: If it is another file, or is cut short.
+        """
         line, _, numbers = Path(path).read_bytes().partition(b"\n")
         try:
             header = json.loads(line)
@@ -240,12 +272,16 @@ class ScalarLog:
 # -- weights and the random direction z -------------------------------------------------------------------------------
 
 
-CHUNK = 1 << 20  # elements, drawn from one generator: a slice that begins at a multiple of it needs no others
+CHUNK = 1 << 20  # elements that are drawn after one seeding of the generator
 
 
 class Noise:
-    """z, of the standard normal distribution, for every (step, tensor, chunk): any worker can draw it, in any order.
-    device: of the generators, one kind on all workers; CUDA devices of one model draw the same numbers."""
+    """The direction z, from the standard normal distribution. Any worker can draw any chunk of it, in any order.
+
+    Args:
+        seed: The seed of the run.
+        device: The generator's device, of the same kind on all workers. CUDA devices of one model draw alike.
+    """
 
     def __init__(self, seed: int, device: torch.device):
         self.seed, self.device = seed, device
@@ -254,21 +290,32 @@ class Noise:
     def chunk(
         self, step: int, tensor: int, number: int, numel: int, out: torch.device, into: Tensor | None = None
     ) -> Tensor:
-        """float32 [numel] on `out`, in `into` if given: elements number * CHUNK to number * CHUNK + numel."""
+        """Draws elements number * CHUNK to number * CHUNK + numel of a tensor's z.
+
+        Returns:
+            float32 [numel] on device `out`; `into`, if it is given.
+        """
         into = torch.empty(numel, dtype=torch.float32, device=out) if into is None else into
-        self._generator.manual_seed(mix(self.seed, step, 0, tensor, number))  # 0: scalars that were saved hold with it
+        self._generator.manual_seed(mix(self.seed, step, 0, tensor, number))  # the 0 keeps saved scalars valid
         if self.device == out:
             return into.normal_(generator=self._generator)
         return into.copy_(torch.randn(numel, generator=self._generator, dtype=torch.float32, device=self.device))
 
 
 def kind_of(device: torch.device) -> str:
-    """Devices of one kind draw the same numbers."""
+    """The kind of a device. Devices of one kind draw the same numbers."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 class Weights:
-    """names, params: what is trained, tied weights once. numbers: each one's index, by its id; its number in Noise."""
+    """The trained parameters of a model, tied weights once.
+
+    Attributes:
+        names: Their names.
+        params: The parameters.
+        numbers: From a parameter's id to its index, which is its tensor number in Noise.
+        noise: Draws z.
+    """
 
     def __init__(self, model: nn.Module, config: ZerothConfig):
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
@@ -288,7 +335,7 @@ class Weights:
 
     @torch.no_grad()
     def perturb(self, index: int, w: Tensor, out: Tensor, step: int, sign: int) -> None:
-        """out <- W + sign eps z, both of the parameter's shape; W stays as it is, so that nothing need be undone."""
+        """Writes W + sign eps z to `out`. Both have the parameter's shape. W stays, so nothing must be undone."""
         parts = zip(w.view(-1).split(CHUNK), out.view(-1).split(CHUNK), strict=True)
         for number, (part, moved) in enumerate(parts):
             z = self._z(step, index, number, part, moved if moved.dtype == torch.float32 else None)
@@ -296,7 +343,7 @@ class Weights:
 
     @torch.no_grad()
     def update(self, index: int, w: Tensor, update: Update) -> None:
-        """The step's update of tensor `index`, in place; never fused, so that all devices give the same bits."""
+        """Applies the step's update to tensor `index` in place. It is never fused, so all devices give equal bits."""
         if update.dropped:
             return
         decay = update.lr * self.config.weight_decay if w.ndim >= 2 else 0.0
@@ -311,7 +358,7 @@ class Weights:
                 part.copy_(new)
 
     def _z(self, step: int, index: int, number: int, like: Tensor, into: Tensor | None) -> Tensor:
-        """float32, in `into` if given, or float64 for such a tensor."""
+        """A chunk of z in float32, in `into` if given. In float64 if `like` is."""
         z = self.noise.chunk(step, index, number, like.numel(), like.device, into)
         return z.double() if like.dtype == torch.float64 else z
 
@@ -327,16 +374,16 @@ def digest(tensors: Sequence[Tensor]) -> str:
 # -- the step ---------------------------------------------------------------------------------------------------------
 
 
-PATIENCE = 10  # steps in a row that may be dropped
+PATIENCE = 10  # dropped steps in a row that end the run
 
 Loss = Callable[[nn.Module], Tensor | float]
 
 
 class Forward(Protocol):
-    """How losses at perturbed weights are measured, and where the weights lie meanwhile."""
+    """Measures losses at perturbed weights, and decides where the weights are stored."""
 
     pending: list[Update]
-    share: dist.ProcessGroup | None  # with whom this worker must make equally many passes
+    share: dist.ProcessGroup | None  # workers that must make equally many passes
 
     def losses(self, loss: Loss, step: int, signs: tuple[int, ...]) -> list[Tensor | float]: ...
     def apply(self, update: Update) -> None: ...
@@ -345,7 +392,7 @@ class Forward(Protocol):
 
 
 class ScratchCopy:
-    """All weights on their device, and one copy of them, which is perturbed; updates at once."""
+    """Keeps all weights on their device, with one copy to perturb. Applies each update at once."""
 
     def __init__(self, model: nn.Module, weights: Weights):
         self._model, self._weights = model, weights
@@ -374,16 +421,16 @@ class ScratchCopy:
             self._weights.update(i, p.data, update)
 
     def flush(self) -> None:
-        """Nothing is put off here."""
+        """Does nothing, because no update is deferred here."""
 
     def inference(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, the model may be called, at W: as ever, here."""
+        """A context in which the model can be called at W. Here it always can."""
         return contextlib.nullcontext()
 
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Inside, every module is in eval mode, and autocast keeps no weights; after it as it was."""
+    """A context in which every module is in eval mode, and autocast caches no weights."""
     training = [m for m in model.modules() if m.training]
     for module in training:
         module.training = False
@@ -397,7 +444,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def weights_uncached() -> Iterator[None]:
-    """Inside, autocast casts a weight whenever it is used: what it keeps goes by the parameter, whose data change."""
+    """A context without autocast's cache. The cache is keyed by the parameter, whose data change here."""
     cached = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
@@ -408,8 +455,14 @@ def weights_uncached() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class StepResult:
-    """The outcome of a step. loss: the mean over samples and both sides. g: the projected gradient. dropped: a loss was
-    not finite on some worker; nobody changed a weight."""
+    """The outcome of a step.
+
+    Attributes:
+        step: Its number, from 0.
+        loss: Averaged over all samples and both sides.
+        g: The projected gradient.
+        dropped: Whether a loss was not finite on some worker, so that no worker changed a weight.
+    """
 
     step: int
     loss: float
@@ -418,19 +471,25 @@ class StepResult:
 
 
 class ZerothOrder(Loop):
-    """Trains a model by its losses alone; see the module's text.
+    """Trains a model from its losses, without gradients, after MeZO (arXiv 2305.17333).
 
     Args:
-        model: in its final dtype and on its device; rank 0's tensors are taken where workers differ. Trains what
-            requires a gradient, in eval mode: dropout would make the two losses of a step incomparable.
-        lr: the learning rate, which a schedule may set before each step.
-        timeout: seconds until a missing worker is an error.
-        link: an emulated slow link.
-        make_forward: how to hold the weights: ScratchCopy, or blocks.BlockStream.
+        model: In its final dtype and on its device. If workers differ, rank 0's tensors are used. Trains the parameters
+            that require a gradient. It runs in eval mode, because dropout would make a step's two losses incomparable.
+        config: The settings.
+        lr: The learning rate. A schedule may set the attribute before each step.
+        timeout: Seconds until a missing worker is an error.
+        link: An emulated slow link.
+        make_forward: Where the weights are stored: ScratchCopy, or blocks.BlockStream.
 
-    Attributes: log, the ScalarLog; place, what this worker measures; news, numbers that a worker sends along, equally
-    many on all, and heard, their sums. Of the last step: own_loss, this worker's; bytes_sent and exposed_seconds of the
-    exchange.
+    Attributes:
+        log: The ScalarLog of the run.
+        place: The part of a step that this worker measures.
+        news: Extra numbers that this worker sends in the next step, equally many on all workers.
+        heard: Their sums over the workers.
+        own_loss: This worker's loss in the last step.
+        bytes_sent: Bytes that this worker sent in the last step.
+        exposed_seconds: Seconds that it waited for the exchange in the last step.
     """
 
     def __init__(
@@ -448,11 +507,11 @@ class ZerothOrder(Loop):
         rank, workers = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self.place = Place.make(rank, workers, self.config)
         self.group: dist.ProcessGroup | None = None
-        if workers > 1:  # a gloo group for scalars alone, whose members find out who has failed
+        if workers > 1:  # a gloo group only for scalars, whose members can find a failed worker
             self.group = new_group(None, timeout, torch.device("cpu"), backend="gloo")
             failure.register(self.group)
         self.weights = Weights(model, self.config)
-        self._forward = make_forward(model, self.weights)  # says where z is drawn, so before the workers compare
+        self._forward = make_forward(model, self.weights)  # before the workers compare, as it decides where z is drawn
         if self.group is not None:
             self._meet(self.group)
         self.log = ScalarLog(self.config.seed, self.config.weight_decay)
@@ -463,7 +522,7 @@ class ZerothOrder(Loop):
         self.bytes_sent, self.exposed_seconds = 0, 0.0
 
     def _meet(self, group: dist.ProcessGroup) -> None:
-        """Compares settings and shapes with the other workers'; takes rank 0's tensors where any differ."""
+        """Compares settings and shapes among workers, and broadcasts rank 0's tensors."""
         drawn = f"z drawn on {kind_of(self.weights.noise.device)} (with rng='host' all draw alike)"
         names = [f"{name} {tuple(p.shape)}" for name, p in zip(self.weights.names, self.weights.params, strict=True)]
         tensors = [*self.model.parameters(), *self.model.buffers()]
@@ -472,23 +531,31 @@ class ZerothOrder(Loop):
 
     @property
     def steps(self) -> int:
-        """How many have been taken."""
+        """The number of steps taken."""
         return len(self.log)
 
     @property
     def data_rank(self) -> int:
-        """Which part of the data this worker takes, of data_workers."""
+        """This worker's part of the data, of `data_workers` parts."""
         return self.place.data_rank
 
     @property
     def data_workers(self) -> int:
-        """Both workers of a pair take the same part."""
+        """The number of parts. Both workers of a pair use the same part."""
         return self.place.data_workers
 
     @torch.no_grad()
     def step(self, loss: Loss, count: float) -> StepResult:
-        """One step of all workers. loss: called with the model, perhaps twice; returns the mean over this worker's
-        samples. count: these samples, which weigh the mean over workers; 0: none."""
+        """One step of all workers.
+
+        Args:
+            loss: Called with the model once or twice. Returns the average over this worker's samples.
+            count: The number of these samples, which is this worker's weight. 0 if it has none.
+
+        Raises:
+            UserError: If lr, count or the loss is invalid.
+            DivergedError: If PATIENCE steps in a row had losses that are not finite.
+        """
         if self.group is None:
             check_group()
         if not (math.isfinite(self.lr) and self.lr >= 0):
@@ -517,7 +584,7 @@ class ZerothOrder(Loop):
         return StepResult(number, (plus + minus) / 2, update.g, update.dropped)
 
     def _measure(self, loss: Loss, count: float, step: int, signs: tuple[int, ...]) -> list[float]:
-        """The losses of this worker's samples, summed, at each side: 0 where another worker measures it."""
+        """This worker's summed losses at each side. 0 for a side that another worker measures."""
         sides = [0.0, 0.0]
         if not count and self._forward.share is not None:
             raise UserError("count=0: a worker that shares uploads measures at every step; give each some samples")
@@ -530,19 +597,19 @@ class ZerothOrder(Loop):
 
     @torch.no_grad()
     def flush(self) -> None:
-        """Applies updates that wait for a block's next upload, for an evaluation. It changes no later step."""
+        """Applies the updates that wait for a block's next upload. Later steps do not change."""
         self._forward.flush()
 
     def inference(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, the model may be called with every update, as for an evaluation."""
+        """A context in which the model can be called with all updates applied, as for an evaluation."""
         return self._forward.inference()
 
     def finish(self) -> None:
-        """At the end: applies every update."""
+        """Applies every update. Call it at the end."""
         self.flush()
 
     def close(self) -> None:
-        """Leaves the group; every worker must call it."""
+        """Leaves the process group. Every worker must call it."""
         if self.group is not None:
             leave_group(self.group, self._timeout)
             self.group = None
@@ -550,7 +617,7 @@ class ZerothOrder(Loop):
     # -- checkpoints and replay -----------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """All but the model's weights, the same on all workers. Save the weights at the same moment."""
+        """The state without the model's weights, equal on all workers. Save the weights at the same time."""
         return {
             "config": self._lasting(),
             "pending": [tuple(update) for update in self._forward.pending],
@@ -558,7 +625,11 @@ class ZerothOrder(Loop):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """After the weights that were saved with it are in the model."""
+        """Restores the state. First load the weights that were saved with it.
+
+        Raises:
+            UserError: If the checkpoint has other settings.
+        """
         here = self._lasting()
         if changed := [f"{k}={v!r}, here {here[k]!r}" for k, v in state["config"].items() if here[k] != v]:
             raise UserError(f"the checkpoint has {', '.join(changed)}: resume with its settings")
@@ -567,13 +638,16 @@ class ZerothOrder(Loop):
             self._forward.apply(Update(*update))
 
     def _lasting(self) -> dict[str, Any]:
-        """The settings that a resumed run must share; pairs and rng may change."""
+        """The settings that a resumed run must share. pairs and rng may change."""
         return asdict(self.config) | {"pairs": None, "rng": None}
 
     @torch.no_grad()
     def replay(self, log: ScalarLog) -> None:
-        """Takes the steps that `log` has beyond this object's own, bit for bit, without data and other workers.
-        UserError where the log is of other settings or another run."""
+        """Repeats the steps of `log` that this object has not taken, bit for bit, without data or other workers.
+
+        Raises:
+            UserError: If the log has other settings or is from another run.
+        """
         for update in log.beyond(self.log):
             self._forward.apply(update)
             self.log.append(update)

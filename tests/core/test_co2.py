@@ -394,7 +394,7 @@ AUTO: list[dict[str, Any]] = [{"merge": "interpolate", "delay": "auto"}, {"merge
 UNEVEN: dict[str, Callable[[list[Tensor]], Any]] = {
     str(changes): replace(LATE, tau=3, **changes).build for changes in ({}, *MERGES, *AUTO)
 }
-UNEVEN |= {kind.name: partial(kind, tau=3) for kind in (LocalSGD, SlowMo, OverlapLocalSGD)}
+UNEVEN |= {kind._name: partial(kind, tau=3) for kind in (LocalSGD, SlowMo, OverlapLocalSGD)}
 UNEVEN["shard"] = lambda params: ShardedCO2(params, replace(LATE, tau=3).co2, shard=True)
 
 

@@ -100,7 +100,7 @@ def test_nodes_are_hosts():
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"torch": "2.8"}, "torch differs: 2.9 on rank 0, 2; 2.8 on rank 1: take the same on all nodes"),
+        ({"torch": "2.8"}, "torch differs: 2.9 on rank 0, 2; 2.8 on rank 1: use the same on all nodes"),
         ({"device": "cuda"}, "device differs: cpu on rank 0, 2; cuda on rank 1"),
     ],
 )

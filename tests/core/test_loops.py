@@ -503,7 +503,7 @@ def test_a_grad_scaler_that_may_leave_steps_out_is_refused_in_one_line_and_one_s
         if enabled:
             text = problems.refusal(train_attached)
             assert text.startswith("attach() with a GradScaler: torch calls no hook")
-            assert "call co2.step() behind scaler.update()" in text
+            assert "call co2.step() after scaler.update()" in text
         else:
             train_attached()
 
@@ -524,7 +524,7 @@ def test_with_a_mesh_it_is_sharded(rank: int):
 def test_what_is_no_optimiser_is_refused():
     net = problems.small_net()
     attached: Any = attach(net, net.parameters())  # pyright: ignore
-    with pytest.raises(UserError, match="optimizer: a Sequential is given: give a torch optimiser"), attached:
+    with pytest.raises(UserError, match="optimizer: a Sequential is given: give a torch optimizer"), attached:
         pass
 
 

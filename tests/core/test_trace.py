@@ -46,5 +46,5 @@ def test_a_boundary_calls_few_functions_in_few_files():
         called = run_distributed(boundary, 2, config)[0]
         changes = sum(a != b for a, b in zip(called, called[1:], strict=False))
         assert 20 < len(called) <= 100, f"{name}: {len(called)} calls"
-        assert len({*called}) <= 10, f"{name}: {sorted({*called})}"
-        assert changes <= 45, f"{name}: {changes} changes of file"
+        assert len({*called}) <= (9 if name == "paper" else 10), f"{name}: {sorted({*called})}"
+        assert changes <= 41, f"{name}: {changes} changes of file"

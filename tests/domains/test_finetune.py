@@ -228,7 +228,7 @@ def test_patterns_choose_what_is_tuned(models: dict[str, Path]):
     tuned = {name for name, p in model.named_parameters() if p.requires_grad}
     assert "model.layers.0.input_layernorm.weight" in tuned and "model.layers.1.mlp.up_proj.weight" in tuned
     assert not any("self_attn" in name or ".0.mlp" in name for name in tuned)
-    with pytest.raises(UserError, match=r"trainable='\*bias' matches no parameter: they are called model.embed_tokens"):
+    with pytest.raises(UserError, match=r"trainable='\*bias' matches no parameter: their names are model.embed_tokens"):
         pretrained.open_model(recipe_of(models["llama"], trainable=("*bias",)))
 
 

@@ -200,7 +200,7 @@ def test_token_files_that_cannot_be_right_are_named(tmp_path):
     (broken / "meta.json").write_text(json.dumps(whole))
     for content in ("{}", "[]", "", "{", "[" * 100_000, "\0"):
         (broken / "tokenizer.json").write_text(content)
-        with pytest.raises(UserError, match=r"broken/tokenizer\.json cannot be read .*beside them, or remove it"):
+        with pytest.raises(UserError, match=r"broken/tokenizer\.json cannot be read .*next to them, or remove it"):
             load_corpus(broken)
     (broken / "meta.json").write_text(json.dumps({"vocab_size": 5}))
     with pytest.raises(UserError, match=r"meta\.json is damaged"):

@@ -188,7 +188,7 @@ def with_value(value: float) -> np.ndarray:
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        (random_cloud(0, 31), "31 points, but the recipe wants 32"),
+        (random_cloud(0, 31), "31 points, but the recipe needs 32"),
         (with_value(np.nan), "1 of 64 points are NaN or infinite"),
         (with_value(np.inf), "1 of 64 points are NaN or infinite"),
         (random_cloud(0).reshape(3, 64), r"expected floating-point \[n, 3\], found float32 \[3, 64\]"),

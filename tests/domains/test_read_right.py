@@ -170,7 +170,7 @@ A, ONE = ("a.jpg", picture(10)), ("a.cls", b"0")
         ([A, ONE, ("a.JPEG", picture())], "a.jpg and a.JPEG are two images"),
         ([A, ONE, ("./a.jpg", picture())], "a.jpg and ./a.jpg are two images"),
         ([A, ONE, ("b.jpg", picture()), ("b.cls", b"1"), ("a.cls", b"1")], "a.cls and a.cls are two classes"),
-        ([A, ONE, ("b.cls", b"1")], r"b.cls has no image beside it"),
+        ([A, ONE, ("b.cls", b"1")], r"b.cls has no image next to it"),
         ([A, ("a.cls", b"1_0")], "a.cls holds b'1_0', not the number"),
         ([A, ("a.cls", b"1" * 30)], "a.cls holds b'1*', not the number"),
         ([A, ("a.cls", "3".encode("utf-16"))], "a.cls holds .*, not the number"),
@@ -211,7 +211,7 @@ def test_a_shard_damaged_in_the_middle_is_refused(tmp_path: Path, damage: str):
         "lone block": whole[: label + 1024] + bytes(512) + b"b.jpg".ljust(512, b"\0"),
     }[damage]
     path.write_bytes(broken)
-    with pytest.raises(UserError, match=f"^{path}: .*(cut, or damaged|more behind its end|no a.cls)"):
+    with pytest.raises(UserError, match=f"^{path}: .*(cut, or damaged|more after its end|no a.cls)"):
         ImageNet(tmp_path / "train")
 
 

@@ -135,7 +135,7 @@ def test_no_code_runs_from_a_backbones_file(tmp_path: Path, mini: dict[str, torc
         path = tmp_path / f"{number}.pth"
         content = {"state_dict": mini, "meta": Harmful(tmp_path / "made")}
         torch.save(content, path, _use_new_zipfile_serialization=not legacy)
-        with pytest.raises(UserError, match=rf"{path}: holds posix.mkdir.*keep its weights alone"):
+        with pytest.raises(UserError, match=rf"{path}: holds posix.mkdir.*keep only its weights"):
             build_model(upernet("resnet_mini", 11, (96, 96), pretrained=path))
         assert not (tmp_path / "made").exists()
 

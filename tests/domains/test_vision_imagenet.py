@@ -144,7 +144,7 @@ def test_shards_give_what_class_folders_give(folders: Path, shards: Path, monkey
 @pytest.mark.parametrize(
     ("members", "words"),
     [
-        ({"x.jpg": b"", "y.cls": b"1"}, "x has no x.cls beside it"),
+        ({"x.jpg": b"", "y.cls": b"1"}, "x has no x.cls next to it"),
         ({"x.jpg": b"", "x.cls": b"cat"}, "not a shard of images and classes .*'cat'"),
         ({"x.txt": b""}, "no image in it"),
     ],

@@ -269,6 +269,6 @@ def test_alone_and_mistakes_get_one_line(ranks: Ranks, tmp_path: Path) -> None:
     assert said == others
     told = ("include_num_input_tokens_seen='all' makes all workers wait", "auto_find_batch_size=True lets")
     told += ("enable_jit_checkpoint=True saves", "the model is in DataParallel", "SyncBatchNorm")
-    told += ("load the weights alone",)
+    told += ("load only the weights",)
     plain.assert_lines(said, "CO2Callback", *told)
     ranks(alone, 1, str(tmp_path))

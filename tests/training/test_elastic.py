@@ -225,9 +225,9 @@ def test_workers_that_are_all_killed_are_told_of(capsys: pytest.CaptureFixture, 
     crew = Crew(testing._context(), killed, (), 3, restarts=restarts, late=60)
     assert crew.run() == 128 + signal.SIGKILL and not crew.timed_out
     *each, last = capsys.readouterr().err.splitlines()
-    again = [f"worker {rank}.0 died (status -9): starting it again" for rank in range(3)] if restarts else []
+    again = [f"worker {rank}.0 died (status -9): restarting it" for rank in range(3)] if restarts else []
     assert sorted(each) == sorted([*again, *(f"worker {rank}.{restarts} was killed by signal 9" for rank in range(3))])
-    assert last.startswith("error: no worker is left, and none came to the run's end: --resume goes on from")
+    assert last.startswith("error: no worker is left, and none came to the run's end: --resume continues from")
 
 
 def test_a_signal_to_one_worker_saves_and_the_run_is_resumed(tmp_path: Path):

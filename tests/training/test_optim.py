@@ -161,7 +161,7 @@ def test_muon_takes_the_matrices_of_the_blocks_and_adamw_the_rest():
 
 
 def test_muon_elsewhere_is_refused():
-    with pytest.raises(UserError, match="optim name=muon: only language models say which matrices lie inside"):
+    with pytest.raises(UserError, match="optim name=muon: only language models mark the matrices for Muon"):
         make_optimizer(model(), OptimConfig("muon"))
 
 

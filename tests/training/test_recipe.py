@@ -134,7 +134,7 @@ def test_the_recommended_settings_are_another_recipes_when_asked_for_alone():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--zero", "1"], "zero=1 with 1 worker that synchronises every step has nothing to shard"),
+        (["--zero", "1"], "zero=1 with 1 worker per node has nothing to shard"),
         (["--device", "cuda"], "device=cuda: torch sees no CUDA device here"),
     ],
 )

@@ -96,7 +96,7 @@ def of_three(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]
 def test_fewer_and_more_workers_go_on_from_the_same_outer_iterate(of_three: tuple[Path, list[Any]], tmp_path: Path):
     """What they start from at step 12 is what the three that saved at step 9 had sent until then."""
     saved, whole = of_three
-    for n, said in ((2, "optimiser's states of rank 2 and above are dropped"), (4, "rank 3 and above copy")):
+    for n, said in ((2, "optimizer's states of rank 2 and above are dropped"), (4, "rank 3 and above copy")):
         copied = tmp_path / str(n)
         shutil.copytree(saved, copied)
         resumed = by_worker(copied, n, resume=True)

@@ -125,7 +125,7 @@ def test_a_store_that_goes_away_and_half_of_an_environment_are_one_line(monkeypa
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)
     gone = dist.DistNetworkError("Connection reset by peer\nException raised from recvBytes")
-    expected = "rank 1 cannot meet the others at MASTER_ADDR=node0, MASTER_PORT=29500: Connection reset by peer"
+    expected = "rank 1 cannot reach rank 0 at MASTER_ADDR=node0, MASTER_PORT=29500: Connection reset by peer"
     assert _not_met(gone, 60.0, waited=2.0) == expected
     assert _not_met(gone, 60.0, waited=60.1).startswith("not all of 2 workers came within 60 s")
     monkeypatch.setenv("RANK", "0")

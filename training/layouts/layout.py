@@ -1,8 +1,13 @@
-"""How a model lies on its devices, by one name: "tp2.pp2.dp2", "tp2.pp4.dp1.v2.mb8.fsdp.co2x2".
+"""The layout of a model on its devices, as a name such as "tp2.pp2.dp2" or "tp2.pp4.dp1.v2.mb8.fsdp.co2x2".
 
-Axes: tp, tensor parallelism (Shoeybi et al., 2019); pp, stages of a pipeline, each with v parts of the model that are
-not neighbours (Narayanan et al., 2021); dp, data parallelism at every step, with a ZeRO stage (Rajbhandari et al.,
-2020); co2x, islands of tp * pp * dp devices each, between which CO2 runs. Ranks count tp first, then dp, pp, islands.
+The axes of a name:
+
+- tp: tensor parallelism (Shoeybi et al., 2019).
+- pp: stages of a pipeline, each with v chunks of layers that are not adjacent (Narayanan et al., 2021).
+- dp: data parallelism at every step, with a ZeRO stage (Rajbhandari et al., 2020).
+- co2x: islands of tp * pp * dp devices, with CO2 between them.
+
+Ranks count tp first, then dp, pp and islands.
 """
 
 from __future__ import annotations
@@ -18,7 +23,7 @@ EXAMPLE = "such as tp2.pp2.dp2, tp2.dp4.fsdp or pp4.v2.mb8.co2x2"
 
 
 class Place(NamedTuple):
-    """Where a rank stands on each axis."""
+    """A rank's index on each axis."""
 
     island: int
     stage: int
@@ -28,7 +33,15 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the axes. microbatches 0: as many as stages. zero: ZeRO's stage over dp; 2 and 3 are FSDP2's."""
+    """Sizes of the axes.
+
+    Attributes:
+        tp, pp, dp: Ranks of an island.
+        v: Chunks of a stage.
+        microbatches: Micro-batches of a step. 0 means as many as stages.
+        zero: ZeRO's stage over dp. Stages 2 and 3 use FSDP2.
+        islands: The number of islands.
+    """
 
     tp: int = 1
     pp: int = 1
@@ -40,7 +53,11 @@ class Layout:
 
     @classmethod
     def parse(cls, name: str) -> Layout:
-        """From its name: the axes in any order, without axes of size 1. UserError where its pipeline cannot run."""
+        """Reads a name, with axes in any order. Axes of size 1 may be omitted.
+
+        Raises:
+            UserError: If the name is invalid, or its pipeline cannot run.
+        """
         sizes: dict[str, int] = {}
         for part in name.replace("fsdp", "zero3").split("."):
             found = re.fullmatch(r"(tp|pp|dp|v|mb|zero|co2x)(\d{1,7})", part)
@@ -65,7 +82,7 @@ class Layout:
 
     @property
     def island_size(self) -> int:
-        """Devices of an island: one copy of the model, dp times."""
+        """Devices of an island, which holds dp copies of the model."""
         return self.tp * self.pp * self.dp
 
     @property
@@ -74,7 +91,7 @@ class Layout:
 
     @property
     def data_workers(self) -> int:
-        """Among how many a global batch is dealt out."""
+        """The number of workers over which a global batch is split."""
         return self.dp * self.islands
 
     @property
@@ -84,31 +101,31 @@ class Layout:
 
     @property
     def method(self) -> str:
-        """What keeps the workers together: CO2 between islands, or gradients that all have at every step."""
+        """The method: co2 between islands, or ddp with a gradient average at every step."""
         return "co2" if self.islands > 1 else "ddp"
 
     @property
     def is_cut(self) -> bool:
-        """Whether a device holds a part of the model's layers alone."""
+        """Whether a device holds only a part of the model's layers."""
         return self.tp * self.pp > 1
 
     def place(self, rank: int) -> Place:
-        """Of a rank from 0."""
+        """The place of a rank."""
         rest, tensor = divmod(rank, self.tp)
         rest, data = divmod(rest, self.dp)
         return Place(rest // self.pp, rest % self.pp, data, tensor)
 
     def rank(self, place: Place) -> int:
-        """Of a place."""
+        """The rank at a place."""
         return ((place.island * self.pp + place.stage) * self.dp + place.data) * self.tp + place.tensor
 
     def layers_of(self, stage: int, layers: int) -> list[range]:
-        """The layers of a stage's v parts: part i of all pp * v belongs to stage i modulo pp."""
+        """The layers of a stage's v chunks. Chunk i of all pp * v chunks belongs to stage i modulo pp."""
         size = layers // (self.pp * self.v)
         return [range(i * size, (i + 1) * size) for i in range(stage, self.pp * self.v, self.pp)]
 
     def check(self) -> None:
-        """UserError where torch's schedules cannot run the pipeline, or there is no such ZeRO stage."""
+        """Raises UserError if torch's schedules cannot run the pipeline, or ZeRO has no such stage."""
         if self.zero > 3:
             self._refuse(f"zero{self.zero}", "there are the ZeRO stages 1, 2 and 3 (fsdp)")
         if self.parts < self.pp:
@@ -120,7 +137,7 @@ class Layout:
             self._refuse(f"v{self.v} with mb{self.parts}", f"needs a multiple of pp={self.pp}: give mb{near}")
 
     def check_runs(self) -> None:
-        """UserError for what is costed by the planner and not run here."""
+        """Raises UserError for a layout that the planner costs but training does not support."""
         if self.devices == 1:
             self._refuse("one process", "nothing is laid out: leave layout out")
         if self.zero and self.dp == 1:
@@ -131,14 +148,14 @@ class Layout:
             self._refuse("zero1 with tp", remedy)
 
     def check_devices(self, started: int) -> None:
-        """UserError where another number of processes was started."""
+        """Raises UserError if another number of processes was started."""
         if self.devices != started:
             word = "process was" if started == 1 else "processes were"
             remedy = f"{started} {word} started: start {self.devices} with torchrun"
             self._refuse(f"it takes {self.devices} processes", remedy)
 
     def check_model(self, *, layers: int, heads: int, key_heads: int, vocabulary: int) -> None:
-        """UserError where the model cannot be cut so. key_heads: those of keys and values."""
+        """Raises UserError if the model cannot be split like this. key_heads: heads of keys and values."""
         counts = {"attention heads": heads, "heads of keys": key_heads, "tokens of the vocabulary": vocabulary}
         for what, n in counts.items():
             if n % self.tp:
@@ -149,7 +166,7 @@ class Layout:
             self._refuse(f"{per} does not divide {layers} layers", f"give {per.partition('=')[0].strip()} {most}")
 
     def check_recipe(self, recipe: Any) -> None:
-        """UserError for settings of a run that do not go with a layout, or say what its name says."""
+        """Raises UserError for settings of a run that conflict with a layout, or repeat its name."""
         self.check_runs()
         if recipe.method != self.method:
             remedy = "leave --method out, or give co2x2 or more for CO2 between islands"
@@ -164,7 +181,7 @@ class Layout:
         self.check_batch(recipe.batch_size)
 
     def check_batch(self, batch_size: int) -> None:
-        """UserError where a global batch cannot be dealt out evenly."""
+        """Raises UserError if a global batch cannot be split evenly."""
         unit = self.data_workers * self.parts
         if batch_size < 1 or batch_size % unit:
             near = max(1, round(batch_size / unit)) * unit
@@ -178,7 +195,7 @@ class Layout:
 
 
 def _divisors(n: int, near: int) -> str:
-    """The divisors of n on both sides of a number, as text."""
+    """The nearest divisors of n at or below, and above a number, as text."""
     below = max(k for k in range(1, near + 1) if n % k == 0)
     above = next((k for k in range(near + 1, n + 1) if n % k == 0), None)
     return f"{below}" if above is None else f"{below} or {above}"

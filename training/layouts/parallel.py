@@ -1,10 +1,11 @@
-"""A model under a layout: tensor parallelism, a pipeline and sharded data parallelism, all of them torch's; CO2 between
-islands of it.
+"""A model under a layout: torch's tensor, pipeline and sharded data parallelism inside islands, CO2 between them.
 
-    parallel = Parallel(model, Layout.parse("tp2.pp2.dp2.co2x2"), torch.device("cpu"))  # on every rank, the same model
+    parallel = Parallel(model, Layout.parse("tp2.pp2.dp2.co2x2"), torch.device("cpu"))
     co2 = parallel.co2(CO2Config.paper(tau=12))
     for tokens, targets in my_batches:  # of this rank's data-parallel worker
         parallel.backward(tokens, targets, loss); optimizer.step(); optimizer.zero_grad(); co2.step()
+
+Every rank passes the same whole model.
 """
 
 from __future__ import annotations
@@ -36,13 +37,23 @@ from training.zero import shard_model
 
 @dataclass(frozen=True)
 class Family:
-    """Names of modules. base: what holds the embeddings, the blocks and the last norm; the head, lm_head, is beside it.
-    columns, rows: a block's linear layers that are cut by output and by input, which needs one all-reduce behind each
-    pair (Megatron-LM's cut, Shoeybi et al., 2019, section 3); norms: those of a block."""
+    """Names of a model's modules.
+
+    Attributes:
+        base: The module with the embeddings, the blocks and the last norm. The head, lm_head, is outside it.
+        tokens: The token embedding.
+        positions: The position embedding. Empty for rotary positions, whose frequencies all stages have.
+        blocks: The list of blocks.
+        norm: The last norm.
+        columns: A block's linear layers that are cut by output.
+        rows: A block's linear layers that are cut by input, with one all-reduce after each pair (Megatron-LM's cut,
+            Shoeybi et al., 2019, section 3).
+        norms: The norms of a block.
+    """
 
     base: str
     tokens: str
-    positions: str  # learned; "" for rotary ones, whose frequencies all stages have
+    positions: str
     blocks: str
     norm: str
     columns: tuple[str, ...]
@@ -75,7 +86,11 @@ FAMILIES = {
 
 
 def family_of(model: nn.Module) -> Family:
-    """UserError for a model that nobody has said how to cut."""
+    """The family of a model.
+
+    Raises:
+        UserError: If FAMILIES has no such model.
+    """
     kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
     if kind not in FAMILIES:
         raise UserError(f"layout: a model of type {kind} is not known how to cut: give one of {', '.join(FAMILIES)}")
@@ -83,7 +98,7 @@ def family_of(model: nn.Module) -> Family:
 
 
 def check_cut(model: nn.Module, layout: Layout) -> None:
-    """UserError where the layout does not fit the model."""
+    """Raises UserError if the layout does not fit the model."""
     family_of(model)
     c: Any = model.config
     heads, layers = c.num_attention_heads, c.num_hidden_layers
@@ -92,8 +107,13 @@ def check_cut(model: nn.Module, layout: Layout) -> None:
 
 
 def take_stage(model: nn.Module, layout: Layout, stage: int) -> list[Stage]:
-    """Removes from the whole model what other stages hold; returns this stage's v parts, which share its modules. The
-    head's stage holds a copy of the token embedding where they are tied."""
+    """Removes the modules of other stages from the whole model.
+
+    If head and token embedding are tied, the head's stage keeps a copy of the embedding.
+
+    Returns:
+        This stage's v parts, which share the model's modules.
+    """
     check_cut(model, layout)
     family, tied = family_of(model), is_tied(model)
     root: Any = model
@@ -117,21 +137,24 @@ def take_stage(model: nn.Module, layout: Layout, stage: int) -> list[Stage]:
 
 
 def is_tied(model: Any) -> bool:
-    """Whether head and token embedding are one parameter, of a whole model."""
+    """Whether head and token embedding of a whole model are one parameter."""
     family = family_of(model)
     return model.lm_head.weight is getattr(getattr(model, family.base), family.tokens).weight
 
 
 class Stage(nn.Module):
-    """Consecutive layers of a model, whose modules it shares: int64 tokens [batch, time], or hidden states [batch,
-    time, width], -> hidden states, or logits [batch, time, vocabulary]."""
+    """Consecutive layers of a model, whose modules it shares.
+
+    It maps int64 tokens [batch, time] (first stage) or hidden states [batch, time, width] to hidden states or logits
+    [batch, time, vocabulary] (last stage).
+    """
 
     def __init__(self, model: Any, family: Family, layers: range, first: bool, last: bool):
         super().__init__()
         base = getattr(model, family.base)
         self.first, self.last = first, last
         self.blocks = nn.ModuleList(getattr(base, family.blocks)[str(i)] for i in layers)
-        self.tokens = getattr(base, family.tokens) if first or last else None  # of the last one, where it is tied
+        self.tokens = getattr(base, family.tokens) if first or last else None  # in the last stage only if it is tied
         self.positions = getattr(base, family.positions) if first and family.positions else None
         self.dropout = getattr(base, "drop", None) if first else None
         self.rotary = getattr(base, "rotary_emb", None)
@@ -140,7 +163,7 @@ class Stage(nn.Module):
 
     @property
     def tied(self) -> bool:
-        """Whether it holds the token embedding and the head, as one parameter."""
+        """Whether it holds token embedding and head as one parameter."""
         return self.head is not None and self.tokens is not None and self.head.weight is self.tokens.weight
 
     def forward(self, x: Tensor) -> Tensor:
@@ -163,14 +186,16 @@ class Stage(nn.Module):
 
 
 def cut_tensors(stage: Stage, family: Family, mesh: DeviceMesh) -> None:
-    """Makes DTensors of all parameters over the mesh, of one dimension. What no rank shares is replicated, so that
-    norms count it once."""
+    """Makes DTensors of all parameters over a mesh of one dimension.
+
+    Parameters that are not cut become replicated DTensors, so that norms count them once.
+    """
     tied = stage.tied
     plan: dict[str, ParallelStyle] = dict.fromkeys(family.norms, Replicated())
     plan |= {name: ColwiseParallel() for name in family.columns} | {name: RowwiseParallel() for name in family.rows}
     for block in stage.blocks:
         parallelize_module(block, mesh, plan)
-        if hasattr(block, "attn"):  # GPT-2's, which cuts what comes of its joint projection
+        if hasattr(block, "attn"):  # GPT-2's, which splits the output of its joint projection
             block.attn.split_size //= mesh.size()  # pyright: ignore
     ends: dict[str, ParallelStyle] = {
         "tokens": RowwiseParallel(input_layouts=Replicate()),
@@ -179,13 +204,17 @@ def cut_tensors(stage: Stage, family: Family, mesh: DeviceMesh) -> None:
         "head": ColwiseParallel(output_layouts=Replicate()),
     }
     parallelize_module(stage, mesh, {name: style for name, style in ends.items() if getattr(stage, name) is not None})
-    if tied:  # parallelize_module has made a parameter of each
+    if tied:  # parallelize_module has made two parameters
         stage.head.weight = stage.tokens.weight  # pyright: ignore[reportOptionalMemberAccess]
 
 
 class Replicated(ParallelStyle):
-    """Every rank holds the module's parameters. local: it returns a plain tensor; else a replicated DTensor, so that
-    the gradients of the layers that follow are added before one all-reduce."""
+    """A module whose parameters every rank holds.
+
+    Args:
+        local: Whether the module returns a plain tensor. By default it returns a replicated DTensor, so that the
+            gradients of the following layers are summed before one all-reduce.
+    """
 
     def __init__(self, *, local: bool = False):
         self._local = local
@@ -201,7 +230,7 @@ class Replicated(ParallelStyle):
 
 
 class Parted(nn.Module):
-    """The projections of queries, keys and values, of one input, side by side."""
+    """The projections of queries, keys and values as three layers, with their outputs concatenated."""
 
     def __init__(self, joint: nn.Linear):
         super().__init__()
@@ -214,7 +243,7 @@ class Parted(nn.Module):
 
 
 def _part_projections(blocks: nn.ModuleList) -> None:
-    """Of GPT-2's blocks: transformers' Conv1D, a linear layer with its weight transposed, becomes nn.Linear."""
+    """Replaces Conv1D in GPT-2's blocks by nn.Linear. Conv1D is a linear layer with a transposed weight."""
     for block in blocks:
         for name, module in [*block.named_modules()]:
             if type(module).__name__ == "Conv1D":
@@ -223,7 +252,7 @@ def _part_projections(blocks: nn.ModuleList) -> None:
 
 
 def _linear(weight: Tensor, bias: Tensor) -> nn.Linear:
-    """A copy. weight: [out, in]."""
+    """A linear layer with copies of the weight [out, in] and the bias."""
     made = nn.Linear(weight.shape[1], weight.shape[0], device="meta")
     made.weight, made.bias = (nn.Parameter(t.clone(memory_format=torch.contiguous_format)) for t in (weight, bias))
     return made
@@ -237,16 +266,25 @@ AXES = ("replicate", "pp", "shard", "tp")  # of the mesh: islands, stages, data-
 
 
 class Parallel(nn.Module):
-    """This rank's part of a causal language model of transformers. Make the optimizer afterwards, of parameters(),
-    whose names are the same under every layout.
+    """This rank's part of a causal language model of transformers.
+
+    Make the optimizer afterwards, from parameters(). Their names are the same under every layout.
 
     Args:
-        model: the whole model, the same on all ranks; this rank's part of it stays.
-        compute: the dtype in which FSDP2 gathers parameters.
-        timeout: seconds until a missing rank is an error.
+        model: The whole model, the same on all ranks. This rank keeps its part.
+        layout: The layout.
+        device: This rank's device.
+        compute: The dtype in which FSDP2 gathers parameters.
+        timeout: Seconds until a missing rank is an error.
 
-    Attributes: place, of this rank; mesh, of dimensions AXES; island, the process group of all ranks of its island;
-    parts, of the pipeline, that this rank computes.
+    Attributes:
+        place: This rank's place in the layout.
+        mesh: A device mesh with the dimensions AXES.
+        island: The process group of all ranks of this island.
+        parts: The parts of the pipeline that this rank computes.
+
+    Raises:
+        UserError: If the layout cannot run, or does not fit the model or the number of processes.
     """
 
     def __init__(
@@ -277,16 +315,16 @@ class Parallel(nn.Module):
             if layout.zero >= 2:
                 warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view", UserWarning)  # of logits
                 shard_model(part, self.mesh, layout.zero, compute=compute)  # pyright: ignore[reportArgumentType]
-        # in lists: as modules and a parameter of this one, too, they would have two names
+        # in lists, because as attributes of this module they would have second names
         self.parts = parts
-        self._tied = [part.tokens.weight for part in parts if tied and part.tokens is not None]  # of both end stages
+        self._tied = [part.tokens.weight for part in parts if tied and part.tokens is not None]  # in both end stages
         whole = not layout.is_cut and layout.dp > 1 and layout.zero < 2
         self._ddp = [DistributedDataParallel(parts[0], process_group=self.mesh.get_group("shard"))] if whole else []
         self._loss: Loss | None = None
         self._schedule = self._pipeline() if layout.pp > 1 else None
 
     def _pipeline(self) -> Any:
-        """1F1B, or with several parts a stage the interleaved one; what each computes is in torch's documentation."""
+        """torch's 1F1B schedule, or its interleaved schedule if a stage has several parts."""
         group, count = self.mesh.get_group("pp"), self.layout.pp * self.layout.v
         numbers = range(self.place.stage, count, self.layout.pp)
         pairs = zip(self.parts, numbers, strict=True)
@@ -299,8 +337,15 @@ class Parallel(nn.Module):
     # -- in the loop ----------------------------------------------------------------------------------------
 
     def backward(self, tokens: Tensor, targets: Tensor, loss: Loss) -> Tensor:
-        """Adds the gradients of the sum of loss(logits, targets) over the micro-batches, averaged over the island's
-        data-parallel workers; returns this worker's sum, 0-d. tokens, targets: int64 [batch, time], of this worker."""
+        """Runs forward and backward, and adds the gradients, averaged over the island's data-parallel workers.
+
+        Args:
+            tokens, targets: This worker's batch, int64 [batch, time].
+            loss: From logits and targets of a micro-batch to its loss. The batch's loss is their sum.
+
+        Returns:
+            The loss of this worker's batch, 0-d.
+        """
         if len(tokens) % self.layout.parts:
             near = max(1, round(len(tokens) / self.layout.parts)) * self.layout.parts
             raise UserError(f"a batch of {len(tokens)} in {self.layout.parts} micro-batches: give {near} samples")
@@ -314,12 +359,12 @@ class Parallel(nn.Module):
         self._finish_gradients()
         total = torch.stack(losses).sum().detach() if losses else torch.zeros((), device=self._device)
         if self.layout.pp > 1:
-            total = total.double()  # the other stages do not know the loss's dtype
+            total = total.double()  # because other stages do not have the loss's dtype
             dist.broadcast(total, group_src=self.layout.pp - 1, group=self.mesh.get_group("pp"))
         return total
 
     def _accumulate(self, tokens: Tensor, targets: Tensor, losses: list[Tensor]) -> None:
-        """Without a pipeline: one micro-batch after the other; gradients are averaged in the last."""
+        """Runs the micro-batches without a pipeline. The last one averages the gradients."""
         (part,), many = self.parts, self.layout.parts
         pairs = zip(tokens.chunk(many), targets.chunk(many), strict=True)
         for number, (x, y) in enumerate(pairs, start=1):
@@ -332,8 +377,11 @@ class Parallel(nn.Module):
             losses[-1].backward()
 
     def _finish_gradients(self) -> None:
-        """What torch leaves to do: a vocabulary-parallel embedding's gradient comes whole, the two copies of a tied
-        embedding have a part each, and DTensors and stages know no DistributedDataParallel."""
+        """Completes the gradients after torch's backward.
+
+        It redistributes the gradient of a vocabulary-parallel embedding, sums the gradients of a tied embedding's two
+        copies, and averages over dp, because DDP does not support DTensors and stages.
+        """
         for p in self.parameters():
             if isinstance(p.grad, DTensor) and p.grad.placements != p.placements:
                 p.grad = p.grad.redistribute(placements=p.placements)
@@ -343,7 +391,7 @@ class Parallel(nn.Module):
             pairs = (dist.isend, own), (dist.irecv, other)
             for work in dist.batch_isend_irecv([dist.P2POp(op, t, group=group, group_peer=peer) for op, t in pairs]):
                 work.wait()
-            own.add_(other)  # the same sum on both, to the bit
+            own.add_(other)  # the same bits on both stages
         if self.layout.dp > 1 and self.layout.zero < 2 and not self._ddp:
             of_all = [local_shard(p.grad) for p in self.parameters() if p.grad is not None]
             group = self.mesh.get_group("shard")
@@ -354,8 +402,11 @@ class Parallel(nn.Module):
 
     @torch.no_grad()
     def clip_gradients(self, max_norm: float) -> Tensor:
-        """As torch.nn.utils.clip_grad_norm_ over the whole model: what several ranks hold counts once. The norm before,
-        0-d float64."""
+        """Clips gradients by the norm of the whole model, where replicated elements count once.
+
+        Returns:
+            The norm before clipping, 0-d float64.
+        """
         of_all = {p: local_shard(p.grad) for p in self.parameters() if p.grad is not None}
         holders = self.holders()
         norms = torch._foreach_norm(list(of_all.values()))  # pyright: ignore[reportPrivateImportUsage]
@@ -369,8 +420,14 @@ class Parallel(nn.Module):
         return norm
 
     def forward(self, tokens: Tensor) -> Any:
-        """For evaluations, without gradients: an object with logits, [batch, time, vocabulary], on the last stage's
-        ranks; None on the others'. All ranks of a data-parallel worker must call it. tokens: int64 [batch, time]."""
+        """Runs the model for evaluation, without gradients. All ranks of a data-parallel worker must call it.
+
+        Args:
+            tokens: int64 [batch, time].
+
+        Returns:
+            On the last stage an object with logits [batch, time, vocabulary]. None on all other stages.
+        """
         pp, group = self.layout.pp, self.mesh.get_group("pp")
         x, dtype = tokens, next(self.parameters()).dtype
         for number in range(pp * self.layout.v):
@@ -390,11 +447,11 @@ class Parallel(nn.Module):
     # -- between islands ------------------------------------------------------------------------------------
 
     def holders(self) -> dict[Tensor, list[int]]:
-        """Of each parameter the ranks of the island that hold what this rank holds of it, itself among them."""
+        """For each parameter, the ranks of the island that hold the same part of it, including this rank."""
         layout, here = self.layout, self.place
         found: dict[Tensor, list[int]] = {}
         for p in self.parameters():
-            cut = []  # axes of the mesh over which p is cut
+            cut = []  # axes of the mesh over which p is sharded
             if isinstance(p, DTensor):
                 axes = zip(p.device_mesh.mesh_dim_names or (), p.placements, strict=True)
                 cut = [name for name, how in axes if not how.is_replicate()]
@@ -405,6 +462,11 @@ class Parallel(nn.Module):
         return found
 
     def co2(self, config: CO2Config, **options: Any) -> ShardedCO2:
-        """CO2 between the islands, each of which counts as one worker. options: see core.ShardedCO2."""
+        """CO2 between the islands, where each island is one worker.
+
+        Args:
+            config: The settings.
+            **options: More arguments of core.ShardedCO2.
+        """
         shards = self.holders() if self.layout.is_cut else False
         return ShardedCO2(self.parameters(), config, mesh=self._islands, shards=shards, **options)

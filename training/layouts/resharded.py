@@ -1,11 +1,12 @@
-"""Checkpoints that a run under another layout can go on from, by torch.distributed.checkpoint (DCP).
+"""Checkpoints that a run can resume under another layout, with torch.distributed.checkpoint (DCP).
 
-Every tensor has its name in the whole model, and is a DTensor where ranks hold parts of it: DCP writes each part once,
-and reads what another layout needs. CO2's outer iterate, momentum and averaged update are equal on all islands. An
-island's model, optimizer and small numbers have its number in their names. The manifest has every file's SHA-256.
+Every tensor has its name in the whole model. If ranks hold parts of it, it is a DTensor. DCP writes each part once, and
+reads the parts that another layout needs. CO2's outer iterate, momentum and averaged update are equal on all islands.
+The model, the optimizer and the small numbers of an island have its number in their names. The manifest has every
+file's SHA-256.
 
-DCP writes where each tensor lies to .metadata, a pickle. The same records are in records.pt, which torch.load reads
-without running code.
+DCP writes the location of each tensor to .metadata, a pickle. The same records are in records.pt, which torch.load
+reads without running code.
 """
 
 import contextlib
@@ -45,7 +46,7 @@ from training.zero import gathered, group_settings, shard_optimizer
 
 Named = dict[str, Tensor]
 RECORDS = "records.pt"
-KINDS = (  # what records are made of
+KINDS = (  # the classes in records
     metadata.ChunkStorageMetadata,
     metadata.Metadata,
     metadata.MetadataIndex,
@@ -60,11 +61,17 @@ KINDS = (  # what records are made of
 
 
 class Resharded:
-    """Saves and loads what is trained under a layout. method: CO2 between the islands, or DDP's."""
+    """Saves and loads a run under a layout.
+
+    Args:
+        parallel: This rank's part of the model.
+        optimizer: Its optimizer.
+        method: CO2 between the islands, or DDP.
+    """
 
     def __init__(self, parallel: Parallel, optimizer: torch.optim.Optimizer, method: Method):
         self.parallel, self.method = parallel, method
-        own: torch.optim.Optimizer = getattr(optimizer, "optim", optimizer)  # with ZeRO-1 of what is kept here
+        own: torch.optim.Optimizer = getattr(optimizer, "optim", optimizer)  # with ZeRO-1, of this rank's part
         self._states, self._groups = own.state, own.param_groups
         self._named = dict(parallel.named_parameters())
         self._buckets: Sequence[Bucket] = method._buckets if isinstance(method, LocalUpdateMethod) else ()
@@ -73,14 +80,26 @@ class Resharded:
     # -- writing --------------------------------------------------------------------------------------------
 
     def save(self, folder: Path, step: int, attempt: str, others: dict[str, Any]) -> bool:
-        """Writes folder/step*/, whole or not at all; every rank must call it. others: equal on all ranks. False, and
-        nothing written, where a rank's model is not finite. UserError on all where one cannot write."""
+        """Writes folder/step*/ completely or not at all. Every rank must call it.
+
+        Args:
+            folder: The folder of checkpoints.
+            step: The number of the step.
+            attempt: A unique name of this start of the run.
+            others: More state, equal on all ranks.
+
+        Returns:
+            False, with nothing written, if a rank's model is not finite.
+
+        Raises:
+            UserError: On all ranks, if one rank cannot write.
+        """
         if not all(of_all(bool(all_finite(self._named.values())))):
             self._say(f"warning: step {step}: the model is not finite: no checkpoint is written, the last one stays")
             return False
         target = folder / f"step{step:09d}"
         fresh = folder / f"{target.name}.tmp-{attempt}"
-        own = of_rank(self.method.state_dict())  # waits for what is in flight
+        own = of_rank(self.method.state_dict())  # waits for the all-reduce in flight
         tensors = self._of_island(self._tensors()) | self._outer(own)
         rest = others | {"method": own, "layout": str(self.parallel.layout)}
         if dist.get_rank(self.parallel.island) == 0:
@@ -106,7 +125,7 @@ class Resharded:
         return True
 
     def _all(self, act: Callable[[], None], target: Path) -> None:
-        """UserError on all ranks where one cannot write."""
+        """Runs `act`. If one rank cannot write, all ranks raise UserError."""
         failure = ""
         try:
             act()
@@ -116,7 +135,7 @@ class Resharded:
             raise UserError(f"{failures[0]}; the last checkpoint stays")
 
     def _tensors(self) -> Named:
-        """The model and the optimiser's state."""
+        """The model and the optimizer's state, by name."""
         found: Named = {f"model.{name}": p.detach() for name, p in self._named.items()}
         for name, p in self._named.items():
             values = self._states.get(p, {}).items()
@@ -124,7 +143,7 @@ class Resharded:
         return found
 
     def _outer(self, own: dict[str, Any]) -> Named:
-        """CO2's flat tensors, by the parameters' names; in `own` stays what lies behind them."""
+        """CO2's flat tensors by the parameters' names. `own` keeps the numbers behind them."""
         found: Named = {}
         for key, flats in self._flats(own):
             for i, bucket in enumerate(self._buckets):
@@ -137,7 +156,7 @@ class Resharded:
         return [*own["state"].items(), ("flats", own["flats"])] if self._buckets else []
 
     def _joined(self, flat: Tensor, bucket: Bucket) -> tuple[Tensor, Tensor]:
-        """The payload whole, of which the ranks of an island may keep a share each; and what lies behind it."""
+        """The whole payload, gathered from the ranks of an island if they shard it, and the numbers behind it."""
         if len(flat) >= bucket.numel:
             return flat[: bucket.numel], flat[bucket.padded :]
         group = host_group(self.parallel.island)
@@ -146,7 +165,7 @@ class Resharded:
         return torch.cat(shares)[: bucket.numel], flat[:0]
 
     def _part(self, whole: Tensor, bucket: Bucket, like: Tensor) -> Tensor:
-        """This rank's part of the payload, which has `like`'s length, or the whole one."""
+        """This rank's part of the whole payload, with the length of `like`, or all of it."""
         filled = torch.cat([whole, whole.new_zeros(bucket.padded - len(whole))])
         if len(like) >= bucket.numel:
             return filled
@@ -155,7 +174,14 @@ class Resharded:
     # -- reading --------------------------------------------------------------------------------------------
 
     def load(self, folder: Path) -> dict[str, Any] | None:
-        """Loads the newest checkpoint that all ranks can read; returns its `others`, None where there is none."""
+        """Loads the newest checkpoint that all ranks can read.
+
+        Returns:
+            Its `others`. None if there is no checkpoint.
+
+        Raises:
+            UserError: If there are checkpoints and none can be read.
+        """
         refused: list[str] = []
         for name in of_all(checkpoint.finished(folder))[0]:
             others: dict[str, Any] = {}
@@ -171,7 +197,7 @@ class Resharded:
         return None
 
     def _problem(self, act: Callable[[], None]) -> str:
-        """What kept the first rank that failed from it, known to all; "" if none failed."""
+        """Runs `act`, and returns the error of the first rank that failed to all ranks. "" if none failed."""
         problem = ""
         try:
             act()
@@ -179,12 +205,12 @@ class Resharded:
             problem = str(error)
         except FileNotFoundError as error:
             problem = f"{Path(error.filename).name} is missing"
-        except Exception as error:  # whatever it is: a rank that raised here would leave the others waiting
+        except Exception as error:  # any error, because a rank that raised here would leave all others waiting
             problem = f"it cannot be read, {reason(error)}"
         return next((line for line in of_all(problem) if line), "")
 
     def _check(self, target: Path) -> None:
-        """UserError for a file that is not as it was written. Each rank reads some of all ranks' files."""
+        """Raises UserError for a damaged file. Each rank reads some of all ranks' files."""
         manifest = parse_json((target / checkpoint.MANIFEST).read_text())
         if "layout" not in manifest:
             raise UserError("it is of a run without a layout: resume without --layout")
@@ -212,7 +238,7 @@ class Resharded:
         return others
 
     def _begin_states(self, start: str, known: dict[str, Any]) -> None:
-        """Zeros where the optimiser has yet to begin, for what the checkpoint holds of its parameters."""
+        """Creates zeros for the optimizer state that the checkpoint has and this optimizer does not have yet."""
         for group in self._groups:
             for p in group["params"]:
                 name = next(name for name, mine in self._named.items() if mine is p)
@@ -223,17 +249,17 @@ class Resharded:
                     self._states[p] = zeros
 
     def _give_back(self, others: dict[str, Any], likes: dict[str, list[Tensor]], outer: Named) -> None:
-        """The method's state: as saved, its flat tensors of the named ones. likes: how long they are here."""
+        """Restores the method's state, with flat tensors made from the named tensors, as long as `likes`."""
         own = others["method"]
         if others["layout"] != str(self.parallel.layout):
-            own["places"] = 0  # what sums over as many ranks alone could hold is forgotten
+            own["places"] = 0  # drops numbers that need the same number of ranks
         for key, flats in self._flats(own):
             for i, bucket in enumerate(self._buckets):
                 pieces = [outer[f"co2.{key}.{self._names[id(p)]}"] for p in bucket.params]
                 whole = torch.cat([local_shard(t).to(flats[i].device).reshape(-1) for t in pieces])
                 flats[i] = torch.cat([self._part(whole, bucket, likes[key][i]), flats[i]])
         self.method.load_state_dict(under_rank(own))
-        if isinstance(self.method, ShardedCO2):  # whose share of the momentum is not the leader's
+        if isinstance(self.method, ShardedCO2):  # its share of the momentum differs from the leader's
             self.method._recount()
 
     def _of_island(self, tensors: Named) -> Named:
@@ -245,7 +271,7 @@ class Resharded:
 
 
 def placed(own: Tensor, like: Tensor) -> Tensor:
-    """A DTensor placed as `like` is, if that is one, of this rank's part of it, in the part's own dtype."""
+    """A DTensor placed as `like`, from this rank's part, in the part's own dtype. The part if `like` is none."""
     if not is_dtensor(like):
         return own
     place: dict[str, Any] = {"run_check": False, "shape": like.shape, "stride": like.stride()}
@@ -253,14 +279,20 @@ def placed(own: Tensor, like: Tensor) -> Tensor:
 
 
 def packed(held: Any) -> Tensor:
-    """As bytes, uint8 [n]."""
+    """An object as bytes, uint8 [n]."""
     buffer = io.BytesIO()
     torch.save(held, buffer)
     return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
 
 
 def _zeros(known: Any, p: Tensor, device: torch.device) -> Tensor:
-    """For a tensor of an optimiser's state. known: DCP's record of it. device: of a count of steps."""
+    """Zeros for a tensor of an optimizer's state.
+
+    Args:
+        known: DCP's record of it.
+        p: Its parameter.
+        device: The device of a step count.
+    """
     kind = known.properties.dtype
     alike = tuple(known.size) == tuple(p.shape) and p.dim()
     return torch.zeros_like(p.detach(), dtype=kind) if alike else torch.zeros(known.size, dtype=kind, device=device)
@@ -275,7 +307,7 @@ class Writer(dcp.FileSystemWriter):
     def write_data(self, plan: Any, planner: Any) -> Any:
         try:
             return super().write_data(plan, planner)
-        except Exception as error:  # what caused it would be lost on the way to the other workers
+        except Exception as error:  # its cause would be lost on the way to other workers
             raise OSError(reason(error)) from None
 
     def finish(self, metadata: Any, results: Any) -> None:
@@ -292,14 +324,18 @@ class Reader(dcp.FileSystemReader):
 
 
 def write_tensors(folder: Path, tensors: Named, group: dist.ProcessGroup | None) -> None:
-    """Every rank of the group must call it. OSError on all of them where one cannot write."""
+    """Writes the tensors. Every rank of the group must call it.
+
+    Raises:
+        OSError: On all ranks, if one rank cannot write.
+    """
     planner = dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with _named_failures(alone=group is None):
         dcp.save(tensors, storage_writer=Writer(folder), planner=planner, process_group=group, no_dist=group is None)
 
 
 def _read(reader: Any, tensors: Named) -> None:
-    """In place, this rank's parts."""
+    """Reads this rank's parts in place."""
     planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with _named_failures(alone=True):
         dcp.load(tensors, storage_reader=reader, planner=planner, no_dist=True)
@@ -307,10 +343,10 @@ def _read(reader: Any, tensors: Named) -> None:
 
 @contextlib.contextmanager
 def _named_failures(*, alone: bool) -> Iterator[None]:
-    """DCP's exception, which is no Exception, holds those of the workers: the first one's; not alone, with its rank."""
+    """Raises the first worker's error in place of DCP's, which is no Exception. With its rank if there are several."""
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # of each that loads
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # from every load
             yield
     except dcp.CheckpointException as error:
         rank, (cause, _) = next(iter(error.failures.items()))
@@ -326,13 +362,13 @@ T = TypeVar("T")
 
 
 class LaidOut(Fixed):
-    """One rank's part. A data-parallel worker, to whom batches are dealt out, is tp * pp ranks."""
+    """One rank of a run under a layout. A data-parallel worker, which gets its own batches, is tp * pp ranks."""
 
     parallel: Parallel
     _held: Resharded
 
     def meet(self) -> None:
-        """Joins the other ranks and opens the run folder. Then all draw the same weights."""
+        """Joins the other ranks, opens the run folder, and seeds all ranks for the same weights."""
         run, r = self.run, self.run.recipe
         self.layout, self._finite = Layout.parse(r.layout), True
         self._made_group = join(run.device, r.timeout, settings(r))
@@ -343,14 +379,14 @@ class LaidOut(Fixed):
         torch.manual_seed(r.seed * 1_000_003)
 
     def shard(self, model: nn.Module, compute: torch.dtype) -> nn.Module:
-        """This rank's part of the whole model. compute: in what FSDP2 gathers parameters."""
+        """This rank's part of the whole model. FSDP2 gathers parameters in dtype `compute`."""
         run = self.run
         self.parallel = Parallel(model, self.layout, run.device, compute=compute, timeout=run.recipe.timeout)
         self._draw_anew()
         return self.parallel
 
     def _draw_anew(self) -> None:
-        """Random numbers, such as dropout's, of each stage of a data-parallel worker; over tp all draw alike."""
+        """Seeds random numbers, such as dropout's, by data-parallel worker and stage. Ranks of tp draw alike."""
         run = self.run
         torch.manual_seed(mix(run.recipe.seed, run.data_rank, self.parallel.place.stage, run.step))
 
@@ -358,7 +394,7 @@ class LaidOut(Fixed):
         return shard_optimizer(optimizer, self.parallel.mesh, 1) if self.layout.zero == 1 else optimizer
 
     def gathered(self) -> contextlib.AbstractContextManager[None]:
-        """Keeps FSDP2's parameters whole, for evaluations, in which workers may see different numbers of batches."""
+        """Keeps FSDP2's parameters gathered for evaluations, where workers may have different numbers of batches."""
         zero: Any = self.layout.zero
         return gathered(nn.ModuleList(self.parallel.parts), zero)
 
@@ -367,7 +403,7 @@ class LaidOut(Fixed):
         model: nn.Module,
         optimizer: torch.optim.Optimizer,  # noqa: ARG002
     ) -> tuple[nn.Module, Method]:
-        """CO2 between islands; of one island what only counts steps, for its ranks are synchronous by themselves."""
+        """CO2 between islands. With one island, whose ranks are synchronous, a method that only counts steps."""
         run, r = self.run, self.run.recipe
         options: dict[str, Any] = {"timeout": r.timeout, "link": run.link}
         if self.layout.islands == 1:
@@ -379,17 +415,17 @@ class LaidOut(Fixed):
         return super().begin(trained, samples, epoch)
 
     def batches(self, make: Callable[[Any, int, int, int, int], Iterator[T]], start: int, total: int) -> Iterator[T]:
-        """Those of this rank's data-parallel worker."""
+        """The batches of this rank's data-parallel worker."""
         return make(self.run.recipe, self.run.data_rank, self.run.data_workers, start, total)
 
     def sum(self, values: Tensor) -> Tensor:
-        """Over the data-parallel workers, of values that the ranks of a last stage have, and the others have zeros."""
+        """Sums over data-parallel workers. Ranks outside the last stage pass zeros."""
         return super().sum(values) / self.layout.tp
 
     # -- checkpoints ----------------------------------------------------------------------------------------
 
     def save(self) -> None:
-        """Writes a checkpoint, and waits for what is in flight and until it is written."""
+        """Writes a checkpoint. Waits for the all-reduce in flight, and until the files are written."""
         run, trained = self.run, self._trained
         with run.clock.paused():
             self.rounds.read()
@@ -401,7 +437,7 @@ class LaidOut(Fixed):
         return self._finite
 
     def _resume(self) -> float:
-        """Restores the newest checkpoint, of this layout or another; returns the seconds of training that led to it."""
+        """Restores the newest checkpoint, of any layout. Returns the seconds of training before it."""
         trained = self._trained
         found = self._held.load(self.folder.checkpoints)
         if found is None:

@@ -1,4 +1,4 @@
-"""What is planned: a model, a cluster, and layouts of that model; and the quantities that memory and time share."""
+"""The model, the cluster and the layouts to plan, and the quantities that memory and time share."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from training.data import from_home
 from training.recipe import find
 from training.workers import least_seconds
 
-# bytes that an activation keeps of each of its values beyond its input and its result
+# bytes per value that an activation function keeps in addition to its input and its result
 ACTIVATIONS = {"gelu": 0, "gelu_pytorch_tanh": 0, "gelu_new": 12, "silu": 0}
-LARGEST = 10**7  # of a size in a config.json
+LARGEST = 10**7  # the largest size in a config.json
 FAMILIES = {"gpt2": "gpt2", "llama": "llama", "mistral": "llama"}  # by model_type in Hugging Face's config.json
-# of a family there: layers, width, heads, inner width, positions, activation and its default
+# their names for layers, width, heads, inner width, positions, activation; and the default activation
 NAMES = {
     "gpt2": ("n_layer", "n_embd", "n_head", "n_inner", "n_positions", "activation_function", "gelu_new"),
     "llama": (
@@ -37,26 +37,36 @@ NAMES = {
 
 @cache
 def presets() -> dict[str, dict[str, Any]]:
-    """devices, clusters and models of presets.toml, where each has its source."""
+    """The devices, clusters and models of presets.toml, which has their sources."""
     return tomllib.loads((Path(__file__).parent / "presets.toml").read_text())
 
 
 def of_preset(kind: str, name: str) -> Any:
-    """One of presets.toml; else a UserError."""
+    """An entry of presets.toml.
+
+    Raises:
+        UserError: If there is no such name.
+    """
     known = presets()[kind]
     return find(kind[:-1], name, known, f"choose one of {', '.join(known)}")
 
 
 def formula(text: str, act: Callable[[Any], float]) -> Any:
-    """A property with its formula as text."""
+    """A property whose docstring is its formula."""
     return property(act, doc=text)
 
 
 @dataclass(frozen=True)
 class Model:
-    """Sizes of a decoder. family: gpt2 (GELU, biases, two layer norms, learned positions) or llama (gated SiLU, no
-    biases, RMS norms, rotary positions). context: tokens of a sample. tied: embedding and head share a matrix.
-    activation: as transformers call it: one of ACTIVATIONS."""
+    """Sizes of a decoder.
+
+    Attributes:
+        family: gpt2 (GELU, biases, two layer norms, learned positions) or llama (gated SiLU, no biases, RMS norms,
+            rotary positions).
+        context: Tokens of a sample.
+        tied: Whether embedding and head share a matrix.
+        activation: The activation function, one of ACTIVATIONS, by transformers' name.
+    """
 
     name: str
     family: str
@@ -70,14 +80,14 @@ class Model:
     tied: bool
     activation: str = "gelu_pytorch_tanh"
 
-    gated = formula("whether the MLP is", lambda m: m.family == "llama")
-    kv_width = formula("h a_kv / a: of all keys, or all values, of a token", lambda m: m.width * m.kv_heads / m.heads)
+    gated = formula("whether the MLP is gated", lambda m: m.family == "llama")
+    kv_width = formula("h a_kv / a: width of a token's keys, or values", lambda m: m.width * m.kv_heads / m.heads)
     matrices = formula(
         "h (2h + 2 h_kv) + (2, gated 3) h f: weights of a layer's products; 12 h^2 for GPT's f = 4 h [N eq. 2]",
         lambda m: m.width * (2 * m.width + 2 * m.kv_width + (3 if m.gated else 2) * m.inner),
     )
     cut = formula(
-        "a layer's parameters that TP cuts: its matrices, and the biases of those cut by columns",
+        "a layer's parameters that TP cuts: its matrices, and the biases of matrices cut by columns",
         lambda m: m.matrices + (0 if m.gated else m.width + 2 * m.kv_width + m.inner),
     )
     whole = formula(
@@ -85,30 +95,30 @@ class Model:
         lambda m: (2 if m.gated else 6) * m.width,
     )
     embedding = formula("V h", lambda m: m.vocabulary * m.width)
-    positions = formula("s h where they are learned", lambda m: 0 if m.gated else m.context * m.width)
-    last_norm = formula("its parameters", lambda m: (1 if m.gated else 2) * m.width)
+    positions = formula("s h if they are learned", lambda m: 0 if m.gated else m.context * m.width)
+    last_norm = formula("parameters of the last norm", lambda m: (1 if m.gated else 2) * m.width)
     params = formula(
         "l (12 h^2 + 13 h) + (V + s) h for GPT [N eq. 2], and the last norm, which [N] leaves out",
         lambda m: m.layers * (m.cut + m.whole) + m.embedding * (2 - m.tied) + m.positions + m.last_norm,
     )
 
-    # Forward FLOPs of one sample. A training step's are three times as many: [N] eq. 3 without recomputation, for GPT
+    # Forward FLOPs of one sample. A training step has three times as many: [N] eq. 3 without recomputation, for GPT
     # 72 s l h^2 (1 + s / (6 h) + V / (12 l h)).
     linear_flops = formula(
-        "2 s (weights of a layer's products), of a layer: 24 s h^2 for GPT [N eq. 3]",
+        "2 s (weights of a layer's products), per layer: 24 s h^2 for GPT [N eq. 3]",
         lambda m: 2 * m.context * m.matrices,
     )
     attention_flops = formula(
-        "4 s^2 h, of a layer: Q K^T and the weighted sum of V, the mask not made use of [N eq. 3]",
+        "4 s^2 h per layer: Q K^T and the weighted sum of V, without using the mask [N eq. 3]",
         lambda m: 4 * m.context**2 * m.width,
     )
     head_flops = formula("2 s h V [N eq. 3]", lambda m: 2 * m.context * m.embedding)
     step_flops = formula(
-        "3 (l (linear + attention) + head), of one sample, forward and backward: what MFU counts [K sec. 6]",
+        "3 (l (linear + attention) + head) per sample, forward and backward, as MFU counts [K sec. 6]",
         lambda m: 3 * (m.layers * (m.linear_flops + m.attention_flops) + m.head_flops),
     )
 
-    # What a layer keeps of one token for its backward pass.
+    # Values that a layer keeps per token for its backward pass.
     kept_whole = formula(
         "4 h values: the inputs of two norms, of attention and of the MLP, which TP does not cut [K eq. 2]",
         lambda m: 4 * m.width,
@@ -120,10 +130,13 @@ class Model:
     masks = formula("2 h bytes of dropout's masks [K eq. 2]", lambda m: 0 if m.gated else 2 * m.width)
 
     def in_block(self, size: float) -> tuple[tuple[float, float], tuple[float, float]]:
-        """Bytes of a token, (whole, cut by TP), without dropout: kept by a block of transformers; more in its backward
+        """Bytes per token, as (whole, cut by TP), that a block of transformers keeps, and adds in its backward [O].
 
-        size: of a value that products take. Whole: what comes to two norms and to two sums, in float32, and the norms'
-        statistics. Cut: q, k, v, attention's result and log-sum-exp, the activation's input and result [O]
+        Without dropout. Whole: the inputs of two norms and two sums in float32, and the norms' statistics. Cut: q, k,
+        v, attention's result and log-sum-exp, and the activation's input and result.
+
+        Args:
+            size: Bytes of a value in matrix products.
         """
         if self.gated:
             kept = 24 * self.width + (2 * self.width if size < 4 else 0) + 8
@@ -131,16 +144,16 @@ class Model:
         else:
             kept = 16 * self.width + 16
             cut = 4 * size * self.width + (2 * size + ACTIVATIONS[self.activation]) * self.inner + 4 * self.heads
-        steps = 10 if ACTIVATIONS[self.activation] else 0  # at most: of an activation computed in float32 by steps
+        steps = 10 if ACTIVATIONS[self.activation] else 0  # at most, of an activation computed in float32 in steps
         return (kept, cut), (4 * self.width, (4 if size >= 4 else steps) * self.inner)
 
     def scores(self, size: float) -> float:
-        """a s (2 size + 1) bytes: softmax, what dropout leaves, its mask [K eq. 2]; without dropout a s size"""
+        """`a s (2 size + 1)` bytes: softmax, dropout's result, its mask [K eq. 2]. Without dropout `a s size`."""
         return self.heads * self.context * (size if self.gated else 2 * size + 1)
 
 
 def preset_model(name: str, context: int | None) -> Model:
-    """A model of presets.toml, or of a folder with Hugging Face's config.json."""
+    """A model of presets.toml, or from a folder with Hugging Face's config.json."""
     if Path(name).is_dir() or "/" in name:
         return from_config(from_home(name), context)
     family, layers, width, heads, inner, vocabulary, length = of_preset("models", name)
@@ -150,7 +163,11 @@ def preset_model(name: str, context: int | None) -> Model:
 
 
 def from_config(folder: Path, context: int | None) -> Model:
-    """Of a decoder that the planner knows; else a UserError."""
+    """The model of a folder with a config.json.
+
+    Raises:
+        UserError: If the planner does not support it.
+    """
     file = folder / "config.json"
     try:
         config = parse_json(file.read_text())
@@ -184,7 +201,7 @@ def from_config(folder: Path, context: int | None) -> Model:
 
 
 def check_counted(file: Path, m: Model, config: dict[str, Any]) -> None:
-    """UserError: no such model can be, or it has parameters that are not counted."""
+    """Raises UserError if the model is impossible, or has parameters that the formulas do not count."""
     find("activation", m.activation, ACTIVATIONS, f"the planner knows {', '.join(ACTIVATIONS)}")
     if m.heads % m.kv_heads:
         raise UserError(f"{file}: num_key_value_heads={m.kv_heads} does not divide num_attention_heads={m.heads}")
@@ -201,16 +218,25 @@ def check_counted(file: Path, m: Model, config: dict[str, Any]) -> None:
 # -- devices and clusters ---------------------------------------------------------------------------------------------
 
 
-Numbers = Any  # a number, or an array with one for each layout
+Numbers = Any  # a number, or an array with a number for each layout
 BITS = 8
-REPEATS = 4  # of what is timed
+REPEATS = 4  # timings of each measurement
 
 
 @dataclass(frozen=True)
 class Device:
-    """Products run at peak * top FLOP/s; the other passes move what a layer keeps `passes` times forward, at bandwidth
-    bytes/s, and twice as often backward [O]. memory: bytes. host: bytes/s to the host's memory. calls: seconds of a
-    host's thread for a block's forward and backward pass and update; more where TP cuts it; more where FSDP2 does."""
+    """A GPU, or the share of a CPU that a rank has.
+
+    Attributes:
+        peak: FLOP/s of matrix products at most.
+        memory: Bytes.
+        bandwidth: Bytes/s of its memory.
+        host: Bytes/s to host memory.
+        top: The share of the peak that products reach.
+        passes: How often the other operations move the kept values of a layer forward. Backward is twice as often [O].
+        calls: Seconds of host Python for a block's forward, backward and update, more with TP, and more with FSDP2.
+        gpu: Whether it is a GPU, which computes while its host runs Python.
+    """
 
     name: str
     peak: float
@@ -225,8 +251,14 @@ class Device:
 
 @dataclass(frozen=True)
 class Cluster:
-    """inside: bytes/s of a device to the others of its node. across: bytes/s out of a node, all its devices together.
-    latency, inside_latency: seconds of a hop."""
+    """Equal nodes of equal devices.
+
+    Attributes:
+        inside: Bytes/s of a device inside its node.
+        across: Bytes/s out of a node, for all its devices together.
+        latency: Seconds of a hop between nodes.
+        inside_latency: Seconds of a hop inside a node.
+    """
 
     name: str
     device: Device
@@ -242,7 +274,7 @@ class Cluster:
         return self.nodes * self.per_node
 
     def crosses(self, ranks: Numbers, stride: Numbers) -> Numbers:
-        """Whether a group of so many ranks, `stride` devices apart, spans nodes."""
+        """Whether a group of `ranks` ranks, `stride` devices apart, spans nodes."""
         return ranks * stride > self.per_node
 
     def hop(self, ranks: Numbers, stride: Numbers) -> Numbers:
@@ -250,20 +282,30 @@ class Cluster:
         return np.where(self.crosses(ranks, stride), self.latency, self.inside_latency)
 
     def rate(self, ranks: Numbers, stride: Numbers) -> Numbers:
-        """Bytes/s of each of the rings that start in a node: those that leave it share its cards [N sec. 3]."""
+        """Bytes/s of each ring that starts in a node. Rings that leave the node share its network cards [N sec. 3]."""
         shared = self.across / np.minimum(stride, self.per_node)
         return np.where(self.crosses(ranks, stride), np.minimum(shared, self.inside), self.inside)
 
     def allreduce(self, size: Numbers, ranks: Numbers, stride: Numbers) -> Numbers:
-        """min(2 (n-1)/n S/B + 2 (n-1) A [P], 2 S/B + 2 ceil(log2 n) A [T]) seconds: a ring, or two trees
+        """`min(2 (n-1)/n S/B + 2 (n-1) A, 2 S/B + 2 ceil(log2 n) A)` seconds: a ring [P], or two trees [T].
 
-        size: bytes S. Of n ranks that lie `stride` devices apart, B their bytes/s, A a hop's seconds.
+        Args:
+            size: Bytes S.
+            ranks: The number of ranks n.
+            stride: Their distance in devices.
         """
         return collective(size / self.rate(ranks, stride), ranks, self.hop(ranks, stride))
 
 
 def collective(seconds: Numbers, ranks: Numbers, hop: Numbers, *, trees: bool = True) -> Numbers:
-    """Cluster.allreduce's formula. seconds: of the bytes over one link. trees: whether there are any, as NCCL has."""
+    """The formula of Cluster.allreduce.
+
+    Args:
+        seconds: Seconds of the bytes over one link.
+        ranks: The number of ranks.
+        hop: Seconds of a hop.
+        trees: Whether trees are available, as in NCCL.
+    """
     n = np.maximum(ranks, 1)
     found = 2 * (n - 1) / n * seconds + 2 * (n - 1) * hop
     if trees:
@@ -272,12 +314,12 @@ def collective(seconds: Numbers, ranks: Numbers, hop: Numbers, *, trees: bool = 
 
 
 def device(key: str) -> Device:
-    """Of presets.toml."""
+    """A device of presets.toml."""
     return Device(**of_preset("devices", key))
 
 
 def preset(name: str, *, probe: bool = False) -> Cluster:
-    """Of presets.toml. probe: its device is measured on this machine."""
+    """A cluster of presets.toml. With `probe`, its device is measured on this machine."""
     kind, nodes, per_node, inside, across, latency, inside_latency, efficiency = of_preset("clusters", name)
     if probe and not torch.cuda.is_available():
         raise UserError(f"preset={name}: --probe would measure a GPU, this machine has none: leave --probe out")
@@ -285,11 +327,19 @@ def preset(name: str, *, probe: bool = False) -> Cluster:
     return Cluster(name, found, nodes, per_node, inside, across * efficiency, latency, inside_latency)
 
 
-# -- of the doctor ----------------------------------------------------------------------------------------------------
+# -- the doctor's -----------------------------------------------------------------------------------------------------
 
 
 def from_doctor(file: Path, *, probe: bool) -> Cluster:
-    """The report of core.doctor (docs/clusters.md). probe: measures the device here, instead of naming it."""
+    """The cluster of a report by core.doctor (docs/clusters.md).
+
+    Args:
+        file: The report.
+        probe: Whether to measure this machine's device, instead of looking it up by name.
+
+    Raises:
+        UserError: If the report is invalid, or the device is unknown.
+    """
     try:
         report = parse_json(file.read_text())
     except (OSError, ValueError) as error:
@@ -299,7 +349,7 @@ def from_doctor(file: Path, *, probe: bool) -> Cluster:
     nodes = report.get("nodes")
     if not isinstance(nodes, list) or not nodes or not all(isinstance(node, dict) for node in nodes):
         raise UserError(f"{file}: nodes={nodes!r}: the planner needs a node or more")
-    each = _number(file, report, "workers_per_node")  # the doctor has none where nodes differ
+    each = _number(file, report, "workers_per_node")  # missing if nodes differ
     if (per_node := int(each)) != each:
         raise UserError(f"{file}: workers_per_node={each!r}: the planner needs a whole number")
     memory = _number(file, report, "device", "memory_bytes_per_worker")
@@ -310,14 +360,14 @@ def from_doctor(file: Path, *, probe: bool) -> Cluster:
         raise UserError(f"{file}: workers={report['workers']!r}, but {len(nodes)} nodes of {per_node}")
     gpu = report["device"].get("type") != "cpu"
     hosts = Counter(str(node.get("hostname", number)) for number, node in enumerate(nodes))
-    crowd = 1 if gpu else per_node * max(hosts.values())  # also where nodes are emulated on one machine
+    crowd = 1 if gpu else per_node * max(hosts.values())  # also if nodes are emulated on one machine
     found = probed(name, crowd) if probe else known(name)
     found = replace(found, memory=memory, gpu=gpu)
     return Cluster(file.stem, found, len(nodes), per_node, inside, across, latency, inside_latency)
 
 
 def _number(file: Path, report: Any, *path: str) -> float:
-    """A finite number above 0."""
+    """The finite number above 0 at a path in the report, or a UserError."""
     value = report
     for name in path:
         value = value.get(name) if isinstance(value, dict) else None
@@ -327,7 +377,7 @@ def _number(file: Path, report: Any, *path: str) -> float:
 
 
 def _link(file: Path, report: Any, name: str, *, wanted: bool) -> tuple[float, float]:
-    """Bytes/s, and a hop's seconds: the doctor's latency is a whole all-reduce's, 2 (n - 1) hops of a ring [P]."""
+    """Bytes/s, and seconds of a hop. The doctor's latency is for an all-reduce of 2 (n - 1) hops in a ring [P]."""
     if not wanted:
         return math.inf, 0.0
     workers, bits, latency = (
@@ -337,7 +387,7 @@ def _link(file: Path, report: Any, name: str, *, wanted: bool) -> tuple[float, f
 
 
 def known(name: str) -> Device:
-    """The device of presets.toml whose name this one contains."""
+    """The device of presets.toml whose name is part of `name`."""
     for key, found in presets()["devices"].items():
         if found["name"].lower() in name.lower():
             return replace(device(key), name=name)
@@ -345,9 +395,13 @@ def known(name: str) -> Device:
 
 
 def probed(name: str, ranks: int = 1) -> Device:
-    """Measures products, float32 on a CPU and bfloat16 on a GPU, and a copy. ranks: how many share the device.
+    """Measures this machine: products, in float32 on a CPU and bfloat16 on a GPU, and a copy.
 
-    Programs get the measured rate, so top is 1; we assume the A100's passes.
+    Programs reach the measured rate, so top is 1. We assume the A100's passes.
+
+    Args:
+        name: The device's name.
+        ranks: The number of ranks that share the device.
     """
     gpu = torch.cuda.is_available()
     where, dtype = (torch.device("cuda"), torch.bfloat16) if gpu else (torch.device("cpu"), torch.float32)
@@ -367,19 +421,23 @@ def probed(name: str, ranks: int = 1) -> Device:
 
 
 RECOMPUTE = ("none", "full")
-WIRES = {"float32": 4.0, "int8": 260 / 256, "int4": 132 / 256}  # bytes an element: core/compression/formats.py
+WIRES = {"float32": 4.0, "int8": 260 / 256, "int4": 132 / 256}  # bytes per element: core/compression/formats.py
 MERGES = ("keep_local", "interpolate", "restart")
 
 
 @dataclass(frozen=True)
 class Software:
-    """What the training program does; the defaults are this project's with torch under autocast in 16 bits.
+    """The training program. The defaults describe this project with torch under autocast in 16 bits.
 
-    parameter, gradient, optimizer, value: bytes of each parameter, and of a value that products take. stream: of a
-    value between blocks, which autocast leaves in float32. fused: attention keeps no s x s matrix. overlap: DDP and
-    FSDP2 communicate during computation. gloo: FSDP2 does not, a reduce-scatter is an all-reduce, a broadcast goes
-    along a tree. megatron: hops [N sec. 4.1] and logits are cut over the TP ranks; no buffers for received tensors.
-    reserve: bytes that none of the parts counts.
+    Attributes:
+        parameter, gradient, optimizer: Bytes per parameter.
+        value: Bytes of a value in matrix products.
+        stream: Bytes of a value between blocks, which autocast leaves in float32.
+        fused: Whether attention keeps no s x s matrix.
+        overlap: Whether DDP and FSDP2 communicate during computation.
+        gloo: Whether FSDP2 does not, a reduce-scatter is an all-reduce, and a broadcast uses a tree.
+        megatron: Whether hops [N sec. 4.1] and logits are cut over the TP ranks, without buffers for received tensors.
+        reserve: Bytes that no part counts.
     """
 
     parameter: float = 4
@@ -400,9 +458,18 @@ FLOAT32 = Software(value=4, gloo=True, reserve=0.0)  # on CPUs
 
 @dataclass(frozen=True)
 class Layouts:
-    """One layout, or as many as each field has numbers. dp: of an island. islands 1: ddp. micro: samples of a
-    micro-batch. v: chunks of a stage's layers. recompute, wire, merge: indices of RECOMPUTE, WIRES, MERGES. offload 1:
-    CO2's outer state lies in the host's memory."""
+    """One layout, or an array of layouts in each field.
+
+    Attributes:
+        tp, pp, dp: Ranks of an island.
+        islands: The number of islands. 1 means ddp.
+        micro: Samples of a micro-batch.
+        v: Chunks of a stage's layers.
+        zero: ZeRO's stage.
+        recompute, compression, merge: Indices of RECOMPUTE, WIRES and MERGES.
+        tau: Local steps per round.
+        offload: 1 if CO2's outer state is in host memory.
+    """
 
     tp: Numbers
     pp: Numbers
@@ -418,7 +485,7 @@ class Layouts:
     offload: Numbers = 0
 
     def __getitem__(self, k: Any) -> Layouts:
-        """The k-th, or those of a mask."""
+        """Layout k, or the layouts of a mask."""
         return Layouts(*(np.broadcast_to(getattr(self, name), self.shape)[k] for name in AXES))
 
     @property
@@ -435,7 +502,7 @@ AXES = tuple(field.name for field in dataclasses.fields(Layouts))
 
 @dataclass(frozen=True)
 class Case:
-    """A model, a cluster, what the program does, samples of a step over all replicas, and layouts."""
+    """A model, a cluster, a program and layouts. `batch` is the samples of a step over all replicas."""
 
     model: Model
     cluster: Cluster
@@ -445,24 +512,24 @@ class Case:
 
     @cached_property
     def micro_batches(self) -> Numbers:
-        """m = B / (d I b)"""
+        """`m = batch / (d I b)`"""
         x = self.layout
         return self.batch // (x.dp * x.islands * x.micro)
 
     @cached_property
     def layers(self) -> Numbers:
-        """l / p: of a stage"""
+        """`l / p`: layers of a stage"""
         return self.model.layers / self.layout.pp
 
     @cached_property
     def block(self) -> Numbers:
-        """cut / t + whole: parameters of a layer on one device, ZeRO left out"""
+        """`cut / t + whole`: parameters of a layer on one device, without ZeRO"""
         return self.model.cut / self.layout.tp + self.model.whole
 
     def own(self, last: bool) -> Numbers:
-        """l/p block + V h/t + positions in the first stage, + V h/t + last norm in the last: parameters of a device
+        """`l/p block + V h/t + (first stage: positions, last stage: last norm)`: parameters of a device
 
-        A tied head is a copy of the embedding where the stages are two or more [N].
+        With two or more stages, a tied head is a copy of the embedding [N].
         """
         m, x = self.model, self.layout
         ends = m.embedding / x.tp
@@ -472,38 +539,38 @@ class Case:
 
     @cached_property
     def largest(self) -> Numbers:
-        """max(first, last): parameters of a device of the largest stage"""
+        """`max(first, last)`: parameters of a device of the largest stage"""
         return np.maximum(self.own(False), self.own(True))
 
     @cached_property
     def kept(self) -> Numbers:
-        """b s (4 h size + masks + 12 h size / t): of a layer, without scores [K eq. 2]"""
+        """`b s (4 h size + masks + 12 h size / t)`: bytes that a layer keeps, without scores [K eq. 2]"""
         m, x, size = self.model, self.layout, self.software.value
         outside = m.kept_whole * size + m.masks
         return x.micro * m.context * (outside + m.kept_cut * size / x.tp)
 
     @cached_property
     def scores(self) -> Numbers:
-        """b s a s (2 size + 1) / t: bytes of attention's scores, of a layer [K eq. 2]; fused: none [F]"""
+        """`b s a s (2 size + 1) / t`: bytes of a layer's attention scores [K eq. 2]. 0 if fused [F]."""
         if self.software.fused:
             return 0.0 * self.layout.tp
         return self.layout.micro * self.model.context * self.model.scores(self.software.value) / self.layout.tp
 
     @property
     def tokens(self) -> Numbers:
-        """b s: of a micro-batch"""
+        """`b s`: tokens of a micro-batch"""
         return self.layout.micro * self.model.context
 
     @cached_property
     def given(self) -> Numbers:
-        """stream bytes * b s h: what a block gets"""
+        """`stream b s h`: bytes of a block's input"""
         return self.software.stream * self.tokens * self.model.width
 
     @cached_property
     def of_block(self) -> tuple[Numbers, Numbers]:
-        """b s (whole + cut / t): bytes that a block keeps, and has more at its backward pass's peak [O]
+        """`b s (whole + cut / t)`: bytes that a block keeps, and that its backward pass adds at its peak [O]
 
-        Megatron-LM's: `kept` and the scores; 0.
+        For Megatron-LM they are `kept` plus the scores, and 0.
         """
         x, s = self.layout, self.software
         if s.megatron:
@@ -513,11 +580,11 @@ class Case:
 
     @cached_property
     def shares(self) -> Numbers:
-        """d, but 1 with z < 2 and TP or stages: equal replicas of an island that share out CO2's outer state [C]"""
+        """d, but 1 with z < 2 and TP or stages: replicas of an island over which CO2's outer state is sharded [C]"""
         x = self.layout
         return np.where((x.zero >= 2) | (x.tp * x.pp == 1), x.dp, 1)
 
     @cached_property
     def island(self) -> Numbers:
-        """t p d: devices of an island"""
+        """`t p d`: devices of an island"""
         return self.layout.tp * self.layout.pp * self.layout.dp

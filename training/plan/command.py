@@ -1,4 +1,4 @@
-"""The command: python -m training.plan --preset dgx-a100-tcp --model llama-7b --batch 512; --help lists the options."""
+"""The command python -m training.plan. --help lists its options."""
 
 import math
 import shlex
@@ -33,7 +33,7 @@ from training.plan.search import ALIKE, GB, Plan, listed, notes, plan
 
 TEN, WIDTH = 10, 120
 COLUMNS = "{:>2} {:<28} {:<13} {:<24} {:>6} {:>8} {:>10} {:>6} {:>6} {:>7}"
-TITLES = ("", "layout", "micro, again", "tau, wire, merge", "GB", "s/step", "tokens/s", "MFU", "bubble", "exposed")
+TITLES = ("", "layout", "micro, again", "tau, format, merge", "GB", "s/step", "tokens/s", "MFU", "bubble", "exposed")
 LOSS = (
     "loss is left out: after 2,000 steps of a 0.07 M model tau 24 ended at 1.849 +- 0.007, tau 2 at 1.797 +- 0.006, "
     "ddp at 1.772 +- 0.001 (results/loss.md); layouts within 1 % are ordered by tau"
@@ -41,12 +41,12 @@ LOSS = (
 
 
 def mfu(c: Case, seconds: Numbers) -> Numbers:
-    """3 B (l (linear + attention) + head) / (seconds devices peak): recomputation is no work [K sec. 6]"""
+    """`3 batch (l (linear + attention) + head) / (seconds devices peak)`: recomputation does not count [K sec. 6]"""
     return c.batch * c.model.step_flops / (seconds * c.cluster.devices * c.cluster.device.peak)
 
 
 def rounded(value: float) -> str:
-    """Three digits, or a whole number where it has more."""
+    """The value with three digits, or as a whole number if it has more."""
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
@@ -62,7 +62,7 @@ def header(c: Case) -> Iterator[str]:
 
 
 def rows(p: Plan) -> Iterator[str]:
-    """Three lines for each of the best: its figures, its gigabytes and its seconds by part."""
+    """Three lines for each of the best layouts: its figures, its gigabytes and its seconds by part."""
     yield COLUMNS.format(*TITLES)
     for number, row in enumerate(p.best[:TEN], 1):
         c, seconds = p.at(row), p.total[row]
@@ -85,15 +85,15 @@ def rows(p: Plan) -> Iterator[str]:
 
 
 def large(parts: dict[str, Numbers], row: int, unit: float) -> str:
-    """Those that make 1 % of the sum or more."""
+    """The parts that make up 1 % of the sum or more."""
     least = sum(values[row] for values in parts.values()) / 100
     return ", ".join(f"{name} {v[row] / unit:.2g}" for name, v in parts.items() if v[row] and v[row] >= least)
 
 
 def table(p: Plan) -> Iterator[str]:
-    """The screen."""
+    """The lines of the screen."""
     for text in _sentences(p):
-        width = max(WIDTH, len(text)) if text.endswith("%") else WIDTH  # rows with a long name stay one line
+        width = max(WIDTH, len(text)) if text.endswith("%") else WIDTH  # a row with a long name stays on one line
         yield from textwrap.wrap(text, width, subsequent_indent=" " * 6, break_long_words=False, break_on_hyphens=False)
 
 
@@ -107,7 +107,7 @@ def _sentences(p: Plan) -> Iterator[str]:
 
 
 def gain(p: Plan) -> Iterator[str]:
-    """What CO2's best wins over the best synchronous one, where both are there, and what decides."""
+    """Compares the best CO2 layout with the best synchronous layout, and names the part that decides."""
     sync, co2 = (next((row for row in p.best if (p.case.layout.islands[row] > 1) == of), None) for of in (False, True))
     if co2 is None:
         return
@@ -127,7 +127,7 @@ def gain(p: Plan) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Options:
-    """Which layout of tensor, pipeline and data parallelism, ZeRO and CO2 a model should take on a cluster."""
+    """Plans the layout of a model on a cluster: tensor, pipeline and data parallelism, ZeRO and CO2."""
 
     model: str
     """A preset (gpt-125m, gpt-175b, llama-7b, ...), or a folder with Hugging Face's config.json."""
@@ -136,24 +136,24 @@ class Options:
     preset: str | None = None
     """A cluster: dgx-a100-roce, dgx-a100-tcp, rtx3090, frontier, internet-1000, laptops or selene."""
     cluster: Path | None = None
-    """Or the file that core.doctor --out wrote."""
+    """Instead of a preset: the file that core.doctor --out wrote."""
     context: int | None = None
-    """Tokens of a sample; the model's by default."""
+    """Tokens of a sample. Default: the model's."""
     nodes: int | None = None
-    """In place of the cluster's."""
+    """Nodes, in place of the cluster's."""
     per_node: int | None = None
-    """Devices of a node, in place of the cluster's."""
+    """Devices per node, in place of the cluster's."""
     probe: bool = False
-    """Measure this machine's device in place of looking it up by the name that the doctor found."""
+    """Measures this machine's device instead of looking it up by the name in the doctor's report."""
     layout: str | None = None
-    """Plan with this one alone, such as tp2.pp2.dp2.co2x2."""
+    """Plans only this layout, such as tp2.pp2.dp2.co2x2."""
     sbatch: bool = False
-    """Shows the submission line and the overrides of the first."""
+    """Prints a Slurm submission and the arguments of language.train for the first layout."""
     recipe: str | None = None
-    """The recipe of language.train for --sbatch; the model's by default."""
+    """The recipe of language.train for --sbatch. Default: the recipe of the model."""
 
     def check(self) -> None:
-        """UserError names the first option that cannot be."""
+        """Raises UserError for the first invalid option."""
         for name in ("batch", "context", "nodes", "per_node"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise UserError(f"{name}={value}: give 1 or more")
@@ -165,7 +165,7 @@ class Options:
 
 
 def case(options: Options) -> Case:
-    """Without layouts yet."""
+    """The model and the cluster of the options, without layouts yet."""
     if options.cluster is not None:
         cluster = from_doctor(options.cluster, probe=options.probe)
     else:
@@ -181,9 +181,9 @@ def case(options: Options) -> Case:
 
 
 def overrides(c: Case, text: str) -> list[str]:
-    """Of a train script, for one layout. text: its name."""
+    """The arguments of a train script for a case with one layout, whose name is `text`."""
     x, m = c.layout, int(c.micro_batches)
-    if x.tp == x.pp == 1 and (x.zero == 0 or x.offload):  # a layout knows one wire and merge, and no offload
+    if x.tp == x.pp == 1 and (x.zero == 0 or x.offload):  # --layout supports one format and merge, and no offload
         found = ["--accumulate", m, "--per_node", x.dp if x.islands > 1 else 1, "--zero", x.zero]
     else:
         found = ["--layout", text]
@@ -199,7 +199,7 @@ def overrides(c: Case, text: str) -> list[str]:
 
 
 def sbatch(c: Case, words: list[str], recipe: str) -> str:
-    """The submission line of a cluster's script (slurm/README.md), which gives method, tau and batch itself."""
+    """The submission of a cluster's script (slurm/README.md), which sets method, tau and batch from the environment."""
     own = {"--method": "METHOD", "--co2.tau": "TAU", "--batch_size": "BATCH_SIZE"}
     env, rest, options = {"RECIPE": recipe}, [], iter(words)
     for word in options:

@@ -1,4 +1,4 @@
-"""Bytes on a device, by part. Of the first or the last stage, whichever needs more."""
+"""Bytes on a device, by part, in the first or the last stage, whichever needs more."""
 
 from collections.abc import Callable
 
@@ -6,19 +6,19 @@ import numpy as np
 
 from training.plan.case import MERGES, RECOMPUTE, Case, Numbers
 
-FLOAT32 = 4  # bytes of an element of CO2's outer state, and of the logits that the loss is computed from
+FLOAT32 = 4  # bytes per element of CO2's outer state, and of the logits in the loss
 
 
 def parameters(c: Case, last: bool) -> Numbers:
-    """parameter bytes * own, over d with z >= 3, and z = 2 as FSDP2 keeps them [R sec. 5.3, M]"""
+    """`parameter own`, over d with z = 3 [R sec. 5.3], and with z = 2 because FSDP2 stores them so [M]"""
     return c.software.parameter * c.own(last) / np.where(c.layout.zero >= 2, c.layout.dp, 1)
 
 
 def gradients(c: Case, last: bool) -> Numbers:
-    """gradient bytes * own, over d with z >= 2 and m = 1 [R sec. 5.2]; m <= in flight: less a micro-batch's kept [O]
+    """`gradient own`, over d with z >= 2 and m = 1 [R sec. 5.2]; minus a micro-batch's kept if m <= in flight [O]
 
-    Of several micro-batches the sum is whole. But where none begins once the first one's gradients are there, they take
-    the place of what it kept.
+    With several micro-batches the sum is whole. If no micro-batch begins after the first gradients exist, they reuse
+    the memory of the activations.
     """
     shared = (c.layout.zero >= 2) & (c.micro_batches == 1)
     whole = c.software.gradient * c.own(last) / np.where(shared, c.layout.dp, 1)
@@ -27,45 +27,45 @@ def gradients(c: Case, last: bool) -> Numbers:
 
 
 def optimizer(c: Case, last: bool) -> Numbers:
-    """optimizer bytes * own, over d with z >= 1 [R sec. 5.1]"""
+    """`optimizer own`, over d with z >= 1 [R sec. 5.1]"""
     return c.software.optimizer * c.own(last) / np.where(c.layout.zero >= 1, c.layout.dp, 1)
 
 
 def buckets(c: Case, last: bool) -> Numbers:
-    """gradient bytes * own where z < 2, d > 1, t = p = 1: DDP's copy of the gradients [M]"""
+    """`gradient own` if z < 2, d > 1 and t = p = 1: DDP's copy of the gradients [M]"""
     x = c.layout
     by_ddp = (x.zero < 2) & (x.dp > 1) & (x.tp * x.pp == 1)
     return np.where(by_ddp & c.software.overlap, c.software.gradient * c.own(last), 0.0)
 
 
 def casts(c: Case, last: bool) -> Numbers:
-    """size * own where z < 2 and a value is narrower than a parameter: autocast's copies of the weights [M]"""
+    """`value own` if z < 2 and a value is narrower than a parameter: autocast's copies of the weights [M]"""
     narrow = (c.layout.zero < 2) & (c.software.value < c.software.parameter)
     return np.where(narrow, c.software.value * c.own(last), 0.0)
 
 
 def gathered(c: Case, last: bool) -> Numbers:
-    """size * (own with z = 2, 2 blocks and the ends with z = 3), d > 1: parameters that FSDP2 has gathered [M]"""
+    """`value (z = 2: own, z = 3: 2 blocks + ends)` if d > 1: parameters that FSDP2 has gathered [M]"""
     own, size, zero = c.own(last), c.software.value, c.layout.zero
     few = own - np.maximum(0, c.layers - 2) * c.block
     return np.where((zero >= 2) & (c.layout.dp > 1), size * np.where(zero == 2, own, few), 0.0)
 
 
 def in_flight(c: Case, last: bool) -> Numbers:
-    """min(m, p) micro-batches in the first stage, 1 in the last [N sec. 2.2]"""
+    """`min(m, p)` micro-batches in the first stage, 1 in the last [N sec. 2.2]"""
     return np.minimum(c.micro_batches, 1 if last else c.layout.pp)
 
 
 def layer(c: Case) -> Numbers:
-    """Kept by a block, of one micro-batch."""
+    """Bytes that a block keeps per micro-batch"""
     return np.where(c.layout.recompute == RECOMPUTE.index("full"), c.given, c.of_block[0])
 
 
 def activations(c: Case, last: bool) -> Numbers:
-    """(l/p kept + ends) n: n = min(m, p) [N], in the last stage 1; v > 1: min(m, n (1 + (p - 1) / (p v))) [K] [M]
+    """`(l/p kept + ends) n`, n = `min(m, p)` [N], or `min(m, p (1 + (p - 1) / (p v)))` with v > 1 [K] [M]
 
-    The second is the first stage's. Kept: a block's; with full recomputation what it is given [K sec. 5].
-    Ends: what the embedding gives, what the last norm gives, each of a stage that has it.
+    This n is for the first stage. In the last stage it is 1. With full recomputation a block keeps only its input [K
+    sec. 5]. Ends: the outputs of the embedding and of the last norm, in the stages that have them.
     """
     x = c.layout
     again = 1 + np.where(x.v > 1, (x.pp - 1) / (x.pp * x.v), 0.0) if not last else 1.0
@@ -74,19 +74,20 @@ def activations(c: Case, last: bool) -> Numbers:
 
 
 def received(c: Case, last: bool) -> Numbers:
-    """m (2 v - 1) b s h stream where p > 1: torch's buffers for what each micro-batch's two passes receive [O]"""
+    """`m (2 v - 1) b s h stream` if p > 1: torch's buffers for tensors that the two passes receive [O]"""
     x = c.layout
     here = (x.pp > 1) & (not c.software.megatron)
     return np.where(here, c.micro_batches * (2 * x.v - 1) * c.given, 0.0)
 
 
 def passing(c: Case, last: bool) -> Numbers:
-    """max(last stage's b s V (size + 8), p > 1: + size; more, again: + kept, + (4, z >= 2: 8) block): for a moment [M]
+    """`max(logits, block)`, for a moment [M]
 
-    Logits, of the last stage: b s V (size + 4 + 4), with a float32 log-softmax and its gradient; Megatron-LM's over t.
-    Of two stages and more: size more, for torch's pipelining keeps what the last one gives.
-    A block: what it has beyond what it keeps, its gradients, with z >= 2 once more in float32 for their reduction,
-    and with full recomputation what it keeps.
+    Logits, in the last stage: `b s V (value + 4 + 4)` with a float32 log-softmax and its gradient, over t in
+    Megatron-LM. With two or more stages `b s V value` more, because torch's pipelining keeps the last stage's output.
+
+    Block: the peak of its backward pass, and its gradients. With z >= 2 the gradients count again in float32, for their
+    reduction. With full recomputation its kept activations count as well.
     """
     x, size, cut = c.layout, c.software.value, c.layout.tp if c.software.megatron else 1
     kept = size * (x.pp > 1) * (not c.software.megatron)
@@ -98,9 +99,10 @@ def passing(c: Case, last: bool) -> Numbers:
 
 
 def co2(c: Case, last: bool) -> Numbers:
-    """4 own (1, z >= 2: 1/d; + 2 / shares); island of 1: 4 own (3, keep_local: + 1, narrow + 1 + 1/I); offloaded: 0 [M]
+    """`4 own (1 + 2/shares)`, with z >= 2 `4 own (1/d + 2/shares)`: payload, x and m [M]
 
-    Copies: payload, x and m; on one device also what merge keep_local and a narrow wire add.
+    An island of one device needs `4 own 3`. There merge keep_local adds `4 own`, and compression `4 own (1 + 1/I)`.
+    With offload the device needs nothing.
     """
     x = c.layout
     cut = np.where(x.zero >= 2, x.dp, 1)
@@ -114,7 +116,7 @@ def co2(c: Case, last: bool) -> Numbers:
 
 
 def reserve(c: Case, last: bool) -> Numbers:
-    """1.5 GiB on a GPU: context, buffers of libraries, fragmentation [M]"""
+    """1.5 GiB on a GPU for context, library buffers and fragmentation [M]"""
     return c.software.reserve + 0.0 * c.layout.tp
 
 
@@ -128,7 +130,7 @@ def of_stage(c: Case, last: bool) -> dict[str, Numbers]:
 
 
 def memory(c: Case) -> dict[str, Numbers]:
-    """Bytes by part, of the stage that needs more."""
+    """Bytes by part, in the stage that needs more."""
     first, last = of_stage(c, False), of_stage(c, True)
     more = sum(last.values()) > sum(first.values())
     return {name: np.where(more, last[name], first[name]) for name in first}

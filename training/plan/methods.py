@@ -1,13 +1,13 @@
-"""Speed of each method over one link a worker: python -m training.plan methods --parameters 125e6 --step 0.5 --gbit 1
+"""Predicts the speed of each method if every worker has its own link: python -m training.plan methods --help
 
-Every worker holds the whole model and has a link of its own. A round is tau local steps of T seconds each, B seconds of
-the boundary's own work, and an all-reduce of A seconds:
+Every worker holds the whole model. A round is tau local steps of T seconds each, B seconds of work at the boundary, and
+an all-reduce of A seconds:
 
-    ddp                          T + max(A of the last bucket, A - what is left of the backward pass: 2/3 T, once the
-                                 first bucket is full), as in training/plan/time.py
+    ddp                          T + max(A of the last bucket, A - the backward pass after the first bucket is full),
+                                 as in training/plan/time.py
     local, slowmo, diloco        (tau T + B + A) / tau                      the loop waits for the all-reduce
     overlap_local, co2           (max(tau T, A) + B) / tau                  the all-reduce runs under the next round
-    co2 recommended              the same, with tau and wire chosen as core/tau.py chooses them
+    co2 recommended              the same, with tau and compression chosen as in core/tau.py
 """
 
 import math
@@ -29,7 +29,7 @@ MOST_WORKERS = 10**6
 
 @dataclass(frozen=True)
 class Work:
-    """What every worker does, and its link, as Options have it; rate: bytes per second each way."""
+    """The work and the link of every worker, as in Options. `rate` is bytes per second in each direction."""
 
     parameters: float
     step: float
@@ -39,7 +39,7 @@ class Work:
     trees: bool = False
 
     def allreduce(self, workers: int, compression: str = "float32", parameters: float | None = None) -> float:
-        """Seconds of an all-reduce. A narrow wire takes an all-to-all of one hop, then an all-gather of n - 1 hops."""
+        """Seconds of an all-reduce. With compression it is an all-to-all of one hop and an all-gather of n - 1 hops."""
         seconds = WIRES[compression] * (self.parameters if parameters is None else parameters) / self.rate
         if compression == "float32":
             return float(collective(seconds, workers, self.latency, trees=self.trees))
@@ -48,7 +48,14 @@ class Work:
 
 @dataclass(frozen=True)
 class Speed:
-    """A method's predicted speed: bytes_sent of a worker and step, seconds of an all-reduce and exposed in a round."""
+    """A method's predicted speed.
+
+    Attributes:
+        step_seconds: Seconds per local step, communication included.
+        allreduce_seconds: Seconds of an all-reduce.
+        exposed_seconds: Seconds per round in which the loop waits.
+        bytes_sent: Bytes that a worker sends per step.
+    """
 
     method: str
     workers: int
@@ -65,7 +72,7 @@ class Speed:
 
     @property
     def exposed_share(self) -> float:
-        """Share of the time in which the loop waits for communication."""
+        """Share of the time in which the loop waits for communication, from 0 to 1."""
         return self.exposed_seconds / (self.tau * self.step_seconds)
 
 
@@ -109,26 +116,26 @@ def recommended(work: Work, workers: int) -> tuple[int, str]:
 
 @dataclass(frozen=True)
 class Options:
-    """How fast each method trains over a link, from the time of a step. Each worker has a link of its own."""
+    """Predicts how fast each method trains, from the time of a step. Each worker has its own link."""
 
     parameters: float
     """Number of the model's parameters."""
     step: float
     """Seconds of a local step without communication."""
     gbit: float
-    """Rate of a worker's link in Gbit/s, each way."""
+    """Rate of a worker's link in Gbit/s, in each direction."""
     workers: tuple[int, ...] = (2, 8, 64, 1024, 10_000)
     tau: int = 48
     """Local steps per round of the local methods. The recommended settings choose their own."""
     latency: float = 0.0
     """Seconds of a hop from one worker to the next."""
     boundary: float = 0.0
-    """Seconds of a boundary's own work, which the doctor measures."""
+    """Seconds of work at a boundary, which the doctor measures."""
     trees: bool = False
-    """Let all-reduces run along trees where that is faster, as NCCL does. gloo has only rings."""
+    """Allows tree all-reduces if they are faster, as NCCL does. gloo has only rings."""
 
     def check(self) -> None:
-        """UserError names the first option that cannot be."""
+        """Raises UserError for the first invalid option."""
         for name in ("parameters", "step", "gbit", "latency", "boundary"):
             value, zero = getattr(self, name), name in ("latency", "boundary")
             if not 0 <= value < math.inf or not (value or zero):
@@ -141,7 +148,7 @@ class Options:
 
 
 def table(options: Options) -> Iterator[str]:
-    """The lines of the table: every method at every number of workers."""
+    """The lines of the table, with every method at every number of workers."""
     o = options
     work = Work(o.parameters, o.step, o.gbit * 1e9 / BITS, o.latency, o.boundary, o.trees)
     titles = "workers", "method", "tau", "compression", "steps/s", "exposed", "MB/step", "all-reduce"

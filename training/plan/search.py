@@ -1,4 +1,4 @@
-"""All layouts of a model on a cluster: which cannot be, which do not fit, and the others by their seconds."""
+"""Enumerates the layouts of a model on a cluster, drops invalid and too large layouts, and sorts the rest by time."""
 
 import itertools
 import math
@@ -15,30 +15,30 @@ from training.plan.case import AXES, MERGES, RECOMPUTE, WIRES, Case, Layouts, Nu
 from training.plan.memory import memory
 from training.plan.time import seconds
 
-TAUS = (1, 3, 6, 12, 24, 48, 96, 192)  # what the paper searched (CO2, arXiv 2401.16265)
+TAUS = (1, 3, 6, 12, 24, 48, 96, 192)  # searched in the paper (CO2, arXiv 2401.16265)
 LARGEST_MICRO = 32  # samples
 CHUNKS = (1, 2, 3, 4)
-ALIKE = 0.01  # layouts whose seconds differ by less are ordered by what they cost otherwise
-MOST = 1 << 16  # devices; of more the kinds of Plan.best would mix
-PADDED = 64  # language.train fills the vocabulary up to a multiple of it
-NAMED = ("tp", "pp", "dp", "v", "zero", "islands")  # axes that stand in a name as they are
+ALIKE = 0.01  # layouts whose seconds differ by a smaller share are ordered by their other costs
+MOST = 1 << 16  # devices; with more, the kinds of Plan.best would collide
+PADDED = 64  # language.train pads the vocabulary to a multiple of it
+NAMED = ("tp", "pp", "dp", "v", "zero", "islands")  # axes that appear in a name unchanged
 GB, CENT = 1e9, 1e7
 
 
 def named(c: Case) -> Layout:
-    """The name of a case's one layout."""
+    """The name of a case with one layout."""
     x, m = c.layout, int(c.micro_batches)
     sizes = {axis: int(getattr(x, axis)) for axis in NAMED}
     return Layout(**sizes, microbatches=m if m > 1 else 0)
 
 
 def holds(name: Layout, c: Case) -> Numbers:
-    """Of which of a case's layouts it is the name; without micro-batches, of those with any number of them."""
+    """A mask of the layouts with this name. A name without micro-batches matches any number of them."""
     same = [np.broadcast_to(getattr(c.layout, axis) == getattr(name, axis), c.layout.shape) for axis in NAMED]
     return np.all([*same, *([c.micro_batches == name.microbatches] if name.microbatches else [])], axis=0)
 
 
-# -- what cannot be ---------------------------------------------------------------------------------------------------
+# -- invalid layouts --------------------------------------------------------------------------------------------------
 
 Rule = Callable[[Case], Numbers]
 OF_SPLITS: dict[str, Rule] = {
@@ -57,7 +57,7 @@ OF_STEPS: dict[str, Rule] = {
 
 
 def check(name: Layout, c: Case) -> None:
-    """UserError where a layout that a user names does not fit the cluster, the model or the batch."""
+    """Raises UserError if a layout that a user names does not fit the cluster, the model or the batch."""
     k, m = c.cluster, c.model
     if name.devices != k.devices:
         raise UserError(f"layout={name}: it takes {name.devices} devices, {k.name} has {k.devices}: name as many")
@@ -72,7 +72,7 @@ def check(name: Layout, c: Case) -> None:
 
 
 def notes(c: Case) -> str:
-    """What to know of one layout that can be."""
+    """Remarks on a case with one valid layout."""
     x, refused = c.layout, ""
     try:
         if x.ranks > 1:
@@ -97,23 +97,29 @@ def divisors(n: int) -> list[int]:
 
 
 def splits(c: Case) -> Iterator[tuple[int, int, int, int]]:
-    """t in powers of two, p stages, d ranks, I islands."""
+    """All (t, p, d, I) on the cluster, where t is a power of two."""
     devices = c.cluster.devices
     for tp, pp in itertools.product((2**k for k in range(devices.bit_length())), divisors(devices)):
         left, rest = divmod(devices, tp * pp)
-        if left:  # what leaves a rest is counted by the first rule
+        if left:  # the first rule counts splits that leave devices over
             yield from ((tp, pp, left // islands, islands) for islands in ([1] if rest else divisors(left)))
 
 
 def steps(c: Case, split: tuple[int, int, int, int], only: Layout | None = None) -> Layouts:
-    """All that a split leaves open; only: what else a name says."""
+    """All layouts of a split.
+
+    Args:
+        c: The model, the cluster and the batch.
+        split: (t, p, d, I).
+        only: Keeps the chunks and micro-batches of this name.
+    """
     tp, pp, dp, islands = split
     island, share = tp * pp * dp, c.batch // (dp * islands)
     micros = [b for b in divisors(share) if b <= LARGEST_MICRO]
     if only is not None and only.microbatches:
         micros = [share // only.microbatches]
     methods = [(1, 0, 0, 0)]
-    if islands > 1:  # shared outer state takes float32 and the paper's merge (core/placement.py)
+    if islands > 1:  # sharded outer state supports only float32 and merge restart (core/placement.py)
         paper = MERGES.index("restart")
         kinds = [(0, paper, 0), (0, paper, 1)]
         if island == 1:
@@ -130,14 +136,21 @@ def steps(c: Case, split: tuple[int, int, int, int], only: Layout | None = None)
 
 @dataclass(frozen=True)
 class Plan:
-    """The layouts that fit, and how many were dropped for which reason."""
+    """The layouts that fit, and the number of dropped layouts by reason.
+
+    Attributes:
+        case: The model, the cluster and the layouts that fit.
+        memory: Bytes by part.
+        seconds: Seconds by part.
+        dropped: The number of dropped layouts by reason.
+        miss: The layout that needs the least memory of all that do not fit, with its gigabytes.
+    """
 
     case: Case
     memory: dict[str, Numbers]
     seconds: dict[str, Numbers]
     dropped: Counter[str]
     miss: str
-    """Of what does not fit, the layout that needs least, with its gigabytes."""
 
     @cached_property
     def bytes(self) -> Numbers:
@@ -149,8 +162,11 @@ class Plan:
         return sum(self.seconds.values())
 
     def pick(self, rows: Numbers) -> int:
-        """Of those within ALIKE of the fastest: synchronous, a smaller tau, a wider wire, the merge that costs less
-        loss (results/loss.md), nothing offloaded or computed again, a tenth of memory left, less ZeRO."""
+        """The preferred layout of all within ALIKE of the fastest.
+
+        The order of preference: synchronous, a smaller tau, less compression, the merge with the lower loss
+        (results/loss.md), no offload, no recomputation, a tenth of memory left, less ZeRO.
+        """
         rows = rows[self.total[rows] <= self.total[rows].min() * (1 + ALIKE)]
         c = replace(self.case, layout=self.case.layout[rows])
         x, size = c.layout, self.bytes[rows]
@@ -171,9 +187,9 @@ class Plan:
 
     @cached_property
     def best(self) -> list[int]:
-        """The best of each TP x PP x DP, islands, interleaving and ZeRO: rows, the picked one, then the fastest."""
+        """Rows with the best of each TP x PP x DP, islands, interleaving and ZeRO: the preferred, then the fastest."""
         x = self.case.layout
-        kinds = (((x.tp * MOST + x.pp) * MOST + x.islands) * 8 + x.v) * 4 + x.zero  # which leave dp no choice
+        kinds = (((x.tp * MOST + x.pp) * MOST + x.islands) * 8 + x.v) * 4 + x.zero  # dp follows from these
         order = np.argsort(kinds, kind="stable")
         picked = [self.pick(rows) for rows in np.split(order, np.flatnonzero(np.diff(kinds[order])) + 1)]
         picked.sort(key=lambda row: (self.total[row], self.bytes[row]))
@@ -181,7 +197,7 @@ class Plan:
         return [first, *(row for row in picked if row != first)]
 
     def at(self, row: int) -> Case:
-        """Of one layout."""
+        """The case with only the layout of this row."""
         return replace(self.case, layout=self.case.layout[row])
 
     def name(self, row: int) -> str:
@@ -189,7 +205,15 @@ class Plan:
 
 
 def plan(case: Case, only: Layout | None = None) -> Plan:
-    """Searches all layouts, or those of one name; ignores the case's own. UserError: none can be, or none fits."""
+    """Searches all layouts.
+
+    Args:
+        case: The model, the cluster and the batch. Its layouts are ignored.
+        only: Searches only layouts of this name.
+
+    Raises:
+        UserError: If no layout is valid, or none fits.
+    """
     if (devices := case.cluster.devices) > MOST:
         raise UserError(f"{case.cluster.name} has {devices} devices: the planner takes {MOST}: give fewer --nodes")
     if only is not None:
@@ -211,7 +235,7 @@ def plan(case: Case, only: Layout | None = None) -> Plan:
 
 
 def sieve(c: Case, rules: dict[str, Rule], dropped: Counter[str]) -> Case:
-    """Without what a rule forbids; the first one counts."""
+    """Drops the layouts that a rule forbids. Each counts for the first such rule."""
     for reason, rule in rules.items():
         bad = np.broadcast_to(rule(c), c.layout.shape)
         if bad.any():
@@ -221,14 +245,14 @@ def sieve(c: Case, rules: dict[str, Rule], dropped: Counter[str]) -> Case:
 
 
 def fitting(c: Case, dropped: Counter[str]) -> Plan:
-    """What fits the devices' memory."""
+    """Drops the layouts that do not fit in the devices' memory."""
     needs, has, miss = memory(c), c.cluster.device.memory, ""
     total: Numbers = sum(needs.values())
     fits = total <= has
     if not fits.all():
         dropped["memory"] += int((~fits).sum())
         least = int(np.where(fits, np.inf, total).argmin())
-        needed = math.ceil(total[least] / CENT) / 100  # never what the device has
+        needed = math.ceil(total[least] / CENT) / 100  # rounded up, so never equal to the device's memory
         miss = f"{named(replace(c, layout=c.layout[least]))} needs {needed:.2f} GB of {has / GB:.2f}"
     if not fits.any():
         raise UserError(f"nothing fits: {listed(dropped)}; the nearest miss, {miss}: more devices, a smaller --batch")

@@ -6,28 +6,28 @@ import numpy as np
 
 from training.plan.case import RECOMPUTE, WIRES, Case, Numbers
 
-ADAMW = 28  # bytes moved for a parameter: gradient, 16-bit copy, itself, two moments read; the last four written
-FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20  # bytes of DistributedDataParallel's by default
-BACKWARD = 2 / 3  # of a step's computing is its backward pass
-BOUNDARY = 32  # of an element: parameter, payload, x and m, read and written in one pass (docs/design.md)
+ADAMW = 28  # bytes moved per parameter: gradient, 16-bit copy, itself, two moments read; the last four written
+FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20  # bytes of DistributedDataParallel's buckets by default
+BACKWARD = 2 / 3  # share of a step's compute in the backward pass
+BOUNDARY = 32  # bytes per element: parameter, payload, x and m, read and written in one pass (docs/design.md)
 
 Part = Callable[[Case], Numbers]
 
 
 def again(c: Case) -> Numbers:
-    """1 where blocks are computed again, else 0"""
+    """1 if blocks are recomputed, else 0"""
     return (c.layout.recompute == RECOMPUTE.index("full")) * 1.0
 
 
 def attention_passes(c: Case) -> Numbers:
-    """Forward passes' worth of attention in a step: 3, 3.5 fused [F sec. 3.1], 1 more where it is computed again [K]"""
+    """Attention of a step in forward passes: 3, or 3.5 if fused [F sec. 3.1], plus 1 if it is recomputed [K]"""
     return (3.5 if c.software.fused else 3.0) + (c.layout.recompute > 0)
 
 
 def products(c: Case) -> Numbers:
-    """m b (l/p ((3 + again) linear + passes attention) + 3 head) / (t top peak), of the last stage [N eq. 3]
+    """`m b (l/p ((3 + again) linear + passes attention) + 3 head) / (t top peak)`, in the last stage [N eq. 3]
 
-    For GPT, p = 1 and full recomputation 96 B s l h^2 (1 + s / (6 h) + V / (16 l h)).
+    For GPT, p = 1 and full recomputation it is `96 batch s l h^2 (1 + s / (6 h) + V / (16 l h))` FLOPs.
     """
     m, x, device = c.model, c.layout, c.cluster.device
     stage = c.layers * ((3 + again(c)) * m.linear_flops + attention_passes(c) * m.attention_flops)
@@ -36,20 +36,20 @@ def products(c: Case) -> Numbers:
 
 
 def head(c: Case) -> Numbers:
-    """3 m b head / (t top peak): its part of the products"""
+    """`3 m b head / (t top peak)`: the head's part of the products"""
     device = c.cluster.device
     return 3 * c.micro_batches * c.layout.micro * c.model.head_flops / c.layout.tp / (device.top * device.peak)
 
 
 def passes(c: Case) -> Numbers:
-    """m l/p (3 + again) passes (kept + scores) / bandwidth: norms, GELU, softmax, dropout, residuals [O]"""
+    """`m l/p (3 + again) passes (kept + scores) / bandwidth`: norms, GELU, softmax, dropout, residuals [O]"""
     device = c.cluster.device
     moved = (3 + again(c)) * device.passes * (c.kept + c.scores)
     return c.micro_batches * c.layers * moved / device.bandwidth
 
 
 def host(c: Case) -> Numbers:
-    """m l/p calls - (products + passes), not below 0: a GPU computes beneath its host's Python, a CPU does not [O]"""
+    """`max(0, m l/p calls - (products + passes))`: a GPU computes while its host runs Python, a CPU does not [O]"""
     x, (plain, cut, sharded) = c.layout, c.cluster.device.calls
     calls = plain + np.where(x.tp > 1, cut, 0.0) + np.where(x.zero >= 2, sharded, 0.0)
     beneath = (products(c) + passes(c)) * c.cluster.device.gpu
@@ -57,15 +57,15 @@ def host(c: Case) -> Numbers:
 
 
 def tensor(c: Case) -> Numbers:
-    """m l/p (4 + 2 again) allreduce(size b s h, t ranks) [N sec. 3.2]"""
+    """`m l/p (4 + 2 again) allreduce(value b s h, t ranks)` [N sec. 3.2]"""
     x, size = c.layout, c.software.value * c.tokens * c.model.width
     return c.micro_batches * c.layers * (4 + 2 * again(c)) * c.cluster.allreduce(size, x.tp, 1)
 
 
 def ends(c: Case) -> Numbers:
-    """m (allreduce(size b s V, t) / 2 + 2 allreduce(size b s h, t)), 1 where p > 1: logits, head, embedding [O]
+    """`m (allreduce(value b s V, t) / 2 + (p > 1: 1, else 2) allreduce(value b s h, t))` [O]
 
-    DTensor gathers logits, and adds what the head's columns give back and what the embedding's rows give.
+    DTensor gathers the logits, and sums the head's gradients over its columns and the embedding's output over its rows.
     """
     x, size = c.layout, c.software.value * c.tokens
     logits, hidden = (c.cluster.allreduce(size * n, x.tp, 1) for n in (c.model.vocabulary, c.model.width))
@@ -73,21 +73,21 @@ def ends(c: Case) -> Numbers:
 
 
 def hop(c: Case) -> Numbers:
-    """stream b s h / B + A: from a stage to the next; over t if scattered [N sec. 4.1]"""
+    """`stream b s h / B + A`: from a stage to the next, over t if scattered [N sec. 4.1]"""
     x = c.layout
     return sent(c, c.given / (x.tp if c.software.megatron else 1), x.pp, x.tp * x.dp)
 
 
 def sent(c: Case, size: Numbers, ranks: Numbers, stride: Numbers) -> Numbers:
-    """Seconds of bytes from one rank to another of its group."""
+    """Seconds to send bytes from one rank to another rank of its group."""
     return size / c.cluster.rate(ranks, stride) + c.cluster.hop(ranks, stride)
 
 
 def pipeline(c: Case) -> Numbers:
-    """(2 (p - 1) + (m - 1) (1, + 1 - head / (m hop) where p > 2)) hop; v > 1: 2 (p - 1 + m v) hop [N sec. 2.2, O]
+    """`(2 (p - 1) + (m - 1) (1 + (p > 2: 1 - head / (m hop)))) hop`, with v > 1 `2 (p - 1 + m v) hop` [N sec. 2.2, O]
 
-    A stage sends one way and receives the other at once (1F1B): the first and the last once a micro-batch, the others
-    twice, while the last one has its head to compute.
+    A stage sends in one direction and receives from the other at the same time (1F1B). The first and the last stage do
+    so once per micro-batch, and inner stages twice, while the last stage computes its head.
     """
     x, m, one = c.layout, c.micro_batches, hop(c)
     inner = np.where(x.pp > 2, np.maximum(0.0, one - head(c) / m), 0.0)
@@ -96,25 +96,27 @@ def pipeline(c: Case) -> Numbers:
 
 
 def tied(c: Case) -> Numbers:
-    """gradient V h / (t B) + A where p > 1: the first and the last stage send each other a tied embedding's [O]"""
+    """`gradient V h / (t B) + A` if p > 1: the end stages exchange the gradients of a tied embedding [O]"""
     x, size = c.layout, c.software.gradient * c.model.embedding / c.layout.tp
     there = (x.pp > 1) & (c.model.tied and not c.software.megatron)
     return np.where(there, sent(c, size, x.pp, x.tp * x.dp), 0.0)
 
 
 def bubble(c: Case) -> Numbers:
-    """(p - 1) / (v m) of products but the head's, passes, tensor [N sec. 2.2]: other stages have no head"""
+    """`(p - 1) / (v m) (products - head + passes + tensor)`, because other stages have no head [N sec. 2.2]"""
     busy = products(c) - head(c) + passes(c) + tensor(c)
     return busy * (c.layout.pp - 1) / (c.layout.v * c.micro_batches)
 
 
 def data(c: Case) -> Numbers:
-    """ring(gradients) [half with z >= 2] - hidden, + half rings of z = 1: 1, z = 2: 1, z = 3: 2 m - hidden [R sec. 7]
+    """`reduce - hidden + gather - hidden` [R sec. 7, O]
 
-    The first reduces gradients, once a step; the second gathers: parameters (z = 1), or values of theirs (z >= 2).
-    Hidden: the first under the last micro-batch's backward pass, 2/3 of its compute, where DDP or FSDP2 reduces (not z
-    < 2 with TP or stages); DDP's from its first full bucket on, but for its last one; the second under all compute with
-    z >= 2 [O].
+    Reduce: a ring over the gradients once a step, half of it with z >= 2. The last micro-batch's backward pass hides
+    it, if DDP or FSDP2 reduces. With DDP this begins at the first full bucket, and nothing hides the last bucket. TP or
+    stages with z < 2 hide nothing.
+
+    Gather: half a ring, once with z = 1 and 2, and 2 m times with z = 3. It gathers parameters with z = 1, and their
+    values with z >= 2. All compute hides it with z >= 2.
     """
     m, x, by_zero, s = c.micro_batches, c.layout, c.layout.zero >= 2, c.software
     by_ddp, prefetch = ~by_zero & (x.tp * x.pp == 1), by_zero & s.overlap & (not s.gloo)
@@ -129,17 +131,20 @@ def data(c: Case) -> Numbers:
 
 
 def under_backward(size: Numbers) -> Numbers:
-    """2/3 (1 - first bucket / size): of a step's computing, the rest of the backward pass once DDP can reduce [O]"""
+    """`2/3 (1 - first bucket / size)`: share of a step's compute that follows DDP's first full bucket [O]"""
     return BACKWARD * np.maximum(0.0, 1 - FIRST_BUCKET / size)
 
 
 def last_bucket(size: Numbers) -> Numbers:
-    """Bytes of the last of DDP's buckets, whose all-reduce nothing hides."""
+    """Bytes of DDP's last bucket, whose all-reduce nothing hides."""
     return np.where(size > FIRST_BUCKET, (size - FIRST_BUCKET) % BUCKET, size)
 
 
 def ring(c: Case, size: Numbers) -> Numbers:
-    """n allreduce(size / n, d ranks, t apart), n: 1 for DDP, blocks + 1 with z >= 2, else 12 l/p, one a tensor [O]"""
+    """`n allreduce(size / n, d ranks, t apart)` [O]
+
+    n is 1 for DDP, the number of blocks + 1 with z >= 2, and else `12 l/p`, one per tensor.
+    """
     x = c.layout
     alone = (x.tp * x.pp > 1) & (not c.software.megatron)
     many = np.where(x.zero >= 2, c.layers + 1, np.where(alone, 12 * c.layers, 1))
@@ -147,9 +152,9 @@ def ring(c: Case, size: Numbers) -> Numbers:
 
 
 def broadcasts(c: Case, size: Numbers) -> Numbers:
-    """log2(q) size / inside + log2(d / q) q size / B + log2(d) 12 l/p A: ZeroRedundancyOptimizer's, one a tensor [O]
+    """`log2(q) size / inside + log2(d / q) q size / B + log2(d) 12 l/p A`: ZeroRedundancyOptimizer's broadcasts [O]
 
-    Along gloo's binomial trees: first among the q ranks of a node, which then share its card.
+    There is one broadcast per tensor, along gloo's binomial trees. The q ranks of a node share its network card.
     """
     x, k = c.layout, c.cluster
     q = np.minimum(x.dp, np.maximum(1, k.per_node // x.tp))
@@ -159,7 +164,7 @@ def broadcasts(c: Case, size: Numbers) -> Numbers:
 
 
 def optimizer(c: Case) -> Numbers:
-    """28 own / bandwidth, over d with z >= 1: AdamW's passes over memory [O]"""
+    """`28 own / bandwidth`, over d with z >= 1: AdamW's passes over memory [O]"""
     return ADAMW * c.largest / np.where(c.layout.zero >= 1, c.layout.dp, 1) / c.cluster.device.bandwidth
 
 
@@ -167,21 +172,21 @@ INSIDE: tuple[Part, ...] = (products, passes, host, tensor, ends, pipeline, tied
 
 
 def outer_allreduce(c: Case) -> Numbers:
-    """allreduce(wire bytes own / shares, I ranks an island apart): each device sends its share [C step 3]"""
+    """`allreduce(format bytes own / shares, I ranks an island apart)`: each device sends its share [C step 3]"""
     compression = np.array(list(WIRES.values()))[np.asarray(c.layout.compression)]
     return c.cluster.allreduce(compression * c.largest / c.shares, c.layout.islands, c.island)
 
 
 def waiting(c: Case) -> Numbers:
-    """max(0, outer all-reduce / tau - T), T a step's seconds before CO2: what tau steps do not hide [C]"""
+    """`max(0, outer all-reduce / tau - T)`: the part that tau steps of T seconds without CO2 do not hide [C]"""
     step = sum(part(c) for part in INSIDE)
     return np.where(c.layout.islands > 1, np.maximum(0.0, outer_allreduce(c) / c.layout.tau - step), 0.0)
 
 
 def boundary(c: Case) -> Numbers:
-    """(32 own / (shares bandwidth) + allreduce(4 own, d) / 2, offloaded + 8 own / (shares host)) / tau [O]
+    """`(32 own / (shares bandwidth) + allreduce(4 own, d) / 2 + (offloaded: 8 own / (shares host))) / tau` [O]
 
-    A step is (max(tau T, all-reduce) + boundary) / tau [C].
+    A step is `(max(tau T, all-reduce) + boundary) / tau` [C].
     """
     x, device = c.layout, c.cluster.device
     share = c.largest / c.shares
