@@ -6,27 +6,42 @@
         co2.step()
     co2.finish()
 
-Algorithm 1, outer step t on worker i. Every worker starts it from the same outer iterate x_{t,0}:
+Algorithm 1, outer step t on worker i:
 
     1  Take tau local steps with any optimizer, from x_{t,0} to x^i_{t,tau}.
     2  Wait for the all-reduce of round t-1: Delta = x_{t-1,0} - mean_i x^i_{t-1,tau}.
     3  Start the all-reduce of x_{t,0} - x^i_{t,tau}. It runs during the next round.
-    4  Compute the staleness gap Lambda_t >= 1 from x_{t,0} - x_{t-1,0}.
+    4  Compute the staleness gap Lambda_t >= 1 from x_{t,0} - x_{t-1,0} and Delta (formulas: outer.py).
     5  m_t = beta m_{t-1} + Delta / Lambda_t.
     6  m_t <- clip(m_t, -phi, phi).
     7  x_{t+1,0} = x_{t,0} - alpha m_t. Every worker continues from x_{t+1,0}.
 
-The class runs these steps in one of two orders:
+The settings merge and delay choose one of two orders:
 
-    paper order        1 2 4 5 6 7 3, all at the boundary. An average is one round old when it is used.
-    merge on arrival   1 3 at the boundary; 2 4 5 6 7 as soon as the average arrives, during the next local steps. The
-                       worker then continues from x_{t+1,0} plus its progress since the boundary (keep_local), or from
-                       a mix of x_{t+1,0} and its parameters (interpolate). This order is ours, not the paper's.
+    paper order        For merge restart and interpolate with delay "boundary". At the boundary: 2 4 5 6 7, and 3 last.
+                       An average is one round old when it is used.
+    merge on arrival   For keep_local, and for every other delay. This order is ours, not the paper's. At the boundary:
+                       3. When the average of this all-reduce arrives, after one of the next local steps: 2 4 5 6 7,
+                       with the Delta of the round that this boundary ended. With delay 0 that is at once. An average
+                       that has not arrived by the next boundary is merged there.
+
+The setting merge says where a worker continues from when x_{t+1,0} is known:
+
+    restart            x_{t+1,0}, which is equal on all workers.
+    interpolate        A mix of x_{t+1,0} and the worker's parameters.
+    keep_local         x_{t+1,0} plus the worker's progress since the all-reduce started, from a snapshot.
+
+So step() may change the parameters after any local step, and the optimizer's state stays the worker's own.
 
 Both orders all-reduce the difference x_{t,0} - x^i_{t,tau}, not the parameters. Every worker holds the same x_{t,0}, so
-the average gives the same pseudo-gradient, and a difference keeps its precision in 16 bits. x_{t-1,0} need not be kept,
-because x_{t,0} - x_{t-1,0} = -alpha m_{t-1}. The memory cost is three copies of the parameters: the outer iterate, the
-momentum, and the buffer in flight. keep_local costs a fourth.
+the average gives the same pseudo-gradient, and a difference keeps its precision in 16 bits. The payload of a bucket
+holds this worker's difference before the all-reduce, and the sum over the workers after it; compression happens in
+between. x_{t-1,0} need not be kept, because x_{t,0} - x_{t-1,0} = -alpha m_{t-1}. The memory cost is three copies of
+the parameters: the outer iterate x, the momentum m, and the payload, x and m in float32 for 16-bit parameters. The
+snapshot of keep_local is a fourth copy, and Nesterov momentum with a gap needs one more.
+
+In finish(), a worker takes part in the rounds of the other workers with a difference of zero, until an all-reduce
+arrives that every worker started from finish(): it is the last. It is also empty if no worker had taken a step.
 """
 
 from __future__ import annotations
@@ -49,8 +64,9 @@ from .usage import refuse_shards
 class CO2(LocalUpdateMethod):
     """Hides the all-reduce of data-parallel training behind tau local steps.
 
-    With merge "restart", the parameters of every worker equal x_{n,0} bit for bit after n * tau calls of step(). If
-    workers synchronize gradients in every step inside a node, or hold shards of one model, use ShardedCO2.
+    With merge "restart" and a fixed tau, the parameters of every worker equal x_{n,0} bit for bit after n * tau calls
+    of step(). If workers synchronize gradients in every step inside a node, or hold shards of one model, use
+    ShardedCO2.
 
     Args:
         params: model.parameters() or any list of tensors on this worker's device. Every worker must pass the same
@@ -62,8 +78,8 @@ class CO2(LocalUpdateMethod):
     """
 
     _name = "CO2"
-    _sends_differences = _needs_global_norms = True
-    _numbers = ("_last_alpha", "_momentum_norm")
+    _sends_differences = _needs_global_norms = True  # see LocalUpdateMethod
+    _numbers = ("_last_alpha", "_momentum_norm")  # saved in checkpoints
 
     def __init__(
         self,
@@ -80,25 +96,26 @@ class CO2(LocalUpdateMethod):
 
     def _build(self, params: Iterable[Tensor], c: CO2Config, schedule: Schedule | None, **built: Any) -> None:
         """The rest of the constructor, which elastic_co2 calls with other arguments."""
-        self._given, self._schedule = c, schedule
+        self._given, self._schedule = c, schedule  # self.config: what holds in the current round
         self.config = c = scheduled(c, schedule, 0)
         c.check_stable()
         super().__init__(params, **built)
         self._starts_near_anchor = c.merge != "restart"
-        self._in_paper_order = c.merge != "keep_local" and c.at_boundary
-        # x_{t,0} and m_t, one flat tensor per bucket, float32 for 16-bit parameters
+        self._in_paper_order = c.merge != "keep_local" and c.is_a_round_late
+        # x_{t,0} and m_t, one flat tensor per bucket, float32 for 16-bit parameters. Checksums compare x between the
+        # workers (replicated state), and rounds begin there (anchor).
         self._x = self._replicated_state = self._anchor_params = self._state.new("outer_iterate", of_params=True)
         self._m = self._state.new("outer_momentum")
-        none = [None] * len(self._buckets)
-        # keep_local: the parameters when the all-reduce started
-        snapshot = self._state.new("snapshot", of_params=True, own=True) if c.merge == "keep_local" else none
-        # Nesterov with a gap: what step 7 took last in place of m_t
-        self._direction = self._state.new("outer_step") if c.nesterov and c.gap != "none" else []
-        flats = zip(self._buckets, self._x, self._m, snapshot, self._direction or none, strict=True)
+        absent = [None] * len(self._buckets)
+        # keep_local: this worker's parameters when the all-reduce started
+        snapshots = self._state.new("snapshot", of_params=True, own=True) if c.merge == "keep_local" else absent
+        # Nesterov takes another direction than m in step 7. The next gap needs it.
+        self._directions = self._state.new("outer_step") if c.nesterov and c.gap != "none" else []
+        flats = zip(self._buckets, self._x, self._m, snapshots, self._directions or absent, strict=True)
         self._outer_steps = [
-            outer.make_outer_step(b.params, b.payload, x, m, y, z, nesterov=c.nesterov)
-            for b, x, m, y, z in flats
-            if b.numel
+            outer.make_outer_step(b.params, b.payload, x, m, snapshot, direction, nesterov=c.nesterov)
+            for b, x, m, snapshot, direction in flats
+            if b.numel  # a bucket may hold only buffers
         ]
         self._numel = sum(b.numel for b in self._buckets)
         self._last_alpha = 0.0  # outer_lr of the last outer step; 0 if the last boundary took none
@@ -107,30 +124,32 @@ class CO2(LocalUpdateMethod):
     # -- the boundary ------------------------------------------------------------------------------------------
 
     def _close_round(self, *, finished: bool) -> bool:
+        """Ends the round in one of the two orders. See LocalUpdateMethod._close_round."""
         # An average that has not arrived during the round is merged first.
         if not self._in_paper_order and self._allreduce.in_flight and self._merge(finished=finished).is_last:
             return True
         if finished and not self._local_steps:
-            self._restart()  # what an earlier average was mixed with is no local step, and must not be sent
+            # The parameters may differ from x because of interpolate. That is no progress, so it must not be sent.
+            self._restart()
         if self._in_paper_order:
             return self._close_in_paper_order(finished=finished)
         for outer_step in self._outer_steps:
-            outer_step.take()  # step 3: the payload, and the snapshot
+            outer_step.take()  # writes step 3's difference to the payload, and the snapshot
         self._start_allreduce(finished=finished)  # step 3
         return self.config.delay == 0 and self._merge(finished=finished).is_last
 
     def _close_in_paper_order(self, *, finished: bool) -> bool:
-        """Steps 2 to 7. In the first round no average has arrived, so x_{1,0} = x_{0,0}.
+        """Steps 2 4 5 6 7 3. In the first round no average has arrived, so x_{1,0} = x_{0,0}.
 
-        One buffer serves both directions. The outer step reads the sum from it and writes the next difference to it, so
-        the all-reduce starts last.
+        One payload serves both directions. The pass over memory reads the arrived sum from it and writes the next
+        difference to it, before step 7 overwrites x. The all-reduce starts last.
         """
         result = self._wait_allreduce(finished=finished) if self._allreduce.in_flight else None  # step 2
         if result and result.is_empty:
             self._last_alpha = 0.0
             return True
         merge = "restart" if finished else self.config.merge
-        self._outer_step(merge, self.config.mix, arrived=result is not None)  # steps 4 to 7, and 3 into the payload
+        self._outer_step(merge, self.config.mix, arrived=result is not None)  # steps 4 to 7, and step 3's difference
         if result and result.is_last:
             return True
         self._start_allreduce(finished=finished)  # step 3
@@ -144,7 +163,10 @@ class CO2(LocalUpdateMethod):
             self._merge_early(at_boundary=False)
 
     def _merge(self, *, finished: bool = False) -> ReduceResult:
-        """Steps 2 and 4 to 7, then the merge. In finish() no local step follows, so nothing is mixed."""
+        """Steps 2 and 4 to 7, then the merge.
+
+        In finish() no local step follows, so a late average moves x only: the parameters become x at the end.
+        """
         c = self.config
         result = self._wait_allreduce(finished=finished)  # step 2
         if not result.is_empty:
@@ -165,11 +187,14 @@ class CO2(LocalUpdateMethod):
             self._params_updated(at_boundary=True)
 
     def _reach_common_model(self) -> bool:
-        """With keep_local on arrival it waits for the average in flight, and merges it."""
+        """Whether the workers hold equal parameters, for sync_for_eval().
+
+        With keep_local and delay "auto", waits for the average in flight and merges it first.
+        """
         c = self.config
         if c.delay == "auto" and c.merge == "keep_local" and self.at_boundary and self._allreduce.in_flight:
             self._merge_early(at_boundary=True)
-        # with interpolate and delay 0 workers differ though nothing is in flight
+        # with interpolate, workers differ even if nothing is in flight
         return super()._reach_common_model() and not (c.merge == "interpolate" and self._differs())
 
     # -- the outer step ----------------------------------------------------------------------------------------
@@ -177,26 +202,29 @@ class CO2(LocalUpdateMethod):
     def _outer_step(
         self, merge: outer.Merge, share: float, *, arrived: bool = True, takes_difference: bool = True
     ) -> None:
-        """Steps 4 to 7 and the merge with the sums in the payloads, in one pass over memory per bucket.
+        """Steps 4 to 7 and the merge, from the sums in the payloads. One pass over memory per bucket, after one for the
+        norm of Delta.
 
         Args:
-            merge: What the worker continues from; share: with interpolate, the weight of the outer iterate.
-            arrived: Whether there is an average. If not, x and m stay.
+            merge: How the worker continues.
+            share: With interpolate, the weight of the outer iterate.
+            arrived: Whether the payloads hold sums. If not, as in the first round, x and m stay.
             takes_difference: Whether the pass also writes step 3's difference to the payload.
         """
         c, stats = self.config, self._clock.stats
         if arrived:
+            # Delta = _scale * payload: _scale is one over the number of workers that count
             delta_norm = stats.pseudo_gradient_norm = self._scale * outer.norm([b.payload for b in self._buckets])
             last_step_norm = self._last_alpha * self._momentum_norm
-            if self._direction and c.gap == "norm":
-                last_step_norm = self._last_alpha * outer.norm([step for step in self._direction if len(step)])
+            if self._directions and c.gap == "norm":
+                last_step_norm = self._last_alpha * outer.norm([step for step in self._directions if len(step)])
             rule = outer.Rule(
-                beta=outer.carried(c.outer_momentum, self._growth),
+                beta=outer.carried(c.outer_momentum, self._growth),  # beta, unless tau has changed
                 alpha=c.outer_lr,
                 last_alpha=self._last_alpha,
                 phi=c.clip,
                 scale=self._scale,
-                c=delta_norm / self._numel**0.5 if c.gap == "elementwise" else None,
+                delta_rms=delta_norm / self._numel**0.5 if c.gap == "elementwise" else None,
                 gap=outer.gap_scalar(last_step_norm, delta_norm) if c.gap == "norm" else None,
                 nesterov=c.outer_momentum if c.nesterov else None,
                 merge=merge,
@@ -205,16 +233,16 @@ class CO2(LocalUpdateMethod):
             )
         else:
             for bucket in self._buckets:
-                bucket.payload.zero_()  # 0 times a NaN from before a checkpoint was loaded is a NaN
+                bucket.payload.zero_()  # the rule multiplies it by 0, and 0 times a NaN is a NaN
             rule = outer.Rule(nesterov=c.outer_momentum if c.nesterov else None, merge=merge, share=share)
-        seen = outer.run_all(self._outer_steps, rule)
+        seen = outer.run_all(self._outer_steps, rule)  # sums of m^2 and Lambda, the largest Lambda, clipped elements
         self._last_alpha = float(rule.alpha)
         if arrived:
             stats.momentum_norm = self._momentum_norm = seen[0].sqrt()
             stats.gap_mean, stats.gap_max, stats.clipped_share = seen[1] / self._numel, seen[2], seen[3] / self._numel
 
     def _restart_from_anchor(self, where: Tensor | None = None) -> None:
-        if self.config.merge != "restart":  # else every boundary restarts the worker
+        if self.config.merge != "restart":  # with restart, the boundary itself does it
             self._restart(where)
 
     def _restart(self, where: Tensor | None = None) -> None:
@@ -222,7 +250,7 @@ class CO2(LocalUpdateMethod):
             outer_step.restart(where)
 
     def _differs(self) -> bool:
-        """Whether this worker is not where the outer iterate is."""
+        """Whether this worker's parameters differ from the outer iterate."""
         flats = zip(self._buckets, self._anchor_params, strict=True)
         pairs = (pair for b, flat in flats for pair in zip(b.params, views(flat, b.params), strict=True))
         return any(not torch.equal(p, x.to(p.dtype)) for p, x in pairs)  # one tensor at a time

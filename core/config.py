@@ -183,7 +183,7 @@ class CO2Config:
         nothing_stale = f"nothing is stale then: set gap none, not {self.gap}"
         require(self, number != 0 or self.gap == "none", "delay", nothing_stale)
         thrown = "merge restart would discard the local steps since the all-reduce started: set merge keep_local"
-        require(self, self.merge != "restart" or self.at_boundary or number == 0, "delay", thrown)
+        require(self, self.merge != "restart" or self.is_a_round_late or number == 0, "delay", thrown)
 
     def check_stable(self) -> None:
         """Refuses an outer step without a gap penalty that diverges.
@@ -194,7 +194,7 @@ class CO2Config:
         if self.gap != "none" or self.allow_unstable:
             return
         alpha, beta = self.outer_lr, self.outer_momentum
-        if self.merge != "keep_local" and self.at_boundary:
+        if self.merge != "keep_local" and self.is_a_round_late:
             if self.nesterov:
                 limit = "(1 - outer_momentum^2) outer_lr + (outer_momentum outer_lr)^2 < 1 - outer_momentum (Nesterov)"
             else:
@@ -221,7 +221,7 @@ class CO2Config:
         )
 
     @property
-    def at_boundary(self) -> bool:
+    def is_a_round_late(self) -> bool:
         """Whether an average is merged one boundary after its all-reduce started, in the paper's order."""
         return self.delay == "boundary" or (self.delay != "auto" and self.delay == self.tau)
 
@@ -232,7 +232,7 @@ class CO2Config:
         With merge on arrival by so much that an average arrives in the first two fifths of a round: up to there, fresh
         averages lower the loss more than frequent ones (results/loss.md).
         """
-        return 0.25 if self.at_boundary else 1.5
+        return 0.25 if self.is_a_round_late else 1.5
 
     def changing(self, tau: int) -> dict[str, float | None]:
         """What may change from round to round, for the comparison among workers. tau: of this round."""
@@ -314,7 +314,7 @@ def scheduled(c: CO2Config, schedule: Schedule | None, number: int) -> CO2Config
     if "tau" in changes and "auto" in (c.tau, changes["tau"]):
         raise UserError(f"the schedule gives tau={changes['tau']!r} while tau is {c.tau!r}: give numbers, or only auto")
     changed = replace(c, **changes)
-    if changed.at_boundary != c.at_boundary and c.merge != "keep_local":  # which has one order for both
+    if changed.is_a_round_late != c.is_a_round_late and c.merge != "keep_local":  # which has one order for both
         raise UserError(
             f"the schedule gives tau={changed.tau} after tau={c.tau}, with merge={c.merge!r} and delay={c.delay}: at "
             "the end of a round a mean is merged otherwise than within one; keep tau above delay, or set delay auto"

@@ -220,7 +220,7 @@ class Rule:
     """Clips the momentum's elements to [-phi, phi]."""
     scale: float | Tensor = 0.0
     """Delta = scale * d: one over the sum of the weights if d holds a weighted sum over the workers."""
-    c: Tensor | None = None
+    delta_rms: Tensor | None = None
     """0-d: the RMS of Delta over the whole model, for the elementwise gap."""
     gap: Tensor | None = None
     """0-d: Lambda itself, if it is one number."""
@@ -305,9 +305,9 @@ def new_momentum(m: Tensor, delta: Tensor, rule: Rule, last_step: Tensor | None 
 
 def staleness_gap(m: Tensor, rule: Rule, last_step: Tensor | None = None) -> Tensor | None:
     """Step 4 as the rule says: shaped as m, 0-d, or None for Lambda = 1."""
-    if rule.c is None:
+    if rule.delta_rms is None:
         return rule.gap
-    return gap_elementwise(rule.last_alpha * m if last_step is None else last_step, rule.c)
+    return gap_elementwise(rule.last_alpha * m if last_step is None else last_step, rule.delta_rms)
 
 
 def continue_from(s: Segment, rule: Rule) -> None:
@@ -434,7 +434,7 @@ class FusedOuterStep(OuterStep):
         self._rounded = self._scratch.to(self.params[0].dtype) if self._narrow else None
 
     def update(self, rule: Rule) -> Tensor:
-        slope = 0.0 if rule.c is None else float(rule.last_alpha) / (rule.c.item() + EPS)
+        slope = 0.0 if rule.delta_rms is None else float(rule.last_alpha) / (rule.delta_rms.item() + EPS)
         gap = 1.0 if rule.gap is None else rule.gap.item()
         seen = []
         for s in self.segments:

@@ -150,8 +150,8 @@ class TritonOuterStep(OuterStep):
     def update(self, rule: Rule) -> Tensor:
         self._set_scalars(rule)
         gap, source = NO_GAP, self._scalars  # any tensor where the kernel reads none
-        if rule.c is not None:
-            gap, source = ELEMENT_GAPS, rule.c
+        if rule.delta_rms is not None:
+            gap, source = ELEMENT_GAPS, rule.delta_rms
         elif rule.gap is not None:
             gap, source = ONE_GAP, rule.gap
         snapshot = self.snapshot if rule.merge == "keep_local" else self.x

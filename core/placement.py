@@ -65,7 +65,7 @@ def check_shared(c: CO2Config, compression: str = "float32") -> None:
     """Raises UserError for settings that may diverge, or that need the whole outer state in one place."""
     c.check_stable()
     problems = []
-    if c.merge != "restart" or not c.at_boundary:
+    if c.merge != "restart" or not c.is_a_round_late:
         problems.append(
             f"merge={c.merge!r} with delay={c.delay!r} needs the outer state whole: shared, it knows merge restart "
             "with delay boundary (the paper)"

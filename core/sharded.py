@@ -417,10 +417,12 @@ class ShardedCO2(LocalUpdateMethod):
         """Steps 4 to 7 on the share; an empty round, the last of finish(), moves nothing."""
         c = self.config
         moved = self._scalars["steps"] > 0
-        c_t = delta_norm / max(1, self._numel) ** 0.5 if c.gap == "elementwise" else None
+        delta_rms = delta_norm / max(1, self._numel) ** 0.5 if c.gap == "elementwise" else None
         gap = outer.gap_scalar(self._last * m_norm, delta_norm) if c.gap == "norm" else None
         alpha = moved.double() * c.outer_lr
-        rule = outer.Rule(outer.carried(c.outer_momentum, self._growth), alpha, self._last, c.clip, c=c_t, gap=gap)
+        rule = outer.Rule(
+            outer.carried(c.outer_momentum, self._growth), alpha, self._last, c.clip, delta_rms=delta_rms, gap=gap
+        )
         seen = [torch.zeros(4, dtype=torch.float64, device=self._allreduce.device)]  # of nothing: Lambda is 1
         seen[0][2].fill_(1.0)  # on the device: a copy from the host would wait for the collectives before it
         for _, g, x, m in self._segments():

@@ -98,7 +98,9 @@ def a_boundarys_bytes_a_parameter(scope: Scope, case: str) -> dict[str, Any]:
         if merge == "keep_local":
             one.take()
         c = outer.norm([d]) / len(d) ** 0.5
-        one.run(Rule(0.5, 1.0, 1.0, 1.0, 1.0, c=c, merge=cast(Merge, merge), takes_difference=merge != "keep_local"))
+        one.run(
+            Rule(0.5, 1.0, 1.0, 1.0, 1.0, delta_rms=c, merge=cast(Merge, merge), takes_difference=merge != "keep_local")
+        )
 
     seconds, rate = beside_copies(scope, once)
     found = seconds * rate / len(d)

@@ -39,7 +39,7 @@ def test_the_compiled_pass_is_the_specification_compiled(monkeypatch):
         torch.manual_seed(0)
         params = [torch.nn.Parameter(torch.randn(40, 3)), torch.nn.Parameter(torch.randn(7))]
         d, x, m = torch.randn(127), *measures.state(params)[1:]
-        kind(params, d, x, m).run(outer.Rule(0.5, 1.0, 1.0, 1.0, 1.0, c=outer.norm([d])))
+        kind(params, d, x, m).run(outer.Rule(0.5, 1.0, 1.0, 1.0, 1.0, delta_rms=outer.norm([d])))
         held.append([*params, d, x, m])
     measures.compiled.cache_clear()
     assert all(map(torch.equal, *held))

@@ -190,7 +190,7 @@ def test_settings_below_the_boundary_or_without_delay_need_no_penalty():
 def test_defaults_are_those_of_the_released_example():
     c = CO2Config()
     assert (c.tau, c.outer_lr, c.outer_momentum, c.clip, c.gap) == (48, 1.0, 0.5, 1.0, "elementwise")
-    assert (c.merge, c.delay, c.at_boundary) == ("restart", "boundary", True)  # the paper's order
+    assert (c.merge, c.delay, c.is_a_round_late) == ("restart", "boundary", True)  # the paper's order
 
 
 def test_config_is_frozen_and_refuses_unknown_keys():

@@ -88,7 +88,7 @@ def test_workers_that_end_after_unlike_steps_are_equal(rank: int):
     problems.take_steps(co2, params, rank, range(5 + 6 * rank))
     co2.finish()
     co2.close()
-    assert alike(flat(params), *co2._x, *co2._m, *co2._direction)
+    assert alike(flat(params), *co2._x, *co2._m, *co2._directions)
 
 
 class Int4:

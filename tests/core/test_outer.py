@@ -160,8 +160,8 @@ def expected(params: list[Tensor], d: Tensor, x: Tensor, m: Tensor, rule: Rule):
     """(p, d, x, m) after a boundary and (Lambda, momentum before clipping), formula by formula."""
     p, delta = flat(params), d * rule.scale
     gap = rule.gap
-    if rule.c is not None:
-        gap = outer.gap_elementwise(m * -rule.last_alpha, rule.c)
+    if rule.delta_rms is not None:
+        gap = outer.gap_elementwise(m * -rule.last_alpha, rule.delta_rms)
     raw = outer.momentum(m, delta, rule.beta, gap)
     new = raw if rule.phi is None else outer.clip_elements(raw, rule.phi)
     next_d = x.to(p.dtype).to(x.dtype) - p
@@ -170,12 +170,12 @@ def expected(params: list[Tensor], d: Tensor, x: Tensor, m: Tensor, rule: Rule):
 
 
 RULES = {
-    "elementwise": Rule(BETA, 0.9, 0.9, PHI, 1 / 3, c=torch.tensor(0.3)),
-    "first_step": Rule(BETA, 0.9, 0.0, PHI, 1 / 4, c=torch.tensor(0.3)),
-    "unclipped": Rule(BETA, 1.0, 1.0, None, 1.0, c=torch.tensor(0.3)),
+    "elementwise": Rule(BETA, 0.9, 0.9, PHI, 1 / 3, delta_rms=torch.tensor(0.3)),
+    "first_step": Rule(BETA, 0.9, 0.0, PHI, 1 / 4, delta_rms=torch.tensor(0.3)),
+    "unclipped": Rule(BETA, 1.0, 1.0, None, 1.0, delta_rms=torch.tensor(0.3)),
     "norm": Rule(BETA, 0.9, 0.9, PHI, 1 / 3, gap=torch.tensor(1.75)),
     "none": Rule(BETA, 1.0, 1.0, PHI, 1.0),
-    "far_clip": Rule(BETA, 0.5, 0.5, 100.0, 0.5, c=torch.tensor(0.3)),
+    "far_clip": Rule(BETA, 0.5, 0.5, 100.0, 0.5, delta_rms=torch.tensor(0.3)),
 }
 
 
@@ -226,7 +226,7 @@ def test_which_pass_runs_where(monkeypatch):
 def test_by_hand(kind):
     p = torch.nn.Parameter(torch.tensor([1.0, 2.0, 3.0]))
     d, x, m = torch.tensor([[4.0, 8.0, -80.0], [2.0, 2.0, 2.0], [1.0, -3.0, 0.0]]).unbind()
-    seen = kind([p], d, x, m).run(Rule(0.5, 0.5, 1.0, 2.0, 0.5, c=torch.tensor(1.0)))
+    seen = kind([p], d, x, m).run(Rule(0.5, 0.5, 1.0, 2.0, 0.5, delta_rms=torch.tensor(1.0)))
     # Delta = [2, 4, -40], Lambda = [2, 4, 1], beta m + Delta / Lambda = [1.5, -0.5, -40], clipped at 2
     assert m.tolist() == [1.5, -0.5, -2.0]
     assert d.tolist() == [1.0, 0.0, -1.0]

@@ -88,7 +88,7 @@ def test_fast_is_the_kernel_on_the_device_and_reads_nothing_from_it():
     params, d, x, m = make(torch.float32, SHAPES, "cuda")
     tested = make_outer_step(params, d, x, m, torch.zeros_like(x))
     assert type(tested).__name__ == "TritonOuterStep"
-    rule = Rule(BETA, 0.9, 0.9, 0.6, 0.5, c=torch.ones((), device="cuda"))
+    rule = Rule(BETA, 0.9, 0.9, 0.6, 0.5, delta_rms=torch.ones((), device="cuda"))
     calls = [partial(tested.run, replace(rule, merge=m)) for m in MERGES]
     where = torch.ones((), device="cuda", dtype=torch.bool)
     calls += [tested.take, tested.restart, partial(tested.restart, where)]
