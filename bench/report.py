@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import tyro
 
@@ -173,6 +174,26 @@ def mean_sd(values: Sequence[float], spec: str) -> str:
 
 def plus_minus(mean: float, sd: float | None, spec: str) -> str:
     return f"{mean:{spec}}" + ("" if sd is None else f" ± {sd:{spec}}")
+
+
+def paired_ratio(numbers: Mapping[Any, float], others: Mapping[Any, float]) -> tuple[float, float, float] | None:
+    """Compares two methods on the same seeds, at least three.
+
+    Args:
+        numbers: Seed -> a positive number of the method that divides.
+        others: The same for the method that is divided.
+
+    Returns:
+        The geometric mean of other / number over the common seeds, and the limits of its 95 % interval by the
+        percentile bootstrap with 10,000 resamples. None for fewer seeds.
+    """
+    seeds = sorted(numbers.keys() & others.keys())
+    if len(seeds) < 3:
+        return None
+    logs = np.log([others[seed] / numbers[seed] for seed in seeds])
+    drawn = np.random.default_rng(0).integers(len(logs), size=(10_000, len(logs)))
+    low, high = np.percentile(logs[drawn].mean(axis=1), [2.5, 97.5])
+    return float(np.exp(logs.mean())), float(np.exp(low)), float(np.exp(high))
 
 
 # -- where figures come from ------------------------------------------------------------------------------------

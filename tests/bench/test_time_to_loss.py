@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from bench import time_to_loss
 from bench.cluster import Cluster
 from bench.peers.adapters import PEERS, Peer
-from bench.report import Session
+from bench.report import Session, paired_ratio
 from bench.standin import build_model
-from bench.time_to_loss import METHODS, OURS, TABLES, TASKS, TimeToLoss, options_of, outcome, trajectory
+from bench.time_to_loss import METHODS, OURS, TABLES, TASKS, TimeToLoss, compare, options_of, outcome, trajectory
 from core.errors import UserError
 from tests.bench.emulated import python
 from training.data import worker_batches
@@ -58,6 +58,38 @@ def test_the_exposed_share_is_what_the_run_without_communication_did_not_need():
     assert of(run, others=[free])["exposed_share"] == 0.25
     assert of(run, others=[free | {"seed": 1}])["exposed_share"] == pytest.approx(0.1 / 4.0)
     assert of({"trajectory": lines(2.3, 0.9)})["exposed_share"] is None  # another package's
+
+
+def seconds_of(method: str, *seconds: float, status: str = "reached", late: float = 1.0) -> list[dict[str, Any]]:
+    at = {"task": "vision", "rate_mbit": 40.0, "method": method, "status": status}
+    return [
+        at | {"seed": seed, "seconds": s, "late": {"status": status, "seconds": late * s}}
+        for seed, s in enumerate(seconds)
+    ]
+
+
+def test_methods_are_compared_seed_by_seed_with_an_interval():
+    runs = seconds_of("co2_auto", 1.0, 2.0, 4.0) + seconds_of("ddp", 2.0, 4.0, 8.0, late=2.0)
+    runs += seconds_of("local", 9.0, 9.0, 9.0, status="out of time") + seconds_of("slowmo", 1.0, 1.0)
+    runs += seconds_of("diloco", 1.0, 2.0, 4.0, status="failed")
+    found = {(row["method"], row["target"]): row for row in compare(TimeToLoss(tasks=("vision",), rates=(40.0,)), runs)}
+    assert set(found) == {(method, target) for method in ("ddp", "local") for target in ("target", "late")}
+    assert [found["ddp", "target"][k] for k in ("ratio", "low", "high")] == pytest.approx([2.0] * 3)
+    assert found["ddp", "late"]["ratio"] == pytest.approx(4.0) and found["ddp", "late"]["seeds"] == 3
+    local = found["local", "target"]
+    assert local["at_least"] and not found["ddp", "target"]["at_least"]
+    assert local["ratio"] == pytest.approx(4.5) and 2.25 <= local["low"] < 4.5 < local["high"] < 9.01
+
+
+def test_a_ratio_needs_three_seeds_and_its_interval_covers_the_ratio_that_noise_hides():
+    assert paired_ratio({0: 1.0, 1: 1.0}, {0: 1.0, 1: 1.0, 2: 1.0}) is None
+    draws, covered = torch.Generator().manual_seed(0), 0
+    for _ in range(200):  # eight seeds, the ratio 1.2, and 20 % of noise
+        noise = torch.randn(8, generator=draws).mul(0.2).exp().tolist()
+        ratio = paired_ratio(dict(enumerate([1.0] * 8)), {seed: 1.2 * n for seed, n in enumerate(noise)})
+        assert ratio is not None
+        covered += ratio[1] <= 1.2 <= ratio[2]
+    assert 170 <= covered <= 200
 
 
 # -- options and runs -------------------------------------------------------------------------------------------
