@@ -34,7 +34,7 @@ def choose(
     assert tuned is not None and workers > 1, "one worker has nothing to send"
     tuner = tuned.tuner
     for number in range(HEARD):
-        tuner.hear(number, [step], [seconds[tuner.compression]], [boundary])
+        tuner.receive(number, [step], [seconds[tuner.compression]], [boundary])
     tau, took, float32 = tuner.tau, seconds[tuner.compression], seconds["float32"]
     exposed, own = max(0.0, 1 - tau * step / took), boundary / (max(tau * step, took) + boundary)
     ddp = max(0.0, 1 - step / float32)  # a lower bound: float32 gradients in every step, all hidden by the step
@@ -81,9 +81,9 @@ def screen(report: Mapping[str, Any]) -> str:
             rate, most = _rate(link["bandwidth_bits_per_second"]), link["allreduce"][-1]
             took = f"an all-reduce of {most['bytes'] / (1 << 20):.3g} MiB takes {_time(most['seconds'])}"
             line(LINKS[key], f"{link['workers']} workers: {rate}, latency {_time(link['latency_seconds'])}; {took}")
-    if report["wires"]:
+    if report["compressions"]:
         line("CO2's mean", f"of {report['params']:.4g} parameters, among all workers")
-        for name, compression in report["wires"].items():
+        for name, compression in report["compressions"].items():
             sample = (
                 f"from {compression['sample_params']:.4g} parameters, measured: {_time(compression['sample_seconds'])}"
             )

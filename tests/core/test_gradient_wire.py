@@ -184,7 +184,7 @@ def test_shards_and_nodes_are_refused(rank: int):
     for name, p in list(sharded.named_parameters()):
         setattr(sharded, name, nn.Parameter(distribute_tensor(p.data, mesh, [Shard(0)])))
     said = refusal(make_method, "ddp", sharded, ddp_compression=WIRES["int4"])
-    assert said == "ddp_compression.format='lgreco' with ZeRO: shards cross as float32; leave it out"
+    assert said == "ddp_compression.format='lgreco' with ZeRO: shards are sent as float32; leave it out"
     said = refusal(make_method, "co2", net(), co2=CO2Config(tau=2, compression=WIRES["int4"]), mesh=node_mesh("cpu", 2))
     unshared = "compression.format='lgreco' needs unshared outer state: set compression.format float32"
     assert f"{unshared}; or leave out shard, off" in said

@@ -212,7 +212,7 @@ def test_a_checkpoint_of_an_older_version_is_refused_in_one_line(build: Any):
     co2 = build(params(3), CO2_2)
     old = under_rank(as_before(of_rank(saved_by(co2))))
     said = refusal(co2.load_state_dict, old)
-    assert said.startswith("the checkpoint's state has no 'places', as those of older versions: resume ")
+    assert said.startswith("the checkpoint's state has no 'places', so an older version wrote it: resume ")
     assert said.endswith("or start afresh")
 
 
