@@ -123,7 +123,7 @@ def test_a_worker_with_a_gpu(monkeypatch: pytest.MonkeyPatch):
     assert (found.rank, found.device, found.device_name, found.memory) == (0, "cuda", "NVIDIA H100", 80 << 30)
     assert chosen == [3] and header([found], 1e6)["backend"] == "nccl"
     (line,) = [line for line in screen(header([found], 1e6)).splitlines() if "NCCL" in line]
-    assert line == "InfiniBand   on rank 0, libibverbs finds no device; NCCL takes TCP there"
+    assert line == "InfiniBand   on rank 0, libibverbs finds no device; NCCL uses TCP there"
 
 
 @pytest.mark.parametrize(
@@ -264,7 +264,7 @@ def ends(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture):
 def test_one_process_says_that_it_is_alone(ends: Any, tmp_path: Path):
     status, out, err = ends("--params", "1e4", "--out", str(tmp_path / "cluster.json"))
     assert (status, err) == (0, "")
-    assert "workers      one process" in out and "alone: links and tau are measured with several" in out
+    assert "workers      one process" in out and "links and tau are measured with several processes" in out
     found = json.loads((tmp_path / "cluster.json").read_text())
     assert (found["workers"], found["settings"], found["links"]["all"]) == (1, [], None)
     assert found["device"]["memory_bytes_per_worker"] > 1 << 30 and not found["compressions"]
