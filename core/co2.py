@@ -92,7 +92,7 @@ class CO2(LocalUpdateMethod):
         none = [None] * len(self._buckets)
         # keep_local: the parameters when the all-reduce started
         snapshot = self._state.new("snapshot", of_params=True, own=True) if c.merge == "keep_local" else none
-        # Nesterov with a gap: what step 7 took last in place of m_t
+        # Nesterov with a gap: the last direction of step 7
         self._direction = self._state.new("outer_step") if c.nesterov and c.gap != "none" else []
         flats = zip(self._buckets, self._x, self._m, snapshot, self._direction or none, strict=True)
         self._outer_steps = [
@@ -111,7 +111,7 @@ class CO2(LocalUpdateMethod):
         if not self._in_paper_order and self._allreduce.in_flight and self._merge(finished=finished).is_last:
             return True
         if finished and not self._local_steps:
-            self._restart()  # what an earlier average was mixed with is no local step, and must not be sent
+            self._restart()  # the progress before an earlier merge was sent already, and must not be sent again
         if self._in_paper_order:
             return self._close_in_paper_order(finished=finished)
         for outer_step in self._outer_steps:
@@ -157,6 +157,7 @@ class CO2(LocalUpdateMethod):
     @torch.inference_mode(False)
     @torch.no_grad()
     def _merge_early(self, *, at_boundary: bool) -> None:
+        """Merges the average in flight before the end of the round, or at a boundary before an evaluation."""
         with self._clock.early_merge(self._local_steps):
             self._merge()
             if not at_boundary:
@@ -180,7 +181,8 @@ class CO2(LocalUpdateMethod):
         """Steps 4 to 7 and the merge with the sums in the payloads, in one pass over memory per bucket.
 
         Args:
-            merge: What the worker continues from; share: with interpolate, the weight of the outer iterate.
+            merge: How the worker continues.
+            share: With interpolate, the weight of the outer iterate.
             arrived: Whether there is an average. If not, x and m stay.
             takes_difference: Whether the pass also writes step 3's difference to the payload.
         """
@@ -207,11 +209,15 @@ class CO2(LocalUpdateMethod):
             for bucket in self._buckets:
                 bucket.payload.zero_()  # 0 times a NaN from before a checkpoint was loaded is a NaN
             rule = outer.Rule(nesterov=c.outer_momentum if c.nesterov else None, merge=merge, share=share)
-        seen = outer.run_all(self._outer_steps, rule)
+        outer_stats = outer.run_all(self._outer_steps, rule)
         self._last_alpha = float(rule.alpha)
         if arrived:
-            stats.momentum_norm = self._momentum_norm = seen[0].sqrt()
-            stats.gap_mean, stats.gap_max, stats.clipped_share = seen[1] / self._numel, seen[2], seen[3] / self._numel
+            stats.momentum_norm = self._momentum_norm = outer_stats[0].sqrt()
+            stats.gap_mean, stats.gap_max, stats.clipped_share = (
+                outer_stats[1] / self._numel,
+                outer_stats[2],
+                outer_stats[3] / self._numel,
+            )
 
     def _restart_from_anchor(self, where: Tensor | None = None) -> None:
         if self.config.merge != "restart":  # else every boundary restarts the worker
@@ -222,7 +228,7 @@ class CO2(LocalUpdateMethod):
             outer_step.restart(where)
 
     def _differs(self) -> bool:
-        """Whether this worker is not where the outer iterate is."""
+        """Whether this worker's parameters differ from the outer iterate."""
         flats = zip(self._buckets, self._anchor_params, strict=True)
         pairs = (pair for b, flat in flats for pair in zip(b.params, views(flat, b.params), strict=True))
         return any(not torch.equal(p, x.to(p.dtype)) for p, x in pairs)  # one tensor at a time

@@ -455,7 +455,7 @@ class ShardedCO2(LocalUpdateMethod):
             m.copy_(torch.where(moved, new, m))
             g.copy_(outer.outer_step(x, m, rule.alpha))  # 7
             stats.append(numbers)
-        total = outer.all_seen(stats)
+        total = outer.combine_stats(stats)
         self._last.copy_(alpha)  # in place, because another stream reads it
         self._m_squares.copy_(torch.where(moved, total[0] - self._node.surplus(self._m), self._m_squares))
         share = max(1, sum(len(m) for m in self._m))  # elements of this worker's share, for the statistics
