@@ -263,16 +263,10 @@ def keep_unchanged(averages: Tensor, first: Tensor, workers: int) -> None:
 
 
 def first_nonfinite(values: Sequence[Tensor], first: Sequence[Tensor], buckets: Sequence[Bucket]) -> Tensor:
-    """Finds the first buffer with a non-finite number that was not there at construction.
+    """Returns the number, from 1 over all buckets, of the first buffer with a non-finite value that is new; 0 for none.
 
-    Args:
-        values: The buffers' values, one flat tensor per bucket.
-        first: The values at construction.
-        buckets: The buckets that hold the buffers.
-
-    Returns:
-        The buffer's number from 1, over all buckets, or 0. 0-d int64 on the first bucket's device, without waiting for
-        it.
+    `values` and `first` hold the values now and at construction, one flat tensor per bucket. The result is 0-d int64 on
+    the first bucket's device, and the host does not wait for it.
     """
     found = torch.zeros((), dtype=torch.int64, device=buckets[0].flat.device)
     before = 0
@@ -319,10 +313,7 @@ def parts_of(t: Tensor) -> list[Tensor]:
     """Returns the dense tensors that hold the numbers of `t`, in the same memory.
 
     These are `t` itself, a sparse tensor's indices and values, a quantized tensor's bytes, or the tensors inside a
-    wrapper.
-
-    Raises:
-        UserError: The layout gives no access to its memory.
+    wrapper. UserError if the layout gives no access to its memory.
     """
     t = t.detach()
     if is_wrapper(t):
@@ -399,8 +390,7 @@ def _pieces(p: Tensor, limit: int) -> Iterator[Tensor]:
 def tensors_of(given: Iterable[Any], name: str) -> list[Tensor]:
     """Returns the tensors of any iterable as a list.
 
-    Raises:
-        UserError: If `given` is a single tensor or a module, or a tensor has no memory yet.
+    UserError if `given` is a single tensor or a module, or a tensor has no memory yet.
     """
     if isinstance(given, Tensor | nn.Module) or not isinstance(given, Iterable):
         raise UserError(
@@ -424,15 +414,9 @@ def tensors_of(given: Iterable[Any], name: str) -> list[Tensor]:
 
 
 def check_inputs(given: Sequence[Tensor], params: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
-    """Checks that the tensors can be averaged.
+    """Raises UserError for the first tensor that cannot be averaged.
 
-    Args:
-        given: The parameters as the user gave them.
-        params: The trained parameters, with DTensors' local shards.
-        buffers: The averaged buffers.
-
-    Raises:
-        UserError: For the first tensor that cannot.
+    `given` are the user's parameters, `params` the trained ones with DTensors' local shards.
     """
     if not params:
         raise UserError("no parameter requires a gradient: nothing to train")

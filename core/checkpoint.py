@@ -99,14 +99,9 @@ class Saver:
         return self.wait()
 
     def wait(self) -> bool:
-        """Waits for the write, on every worker.
+        """Waits for the write, on every worker. Returns False if some worker's model was not finite.
 
-        Returns:
-            False if some worker's model was not finite.
-
-        Raises:
-            UserError: On all workers, if one could not write.
-            RuntimeError: If a worker is gone.
+        UserError on all workers if one could not write. The error of a worker that is gone is raised, too.
         """
         self.abandon(None)
         self._thread, ended = None, self._ended

@@ -67,10 +67,8 @@ def backend_for(group: dist.ProcessGroup | None, device: torch.device) -> str:
 def moved_by_nccl(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Returns whether NCCL moves the group's tensors. If so, a wait only orders streams.
 
-    gloo moves a GPU's tensors through the host in its own threads, and a wait blocks.
-
-    Raises:
-        UserError: If an environment variable makes NCCL's waits block, too.
+    gloo moves a GPU's tensors through the host in its own threads, and a wait blocks. UserError if an environment
+    variable makes NCCL's waits block, too.
     """
     if device.type != "cuda" or backend_for(group, device) != "nccl":
         return False
@@ -388,11 +386,7 @@ class AsyncAllReduce:
         self._host_seconds = 0.0  # the calling thread's time in here since the last launch
 
     def agree(self, settings: tuple[Any, ...], tensors: Sequence[Tensor]) -> None:
-        """Gives all workers rank 0's tensors.
-
-        Raises:
-            UserError: If settings, shapes or dtypes of the workers differ.
-        """
+        """Gives all workers rank 0's tensors. UserError if settings, shapes or dtypes of the workers differ."""
         self.check_alive()
         if self.group is not None:
             compare(settings, tensors, self.group)
@@ -480,11 +474,10 @@ class AsyncAllReduce:
         return True
 
     def restore(self, launched: int, in_flight: bool) -> None:
-        """Continues from a checkpoint. Waits for the all-reduce in flight, and discards it.
+        """Continues from a checkpoint after `launched` all-reduces.
 
-        Args:
-            launched: All-reduces that the checkpoint's run had started.
-            in_flight: Whether the tensors hold a result that was not waited for.
+        It waits for the all-reduce in flight, and discards it. `in_flight` says whether the tensors hold a result that
+        was not waited for.
         """
         self.drain()
         self.launched, self.in_flight, self._launched_at = launched, in_flight, time.perf_counter()

@@ -36,9 +36,7 @@ class GradientCompression:
     Args:
         model: The model that DistributedDataParallel wraps.
         compression: Any format except float32.
-        group: The workers. None means all.
-        timeout: Seconds until a missing worker is an error.
-        link: An emulated slow network.
+        group, timeout, link: See CommonArgs.
     """
 
     def __init__(
@@ -98,10 +96,9 @@ class GradientCompression:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what state_dict returned. With another number of workers, error-feedback residuals are discarded.
+        """Restores what state_dict returned. UserError if another compression wrote it.
 
-        Raises:
-            UserError: If another compression wrote the state.
+        With another number of workers, error-feedback residuals are discarded.
         """
         self.allreduce.restore(state["launched"], False)
         if state["workers"] != self.allreduce.world_size:
@@ -128,9 +125,7 @@ class DDP(Loop):
     Args:
         model: A module on this worker's device, with at least one parameter that requires a gradient.
         average_buffers: Whether finish() averages the floating-point buffers.
-        group: The workers. None means all.
-        timeout: Seconds until a missing worker is an error.
-        link: An emulated slow network.
+        group, timeout, link: See CommonArgs.
         compression: How gradients are compressed for the network, see GradientCompression.
         hooks: Only a Requests hook is used. Its requests are exchanged every ASK_EVERY steps.
         synchronous: Whether a model of plain tensors also synchronizes itself (training.layouts.parallel).
@@ -246,13 +241,9 @@ class DDP(Loop):
             self._exchange = dist.all_reduce(self._flags, group=self.group, async_op=True)
 
     def _receive(self, *, at_once: bool = False) -> None:
-        """Reads the flags that were sent ASK_EVERY steps ago.
+        """Reads the flags that were sent ASK_EVERY steps ago. `at_once` waits for a GPU.
 
-        Args:
-            at_once: Whether to wait for a GPU.
-
-        Raises:
-            DivergedError: On all workers if one has diverged, because all of them apply the same gradients.
+        DivergedError on all workers if one has diverged, because all of them apply the same gradients.
         """
         if self._exchange is not None:
             self._exchange.wait()
@@ -267,11 +258,7 @@ class DDP(Loop):
             )
 
     def finish(self) -> None:
-        """Averages the buffers. The parameters are equal already.
-
-        Raises:
-            DivergedError: If the parameters are not finite.
-        """
+        """Averages the buffers. The parameters are equal already. DivergedError if they are not finite."""
         self._receive()
         self._send()
         self._receive(at_once=True)

@@ -100,8 +100,7 @@ class ExtraAverage:
     def _found(self, equal: bool) -> list[Tensor] | None:
         """Returns the tensors to average, or None if some worker is not at the common model.
 
-        Raises:
-            UserError: On all workers, if tensors of one cannot be averaged, or differ in number, shape or dtype.
+        UserError on all workers if tensors of one cannot be averaged, or differ in number, shape or dtype.
         """
         found, problem = list[Tensor](), ""
         try:
@@ -140,13 +139,9 @@ class ExtraAverage:
         return None if unequal else found
 
     def _mean(self, tensors: Sequence[Tensor], wide: torch.dtype, count: int, *, over_node: bool) -> None:
-        """Averages tensors with one all-reduce of a flat tensor: their sums, and on how many workers each is finite.
+        """Averages local tensors with one all-reduce: their sums, and on how many workers each is finite.
 
-        Args:
-            tensors: Local tensors.
-            wide: dtype of the sums.
-            count: Number of workers.
-            over_node: Whether to sum over the workers of a node, too.
+        The sums have the dtype `wide`, and are over `count` workers, with `over_node` also over the workers of a node.
         """
         device, group = self.method._allreduce.device, self.method._allreduce.group
         assert group is not None
@@ -183,11 +178,7 @@ class ExtraAverage:
 
 
 def tensors_of(given: Given) -> list[Tensor]:
-    """Returns the floating-point tensors in average=, each once.
-
-    Raises:
-        UserError: If a tensor cannot be averaged.
-    """
+    """Returns the floating-point tensors in average=, each once. UserError if one cannot be averaged."""
     if callable(given) and not isinstance(given, nn.Module):
         given = given()
     if isinstance(given, nn.Module):

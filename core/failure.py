@@ -99,14 +99,9 @@ class Peers:
         return self._found
 
     def ask(self, ranks: Iterable[int], say: str) -> dict[int, str]:
-        """Asks peers in parallel.
+        """Asks peers in parallel, and returns each one's answer (see _ask_one).
 
-        Args:
-            ranks: The peers.
-            say: This worker's rank if it has failed, or "where" to ask how far they are.
-
-        Returns:
-            Each peer's answer, see _ask_one.
+        It says this worker's rank if it has failed, or "where" to ask how far they are.
         """
         asked = sorted(ranks)
         with ThreadPoolExecutor(ASKED_AT_ONCE) as pool:

@@ -691,11 +691,7 @@ def under_rank(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def of_rank(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns this worker's part of a state, or the part at index rank modulo their number if it has none.
-
-    Raises:
-        UserError: If there is no part.
-    """
+    """Returns this worker's part of a state, or the part at index rank modulo their number if it has none."""
     ranks = sorted(int(key[4:]) for key in state if re.fullmatch(r"rank\d+", key))
     if not ranks:
         raise UserError(
@@ -715,11 +711,9 @@ REQUIRED = ("method", "flats", "workers", "places", "reducer", "taus")  # keys i
 
 
 def check_run(state: Mapping[str, Any], method: str, workers: int, *, equal: bool) -> None:
-    """Checks the run that wrote a checkpoint.
+    """Raises UserError if an older version or another method wrote a checkpoint.
 
-    Raises:
-        UserError: If an older version or another method wrote it, or another number of workers without `equal` outer
-            states.
+    The same holds for another number of workers, unless all workers had `equal` outer states.
     """
     if missing := [key for key in REQUIRED if key not in state]:
         raise UserError(

@@ -77,10 +77,7 @@ class LocalSGD(Blocking):
     parameters themselves would lose more than a round changes them.
 
     Args:
-        params: See LocalUpdateMethod.
-        tau: Local steps per round.
-        compression: How the average is compressed for the network.
-        **args: See CommonArgs.
+        params, tau, compression, **args: See Blocking.
     """
 
     _name = "LocalSGD"
@@ -125,12 +122,9 @@ class SlowMo(Blocking):
     u <- beta u + mean_i (x_{t,0} - x^i_{t,tau}) / gamma, then x_{t+1,0} = x_{t,0} - alpha gamma u.
 
     Args:
-        params: See LocalUpdateMethod.
-        tau: Local steps per round.
+        params, tau, compression, **args: See Blocking.
         config: SlowMo's settings.
         lr: Returns gamma, the current inner learning rate. None means a constant one, which cancels.
-        compression: How the average is compressed for the network.
-        **args: See CommonArgs.
     """
 
     _name = "SlowMo"
@@ -175,11 +169,8 @@ class DiLoCo(CO2):
     This is CO2 without the delay, the penalty and the clip. CO2Config(nesterov=True) hides the same step.
 
     Args:
-        params: See LocalUpdateMethod.
-        tau: Local steps per round.
+        params, tau, compression, **args: See Blocking.
         config: DiLoCo's settings.
-        compression: How the average is compressed for the network.
-        **args: See CommonArgs.
     """
 
     _name = "DiLoCo"
@@ -342,11 +333,7 @@ class MethodArgs:
 
     @property
     def tau(self) -> int:
-        """Local steps per round, as a number.
-
-        Raises:
-            UserError: For auto, which chooses the fewest local steps that hide the communication.
-        """
+        """Local steps per round. UserError for auto, which chooses the fewest that hide the communication."""
         if self.co2.tau == "auto":
             raise UserError("tau='auto' with a method that hides no communication: give a number of local steps")
         return self.co2.tau
@@ -396,12 +383,9 @@ class MethodSpec:
         return self.kind in ("hidden", "blocking")
 
     def refuse(self, given: MethodArgs) -> None:
-        """Checks the settings.
+        """Raises UserError for settings that the method does not have, or that exclude each other.
 
         Comparisons may share CO2's settings of the outer step, but not its other settings.
-
-        Raises:
-            UserError: For settings that the method does not have, or that exclude each other.
         """
         c, remedy = given.co2, "leave it out"
         unread = [(key, getattr(given, key)) for key in ("shard", "offload", "schedule") if key not in self.takes]
@@ -571,13 +555,9 @@ def check_settings(
     schedule: Schedule | None = None,
     **settings: Any,
 ) -> Any:
-    """Checks the settings, so that none is silently unused. For the arguments, see make_method.
+    """Returns the method's own settings, or None if it has none. For the arguments, see make_method.
 
-    Returns:
-        The method's own settings, or None if it has none.
-
-    Raises:
-        UserError: For settings that the method does not have, or that exclude each other.
+    UserError for settings that the method does not have, so that none is silently unused, or that exclude each other.
     """
     spec = spec_of(name)
     own = spec.settings.config() if spec.settings else None
@@ -609,11 +589,7 @@ def check_apart(name: str, co2: CO2Config, per_node: int) -> None:
 
 
 def spec_of(name: str) -> MethodSpec:
-    """Returns the description of a method.
-
-    Raises:
-        UserError: If there is no such method.
-    """
+    """Returns the description of a method. UserError if there is none."""
     if name not in REGISTRY:
         raise UserError(f"method {name!r}: choose one of {', '.join(REGISTRY)}")
     return REGISTRY[name]

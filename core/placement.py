@@ -36,8 +36,7 @@ from .errors import UserError
 def local_world_size(env: Mapping[str, str] = os.environ) -> int:
     """Returns the number of workers per node from torchrun's or Slurm's environment; 1 without either.
 
-    Raises:
-        UserError: If nodes have different numbers of workers.
+    UserError if nodes have different numbers of workers.
     """
     if "LOCAL_WORLD_SIZE" in env:
         return int(env["LOCAL_WORLD_SIZE"])
@@ -276,13 +275,9 @@ class Placement:
             copy(shared[ranks], views(flat, shared[ranks]))
 
     def check(self, trained: Sequence[Tensor]) -> str:
-        """Checks that parameters which all ranks of the inner group hold are still equal, by their norm.
+        """Raises UserError if parameters that all ranks of the inner group hold have become different, by their norm.
 
-        Returns:
-            Why they could not be compared, such as a missing rank. "" if they are equal.
-
-        Raises:
-            UserError: If they differ.
+        Returns why they could not be compared, such as a missing rank, or "" if they are equal.
         """
         shared = [p.detach() for p, n in zip(trained, self._copies, strict=True) if n == self.size and p.numel()]
         if self.group is None or not shared:
@@ -402,10 +397,7 @@ def copies_of(t: Tensor, ranks: Sequence[int], shards: bool | Holders) -> int:
     """Returns how many of `ranks`, an inner group, hold the same elements of `t` as this rank, itself included.
 
     If `shards` does not name them, all ranks hold a plain tensor, or only this rank if `shards` is True. A DTensor's
-    placements name its holders.
-
-    Raises:
-        UserError: If a DTensor holds partial sums, or holders are outside of the group.
+    placements name its holders. UserError if a DTensor holds partial sums, or holders are outside of the group.
     """
     if isinstance(shards, Mapping) and t in shards:
         if dist.get_rank() not in (holders := shards[t]) or not {*holders} <= {*ranks}:

@@ -32,12 +32,7 @@ def mark(device: torch.device) -> Mark:
 
 @dataclass(frozen=True)
 class DeferredNumber:
-    """A number from a GPU, such as seconds, that can be read once the GPU has reached an event.
-
-    Attributes:
-        end: The event after which the number is available.
-        number: Reads the number.
-    """
+    """A number from a GPU, such as seconds. `number` can read it once the GPU has reached the event `end`."""
 
     end: Mark
     number: Callable[[], float]
@@ -53,13 +48,7 @@ Seconds = float | DeferredNumber
 
 
 def between(start: Mark, end: Mark, parts: int = 1, excluding: Seconds = 0.0) -> Seconds:
-    """Returns the seconds between two marks of one device.
-
-    Args:
-        start, end: Marks of the same device.
-        parts: Divides the time by this number, to get the time of one of several equal steps.
-        excluding: Seconds to subtract before the division.
-    """
+    """Returns the seconds between two marks of one device, minus `excluding`, divided by `parts`."""
     if isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
         return DeferredNumber(end, lambda: (start.elapsed_time(end) / 1e3 - float(excluding)) / parts)
     assert not isinstance(start, torch.cuda.Event) and not isinstance(end, torch.cuda.Event), "two devices"
@@ -191,12 +180,7 @@ class RoundClock:
 
     @contextlib.contextmanager
     def boundary(self, tau: int, local_steps: int) -> Iterator[None]:
-        """Times a boundary, and the local steps of the round that ends.
-
-        Args:
-            tau: Local steps per round.
-            local_steps: Local steps of this round. The first is not timed, unless tau is 1.
-        """
+        """Times a boundary, and the local steps of the round that ends, without the first one unless tau is 1."""
         began = mark(self._device)
         timed = local_steps - (tau > 1)
         self.before = self.stats if self._merged is None else self.before

@@ -124,13 +124,9 @@ class TauTuner:
         return smallest_tau(last.allreduce_seconds, last.step_seconds, SLACK) + self._extra_steps
 
     def write_times(self, stats: RoundStats, before: RoundStats, rank: int, places: Tensor) -> None:
-        """Writes this worker's latest times to the scalars of the next all-reduce.
+        """Writes this worker's latest times to its `places`, [NUMBERS * workers]. Other workers write 0 there.
 
-        Args:
-            stats: The round that is closing.
-            before: The round before, whose boundary is complete.
-            rank: This worker's place.
-            places: [NUMBERS * workers]. The other workers write 0 to this worker's places.
+        `stats` belong to the round that is closing, `before` to the previous round, whose boundary is complete.
         """
         for known in (stats, before):  # if the host is ahead of the GPU, this round's times are not ready
             if ready(known.step_seconds, known.allreduce_seconds) and float(known.step_seconds):
@@ -218,14 +214,10 @@ class TauTuner:
         return decision
 
     def _change_compression(self, step: float, allreduce: float, required: int) -> tuple[int, float, str] | None:
-        """Starts a test of the next compression, or ends the test under way, if it is time.
+        """Starts or ends the test of a compression if it is time. The present one needs `required` local steps.
 
-        Args:
-            required: The tau that the present compression needs.
-
-        Returns:
-            The tau until the times of the new compression arrive, the expected all-reduce time, and the reason. None if
-            the compression stays.
+        It returns tau until the new times arrive, the expected all-reduce time, and the reason. None: the compression
+        stays.
         """
         text = f"with {self.compression} the all-reduce takes {allreduce:.4g} s and a local step {step:.4g} s"
         if self._tested_against is not None:

@@ -37,14 +37,9 @@ AVERAGER = "torch.distributed.algorithms.model_averaging.averagers", "ModelAvera
 
 
 def refuse_shards(params: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
-    """Refuses a model that is sharded over the method's workers, which would average different shards.
+    """Raises UserError if a model is sharded over the method's workers, as DTensors or by FullyShardedDataParallel.
 
-    Args:
-        params: The parameters that the method is given.
-        group: The method's workers. None means all.
-
-    Raises:
-        UserError: If DTensors or FullyShardedDataParallel shard the parameters over several of the workers.
+    They would average different shards. A group of None means all workers.
     """
     for p in filter(is_dtensor, params):
         for dim, placement in enumerate(p.placements):
@@ -79,17 +74,10 @@ def _shards_message(what: str, over: set[int]) -> str:
 
 
 def refuse_optimizer(optimizer: torch.optim.Optimizer, params: set[int], group: dist.ProcessGroup | None) -> None:
-    """Refuses ZeroRedundancyOptimizer among a method's workers.
+    """Raises UserError for ZeroRedundancyOptimizer among a method's workers.
 
     It updates a part of the parameters on each worker and copies it to all, so each would train a mixture of models.
-
-    Args:
-        optimizer: Any optimizer that is about to take a step.
-        params: The ids of the method's parameters.
-        group: The method's workers. None means one worker.
-
-    Raises:
-        UserError: If it is such an optimizer.
+    `params` are the ids of the method's parameters.
     """
     kind = _imported("torch.distributed.optim.zero_redundancy_optimizer", "ZeroRedundancyOptimizer")
     if group is None or kind is None or not isinstance(optimizer, kind):
@@ -104,14 +92,9 @@ def refuse_optimizer(optimizer: torch.optim.Optimizer, params: set[int], group: 
 
 
 def collectives(group: dist.ProcessGroup | None, own: Sequence[dist.ProcessGroup]) -> dict[int, int]:
-    """Counts the collectives that have started in each process group with several of a method's workers.
+    """Counts the collectives started in each process group with several of a method's workers, by the group's id.
 
-    Args:
-        group: The method's workers. None means one worker.
-        own: The method's own groups, which are not counted.
-
-    Returns:
-        id of a group -> count.
+    The method's `own` groups are not counted. A group of None means one worker.
     """
     workers, found = set(dist.get_process_group_ranks(group)) if group is not None else set[int](), dict[int, int]()
     groups: list[Any] = list(dist.distributed_c10d._world.pg_map)
@@ -138,12 +121,7 @@ def warn_of_synchronous(params: Sequence[Tensor], buffers: Sequence[Tensor], gro
     """Warns if training uses modules or averagers that make a method's workers wait in every step.
 
     Such a module leaves no trace in its parameters, so this searches Python's objects for its class, in some 30 ms. The
-    warning comes only when the module is called.
-
-    Args:
-        params: The method's parameters.
-        buffers: The buffers that it averages.
-        group: The method's workers. None means one worker.
+    warning comes only when the module is called. A group of None means one worker.
     """
     if group is None:
         return
