@@ -16,7 +16,7 @@ class CollectiveError(RuntimeError):
 
 
 class DivergedError(RuntimeError):
-    """Training cannot go on: what workers hold is not finite, or one is left out of the mean round after round."""
+    """Training cannot continue: the parameters are not finite, or a worker is excluded in too many rounds in a row."""
 
 
 def is_number(value: Any) -> bool:

@@ -101,7 +101,7 @@ def check_hooks(hooks: Sequence[Any]) -> None:
 
 
 VALID, NOT_FINITE, JUMPED, BUFFER = 0, 1, 2, 3  # verdicts; BUFFER + i: buffer i is not finite
-REASONS = {NOT_FINITE: "not finite", JUMPED: "out of proportion to its own before"}
+REASONS = {NOT_FINITE: "not finite", JUMPED: "much larger than its usual updates"}
 WARMUP_ROUNDS = 5  # valid rounds before a large update counts as a jump
 AVERAGE_ROUNDS = 10  # valid rounds in the running average of the update's size
 MAX_REPEATS = 3  # rounds in a row in which a worker may be excluded again
@@ -157,21 +157,21 @@ class OutlierFilter(Hook):
         if self._generation != info.generation or not self.count:
             self._repeats, self._generation = [0] * len(codes), info.generation
         self._repeats = [n + 1 if code else 0 for n, code in zip(self._repeats, codes, strict=True)]
-        remedy = "lower the learning rate, clip gradients, or look at the data"
+        remedy = "lower the learning rate, clip gradients, or check the data"
         bad = [code for code in codes if code == NOT_FINITE or code >= BUFFER]
         if len(bad) == info.workers:
             what = self._buffer_name(bad[0]) if bad[0] >= BUFFER else self._live_buffer()
             what = f"; {what}" if what else ""
-            raise DivergedError(f"what every worker has sent in round {info.round} is not finite{what}: {remedy}")
+            raise DivergedError(f"every worker's update in round {info.round} is not finite{what}: {remedy}")
         for name, code, repeats in zip(self.names, codes, self._repeats, strict=True):
             if not code:
                 continue
             reason = REASONS.get(code) or f"not finite, {self._buffer_name(code)}"
-            text = f"{name} is left out of the mean of round {info.round}: what it has sent is {reason}"
+            text = f"{name} is excluded from the average of round {info.round}: its update is {reason}"
             if repeats > MAX_REPEATS:
                 raise DivergedError(f"{text}, as in the {repeats - 1} rounds before; {remedy}")
             if self.method._is_log_rank:
-                warnings.warn(f"{text}; it starts anew", stacklevel=2)
+                warnings.warn(f"{text}; it restarts from the outer iterate", stacklevel=2)
 
     @torch.no_grad()
     def judge(self, size: Tensor, bad_buffer: Tensor | None = None) -> Tensor:
