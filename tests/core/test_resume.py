@@ -499,7 +499,7 @@ def test_a_node_of_unequal_values_is_refused_at_the_first_boundary_and_of_shapes
     with torch.no_grad():
         params[0].sub_(0.1 * rank)  # without a synchronisation of gradients
     said = refusal(co2.step)
-    assert "synchronise gradients every step" in said and "mesh.get_group(1)" in said
+    assert "synchronize gradients in every step" in said and "mesh.get_group(1)" in said
     said = refusal(ShardedCO2, [nn.Parameter(torch.ones(3 + rank))], CO2Config(tau=1), mesh=mesh)
     assert "workers differ" in said and "(3,)" in said and "(4,)" in said
 
