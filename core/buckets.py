@@ -57,9 +57,9 @@ class Bucket:
         first = [*params, *buffers][0]
         self.dtype = first.dtype
         self.numel = sum(p.numel() for p in params)
-        self.padded = -(-self.numel // parts) * parts
+        self.padded = -(-self.numel // parts) * parts  # rounded up to a multiple of parts
         end = self.padded + sum(b.numel() for b in buffers)
-        wide = torch.float64 if self.dtype == torch.float64 else torch.float32
+        wide = torch.float64 if self.dtype == torch.float64 else torch.float32  # sums of 16-bit parameters need float32
         n = end + scalars
         self.flat = zeros(n, wide) if zeros else torch.zeros(n, dtype=wide, device=first.device)
         self.payload, self.rest = self.flat[: self.numel], self.flat[self.padded :]
@@ -255,6 +255,7 @@ def keep_unchanged(averages: Tensor, first: Tensor, workers: int) -> None:
     """
     if len(averages):
         limits = torch.finfo(averages.dtype)
+        # within the rounding of a sum of equal values
         near = first.isfinite() & ((averages - first).abs() <= (workers + 2) * limits.eps * first.abs())
         overflowed = (averages == first.sign() * torch.inf) & (
             first.abs() > limits.max / workers
@@ -271,10 +272,12 @@ def first_nonfinite(values: Sequence[Tensor], first: Sequence[Tensor], buckets: 
     found = torch.zeros((), dtype=torch.int64, device=buckets[0].flat.device)
     before = 0
     for flat, start, bucket in zip(values, first, buckets, strict=True):
+        # on a CPU one sum finds that all is finite
         if not len(flat) or (not read_blocks(flat) and flat.sum().isfinite()):
             before += len(bucket.buffers)
             continue
         bad = ~flat.isfinite() & ~same_values(flat, start)
+        # from an element to its buffer
         place = torch.bucketize(bad.to(torch.uint8).argmax(), bucket.buffer_ends, right=True)
         number = torch.where(bad.any(), before + 1 + place, 0)
         found = torch.where(found == 0, number.to(found.device), found)
@@ -365,7 +368,7 @@ def group_pieces(params: Sequence[Tensor], limit: int) -> Iterator[list[Tensor]]
     group: list[Tensor] = []
     filled = 0
     for piece in (piece for p in params for piece in _pieces(p.detach(), limit)):
-        if filled + piece.numel() > limit:
+        if filled + piece.numel() > limit:  # the group is full
             yield group
             group, filled = [], 0
         group.append(piece)

@@ -76,6 +76,7 @@ def build_args(
     masters = tensors_of(args.get("model_params", ()), "parameters")
     extra = args.get("average")
     outliers = OutlierFilter(c.outlier)
+    # in the order in which they are called
     hooks = [outliers, ConsensusDistance(outliers), tau_hook, ReplicaChecksum(), *more]
     hooks += [MasterWeightSync(masters)] if masters else []
     tau: Any = c.tau if schedule is None else lambda number: scheduled(c, schedule, number).tau
@@ -85,6 +86,7 @@ def build_args(
     return {
         "sync_schedule": SyncSchedule(tau) if fixed else AdaptiveTau(tau, c.delay, tau_hook),
         "buffers": args.get("buffers", ()),
+        # with delay 0 the worker waits at once
         "allreduce": functools.partial(make, overlap=overlap and c.delay != 0, failures=failure, **of_group),
         "reducer": _reducer(c.compression, tau_hook),
         "hooks": [hook for hook in hooks if hook is not None],

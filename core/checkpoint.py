@@ -136,13 +136,14 @@ class Saver:
         excluded = {f"model.{name}" for name in spared}
         of_model = [t for path, t in tensors.items() if path.startswith("model.") and path not in excluded]
         weights = [t for t in of_model if t.is_floating_point()]
-        finite = self._gather(bool(all_finite(weights)))
+        finite = self._gather(bool(all_finite(weights)))  # all workers decide alike, before anything is written
         if not all(finite):
             what = f"the model of rank {finite.index(False)} is not finite: no checkpoint is written"
             _say(self.rank, f"warning: step {step}: {what}, the last one stays")
             return False
         target = self.folder / f"step{step:09d}"
         fresh = self.folder / f"{target.name}.tmp-{self.attempt}"
+        # equal tensors are written once
         digests = self._gather({path: stored.digest(tensor) for path, tensor in tensors.items()})
         digest, failure = "", ""
         try:
@@ -162,7 +163,7 @@ class Saver:
                 except OSError as error:
                     failure = f"{target} cannot be written ({reason(error)})"
             tidy(self.folder, step, self.keep)  # before other workers may write the next checkpoint
-        if failure := self._gather(failure)[0]:
+        if failure := self._gather(failure)[0]:  # rank 0's outcome, an error on all workers
             if self._thread is not None:
                 _say(self.rank, f"warning: {failure}: the run stops where the next checkpoint is due")
             raise UserError(f"{failure}: make room or choose another folder; the last checkpoint stays")
@@ -403,6 +404,7 @@ def save(
     except UserError as error:
         problem = str(error)
     group = host_group()
+    # a refusal on one worker is an error on all; rank 0 names the attempt
     reported = of_all((secrets.token_hex(4), problem))
     if problem := next((problem for _, problem in reported if problem), ""):
         raise UserError(problem)
@@ -441,7 +443,7 @@ def load(
     if found is None:
         return None
     (state, before), here = found, dict(others or {})
-    problems = of_all(_misfit(state, model, optimizer, here))
+    problems = of_all(_misfit(state, model, optimizer, here))  # checked on all workers before anything is loaded
     if any(problems):
         raise UserError(f"{folder}: the checkpoint of step {state.get('step', '?')} {max(problems)}")
     load_model(model, state["model"])

@@ -188,6 +188,7 @@ class CO2Config:
         if number is not None:
             require(self, self.tau != "auto", "delay", "with tau auto give delay boundary or auto")
             require(self, number <= int(self.tau), "delay", f"give at most tau={self.tau} local steps")
+        # with delay 0 there is no gap to penalize
         nothing_stale = f"nothing is stale then: set gap none, not {self.gap}"
         require(self, number != 0 or self.gap == "none", "delay", nothing_stale)
         discarded = "merge restart would discard the local steps since the all-reduce started: set merge keep_local"
@@ -289,8 +290,9 @@ class CO2Config:
         for name, given in (("workers", workers), ("steps", 1 if steps is None else steps)):
             if not is_whole(given):
                 raise UserError(f"{name}={given!r}: give their number, 1 or more")
+        # as in the authors' release, but 0 up to 16
         beta = next(b for limit, b in ((16, 0.0), (32, 0.2), (64, 0.5), (float("inf"), 0.6)) if workers <= limit)
-        tau_max = 192 if steps is None else min(192, max(1, steps // 20))
+        tau_max = 192 if steps is None else min(192, max(1, steps // 20))  # at least twenty rounds
         if mesh is not None:
             from .placement import check_mesh
 
@@ -336,6 +338,7 @@ def named_rule(config: CO2Config | None) -> CO2Config:
     c = of_kind(config, CO2Config, "config")
     if c._names_no_rule and not (dist.is_initialized() and dist.get_rank()):
         level, frame, inside = 1, sys._getframe(), (__name__.partition(".")[0], "contextlib")
+        # the warning points at the user's line
         while frame.f_back and str(frame.f_globals.get("__name__")).partition(".")[0] in inside:
             level, frame = level + 1, frame.f_back
         warnings.warn(

@@ -187,8 +187,9 @@ class OutlierFilter(Hook):
         method = self.method
         size = size.to(self.state)
         number = torch.zeros_like(size) if bad_buffer is None else bad_buffer.to(size)
-        self.size = torch.where(number > 0, float("nan"), size)
+        self.size = torch.where(number > 0, float("nan"), size)  # a bad buffer counts as an update that is not finite
         verdict = self._verdict_on(self.size, method._local_steps_sent if method._sends_differences else 0)
+        # names the buffer only if the update itself is finite
         self.verdict.copy_(torch.where((number > 0) & size.isfinite(), number - 1 + BUFFER, verdict))
         self._verdicts.zero_()[method._allreduce.place].copy_(self.verdict)
         return self.verdict != VALID
@@ -202,11 +203,13 @@ class OutlierFilter(Hook):
         jumped = torch.zeros_like(finite)
         if steps and self.factor is not None:
             average, rounds, last_jump = self.state.unbind()
-            size = size / steps**0.5
+            size = size / steps**0.5  # an update of noisy steps grows with their square root
             large = finite & (rounds >= WARMUP_ROUNDS) & (average > 0) & (size > self.factor * average)
+            # the second large update in a row is a new level, not a jump
             new_level = large & (size <= self.factor * last_jump)
             jumped = large & ~new_level
             valid = finite & ~jumped
+            # a running average over the last rounds
             mean = average + (size - average) / (rounds + 1).clamp(max=AVERAGE_ROUNDS)
             average = torch.where(valid, torch.where(new_level, size, mean), average)
             self.state.copy_(torch.stack([average, rounds + valid, torch.where(jumped, size, 0.0)]))
@@ -289,6 +292,7 @@ class ConsensusDistance(Hook):
     def before_allreduce(self) -> None:
         m = self.method
         if m._sends_differences and not m._payload_is_deferred:
+            # an excluded worker has weight 0, and its size may be NaN
             square = self._filter.size.square().to(self._weight)
             self._squares.copy_(torch.where(self._weight > 0, self._weight * square, 0.0))
 
@@ -301,6 +305,7 @@ class ConsensusDistance(Hook):
     def on_round_end(self) -> None:
         stats = self.method._clock.stats
         mean = stats.pseudo_gradient_norm
+        # mean_i ||d^i||^2 - ||mean d||^2
         if self._square is not None and isinstance(mean, Tensor) and not self.method._payload_is_deferred:
             stats.consensus_distance = (self._square - mean.to(self._square).square()).clamp(min=0).sqrt()
         self._square = None
@@ -448,7 +453,7 @@ class Requests(Hook):
     def take(self) -> list[float]:
         """Returns this worker's requests, one number per name, to be summed over the workers."""
         numbers = [float(name in self.asked) for name in self.scalars]
-        self.asked &= LASTING
+        self.asked &= LASTING  # a request to stop is repeated in every round
         return numbers
 
     def receive(self, sums: Sequence[float]) -> None:

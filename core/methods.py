@@ -55,7 +55,7 @@ class Blocking(LocalUpdateMethod):
     def _close_round(self, *, finished: bool) -> bool:
         for bucket, start in itertools.zip_longest(self._buckets, self._anchor_params):
             bucket.flatten(bucket.payload)
-            if start is not None:
+            if start is not None:  # send a difference, see LocalSGD
                 torch.sub(start, bucket.payload, out=bucket.payload)
         self._start_allreduce(finished=finished)
         result = self._wait_allreduce(finished=finished)
@@ -148,6 +148,7 @@ class SlowMo(Blocking):
     def _apply(self) -> None:
         gamma = max(self._lr(), 1e-12)  # a schedule may end at exactly 0
         for bucket, x, u in zip(self._buckets, self._x, self._u, strict=True):
+            # u <- beta u + mean_i (x - x^i) / gamma
             u.mul_(carried(self.config.outer_momentum, self._growth)).add_(bucket.payload, alpha=1 / gamma)
             x.sub_(u, alpha=self.config.outer_lr * gamma)
             copy(bucket.params, views(x, bucket.params))
@@ -188,6 +189,7 @@ class DiLoCo(CO2):
         step: dict[str, Any] = {"outer_lr": own.outer_lr, "outer_momentum": own.outer_momentum, "nesterov": True}
         blocking: dict[str, Any] = {"delay": 0, "gap": "none", "clip": None}
         c = CO2Config(tau=tau, compression=compression or CompressionConfig(), **step, **blocking)
+        # with delay 0 an average has no gap, and nothing is hidden
         super().__init__(params, c, **args)
 
 
@@ -248,6 +250,7 @@ class OverlapLocalSGD(LocalUpdateMethod):
             result = self._wait_allreduce(finished=finished)
             for bucket, z, v in zip(self._buckets, self._z, self._v, strict=True):
                 rescale(bucket.payload, self._scale)
+                # the payload holds z - mean
                 v.mul_(carried(self.config.anchor_momentum, self._growth)).sub_(bucket.payload)
                 torch.sub(z, bucket.payload, out=bucket.payload)  # the average of the pulled models
                 z.add_(v)
@@ -257,7 +260,7 @@ class OverlapLocalSGD(LocalUpdateMethod):
                 return True
         for bucket, z in zip(self._buckets, self._z, strict=True):
             for p, anchor in zip(bucket.params, views(z, bucket.params), strict=True):
-                p.lerp_(anchor.to(p.dtype), self.config.pull)
+                p.lerp_(anchor.to(p.dtype), self.config.pull)  # x^i <- x^i - a (x^i - z)
             bucket.flatten(bucket.payload)
             torch.sub(z, bucket.payload, out=bucket.payload)
         self._start_allreduce(finished=finished)
@@ -411,6 +414,7 @@ def _co2(given: MethodArgs) -> tuple[nn.Module, Any]:
     more: dict[str, Any] = {"schedule": given.schedule, **given.args}
     if given.mesh is None and not (given.shard or given.offload):
         return given.model, CO2(given.params, given.co2, **more)
+    # imported only if needed, to keep `import core` fast
     from .sharded import ShardedCO2
 
     more |= {"mesh": given.mesh, "shard": given.shard, "offload": given.offload}
@@ -539,10 +543,11 @@ def make_method(
 
         check_mesh(mesh)
         if not any(map(is_dtensor, model.parameters())):  # sharded models synchronize themselves
+            # averages a node's gradients in every step
             model = DistributedDataParallel(model, process_group=mesh.get_group(1))
         if "shard" not in spec.takes:
             check_apart(name, co2, mesh.size(1))
-            options["group"] = mesh.get_group(0)
+            options["group"] = mesh.get_group(0)  # the method averages across nodes only
     return spec.make(MethodArgs(co2, own, model, options, shard, offload, schedule, lr, mesh))
 
 
@@ -569,7 +574,7 @@ def check_settings(
         value = of_kind(value, type(default), key)
         if owner is spec:
             own = value
-        elif value != default:
+        elif value != default:  # another method's settings, which would be unused
             option, given = next((k, v) for k, v in vars(value).items() if v != getattr(default, k))
             raise UserError(
                 f"{key}.{option}={given!r} is method {owner.name}'s own, method {name!r} does not have it: leave it out"

@@ -41,7 +41,7 @@ def local_world_size(env: Mapping[str, str] = os.environ) -> int:
     if "LOCAL_WORLD_SIZE" in env:
         return int(env["LOCAL_WORLD_SIZE"])
     per_node = env.get("SLURM_NTASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE", "1")  # as "8", "8(x16)", "8(x2),4"
-    first, *others = {int(part.partition("(")[0]) for part in per_node.split(",")}
+    first, *others = {int(part.partition("(")[0]) for part in per_node.split(",")}  # the distinct numbers of workers
     if others:
         raise UserError(f"SLURM_TASKS_PER_NODE={per_node}: start equally many on each node")
     return first
@@ -213,6 +213,7 @@ class Placement:
         self._on_all_ranks: Where = []  # held by all ranks, which get the first rank's values
         self._on_some_ranks: dict[tuple[int, ...], Where] = {}  # the same for subsets of ranks that include this rank
         holders = shards if isinstance(shards, Mapping) else {}
+        # per parameter, the set of ranks that share it; () if only this rank or all ranks hold it
         sets = [tuple(sorted(holders.get(p, ()))) for p in params]
         self._sets = [s if 1 < len(s) < self.size else () for s in sets]
         self._local = [local_shard(p).detach() for p in params]
@@ -238,6 +239,7 @@ class Placement:
             ranks: [t for t, holders in zip(self._local, self._sets, strict=True) if holders == ranks]
             for ranks in {*self._sets} - {()}
         }
+        # before anything is sent, so that a mistake is an error and not a hang
         shapes = of_all({ranks: [tuple(t.shape) for t in tensors] for ranks, tensors in shared.items()}, self.group)
         for rank, theirs in zip(dist.get_process_group_ranks(self.group), shapes, strict=True):
             for ranks in shared.keys() & theirs.keys():
@@ -263,7 +265,7 @@ class Placement:
         }
         me, ops, sent = dist.get_rank(), list[dist.P2POp](), 0
         for ranks in sorted(flats):
-            peers = ranks[1:] if me == ranks[0] else ranks[:1]
+            peers = ranks[1:] if me == ranks[0] else ranks[:1]  # the first rank sends to all others of its set
             ops += [
                 dist.P2POp(dist.isend if me == ranks[0] else dist.irecv, flats[ranks], peer, self.group)
                 for peer in peers
@@ -302,6 +304,7 @@ class Placement:
         """Returns the number of trained elements in the whole model."""
         if not self.of_shards:
             return sum(p.numel() for p in trained)
+        # an element on n ranks counts 1 / n on each
         share = sum(p.numel() / n for p, n in zip(trained, self._copies, strict=True))
         box = torch.tensor(share, dtype=torch.float64)
         dist.all_reduce(box, group=host_group(self.group))
@@ -340,7 +343,7 @@ class Placement:
         """Collects the payloads' shares on every rank of the inner group.
 
         If ranks hold different parts of the model, a rank only gets what several ranks hold, from the first of them.
-        They may differ in the last bit, because the order of a sum depends on the position of its terms.
+        Their own sums may differ in the last bit, because the order of a sum depends on the position of its terms.
         """
         if self.group is None:
             return
@@ -351,7 +354,7 @@ class Placement:
         for i in sorted({i for i, _ in self._on_all_ranks}):
             copies = [buckets[i].flat[place] for j, place in self._on_all_ranks if j == i]
             packed = torch.cat(copies)
-            yield send_first([packed], self.group)
+            yield send_first([packed], self.group)  # the first rank's sums replace this rank's
             copy(copies, views(packed, copies))
         for i, bucket in enumerate(buckets):
             shared = {
@@ -422,7 +425,7 @@ def copies_of(t: Tensor, ranks: Sequence[int], shards: bool | Holders) -> int:
                 f"a DTensor is sharded over ranks {over}, and the inner group is {list(ranks)}: different shards would "
                 "be averaged; give mesh=[replicate, shard] whose second dimension holds the whole model"
             )
-        holders //= len(over)
+        holders //= len(over)  # each of these ranks holds different elements
     return holders
 
 
@@ -439,7 +442,7 @@ def sum_parts(flat: Tensor, group: dist.ProcessGroup) -> Iterator[Stage]:
         assert work is not None
         yield [work], round((n - 1) / n * flat.nbytes)
         return
-    for columns in parts.split(max(1, -(-parts.shape[1] // PIECES)), dim=1):
+    for columns in parts.split(max(1, -(-parts.shape[1] // PIECES)), dim=1):  # in pieces, so that `theirs` stays small
         theirs = torch.empty_like(mine := columns.contiguous())
         work = dist.all_to_all_single(theirs, mine, group=group, async_op=True)
         assert work is not None
