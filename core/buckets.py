@@ -1,4 +1,4 @@
-"""Parameters and buffers <-> flat tensors: in what shape they travel, and in what pieces they are updated."""
+"""The flat tensors that an all-reduce sums, and helpers for tensors of all dtypes and layouts."""
 
 from __future__ import annotations
 
@@ -24,15 +24,25 @@ Zeros = Callable[[int, torch.dtype], Tensor]
 
 
 class Bucket:
-    """All tensors of one dtype on one device, and the one flat tensor in which they travel.
+    """All tensors of one dtype on one device, and the flat tensor that the all-reduce sums.
 
-    params, buffers: live tensors of a model, buffers being BatchNorm's statistics or the like. scalars: how many
-    numbers travel along. zeros: makes the flat tensor from its length and dtype; None: on the device of the tensors.
+    Args:
+        params: Live parameters of the model.
+        buffers: Live buffers, such as BatchNorm's statistics.
+        scalars: How many numbers to send with them.
+        parts: The payload is padded to a multiple of this number, so that it can be cut into equal parts.
+        zeros: Makes the flat tensor from its length and dtype. None means on the tensors' device.
 
-    flat is 1-d, in the dtype of the sums: float64 for float64 tensors, else float32, so that 16-bit parameters lose
-    nothing on their way. It holds in this order: `payload`, [numel], what the worker sends for its parameters, and
-    later what lands there; zeros up to `padded` elements, a multiple of `parts`, so that equal parts can be cut;
-    `rest`, that is the buffers' `values` and the `scalars`.
+    Attributes:
+        flat: 1-d: payload, padding, buffers' values, scalars. Its dtype is float64 for float64 tensors, otherwise
+            float32, so that sums of 16-bit parameters lose no precision.
+        payload: View of flat, [numel]: what the worker sends for its parameters, and later the sum over the workers.
+        padded: Length of the payload with its padding.
+        rest: View of flat behind the padding: values and scalars.
+        values: View of flat: the buffers' values.
+        scalars: View of flat: the scalars.
+        payload_views, buffer_views: Views of payload and values in the shapes of the tensors.
+        buffer_ends: Where each buffer ends in values.
     """
 
     def __init__(
@@ -47,20 +57,20 @@ class Bucket:
         first = [*params, *buffers][0]
         self.dtype = first.dtype
         self.numel = sum(p.numel() for p in params)
-        self.padded = -(-self.numel // parts) * parts
+        self.padded = -(-self.numel // parts) * parts  # rounded up to a multiple of parts
         end = self.padded + sum(b.numel() for b in buffers)
-        wide = torch.float64 if self.dtype == torch.float64 else torch.float32
+        wide = torch.float64 if self.dtype == torch.float64 else torch.float32  # sums of 16-bit parameters need float32
         n = end + scalars
         self.flat = zeros(n, wide) if zeros else torch.zeros(n, dtype=wide, device=first.device)
         self.payload, self.rest = self.flat[: self.numel], self.flat[self.padded :]
         self.payload_views = views(self.payload, self.params)
         self.values, self.scalars = self.flat[self.padded : end], self.flat[end:]
         self.buffer_views = views(self.values, self.buffers)
-        self.buffer_ends = torch.tensor([b.numel() for b in buffers]).cumsum(0).to(self.flat.device)  # in `values`
+        self.buffer_ends = torch.tensor([b.numel() for b in buffers]).cumsum(0).to(self.flat.device)
 
     @torch.no_grad()
     def flat_buffers(self) -> Tensor:
-        """A copy of the live buffers, flat as `values`."""
+        """Returns a copy of the live buffers, flat as `values`."""
         flat = torch.empty_like(self.values)
         copy(views(flat, self.buffers), self.buffers)
         return flat
@@ -73,7 +83,7 @@ class Bucket:
 def make_buckets(
     params: Sequence[Tensor], buffers: Sequence[Tensor], scalars: int, parts: int = 1, zeros: Zeros | None = None
 ) -> list[Bucket]:
-    """A bucket for each dtype and device, in the order in which they occur; the scalars travel with the first."""
+    """Makes a bucket per dtype and device, in order of occurrence. The first bucket holds the scalars."""
     kinds: dict[tuple[torch.dtype, torch.device], tuple[list[Tensor], list[Tensor]]] = {}
     for place, tensors in enumerate((params, buffers)):
         for t in tensors:
@@ -82,9 +92,10 @@ def make_buckets(
 
 
 class Scalars:
-    """Named numbers that travel behind the parameters: before a launch this worker's, once landed means over all.
+    """Named numbers that travel behind the parameters. Before a launch they are this worker's, afterwards averages.
 
-    sizes: name -> how many numbers it stands for. `attach` gives them their place in the flat tensor.
+    Args:
+        sizes: Name -> count of numbers.
     """
 
     def __init__(self, sizes: Mapping[str, int]):
@@ -92,42 +103,47 @@ class Scalars:
         self.numel = sum(self.sizes.values())
 
     def attach(self, place: Tensor) -> None:
-        """place: [numel], the end of a bucket's flat tensor."""
+        """Sets the memory of the numbers: `place`, [numel], at the end of a bucket's flat tensor."""
         self.place = place
         self._of = dict(zip(self.sizes, place.split(list(self.sizes.values())), strict=True))
 
     def __getitem__(self, name: str) -> Tensor:
-        """[size], or 0-d where the name stands for one number; what is written to it travels."""
+        """Returns the numbers of a name as a view: [size], or 0-d for one number."""
         numbers = self._of[name]
         return numbers[0] if self.sizes[name] == 1 else numbers
 
     def named(self, numbers: Sequence[float]) -> dict[str, Sequence[float]]:
-        """All numbers, as the host has them, under their names."""
-        found, at = dict[str, Sequence[float]](), 0
+        """Returns all numbers, as read on the host, by name."""
+        by_name, start = dict[str, Sequence[float]](), 0
         for name, size in self.sizes.items():
-            found[name] = numbers[at : at + size]
-            at += size
-        return found
+            by_name[name] = numbers[start : start + size]
+            start += size
+        return by_name
 
     def set(self, name: str, value: float | Tensor) -> None:
-        """On a GPU neither branch makes the host wait, as an assignment of a float would."""
+        """Writes a number. Unlike an assignment, it never makes the host wait for a GPU."""
         place = self[name]
         place.copy_(value) if isinstance(value, Tensor) else place.fill_(value)
 
 
 class State(dict[str, list[Tensor]]):
-    """What a method keeps from round to round: name -> a flat tensor a bucket."""
+    """Tensors that a method keeps from round to round, by name: one flat tensor per bucket."""
 
     def __init__(self, buckets: Sequence[Bucket]):
         super().__init__()
         self._buckets = buckets
-        self._of_params: set[str] = set()  # names of those that start as the parameters
-        self._own: set[str] = set()  # names of those that are this worker's own
+        self._of_params: set[str] = set()  # names of tensors that start as the parameters
+        self._own: set[str] = set()  # names of tensors that differ between workers
 
     @torch.no_grad()
     def new(self, name: str, *, of_params: bool = False, own: bool = False) -> list[Tensor]:
-        """Shaped like the payloads: zeros, or the parameters as they are now. own: unlike the others' even where
-        replicas are equal, so that a repair leaves it alone."""
+        """Makes flat tensors in the shapes of the payloads.
+
+        Args:
+            name: Their name in checkpoints.
+            of_params: Whether they start as the parameters, instead of zeros.
+            own: Whether they differ between workers, so that a repair of replicas must not overwrite them.
+        """
         self._own |= {name} if own else set()
         self._of_params |= {name} if of_params else set()
         self[name] = [torch.zeros_like(b.payload) for b in self._buckets]
@@ -135,40 +151,43 @@ class State(dict[str, list[Tensor]]):
         return self[name]
 
     def shared(self) -> list[Tensor]:
-        """What is not this worker's own."""
+        """Returns the tensors that are equal on all workers."""
         return [flat for name, flats in self.items() if name not in self._own for flat in flats]
 
     def begin(self, name: str) -> None:
-        """As it was made, the parameters being the start."""
+        """Resets the tensors of a name to their start."""
         for flat, bucket in zip(self[name], self._buckets, strict=True):
             bucket.flatten(flat) if name in self._of_params else flat.zero_()
 
 
 def views(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Consecutive slices of a 1-d tensor, viewed in the shapes of `like`."""
+    """Returns consecutive slices of a 1-d tensor, in the shapes of `like`."""
     sizes = [t.numel() for t in like]
     return [piece.view(t.shape) for piece, t in zip(flat[: sum(sizes)].split(sizes), like, strict=True)]
 
 
 def copy(to: Sequence[Tensor], source: Sequence[Tensor], *, queued: bool = False) -> None:
-    """Copies each tensor into its counterpart, in as few kernels as possible. queued: between a GPU and pinned memory
-    the host does not wait for it; the caller sees to what is read and written meanwhile."""
+    """Copies each tensor into its counterpart, in as few kernels as possible.
+
+    With `queued`, the host does not wait for copies between a GPU and pinned memory. The caller must not read or write
+    them too early.
+    """
     if to:
         torch._foreach_copy_(list(to), list(source), queued)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def rescale(flat: Tensor, scale: float | Tensor) -> None:
-    """Multiplies in place; scale: a number, or 0-d on any device."""
+    """Multiplies in place by a number or a 0-d tensor on any device."""
     flat.mul_(scale.to(flat) if isinstance(scale, Tensor) else scale)
 
 
 def read_blocks(t: Tensor) -> bool:
-    """Whether the host would have to wait to read a number of it."""
+    """Returns whether the host would wait for the device to read a number of this tensor."""
     return t.is_cuda
 
 
 def has_triton(device: torch.device) -> bool:
-    """Whether Triton's kernels run on this device. Triton comes with any CUDA build of torch for Linux."""
+    """Returns whether Triton's kernels run on this device. CUDA builds of torch for Linux include Triton."""
     return device.type == "cuda" and _has_triton()
 
 
@@ -178,8 +197,10 @@ def _has_triton() -> bool:
 
 
 def copy_where(where: Tensor, to: Sequence[Tensor], source: Sequence[Tensor]) -> None:
-    """`copy` if `where` holds, a 0-d truth value; a GPU is not waited for, which may read `source` in pinned memory
-    until all is through that is queued so far."""
+    """`copy` if the 0-d bool `where` is True. The host does not wait for a GPU.
+
+    A GPU may read `source` in pinned memory until it has finished all work queued so far.
+    """
     if not read_blocks(where):
         if where:
             copy(to, source, queued=True)
@@ -188,7 +209,7 @@ def copy_where(where: Tensor, to: Sequence[Tensor], source: Sequence[Tensor]) ->
 
 
 def wipe(flats: Sequence[Tensor], where: Tensor) -> None:
-    """Zeroes all, NaN or not, if `where` holds, a 0-d truth value. A GPU is not waited for."""
+    """Sets all elements to zero, even NaN, if the 0-d bool `where` is True. The host does not wait for a GPU."""
     if read_blocks(where):
         for flat in flats:
             flat.masked_fill_(where.to(flat.device), 0)
@@ -197,18 +218,18 @@ def wipe(flats: Sequence[Tensor], where: Tensor) -> None:
 
 
 def unique(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """In order, each tensor object once: shared parameters count once."""
+    """Returns each tensor object once, in order, so that tied parameters count once."""
     return list({id(t): t for t in tensors}.values())
 
 
 def is_dtensor(t: Tensor) -> TypeGuard[DTensor]:
-    """Without an import of DTensor, which takes a second: as long as nobody has imported it, no tensor is one."""
-    module = sys.modules.get("torch.distributed.tensor")
+    """Returns whether t is a DTensor, without importing DTensor, which takes a second."""
+    module = sys.modules.get("torch.distributed.tensor")  # before its import no tensor is a DTensor
     return module is not None and isinstance(t, module.DTensor)
 
 
 def local_shard(p: Tensor) -> Tensor:
-    """A DTensor's shard, which shares its memory; any other tensor itself."""
+    """Returns a DTensor's local shard in the same memory, any other tensor itself."""
     shard = p.detach() if is_dtensor(p) else p
     return shard.to_local() if is_dtensor(shard) else shard
 
@@ -217,46 +238,48 @@ def local_shard(p: Tensor) -> Tensor:
 
 
 def same_values(values: Tensor, first: Tensor) -> Tensor:
-    """Where two tensors are equal; NaN equals NaN here."""
+    """Returns where two tensors are equal. NaN equals NaN."""
     return (values == first) | (values.isnan() & first.isnan())
 
 
-def keep_unchanged(means: Tensor, first: Tensor, workers: int) -> None:
-    """Where no worker has changed a buffer, its mean becomes exactly the value that it began with.
+def keep_unchanged(averages: Tensor, first: Tensor, workers: int) -> None:
+    """Gives buffers that no worker has changed exactly the values that they began with.
 
-    The sum of equal values may be rounded or overflow, so a mean that such a sum can give counts as unchanged. All
-    workers decide alike, because they hold the same means and the same first values.
+    A sum of equal values may be rounded or overflow, so an average that such a sum can produce counts as unchanged. All
+    workers decide alike, because they hold the same averages and first values.
 
     Args:
-        means: The averaged buffers, 1-d.
-        first: The buffers as all workers had them when the method was made, 1-d.
-        workers: How many workers the sum was taken over.
+        averages: The averaged buffers, 1-d.
+        first: The buffers as all workers had them at construction, 1-d.
+        workers: How many workers the sum was over.
     """
-    if len(means):
-        limits = torch.finfo(means.dtype)
-        near = first.isfinite() & ((means - first).abs() <= (workers + 2) * limits.eps * first.abs())
-        beyond = (means == first.sign() * torch.inf) & (first.abs() > limits.max / workers)  # as a mask of finfo.min
-        means.copy_(torch.where(near | beyond | same_values(means, first), first, means))
+    if len(averages):
+        limits = torch.finfo(averages.dtype)
+        # within the rounding of a sum of equal values
+        near = first.isfinite() & ((averages - first).abs() <= (workers + 2) * limits.eps * first.abs())
+        overflowed = (averages == first.sign() * torch.inf) & (
+            first.abs() > limits.max / workers
+        )  # as in a mask of finfo.min
+        averages.copy_(torch.where(near | overflowed | same_values(averages, first), first, averages))
 
 
-def first_spoilt(values: Sequence[Tensor], first: Sequence[Tensor], buckets: Sequence[Bucket]) -> Tensor:
-    """Which buffer, counted from 1 over the buckets, is the first with a number that is not finite and that it did not
-    begin with; 0 for none. 0-d, int64, on the first bucket's device, without waiting for a GPU.
+def first_nonfinite(values: Sequence[Tensor], first: Sequence[Tensor], buckets: Sequence[Bucket]) -> Tensor:
+    """Returns the number, from 1 over all buckets, of the first buffer with a non-finite value that is new; 0 for none.
 
-    Args:
-        values: The buffers' values, a flat tensor a bucket.
-        first: The values that they began with.
-        buckets: In which the buffers lie.
+    `values` and `first` hold the values now and at construction, one flat tensor per bucket. The result is 0-d int64 on
+    the first bucket's device, and the host does not wait for it.
     """
     found = torch.zeros((), dtype=torch.int64, device=buckets[0].flat.device)
     before = 0
     for flat, start, bucket in zip(values, first, buckets, strict=True):
+        # on a CPU one sum finds that all is finite
         if not len(flat) or (not read_blocks(flat) and flat.sum().isfinite()):
             before += len(bucket.buffers)
             continue
-        spoilt = ~flat.isfinite() & ~same_values(flat, start)
-        place = torch.bucketize(spoilt.to(torch.uint8).argmax(), bucket.buffer_ends, right=True)
-        number = torch.where(spoilt.any(), before + 1 + place, 0)
+        bad = ~flat.isfinite() & ~same_values(flat, start)
+        # from an element to its buffer
+        place = torch.bucketize(bad.to(torch.uint8).argmax(), bucket.buffer_ends, right=True)
+        number = torch.where(bad.any(), before + 1 + place, 0)
         found = torch.where(found == 0, number.to(found.device), found)
         before += len(bucket.buffers)
     return found
@@ -270,31 +293,30 @@ _COMPRESSED = {  # layout -> the methods that return a sparse tensor's parts
     torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
     torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
 }
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of an element
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes per element
 
 
 def is_wrapper(t: Tensor) -> bool:
-    """Whether a tensor subclass keeps its numbers in tensors inside, as torchao's quantized weights do."""
+    """Returns whether a tensor subclass keeps its numbers in inner tensors, as torchao's quantized weights do."""
     return hasattr(t, "__tensor_flatten__") and not is_dtensor(t)
 
 
 def has_mean(t: Tensor) -> bool:
-    """Whether the workers' buffers of this kind are averaged: dense ones of floating point, real or complex."""
+    """Returns whether buffers of this kind are averaged: dense ones of real or complex floating point."""
     dense = t.layout == torch.strided and not t.is_nested and not is_wrapper(t)
     return dense and (t.is_floating_point() or t.is_complex()) and t.dtype != getattr(torch, "float4_e2m1fn_x2", None)
 
 
 def as_real(t: Tensor) -> Tensor:
-    """A complex tensor as pairs of real numbers, in the same memory; any other tensor itself."""
+    """Returns a complex tensor as pairs of real numbers in the same memory, any other tensor itself."""
     return torch.view_as_real(t.detach()) if t.is_complex() else t
 
 
 def parts_of(t: Tensor) -> list[Tensor]:
-    """The dense tensors that hold what `t` holds, in the same memory: `t` itself, or the indices and values of a sparse
-    tensor, the bytes of a quantized one, and the tensors inside a wrapper.
+    """Returns the dense tensors that hold the numbers of `t`, in the same memory.
 
-    Raises:
-        UserError: The layout gives no access to its memory.
+    These are `t` itself, a sparse tensor's indices and values, a quantized tensor's bytes, or the tensors inside a
+    wrapper. UserError if the layout gives no access to its memory.
     """
     t = t.detach()
     if is_wrapper(t):
@@ -315,7 +337,7 @@ def parts_of(t: Tensor) -> list[Tensor]:
 
 
 def kind_of(t: Tensor) -> Any:
-    """What of a tensor must be equal on all workers before its numbers can be sent: shape, dtype, and how they lie."""
+    """Returns the properties that workers must share to exchange a tensor: shape, dtype, layout, quantization."""
     kind: tuple[Any, ...] = (tuple(t.shape), str(t.dtype))
     if t.is_quantized and _of_one_scale(t):
         return *kind, f"scale {t.q_scale()}", f"zero point {t.q_zero_point()}"
@@ -325,27 +347,28 @@ def kind_of(t: Tensor) -> Any:
 
 
 def as_bits(t: Tensor) -> Tensor:
-    """The integers whose bits are a dense tensor's, each element once, in the same memory."""
+    """Returns a dense tensor's bits as integers in the same memory, each element once."""
     t = as_real(t.detach())
     for dim in range(t.ndim):
-        if t.stride(dim) == 0 and t.shape[dim] > 1:  # expanded
+        if t.stride(dim) == 0 and t.shape[dim] > 1:  # expanded: all elements share memory
             t = t.narrow(dim, 0, 1)
     return t.view(_BITS[t.element_size()])
 
 
 def _of_one_scale(t: Tensor) -> bool:
+    """Whether a quantized tensor has one scale, not one per channel."""
     return t.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric)
 
 
 def group_pieces(params: Sequence[Tensor], limit: int) -> Iterator[list[Tensor]]:
-    """Views that cover all parameters in order, consecutive ones together up to `limit` elements.
+    """Yields groups of views that cover all parameters in order, with at most `limit` elements per group.
 
-    A pass over memory takes one group after the other, so that all that belongs to it stays in the cache.
+    A pass over memory processes one group after the other, so that all tensors of a group stay in the cache.
     """
     group: list[Tensor] = []
     filled = 0
     for piece in (piece for p in params for piece in _pieces(p.detach(), limit)):
-        if filled + piece.numel() > limit:
+        if filled + piece.numel() > limit:  # the group is full
             yield group
             group, filled = [], 0
         group.append(piece)
@@ -355,7 +378,7 @@ def group_pieces(params: Sequence[Tensor], limit: int) -> Iterator[list[Tensor]]
 
 
 def _pieces(p: Tensor, limit: int) -> Iterator[Tensor]:
-    """Views of at most `limit` elements that cover p in row-major order; flat where p is contiguous."""
+    """Yields views of at most `limit` elements that cover p in row-major order, flat if p is contiguous."""
     if p.is_contiguous():
         yield from (piece for piece in p.view(-1).split(limit) if piece.numel())
     elif p.numel() <= limit:
@@ -368,7 +391,10 @@ def _pieces(p: Tensor, limit: int) -> Iterator[Tensor]:
 
 
 def tensors_of(given: Iterable[Any], name: str) -> list[Tensor]:
-    """As a list, however they were given."""
+    """Returns the tensors of any iterable as a list.
+
+    UserError if `given` is a single tensor or a module, or a tensor has no memory yet.
+    """
     if isinstance(given, Tensor | nn.Module) or not isinstance(given, Iterable):
         raise UserError(
             f"{name}: one {type(given).__name__} is given: give a list of tensors, as a model's {name}() returns"
@@ -391,10 +417,13 @@ def tensors_of(given: Iterable[Any], name: str) -> list[Tensor]:
 
 
 def check_inputs(given: Sequence[Tensor], params: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
-    """given: the parameters as the user gave them; params: those that are trained, DTensors' shards among them."""
+    """Raises UserError for the first tensor that cannot be averaged.
+
+    `given` are the user's parameters, `params` the trained ones with DTensors' local shards.
+    """
     if not params:
         raise UserError("no parameter requires a gradient: nothing to train")
-    if not any(p.numel() for p in given if p.requires_grad):  # of a DTensor's all shards
+    if not any(p.numel() for p in given if p.requires_grad):  # a DTensor counts all of its shards
         raise UserError("no parameter has an element: nothing to train")
     for p in params:
         if not p.is_floating_point():
@@ -407,37 +436,37 @@ def check_inputs(given: Sequence[Tensor], params: Sequence[Tensor], buffers: Seq
     for t in [*params, *buffers]:
         if t.is_inference():
             raise UserError(
-                f"a tensor of shape {list(t.shape)} was made under torch.inference_mode(), so that nobody can write to "
-                "it: clone() it outside"
+                f"a tensor of shape {list(t.shape)} was made under torch.inference_mode() and cannot be written to: "
+                "clone() it outside"
             )
         if any(size > 1 and stride == 0 for size, stride in zip(t.shape, t.stride(), strict=True)):
             raise UserError(
-                f"a tensor of shape {tuple(t.shape)} is expanded, several elements being one: give it memory of "
+                f"a tensor of shape {tuple(t.shape)} is expanded, so several elements share memory: give it memory of "
                 "its own, as clone() does"
             )
     refuse_shared_storage(params)
 
 
 def check_group() -> None:
-    """Refuses to train alone where others were started."""
+    """Raises UserError if several workers were started and torch.distributed is not initialized."""
     if (workers := int(os.environ.get("WORLD_SIZE", 1))) > 1 and not dist.is_initialized():
         raise UserError(
-            f"WORLD_SIZE={workers}, but torch.distributed is not initialised: this worker would train alone; call "
+            f"WORLD_SIZE={workers}, but torch.distributed is not initialized: this worker would train alone; call "
             "init_process_group first"
         )
 
 
 def refuse_shared_storage(params: Sequence[Tensor]) -> None:
-    """Two parameters over the same memory would be moved twice at every boundary."""
+    """Raises UserError if two parameters overlap in memory: every boundary would update them twice."""
     spans: dict[int, list[tuple[int, int]]] = {}
     for p in (p for p in params if p.numel()):
         last = sum((size - 1) * stride for size, stride in zip(p.shape, p.stride(), strict=True))
-        if last + 1 == p.numel():  # others, such as columns of one matrix, may lie between each other
+        if last + 1 == p.numel():  # other layouts, such as columns of one matrix, may interleave
             start = int(p.storage_offset())
             spans.setdefault(p.untyped_storage().data_ptr(), []).append((start, start + last))
-    for taken in spans.values():
-        taken.sort()
-        if any(following[0] <= one[1] for one, following in itertools.pairwise(taken)):
+    for found in spans.values():
+        found.sort()
+        if any(following[0] <= one[1] for one, following in itertools.pairwise(found)):
             raise UserError(
                 "two parameters share their memory: give the tensor that holds both, or one of them, as the same object"
             )

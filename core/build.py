@@ -1,4 +1,4 @@
-"""What every method is built from: its hooks in their order, its sync schedule, its compression and its all-reduce."""
+"""Builds the parts of a method: its hooks in their order, its sync schedule, its compression and its all-reduce."""
 
 from __future__ import annotations
 
@@ -24,13 +24,18 @@ from .usage import UsageChecks, refuse_shards
 
 
 class CommonArgs(TypedDict, total=False):
-    """What every method takes.
+    """Arguments that every method supports.
 
-    buffers: the model's buffers, see LocalUpdateMethod. model_params: the 16-bit model's parameters, if `params` are
-    the float32 masters that an optimizer keeps of it, in the same order. average: tensors that are evaluated but are
-    not parameters, such as an EMA model, or a function that returns them, see ExtraAverage. group: the workers (None:
-    all). timeout: seconds until a missing worker is an error. link: an emulated slow one. hooks: more of them, such as
-    Requests and Snapshot.
+    Attributes:
+        buffers: The model's buffers, see LocalUpdateMethod.
+        model_params: The 16-bit model's parameters, if `params` are the float32 masters that an optimizer keeps of it,
+            in the same order.
+        average: Tensors that are evaluated but not trained, such as an EMA model, or a function that returns them. See
+            ExtraAverage.
+        group: The workers. None means all.
+        timeout: Seconds until a missing worker is an error.
+        link: An emulated slow network.
+        hooks: More hooks, such as Requests and Snapshot.
     """
 
     buffers: Iterable[Tensor]
@@ -54,10 +59,12 @@ def build_args(
     """Returns LocalUpdateMethod's keyword arguments for a method with these settings.
 
     Args:
+        c: The settings.
+        args: The arguments that every method supports.
         schedule: See CO2.
-        overlap: Whether local steps run while an all-reduce is in flight.
-        with_times: Whether the workers may send each other their times, for which each needs a place of its own.
-        allreduce: Makes the AsyncAllReduce, if not that class.
+        overlap: Whether local steps run during an all-reduce.
+        with_times: Whether workers may exchange their times, which needs a place per worker among the scalars.
+        allreduce: Makes the AsyncAllReduce, if it is not that class.
     """
     if unknown := args.keys() - CommonArgs.__annotations__:
         known = ", ".join(CommonArgs.__annotations__)
@@ -69,15 +76,17 @@ def build_args(
     masters = tensors_of(args.get("model_params", ()), "parameters")
     extra = args.get("average")
     outliers = OutlierFilter(c.outlier)
+    # in the order in which they are called
     hooks = [outliers, ConsensusDistance(outliers), tau_hook, ReplicaChecksum(), *more]
     hooks += [MasterWeightSync(masters)] if masters else []
     tau: Any = c.tau if schedule is None else lambda number: scheduled(c, schedule, number).tau
-    fixed = tau_hook is None and c.delay == "boundary"  # nothing follows measured times, or merges in mid-round
+    fixed = tau_hook is None and c.delay == "boundary"  # no choice from measured times, and no merge within a round
     of_group = {name: given for name, given in args.items() if name in ("group", "timeout")}
     make = allreduce or allreduce_over(args.get("link"))
     return {
         "sync_schedule": SyncSchedule(tau) if fixed else AdaptiveTau(tau, c.delay, tau_hook),
         "buffers": args.get("buffers", ()),
+        # with delay 0 the worker waits at once
         "allreduce": functools.partial(make, overlap=overlap and c.delay != 0, failures=failure, **of_group),
         "reducer": _reducer(c.compression, tau_hook),
         "hooks": [hook for hook in hooks if hook is not None],
@@ -87,8 +96,10 @@ def build_args(
 
 
 def tau_hook_for(c: CO2Config, workers: int) -> TauHook | None:
-    """Returns the hook that receives the workers' times, or None if nothing is chosen from them: neither tau, nor the
-    compression, nor the local step at which a worker waits for an average."""
+    """Returns the hook that receives the workers' times, or None if nothing is chosen from them.
+
+    The choices are tau, the compression, and the local step at which a worker waits for an average.
+    """
     formats = c.compression.choices if workers > 1 else dict([*c.compression.choices.items()][-1:])
     given = None if c.tau == "auto" else c.tau
     if given is not None and len(formats) == 1 and (c.delay != "auto" or workers == 1):
@@ -99,12 +110,13 @@ def tau_hook_for(c: CO2Config, workers: int) -> TauHook | None:
 def _reducer(
     compression: CompressionConfig, tau_hook: TauHook | None
 ) -> Callable[[Sequence[Bucket], Scalars, AsyncAllReduce], Reducer]:
+    """Returns the function that makes the Reducer."""
     if compression.format == "float32":
         return all_reduce
     if compression.format == "auto":
         from .compression.quantized import AutoCompression
 
-        first = tau_hook.tuner.compression if tau_hook else [*compression.choices][-1]  # one worker takes the last
+        first = tau_hook.tuner.compression if tau_hook else [*compression.choices][-1]  # one worker uses the last
         return functools.partial(AutoCompression, first, compression.error_feedback)
     return lambda buckets, scalars, allreduce: compression.reducer(
         buckets, scalars, allreduce.rank, allreduce.world_size
@@ -114,7 +126,7 @@ def _reducer(
 def build_args_of_other(
     params: Sequence[Tensor], c: CO2Config, args: CommonArgs, *, overlap: bool = True
 ) -> dict[str, Any]:
-    """`build_args` for a method that uses only tau, tau_max and the compression of CO2's settings."""
+    """Does build_args for a method that uses only tau, tau_max and compression of CO2's settings."""
     refuse_shards(params, args.get("group"))
     c.compression.check_given()
     c.compression.check(params, args.get("group"))

@@ -1,7 +1,7 @@
-"""A run's checkpoints: written in the background, and loaded only if whole and undamaged.
+"""A run's checkpoints: written in the background, and loaded only if complete and undamaged.
 
 All workers write their files into one folder, step*.tmp-ATTEMPT. Rank 0 then adds a manifest and renames the folder. So
-a folder without .tmp holds what one attempt wrote at one step. stored.py has the format.
+a folder without .tmp holds the files of one attempt at one step. stored.py defines the format.
 """
 
 from __future__ import annotations
@@ -30,10 +30,14 @@ from .errors import UserError
 from .local_update import LocalUpdateMethod
 from .stored import parse_json, reason
 
-KEEP = 2  # checkpoints; the older one serves where the newer is damaged
+KEEP = 2  # checkpoints; the older one is used if the newer is damaged
 MANIFEST = "manifest.json"
-WRAPPERS = ("module", "_orig_mod", "model")  # what DistributedDataParallel, torch.compile and others put around a model
-PATIENCE = 5.0  # seconds that a run which fails gives the checkpoint that it writes
+WRAPPERS = (
+    "module",
+    "_orig_mod",
+    "model",
+)  # names that DistributedDataParallel, torch.compile and other wrappers add to a model's keys
+PATIENCE = 5.0  # seconds that a failing run waits for the checkpoint being written
 
 
 def all_finite(tensors: Iterable[Tensor]) -> Tensor:
@@ -48,8 +52,10 @@ class Saver:
     """Writes checkpoints in a thread, one after the other, over a process group of its own. Every worker makes one.
 
     Args:
-        world_size: 1 means that this worker writes alone.
-        attempt: The same on all workers, and another one each time that the run is started.
+        folder: Folder of the checkpoints.
+        rank: This worker's rank.
+        world_size: Number of workers.
+        attempt: Any text that is equal on all workers and new in each start of the run.
         timeout: Seconds until a missing worker is an error.
         keep: How many checkpoints stay.
         group: The workers over gloo, used by nothing but write(). None makes a group.
@@ -71,13 +77,13 @@ class Saver:
         own = world_size > 1 and group is None
         self._group = new_group(None, timeout, torch.device("cpu"), "gloo") if own else group
         self._thread: threading.Thread | None = None
-        self._ended: bool | Exception = True  # how the last write ended: whether all models were finite, or its error
+        self._ended: bool | Exception = True  # the last write's error, or whether all models were finite
 
     def start(self, step: int, state: Any, tensors: dict[str, Tensor], begun: float | None = None) -> None:
-        """Starts to write what stored.take_out returned, after an earlier write; then removes old checkpoints.
+        """Starts to write what stored.take_out returned, after any earlier write, and removes old checkpoints.
 
-        Every worker must call it, at its own time. If a tensor under "model" of any worker is not finite, nothing is
-        written or removed. begun: when (time.monotonic) the round closed; the manifest's seconds count from there.
+        Every worker must call it, at any time. If a tensor under "model" is not finite on some worker, nothing is
+        written or removed. The manifest counts seconds from `begun`, the time.monotonic() at which the round closed.
         """
         self.wait()
         job = step, state, tensors, time.monotonic() if begun is None else begun
@@ -85,15 +91,17 @@ class Saver:
         self._thread.start()
 
     def write(self, step: int, state: Any, tensors: dict[str, Tensor], spared: Collection[str] = ()) -> bool:
-        """As start() and wait(), in the calling thread. spared: names of the model's tensors that need not be
-        finite."""
+        """Does start() and wait() in the calling thread.
+
+        `spared` names tensors of the model that need not be finite.
+        """
         self._run(step, state, tensors, time.monotonic(), spared)
         return self.wait()
 
     def wait(self) -> bool:
-        """Waits for the write, on every worker. Returns False if a worker's model was not finite.
+        """Waits for the write, on every worker. Returns False if some worker's model was not finite.
 
-        UserError on all workers if one could not write; also the error of a worker that is gone.
+        UserError on all workers if one could not write. The error of a worker that is gone is raised, too.
         """
         self.abandon(None)
         self._thread, ended = None, self._ended
@@ -103,18 +111,19 @@ class Saver:
         return ended
 
     def close(self) -> None:
-        """Waits, and leaves the group."""
+        """Waits for the write, and leaves the group."""
         self.wait()
         if self._group is not None:
             leave_group(self._group, self.timeout)
             self._group = None
 
     def abandon(self, patience: float | None = PATIENCE) -> None:
-        """After a failure: gives the running write a moment."""
+        """Gives the running write at most `patience` seconds, after a failure."""
         if self._thread is not None:
             self._thread.join(patience)
 
     def _run(self, *job: Any) -> None:
+        """Writes, and keeps the result or the error for wait()."""
         try:
             self._ended = self._write(*job)
         except Exception as error:
@@ -123,21 +132,22 @@ class Saver:
     def _write(
         self, step: int, state: Any, tensors: dict[str, Tensor], begun: float, spared: Collection[str] = ()
     ) -> bool:
-        """Writes a checkpoint, as start() and wait() say."""
-        apart = {f"model.{name}" for name in spared}
-        of_model = [t for path, t in tensors.items() if path.startswith("model.") and path not in apart]
+        """Writes a checkpoint, as start() and wait() describe."""
+        excluded = {f"model.{name}" for name in spared}
+        of_model = [t for path, t in tensors.items() if path.startswith("model.") and path not in excluded]
         weights = [t for t in of_model if t.is_floating_point()]
-        finite = self._gather(bool(all_finite(weights)))
+        finite = self._gather(bool(all_finite(weights)))  # all workers decide alike, before anything is written
         if not all(finite):
             what = f"the model of rank {finite.index(False)} is not finite: no checkpoint is written"
             _say(self.rank, f"warning: step {step}: {what}, the last one stays")
             return False
         target = self.folder / f"step{step:09d}"
         fresh = self.folder / f"{target.name}.tmp-{self.attempt}"
-        everyone = self._gather({path: stored.digest(tensor) for path, tensor in tensors.items()})
+        # equal tensors are written once
+        digests = self._gather({path: stored.digest(tensor) for path, tensor in tensors.items()})
         digest, failure = "", ""
         try:
-            digest = stored.write(fresh, self.rank, state, tensors, everyone)
+            digest = stored.write(fresh, self.rank, state, tensors, digests)
         except (OSError, RuntimeError) as error:  # torch wraps the system's error in a RuntimeError
             failure = f"{target} cannot be written (rank {self.rank}: {reason(error)})"
         written = self._gather((digest, failure))
@@ -152,23 +162,30 @@ class Saver:
                     publish(fresh, target, manifest, [*files, *others])
                 except OSError as error:
                     failure = f"{target} cannot be written ({reason(error)})"
-            tidy(self.folder, step, self.keep)  # before the others go on: they may soon write the next checkpoint
-        if failure := self._gather(failure)[0]:
+            tidy(self.folder, step, self.keep)  # before other workers may write the next checkpoint
+        if failure := self._gather(failure)[0]:  # rank 0's outcome, an error on all workers
             if self._thread is not None:
                 _say(self.rank, f"warning: {failure}: the run stops where the next checkpoint is due")
             raise UserError(f"{failure}: make room or choose another folder; the last checkpoint stays")
         return True
 
     def _gather(self, mine: Any) -> list[Any]:
+        """Returns each worker's object, by rank."""
         return of_all(mine, self._group) if self._group is not None else [mine]
 
 
 def load_newest(folder: Path, *, rank: int, alone: bool = False) -> tuple[Any, int] | None:
-    """Returns this worker's state in the newest checkpoint that all workers can read, and how many workers wrote it.
+    """Loads the newest checkpoint that all workers can read.
 
     Every worker must call it, except with `alone`. If n other workers wrote it, rank r gets the state of rank r modulo
-    n. None if there is no checkpoint. UserError if there are some and none can be read. Rank 0 prints which were
-    refused, and why: on a network file system another worker may not see the newest one yet.
+    n. Rank 0 prints which checkpoints were refused, and why. On a network file system, another worker may not see the
+    newest one yet.
+
+    Returns:
+        This worker's state and the number of workers that wrote it, or None if there is no checkpoint.
+
+    Raises:
+        UserError: If there are checkpoints and none can be read.
     """
     refused, gather = list[str](), (lambda mine: [mine]) if alone else of_all
     if rank == 0:  # publish() may have been killed between its two renames
@@ -191,7 +208,7 @@ def load_newest(folder: Path, *, rank: int, alone: bool = False) -> tuple[Any, i
 
 
 def unlike(theirs: dict[str, Any], mine: dict[str, Any]) -> str:
-    """Returns how the names and shapes of two models' state_dicts differ; "" if they do not. Shards count as such."""
+    """Describes how names and shapes of two models' state_dicts differ, by local shards. "" if they do not."""
 
     def shape(held: Any) -> list[int] | None:
         return list(local_shard(held).shape) if isinstance(held, Tensor) else None
@@ -213,9 +230,9 @@ def unlike(theirs: dict[str, Any], mine: dict[str, Any]) -> str:
 
 
 def publish(fresh: Path, target: Path, manifest: str, files: Iterable[str]) -> None:
-    """Adds the manifest to a folder where all workers have written `files`, and renames it over `target`."""
+    """Adds the manifest to a folder in which all workers have written `files`, and renames it to `target`."""
     if missing := [name for name in files if not (fresh / name).exists()]:
-        raise OSError(f"another worker's {missing[0]} did not come here: the folder must be one that all nodes share")
+        raise OSError(f"another worker's {missing[0]} is missing: the folder must be one that all nodes share")
     (fresh / MANIFEST).write_text(manifest)
     if target.exists():
         target.rename(fresh.with_name(f"{fresh.name}-old"))
@@ -223,7 +240,7 @@ def publish(fresh: Path, target: Path, manifest: str, files: Iterable[str]) -> N
 
 
 def tidy(folder: Path, step: int, keep: int) -> None:
-    """Removes all but the newest checkpoints, checkpoints of later steps, and leftovers of other attempts."""
+    """Removes all but the newest `keep` checkpoints, checkpoints of later steps, and files of other attempts."""
     kept = [name for name in finished(folder) if int(name.removeprefix("step")) <= step][:keep]
     for path in folder.glob("step*"):
         if path.name not in kept and re.fullmatch(r"step\d{9}(\.tmp-.*)?", path.name):
@@ -231,7 +248,7 @@ def tidy(folder: Path, step: int, keep: int) -> None:
 
 
 def finished(folder: Path) -> list[str]:
-    """Returns the names of the complete checkpoints, the newest first."""
+    """Returns the names of the complete checkpoints, newest first."""
     paths = [path for path in folder.glob("step*") if re.fullmatch(r"step\d{9}", path.name) and path.is_dir()]
     return sorted((path.name for path in paths), reverse=True)
 
@@ -251,24 +268,25 @@ def _read(target: Path, rank: int) -> tuple[Any, int, str]:
         return None, 0, f"{Path(error.filename).name} is missing"
     except UserError as error:
         return None, 0, str(error)
-    except Exception as error:  # whatever it is: a worker that raised here would leave the others waiting
+    except Exception as error:  # if a worker raised here, the others would wait for it
         return None, 0, f"it cannot be read, {reason(error)}"
 
 
 def _say(rank: int, line: str) -> None:
+    """Prints a line to stderr on rank 0."""
     if rank == 0:
         print(line, file=sys.stderr, flush=True)
 
 
 def of_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any]:
-    """Returns the optimizer's state_dict with a name in place of each number."""
+    """Returns the optimizer's state_dict with parameter names in place of numbers."""
     state = optimizer.state_dict()
     names = _numbered(optimizer, model)
     return state | {"state": {names[number]: values for number, values in state["state"].items()}}
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, state: dict[str, Any]) -> None:
-    """Restores what of_optimizer returned. Tensors of sharded parameters are this worker's shards."""
+    """Restores what of_optimizer returned. For sharded parameters, tensors are this worker's shards."""
     params = dict(model.named_parameters())
     numbers = {name: number for number, name in enumerate(_numbered(optimizer, model))}
     values = {
@@ -279,13 +297,13 @@ def load_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, state: di
 
 
 def load_model(model: nn.Module, state: dict[str, Any]) -> None:
-    """Restores model.state_dict(). Tensors of sharded parameters are this worker's shards."""
+    """Restores model.state_dict(). For sharded parameters, tensors are this worker's shards."""
     here = model.state_dict()
     model.load_state_dict({name: as_shard(value, here.get(name)) for name, value in state.items()})
 
 
 def as_shard(value: Any, like: Any) -> Any:
-    """Returns this worker's shard of something sharded as `like` as a DTensor; anything else as it is."""
+    """Returns this worker's shard of a tensor sharded as `like` as a DTensor, anything else as it is."""
     if not (is_dtensor(like) and isinstance(value, Tensor) and value.shape == like.to_local().shape):
         return value
     shard = value.to(like.to_local())
@@ -294,19 +312,22 @@ def as_shard(value: Any, like: Any) -> Any:
 
 
 def _numbered(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[str]:
-    """Returns the parameters' names in the order of its state_dict; with ZeRO-1 those whose state is kept here."""
+    """Returns the parameters' names in the order of the optimizer's state_dict.
+
+    With ZeRO-1 it returns only the parameters whose state this rank keeps.
+    """
     names = {id(p): name for name, p in model.named_parameters()}
     params = [p for group in getattr(optimizer, "optim", optimizer).param_groups for p in group["params"]]
-    if strangers := sum(id(p) not in names for p in params):
+    if missing := sum(id(p) not in names for p in params):
         raise UserError(
-            f"the optimiser has {strangers} parameters that the model lacks: give one module that holds all, such as "
+            f"the optimizer has {missing} parameters that the model lacks: give one module that holds all, such as "
             "an nn.ModuleList"
         )
     return [names[id(p)] for p in params]
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:
-    """Returns the states of torch's global generators: the host's, and the GPU's if the model is on one."""
+    """Returns the states of torch's global generators: the CPU's, and the GPU's if the model is on one."""
     on_gpu = {"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {}
     return {"cpu": torch.get_rng_state()} | on_gpu
 
@@ -318,11 +339,11 @@ def set_random_state(state: dict[str, Tensor], device: torch.device) -> None:
         torch.cuda.set_rng_state(state["cuda"], device)
 
 
-STEPS = 10**9  # what a folder's name has room for
+STEPS = 10**9  # limit of the folder names' digits
 
 
 class Stateful(Protocol):
-    """A method, a learning rate schedule, a GradScaler, a data loader."""
+    """A method, learning-rate scheduler, GradScaler, data loader or any object with these two methods."""
 
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: dict[str, Any], /) -> Any: ...
@@ -338,35 +359,37 @@ def save(
     keep: int = 2,
     others: Mapping[str, Stateful] | None = None,
 ) -> bool:
-    """Writes folder/stepNNNNNNNNN, from which `load` goes on bit for bit, also in mid-round. Every worker must call it.
+    """Writes folder/stepNNNNNNNNN, from which `load` resumes bit for bit, even in the middle of a round.
 
-    Each worker saves its own model, optimizer, method and torch's random state. What is equal on several workers is
-    written once. The folder gets its name when all have written their files, so a worker that is killed leaves the
-    checkpoint before. `save` waits for what is in flight.
+    Every worker must call it, and saves its own model, optimizer, method and torch's random state. Data that is equal
+    on several workers is written once. The folder gets its name after all workers have written their files. If a worker
+    is killed, the previous checkpoint remains. `save` waits for the all-reduce in flight.
 
     Args:
-        folder: Where checkpoints lie, on a file system that all workers share. `~` is the home folder.
+        folder: Folder of the checkpoints, on a file system that all workers share. `~` is the home folder.
+        model: The model.
+        optimizer: Its optimizer, if any.
         co2: CO2 or any other method.
-        step: How many steps the loop has taken.
-        keep: How many checkpoints stay. Older checkpoints go, and so do checkpoints of later steps, from a run that was
-            given up.
-        others: What else has a state, by name, such as {"schedule": scheduler}. Plain values, tensors, numpy's arrays
+        step: Number of steps that the loop has taken.
+        keep: How many checkpoints stay. Older checkpoints are removed, and so are checkpoints of later steps, from a
+            run that was abandoned.
+        others: More objects with a state, by name, such as {"schedule": scheduler}. Plain values, tensors, NumPy arrays
             and numbers, paths and Python's containers are restored with their types. Named tuples, dataclasses and
             tensor subclasses need torch.serialization.add_safe_globals([the class]) before save() and load().
 
     Returns:
-        False if a worker's model is not finite: nothing was written, and the last checkpoint stays.
+        False if some worker's model is not finite: nothing was written, and the last checkpoint stays.
 
     Raises:
-        UserError: On all workers, if a state holds what `load` could not give back, if one worker cannot write, or if
-            some workers went on without calling save().
+        UserError: On all workers, if a state holds a value that `load` could not restore, if a worker cannot write, or
+            if some workers have continued without calling save().
     """
     if not isinstance(step, int) or not 0 <= step < STEPS:
         raise UserError(f"step={step!r}: give the number of steps taken, from 0 to {STEPS - 1}")
     if not isinstance(keep, int) or keep < 1:
         raise UserError(f"keep={keep!r}: give the number of checkpoints that stay, 1 or more")
     peers.come_together("save()")
-    held = {
+    whole = {
         "model": model.state_dict(),
         "optimizer": of_optimizer(optimizer, model) if optimizer is not None else {},
         "optimizer_kind": type(optimizer).__name__,
@@ -377,17 +400,18 @@ def save(
     }
     tensors, state, problem = dict[str, Tensor](), {}, ""
     try:
-        state = stored.take_out(held, tensors)
+        state = stored.take_out(whole, tensors)
     except UserError as error:
         problem = str(error)
     group = host_group()
+    # a refusal on one worker is an error on all; rank 0 names the attempt
     reported = of_all((secrets.token_hex(4), problem))
     if problem := next((problem for _, problem in reported if problem), ""):
         raise UserError(problem)
     rank = dist.get_rank() if group is not None else 0
     attempt = reported[0][0]
     saver = Saver(Path(folder).expanduser(), rank, len(reported), attempt, keep=keep, group=group)
-    return saver.write(step, state, tensors, spared=_constant(model, co2))
+    return saver.write(step, state, tensors, spared=_need_not_be_finite(model, co2))
 
 
 def load(
@@ -398,24 +422,28 @@ def load(
     *,
     others: Mapping[str, Stateful] | None = None,
 ) -> int | None:
-    """Goes on from the newest whole checkpoint that every worker can read. Every worker must call it, with the objects
-    as they were made for the first step.
+    """Resumes from the newest complete checkpoint that every worker can read.
 
-    Rank 0 prints which checkpoints are damaged. On another number of workers, worker r takes the state of worker r
-    modulo the former number, with a warning, and torch's random states begin anew.
+    Every worker must call it, with the objects as they were made for the first step. Rank 0 prints which checkpoints
+    are damaged. With a different number of workers, worker r gets the state of worker r modulo the former number. It
+    warns, and torch's random states start anew.
+
+    Args:
+        folder, model, optimizer, co2, others: See `save`.
 
     Returns:
         The checkpoint's step, or None if there is none.
 
     Raises:
-        UserError: There are checkpoints, but none can be read, or the newest is of another model, optimizer or method.
+        UserError: If there are checkpoints and none can be read, or the newest is of another model, optimizer or
+            method.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
     found = load_newest(folder := Path(folder).expanduser(), rank=rank)
     if found is None:
         return None
     (state, before), here = found, dict(others or {})
-    problems = of_all(_misfit(state, model, optimizer, here))
+    problems = of_all(_misfit(state, model, optimizer, here))  # checked on all workers before anything is loaded
     if any(problems):
         raise UserError(f"{folder}: the checkpoint of step {state.get('step', '?')} {max(problems)}")
     load_model(model, state["model"])
@@ -433,28 +461,30 @@ def load(
     return state["step"]
 
 
-def _constant(model: nn.Module, co2: Stateful) -> set[str]:
-    """The names of buffers that need not be finite: those that the method does not average, and those in which nothing
-    is other than finite but what they began with, as a causal mask of -inf."""
-    spoilt = co2._spoilt_buffers() if isinstance(co2, LocalUpdateMethod) else []
-    return {name for name, b in model.named_buffers(remove_duplicate=False) if not any(b is other for other in spoilt)}
+def _need_not_be_finite(model: nn.Module, co2: Stateful) -> set[str]:
+    """Returns the names of buffers that need not be finite.
+
+    The method does not average them, or their only non-finite numbers were there at construction, as in a causal mask.
+    """
+    bad = co2._nonfinite_buffers() if isinstance(co2, LocalUpdateMethod) else []
+    return {name for name, b in model.named_buffers(remove_duplicate=False) if not any(b is other for other in bad)}
 
 
 def _misfit(
     state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer | None, others: dict[str, Any]
 ) -> str:
-    """Returns why this state cannot be loaded; "" if it can. The method makes checks of its own later."""
+    """Returns why this state cannot be loaded, "" if it can. The method has its own checks later."""
     if "optimizer_kind" not in state:
         return "was not written by save(): resume with what wrote it, or choose another folder"
     if differs := unlike(state["model"], model.state_dict()):
         return f"is of another model: {differs}; give the model that was saved, or choose another folder"
     if (was := state["optimizer_kind"]) != (kind := type(optimizer).__name__):
-        return f"is of the optimiser {was}, here it is {kind}: resume with the one that was saved"
+        return f"is of the optimizer {was}, here it is {kind}: resume with the optimizer that was saved"
     if optimizer is not None:
         now = of_optimizer(optimizer, model)
         sizes = [[len(group["params"]) for group in s["param_groups"]] for s in (state["optimizer"], now)]
         if sizes[0] != sizes[1]:
-            return f"has an optimiser of {sizes[0]} parameters, by group, here it has {sizes[1]}: make it as it was"
+            return f"has an optimizer of {sizes[0]} parameters per group, here it has {sizes[1]}: make it as it was"
     if (was := sorted(state["others"])) != (here := sorted(others)):
-        return f"has the others {was}, here they are {here}: give the same names"
+        return f"has others={was}, here it is {here}: give the same names"
     return ""

@@ -179,6 +179,7 @@ class CO2(LocalUpdateMethod):
     @torch.inference_mode(False)
     @torch.no_grad()
     def _merge_early(self, *, at_boundary: bool) -> None:
+        """Merges the average in flight before the end of the round, or at a boundary before an evaluation."""
         with self._clock.early_merge(self._local_steps):
             self._merge()
             if not at_boundary:
@@ -235,11 +236,12 @@ class CO2(LocalUpdateMethod):
             for bucket in self._buckets:
                 bucket.payload.zero_()  # the rule multiplies it by 0, and 0 times a NaN is a NaN
             rule = outer.Rule(nesterov=c.outer_momentum if c.nesterov else None, merge=merge, share=share)
-        seen = outer.run_all(self._outer_steps, rule)  # sums of m^2 and Lambda, the largest Lambda, clipped elements
+        # [4]: the sums of m^2 and of Lambda, the largest Lambda, and how many elements were clipped
+        squares, gaps, largest_gap, clipped = outer.run_all(self._outer_steps, rule)
         self._last_alpha = float(rule.alpha)
         if arrived:
-            stats.momentum_norm = self._momentum_norm = seen[0].sqrt()
-            stats.gap_mean, stats.gap_max, stats.clipped_share = seen[1] / self._numel, seen[2], seen[3] / self._numel
+            stats.momentum_norm = self._momentum_norm = squares.sqrt()
+            stats.gap_mean, stats.gap_max, stats.clipped_share = gaps / self._numel, largest_gap, clipped / self._numel
 
     def _restart_from_anchor(self, where: Tensor | None = None) -> None:
         if self.config.merge != "restart":  # with restart, the boundary itself does it

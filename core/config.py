@@ -1,4 +1,4 @@
-"""All settings of CO2, and the checks that refuse what cannot train."""
+"""The settings of CO2, and checks that refuse settings which cannot train."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from .compression.lgreco import LGrecoConfig, parse
 from .errors import UserError, is_number, is_whole, require
 from .outer import Merge
 
-LARGE = 1e4  # an outer learning rate that trains is far below
+LARGE = 1e4  # far above any outer learning rate that trains
 GAPS = ("elementwise", "norm", "none")
 MERGES: tuple[Merge, ...] = get_args(Merge)
-SCHEDULED = ("tau", "outer_lr", "outer_momentum", "clip")  # what may change from round to round
+SCHEDULED = ("tau", "outer_lr", "outer_momentum", "clip")  # settings that may change from round to round
 
 
 Format = NarrowFormat | Literal["lgreco", "auto"]
@@ -32,18 +32,19 @@ FORMATS: tuple[str, ...] = (*get_args(NarrowFormat), "lgreco", "auto")
 
 @dataclass(frozen=True)
 class CompressionConfig:
-    """How the pseudo-gradient crosses the network."""
+    """How averages are compressed for the network."""
 
     format: Format = "float32"
-    """float32 (float64 for float64 parameters, a plain all-reduce); bfloat16, float16, int8, int4 or int2; lgreco,
-    which chooses a compression for each layer during training; or auto: int4, or float32 if that is as fast, as
-    measured during training."""
+    """float32 is a plain all-reduce (float64 for float64 parameters). bfloat16, float16, int8, int4 and int2 round to
+    fewer bytes. lgreco chooses a compression for each layer during training. auto is int4, or float32 if that is as
+    fast, as measured during training."""
     error_feedback: bool = True
     """Adds the rounding errors to the next round's message, at the cost of a copy of the parameters."""
     like: str = ""
-    """With lgreco: the uniform setting whose error it must not exceed: intB with B bits, topD with the share D of each
-    layer's largest elements, or rankR, such as int4, top0.01, rank4."""
+    """With lgreco: the uniform setting whose error it must not exceed, such as int4, top0.01 or rank4. intB has B bits,
+    topD keeps the share D of each layer's largest elements, and rankR has rank R."""
     lgreco: LGrecoConfig = field(default_factory=LGrecoConfig)
+    """With lgreco: how it chooses."""
 
     def __post_init__(self) -> None:
         if self.format not in FORMATS:
@@ -56,26 +57,30 @@ class CompressionConfig:
                 )
         elif self.like or self.lgreco != LGrecoConfig():
             given = f"compression.like={self.like!r}" if self.like else f"compression.lgreco={self.lgreco}"
-            raise UserError(f"{given} is of compression.format lgreco, not {self.format}: leave it out, or set that")
+            raise UserError(
+                f"{given} belongs to compression.format lgreco, not {self.format}: leave it out, or set that format"
+            )
 
     def check(self, params: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
-        """Refuses tensors and backends with which a narrow format was never run."""
+        """Raises UserError for tensors and backends that a compression does not support."""
         if self.format == "float32":
             return
         asked, remedy = f"compression.format={self.format!r}", "use compression.format float32"
         devices = sorted({str(t.device) for t in params})
         if len(devices) > 1:
             raise UserError(
-                f"{asked} with parameters on {', '.join(devices)}: they have to lie on one device, or {remedy}"
+                f"{asked} with parameters on {', '.join(devices)}: give parameters on one device, or {remedy}"
             )
         if not params or not dist.is_initialized():
             return
         kind, backend = params[0].device.type, backend_for(group, params[0].device)
         if backend not in ("gloo", "nccl"):
-            raise UserError(f"{asked} over {backend} backend for {kind} tensors: only gloo and nccl do, or {remedy}")
+            raise UserError(
+                f"{asked} over {backend} backend for {kind} tensors: only gloo and nccl are supported, or {remedy}"
+            )
 
     def check_given(self) -> None:
-        """For a method that chooses nothing from measured times."""
+        """Raises UserError for auto, for a method that chooses nothing from measured times."""
         if self.format == "auto":
             raise UserError(
                 "compression.format='auto' is CO2's own choice, from measured times: give another method a format"
@@ -83,14 +88,16 @@ class CompressionConfig:
 
     @property
     def choices(self) -> dict[str, float]:
-        """The formats to choose from, the narrowest first -> bytes an element; of lgreco, unknown before it chooses,
-        float32's. auto knows int4 alone beside float32: with error feedback it cost no loss (results/loss.md), and a
-        trial takes rounds."""
-        known = ("int4", "float32") if self.format == "auto" else (self.format,)
-        return {compression: BLOCK_BYTES.get(compression, 4 * BLOCK) / BLOCK for compression in known}
+        """The formats to choose from -> bytes per element, in ascending order.
+
+        lgreco counts as float32 until it has chosen. auto offers only int4 and float32: int4 with error feedback had no
+        higher loss (results/loss.md), and each further format would cost rounds for its test.
+        """
+        formats = ("int4", "float32") if self.format == "auto" else (self.format,)
+        return {compression: BLOCK_BYTES.get(compression, 4 * BLOCK) / BLOCK for compression in formats}
 
     def reducer(self, buckets: Sequence[Bucket], scalars: Scalars, rank: int, world_size: int) -> Reducer:
-        """The sender of the buckets in this format, which is not float32."""
+        """Makes the Reducer of this format, which is not float32."""
         workers = rank, world_size
         if self.format == "lgreco":
             from .compression.lgreco_reducer import LGreco
@@ -115,7 +122,7 @@ class CO2Config:
     all-reduce, from measured times, chosen again when these change. Until then a round has two local steps."""
     _: KW_ONLY
     outer_lr: float = 1.0
-    """alpha: the share of the momentum that the outer step takes."""
+    """alpha: scales the outer step."""
     outer_momentum: float = 0.5
     """beta: how much of the outer momentum survives a round."""
     nesterov: bool = False
@@ -123,31 +130,31 @@ class CO2Config:
     gap: Literal["elementwise", "norm", "none"] = "elementwise"
     """The staleness gap penalty Lambda: one of elementwise, norm, none."""
     clip: float | None = 1.0
-    """phi: clips each element of the outer momentum to [-phi, phi]; None for no clipping."""
+    """phi: clips each element of the outer momentum to [-phi, phi]. None means no clipping."""
     allow_unstable: bool = False
     """Accepts an outer step without a gap penalty that diverges, to show that it does."""
     tau_max: int = 192
     """With tau auto: the most local steps per round."""
     merge: Merge = "restart"
-    """What a worker continues from when an average arrives. restart: the outer iterate (the paper). interpolate: a mix
-    of the outer iterate and its parameters. keep_local: the outer iterate plus the local progress made since the
-    all-reduce started, at the cost of a copy of the parameters."""
+    """How a worker continues when an average arrives. restart: from the outer iterate (the paper). interpolate: from a
+    mix of the outer iterate and its parameters. keep_local: from the outer iterate plus the local progress made since
+    the all-reduce started, at the cost of a copy of the parameters."""
     mix: float = 0.5
-    """With interpolate: the weight of the outer iterate; 1 continues from it alone."""
+    """With interpolate: the weight of the outer iterate. With 1 a worker continues from it exactly."""
     delay: int | Literal["boundary", "auto"] = "boundary"
-    """When an average is merged. boundary: at the next boundary, one round after its all-reduce started (the paper).
-    A number: that many local steps after the start, waiting if need be; 0 waits at once, so nothing is hidden and
+    """When an average is merged. boundary: at the next boundary, one round after its all-reduce started (the paper). A
+    number: after that many local steps, waiting if needed. With 0 a worker waits at once, so nothing is hidden and
     nothing is stale. auto: as soon as it arrives. A worker then waits for it after as many local steps as the
     all-reduce needs, measured over the first four rounds."""
     outlier: float | None = 10.0
     """Excludes a worker from a round's average, and restarts it, if its update is more than this many times as large as
     its usual update. None excludes only updates that are not finite."""
     compression: CompressionConfig = field(default_factory=CompressionConfig)
-    """How averages cross the network, also with local, overlap_local and slowmo. ddp has ddp_compression."""
+    """How averages are compressed, also with local, overlap_local and slowmo. ddp has ddp_compression."""
 
     _names_no_rule: ClassVar[bool] = False
 
-    # __init__ and __post_init__ cannot tell a setting that was given from a default
+    # __init__ and __post_init__ cannot distinguish a given setting from a default.
     def __new__(cls, *args: Any, **given: Any) -> CO2Config:
         config = super().__new__(cls)
         object.__setattr__(config, "_names_no_rule", len(args) <= 1 and given.keys() <= {"tau"})
@@ -166,7 +173,7 @@ class CO2Config:
         require(self, clips, "clip", "give a number above 0, or None for no clipping")
         require(self, self.merge in MERGES, "merge", f"choose one of {', '.join(MERGES)}")
         shared = is_number(self.mix) and 0 < self.mix <= 1
-        require(self, shared, "mix", "give a number in (0, 1]; 1 continues from the outer iterate alone")
+        require(self, shared, "mix", "give a number in (0, 1]; 1 continues from the outer iterate")
         self._check_delay()
         limits = self.outlier is None or (is_number(self.outlier) and self.outlier > 1)
         require(self, limits, "outlier", "give a number above 1, or None for no limit")
@@ -174,22 +181,24 @@ class CO2Config:
         require(self, isinstance(self.compression, CompressionConfig), "compression", remedy)
 
     def _check_delay(self) -> None:
+        """Raises UserError for a delay that does not go with the other settings."""
         number = self.delay if isinstance(self.delay, int) and not isinstance(self.delay, bool) else None
-        known = number is not None or self.delay in ("boundary", "auto")
-        require(self, known and (number or 0) >= 0, "delay", "give boundary, auto, or a whole number of local steps")
+        valid = number is not None or self.delay in ("boundary", "auto")
+        require(self, valid and (number or 0) >= 0, "delay", "give boundary, auto, or a whole number of local steps")
         if number is not None:
             require(self, self.tau != "auto", "delay", "with tau auto give delay boundary or auto")
             require(self, number <= int(self.tau), "delay", f"give at most tau={self.tau} local steps")
+        # with delay 0 there is no gap to penalize
         nothing_stale = f"nothing is stale then: set gap none, not {self.gap}"
         require(self, number != 0 or self.gap == "none", "delay", nothing_stale)
-        thrown = "merge restart would discard the local steps since the all-reduce started: set merge keep_local"
-        require(self, self.merge != "restart" or self.is_a_round_late or number == 0, "delay", thrown)
+        discarded = "merge restart would discard the local steps since the all-reduce started: set merge keep_local"
+        require(self, self.merge != "restart" or self.is_a_round_late or number == 0, "delay", discarded)
 
     def check_stable(self) -> None:
-        """Refuses an outer step without a gap penalty that diverges.
+        """Raises UserError for an outer step without a gap penalty that diverges.
 
         Only the paper's order delays the outer step by a round. In all other orders a difference starts from the
-        current outer iterate. With keep_local the momentum's kick alone is late, by as much as the average.
+        current outer iterate. With keep_local only the momentum's part of the step is late, by as much as the average.
         """
         if self.gap != "none" or self.allow_unstable:
             return
@@ -227,25 +236,25 @@ class CO2Config:
 
     @property
     def tau_margin(self) -> float:
-        """With tau auto: by how much the local steps outlast the all-reduce.
+        """With tau auto: the share by which the local steps take longer than the all-reduce.
 
-        With merge on arrival by so much that an average arrives in the first two fifths of a round: up to there, fresh
-        averages lower the loss more than frequent ones (results/loss.md).
+        With merge on arrival, an average arrives in the first two fifths of a round. Up to there, fresh averages lower
+        the loss more than frequent averages do (results/loss.md).
         """
         return 0.25 if self.is_a_round_late else 1.5
 
     def changing(self, tau: int) -> dict[str, float | None]:
-        """What may change from round to round, for the comparison among workers. tau: of this round."""
+        """Returns the settings that may change from round to round, for the comparison among workers."""
         clip = self.clip if self.clip is None else float(self.clip)  # floats: 1 prints as 1.0
         alpha, beta = float(self.outer_lr), float(self.outer_momentum)
         return {"tau": float(tau), "outer_lr": alpha, "outer_momentum": beta, "clip": clip}
 
     @classmethod
     def paper(cls, tau: int | Literal["auto"] = 48, **settings: Any) -> CO2Config:
-        """Our reading of the paper's rule: an average arrives a whole round late, with the staleness gap penalty.
+        """Returns our reading of the paper's rule: averages arrive a whole round late, with the staleness gap penalty.
 
-        docs/tables.md says what the paper leaves open. Our measurements support `recommended` instead. Its outer
-        momentum is the one for 33 to 64 workers; the authors' release sets 0 up to 16, 0.2 up to 32 and 0.6 above 64.
+        docs/tables.md says what the paper leaves open. Our measurements support `recommended` instead. The outer
+        momentum is for 33 to 64 workers. The authors' release sets 0 up to 16, 0.2 up to 32 and 0.6 above 64.
 
         Args:
             tau: Local steps per round.
@@ -264,25 +273,26 @@ class CO2Config:
         tau: int | Literal["auto"] = "auto",
         mesh: DeviceMesh | None = None,
     ) -> CO2Config:
-        """What our measurements support in place of the paper's settings (results/loss.md).
+        """Returns the settings that our measurements support in place of the paper's (results/loss.md).
 
-        An average is merged when it arrives, with keep_local and without a penalty, because little is stale then. It
-        crosses the network in int4, at the cost of 1 + 1/workers copies of the parameters, or in float32 if that
-        arrives within a local step. merge="interpolate" saves keep_local's copy and comes close.
+        An average is merged when it arrives, with keep_local and without a penalty, because little is stale then. It is
+        compressed to int4, at the cost of 1 + 1/workers copies of the parameters, or sent in float32 if that arrives
+        within a local step. merge="interpolate" saves keep_local's copy and comes close.
 
         Args:
-            workers: Their number. Outer momentum costs most with few workers: it is 0 up to 16, and beyond that as in
-                the authors' release, 0.2 up to 32, 0.5 up to 64, 0.6 above.
-            steps: Local steps of the whole run, if known: the run then has at least twenty rounds.
+            workers: Number of workers. The outer momentum raises the loss most with few workers. It is 0 up to 16, and
+                above as in the authors' release: 0.2 up to 32, 0.5 up to 64, then 0.6.
+            steps: Local steps of the whole run, if known. The run then has at least twenty rounds.
             tau: Local steps per round. auto chooses from measured times.
-            mesh: [nodes, workers of a node], for ShardedCO2. Workers of a node must stay equal and hold only shares of
-                the outer state, so only the outer momentum differs from the paper's rule.
+            mesh: [nodes, workers per node], for ShardedCO2. It supports only the paper's order, so only the outer
+                momentum differs from the paper's rule.
         """
         for name, given in (("workers", workers), ("steps", 1 if steps is None else steps)):
             if not is_whole(given):
                 raise UserError(f"{name}={given!r}: give their number, 1 or more")
+        # as in the authors' release, but 0 up to 16
         beta = next(b for limit, b in ((16, 0.0), (32, 0.2), (64, 0.5), (float("inf"), 0.6)) if workers <= limit)
-        tau_max = 192 if steps is None else min(192, max(1, steps // 20))
+        tau_max = 192 if steps is None else min(192, max(1, steps // 20))  # at least twenty rounds
         if mesh is not None:
             from .placement import check_mesh
 
@@ -297,36 +307,40 @@ Config = TypeVar("Config")
 
 
 def scheduled(c: CO2Config, schedule: Schedule | None, number: int) -> CO2Config:
-    """The settings of round `number`.
+    """Returns the settings of round `number`.
 
     Raises:
-        UserError: If the schedule changes what may not change.
+        UserError: If the schedule changes a setting that may not change.
     """
     if schedule is None:
         return c
     changes = schedule(number)
     if not isinstance(changes, Mapping):
         raise UserError(
-            f"the schedule gives {changes!r} for round {number}: return a dict of what changes, {{}} for none"
+            f"the schedule gives {changes!r} for round {number}: return a dict of changed settings, {{}} for none"
         )
     if unknown := changes.keys() - set(SCHEDULED):
         raise UserError(f"the schedule changes {', '.join(sorted(unknown))}: only {', '.join(SCHEDULED)} may change")
     if "tau" in changes and "auto" in (c.tau, changes["tau"]):
         raise UserError(f"the schedule gives tau={changes['tau']!r} while tau is {c.tau!r}: give numbers, or only auto")
     changed = replace(c, **changes)
-    if changed.is_a_round_late != c.is_a_round_late and c.merge != "keep_local":  # which has one order for both
+    if (
+        changed.is_a_round_late != c.is_a_round_late and c.merge != "keep_local"
+    ):  # keep_local has the same order for both
         raise UserError(
             f"the schedule gives tau={changed.tau} after tau={c.tau}, with merge={c.merge!r} and delay={c.delay}: at "
-            "the end of a round a mean is merged otherwise than within one; keep tau above delay, or set delay auto"
+            "the end of a round an average is merged in another order than within one; keep tau above delay, or set "
+            "delay auto"
         )
     return changed
 
 
 def named_rule(config: CO2Config | None) -> CO2Config:
-    """The config that is given, or the default. Rank 0 warns if it has nothing but tau, which is the paper's rule."""
+    """Returns the config or the default. Rank 0 warns if only tau was given, which is the paper's rule."""
     c = of_kind(config, CO2Config, "config")
     if c._names_no_rule and not (dist.is_initialized() and dist.get_rank()):
         level, frame, inside = 1, sys._getframe(), (__name__.partition(".")[0], "contextlib")
+        # the warning points at the user's line
         while frame.f_back and str(frame.f_globals.get("__name__")).partition(".")[0] in inside:
             level, frame = level + 1, frame.f_back
         warnings.warn(
@@ -339,7 +353,11 @@ def named_rule(config: CO2Config | None) -> CO2Config:
 
 
 def of_kind(given: Any, kind: type[Config], name: str) -> Config:
-    """The settings, or the defaults where none are given; UserError for an object of another class."""
+    """Returns the settings, or the defaults if none are given.
+
+    Raises:
+        UserError: For an object of another class.
+    """
     if given is not None and not isinstance(given, kind):
         raise UserError(f"{name}={given!r}: give an object of {kind.__name__}, or leave it out")
     return given if given is not None else kind()

@@ -1,31 +1,31 @@
-"""The errors that a user of this project meets, and checks of settings that raise them."""
+"""The errors that users get, and checks of settings that raise them."""
 
 from numbers import Real
 from typing import Any
 
 
 class UserError(ValueError):
-    """A mistake in what the user asked for: one line that names the value and the remedy.
+    """A user's mistake, in one line that names the value and the remedy.
 
     The train scripts print it without a traceback and exit with status 2.
     """
 
 
 class CollectiveError(RuntimeError):
-    """A collective failed: names this rank, the round, and the ranks that did not answer."""
+    """A collective failed. The message names this rank, the round, and the ranks that did not answer."""
 
 
 class DivergedError(RuntimeError):
-    """Training cannot go on: what workers hold is not finite, or one is left out of the mean round after round."""
+    """Training cannot continue: the parameters are not finite, or a worker is excluded in too many rounds in a row."""
 
 
 def is_number(value: Any) -> bool:
-    """Whether it can be compared with numbers: a text cannot."""
+    """Returns whether value is a real number. Text and booleans are not."""
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def is_whole(value: Any) -> bool:
-    """Whether it is a whole number above 0, as a number of local steps."""
+    """Returns whether value is an integer above 0, such as a number of local steps."""
     return isinstance(value, int) and is_number(value) and value >= 1
 
 

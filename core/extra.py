@@ -1,4 +1,4 @@
-"""Averages at finish() and sync_for_eval() of tensors that are evaluated but are not parameters, as an EMA model's."""
+"""Averages at finish() and sync_for_eval() of tensors that are evaluated but not trained, such as an EMA model's."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ KINDS = "give a module, a list of tensors, or a function that returns one of the
 
 
 class ExtraAverage:
-    """Averages extra tensors over the workers, where the workers come to one model.
+    """Averages extra tensors over the workers at finish(), and at sync_for_eval() if all workers then hold one model.
 
-    It costs nothing in a round. At finish(), and at sync_for_eval() if all workers then hold one model, one all-reduce
-    sums the tensors in float32, and one more sums float64 tensors. All workers then hold the same bits. A worker does
-    not count in the average of a tensor that is not finite there. A tensor that is finite on no worker stays as it is.
+    It costs nothing in a round. One all-reduce sums the tensors in float32, and one more sums float64 tensors. All
+    workers then hold the same bits. A worker does not count in the average of a tensor that is not finite there. A
+    tensor that is finite on no worker stays as it is.
 
     Attributes:
-        alike: The tensors that are there at construction. They begin as on the first worker.
-        compared: What all workers must have given.
+        alike: The tensors that exist at construction. They start as on the first worker.
+        compared: A description that must be equal on all workers.
     """
 
     def __init__(self, given: Given):
@@ -46,7 +46,7 @@ class ExtraAverage:
         self._given: Given = given
         self.alike: Sequence[Tensor] = ()
         self.compared = "average= with a function"
-        self._changed = False  # whether it was looked at
+        self._changed = False  # whether run() has checked that the tensors change
         if isinstance(given, nn.Module) or not callable(given):
             self._given = found = tensors_of(given)
             if not found:
@@ -55,22 +55,22 @@ class ExtraAverage:
             self.compared = f"average= with {len(found)} tensors"
 
     def attach(self, method: LocalUpdateMethod) -> None:
-        """The method is made."""
+        """Called once the method is made."""
         self.method = method
-        self._first = [(t._version, t.data_ptr()) for t in self.alike]  # by which it is noticed that nothing changes
+        self._first = [(t._version, t.data_ptr()) for t in self.alike]  # to notice that nothing changes
         self._check_overlap(self.alike)
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def run(self, equal: bool, call: str) -> None:
-        """Averages if all workers call it with `equal`. Every worker must call it, in `call`."""
+        """Averages if all workers call it with `equal`. `call` names the call, for messages."""
         allreduce = self.method._allreduce
         allreduce.check_alive()
         if allreduce.group is None:
             return
         try:
             with allreduce.counted():
-                allreduce.drain()  # its thread may still send over the same group
+                allreduce.drain()  # its thread may still use the group
             found = self._found(equal)
             if found is None:
                 return
@@ -95,16 +95,18 @@ class ExtraAverage:
             reason = allreduce._failure(str(error), f"the average of average= at {call}, which every worker must call,")
         else:
             return
-        raise reason  # out here, where no traceback keeps the collectives, and so their connections
+        raise reason  # outside of except: a traceback would keep the connections open
 
     def _found(self, equal: bool) -> list[Tensor] | None:
-        """The tensors to average, None if some worker is not at the common model. UserError on all workers if the
-        tensors of one cannot be averaged, or differ in number, shape or dtype."""
+        """Returns the tensors to average, or None if some worker is not at the common model.
+
+        UserError on all workers if tensors of one cannot be averaged, or differ in number, shape or dtype.
+        """
         found, problem = list[Tensor](), ""
         try:
             found = tensors_of(self._given)
             self._check_overlap([local_shard(t) for t in found])
-        except KeyError as error:  # of an optimizer's state, which is empty before the first step
+        except KeyError as error:  # an optimizer's state is empty before the first step
             problem = f"average: the function failed with KeyError: {error}" if self.method._has_stepped else ""
         except Exception as error:
             own = isinstance(error, UserError)
@@ -112,9 +114,9 @@ class ExtraAverage:
         group = self.method._allreduce.group
         assert group is not None
         mine = [(tuple(t.shape), str(t.dtype)) for t in map(local_shard, found)]
-        ranks, told = dist.get_process_group_ranks(group), of_all((equal, problem, mine), group)
-        first = told[0][2]
-        for rank, (_, theirs, kinds) in zip(ranks, told, strict=True):
+        ranks, reports = dist.get_process_group_ranks(group), of_all((equal, problem, mine), group)
+        first = reports[0][2]
+        for rank, (_, theirs, kinds) in zip(ranks, reports, strict=True):
             if theirs:
                 problem = problem or f"rank {rank}: {theirs}"
             elif len(kinds) != len(first):
@@ -122,22 +124,25 @@ class ExtraAverage:
                     f"average: rank {ranks[0]} has {len(first)} tensors, rank {rank} has {len(kinds)}: give the same "
                     "on all workers; an optimizer makes its tensors in its first step, so every worker must take one"
                 )
-            elif unlike := [pair for pair in zip(first, kinds, strict=True) if pair[0] != pair[1]]:
-                (shape, dtype), (other, its) = unlike[0]
+            elif different := [pair for pair in zip(first, kinds, strict=True) if pair[0] != pair[1]]:
+                (shape, dtype), (other, its) = different[0]
                 problem = problem or (
                     f"average: workers differ: rank {ranks[0]} has {shape} {dtype}, against {other} {its} of rank "
                     f"{rank}: give the same tensors in the same order on all workers"
                 )
-        states = torch.tensor([float(bool(problem)), float(not all(ready for ready, _, _ in told))])
+        states = torch.tensor([float(bool(problem)), float(not all(ready for ready, _, _ in reports))])
         states = states.to(self.method._allreduce.device)
-        _wait(self.method._sum_parts(states))  # what the other workers of a node have found
+        _wait(self.method._sum_parts(states))  # the results of the other workers of a node
         failed, unequal = states.tolist()
         if failed:
             raise UserError(problem or "average: another worker of this node cannot average: see its message")
         return None if unequal else found
 
     def _mean(self, tensors: Sequence[Tensor], wide: torch.dtype, count: int, *, over_node: bool) -> None:
-        """Sums each tensor and the number of workers where it is finite, in one flat tensor."""
+        """Averages local tensors with one all-reduce: their sums, and on how many workers each is finite.
+
+        The sums have the dtype `wide`, and are over `count` workers, with `over_node` also over the workers of a node.
+        """
         device, group = self.method._allreduce.device, self.method._allreduce.group
         assert group is not None
         finite = [bool(torch.isfinite(t.to(wide)).all()) for t in tensors]
@@ -160,12 +165,12 @@ class ExtraAverage:
             )
 
     def _check_overlap(self, tensors: Sequence[Tensor]) -> None:
-        """UserError for a tensor that the method averages already."""
-        taken = sorted(_span(t) for t in (*self.method._params, *self.method._buffers) if t.numel())
+        """Raises UserError if a tensor shares memory with a tensor that the method averages already."""
+        spans = sorted(_span(t) for t in (*self.method._params, *self.method._buffers) if t.numel())
         for t in tensors:
             device, start, end = _span(t)
-            before = bisect_left(taken, (device, end, 0)) - 1  # the last that starts before the end
-            if t.numel() and before >= 0 and taken[before][0] == device and taken[before][2] > start:
+            before = bisect_left(spans, (device, end, 0)) - 1  # the last that starts before this one ends
+            if t.numel() and before >= 0 and spans[before][0] == device and spans[before][2] > start:
                 raise UserError(
                     f"average: a tensor of shape {tuple(t.shape)} shares its memory with the parameters or buffers "
                     f"that {self.method._name} averages already: leave it out"
@@ -173,7 +178,7 @@ class ExtraAverage:
 
 
 def tensors_of(given: Given) -> list[Tensor]:
-    """The floating-point tensors of what average= was given, each once. UserError for what cannot be averaged."""
+    """Returns the floating-point tensors in average=, each once. UserError if one cannot be averaged."""
     if callable(given) and not isinstance(given, nn.Module):
         given = given()
     if isinstance(given, nn.Module):
@@ -194,17 +199,18 @@ def tensors_of(given: Given) -> list[Tensor]:
         if t.layout != torch.strided:
             raise UserError(f"{what} has layout {t.layout}: only dense tensors can be averaged")
         if any(size > 1 and stride == 0 for size, stride in zip(t.shape, t.stride(), strict=True)):
-            raise UserError(f"{what} is expanded, several elements being one: give its clone()")
+            raise UserError(f"{what} is expanded, so several elements share memory: give its clone()")
     return unique([t for t in tensors if t.is_floating_point()])
 
 
 def _span(t: Tensor) -> tuple[str, int, int]:
-    """Where the tensor lies: its device, and its first and last address."""
+    """Returns the tensor's device, and its first and last address."""
     last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
     return str(t.device), t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size()
 
 
 def _wait(stages: Iterable[Stage]) -> None:
+    """Waits for all collectives."""
     for works, _ in stages:
         for work in works:
             work.wait()

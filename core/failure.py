@@ -1,16 +1,16 @@
-"""Who is gone: workers ask each other, over a socket that each of them answers for as long as its process lives.
+"""Finds the workers that have failed. Each worker runs a small server, and the workers ask each other.
 
-A collective's own error does not tell. gloo names the address of a neighbour, which may have failed only because its
-own neighbour had; NCCL names nobody; the store ends with rank 0, unless torchrun serves it. What can be known:
+A collective's own error does not say who has failed. gloo names the address of a neighbor, which may have failed only
+because its own neighbor did. NCCL names nobody. The store ends with rank 0, unless torchrun serves it. The answers
+mean:
 
-- a process that has ended: its machine refuses the connection at once. It is named.
-- a process that is stopped, or whose machine is gone: no answer comes, while others give theirs. It is named.
-- a process whose main thread hangs: it answers, but has not failed where all others of the group have, although those
-  have left it. It is named where it is known who takes part (see AsyncAllReduce), elsewhere nobody is.
-- a worker that asks has failed itself, and may end before others ask it: they do not take it for the one that died.
+- The machine refuses the connection: the process has ended, and is named.
+- No answer, while other workers answer: the process is stopped or its machine is down, and it is named.
+- An answer, but no failure, although all other members have left the group: its main thread hangs. It is named if the
+  members of the group are known (see AsyncAllReduce).
+- A worker that asks has itself failed, and may end soon. Workers that it has asked do not name it.
 
-Where no other machine can be reached, the fault may be this one's own: then, and where an address is of no use to the
-others, nobody is named.
+If no other machine can be reached, this machine may be at fault, and nobody is named.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ import torch.distributed as dist
 from .comm import UNKNOWN, AsyncAllReduce, of_all
 from .errors import CollectiveError, UserError
 
-ANSWERS_WITHIN = 2.0  # seconds in which a process answers, and in which the others notice that a group was left
+ANSWERS_WITHIN = 2.0  # seconds to answer, and for peers to notice that a worker has left the group
 ASKED_AT_ONCE = 32
 
 
 @dataclass(frozen=True)
 class Address:
-    """Where a worker answers. machine: its name, for a loopback address is of use on that machine alone."""
+    """Address of a worker's server. A loopback host works only on the machine of that name."""
 
     host: str
     port: int
@@ -47,64 +47,68 @@ class Address:
 
 
 class Peers:
-    """This process's socket, and what it knows of the others. A question may come at any time, to another thread."""
+    """This worker's server and the addresses of its peers. A thread answers questions at any time."""
 
     def __init__(self) -> None:
         host = _own_host()
-        self._server = socket.create_server((host, 0), backlog=256)  # where it is told, and nowhere else
+        self._server = socket.create_server((host, 0), backlog=256)  # listens only on the address that peers get
         self.address = Address(host, self._server.getsockname()[1], socket.gethostname(), secrets.token_hex(8))
         self._known: dict[int, Address] = {}
         self.rank = 0
         self._has_failed = False
-        self._asked_by: set[int] = set()  # who have failed
+        self._failed_peers: set[int] = set()  # ranks that have asked because they have failed
         self._found: list[int] | None = None
         os.register_at_fork(after_in_child=self._server.close)  # a data loader's process must not keep the port open
         threading.Thread(target=self._answer, daemon=True).start()
 
     def register(self, group: dist.ProcessGroup | None) -> None:
-        """Learns the addresses of a group's members; every member must call it."""
+        """Exchanges addresses with a group's members. Every member must call it."""
         ranks, addresses = dist.get_process_group_ranks(group or dist.group.WORLD), of_all(self.address, group)
         self.rank = dist.get_rank()
         self._known |= {r: a for r, a in zip(ranks, addresses, strict=True) if r != self.rank}
 
-    def find_failed(self, in_it: Sequence[int] = ()) -> list[int]:
-        """The ranks because of which a collective has failed; nothing where that cannot be known.
+    def find_failed(self, members: Sequence[int] = ()) -> list[int]:
+        """Returns the ranks that made a collective fail, or an empty list if they cannot be known.
 
-        in_it: ranks that must have noticed by now, or within ANSWERS_WITHIN seconds of each other, unless they hang.
+        Args:
+            members: Ranks that should notice the failure within ANSWERS_WITHIN seconds of each other, unless they hang.
         """
         if self._found is not None:
             return self._found
         self._has_failed = True
         until = time.monotonic() + ANSWERS_WITHIN
-        asked, states = set(self._known), {}
-        while asked and time.monotonic() < until:
-            fresh = self.ask(asked, str(self.rank))
-            states |= fresh
-            failed = {rank for rank, state in fresh.items() if state == "failed"}
+        unknown, states = set(self._known), {}
+        while unknown and time.monotonic() < until:  # peers notice a failure one after the other
+            answers = self.ask(unknown, str(self.rank))
+            states |= answers
+            failed = {rank for rank, state in answers.items() if state == "failed"}
             until = time.monotonic() + ANSWERS_WITHIN if failed else until
-            asked -= failed
-            if any(state == "gone" and rank not in self._asked_by for rank, state in fresh.items()):
+            unknown -= failed
+            if any(state == "gone" and rank not in self._failed_peers for rank, state in answers.items()):
                 break
             time.sleep(0.05)
-        of = {
-            state: [rank for rank in sorted(states) if states[rank] == state and rank not in self._asked_by]
+        by_state = {
+            state: [rank for rank in sorted(states) if states[rank] == state and rank not in self._failed_peers]
             for state in ("gone", "silent", "running")
         }
-        elsewhere = [states[rank] for rank in states if self._known[rank].host != self.address.host]
-        cut_off = elsewhere and set(elsewhere) == {"silent"}
-        silent = [] if cut_off else of["silent"]
-        hanging = [] if of["silent"] else [rank for rank in of["running"] if rank in in_it]
-        self._found = of["gone"] or silent or hanging
+        on_other_machines = [states[rank] for rank in states if self._known[rank].host != self.address.host]
+        unreachable = on_other_machines and set(on_other_machines) == {"silent"}
+        silent = [] if unreachable else by_state["silent"]
+        hanging = [] if by_state["silent"] else [rank for rank in by_state["running"] if rank in members]
+        self._found = by_state["gone"] or silent or hanging
         return self._found
 
     def ask(self, ranks: Iterable[int], say: str) -> dict[int, str]:
-        """What each answers. say: this worker's rank, where it has failed, or "where"."""
-        known = sorted(ranks)
+        """Asks peers in parallel, and returns each one's answer (see _ask_one).
+
+        It says this worker's rank if it has failed, or "where" to ask how far they are.
+        """
+        asked = sorted(ranks)
         with ThreadPoolExecutor(ASKED_AT_ONCE) as pool:
-            return dict(zip(known, pool.map(lambda rank: self._ask_one(self._known[rank], say), known), strict=True))
+            return dict(zip(asked, pool.map(lambda rank: self._ask_one(self._known[rank], say), asked), strict=True))
 
     def _ask_one(self, address: Address, say: str) -> str:
-        """What it answers, running or failed; gone, silent; unknown where the address is of no use here."""
+        """Returns the answer, "gone", "silent", or "unknown" for an address that is of no use here."""
         if address.host.startswith("127.") and address.machine != self.address.machine:
             return "unknown"
         try:
@@ -113,12 +117,12 @@ class Peers:
                 answer = connection.makefile().readline().strip()
         except ConnectionRefusedError:
             return "gone"
-        except OSError:  # also where it ended with the question in hand: asked again it is gone
+        except OSError:  # also if it ended while it was asked; the next question finds it gone
             return "silent"
         return answer or "unknown"
 
     def _answer(self) -> None:
-        """The thread: one line for one line."""
+        """Runs in the thread: answers one line with one line."""
         while True:
             try:
                 connection, _ = self._server.accept()
@@ -128,9 +132,9 @@ class Peers:
                 connection.settimeout(ANSWERS_WITHIN)
                 token, said = connection.makefile().readline(256).split()
                 if token == self.address.token and said == "where":
-                    connection.sendall(f"{_place()}\n".encode())
+                    connection.sendall(f"{_progress()}\n".encode())
                 elif token == self.address.token:
-                    self._asked_by.add(int(said))
+                    self._failed_peers.add(int(said))
                     connection.sendall(b"failed\n" if self._has_failed else b"running\n")
 
 
@@ -138,29 +142,34 @@ _peers: Peers | None = None
 
 
 def register(group: dist.ProcessGroup | None = None) -> None:
-    """Learns where the members of a group (None: all) answer; every member must call it."""
+    """Exchanges addresses with a group's members. None means all workers. Every member must call it."""
     global _peers
     _peers = _peers or Peers()
     _peers.register(group)
 
 
-def find_failed(in_it: Sequence[int] = ()) -> list[int]:
-    """See Peers.find; nothing before anybody was met."""
-    return _peers.find_failed(in_it) if _peers is not None else []
+def find_failed(members: Sequence[int] = ()) -> list[int]:
+    """See Peers.find_failed. An empty list before register()."""
+    return _peers.find_failed(members) if _peers is not None else []
 
 
-def describe_failed(in_it: Sequence[int] = ()) -> str:
-    """For a message: because of whom a collective has failed."""
-    ranks = find_failed(in_it)
+def describe_failed(members: Sequence[int] = ()) -> str:
+    """Describes for a message which ranks have failed. members: see Peers.find_failed."""
+    ranks = find_failed(members)
     return f"no answer from rank {', '.join(map(str, ranks))}" if ranks else UNKNOWN
 
 
 def explain(error: BaseException) -> CollectiveError | None:
-    """What has become of a collective that is no method's own, such as a barrier, a gradient's mean, or a gathering of
-    shards: in one line. None: the error is no collective's."""
+    """Turns the error of a collective that no method has started into a CollectiveError of one line.
+
+    Such a collective is a barrier, DDP's all-reduce of gradients, or FSDP's all-gather. None if no collective has
+    failed.
+    """
     text = str(error)
-    known = isinstance(error, dist.DistError) or any(name in text for name in ("gloo", "NCCL", "Connection closed by"))
-    if isinstance(error, CollectiveError) or not (isinstance(error, RuntimeError) and known) or _peers is None:
+    is_dist = isinstance(error, dist.DistError) or any(
+        name in text for name in ("gloo", "NCCL", "Connection closed by")
+    )
+    if isinstance(error, CollectiveError) or not (isinstance(error, RuntimeError) and is_dist) or _peers is None:
         return None
     reason = text.strip().partition("\n")[0].partition(". This is")[0]
     return CollectiveError(f"rank {_peers.rank}: a collective failed; {describe_failed()}: {reason}")
@@ -168,46 +177,46 @@ def explain(error: BaseException) -> CollectiveError | None:
 
 # -- a call that every worker must make ---------------------------------------------------------------------------
 
-LATE = 1800.0  # seconds that a worker may come after another
-FIRST_LOOK = 2.0  # seconds after which a worker that waits asks where the others are
-_calls = 0  # how many of them this process has begun
+MAX_WAIT = 1800.0  # seconds that a worker may come after the first one
+FIRST_QUESTION = 2.0  # seconds after which a waiting worker asks where its peers are
+_calls = 0  # calls of come_together() in this process
 
 
 def come_together(what: str) -> None:
-    """Waits until all workers have come to this call. They may come late, after slower steps or an evaluation.
+    """Waits until all workers have made this call. They may come late, after slower steps or an evaluation.
 
-    They meet at the store: a collective could meet another one that a worker has started elsewhere. A worker that was
-    slower has launched no more reductions than this one, and one that has launched more has passed the call. Workers
-    that wait in torch.distributed cannot come if all that are missing do so, and use no processor between two looks.
+    They meet at the store, because a collective could match another one that a worker has started elsewhere. Two cases
+    are errors. A worker that has launched more all-reduces than this one has passed the call. If all missing workers
+    wait in torch.distributed, and use no CPU time between two questions, they cannot come.
 
     Args:
         what: The call, for a message.
 
     Raises:
-        UserError: Other workers cannot come any more.
-        CollectiveError: A worker is gone.
+        UserError: Other workers can no longer come.
+        CollectiveError: A worker is gone, or too late.
     """
     global _calls
     if not dist.is_initialized() or (workers := dist.get_world_size()) == 1:
         return
     _calls += 1
-    store, began, look = dist.distributed_c10d._get_default_store(), time.monotonic(), FIRST_LOOK
-    came, all_came, before = f"co2/call{_calls}/came", f"co2/call{_calls}/all", dict[int, list[str]]()
-    if store.add(came, 1) == workers:
-        store.set(all_came, "")
-    while not _is_set(store, all_came):
+    store, began, next_question = dist.distributed_c10d._get_default_store(), time.monotonic(), FIRST_QUESTION
+    count, complete, before = f"co2/call{_calls}/came", f"co2/call{_calls}/all", dict[int, list[str]]()
+    if store.add(count, 1) == workers:
+        store.set(complete, "")
+    while not _is_set(store, complete):
         waited = time.monotonic() - began
         time.sleep(min(0.5, 1e-3 + waited / 20))
-        if waited < look:
+        if waited < next_question:
             continue
-        look = waited + min(waited, 30.0)
+        next_question = waited + min(waited, 30.0)
         answers = _peers.ask(_peers._known, "where") if _peers is not None else {}
-        if waited > LATE or not {"gone", "failed"}.isdisjoint(answers.values()):
+        if waited > MAX_WAIT or not {"gone", "failed"}.isdisjoint(answers.values()):
             raise CollectiveError(f"{what}: not all workers came within {waited:.0f} s; {describe_failed()}")
-        places = {rank: answer.split() for rank, answer in answers.items() if answer.count(" ") == 2}
-        missing = {rank: place for rank, place in places.items() if int(place[1]) < _calls}
-        passed = [rank for rank, place in missing.items() if int(place[0]) > AsyncAllReduce.launches]
-        stuck = [rank for rank, place in missing.items() if place[2] != "-" and before.get(rank) == place]
+        progress = {rank: answer.split() for rank, answer in answers.items() if answer.count(" ") == 2}
+        missing = {rank: fields for rank, fields in progress.items() if int(fields[1]) < _calls}
+        passed = [rank for rank, fields in missing.items() if int(fields[0]) > AsyncAllReduce.launches]
+        stuck = [rank for rank, fields in missing.items() if fields[2] != "-" and before.get(rank) == fields]
         if passed or (stuck and len(stuck) == len(missing)):
             ranks = ", ".join(map(str, passed or stuck))
             raise UserError(f"rank {ranks} went on without {what}: every worker must call {what}, at the same step")
@@ -215,14 +224,18 @@ def come_together(what: str) -> None:
 
 
 def _is_set(store: Any, key: str) -> bool:
-    with contextlib.suppress(RuntimeError):  # the store is gone with its process, which is asked then
+    """Whether the store has this key."""
+    with contextlib.suppress(RuntimeError):  # the store's process has ended; the next question finds that out
         return store.check([key])
     return False
 
 
-def _place() -> str:
-    """How far this process is: how many reductions it has launched, how many calls it has begun in which workers come
-    together, and the processor seconds of its main thread if that waits in torch.distributed, else "-"."""
+def _progress() -> str:
+    """Returns this process's answer to "where": three fields that come_together() compares.
+
+    They are the number of all-reduces launched, the number of calls of come_together(), and the CPU seconds of the main
+    thread if it waits in torch.distributed, otherwise "-".
+    """
     main, seconds = threading.main_thread().ident or 0, "-"
     frame = sys._current_frames().get(main)
     if frame is not None and frame.f_code.co_filename == dist.distributed_c10d.__file__:
@@ -231,7 +244,7 @@ def _place() -> str:
 
 
 def _own_host() -> str:
-    """This machine's address on the way to the first one's; its loopback where there is none."""
+    """Returns this machine's address on its route to MASTER_ADDR, or the loopback address."""
     master = os.environ.get("MASTER_ADDR")
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         if master:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .buckets import copy, first_spoilt, local_shard, read_blocks, wipe
+from .buckets import copy, first_nonfinite, local_shard, read_blocks, wipe
 from .errors import DivergedError, UserError
 from .outer import norm
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 
 class ReductionInfo(NamedTuple):
-    """Which all-reduce the sums belong to.
+    """Describes the all-reduce that delivered the sums.
 
     Attributes:
         round: Index of the round that ended when the all-reduce started, from 0.
         total_world_size: Number of processes that were summed over.
-        workers: Number of payloads: fewer, if several processes hold parts of one payload.
+        workers: Number of payloads. It is smaller if several processes hold parts of one payload.
         generation: Rises whenever workers have left or joined.
     """
 
@@ -43,7 +43,7 @@ class ReductionInfo(NamedTuple):
 class Hook:
     """Base class for code that runs with every all-reduce of a method. Override what you need.
 
-    A round calls the methods in the order in which they stand here, except that `after_allreduce` and
+    A round calls the methods in the order of their definition, except that `after_allreduce` and
     `on_reduced_scalars` belong to the all-reduce that started a round earlier, where it is hidden. A hook that must be
     in a checkpoint has a `name`, and `state_dict()` and `load_state_dict()` as torch's objects do. Checkpoints copy its
     tensors to the host.
@@ -75,7 +75,7 @@ class Hook:
         """The all-reduce is over. The sums are in the buckets, and nothing has used them."""
 
     def on_reduced_scalars(self, sums: Mapping[str, Sequence[float]], info: ReductionInfo) -> None:
-        """Receives the sums over all workers as the host knows them: on a GPU those of the all-reduce before."""
+        """Receives the sums over all workers on the host. On a GPU they belong to the previous all-reduce."""
 
     def on_round_end(self) -> None:
         """The round is over, and the next all-reduce has started. Decisions take effect on all workers at once."""
@@ -85,21 +85,23 @@ class Hook:
 
 
 def check_hooks(hooks: Sequence[Any]) -> None:
-    """Refuses objects of other classes, a hook that another method calls, and a name that is taken twice."""
+    """Raises UserError for objects of other classes, a hook of another method, and a repeated name."""
     names: set[str] = set()
     for hook in hooks:
         if not isinstance(hook, Hook):
             raise UserError(f"hooks: {hook!r} is among them: give objects of a Hook's classes")
         if hasattr(hook, "method"):
-            raise UserError(f"hooks: this {type(hook).__name__} goes along with another method: make one for each")
+            raise UserError(f"hooks: this {type(hook).__name__} belongs to another method: make one for each")
         own = {*hook.scalars, *hook.per_worker_scalars, *([hook.name] if hook.name else [])}
-        if twice := names & own:
-            raise UserError(f"hooks: two have the name {min(twice)!r}, of a scalar or of a state: make them differ")
+        if repeated := names & own:
+            raise UserError(
+                f"hooks: two have the name {min(repeated)!r}, of a scalar or of a state: give them different names"
+            )
         names |= own
 
 
-VALID, NOT_FINITE, JUMPED, BUFFER = 0, 1, 2, 3  # verdicts; from BUFFER on: the buffer of that number is not finite
-REASONS = {NOT_FINITE: "not finite", JUMPED: "out of proportion to its own before"}
+VALID, NOT_FINITE, JUMPED, BUFFER = 0, 1, 2, 3  # verdicts; BUFFER + i: buffer i is not finite
+REASONS = {NOT_FINITE: "not finite", JUMPED: "much larger than its usual updates"}
 WARMUP_ROUNDS = 5  # valid rounds before a large update counts as a jump
 AVERAGE_ROUNDS = 10  # valid rounds in the running average of the update's size
 MAX_REPEATS = 3  # rounds in a row in which a worker may be excluded again
@@ -142,7 +144,7 @@ class OutlierFilter(Hook):
     def before_allreduce(self) -> Tensor | None:
         if self.method._payload_is_deferred:
             return None  # the method calls judge() when the payload is complete
-        return self.judge(norm([b.payload for b in self.method._buckets]).double(), self.spoilt_buffer())
+        return self.judge(norm([b.payload for b in self.method._buckets]).double(), self.nonfinite_buffer())
 
     def on_reduced_scalars(self, sums: Mapping[str, Sequence[float]], info: ReductionInfo) -> None:
         """Warns of excluded workers.
@@ -155,77 +157,83 @@ class OutlierFilter(Hook):
         if self._generation != info.generation or not self.count:
             self._repeats, self._generation = [0] * len(codes), info.generation
         self._repeats = [n + 1 if code else 0 for n, code in zip(self._repeats, codes, strict=True)]
-        remedy = "lower the learning rate, clip gradients, or look at the data"
+        remedy = "lower the learning rate, clip gradients, or check the data"
         bad = [code for code in codes if code == NOT_FINITE or code >= BUFFER]
         if len(bad) == info.workers:
             what = self._buffer_name(bad[0]) if bad[0] >= BUFFER else self._live_buffer()
             what = f"; {what}" if what else ""
-            raise DivergedError(f"what every worker has sent in round {info.round} is not finite{what}: {remedy}")
+            raise DivergedError(f"every worker's update in round {info.round} is not finite{what}: {remedy}")
         for name, code, repeats in zip(self.names, codes, self._repeats, strict=True):
             if not code:
                 continue
             reason = REASONS.get(code) or f"not finite, {self._buffer_name(code)}"
-            text = f"{name} is left out of the mean of round {info.round}: what it has sent is {reason}"
+            text = f"{name} is excluded from the average of round {info.round}: its update is {reason}"
             if repeats > MAX_REPEATS:
                 raise DivergedError(f"{text}, as in the {repeats - 1} rounds before; {remedy}")
             if self.method._is_log_rank:
-                warnings.warn(f"{text}; it starts anew", stacklevel=2)
+                warnings.warn(f"{text}; it restarts from the outer iterate", stacklevel=2)
 
     @torch.no_grad()
-    def judge(self, size: Tensor, spoilt: Tensor | None = None) -> Tensor:
+    def judge(self, size: Tensor, bad_buffer: Tensor | None = None) -> Tensor:
         """Finds the verdict on this worker's update and writes it to the scalars.
 
         Args:
             size: Norm of the update, 0-d: not finite if any number of it is not.
-            spoilt: Number of a buffer that is not finite, counted from 1, 0-d; 0 for none.
+            bad_buffer: Number of a buffer that is not finite, counted from 1, 0-d; 0 for none.
 
         Returns:
             0-d bool: whether to exclude this worker.
         """
         method = self.method
         size = size.to(self.state)
-        number = torch.zeros_like(size) if spoilt is None else spoilt.to(size)
-        self.size = torch.where(number > 0, float("nan"), size)
+        number = torch.zeros_like(size) if bad_buffer is None else bad_buffer.to(size)
+        self.size = torch.where(number > 0, float("nan"), size)  # a bad buffer counts as an update that is not finite
         verdict = self._verdict_on(self.size, method._local_steps_sent if method._sends_differences else 0)
+        # names the buffer only if the update itself is finite
         self.verdict.copy_(torch.where((number > 0) & size.isfinite(), number - 1 + BUFFER, verdict))
         self._verdicts.zero_()[method._allreduce.place].copy_(self.verdict)
         return self.verdict != VALID
 
     def _verdict_on(self, size: Tensor, steps: int) -> Tensor:
-        """Also updates the running average. steps: local steps that led to the update; with 0 nothing can jump."""
+        """Returns the verdict on an update, and updates the running average.
+
+        `steps` local steps led to the update. With 0 steps no update can jump.
+        """
         finite = size.isfinite()
         jumped = torch.zeros_like(finite)
         if steps and self.factor is not None:
-            usual, rounds, last_jump = self.state.unbind()
-            size = size / steps**0.5
-            large = finite & (rounds >= WARMUP_ROUNDS) & (usual > 0) & (size > self.factor * usual)
+            average, rounds, last_jump = self.state.unbind()
+            size = size / steps**0.5  # an update of noisy steps grows with their square root
+            large = finite & (rounds >= WARMUP_ROUNDS) & (average > 0) & (size > self.factor * average)
+            # the second large update in a row is a new level, not a jump
             new_level = large & (size <= self.factor * last_jump)
             jumped = large & ~new_level
             valid = finite & ~jumped
-            mean = usual + (size - usual) / (rounds + 1).clamp(max=AVERAGE_ROUNDS)
-            usual = torch.where(valid, torch.where(new_level, size, mean), usual)
-            self.state.copy_(torch.stack([usual, rounds + valid, torch.where(jumped, size, 0.0)]))
+            # a running average over the last rounds
+            mean = average + (size - average) / (rounds + 1).clamp(max=AVERAGE_ROUNDS)
+            average = torch.where(valid, torch.where(new_level, size, mean), average)
+            self.state.copy_(torch.stack([average, rounds + valid, torch.where(jumped, size, 0.0)]))
         return torch.where(finite, jumped.double() * JUMPED, float(NOT_FINITE))
 
-    def spoilt_buffer(self) -> Tensor:
-        """Number of the first buffer that is not finite where it was at the start, from 1, 0-d; 0 for none."""
+    def nonfinite_buffer(self) -> Tensor:
+        """Returns the number of the first buffer that has become non-finite, from 1, 0-d; 0 for none."""
         m = self.method
-        return first_spoilt([b.values for b in m._buckets], m._first_values, m._buckets)
+        return first_nonfinite([b.values for b in m._buckets], m._first_values, m._buckets)
 
     def _buffer_name(self, code: int) -> str:
-        """The buffer that a verdict is about: its number among those given, its shape, and where a module has it."""
+        """Describes a verdict's buffer by its number as given, its shape and its module."""
         m = self.method
-        known = {id(b): given for b, given in zip(m._buffers, m._given_buffers.items(), strict=True)}
-        number, buffer = known[id([b for bucket in m._buckets for b in bucket.buffers][code - BUFFER])]
+        numbered = {id(b): given for b, given in zip(m._buffers, m._given_buffers.items(), strict=True)}
+        number, buffer = numbered[id([b for bucket in m._buckets for b in bucket.buffers][code - BUFFER])]
         return f"buffer {number}{owner_of(buffer)}, of shape {list(buffer.shape)}"
 
     def _live_buffer(self) -> str:
-        """The first of this worker's buffers that is not finite any more; "" for none, or if the parameters are not."""
+        """Describes this worker's first non-finite buffer. "" if there is none, or parameters are not finite."""
         m = self.method
         if not all(bool(p.isfinite().all()) for p in m._params):
             return ""
-        spoilt = int(first_spoilt([b.flat_buffers() for b in m._buckets], m._first_values, m._buckets))
-        return self._buffer_name(spoilt - 1 + BUFFER) if spoilt else ""
+        number = int(first_nonfinite([b.flat_buffers() for b in m._buckets], m._first_values, m._buckets))
+        return self._buffer_name(number - 1 + BUFFER) if number else ""
 
     def state_dict(self) -> Any:
         return self.state
@@ -236,7 +244,7 @@ class OutlierFilter(Hook):
 
 
 def owner_of(buffer: Tensor) -> str:
-    """Which module has it under which name, for a message."""
+    """Describes for a message which module has the buffer, and under which name."""
     for module in [o for o in gc.get_objects() if issubclass(type(o), nn.Module)]:
         for name, held in module._buffers.items():
             if held is buffer:
@@ -253,9 +261,9 @@ def forget(optimizer: torch.optim.Optimizer) -> Callable[[Tensor], None]:
     """
 
     def reset(excluded: Tensor) -> None:
-        inner = getattr(optimizer, "optim", optimizer)  # ZeRO-1's own part
-        held = [v for state in inner.state.values() for v in state.values() if isinstance(v, Tensor)]
-        numbers = [local_shard(v) for v in held if v.is_floating_point()]
+        inner = getattr(optimizer, "optim", optimizer)  # ZeRO-1's local optimizer
+        tensors = [v for state in inner.state.values() for v in state.values() if isinstance(v, Tensor)]
+        numbers = [local_shard(v) for v in tensors if v.is_floating_point()]
         wipe([v for v in numbers if v.device == excluded.device or not read_blocks(excluded)], excluded)
 
     return reset
@@ -284,6 +292,7 @@ class ConsensusDistance(Hook):
     def before_allreduce(self) -> None:
         m = self.method
         if m._sends_differences and not m._payload_is_deferred:
+            # an excluded worker has weight 0, and its size may be NaN
             square = self._filter.size.square().to(self._weight)
             self._squares.copy_(torch.where(self._weight > 0, self._weight * square, 0.0))
 
@@ -296,13 +305,14 @@ class ConsensusDistance(Hook):
     def on_round_end(self) -> None:
         stats = self.method._clock.stats
         mean = stats.pseudo_gradient_norm
+        # mean_i ||d^i||^2 - ||mean d||^2
         if self._square is not None and isinstance(mean, Tensor) and not self.method._payload_is_deferred:
             stats.consensus_distance = (self._square - mean.to(self._square).square()).clamp(min=0).sqrt()
         self._square = None
 
 
-PARTS = 16  # a round reads one part of so many of the replicated state: a quarter of a byte per parameter
-REPAIR_EVERY = 100  # rounds, at least, between two broadcasts of the state: 2 % of CO2's bytes
+PARTS = 16  # parts of the replicated state; a round's checksum reads one, which is 1/4 byte per parameter
+REPAIR_EVERY = 100  # minimum rounds between two broadcasts of the state: 2 % of CO2's bytes
 
 
 class ReplicaChecksum(Hook):
@@ -345,30 +355,30 @@ class ReplicaChecksum(Hook):
         m = self.method
         if not equal(sums["settings"], info.total_world_size):
             raise UserError(
-                f"workers differ in their settings in round {info.round}, where this one has {m._settings()}: "
-                "a schedule must give all of them the same, from the round's number alone"
+                f"workers differ in their settings in round {info.round}, and this worker has {m._settings()}: "
+                "a schedule must return the same on all workers, from the round's number only"
             )
-        alike = equal(sums["replicas"], info.workers)
-        m._clock.stats.drifted = float(not alike)
+        equal_replicas = equal(sums["replicas"], info.workers)
+        m._clock.stats.drifted = float(not equal_replicas)
         generation, repaired = self._repaired if self._repaired[0] == m._generation else (m._generation, -REPAIR_EVERY)
-        if alike or m._allreduce.launched - repaired < REPAIR_EVERY:
+        if equal_replicas or m._allreduce.launched - repaired < REPAIR_EVERY:
             return
         self._repair_in = generation
         if repaired < 0 and m._allreduce.rank == 0:
             warnings.warn(
-                f"the workers' outer state was not the same in round {info.round}, as on unlike machines: "
-                f"rank 0's is sent to all, at most once in {REPAIR_EVERY} rounds",
+                f"the workers' outer state was not the same in round {info.round}, as on different machines: "
+                f"rank 0's state is sent to all, at most once in {REPAIR_EVERY} rounds",
                 stacklevel=2,
             )
 
 
 def checksum_of(settings: Any, workers: int) -> int:
-    """The checksum of any settings that print the same on all workers."""
+    """Returns the checksum of settings, which must print the same on all workers."""
     return zlib.crc32(repr(settings).encode()) % (1 << checksum_bits(workers))
 
 
 def checksum(flats: Sequence[Tensor], number: int, workers: int) -> Tensor:
-    """The checksum, 0-d on the first tensor's device, of part `number` modulo PARTS of each 1-d float tensor.
+    """Returns the checksum, 0-d on the first tensor's device, of part `number` modulo PARTS of each 1-d float tensor.
 
     It adds integers, so the order of the additions does not matter.
     """
@@ -378,27 +388,31 @@ def checksum(flats: Sequence[Tensor], number: int, workers: int) -> Tensor:
 
 
 def equal(sums: Sequence[float], workers: int) -> bool:
-    """Whether all workers sent the same pair. sums: [2], over the workers."""
+    """Returns whether all workers sent the same pair (c, c^2). sums: [2], over the workers."""
     return round(workers * round(sums[1])) == round(sums[0]) ** 2
 
 
 def checksum_bits(workers: int) -> int:
-    """As many as leave the sum of the squares below 2^20, and at least one."""
+    """Returns the bits of a checksum: at least one, and so few that the sum of squares stays below 2^20."""
     return max(1, (20 - (workers - 1).bit_length()) // 2)
 
 
-LASTING = {"stop"}
+LASTING = {"stop"}  # requests that stay granted until finish()
 
 
 class Requests(Hook):
-    """What any worker may ask of all, such as to stop or to save: all hear of it at the same boundary.
+    """Requests that any worker may make for all workers, such as to stop or to save.
 
     The next all-reduce carries a request. It is granted on all workers at the same boundary once that all-reduce has
-    arrived, on a GPU one boundary later. A request to stop stays granted until finish(): read it before. Any other
+    arrived, on a GPU one boundary later. A request to stop stays granted until finish(), so read it before. Any other
     request holds for one boundary.
 
+    Args:
+        names: Names of the requests.
+
     Attributes:
-        granted: Names that any worker has asked for.
+        asked: Requests of this worker that no all-reduce has carried yet.
+        granted: Requests that hold now.
     """
 
     def __init__(self, *names: str):
@@ -407,12 +421,13 @@ class Requests(Hook):
 
     def attach(self, method: LocalUpdateMethod) -> None:
         super().attach(method)
-        for name in self.scalars:  # the run that wrote a checkpoint has met its requests
+        for name in self.scalars:  # a checkpoint's run has already granted its requests
             method._scalars[name].zero_()
 
     def ask(self, name: str) -> None:
+        """Makes a request. Only one worker needs to call it."""
         if name not in self.scalars:
-            raise UserError(f"ask({name!r}): these Requests were made for {', '.join(self.scalars)} alone")
+            raise UserError(f"ask({name!r}): these Requests were made only for {', '.join(self.scalars)}")
         self.asked.add(name)
 
     def before_allreduce(self) -> None:
@@ -431,45 +446,45 @@ class Requests(Hook):
     # -- for methods without all-reduces of their own ----------------------------------------------------------
 
     def grant(self) -> None:
-        """What was received holds from now on."""
+        """Grants the requests that were received."""
         self.granted = (self.granted & LASTING) | self._received
         self._received = set()
 
     def take(self) -> list[float]:
-        """What this worker asks for, one number per name, to be summed over the workers."""
+        """Returns this worker's requests, one number per name, to be summed over the workers."""
         numbers = [float(name in self.asked) for name in self.scalars]
-        self.asked &= LASTING
+        self.asked &= LASTING  # a request to stop is repeated in every round
         return numbers
 
     def receive(self, sums: Sequence[float]) -> None:
-        """The sums over the workers, in the order of the names."""
+        """Receives the sums over the workers, in the order of the names."""
         self._received |= {name for name, total in zip(self.scalars, sums, strict=True) if total > 0.5}
 
 
 class Snapshot(Hook):
-    """Gives the state of a boundary once the all-reduce in flight there has arrived, without waiting for it."""
+    """Delivers the state at a boundary once the all-reduce in flight has arrived, without waiting for it."""
 
     def attach(self, method: LocalUpdateMethod) -> None:
         super().attach(method)
-        self._wanted: Callable[[dict[str, Any]], None] | None = None
-        self._of_now: dict[str, Any] = {}  # what the next round's local steps change
+        self._callback: Callable[[dict[str, Any]], None] | None = None
+        self._current: dict[str, Any] = {}  # state that the next local steps change
 
-    def ask(self, then: Callable[[dict[str, Any]], None]) -> None:
-        """Calls `then` with what state_dict() would return at this boundary, at the next boundary at the latest.
+    def ask(self, callback: Callable[[dict[str, Any]], None]) -> None:
+        """Calls `callback` with this boundary's state_dict(), at the next boundary at the latest.
 
-        Copy parameters and optimizer here. A snapshot that was asked for before is given first, which waits.
+        Copy parameters and optimizer now. An earlier request is answered first, which waits.
         """
         self.hand_over()
-        self._wanted, self._of_now = then, {"local_steps": self.method._local_steps}
+        self._callback, self._current = callback, {"local_steps": self.method._local_steps}
         if not self.method._allreduce.in_flight:
             self.hand_over()
 
     def hand_over(self) -> None:
-        """Waits for the all-reduce in flight and gives the snapshot that was asked for, if any."""
-        if self._wanted is not None:
-            then, self._wanted = self._wanted, None
+        """Waits for the all-reduce in flight, and answers the request, if any."""
+        if self._callback is not None:
+            callback, self._callback = self._callback, None
             state = self.method.state_dict()
-            then({rank: part | self._of_now for rank, part in state.items()})
+            callback({rank: part | self._current for rank, part in state.items()})
 
     def after_allreduce(self) -> None:
         self.hand_over()

@@ -1,8 +1,8 @@
 """The base class of all methods that take several local steps between two all-reduces.
 
-Local-SGD, SlowMo, Overlap-Local-SGD, DiLoCo and CO2 differ only in what they do at the end of a round, which each says
-in `_close_round`. This class counts the local steps, owns the flat buckets, starts and awaits the all-reduce, averages
-the model's buffers, calls the hooks, and saves and restores all of it.
+Local-SGD, SlowMo, Overlap-Local-SGD, DiLoCo and CO2 differ only in how they end a round: each overrides `_close_round`.
+This class counts local steps, owns the flat buckets, starts the all-reduce and waits for it, averages the model's
+buffers, calls the hooks, and saves and restores all state.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ from .hooks import Hook, ReductionInfo, check_hooks
 from .stats import AsyncReadback, RoundClock, RoundStats
 from .usage import UsageChecks
 
-OWN_SCALARS = {"finished": 1, "steps": 1, "weight": 1}  # of every all-reduce
+OWN_SCALARS = {"finished": 1, "steps": 1, "weight": 1}  # in every all-reduce
 OneHook = TypeVar("OneHook", bound=Hook)
 
 
 class Loop:
-    """What a training loop calls, as it is where every step ends with equal parameters, as in DDP.
+    """The calls of a training loop. The defaults suit a method whose workers are equal after every step, such as DDP.
 
     As a context manager, a method ends with its block:
 
@@ -61,13 +61,16 @@ class Loop:
                 ...
                 co2.step()
 
-    calls finish() and close(). After an exception it calls leave() instead, which waits for nobody.
+    The end of the block calls finish() and close(). After an exception it calls leave(), which waits for no worker.
     """
 
     @property
     def at_boundary(self) -> bool:
-        """Whether a round has just closed on this worker, or none has begun. It is the same on all workers after the
-        same number of steps: there they may evaluate, save and stop together."""
+        """Whether a round has just closed on this worker, or none has begun.
+
+        It is the same on all workers after the same number of steps. At a boundary they may evaluate, save and stop
+        together.
+        """
         return True
 
     def sync_for_eval(self) -> bool:
@@ -83,11 +86,11 @@ class Loop:
 
     @contextlib.contextmanager
     def averaged_model(self) -> Iterator[bool]:
-        """`sync_for_eval` for the block: a method that cannot go on from the common model lends it to the block."""
+        """Calls `sync_for_eval` for a block. A method that cannot continue from the common model restores its own."""
         yield self.sync_for_eval()
 
     def finish(self) -> Any:
-        """Ends what is under way, with equal parameters on all workers. Every worker must call it."""
+        """Ends the round and the all-reduce, with equal parameters on all workers. Every worker must call it."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -95,7 +98,7 @@ class Loop:
         raise NotImplementedError
 
     def leave(self) -> None:
-        """Replaces finish() and close() after an exception, and waits for nobody."""
+        """Replaces finish() and close() after an exception, and waits for no worker."""
 
     def __enter__(self) -> Self:
         return self
@@ -133,11 +136,11 @@ class SyncSchedule:
 
 
 class ReduceResult(NamedTuple):
-    """What an all-reduce brought. Both are False outside of finish().
+    """The result of an all-reduce. Both are False outside of finish().
 
     Attributes:
-        is_last: Every worker started it from finish(), so no round follows.
-        is_empty: Also, no worker had taken a step, so it must move nothing.
+        is_last: Whether every worker started it from finish(), so that no round follows.
+        is_empty: Whether also no worker had taken a step, so that it must change nothing.
     """
 
     is_last: bool
@@ -147,17 +150,17 @@ class ReduceResult(NamedTuple):
 class LocalUpdateMethod(Loop, ABC):
     """Trains in rounds of local steps, with one all-reduce per round.
 
-    Here each worker holds the whole model. A method whose workers hold parts of it overrides the properties below.
+    Each worker holds the whole model. A method whose workers hold parts of it overrides the properties below.
 
     Args:
         params: The model's parameters. All workers start from rank 0's. Frozen ones are broadcast once. Convert a model
-            (dtype, device, memory format) before: new tensors in their place are not seen.
+            (dtype, device, memory format) before, because the method keeps these tensor objects.
         sync_schedule: Decides when a round ends.
-        buffers: Dense ones of floating point, complex ones too, are averaged in every round, as BatchNorm's statistics.
-            Those that no worker changes keep their values, finite or not. All others (integers, sparse and quantized
-            ones) are broadcast once.
-        allreduce: Makes what runs the all-reduce in the background.
-        reducer: Makes what moves the buckets, compressed or not.
+        buffers: Dense buffers of real or complex floating point, such as BatchNorm's statistics, are averaged in every
+            round. Buffers that no worker changes keep their exact values. Other buffers (integer, sparse, quantized)
+            are broadcast once.
+        allreduce: Makes the AsyncAllReduce from the device.
+        reducer: Makes the Reducer, compressed or not.
         hooks: Called in this order.
         usage: Warns of mistakes around the method.
         average: Averages extra tensors, such as an EMA model's, at finish() and sync_for_eval().
@@ -165,32 +168,32 @@ class LocalUpdateMethod(Loop, ABC):
     Attributes:
         _trained: The parameters that require a gradient, DTensors as they are. `_params` and `_buffers` hold their
             shards.
-        _given_buffers: The averaged buffers, by their number among those given; `_first_values`: with which they began,
-            one flat tensor per bucket.
-        _buckets: The flat tensors that travel, one per dtype and device.
-        _state: What persists from round to round, by name: one flat tensor per bucket.
+        _given_buffers: The averaged buffers, by their index in `buffers`. `_first_values` holds their values at
+            construction, one flat tensor per bucket.
+        _buckets: The flat tensors of the all-reduce, one per dtype and device.
+        _state: State that persists from round to round, by name: one flat tensor per bucket.
         _replicated_state: The part of it that is equal on all workers.
         _anchor_params: Where rounds begin, one flat tensor per bucket. Empty if it is not kept.
         _scale: Factor that turns the reduced sums into averages.
-        _local_steps: Steps since the last boundary. `_local_steps_sent`: those in the last all-reduce.
-        _sent_tau: tau of the round whose all-reduce started last. `_growth`: _sent_tau over the tau of the average
+        _local_steps: Steps since the last boundary. `_local_steps_sent` counts the steps of the last all-reduce.
+        _sent_tau: tau of the round whose all-reduce started last. `_growth` is _sent_tau over the tau of the average
             before.
         _broadcasts_state: Whether the next all-reduce also sends rank 0's state to all workers.
         _generation: Rises whenever workers have left or joined.
         on_excluded: Called with a 0-d bool after this worker's update was judged, for the optimizer's state, as
-            hooks.forget does. On a CPU only if this worker was excluded.
+            hooks.forget returns. On a CPU it is called only if this worker was excluded.
     """
 
     _name = ""
     _worker_label = "rank"  # what messages call a worker, before its number
     _sends_differences = False  # whether payloads are differences: zero if nothing has moved
-    _starts_near_anchor = False  # whether workers begin a round near _anchor_params, not exactly there
-    _needs_global_norms = False  # whether it takes norms of all parameters, which no worker has of DTensors
-    _shards = False  # whether the processes that hold one payload hold different parts of the model
+    _starts_near_anchor = False  # whether rounds begin near _anchor_params, not exactly there
+    _needs_global_norms = False  # whether the method needs norms of all parameters, which DTensors do not give
+    _shards = False  # whether processes with parts of one payload hold different parts of the model
     _payload_is_deferred = False  # whether payloads are complete only in the background
     _on_step: Callable[[], None] | None = None  # called as step() begins; None after the first rounds
     _saved_at: tuple[int, int] | None = None  # rounds and local steps at which state_dict() was last called
-    _numbers: Sequence[str] = ()  # attributes that belong in a checkpoint: plain numbers, or 0-d tensors
+    _numbers: Sequence[str] = ()  # attributes for checkpoints: plain numbers or 0-d tensors
 
     def __init__(
         self,
@@ -227,12 +230,12 @@ class LocalUpdateMethod(Loop, ABC):
         self._scalars = Scalars(sizes)
         self._buckets = self._make_buckets()
         self._scalars.attach(self._buckets[0].scalars)
-        # 0-d views into the first bucket: what is written to them travels
+        # 0-d views into the first bucket, so the all-reduce sums what is written to them
         self._finished, self._steps, self._weight = (self._scalars[name] for name in OWN_SCALARS)
         self._reducer = reducer(self._buckets, self._scalars, self._allreduce)
         self._scale: float | Tensor = self._reducer.scale
         self._state, self._replicated_state, self._anchor_params = State(self._buckets), list[Tensor](), list[Tensor]()
-        # This worker's buffers at the boundary: the averages that arrive overwrite the live ones.
+        # This worker's buffers at the boundary, because averages that arrive overwrite the live buffers.
         self._own_buffers = [(b, [t.clone() for t in b.buffers]) for b in self._buckets if b.buffers]
         self._clock = RoundClock(self._allreduce.device)
         self._local_steps = self._local_steps_sent = 0
@@ -260,8 +263,8 @@ class LocalUpdateMethod(Loop, ABC):
     def step(self, *, last: bool = False) -> bool:
         """Counts a local step, and closes the round after `tau` of them.
 
-        Call it after every optimizer step, also after one that a GradScaler skipped: not from the optimizer's
-        register_step_post_hook, which torch does not call then.
+        Call it after every optimizer step, even if a GradScaler skipped it. Do not call it from the optimizer's
+        register_step_post_hook, which torch does not call for a skipped step.
 
         Args:
             last: finish() follows. It then waits for one all-reduce; without `last` it may need a second one.
@@ -275,7 +278,7 @@ class LocalUpdateMethod(Loop, ABC):
             raise UserError("step() after step(last=True): call finish() between them")
         self._local_steps += 1
         tau = self._sync_schedule.tau
-        if self._local_steps == 1 and tau > 1:  # else the only step is timed, from the last boundary on
+        if self._local_steps == 1 and tau > 1:  # with tau 1 the only step is timed, from the last boundary
             self._clock.steps_begin()
         if self._local_steps < tau:
             self._allreduce.done()  # raises here if the all-reduce has failed
@@ -294,15 +297,15 @@ class LocalUpdateMethod(Loop, ABC):
     def finish(self) -> None:
         """Averages what is pending and leaves all workers with equal parameters. Every worker must call it.
 
-        Workers may come here after different numbers of steps. The early ones take part in the others' rounds with an
-        update of zero, until all have come. Their all-reduces have the usual size, because nobody knows whether
-        another worker still trains. Training may go on afterwards.
+        Workers may call it after different numbers of steps. An early worker joins further rounds with an update of
+        zero, until all have called it. These all-reduces have the usual size, because no worker can tell whether
+        another one still trains. Training may continue afterwards.
         """
         self._usage.before_finish()
         while not self._ended:
             self._ended = self._boundary(finished=True)
         self._ended = None
-        self._readback = AsyncReadback()  # nobody receives what a GPU still holds of the last round
+        self._readback = AsyncReadback()  # discards the numbers of the last round
         self._average_extra(True, "finish()")
 
     @property
@@ -316,11 +319,11 @@ class LocalUpdateMethod(Loop, ABC):
         return equal
 
     def _reach_common_model(self) -> bool:
-        """Whether this worker holds the model that all workers hold. At a boundary a method may wait for it."""
+        """Returns whether all workers hold the same model now. At a boundary a method may wait for it."""
         return self.at_boundary and not (self._allreduce.in_flight and self._starts_near_anchor)
 
     def _average_extra(self, equal: bool, call: str) -> None:
-        """Averages the tensors of average=, if there are any and every worker calls it with `equal`."""
+        """Averages the tensors of average=, if there are any and all workers call it with `equal`."""
         if self._average is not None:
             self._average.run(equal, call)
 
@@ -337,7 +340,7 @@ class LocalUpdateMethod(Loop, ABC):
 
     @property
     def rounds(self) -> int:
-        """Rounds closed so far, including those of finish()."""
+        """Rounds closed so far, including the rounds of finish()."""
         return self._allreduce.launched
 
     @property
@@ -383,11 +386,11 @@ class LocalUpdateMethod(Loop, ABC):
         """
 
     def _signature(self) -> Any:
-        """What must be equal on all workers, compared at construction."""
+        """Settings that must be equal on all workers, compared at construction."""
         return f"tau={self.tau}"
 
     def _settings(self) -> Any:
-        """What must be equal on all workers in every round."""
+        """Settings that must be equal on all workers, compared in every round."""
         return self.tau
 
     def _make_buckets(self) -> list[Bucket]:
@@ -415,7 +418,7 @@ class LocalUpdateMethod(Loop, ABC):
         return self.rounds
 
     def _sum_parts(self, numbers: Tensor) -> Iterator[Stage]:
-        """numbers: of the part of a payload that this process holds. They become sums over all its parts."""
+        """Sums `numbers` over the processes that hold parts of one payload."""
         yield from ()
 
     # -- a method calls these ----------------------------------------------------------------------------------
@@ -460,7 +463,7 @@ class LocalUpdateMethod(Loop, ABC):
         allreduce.wait(self._after_allreduce)
         stats.round, stats.bytes_sent = allreduce.launched, allreduce.bytes_sent
         stats.exposed_seconds, stats.allreduce_seconds = allreduce.exposed, allreduce.seconds
-        weight = self._weight.double()  # how many workers count, summed or averaged as all that arrives
+        weight = self._weight.double()  # how many workers count: a sum or an average, as the reducer delivers
         self._scale = torch.where(weight == 0, 1.0 if self._sends_differences else float("nan"), 1 / weight)
         for bucket, first in zip(self._buckets, self._first_values, strict=True):
             if bucket.buffers:
@@ -468,16 +471,16 @@ class LocalUpdateMethod(Loop, ABC):
                 keep_unchanged(bucket.values, first, allreduce.world_size)
         self._scalars.place.mul_(self._reducer.scale)
         self._deliver_scalars()
-        is_last = finished and self._finished.item() > 1 - 1e-6  # one over the workers may be rounded
+        is_last = finished and self._finished.item() > 1 - 1e-6  # an average may be rounded
         is_empty = is_last and self._steps.item() == 0.0
-        if not is_empty:  # an empty round carries older values
+        if not is_empty:  # the buffers of an empty round are old
             for bucket, _ in self._own_buffers:
                 copy_where(self._weight > 0, bucket.buffers, bucket.buffer_views)
             self._arrived_tau = self._sent_tau
         return ReduceResult(is_last, is_empty)
 
     def _zero_payload(self, where: Tensor) -> None:
-        """Takes this worker out of the average if `where` holds, a 0-d bool."""
+        """Excludes this worker from the average if the 0-d bool `where` is True."""
         wipe([part for b in self._buckets for part in (b.payload, b.values)], where)
         self._weight.copy_(torch.where(where, 0.0, self._weight))
 
@@ -492,7 +495,7 @@ class LocalUpdateMethod(Loop, ABC):
             copy(bucket.buffer_views, own, queued=True)
 
     def _params_updated(self, *, at_boundary: bool) -> None:
-        """The method has written the parameters."""
+        """Calls the hooks after the method has written the parameters."""
         for after_param_update in self._after_param_update:
             after_param_update(at_boundary=at_boundary)
         self._usage.after_param_update(at_boundary=at_boundary)
@@ -502,7 +505,7 @@ class LocalUpdateMethod(Loop, ABC):
     @torch.inference_mode(False)  # its tensors could not be written to later
     @torch.no_grad()
     def _boundary(self, *, finished: bool) -> bool:
-        """`_close_round`, with its timing and its hooks."""
+        """Runs `_close_round` with its timing and its hooks."""
         self._allreduce.check_alive()  # before a method uses partial sums
         with self._clock.boundary(self._sync_schedule.tau, self._local_steps):
             for bucket, own in self._own_buffers:
@@ -516,7 +519,7 @@ class LocalUpdateMethod(Loop, ABC):
         return self._has_finished
 
     def _deliver_scalars(self) -> None:
-        """Gives the hooks the sums. A GPU's arrive a round later: the host waits for nothing queued since."""
+        """Gives the sums to the hooks. On a GPU they arrive one round later, so the host does not wait."""
         if not self._on_reduced_scalars:
             return
         allreduce, processes = self._allreduce, self._total_world_size
@@ -531,58 +534,57 @@ class LocalUpdateMethod(Loop, ABC):
         return [getattr(hook, name) for hook in self._hooks if getattr(type(hook), name) is not getattr(Hook, name)]
 
     def _broadcast_params(self) -> None:
-        """All workers take rank 0's tensors."""
+        """Checks that workers agree, and gives all of them rank 0's tensors."""
         extra = self._average
         compared = (self._name, self._signature(), *([extra.compared] if extra else []))
         self._allreduce.agree(compared, [*self._broadcast_once, *(extra.alike if extra else [])])
         self._first_values = [bucket.flat_buffers() for bucket in self._buckets]
 
-    def _spoilt_buffers(self) -> list[Tensor]:
-        """The averaged buffers, as they were given, that hold numbers which are not finite and were not there first."""
+    def _nonfinite_buffers(self) -> list[Tensor]:
+        """Returns the averaged buffers, as given, with non-finite numbers that were not there at construction."""
         order = {id(b): given for b, given in zip(self._buffers, self._given_buffers.values(), strict=True)}
         found: list[Tensor] = []
         for bucket, first in zip(self._buckets, self._first_values, strict=True):
             flat = bucket.flat_buffers()
-            spoilt = views(~flat.isfinite() & ~same_values(flat, first), bucket.buffers)
-            found += [order[id(b)] for b, where in zip(bucket.buffers, spoilt, strict=True) if where.any()]
+            bad = views(~flat.isfinite() & ~same_values(flat, first), bucket.buffers)
+            found += [order[id(b)] for b, where in zip(bucket.buffers, bad, strict=True) if where.any()]
         return found
 
     # -- checkpoints -------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a resumed run needs besides parameters, buffers and optimizer. Every worker must call it, or go on
-        stepping, because it waits for the all-reduce in flight.
+        """Returns the state that a resumed run needs besides parameters, buffers and optimizer.
 
-        A run goes on bit for bit from any step. Tensors are copies in the host's memory. All is under one key, "rank"
-        and this worker's number: each worker saves its own, with its model and its optimizer. Objects with the same
-        settings have the same keys and shapes, so torch.distributed.checkpoint can load into a new object's.
+        It waits for the all-reduce in flight, so every worker must call it or continue with its steps. A run resumes
+        bit for bit from any step. Tensors are copies in host memory. The only key is "rank" with this worker's number,
+        because each worker saves its own state, model and optimizer. Objects with the same settings have the same keys
+        and shapes, so torch.distributed.checkpoint can load into a new object's state.
         """
         return under_rank(self._local_state())
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what state_dict returned, on every worker. Load the model after this object was made, because
-        making it broadcasts rank 0's parameters.
+        """Restores what state_dict returned, on every worker.
 
-        Another number of workers may go on with what any of the former ones held. What a compression held back is lost
-        then.
+        Load the model after this object was made, because its construction broadcasts rank 0's parameters. A different
+        number of workers may resume if all workers held the same outer state. They discard error-feedback residuals.
 
         Args:
-            state: May hold several workers' parts. A worker whose own is missing takes that of its rank modulo their
-                number.
+            state: One or several workers' states. If this worker's state is missing, it gets the state at index rank
+                modulo their number.
 
         Raises:
-            UserError: If it is of another method, model or settings, or of another number of workers whose outer
+            UserError: If another method, model or other settings wrote it, or another number of workers whose outer
                 states differ.
         """
         self._load_local_state(of_rank(state))
 
     @torch.no_grad()
     def resync(self) -> None:
-        """Starts anew from rank 0's parameters as they are now. Every worker must call it.
+        """Restarts from rank 0's current parameters. Every worker must call it.
 
-        Call it after weights were loaded into a model that this object already trains: else the next boundaries pull
-        them back. The all-reduce in flight is discarded, and momenta are zeroed.
+        Call it after weights were loaded into a model that this object already trains. Otherwise the next boundaries
+        pull the model back. The all-reduce in flight is discarded, and momenta are zeroed.
         """
         self._allreduce.restore(self.rounds, in_flight=False)
         self._broadcast_params()
@@ -590,7 +592,7 @@ class LocalUpdateMethod(Loop, ABC):
         self._start_from_params()
 
     def _start_from_params(self) -> None:
-        """Everything is as it was made, with the parameters as the start."""
+        """Resets everything to its state at construction, with the current parameters."""
         self._readback = AsyncReadback()
         for flat in [b.flat for b in self._buckets] + [f for flats in self._reducer.state.values() for f in flats]:
             flat.zero_()
@@ -603,12 +605,13 @@ class LocalUpdateMethod(Loop, ABC):
         self._params_updated(at_boundary=True)
 
     def _attach_again(self) -> None:
+        """Resets the hooks."""
         self._broadcasts_state = False
         for hook in self._hooks:
             hook.attach(self)
 
     def _local_state(self) -> dict[str, Any]:
-        """This worker's part of state_dict."""
+        """Returns this worker's part of state_dict."""
         self._allreduce.check_alive()
         self._allreduce.drain()
         self._saved_at = self.rounds, self._local_steps
@@ -629,41 +632,41 @@ class LocalUpdateMethod(Loop, ABC):
         } | {name.removeprefix("_"): on_host(getattr(self, name)) for name in self._numbers}
 
     def _load_local_state(self, state: dict[str, Any]) -> None:
-        """Restores what local_state returned."""
+        """Restores what _local_state returned."""
         workers = self._allreduce.world_size
         check_run(state, self._name, workers, equal=bool(self._replicated_state) or not self._state)
-        others = (state["workers"], state["places"]) != (workers, self._allreduce.places)
-        # Another number of workers loses the error feedback. A sum that has arrived brings its weight along.
+        resized_group = (state["workers"], state["places"]) != (workers, self._allreduce.places)
+        # Error feedback belongs to a number of workers. A plain sum has none, and carries its own weight.
         sums = state["reducer"] == Reducer.kind and (self._reducer.kind == Reducer.kind or self._reducer.changes)
-        residual = not others and not sums  # a plain sum has none
-        saved = dict(state.get("state", {}))  # DCP's tools drop an empty one
+        residual = not resized_group and not sums
+        saved = dict(state.get("state", {}))  # torch.distributed.checkpoint drops an empty dict
         saved |= state.get("residual", {}) if residual else {}
         flats = [b.flat for b in self._buckets]
-        saved["all-reduce"] = resized(state["flats"], flats) if others else state["flats"]
+        saved["all-reduce"] = resized(state["flats"], flats) if resized_group else state["flats"]
 
-        def here() -> dict[str, list[Tensor]]:
+        def current() -> dict[str, list[Tensor]]:
             return dict(self._state) | (self._reducer.state if residual else {}) | {"all-reduce": flats}
 
-        check_saved(saved, here())
+        check_saved(saved, current())
         self._allreduce.restore(state["rounds"], state["in_flight"])
         self._reducer.become(state["reducer"])
-        for name, held in here().items():
+        for name, held in current().items():
             copy(held, saved[name])
         if state.get("rank", self._allreduce.rank) != self._allreduce.rank:
-            for name, flats in self._reducer.state.items():  # another worker's error feedback is not this one's
+            for name, flats in self._reducer.state.items():  # error feedback of another worker's rounding
                 for flat in flats if name.endswith("error_feedback") else []:
                     flat.zero_()
         for name in self._numbers:
             value, held = state[name.removeprefix("_")], getattr(self, name)
             setattr(self, name, value.to(held, copy=True) if isinstance(held, Tensor) else value)
-        self._scalars["finished"].zero_()  # another run may train on
+        self._scalars["finished"].zero_()  # a resumed run may train on
         self._readback = AsyncReadback()
         self._local_steps, self._ended = state["local_steps"], None
         self._sent_tau, self._arrived_tau = state["taus"]
         self._growth = self._sent_tau / self._arrived_tau
         self._attach_again()
         for hook in self._hooks:
-            if others:  # numbers that only as many workers could have alike
+            if resized_group:  # their meaning depends on the number of workers
                 for name in (*hook.scalars, *hook.per_worker_scalars):
                     self._scalars[name].zero_()
             if hook.name and (held := state.get("hooks", {}).get(hook.name)) is not None:
@@ -674,42 +677,48 @@ class LocalUpdateMethod(Loop, ABC):
 
 
 def stateful(hook: Hook) -> Any:
-    """A hook with a name has state_dict() and load_state_dict()."""
+    """Returns a named hook, which has state_dict() and load_state_dict()."""
     return hook
 
 
 def under_rank(state: dict[str, Any]) -> dict[str, Any]:
-    """What this worker alone holds, under a key with its rank: who writes one dict for all workers, as
-    torch.distributed.checkpoint does, writes a key once, whatever the others hold."""
+    """Returns a worker's own state under a key with its rank.
+
+    torch.distributed.checkpoint writes one dict for all workers, and each key once, even if workers hold different
+    values.
+    """
     return {f"rank{_rank()}": state}
 
 
 def of_rank(state: Mapping[str, Any]) -> dict[str, Any]:
-    """This worker's part; of as many parts as there are that of its rank modulo their number where it has none."""
+    """Returns this worker's part of a state, or the part at index rank modulo their number if it has none."""
     ranks = sorted(int(key[4:]) for key in state if re.fullmatch(r"rank\d+", key))
     if not ranks:
         raise UserError(
-            "the checkpoint's state has no key with a worker's rank, as those of older versions: resume with the "
-            "version that wrote it, or start afresh"
+            "the checkpoint's state has no key with a worker's rank, so an older version wrote it: resume with that "
+            "version, or start afresh"
         )
     rank = _rank()
     return state[f"rank{rank if rank in ranks else ranks[rank % len(ranks)]}"]
 
 
 def _rank() -> int:
+    """This worker's rank, 0 without torch.distributed."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-ALWAYS = ("method", "flats", "workers", "places", "reducer", "taus")  # in every method's part of a checkpoint
+REQUIRED = ("method", "flats", "workers", "places", "reducer", "taus")  # keys in every method's part of a checkpoint
 
 
 def check_run(state: Mapping[str, Any], method: str, workers: int, *, equal: bool) -> None:
-    """Refuses a checkpoint of an older version, of another method, or of another number of workers unless all of them
-    hold the same outer state."""
-    if missing := [key for key in ALWAYS if key not in state]:
+    """Raises UserError if an older version or another method wrote a checkpoint.
+
+    The same holds for another number of workers, unless all workers had `equal` outer states.
+    """
+    if missing := [key for key in REQUIRED if key not in state]:
         raise UserError(
-            f"the checkpoint's state has no {missing[0]!r}, as those of older versions: resume with the version that "
-            "wrote it, or start afresh"
+            f"the checkpoint's state has no {missing[0]!r}, so an older version wrote it: resume with that version, or "
+            "start afresh"
         )
     if state["method"] != method:
         raise UserError(f"the checkpoint is of {state['method']}, not {method}: resume with its method")
@@ -720,12 +729,14 @@ def check_run(state: Mapping[str, Any], method: str, workers: int, *, equal: boo
         )
 
 
-def check_saved(saved: Mapping[str, Sequence[Tensor]], here: Mapping[str, Sequence[Tensor]]) -> None:
-    """Refuses a checkpoint of another model, or of other settings."""
-    if saved.keys() != here.keys():
-        theirs, mine = (", ".join(sorted(names.keys() - {"all-reduce"})) for names in (saved, here))
-        raise UserError(f"the checkpoint holds {theirs}, here it is {mine}: resume with the settings that wrote it")
-    for name, flats in here.items():
+def check_saved(saved: Mapping[str, Sequence[Tensor]], current: Mapping[str, Sequence[Tensor]]) -> None:
+    """Raises UserError if another model or other settings wrote a checkpoint."""
+    if saved.keys() != current.keys():
+        theirs, mine = (", ".join(sorted(names.keys() - {"all-reduce"})) for names in (saved, current))
+        raise UserError(
+            f"the checkpoint holds {theirs}, and this method holds {mine}: resume with the settings that wrote it"
+        )
+    for name, flats in current.items():
         if (theirs := [len(f) for f in saved[name]]) != (mine := [len(f) for f in flats]):
             raise UserError(
                 f"the checkpoint's {name} has {theirs} elements, here it has {mine}: resume with the model, the "
@@ -734,7 +745,7 @@ def check_saved(saved: Mapping[str, Sequence[Tensor]], here: Mapping[str, Sequen
 
 
 def resized(flats: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
-    """Each of flats, where it lies, as long as its counterpart: cut, or filled up with zeros."""
+    """Returns copies of flats as long as their counterparts, cut or padded with zeros."""
     found = [flat.new_zeros(len(other)) for flat, other in zip(flats, like, strict=True)]
     for new, flat in zip(found, flats, strict=True):
         n = min(len(new), len(flat))
@@ -743,10 +754,10 @@ def resized(flats: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
 
 
 def on_host(held: Any) -> Any:
-    """A copy in the host's memory of a tensor, or of a list of them, one after the other: a GPU, which is waited for,
-    holds no copy. Anything else as it is.
+    """Copies a tensor, or a list of them one by one, to host memory, and waits for it. Returns anything else as it is.
 
-    The memory is not pinned: torch would round it up to a power of two, and keep it.
+    A GPU needs no memory for it. The host's memory is not pinned: torch would round it up to a power of two, and keep
+    it.
     """
     if isinstance(held, list):
         return [on_host(t) for t in held]

@@ -1,4 +1,4 @@
-"""The methods that CO2 is compared with, behind the same calls, and the function that makes a method by its name."""
+"""The methods that CO2 is compared with, behind the same calls, and make_method, which makes a method by name."""
 
 from __future__ import annotations
 
@@ -28,12 +28,14 @@ from .testing.link import Link
 
 
 class Blocking(LocalUpdateMethod):
-    """Waits at every boundary for an average: of the differences from _anchor_params, or of the parameters if it keeps
-    none.
+    """Base class of methods that wait for an average at every boundary.
+
+    It averages the differences from _anchor_params, or the parameters if there are none.
 
     Args:
+        params: See LocalUpdateMethod.
         tau: Local steps per round.
-        compression: How the average crosses the network.
+        compression: How the average is compressed for the network.
         **args: See CommonArgs.
     """
 
@@ -53,7 +55,7 @@ class Blocking(LocalUpdateMethod):
     def _close_round(self, *, finished: bool) -> bool:
         for bucket, start in itertools.zip_longest(self._buckets, self._anchor_params):
             bucket.flatten(bucket.payload)
-            if start is not None:
+            if start is not None:  # send a difference, see LocalSGD
                 torch.sub(start, bucket.payload, out=bucket.payload)
         self._start_allreduce(finished=finished)
         result = self._wait_allreduce(finished=finished)
@@ -65,19 +67,17 @@ class Blocking(LocalUpdateMethod):
 
     @abstractmethod
     def _apply(self) -> None:
-        """Uses the average, which the payloads hold."""
+        """Uses the average in the payloads."""
 
 
 class LocalSGD(Blocking):
     """Local-SGD (Stich, ICLR 2019): averages the parameters every tau local steps, and waits.
 
-    With a compression, differences from the last average travel, at the cost of a copy of the parameters: rounding the
-    parameters themselves would lose more than a round moves them.
+    With a compression it sends differences from the last average, at the cost of a copy of the parameters. Rounding the
+    parameters themselves would lose more than a round changes them.
 
     Args:
-        tau: Local steps per round.
-        compression: How the average crosses the network.
-        **args: See CommonArgs.
+        params, tau, compression, **args: See Blocking.
     """
 
     _name = "LocalSGD"
@@ -105,9 +105,9 @@ class SlowMoConfig:
     """SlowMo's settings (Wang et al., ICLR 2020). Its period is CO2's tau."""
 
     outer_lr: float = 1.0
-    """alpha"""
+    """alpha: scales the outer step."""
     outer_momentum: float = 0.5
-    """beta"""
+    """beta: how much of the outer momentum survives a round."""
 
     def __post_init__(self) -> None:
         if not (is_number(self.outer_lr) and 0 < self.outer_lr < LARGE):
@@ -119,13 +119,12 @@ class SlowMoConfig:
 class SlowMo(Blocking):
     """SlowMo (Wang et al., ICLR 2020): Local-SGD whose average takes a step with momentum.
 
-    u <- beta u + mean_i (x_{t,0} - x^i_{t,tau}) / gamma;  x_{t+1,0} = x_{t,0} - alpha gamma u.
+    u <- beta u + mean_i (x_{t,0} - x^i_{t,tau}) / gamma, then x_{t+1,0} = x_{t,0} - alpha gamma u.
 
     Args:
-        tau: Local steps per round.
+        params, tau, compression, **args: See Blocking.
+        config: SlowMo's settings.
         lr: Returns gamma, the current inner learning rate. None means a constant one, which cancels.
-        compression: How the average crosses the network.
-        **args: See CommonArgs.
     """
 
     _name = "SlowMo"
@@ -149,6 +148,7 @@ class SlowMo(Blocking):
     def _apply(self) -> None:
         gamma = max(self._lr(), 1e-12)  # a schedule may end at exactly 0
         for bucket, x, u in zip(self._buckets, self._x, self._u, strict=True):
+            # u <- beta u + mean_i (x - x^i) / gamma
             u.mul_(carried(self.config.outer_momentum, self._growth)).add_(bucket.payload, alpha=1 / gamma)
             x.sub_(u, alpha=self.config.outer_lr * gamma)
             copy(bucket.params, views(x, bucket.params))
@@ -159,20 +159,19 @@ class DiLoCoConfig:
     """DiLoCo's settings (Douillard et al. 2023). Its period is CO2's tau."""
 
     outer_lr: float = 0.7
-    """alpha"""
+    """alpha: scales the outer step."""
     outer_momentum: float = 0.9
-    """beta, of Nesterov momentum"""
+    """beta: the Nesterov momentum."""
 
 
 class DiLoCo(CO2):
-    """DiLoCo (Douillard et al. 2023): every tau local steps all wait for an outer step with Nesterov momentum.
+    """DiLoCo (Douillard et al. 2023): every tau local steps, all workers wait for an outer step with Nesterov momentum.
 
     This is CO2 without the delay, the penalty and the clip. CO2Config(nesterov=True) hides the same step.
 
     Args:
-        tau: Local steps per round.
-        compression: How the average crosses the network.
-        **args: See CommonArgs.
+        params, tau, compression, **args: See Blocking.
+        config: DiLoCo's settings.
     """
 
     _name = "DiLoCo"
@@ -190,6 +189,7 @@ class DiLoCo(CO2):
         step: dict[str, Any] = {"outer_lr": own.outer_lr, "outer_momentum": own.outer_momentum, "nesterov": True}
         blocking: dict[str, Any] = {"delay": 0, "gap": "none", "clip": None}
         c = CO2Config(tau=tau, compression=compression or CompressionConfig(), **step, **blocking)
+        # with delay 0 an average has no gap, and nothing is hidden
         super().__init__(params, c, **args)
 
 
@@ -198,9 +198,9 @@ class OverlapLocalConfig:
     """Overlap-Local-SGD's settings (Wang, Liang and Joshi, ICASSP 2020). Its period is CO2's tau."""
 
     pull: float = 0.6
-    """a: how far each boundary pulls the local model towards the anchor."""
+    """a: the fraction by which each boundary pulls the local model towards the anchor."""
     anchor_momentum: float = 0.7
-    """Momentum of the anchor."""
+    """mu: momentum of the anchor."""
 
     def __post_init__(self) -> None:
         if not (is_number(self.pull) and 0 < self.pull <= 1):
@@ -210,15 +210,19 @@ class OverlapLocalConfig:
 
 
 class OverlapLocalSGD(LocalUpdateMethod):
-    """Overlap-Local-SGD (Wang, Liang and Joshi, ICASSP 2020): an anchor model, averaged in the background.
+    """Overlap-Local-SGD (Wang, Liang and Joshi, ICASSP 2020): an anchor model z, averaged in the background.
 
-    At a boundary the average of the round before moves the anchor, v <- mu v + (mean - z), z <- z + v. Each worker is
-    pulled towards the anchor, x^i <- x^i - a (x^i - z), and the all-reduce of the pulled models starts. Workers differ
-    until finish(), which leaves all with the average. z less the pulled model travels, because z is equal on all.
+    At a boundary the average of the last round moves the anchor: v <- mu v + (mean - z), then z <- z + v. Each worker
+    is pulled towards the anchor, x^i <- x^i - a (x^i - z), and the all-reduce of the pulled models starts. The workers
+    send z minus the pulled model, because z is equal on all of them. They differ until finish(), which leaves all with
+    the average.
 
     Args:
-        tau: Local steps per round, or auto; tau_max: the most that auto takes.
-        compression: How the average crosses the network.
+        params: See LocalUpdateMethod.
+        tau: Local steps per round, or auto.
+        config: The method's settings.
+        tau_max: With tau auto, the most local steps per round.
+        compression: How the average is compressed for the network.
         **args: See CommonArgs.
     """
 
@@ -246,6 +250,7 @@ class OverlapLocalSGD(LocalUpdateMethod):
             result = self._wait_allreduce(finished=finished)
             for bucket, z, v in zip(self._buckets, self._z, self._v, strict=True):
                 rescale(bucket.payload, self._scale)
+                # the payload holds z - mean
                 v.mul_(carried(self.config.anchor_momentum, self._growth)).sub_(bucket.payload)
                 torch.sub(z, bucket.payload, out=bucket.payload)  # the average of the pulled models
                 z.add_(v)
@@ -255,7 +260,7 @@ class OverlapLocalSGD(LocalUpdateMethod):
                 return True
         for bucket, z in zip(self._buckets, self._z, strict=True):
             for p, anchor in zip(bucket.params, views(z, bucket.params), strict=True):
-                p.lerp_(anchor.to(p.dtype), self.config.pull)
+                p.lerp_(anchor.to(p.dtype), self.config.pull)  # x^i <- x^i - a (x^i - z)
             bucket.flatten(bucket.payload)
             torch.sub(z, bucket.payload, out=bucket.payload)
         self._start_allreduce(finished=finished)
@@ -268,43 +273,51 @@ class OverlapLocalSGD(LocalUpdateMethod):
 
     @contextlib.contextmanager
     def averaged_model(self) -> Iterator[bool]:
-        """See Loop. The average of the models that were just sent replaces the model during the block: a run that
-        ended here would end with it."""
+        """See Loop. During the block, the model holds the average of the models that were just sent.
+
+        A run that ended at this boundary would end with this average.
+        """
         if (equal := self.sync_for_eval()) or not self.at_boundary:
             yield equal
             return
-        if not self._allreduce.landed():
-            with self._clock.early_merge(self.tau), self._allreduce.counted():  # it is merged at the round's end
+        if not self._allreduce.arrived():
+            with (
+                self._clock.early_merge(self.tau),
+                self._allreduce.counted(),
+            ):  # the average is merged at the end of the round
                 self._allreduce.drain()
         scale = 1 / self._scalars["weight"].double()  # NaN or infinite if no worker counts
-        lent = [t for b in self._buckets for t in (*b.params, *b.buffers)]
-        own = [t.clone() for t in lent]
+        tensors = [t for b in self._buckets for t in (*b.params, *b.buffers)]
+        own = [t.clone() for t in tensors]
         averages: list[Tensor] = []
         for bucket, z in zip(self._buckets, self._z, strict=True):
             averages += views(z - bucket.payload * scale.to(z), bucket.params)
             averages += [v * scale.to(v) for v in bucket.buffer_views]
-        self._lend(lent, averages)
+        self._write_model(tensors, averages)
         self._average_extra(True, "averaged_model()")
         try:
             yield True
         finally:
-            self._lend(lent, own)
+            self._write_model(tensors, own)
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def _lend(self, lent: list[Tensor], values: list[Tensor]) -> None:
-        copy(lent, values)
+    def _write_model(self, tensors: list[Tensor], values: list[Tensor]) -> None:
+        """Copies values to tensors of the model."""
+        copy(tensors, values)
         self._params_updated(at_boundary=True)
 
 
 @dataclass(frozen=True)
 class MethodArgs:
-    """What make_method was given.
+    """The arguments of make_method.
 
     Attributes:
+        co2: CO2's settings.
         own: The method's own settings.
         model: The module that the loop calls.
-        args: What all methods take.
+        args: Arguments that all methods support.
+        shard, offload, schedule, lr, mesh: See make_method.
     """
 
     co2: CO2Config
@@ -323,7 +336,7 @@ class MethodArgs:
 
     @property
     def tau(self) -> int:
-        """UserError for auto, which chooses the fewest local steps that hide the communication."""
+        """Local steps per round. UserError for auto, which chooses the fewest that hide the communication."""
         if self.co2.tau == "auto":
             raise UserError("tau='auto' with a method that hides no communication: give a number of local steps")
         return self.co2.tau
@@ -334,7 +347,7 @@ class Settings:
     """A method's own settings.
 
     Attributes:
-        key: The keyword of make_method, and the prefix of train scripts' options, --KEY.NAME.
+        key: The keyword of make_method, and the prefix of the train scripts' options, --KEY.NAME.
         config: Their dataclass.
         help: Shown with these options.
     """
@@ -346,16 +359,17 @@ class Settings:
 
 @dataclass(frozen=True)
 class MethodSpec:
-    """A method that make_method knows.
+    """Describes a method to make_method.
 
     Attributes:
-        make: Returns the model that the loop calls, and the method.
+        name: Its name.
+        make: Makes the model that the loop calls, and the method.
         kind: hidden if all-reduces run during local steps, blocking if local steps wait for them, synchronous if every
             step is a round, optimizer if the method replaces the optimizer.
         settings: Its own settings, if it has any.
-        check: Refuses settings that do not go together.
-        reads_co2: Whether it uses all of CO2Config, or only tau and tau_max.
-        takes: Which of shard, offload, schedule, elastic and compression it supports.
+        check: Raises UserError for settings that exclude each other.
+        reads_co2: Whether it uses all of CO2Config, not only tau and tau_max.
+        takes: The subset of shard, offload, schedule, elastic and compression that it supports.
     """
 
     name: str
@@ -372,8 +386,10 @@ class MethodSpec:
         return self.kind in ("hidden", "blocking")
 
     def refuse(self, given: MethodArgs) -> None:
-        """UserError for settings that the method does not have, or that do not go together. Comparisons may share CO2's
-        settings of the outer step, but not its others."""
+        """Raises UserError for settings that the method does not have, or that exclude each other.
+
+        Comparisons may share CO2's settings of the outer step, but not its other settings.
+        """
         c, remedy = given.co2, "leave it out"
         unread = [(key, getattr(given, key)) for key in ("shard", "offload", "schedule") if key not in self.takes]
         found = [key if key == "schedule" else f"{key}={value!r}" for key, value in unread if value]
@@ -394,16 +410,19 @@ class MethodSpec:
 
 
 def _co2(given: MethodArgs) -> tuple[nn.Module, Any]:
+    """Makes CO2, or ShardedCO2 if its arguments need it."""
     more: dict[str, Any] = {"schedule": given.schedule, **given.args}
     if given.mesh is None and not (given.shard or given.offload):
         return given.model, CO2(given.params, given.co2, **more)
-    from .sharded import ShardedCO2  # few need it
+    # imported only if needed, to keep `import core` fast
+    from .sharded import ShardedCO2
 
     more |= {"mesh": given.mesh, "shard": given.shard, "offload": given.offload}
     return given.model, ShardedCO2(given.params, given.co2, **more)
 
 
 def _check_co2(given: MethodArgs) -> None:
+    """Checks CO2's settings."""
     if given.shard or given.offload:
         from .placement import check_shared
 
@@ -413,12 +432,14 @@ def _check_co2(given: MethodArgs) -> None:
 
 
 def _ddp(given: MethodArgs) -> tuple[nn.Module, Any]:
+    """Makes DDP."""
     options: dict[str, Any] = {**given.args}
     made = DDP(given.model, average_buffers=bool(options.pop("buffers")), compression=given.own, **options)
     return made.model, made
 
 
 def _check_ddp(given: MethodArgs) -> None:
+    """Checks DDP's compression."""
     if given.own.format == "auto":
         raise UserError(
             "ddp_compression.format='auto' is chosen together with tau, which ddp does not have: give a format"
@@ -426,42 +447,46 @@ def _check_ddp(given: MethodArgs) -> None:
 
 
 def _local(given: MethodArgs) -> tuple[nn.Module, Any]:
+    """Makes LocalSGD."""
     return given.model, LocalSGD(given.params, given.tau, compression=given.co2.compression, **given.args)
 
 
 def _overlap_local(given: MethodArgs) -> tuple[nn.Module, Any]:
+    """Makes OverlapLocalSGD."""
     c = given.co2
     more: dict[str, Any] = {"tau_max": c.tau_max, "compression": c.compression, **given.args}
     return given.model, OverlapLocalSGD(given.params, c.tau, given.own, **more)
 
 
 def _slowmo(given: MethodArgs) -> tuple[nn.Module, Any]:
+    """Makes SlowMo."""
     more: dict[str, Any] = {"lr": given.lr, "compression": given.co2.compression, **given.args}
     return given.model, SlowMo(given.params, given.tau, given.own, **more)
 
 
 def _diloco(given: MethodArgs) -> tuple[nn.Module, Any]:
+    """Makes DiLoCo."""
     return given.model, DiLoCo(given.params, given.tau, given.own, compression=given.co2.compression, **given.args)
 
 
-OF_CO2, WIRE = frozenset({"shard", "offload", "schedule", "elastic"}), frozenset({"compression"})
-OF_DDP = Settings("ddp_compression", CompressionConfig, "Of method ddp: how gradients cross the network.")
+OF_CO2, COMPRESSION = frozenset({"shard", "offload", "schedule", "elastic"}), frozenset({"compression"})
+OF_DDP = Settings("ddp_compression", CompressionConfig, "Of method ddp: how gradients are compressed for the network.")
 OF_OVERLAP, OF_SLOWMO = Settings("overlap_local", OverlapLocalConfig), Settings("slowmo", SlowMoConfig)
 OF_DILOCO = Settings("diloco", DiLoCoConfig)
 REGISTRY: dict[str, MethodSpec] = {}
 
 
-def register(entry: MethodSpec) -> None:
-    """Adds a method, which recipes and `spec_of` then know by its name."""
-    REGISTRY[entry.name] = entry
+def register(spec: MethodSpec) -> None:
+    """Adds a method, so that recipes and `spec_of` find it by its name."""
+    REGISTRY[spec.name] = spec
 
 
 register(MethodSpec("co2", _co2, "hidden", check=_check_co2, reads_co2=True, takes=OF_CO2))
 register(MethodSpec("ddp", _ddp, "synchronous", OF_DDP, check=_check_ddp))
-register(MethodSpec("diloco", _diloco, "blocking", OF_DILOCO, check=lambda given: given.tau, takes=WIRE))
-register(MethodSpec("local", _local, "blocking", check=lambda given: given.tau, takes=WIRE))
-register(MethodSpec("overlap_local", _overlap_local, "hidden", OF_OVERLAP, takes=WIRE))
-register(MethodSpec("slowmo", _slowmo, "blocking", OF_SLOWMO, check=lambda given: given.tau, takes=WIRE))
+register(MethodSpec("diloco", _diloco, "blocking", OF_DILOCO, check=lambda given: given.tau, takes=COMPRESSION))
+register(MethodSpec("local", _local, "blocking", check=lambda given: given.tau, takes=COMPRESSION))
+register(MethodSpec("overlap_local", _overlap_local, "hidden", OF_OVERLAP, takes=COMPRESSION))
+register(MethodSpec("slowmo", _slowmo, "blocking", OF_SLOWMO, check=lambda given: given.tau, takes=COMPRESSION))
 METHODS = tuple(REGISTRY)
 Method = LocalUpdateMethod | DDP
 
@@ -483,32 +508,47 @@ def make_method(
     hooks: Sequence[Hook] = (),
     **settings: Any,
 ) -> tuple[nn.Module, Method]:
-    """The model to call in the loop, and the method whose step() follows every optimiser step.
+    """Makes a method by its name.
 
-    name: one of METHODS. co2: None for CO2Config(). The period of every local method is co2.tau, so that comparisons
-    share it. schedule: of co2, see CO2. lr: returns the current inner learning rate, for SlowMo. mesh: [nodes, workers
-    of a node]: these synchronise gradients every step, and the method runs across nodes; ddp synchronises all every
-    step anyway. With methods other than co2 hooks then hear, of each node, the worker of their own place alone. shard,
-    offload: see ShardedCO2. group, timeout, link, hooks: see build.CommonArgs. settings: of the method, by its key:
-    diloco, slowmo, overlap_local, or ddp_compression, how ddp's gradients cross the network.
+    Args:
+        name: One of METHODS, or a registered method.
+        model: The module to train, on this worker's device.
+        co2: CO2's settings. None means CO2Config(). All local methods use its tau, so that comparisons share the
+            period.
+        schedule: CO2's schedule, see CO2.
+        lr: Returns the current inner learning rate, for SlowMo.
+        average_buffers: Whether the model's floating-point buffers are averaged.
+        mesh: [nodes, workers per node]. The workers of a node synchronize gradients in every step, and the method runs
+            across nodes. With methods other than co2, hooks then receive only the workers with the same index in their
+            node. ddp synchronizes all workers in every step anyway.
+        shard, offload: See ShardedCO2.
+        group, timeout, link, hooks: See CommonArgs.
+        **settings: The method's own settings by its key: diloco, slowmo, overlap_local, or ddp_compression.
+
+    Returns:
+        The module to call in the loop, and the method, whose step() follows every optimizer step.
+
+    Raises:
+        UserError: For an unknown method, or settings that it does not support.
     """
-    entry = spec_of(name)
-    co2 = replace(of_kind(co2, CO2Config, "co2"))  # with all settings named: CO2 warns of none
+    spec = spec_of(name)
+    co2 = replace(of_kind(co2, CO2Config, "co2"))  # names all settings, so that CO2 does not warn
     if not isinstance(model, nn.Module):
         raise UserError(f"model: a {type(model).__name__} is given: give the module itself")
     own = check_settings(name, co2, shard=shard, offload=offload, schedule=schedule, **settings)
     options = CommonArgs(group=group, timeout=timeout, link=link, hooks=hooks)
     options["buffers"] = list(model.buffers()) if average_buffers else []
-    if mesh is not None and entry.local:
+    if mesh is not None and spec.local:
         from .placement import check_mesh
 
         check_mesh(mesh)
-        if not any(map(is_dtensor, model.parameters())):  # sharded ones synchronise by themselves
+        if not any(map(is_dtensor, model.parameters())):  # sharded models synchronize themselves
+            # averages a node's gradients in every step
             model = DistributedDataParallel(model, process_group=mesh.get_group(1))
-        if "shard" not in entry.takes:
+        if "shard" not in spec.takes:
             check_apart(name, co2, mesh.size(1))
-            options["group"] = mesh.get_group(0)
-    return entry.make(MethodArgs(co2, own, model, options, shard, offload, schedule, lr, mesh))
+            options["group"] = mesh.get_group(0)  # the method averages across nodes only
+    return spec.make(MethodArgs(co2, own, model, options, shard, offload, schedule, lr, mesh))
 
 
 def check_settings(
@@ -520,39 +560,41 @@ def check_settings(
     schedule: Schedule | None = None,
     **settings: Any,
 ) -> Any:
-    """Refuses settings that the method does not have, rather than to leave them unused, or that do not go together;
-    returns the method's own. settings: see make_method."""
-    entry = spec_of(name)
-    own = entry.settings.config() if entry.settings else None
+    """Returns the method's own settings, or None if it has none. For the arguments, see make_method.
+
+    UserError for settings that the method does not have, so that none is silently unused, or that exclude each other.
+    """
+    spec = spec_of(name)
+    own = spec.settings.config() if spec.settings else None
     owners = {other.settings.key: other for other in REGISTRY.values() if other.settings}
     for key, value in settings.items():
         if key not in owners:
             raise TypeError(f"make_method() got an unexpected keyword argument {key!r}")
-        owner, usual = owners[key], owners[key].settings.config()  # pyright: ignore[reportOptionalMemberAccess]
-        value = of_kind(value, type(usual), key)
-        if owner is entry:
+        owner, default = owners[key], owners[key].settings.config()  # pyright: ignore[reportOptionalMemberAccess]
+        value = of_kind(value, type(default), key)
+        if owner is spec:
             own = value
-        elif value != usual:
-            option, given = next((k, v) for k, v in vars(value).items() if v != getattr(usual, k))
+        elif value != default:  # another method's settings, which would be unused
+            option, given = next((k, v) for k, v in vars(value).items() if v != getattr(default, k))
             raise UserError(
                 f"{key}.{option}={given!r} is method {owner.name}'s own, method {name!r} does not have it: leave it out"
             )
-    entry.refuse(MethodArgs(co2, own, shard=shard, offload=offload, schedule=schedule))
+    spec.refuse(MethodArgs(co2, own, shard=shard, offload=offload, schedule=schedule))
     return own
 
 
 def check_apart(name: str, co2: CO2Config, per_node: int) -> None:
-    """Refuses what workers choose from measured times where a node's ranks take part in unlike groups."""
-    entry = spec_of(name)
-    if per_node > 1 and entry.local and "shard" not in entry.takes and "auto" in (co2.tau, co2.compression.format):
+    """Raises UserError for choices from measured times if a node's ranks would make them in different groups."""
+    spec = spec_of(name)
+    if per_node > 1 and spec.local and "shard" not in spec.takes and "auto" in (co2.tau, co2.compression.format):
         raise UserError(
             f"tau={co2.tau!r}, compression.format={co2.compression.format!r} with method {name!r} and {per_node} "
-            "workers a node: they would choose unlike ones; give a number and a format"
+            "workers a node: they would make different choices; give a number and a format"
         )
 
 
 def spec_of(name: str) -> MethodSpec:
-    """UserError where there is no such method."""
+    """Returns the description of a method. UserError if there is none."""
     if name not in REGISTRY:
         raise UserError(f"method {name!r}: choose one of {', '.join(REGISTRY)}")
     return REGISTRY[name]

@@ -79,7 +79,7 @@ def penalized(delta: Tensor, gap: Tensor | None) -> Tensor:
 def carried(beta: float, growth: float) -> float:
     """Returns beta * growth, at most 1: the factor of m_{t-1} if Delta covers `growth` times as many local steps.
 
-    Twice the steps lead about twice as far, so a momentum of fewer steps counts more. At 1 the momentum alone never
+    Twice the steps lead about twice as far, so a momentum of fewer steps counts more. At 1 the momentum by itself never
     moves x farther than before. Lambda, phi and alpha stay. This rule is ours. Gu et al. (ICLR 2024) change tau
     without an outer momentum.
     """
@@ -97,7 +97,7 @@ def outer_step(x: Tensor, m: Tensor, alpha: float | Tensor) -> Tensor:
 
 
 def nesterov(m: Tensor, new: Tensor, beta: float) -> Tensor:
-    """What takes m_t's place in step 7 under Nesterov momentum: beta m_t + Delta_t / Lambda_t.
+    """Step 7's direction under Nesterov momentum, in place of m_t: beta m_t + Delta_t / Lambda_t.
 
     DiLoCo (Douillard et al. 2023) takes its outer step so, as torch.optim.SGD does, after Sutskever et al. (2013). m_t
     is clipped, the added term is not.
@@ -148,7 +148,7 @@ def largest_outer_lr(merge: Merge, beta: float, late: float, nesterov: bool = Fa
     """Returns the outer learning rate from which a merge on arrival, without a penalty, makes some direction grow.
 
     tau local steps leave the share a of an error, and the local steps behind the merge leave b = a^(1 - late). Jury's
-    criterion on the mean's map gives the limit. Without a delay, and for all merges but keep_local, it is
+    criterion on the map of the average gives the limit. Without a delay, and for all merges but keep_local, it is
     2 (1 + beta), under Nesterov momentum over 1 + 2 beta. keep_local adds the old momentum's kick late.
 
     Args:
@@ -205,8 +205,8 @@ def _nesterov_limit(a: float, beta: float, late: float, most: float) -> float:
 class Rule:
     """The numbers of one outer step.
 
-    The defaults change neither m nor x if d is finite, since 0 times a NaN is a NaN. What remains is step 3 and the
-    merge: the first round, in which no average has arrived.
+    The defaults change neither m nor x if d is finite, since 0 times a NaN is a NaN. Only step 3 and the merge
+    remain, as in the first round, in which no average has arrived.
     """
 
     beta: float = 1.0
@@ -217,7 +217,7 @@ class Rule:
     """The outer learning rate of the last step, or 0 if the last boundary took none: x_{t,0} - x_{t-1,0} =
     -last_alpha m, or -last_alpha times the last direction under Nesterov momentum."""
     phi: float | None = None
-    """Clips the momentum's elements to [-phi, phi]."""
+    """Clips the momentum's elements to [-phi, phi]. None means no clipping."""
     scale: float | Tensor = 0.0
     """Delta = scale * d: one over the sum of the weights if d holds a weighted sum over the workers."""
     delta_rms: Tensor | None = None
@@ -227,7 +227,7 @@ class Rule:
     nesterov: float | None = None
     """beta of Nesterov's step, or None for step 7 as it is."""
     merge: Merge = "restart"
-    """What the worker continues from."""
+    """How the worker continues."""
     share: float = 1.0
     """With `interpolate`: the weight of the outer iterate."""
     takes_difference: bool = True
@@ -243,7 +243,7 @@ class Segment:
         x_views, d_views: The same elements of x and d, in the shapes of params.
         snapshot: With keep_local, the same elements at the start of the all-reduce. Otherwise empty.
         d, x, m: Slices of the buffer that travels, the outer iterate and the momentum, [n].
-        direction: What step 7 took last in place of m, [n], where Nesterov momentum and a gap need it.
+        direction: The last direction of step 7, [n], if Nesterov momentum and a gap need it.
     """
 
     params: list[Tensor]
@@ -263,12 +263,12 @@ def update(s: Segment, rule: Rule) -> Tensor:
     average until then.
 
     Returns:
-        What was seen, [4] float64: see new_momentum.
+        Statistics, [4] float64: see new_momentum.
     """
     own_difference = difference(s) if rule.takes_difference else s.d  # 3
     delta = (rule.scale.to(s.d) if isinstance(rule.scale, Tensor) else rule.scale) * s.d
     last = None if s.direction is None else -rule.last_alpha * s.direction
-    m, seen = new_momentum(s.m, delta, rule, last)  # 4, 5, 6
+    m, stats = new_momentum(s.m, delta, rule, last)  # 4, 5, 6
     step = m
     if rule.nesterov is not None:
         step = nesterov(m, penalized(delta, staleness_gap(s.m, rule, last)), rule.nesterov)
@@ -278,7 +278,7 @@ def update(s: Segment, rule: Rule) -> Tensor:
     s.x.copy_(outer_step(s.x, step, rule.alpha))  # 7
     s.d.copy_(own_difference)
     continue_from(s, rule)
-    return seen
+    return stats
 
 
 def difference(s: Segment) -> Tensor:
@@ -321,12 +321,12 @@ def continue_from(s: Segment, rule: Rule) -> None:
             p.copy_(keep_local(x, p.to(x.dtype), s.snapshot[i]))
 
 
-def all_seen(parts: Sequence[Tensor]) -> Tensor:
-    """Combines what was seen in all parts, [4] from [4] each."""
+def combine_stats(parts: Sequence[Tensor]) -> Tensor:
+    """Combines the statistics of all parts, [4] from [4] each."""
     if len(parts) == 1:
         return parts[0]
-    seen = torch.stack([p.to(parts[0].device) for p in parts])
-    return torch.stack([seen[:, 0].sum(), seen[:, 1].sum(), seen[:, 2].max(), seen[:, 3].sum()])
+    stats = torch.stack([p.to(parts[0].device) for p in parts])
+    return torch.stack([stats[:, 0].sum(), stats[:, 1].sum(), stats[:, 2].max(), stats[:, 3].sum()])
 
 
 def segment_size(flat: Tensor) -> int:
@@ -364,13 +364,13 @@ class OuterStep:
 
     @torch.no_grad()
     def run(self, rule: Rule) -> Tensor:
-        """Runs steps 3 to 7 and the merge over the bucket; returns what was seen, [4] float64 on d's device."""
+        """Runs steps 3 to 7 and the merge over the bucket; returns statistics, [4] float64 on d's device."""
         self.locate()
         return self.update(rule)
 
     @torch.no_grad()
     def take(self) -> None:
-        """Step 3 alone: d becomes what this worker sends, and the snapshot the parameters. They and x stay."""
+        """Only step 3: d becomes the difference to send, and the snapshot the parameters. Parameters and x stay."""
         self.locate()
         for s in self.segments:
             self.take_difference(s)
@@ -399,6 +399,7 @@ class OuterStep:
             self._layout = layout
 
     def plan(self) -> None:
+        """Cuts the bucket into segments."""
         self.segments, start = [], 0
         for pieces in group_pieces(self.params, segment_size(self.d)):
             place = slice(start, start := start + sum(p.numel() for p in pieces))
@@ -408,15 +409,17 @@ class OuterStep:
             self.segments.append(Segment(pieces, views(x, pieces), views(d, pieces), snapshot, d, x, m, direction))
 
     def update(self, rule: Rule) -> Tensor:
-        return all_seen([update(s, rule) for s in self.segments])
+        """Runs `update` on all segments."""
+        return combine_stats([update(s, rule) for s in self.segments])
 
     def take_difference(self, s: Segment) -> None:
+        """Step 3 on a segment, into d."""
         s.d.copy_(difference(s))
 
 
 def run_all(steps: Sequence[OuterStep], rule: Rule) -> Tensor:
-    """Runs the outer step of every bucket; returns what was seen in all of them, [4] float64."""
-    return all_seen([step.run(rule) for step in steps])
+    """Runs the outer step of every bucket, and returns the statistics of all of them, [4] float64."""
+    return combine_stats([step.run(rule) for step in steps])
 
 
 class FusedOuterStep(OuterStep):
@@ -430,32 +433,35 @@ class FusedOuterStep(OuterStep):
     def plan(self) -> None:
         super().plan()
         self._scratch = self.d.new_empty(max((len(s.d) for s in self.segments), default=0))
-        self._narrow = self.params[0].dtype != self.d.dtype
-        self._rounded = self._scratch.to(self.params[0].dtype) if self._narrow else None
+        self._is_16bit = self.params[0].dtype != self.d.dtype
+        self._rounded = self._scratch.to(self.params[0].dtype) if self._is_16bit else None
 
     def update(self, rule: Rule) -> Tensor:
         slope = 0.0 if rule.delta_rms is None else float(rule.last_alpha) / (rule.delta_rms.item() + EPS)
         gap = 1.0 if rule.gap is None else rule.gap.item()
-        seen = []
+        stats = []
         for s in self.segments:
-            seen.append(self._momentum(s, rule, gap, slope))  # 4, 5, 6
+            stats.append(self._momentum(s, rule, gap, slope))  # 4, 5, 6
             if rule.takes_difference:
                 self.take_difference(s)  # 3: d is free now, and p is still x^i_{t,tau}
             s.x.sub_(s.m, alpha=float(rule.alpha))  # 7
-            if self._narrow or rule.merge == "restart":
+            if self._is_16bit or rule.merge == "restart":
                 continue_from(s, rule)
             elif rule.merge == "interpolate":
                 torch._foreach_lerp_(s.params, s.x_views, rule.share)  # pyright: ignore[reportPrivateImportUsage]
             else:
                 torch._foreach_sub_(s.params, s.snapshot)  # pyright: ignore[reportPrivateImportUsage]
                 torch._foreach_add_(s.params, s.x_views)  # pyright: ignore[reportPrivateImportUsage]
-        squares, gaps, tops, clipped = zip(*seen, strict=True)
+        squares, gaps, tops, clipped = zip(*stats, strict=True)
         numbers = [sum(squares), sum(gaps), max(tops), sum(clipped)]
         return torch.tensor(numbers, dtype=torch.float64, device=self.d.device)
 
     def _momentum(self, s: Segment, rule: Rule, gap: float, slope: float) -> tuple[float, float, float, float]:
-        """m <- clip(beta m + Delta / Lambda), with Lambda = 1 + slope |m|, or `gap` if slope is 0. Returns what was
-        seen, in plain numbers: .item() costs nothing on a CPU."""
+        """m <- clip(beta m + Delta / Lambda), with Lambda = 1 + slope |m|, or `gap` if slope is 0.
+
+        Returns:
+            Statistics as plain numbers, because .item() costs nothing on a CPU.
+        """
         scratch, scale = self._scratch[: len(s.d)], float(rule.scale)
         gap_sum, gap_max, clipped = gap * len(s.m), gap, 0.0
         if slope:

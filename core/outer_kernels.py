@@ -1,15 +1,20 @@
-"""CO2's outer boundary on CUDA: one launch for all parameters, without a synchronisation (see core/outer.py).
+"""CO2's outer boundary on CUDA: one Triton kernel for all parameters, without a synchronization (see core/outer.py).
 
-The parameters lie anywhere, so a table names for each block of them the address, the place in the flat tensors and
-the length. Parameters that are not contiguous have a second table, with strides, and a launch of their own.
+Parameters are separate allocations. So a table lists, for each block of them, the address, the offset in the flat
+tensors and the length. Non-contiguous parameters have a second table with strides, and a second launch.
 
-Bytes per float32 parameter and round, each tensor read or written once: at the boundary, with restart or interpolate,
-32 (p, d, x and m are read and written). On arrival with interpolate 40: 28 for the merge (d is only read) and 12 for
-the difference (p and x are read, d is written). With keep_local 48: 32 (the snapshot is read, too) and 16 (it is
-written). The norm of d, which the gaps need, reads 4 more in each case.
+Memory traffic in bytes per float32 parameter and round, each tensor read or written once:
 
-The arithmetic is core/outer.py's, operation by operation: products and sums are not fused, quotients are rounded to
-nearest. Parameters, d, x and m are those of the plain pass bit for bit; what was seen is summed in another order.
+- restart or interpolate at the boundary: 32. p, d, x and m are read and written.
+- interpolate on arrival: 40. The merge needs 28, because it only reads d. The difference needs 12: it reads p and x,
+  and writes d.
+- keep_local: 48. The merge needs 32, because it also reads the snapshot. The difference needs 16, because it also
+  writes the snapshot.
+
+The norm of d, which the gaps need, reads 4 more in each case.
+
+The arithmetic equals core/outer.py operation by operation: no fused multiply-add, quotients rounded to nearest.
+Parameters, d, x and m equal the plain pass bit for bit. Statistics are summed in another order.
 """
 
 from __future__ import annotations
@@ -24,16 +29,17 @@ from torch import Tensor
 from .compression.kernels import TYPES, divided, rounded
 from .outer import EPS, OuterStep, Rule
 
-BLOCK = 2048  # elements of a program
+BLOCK = 2048  # elements per program
 LAUNCH: dict[str, Any] = {"BLOCK": BLOCK, "num_warps": 8, "enable_fp_fusion": False}
 NO_GAP, ONE_GAP, ELEMENT_GAPS = range(3)
 
 
 @triton.jit
 def place(table, P: tl.constexpr, STRIDED: tl.constexpr, BLOCK: tl.constexpr):
-    """Of this program's elements: pointers to the parameter's, places in the flat tensors (int64), and which exist.
+    """Returns this program's pointers to the parameter, its offsets in the flat tensors (int64), and a mask.
 
-    table: int64 [programs, 3 or 9]: address, offset, length; strided: first element, sizes 1 2, strides 0 1 2.
+    table: int64 [programs, 3 or 9]. A row has address, offset and length. With strides it also has the first element,
+    sizes 1 and 2, and strides 0 to 2.
     """
     row = table + tl.program_id(0).to(tl.int64) * (9 if STRIDED else 3)
     p_ptr = tl.load(row).to(tl.pointer_type(P))
@@ -56,10 +62,10 @@ def outer_step_kernel(
     d_ptr,
     x_ptr,
     m_ptr,
-    snapshot_ptr,  # read by merge keep_local alone
+    snapshot_ptr,  # only merge keep_local reads it
     scalars,  # [9]: see TritonOuterStep._set_scalars
     gap_ptr,  # 0-d: c for ELEMENT_GAPS, Lambda for ONE_GAP
-    seen_ptr,  # [programs, 4]: sum of m^2, sum and maximum of Lambda, clipped elements
+    stats_ptr,  # [programs, 4]: sum of m^2, sum and maximum of Lambda, clipped elements
     P: tl.constexpr,
     GAP: tl.constexpr,
     CLIP: tl.constexpr,
@@ -68,6 +74,7 @@ def outer_step_kernel(
     STRIDED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Steps 3 to 7 of Algorithm 1 and the merge on one block of parameters."""
     p_ptr, at, mask = place(table, P, STRIDED, BLOCK)
     x = tl.load(x_ptr + at, mask=mask, other=0.0)
     m = tl.load(m_ptr + at, mask=mask, other=0.0)
@@ -94,11 +101,11 @@ def outer_step_kernel(
     if MERGE == "keep_local":
         x = x + (p - tl.load(snapshot_ptr + at, mask=mask, other=0.0))
     tl.store(p_ptr, rounded(x, P).to(P), mask=mask)
-    seen = seen_ptr + tl.program_id(0).to(tl.int64) * 4
-    tl.store(seen, tl.sum(m * m))
-    tl.store(seen + 1, tl.sum(tl.where(mask, gap, 0.0)))
-    tl.store(seen + 2, tl.max(tl.where(mask, gap, 1.0)))
-    tl.store(seen + 3, tl.sum(clipped))
+    stats = stats_ptr + tl.program_id(0).to(tl.int64) * 4
+    tl.store(stats, tl.sum(m * m))
+    tl.store(stats + 1, tl.sum(tl.where(mask, gap, 0.0)))
+    tl.store(stats + 2, tl.max(tl.where(mask, gap, 1.0)))
+    tl.store(stats + 3, tl.sum(clipped))
 
 
 @triton.jit
@@ -109,12 +116,13 @@ def copy_kernel(
     snapshot_ptr,
     scalars,
     P: tl.constexpr,
-    TAKES: tl.constexpr,  # OuterStep.take; else restart
-    WHERE: tl.constexpr,  # restart, but only where scalars[8] says so
-    SNAPSHOT: tl.constexpr,  # whether `snapshot` is kept
+    TAKES: tl.constexpr,  # whether it is OuterStep.take, not OuterStep.restart
+    WHERE: tl.constexpr,  # whether it restarts only if scalars[8] is not 0
+    SNAPSHOT: tl.constexpr,  # whether there is a snapshot, for keep_local
     STRIDED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """OuterStep.take or OuterStep.restart on one block of parameters."""
     p_ptr, at, mask = place(table, P, STRIDED, BLOCK)
     if WHERE:
         mask = mask & (tl.full([BLOCK], tl.load(scalars + 8), tl.float32) != 0)
@@ -131,49 +139,56 @@ def copy_kernel(
 
 
 class TritonOuterStep(OuterStep):
-    """The boundary as one kernel over a table of blocks. Scalars lie on the device and change when they change."""
+    """OuterStep as one kernel over a table of blocks. Scalars are on the device, and are written when they change."""
 
     def plan(self) -> None:
+        """Builds the tables."""
         flat, strided = [], []
         offset = 0
         for p in self.params:
             (flat if p.is_contiguous() else strided).extend(blocks(p.detach(), offset))
             offset += p.numel()
         tables = [torch.cat(rows) for rows in (flat, strided) if rows]
-        self._seen = self.d.new_zeros(sum(map(len, tables)), 4)
-        each = self._seen.split([len(t) for t in tables])
-        self._launches = [(t.to(self.d.device), s, t.shape[1] == 9) for t, s in zip(tables, each, strict=True)]
+        self._stats = self.d.new_zeros(sum(map(len, tables)), 4)
+        stats_of_tables = self._stats.split([len(t) for t in tables])
+        self._launches = [
+            (t.to(self.d.device), s, t.shape[1] == 9) for t, s in zip(tables, stats_of_tables, strict=True)
+        ]
         self._type = TYPES[self.params[0].dtype]
         self._scalars = self.d.new_zeros(9)
         self._values: list[float | Tensor | None] = [None] * 9
 
     def update(self, rule: Rule) -> Tensor:
+        """See OuterStep."""
         self._set_scalars(rule)
-        gap, source = NO_GAP, self._scalars  # any tensor where the kernel reads none
+        gap, source = NO_GAP, self._scalars  # the kernel does not read source
         if rule.delta_rms is not None:
             gap, source = ELEMENT_GAPS, rule.delta_rms
         elif rule.gap is not None:
             gap, source = ONE_GAP, rule.gap
         snapshot = self.snapshot if rule.merge == "keep_local" else self.x
-        with torch.cuda.device_of(self.d):  # nothing on a CPU, where only Triton's interpreter runs
-            for table, seen, strided in self._launches:
+        with torch.cuda.device_of(self.d):  # no effect on a CPU, for Triton's interpreter
+            for table, stats, strided in self._launches:
                 outer_step_kernel[(len(table),)](
-                    table, self.d, self.x, self.m, snapshot, self._scalars, source, seen,
+                    table, self.d, self.x, self.m, snapshot, self._scalars, source, stats,
                     P=self._type, GAP=gap, CLIP=rule.phi is not None, MERGE=rule.merge,
                     TAKES_DIFFERENCE=rule.takes_difference, STRIDED=strided, **LAUNCH,
                 )  # fmt: skip
-        sums = self._seen.sum(0, dtype=torch.float64)
-        return torch.stack([sums[0], sums[1], self._seen[:, 2].amax().double(), sums[3]])
+        sums = self._stats.sum(0, dtype=torch.float64)
+        return torch.stack([sums[0], sums[1], self._stats[:, 2].amax().double(), sums[3]])
 
     @torch.no_grad()
     def take(self) -> None:
+        """See OuterStep."""
         self._copy(takes=True, where=None)
 
     @torch.no_grad()
     def restart(self, where: Tensor | None = None) -> None:
+        """See OuterStep."""
         self._copy(takes=False, where=where)
 
     def _copy(self, takes: bool, where: Tensor | None) -> None:
+        """Launches copy_kernel."""
         self.locate()
         if where is not None:
             self._set({8: where})
@@ -186,13 +201,13 @@ class TritonOuterStep(OuterStep):
                 )  # fmt: skip
 
     def _set_scalars(self, rule: Rule) -> None:
-        mixed = rule.share, 1 - rule.share
-        numbers = rule.beta, rule.alpha, rule.last_alpha, rule.phi or 0.0, rule.scale, *mixed, EPS
+        """Writes: 0 beta, 1 alpha, 2 last_alpha, 3 phi, 4 scale, 5 share, 6 1 - share, 7 eps. 8 is `where`."""
+        shares = rule.share, 1 - rule.share
+        numbers = rule.beta, rule.alpha, rule.last_alpha, rule.phi or 0.0, rule.scale, *shares, EPS
         self._set(dict(enumerate(numbers)))
 
     def _set(self, numbers: dict[int, float | Tensor]) -> None:
-        """Place in `scalars` -> number; filled one by one, in the state's precision: a copy from the host would
-        synchronise."""
+        """Writes scalars by index, each with a fill kernel, because a copy from the host would synchronize."""
         for i, value in numbers.items():
             if isinstance(value, Tensor):
                 self._scalars[i].copy_(value)
@@ -202,11 +217,11 @@ class TritonOuterStep(OuterStep):
 
 
 def blocks(p: Tensor, offset: int) -> list[Tensor]:
-    """The table's rows of p, [blocks, 3] or (not contiguous) [blocks, 9], int64, p's first element at flat[offset]."""
+    """Returns the table's rows of p, whose first element is flat[offset]: int64 [blocks, 3], or 9 with strides."""
     if p.numel() == 0:
         return []
     sizes, strides = collapse(p)
-    if len(sizes) > 3:  # no row has room for its strides: one sub-tensor at a time
+    if len(sizes) > 3:  # a row has room for three dimensions: use sub-tensors
         return [rows for i, part in enumerate(p) for rows in blocks(part, offset + i * part.numel())]
     first = torch.arange(0, p.numel(), BLOCK)
     lengths = (p.numel() - first).clamp(max=BLOCK)
@@ -218,7 +233,7 @@ def blocks(p: Tensor, offset: int) -> list[Tensor]:
 
 
 def collapse(p: Tensor) -> tuple[list[int], list[int]]:
-    """Sizes and strides of p with neighbouring dimensions merged where the strides allow, padded to 3 in front."""
+    """Returns p's sizes and strides with neighboring dimensions merged where strides allow, padded to 3 in front."""
     sizes: list[int] = []
     strides: list[int] = []
     for size, stride in zip(p.shape, p.stride(), strict=True):

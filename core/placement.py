@@ -1,4 +1,4 @@
-"""Nodes of workers as a mesh of two dimensions, its groups, and the settings that shared outer state supports."""
+"""The ranks inside a node: meshes, their groups, and what a node's ranks share of one model and its outer state."""
 
 from __future__ import annotations
 
@@ -34,22 +34,29 @@ from .errors import UserError
 
 
 def local_world_size(env: Mapping[str, str] = os.environ) -> int:
-    """Returns the workers per node from torchrun or SLURM; 1 without either. UserError if nodes have unlike numbers."""
+    """Returns the number of workers per node from torchrun's or Slurm's environment; 1 without either.
+
+    UserError if nodes have different numbers of workers.
+    """
     if "LOCAL_WORLD_SIZE" in env:
         return int(env["LOCAL_WORLD_SIZE"])
-    per_node = env.get("SLURM_NTASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE", "1")  # "8", "8(x16)" or "8(x2),4"
-    first, *others = {int(part.partition("(")[0]) for part in per_node.split(",")}
+    per_node = env.get("SLURM_NTASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE", "1")  # as "8", "8(x16)", "8(x2),4"
+    first, *others = {int(part.partition("(")[0]) for part in per_node.split(",")}  # the distinct numbers of workers
     if others:
         raise UserError(f"SLURM_TASKS_PER_NODE={per_node}: start equally many on each node")
     return first
 
 
 def node_mesh(device_type: str, per_node: int | None = None, timeout: float | None = None) -> DeviceMesh:
-    """Returns a mesh [nodes, workers of a node] with dimensions "replicate" and "shard". Every worker must call it.
+    """Returns a mesh [nodes, workers per node] with dimensions "replicate" and "shard". Every worker must call it.
 
     Args:
-        per_node: Workers that synchronize every step, consecutive ranks; None: those of a node.
-        timeout: Seconds until a missing worker is an error; None for torch's half an hour.
+        device_type: cuda or cpu.
+        per_node: Workers that synchronize in every step, of consecutive ranks. None means all workers of a node.
+        timeout: Seconds until a missing worker is an error. None means torch's default, half an hour.
+
+    Raises:
+        UserError: If nodes have different numbers of workers.
     """
     n, world = per_node or local_world_size(), dist.get_world_size()
     if n < 1 or world % n:
@@ -62,13 +69,13 @@ def node_mesh(device_type: str, per_node: int | None = None, timeout: float | No
 
 
 def check_shared(c: CO2Config, compression: str = "float32") -> None:
-    """Raises UserError for settings that may diverge, or that need the whole outer state in one place."""
+    """Raises UserError for settings that may diverge, or that need the whole outer state on each worker."""
     c.check_stable()
     problems = []
     if c.merge != "restart" or not c.is_a_round_late:
         problems.append(
-            f"merge={c.merge!r} with delay={c.delay!r} needs the outer state whole: shared, it knows merge restart "
-            "with delay boundary (the paper)"
+            f"merge={c.merge!r} with delay={c.delay!r} needs the outer state whole: sharded outer state supports only "
+            "merge restart with delay boundary (the paper)"
         )
     if c.nesterov:
         problems.append("nesterov=True needs the outer state whole: leave it out")
@@ -82,58 +89,64 @@ def check_shared(c: CO2Config, compression: str = "float32") -> None:
 
 
 def check_mesh(mesh: DeviceMesh) -> None:
-    """Raises UserError for a mesh of other than two dimensions."""
+    """Raises UserError unless the mesh has two dimensions."""
     if not hasattr(mesh, "ndim"):
-        raise UserError(f"mesh={mesh!r}: give a DeviceMesh, as torch's init_device_mesh or sharded.mesh.node_mesh does")
+        raise UserError(f"mesh={mesh!r}: give a DeviceMesh, as torch's init_device_mesh or core.node_mesh returns")
     if mesh.ndim == 2:
         return
     names, usual = mesh.mesh_dim_names or (), ("dp_replicate", "dp_shard")
-    of = f" {', '.join(names)}" if names else ""
-    remedy = f"give one of two, such as init_device_mesh(DEVICE, (NODES, WORKERS OF A NODE), mesh_dim_names={usual})"
+    listed = f" {', '.join(names)}" if names else ""
+    remedy = f"give a mesh of two, such as init_device_mesh(DEVICE, (NODES, WORKERS OF A NODE), mesh_dim_names={usual})"
     if len(names) > 1:
         across, inside = usual if {*usual} <= {*names} else names[:2]
-        pair = "mesh[ACROSS, INSIDE], the names of the dimension across nodes and of the one inside a node"
-        remedy = f'give two of a larger one, {pair}, such as mesh["{across}", "{inside}"]'
-    raise UserError(f"a mesh of {mesh.ndim} dimension{'s' * (mesh.ndim != 1)}{of}: {remedy}")
+        pair = "mesh[ACROSS, INSIDE], with the names of the dimensions across nodes and inside a node"
+        remedy = f'give two of its dimensions, {pair}, such as mesh["{across}", "{inside}"]'
+    raise UserError(f"a mesh of {mesh.ndim} dimension{'s' * (mesh.ndim != 1)}{listed}: {remedy}")
 
 
 def groups_of(
     mesh: DeviceMesh | None, group: dist.ProcessGroup | None, inner_group: dist.ProcessGroup | None
 ) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-    """Returns the groups across nodes and inside one; None if there is none."""
+    """Returns the group across nodes and the group inside a node, from the mesh if there is one."""
     if mesh is not None:
         check_mesh(mesh)
         group, inner_group = mesh.get_group(0), mesh.get_group(1)
     if inner_group is not None and group is None:
-        raise UserError("inner_group without group: give also the ranks across nodes, or both at once with mesh")
+        raise UserError("inner_group without group: give the group across nodes, too, or both groups with mesh")
     check_names(inner_group)
     return group, inner_group
 
 
 def check_names(group: dist.ProcessGroup | None) -> None:
-    """Raises UserError if ranks of the group know unlike numbers of groups. torch names a group of some ranks after
-    them and that number, so that they would wait for each other under unlike names."""
+    """Raises UserError if members of the group have made different numbers of process groups.
+
+    torch names a group of some ranks by these ranks and that number. The members would wait for each other under
+    different names.
+    """
     if group is None or dist.get_world_size(group) == dist.get_world_size():
         return
-    if backend_for(group, torch.device("cpu")) != "gloo":  # they cannot compare
+    if backend_for(group, torch.device("cpu")) != "gloo":  # the members cannot compare
         return
-    known = of_all(len(dist.distributed_c10d._world.pg_names), group)
-    if len({*known}) > 1:
+    counts = of_all(len(dist.distributed_c10d._world.pg_names), group)
+    if len({*counts}) > 1:
         raise UserError(
-            f"ranks {dist.get_process_group_ranks(group)} know {known} process groups, so that torch would name their "
-            "next one unlike: make this before groups of some ranks alone, or as many groups for each rank"
+            f"ranks {dist.get_process_group_ranks(group)} have made {counts} process groups, so torch would give their "
+            "next group different names: make this object before groups of some ranks, or as many groups on each rank"
         )
 
 
-PIECES = 16  # a sum over the workers goes in so many pieces, so that its temporary is small
-Holders = Mapping[Tensor, Sequence[int]]  # a parameter, as it is given -> the ranks that hold its elements held here
+PIECES = 16  # pieces in which a sum over the workers is computed, so that its temporary is small
+Holders = Mapping[Tensor, Sequence[int]]  # parameter -> the ranks that hold the same elements of it as this rank
 Key = TypeVar("Key", bound=Hashable)
-Where = list[tuple[int, slice]]  # [(which flat tensor, where in it)]
+Where = list[tuple[int, slice]]  # [(index of a flat tensor, slice of it)]
 
 
 class Through:
-    """A send or a receive in the background. gloo marks it as completed only when somebody waits for it. So this class
-    says at once that it is, and the thread waits there, not only from the next boundary on."""
+    """A send or receive that claims to be complete. wait() really waits.
+
+    gloo marks such work as complete only in a wait. AsyncAllReduce polls is_completed(), so it would not wait before
+    the next boundary.
+    """
 
     def __init__(self, work: Pending):
         self._work = work
@@ -146,20 +159,29 @@ class Through:
 
 
 class Placement:
-    """How the ranks of an inner group share a model; what several ranks hold counts once in its norms.
+    """How the ranks of an inner group, such as a node, hold one model. Its norms count elements on several ranks once.
 
-    Methods take `trained`, those of params that require a gradient, in their order, as local tensors. UserError if
-    averages over workers would mix different shards.
+    Methods get `trained`: the local tensors of params that require a gradient, in the same order.
 
     Args:
-        params, buffers: Plain tensors and DTensors.
-        inner: The ranks, for a group of their own; None: this worker is alone, and nothing here sends anything.
-        shards: True: plain tensors are this rank's own; False: all ranks hold them. Or for each parameter the ranks
-            that hold those of its elements that this rank holds, itself included, in one order on all: replicas of a
-            stage, or two stages with a tied embedding.
-        timeout, device, backend: See comm.new_group.
+        params: The model's parameters, plain tensors and DTensors.
+        buffers: Buffers that are averaged.
+        inner: The inner group, whose ranks get a group of their own. None means that this worker holds the whole model.
+        shards: False: all ranks hold the plain tensors. True: each rank holds its own plain tensors, as in a pipeline.
+            A mapping gives for each parameter the ranks that hold the same elements as this rank, itself included, in
+            one order on all ranks. Examples are replicas of a pipeline stage, and two stages with tied embeddings.
+        timeout: Seconds until a missing rank is an error.
+        device: Device of the flat tensors.
+        backend: gloo or nccl. None means the backend of `inner`.
 
-    Attributes: group, made of inner; size and rank, in it; of_shards, whether a rank's share is its part of the model.
+    Attributes:
+        group: The inner group.
+        size: Number of ranks in it.
+        rank: This rank's index in it.
+        of_shards: Whether a rank's share of the outer state belongs to its own part of the model.
+
+    Raises:
+        UserError: If averages over the workers would mix different shards.
     """
 
     def __init__(
@@ -175,30 +197,35 @@ class Placement:
     ):
         self.group = new_group(inner, timeout, device, backend, overlap=True) if inner is not None else None
         self._timeout, self._device = timeout, device
-        stages = shards is not False
-        self.of_shards = stages or any(is_dtensor(p) for p in params)
+        separate = shards is not False
+        self.of_shards = separate or any(is_dtensor(p) for p in params)
         if self.of_shards and self.group is None:
-            what = "shards=True needs" if stages else "DTensors as parameters need"
+            what = "shards=True needs" if separate else "DTensors as parameters need"
             raise UserError(f"{what} mesh=: without it different shards would be averaged")
         ranks = dist.get_process_group_ranks(self.group) if self.group is not None else [0]
         copies = {id(t): copies_of(t, ranks, shards) for t in [*params, *buffers]}
-        if not stages and any(copies[id(b)] < len(ranks) for b in buffers):
-            raise UserError("a DTensor among the buffers is sharded, its mean would mix shards: leave it out of them")
+        if not separate and any(copies[id(b)] < len(ranks) for b in buffers):
+            raise UserError("a DTensor among the buffers is sharded, and its average would mix shards: leave it out")
         self.size, self.rank = len(ranks), dist.get_rank(self.group) if self.group is not None else 0
         self._shared = [local_shard(t) for t in [*params, *buffers] if copies[id(t)] == self.size]
         self._copies = [copies[id(p)] for p in params if p.requires_grad]
-        self._in_shares: dict[int, Where] = {}
-        self._of_all: Where = []  # what all ranks hold, and take from the first one
-        self._of_some: dict[tuple[int, ...], Where] = {}  # what those ranks hold, this one among them
-        given = shards if isinstance(shards, Mapping) else {}
-        sets = [tuple(sorted(given.get(p, ()))) for p in params]
+        self._copies_in_shares: dict[int, Where] = {}  # by number of holders: where their elements are in the shares
+        self._on_all_ranks: Where = []  # held by all ranks, which get the first rank's values
+        self._on_some_ranks: dict[tuple[int, ...], Where] = {}  # the same for subsets of ranks that include this rank
+        holders = shards if isinstance(shards, Mapping) else {}
+        # per parameter, the set of ranks that share it; () if only this rank or all ranks hold it
+        sets = [tuple(sorted(holders.get(p, ()))) for p in params]
         self._sets = [s if 1 < len(s) < self.size else () for s in sets]
-        self._given = [local_shard(p).detach() for p in params]
-        self._trained = [s for p, s in zip(params, self._sets, strict=True) if p.requires_grad]
+        self._local = [local_shard(p).detach() for p in params]
+        self._trained_sets = [s for p, s in zip(params, self._sets, strict=True) if p.requires_grad]
 
     @torch.no_grad()
     def agree(self, settings: tuple[Any, ...]) -> None:
-        """Checks that the inner group has the same settings. Its first rank's values go to all ranks that hold them."""
+        """Gives all ranks that hold the same tensors the first rank's values. Settings must be equal on all ranks.
+
+        Raises:
+            UserError: If settings or shapes differ in the inner group.
+        """
         if self.group is None:
             return
         compare(settings, [], self.group)
@@ -206,45 +233,59 @@ class Placement:
             compare((), self._shared, self.group)
             broadcast(self._shared, self.group, self._device)
         except UserError as error:
-            remedy = "if each holds a part of its own, as a pipeline stage, give shards=True"
+            remedy = "if each rank holds a different part, as a pipeline stage, give shards=True"
             raise UserError(f"{error}; {remedy}") from None
-        held = {s: [t for t, of in zip(self._given, self._sets, strict=True) if of == s] for s in {*self._sets} - {()}}
-        shapes = of_all({s: [tuple(t.shape) for t in tensors] for s, tensors in held.items()}, self.group)
+        shared = {
+            ranks: [t for t, holders in zip(self._local, self._sets, strict=True) if holders == ranks]
+            for ranks in {*self._sets} - {()}
+        }
+        # before anything is sent, so that a mistake is an error and not a hang
+        shapes = of_all({ranks: [tuple(t.shape) for t in tensors] for ranks, tensors in shared.items()}, self.group)
         for rank, theirs in zip(dist.get_process_group_ranks(self.group), shapes, strict=True):
-            for s in held.keys() & theirs.keys():
-                if theirs[s] != (mine := [tuple(t.shape) for t in held[s]]):
+            for ranks in shared.keys() & theirs.keys():
+                if theirs[ranks] != (own := [tuple(t.shape) for t in shared[ranks]]):
                     raise UserError(
-                        f"shards: ranks {[*s]} are said to hold the same, but rank {rank} has shapes {theirs[s]}, rank "
-                        f"{dist.get_rank()} {mine}: give the parameters that they share in one order on all"
+                        f"shards: ranks {[*ranks]} should hold the same, but rank {rank} has shapes {theirs[ranks]}, "
+                        f"rank {dist.get_rank()} {own}: give the parameters that they share in one order on all"
                     )
-        for works, _ in self._from_first(held):
+        for works, _ in self._from_first(shared):
             for work in works:
                 work.wait()
 
-    def _from_first(self, held: Mapping[tuple[int, ...], Sequence[Tensor]]) -> Iterator[Stage]:
-        """The first of each set of ranks sends its tensors to the others of it, over the inner group: a group of some
-        of its ranks would have to be made by all at once, because torch counts groups in their names."""
+    def _from_first(self, shared: Mapping[tuple[int, ...], Sequence[Tensor]]) -> Iterator[Stage]:
+        """Sends the first rank's tensors to the other ranks, in each set of ranks.
+
+        It uses point-to-point operations over the inner group. A group per set would have to be made by all ranks at
+        once, because torch numbers groups in their names.
+        """
         flats = {
-            s: torch.cat([t.to(self._device).reshape(-1) for t in tensors]) for s, tensors in held.items() if tensors
+            ranks: torch.cat([t.to(self._device).reshape(-1) for t in tensors])
+            for ranks, tensors in shared.items()
+            if tensors
         }
         me, ops, sent = dist.get_rank(), list[dist.P2POp](), 0
-        for s in sorted(flats):
-            peers = s[1:] if me == s[0] else s[:1]
-            ops += [dist.P2POp(dist.isend if me == s[0] else dist.irecv, flats[s], peer, self.group) for peer in peers]
-            sent += flats[s].nbytes * (len(s) - 1) if me == s[0] else 0
+        for ranks in sorted(flats):
+            peers = ranks[1:] if me == ranks[0] else ranks[:1]  # the first rank sends to all others of its set
+            ops += [
+                dist.P2POp(dist.isend if me == ranks[0] else dist.irecv, flats[ranks], peer, self.group)
+                for peer in peers
+            ]
+            sent += flats[ranks].nbytes * (len(ranks) - 1) if me == ranks[0] else 0
         if ops:
             yield [Through(work) for work in dist.batch_isend_irecv(ops)], sent
-        for s, flat in flats.items():
-            copy(held[s], views(flat, held[s]))
+        for ranks, flat in flats.items():
+            copy(shared[ranks], views(flat, shared[ranks]))
 
     def check(self, trained: Sequence[Tensor]) -> str:
-        """Raises UserError if parameters that all ranks of the inner group should hold have come to differ. Returns why
-        they could not be compared, such as that a rank is gone; "" if they are equal."""
+        """Raises UserError if parameters that all ranks of the inner group hold have become different, by their norm.
+
+        Returns why they could not be compared, such as a missing rank, or "" if they are equal.
+        """
         shared = [p.detach() for p, n in zip(trained, self._copies, strict=True) if n == self.size and p.numel()]
         if self.group is None or not shared:
             return ""
         total = outer.norm(shared).double().cpu()
-        spread = torch.stack([total, -total])
+        spread = torch.stack([total, -total])  # one MAX gives both ends
         try:
             dist.all_reduce(spread, dist.ReduceOp.MAX, group=host_group(self.group))
         except RuntimeError as error:
@@ -253,64 +294,74 @@ class Placement:
         if highest - lowest > 1e-6 * abs(highest):
             what = "unsharded parameters" if self.of_shards else "parameters"
             raise UserError(
-                f"the {what} of one node's workers differ (norms from {lowest:.9g} to {highest:.9g}): they have to "
-                "synchronise gradients every step, as in DistributedDataParallel over mesh.get_group(1); else give no "
-                "mesh, or, to pipeline stages, shards=True"
+                f"the {what} of one node's workers differ (norms from {lowest:.9g} to {highest:.9g}): they must "
+                "synchronize gradients in every step, as DistributedDataParallel over mesh.get_group(1); or give "
+                "no mesh, or shards=True for pipeline stages"
             )
         return ""
 
     def count(self, trained: Sequence[Tensor]) -> int:
-        """Returns how many elements the whole model trains."""
+        """Returns the number of trained elements in the whole model."""
         if not self.of_shards:
             return sum(p.numel() for p in trained)
-        held = sum(p.numel() / n for p, n in zip(trained, self._copies, strict=True))
-        box = torch.tensor(held, dtype=torch.float64)
+        # an element on n ranks counts 1 / n on each
+        share = sum(p.numel() / n for p, n in zip(trained, self._copies, strict=True))
+        box = torch.tensor(share, dtype=torch.float64)
         dist.all_reduce(box, group=host_group(self.group))
         return round(box.item())
 
     def locate(self, trained: Sequence[Tensor], buckets: Sequence[Bucket], shares: Sequence[Tensor]) -> None:
-        """Notes where elements lie that several ranks hold. shares: views of the buckets' flat tensors."""
-        if not self.of_shards or self.group is None:  # shares hold each element once
+        """Finds where elements that several ranks hold are in the buckets' flat tensors.
+
+        `shares` are views of the flat tensors: this rank's share of each.
+        """
+        if not self.of_shards or self.group is None:  # each element is in one share
             return
         copies = {id(p): n for p, n in zip(trained, self._copies, strict=True)}
-        self._in_shares = _places(buckets, shares, copies)
-        self._in_shares.pop(1, None)
+        self._copies_in_shares = _places(buckets, shares, copies)
+        self._copies_in_shares.pop(1, None)
         flats = [b.flat for b in buckets]
-        self._of_all = _places(buckets, flats, copies).get(self.size, [])
-        sets = _places(buckets, flats, {id(p): s for p, s in zip(trained, self._trained, strict=True)})
-        self._of_some = {s: places for s, places in sets.items() if s}
+        self._on_all_ranks = _places(buckets, flats, copies).get(self.size, [])
+        sets = _places(buckets, flats, {id(p): s for p, s in zip(trained, self._trained_sets, strict=True)})
+        self._on_some_ranks = {s: places for s, places in sets.items() if s}
 
     @property
     def parts(self) -> int:
-        """How many shares a payload has."""
+        """Number of shares of a payload in the inner group."""
         return 1 if self.of_shards else self.size
 
     def part(self, payload: Tensor) -> Tensor:
-        """Returns this rank's share of it."""
+        """Returns this rank's share of a payload, 1-d."""
         return payload.view(self.parts, -1)[self.rank] if self.parts > 1 else payload
 
     def sum(self, tensors: Sequence[Tensor]) -> Iterator[Stage]:
-        """Sums over the ranks, in place."""
+        """Sums tensors over the inner group, in place."""
         if self.group is not None:
             yield sum_flats(tensors, self.group)
 
     def gather(self, buckets: Sequence[Bucket]) -> Iterator[Stage]:
-        """Every rank gets the others' shares of the payloads. Of shards, it gets what several ranks hold from the first
-        of them: the order of a sum depends on where its terms lie, and shards need not be equally long."""
+        """Collects the payloads' shares on every rank of the inner group.
+
+        If ranks hold different parts of the model, a rank only gets what several ranks hold, from the first of them.
+        Their own sums may differ in the last bit, because the order of a sum depends on the position of its terms.
+        """
         if self.group is None:
             return
         if not self.of_shards:
             for bucket in buckets:
                 yield gather_parts(bucket.flat[: bucket.padded], self.group)
             return
-        for i in sorted({i for i, _ in self._of_all}):
-            copies = [buckets[i].flat[place] for j, place in self._of_all if j == i]
+        for i in sorted({i for i, _ in self._on_all_ranks}):
+            copies = [buckets[i].flat[place] for j, place in self._on_all_ranks if j == i]
             packed = torch.cat(copies)
-            yield send_first([packed], self.group)
+            yield send_first([packed], self.group)  # the first rank's sums replace this rank's
             copy(copies, views(packed, copies))
         for i, bucket in enumerate(buckets):
-            held = {s: [bucket.flat[place] for j, place in places if j == i] for s, places in self._of_some.items()}
-            yield from self._from_first(held)
+            shared = {
+                ranks: [bucket.flat[place] for j, place in places if j == i]
+                for ranks, places in self._on_some_ranks.items()
+            }
+            yield from self._from_first(shared)
 
     def close(self) -> None:
         """Leaves the inner group."""
@@ -319,17 +370,21 @@ class Placement:
             self.group = None
 
     def surplus(self, shares: Sequence[Tensor]) -> Tensor | float:
-        """Returns what to subtract from the sum of squares of `shares`, laid out as in `locate`, before the inner group
-        sums it: all but 1 / n of what n ranks hold; 0-d, float64."""
+        """Returns what to subtract from the sum of squares of `shares` before the inner group sums it, 0-d float64.
+
+        Elements that n ranks hold then count 1 / n on each of them. `shares` are laid out as in `locate`.
+        """
         total: Tensor | float = 0.0
-        for n, places in self._in_shares.items():
+        for n, places in self._copies_in_shares.items():
             total += (1 - 1 / n) * outer.norm([shares[i][place] for i, place in places]).double().square()
         return total
 
 
 def _places(buckets: Sequence[Bucket], parts: Sequence[Tensor], keys: dict[int, Key]) -> dict[Key, Where]:
-    """Returns where elements lie, by key. parts: a view of each bucket's flat tensor. keys: id of a parameter -> how
-    many ranks, or which, hold it."""
+    """Returns where elements are in `parts`, views of the buckets' flat tensors, by key.
+
+    `keys` maps a parameter's id to how many ranks, or which ranks, hold it.
+    """
     found: dict[Key, Where] = {}
     for i, (bucket, part) in enumerate(zip(buckets, parts, strict=True)):
         end, first = 0, int(part.storage_offset())
@@ -342,23 +397,23 @@ def _places(buckets: Sequence[Bucket], parts: Sequence[Tensor], keys: dict[int, 
 
 
 def copies_of(t: Tensor, ranks: Sequence[int], shards: bool | Holders) -> int:
-    """Returns how many of `ranks`, an inner group, hold those elements of `t` that this rank holds, itself included.
+    """Returns how many of `ranks`, an inner group, hold the same elements of `t` as this rank, itself included.
 
-    `shards` may name them. Else all ranks hold a plain tensor, or with `shards` this rank; a DTensor has placements.
-    UserError if those are partial sums, or reach beyond the group.
+    If `shards` does not name them, all ranks hold a plain tensor, or only this rank if `shards` is True. A DTensor's
+    placements name its holders. UserError if a DTensor holds partial sums, or holders are outside of the group.
     """
     if isinstance(shards, Mapping) and t in shards:
         if dist.get_rank() not in (holders := shards[t]) or not {*holders} <= {*ranks}:
             raise UserError(
-                f"shards: ranks {[*holders]} are said to hold a parameter of rank {dist.get_rank()}, whose inner group "
-                f"is {[*ranks]}: give ranks of that group, the rank itself among them"
+                f"shards: ranks {[*holders]} should hold a parameter of rank {dist.get_rank()}, whose inner group is "
+                f"{[*ranks]}: give ranks of that group, including rank {dist.get_rank()}"
             )
         return len({*holders})
-    shards = shards is not False
+    separate = shards is not False
     if not is_dtensor(t):
-        return 1 if shards else len(ranks)
+        return 1 if separate else len(ranks)
     mesh = t.device_mesh
-    holders = len(set(mesh.mesh.flatten().tolist()) & set(ranks)) if shards else len(ranks)
+    holders = len(set(mesh.mesh.flatten().tolist()) & set(ranks)) if separate else len(ranks)
     for dim, placement in enumerate(t.placements):
         if placement.is_partial():
             raise UserError(f"a DTensor placed as {placement!r}: redistribute it to Replicate() or Shard(dim) first")
@@ -367,17 +422,18 @@ def copies_of(t: Tensor, ranks: Sequence[int], shards: bool | Holders) -> int:
         over = dist.get_process_group_ranks(mesh.get_group(dim))
         if not set(over) <= set(ranks):
             raise UserError(
-                f"a DTensor is sharded over ranks {over}, the inner group is {list(ranks)}: different shards would be "
-                "averaged; give mesh=[replicate, shard] whose second dimension holds the whole model"
+                f"a DTensor is sharded over ranks {over}, and the inner group is {list(ranks)}: different shards would "
+                "be averaged; give mesh=[replicate, shard] whose second dimension holds the whole model"
             )
-        holders //= len(over)
+        holders //= len(over)  # each of these ranks holds different elements
     return holders
 
 
 def sum_parts(flat: Tensor, group: dist.ProcessGroup) -> Iterator[Stage]:
-    """Reduces and scatters in place: part `rank` of `flat` becomes its sum over the workers; the rest is undefined.
+    """Reduce-scatter in place: part `rank` of `flat` becomes its sum over the workers. Other parts are undefined.
 
-    gloo's own reduce-scatter is an all-reduce inside. There every worker sends each part to its owner, which adds them.
+    gloo implements reduce-scatter as an all-reduce. Here each worker sends every part to its owner, which adds the
+    parts.
     """
     n, rank = dist.get_world_size(group), dist.get_rank(group)
     parts = flat.view(n, -1)
@@ -386,7 +442,7 @@ def sum_parts(flat: Tensor, group: dist.ProcessGroup) -> Iterator[Stage]:
         assert work is not None
         yield [work], round((n - 1) / n * flat.nbytes)
         return
-    for columns in parts.split(max(1, -(-parts.shape[1] // PIECES)), dim=1):
+    for columns in parts.split(max(1, -(-parts.shape[1] // PIECES)), dim=1):  # in pieces, so that `theirs` stays small
         theirs = torch.empty_like(mine := columns.contiguous())
         work = dist.all_to_all_single(theirs, mine, group=group, async_op=True)
         assert work is not None

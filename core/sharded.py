@@ -1,5 +1,7 @@
-"""The live parameters and g, the copy in which the next outer iterate is gathered: they swap where they lie, or between
-a GPU and the host's pinned memory.
+"""CO2 with sharded outer state: ShardedCO2, and two ways to swap the parameters with the next outer iterate.
+
+g is a copy of the parameters in which the background collects the next outer iterate. It lies next to the parameters
+(Live), or in the host's pinned memory (HostCopies).
 """
 
 from __future__ import annotations
@@ -33,14 +35,17 @@ from .usage import refuse_fsdp
 
 
 class Live:
-    """Both on one device. g lies in the payloads."""
+    """Swaps parameters with g on the same device. g lies in the payloads."""
 
     def __init__(self, buckets: list[Bucket]):
         self._buckets = buckets
 
     def swap(self, *, snapshot: bool) -> Tensor:
-        """p <- g, and g <- g - p where a snapshot is wanted, a cache-sized segment at a time. Whether that is not
-        finite, 0-d."""
+        """p <- g, and g <- g - p if there is a snapshot, in segments that fit a cache.
+
+        Returns:
+            0-d bool: whether the difference is not finite.
+        """
         finite = torch.ones((), dtype=torch.bool, device=self._buckets[0].flat.device)
         for p, g in self._pieces():
             difference = [a - b for a, b in zip(g, p, strict=True)] if snapshot else g
@@ -51,18 +56,18 @@ class Live:
         return ~finite
 
     def own_stream(self) -> contextlib.AbstractContextManager[None]:
-        """That of copies between a GPU and the host, of which there are none."""
+        """The stream of copies between a GPU and the host. Here there are none."""
         return contextlib.nullcontext()
 
     def drain(self) -> None:
-        """Nothing that is queued still reads g: it may be written to anew."""
+        """Waits until nothing that is queued reads g."""
 
     def sends_differences(self) -> Iterator[Stage]:
-        """g holds them already."""
+        """Turns snapshots into differences. Here g holds the differences already."""
         yield from ()
 
     def _pieces(self) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-        """The parameters and g, in the same shapes, as much at a time as a cache holds."""
+        """Yields the parameters and g in the same shapes, in segments that fit a cache."""
         for bucket in self._buckets:
             start = 0
             for pieces in group_pieces(bucket.params, outer.segment_size(bucket.flat)):
@@ -72,11 +77,10 @@ class Live:
 
 
 class HostCopies:
-    """As Live, g being in the host's memory: a GPU and the host exchange through copies of the parameters there; on a
-    CPU plain copies.
+    """Like Live, with g in host memory. The GPU and the host exchange copies of the parameters.
 
-    The copying is queued in a stream of its own: the compute stream waits for it, the host does not. It is waited for
-    in the background, like a collective.
+    Copies are queued in a stream of their own. The compute stream waits for it, the host does not. A background thread
+    waits for it as for a collective.
     """
 
     def __init__(self, buckets: list[Bucket], device: torch.device):
@@ -86,7 +90,11 @@ class HostCopies:
         self._event: torch.cuda.Event | None = None
 
     def swap(self, *, snapshot: bool) -> Tensor:
-        """Queues p -> the host's copy, if that is wanted, and g -> p; whether p was not finite then, 0-d."""
+        """Queues g -> p, and before it p -> the host's copy if there is a snapshot.
+
+        Returns:
+            0-d bool: whether p was not finite.
+        """
         spoilt = torch.zeros((), dtype=torch.bool, device=self._device)
         if snapshot:
             spoilt = ~all_finite(p for b in self._buckets for p in b.params)
@@ -99,12 +107,12 @@ class HostCopies:
         return spoilt
 
     def drain(self) -> None:
-        """Waits until nothing that is queued still reads or writes the host's memory."""
+        """Waits until nothing that is queued reads or writes host memory."""
         if self._stream is not None:
-            torch.cuda.current_stream(self._device).synchronize()  # which waits for its own
+            torch.cuda.current_stream(self._device).synchronize()  # the current stream waits for the copies' stream
 
     def sends_differences(self) -> Iterator[Stage]:
-        """g <- g - p from the host's copies, once both are through."""
+        """g <- g - p from the host's copies, once both are complete."""
         yield [self], 0
         for bucket, copies in zip(self._buckets, self._copies, strict=True):
             for g, on_host in zip(bucket.payload_views, copies, strict=True):
@@ -112,7 +120,7 @@ class HostCopies:
 
     @contextlib.contextmanager
     def own_stream(self) -> Iterator[None]:
-        """What is queued in here follows the compute stream, which then waits for it."""
+        """Queues the block's copies after the compute stream's work. The compute stream then waits for them."""
         if self._stream is None:
             yield
             return
@@ -132,24 +140,26 @@ class HostCopies:
             self._event.synchronize()
 
 
-def beside(flag: Tensor, device: torch.device) -> Tensor:
-    """A 0-d truth value on `device`; one of the host's goes along with a kernel, for a copy would make it wait."""
+def on_device(flag: Tensor, device: torch.device) -> Tensor:
+    """Returns a 0-d bool on `device`. A bool on the host becomes a kernel's argument, because a copy would block."""
     return flag if flag.device == device else torch.full((), bool(flag), device=device)
 
 
-PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices
+PORTABLE = 1  # cudaHostRegisterPortable: pinned memory for all devices
 
 
 def pinned(numel: int, dtype: torch.dtype) -> Tensor:
-    """Zeros in the host's memory, [numel], pinned where there is a GPU: copies to and from it are queued, and no host
-    waits. Of exactly that size: torch would round it up to a power of two, and keep it.
+    """Returns zeros in host memory, [numel], pinned if there is a GPU, so that copies to and from it do not block.
 
-    UserError where the memory cannot be pinned.
+    The memory has exactly this size. torch would round it up to a power of two, and keep it.
+
+    Raises:
+        UserError: If the memory cannot be pinned.
     """
     nbytes = numel * dtype.itemsize
     if not nbytes or not torch.cuda.is_available():
         return torch.zeros(numel, dtype=dtype)
-    # lives as long as what lies in it; not mmap itself, which lets go of its memory before it tells so
+    # The buffer lives as long as tensors use it. An mmap object itself would free its memory before its finalizer runs.
     memory = (ctypes.c_byte * nbytes).from_buffer(mmap.mmap(-1, nbytes))
     held = torch.frombuffer(memory, dtype=dtype)
     cudart: Any = torch.cuda.cudart()
@@ -160,31 +170,40 @@ def pinned(numel: int, dtype: torch.dtype) -> Tensor:
 
 
 def _unpin(address: int, device: int) -> None:
-    """Once no copy that is queued uses the memory."""
+    """Unpins memory after all queued copies."""
     torch.cuda.synchronize(device)
     cudart: Any = torch.cuda.cudart()
     cudart.cudaHostUnregister(address)
 
 
 class ShardedCO2(LocalUpdateMethod):
-    """CO2 whose outer state is shared out over the workers of a node, over all workers, or lies on the host.
+    """CO2 with outer state that is sharded over the workers of a node or over all workers, or offloaded to the host.
 
         mesh = node_mesh("cuda", 8)  # nodes of eight consecutive ranks
-        loops = DistributedDataParallel(model, process_group=mesh.get_group("shard"))  # to be called in the loop
+        ddp_model = DistributedDataParallel(model, process_group=mesh.get_group("shard"))  # call this in the loop
         co2 = ShardedCO2(model.parameters(), CO2Config.paper(), mesh=mesh, buffers=model.buffers())
 
-    In that order: DistributedDataParallel writes the parameters when it is made, of which ShardedCO2 would warn.
+    Keep this order, because DistributedDataParallel writes the parameters when it is made, and ShardedCO2 would warn.
 
-    mesh: [replicate, shard], as node_mesh makes it; or its two dimensions as groups: inner_group, a node's ranks, and
-    group, of Options, the ranks with the same share across nodes; that alone, or neither: all workers are equal.
-    Ranks of a node synchronise gradients every step, so that at a boundary their parameters are equal
-    (DistributedDataParallel, ZeRO-1), or hold one model's shards (DTensors: ZeRO-2 and 3, tensor parallelism, where a
-    rank's share is its shard; plain tensors beside them are equal on all ranks, and made so again every round).
-    shards: plain tensors are this rank's own part of the model, a pipeline's stage, and unlike those of the others in
-    the inner group. Or, of each parameter, the ranks that hold what this rank holds of it (placement.Holders). With
-    either, buffers are averaged over `group` only, else over both groups.
-    shard: shares are cut further over the workers of `group`. offload: the outer state and its all-reduce lie in the
-    host's (pinned) memory, no copy of the parameters on a GPU. The other arguments: see CO2.
+    The ranks of a node are equal at a boundary, because they synchronize gradients in every step
+    (DistributedDataParallel, ZeRO-1). Or they hold shards of one model as DTensors (ZeRO-2 and 3, tensor parallelism),
+    and a rank's share of the outer state belongs to its shard. Plain tensors among the DTensors must be equal, and
+    every round makes them equal again.
+
+    Args:
+        params: See CO2.
+        config: See CO2. Only merge restart with delay boundary is supported.
+        mesh: [nodes, workers per node], as node_mesh makes it. Without a mesh, `group` of CommonArgs is its first
+            dimension and inner_group its second. Without these, every worker is a node.
+        inner_group: The ranks of this rank's node. `group` then has the ranks with the same share on all nodes.
+        shards: True: plain tensors are this rank's own part of the model, such as a pipeline stage. Or, for each
+            parameter, the ranks that hold it (placement.Holders). Both average buffers over `group`, not over all
+            ranks.
+        shard: Whether shares are sharded further over the workers of `group`.
+        offload: Whether outer state and all-reduce are in pinned host memory. The GPU then holds no copy of the
+            parameters.
+        schedule: See CO2.
+        **args: See CommonArgs.
     """
 
     _name = "ShardedCO2"
@@ -214,7 +233,7 @@ class ShardedCO2(LocalUpdateMethod):
         self._begin_round(0)
         params = unique(tensors_of(params, "parameters"))
         if not params:
-            raise UserError("no parameter is given: nothing to train; each stage of a pipeline needs one")
+            raise UserError("no parameter is given: nothing to train; each pipeline stage needs one")
         built["buffers"] = unique(tensors_of(built["buffers"], "buffers"))
         refuse_fsdp(params, args.get("group"))
         device, backend = (torch.device("cpu"), "gloo") if offload else (params[0].device, None)
@@ -222,18 +241,18 @@ class ShardedCO2(LocalUpdateMethod):
         of_group: dict[str, Any] = {"timeout": timeout, "device": device, "backend": backend}
         self._node = Placement(params, built["buffers"], inner_group, shards, **of_group)
         self._node.agree((self._name, self._signature()))
-        # whose workers are excluded together
+        # workers of a node are excluded together
         self._worker_label = "rank" if inner_group is None else "the node of rank"
         if offload:
             built["allreduce"] = functools.partial(built["allreduce"], backend="gloo")
         super().__init__(params, **built)
-        self._reducer.scale = 1 / self._total_world_size  # of what is summed over both groups
+        self._reducer.scale = 1 / self._total_world_size  # the sums are over both groups
         self._allreduce.timed_groups += [self._node.group] if self._node.group is not None else []
         self._make_state()
 
     @torch.no_grad()
     def _start_from_params(self) -> None:
-        """g, in the payloads, and the shares of x begin as the parameters."""
+        """Sets g and the shares of x to the parameters."""
         self._live.drain()
         super()._start_from_params()
         for bucket in self._buckets:
@@ -241,33 +260,35 @@ class ShardedCO2(LocalUpdateMethod):
         copy(self._x, self._shares())
 
     def _make_state(self) -> None:
-        """x and m as shares, and what the background notes."""
+        """Makes x and m as shares, and the numbers that the background writes."""
         self._live = HostCopies(self._buckets, self._params[0].device) if self._offload else Live(self._buckets)
         self._x = self._state["outer_iterate"] = [torch.zeros_like(share) for share in self._shares()]
         self._m = self._state["outer_momentum"] = [torch.zeros_like(x) for x in self._x]
         self._replicated_state = [] if self._shard else self._x
-        # x lags: g holds x - _last m; also |x_{t,0} - x_{t-1,0}| = _last |m|. 0-d, on the device, as the next two
+        # x is one step behind: g holds x - _last m, and |x_{t,0} - x_{t-1,0}| = _last |m|. These numbers are 0-d on
+        # the device, because the background reads and writes them in another stream.
         self._last = torch.zeros((), dtype=torch.float64, device=self._allreduce.device)
         self._m_squares = torch.zeros_like(self._last)
-        # whether what was sent last has no weight, as a rider found in the background: known when it lands
+        # whether the last payload has weight 0, as the filter decides in the background; read when it arrives
         self._weightless = torch.zeros((), dtype=torch.bool, device=self._allreduce.device)
-        # of what was sent last, whether it was not finite: known at the boundary, before the background judges it, for
-        # the optimiser's state would spoil the next round, too. 0-d, beside the parameters
+        # Whether the last payload was not finite. The boundary finds it before the background judges it, because
+        # the optimizer's state would affect the next round, too. On the parameters' device.
         self._spoilt = torch.zeros((), dtype=torch.bool, device=self._params[0].device)
-        self._seen: dict[str, Tensor] = {}
-        self._checked = False  # whether a node's workers are known to have come to equal parameters
+        self._outer_stats: dict[str, Tensor] = {}
+        self._checked = False  # whether a node's workers were found to have equal parameters
         self._numel = self._node.count(self._params)
         self._node.locate(self._params, self._buckets, self._shares())
         self._start_from_params()
 
-    # -- what LocalUpdateMethod asks -----------------------------------------------------------------------------------
+    # -- overrides of LocalUpdateMethod --------------------------------------------------------------------------------
 
     def _make_buckets(self) -> list[Bucket]:
         parts = self._node.parts * (self._allreduce.world_size if self._shard else 1)
         return make_buckets(self._params, self._buffers, self._scalars.numel, parts, pinned if self._offload else None)
 
     def resync(self) -> None:
-        self._allreduce.restore(self.rounds, in_flight=False)  # of which a part runs over the same group
+        """See LocalUpdateMethod."""
+        self._allreduce.restore(self.rounds, in_flight=False)  # the background uses the same group
         self._node.agree(("resync",))
         super().resync()
 
@@ -295,7 +316,7 @@ class ShardedCO2(LocalUpdateMethod):
 
     @property
     def _checksum_round(self) -> int | None:
-        """The workers of a node take turns: their shares differ."""
+        """The workers of a node take turns, because their shares differ."""
         return self.rounds // self._node.size if self.rounds % self._node.size == self._node.rank else None
 
     def _fill_buffers(self) -> None:
@@ -303,7 +324,7 @@ class ShardedCO2(LocalUpdateMethod):
             super()._fill_buffers()
 
     def _sum_parts(self, numbers: Tensor) -> Iterator[Stage]:
-        """A node's workers hold one model's parts, or gave each other their gradients: they are judged as one."""
+        """Sums over a node, whose workers are judged as one: they hold one model, or shared their gradients."""
         yield from self._node.sum([numbers])
 
     # -- the boundary ---------------------------------------------------------------------------------------
@@ -313,22 +334,24 @@ class ShardedCO2(LocalUpdateMethod):
             self._checked = True
             if reason := self._node.check(self._params):
                 raise self._allreduce._failure(reason, "the comparison of a node's parameters")
-        landed = last = False
+        arrived = is_last = False
         if self._allreduce.in_flight:
-            landed, last = True, self._wait_allreduce(finished=finished).is_last
-            vars(self.stats).update(defer(self._seen))  # before the next launch, whose stream's memory they lie in
-        told_late = beside(self._weightless, self._spoilt.device) & ~self._spoilt & landed
-        self._spoilt.copy_(self._live.swap(snapshot=not last))
-        self._report_excluded(self._spoilt | told_late)
-        if last:  # nothing follows
+            arrived, is_last = True, self._wait_allreduce(finished=finished).is_last
+            vars(self.stats).update(
+                defer(self._outer_stats)
+            )  # before the next launch, which reuses the numbers' memory
+        excluded = on_device(self._weightless, self._spoilt.device) & ~self._spoilt & arrived
+        self._spoilt.copy_(self._live.swap(snapshot=not is_last))
+        self._report_excluded(self._spoilt | excluded)
+        if is_last:
             self._take_last_step()
         else:
-            self._begin_round(self.rounds + 1)  # before the background uses its settings
+            self._begin_round(self.rounds + 1)  # before the background reads the settings
             self._start_allreduce(finished=finished)
-        return last
+        return is_last
 
     def _take_last_step(self) -> None:
-        """x, which lags, becomes what g holds."""
+        """Brings x, which is one step behind, up to date with g."""
         for x, m in zip(self._x, self._m, strict=True):
             x.copy_(outer.outer_step(x, m, self._last))
         self._last.zero_()
@@ -337,21 +360,21 @@ class ShardedCO2(LocalUpdateMethod):
 
     @torch.no_grad()
     def _stages(self) -> Iterator[Stage]:
-        """From the snapshots in g to x_{t+2,0} in g."""
+        """The collectives of a round, from the snapshots in g to x_{t+2,0} in g. All of Algorithm 1's steps 3 to 7."""
         yield from self._live.sends_differences()
-        # Processes that hold parts of one payload are judged as one: a node's workers gave each other their gradients.
+        # Processes that hold parts of one payload are judged as one: a node's workers shared their gradients.
         outliers, size = self.hook(OutlierFilter), outer.norm([b.payload for b in self._buckets]).double()
-        square = torch.where(outliers.spoilt_buffer() > 0, float("nan"), size.square()).view(1)
+        square = torch.where(outliers.nonfinite_buffer() > 0, float("nan"), size.square()).view(1)
         yield from self._node.sum([square])
         self._zero_payload(outliers.judge(square[0].sqrt()))
         yield from self._repair_replicas()
-        # a worker in finish() has no weight, either, where workers count by their steps
+        # a worker in finish() has no weight, either, if workers count by their steps
         self._weightless.copy_((self._scalars["weight"] == 0) & (self._scalars["steps"] > 0))
         yield from self._reduce([b.rest for b in self._buckets])
         squares = self._pseudo_gradient()
         sums = torch.stack([squares, self._m_squares])
         yield from self._node.sum([sums])
-        across = self._allreduce.group if self._shard else None  # over whose workers shares are cut further
+        across = self._allreduce.group if self._shard else None  # shares are sharded further over this group
         if across is not None:
             yield sum_flats([sums], across)
         self._update_share(sums[0].sqrt(), sums[1].sqrt())
@@ -361,8 +384,10 @@ class ShardedCO2(LocalUpdateMethod):
         yield from self._node.gather(self._buckets)
 
     def _reduce(self, rests: list[Tensor]) -> Iterator[Stage]:
-        """Sums of the shares over the workers, and of BatchNorm's statistics and the scalars over all processes. A
-        stage's statistics are its own."""
+        """Sums shares over the workers, and buffers and scalars over all processes.
+
+        A pipeline stage's buffers are summed over the workers only.
+        """
         shares, group = self._node_shares(), self._allreduce.group
         if group is not None:
             yield sum_flats(rests if self._shard else [*shares, *rests], group)
@@ -373,38 +398,40 @@ class ShardedCO2(LocalUpdateMethod):
             yield from self._node.sum(rests)
             return
         scalars = self._buckets[0].scalars
-        sums = scalars.double()  # the first bucket's dtype may be another elsewhere
+        sums = scalars.double()  # on another stage, the first bucket's dtype may differ
         yield from self._node.sum([sums])
         scalars.copy_(sums)
         for bucket in self._buckets:
-            bucket.values.mul_(self._node.size)  # reducer.scale is of sums over both groups
+            bucket.values.mul_(self._node.size)  # reducer.scale assumes a sum over both groups
 
     def _node_shares(self) -> list[Tensor]:
-        """The share of each payload that this worker sends across nodes."""
+        """Returns the share of each payload that this worker sends across nodes."""
         return [self._node.part(b.flat[: b.padded]) for b in self._buckets]
 
     def _shares(self) -> list[Tensor]:
-        """This worker's share of each payload."""
+        """Returns this worker's share of each payload."""
         shares = self._node_shares()
         if self._shard and self._allreduce.group is not None:
             shares = [s.view(self._allreduce.world_size, -1)[self._allreduce.rank] for s in shares]
         return shares
 
     def _segments(self) -> Iterator[tuple[torch.dtype, Tensor, Tensor, Tensor]]:
-        """(dtype of the parameters, share of g, x, m), a cache-sized piece at a time."""
+        """Yields (dtype of the parameters, share of g, x, m) in segments that fit a cache."""
         for bucket, *flats in zip(self._buckets, self._shares(), self._x, self._m, strict=True):
             for g, x, m in zip(*(f.split(outer.segment_size(bucket.flat)) for f in flats), strict=True):
                 if len(g):
                     yield bucket.dtype, g, x, m
 
     def _pseudo_gradient(self) -> Tensor:
-        """Delta in the share of g, and x catches up; returns the sum of Delta's squares, 0-d.
+        """Computes Delta in the share of g, and brings x up to date.
 
-        What was sent at a boundary is x_{t+1,0} - x^i_{t,tau}; the local steps began at x_{t,0} as the parameters'
-        dtype holds it.
+        The boundary sent x_{t+1,0} - x^i_{t,tau}. The local steps began at x_{t,0} as the parameters' dtype holds it.
+
+        Returns:
+            The sum of Delta's squares, 0-d.
         """
         squares, weight = torch.zeros_like(self._last), self._scalars["weight"]
-        scale = torch.where(weight > 0, self._node.size / weight, 0.0)  # the weight is summed over both groups
+        scale = torch.where(weight > 0, self._node.size / weight, 0.0)  # the weight is a sum over both groups
         for dtype, g, x, m in self._segments():
             following = outer.outer_step(x, m, self._last)
             g.mul_(scale.to(g))
@@ -414,47 +441,51 @@ class ShardedCO2(LocalUpdateMethod):
         return squares - self._node.surplus(self._shares())
 
     def _update_share(self, delta_norm: Tensor, m_norm: Tensor) -> None:
-        """Steps 4 to 7 on the share; an empty round, the last of finish(), moves nothing."""
+        """Steps 4 to 7 on the share. The empty round at the end of finish() changes nothing."""
         c = self.config
         moved = self._scalars["steps"] > 0
         delta_rms = delta_norm / max(1, self._numel) ** 0.5 if c.gap == "elementwise" else None
         gap = outer.gap_scalar(self._last * m_norm, delta_norm) if c.gap == "norm" else None
         alpha = moved.double() * c.outer_lr
-        rule = outer.Rule(
-            outer.carried(c.outer_momentum, self._growth), alpha, self._last, c.clip, delta_rms=delta_rms, gap=gap
-        )
-        seen = [torch.zeros(4, dtype=torch.float64, device=self._allreduce.device)]  # of nothing: Lambda is 1
-        seen[0][2].fill_(1.0)  # on the device: a copy from the host would wait for the collectives before it
+        beta = outer.carried(c.outer_momentum, self._growth)
+        rule = outer.Rule(beta, alpha, self._last, c.clip, delta_rms=delta_rms, gap=gap)
+        stats = [torch.zeros(4, dtype=torch.float64, device=self._allreduce.device)]  # of no elements: Lambda is 1
+        stats[0][2].fill_(1.0)  # not a copy from the host, which would wait for earlier collectives
         for _, g, x, m in self._segments():
             new, numbers = outer.new_momentum(m, g, rule)  # 4, 5, 6
             m.copy_(torch.where(moved, new, m))
             g.copy_(outer.outer_step(x, m, rule.alpha))  # 7
-            seen.append(numbers)
-        total = outer.all_seen(seen)
-        self._last.copy_(alpha)  # in place: they are read and written in another stream
+            stats.append(numbers)
+        total = outer.combine_stats(stats)
+        self._last.copy_(alpha)  # in place, because another stream reads it
         self._m_squares.copy_(torch.where(moved, total[0] - self._node.surplus(self._m), self._m_squares))
-        share = max(1, sum(len(m) for m in self._m))  # what follows is of this worker's share
-        self._seen = {"pseudo_gradient_norm": delta_norm, "momentum_norm": m_norm, "clipped_share": total[3] / share}
+        share = max(1, sum(len(m) for m in self._m))  # elements of this worker's share, for the statistics
+        self._outer_stats = {
+            "pseudo_gradient_norm": delta_norm,
+            "momentum_norm": m_norm,
+            "clipped_share": total[3] / share,
+        }
         if c.gap != "none":
-            self._seen |= {"gap_mean": total[1] / share, "gap_max": total[2]}
+            self._outer_stats |= {"gap_mean": total[1] / share, "gap_max": total[2]}
 
     # -- checkpoints ----------------------------------------------------------------------------------------
 
     def _recount(self) -> None:
-        """After another rank's state was loaded, and this one's share of the momentum: the sum of its squares."""
+        """Recomputes the momentum's sum of squares, after a state of another rank was loaded."""
         squares = [torch.dot(m, m).double() for _, _, _, m in self._segments()]
         total = torch.stack([torch.zeros_like(self._m_squares), *squares]).sum()  # in the order of _update_share
         self._m_squares.copy_(total - self._node.surplus(self._m))
 
     def _load_local_state(self, state: dict[str, Any]) -> None:
         self._live.drain()
-        super()._load_local_state(state)  # g, too, in the flats
+        super()._load_local_state(state)  # also g, which lies in the flat tensors
 
     def close(self) -> None:
-        """Leaves the process groups. Only after finish()."""
+        """Leaves the process groups. Call finish() first."""
         super().close()
         self._node.close()
 
     def leave(self) -> None:
-        super().leave()  # the node's group, too
+        """See LocalUpdateMethod."""
+        super().leave()  # leaves the node's group, too
         self._node.group = None

@@ -1,4 +1,4 @@
-"""What is read from files that nobody should trust."""
+"""The format of checkpoint files. Reading them executes no code and detects damage, because files are not trusted."""
 
 from __future__ import annotations
 
@@ -21,12 +21,15 @@ from torch import Tensor
 from .buckets import local_shard
 from .errors import UserError
 
-LEVELS = 64  # of lists and objects in each other; our own files have five
+LEVELS = 64  # of nested lists and objects; our own files have five
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Calls json.loads. ValueError also for what is nested too deep for programs to walk, for half a surrogate, which
-    no file or screen takes, and for a whole number that no float can be."""
+    """Calls json.loads with additional checks.
+
+    ValueError also for nesting that programs cannot walk, lone surrogates, which no file or screen accepts, and
+    integers that exceed every float.
+    """
 
     def check(value: Any, levels: int) -> None:
         if isinstance(value, str):
@@ -49,30 +52,34 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def reason(error: BaseException) -> str:
-    """Returns one line; for an error of the operating system, what that says."""
+    """Returns an error in one line, and for an error of the operating system its message."""
     cause = error if isinstance(error, OSError) else error.__context__
     if isinstance(cause, OSError):
         return cause.strerror or str(cause)
     return f"{type(error).__name__}: {error}".splitlines()[0].rstrip(": ")
 
 
-LARGEST = 2**1000  # of whole numbers: parse_json refuses those that no float can be
-DEEPEST = LEVELS // 3 - 1  # of values in each other; each takes up to three levels of JSON
+LARGEST = 2**1000  # limit of integers, because parse_json refuses integers that exceed every float
+DEEPEST = LEVELS // 3 - 1  # levels of nested values; each uses up to three levels of JSON
 MAPS: dict[str, Any] = {kind.__name__: kind for kind in (dict, OrderedDict, Counter, defaultdict)}
-MAKERS: dict[str, Any] = {kind.__name__: kind for kind in (int, float, list, dict, set, str)}  # of a defaultdict
+MAKERS: dict[str, Any] = {
+    kind.__name__: kind for kind in (int, float, list, dict, set, str)
+}  # factories of a defaultdict
 DTYPES: dict[str, Any] = {str(kind): kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)}
 
 
 def _packed(array: Any) -> Tensor:
+    """Returns the bytes of an .npy file."""
     np.save(buffer := io.BytesIO(), array, allow_pickle=False)
     return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
 
 
 def _unpacked(data: Tensor) -> Any:
+    """Reads the bytes of an .npy file."""
     return np.load(io.BytesIO(data.numpy().tobytes()), allow_pickle=False)
 
 
-# type -> what turns a value into simpler ones, and what turns these into the value; of numpy an .npy file's bytes
+# type -> (to simpler values, from simpler values); NumPy arrays become the bytes of an .npy file
 TYPES: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     tuple: (list, tuple),
     set: (list, set),
@@ -92,10 +99,10 @@ NAMED = {kind.__name__: kind for kind in TYPES}
 
 
 def take_out(state: Any, tensors: dict[str, Tensor], path: str = "", *, copy: bool = True, depth: int = 0) -> Any:
-    """Returns `state` as JSON, and adds its tensors to `tensors`, by path, in the host's memory.
+    """Returns `state` as JSON, and moves its tensors to `tensors`, by path, in host memory.
 
-    copy: whether to copy tensors that already lie in the host's memory, because the training changes them. UserError,
-    with the value's path, if `load` could not give a value back with its type.
+    With `copy`, tensors that are already in host memory are copied, because training changes them. UserError, with the
+    value's path, if `load` could not restore a value with its type.
     """
 
     def inner(value: Any, name: Any = None) -> Any:
@@ -117,7 +124,7 @@ def take_out(state: Any, tensors: dict[str, Tensor], path: str = "", *, copy: bo
     if kind is list:
         return ["list", *(inner(value, i) for i, value in enumerate(held))]
     if kind is dict and all(type(key) is str for key in held):
-        # a method's state lies under this worker's rank, and must have the same paths on all workers
+        # a method's state is under this worker's rank, and its paths must be equal on all workers
         return {inner(key): inner(value, re.sub(r"^rank\d+$", "", key) or None) for key, value in held.items()}
     if kind in MAPS.values():
         made = getattr(held, "default_factory", None)
@@ -150,7 +157,7 @@ def take_out(state: Any, tensors: dict[str, Tensor], path: str = "", *, copy: bo
 
 
 def put_back(tree: Any, tensor: Callable[[str], Tensor]) -> Any:
-    """Returns what take_out was given. tensor: gives the tensor of a path."""
+    """Reverses take_out. `tensor` returns the tensor of a path."""
     inner = functools.partial(put_back, tensor=tensor)
     if isinstance(tree, dict):
         return {key: inner(value) for key, value in tree.items()}
@@ -175,30 +182,34 @@ def put_back(tree: Any, tensor: Callable[[str], Tensor]) -> Any:
     if kind == "namedtuple":
         return made(*map(inner, values))
     assert kind == "dataclass", kind
-    new = object.__new__(made)  # without __init__, which could do anything
+    new = object.__new__(made)  # does not run __init__, which could do anything
     for field, value in inner(values[0]).items():
         object.__setattr__(new, field, value)
     return new
 
 
 def _registered() -> dict[str, Any]:
-    """Returns the classes that torch.serialization.add_safe_globals was given, by name."""
+    """Returns the classes registered with torch.serialization.add_safe_globals, by name."""
     return {_name(given): given for given in torch.serialization.get_safe_globals() if isinstance(given, type)}
 
 
 def _name(kind: type) -> str:
+    """Returns the class's name with its module."""
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def write(folder: Path, rank: int, state: Any, tensors: dict[str, Tensor], everyone: list[dict[str, str]]) -> str:
-    """Writes this worker's two files, and returns the SHA-256 of the JSON file. state, tensors: as take_out returned
-    them. everyone: for each worker the SHA-256 of its tensors, by path."""
+    """Writes this worker's two files, and returns the SHA-256 of the JSON file.
+
+    `state` and `tensors` come from take_out. `everyone` holds the SHA-256 of each worker's tensors, by path, so that
+    each tensor is written by the first worker that holds it.
+    """
     table = {
         path: [next(r for r, theirs in enumerate(everyone) if theirs.get(path) == found), found]
         for path, found in everyone[rank].items()
     }
     mine = {path: tensors[path] for path, (owner, _) in table.items() if owner == rank}
-    # torch.save writes the whole memory that a view is of
+    # torch.save writes a view's whole storage
     mine = {path: t if t.untyped_storage().nbytes() == t.nbytes else t.clone() for path, t in mine.items()}
     text = json.dumps({"state": state, "tensors": table}).encode()
     folder.mkdir(parents=True, exist_ok=True)
@@ -211,9 +222,9 @@ def write(folder: Path, rank: int, state: Any, tensors: dict[str, Tensor], every
 
 
 def read(folder: Path, rank: int, known: str) -> Any:
-    """Returns the state of worker `rank`, in memory of its own. known: the SHA-256 of its JSON file.
+    """Returns the state of worker `rank` in memory of its own. `known` is the SHA-256 of its JSON file.
 
-    UserError if a checksum differs. Any other error means that a file is missing or not what it was.
+    UserError if a checksum differs. Any other error means that a file is missing or damaged.
     """
     text = (folder / f"rank{rank}.json").read_bytes()
     if hashlib.sha256(text).hexdigest() != known:
@@ -228,7 +239,7 @@ def read(folder: Path, rank: int, known: str) -> Any:
                 files[name] = torch.load(folder / name, map_location="cpu", weights_only=True, mmap=True)
             except FileNotFoundError:
                 raise
-            except Exception as error:  # torch and zipfile raise nearly any
+            except Exception as error:  # torch and zipfile raise errors of many classes
                 raise UserError(f"{name} cannot be read, {reason(error)}") from None
         found = files[name][path].clone()
         if digest(found) != wanted:

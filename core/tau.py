@@ -1,6 +1,7 @@
-"""Choosing tau: the fewest local steps under which an all-reduce fits, and beside which a boundary's own work is small,
-from times measured while training; with it whether a wider wire would do as well as a narrow one; and after how many
-steps a mean that is merged on arrival is waited for.
+"""Chooses tau from times measured during training: the fewest local steps that hide an all-reduce.
+
+Two more choices follow from the same times. With compression auto, TauTuner tests whether a format with more bytes per
+element is as fast. With delay auto, it sets after how many local steps a worker waits for an average.
 """
 
 from __future__ import annotations
@@ -18,60 +19,68 @@ from .hooks import Hook, ReductionInfo
 from .local_update import LocalUpdateMethod, SyncSchedule
 from .stats import RoundStats, ready
 
-CALIBRATION_TAU = 2  # local steps a round until the first decision; 4 led later to a loss that falls fast
-WARM_UP = 1  # rounds whose numbers are left out: kernels are picked, connections opened
-WINDOW = 5  # rounds over which medians are taken
-COST = 0.05  # a boundary's own work, as a share of the local steps' time; 2 % and 10 % led later to a loss
-SLACK = 0.25  # by how much the local steps after which a mean is waited for outlast the all-reduce
-SETTLE = 4  # rounds after another wire is taken until its times are heard, at most
-WAITS = 8  # rounds over which each worker takes the mean of how long it waited
-NUMBERS = 4  # each worker tells seconds: of a step, the all-reduce, a boundary's own work, and waited for a mean
-FLOAT32 = {"float32": 4.0}  # format -> bytes an element
+CALIBRATION_TAU = 2  # local steps per round until the first decision; 4 took longer to a loss that falls fast
+WARM_UP = 1  # rounds that do not count: kernels are selected and connections opened
+WINDOW = 5  # rounds in each median
+COST = 0.05  # maximum of a boundary's own work over the local steps' time; 2 % and 10 % took longer to a loss
+SLACK = 0.25  # with delay auto, local steps before the wait exceed the all-reduce by this share
+SETTLE = 4  # rounds at most between a change of compression and the arrival of its times
+WAITS = 8  # rounds in each worker's average of its waiting time
+NUMBERS = 4  # seconds that each worker sends: local step, all-reduce, boundary's own work, wait for an average
+FLOAT32 = {"float32": 4.0}  # format -> bytes per element
 
 
 @dataclass(frozen=True)
 class TauDecision:
-    """One change of tau, equal on all workers."""
+    """One decision about tau and the compression. All workers take it in the same round."""
 
     round: int
     old: int
     new: int
     step_seconds: float
-    """A local step of the slowest worker."""
+    """Time of a local step on the slowest worker."""
     allreduce_seconds: float
-    """The all-reduce, from the last launch to its landing; over a wire that is tried, as its bytes let expect."""
+    """From the last worker's launch to the arrival. For a compression under test, the time expected from its bytes."""
     reason: str
     compression: str = "float32"
-    """From this round on; tau follows once that wire's times are known."""
+    """Compression from this round on. tau changes once the times of the new compression are known."""
 
     @property
     def exposed_share(self) -> float:
-        """Of the time, by the times above and with the new tau."""
+        """Fraction of the time in which communication is exposed, with the new tau."""
         return max(0.0, 1 - self.new * self.step_seconds / self.allreduce_seconds)
 
 
 def smallest_tau(allreduce_seconds: float, step_seconds: float, margin: float) -> int:
-    """The smallest tau with tau x step_seconds >= (1 + margin) x allreduce_seconds; at least 1."""
+    """Returns the smallest tau >= 1 with tau * step_seconds >= (1 + margin) * allreduce_seconds."""
     return max(1, math.ceil((1 + margin) * allreduce_seconds / step_seconds - 1e-9))
 
 
 class TauTuner:
-    """Decides tau on every worker alike, from numbers that all workers have received in the same all-reduce.
+    """Decides tau alike on every worker, because all workers decide from the same all-reduced times.
 
-    Each worker writes its times into its own places among the scalars (`tell`), and decides by all workers' (`hear`).
+    Each worker writes its times to its own places among the scalars (`write_times`). The decision uses the times of all
+    workers (`receive`). The slowest worker sets the pace, because the other workers wait for it with any tau. Hence a
+    local step takes as long as on the slowest worker. The all-reduce takes as long as the last worker to launch it
+    measures, which is the shortest time. Both are medians over the last rounds.
 
-    The slowest worker paces the rounds: the others wait for it whatever tau is. So a step counts as long as the
-    slowest worker's, and the all-reduce as long as the worker saw that launched last, which is the shortest time seen.
-    Both are medians over the last rounds. tau grows as soon as the all-reduce no longer fits; it shrinks only
-    when a quarter fewer steps would do, so that noise does not move it.
+    tau grows as soon as the all-reduce no longer fits into the local steps. It shrinks only if a quarter fewer steps
+    suffice, so that noise does not change it.
 
-    wires: format -> bytes an element, the first to begin with, each wider than the one before: on a slow link a trial
-    of a wide one costs most. Where the next one's mean, by its bytes, would come within a local step, and so be fresh,
-    or need no more steps, it is tried, once, and kept if that is so.
+    With several compressions, the first is used at the beginning. The next one is tested once if, by its bytes, its
+    average would arrive within one local step or need no more steps. It is kept if the measured times confirm that.
 
-    margin: by how much the local steps should outlast the all-reduce. tau_max: never above. given: the
-    user's tau, which holds; only the compression is chosen, and `needed`, where means are merged on arrival.
-    Attributes: tau; wire, to be taken for what is sent next.
+    Args:
+        tau_max: Largest tau.
+        margin: The local steps take this share longer than the all-reduce.
+        compressions: Format -> bytes per element, in ascending order, because a test of many bytes costs most on a slow
+            network.
+        given: The user's tau, which does not change. Only the compression and `needed` are chosen then.
+
+    Attributes:
+        tau: Local steps per round.
+        compression: Format of the next all-reduce.
+        decisions: All decisions so far.
     """
 
     def __init__(
@@ -86,53 +95,53 @@ class TauTuner:
         self.tau = given or min(CALIBRATION_TAU, tau_max)
         self.tau_max, self.margin = tau_max, margin
         self.compressions = compressions
-        self.compression, *self._wider = compressions
-        # while a wire is tried: the one before, the tau that it needs, and the seconds of its all-reduce
-        self._before: tuple[str, int, float] | None = None
+        self.compression, *self._untested = compressions
+        # during a test: the previous compression, the tau that it needs, and its all-reduce time in seconds
+        self._tested_against: tuple[str, int, float] | None = None
         self.decisions: list[TauDecision] = []
-        self._heard = 0
+        self._received = 0  # rounds whose times have arrived; negative after a change of compression
         self._steps: deque[float] = deque(maxlen=WINDOW)
         self._allreduces: deque[float] = deque(maxlen=WINDOW)
         self._boundaries: deque[float] = deque(maxlen=WINDOW)
-        self._told = [0.0] * NUMBERS  # this worker's last known ones
-        self._more = 0  # steps of `needed` beyond what the link needs
-        self._waits: list[float] = []  # of this worker, a number a round, since that was judged last
-        self._judged = 0  # rounds heard since then
+        self._own_times = [0.0] * NUMBERS  # this worker's latest times
+        self._extra_steps = 0  # part of `needed` that the network does not require
+        self._waits: list[float] = []  # this worker's wait in each round since the last adjustment
+        self._rounds_of_waits = 0
 
     @property
     def needed(self) -> int | None:
-        """Local steps after its sending at which a worker waits for a mean; None: not known yet.
+        """Local steps from the start of an all-reduce to the wait for its average. None before the first times.
 
-        By then the all-reduce of the worker that sent last is over, and who waits does not drift away from the slower
-        ones. Where steps are uneven, now one worker's and then another's, that costs all of them time: if even the
-        worker that waits least loses more than COST of it, so many steps are added. A slow one waits for nobody.
+        After so many steps the all-reduce of the slowest worker is over, and a fast worker does not drift away from it.
+        If local steps take a varying time on varying workers, this wait costs all of them time. If even the worker that
+        waits least loses more than COST of its time, steps are added. A worker that is always slow waits for nobody.
         """
         if self._allreduces:
-            return smallest_tau(median(self._allreduces), median(self._steps), SLACK) + self._more
+            return smallest_tau(median(self._allreduces), median(self._steps), SLACK) + self._extra_steps
         if not self.decisions:
             return None
         last = self.decisions[-1]  # the compression has changed since
-        return smallest_tau(last.allreduce_seconds, last.step_seconds, SLACK) + self._more
+        return smallest_tau(last.allreduce_seconds, last.step_seconds, SLACK) + self._extra_steps
 
-    def tell(self, stats: RoundStats, before: RoundStats, rank: int, places: Tensor) -> None:
-        """Writes this worker's latest times to places, [NUMBERS x workers], where all others write 0.
+    def write_times(self, stats: RoundStats, before: RoundStats, rank: int, places: Tensor) -> None:
+        """Writes this worker's latest times to its `places`, [NUMBERS * workers]. Other workers write 0 there.
 
-        before: of the round before, whose boundary is over.
+        `stats` belong to the round that is closing, `before` to the previous round, whose boundary is complete.
         """
-        for known in (stats, before):  # a GPU has not passed this round's end yet where the host runs ahead of it
+        for known in (stats, before):  # if the host is ahead of the GPU, this round's times are not ready
             if ready(known.step_seconds, known.allreduce_seconds) and float(known.step_seconds):
-                self._told[:2] = float(known.step_seconds), float(known.allreduce_seconds)
+                self._own_times[:2] = float(known.step_seconds), float(known.allreduce_seconds)
                 break
         if ready(before.boundary_seconds, before.merge_seconds, before.exposed_seconds):
             waited = float(before.exposed_seconds)
-            self._told[2] = max(0.0, float(before.boundary_seconds) + float(before.merge_seconds) - waited)
-            self._waits.append(waited if before.merged_after else 0.0)  # what an evaluation waits for is not counted
-            self._told[3] = fmean(self._waits)
+            self._own_times[2] = max(0.0, float(before.boundary_seconds) + float(before.merge_seconds) - waited)
+            self._waits.append(waited if before.merged_after else 0.0)  # a wait in an evaluation does not count
+            self._own_times[3] = fmean(self._waits)
         places.zero_()
-        for i, seconds in enumerate(self._told):
+        for i, seconds in enumerate(self._own_times):
             places[NUMBERS * rank + i].fill_(seconds)
 
-    def hear(
+    def receive(
         self,
         round: int,
         step_seconds: Sequence[float],
@@ -140,124 +149,148 @@ class TauTuner:
         boundary_seconds: Sequence[float] = (0.0,),
         waited: Sequence[float] = (0.0,),
     ) -> TauDecision | None:
-        """One round's times of every worker, 0 where one has none, and how long each waited in a round. Returns the
-        first decision, and each change."""
+        """Receives one round's times of every worker, in seconds, 0 if a worker has none yet.
+
+        Args:
+            round: Number of the round.
+            step_seconds: One local step.
+            allreduce_seconds: The all-reduce.
+            boundary_seconds: A boundary's own work.
+            waited: Each worker's wait for averages, per round.
+
+        Returns:
+            The first decision and each change, otherwise None.
+        """
         steps, allreduces = [s for s in step_seconds if s > 0], [a for a in allreduce_seconds if a > 0]
         if not steps or not allreduces:
             return None
-        self._heard += 1
-        if self._heard <= WARM_UP:
+        self._received += 1
+        if self._received <= WARM_UP:
             return None
         self._steps.append(max(steps))
         self._allreduces.append(min(allreduces))
         self._boundaries.append(max(boundary_seconds))
-        self._judged += 1
-        if self._judged == WAITS:
-            self._judge(min(waited))
-        return self._decide(round) if self._heard > WARM_UP + 1 else None
+        self._rounds_of_waits += 1
+        if self._rounds_of_waits == WAITS:
+            self._adjust_extra(min(waited))
+        return self._decide(round) if self._received > WARM_UP + 1 else None
 
-    def _judge(self, waited: float) -> None:
-        """waited: by the worker that waits least, in a round."""
+    def _adjust_extra(self, waited: float) -> None:
+        """Adapts the extra steps of `needed` to the wait per round of the worker that waits least."""
         step = median(self._steps)
         share = waited / (self.tau * step)
-        if share > COST and (self.needed or 0) < self.tau:  # else they wait at the boundary, for the link
-            self._more += math.ceil(waited / step)
+        if share > COST and (self.needed or 0) < self.tau:  # else they wait for the network at the boundary
+            self._extra_steps += math.ceil(waited / step)
         elif share < COST / 4:
-            self._more -= math.ceil(self._more / 4)
-        self._judged = 0
+            self._extra_steps -= math.ceil(self._extra_steps / 4)
+        self._rounds_of_waits = 0
         self._waits.clear()
 
     def _decide(self, round: int) -> TauDecision | None:
+        """Returns a change of the compression or of tau, if the medians call for one."""
         step, allreduce = median(self._steps), median(self._allreduces)
-        boundary = min(self._boundaries)  # what disturbs it only adds to it
-        wanted = max(smallest_tau(allreduce, step, self.margin), smallest_tau(boundary / COST, step, 0.0))
-        if change := self._another_wire(step, allreduce, wanted):
+        boundary = min(self._boundaries)  # disturbances only lengthen it
+        required = max(smallest_tau(allreduce, step, self.margin), smallest_tau(boundary / COST, step, 0.0))
+        if change := self._change_compression(step, allreduce, required):
             tau, expected, why = change
             return self._decided(round, tau, step, expected, why)
         if self.given:
             return None
-        new = min(wanted, self.tau_max)
-        # half the margin may be used up
+        new = min(required, self.tau_max)
+        # tau stays until half of the margin is used up
         least = max(smallest_tau(allreduce, step, self.margin / 2), smallest_tau(boundary / COST, step, -0.25))
         fits = self.tau >= least
         wasteful = new <= 0.75 * self.tau
-        if self.decisions and (new == self.tau or (fits and not wasteful)):  # the first is always told
+        if self.decisions and (new == self.tau or (fits and not wasteful)):  # the first decision is always reported
             return None
-        return self._decided(round, new, step, allreduce, self._reason(step, allreduce, boundary, wanted))
+        return self._decided(round, new, step, allreduce, self._reason(step, allreduce, boundary, required))
 
     def _decided(self, round: int, new: int, step: float, allreduce: float, why: str) -> TauDecision:
+        """Records a decision, and applies it."""
         new = self.given or min(new, self.tau_max)
         decision = TauDecision(round, self.tau, new, step, allreduce, why, self.compression)
         self.tau = decision.new
         self.decisions.append(decision)
         return decision
 
-    def _another_wire(self, step: float, allreduce: float, wanted: int) -> tuple[int, float, str] | None:
-        """Returns, if the compression changes now, tau until its times are known, the all-reduce's expected time, and
-        why. wanted: the tau that the present compression needs."""
-        text = f"over {self.compression} the mean takes {allreduce:.4g} s and a local step {step:.4g} s"
-        if self._before is not None:
-            (narrow, tau, expected), self._before = self._before, None
-            if allreduce <= step or wanted <= tau:
+    def _change_compression(self, step: float, allreduce: float, required: int) -> tuple[int, float, str] | None:
+        """Starts or ends the test of a compression if it is time. The present one needs `required` local steps.
+
+        It returns tau until the new times arrive, the expected all-reduce time, and the reason. None: the compression
+        stays.
+        """
+        text = f"with {self.compression} the all-reduce takes {allreduce:.4g} s and a local step {step:.4g} s"
+        if self._tested_against is not None:
+            (previous, tau, expected), self._tested_against = self._tested_against, None
+            if allreduce <= step or required <= tau:
                 return None
-            why = f"{text}: {wanted} steps needed, over {narrow} {tau}, which is taken again"
-            self.compression, self._wider = narrow, []
-        elif self._wider:
-            wider = self._wider[0]
-            expected = allreduce * self.compressions[wider] / self.compressions[self.compression]
+            why = f"{text}: it needs {required} steps, and {previous} needs {tau}, so {previous} is used again"
+            self.compression, self._untested = previous, []
+        elif self._untested:
+            candidate = self._untested[0]
+            expected = allreduce * self.compressions[candidate] / self.compressions[self.compression]
             tau = smallest_tau(expected, step, self.margin)
-            if expected > step and tau > wanted:
+            if expected > step and tau > required:
                 return None
-            self._before, self.compression, self._wider = (self.compression, wanted, allreduce), wider, self._wider[1:]
-            why = f"{text}: {self.compression} is tried"
+            self._tested_against = self.compression, required, allreduce
+            self.compression, self._untested = candidate, self._untested[1:]
+            why = f"{text}: {self.compression} is tested"
         else:
             return None
-        self._heard = -SETTLE
+        self._received = -SETTLE
         for times in (self._steps, self._allreduces, self._boundaries):
             times.clear()
         return tau, expected, why
 
-    def _reason(self, step: float, allreduce: float, boundary: float, wanted: int) -> str:
+    def _reason(self, step: float, allreduce: float, boundary: float, required: int) -> str:
+        """Explains a choice of tau in one line, in words for the log."""
         text = f"the all-reduce takes {allreduce:.4g} s and a local step {step:.4g} s"
-        if smallest_tau(allreduce, step, self.margin) < wanted <= self.tau_max:
-            return f"{text}, a boundary's own work {boundary:.3g} s: {wanted} steps keep that at {COST:.0%}"
-        if wanted <= self.tau_max:
-            return f"{text}: {wanted} steps outlast it by {self.margin:.0%}"
+        if smallest_tau(allreduce, step, self.margin) < required <= self.tau_max:
+            return f"{text}, a boundary's own work {boundary:.3g} s: {required} steps keep that at {COST:.0%}"
+        if required <= self.tau_max:
+            return f"{text}: {required} steps outlast it by {self.margin:.0%}"
         exposed = max(0.0, allreduce - self.tau_max * step)
-        return f"{text}: {wanted} steps would outlast it, tau_max={self.tau_max} leaves {exposed:.3g} s a round exposed"
+        limit = f"tau_max={self.tau_max} leaves {exposed:.3g} s a round exposed"
+        return f"{text}: {required} steps would outlast it, {limit}"
 
     def state_dict(self) -> dict[str, Any]:
+        """Returns the state for a checkpoint."""
         return {
             "tau": self.tau,
-            "heard": self._heard,
+            "heard": self._received,
             "decisions": [astuple(d) for d in self.decisions],
             "steps": list(self._steps),
             "allreduces": list(self._allreduces),
             "boundaries": list(self._boundaries),
-            "compression": (self.compression, list(self._wider), self._before),
-            "waits": (self._more, list(self._waits), self._judged),
+            "compression": (self.compression, list(self._untested), self._tested_against),
+            "waits": (self._extra_steps, list(self._waits), self._rounds_of_waits),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Of a tuner with other wires nothing holds; of one that chose tau, its tau does not where one is given."""
-        compression, wider, narrow = state["compression"]
-        if not {compression, *wider, *(narrow or ())[:1]} <= self.compressions.keys():
+        """Restores what state_dict returned.
+
+        A state with compressions that this tuner does not have is ignored. A tau that the user has given replaces the
+        checkpoint's tau.
+        """
+        compression, untested, tested_against = state["compression"]
+        if not {compression, *untested, *(tested_against or ())[:1]} <= self.compressions.keys():
             return
-        self.tau, self._heard = self.given or state["tau"], state["heard"]
+        self.tau, self._received = self.given or state["tau"], state["heard"]
         self.decisions = [TauDecision(*d) for d in state["decisions"]]
         self._steps = deque(state["steps"], maxlen=WINDOW)
         self._allreduces = deque(state["allreduces"], maxlen=WINDOW)
         self._boundaries = deque(state["boundaries"], maxlen=WINDOW)
-        self.compression, self._wider, self._before = compression, list(wider), narrow
-        self._more, self._waits, self._judged = state.get("waits", (0, [], 0))
+        self.compression, self._untested, self._tested_against = compression, list(untested), tested_against
+        self._extra_steps, self._waits, self._rounds_of_waits = state.get("waits", (0, [], 0))
 
 
 class TauHook(Hook):
-    """The workers' times, from which all choose tau, the compression and when to wait alike.
+    """Exchanges the workers' times, and lets TauTuner decide.
 
     Attributes:
-        decision: Taken at the last boundary, or None.
-        chooses: Whether tau is chosen, not given.
+        tuner: Decides from the times.
+        chooses: Whether tau is chosen. False if the user gave it.
+        decision: The decision of the last boundary, or None.
     """
 
     name, per_worker_scalars = "tau", {"times": NUMBERS}
@@ -265,17 +298,17 @@ class TauHook(Hook):
     def __init__(self, tuner: TauTuner):
         self.tuner, self.chooses = tuner, tuner.given is None
         self.decision: TauDecision | None = None
-        self._decided: TauDecision | None = None  # takes effect at the round's end
+        self._decided: TauDecision | None = None  # takes effect at the end of the round
 
     def before_allreduce(self) -> None:
         m = self.method
-        self.tuner.tell(m._clock.stats, m._clock.before, m._allreduce.place, m._scalars["times"])
-        m._reducer.become(self.tuner.compression)  # chosen from what has arrived, so equal on all workers
+        self.tuner.write_times(m._clock.stats, m._clock.before, m._allreduce.place, m._scalars["times"])
+        m._reducer.become(self.tuner.compression)  # follows from received times, so it is equal on all workers
 
     def on_reduced_scalars(self, sums: Mapping[str, Sequence[float]], info: ReductionInfo) -> None:
         times = [t * info.workers / info.total_world_size for t in sums["times"]]  # the ranks of a node share a place
         step, allreduce, boundary, waited = (times[0::NUMBERS], times[1::NUMBERS], times[2::NUMBERS], times[3::NUMBERS])
-        self._decided = self.tuner.hear(self.method._allreduce.launched, step, allreduce, boundary, waited)
+        self._decided = self.tuner.receive(self.method._allreduce.launched, step, allreduce, boundary, waited)
 
     def on_round_end(self) -> None:
         self.decision, self._decided = self._decided, None
@@ -288,10 +321,10 @@ class TauHook(Hook):
 
 
 class AdaptiveTau(SyncSchedule):
-    """Follows CO2Config's tau and delay.
+    """The sync schedule for CO2Config's tau and delay.
 
     Args:
-        tau: From a round's number to its local steps.
+        tau: Returns a round's local steps from its number.
         delay: See CO2Config.
         tau_hook: Receives the workers' times. None if nothing is chosen from them.
     """
@@ -307,7 +340,7 @@ class AdaptiveTau(SyncSchedule):
 
     @property
     def decision(self) -> TauDecision | None:
-        """Taken by tau auto at the last boundary, or None."""
+        """The decision of tau auto at the last boundary, or None."""
         return self.tau_hook.decision if self.tau_hook is not None else None
 
     def begin(self, number: int) -> None:
@@ -322,4 +355,4 @@ class AdaptiveTau(SyncSchedule):
         if self.delay != "auto":
             return method._local_steps == self.delay
         due = self.tau_hook is not None and method._local_steps == self.tau_hook.tuner.needed
-        return method._allreduce.landed() or due
+        return method._allreduce.arrived() or due

@@ -1,7 +1,7 @@
-"""Mistakes around a method that would otherwise be silent: each is refused or warned of once.
+"""Checks for mistakes around a method that would otherwise be silent. Each one is an error, or a single warning.
 
-They are optimizers and modules that synchronize the workers in every step, optimizers of other parameters, weights that
-are loaded under a method, calls of step() without an update, and a script that ends without finish().
+The mistakes are optimizers and modules that synchronize workers in every step, optimizers of other parameters, weights
+loaded under a method, calls of step() without an update, and a script that ends without finish().
 """
 
 from __future__ import annotations
@@ -37,56 +37,47 @@ AVERAGER = "torch.distributed.algorithms.model_averaging.averagers", "ModelAvera
 
 
 def refuse_shards(params: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
-    """Refuses a model whose parts lie on a method's workers: they would average unlike parts of it.
+    """Raises UserError if a model is sharded over the method's workers, as DTensors or by FullyShardedDataParallel.
 
-    Args:
-        params: The parameters that the method is given.
-        group: The method's workers, None for all.
-
-    Raises:
-        UserError: DTensors or FullyShardedDataParallel shard the parameters over several of the workers.
+    They would average different shards. A group of None means all workers.
     """
     for p in filter(is_dtensor, params):
         for dim, placement in enumerate(p.placements):
             over = _workers(group) & set(dist.get_process_group_ranks(p.device_mesh.get_group(dim)))
             if len(over) > 1 and not placement.is_replicate():
-                raise UserError(_of_shards("a DTensor (fully_shard)", over))
+                raise UserError(_shards_message("a DTensor (fully_shard)", over))
     refuse_fsdp(params, group)
 
 
 def refuse_fsdp(params: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
-    """As refuse_shards, without DTensors, for ShardedCO2, which looks at those itself."""
+    """Does refuse_shards only for FullyShardedDataParallel, for ShardedCO2, which supports DTensors."""
     workers = _workers(group)
     ours = {id(p) for p in params}
     for module in _instances(_imported(*FSDP)) if len(workers) > 1 else ():
         over = workers & _ranks(module.process_group)
         shards = "NO_SHARD" not in str(module.sharding_strategy)
         if len(over) > 1 and shards and any(id(p) in ours for p in module.parameters()):
-            raise UserError(_of_shards("FullyShardedDataParallel", over))
+            raise UserError(_shards_message("FullyShardedDataParallel", over))
 
 
 def _workers(group: dist.ProcessGroup | None) -> set[int]:
+    """The ranks of the group, none without torch.distributed."""
     return set(dist.get_process_group_ranks(group)) if dist.is_initialized() else set()
 
 
-def _of_shards(what: str, over: set[int]) -> str:
+def _shards_message(what: str, over: set[int]) -> str:
+    """The message for a model that `what` shards over workers."""
     return (
-        f"{what} shards the parameters over ranks {sorted(over)}, which are this method's workers: unlike shards would "
-        "be averaged; give the method the whole model, or shard it inside nodes and give ShardedCO2 mesh="
+        f"{what} shards the parameters over ranks {sorted(over)}, which are this method's workers: different "
+        "shards would be averaged; give the method the whole model, or shard it inside nodes and give ShardedCO2 mesh="
     )
 
 
 def refuse_optimizer(optimizer: torch.optim.Optimizer, params: set[int], group: dist.ProcessGroup | None) -> None:
-    """Refuses ZeroRedundancyOptimizer among a method's workers: it updates a part of the parameters on each of them,
-    and copies it to the others, so that each would train a mixture of their models.
+    """Raises UserError for ZeroRedundancyOptimizer among a method's workers.
 
-    Args:
-        optimizer: Any optimizer that is about to take a step.
-        params: The ids of the method's parameters.
-        group: The method's workers, None for one worker.
-
-    Raises:
-        UserError: It is such an optimizer.
+    It updates a part of the parameters on each worker and copies it to all, so each would train a mixture of models.
+    `params` are the ids of the method's parameters.
     """
     kind = _imported("torch.distributed.optim.zero_redundancy_optimizer", "ZeroRedundancyOptimizer")
     if group is None or kind is None or not isinstance(optimizer, kind):
@@ -94,50 +85,43 @@ def refuse_optimizer(optimizer: torch.optim.Optimizer, params: set[int], group: 
     over = set(dist.get_process_group_ranks(group)) & _ranks(vars(optimizer)["process_group"])
     if len(over) > 1 and any(id(p) in params for g in optimizer.param_groups for p in g["params"]):
         raise UserError(
-            f"{type(optimizer).__name__} shares out the parameters over ranks {sorted(over)} and copies them in every "
+            f"{type(optimizer).__name__} shards the parameters over ranks {sorted(over)} and copies them in every "
             "step: these workers take local steps, and each would get a mixture of their models; give each the "
             "optimizer inside it, or, with a mesh, process_group=mesh.get_group(1)"
         )
 
 
 def collectives(group: dist.ProcessGroup | None, own: Sequence[dist.ProcessGroup]) -> dict[int, int]:
-    """How many collectives have begun so far in each process group with several of a method's workers.
+    """Counts the collectives started in each process group with several of a method's workers, by the group's id.
 
-    Args:
-        group: The method's workers, None for one worker.
-        own: The method's own groups, which are not counted.
+    The method's `own` groups are not counted. A group of None means one worker.
     """
     workers, found = set(dist.get_process_group_ranks(group)) if group is not None else set[int](), dict[int, int]()
     groups: list[Any] = list(dist.distributed_c10d._world.pg_map)
     for other in groups if len(workers) > 1 else []:
         if all(other is not mine for mine in own) and len(workers & set(dist.get_process_group_ranks(other))) > 1:
-            with contextlib.suppress(RuntimeError):  # a backend that counts nothing
-                found[id(other)] = _begun(other)
+            with contextlib.suppress(RuntimeError):  # some backends do not count
+                found[id(other)] = _started_in(other)
     return found
 
 
 def warn_of_step(optimizer: torch.optim.Optimizer, before: dict[int, int], after: dict[int, int]) -> bool:
-    """Warns of an optimizer in whose step collectives have begun; whether it has. See `collectives`."""
+    """Warns if collectives have started in an optimizer's step, and returns whether it has. See `collectives`."""
     if not any(after[key] > before[key] for key in before.keys() & after.keys()):
         return False
     _warn(
-        f"{type(optimizer).__name__} communicates among these workers in every step: they wait, so that nothing is "
-        "hidden, or get a mixture of each other's models; take an optimizer of each worker's own, or, with a mesh, one "
+        f"{type(optimizer).__name__} communicates among these workers in every step: they wait, so nothing is "
+        "hidden, or get a mixture of each other's models; use a local optimizer on each worker, or, with a mesh, one "
         "over mesh.get_group(1)"
     )
     return True
 
 
 def warn_of_synchronous(params: Sequence[Tensor], buffers: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
-    """Warns where training passes through modules or averagers that make a method's workers wait in every step.
+    """Warns if training uses modules or averagers that make a method's workers wait in every step.
 
-    Such a module leaves no mark on its parameters: all of Python's objects are asked whether they refer to its class,
-    some 30 ms. One that is there and not called does nothing.
-
-    Args:
-        params: The method's parameters.
-        buffers: The buffers that it averages.
-        group: Of the method, None for one worker.
+    Such a module leaves no trace in its parameters, so this searches Python's objects for its class, in some 30 ms. The
+    warning comes only when the module is called. A group of None means one worker.
     """
     if group is None:
         return
@@ -150,8 +134,8 @@ def warn_of_synchronous(params: Sequence[Tensor], buffers: Sequence[Tensor], gro
     }
     if replicated:
         _warn(
-            f"the parameters are DTensors that are replicated over {max(replicated)} of these workers, whose gradients "
-            "are averaged in every step: give the plain model, or a mesh with these workers in its first dimension"
+            f"the parameters are DTensors replicated over {max(replicated)} of these workers, which average gradients "
+            "in every step: give the plain model, or a mesh with these workers in its first dimension"
         )
     averager = _imported(*AVERAGER)
     for found in _instances(DistributedDataParallel, nn.SyncBatchNorm, _imported(*FSDP), averager):
@@ -163,7 +147,7 @@ def warn_of_synchronous(params: Sequence[Tensor], buffers: Sequence[Tensor], gro
                 _looked_at.add(found)
                 _warn(
                     f"{type(found).__name__} averages parameters among {among} of these workers, which wait for it, "
-                    "while this method averages them, too: take the optimizer inside it, and no averager"
+                    "and this method averages them, too: use the optimizer inside it, without the averager"
                 )
         elif any(id(t) in ours for t in (*found.parameters(), *found.buffers())):
             _looked_at.add(found)
@@ -171,7 +155,7 @@ def warn_of_synchronous(params: Sequence[Tensor], buffers: Sequence[Tensor], gro
 
 
 def _groups_of(found: Any) -> list[dist.ProcessGroup]:
-    """Over which groups a module or an averager communicates."""
+    """Returns the groups over which a module or an averager communicates."""
     groups = [getattr(found, "process_group", None), getattr(found, "_inter_node_pg", None)]
     if isinstance(found, nn.SyncBatchNorm) and groups[0] is None:
         groups = [dist.group.WORLD]
@@ -179,50 +163,52 @@ def _groups_of(found: Any) -> list[dist.ProcessGroup]:
 
 
 def _before_pass(among: int, module: nn.Module, args: Any) -> None:
-    """A hook of a module in `_looked_at`, until it has warned. A module can be pickled with it."""
+    """A forward pre-hook of a module in `_looked_at` until it has warned. Pickling a module keeps it."""
     if module in _looked_at:
-        warn: Any = torch.compiler.disable(_warn_of_pass)  # compiled code would keep the first pass's answer
+        warn: Any = torch.compiler.disable(_warn_of_pass)  # compiled code would reuse the first answer
         warn(among, module)
 
 
 def _warn_of_pass(among: int, module: nn.Module) -> None:
+    """Warns of a module that is called while training."""
     if module not in _looked_at or not torch.is_grad_enabled():
         return
     if isinstance(module, nn.SyncBatchNorm):
         if not module.training:
             return
-        for other in [m for m in _looked_at if isinstance(m, nn.SyncBatchNorm)]:  # one warning for a model
+        for other in [m for m in _looked_at if isinstance(m, nn.SyncBatchNorm)]:  # one warning per model
             _looked_at.remove(other)
         _warn(
             f"the model has SyncBatchNorm, which waits for {among} of these workers in every forward and backward pass:"
-            " take BatchNorm, whose statistics the method averages (buffers=model.buffers()), or, with a mesh, "
+            " use BatchNorm, whose statistics the method averages (buffers=model.buffers()), or, with a mesh, "
             "SyncBatchNorm with process_group=mesh.get_group(1)"
         )
     elif getattr(module, "require_backward_grad_sync", True):
         _looked_at.remove(module)
         _warn(
             f"the model is in {type(module).__name__}, which averages gradients among {among} of these workers in every"
-            " step, while they wait, so that nothing is hidden: give the plain model to your loop, not that module, or "
-            "with a mesh one over process_group=mesh.get_group(1)"
+            " step while they wait, so nothing is hidden: give the plain model to your loop, not that module, or, with "
+            "a mesh, one over process_group=mesh.get_group(1)"
         )
 
 
 def _warn(text: str) -> None:
+    """Warns at the caller's line."""
     warnings.warn(text, stacklevel=2)
 
 
-def _begun(group: Any) -> int:
-    """How many collectives have begun in it, by torch's own count."""
+def _started_in(group: Any) -> int:
+    """Returns how many collectives have started in a group, by torch's count."""
     return group._get_sequence_number_for_group()
 
 
 def _imported(module: str, name: str) -> Any:
-    """A class of a module that somebody has imported, else None: nothing of it can be there."""
+    """Returns a class if its module was imported. Otherwise None, because no object of it can exist."""
     return getattr(sys.modules.get(module), name, None)
 
 
 def _instances(*kinds: Any) -> Iterator[Any]:
-    """All objects of these classes and of classes derived from them."""
+    """Yields all objects of these classes and of their subclasses."""
     known = [kind for kind in kinds if kind is not None]
     for kind in known:
         known += [derived for derived in kind.__subclasses__() if derived not in known]
@@ -230,114 +216,124 @@ def _instances(*kinds: Any) -> Iterator[Any]:
 
 
 def _ranks(group: dist.ProcessGroup) -> set[int]:
-    """Its ranks; none for a group of a run before."""
+    """Returns a group's ranks, none for a destroyed group."""
     return set(dist.get_process_group_ranks(group)) if is_alive(group) else set()
 
 
 _looked_at: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-# Of a tensor's norm. Weights that were swapped for an evaluation come back as they were, or nearly so; where a worker
-# begins a round with progress of its own, that is no reason to warn, while loaded weights are farther off.
+# Relative to a tensor's norm. Weights that an evaluation swaps out and in come back exactly or nearly. With ROUGHLY a
+# worker that begins a round with its own progress raises no warning, while loaded weights are farther off.
 TOLERANCE, ROUGHLY = 1e-3, 0.3
-FIRST, FIRST_CALLS = 2, 12  # rounds, and calls of step(), in which a loop is looked at
-SAMPLED = 32  # of the parameters, and of the elements of each, by which a write is noticed that torch does not count
+FIRST, FIRST_CALLS = 2, 12  # rounds, and calls of step(), in which the loop is checked
+SAMPLED = 32  # parameters, and elements of each, that reveal writes which torch does not count
 
 
 class UsageChecks:
-    """Warns when parameters were written to between a round's end and the optimiser's first step after it.
+    """Warns of mistakes in a training loop.
 
-    model_params: see MasterWeightSync; here for DistributedDataParallel's sake. torch counts what is written to a
-    tensor, and torch's optimizers call before their step: so it costs nothing a step. Weights written through `.data`
-    are noticed where their memory is another one.
+    It warns if parameters were written between the end of a round and the next step of an optimizer. torch counts
+    writes to a tensor, and torch's optimizers call a hook before their step, so this costs nothing per step. Writes
+    through `.data` are noticed if the memory changes. finish() warns if optimizer steps were not followed by a call of
+    step().
 
-    finish() warns if optimizer steps were followed by no call of step(). Only in the first rounds it looks for more
-    mistakes in the loop:
+    Only in the first rounds it looks for more mistakes:
 
-    - Optimizers and modules that synchronize the workers in every step (core/usage.py).
-    - Optimizers of parameters that no method averages: an error if none of the method's own parameters has changed in
-      the round, else a warning. Later, optimizers that are new or have got more parameters are looked at again.
-    - No parameter that changes in the first calls of step(), whatever trains.
-    - Calls of step() since whose last one no optimizer has stepped and no parameter has changed, while finite gradients
-      wait: with gradient accumulation, calls after each micro-batch. Where a GradScaler skips a step, gradients are not
-      finite, or gone.
+    - Optimizers and modules that synchronize the workers in every step.
+    - Optimizers of parameters that no method averages. This is an error if none of the method's own parameters has
+      changed in the round, otherwise a warning. Later, only new or extended optimizers are checked.
+    - No parameter changes in the first calls of step().
+    - Calls of step() without an optimizer step or a change since the previous call, while finite gradients exist. With
+      gradient accumulation these are calls after each micro-batch. If a GradScaler skips a step, gradients are not
+      finite.
+
+    Args:
+        model_params: See MasterWeightSync. DistributedDataParallel may wrap them.
     """
 
     def __init__(self, model_params: Sequence[Tensor] = ()):
         self._model_params = model_params
-        self._looked = False  # for what else averages the parameters
+        self._searched = False  # whether modules and averagers were searched
         self._unchecked: dict[int, tuple[int, int]] = {}
-        self._began: list[tuple[int, int]] = []  # each parameter's writes before the round's first step
-        self._moves: bool | None = None  # whether a step of this round has changed one; None: not known
+        self._began: list[tuple[int, int]] = []  # writes to each parameter before the round's first step
+        self._params_change: bool | None = (
+            None  # whether an optimizer step of this round has changed a parameter; None: unknown
+        )
         self._rounds = 0
-        self._strangers: dict[int, tuple[int, ...]] = {}  # shapes of optimizers' parameters that no method averages
-        self._before: dict[int, dict[int, int]] = {}  # of an optimizer in its step: collectives that had begun before
-        self._calls = self._idle = 0  # calls of step(), and those among them since whose last one nothing changed
-        self._told = False  # whether a warning was given of an optimizer that communicates
+        self._unmanaged: dict[int, tuple[int, ...]] = {}  # shapes of optimizers' parameters that no method averages
+        self._before: dict[int, dict[int, int]] = {}  # per optimizer in its step: collectives started before it
+        self._calls = self._idle = 0  # calls of step(), and how many of them follow no change
+        self._has_warned = False  # whether it has warned of an optimizer that communicates
         self._updated = False  # whether an optimizer of these parameters has stepped since the last call
-        self._still = 0  # calls since whose last one no parameter had changed
-        self._optimizers = weakref.WeakKeyDictionary[torch.optim.Optimizer, int]()  # looked at -> its parameters
-        self._mine = weakref.WeakSet[torch.optim.Optimizer]()  # those that train parameters of the method
-        self._uncounted = 0  # their steps since the last boundary
-        self._frozen = dict[int, Tensor]()  # optimizers' parameters that no method averages, and that need no gradient
+        self._still = 0  # calls before which no parameter had changed
+        self._optimizers = weakref.WeakKeyDictionary[
+            torch.optim.Optimizer, int
+        ]()  # checked optimizers -> their number of parameters
+        self._own_optimizers = weakref.WeakSet[torch.optim.Optimizer]()  # optimizers of the method's parameters
+        self._uncounted = 0  # optimizer steps since the last boundary
+        self._frozen = dict[int, Tensor]()  # optimizers' parameters that no method averages and that need no gradient
 
     def attach(self, method: LocalUpdateMethod) -> None:
+        """Called once the method is made."""
         self.method = method
         self._params = method._params
         self._number = {id(p): i for i, p in enumerate(method._trained)}
         self._sampled = self._params[:: -(-len(self._params) // SAMPLED)]
-        method._on_step = self._called
+        method._on_step = self._before_call
         self._process = os.getpid()
         _dropped.clear()
         _register_exit()
-        _watches.add(self)
+        _active.add(self)
         _listen()
         self.after_param_update(at_boundary=True)
 
     def before_allreduce(self) -> None:
-        if not self._looked:
+        """Called before each all-reduce: searches once, and reports parameters that no method averages."""
+        if not self._searched:
             m = self.method
             refuse_fsdp(m._trained, m._allreduce.group)  # a module may have been wrapped after the method was made
             warn_of_synchronous([*m._trained, *self._model_params], [*m._given_buffers.values()], m._allreduce.group)
-            self._looked = True
+            self._searched = True
         self._rounds += 1
         for number in [number for number, p in self._frozen.items() if p.requires_grad]:
-            self._strangers[number] = tuple(self._frozen.pop(number).shape)
-        if self._strangers:
-            self._tell_of_strangers()
+            self._unmanaged[number] = tuple(self._frozen.pop(number).shape)
+        if self._unmanaged:
+            self._report_unmanaged()
 
-    def _tell_of_strangers(self) -> None:
-        shapes, self._strangers = [*self._strangers.values()], {}
+    def _report_unmanaged(self) -> None:
+        """Warns of an optimizer of other parameters, or raises UserError if the method's own ones do not change."""
+        shapes, self._unmanaged = [*self._unmanaged.values()], {}
         what = f"{len(shapes)} parameters that no method averages, the first of shape {list(shapes[0])}"
-        if self._moves is False:
+        if self._params_change is False:
             raise UserError(
                 f"the optimizer trains {what}, and none of the {len(self._params)} given to {self.method._name} has "
                 "changed: make the method after whatever replaces parameters (load_state_dict(assign=True), deepcopy, "
                 "to_empty, a wrapper), and give it the parameters that the optimizer has"
             )
         warnings.warn(
-            f"an optimizer trains {what}: workers will differ in them; give the method all parameters that are trained",
+            f"an optimizer trains {what}: workers will differ in them; give the method all trained parameters",
             stacklevel=2,
         )
 
     def after_param_update(self, *, at_boundary: bool) -> None:
-        """A round begins with the parameters as they are; in mid-round nothing is known of its start."""
+        """Called after the method has written the parameters. At a boundary a round begins with them."""
         writes = [(p._version, p.data_ptr()) for p in self._params] if at_boundary else []
         self._unchecked = dict(enumerate(writes))
-        self._began, self._moves = [], None
+        self._began, self._params_change = [], None
         self._uncounted = 0 if at_boundary else self._uncounted
-        self._before = {}  # what the method sends is no optimizer's
+        self._before = {}  # the method's own collectives do not count
         if self.method._on_step is not None:
-            self._held, self._updated = self._values(), False
+            self._values_before, self._updated = self._values(), False
 
     def _values(self) -> tuple[list[tuple[int, int]], Tensor]:
-        """By what it is noticed that a parameter changes: writes that torch counts, and a sample of the values."""
+        """Returns torch's counts of writes to the parameters, and a sample of their values, to detect changes."""
         parts = [p.detach().reshape(-1)[:: -(-p.numel() // SAMPLED) or 1] for p in self._sampled]
         sample = torch.cat([part.to(parts[0].device, torch.float64) for part in parts])
         return [_writes(p) for p in self._params], sample
 
-    def _called(self) -> None:
-        """step() of the method begins."""
+    def _before_call(self) -> None:
+        """Called when the method's step() begins."""
         if self._rounds >= FIRST and self._calls >= FIRST_CALLS:
             self.method._on_step = None
             if self._still == self._calls and not self._idle:
@@ -348,10 +344,10 @@ class UsageChecks:
                     stacklevel=3,
                 )
             return
-        (writes, sample), before = self._values(), self._held
+        (writes, sample), before = self._values(), self._values_before
         self._calls += 1
         same = not self._updated and writes == before[0] and torch.equal(sample, before[1])
-        self._held, self._updated = (writes, sample), False
+        self._values_before, self._updated = (writes, sample), False
         self._still += same
         if same and self._gradients_wait():
             self._idle += 1
@@ -365,13 +361,14 @@ class UsageChecks:
             )
 
     def _gradients_wait(self) -> bool:
-        """Whether there are gradients, all of them finite, that are not all zero."""
+        """Returns whether there are gradients, all finite and not all zero."""
         given = [p.grad for p in (*self.method._trained, *self._model_params) if p.grad is not None]
         found = [parts_of(local_shard(grad))[-1] for grad in given]
         return all(bool(g.isfinite().all()) for g in found) and any(bool(g.any()) for g in found)
 
     def before_finish(self) -> None:
-        if self.method._local_steps:  # the optimizer's first step has looked
+        """Called when finish() begins: warns of optimizer steps without a call of step()."""
+        if self.method._local_steps:  # the optimizer's first step has checked
             return
         self.check(self.method._trained)
         if self._uncounted:
@@ -382,18 +379,19 @@ class UsageChecks:
             )
 
     def loaded(self) -> None:
+        """Called after a checkpoint was loaded."""
         self._unchecked = {}  # the model may be loaded after this
 
     def stepping(self, optimizer: torch.optim.Optimizer, params: Sequence[Tensor], known: set[int]) -> None:
-        """An optimizer begins its step. known: the ids of all parameters that some method averages."""
+        """Called before an optimizer's step. `known`: ids of all parameters that some method averages."""
         mine = [p for p in params if id(p) in self._number]
         self._updated = self._updated or bool(mine)
-        if mine and optimizer not in self._mine:
-            self._mine.add(optimizer)
+        if mine and optimizer not in self._own_optimizers:
+            self._own_optimizers.add(optimizer)
             self._uncounted += 1
         new, self._optimizers[optimizer] = self._optimizers.get(optimizer) != len(params), len(params)
-        if any(p.grad is not None for p in mine):  # also where the optimizer writes what torch does not count
-            self._moves = True
+        if any(p.grad is not None for p in mine):  # covers writes that torch does not count
+            self._params_change = True
         if self._rounds >= FIRST and not new:
             return
         self._frozen |= {id(p): p for p in params if not p.requires_grad and id(p) not in known}
@@ -401,42 +399,44 @@ class UsageChecks:
         if mine:
             refuse_optimizer(optimizer, {*self._number}, m._allreduce.group)
             self._before[id(optimizer)] = collectives(m._allreduce.group, m._allreduce.timed_groups)
-        if self._began:  # a step of this round lies between
-            self._moves = self._moves or self._began != [_writes(p) for p in self._params]
+        if self._began:  # an earlier step of this round is over
+            self._params_change = self._params_change or self._began != [_writes(p) for p in self._params]
         self._began = self._began or [_writes(p) for p in self._params]
-        self._strangers |= {id(p): tuple(p.shape) for p in params if p.requires_grad and id(p) not in known}
+        self._unmanaged |= {id(p): tuple(p.shape) for p in params if p.requires_grad and id(p) not in known}
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer ends its step."""
+        """Called after an optimizer's step."""
         m, before = self.method, self._before.pop(id(optimizer), None)
-        if before is not None and not self._told:
-            self._told = warn_of_step(optimizer, before, collectives(m._allreduce.group, m._allreduce.timed_groups))
+        if before is not None and not self._has_warned:
+            self._has_warned = warn_of_step(
+                optimizer, before, collectives(m._allreduce.group, m._allreduce.timed_groups)
+            )
 
     @torch.no_grad()
     def check(self, params: Any) -> None:
-        """Looks at those that are about to take the round's first step."""
+        """Warns if parameters that are about to take the round's first step were written since the last round."""
         numbers = [i for i in (self._number.get(id(p), -1) for p in params) if i in self._unchecked]
         written = [i for i in numbers if self._unchecked.pop(i) != _writes(self._params[i])]
         m = self.method
-        if written and m._anchor_params:  # it is known where the round began
+        if written and m._anchor_params:  # compare with the start of the round
             flats = zip(m._buckets, m._anchor_params, strict=True)
             starts = {id(p): x for b, flat in flats for p, x in zip(b.params, views(flat, b.params), strict=True)}
             tolerance = ROUGHLY if m._starts_near_anchor else TOLERANCE
             written = [i for i in written if _differ(p := self._params[i], starts[id(p)].to(p.dtype), tolerance)]
-        if written and (m._anchor_params or m._state):  # else nothing is kept that could pull anywhere
+        if written and (m._anchor_params or m._state):  # without state, nothing pulls weights back
             warnings.warn(
                 f"{len(written)} of {len(self._params)} parameters were changed since the last round closed, and not "
-                "by an optimiser: if weights were loaded, call resync() on all workers, or the next rounds pull them "
+                "by an optimizer: if weights were loaded, call resync() on all workers, or the next rounds pull them "
                 "back to where the old ones were",
                 stacklevel=2,
             )
 
     def unfinished(self) -> str:
-        """The warning that finish() is missing, as the process ends; "" if it is not.
+        """Returns the warning that finish() is missing at the end of the process, "" if it is not.
 
-        Workers differ after local steps, and while an all-reduce is in flight. Nothing is missing on ranks that do not
-        log, in a forked process, after leave() or a failed all-reduce, and if state_dict() was called since the last
-        step: a saved run goes on from there.
+        Workers differ after local steps, and while an all-reduce is in flight. There is no warning on ranks that do not
+        log, in a forked process, and after leave() or a failed all-reduce. The same holds if state_dict() was called
+        since the last step, because a saved run continues from there.
         """
         m = self.method
         if self._process != os.getpid() or m._allreduce.world_size == 1 or not m._is_log_rank or m._allreduce.failed:
@@ -450,69 +450,78 @@ class UsageChecks:
         )
 
     def __del__(self) -> None:
-        """A script's main() has returned, perhaps: the process may end next."""
+        """Keeps the warning: a script's main() may have returned, and the process may end next."""
         if not sys.is_finalizing() and hasattr(self, "_process") and (text := self.unfinished()):
             _dropped.append(text)
 
 
-_dropped: list[str] = []  # warnings of methods that were collected since the last one was made
+_dropped: list[str] = []  # warnings of methods that were garbage-collected since the last one was made
 
 
 @functools.cache
 def _register_exit() -> None:
+    """Registers `_warn_at_exit`, once."""
     atexit.register(_warn_at_exit)
 
 
 def _warn_at_exit() -> None:
+    """Warns if a method was not finished."""
     if hasattr(sys, "last_type"):  # an uncaught exception
         return
-    if texts := [text for watch in list(_watches) if (text := watch.unfinished())] or _dropped:
+    if texts := [text for checks in list(_active) if (text := checks.unfinished())] or _dropped:
         warnings.warn(texts[0], stacklevel=1)
 
 
-_watches: weakref.WeakSet[UsageChecks] = weakref.WeakSet()
+_active: weakref.WeakSet[UsageChecks] = weakref.WeakSet()
 
 
-@functools.cache  # one hook for ever: torch may be walking its hooks when a watch is collected
+@functools.cache  # registered once and never removed, because torch may be calling its hooks
 def _listen() -> None:
+    """Registers hooks that torch calls around the step of any optimizer."""
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """torch's hook before the step of any optimizer."""
     if torch.compiler.is_compiling():
         return
-    watches, count = list(_watches), sum(len(group["params"]) for group in optimizer.param_groups)
-    for watch in watches:
-        watch._uncounted += optimizer in watch._mine
-    looking = [
-        w
-        for w in watches
-        if w._unchecked or w._rounds < FIRST or w.method._on_step is not None or w._optimizers.get(optimizer) != count
+    all_checks, count = list(_active), sum(len(group["params"]) for group in optimizer.param_groups)
+    for checks in all_checks:
+        checks._uncounted += optimizer in checks._own_optimizers
+    interested = [
+        checks
+        for checks in all_checks
+        if checks._unchecked
+        or checks._rounds < FIRST
+        or checks.method._on_step is not None
+        or checks._optimizers.get(optimizer) != count
     ]
-    if not looking:
+    if not interested:
         return
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    known = {number for watch in watches for number in watch._number}
-    for watch in looking:
-        watch.stepping(optimizer, params, known)
-        if watch._unchecked:
-            watch.check(params)
+    averaged = {number for checks in all_checks for number in checks._number}
+    for checks in interested:
+        checks.stepping(optimizer, params, averaged)
+        if checks._unchecked:
+            checks.check(params)
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """torch's hook after the step of any optimizer."""
     if torch.compiler.is_compiling():
         return
-    for watch in [watch for watch in _watches if watch._before]:
-        watch.stepped(optimizer)
+    for checks in [checks for checks in _active if checks._before]:
+        checks.stepped(optimizer)
 
 
 def _writes(p: Tensor) -> tuple[int, int]:
-    """Changes when p is written to in place, or gets another memory."""
+    """Returns a value that changes when p is written in place or gets other memory."""
     return p._version, p.data_ptr()
 
 
 def _differ(p: Tensor, start: Tensor, tolerance: float) -> bool:
+    """Whether p differs from start by more than the tolerance, relative to the norm of start."""
     if not p.numel():
         return False
     return bool(norm([p.to(start.dtype) - start]) > tolerance * norm([start]))

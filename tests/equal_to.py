@@ -175,7 +175,9 @@ def made(what: dict[str, Any]) -> tuple[Any, Any, Any, Any, Callable[..., Any]]:
     called, method = core.make_method(name, model, co2=config(co2), timeout=60.0, **more)
     if what.get("at_once"):
         flight = method._allreduce if here else method.flight
-        flight.landed = lambda: not flight.in_flight or (flight.drain() if here else flight.settle())
+        # the method had another name at earlier commits
+        has_arrived = lambda: not flight.in_flight or (flight.drain() if here else flight.settle())  # noqa: E731
+        flight.arrived = flight.landed = has_arrived
     optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.0 if "nan_at" in what else 0.5)
     return model, called, optimizer, method, lambda data: torch.randn(8, 16, generator=data).to(dtype)
 

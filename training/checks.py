@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from core.ddp import check_wire
+from core.ddp import check_compression
 from core.errors import UserError
 from core.methods import check_apart
 from core.placement import check_shared, local_world_size
@@ -198,7 +198,7 @@ def check_start(recipe: Recipe, workers: int | None) -> int:
         check_shared(recipe.co2, recipe.co2.compression.format)
     check_apart(recipe.method, recipe.co2, node)
     if recipe.method == "ddp":
-        check_wire(recipe.ddp_compression, sharded=recipe.zero >= 2)
+        check_compression(recipe.ddp_compression, sharded=recipe.zero >= 2)
     return share
 
 

@@ -62,7 +62,7 @@ class CompiledOuterStep(outer.OuterStep):
     """core/outer.py's `update`, compiled by torch, to compare with the hand-written kernels."""
 
     def update(self, rule: outer.Rule) -> Tensor:
-        return outer.all_seen([compiled()(s, rule) for s in self.segments])
+        return outer.combine_stats([compiled()(s, rule) for s in self.segments])
 
 
 @functools.cache  # once for all buckets

@@ -119,10 +119,11 @@ def measure(found: dict[str, Any], asked: argparse.Namespace, nodes: list[list[i
     found["boundary_seconds"] = boundary(params, device, asked.timeout)
     of_links = links(nodes, device)
     found["links"] |= {name: link.as_dict() for name, link in of_links.items()}
-    found["wires"] = compressions(params, of_links["all"], device, asked.timeout)
+    found["compressions"] = compressions(params, of_links["all"], device, asked.timeout)
     config, steps = CO2Config.recommended(workers), [asked.step_ms / 1e3] if asked.step_ms else reports.STEPS
-    how = ({name: compression["seconds"] for name, compression in found["wires"].items()}, found["boundary_seconds"])
-    found["settings"] = [reports.choose(config, workers, step, *how) for step in steps]
+    seconds = {name: compression["seconds"] for name, compression in found["compressions"].items()}
+    boundary_seconds = found["boundary_seconds"]
+    found["settings"] = [reports.choose(config, workers, step, seconds, boundary_seconds) for step in steps]
 
 
 @dataclass(frozen=True)
@@ -218,7 +219,7 @@ def header(facts: Sequence[Facts], params: float) -> dict[str, Any]:
         "backend": "nccl" if first.device == "cuda" else "gloo",
         "device": {"type": first.device, "name": first.device_name, "memory_bytes_per_worker": memory},
         "links": {"within": None, "across": None, "all": None},
-        "wires": {},
+        "compressions": {},
         "boundary_seconds": None,
         "settings": [],
         "infiniband": next((f"on rank {f.rank}, {f.infiniband}" for f in facts if f.infiniband), ""),

@@ -171,7 +171,7 @@ def reduce_sample(
         with torch.no_grad():
             param.add_(round + 1.0)
         began = time.perf_counter()
-        while co2._allreduce.in_flight and not co2._allreduce.landed():
+        while co2._allreduce.in_flight and not co2._allreduce.arrived():
             time.sleep(1e-3)
         waited = min(of_all(time.perf_counter() - began, group))
         time.sleep(config.tau_margin * waited)

@@ -11,10 +11,10 @@ from ..config import CO2Config
 from ..tau import smallest_tau
 
 STEPS = (0.01, 0.03, 0.1, 0.3, 1.0)  # seconds of a local step, if the user gives none
-HEARD = 40  # rounds after which a tuner that always gets the same times has settled
+ROUNDS = 40  # rounds after which a tuner that always gets the same times has settled
 WIDTH, FIRST = 100, 13  # columns of the screen, and of a line's name
 COLUMNS = "{:<12}{:<5}{:<13}{:<12}{:<9}{:<10}{:<13}{:<8}{}"
-TITLES = ("local step", "tau", "compression", "mean after", "exposed", "boundary", "DDP exposed", "r", "take")
+TITLES = ("local step", "tau", "compression", "wait after", "exposed", "boundary", "DDP exposed", "r", "take")
 LINKS = {"within": "in a node", "across": "across nodes", "all": "all workers"}
 
 
@@ -33,8 +33,8 @@ def choose(
     tuned = tau_hook_for(config, workers)
     assert tuned is not None and workers > 1, "one worker has nothing to send"
     tuner = tuned.tuner
-    for number in range(HEARD):
-        tuner.hear(number, [step], [seconds[tuner.compression]], [boundary])
+    for number in range(ROUNDS):
+        tuner.receive(number, [step], [seconds[tuner.compression]], [boundary])
     tau, took, float32 = tuner.tau, seconds[tuner.compression], seconds["float32"]
     exposed, own = max(0.0, 1 - tau * step / took), boundary / (max(tau * step, took) + boundary)
     ddp = max(0.0, 1 - step / float32)  # a lower bound: float32 gradients in every step, all hidden by the step
@@ -68,11 +68,11 @@ def screen(report: Mapping[str, Any]) -> str:
     names = textwrap.shorten(", ".join(dict.fromkeys(node["hostname"] for node in nodes)), 60, placeholder=" ...")
     line("workers", f"{many} ({names}), {report['backend']}")
     if n == 1:
-        line("", "alone: links and tau are measured with several, started by torchrun (docs/clusters.md)")
+        line("", "links and tau are measured with several processes, started by torchrun (docs/clusters.md)")
     kinds = ", ".join(dict.fromkeys(node["device"] for node in nodes))
     line("device", f"{kinds}, {report['device']['memory_bytes_per_worker'] / (1 << 30):.3g} GiB a worker")
     if report["infiniband"]:
-        line("InfiniBand", f"{report['infiniband']}; NCCL takes TCP there")
+        line("InfiniBand", f"{report['infiniband']}; NCCL uses TCP there")
     links = dict(report["links"])
     if report["workers_per_node"] == 1 or len(nodes) == 1:
         del links["all"]  # it equals one of the other two links
@@ -81,9 +81,9 @@ def screen(report: Mapping[str, Any]) -> str:
             rate, most = _rate(link["bandwidth_bits_per_second"]), link["allreduce"][-1]
             took = f"an all-reduce of {most['bytes'] / (1 << 20):.3g} MiB takes {_time(most['seconds'])}"
             line(LINKS[key], f"{link['workers']} workers: {rate}, latency {_time(link['latency_seconds'])}; {took}")
-    if report["wires"]:
-        line("CO2's mean", f"of {report['params']:.4g} parameters, among all workers")
-        for name, compression in report["wires"].items():
+    if report["compressions"]:
+        line("all-reduce", f"of {report['params']:.4g} parameters, among all workers")
+        for name, compression in report["compressions"].items():
             sample = (
                 f"from {compression['sample_params']:.4g} parameters, measured: {_time(compression['sample_seconds'])}"
             )
@@ -97,8 +97,8 @@ def screen(report: Mapping[str, Any]) -> str:
             steps = f"{c['awaited']} step{'s' * (c['awaited'] > 1)}"
             row = (c["tau"], c["compression"], steps, *shares, f"{c['float32_ratio']:.3g}", c["take"])
             lines.append(" " * FIRST + COLUMNS.format(_time(c["step_seconds"]), *row))
-        line("", "r: seconds of a float32 all-reduce over a local step's; take: what loses less time")
-        reason = f"{choices[0]['reason']}; over float32 {choices[0]['float32_tau']} steps"
+        line("", "r: seconds of a float32 all-reduce over a local step's; take: the method that loses less time")
+        reason = f"{choices[0]['reason']}; with float32 {choices[0]['float32_tau']} steps"
         line("  why", reason if len(choices) == 1 else "--step_ms gives your own step, and says why")
         line("  call", f"CO2(model.parameters(), CO2Config.recommended({n}), buffers=model.buffers())")
     for text in report["failures"]:

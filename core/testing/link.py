@@ -57,9 +57,9 @@ class SlowAllReduce(AsyncAllReduce):
         super().__init__(device, **options)
         self.link = link
 
-    def _sent(self, stage: Stage) -> Iterator[Pending]:
+    def _count_bytes(self, stage: Stage) -> Iterator[Pending]:
         """Yields the step's collectives one after the other, then waits until the link has carried their bytes."""
-        works, crossed_at = super()._sent(stage), self.link.reserve(stage[1])
+        works, crossed_at = super()._count_bytes(stage), self.link.reserve(stage[1])
         yield from works
         if not self._by_nccl:
             time.sleep(max(0.0, crossed_at - time.perf_counter()))

@@ -101,5 +101,5 @@ def test_the_command_on_nodes_of_two(tmp_path: Path):
     (settings,) = found["settings"]
     chosen = settings["tau"], settings["compression"]
     assert chosen == (192, "int4"), "8 s of an all-reduce, and 2.5 times as long to rest"
-    seconds = {name: compression["seconds"] for name, compression in found["wires"].items()}
+    seconds = {name: compression["seconds"] for name, compression in found["compressions"].items()}
     assert seconds["float32"] > 2 * seconds["int8"] > 2 * seconds["int4"] > 2 * 2 * 5

@@ -52,7 +52,7 @@ def test_what_a_gpu_tells_late_is_of_as_many_workers_as_there_were(monkeypatch: 
     bare._deliver_scalars()
     bare._allreduce.world_size = 2
     bare._allreduce.launched = 2
-    with pytest.warns(UserWarning, match="rank 2 is left out of the mean of round 0"):
+    with pytest.warns(UserWarning, match="rank 2 is excluded from the average of round 0"):
         bare._deliver_scalars()
     assert not bare.stats.drifted
 

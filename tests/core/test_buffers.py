@@ -129,7 +129,7 @@ def test_a_buffer_that_turns_nan_on_all_workers_is_named(kind: str):
 def test_a_buffer_that_turns_nan_on_one_worker_is_named_on_all(kind: str):
     first, second = run_distributed(named, 2, "one", kind)
     assert first[0] == second[0]
-    assert first[0].startswith("rank 1 is left out") and "buffer 2 (running_var of a BatchNorm1d)" in first[0]
+    assert first[0].startswith("rank 1 is excluded") and "buffer 2 (running_var of a BatchNorm1d)" in first[0]
     assert any("not finite, buffer 2 (running_var" in told for told in first[1:])
 
 

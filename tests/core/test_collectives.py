@@ -73,7 +73,7 @@ def test_misuse_is_caught_without_a_process_group():
     mean.launch()
     with pytest.raises(AssertionError, match="in flight"):
         mean.launch()
-    with pytest.raises(UserError, match="in flight, whose mean would be lost: call finish"):
+    with pytest.raises(UserError, match="in flight, whose average would be lost: call finish"):
         mean.close()
     assert mean.done()
     mean.wait()

@@ -217,7 +217,7 @@ def test_thawing_a_frozen_parameter_is_refused_at_the_boundary():
     ("settings", "said"),
     [
         *(
-            (settings, "it knows merge restart with")
+            (settings, "supports only merge restart with")
             for settings in ({"merge": "keep_local"}, {"merge": "interpolate"}, {"delay": 0})
         ),
         ({"compression": CompressionConfig("int8")}, "unshared outer state"),

@@ -123,7 +123,7 @@ def test_a_worker_with_a_gpu(monkeypatch: pytest.MonkeyPatch):
     assert (found.rank, found.device, found.device_name, found.memory) == (0, "cuda", "NVIDIA H100", 80 << 30)
     assert chosen == [3] and header([found], 1e6)["backend"] == "nccl"
     (line,) = [line for line in screen(header([found], 1e6)).splitlines() if "NCCL" in line]
-    assert line == "InfiniBand   on rank 0, libibverbs finds no device; NCCL takes TCP there"
+    assert line == "InfiniBand   on rank 0, libibverbs finds no device; NCCL uses TCP there"
 
 
 @pytest.mark.parametrize(
@@ -224,10 +224,10 @@ def test_the_command_on_two_nodes_of_two(tmp_path: Path):
     for link in found["links"].values():
         assert link["bandwidth_bits_per_second"] > 0 and 0 < link["latency_seconds"] < 1
     assert (found["format"], found["workers"], found["workers_per_node"], found["params"]) == (1, 4, 2, 200000)
-    assert set(found["wires"]) == {"float32", "int8", "int4"}
+    assert set(found["compressions"]) == {"float32", "int8", "int4"}
     (settings,) = found["settings"]
     assert settings["step_seconds"] == 0.05 and settings["tau"] >= 1 and settings["compression"] in ("int4", "float32")
-    assert settings["float32_ratio"] == found["wires"]["float32"]["seconds"] / 0.05
+    assert settings["float32_ratio"] == found["compressions"]["float32"]["seconds"] / 0.05
     assert not found["failures"]
 
 
@@ -264,10 +264,10 @@ def ends(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture):
 def test_one_process_says_that_it_is_alone(ends: Any, tmp_path: Path):
     status, out, err = ends("--params", "1e4", "--out", str(tmp_path / "cluster.json"))
     assert (status, err) == (0, "")
-    assert "workers      one process" in out and "alone: links and tau are measured with several" in out
+    assert "workers      one process" in out and "links and tau are measured with several processes" in out
     found = json.loads((tmp_path / "cluster.json").read_text())
     assert (found["workers"], found["settings"], found["links"]["all"]) == (1, [], None)
-    assert found["device"]["memory_bytes_per_worker"] > 1 << 30 and not found["wires"]
+    assert found["device"]["memory_bytes_per_worker"] > 1 << 30 and not found["compressions"]
 
 
 @pytest.mark.parametrize(("rank", "says"), [("0", "1/2 clients joined"), ("1", "timed out after 1000ms")])

@@ -105,7 +105,7 @@ def test_gradients_accumulate_over_several_buckets(rank: int):
         "ddp", model, ddp_compression=CompressionConfig("lgreco", like="int8", lgreco=config), timeout=30.0
     )
     reduce, buckets = method.compression._reduce, []
-    method.compression._reduce = lambda: [buckets.append(len(method.compression._waiting)), reduce()]
+    method.compression._reduce = lambda: [buckets.append(len(method.compression._ready)), reduce()]
     for number in range(5):
         for part in range(2):
             silent = wrapped.no_sync() if part == 0 and number != 2 else contextlib.nullcontext()
@@ -115,7 +115,7 @@ def test_gradients_accumulate_over_several_buckets(rank: int):
         for worker in range(2):
             (sum(loss_of(plain, worker, number, part) for part in range(2)) / 2).backward()
         ours, exact = (torch.cat([p.grad.flatten() for p in m.parameters()]) for m in (model, plain))
-        assert (ours - exact).norm() < 0.02 * exact.norm() and alike(ours) and not method.compression._waiting
+        assert (ours - exact).norm() < 0.02 * exact.norm() and alike(ours) and not method.compression._ready
         model.zero_grad(), plain.zero_grad()
     method.close()
     assert max(buckets) > 1
@@ -155,8 +155,8 @@ def test_ddp_resumes_with_its_allocation(rank: int):
             run[2].step()
     assert torch.equal(flat(first[0].parameters()), flat(second[0].parameters()))
     load = build("int8")[2].load_state_dict
-    assert "sent with another ddp_compression: resume with the one" in refusal(load, state[1])
-    assert "sent as float32: resume without ddp_compression" in refusal(load, under_rank({"rounds": 3}))
+    assert "another ddp_compression compressed the gradients" in refusal(load, state[1])
+    assert "with float32 gradients: resume without ddp_compression" in refusal(load, under_rank({"rounds": 3}))
 
 
 def gone_on(rank: int, world_size: int, state: dict[str, Any] | None) -> tuple[dict[str, Any], Tensor, int]:
@@ -184,7 +184,7 @@ def test_shards_and_nodes_are_refused(rank: int):
     for name, p in list(sharded.named_parameters()):
         setattr(sharded, name, nn.Parameter(distribute_tensor(p.data, mesh, [Shard(0)])))
     said = refusal(make_method, "ddp", sharded, ddp_compression=WIRES["int4"])
-    assert said == "ddp_compression.format='lgreco' with ZeRO: shards cross as float32; leave it out"
+    assert said == "ddp_compression.format='lgreco' with ZeRO: shards are sent as float32; leave it out"
     said = refusal(make_method, "co2", net(), co2=CO2Config(tau=2, compression=WIRES["int4"]), mesh=node_mesh("cpu", 2))
     unshared = "compression.format='lgreco' needs unshared outer state: set compression.format float32"
     assert f"{unshared}; or leave out shard, off" in said

@@ -119,7 +119,7 @@ def test_other_methods_and_wires_and_one_that_is_never_well(rank: int):
             if rank == 2:
                 params[1].data.fill_(NAN)
             co2.step()
-    assert step == MAX_REPEATS + 1 and str(caught.value).startswith("rank 2 is left out")
+    assert step == MAX_REPEATS + 1 and str(caught.value).startswith("rank 2 is excluded")
     assert total_world_size(str(caught.value)) == [str(caught.value)] * 3 and (
         flat(params).isfinite().all() or rank == 2
     )
@@ -149,7 +149,7 @@ def test_a_node_is_left_out_as_one(rank: int, pieces: bool):
     moves = [0.0, *(-(mean + more) for mean in (1.5, 1.0, 1.5, 1.5, 1.5))]
     assert [*seen, p.detach().mean().item()] == pytest.approx(torch.tensor(moves).cumsum(0).tolist())
     texts = [str(w.message) for w in told if "left out" in str(w.message)]
-    assert len(texts) == (rank == 0) and all("the node of rank 2 is left out" in text for text in texts)
+    assert len(texts) == (rank == 0) and all("the node of rank 2 is excluded" in text for text in texts)
 
 
 def left_out_once(build: Any, **options: Any) -> list[float]:
@@ -171,7 +171,7 @@ def test_the_optimiser_forgets_once_after_a_jump(build: Any, round: int):
     p, told = nn.Parameter(torch.zeros(5, dtype=torch.float64)), []
     co2 = build([p], CO2Config(tau=2))
     co2.on_excluded = lambda _: told.append(co2.rounds)
-    with pytest.warns(UserWarning, match="out of proportion"):
+    with pytest.warns(UserWarning, match="larger than its usual"):
         for step in range(20):
             with torch.no_grad():
                 p -= 1e6 if step == 11 else 0.1
@@ -317,7 +317,7 @@ def test_the_number_of_local_steps_is_allowed_for():
 def test_the_bad_one_is_named_and_after_some_rounds_it_ends_the_run():
     guard, _ = make_guard(3)
     for number in range(MAX_REPEATS):
-        with pytest.warns(UserWarning, match=f"^rank 1 is left out of the mean of round {number}: .*not finite"):
+        with pytest.warns(UserWarning, match=f"^rank 1 is excluded from the average of round {number}: .*not finite"):
             hears(guard, [0.0, 1.0, 0.0], number)
     with pytest.raises(DivergedError, match=f"^rank 1 .*as in the {MAX_REPEATS} rounds before; lower") as caught:
         hears(guard, [0.0, 1.0, 0.0], 9)

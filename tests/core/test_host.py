@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from core import CO2, CO2Config, CompressionConfig, ShardedCO2, buckets, hooks, local_update, make_method
 from core.comm import AsyncAllReduce
 from core.outer import OuterStep
-from core.sharded import beside, pinned
+from core.sharded import on_device, pinned
 from tests import problems
 from tests.dispatch import Operations
 from tests.problems import refusal
@@ -236,7 +236,7 @@ def test_a_flag_of_the_hosts_goes_along_with_a_kernel():
     """meta is another device than the host's."""
     copies = torch.ops.aten._to_copy, torch.ops.aten.copy_
     with Operations(lambda func, *_: func if func.overloadpacket in copies else None) as copied:
-        flag = beside(torch.tensor(True), torch.device("meta"))
+        flag = on_device(torch.tensor(True), torch.device("meta"))
     assert flag.device.type == "meta" and flag.dtype == torch.bool and not copied.seen
     here = torch.tensor(False)
-    assert beside(here, here.device) is here
+    assert on_device(here, here.device) is here

@@ -425,7 +425,7 @@ def test_who_has_left_cannot_go_on_with_the_same_object(rank: int):
     with pytest.raises(CollectiveError) as caught:
         for _ in range(TAU):
             co2.step()
-    said = "this worker has left the others after an exception: make a new object to train on"
+    said = "this worker has left the other workers after an exception: make a new object to train on"
     assert str(caught.value) == said
 
 

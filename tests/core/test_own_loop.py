@@ -203,9 +203,9 @@ def test_what_does_not_fit_is_one_line(tmp_path: Path):
         ),
         "groups": (
             lambda n: setattr(n, "optimizer", torch.optim.AdamW([n.model[0].weight])),
-            "has an optimiser of [6] parameters, by group, here it has [1]",
+            "has an optimizer of [6] parameters per group, here it has [1]",
         ),
-        "others": (lambda n: setattr(n, "load", lambda f: load(f, *n.state())), "has the others ['schedule'], here th"),
+        "others": (lambda n: setattr(n, "load", lambda f: load(f, *n.state())), "has others=['schedule'], here it"),
         "method": (
             lambda n: setattr(n, "co2", OverlapLocalSGD(n.model.parameters(), TAU)),
             "the checkpoint is of CO2, not OverlapLocalSGD",
@@ -233,9 +233,7 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path):
 @on_ranks(2)
 def test_a_folder_that_not_all_workers_share_is_one_line(rank: int, tmp_path: Path):
     said = refusal(Loop(rank).save, str(tmp_path / f"node{rank}"))
-    assert (
-        "rank1.json did not come here: the folder must be one that all" in said and total_world_size(said) == [said] * 2
-    )
+    assert "rank1.json is missing: the folder must be one that all" in said and total_world_size(said) == [said] * 2
     assert not checkpoint.finished(tmp_path / f"node{rank}")
 
 
@@ -310,7 +308,7 @@ def test_a_kill_between_the_names_of_two_of_one_step(tmp_path: Path, monkeypatch
 def test_an_optimiser_of_more_than_the_model_is_refused(tmp_path: Path):
     loop = Loop(0)
     loop.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
-    with pytest.raises(UserError, match="the optimiser has 1 parameters that the model lacks"):
+    with pytest.raises(UserError, match="the optimizer has 1 parameters that the model lacks"):
         loop.save(str(tmp_path))
 
 
@@ -345,7 +343,7 @@ def test_saving_on_rank_0_alone_is_one_line_at_once(how: str, tmp_path: Path):
 @on_ranks(3)
 def test_who_comes_late_is_waited_for(rank: int, tmp_path: Path):
     """From slow steps, from an evaluation, and from a collective that others came late to."""
-    peers.FIRST_LOOK = 0.2
+    peers.FIRST_QUESTION = 0.2
     loop, pair = Loop(rank), dist.new_group([1, 2])
     for until, slow in ((3, 1), (5, 0), (7, 2)):
         while loop.step < until:

@@ -212,7 +212,7 @@ def test_a_checkpoint_of_an_older_version_is_refused_in_one_line(build: Any):
     co2 = build(params(3), CO2_2)
     old = under_rank(as_before(of_rank(saved_by(co2))))
     said = refusal(co2.load_state_dict, old)
-    assert said.startswith("the checkpoint's state has no 'places', as those of older versions: resume ")
+    assert said.startswith("the checkpoint's state has no 'places', so an older version wrote it: resume ")
     assert said.endswith("or start afresh")
 
 
@@ -499,7 +499,7 @@ def test_a_node_of_unequal_values_is_refused_at_the_first_boundary_and_of_shapes
     with torch.no_grad():
         params[0].sub_(0.1 * rank)  # without a synchronisation of gradients
     said = refusal(co2.step)
-    assert "synchronise gradients every step" in said and "mesh.get_group(1)" in said
+    assert "synchronize gradients in every step" in said and "mesh.get_group(1)" in said
     said = refusal(ShardedCO2, [nn.Parameter(torch.ones(3 + rank))], CO2Config(tau=1), mesh=mesh)
     assert "workers differ" in said and "(3,)" in said and "(4,)" in said
 

@@ -170,7 +170,7 @@ def test_ranks_that_know_unlike_numbers_of_groups_are_told_before_they_wait_in_v
         lambda: CO2(model.parameters(), config, group=mesh.get_group(0), timeout=20),
         lambda: make_method("local", model, co2=config, mesh=mesh, timeout=20)[1],
     ):
-        assert "process groups, so that torch would name" in refusal(make)
+        assert "process groups, so torch would give" in refusal(make)
     CO2(model.parameters(), config, timeout=20).close()  # of all
 
 
@@ -203,7 +203,7 @@ def test_what_is_refused_of_a_mesh_names_all_that_has_to_change(rank: int):
         (CO2Config.recommended(32, 400), mesh, auto),
         (CO2Config(), cube, ("3 dimensions dp_replicate, dp_shard, tp", take)),
         (CO2Config(), between, (take,)),
-        (CO2Config(), cube["tp"], ("a mesh of 1 dimension tp: give one of two", *make)),
+        (CO2Config(), cube["tp"], ("a mesh of 1 dimension tp: give a mesh of two", *make)),
         (CO2Config(), init_device_mesh("cpu", (1, 1, 1)), make),
     ):
         said = refusal(ShardedCO2, model.parameters(), config, mesh=its_mesh)

@@ -89,7 +89,7 @@ def test_optimizers_that_synchronize_are_refused_or_warned_of_and_no_others():
     for found in run_distributed(of_optimizers, 2):
         assert found["plain"] == found["alone"] == found["fused"] == ""
         for kind, name in (("zero", "ZeroRedundancyOptimizer"), ("subclass", "Subclass")):
-            assert found[kind].startswith(f"UserError: {name} shares out the parameters over ranks [0, 1]"), found
+            assert found[kind].startswith(f"UserError: {name} shards the parameters over ranks [0, 1]"), found
         for kind in ("gathers", "averages"):
             assert found[kind].count("communicates among these workers in every step") == 1, found
         assert found["post local"].count("PeriodicModelAverager averages parameters among 2") == 1, found
@@ -144,7 +144,7 @@ def of_shards(rank: int, world_size: int) -> list[str]:
 def test_a_model_that_is_sharded_over_the_workers_is_refused_by_every_method():
     for found in run_distributed(of_shards, 2):
         for text in found:
-            assert "over ranks [0, 1]" in text and "unlike shards would be averaged" in text, found
+            assert "over ranks [0, 1]" in text and "different shards would be averaged" in text, found
 
 
 # -- step() more often than the optimizer -----------------------------------------------------------------------------

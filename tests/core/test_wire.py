@@ -183,7 +183,7 @@ def test_another_backend_is_refused_with_the_reason():
             CompressionConfig("int8").check([torch.zeros(3)], None)
     finally:
         dist.destroy_process_group()
-    text = "compression.format='int8' over fake backend for cpu tensors: only gloo and nccl do, or use "
+    text = "compression.format='int8' over fake backend for cpu tensors: only gloo and nccl are supported, or use "
     text += "compression.format float32"
     assert str(caught.value) == text
 

@@ -93,15 +93,15 @@ class Counted:
     def __init__(self, model: nn.Module):
         self.live = Live([*model.parameters(), *model.buffers()])
         self.staging, self.most, self.always = 0.0, 0.0, 0.0
-        go_along = AsyncAllReduce._go_along
+        run_stages = AsyncAllReduce._run_stages
 
         def counted(background: AsyncAllReduce, *args: Any) -> None:
             with self.live:  # a mode is a thread's own
                 self.live.peak = self.live.now
-                go_along(background, *args)
+                run_stages(background, *args)
                 self.staging = max(self.staging, self.live.peak - self.always)
 
-        self.patch = mock.patch.object(AsyncAllReduce, "_go_along", counted)
+        self.patch = mock.patch.object(AsyncAllReduce, "_run_stages", counted)
 
     def made(self) -> None:
         gc.collect()

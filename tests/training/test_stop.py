@@ -253,7 +253,7 @@ def test_where_it_goes_on_the_run_ends_and_the_last_good_checkpoint_stays(method
         assert found["error"] == results[0]["error"] and "\n" not in found["error"]
         last = 12 if method == "ddp" else 3 * (4 + MAX_REPEATS + 1)
         assert found["checkpoints"][-1] <= f"step{last:09d}"
-    said = "rank 1 is left out of the mean of round 7" if method == "co2" else "the parameters are not finite"
+    said = "rank 1 is excluded from the average of round 7" if method == "co2" else "the parameters are not finite"
     assert said in results[0]["error"] and finite_checkpoints(tmp_path)
     assert not (tmp_path / "run" / "summary.json").exists()
 
