@@ -105,7 +105,14 @@ def _noise(where: Sequence[float], steps: int, q: float) -> Array:
 
 
 def jury(p: Array) -> bool:
-    """Whether all roots lie within the unit circle; of degree 2 or 3, highest power first, the first being 1."""
+    """Whether all roots lie within the unit circle; of degree 2 or 3, highest power first, the first being 1.
+
+    The limits of docs/theory.md follow, with its symbols. keep_local: P(-1) < 0 is k (1-b-v) < 2 (1+beta) (1-v), and
+    the third condition is the page's second. The quotient (1+v) (1+beta v) / v falls to 2 (1+beta) at v = 1.
+    interpolate on arrival: P(-1) < 0 is k (1-bs+u) < 2 (1+beta) (1+u). The third condition follows, because
+    (1-bs+u) (1-beta u) - 2u (1-beta+beta bs) = (1-bs-u) (1+beta u) >= 0. interpolate late: 1-as = rho+u <= 1, so the
+    third condition leaves at least (1-beta-k) (1-u) (1-beta u) > 0.
+    """
     c = p[::-1]
     if len(p) == 3:
         return bool(abs(c[0]) < 1 and abs(c[1]) < 1 + c[0])

@@ -239,7 +239,7 @@ def test_a_method_that_failed_is_not_tried_again_and_the_others_go_on(monkeypatc
     assert [planned[0] for planned in tried if planned[3] == "co2"] == [0]
     assert sorted(planned[0] for planned in tried if planned[3] == "local") == [0, 1, 2]
     assert [r["reason"] for r in session.result["runs"] if r["method"] == "co2"] == ["rank 0: gone"] * 3
-    assert "runs | vision | 40 | local | reached |  | 1 | 2.0 | 6 | 0.100" in capsys.readouterr().out
+    assert "runs | vision | 40 | local | reached |  | 1 | 2.00 | 6 | 0.100" in capsys.readouterr().out
     assert [r["status"] for r in session.result["runs"] if r["method"] == "local"] == ["reached"] * 3
 
 
