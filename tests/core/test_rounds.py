@@ -307,6 +307,7 @@ def test_it_is_the_workers_distance_from_their_mean(rank: int, name: str):
     assert len(told) > 3 and expected > 0.01
 
 
+@pytest.mark.slow
 @on_ranks(3)
 def test_under_noise_it_is_what_the_theory_says(rank: int):
     """(1 - 1/G) V / (1 - v^2), the mean square of a number's distance, over many numbers and rounds: docs/theory.md."""

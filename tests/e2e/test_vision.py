@@ -59,10 +59,14 @@ SEEDS = {name: {"epochs": 1, "batch_size": 128, "seed": seed} for name, seed in 
 
 
 def train_all(rank: int, world_size: int, folder: str) -> dict[str, Any]:
-    """What most of the tests look at, by one start of the processes."""
+    """What the quick tests look at, by one start of the processes."""
     jobs = {method: {"method": method, "epochs": 4, "eval_every": 3} for method in TWO} | SEEDS
+    return {"losses": train_in_process(rank, world_size, folder, jobs)}
+
+
+def run_all(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    """What the slow ones look at."""
     return {
-        "losses": train_in_process(rank, world_size, folder, jobs),
         "auto": with_auto(rank, world_size, f"{folder}/auto"),
         "stopped": stopped_and_resumed(rank, world_size, f"{folder}/stopped"),
     }
@@ -94,6 +98,12 @@ def trained(folder: Path) -> list[dict[str, Any]]:
     return run_distributed(train_all, 2, str(folder), timeout=300)
 
 
+@pytest.fixture(scope="module")
+def more(folder: Path) -> list[dict[str, Any]]:
+    """By worker."""
+    return run_distributed(run_all, 2, str(folder), timeout=300)
+
+
 def check_learning(folder: Path, losses: dict[str, list[float]], methods: tuple[str, ...]) -> None:
     for method in methods:
         assert losses[method][-1] < losses[method][0] / 3, method
@@ -119,8 +129,9 @@ def test_equal_seeds_give_equal_runs_and_others_do_not(trained: list[dict[str, A
     assert losses["a"] == losses["b"] != losses["c"]
 
 
-def test_tau_is_chosen_and_the_trace_shows_the_all_reduce(folder: Path, trained: list[dict[str, Any]]):
-    folder, text = folder / "auto", trained[0]["auto"]
+@pytest.mark.slow
+def test_tau_is_chosen_and_the_trace_shows_the_all_reduce(folder: Path, more: list[dict[str, Any]]):
+    folder, text = folder / "auto", more[0]["auto"]
     decisions, taus = logged(folder, "tau"), logged(folder, "round/tau")
     assert decisions and decisions[0].startswith("tau 2 -> ") and decisions[0] in text
     assert taus[0] == 2 and taus[-1] == 7
@@ -181,8 +192,9 @@ def check_the_end(folder: Path, stopped: int) -> None:
     assert steps == sorted(set(steps)), "no step is trained twice"
 
 
-def test_a_signal_to_each_worker_saves_and_resume_finishes(folder: Path, trained: list[dict[str, Any]]):
-    end, names = trained[0]["stopped"]
+@pytest.mark.slow
+def test_a_signal_to_each_worker_saves_and_resume_finishes(folder: Path, more: list[dict[str, Any]]):
+    end, names = more[0]["stopped"]
     check_the_stop(end, names)
     check_the_end(folder / "stopped", end["steps"])
 
