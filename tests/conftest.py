@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from multiprocessing import forkserver, resource_tracker, util
+from typing import Any
 
 import pytest
 import torch
@@ -44,9 +45,12 @@ def pytest_runtestloop(session: pytest.Session) -> None:
         for name in PRELOAD:
             importlib.import_module(name)
         resource_tracker.ensure_running()
+        capture: Any = session.config.pluginmanager.getplugin("capturemanager")
+        capture.resume_global_capture()  # as in a test, for what ranks print
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(util, "spawnv_passfds", _fork)
             forkserver.ensure_running()
+        capture.suspend_global_capture()
 
 
 def _fork(executable: bytes, arguments: list[str], files: list[int]) -> int:  # noqa: ARG001
