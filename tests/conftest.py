@@ -1,12 +1,19 @@
 """Shared by all tests: their order, and what several folders need."""
 
 import gc
+import importlib
+import os
 import signal
+import sys
 from collections.abc import Iterator
+from contextlib import suppress
+from multiprocessing import forkserver, resource_tracker, util
+from typing import Any
 
 import pytest
 import torch
 
+from core.testing import PRELOAD
 from tests.scripts import Mistakes
 
 # long files first: no worker is left alone with one
@@ -29,13 +36,37 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-    from core.testing import PRELOAD
 
-    if {"e2e", "bench"} & {item.path.parent.name for item in items}:
-        PRELOAD.append("vision.train")  # with timm and torchvision, a second's import for each rank
-    if "test_parallel.py" in {item.path.name for item in items}:
-        PRELOAD.append("tests.layouts")  # with transformers and torch's pipelines, seconds
-    PRELOAD.append("tests.preload")
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> None:
+    """The server that forks the tests' ranks is this process, forked: it has imported what all of them need."""
+    if getattr(session, "items", ()):  # else it only hands out tests to others
+        for name in PRELOAD:
+            importlib.import_module(name)
+        resource_tracker.ensure_running()
+        capture: Any = session.config.pluginmanager.getplugin("capturemanager")
+        capture.resume_global_capture()  # as in a test, for what ranks print
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(util, "spawnv_passfds", _fork)
+            forkserver.ensure_running()
+        capture.suspend_global_capture()
+
+
+def _fork(executable: bytes, arguments: list[str], files: list[int]) -> int:  # noqa: ARG001
+    """As the function of multiprocessing's that starts a Python with a command."""
+    if pid := os.fork():
+        return pid
+    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for file in {int(name) for name in os.listdir("/dev/fd")} - {0, 1, 2, nowhere, *files}:
+        with suppress(OSError):  # that of the listing itself
+            os.fstat(file)
+            os.dup2(nowhere, file)  # not closed: what pytest has buffered would go to who gets the number next
+    try:
+        exec(arguments[-1])
+    finally:
+        os._exit(1)
 
 
 @pytest.fixture

@@ -215,6 +215,7 @@ def test_a_request_to_save_that_finish_carries_is_not_lost_and_one_to_stop_is_an
     assert not requests.granted
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not hasattr(torch.distributed.ProcessGroup, "set_timeout"), reason="over gloo this torch keeps a group's timeout"
 )

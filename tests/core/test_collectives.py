@@ -334,6 +334,7 @@ for kind in kinds:
 KINDS = ("co2", "co2 sharded", "co2 of a subgroup", "ddp over int4", "host")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted in Linux's /proc")
 def test_no_thread_of_gloos_is_left(tmp_path: Path):
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

@@ -191,7 +191,9 @@ def one_is_gone(rank: int, world_size: int, folder: str, who: int, how: str) -> 
     return found
 
 
-@pytest.mark.parametrize(("who", "how"), [(0, "killed"), (2, "killed"), (1, "stopped")])
+@pytest.mark.parametrize(
+    ("who", "how"), [pytest.param(0, "killed", marks=pytest.mark.slow), (2, "killed"), (1, "stopped")]
+)
 def test_a_process_that_has_ended_or_is_stopped_is_named(who: int, how: str, tmp_path: Path):
     found = run_distributed(one_is_gone, 3, str(tmp_path), who, how, expect_death=(who,))
     assert [found[rank] for rank in range(3) if rank != who] == [[who]] * 2
@@ -236,7 +238,7 @@ def one_hangs(rank: int, world_size: int, folder: str, known: bool) -> list[int]
     return found
 
 
-@pytest.mark.parametrize(("known", "named"), [(True, [1]), (False, [])])
+@pytest.mark.parametrize(("known", "named"), [(True, [1]), pytest.param(False, [], marks=pytest.mark.slow)])
 def test_one_that_only_hangs_is_named_where_it_is_known_who_takes_part(known: bool, named: list[int], tmp_path: Path):
     found = run_distributed(one_hangs, 3, str(tmp_path), known)
     assert found[0] == found[2] == named
@@ -263,7 +265,7 @@ def failing_one_after_the_other(rank: int, world_size: int, folder: str, first: 
     return found
 
 
-@pytest.mark.parametrize(("first", "named"), [(2, [2]), (None, [])])
+@pytest.mark.parametrize(("first", "named"), [(2, [2]), pytest.param(None, [], marks=pytest.mark.slow)])
 def test_one_that_has_asked_itself_is_not_blamed(first: int | None, named: list[int], tmp_path: Path):
     found = run_distributed(failing_one_after_the_other, 3, str(tmp_path), first, expect_death=(1, 2))
     assert found[0] == named

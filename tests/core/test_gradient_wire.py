@@ -73,10 +73,11 @@ def trained(rank: int, name: str, steps: int = 40, dtype: torch.dtype = torch.fl
     return sum(losses[-10:]) / 10, sent, chosen
 
 
+@pytest.mark.parametrize("names", [["float32", "int8", "rank2"], pytest.param([*WIRES], marks=pytest.mark.slow)])
 @on_ranks(2, timeout=120)
-def test_ddp_trains_with_every_wire(rank: int):
+def test_ddp_trains_with_every_wire(rank: int, names: list[str]):
     """Fewer bytes, and about the loss of float32."""
-    found = {name: trained(rank, name) for name in WIRES}
+    found = {name: trained(rank, name) for name in names}
     plain_loss, plain_sent, _ = found["float32"]
     for name, (loss, sent, _) in found.items():
         assert loss < plain_loss + 0.3 and (name == "float32" or sent < 0.6 * plain_sent), name

@@ -187,6 +187,7 @@ def test_where_all_are_left_out_shared_state_goes_on_as_unshared(options: dict[s
     assert left_out_once(ShardedCO2, **options) == pytest.approx(expected, rel=1e-9)
 
 
+@pytest.mark.slow
 @on_ranks(3, timeout=120)
 def test_an_optimiser_that_was_spoilt_spoils_one_round_also_of_shared_state(rank: int):
     """A gradient that is not finite, after which Adam's moments are not, either."""

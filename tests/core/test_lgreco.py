@@ -93,7 +93,7 @@ def of_rounds(rank: int, like: str, config: LGrecoConfig) -> list[Any]:
     return seen
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_equals_all_workers_in_one_process(world_size: int):
     results = run_distributed(reducers, world_size)
     for number, (like, config) in enumerate(SETTINGS):
@@ -129,7 +129,7 @@ LARGE = [(400, 300), (300, 250), (5000,), (64, 32, 3, 3)]
 SMALL = [(64, 16, 3, 3), *(20 * [(64,)]), (48, 64), (10, 64), (700,), (10,)]  # most layers are less than a block
 
 
-@pytest.mark.parametrize("workers", [2, 4])
+@pytest.mark.parametrize("workers", [2, pytest.param(4, marks=pytest.mark.slow)])
 @on_ranks()
 def test_bytes_sent_are_those_allocated(rank: int, workers: int):
     """Of each family, of a large and a small model, by the stages' count, which test_wire.py holds to the kernel's."""
@@ -329,6 +329,7 @@ def ended(run: tuple[nn.Sequential, torch.optim.Optimizer, Any]) -> tuple[Tensor
     return seen
 
 
+@pytest.mark.slow
 @on_ranks(2, timeout=120)
 def test_co2_with_every_rule(rank: int):
     seen = set()

@@ -272,6 +272,7 @@ def subclasses() -> list[Any]:
 def _parameter(path: Path, name: str) -> Any:
     module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
     marks = [pytest.mark.triton] if "import triton" in path.read_text() else []
+    marks += [pytest.mark.slow] if name == "CompiledOuterStep" else []  # compiles for half a minute
     return pytest.param(module, name, id=name, marks=marks)
 
 

@@ -332,7 +332,7 @@ def alone(rank: int, world_size: int, folder: str, how: str) -> tuple[str, float
     return "", 0.0
 
 
-@pytest.mark.parametrize("how", ["in the loop", "in a barrier"])
+@pytest.mark.parametrize("how", ["in the loop", pytest.param("in a barrier", marks=pytest.mark.slow)])
 def test_saving_on_rank_0_alone_is_one_line_at_once(how: str, tmp_path: Path):
     (told, seconds), *_ = run_distributed(alone, 3, str(tmp_path), how)
     assert told.startswith("rank 1") and "\n" not in told
@@ -340,6 +340,7 @@ def test_saving_on_rank_0_alone_is_one_line_at_once(how: str, tmp_path: Path):
     assert seconds < 10 and not [*tmp_path.iterdir()]
 
 
+@pytest.mark.slow
 @on_ranks(3)
 def test_who_comes_late_is_waited_for(rank: int, tmp_path: Path):
     """From slow steps, from an evaluation, and from a collective that others came late to."""

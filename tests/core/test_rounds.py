@@ -286,27 +286,28 @@ WAYS: dict[str, dict[str, Any]] = {
 QUADRATICS = ((2, 0.9), (6, 0.8), (8, 0.9))  # delay of 8 local steps, and q
 
 
-@pytest.mark.parametrize("name", WAYS)
 @on_ranks(3)
-def test_it_is_the_workers_distance_from_their_mean(rank: int, name: str):
+def test_it_is_the_workers_distance_from_their_mean(rank: int):
     """Of what each worker sent, as told a round later."""
-    params, changes = problems.odd_parameters(), WAYS[name]
-    co2, sent, told = replace(BASE, **changes).build(params), [], []
-    for step in range(24):
-        sgd_step(params, rank, step)
-        before = flat(params)
-        if co2.step():
-            sent.append(flat(params) if "merge" in changes else before)
-            told.append(co2.stats.as_dict()["consensus_distance"])
-    co2.finish()
-    told = told if name == "at once" else told[1:]
-    for round_, (all_sent, seen) in enumerate(zip(zip(*total_world_size(sent), strict=True), told, strict=False)):
-        x = torch.stack(all_sent)
-        expected = float((x - x.mean(0)).square().sum(1).mean().sqrt())
-        assert seen == pytest.approx(expected, rel=1e-6), (name, round_)
-    assert len(told) > 3 and expected > 0.01
+    for name, changes in WAYS.items():
+        params = problems.odd_parameters()
+        co2, sent, told = replace(BASE, **changes).build(params), [], []
+        for step in range(24):
+            sgd_step(params, rank, step)
+            before = flat(params)
+            if co2.step():
+                sent.append(flat(params) if "merge" in changes else before)
+                told.append(co2.stats.as_dict()["consensus_distance"])
+        co2.finish()
+        told = told if name == "at once" else told[1:]
+        for round_, (all_sent, seen) in enumerate(zip(zip(*total_world_size(sent), strict=True), told, strict=False)):
+            x = torch.stack(all_sent)
+            expected = float((x - x.mean(0)).square().sum(1).mean().sqrt())
+            assert seen == pytest.approx(expected, rel=1e-6), (name, round_)
+        assert len(told) > 3 and expected > 0.01, name
 
 
+@pytest.mark.slow
 @on_ranks(3)
 def test_under_noise_it_is_what_the_theory_says(rank: int):
     """(1 - 1/G) V / (1 - v^2), the mean square of a number's distance, over many numbers and rounds: docs/theory.md."""

@@ -65,7 +65,7 @@ WAYS: list[dict[str, bool]] = [{}, {"shard": True}, {"offload": True}, {"shard":
 
 
 @pytest.mark.parametrize("configs", GRIDS)
-@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("workers", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3))])
 @on_ranks(timeout=400)
 def test_shared_or_offloaded_equals_unshared(rank: int, workers: int, configs: list[CO2Config]):
     for config in configs:

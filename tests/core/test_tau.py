@@ -396,6 +396,7 @@ def test_a_link_that_slows_down_makes_rounds_longer(rank: int):
     assert slow >= 3 * fast and decisions == [(2, fast), (fast, slow)]
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_tau_max_caps_and_overlap_local_sgd_has_it_too(rank: int):
     core.tau.COST = 1.0
@@ -468,6 +469,7 @@ def test_a_run_may_be_saved_before_tau_is_chosen(rank: int):
     assert torch.equal(*ends)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_a_faster_worker_waits_where_the_link_has_had_its_time(rank: int):
     """Rank 1's steps take twice as long. Else the means of rank 0 come when the slower one has sent, some five of its

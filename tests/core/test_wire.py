@@ -273,7 +273,8 @@ def simulate(world_size: int, compression: str, feedback: bool) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "segment"), [(2, 1 << 18), (3, 256), pytest.param(4, 512, marks=pytest.mark.slow)]
+    ("world_size", "segment"),
+    [(2, 256), *(pytest.param(*of, marks=pytest.mark.slow) for of in ((2, 1 << 18), (3, 256), (4, 512)))],
 )
 def test_equals_a_simulation_bit_for_bit(world_size: int, segment: int):
     """Every dtype, several blocks and parts of one, empty and exact tensors, a tail; the segments change nothing."""
@@ -326,7 +327,7 @@ def test_another_wire_sends_what_error_feedback_holds_back(rank: int):
         torch.testing.assert_close(total, exact, rtol=0, atol=1e-5 * float(exact.abs().max()))
 
 
-@pytest.mark.parametrize("workers", [pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.slow)])
 @on_ranks()
 def test_workers_agree_bit_for_bit_and_stay_near_float32(rank: int, workers: int):
     for configs in (CONFIGS, AT_ONCE):
@@ -379,6 +380,7 @@ PLAIN = Settings(
 )
 
 
+@pytest.mark.slow
 def test_error_feedback_keeps_the_drift_bounded():
     """By half a step at each encoding, a step being a seventh of the largest. Else the mean, 0.03685, never arrives."""
     drifts = [drift for _, drift, _ in run_distributed(constant_moves, 2, False, (True, False))[0]]
@@ -464,7 +466,7 @@ def loopback_bytes() -> int:
     return next(int(line.split(":")[1].split()[8]) for line in lines if line.strip().startswith("lo:"))
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_bytes_sent_by_hand(world_size: int):
     """Blocks of 256 cost 512, 516, 260, ... 68 bytes; twice (n - 1) / n of them; and 8 + n scalars a peer: finished,
     steps, weight, two checksums and their squares, the square of what is sent, and a verdict of each."""

@@ -40,13 +40,11 @@ def tune_in_process(rank: int, world_size: int, folder: str, jobs: dict[str, dic
 
 
 ZO = {"method": "zo", "optim": replace(RECIPES["prompts"].optim, lr=1e-3)}
-JOBS = {
-    "ddp": {"method": "ddp"},
-    "co2": {"method": "co2"},
+JOBS = {"ddp": {"method": "ddp"}, "co2": {"method": "co2"}, "zo": ZO}
+MORE = {
     "dealt": {"method": "co2", "balance": "round", "seed": 1},
     "norms": {"method": "local", "trainable": ("*ln_*",), "epochs": 1},
     "text": {"method": "ddp", "task": "text", "context": 16},
-    "zo": ZO,
     "zo first half": ZO | {"name": "zo halves", "epochs": 1, "offload": True},
     "zo second half": ZO | {"name": "zo halves", "resume": True, "extend": True, "offload": True},
     "zo 16 bits": ZO | {"weights": "bfloat16", "zeroth": ZerothConfig(eps=0.01)},
@@ -63,6 +61,13 @@ def folder(folder: Path) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def more(folder: Path) -> Path:
+    """The same folder, with the others, too."""
+    run_distributed(tune_in_process, 2, str(folder), MORE, timeout=240)
+    return folder
+
+
 def equal(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> bool:
     return some.keys() == others.keys() and all(torch.equal(t, others[name]) for name, t in some.items())
 
@@ -71,8 +76,17 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
 
 
-@pytest.mark.parametrize("method", ["ddp", "co2", "dealt"])
+@pytest.mark.parametrize("method", ["ddp", "co2"])
 def test_two_workers_learn_the_answers(folder: Path, method: str):
+    check_the_answers(folder, method)
+
+
+@pytest.mark.slow
+def test_two_workers_learn_the_answers_dealt_by_length(more: Path):
+    check_the_answers(more, "dealt")
+
+
+def check_the_answers(folder: Path, method: str) -> None:
     found = logged(folder / method)
     assert found[-1] < found[0] - 1 and summary(folder / method)["val_loss"] < 2, "guessing among all tokens: 6.1"
     assert summary(folder / method)["steps"] == STEPS and summary(folder / method)["val_samples"] == 20
@@ -88,7 +102,9 @@ def test_the_tuned_folder_is_the_model_that_was_evaluated(folder: Path, tmp_path
     assert summary(tmp_path / "run")["val_accuracy"] == summary(folder / "ddp")["val_accuracy"]
 
 
-def test_text_is_learned_and_what_no_pattern_names_stays_as_it_was(folder: Path):
+@pytest.mark.slow
+def test_text_is_learned_and_what_no_pattern_names_stays_as_it_was(more: Path):
+    folder = more
     found = summary(folder / "text")
     assert found["val_perplexity"] < 50 and found["val_bits_per_byte"] < logged(folder / "text")[0]
     before, after = weights(folder / "model"), weights(folder / "norms" / "model")
@@ -98,13 +114,23 @@ def test_text_is_learned_and_what_no_pattern_names_stays_as_it_was(folder: Path)
 # -- without gradients --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("run", ["zo", "zo 16 bits"])
-def test_the_held_out_loss_falls_without_gradients(folder: Path, run: str):
+def test_the_held_out_loss_falls_without_gradients(folder: Path):
+    check_that_it_falls(folder, "zo")
+
+
+@pytest.mark.slow
+def test_the_held_out_loss_falls_in_16_bits(more: Path):
+    check_that_it_falls(more, "zo 16 bits")
+
+
+def check_that_it_falls(folder: Path, run: str) -> None:
     found = logged(folder / run, "val_part_loss") + logged(folder / run, "val_loss")
     assert len(found) == 3 and found[-1] < found[0] - 0.2
 
 
-def test_one_worker_tunes_as_a_pair_does_and_a_resumed_run_as_an_uninterrupted_one(folder: Path, tmp_path: Path):
+@pytest.mark.slow
+def test_one_worker_tunes_as_a_pair_does_and_a_resumed_run_as_an_uninterrupted_one(more: Path, tmp_path: Path):
+    folder = more
     tune(tiny(folder, out=tmp_path, **ZO))
     one, two = weights(tmp_path / "model"), weights(folder / "zo" / "model")
     torch.testing.assert_close(one, two, rtol=0, atol=1e-5)
@@ -113,8 +139,17 @@ def test_one_worker_tunes_as_a_pair_does_and_a_resumed_run_as_an_uninterrupted_o
     assert equal(weights(folder / "zo halves" / "model"), weights(folder / "zo" / "model"))
 
 
-@pytest.mark.parametrize("run", ["zo", "zo halves", "zo 16 bits", "zo text"])
-def test_the_first_model_and_the_scalars_give_the_tuned_one(folder: Path, tmp_path: Path, run: str):
+def test_the_first_model_and_the_scalars_give_the_tuned_one(folder: Path, tmp_path: Path):
+    check_the_replay(folder, tmp_path, "zo")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", ["zo halves", "zo 16 bits", "zo text"])
+def test_the_first_model_and_the_scalars_give_any_tuned_one(more: Path, tmp_path: Path, run: str):
+    check_the_replay(more, tmp_path, run)
+
+
+def check_the_replay(folder: Path, tmp_path: Path, run: str) -> None:
     steps = STEPS // 3 if run == "zo text" else STEPS
     *_, numbers = (folder / run / "replay" / "scalars").read_bytes().partition(b"\n")
     assert len(numbers) == 8 * steps

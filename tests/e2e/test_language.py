@@ -76,9 +76,9 @@ ZO = {"method": "zo", "recommended": False, "optim": OPTIM, "zeroth": ZerothConf
 FROM_DDP = ZO | {"init_from": "ddp", "epoch_steps": 6, "batch_size": 15, "epochs": 2}  # a pair takes the batch whole
 STREAMED = FROM_DDP | {"name": "zo halves", "offload": True, "per_node": 2}  # the half of each block is uploaded
 DEALT = LONG | {"balance": "round", "context": 64}  # rounds of whole documents
-JOBS = (
-    {"ddp": LONG | {"method": "ddp"}, "co2": LONG}
-    | {model: {"model": model, "epochs": 3} for model in ("roberta_tiny", "transnormer_tiny")}
+JOBS = {"ddp": LONG | {"method": "ddp"}, "co2": LONG, "zo": FROM_DDP}
+MORE = (
+    {model: {"model": model, "epochs": 3} for model in ("roberta_tiny", "transnormer_tiny")}
     | {name: {"epochs": 1, "seed": seed} for name, seed in (("a", 0), ("b", 1))}
     | {"two parts": {"epochs": 1, "accumulate": 2}}
     | {
@@ -87,7 +87,6 @@ JOBS = (
         "dealt": DEALT,
         "dealt, stopped": DEALT | {"stop_at": 7, "name": "dealt halves"},
         "dealt, resumed": DEALT | {"resume": True, "name": "dealt halves"},
-        "zo": FROM_DDP,
         "zo first half": STREAMED | {"epochs": 1},
         "zo second half": STREAMED | {"resume": True, "extend": True},
     }
@@ -98,6 +97,12 @@ JOBS = (
 def losses(folder: Path) -> dict[str, list[float]]:
     """The training losses of all jobs, trained by one pair of workers."""
     return run_distributed(train_in_process, 2, str(folder), JOBS, timeout=240)[0]
+
+
+@pytest.fixture(scope="module")
+def more(folder: Path, losses: dict[str, list[float]]) -> dict[str, list[float]]:
+    """With the others."""
+    return losses | run_distributed(train_in_process, 2, str(folder), MORE, timeout=240)[0]
 
 
 def check_learning(folder: Path, losses: dict[str, list[float]], methods: tuple[str, ...]) -> None:
@@ -118,7 +123,8 @@ def test_each_method_learns_on_two_workers(tmp_path: Path):
     check_learning(tmp_path, run_distributed(train_in_process, 2, str(tmp_path), jobs, timeout=240)[0], METHODS)
 
 
-@pytest.mark.usefixtures("losses")
+@pytest.mark.slow
+@pytest.mark.usefixtures("more")
 @pytest.mark.parametrize("model", ["roberta_tiny", "transnormer_tiny"])
 def test_the_other_models_learn_on_two_workers(folder: Path, model: str):
     end = summary(folder / model)
@@ -126,22 +132,31 @@ def test_the_other_models_learn_on_two_workers(folder: Path, model: str):
     assert ("val_bits_per_byte" in end) == (model == "transnormer_tiny")
 
 
-def test_seeds_change_the_losses_and_micro_batches_or_a_stop_do_not(losses: dict[str, list[float]]):
+@pytest.mark.slow
+def test_seeds_change_the_losses_and_micro_batches_or_a_stop_do_not(more: dict[str, list[float]]):
+    losses = more
     assert losses["a"] != losses["b"] and losses["two parts"] == pytest.approx(losses["a"], rel=1e-4)
     assert losses["halves"] == losses["co2"] and len(losses["co2"]) == 6
 
 
-def test_rounds_of_whole_documents_are_learned_and_a_stop_between_them_changes_nothing(folder, losses):
-    check_learning(folder, losses, ("dealt",))
-    assert losses["dealt halves"] == losses["dealt"] and len(losses["dealt"]) == 6
+@pytest.mark.slow
+def test_rounds_of_whole_documents_are_learned_and_a_stop_between_them_changes_nothing(folder, more):
+    check_learning(folder, more, ("dealt",))
+    assert more["dealt halves"] == more["dealt"] and len(more["dealt"]) == 6
 
 
-def test_a_run_without_gradients_starts_from_anothers_weights_and_resumes_as_if_it_had_not_been_stopped(folder, losses):
-    base, whole, halves = (summary(folder / name) for name in ("ddp", "zo", "zo halves"))
+def test_a_run_without_gradients_starts_from_anothers_weights(folder, losses):
+    base, whole = (summary(folder / name) for name in ("ddp", "zo"))
     assert 0 < abs(whole["val_loss"] - base["val_loss"]) < 0.1, "it goes on from there"
     assert abs(losses["zo"][0] - losses["ddp"][-1]) < 0.5, "a random model's would be log(1024)"
     assert whole["bytes_sent"] == 12 * 8 * 5, "12 steps, to one worker: a loss a side, the tokens, and two wishes"
     assert logged(folder / "zo", "round/exposed_seconds") and list((folder / "zo").glob("**/events.out.tfevents.*"))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("more")
+def test_a_run_without_gradients_resumes_as_if_it_had_not_been_stopped(folder):
+    whole, halves = (summary(folder / name) for name in ("zo", "zo halves"))
     assert halves["steps"] == whole["steps"] == 12 and halves["val_loss"] == whole["val_loss"]
 
 

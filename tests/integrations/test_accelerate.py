@@ -119,6 +119,7 @@ def test_trains_as_the_plain_loop_and_goes_on_from_checkpoints(rank: int, worker
     assert rank or plain.tags(tmp_path) >= {"co2/round", "co2/exposed_seconds"}
 
 
+@pytest.mark.slow
 @on_ranks(2, through="ranks")
 def test_recommended_settings_run(rank: int) -> None:
     trace, boundaries = loop(None, epochs=20, shuffle=True)

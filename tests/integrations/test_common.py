@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -67,6 +68,7 @@ def test_files_that_no_one_save_has_written_are_refused_by_all(tmp_path: Path):
     assert all("\n" not in line for line in first)
 
 
+@pytest.mark.slow
 def test_the_process_leaves_torch_distributed_where_it_ends_well(tmp_path: Path):
     """After an exception it waits for nobody."""
     started = []

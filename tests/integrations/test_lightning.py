@@ -206,6 +206,7 @@ def stopping(rank: int, workers: int, folder: str) -> Any:
     return early, told, recommended
 
 
+@pytest.mark.slow
 def test_stops_early_and_at_a_signal_and_runs_as_recommended(ranks: Ranks, tmp_path: Path) -> None:
     first, second = ranks(stopping, 2, str(tmp_path))
     for a, b in zip(first, second, strict=True):
@@ -222,6 +223,7 @@ def test_stops_early_and_at_a_signal_and_runs_as_recommended(ranks: Ranks, tmp_p
     assert [path.name for path in (tmp_path / "best").glob("*.co2")] == [f"{best.name}.co2"]
 
 
+@pytest.mark.slow
 @on_ranks(2, through="ranks")
 def test_validates_behind_an_epochs_last_batch(rank: int, tmp_path: Path) -> None:
     """Validation behind each epoch, which an epoch's end reads: every epoch then ends with finish()."""
@@ -247,6 +249,7 @@ def test_validates_behind_an_epochs_last_batch(rank: int, tmp_path: Path) -> Non
     assert files == {f"step={step}.ckpt" for step in (12, 24, 36)}
 
 
+@pytest.mark.slow
 @on_ranks(2, through="ranks")
 def test_saves_at_one_boundary_before_a_requeue(rank: int, tmp_path: Path) -> None:
     """Slurm's signal to one worker: all save at the same boundary, as Lightning's own handler saves."""

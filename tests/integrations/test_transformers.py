@@ -201,6 +201,7 @@ def best_and_early(rank: int, workers: int, folder: str) -> Any:
     return {"stopped": {k: stopped[k] for k in keys}, "recommended": {k: recommended[k] for k in keys}}
 
 
+@pytest.mark.slow
 def test_saves_in_mid_round_stops_early_and_loads_the_best(ranks: Ranks, tmp_path: Path) -> None:
     ranks(mid_round, 2, str(tmp_path))
     a, b = ranks(best_and_early, 2, str(tmp_path))

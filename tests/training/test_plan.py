@@ -180,7 +180,7 @@ GPT_BLOCK = replace(MODEL, width=128, inner=384, context=64)
 LLAMA_BLOCK = replace(GPT_BLOCK, family="llama", activation="silu", kv_heads=2)
 
 
-@pytest.mark.parametrize("value", [2, 4])
+@pytest.mark.parametrize("value", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "model",
     [*(replace(GPT_BLOCK, activation=a) for a in ("gelu", "gelu_new", "gelu_pytorch_tanh")), LLAMA_BLOCK],
