@@ -22,10 +22,10 @@ from training.script import launch
 
 RECIPE, BATCH, LR = "gpt2_pydoc_small", 32, 4e-3
 RECIPE_MODEL, EVAL_TOKENS = "gpt2_tiny", 4096
-LGRECO = "ddp:wire=lgreco,first=10,every=40,like="
+LGRECO = "ddp:compression=lgreco,first=10,every=40,like="
 METHODS = {  # name -> as bench.time_to_loss has it
     "ddp": "ddp",
-    "ddp_int4": "ddp:wire=int4",
+    "ddp_int4": "ddp:compression=int4",
     "ddp_rank4": f"{LGRECO}rank4,rule=uniform",
     "ddp_rank3": f"{LGRECO}rank3,rule=uniform",
     "ddp_top1": f"{LGRECO}top0.01,rule=uniform",
@@ -34,7 +34,7 @@ METHODS = {  # name -> as bench.time_to_loss has it
     "lgreco_rank4": f"{LGRECO}rank4",
     "lgreco_top1": f"{LGRECO}top0.01",
     "co2": "co2_auto",
-    "co2_lgreco_rank4": "co2_auto:wire=lgreco,first=3,every=10,like=rank4",
+    "co2_lgreco_rank4": "co2_auto:compression=lgreco,first=3,every=10,like=rank4",
 }
 
 

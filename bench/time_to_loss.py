@@ -1,7 +1,7 @@
 """Seconds of training to a held-out loss, for this project's methods and other packages', on the emulated cluster.
 
     python -m bench.time_to_loss [--tasks vision language cifar10 perceptron] [--rates 40 200] [--seeds 0 1 2]
-        [--methods ddp local:tau=12,wire=int4 co2_auto torchft_streaming ...] [--step_ms 30]
+        [--methods ddp local:tau=12,compression=int4 co2_auto torchft_streaming ...] [--step_ms 30]
 
 All methods share the loop, the model and its initial values, the data and their order, the inner optimizer and the
 evaluation. Every --eval_every steps each worker writes its parameters to a file while its clock stands still. After
@@ -66,7 +66,7 @@ def options_of(method: str) -> list[str]:
     if name not in METHODS:
         raise UserError(f"methods: {name!r} does not exist; choose among {', '.join(METHODS)}")
     compression = "ddp_compression" if name == "ddp" else "co2.compression"
-    keys = {"wire": f"{compression}.format", "tau": "co2.tau", "lr": "optim.lr", "like": f"{compression}.like"}
+    keys = {"compression": f"{compression}.format", "tau": "co2.tau", "lr": "optim.lr", "like": f"{compression}.like"}
     keys |= {key: f"{compression}.lgreco.{key}" for key in ("rule", "first", "every")}
     options = list(OURS.get(name, OURS["local"]))
     for text in filter(None, rest.split(",")):
@@ -176,8 +176,8 @@ class TimeToLoss(Asked):
     """Link rates, Mbit/s."""
     seeds: tuple[int, ...] = (0, 1, 2)
     methods: tuple[str, ...] = tuple(OURS)
-    """none (no communication), or a method of this project or of another package. `local:tau=12,wire=int4` changes
-    settings."""
+    """none (no communication), or a method of this project or of another package.
+    `local:tau=12,compression=int4` changes settings."""
     workers: int = 4
     """Workers, each on a node of its own."""
     step_ms: float = 0.0

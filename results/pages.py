@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.loss.__main__ import MERGES, todays_merge
+from bench.loss.__main__ import MERGES, todays_names
 from bench.report import mean_sd as with_sd
 from bench.report import table as markdown
 
@@ -43,13 +43,13 @@ def filled(text: str) -> str:
 
 @functools.cache
 def load(name: str) -> Any:
-    text = (RESULTS / name).read_text()
+    text = (RESULTS / name).read_text().replace(":wire=", ":compression=")  # the option's older name
     if not name.endswith("l"):
         return json.loads(text)
     rows = [json.loads(line) for line in text.splitlines()]
     for row in rows:
         if "options" in row:
-            todays_merge(row)
+            todays_names(row)
     return rows
 
 
@@ -102,7 +102,7 @@ def seconds_cell(runs: Sequence[Row], *, exposed: bool = False) -> str:
 
 
 def seconds(folder: str, task: str, methods: Sequence[str], *, limit: bool = False) -> Table:
-    """One row per method, one column per link rate. A method may be `METHOD:wire=FORMAT`, as in the rows."""
+    """One row per method, one column per link rate. A method may be `METHOD:compression=FORMAT`, as in the rows."""
     runs = select(load(f"{folder}time_to_loss.json")["runs"], task=task)
     table: Table = [SECONDS_TITLES]
     for method in methods:
@@ -120,22 +120,38 @@ def free_ddp(runs: Sequence[Row], rate: float) -> list[float]:
     return [steps[r["seed"]] * r["seconds"] * (1 - r["exposed_share"]) / r["steps"] for r in local]
 
 
+def reached(runs: Sequence[Row]) -> list[float]:
+    """The seconds of each seed, empty unless every seed reached the loss."""
+    return [run["seconds"] for run in runs] if runs and len(select(runs, status="reached")) == len(runs) else []
+
+
+def best_of(runs: Sequence[Row], rate: float, suffix: str = "") -> tuple[str, list[Row]]:
+    """The baseline with local steps whose mean is the lowest, and its runs."""
+    of = {m: select(runs, method=f"{m}{suffix}", rate_mbit=rate) for m in ("local", "overlap_local", "slowmo")}
+    best = min((m for m in of if reached(of[m])), key=lambda m: statistics.fmean(reached(of[m])))
+    return METHOD_NAMES[best].partition(" (")[0], of[best]
+
+
+def both_series(task: str) -> tuple[list[Row], list[Row], list[Row]]:
+    """The runs of a task over float32, over int4, and CO2's of both series, which always chooses its compression."""
+    float32, int4 = (select(load(f"{of}time_to_loss.json")["runs"], task=task) for of in ("", "int4/"))
+    return float32, int4, [run for runs in (float32, int4) for run in select(runs, method="co2_auto")]
+
+
 def readme_seconds() -> Table:
     """README's table, with a row for each task and method and a column for each link rate."""
     table: Table = [SECONDS_TITLES]
+
+    def best(runs: Sequence[Row], rate: float, suffix: str = "") -> str:
+        name, found = best_of(runs, rate, suffix)
+        return f"{seconds_cell(found)} ({name})"
+
     for name, task in (("digits", "vision"), ("text", "language")):
-        runs = select(load("time_to_loss.json")["runs"], task=task)
-        of = {m: [select(runs, method=m, rate_mbit=rate) for rate in RATES] for m in METHOD_NAMES}
-        table.append((f"{name}, CO2", *map(seconds_cell, of["co2_auto"])))
-        cells = []
-        for i in range(len(RATES)):
-            others = {m: of[m][i] for m in ("local", "overlap_local", "slowmo")}
-            reached = {m: r for m, r in others.items() if len(select(r, status="reached")) == len(r)}
-            means = {m: statistics.fmean(r["seconds"] for r in found) for m, found in reached.items()}
-            best = min(means, key=means.__getitem__)
-            cells.append(f"{seconds_cell(others[best])} ({METHOD_NAMES[best].partition(' (')[0]})")
-        table.append((f"{name}, best other", *cells))
-        table.append((f"{name}, DDP", *map(seconds_cell, of["ddp"])))
+        float32, int4, co2 = both_series(task)
+        table.append((f"{name}: CO2, int4", *(seconds_cell(select(co2, rate_mbit=r)) for r in RATES)))
+        table.append((f"{name}: best other, int4", *(best(int4, r, ":compression=int4") for r in RATES)))
+        ddp = select(float32, method="ddp")
+        table.append((f"{name}: DDP, float32", *(seconds_cell(select(ddp, rate_mbit=r)) for r in RATES)))
     return table
 
 
@@ -185,7 +201,7 @@ def throughput() -> Table:
 
 # -- loss at equal samples ------------------------------------------------------------------------------------------
 
-HIDDEN = "co2:merge=keep_local,gap=none,beta=0,delay=1,wire=int4"
+HIDDEN = "co2:merge=keep_local,gap=none,beta=0,delay=1,compression=int4"
 PAPER = "co2:beta=0.5"
 Losses = Mapping[int, float]  # by seed
 
@@ -253,7 +269,7 @@ def gpt2_small() -> Table:
     for name, asked in {
         "DDP": "ddp",
         "Local-SGD (blocking)": "local",
-        "Local-SGD over int4": "local:wire=int4",
+        "Local-SGD over int4": "local:compression=int4",
         "hidden average over int4": HIDDEN,
         "paper's rule, outer momentum 0.5": PAPER,
         "paper's rule, outer momentum 0": "co2:gap=elementwise,beta=0.0",
@@ -264,15 +280,18 @@ def gpt2_small() -> Table:
     return table
 
 
-LOCAL, LATE = "local:wire=float32", "co2:merge=keep_local,gap=none,beta=0,wire=float32"
+LOCAL, LATE = "local:compression=float32", "co2:merge=keep_local,gap=none,beta=0,compression=float32"
 EFFECTS = {  # what changes -> from which method to which
-    "local steps: DDP to Local-SGD": ("ddp:wire=float32", LOCAL),
-    "compression: Local-SGD to int4": (LOCAL, "local:wire=int4"),
-    "hiding for one step, over int4": ("local:wire=int4", HIDDEN),
+    "local steps: DDP to Local-SGD": ("ddp:compression=float32", LOCAL),
+    "compression: Local-SGD to int4": (LOCAL, "local:compression=int4"),
+    "hiding for one step, over int4": ("local:compression=int4", HIDDEN),
     "hiding for a whole round, float32": (LOCAL, LATE),
-    "merge rule, a round late: paper's to keep_local": ("co2:beta=0,wire=float32", LATE),
-    "outer momentum 0.5 in the paper's rule": ("co2:beta=0,wire=float32", "co2:beta=0.5,wire=float32"),
-    "outer momentum 0.3 in the hidden average": (HIDDEN, "co2:merge=keep_local,gap=none,beta=0.3,delay=1,wire=int4"),
+    "merge rule, a round late: paper's to keep_local": ("co2:beta=0,compression=float32", LATE),
+    "outer momentum 0.5 in the paper's rule": ("co2:beta=0,compression=float32", "co2:beta=0.5,compression=float32"),
+    "outer momentum 0.3 in the hidden average": (
+        HIDDEN,
+        "co2:merge=keep_local,gap=none,beta=0.3,delay=1,compression=int4",
+    ),
 }
 
 
@@ -513,7 +532,13 @@ def stand_ins() -> Table:
 
 
 FLOAT32 = ("ddp", "local", "overlap_local", "slowmo", "co2", "co2_auto")
-INT4 = ("ddp:wire=int4", "local:wire=int4", "overlap_local:wire=int4", "co2:wire=int4", "co2_auto")
+INT4 = (
+    "ddp:compression=int4",
+    "local:compression=int4",
+    "overlap_local:compression=int4",
+    "co2:compression=int4",
+    "co2_auto",
+)
 MADE = (readme_seconds, throughput, cost_of_hiding, larger_models, gpt2_small, rates, effects, slow_links)
 MADE += (bytes_to_a_loss, zo_speed, zo_memory, lengths, rings, boundary_cpu, gpu_boundary, nccl_hidden, nccl_blocks)
 TABLES: dict[str, Callable[[], Table]] = {

@@ -163,7 +163,7 @@ def in_two(name: str, title: str, variants: Mapping[str, Mapping[str, Any]], not
 SEARCHED = {f"tau {tau}": {"tau": tau} for tau in TAUS}
 CLIPS = {f"clip {bound:g}": {"overrides": {"co2.clip": bound}} for bound in (0.001, 0.01, 0.1)}
 CLIPS |= {"clip 1": {}, "clip none": {"overrides": {"co2.clip": None}}}
-WIRES = {"float32": {}} | {name: {"overrides": {"co2.compression.format": name}} for name in ("bfloat16", "int8")}
+FORMATS = {"float32": {}} | {name: {"overrides": {"co2.compression.format": name}} for name in ("bfloat16", "int8")}
 
 
 def gpt2_small(label: str, method: str, overrides: Mapping[str, Any], perplexity: float | None = None) -> Row:
@@ -310,7 +310,7 @@ TABLES = {
         "Our own rows; the paper has none. All have outer_lr 0.5 and outer_momentum 0.4. The recipe's values for 64 "
         "GPUs have a sum above 1, where a delayed step without the penalty is unstable.",
     ),
-    **in_two("wire", "Compression formats", WIRES, "Our own rows; the paper has none."),
+    **in_two("wire", "Compression formats", FORMATS, "Our own rows; the paper has none."),
     # the released code starts after 8 epochs on ImageNet (157 steps each) and decides every second epoch
     "lgreco_vision": Table(
         "L-GreCo: ResNet-50",

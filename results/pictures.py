@@ -15,7 +15,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from results.pages import METHOD_NAMES, RATES, RESULTS, SLOW_LINKS, Row, load, select
+from results.pages import RATES, RESULTS, SLOW_LINKS, Row, best_of, both_series, load, reached, select
 
 WIDTH = 8.0  # inches, which are 768 pixels in a browser: text keeps its size in points
 STYLE = {"font.size": 9, "axes.titlesize": 10, "axes.spines.top": False, "axes.spines.right": False}
@@ -38,18 +38,6 @@ def axes_of(rows: int, columns: int, height: float, **how: Any) -> tuple[Figure,
     return figure, list(axes.flat)
 
 
-def reached(runs: Sequence[Row]) -> list[float]:
-    """The seconds of each seed, empty unless every seed reached the loss."""
-    return [run["seconds"] for run in runs] if runs and len(select(runs, status="reached")) == len(runs) else []
-
-
-def best_of(runs: Sequence[Row], rate: float, suffix: str = "") -> tuple[str, list[Row]]:
-    """The baseline with local steps whose mean is the lowest, and its runs."""
-    of = {m: select(runs, method=f"{m}{suffix}", rate_mbit=rate) for m in ("local", "overlap_local", "slowmo")}
-    best = min((m for m in of if reached(of[m])), key=lambda m: statistics.fmean(reached(of[m])))
-    return METHOD_NAMES[best].partition(" (")[0], of[best]
-
-
 # -- seconds to a loss ----------------------------------------------------------------------------------------------
 
 
@@ -58,21 +46,20 @@ def seconds() -> Figure:
     figure, axes = axes_of(1, 2, 5.0, sharey=True)
     labels: dict[float, str] = {}
     for a, (task, title) in zip(axes, TASKS.items(), strict=True):
-        float32, int4 = (select(load(f"{of}time_to_loss.json")["runs"], task=task) for of in ("", "int4/"))
+        float32, int4, co2 = both_series(task)
         for group, rate in enumerate(RATES):
-            others = best_of(float32, rate), best_of(int4, rate, ":wire=int4")
-            co2 = [run for runs in (float32, int4) for run in select(runs, method="co2_auto", rate_mbit=rate)]
+            others = best_of(float32, rate), best_of(int4, rate, ":compression=int4")
             bars = [
                 ("DDP, float32", "", select(float32, method="ddp", rate_mbit=rate)),
                 ("best other, float32", *others[0]),
                 ("best other, int4", *others[1]),
-                ("CO2, recommended (int4)", "", co2),
+                ("CO2, recommended (int4)", "", select(co2, rate_mbit=rate)),
             ]
             labels[5.2 * group - 1] = f"{rate} Mbit/s"
             for place, (label, name, runs) in enumerate(bars):
                 y = 5.2 * group + place
                 labels[y] = label
-                seconds_bar(a, y, runs, name, DARK if runs is co2 else LIGHT)
+                seconds_bar(a, y, runs, name, DARK if label.startswith("CO2") else LIGHT)
         a.set_title(title, loc="left", weight="bold")
         a.set(xscale="log", xlim=(0.8, 420) if task == "vision" else (4, 420), xlabel="seconds (log scale)")
         ticks = [1, 3, 10, 30, 60] if task == "vision" else [5, 10, 30, 60]
@@ -103,8 +90,8 @@ def seconds_bar(a: Axes, y: float, runs: Sequence[Row], name: str, color: str) -
 WATERFALL = {  # what a step adds -> the file and method behind it
     "DDP, float32": ("", "ddp"),
     "+ local steps (tau 6)": ("", "local"),
-    "+ int4": ("int4/", "local:wire=int4"),
-    "+ hiding, a round late": ("int4/", "co2:wire=int4"),
+    "+ int4": ("int4/", "local:compression=int4"),
+    "+ hiding, a round late": ("int4/", "co2:compression=int4"),
     "+ merge on arrival, auto tau": ("int4/", "co2_auto"),
 }
 

@@ -420,7 +420,7 @@ class RoundLog:
         pacing = method._sync_schedule if isinstance(method, LocalUpdateMethod) else None
         if isinstance(pacing, AdaptiveTau) and (decision := pacing.decision):
             sent = f"{method.stats.bytes_sent / 1e6:.3g} MB a round, {decision.exposed_share:.0%} of the time exposed"
-            new = f"tau {decision.old} -> {decision.new}, wire {decision.compression}"
+            new = f"tau {decision.old} -> {decision.new}, compression {decision.compression}"
             self._folder.note(step, "tau", f"{new}: {decision.reason}; {sent}")
         self._note_allocation(step, method)
         if self._trace and self._trace.go_on():

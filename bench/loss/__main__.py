@@ -37,7 +37,7 @@ from bench.report import (
     require_no_crowd,
     stoppable,
 )
-from core.compression.formats import WIRES
+from core.compression.formats import NARROW_FORMATS
 from core.errors import UserError
 from core.stored import parse_json
 from training.folder import commit, version
@@ -150,11 +150,14 @@ REMOVED = {  # options of older rows, with the value that has no effect
 MERGES = {"outer": "restart", "mix": "interpolate", "keep": "keep_local"}  # of older rows, and their names now
 
 
-def todays_merge(row: Row) -> None:
-    """Renames the merges of an older row to their names of today."""
+def todays_names(row: Row) -> None:
+    """Renames the merges and the option wire of an older row to their names of today."""
+    if "wire" in row["options"]:
+        row["options"] = {"compression" if key == "wire" else key: value for key, value in row["options"].items()}
     if "merge" in row["options"]:
         row["options"]["merge"] = MERGES.get(row["options"]["merge"], row["options"]["merge"])
     if "asked" in row:
+        row["asked"] = row["asked"].replace("wire=", "compression=")
         row["asked"] = re.sub(r"(?<=\bmerge=)[\w|]+", lambda found: _merges(found[0]), row["asked"])
 
 
@@ -205,7 +208,7 @@ class Rows:
 
     def _add(self, row: Row) -> None:
         row.setdefault("clip", "task")  # an older row
-        todays_merge(row)
+        todays_names(row)
         given = {key: value for key, value in row["options"].items() if REMOVED.get(key) != value}
         defaults = METHODS[row["method"]].options if row["method"] in METHODS else {}
         row["options"] = defaults | given  # an option newer than the row had its default value
@@ -258,7 +261,11 @@ TABLE = Summary(" ".join((*GROUP, "asked chosen lr tried")), {"loss": ".4f", "di
 
 
 FACTORS = (1.0, 2.0, 0.5, 1.414, 0.707, 4.0, 0.25, 2.828, 0.354, 8.0, 0.125)
-WORDS = {"gap": ("elementwise", "norm", "none"), "merge": ("restart", "interpolate", "keep_local"), "wire": WIRES}
+WORDS = {
+    "gap": ("elementwise", "norm", "none"),
+    "merge": ("restart", "interpolate", "keep_local"),
+    "compression": NARROW_FORMATS,
+}
 
 
 @dataclass(frozen=True)

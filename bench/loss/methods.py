@@ -66,7 +66,7 @@ class Method:
         options: the class's options with their values.
     """
 
-    options: ClassVar[dict[str, Any]] = {"wire": "float32"}
+    options: ClassVar[dict[str, Any]] = {"compression": "float32"}
     fixed: ClassVar[tuple[str, ...]] = ()
     """Options that the command line may not set."""
     tried: ClassVar[dict[str, tuple[Any, ...]]] = {}
@@ -77,7 +77,7 @@ class Method:
     def __init__(self, x: Tensor, tau: int, **options: Any):
         self.x, self.tau, self.o = x, tau, options
         self.taken, self.lr = 0, 0.0
-        compression = options.get("wire", "float32")
+        compression = options.get("compression", "float32")
         self.reduce = mean if compression == "float32" else CompressedMean(compression)
 
     def mean(self, rows: Tensor) -> Tensor:
@@ -113,7 +113,7 @@ class DDP(Method):
 class SlowMo(Method):
     """Blocking. u <- beta u + mean(x - x^i) / lr; x <- x - alpha lr u."""
 
-    options = {"alpha": 1.0, "beta": 0.5, "wire": "float32"}
+    options = {"alpha": 1.0, "beta": 0.5, "compression": "float32"}
     tried = {"beta": (0.5, 0.2)}
 
     def __init__(self, x: Tensor, tau: int, **options: Any):
@@ -137,7 +137,7 @@ class OverlapLocal(Method):
     Each worker is pulled towards z, then the all-reduce of the difference from z starts.
     """
 
-    options = {"pull": 0.6, "mu": 0.7, "wire": "float32"}
+    options = {"pull": 0.6, "mu": 0.7, "compression": "float32"}
     tried = {"mu": (0.7, 0.0)}
     in_flight: Tensor | None = None
 
@@ -174,7 +174,7 @@ class CO2(Method):
 
     options = {
         **{"alpha": 1.0, "beta": 0.5, "gap": "elementwise", "phi": 1.0, "delay": "round"},
-        **{"merge": "restart", "kappa": 0.5, "nesterov": False, "wire": "float32"},
+        **{"merge": "restart", "kappa": 0.5, "nesterov": False, "compression": "float32"},
     }
     tried = {"beta": (0.5, 0.0)}
 
@@ -259,7 +259,7 @@ class Local(CO2):
     """Local-SGD: a blocking average every tau steps."""
 
     options = BLOCKING | {"beta": 0.0}
-    fixed = tuple(name for name in options if name != "wire")
+    fixed = tuple(name for name in options if name != "compression")
     tried = {}
 
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 NarrowFormat = Literal["float32", "bfloat16", "float16", "int8", "int4", "int2"]
-WIRES: tuple[NarrowFormat, ...] = get_args(NarrowFormat)
+NARROW_FORMATS: tuple[NarrowFormat, ...] = get_args(NarrowFormat)
 
 BLOCK = 256  # elements
 INTS: tuple[NarrowFormat, ...] = ("int8", "int4", "int2")

@@ -18,7 +18,7 @@ from ..config import CO2Config, CompressionConfig, Format
 SMALLEST, MOST_BYTES = 4, 1 << 28  # bytes of an all-reduce
 FROM, REPEATS, LONG = 1 << 12, 5, 0.6  # bytes of the second size; repeats; seconds after which sizes stop growing
 SAMPLE_SECONDS, MOST_PARAMS, MOST_ALONE, ROUNDS = 0.6, 1 << 25, 1 << 24, 3  # MOST_ALONE: parameters without a link
-WIRES: tuple[Format, ...] = ("float32", "int8", "int4")
+FORMATS: tuple[Format, ...] = ("float32", "int8", "int4")
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def compressions(params: int, among: Link, device: torch.device, timeout: float)
     A reduction that would take longer than SAMPLE_SECONDS is extrapolated from a sample.
     """
     found = {}
-    for compression in WIRES:
+    for compression in FORMATS:
         each = CompressionConfig(compression).choices[compression]
         start, each_byte = among.line
         nbytes = (SAMPLE_SECONDS - min(SAMPLE_SECONDS / 2, start)) / each_byte

@@ -48,7 +48,7 @@ def training(params, step, wire):
 def work(params, step, wire, quick):
     if quick:
         measure.LONG, measure.SAMPLE_SECONDS = 0.25, 0.25
-    measure.WIRES = ("float32", "int4")  # between which wire auto chooses
+    measure.FORMATS = ("float32", "int4")  # between which wire auto chooses
     core.tau.COST = 1.0  # a boundary's own work is noise where two workers share what is left of two cores
     dist.init_process_group("gloo")
     found = doctor(params, step, wire), training(params, step, wire)

@@ -10,7 +10,7 @@ import torch
 
 from bench.loss import __main__ as command
 from bench.loss import tasks
-from bench.loss.__main__ import Options, Plan, Rows, Stack, parse, run, search, todays_merge, train
+from bench.loss.__main__ import Options, Plan, Rows, Stack, parse, run, search, todays_names, train
 from bench.loss.methods import CompressedMean, mean
 from bench.loss.tasks import TASKS, Inner, Task, clip_rows, labelled_draw, load_task, places
 from core import UserError
@@ -46,10 +46,19 @@ def plan(task: Task, method: str, **values: Any) -> Plan:
 @pytest.mark.parametrize(
     "name",
     [
-        *("ddp", "local", "slowmo", "diloco", "overlap_local", "co2", "co2:merge=interpolate,delay=2", "ddp:wire=int8"),
+        *(
+            "ddp",
+            "local",
+            "slowmo",
+            "diloco",
+            "overlap_local",
+            "co2",
+            "co2:merge=interpolate,delay=2",
+            "ddp:compression=int8",
+        ),
         *(
             "co2:merge=keep_local,delay=1",
-            "co2:merge=keep_local,delay=1,wire=int4",
+            "co2:merge=keep_local,delay=1,compression=int4",
             "co2:merge=keep_local,nesterov=true,beta=0.3",
         ),
     ],
@@ -163,7 +172,7 @@ def test_a_row_that_is_older_than_an_option_or_of_a_removed_method_is_read(tmp_p
     search(o, Rows(o.rows))
     old = [json.loads(line) for line in o.rows.read_text().splitlines()]
     for row in old:
-        del row["options"]["wire"]
+        del row["options"]["compression"]
         row["options"] |= {"fragments": 1, "policy": "penalty"}  # had no effect
     old.append(old[0] | {"task": "surfaces", "method": "des_loc", "options": {"first_every": 3}})  # removed since
     o.rows.write_text("".join(json.dumps(row) + "\n" for row in old))
@@ -175,7 +184,7 @@ def test_a_row_that_is_older_than_an_option_or_of_a_removed_method_is_read(tmp_p
 
 def test_a_row_with_a_merge_s_older_name_has_todays():
     row = {"options": {"merge": "keep"}, "asked": "co2:merge=outer|keep,gap=none,delay=1|2"}
-    todays_merge(row)
+    todays_names(row)
     assert row == {"options": {"merge": "keep_local"}, "asked": "co2:merge=restart|keep_local,gap=none,delay=1|2"}
 
 
@@ -245,7 +254,7 @@ def test_a_narrow_wire_sends_later_what_it_rounded_off():
 
 def test_ddp_sends_gradients_over_the_wire():
     x = torch.zeros(2, 2)
-    method, inner = parse("ddp:wire=int4")[0].make(x, 1), Inner("sgd", 1.0, momentum=0.0).start(x)
+    method, inner = parse("ddp:compression=int4")[0].make(x, 1), Inner("sgd", 1.0, momentum=0.0).start(x)
     for step in range(2):
         method.train_step(lambda x, _: torch.tensor([[7.0, 0.4], [7.0, 0.4]]), (), inner, 1.0)
         assert x.tolist() == [[-7.0 * (step + 1), -float(step)]] * 2
@@ -321,7 +330,7 @@ def test_gpt2_small_has_gpt2_smalls_parameters(no_data: None, monkeypatch: pytes
 
 
 @pytest.mark.parametrize(
-    "asked", ["ddp:wire=int4", "local", "local:wire=int4", "co2:merge=keep_local,gap=none,delay=1"]
+    "asked", ["ddp:compression=int4", "local", "local:compression=int4", "co2:merge=keep_local,gap=none,delay=1"]
 )
 def test_all_workers_lie_on_the_device(no_data: None, asked: str):
     """With the device "meta", whose tensors have no numbers, and which refuses an operation on two devices."""
@@ -333,7 +342,7 @@ def test_all_workers_lie_on_the_device(no_data: None, asked: str):
 def test_local_sgd_over_a_narrow_wire_is_co2_without_delay_and_momentum():
     rng = torch.Generator().manual_seed(0)
     rows = []
-    for asked in ("local:wire=int4", "co2:delay=0,gap=none,phi=none,beta=0,wire=int4", "local"):
+    for asked in ("local:compression=int4", "co2:delay=0,gap=none,phi=none,beta=0,compression=int4", "local"):
         method: Any = parse(asked)[0].make(torch.zeros(2, 600), 2)
         for _ in range(4):
             method.x += torch.randn(2, 600, generator=rng.manual_seed(method.taken))

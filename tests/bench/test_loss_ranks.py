@@ -40,20 +40,20 @@ PAIRS: dict[str, tuple[str, CO2Config]] = {
         "co2",
         CO2Config(**CLIPPED, outer_momentum=0.3, merge="keep_local", delay=3),
     ),
-    "co2:merge=keep_local,gap=none,beta=0,delay=1,wire=int4": (
+    "co2:merge=keep_local,gap=none,beta=0,delay=1,compression=int4": (
         "co2",
         CO2Config(**CLIPPED, outer_momentum=0.0, merge="keep_local", delay=1, compression=INT4),
     ),
-    "co2:merge=interpolate,wire=int8": ("co2", CO2Config(TAU, merge="interpolate", compression=INT8)),
+    "co2:merge=interpolate,compression=int8": ("co2", CO2Config(TAU, merge="interpolate", compression=INT8)),
     "diloco": ("diloco", CO2Config(TAU)),
     "local": ("local", CO2Config(TAU)),
     "slowmo:beta=0.3": ("slowmo", CO2Config(TAU)),
     "overlap_local:mu=0.4": ("overlap_local", CO2Config(TAU)),
     "ddp": ("ddp", CO2Config(TAU)),
-    "local:wire=int4": ("local", CO2Config(TAU, compression=INT4)),
-    "slowmo:beta=0.3,wire=int8": ("slowmo", CO2Config(TAU, compression=INT8)),
-    "overlap_local:mu=0.4,wire=int4": ("overlap_local", CO2Config(TAU, compression=INT4)),
-    "diloco:beta=0.9,wire=int4": ("diloco", CO2Config(TAU, compression=INT4)),
+    "local:compression=int4": ("local", CO2Config(TAU, compression=INT4)),
+    "slowmo:beta=0.3,compression=int8": ("slowmo", CO2Config(TAU, compression=INT8)),
+    "overlap_local:mu=0.4,compression=int4": ("overlap_local", CO2Config(TAU, compression=INT4)),
+    "diloco:beta=0.9,compression=int4": ("diloco", CO2Config(TAU, compression=INT4)),
 }
 
 
@@ -105,10 +105,14 @@ def train_on_rank(rank: int, model: nn.Module, inner: Inner, after_step: Callabl
 
 # A fast corner: each optimiser, whatever differs in kind; and the whole
 CORNER = [
-    *(("co2", "adamw"), ("co2:merge=keep_local,gap=none,beta=0,delay=1,wire=int4", "sgd"), ("ddp", "adamw")),
+    *(("co2", "adamw"), ("co2:merge=keep_local,gap=none,beta=0,delay=1,compression=int4", "sgd"), ("ddp", "adamw")),
     *(("slowmo:beta=0.3", "sgd"), ("overlap_local:mu=0.4", "adamw"), ("diloco", "sgd")),
-    *(("local:wire=int4", "adamw"), ("slowmo:beta=0.3,wire=int8", "sgd"), ("overlap_local:mu=0.4,wire=int4", "sgd")),
-    ("diloco:beta=0.9,wire=int4", "sgd"),
+    *(
+        ("local:compression=int4", "adamw"),
+        ("slowmo:beta=0.3,compression=int8", "sgd"),
+        ("overlap_local:mu=0.4,compression=int4", "sgd"),
+    ),
+    ("diloco:beta=0.9,compression=int4", "sgd"),
 ]
 WHOLE = [(name, inner) for name in PAIRS for inner in INNERS]
 

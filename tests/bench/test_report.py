@@ -128,12 +128,12 @@ bench.loss --steps 0 => steps=0: give 1 or more
 bench.loss --workers 0 => workers=0: give a number above 0
 bench.loss --methods adam => method 'adam' does not exist; choose among ddp, local
 bench.loss --methods co2:speed=1 => co2 has no option 'speed'
-bench.loss --methods local:beta=1 => local has no option 'beta'; it has: wire
+bench.loss --methods local:beta=1 => local has no option 'beta'; it has: compression
 bench.loss --device cuda => device=cuda: this torch finds no CUDA device
 bench.loss --methods co2:merge=half => merge='half'; choose among restart, interpolate, keep_local
 bench.loss --methods co2:beta=x => beta='x'; give a number, 0 or more
 bench.loss --methods co2:delay=1.5 => delay='1.5'; give a whole number, 0 or more
-bench.loss --methods ddp:wire=int1 => wire='int1'; choose among float32, bfloat16
+bench.loss --methods ddp:compression=int1 => compression='int1'; choose among float32, bfloat16
 bench.loss --methods co2:nesterov=1 => nesterov='1'; choose among true, false
 bench.loss --methods co2:delay=9 --tau 6 => delay=9: between 0 and tau=6
 bench.loss --methods co2:beta=0|0.1|0.2 --configurations 2 => make 3 configurations; allow as many
@@ -149,7 +149,7 @@ bench.time_to_loss --workers 1 => workers=1: a single worker has no link
 bench.time_to_loss --target nan => target=nan: give a number above 0
 bench.time_to_loss --step_ms -1 => step_ms=-1.0: give 0 or more
 bench.time_to_loss --eval_every 0 => eval_every=0: give 1 or more
-bench.time_to_loss --methods local:beta=1 => 'local:beta=1' has 'beta=1'; give one of wire, tau, lr
+bench.time_to_loss --methods local:beta=1 => 'local:beta=1' has 'beta=1'; give one of compression, tau, lr
 bench.time_to_loss --throttle --out FOLDER => holds a measurement: choose another --out
 """
 

@@ -51,7 +51,7 @@ def test_a_row_has_speed_bytes_and_loss_of_the_last_step(tmp_path: Path, monkeyp
     assert (row["samples_per_second"], row["bytes_a_step"], row["loss"], row["tau"]) == (64.0, 2.0, 4.0, 6)
     assert row["evaluations"] == [(0, 240.0, 4.0), (120, 240.0, 4.0)]
     slow_links.measure(SlowLinks(eval_every=1), None, "co2", 50.0, 7, 0.5, tmp_path)
-    planned = {120: "ddp:wire=int4,lr=0.002", 24: "co2_auto:lr=0.002"}
+    planned = {120: "ddp:compression=int4,lr=0.002", 24: "co2_auto:lr=0.002"}
     assert asked == [(every, (7, 50.0, slow_links.RECIPE, method)) for every, method in planned.items()]
     gone = {"ended": "failed", "reason": "rank 1: gone", "trajectory": []}
     monkeypatch.setattr(time_to_loss, "train", lambda *_: gone)

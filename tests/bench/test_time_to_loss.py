@@ -118,20 +118,22 @@ def test_the_train_script_understands_every_method(method: str, task: str, monke
 
 
 def test_a_method_may_have_another_wire_tau_and_learning_rate():
-    recipe = TASKS["vision"].parse(*options_of("local:tau=12,wire=int4,lr=0.2"))
+    recipe = TASKS["vision"].parse(*options_of("local:tau=12,compression=int4,lr=0.2"))
     assert (recipe.co2.tau, recipe.co2.compression.format, recipe.optim.lr) == (12, "int4", 0.2)
-    assert TASKS["vision"].parse(*options_of("ddp:wire=int8")).ddp_compression.format == "int8"
+    assert TASKS["vision"].parse(*options_of("ddp:compression=int8")).ddp_compression.format == "int8"
     assert TASKS["vision"].parse(*options_of("torchft_diloco:tau=24")).co2.tau == 24
-    compression = TASKS["vision"].parse(*options_of("co2_auto:wire=lgreco,like=rank4,first=3,every=10")).co2.compression
+    compression = (
+        TASKS["vision"].parse(*options_of("co2_auto:compression=lgreco,like=rank4,first=3,every=10")).co2.compression
+    )
     assert (compression.format, compression.like, compression.lgreco.first, compression.lgreco.every) == (
         "lgreco",
         "rank4",
         3,
         10,
     )
-    ddp = TASKS["vision"].parse(*options_of("ddp:wire=lgreco,like=int4,rule=uniform"))
+    ddp = TASKS["vision"].parse(*options_of("ddp:compression=lgreco,like=int4,rule=uniform"))
     assert ddp.ddp_compression.lgreco.rule == "uniform"
-    with pytest.raises(UserError, match="'local:beta=1' has 'beta=1'; give one of wire, tau, lr"):
+    with pytest.raises(UserError, match="'local:beta=1' has 'beta=1'; give one of compression, tau, lr"):
         options_of("local:beta=1")
 
 

@@ -27,7 +27,7 @@ from core.config import CompressionConfig
 from core.elastic.joining import check_elastic
 from core.testing import run_distributed
 from tests.core.lgreco_reference import Reference
-from tests.core.test_gradient_wire import LGRECO, net, step
+from tests.core.test_gradient_compression import LGRECO, net, step
 from tests.on_ranks import alike, on_ranks, total_world_size
 from tests.problems import Mean, flat
 from training.data import generator
@@ -132,7 +132,7 @@ SMALL = [(64, 16, 3, 3), *(20 * [(64,)]), (48, 64), (10, 64), (700,), (10,)]  # 
 @pytest.mark.parametrize("workers", [2, pytest.param(4, marks=pytest.mark.slow)])
 @on_ranks()
 def test_bytes_sent_are_those_allocated(rank: int, workers: int):
-    """Of each family, of a large and a small model, by the stages' count, which test_wire.py holds to the kernel's."""
+    """Of each family, of a large and a small model, by the stages' count, which another test holds to the kernel's."""
     for shapes, like in ((LARGE, "int4"), (LARGE, "top0.01"), (LARGE, "rank4"), (SMALL, "int4"), (SMALL, "rank4")):
         mean = mean_of(lgreco(like, first=2), shapes)
         for round in range(3):  # in the second it decides

@@ -64,7 +64,7 @@ def test_the_steps_after_which_a_mean_should_be_there_are_the_last_senders():
 
 
 def test_a_new_wire_is_expected_to_scale_with_its_bytes():
-    tuner = TauTuner(192, 1.5, WIRES)
+    tuner = TauTuner(192, 1.5, NARROW_FORMATS)
     for number in (1, 2, 3):
         tuner.receive(number, [0.04], [0.0099])
     assert tuner.compression == "float32" and tuner.needed == 2  # 1.25 x 4 x 0.0099 / 0.04
@@ -134,7 +134,7 @@ def unready() -> DeferredNumber:
 
 
 def test_a_state_of_other_settings_does_not_override_them():
-    chosen, wide = TauTuner(192), TauTuner(192, compressions=WIRES)
+    chosen, wide = TauTuner(192), TauTuner(192, compressions=NARROW_FORMATS)
     for tuner in (chosen, wide):
         feed(tuner, 5, 0.04, 0.3)
     given = TauTuner(192, given=8)
@@ -224,11 +224,11 @@ def receives(tuner: TauTuner, n: int, allreduce: float, boundary: float = 0.0, s
         tuner.receive(0, [step, step], [allreduce, allreduce], [boundary, 0.0])
 
 
-WIRES = {"int8": 1.0, "float32": 4.0}
+NARROW_FORMATS = {"int8": 1.0, "float32": 4.0}
 
 
 def test_a_wide_wire_is_tried_where_its_mean_would_be_fresh_and_kept_where_it_is():
-    tuner = TauTuner(192, compressions=WIRES)
+    tuner = TauTuner(192, compressions=NARROW_FORMATS)
     receives(tuner, 3, 0.02)
     assert (tuner.compression, tuner.tau) == ("float32", 1), "1.25 x 4 x 0.02 / 0.1: as its bytes let expect"
     assert (tuner.decisions[-1].compression, tuner.decisions[-1].exposed_share) == ("float32", 0.0)
@@ -238,7 +238,7 @@ def test_a_wide_wire_is_tried_where_its_mean_would_be_fresh_and_kept_where_it_is
     )
     receives(tuner, SETTLE, 0.02)  # what was sent before still travels
     receives(tuner, 1, 5.0)  # the first of the new ones
-    resumed = TauTuner(192, compressions=WIRES)
+    resumed = TauTuner(192, compressions=NARROW_FORMATS)
     resumed.load_state_dict(tuner.state_dict())
     for one in (tuner, resumed):
         receives(one, 2, 0.09)
@@ -249,7 +249,7 @@ def test_a_wide_wire_is_tried_where_its_mean_would_be_fresh_and_kept_where_it_is
 
 def test_a_wide_wire_is_kept_where_it_needs_as_few_steps_though_its_mean_is_not_fresh():
     """A boundary's own work asks for five steps anyway."""
-    tuner = TauTuner(192, compressions=WIRES)
+    tuner = TauTuner(192, compressions=NARROW_FORMATS)
     receives(tuner, 3, 0.09, 0.025)
     assert (tuner.compression, tuner.tau) == ("float32", 5)
     receives(tuner, SETTLE + 3, 0.36, 0.025)
@@ -257,7 +257,7 @@ def test_a_wide_wire_is_kept_where_it_needs_as_few_steps_though_its_mean_is_not_
 
 
 def test_a_wide_wire_that_needs_more_steps_is_given_up():
-    tuner = TauTuner(192, compressions=WIRES)
+    tuner = TauTuner(192, compressions=NARROW_FORMATS)
     receives(tuner, 3, 0.02)
     receives(tuner, SETTLE + 3, 0.2)
     assert (tuner.compression, tuner.tau) == ("int8", 1)
@@ -267,7 +267,7 @@ def test_a_wide_wire_that_needs_more_steps_is_given_up():
 
 
 def test_where_a_wide_wire_cannot_be_fresh_it_is_not_tried_and_a_cap_says_what_is_exposed():
-    tuner = TauTuner(192, compressions=WIRES)
+    tuner = TauTuner(192, compressions=NARROW_FORMATS)
     receives(tuner, 9, 0.2)
     assert (tuner.compression, tuner.tau) == ("int8", 3)
     capped = TauTuner(4)
@@ -276,12 +276,12 @@ def test_where_a_wide_wire_cannot_be_fresh_it_is_not_tried_and_a_cap_says_what_i
 
 
 def test_with_a_given_tau_the_wire_alone_is_chosen():
-    tuner = TauTuner(192, compressions=WIRES, given=24)
+    tuner = TauTuner(192, compressions=NARROW_FORMATS, given=24)
     receives(tuner, 3, 0.02)
     assert (tuner.compression, tuner.tau) == ("float32", 24)
     receives(tuner, SETTLE + 3, 0.08)
     assert (tuner.compression, tuner.tau, len(tuner.decisions)) == ("float32", 24, 1)
-    slow = TauTuner(192, compressions=WIRES, given=24)
+    slow = TauTuner(192, compressions=NARROW_FORMATS, given=24)
     receives(slow, 9, 0.2)
     assert (slow.compression, slow.tau, slow.decisions) == ("int8", 24, [])
 

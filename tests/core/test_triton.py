@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from core import outer
 from core.buckets import Scalars, make_buckets
 from core.compression import quantized
-from core.compression.formats import WIRES
+from core.compression.formats import NARROW_FORMATS
 from core.compression.quantized import Quantized
 from core.config import MERGES, CompressionConfig
 from core.outer import OuterStep, Rule, make_outer_step
@@ -269,7 +269,7 @@ def rounds(compression: Any, dtype: torch.dtype, feedback: bool, device: str) ->
 @pytest.mark.parametrize(
     ("dtype", "feedback"), [(torch.float32, True), (torch.float32, False), (torch.float64, True)], ids=str
 )
-@pytest.mark.parametrize("compression", WIRES[1:])
+@pytest.mark.parametrize("compression", NARROW_FORMATS[1:])
 def test_bytes_means_and_errors_are_the_plain_codecs(compression, dtype, feedback, device, monkeypatch):
     monkeypatch.setattr(quantized, "has_triton", lambda device: False)
     plain = rounds(compression, dtype, feedback, device)
@@ -327,7 +327,7 @@ def reduction_launches(compression: Any, numel: int, workers: int, monkeypatch: 
 
 
 @pytest.mark.triton
-@pytest.mark.parametrize("compression", WIRES[1:])
+@pytest.mark.parametrize("compression", NARROW_FORMATS[1:])
 def test_a_reduction_queues_as_few_kernels_however_large_the_model_and_many_the_workers(compression, monkeypatch):
     """A segment is 256 elements here, so that 2^20 are 4096 segments: 6 x 10^10 parameters on a GPU."""
     monkeypatch.setattr(quantized, "SEGMENT", 256)
@@ -346,7 +346,7 @@ def test_a_reduction_queues_as_few_kernels_however_large_the_model_and_many_the_
 
 def compile_the_wire_formats() -> None:
     """Each with error feedback, of float32; int4 in every way, also where Triton takes a 1 for a constant."""
-    ways = [(compression, torch.float32, True, {}) for compression in WIRES[1:]]
+    ways = [(compression, torch.float32, True, {}) for compression in NARROW_FORMATS[1:]]
     ones = {"workers": 1, "blocks": 1, "numel": 1}
     ways += [("int4", torch.float64, True, {}), ("int4", torch.float32, False, {}), ("int4", torch.float32, True, ones)]
     for way in (*ways, ("float16", torch.float64, True, {})):

@@ -27,10 +27,10 @@ from training.layouts.layout import Layout
 from training.plan import command, memory, time
 from training.plan.case import (
     FLOAT32,
+    FORMATS,
     MEGATRON,
     MERGES,
     RECOMPUTE,
-    WIRES,
     Case,
     Cluster,
     Device,
@@ -211,7 +211,7 @@ def test_co2_holds_as_much_as_a_dry_run_counts(merge: str, compression: str):
     with torch.device("meta"):
         model = build_model("gpt2_tiny", vocab_size=1024, context=64, dropout=0.0)
     counted = held(replace(recipe, method="co2", co2=config), model, 1, 8)
-    layout = Layouts(1, 1, 1, 8, 4, compression=list(WIRES).index(compression), merge=MERGES.index(merge))
+    layout = Layouts(1, 1, 1, 8, 4, compression=list(FORMATS).index(compression), merge=MERGES.index(merge))
     c = Case(preset_model("gpt2-tiny", None), replace(CLUSTER, nodes=8, per_node=1), FLOAT32, 32, layout)
     assert c.model.params == sum(p.numel() for p in model.parameters())
     assert memory.co2(c, last=True) == pytest.approx(counted, rel=2e-3)  # blocks are filled up
@@ -490,7 +490,7 @@ def test_7b_over_roce_may_take_ddp_and_laptops_take_co2_over_a_narrow_wire():
     assert "no gain" in "".join(command.gain(p))
     p = of(preset("laptops"), "gpt-125m", 64)
     x = p.at(p.best[0]).layout
-    assert (x.islands, x.tp * x.pp * x.dp) == (8, 1) and list(WIRES)[x.compression] == "int4" and x.tau < 48
+    assert (x.islands, x.tp * x.pp * x.dp) == (8, 1) and list(FORMATS)[x.compression] == "int4" and x.tau < 48
     sync = next(row for row in p.best if p.case.layout.islands[row] == 1)
     assert p.total[sync] > 5 * p.total[p.best[0]]
 

@@ -421,7 +421,7 @@ def probed(name: str, ranks: int = 1) -> Device:
 
 
 RECOMPUTE = ("none", "full")
-WIRES = {"float32": 4.0, "int8": 260 / 256, "int4": 132 / 256}  # bytes per element: core/compression/formats.py
+FORMATS = {"float32": 4.0, "int8": 260 / 256, "int4": 132 / 256}  # bytes per element: core/compression/formats.py
 MERGES = ("keep_local", "interpolate", "restart")
 
 
@@ -466,7 +466,7 @@ class Layouts:
         micro: Samples of a micro-batch.
         v: Chunks of a stage's layers.
         zero: ZeRO's stage.
-        recompute, compression, merge: Indices of RECOMPUTE, WIRES and MERGES.
+        recompute, compression, merge: Indices of RECOMPUTE, FORMATS and MERGES.
         tau: Local steps per round.
         offload: 1 if CO2's outer state is in host memory.
     """

@@ -17,9 +17,9 @@ from training.layouts.layout import Layout
 from training.plan import methods, time
 from training.plan.case import (
     FLOAT32,
+    FORMATS,
     MERGES,
     RECOMPUTE,
-    WIRES,
     Case,
     Layouts,
     Numbers,
@@ -69,7 +69,7 @@ def rows(p: Plan) -> Iterator[str]:
         x = c.layout
         waits = sum(p.seconds[part][row] for part in time.COMMUNICATION)
         shares = mfu(c, seconds), p.seconds["bubble"][row] / seconds, waits / seconds
-        co2 = f"{x.tau}, {list(WIRES)[x.compression]}, {'host' if x.offload else MERGES[x.merge]}"
+        co2 = f"{x.tau}, {list(FORMATS)[x.compression]}, {'host' if x.offload else MERGES[x.merge]}"
         yield COLUMNS.format(
             number,
             p.name(row),
@@ -189,7 +189,7 @@ def overrides(c: Case, text: str) -> list[str]:
         found = ["--layout", text]
     found += ["--method", "co2" if x.islands > 1 else "ddp"]
     if x.islands > 1:
-        merge, compression = MERGES[x.merge], list(WIRES)[x.compression]
+        merge, compression = MERGES[x.merge], list(FORMATS)[x.compression]
         found += ["--no_recommended", "--co2.tau", x.tau, "--co2.merge", merge, "--co2.compression.format", compression]
         found += ["--co2.delay", "auto", "--co2.gap", "none"] if merge != "restart" else []
     found += ["--offload"] if x.offload else []

@@ -19,7 +19,7 @@ import tyro
 from core.config import CO2Config
 from core.errors import UserError
 from core.tau import COST, smallest_tau
-from training.plan.case import BITS, WIRES, collective
+from training.plan.case import BITS, FORMATS, collective
 from training.plan.time import last_bucket, under_backward
 
 BLOCKING, HIDDEN, RECOMMENDED = ("local", "slowmo", "diloco"), ("overlap_local", "co2"), "co2 recommended"
@@ -40,7 +40,7 @@ class Work:
 
     def allreduce(self, workers: int, compression: str = "float32", parameters: float | None = None) -> float:
         """Seconds of an all-reduce. With compression it is an all-to-all of one hop and an all-gather of n - 1 hops."""
-        seconds = WIRES[compression] * (self.parameters if parameters is None else parameters) / self.rate
+        seconds = FORMATS[compression] * (self.parameters if parameters is None else parameters) / self.rate
         if compression == "float32":
             return float(collective(seconds, workers, self.latency, trees=self.trees))
         return 2 * (workers - 1) / workers * seconds + workers * self.latency
@@ -91,7 +91,7 @@ def predict(method: str, work: Work, workers: int, tau: int = 48) -> Speed:
     else:
         exposed = whole if method in BLOCKING else max(0.0, whole - tau * work.step)
     step = work.step + (boundary + exposed) / tau
-    sent = 2 * (workers - 1) / workers * WIRES[compression] * work.parameters / tau
+    sent = 2 * (workers - 1) / workers * FORMATS[compression] * work.parameters / tau
     return Speed(method, workers, tau, compression, step, whole, exposed, sent)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from core.errors import UserError
 from training.layouts.layout import Layout
-from training.plan.case import AXES, MERGES, RECOMPUTE, WIRES, Case, Layouts, Numbers
+from training.plan.case import AXES, FORMATS, MERGES, RECOMPUTE, Case, Layouts, Numbers
 from training.plan.memory import memory
 from training.plan.time import seconds
 
@@ -123,7 +123,7 @@ def steps(c: Case, split: tuple[int, int, int, int], only: Layout | None = None)
         paper = MERGES.index("restart")
         kinds = [(0, paper, 0), (0, paper, 1)]
         if island == 1:
-            kinds = [*itertools.product(range(len(WIRES)), range(len(MERGES)), (0,)), (0, paper, 1)]
+            kinds = [*itertools.product(range(len(FORMATS)), range(len(MERGES)), (0,)), (0, paper, 1)]
         methods = [(tau, *kind) for tau in TAUS for kind in kinds]
     chunks, zeros = CHUNKS if pp > 1 else (1,), range(4 if dp > 1 else 1)
     if only is not None:

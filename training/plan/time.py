@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from training.plan.case import RECOMPUTE, WIRES, Case, Numbers
+from training.plan.case import FORMATS, RECOMPUTE, Case, Numbers
 
 ADAMW = 28  # bytes moved per parameter: gradient, 16-bit copy, itself, two moments read; the last four written
 FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20  # bytes of DistributedDataParallel's buckets by default
@@ -173,7 +173,7 @@ INSIDE: tuple[Part, ...] = (products, passes, host, tensor, ends, pipeline, tied
 
 def outer_allreduce(c: Case) -> Numbers:
     """`allreduce(format bytes own / shares, I ranks an island apart)`: each device sends its share [C step 3]"""
-    compression = np.array(list(WIRES.values()))[np.asarray(c.layout.compression)]
+    compression = np.array(list(FORMATS.values()))[np.asarray(c.layout.compression)]
     return c.cluster.allreduce(compression * c.largest / c.shares, c.layout.islands, c.island)
 
 

@@ -29,7 +29,7 @@ LGRECO = {
     "top0.05": CompressionConfig("lgreco", like="top0.05", lgreco=LGrecoConfig(every=3, first=2)),
     "uniform": CompressionConfig("lgreco", like="rank2", lgreco=LGrecoConfig(rule="uniform")),
 }
-WIRES = {"float32": CompressionConfig(), "int8": CompressionConfig("int8"), **LGRECO}
+NARROW_FORMATS = {"float32": CompressionConfig(), "int8": CompressionConfig("int8"), **LGRECO}
 
 
 def net(dtype: torch.dtype = torch.float32) -> nn.Sequential:
@@ -53,7 +53,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, number: 
 
 def build(name: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, nn.Module, Any, torch.optim.Optimizer]:
     """The model, as it is called, the method and the optimiser."""
-    wrapped, method = make_method("ddp", model := net(dtype), ddp_compression=WIRES[name], timeout=30.0)
+    wrapped, method = make_method("ddp", model := net(dtype), ddp_compression=NARROW_FORMATS[name], timeout=30.0)
     return model, wrapped, method, torch.optim.SGD(model.parameters(), lr=0.2)
 
 
@@ -73,7 +73,9 @@ def trained(rank: int, name: str, steps: int = 40, dtype: torch.dtype = torch.fl
     return sum(losses[-10:]) / 10, sent, chosen
 
 
-@pytest.mark.parametrize("names", [["float32", "int8", "rank2"], pytest.param([*WIRES], marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "names", [["float32", "int8", "rank2"], pytest.param([*NARROW_FORMATS], marks=pytest.mark.slow)]
+)
 @on_ranks(2, timeout=120)
 def test_ddp_trains_with_every_wire(rank: int, names: list[str]):
     """Fewer bytes, and about the loss of float32."""
@@ -123,7 +125,7 @@ def test_gradients_accumulate_over_several_buckets(rank: int):
 
 
 def bereaved(rank: int, world_size: int) -> list[str]:
-    wrapped, method = make_method("ddp", net(), ddp_compression=WIRES["rank2"], timeout=4.0)
+    wrapped, method = make_method("ddp", net(), ddp_compression=NARROW_FORMATS["rank2"], timeout=4.0)
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
     for number in range(3):
         if rank == 1 and number == 2:
@@ -184,9 +186,11 @@ def test_shards_and_nodes_are_refused(rank: int):
     sharded, mesh = nn.Linear(4, 40), init_device_mesh("cpu", (2,))
     for name, p in list(sharded.named_parameters()):
         setattr(sharded, name, nn.Parameter(distribute_tensor(p.data, mesh, [Shard(0)])))
-    said = refusal(make_method, "ddp", sharded, ddp_compression=WIRES["int4"])
+    said = refusal(make_method, "ddp", sharded, ddp_compression=NARROW_FORMATS["int4"])
     assert said == "ddp_compression.format='lgreco' with ZeRO: shards are sent as float32; leave it out"
-    said = refusal(make_method, "co2", net(), co2=CO2Config(tau=2, compression=WIRES["int4"]), mesh=node_mesh("cpu", 2))
+    said = refusal(
+        make_method, "co2", net(), co2=CO2Config(tau=2, compression=NARROW_FORMATS["int4"]), mesh=node_mesh("cpu", 2)
+    )
     unshared = "compression.format='lgreco' needs unshared outer state: set compression.format float32"
     assert f"{unshared}; or leave out shard, off" in said
 
@@ -194,7 +198,7 @@ def test_shards_and_nodes_are_refused(rank: int):
 @on_ranks(2)
 def test_workers_with_other_shapes_are_told(rank: int):
     """Of as many elements, of the same bits."""
-    for compression in (CompressionConfig(), WIRES["int4"]):
+    for compression in (CompressionConfig(), NARROW_FORMATS["int4"]):
         model = nn.Linear(*((4, 40) if rank else (40, 4)), bias=False)
         nn.init.zeros_(model.weight)
         text = refusal(make_method, "ddp", model, ddp_compression=compression, timeout=30.0)
