@@ -14,24 +14,27 @@ Algorithm 1, outer step t on worker i:
     4  Compute the staleness gap Lambda_t >= 1 from x_{t,0} - x_{t-1,0} and Delta (formulas: outer.py).
     5  m_t = beta m_{t-1} + Delta / Lambda_t.
     6  m_t <- clip(m_t, -phi, phi).
-    7  x_{t+1,0} = x_{t,0} - alpha m_t. Every worker continues from x_{t+1,0}.
+    7  x_{t+1,0} = x_{t,0} - alpha m_t, where every worker continues.
 
-The settings merge and delay choose one of two orders:
+That is the paper's rule. The settings merge and delay extend it. merge says where a worker continues:
 
-    paper order        For merge restart and interpolate with delay "boundary". At the boundary: 2 4 5 6 7, and 3 last.
-                       An average is one round old when it is used.
-    merge on arrival   For keep_local, and for every other delay. This order is ours, not the paper's. At the boundary:
-                       3. When the average of this all-reduce arrives, after one of the next local steps: 2 4 5 6 7,
-                       with the Delta of the round that this boundary ended. With delay 0 that is at once. An average
-                       that has not arrived by the next boundary is merged there.
+    restart       from x_{t+1,0}, which is equal on all workers
+    interpolate   from a mix of x_{t+1,0} and the worker's parameters
+    keep_local    from x_{t+1,0} plus the worker's progress since the all-reduce started, which a snapshot tells
 
-The setting merge says where a worker continues from when x_{t+1,0} is known:
+delay says when an average is used: "boundary", a number of local steps after its all-reduce started, "auto" for when it
+arrives, or 0 for at once, which hides nothing. Together they choose one of two orders:
 
-    restart            x_{t+1,0}, which is equal on all workers.
-    interpolate        A mix of x_{t+1,0} and the worker's parameters.
-    keep_local         x_{t+1,0} plus the worker's progress since the all-reduce started, from a snapshot.
+    paper order        for restart and interpolate with delay "boundary". At the boundary, steps 2, 4, 5, 6, 7 and last
+                       step 3. An average is one round old when it is used.
+    merge on arrival   for keep_local, and for every other delay (restart: only 0). This order is ours. At the boundary only
+                       step 3. When the average of this all-reduce is due, at the latest at the next boundary, steps 2,
+                       4, 5, 6 and 7 follow, with the Delta of the round that the last boundary ended. With "auto",
+                       workers may do so after different local steps. x and m stay equal, because they follow from the
+                       averages only.
 
-So step() may change the parameters after any local step, and the optimizer's state stays the worker's own.
+So a call of step() may change the parameters: at a boundary in the paper's order, after any local step in the other.
+The optimizer's state stays the worker's own.
 
 Both orders all-reduce the difference x_{t,0} - x^i_{t,tau}, not the parameters. Every worker holds the same x_{t,0}, so
 the average gives the same pseudo-gradient, and a difference keeps its precision in 16 bits. The payload of a bucket
@@ -40,8 +43,10 @@ between. x_{t-1,0} need not be kept, because x_{t,0} - x_{t-1,0} = -alpha m_{t-1
 the parameters: the outer iterate x, the momentum m, and the payload, x and m in float32 for 16-bit parameters. The
 snapshot of keep_local is a fourth copy, and Nesterov momentum with a gap needs one more.
 
-In finish(), a worker takes part in the rounds of the other workers with a difference of zero, until an all-reduce
-arrives that every worker started from finish(): it is the last. It is also empty if no worker had taken a step.
+In finish(), a worker first sends the progress of its unfinished round, if there is any. Then it takes part in the
+rounds of the other workers with a difference of zero, which counts in the average. An all-reduce that every
+worker started from finish() is the last (is_last). If no worker had taken a step before it, it is also empty
+(is_empty), and moves nothing. All workers end with the parameters of x.
 """
 
 from __future__ import annotations
@@ -64,9 +69,9 @@ from .usage import refuse_shards
 class CO2(LocalUpdateMethod):
     """Hides the all-reduce of data-parallel training behind tau local steps.
 
-    With merge "restart" and a fixed tau, the parameters of every worker equal x_{n,0} bit for bit after n * tau calls
-    of step(). If workers synchronize gradients in every step inside a node, or hold shards of one model, use
-    ShardedCO2.
+    With merge "restart", delay "boundary" and a fixed tau, the parameters of every worker equal x_{n,0} bit for bit
+    after n * tau calls of step(). If workers synchronize gradients in every step inside a node, or hold shards of one
+    model, use ShardedCO2.
 
     Args:
         params: model.parameters() or any list of tensors on this worker's device. Every worker must pass the same
@@ -165,7 +170,7 @@ class CO2(LocalUpdateMethod):
     def _merge(self, *, finished: bool = False) -> ReduceResult:
         """Steps 2 and 4 to 7, then the merge.
 
-        In finish() no local step follows, so a late average moves x only: the parameters become x at the end.
+        In finish() no local step follows, and the parameters become x at the end. So interpolate mixes nothing there.
         """
         c = self.config
         result = self._wait_allreduce(finished=finished)  # step 2
@@ -214,7 +219,7 @@ class CO2(LocalUpdateMethod):
         """
         c, stats = self.config, self._clock.stats
         if arrived:
-            # Delta = _scale * payload: _scale is one over the number of workers that count
+            # Delta = _scale * payload. _scale is one over the number of workers, without excluded ones.
             delta_norm = stats.pseudo_gradient_norm = self._scale * outer.norm([b.payload for b in self._buckets])
             last_step_norm = self._last_alpha * self._momentum_norm
             if self._directions and c.gap == "norm":
