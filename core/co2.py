@@ -16,7 +16,7 @@ Algorithm 1, outer step t on worker i:
     6  m_t <- clip(m_t, -phi, phi).
     7  x_{t+1,0} = x_{t,0} - alpha m_t, where every worker continues.
 
-That is the paper's rule. The settings merge and delay extend it. merge says where a worker continues:
+That is our reading of the paper's rule. The settings merge and delay extend it. merge says where a worker continues:
 
     restart       from x_{t+1,0}, which is equal on all workers
     interpolate   from a mix of x_{t+1,0} and the worker's parameters
@@ -27,8 +27,8 @@ arrives, or 0 for at once, which hides nothing. Together they choose one of two 
 
     paper order        for restart and interpolate with delay "boundary". At the boundary, steps 2, 4, 5, 6, 7 and last
                        step 3. An average is one round old when it is used.
-    merge on arrival   for keep_local, and for every other delay (restart: only 0). This order is ours. At the boundary only
-                       step 3. When the average of this all-reduce is due, at the latest at the next boundary, steps 2,
+    merge on arrival   for keep_local, and for every other delay (restart: only 0). This order is ours. At the boundary
+                       only step 3. When the average of this all-reduce is due, at the latest at the next boundary, steps 2,
                        4, 5, 6 and 7 follow, with the Delta of the round that the last boundary ended. With "auto",
                        workers may do so after different local steps. x and m stay equal, because they follow from the
                        averages only.
