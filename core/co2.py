@@ -28,10 +28,10 @@ arrives, or 0 for at once, which hides nothing. Together they choose one of two 
     paper order        for restart and interpolate with delay "boundary". At the boundary, steps 2, 4, 5, 6, 7 and last
                        step 3. An average is one round old when it is used.
     merge on arrival   for keep_local, and for every other delay (restart: only 0). This order is ours. At the boundary
-                       only step 3. When the average of this all-reduce is due, at the latest at the next boundary, steps 2,
-                       4, 5, 6 and 7 follow, with the Delta of the round that the last boundary ended. With "auto",
-                       workers may do so after different local steps. x and m stay equal, because they follow from the
-                       averages only.
+                       only step 3. When the average of this all-reduce is due, at the latest at the next boundary,
+                       steps 2, 4, 5, 6 and 7 follow, with the Delta of the round that the last boundary ended. With
+                       "auto", workers may do so after different local steps. x and m stay equal, because they follow
+                       from the averages only.
 
 So a call of step() may change the parameters: at a boundary in the paper's order, after any local step in the other.
 The optimizer's state stays the worker's own.

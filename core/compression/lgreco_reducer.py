@@ -212,7 +212,7 @@ class LGreco(Reducer):
         for layout in self._layouts:
             layout.land()
         if asked is not None:
-            self._hear(asked, number)
+            self._receive(asked, number)
             if self._at_once(group):
                 self._decide()
 
@@ -251,7 +251,7 @@ class LGreco(Reducer):
         self._asked_by.fill_(number)
         return asked
 
-    def _hear(self, asked: Tensor, number: int) -> None:
+    def _receive(self, asked: Tensor, number: int) -> None:
         """Keeps the errors, averaged over the workers from their sums, for `_decide`.
 
         A layer that is not finite gets NOT_FINITE. If no worker has moved, all layers get NOBODY.
