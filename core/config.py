@@ -324,9 +324,7 @@ def scheduled(c: CO2Config, schedule: Schedule | None, number: int) -> CO2Config
     if "tau" in changes and "auto" in (c.tau, changes["tau"]):
         raise UserError(f"the schedule gives tau={changes['tau']!r} while tau is {c.tau!r}: give numbers, or only auto")
     changed = replace(c, **changes)
-    if (
-        changed.is_a_round_late != c.is_a_round_late and c.merge != "keep_local"
-    ):  # keep_local has the same order for both
+    if changed.is_a_round_late != c.is_a_round_late and c.merge != "keep_local":  # keep_local has one order
         raise UserError(
             f"the schedule gives tau={changed.tau} after tau={c.tau}, with merge={c.merge!r} and delay={c.delay}: at "
             "the end of a round an average is merged in another order than within one; keep tau above delay, or set "

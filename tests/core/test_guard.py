@@ -64,7 +64,7 @@ def test_the_others_train_as_the_reference_does_without_the_bad_one(rank: int):
             ours = trace_of(build(params), go, partial(flat, params), STEPS)
         for i, (a, rows) in enumerate(zip(ours, expected(WAYS.get(name, WAYS["paper"]), STEPS), strict=True)):
             torch.testing.assert_close(a, rows[rank], rtol=1e-9, atol=1e-9, msg=lambda m, k=(name, i): f"{k} {m}")
-        told = [str(w.message) for w in seen if "left out" in str(w.message)]
+        told = [str(w.message) for w in seen if "excluded" in str(w.message)]
         assert len(told) == (0 if rank else 2) and all(text.startswith("rank 1 is") for text in told), name
 
 
@@ -148,7 +148,7 @@ def test_a_node_is_left_out_as_one(rank: int, pieces: bool):
         co2.finish()
     moves = [0.0, *(-(mean + more) for mean in (1.5, 1.0, 1.5, 1.5, 1.5))]
     assert [*seen, p.detach().mean().item()] == pytest.approx(torch.tensor(moves).cumsum(0).tolist())
-    texts = [str(w.message) for w in told if "left out" in str(w.message)]
+    texts = [str(w.message) for w in told if "excluded" in str(w.message)]
     assert len(texts) == (rank == 0) and all("the node of rank 2 is excluded" in text for text in texts)
 
 
@@ -206,7 +206,7 @@ def test_an_optimiser_that_was_spoilt_spoils_one_round_also_of_shared_state(rank
                     trace.append(flat(params))
             method.finish()
         traces.append([*trace, flat(params)])
-        assert rank or len([w for w in seen if "left out" in str(w.message)]) == 1
+        assert rank or len([w for w in seen if "excluded" in str(w.message)]) == 1
     for plain, *shared in zip(*traces, strict=True):
         for ours in shared:
             torch.testing.assert_close(ours, plain, rtol=1e-9, atol=1e-9)
