@@ -161,9 +161,10 @@ def test_a_failed_start_does_not_block_its_folder(tmp_path: Path):
 
 
 def hold(folder: Path, pipe: Any) -> None:
-    start(Toy(out=folder), 0, 1)
+    opened = start(Toy(out=folder), 0, 1)
     pipe.send("holds it")
     pipe.recv()
+    opened.close()
 
 
 def test_two_runs_do_not_write_to_one_folder_and_a_dead_one_does_not_block_it(tmp_path: Path):
