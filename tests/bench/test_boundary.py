@@ -52,6 +52,7 @@ def test_compiled_is_the_formulas(dtype):
         check(measures.CompiledOuterStep, dtype, RULES[name])
 
 
+@pytest.mark.slow
 def test_a_small_run(tmp_path, capsys):
     run_script("bench.boundary", "--sizes", "1e5", "--repeats", "2", "--threads", "1", "--out", str(tmp_path))
     result = json.loads((tmp_path / "boundary.json").read_text())

@@ -65,7 +65,7 @@ def test_workers_with_other_schedules_are_refused_when_their_first_round_lands(r
     assert "workers differ in their settings in round 2" in differs and f"'outer_lr': {0.5 + rank / 10}" in differs
 
 
-@pytest.mark.parametrize("workers", [2, 4])
+@pytest.mark.parametrize("workers", [2, pytest.param(4, marks=pytest.mark.slow)])
 @on_ranks()
 def test_replicas_that_drift_apart_are_noticed_and_made_equal_again(rank: int, workers: int):
     """One worker's outer iterate is moved by less than float32 shows in its norm; a mean of differences would keep it

@@ -272,7 +272,7 @@ GRIDS: dict[str, tuple[list[Settings], slice, int]] = {  # settings; the corners
 
 
 @pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["corners", "whole"])
-@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_equals_the_reference_round_by_round(world_size: int, whole: bool):
     """Each setting of a grid as a case of its own, so that each number of workers starts once."""
     for configs, corners, steps in GRIDS.values():

@@ -211,6 +211,7 @@ def on_two_nodes(folder: Path, change: str, *argv: str) -> tuple[list[int], str]
     return [status for status, _ in found], found[0][1]
 
 
+@pytest.mark.slow
 def test_the_command_on_two_nodes_of_two(tmp_path: Path):
     file = tmp_path / "cluster.json"
     status, said = on_two_nodes(tmp_path, "", "--step_ms", "50", "--out", str(file))

@@ -207,8 +207,8 @@ KINDS = [OuterStep, FusedOuterStep]
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_boundary_is_the_formulas_in_their_order(dtype, rule, kind, monkeypatch):
-    """Also with segments so small that tensors are split, and that some hold whole tensors and pieces."""
-    for segment in (outer.SEGMENT, 16):
+    """In float64 also with segments so small that tensors are split, and some hold whole tensors and pieces."""
+    for segment in (outer.SEGMENT, 16) if dtype == torch.float64 else (outer.SEGMENT,):
         monkeypatch.setattr(outer, "SEGMENT", segment)
         check(kind, dtype, rule)
 

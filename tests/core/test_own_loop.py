@@ -237,6 +237,7 @@ def test_a_folder_that_not_all_workers_share_is_one_line(rank: int, tmp_path: Pa
     assert not checkpoint.finished(tmp_path / f"node{rank}")
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_shards_go_on_bit_for_bit(rank: int, tmp_path: Path):
     """FSDP2 in a node, over a mesh of torchtitan's names; AdamW's moments are shards, too."""

@@ -49,7 +49,7 @@ def expected(config: CO2Config, nodes: list[list[int]]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("configs", GRIDS)
-@pytest.mark.parametrize("shard", [False, True], ids=["node", "all"])
+@pytest.mark.parametrize("shard", [pytest.param(False, marks=pytest.mark.slow), True], ids=["node", "all"])
 @on_ranks(4, timeout=200)
 def test_two_nodes_of_two_equal_the_reference(rank: int, shard: bool, configs: list[CO2Config]):
     """x and m in halves inside the node, or in quarters over all; gradients synchronised inside the node."""

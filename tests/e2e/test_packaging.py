@@ -181,6 +181,7 @@ print("torchvision", tuple(resized.shape), tuple(scores.shape))
 """
 
 
+@pytest.mark.slow
 def test_help_comes_before_what_takes_seconds_to_import_and_torchvision_can_be_imported():
     """torch alone comes before it. One process asks all scripts; then it prepares torchvision, twice, and uses it."""
     command = [sys.executable, "-c", HELP, " ".join(SLOW_TO_IMPORT)]

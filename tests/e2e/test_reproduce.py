@@ -602,6 +602,7 @@ def test_jobs_are_submitted_with_their_environment(told: Told, sbatch: Any, tmp_
     assert [job.split()[0] for job in jobs] == ["48"] * 6 + ["12"]
 
 
+@pytest.mark.slow
 def test_a_reader_that_has_seen_enough_ends_it_without_a_traceback():
     text = "from training.script import launch; launch(lambda: [print('x' * 100) for _ in range(20000)])"
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}

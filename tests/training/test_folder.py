@@ -13,6 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import training.folder
 from core import UserError
+from core.testing import _context
 from training.folder import RunFolder
 from training.optim import OptimConfig
 from training.progress import Stopwatch
@@ -159,26 +160,24 @@ def test_a_failed_start_does_not_block_its_folder(tmp_path: Path):
         start(Toy(out=tmp_path))
 
 
-HOLDER = """
-import sys, torch
-from pathlib import Path
-from tests.training.test_folder import Toy, start
-folder = start(Toy(out=Path(sys.argv[1])), 0, 1)
-print("holds it", flush=True)
-sys.stdin.read()
-"""
+def hold(folder: Path, pipe: Any) -> None:
+    opened = start(Toy(out=folder), 0, 1)
+    pipe.send("holds it")
+    pipe.recv()
+    opened.close()
 
 
 def test_two_runs_do_not_write_to_one_folder_and_a_dead_one_does_not_block_it(tmp_path: Path):
-    command = [sys.executable, "-c", HOLDER, str(tmp_path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
-        assert holder.stdout and holder.stdout.readline() == "holds it\n"
-        with pytest.raises(UserError, match=f"{tmp_path} is in use by process {holder.pid} on .*: wait for its end, "):
-            start(Toy(out=tmp_path, resume=True))
-        assert steps(tmp_path) == [1]
-        holder.kill()
-        holder.wait()
-        start(Toy(out=tmp_path, resume=True), 1, 2).close()
+    ours, theirs = _context().Pipe()
+    holder = _context().Process(target=hold, args=(tmp_path, theirs), daemon=True)
+    holder.start()
+    assert ours.recv() == "holds it"
+    with pytest.raises(UserError, match=f"{tmp_path} is in use by process {holder.pid} on .*: wait for its end, "):
+        start(Toy(out=tmp_path, resume=True))
+    assert steps(tmp_path) == [1]
+    holder.kill()
+    holder.join()
+    start(Toy(out=tmp_path, resume=True), 1, 2).close()
     assert steps(tmp_path) == [1, 2]
 
 

@@ -186,7 +186,8 @@ def environment(folder: Path) -> dict[str, str]:
 MISTAKE = "error: batch_size=47: give another"
 
 
-@pytest.mark.parametrize("launcher", [pytest.param("torch.distributed.run", marks=pytest.mark.slow), "training.launch"])
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["torch.distributed.run", "training.launch"])
 def test_workers_of_one_mistake_say_it_once_and_leave_nothing(launcher: str, tmp_path: Path):
     env, two = environment(tmp_path), ["--standalone", "--nproc-per-node=2"]
     command = [sys.executable, "-m", launcher, *two, script(tmp_path), "mistake"]

@@ -39,18 +39,24 @@ def mesh() -> Any:
 
 
 def on_four(rank: int, world_size: int, folder: str) -> dict[str, Any]:
-    """What the tests below look at, by one start of the processes."""
+    """What the quick tests below look at, by one start of the processes."""
     return {
         "corners": train_all(rank, world_size, "sgd", CORNERS, FEW),
-        "adamw": train_all(rank, world_size, "adamw", [(stage, False) for stage in range(4)], FEW),
         "held": [held_in(rank, stage) for stage in (0, 1, 2)],
         "resumed": [resumed(rank, stage, folder) for stage in (1, 2, 3)],
+        "no mesh": without_a_mesh(),
+    }
+
+
+def more_on_four(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    """What the slow ones look at."""
+    return {
+        "adamw": train_all(rank, world_size, "adamw", [(stage, False) for stage in range(4)], FEW),
         "rates": [scheduled(rank, stage) for stage in (0, 1)],
         "evaluations": [evaluation(rank, stage) for stage in (2, 3)],
         "baselines": [of_other_methods(rank, stage) for stage in (0, 3)],
         "ddp": [synchronous(rank, stage) for stage in (0, 2, 3)],
         "16 bits": [gathered_in_16_bits(rank, stage) for stage in (2, 3)],
-        "no mesh": without_a_mesh(),
     }
 
 
@@ -58,6 +64,11 @@ def on_four(rank: int, world_size: int, folder: str) -> dict[str, Any]:
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """By worker, two nodes of two."""
     return run_distributed(on_four, 4, str(tmp_path_factory.mktemp("zero")), timeout=400)
+
+
+@pytest.fixture(scope="module")
+def more(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_distributed(more_on_four, 4, str(tmp_path_factory.mktemp("zero")), timeout=400)
 
 
 def whole(model: nn.Module) -> Tensor:
@@ -133,10 +144,11 @@ def test_each_stage_equals_the_reference_for_twenty_rounds():
     check_reference(run_distributed(train_all, 4, "sgd", EVERY_CASE, ROUNDS, timeout=240), EVERY_CASE, ROUNDS)
 
 
-def test_each_stage_equals_the_unsharded_run_with_an_optimiser_that_keeps_state(found: list[dict[str, Any]]):
-    for of in found[1:]:
+@pytest.mark.slow
+def test_each_stage_equals_the_unsharded_run_with_an_optimiser_that_keeps_state(more: list[dict[str, Any]]):
+    for of in more[1:]:
         for trace in of["adamw"][1:]:
-            for ours, theirs in zip(trace, found[0]["adamw"][0], strict=True):
+            for ours, theirs in zip(trace, more[0]["adamw"][0], strict=True):
                 torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
 
 
@@ -214,8 +226,9 @@ def scheduled(rank: int, stage: Any) -> tuple[float, list[float]]:
     return schedule.get_last_lr()[0], [g["lr"] for g in again.param_groups]
 
 
-def test_a_checkpoint_holds_the_learning_rate_that_the_schedule_has_reached(found: list[dict[str, Any]]):
-    for of in found:
+@pytest.mark.slow
+def test_a_checkpoint_holds_the_learning_rate_that_the_schedule_has_reached(more: list[dict[str, Any]]):
+    for of in more:
         for reached, resumed in of["rates"]:
             assert resumed == [reached]
 
@@ -250,9 +263,10 @@ def evaluation(rank: int, stage: Any) -> Tensor:
     return whole(model)
 
 
-def test_evaluations_may_be_uneven(found: list[dict[str, Any]]):
-    for of in found:
-        assert all(map(torch.equal, of["evaluations"], found[0]["evaluations"]))
+@pytest.mark.slow
+def test_evaluations_may_be_uneven(more: list[dict[str, Any]]):
+    for of in more:
+        assert all(map(torch.equal, of["evaluations"], more[0]["evaluations"]))
 
 
 def end_of(rank: int, name: str, model: nn.Module, config: CO2Config = CONFIG) -> tuple[Tensor, Any]:
@@ -268,9 +282,10 @@ def of_other_methods(rank: int, stage: Any, config: CO2Config = CONFIG) -> list[
     return [end_of(rank, name, shard_model(problems.small_net(), mesh(), stage), config)[0] for name in names]
 
 
-def test_the_baselines_run_across_nodes_too(found: list[dict[str, Any]]):
-    for of in found:
-        for a, b, first in zip(*of["baselines"], found[0]["baselines"][0], strict=True):
+@pytest.mark.slow
+def test_the_baselines_run_across_nodes_too(more: list[dict[str, Any]]):
+    for of in more:
+        for a, b, first in zip(*of["baselines"], more[0]["baselines"][0], strict=True):
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
             torch.testing.assert_close(a, first, rtol=1e-9, atol=1e-9)
 
@@ -280,10 +295,10 @@ def over_a_narrow_wire(rank: int, world_size: int) -> list[list[Tensor]]:  # noq
 
 
 @pytest.mark.slow
-def test_so_they_do_over_a_narrow_wire(found: list[dict[str, Any]]):
+def test_so_they_do_over_a_narrow_wire(more: list[dict[str, Any]]):
     """All workers end alike, bit for bit, near where float32 ends; of shards other blocks are rounded."""
     ends = run_distributed(over_a_narrow_wire, 4)
-    for of, ours in zip(found, ends, strict=True):
+    for of, ours in zip(more, ends, strict=True):
         for narrow, first in zip(ours, ends[0], strict=True):
             assert all(map(torch.equal, narrow, first))
             for end, exact in zip(narrow, of["baselines"][0], strict=True):
@@ -302,9 +317,10 @@ def synchronous(rank: int, stage: Any) -> tuple[Tensor, float]:
     return end, float(method.stats.exposed_seconds)
 
 
-def test_ddp_with_shards_synchronises_all_nodes(found: list[dict[str, Any]]):
-    plain, measured = found[0]["ddp"][0]
-    for of in found:
+@pytest.mark.slow
+def test_ddp_with_shards_synchronises_all_nodes(more: list[dict[str, Any]]):
+    plain, measured = more[0]["ddp"][0]
+    for of in more:
         for end, exposed in of["ddp"][1:]:
             torch.testing.assert_close(end, plain, rtol=1e-9, atol=1e-9)
             assert measured >= 0 and exposed != exposed  # nan: not measured
@@ -328,6 +344,7 @@ def gathered_in_16_bits(rank: int, stage: Any) -> tuple[str, str, bool]:
     return str(seen[0]), str(weight.dtype), weight.grad is not None and weight.grad.dtype == weight.dtype
 
 
-def test_parameters_are_gathered_in_16_bits_and_kept_in_32(found: list[dict[str, Any]]):
-    for of in found:
+@pytest.mark.slow
+def test_parameters_are_gathered_in_16_bits_and_kept_in_32(more: list[dict[str, Any]]):
+    for of in more:
         assert of["16 bits"] == [("torch.bfloat16", "torch.float32", True)] * 2
