@@ -329,7 +329,7 @@ def test_asking_reads_nothing_from_a_device():
     mean = built("rank4", LGrecoConfig(first=1))
     with host_reads() as reads:
         asked = mean.reducer._ask(1)
-        mean.reducer._hear(asked, 1)
+        mean.reducer._receive(asked, 1)
     assert reads.seen == [] and mean.reducer.allocation is None
 
 
