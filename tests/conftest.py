@@ -40,8 +40,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> None:
-    """The server that forks the tests' ranks is this process, forked: it has imported what all of them need."""
-    if getattr(session, "items", ()):  # else it only hands out tests to others
+    """The server that forks the tests' ranks is this process, forked: it has imported what all of them need.
+
+    A process that has asked CUDA for its devices cannot be forked: there the ranks have core.testing's own server.
+    """
+    if getattr(session, "items", ()) and not torch.cuda.is_available():  # no items: it only hands out tests to others
         for name in PRELOAD:
             importlib.import_module(name)
         resource_tracker.ensure_running()
