@@ -424,12 +424,9 @@ def load(
 ) -> int | None:
     """Resumes from the newest complete checkpoint that every worker can read.
 
-    Every worker must call it, with the objects as they were made for the first step. Rank 0 prints which checkpoints
+    Every worker must call it, with the arguments of `save`, and the objects as they were made for the first step. Rank 0 prints which checkpoints
     are damaged. With a different number of workers, worker r gets the state of worker r modulo the former number. It
     warns, and torch's random states start anew.
-
-    Args:
-        folder, model, optimizer, co2, others: See `save`.
 
     Returns:
         The checkpoint's step, or None if there is none.

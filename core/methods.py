@@ -76,8 +76,7 @@ class LocalSGD(Blocking):
     With a compression it sends differences from the last average, at the cost of a copy of the parameters. Rounding the
     parameters themselves would lose more than a round changes them.
 
-    Args:
-        params, tau, compression, **args: See Blocking.
+    Blocking lists its arguments.
     """
 
     _name = "LocalSGD"
@@ -121,8 +120,9 @@ class SlowMo(Blocking):
 
     u <- beta u + mean_i (x_{t,0} - x^i_{t,tau}) / gamma, then x_{t+1,0} = x_{t,0} - alpha gamma u.
 
+    The arguments that are not listed here are in Blocking's docstring.
+
     Args:
-        params, tau, compression, **args: See Blocking.
         config: SlowMo's settings.
         lr: Returns gamma, the current inner learning rate. None means a constant one, which cancels.
     """
@@ -169,8 +169,9 @@ class DiLoCo(CO2):
 
     This is CO2 without the delay, the penalty and the clip. CO2Config(nesterov=True) hides the same step.
 
+    The arguments that are not listed here are in Blocking's docstring.
+
     Args:
-        params, tau, compression, **args: See Blocking.
         config: DiLoCo's settings.
     """
 
@@ -510,6 +511,8 @@ def make_method(
 ) -> tuple[nn.Module, Method]:
     """Makes a method by its name.
 
+    ShardedCO2 describes shard and offload. CommonArgs describes group, timeout, link and hooks.
+
     Args:
         name: One of METHODS, or a registered method.
         model: The module to train, on this worker's device.
@@ -521,8 +524,6 @@ def make_method(
         mesh: [nodes, workers per node]. The workers of a node synchronize gradients in every step, and the method runs
             across nodes. With methods other than co2, hooks then receive only the workers with the same index in their
             node. ddp synchronizes all workers in every step anyway.
-        shard, offload: See ShardedCO2.
-        group, timeout, link, hooks: See CommonArgs.
         **settings: The method's own settings by its key: diloco, slowmo, overlap_local, or ddp_compression.
 
     Returns:
