@@ -425,8 +425,8 @@ def load(
     """Resumes from the newest complete checkpoint that every worker can read.
 
     Every worker must call it, with the arguments of `save`, and the objects as they were made for the first step. Rank
-    0 prints which checkpoints are damaged. With a different number of workers, worker r gets the state of worker r modulo the former number. It
-    warns, and torch's random states start anew.
+    0 prints which checkpoints are damaged. With a different number of workers, worker r gets the state of worker r
+    modulo the former number. It warns, and torch's random states start anew.
 
     Returns:
         The checkpoint's step, or None if there is none.
