@@ -69,7 +69,7 @@ class SlowLinks(Asked):
     def task(self) -> Learned:
         values = {"epochs": self.epochs, "epoch_steps": self.epoch_steps, "model": self.model}
         values |= {"batch_size": self.batch_size} | ({"eval_tokens": EVAL_TOKENS} if self.eval_every else {})
-        return Learned("language", RECIPE, 0.0, tuple(report.flags(values)))
+        return Learned("language", RECIPE, 0.0, 0.0, tuple(report.flags(values)))
 
 
 # -- training ---------------------------------------------------------------------------------------------------

@@ -151,7 +151,7 @@ MERGES = {"outer": "restart", "mix": "interpolate", "keep": "keep_local"}  # of 
 
 
 def todays_names(row: Row) -> None:
-    """Renames the merges and the option wire of an older row to their names of today."""
+    """Renames the merges and options of an older row to their names of today."""
     if "wire" in row["options"]:
         row["options"] = {"compression" if key == "wire" else key: value for key, value in row["options"].items()}
     if "merge" in row["options"]:

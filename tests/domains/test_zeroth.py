@@ -400,7 +400,7 @@ def test_nobody_trains_alone_where_others_were_started(monkeypatch: pytest.Monke
     zo.step(lambda m: 1.0, 1)
     monkeypatch.setenv("WORLD_SIZE", "2")
     other.replay(zo.log)
-    with pytest.raises(UserError, match="WORLD_SIZE=2, but torch.distributed is not initialised"):
+    with pytest.raises(UserError, match="WORLD_SIZE=2, but torch.distributed is not initialized"):
         zo.step(lambda m: 1.0, 1)
 
 

@@ -36,6 +36,8 @@ LOADS: dict[tuple[str, str], dict[str, bool]] = {
     ("training/layouts/resharded.py", "torch.load"): WEIGHTS,
     # a base config of mmseg's own, which the project names itself
     ("segmentation/model.py", "mmengine.config.Config.fromfile"): {},
+    # JSON of results/
+    ("results/pictures.py", "results.pages.load"): {},
     # modules that the project names itself
     ("bench/chaos/crew.py", "runpy.run_module"): {},
     # results of processes that the same one has started, in a temporary folder of its own
