@@ -175,7 +175,7 @@ class CO2(LocalUpdateMethod):
         c = self.config
         result = self._wait_allreduce(finished=finished)  # step 2
         if not result.is_empty:
-            self._outer_step(c.merge, 0.0 if finished and c.delay != 0 else c.mix, takes_difference=False)  # 4 to 7
+            self._outer_step(c.merge, 0.0 if finished else c.mix, takes_difference=False)  # 4 to 7
         if result.is_last:  # nothing is stale any more
             self._restart()
             self._last_alpha = 0.0
