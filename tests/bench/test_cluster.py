@@ -75,6 +75,7 @@ def test_a_held_port_is_given_to_nobody_but_the_server_that_names_it():
         assert dist.TCPStore("127.0.0.1", port, 1, is_master=True).port == port
 
 
+@pytest.mark.slow
 def test_ranks_without_a_cluster(tmp_path):
     """Results in rank order, a UserError as it is, another error with its traceback, the limit, and an early end."""
     code = """

@@ -303,7 +303,7 @@ def no_data(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tasks, "cifar_data", lambda: ((images, labels), held))
 
 
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n == "bytes_10m")) for n in TASKS])
 def test_every_task_runs_stacked(no_data: None, name: str):
     """Workers have gradients of their own, as each would have alone; no buffer would have to change in training."""
     found = TASKS[name]()

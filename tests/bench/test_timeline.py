@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from bench.timeline import TracedLink, within
 from tests.bench.emulated import python
 
@@ -14,6 +16,7 @@ def test_a_link_keeps_when_bytes_are_on_it():
     assert within([(0.5, 0.9), (0.9, 1.2), (2.9, 5.0), (3.0, 5.0)], 1.0, 2.0) == [(-0.1, 0.2), (1.9, 4.0)]
 
 
+@pytest.mark.slow
 def test_ddp_and_local_sgd_wait_for_what_co2_hides(tmp_path: Path):
     options = ["--workers", "2", "--rate", "200", "--tau", "4", "--step_ms", "60", "--seconds", "0.6"]
     python("-m", "bench.timeline", *options, "--out", tmp_path)

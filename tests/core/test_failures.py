@@ -222,6 +222,7 @@ def one_wakes(rank: int, world_size: int, folder: str) -> str:
     return str(failed.value)
 
 
+@pytest.mark.slow
 def test_one_that_wakes_does_not_blame_the_others(tmp_path: Path):
     first, second = run_distributed(one_wakes, 2, str(tmp_path), timeout=60)
     assert "no answer from rank 1" in first

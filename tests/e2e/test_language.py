@@ -160,6 +160,7 @@ def test_a_run_without_gradients_resumes_as_if_it_had_not_been_stopped(folder):
     assert halves["steps"] == whole["steps"] == 12 and halves["val_loss"] == whole["val_loss"]
 
 
+@pytest.mark.slow
 def test_one_process_trains_on_books_and_is_evaluated_on_wikitext2(tmp_path: Path):
     books = [f"Chapter {i}. It was the year {1800 + i}, and all was well in town number {i}.\n" * 30 for i in range(8)]
     with lzma.open(tmp_path / "gutenberg_en.txt.xz", "wt") as file:
