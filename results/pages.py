@@ -155,6 +155,25 @@ def readme_seconds() -> Table:
     return table
 
 
+def paired_seconds() -> Table:
+    """The seconds of each method over CO2's, seed by seed, with the 95 % interval, for both targets and every rate."""
+    found = load("paired/time_to_loss.json")
+    rates = sorted({row["rate_mbit"] for row in found["ratios"]})
+    columns = [(rate, target) for rate in rates for target in ("target", "late")]
+    names = {"target": "first target", "late": "late target"}
+    table: Table = [("method", *(f"{rate:g} Mbit/s, {names[target]}" for rate, target in columns))]
+    for method in found["options"]["methods"]:
+        cells = []
+        for rate, target in columns:
+            rows = select(found["ratios"], method=method, rate_mbit=rate, target=target)
+            more = "> " if rows and rows[0]["at_least"] else ""
+            cells += [f"{more}{row['ratio']:.2f} ({row['low']:.2f} to {row['high']:.2f})" for row in rows] or [""]
+        name, _, rest = method.partition(":")
+        if any(cells):
+            table.append((METHOD_NAMES.get(name, "no communication") + (f", {rest}" if rest else ""), *cells))
+    return table
+
+
 PEER_NAMES = METHOD_NAMES | {
     "dpu": "DDP, gradients applied a step late",
     "acco": "ACCO",
@@ -548,6 +567,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "digits_int4": lambda: seconds("int4/", "vision", INT4),
     "text_int4": lambda: seconds("int4/", "language", INT4),
     "cifar10_int4": lambda: seconds("int4_cifar10/", "cifar10", INT4),
+    "paired_seconds": paired_seconds,
     "peers_seconds": lambda: peers("seconds_to_target"),
     "peers_exposed": lambda: peers("exposed"),
 }

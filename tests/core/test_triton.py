@@ -175,7 +175,7 @@ def compile_the_boundary() -> None:
                 "TAKES_DIFFERENCE": merge != "keep_local",
                 "STRIDED": strided,
             } | common
-            built(outer_step_kernel, names | {"gap_ptr": f"*{wide}", "seen_ptr": f"*{wide}"}, fixed, 8)
+            built(outer_step_kernel, names | {"gap_ptr": f"*{wide}", "stats_ptr": f"*{wide}"}, fixed, 8)
         names.pop("m_ptr")
         for takes in (True, False):
             fixed = {"TAKES": takes, "WHERE": not takes, "SNAPSHOT": True, "STRIDED": not takes} | common
