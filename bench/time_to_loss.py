@@ -294,7 +294,7 @@ def start(
         **recipe.own_settings,
     )
     sums = {"exposed_seconds": 0.0, "bytes_sent": 0.0}
-    stats = lambda: {"rounds": made.rounds, "tau": int(made.stats.tau), **sums}  # noqa: E731
+    stats = lambda: {"rounds": made.rounds, "tau": made.tau, **sums}  # noqa: E731
 
     def after_step(*, last: bool) -> None:
         if made.step(last=last):
