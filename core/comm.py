@@ -86,7 +86,7 @@ def connect(group: dist.ProcessGroup, device: torch.device, nbytes: int) -> None
     """Makes NCCL's connections for all-reduces up to `nbytes` bytes and for the collectives of compressed all-reduces.
 
     NCCL connects at the first use of an algorithm, and the host then waits for the slowest peer. So all members call
-    this function together before training. A first compressed all-reduce still waits (results/gpu.md).
+    this function together before training.
     """
     for size in sorted({min(size, max(4, nbytes)) for size in CONNECT_SIZES}):
         dist.all_reduce(torch.zeros(size // 4, device=device), group=group)
@@ -393,6 +393,20 @@ class AsyncAllReduce:
             broadcast(tensors, self.group, self.device)
             if self._by_nccl:
                 connect(self.group, self.device, sum(t.numel() * t.element_size() for t in tensors))
+
+    @torch.no_grad()
+    def rehearse(self, reducer: Reducer) -> None:
+        """Over NCCL, reduces zeros once on all workers before training, and leaves the reducer as it was.
+
+        The first all-reduce of a format connects peers and loads kernels. Both can make the host wait for a late peer.
+        """
+        if not self._by_nccl or self.group is None:
+            return
+        for works, _ in reducer.stages(self.group, 0):
+            for work in works:
+                work.wait()
+        for tensor in (t for tensors in reducer.state.values() for t in tensors):  # a run starts with zeros
+            tensor.zero_()
 
     @property
     def failed(self) -> bool:

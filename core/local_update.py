@@ -248,6 +248,7 @@ class LocalUpdateMethod(Loop, ABC):
         self._has_finished = False  # whether the last all-reduce that arrived ended the training of all workers
         self._average, self._has_stepped = average, False
         self._broadcast_params()
+        self._allreduce.rehearse(self._reducer)
         if average is not None:
             average.attach(self)
         for hook in self._hooks:

@@ -18,8 +18,8 @@ from core.errors import UserError
 from training.folder import version
 
 NAME = "gpu"
-Part = Literal["costs", "loops"]
-PARTS: tuple[Part, ...] = ("costs", "loops")
+Part = Literal["ranks", "costs", "loops"]
+PARTS: tuple[Part, ...] = ("ranks", "costs", "loops")
 SAME = ("commit", "device", "torch")  # of a row that is not measured again
 
 
@@ -41,6 +41,11 @@ class Scope:
     def sync(self) -> None:
         if self.cuda:
             torch.cuda.synchronize()
+
+    def sync_stream(self) -> None:
+        """Waits for the current stream only, not for a collective in a stream of its own."""
+        if self.cuda:
+            torch.cuda.current_stream().synchronize()
 
 
 Measure = Callable[[Scope], dict[str, Any]]  # returns figures by name; raises AssertionError where one cannot be
@@ -92,7 +97,8 @@ class Options:
             raise UserError(f"checks={' '.join(self.checks)}: no measurement of {', '.join(self.parts)} has that name")
 
     def chosen(self) -> list[str]:
-        import_module("bench.gpu.measures")
+        for module in ("ranks", "measures"):
+            import_module(f"bench.gpu.{module}")
         words = self.checks or ("",)
         return [name for name, (part, _) in CHECKS.items() if part in self.parts and any(w in name for w in words)]
 

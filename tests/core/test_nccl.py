@@ -24,6 +24,7 @@ from core import comm as groups
 from core.comm import AsyncAllReduce
 from core.placement import node_mesh
 from core.tau import TauHook
+from core.testing import run_distributed
 from tests import problems
 from tests.on_ranks import on_ranks
 
@@ -321,3 +322,38 @@ def test_connections_are_made_before_training_by_all_sizes_and_collectives(backg
     with contextlib.suppress(AttributeError, RuntimeError, ValueError):  # this torch may have no NCCL
         groups.new_group(None, 5.0, torch.device("cuda"), "nccl")
     assert os.environ[groups.DUMP[0]] == groups.DUMP[1]
+
+
+REHEARSED = [
+    CompressionConfig("int4"),
+    CompressionConfig("lgreco", like="int4"),
+    CompressionConfig("lgreco", like="rank2"),
+]
+
+
+@pytest.mark.parametrize("compression", REHEARSED, ids=lambda c: f"{c.format} {c.like}")
+def test_a_rehearsal_changes_nothing(compression: CompressionConfig):
+    run_distributed(rehearsed, 2, compression)
+
+
+def rehearsed(rank: int, ranks: int, compression: CompressionConfig) -> None:
+    """What NCCL ranks do before training, over gloo: two runs are equal bit for bit."""
+    ends = []
+    for rehearses in (False, True):
+        net = problems.small_net(torch.float32)
+        config = CO2Config(tau=2, compression=compression)
+        method = CO2(net.parameters(), config, buffers=net.buffers())
+        if rehearses:
+            method._allreduce._by_nccl = True
+            method._allreduce.rehearse(method._reducer)
+            method._allreduce._by_nccl = False
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        for step in range(12):
+            problems.loss(net, problems.batch(rank, step, dtype=torch.float32)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            method.step()
+        method.finish()
+        ends.append(torch.cat([p.detach().flatten() for p in net.parameters()]))
+        method.close()
+    assert torch.equal(*ends)
