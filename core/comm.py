@@ -394,19 +394,17 @@ class AsyncAllReduce:
             if self._by_nccl:
                 connect(self.group, self.device, sum(t.numel() * t.element_size() for t in tensors))
 
-    @torch.no_grad()
-    def rehearse(self, reducer: Reducer) -> None:
-        """Over NCCL, reduces zeros once on all workers before training, and leaves the reducer as it was.
+    def rehearse(self, stages: Iterator[Stage]) -> bool:
+        """Runs an all-reduce before training if NCCL moves the tensors, and returns whether it did.
 
-        The first all-reduce of a format connects peers and loads kernels. Both can make the host wait for a late peer.
+        The first one connects peers and loads kernels. Both can make the host wait for a late peer.
         """
-        if not self._by_nccl or self.group is None:
-            return
-        for works, _ in reducer.stages(self.group, 0):
+        if not self._by_nccl:
+            return False
+        for works, _ in stages:
             for work in works:
                 work.wait()
-        for tensor in (t for tensors in reducer.state.values() for t in tensors):  # a run starts with zeros
-            tensor.zero_()
+        return True
 
     @property
     def failed(self) -> bool:

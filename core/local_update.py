@@ -248,7 +248,8 @@ class LocalUpdateMethod(Loop, ABC):
         self._has_finished = False  # whether the last all-reduce that arrived ended the training of all workers
         self._average, self._has_stepped = average, False
         self._broadcast_params()
-        self._allreduce.rehearse(self._reducer)
+        if not self._payload_is_deferred:
+            self._rehearse()
         if average is not None:
             average.attach(self)
         for hook in self._hooks:
@@ -540,6 +541,13 @@ class LocalUpdateMethod(Loop, ABC):
         compared = (self._name, self._signature(), *([extra.compared] if extra else []))
         self._allreduce.agree(compared, [*self._broadcast_once, *(extra.alike if extra else [])])
         self._first_values = [bucket.flat_buffers() for bucket in self._buckets]
+
+    @torch.no_grad()
+    def _rehearse(self) -> None:
+        """Runs an empty round's all-reduce over NCCL, which changes nothing but the flat tensors."""
+        if self._allreduce.rehearse(self._stages()):
+            for tensor in (t for tensors in self._reducer.state.values() for t in tensors):  # a run starts with zeros
+                tensor.zero_()
 
     def _nonfinite_buffers(self) -> list[Tensor]:
         """Returns the averaged buffers, as given, with non-finite numbers that were not there at construction."""

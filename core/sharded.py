@@ -249,6 +249,12 @@ class ShardedCO2(LocalUpdateMethod):
         self._reducer.scale = 1 / self._total_world_size  # the sums are over both groups
         self._allreduce.timed_groups += [self._node.group] if self._node.group is not None else []
         self._make_state()
+        self._rehearse()
+
+    def _rehearse(self) -> None:
+        super()._rehearse()
+        self._start_from_params()
+        self._outer_stats = {}
 
     @torch.no_grad()
     def _start_from_params(self) -> None:

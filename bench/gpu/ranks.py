@@ -162,7 +162,7 @@ LINKS = {"free link": 0.0, "10 Gbit/s": 10.0, "1 Gbit/s": 1.0}
 
 @check("ranks", LINKS)
 def ranks_rounds(scope: Scope, case: str) -> dict[str, Any]:
-    """Each method's rounds. tau is chosen so that local steps take twice as long as the all-reduce.
+    """Each method's rounds. The tau local steps of a round take 1.5 times as long as the all-reduce.
 
     hidden: the share of the all-reduce's time that is not exposed, by CO2's statistics, by events around the boundary
     (minus a boundary that waits for nobody), and by a profiler's trace of NCCL's kernels.
@@ -182,7 +182,7 @@ def rounds(rank: int, ranks: int, scope: Scope, gbit: float) -> dict[str, Any]:
     if gbit:
         figures |= {"link Gbit/s": set_link(scope, flat[: scope(1 << 22, 1 << 12)], group, gbit)}
     seconds = slowest(scope, flat, group, 3)
-    tau = max(4, math.ceil(2 * seconds / step))
+    tau = max(4, math.ceil(1.5 * seconds / step))
     figures |= {"all-reduce alone ms": 1e3 * seconds, "tau": tau}
     alone = boundary_alone(scope, loop)
     for name, (kind, config) in METHODS.items():
@@ -223,8 +223,9 @@ def boundary_alone(scope: Scope, loop: Loop) -> float:
 
 def of_rounds(scope: Scope, loop: Loop, method: Any, tau: int, alone: float) -> dict[str, float]:
     """Medians over rounds, without the first ones."""
-    stats, held, walls, count = [], [], [], 3 if tau > 1 else 6
-    for _ in range(2 + count):
+    stats, held, walls = [], [], []
+    first, count = (1, 2) if tau > 64 else (2, 3)
+    for _ in range(first + count):
         began = time.perf_counter()
         steps = []
         for _ in range(tau):
@@ -236,11 +237,11 @@ def of_rounds(scope: Scope, loop: Loop, method: Any, tau: int, alone: float) -> 
         stats.append(method.stats)
         scope.sync()
         walls.append(time.perf_counter() - began)
-    seen = [s.as_dict() for s in stats[2:]]
+    seen = [s.as_dict() for s in stats[first:]]
     s = {key: statistics.median(row[key] for row in seen) for key in seen[0]}
-    busy, boundary = s["allreduce_seconds"], statistics.median(sum(map(float, steps)) for steps in held[2:])
+    busy, boundary = s["allreduce_seconds"], statistics.median(sum(map(float, steps)) for steps in held[first:])
     figures = {
-        "seconds a step": statistics.median(walls[2:]) / tau,
+        "seconds a step": statistics.median(walls[first:]) / tau,
         "all-reduce ms": 1e3 * busy,
         "exposed ms": 1e3 * s["exposed_seconds"],
         "boundary ms": 1e3 * boundary,  # with a merge in mid-round
@@ -255,13 +256,12 @@ def of_rounds(scope: Scope, loop: Loop, method: Any, tau: int, alone: float) -> 
 
 def traced(scope: Scope, loop: Loop, method: Any, tau: int) -> dict[str, Any]:
     """From a profiler's trace: NCCL's kernels, and the share of their time before the local steps' last kernel ends."""
-    steps = [*range(tau - 2), *range(tau + 2)]
-    for _ in steps[: tau - 2]:
+    for _ in range(tau - 2):
         loop.step()
         method.step()
     with tempfile.TemporaryDirectory() as folder:
         with profile(activities=[ProfilerActivity.CUDA]) as seen:
-            for _ in steps[tau - 2 :]:
+            for _ in range(tau + 1):  # two steps, a boundary, and all steps of the next round but one
                 loop.step()
                 method.step()
             scope.sync()

@@ -324,29 +324,30 @@ def test_connections_are_made_before_training_by_all_sizes_and_collectives(backg
     assert os.environ[groups.DUMP[0]] == groups.DUMP[1]
 
 
-REHEARSED = [
-    CompressionConfig("int4"),
-    CompressionConfig("lgreco", like="int4"),
-    CompressionConfig("lgreco", like="rank2"),
-]
+REHEARSED: dict[str, dict[str, Any]] = {
+    "int4": {"compression": CompressionConfig("int4")},
+    "lgreco int4": {"compression": CompressionConfig("lgreco", like="int4")},
+    "lgreco rank2": {"compression": CompressionConfig("lgreco", like="rank2")},
+    "sharded": {},
+}
 
 
-@pytest.mark.parametrize("compression", REHEARSED, ids=lambda c: f"{c.format} {c.like}")
-def test_a_rehearsal_changes_nothing(compression: CompressionConfig):
-    run_distributed(rehearsed, 2, compression)
+@pytest.mark.parametrize("name", REHEARSED)
+def test_a_rehearsal_changes_nothing(name: str):
+    run_distributed(rehearsed, 2, name)
 
 
-def rehearsed(rank: int, ranks: int, compression: CompressionConfig) -> None:
+def rehearsed(rank: int, ranks: int, name: str) -> None:
     """What NCCL ranks do before training, over gloo: two runs are equal bit for bit."""
     ends = []
     for rehearses in (False, True):
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(32, 64), nn.BatchNorm1d(64), nn.Linear(64, 32))
-        config = CO2Config(tau=2, compression=compression)
-        method = CO2(net.parameters(), config, buffers=net.buffers())
+        config = CO2Config(tau=2, **REHEARSED[name])
+        _, method = make_method("co2", net, co2=config, shard=name == "sharded")
         if rehearses:
             method._allreduce._by_nccl = True
-            method._allreduce.rehearse(method._reducer)
+            method._rehearse()
             method._allreduce._by_nccl = False
         optimizer = torch.optim.SGD(net.parameters(), 0.1)
         for x in torch.randn(12, 8, 32, generator=torch.Generator().manual_seed(rank)):

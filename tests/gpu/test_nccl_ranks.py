@@ -240,15 +240,15 @@ def lost(rank: int, ranks: int, backend: str, how: str, folder: str) -> Any:
 @pytest.mark.parametrize(("how", "within"), [("kill", 15.0), ("leave", 20.0), ("stop", 30.0)])
 def test_a_lost_peer_ends_the_others(how: str, within: float, tmp_path: Path):
     """torch's watchdog, or CO2's own error, ends the process; nobody waits for ever."""
-    began = time.monotonic()
-    try:
+    with pytest.raises((RuntimeError, TimeoutError)) as failure:
         run_distributed(lost, 2, NCCL, how, str(tmp_path), timeout=within + 30, expect_death=(1,), backend=NCCL)
-    except TimeoutError:
-        pytest.fail(f"rank 0 still waits {within + 30:g} s after its start")
-    except RuntimeError as error:  # died by the watchdog, or raised
-        assert "rank 0" in str(error)
-    gone = float((tmp_path / "gone").read_text())
-    assert time.time() - gone < within, f"{time.monotonic() - began:.0f} s in all"
+    if how == "stop":  # all that still runs, 15 s after rank 0 has died, is rank 1
+        within += 15
+        assert str(failure.value).startswith("rank 1 still running")
+    else:
+        assert "rank 0" in str(failure.value) and "still" not in str(failure.value)
+    after = time.time() - float((tmp_path / "gone").read_text())
+    assert after < within, f"{after:.0f} s"
 
 
 def two_groups(rank: int, ranks: int, backend: str) -> bool:
@@ -301,7 +301,7 @@ def two_launchers(command: str, device: str, folder: Path) -> dict[str, float]:
         how: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         launchers.append(subprocess.Popen(torchrun, env=env | {"NCCL_HOSTID": f"node{node}"}, **how))
     said = [launcher.communicate(timeout=400)[0] for launcher in launchers]
-    assert not any(launcher.returncode for launcher in launchers), "\n".join(text[-1500:] for text in said)
+    assert not any(launcher.returncode for launcher in launchers), "\n".join(text[:3000] for text in said)
     return json.loads((folder / device / "summary.json").read_text())
 
 
