@@ -35,7 +35,7 @@ class Pending(Protocol):
 
 Stage = tuple[Sequence[Pending], int]  # pending collectives, and the bytes that this worker sends for them
 # Thread blocks that one NCCL collective may occupy, each on its own multiprocessor (results/gpu.md). Over sockets NCCL
-# uses two. A matrix product is 12 % slower next to eight waiting blocks, and 7 % slower next to two.
+# uses two. A matrix product is 11 % slower next to eight waiting blocks, and 7 % slower next to two.
 MAX_CTAS = 8
 BLOCKING = ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")  # torch reads both
 DUMP = ("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")

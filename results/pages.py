@@ -290,6 +290,8 @@ def gpt2_small() -> Table:
         "Local-SGD (blocking)": "local",
         "Local-SGD over int4": "local:compression=int4",
         "hidden average over int4": HIDDEN,
+        "DiLoCo (blocking), outer momentum 0.5": "diloco:beta=0.5",
+        "keep_local, a round late": "co2:merge=keep_local,gap=none,beta=0.0,delay=round",
         "paper's rule, outer momentum 0.5": PAPER,
         "paper's rule, outer momentum 0": "co2:gap=elementwise,beta=0.0",
     }.items():
@@ -484,12 +486,12 @@ def nccl_hidden() -> Table:
 
 
 def nccl_blocks() -> Table:
-    """A matrix product during an NCCL kernel that waits for its peer, by the kernel's thread blocks."""
-    table: Table = [("thread blocks of the waiting kernel", "matrix product, ms", "slower")]
-    (found,) = (row["figures"] for row in select(load("nccl.jsonl"), part="d"))
-    for name, case in found["cases"].items():
-        slower = f"{100 * case['matmul_slowdown']:.1f} %" if name != "none" else ""
-        table.append((name, f"{case['matmul_ms']:.2f}", slower))
+    """Local steps and a matrix product during an NCCL kernel that waits for its peer, by the kernel's thread blocks."""
+    table: Table = [("thread blocks of the waiting kernel", "matrix product slower", "a model's step slower")]
+    (row,) = select(load("gpu.json")["rows"], name="ranks steps beside a waiting collective")
+    for name, case in row["figures"].items():
+        step = f"{100 * case['step slower']:.1f} % ({100 * min(case['steps']):.1f} to {100 * max(case['steps']):.1f})"
+        table.append((name.removesuffix(" blocks"), f"{100 * case['product slower']:.1f} %", step))
     return table
 
 

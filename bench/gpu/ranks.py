@@ -235,7 +235,7 @@ def of_rounds(scope: Scope, loop: Loop, method: Any, tau: int, alone: float) -> 
             steps.append(between(before, mark(device_of(scope))))
         held.append(steps)
         stats.append(method.stats)
-        scope.sync()
+        scope.sync_stream()  # not the all-reduce, which the next round's steps hide
         walls.append(time.perf_counter() - began)
     seen = [s.as_dict() for s in stats[first:]]
     s = {key: statistics.median(row[key] for row in seen) for key in seen[0]}

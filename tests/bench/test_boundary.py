@@ -12,6 +12,7 @@ from bench import boundary
 from bench.boundary import peak_bytes, reset_peak
 from bench.gpu import measures
 from bench.gpu.command import CHECKS, Options, Scope, measured
+from bench.gpu.ranks import of_trace
 from core import outer
 from tests.core.test_outer import RULES, check
 from tests.scripts import Mistakes, run_script
@@ -74,7 +75,7 @@ def test_the_peak_is_that_since_the_reset():
 # -- bench.gpu, at small sizes on a CPU -------------------------------------------------------------------------------
 
 
-ROWS = {"costs": 16, "loops": 11}
+ROWS = {"ranks": 5, "costs": 16, "loops": 11}
 SLOW = ("train script", "gpt2")
 
 
@@ -109,6 +110,24 @@ def test_a_train_script_is_measured_on_a_cpu(name: str, tmp_path: Path):
 def test_a_loop_beside_a_sleeping_collective_is_measured_on_a_cpu(tmp_path: Path):
     row = measured("gpt2 beside a sleeping collective ms a round: co2", Scope("cpu", tmp_path, tiny=True))
     assert row["state"] == "ok" and row["figures"]["the sleep"] > 0, row
+
+
+@pytest.mark.slow
+def test_several_ranks_are_measured_on_a_cpu(tmp_path: Path):
+    rows = [measured(name, Scope("cpu", tmp_path, tiny=True)) for name in CHECKS if CHECKS[name][0] == "ranks"]
+    assert all(row["state"] == "ok" for row in rows), rows
+    assert 0 <= rows[1]["figures"]["paper"]["hidden, statistics"] <= 1
+
+
+def kernel(name: str, start: int, end: int, stream: int) -> dict[str, Any]:
+    return {"name": name, "ts": start, "dur": end - start, "args": {"stream": stream, "grid": [2, 1, 1]}}
+
+
+def test_a_trace_tells_what_of_a_collective_is_exposed():
+    steps = [kernel("gemm", 0, 40, 7), kernel("gemm", 50, 90, 7)]
+    hidden = of_trace([*steps, kernel("ncclAllReduce", 10, 80, 9)])
+    assert hidden == {"hidden, trace": 1.0, "NCCL kernels ms": 0.07, "thread blocks": [2]}
+    assert of_trace([*steps, kernel("ncclAllReduce", 10, 110, 9)])["hidden, trace"] == 0.8
 
 
 def test_a_second_call_measures_what_has_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any):

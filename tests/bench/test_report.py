@@ -107,7 +107,7 @@ bench.cluster --rate 1mbit --nodes 1 --verify -- x => 2 or more
 bench.cluster --rate 1mbit --nics 0 -- x => nics=0
 bench.cluster --rate 1mbit => no command
 bench.cluster --rate 1mbit -- => no command
-bench.gpu --device cpu --checks birds => checks=birds: no measurement of costs, loops has that name
+bench.gpu --device cpu --checks birds => checks=birds: no measurement of ranks, costs, loops has that name
 bench.scaling --workers 0 => workers=0: give a number above 0
 bench.scaling --workers 2 99999 => workers=99999: give up to 1024, because each is a process on this machine
 bench.scaling --rates 200 200 => rates=200.0 200.0: give one or more, each once
