@@ -19,7 +19,7 @@ from .hooks import Hook, ReductionInfo
 from .local_update import LocalUpdateMethod, SyncSchedule
 from .stats import RoundStats, ready
 
-CALIBRATION_TAU = 2  # local steps per round until the first decision; 4 took longer to a loss that falls fast
+CALIBRATION_TAU = 2  # local steps per round until the first times; 4 took longer to a loss that falls fast
 WARM_UP = 1  # rounds that do not count: kernels are selected and connections opened
 WINDOW = 5  # rounds in each median
 COST = 0.05  # maximum of a boundary's own work over the local steps' time; 2 % and 10 % took longer to a loss
@@ -166,7 +166,7 @@ class TauTuner:
             return None
         self._received += 1
         if self._received <= WARM_UP:
-            return None
+            return self._first_guess(round, max(steps), min(allreduces))
         self._steps.append(max(steps))
         self._allreduces.append(min(allreduces))
         self._boundaries.append(max(boundary_seconds))
@@ -174,6 +174,16 @@ class TauTuner:
         if self._rounds_of_waits == WAITS:
             self._adjust_extra(min(waited))
         return self._decide(round) if self._received > WARM_UP + 1 else None
+
+    def _first_guess(self, round: int, step: float, allreduce: float) -> TauDecision | None:
+        """Raises tau from the first times of a run, because each round of CALIBRATION_TAU steps waits for the network.
+
+        Later decisions do not use these times, which may include a warm-up.
+        """
+        required = smallest_tau(allreduce, step, self.margin)
+        if self.given or self.decisions or required <= self.tau:
+            return None
+        return self._decided(round, required, step, allreduce, self._reason(step, allreduce, 0.0, required))
 
     def _adjust_extra(self, waited: float) -> None:
         """Adapts the extra steps of `needed` to the wait per round of the worker that waits least."""

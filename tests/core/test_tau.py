@@ -51,6 +51,16 @@ def test_calibration_leaves_out_the_first_round_and_then_decides():
     assert "0.8 s" in decision.reason and "0.04 s" in decision.reason and "25 steps" in decision.reason
 
 
+def test_the_first_times_raise_tau_and_count_no_further():
+    tuner = TauTuner(192)
+    first = tuner.receive(1, [0.1], [0.8])
+    assert first is not None and tuner.tau == 10 and tuner.needed == 10
+    assert tuner.receive(2, [0.04], [0.8]) is None  # one measurement is not enough
+    assert tuner.receive(3, [0.04], [0.8]) is not None and tuner.tau == 25
+    given = TauTuner(192, given=3)
+    assert given.receive(1, [0.1], [0.8]) is None and given.tau == 3
+
+
 def test_the_steps_after_which_a_mean_should_be_there_are_the_last_senders():
     tuner = TauTuner(192, given=9)
     assert tuner.needed is None
@@ -148,9 +158,8 @@ def test_a_state_of_other_settings_does_not_override_them():
 def test_the_ranks_of_a_node_share_a_place_and_their_times_are_their_mean():
     tuned = TauHook(TauTuner(192))
     tuned.method = SimpleNamespace(_allreduce=SimpleNamespace(launched=1))  # pyright: ignore[reportAttributeAccessIssue]
-    for _ in range(3):
-        place = [8 * t for t in (0.04, 0.8)] + [0.0] * (NUMBERS - 2)  # the sum over a node's 8 ranks
-        tuned.on_reduced_scalars({"times": place * 2}, ReductionInfo(1, total_world_size=16, workers=2, generation=0))
+    place = [8 * t for t in (0.04, 0.8)] + [0.0] * (NUMBERS - 2)  # the sum over a node's 8 ranks
+    tuned.on_reduced_scalars({"times": place * 2}, ReductionInfo(1, total_world_size=16, workers=2, generation=0))
     tuned.on_round_end()
     assert tuned.decision is not None
     assert (tuned.decision.step_seconds, tuned.decision.allreduce_seconds) == pytest.approx((0.04, 0.8))
