@@ -8,9 +8,10 @@ TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE=
 PYTEST := $(TEST_ENV) $(PY) -m pytest
 PYTEST_ARGS ?=
 CHAOS ?=
+SOAK ?=
 GPU ?=
 
-.PHONY: help setup clean demo test test-slow test-examples test-gpu test-root test-slurm test-triton test-lowest lint wheel docs gpu-report chaos
+.PHONY: help setup clean demo test test-slow test-examples test-gpu test-root test-slurm test-triton test-lowest lint wheel docs gpu-report chaos soak
 .DEFAULT_GOAL := help
 
 help:
@@ -87,3 +88,6 @@ gpu-report: ## costs and real loops on a GPU: rows of results/gpu.json (GPU="--p
 
 chaos: setup ## kill workers, cut links, fill disks under small runs: results/chaos.json (hours; CHAOS="--kills 10 ..." scales it)
 	OMP_NUM_THREADS=1 $(PY) -m bench.chaos $(CHAOS)
+
+soak: setup ## elastic runs under all faults at once: results/soak_vision.json (two hours; SOAK="--minutes 20" scales it)
+	OMP_NUM_THREADS=1 $(PY) -m bench.chaos.soak $(SOAK)

@@ -1,0 +1,229 @@
+"""Elastic runs under all faults at once, and whether they stay right: python -m bench.chaos.soak [--minutes 120] ...
+
+Random times, victims and faults follow from the seed: a worker is killed, or two are; a worker is stopped for some
+seconds, or for longer than the timeout; a gradient is NaN; a worker's disk is slow; a worker's clock jumps. Dead
+workers come back. A full disk ends a run, and bench.chaos starts it again.
+
+Each worker writes a checksum of the outer iterate of every round. Those of a round must be equal. The report has these
+rounds, the longest pause, and the memory and open files of the workers that lived longest.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import hashlib
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from bench.chaos.__main__ import PRELOAD
+from bench.chaos.crew import Crew, work, wrap
+from bench.report import header, read_options, save, table
+from core.errors import UserError
+from training.script import launch
+
+FAULTS = ("kill", "two kills", "stop", "long stop", "nan", "slow disk", "clock")
+RUNS = {
+    "vision": ("vision.train", "digits_small"),
+    "language": ("language.train", "gpt2_pydoc_small"),
+}
+TIMEOUT = 20  # seconds of silence after which a worker is left out
+STOPS = {"stop": 5.0, "long stop": TIMEOUT + 10.0}  # seconds
+
+
+@dataclass(frozen=True)
+class Soak:
+    """How long, and with how many workers."""
+
+    minutes: float = 120.0
+    workers: int = 4
+    task: Literal["vision", "language"] = "vision"
+    every: float = 20.0
+    """Mean seconds between two faults."""
+    faults: tuple[str, ...] = FAULTS
+    seed: int = 0
+    out: Path = Path("results")
+
+    def check(self) -> None:
+        if not 2 <= self.workers <= 64:
+            raise UserError(f"workers={self.workers}: give 2 to 64")
+        if not self.minutes > 0 or not self.every > 0:
+            raise UserError(f"minutes={self.minutes:g}, every={self.every:g}: give numbers above 0")
+        if unknown := {*self.faults} - {*FAULTS} or (not self.faults and {"none"}):
+            raise UserError(f"faults={sorted(unknown)[0]}: give some of {', '.join(FAULTS)}")
+
+
+def watched(module: str, arguments: tuple[str, ...], folder: str) -> None:
+    """Runs a worker that writes its rounds, and does to itself what its order file says."""
+    name = os.environ["CO2_WORKER"]
+    threading.Thread(target=obey, args=(Path(folder, f"order{os.getpid()}"),), daemon=True).start()
+    from core.local_update import LocalUpdateMethod
+
+    def closed(method: LocalUpdateMethod, *_: Any) -> None:
+        state = method._state["outer_iterate"]
+        digest = hashlib.sha1(b"".join(flat.detach().cpu().numpy().tobytes() for flat in state)).hexdigest()
+        with open(Path(folder, f"rounds{name}"), "a") as file:
+            file.write(f"{method.rounds} {digest} {time.monotonic()}\n")
+
+    wrap(LocalUpdateMethod, "_boundary", behind=closed)
+    work(module, arguments, {}, str(Path(folder, "log")))
+
+
+def obey(order: Path) -> None:
+    """Waits for orders: nan, slow disk or clock."""
+    import torch
+
+    slow_until, shift, poisoned = 0.0, 0.0, False
+    clock = time.time
+
+    def sync(*_: Any) -> None:
+        time.sleep(3.0 if time.monotonic() < slow_until else 0.0)
+
+    def poison(loss: torch.Tensor, *_: Any) -> None:
+        nonlocal poisoned
+        if poisoned:
+            poisoned = False
+            loss.register_hook(lambda gradient: gradient * float("nan"))
+
+    wrap(os, "fsync", sync)
+    wrap(torch.Tensor, "backward", poison)
+    time.time = lambda: clock() + shift  # pyright: ignore[reportAttributeAccessIssue]
+    while True:
+        time.sleep(0.2)
+        if not order.exists():
+            continue
+        what = order.read_text()
+        order.unlink()
+        if what == "nan":
+            poisoned = True
+        elif what == "slow disk":
+            slow_until = time.monotonic() + 20
+        elif what == "clock":
+            shift += 3600
+
+
+class Weather:
+    """Causes faults at random times. Called again and again by the launcher's loop."""
+
+    def __init__(self, asked: Soak, folder: Path):
+        self.asked, self.folder, self.rng = asked, folder, random.Random(asked.seed)
+        self.began, self.crew = time.monotonic(), None
+        self.next, self.continues = self.began + 30.0, list[tuple[float, int]]()
+        self.done: collections.Counter[str] = collections.Counter()
+        self.samples: dict[int, list[tuple[float, int, int]]] = {}  # by process: time, KiB of memory, open files
+        self.sampled = 0.0
+
+    def __call__(self) -> None:
+        now = time.monotonic()
+        for when, pid in [pair for pair in self.continues if pair[0] < now]:
+            self.continues.remove((when, pid))
+            tell(pid, signal.SIGCONT)
+        if self.crew is None:
+            return
+        if now - self.sampled > 10:
+            self.sampled = now
+            self.sample(now)
+        if now - self.began > 60 * self.asked.minutes:
+            if not self.crew.signalled:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return
+        if now > self.next:
+            self.next = now + self.rng.expovariate(1 / self.asked.every)
+            self.strike(now)
+
+    def strike(self, now: float) -> None:
+        processes = [p.process.pid for p in self.crew.processes.values() if p.poll() is None]
+        fault = self.rng.choice(self.asked.faults)
+        victims = self.rng.sample(range(self.asked.workers), 2)[: 2 if fault == "two kills" else 1]
+        if len(processes) < self.asked.workers or self.continues:
+            return  # a fault at a time, except for two kills
+        self.done[fault] += 1
+        for victim in victims:
+            pid = processes[victim]
+            if "kill" in fault:
+                tell(pid, signal.SIGKILL)
+            elif fault in STOPS:
+                tell(pid, signal.SIGSTOP)
+                self.continues.append((now + STOPS[fault], pid))
+            else:
+                partial = self.folder / f".order{pid}"
+                partial.write_text(fault)
+                partial.rename(self.folder / f"order{pid}")
+
+    def sample(self, now: float) -> None:
+        for process in self.crew.processes.values():
+            pid = process.process.pid
+            try:
+                memory = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") // 1024
+                files = len(os.listdir(f"/proc/{pid}/fd"))
+            except OSError:
+                continue
+            self.samples.setdefault(pid, []).append((now, memory, files))
+
+
+def tell(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def judged(folder: Path) -> dict[str, Any]:
+    """What the workers wrote: rounds, rounds with unlike outer iterates, and the longest pause between two rounds."""
+    digests: dict[int, set[str]] = {}
+    times: dict[int, float] = {}
+    for file in folder.glob("rounds*"):
+        for line in file.read_text().splitlines():
+            number, digest, when = line.split()
+            digests.setdefault(int(number), set()).add(digest)
+            times[int(number)] = max(times.get(int(number), 0.0), float(when))
+    ended = [times[number] for number in sorted(times)]
+    pauses = [b - a for a, b in zip(ended, ended[1:], strict=False)]
+    unlike = sorted(number for number, found in digests.items() if len(found) > 1)
+    return {"rounds": len(digests), "unlike_rounds": unlike, "longest_pause_seconds": max(pauses, default=0.0)}
+
+
+def main() -> None:
+    asked = read_options(Soak, "bench.chaos.soak", description=__doc__)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*PRELOAD, "language.train"])
+    asked.out.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="soak"))
+    module, recipe = RUNS[asked.task]
+    options = ("--device", "cpu", "--elastic", "--timeout", str(TIMEOUT), "--epochs", "100000", "--log_every", "10")
+    options += ("--eval_every", "50", "--checkpoint_every", "50", "--out", str(folder / "run"))
+    weather = Weather(asked, folder)
+    late = 60 * asked.minutes + 300
+    target = (module, (recipe, *options), str(folder))
+    crew = weather.crew = Crew(context, watched, target, asked.workers, 1 << 20, late=late, watch=weather)
+    status = crew.run()
+    longest = sorted(weather.samples.values(), key=lambda seen: seen[0][0] - seen[-1][0])[:4]
+    lived = [
+        {
+            "seconds": s[-1][0] - s[0][0],
+            "memory_mib": [x[1] // 1024 for x in (s[0], s[len(s) // 2], s[-1])],
+            "files": [x[2] for x in (s[0], s[len(s) // 2], s[-1])],
+        }
+        for s in longest
+    ]
+    row = {"task": asked.task, "workers": asked.workers, "minutes": (time.monotonic() - weather.began) / 60}
+    row |= {"status": status, "hung": crew.timed_out, "faults": dict(weather.done)} | judged(folder)
+    result = header("bench.chaos.soak", asked) | row | {"longest_lived": lived}
+    if failed := row["unlike_rounds"] or row["hung"] or status != 128 + signal.SIGTERM:
+        result["log"] = (folder / "log").read_text(errors="replace").splitlines()[-40:]
+    save(asked.out, f"soak_{asked.task}", result)
+    print(table(("figure", "value"), [[name, str(value)] for name, value in (row | {"longest_lived": lived}).items()]))
+    shutil.rmtree(folder, ignore_errors=True)
+    sys.exit(bool(failed))
+
+
+if __name__ == "__main__":
+    launch(main)
