@@ -43,7 +43,7 @@ class Memory:
         method: State of the method.
         buckets: DDP's copy of the gradients.
         gathered: Whole parameters and gradients that FSDP2 holds at once.
-        activations: What a micro-batch keeps for its backward pass.
+        activations: Tensors that a micro-batch keeps for its backward pass.
     """
 
     parameters: float
@@ -233,7 +233,7 @@ def dry_run(recipe: R, build_model: Callable[[R], nn.Module], work: Work | None 
     Args:
         recipe: The run's recipe.
         build_model: Returns the recipe's model.
-        work: What a step computes. Without it, activations and hours are left out.
+        work: The computation of a step. Without it, activations and hours are left out.
     """
     workers = world_size()
     share = check_start(recipe, workers if "WORLD_SIZE" in os.environ else None)

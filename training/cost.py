@@ -142,7 +142,7 @@ def _to_fake(model: nn.Module) -> None:
 
 
 def _measure_blocks(blocks: Iterable[nn.Module], kept: _Kept) -> list[tuple[int, int]]:
-    """Returns a list that gets, for each block, the bytes of its input and those that it saves."""
+    """Returns a list that gets, for each block, the bytes of its input and of its saved tensors."""
     found, before = list[tuple[int, int]](), list[int]()
 
     def start(_: nn.Module, __: Any) -> None:

@@ -1,5 +1,6 @@
 """The Slurm scripts, with srun, scontrol and, in the fast tests, torchrun played by small scripts."""
 
+import functools
 import importlib
 import json
 import os
@@ -18,6 +19,7 @@ import reproduce
 from bench.cluster import hold_port
 from language.finetune_recipes import FinetuneRecipe
 from results.paper import GPUS
+from training import checks
 from training.data import per_worker
 from training.recipe import Recipe, parse
 
@@ -440,6 +442,37 @@ def test_termination_reaches_the_workers(tmp_path: Path):
     node.terminate()
     node.communicate(timeout=60)
     assert node.returncode == 0 and (tmp_path / "summary.json").exists()
+
+
+def told_costs(task: str, name: str, folder: Path, monkeypatch, capsys) -> str:
+    """The cells of a recipe in slurm/README.md, by the dry runs of its two scripts."""
+    cells = [f"`{task}`", f"`{name}`"]
+    for cluster, gpu in (("a100", "A100"), ("3090", "RTX 3090")):
+        script = f"slurm/{task}_{cluster}.sh"
+        gpus, large = (
+            reproduce.NODES[cluster] * GPUS,
+            {"GPU_GB": "80"} if "transnormer" in name and gpu == "A100" else {},
+        )
+        monkeypatch.setenv("WORLD_SIZE", str(gpus))
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(GPUS))
+        train = importlib.import_module(table_row(script)[0])
+        recipe = parse(train.RECIPES, torchruns_line(script, folder, RECIPE=name, **large)[2])
+        make = functools.partial(train.make_model, pad=1) if "language" in train.__name__ else train.make_model
+        checks.dry_run(recipe, make, train.work(recipe))
+        text = capsys.readouterr().out
+        for pattern in (rf" ([\d.]+) h on {gpus} {gpu}", r"([\d.]+) GiB a GPU:", r"\n([\d.]+) GB a checkpoint"):
+            cells.append(re.findall(pattern, text)[0])
+    return f"| {' | '.join(cells)} |"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", [task for task in TASKS if task != "finetune"])
+def test_the_readme_has_what_each_recipe_costs(task: str, tmp_path: Path, monkeypatch, capsys):
+    """Fine-tuning has the user's model."""
+    names = table_row(f"slurm/{task}_a100.sh")[1]
+    rows = [told_costs(task, name, tmp_path, monkeypatch, capsys) for name in names]
+    page = (ROOT / "slurm/README.md").read_text()
+    assert not [row for row in rows if row not in page], "\n".join(rows)
 
 
 # -- the real torchrun, on CPUs -----------------------------------------------------------------------------------

@@ -145,7 +145,7 @@ class Plan:
         seconds: Seconds by part.
         dropped: The number of dropped layouts by reason.
         miss: The layout that needs the least memory of all that do not fit, with its gigabytes.
-        change: The nodes and the batch, if they are not those that were asked for, and why. Else "".
+        change: The nodes and the batch if they differ from the request, and why. Else "".
     """
 
     case: Case
