@@ -30,6 +30,7 @@ def gpt2_small_owt() -> LanguageRecipe:
         optim=OptimConfig(**fairseq, lr=5e-4, weight_decay=0.2, schedule="inverse_sqrt", warmup_steps=2000),
         co2=CO2Config(tau=48, outer_momentum=0.5),
         eval_tokens=1 << 20,
+        checkpoint_every="10minutes",
         loader_workers=1,
     )
 

@@ -48,7 +48,7 @@ def shapenet_folding() -> PointCloudRecipe:
         co2=CO2Config(tau=12, outer_momentum=0.6),
         loader_workers=4,
         eval_every=10,
-        checkpoint_every=10,
+        checkpoint_every="10minutes",
     )
 
 

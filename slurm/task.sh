@@ -37,7 +37,8 @@ name="$RECIPE"
 case "$task:$RECIPE" in
     finetune:prompts | finetune:text) METHOD="${METHOD:-zo}" ;; # two forward passes a step, scalars between workers
     finetune:*) METHOD="${METHOD:-ddp}" ;;
-    *) METHOD="${METHOD:-co2}" ;; # or ddp, local, overlap_local, slowmo; zo with RECIPE=gpt2_medium_zo_owt
+    gpt2:*_zo_*) METHOD="${METHOD:-zo}" ;;
+    *) METHOD="${METHOD:-co2}" ;; # or ddp, local, overlap_local, slowmo
 esac
 case "$task" in
     vision | segmentation | pointcloud)
