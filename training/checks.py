@@ -19,7 +19,7 @@ from core.ddp import check_compression
 from core.errors import UserError
 from core.methods import check_apart
 from core.placement import check_shared, local_world_size
-from training.cost import Work, checkpoint_bytes, count, hours, run_steps
+from training.cost import UNCOUNTED, Work, checkpoint_bytes, count, hours, run_steps
 from training.data import per_worker, smallest_part
 from training.layouts.layout import Layout
 from training.recipe import Recipe, momentum_note
@@ -248,12 +248,15 @@ def dry_run(recipe: R, build_model: Callable[[R], nn.Module], work: Work | None 
     print(f"{millions:.2f} M parameters, {workers} workers of {share} samples a step")
     if note := momentum_note(recipe, workers):
         print(note)
-    memory, counted = estimate(recipe, model, workers), count(recipe, build_model, work, share) if work else None
-    if counted is not None:
-        memory = dataclasses.replace(memory, activations=counted.activations)
-    print(*lines(memory, recipe), sep="\n")
-    if counted is not None and work is not None:
-        print(hours(counted.flops, work, workers, run_steps(recipe, work)))
+    memory, told = estimate(recipe, model, workers), ""
+    if work is not None:
+        try:
+            counted = count(recipe, build_model, work, share)
+            memory = dataclasses.replace(memory, activations=counted.activations)
+            told = hours(counted.flops, work, workers, run_steps(recipe, work))
+        except UNCOUNTED:
+            told = "hours are not counted, because shapes inside this model depend on its values"
+    print(*lines(memory, recipe), told, sep="\n", end="\n" if told else "")
     node = recipe.per_node or local_world_size()
     trained = size_of(p for p in model.parameters() if p.requires_grad)
     written = checkpoint_bytes(recipe, trained, moments(recipe), workers, node)

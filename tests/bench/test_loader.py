@@ -20,5 +20,7 @@ def test_both_loaders_load_every_image(tmp_path: Path, monkeypatch):
 
 
 def test_the_measured_loader_keeps_up_with_torchvisions():
-    ours, plain = ([r["images_per_cpu_second"] for r in ROWS if r["loader"] == name] for name in ("ours", "torchvision"))
+    ours, plain = (
+        [r["images_per_cpu_second"] for r in ROWS if r["loader"] == name] for name in ("ours", "torchvision")
+    )
     assert len(ours) == len(plain) >= 3 and median(ours) >= 0.95 * median(plain)
