@@ -27,7 +27,7 @@ from training.run import Run
 def main() -> None:
     recipe = parse(RECIPES, prog="language.finetune")
     if recipe.dry_run:
-        return dry_run(recipe, lambda: pretrained.build_model(recipe))
+        return dry_run(recipe, pretrained.build_model)
     tune(recipe)
 
 

@@ -67,7 +67,8 @@ class PointClouds(Dataset[Tensor]):
         self, recipe: PointCloudRecipe, rank: int, world_size: int, batch_size: int = 32
     ) -> Iterator[Tensor]:
         """Yields this worker's share of the set, in batches."""
-        return load_batches(self, eval_keys(len(self), batch_size, rank, world_size), recipe.loader_workers)
+        keys = eval_keys(len(self), batch_size, rank, world_size)
+        return load_batches(self, keys, recipe.loader_workers, keeper=self)
 
 
 def normalise(cloud: np.ndarray) -> np.ndarray:

@@ -48,7 +48,7 @@ def shapenet_folding() -> PointCloudRecipe:
         co2=CO2Config(tau=12, outer_momentum=0.6),
         loader_workers=4,
         eval_every=10,
-        checkpoint_every=10,
+        checkpoint_every="10minutes",
     )
 
 
@@ -63,16 +63,17 @@ def shapenet_mae() -> PointCloudRecipe:
 
 
 def shapenet55_mae() -> PointCloudRecipe:
-    """Point-MAE's own pre-training: ShapeNet-55, 1,024 points, batch 128, 300 epochs, 10 of warm-up. We did not run it.
+    """Point-MAE's pre-training: ShapeNet-55, 1,024 points, 300 epochs, 10 of warm-up. We did not run it.
 
-    On 128 GPUs this is one cloud per GPU. 128 does not divide by 80, so slurm/pointcloud_3090.sh uses 160.
+    Point-MAE's batch is 128, on one GPU. Ours is 256, so that BatchNorm sees two clouds on each of 128 GPUs. 256 does
+    not divide by 80, so slurm/pointcloud_3090.sh uses 240.
     """
     return replace(
         shapenet_mae(),
         dataset="shapenet55",
         points=1024,
-        batch_size=128,
-        optim=OptimConfig("adamw", lr=1e-3, weight_decay=0.05, warmup_steps=3280),
+        batch_size=256,
+        optim=OptimConfig("adamw", lr=1e-3, weight_decay=0.05, warmup_steps=1640),
     )
 
 

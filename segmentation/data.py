@@ -402,11 +402,17 @@ def eval_batches(
     device: torch.device = CPU,
 ) -> Iterator[Batch]:
     """Yields this worker's share of the data set, every image once, in batches of at most batch_size."""
-    yield from _loaded(dataset, eval_keys(len(dataset), batch_size, rank, world_size), recipe, device)
+    keys = eval_keys(len(dataset), batch_size, rank, world_size)
+    yield from _loaded(dataset, keys, recipe, device, keeper=dataset)
 
 
 def _loaded(
-    dataset: BaseSegDataset, keys: Iterator[list[Key]], recipe: SegmentationRecipe, device: torch.device
+    dataset: BaseSegDataset,
+    keys: Iterator[list[Key]],
+    recipe: SegmentationRecipe,
+    device: torch.device,
+    keeper: BaseSegDataset | None = None,
 ) -> Iterator[Batch]:
-    for batch in load_batches(SeededAugmentation(dataset), keys, recipe.loader_workers, collate=pack):
+    augmented = SeededAugmentation(dataset)
+    for batch in load_batches(augmented, keys, recipe.loader_workers, collate=pack, keeper=keeper):
         yield unpack(batch, device)

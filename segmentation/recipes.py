@@ -66,7 +66,7 @@ def _ade20k(backbone: BackboneName, optim: OptimConfig, pretrained: str) -> Segm
         precision="bfloat16",
         loader_workers=4,
         eval_every=10,
-        checkpoint_every=5,
+        checkpoint_every="10minutes",
     )
 
 

@@ -1,8 +1,6 @@
 #!/bin/bash
-# Semantic segmentation on 10 servers of 8 x RTX 3090 (80 GPUs).
-# From the repository's root: [TAU=24 METHOD=slowmo ...] sbatch slurm/segmentation_3090.sh [--optim.lr 2e-3 ...]
-# A trial needs a folder of its own, for a run keeps its length: OUT=runs/trial sbatch slurm/segmentation_3090.sh --epochs 1
-# Account and partition, if needed: SBATCH_ACCOUNT and SBATCH_PARTITION in your shell; see slurm/README.md.
+# Semantic segmentation on 10 servers of 8 x RTX 3090 (80 GPUs). From the repository's root:
+# [RECIPE=... TAU=24 METHOD=slowmo ...] sbatch slurm/segmentation_3090.sh [--optim.lr 2e-3 ...]
 #SBATCH --job-name=segmentation_3090
 #SBATCH --nodes=10
 #SBATCH --ntasks-per-node=1
@@ -15,19 +13,4 @@
 #SBATCH --open-mode=append
 #SBATCH --output=slurm-%x-%j.out
 
-source slurm/env.sh && source slurm/launch.sh && array_job || exit 2
-
-RECIPE="${RECIPE:-ade20k_resnet50}" # or ade20k_resnet101, ade20k_swin_tiny, ade20k_swin_base, ade20k_vit_base
-METHOD="${METHOD:-co2}"             # or ddp, local, overlap_local, slowmo
-TAU="${TAU:-48}"                    # local steps per round, of every method but ddp
-SEED="${SEED:-${SLURM_ARRAY_TASK_ID:-0}}"
-GPU_GB="${GPU_GB:-24}" # GB of a GPU
-LOADER_WORKERS="${LOADER_WORKERS:-$(loader_workers)}" # processes per GPU that load data
-case "$RECIPE" in
-    ade20k_*) fit=240 ;; # 3 a GPU: the recipe's 256 does not divide by 80
-esac
-BATCH_SIZE="${BATCH_SIZE-${fit-}}" # over all GPUs; empty: the recipe's
-OUT="${OUT:-runs/3090/$RECIPE-$METHOD-tau$TAU-${SLURM_JOB_NUM_NODES-}nodes-seed$SEED}"
-export CO2_DATA="${CO2_DATA:-$PWD/data}" # holds ade/ADEChallengeData2016/{images,annotations}/
-
-launch segmentation.train "$@"
+source slurm/task.sh segmentation 3090 "$@"

@@ -1,8 +1,6 @@
 #!/bin/bash
-# Image classification on 10 servers of 8 x RTX 3090 (80 GPUs).
-# From the repository's root: [TAU=24 METHOD=slowmo ...] sbatch slurm/vision_3090.sh [--optim.lr 2e-3 ...]
-# A trial needs a folder of its own, for a run keeps its length: OUT=runs/trial sbatch slurm/vision_3090.sh --epochs 1
-# Account and partition, if needed: SBATCH_ACCOUNT and SBATCH_PARTITION in your shell; see slurm/README.md.
+# Image classification on 10 servers of 8 x RTX 3090 (80 GPUs). From the repository's root:
+# [RECIPE=... TAU=24 METHOD=slowmo ...] sbatch slurm/vision_3090.sh [--optim.lr 2e-3 ...]
 #SBATCH --job-name=vision_3090
 #SBATCH --nodes=10
 #SBATCH --ntasks-per-node=1
@@ -15,20 +13,4 @@
 #SBATCH --open-mode=append
 #SBATCH --output=slurm-%x-%j.out
 
-source slurm/env.sh && source slurm/launch.sh && array_job || exit 2
-
-RECIPE="${RECIPE:-imagenet_resnet50}" # or imagenet_vit_base, imagenet_swin_tiny, imagenet_regnet
-METHOD="${METHOD:-co2}"               # or ddp, local, overlap_local, slowmo
-TAU="${TAU:-48}"                      # local steps per round, of every method but ddp
-SEED="${SEED:-${SLURM_ARRAY_TASK_ID:-0}}"
-GPU_GB="${GPU_GB:-24}" # GB of a GPU
-LOADER_WORKERS="${LOADER_WORKERS:-$(loader_workers)}" # processes per GPU that load data
-case "$RECIPE" in
-    imagenet_resnet50 | imagenet_regnet) fit=8160 ;; # 102 a GPU: the recipe's 8192 does not divide by 80
-    imagenet_vit_base | imagenet_swin_tiny) fit=4000 ;; # 50 a GPU, even for Mixup: the recipe's 4096 does not divide by 80
-esac
-BATCH_SIZE="${BATCH_SIZE-${fit-}}" # over all GPUs; empty: the recipe's
-OUT="${OUT:-runs/3090/$RECIPE-$METHOD-tau$TAU-${SLURM_JOB_NUM_NODES-}nodes-seed$SEED}"
-export CO2_DATA="${CO2_DATA:-$PWD/data}" # holds imagenet/{train,val}/CLASS/*.JPEG, or imagenet/{train,val}/*.tar
-
-launch vision.train "$@"
+source slurm/task.sh vision 3090 "$@"

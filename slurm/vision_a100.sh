@@ -1,8 +1,6 @@
 #!/bin/bash
-# Image classification on 16 x DGX-A100 (128 GPUs).
-# From the repository's root: [TAU=24 METHOD=slowmo ...] sbatch slurm/vision_a100.sh [--optim.lr 2e-3 ...]
-# A trial needs a folder of its own, for a run keeps its length: OUT=runs/trial sbatch slurm/vision_a100.sh --epochs 1
-# Account and partition, if needed: SBATCH_ACCOUNT and SBATCH_PARTITION in your shell; see slurm/README.md.
+# Image classification on 16 x DGX-A100 (128 GPUs). From the repository's root:
+# [RECIPE=... TAU=24 METHOD=slowmo ...] sbatch slurm/vision_a100.sh [--optim.lr 2e-3 ...]
 #SBATCH --job-name=vision_a100
 #SBATCH --nodes=16
 #SBATCH --ntasks-per-node=1
@@ -15,16 +13,4 @@
 #SBATCH --open-mode=append
 #SBATCH --output=slurm-%x-%j.out
 
-source slurm/env.sh && source slurm/launch.sh && array_job || exit 2
-
-RECIPE="${RECIPE:-imagenet_resnet50}" # or imagenet_vit_base, imagenet_swin_tiny, imagenet_regnet
-METHOD="${METHOD:-co2}"               # or ddp, local, overlap_local, slowmo
-TAU="${TAU:-48}"                      # local steps per round, of every method but ddp
-BATCH_SIZE="${BATCH_SIZE-}"           # over all GPUs; empty: the recipe's
-SEED="${SEED:-${SLURM_ARRAY_TASK_ID:-0}}"
-GPU_GB="${GPU_GB:-40}" # GB of a GPU; 80 in the larger DGX-A100
-LOADER_WORKERS="${LOADER_WORKERS:-$(loader_workers)}" # processes per GPU that load data
-OUT="${OUT:-runs/a100/$RECIPE-$METHOD-tau$TAU-${SLURM_JOB_NUM_NODES-}nodes-seed$SEED}"
-export CO2_DATA="${CO2_DATA:-$PWD/data}" # holds imagenet/{train,val}/CLASS/*.JPEG, or imagenet/{train,val}/*.tar
-
-launch vision.train "$@"
+source slurm/task.sh vision a100 "$@"

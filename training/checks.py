@@ -1,7 +1,7 @@
 """The checks before a run's first step, and the dry run, which makes the same checks and estimates each GPU's memory.
 
-The estimate leaves out activations, which the planner estimates for decoders, and the temporary buffers of a compressed
-all-reduce. RESERVE covers the CUDA context, the buffers of NCCL and cuDNN, and fragmentation.
+The estimate leaves out the temporary buffers of a backward pass and of a compressed all-reduce. RESERVE covers the CUDA
+context, the buffers of NCCL and cuDNN, and fragmentation.
 """
 
 import dataclasses
@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +19,13 @@ from core.ddp import check_compression
 from core.errors import UserError
 from core.methods import check_apart
 from core.placement import check_shared, local_world_size
+from training.cost import UNCOUNTED, Work, checkpoint_bytes, count, hours, run_steps
 from training.data import per_worker, smallest_part
 from training.layouts.layout import Layout
 from training.recipe import Recipe, momentum_note
 from training.workers import check_nodes, make_link, pick_device, rank, world_size
 
+R = TypeVar("R", bound=Recipe)
 GIB = 1 << 30  # bytes; a GPU sold as 24 GB has 24 GiB
 RESERVE = 1.5 * GIB
 # float32 copies of the trained parameters that a method keeps, such as outer iterate, momentum and all-reduce buffer
@@ -40,6 +43,7 @@ class Memory:
         method: State of the method.
         buckets: DDP's copy of the gradients.
         gathered: Whole parameters and gradients that FSDP2 holds at once.
+        activations: Tensors that a micro-batch keeps for its backward pass.
     """
 
     parameters: float
@@ -48,10 +52,11 @@ class Memory:
     method: float
     buckets: float
     gathered: float
+    activations: float = 0.0
 
     @property
     def total(self) -> float:
-        """All bytes with RESERVE, without activations."""
+        """All bytes with RESERVE."""
         return sum(vars(self).values()) + RESERVE
 
 
@@ -71,17 +76,20 @@ def estimate(recipe: Recipe, model: nn.Module, world_size: int) -> Memory:
     size, trained = size_of(model.parameters()), size_of(p for p in model.parameters() if p.requires_grad)
     parts = node if recipe.zero >= 2 else 1
     zeroth_order = recipe.method == "zo"
-    # Muon has one moment for its matrices, and two for all other parameters. Two is the upper bound.
-    moments = {"sgd": 1 if recipe.optim.momentum else 0}.get(recipe.optim.name, 2)
     synchronizes = world_size > 1 and recipe.zero < 2 and (recipe.method == "ddp" or node > 1)
     return Memory(
         parameters=streamed(model) if zeroth_order and recipe.offload else size / parts,
         gradients=0.0 if zeroth_order else trained / parts,
-        optimizer=moments * trained / (node if recipe.zero else 1),
+        optimizer=moments(recipe) * trained / (node if recipe.zero else 1),
         method=held(recipe, model, node, world_size),
         buckets=trained if synchronizes and not zeroth_order else 0.0,
         gathered=gathered(recipe, model),
     )
+
+
+def moments(recipe: Recipe) -> int:
+    """Returns the copies of the parameters in the inner optimizer's state, 2 for Muon, which has 1 or 2."""
+    return {"sgd": 1 if recipe.optim.momentum else 0}.get(recipe.optim.name, 2)
 
 
 def held(recipe: Recipe, model: nn.Module, node: int, workers: int) -> float:
@@ -152,15 +160,16 @@ def streamed(model: nn.Module) -> float:
 def lines(memory: Memory, recipe: Recipe) -> Iterator[str]:
     """Yields a line with the bytes of each part, and a warning if they exceed recipe.gpu_gb."""
     gb = {name: f"{value / GIB:.1f}" for name, value in vars(memory).items()}
-    more = "".join(f", {what} {gb[what]}" for what in ("buckets", "gathered") if getattr(memory, what))
+    more = "".join(f", {what} {gb[what]}" for what in ("buckets", "gathered", "activations") if getattr(memory, what))
+    left_out = "" if memory.activations else " and activations"
     yield (
-        f"{memory.total / GIB:.1f} GiB a GPU and activations: parameters {gb['parameters']}, gradients "
+        f"{memory.total / GIB:.1f} GiB a GPU{left_out}: parameters {gb['parameters']}, gradients "
         f"{gb['gradients']}, optimizer {gb['optimizer']}, {recipe.method} {gb['method']}{more}, "
         f"{RESERVE / GIB:.1f} for CUDA"
     )
     if recipe.gpu_gb is not None and memory.total > recipe.gpu_gb * GIB:
         yield (
-            f"warning: gpu_gb={recipe.gpu_gb:g} is less, even without activations: a higher --zero needs less, as do "
+            f"warning: gpu_gb={recipe.gpu_gb:g} is less: a higher --zero needs less, as do --accumulate, --recompute, "
             "--shard of co2, --offload of co2 and zo, compression.format float32, and of co2 merge restart or "
             "interpolate"
         )
@@ -218,18 +227,37 @@ def check_batch_norm(recipe: Recipe, model: nn.Module, workers: int) -> None:
     )
 
 
-def dry_run(recipe: Recipe, build_model: Callable[[], nn.Module]) -> None:
-    """Prints the resolved recipe, the model's size and the memory that each GPU needs, without allocating the model."""
+def dry_run(recipe: R, build_model: Callable[[R], nn.Module], work: Work | None = None) -> None:
+    """Prints the resolved recipe, and what it costs, without allocating the model.
+
+    Args:
+        recipe: The run's recipe.
+        build_model: Returns the recipe's model.
+        work: The computation of a step. Without it, activations and hours are left out.
+    """
     workers = world_size()
     share = check_start(recipe, workers if "WORLD_SIZE" in os.environ else None)
     make_link(recipe.link_mbit, pick_device(recipe.device))
     with torch.device("meta"):
-        model = build_model()
+        model = build_model(recipe)
     check_batch_norm(recipe, model, workers)
-    if rank() == 0:
-        print(json.dumps(dataclasses.asdict(recipe), indent=2, default=str))
-        millions = sum(p.numel() for p in model.parameters()) / 1e6
-        print(f"{millions:.2f} M parameters, {workers} workers of {share} samples a step")
-        if note := momentum_note(recipe, workers):
-            print(note)
-        print(*lines(estimate(recipe, model, workers), recipe), sep="\n")
+    if rank() > 0:
+        return
+    print(json.dumps(dataclasses.asdict(recipe), indent=2, default=str))
+    millions = sum(p.numel() for p in model.parameters()) / 1e6
+    print(f"{millions:.2f} M parameters, {workers} workers of {share} samples a step")
+    if note := momentum_note(recipe, workers):
+        print(note)
+    memory, told = estimate(recipe, model, workers), ""
+    if work is not None:
+        try:
+            counted = count(recipe, build_model, work, share)
+            memory = dataclasses.replace(memory, activations=counted.activations)
+            told = hours(counted.flops, work, workers, run_steps(recipe, work))
+        except UNCOUNTED:
+            told = "hours are not counted, because shapes inside this model depend on its values"
+    print(*lines(memory, recipe), told, sep="\n", end="\n" if told else "")
+    node = recipe.per_node or local_world_size()
+    trained = size_of(p for p in model.parameters() if p.requires_grad)
+    written = checkpoint_bytes(recipe, trained, moments(recipe), workers, node)
+    print(f"{written / 1e9:.3g} GB a checkpoint, of which the run folder keeps two")

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from core.errors import UserError
 from core.stored import reason
@@ -261,7 +261,12 @@ def eval_share(n: int, *, rank: int, world_size: int) -> range:
 
 
 def load_batches(
-    dataset: Dataset[Any], keys: Iterator[list[Any]], workers: int, *, collate: Callable[[list[Any]], Any] | None = None
+    dataset: Dataset[Any],
+    keys: Iterator[list[Any]],
+    workers: int,
+    *,
+    collate: Callable[[list[Any]], Any] | None = None,
+    keeper: Any = None,
 ) -> Iterator[Any]:
     """Yields the batches with the listed keys, in order, in pinned memory if there is a GPU.
 
@@ -270,19 +275,27 @@ def load_batches(
         keys: The keys of each batch.
         workers: Number of loading processes. With 0 this process loads.
         collate: Makes a batch of samples.
+        keeper: An object that keeps the loading processes for its next call with the same keys, as evaluations do.
 
     Raises:
         UserError: In one line, if a loading process raises it.
     """
-    loader = DataLoader(
-        dataset,
-        batch_sampler=keys,  # type: ignore[arg-type]  # an iterator will do
-        num_workers=workers,
-        collate_fn=collate,
-        pin_memory=torch.cuda.is_available(),
-        worker_init_fn=_leave_signals,
-        generator=torch.Generator(),  # else the loader would draw from the generator of the model's dropout
-    )
+    kept = keeper is not None and workers > 0
+    sampler: Any = [*keys] if kept else keys  # an iterator will do
+    loader = vars(keeper).get("_loader") if kept else None
+    if loader is None or loader.batch_sampler != sampler or loader.num_workers != workers:
+        loader = DataLoader(
+            dataset,
+            batch_sampler=sampler,
+            num_workers=workers,
+            collate_fn=collate,
+            pin_memory=torch.cuda.is_available(),
+            worker_init_fn=_leave_signals,
+            generator=torch.Generator(),  # else the loader would draw from the generator of the model's dropout
+            persistent_workers=kept,
+        )
+    if kept:
+        vars(keeper)["_loader"] = loader
     try:
         yield from loader
     except UserError as error:  # torch puts the process's traceback before the message
@@ -307,7 +320,16 @@ def _end_loading() -> None:
 
 @contextlib.contextmanager
 def seeded(seed: int, device: torch.device | None = None) -> Iterator[None]:
-    """Seeds Python's, numpy's and torch's global generators inside the block, and restores them afterwards."""
+    """Seeds Python's, numpy's and torch's global generators inside the block, and restores them afterwards.
+
+    A loading process restores nothing, because every sample seeds its generators anew.
+    """
+    if get_worker_info() is not None:
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would visit all kinds of devices
+        yield
+        return
     states = random.getstate(), np.random.get_state()
     with torch.random.fork_rng([device] if device is not None and device.type == "cuda" else []):
         random.seed(seed)

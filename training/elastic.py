@@ -134,7 +134,7 @@ class Elastic:
     def begin(self, trained: Trained, samples: int, epoch: int) -> float:
         """Joins the other workers and loads their state. Returns the seconds of training that led to it."""
         self._trained = trained
-        tau, every = self.method.tau, self.run.recipe.eval_steps(epoch)
+        tau, every = self.method.tau, self.run.recipe.interval("eval_every", epoch)[0]
         if every <= tau:
             smaller = " or a smaller --co2.tau" if tau > 1 else ""
             raise UserError(

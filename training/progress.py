@@ -38,7 +38,8 @@ class Progress:
         self.means = Averages()
         self.evaluation = Every(0)
         self.link = make_link(recipe.link_mbit, device)
-        self.requests, self.snapshots = Requests("stop", "save"), Snapshot()
+        by_time = recipe.interval("eval_every", 1)[1] > 0
+        self.requests, self.snapshots = Requests("stop", "save", *["evaluate"] * by_time), Snapshot()
 
     def evaluates(self, step: int) -> bool:
         """Returns whether an evaluation is due at a boundary after `step` steps."""

@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import math
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -121,10 +122,10 @@ class Recipe(OfMethods):
     extend: bool = False
     """With --resume, accept another number of epochs, or of steps per epoch. The learning rate continues as in a run of
     the new length. config.json records it, and reproduce.py --collect leaves the run out of its tables."""
-    eval_every: int | float = 1
-    """Epochs between evaluations. 0.1 means ten evaluations per epoch."""
-    checkpoint_every: int = 1
-    """Epochs between checkpoints. With 0 only the last checkpoint is written."""
+    eval_every: int | float | str = 1
+    """Epochs between evaluations, or steps or minutes: 0.1, 500steps, 30minutes."""
+    checkpoint_every: int | float | str = 1
+    """Epochs, steps or minutes between checkpoints. With 0 only the last checkpoint is written."""
     save_minutes: float = 0.0
     """Minutes between checkpoints, in addition to checkpoint_every. 0 means none by time."""
     log_every: int = 10
@@ -138,13 +139,14 @@ class Recipe(OfMethods):
     """In a dry run, warn if a GPU with this many GB (GiB, as makers count) is too small."""
 
     def __post_init__(self) -> None:
-        self.check_least(epochs=1, batch_size=1, log_every=1, accumulate=1, seed=0, checkpoint_every=0, per_node=0)
+        self.check_least(epochs=1, batch_size=1, log_every=1, accumulate=1, seed=0, per_node=0)
         numbers = {k: v for k, v in flat(dataclasses.asdict(self)).items() if isinstance(v, int | float)}
         for name, value in numbers.items():
             if isinstance(value, float) and not math.isfinite(value):
                 raise UserError(f"{name}={value}: give a finite number")
         for ok, name, remedy in (
-            (self.eval_every > 0, "eval_every", "epochs, or a part of one, above 0"),
+            (max(self.interval("eval_every", 1)) > 0, "eval_every", "epochs, or a part of one, above 0"),
+            (self.interval("checkpoint_every", 1) >= (0, 0), "checkpoint_every", "epochs, or 0 for none"),
             (self.save_minutes >= 0, "save_minutes", "minutes, or 0 for none by time"),
             (self.gpu_gb is None or self.gpu_gb > 0, "gpu_gb", "the GB of a GPU, above 0"),
             (0 < self.timeout <= LARGEST, "timeout", f"seconds, above 0 and up to {LARGEST}"),
@@ -163,6 +165,8 @@ class Recipe(OfMethods):
         for name, needed in (("per_node", 1), ("zero", 0), ("shard", False), ("offload", False)):
             if (value := getattr(self, name)) != needed:
                 raise UserError(f"elastic does not go with {name}={value!r}: give {name}={needed!r}, or no elastic")
+        if self.interval("eval_every", 1)[1]:
+            raise UserError(f"elastic does not go with eval_every={self.eval_every}: give epochs or steps")
         check_elastic(self.co2)
 
     def check(self, **ranges: tuple[float, float]) -> None:
@@ -192,9 +196,24 @@ class Recipe(OfMethods):
             raise UserError(f"method={self.method!r} is not of this task: choose another method")
         return {own.key: getattr(self, own.key)} if own else {}
 
-    def eval_steps(self, epoch: int) -> int:
-        """Returns the steps between evaluations, if an epoch has `epoch` steps."""
-        return max(1, round(epoch * self.eval_every))
+    def interval(self, name: str, epoch: int) -> tuple[int, float]:
+        """Returns the steps and the minutes of eval_every or checkpoint_every, one of which is 0.
+
+        Args:
+            name: Name of the option.
+            epoch: Steps of an epoch.
+        """
+        value = getattr(self, name)
+        found = re.fullmatch(r"(-?[\d.]+(?:e[+-]?\d+)?)(epochs|steps|minutes|)", str(value))
+        try:
+            number, unit = float(found[1]), found[2]  # type: ignore[index]
+        except (TypeError, ValueError):
+            remedy = "give a number of epochs, or a number with a unit, such as 500steps or 30minutes"
+            raise UserError(f"{name}={value}: {remedy}") from None
+        if unit == "minutes":
+            return 0, number
+        steps = number * (1 if unit == "steps" else epoch)
+        return (max(1, round(steps)) if steps > 0 else round(steps)), 0.0
 
     @property
     def folder(self) -> Path:

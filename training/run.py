@@ -60,7 +60,8 @@ class Run(Progress):
         if recipe.layout:  # imported here, because torch's pipelines take a second
             from training.layouts.resharded import LaidOut as kind
         self._workers = kind(self, self.folder, self.rounds)
-        self._saved_at = 0.0  # seconds, by self._now
+        self._minutes: dict[str, float] = {}  # of each request that repeats by time
+        self._asked_at: dict[str, float] = {}  # seconds, by self._now
         self._stop = StopSignal()
         self._shared = True  # whether the last evaluation was of one model on all workers
         self._bar: tqdm[Any] | None = None
@@ -141,9 +142,14 @@ class Run(Progress):
         seconds = self._workers.begin(self._trained, samples, epoch)
         if self.rank == 0:
             self._tell_settings(total)
-        self.evaluation = Every(self.recipe.eval_steps(epoch), self.step)
-        self._saving = Every(epoch * self.recipe.checkpoint_every, self.step)
-        self._saved_at = self._now()
+        r = self.recipe
+        self.evaluation = Every(r.interval("eval_every", epoch)[0], self.step)
+        steps, minutes = r.interval("checkpoint_every", epoch)
+        self._saving = Every(steps, self.step)
+        minutes = min(filter(None, (minutes, r.save_minutes)), default=0.0)
+        by_time = {"save": minutes, "evaluate": r.interval("eval_every", epoch)[1]}
+        self._minutes = {name: minutes for name, minutes in by_time.items() if minutes}
+        self._asked_at = dict.fromkeys(self._minutes, self._now())
         interval = 0.5 if sys.stderr.isatty() else 20.0
         label = f"{self.recipe.name} {self.recipe.method}"
         self._bar = tqdm(total=total, initial=self.step, desc=label, disable=self.rank != 0, mininterval=interval)
@@ -208,16 +214,20 @@ class Run(Progress):
         running = self.step < self.total
         stops = running and self._granted("stop", bool(self._stop.number)) and (closed or dist.is_initialized())
         open_end = running and closed
-        waited = self._now() - self._saved_at
-        minutes_over = open_end and self.rank == 0 and 0 < 60 * self.recipe.save_minutes <= waited
-        if minutes_over:  # the other workers learn it a round later
-            self._saved_at += waited
         due = Due(
-            evaluation=open_end and self.evaluation.due(self.step),
-            checkpoint=open_end and (self._saving.due(self.step) | self._granted("save", minutes_over)),
+            evaluation=open_end and (self.evaluation.due(self.step) | self._minutes_over("evaluate")),
+            checkpoint=open_end and (self._saving.due(self.step) | self._minutes_over("save")),
             stop=stops,
         )
         return self._workers.come_together(due)
+
+    def _minutes_over(self, name: str) -> bool:
+        """Returns whether a request that repeats by time is due on all workers. Rank 0's clock decides."""
+        now = self._now()
+        over = self.rank == 0 and name in self._minutes and now - self._asked_at[name] >= 60 * self._minutes[name]
+        if over:  # the other workers learn it a round later
+            self._asked_at[name] = now
+        return self._granted(name, over)
 
     def _granted(self, name: str, mine: bool) -> bool:
         """Returns whether a worker asked for it and all received that at the same step. A single worker never waits."""

@@ -162,7 +162,8 @@ class ImageNet:
         keys = eval_keys(len(self), batch_size, rank, world_size)
         size = image_size(recipe.model)
         transform = create_transform(size, crop_pct=0.875, interpolation="bicubic", use_prefetcher=True)
-        for images, labels in load_batches(Augmented(self.samples, transform), keys, recipe.loader_workers):
+        batches = load_batches(Augmented(self.samples, transform), keys, recipe.loader_workers, keeper=self)
+        for images, labels in batches:
             yield on_device(images, labels, device, recipe.channels_last, *STATISTICS)
 
     def _mixup(self, recipe: VisionRecipe) -> Mixup | None:

@@ -127,6 +127,8 @@ def imagenet_resnet50() -> VisionRecipe:
         label_smoothing=0.1,
         co2=CO2Config(tau=48, outer_momentum=0.6),
         precision="bfloat16",
+        eval_every=10,  # an epoch takes seconds
+        checkpoint_every="10minutes",
     )
 
 

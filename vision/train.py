@@ -14,13 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from training.cost import Work
 from training.data import eval_share, steps_per_epoch
 from training.elastic import repeated
 from training.optim import Scalars, backward_in_parts, clip_gradients, make_optimizer, make_schedule
 from training.run import Run
 from vision import data
 from vision.data import ImageNet
-from vision.model import build_model
+from vision.model import build_model, image_size
 from vision.pictures import labelled
 
 Dataset = data.Images | ImageNet
@@ -30,7 +31,7 @@ PICTURES = 8  # test images that TensorBoard shows
 def main() -> None:
     recipe = parse(RECIPES, prog="vision.train")
     if recipe.dry_run:
-        return dry_run(recipe, lambda: make_model(recipe))
+        return dry_run(recipe, make_model, work(recipe))
     train_set, test_set = data.load(recipe.dataset)
     with Run(recipe) as run:
         train(run, recipe, train_set, test_set)
@@ -49,6 +50,17 @@ def make_model(recipe: VisionRecipe, num_classes: int | None = None) -> nn.Modul
     if recipe.recompute:
         model.set_grad_checkpointing()  # timm's own
     return model
+
+
+def work(recipe: VisionRecipe) -> Work:
+    """Returns what a dry run counts."""
+    shape, size = data.SHAPES[recipe.dataset], image_size(recipe.model)
+    size = size if recipe.dataset == "imagenet" else shape.image_size
+    return Work(
+        recipe.model,
+        lambda model, n: model(torch.empty(n, shape.in_chans, size, size)),
+        {"digits": 1437, "cifar10": 50_000, "imagenet": 1_281_167}[recipe.dataset],
+    )
 
 
 def train(run: Run, recipe: VisionRecipe, train_set: Dataset, test_set: Dataset) -> None:

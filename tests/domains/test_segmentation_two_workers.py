@@ -357,7 +357,7 @@ def test_a_dry_run_stands_for_the_cluster(capsys: pytest.CaptureFixture[str], mo
     monkeypatch.setenv("WORLD_SIZE", "16")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     recipe = replace(digits_small(), sync_bn="node")
-    dry_run(recipe, lambda: make_model(recipe))
+    dry_run(recipe, lambda _: make_model(recipe))
     text = capsys.readouterr().out
     assert '"sync_bn": "node"' in text and "16 workers of 2 samples a step" in text
 

@@ -15,6 +15,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+import training
 from tests import imports
 from tests.core.test_rooms import wanted
 from training import prepared
@@ -40,12 +41,6 @@ def constraints(file: str = "constraints.txt") -> dict[str, str]:
     return exact_pins([line for line in lines if line and not line.startswith("#")])
 
 
-def environment_pins() -> dict[str, str]:
-    document = yaml.safe_load((ROOT / "environment.yml").read_text())
-    (pip,) = [entry["pip"] for entry in document["dependencies"] if isinstance(entry, dict)]
-    return exact_pins(pip)
-
-
 def reached(*extras: str) -> set[str]:
     """These extras and those that they name in their turn."""
     lines = [line for extra in extras for line in PROJECT["optional-dependencies"][extra]]
@@ -65,7 +60,9 @@ SETUP = direct_requirements(*sorted(reached("all")))  # what `make setup` instal
 
 def test_pins_agree_in_all_files_and_carry_no_local_version():
     pinned = constraints()
-    assert environment_pins() == {name: pinned[name] for name in map(canonicalize_name, (r.name for r in SETUP))}
+    (*_, last) = yaml.safe_load((ROOT / "environment.yml").read_text())["dependencies"]
+    assert last == {"pip": ["--constraint constraints.txt", "--editable .[all]"]}, "what `make setup` installs"
+    assert {canonicalize_name(requirement.name) for requirement in SETUP} <= pinned.keys()
     assert [name for name, version in constraints().items() if "+" in version] == []
     # It adds to constraints.txt and contradicts it nowhere.
     pinned = constraints("bench/peers/constraints.txt")
@@ -86,6 +83,19 @@ def test_each_requirement_has_a_lower_bound_and_a_pin_above_it(requirement: Requ
     (bound,) = requirement.specifier
     assert bound.operator == ">=" and bound.contains(constraints()[canonicalize_name(requirement.name)])
     assert [other.name for other in SETUP].count(requirement.name) == 1
+    if requirement.name not in ("torch", "numpy"):  # which make test-lowest tries
+        assert f"{constraints()[canonicalize_name(requirement.name)]}.".startswith(f"{bound.version}.")
+
+
+def test_a_package_is_refused_beside_its_fork(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    found = ["mmcv", "onedl-mmcv", "onedl-mmengine"]
+    monkeypatch.setattr("importlib.metadata.distributions", lambda name: [name for other in found if other == name])
+    with pytest.raises(SystemExit):
+        training.refuse_both({"mmcv": "onedl-mmcv", "mmengine": "onedl-mmengine"})
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: mmcv installed together with onedl-mmcv, and they overwrite each other's files: run")
+    found.remove("mmcv")
+    training.refuse_both({"mmcv": "onedl-mmcv", "mmengine": "onedl-mmengine"})
 
 
 def test_core_needs_torch_and_numpy_alone_and_is_tried_with_the_lowest():

@@ -1,5 +1,6 @@
 """The Slurm scripts, with srun, scontrol and, in the fast tests, torchrun played by small scripts."""
 
+import functools
 import importlib
 import json
 import os
@@ -18,6 +19,7 @@ import reproduce
 from bench.cluster import hold_port
 from language.finetune_recipes import FinetuneRecipe
 from results.paper import GPUS
+from training import checks
 from training.data import per_worker
 from training.recipe import Recipe, parse
 
@@ -101,9 +103,14 @@ def directives(script: str) -> dict[str, str]:
 
 
 def recipes_of(script: str) -> dict[str, Recipe]:
-    module = re.search(r"^launch (\w+\.\w+)", (ROOT / script).read_text(), re.MULTILINE)
-    assert module
-    return importlib.import_module(recipes_module(module[1])).RECIPES
+    return importlib.import_module(recipes_module(table_row(script)[0])).RECIPES
+
+
+def table_row(script: str) -> tuple[str, list[str]]:
+    """(train script, recipes) that slurm/task.sh has for the script's task."""
+    row = rf"^    {Path(script).stem.split('_')[0]}\).*\n +module=(.*)\n +recipes=\"(.*)\""
+    ((module, recipes),) = re.findall(row, (ROOT / "slurm/task.sh").read_text(), re.MULTILINE)
+    return module, recipes.split()
 
 
 def recipes_module(module: str) -> str:
@@ -133,7 +140,7 @@ def test_each_task_has_a_script_for_each_cluster():
     assert {str(path.relative_to(ROOT)) for path in (ROOT / "slurm").glob("*_*.sh")} == set(SCRIPTS)
 
 
-@pytest.mark.parametrize("script", [*SCRIPTS, "slurm/env.sh", "slurm/launch.sh"])
+@pytest.mark.parametrize("script", [*SCRIPTS, "slurm/env.sh", "slurm/launch.sh", "slurm/task.sh"])
 def test_bash_can_parse_it(script: str):
     subprocess.run(["bash", "-n", script], cwd=ROOT, check=True, timeout=60)
 
@@ -147,10 +154,18 @@ def test_it_asks_for_its_cluster_for_a_log_and_for_a_signal_before_the_end(scrip
     assert asked["--ntasks-per-node"] == "1" and int(asked["--cpus-per-task"]) >= GPUS
 
 
-@pytest.mark.parametrize("script", [*SCRIPTS, "slurm/README.md"])
-def test_a_trial_of_another_length_has_a_folder_of_its_own(script: str):
-    trials = [line for line in (ROOT / script).read_text().splitlines() if "sbatch" in line and "--epochs" in line]
-    assert all("OUT=" in line for line in trials) and (trials or not script.startswith("slurm/vision_"))
+def test_scripts_differ_in_their_directives_alone():
+    """sbatch reads its options only from the script that it gets; all else is in slurm/task.sh."""
+    for script in SCRIPTS:
+        task, cluster = Path(script).stem.split("_")
+        code = [line for line in (ROOT / script).read_text().splitlines() if line and not line.startswith("#")]
+        assert code == [f'source slurm/task.sh {task} {cluster} "$@"']
+
+
+def test_a_trial_of_another_length_has_a_folder_of_its_own():
+    lines = (ROOT / "slurm/README.md").read_text().splitlines()
+    trials = [line for line in lines if "sbatch" in line and "--epochs" in line]
+    assert trials and all("OUT=" in line for line in trials)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -195,11 +210,10 @@ def test_its_command_line_trains_its_recipe_on_all_gpus(script: str, tmp_path: P
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_each_recipe_that_it_names_gets_a_batch_that_its_gpus_divide(script: str, tmp_path: Path):
-    (choices,) = re.findall(r"^RECIPE=.*$", (ROOT / script).read_text(), re.MULTILINE)
     recipes, cluster = recipes_of(script), Path(script).stem.split("_")[1]
     gpus = reproduce.NODES[cluster] * GPUS
-    names = set(re.findall(r"\w+", choices)) & recipes.keys()
-    assert len(names) >= 3
+    _, names = table_row(script)
+    assert len(names) >= 4 and set(names) <= recipes.keys()
     for name in names:
         _, _, arguments = torchruns_line(script, tmp_path, RECIPE=name)
         batch_size = parse(recipes, arguments).batch_size
@@ -428,6 +442,37 @@ def test_termination_reaches_the_workers(tmp_path: Path):
     node.terminate()
     node.communicate(timeout=60)
     assert node.returncode == 0 and (tmp_path / "summary.json").exists()
+
+
+def told_costs(task: str, name: str, folder: Path, monkeypatch, capsys) -> str:
+    """The cells of a recipe in slurm/README.md, by the dry runs of its two scripts."""
+    cells = [f"`{task}`", f"`{name}`"]
+    for cluster, gpu in (("a100", "A100"), ("3090", "RTX 3090")):
+        script = f"slurm/{task}_{cluster}.sh"
+        gpus, large = (
+            reproduce.NODES[cluster] * GPUS,
+            {"GPU_GB": "80"} if "transnormer" in name and gpu == "A100" else {},
+        )
+        monkeypatch.setenv("WORLD_SIZE", str(gpus))
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(GPUS))
+        train = importlib.import_module(table_row(script)[0])
+        recipe = parse(train.RECIPES, torchruns_line(script, folder, RECIPE=name, **large)[2])
+        make = functools.partial(train.make_model, pad=1) if "language" in train.__name__ else train.make_model
+        checks.dry_run(recipe, make, train.work(recipe))
+        text = capsys.readouterr().out
+        for pattern in (rf" ([\d.]+) h on {gpus} {gpu}", r"([\d.]+) GiB a GPU\b", r"\n([\d.]+) GB a checkpoint"):
+            cells.append(re.findall(pattern, text)[0])
+    return f"| {' | '.join(cells)} |"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", [task for task in TASKS if task != "finetune"])
+def test_the_readme_has_what_each_recipe_costs(task: str, tmp_path: Path, monkeypatch, capsys):
+    """Fine-tuning has the user's model."""
+    names = table_row(f"slurm/{task}_a100.sh")[1]
+    rows = [told_costs(task, name, tmp_path, monkeypatch, capsys) for name in names]
+    page = (ROOT / "slurm/README.md").read_text()
+    assert not [row for row in rows if row not in page], "\n".join(rows)
 
 
 # -- the real torchrun, on CPUs -----------------------------------------------------------------------------------

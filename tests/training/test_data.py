@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import os
 import pkgutil
+import random
 import re
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.profiler import record_function
@@ -34,6 +36,7 @@ from training.data import (
     mix,
     paths_from_home,
     per_worker,
+    seeded,
     steps_per_epoch,
     train_keys,
 )
@@ -230,6 +233,39 @@ def test_loading_processes_outlive_the_signals_that_stop_a_run(number: signal.Si
     for process in loading:
         os.kill(process.pid, number)
     assert seen + [batch.item() for batch in batches] == list(range(40))
+
+
+def test_evaluations_keep_their_loading_processes():
+    def evaluate(count: int = 9, workers: int = 2) -> tuple[list[int], set[int | None]]:
+        batches = load_batches(torch.arange(9), iter([[i] for i in range(count)]), workers, keeper=keeper)  # type: ignore[arg-type]
+        found = [batch.item() for batch in batches]
+        return found, {process.pid for process in multiprocessing.active_children()} - others
+
+    keeper, others = SimpleNamespace(), {process.pid for process in multiprocessing.active_children()}
+    first, processes = evaluate()
+    assert first == list(range(9)) and len(processes) == 2
+    assert next(load_batches(torch.arange(9), iter([[i] for i in range(9)]), 2, keeper=keeper)) == 0  # and left early
+    assert evaluate() == (first, processes)
+    again, fresh = evaluate(count=5)
+    assert again == first[:5] and fresh.isdisjoint(processes), "other workers share the set otherwise"
+    assert evaluate(workers=0)[0] == first
+
+
+class Drawn:
+    """What a sample's transform draws from the three global generators."""
+
+    def __getitem__(self, seed: int) -> tuple[float, float, float]:
+        with seeded(seed):
+            return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+
+def test_a_samples_random_numbers_are_the_same_in_any_process():
+    keys = [[2**40 + 1, 7], [7, 5]]
+    here, there = ([batch for batch in load_batches(Drawn(), iter(keys), n)] for n in (0, 1))  # type: ignore[arg-type]
+    assert [[x.tolist() for x in batch] for batch in here] == [[x.tolist() for x in batch] for batch in there]
+    before = torch.get_rng_state(), random.getstate()
+    Drawn()[3]
+    assert torch.equal(before[0], torch.get_rng_state()) and before[1] == random.getstate()
 
 
 LEFT_OPEN = """

@@ -104,10 +104,11 @@ def test_one_worker_encodes_where_it_was_told_to(changes: dict[str, Any], expect
 
 def test_a_dry_run_prints_it_and_warns(capsys: pytest.CaptureFixture):
     recipe = replace(RECIPES["gpt2_pydoc_small"], gpu_gb=1.0)
-    dry_run(recipe, lambda: make_model(recipe, pad=1))
+    dry_run(recipe, lambda _: make_model(recipe, pad=1))
     text = capsys.readouterr().out.splitlines()
-    assert "GiB a GPU and activations: parameters 0.0, gradients 0.0, optimizer 0.0, co2 0.0, 1.5 for" in text[-2]
-    assert text[-1].startswith("warning: gpu_gb=1 is less, even without activations: a higher --zero needs less")
+    assert "GiB a GPU and activations: parameters 0.0, gradients 0.0, optimizer 0.0, co2 0.0, 1.5 for" in text[-3]
+    assert text[-2].startswith("warning: gpu_gb=1 is less: a higher --zero needs less")
+    assert text[-1] == "0.0187 GB a checkpoint, of which the run folder keeps two"
 
 
 @pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 4), (torch.bfloat16, 2)])

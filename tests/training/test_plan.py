@@ -579,6 +579,23 @@ def test_rows_with_long_names_are_one_line_and_any_chunks_of_a_stage_can_be_name
     assert "tp1.pp2.dp4.v6.mb4" in capsys.readouterr().out
 
 
+def test_nodes_stay_idle_and_the_batch_shrinks_if_nothing_else_fits():
+    seven = replace(preset("laptops"), nodes=7)
+    p = of(seven, "gpt-125m", 8)
+    assert p.case.cluster.nodes == 6 and p.case.batch == 8
+    assert p.change.startswith("this plan uses 6 of 7 nodes, because otherwise no layout can be: ")
+    assert of(replace(seven, nodes=8), "gpt-125m", 8).change == ""
+    with pytest.raises(UserError, match="nothing fits"):
+        of(preset("laptops"), "gpt-175b", 8)
+
+
+@pytest.mark.slow
+def test_a_practitioner_takes_960_of_1000(capsys: pytest.CaptureFixture[str]):
+    main(["--preset", "internet-1000", "--model", "gpt-175b", "--batch", "640"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "this plan uses 960 of 1,000 nodes and a batch of 160 instead of 640, because otherwise" in text
+
+
 def test_the_nearest_miss_needs_more_than_there_is():
     p = of(preset("dgx-a100-tcp"), "llama-7b", 512)
     needs, has = (float(x) for x in re.findall(r"\d+\.\d+", p.miss))

@@ -179,6 +179,9 @@ def test_co2_s_gain_is_within_a_fifth_and_frontier_s_spans_hold_the_published_fi
     found = co2()
     assert found == pytest.approx(FOUND["co2"]) and abs(found["off"]) <= 0.2
     assert found["published"] == pytest.approx(13.4, abs=0.05)
+    alone = 16 * WORDS["1 node"]  # docs/planning.md names the two parts of the difference
+    assert WORDS["16 nodes"] / (alone / found["predicted"]) == pytest.approx(0.86, abs=0.005)
+    assert WORDS["16 nodes, CO2"] / alone == pytest.approx(1.03, abs=0.005)
     assert sorted(WORDS.values()) == sorted(paper.WORDS_PER_SECOND.values())
     found = frontier()
     for name, span in found["spans"].items():

@@ -142,15 +142,15 @@ def test_a_dry_run_refuses_what_a_run_would(options: list[str], said: str, monke
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with refused(said):
-        dry_run(parse(RECIPES, ["toy_a", *options]), lambda: nn.Linear(1, 1))
+        dry_run(parse(RECIPES, ["toy_a", *options]), lambda _: nn.Linear(1, 1))
 
 
 def test_a_dry_run_in_one_process_leaves_the_number_of_workers_open(capsys: pytest.CaptureFixture):
-    dry_run(parse(RECIPES, ["toy_a", "--zero", "2", "--per_node", "0"]), lambda: nn.Linear(1, 1))
-    dry_run(parse(RECIPES, ["toy_a", "--zero", "2", "--per_node", "8"]), lambda: nn.Linear(1, 1))
+    dry_run(parse(RECIPES, ["toy_a", "--zero", "2", "--per_node", "0"]), lambda _: nn.Linear(1, 1))
+    dry_run(parse(RECIPES, ["toy_a", "--zero", "2", "--per_node", "8"]), lambda _: nn.Linear(1, 1))
     assert capsys.readouterr().out.count("M parameters") == 2
     with pytest.raises(UserError, match="zero=2 with 1 worker"):
-        dry_run(parse(RECIPES, ["toy_a", "--zero", "2"]), lambda: nn.Linear(1, 1))
+        dry_run(parse(RECIPES, ["toy_a", "--zero", "2"]), lambda _: nn.Linear(1, 1))
 
 
 @pytest.mark.parametrize(
@@ -279,14 +279,14 @@ def test_every_recipe_starts_on_its_clusters_or_is_refused_in_one_line(task, nam
     monkeypatch.setenv("WORLD_SIZE", str(workers))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(GPUS))
     fit = replace(recipe, batch_size=fitting_batch(recipe, workers))
-    dry_run(fit, lambda: build(task, name))
+    dry_run(fit, lambda _: build(task, name))
     shown, rest = capsys.readouterr().out.split("\n}\n")
     settings = json.loads(shown[shown.index("{") :] + "}")  # mmcv prints at its import, too
     assert settings["batch_size"] == fit.batch_size and float(rest.split()[0]) > 0.03
     assert f"{workers} workers of {fit.batch_size // fit.data_workers(workers)} samples" in rest
     monkeypatch.setenv("WORLD_SIZE", str(gpus))
     try:
-        dry_run(recipe, lambda: nn.Linear(1, 1))
+        dry_run(recipe, lambda _: nn.Linear(1, 1))
     except UserError as error:
         (line,) = str(error).splitlines()
         assert re.search(r"over \d+ workers: (choose a positive multiple of \d+, such as|.* Mixup .*; give) \d+", line)
@@ -301,7 +301,7 @@ def test_a_run_asks_the_functions_that_a_dry_run_asks(name: str, tmp_path: Path,
         monkeypatch.setattr(module, name, refuse)
     recipe = CheckedToy(out=tmp_path)
     with pytest.raises(UserError, match="^no$"):
-        dry_run(recipe, lambda: nn.Linear(1, 1))
+        dry_run(recipe, lambda _: nn.Linear(1, 1))
     with pytest.raises(UserError, match="^no$"), Run(recipe) as started:
         started.shard(nn.Linear(1, 1))
 

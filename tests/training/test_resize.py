@@ -164,13 +164,15 @@ def timed(rank: int, world_size: int, folder: str, methods: list[str]) -> dict[s
     found: dict[str, list[int]] = {}
     clock = [0.0]
     for name in methods:
-        recipe = Toy(out=Path(folder, name), method=name, save_minutes=1.0)
+        recipe = Toy(out=Path(folder, name), method=name, save_minutes=1.0, eval_every="1minutes")
         with Run(recipe) as run:
             run._now = lambda: clock[0] if rank == 0 else 1e9
             loop, found[name] = Loop(run, nn.Linear(2, 2), 60), []
             for step in range(1, 61):
                 clock[0] += 3.0
-                if loop.step(loop.wrapped(torch.ones(1, 2)).sum()).checkpoint:
+                due = loop.step(loop.wrapped(torch.ones(1, 2)).sum())
+                assert due.evaluation == due.checkpoint
+                if due.checkpoint:
                     found[name].append(step)
                     run.save()
             loop.method.finish()

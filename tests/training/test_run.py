@@ -133,7 +133,20 @@ def test_evaluations_and_checkpoints_are_due_where_rounds_close_but_not_at_the_e
     assert due_steps(recipe, epoch=4, total=12) == ([6, 9], [9], [])  # 12, the end, would be due for both
     assert due_steps(replace(recipe, checkpoint_every=0, out=tmp_path / "b"), 6, 18) == ([6, 12], [], [])
     often = replace(recipe, eval_every=0.5, checkpoint_every=0, out=tmp_path / "c")
-    assert due_steps(often, 6, 12) == ([3, 6, 9], [], []) and replace(often, eval_every=0.01).eval_steps(6) == 1
+    assert due_steps(often, 6, 12) == ([3, 6, 9], [], [])
+    assert replace(often, eval_every=0.01).interval("eval_every", 6) == (1, 0)
+    by_steps = replace(recipe, eval_every="4steps", checkpoint_every="1.5epochs", out=tmp_path / "d")
+    assert due_steps(by_steps, 6, 21) == ([6, 9, 12, 18], [9, 18], [])
+    by_time = replace(recipe, eval_every="1e-9minutes", checkpoint_every="1e-9minutes", out=tmp_path / "e")
+    assert due_steps(by_time, 6, 12) == ([3, 6, 9], [3, 6, 9], [])
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("eval_every", "0steps"), ("eval_every", "3weeks"), ("checkpoint_every", "-1minutes")]
+)
+def test_an_interval_is_refused_in_one_line(name: str, value: str):
+    with pytest.raises(UserError, match=f"^{name}={value}: give "):
+        Toy(**{name: value})
 
 
 def stopped_by_one(rank: int, world_size: int, folder: str) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Enumerates the layouts of a model on a cluster, drops invalid and too large layouts, and sorts the rest by time."""
 
+import contextlib
 import itertools
 import math
 from collections import Counter
@@ -144,6 +145,7 @@ class Plan:
         seconds: Seconds by part.
         dropped: The number of dropped layouts by reason.
         miss: The layout that needs the least memory of all that do not fit, with its gigabytes.
+        change: The nodes and the batch if they differ from the request, and why. Else "".
     """
 
     case: Case
@@ -151,6 +153,7 @@ class Plan:
     seconds: dict[str, Numbers]
     dropped: Counter[str]
     miss: str
+    change: str = ""
 
     @cached_property
     def bytes(self) -> Numbers:
@@ -207,13 +210,40 @@ class Plan:
 def plan(case: Case, only: Layout | None = None) -> Plan:
     """Searches all layouts.
 
+    If no layout of the batch uses all nodes, it leaves as few nodes idle as possible, up to half of them. If none of
+    these fits, it halves the batch, up to three times.
+
     Args:
         case: The model, the cluster and the batch. Its layouts are ignored.
-        only: Searches only layouts of this name.
+        only: Searches only layouts of this name, on all nodes and with this batch.
 
     Raises:
         UserError: If no layout is valid, or none fits.
     """
+    try:
+        return search(case, only)
+    except UserError as error:
+        if only is None and (found := smaller(case)) is not None:
+            taken = f"{found.case.cluster.nodes:,} of {case.cluster.nodes:,} nodes"
+            if found.case.batch < case.batch:
+                taken += f" and a batch of {found.case.batch} instead of {case.batch}"
+            why = str(error).partition(": give")[0]
+            return replace(found, change=f"this plan uses {taken}, because otherwise {why}")
+        raise
+
+
+def smaller(case: Case) -> Plan | None:
+    """Returns the plan of the largest batch and the most nodes that have one, or None."""
+    nodes = case.cluster.nodes
+    for batch in dict.fromkeys(case.batch // k for k in (1, 2, 4, 8) if case.batch % k == 0):
+        for count in range(nodes, nodes // 2, -1):
+            with contextlib.suppress(UserError):
+                return search(replace(case, batch=batch, cluster=replace(case.cluster, nodes=count)))
+    return None
+
+
+def search(case: Case, only: Layout | None = None) -> Plan:
+    """Searches all layouts that use all nodes. See plan()."""
     if (devices := case.cluster.devices) > MOST:
         raise UserError(f"{case.cluster.name} has {devices} devices: the planner takes {MOST}: give fewer --nodes")
     if only is not None:
