@@ -52,8 +52,8 @@ from training.data import generator, steps_per_epoch
 from training.elastic import repeated
 from training.layouts.layout import Layout
 from training.optim import Scalars, backward_in_parts, clip_gradients, make_schedule, recompute
-from training.progress import load_weights
 from training.run import Run
+from training.weights import load_weights
 from training.workers import pick_device, upload
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def train(run: Run, recipe: LanguageRecipe, corpus: Corpus, objective: Objective
     """Trains from random weights, or the weights of `init_from`. `final_texts` are evaluated at the end."""
     model = make_model(recipe, corpus.pad)
     if recipe.init_from is not None:
-        load_weights(model, recipe.init_from)
+        load_weights(model, recipe.init_from, rows=recipe.vocab_size)
     learn(run, recipe, run.shard(model), TextTask(corpus, objective, corpus.val[: recipe.eval_tokens], final_texts))
 
 
@@ -269,7 +269,7 @@ def evaluate(run: Run, model: nn.Module, corpus: Corpus, objective: Objective, t
             sums = run.sum(*held_out_sums(model, batches, run.device, corpus.token_bytes))
             metrics = summarize(sums, causal=isinstance(objective, CausalObjective))
             results |= {f"{name}_{key}": value for key, value in metrics.items()}
-        if run.rank == 0 and corpus.tokenizer is not None and not recipe.layout:  # no rank has the whole model
+        if run.draws and corpus.tokenizer is not None and not recipe.layout:  # no rank has the whole model
             run.folder.writer.add_text("sample", sample(run, model, corpus, objective), run.step)
     run.log_evaluation(results)
     return results

@@ -26,6 +26,7 @@ from training.data import generator, steps_per_epoch
 from training.elastic import repeated
 from training.optim import Scalars, backward_in_parts, clip_gradients, make_optimizer, make_schedule, recompute
 from training.run import Run
+from training.weights import load_weights
 
 
 def main() -> None:
@@ -48,7 +49,10 @@ def make_model(recipe: PointCloudRecipe) -> nn.Module:
 
 def train(run: Run, recipe: PointCloudRecipe, train_set: PointClouds, test_set: PointClouds) -> None:
     """Runs the loop: optimizer steps, method.step(), and at round boundaries evaluations and checkpoints."""
-    model = run.shard(make_model(recipe))
+    model = make_model(recipe)
+    if recipe.init_from is not None:
+        load_weights(model, recipe.init_from)
+    model = run.shard(model)
     optimizer = run.shard_optimizer(make_optimizer(model, recipe.optim))
     epoch = steps_per_epoch(len(train_set), recipe.batch_size)
     total = epoch * recipe.epochs
@@ -106,7 +110,7 @@ def evaluate(run: Run, recipe: PointCloudRecipe, model: nn.Module, test_set: Poi
             emd += earth_mover_distance(subset(out.cloud, size), subset(points, size)).sum().item()
             loss += chamfer_distance(out.prediction, out.target).mean().item() * len(points)
             count += len(points)
-        if run.rank == 0:
+        if run.draws:
             save_picture(run, recipe, model, test_set)
         model.train()
         chamfer, emd, loss, count = run.sum(chamfer, emd, loss, count)

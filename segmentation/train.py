@@ -22,6 +22,7 @@ from training.data import steps_per_epoch
 from training.elastic import repeated
 from training.optim import Scalars, backward_in_parts, clip_gradients, make_optimizer, make_schedule
 from training.run import Run
+from training.weights import load_weights
 from training.workers import to_device
 
 PICTURES = 4  # samples shown at each evaluation
@@ -51,7 +52,10 @@ def train(
 ) -> None:
     """Runs the loop: optimizer steps, method.step(), and at round boundaries evaluations and checkpoints."""
     check_sync_bn(run, recipe)
-    model = run.shard(make_model(recipe))
+    model = make_model(recipe)
+    if recipe.init_from is not None:
+        load_weights(model, recipe.init_from, heads=["decode_head.conv_seg", "auxiliary_head.conv_seg"])
+    model = run.shard(model)
     optimizer = run.shard_optimizer(make_optimizer(model, recipe.optim))
     epoch = steps_per_epoch(len(train_set), recipe.batch_size)
     total = epoch * recipe.epochs
@@ -132,7 +136,7 @@ def evaluate(run: Run, model: nn.Module, split: str, eval_set: BaseSegDataset) -
             for image, sample in zip(batch["inputs"], samples, strict=True):
                 prediction, label = sample.pred_sem_seg.data[0], sample.gt_sem_seg.data[0]
                 metric.update(prediction, label)
-                if run.rank == 0 and shown < PICTURES:
+                if run.draws and shown < PICTURES:
                     picture = side_by_side(image, label, prediction, classes, palette)
                     run.folder.writer.add_figure(f"{split}/image_label_prediction_{shown}", picture, run.step)
                     shown += 1

@@ -4,20 +4,20 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from core.checkpoint import finished, load_model, load_newest, load_optimizer, of_optimizer, unlike
-from core.errors import UserError
+from core.checkpoint import load_model, load_optimizer, of_optimizer
+from core.comm import host_group
 from core.hooks import Requests, Snapshot
 from core.local_update import LocalUpdateMethod
 from core.methods import Method
 from training.recipe import Recipe
-from training.workers import make_link, rank, world_size
+from training.workers import has_bfloat16, make_link, rank, world_size
 
 
 class Progress:
@@ -39,6 +39,30 @@ class Progress:
         self.evaluation = Every(0)
         self.link = make_link(recipe.link_mbit, device)
         self.requests, self.snapshots = Requests("stop", "save"), Snapshot()
+
+    @property
+    def draws(self) -> bool:
+        """Whether an evaluation on this worker shows samples in TensorBoard."""
+        return self.rank == 0
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """Returns autocast to the recipe's precision if the device supports it."""
+        return torch.autocast(self.device.type, torch.bfloat16) if self._mixed() else contextlib.nullcontext()
+
+    def _mixed(self) -> bool:
+        return self.recipe.precision == "bfloat16" and has_bfloat16(self.device)
+
+    def sum(self, *values: float | Tensor) -> list[float]:
+        """Returns the sums over all workers, in float64. Every worker must call it."""
+        mine = torch.tensor([float(v) for v in values], dtype=torch.float64, device=self.device)
+        return self.sum_tensor(mine).tolist()
+
+    def sum_tensor(self, values: Tensor) -> Tensor:
+        """Returns the sum over all workers, in the host's memory. Every worker must call it."""
+        total = values.cpu()
+        if dist.is_initialized():
+            dist.all_reduce(total, group=host_group())
+        return total
 
     def evaluates(self, step: int) -> bool:
         """Returns whether an evaluation is due at a boundary after `step` steps."""
@@ -166,20 +190,3 @@ class Trained:
         """Completes a snapshot that is still waiting with the present state."""
         if isinstance(self.method, LocalUpdateMethod):
             self.snapshots.hand_over()
-
-
-def load_weights(model: nn.Module, folder: Path) -> None:
-    """Loads the weights of the newest checkpoint of the run in `folder`. Every worker must call it.
-
-    Raises:
-        UserError: If there is no checkpoint, or it is of another model.
-    """
-    checkpoints = folder.expanduser() / "checkpoints"
-    if not finished(checkpoints):
-        raise UserError(f"{folder} holds no checkpoint of a run: give the --out of one that has ended, or saved")
-    found = load_newest(checkpoints, rank=0)
-    assert found is not None
-    theirs, mine = found[0]["model"], model.state_dict()
-    if differs := unlike(theirs, mine):
-        raise UserError(f"{folder} is of another model: {differs}; give its --model and sizes")
-    model.load_state_dict(theirs)

@@ -76,6 +76,8 @@ class Recipe(OfMethods):
     """Samples per optimizer step over all workers (global)."""
     epochs: int = 10
     """Passes over the training set."""
+    init_from: Path | None = None
+    """Initial weights: a run folder, a local file of timm or mmseg, or a folder of transformers. None: random ones."""
     seed: int = 0
     """Seed of initialization, data order and augmentation."""
     accumulate: int = 1

@@ -28,7 +28,7 @@ from training.folder import RoundLog, RunFolder
 from training.progress import Due, Every, Progress, Trained
 from training.recipe import Recipe, momentum_note
 from training.script import StopSignal
-from training.workers import check_compiler, has_bfloat16, pick_device, tune, world_size
+from training.workers import check_compiler, pick_device, tune, world_size
 
 T = TypeVar("T")
 
@@ -173,13 +173,6 @@ class Run(Progress):
         """
         yield from self._workers.batches(make, self.step, self.total)
 
-    def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """Returns autocast to the recipe's precision if the device supports it."""
-        return torch.autocast(self.device.type, torch.bfloat16) if self._mixed() else contextlib.nullcontext()
-
-    def _mixed(self) -> bool:
-        return self.recipe.precision == "bfloat16" and has_bfloat16(self.device)
-
     @property
     def at_last_step(self) -> bool:
         """Whether the current step is the run's last."""
@@ -252,11 +245,6 @@ class Run(Progress):
         gathering = self._workers.gathered() if self._parted else contextlib.nullcontext()
         with method.averaged_model() as self._shared, self.clock.paused(), gathering:
             yield
-
-    def sum(self, *values: float | Tensor) -> list[float]:
-        """Returns the sums over all workers, in float64. Every worker must call it."""
-        mine = torch.tensor([float(v) for v in values], dtype=torch.float64, device=self.device)
-        return self.sum_tensor(mine).tolist()
 
     def sum_tensor(self, values: Tensor) -> Tensor:
         """Returns the sum over all workers. Every worker must call it."""

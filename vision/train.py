@@ -18,9 +18,10 @@ from training.data import eval_share, steps_per_epoch
 from training.elastic import repeated
 from training.optim import Scalars, backward_in_parts, clip_gradients, make_optimizer, make_schedule
 from training.run import Run
+from training.weights import load_weights
 from vision import data
 from vision.data import ImageNet
-from vision.model import build_model
+from vision.model import build_model, classifier_name
 from vision.pictures import labelled
 
 Dataset = data.Images | ImageNet
@@ -53,7 +54,10 @@ def make_model(recipe: VisionRecipe, num_classes: int | None = None) -> nn.Modul
 
 def train(run: Run, recipe: VisionRecipe, train_set: Dataset, test_set: Dataset) -> None:
     """Runs the loop: optimizer steps, method.step(), and at round boundaries evaluations and checkpoints."""
-    model = run.shard(make_model(recipe, len(train_set.classes)))
+    model = make_model(recipe, len(train_set.classes))
+    if recipe.init_from is not None:
+        load_weights(model, recipe.init_from, heads=[classifier_name(model)])
+    model = run.shard(model)
     optimizer = run.shard_optimizer(make_optimizer(model, recipe.optim))
     epoch = steps_per_epoch(len(train_set), recipe.batch_size)
     total = epoch * recipe.epochs
@@ -115,7 +119,7 @@ def evaluate(run: Run, recipe: VisionRecipe, model: nn.Module, test_set: Dataset
         for images, labels in test_set.test_batches(recipe, run.rank, run.world_size, run.device):
             with run.autocast():
                 logits = model(images).float()
-            if run.rank == 0 and (at := [i - count for i in shown if count <= i < count + len(labels)]):
+            if run.draws and (at := [i - count for i in shown if count <= i < count + len(labels)]):
                 few.append((images[at], labels[at], logits[at].argmax(1)))
             # Counts add up exactly over workers. timm.utils.accuracy gives percentages of a batch, in float32.
             best = logits.topk(min(5, logits.shape[1]), dim=1).indices == labels[:, None]
