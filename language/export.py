@@ -9,9 +9,10 @@ import training.prepared  # noqa: F401, transformers imports torchvision when it
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedTokenizerFast, RobertaForMaskedLM
 
 from core.errors import UserError
@@ -24,17 +25,6 @@ from training.script import launch
 from training.weights import Weights
 
 
-class Logits(nn.Module):
-    """Maps token ids [batch, time] to logits [batch, time, vocabulary]."""
-
-    def __init__(self, model: nn.Module):
-        super().__init__()
-        self.model = model
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.model(ids).logits
-
-
 def build(recipe: LanguageRecipe, weights: Callable[[nn.Module], Weights]) -> nn.Module:
     """Returns the model. RoBERTa's pad token follows from its number of positions, without the corpus."""
     if is_causal(recipe.model):
@@ -43,8 +33,8 @@ def build(recipe: LanguageRecipe, weights: Callable[[nn.Module], Weights]) -> nn
     return make_model(recipe, pad=len(found) - recipe.context - 1)
 
 
-def example(recipe: LanguageRecipe, model: nn.Module) -> tuple[nn.Module, tuple[Tensor, ...]]:
-    return Logits(model), (torch.zeros(2, recipe.context, dtype=torch.long),)
+def example(recipe: LanguageRecipe, model: nn.Module) -> Any:
+    return lambda ids: model(ids).logits, torch.zeros(2, recipe.context, dtype=torch.long)
 
 
 def folder(recipe: LanguageRecipe, model: nn.Module, target: Path) -> None:

@@ -19,7 +19,7 @@ import torch
 import transformers
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, RobertaForMaskedLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from core.errors import UserError
 from core.stored import parse_json
@@ -185,11 +185,3 @@ def _explained(where: Path) -> Iterator[None]:
         raise UserError(f"{where}: a *.safetensors file is damaged ({error}): copy it again") from None
     except Exception as error:
         raise UserError(f"{where} cannot be opened ({type(error).__name__}: {error}): copy it again") from None
-
-
-def open_weights(folder: Path, like: nn.Module) -> dict[str, torch.Tensor]:
-    """Returns the weights of transformers' folder by the names of `like`, a GPT-2 or RoBERTa."""
-    kind: Any = RobertaForMaskedLM if isinstance(like, RobertaForMaskedLM) else type(like)
-    with _explained(folder):
-        model = kind.from_pretrained(folder, use_safetensors=True, dtype=torch.float32, **LOCAL)
-    return model.state_dict()

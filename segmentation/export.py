@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from mmengine.config import Config
-from torch import Tensor, nn
+from torch import nn
 
 from segmentation.data import CROP, EVAL_BATCH, NUM_CLASSES, build_dataset, dataset_config
 from segmentation.model import upernet
@@ -19,19 +19,11 @@ from training.export import Exporter, export_run
 from training.script import launch
 
 
-class Logits(nn.Module):
-    """Maps normalized images [b, 3, h, w] to logits [b, classes, h, w]."""
-
-    def __init__(self, model: nn.Module):
-        super().__init__()
-        self.model = model
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.model.encode_decode(images, [{"img_shape": images.shape[2:]}])
-
-
-def example(recipe: SegmentationRecipe, model: nn.Module) -> tuple[nn.Module, tuple[Tensor, ...]]:
-    return Logits(model), (torch.zeros(2, 3, *CROP[recipe.dataset]),)
+def example(recipe: SegmentationRecipe, model: nn.Module) -> Any:
+    size = CROP[recipe.dataset]
+    return lambda x: model.encode_decode(x, [{"img_shape": size}]), torch.zeros(
+        2, 3, *size
+    )  # normalized images to logits
 
 
 def test_config(recipe: SegmentationRecipe) -> dict[str, Any]:

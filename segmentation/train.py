@@ -1,11 +1,17 @@
-"""Trains UPerNet: `torchrun --standalone --nproc-per-node 4 -m segmentation.train RECIPE [overrides]`."""
+"""Trains UPerNet: `torchrun --standalone --nproc-per-node 4 -m segmentation.train RECIPE [overrides]`.
+
+With `--config FILE.py` it trains a config file of mmsegmentation instead, see segmentation/runner.py.
+"""
+
+import sys
 
 from segmentation.recipes import RECIPES, SegmentationRecipe
 from training.checks import dry_run
 from training.recipe import answer_help, parse
 from training.script import launch
 
-if __name__ == "__main__":
+OF_MMSEG = any(word.startswith("--config") for word in sys.argv[1:2])
+if __name__ == "__main__" and not OF_MMSEG:
     answer_help(RECIPES, prog="segmentation.train")  # before the imports below, which take seconds
 
 import functools
@@ -147,4 +153,6 @@ def evaluate(run: Run, model: nn.Module, split: str, eval_set: BaseSegDataset) -
 
 
 if __name__ == "__main__":
+    if OF_MMSEG:
+        from segmentation.runner import train_config as main  # noqa: F811
     launch(main)

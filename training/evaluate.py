@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch.distributed as dist
 import tyro
@@ -24,8 +24,8 @@ from training.workers import join, pick_device, rank, tune, world_size
 
 R = TypeVar("R", bound=Recipe)
 Results = dict[str, float]
-# the model of a recipe, and its evaluation as at the end of a run
-Open = Callable[[R], tuple[nn.Module, Callable[["Evaluation", nn.Module], Results]]]
+# returns the model of a recipe, and its evaluation as at the end of a run
+Open = Callable[[R], tuple[nn.Module, Callable[[Any], Results]]]
 
 
 @dataclass(frozen=True)
@@ -54,14 +54,8 @@ class Evaluation(Progress):
         """Does nothing, because the command prints the results."""
 
 
-def evaluate_run(kind: type[R], open_task: Open[R], prog: str) -> Results:
-    """Runs the command, and returns its results.
-
-    Args:
-        kind: The task's recipe.
-        open_task: Returns the model of a recipe, and its evaluation.
-        prog: Name of the command.
-    """
+def evaluate_run(kind: type[R], open_task: Open[R], prog: str) -> None:
+    """Runs the command `prog` of the task with these recipes."""
     given = paths_from_home(tyro.cli(EvaluateOptions, prog=prog, console_outputs=rank() == 0))
     recipe = read_recipe(given.run, kind)
     workers = read_config(given.run)["world_size"]  # each worker's batches keep their size
@@ -72,7 +66,8 @@ def evaluate_run(kind: type[R], open_task: Open[R], prog: str) -> Results:
     made = join(device, recipe.timeout, settings(recipe))
     model, evaluate = open_task(recipe)
     load_weights(model, given.weights or given.run)
-    results = evaluate(Evaluation(recipe, device), model.to(device))
+    model.to(device)
+    results = evaluate(Evaluation(recipe, device))
     if rank() == 0:
         of = given.weights or f"{given.run}, {finished(given.run / 'checkpoints')[0]}"
         print(f"{recipe.name} {recipe.method}: {of}\n{table(results)}", flush=True)
@@ -80,4 +75,3 @@ def evaluate_run(kind: type[R], open_task: Open[R], prog: str) -> Results:
             given.out.write_text(json.dumps(results, indent=2) + "\n")
     if made:
         dist.destroy_process_group()
-    return results

@@ -40,16 +40,29 @@ class Exporter(Generic[R]):
     Attributes:
         kind: The task's recipe.
         build: Returns the model for a recipe and its weights.
-        example: Returns a module that maps tensors to tensors, and inputs of two samples, for torch.export.
+        example: Returns a function of the model from tensor to tensor, and an input of two samples, for torch.export.
         folder: Writes the task's folder of a library, or None.
         beside: Returns what a *.pth file holds in addition to state_dict, and writes files next to it.
     """
 
     kind: type[R]
     build: Callable[[R, Callable[[nn.Module], Weights]], nn.Module]
-    example: Callable[[R, nn.Module], tuple[nn.Module, tuple[Tensor, ...]]]
+    example: Callable[[R, nn.Module], tuple[Callable[[Tensor], Tensor], Tensor]]
     folder: Callable[[R, nn.Module, Path], None] | None = None
     beside: Callable[[R, nn.Module, Path], dict[str, Any]] | None = None
+
+
+class Graph(nn.Module):
+    """A function of a model, as the module that torch.export needs."""
+
+    function: Callable[[Tensor], Tensor]
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
 
 
 def export_run(task: Exporter[R], prog: str) -> None:
@@ -75,10 +88,10 @@ def write(task: Exporter[R], recipe: R, model: nn.Module, out: Path) -> None:
         more = task.beside(recipe, model, out) if task.beside else {}
         torch.save({"state_dict": model.state_dict()} | more, out)
     elif out.suffix == ".pt2":
-        module, inputs = task.example(recipe, model)
+        graph = Graph(model)
+        graph.function, x = task.example(recipe, model)
         try:
-            batch = torch.export.Dim("batch", min=1, max=1 << 20)
-            made = torch.export.export(module.eval(), inputs, dynamic_shapes=tuple({0: batch} for _ in inputs))
+            made = torch.export.export(graph.eval(), (x,), dynamic_shapes=({0: torch.export.Dim("batch")},))
         except Exception as error:  # torch.export raises many kinds of errors
             raise UserError(f"{out}: torch.export does not allow this model ({reason(error)}): give *.pth") from None
         torch.export.save(made, out)

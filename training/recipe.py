@@ -23,9 +23,9 @@ from training.workers import rank, world_size
 SHARES = {"shard", "offload", "per_node", "zero", "layout"}  # options that exclude some recommended settings
 LARGEST = 10**9  # limit of the numbers in a recipe
 SELDOM = {  # options that only --help-all lists, by the part of the recipe; None hides the whole part
-    "": "tf32 cudnn_benchmark channels_last extend gpu_gb timeout trace",
+    "": "tf32 cudnn_benchmark channels_last extend gpu_gb timeout trace link_mbit",
     "co2": "allow_unstable tau_max mix",
-    "optim": "betas eps undecayed power min_lr_share",
+    "optim": "betas eps undecayed power min_lr_share layer_decay",
     "ddp_compression": "error_feedback like lgreco",
     "co2.compression": "error_feedback like lgreco",
     "autoencoder": "encoder_widths folding_width mlp_widths",

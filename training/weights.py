@@ -145,10 +145,12 @@ def read_weights(path: Path, model: nn.Module) -> Weights:
         return file_weights(path, "init_from")
     if not any(path.glob("*.safetensors")):
         raise UserError(f"init_from: {path} holds no checkpoint of a run, and no *.safetensors; nor is it a file")
-    if hasattr(model, "save_pretrained"):
-        from language.pretrained import open_weights  # imported here, because transformers takes seconds
-
-        return open_weights(path, model)
+    if hasattr(model, "save_pretrained"):  # our RoBERTa is a subclass of transformers'
+        kind: Any = next(c for c in type(model).__mro__ if c.__module__.startswith("transformers."))
+        try:
+            return kind.from_pretrained(path, use_safetensors=True, local_files_only=True).float().state_dict()
+        except Exception as error:  # transformers raises many kinds of errors
+            raise UserError(f"init_from={path}: cannot be read ({reason(error)}): copy it again") from None
     return file_weights(next(path.glob("*.safetensors")), "init_from")
 
 

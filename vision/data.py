@@ -105,6 +105,7 @@ def mirrored(places: Tensor, size: int) -> Tensor:
 
 
 Samples = IndexedFolder | Shards
+STATISTICS = IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
 
 def data_config(recipe: VisionRecipe) -> dict[str, Any]:
@@ -112,7 +113,7 @@ def data_config(recipe: VisionRecipe) -> dict[str, Any]:
     own = timm.get_pretrained_cfg(recipe.model, allow_unregistered=True) if recipe.timm_data else None
     if own is not None:
         return resolve_data_config(pretrained_cfg=own.to_dict())
-    size, statistics = image_size(recipe.model), {"mean": IMAGENET_DEFAULT_MEAN, "std": IMAGENET_DEFAULT_STD}
+    size, statistics = image_size(recipe.model), dict(zip(("mean", "std"), STATISTICS, strict=True))
     return statistics | {"input_size": (3, size, size), "crop_pct": 0.875, "interpolation": "bicubic"}
 
 

@@ -5,10 +5,11 @@ import training.prepared  # noqa: F401
 # isort: split
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from timm.models import save_for_hf
-from torch import Tensor, nn
+from torch import nn
 
 from core.errors import UserError
 from training.export import Exporter, export_run
@@ -27,10 +28,10 @@ def build(recipe: VisionRecipe, weights: Callable[[nn.Module], Weights]) -> nn.M
     return make_model(recipe, len(weights(like)[f"{classifier_name(like)}.weight"]))
 
 
-def example(recipe: VisionRecipe, model: nn.Module) -> tuple[nn.Module, tuple[Tensor, ...]]:
+def example(recipe: VisionRecipe, model: nn.Module) -> Any:
     shape = SHAPES[recipe.dataset]
     size = image_size(recipe.model) if recipe.dataset == "imagenet" else shape.image_size
-    return model, (torch.zeros(2, shape.in_chans, size, size),)
+    return model, torch.zeros(2, shape.in_chans, size, size)
 
 
 def folder(recipe: VisionRecipe, model: nn.Module, target: Path) -> None:
