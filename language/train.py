@@ -51,7 +51,7 @@ from language.zeroth.method import Zeroth, of_run
 from training.data import generator, steps_per_epoch
 from training.elastic import repeated
 from training.layouts.layout import Layout
-from training.optim import Scalars, backward_in_parts, clip_gradients, make_schedule, recompute
+from training.optim import Scalars, backward_in_parts, make_schedule, recompute
 from training.run import Run
 from training.weights import load_weights
 from training.workers import pick_device, upload
@@ -178,9 +178,7 @@ def learn(run: Run, recipe: TextRecipe, model: nn.Module, task: TextTask | Promp
             loss = measure(run, recipe, method, batch)
         else:
             loss = backward(run, recipe, wrapped, batch)
-            clip_gradients(model, recipe.optim)
-            optimizer.step()
-            optimizer.zero_grad()
+            run.update(model, optimizer)
         schedule.step()
         due = run.after_step(method.step(last=run.at_last_step), train_loss=loss)
         if due.evaluation:
@@ -212,7 +210,7 @@ def backward(run: Run, recipe: TextRecipe, wrapped: nn.Module, batch: Batch | Ro
     def part_of(part: Part) -> Scalars:
         return {"train_loss": part_loss(run, wrapped, part) / predicted}
 
-    loss = backward_in_parts(wrapped, parts, part_of)["train_loss"]
+    loss = backward_in_parts(wrapped, parts, part_of, run.scaled)["train_loss"]
     return batch.mean_loss(loss) if isinstance(batch, Rows) else loss
 
 

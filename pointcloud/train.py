@@ -24,7 +24,7 @@ from pointcloud.losses import chamfer_distance, earth_mover_distance
 from pointcloud.model import Autoencoder, MaskedAutoencoder
 from training.data import generator, steps_per_epoch
 from training.elastic import repeated
-from training.optim import Scalars, backward_in_parts, clip_gradients, make_optimizer, make_schedule, recompute
+from training.optim import Scalars, backward_in_parts, make_optimizer, make_schedule, recompute
 from training.run import Run
 from training.weights import load_weights
 
@@ -63,9 +63,7 @@ def train(run: Run, recipe: PointCloudRecipe, train_set: PointClouds, test_set: 
     model.train()
     for points in run.batches(train_set.train_batches):
         scalars = backward(run, recipe, wrapped, points.to(run.device, non_blocking=True))
-        clip_gradients(model, recipe.optim)
-        optimizer.step()
-        optimizer.zero_grad()
+        run.update(model, optimizer)
         schedule.step()
         due = run.after_step(method.step(last=run.at_last_step), **scalars)
         if due.evaluation:
@@ -87,7 +85,7 @@ def backward(run: Run, recipe: PointCloudRecipe, wrapped: nn.Module, points: Ten
             out = wrapped(part)
         return {"train_loss": chamfer_distance(out.prediction, out.target).mean() * (len(part) / len(points))}
 
-    return backward_in_parts(wrapped, points.chunk(recipe.accumulate), part_of)
+    return backward_in_parts(wrapped, points.chunk(recipe.accumulate), part_of, run.scaled)
 
 
 @repeated

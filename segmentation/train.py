@@ -26,7 +26,7 @@ from segmentation.metrics import SegmentationMetric, side_by_side
 from segmentation.model import build_model, check_sync_bn, share_statistics, upernet
 from training.data import steps_per_epoch
 from training.elastic import repeated
-from training.optim import Scalars, backward_in_parts, clip_gradients, make_optimizer, make_schedule
+from training.optim import Scalars, backward_in_parts, make_optimizer, make_schedule
 from training.run import Run
 from training.weights import load_weights
 from training.workers import to_device
@@ -75,9 +75,7 @@ def train(
         inputs = model.data_preprocessor(batch, training=True)
         images = to_device(inputs["inputs"], run.device, recipe.channels_last)
         scalars = backward(run, recipe, model, wrapped, images, inputs["data_samples"])
-        clip_gradients(model, recipe.optim)
-        optimizer.step()
-        optimizer.zero_grad()
+        run.update(model, optimizer)
         schedule.step()
         due = run.after_step(method.step(last=run.at_last_step), **scalars)
         if due.evaluation:
@@ -120,7 +118,7 @@ def backward(
 
     size = -(-len(images) // recipe.accumulate)
     parts = [range(i, min(i + size, len(images))) for i in range(0, len(images), size)]
-    return backward_in_parts(wrapped, parts, part_of)
+    return backward_in_parts(wrapped, parts, part_of, run.scaled)
 
 
 @repeated

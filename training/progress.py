@@ -3,7 +3,7 @@
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -38,6 +38,7 @@ class Progress:
         self.means = Averages()
         self.evaluation = Every(0)
         self.link = make_link(recipe.link_mbit, device)
+        self.scaler = torch.amp.GradScaler(device.type) if recipe.precision == "float16" else None
         self.requests, self.snapshots = Requests("stop", "save"), Snapshot()
 
     @property
@@ -47,10 +48,17 @@ class Progress:
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Returns autocast to the recipe's precision if the device supports it."""
-        return torch.autocast(self.device.type, torch.bfloat16) if self._mixed() else contextlib.nullcontext()
+        kind = getattr(torch, self.recipe.precision)
+        return torch.autocast(self.device.type, kind) if self._mixed() else contextlib.nullcontext()
 
     def _mixed(self) -> bool:
+        if self.recipe.precision == "float16":
+            return self.device.type == "cuda"
         return self.recipe.precision == "bfloat16" and has_bfloat16(self.device)
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """Returns the loss for the backward pass, which float16 scales."""
+        return loss if self.scaler is None else self.scaler.scale(loss)
 
     def sum(self, *values: float | Tensor) -> list[float]:
         """Returns the sums over all workers, in float64. Every worker must call it."""
@@ -153,6 +161,7 @@ class Trained:
 
     Attributes:
         name: Name of the method.
+        extra: More objects with a state, by name.
     """
 
     model: nn.Module
@@ -161,6 +170,7 @@ class Trained:
     method: Method
     name: str
     snapshots: Snapshot
+    extra: dict[str, Any] = field(default_factory=dict)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state without the method's part, which may come later (state_of_method)."""
@@ -168,7 +178,7 @@ class Trained:
             "model": self.model.state_dict(),
             "optimizer": of_optimizer(self.optimizer, self.model),
             "schedule": self.schedule.state_dict(),
-        }
+        } | {name: part.state_dict() for name, part in self.extra.items()}
 
     def state_of_method(self, state: dict[str, Any]) -> dict[str, Any]:
         return {"method": {"name": self.name, "state": state}}
@@ -178,6 +188,8 @@ class Trained:
         load_optimizer(self.optimizer, self.model, state["optimizer"])
         self.schedule.load_state_dict(state["schedule"])
         self.method.load_state_dict(state["method"]["state"])
+        for name, part in self.extra.items():
+            part.load_state_dict(state[name])
 
     def snapshot(self, then: Callable[[dict[str, Any]], None]) -> None:
         """Calls `then` with the method's state, once the all-reduce in flight has arrived."""

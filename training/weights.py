@@ -79,6 +79,9 @@ def run_weights(folder: Path, like: nn.Module) -> Weights:
         from training.layouts.resharded import read_model  # imported here, because torch's pipelines take a second
 
         return read_model(checkpoints / names[0])
+    if recipe.get("ema") is not None:
+        weights = _part(checkpoints, 0, "ema")
+        return {name.removeprefix("module."): t for name, t in weights.items() if name != "n_averaged"}
     if recipe.get("zero", 0) < 2:
         return _part(checkpoints, 0, "model")
     shards = [_part(checkpoints, number, "model") for number in range(_part(checkpoints, 0, "node"))]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from training.data import eval_share, steps_per_epoch
 from training.elastic import repeated
-from training.optim import Scalars, backward_in_parts, clip_gradients, make_optimizer, make_schedule
+from training.optim import Scalars, backward_in_parts, make_optimizer, make_schedule
 from training.run import Run
 from training.weights import load_weights
 from vision import data
@@ -68,9 +68,7 @@ def train(run: Run, recipe: VisionRecipe, train_set: Dataset, test_set: Dataset)
     model.train()
     for images, labels in run.batches(functools.partial(train_set.train_batches, device=run.device)):
         scalars = backward(run, recipe, wrapped, images, labels)
-        clip_gradients(model, recipe.optim)
-        optimizer.step()
-        optimizer.zero_grad()
+        run.update(model, optimizer)
         schedule.step()
         due = run.after_step(method.step(last=run.at_last_step), **scalars)
         if due.evaluation:
@@ -99,7 +97,7 @@ def backward(run: Run, recipe: VisionRecipe, wrapped: nn.Module, images: Tensor,
         return {"train_loss": loss * share, "train_top1": top1 * share}
 
     parts = list(zip(images.chunk(recipe.accumulate), labels.chunk(recipe.accumulate), strict=True))
-    return backward_in_parts(wrapped, parts, part_of)
+    return backward_in_parts(wrapped, parts, part_of, run.scaled)
 
 
 def spread(images: int) -> list[int]:

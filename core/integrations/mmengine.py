@@ -97,7 +97,7 @@ class CO2Hook(Hook):
             for (
                 layer
             ) in layers:  # in place, because the optimizer has its parameters; mmengine's own needs mmcv's kernels
-                layer.__class__ = nn.BatchNorm2d
+                layer.__class__ = nn.BatchNorm2d  # pyright: ignore[reportAttributeAccessIssue]
         elif layers and self.sync_bn == "node" and (of_node := local_world_size()) > 1:
             # one group for all layers; the workers of a node close rounds at the same steps
             group = node_mesh(next(runner.model.parameters()).device.type, of_node, self.timeout).get_group("shard")

@@ -87,6 +87,31 @@ def test_a_tuned_classifier_has_new_classes(tmp_path: Path, capfd: pytest.Captur
         load_weights(model, tmp_path / "other.pth")
 
 
+SMALL = ("digits_small", "--model", "test_resnet", "--batch_size", "64")
+
+
+def test_averaged_weights_are_evaluated_and_scaled_losses_change_nothing(tmp_path: Path):
+    plain, half = (trained("vision", tmp_path / p, *SMALL, "--precision", p) for p in ("float32", "float16"))
+    assert plain["test_loss"] == half["test_loss"]  # without a GPU there is no autocast, and the scale is a power of 2
+    end = trained("vision", tmp_path / "ema", *SMALL, "--ema", "0.8")
+    again = evaluated("vision", tmp_path / "ema")
+    assert {key: end[key] for key in again} == again and end["test_loss"] != plain["test_loss"]
+
+
+def averaged(rank: int, world_size: int, folder: str) -> None:
+    for name, options in {"co2": ("--co2.tau", "4"), "ddp": ("--method", "ddp")}.items():
+        given = (*SMALL, "--ema", "0.8", "--epochs", "2", "--device", "cpu", "--out", f"{folder}/{name}", *options)
+        run_on_worker(rank, world_size, "vision.train", *given)
+
+
+@pytest.mark.slow
+def test_two_workers_have_one_average(tmp_path: Path):
+    run_distributed(averaged, 2, str(tmp_path), timeout=300)
+    for name in ("co2", "ddp"):
+        end, again = summary(tmp_path / name), evaluated("vision", tmp_path / name)
+        assert {key: end[key] for key in again} == pytest.approx(again, rel=1e-6), name
+
+
 def test_gpt2_and_roberta_are_transformers(tmp_path: Path):
     for name, options in (("gpt2", TEXT), ("roberta", MASKED)):
         run = tmp_path / name
