@@ -94,7 +94,11 @@ def train_config() -> None:
     if device.type == "cpu":
         config.model_wrapper_cfg = ON_CPU
     runner = Runner.from_cfg(config)
-    runner.test() if given.test is not None else runner.train()
+    try:
+        runner.test() if given.test is not None else runner.train()
+    except FileNotFoundError as error:
+        remedy = "set CO2_DATA to the folder with the config's data, or --set the config's own paths"
+        raise UserError(f"config={given.config}: {error.filename or error} is missing: {remedy}") from None
     if made and dist.is_initialized():
         dist.destroy_process_group()
 

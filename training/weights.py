@@ -32,7 +32,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     file = folder / "config.json"
     try:
         config = parse_json(file.read_text())
-        config["recipe"]["method"]
+        config["recipe"]["method"], config["world_size"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{file}: {reason(error)}; give the folder of a run (--out, or runs/RECIPE-...)") from None
     return config
