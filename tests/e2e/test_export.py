@@ -90,6 +90,7 @@ def test_a_tuned_classifier_has_new_classes(tmp_path: Path, capfd: pytest.Captur
 SMALL = ("digits_small", "--model", "test_resnet", "--batch_size", "64")
 
 
+@pytest.mark.slow
 def test_averaged_weights_are_evaluated_and_scaled_losses_change_nothing(tmp_path: Path):
     plain, half = (trained("vision", tmp_path / p, *SMALL, "--precision", p) for p in ("float32", "float16"))
     assert plain["test_loss"] == half["test_loss"]  # without a GPU there is no autocast, and the scale is a power of 2
@@ -112,6 +113,7 @@ def test_two_workers_have_one_average(tmp_path: Path):
         assert {key: end[key] for key in again} == pytest.approx(again, rel=1e-6), name
 
 
+@pytest.mark.slow
 def test_gpt2_and_roberta_are_transformers(tmp_path: Path):
     for name, options in (("gpt2", TEXT), ("roberta", MASKED)):
         run = tmp_path / name
@@ -134,6 +136,7 @@ def test_gpt2_and_roberta_are_transformers(tmp_path: Path):
         assert tokenizer.eos_token_id == corpus.eot == model.config.eos_token_id
 
 
+@pytest.mark.slow
 def test_point_clouds_are_evaluated_again(tmp_path: Path):
     end = trained("pointcloud", tmp_path / "run", "surfaces_small", "--points", "64", "--emd_points", "16")
     again = evaluated("pointcloud", tmp_path / "run")
