@@ -47,7 +47,9 @@ from training.script import launch
 TIMEOUT = 300.0  # seconds until a missing worker is an error
 NONE = "none"  # the same steps without communication
 CPU = torch.device("cpu")
-RUN = SimpleNamespace(device=CPU, autocast=contextlib.nullcontext)  # what a backward pass reads of a Run
+RUN = SimpleNamespace(
+    device=CPU, autocast=contextlib.nullcontext, scaled=lambda loss: loss
+)  # what a backward pass reads of a Run
 
 # -- methods ----------------------------------------------------------------------------------------------------
 

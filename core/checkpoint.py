@@ -174,12 +174,12 @@ class Saver:
         return of_all(mine, self._group) if self._group is not None else [mine]
 
 
-def load_newest(folder: Path, *, rank: int, alone: bool = False) -> tuple[Any, int] | None:
+def load_newest(folder: Path, *, rank: int, alone: bool = False, part: str = "") -> tuple[Any, int] | None:
     """Loads the newest checkpoint that all workers can read.
 
     Every worker must call it, except with `alone`. If n other workers wrote it, rank r gets the state of rank r modulo
-    n. Rank 0 prints which checkpoints were refused, and why. On a network file system, another worker may not see the
-    newest one yet.
+    n. With `part` it reads only that part, such as "model". Rank 0 prints which checkpoints were refused, and why. On a
+    network file system, another worker may not see the newest one yet.
 
     Returns:
         This worker's state and the number of workers that wrote it, or None if there is no checkpoint.
@@ -193,7 +193,7 @@ def load_newest(folder: Path, *, rank: int, alone: bool = False) -> tuple[Any, i
             if not (target := path.with_name(path.name.partition(".tmp-")[0])).exists():
                 path.rename(target)
     for name in gather(finished(folder))[0]:
-        state, workers, problem = _read(folder / name, rank)
+        state, workers, problem = _read(folder / name, rank, part)
         problems = [f"rank {number}: {problem}" for number, problem in enumerate(gather(problem)) if problem]
         if not problems:
             for line in refused:
@@ -253,7 +253,7 @@ def finished(folder: Path) -> list[str]:
     return sorted((path.name for path in paths), reverse=True)
 
 
-def _read(target: Path, rank: int) -> tuple[Any, int, str]:
+def _read(target: Path, rank: int, part: str = "") -> tuple[Any, int, str]:
     """Returns this worker's state, the number of workers that wrote the checkpoint, and what is wrong with it."""
     try:
         manifest = parse_json((target / MANIFEST).read_text())
@@ -263,7 +263,7 @@ def _read(target: Path, rank: int) -> tuple[Any, int, str]:
         if files.keys() != {path.name for path in target.glob("rank*.json")}:
             return None, 0, f"{MANIFEST} is damaged, it names other workers than those that wrote the checkpoint"
         taken = rank % len(files)
-        return stored.read(target, taken, files[f"rank{taken}.json"]), len(files), ""
+        return stored.read(target, taken, files[f"rank{taken}.json"], part), len(files), ""
     except FileNotFoundError as error:
         return None, 0, f"{Path(error.filename).name} is missing"
     except UserError as error:

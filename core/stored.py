@@ -221,8 +221,8 @@ def write(folder: Path, rank: int, state: Any, tensors: dict[str, Tensor], every
     return hashlib.sha256(text).hexdigest()
 
 
-def read(folder: Path, rank: int, known: str) -> Any:
-    """Returns the state of worker `rank` in memory of its own. `known` is the SHA-256 of its JSON file.
+def read(folder: Path, rank: int, known: str, part: str = "") -> Any:
+    """Returns the state of worker `rank` in memory of its own, or a part of it. `known` is its JSON file's SHA-256.
 
     UserError if a checksum differs. Any other error means that a file is missing or damaged.
     """
@@ -246,7 +246,7 @@ def read(folder: Path, rank: int, known: str) -> Any:
             raise UserError(f"{name} is damaged, the checksum of {path} differs")
         return found
 
-    return put_back(held["state"], tensor)
+    return put_back(held["state"][part] if part else held["state"], tensor)
 
 
 def digest(tensor: Tensor) -> str:

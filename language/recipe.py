@@ -1,7 +1,6 @@
 """The settings of a language modeling run."""
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
@@ -142,8 +141,6 @@ class LanguageRecipe(TextRecipe):
     """The model and its size."""
     corpus: CorpusName = "pydoc"
     """The text. pydoc comes with Python. All other corpora are read from the folder CO2_DATA."""
-    init_from: Path | None = None
-    """Run folder of a model of the same sizes, whose newest checkpoint has the initial weights. None: random ones."""
     vocab_size: int = 1024
     """Tokens of the vocabulary. pydoc and gutenberg train one of this size; for other corpora it is checked."""
     context: int = 128

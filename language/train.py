@@ -54,9 +54,9 @@ from training.cost import Work
 from training.data import generator, steps_per_epoch
 from training.elastic import repeated
 from training.layouts.layout import Layout
-from training.optim import Scalars, backward_in_parts, clip_gradients, make_schedule, recompute
-from training.progress import load_weights
+from training.optim import Scalars, backward_in_parts, make_schedule, recompute
 from training.run import Run
+from training.weights import load_weights
 from training.workers import pick_device, upload
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ def train(run: Run, recipe: LanguageRecipe, corpus: Corpus, objective: Objective
     """Trains from random weights, or the weights of `init_from`. `final_texts` are evaluated at the end."""
     model = make_model(recipe, corpus.pad)
     if recipe.init_from is not None:
-        load_weights(model, recipe.init_from)
+        load_weights(model, recipe.init_from, rows=recipe.vocab_size)
     learn(run, recipe, run.shard(model), TextTask(corpus, objective, corpus.val[: recipe.eval_tokens], final_texts))
 
 
@@ -195,9 +195,7 @@ def learn(run: Run, recipe: TextRecipe, model: nn.Module, task: TextTask | Promp
             loss = measure(run, recipe, method, batch)
         else:
             loss = backward(run, recipe, wrapped, batch)
-            clip_gradients(model, recipe.optim)
-            optimizer.step()
-            optimizer.zero_grad()
+            run.update(model, optimizer)
         schedule.step()
         due = run.after_step(method.step(last=run.at_last_step), train_loss=loss)
         if due.evaluation:
@@ -229,7 +227,7 @@ def backward(run: Run, recipe: TextRecipe, wrapped: nn.Module, batch: Batch | Ro
     def part_of(part: Part) -> Scalars:
         return {"train_loss": part_loss(run, wrapped, part) / predicted}
 
-    loss = backward_in_parts(wrapped, parts, part_of)["train_loss"]
+    loss = backward_in_parts(wrapped, parts, part_of, run.scaled)["train_loss"]
     return batch.mean_loss(loss) if isinstance(batch, Rows) else loss
 
 
@@ -286,7 +284,7 @@ def evaluate(run: Run, model: nn.Module, corpus: Corpus, objective: Objective, t
             sums = run.sum(*held_out_sums(model, batches, run.device, corpus.token_bytes))
             metrics = summarize(sums, causal=isinstance(objective, CausalObjective))
             results |= {f"{name}_{key}": value for key, value in metrics.items()}
-        if run.rank == 0 and corpus.tokenizer is not None and not recipe.layout:  # no rank has the whole model
+        if run.draws and corpus.tokenizer is not None and not recipe.layout:  # no rank has the whole model
             run.folder.writer.add_text("sample", sample(run, model, corpus, objective), run.step)
     run.log_evaluation(results)
     return results

@@ -25,8 +25,9 @@ from pointcloud.model import Autoencoder, MaskedAutoencoder
 from training.cost import Work
 from training.data import generator, steps_per_epoch
 from training.elastic import repeated
-from training.optim import Scalars, backward_in_parts, clip_gradients, make_optimizer, make_schedule, recompute
+from training.optim import Scalars, backward_in_parts, make_optimizer, make_schedule, recompute
 from training.run import Run
+from training.weights import load_weights
 
 
 def main() -> None:
@@ -64,7 +65,10 @@ def work(recipe: PointCloudRecipe) -> Work:
 
 def train(run: Run, recipe: PointCloudRecipe, train_set: PointClouds, test_set: PointClouds) -> None:
     """Runs the loop: optimizer steps, method.step(), and at round boundaries evaluations and checkpoints."""
-    model = run.shard(make_model(recipe))
+    model = make_model(recipe)
+    if recipe.init_from is not None:
+        load_weights(model, recipe.init_from)
+    model = run.shard(model)
     optimizer = run.shard_optimizer(make_optimizer(model, recipe.optim))
     epoch = steps_per_epoch(len(train_set), recipe.batch_size)
     total = epoch * recipe.epochs
@@ -75,9 +79,7 @@ def train(run: Run, recipe: PointCloudRecipe, train_set: PointClouds, test_set: 
     model.train()
     for points in run.batches(train_set.train_batches):
         scalars = backward(run, recipe, wrapped, points.to(run.device, non_blocking=True))
-        clip_gradients(model, recipe.optim)
-        optimizer.step()
-        optimizer.zero_grad()
+        run.update(model, optimizer)
         schedule.step()
         due = run.after_step(method.step(last=run.at_last_step), **scalars)
         if due.evaluation:
@@ -99,7 +101,7 @@ def backward(run: Run, recipe: PointCloudRecipe, wrapped: nn.Module, points: Ten
             out = wrapped(part)
         return {"train_loss": chamfer_distance(out.prediction, out.target).mean() * (len(part) / len(points))}
 
-    return backward_in_parts(wrapped, points.chunk(recipe.accumulate), part_of)
+    return backward_in_parts(wrapped, points.chunk(recipe.accumulate), part_of, run.scaled)
 
 
 @repeated
@@ -122,7 +124,7 @@ def evaluate(run: Run, recipe: PointCloudRecipe, model: nn.Module, test_set: Poi
             emd += earth_mover_distance(subset(out.cloud, size), subset(points, size)).sum().item()
             loss += chamfer_distance(out.prediction, out.target).mean().item() * len(points)
             count += len(points)
-        if run.rank == 0:
+        if run.draws:
             save_picture(run, recipe, model, test_set)
         model.train()
         chamfer, emd, loss, count = run.sum(chamfer, emd, loss, count)

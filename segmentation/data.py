@@ -203,7 +203,7 @@ class ArraySegDataset(BaseSegDataset):
         super().__init__(**options, serialize_data=False)
 
     def load_data_list(self) -> list[dict[str, Any]]:
-        return [{"place": i, "reduce_zero_label": False} for i in range(len(self.images))]
+        return [{"place": i, "img_path": f"{i}.png", "reduce_zero_label": False} for i in range(len(self.images))]
 
     def get_data_info(self, idx: int) -> dict[str, Any]:
         info = super().get_data_info(idx)  # mmengine may use a subset, so idx is no place in the arrays
@@ -319,6 +319,11 @@ def build_dataset(name: DataName, split: Split) -> BaseSegDataset:
     Raises:
         UserError: If the data set is missing or broken.
     """
+    return DATASETS.build(dataset_config(name, split))
+
+
+def dataset_config(name: DataName, split: Split) -> dict[str, Any]:
+    """Returns mmseg's config of a data set."""
     train = split == "train"
     pipeline = _augmentation(name) if train else []
     if name == "ade20k":
@@ -331,7 +336,7 @@ def build_dataset(name: DataName, split: Split) -> BaseSegDataset:
         "ade20k": {"type": "ADE20K", "root": str(data_root() / "ade" / "ADEChallengeData2016")},
     }[name]
     pipeline = [*pipeline, {"type": "PackSegInputs"}]
-    return DATASETS.build(kind | {"split": split, "test_mode": not train, "pipeline": pipeline})
+    return kind | {"split": split, "test_mode": not train, "pipeline": pipeline}
 
 
 # -- batches ----------------------------------------------------------------------------------------------------------

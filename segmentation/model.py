@@ -6,18 +6,16 @@ import segmentation.registries  # noqa: F401
 
 # isort: split
 
-import argparse
 import hashlib
 import logging
 import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path, PosixPath
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import mmseg
-import numpy as np
 import torch
 import torch.distributed as dist
 from mmengine.config import Config as ConfigFile
@@ -31,10 +29,10 @@ from torch.overrides import TorchFunctionMode
 from core import UserError
 from core.methods import DDP, Method
 from core.placement import local_world_size
-from core.stored import reason
 from segmentation.data import IGNORE
 from segmentation.recipes import BackboneName
 from training.data import data_root, from_home
+from training.weights import file_weights
 from training.workers import make_mesh
 
 if TYPE_CHECKING:
@@ -68,17 +66,6 @@ ADDED = re.compile(r"norm[0-3]\.(weight|bias)|.*\.(num_batches_tracked|relative_
 RESIZED = re.compile(r"pos_embed|.*\.relative_position_bias_table")  # mmseg resizes them to the training images
 
 
-def _harmless() -> list[Any]:
-    """Returns classes and functions that checkpoints of training code hold in addition to weights.
-
-    Calling them runs no code from the file. NumPy 1 had other names for its modules.
-    """
-    made_by = [np.float64(0).__reduce__()[0], np.zeros(1).__reduce__()[0]]
-    named = [(f, f"numpy.{core}.multiarray.{f.__name__}") for f in made_by for core in ("core", "_core")]  # pyright: ignore
-    kinds = {type(np.dtype(code)) for code in "?bhilqBHILQefdUS"}
-    return [argparse.Namespace, PosixPath, np.ndarray, np.dtype, *kinds, *named]
-
-
 @CheckpointLoader.register_scheme(prefixes=SCHEME)
 def load_backbone(name: str, map_location: Any = None) -> Mapping[str, Tensor]:
     """Returns the weights in a file, as {name in mmseg: tensor}, or the backbone's weights of a segmentor or
@@ -92,34 +79,13 @@ def load_backbone(name: str, map_location: Any = None) -> Mapping[str, Tensor]:
         UserError: If the file holds no weights, or content that could run code.
     """
     path = find_backbone(name.removeprefix(SCHEME))
-    state = _read(path, map_location)
-    for key in ("state_dict", "model"):
-        state = state.get(key, state) if isinstance(state, Mapping) else state
-    if not isinstance(state, Mapping) or not state or not all(isinstance(v, Tensor) for v in state.values()):
-        raise UserError(f"pretrained={path}: holds no weights by name; give the file of a backbone's state_dict")
-    state = {str(key).removeprefix("module."): value for key, value in state.items()}
+    state = file_weights(path, "pretrained", map_location)
     inner = {key.removeprefix("backbone."): v for key, v in state.items() if key.startswith("backbone.")}
     state = inner or state
     if any(key.startswith("blocks.") for key in state):  # timm's names
         for theirs, ours in TIMM_TO_MMSEG:
             state = {re.sub(theirs, ours, key): value for key, value in state.items()}
     return state
-
-
-def _read(path: Path, map_location: Any) -> Any:
-    """Returns the content of a file that nobody should trust. torch.load raises many kinds of errors for it."""
-    try:
-        with torch.serialization.safe_globals(_harmless()):
-            return torch.load(path, map_location, weights_only=True)
-    except MemoryError:
-        raise
-    except Exception as error:
-        if found := re.search(r"GLOBAL ([\w.]+)", str(error)):
-            raise UserError(
-                f"pretrained={path}: holds {found[1]}, which may run code when it is read: if you trust its source, "
-                'keep only its weights, torch.save(torch.load(FILE, weights_only=False)["state_dict"], NEW)'
-            ) from None
-        raise UserError(f"pretrained={path}: cannot be read ({reason(error)}): fetch it again") from None
 
 
 def find_backbone(name: str) -> Path:

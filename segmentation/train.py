@@ -1,11 +1,17 @@
-"""Trains UPerNet: `torchrun --standalone --nproc-per-node 4 -m segmentation.train RECIPE [overrides]`."""
+"""Trains UPerNet: `torchrun --standalone --nproc-per-node 4 -m segmentation.train RECIPE [overrides]`.
+
+With `--config FILE.py` it trains a config file of mmsegmentation instead, see segmentation/runner.py.
+"""
+
+import sys
 
 from segmentation.recipes import RECIPES, SegmentationRecipe
 from training.checks import dry_run
 from training.recipe import answer_help, parse
 from training.script import launch
 
-if __name__ == "__main__":
+OF_MMSEG = any(word.startswith("--config") for word in sys.argv[1:2])
+if __name__ == "__main__" and not OF_MMSEG:
     answer_help(RECIPES, prog="segmentation.train")  # before the imports below, which take seconds
 
 import functools
@@ -21,8 +27,9 @@ from segmentation.model import build_model, check_sync_bn, share_statistics, upe
 from training.cost import Work
 from training.data import steps_per_epoch
 from training.elastic import repeated
-from training.optim import Scalars, backward_in_parts, clip_gradients, make_optimizer, make_schedule
+from training.optim import Scalars, backward_in_parts, make_optimizer, make_schedule
 from training.run import Run
+from training.weights import load_weights
 from training.workers import to_device
 
 PICTURES = 4  # samples shown at each evaluation
@@ -59,7 +66,10 @@ def train(
 ) -> None:
     """Runs the loop: optimizer steps, method.step(), and at round boundaries evaluations and checkpoints."""
     check_sync_bn(run, recipe)
-    model = run.shard(make_model(recipe))
+    model = make_model(recipe)
+    if recipe.init_from is not None:
+        load_weights(model, recipe.init_from, heads=["decode_head.conv_seg", "auxiliary_head.conv_seg"])
+    model = run.shard(model)
     optimizer = run.shard_optimizer(make_optimizer(model, recipe.optim))
     epoch = steps_per_epoch(len(train_set), recipe.batch_size)
     total = epoch * recipe.epochs
@@ -73,9 +83,7 @@ def train(
         inputs = model.data_preprocessor(batch, training=True)
         images = to_device(inputs["inputs"], run.device, recipe.channels_last)
         scalars = backward(run, recipe, model, wrapped, images, inputs["data_samples"])
-        clip_gradients(model, recipe.optim)
-        optimizer.step()
-        optimizer.zero_grad()
+        run.update(model, optimizer)
         schedule.step()
         due = run.after_step(method.step(last=run.at_last_step), **scalars)
         if due.evaluation:
@@ -118,7 +126,7 @@ def backward(
 
     size = -(-len(images) // recipe.accumulate)
     parts = [range(i, min(i + size, len(images))) for i in range(0, len(images), size)]
-    return backward_in_parts(wrapped, parts, part_of)
+    return backward_in_parts(wrapped, parts, part_of, run.scaled)
 
 
 @repeated
@@ -140,7 +148,7 @@ def evaluate(run: Run, model: nn.Module, split: str, eval_set: BaseSegDataset) -
             for image, sample in zip(batch["inputs"], samples, strict=True):
                 prediction, label = sample.pred_sem_seg.data[0], sample.gt_sem_seg.data[0]
                 metric.update(prediction, label)
-                if run.rank == 0 and shown < PICTURES:
+                if run.draws and shown < PICTURES:
                     picture = side_by_side(image, label, prediction, classes, palette)
                     run.folder.writer.add_figure(f"{split}/image_label_prediction_{shown}", picture, run.step)
                     shown += 1
@@ -151,4 +159,6 @@ def evaluate(run: Run, model: nn.Module, split: str, eval_set: BaseSegDataset) -
 
 
 if __name__ == "__main__":
+    if OF_MMSEG:
+        from segmentation.runner import train_config as main  # noqa: F811
     launch(main)

@@ -37,7 +37,7 @@ class Memory:
     """Bytes on each GPU, by use.
 
     Attributes:
-        parameters: The model's parameters.
+        parameters: The model's parameters, and their running average.
         gradients: Their gradients.
         optimizer: State of the inner optimizer.
         method: State of the method.
@@ -78,7 +78,7 @@ def estimate(recipe: Recipe, model: nn.Module, world_size: int) -> Memory:
     zeroth_order = recipe.method == "zo"
     synchronizes = world_size > 1 and recipe.zero < 2 and (recipe.method == "ddp" or node > 1)
     return Memory(
-        parameters=streamed(model) if zeroth_order and recipe.offload else size / parts,
+        parameters=streamed(model) if zeroth_order and recipe.offload else size / parts * (1 + bool(recipe.ema)),
         gradients=0.0 if zeroth_order else trained / parts,
         optimizer=moments(recipe) * trained / (node if recipe.zero else 1),
         method=held(recipe, model, node, world_size),

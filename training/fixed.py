@@ -15,7 +15,6 @@ from tqdm import tqdm
 
 from core import checkpoint, stored
 from core.checkpoint import random_state, set_random_state
-from core.comm import host_group
 from core.errors import UserError
 from core.local_update import LocalUpdateMethod
 from core.methods import Method, make_method, spec_of
@@ -119,10 +118,7 @@ class Fixed:
 
     def sum(self, values: Tensor) -> Tensor:
         """Returns the sum over all workers, in the host's memory."""
-        total = values.cpu()
-        if dist.is_initialized():
-            dist.all_reduce(total, group=host_group())
-        return total
+        return Progress.sum_tensor(self.run, values)
 
     def stopped_by(self, number: int) -> int:
         """Returns the signal that stops the run, on all workers. It may have reached one worker only."""

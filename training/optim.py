@@ -1,6 +1,7 @@
 """Inner optimizers, learning-rate schedules and the backward pass, the same for every task and every method."""
 
 import contextlib
+import difflib
 import functools
 import math
 import warnings
@@ -16,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from core.errors import UserError
 
+OWN = ("sgd", "adamw", "adam", "muon")
 LARGE = 1e4  # above any sensible learning rate, norm or decay
 
 
@@ -23,8 +25,9 @@ LARGE = 1e4  # above any sensible learning rate, norm or decay
 class OptimConfig:
     """The inner optimizer, which every worker runs by itself, and its learning-rate schedule over the whole run."""
 
-    name: Literal["sgd", "adamw", "adam", "muon"] = "sgd"
-    """The optimizer. muon is torch.optim.Muon for matrices in a language model's blocks, with AdamW for all others."""
+    name: str = "sgd"
+    """The optimizer: sgd, adamw, adam, muon, or any of timm's, such as lamb or lion. muon is torch.optim.Muon for
+    matrices in a language model's blocks, with AdamW for all others."""
     lr: float = 0.1
     """Peak learning rate."""
     momentum: float = 0.9
@@ -42,6 +45,8 @@ class OptimConfig:
     parameters. None is timm's rule, which excludes biases, normalization weights and other vectors, and the names in
     the model's no_weight_decay(), such as position embeddings. In language models None decays only matrices of linear
     layers."""
+    layer_decay: float | None = None
+    """Multiply the learning rate by this number for each layer below the last, as timm does. None: equal rates."""
     schedule: Literal["cosine", "poly", "inverse_sqrt", "constant"] = "cosine"
     """Learning-rate schedule after the warm-up."""
     power: float = 1.0
@@ -63,6 +68,7 @@ class OptimConfig:
         require(all(0 <= beta < 1 for beta in self.betas), "betas", "numbers in [0, 1)")
         require(0 < self.eps < LARGE, "eps", "a small number above 0")
         require(0 <= self.weight_decay < LARGE, "weight_decay", f"0 or more, below {LARGE:g}")
+        require(self.layer_decay is None or 0 < self.layer_decay <= 1, "layer_decay", "a number above 0 and up to 1")
         require(0 < self.power < LARGE, "power", "a number above 0")
         require(self.warmup_steps >= 0, "warmup_steps", "0 or more")
         require(0 <= self.min_lr_share <= 1, "min_lr_share", "a share, from 0 to 1")
@@ -82,7 +88,11 @@ def make_optimizer(
         groups: Parameter groups in torch's form. "muon": True marks groups for Muon. The default is two groups, with
             and without weight decay.
     """
+    if config.layer_decay is not None:
+        groups = layer_groups(model, config)
     groups = [g for g in groups or decay_groups(model, config) if g["params"]]
+    if config.name not in OWN:
+        return of_timm(groups, config)
     on_gpu = all(p.is_cuda for g in groups for p in g["params"])
     fused = {"fused": True} if on_gpu else {}  # one kernel for all parameters, with the same result up to rounding
     if config.name == "sgd":
@@ -91,6 +101,32 @@ def make_optimizer(
         return MuonAdamW(groups, config.lr, betas=config.betas, eps=config.eps, **fused)
     cls = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[config.name]
     return cls(groups, config.lr, betas=config.betas, eps=config.eps, **fused)
+
+
+def of_timm(groups: list[dict[str, Any]], config: OptimConfig) -> torch.optim.Optimizer:
+    """Returns timm's optimizer of that name, with betas and eps only if they are not the defaults here."""
+    from timm.optim import create_optimizer_v2, list_optimizers
+
+    import training.prepared  # noqa: F401, timm is imported here, because it takes seconds
+
+    if config.name not in (known := list_optimizers()):
+        near = ", ".join(difflib.get_close_matches(config.name, [*OWN, *known], n=3)) or ", ".join(OWN)
+        raise UserError(f"optim name={config.name!r}: neither ours nor timm's; did you mean {near}?")
+    given = {key: value for key in ("betas", "eps") if (value := getattr(config, key)) != getattr(OptimConfig, key)}
+    return create_optimizer_v2(groups, config.name, config.lr, momentum=config.momentum, **given)
+
+
+def layer_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:
+    """Returns timm's groups for layer_decay, each with its peak learning rate."""
+    from timm.optim import param_groups_layer_decay
+
+    import training.prepared  # noqa: F401
+
+    named = config.undecayed is not None
+    spared = [f"*{part}*" for part in config.undecayed or ()] if named else getattr(model, "no_weight_decay", set)()
+    how = {"no_weight_decay_list": spared, "weight_decay_exclude_1d": not named, "layer_decay": config.layer_decay}
+    groups = param_groups_layer_decay(model, config.weight_decay, **how)
+    return [{k: g[k] for k in ("params", "weight_decay")} | {"lr": config.lr * g["lr_scale"]} for g in groups]
 
 
 class MuonAdamW(torch.optim.Optimizer):
@@ -183,7 +219,12 @@ def make_schedule(optimizer: torch.optim.Optimizer, total_steps: int, config: Op
 Scalars = dict[str, Tensor]
 
 
-def backward_in_parts(wrapped: nn.Module, parts: Sequence[Any], part_of: Callable[[Any], Scalars]) -> Scalars:
+def backward_in_parts(
+    wrapped: nn.Module,
+    parts: Sequence[Any],
+    part_of: Callable[[Any], Scalars],
+    scaled: Callable[[Tensor], Tensor] = lambda loss: loss,
+) -> Scalars:
     """Computes the gradient of the loss over all parts of this worker's batch.
 
     Args:
@@ -191,6 +232,7 @@ def backward_in_parts(wrapped: nn.Module, parts: Sequence[Any], part_of: Callabl
         parts: The parts of the batch.
         part_of: Runs the forward pass of a part and returns 0-d scalars, "train_loss" first. Each scalar is weighted by
             the part's share of the batch, so that the sums are averages over the batch.
+        scaled: Scales the loss for the backward pass.
 
     Returns:
         The scalars, summed over the parts.
@@ -200,7 +242,7 @@ def backward_in_parts(wrapped: nn.Module, parts: Sequence[Any], part_of: Callabl
         waits = hasattr(wrapped, "no_sync") and number < len(parts)  # DDP reduces once, in the last backward pass
         with wrapped.no_sync() if waits else contextlib.nullcontext():
             scalars = part_of(part)
-            scalars["train_loss"].backward()
+            scaled(scalars["train_loss"]).backward()
         for name, value in scalars.items():
             sums[name] = sums[name] + value.detach() if name in sums else value.detach()
     return sums

@@ -3,21 +3,21 @@
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from core.checkpoint import finished, load_model, load_newest, load_optimizer, of_optimizer, unlike
-from core.errors import UserError
+from core.checkpoint import load_model, load_optimizer, of_optimizer
+from core.comm import host_group
 from core.hooks import Requests, Snapshot
 from core.local_update import LocalUpdateMethod
 from core.methods import Method
 from training.recipe import Recipe
-from training.workers import make_link, rank, world_size
+from training.workers import has_bfloat16, make_link, rank, world_size
 
 
 class Progress:
@@ -38,8 +38,40 @@ class Progress:
         self.means = Averages()
         self.evaluation = Every(0)
         self.link = make_link(recipe.link_mbit, device)
+        self.scaler = torch.amp.GradScaler(device.type) if recipe.precision == "float16" else None
         by_time = recipe.interval("eval_every", 1)[1] > 0
         self.requests, self.snapshots = Requests("stop", "save", *["evaluate"] * by_time), Snapshot()
+
+    @property
+    def draws(self) -> bool:
+        """Whether an evaluation on this worker shows samples in TensorBoard."""
+        return self.rank == 0
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """Returns autocast to the recipe's precision if the device supports it."""
+        kind = getattr(torch, self.recipe.precision)
+        return torch.autocast(self.device.type, kind) if self._mixed() else contextlib.nullcontext()
+
+    def _mixed(self) -> bool:
+        if self.recipe.precision == "float16":
+            return self.device.type == "cuda"
+        return self.recipe.precision == "bfloat16" and has_bfloat16(self.device)
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """Returns the loss for the backward pass, which float16 scales."""
+        return loss if self.scaler is None else self.scaler.scale(loss)
+
+    def sum(self, *values: float | Tensor) -> list[float]:
+        """Returns the sums over all workers, in float64. Every worker must call it."""
+        mine = torch.tensor([float(v) for v in values], dtype=torch.float64, device=self.device)
+        return self.sum_tensor(mine).tolist()
+
+    def sum_tensor(self, values: Tensor) -> Tensor:
+        """Returns the sum over all workers, in the host's memory. Every worker must call it."""
+        total = values.cpu()
+        if dist.is_initialized():
+            dist.all_reduce(total, group=host_group())
+        return total
 
     def evaluates(self, step: int) -> bool:
         """Returns whether an evaluation is due at a boundary after `step` steps."""
@@ -130,6 +162,7 @@ class Trained:
 
     Attributes:
         name: Name of the method.
+        extra: More objects with a state, by name.
     """
 
     model: nn.Module
@@ -138,6 +171,7 @@ class Trained:
     method: Method
     name: str
     snapshots: Snapshot
+    extra: dict[str, Any] = field(default_factory=dict)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state without the method's part, which may come later (state_of_method)."""
@@ -145,7 +179,7 @@ class Trained:
             "model": self.model.state_dict(),
             "optimizer": of_optimizer(self.optimizer, self.model),
             "schedule": self.schedule.state_dict(),
-        }
+        } | {name: part.state_dict() for name, part in self.extra.items()}
 
     def state_of_method(self, state: dict[str, Any]) -> dict[str, Any]:
         return {"method": {"name": self.name, "state": state}}
@@ -155,6 +189,8 @@ class Trained:
         load_optimizer(self.optimizer, self.model, state["optimizer"])
         self.schedule.load_state_dict(state["schedule"])
         self.method.load_state_dict(state["method"]["state"])
+        for name, part in self.extra.items():
+            part.load_state_dict(state[name])
 
     def snapshot(self, then: Callable[[dict[str, Any]], None]) -> None:
         """Calls `then` with the method's state, once the all-reduce in flight has arrived."""
@@ -167,20 +203,3 @@ class Trained:
         """Completes a snapshot that is still waiting with the present state."""
         if isinstance(self.method, LocalUpdateMethod):
             self.snapshots.hand_over()
-
-
-def load_weights(model: nn.Module, folder: Path) -> None:
-    """Loads the weights of the newest checkpoint of the run in `folder`. Every worker must call it.
-
-    Raises:
-        UserError: If there is no checkpoint, or it is of another model.
-    """
-    checkpoints = folder.expanduser() / "checkpoints"
-    if not finished(checkpoints):
-        raise UserError(f"{folder} holds no checkpoint of a run: give the --out of one that has ended, or saved")
-    found = load_newest(checkpoints, rank=0)
-    assert found is not None
-    theirs, mine = found[0]["model"], model.state_dict()
-    if differs := unlike(theirs, mine):
-        raise UserError(f"{folder} is of another model: {differs}; give its --model and sizes")
-    model.load_state_dict(theirs)

@@ -24,9 +24,9 @@ from training.workers import rank, world_size
 SHARES = {"shard", "offload", "per_node", "zero", "layout"}  # options that exclude some recommended settings
 LARGEST = 10**9  # limit of the numbers in a recipe
 SELDOM = {  # options that only --help-all lists, by the part of the recipe; None hides the whole part
-    "": "tf32 cudnn_benchmark channels_last extend gpu_gb timeout trace",
+    "": "tf32 cudnn_benchmark channels_last extend gpu_gb timeout trace link_mbit average_buffers",
     "co2": "allow_unstable tau_max mix",
-    "optim": "betas eps undecayed power min_lr_share",
+    "optim": "betas eps undecayed power min_lr_share layer_decay",
     "ddp_compression": "error_feedback like lgreco",
     "co2.compression": "error_feedback like lgreco",
     "autoencoder": "encoder_widths folding_width mlp_widths",
@@ -77,6 +77,8 @@ class Recipe(OfMethods):
     """Samples per optimizer step over all workers (global)."""
     epochs: int = 10
     """Passes over the training set."""
+    init_from: Path | None = None
+    """Initial weights: a run folder, a local file of timm or mmseg, or a folder of transformers. None: random ones."""
     seed: int = 0
     """Seed of initialization, data order and augmentation."""
     accumulate: int = 1
@@ -87,8 +89,11 @@ class Recipe(OfMethods):
     The result is the same."""
     average_buffers: bool = True
     """Average BatchNorm statistics with the parameters."""
-    precision: Literal["float32", "bfloat16"] = "float32"
-    """Precision of the forward pass. bfloat16 uses autocast if the hardware supports it, and float32 otherwise."""
+    ema: float | None = None
+    """Decay of a running average of the weights (EMA), such as 0.9999, which evaluations and exports then use."""
+    precision: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Precision of the forward pass. bfloat16 uses autocast if the hardware supports it, and float32 otherwise. float16
+    uses autocast on GPUs, and scales the loss."""
     tf32: bool = True
     """On GPUs, use TF32 for float32 computations."""
     cudnn_benchmark: bool = True
@@ -147,6 +152,7 @@ class Recipe(OfMethods):
         for ok, name, remedy in (
             (max(self.interval("eval_every", 1)) > 0, "eval_every", "epochs, or a part of one, above 0"),
             (self.interval("checkpoint_every", 1) >= (0, 0), "checkpoint_every", "epochs, or 0 for none"),
+            (self.ema is None or 0 < self.ema < 1, "ema", "a decay between 0 and 1"),
             (self.save_minutes >= 0, "save_minutes", "minutes, or 0 for none by time"),
             (self.gpu_gb is None or self.gpu_gb > 0, "gpu_gb", "the GB of a GPU, above 0"),
             (0 < self.timeout <= LARGEST, "timeout", f"seconds, above 0 and up to {LARGEST}"),
@@ -158,6 +164,10 @@ class Recipe(OfMethods):
             if abs(value) > LARGEST:
                 raise UserError(f"{name}={value}: give {LARGEST} or less")
         check_settings(self.method, self.co2, shard=self.shard, offload=self.offload, **self.own_settings)
+        whole = self.method != "zo" and self.zero < 2 and not getattr(self, "layout", "")
+        for name in ("ema", "precision"):
+            if (value := getattr(self, name)) not in (None, "float32", "bfloat16") and not whole:
+                raise UserError(f"{name}={value} does not go with method zo, zero above 1 or a layout: leave it out")
         if not self.elastic:
             return
         if "elastic" not in spec_of(self.method).takes:

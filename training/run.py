@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tqdm import tqdm
 
 from core import failure
@@ -25,10 +26,11 @@ from training.checks import check_batch_norm, check_start
 from training.elastic import Elastic
 from training.fixed import Fixed
 from training.folder import RoundLog, RunFolder
+from training.optim import clip_gradients
 from training.progress import Due, Every, Progress, Trained
 from training.recipe import Recipe, momentum_note
 from training.script import StopSignal
-from training.workers import check_compiler, has_bfloat16, pick_device, tune, world_size
+from training.workers import check_compiler, pick_device, tune, world_size
 
 T = TypeVar("T")
 
@@ -65,6 +67,7 @@ class Run(Progress):
         self._stop = StopSignal()
         self._shared = True  # whether the last evaluation was of one model on all workers
         self._bar: tqdm[Any] | None = None
+        self._ema: AveragedModel | None = None
 
     def __enter__(self) -> Run:
         torch.manual_seed(self.recipe.seed * 1_000_003 + self.rank)  # rank 0's initial parameters go to all workers
@@ -105,6 +108,8 @@ class Run(Progress):
     def make_method(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, Method]:
         """Returns the model to call in the loop, and the recipe's method. See core.methods.make_method."""
         wrapped, method = self._workers.make_method(model, optimizer)
+        if self.recipe.ema is not None:  # its first update copies the model
+            self._ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(self.recipe.ema), use_buffers=True)
         if self.recipe.compile:  # the inner model keeps its parameters' names, and is evaluated without compilation
             check_compiler(self.device)
             return torch.compile(wrapped), method  # pyright: ignore[reportReturnType]
@@ -136,7 +141,9 @@ class Run(Progress):
             The number of steps taken so far.
         """
         self.total = total
-        self._trained = Trained(model, optimizer, schedule, method, self.recipe.method, self.snapshots)
+        extra = {"ema": self._ema, "scaler": self.scaler}
+        extra = {name: part for name, part in extra.items() if part is not None}
+        self._trained = Trained(model, optimizer, schedule, method, self.recipe.method, self.snapshots, extra)
         if isinstance(method, LocalUpdateMethod):
             method.on_excluded = forget(optimizer)
         seconds = self._workers.begin(self._trained, samples, epoch)
@@ -168,6 +175,18 @@ class Run(Progress):
         if note := momentum_note(r, self.world_size):
             tqdm.write(note, file=sys.stderr)
 
+    def update(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Clips gradients, takes an optimizer step, and removes gradients. float16 skips a step that overflows."""
+        if self.scaler is not None:
+            self.scaler.unscale_(optimizer)
+        clip_gradients(model, self.recipe.optim)
+        if self.scaler is not None:
+            self.scaler.step(optimizer)
+            self.scaler.update()
+        else:
+            optimizer.step()
+        optimizer.zero_grad()
+
     # -- in the loop ----------------------------------------------------------------------------------------
 
     def batches(self, make: Callable[[Any, int, int, int, int], Iterator[T]]) -> Iterator[T]:
@@ -178,13 +197,6 @@ class Run(Progress):
                 last step).
         """
         yield from self._workers.batches(make, self.step, self.total)
-
-    def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """Returns autocast to the recipe's precision if the device supports it."""
-        return torch.autocast(self.device.type, torch.bfloat16) if self._mixed() else contextlib.nullcontext()
-
-    def _mixed(self) -> bool:
-        return self.recipe.precision == "bfloat16" and has_bfloat16(self.device)
 
     @property
     def at_last_step(self) -> bool:
@@ -206,6 +218,8 @@ class Run(Progress):
         assert self._bar is not None, "call begin() before the loop"
         self.step += 1
         self._bar.update(1)
+        if self._ema is not None:
+            self._ema.update_parameters(self._trained.model)
         self.means.add(scalars)
         if closed:
             self.rounds.close_round(self.step, self._trained.method)
@@ -260,13 +274,25 @@ class Run(Progress):
         """Provides the model to evaluate, averaged over workers if the method allows it, and stops the clock."""
         method = self._trained.method
         gathering = self._workers.gathered() if self._parted else contextlib.nullcontext()
-        with method.averaged_model() as self._shared, self.clock.paused(), gathering:
+        with method.averaged_model() as self._shared, self.clock.paused(), gathering, self._averaged_weights():
             yield
 
-    def sum(self, *values: float | Tensor) -> list[float]:
-        """Returns the sums over all workers, in float64. Every worker must call it."""
-        mine = torch.tensor([float(v) for v in values], dtype=torch.float64, device=self.device)
-        return self.sum_tensor(mine).tolist()
+    @contextlib.contextmanager
+    def _averaged_weights(self) -> Iterator[None]:
+        """Puts the running average of the weights, averaged over the workers, into the model. Does nothing without."""
+        if self._ema is None:
+            yield
+            return
+        ema, model = self._ema.module, self._trained.model
+        for t in ema.state_dict().values():
+            if t.is_floating_point():
+                t.copy_(self.sum_tensor(t.double()) / self.world_size)
+        weights = {name: t.clone() for name, t in model.state_dict().items()}
+        model.load_state_dict(ema.state_dict())
+        try:
+            yield
+        finally:
+            model.load_state_dict(weights)
 
     def sum_tensor(self, values: Tensor) -> Tensor:
         """Returns the sum over all workers. Every worker must call it."""

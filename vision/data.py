@@ -26,8 +26,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import timm
 import torch
-from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, Mixup, create_transform
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, Mixup, create_transform, resolve_data_config
 from timm.data.random_erasing import RandomErasing
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -107,6 +108,15 @@ Samples = IndexedFolder | Shards
 STATISTICS = IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
 
+def data_config(recipe: VisionRecipe) -> dict[str, Any]:
+    """Returns input_size, mean, std, crop_pct and interpolation of ImageNet's images, as timm names them."""
+    own = timm.get_pretrained_cfg(recipe.model, allow_unregistered=True) if recipe.timm_data else None
+    if own is not None:
+        return resolve_data_config(pretrained_cfg=own.to_dict())
+    size, statistics = image_size(recipe.model), dict(zip(("mean", "std"), STATISTICS, strict=True))
+    return statistics | {"input_size": (3, size, size), "crop_pct": 0.875, "interpolation": "bicubic"}
+
+
 def imagenet() -> tuple[ImageNet, ImageNet]:
     """Returns (train, val) from CO2_DATA/imagenet/{train,val}, each with class folders of images or tar shards."""
     root = data_root() / "imagenet"
@@ -145,10 +155,10 @@ class ImageNet:
         """
         plan, ahead = itertools.tee(train_keys(recipe, len(self), rank, world_size, start, total, recipe.repeats))
         mixup, erasing = self._mixup(recipe), erasing_of(recipe, device)
-        augmented = Augmented(self.samples, train_transform(recipe))
+        augmented, c = Augmented(self.samples, train_transform(recipe)), data_config(recipe)
         batches = load_batches(augmented, (keys for _, keys in ahead), recipe.loader_workers)
         for (batch, _), (images, labels) in zip(plan, batches, strict=True):
-            images, labels = on_device(images, labels, device, recipe.channels_last, *STATISTICS)
+            images, labels = on_device(images, labels, device, recipe.channels_last, c["mean"], c["std"])
             with seeded(mix(*batch), device):
                 images = erasing(images)
                 if mixup:
@@ -160,11 +170,12 @@ class ImageNet:
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields this worker's share of the set, as center crops on the device."""
         keys = eval_keys(len(self), batch_size, rank, world_size)
-        size = image_size(recipe.model)
-        transform = create_transform(size, crop_pct=0.875, interpolation="bicubic", use_prefetcher=True)
+        c = data_config(recipe)
+        how = {"crop_pct": c["crop_pct"], "interpolation": c["interpolation"]}
+        transform = create_transform(c["input_size"], **how, use_prefetcher=True)
         batches = load_batches(Augmented(self.samples, transform), keys, recipe.loader_workers, keeper=self)
         for images, labels in batches:
-            yield on_device(images, labels, device, recipe.channels_last, *STATISTICS)
+            yield on_device(images, labels, device, recipe.channels_last, c["mean"], c["std"])
 
     def _mixup(self, recipe: VisionRecipe) -> Mixup | None:
         if not recipe.mixup and not recipe.cutmix:
@@ -192,12 +203,14 @@ class Augmented(Dataset[tuple[Tensor, int]]):
 
 def train_transform(recipe: VisionRecipe) -> Any:
     """Returns timm's training transform up to normalization: random resized crop, flip, and the recipe's options."""
+    c = data_config(recipe)
     return create_transform(
-        image_size(recipe.model),
+        c["input_size"],
         is_training=True,
         color_jitter=recipe.color_jitter,
         auto_augment=recipe.auto_augment,
-        interpolation="bicubic",
+        interpolation=c["interpolation"],
+        mean=c["mean"],  # RandAugment fills with it
         use_prefetcher=True,
     )
 

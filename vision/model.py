@@ -54,6 +54,12 @@ def image_size(name: str) -> int:
     return shape[-1] if shape else 224
 
 
+def classifier_name(model: nn.Module) -> str:
+    """Returns the name of the layer whose outputs are the classes."""
+    last = model.get_classifier()  # pyright: ignore
+    return next(name for name, module in model.named_modules() if module is last)
+
+
 def _small(name: str, num_classes: int, in_chans: int, image_size: int) -> nn.Module:
     """Returns a model in SMALL. The ResNet's and RegNetY's stems keep the resolution, as is usual for small images."""
     if name == "resnet_small":  # ResNet-10 with 16 to 128 channels

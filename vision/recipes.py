@@ -32,6 +32,8 @@ class VisionRecipe(Recipe):
     """Augmentation policy by timm's name, such as rand-m9-mstd0.5-inc1."""
     random_erasing: float = 0.0
     """Probability of random erasing, with a random value for each pixel."""
+    timm_data: bool = False
+    """Use the mean, deviation, crop and interpolation of timm's weights of the model, to tune them with init_from."""
     repeats: int = 1
     """Repeated augmentation: differently augmented copies of each image in a batch."""
     drop_path: float = 0.0
@@ -43,7 +45,7 @@ class VisionRecipe(Recipe):
         super().__post_init__()
         self.check(label_smoothing=(0, 0.99), mixup=(0, 100), cutmix=(0, 100), color_jitter=(0, 1))
         self.check(random_erasing=(0, 1), drop_path=(0, 0.99), loader_workers=(0, 1000), repeats=(1, 1000))
-        for name in ("mixup", "cutmix", "color_jitter", "auto_augment", "random_erasing"):
+        for name in ("mixup", "cutmix", "color_jitter", "auto_augment", "random_erasing", "timm_data"):
             if getattr(self, name) and self.dataset != "imagenet":
                 raise UserError(
                     f"{name}={getattr(self, name)!r} is for imagenet only, not {self.dataset}: leave it out"

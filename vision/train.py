@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from training.cost import Work
 from training.data import eval_share, steps_per_epoch
 from training.elastic import repeated
-from training.optim import Scalars, backward_in_parts, clip_gradients, make_optimizer, make_schedule
+from training.optim import Scalars, backward_in_parts, make_optimizer, make_schedule
 from training.run import Run
+from training.weights import load_weights
 from vision import data
 from vision.data import ImageNet
-from vision.model import build_model, image_size
+from vision.model import build_model, classifier_name, image_size
 from vision.pictures import labelled
 
 Dataset = data.Images | ImageNet
@@ -65,7 +66,10 @@ def work(recipe: VisionRecipe) -> Work:
 
 def train(run: Run, recipe: VisionRecipe, train_set: Dataset, test_set: Dataset) -> None:
     """Runs the loop: optimizer steps, method.step(), and at round boundaries evaluations and checkpoints."""
-    model = run.shard(make_model(recipe, len(train_set.classes)))
+    model = make_model(recipe, len(train_set.classes))
+    if recipe.init_from is not None:
+        load_weights(model, recipe.init_from, heads=[classifier_name(model)])
+    model = run.shard(model)
     optimizer = run.shard_optimizer(make_optimizer(model, recipe.optim))
     epoch = steps_per_epoch(len(train_set), recipe.batch_size)
     total = epoch * recipe.epochs
@@ -76,9 +80,7 @@ def train(run: Run, recipe: VisionRecipe, train_set: Dataset, test_set: Dataset)
     model.train()
     for images, labels in run.batches(functools.partial(train_set.train_batches, device=run.device)):
         scalars = backward(run, recipe, wrapped, images, labels)
-        clip_gradients(model, recipe.optim)
-        optimizer.step()
-        optimizer.zero_grad()
+        run.update(model, optimizer)
         schedule.step()
         due = run.after_step(method.step(last=run.at_last_step), **scalars)
         if due.evaluation:
@@ -107,7 +109,7 @@ def backward(run: Run, recipe: VisionRecipe, wrapped: nn.Module, images: Tensor,
         return {"train_loss": loss * share, "train_top1": top1 * share}
 
     parts = list(zip(images.chunk(recipe.accumulate), labels.chunk(recipe.accumulate), strict=True))
-    return backward_in_parts(wrapped, parts, part_of)
+    return backward_in_parts(wrapped, parts, part_of, run.scaled)
 
 
 def spread(images: int) -> list[int]:
@@ -127,7 +129,7 @@ def evaluate(run: Run, recipe: VisionRecipe, model: nn.Module, test_set: Dataset
         for images, labels in test_set.test_batches(recipe, run.rank, run.world_size, run.device):
             with run.autocast():
                 logits = model(images).float()
-            if run.rank == 0 and (at := [i - count for i in shown if count <= i < count + len(labels)]):
+            if run.draws and (at := [i - count for i in shown if count <= i < count + len(labels)]):
                 few.append((images[at], labels[at], logits[at].argmax(1)))
             # Counts add up exactly over workers. timm.utils.accuracy gives percentages of a batch, in float32.
             best = logits.topk(min(5, logits.shape[1]), dim=1).indices == labels[:, None]

@@ -55,7 +55,7 @@ def check_model(who: str, model: nn.Module) -> None:
         if isinstance(module, nn.SyncBatchNorm):
             raise UserError(
                 f"{who}: {name or 'the model'} is SyncBatchNorm, which waits for all workers in every forward pass: "
-                "use BatchNorm, whose statistics are averaged with the parameters"
+                "use BatchNorm, whose statistics are averaged with the parameters, or in CO2Hook its option sync_bn"
             )
 
 

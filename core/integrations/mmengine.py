@@ -15,6 +15,7 @@ from mmengine.hooks import CheckpointHook, Hook
 from mmengine.model import is_model_wrapper
 from mmengine.registry import HOOKS
 from mmengine.runner import Runner
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..buckets import read_blocks
@@ -24,6 +25,7 @@ from ..errors import UserError
 from ..hooks import forget
 from ..local_update import LocalUpdateMethod
 from ..methods import METHODS, DiLoCoConfig, OverlapLocalConfig, SlowMoConfig, make_method
+from ..placement import local_world_size, node_mesh
 from ..stats import RoundStats
 from .common import check_model, config_or_recommended, leave_at_exit
 
@@ -36,9 +38,10 @@ INNER = {"compression": CompressionConfig, "lgreco": LGrecoConfig}  # configs in
 class CO2Hook(Hook):
     """Trains with CO2, or another local method, in place of DistributedDataParallel.
 
-    The hook unwraps the model from the runner's MMDistributedDataParallel. It refuses other wrappers and SyncBN, which
-    communicate in every forward pass. With gradient accumulation a step is one update. A checkpoint holds the outer
-    state, and rank 0's inner optimizer for all workers. Each round is logged under train/co2.
+    The hook unwraps the model from the runner's MMDistributedDataParallel. It refuses other wrappers. SyncBN, which
+    communicates in every forward pass, needs a choice in `sync_bn`. With gradient accumulation a step is one update. A
+    checkpoint holds the outer state, and rank 0's inner optimizer for all workers. Each round is logged under
+    train/co2.
 
     Args:
         method: The training method. co2 without tau and settings uses CO2Config.recommended for these workers and
@@ -46,6 +49,8 @@ class CO2Hook(Hook):
         tau: Optimizer steps per round. The default is 48 if you give other settings.
         average_buffers: Whether to average BatchNorm's statistics with the parameters.
         timeout: Seconds until a missing worker is an error.
+        sync_bn: "convert" makes each SyncBN a plain BatchNorm. "node" shares its statistics between the workers of a
+            node, which needs GPUs. None refuses a model with SyncBN.
         **settings: A dict of config fields for co2, diloco, slowmo or overlap_local.
 
     Raises:
@@ -60,16 +65,21 @@ class CO2Hook(Hook):
         tau: int | None = None,
         average_buffers: bool = True,
         timeout: float = 600.0,
+        sync_bn: Literal["convert", "node"] | None = None,
         **settings: Mapping[str, Any] | None,
     ):
+        if sync_bn not in ("convert", "node", None):
+            raise UserError(f"{WHO}: sync_bn={sync_bn!r}: choose convert or node")
         if method not in METHODS or method == "ddp":
             raise UserError(
                 f"{WHO}: method={method!r}: choose co2, diloco, local, overlap_local or slowmo; leave out for ddp"
             )
-        self.method_name, self.average_buffers, self.timeout = method, average_buffers, timeout
+        self.method_name, self.average_buffers, self.timeout, self.sync_bn = method, average_buffers, timeout, sync_bn
         self.recommended = method == "co2" and tau is None and not settings
         if other := settings.keys() - OWN:
-            raise UserError(f"{WHO} has no setting {min(other)!r}: it has method, tau, timeout, {', '.join(OWN)}")
+            raise UserError(
+                f"{WHO} has no setting {min(other)!r}: it has method, tau, timeout, sync_bn, {', '.join(OWN)}"
+            )
         settings["co2"] = {"tau": 48 if tau is None else tau, **(settings.get("co2") or {})}
         self.configs = {name: _config(name, OWN[name], given or {}) for name, given in settings.items()}
         self.method: Any = None
@@ -82,6 +92,20 @@ class CO2Hook(Hook):
         if is_model_wrapper(runner.model):
             what = type(runner.model).__name__
             raise UserError(f"{WHO}: the model is wrapped in {what}: leave model_wrapper_cfg out")
+        layers = [m for m in runner.model.modules() if isinstance(m, nn.SyncBatchNorm)]
+        if layers and self.sync_bn == "convert":
+            for (
+                layer
+            ) in layers:  # in place, because the optimizer has its parameters; mmengine's own needs mmcv's kernels
+                layer.__class__ = nn.BatchNorm2d  # pyright: ignore[reportAttributeAccessIssue]
+        elif layers and self.sync_bn == "node" and (of_node := local_world_size()) > 1:
+            # one group for all layers; the workers of a node close rounds at the same steps
+            group = node_mesh(next(runner.model.parameters()).device.type, of_node, self.timeout).get_group("shard")
+            for layer in layers:
+                layer.process_group = group
+            return
+        elif layers and self.sync_bn == "node":
+            raise UserError(f"{WHO}: sync_bn='node' with 1 worker a node shares nothing: give sync_bn='convert'")
         check_model(WHO, runner.model)
 
     def after_load_checkpoint(self, runner: Runner, checkpoint: dict[str, Any]) -> None:

@@ -288,7 +288,7 @@ def test_the_model_decides_what_is_predicted():
 
 @pytest.mark.parametrize("hardware", [True, False])
 def test_autocast_keeps_the_loss_close_and_stays_off_where_the_hardware_would_emulate_it(hardware: bool, monkeypatch):
-    monkeypatch.setattr("training.run.has_bfloat16", lambda _: hardware)
+    monkeypatch.setattr("training.progress.has_bfloat16", lambda _: hardware)
     recipe = replace(gpt2_pydoc_small(), device="cpu", vocab_size=50, model="transnormer_tiny")
     corpus = _corpus(50, 2)
     objective = make_objective(recipe, corpus)

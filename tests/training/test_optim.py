@@ -23,6 +23,7 @@ from pointcloud.train import make_model as pointcloud_model
 from segmentation.recipes import digits_swin
 from segmentation.train import backward as segmentation_backward
 from segmentation.train import make_model as segmentation_model
+from tests.scripts import refused
 from training.optim import OptimConfig, clip_gradients, lr_factor, make_optimizer, make_schedule
 from training.recipe import Recipe
 from training.run import Run
@@ -239,3 +240,18 @@ def test_recomputing_what_has_no_blocks_is_refused():
     with pytest.raises(UserError, match="recompute with model=autoencoder"):
         replace(surfaces_small(), recompute=True)
     assert vision_model(replace(digits_small(), recompute=True)).grad_checkpointing
+
+
+def test_timms_optimizers_and_layer_decay():
+    vit = vision_model(replace(digits_small(), model="vit_small"))
+    lamb = make_optimizer(vit, OptimConfig("lamb", lr=0.1, weight_decay=0.05, layer_decay=0.5))
+    assert type(lamb).__name__ == "Lamb"
+    of = {name: g for g in lamb.param_groups for p in g["params"] for name, q in vit.named_parameters() if p is q}
+    rates = {"head.weight": 0.1, "blocks.3.mlp.fc1.weight": 0.1 / 2, "blocks.0.mlp.fc1.weight": 0.1 / 16}
+    assert {name: of[name]["lr"] for name in rates} == pytest.approx(rates)
+    assert of["patch_embed.proj.weight"]["lr"] == of["pos_embed"]["lr"] == pytest.approx(0.1 / 32)
+    assert of["pos_embed"]["weight_decay"] == of["head.bias"]["weight_decay"] == 0 < of["head.weight"]["weight_decay"]
+    schedule = make_schedule(lamb, 100, OptimConfig("lamb", warmup_steps=9))
+    assert schedule.get_last_lr()[0] / lamb.param_groups[0]["initial_lr"] == pytest.approx(0.1)
+    with refused("optim name='lionn': neither ours nor timm's; did you mean lion"):
+        make_optimizer(vit, OptimConfig("lionn"))

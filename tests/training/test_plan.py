@@ -166,7 +166,7 @@ def test_a_step_holds_what_is_counted(changes: dict[str, Any], off: float):
     recipe = replace(RECIPES["gpt2_pydoc_small"], method="ddp", batch_size=8, **changes)
     trained = make_model(recipe, pad=1).train()
     tokens = torch.zeros(8, recipe.context, dtype=torch.int64)
-    run = SimpleNamespace(device=torch.device("cpu"), autocast=contextlib.nullcontext)
+    run = SimpleNamespace(device=torch.device("cpu"), autocast=contextlib.nullcontext, scaled=lambda loss: loss)
     with Live([*trained.parameters(), *trained.buffers()]) as live:
         backward(run, recipe, trained, (tokens, tokens))  # pyright: ignore
     again = RECOMPUTE.index("full" if recipe.recompute else "none")

@@ -13,6 +13,7 @@ import contextlib
 import hashlib
 import io
 import json
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -339,6 +340,31 @@ def _read(reader: Any, tensors: Named) -> None:
     planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with _named_failures(alone=True):
         dcp.load(tensors, storage_reader=reader, planner=planner, no_dist=True)
+
+
+def read_model(target: Path) -> Named:
+    """Returns the first island's whole GPT-2 in one process, by transformers' names.
+
+    Layouts keep the joint projection of attention in three parts, and all projections transposed (see parallel.py).
+
+    Raises:
+        UserError: For a damaged file.
+    """
+    for name, known in parse_json((target / checkpoint.MANIFEST).read_text())["files"].items():
+        if file_digest(target / Path(name).name) != known:
+            raise UserError(f"{target / name} is damaged, its checksum differs")
+    reader, prefix = Reader(target), "island0.model.model."
+    records = {name: t for name, t in reader.read_metadata().state_dict_metadata.items() if name.startswith(prefix)}
+    found = {name: torch.empty(t.size, dtype=t.properties.dtype) for name, t in records.items()}
+    _read(reader, found)
+    whole: Named = {}
+    for name, t in found.items():
+        name = name.removeprefix(prefix)
+        if part := re.search(r"c_attn\.([qkv])\.", name):
+            parts = [found[prefix + name.replace(part[0], f"c_attn.{letter}.")] for letter in "qkv"]
+            name, t = name.replace(part[0], "c_attn."), torch.cat(parts)
+        whole[name] = t.mT.contiguous() if re.search(r"c_(attn|proj|fc)\.weight$", name) else t
+    return whole
 
 
 @contextlib.contextmanager

@@ -1,0 +1,17 @@
+"""Evaluates a point-cloud autoencoder: `python -m pointcloud.evaluate RUN`."""
+
+from pointcloud import data
+from pointcloud.recipes import PointCloudRecipe
+from pointcloud.train import evaluate, make_model
+from training.evaluate import evaluate_run
+from training.script import launch
+
+
+def open_task(recipe: PointCloudRecipe):
+    """Returns the model, and its evaluation on the test set."""
+    model, test_set = make_model(recipe), data.load(recipe)[1]
+    return model, lambda run: evaluate(run, recipe, model, test_set)
+
+
+if __name__ == "__main__":
+    launch(lambda: evaluate_run(PointCloudRecipe, open_task, "pointcloud.evaluate"))

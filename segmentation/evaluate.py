@@ -1,0 +1,20 @@
+"""Evaluates a segmentation model: `python -m segmentation.evaluate RUN`."""
+
+from dataclasses import replace
+
+from segmentation.data import EVAL_SPLITS, build_dataset
+from segmentation.recipes import SegmentationRecipe
+from segmentation.train import evaluate, make_model
+from training.evaluate import evaluate_run
+from training.script import launch
+
+
+def open_task(recipe: SegmentationRecipe):
+    """Returns the model, and its evaluation on all held-out splits."""
+    sets = {split: build_dataset(recipe.dataset, split) for split in EVAL_SPLITS[recipe.dataset]}
+    model = make_model(replace(recipe, pretrained=None))
+    return model, lambda run: {k: v for split, of in sets.items() for k, v in evaluate(run, model, split, of).items()}
+
+
+if __name__ == "__main__":
+    launch(lambda: evaluate_run(SegmentationRecipe, open_task, "segmentation.evaluate"))

@@ -1,0 +1,135 @@
+"""Runs a config file of mmsegmentation under any method:
+
+    torchrun --standalone --nproc-per-node 4 -m segmentation.train --config FILE.py [options]
+
+Models, data, schedule, hooks and metrics are the config's own. CO2Hook replaces the gradient average.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import segmentation.registries  # noqa: F401
+
+# isort: split
+import torch.distributed as dist
+import tyro
+from mmengine.config import Config, DictAction
+from mmengine.runner import Runner
+
+import core.integrations.mmengine  # noqa: F401, registers CO2Hook
+from core.errors import UserError
+from core.stored import reason
+from segmentation.model import BASES, SCHEME
+from training.data import data_root, paths_from_home
+from training.workers import join, pick_device, rank
+
+CONFIGS = BASES.parents[1]  # of the installed mmsegmentation
+ON_CPU = {"type": "MMDistributedDataParallel", "device_ids": None, "broadcast_buffers": False}
+
+
+@dataclass(frozen=True)
+class ConfigOptions:
+    """Trains a config file of mmsegmentation."""
+
+    config: Path
+    """The file, or a name in the configs of the installed mmsegmentation, such as upernet/upernet_r50_....py."""
+    method: Literal["co2", "ddp", "diloco", "local", "overlap_local", "slowmo"] = "co2"
+    """Training method."""
+    tau: int | None = None
+    """Local steps per round. The default is CO2Config.recommended's for co2, and 48 for other methods."""
+    sync_bn: Literal["convert", "node", "all"] = "convert"
+    """SyncBN becomes BatchNorm (convert), or shares statistics in a node, or with ddp over all workers (GPUs only)."""
+    out: Path | None = None
+    """mmengine's work_dir. The default is the config's own, or runs/NAME-METHOD."""
+    resume: bool = False
+    """Continue from the last checkpoint in the work_dir."""
+    test: Path | None = None
+    """Test this checkpoint of mmseg instead of training."""
+    tta: bool = False
+    """Average the predictions of a test over the config's tta_pipeline, such as an image and its mirror image."""
+    set: tuple[str, ...] = ()
+    """Changes to the config, KEY=VALUE as in mmsegmentation's --cfg-options."""
+    timeout: float = 600.0
+    """Seconds until a missing worker is an error."""
+
+    def __post_init__(self) -> None:
+        if self.sync_bn == "all" and self.method != "ddp":
+            raise UserError(f"sync_bn='all' does not go with method={self.method!r}: give --sync_bn node or convert")
+        if self.sync_bn == "node" and self.method == "ddp":
+            raise UserError("sync_bn='node' does not go with method='ddp': give --sync_bn all or convert")
+
+
+def train_config() -> None:
+    """Runs the command: segmentation.train --config FILE.py."""
+    given = tyro.cli(ConfigOptions, prog="segmentation.train", use_underscores=True, console_outputs=rank() == 0)
+    given = paths_from_home(given)
+    config = read(given.config)
+    for change in given.set:
+        key, _, value = change.partition("=")
+        config.merge_from_dict({key: DictAction._parse_iterable(value)})
+    config.work_dir = str(given.out or config.get("work_dir") or f"runs/{given.config.stem}-{given.method}")
+    config.resume = given.resume
+    if given.tta:
+        if given.test is None or "tta_pipeline" not in config:
+            raise UserError("tta needs --test CHECKPOINT, and a config with a tta_pipeline: leave it out")
+        config.test_dataloader.dataset.pipeline = config.tta_pipeline
+        config.model = {**config.get("tta_model", {"type": "SegTTAModel"}), "module": config.model}
+    if given.test is not None:
+        config.load_from = str(given.test)
+    elif given.method != "ddp":
+        hook: dict[str, Any] = {"type": "CO2Hook", "method": given.method, "tau": given.tau, "timeout": given.timeout}
+        hook["sync_bn"] = "node" if given.sync_bn == "node" else "convert"
+        config.custom_hooks = [*config.get("custom_hooks", []), hook]
+    if (
+        given.sync_bn == "convert" or given.test is not None
+    ):  # before mmengine wraps the model in DDP, which refuses SyncBN on a CPU
+        changed(config.model, lambda key, value: "BN" if (key, value) == ("type", "SyncBN") else value)
+    device = pick_device("auto")
+    made = join(device, given.timeout, {key: str(value) for key, value in vars(given).items()})
+    config.launcher = "pytorch" if dist.is_initialized() else "none"
+    if device.type == "cpu":
+        config.model_wrapper_cfg = ON_CPU
+    runner = Runner.from_cfg(config)
+    try:
+        runner.test() if given.test is not None else runner.train()
+    except FileNotFoundError as error:
+        remedy = "set CO2_DATA to the folder with the config's data, or --set the config's own paths"
+        raise UserError(f"config={given.config}: {error.filename or error} is missing: {remedy}") from None
+    if made and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def read(path: Path) -> Config:
+    """Returns the config, with local files in CO2_DATA for data sets and weights that it names elsewhere."""
+    found = path if path.is_file() else CONFIGS / path
+    if not found.is_file():
+        raise UserError(f"config={path}: no such file, neither here nor in {CONFIGS}")
+    try:
+        config = Config.fromfile(found)
+    except Exception as error:  # a config is a Python program
+        raise UserError(f"config={path}: cannot be read ({reason(error)})") from None
+
+    def local(key: str, value: Any) -> Any:
+        if key == "data_root" and isinstance(value, str) and value.startswith("data/") and not Path(value).exists():
+            return str(data_root() / value.removeprefix("data/"))
+        if key in ("checkpoint", "pretrained") and isinstance(value, str) and not Path(value).exists():
+            name = value.rpartition("/")[2]
+            files = [*(data_root() / "backbones").glob(f"{name}*")]  # open-mmlab://resnet50_v1c has no hash
+            return f"{SCHEME}{files[0].absolute()}" if files else value
+        return value
+
+    changed(config, local)
+    return config
+
+
+def changed(part: Any, change: Callable[[str, Any], Any]) -> None:
+    """Replaces the values of a config in place, at any depth."""
+    for key in range(len(part)) if isinstance(part, list) else [*part]:
+        if isinstance(part[key], dict | list):
+            changed(part[key], change)
+        elif isinstance(part, dict):
+            part[key] = change(key, part[key])

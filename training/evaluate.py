@@ -1,0 +1,77 @@
+"""Evaluates a checkpoint: `python -m TASK.evaluate RUN`, or with torchrun on several devices."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import torch.distributed as dist
+import tyro
+from torch import nn
+
+from core.checkpoint import finished
+from training.data import paths_from_home
+from training.folder import settings, table
+from training.progress import Progress
+from training.recipe import Recipe
+from training.weights import load_weights, read_config, read_recipe
+from training.workers import join, pick_device, rank, tune, world_size
+
+R = TypeVar("R", bound=Recipe)
+Results = dict[str, float]
+# returns the model of a recipe, and its evaluation as at the end of a run
+Open = Callable[[R], tuple[nn.Module, Callable[[Any], Results]]]
+
+
+@dataclass(frozen=True)
+class EvaluateOptions:
+    """Prints the metrics of a run's newest checkpoint, on all its held-out data, as at the end of the run."""
+
+    run: tyro.conf.Positional[Path]
+    """The run folder."""
+    weights: Path | None = None
+    """Evaluate these weights instead: another run folder, or a local file of timm, mmseg or transformers."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device to evaluate on."""
+    out: Path | None = None
+    """Write the exact numbers to this JSON file too."""
+
+
+class Evaluation(Progress):
+    """The part of training.run.Run that evaluations need, for a model that is not being trained."""
+
+    draws = False  # pyright: ignore
+
+    def paused(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def log_evaluation(self, results: Results) -> None:
+        """Does nothing, because the command prints the results."""
+
+
+def evaluate_run(kind: type[R], open_task: Open[R], prog: str) -> None:
+    """Runs the command `prog` of the task with these recipes."""
+    given = paths_from_home(tyro.cli(EvaluateOptions, prog=prog, console_outputs=rank() == 0))
+    recipe = read_recipe(given.run, kind)
+    workers = read_config(given.run)["world_size"]  # each worker's batches keep their size
+    share = max(1, recipe.batch_size // workers)
+    recipe = dataclasses.replace(recipe, batch_size=share * world_size(), device=given.device, link_mbit=None)
+    device = pick_device(recipe.device)
+    tune(device, tf32=recipe.tf32, cudnn_benchmark=recipe.cudnn_benchmark)
+    made = join(device, recipe.timeout, settings(recipe))
+    model, evaluate = open_task(recipe)
+    load_weights(model, given.weights or given.run)
+    model.to(device)
+    results = evaluate(Evaluation(recipe, device))
+    if rank() == 0:
+        of = given.weights or f"{given.run}, {finished(given.run / 'checkpoints')[0]}"
+        print(f"{recipe.name} {recipe.method}: {of}\n{table(results)}", flush=True)
+        if given.out:
+            given.out.write_text(json.dumps(results, indent=2) + "\n")
+    if made:
+        dist.destroy_process_group()

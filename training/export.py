@@ -1,0 +1,102 @@
+"""Exports the model of a run to the formats of other libraries: `python -m TASK.export RUN OUT`.
+
+The end of OUT's name chooses the format. Every task writes *.safetensors, *.pth and, by torch.export, *.pt2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import torch
+import tyro
+from torch import Tensor, nn
+
+from core.errors import UserError
+from core.stored import reason
+from training.data import build_whole, paths_from_home
+from training.recipe import Recipe
+from training.weights import Weights, load_weights, read_recipe, read_weights
+
+R = TypeVar("R", bound=Recipe)
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """Writes the model of a run's newest checkpoint for other libraries."""
+
+    run: tyro.conf.Positional[Path]
+    """The run folder."""
+    out: tyro.conf.Positional[Path]
+    """A new file: *.safetensors, *.pth, or *.pt2 of torch.export. A name without an end is a folder."""
+
+
+@dataclass(frozen=True)
+class Exporter(Generic[R]):
+    """A task's part.
+
+    Attributes:
+        kind: The task's recipe.
+        build: Returns the model for a recipe and its weights.
+        example: Returns a function of the model from tensor to tensor, and an input of two samples, for torch.export.
+        folder: Writes the task's folder of a library, or None.
+        beside: Returns what a *.pth file holds in addition to state_dict, and writes files next to it.
+    """
+
+    kind: type[R]
+    build: Callable[[R, Callable[[nn.Module], Weights]], nn.Module]
+    example: Callable[[R, nn.Module], tuple[Callable[[Tensor], Tensor], Tensor]]
+    folder: Callable[[R, nn.Module, Path], None] | None = None
+    beside: Callable[[R, nn.Module, Path], dict[str, Any]] | None = None
+
+
+class Graph(nn.Module):
+    """A function of a model, as the module that torch.export needs."""
+
+    function: Callable[[Tensor], Tensor]
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+def export_run(task: Exporter[R], prog: str) -> None:
+    """Runs the command."""
+    given = paths_from_home(tyro.cli(ExportOptions, prog=prog))
+    recipe = read_recipe(given.run, task.kind)
+    model = task.build(recipe, lambda like: read_weights(given.run, like)).eval()
+    load_weights(model, given.run)
+    write(task, recipe, model, given.out)
+    print(given.out)
+
+
+def write(task: Exporter[R], recipe: R, model: nn.Module, out: Path) -> None:
+    """Writes the model to `out`, in the format that its name says."""
+    if out.exists():
+        raise UserError(f"{out} is already there: give a new name")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    if out.suffix == ".safetensors":
+        from safetensors.torch import save_model  # which stores tied weights once
+
+        save_model(model, str(out), metadata={"format": "pt"})
+    elif out.suffix == ".pth":
+        more = task.beside(recipe, model, out) if task.beside else {}
+        torch.save({"state_dict": model.state_dict()} | more, out)
+    elif out.suffix == ".pt2":
+        graph = Graph(model)
+        graph.function, x = task.example(recipe, model)
+        try:
+            made = torch.export.export(graph.eval(), (x,), dynamic_shapes=({0: torch.export.Dim("batch")},))
+        except Exception as error:  # torch.export raises many kinds of errors
+            raise UserError(f"{out}: torch.export does not allow this model ({reason(error)}): give *.pth") from None
+        torch.export.save(made, out)
+    elif not out.suffix and task.folder:
+        build_whole(out, lambda target: task.folder(recipe, model, target))  # pyright: ignore[reportOptionalCall]
+    else:
+        folder = " or a folder's name without an end" if task.folder else ""
+        raise UserError(f"{out}: give a name that ends in .safetensors, .pth or .pt2{folder}")

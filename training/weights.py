@@ -1,0 +1,188 @@
+"""Weights of other runs, and of other libraries' local files. Reading them runs no code, and downloads nothing."""
+
+import argparse
+import dataclasses
+import re
+import sys
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PosixPath
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from core.checkpoint import MANIFEST, finished, load_newest, unlike
+from core.errors import UserError
+from core.stored import parse_json, reason
+from training.recipe import Recipe
+from training.workers import rank
+
+R = TypeVar("R", bound=Recipe)
+Weights = dict[str, Tensor]
+KEYS = ("state_dict_ema", "state_dict", "model_ema", "model")  # under which libraries store weights, preferred first
+
+
+# -- a run ------------------------------------------------------------------------------------------------------------
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Returns the content of a run's config.json, or raises UserError."""
+    file = folder / "config.json"
+    try:
+        config = parse_json(file.read_text())
+        config["recipe"]["method"], config["world_size"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{file}: {reason(error)}; give the folder of a run (--out, or runs/RECIPE-...)") from None
+    return config
+
+
+def read_recipe(folder: Path, kind: type[R]) -> R:
+    """Returns the recipe with which a run was started."""
+    stored = read_config(folder)["recipe"]
+    if unknown := sorted(stored.keys() - {f.name for f in dataclasses.fields(kind)}):
+        raise UserError(f"{folder} is a run of another task or version, with {unknown[0]}: give it to its own command")
+    return _rebuilt(kind(), stored)
+
+
+def _rebuilt(default: Any, stored: dict[str, Any]) -> Any:
+    """Returns `default` with the stored values. JSON has no paths and no tuples."""
+    hints, changes = typing.get_type_hints(type(default)), dict[str, Any]()
+    for name in {f.name for f in dataclasses.fields(default)} & stored.keys():
+        value, before = stored[name], getattr(default, name)
+        if dataclasses.is_dataclass(before):
+            value = _rebuilt(before, value)
+        elif isinstance(value, list):
+            value = tuple(value)
+        elif isinstance(value, str) and Path in (hints[name], *typing.get_args(hints[name])):
+            value = Path(value)
+        changes[name] = value
+    return dataclasses.replace(default, **changes)
+
+
+def run_weights(folder: Path, like: nn.Module) -> Weights:
+    """Returns the model in the newest checkpoint of a run, as worker 0 has it. Every worker must call it.
+
+    Args:
+        folder: The run folder.
+        like: A model whose parameters have the same names.
+
+    Raises:
+        UserError: If there is no checkpoint.
+    """
+    checkpoints = folder / "checkpoints"
+    if not (names := finished(checkpoints)):
+        raise UserError(f"{folder} holds no checkpoint of a run: give the folder of one that has ended, or saved")
+    recipe = read_config(folder)["recipe"]
+    if "layout" in parse_json((checkpoints / names[0] / MANIFEST).read_text()):
+        from training.layouts.resharded import read_model  # imported here, because torch's pipelines take a second
+
+        return read_model(checkpoints / names[0])
+    if recipe.get("ema") is not None:
+        weights = _part(checkpoints, 0, "ema")
+        return {name.removeprefix("module."): t for name, t in weights.items() if name != "n_averaged"}
+    if recipe.get("zero", 0) < 2:
+        return _part(checkpoints, 0, "model")
+    shards = [_part(checkpoints, number, "model") for number in range(_part(checkpoints, 0, "node"))]
+    split = {name for name, _ in like.named_parameters(remove_duplicate=False)}  # FSDP2 shards the first dimension
+    return {name: torch.cat([s[name] for s in shards]) if name in split else t for name, t in shards[0].items()}
+
+
+def _part(checkpoints: Path, number: int, part: str) -> Any:
+    found = load_newest(checkpoints, rank=number, part=part)
+    assert found is not None
+    return found[0]
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+def _harmless() -> list[Any]:
+    """Returns classes and functions that checkpoints of training code hold in addition to weights.
+
+    Calling them runs no code from the file. NumPy 1 had other names for its modules.
+    """
+    made_by = [np.float64(0).__reduce__()[0], np.zeros(1).__reduce__()[0]]
+    named = [(f, f"numpy.{core}.multiarray.{f.__name__}") for f in made_by for core in ("core", "_core")]  # pyright: ignore
+    kinds = {type(np.dtype(code)) for code in "?bhilqBHILQefdUS"}
+    return [argparse.Namespace, PosixPath, np.ndarray, np.dtype, *kinds, *named]
+
+
+def file_weights(path: Path, option: str, map_location: Any = "cpu") -> Weights:
+    """Returns the weights in a file of timm, mmseg or torch: *.safetensors, or what torch.save wrote.
+
+    Args:
+        path: The file, which nobody should trust.
+        option: The option that names it, for messages.
+        map_location: See torch.load.
+    """
+    try:
+        if path.suffix == ".safetensors":
+            from safetensors.torch import load_file  # imported here, because pointcloud can do without the package
+
+            return load_file(path)
+        with torch.serialization.safe_globals(_harmless()):
+            found = torch.load(path, map_location, weights_only=True)
+    except MemoryError:
+        raise
+    except Exception as error:  # torch.load raises many kinds of errors
+        if match := re.search(r"GLOBAL ([\w.]+)", str(error)):
+            raise UserError(
+                f"{option}={path}: holds {match[1]}, which may run code when it is read: if you trust its source, "
+                'keep only its weights, torch.save(torch.load(FILE, weights_only=False)["state_dict"], NEW)'
+            ) from None
+        raise UserError(f"{option}={path}: cannot be read ({reason(error)}): fetch it again") from None
+    for key in KEYS:
+        found = found.get(key, found) if isinstance(found, Mapping) else found
+    if not isinstance(found, Mapping) or not found or not all(isinstance(v, Tensor) for v in found.values()):
+        raise UserError(f"{option}={path}: holds no weights by name; give the file of a model's state_dict")
+    return {str(key).removeprefix("module."): value for key, value in found.items()}
+
+
+def read_weights(path: Path, model: nn.Module) -> Weights:
+    """Returns the weights of a run folder, a file, or a folder of timm or transformers, by the model's names."""
+    if (path / "checkpoints").is_dir():
+        return run_weights(path, model)
+    if path.is_file():
+        return file_weights(path, "init_from")
+    if not any(path.glob("*.safetensors")):
+        raise UserError(f"init_from: {path} holds no checkpoint of a run, and no *.safetensors; nor is it a file")
+    if hasattr(model, "save_pretrained"):  # our RoBERTa is a subclass of transformers'
+        kind: Any = next(c for c in type(model).__mro__ if c.__module__.startswith("transformers."))
+        try:
+            return kind.from_pretrained(path, use_safetensors=True, local_files_only=True).float().state_dict()
+        except Exception as error:  # transformers raises many kinds of errors
+            raise UserError(f"init_from={path}: cannot be read ({reason(error)}): copy it again") from None
+    return file_weights(next(path.glob("*.safetensors")), "init_from")
+
+
+def load_weights(model: nn.Module, path: Path, *, heads: Sequence[str] = (), rows: int = 0) -> None:
+    """Loads weights that read_weights finds. Every worker must call it.
+
+    Args:
+        model: The model, before it is sharded.
+        path: A run folder, a file, or a library's folder.
+        heads: Names of layers that stay random if the other model had another number of classes.
+        rows: Size of the vocabulary. Embeddings may have more rows, which stay random.
+
+    Raises:
+        UserError: If the weights are of another model.
+    """
+    theirs, mine = read_weights(path.expanduser(), model), model.state_dict()
+    random = list[str]()
+    for name, here in mine.items():
+        there = theirs.get(name)
+        if there is None:  # a tied weight, which files store once
+            same = [other for other, t in mine.items() if other in theirs and t.data_ptr() == here.data_ptr()]
+            theirs |= {name: theirs[same[0]]} if same and here.numel() else {}
+        elif there.shape != here.shape and name.rpartition(".")[0] in heads:
+            theirs[name] = here
+            random.append(name)
+        elif rows and len(there) == rows < len(here) and there.shape[1:] == here.shape[1:]:
+            theirs[name] = torch.cat([there.to(here), here[rows:]])
+    if differs := unlike(theirs, mine):
+        raise UserError(f"init_from={path} is of another model: {differs}; give its --model and sizes")
+    if random and rank() == 0:
+        print(f"init_from: of other sizes, so random: {', '.join(random)}", file=sys.stderr, flush=True)
+    model.load_state_dict(theirs)
