@@ -27,9 +27,11 @@ from core import checkpoint, stored
 from core.elastic.allreduce import ElasticAllReduce
 from core.elastic.joining import Joining, elastic_co2
 from core.elastic.members import Members, Over, Report, WorkersChanged
-from core.errors import UserError
+from core.errors import UserError, env_number
 from core.local_update import LocalUpdateMethod
 from core.methods import Method
+from core.placement import check_env
+from core.stored import reason
 from training.data import per_worker, steps_per_epoch
 from training.folder import RoundLog, RunFolder, settings
 from training.progress import Due, Progress, Trained
@@ -101,12 +103,16 @@ class Elastic:
             torch.cuda.set_device(self.run.device)
         if "CO2_WORKER" not in os.environ:
             raise UserError("elastic workers are started, and started again, by python -m training.launch: use it")
-        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        with socket.create_connection((host, port)) as connection:
-            address = connection.getsockname()[0]  # this machine's address, as the launcher's machine sees it
+        check_env()
+        host, port = os.environ.get("MASTER_ADDR", ""), env_number("MASTER_PORT", 29500)
         timeout = self.run.recipe.timeout
         within = timedelta(seconds=timeout)
-        store = dist.TCPStore(host, port, None, False, timeout=within, wait_for_workers=False)
+        try:
+            with socket.create_connection((host, port), timeout) as connection:
+                address = connection.getsockname()[0]  # this machine's address, as the launcher's machine sees it
+            store = dist.TCPStore(host, port, None, False, timeout=within, wait_for_workers=False)
+        except (OSError, RuntimeError, ValueError) as error:
+            raise UserError(f"no launcher's store answers at {host}:{port} ({reason(error)}): start it first") from None
         self.members = Members(store, os.environ["CO2_WORKER"], address=address, timeout=timeout)
         mine = settings(self.run.recipe)
         first = json.loads(self.members.store.compare_set("settings", "", json.dumps(mine)))

@@ -282,8 +282,8 @@ def main() -> None:
         if isinstance(failure.message, dict):  # otherwise the message about a wrong option was printed above
             print(failure.message["message"], file=sys.stderr, flush=True)
         sys.exit(2)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+    except (UserError, RuntimeError, ValueError, OSError) as error:  # of this process: workers print their own errors
+        print(f"error: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
         sys.exit(2)
     except SignalException as signalled:
         sys.exit(128 + signalled.sigval)

@@ -2,6 +2,7 @@
 any worker ends the run of all workers, which then save and can be resumed.
 """
 
+import contextlib
 import errno
 import functools
 import hashlib
@@ -69,7 +70,8 @@ def _fail(reason: str, status: int = 2) -> None:
         reason = f"{reason[:300]} ... {reason[-300:]}"
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun reads the error there, in its own format
         more = {"py_callstack": f"error: {reason}", "timestamp": str(int(time.time()))}
-        Path(path).write_text(json.dumps({"message": {"message": f"error: {reason}", "extraInfo": more}}))
+        with contextlib.suppress(OSError, ValueError):  # no launcher made that folder
+            Path(path).write_text(json.dumps({"message": {"message": f"error: {reason}", "extraInfo": more}}))
     said = path and "CO2_LAUNCH" in os.environ  # training.launch prints it at its end
     if (not said or status != 2) and _first_to_say(reason):
         print(f"error: {reason}", file=sys.stderr, flush=True)
