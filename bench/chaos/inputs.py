@@ -18,7 +18,6 @@ import shutil
 import signal
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,7 +76,7 @@ WORDS += [
     b"\xff",
 ]
 WORDS += ["\u0661".encode(), "\U0001f642".encode(), b"a\nb", b"'", b"%s", b"../..", b"~", b"/", b"/dev/null"]
-WORDS += [b"/proc/x.png", b"/dev/full", b"/nosuch/x", b"/etc/passwd"]
+WORDS += [b"a" * 5000, b"/proc/x.png", b"/dev/full", b"/nosuch/x", b"/etc/passwd"]
 VARIABLES = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME"]
 VARIABLES += ["SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_LOCALID", "CO2_WORKER", "CO2_LAUNCH", "CO2_DATA"]
 VARIABLES += [
@@ -87,7 +86,7 @@ VARIABLES += [
     "TORCHELASTIC_RUN_ID",
     "TORCHELASTIC_USE_AGENT_STORE",
 ]
-VARIABLES += ["HOME", "CXX", "NCCL_IB_DISABLE", "TORCH_NCCL_BLOCKING_WAIT", "PET_NNODES", "PET_NPROC_PER_NODE"]
+VARIABLES += ["HOME", "NCCL_IB_DISABLE", "TORCH_NCCL_BLOCKING_WAIT", "PET_NNODES", "PET_NPROC_PER_NODE"]
 
 
 @dataclass(frozen=True)
@@ -212,6 +211,7 @@ def damage(rng: random.Random, path: Path) -> str:
 def suffer(context: Any, case: Case, folder: Path, limit: float) -> tuple[str, int | None]:
     """Runs a case. Returns what it printed, and its status, or None if the limit has ended it."""
     command, log = [word.replace("{}", str(folder)) for word in case.command], folder / "log"
+    log.unlink(missing_ok=True)
     process = context.Process(target=_run, args=(command, case.env, str(folder), str(log)))
     process.start()
     process.join(limit)
