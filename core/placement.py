@@ -254,12 +254,13 @@ class Placement:
             for ranks in {*self._sets} - {()}
         }
         # before anything is sent, so that a mistake is an error and not a hang
-        shapes = of_all({ranks: [tuple(t.shape) for t in tensors] for ranks, tensors in shared.items()}, self.group)
+        mine = {str([*ranks]): [[*t.shape] for t in tensors] for ranks, tensors in shared.items()}
+        shapes = of_all(mine, self.group)
         for rank, theirs in zip(dist.get_process_group_ranks(self.group), shapes, strict=True):
-            for ranks in shared.keys() & theirs.keys():
-                if theirs[ranks] != (own := [tuple(t.shape) for t in shared[ranks]]):
+            for ranks in mine.keys() & theirs.keys():
+                if theirs[ranks] != (own := mine[ranks]):
                     raise UserError(
-                        f"shards: ranks {[*ranks]} should hold the same, but rank {rank} has shapes {theirs[ranks]}, "
+                        f"shards: ranks {ranks} should hold the same, but rank {rank} has shapes {theirs[ranks]}, "
                         f"rank {dist.get_rank()} {own}: give the parameters that they share in one order on all"
                     )
         for works, _ in self._from_first(shared):

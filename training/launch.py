@@ -15,6 +15,7 @@ import errno
 import json
 import math
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -32,6 +33,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import determine_local_world_size, parse_args, run
 
+from core.elastic.sealed import SECRET, SealedStore
 from core.errors import UserError
 
 POLL = 0.02  # seconds between two checks of the workers
@@ -43,11 +45,11 @@ class Coordinator:
     """Lists the generations of workers, in the first node's launcher.
 
     Args:
-        store: The store, see core.elastic.members.Members.
+        store: The store, see core.elastic.sealed.
         nodes: Number of nodes.
     """
 
-    def __init__(self, store: dist.Store, nodes: int):
+    def __init__(self, store: SealedStore, nodes: int):
         self.store, self.nodes = store, nodes
         self.generation, self.members = 0, []
         self._waits_since: float | None = None  # start of the wait for members to come to the next generation
@@ -133,7 +135,11 @@ class Agent:
             reason = str(error).splitlines()[0]
             remedy = "give --master-addr and a free --master-port of the first node"
             raise UserError(f"no store at {host}:{port} ({reason}): {remedy}") from None
-        self.store = dist.PrefixStore("elastic", self._served)
+        self._secret = os.environ.get(SECRET) or (secrets.token_hex() if nodes == 1 else "")
+        self.store = SealedStore(dist.PrefixStore("elastic", self._served), self._secret)
+        if node == 0:
+            self.store.set("launcher", "")
+        self.store.get("launcher")  # raises for another secret
         self.coordinator = Coordinator(self.store, nodes) if node == 0 else None
         self.processes: dict[int, Any] = {}  # by slot
         self.started = [0] * workers  # restarts of each slot's worker
@@ -205,7 +211,7 @@ class Agent:
     def _start(self, slot: int) -> None:
         env = {"RANK": self.node * self.workers + slot, "WORLD_SIZE": self.nodes * self.workers}
         env |= {"LOCAL_RANK": slot, "LOCAL_WORLD_SIZE": self.workers, "CO2_WORKER": self.name(slot)}
-        env |= {"MASTER_ADDR": self._served.host, "MASTER_PORT": self._served.port}
+        env |= {"MASTER_ADDR": self._served.host, "MASTER_PORT": self._served.port, SECRET: self._secret}
         env["TORCHELASTIC_ERROR_FILE"] = self._error_file(slot)
         self.processes[slot] = self.spawn({name: str(value) for name, value in env.items()})
 

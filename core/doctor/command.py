@@ -96,7 +96,7 @@ def diagnose(asked: argparse.Namespace) -> dict[str, Any]:
             return header([own], asked.params)
         backend = "cpu:gloo,cuda:nccl" if own.device == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(seconds=asked.timeout))
-        facts = of_all(own)
+        facts = [Facts(**of_rank) for of_rank in of_all(vars(own))]
     except (RuntimeError, ValueError) as error:
         raise UserError(f"{_short(error)}: look at what other ranks print, and set GLOO_SOCKET_IFNAME") from None
     found = header(facts, asked.params)

@@ -1,0 +1,60 @@
+"""A store whose values only this run's processes can write."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+from collections.abc import Sequence
+from typing import Any
+
+from ..errors import UserError
+
+SECRET = "CO2_SECRET"  # environment variable; the launcher of a single node makes one
+
+
+class SealedStore:
+    """Puts a keyed digest (HMAC-SHA256) in front of every value.
+
+    Every machine that reaches the store can write to it. A value without the digest does not count as set.
+
+    Args:
+        store: The store, see Members.
+        secret: The run's secret. With an empty one, every machine can compute the digests.
+
+    Attributes:
+        plain: The store itself, for torch's process groups.
+    """
+
+    def __init__(self, store: Any, secret: str):
+        self.plain, self._secret = store, secret.encode()
+
+    def proof(self, text: str) -> bytes:
+        """Returns a digest of the text that only this run's processes can compute."""
+        return hmac.new(self._secret, text.encode(), "sha256").hexdigest().encode()
+
+    def set(self, key: str, value: str) -> None:
+        self.plain.set(key, self._seal(key, value))
+
+    def get(self, key: str) -> bytes:
+        """Returns the value, or waits for it. Raises UserError if another secret has written it."""
+        return self._open(key, self.plain.get(key))
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Returns whether all of the keys have values that this run has written."""
+        with contextlib.suppress(UserError):
+            return self.plain.check([*keys]) and all(self.get(key) is not None for key in keys)
+        return False
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        """Sets the value if it is still `expected`; "" means none. Returns the value then. See `get`."""
+        before = self._seal(key, expected) if expected else ""
+        return self._open(key, self.plain.compare_set(key, before, self._seal(key, desired)))
+
+    def _seal(self, key: str, value: str) -> str:
+        return self.proof(f"{key}\n{value}").decode() + value
+
+    def _open(self, key: str, sealed: bytes) -> bytes:
+        digest, value = sealed[:64], sealed[64:]
+        if not hmac.compare_digest(digest, self.proof(f"{key}\n{value.decode(errors='replace')}")):
+            raise UserError(f"the store's {key} was written with another {SECRET}: set the same one on all nodes")
+        return value
