@@ -10,28 +10,22 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import signal
-import socket
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from core import checkpoint, stored
 from core.elastic.allreduce import ElasticAllReduce
 from core.elastic.joining import Joining, elastic_co2
 from core.elastic.members import Members, Over, Report, WorkersChanged
-from core.errors import UserError, env_number
+from core.errors import UserError
 from core.local_update import LocalUpdateMethod
 from core.methods import Method
-from core.placement import check_env
-from core.stored import reason
 from training.data import per_worker, steps_per_epoch
 from training.folder import RoundLog, RunFolder, settings
 from training.progress import Due, Progress, Trained
@@ -101,19 +95,7 @@ class Elastic:
         """Connects to the launcher, and compares the recipe with the first worker's recipe."""
         if self.run.device.type == "cuda":
             torch.cuda.set_device(self.run.device)
-        if "CO2_WORKER" not in os.environ:
-            raise UserError("elastic workers are started, and started again, by python -m training.launch: use it")
-        check_env()
-        host, port = os.environ.get("MASTER_ADDR", ""), env_number("MASTER_PORT", 29500)
-        timeout = self.run.recipe.timeout
-        within = timedelta(seconds=timeout)
-        try:
-            with socket.create_connection((host, port), timeout) as connection:
-                address = connection.getsockname()[0]  # this machine's address, as the launcher's machine sees it
-            store = dist.TCPStore(host, port, None, False, timeout=within, wait_for_workers=False)
-        except (OSError, RuntimeError, ValueError) as error:
-            raise UserError(f"no launcher's store answers at {host}:{port} ({reason(error)}): start it first") from None
-        self.members = Members(store, os.environ["CO2_WORKER"], address=address, timeout=timeout)
+        self.members = Members.from_env(self.run.recipe.timeout)
         mine = settings(self.run.recipe)
         first = json.loads(self.members.store.compare_set("settings", "", json.dumps(mine)))
         if verdict := difference(first, mine, self.run.rank):

@@ -59,7 +59,6 @@ def main() -> None:
     """Runs the doctor and ends the process."""
     rank = 0
     try:
-        check_env()
         rank = env_number("RANK", 0)
         asked = options(sys.argv[1:])
         if rank == 0 and asked.out is not None and not asked.out.absolute().parent.is_dir():
@@ -67,6 +66,7 @@ def main() -> None:
     except UserError as error:
         _end(f"error: {error}" if rank == 0 else "", 2)
     try:
+        check_env()
         found = diagnose(asked)
         if rank == 0:
             print(reports.screen(found), flush=True)

@@ -23,8 +23,10 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
 from ..comm import new_group, set_timeout
-from ..errors import CollectiveError
+from ..errors import CollectiveError, UserError, env_number
 from ..failure import ANSWERS_WITHIN, read_line
+from ..placement import check_env
+from .etcd import ANSWER_WITHIN, EtcdStore
 from .sealed import SECRET, SealedStore
 
 Came = Literal["planned", "failed", "empty"]  # why a worker leaves its generation; empty: it has no state yet
@@ -60,6 +62,7 @@ class Members:
     """
 
     def __init__(self, store: Any, name: str, *, address: str = "127.0.0.1", timeout: float = 600.0):
+        self._served = store  # c10d loses a store of Python's with its last reference
         self.store = SealedStore(PrefixStore("elastic", store), os.environ.get(SECRET, ""))
         self.name, self.address, self.timeout = name, address, timeout
         self.generation = 0
@@ -67,6 +70,35 @@ class Members:
         self.planned = False
         self.group: dist.ProcessGroup | None = None
         self.store.set("patience", str(timeout))
+
+    @classmethod
+    def from_env(cls, timeout: float = 600.0) -> Members:
+        """Connects to the store of the launcher that has started this process.
+
+        Raises:
+            UserError: If there is no such launcher, or its store does not answer.
+        """
+        if "CO2_WORKER" not in os.environ:
+            raise UserError("elastic workers are started, and started again, by python -m training.launch: use it")
+        check_env()
+        etcd = EtcdStore(url) if (url := os.environ.get("CO2_STORE")) else None
+        host, port = os.environ.get("MASTER_ADDR", ""), env_number("MASTER_PORT", 29500)
+        own, why = list[str](), ""
+        for place in etcd.hosts if etcd else [(host, port)]:
+            try:
+                with socket.create_connection(place, ANSWER_WITHIN if etcd else timeout) as connection:
+                    own.append(connection.getsockname()[0])  # this machine's address, as the store's machine sees it
+            except OSError as error:
+                why = str(error)
+        try:
+            within = timedelta(seconds=timeout)
+            store = etcd or dist.TCPStore(host, port, None, False, timeout=within, wait_for_workers=False)
+        except (RuntimeError, ValueError) as error:
+            own, why = [], str(error).partition("\n")[0]
+        if not own:
+            raise UserError(f"no store answers at {url or f'{host}:{port}'} ({why}): start its launcher first")
+        address = next((one for one in own if not one.startswith("127.")), own[0])
+        return cls(store, os.environ["CO2_WORKER"], address=address, timeout=timeout)
 
     @property
     def rank(self) -> int:
@@ -201,10 +233,7 @@ class Members:
             time.sleep(0.005)
 
     def _is_set(self, key: str) -> bool:
-        try:
-            return self.store.check([key])
-        except RuntimeError as error:
-            raise CollectiveError(f"worker {self.name}: the launcher of the first node does not answer") from error
+        return self.store.check([key])
 
 
 def agreed(reports: Sequence[Report | None], what: str, number: int) -> bool:

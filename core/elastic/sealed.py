@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import hmac
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..errors import UserError
+import torch.distributed as dist
+
+from ..errors import CollectiveError, UserError
 
 SECRET = "CO2_SECRET"  # environment variable; the launcher of a single node makes one
 
@@ -15,7 +17,8 @@ SECRET = "CO2_SECRET"  # environment variable; the launcher of a single node mak
 class SealedStore:
     """Puts a keyed digest (HMAC-SHA256) in front of every value.
 
-    Every machine that reaches the store can write to it. A value without the digest does not count as set.
+    Every machine that reaches the store can write to it. A value without the digest does not count as set. All calls
+    raise CollectiveError if the store does not answer.
 
     Args:
         store: The store, see Members.
@@ -33,22 +36,30 @@ class SealedStore:
         return hmac.new(self._secret, text.encode(), "sha256").hexdigest().encode()
 
     def set(self, key: str, value: str) -> None:
-        self.plain.set(key, self._seal(key, value))
+        self._ask(self.plain.set, key, self._seal(key, value))
 
     def get(self, key: str) -> bytes:
         """Returns the value, or waits for it. Raises UserError if another secret has written it."""
-        return self._open(key, self.plain.get(key))
+        return self._open(key, self._ask(self.plain.get, key))
 
     def check(self, keys: Sequence[str]) -> bool:
         """Returns whether all of the keys have values that this run has written."""
         with contextlib.suppress(UserError):
-            return self.plain.check([*keys]) and all(self.get(key) is not None for key in keys)
+            return self._ask(self.plain.check, [*keys]) and all(self.get(key) is not None for key in keys)
         return False
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         """Sets the value if it is still `expected`; "" means none. Returns the value then. See `get`."""
         before = self._seal(key, expected) if expected else ""
-        return self._open(key, self.plain.compare_set(key, before, self._seal(key, desired)))
+        return self._open(key, self._ask(self.plain.compare_set, key, before, self._seal(key, desired)))
+
+    @staticmethod
+    def _ask(call: Callable[..., Any], *given: Any) -> Any:
+        try:
+            return call(*given)
+        except dist.DistError as error:
+            remedy = "start again with --resume, or use --store etcd://... (docs/clusters.md)"
+            raise CollectiveError(f"the run's store is gone, so its machine or launcher has ended: {remedy}") from error
 
     def _seal(self, key: str, value: str) -> str:
         return self.proof(f"{key}\n{value}").decode() + value
