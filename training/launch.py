@@ -7,7 +7,7 @@ torchrun ends every failure with a traceback. This launcher ends a user's mistak
 With --elastic among the overrides, workers may come and go. Each node's launcher restarts a worker that died, up to
 --max-restarts times, under a new name, RANK.RESTARTS. It writes to the store which workers are alive. The first node's
 launcher serves the store and lists the generations, see core/elastic/members.py. The run ends with this launcher, and
---resume continues it. With --store etcd://..., etcd keeps the store, and any launcher may be lost: the one that holds a
+--resume continues it. With --store etcd://..., etcd keeps the store, and any launcher may be lost: the holder of a
 lease lists the generations.
 """
 
@@ -28,6 +28,9 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+
+if __name__ == "__main__" and "--elastic" in sys.argv:  # before torch: it prints frames for a lost store
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.api import SignalException

@@ -164,7 +164,7 @@ class EtcdStore(dist.Store):
 
 
 class Election:
-    """Lets one of several processes lead: the one that holds a lease of etcd.
+    """Lets one of several processes lead, the holder of a lease of etcd.
 
     It sets the store's guard, so that etcd refuses the writes of a leader that was stopped for longer than its lease.
 
