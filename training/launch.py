@@ -90,8 +90,7 @@ class Coordinator:
 
     def _list(self, names: list[str], planned: bool) -> None:
         self.generation, self.members, self._waits_since = self.generation + 1, names, None
-        listed = json.dumps({"names": names, "planned": planned})
-        self.store.compare_set(f"generation/{self.generation}", "", listed)  # at most one list for a generation
+        self.store.set(f"generation/{self.generation}", json.dumps({"names": names, "planned": planned}))
 
     def alive(self) -> list[str] | None:
         """Returns the names of the workers that are alive, or None until all nodes have started theirs."""
@@ -113,6 +112,8 @@ class Coordinator:
 
 class ElectedCoordinator(Coordinator):
     """The coordinator of one of several launchers, over etcd. It lists generations while its launcher leads.
+
+    The election's guard lets etcd refuse what it writes once another launcher leads.
 
     Args:
         etcd: A store of this coordinator's own.
@@ -185,7 +186,11 @@ class Agent:
             raise UserError(f"no store at {host}:{port} ({reason}): {remedy}") from None
         self._secret = os.environ.get(SECRET) or (secrets.token_hex() if nodes == 1 else "")
         self.store = self._sealed(self._served)
-        self.store.compare_set("launcher", "", "here")  # raises for another secret
+        if etcd:
+            self.store.compare_set("launcher", "", "here")
+        elif node == 0:
+            self.store.set("launcher", "here")
+        self.store.get("launcher")  # raises for another secret
         self.coordinator = Coordinator(self.store, nodes) if node == 0 else None
         self.processes: dict[int, Any] = {}  # by slot
         self.started = [0] * workers  # restarts of each slot's worker

@@ -7,8 +7,6 @@ import hmac
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch.distributed as dist
-
 from ..errors import CollectiveError, UserError
 
 SECRET = "CO2_SECRET"  # environment variable; the launcher of a single node makes one
@@ -57,7 +55,7 @@ class SealedStore:
     def _ask(call: Callable[..., Any], *given: Any) -> Any:
         try:
             return call(*given)
-        except dist.DistError as error:
+        except RuntimeError as error:
             remedy = "start again with --resume, or use --store etcd://... (docs/clusters.md)"
             raise CollectiveError(f"the run's store is gone, so its machine or launcher has ended: {remedy}") from error
 
