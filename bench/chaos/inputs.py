@@ -49,6 +49,7 @@ COMMANDS: dict[tuple[str, ...], tuple[str, ...]] = {  # a command -> the files t
     ("core.doctor", "--params", "1e5", "--timeout", "3", "--out", "{}/new.json"): (),
     ("training.launch", "--nproc-per-node", "1", "-m", *TRAIN, "--dry_run"): (),
     ("training.launch", "--nproc-per-node", "1", "-m", *TRAIN, "--dry_run", "--elastic"): (),
+    ("training.launch", "--nnodes", "3", "--store", "etcd://127.0.0.1:9/run", "-m", *TRAIN, "--elastic"): (),
     ("reproduce", "list"): (),
     ("reproduce", "vision", "--collect", "{}"): ("run/*.json*",),
     ("vision.demo", "--epochs", "1", "--out", "{}/demo"): (),
@@ -61,32 +62,15 @@ PRELOAD = ["vision.train", "vision.demo", "pointcloud.train", "language.model", 
 PRELOAD += ["segmentation.train", "training.plan.command", "core.doctor.command", "torch.distributed.run"]
 
 WORDS = [b"", b"x", b"-", b"-1", b"0", b"1", b"2", b"3.5", b"1e-300", b"1e300", b"nan", b"inf", b"-inf", b"99999999"]
-WORDS += [
-    b"9" * 40,
-    b"9" * 5000,
-    b"None",
-    b"true",
-    b"auto",
-    b"0x10",
-    b"1,2",
-    b"1:2",
-    b"{}",
-    b"[]",
-    b"a" * 5000,
-    b"\xff",
-]
-WORDS += ["\u0661".encode(), "\U0001f642".encode(), b"a\nb", b"'", b"%s", b"../..", b"~", b"/", b"/dev/null"]
-WORDS += [b"a" * 5000, b"/proc/x.png", b"/dev/full", b"/nosuch/x", b"/etc/passwd"]
-VARIABLES = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME"]
-VARIABLES += ["SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_LOCALID", "CO2_WORKER", "CO2_LAUNCH", "CO2_DATA"]
-VARIABLES += [
-    "CO2_CACHE",
-    "CO2_SECRET",
-    "TORCHELASTIC_ERROR_FILE",
-    "TORCHELASTIC_RUN_ID",
-    "TORCHELASTIC_USE_AGENT_STORE",
-]
-VARIABLES += ["HOME", "NCCL_IB_DISABLE", "TORCH_NCCL_BLOCKING_WAIT", "PET_NNODES", "PET_NPROC_PER_NODE"]
+WORDS += [b"9" * 40, b"9" * 5000, b"a" * 5000, b"None", b"true", b"auto", b"0x10", b"1,2", b"1:2", b"{}", b"[]"]
+WORDS += ["\u0661".encode(), "\U0001f642".encode(), b"\xff", b"a\nb", b"'", b"%s", b"../..", b"~", b"/", b"/dev/null"]
+WORDS += [b"/proc/x.png", b"/dev/full", b"/nosuch/x", b"/etc/passwd"]
+VARIABLES = """
+    RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT GLOO_SOCKET_IFNAME SLURM_NTASKS_PER_NODE
+    SLURM_TASKS_PER_NODE SLURM_LOCALID CO2_WORKER CO2_STORE CO2_SECRET CO2_LAUNCH CO2_DATA CO2_CACHE HOME CXX
+    TORCHELASTIC_ERROR_FILE TORCHELASTIC_RUN_ID TORCHELASTIC_USE_AGENT_STORE NCCL_IB_DISABLE TORCH_NCCL_BLOCKING_WAIT
+    PET_NNODES PET_NPROC_PER_NODE
+""".split()
 
 
 @dataclass(frozen=True)
@@ -97,7 +81,7 @@ class Fuzz:
     first: int = 0
     """Number of the first case."""
     seed: int = 0
-    limit: float = 60.0
+    limit: float = 20.0
     """Seconds after which a case is ended. It counts as accepted, because it trains or measures."""
 
     def check(self) -> None:
@@ -132,6 +116,8 @@ def main() -> None:
             if fault:
                 print(json.dumps({"case": number, "status": status, **vars(case), "last": last[0][:300]}), flush=True)
             shutil.rmtree(here, ignore_errors=True)
+            if (number + 1) % 100 == 0:
+                print(f"{number + 1} cases, {faults} faults", file=sys.stderr, flush=True)
     print(f"{asked.cases} cases: {', '.join(f'{count} {what}' for what, count in found.most_common())}")
     sys.exit(1 if faults else 0)
 
