@@ -178,12 +178,13 @@ class Agent:
                 self._served: Any = EtcdStore(etcd)
                 count = len(self._served.hosts)
                 self._served.hosts = [self._served.hosts[(node + i) % count] for i in range(count)]  # its own first
+                self._served.check([""])
             else:
                 self._served = _serve(host, port, alone=nodes == 1) if node == 0 else _store(host, port)
         except (RuntimeError, OSError) as error:
             reason = str(error).splitlines()[0]
-            remedy = "give --master-addr and a free --master-port of the first node"
-            raise UserError(f"no store at {host}:{port} ({reason}): {remedy}") from None
+            remedy = "start etcd first" if etcd else "give --master-addr and a free --master-port of the first node"
+            raise UserError(f"no store at {etcd or f'{host}:{port}'} ({reason}): {remedy}") from None
         self._secret = os.environ.get(SECRET) or (secrets.token_hex() if nodes == 1 else "")
         self.store = self._sealed(self._served)
         if etcd:

@@ -42,6 +42,8 @@ def launch(main: Callable[[], None]) -> None:
         _fail(str(error))
     except CollectiveError as error:  # each worker prints its own error
         _fail(str(error), status=1)
+    except UnicodeEncodeError as error:
+        _fail(f"{error.object[:100]!r} has bytes that are not UTF-8: give another name")
     except OSError as error:
         if error.errno not in OF_THE_DISK + OF_A_PATH:
             raise

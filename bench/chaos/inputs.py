@@ -42,9 +42,9 @@ COMMANDS: dict[tuple[str, ...], tuple[str, ...]] = {  # a command -> the files t
     ("language.prepare", "{}/text.txt", "{}/text.jsonl", "--out", "{}/corpus", "--vocab_size", "270"): ("text.*",),
     ("language.zo_replay", "{}/run", "--model", "{}/run", "--out", "{}/tuned"): ("run/*",),
     ("pointcloud.pack", "shapenet"): (),
-    ("training.plan", "gpt-125m", "--batch", "64", "--cluster", "{}/cluster.json"): ("cluster.json",),
-    ("training.plan", "gpt-125m", "--batch", "64", "--preset", "dgx-a100-tcp", "--sbatch"): (),
-    ("training.plan", "{}/model", "--batch", "64", "--preset", "laptops"): ("model/config.json",),
+    ("training.plan", "--model", "gpt-125m", "--batch", "64", "--cluster", "{}/cluster.json"): ("cluster.json",),
+    ("training.plan", "--model", "gpt-125m", "--batch", "64", "--preset", "dgx-a100-tcp", "--sbatch"): (),
+    ("training.plan", "--model", "{}/model", "--batch", "64", "--preset", "laptops"): ("model/config.json",),
     ("training.plan", "methods", "--parameters", "1e8", "--step", "0.1", "--gbit", "10"): (),
     ("core.doctor", "--params", "1e5", "--timeout", "3", "--out", "{}/new.json"): (),
     ("training.launch", "--nproc-per-node", "1", "-m", *TRAIN, "--dry_run"): (),
@@ -70,7 +70,7 @@ VARIABLES = """
     SLURM_TASKS_PER_NODE SLURM_LOCALID CO2_WORKER CO2_STORE CO2_SECRET CO2_LAUNCH CO2_DATA CO2_CACHE HOME CXX
     TORCHELASTIC_ERROR_FILE TORCHELASTIC_RUN_ID TORCHELASTIC_USE_AGENT_STORE NCCL_IB_DISABLE TORCH_NCCL_BLOCKING_WAIT
     PET_NNODES PET_NPROC_PER_NODE
-""".split()
+"""
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ def draw(rng: random.Random, options: dict[str, list[str]], folder: Path) -> Cas
             with hold_port() as held:
                 env = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
                 env["MASTER_PORT"] = str(held.getsockname()[1])
-        return Case(command, env | {rng.choice(VARIABLES): word})
+        return Case(command, env | {rng.choice(VARIABLES.split()): word})
     if rng.random() < 0.3:  # in place of one of its own values
         place = rng.randrange(1, len(command))
         return Case((*command[:place], word, *command[place + 1 :]), {})

@@ -90,9 +90,11 @@ class Members:
                     own.append(connection.getsockname()[0])  # this machine's address, as the store's machine sees it
             except OSError as error:
                 why = str(error)
+        store: Any = etcd
         try:
-            within = timedelta(seconds=timeout)
-            store = etcd or dist.TCPStore(host, port, None, False, timeout=within, wait_for_workers=False)
+            if own and not etcd:
+                within = timedelta(seconds=timeout)
+                store = dist.TCPStore(host, port, None, False, timeout=within, wait_for_workers=False)
         except (RuntimeError, ValueError) as error:
             own, why = [], str(error).partition("\n")[0]
         if not own:
