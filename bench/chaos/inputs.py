@@ -99,6 +99,7 @@ class Case:
 
 def main() -> None:
     asked = read_options(Fuzz, "bench.chaos.inputs", description=__doc__)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # runs `finally`
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     found, faults = collections.Counter[str](), 0
@@ -200,11 +201,13 @@ def suffer(context: Any, case: Case, folder: Path, limit: float) -> tuple[str, i
     log.unlink(missing_ok=True)
     process = context.Process(target=_run, args=(command, case.env, str(folder), str(log)))
     process.start()
-    process.join(limit)
-    status = process.exitcode
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # with the processes that it has started
-    process.join()
+    try:
+        process.join(limit)
+        status = process.exitcode
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # with the processes that it has started
+        process.join()
     return log.read_text(errors="replace") if log.exists() else "", status
 
 

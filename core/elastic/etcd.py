@@ -1,6 +1,6 @@
-"""A store on several machines, of which a minority may be lost: etcd, which is not part of this package.
+"""A store on several machines, of which a minority may be lost: etcd 3.4 or later, which is not part of this package.
 
-torch's own EtcdStore uses a protocol that etcd has given up. This one uses the JSON gateway of etcd 3.4 and later.
+torch's own EtcdStore uses a protocol that etcd has given up. This one uses etcd's JSON gateway.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import http.client
 import json
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -29,16 +29,14 @@ class NotLeading(Exception):
 
 
 class EtcdStore(dist.Store):
-    """The part of torch's Store that elastic runs and gloo use, over etcd.
-
-    Keep a reference to it: c10d loses a Python store with its last Python reference.
+    """The part of torch's Store that elastic runs and gloo use. Keep a reference: c10d does not keep a Python store.
 
     Args:
-        url: etcd://HOST[:PORT],HOST[:PORT],.../RUN. Keys of different runs are apart.
+        url: etcd://HOST[:PORT],HOST[:PORT],.../RUN. Each run has its own keys.
 
     Attributes:
         hosts: The members; the first is asked first.
-        guard: If set, a comparison of etcd's that must hold for every write. Otherwise NotLeading is raised.
+        guard: If set, a comparison that must hold for every write. Otherwise the write raises NotLeading.
     """
 
     def __init__(self, url: str):
@@ -49,24 +47,17 @@ class EtcdStore(dist.Store):
             raise UserError(f"--store {url}: give etcd://HOST,HOST,HOST/RUN, with a name of the run's own")
         self.url, self.hosts = url, [(host, int(port or PORT)) for host, _, port in pairs]
         self.guard: dict[str, str] | None = None
-        self._prefix, self._timeout, self._lock = f"/co2/{run}/", timedelta(seconds=300), threading.Lock()
+        self._prefix, self._lock = f"/co2/{run}/", threading.Lock()
         self._connection: http.client.HTTPConnection | None = None
 
     def ask(self, call: str, body: dict[str, Any], *, again: bool = True) -> dict[str, Any]:
-        """Returns etcd's answer, from any member.
+        """Returns a member's answer. DistNetworkError if none answers within GIVE_UP seconds.
 
-        Args:
-            call: Name of the call, such as kv/put.
-            body: Its arguments.
-            again: Whether the call may be repeated if it is not known whether it was carried out.
-
-        Raises:
-            torch.distributed.DistNetworkError: If no member answers within GIVE_UP seconds.
+        Without `again`, a call that may have been carried out is not repeated.
         """
-        until, why = time.monotonic() + GIVE_UP, ""
+        until, why, sent = time.monotonic() + GIVE_UP, "", False
         with self._lock:
-            while time.monotonic() < until:
-                sent = False
+            while time.monotonic() < until and (again or not sent):
                 try:
                     if self._connection is None:
                         self._connection = http.client.HTTPConnection(*self.hosts[0], timeout=ANSWER_WITHIN)
@@ -77,43 +68,40 @@ class EtcdStore(dist.Store):
                     said = json.loads(answer.read())
                     if answer.status == 200:
                         return said
-                    why = str(said.get("error", said))
+                    why = str(said)
                     again &= answer.status >= 500  # otherwise the call itself is wrong
                 except (OSError, http.client.HTTPException, ValueError) as error:
                     why = f"{type(error).__name__}: {error}"
                 self._connection = None
-                if sent and not again:
-                    break
                 self.hosts.append(self.hosts.pop(0))
                 time.sleep(0.1)
         raise dist.DistNetworkError(f"{self.url}: etcd does not answer ({why})")
 
-    def key(self, name: str) -> str:
-        return _encoded(self._prefix + name)
-
-    def _commit(self, compare: list[dict[str, str]], *success: Any, failure: Any = None, again: bool = True) -> Any:
-        """Carries out `success` if the comparisons and the guard hold, otherwise `failure`."""
-        body = {"compare": compare + ([self.guard] if self.guard else []), "success": success}
-        answer = self.ask("kv/txn", body | ({"failure": [failure]} if failure else {}), again=again)
+    def commit(self, compare: list[Any], name: str, value: str | bytes, again: bool = True, **more: str) -> Any:
+        """Sets a value if the comparisons and the guard hold, otherwise reads it. Returns etcd's answer."""
+        put = {"requestPut": {"key": self.key(name), "value": _encoded(value), **more}}
+        body = {"compare": compare + ([self.guard] if self.guard else []), "success": [put]}
+        body["failure"] = [{"requestRange": {"key": self.key(name)}}]
+        answer = self.ask("kv/txn", body, again=again)
         if self.guard and not answer.get("succeeded"):
             raise NotLeading
         return answer
 
-    def _put(self, name: str, value: str | bytes, **more: str) -> dict[str, Any]:
-        return {"requestPut": {"key": self.key(name), "value": _encoded(value), **more}}
+    def key(self, name: str) -> str:
+        return _encoded(self._prefix + name)
 
-    def _read(self, name: str) -> dict[str, str] | None:
-        return (self.ask("kv/range", {"key": self.key(name)}).get("kvs") or [None])[0]
+    def read(self, name: str) -> dict[str, str]:
+        """Returns etcd's record of a key, or an empty one."""
+        return (self.ask("kv/range", {"key": self.key(name)}).get("kvs") or [{}])[0]
 
     # -- torch.distributed.Store ------------------------------------------------------------------------------
 
     def set(self, key: str, value: str | bytes) -> None:
-        self._commit([], self._put(key, value))
+        self.commit([], key, value)
 
     def get(self, key: str) -> bytes:
         self.wait([key])
-        found = self._read(key)
-        return _decoded(found) if found else self.get(key)
+        return _decoded(self.read(key))
 
     def check(self, keys: Sequence[str]) -> bool:
         ranges = [{"requestRange": {"key": self.key(key), "countOnly": True}} for key in keys]
@@ -121,7 +109,7 @@ class EtcdStore(dist.Store):
         return all(int(one["response_range"].get("count", 0)) for one in found)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        until, pause = time.monotonic() + (timeout or self._timeout).total_seconds(), 0.005
+        until, pause = time.monotonic() + (timeout or self.timeout).total_seconds(), 0.005
         while not self.check(keys):
             if time.monotonic() > until:
                 raise dist.DistStoreError(f"{', '.join(keys)}: not set in time")
@@ -129,74 +117,59 @@ class EtcdStore(dist.Store):
             pause = min(0.1, 1.5 * pause)
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        missing = {"key": self.key(key), "target": "CREATE", "create_revision": "0"}
         equal = {"key": self.key(key), "target": "VALUE", "value": _encoded(expected)}
-        fallback = {"requestRange": {"key": self.key(key)}}
-        answer = self._commit([equal if expected else missing], self._put(key, desired), failure=fallback)
+        answer = self.commit([equal if expected else self.missing(key)], key, desired)
         if answer.get("succeeded"):
-            return desired.encode() if isinstance(desired, str) else bytes(desired)
+            return base64.b64decode(_encoded(desired))
         found = answer["responses"][0]["response_range"].get("kvs")
-        return _decoded(found[0]) if found else expected.encode() if isinstance(expected, str) else bytes(expected)
+        return _decoded(found[0]) if found else base64.b64decode(_encoded(expected))
 
     def add(self, key: str, amount: int) -> int:
         while True:
-            found = self._read(key) or {"mod_revision": "0"}
+            found = self.read(key)
             total = str(int(_decoded(found) or b"0") + amount)
-            unchanged = {"key": self.key(key), "target": "MOD", "mod_revision": found["mod_revision"]}
-            if self._commit([unchanged], self._put(key, total), again=False).get("succeeded"):
+            same = {"key": self.key(key), "target": "MOD", "mod_revision": found.get("mod_revision", "0")}
+            if self.commit([same], key, total, again=False).get("succeeded"):
                 return int(total)
 
-    def delete_key(self, key: str) -> bool:
-        return int(self.ask("kv/deleterange", {"key": self.key(key)}).get("deleted", 0)) > 0
+    def missing(self, name: str) -> dict[str, str]:
+        return {"key": self.key(name), "target": "CREATE", "create_revision": "0"}
 
     def delete_below(self, start: str) -> None:
-        """Deletes all keys that begin with `start`."""
-        first = (self._prefix + start).encode()
-        end = first[:-1] + bytes([first[-1] + 1])
-        self.ask("kv/deleterange", {"key": _encoded(first), "range_end": _encoded(end)})
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        self._timeout = timeout
-
-    @property
-    def timeout(self) -> timedelta:
-        return self._timeout
+        """Deletes all keys that begin with `start`, which ends with a slash."""
+        end = self.key(start[:-1] + "0")  # follows the slash
+        self.ask("kv/deleterange", {"key": self.key(start), "range_end": end})
 
 
 class Election:
-    """Lets one of several processes lead, the holder of a lease of etcd.
-
-    It sets the store's guard, so that etcd refuses the writes of a leader that was stopped for longer than its lease.
+    """Lets one of several processes lead, the holder of a lease of etcd. Its store then refuses writes after the lease.
 
     Args:
-        store: A store of this process's own, for the leader's writes.
+        store: A store for the leader's writes only.
         name: This process's name.
         on_lead: Called when this process begins to lead.
     """
 
-    def __init__(self, store: EtcdStore, name: str, on_lead: Any):
+    def __init__(self, store: EtcdStore, name: str, on_lead: Callable[[], None]):
         self.store, self.name, self.on_lead = store, name, on_lead
         self._lease, self._next = "", 0.0
 
     def leads(self) -> bool:
         """Returns whether this process leads, after it has renewed its lease or tried to get one."""
-        now = time.monotonic()
+        now, store = time.monotonic(), self.store
         if now < self._next:
             return bool(self._lease)
-        self._next, store = now + LEASE / 6, self.store
+        self._next = now + LEASE / 6
         if self._lease:
-            left = store.ask("lease/keepalive", {"ID": self._lease}).get("result", {}).get("TTL", 0)
-            if int(left) > 0:
+            if int(store.ask("lease/keepalive", {"ID": self._lease}).get("result", {}).get("TTL", 0)) > 0:
                 return True
             self.lose()
-        if store._read("leader"):
+        if store.read("leader"):
             return False
         lease = store.ask("lease/grant", {"TTL": str(LEASE)})["ID"]
-        missing = {"key": store.key("leader"), "target": "CREATE", "create_revision": "0"}
-        answer = store._commit([missing], store._put("leader", self.name, lease=lease))
+        answer = store.commit([store.missing("leader")], "leader", self.name, lease=lease)
         if answer.get("succeeded"):
-            revision = answer["header"]["revision"]
-            store.guard = missing | {"create_revision": revision}
+            store.guard = store.missing("leader") | {"create_revision": answer["header"]["revision"]}
             self._lease = lease
             self.on_lead()
         return bool(self._lease)
