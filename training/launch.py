@@ -111,13 +111,11 @@ class Coordinator:
 
 
 class ElectedCoordinator(Coordinator):
-    """The coordinator of one of several launchers, over etcd. It lists generations while its launcher leads.
-
-    The election's guard lets etcd refuse what it writes once another launcher leads.
+    """The coordinator of one of several launchers. It lists generations while it leads; etcd refuses its later writes.
 
     Args:
-        etcd: A store of this coordinator's own.
-        store: See Coordinator, over the same etcd.
+        etcd: The store below `store`, for this coordinator only.
+        store: See Coordinator.
         node: This node's number.
         nodes: Number of nodes.
     """

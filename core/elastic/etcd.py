@@ -15,6 +15,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from ..errors import UserError
 
@@ -28,7 +29,7 @@ class NotLeading(Exception):
     """Another process leads, so a write of this one was refused."""
 
 
-class EtcdStore(dist.Store):
+class EtcdStore(Store):
     """The part of torch's Store that elastic runs and gloo use. Keep a reference: c10d does not keep a Python store.
 
     Args:
@@ -109,25 +110,26 @@ class EtcdStore(dist.Store):
         return all(int(one["response_range"].get("count", 0)) for one in found)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        until, pause = time.monotonic() + (timeout or self.timeout).total_seconds(), 0.005
+        within: timedelta = timeout or self.timeout  # pyright: ignore[reportAttributeAccessIssue]
+        until, pause = time.monotonic() + within.total_seconds(), 0.005
         while not self.check(keys):
             if time.monotonic() > until:
                 raise dist.DistStoreError(f"{', '.join(keys)}: not set in time")
             time.sleep(pause)
             pause = min(0.1, 1.5 * pause)
 
-    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        equal = {"key": self.key(key), "target": "VALUE", "value": _encoded(expected)}
-        answer = self.commit([equal if expected else self.missing(key)], key, desired)
+    def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
+        equal = {"key": self.key(key), "target": "VALUE", "value": _encoded(expected_value)}
+        answer = self.commit([equal if expected_value else self.missing(key)], key, desired_value)
         if answer.get("succeeded"):
-            return base64.b64decode(_encoded(desired))
+            return base64.b64decode(_encoded(desired_value))
         found = answer["responses"][0]["response_range"].get("kvs")
-        return _decoded(found[0]) if found else base64.b64decode(_encoded(expected))
+        return _decoded(found[0]) if found else base64.b64decode(_encoded(expected_value))
 
-    def add(self, key: str, amount: int) -> int:
+    def add(self, key: str, value: int) -> int:
         while True:
             found = self.read(key)
-            total = str(int(_decoded(found) or b"0") + amount)
+            total = str(int(_decoded(found) or b"0") + value)
             same = {"key": self.key(key), "target": "MOD", "mod_revision": found.get("mod_revision", "0")}
             if self.commit([same], key, total, again=False).get("succeeded"):
                 return int(total)

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from ..comm import new_group, set_timeout
 from ..errors import CollectiveError, UserError, env_number
@@ -73,28 +73,23 @@ class Members:
 
     @classmethod
     def from_env(cls, timeout: float = 600.0) -> Members:
-        """Connects to the store of the launcher that has started this process.
-
-        Raises:
-            UserError: If there is no such launcher, or its store does not answer.
-        """
+        """Connects to the store of the launcher that has started this process, or raises UserError."""
         if "CO2_WORKER" not in os.environ:
             raise UserError("elastic workers are started, and started again, by python -m training.launch: use it")
         check_env()
-        etcd = EtcdStore(url) if (url := os.environ.get("CO2_STORE")) else None
+        url, own, why = os.environ.get("CO2_STORE"), list[str](), ""
         host, port = os.environ.get("MASTER_ADDR", ""), env_number("MASTER_PORT", 29500)
-        own, why = list[str](), ""
-        for place in etcd.hosts if etcd else [(host, port)]:
+        store: Any = EtcdStore(url) if url else None
+        for place in store.hosts if url else [(host, port)]:
             try:
-                with socket.create_connection(place, ANSWER_WITHIN if etcd else timeout) as connection:
+                with socket.create_connection(place, ANSWER_WITHIN if url else timeout) as connection:
                     own.append(connection.getsockname()[0])  # this machine's address, as the store's machine sees it
             except OSError as error:
                 why = str(error)
-        store: Any = etcd
         try:
-            if own and not etcd:
+            if own and not url:
                 within = timedelta(seconds=timeout)
-                store = dist.TCPStore(host, port, None, False, timeout=within, wait_for_workers=False)
+                store = TCPStore(host, port, None, False, timeout=within, wait_for_workers=False)
         except (RuntimeError, ValueError) as error:
             own, why = [], str(error).partition("\n")[0]
         if not own:

@@ -10,17 +10,17 @@ from typing import Any
 from ..errors import CollectiveError, UserError
 
 SECRET = "CO2_SECRET"  # environment variable; the launcher of a single node makes one
+DIGEST = 64  # characters
 
 
 class SealedStore:
-    """Puts a keyed digest (HMAC-SHA256) in front of every value.
+    """Puts a keyed digest (HMAC-SHA256) in front of every value. A value without it does not count as set.
 
-    Every machine that reaches the store can write to it. A value without the digest does not count as set. All calls
-    raise CollectiveError if the store does not answer.
+    All calls raise CollectiveError if the store does not answer.
 
     Args:
-        store: The store, see Members.
-        secret: The run's secret. With an empty one, every machine can compute the digests.
+        store: The store, which any machine that reaches it may write to.
+        secret: The run's secret. If it is empty, any machine can compute the digests.
 
     Attributes:
         plain: The store itself, for torch's process groups.
@@ -41,18 +41,16 @@ class SealedStore:
         return self._open(key, self._ask(self.plain.get, key))
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Returns whether all of the keys have values that this run has written."""
         with contextlib.suppress(UserError):
             return self._ask(self.plain.check, [*keys]) and all(self.get(key) is not None for key in keys)
         return False
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Sets the value if it is still `expected`; "" means none. Returns the value then. See `get`."""
+        """Sets the value if it is still `expected`; "" means none. Returns the value then, as `get` does."""
         before = self._seal(key, expected) if expected else ""
         return self._open(key, self._ask(self.plain.compare_set, key, before, self._seal(key, desired)))
 
-    @staticmethod
-    def _ask(call: Callable[..., Any], *given: Any) -> Any:
+    def _ask(self, call: Callable[..., Any], *given: Any) -> Any:
         try:
             return call(*given)
         except RuntimeError as error:
@@ -63,7 +61,7 @@ class SealedStore:
         return self.proof(f"{key}\n{value}").decode() + value
 
     def _open(self, key: str, sealed: bytes) -> bytes:
-        digest, value = sealed[:64], sealed[64:]
-        if not hmac.compare_digest(digest, self.proof(f"{key}\n{value.decode(errors='replace')}")):
+        value = sealed[DIGEST:]
+        if not hmac.compare_digest(sealed[:DIGEST], self.proof(f"{key}\n{value.decode(errors='replace')}")):
             raise UserError(f"the store's {key} was written with another {SECRET}: set the same one on all nodes")
         return value
