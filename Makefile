@@ -11,7 +11,7 @@ CHAOS ?=
 FUZZ ?=
 GPU ?=
 
-.PHONY: help setup clean demo test test-slow test-examples test-gpu test-root test-slurm test-triton test-lowest lint wheel docs gpu-report chaos etcd
+.PHONY: help setup clean demo etcd test test-slow test-examples test-gpu test-root test-slurm test-triton test-lowest lint wheel docs gpu-report chaos
 .DEFAULT_GOAL := help
 
 help:
