@@ -8,10 +8,11 @@ TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE=
 PYTEST := $(TEST_ENV) $(PY) -m pytest
 PYTEST_ARGS ?=
 CHAOS ?=
+FUZZ ?=
 SOAK ?=
 GPU ?=
 
-.PHONY: help setup clean demo test test-slow test-examples test-gpu test-root test-slurm test-triton test-lowest lint wheel docs gpu-report chaos soak
+.PHONY: help setup clean demo etcd test test-slow test-examples test-gpu test-root test-slurm test-triton test-lowest lint wheel docs gpu-report chaos soak
 .DEFAULT_GOAL := help
 
 help:
@@ -36,6 +37,9 @@ clean: ## remove caches and build output; keeps .venv and run folders
 ##@ Try
 demo: setup ## train digits with ddp, slowmo and co2 (the paper's, the recommended) over a throttled link; prints a table
 	$(PY) -m vision.demo
+
+etcd: setup ## start three members of etcd on this machine, for elastic runs with --store (apt's etcd-server)
+	$(PY) -m bench.cluster.etcd
 
 ##@ Test
 test: setup ## run the fast tests (PYTEST_ARGS adds options)
@@ -86,7 +90,8 @@ docs: setup ## build the site into site/; a warning is an error
 gpu-report: ## costs and real loops on a GPU: rows of results/gpu.json (GPU="--parts costs")
 	$(if $(wildcard $(PY)),$(PY),$(PYTHON)) -m bench.gpu $(GPU)
 
-chaos: setup ## kill workers, cut links, fill disks under small runs: results/chaos.json (hours; CHAOS="--kills 10 ..." scales it)
+chaos: setup ## fuzz all commands, then kill workers, cut links, fill disks: results/chaos.json (hours; CHAOS="--kills 10 ..." and FUZZ="--cases 50" scale it)
+	OMP_NUM_THREADS=1 $(PY) -m bench.chaos.inputs $(FUZZ)
 	OMP_NUM_THREADS=1 $(PY) -m bench.chaos $(CHAOS)
 
 soak: setup ## elastic runs under all faults at once: results/soak_vision.json (two hours; SOAK="--minutes 20" scales it)

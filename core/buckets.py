@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 import itertools
-import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from .errors import UserError
+from .errors import UserError, env_number
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -449,7 +448,7 @@ def check_inputs(given: Sequence[Tensor], params: Sequence[Tensor], buffers: Seq
 
 def check_group() -> None:
     """Raises UserError if several workers were started and torch.distributed is not initialized."""
-    if (workers := int(os.environ.get("WORLD_SIZE", 1))) > 1 and not dist.is_initialized():
+    if (workers := env_number("WORLD_SIZE", 1)) > 1 and not dist.is_initialized():
         raise UserError(
             f"WORLD_SIZE={workers}, but torch.distributed is not initialized: this worker would train alone; call "
             "init_process_group first"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import os
 import threading
 import time
@@ -40,6 +41,7 @@ MAX_CTAS = 8
 BLOCKING = ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")  # torch reads both
 DUMP = ("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")
 CONNECT_SIZES = (4, 1 << 20, 1 << 26)  # bytes; NCCL selects its algorithm by size
+MOST_JSON = 1 << 26  # bytes of a member's values in of_all
 LONGEST = 1e8  # seconds of the longest timeout, three years
 MIXED = 6364136223846793005  # an odd multiplier from Knuth's random number generator
 
@@ -182,12 +184,21 @@ def host_group(group: dist.ProcessGroup | None = None, timeout: float = 600.0) -
 
 
 def of_all(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Gathers an object from each member, by rank. No member returns before all have called it."""
+    """Gathers JSON values from each member, by rank. No member returns before all have called it.
+
+    Tuples arrive as lists. torch's all_gather_object would unpickle, and so run, whatever a peer sends.
+    """
+    own = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8)
     if not dist.is_initialized():
-        return [mine]
-    gathered: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, mine, group=host_group(group))
-    return gathered
+        return [json.loads(own.numpy().tobytes())]
+    host, n = host_group(group), dist.get_world_size(group)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(n)]
+    dist.all_gather(sizes, torch.tensor([len(own)]), group=host)
+    if (longest := int(max(sizes))) > MOST_JSON:
+        raise CollectiveError(f"a worker sends {longest} bytes of settings, over {MOST_JSON}: it is damaged or hostile")
+    rows = list(torch.zeros(n, longest, dtype=torch.uint8))
+    dist.all_gather(rows, torch.nn.functional.pad(own, (0, longest - len(own))), group=host)
+    return [json.loads(row[: int(size)].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
 
 def set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
@@ -231,7 +242,7 @@ def is_alive(group: dist.ProcessGroup | None) -> bool:
 def compare(settings: tuple[Any, ...], tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
     """Raises UserError on all workers unless all have the same settings, shapes and dtypes."""
     kinds = [f"{len(tensors)} tensors", *map(kind_of, tensors)]
-    theirs = of_all([*settings, *kinds], group)
+    theirs = of_all([*map(str, (*settings, *kinds))], group)
     for rank, other in enumerate(theirs):
         for ours, its in zip(theirs[0], other, strict=False):  # if numbers of tensors differ, that comes first
             if ours != its:

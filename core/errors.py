@@ -1,5 +1,7 @@
 """The errors that users get, and checks of settings that raise them."""
 
+import os
+from collections.abc import Mapping
 from numbers import Real
 from typing import Any
 
@@ -27,6 +29,20 @@ def is_number(value: Any) -> bool:
 def is_whole(value: Any) -> bool:
     """Returns whether value is an integer above 0, such as a number of local steps."""
     return isinstance(value, int) and is_number(value) and value >= 1
+
+
+def env_number(
+    name: str, default: int, env: Mapping[str, str] = os.environ, *, least: int = 0, most: int = 10**9
+) -> int:
+    """Returns the whole number in an environment variable, or `default` if it is not set.
+
+    Raises:
+        UserError: If the variable holds anything but a whole number from `least` to `most`.
+    """
+    given = env.get(name, str(default))
+    if not (given.isascii() and given.isdigit() and len(given) < 11 and least <= int(given) <= most):
+        raise UserError(f"{name}={given[:40]!r} in the environment: set a whole number, {least} to {most}, or unset it")
+    return int(given)
 
 
 def require(settings: Any, ok: bool, name: str, remedy: str) -> None:

@@ -113,7 +113,7 @@ class ExtraAverage:
             problem = str(error) if own else f"average: the function failed with {type(error).__name__}: {error}"
         group = self.method._allreduce.group
         assert group is not None
-        mine = [(tuple(t.shape), str(t.dtype)) for t in map(local_shard, found)]
+        mine = [f"{tuple(t.shape)} {t.dtype}" for t in map(local_shard, found)]
         ranks, reports = dist.get_process_group_ranks(group), of_all((equal, problem, mine), group)
         first = reports[0][2]
         for rank, (_, theirs, kinds) in zip(ranks, reports, strict=True):
@@ -125,10 +125,10 @@ class ExtraAverage:
                     "on all workers; an optimizer makes its tensors in its first step, so every worker must take one"
                 )
             elif different := [pair for pair in zip(first, kinds, strict=True) if pair[0] != pair[1]]:
-                (shape, dtype), (other, its) = different[0]
+                ours, its = different[0]
                 problem = problem or (
-                    f"average: workers differ: rank {ranks[0]} has {shape} {dtype}, against {other} {its} of rank "
-                    f"{rank}: give the same tensors in the same order on all workers"
+                    f"average: workers differ: rank {ranks[0]} has {ours}, against {its} of rank {rank}: give the same "
+                    "tensors in the same order on all workers"
                 )
         states = torch.tensor([float(bool(problem)), float(not all(ready for ready, _, _ in reports))])
         states = states.to(self.method._allreduce.device)

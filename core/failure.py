@@ -16,6 +16,7 @@ If no other machine can be reached, this machine may be at fault, and nobody is 
 from __future__ import annotations
 
 import contextlib
+import hmac
 import os
 import secrets
 import socket
@@ -63,9 +64,9 @@ class Peers:
 
     def register(self, group: dist.ProcessGroup | None) -> None:
         """Exchanges addresses with a group's members. Every member must call it."""
-        ranks, addresses = dist.get_process_group_ranks(group or dist.group.WORLD), of_all(self.address, group)
+        ranks, addresses = dist.get_process_group_ranks(group or dist.group.WORLD), of_all(vars(self.address), group)
         self.rank = dist.get_rank()
-        self._known |= {r: a for r, a in zip(ranks, addresses, strict=True) if r != self.rank}
+        self._known |= {r: Address(**a) for r, a in zip(ranks, addresses, strict=True) if r != self.rank}
 
     def find_failed(self, members: Sequence[int] = ()) -> list[int]:
         """Returns the ranks that made a collective fail, or an empty list if they cannot be known.
@@ -114,7 +115,7 @@ class Peers:
         try:
             with socket.create_connection((address.host, address.port), timeout=ANSWERS_WITHIN) as connection:
                 connection.sendall(f"{address.token} {say}\n".encode())
-                answer = connection.makefile().readline().strip()
+                answer = read_line(connection, ANSWERS_WITHIN)
         except ConnectionRefusedError:
             return "gone"
         except OSError:  # also if it ended while it was asked; the next question finds it gone
@@ -128,14 +129,36 @@ class Peers:
                 connection, _ = self._server.accept()
             except OSError:  # closed
                 return
-            with contextlib.suppress(OSError, ValueError), connection:
-                connection.settimeout(ANSWERS_WITHIN)
-                token, said = connection.makefile().readline(256).split()
-                if token == self.address.token and said == "where":
-                    connection.sendall(f"{_progress()}\n".encode())
-                elif token == self.address.token:
-                    self._failed_peers.add(int(said))
-                    connection.sendall(b"failed\n" if self._has_failed else b"running\n")
+            # in a thread of its own: a stranger that sends slowly delays no peer
+            threading.Thread(target=self._answer_one, args=(connection,), daemon=True).start()
+
+    def _answer_one(self, connection: socket.socket) -> None:
+        with contextlib.suppress(OSError, ValueError), connection:
+            token, said = read_line(connection, ANSWERS_WITHIN).split()
+            if not hmac.compare_digest(token.encode(), self.address.token.encode()):
+                return
+            if said == "where":
+                connection.sendall(f"{_progress()}\n".encode())
+            else:
+                self._failed_peers.add(int(said))
+                connection.sendall(b"failed\n" if self._has_failed else b"running\n")
+
+
+def read_line(connection: socket.socket, within: float, most: int = 256) -> str:
+    """Returns a line of at most `most` bytes without blanks at its ends, or what came of it before the peer left.
+
+    Raises:
+        OSError: If it does not arrive within these seconds, also if the peer sends a byte now and then.
+    """
+    line, until = b"", time.monotonic() + within
+    while not line.endswith(b"\n") and len(line) < most:
+        if (left := until - time.monotonic()) <= 0:
+            raise TimeoutError
+        connection.settimeout(left)
+        if not (part := connection.recv(most - len(line))):
+            break
+        line += part
+    return line.decode(errors="replace").strip()
 
 
 _peers: Peers | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any, TypeVar
@@ -30,7 +31,7 @@ from .comm import (
     sum_flats,
 )
 from .config import CO2Config
-from .errors import UserError
+from .errors import UserError, env_number
 
 
 def local_world_size(env: Mapping[str, str] = os.environ) -> int:
@@ -39,12 +40,25 @@ def local_world_size(env: Mapping[str, str] = os.environ) -> int:
     UserError if nodes have different numbers of workers.
     """
     if "LOCAL_WORLD_SIZE" in env:
-        return int(env["LOCAL_WORLD_SIZE"])
-    per_node = env.get("SLURM_NTASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE", "1")  # as "8", "8(x16)", "8(x2),4"
-    first, *others = {int(part.partition("(")[0]) for part in per_node.split(",")}  # the distinct numbers of workers
+        return env_number("LOCAL_WORLD_SIZE", 1, env, least=1)
+    name = "SLURM_NTASKS_PER_NODE" if env.get("SLURM_NTASKS_PER_NODE") else "SLURM_TASKS_PER_NODE"
+    per_node = [part.partition("(")[0] for part in env.get(name, "1").split(",")]  # of "8", "8(x16)" or "8(x2),4"
+    first, *others = {env_number(name, 1, {name: part}, least=1) for part in per_node}  # distinct numbers of workers
     if others:
-        raise UserError(f"SLURM_TASKS_PER_NODE={per_node}: start equally many on each node")
+        raise UserError(f"{name}={env[name]}: start equally many on each node")
     return first
+
+
+def check_env(env: Mapping[str, str] = os.environ) -> None:
+    """Raises UserError if workers cannot meet with the rank, the port or the interfaces of this environment."""
+    number, world = env_number("RANK", 0, env), env_number("WORLD_SIZE", 1, env, least=1)
+    if number >= world:
+        raise UserError(f"RANK={number} with WORLD_SIZE={world}: ranks are 0 to {world - 1}; start with torchrun")
+    env_number("MASTER_PORT", 29500, env, least=1, most=65535)
+    here = [name for _, name in socket.if_nameindex()]
+    for name in filter(None, env.get("GLOO_SOCKET_IFNAME", "").split(",")):
+        if name not in here:
+            raise UserError(f"GLOO_SOCKET_IFNAME={name}: not of {', '.join(here)}: set one of these, or unset it")
 
 
 def node_mesh(device_type: str, per_node: int | None = None, timeout: float | None = None) -> DeviceMesh:
@@ -240,12 +254,13 @@ class Placement:
             for ranks in {*self._sets} - {()}
         }
         # before anything is sent, so that a mistake is an error and not a hang
-        shapes = of_all({ranks: [tuple(t.shape) for t in tensors] for ranks, tensors in shared.items()}, self.group)
+        mine = {str([*ranks]): [[*t.shape] for t in tensors] for ranks, tensors in shared.items()}
+        shapes = of_all(mine, self.group)
         for rank, theirs in zip(dist.get_process_group_ranks(self.group), shapes, strict=True):
-            for ranks in shared.keys() & theirs.keys():
-                if theirs[ranks] != (own := [tuple(t.shape) for t in shared[ranks]]):
+            for ranks in mine.keys() & theirs.keys():
+                if theirs[ranks] != (own := mine[ranks]):
                     raise UserError(
-                        f"shards: ranks {[*ranks]} should hold the same, but rank {rank} has shapes {theirs[ranks]}, "
+                        f"shards: ranks {ranks} should hold the same, but rank {rank} has shapes {theirs[ranks]}, "
                         f"rank {dist.get_rank()} {own}: give the parameters that they share in one order on all"
                     )
         for works, _ in self._from_first(shared):

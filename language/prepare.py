@@ -36,7 +36,7 @@ JSON_LINES = (".jsonl", ".jsonl.xz")
 SUFFIXES = (".txt", ".txt.xz", ".xz", *JSON_LINES)
 END_OF_TEXT, PAD, MASK = SPECIAL_TOKENS = ("<|endoftext|>", "<pad>", "<mask>")
 ROBERTAS_BEGIN, ROBERTAS_END = "<s>", "</s>"
-SMALLEST_VOCABULARY = 256 + len(SPECIAL_TOKENS)
+SMALLEST_VOCABULARY, LARGEST_VOCABULARY = 256 + len(SPECIAL_TOKENS), 1 << 32
 PIECE = 1 << 20  # characters that are encoded at once, to bound memory for documents of any length
 
 
@@ -194,6 +194,10 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> Tokenizer:
     if vocab_size < SMALLEST_VOCABULARY:
         raise UserError(
             f"vocab-size {vocab_size} is too small: 256 bytes and 3 special tokens need {SMALLEST_VOCABULARY}"
+        )
+    if vocab_size > LARGEST_VOCABULARY:
+        raise UserError(
+            f"vocab-size {vocab_size} is too large: a token file holds {LARGEST_VOCABULARY} kinds of tokens"
         )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

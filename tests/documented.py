@@ -134,6 +134,6 @@ def run_elastic(folder: str) -> None:
     """The worked example on one worker; worker 1 dies once."""
     name = os.environ["CO2_WORKER"]
     block, names = script("elastic.py"), dict[str, Any]()
-    dies = "    co2.step()\n    if name == '1.0' and step == 52: os._exit(9)\n    time.sleep(0.01)\n"
+    dies = "    co2.step()\n    if members.name == '1.0' and step == 52: os._exit(9)\n    time.sleep(0.01)\n"
     block.run(names, "import time\n" + block.code.replace("    co2.step()\n", dies))
     torch.save((names["came_later"], names["model"].state_dict()), Path(folder, name))

@@ -10,17 +10,13 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import signal
-import socket
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from core import checkpoint, stored
@@ -85,8 +81,8 @@ class Elastic:
     mesh = None  # no workers synchronize every step
     _trained: Trained
 
-    def __init__(self, run: Progress, folder: RunFolder, rounds: RoundLog):  # noqa: ARG002
-        self.run, self.folder = run, folder
+    def __init__(self, run: Progress, folder: RunFolder, rounds: RoundLog):
+        self.run, self.folder, self.rounds = run, folder, rounds
         self.share = per_worker(run.recipe.batch_size, run.world_size)
         self.drawn = self.samples = 0
         self.deal = Deal(0, 0, 0, run.world_size)
@@ -99,15 +95,7 @@ class Elastic:
         """Connects to the launcher, and compares the recipe with the first worker's recipe."""
         if self.run.device.type == "cuda":
             torch.cuda.set_device(self.run.device)
-        if "CO2_WORKER" not in os.environ:
-            raise UserError("elastic workers are started, and started again, by python -m training.launch: use it")
-        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        with socket.create_connection((host, port)) as connection:
-            address = connection.getsockname()[0]  # this machine's address, as the launcher's machine sees it
-        timeout = self.run.recipe.timeout
-        within = timedelta(seconds=timeout)
-        store = dist.TCPStore(host, port, None, False, timeout=within, wait_for_workers=False)
-        self.members = Members(store, os.environ["CO2_WORKER"], address=address, timeout=timeout)
+        self.members = Members.from_env(self.run.recipe.timeout)
         mine = settings(self.run.recipe)
         first = json.loads(self.members.store.compare_set("settings", "", json.dumps(mine)))
         if verdict := difference(first, mine, self.run.rank):
@@ -143,10 +131,11 @@ class Elastic:
             )
         self.samples = samples
         try:
-            self.joining.join(self._found)
+            came_later = self.joining.join(self._found)
         except Over:
             print(f"worker {self.members.name}: the run has ended before it could join", file=sys.stderr)
             sys.exit(0)
+        self.rounds.overlap.rounds += came_later  # it takes part in the round that it joins
         self._trains = True
         return self._seconds
 
@@ -193,13 +182,17 @@ class Elastic:
     def state(self) -> dict[str, Any]:
         """Returns the state that a newcomer needs and a checkpoint holds."""
         state = self._trained.state_dict() | self._trained.state_of_method(self.method.state_dict())
-        return state | {"step": self.drawn, "deal": asdict(self.deal), "totals": {"seconds": self.run.clock.seconds}}
+        self.rounds.read()
+        totals = vars(self.rounds.overlap) | {"seconds": self.run.clock.seconds}
+        return state | {"step": self.drawn, "deal": asdict(self.deal), "totals": totals}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continues from `state`. The optimizer's state is the sender's; this worker keeps its own random state."""
         self._trained.load_state_dict(state)
         self.deal, self.drawn = Deal(**state["deal"]), state["step"]
-        self.run.step, self._seconds = self.drawn, state["totals"]["seconds"]
+        totals = {**state["totals"]}
+        self.run.step, self._seconds = self.drawn, totals.pop("seconds")
+        vars(self.rounds.overlap).update(totals)  # summary.json counts the whole run, whoever writes it
 
     @functools.cached_property
     def _saver(self) -> checkpoint.Saver:

@@ -246,8 +246,8 @@ class RunFolder:
             self._resumed["history"][-1]["step"] = step
             _replace(self.path / "config.json", _json(self._resumed))
         _cut(self.path / "metrics.jsonl", step)
-        self._metrics = open(self.path / "metrics.jsonl", "a", buffering=1)  # noqa: SIM115
         self.writer = SummaryWriter(str(self.path), purge_step=step + 1 if self._resumed else None)
+        self._metrics = open(self.path / "metrics.jsonl", "a", buffering=1)  # noqa: SIM115
 
     def close(self) -> None:
         """Writes what is still in memory, and releases the folder."""

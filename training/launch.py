@@ -7,7 +7,8 @@ torchrun ends every failure with a traceback. This launcher ends a user's mistak
 With --elastic among the overrides, workers may come and go. Each node's launcher restarts a worker that died, up to
 --max-restarts times, under a new name, RANK.RESTARTS. It writes to the store which workers are alive. The first node's
 launcher serves the store and lists the generations, see core/elastic/members.py. The run ends with this launcher, and
---resume continues it.
+--resume continues it. With --store etcd://..., etcd keeps the store, and any launcher may be lost: the holder of a
+lease lists the generations.
 """
 
 import contextlib
@@ -15,6 +16,7 @@ import errno
 import json
 import math
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -27,15 +29,21 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+if __name__ == "__main__" and "--elastic" in sys.argv:  # before torch: it prints frames for a lost store
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.run import determine_local_world_size, parse_args, run
+from torch.distributed.run import determine_local_world_size, get_args_parser, run
 
-from core.errors import UserError
+from core.elastic.etcd import Election, EtcdStore, NotLeading
+from core.elastic.sealed import SECRET, SealedStore
+from core.errors import CollectiveError, UserError
 
 POLL = 0.02  # seconds between two checks of the workers
 SILENCE = 15.0  # seconds without a sign of life after which a node's launcher counts as lost
+OF_A_GENERATION = ("came", "report", "group")  # kinds of keys, by generation and worker
 PATIENCE = 60.0  # seconds for workers to save and end after a signal
 
 
@@ -43,11 +51,11 @@ class Coordinator:
     """Lists the generations of workers, in the first node's launcher.
 
     Args:
-        store: The store, see core.elastic.members.Members.
+        store: The store, see core.elastic.sealed.
         nodes: Number of nodes.
     """
 
-    def __init__(self, store: dist.Store, nodes: int):
+    def __init__(self, store: SealedStore, nodes: int):
         self.store, self.nodes = store, nodes
         self.generation, self.members = 0, []
         self._waits_since: float | None = None  # start of the wait for members to come to the next generation
@@ -102,6 +110,40 @@ class Coordinator:
         return self.store.check([key])
 
 
+class ElectedCoordinator(Coordinator):
+    """The coordinator of one of several launchers. It lists generations while it leads; etcd refuses its later writes.
+
+    Args:
+        etcd: The store below `store`, for this coordinator only.
+        store: See Coordinator.
+        node: This node's number.
+        nodes: Number of nodes.
+    """
+
+    def __init__(self, etcd: EtcdStore, store: SealedStore, node: int, nodes: int):
+        super().__init__(store, nodes)
+        self.election = Election(etcd, str(node), self._take_over)
+
+    def look(self) -> None:
+        try:
+            if self.election.leads():
+                super().look()
+        except NotLeading:
+            self.election.lose()
+
+    def _take_over(self) -> None:
+        """Continues from the last generation. Nodes count as alive until they are silent for SILENCE seconds."""
+        while self._is_set(f"generation/{self.generation + 1}"):
+            self.generation += 1
+        self.members = json.loads(self.store.get(f"generation/{self.generation}"))["names"] if self.generation else []
+        self._waits_since, self._beats = None, {}
+
+    def _list(self, names: list[str], planned: bool) -> None:
+        super()._list(names, planned)
+        for kind in OF_A_GENERATION:  # its workers have left it
+            self.election.store.delete_below(f"elastic/{kind}/{self.generation - 2}/")
+
+
 class Agent:
     """One node's launcher, with its workers and their restarts.
 
@@ -113,6 +155,7 @@ class Agent:
         nodes: Number of nodes.
         host: Address of the store, which the first node serves.
         port: Port of the store; 0 for any.
+        etcd: URL of an EtcdStore to use instead. No launcher must then live longer than the run.
     """
 
     def __init__(
@@ -125,23 +168,47 @@ class Agent:
         nodes: int = 1,
         host: str = "127.0.0.1",
         port: int = 0,
+        etcd: str = "",
     ):
         self.spawn, self.workers, self.restarts, self.node, self.nodes = spawn, workers, restarts, node, nodes
         try:
-            self._served = _serve(host, port, alone=nodes == 1) if node == 0 else _store(host, port)
+            if etcd:
+                self._served: Any = EtcdStore(etcd)
+                count = len(self._served.hosts)
+                self._served.hosts = [self._served.hosts[(node + i) % count] for i in range(count)]  # its own first
+                self._served.check([""])
+            else:
+                self._served = _serve(host, port, alone=nodes == 1) if node == 0 else _store(host, port)
         except (RuntimeError, OSError) as error:
             reason = str(error).splitlines()[0]
-            remedy = "give --master-addr and a free --master-port of the first node"
-            raise UserError(f"no store at {host}:{port} ({reason}): {remedy}") from None
-        self.store = dist.PrefixStore("elastic", self._served)
+            remedy = "start etcd first" if etcd else "give --master-addr and a free --master-port of the first node"
+            raise UserError(f"no store at {etcd or f'{host}:{port}'} ({reason}): {remedy}") from None
+        self._secret = os.environ.get(SECRET) or (secrets.token_hex() if nodes == 1 else "")
+        self.store = self._sealed(self._served)
+        if etcd:
+            self.store.compare_set("launcher", "", "here")
+        elif node == 0:
+            self.store.set("launcher", "here")
+        self.store.get("launcher")  # raises for another secret
         self.coordinator = Coordinator(self.store, nodes) if node == 0 else None
         self.processes: dict[int, Any] = {}  # by slot
         self.started = [0] * workers  # restarts of each slot's worker
         self.status, self.signalled, self._beat = 0, 0, 0
+        self._poll = POLL
+        if etcd:
+            if self.store.check(["over"]):
+                raise UserError(f"--store {etcd}: the run of this name has ended: give another name")
+            self._poll, self._own = 10 * POLL, EtcdStore(self._served.url)
+            self.coordinator = ElectedCoordinator(self._own, self._sealed(self._own), node, nodes)
+            if self.store.check([f"node/{node}"]):  # a launcher of this node was lost: no name is used twice
+                self.started = [n + 1 for n in json.loads(self.store.get(f"node/{node}"))["started"]]
         self.finished = False  # whether a worker has finished the run
         self._ends_them = False  # whether the launcher itself kills the remaining workers
         self._deadline = math.inf
         self._folder = tempfile.TemporaryDirectory()
+
+    def _sealed(self, store: dist.Store) -> SealedStore:
+        return SealedStore(dist.PrefixStore("elastic", store), self._secret)
 
     def run(self) -> int:
         """Runs until all workers have ended. Returns the exit status, 0 if a worker has finished the run."""
@@ -149,9 +216,12 @@ class Agent:
         try:
             for slot in range(self.workers):
                 self._start(slot)
-            while self.processes or (self.coordinator and self.coordinator.alive() != []):
+            # the launcher that serves the store outlives the workers of all nodes
+            while self.processes or (type(self.coordinator) is Coordinator and self.coordinator.alive() != []):
                 self.look()
-                time.sleep(POLL)
+                time.sleep(self._poll)
+            if isinstance(self.coordinator, ElectedCoordinator):
+                self.coordinator.election.resign()
         finally:
             for process in self.processes.values():
                 process.kill()
@@ -160,7 +230,7 @@ class Agent:
             self._folder.cleanup()
         if self.signalled:
             return 128 + self.signalled
-        if not self.finished and self.coordinator and self.status != 2:
+        if not self.finished and self.coordinator and self.status != 2 and self.coordinator.alive() == []:
             remedy = "--resume continues from the newest checkpoint, --max-restarts N restarts workers"
             print(f"error: no worker is left, and none came to the run's end: {remedy}", file=sys.stderr, flush=True)
         return 0 if self.finished else self.status
@@ -175,7 +245,8 @@ class Agent:
             self._send_all(signal.SIGKILL)
         self._beat += 1
         names = [self.name(slot) for slot in sorted(self.processes)]
-        self.store.set(f"node/{self.node}", json.dumps({"beat": self._beat, "alive": names}))
+        told = {"beat": self._beat, "alive": names, "started": self.started}
+        self.store.set(f"node/{self.node}", json.dumps(told))
         if self.coordinator:
             self.coordinator.look()
 
@@ -205,7 +276,11 @@ class Agent:
     def _start(self, slot: int) -> None:
         env = {"RANK": self.node * self.workers + slot, "WORLD_SIZE": self.nodes * self.workers}
         env |= {"LOCAL_RANK": slot, "LOCAL_WORLD_SIZE": self.workers, "CO2_WORKER": self.name(slot)}
-        env |= {"MASTER_ADDR": self._served.host, "MASTER_PORT": self._served.port}
+        if isinstance(self._served, EtcdStore):
+            env |= {"CO2_STORE": self._served.url}
+        else:
+            env |= {"MASTER_ADDR": self._served.host, "MASTER_PORT": self._served.port}
+        env[SECRET] = self._secret
         env["TORCHELASTIC_ERROR_FILE"] = self._error_file(slot)
         self.processes[slot] = self.spawn({name: str(value) for name, value in env.items()})
 
@@ -265,12 +340,17 @@ def run_elastic(args: Namespace) -> int:
     where: dict[str, Any] = {}
     if nodes > 1:
         where = {"node": args.node_rank, "nodes": nodes, "host": args.master_addr, "port": args.master_port or 29500}
+    if args.store:
+        run = "" if "/" in args.store.removeprefix("etcd://") or args.rdzv_id == "none" else f"/{args.rdzv_id}"
+        where["etcd"] = args.store + run
     return Agent(spawn, determine_local_world_size(args.nproc_per_node), args.max_restarts, **where).run()
 
 
 def main() -> None:
     os.environ["CO2_LAUNCH"] = "1"  # this process prints the workers' last line
-    args = parse_args(None)
+    parser = get_args_parser()
+    parser.add_argument("--store", help="for --elastic: etcd://HOST,HOST,HOST/RUN, which outlives any one machine")
+    args = parser.parse_args()
     try:
         if "--elastic" in args.training_script_args:
             sys.exit(run_elastic(args))
@@ -282,8 +362,11 @@ def main() -> None:
         if isinstance(failure.message, dict):  # otherwise the message about a wrong option was printed above
             print(failure.message["message"], file=sys.stderr, flush=True)
         sys.exit(2)
-    except UserError as error:
+    except CollectiveError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(1)
+    except (UserError, RuntimeError, ValueError, OSError) as error:  # of this process: workers print their own errors
+        print(f"error: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
         sys.exit(2)
     except SignalException as signalled:
         sys.exit(128 + signalled.sigval)

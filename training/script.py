@@ -2,6 +2,7 @@
 any worker ends the run of all workers, which then save and can be resumed.
 """
 
+import contextlib
 import errno
 import functools
 import hashlib
@@ -41,6 +42,8 @@ def launch(main: Callable[[], None]) -> None:
         _fail(str(error))
     except CollectiveError as error:  # each worker prints its own error
         _fail(str(error), status=1)
+    except UnicodeEncodeError as error:
+        _fail(f"{error.object[:100]!r} has bytes that are not UTF-8: give another name")
     except OSError as error:
         if error.errno not in OF_THE_DISK + OF_A_PATH:
             raise
@@ -69,7 +72,8 @@ def _fail(reason: str, status: int = 2) -> None:
         reason = f"{reason[:300]} ... {reason[-300:]}"
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun reads the error there, in its own format
         more = {"py_callstack": f"error: {reason}", "timestamp": str(int(time.time()))}
-        Path(path).write_text(json.dumps({"message": {"message": f"error: {reason}", "extraInfo": more}}))
+        with contextlib.suppress(OSError, ValueError):  # no launcher made that folder
+            Path(path).write_text(json.dumps({"message": {"message": f"error: {reason}", "extraInfo": more}}))
     said = path and "CO2_LAUNCH" in os.environ  # training.launch prints it at its end
     if (not said or status != 2) and _first_to_say(reason):
         print(f"error: {reason}", file=sys.stderr, flush=True)

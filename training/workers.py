@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from core import failure
 from core.comm import host_group, of_all
-from core.errors import UserError
-from core.placement import local_world_size, node_mesh
+from core.errors import UserError, env_number
+from core.placement import check_env, local_world_size, node_mesh
 from core.testing.link import ThrottledLink
 
 Number = TypeVar("Number", int, float)
@@ -29,12 +29,12 @@ _HEARD_WITHIN = 10.0  # seconds that the worker which serves the store waits unt
 
 def rank() -> int:
     """Returns this worker's rank from torchrun, or 0 without torchrun."""
-    return int(os.environ.get("RANK", 0))
+    return env_number("RANK", 0)
 
 
 def world_size() -> int:
     """Returns the number of workers from torchrun, or 1 without torchrun."""
-    return int(os.environ.get("WORLD_SIZE", 1))
+    return env_number("WORLD_SIZE", 1, least=1)
 
 
 def pick_device(name: str) -> torch.device:
@@ -43,7 +43,10 @@ def pick_device(name: str) -> torch.device:
         raise UserError("device=cuda: torch sees no CUDA device here; use --device cpu or auto")
     if name == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    index, count = env_number("LOCAL_RANK", 0), torch.cuda.device_count()
+    if index >= count:
+        raise UserError(f"LOCAL_RANK={index}: torch sees {count} CUDA devices here; start as many workers a node")
+    return torch.device("cuda", index)
 
 
 def make_link(mbit: float | None, device: torch.device) -> ThrottledLink | None:
@@ -166,6 +169,7 @@ def join(device: torch.device, timeout: float, settings: dict[str, Any]) -> bool
         return False
     if absent := [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
         raise UserError(f"RANK is set, but not {', '.join(absent)}: start the workers with torchrun, or unset RANK")
+    check_env()
     prefix, began = f"co2/start{next(_starts)}", time.monotonic()
     try:
         store = _meet(timeout)
@@ -176,18 +180,23 @@ def join(device: torch.device, timeout: float, settings: dict[str, Any]) -> bool
         raise UserError(verdict)
     backend = "nccl" if device.type == "cuda" else "gloo"
     within = timedelta(seconds=timeout)
-    dist.init_process_group(backend, store=store, rank=rank(), world_size=world_size(), timeout=within)
-    host_group(timeout=timeout)
+    try:
+        dist.init_process_group(backend, store=store, rank=rank(), world_size=world_size(), timeout=within)
+        host_group(timeout=timeout)
+    except RuntimeError as error:  # a network that the workers cannot use, or a worker that has just ended
+        remedy = "see what the other workers print, and set GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME"
+        raise UserError(f"the workers cannot connect ({str(error).splitlines()[0]}): {remedy}") from None
     failure.register()
     return True
 
 
 def refuse(reason: str) -> None:
     """Reports to the other workers, which may wait for this one, that it cannot start. Does nothing after the start."""
-    alone = world_size() < 2 or "MASTER_ADDR" not in os.environ or "CO2_WORKER" in os.environ
-    if dist.is_initialized() or alone or next(_starts) > 0:
-        return
-    with contextlib.suppress(RuntimeError, OSError, ValueError):  # no other worker is there
+    with contextlib.suppress(RuntimeError, OSError, ValueError):  # no other worker is there, or it cannot be reached
+        check_env()
+        alone = world_size() < 2 or "MASTER_ADDR" not in os.environ or "CO2_WORKER" in os.environ
+        if dist.is_initialized() or alone or next(_starts) > 0:
+            return
         store = dist.PrefixStore("co2/start0", _meet(_HEARD_WITHIN))
         store.set("verdict", f"rank {rank()} cannot start: {reason}")
         if rank() == 0:

@@ -70,7 +70,7 @@ def main() -> int:
 
 def train(demo: Demo, row: str, folder: Path) -> int:
     """Runs one training under torchrun. Returns its exit status."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={demo.workers}"]
+    torchrun = [sys.executable, "-m", "training.launch", "--standalone", f"--nproc-per-node={demo.workers}"]
     recipe = ["-m", "vision.train", "digits_small", *ROWS[row], "--device", "cpu"]
     settings = {
         "epochs": demo.epochs,

@@ -34,7 +34,7 @@ def work(module: str, arguments: Sequence[str], harm: dict[str, Any], log: str) 
     """
     for stream in (1, 2):
         os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT), stream)
-    name = os.environ.get("CO2_WORKER") or f"{os.environ['RANK']}.{os.environ['CO2_ATTEMPT']}"
+    name = os.environ.get("CO2_WORKER") or f"{os.environ.get('RANK')}.{os.environ.get('CO2_ATTEMPT')}"
     if harm.get("worker") == name:
         arm(harm["phase"], harm["step"], Path(f"{log}.harm"))
     sys.argv = [module, *arguments]

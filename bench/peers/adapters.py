@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from core.comm import of_all
+
 
 def nothing(*_: Any, **__: Any) -> None:
     """Does nothing, for methods without such a call."""
@@ -103,10 +105,8 @@ def own_address() -> str:
 
 
 def shared(make: Callable[[], Any]) -> Any:
-    """Returns the object that rank 0 made, on every rank."""
-    box = [make() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]
+    """Returns the JSON value that rank 0 made, on every rank."""
+    return of_all(make() if dist.get_rank() == 0 else None)[0]
 
 
 def torchft_manager(task: Task) -> tuple[Any, Callable[[], None]]:

@@ -26,8 +26,8 @@ import torch.distributed as dist
 from .. import __version__
 from ..comm import of_all
 from ..config import CO2Config
-from ..errors import UserError
-from ..placement import local_world_size
+from ..errors import UserError, env_number
+from ..placement import check_env, local_world_size
 from . import report as reports
 from .measure import boundary, compressions, links, sound
 
@@ -57,14 +57,16 @@ def positive(given: str) -> float:
 
 def main() -> None:
     """Runs the doctor and ends the process."""
-    rank = int(os.environ.get("RANK", "0"))
+    rank = 0
     try:
+        rank = env_number("RANK", 0)
         asked = options(sys.argv[1:])
         if rank == 0 and asked.out is not None and not asked.out.absolute().parent.is_dir():
             raise UserError(f"--out {asked.out}: there is no folder {asked.out.parent}: make it first")
     except UserError as error:
         _end(f"error: {error}" if rank == 0 else "", 2)
     try:
+        check_env()
         found = diagnose(asked)
         if rank == 0:
             print(reports.screen(found), flush=True)
@@ -90,11 +92,11 @@ def diagnose(asked: argparse.Namespace) -> dict[str, Any]:
     """Returns the report. It is equal on all ranks except for the times that each rank measures."""
     try:
         own = own_facts()
-        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        if env_number("WORLD_SIZE", 1) == 1:
             return header([own], asked.params)
         backend = "cpu:gloo,cuda:nccl" if own.device == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(seconds=asked.timeout))
-        facts = of_all(own)
+        facts = [Facts(**of_rank) for of_rank in of_all(vars(own))]
     except (RuntimeError, ValueError) as error:
         raise UserError(f"{_short(error)}: look at what other ranks print, and set GLOO_SOCKET_IFNAME") from None
     found = header(facts, asked.params)
@@ -157,7 +159,7 @@ def own_facts(env: Mapping[str, str] = os.environ) -> Facts:
     with contextlib.suppress(OSError):
         namespace = os.readlink("/proc/self/ns/net")
     if device == "cuda":
-        torch.cuda.set_device(int(env.get("LOCAL_RANK", env.get("SLURM_LOCALID", "0"))))
+        torch.cuda.set_device(env_number("LOCAL_RANK", env_number("SLURM_LOCALID", 0, env), env))
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         name, memory = properties.name, properties.total_memory
     else:
@@ -165,7 +167,7 @@ def own_facts(env: Mapping[str, str] = os.environ) -> Facts:
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // max(1, local_world_size(env))
     alike = {"torch": torch.__version__, "co2": __version__, "device": device}
     lacks = no_infiniband(env) if device == "cuda" else ""
-    return Facts(int(env.get("RANK", "0")), f"{hostname} {namespace}", hostname, alike, device, name, memory, lacks)
+    return Facts(env_number("RANK", 0, env), f"{hostname} {namespace}", hostname, alike, device, name, memory, lacks)
 
 
 def no_infiniband(env: Mapping[str, str] = os.environ, devices: Path = Path("/dev/infiniband")) -> str:

@@ -86,7 +86,7 @@ def links(nodes: list[list[int]], device: torch.device) -> dict[str, Link]:
         made = zip([dist.new_group(ranks) for ranks in groups], groups, strict=True)
         mine = [group for group, ranks in made if dist.get_rank() in ranks]
         own = link(cast(dist.ProcessGroup, mine[0]), device) if mine else None
-        found[name] = min((one for one in of_all(own) if one is not None), key=lambda one: one.bandwidth)
+        found[name] = min((Link(**one) for one in of_all(own and vars(own)) if one), key=lambda one: one.bandwidth)
     return {name: found[name] for name in ("within", "across", "all")}
 
 

@@ -11,7 +11,6 @@ is over the survivors.
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from ..buckets import copy
 from ..comm import AsyncAllReduce, Stage, sum_flats
-from ..errors import CollectiveError
+from ..errors import CollectiveError, env_number
 from ..local_update import LocalUpdateMethod
 from ..stats import AsyncReadback
 from .members import AGREED, SENT, SUMMED, Came, Members, Report, WorkersChanged, agreed
@@ -62,7 +61,7 @@ class ElasticAllReduce(AsyncAllReduce):
         self._act, self._act_phase = 0, AGREED  # the training script's current or last sum
         self.tell: Callable[[], Report] = dict
         self.on_change: Callable[[list[Report | None]], None] = lambda reports: None
-        self.place, self.places = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        self.place, self.places = env_number("RANK", 0), env_number("WORLD_SIZE", 1)
         self.most = MOST
         self.phase = AGREED
         self.counts = True

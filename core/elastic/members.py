@@ -7,8 +7,10 @@ generations.
 from __future__ import annotations
 
 import contextlib
+import hmac
 import io
 import json
+import os
 import socket
 import threading
 import time
@@ -18,14 +20,19 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from ..comm import new_group, set_timeout
-from ..errors import CollectiveError
+from ..errors import CollectiveError, UserError, env_number
+from ..failure import ANSWERS_WITHIN, read_line
+from ..placement import check_env
+from .etcd import ANSWER_WITHIN, EtcdStore
+from .sealed import SECRET, SealedStore
 
 Came = Literal["planned", "failed", "empty"]  # why a worker leaves its generation; empty: it has no state yet
 Report = dict[str, Any]  # a worker's report to the other workers of its next generation, as JSON
 
+PART = 1 << 20  # bytes of a state that are sent at once
 FORM_WITHIN = 30.0  # seconds to connect a generation before the next one is tried
 SENT, SUMMED, AGREED = range(3)  # phases of a sum over the workers
 
@@ -55,13 +62,40 @@ class Members:
     """
 
     def __init__(self, store: Any, name: str, *, address: str = "127.0.0.1", timeout: float = 600.0):
-        self.store = PrefixStore("elastic", store)
+        self._served = store  # c10d loses a store of Python's with its last reference
+        self.store = SealedStore(PrefixStore("elastic", store), os.environ.get(SECRET, ""))
         self.name, self.address, self.timeout = name, address, timeout
         self.generation = 0
         self.names: list[str] = []
         self.planned = False
         self.group: dist.ProcessGroup | None = None
         self.store.set("patience", str(timeout))
+
+    @classmethod
+    def from_env(cls, timeout: float = 600.0) -> Members:
+        """Connects to the store of the launcher that has started this process, or raises UserError."""
+        if "CO2_WORKER" not in os.environ:
+            raise UserError("elastic workers are started, and started again, by python -m training.launch: use it")
+        check_env()
+        url, own, why = os.environ.get("CO2_STORE"), list[str](), ""
+        host, port = os.environ.get("MASTER_ADDR", ""), env_number("MASTER_PORT", 29500)
+        store: Any = EtcdStore(url) if url else None
+        for place in store.hosts if url else [(host, port)]:
+            try:
+                with socket.create_connection(place, ANSWER_WITHIN if url else timeout) as connection:
+                    own.append(connection.getsockname()[0])  # this machine's address, as the store's machine sees it
+            except OSError as error:
+                why = str(error)
+        try:
+            if own and not url:
+                within = timedelta(seconds=timeout)
+                store = TCPStore(host, port, None, False, timeout=within, wait_for_workers=False)
+        except (RuntimeError, ValueError) as error:
+            own, why = [], str(error).partition("\n")[0]
+        if not own:
+            raise UserError(f"no store answers at {url or f'{host}:{port}'} ({why}): start its launcher first")
+        address = next((one for one in own if not one.startswith("127.")), own[0])
+        return cls(store, os.environ["CO2_WORKER"], address=address, timeout=timeout)
 
     @property
     def rank(self) -> int:
@@ -130,31 +164,44 @@ class Members:
         buffer = io.BytesIO()
         torch.save(state, buffer)
         server, data = socket.create_server((self.address, 0)), buffer.getbuffer()
-        server.settimeout(self.timeout)
+        where = f"{self.address} {server.getsockname()[1]} {len(data)}"
+        proof, got, until = self.store.proof(where), list[int](), time.monotonic() + self.timeout
 
-        def send() -> None:
-            with contextlib.suppress(OSError), server:  # does not wait for a newcomer that has died
-                for _ in range(newcomers):
+        def send(connection: socket.socket) -> None:
+            with contextlib.suppress(OSError), connection:
+                if not hmac.compare_digest(read_line(connection, ANSWERS_WITHIN).encode(), proof):
+                    return
+                got.append(1)
+                if len(got) == newcomers:
+                    server.shutdown(socket.SHUT_RDWR)  # ends accept()
+                connection.settimeout(self.timeout)
+                for start in range(0, len(data), PART):  # the timeout is for each part
+                    connection.sendall(data[start : start + PART])
+
+        def accept() -> None:
+            with contextlib.suppress(OSError), server:  # a newcomer that has died does not come
+                while (left := until - time.monotonic()) > 0:
+                    server.settimeout(left)
                     connection, _ = server.accept()
-                    with contextlib.suppress(OSError), connection:
-                        connection.sendall(len(data).to_bytes(8))
-                        connection.sendall(data)
+                    # in a thread of its own: a stranger that neither sends nor reads delays no newcomer
+                    threading.Thread(target=send, args=(connection,), daemon=True).start()
 
-        threading.Thread(target=send, daemon=True).start()
-        self.store.set(f"donor/{self.generation}", f"{self.address} {server.getsockname()[1]}")
+        threading.Thread(target=accept, daemon=True).start()
+        self.store.set(f"donor/{self.generation}", where)
 
     def fetch(self) -> dict[str, Any]:
         """Returns the state that `serve` sends. Raises RuntimeError if the sender is lost."""
         self._await([f"donor/{self.generation}"])
-        host, port = self.store.get(f"donor/{self.generation}").decode().split()
+        where = self.store.get(f"donor/{self.generation}").decode()
+        host, port, size = where.split()
         try:
             address = host, int(port)
             with socket.create_connection(address, self.timeout) as connection, connection.makefile("rb") as sent:
-                size = int.from_bytes(sent.read(8))
-                data = sent.read(size)
+                connection.sendall(self.store.proof(where) + b"\n")
+                data = sent.read(int(size))
         except OSError as error:
             raise RuntimeError(f"the state cannot be fetched: {error}") from None
-        if not size or len(data) < size:
+        if len(data) < int(size):
             raise RuntimeError("the state cannot be fetched: the sender has gone")
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
@@ -169,7 +216,7 @@ class Members:
         self._await([f"{key}/{name}" for name in self.names])
         reports = [json.loads(self.store.get(f"{key}/{name}")) for name in self.names]
         within = timedelta(seconds=FORM_WITHIN)
-        store = PrefixStore(f"group/{self.generation}", self.store)
+        store = PrefixStore(f"group/{self.generation}", self.store.plain)
         dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.size, timeout=within)
         self.group = new_group(None, FORM_WITHIN, torch.device("cpu"), "gloo")
         assert dist.group.WORLD is not None
@@ -183,10 +230,7 @@ class Members:
             time.sleep(0.005)
 
     def _is_set(self, key: str) -> bool:
-        try:
-            return self.store.check([key])
-        except RuntimeError as error:
-            raise CollectiveError(f"worker {self.name}: the launcher of the first node does not answer") from error
+        return self.store.check([key])
 
 
 def agreed(reports: Sequence[Report | None], what: str, number: int) -> bool:

@@ -172,7 +172,7 @@ def load_own(who: str, folder: str | os.PathLike[str], rank: int, **parts: Any) 
         problem = f"{path} cannot be read ({reason(error)}): resume from an older checkpoint"
     if saved and (lacks := sorted(parts.keys() - saved.keys())):
         problem = f"a file in {folder} holds no {lacks[0]}: resume with the settings of the run that saved it"
-    reported = of_all((problem, (saved.get("workers"), saved.get("rounds"))))
+    reported = of_all((problem, f"{saved.get('workers')} {saved.get('rounds')}"))
     if problem := next((problem for problem, _ in reported if problem), ""):
         raise UserError(f"{who}: {problem}")
     if len({written for _, written in reported}) > 1:

@@ -19,7 +19,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from core import CO2, CO2Config, CompressionConfig, LocalSGD, ShardedCO2, SlowMo, UserError, make_method
-from core.comm import of_all
 from core.hooks import Snapshot
 from core.local_update import of_rank, under_rank
 from core.methods import METHODS
@@ -102,7 +101,8 @@ def test_what_another_workers_error_feedback_held_back_is_not_ones_own(rank: int
     for step in range(3):
         params[0].data += torch.randn(300, generator=torch.Generator().manual_seed(2 * step + rank))
         co2.step()
-    states = of_all(co2.state_dict())
+    states: list[Any] = [None] * 2
+    dist.all_gather_object(states, co2.state_dict())
     before = co2._reducer.state["error_feedback"][0].norm().item()
     co2.load_state_dict(states[0])
     assert before > 0 and co2._reducer.state["error_feedback"][0].norm().item() == (0 if rank else before)

@@ -298,7 +298,7 @@ def check_file(path: Path) -> list[str]:
 
 
 def all_files() -> list[Path]:
-    pages = [*(ROOT / n for n in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "slurm/README.md"))]
+    pages = [*(ROOT / n for n in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "slurm/README.md"))]
     pages += sorted((ROOT / "docs").glob("*.md")) + sorted((ROOT / "results").glob("*.md"))
     return pages + [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
 

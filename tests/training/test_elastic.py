@@ -21,7 +21,7 @@ from tests.runs import Loop, logged, rows, summary
 from training import elastic as elastic
 from training.data import generator, worker_batches
 from training.elastic import Deal, repeated
-from training.folder import RunFolder
+from training.folder import RoundLog, RunFolder
 from training.optim import OptimConfig, make_schedule
 from training.progress import Progress, Trained
 from training.recipe import Recipe
@@ -64,7 +64,8 @@ def test_no_sample_is_dealt_twice_and_few_are_missed(changes: dict[int, int]):
 def first_worker(folder: Path, device: torch.device | None = None) -> elastic.Elastic:
     """One that trains nothing."""
     progress = Progress(Recipe(batch_size=1), device or torch.device("cpu"))
-    return elastic.Elastic(progress, RunFolder(folder, 0, progress.clock), None)  # type: ignore[arg-type]
+    run_folder = RunFolder(folder, 0, progress.clock)
+    return elastic.Elastic(progress, run_folder, RoundLog(progress.recipe, run_folder, progress.device))
 
 
 def test_the_first_worker_alone_saves_what_all_others_get(tmp_path: Path, capsys: pytest.CaptureFixture):
@@ -176,7 +177,8 @@ def train(
     steps = [row["step"] for row in rows(folder) if "train_loss" in row]
     assert steps == sorted(set(steps)) and len(steps) > STEPS - 9, "no step twice, whoever writes"
     end = summary(folder)
-    assert end["steps"] == STEPS and end["mean"] == pytest.approx(4, abs=0.2)
+    assert end["steps"] == STEPS and end["rounds"] == STEPS // 3, "of the run, whoever writes"
+    assert end["mean"] == pytest.approx(4, abs=0.2)
     return {"notes": logged(folder, "workers"), "mean": end["mean"]}
 
 

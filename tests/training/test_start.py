@@ -20,6 +20,8 @@ import torch.distributed as dist
 
 from bench.cluster import hold_port
 from core import UserError, testing
+from core.elastic.members import Members
+from core.placement import check_env
 from core.testing import run_distributed
 from tests.ports import listening_at
 from training import launch as launcher
@@ -28,7 +30,7 @@ from training.launch import Agent, Coordinator
 from training.recipe import Recipe, parse
 from training.run import Run
 from training.script import SIGNALS, StopSignal, launch
-from training.workers import _not_met, join
+from training.workers import _not_met, join, refuse
 
 
 @dataclass(frozen=True)
@@ -134,6 +136,39 @@ def test_a_store_that_goes_away_and_half_of_an_environment_are_one_line(monkeypa
     said = "^RANK is set, but not WORLD_SIZE, MASTER_ADDR, MASTER_PORT: start the workers with torchrun"
     with pytest.raises(UserError, match=said):
         join(torch.device("cpu"), 5.0, {})
+
+
+ENVIRONMENTS = [
+    ({"RANK": "x"}, "RANK='x' in the environment: set a whole number, 0 to 1000000000, or unset it"),
+    ({"RANK": "\u0661"}, "RANK='\u0661' in"),
+    ({"WORLD_SIZE": ""}, "WORLD_SIZE='' in"),
+    ({"WORLD_SIZE": "9" * 5000}, "WORLD_SIZE='9999"),
+    ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 with WORLD_SIZE=2: ranks are 0 to 1"),
+    ({"MASTER_PORT": "99999999"}, "MASTER_PORT='99999999' in the environment: set a whole number, 1 to 65535"),
+    ({"MASTER_PORT": "-1"}, "MASTER_PORT='-1' in"),
+    ({"GLOO_SOCKET_IFNAME": "lo,nosuch0"}, "GLOO_SOCKET_IFNAME=nosuch0: not of lo"),
+]
+
+
+@pytest.mark.parametrize(("env", "said"), ENVIRONMENTS)
+def test_an_environment_of_any_content_is_a_run_or_one_line(
+    env: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+):
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=f"^{re.escape(said)}"):
+        check_env()
+    refuse("no reason")  # also where the environment is the reason
+    assert not capfd.readouterr().err
+
+
+def test_an_elastic_worker_without_a_launcher_is_one_line(monkeypatch: pytest.MonkeyPatch):
+    with hold_port() as held:
+        for name, value in {"CO2_WORKER": "0.0", "MASTER_ADDR": "127.0.0.1"}.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("MASTER_PORT", str(held.getsockname()[1]))
+        with pytest.raises(UserError, match=r"^no store answers at 127.0.0.1:\d+ \(.*refused\): start"):
+            Members.from_env(timeout=3.0)
 
 
 def in_one_group(rank: int, world_size: int) -> str:

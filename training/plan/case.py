@@ -220,6 +220,7 @@ def check_counted(file: Path, m: Model, config: dict[str, Any]) -> None:
 
 Numbers = Any  # a number, or an array with a number for each layout
 BITS = 8
+SMALLEST, GREATEST = 1e-12, 1e18  # of the numbers that describe a cluster; products of others overflow
 REPEATS = 4  # timings of each measurement
 
 
@@ -367,12 +368,13 @@ def from_doctor(file: Path, *, probe: bool) -> Cluster:
 
 
 def _number(file: Path, report: Any, *path: str) -> float:
-    """The finite number above 0 at a path in the report, or a UserError."""
+    """The number at a path in the report, or a UserError. No cluster has one beyond SMALLEST and GREATEST."""
     value = report
     for name in path:
         value = value.get(name) if isinstance(value, dict) else None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise UserError(f"{file}: {'.'.join(path)}={value!r}: the planner needs a number above 0")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not SMALLEST <= value <= GREATEST:
+        need = f"a number above 0, from {SMALLEST:g} to {GREATEST:g}"
+        raise UserError(f"{file}: {'.'.join(path)}={value!r}: the planner needs {need}")
     return value
 
 

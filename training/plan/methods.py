@@ -19,7 +19,7 @@ import tyro
 from core.config import CO2Config
 from core.errors import UserError
 from core.tau import COST, smallest_tau
-from training.plan.case import BITS, FORMATS, collective
+from training.plan.case import BITS, FORMATS, GREATEST, SMALLEST, collective
 from training.plan.time import last_bucket, under_backward
 
 BLOCKING, HIDDEN, RECOMMENDED = ("local", "slowmo", "diloco"), ("overlap_local", "co2"), "co2 recommended"
@@ -138,8 +138,9 @@ class Options:
         """Raises UserError for the first invalid option."""
         for name in ("parameters", "step", "gbit", "latency", "boundary"):
             value, zero = getattr(self, name), name in ("latency", "boundary")
-            if not 0 <= value < math.inf or not (value or zero):
-                raise UserError(f"{name}={value:g}: give a finite number{', 0 or more' if zero else ' above 0'}")
+            if not SMALLEST <= value <= GREATEST and not (zero and value == 0):
+                kind = ", 0 or more" if zero else " above 0"
+                raise UserError(f"{name}={value:g}: give a finite number{kind}, {SMALLEST:g} to {GREATEST:g}")
         if self.tau < 1:
             raise UserError(f"tau={self.tau}: give 1 or more")
         for workers in self.workers:

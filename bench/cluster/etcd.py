@@ -1,0 +1,78 @@
+"""Three members of etcd on this machine, for tests and demos: python -m bench.cluster.etcd [FOLDER]"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from bench.cluster.nodes import hold_port
+from core.elastic.etcd import EtcdStore
+from core.errors import UserError
+from training.script import launch
+
+MEMBERS = 3
+
+
+def program() -> str | None:
+    """Returns the path of etcd: the environment variable ETCD, or the program on the PATH."""
+    return shutil.which(os.environ.get("ETCD", "etcd"))
+
+
+class LocalEtcd:
+    """Members of etcd that listen only at 127.0.0.1. Use it as a context manager.
+
+    Args:
+        folder: Folder for their data and logs.
+
+    Attributes:
+        url: The value of --store, without the run's name.
+        processes: The members.
+    """
+
+    def __init__(self, folder: Path):
+        if (etcd := program()) is None:
+            raise UserError("no etcd here: apt-get install etcd-server, or name the program with the variable ETCD")
+        held = [hold_port() for _ in range(2 * MEMBERS)]
+        clients, peers = ([f"127.0.0.1:{one.getsockname()[1]}" for one in held[i::2]] for i in range(2))
+        self.url = f"etcd://{','.join(clients)}"
+        cluster = ",".join(f"m{i}=http://{peer}" for i, peer in enumerate(peers))
+        self.processes: list[subprocess.Popen[bytes]] = []
+        for i in range(MEMBERS):
+            client, peer = f"http://{clients[i]}", f"http://{peers[i]}"
+            options = ["--name", f"m{i}", "--data-dir", str(folder / f"m{i}"), "--initial-cluster", cluster]
+            options += ["--listen-client-urls", client, "--advertise-client-urls", client]
+            options += ["--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer]
+            options += ["--heartbeat-interval", "200", "--election-timeout", "2000"]  # milliseconds, for busy machines
+            options += ["--auto-compaction-mode", "revision", "--auto-compaction-retention", "1000"]
+            with open(folder / f"m{i}.log", "wb") as log:
+                self.processes.append(subprocess.Popen([etcd, *options], stdout=log, stderr=log, env={}))
+        for one in held:
+            one.close()
+
+    def __enter__(self) -> LocalEtcd:
+        EtcdStore(f"{self.url}/start").set("started", "")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+
+def main() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the members
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(sys.argv[1] if sys.argv[1:] else temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        with LocalEtcd(folder) as etcd:
+            print(f"three members run until Ctrl-C: --store {etcd.url}/NAME", flush=True)
+            signal.pause()
+
+
+if __name__ == "__main__":
+    launch(main)

@@ -1,0 +1,87 @@
+"""Strangers on the network: what they write to the store, and what they do to the sockets."""
+
+import contextlib
+import hmac
+import socket
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from core import UserError
+from core.comm import of_all
+from core.elastic.members import Members
+from core.elastic.sealed import SealedStore
+from core.failure import Peers
+from tests.on_ranks import on_ranks
+
+
+def test_what_a_stranger_writes_is_not_set():
+    plain = dist.HashStore()
+    ours, theirs = SealedStore(plain, "secret"), SealedStore(plain, "another")
+    plain.set("broken/1", "x")
+    theirs.set("generation/2", '{"names": []}')
+    assert not ours.check(["broken/1"]) and not ours.check(["generation/2"])
+    with pytest.raises(UserError, match="the store's generation/2 was written with another CO2_SECRET"):
+        ours.get("generation/2")
+    ours.set("a", "1")
+    plain.set("b", plain.get("a"))  # a value that was ours under another key
+    assert ours.check(["a"]) and ours.get("a") == b"1" and not ours.check(["b"])
+    assert ours.compare_set("c", "", "x") == b"x" == ours.compare_set("c", "", "y")
+    assert ours.compare_set("c", "x", "z") == b"z" == ours.get("c")
+
+
+def test_a_donor_gives_its_state_to_newcomers_only(monkeypatch: pytest.MonkeyPatch):
+    """A stranger that sends nothing, and one that reads nothing, delay no newcomer."""
+    monkeypatch.setenv("CO2_SECRET", "secret")
+    members = Members(dist.HashStore(), "0.0", timeout=20.0)
+    state = {"weights": torch.arange(1 << 20), "step": 3}
+    members.serve(state, newcomers=2)
+    where = members.store.get("donor/0").decode()
+    host, port, _ = where.split()
+    silent, guesses, idle = (socket.create_connection((host, int(port)), 10.0) for _ in range(3))
+    wrong = hmac.new(b"", where.encode(), "sha256").hexdigest()
+    guesses.sendall(f"{wrong}\n".encode())
+    assert guesses.recv(1) == b""
+    idle.sendall(members.store.proof(where) + b"\n")  # a newcomer that stops
+    began = time.monotonic()
+    assert torch.equal(members.fetch()["weights"], state["weights"]) and time.monotonic() - began < 10
+    with pytest.raises(RuntimeError, match="the state cannot be fetched"):
+        members.fetch()  # both have come
+    silent.close(), idle.close()
+
+
+def test_strangers_that_drip_bytes_make_no_worker_silent():
+    here: Any = Peers()
+    address = (here.address.host, here.address.port)
+    strangers = [socket.create_connection(address, 5.0) for _ in range(8)]
+    ended = threading.Event()
+
+    def drip() -> None:
+        while not ended.wait(0.2):
+            for stranger in strangers:
+                try:
+                    stranger.sendall(b"\xff")
+                except OSError:
+                    return
+
+    threading.Thread(target=drip, daemon=True).start()
+    here._known = {1: here.address}
+    began = time.monotonic()
+    assert here.ask([1], "7") == {1: "running"} and time.monotonic() - began < 1.5
+    ended.set()
+    with contextlib.suppress(ConnectionResetError):  # each is dropped in time
+        assert [stranger.recv(1) for stranger in strangers] == [b""] * 8
+
+
+@on_ranks(2)
+def test_objects_travel_as_json(rank: int):
+    assert of_all({"rank": rank, "at": (1, 2.5, None, True)}) == [
+        {"rank": r, "at": [1, 2.5, None, True]} for r in range(2)
+    ]
+    assert of_all("ü" * rank) == ["", "ü"]
+    with pytest.raises(TypeError):
+        of_all(object())
