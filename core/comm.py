@@ -630,7 +630,7 @@ def _without_traceback(error: Exception) -> Exception:
 
 
 class Reducer:
-    """Reduces the flat tensors over the workers, in stages. This class sums each of them with one all-reduce.
+    """Reduces the flat tensors over the workers, in stages. This class sums each of them in one stage.
 
     Compressed reducers derive from it.
 
@@ -659,8 +659,8 @@ class Reducer:
 
         The generator keeps no reference to the group, which is None for one worker.
         """
-        if group is not None:
-            yield sum_flats(self.flats, group)
+        for flat in self.flats if group is not None else []:
+            yield sum_flats([flat], group)
 
 
 def all_reduce(buckets: Sequence[Bucket], scalars: Scalars, allreduce: AsyncAllReduce) -> Reducer:

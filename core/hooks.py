@@ -134,7 +134,8 @@ class OutlierFilter(Hook):
     def attach(self, method: LocalUpdateMethod) -> None:
         super().attach(method)
         group, places = method._allreduce.group, method._allreduce.places
-        ranks = range(places) if group is None else dist.get_process_group_ranks(group)
+        ranks = dist.get_process_group_ranks(group) if group is not None else []
+        ranks = ranks if len(ranks) == places else range(places)  # elastic workers have a place each, also if some left
         self.names = [f"{method._worker_label} {rank}" for rank in ranks]
         self.state = torch.zeros(3, dtype=torch.float64, device=method._allreduce.device)
         self.verdict = torch.zeros((), dtype=torch.float64, device=method._allreduce.device)

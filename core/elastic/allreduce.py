@@ -86,14 +86,17 @@ class ElasticAllReduce(AsyncAllReduce):
             self.mend()
 
     def in_phases(self, stages: Iterator[Stage]) -> Iterator[Stage]:
-        """Yields the steps of the sum, then the confirmation. The first step also sums newcomers' requests."""
+        """Yields the sum of newcomers' requests, the steps of the sum, then the confirmation.
+
+        Only one collective is in flight at a time. gloo closes a group's connections only when all its collectives
+        have ended. If one had failed while a second one waited for a peer, and that peer waited for the first one, both
+        would wait until the timeout.
+        """
         assert self.group is not None
         self.phase = SENT
         asks, token = torch.tensor([float(self.asks)]), torch.zeros(1)  # on the host, so that no GPU waits
-        beside, few = sum_flats([asks], self.group)
-        for works, sent in stages:
-            yield [*works, *beside], sent + few
-            beside, few = [], 0
+        yield sum_flats([asks], self.group)
+        yield from stages
         self.asked = asks.item() > 0
         self.phase = SUMMED
         yield sum_flats([token], self.group)
@@ -129,6 +132,7 @@ class ElasticAllReduce(AsyncAllReduce):
         self._act, self._act_phase, total = self._act + 1, SENT, values.clone()
         reason = False
         try:
+            super().drain()  # one collective at a time, see in_phases
             dist.all_reduce(total)
             self._act_phase = SUMMED
             dist.all_reduce(torch.zeros(1))
