@@ -136,6 +136,7 @@ class Members:
             with contextlib.suppress(OSError), server:  # does not wait for a newcomer that has died
                 for _ in range(newcomers):
                     connection, _ = server.accept()
+                    connection.settimeout(self.timeout)
                     with contextlib.suppress(OSError), connection:
                         connection.sendall(len(data).to_bytes(8))
                         connection.sendall(data)
@@ -177,8 +178,9 @@ class Members:
         return reports
 
     def _await(self, keys: list[str]) -> None:
+        since = time.monotonic()
         while not self.store.check(keys):
-            if self.left():
+            if self.left() or time.monotonic() - since > self.timeout:
                 raise RuntimeError("a worker of the new generation was lost")
             time.sleep(0.005)
 
