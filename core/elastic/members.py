@@ -12,7 +12,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -111,11 +111,27 @@ class Members:
             with contextlib.suppress(RuntimeError):  # one of its workers has died in the meantime
                 return self._form(report)
 
-    def leave(self) -> None:
-        """Leaves the generation's process groups, so that workers that wait for this one see a broken group."""
-        self.group = None  # gloo closes the connections once nothing refers to the group
+    def leave(self, busy: Callable[[], bool] = lambda: False) -> None:
+        """Leaves the generation's process groups, so that workers that wait for this one see a broken group.
+
+        Args:
+            busy: Whether a collective of these groups has not ended. Then they are closed in the background after it,
+                because closing waits for it.
+        """
+        # gloo closes the connections once nothing refers to the groups
+        groups, self.group = [self.group, dist.group.WORLD], None
         if dist.is_initialized():
             dist.destroy_process_group()
+
+        def close() -> None:
+            while busy():
+                time.sleep(0.1)
+            groups.clear()
+
+        if busy():
+            threading.Thread(target=close, daemon=True).start()
+        else:
+            close()
 
     def left(self) -> bool:
         """Returns whether a worker has left this generation, or has died."""

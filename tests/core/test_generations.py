@@ -1,10 +1,10 @@
 """All interleavings, up to a bound, of workers, their launcher and its coordinator over a store in this process.
 
-The code of Members, Agent and Coordinator is the real one. Each worker is a thread that runs only when the explorer
-lets it, from one wait or write to the next. Sums are modeled: a worker has what it has merged as (round, names of the
-workers whose parts count), so that a part that counts twice is seen. By default all run in turn. The explorer then tries
-each schedule with up to `bound` deviations: a worker dies, stops, goes on, is late, gets an error where others get a
-sum, or the launcher is lost.
+Members, Agent and Coordinator are the real ones. Each worker is a thread that runs only when the explorer lets it, from
+one wait or write to the next. Sums are modeled: a worker's outer iterate is the list of rounds it has merged, each with
+the names of the workers whose parts count. By default all run in turn. The explorer tries all schedules with up to
+`bound` deviations: a worker dies, stops, goes on, is late, or gets an error where others get a sum, or the store is
+lost.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import pytest
 
 from core.elastic import members as members_module
 from core.elastic.members import AGREED, SENT, SUMMED, Members, Over, agreed
-from core.errors import CollectiveError
 from training import launch
 
 TIMEOUT, ROUNDS = 10.0, 2
