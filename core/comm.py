@@ -546,7 +546,7 @@ class AsyncAllReduce:
         self._raise()  # outside of except: a traceback would keep the connections open
 
     def _run_stages(self, began: float, stage: Stage | None, stages: Iterator[Stage]) -> None:
-        """Runs in the thread: waits for each stage, and starts the next, until the caller has no use for it any more."""
+        """Runs in the thread: waits for each stage, and starts the next, unless the caller has left meanwhile."""
         me = threading.current_thread()
         try:
             with self._on_side_stream():

@@ -286,6 +286,14 @@ def test_one_that_is_not_finite_is_left_out_also_after_a_loss(tmp_path: Path):
         check_trace(end["trace"], by_hand(len(end["trace"]), with_it, alone=4))
 
 
+def test_the_only_worker_left_goes_on_from_the_outer_iterate(tmp_path: Path):
+    """Worker 1 is lost after three rounds; then worker 0 spoils the fifth, in which no worker counts."""
+    status, ends = run(tmp_path, 2, SIMPLE, {"1.0": ("boundary", 3), "0.0": ("spoilt", 13)})
+    assert status == 0 and set(ends) == {"0.0"}
+    assert {number for number, workers in ends["0.0"]["excluded"].items() if workers} == {"5"}
+    assert torch.tensor([*ends["0.0"]["trace"].values(), ends["0.0"]["x"]]).isfinite().all()
+
+
 def check_trace(trace: dict[str, list[float]], expected: list[torch.Tensor]) -> None:
     for number, x in enumerate(expected, start=1):
         ours = torch.tensor(trace[str(number)], dtype=torch.float64)
