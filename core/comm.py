@@ -665,8 +665,9 @@ class Reducer:
 
         The generator keeps no reference to the group, which is None for one worker.
         """
-        for flat in self.flats if group is not None else []:
-            yield sum_flats([flat], group)
+        if group is not None:
+            for flat in self.flats:
+                yield sum_flats([flat], group)
 
 
 def all_reduce(buckets: Sequence[Bucket], scalars: Scalars, allreduce: AsyncAllReduce) -> Reducer:

@@ -107,6 +107,8 @@ class Worker:
         sgd_step(self.params, self.rank, step)
         if where == "local" and step == when:
             die()
+        if where == "stops" and step == when:
+            os.kill(os.getpid(), signal.SIGSTOP)
         if where == "spoilt" and step == when:
             self.params[0].data.fill_(float("nan"))
         if self.method.step():
@@ -310,6 +312,39 @@ def by_hand(rounds: int, with_third: int, alone: int | None = None) -> list[torc
             ref.x.sub_(problems.LR * problems.gradient(ref.x, workers, step))
             ref.local_step()
     return ref.outer[1:]
+
+
+@pytest.mark.slow
+def test_one_that_stops_comes_back_under_a_new_name(tmp_path: Path):
+    status, ends = run(tmp_path, 3, PAPER, {"1.0": ("stops", 10)}, restarts=1, comes="1.1", pace=0.05, steps=60)
+    assert status == 0 and set(ends) == {"0.0", "1.1", "2.0"}
+    check_equal(ends)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [4, 6, 8])
+def test_one_death_is_one_death(tmp_path: Path, workers: int):
+    """Ten times one of many is killed: the others go on within seconds, and none of them is left out."""
+    rng, kills, pauses = random.Random(workers), [], []
+    crew: Crew
+
+    def strike() -> None:
+        now, coordinator = time.monotonic(), crew.coordinator
+        assert coordinator is not None
+        at, generation, others = kills[-1] if kills else (0.0, 0, [])
+        if len(pauses) < len(kills) and coordinator.generation > generation:
+            pauses.append(now - at)
+            assert coordinator.members == others, (coordinator.generation, generation, coordinator.members, others)
+        elif len(pauses) == len(kills) < 10 and len(coordinator.members) == workers and rng.random() < 0.03:
+            slot = rng.randrange(workers)
+            kills.append((now, coordinator.generation, [n for n in coordinator.members if n != crew.name(slot)]))
+            crew.processes[slot].send_signal(signal.SIGKILL)
+
+    args = (str(tmp_path), PAPER, {}, "", 0.04, 1500)
+    crew = Crew(testing._context(), train, args, workers, restarts=99, late=400, watch=strike)
+    assert crew.run() == 0 and not crew.timed_out
+    assert len(pauses) == 10 and max(pauses) < 3
+    check_equal({path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*.json")})
 
 
 @pytest.mark.slow
