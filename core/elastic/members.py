@@ -26,7 +26,7 @@ from ..errors import CollectiveError
 Came = Literal["planned", "failed", "empty"]  # why a worker leaves its generation; empty: it has no state yet
 Report = dict[str, Any]  # a worker's report to the other workers of its next generation, as JSON
 
-FORM_WITHIN = 30.0  # seconds to connect a generation before the next one is tried
+FORM_WITHIN = 2.0, 60.0  # seconds to connect a generation before the next one is tried: at first, and at most
 SENT, SUMMED, AGREED = range(3)  # phases of a sum over the workers
 
 
@@ -61,6 +61,7 @@ class Members:
         self.names: list[str] = []
         self.planned = False
         self.group: dist.ProcessGroup | None = None
+        self._form_within = FORM_WITHIN[0]
         self.store.set("patience", str(timeout))
 
     @property
@@ -185,10 +186,14 @@ class Members:
         self.store.set(f"{key}/{self.name}", json.dumps(report))
         self._await([f"{key}/{name}" for name in self.names])
         reports = [json.loads(self.store.get(f"{key}/{name}")) for name in self.names]
-        within = timedelta(seconds=FORM_WITHIN)
+        # A worker that dies here delays the others until the timeout, so it is short. If it was too short, it doubles.
+        since, seconds = time.monotonic(), min(self._form_within, self.timeout / 3)
+        self._form_within = min(2 * self._form_within, FORM_WITHIN[1])
         store = PrefixStore(f"group/{self.generation}", self.store)
+        within = timedelta(seconds=seconds)
         dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.size, timeout=within)
-        self.group = new_group(None, FORM_WITHIN, torch.device("cpu"), "gloo")
+        self.group = new_group(None, seconds, torch.device("cpu"), "gloo")
+        self._form_within = max(FORM_WITHIN[0], 2 * (time.monotonic() - since))
         assert dist.group.WORLD is not None
         set_timeout(dist.group.WORLD, self.timeout)
         return reports
