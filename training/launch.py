@@ -4,10 +4,10 @@
 
 torchrun ends every failure with a traceback. This launcher ends a user's mistake with one line, and Ctrl-C with none.
 
-With --elastic among the overrides, workers may come and go. Each node's launcher restarts a worker that died, up to
---max-restarts times, under a new name, RANK.RESTARTS. It writes to the store which workers are alive. The first node's
-launcher serves the store and lists the generations, see core/elastic/members.py. The run ends with this launcher, and
---resume continues it.
+With --elastic among the overrides, workers may come and go. Each node's launcher ends a worker that is silent for
+--timeout seconds. It restarts a worker that died, up to --max-restarts times, under a new name, RANK.RESTARTS. It
+writes to the store which workers are alive. The first node's launcher serves the store and lists the generations, see
+core/elastic/members.py. The run ends with this launcher, and --resume continues it.
 """
 
 import contextlib
