@@ -391,7 +391,8 @@ class AsyncAllReduce:
         self._thread: threading.Thread | None = None
         self._caller_waits = threading.Event()  # tells the thread that the caller waits, so polling can stop
         self._error: Exception | None = None  # raised by a stage
-        self._failed, self._left = "", False
+        self._lock = threading.Lock()  # held while the thread starts a stage
+        self._failed = ""
         self._launched_at = time.perf_counter()
         self._intervals = deque([0.0], RECENT)  # seconds between the last launches
         self._host_seconds = 0.0  # the calling thread's time in here since the last launch
@@ -521,7 +522,7 @@ class AsyncAllReduce:
         left, self.group, self.timed_groups = self.timed_groups, None, []
         if not left:
             return
-        self._failed, self.in_flight, self._left = self._failed or LEFT, False, True
+        self._failed, self.in_flight = self._failed or LEFT, False
         for group in left if self._by_nccl else []:
             group.abort()  # otherwise its kernels wait for the peers
         thread, self._thread = self._thread, None
@@ -556,16 +557,21 @@ class AsyncAllReduce:
         self._raise()  # outside of except: a traceback would keep the connections open
 
     def _run_stages(self, began: float, stage: Stage | None, stages: Iterator[Stage]) -> None:
-        """Runs in the thread: waits for each stage, and starts the next."""
+        """Runs in the thread: waits for each stage, and starts the next, unless the caller has left meanwhile."""
+        me = threading.current_thread()
         try:
             with self._on_side_stream():
-                while stage is not None and not self._left:
+                while stage is not None:
                     for work in self._count_bytes(stage):
                         self._poll(work)
-                    stage = next(stages, None)
+                    with self._lock:
+                        if self._thread is not me:
+                            return
+                        stage = next(stages, None)
             self.seconds = time.perf_counter() - began
         except Exception as error:
-            self._error = _without_traceback(error)
+            if self._thread is me:
+                self._error = _without_traceback(error)
 
     def _poll(self, work: Pending) -> None:
         """Polls in Python until the work is complete or the caller waits, then waits in torch.
@@ -641,7 +647,7 @@ def _without_traceback(error: Exception) -> Exception:
 
 
 class Reducer:
-    """Reduces the flat tensors over the workers, in stages. This class sums each of them with one all-reduce.
+    """Reduces the flat tensors over the workers, in stages. This class sums each of them in one stage.
 
     Compressed reducers derive from it.
 
@@ -671,7 +677,8 @@ class Reducer:
         The generator keeps no reference to the group, which is None for one worker.
         """
         if group is not None:
-            yield sum_flats(self.flats, group)
+            for flat in self.flats:
+                yield sum_flats([flat], group)
 
 
 def all_reduce(buckets: Sequence[Bucket], scalars: Scalars, allreduce: AsyncAllReduce) -> Reducer:

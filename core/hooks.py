@@ -134,7 +134,8 @@ class OutlierFilter(Hook):
     def attach(self, method: LocalUpdateMethod) -> None:
         super().attach(method)
         group, places = method._allreduce.group, method._allreduce.places
-        ranks = range(places) if group is None else dist.get_process_group_ranks(group)
+        ranks = dist.get_process_group_ranks(group) if group is not None else []
+        ranks = ranks if len(ranks) == places else range(places)  # elastic workers have a place each, also if some left
         self.names = [f"{method._worker_label} {rank}" for rank in ranks]
         self.state = torch.zeros(3, dtype=torch.float64, device=method._allreduce.device)
         self.verdict = torch.zeros((), dtype=torch.float64, device=method._allreduce.device)
@@ -150,7 +151,8 @@ class OutlierFilter(Hook):
         """Warns of excluded workers.
 
         Raises:
-            DivergedError: If no worker's update is finite, or a worker is excluded too many times in a row.
+            DivergedError: If no worker's update is finite, unless this worker is the last one of an elastic run, or if
+                a worker is excluded too many times in a row.
         """
         codes = [round(verdict * info.workers / info.total_world_size) for verdict in sums["excluded"]]
         self.count = self.method._clock.stats.excluded = len(codes) - codes.count(VALID)
@@ -159,7 +161,8 @@ class OutlierFilter(Hook):
         self._repeats = [n + 1 if code else 0 for n, code in zip(self._repeats, codes, strict=True)]
         remedy = "lower the learning rate, clip gradients, or check the data"
         bad = [code for code in codes if code == NOT_FINITE or code >= BUFFER]
-        if len(bad) == info.workers:
+        alone = info.workers == 1 < len(codes)  # the other elastic workers are lost, so it restarts by itself
+        if len(bad) == info.workers and not alone:
             what = self._buffer_name(bad[0]) if bad[0] >= BUFFER else self._live_buffer()
             what = f"; {what}" if what else ""
             raise DivergedError(f"every worker's update in round {info.round} is not finite{what}: {remedy}")

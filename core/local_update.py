@@ -453,7 +453,8 @@ class LocalUpdateMethod(Loop, ABC):
     def _repair_replicas(self) -> Iterator[Stage]:
         """Sends rank 0's state to all workers if a hook has asked for it."""
         if self._broadcasts_state and self._allreduce.group is not None:  # the group may have changed meanwhile
-            yield send_first(self._state.shared(), self._allreduce.group)
+            for flat in self._state.shared():
+                yield send_first([flat], self._allreduce.group)
         self._broadcasts_state = False
 
     def _wait_allreduce(self, *, finished: bool) -> ReduceResult:

@@ -4,11 +4,11 @@
 
 torchrun ends every failure with a traceback. This launcher ends a user's mistake with one line, and Ctrl-C with none.
 
-With --elastic among the overrides, workers may come and go. Each node's launcher restarts a worker that died, up to
---max-restarts times, under a new name, RANK.RESTARTS. It writes to the store which workers are alive. The first node's
-launcher serves the store and lists the generations, see core/elastic/members.py. The run ends with this launcher, and
---resume continues it. With --store etcd://..., etcd keeps the store, and any launcher may be lost: the holder of a
-lease lists the generations.
+With --elastic among the overrides, workers may come and go. Each node's launcher ends a worker that is silent for
+--timeout seconds. It restarts a worker that died, up to --max-restarts times, under a new name, RANK.RESTARTS. It
+writes to the store which workers are alive. The first node's launcher serves the store and lists the generations, see
+core/elastic/members.py. The run ends with this launcher, and --resume continues it. With --store etcd://..., etcd keeps
+the store, and any launcher may be lost: the holder of a lease lists the generations.
 """
 
 import contextlib
@@ -58,6 +58,8 @@ class Coordinator:
     def __init__(self, store: SealedStore, nodes: int):
         self.store, self.nodes = store, nodes
         self.generation, self.members = 0, []
+        self.out: list[str] = []  # silent workers, which their launchers end; they never count as alive again
+        self._listed_at, self._formed = 0.0, False  # when the generation was listed; whether all of it has reported
         self._waits_since: float | None = None  # start of the wait for members to come to the next generation
         self._beats: dict[int, tuple[int, float]] = {}  # each node's last beat, and when it was seen
 
@@ -66,11 +68,17 @@ class Coordinator:
         alive = self.alive()
         if alive is None:
             return
+        alive = [name for name in alive if name not in self.out]
         members = [name for name in self.members if name in alive]
         ready = [name for name in alive if name not in self.members and self._is_set(f"ready/{name}")]
-        if not members:
-            if alive and len(ready) == len(alive) and not self._is_set("over"):  # at the start, or after all were lost
+        now, silent = time.monotonic(), set[str]()
+        if not members:  # at the start, or after all were lost
+            if not ready or self._is_set("over"):
+                self._waits_since = None
+            elif len(ready) == len(alive):
                 self._list(sorted(ready, key=lambda name: [*map(int, name.split("."))]), planned=True)
+            elif self._waits_too_long(now):
+                self._leave_out({*alive} - {*ready})
             return
         if len(members) < len(self.members):
             self.store.set(f"broken/{self.generation}", "")
@@ -78,18 +86,32 @@ class Coordinator:
             self.store.set(f"waiting/{self.generation}", "")
         keys = {name: f"came/{self.generation}/{name}" for name in members}
         came = {name: self.store.get(key).decode() for name, key in keys.items() if self._is_set(key)}
-        if not came:
-            return
-        self._waits_since = self._waits_since or time.monotonic()
-        patience = float(self.store.get("patience"))
-        if len(came) == len(members) or time.monotonic() - self._waits_since > patience:
+        if not self._formed:
+            late = {name for name in members if not self._is_set(f"report/{self.generation}/{name}")}
+            self._formed = not late
+            silent |= late - {*came} if now - self._listed_at > float(self.store.get("patience")) else set()
+        if came and self._waits_too_long(now):
+            silent |= {*members} - {*came}
+        if silent:
+            self._leave_out(silent)
+        elif came and len(came) == len(members):
             holders = [name for name, kind in came.items() if kind != "empty"]
             planned = all(came[name] == "planned" for name in holders)
             empty = [name for name in came if name not in holders]
             self._list(holders + (empty + ready if planned else []), planned)
 
+    def _waits_too_long(self, now: float) -> bool:
+        self._waits_since = now if self._waits_since is None else self._waits_since
+        return now - self._waits_since > float(self.store.get("patience"))
+
+    def _leave_out(self, silent: set[str]) -> None:
+        """Lets the launchers end silent workers, which count as lost from the next look on."""
+        self.out += sorted(silent)
+        self.store.set("out", json.dumps(self.out))
+
     def _list(self, names: list[str], planned: bool) -> None:
         self.generation, self.members, self._waits_since = self.generation + 1, names, None
+        self._listed_at, self._formed = time.monotonic(), False
         self.store.set(f"generation/{self.generation}", json.dumps({"names": names, "planned": planned}))
 
     def alive(self) -> list[str] | None:
@@ -236,7 +258,12 @@ class Agent:
         return 0 if self.finished else self.status
 
     def look(self) -> None:
-        """Restarts workers that have died, and lists the next generation if it is due."""
+        """Restarts workers that have died, ends silent ones, and lists the next generation if it is due."""
+        out = json.loads(self.store.get("out")) if self.store.check(["out"]) else []
+        for slot, process in self.processes.items():
+            if self.name(slot) in out and process.poll() is None:
+                print(f"worker {self.name(slot)} was silent for too long (--timeout): ending it", file=sys.stderr)
+                process.kill()
         for slot, process in list(self.processes.items()):
             if process.poll() is not None:
                 del self.processes[slot]
@@ -256,6 +283,8 @@ class Agent:
 
     def _ended(self, slot: int, status: int) -> None:
         if status == 0:
+            if not self.finished:  # others end soon, unless they are stopped
+                self._deadline = min(self._deadline, time.monotonic() + float(self.store.get("patience")))
             self.finished = True
             return
         self.status = self.status or (status if status > 0 else 128 - status)

@@ -1,11 +1,11 @@
 """An all-reduce among workers that come and go. It never fails for the method that uses it.
 
-A reduction has two phases. First the buckets are summed. Then an all-reduce of one number confirms the sum: once a
-worker has received the number, all workers hold the sum. Only then is the sum merged.
+A reduction has two phases. First copies of the buckets are summed. Then an all-reduce of one number confirms the sum:
+once a worker has received the number, all workers hold the sum. Only then is the sum merged.
 
 After a failure the survivors report how far each of them is. If one survivor has merged the round, or all hold its sum,
-the sum counts, with the dead worker's part. Otherwise each survivor sends its part again from a copy, and the average
-is over the survivors.
+the sum counts, with the dead worker's part. Otherwise each survivor sends its part again, and the average is over the
+survivors.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from .members import AGREED, SENT, SUMMED, Came, Members, Report, WorkersChanged
 
 MOST = 1024  # workers: checksums are narrow enough for exact sums over as many workers
 LOOK_EVERY = 0.2  # seconds between two checks whether another worker has left
+GRACE = 1.0  # seconds for a collective to end after that
 
 
 class ElasticAllReduce(AsyncAllReduce):
@@ -67,36 +68,38 @@ class ElasticAllReduce(AsyncAllReduce):
         self.counts = True
         self.asks = self.asked = False
         self._spared: tuple[int, int] = 0, 0  # number of a reduction, and of the workers that do not count in it
-        self._kept: list[Tensor] = []  # a copy of the sent buckets
+        self._sums: list[Tensor] = []  # what is reduced: a copy of the buckets, which keep what this worker sends
+        self._pending: list[Callable[[], bool]] = []  # whether each collective that was left to itself still goes on
         self._looked_at = 0.0
 
     # -- for the owner -------------------------------------------------------------------------------------------
 
     def launch(self, stages: Iterator[Stage]) -> None:
-        """Starts a reduction, as AsyncAllReduce does, and keeps a copy of the sent buckets."""
-        flats = self._flats
-        for flat in flats if not self.counts else []:
+        """Starts a reduction, as AsyncAllReduce does, of a copy of the buckets."""
+        for flat in self._flats if not self.counts else []:
             flat.zero_()
-        self._kept = self._kept or [torch.empty_like(flat) for flat in flats]
-        copy(self._kept, flats)
+        self._fill()
         try:
             super().launch(self.in_phases(stages))
         except CollectiveError:
             self.mend()
 
     def in_phases(self, stages: Iterator[Stage]) -> Iterator[Stage]:
-        """Yields the steps of the sum, then the confirmation. The first step also sums newcomers' requests."""
+        """Yields the sum of newcomers' requests, the steps of the sum, then the confirmation.
+
+        Only one collective is in flight at a time. gloo closes a group's connections only when all its collectives
+        have ended. If one had failed while a second one waited for a peer, and that peer waited for the first one, both
+        would wait until the timeout.
+        """
         assert self.group is not None
         self.phase = SENT
         asks, token = torch.tensor([float(self.asks)]), torch.zeros(1)  # on the host, so that no GPU waits
-        beside, few = sum_flats([asks], self.group)
-        for works, sent in stages:
-            yield [*works, *beside], sent + few
-            beside, few = [], 0
+        yield sum_flats([asks], self.group)
+        yield from stages
         self.asked = asks.item() > 0
         self.phase = SUMMED
         yield sum_flats([token], self.group)
-        self.phase = AGREED
+        self._take_sum()
 
     def done(self) -> bool:
         """Returns whether the reduction is done, as AsyncAllReduce does. Also checks whether a worker has left."""
@@ -105,11 +108,9 @@ class ElasticAllReduce(AsyncAllReduce):
         except CollectiveError:
             through = False
             self.mend()
-        if time.monotonic() - self._looked_at > LOOK_EVERY:
-            self._looked_at = time.monotonic()
-            if self.members.left():
-                self.mend()
-                through = False
+        if self._someone_left():
+            self.mend()
+            through = False
         return through
 
     def drain(self) -> bool:
@@ -128,9 +129,10 @@ class ElasticAllReduce(AsyncAllReduce):
         self._act, self._act_phase, total = self._act + 1, SENT, values.clone()
         reason = False
         try:
-            dist.all_reduce(total)
+            super().drain()  # one collective at a time, see in_phases
+            self._sum(total)
             self._act_phase = SUMMED
-            dist.all_reduce(torch.zeros(1))
+            self._sum(torch.zeros(1))
         except RuntimeError:
             reason = True
         if reason:  # outside the handler, because a traceback would keep the group alive
@@ -140,6 +142,17 @@ class ElasticAllReduce(AsyncAllReduce):
                 raise WorkersChanged
         self._act_phase = AGREED
         return total
+
+    def _sum(self, values: Tensor) -> None:
+        """Sums the values in place. Raises RuntimeError if another worker has left."""
+        work, pause = dist.all_reduce(values, async_op=True), 1e-4
+        assert work is not None
+        while not work.is_completed():
+            time.sleep(pause := min(2 * pause, LOOK_EVERY / 20))
+            if self._someone_left():
+                self._pending.append(lambda: not work.is_completed())
+                raise RuntimeError("a worker has left")
+        work.wait()
 
     # -- another generation -----------------------------------------------------------------------------------
 
@@ -151,8 +164,10 @@ class ElasticAllReduce(AsyncAllReduce):
             self.adopt(reports)
             if not self.in_flight:
                 return reports
+            if self.phase == AGREED:
+                return reports
             if agreed(reports, "launched", self.launched):
-                self.phase = AGREED
+                self._take_sum()
                 return reports
             try:
                 self._send_again()
@@ -185,17 +200,56 @@ class ElasticAllReduce(AsyncAllReduce):
     def _flats(self) -> list[Tensor]:
         return [bucket.flat for bucket in self.owner._buckets]
 
+    def _fill(self) -> None:
+        """Copies the buckets to where they are reduced."""
+        self._sums = self._sums or [torch.empty_like(flat) for flat in self._flats]
+        self.owner._reducer.flats = self._sums
+        copy(self._sums, self._flats)
+
+    def _take_sum(self) -> None:
+        """Copies the sum to the buckets, because it counts."""
+        self.phase = AGREED
+        copy(self._flats, self._sums)
+
+    def _someone_left(self) -> bool:
+        """Returns whether another worker has left, and looks for it only now and then."""
+        if time.monotonic() - self._looked_at < LOOK_EVERY:
+            return False
+        self._looked_at = time.monotonic()
+        return self.members.left()
+
+    def _end(self) -> None:
+        """Does what AsyncAllReduce does, or raises CollectiveError if another worker has left meanwhile."""
+        while self._thread is not None and self._thread.is_alive():
+            self._thread.join(LOOK_EVERY / 4)
+            if self._someone_left():
+                raise CollectiveError("a worker has left")
+        super()._end()
+
     def _drop(self) -> None:
-        """Leaves the group. The reduction in flight completes, or fails once another worker has left."""
-        if self._thread is not None:
-            with contextlib.suppress(CollectiveError):
-                self._end()
+        """Leaves the group. The reduction in flight completes, fails, or is left to itself.
+
+        gloo loses the error of a send to a worker that dies just as the send begins. The send ends at its timeout.
+        """
+        if (thread := self._thread) is not None:
+            thread.join(GRACE)
+            with self._lock:  # from here on the thread starts no stage
+                if stuck := thread.is_alive():
+                    self._thread = None
+                    self._pending.append(thread.is_alive)
+                    self._sums = [] if self.phase == SENT else self._sums  # it may still write there
+            if not stuck:
+                with contextlib.suppress(CollectiveError):
+                    super()._end()
+            if self._side is not None:
+                torch.cuda.current_stream(self.device).wait_stream(self._side)
         self.let_go()
 
     def let_go(self) -> None:
         """Leaves the group, so that workers that wait for this one see a broken group."""
+        pending, self._pending = self._pending, []
         self.group, self.timed_groups = None, []
-        self.members.leave()
+        self.members.leave(lambda: any(goes_on() for goes_on in pending))
 
     close = leave = let_go
 
@@ -205,7 +259,7 @@ class ElasticAllReduce(AsyncAllReduce):
         return mine | {"act": self._act, "act_phase": self._act_phase} | self.tell()
 
     def _send_again(self) -> None:
-        copy(self._flats, self._kept)
+        self._fill()
         self.count(self.launched)
         self._begin(self.in_phases(self.owner._stages()))
 

@@ -20,12 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..buckets import copy_where
 from ..build import CommonArgs, build_args
 from ..co2 import CO2
 from ..config import CO2Config, CompressionConfig, Schedule, named_rule
 from ..errors import UserError
 from ..hooks import Hook
-from ..local_update import LocalUpdateMethod
+from ..local_update import LocalUpdateMethod, ReduceResult
 from ..testing.link import Link, SlowAllReduce
 from .allreduce import ElasticAllReduce
 from .members import Members, Report
@@ -153,6 +154,16 @@ class ElasticCO2(CO2):
 
     def __init__(self, params: Iterable[Tensor], c: CO2Config, schedule: Schedule | None, **built: Any):
         self._build(params, c, schedule, **built)
+        self._finite_buffers = [[t.clone() for t in b.buffers] for b in self._buckets]  # of the last average
+
+    def _wait_allreduce(self, *, finished: bool) -> ReduceResult:
+        """Does what CO2 does. If no worker counts, the buffers become those of the last average."""
+        result, counts = super()._wait_allreduce(finished=finished), self._weight > 0
+        for bucket, finite in zip(self._buckets, self._finite_buffers, strict=True):
+            if bucket.buffers:
+                copy_where(counts, finite, bucket.buffers)
+                copy_where(~counts, bucket.buffers, finite)
+        return result
 
 
 def elastic_co2(

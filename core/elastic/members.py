@@ -14,7 +14,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -33,7 +33,7 @@ Came = Literal["planned", "failed", "empty"]  # why a worker leaves its generati
 Report = dict[str, Any]  # a worker's report to the other workers of its next generation, as JSON
 
 PART = 1 << 20  # bytes of a state that are sent at once
-FORM_WITHIN = 30.0  # seconds to connect a generation before the next one is tried
+FORM_WITHIN = 2.0, 60.0  # seconds to connect a generation before the next one is tried: at first, and at most
 SENT, SUMMED, AGREED = range(3)  # phases of a sum over the workers
 
 
@@ -69,6 +69,7 @@ class Members:
         self.names: list[str] = []
         self.planned = False
         self.group: dist.ProcessGroup | None = None
+        self._form_within = FORM_WITHIN[0]
         self.store.set("patience", str(timeout))
 
     @classmethod
@@ -145,11 +146,27 @@ class Members:
             with contextlib.suppress(RuntimeError):  # one of its workers has died in the meantime
                 return self._form(report)
 
-    def leave(self) -> None:
-        """Leaves the generation's process groups, so that workers that wait for this one see a broken group."""
-        self.group = None  # gloo closes the connections once nothing refers to the group
+    def leave(self, busy: Callable[[], bool] = lambda: False) -> None:
+        """Leaves the generation's process groups, so that workers that wait for this one see a broken group.
+
+        Args:
+            busy: Whether a collective of these groups has not ended. Then they are closed in the background after it,
+                because closing waits for it.
+        """
+        # gloo closes the connections once nothing refers to the groups
+        groups, self.group = [self.group, dist.group.WORLD], None
         if dist.is_initialized():
             dist.destroy_process_group()
+
+        def close() -> None:
+            while busy():
+                time.sleep(0.1)
+            groups.clear()
+
+        if busy():
+            threading.Thread(target=close, daemon=True).start()
+        else:
+            close()
 
     def left(self) -> bool:
         """Returns whether a worker has left this generation, or has died."""
@@ -215,17 +232,22 @@ class Members:
         self.store.set(f"{key}/{self.name}", json.dumps(report))
         self._await([f"{key}/{name}" for name in self.names])
         reports = [json.loads(self.store.get(f"{key}/{name}")) for name in self.names]
-        within = timedelta(seconds=FORM_WITHIN)
+        # A worker that dies here delays the others until the timeout, so it is short. If it was too short, it doubles.
+        since, seconds = time.monotonic(), min(self._form_within, self.timeout / 3)
+        self._form_within = min(2 * self._form_within, FORM_WITHIN[1])
         store = PrefixStore(f"group/{self.generation}", self.store.plain)
+        within = timedelta(seconds=seconds)
         dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.size, timeout=within)
-        self.group = new_group(None, FORM_WITHIN, torch.device("cpu"), "gloo")
+        self.group = new_group(None, seconds, torch.device("cpu"), "gloo")
+        self._form_within = max(FORM_WITHIN[0], 2 * (time.monotonic() - since))
         assert dist.group.WORLD is not None
         set_timeout(dist.group.WORLD, self.timeout)
         return reports
 
     def _await(self, keys: list[str]) -> None:
+        since = time.monotonic()
         while not self.store.check(keys):
-            if self.left():
+            if self.left() or time.monotonic() - since > self.timeout:
                 raise RuntimeError("a worker of the new generation was lost")
             time.sleep(0.005)
 

@@ -107,6 +107,8 @@ class Worker:
         sgd_step(self.params, self.rank, step)
         if where == "local" and step == when:
             die()
+        if where == "stops" and step == when:
+            os.kill(os.getpid(), signal.SIGSTOP)
         if where == "spoilt" and step == when:
             self.params[0].data.fill_(float("nan"))
         if self.method.step():
@@ -286,6 +288,14 @@ def test_one_that_is_not_finite_is_left_out_also_after_a_loss(tmp_path: Path):
         check_trace(end["trace"], by_hand(len(end["trace"]), with_it, alone=4))
 
 
+def test_the_only_worker_left_goes_on_from_the_outer_iterate(tmp_path: Path):
+    """Worker 1 is lost after three rounds; then worker 0 spoils the fifth, in which no worker counts."""
+    status, ends = run(tmp_path, 2, SIMPLE, {"1.0": ("boundary", 3), "0.0": ("spoilt", 13)})
+    assert status == 0 and set(ends) == {"0.0"}
+    assert {number for number, workers in ends["0.0"]["excluded"].items() if workers} == {"5"}
+    assert torch.tensor([*ends["0.0"]["trace"].values(), ends["0.0"]["x"]]).isfinite().all()
+
+
 def check_trace(trace: dict[str, list[float]], expected: list[torch.Tensor]) -> None:
     for number, x in enumerate(expected, start=1):
         ours = torch.tensor(trace[str(number)], dtype=torch.float64)
@@ -302,6 +312,41 @@ def by_hand(rounds: int, with_third: int, alone: int | None = None) -> list[torc
             ref.x.sub_(problems.LR * problems.gradient(ref.x, workers, step))
             ref.local_step()
     return ref.outer[1:]
+
+
+@pytest.mark.slow
+def test_one_that_stops_comes_back_under_a_new_name(tmp_path: Path):
+    status, ends = run(tmp_path, 3, PAPER, {"1.0": ("stops", 10)}, restarts=1, comes="1.1", pace=0.05, steps=60)
+    assert status == 0 and set(ends) == {"0.0", "1.1", "2.0"}
+    check_equal(ends)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [4, 6, 8])
+def test_one_death_is_one_death(tmp_path: Path, workers: int):
+    """Ten times one of many is killed: the others go on within seconds, and none of them is left out."""
+    rng, kills, pauses, since = random.Random(workers), [], [], [0.0]
+    crew: Crew
+
+    def strike() -> None:
+        now, coordinator = time.monotonic(), crew.coordinator
+        assert coordinator is not None
+        at, generation, others = kills[-1] if kills else (0.0, 0, [])
+        if len(pauses) < len(kills) and coordinator.generation > generation:
+            pauses.append(now - at)
+            assert coordinator.members == others, (coordinator.generation, generation, coordinator.members, others)
+        if len(pauses) < len(kills) or len(coordinator.members) < workers:
+            since[0] = now + rng.uniform(1, 2)  # a worker that dies while all connect costs 2 s more
+        elif now > since[0] and len(kills) < 10:
+            slot = rng.randrange(workers)
+            kills.append((now, coordinator.generation, [n for n in coordinator.members if n != crew.name(slot)]))
+            crew.processes[slot].send_signal(signal.SIGKILL)
+
+    args = (str(tmp_path), PAPER, {}, "", 0.04, 1500)
+    crew = Crew(testing._context(), train, args, workers, restarts=99, late=400, watch=strike)
+    assert crew.run() == 0 and not crew.timed_out
+    assert len(pauses) == 10 and max(pauses) < 3
+    check_equal({path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*.json")})
 
 
 @pytest.mark.slow
