@@ -158,7 +158,8 @@ class ElectedCoordinator(Coordinator):
         while self._is_set(f"generation/{self.generation + 1}"):
             self.generation += 1
         self.members = json.loads(self.store.get(f"generation/{self.generation}"))["names"] if self.generation else []
-        self._waits_since, self._beats = None, {}
+        self.out = json.loads(self.store.get("out")) if self._is_set("out") else []
+        self._listed_at, self._formed, self._waits_since, self._beats = time.monotonic(), False, None, {}
 
     def _list(self, names: list[str], planned: bool) -> None:
         super()._list(names, planned)

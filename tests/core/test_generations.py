@@ -18,6 +18,7 @@ import pytest
 
 from core.elastic import members as members_module
 from core.elastic.members import AGREED, SENT, SUMMED, Members, Over, agreed
+from core.elastic.sealed import DIGEST, SECRET
 from training import launch
 
 TIMEOUT, ROUNDS = 10.0, 2
@@ -196,6 +197,7 @@ class World:
         for name, fake in fakes.items():
             for module in (launch, members_module):
                 monkeypatch.setattr(module, name, fake, raising=False)
+        monkeypatch.setenv(SECRET, "secret")
         self.agent = launch.Agent(lambda env: self.spawn(env["CO2_WORKER"]), workers, restarts)
         for slot in range(workers):
             self.agent._start(slot)
@@ -259,10 +261,10 @@ class World:
             self.out |= {
                 name for name in [n for n in self.listed[-1:] for n in n] if f"{came}/{name}" not in self.store
             }
-            self.listed.append(json.loads(self.store[key])["names"])
+            self.listed.append(json.loads(self.store[key][DIGEST:])["names"])
             assert not self.out & {*self.listed[-1]}, "whoever was left out comes back under a new name only"
         assert self.agent.coordinator and len(self.listed) == self.agent.coordinator.generation, "they rise by one"
-        assert len(self.store) <= 9 + 16 * (1 + len(self.listed)), "keys are bounded"
+        assert len(self.store) <= 10 + 16 * (1 + len(self.listed)), "keys are bounded"
 
     def key(self) -> str:
         """All that the execution's future depends on."""
