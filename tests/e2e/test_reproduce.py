@@ -17,6 +17,7 @@ from core import UserError
 from core.methods import METHODS
 from results.collect import collect, keep_stand_ins, load_recipe, read_kept, read_run, status
 from results.paper import SHORT, TABLES, TAUS
+from tests.e2e.test_slurm import table_row
 from tests.scripts import Mistakes
 from training.recipe import flat, parse
 
@@ -357,7 +358,9 @@ def test_every_row_names_recipes_a_script_and_a_method_that_exist(task: str):
         assert row.method in METHODS
         for cluster in reproduce.NODES:
             script = ROOT / "slurm" / f"{row.script}_{cluster}.sh"
-            assert f"launch {task}.train" in script.read_text()
+            assert f"source slurm/task.sh {row.script} {cluster} " in script.read_text()
+        module, recipes = table_row(f"slurm/{row.script}_a100.sh")
+        assert module == f"{task}.train" and row.recipe in recipes
 
 
 def test_every_recipe_of_the_papers_tasks_is_in_a_row_and_every_row_has_a_stand_in_or_its_table_a_reason():
