@@ -1,11 +1,11 @@
 """Elastic runs under all faults at once, and whether they stay right: python -m bench.chaos.soak [--minutes 120] ...
 
-Random times, victims and faults follow from the seed: a worker is killed, or two are; a worker is stopped for some
-seconds, or for longer than the timeout; a gradient is NaN; a worker's disk is slow; a worker's clock jumps. Dead
-workers come back. A full disk ends a run, and bench.chaos starts it again.
+Random times, victims and faults follow from the seed. A worker is killed, or two are. A worker is stopped for some
+seconds, or for longer than the timeout. A gradient is NaN, a disk is slow, a clock jumps. Dead workers come back. A
+full disk ends a run, and bench.chaos starts it again.
 
-Each worker writes a checksum of the outer iterate of every round. Those of a round must be equal. The report has these
-rounds, the longest pause, and the memory and open files of the workers that lived longest.
+Each worker writes a checksum of the outer iterate of every round. All checksums of a round must be equal. The report
+has these rounds, the longest pause, and the memory and open files of the workers that lived longest.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def tell(pid: int, number: int) -> None:
 
 
 def judged(folder: Path) -> dict[str, Any]:
-    """What the workers wrote: rounds, rounds with unlike outer iterates, and the longest pause between two rounds."""
+    """Counts rounds, rounds with different outer iterates, and the longest pause between two rounds."""
     digests: dict[int, set[str]] = {}
     times: dict[int, float] = {}
     for file in folder.glob("rounds*"):
@@ -187,8 +187,8 @@ def judged(folder: Path) -> dict[str, Any]:
             times[int(number)] = max(times.get(int(number), 0.0), float(when))
     ended = [times[number] for number in sorted(times)]
     pauses = [b - a for a, b in zip(ended, ended[1:], strict=False)]
-    unlike = sorted(number for number, found in digests.items() if len(found) > 1)
-    return {"rounds": len(digests), "unlike_rounds": unlike, "longest_pause_seconds": max(pauses, default=0.0)}
+    different = sorted(number for number, found in digests.items() if len(found) > 1)
+    return {"rounds": len(digests), "different_rounds": different, "longest_pause_seconds": max(pauses, default=0.0)}
 
 
 def main() -> None:
@@ -217,7 +217,7 @@ def main() -> None:
     row = {"task": asked.task, "workers": asked.workers, "minutes": (time.monotonic() - weather.began) / 60}
     row |= {"status": status, "hung": crew.timed_out, "faults": dict(weather.done)} | judged(folder)
     result = header("bench.chaos.soak", asked) | row | {"longest_lived": lived}
-    if failed := row["unlike_rounds"] or row["hung"] or status != 128 + signal.SIGTERM:
+    if failed := row["different_rounds"] or row["hung"] or status != 128 + signal.SIGTERM:
         result["log"] = (folder / "log").read_text(errors="replace").splitlines()[-40:]
     save(asked.out, f"soak_{asked.task}", result)
     print(table(("figure", "value"), [[name, str(value)] for name, value in (row | {"longest_lived": lived}).items()]))

@@ -157,7 +157,7 @@ class ElasticCO2(CO2):
         self._finite_buffers = [[t.clone() for t in b.buffers] for b in self._buckets]  # of the last average
 
     def _wait_allreduce(self, *, finished: bool) -> ReduceResult:
-        """Does what CO2 does. If no worker counts, the buffers become those of the last average."""
+        """Does what CO2 does. If no worker counts, the buffers become the buffers of the last average."""
         result, counts = super()._wait_allreduce(finished=finished), self._weight > 0
         for bucket, finite in zip(self._buckets, self._finite_buffers, strict=True):
             if bucket.buffers:

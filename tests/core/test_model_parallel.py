@@ -157,7 +157,8 @@ def test_stages_of_a_pipeline_equal_the_whole_model(rank: int, dtype: torch.dtyp
         assert_traces_equal(*traces, tolerance)
 
 
-@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("every", [False, True])
 @on_ranks(4, timeout=200)
 def test_a_resumed_run_goes_on_bit_for_bit(rank: int, every: bool):
     """Straight, and after a resume between two boundaries; and at one, and of each kind of model."""

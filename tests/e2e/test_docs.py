@@ -140,6 +140,7 @@ def test_links_lead_somewhere(path: Path):
             assert anchor in map(slug, re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE)), f"{target}#{anchor}"
 
 
+@pytest.mark.slow  # make docs builds it, too
 def test_the_site_builds_without_a_warning(tmp_path: Path):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     env = os.environ | {"NO_MKDOCS_2_WARNING": "1", "CO2_REPOSITORY": ""}

@@ -125,7 +125,9 @@ def run(folder, config=PAPER, *, net=None, resume="", after_batch=None, **change
     }
 
 
-@pytest.mark.parametrize("workers", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "workers", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)]
+)
 @on_ranks(through="ranks")
 def test_trains_as_the_plain_loop(rank: int, workers: int, tmp_path: Path) -> None:
     """The paper's settings; accumulation with a clipped norm; a last step that is no epoch's end."""

@@ -16,10 +16,12 @@ WEIGHTS, NO_PICKLE = {"weights_only": True}, {"allow_pickle": False}
 LOADS: dict[tuple[str, str], dict[str, bool]] = {
     ("core/elastic/members.py", "torch.load"): WEIGHTS,
     ("core/stored.py", "torch.load"): WEIGHTS,
+    ("training/weights.py", "torch.load"): WEIGHTS,
+    ("training/weights.py", "kind.from_pretrained"): {"use_safetensors": True},
+    ("segmentation/runner.py", "mmengine.config.Config.fromfile"): {},  # --config runs the user's own program
     ("core/integrations/common.py", "torch.load"): WEIGHTS,
     # Lightning's own reading, with the weights_only that the user gives to its Trainer
     ("core/integrations/lightning.py", "super().load_checkpoint"): {},
-    ("segmentation/model.py", "torch.load"): WEIGHTS,
     ("training/data.py", "numpy.load"): NO_PICKLE,
     ("pointcloud/pack.py", "numpy.load"): NO_PICKLE,
     ("pointcloud/sources.py", "numpy.load"): NO_PICKLE,

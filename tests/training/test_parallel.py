@@ -35,6 +35,7 @@ def train_and_islands(rank: int, world_size: int) -> tuple[Any, Any, Any]:
     return trained, between, told
 
 
+@pytest.mark.slow
 def test_a_layout_is_one_process_and_co2_between_islands_the_reference():
     results = run_distributed(train_and_islands, 4, timeout=200)
     expected = layouts.one_process("gpt2-short", 2, CLIP)

@@ -220,6 +220,8 @@ def plan(case: Case, only: Layout | None = None) -> Plan:
     Raises:
         UserError: If no layout is valid, or none fits.
     """
+    if (devices := case.cluster.devices) > MOST:
+        raise UserError(f"{case.cluster.name} has {devices} devices: the planner takes {MOST}: give fewer --nodes")
     try:
         return search(case, only)
     except UserError as error:
@@ -244,8 +246,6 @@ def smaller(case: Case) -> Plan | None:
 
 def search(case: Case, only: Layout | None = None) -> Plan:
     """Searches all layouts that use all nodes. See plan()."""
-    if (devices := case.cluster.devices) > MOST:
-        raise UserError(f"{case.cluster.name} has {devices} devices: the planner takes {MOST}: give fewer --nodes")
     if only is not None:
         check(only, case)
     found = np.array([*splits(case)] if only is None else [(only.tp, only.pp, only.dp, only.islands)])
