@@ -210,8 +210,8 @@ def load_newest(folder: Path, *, rank: int, alone: bool = False, part: str = "")
 def unlike(theirs: dict[str, Any], mine: dict[str, Any]) -> str:
     """Describes how names and shapes of two models' state_dicts differ, by local shards. "" if they do not."""
 
-    def shape(held: Any) -> list[int] | None:
-        return list(local_shard(held).shape) if isinstance(held, Tensor) else None
+    def shape(held: Any) -> list[int] | str:
+        return list(local_shard(held).shape) if isinstance(held, Tensor) else "missing"
 
     for name in sorted(theirs.keys() | mine.keys()):
         was, here = shape(theirs.get(name)), shape(mine.get(name))
@@ -219,9 +219,9 @@ def unlike(theirs: dict[str, Any], mine: dict[str, Any]) -> str:
             break
     else:
         return ""
-    split = [[name.split(".") for name in names] for names in (theirs, mine)]
+    split = [[name.split(".") for name in sorted(names)] for names in (theirs, mine)]
     bare = [{tuple(part for part in name if part not in WRAPPERS) for name in names} for names in split]
-    if bare[0] != bare[1]:
+    if bare[0] != bare[1] or split[0] == split[1]:
         return f"{name} is {was} there, {here} here"
     parts = [{part for name in names for part in name if part in WRAPPERS} for names in split]
     there, here = (", ".join(f"'{part}.'" for part in sorted(one - other)) for one, other in (parts, parts[::-1]))

@@ -107,7 +107,9 @@ def read(path: Path) -> Config:
     """Returns the config, with local files in CO2_DATA for data sets and weights that it names elsewhere."""
     found = path if path.is_file() else CONFIGS / path
     if not found.is_file():
-        raise UserError(f"config={path}: no such file, neither here nor in {CONFIGS}")
+        near = [str(f.relative_to(CONFIGS)) for f in sorted(CONFIGS.rglob(f"*{path.stem}*.py"))[:3]]
+        hint = f"did you mean {', '.join(near)}?" if near else "give another"
+        raise UserError(f"config={path}: no such file, neither here nor in {CONFIGS}: {hint}")
     try:
         config = Config.fromfile(found)
     except Exception as error:  # a config is a Python program

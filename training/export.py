@@ -5,6 +5,7 @@ The end of OUT's name chooses the format. Every task writes *.safetensors, *.pth
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,7 +80,15 @@ def write(task: Exporter[R], recipe: R, model: nn.Module, out: Path) -> None:
     """Writes the model to `out`, in the format that its name says."""
     if out.exists():
         raise UserError(f"{out} is already there: give a new name")
-    out.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=out.parent).close()
+        _write(task, recipe, model, out)
+    except OSError as error:
+        raise UserError(f"{out}: cannot be written ({reason(error)}): give another place") from None
+
+
+def _write(task: Exporter[R], recipe: R, model: nn.Module, out: Path) -> None:
     if out.suffix == ".safetensors":
         from safetensors.torch import save_model  # which stores tied weights once
 

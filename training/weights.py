@@ -42,7 +42,8 @@ def read_recipe(folder: Path, kind: type[R]) -> R:
     """Returns the recipe with which a run was started."""
     stored = read_config(folder)["recipe"]
     if unknown := sorted(stored.keys() - {f.name for f in dataclasses.fields(kind)}):
-        raise UserError(f"{folder} is a run of another task or version, with {unknown[0]}: give it to its own command")
+        made = f"recipe {stored.get('name')}, whose setting {unknown[0]} this command does not know"
+        raise UserError(f"{folder} is a run of {made}: use its own task's command")
     return _rebuilt(kind(), stored)
 
 
@@ -132,7 +133,8 @@ def file_weights(path: Path, option: str, map_location: Any = "cpu") -> Weights:
                 f"{option}={path}: holds {match[1]}, which may run code when it is read: if you trust its source, "
                 'keep only its weights, torch.save(torch.load(FILE, weights_only=False)["state_dict"], NEW)'
             ) from None
-        raise UserError(f"{option}={path}: cannot be read ({reason(error)}): fetch it again") from None
+        need = "give *.safetensors, or what torch.save wrote, or fetch it again"
+        raise UserError(f"{option}={path}: is no readable file of weights ({reason(error)}): {need}") from None
     for key in KEYS:
         found = found.get(key, found) if isinstance(found, Mapping) else found
     if not isinstance(found, Mapping) or not found or not all(isinstance(v, Tensor) for v in found.values()):
@@ -142,12 +144,14 @@ def file_weights(path: Path, option: str, map_location: Any = "cpu") -> Weights:
 
 def read_weights(path: Path, model: nn.Module) -> Weights:
     """Returns the weights of a run folder, a file, or a folder of timm or transformers, by the model's names."""
+    if not path.exists():
+        raise UserError(f"init_from={path}: does not exist: give a run folder, or a file or folder of a library")
     if (path / "checkpoints").is_dir():
         return run_weights(path, model)
     if path.is_file():
         return file_weights(path, "init_from")
     if not any(path.glob("*.safetensors")):
-        raise UserError(f"init_from: {path} holds no checkpoint of a run, and no *.safetensors; nor is it a file")
+        raise UserError(f"init_from={path}: holds no checkpoint of a run, and no *.safetensors: give another folder")
     if hasattr(model, "save_pretrained"):  # our RoBERTa is a subclass of transformers'
         kind: Any = next(c for c in type(model).__mro__ if c.__module__.startswith("transformers."))
         try:
@@ -182,7 +186,7 @@ def load_weights(model: nn.Module, path: Path, *, heads: Sequence[str] = (), row
         elif rows and len(there) == rows < len(here) and there.shape[1:] == here.shape[1:]:
             theirs[name] = torch.cat([there.to(here), here[rows:]])
     if differs := unlike(theirs, mine):
-        raise UserError(f"init_from={path} is of another model: {differs}; give its --model and sizes")
+        raise UserError(f"init_from={path} is of another model: {differs}; start with the settings of its model")
     if random and rank() == 0:
         print(f"init_from: of other sizes, so random: {', '.join(random)}", file=sys.stderr, flush=True)
     model.load_state_dict(theirs)

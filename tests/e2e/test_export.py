@@ -71,7 +71,7 @@ def test_a_classifier_is_evaluated_again_and_is_timms(tmp_path: Path, mistake: M
     graph = torch.export.load(exported("vision", run, "m.pt2")).module()
     torch.testing.assert_close(graph(images[:3]), logits[:3], rtol=1e-5, atol=1e-5)
     assert f"{file} is already there" in mistake("vision.export", str(run), str(file))
-    assert "is a run of another task" in mistake("language.evaluate", str(run))
+    assert "is a run of recipe digits_small" in mistake("language.evaluate", str(run))
 
 
 def test_a_tuned_classifier_has_new_classes(tmp_path: Path, capfd: pytest.CaptureFixture):

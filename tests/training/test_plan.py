@@ -381,7 +381,7 @@ def test_the_doctor_s_cluster_is_read(tmp_path: Path):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"format": 2}, "no report of format 1"),
+        ({"format": 2}, "is no report of the doctor (format 1)"),
         ({"nodes": []}, "nodes=[]"),
         ({"workers_per_node": None}, "workers_per_node=None: the planner needs a number above 0"),
         ({"workers_per_node": 2.5}, "workers_per_node=2.5: the planner needs a whole number"),

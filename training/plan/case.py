@@ -222,6 +222,7 @@ Numbers = Any  # a number, or an array with a number for each layout
 BITS = 8
 SMALLEST, GREATEST = 1e-12, 1e18  # of the numbers that describe a cluster; products of others overflow
 REPEATS = 4  # timings of each measurement
+DOCTOR = "run co2_training.doctor under torchrun with --out NEW_FILE, and give that file"
 
 
 @dataclass(frozen=True)
@@ -344,9 +345,9 @@ def from_doctor(file: Path, *, probe: bool) -> Cluster:
     try:
         report = parse_json(file.read_text())
     except (OSError, ValueError) as error:
-        raise UserError(f"{file}: {reason(error)}; write it with core.doctor --out {file.name}") from None
+        raise UserError(f"{file} is no report of the doctor ({reason(error)}): {DOCTOR}") from None
     if not isinstance(report, dict) or report.get("format") != 1:
-        raise UserError(f"{file}: no report of format 1; write it with core.doctor --out {file.name}")
+        raise UserError(f"{file} is no report of the doctor (format 1): {DOCTOR}")
     nodes = report.get("nodes")
     if not isinstance(nodes, list) or not nodes or not all(isinstance(node, dict) for node in nodes):
         raise UserError(f"{file}: nodes={nodes!r}: the planner needs a node or more")

@@ -260,7 +260,9 @@ def search(case: Case, only: Layout | None = None) -> Plan:
     if only is not None and whole:
         kept = replace(kept, layout=kept.layout[holds(only, kept)])
     if not kept.layout.shape[0]:
-        raise UserError(f"no layout can be: {listed(dropped)}: give another --batch, --nodes or --per_node")
+        raise UserError(
+            f"no layout can be: failures by reason: {listed(dropped)}: give another --batch, --nodes or --per_node"
+        )
     return fitting(kept, dropped if only is None else Counter())
 
 
