@@ -46,6 +46,7 @@ class Evaluation(Progress):
     """The part of training.run.Run that evaluations need, for a model that is not being trained."""
 
     draws = False  # pyright: ignore
+    given: EvaluateOptions
 
     def paused(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -54,9 +55,9 @@ class Evaluation(Progress):
         """Does nothing, because the command prints the results."""
 
 
-def evaluate_run(kind: type[R], open_task: Open[R], prog: str) -> None:
+def evaluate_run(kind: type[R], open_task: Open[R], prog: str, options: Any = EvaluateOptions) -> None:
     """Runs the command `prog` of the task with these recipes."""
-    given = paths_from_home(tyro.cli(EvaluateOptions, prog=prog, console_outputs=rank() == 0))
+    given = paths_from_home(tyro.cli(options, prog=prog, console_outputs=rank() == 0))
     recipe = read_recipe(given.run, kind)
     workers = read_config(given.run)["world_size"]  # each worker's batches keep their size
     share = max(1, recipe.batch_size // workers)
@@ -67,7 +68,9 @@ def evaluate_run(kind: type[R], open_task: Open[R], prog: str) -> None:
     model, evaluate = open_task(recipe)
     load_weights(model, given.weights or given.run)
     model.to(device)
-    results = evaluate(Evaluation(recipe, device))
+    run = Evaluation(recipe, device)
+    run.given = given
+    results = evaluate(run)
     if rank() == 0:
         of = given.weights or f"{given.run}, {finished(given.run / 'checkpoints')[0]}"
         print(f"{recipe.name} {recipe.method}: {of}\n{table(results)}", flush=True)

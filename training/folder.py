@@ -35,6 +35,7 @@ from core.stored import parse_json
 from core.tau import AdaptiveTau
 from training.progress import Stopwatch
 from training.recipe import Recipe, flat
+from training.tracker import Tracker
 from training.workers import rank
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ PACKAGES = ("torch", "torchvision", "timm", "numpy", "transformers", "onedl-mmse
 FREE = {
     "out", "resume", "extend", "dry_run", "device", "timeout", "link_mbit", "trace", "eval_every", "checkpoint_every",
     "save_minutes", "log_every", "accumulate", "recompute", "gpu_gb", "loader_workers", "eval_tokens",
-    "wikitext2", "eval_samples", "emd_points", "init_from",
+    "wikitext2", "eval_samples", "emd_points", "init_from", "tracker",
 }  # fmt: skip
 LENGTH = {"epochs", "epoch_steps"}  # set the run's length and its learning rate; --extend allows a change
 
@@ -170,6 +171,7 @@ class RunFolder:
         self._lock: IO[str] | None = None
         self._resumed: dict[str, Any] | None = None  # new content of config.json, if the run resumes
         self._metrics: IO[str] | None = None
+        self._tracker: Tracker | None = None
 
     def open(self, recipe: Recipe, world_size: int, device: torch.device) -> None:
         """Locks the folder for this run.
@@ -181,6 +183,8 @@ class RunFolder:
         if self.writes:
             try:
                 refusal = self._take(recipe, world_size, device, resume=recipe.resume)
+            except UserError as error:
+                refusal = str(error)
             except (OSError, ValueError) as error:  # ValueError for a name that no file can have
                 reason = getattr(error, "strerror", None) or error
                 refusal = f"{self.path} cannot be written ({reason}): choose another --out"
@@ -219,8 +223,12 @@ class RunFolder:
             return f"{self.path} holds a run: add --resume to continue it, or choose another --out"
         if self._holds_a_run() and file.exists():
             self._resumed, refusal = resumed(file, made_of, type(recipe))
-            return refusal
-        _replace(file, _json(made_of))  # replaces the file of a failed start
+            if refusal:
+                return refusal
+        else:
+            _replace(file, _json(made_of))  # replaces the file of a failed start
+        if recipe.tracker:
+            self._tracker = Tracker(recipe.tracker, self.path, made_of, resume=self._resumed is not None)
         return ""
 
     def _holds_a_run(self) -> bool:
@@ -254,11 +262,13 @@ class RunFolder:
         if self._metrics is not None:
             self.writer.close()
             self._metrics.close()
+        if self._tracker is not None:
+            self._tracker.close(complete=(self.path / "summary.json").exists())
         if self._lock is not None:
             self._lock.close()
 
     def log(self, step: int, scalars: Mapping[str, float | Tensor], of_model: str = "") -> None:
-        """Writes one line of metrics.jsonl, with null for numbers that are not finite, and TensorBoard's scalars.
+        """Writes one line of metrics.jsonl, with null for numbers that are not finite, and scalars to the trackers.
 
         Args:
             step: Number of the step.
@@ -269,8 +279,11 @@ class RunFolder:
             return
         values = {name: float(value) for name, value in scalars.items()}
         self._write_line(step, values | ({"of_model": of_model} if of_model else {}))
-        for name, value in values.items():
-            self.writer.add_scalar(f"own/{name}" if of_model == "own" else name, value, step)
+        shown = {f"own/{name}" if of_model == "own" else name: value for name, value in values.items()}
+        for name, value in shown.items():
+            self.writer.add_scalar(name, value, step)
+        if self._tracker is not None:
+            self._tracker.log(step, shown)
 
     def note(self, step: int, name: str, text: str) -> None:
         """Writes a line of text to the screen, to metrics.jsonl and to TensorBoard."""
@@ -294,7 +307,10 @@ class RunFolder:
         _replace(self.path / "summary.json", _json(known))
         known_types = (bool, int, float, str)  # types that TensorBoard supports
         settings = {k: v if isinstance(v, known_types) else str(v) for k, v in flat(dataclasses.asdict(recipe)).items()}
-        self.writer.add_hparams(settings, {f"summary/{k}": v for k, v in summary.items()}, run_name=".")
+        results = {f"summary/{k}": v for k, v in summary.items()}
+        self.writer.add_hparams(settings, results, run_name=".")
+        if self._tracker is not None:
+            self._tracker.log(int(summary.get("steps", 0)), results)
         print(f"{recipe.name} {recipe.method}: {self.path}\n{table(summary)}", flush=True)
         if unknown := [name for name, value in known.items() if value is None]:
             print(f"warning: no finite number, null in summary.json: {', '.join(unknown)}", file=sys.stderr, flush=True)

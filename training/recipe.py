@@ -24,7 +24,7 @@ from training.workers import rank, world_size
 SHARES = {"shard", "offload", "per_node", "zero", "layout"}  # options that exclude some recommended settings
 LARGEST = 10**9  # limit of the numbers in a recipe
 SELDOM = {  # options that only --help-all lists, by the part of the recipe; None hides the whole part
-    "": "tf32 cudnn_benchmark channels_last extend gpu_gb timeout trace link_mbit average_buffers",
+    "": "tf32 cudnn_benchmark channels_last extend gpu_gb timeout trace tracker link_mbit average_buffers",
     "co2": "allow_unstable tau_max mix",
     "optim": "betas eps undecayed power min_lr_share layer_decay",
     "ddp_compression": "error_feedback like lgreco",
@@ -137,6 +137,8 @@ class Recipe(OfMethods):
     """Steps between two lines of metrics.jsonl."""
     trace: bool = False
     """Write a torch.profiler trace of two rounds to the run folder. It shows the all-reduce during the local steps."""
+    tracker: str | None = None
+    """Log to wandb or mlflow too. Their environment variables say where, such as WANDB_MODE=offline."""
     dry_run: bool = False
     """Print the resolved recipe and the memory that a GPU needs, without training. Put WORLD_SIZE=128
     LOCAL_WORLD_SIZE=8 before the command to see the result for that cluster."""
@@ -162,6 +164,7 @@ class Recipe(OfMethods):
             ),
             (self.ema is None or 0 < self.ema < 1, "ema", "a decay between 0 and 1"),
             (self.save_minutes >= 0, "save_minutes", "minutes, or 0 for none by time"),
+            (self.tracker in (None, "wandb", "mlflow"), "tracker", "wandb or mlflow"),
             (self.gpu_gb is None or self.gpu_gb > 0, "gpu_gb", "the GB of a GPU, above 0"),
             (0 < self.timeout <= LARGEST, "timeout", f"seconds, above 0 and up to {LARGEST}"),
             (self.link_mbit is None or self.link_mbit > 0, "link_mbit", "a rate above 0, or None for the real link"),
