@@ -34,6 +34,7 @@ Report = dict[str, Any]  # a worker's report to the other workers of its next ge
 
 PART = 1 << 20  # bytes of a state that are sent at once
 FORM_WITHIN = 2.0, 60.0  # seconds to connect a generation before the next one is tried: at first, and at most
+BEAT = 2.0  # seconds between a worker's signs of life
 SENT, SUMMED, AGREED = range(3)  # phases of a sum over the workers
 
 
@@ -71,6 +72,7 @@ class Members:
         self.group: dist.ProcessGroup | None = None
         self._form_within = FORM_WITHIN[0]
         self.store.set("patience", str(timeout))
+        threading.Thread(target=self._beat).start()
 
     @classmethod
     def from_env(cls, timeout: float = 600.0) -> Members:
@@ -225,6 +227,15 @@ class Members:
     def end(self) -> None:
         """Ends the run for workers that wait to join it."""
         self.store.set("over", "")
+
+    def _beat(self) -> None:
+        """Writes signs of life for the launcher until the main thread ends. A stopped process writes none."""
+        main, number = threading.main_thread(), 0
+        with contextlib.suppress(CollectiveError):  # the store is gone
+            while main.is_alive():
+                self.store.set(f"beat/{self.name}", str(number))
+                number += 1
+                main.join(min(BEAT, self.timeout / 4))
 
     def _form(self, report: Report | None) -> list[Report | None]:
         """Connects the generation. Raises RuntimeError if a worker does not come."""
