@@ -282,7 +282,7 @@ class Agent:
             self.coordinator.look()
 
     def _silent(self) -> list[str]:
-        """Returns the workers whose last beat is over --timeout old. A time in which this launcher stopped is left out."""
+        """Returns the workers whose last beat is over --timeout old. Stops of this launcher do not count."""
         now = time.monotonic()
         passed = min(now - self._heard_at, 2 * BEAT)
         if passed < BEAT:

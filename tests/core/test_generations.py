@@ -59,6 +59,7 @@ class Worker(Members):
             0,
         )  # the outer iterate, and the generation in which the run began, again if all were lost
         self.launched, self.phase, self.joining, self.lucky, self.ends = 0, AGREED, False, True, ""
+        self.group_count = 0  # as torch counts its groups
         self.go, self.thread = threading.Semaphore(0), threading.Thread(target=self._run, daemon=True)
         self.thread.start()
 
@@ -180,6 +181,16 @@ class Worker(Members):
                 return None
 
 
+class Groups:
+    """torch's count of groups, which each process has for itself."""
+
+    def __init__(self, world: World):
+        vars(self)["world"] = world
+
+    def __setattr__(self, name: str, value: int) -> None:
+        setattr(self.world.running(), name, value)
+
+
 class World:
     """One execution."""
 
@@ -189,12 +200,13 @@ class World:
         self.store.world = self
         self.closed: set[tuple[int, str]] = set()  # (generation, name) of whoever has left a generation's group
         self.posts: dict[Any, dict[str, bool]] = {}
-        self.formed: dict[int, set[str]] = {}
+        self.formed: dict[tuple[int, int], set[str]] = {}
         self.merged: dict[tuple[int, int], Any] = {}
         self.workers: list[Worker] = []
         self.listed, self.out = list[list[str]](), set[str]()
         time = SimpleNamespace(sleep=lambda _: self.pause(), monotonic=lambda: self.now)
         dist = SimpleNamespace(init_process_group=self.form, group=SimpleNamespace(WORLD=""))
+        dist.distributed_c10d = SimpleNamespace(_world=Groups(self))
         dist.PrefixStore = lambda _, store: store
         fakes = {"time": time, "dist": dist, "PrefixStore": dist.PrefixStore, "print": lambda *_, **__: None}
         fakes |= {name: lambda *_, **__: "" for name in ("new_group", "set_timeout")}
@@ -227,13 +239,18 @@ class World:
 
     def form(self, *_: Any, **__: Any) -> None:
         """Connects a generation: all of it must come."""
-        me, since = next(w for w in self.workers if threading.current_thread() is w.thread), self.now
-        formed = self.formed.setdefault(me.generation, set())
+        me, since = self.running(), self.now
+        formed = self.formed.setdefault((me.generation, me.group_count), set())
         formed.add(me.name)
+        me.group_count += 1
         while len(formed) < len(me.names):
             if self.lost(me.generation, me.names) or self.now - since > TIMEOUT:
                 raise RuntimeError("a worker does not come")
             self.pause()
+        me.group_count = 0  # as leaving the group sets it
+
+    def running(self) -> Worker:
+        return next(worker for worker in self.workers if threading.current_thread() is worker.thread)
 
     def happen(self, kind: str, who: int | None = None) -> None:
         self.turn += kind in ("look", "step", "late")
@@ -278,7 +295,18 @@ class World:
 
     def key(self) -> str:
         """All that the execution's future depends on."""
-        kept = ("returncode", "stopped", "generation", "names", "launched", "life", "phase", "joining", "x")
+        kept = (
+            "returncode",
+            "stopped",
+            "generation",
+            "names",
+            "launched",
+            "life",
+            "phase",
+            "joining",
+            "x",
+            "group_count",
+        )
         workers = [([getattr(w, name) for name in kept], w.where()) for w in self.workers]
         values = {k: v for k, v in self.store.items() if not k.startswith("node/")}
         leader = {k: v for k, v in vars(self.agent.coordinator).items() if k not in ("store", "_beats")}
@@ -308,6 +336,7 @@ def explore(workers: int, restarts: int, bound: int, monkeypatch: pytest.MonkeyP
                 world.happen(*event)
             key = world.key()
             while ticks < 4:
+                assert len(events) < 1000, "the workers meet again and again"
                 turn = world.turn % (len(world.workers) + 1)
                 if seen.get(hash((key, turn)), -1) < left:
                     seen[hash((key, turn))] = left
