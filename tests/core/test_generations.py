@@ -316,7 +316,8 @@ class World:
 
     def check_end(self) -> None:
         for worker in self.workers:
-            assert worker.returncode is not None or not worker.began, f"worker {worker.name} waits for ever"
+            ends = not worker.began or (self.down and worker.stopped)  # the launcher kills it when the store is lost
+            assert worker.returncode is not None or ends, f"worker {worker.name} waits for ever"
             if not (worker.gone or worker.disturbed or self.down):
                 assert worker.ends in ("well", "over"), f"worker {worker.name} lives, and ends with: {worker.ends}"
         assert self.down or not (self.agent.finished and self.agent.processes), "the launcher waits for ever"
