@@ -38,6 +38,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import determine_local_world_size, get_args_parser, run
 
 from core.elastic.etcd import Election, EtcdStore, NotLeading
+from core.elastic.members import BEAT
 from core.elastic.sealed import SECRET, SealedStore
 from core.errors import CollectiveError, UserError
 
@@ -217,6 +218,8 @@ class Agent:
         self.processes: dict[int, Any] = {}  # by slot
         self.started = [0] * workers  # restarts of each slot's worker
         self.status, self.signalled, self._beat = 0, 0, 0
+        self._beats: dict[str, tuple[bytes, float]] = {}  # each worker's last beat, and seconds since it was seen
+        self._heard_at = time.monotonic()  # when the beats were read
         self._poll = POLL
         if etcd:
             if self.store.check(["over"]):
@@ -260,7 +263,7 @@ class Agent:
 
     def look(self) -> None:
         """Restarts workers that have died, ends silent ones, and lists the next generation if it is due."""
-        out = json.loads(self.store.get("out")) if self.store.check(["out"]) else []
+        out = {*(json.loads(self.store.get("out")) if self.store.check(["out"]) else []), *self._silent()}
         for slot, process in self.processes.items():
             if self.name(slot) in out and process.poll() is None:
                 print(f"worker {self.name(slot)} was silent for too long (--timeout): ending it", file=sys.stderr)
@@ -277,6 +280,20 @@ class Agent:
         self.store.set(f"node/{self.node}", json.dumps(told))
         if self.coordinator:
             self.coordinator.look()
+
+    def _silent(self) -> list[str]:
+        """Returns the workers whose last beat is over --timeout old. Stops of this launcher do not count."""
+        now = time.monotonic()
+        passed = min(now - self._heard_at, 2 * BEAT)
+        if passed < BEAT:
+            return []
+        before, self._beats, self._heard_at = self._beats, {}, now
+        for name in map(self.name, self.processes):
+            if self.store.check([key := f"beat/{name}"]):
+                beat, (last, since) = self.store.get(key), before.get(name, (b"", 0.0))
+                self._beats[name] = beat, since + passed if beat == last else 0.0
+        patience = float(self.store.get("patience")) if self._beats else 0.0
+        return [name for name, (_, since) in self._beats.items() if since > patience]
 
     def name(self, slot: int) -> str:
         """Returns the name of the worker that was started last in a slot."""

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from ..comm import new_group, set_timeout
 from ..errors import CollectiveError, UserError, env_number
@@ -33,7 +33,8 @@ Came = Literal["planned", "failed", "empty"]  # why a worker leaves its generati
 Report = dict[str, Any]  # a worker's report to the other workers of its next generation, as JSON
 
 PART = 1 << 20  # bytes of a state that are sent at once
-FORM_WITHIN = 2.0, 60.0  # seconds to connect a generation before the next one is tried: at first, and at most
+FORM_WITHIN = 0.5, 60.0  # seconds to connect to a listening worker before the next generation: at first, and at most
+BEAT = 2.0  # seconds between a worker's signs of life
 SENT, SUMMED, AGREED = range(3)  # phases of a sum over the workers
 
 
@@ -43,6 +44,39 @@ class Over(Exception):
 
 class WorkersChanged(Exception):
     """A worker was lost in a collective of the training script. All other workers must repeat the collective."""
+
+
+class WatchedStore(Store):
+    """The store while a generation connects. A wait ends once a worker is lost, however long gloo itself would wait.
+
+    Args:
+        store: The store below.
+        wait: Waits for keys of a store, and raises RuntimeError if a worker of the generation is lost.
+
+    Attributes:
+        waited_at: When the last wait ended.
+    """
+
+    def __init__(self, store: Any, wait: Callable[[Sequence[str], Any], None]):
+        super().__init__()
+        self._store, self._wait, self.waited_at = store, wait, time.monotonic()
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._store.set(key, value)
+
+    def add(self, key: str, value: int) -> int:
+        return self._store.add(key, value)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return self._store.check(keys)
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self._store.get(key)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:  # noqa: ARG002
+        self._wait(keys, self._store)
+        self.waited_at = time.monotonic()
 
 
 class Members:
@@ -71,6 +105,7 @@ class Members:
         self.group: dist.ProcessGroup | None = None
         self._form_within = FORM_WITHIN[0]
         self.store.set("patience", str(timeout))
+        threading.Thread(target=self._beat).start()
 
     @classmethod
     def from_env(cls, timeout: float = 600.0) -> Members:
@@ -226,27 +261,41 @@ class Members:
         """Ends the run for workers that wait to join it."""
         self.store.set("over", "")
 
+    def _beat(self) -> None:
+        """Writes signs of life for the launcher until the main thread ends. A stopped process writes none."""
+        main, number = threading.main_thread(), 0
+        with contextlib.suppress(CollectiveError):  # the store is gone
+            while main.is_alive():
+                self.store.set(f"beat/{self.name}", str(number))
+                number += 1
+                main.join(min(BEAT, self.timeout / 4))
+
     def _form(self, report: Report | None) -> list[Report | None]:
         """Connects the generation. Raises RuntimeError if a worker does not come."""
         key = f"report/{self.generation}"
         self.store.set(f"{key}/{self.name}", json.dumps(report))
         self._await([f"{key}/{name}" for name in self.names])
         reports = [json.loads(self.store.get(f"{key}/{name}")) for name in self.names]
-        # A worker that dies here delays the others until the timeout, so it is short. If it was too short, it doubles.
-        since, seconds = time.monotonic(), min(self._form_within, self.timeout / 3)
-        self._form_within = min(2 * self._form_within, FORM_WITHIN[1])
-        store = PrefixStore(f"group/{self.generation}", self.store.plain)
-        within = timedelta(seconds=seconds)
-        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.size, timeout=within)
-        self.group = new_group(None, seconds, torch.device("cpu"), "gloo")
-        self._form_within = max(FORM_WITHIN[0], 2 * (time.monotonic() - since))
+        # gloo waits up to five times as long for a worker that has died. If the time was too short, it doubles.
+        seconds = min(self._form_within, self.timeout / 15)
+        # torch names a group's keys by this count, which also counts groups that did not connect, in this process only
+        dist.distributed_c10d._world.group_count = 0
+        self._connects = store = WatchedStore(PrefixStore(f"group/{self.generation}", self.store.plain), self._await)
+        try:
+            dist.init_process_group(
+                "gloo", store=store, rank=self.rank, world_size=self.size, timeout=timedelta(seconds=seconds)
+            )
+            self.group = new_group(None, seconds, torch.device("cpu"), "gloo")
+        finally:
+            took = min(time.monotonic() - store.waited_at, seconds)
+            self._form_within = min(max(FORM_WITHIN[0], 2 * took), FORM_WITHIN[1])
         assert dist.group.WORLD is not None
         set_timeout(dist.group.WORLD, self.timeout)
         return reports
 
-    def _await(self, keys: list[str]) -> None:
+    def _await(self, keys: Sequence[str], store: Any = None) -> None:
         since = time.monotonic()
-        while not self.store.check(keys):
+        while not (store or self.store).check(keys):
             if self.left() or time.monotonic() - since > self.timeout:
                 raise RuntimeError("a worker of the new generation was lost")
             time.sleep(0.005)
