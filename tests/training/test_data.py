@@ -392,7 +392,7 @@ def test_recipes_data_cache_and_commands_take_it(home: Path, monkeypatch: pytest
     assert paths_from_home(Asked(Path("a"))) == Asked(Path("a"))
     (home / "cluster.json").write_text("[]")
     command = ["training.plan", "--cluster=~/cluster.json", "--model=gpt-125m", "--batch=8"]
-    assert f"{home}/cluster.json: no report of format 1" in mistake(*command)
+    assert f"{home}/cluster.json is no report of the doctor (format 1)" in mistake(*command)
 
 
 def test_what_is_not_installed_is_one_line():
