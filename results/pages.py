@@ -171,6 +171,9 @@ def paired_seconds() -> Table:
         name, _, rest = method.partition(":")
         if any(cells):
             table.append((METHOD_NAMES.get(name, "no communication") + (f", {rest}" if rest else ""), *cells))
+    rows = {row["target"]: row for row in load("paired/first_times.json")["ratios"]}  # measured at 10 Mbit/s only
+    cells = [f"{r['ratio']:.2f} ({r['low']:.2f} to {r['high']:.2f})" for r in (rows["target"], rows["late"])]
+    table.append(("the same, after a change of automatic tau", *cells, "not run", "not run"))
     return table
 
 
