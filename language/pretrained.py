@@ -25,7 +25,7 @@ from core.errors import UserError
 from core.stored import parse_json
 from language.finetune_recipes import FinetuneRecipe, LoraConfig
 from language.model import blocks_of
-from training.data import mix, seeded
+from training.data import mix, seeded, share
 from training.optim import recompute
 
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model")
@@ -168,6 +168,7 @@ def write_model(model: nn.Module, tokenizer: Any, target: Path) -> None:
     fresh.mkdir(parents=True)
     model.save_pretrained(fresh)  # pyright: ignore
     tokenizer.save_pretrained(fresh)
+    share(fresh)
     if target.exists():
         os.replace(target, old)
     os.replace(fresh, target)

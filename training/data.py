@@ -112,6 +112,12 @@ def cached(name: str, build: Callable[[Path], Any]) -> Path:
     return folder
 
 
+def share(path: Path) -> None:
+    """Lets other users read the *.safetensors files at or in `path`. The library makes them private."""
+    for file in [path] if path.is_file() else path.glob("*.safetensors"):
+        file.chmod(0o644)
+
+
 def build_whole(folder: Path, build: Callable[[Path], T]) -> tuple[Path, T]:
     """Returns the folder and the result of `build`, which fills an empty folder next to it. Then it is renamed."""
     scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from core.errors import UserError
 from core.stored import reason
-from training.data import build_whole, paths_from_home
+from training.data import build_whole, paths_from_home, share
 from training.recipe import Recipe
 from training.weights import Weights, load_weights, read_recipe, read_weights
 
@@ -84,6 +84,7 @@ def write(task: Exporter[R], recipe: R, model: nn.Module, out: Path) -> None:
         out.parent.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=out.parent).close()
         _write(task, recipe, model, out)
+        share(out)
     except OSError as error:
         raise UserError(f"{out}: cannot be written ({reason(error)}): give another place") from None
 

@@ -71,6 +71,8 @@ def test_a_classifier_is_evaluated_again_and_is_timms(tmp_path: Path, mistake: M
     graph = torch.export.load(exported("vision", run, "m.pt2")).module()
     torch.testing.assert_close(graph(images[:3]), logits[:3], rtol=1e-5, atol=1e-5)
     assert f"{file} is already there" in mistake("vision.export", str(run), str(file))
+    assert file.stat().st_mode & 0o777 == 0o644
+    assert "/proc/x.pth: cannot be written" in mistake("vision.export", str(run), "/proc/x.pth")
     assert "is a run of recipe digits_small" in mistake("language.evaluate", str(run))
 
 

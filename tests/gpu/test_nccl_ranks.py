@@ -94,8 +94,8 @@ class Trained:
 
 
 def train_all(rank: int, ranks: int, backend: str, folder: str) -> dict[str, Any]:
-    """Every method; those of EXACT_RESUME with ranks that end at different steps, and saved in mid-round, with an
-    all-reduce in flight, and loaded into new objects; FSDP2 inside nodes of two."""
+    """Every method. The methods of EXACT_RESUME also with ranks that end at different steps, and resumed in mid-round
+    with an all-reduce in flight. FSDP2 inside nodes of two."""
     found: dict[str, Any] = {}
     for name in METHODS:
         trained = Trained(name, device_of(backend), rank)
