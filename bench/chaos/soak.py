@@ -1,8 +1,9 @@
 """Elastic runs under all faults at once, and whether they stay right: python -m bench.chaos.soak [--minutes 120] ...
 
 Random times, victims and faults follow from the seed. A worker is killed, or two are. A worker is stopped for some
-seconds, or for longer than the timeout. A gradient is NaN, a disk is slow, a clock jumps. Dead workers come back. A
-full disk ends a run, and bench.chaos starts it again.
+seconds, or for longer than the timeout. A gradient is NaN, a disk is slow, a clock jumps, the emulated link is slow or
+down. Dead workers come back. The whole run is stopped and resumed. A full disk ends a run, and bench.chaos starts it
+again. The last worker survives the first half of the time, so that its memory can be watched.
 
 Each worker writes a checksum of the outer iterate of every round. All checksums of a round must be equal. The report
 has these rounds, the longest pause, and the memory and open files of the workers that lived longest.
@@ -16,6 +17,7 @@ import hashlib
 import multiprocessing
 import os
 import random
+import shlex
 import shutil
 import signal
 import sys
@@ -32,7 +34,7 @@ from bench.report import header, read_options, save, table
 from core.errors import UserError
 from training.script import launch
 
-FAULTS = ("kill", "two kills", "stop", "long stop", "nan", "slow disk", "clock")
+FAULTS = ("kill", "two kills", "stop", "long stop", "nan", "slow disk", "clock", "slow link", "link down", "resume")
 RUNS = {
     "vision": ("vision.train", "digits_small"),
     "language": ("language.train", "gpt2_pydoc_small"),
@@ -50,6 +52,10 @@ class Soak:
     task: Literal["vision", "language"] = "vision"
     every: float = 20.0
     """Mean seconds between two faults."""
+    link_mbit: float = 100.0
+    """Rate of the emulated link in Mbit/s."""
+    run: str = ""
+    """More options of the train script, for example "--co2.merge keep_local"."""
     faults: tuple[str, ...] = FAULTS
     seed: int = 0
     out: Path = Path("results")
@@ -57,13 +63,15 @@ class Soak:
     def check(self) -> None:
         if not 2 <= self.workers <= 64:
             raise UserError(f"workers={self.workers}: give 2 to 64")
-        if not self.minutes > 0 or not self.every > 0:
-            raise UserError(f"minutes={self.minutes:g}, every={self.every:g}: give numbers above 0")
+        if not min(self.minutes, self.every, self.link_mbit) > 0:
+            raise UserError(
+                f"minutes={self.minutes:g}, every={self.every:g}, link_mbit={self.link_mbit:g}: give numbers above 0"
+            )
         if unknown := {*self.faults} - {*FAULTS} or (not self.faults and {"none"}):
             raise UserError(f"faults={sorted(unknown)[0]}: give some of {', '.join(FAULTS)}")
 
 
-def watched(module: str, arguments: tuple[str, ...], folder: str) -> None:
+def watched(module: str, arguments: tuple[str, ...], folder: str, run: int) -> None:
     """Runs a worker that writes its rounds, and does to itself what its order file says."""
     name = os.environ["CO2_WORKER"]
     threading.Thread(target=obey, args=(Path(folder, f"order{os.getpid()}"),), daemon=True).start()
@@ -72,18 +80,21 @@ def watched(module: str, arguments: tuple[str, ...], folder: str) -> None:
     def closed(method: LocalUpdateMethod, *_: Any) -> None:
         state = method._state["outer_iterate"]
         digest = hashlib.sha1(b"".join(flat.detach().cpu().numpy().tobytes() for flat in state)).hexdigest()
-        with open(Path(folder, f"rounds{name}"), "a") as file:
-            file.write(f"{method.rounds} {digest} {time.monotonic()}\n")
+        with open(Path(folder, f"rounds{run}.{name}"), "a") as file:
+            file.write(f"{run} {method.rounds} {digest} {time.monotonic()}\n")
 
     wrap(LocalUpdateMethod, "_boundary", behind=closed)
     work(module, arguments, {}, str(Path(folder, "log")))
 
 
 def obey(order: Path) -> None:
-    """Waits for orders: nan, slow disk or clock."""
+    """Waits for orders: nan, slow disk, clock, slow link or link down."""
     import torch
 
+    from core.testing.link import ThrottledLink
+
     slow_until, shift, poisoned = 0.0, 0.0, False
+    link_until, link_down = 0.0, False
     clock = time.time
 
     def sync(*_: Any) -> None:
@@ -95,7 +106,13 @@ def obey(order: Path) -> None:
             poisoned = False
             loss.register_hook(lambda gradient: gradient * float("nan"))
 
+    def reserve(link: ThrottledLink, nbytes: float) -> None:
+        now = time.perf_counter()
+        if now < link_until:  # a tenth of the rate, or nothing until the link is up again
+            link._free_at = link_until if link_down else max(link._free_at, now) + 9 * nbytes / link.bytes_per_second
+
     wrap(os, "fsync", sync)
+    wrap(ThrottledLink, "reserve", reserve)
     wrap(torch.Tensor, "backward", poison)
     time.time = lambda: clock() + shift  # pyright: ignore[reportAttributeAccessIssue]
     while True:
@@ -110,6 +127,8 @@ def obey(order: Path) -> None:
             slow_until = time.monotonic() + 20
         elif what == "clock":
             shift += 3600
+        elif "link" in what:
+            link_until, link_down = time.perf_counter() + 8, what == "link down"
 
 
 class Weather:
@@ -123,6 +142,10 @@ class Weather:
         self.samples: dict[int, list[tuple[float, int, int]]] = {}  # by process: time, KiB of memory, open files
         self.sampled = 0.0
 
+    @property
+    def over(self) -> bool:
+        return time.monotonic() - self.began > 60 * self.asked.minutes
+
     def __call__(self) -> None:
         now = time.monotonic()
         for when, pid in [pair for pair in self.continues if pair[0] < now]:
@@ -133,7 +156,7 @@ class Weather:
         if now - self.sampled > 10:
             self.sampled = now
             self.sample(now)
-        if now - self.began > 60 * self.asked.minutes:
+        if self.over:
             if not self.crew.signalled:
                 os.kill(os.getpid(), signal.SIGTERM)
             return
@@ -144,10 +167,14 @@ class Weather:
     def strike(self, now: float) -> None:
         processes = [p.process.pid for p in self.crew.processes.values() if p.poll() is None]
         fault = self.rng.choice(self.asked.faults)
-        victims = self.rng.sample(range(self.asked.workers), 2)[: 2 if fault == "two kills" else 1]
-        if len(processes) < self.asked.workers or self.continues:
+        spared = now - self.began < 30 * self.asked.minutes and ("kill" in fault or fault in ("long stop", "resume"))
+        victims = self.rng.sample(range(self.asked.workers - spared), 2)[: 2 if fault == "two kills" else 1]
+        if len(processes) < self.asked.workers or self.continues or (spared and fault == "resume"):
             return  # a fault at a time, except for two kills
         self.done[fault] += 1
+        if fault == "resume":
+            os.kill(os.getpid(), signal.SIGTERM)
+            return
         for victim in victims:
             pid = processes[victim]
             if "kill" in fault:
@@ -178,16 +205,17 @@ def tell(pid: int, number: int) -> None:
 
 def judged(folder: Path) -> dict[str, Any]:
     """Counts rounds, rounds with different outer iterates, and the longest pause between two rounds."""
-    digests: dict[int, set[str]] = {}
-    times: dict[int, float] = {}
+    digests: dict[tuple[str, int], set[str]] = {}  # by run, which may be stopped and resumed, and round
+    times: dict[tuple[str, int], float] = {}
     for file in folder.glob("rounds*"):
         for line in file.read_text().splitlines():
-            number, digest, when = line.split()
-            digests.setdefault(int(number), set()).add(digest)
-            times[int(number)] = max(times.get(int(number), 0.0), float(when))
-    ended = [times[number] for number in sorted(times)]
-    pauses = [b - a for a, b in zip(ended, ended[1:], strict=False)]
-    different = sorted(number for number, found in digests.items() if len(found) > 1)
+            run, number, digest, when = line.split()
+            key = run, int(number)
+            digests.setdefault(key, set()).add(digest)
+            times[key] = max(times.get(key, 0.0), float(when))
+    ended = sorted((run, when) for (run, _), when in times.items())
+    pauses = [b - a for (one, a), (other, b) in zip(ended, ended[1:], strict=False) if one == other]
+    different = sorted(f"{run}.{number}" for (run, number), found in digests.items() if len(found) > 1)
     return {"rounds": len(digests), "different_rounds": different, "longest_pause_seconds": max(pauses, default=0.0)}
 
 
@@ -200,17 +228,20 @@ def main() -> None:
     module, recipe = RUNS[asked.task]
     options = ("--device", "cpu", "--elastic", "--timeout", str(TIMEOUT), "--epochs", "100000", "--log_every", "10")
     options += ("--eval_every", "50", "--checkpoint_every", "50", "--out", str(folder / "run"))
+    options += ("--link_mbit", str(asked.link_mbit), *shlex.split(asked.run))
     weather = Weather(asked, folder)
-    late = 60 * asked.minutes + 300
-    target = (module, (recipe, *options), str(folder))
-    crew = weather.crew = Crew(context, watched, target, asked.workers, 1 << 20, late=late, watch=weather)
-    status = crew.run()
+    late, status, runs = 60 * asked.minutes + 300, 128 + signal.SIGTERM, 0
+    while status == 128 + signal.SIGTERM and not weather.over:
+        resume = ("--resume",) if runs else ()
+        target = (module, (recipe, *options, *resume), str(folder), runs := runs + 1)
+        crew = weather.crew = Crew(context, watched, target, asked.workers, 1 << 20, late=late, watch=weather)
+        status = crew.run()
     longest = sorted(weather.samples.values(), key=lambda seen: seen[0][0] - seen[-1][0])[:4]
     lived = [
         {
             "seconds": s[-1][0] - s[0][0],
-            "memory_mib": [x[1] // 1024 for x in (s[0], s[len(s) // 2], s[-1])],
-            "files": [x[2] for x in (s[0], s[len(s) // 2], s[-1])],
+            "memory_mib": [s[(len(s) - 1) * i // 8][1] // 1024 for i in range(9)],
+            "files": [s[(len(s) - 1) * i // 8][2] for i in range(9)],
         }
         for s in longest
     ]
