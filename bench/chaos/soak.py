@@ -1,9 +1,10 @@
 """Elastic runs under all faults at once, and whether they stay right: python -m bench.chaos.soak [--minutes 120] ...
 
-Random times, victims and faults follow from the seed. A worker is killed, or two are. A worker is stopped for some
-seconds, or for longer than the timeout. A gradient is NaN, a disk is slow, a clock jumps, the emulated link is slow or
-down. Dead workers come back. The whole run is stopped and resumed. A full disk ends a run, and bench.chaos starts it
-again. The last worker survives the first half of the time, so that its memory can be watched.
+Random times, victims and faults follow from the seed. A worker is killed, or two are. A whole machine is lost, with its
+launcher. A worker is stopped for some seconds, or for longer than the timeout. A gradient is NaN, a disk is slow, a
+clock jumps, the emulated link is slow or down. What died comes back. The whole run is stopped and resumed. A full disk
+ends a run, and bench.chaos starts it again. The last worker survives the first half of the time, so that its memory can
+be watched.
 
 Each worker writes a checksum of the outer iterate of every round. All checksums of a round must be equal. The report
 has these rounds, the longest pause, and the memory and open files of the workers that lived longest.
@@ -13,34 +14,34 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import hashlib
-import multiprocessing
 import os
 import random
 import shlex
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
-import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from bench.chaos.__main__ import PRELOAD
-from bench.chaos.crew import Crew, work, wrap
+from bench.chaos.worker import ORDERS
+from bench.cluster.etcd import LocalEtcd, program
 from bench.report import header, read_options, save, table
 from core.errors import UserError
 from training.script import launch
 
-FAULTS = ("kill", "two kills", "stop", "long stop", "nan", "slow disk", "clock", "slow link", "link down", "resume")
+FAULTS = ("kill", "two kills", "machine", "stop", "long stop", "resume", *ORDERS)
+DEADLY = ("kill", "two kills", "machine", "long stop", "resume")
 RUNS = {
     "vision": ("vision.train", "digits_small"),
     "language": ("language.train", "gpt2_pydoc_small"),
 }
 TIMEOUT = 20  # seconds of silence after which a worker is left out
 STOPS = {"stop": 5.0, "long stop": TIMEOUT + 10.0}  # seconds
+STOPPED = 128 + signal.SIGTERM
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,8 @@ class Soak:
 
     minutes: float = 120.0
     workers: int = 4
+    machines: int = 1
+    """Launchers, which share the workers evenly. More than one need etcd, and only then are machines lost."""
     task: Literal["vision", "language"] = "vision"
     every: float = 20.0
     """Mean seconds between two faults."""
@@ -63,6 +66,10 @@ class Soak:
     def check(self) -> None:
         if not 2 <= self.workers <= 64:
             raise UserError(f"workers={self.workers}: give 2 to 64")
+        if self.machines < 1 or self.workers % self.machines:
+            raise UserError(f"machines={self.machines}: give a number that divides {self.workers} workers")
+        if self.machines > 1 and program() is None:
+            raise UserError(f"machines={self.machines} need etcd: apt-get install etcd-server, or give --machines 1")
         if not min(self.minutes, self.every, self.link_mbit) > 0:
             raise UserError(
                 f"minutes={self.minutes:g}, every={self.every:g}, link_mbit={self.link_mbit:g}: give numbers above 0"
@@ -71,131 +78,146 @@ class Soak:
             raise UserError(f"faults={sorted(unknown)[0]}: give some of {', '.join(FAULTS)}")
 
 
-def watched(module: str, arguments: tuple[str, ...], folder: str, run: int) -> None:
-    """Runs a worker that writes its rounds, and does to itself what its order file says."""
-    name = os.environ["CO2_WORKER"]
-    threading.Thread(target=obey, args=(Path(folder, f"order{os.getpid()}"),), daemon=True).start()
-    from core.local_update import LocalUpdateMethod
-
-    def closed(method: LocalUpdateMethod, *_: Any) -> None:
-        state = method._state["outer_iterate"]
-        digest = hashlib.sha1(b"".join(flat.detach().cpu().numpy().tobytes() for flat in state)).hexdigest()
-        with open(Path(folder, f"rounds{run}.{name}"), "a") as file:
-            file.write(f"{run} {method.rounds} {digest} {time.monotonic()}\n")
-
-    wrap(LocalUpdateMethod, "_boundary", behind=closed)
-    work(module, arguments, {}, str(Path(folder, "log")))
-
-
-def obey(order: Path) -> None:
-    """Waits for orders: nan, slow disk, clock, slow link or link down."""
-    import torch
-
-    from core.testing.link import ThrottledLink
-
-    slow_until, shift, poisoned = 0.0, 0.0, False
-    link_until, link_down = 0.0, False
-    clock = time.time
-
-    def sync(*_: Any) -> None:
-        time.sleep(3.0 if time.monotonic() < slow_until else 0.0)
-
-    def poison(loss: torch.Tensor, *_: Any) -> None:
-        nonlocal poisoned
-        if poisoned:
-            poisoned = False
-            loss.register_hook(lambda gradient: gradient * float("nan"))
-
-    def reserve(link: ThrottledLink, nbytes: float) -> None:
-        now = time.perf_counter()
-        if now < link_until:  # a tenth of the rate, or nothing until the link is up again
-            link._free_at = link_until if link_down else max(link._free_at, now) + 9 * nbytes / link.bytes_per_second
-
-    wrap(os, "fsync", sync)
-    wrap(ThrottledLink, "reserve", reserve)
-    wrap(torch.Tensor, "backward", poison)
-    time.time = lambda: clock() + shift  # pyright: ignore[reportAttributeAccessIssue]
-    while True:
-        time.sleep(0.2)
-        if not order.exists():
-            continue
-        what = order.read_text()
-        order.unlink()
-        if what == "nan":
-            poisoned = True
-        elif what == "slow disk":
-            slow_until = time.monotonic() + 20
-        elif what == "clock":
-            shift += 3600
-        elif "link" in what:
-            link_until, link_down = time.perf_counter() + 8, what == "link down"
-
-
 class Weather:
-    """Causes faults at random times. Called again and again by the launcher's loop."""
+    """Machines, their workers, and the faults that happen to them.
 
-    def __init__(self, asked: Soak, folder: Path):
-        self.asked, self.folder, self.rng = asked, folder, random.Random(asked.seed)
-        self.began, self.crew = time.monotonic(), None
-        self.next, self.continues = self.began + 30.0, list[tuple[float, int]]()
+    Args:
+        asked: The options.
+        folder: A folder for the runs, their logs and checksums.
+        etcd: The store of several machines, if any.
+    """
+
+    def __init__(self, asked: Soak, folder: Path, etcd: LocalEtcd | None):
+        self.asked, self.folder, self.etcd, self.rng = asked, folder, etcd, random.Random(asked.seed)
+        self.began = time.monotonic()
+        self.next, self.sampled = self.began + 30.0, 0.0
+        self.later: list[tuple[float, int, int]] = []  # a signal for a process at a time
+        self.runs, self.stopping = 0, False
+        self.launchers: list[subprocess.Popen[bytes]] = []
+        self.back: dict[int, float] = {}  # lost machines, and when they come back
         self.done: collections.Counter[str] = collections.Counter()
         self.samples: dict[int, list[tuple[float, int, int]]] = {}  # by process: time, KiB of memory, open files
-        self.sampled = 0.0
 
     @property
     def over(self) -> bool:
         return time.monotonic() - self.began > 60 * self.asked.minutes
 
-    def __call__(self) -> None:
-        now = time.monotonic()
-        for when, pid in [pair for pair in self.continues if pair[0] < now]:
-            self.continues.remove((when, pid))
-            tell(pid, signal.SIGCONT)
-        if self.crew is None:
-            return
+    @property
+    def each(self) -> int:
+        """Number of workers of a machine."""
+        return self.asked.workers // self.asked.machines
+
+    def start(self, machine: int) -> subprocess.Popen[bytes]:
+        """Starts a machine's launcher, in a process group of its own."""
+        module, recipe = RUNS[self.asked.task]
+        options = [recipe, "--device", "cpu", "--elastic", "--timeout", str(TIMEOUT), "--epochs", "100000"]
+        options += ["--log_every", "10", "--eval_every", "50", "--checkpoint_every", "50"]
+        options += ["--link_mbit", str(self.asked.link_mbit), "--out", str(self.folder / "run")]
+        options += [*shlex.split(self.asked.run), *(["--resume"] if self.runs > 1 else [])]
+        where = ["--nproc-per-node", str(self.each), "--max-restarts", "1000000"]
+        if self.etcd:
+            where += ["--nnodes", str(self.asked.machines), "--node-rank", str(machine)]
+            where += ["--store", f"{self.etcd.url}/run{self.runs}"]
+        command = [sys.executable, "-m", "training.launch", *where, "-m", "bench.chaos.worker", str(self.folder)]
+        with open(self.folder / "log", "a") as log:
+            return subprocess.Popen(
+                [*command, str(self.runs), module, *options], stdout=log, stderr=log, start_new_session=True
+            )
+
+    def soak(self) -> int:
+        """Starts runs until the time is over. Returns the first exit status of a launcher that was not stopped."""
+        late = self.began + 60 * self.asked.minutes + 300
+        while not self.over:
+            self.runs, self.stopping = self.runs + 1, False
+            self.launchers = [self.start(machine) for machine in range(self.asked.machines)]
+            while any(one.poll() is None for one in self.launchers) or self.back:
+                time.sleep(0.05)
+                self.look(time.monotonic())
+                if time.monotonic() > late:
+                    return -1
+            if failed := [one.returncode for one in self.launchers if one.returncode != STOPPED]:
+                return failed[0]
+        return STOPPED
+
+    def end(self) -> None:
+        """Kills what is left."""
+        for launcher in self.launchers:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(launcher.pid, signal.SIGKILL)
+
+    def look(self, now: float) -> None:
+        """Causes the fault that is due, and ends those that are over."""
+        for due in [entry for entry in self.later if entry[0] < now]:
+            self.later.remove(due)
+            tell(*due[1:])
+        for machine in [one for one, when in self.back.items() if when < now]:
+            del self.back[machine]
+            self.launchers[machine] = self.start(machine)
         if now - self.sampled > 10:
             self.sampled = now
             self.sample(now)
-        if self.over:
-            if not self.crew.signalled:
-                os.kill(os.getpid(), signal.SIGTERM)
-            return
-        if now > self.next:
+        if self.over and not self.stopping and not self.back:
+            self.stop()
+        elif now > self.next and not self.stopping:
             self.next = now + self.rng.expovariate(1 / self.asked.every)
             self.strike(now)
 
+    def stop(self) -> None:
+        self.stopping = True
+        for launcher in self.launchers:
+            tell(launcher.pid, signal.SIGTERM)
+
+    def workers(self) -> list[int]:
+        """Returns the processes of the workers that live, in the order of their places."""
+        files = [self.folder / f"pid{place}" for place in range(self.asked.workers)]
+        pids = [int(file.read_text()) for file in files if file.exists()]
+        return [pid for pid in pids if Path(f"/proc/{pid}/statm").exists() and Path(f"/proc/{pid}/cmdline").read_text()]
+
     def strike(self, now: float) -> None:
-        processes = [p.process.pid for p in self.crew.processes.values() if p.poll() is None]
+        """Causes a fault, unless the last one is not over. Two kills and a machine's loss are one fault each."""
+        workers, n = self.workers(), self.asked.workers
         fault = self.rng.choice(self.asked.faults)
-        spared = now - self.began < 30 * self.asked.minutes and ("kill" in fault or fault in ("long stop", "resume"))
-        victims = self.rng.sample(range(self.asked.workers - spared), 2)[: 2 if fault == "two kills" else 1]
-        if len(processes) < self.asked.workers or self.continues or (spared and fault == "resume"):
-            return  # a fault at a time, except for two kills
+        spared = now - self.began < 30 * self.asked.minutes and fault in DEADLY
+        victims = self.rng.sample(range(n - spared), min(2, n - spared))[: 2 if fault == "two kills" else 1]
+        machine = victims[0] // self.each
+        if len(workers) < n or self.later or self.back or (spared and fault == "resume"):
+            return
+        if fault == "machine" and (self.etcd is None or (spared and machine == self.asked.machines - 1)):
+            return
         self.done[fault] += 1
         if fault == "resume":
-            os.kill(os.getpid(), signal.SIGTERM)
-            return
-        for victim in victims:
-            pid = processes[victim]
+            self.stop()
+        elif fault == "machine":
+            os.killpg(self.launchers[machine].pid, signal.SIGKILL)
+            self.launchers[machine].wait()
+            self.back[machine] = now + 10
+        for victim in victims if fault not in ("resume", "machine") else []:
+            pid = workers[victim]
             if "kill" in fault:
                 tell(pid, signal.SIGKILL)
             elif fault in STOPS:
                 tell(pid, signal.SIGSTOP)
-                self.continues.append((now + STOPS[fault], pid))
+                self.later.append((now + STOPS[fault], pid, signal.SIGCONT))
             else:
                 partial = self.folder / f".order{pid}"
                 partial.write_text(fault)
                 partial.rename(self.folder / f"order{pid}")
 
     def sample(self, now: float) -> None:
-        for process in self.crew.processes.values():
-            pid = process.process.pid
-            try:
+        for pid in self.workers():
+            with contextlib.suppress(OSError):
                 memory = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") // 1024
                 files = len(os.listdir(f"/proc/{pid}/fd"))
-            except OSError:
-                continue
-            self.samples.setdefault(pid, []).append((now, memory, files))
+                self.samples.setdefault(pid, []).append((now, memory, files))
+
+    def lived(self) -> list[dict[str, Any]]:
+        """Returns the memory and open files of the four workers that lived longest, nine times each."""
+        longest = sorted(self.samples.values(), key=lambda seen: seen[0][0] - seen[-1][0])[:4]
+        nine = [[seen[(len(seen) - 1) * i // 8] for i in range(9)] for seen in longest]
+        return [
+            {"seconds": s[-1][0] - s[0][0], "memory_mib": [x[1] // 1024 for x in s], "files": [x[2] for x in s]}
+            for s in nine
+        ]
 
 
 def tell(pid: int, number: int) -> None:
@@ -221,38 +243,24 @@ def judged(folder: Path) -> dict[str, Any]:
 
 def main() -> None:
     asked = read_options(Soak, "bench.chaos.soak", description=__doc__)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*PRELOAD, "language.train"])
     asked.out.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix="soak"))
-    module, recipe = RUNS[asked.task]
-    options = ("--device", "cpu", "--elastic", "--timeout", str(TIMEOUT), "--epochs", "100000", "--log_every", "10")
-    options += ("--eval_every", "50", "--checkpoint_every", "50", "--out", str(folder / "run"))
-    options += ("--link_mbit", str(asked.link_mbit), *shlex.split(asked.run))
-    weather = Weather(asked, folder)
-    late, status, runs = 60 * asked.minutes + 300, 128 + signal.SIGTERM, 0
-    while status == 128 + signal.SIGTERM and not weather.over:
-        resume = ("--resume",) if runs else ()
-        target = (module, (recipe, *options, *resume), str(folder), runs := runs + 1)
-        crew = weather.crew = Crew(context, watched, target, asked.workers, 1 << 20, late=late, watch=weather)
-        status = crew.run()
-    longest = sorted(weather.samples.values(), key=lambda seen: seen[0][0] - seen[-1][0])[:4]
-    lived = [
-        {
-            "seconds": s[-1][0] - s[0][0],
-            "memory_mib": [s[(len(s) - 1) * i // 8][1] // 1024 for i in range(9)],
-            "files": [s[(len(s) - 1) * i // 8][2] for i in range(9)],
-        }
-        for s in longest
-    ]
-    row = {"task": asked.task, "workers": asked.workers, "minutes": (time.monotonic() - weather.began) / 60}
-    row |= {"status": status, "hung": crew.timed_out, "faults": dict(weather.done)} | judged(folder)
-    result = header("bench.chaos.soak", asked) | row | {"longest_lived": lived}
-    if failed := row["different_rounds"] or row["hung"] or status != 128 + signal.SIGTERM:
-        result["log"] = (folder / "log").read_text(errors="replace").splitlines()[-40:]
-    save(asked.out, f"soak_{asked.task}", result)
-    print(table(("figure", "value"), [[name, str(value)] for name, value in (row | {"longest_lived": lived}).items()]))
-    shutil.rmtree(folder, ignore_errors=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(STOPPED))  # ends all processes
+    with tempfile.TemporaryDirectory(prefix="soak") as temporary, contextlib.ExitStack() as stack:
+        folder = Path(temporary)
+        etcd = stack.enter_context(LocalEtcd(folder)) if asked.machines > 1 else None
+        weather = Weather(asked, folder, etcd)
+        stack.callback(weather.end)
+        status = weather.soak()
+        row = {"task": asked.task, "workers": asked.workers, "minutes": (time.monotonic() - weather.began) / 60}
+        row |= {"status": status, "hung": status < 0, "faults": dict(weather.done)} | judged(folder)
+        row |= {"longest_lived": weather.lived()}
+        result = header("bench.chaos.soak", asked) | row
+        log = (folder / "log").read_text(errors="replace")
+        if failed := row["different_rounds"] or "Traceback" in log or status != STOPPED:
+            result["log"] = log.splitlines()[-40:]
+            shutil.copy(folder / "log", asked.out / "soak.log")
+        save(asked.out, f"soak_{asked.task}", result)
+    print(table(("figure", "value"), [[name, str(value)] for name, value in row.items()]))
     sys.exit(bool(failed))
 
 
