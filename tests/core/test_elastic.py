@@ -1,5 +1,6 @@
 """Workers that come and go: the survivors stay equal, lose nothing that they have sent, and never stop."""
 
+import itertools
 import json
 import os
 import random
@@ -141,19 +142,22 @@ class Worker:
 
 
 def hook(flight: ElasticAllReduce, where: str, when: int) -> None:
-    """Dies in a phase of reduction number `when`."""
-    inner = flight.in_phases
+    """Dies in a phase of reduction number `when`, or at "step N", once that collective of it has begun."""
+    inner, phases = flight.in_phases, {"sent": 0, "summed": 1}
 
     def in_phases(stages: Any) -> Any:
         steps = inner(stages)
-        for phase in ("sent", "summed"):  # the sum, and the agreement on it: each begins as the next stage is made
-            if flight.launched == when and where == phase:
+        for number in itertools.count():  # the steps of the sum, and the agreement on it
+            due = flight.launched == when
+            if due and phases.get(where) == number:
                 die()
-            yield next(steps)
-        yield from steps
+            if (stage := next(steps, None)) is None:
+                return
+            if due and where == f"step {number}":
+                die()
+            yield stage
 
-    if where in ("sent", "summed"):
-        flight.in_phases = in_phases  # pyright: ignore[reportAttributeAccessIssue]
+    flight.in_phases = in_phases  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def run(tmp_path: Path, workers: int, settings: dict[str, Any], deaths: dict[str, Any], restarts: int = 0, **more: Any):

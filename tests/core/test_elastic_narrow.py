@@ -7,10 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from core import CO2Config, CompressionConfig, testing
+from core import CompressionConfig, testing
 from core.buckets import Scalars, make_buckets
 from core.elastic.reducers import ElasticQuantized
-from tests.core import test_elastic as workers
 from tests.core.test_elastic import check_equal, run, train_plainly
 
 INT4 = CompressionConfig("int4")
@@ -99,7 +98,7 @@ def test_a_change_loses_nothing_of_a_survivor(lost_after: int):
 
 
 def test_a_repeated_reduction_by_hand():
-    """A block's largest number is 7, so the quantum is 1. Two workers send; one of them is lost, and one sends again."""
+    """A block's largest number is 7, so the quantum is 1. Of two workers one is lost, and the other sends again."""
     senders = [Sender(0, 2), Sender(1, 2)]
     for numbers, averages in (([7.0, 2.3], [7.0, 2.0]), ([7.0, 2.3], [7.0, 3.0])):  # 2.3 + 0.3 is rounded to 3
         for rank, sender in enumerate(senders):
@@ -130,20 +129,35 @@ def test_without_a_loss_it_is_the_plain_method(tmp_path: Path, settings: dict[st
     assert {tuple(end["x"]) for end in ends.values()} == {tuple(x) for x, _ in plain}
 
 
-def die_in_step(flight: Any, where: str, when: int, inner: Any = workers.hook) -> None:
-    """As workers.hook, and where is also "step N": that collective of reduction `when` has begun."""
-    inner(flight, where, when)
-    in_phases = flight.in_phases
+SLOW = pytest.mark.slow
+DEATHS = [
+    ("0.0", "step 2", 3, KEEP),  # the all-to-all
+    ("1.0", "step 4", 4, PAPER),  # the agreement
+    *(pytest.param("1.0", f"step {n}", 3, settings, marks=SLOW) for n in range(5) for settings in (PAPER, KEEP)),
+    *(pytest.param("0.0", f"step {n}", 4, LOCAL_SGD, marks=SLOW) for n in range(5)),
+    pytest.param("2.0", "boundary", 3, PAPER, marks=SLOW),
+    pytest.param("2.0", "local", 10, LOCAL_SGD, marks=SLOW),
+    pytest.param("1.0", "local", 13, KEEP | {"delay": "auto"}, marks=SLOW),
+    pytest.param("1.0", "step 3", 3, KEEP | {"delay": 1}, marks=SLOW),
+]
 
-    def dies(stages: Any) -> Any:
-        for number, stage in enumerate(in_phases(stages)):
-            if flight.launched == when and where == f"step {number}":
-                workers.die()
-            yield stage
 
-    flight.in_phases = dies
+@pytest.mark.parametrize(("who", "where", "when", "settings"), DEATHS)
+def test_the_survivors_go_on_and_stay_equal(tmp_path: Path, who: str, where: str, when: int, settings: dict[str, Any]):
+    status, ends = run(tmp_path, 3, settings, {who: (where, when)})
+    assert status == 0 and set(ends) == {"0.0", "1.0", "2.0"} - {who}
+    check_equal(ends)
+    for end in ends.values():
+        assert [len(names) for _, names in end["sizes"]] == [3, 2]
 
 
-def train(*args: Any) -> None:
-    workers.hook = die_in_step  # in this worker's process
-    workers.train(*args)
+@pytest.mark.parametrize(
+    "settings",
+    [LOCAL_SGD, *(pytest.param(s, marks=SLOW) for s in (PAPER, KEEP))],
+    ids=["local_sgd", "paper", "keep"],
+)
+def test_one_that_comes_back_joins(tmp_path: Path, settings: dict[str, Any]):
+    status, ends = run(tmp_path, 3, settings, {"0.0": ("local", 10)}, restarts=1, comes="0.1", pace=0.05, steps=60)
+    assert status == 0 and set(ends) == {"0.1", "1.0", "2.0"}
+    assert ends["0.1"]["joined"] and len(ends["1.0"]["sizes"][-1][1]) == 3
+    check_equal(ends)
