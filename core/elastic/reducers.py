@@ -71,7 +71,8 @@ class ElasticQuantized(Quantized, ElasticReducer):
         if (rank, workers) != (self.rank, self.world_size):
             memory = None
             if self.state:
-                memory = own, _ = tuple(nothing_held_back(self._sent, workers).values())
+                own, means = nothing_held_back(self._sent, workers).values()
+                memory = own, means
                 for bucket, chunk, before, mean, new in zip(
                     self._sent, self.chunks, self._own, self._means, own, strict=True
                 ):
