@@ -6,9 +6,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
-from core import CompressionConfig, testing
+from core import CO2, CO2Config, CompressionConfig, testing
 from core.buckets import Scalars, make_buckets
+from core.elastic.joining import elastic_co2
+from core.elastic.members import Members
 from core.elastic.reducers import ElasticQuantized
 from tests.core.test_elastic import check_equal, run, train_plainly
 
@@ -127,6 +130,18 @@ def test_without_a_loss_it_is_the_plain_method(tmp_path: Path, settings: dict[st
     _, ends = run(tmp_path, 2, settings, {})
     plain = testing.run_distributed(train_plainly, 2, settings, tmp_path / "none")
     assert {tuple(end["x"]) for end in ends.values()} == {tuple(x) for x, _ in plain}
+
+
+def test_checkpoints_go_both_ways_without_residuals():
+    """Also those of a run of one worker, whose residuals would have the same shapes."""
+    config = CO2Config(**PAPER)
+    plain = CO2([nn.Parameter(torch.ones(5))], config)
+    elastic, _ = elastic_co2([nn.Parameter(torch.zeros(5))], config, members=Members(HashStore(), "0.0"))
+    for flats in plain._reducer.state.values():
+        flats[0].fill_(1.0)
+    elastic.load_state_dict(plain.state_dict())
+    assert elastic._x[0].tolist() == [1.0] * 5 and not any(f[0].any() for f in elastic._reducer.state.values())
+    CO2([nn.Parameter(torch.zeros(5))], config).load_state_dict(elastic.state_dict())
 
 
 SLOW = pytest.mark.slow
