@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from bench.chaos.crew import Crew
-from core import CO2, CO2Config, testing
+from core import CO2, CO2Config, CompressionConfig, testing
 from core.elastic.allreduce import ElasticAllReduce
 from core.elastic.joining import elastic_co2
 from core.elastic.members import Members, Over
@@ -191,6 +191,7 @@ def check_equal(ends: dict[str, Any]) -> None:
 
 PAPER = {"tau": 3}
 KEEP = {"tau": 3, "merge": "keep_local", "gap": "none", "delay": "auto", "outer_momentum": 0.0}
+INT4 = {"compression": CompressionConfig("int4")}
 
 
 @pytest.mark.parametrize("settings", [PAPER, KEEP | {"delay": 1}], ids=["paper", "keep"])
@@ -354,7 +355,9 @@ def test_one_death_is_one_death(tmp_path: Path, workers: int):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("seed", "settings"), [(1, PAPER), (2, KEEP), (3, PAPER), (4, KEEP)])
+@pytest.mark.parametrize(
+    ("seed", "settings"), [(1, PAPER), (2, KEEP), (3, PAPER | INT4), (4, KEEP | INT4), (5, KEEP | INT4 | {"delay": 0})]
+)
 def test_a_storm(tmp_path: Path, seed: int, settings: dict[str, Any]):
     """Four workers, one or two of which are killed every few seconds, at any moment, and come back."""
     rng = random.Random(seed)
