@@ -648,9 +648,9 @@ class LocalUpdateMethod(Loop, ABC):
         resized_group = (state["workers"], state["places"]) != (workers, self._allreduce.places)
         # Error feedback belongs to a number of workers. A plain sum has none, and carries its own weight.
         sums = state["reducer"] == Reducer.kind and (self._reducer.kind == Reducer.kind or self._reducer.changes)
-        residual = not resized_group and not sums
+        residual = not resized_group and not sums and "residual" in state  # elastic workers save none
         saved = dict(state.get("state", {}))  # torch.distributed.checkpoint drops an empty dict
-        saved |= state.get("residual", {}) if residual else {}
+        saved |= state["residual"] if residual else {}
         flats = [b.flat for b in self._buckets]
         saved["all-reduce"] = resized(state["flats"], flats) if resized_group else state["flats"]
 

@@ -95,8 +95,8 @@ def moments(recipe: Recipe) -> int:
 def held(recipe: Recipe, model: nn.Module, node: int, workers: int) -> float:
     """Returns the bytes of the method's state on one worker.
 
-    Error feedback keeps one copy of the errors, and 1/n of a copy for the part that this worker averages. L-GreCo keeps
-    two more copies.
+    Error feedback keeps one copy of the errors, and 1/n of a copy (elastic: 2/n) for the part that this worker
+    averages. L-GreCo keeps two more copies.
 
     Args:
         recipe: The run's recipe.
@@ -114,8 +114,10 @@ def held(recipe: Recipe, model: nn.Module, node: int, workers: int) -> float:
     copies: float = COPIES[method]
     copies += method == "co2" and recipe.co2.merge == "keep_local"
     copies += method == "co2" and recipe.co2.nesterov and recipe.co2.gap != "none"
-    if recipe.elastic and method != "zo":  # float32; a copy of the sent buckets stays until the average arrives
-        return trained * (copies + 1)
+    if recipe.elastic and method != "zo":  # a copy of the sent buckets stays until the average arrives
+        config = recipe.co2.compression
+        narrow = config.format not in ("float32", "auto")
+        return trained * (copies + 1 + narrow * config.error_feedback * (1 + 2 / workers))
     config = recipe.ddp_compression if method == "ddp" else recipe.co2.compression  # pyright: ignore[reportAttributeAccessIssue]
     among = workers if method == "ddp" else workers // node
     alone = workers == 1 and (method == "ddp" or config.format == "auto")  # then nothing is encoded

@@ -25,6 +25,7 @@ from ..errors import CollectiveError, env_number
 from ..local_update import LocalUpdateMethod
 from ..stats import AsyncReadback
 from .members import AGREED, SENT, SUMMED, Came, Members, Report, WorkersChanged, agreed
+from .reducers import ElasticReducer
 
 MOST = 1024  # workers: checksums are narrow enough for exact sums over as many workers
 LOOK_EVERY = 0.2  # seconds between two checks whether another worker has left
@@ -194,7 +195,12 @@ class ElasticAllReduce(AsyncAllReduce):
     def count(self, number: int) -> None:
         """Sets how many workers count in the reduction of this number, counted from 1, in this generation."""
         self.world_size = self.members.size - (self._spared[1] if number == self._spared[0] else 0)
-        self.owner._reducer.scale = 1 / self.world_size
+        self._reducer.count(self.rank, self.members.size, self.world_size)
+
+    @property
+    def _reducer(self) -> ElasticReducer:
+        assert isinstance(self.owner._reducer, ElasticReducer), "see elastic_co2"
+        return self.owner._reducer
 
     @property
     def _flats(self) -> list[Tensor]:
@@ -203,7 +209,7 @@ class ElasticAllReduce(AsyncAllReduce):
     def _fill(self) -> None:
         """Copies the buckets to where they are reduced."""
         self._sums = self._sums or [torch.empty_like(flat) for flat in self._flats]
-        self.owner._reducer.flats = self._sums
+        self._reducer.begin(self._sums)
         copy(self._sums, self._flats)
 
     def _take_sum(self) -> None:
@@ -259,8 +265,9 @@ class ElasticAllReduce(AsyncAllReduce):
         return mine | {"act": self._act, "act_phase": self._act_phase} | self.tell()
 
     def _send_again(self) -> None:
-        self._fill()
+        self._reducer.undo()
         self.count(self.launched)
+        self._fill()
         self._begin(self.in_phases(self.owner._stages()))
 
     def _failure(self, reason: str, what: str = "") -> CollectiveError:

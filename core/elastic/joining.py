@@ -20,9 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..buckets import copy_where
+from ..buckets import copy_where, tensors_of
 from ..build import CommonArgs, build_args
 from ..co2 import CO2
+from ..compression.formats import NARROW_FORMATS
 from ..config import CO2Config, CompressionConfig, Schedule, named_rule
 from ..errors import UserError
 from ..hooks import Hook
@@ -30,6 +31,7 @@ from ..local_update import LocalUpdateMethod, ReduceResult
 from ..testing.link import Link, SlowAllReduce
 from .allreduce import ElasticAllReduce
 from .members import Members, Report
+from .reducers import make_reducer
 
 
 class Joining(Hook):
@@ -141,7 +143,7 @@ def check_elastic(config: Any) -> None:
     """Raises UserError for settings of a CO2Config that elastic workers do not support."""
     if config.tau == "auto":
         raise UserError("elastic does not go with tau='auto': give a number of local steps")
-    if config.compression.format not in ("float32", "auto"):
+    if config.compression.format not in (*NARROW_FORMATS, "auto"):
         raise UserError(f"elastic does not go with compression.format={config.compression.format!r}: leave it out")
 
 
@@ -165,6 +167,16 @@ class ElasticCO2(CO2):
                 copy_where(~counts, bucket.buffers, finite)
         return result
 
+    def _local_state(self) -> dict[str, Any]:
+        """Returns the state for newcomers and checkpoints, without residuals, which are this worker's own."""
+        state = super()._local_state()
+        if self._reducer.state:
+            del state["residual"]
+        return state
+
+    def _load_local_state(self, state: dict[str, Any]) -> None:
+        super()._load_local_state({name: held for name, held in state.items() if name != "residual"})
+
 
 def elastic_co2(
     params: Iterable[Tensor],
@@ -179,11 +191,13 @@ def elastic_co2(
 ) -> tuple[CO2, Joining]:
     """Makes CO2 whose workers come and go, at the cost of one more copy of the parameters.
 
+    Checkpoints hold no residuals of error feedback, so a resumed run starts with zeros.
+
     Make it on every worker before any process group exists, then call the hook's `join` on all of them.
 
     Args:
         params: As for CO2.
-        config: As for CO2. tau auto and compressions are refused. Compression auto means float32.
+        config: As for CO2. tau auto and compression lgreco are refused. Compression auto means float32.
         members: The worker's generation, see Members.
         buffers: As for CO2.
         timeout: As for CO2.
@@ -197,13 +211,16 @@ def elastic_co2(
     Raises:
         UserError: For settings that elastic workers do not support.
     """
-    given = named_rule(config)
-    check_elastic(given)
-    c = replace(given, compression=CompressionConfig())
+    c, params = named_rule(config), tensors_of(params, "parameters")
+    check_elastic(c)
+    if c.compression.format == "auto":
+        c = replace(c, compression=CompressionConfig())
+    c.compression.check(params, None)
     make = functools.partial(SlowElasticAllReduce, link=link) if link else ElasticAllReduce
     args = CommonArgs(buffers=buffers, timeout=timeout, hooks=hooks)
     allreduce = functools.partial(make, members=members)
     built = build_args(c, args, schedule, with_times=False, allreduce=allreduce)
     joining = Joining(members, at_once=c.delay == 0)
     built["hooks"].insert(0, joining)
+    built["reducer"] = functools.partial(make_reducer, c.compression)
     return ElasticCO2(params, c, schedule, **built), joining

@@ -1,5 +1,6 @@
 """Workers that come and go: the survivors stay equal, lose nothing that they have sent, and never stop."""
 
+import itertools
 import json
 import os
 import random
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from bench.chaos.crew import Crew
-from core import CO2, CO2Config, testing
+from core import CO2, CO2Config, CompressionConfig, testing
 from core.elastic.allreduce import ElasticAllReduce
 from core.elastic.joining import elastic_co2
 from core.elastic.members import Members, Over
@@ -141,19 +142,22 @@ class Worker:
 
 
 def hook(flight: ElasticAllReduce, where: str, when: int) -> None:
-    """Dies in a phase of reduction number `when`."""
-    inner = flight.in_phases
+    """Dies in a phase of reduction number `when`, or at "step N", once that collective of it has begun."""
+    inner, phases = flight.in_phases, {"sent": 0, "summed": 1}
 
     def in_phases(stages: Any) -> Any:
         steps = inner(stages)
-        for phase in ("sent", "summed"):  # the sum, and the agreement on it: each begins as the next stage is made
-            if flight.launched == when and where == phase:
+        for number in itertools.count():  # the steps of the sum, and the agreement on it
+            due = flight.launched == when
+            if due and phases.get(where) == number:
                 die()
-            yield next(steps)
-        yield from steps
+            if (stage := next(steps, None)) is None:
+                return
+            if due and where == f"step {number}":
+                die()
+            yield stage
 
-    if where in ("sent", "summed"):
-        flight.in_phases = in_phases  # pyright: ignore[reportAttributeAccessIssue]
+    flight.in_phases = in_phases  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def run(tmp_path: Path, workers: int, settings: dict[str, Any], deaths: dict[str, Any], restarts: int = 0, **more: Any):
@@ -187,6 +191,7 @@ def check_equal(ends: dict[str, Any]) -> None:
 
 PAPER = {"tau": 3}
 KEEP = {"tau": 3, "merge": "keep_local", "gap": "none", "delay": "auto", "outer_momentum": 0.0}
+INT4 = {"compression": CompressionConfig("int4")}
 
 
 @pytest.mark.parametrize("settings", [PAPER, KEEP | {"delay": 1}], ids=["paper", "keep"])
@@ -350,7 +355,9 @@ def test_one_death_is_one_death(tmp_path: Path, workers: int):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("seed", "settings"), [(1, PAPER), (2, KEEP), (3, PAPER), (4, KEEP)])
+@pytest.mark.parametrize(
+    ("seed", "settings"), [(1, PAPER), (2, KEEP), (3, PAPER | INT4), (4, KEEP | INT4), (5, KEEP | INT4 | {"delay": 0})]
+)
 def test_a_storm(tmp_path: Path, seed: int, settings: dict[str, Any]):
     """Four workers, one or two of which are killed every few seconds, at any moment, and come back."""
     rng = random.Random(seed)

@@ -26,7 +26,9 @@ ARROWS: dict[str, set[str]] = {
     "core.sharded": {"core", "core.build", "core.config", "core.placement"},
     "core.ddp": {"core", "core.config", "core.testing"},
     "core.methods": CORE - {"core.__init__", "core.elastic", "core.integrations", "core.doctor"},
-    "core.elastic": {"core", "core.build", "core.co2", "core.config", "core.placement", "core.testing"},
+    "core.elastic": {
+        *("core", "core.build", "core.co2", "core.compression", "core.config", "core.placement", "core.testing")
+    },
     "core.__init__": CORE - {"core.elastic", "core.integrations", "core.doctor"},
     "core.integrations": CORE - {"core.doctor"},
     "core.doctor": CORE - {"core.integrations"},  # nothing imports it

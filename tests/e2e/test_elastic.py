@@ -54,11 +54,12 @@ def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str], se
     "of",
     [
         VISION,
+        (*VISION, "--co2.compression.format", "int4"),
         ("segmentation.train", "digits_small", "--batch_size", "12"),
         ("pointcloud.train", "surfaces_small", "--batch_size", "12"),
         ("language.train", "gpt2_pydoc_small", "--batch_size", "6"),
     ],
-    ids=["vision", "segmentation", "pointcloud", "language"],
+    ids=["vision", "int4", "segmentation", "pointcloud", "language"],
 )
 def test_every_task_goes_on_and_takes_a_worker_back(of: tuple[str, ...], tmp_path: Path):
     process = start(tmp_path, 1, "--epochs", "400", of=of)

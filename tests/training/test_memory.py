@@ -68,6 +68,8 @@ def test_it_fits_both_clusters(task: str, name: str, monkeypatch: pytest.MonkeyP
         ({"per_node": 2, "zero": 2}, 3.0),
         ({"per_node": 2, "zero": 3, "shard": True}, 2.0),
         ({"offload": True}, 0.0),
+        ({"elastic": True}, 4.0),  # by hand: one more copy, and over int4 two errors, one of them twice
+        ({"elastic": True, "co2": CO2Config.paper(tau=5, compression=CompressionConfig("int4"))}, 5.5),
     ],
 )
 def test_shared_out_co2_holds_what_was_measured(changes: dict[str, Any], expected: float):

@@ -1,0 +1,178 @@
+"""Workers that come and go over narrow formats: what a lost worker leaves, and what the survivors send again."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
+
+from core import CO2, CO2Config, CompressionConfig, testing
+from core.buckets import Scalars, make_buckets
+from core.elastic.joining import elastic_co2
+from core.elastic.members import Members
+from core.elastic.reducers import ElasticQuantized
+from tests.core.test_elastic import check_equal, run, train_plainly
+
+INT4 = CompressionConfig("int4")
+NUMEL = 1500  # six blocks, the last of which is not full
+
+
+class Sender:
+    """One worker's bucket and reducer. The collectives between them are in `attempt`."""
+
+    def __init__(self, rank: int, numel: int = NUMEL):
+        self.seed, self.scalars = rank, Scalars({"steps": 1, "weight": 1})
+        self.bucket = make_buckets([nn.Parameter(torch.zeros(numel, dtype=torch.float64))], [], 2)[0]
+        self.scalars.attach(self.bucket.scalars)
+        self.reducer = ElasticQuantized([self.bucket], self.scalars, INT4)
+
+    def launch(self, rank: int, size: int, payload: torch.Tensor, *, again: bool = False) -> None:
+        if not again:
+            self.bucket.payload.copy_(payload)
+            self.bucket.scalars.fill_(1.0)
+        else:
+            self.reducer.undo()
+        self.reducer.count(rank, size, size)
+        self.sums = torch.empty_like(self.bucket.flat)
+        self.reducer.begin([self.sums])
+        self.sums.copy_(self.bucket.flat)
+
+    def residuals(self) -> torch.Tensor:
+        """What it owes to the sum over the workers."""
+        r = self.reducer
+        own, mean = (flats[0] for flats in r.state.values())
+        owed = own.clone()
+        owed[r.rank * len(mean) : (r.rank + 1) * len(mean)] += r.world_size * mean
+        return owed[: self.bucket.numel]
+
+
+def attempt(senders: list[Sender], steps: int = 3) -> torch.Tensor:
+    """The first steps of a reduction: encode, average, decode. The average counts after the last."""
+    sent = [sender.reducer._outgoing() for sender in senders]
+    if steps > 1:
+        means = [s.reducer._average(torch.stack([row[j] for row in sent])) for j, s in enumerate(senders)]
+        for sender in senders if steps > 2 else []:
+            sender.reducer._unpack(torch.stack(means))
+    if steps == 3:
+        assert all(torch.equal(senders[0].sums, sender.sums) for sender in senders)
+    return senders[0].sums[: senders[0].bucket.numel].clone()
+
+
+def payload(seed: int, number: int) -> torch.Tensor:
+    return torch.randn(NUMEL, generator=torch.Generator().manual_seed(100 * seed + number), dtype=torch.float64)
+
+
+def rounds(senders: list[Sender], numbers: range) -> torch.Tensor:
+    """The sum of these rounds' averages, over so many workers."""
+    total = torch.zeros(NUMEL, dtype=torch.float64)
+    for number in numbers:
+        for rank, sender in enumerate(senders):
+            sender.launch(rank, len(senders), payload(sender.seed, number))
+        total += attempt(senders)
+    return total
+
+
+@pytest.mark.parametrize("lost_after", [0, 1, 2, 3])
+def test_a_change_loses_nothing_of_a_survivor(lost_after: int):
+    """Three of four workers go on. Worker 1 is lost before the fifth round, or after a step of it that fails."""
+    senders = [Sender(rank) for rank in range(4)]
+    rounds(senders, range(4))
+    left = [sender for sender in senders if sender.seed != 1]
+    factor = 3 / 4  # a residual of averages weighs as many workers as the next average is over
+    owed = torch.zeros(NUMEL, dtype=torch.float64)
+    for sender in left:
+        own = sender.reducer.state["error_feedback"][0][:NUMEL]
+        owed += own + factor * (sender.residuals() - own)
+    if lost_after:
+        for rank, sender in enumerate(senders):
+            sender.launch(rank, 4, payload(sender.seed, 4))
+        attempt(senders, lost_after)
+        for rank, sender in enumerate(left):
+            sender.launch(rank, 3, payload(sender.seed, 4), again=True)
+        total = attempt(left) + rounds(left, range(5, 8))
+    else:
+        total = rounds(left, range(4, 8))
+    sent = torch.stack([payload(sender.seed, number) for sender in left for number in range(4, 8)]).sum(0)
+    still = torch.stack([sender.residuals() for sender in left]).sum(0)
+    torch.testing.assert_close(3 * total + still, owed + sent, rtol=0, atol=1e-9)
+    assert still.abs().max() < 3 * 2 * 4 / 7, "of each stage at most half a quantum"
+
+
+def test_a_repeated_reduction_by_hand():
+    """A block's largest number is 7, so the quantum is 1. Of two workers one is lost, and the other sends again."""
+    senders = [Sender(0, 2), Sender(1, 2)]
+    for numbers, averages in (([7.0, 2.3], [7.0, 2.0]), ([7.0, 2.3], [7.0, 3.0])):  # 2.3 + 0.3 is rounded to 3
+        for rank, sender in enumerate(senders):
+            sender.launch(rank, 2, torch.tensor(numbers, dtype=torch.float64))
+        assert attempt(senders).tolist() == averages
+    first = senders[0]
+    torch.testing.assert_close(first.residuals().tolist(), [0.0, -0.4])
+    for steps in (1, 2, 3):
+        numbers = torch.tensor([7.0, 2.7], dtype=torch.float64)  # and -0.4: once it is 2, twice it would be 2 - 0.1
+        first.launch(0, 2, numbers, again=steps > 1)
+        senders[1].launch(1, 2, numbers, again=steps > 1)
+        attempt(senders, steps)
+    first.launch(0, 1, numbers, again=True)
+    assert attempt([first]).tolist() == [7.0, 2.0]
+    torch.testing.assert_close(first.residuals().tolist(), [0.0, 0.3])
+
+
+PAPER = {"tau": 3, "compression": INT4}
+KEEP = PAPER | {"merge": "keep_local", "gap": "none", "outer_momentum": 0.0}
+LOCAL_SGD = PAPER | {"delay": 0, "gap": "none", "clip": None, "outer_momentum": 0.0}
+
+
+@pytest.mark.parametrize("settings", [PAPER, LOCAL_SGD], ids=["paper", "local_sgd"])
+def test_without_a_loss_it_is_the_plain_method(tmp_path: Path, settings: dict[str, Any]):
+    """Bit for bit, also in the buffers' part."""
+    _, ends = run(tmp_path, 2, settings, {})
+    plain = testing.run_distributed(train_plainly, 2, settings, tmp_path / "none")
+    assert {tuple(end["x"]) for end in ends.values()} == {tuple(x) for x, _ in plain}
+
+
+def test_checkpoints_go_both_ways_without_residuals():
+    """Also those of a run of one worker, whose residuals would have the same shapes."""
+    config = CO2Config(**PAPER)
+    plain = CO2([nn.Parameter(torch.ones(5))], config)
+    elastic, _ = elastic_co2([nn.Parameter(torch.zeros(5))], config, members=Members(HashStore(), "0.0"))
+    for flats in plain._reducer.state.values():
+        flats[0].fill_(1.0)
+    elastic.load_state_dict(plain.state_dict())
+    assert elastic._x[0].tolist() == [1.0] * 5 and not any(f[0].any() for f in elastic._reducer.state.values())
+    CO2([nn.Parameter(torch.zeros(5))], config).load_state_dict(elastic.state_dict())
+
+
+SLOW = pytest.mark.slow
+DEATHS = [
+    ("0.0", "step 2", 3, KEEP),  # the all-to-all
+    ("1.0", "step 4", 4, PAPER),  # the agreement
+    *(pytest.param("1.0", f"step {n}", 3, settings, marks=SLOW) for n in range(5) for settings in (PAPER, KEEP)),
+    *(pytest.param("0.0", f"step {n}", 4, LOCAL_SGD, marks=SLOW) for n in range(5)),
+    pytest.param("2.0", "boundary", 3, PAPER, marks=SLOW),
+    pytest.param("2.0", "local", 10, LOCAL_SGD, marks=SLOW),
+    pytest.param("1.0", "local", 13, KEEP | {"delay": "auto"}, marks=SLOW),
+    pytest.param("1.0", "step 3", 3, KEEP | {"delay": 1}, marks=SLOW),
+]
+
+
+@pytest.mark.parametrize(("who", "where", "when", "settings"), DEATHS)
+def test_the_survivors_go_on_and_stay_equal(tmp_path: Path, who: str, where: str, when: int, settings: dict[str, Any]):
+    status, ends = run(tmp_path, 3, settings, {who: (where, when)})
+    assert status == 0 and set(ends) == {"0.0", "1.0", "2.0"} - {who}
+    check_equal(ends)
+    for end in ends.values():
+        assert [len(names) for _, names in end["sizes"]] == [3, 2]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [LOCAL_SGD, *(pytest.param(s, marks=SLOW) for s in (PAPER, KEEP))],
+    ids=["local_sgd", "paper", "keep"],
+)
+def test_one_that_comes_back_joins(tmp_path: Path, settings: dict[str, Any]):
+    status, ends = run(tmp_path, 3, settings, {"0.0": ("local", 10)}, restarts=1, comes="0.1", pace=0.05, steps=60)
+    assert status == 0 and set(ends) == {"0.1", "1.0", "2.0"}
+    assert ends["0.1"]["joined"] and len(ends["1.0"]["sizes"][-1][1]) == 3
+    check_equal(ends)
