@@ -2,7 +2,7 @@
 
     python -m training.launch --nproc-per-node 4 -m TASK.train RECIPE [overrides]
 
-torchrun ends every failure with a traceback. This launcher ends a user's mistake with one line, and Ctrl-C with none.
+torchrun ends every failure with a traceback. This launcher ends a failure with one line, and Ctrl-C with none.
 
 With --elastic among the overrides, workers may come and go. Each node's launcher ends a worker that is silent for
 --timeout seconds. It restarts a worker that died, up to --max-restarts times, under a new name, RANK.RESTARTS. It
@@ -323,9 +323,8 @@ class Agent:
     def _start(self, slot: int) -> None:
         env = {"RANK": self.node * self.workers + slot, "WORLD_SIZE": self.nodes * self.workers}
         env |= {"LOCAL_RANK": slot, "LOCAL_WORLD_SIZE": self.workers, "CO2_WORKER": self.name(slot)}
-        if isinstance(self._served, EtcdStore):
-            env |= {"CO2_STORE": self._served.url}
-        else:
+        env["CO2_STORE"] = self._served.url if isinstance(self._served, EtcdStore) else ""
+        if not env["CO2_STORE"]:
             env |= {"MASTER_ADDR": self._served.host, "MASTER_PORT": self._served.port}
         env[SECRET] = self._secret
         env["TORCHELASTIC_ERROR_FILE"] = self._error_file(slot)
@@ -403,9 +402,11 @@ def main() -> None:
             sys.exit(run_elastic(args))
         run(args)
     except ChildFailedError as error:
-        _, failure = error.get_first_failure()
+        rank, failure = error.get_first_failure()
         if failure.exitcode != 2:  # status 2 is a user's mistake
-            raise
+            ended = f"killed by signal {-failure.exitcode}" if failure.exitcode < 0 else "first to fail"
+            print(f"error: worker {rank} was {ended}: see what the workers print", file=sys.stderr, flush=True)
+            sys.exit(1)
         if isinstance(failure.message, dict):  # otherwise the message about a wrong option was printed above
             print(failure.message["message"], file=sys.stderr, flush=True)
         sys.exit(2)
