@@ -246,6 +246,18 @@ def test_a_worker_that_fails_is_one_line_of_its_launcher(status: int, said: str,
     assert capsys.readouterr().err == f"error: worker 1 was {said}: see what the workers print\n"
 
 
+@pytest.mark.parametrize(
+    "option",
+    ["--nnodes 0", "--nnodes 1:x", "--nnodes 3:2", "--nproc-per-node 0", "--nproc-per-node -1", "--master-port 65536"],
+)
+@pytest.mark.parametrize("elastic", [[], ["--elastic"]])
+def test_the_launcher_refuses_numbers_that_cannot_be(option: str, elastic: list[str], monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["launch", *option.split(), "-m", "vision.train", *elastic])
+    with pytest.raises(SystemExit, match="2"):
+        launcher.main()
+    assert capsys.readouterr().err.startswith(f"error: {option}: give ")
+
+
 def test_launch_does_not_hide_a_bug():
     with pytest.raises(ValueError, match="a bug"):
         launch(lambda: raises(ValueError("a bug")))
