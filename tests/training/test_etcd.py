@@ -79,11 +79,12 @@ class Machines:
     Args:
         etcd: Their members.
         folder: Folder of the run and of each launcher's log.
-        script: What the launchers start, with its first arguments.
+        epochs: Length of the run.
+        script: The module that the launchers start, with its first arguments.
     """
 
-    def __init__(self, etcd: LocalEtcd, folder: Path, *script: str):
-        self.etcd, self.folder, self.script, self.run = etcd, folder, script, folder / "run"
+    def __init__(self, etcd: LocalEtcd, folder: Path, epochs: int, *script: str):
+        self.etcd, self.folder, self.epochs, self.script, self.run = etcd, folder, epochs, script, folder / "run"
         self.launchers = [self.launch(node) for node in range(3)]
 
     def __enter__(self) -> "Machines":
@@ -96,9 +97,9 @@ class Machines:
 
     def launch(self, node: int) -> Any:
         started = ["training.launch", "--nnodes", "3", "--node-rank", str(node), "--nproc-per-node", "1"]
-        recipe = [*self.script, "digits_small", "--elastic", "--device", "cpu", "--timeout", "30"]
-        recipe += ["--epochs", "14", "--batch_size", "60", "--co2.tau", "3", "--log_every", "1", "--out", str(self.run)]
-        command = [sys.executable, "-m", *started, "--store", f"{self.etcd.url}/run", *recipe]
+        recipe = ["-m", *self.script, "digits_small", "--elastic", "--device", "cpu", "--timeout", "30"]
+        recipe += ["--epochs", str(self.epochs), "--batch_size", "60", "--co2.tau", "3", "--log_every", "1"]
+        command = [sys.executable, "-m", *started, "--store", f"{self.etcd.url}/run", *recipe, "--out", str(self.run)]
         start = functools.partial(self.etcd.cluster.popen, node) if self.etcd.cluster else subprocess.Popen
         with open(self.folder / f"log{node}", "a") as log:
             return start(command, stdout=log, stderr=log, start_new_session=True)
@@ -126,7 +127,7 @@ class Machines:
 @needs_etcd
 @pytest.mark.slow
 def test_a_run_survives_the_machine_that_leads_and_takes_it_back(etcd: LocalEtcd, tmp_path: Path):
-    with Machines(etcd, tmp_path, "-m", "vision.train") as machines:
+    with Machines(etcd, tmp_path, 14, "vision.train") as machines:
         launchers, run = machines.launchers, machines.run
         machines.train(12)
         lost = machines.leader
@@ -141,38 +142,39 @@ def test_a_run_survives_the_machine_that_leads_and_takes_it_back(etcd: LocalEtcd
     assert "Traceback" not in machines.logs
 
 
-WATCHED = """
-import os, sys
-
-sys.path.insert(0, os.getcwd())
-from bench.chaos.soak import watched
-
-watched("vision.train", tuple(sys.argv[1:]), {folder!r}, 1)
-"""
-
-
 @needs_etcd
 @pytest.mark.root
 @pytest.mark.slow
 @pytest.mark.parametrize("leads", [True, False])
 def test_a_machine_that_is_cut_off_stands_still_and_comes_back(tmp_path: Path, leads: bool):
-    script = tmp_path / "watched.py"
-    script.write_text(WATCHED.format(folder=str(tmp_path)))
-    with Cluster(3, 20) as cluster, LocalEtcd(tmp_path, cluster) as etcd, Machines(etcd, tmp_path, str(script)) as on:
-        on.train(12)
-        cut = on.leader if leads else (on.leader + 1) % 3
+    script = "bench.chaos.worker", str(tmp_path), "1", "vision.train"  # writes its rounds
+
+    def rounds(name: str) -> list[list[str]]:
+        file = tmp_path / f"rounds1.{name}"
+        return [line.split() for line in file.read_text().splitlines()] if file.exists() else []
+
+    with (
+        Cluster(3, 100) as cluster,
+        LocalEtcd(tmp_path, cluster) as etcd,
+        Machines(etcd, tmp_path, 1000, *script) as machines,
+    ):
+        machines.train(12)
+        cut = machines.leader if leads else (machines.leader + 1) % 3
         cluster.set_link(cut, up=False)
         since = time.monotonic()
-        assert on.launchers[cut].wait(120) == 1
-        on.train(12)
+        assert machines.launchers[cut].wait(120) == 1
+        machines.train(12)
         cluster.set_link(cut, up=True)
-        on.launchers[cut] = on.launch(cut)
-        assert [launcher.wait(240) for launcher in on.launchers] == [0, 0, 0]
-    assert logged(on.run, "workers") == [f"2 workers: {cut}.0 lost", f"3 workers: {cut}.1 came"]
-    rounds = {path.name: [line.split() for line in path.read_text().splitlines()] for path in tmp_path.glob("rounds1*")}
-    alone = [when for *_, when in rounds[f"rounds1.{cut}.0"] if float(when) > since]
-    assert len(alone) <= 1, "the machine that is alone merges at most the sum that had arrived"
-    last = [{number: digest for _, number, digest, _ in of_one} for of_one in rounds.values()]
-    iterates = {pair for of_one in last for pair in of_one.items()}
-    assert len(iterates) == len({number for number, _ in iterates}) > 20, "equal bit for bit"
-    assert "Traceback" not in on.logs and "the run's store is gone" in (tmp_path / f"log{cut}").read_text()
+        machines.launchers[cut] = machines.launch(cut)
+        until = time.monotonic() + 240
+        while len(rounds(f"{cut}.1")) < 6:
+            assert time.monotonic() < until, machines.logs
+            machines.train(1)
+    assert logged(machines.run, "workers") == [f"2 workers: {cut}.0 lost", f"3 workers: {cut}.1 came"]
+    late = [when for *_, when in rounds(f"{cut}.0") if float(when) > since]
+    assert len(late) <= 1, "the machine that is alone merges at most the sum that had arrived"
+    names = [f"{cut}.1", *(f"{node}.0" for node in range(3))]
+    digests = {(number, digest) for name in names for _, number, digest, _ in rounds(name)}
+    assert len(digests) == len({number for number, _ in digests}) > 8, "equal bit for bit"
+    assert "Traceback" not in machines.logs
+    assert "the run's store is gone" in (tmp_path / f"log{cut}").read_text()
