@@ -17,6 +17,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from bench.cluster import hold_port
 from bench.report import header, read_options, require, save
 from training.script import launch
 
+STARTING = threading.Lock()
 TINY = ("--device", "cpu", "--timeout", "3", "--epochs", "1", "--out", "{}/run")
 TRAIN = ("vision.train", "digits_small", *TINY)
 COMMANDS: dict[tuple[str, ...], tuple[str, ...]] = {  # a command -> the files that it reads; {}: the case's folder
@@ -214,7 +216,9 @@ def suffer(context: Any, case: Case, folder: Path, limit: float) -> tuple[str, i
     command, log = [word.replace("{}", str(folder)) for word in case.command], folder / "log"
     log.unlink(missing_ok=True)
     process = context.Process(target=_run, args=(command, case.env, str(folder), str(log)))
-    process.start()
+    with STARTING:  # start() would poll the processes of other threads, and their status would be lost
+        process.start()
+        multiprocessing.process._children.discard(process)  # pyright: ignore[reportAttributeAccessIssue]
     try:
         process.join(limit)
         status = process.exitcode
