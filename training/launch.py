@@ -2,7 +2,7 @@
 
     python -m training.launch --nproc-per-node 4 -m TASK.train RECIPE [overrides]
 
-torchrun ends every failure with a traceback. This launcher ends a user's mistake with one line, and Ctrl-C with none.
+torchrun ends every failure with a traceback. This launcher ends a failure with one line, and Ctrl-C with none.
 
 With --elastic among the overrides, workers may come and go. Each node's launcher ends a worker that is silent for
 --timeout seconds. It restarts a worker that died, up to --max-restarts times, under a new name, RANK.RESTARTS. It
@@ -16,6 +16,7 @@ import errno
 import json
 import math
 import os
+import re
 import secrets
 import signal
 import socket
@@ -37,6 +38,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import determine_local_world_size, get_args_parser, run
 
+from core.elastic.allreduce import MOST
 from core.elastic.etcd import Election, EtcdStore, NotLeading
 from core.elastic.members import BEAT
 from core.elastic.sealed import SECRET, SealedStore
@@ -323,9 +325,8 @@ class Agent:
     def _start(self, slot: int) -> None:
         env = {"RANK": self.node * self.workers + slot, "WORLD_SIZE": self.nodes * self.workers}
         env |= {"LOCAL_RANK": slot, "LOCAL_WORLD_SIZE": self.workers, "CO2_WORKER": self.name(slot)}
-        if isinstance(self._served, EtcdStore):
-            env |= {"CO2_STORE": self._served.url}
-        else:
+        env["CO2_STORE"] = self._served.url if isinstance(self._served, EtcdStore) else ""
+        if not env["CO2_STORE"]:
             env |= {"MASTER_ADDR": self._served.host, "MASTER_PORT": self._served.port}
         env[SECRET] = self._secret
         env["TORCHELASTIC_ERROR_FILE"] = self._error_file(slot)
@@ -393,27 +394,42 @@ def run_elastic(args: Namespace) -> int:
     return Agent(spawn, determine_local_world_size(args.nproc_per_node), args.max_restarts, **where).run()
 
 
+def check_args(args: Namespace) -> None:
+    """Raises UserError for numbers of nodes and workers, and a port, that cannot be."""
+    fewest, most = (str(args.nnodes).split(":") * 2)[:2]
+    if not (re.fullmatch("[0-9]{1,6}(:[0-9]{1,6})?", str(args.nnodes)) and 0 < int(fewest) <= int(most)):
+        raise UserError(f"--nnodes {str(args.nnodes)[:40]}: give a number of nodes, or MIN:MAX")
+    if not 0 < determine_local_world_size(args.nproc_per_node) <= MOST:
+        raise UserError(f"--nproc-per-node {args.nproc_per_node[:40]}: give 1 to {MOST}")
+    if not 0 <= (args.master_port or 0) < 1 << 16:
+        raise UserError(f"--master-port {args.master_port}: give 0 to 65535")
+
+
 def main() -> None:
     os.environ["CO2_LAUNCH"] = "1"  # this process prints the workers' last line
     parser = get_args_parser()
     parser.add_argument("--store", help="for --elastic: etcd://HOST,HOST,HOST/RUN, which outlives any one machine")
     args = parser.parse_args()
     try:
+        check_args(args)
         if "--elastic" in args.training_script_args:
             sys.exit(run_elastic(args))
         run(args)
     except ChildFailedError as error:
-        _, failure = error.get_first_failure()
+        rank, failure = error.get_first_failure()
         if failure.exitcode != 2:  # status 2 is a user's mistake
-            raise
+            ended = f"killed by signal {-failure.exitcode}" if failure.exitcode < 0 else "first to fail"
+            print(f"error: worker {rank} was {ended}: see what the workers print", file=sys.stderr, flush=True)
+            sys.exit(1)
         if isinstance(failure.message, dict):  # otherwise the message about a wrong option was printed above
             print(failure.message["message"], file=sys.stderr, flush=True)
         sys.exit(2)
     except CollectiveError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(1)
-    except (UserError, RuntimeError, ValueError, OSError) as error:  # of this process: workers print their own errors
-        print(f"error: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
+    except (UserError, RuntimeError, ValueError, OSError, AssertionError) as error:  # of this process, not of workers
+        reason = (str(error).splitlines() or ["torchrun refuses the options"])[0]
+        print(f"error: {reason}", file=sys.stderr, flush=True)
         sys.exit(2)
     except SignalException as signalled:
         sys.exit(128 + signalled.sigval)

@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import re
 import sys
+import types
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PosixPath
@@ -32,7 +33,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     file = folder / "config.json"
     try:
         config = parse_json(file.read_text())
-        config["recipe"]["method"], config["world_size"]
+        config["recipe"]["method"]
+        if not isinstance(workers := config["world_size"], int) or workers < 1:
+            raise ValueError(f"world_size={workers!r} is no number of workers")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{file}: {reason(error)}; give the folder of a run (--out, or runs/RECIPE-...)") from None
     return config
@@ -44,11 +47,16 @@ def read_recipe(folder: Path, kind: type[R]) -> R:
     if unknown := sorted(stored.keys() - {f.name for f in dataclasses.fields(kind)}):
         made = f"recipe {stored.get('name')}, whose setting {unknown[0]} this command does not know"
         raise UserError(f"{folder} is a run of {made}: use its own task's command")
-    return _rebuilt(kind(), stored)
+    try:
+        return _rebuilt(kind(), stored)
+    except TypeError as error:
+        raise UserError(f"{folder / 'config.json'} is damaged ({error}): restore it") from None
 
 
-def _rebuilt(default: Any, stored: dict[str, Any]) -> Any:
-    """Returns `default` with the stored values. JSON has no paths and no tuples."""
+def _rebuilt(default: Any, stored: Any) -> Any:
+    """Returns `default` with the stored values. JSON has no paths and no tuples. Another type is a TypeError."""
+    if not isinstance(stored, dict):
+        raise TypeError(f"{stored!r:.60} in place of settings")
     hints, changes = typing.get_type_hints(type(default)), dict[str, Any]()
     for name in {f.name for f in dataclasses.fields(default)} & stored.keys():
         value, before = stored[name], getattr(default, name)
@@ -58,8 +66,27 @@ def _rebuilt(default: Any, stored: dict[str, Any]) -> Any:
             value = tuple(value)
         elif isinstance(value, str) and Path in (hints[name], *typing.get_args(hints[name])):
             value = Path(value)
+        if not _fits(value, hints[name]):
+            raise TypeError(f"{name}={value!r:.60}")
         changes[name] = value
     return dataclasses.replace(default, **changes)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Returns whether a value has the type of a setting."""
+    kind, args = typing.get_origin(hint), typing.get_args(hint)
+    if kind in (typing.Union, types.UnionType):
+        return any(_fits(value, one) for one in args)
+    if kind is typing.Literal:
+        return value in args
+    if kind is tuple:
+        if not isinstance(value, tuple):
+            return False
+        of_each = args[:1] * len(value) if args[-1:] == (...,) else args
+        return len(value) == len(of_each) and all(map(_fits, value, of_each))
+    if hint in (int, float):
+        return isinstance(value, (int, hint)) and not isinstance(value, bool)
+    return hint is Any or isinstance(value, kind or hint)
 
 
 def run_weights(folder: Path, like: nn.Module) -> Weights:
@@ -76,18 +103,31 @@ def run_weights(folder: Path, like: nn.Module) -> Weights:
     if not (names := finished(checkpoints)):
         raise UserError(f"{folder} holds no checkpoint of a run: give the folder of one that has ended, or saved")
     recipe = read_config(folder)["recipe"]
-    if "layout" in parse_json((checkpoints / names[0] / MANIFEST).read_text()):
+    if _of_layout(newest := checkpoints / names[0]):
         from training.layouts.resharded import read_model  # imported here, because torch's pipelines take a second
 
-        return read_model(checkpoints / names[0])
+        try:
+            return read_model(newest)
+        except UserError:
+            raise
+        except Exception as error:  # torch.load and DCP raise many kinds of errors
+            raise UserError(f"{newest} cannot be read ({reason(error)}): give another run") from None
     if recipe.get("ema") is not None:
         weights = _part(checkpoints, 0, "ema")
         return {name.removeprefix("module."): t for name, t in weights.items() if name != "n_averaged"}
-    if recipe.get("zero", 0) < 2:
+    if recipe.get("zero") not in (2, 3):
         return _part(checkpoints, 0, "model")
     shards = [_part(checkpoints, number, "model") for number in range(_part(checkpoints, 0, "node"))]
     split = {name for name, _ in like.named_parameters(remove_duplicate=False)}  # FSDP2 shards the first dimension
     return {name: torch.cat([s[name] for s in shards]) if name in split else t for name, t in shards[0].items()}
+
+
+def _of_layout(checkpoint: Path) -> bool:
+    """Returns whether a run with a layout has written it. False for a damaged manifest, which load_newest refuses."""
+    try:
+        return "layout" in parse_json((checkpoint / MANIFEST).read_text())
+    except (OSError, ValueError, TypeError):
+        return False
 
 
 def _part(checkpoints: Path, number: int, part: str) -> Any:

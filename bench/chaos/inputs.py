@@ -2,12 +2,11 @@
 
 Each case is one command of the project with one hostile value: of an option, of an environment variable, or in a file
 that the command reads. A traceback, a crash, or a status other than 0, 1 or 2 is a fault. The script prints each fault
-with its case, and the number of cases. Its status is 1 if there is a fault.
+with its case, and writes the numbers to inputs.json. Its status is 1 if there is a fault.
 """
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import json
 import multiprocessing
@@ -18,16 +17,19 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bench.chaos.crew import work
 from bench.cluster import hold_port
-from bench.report import read_options, require
+from bench.report import header, read_options, require, save
 from training.script import launch
 
+STARTING = threading.Lock()
 TINY = ("--device", "cpu", "--timeout", "3", "--epochs", "1", "--out", "{}/run")
 TRAIN = ("vision.train", "digits_small", *TINY)
 COMMANDS: dict[tuple[str, ...], tuple[str, ...]] = {  # a command -> the files that it reads; {}: the case's folder
@@ -35,6 +37,8 @@ COMMANDS: dict[tuple[str, ...], tuple[str, ...]] = {  # a command -> the files t
     (*TRAIN, "--dry_run"): (),
     (*TRAIN, "--resume"): ("run/*", "run/checkpoints/*/*"),
     ("vision.train", "digits_small", *TINY[:-1], "{}/new", "--init_from", "{}/run"): ("run/checkpoints/*/*",),
+    ("vision.evaluate", "{}/run", "--device", "cpu"): ("run/*", "run/checkpoints/*/*"),
+    ("vision.export", "{}/run", "{}/weights.safetensors"): ("run/*", "run/checkpoints/*/*"),
     ("language.train", "gpt2_pydoc_small", *TINY, "--dry_run"): (),
     ("segmentation.train", "digits_small", *TINY, "--dry_run"): (),
     ("pointcloud.train", "surfaces_small", *TINY, "--dry_run"): (),
@@ -49,6 +53,7 @@ COMMANDS: dict[tuple[str, ...], tuple[str, ...]] = {  # a command -> the files t
     ("core.doctor", "--params", "1e5", "--timeout", "3", "--out", "{}/new.json"): (),
     ("training.launch", "--nproc-per-node", "1", "-m", *TRAIN, "--dry_run"): (),
     ("training.launch", "--nproc-per-node", "1", "-m", *TRAIN, "--dry_run", "--elastic"): (),
+    ("training.launch", "--nproc-per-node", "1", "-m", *TRAIN, "--elastic"): (),
     ("training.launch", "--nnodes", "3", "--store", "etcd://127.0.0.1:9/run", "-m", *TRAIN, "--elastic"): (),
     ("reproduce", "list"): (),
     ("reproduce", "vision", "--collect", "{}"): ("run/*.json*",),
@@ -83,9 +88,12 @@ class Fuzz:
     seed: int = 0
     limit: float = 20.0
     """Seconds after which a case is ended. It counts as accepted, because it trains or measures."""
+    jobs: int = 1
+    """Cases that run at the same time."""
+    out: Path = Path("results")
 
     def check(self) -> None:
-        require(self, positive="limit", ones="cases")
+        require(self, positive="limit", ones="cases jobs")
 
 
 @dataclass(frozen=True)
@@ -102,25 +110,33 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # runs `finally`
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
-    found, faults = collections.Counter[str](), 0
-    with tempfile.TemporaryDirectory(prefix="fuzz") as temporary:
+    found: dict[str, list[int]] = {}
+    with tempfile.TemporaryDirectory(prefix="fuzz") as temporary, ThreadPoolExecutor(asked.jobs) as pool:
         folder = Path(temporary)
         options = prepare(context, folder / "whole")
-        for number in range(asked.first, asked.first + asked.cases):
-            shutil.copytree(folder / "whole", here := folder / "case")
+
+        def run(number: int) -> tuple[int, str]:
+            shutil.copytree(folder / "whole", here := folder / str(number))
             case = draw(random.Random(f"{asked.seed} {number}"), options, here)
             said, status = suffer(context, case, here, asked.limit)
             last = said.strip().splitlines()[-1:] or [""]
             fault = "Traceback (most" in said or status not in (0, 1, 2, None)
-            found["faults" if fault else "ended by the limit" if status is None else f"status {status}"] += 1
-            faults += fault
             if fault:
                 print(json.dumps({"case": number, "status": status, **vars(case), "last": last[0][:300]}), flush=True)
             shutil.rmtree(here, ignore_errors=True)
-            if (number + 1) % 100 == 0:
-                print(f"{number + 1} cases, {faults} faults", file=sys.stderr, flush=True)
-    print(f"{asked.cases} cases: {', '.join(f'{count} {what}' for what, count in found.most_common())}")
-    sys.exit(1 if faults else 0)
+            return number, "fault" if fault else "limit" if status is None else f"status {status}"
+
+        try:
+            for number, end in pool.map(run, range(asked.first, asked.first + asked.cases)):
+                found.setdefault(end, []).append(number)
+                if (number + 1) % 100 == 0:
+                    print(f"{number + 1} cases, {len(found.get('fault', []))} faults", file=sys.stderr, flush=True)
+        finally:  # SIGTERM and Ctrl-C keep what was found
+            ends = {end: len(numbers) for end, numbers in sorted(found.items())}
+            row = {"cases": sum(ends.values()), "ends": ends, "faults": found.get("fault", [])}
+            save(asked.out, "inputs", header("bench.chaos.inputs", asked) | row | {"limits": found.get("limit", [])})
+            print(f"{row['cases']} cases: {', '.join(f'{count} {end}' for end, count in ends.items())}")
+    sys.exit("fault" in found)
 
 
 def prepare(context: Any, folder: Path) -> dict[str, list[str]]:
@@ -200,7 +216,9 @@ def suffer(context: Any, case: Case, folder: Path, limit: float) -> tuple[str, i
     command, log = [word.replace("{}", str(folder)) for word in case.command], folder / "log"
     log.unlink(missing_ok=True)
     process = context.Process(target=_run, args=(command, case.env, str(folder), str(log)))
-    process.start()
+    with STARTING:  # start() would poll the processes of other threads, and their status would be lost
+        process.start()
+        multiprocessing.process._children.discard(process)  # pyright: ignore[reportAttributeAccessIssue]
     try:
         process.join(limit)
         status = process.exitcode

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
-from bench.cluster.nodes import hold_port
+from bench.cluster.nodes import Cluster, hold_port
 from core.elastic.etcd import EtcdStore
 from core.errors import UserError
 from training.script import launch
 
 MEMBERS = 3
+T = TypeVar("T")
 
 
 def program() -> str | None:
@@ -24,39 +28,49 @@ def program() -> str | None:
 
 
 class LocalEtcd:
-    """Members of etcd that listen only at 127.0.0.1. Use it as a context manager.
+    """Members of etcd that listen only at 127.0.0.1, or one on each of a cluster's nodes. Use it as a context manager.
 
     Args:
         folder: Folder for their data and logs.
+        cluster: An emulated cluster of three nodes, if any.
 
     Attributes:
         url: The value of --store, without the run's name.
         processes: The members.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, cluster: Cluster | None = None):
         if (etcd := program()) is None:
             raise UserError("no etcd here: apt-get install etcd-server, or name the program with the variable ETCD")
         held = [hold_port() for _ in range(2 * MEMBERS)]
-        clients, peers = ([f"127.0.0.1:{one.getsockname()[1]}" for one in held[i::2]] for i in range(2))
+        hosts = [cluster.address(i) if cluster else "127.0.0.1" for i in range(MEMBERS)]
+        ports = [[one.getsockname()[1] for one in held[i::2]] for i in range(2)]
+        clients, peers = ([f"{host}:{port}" for host, port in zip(hosts, some, strict=True)] for some in ports)
+        self.cluster = cluster
         self.url = f"etcd://{','.join(clients)}"
-        cluster = ",".join(f"m{i}=http://{peer}" for i, peer in enumerate(peers))
+        initial = ",".join(f"m{i}=http://{peer}" for i, peer in enumerate(peers))
         self.processes: list[subprocess.Popen[bytes]] = []
         for i in range(MEMBERS):
             client, peer = f"http://{clients[i]}", f"http://{peers[i]}"
-            options = ["--name", f"m{i}", "--data-dir", str(folder / f"m{i}"), "--initial-cluster", cluster]
+            options = ["--name", f"m{i}", "--data-dir", str(folder / f"m{i}"), "--initial-cluster", initial]
             options += ["--listen-client-urls", client, "--advertise-client-urls", client]
             options += ["--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer]
             options += ["--heartbeat-interval", "200", "--election-timeout", "2000"]  # milliseconds, for busy machines
             options += ["--auto-compaction-mode", "revision", "--auto-compaction-retention", "1000"]
             with open(folder / f"m{i}.log", "wb") as log:
-                self.processes.append(subprocess.Popen([etcd, *options], stdout=log, stderr=log, env={}))
+                start = functools.partial(cluster.popen, i) if cluster else subprocess.Popen
+                self.processes.append(start([etcd, *options], stdout=log, stderr=log, env={"LANG": "C"}))
         for one in held:
             one.close()
 
     def __enter__(self) -> LocalEtcd:
-        EtcdStore(f"{self.url}/start").set("started", "")
+        self.ask("start", lambda store: store.set("started", ""))
         return self
+
+    def ask(self, run: str, question: Callable[[EtcdStore], T], node: int = 0) -> T:
+        """Returns the answer to a question about a run, asked from a node of the cluster, if there is one."""
+        store = EtcdStore(f"{self.url}/{run}")
+        return self.cluster.inside(node, lambda: question(store)) if self.cluster else question(store)
 
     def __exit__(self, *_: object) -> None:
         for process in self.processes:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import http.client
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -44,7 +45,8 @@ class EtcdStore(Store):
         super().__init__()
         members, _, run = url.removeprefix("etcd://").partition("/")
         pairs = [member.partition(":") for member in members.split(",")]
-        if not url.startswith("etcd://") or not run or not all(h and (p or "1").isdecimal() for h, _, p in pairs):
+        known = all(h and re.fullmatch("[0-9]{0,5}", p) and int(p or PORT) < 1 << 16 for h, _, p in pairs)
+        if not url.startswith("etcd://") or not run or not known:
             raise UserError(f"--store {url}: give etcd://HOST,HOST,HOST/RUN, with a name of the run's own")
         self.url, self.hosts = url, [(host, int(port or PORT)) for host, _, port in pairs]
         self.guard: dict[str, str] | None = None

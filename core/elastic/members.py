@@ -120,7 +120,7 @@ class Members:
             try:
                 with socket.create_connection(place, ANSWER_WITHIN if url else timeout) as connection:
                     own.append(connection.getsockname()[0])  # this machine's address, as the store's machine sees it
-            except OSError as error:
+            except (OSError, ValueError) as error:
                 why = str(error)
         try:
             if own and not url:

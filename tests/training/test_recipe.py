@@ -13,19 +13,21 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from core import CO2Config, CompressionConfig, SlowMoConfig, UserError
 from reproduce import NODES, fitting_batch
 from results.paper import GPUS
 from tests.scripts import refused
 from training import checks, run
+from training import launch as launcher
 from training.checks import check_batch_norm, check_start, dry_run
 from training.data import smallest_part
 from training.optim import backward_in_parts
 from training.recipe import Recipe, momentum_note, parse
 from training.run import Run
 from training.script import launch
+from training.weights import read_recipe, run_weights
 
 
 @dataclass(frozen=True)
@@ -234,6 +236,28 @@ def test_torchrun_is_told_what_went_wrong(tmp_path, monkeypatch, capsys):
     assert codes == [2] and capsys.readouterr().err == "", "training.launch says it"
 
 
+@pytest.mark.parametrize(("status", "said"), [(1, "first to fail"), (-9, "killed by signal 9")])
+def test_a_worker_that_fails_is_one_line_of_its_launcher(status: int, said: str, monkeypatch, capsys):
+    failed = ProcessFailure(local_rank=1, pid=1, exitcode=status, error_file="")
+    monkeypatch.setattr("sys.argv", ["launch", "-m", "vision.train"])
+    monkeypatch.setattr(launcher, "run", lambda _: raises(ChildFailedError("vision.train", {1: failed})))
+    with pytest.raises(SystemExit, match="1"):
+        launcher.main()
+    assert capsys.readouterr().err == f"error: worker 1 was {said}: see what the workers print\n"
+
+
+@pytest.mark.parametrize(
+    "option",
+    ["--nnodes 0", "--nnodes 1:x", "--nnodes 3:2", "--nproc-per-node 0", "--nproc-per-node -1", "--master-port 65536"],
+)
+@pytest.mark.parametrize("elastic", [[], ["--elastic"]])
+def test_the_launcher_refuses_numbers_that_cannot_be(option: str, elastic: list[str], monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["launch", *option.split(), "-m", "vision.train", *elastic])
+    with pytest.raises(SystemExit, match="2"):
+        launcher.main()
+    assert capsys.readouterr().err.startswith(f"error: {option}: give ")
+
+
 def test_launch_does_not_hide_a_bug():
     with pytest.raises(ValueError, match="a bug"):
         launch(lambda: raises(ValueError("a bug")))
@@ -376,3 +400,33 @@ def test_one_cloud_is_enough_for_batch_norm_over_its_points(name: str):
     out = model(torch.randn(1, recipe.points, 3))
     out.prediction.sum().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+# -- runs that other commands read ------------------------------------------------------------------------------------
+
+STORED = {"name": "toy", "method": "ddp", "batch_size": 4}
+DAMAGED = [
+    ({"recipe": STORED, "world_size": "x"}, "world_size='x' is no number of workers; give the folder of a run"),
+    ({"recipe": STORED, "world_size": 0}, "world_size=0 is no number of workers"),
+    ({"recipe": STORED | {"batch_size": "4"}, "world_size": 1}, "config.json is damaged (batch_size='4'): restore it"),
+    ({"recipe": STORED | {"batch_size": True}, "world_size": 1}, "(batch_size=True)"),
+    ({"recipe": STORED | {"optim": {"betas": [0.9]}}, "world_size": 1}, "(betas=(0.9,))"),
+    ({"recipe": STORED | {"co2": []}, "world_size": 1}, "([] in place of settings)"),
+    ({"recipe": STORED | {"zero": 7}, "world_size": 1}, "(zero=7)"),
+]
+
+
+@pytest.mark.parametrize(("config", "said"), DAMAGED)
+def test_a_damaged_config_of_another_run_is_one_line(config: dict[str, Any], said: str, tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=re.escape(said)):
+        read_recipe(tmp_path, Recipe)
+
+
+@pytest.mark.parametrize("manifest", ["", "[]", '{"files": {}}', '{"files": 1, "layout": 1}', '{"layout": "pp 2"}'])
+def test_a_damaged_manifest_of_another_run_is_one_line(manifest: str, tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps({"recipe": STORED, "world_size": 1}))
+    (checkpoint := tmp_path / "checkpoints" / "step000000001").mkdir(parents=True)
+    (checkpoint / "manifest.json").write_text(manifest)
+    with pytest.raises(UserError, match=f"{checkpoint} (is refused|cannot be read)"):
+        run_weights(tmp_path, nn.Linear(1, 1))
