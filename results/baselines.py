@@ -1,4 +1,4 @@
-"""Trivial baselines of the stand-ins in results/tables, computed from their data: python -m results.baselines
+"""Trivial baselines of the stand-ins in results/tables, from their data: python -m results.baselines [TASK ...]
 
 Each baseline ignores the input, or repeats it. A model has learned something if it is better. The command needs
 CO2_DATA, and writes results/tables/baselines.json.
@@ -6,9 +6,9 @@ CO2_DATA, and writes results/tables/baselines.json.
 
 import json
 import math
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,22 +31,21 @@ RECIPES = {
 """One recipe for each data set and metric. Recipes that differ only in their model share its baselines."""
 
 
-def main() -> None:
-    rows = []
-    for task, names in RECIPES.items():
-        for name in names:
-            for metric, what, value in BASELINES[task](name):
-                rows.append({"task": task, "recipe": name, "metric": metric, "baseline": what, "value": value})
-                print(rows[-1], flush=True)
-    lines = ",\n".join(f"  {json.dumps(row)}" for row in rows)
-    head = f'"command": "python -m results.baselines", "commit": "{commit()}"'
-    STORE.write_text(f'{{{head}, "rows": [\n{lines}\n]}}\n')
+def main(tasks: Sequence[str]) -> None:
+    """Computes the baselines of the tasks, or of all, and stores each row as soon as it is known."""
+    ran = commit()
+    for task, name in ((task, name) for task in tasks or RECIPES for name in RECIPES[task]):
+        for metric, what, value in BASELINES[task](name):
+            row = {"task": task, "recipe": name, "metric": metric, "baseline": what, "value": value}
+            row |= {"command": f"python -m results.baselines {task}", "commit": ran}
+            print(row, flush=True)
+            others = [r for r in load() if (r["recipe"], r["metric"], r["baseline"]) != (name, metric, what)]
+            STORE.write_text("[\n" + ",\n".join(json.dumps(r) for r in [*others, row]) + "\n]\n")
 
 
-@cache
 def load() -> list[dict[str, Any]]:
     """The stored rows."""
-    return json.loads(STORE.read_text())["rows"]
+    return json.loads(STORE.read_text()) if STORE.exists() else []
 
 
 def of(recipe: str, metric: str) -> dict[str, float]:
@@ -207,4 +206,4 @@ def bigram_perplexity(train: np.ndarray, text: np.ndarray, vocab_size: int) -> f
 BASELINES = {"vision": vision, "segmentation": segmentation, "pointcloud": pointcloud, "language": language}
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
