@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from core import UserError
 from results.collect import load_recipe
 from results.paper import SHORT
 from training.data import generator
@@ -34,13 +35,16 @@ RECIPES = {
 def main(tasks: Sequence[str]) -> None:
     """Computes the baselines of the tasks, or of all, and stores each row as soon as it is known."""
     ran = commit()
-    for task, name in ((task, name) for task in tasks or RECIPES for name in RECIPES[task]):
-        for metric, what, value in BASELINES[task](name):
-            row = {"task": task, "recipe": name, "metric": metric, "baseline": what, "value": value}
-            row |= {"command": f"python -m results.baselines {task}", "commit": ran}
-            print(row, flush=True)
-            others = [r for r in load() if (r["recipe"], r["metric"], r["baseline"]) != (name, metric, what)]
-            STORE.write_text("[\n" + ",\n".join(json.dumps(r) for r in [*others, row]) + "\n]\n")
+    for task in tasks or RECIPES:
+        if task not in RECIPES:
+            raise UserError(f"{task}: not a task; give some of {', '.join(RECIPES)}, or none for all")
+        for name in RECIPES[task]:
+            for metric, what, value in BASELINES[task](name):
+                row = {"task": task, "recipe": name, "metric": metric, "baseline": what, "value": value}
+                row |= {"command": f"python -m results.baselines {task}", "commit": ran}
+                print(row, flush=True)
+                others = [r for r in load() if (r["recipe"], r["metric"], r["baseline"]) != (name, metric, what)]
+                STORE.write_text("[\n" + ",\n".join(json.dumps(r) for r in [*others, row]) + "\n]\n")
 
 
 def load() -> list[dict[str, Any]]:
