@@ -27,6 +27,7 @@ GPT2_SIZES = {
     "gpt2_small": dict(n_layer=12, n_head=12, n_embd=768),
     "gpt2_medium": dict(n_layer=24, n_head=16, n_embd=1024),
     "gpt2_large": dict(n_layer=36, n_head=20, n_embd=1280),
+    "gpt2_xl": dict(n_layer=48, n_head=25, n_embd=1600),
 }
 # Liu et al., arXiv 1907.11692; tiny and mini are ours.
 ROBERTA_SIZES = {

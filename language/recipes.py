@@ -10,9 +10,14 @@ from training.optim import OptimConfig
 def gpt2_small_owt() -> LanguageRecipe:
     """GPT-2 Small on OpenWebText. We did not run it. The paper's perplexity is 7.37 +- 0.73 (SlowMo: 7.34 +- 0.89).
 
-    The paper gives the context of 1,024, the total batch of 480, the data and 64 A100. The authors' example for GPT-2
-    Medium, which runs fairseq, gives the optimizer, CO2's settings, dropout 0.1, and weight decay on all parameters. We
-    chose 100,000 steps. 64 or 128 workers do not divide 480, so slurm/gpt2_a100.sh and reproduce.py use 512 there.
+    Its size is Radford's Small, 124 M parameters. fairseq, which the authors used, calls 355 M small, 774 M medium and
+    1.5 B big. We do not know which sizes the paper means. In fairseq's reading its Small, Medium and Large are
+    gpt2_medium_owt, gpt2_large_owt and gpt2_xl_owt.
+
+    The paper gives the context of 1,024, the total batch of 480, the data and 64 A100. The authors' example, which runs
+    fairseq's medium, gives the optimizer, 100,000 steps, dropout 0.1, and weight decay on all parameters. tau 48 is the
+    default of the authors' class, and outer momentum 0.5 its default for 33 to 64 GPUs. 64 or 128 workers do not divide
+    480, so slurm/gpt2_a100.sh and reproduce.py use 512 there.
 
     The paper's perplexity may have another base or unit, as 2^2.88 = 7.36. Ours is e to the average loss per token.
     """
@@ -36,13 +41,18 @@ def gpt2_small_owt() -> LanguageRecipe:
 
 
 def gpt2_medium_owt() -> LanguageRecipe:
-    """GPT-2 Medium on OpenWebText, as gpt2_small_owt. We did not run it."""
+    """GPT-2 Medium (355 M; fairseq's small) on OpenWebText, as gpt2_small_owt. We did not run it."""
     return replace(gpt2_small_owt(), model="gpt2_medium", accumulate=2)
 
 
 def gpt2_large_owt() -> LanguageRecipe:
-    """GPT-2 Large on OpenWebText, as gpt2_small_owt. We did not run it."""
+    """GPT-2 Large (774 M; fairseq's medium) on OpenWebText, as gpt2_small_owt. We did not run it."""
     return replace(gpt2_small_owt(), model="gpt2_large", accumulate=3, recompute=True)
+
+
+def gpt2_xl_owt() -> LanguageRecipe:
+    """GPT-2 XL (1.5 B; fairseq's big) on OpenWebText, as gpt2_small_owt. We did not run it."""
+    return replace(gpt2_large_owt(), model="gpt2_xl", accumulate=4, shard=True)
 
 
 def gpt2_medium_zo_owt() -> LanguageRecipe:
@@ -88,7 +98,7 @@ def roberta_base_wikibooks() -> LanguageRecipe:
     """RoBERTa Base on Wikipedia and BookCorpus, which the paper names. We did not run it.
 
     Settings are as in Liu et al. (arXiv 1907.11692) for this text, with fairseq's weight decay on all parameters. The
-    6,000 steps of warm-up are ours. CO2's outer momentum is from the authors' example for more than 64 GPUs.
+    6,000 steps of warm-up are ours. CO2's outer momentum is the default of the authors' class for more than 64 GPUs.
     """
     optim = {"eps": 1e-6, "weight_decay": 0.01, "schedule": "poly", "warmup_steps": 6000, "clip_grad_norm": None}
     sizes = {"model": "roberta_base", "vocab_size": 50265, "context": 512, "batch_size": 8192, "accumulate": 4}
@@ -136,7 +146,7 @@ def gpt2_pydoc_small() -> LanguageRecipe:
         batch_size=32,
         epochs=10,
         optim=OptimConfig("adamw", lr=4e-3, betas=(0.9, 0.95), weight_decay=0.1, warmup_steps=40, clip_grad_norm=1.0),
-        co2=CO2Config(tau=6, outer_momentum=0.0),  # as the authors' example for up to 16 GPUs
+        co2=CO2Config(tau=6, outer_momentum=0.0),  # the default of the authors' class for up to 16 GPUs
         recommended=True,
         eval_every=5,
     )
@@ -214,7 +224,8 @@ def gpt2_zo_small() -> LanguageRecipe:
 
 
 _ALL = (
-    gpt2_small_owt, gpt2_medium_owt, gpt2_large_owt, gpt2_medium_zo_owt, gpt2_small_wikitext103, transnormer_7b_owt,
+    gpt2_small_owt, gpt2_medium_owt, gpt2_large_owt, gpt2_xl_owt, gpt2_medium_zo_owt, gpt2_small_wikitext103,
+    transnormer_7b_owt,
     roberta_base_wikibooks, roberta_large_wikibooks, roberta_base_wikitext103, roberta_large_wikitext103,
     gpt2_pydoc_small, gpt2_pydoc_medium, gpt2_pydoc_large, transnormer_pydoc_small, gpt2_gutenberg_small, gpt2_zo_small,
     roberta_pydoc_small, roberta_pydoc_large, roberta_gutenberg_small, roberta_gutenberg_large,

@@ -90,7 +90,7 @@ def surfaces_small() -> PointCloudRecipe:
         batch_size=64,
         epochs=20,
         optim=OptimConfig("adamw", lr=2e-3, weight_decay=0.01, warmup_steps=64),
-        co2=CO2Config(tau=6, outer_momentum=0.0),  # as the authors' example for up to 16 GPUs
+        co2=CO2Config(tau=6, outer_momentum=0.0),  # the default of the authors' class for up to 16 GPUs
         recommended=True,
         eval_every=4,
     )

@@ -15,6 +15,7 @@ from typing import Any
 from bench.loss.__main__ import MERGES, todays_names
 from bench.report import mean_sd as with_sd
 from bench.report import table as markdown
+from results import baselines
 
 RESULTS = Path(__file__).parent
 PAGES = (RESULTS.parent / "README.md", RESULTS.parent / "docs/from_ddp.md", *sorted(RESULTS.glob("*.md")))
@@ -540,18 +541,29 @@ def faults() -> Table:
 
 
 def stand_ins() -> Table:
-    """Stand-ins of the paper's tables: one row per model, its metric by method, three seeds each."""
+    """Stand-ins of the paper's tables: one row per model, its metric by method, three seeds each.
+
+    A dagger marks a cell that is no better than the first trivial baseline.
+    """
     methods = ("ddp", "local", "overlap_local", "slowmo", "co2")
-    table: Table = [("table, model", "metric", *(METHOD_NAMES[m].partition(",")[0] for m in methods))]
+    titles = (METHOD_NAMES[m].partition(",")[0] for m in methods)
+    table: Table = [("table, model", "metric: trivial baseline", *titles)]
     for name in ("imagenet", "ade20k", "shapenet", "gpt2", "transnormer", "roberta"):
         runs = load(f"tables/{name}.json")
         metric = next(key for key in runs[0] if key not in ("folder", "workers", "commit", "settings"))
         scale = 100 if metric in ("test_top1", "val_miou", "miou") else 1
         spec = ".2f" if scale == 100 or statistics.fmean(run[metric] for run in runs) > 0.5 else ".4f"
         for model in dict.fromkeys(run["settings"]["name"] for run in runs):
-            own = [run["settings"] | {"value": scale * run[metric]} for run in runs]
-            of = ([run["value"] for run in select(own, name=model, method=method)] for method in methods)
-            table.append((f"{name}: {model}", metric, *(mean_sd(values, spec) if values else "" for values in of)))
+            own = [run["settings"] | {"value": run[metric]} for run in runs]
+            trivial = baselines.of(model, metric)
+            least = next(iter(trivial.values()), None)
+            cells = []
+            for method in methods:
+                values = [run["value"] for run in select(own, name=model, method=method)]
+                mark = "" if not values or least is None or baselines.beats(values, metric, least) else "†"
+                cells.append(mean_sd((scale * value for value in values), spec) + mark if values else "")
+            shown = ", ".join(f"{scale * value:{spec}} ({what})" for what, value in trivial.items()) or "not computed"
+            table.append((f"{name}: {model}", f"{metric}: {shown}", *cells))
     return table
 
 

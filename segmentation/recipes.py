@@ -123,7 +123,7 @@ def digits_small() -> SegmentationRecipe:
         epochs=100,
         batch_size=32,
         optim=OptimConfig("adamw", lr=4e-3, weight_decay=0.01, schedule="poly", warmup_steps=32),
-        co2=CO2Config(tau=8, outer_momentum=0.0),  # as the authors' example for up to 16 GPUs
+        co2=CO2Config(tau=8, outer_momentum=0.0),  # the default of the authors' class for up to 16 GPUs
         recommended=True,
         eval_every=10,
         checkpoint_every=10,
@@ -156,7 +156,7 @@ def camvid_small() -> SegmentationRecipe:
         epochs=40,
         batch_size=16,
         optim=OptimConfig("adamw", lr=4e-3, weight_decay=0.01, schedule="poly", warmup_steps=22),
-        co2=CO2Config(tau=8, outer_momentum=0.0),  # as the authors' example for up to 16 GPUs
+        co2=CO2Config(tau=8, outer_momentum=0.0),  # the default of the authors' class for up to 16 GPUs
         recommended=True,
         eval_every=10,
         checkpoint_every=10,

@@ -11,7 +11,7 @@ shift 2
 case "$task" in
     vision) # CO2_DATA holds imagenet/{train,val}/CLASS/*.JPEG, or imagenet/{train,val}/*.tar
         module=vision.train
-        recipes="imagenet_resnet50 imagenet_vit_base imagenet_swin_tiny imagenet_regnet" ;;
+        recipes="imagenet_resnet50 imagenet_resnet50_nodes imagenet_vit_base imagenet_swin_tiny imagenet_regnet" ;;
     segmentation) # CO2_DATA holds ade/ADEChallengeData2016/{images,annotations}/
         module=segmentation.train
         recipes="ade20k_resnet50 ade20k_resnet101 ade20k_swin_tiny ade20k_swin_base ade20k_vit_base" ;;
@@ -21,11 +21,11 @@ case "$task" in
         tau=12 ;;
     gpt2) # CO2_DATA holds openwebtext/train.bin, openwebtext/val.bin; or in wikitext103/
         module=language.train
-        recipes="gpt2_small_owt gpt2_medium_owt gpt2_large_owt transnormer_7b_owt gpt2_small_wikitext103 gpt2_medium_zo_owt" ;;
+        recipes="gpt2_small_owt gpt2_medium_owt gpt2_large_owt gpt2_xl_owt transnormer_7b_owt gpt2_small_wikitext103 gpt2_medium_zo_owt" ;;
     roberta) # CO2_DATA holds wikibooks/train.bin, wikibooks/val.bin; or in wikitext103/
         module=language.train
         recipes="roberta_base_wikibooks roberta_large_wikibooks roberta_base_wikitext103 roberta_large_wikitext103" ;;
-    finetune) # --lora.rank 8 needs peft: docs/zeroth.md
+    finetune) # --lora.rank 8 needs peft: docs/language.md
         module=language.finetune
         recipes="prompts prompts_adamw text text_adamw" ;;
 esac
@@ -61,11 +61,12 @@ case "$cluster:$RECIPE" in
     a100:gpt2_*_owt) fit=512 ;;
     a100:prompts* | a100:text*) fit=128 ;;
     a100:transnormer_*) [ "$GPU_GB" -ge 80 ] || more=(--zero 3) ;; # the recipe needs 80 GB
-    3090:imagenet_resnet50 | 3090:imagenet_regnet | 3090:roberta_*_wikibooks) fit=8160 ;;
+    3090:imagenet_resnet50* | 3090:imagenet_regnet | 3090:roberta_*_wikibooks) fit=8160 ;;
     3090:imagenet_*) fit=4000 ;; # even for Mixup, 50 a GPU
     3090:ade20k_* | 3090:shapenet55_mae | 3090:*_wikitext103) fit=240 ;;
     3090:gpt2_medium_zo_owt) fit=480 ;; # 12 a pair of GPUs
     3090:gpt2_large_owt) ACCUMULATE="${ACCUMULATE:-4}" ;; # 2 samples at a time, to fit 24 GB
+    3090:gpt2_xl_owt) more=(--per_node 0 --zero 2) ;; # to fit 24 GB
     3090:transnormer_*) fit=480 more=(--zero 3 --offload) ;; # to fit 24 GB
     3090:prompts* | 3090:text*) fit=80 ;;
 esac

@@ -55,7 +55,7 @@ class Settings:
 
 
 def bare_co2(params: Iterable[Tensor], **built: Any) -> CO2:
-    """CO2 with the paper's settings, put together from what LocalUpdateMethod takes: no other hooks than these."""
+    """CO2 by our reading of the paper's rule, put together from what LocalUpdateMethod takes: no hooks but these."""
     co2, config = CO2.__new__(CO2), CO2Config.paper()
     co2._build(params, config, None, sync_schedule=SyncSchedule(int(config.tau)), **built)
     return co2

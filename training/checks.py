@@ -262,4 +262,5 @@ def dry_run(recipe: R, build_model: Callable[[R], nn.Module], work: Work | None 
     node = recipe.per_node or local_world_size()
     trained = size_of(p for p in model.parameters() if p.requires_grad)
     written = checkpoint_bytes(recipe, trained, moments(recipe), workers, node)
-    print(f"{written / 1e9:.3g} GB a checkpoint, of which the run folder keeps two")
+    size = f"{written / 1e9:.3g}" if written < 1e12 else f"{written / 1e9:.0f}"  # not 1e+03
+    print(f"{size} GB a checkpoint, of which the run folder keeps two")

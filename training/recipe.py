@@ -69,9 +69,9 @@ class Recipe(OfMethods):
     """Training method. All local methods use co2.tau as their number of local steps."""
     co2: CO2Config = field(default_factory=CO2Config)
     recommended: bool = False
-    """Start from CO2Config.recommended with the recipe's tau, instead of the paper's settings. Options --co2.* then
-    change it. Small recipes do so by default with method co2, unless the outer state is sharded; --no_recommended turns
-    it off."""
+    """Start from CO2Config.recommended with the recipe's tau, instead of our reading of the paper's rule. Options
+    --co2.* then change it. Small recipes do so by default with method co2, unless the outer state is sharded;
+    --no_recommended turns it off."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     batch_size: int = 64
     """Samples per optimizer step over all workers (global)."""
@@ -347,12 +347,12 @@ def refuse_unused(recipe: Recipe, default: Recipe) -> None:
 
 
 def momentum_note(recipe: Recipe, workers: int) -> str:
-    """Returns a note if CO2's outer momentum differs from the authors' release for this number of workers, or ""."""
+    """Returns a note if CO2's outer momentum differs from the default of the authors' release, or ""."""
     c, usual = recipe.co2, CO2Config.recommended(workers).outer_momentum
     as_released = recipe.method == "co2" and workers > 1 and c.outer_lr == 1 and c.merge == "restart"
     if not as_released or c.outer_momentum == usual:
         return ""
     return (
-        f"note: outer_momentum={c.outer_momentum}; the authors' release sets {usual:g} for {workers} workers: add "
+        f"note: outer_momentum={c.outer_momentum}; the authors' default is {usual:g} for {workers} workers: add "
         f"--co2.outer_momentum {usual:g} for it"
     )

@@ -28,7 +28,7 @@ WAYS = {
     "blocking": Settings(tau=3, delay=0, gap="none"),
     "nesterov": Settings(tau=3, nesterov=True),
 }
-SHARED = ("shard", "offload")  # with the paper's settings
+SHARED = ("shard", "offload")  # with our reading of the paper's rule
 
 
 def expected(s: Settings, steps: int) -> list[Tensor]:

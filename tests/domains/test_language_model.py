@@ -49,6 +49,7 @@ def _tiny(name: str, vocab_size: int = 97, context: int = 32) -> nn.Module:
         ("gpt2_small", 50257, 1024, 124.4),
         ("gpt2_medium", 50257, 1024, 354.8),
         ("gpt2_large", 50257, 1024, 774.0),
+        ("gpt2_xl", 50257, 1024, 1557.6),
         ("roberta_base", 50265, 512, 124.7),
         ("roberta_large", 50265, 512, 355.4),
         ("transnormer_7b", 64000, 2048, 7051.7),
@@ -267,7 +268,7 @@ def test_samples_are_shown_as_markdown():
 
 
 def test_the_papers_batches_are_as_stated():
-    for name in ("gpt2_small_owt", "gpt2_medium_owt", "gpt2_large_owt"):
+    for name in ("gpt2_small_owt", "gpt2_medium_owt", "gpt2_large_owt", "gpt2_xl_owt"):
         assert (RECIPES[name].context, RECIPES[name].batch_size, RECIPES[name].corpus) == (1024, 480, "openwebtext")
 
 

@@ -222,7 +222,7 @@ SMALL = {
     "gpt2_3090": "gpt2_pydoc_small",
     "roberta_a100": "roberta_pydoc_small",
 }
-# the paper's settings: no two runs with the recommended ones are alike, for they follow measured times
+# our reading of the paper's rule: no two runs with the recommended ones are alike, for they follow measured times
 VISION = ("--no_recommended", "--device", "cpu", "--log_every", "1", "--checkpoint_every", "0", "--epochs")
 SLOW_LINK = ("--link_mbit", "5")  # the job waits for it, and leaves the cores to others
 

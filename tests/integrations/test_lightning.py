@@ -130,7 +130,7 @@ def run(folder, config=PAPER, *, net=None, resume="", after_batch=None, **change
 )
 @on_ranks(through="ranks")
 def test_trains_as_the_plain_loop(rank: int, workers: int, tmp_path: Path) -> None:
-    """The paper's settings; accumulation with a clipped norm; a last step that is no epoch's end."""
+    """Our reading of the paper's rule; accumulation with a clipped norm; a last step that is no epoch's end."""
     batches, quiet = plain.shuffled(rank, workers), {"limit_val_batches": 0, "devices": workers}
     own = run(str(tmp_path), **quiet)
     plain.assert_equal(own["trace"], plain.train(batches, asks=["stop", "requeue"]))

@@ -105,7 +105,7 @@ def run(folder: str, config: CO2Config | None = PAPER, *, resume: Any = None, wa
 @pytest.mark.parametrize("workers", [2, pytest.param(4, marks=pytest.mark.slow)])
 @on_ranks(through="ranks")
 def test_trains_as_the_plain_loop(rank: int, workers: int, tmp_path: Path) -> None:
-    """The paper's settings; accumulation with a remainder and a clipped norm."""
+    """Our reading of the paper's rule; accumulation with a remainder and a clipped norm."""
     batches, folder = plain.in_turn(rank, workers), str(tmp_path)
     own: Any = run(
         f"{folder}/a",

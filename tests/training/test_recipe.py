@@ -265,7 +265,7 @@ def test_launch_does_not_hide_a_bug():
 
 @pytest.mark.parametrize(("workers", "usual"), [(1, None), (4, 0), (16, 0), (17, 0.2), (64, 0.5), (80, None)])
 def test_another_outer_momentum_than_the_releases_is_noted(workers: int, usual: float | None):
-    """The rule of the authors' release: 0, 0.2, 0.5, 0.6 for up to 16, 32, 64 and more GPUs."""
+    """The default of the authors' release: 0, 0.2, 0.5, 0.6 for up to 16, 32, 64 and more GPUs."""
     said = momentum_note(Recipe(co2=CO2Config(outer_momentum=0.6)), workers)
     wanted = f"for {workers} workers: add --co2.outer_momentum {usual} for it"
     assert said.endswith(wanted) if usual is not None else not said
