@@ -108,7 +108,7 @@ def held(recipe: Recipe, model: nn.Module, node: int, workers: int) -> float:
     method, trained = recipe.method, trained / (node if recipe.zero >= 2 else 1)
     if recipe.offload:
         return 0.0
-    if method == "co2" and (node > 1 or recipe.shard):
+    if method == "co2" and (node > 1 or recipe.shard) and not recipe.elastic:
         equal = node if recipe.zero < 2 else 1  # workers of a node that hold the same parameters
         return trained * (1 + 2 / (equal * (workers // node if recipe.shard else 1)))
     copies: float = COPIES[method]

@@ -18,14 +18,18 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from core import checkpoint, stored
 from core.elastic.allreduce import ElasticAllReduce
+from core.elastic.island import Island
 from core.elastic.joining import Joining, elastic_co2
 from core.elastic.members import Members, Over, Report, WorkersChanged
-from core.errors import UserError
+from core.errors import UserError, env_number
 from core.local_update import LocalUpdateMethod
 from core.methods import Method
+from core.placement import local_world_size
 from training.data import per_worker, steps_per_epoch
 from training.folder import RoundLog, RunFolder, settings
 from training.progress import Due, Progress, Trained
@@ -73,12 +77,14 @@ class Elastic:
 
     Attributes:
         drawn: Number of steps whose batches this worker has used or skipped.
+        island: The ranks with which this rank synchronizes gradients in every step, if there are any.
     """
 
     method: LocalUpdateMethod
     joining: Joining
     workers: ElasticAllReduce
-    mesh = None  # no workers synchronize every step
+    mesh = None  # DDP synchronizes an island's ranks
+    island: Island | None = None
     _trained: Trained
 
     def __init__(self, run: Progress, folder: RunFolder, rounds: RoundLog):
@@ -95,8 +101,14 @@ class Elastic:
         """Connects to the launcher, and compares the recipe with the first worker's recipe."""
         if self.run.device.type == "cuda":
             torch.cuda.set_device(self.run.device)
-        self.members = Members.from_env(self.run.recipe.timeout)
-        mine = settings(self.run.recipe)
+        r, ranks = self.run.recipe, self._ranks
+        if ranks != env_number("CO2_ISLAND", 1):
+            raise UserError(
+                f"per_node={r.per_node} with elastic: give --per_node after the recipe's name, as --elastic"
+            )
+        self.island = Island(ranks, r.timeout) if ranks > 1 else None
+        self.members = self.island.members if self.island else Members.from_env(r.timeout)
+        mine = settings(r)
         first = json.loads(self.members.store.compare_set("settings", "", json.dumps(mine)))
         if verdict := difference(first, mine, self.run.rank):
             raise UserError(verdict)
@@ -110,6 +122,7 @@ class Elastic:
         options: dict[str, Any] = {"members": self.members, "timeout": r.timeout, "link": self.run.link}
         options["hooks"] = [self.run.requests, self.run.snapshots]
         options["buffers"] = list(model.buffers()) if r.average_buffers else []
+        options["classes"] = self.island.classes if self.island else None
         self.method, self.joining = elastic_co2(model.parameters(), r.co2, **options)
         self.workers = self.joining.allreduce
         self.workers.tell = self._tell
@@ -117,6 +130,9 @@ class Elastic:
         self.joining.give = self.state
         self.joining.take = self.restore
         self.joining.may_join = lambda: not self.run.evaluates(self.drawn)
+        if self.island:
+            self.island.connect(self.run.device)
+            return DistributedDataParallel(model), self.method
         return model, self.method
 
     def begin(self, trained: Trained, samples: int, epoch: int) -> float:
@@ -176,6 +192,13 @@ class Elastic:
                 continue
         self.members.end()
         self.method.close()
+        if self.island:
+            dist.destroy_process_group()
+
+    @property
+    def _ranks(self) -> int:
+        """Number of ranks of each worker."""
+        return self.run.recipe.per_node or local_world_size()
 
     # -- state ------------------------------------------------------------------------------------------------
 
@@ -218,7 +241,7 @@ class Elastic:
         goes_on = run.recipe.resume or number > 1
         if goes_on and (found := checkpoint.load_newest(self.folder.checkpoints, rank=0, alone=True)):
             self.restore(found[0])
-            self.deal = self.deal.again(number, self.drawn, self.members.size, self.samples, self.share)
+            self.deal = self.deal.again(number, self.drawn, run.world_size, self.samples, self.share)
         self.folder.begin(run.step, run.total)
 
     # -- changes ----------------------------------------------------------------------------------------------
@@ -229,14 +252,15 @@ class Elastic:
     def _on_change(self, reports: list[Report | None]) -> None:
         """Adapts to a new generation."""
         run, members = self.run, self.members
-        run.rank, run.world_size = members.rank, members.size
+        run.rank, run.world_size = members.rank * self._ranks, members.size * self._ranks
+        run.rank += self.island.rank if self.island else 0
         known = [r for r in reports if r is not None]
-        self.deal = Deal(members.generation, 0, 0, members.size)
+        self.deal = Deal(members.generation, 0, 0, run.world_size)
         if known:
             latest = max((Deal(**r["deal"]) for r in known), key=lambda deal: deal.number)
             step = min(r["step"] for r in known)
-            self.deal = latest.again(members.generation, step, members.size, self.samples, self.share)
-        if members.rank == 0 and not self.folder.writes:
+            self.deal = latest.again(members.generation, step, run.world_size, self.samples, self.share)
+        if run.rank == 0 and not self.folder.writes:
             self.folder.lead(run.recipe, self._nominal, run.device, goes_on=members.generation > 1)
             if self._trains:
                 self.folder.begin(run.step, run.total)  # drawn may be one more, for a step that is not logged yet

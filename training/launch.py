@@ -6,13 +6,15 @@ torchrun ends every failure with a traceback. This launcher ends a failure with 
 
 With --elastic among the overrides, workers may come and go. Each node's launcher ends a worker that is silent for
 --timeout seconds. It restarts a worker that died, up to --max-restarts times, under a new name, RANK.RESTARTS. It
-writes to the store which workers are alive. The first node's launcher serves the store and lists the generations, see
+writes to the store which workers are alive. With --per_node, several ranks of a node are one worker, which ends and
+restarts as a whole (core/elastic/island.py). The first node's launcher serves the store and lists the generations, see
 core/elastic/members.py. The run ends with this launcher, and --resume continues it. With --store etcd://..., etcd keeps
 the store, and any launcher may be lost: the holder of a lease lists the generations.
 """
 
 import contextlib
 import errno
+import itertools
 import json
 import math
 import os
@@ -175,13 +177,14 @@ class Agent:
 
     Args:
         spawn: Starts a worker with these environment variables. Returns its process, as subprocess.Popen does.
-        workers: Number of workers on each node.
+        workers: Number of ranks on each node.
         restarts: How often each worker is restarted.
         node: This node's number.
         nodes: Number of nodes.
         host: Address of the store, which the first node serves.
         port: Port of the store; 0 for any.
         etcd: URL of an EtcdStore to use instead. No launcher must then live longer than the run.
+        island: Number of ranks of each worker, consecutive ones of a node.
     """
 
     def __init__(
@@ -195,7 +198,11 @@ class Agent:
         host: str = "127.0.0.1",
         port: int = 0,
         etcd: str = "",
+        island: int = 1,
     ):
+        if workers % island:
+            raise UserError(f"per_node={island} does not divide the {workers} ranks of a node: change --nproc-per-node")
+        self.island = island
         self.spawn, self.workers, self.restarts, self.node, self.nodes = spawn, workers, restarts, node, nodes
         try:
             if etcd:
@@ -217,8 +224,9 @@ class Agent:
             self.store.set("launcher", "here")
         self.store.get("launcher")  # raises for another secret
         self.coordinator = Coordinator(self.store, nodes) if node == 0 else None
-        self.processes: dict[int, Any] = {}  # by slot
-        self.started = [0] * workers  # restarts of each slot's worker
+        self.processes: dict[int, Any] = {}  # by slot, a rank's place on this node
+        self.started = [0] * (workers // island)  # restarts of each worker
+        self._failed: dict[int, int] = {}  # the first status of each worker of which a rank has failed
         self.status, self.signalled, self._beat = 0, 0, 0
         self._beats: dict[str, tuple[bytes, float]] = {}  # each worker's last beat, and seconds since it was seen
         self._heard_at = time.monotonic()  # when the beats were read
@@ -242,8 +250,8 @@ class Agent:
         """Runs until all workers have ended. Returns the exit status, 0 if a worker has finished the run."""
         before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
-            for slot in range(self.workers):
-                self._start(slot)
+            for worker in range(len(self.started)):
+                self._start(worker)
             # the launcher that serves the store outlives the workers of all nodes
             while self.processes or (type(self.coordinator) is Coordinator and self.coordinator.alive() != []):
                 self.look()
@@ -266,10 +274,12 @@ class Agent:
     def look(self) -> None:
         """Restarts workers that have died, ends silent ones, and lists the next generation if it is due."""
         out = {*(json.loads(self.store.get("out")) if self.store.check(["out"]) else []), *self._silent()}
-        for slot, process in self.processes.items():
-            if self.name(slot) in out and process.poll() is None:
-                print(f"worker {self.name(slot)} was silent for too long (--timeout): ending it", file=sys.stderr)
-                process.kill()
+        for ranks in self._ranks_of.values():
+            running = [self.processes[slot] for slot in ranks if self.processes[slot].poll() is None]
+            if running and (name := self.name(ranks[0])) in out:
+                print(f"worker {name} was silent for too long (--timeout): ending it", file=sys.stderr)
+                for process in running:
+                    process.kill()
         for slot, process in list(self.processes.items()):
             if process.poll() is not None:
                 del self.processes[slot]
@@ -277,7 +287,7 @@ class Agent:
         if time.monotonic() > self._deadline:
             self._send_all(signal.SIGKILL)
         self._beat += 1
-        names = [self.name(slot) for slot in sorted(self.processes)]
+        names = [self.name(ranks[0]) for ranks in self._ranks_of.values() if len(ranks) == self.island]
         told = {"beat": self._beat, "alive": names, "started": self.started}
         self.store.set(f"node/{self.node}", json.dumps(told))
         if self.coordinator:
@@ -290,16 +300,24 @@ class Agent:
         if passed < BEAT:
             return []
         before, self._beats, self._heard_at = self._beats, {}, now
-        for name in map(self.name, self.processes):
+        for slot in self.processes:
+            name = self.name(slot) + (f".{slot}" if slot % self.island else "")  # see Members
             if self.store.check([key := f"beat/{name}"]):
                 beat, (last, since) = self.store.get(key), before.get(name, (b"", 0.0))
                 self._beats[name] = beat, since + passed if beat == last else 0.0
         patience = float(self.store.get("patience")) if self._beats else 0.0
-        return [name for name, (_, since) in self._beats.items() if since > patience]
+        silent = [name for name, (_, since) in self._beats.items() if since > patience]
+        return [".".join(name.split(".")[:2]) for name in silent]
 
     def name(self, slot: int) -> str:
         """Returns the name of the worker that was started last in a slot."""
-        return f"{self.node * self.workers + slot}.{self.started[slot]}"
+        worker = slot // self.island
+        return f"{self.node * len(self.started) + worker}.{self.started[worker]}"
+
+    @property
+    def _ranks_of(self) -> dict[int, list[int]]:
+        """The slots whose ranks live, by worker."""
+        return {k: [*of] for k, of in itertools.groupby(sorted(self.processes), lambda slot: slot // self.island)}
 
     def _ended(self, slot: int, status: int) -> None:
         if status == 0:
@@ -314,26 +332,34 @@ class Agent:
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # the worker's last line, if any
                 said = json.loads(self._error_file(slot).read_text())["message"]["message"]
                 print(said, file=sys.stderr, flush=True)
+        worker = slot // self.island
+        self._failed.setdefault(worker, status)
+        if rest := self._ranks_of.get(worker):  # the last one restarts it
+            for other in rest:
+                self.processes[other].kill()
+            return
+        status = self._failed.pop(worker)
         over = self.signalled or self.store.check(["over"])
-        if not over and self.started[slot] < self.restarts:
+        if not over and self.started[worker] < self.restarts:
             print(f"worker {self.name(slot)} died (status {status}): restarting it", file=sys.stderr, flush=True)
-            self.started[slot] += 1
-            self._start(slot)
+            self.started[worker] += 1
+            self._start(worker)
         elif status < 0 and not (self.signalled or self._ends_them):  # the worker itself printed nothing
             print(f"worker {self.name(slot)} was killed by signal {-status}", file=sys.stderr, flush=True)
 
-    def _start(self, slot: int) -> None:
-        env = {"RANK": self.node * self.workers + slot, "WORLD_SIZE": self.nodes * self.workers}
-        env |= {"LOCAL_RANK": slot, "LOCAL_WORLD_SIZE": self.workers, "CO2_WORKER": self.name(slot)}
-        env["CO2_STORE"] = self._served.url if isinstance(self._served, EtcdStore) else ""
-        if not env["CO2_STORE"]:
-            env |= {"MASTER_ADDR": self._served.host, "MASTER_PORT": self._served.port}
-        env[SECRET] = self._secret
-        env["TORCHELASTIC_ERROR_FILE"] = self._error_file(slot)
-        self.processes[slot] = self.spawn({name: str(value) for name, value in env.items()})
+    def _start(self, worker: int) -> None:
+        for slot in range(worker * self.island, (worker + 1) * self.island):
+            env = {"RANK": self.node * self.workers + slot, "WORLD_SIZE": self.nodes * self.workers}
+            env |= {"LOCAL_RANK": slot, "LOCAL_WORLD_SIZE": self.workers, "CO2_WORKER": self.name(slot)}
+            env["CO2_STORE"] = self._served.url if isinstance(self._served, EtcdStore) else ""
+            if not env["CO2_STORE"]:
+                env |= {"MASTER_ADDR": self._served.host, "MASTER_PORT": self._served.port}
+            env |= {SECRET: self._secret, "CO2_ISLAND": self.island}
+            env["TORCHELASTIC_ERROR_FILE"] = self._error_file(slot)
+            self.processes[slot] = self.spawn({name: str(value) for name, value in env.items()})
 
     def _error_file(self, slot: int) -> Path:
-        return Path(self._folder.name, f"error{self.name(slot)}.json")
+        return Path(self._folder.name, f"error{self.name(slot)}.{slot}.json")
 
     def _send_all(self, number: int) -> None:
         for process in self.processes.values():
@@ -391,7 +417,15 @@ def run_elastic(args: Namespace) -> int:
     if args.store:
         run = "" if "/" in args.store.removeprefix("etcd://") or args.rdzv_id == "none" else f"/{args.rdzv_id}"
         where["etcd"] = args.store + run
-    return Agent(spawn, determine_local_world_size(args.nproc_per_node), args.max_restarts, **where).run()
+    workers = determine_local_world_size(args.nproc_per_node)
+    return Agent(spawn, workers, args.max_restarts, island=_per_node(script, workers), **where).run()
+
+
+def _per_node(options: list[str], workers: int) -> int:
+    """Returns the number of ranks of each worker from the script's options, which the script itself checks."""
+    text = re.sub("[ =]+", " ", " ".join(options).replace("--per-node", "--per_node"))
+    found = re.findall(r"--per_node (\d+)(?= |$)", text)
+    return (int(found[-1]) or workers) if found else 1
 
 
 def check_args(args: Namespace) -> None:

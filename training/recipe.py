@@ -183,7 +183,7 @@ class Recipe(OfMethods):
             return
         if "elastic" not in spec_of(self.method).takes:
             raise UserError(f"elastic does not go with method={self.method!r}: give --method co2, or no elastic")
-        for name, needed in (("per_node", 1), ("zero", 0), ("shard", False), ("offload", False)):
+        for name, needed in (("zero", 0), ("shard", False), ("offload", False)):
             if (value := getattr(self, name)) != needed:
                 raise UserError(f"elastic does not go with {name}={value!r}: give {name}={needed!r}, or no elastic")
         if self.interval("eval_every", 1)[1]:

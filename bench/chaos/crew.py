@@ -141,6 +141,7 @@ class Crew(Agent):
         cluster: If given, each worker has its own node, and the launcher has one more.
         late: Seconds after which all are killed and timed_out is set.
         watch: Called again and again.
+        island: Ranks of each worker, of which `workers` counts each.
     """
 
     def __init__(
@@ -154,12 +155,13 @@ class Crew(Agent):
         cluster: Cluster | None = None,
         late: float = 120.0,
         watch: Callable[[], None] = lambda: None,
+        island: int = 1,
     ):
         def spawn(env: dict[str, str]) -> Forked:
             return Forked(context.Process(target=_worker, args=(env, place(cluster, int(env["RANK"])), target, args)))
 
         host = cluster.address(workers) if cluster else "127.0.0.1"
-        super().__init__(spawn, workers, restarts, host=host)
+        super().__init__(spawn, workers, restarts, host=host, island=island)
         self.watch, self.end, self.timed_out = watch, time.monotonic() + late, False
 
     def look(self) -> None:

@@ -146,7 +146,7 @@ class ElasticAllReduce(AsyncAllReduce):
 
     def _sum(self, values: Tensor) -> None:
         """Sums the values in place. Raises RuntimeError if another worker has left."""
-        work, pause = dist.all_reduce(values, async_op=True), 1e-4
+        work, pause = dist.all_reduce(values, group=self.members.world, async_op=True), 1e-4
         assert work is not None
         while not work.is_completed():
             time.sleep(pause := min(2 * pause, LOOK_EVERY / 20))
@@ -190,6 +190,9 @@ class ElasticAllReduce(AsyncAllReduce):
         spared = sum(r["launched"] == latest and not r["counts"] for r in known)
         self._spared = (latest + 1, newcomers) if newcomers else (latest, spared)
         self.owner._generation += 1
+        self._changed(reports)
+
+    def _changed(self, reports: list[Report | None]) -> None:
         self.on_change(reports)
 
     def count(self, number: int) -> None:

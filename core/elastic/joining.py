@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -178,6 +178,15 @@ class ElasticCO2(CO2):
         super()._load_local_state({name: held for name, held in state.items() if name != "residual"})
 
 
+class Classes(NamedTuple):
+    """The classes of what elastic_co2 makes. island.py has others."""
+
+    allreduce: Callable[..., ElasticAllReduce] = ElasticAllReduce
+    slow_allreduce: Callable[..., ElasticAllReduce] = SlowElasticAllReduce
+    joining: type[Joining] = Joining
+    method: type[ElasticCO2] = ElasticCO2
+
+
 def elastic_co2(
     params: Iterable[Tensor],
     config: CO2Config | None = None,
@@ -188,6 +197,7 @@ def elastic_co2(
     link: Link | None = None,
     schedule: Schedule | None = None,
     hooks: Sequence[Hook] = (),
+    classes: Classes | None = None,
 ) -> tuple[CO2, Joining]:
     """Makes CO2 whose workers come and go, at the cost of one more copy of the parameters.
 
@@ -204,6 +214,7 @@ def elastic_co2(
         link: An emulated link, for tests.
         schedule: As for CO2.
         hooks: As for CO2.
+        classes: Other classes of what this makes, for workers of several ranks.
 
     Returns:
         The method, and the hook that lets newcomers join.
@@ -216,11 +227,12 @@ def elastic_co2(
     if c.compression.format == "auto":
         c = replace(c, compression=CompressionConfig())
     c.compression.check(params, None)
-    make = functools.partial(SlowElasticAllReduce, link=link) if link else ElasticAllReduce
+    classes = classes or Classes()
+    make = functools.partial(classes.slow_allreduce, link=link) if link else classes.allreduce
     args = CommonArgs(buffers=buffers, timeout=timeout, hooks=hooks)
     allreduce = functools.partial(make, members=members)
     built = build_args(c, args, schedule, with_times=False, allreduce=allreduce)
-    joining = Joining(members, at_once=c.delay == 0)
+    joining = classes.joining(members, at_once=c.delay == 0)
     built["hooks"].insert(0, joining)
     built["reducer"] = functools.partial(make_reducer, c.compression)
-    return ElasticCO2(params, c, schedule, **built), joining
+    return classes.method(params, c, schedule, **built), joining

@@ -92,7 +92,9 @@ class Members:
         generation: Number of the generation, 0 before the first.
         names: Names of its workers, by rank.
         planned: Whether all workers came to this generation as agreed.
-        group: Process group for the reductions, in addition to the default group. Both use gloo.
+        world: Process group for the training script's sums. It is the default group, unless island is above 1.
+        group: Process group for the reductions. Both use gloo.
+        island: Number of ranks of this worker. If it has several, the default group connects them (island.py).
     """
 
     def __init__(self, store: Any, name: str, *, address: str = "127.0.0.1", timeout: float = 600.0):
@@ -102,7 +104,9 @@ class Members:
         self.generation = 0
         self.names: list[str] = []
         self.planned = False
+        self.world: dist.ProcessGroup | None = None
         self.group: dist.ProcessGroup | None = None
+        self.island = 1
         self._form_within = FORM_WITHIN[0]
         self.store.set("patience", str(timeout))
         threading.Thread(target=self._beat).start()
@@ -132,6 +136,10 @@ class Members:
             raise UserError(f"no store answers at {url or f'{host}:{port}'} ({why}): start its launcher first")
         address = next((one for one in own if not one.startswith("127.")), own[0])
         return cls(store, os.environ["CO2_WORKER"], address=address, timeout=timeout)
+
+    @property
+    def _rank_name(self) -> str:
+        return self.name
 
     @property
     def rank(self) -> int:
@@ -189,8 +197,11 @@ class Members:
                 because closing waits for it.
         """
         # gloo closes the connections once nothing refers to the groups
-        groups, self.group = [self.group, dist.group.WORLD], None
-        if dist.is_initialized():
+        groups, self.group, self.world = [self.group, self.world], None, None
+        if self.island > 1:
+            for group in filter(None, groups):
+                dist.destroy_process_group(group)
+        elif dist.is_initialized():
             dist.destroy_process_group()
 
         def close() -> None:
@@ -266,7 +277,7 @@ class Members:
         main, number = threading.main_thread(), 0
         with contextlib.suppress(CollectiveError):  # the store is gone
             while main.is_alive():
-                self.store.set(f"beat/{self.name}", str(number))
+                self.store.set(f"beat/{self._rank_name}", str(number))
                 number += 1
                 main.join(min(BEAT, self.timeout / 4))
 
@@ -278,20 +289,34 @@ class Members:
         reports = [json.loads(self.store.get(f"{key}/{name}")) for name in self.names]
         # gloo waits up to five times as long for a worker that has died. If the time was too short, it doubles.
         seconds = min(self._form_within, self.timeout / 15)
-        # torch names a group's keys by this count, which also counts groups that did not connect, in this process only
-        dist.distributed_c10d._world.group_count = 0
         self._connects = store = WatchedStore(PrefixStore(f"group/{self.generation}", self.store.plain), self._await)
         try:
-            dist.init_process_group(
-                "gloo", store=store, rank=self.rank, world_size=self.size, timeout=timedelta(seconds=seconds)
-            )
-            self.group = new_group(None, seconds, torch.device("cpu"), "gloo")
+            within = timedelta(seconds=seconds)
+            if self.island > 1:
+                self.world = self._connect("sums", within)
+                self.group = self._connect("reductions", within)
+            else:
+                # torch names a group's keys by this count, which also counts this process's groups that did not connect
+                dist.distributed_c10d._world.group_count = 0
+                dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.size, timeout=within)
+                self.world = dist.group.WORLD
+                self.group = new_group(None, seconds, torch.device("cpu"), "gloo")
         finally:
             took = min(time.monotonic() - store.waited_at, seconds)
             self._form_within = min(max(FORM_WITHIN[0], 2 * took), FORM_WITHIN[1])
-        assert dist.group.WORLD is not None
-        set_timeout(dist.group.WORLD, self.timeout)
+        assert self.world is not None
+        set_timeout(self.world, self.timeout)
         return reports
+
+    def _connect(self, what: str, within: timedelta) -> dist.ProcessGroup:
+        """Returns a new process group of the generation's workers, which are not of the default group."""
+        c10d: Any = dist.distributed_c10d
+        name = f"{what} of generation {self.generation}"
+        made, _ = c10d._new_process_group_helper(self.size, self.rank, [], "gloo", self._connects, name, timeout=within)
+        # torch wants a number for each member among the default group's: this rank's is 0, and no other one has any
+        numbers = [0 if rank == self.rank else self.island + rank for rank in range(self.size)]
+        c10d._world.pg_group_ranks[made] = {number: rank for rank, number in enumerate(numbers)}
+        return made
 
     def _await(self, keys: Sequence[str], store: Any = None) -> None:
         since = time.monotonic()
@@ -302,6 +327,26 @@ class Members:
 
     def _is_set(self, key: str) -> bool:
         return self.store.check([key])
+
+
+class Follower(Members):
+    """The members of an island's ranks that are not its leader. The leader gives them the generation."""
+
+    @property
+    def _rank_name(self) -> str:
+        return f"{self.name}.{os.environ['LOCAL_RANK']}"
+
+    def leave(self, busy: Callable[[], bool] = lambda: False) -> None:
+        pass
+
+    def left(self) -> bool:
+        return False
+
+    def wanted(self) -> bool:
+        return False
+
+    def end(self) -> None:
+        pass
 
 
 def agreed(reports: Sequence[Report | None], what: str, number: int) -> bool:

@@ -87,7 +87,6 @@ REFUSED: list[tuple[Recipe, dict[str, Any], str]] = [
     (ISLANDS, {"model": "transnormer_tiny"}, "whose attention costs no square"),
     # workers that come and go
     (ELASTIC, {"method": "ddp"}, "method='ddp'"),
-    (ELASTIC, {"per_node": 2}, "per_node=2"),
     (ELASTIC, {"zero": 2}, "zero=2"),
     (ELASTIC, {"shard": True}, "shard=True"),
     (ELASTIC, {"co2": CO2Config(tau="auto")}, "tau='auto'"),

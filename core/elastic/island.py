@@ -1,0 +1,202 @@
+"""A worker of several ranks, called an island. Its ranks synchronize gradients in every step, over their own group.
+
+Only the first rank, the leader, takes part in generations. The other ranks get from it the sums that count and the
+changes among the workers: when a reduction starts, when it is over, and after the training script's sums. So all ranks
+take the same steps of Algorithm 1, and hold the same outer iterate bit for bit. An island ends as a whole. If a rank is
+lost, the launcher ends the remaining ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
+
+from .. import failure
+from ..buckets import keep_unchanged
+from ..comm import Stage, of_all
+from ..errors import env_number
+from ..hooks import Requests
+from ..stats import AsyncReadback
+from ..testing.link import SlowAllReduce
+from .allreduce import ElasticAllReduce
+from .joining import Classes, ElasticCO2, Joining
+from .members import Follower, Members, Over, Report, WorkersChanged
+
+PATIENCE = 10  # timeouts that a rank waits for its leader, which may wait for other workers
+
+
+class Island:
+    """This rank's place in its island. The island's group is torch's default group.
+
+    Args:
+        size: Number of ranks in each island: consecutive ranks of one machine.
+        timeout: Seconds until a silent worker is left out.
+    """
+
+    def __init__(self, size: int, timeout: float):
+        self.size, self.rank = size, env_number("LOCAL_RANK", 0) % size
+        self.members = (Follower if self.rank else Members).from_env(timeout)
+        self.members.island = size
+
+    def connect(self, device: torch.device) -> None:
+        """Connects the ranks. Call it on all of them after the method is made."""
+        store = PrefixStore(f"island/{self.members.name}", self.members.store.plain)
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        within = timedelta(seconds=PATIENCE * self.members.timeout)
+        dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=within)
+        failure.register()
+
+    @property
+    def classes(self) -> Classes:
+        """The classes that elastic_co2 uses for an island."""
+        fast, slow = (functools.partial(kind, island=self) for kind in (IslandAllReduce, SlowIslandAllReduce))
+        return Classes(fast, slow, IslandJoining, IslandCO2)
+
+    def share_state(self, state: dict[str, Any] | None) -> dict[str, Any]:
+        """Returns the leader's state, tensors and plain values, on all ranks. Other ranks give None."""
+        buffer = io.BytesIO()
+        torch.save(state, buffer)
+        flat = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
+        size = of_all(len(flat))[0]
+        flat = flat if state is not None else torch.empty(size, dtype=torch.uint8)
+        dist.broadcast(flat, src=0)
+        return state or torch.load(io.BytesIO(flat.numpy().tobytes()), map_location="cpu", weights_only=True)
+
+
+class IslandAllReduce(ElasticAllReduce):
+    """An ElasticAllReduce of the leader, whose results the other ranks of the island get.
+
+    Args:
+        device: As for ElasticAllReduce.
+        island: The island.
+        **options: Other arguments of ElasticAllReduce.
+    """
+
+    def __init__(self, device: torch.device, *, island: Island, **options: Any):
+        super().__init__(device, **options)
+        self.island, self.leads = island, island.rank == 0
+        self.place -= island.rank
+        self._reports: list[Report | None] | None = None  # of the last new generation, until the ranks share it
+        self._repairs = False  # whether the reduction in flight also sends the first worker's state
+
+    def launch(self, stages: Iterator[Stage]) -> None:
+        if self.leads:
+            self._repairs = self.owner._broadcasts_state
+            super().launch(stages)
+        else:
+            self.launched, self.in_flight = self.launched + 1, True
+        self.share()
+
+    def wait(self, before_use: Sequence[Callable[[], None]] = ()) -> None:
+        super().wait([self._share_sums, *before_use])
+
+    def _share_sums(self) -> None:
+        """Gives all ranks the leader's sums."""
+        state = self.owner._state.shared() if self.share(repairs=self._repairs)["repairs"] else []
+        for flat in [*self._flats, *state]:
+            dist.broadcast(flat.view(torch.uint8), src=0)
+
+    def sum_of_all(self, values: Tensor) -> Tensor:
+        total, changed = values.clone(), False
+        dist.all_reduce(total)
+        if self.leads:
+            try:
+                total = super().sum_of_all(total)
+            except WorkersChanged:
+                changed = True
+        if self.share(changed=changed)["changed"]:
+            raise WorkersChanged
+        dist.broadcast(total, src=0)
+        return total
+
+    def share(self, **told: Any) -> dict[str, Any]:
+        """Brings this rank to the leader's generation, and returns what the leader has `told`, JSON values.
+
+        A request of one rank becomes a request of the whole island.
+        """
+        m, owner = self.members, self.owner
+        requests = [hook for hook in owner._hooks if isinstance(hook, Requests)]
+        mine = {"asked": sorted({name for hook in requests for name in hook.asked}), "reports": self._reports}
+        mine |= {
+            "members": [m.generation, m.names, m.planned],
+            "workers": self.world_size,
+            "changes": owner._generation,
+        }
+        all_told = of_all(mine | told)
+        leader, self._reports = all_told[0], None
+        for hook in requests:
+            hook.asked |= {name for each in all_told for name in each["asked"] if name in hook.scalars}
+        if not self.leads:
+            m.generation, m.names, m.planned = leader["members"]
+            self.rank = m.rank * self.island.size + self.island.rank
+            self.world_size, owner._reducer.scale = leader["workers"], 1 / leader["workers"]
+            if owner._generation != leader["changes"]:  # see adopt
+                owner._generation, owner._readback = leader["changes"], AsyncReadback()
+        if leader["reports"] is not None:
+            self.on_change(leader["reports"])
+        return leader
+
+    def count(self, number: int) -> None:
+        if self.leads:
+            super().count(number)
+
+    def _changed(self, reports: list[Report | None]) -> None:
+        """Lets all ranks learn of a new generation at once, when they share it."""
+        self._reports = reports
+
+
+class SlowIslandAllReduce(SlowAllReduce, IslandAllReduce):
+    """An IslandAllReduce over an emulated link."""
+
+
+class IslandJoining(Joining):
+    """Joins the other workers on the leader, and gives the other ranks the leader's state."""
+
+    def join(self, found: Callable[[], None] = lambda: None) -> bool:
+        allreduce, take = self.allreduce, self.take
+        assert isinstance(allreduce, IslandAllReduce)
+        if allreduce.leads:
+
+            def begin() -> None:
+                allreduce.share(over=False)
+                found()
+                allreduce.island.share_state(self.give())
+
+            def receive(state: dict[str, Any]) -> None:
+                allreduce.share(over=False)
+                allreduce.island.share_state(state)
+                take(state)
+
+            self.take = receive
+            try:
+                return super().join(begin)
+            except Over:
+                allreduce.share(over=True)
+                raise
+        told = allreduce.share()
+        if told["over"]:
+            raise Over
+        take(allreduce.island.share_state(None))
+        if came_later := any(report is not None for report in told["reports"]):
+            self._enter()
+        return came_later
+
+
+class IslandCO2(ElasticCO2):
+    """The class of the method that elastic_co2 returns for an island. Buffers are averaged over its ranks first."""
+
+    def _fill_buffers(self) -> None:
+        super()._fill_buffers()
+        for bucket, first in zip(self._buckets, self._first_values, strict=True):
+            if bucket.buffers:
+                dist.all_reduce(bucket.values)
+                bucket.values.div_(size := dist.get_world_size())
+                keep_unchanged(bucket.values, first, size)
