@@ -11,24 +11,25 @@ prints a table. No time is measured.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from bench.loss.__main__ import Plan, Rows, load_task, parse, run
-from bench.report import TUNING_SEED, read_options, require, stoppable
+from bench.report import TUNING_SEED, paired_ratio, read_options, require, stoppable, table
 from core.compression.formats import BLOCK, BLOCK_BYTES
 from core.errors import UserError
 from training.script import launch
 
-WORKERS, STEPS, SHORT = 4, 480, 240
+WORKERS, BATCH, STEPS, SHORT = 4, 8, 480, 240
 INT4 = BLOCK_BYTES["int4"] / (4 * BLOCK)  # of float32's bytes, with each block's scale
 BACKWARD = 2 / 3  # of a local step: DDP hides its all-reduce under the backward pass
 RATIOS = (10.0, 30.0, 100.0, 3.0, 1.0)  # in the order in which their runs are trained
 RATES = {"bytes": 8e-3, "cifar": 0.025, "gpt2": 4e-3}  # what the tuning of results/search.jsonl chose most often
-RESULTS = Path("results")
+RESULTS = Path(__file__).parents[1] / "results"
+OLDER = ("controls.jsonl", "search.jsonl", "large.jsonl")  # files that have some of the runs
 
 
 @dataclass(frozen=True)
@@ -52,9 +53,19 @@ class Run:
         return 1 + max(0.0, INT4 * r - under) / self.tau
 
     def plan(self, task: str, seed: int, steps: int = STEPS) -> Plan:
-        split = "tuning" if seed == TUNING_SEED else "test"
-        of, batch = parse(self.asked)[0], load_task(task).batch
-        return Plan(task, of, RATES[task], WORKERS, batch, steps, self.tau, "iid", seed, split)
+        split, of = "tuning" if seed == TUNING_SEED else "test", parse(self.asked)[0]
+        return Plan(task, of, RATES[task], WORKERS, BATCH, steps, self.tau, "iid", seed, split)
+
+    def exposed_share(self, r: float) -> float:
+        return 1 - 1 / self.step_seconds(r)
+
+    def __str__(self) -> str:
+        name, _, options = self.asked.partition(":")
+        if name == "ddp":
+            return "DDP"
+        momentum = " and momentum" if "beta=0.3" in options else ""
+        late = f", {self.delay} step{'s' * (self.delay > 1)} late" if self.delay else ""
+        return f"{'DiLoCo, ' if name == 'diloco' else ''}tau {self.tau}{late}{momentum}"
 
 
 def hidden(tau: int, delay: int, beta: float = 0.0) -> Run:
@@ -68,9 +79,9 @@ HIDDEN = tuple(
     hidden(*places)
     for places in ((6, 1), (24, 1), (6, 2), (12, 4), (12, 2), (24, 4), (48, 12), (2, 2), (2, 1), (24, 12), (96, 12))
 )
-MOMENTUM = (
-    *(Run(DILOCO, tau) for tau in (24, 12, 48, 6)),
-    *(hidden(*places, 0.3) for places in ((6, 1), (24, 1), (12, 4), (6, 2), (12, 2), (24, 4), (48, 12))),
+MOMENTUM = (  # the same with outer momentum
+    tuple(Run(DILOCO, tau) for tau in (24, 12, 48, 6)),
+    tuple(hidden(*places, 0.3) for places in ((6, 1), (24, 1), (12, 4), (6, 2), (12, 2), (24, 4), (48, 12), (24, 12))),
 )
 
 
@@ -94,55 +105,122 @@ class Options:
             raise UserError(f"seeds={TUNING_SEED}: it is the tuning seed; report other seeds")
 
 
-Loss = Callable[[Run, int, int], float | None]  # (run, seed, steps) -> its loss, None if it is not known
+Loss = Callable[[Run, int, int], float | None]
+"""(run, seed, steps) -> its loss, None if it has diverged."""
+
+
+class Missing(LookupError):
+    """A run that has no row."""
+
+
+def power(loss: Loss, seed: int) -> float:
+    """The power p with which the loss of REFERENCE falls, loss ~ steps^-p."""
+    short, long = loss(REFERENCE, seed, SHORT), loss(REFERENCE, seed, STEPS)
+    assert short is not None and long is not None, "Local-SGD has diverged"
+    return math.log(short / long) / math.log(STEPS / SHORT)
 
 
 def seconds(loss: Loss, found: Run, r: float, seed: int) -> float:
     """Modeled seconds, in local steps, until a run has the loss that REFERENCE has after STEPS.
 
-    A run whose loss is x times as great needs x^(1/p) times as many steps, p being the power with which REFERENCE's
-    loss falls from SHORT to STEPS.
+    A run whose loss after STEPS is x times as great needs x^(1/p) times as many steps, see `power`.
     """
-    short, target, own = loss(REFERENCE, seed, SHORT), loss(REFERENCE, seed, STEPS), loss(found, seed, STEPS)
-    if own is None or short is None or target is None:
+    own, target = loss(found, seed, STEPS), loss(REFERENCE, seed, STEPS)
+    if own is None or target is None:
         return math.inf
-    power = math.log(short / target) / math.log(STEPS / SHORT)
-    return STEPS * (own / target) ** (1 / power) * found.step_seconds(r)
+    return STEPS * (own / target) ** (1 / power(loss, seed)) * found.step_seconds(r)
 
 
-def best(loss: Loss, runs: Sequence[Run], r: float) -> Run:
-    """The run with the fewest seconds on the tuning seed."""
-    return min(runs, key=lambda found: seconds(loss, found, r, TUNING_SEED))
+def choose(loss: Loss, r: float, *, momentum: bool) -> tuple[Run, Run]:
+    """The blocking and the hidden run with the fewest seconds on the tuning seed."""
+    kinds = (BLOCKING, HIDDEN)
+    if momentum:
+        kinds = tuple(runs + more for runs, more in zip(kinds, MOMENTUM, strict=True))
+    best = [min(runs, key=lambda found: seconds(loss, found, r, TUNING_SEED)) for runs in kinds]
+    return best[0], best[1]
 
 
-def search(o: Options, rows: Sequence[Rows]) -> None:
+@dataclass(frozen=True)
+class Cell:
+    """What hiding is worth at one r.
+
+    Attributes:
+        faster: Seconds of the best blocking run over seconds of the best hidden run, with a 95 % interval.
+        losses: The hidden run's loss over the blocking run's, at the seconds in which the blocking run takes STEPS
+            steps; by seed.
+    """
+
+    task: str
+    r: float
+    blocking: Run
+    hidden: Run
+    faster: tuple[float, float, float]
+    losses: tuple[float, ...]
+
+
+def cell(loss: Loss, task: str, r: float, seeds: Iterable[int], *, momentum: bool) -> Cell:
+    """Compares the runs that the tuning seed chooses on the other seeds."""
+    both = choose(loss, r, momentum=momentum)
+    took = [{seed: seconds(loss, found, r, seed) for seed in seeds} for found in both]
+    faster = paired_ratio(took[1], took[0])
+    assert faster is not None, "fewer than three seeds"
+    ratios = ((took[0][seed] / took[1][seed]) ** -power(loss, seed) for seed in seeds)
+    return Cell(task, r, *both, faster, tuple(ratios))
+
+
+def of_rows(task: str, rows: Sequence[Rows]) -> Loss:
+    """The losses that have rows."""
+
+    def loss(found: Run, seed: int, steps: int) -> float | None:
+        plan = found.plan(task, seed, steps)
+        row = next((row for some in rows if (row := some.find(plan))), None)
+        if row is None:
+            raise Missing(f"{task}, {found}, {steps} steps, seed {seed}: has no row")
+        return row["loss"]
+
+    return loss
+
+
+def read(path: Path = RESULTS / "regimes.jsonl") -> list[Rows]:
+    return [Rows(path), *(Rows(RESULTS / name) for name in OLDER)]
+
+
+def search(o: Options, rows: Sequence[Rows]) -> Iterator[Cell]:
     """Trains everything that has no row. New rows go to the first of `rows`."""
     for task in o.tasks:
+        known = of_rows(task, rows)
 
-        def loss(found: Run, seed: int, steps: int = STEPS, task: str = task) -> float | None:
-            plan = found.plan(task, seed, steps)
-            row = next((row for some in rows if (row := some.find(plan))), None)
-            if row is None:
+        def loss(found: Run, seed: int, steps: int, task: str = task, known: Loss = known) -> float | None:
+            try:
+                return known(found, seed, steps)
+            except Missing:
+                plan = found.plan(task, seed, steps)
                 row = rows[0].add_run(plan, run(load_task(task), plan, eval_every=o.eval_every))
                 what = f"{task}, {found}, {steps} steps, seed {seed}: loss {row['loss']} ({row['seconds']:.0f} s)"
                 print(what, flush=True)
-            return row["loss"]
+                return row["loss"]
 
-        kinds = BLOCKING + (MOMENTUM[:4] if o.momentum else ()), HIDDEN + (MOMENTUM[4:] if o.momentum else ())
-        for r in RATIOS:
-            chosen = [best(loss, runs, r) for runs in kinds]
-            print(f"{task}, r {r:g}: {chosen}", flush=True)
-            for seed in o.seeds:
-                for found in chosen:
-                    seconds(loss, found, r, seed)
+        yield from (cell(loss, task, r, o.seeds, momentum=o.momentum) for r in RATIOS)
+
+
+TITLES = ("task", "r", "best blocking", "exposed", "best hidden", "hidden is faster by", "loss at equal seconds")
+
+
+def line(found: Cell) -> tuple[str, ...]:
+    """A line of the table."""
+    ratio, low, high = found.faster
+    change = 100 * (sum(found.losses) / len(found.losses) - 1)
+    exposed = f"{found.blocking.exposed_share(found.r):.0%}"
+    faster = f"{ratio:.2f} ({low:.2f} to {high:.2f})"
+    return found.task, f"{found.r:g}", str(found.blocking), exposed, str(found.hidden), faster, f"{change:+.1f} %"
 
 
 def main() -> None:
     o = read_options(Options, "bench.regimes")
     torch.set_num_threads(1)
-    older = [Rows(RESULTS / name) for name in ("controls.jsonl", "search.jsonl", "large.jsonl")]
     with stoppable(f"the runs that ended are in {o.rows}"):
-        search(o, [Rows(o.rows), *older])
+        lines = [line(found) for found in search(o, read(o.rows))]
+    print("\n" + table(TITLES, sorted(lines, key=lambda cells: (cells[0], float(cells[1])))))
 
 
 if __name__ == "__main__":
