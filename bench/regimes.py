@@ -10,6 +10,7 @@ The command trains what has no row yet: all runs on the tuning seed, then the be
 prints a table. No time is measured.
 """
 
+import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -183,6 +184,16 @@ def of_rows(task: str, rows: Sequence[Rows]) -> Loss:
 
 def read(path: Path = RESULTS / "regimes.jsonl") -> list[Rows]:
     return [Rows(path), *(Rows(RESULTS / name) for name in OLDER)]
+
+
+def cells(*, momentum: bool = False) -> list[Cell]:
+    """The cells of the tasks whose runs all have rows, by r."""
+    found, rows = [], read()
+    for task in RATES:
+        with contextlib.suppress(Missing):
+            loss = of_rows(task, rows)
+            found += [cell(loss, task, r, Options.seeds, momentum=momentum) for r in sorted(RATIOS)]
+    return found
 
 
 def search(o: Options, rows: Sequence[Rows]) -> Iterator[Cell]:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench import regimes
 from bench.loss.__main__ import MERGES, todays_names
 from bench.report import mean_sd as with_sd
 from bench.report import table as markdown
@@ -176,6 +177,11 @@ def paired_seconds() -> Table:
     cells = [f"{r['ratio']:.2f} ({r['low']:.2f} to {r['high']:.2f})" for r in (rows["target"], rows["late"])]
     table.append(("the same, after a change of automatic tau", *cells, "not run", "not run"))
     return table
+
+
+def regime_map() -> Table:
+    """The best hidden run against the best blocking run, by task and r."""
+    return [regimes.TITLES, *map(regimes.line, regimes.cells())]
 
 
 PEER_NAMES = METHOD_NAMES | {
@@ -585,6 +591,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "text_int4": lambda: seconds("int4/", "language", INT4),
     "cifar10_int4": lambda: seconds("int4_cifar10/", "cifar10", INT4),
     "paired_seconds": paired_seconds,
+    "regimes": regime_map,
     "peers_seconds": lambda: peers("seconds_to_target"),
     "peers_exposed": lambda: peers("exposed"),
 }

@@ -15,6 +15,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from bench.regimes import cells
 from results.pages import RATES, RESULTS, SLOW_LINKS, Row, best_of, both_series, load, reached, select
 
 WIDTH = 8.0  # inches, which are 768 pixels in a browser: text keeps its size in points
@@ -118,6 +119,29 @@ def waterfall() -> Figure:
         a.tick_params(axis="y", length=0)
     axes[0].set_yticks(range(len(WATERFALL)), [*WATERFALL])
     axes[0].set_ylim(len(WATERFALL) - 0.5, -0.5)
+    return figure
+
+
+def regime_map() -> Figure:
+    """By r and task, how much sooner the best hidden run has the loss than the best blocking run."""
+    figure, (a,) = axes_of(1, 1, 3.2)
+    found = cells()
+    for place, task in enumerate(dict.fromkeys(each.task for each in found)):
+        of = [each for each in found if each.task == task]
+        x, ratios = [each.r * 1.06**place for each in of], [each.faster for each in of]
+        color = (DARK, RED, MIDDLE)[place]
+        a.vlines(x, [low for _, low, _ in ratios], [high for *_, high in ratios], color=color)
+        a.plot(x, [ratio for ratio, *_ in ratios], "o-", color=color, ms=5, label=task)
+        for at, each in zip(x, of, strict=True):
+            text = f"{each.blocking}\n{each.hidden}"
+            a.annotate(text, (at, each.faster[2]), (0, 5), textcoords="offset points", ha="center", fontsize=7)
+    a.axhline(1, color="black", lw=0.8)
+    a.axhline(1.15, color=MIDDLE, lw=0.8, ls=":")
+    a.set(xscale="log", xlabel="r: float32 all-reduce / local step", ylabel="seconds, best blocking\nover best hidden")
+    a.set_xticks([1, 3, 10, 30, 100], ["1", "3", "10", "30", "100"])
+    a.minorticks_off()
+    a.margins(y=0.25)
+    a.legend(frameon=False)
     return figure
 
 
@@ -246,6 +270,7 @@ def exposed() -> Figure:
 PICTURES: dict[str, Callable[[], Figure]] = {
     "seconds": seconds,
     "waterfall": waterfall,
+    "regimes": regime_map,
     "bytes": sent,
     "timeline": timeline,
     "exposed": exposed,
