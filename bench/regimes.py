@@ -75,7 +75,8 @@ def hidden(tau: int, delay: int, beta: float = 0.0) -> Run:
 
 LOCAL, DILOCO = "local:compression=int4", "diloco:beta=0.5,compression=int4"
 REFERENCE = Run("local", 24)  # gives the target and the power law
-BLOCKING = (Run("ddp:compression=int4", 1), *(Run(LOCAL, tau) for tau in (6, 24, 12, 48, 96)))
+DDP = Run("ddp:compression=int4", 1)
+BLOCKING = tuple(Run(LOCAL, tau) for tau in (6, 24, 12, 48, 96))
 HIDDEN = tuple(
     hidden(*places)
     for places in ((6, 1), (24, 1), (6, 2), (12, 4), (12, 2), (24, 4), (48, 12), (2, 2), (2, 1), (24, 12), (96, 12))
@@ -147,6 +148,7 @@ class Cell:
 
     Attributes:
         faster: Seconds of the best blocking run over seconds of the best hidden run, with a 95 % interval.
+        than_ddp: The same with DDP in place of the blocking run.
         losses: The hidden run's loss over the blocking run's, at the seconds in which the blocking run takes STEPS
             steps; by seed.
     """
@@ -156,17 +158,18 @@ class Cell:
     blocking: Run
     hidden: Run
     faster: tuple[float, float, float]
+    than_ddp: tuple[float, float, float]
     losses: tuple[float, ...]
 
 
 def cell(loss: Loss, task: str, r: float, seeds: Iterable[int], *, momentum: bool) -> Cell:
     """Compares the runs that the tuning seed chooses on the other seeds."""
-    both = choose(loss, r, momentum=momentum)
-    took = [{seed: seconds(loss, found, r, seed) for seed in seeds} for found in both]
-    faster = paired_ratio(took[1], took[0])
-    assert faster is not None, "fewer than three seeds"
-    ratios = ((took[0][seed] / took[1][seed]) ** -power(loss, seed) for seed in seeds)
-    return Cell(task, r, *both, faster, tuple(ratios))
+    best = choose(loss, r, momentum=momentum)
+    blocking, hidden, ddp = ({seed: seconds(loss, found, r, seed) for seed in seeds} for found in (*best, DDP))
+    faster, than_ddp = paired_ratio(hidden, blocking), paired_ratio(hidden, ddp)
+    assert faster is not None and than_ddp is not None, "fewer than three seeds"
+    losses = tuple((blocking[seed] / hidden[seed]) ** -power(loss, seed) for seed in seeds)
+    return Cell(task, r, *best, faster, than_ddp, losses)
 
 
 def of_rows(task: str, rows: Sequence[Rows]) -> Loss:
@@ -214,24 +217,24 @@ def search(o: Options, rows: Sequence[Rows]) -> Iterator[Cell]:
         yield from (cell(loss, task, r, o.seeds, momentum=o.momentum) for r in RATIOS)
 
 
-TITLES = ("task", "r", "best blocking", "exposed", "best hidden", "hidden is faster by", "loss at equal seconds")
+TITLES = ("task, r", "best blocking", "exposed", "best hidden", "against blocking", "against DDP", "loss")
 
 
 def line(found: Cell) -> tuple[str, ...]:
     """A line of the table."""
-    ratio, low, high = found.faster
     change = 100 * (sum(found.losses) / len(found.losses) - 1)
     exposed = f"{found.blocking.exposed_share(found.r):.0%}"
-    faster = f"{ratio:.2f} ({low:.2f} to {high:.2f})"
-    return found.task, f"{found.r:g}", str(found.blocking), exposed, str(found.hidden), faster, f"{change:+.1f} %"
+    ratios = (f"{ratio:.2f} ({low:.2f} to {high:.2f})" for ratio, low, high in (found.faster, found.than_ddp))
+    best = str(found.blocking), exposed, str(found.hidden)
+    return f"{found.task}, {found.r:g}", *best, *ratios, f"{change:+.1f} %"
 
 
 def main() -> None:
     o = read_options(Options, "bench.regimes")
     torch.set_num_threads(1)
     with stoppable(f"the runs that ended are in {o.rows}"):
-        lines = [line(found) for found in search(o, read(o.rows))]
-    print("\n" + table(TITLES, sorted(lines, key=lambda cells: (cells[0], float(cells[1])))))
+        found = sorted(search(o, read(o.rows)), key=lambda each: (o.tasks.index(each.task), each.r))
+    print("\n" + table(TITLES, map(line, found)))
 
 
 if __name__ == "__main__":

@@ -5,15 +5,27 @@ from pathlib import Path
 import pytest
 
 from bench import regimes
-from bench.regimes import BLOCKING, HIDDEN, INT4, LOCAL, MOMENTUM, REFERENCE, Run, cell, choose, hidden, line, seconds
+from bench.regimes import (
+    BLOCKING,
+    DDP,
+    HIDDEN,
+    INT4,
+    LOCAL,
+    MOMENTUM,
+    REFERENCE,
+    Run,
+    cell,
+    choose,
+    hidden,
+    line,
+    seconds,
+)
 from bench.report import TUNING_SEED
 from core import UserError
 
-DDP = BLOCKING[0]
-
 
 def loss(found: Run, seed: int, steps: int) -> float | None:
-    """Falls as steps^-0.5. A tau of 6 costs nothing, another one 2 %, and a step of delay 1 % each. 48 diverges."""
+    """Falls as steps^-0.5. A tau of 6 costs nothing, others 2 %, and a step of delay 1 % each. tau 48 diverges."""
     if found.tau == 48:
         return None
     return (2 + seed / 100) * (steps / 480) ** -0.5 * (1.02 if found.tau != 6 else 1.0) * 1.01**found.delay
@@ -41,11 +53,12 @@ def test_the_best_of_both_kinds_are_compared_on_other_seeds():
     found = cell(loss, "bytes", r, (0, 1, 2), momentum=False)
     expected = (1 + 2 / 96) * 1.02**2 / 1.01**4
     assert found.faster == pytest.approx([expected] * 3) and found.losses == pytest.approx([expected**-0.5] * 3)
-    assert line(found)[2:5] == ("tau 96", "2%", "tau 6, 2 steps late") and line(found)[-1] == "-1.0 %"
+    assert found.than_ddp == pytest.approx([(1 + 2 - 2 / 3) * 1.02**2 / 1.01**4] * 3)
+    assert line(found)[1:4] == ("tau 96", "2%", "tau 6, 2 steps late") and line(found)[-1] == "-1.0 %"
 
 
 def test_every_run_can_be_made_and_the_tuning_seed_is_not_reported(tmp_path: Path):
-    for found in (*BLOCKING, *HIDDEN, *MOMENTUM[0], *MOMENTUM[1]):
+    for found in (DDP, *BLOCKING, *HIDDEN, *MOMENTUM[0], *MOMENTUM[1]):
         plan = found.plan("bytes", TUNING_SEED)
         assert (plan.split, plan.tau, found.plan("bytes", 0).split) == ("tuning", found.tau, "test")
         found.plan("bytes", 0).settings.make(regimes.torch.zeros(2, 4), found.tau)
