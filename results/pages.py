@@ -179,6 +179,28 @@ def paired_seconds() -> Table:
     return table
 
 
+def model_check() -> Table:
+    """Milliseconds of a step in the paired series: as the map models them from the link's rate, and as measured."""
+    runs = load("paired/time_to_loss.json")["runs"]
+    table: Table = [("method", "10 Mbit/s, modeled", "measured", "40 Mbit/s, modeled", "measured")]
+    last = lambda run: run["trajectory"][-1]  # noqa: E731
+    for name, method, tau, under in (
+        ("DDP", "ddp:compression=int4", 1, regimes.BACKWARD),
+        ("Local-SGD, tau 6", "local:tau=6,compression=int4", 6, 0),
+        ("Local-SGD, tau 12", "local:tau=12,compression=int4", 12, 0),
+    ):
+        cells = []
+        for rate in (10.0, 40.0):
+            at = [last(run) for run in select(runs, rate_mbit=rate, method=method)]
+            step = statistics.median((line["seconds"] - line["exposed_seconds"]) / line["step"] for line in at)
+            allreduce = statistics.median(line["bytes_sent"] * 8e-6 / rate / line["rounds"] for line in at)
+            modeled = step + max(0.0, allreduce - under * step) / tau
+            measured = statistics.median(line["seconds"] / line["step"] for line in at)
+            cells += [f"{1e3 * modeled:.0f}", f"{1e3 * measured:.0f}"]
+        table.append((name, *cells))
+    return table
+
+
 def regime_map() -> Table:
     """The best hidden run against the best blocking run, by task and r."""
     return [regimes.TITLES, *map(regimes.line, regimes.cells())]
@@ -592,6 +614,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "cifar10_int4": lambda: seconds("int4_cifar10/", "cifar10", INT4),
     "paired_seconds": paired_seconds,
     "regimes": regime_map,
+    "model_check": model_check,
     "peers_seconds": lambda: peers("seconds_to_target"),
     "peers_exposed": lambda: peers("exposed"),
 }
