@@ -76,7 +76,7 @@ def hidden(tau: int, delay: int, beta: float = 0.0) -> Run:
 LOCAL, DILOCO = "local:compression=int4", "diloco:beta=0.5,compression=int4"
 REFERENCE = Run("local", 24)  # gives the target and the power law
 DDP = Run("ddp:compression=int4", 1)
-BLOCKING = tuple(Run(LOCAL, tau) for tau in (6, 24, 12, 48, 96))
+BLOCKING = tuple(Run(LOCAL, tau) for tau in (6, 24, 12, 48, 96, 2))
 HIDDEN = tuple(
     hidden(*places)
     for places in ((6, 1), (24, 1), (6, 2), (12, 4), (12, 2), (24, 4), (48, 12), (2, 2), (2, 1), (24, 12), (96, 12))

@@ -123,25 +123,26 @@ def waterfall() -> Figure:
 
 
 def regime_map() -> Figure:
-    """By r and task, how much sooner the best hidden run has the loss than the best blocking run."""
-    figure, (a,) = axes_of(1, 1, 3.2)
+    """By r and task: seconds of the best blocking run, and of DDP, over seconds of the best hidden run."""
+    figure, (left, right) = axes_of(1, 2, 3.2, width_ratios=(1.6, 1))
     found = cells()
     for place, task in enumerate(dict.fromkeys(each.task for each in found)):
-        of = [each for each in found if each.task == task]
-        x, ratios = [each.r * 1.06**place for each in of], [each.faster for each in of]
-        color = (DARK, RED, MIDDLE)[place]
-        a.vlines(x, [low for _, low, _ in ratios], [high for *_, high in ratios], color=color)
-        a.plot(x, [ratio for ratio, *_ in ratios], "o-", color=color, ms=5, label=task)
-        for at, each in zip(x, of, strict=True):
-            text = f"{each.blocking}\n{each.hidden}"
-            a.annotate(text, (at, each.faster[2]), (0, 5), textcoords="offset points", ha="center", fontsize=7)
-    a.axhline(1, color="black", lw=0.8)
-    a.axhline(1.15, color=MIDDLE, lw=0.8, ls=":")
-    a.set(xscale="log", xlabel="r: float32 all-reduce / local step", ylabel="seconds, best blocking\nover best hidden")
-    a.set_xticks([1, 3, 10, 30, 100], ["1", "3", "10", "30", "100"])
-    a.minorticks_off()
-    a.margins(y=0.25)
-    a.legend(frameon=False)
+        of, color = [each for each in found if each.task == task], (DARK, RED, MIDDLE)[place]
+        x = [each.r * 1.06**place for each in of]
+        for a, ratios in ((left, [each.faster for each in of]), (right, [each.than_ddp for each in of])):
+            a.vlines(x, [low for _, low, _ in ratios], [high for *_, high in ratios], color=color)
+            a.plot(x, [ratio for ratio, *_ in ratios], "os^"[place] + "-", color=color, ms=5, label=task)
+    for a, title in ((left, "Local-SGD over hidden"), (right, "DDP over hidden")):
+        a.axhline(1, color="black", lw=0.8)
+        a.set(xscale="log", xlabel="r: float32 all-reduce / local step")
+        a.set_title(title, loc="left", weight="bold")
+        a.set_xticks([1, 3, 10, 30, 100], ["1", "3", "10", "30", "100"])
+        a.minorticks_off()
+    left.axhline(1.15, color=MIDDLE, lw=0.8, ls=":")
+    left.set_ylabel("ratio of the seconds to a loss")
+    left.legend(frameon=False)
+    right.set_yscale("log")
+    right.set_yticks([0.5, 1, 2, 4], ["0.5", "1", "2", "4"])
     return figure
 
 
