@@ -105,6 +105,10 @@ class Options:
         require(self, once="tasks seeds", tasks=RATES)
         if TUNING_SEED in self.seeds:
             raise UserError(f"seeds={TUNING_SEED}: it is the tuning seed; report other seeds")
+        if len(self.seeds) < 3:
+            raise UserError(f"seeds={' '.join(map(str, self.seeds))}: an interval needs 3 or more")
+        if self.eval_every < 0:
+            raise UserError(f"eval_every={self.eval_every}: give 0 or more")
 
 
 Loss = Callable[[Run, int, int], float | None]

@@ -103,23 +103,14 @@ def seconds_cell(runs: Sequence[Row], *, exposed: bool = False) -> str:
     return f"{text}, {statistics.fmean(shares):.0%}" if exposed and shares else text
 
 
-def seconds(folder: str, task: str, methods: Sequence[str], *, limit: bool = False) -> Table:
+def seconds(folder: str, task: str, methods: Sequence[str]) -> Table:
     """One row per method, one column per link rate. A method may be `METHOD:compression=FORMAT`, as in the rows."""
     runs = select(load(f"{folder}time_to_loss.json")["runs"], task=task)
     table: Table = [SECONDS_TITLES]
     for method in methods:
         cells = (seconds_cell(select(runs, method=method, rate_mbit=rate), exposed=True) for rate in RATES)
         table.append((METHOD_NAMES[method.partition(":")[0]], *cells))
-    if limit:
-        table.append(("DDP if its communication were free", *(mean_sd(free_ddp(runs, rate)) for rate in RATES)))
     return table
-
-
-def free_ddp(runs: Sequence[Row], rate: float) -> list[float]:
-    """Seconds of DDP's steps to the loss if each took as long as a step of Local-SGD without waiting, for each seed."""
-    steps = {r["seed"]: r["steps"] for r in select(runs, method="ddp", status="reached")}
-    local = [r for r in select(runs, method="local", rate_mbit=rate) if r["seed"] in steps]
-    return [steps[r["seed"]] * r["seconds"] * (1 - r["exposed_share"]) / r["steps"] for r in local]
 
 
 def reached(runs: Sequence[Row]) -> list[float]:
@@ -595,7 +586,6 @@ def stand_ins() -> Table:
     return table
 
 
-FLOAT32 = ("ddp", "local", "overlap_local", "slowmo", "co2", "co2_auto")
 INT4 = (
     "ddp:compression=int4",
     "local:compression=int4",
@@ -607,11 +597,8 @@ MADE = (readme_seconds, throughput, cost_of_hiding, larger_models, gpt2_small, r
 MADE += (bytes_to_a_loss, zo_speed, zo_memory, lengths, rings, boundary_cpu, gpu_boundary, nccl_hidden, nccl_blocks)
 TABLES: dict[str, Callable[[], Table]] = {
     **{make.__name__: make for make in (*MADE, faults, stand_ins)},
-    "digits_float32": lambda: seconds("", "vision", FLOAT32, limit=True),
-    "text_float32": lambda: seconds("", "language", FLOAT32, limit=True),
     "digits_int4": lambda: seconds("int4/", "vision", INT4),
     "text_int4": lambda: seconds("int4/", "language", INT4),
-    "cifar10_int4": lambda: seconds("int4_cifar10/", "cifar10", INT4),
     "paired_seconds": paired_seconds,
     "regimes": regime_map,
     "model_check": model_check,
