@@ -83,7 +83,7 @@ HIDDEN = tuple(
 )
 MOMENTUM = (  # the same with outer momentum
     tuple(Run(DILOCO, tau) for tau in (24, 12, 48, 6)),
-    tuple(hidden(*places, 0.3) for places in ((6, 1), (24, 1), (12, 4), (6, 2), (12, 2), (24, 4), (48, 12), (24, 12))),
+    tuple(hidden(*places, 0.3) for places in ((6, 1), (24, 1), (6, 2), (12, 4), (24, 12), (48, 12))),
 )
 
 
