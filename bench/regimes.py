@@ -1,4 +1,4 @@
-"""What hiding is worth: measured losses and modeled seconds, by the ratio of an all-reduce to a local step.
+"""Seconds that hiding is worth: measured losses and modeled seconds, by the ratio of an all-reduce to a local step.
 
     python -m bench.regimes [--tasks bytes] [--momentum] [--rows results/regimes.jsonl]
 
@@ -89,7 +89,7 @@ MOMENTUM = (  # the same with outer momentum
 
 @dataclass(frozen=True)
 class Options:
-    """Which tasks to map, and on which seeds to report."""
+    """The tasks to map, and the seeds to report."""
 
     tasks: tuple[str, ...] = ("bytes",)
     """bytes, cifar and gpt2, with data in CO2_DATA."""
@@ -148,7 +148,7 @@ def choose(loss: Loss, r: float, *, momentum: bool) -> tuple[Run, Run]:
 
 @dataclass(frozen=True)
 class Cell:
-    """What hiding is worth at one r.
+    """The seconds that hiding is worth at one r.
 
     Attributes:
         faster: Seconds of the best blocking run over seconds of the best hidden run, with a 95 % interval.

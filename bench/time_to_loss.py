@@ -483,11 +483,11 @@ def exposed_share(run: dict[str, Any], at: dict[str, Any], runs: list[dict[str, 
 
 
 def limits(at: dict[str, Any], rate_mbit: float | None) -> dict[str, float]:
-    """What hiding can be worth at most, from the run's own times; {} for another package's method.
+    """How much hiding can be worth at most, from the run's own times; {} for another package's method.
 
     Returns:
         step_seconds: c, a local step without its waiting.
-        allreduce_seconds: As measured, the mean.
+        allreduce_seconds: As measured, on average.
         link_seconds: a, what the link needs for an all-reduce's bytes.
         limit: (c + a / tau) / max(c, a / tau), blocking over hidden with this tau.
     """
