@@ -4,7 +4,8 @@
 
 r is the seconds of a float32 all-reduce over the seconds of a local step. A run is a method with its tau and its delay,
 over int4. Its loss does not depend on the link, so it counts at every r. The seconds of a step follow from r: see
-`Run.step_seconds`. A loss counts as steps by the power law of Local-SGD, from runs of two lengths: see `seconds`.
+`Run.step_seconds`. Every run has two lengths, each with its own schedule, and between them the loss follows a power law
+of the steps. So its loss at any number of seconds is known.
 
 The command trains what has no row yet: all runs on the tuning seed, then the best for each r on the reported seeds. It
 prints a table. No time is measured.
@@ -74,7 +75,6 @@ def hidden(tau: int, delay: int, beta: float = 0.0) -> Run:
 
 
 LOCAL, DILOCO = "local:compression=int4", "diloco:beta=0.5,compression=int4"
-REFERENCE = Run("local", 24)  # gives the target and the power law
 DDP = Run("ddp:compression=int4", 1)
 BLOCKING = tuple(Run(LOCAL, tau) for tau in (6, 24, 12, 48, 96, 2))
 HIDDEN = tuple(
@@ -119,30 +119,42 @@ class Missing(LookupError):
     """A run that has no row."""
 
 
-def power(loss: Loss, seed: int) -> float:
-    """The power p with which the loss of REFERENCE falls, loss ~ steps^-p."""
-    short, long = loss(REFERENCE, seed, SHORT), loss(REFERENCE, seed, STEPS)
-    assert short is not None and long is not None, "Local-SGD has diverged"
-    return math.log(short / long) / math.log(STEPS / SHORT)
+@dataclass(frozen=True)
+class Curve:
+    """The loss of a run by its steps: a power law through its losses at SHORT and STEPS."""
+
+    short: float
+    long: float
+
+    @property
+    def power(self) -> float:
+        return math.log(self.short / self.long) / math.log(STEPS / SHORT)
+
+    def loss(self, steps: float) -> float:
+        return self.long * (steps / STEPS) ** -self.power
+
+    def steps(self, loss: float) -> float:
+        return STEPS * (loss / self.long) ** (-1 / self.power)
 
 
-def seconds(loss: Loss, found: Run, r: float, seed: int) -> float:
-    """Modeled seconds, in local steps, until a run has the loss that REFERENCE has after STEPS.
+def curve(loss: Loss, found: Run, seed: int) -> Curve | None:
+    """None if a run has diverged."""
+    short, long = loss(found, seed, SHORT), loss(found, seed, STEPS)
+    return Curve(short, long) if short is not None and long is not None else None
 
-    A run whose loss after STEPS is x times as great needs x^(1/p) times as many steps, see `power`.
-    """
-    own, target = loss(found, seed, STEPS), loss(REFERENCE, seed, STEPS)
-    if own is None or target is None:
-        return math.inf
-    return STEPS * (own / target) ** (1 / power(loss, seed)) * found.step_seconds(r)
+
+def at_seconds(loss: Loss, found: Run, r: float, seed: int) -> float:
+    """The loss of a run that may last as long as STEPS local steps without communication."""
+    known = curve(loss, found, seed)
+    return known.loss(STEPS / found.step_seconds(r)) if known else math.inf
 
 
 def choose(loss: Loss, r: float, *, momentum: bool) -> tuple[Run, Run]:
-    """The blocking and the hidden run with the fewest seconds on the tuning seed."""
+    """The blocking and the hidden run with the lowest loss at equal seconds on the tuning seed."""
     kinds = (BLOCKING, HIDDEN)
     if momentum:
         kinds = tuple(runs + more for runs, more in zip(kinds, MOMENTUM, strict=True))
-    best = [min(runs, key=lambda found: seconds(loss, found, r, TUNING_SEED)) for runs in kinds]
+    best = [min(runs, key=lambda found: at_seconds(loss, found, r, TUNING_SEED)) for runs in kinds]
     return best[0], best[1]
 
 
@@ -151,10 +163,10 @@ class Cell:
     """The seconds that hiding is worth at one r.
 
     Attributes:
-        faster: Seconds of the best blocking run over seconds of the best hidden run, with a 95 % interval.
+        faster: Seconds of the best blocking run until it has the best hidden run's loss, over the hidden run's seconds,
+            which are those of STEPS local steps. With a 95 % interval.
         than_ddp: The same with DDP in place of the blocking run.
-        losses: The hidden run's loss over the blocking run's, at the seconds in which the blocking run takes STEPS
-            steps; by seed.
+        losses: The hidden run's loss over the blocking run's, at equal seconds, by seed.
     """
 
     task: str
@@ -168,12 +180,18 @@ class Cell:
 
 def cell(loss: Loss, task: str, r: float, seeds: Iterable[int], *, momentum: bool) -> Cell:
     """Compares the runs that the tuning seed chooses on the other seeds."""
-    best = choose(loss, r, momentum=momentum)
-    blocking, hidden, ddp = ({seed: seconds(loss, found, r, seed) for seed in seeds} for found in (*best, DDP))
-    faster, than_ddp = paired_ratio(hidden, blocking), paired_ratio(hidden, ddp)
+    blocking, hidden = choose(loss, r, momentum=momentum)
+    ended = {seed: at_seconds(loss, hidden, r, seed) for seed in seeds}
+
+    def seconds(found: Run) -> dict[int, float]:
+        curves = {seed: known for seed in ended if (known := curve(loss, found, seed))}
+        return {seed: known.steps(ended[seed]) * found.step_seconds(r) for seed, known in curves.items()}
+
+    took = dict.fromkeys(ended, float(STEPS))
+    faster, than_ddp = paired_ratio(took, seconds(blocking)), paired_ratio(took, seconds(DDP))
     assert faster is not None and than_ddp is not None, "fewer than three seeds"
-    losses = tuple((blocking[seed] / hidden[seed]) ** -power(loss, seed) for seed in seeds)
-    return Cell(task, r, *best, faster, than_ddp, losses)
+    losses = tuple(ended[seed] / at_seconds(loss, blocking, r, seed) for seed in ended)
+    return Cell(task, r, blocking, hidden, faster, than_ddp, losses)
 
 
 def of_rows(task: str, rows: Sequence[Rows]) -> Loss:

@@ -123,7 +123,7 @@ def waterfall() -> Figure:
 
 
 def regime_map() -> Figure:
-    """By r and task: seconds of the best blocking run, and of DDP, over seconds of the best hidden run."""
+    """Seconds of the best blocking run, and of DDP, over seconds of the best hidden run, by r and task."""
     figure, (left, right) = axes_of(1, 2, 3.2, width_ratios=(1.6, 1))
     found = cells()
     for place, task in enumerate(dict.fromkeys(each.task for each in found)):
@@ -143,6 +143,7 @@ def regime_map() -> Figure:
     left.legend(frameon=False)
     right.set_yscale("log")
     right.set_yticks([0.5, 1, 2, 4], ["0.5", "1", "2", "4"])
+    right.minorticks_off()
     return figure
 
 

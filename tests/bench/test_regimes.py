@@ -12,13 +12,13 @@ from bench.regimes import (
     INT4,
     LOCAL,
     MOMENTUM,
-    REFERENCE,
     Run,
+    at_seconds,
     cell,
     choose,
+    curve,
     hidden,
     line,
-    seconds,
 )
 from bench.report import TUNING_SEED
 from core import UserError
@@ -41,10 +41,14 @@ def test_the_seconds_of_a_step():
     assert Run(LOCAL, 8).exposed_share(r) == pytest.approx(1 / 3)
 
 
-def test_a_loss_counts_as_steps():
-    assert seconds(loss, REFERENCE, 0.0, 0) == pytest.approx(480)
-    assert seconds(loss, Run(LOCAL, 6), 0.0, 0) == pytest.approx(480 / 1.02**2)
-    assert seconds(loss, Run(LOCAL, 48), 0.0, 0) == float("inf")
+def test_a_run_s_loss_between_its_two_lengths():
+    found = curve(loss, Run(LOCAL, 6), 0)
+    assert found is not None and curve(loss, Run(LOCAL, 48), 0) is None
+    assert (
+        found.power == pytest.approx(0.5) and found.loss(480) == 2 and found.loss(360) == pytest.approx(2 * 0.75**-0.5)
+    )
+    assert found.steps(found.loss(300)) == pytest.approx(300)
+    assert at_seconds(loss, Run(LOCAL, 6), 12 / INT4, 0) == pytest.approx(found.loss(160)), "three times as long a step"
 
 
 def test_the_best_of_both_kinds_are_compared_on_other_seeds():
