@@ -163,8 +163,8 @@ class Cell:
     """The seconds that hiding is worth at one r.
 
     Attributes:
-        faster: Seconds of the best blocking run until it has the best hidden run's loss, over the hidden run's seconds,
-            which are those of STEPS local steps. With a 95 % interval.
+        faster: Seconds of the best blocking run until it has the best hidden run's loss, over the seconds of STEPS
+            local steps, in which the hidden run has it. With a 95 % interval.
         than_ddp: The same with DDP in place of the blocking run.
         losses: The hidden run's loss over the blocking run's, at equal seconds, by seed.
     """
