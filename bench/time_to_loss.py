@@ -14,8 +14,10 @@ import functools
 import importlib
 import itertools
 import json
+import math
 import os
 import random
+import re
 import statistics
 import tempfile
 import time
@@ -37,7 +39,9 @@ from bench.cluster import Cluster, run_ranks, sent_bytes
 from bench.peers.adapters import PEERS, Task, Trainer
 from bench.report import Asked, Metrics, Summary, require, require_company
 from core.errors import UserError
+from core.local_update import LocalUpdateMethod, SyncSchedule
 from core.methods import make_method
+from core.tau import CALIBRATION_TAU
 from core.testing.link import ThrottledLink
 from training.data import steps_per_epoch
 from training.optim import clip_gradients, lr_factor
@@ -59,24 +63,67 @@ OURS = {  # name -> options of a train script; the period is the recipe's tau wh
     "co2_recommended": ("--method", "co2", "--recommended"),
     "co2_auto": ("--method", "co2", "--recommended", "--co2.tau", "auto", "--co2.tau_max", "24"),
 }
+BLOCKING = ("local", "slowmo", "diloco")
 METHODS = (NONE, *OURS, *PEERS)
 
 
 def options_of(method: str) -> list[str]:
-    """NAME or NAME:key=value,..., as options of a train script. like, rule, first and every are L-GreCo's."""
+    """NAME or NAME:key=value,..., as options of a train script. like, rule, first and every are L-GreCo's.
+
+    A blocking method's share=0.1 is no option of a train script: see `ShareOfWaiting`.
+    """
     name, _, rest = method.partition(":")
     if name not in METHODS:
         raise UserError(f"methods: {name!r} does not exist; choose among {', '.join(METHODS)}")
     compression = "ddp_compression" if name == "ddp" else "co2.compression"
     keys = {"compression": f"{compression}.format", "tau": "co2.tau", "lr": "optim.lr", "like": f"{compression}.like"}
+    keys |= {"delay": "co2.delay"} if name.startswith("co2") else {}
     keys |= {key: f"{compression}.lgreco.{key}" for key in ("rule", "first", "every")}
     options = list(OURS.get(name, OURS["local"]))
     for text in filter(None, rest.split(",")):
         key, _, value = text.partition("=")
+        if key == "share" and name in BLOCKING:
+            share_of(method)
+            continue
         if key not in keys or not value:
             raise UserError(f"methods: {method!r} has {text!r}; give one of {', '.join(keys)}, as in {name}:tau=12")
         options += [f"--{keys[key]}", value]
     return options
+
+
+def share_of(method: str) -> float | None:
+    """The share in a method's share=..., or None."""
+    text = re.search("[:,]share=([^,]*)", method)
+    if text is None:
+        return None
+    with contextlib.suppress(ValueError):
+        if 0 < (share := float(text[1])) < 1:
+            return share
+    raise UserError(f"methods: {method!r} has {text[0][1:]!r}; give a number between 0 and 1")
+
+
+class ShareOfWaiting(SyncSchedule):
+    """Automatic tau for a blocking method: the least with which it waits for at most `share` of the time.
+
+    The slowest worker's times of the third round decide, once. Rounds before have two local steps, as with tau auto.
+
+    Args:
+        share: The share, between 0 and 1.
+        method: The method whose rounds are timed.
+    """
+
+    def __init__(self, share: float, method: LocalUpdateMethod):
+        self.share, self.method = share, method
+        super().__init__(CALIBRATION_TAU)
+
+    def begin(self, number: int) -> None:
+        if number == 3:
+            stats = self.method.stats
+            times = torch.tensor([float(stats.step_seconds), float(stats.exposed_seconds)])
+            dist.all_reduce(times, dist.ReduceOp.MAX)
+            step, wait = times.tolist()
+            self._given = max(1, math.ceil(wait * (1 - self.share) / (self.share * step)))
+        super().begin(number)
 
 
 # -- tasks ------------------------------------------------------------------------------------------------------
@@ -295,7 +342,9 @@ def start(
         link=ThrottledLink(link_mbit) if link_mbit else None,
         **recipe.own_settings,
     )
-    sums = {"exposed_seconds": 0.0, "bytes_sent": 0.0}
+    if (share := share_of(method)) is not None:
+        made._sync_schedule = ShareOfWaiting(share, made)  # pyright: ignore
+    sums = {"exposed_seconds": 0.0, "allreduce_seconds": 0.0, "bytes_sent": 0.0}
     stats = lambda: {"rounds": made.rounds, "tau": made.tau, **sums}  # noqa: E731
 
     def after_step(*, last: bool) -> None:
@@ -373,7 +422,8 @@ def train(o: TimeToLoss, cluster: Cluster | None, task: Learned, run: Planned, l
 
 
 def outcome(o: TimeToLoss, run: dict[str, Any], runs: list[dict[str, Any]], late: bool = False) -> dict[str, Any]:
-    """When a run reached the target, or the task's late target: status, seconds, steps, loss, exposed_share, tau.
+    """When a run reached the target, or the task's late target: status, seconds, steps, loss, exposed_share, tau, and
+    `limits`.
 
     The status is "reached", or how the run ended. All other entries describe the first evaluation at or below the
     target, or the last evaluation if there is none. runs: all so far.
@@ -390,7 +440,7 @@ def outcome(o: TimeToLoss, run: dict[str, Any], runs: list[dict[str, Any]], late
         "loss": at["loss"],
         "exposed_share": exposed_share(run, at, runs),
         "tau": at.get("tau"),
-    }
+    } | limits(at, run.get("rate_mbit"))
 
 
 def compare(o: TimeToLoss, runs: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -432,6 +482,24 @@ def exposed_share(run: dict[str, Any], at: dict[str, Any], runs: list[dict[str, 
     return at["exposed_seconds"] / at["seconds"] if "exposed_seconds" in at else None
 
 
+def limits(at: dict[str, Any], rate_mbit: float | None) -> dict[str, float]:
+    """How much hiding can be worth at most, from the run's own times; {} for another package's method.
+
+    Returns:
+        step_seconds: c, a local step without its waiting.
+        allreduce_seconds: As measured, on average.
+        link_seconds: a, what the link needs for an all-reduce's bytes.
+        limit: (c + a / tau) / max(c, a / tau), blocking over hidden with this tau.
+    """
+    if not (rounds := at.get("rounds")) or "exposed_seconds" not in at or not rate_mbit:
+        return {}
+    step = (at["seconds"] - at["exposed_seconds"]) / at["step"]
+    link = at["bytes_sent"] * 8e-6 / rate_mbit / rounds
+    wait = link * rounds / at["step"]
+    found = {"step_seconds": step, "link_seconds": link, "limit": (step + wait) / max(step, wait)}
+    return found | ({"allreduce_seconds": at["allreduce_seconds"] / rounds} if "allreduce_seconds" in at else {})
+
+
 # -- all of them ------------------------------------------------------------------------------------------------
 
 
@@ -468,6 +536,7 @@ def run_all(o: TimeToLoss, session: report.Session) -> None:
 
 
 FIGURES = {"seconds": ".2f", "steps": ".0f", "loss": ".3f", "exposed_share": ".0%", "tau": ".3g", "late.seconds": ".2f"}
+FIGURES |= {"step_seconds": ".3g", "allreduce_seconds": ".3g", "link_seconds": ".3g", "limit": ".2f"}
 TABLES = {
     "runs": Summary("task rate_mbit method status reason", FIGURES),
     "ratios": Summary(

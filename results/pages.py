@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench import regimes
 from bench.loss.__main__ import MERGES, todays_names
 from bench.report import mean_sd as with_sd
 from bench.report import table as markdown
@@ -102,23 +103,14 @@ def seconds_cell(runs: Sequence[Row], *, exposed: bool = False) -> str:
     return f"{text}, {statistics.fmean(shares):.0%}" if exposed and shares else text
 
 
-def seconds(folder: str, task: str, methods: Sequence[str], *, limit: bool = False) -> Table:
+def seconds(folder: str, task: str, methods: Sequence[str]) -> Table:
     """One row per method, one column per link rate. A method may be `METHOD:compression=FORMAT`, as in the rows."""
     runs = select(load(f"{folder}time_to_loss.json")["runs"], task=task)
     table: Table = [SECONDS_TITLES]
     for method in methods:
         cells = (seconds_cell(select(runs, method=method, rate_mbit=rate), exposed=True) for rate in RATES)
         table.append((METHOD_NAMES[method.partition(":")[0]], *cells))
-    if limit:
-        table.append(("DDP if its communication were free", *(mean_sd(free_ddp(runs, rate)) for rate in RATES)))
     return table
-
-
-def free_ddp(runs: Sequence[Row], rate: float) -> list[float]:
-    """Seconds of DDP's steps to the loss if each took as long as a step of Local-SGD without waiting, for each seed."""
-    steps = {r["seed"]: r["steps"] for r in select(runs, method="ddp", status="reached")}
-    local = [r for r in select(runs, method="local", rate_mbit=rate) if r["seed"] in steps]
-    return [steps[r["seed"]] * r["seconds"] * (1 - r["exposed_share"]) / r["steps"] for r in local]
 
 
 def reached(runs: Sequence[Row]) -> list[float]:
@@ -176,6 +168,33 @@ def paired_seconds() -> Table:
     cells = [f"{r['ratio']:.2f} ({r['low']:.2f} to {r['high']:.2f})" for r in (rows["target"], rows["late"])]
     table.append(("the same, after a change of automatic tau", *cells, "not run", "not run"))
     return table
+
+
+def model_check() -> Table:
+    """Milliseconds of a step in the paired series: as the map models them from the link's rate, and as measured."""
+    runs = load("paired/time_to_loss.json")["runs"]
+    table: Table = [("method", "10 Mbit/s, modeled", "measured", "40 Mbit/s, modeled", "measured")]
+    last = lambda run: run["trajectory"][-1]  # noqa: E731
+    for name, method, tau, under in (
+        ("DDP", "ddp:compression=int4", 1, regimes.BACKWARD),
+        ("Local-SGD, tau 6", "local:tau=6,compression=int4", 6, 0),
+        ("Local-SGD, tau 12", "local:tau=12,compression=int4", 12, 0),
+    ):
+        cells = []
+        for rate in (10.0, 40.0):
+            at = [last(run) for run in select(runs, rate_mbit=rate, method=method)]
+            step = statistics.median((line["seconds"] - line["exposed_seconds"]) / line["step"] for line in at)
+            allreduce = statistics.median(line["bytes_sent"] * 8e-6 / rate / line["rounds"] for line in at)
+            modeled = step + max(0.0, allreduce - under * step) / tau
+            measured = statistics.median(line["seconds"] / line["step"] for line in at)
+            cells += [f"{1e3 * modeled:.0f}", f"{1e3 * measured:.0f}"]
+        table.append((name, *cells))
+    return table
+
+
+def regime_map() -> Table:
+    """The best hidden run against the best blocking run, by task and r."""
+    return [regimes.TITLES, *map(regimes.line, regimes.cells())]
 
 
 PEER_NAMES = METHOD_NAMES | {
@@ -567,7 +586,6 @@ def stand_ins() -> Table:
     return table
 
 
-FLOAT32 = ("ddp", "local", "overlap_local", "slowmo", "co2", "co2_auto")
 INT4 = (
     "ddp:compression=int4",
     "local:compression=int4",
@@ -579,12 +597,11 @@ MADE = (readme_seconds, throughput, cost_of_hiding, larger_models, gpt2_small, r
 MADE += (bytes_to_a_loss, zo_speed, zo_memory, lengths, rings, boundary_cpu, gpu_boundary, nccl_hidden, nccl_blocks)
 TABLES: dict[str, Callable[[], Table]] = {
     **{make.__name__: make for make in (*MADE, faults, stand_ins)},
-    "digits_float32": lambda: seconds("", "vision", FLOAT32, limit=True),
-    "text_float32": lambda: seconds("", "language", FLOAT32, limit=True),
     "digits_int4": lambda: seconds("int4/", "vision", INT4),
     "text_int4": lambda: seconds("int4/", "language", INT4),
-    "cifar10_int4": lambda: seconds("int4_cifar10/", "cifar10", INT4),
     "paired_seconds": paired_seconds,
+    "regimes": regime_map,
+    "model_check": model_check,
     "peers_seconds": lambda: peers("seconds_to_target"),
     "peers_exposed": lambda: peers("exposed"),
 }

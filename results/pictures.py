@@ -15,6 +15,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from bench.regimes import cells
 from results.pages import RATES, RESULTS, SLOW_LINKS, Row, best_of, both_series, load, reached, select
 
 WIDTH = 8.0  # inches, which are 768 pixels in a browser: text keeps its size in points
@@ -118,6 +119,31 @@ def waterfall() -> Figure:
         a.tick_params(axis="y", length=0)
     axes[0].set_yticks(range(len(WATERFALL)), [*WATERFALL])
     axes[0].set_ylim(len(WATERFALL) - 0.5, -0.5)
+    return figure
+
+
+def regime_map() -> Figure:
+    """Seconds of the best blocking run, and of DDP, over seconds of the best hidden run, by r and task."""
+    figure, (left, right) = axes_of(1, 2, 3.2, width_ratios=(1.6, 1))
+    found = cells()
+    for place, task in enumerate(dict.fromkeys(each.task for each in found)):
+        of, color = [each for each in found if each.task == task], (DARK, RED, MIDDLE)[place]
+        x = [each.r * 1.06**place for each in of]
+        for a, ratios in ((left, [each.faster for each in of]), (right, [each.than_ddp for each in of])):
+            a.vlines(x, [low for _, low, _ in ratios], [high for *_, high in ratios], color=color)
+            a.plot(x, [ratio for ratio, *_ in ratios], "os^"[place] + "-", color=color, ms=5, label=task)
+    for a, title in ((left, "Local-SGD over hidden"), (right, "DDP over hidden")):
+        a.axhline(1, color="black", lw=0.8)
+        a.set(xscale="log", xlabel="r: float32 all-reduce / local step")
+        a.set_title(title, loc="left", weight="bold")
+        a.set_xticks([1, 3, 10, 30, 100], ["1", "3", "10", "30", "100"])
+        a.minorticks_off()
+    left.axhline(1.15, color=MIDDLE, lw=0.8, ls=":")
+    left.set_ylabel("ratio of the seconds to a loss")
+    left.legend(frameon=False)
+    right.set_yscale("log")
+    right.set_yticks([0.5, 1, 2, 4], ["0.5", "1", "2", "4"])
+    right.minorticks_off()
     return figure
 
 
@@ -246,6 +272,7 @@ def exposed() -> Figure:
 PICTURES: dict[str, Callable[[], Figure]] = {
     "seconds": seconds,
     "waterfall": waterfall,
+    "regimes": regime_map,
     "bytes": sent,
     "timeline": timeline,
     "exposed": exposed,

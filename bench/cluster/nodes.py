@@ -122,10 +122,17 @@ def _in_thread(fn: Callable[[], T]) -> T:
         return pool.submit(fn).result()
 
 
-BURST = "256kb"  # of the token bucket; with 64kb gloo runs several times too slow although plain sockets do not
+BURST_SECONDS = 0.0125  # of the rate, which a token bucket lets through at once
+BURSTS = 32_000, 256_000  # bytes: the least and the most; at 100 Mbit/s gloo runs too slow with the least
 TRIES = 3  # to find a link at its rate: what else the machine does can only slow one down
 HEADERS = 1514 / 1448  # bytes on an Ethernet wire per byte of TCP payload, full frames with time stamps
 BESIDE = str(Path(__file__).parent / "beside.py")
+
+
+def burst_bytes(rate_mbit: float) -> int:
+    """The bytes that an idle link lets through at once. A message must be several times as long to take its time."""
+    least, most = BURSTS
+    return round(min(max(BURST_SECONDS * rate_mbit * 1e6 / 8, least), most))
 
 
 class Cluster:
@@ -281,7 +288,8 @@ class Cluster:
                 raise UserError("--delay: the kernel grants no packet sockets for it; leave it out")
 
     def _tbf(self, interface: str) -> str:
-        return f"qdisc replace dev {interface} root tbf rate {self.rate_mbit * 1e6:.0f}bit burst {BURST} latency 100ms"
+        rate = f"{self.rate_mbit * 1e6:.0f}bit burst {burst_bytes(self.rate_mbit)}"
+        return f"qdisc replace dev {interface} root tbf rate {rate} latency 100ms"
 
     def _configure(self, command: str, node: int, lines: list[str]) -> None:
         """Runs lines of `ip` or `tc` in a node, or in the bridge's namespace (-1)."""

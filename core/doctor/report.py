@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Mapping
 from typing import Any
@@ -15,6 +16,12 @@ ROUNDS = 40  # rounds after which a tuner that always gets the same times has se
 WIDTH, FIRST = 100, 13  # columns of the screen, and of a line's name
 COLUMNS = "{:<12}{:<5}{:<13}{:<12}{:<9}{:<10}{:<13}{:<8}{}"
 TITLES = ("local step", "tau", "compression", "wait after", "exposed", "boundary", "DDP exposed", "r", "take")
+# up to which r, and which method over int4 had the loss first there: results/seconds.md, "What hiding is worth"
+MAP = (
+    (7.0, "DDP, which hides its all-reduce"),
+    (20.0, "hidden rounds of 2 to 6 steps"),
+    (math.inf, "hidden rounds of 12 steps or more"),
+)
 LINKS = {"within": "in a node", "across": "across nodes", "all": "all workers"}
 
 
@@ -97,7 +104,12 @@ def screen(report: Mapping[str, Any]) -> str:
             steps = f"{c['awaited']} step{'s' * (c['awaited'] > 1)}"
             row = (c["tau"], c["compression"], steps, *shares, f"{c['float32_ratio']:.3g}", c["take"])
             lines.append(" " * FIRST + COLUMNS.format(_time(c["step_seconds"]), *row))
-        line("", "r: seconds of a float32 all-reduce over a local step's; take: the method that loses less time")
+        line("", "r: a float32 all-reduce over a local step; take: the method that loses less time")
+        places: dict[str, list[str]] = {}
+        for c in choices:
+            places.setdefault(place(c["float32_ratio"]), []).append(f"{c['float32_ratio']:.3g}")
+        text = "; ".join(f"r {', '.join(ratios)}: {text}" for text, ratios in places.items())
+        line("  map", f"first at a loss (small models, int4): {text}")
         reason = f"{choices[0]['reason']}; with float32 {choices[0]['float32_tau']} steps"
         line("  why", reason if len(choices) == 1 else "--step_ms gives your own step, and says why")
         line("  call", f"CO2(model.parameters(), CO2Config.recommended({n}), buffers=model.buffers())")
@@ -105,6 +117,11 @@ def screen(report: Mapping[str, Any]) -> str:
         line("FAILS", text)
     line("result", "a run would fail" if report["failures"] else "nothing found that would make a run fail")
     return "\n".join(lines)
+
+
+def place(ratio: float) -> str:
+    """Returns what the regime map says at r = `ratio`."""
+    return next(text for most, text in MAP if ratio <= most)
 
 
 def _time(seconds: float) -> str:

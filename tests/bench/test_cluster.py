@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -158,6 +159,25 @@ def test_gloo_takes_the_time_that_the_rate_gives(root, tmp_path):
     """
     slow, fast = map(float, script(tmp_path, code).split())
     assert 0.9 * 0.48 < slow < 1.35 * 0.48 and 0.9 * 0.24 < fast < 1.35 * 0.24
+
+
+@pytest.mark.root
+def test_a_short_message_takes_its_time_after_the_link_was_idle(root):
+    """What the bucket lets through at once is a small part of a short all-reduce, such as 250 kB over int4."""
+    assert [nodes.burst_bytes(rate) for rate in (1, 10, 40, 100, 1000)] == [32e3, 32e3, 62.5e3, 156.25e3, 256e3]
+    with Cluster(2, 10) as cluster:
+        server = cluster.inside(1, lambda: socket.create_server((cluster.address(1), 0)))
+        client = cluster.inside(0, socket.socket)
+        client.connect(server.getsockname())
+        stream, _ = server.accept()
+        with server, client, stream:
+            time.sleep(0.3)  # fills the bucket
+            start, left = time.monotonic(), 250_000
+            sender = threading.Thread(target=client.sendall, args=(bytes(left),), daemon=True)
+            sender.start()
+            while left:
+                left -= len(stream.recv(left))
+            assert time.monotonic() - start > 0.8 * 0.2
 
 
 @pytest.mark.root

@@ -85,6 +85,12 @@ def test_a_run_that_diverges_has_no_loss(tiny: Task):
     assert result["loss"] is None and result["loss_of_mean"] is None
 
 
+def test_a_trajectory_changes_nothing_and_ends_at_the_last_step(tiny: Task):
+    without, found = run(tiny, plan(tiny, "local")), run(tiny, plan(tiny, "local"), eval_every=3)
+    assert "trajectory" not in without and [steps for steps, _ in found["trajectory"]] == [3, 6, 8]
+    assert found["loss"] == without["loss"] and all(loss > 0 for _, loss in found["trajectory"])
+
+
 # -- command ----------------------------------------------------------------------------------------------------
 
 

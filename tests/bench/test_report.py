@@ -123,6 +123,7 @@ bench.zeroth --rate 0 => rate=0
 bench.zeroth --shape 2 100 => shape=2 100
 bench.zeroth --batch 0 => batch=0
 bench.loss --tasks birds => tasks: 'birds' does not exist; choose among digits, cifar, bytes
+bench.loss --eval_every -1 => eval_every=-1: give 0 or more
 bench.loss --tau 0 => tau=0: give 1 or more
 bench.loss --steps 0 => steps=0: give 1 or more
 bench.loss --workers 0 => workers=0: give a number above 0
@@ -141,6 +142,10 @@ bench.loss --seeds 0 100 => seeds=100: it is the tuning seed
 bench.slow_links --methods ddp zip => methods: 'zip'
 bench.slow_links --workers 1 => workers=1
 bench.slow_links --rates 0 => rates=0.0
+bench.regimes --tasks digits => tasks: 'digits' does not exist; choose among bytes, cifar, gpt2
+bench.regimes --seeds 0 1 100 => seeds=100: it is the tuning seed
+bench.regimes --seeds 0 1 => seeds=0 1: an interval needs 3 or more
+bench.regimes --eval_every -1 => eval_every=-1: give 0 or more
 bench.time_to_loss --tasks speech => tasks: 'speech' does not exist; choose among vision, language
 bench.time_to_loss --methods co2 sgd => methods: 'sgd' does not exist; choose among none, ddp
 bench.time_to_loss --rates 0 => rates=0.0: give a number above 0
@@ -149,6 +154,7 @@ bench.time_to_loss --workers 1 => workers=1: a single worker has no link
 bench.time_to_loss --target nan => target=nan: give a number above 0
 bench.time_to_loss --step_ms -1 => step_ms=-1.0: give 0 or more
 bench.time_to_loss --eval_every 0 => eval_every=0: give 1 or more
+bench.time_to_loss --methods local:share=2 => 'local:share=2' has 'share=2'; give a number between 0 and 1
 bench.time_to_loss --methods local:beta=1 => 'local:beta=1' has 'beta=1'; give one of compression, tau, lr
 bench.time_to_loss --throttle --out FOLDER => holds a measurement: choose another --out
 """

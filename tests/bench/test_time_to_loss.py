@@ -8,10 +8,12 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from bench import time_to_loss
@@ -19,8 +21,22 @@ from bench.cluster import Cluster
 from bench.peers.adapters import PEERS, Peer
 from bench.report import Session, paired_ratio
 from bench.standin import build_model
-from bench.time_to_loss import METHODS, OURS, TABLES, TASKS, TimeToLoss, compare, options_of, outcome, trajectory
+from bench.time_to_loss import (
+    METHODS,
+    OURS,
+    TABLES,
+    TASKS,
+    ShareOfWaiting,
+    TimeToLoss,
+    compare,
+    limits,
+    options_of,
+    outcome,
+    share_of,
+    trajectory,
+)
 from core.errors import UserError
+from core.stats import RoundStats
 from tests.bench.emulated import python
 from training.data import worker_batches
 from vision import data
@@ -58,6 +74,33 @@ def test_the_exposed_share_is_what_the_run_without_communication_did_not_need():
     assert of(run, others=[free])["exposed_share"] == 0.25
     assert of(run, others=[free | {"seed": 1}])["exposed_share"] == pytest.approx(0.1 / 4.0)
     assert of({"trajectory": lines(2.3, 0.9)})["exposed_share"] is None  # another package's
+
+
+def test_what_hiding_can_be_worth_at_most():
+    """30 steps of 0.1 s in 3 rounds, whose 0.5 MB take 0.4 s at 10 Mbit/s."""
+    at = {"step": 30, "rounds": 3, "seconds": 4.2, "exposed_seconds": 1.2, "bytes_sent": 1.5e6}
+    found = limits(at | {"allreduce_seconds": 1.35}, 10.0)
+    assert found == pytest.approx({"step_seconds": 0.1, "allreduce_seconds": 0.45, "link_seconds": 0.4, "limit": 1.4})
+    assert limits(at, 1.0)["limit"] == pytest.approx(1.25), "the link takes longer than the steps"
+    assert limits({"step": 30, "seconds": 4.2}, 10.0) == limits(at | {"rounds": 0}, 10.0) == {}
+
+
+def test_a_blocking_methods_tau_from_the_share_of_waiting(monkeypatch: pytest.MonkeyPatch):
+    assert share_of("local:compression=int4,share=0.1") == 0.1 and share_of("local:tau=3") is None
+    assert options_of("diloco:share=0.1,tau=3") == options_of("diloco:tau=3")
+    for wrong in ("local:share=1", "local:share=0", "slowmo:share=often"):
+        with pytest.raises(UserError, match="share=.*; give a number between 0 and 1"):
+            options_of(wrong)
+    with pytest.raises(UserError, match="'co2:share=0.1' has 'share=0.1'; give one of"):
+        options_of("co2:share=0.1")
+    monkeypatch.setattr(dist, "all_reduce", lambda times, op: times.mul_(2))  # the slowest worker's
+    method: Any = SimpleNamespace(stats=RoundStats(step_seconds=0.1, exposed_seconds=0.4))
+    schedule, taus = ShareOfWaiting(0.2, method), []
+    for number in range(1, 6):
+        taus.append(schedule.tau)
+        schedule.begin(number)
+        method.stats = RoundStats(step_seconds=0.1, exposed_seconds=0.4 if number < 3 else 9.0)
+    assert taus == [2, 2, 2, 16, 16] and pytest.approx(0.2) == 0.4 / (16 * 0.1 + 0.4)
 
 
 def seconds_of(method: str, *seconds: float, status: str = "reached", late: float = 1.0) -> list[dict[str, Any]]:
@@ -288,7 +331,7 @@ def two_workers_by_hand(average_every: int, steps: int) -> list[float]:
 def test_the_loop_against_two_workers_by_hand(tmp_path: Path):
     """Over an emulated link; a round of two workers sends the model once."""
     options = ["--throttle", "--rates", "400", "--eval_every", "2", "--methods"]
-    runs, said = small(tmp_path, *options, "none", "local:tau=4", "torch_powersgd")
+    runs, said = small(tmp_path, *options, "none", "local:tau=4", "local:share=0.05", "torch_powersgd")
     for method, every in (("none", 0), ("local:tau=4", 4)):
         losses = [line["loss"] for line in runs[method]["trajectory"]]
         assert losses[:7] == pytest.approx(two_workers_by_hand(every, 12), rel=1e-3)
@@ -296,6 +339,7 @@ def test_the_loop_against_two_workers_by_hand(tmp_path: Path):
     at_12 = runs["local:tau=4"]["trajectory"][6]
     assert (at_12["step"], at_12["rounds"], at_12["tau"]) == (12, 3, 4)
     assert at_12["bytes_sent"] == pytest.approx(3 * 4 * 282_378, rel=0.01)  # 2 (n - 1) / n = 1; 4 bytes each
+    assert runs["local:share=0.05"]["trajectory"][-1]["tau"] > 2 and runs["local:tau=4"]["limit"] > 1
     assert at_12["seconds"] > 0.95 * at_12["bytes_sent"] * 8 / 400e6  # what the link takes
     assert "| torch_powersgd | not run | other packages need network namespaces | 1 |" in said
 

@@ -18,7 +18,7 @@ from core import CO2Config
 from core.doctor import command, measure
 from core.doctor.command import Facts, failures, header, own_facts
 from core.doctor.measure import Link, extrapolated
-from core.doctor.report import choose, screen
+from core.doctor.report import choose, place, screen
 from core.testing import run_distributed
 from tests.scripts import Mistakes, run_script
 
@@ -87,6 +87,18 @@ def test_tau_is_what_the_tuner_says():
     work = choose(config, 2, 0.1, seconds(100e9), 0.05)
     assert work["take"] == "DDP", "which hides its all-reduce under the step, and has no boundary"
     assert work["tau"] == 10 and work["boundary_share"] == pytest.approx(0.05 / 1.05)
+
+
+def test_the_place_on_the_regime_map():
+    found = header([FACT, OTHER], 1e7) | {"backend": "gloo", "boundary_seconds": 0.0}
+    steps = (0.1, 1.0, 0.3)  # of which an all-reduce is 32, 3.2 and 10.7
+    found["settings"] = [choose(CO2Config.recommended(2), 2, step, seconds(100e6), 0.0) for step in steps]
+    said = " ".join(screen(found).split())
+    texts = (
+        "r 32: hidden rounds of 12 steps or more; r 3.2: DDP, which hides its all-reduce; r 10.7: hidden rounds of 2"
+    )
+    assert f"map first at a loss (small models, int4): {texts} to 6 steps" in said
+    assert place(7.0) != place(7.1) and place(1e9) == place(20.1) != place(20.0)
 
 
 def test_nodes_are_hosts():

@@ -1,0 +1,263 @@
+"""Seconds that hiding is worth: measured losses and modeled seconds, by the ratio of an all-reduce to a local step.
+
+    python -m bench.regimes [--tasks bytes] [--momentum] [--rows results/regimes.jsonl]
+
+r is the seconds of a float32 all-reduce over the seconds of a local step. A run is a method with its tau and its delay,
+over int4. Its loss does not depend on the link, so it counts at every r. The seconds of a step follow from r: see
+`Run.step_seconds`. Every run has two lengths, each with its own schedule, and between them the loss follows a power law
+of the steps. So its loss at any number of seconds is known.
+
+The command trains what has no row yet: all runs on the tuning seed, then the best for each r on the reported seeds. It
+prints a table. No time is measured.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from bench.loss.__main__ import Plan, Rows, load_task, parse, run
+from bench.report import TUNING_SEED, paired_ratio, read_options, require, stoppable, table
+from core.compression.formats import BLOCK, BLOCK_BYTES
+from core.errors import UserError
+from training.script import launch
+
+WORKERS, BATCH, STEPS, SHORT = 4, 8, 480, 240
+INT4 = BLOCK_BYTES["int4"] / (4 * BLOCK)  # of float32's bytes, with each block's scale
+BACKWARD = 2 / 3  # of a local step: DDP hides its all-reduce under the backward pass
+RATIOS = (10.0, 30.0, 100.0, 3.0, 1.0)  # in the order in which their runs are trained
+RATES = {"bytes": 8e-3, "cifar": 0.025, "gpt2": 4e-3}  # what the tuning of results/search.jsonl chose most often
+RESULTS = Path(__file__).parents[1] / "results"
+OLDER = ("controls.jsonl", "search.jsonl", "large.jsonl")  # files that have some of the runs
+
+
+@dataclass(frozen=True)
+class Run:
+    """A method with its settings.
+
+    Attributes:
+        asked: The method, as on the command line of bench.loss.
+        tau: Local steps per round.
+        delay: Local steps from the start of an all-reduce to its merge. A worker waits there if it has not arrived. 0
+            is blocking.
+    """
+
+    asked: str
+    tau: int
+    delay: int = 0
+
+    def step_seconds(self, r: float) -> float:
+        """Modeled seconds of a step, in local steps."""
+        under = BACKWARD if self.asked.startswith("ddp") else self.delay
+        return 1 + max(0.0, INT4 * r - under) / self.tau
+
+    def plan(self, task: str, seed: int, steps: int = STEPS) -> Plan:
+        split, of = "tuning" if seed == TUNING_SEED else "test", parse(self.asked)[0]
+        return Plan(task, of, RATES[task], WORKERS, BATCH, steps, self.tau, "iid", seed, split)
+
+    def exposed_share(self, r: float) -> float:
+        return 1 - 1 / self.step_seconds(r)
+
+    def __str__(self) -> str:
+        name, _, options = self.asked.partition(":")
+        if name == "ddp":
+            return "DDP"
+        momentum = " and momentum" if "beta=0.3" in options else ""
+        late = f", {self.delay} step{'s' * (self.delay > 1)} late" if self.delay else ""
+        return f"{'DiLoCo, ' if name == 'diloco' else ''}tau {self.tau}{late}{momentum}"
+
+
+def hidden(tau: int, delay: int, beta: float = 0.0) -> Run:
+    return Run(f"co2:merge=keep_local,gap=none,beta={beta:g},delay={delay},compression=int4", tau, delay)
+
+
+LOCAL, DILOCO = "local:compression=int4", "diloco:beta=0.5,compression=int4"
+DDP = Run("ddp:compression=int4", 1)
+BLOCKING = tuple(Run(LOCAL, tau) for tau in (6, 24, 12, 48, 96, 2))
+HIDDEN = tuple(
+    hidden(*places)
+    for places in ((6, 1), (24, 1), (6, 2), (12, 4), (12, 2), (24, 4), (48, 12), (2, 2), (2, 1), (24, 12), (96, 12))
+)
+MOMENTUM = (  # the same with outer momentum
+    tuple(Run(DILOCO, tau) for tau in (24, 12, 48, 6)),
+    tuple(hidden(*places, 0.3) for places in ((6, 1), (24, 1), (6, 2), (12, 4), (24, 12), (48, 12))),
+)
+
+
+@dataclass(frozen=True)
+class Options:
+    """The tasks to map, and the seeds to report."""
+
+    tasks: tuple[str, ...] = ("bytes",)
+    """bytes, cifar and gpt2, with data in CO2_DATA."""
+    seeds: tuple[int, ...] = (0, 1, 2)
+    """Seeds to report."""
+    momentum: bool = False
+    """Also try outer momentum, for blocking and hidden methods."""
+    eval_every: int = 48
+    """Steps between two points of a trajectory. 0 stores none."""
+    rows: Path = RESULTS / "regimes.jsonl"
+
+    def check(self) -> None:
+        require(self, once="tasks seeds", tasks=RATES)
+        if TUNING_SEED in self.seeds:
+            raise UserError(f"seeds={TUNING_SEED}: it is the tuning seed; report other seeds")
+        if len(self.seeds) < 3:
+            raise UserError(f"seeds={' '.join(map(str, self.seeds))}: an interval needs 3 or more")
+        if self.eval_every < 0:
+            raise UserError(f"eval_every={self.eval_every}: give 0 or more")
+
+
+Loss = Callable[[Run, int, int], float | None]
+"""(run, seed, steps) -> its loss, None if it has diverged."""
+
+
+class Missing(LookupError):
+    """A run that has no row."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """The loss of a run by its steps: a power law through its losses at SHORT and STEPS."""
+
+    short: float
+    long: float
+
+    @property
+    def power(self) -> float:
+        return math.log(self.short / self.long) / math.log(STEPS / SHORT)
+
+    def loss(self, steps: float) -> float:
+        return self.long * (steps / STEPS) ** -self.power
+
+    def steps(self, loss: float) -> float:
+        return STEPS * (loss / self.long) ** (-1 / self.power)
+
+
+def curve(loss: Loss, found: Run, seed: int) -> Curve | None:
+    """None if a run has diverged."""
+    short, long = loss(found, seed, SHORT), loss(found, seed, STEPS)
+    return Curve(short, long) if short is not None and long is not None else None
+
+
+def at_seconds(loss: Loss, found: Run, r: float, seed: int) -> float:
+    """The loss of a run that may last as long as STEPS local steps without communication."""
+    known = curve(loss, found, seed)
+    return known.loss(STEPS / found.step_seconds(r)) if known else math.inf
+
+
+def choose(loss: Loss, r: float, *, momentum: bool) -> tuple[Run, Run]:
+    """The blocking and the hidden run with the lowest loss at equal seconds on the tuning seed."""
+    kinds = (BLOCKING, HIDDEN)
+    if momentum:
+        kinds = tuple(runs + more for runs, more in zip(kinds, MOMENTUM, strict=True))
+    best = [min(runs, key=lambda found: at_seconds(loss, found, r, TUNING_SEED)) for runs in kinds]
+    return best[0], best[1]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """The seconds that hiding is worth at one r.
+
+    Attributes:
+        faster: Seconds of the best blocking run until it has the best hidden run's loss, over the seconds of STEPS
+            local steps, in which the hidden run has it. With a 95 % interval.
+        than_ddp: The same with DDP in place of the blocking run.
+        losses: The hidden run's loss over the blocking run's, at equal seconds, by seed.
+    """
+
+    task: str
+    r: float
+    blocking: Run
+    hidden: Run
+    faster: tuple[float, float, float]
+    than_ddp: tuple[float, float, float]
+    losses: tuple[float, ...]
+
+
+def cell(loss: Loss, task: str, r: float, seeds: Iterable[int], *, momentum: bool) -> Cell:
+    """Compares the runs that the tuning seed chooses on the other seeds."""
+    blocking, hidden = choose(loss, r, momentum=momentum)
+    ended = {seed: at_seconds(loss, hidden, r, seed) for seed in seeds}
+
+    def seconds(found: Run) -> dict[int, float]:
+        curves = {seed: known for seed in ended if (known := curve(loss, found, seed))}
+        return {seed: known.steps(ended[seed]) * found.step_seconds(r) for seed, known in curves.items()}
+
+    took = dict.fromkeys(ended, float(STEPS))
+    faster, than_ddp = paired_ratio(took, seconds(blocking)), paired_ratio(took, seconds(DDP))
+    assert faster is not None and than_ddp is not None, "fewer than three seeds"
+    losses = tuple(ended[seed] / at_seconds(loss, blocking, r, seed) for seed in ended)
+    return Cell(task, r, blocking, hidden, faster, than_ddp, losses)
+
+
+def of_rows(task: str, rows: Sequence[Rows]) -> Loss:
+    """The losses that have rows."""
+
+    def loss(found: Run, seed: int, steps: int) -> float | None:
+        plan = found.plan(task, seed, steps)
+        row = next((row for some in rows if (row := some.find(plan))), None)
+        if row is None:
+            raise Missing(f"{task}, {found}, {steps} steps, seed {seed}: has no row")
+        return row["loss"]
+
+    return loss
+
+
+def read(path: Path = RESULTS / "regimes.jsonl") -> list[Rows]:
+    return [Rows(path), *(Rows(RESULTS / name) for name in OLDER)]
+
+
+def cells(*, momentum: bool = False) -> list[Cell]:
+    """The cells of the tasks whose runs all have rows, by r."""
+    found, rows = [], read()
+    for task in RATES:
+        with contextlib.suppress(Missing):
+            loss = of_rows(task, rows)
+            found += [cell(loss, task, r, Options.seeds, momentum=momentum) for r in sorted(RATIOS)]
+    return found
+
+
+def search(o: Options, rows: Sequence[Rows]) -> Iterator[Cell]:
+    """Trains everything that has no row. New rows go to the first of `rows`."""
+    for task in o.tasks:
+        known = of_rows(task, rows)
+
+        def loss(found: Run, seed: int, steps: int, task: str = task, known: Loss = known) -> float | None:
+            try:
+                return known(found, seed, steps)
+            except Missing:
+                plan = found.plan(task, seed, steps)
+                row = rows[0].add_run(plan, run(load_task(task), plan, eval_every=o.eval_every))
+                what = f"{task}, {found}, {steps} steps, seed {seed}: loss {row['loss']} ({row['seconds']:.0f} s)"
+                print(what, flush=True)
+                return row["loss"]
+
+        yield from (cell(loss, task, r, o.seeds, momentum=o.momentum) for r in RATIOS)
+
+
+TITLES = ("task, r", "best blocking", "exposed", "best hidden", "against blocking", "against DDP", "loss")
+
+
+def line(found: Cell) -> tuple[str, ...]:
+    """A line of the table."""
+    change = 100 * (sum(found.losses) / len(found.losses) - 1)
+    exposed = f"{found.blocking.exposed_share(found.r):.0%}"
+    ratios = (f"{ratio:.2f} ({low:.2f} to {high:.2f})" for ratio, low, high in (found.faster, found.than_ddp))
+    best = str(found.blocking), exposed, str(found.hidden)
+    return f"{found.task}, {found.r:g}", *best, *ratios, f"{change:+.1f} %"
+
+
+def main() -> None:
+    o = read_options(Options, "bench.regimes")
+    torch.set_num_threads(1)
+    with stoppable(f"the runs that ended are in {o.rows}"):
+        found = sorted(search(o, read(o.rows)), key=lambda each: (o.tasks.index(each.task), each.r))
+    print("\n" + table(TITLES, map(line, found)))
+
+
+if __name__ == "__main__":
+    launch(main)
