@@ -244,6 +244,7 @@ def throughput() -> Table:
 # -- loss at equal samples ------------------------------------------------------------------------------------------
 
 HIDDEN = "co2:merge=keep_local,gap=none,beta=0,delay=1,compression=int4"
+HIDDEN_DILOCO = HIDDEN.replace("beta=0", "nesterov=true,alpha=0.7,beta=0.5")
 PAPER = "co2:beta=0.5"
 Losses = Mapping[int, float]  # by seed
 
@@ -287,6 +288,7 @@ def cost_of_hiding() -> Table:
         ("Local-SGD (blocking), tau 24", "1.33", local),
         ("hidden average over int4, tau 24", "0.17", of(asked=HIDDEN)),
         ("hidden average over int4, tau 2", "2.06", of(asked=HIDDEN, tau=2)),
+        ("hidden DiLoCo over int4, tau 24", "0.17", of(asked=HIDDEN_DILOCO, tuning="")),
     ):
         table.append((name, bits, loss_of(found), *("" if found is b else against(found, b) for b in (local, ddp))))
     return table
