@@ -244,15 +244,23 @@ def throughput() -> Table:
 # -- loss at equal samples ------------------------------------------------------------------------------------------
 
 HIDDEN = "co2:merge=keep_local,gap=none,beta=0,delay=1,compression=int4"
+HIDDEN_DILOCO = HIDDEN.replace("beta=0", "nesterov=true,alpha=0.7,beta=0.5")
 PAPER = "co2:beta=0.5"
 Losses = Mapping[int, float]  # by seed
 
 
-def losses(file: str, task: str, asked: str, steps: int, tau: int = 24, tuning: str = "") -> Losses:
-    """Losses on the test split of a method with its tuned settings. tuning: how the line of its tuning begins."""
-    rows, same = load(file), {"task": task, "steps": steps, "tau": tau, "workers": 4, "shards": "iid"}
-    choices = (r for r in rows if r["kind"] == "choice" and r["batch"] != 2 and r["tuning"].startswith(tuning))
-    choice = select(choices, asked=asked, **same)[-1]
+def losses(files: str, task: str, asked: str, steps: int, tau: int = 24, tuning: str = "", workers: int = 4) -> Losses:
+    """Losses on the test split of a method with its tuned settings, or none if it was not run.
+
+    files: names, separated by spaces. tuning: how the line of its tuning begins. 16 workers have batches of 2.
+    """
+    rows = [row for file in files.split() for row in load(file)]
+    same = {"task": task, "steps": steps, "tau": tau, "workers": workers, "shards": "iid"}
+    choices = (r for r in rows if r["kind"] == "choice" and (r["batch"] == 2) == (workers == 16))
+    choices = select((r for r in choices if r["tuning"].startswith(tuning)), asked=asked, **same)
+    if not choices:
+        return {}
+    choice = choices[-1]
     same = {key: choice[key] for key in ("task", "method", "lr", "workers", "batch", "steps", "shards")}
     same |= {"tau": tau} if choice["method"] != "ddp" else {}
     runs = select((row for row in rows if row["kind"] == "run"), split="test", **same)
@@ -262,7 +270,8 @@ def losses(file: str, task: str, asked: str, steps: int, tau: int = 24, tuning: 
 
 def against(mine: Losses, other: Losses) -> str:
     """How much greater the loss is, over the seeds that both have."""
-    return percent(mine[seed] / other[seed] for seed in sorted(mine.keys() & other.keys()))
+    both = sorted(mine.keys() & other.keys())
+    return percent(mine[seed] / other[seed] for seed in both) if both else ""
 
 
 def loss_of(found: Losses) -> str:
@@ -279,28 +288,25 @@ def cost_of_hiding() -> Table:
         ("Local-SGD (blocking), tau 24", "1.33", local),
         ("hidden average over int4, tau 24", "0.17", of(asked=HIDDEN)),
         ("hidden average over int4, tau 2", "2.06", of(asked=HIDDEN, tau=2)),
+        ("hidden DiLoCo over int4, tau 24", "0.17", of(asked=HIDDEN_DILOCO, tuning="")),
     ):
         table.append((name, bits, loss_of(found), *("" if found is b else against(found, b) for b in (local, ddp))))
     return table
 
 
 def larger_models() -> Table:
-    """Loss of Local-SGD against DDP, and of the hidden average and the paper's rule against Local-SGD, by size."""
+    """Loss of Local-SGD against DDP, and of the hidden average against Local-SGD, by size."""
     titles = ("parameters, steps", "DDP", "Local-SGD", "Local-SGD against DDP", "hidden, int4, against Local-SGD")
-    table: Table = [(*titles, "paper's rule against Local-SGD")]
-    for name, file, task, steps, paper in (
-        ("0.02 M, 240", "large.jsonl", "bytes_narrow", 240, None),
-        ("0.07 M, 240", "large.jsonl", "bytes", 240, None),
-        ("0.25 M, 240", "large.jsonl", "bytes_wide", 240, None),
-        ("3.2 M, 240", "large.jsonl", "bytes_3m", 240, "co2"),
-        ("3.2 M, 1,000", "large.jsonl", "bytes_3m", 1000, "co2"),
-        ("10.5 M, 240", "large.jsonl", "bytes_10m", 240, "co2:beta=0"),
-        ("10.5 M, 500", "large.jsonl", "bytes_10m", 500, None),
-        ("124 M (GPT-2 Small), 1,000", "gpu_search.jsonl", "gpt2_small", 1000, PAPER),
+    table: Table = [titles]
+    for name, task, steps in (
+        ("0.02 M, 240", "bytes_narrow", 240),
+        ("0.07 M, 240", "bytes", 240),
+        ("3.2 M, 240", "bytes_3m", 240),
+        ("3.2 M, 1,000", "bytes_3m", 1000),
+        ("10.5 M, 500", "bytes_10m", 500),
     ):
-        ddp, local, hidden = (losses(file, task, asked, steps) for asked in ("ddp", "local", HIDDEN))
-        rule = against(losses(file, task, paper, steps), local) if paper else "not run"
-        table.append((name, loss_of(ddp), loss_of(local), against(local, ddp), against(hidden, local), rule))
+        ddp, local, hidden = (losses("large.jsonl", task, asked, steps) for asked in ("ddp", "local", HIDDEN))
+        table.append((name, loss_of(ddp), loss_of(local), against(local, ddp), against(hidden, local)))
     return table
 
 
@@ -316,7 +322,6 @@ def gpt2_small() -> Table:
         "DiLoCo (blocking), outer momentum 0.5": "diloco:beta=0.5",
         "keep_local, a round late": "co2:merge=keep_local,gap=none,beta=0.0,delay=round",
         "paper's rule, outer momentum 0.5": PAPER,
-        "paper's rule, outer momentum 0": "co2:gap=elementwise,beta=0.0",
     }.items():
         found = of(asked)
         change = "" if asked == "local" else against(found, of("local"))
@@ -324,18 +329,11 @@ def gpt2_small() -> Table:
     return table
 
 
-LOCAL, LATE = "local:compression=float32", "co2:merge=keep_local,gap=none,beta=0,compression=float32"
+LOCAL = "local:compression=float32"
 EFFECTS = {  # what changes -> from which method to which
     "local steps: DDP to Local-SGD": ("ddp:compression=float32", LOCAL),
     "compression: Local-SGD to int4": (LOCAL, "local:compression=int4"),
-    "hiding for one step, over int4": ("local:compression=int4", HIDDEN),
-    "hiding for a whole round, float32": (LOCAL, LATE),
-    "merge rule, a round late: paper's to keep_local": ("co2:beta=0,compression=float32", LATE),
     "outer momentum 0.5 in the paper's rule": ("co2:beta=0,compression=float32", "co2:beta=0.5,compression=float32"),
-    "outer momentum 0.3 in the hidden average": (
-        HIDDEN,
-        "co2:merge=keep_local,gap=none,beta=0.3,delay=1,compression=int4",
-    ),
 }
 
 
@@ -347,6 +345,38 @@ def effects() -> Table:
     for what, methods in EFFECTS.items():
         pairs = ([losses("controls.jsonl", task, m, 480, tau) for m in methods] for task, tau in columns)
         table.append((what, *(against(after, before) for before, after in pairs)))
+    return table
+
+
+OUTER_STEPS = ("beta=0", "beta=0.3", "nesterov=true,alpha=0.7,beta=0.5")  # of the hidden average
+STREAMING, EAGER = "streaming:beta=0.9,compression=int4", "eager:beta=0.5,compression=int4"
+ONE, TEN, ROUND = ",delay=1", ",delay=10", ""  # steps late
+HIDDEN_ROWS = {  # name -> task, tau, workers, how late, how the tuning begins
+    "text": ("bytes", 24, 4, ONE, ""),
+    "text, tau 6": ("bytes", 6, 4, ONE, ""),
+    "text, 10 steps late": ("bytes", 24, 4, TEN, ""),
+    "text, a round late": ("bytes", 24, 4, ROUND, ""),
+    "GPT-2": ("gpt2", 24, 4, ONE, "learning rate 0.5"),
+    "CIFAR-10": ("cifar", 24, 4, ONE, ""),
+    "CIFAR-10, tau 6": ("cifar", 6, 4, ONE, ""),
+    "CIFAR-10, a round late": ("cifar", 24, 4, ROUND, ""),
+    "CIFAR-10, 16 workers": ("cifar", 24, 16, ONE, ""),
+    "digits": ("digits", 24, 4, ONE, "learning rate 0.25"),
+}
+
+
+def hidden_diloco() -> Table:
+    """Changes of the loss in percent against Local-SGD with the same tau, over 480 steps. Empty if not run."""
+    titles = ("task", "DiLoCo (blocking)", "outer momentum 0", "0.3", "hidden DiLoCo")
+    table: Table = [(*titles, "Streaming DiLoCo or eager updates")]
+    for name, (task, tau, workers, late, tuning) in HIDDEN_ROWS.items():
+        of = functools.partial(
+            losses, "search.jsonl controls.jsonl", task, steps=480, tau=tau, tuning=tuning, workers=workers
+        )
+        methods = [f"co2:merge=keep_local,gap=none,{step}{late},compression=int4" for step in OUTER_STEPS]
+        methods = ["diloco:beta=0.5" if late == ONE else "", *methods, {ONE: STREAMING, ROUND: EAGER}.get(late, "")]
+        base = of(asked=LOCAL) or of(asked="local")
+        table.append((name, *(against(of(asked=method), base).removesuffix(" %") for method in methods)))
     return table
 
 
@@ -596,7 +626,7 @@ INT4 = (
 MADE = (readme_seconds, throughput, cost_of_hiding, larger_models, gpt2_small, rates, effects, slow_links)
 MADE += (bytes_to_a_loss, zo_speed, zo_memory, lengths, rings, boundary_cpu, gpu_boundary, nccl_hidden, nccl_blocks)
 TABLES: dict[str, Callable[[], Table]] = {
-    **{make.__name__: make for make in (*MADE, faults, stand_ins)},
+    **{make.__name__: make for make in (*MADE, hidden_diloco, faults, stand_ins)},
     "digits_int4": lambda: seconds("int4/", "vision", INT4),
     "text_int4": lambda: seconds("int4/", "language", INT4),
     "paired_seconds": paired_seconds,

@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 import tyro
 
 from core import CO2Config, UserError
+from core.config import released_momentum
 from core.elastic.joining import check_elastic
 from core.methods import REGISTRY, check_settings, spec_of
 from training.data import paths_from_home
@@ -348,7 +349,7 @@ def refuse_unused(recipe: Recipe, default: Recipe) -> None:
 
 def momentum_note(recipe: Recipe, workers: int) -> str:
     """Returns a note if CO2's outer momentum differs from the default of the authors' release, or ""."""
-    c, usual = recipe.co2, CO2Config.recommended(workers).outer_momentum
+    c, usual = recipe.co2, released_momentum(workers)
     as_released = recipe.method == "co2" and workers > 1 and c.outer_lr == 1 and c.merge == "restart"
     if not as_released or c.outer_momentum == usual:
         return ""

@@ -393,9 +393,10 @@ def _value(text: str, key: str, default: Any, given: str) -> Any:
         return given == "true" if isinstance(default, bool) else given
     if (key, given) in (("phi", "none"), ("delay", "round")):
         return given
-    found = number(given, int if key == "delay" else float)
+    whole = key in ("delay", "fragments")
+    found = number(given, int if whole else float)
     if not 0 <= found < math.inf:
-        raise UserError(f"method {text!r}: {key}={given!r}; give a {'whole ' * (key == 'delay')}number, 0 or more")
+        raise UserError(f"method {text!r}: {key}={given!r}; give a {'whole ' * whole}number, 0 or more")
     return found
 
 

@@ -270,12 +270,75 @@ class DiLoCo(CO2):
     tried = {"beta": (0.9, 0.5)}
 
 
+class Eager(Method):
+    """Eager updates (arXiv 2502.12996). An average arrives one round late, and worker i's own share of it is replaced:
+    new_i = mean(d of the last round) + (d_i - d_i of the last round) / workers, with d_i = z_i - x^i.
+
+    Each worker has its own outer iterate z_i and momentum. `finish` waits for the last average.
+    """
+
+    options = {"alpha": 0.4, "beta": 0.9, "nesterov": True, "compression": "float32"}
+    tried = {"beta": (0.9, 0.5)}
+
+    def __init__(self, x: Tensor, tau: int, **options: Any):
+        super().__init__(x, tau, **options)
+        self.z, self.m = x.clone(), torch.zeros_like(x)
+        self.own, self.average = torch.zeros_like(x), torch.zeros_like(x[0])  # of the last round
+
+    def boundary(self) -> None:
+        self.outer_step(self.z - self.x)
+
+    def outer_step(self, own: Tensor) -> None:
+        new = self.average + (own - self.own) / len(own)
+        self.own, self.average = own, self.mean(own)
+        self.m = self.o["beta"] * self.m + new
+        self.z = self.z - self.o["alpha"] * (self.o["beta"] * self.m + new if self.o["nesterov"] else self.m)
+        self.x.copy_(self.z)
+
+    def finish(self) -> None:
+        if self.taken % self.tau:
+            self.boundary()
+        self.outer_step(torch.zeros_like(self.x))
+        self.x.copy_(self.z.mean(dim=0).expand_as(self.x))
+
+
+class Streaming(Method):
+    """Streaming DiLoCo (arXiv 2501.18512): CO2 on each of `fragments` equal parts of the parameters, whose rounds end
+    tau / fragments steps apart. The paper's fragments are layers."""
+
+    options = BLOCKING | {
+        **{"alpha": 0.4, "beta": 0.9, "nesterov": True, "merge": "interpolate", "kappa": 0.5, "delay": 1},
+        "fragments": 3,
+    }
+    tried = {"beta": (0.9, 0.5)}
+
+    def __init__(self, x: Tensor, tau: int, **options: Any):
+        super().__init__(x, tau, **options)
+        count = options.pop("fragments")
+        if not 1 <= count <= tau:
+            raise UserError(f"fragments={count}: between 1 and tau={tau}")
+        self.parts = [CO2(part, tau, **options) for part in x.tensor_split(count, dim=1)]  # views of x
+        for i, part in enumerate(self.parts):
+            part.taken = tau - (i + 1) * tau // count  # so its first round is shorter
+
+    def after_local_step(self) -> None:
+        for part in self.parts:
+            part.taken += 1
+            part.after_local_step()
+
+    def finish(self) -> None:
+        for part in self.parts:
+            part.finish()
+
+
 METHODS: dict[str, type[Method]] = {
     "ddp": DDP,
     "local": Local,
     "slowmo": SlowMo,
     "diloco": DiLoCo,
     "overlap_local": OverlapLocal,
+    "eager": Eager,
+    "streaming": Streaming,
     "co2": CO2,
 }
 

@@ -60,6 +60,8 @@ def plan(task: Task, method: str, **values: Any) -> Plan:
             "co2:merge=keep_local,delay=1",
             "co2:merge=keep_local,delay=1,compression=int4",
             "co2:merge=keep_local,nesterov=true,beta=0.3",
+            "eager:beta=0.5",
+            "streaming:beta=0.5,compression=int4",
         ),
     ],
 )
@@ -78,6 +80,52 @@ def test_blocking_methods_agree_where_they_should(tiny: Task):
     assert run(tiny, plan(tiny, "co2:delay=0,beta=0,gap=none,phi=none"))["loss"] == pytest.approx(local, rel=1e-5)
     one, ddp = run(tiny, plan(tiny, "local", tau=1)), run(tiny, plan(tiny, "ddp"))
     assert one["loss"] == pytest.approx(ddp["loss"], rel=1e-5)
+
+
+def advance(method: Any, *steps: list[float]) -> list[list[float]]:
+    """The parameters after each local step, which adds `steps` to the workers' single parameter."""
+    seen = []
+    for step in steps:
+        method.x += torch.tensor(step)[:, None]
+        method.taken += 1
+        method.after_local_step()
+        seen.append(method.x[:, 0].tolist())
+    return seen
+
+
+def test_eager_updates_by_hand():
+    """Two workers, tau 1. The workers' differences d are (-2, -4) in round 0 and (-6, 0) in round 1."""
+    method = parse("eager:alpha=1,beta=0")[0].make(torch.zeros(2, 1), 1)
+    # round 0: half of one's own; round 1: the average -3 of round 0, plus half of (-6 + 2, 0 + 4)
+    assert advance(method, [2, 4], [6, 0]) == [[1, 2], [1 + 3 + 2, 2 + 3 - 2]]
+    method.finish()  # the average -3 of round 1, minus half of (-6, 0)
+    assert method.x.tolist() == [[6.0], [6.0]]
+
+    method = parse("eager:alpha=0.5,beta=0.5")[0].make(torch.zeros(2, 1), 1)
+    # new is (-1, -2), then m = (-5, -1) + 0.5 m; the step is 0.5 (0.5 m + new)
+    assert advance(method, [2, 4], [6, 0]) == [[0.75, 1.5], [0.75 + 0.5 * (2.75 + 5), 1.5 + 0.5 * (1 + 1)]]
+
+
+def test_streaming_fragments_are_merged_at_different_steps():
+    """Tau 4 and a delay of 1: the first half is sent after 2 and 6 steps, the second after 4 and 8."""
+    rng = torch.Generator().manual_seed(0)
+    method: Any = parse("streaming:fragments=2,kappa=1,beta=0")[0].make(torch.zeros(2, 2), 4)
+    whole = parse("co2:merge=interpolate,kappa=0.5,gap=none,phi=none,beta=0.9,alpha=0.4,nesterov=true,delay=1")[0]
+    same = [each.make(torch.zeros(2, 2), 4) for each in (whole, parse("streaming:beta=0.9,fragments=1")[0])]
+    equal = []
+    for _ in range(9):
+        moved = torch.randn(2, 2, generator=rng)
+        for each in (method, *same):
+            each.x += moved
+            each.taken += 1
+            each.after_local_step()
+        equal.append((method.x[0] == method.x[1]).tolist())
+    assert [[i + 1 for i, at in enumerate(equal) if at[half]] for half in (0, 1)] == [[3, 7], [5, 9]]
+    for each in same:
+        each.finish()
+    assert torch.equal(same[0].x, same[1].x) and same[0].x.any()
+    with pytest.raises(UserError, match="fragments=5: between 1 and tau=4"):
+        parse("streaming:fragments=5")[0].make(torch.zeros(2, 9), 4)
 
 
 def test_a_run_that_diverges_has_no_loss(tiny: Task):

@@ -44,6 +44,10 @@ PAIRS: dict[str, tuple[str, CO2Config]] = {
         "co2",
         CO2Config(**CLIPPED, outer_momentum=0.0, merge="keep_local", delay=1, compression=INT4),
     ),
+    "co2:merge=keep_local,gap=none,alpha=0.7,nesterov=true,delay=1,compression=int4": (
+        "co2",
+        CO2Config(**CLIPPED, outer_lr=0.7, nesterov=True, merge="keep_local", delay=1, compression=INT4),
+    ),
     "co2:merge=interpolate,compression=int8": ("co2", CO2Config(TAU, merge="interpolate", compression=INT8)),
     "diloco": ("diloco", CO2Config(TAU)),
     "local": ("local", CO2Config(TAU)),
