@@ -67,6 +67,7 @@ class Coordinator:
         self._listed_at, self._formed = 0.0, False  # when the generation was listed; whether all of it has reported
         self._waits_since: float | None = None  # start of the wait for members to come to the next generation
         self._beats: dict[int, tuple[int, float]] = {}  # each node's last beat, and when it was seen
+        self._tells_at = time.monotonic() + SILENCE  # when it says that a node is missing
 
     def look(self) -> None:
         """Lists the next generation if it is due."""
@@ -124,6 +125,9 @@ class Coordinator:
         alive: list[str] = []
         for node in range(self.nodes):
             if not self._is_set(f"node/{node}"):
+                if time.monotonic() > self._tells_at:
+                    print(f"waiting for the launcher of node {node} (--node-rank {node})", file=sys.stderr, flush=True)
+                    self._tells_at = math.inf
                 return None
             told = json.loads(self.store.get(f"node/{node}"))
             beat, seen = self._beats.get(node, (-1, 0.0))
@@ -216,7 +220,7 @@ class Agent:
             reason = str(error).splitlines()[0]
             remedy = "start etcd first" if etcd else "give --master-addr and a free --master-port of the first node"
             raise UserError(f"no store at {etcd or f'{host}:{port}'} ({reason}): {remedy}") from None
-        self._secret = os.environ.get(SECRET) or (secrets.token_hex() if nodes == 1 else "")
+        self._secret = os.environ.get(SECRET) or ("" if etcd or nodes > 1 else secrets.token_hex())
         self.store = self._sealed(self._served)
         if etcd:
             self.store.compare_set("launcher", "", "here")
@@ -253,7 +257,7 @@ class Agent:
             for worker in range(len(self.started)):
                 self._start(worker)
             # the launcher that serves the store outlives the workers of all nodes
-            while self.processes or (type(self.coordinator) is Coordinator and self.coordinator.alive() != []):
+            while self.processes or (type(self.coordinator) is Coordinator and self._others_live()):
                 self.look()
                 time.sleep(self._poll)
             if isinstance(self.coordinator, ElectedCoordinator):
@@ -270,6 +274,11 @@ class Agent:
             remedy = "--resume continues from the newest checkpoint, --max-restarts N restarts workers"
             print(f"error: no worker is left, and none came to the run's end: {remedy}", file=sys.stderr, flush=True)
         return 0 if self.finished else self.status
+
+    def _others_live(self) -> bool:
+        """Returns whether workers of other nodes need the store. A signal ends the wait for nodes that never came."""
+        alive = self.coordinator.alive() if self.coordinator else []
+        return bool(alive) if self.signalled else alive != []
 
     def look(self) -> None:
         """Restarts workers that have died, ends silent ones, and lists the next generation if it is due."""
@@ -327,11 +336,12 @@ class Agent:
             return
         self.status = self.status or (status if status > 0 else 128 - status)
         if status == 2 and not self.finished:  # a user's mistake: all workers make it, or wait for this one
-            self.restarts, self._ends_them = 0, True
-            self._send_all(signal.SIGKILL)
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # the worker's last line, if any
                 said = json.loads(self._error_file(slot).read_text())["message"]["message"]
-                print(said, file=sys.stderr, flush=True)
+                if not self._ends_them:  # otherwise another worker has said so
+                    print(said, file=sys.stderr, flush=True)
+            self.restarts, self._ends_them = 0, True
+            self._send_all(signal.SIGKILL)
         worker = slot // self.island
         self._failed.setdefault(worker, status)
         if rest := self._ranks_of.get(worker):  # the last one restarts it
@@ -446,6 +456,8 @@ def main() -> None:
     args = parser.parse_args()
     try:
         check_args(args)
+        if args.store and "--elastic" not in args.training_script_args:
+            raise UserError(f"--store {args.store} is for elastic runs: add --elastic to the script's options")
         if "--elastic" in args.training_script_args:
             sys.exit(run_elastic(args))
         run(args)

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -351,3 +352,22 @@ def test_a_silent_worker_is_left_out_after_the_patience():
     table.look(["0.0", "1.0"], **{"ready_0.0": "", "ready_1.0": ""})
     table.look(["0.0", "1.0"], **{"came_1_1.0": "failed"})
     assert table.look(["0.0", "1.0"]) == (2, ["1.0"])
+
+
+def test_a_signal_ends_a_launcher_whose_other_node_never_came(capfd: pytest.CaptureFixture[str]):
+    def sleeper(_: dict[str, str]) -> Any:
+        return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+
+    agent = Agent(sleeper, 1, nodes=2)
+    assert agent.coordinator is not None
+    agent.coordinator._tells_at = 0.0
+    timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM))
+    timer.start()
+    assert agent.run() == 128 + signal.SIGTERM
+    assert capfd.readouterr().err == "waiting for the launcher of node 1 (--node-rank 1)\n"
+
+
+def test_a_store_without_elastic_is_refused():
+    command = [sys.executable, "-m", "training.launch", "--nproc-per-node", "1", "--store", "etcd://a/run", "script.py"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ran.returncode == 2 and ran.stderr.count("\n") == 1 and "--store etcd://a/run is for elastic" in ran.stderr
