@@ -7,7 +7,9 @@ ends a run, and bench.chaos starts it again. The last worker survives the first 
 be watched.
 
 Each worker writes a checksum of the outer iterate of every round. All checksums of a round must be equal. The report
-has these rounds, the longest pause, and the memory and open files of the workers that lived longest.
+has these rounds, the longest pause, and the memory and open files of the workers that lived longest. It is written to
+soak_TASK.json. The exit status is 0 if there were rounds, none of them differed, no worker printed a traceback, and all
+launchers ended with the status of a stopped run, 143.
 """
 
 from __future__ import annotations
@@ -182,6 +184,8 @@ class Weather:
         machine = victims[0] // self.each
         if len(workers) < n or self.later or self.back or (spared and fault == "resume"):
             return
+        if fault == "two kills" and len(victims) < 2:
+            return
         if fault == "machine" and (self.etcd is None or (spared and machine == self.asked.machines - 1)):
             return
         self.done[fault] += 1
@@ -256,7 +260,7 @@ def main() -> None:
         row |= {"longest_lived": weather.lived()}
         result = header("bench.chaos.soak", asked) | row
         log = (folder / "log").read_text(errors="replace")
-        if failed := row["different_rounds"] or "Traceback" in log or status != STOPPED:
+        if failed := row["different_rounds"] or not row["rounds"] or "Traceback" in log or status != STOPPED:
             result["log"] = log.splitlines()[-40:]
             shutil.copy(folder / "log", asked.out / "soak.log")
         save(asked.out, f"soak_{asked.task}", result)

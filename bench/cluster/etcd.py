@@ -79,6 +79,9 @@ class LocalEtcd:
 
 
 def main() -> None:
+    if {"-h", "--help"} & {*sys.argv}:
+        print(__doc__)
+        return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the members
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(sys.argv[1] if sys.argv[1:] else temporary)
