@@ -146,7 +146,7 @@ class ElasticAllReduce(AsyncAllReduce):
 
     def _sum(self, values: Tensor) -> None:
         """Sums the values in place. Raises RuntimeError if another worker has left."""
-        work, pause = dist.all_reduce(values, group=self.members.world, async_op=True), 1e-4
+        work, pause = dist.all_reduce(values, group=self.members.script_group, async_op=True), 1e-4
         assert work is not None
         while not work.is_completed():
             time.sleep(pause := min(2 * pause, LOOK_EVERY / 20))

@@ -92,7 +92,7 @@ class Members:
         generation: Number of the generation, 0 before the first.
         names: Names of its workers, by rank.
         planned: Whether all workers came to this generation as agreed.
-        world: Process group for the training script's sums. It is the default group, unless island is above 1.
+        script_group: Process group for the training script's sums. It is the default group, unless island is above 1.
         group: Process group for the reductions. Both use gloo.
         island: Number of ranks of this worker. If it has several, the default group connects them (island.py).
     """
@@ -104,7 +104,7 @@ class Members:
         self.generation = 0
         self.names: list[str] = []
         self.planned = False
-        self.world: dist.ProcessGroup | None = None
+        self.script_group: dist.ProcessGroup | None = None
         self.group: dist.ProcessGroup | None = None
         self.island = 1
         self._form_within = FORM_WITHIN[0]
@@ -197,7 +197,7 @@ class Members:
                 because closing waits for it.
         """
         # gloo closes the connections once nothing refers to the groups
-        groups, self.group, self.world = [self.group, self.world], None, None
+        groups, self.group, self.script_group = [self.group, self.script_group], None, None
         if self.island > 1:
             for group in filter(None, groups):
                 dist.destroy_process_group(group)
@@ -293,19 +293,19 @@ class Members:
         try:
             within = timedelta(seconds=seconds)
             if self.island > 1:
-                self.world = self._connect("sums", within)
+                self.script_group = self._connect("sums", within)
                 self.group = self._connect("reductions", within)
             else:
                 # torch names a group's keys by this count, which also counts this process's groups that did not connect
                 dist.distributed_c10d._world.group_count = 0
                 dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.size, timeout=within)
-                self.world = dist.group.WORLD
+                self.script_group = dist.group.WORLD
                 self.group = new_group(None, seconds, torch.device("cpu"), "gloo")
         finally:
             took = min(time.monotonic() - store.waited_at, seconds)
             self._form_within = min(max(FORM_WITHIN[0], 2 * took), FORM_WITHIN[1])
-        assert self.world is not None
-        set_timeout(self.world, self.timeout)
+        assert self.script_group is not None
+        set_timeout(self.script_group, self.timeout)
         return reports
 
     def _connect(self, what: str, within: timedelta) -> dist.ProcessGroup:
