@@ -2,7 +2,7 @@
 
 Random times, victims and faults follow from the seed. A worker is killed, or two are. A whole machine is lost, with its
 launcher. A worker is stopped for some seconds, or for longer than the timeout. A gradient is NaN, a disk is slow, a
-clock jumps, the emulated link is slow or down. What died comes back. The whole run is stopped and resumed. A full disk
+clock jumps, the emulated link is slow or down. Dead workers and machines come back. The whole run is stopped and resumed. A full disk
 ends a run, and bench.chaos starts it again. The last worker survives the first half of the time, so that its memory can
 be watched.
 
@@ -148,7 +148,7 @@ class Weather:
                 os.killpg(launcher.pid, signal.SIGKILL)
 
     def look(self, now: float) -> None:
-        """Causes the fault that is due, and ends those that are over."""
+        """Causes the fault that is due, and ends faults whose time is over."""
         for due in [entry for entry in self.later if entry[0] < now]:
             self.later.remove(due)
             tell(*due[1:])

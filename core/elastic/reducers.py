@@ -102,7 +102,7 @@ class ElasticQuantized(Quantized, ElasticReducer):
         copy(self._means, self._means_before)
 
     def _moved(self) -> Tensor:
-        """Returns whether this worker has moved, 0-d bool, from what it has sent."""
+        """Returns whether this worker had moved when it sent, 0-d bool."""
         return self._sent_scalars["steps"] * self._sent_scalars["weight"] != 0
 
 
