@@ -2,9 +2,9 @@
 
 Random times, victims and faults follow from the seed. A worker is killed, or two are. A whole machine is lost, with its
 launcher. A worker is stopped for some seconds, or for longer than the timeout. A gradient is NaN, a disk is slow, a
-clock jumps, the emulated link is slow or down. Dead workers and machines come back. The whole run is stopped and resumed. A full disk
-ends a run, and bench.chaos starts it again. The last worker survives the first half of the time, so that its memory can
-be watched.
+clock jumps, the emulated link is slow or down. Dead workers and machines come back. The whole run is stopped and
+resumed. A full disk ends a run, and bench.chaos starts it again. The last worker survives the first half of the time,
+so that its memory can be watched.
 
 Each worker writes a checksum of the outer iterate of every round. All checksums of a round must be equal. The report
 has these rounds, the longest pause, and the memory and open files of the workers that lived longest. It is written to
