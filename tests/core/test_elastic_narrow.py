@@ -133,7 +133,7 @@ def test_without_a_loss_it_is_the_plain_method(tmp_path: Path, settings: dict[st
 
 
 def test_checkpoints_go_both_ways_without_residuals():
-    """Also those of a run of one worker, whose residuals would have the same shapes."""
+    """Checkpoints of a run of one worker, too, whose residuals would have the same shapes."""
     config = CO2Config(**PAPER)
     plain = CO2([nn.Parameter(torch.ones(5))], config)
     elastic, _ = elastic_co2([nn.Parameter(torch.zeros(5))], config, members=Members(HashStore(), "0.0"))

@@ -45,7 +45,7 @@ def estimate(task: str, name: str, gpus: int, **changes: Any) -> checks.Memory:
 
 
 def test_full_size_recipes_are_all_there():
-    """Those of the paper's tables, and three that are run by hand."""
+    """Recipes of the paper's tables, and three that are run by hand."""
     by_hand = {("pointcloud", "shapenet55_mae"), ("language", "gpt2_medium_zo_owt")}
     by_hand.add(("vision", "imagenet_resnet50_nodes"))
     assert set(FULL) == by_hand | {(row.task, row.recipe) for table in TABLES.values() for row in table.rows}
