@@ -287,9 +287,9 @@ TABLES = {
         every_method("language", GPT2, nodes=8),
         "The paper: CO2 is 0.5 to 1.0 below Local-SGD and Overlap-Local-SGD. Sizes are named as by Radford. fairseq, "
         "which the authors used, calls our Medium, Large and XL small, medium and big. We do not know which names the "
-        "paper uses. If fairseq's, its numbers for Small belong to Medium. We infer from 2^2.88 = 7.36 that its "
-        "perplexities may have another base than e, or another unit than GPT-2's tokens, which we use. So the numbers "
-        "may not compare.",
+        "paper uses. If fairseq's, its numbers for Small belong to Medium. XL has no stand-in. We infer from "
+        "2^2.88 = 7.36 that its perplexities may have another base than e, or another unit than GPT-2's tokens, which "
+        "we use. So the numbers may not compare.",
     ),
     "transnormer": Table(
         "TransNormer-LLM",

@@ -173,7 +173,7 @@ def test_what_came_late_before_others_joined_is_heard_by_nobody():
     before = AsyncReadback()
     owner = SimpleNamespace(_readback=before, _generation=0)
     flight = SimpleNamespace(
-        members=SimpleNamespace(group=object(), rank=0), owner=owner, launched=3, _act=0, on_change=lambda reports: None
+        members=SimpleNamespace(group=object(), rank=0), owner=owner, launched=3, _act=0, _changed=lambda reports: None
     )
     ElasticAllReduce.adopt(flight, [None])  # pyright: ignore[reportArgumentType]
     assert owner._readback is not before and owner._generation == 1

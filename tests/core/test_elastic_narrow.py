@@ -101,7 +101,7 @@ def test_a_change_loses_nothing_of_a_survivor(lost_after: int):
 
 
 def test_a_repeated_reduction_by_hand():
-    """A block's largest number is 7, so the quantum is 1. One of two workers is lost, and the other worker sends again."""
+    """A block's largest number is 7, so the quantum is 1. One of two workers is lost, and the other sends again."""
     senders = [Sender(0, 2), Sender(1, 2)]
     for numbers, averages in (([7.0, 2.3], [7.0, 2.0]), ([7.0, 2.3], [7.0, 3.0])):  # 2.3 + 0.3 is rounded to 3
         for rank, sender in enumerate(senders):

@@ -364,8 +364,8 @@ def test_every_row_names_recipes_a_script_and_a_method_that_exist(task: str):
 
 
 def test_every_recipe_of_the_papers_tasks_is_in_a_row_and_every_row_has_a_stand_in_or_its_table_a_reason():
-    """All but the stand-ins, ShapeNet-55, which is Point-MAE's own set, and what trains without gradients."""
-    stand_ins = ("small", "digits", "cifar10", "shapenet55_mae", "gpt2_medium_zo")
+    """All but stand-ins, ShapeNet-55 of Point-MAE, training without gradients, and ResNet-50 with DDP inside nodes."""
+    stand_ins = ("small", "digits", "cifar10", "shapenet55_mae", "gpt2_medium_zo", "imagenet_resnet50_nodes")
     for task in ("vision", "segmentation", "pointcloud", "language"):
         recipes = importlib.import_module(f"{task}.recipes")
         names = {name for name in recipes.RECIPES if not name.endswith("_small") and not name.startswith(stand_ins)}

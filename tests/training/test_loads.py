@@ -14,6 +14,7 @@ PRODUCT = ("core", "training", "vision", "segmentation", "pointcloud", "language
 WEIGHTS, NO_PICKLE = {"weights_only": True}, {"allow_pickle": False}
 # (file, call) -> what the call must say for itself; {} where the file's own code makes it harmless, as is told
 LOADS: dict[tuple[str, str], dict[str, bool]] = {
+    ("core/elastic/island.py", "torch.load"): WEIGHTS,
     ("core/elastic/members.py", "torch.load"): WEIGHTS,
     ("core/stored.py", "torch.load"): WEIGHTS,
     ("training/weights.py", "torch.load"): WEIGHTS,
@@ -39,6 +40,7 @@ LOADS: dict[tuple[str, str], dict[str, bool]] = {
     ("results/pictures.py", "results.pages.load"): {},
     # modules that the project names itself
     ("bench/chaos/crew.py", "runpy.run_module"): {},
+    ("bench/chaos/worker.py", "runpy.run_module"): {},
     # results of processes that the same one has started, in a temporary folder of its own
     ("core/testing/__init__.py", "pickle.loads"): {},
     ("bench/cluster/nodes.py", "pickle.loads"): {},
