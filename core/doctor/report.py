@@ -20,7 +20,7 @@ TITLES = ("local step", "tau", "compression", "wait after", "exposed", "boundary
 MAP = (
     (7.0, "DDP, which hides its all-reduce"),
     (20.0, "hidden rounds of 2 to 6 steps"),
-    (math.inf, "hidden rounds of 12 steps or more"),
+    (math.inf, "hidden rounds of 6 steps or more"),
 )
 LINKS = {"within": "in a node", "across": "across nodes", "all": "all workers"}
 

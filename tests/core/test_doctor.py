@@ -94,9 +94,7 @@ def test_the_place_on_the_regime_map():
     steps = (0.1, 1.0, 0.3)  # of which an all-reduce is 32, 3.2 and 10.7
     found["settings"] = [choose(CO2Config.recommended(2), 2, step, seconds(100e6), 0.0) for step in steps]
     said = " ".join(screen(found).split())
-    texts = (
-        "r 32: hidden rounds of 12 steps or more; r 3.2: DDP, which hides its all-reduce; r 10.7: hidden rounds of 2"
-    )
+    texts = "r 32: hidden rounds of 6 steps or more; r 3.2: DDP, which hides its all-reduce; r 10.7: hidden rounds of 2"
     assert f"map first at a loss (small models, int4): {texts} to 6 steps" in said
     assert place(7.0) != place(7.1) and place(1e9) == place(20.1) != place(20.0)
 
