@@ -83,6 +83,33 @@ def vmap_gradient(loss: Callable[..., Tensor], template: dict[str, Tensor]) -> G
     return torch.vmap(torch.func.grad(of_flat))
 
 
+def captured(gradient: Gradient) -> Gradient:
+    """The gradient as one CUDA graph for each shape. A call overwrites the result of the call before."""
+    graphs: dict[Any, tuple[torch.cuda.CUDAGraph, list[Tensor], Tensor]] = {}
+
+    def replay(x: Tensor, batch: tuple[Tensor, ...]) -> Tensor:
+        shapes = x.shape, *(tensor.shape for tensor in batch)
+        if shapes not in graphs:
+            inputs = [tensor.clone() for tensor in (x, *batch)]
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):  # libraries make their workspaces before the capture
+                for _ in range(3):
+                    gradient(inputs[0], inputs[1:])
+            torch.cuda.current_stream().wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                found = gradient(inputs[0], inputs[1:])
+            graphs[shapes] = graph, inputs, found
+        graph, inputs, found = graphs[shapes]
+        for to, tensor in zip(inputs, (x, *batch), strict=True):
+            to.copy_(tensor)
+        graph.replay()
+        return found
+
+    return replay
+
+
 class Stack:
     """A model whose parameters are the rows of one tensor. Buffers keep their initial values."""
 
@@ -91,7 +118,8 @@ class Stack:
         with torch.device(device):
             self.model = task.build()
         self.template = {name: p.detach() for name, p in self.model.named_parameters()}
-        self.gradient = vmap_gradient(self.loss, self.template)
+        gradient = vmap_gradient(self.loss, self.template)
+        self.gradient = captured(gradient) if device == "cuda" else gradient
 
     def start(self, seed: int) -> Tensor:
         """The initial weights, [n]. Drawn on the CPU, so they are the same on every device."""
@@ -165,7 +193,7 @@ def run(task: Task, plan: Plan, device: str = "cpu", eval_every: int = 0) -> Row
 GROUP = ("task", "workers", "batch", "steps", "tau", "shards", "clip", "tuning")  # a table's choices agree in these
 PLAN = ("task", "method", "options", "lr", "workers", "batch", "steps", "tau", "shards", "seed", "split", "clip")
 REMOVED = {  # options of older rows, with the value that has no effect
-    **{"sync_steps": 0, "clip_by": "element", "policy": "penalty", "taylor": 0.5},
+    **{"clip_by": "element", "policy": "penalty", "taylor": 0.5},
     **{"fragments": 1, "first_every": 0, "second_every": 0},
 }
 MERGES = {"outer": "restart", "mix": "interpolate", "keep": "keep_local"}  # of older rows, and their names now
@@ -387,13 +415,15 @@ def parse(text: str) -> list[Settings]:
 def _value(text: str, key: str, default: Any, given: str) -> Any:
     """The value of an option, with the type of its default."""
     words = ("true", "false") if isinstance(default, bool) else WORDS.get(key)
+    if key == "compression" and re.fullmatch("top[1-9]", given):
+        return given
     if words is not None:
         if given not in words:
             raise UserError(f"method {text!r}: {key}={given!r}; choose among {', '.join(words)}")
         return given == "true" if isinstance(default, bool) else given
     if (key, given) in (("phi", "none"), ("delay", "round")):
         return given
-    whole = key in ("delay", "fragments")
+    whole = key in ("delay", "fragments", "sync_steps", "moments", "grow")
     found = number(given, int if whole else float)
     if not 0 <= found < math.inf:
         raise UserError(f"method {text!r}: {key}={given!r}; give a {'whole ' * whole}number, 0 or more")

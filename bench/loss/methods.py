@@ -54,6 +54,37 @@ class CompressedMean:
         return arrived, values - arrived
 
 
+class TopMean(CompressedMean):
+    """The average of each worker's largest entries in blocks of 256, with error feedback, as in SparseLoCo (arXiv
+    2508.15706). Its paper also quantizes the entries to 2 bits.
+
+    Args:
+        share: The share of each block's entries that a worker sends.
+        decay: The factor of the residual before a send.
+    """
+
+    def __init__(self, share: float, decay: float = 0.95):
+        super().__init__("float32")
+        self.share, self.decay = share, decay
+
+    def __call__(self, rows: Tensor, weights: Tensor) -> Tensor:
+        workers, n = rows.shape
+        blocks = pad(rows, (0, -n % BLOCK)).view(workers, -1, BLOCK)
+        before = torch.zeros_like(blocks) if self.residuals is None else self.residuals
+        values = blocks + self.decay * before
+        index = values.abs().topk(max(1, round(self.share * BLOCK)), dim=-1).indices
+        sent = torch.zeros_like(values).scatter(-1, index, values.gather(-1, index))
+        self.residuals = torch.where(weights[:, None, None] == 0, before, values - sent)
+        return mean(sent.view(workers, -1), weights)[:n]
+
+
+def make_mean(compression: str) -> Callable[[Tensor, Tensor], Tensor]:
+    """compression: float32, a narrow format, or top with a percentage, as in top3."""
+    if compression == "float32":
+        return mean
+    return TopMean(float(compression[3:]) / 100) if compression.startswith("top") else CompressedMean(compression)
+
+
 # -- the methods ----------------------------------------------------------------------------------------------------
 
 
@@ -77,8 +108,7 @@ class Method:
     def __init__(self, x: Tensor, tau: int, **options: Any):
         self.x, self.tau, self.o = x, tau, options
         self.taken, self.lr = 0, 0.0
-        compression = options.get("compression", "float32")
-        self.reduce = mean if compression == "float32" else CompressedMean(compression)
+        self.reduce = make_mean(options.get("compression", "float32"))
 
     def mean(self, rows: Tensor) -> Tensor:
         """The average over the workers after compression, [workers, n] -> [n]."""
@@ -168,6 +198,11 @@ class CO2(Method):
             kappa z + (1 - kappa) x^i (Streaming DiLoCo, arXiv 2501.18512). keep_local: from z plus the local progress
             since the all-reduce started (LOSCAR-SGD, arXiv 2605.20866).
 
+        sync_steps: the first steps, which average gradients as DDP does.
+        moments: every so many rounds, also average the inner optimizer's moments in float32 (DES-LOC, arXiv
+            2505.22549), with the delay and merge keep_local. 0 never does.
+        grow: tau grows from 1 by one every so many steps, up to tau. 0: it is tau from the start.
+
     A worker sends z - x^i. With keep_local it leaves out progress that it sent before, so nothing counts twice. A
     worker whose difference is not finite is excluded from the average and continues from z.
     """
@@ -175,24 +210,44 @@ class CO2(Method):
     options = {
         **{"alpha": 1.0, "beta": 0.5, "gap": "elementwise", "phi": 1.0, "delay": "round"},
         **{"merge": "restart", "kappa": 0.5, "nesterov": False, "compression": "float32"},
+        **{"sync_steps": 0, "moments": 0, "grow": 0},
     }
     tried = {"beta": (0.5, 0.0)}
+    inner: InnerState  # of the last step
 
     def __init__(self, x: Tensor, tau: int, **options: Any):
         super().__init__(x, tau, **options)
         self.delay = tau if self.o["delay"] == "round" else self.o["delay"]
+        self.into, self.rounds = 0, 0  # local steps of this round, and rounds that ended
+        self.gradient_mean = make_mean(self.o["compression"])
+        self.sync_left = self.o["sync_steps"]
         if not 0 <= self.delay <= tau:
             raise UserError(f"delay={self.delay}: between 0 and tau={tau}")
         self.z, self.m = x[0].clone(), torch.zeros_like(x[0])
         self.z_before = self.z
         self.base = x.clone()  # x without the local progress since the last send
-        # each worker's tensor as sent, [workers, n], and their average, [n]
-        self.in_flight: list[tuple[Tensor, Tensor]] = []
+        # each worker's tensor as sent, [workers, n]; their average, [n]; what averaging changes in the moments
+        self.in_flight: list[tuple[Tensor, Tensor, list[Tensor]]] = []
+
+    def train_step(self, gradient: Gradient, batch: tuple[Tensor, ...], inner: InnerState, lr: float) -> None:
+        self.inner = inner
+        if not self.sync_left:
+            return super().train_step(gradient, batch, inner, lr)
+        self.sync_left -= 1
+        found = self.gradient_mean(gradient(self.x, batch), torch.ones_like(self.x[:, 0]))
+        inner.step(self.x, found.expand_as(self.x), lr)
+        self.taken, self.lr = self.taken + 1, lr
+        self.z = self.z_before = self.x[0].clone()
+        self.base = self.x.clone()
 
     def after_local_step(self) -> None:
-        if self.in_flight and self.taken % self.tau == self.delay > 0:
+        self.into += 1
+        if self.in_flight and self.into == self.delay < self.tau:
             self.merge()
-        super().after_local_step()
+        grow = self.o["grow"]
+        if self.into == (min(self.tau, 1 + self.taken // grow) if grow else self.tau):
+            self.into, self.rounds = 0, self.rounds + 1
+            self.boundary()
 
     def boundary(self) -> None:
         self.send()  # step 3
@@ -207,12 +262,18 @@ class CO2(Method):
         own = (self.base if self.o["merge"] == "keep_local" else self.z) - self.x
         self.excluded = ~own.isfinite().all(dim=1, keepdim=True)
         own = torch.where(self.excluded, 0.0, own)
-        self.in_flight.append((own, self.reduce(own, (~self.excluded[:, 0]).to(own))))
+        due = self.o["moments"] and self.rounds % self.o["moments"] == 0
+        moved = [m.mean(dim=0) - m for m in self.inner.moments()] if due else []
+        self.in_flight.append((own, self.reduce(own, (~self.excluded[:, 0]).to(own)), moved))
         self.base = self.x.clone()
 
     def merge(self, finishing: bool = False) -> None:
         """Applies the oldest averaged update."""
-        _, delta = self.in_flight.pop(0)
+        _, delta, moved = self.in_flight.pop(0)
+        for moment, change in zip(self.inner.moments() if moved else [], moved, strict=True):
+            moment.add_(change)
+        if moved and self.inner.second is not None:
+            self.inner.second.clamp_(min=0)  # it has decayed since
         new = delta / self.gap(delta)
         self.m = self.o["beta"] * self.m + new  # step 5
         if self.o["phi"] != "none":  # step 6
@@ -234,7 +295,7 @@ class CO2(Method):
         if merge == "restart":
             self.x.copy_(self.z.expand_as(self.x))
         elif merge == "keep_local":
-            self.x.copy_(self.z + (progress - sum(own for own, _ in self.in_flight)))
+            self.x.copy_(self.z + (progress - sum(own for own, _, _ in self.in_flight)))
         elif not finishing:
             self.x.copy_(kappa * self.z + (1 - kappa) * self.x)
         self.base = self.x - progress
@@ -245,7 +306,7 @@ class CO2(Method):
         late = bool(self.in_flight) and self.delay < self.tau
         if late:
             self.merge(finishing=True)
-        if self.taken % self.tau and not (late and self.o["merge"] == "restart"):
+        if self.into and not (late and self.o["merge"] == "restart"):
             self.send()
         while self.in_flight:
             self.merge(finishing=True)
@@ -259,7 +320,7 @@ class Local(CO2):
     """Local-SGD: a blocking average every tau steps."""
 
     options = BLOCKING | {"beta": 0.0}
-    fixed = tuple(name for name in options if name != "compression")
+    fixed = tuple(name for name in options if name not in ("compression", "sync_steps", "moments", "grow"))
     tried = {}
 
 
@@ -310,6 +371,7 @@ class Streaming(Method):
         **{"alpha": 0.4, "beta": 0.9, "nesterov": True, "merge": "interpolate", "kappa": 0.5, "delay": 1},
         "fragments": 3,
     }
+    fixed = ("sync_steps", "moments", "grow")
     tried = {"beta": (0.9, 0.5)}
 
     def __init__(self, x: Tensor, tau: int, **options: Any):
@@ -319,11 +381,10 @@ class Streaming(Method):
             raise UserError(f"fragments={count}: between 1 and tau={tau}")
         self.parts = [CO2(part, tau, **options) for part in x.tensor_split(count, dim=1)]  # views of x
         for i, part in enumerate(self.parts):
-            part.taken = tau - (i + 1) * tau // count  # so its first round is shorter
+            part.into = tau - (i + 1) * tau // count  # so its first round is shorter
 
     def after_local_step(self) -> None:
         for part in self.parts:
-            part.taken += 1
             part.after_local_step()
 
     def finish(self) -> None:

@@ -10,12 +10,13 @@ import functools
 import math
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim import _muon as muon
 
 from core.errors import UserError
 from training.data import generator
@@ -30,29 +31,49 @@ draws from the i-th part of the training set, which is sorted by label; a text k
 # -- the inner optimizer: every worker has a row of parameters and a row of state ---------------------------------
 
 
+MUON = 0.95  # its momentum
+COEFFICIENTS = (muon.DEFAULT_A, muon.DEFAULT_B, muon.DEFAULT_C)
+newton_schulz = torch.vmap(
+    functools.partial(
+        muon._zeropower_via_newtonschulz, ns_coefficients=COEFFICIENTS, ns_steps=muon.DEFAULT_NS_STEPS, eps=muon.EPS
+    )
+)
+
+
 @dataclass(frozen=True)
 class Inner:
-    """SGD with momentum (no weight decay), or AdamW."""
+    """SGD with momentum (no weight decay), AdamW, or Muon for `matrices` and AdamW for the other parameters."""
 
-    name: Literal["sgd", "adamw"]
+    name: Literal["sgd", "adamw", "muon"]
     lr: float  # at its peak
     momentum: float = 0.9
     betas: tuple[float, float] = (0.9, 0.999)
     weight_decay: float = 0.01
     clip: float | None = None  # largest norm of a worker's gradient
+    matrices: tuple[tuple[slice, int, int], ...] = ()  # Muon's: their place in a row of parameters, rows, columns
 
     def start(self, x: Tensor) -> InnerState:
-        return InnerState(self, torch.zeros_like(x), None if self.name == "sgd" else torch.zeros_like(x))
+        pace: Any = 1 - self.betas[0]
+        if self.matrices:
+            pace = torch.full_like(x[0], pace)
+            for place, *_ in self.matrices:
+                pace[place] = 1 - MUON
+        return InnerState(self, pace, torch.zeros_like(x), None if self.name == "sgd" else torch.zeros_like(x))
 
 
 @dataclass
 class InnerState:
-    """The moments, [workers, n] each, with the formulas of torch.optim.SGD and torch.optim.AdamW."""
+    """The moments, [workers, n] each, with the formulas of torch.optim.SGD, AdamW and Muon (its learning rate
+    adjusted to AdamW's: adjust_lr_fn="match_rms_adamw")."""
 
     inner: Inner
+    pace: Any  # of the first moment: a number, or [n]
     first: Tensor
     second: Tensor | None
     steps: int = 0
+
+    def moments(self) -> list[Tensor]:
+        return [moment for moment in (self.first, self.second) if moment is not None]
 
     def step(self, x: Tensor, gradient: Tensor, lr: float) -> None:
         """Updates x in place. x, gradient: [workers, n]."""
@@ -64,10 +85,15 @@ class InnerState:
             return
         one, two = self.inner.betas
         x.mul_(1 - lr * self.inner.weight_decay)
-        self.first.lerp_(gradient, 1 - one)
+        before = [x[:, place].clone() for place, *_ in self.inner.matrices]
+        self.first.lerp_(gradient, self.pace)
         self.second.mul_(two).addcmul_(gradient, gradient, value=1 - two)
         root = (self.second.sqrt() / math.sqrt(1 - two**self.steps)).add_(1e-8)
         x.addcdiv_(self.first, root, value=-lr / (1 - one**self.steps))
+        for old, (place, rows, columns) in zip(before, self.inner.matrices, strict=True):
+            nesterov = gradient[:, place].lerp(self.first[:, place], MUON)
+            update = newton_schulz(nesterov.unflatten(1, (rows, columns))).flatten(1)
+            x[:, place] = old - lr * 0.2 * math.sqrt(max(rows, columns)) * update
 
 
 def clip_rows(gradient: Tensor, limit: float | None) -> Tensor:
@@ -310,6 +336,16 @@ def text_task(
     return Task(build, next_loss, draw, spreads, Inner("adamw", lr, clip=1.0), batch=8)
 
 
+def with_muon(task: Task) -> Task:
+    """The task with Muon for all matrices but embeddings."""
+    matrices, begin = [], 0
+    for name, p in task.build().named_parameters():
+        if p.ndim == 2 and not any(part in name for part in ("embedding", "position", "wte", "wpe")):
+            matrices.append((slice(begin, begin + p.numel()), *p.shape))
+        begin += p.numel()
+    return replace(task, inner=replace(task.inner, name="muon", matrices=tuple(matrices)))
+
+
 def byte_task(width: int, layers: int = 2, lr: float = 8e-3) -> Task:
     return text_task(lambda: ByteGPT(width, layers), lr, books())
 
@@ -322,6 +358,8 @@ TASKS: dict[str, Callable[[], Task]] = {
     "bytes_wide": lambda: byte_task(96),
     "bytes_3m": lambda: byte_task(256, layers=4, lr=2e-3),
     "bytes_10m": lambda: byte_task(416, layers=5, lr=1.2e-3),
+    "bytes_muon": lambda: with_muon(load_task("bytes")),
+    "gpt2_muon": lambda: with_muon(load_task("gpt2")),
     "gpt2": lambda: text_task(lambda: gpt2_model(GPT2_TINY), 8e-3, books()),
     "gpt2_small": lambda: text_task(lambda: gpt2_model(GPT2_SMALL), 3e-4, tokens(), GPT2_CONTEXT, GPT2_WINDOWS),
 }

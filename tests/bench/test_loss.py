@@ -7,12 +7,24 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from bench.loss import __main__ as command
 from bench.loss import tasks
 from bench.loss.__main__ import Options, Plan, Rows, Stack, parse, run, search, todays_names, train
-from bench.loss.methods import CompressedMean, mean
-from bench.loss.tasks import TASKS, Inner, Task, clip_rows, labelled_draw, load_task, places
+from bench.loss.methods import CompressedMean, make_mean, mean
+from bench.loss.tasks import (
+    TASKS,
+    ByteGPT,
+    Inner,
+    Task,
+    clip_rows,
+    labelled_draw,
+    load_task,
+    next_loss,
+    places,
+    with_muon,
+)
 from core import UserError
 from tests.problems import small_net
 from tests.scripts import run_script
@@ -60,6 +72,8 @@ def plan(task: Task, method: str, **values: Any) -> Plan:
             "co2:merge=keep_local,delay=1",
             "co2:merge=keep_local,delay=1,compression=int4",
             "co2:merge=keep_local,nesterov=true,beta=0.3",
+            "co2:merge=keep_local,delay=1,compression=int4,sync_steps=5,grow=9",
+            "local:compression=top5",
             "eager:beta=0.5",
             "streaming:beta=0.5,compression=int4",
         ),
@@ -126,6 +140,44 @@ def test_streaming_fragments_are_merged_at_different_steps():
     assert torch.equal(same[0].x, same[1].x) and same[0].x.any()
     with pytest.raises(UserError, match="fragments=5: between 1 and tau=4"):
         parse("streaming:fragments=5")[0].make(torch.zeros(2, 9), 4)
+
+
+def test_ingredients_that_close_the_gap_to_ddp_by_hand(tiny: Task):
+    """sync_steps over the whole run is DDP. grow lengthens rounds. moments averages them, a delay late."""
+    ddp, after, never, half = (
+        run(tiny, plan(tiny, asked, steps=40, tau=10))["loss"]
+        for asked in ("ddp", *(f"local:sync_steps={steps}" for steps in (40, 0, 20)))
+    )
+    assert after == pytest.approx(ddp, rel=1e-6) and len({round(loss, 5) for loss in (ddp, never, half)}) == 3
+
+    method: Any = parse("local:grow=2")[0].make(torch.zeros(2, 1), 3)
+    seen = advance(method, *([1, 3] for _ in range(8)))
+    # rounds of 1 step up to step 2 (exclusive), then of 2 up to step 4, then of 3
+    assert [i + 1 for i, (one, two) in enumerate(seen) if one == two] == [1, 3, 6]
+
+    task = replace(tiny, inner=Inner("adamw", 0.1))
+    found: dict[int, list[bool]] = {}
+    for delay in (0, 1):
+        asked = f"co2:merge=keep_local,gap=none,phi=none,beta=0,delay={delay},moments=2"
+        method = parse(asked)[0].make(torch.zeros(2, 5).contiguous(), 2)
+        inner = task.inner.start(method.x)
+        found[delay] = []
+        for _ in range(10):
+            method.train_step(lambda x, _: torch.randn(x.shape), (), inner, 0.1)
+            first = inner.first
+            found[delay].append(bool(torch.allclose(first[0], first[1])))
+    assert [i + 1 for i, equal in enumerate(found[0]) if equal] == [4, 8], "every second round of two steps"
+    assert not any(found[1])
+
+
+def test_largest_entries_with_error_feedback_by_hand():
+    """One of 256 entries is sent; 0.95 of the rest is added to the next tensor."""
+    rows = torch.zeros(1, 256)
+    rows[0, :3] = torch.tensor([3.0, -2.0, 1.0])
+    top = make_mean("top0.4")
+    assert top(rows, torch.ones(1))[:3].tolist() == [3, 0, 0]
+    assert top(torch.zeros(1, 256), torch.ones(1))[:3].tolist() == pytest.approx([0, -1.9, 0])
+    assert top(torch.zeros(1, 256), torch.ones(1))[:3].tolist() == pytest.approx([0, 0, 0.95**2])
 
 
 def test_a_run_that_diverges_has_no_loss(tiny: Task):
@@ -289,6 +341,29 @@ def test_the_inner_optimisers_are_torchs_row_by_row(inner: Inner, theirs: Any):
                 torch.nn.utils.clip_grad_norm_([row], inner.clip)
             optimizer.step()
     torch.testing.assert_close(x, torch.stack([row.detach() for row in rows]), rtol=1e-12, atol=1e-12)
+
+
+def test_muon_takes_the_matrices_and_adamw_the_rest(monkeypatch: pytest.MonkeyPatch):
+    """Against torch's, row by row, without its rounding to bfloat16. bytes_muon marks the matrices of its layers."""
+    monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.double)
+    rng = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 17, generator=rng, dtype=torch.float64)
+    state = Inner("muon", 0.1, weight_decay=0.2, matrices=((slice(3, 15), 3, 4),)).start(x)
+    parts = [[nn.Parameter(part.clone()) for part in row.split([3, 12, 2])] for row in x]
+    rows = [(a, nn.Parameter(m.detach().view(3, 4)), b) for a, m, b in parts]
+    adam = [torch.optim.AdamW([a, b], 0.1, weight_decay=0.2) for a, _, b in rows]
+    muon = [torch.optim.Muon([m], 0.1, weight_decay=0.2, adjust_lr_fn="match_rms_adamw") for _, m, _ in rows]
+    for _ in range(3):
+        gradients = torch.randn(2, 17, generator=rng, dtype=torch.float64)
+        state.step(x, gradients, 0.1)
+        for row, gradient, *optimizers in zip(rows, gradients, adam, muon, strict=True):
+            for p, g in zip(row, gradient.split([3, 12, 2]), strict=True):
+                p.grad = g.view_as(p).clone()
+            for optimizer in optimizers:
+                optimizer.step()
+    torch.testing.assert_close(x, torch.stack([torch.cat([p.detach().flatten() for p in row]) for row in rows]))
+    task = with_muon(Task(ByteGPT, next_loss, None, {}, Inner("adamw", 0.1), 8))  # type: ignore[arg-type]
+    assert [shape for _, *shape in task.inner.matrices] == [[144, 48], [48, 48], [192, 48], [48, 192]] * 2
 
 
 def test_gradients_are_clipped_by_row():
