@@ -262,13 +262,22 @@ class ByteGPT(nn.Module):
         return self.norm(h) @ self.embedding.weight.T
 
 
-def gpt2_model(sizes: dict[str, int]) -> nn.Module:
-    """transformers' GPT-2 without dropout."""
-    from language.model import GPT2Config, GPT2LMHeadModel
+class GPT2(nn.Module):
+    """transformers' GPT-2 without dropout. It gets its causal mask, [1, 1, time, time], because transformers makes the
+    mask by a copy from the CPU, which a CUDA graph cannot have."""
 
-    none = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "use_cache": False}
-    none |= {"bos_token_id": None, "eos_token_id": None}
-    return GPT2LMHeadModel(GPT2Config(**sizes, **none, attn_implementation="eager"))  # vmap supports no other
+    def __init__(self, sizes: dict[str, int]):
+        from language.model import GPT2Config, GPT2LMHeadModel
+
+        super().__init__()
+        none = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "use_cache": False}
+        none |= {"bos_token_id": None, "eos_token_id": None}
+        # vmap supports no other attention
+        self.model = GPT2LMHeadModel(GPT2Config(**sizes, **none, attn_implementation="eager"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        later = torch.full((x.shape[-1],) * 2, torch.finfo(torch.float32).min, device=x.device).triu(1)
+        return self.model(x, attention_mask=later[None, None]).logits
 
 
 @functools.cache
@@ -314,9 +323,8 @@ def windows(text: Tensor, starts: Tensor, context: int) -> Batch:
     return found[..., :-1], found[..., 1:]
 
 
-def next_loss(output: Any, targets: Tensor) -> Tensor:
-    """Nats per byte or token. output: logits [batch, time, vocabulary], or transformers' output that holds them."""
-    logits = output if isinstance(output, Tensor) else output.logits
+def next_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Nats per byte or token. logits: [batch, time, vocabulary]."""
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
@@ -360,8 +368,8 @@ TASKS: dict[str, Callable[[], Task]] = {
     "bytes_10m": lambda: byte_task(416, layers=5, lr=1.2e-3),
     "bytes_muon": lambda: with_muon(load_task("bytes")),
     "gpt2_muon": lambda: with_muon(load_task("gpt2")),
-    "gpt2": lambda: text_task(lambda: gpt2_model(GPT2_TINY), 8e-3, books()),
-    "gpt2_small": lambda: text_task(lambda: gpt2_model(GPT2_SMALL), 3e-4, tokens(), GPT2_CONTEXT, GPT2_WINDOWS),
+    "gpt2": lambda: text_task(lambda: GPT2(GPT2_TINY), 8e-3, books()),
+    "gpt2_small": lambda: text_task(lambda: GPT2(GPT2_SMALL), 3e-4, tokens(), GPT2_CONTEXT, GPT2_WINDOWS),
 }
 
 
