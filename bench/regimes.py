@@ -16,22 +16,23 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 
 from bench.loss.__main__ import Plan, Rows, load_task, parse, run
-from bench.report import TUNING_SEED, paired_ratio, read_options, require, stoppable, table
+from bench.report import TUNING_SEED, paired_ratio, read_options, require, require_device, stoppable, table
 from core.compression.formats import BLOCK, BLOCK_BYTES
 from core.errors import UserError
 from training.script import launch
 
-WORKERS, BATCH, STEPS, SHORT = 4, 8, 480, 240
+WORKERS, BATCH, STEPS, SHORT = 4, 8, 2000, 1000
 INT4 = BLOCK_BYTES["int4"] / (4 * BLOCK)  # of float32's bytes, with each block's scale
 BACKWARD = 2 / 3  # of a local step: DDP hides its all-reduce under the backward pass
-RATIOS = (10.0, 30.0, 100.0, 3.0, 1.0)  # in the order in which their runs are trained
+RATIOS = (10.0, 30.0, 100.0, 1000.0, 3.0, 1.0)  # in the order in which their runs are trained
 RATES = {"bytes": 8e-3, "cifar": 0.025, "gpt2": 4e-3}  # what the tuning of results/search.jsonl chose most often
 RESULTS = Path(__file__).parents[1] / "results"
-OLDER = ("controls.jsonl", "search.jsonl", "large.jsonl")  # files that have some of the runs
+OTHERS = ("h100.jsonl",)  # files that have some of the runs
 
 
 @dataclass(frozen=True)
@@ -76,11 +77,10 @@ def hidden(tau: int, delay: int, beta: float = 0.0) -> Run:
 
 LOCAL, DILOCO = "local:compression=int4", "diloco:beta=0.5,compression=int4"
 DDP = Run("ddp:compression=int4", 1)
-BLOCKING = tuple(Run(LOCAL, tau) for tau in (6, 24, 12, 48, 96, 2))
-HIDDEN = tuple(
-    hidden(*places)
-    for places in ((6, 1), (24, 1), (6, 2), (12, 4), (12, 2), (24, 4), (48, 12), (2, 2), (2, 1), (24, 12), (96, 12))
-)
+BLOCKING = tuple(Run(LOCAL, tau) for tau in (6, 24, 12, 48, 96, 2, 192, 384))
+NEAR = ((2, 1), (2, 2), (6, 1), (6, 2), (12, 2), (12, 4), (24, 1), (24, 4), (24, 12), (48, 12), (96, 12))
+FAR = ((96, 48), (192, 96), (192, 129), (384, 129))
+HIDDEN = tuple(hidden(*places) for places in NEAR + FAR)
 MOMENTUM = (  # the same with outer momentum
     tuple(Run(DILOCO, tau) for tau in (24, 12, 48, 6)),
     tuple(hidden(*places, 0.3) for places in ((6, 1), (24, 1), (6, 2), (12, 4), (24, 12), (48, 12))),
@@ -97,12 +97,15 @@ class Options:
     """Seeds to report."""
     momentum: bool = False
     """Also try outer momentum, for blocking and hidden methods."""
-    eval_every: int = 48
+    eval_every: int = 0
     """Steps between two points of a trajectory. 0 stores none."""
     rows: Path = RESULTS / "regimes.jsonl"
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Holds all workers of a run. Rows count whatever their device."""
 
     def check(self) -> None:
         require(self, once="tasks seeds", tasks=RATES)
+        require_device(self)
         if TUNING_SEED in self.seeds:
             raise UserError(f"seeds={TUNING_SEED}: it is the tuning seed; report other seeds")
         if len(self.seeds) < 3:
@@ -208,7 +211,7 @@ def of_rows(task: str, rows: Sequence[Rows]) -> Loss:
 
 
 def read(path: Path = RESULTS / "regimes.jsonl") -> list[Rows]:
-    return [Rows(path), *(Rows(RESULTS / name) for name in OLDER)]
+    return [Rows(path), *(Rows(RESULTS / name) for name in OTHERS)]
 
 
 def cells(*, momentum: bool = False) -> list[Cell]:
@@ -231,7 +234,7 @@ def search(o: Options, rows: Sequence[Rows]) -> Iterator[Cell]:
                 return known(found, seed, steps)
             except Missing:
                 plan = found.plan(task, seed, steps)
-                row = rows[0].add_run(plan, run(load_task(task), plan, eval_every=o.eval_every))
+                row = rows[0].add_run(plan, run(load_task(task), plan, o.device, o.eval_every))
                 what = f"{task}, {found}, {steps} steps, seed {seed}: loss {row['loss']} ({row['seconds']:.0f} s)"
                 print(what, flush=True)
                 return row["loss"]
@@ -254,6 +257,8 @@ def line(found: Cell) -> tuple[str, ...]:
 def main() -> None:
     o = read_options(Options, "bench.regimes")
     torch.set_num_threads(1)
+    if o.device == "cuda":
+        torch.set_float32_matmul_precision("high")
     with stoppable(f"the runs that ended are in {o.rows}"):
         found = sorted(search(o, read(o.rows)), key=lambda each: (o.tasks.index(each.task), each.r))
     print("\n" + table(TITLES, map(line, found)))

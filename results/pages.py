@@ -120,50 +120,68 @@ def reached(runs: Sequence[Row]) -> list[float]:
     return [run["seconds"] for run in runs] if runs and len(select(runs, status="reached")) == len(runs) else []
 
 
-def best_of(runs: Sequence[Row], rate: float, suffix: str = "") -> tuple[str, list[Row]]:
-    """The baseline with local steps whose mean is the lowest, and its runs."""
-    of = {m: select(runs, method=f"{m}{suffix}", rate_mbit=rate) for m in ("local", "overlap_local", "slowmo")}
-    best = min((m for m in of if reached(of[m])), key=lambda m: statistics.fmean(reached(of[m])))
-    return METHOD_NAMES[best].partition(" (")[0], of[best]
+def series(task: str, rate: float, *, late: bool = False) -> dict[str, tuple[str, list[Row]]]:
+    """What README's table and picture show of a task and link: what -> its method's name, and its runs.
+
+    late: with the late target, which only digits' runs have.
+    """
+    folder = "paired/" if task == "vision" else "int4/"
+    runs = select(load(f"{folder}time_to_loss.json")["runs"], task=task, rate_mbit=float(rate))
+    plain = runs if task == "vision" else load("time_to_loss.json")["runs"]
+    runs += select(plain, task=task, rate_mbit=float(rate), method="ddp") if plain is not runs else []
+    runs = [run | run["late"] for run in runs] if late else runs
+    others = {method: select(runs, method=method) for method in dict.fromkeys(run["method"] for run in runs)}
+    names = ("local", "overlap_local", "slowmo", "diloco")
+    others = {m: of for m, of in others.items() if m.partition(":")[0] in names and "int4" in m and reached(of)}
+    best = min(others, key=lambda m: statistics.fmean(reached(others[m])))
+    return {
+        "CO2, recommended (int4)": ("", select(runs, method="co2_auto")),
+        "best other, int4": (METHOD_NAMES[best.partition(":")[0]].partition(" (")[0], others[best]),
+        "DDP, int4": ("", select(runs, method="ddp:compression=int4")),
+        "DDP, float32": ("", select(runs, method="ddp")),
+    }
 
 
-def both_series(task: str) -> tuple[list[Row], list[Row], list[Row]]:
-    """The runs of a task over float32, over int4, and CO2's of both series, which always chooses its compression."""
-    float32, int4 = (select(load(f"{of}time_to_loss.json")["runs"], task=task) for of in ("", "int4/"))
-    return float32, int4, [run for runs in (float32, int4) for run in select(runs, method="co2_auto")]
+SHOWN = (("vision", 10), ("vision", 40), ("language", 40), ("language", 200))  # in README
 
 
 def readme_seconds() -> Table:
-    """README's table, with a row for each task and method and a column for each link rate."""
-    table: Table = [INT4_TITLES]
-
-    def best(runs: Sequence[Row], rate: float, suffix: str = "") -> str:
-        name, found = best_of(runs, rate, suffix)
-        return f"{seconds_cell(found)} ({name})"
-
-    for name, task in (("digits", "vision"), ("text", "language")):
-        float32, int4, co2 = both_series(task)
-        table.append((f"{name}: CO2, int4", *(seconds_cell(select(co2, rate_mbit=r)) for r in INT4_RATES)))
-        table.append((f"{name}: best other, int4", *(best(int4, r, ":compression=int4") for r in INT4_RATES)))
-        ddp = select(float32, method="ddp")
-        table.append((f"{name}: DDP, float32", *(seconds_cell(select(ddp, rate_mbit=r)) for r in INT4_RATES)))
+    """README's table, with a row for each method and a column for each task and link rate."""
+    names = {"vision": "digits", "language": "text"}
+    table: Table = [("seconds to a loss", *(f"{names[task]}, {rate} Mbit/s" for task, rate in SHOWN))]
+    columns = [series(*place) for place in SHOWN]
+    for what in columns[0]:
+        cells = ((*column[what], seconds_cell(column[what][1])) for column in columns)
+        table.append((what, *(text + (f" ({name})" if name else "") for name, _, text in cells)))
     return table
 
 
+def describe(method: str) -> str:
+    """A method of the paired series, in words."""
+    name, _, rest = method.partition(":")
+    given = dict(part.split("=") for part in filter(None, rest.split(",")))
+    name = {"co2_recommended": "CO2, recommended", **METHOD_NAMES}[name]
+    late = {"boundary": "a round late", "auto": "on arrival"}
+    words = [f"tau {given['tau']}" * ("tau" in given), "tau tuned" * ("share" in given), given.get("compression", "")]
+    return ", ".join(filter(None, (name, *words, late.get(given.get("delay", ""), ""))))
+
+
 def paired_seconds() -> Table:
-    """The seconds of each method over CO2's at 40 Mbit/s, seed by seed, with the 95 % interval, for both targets."""
+    """The seconds of each method over CO2's, seed by seed, with the 95 % interval, by link and target."""
     found = load("paired/time_to_loss.json")
-    table: Table = [("method", "first target", "late target")]
+    places = [(rate, target) for rate in (10.0, 40.0) for target in ("target", "late")]
+    titles = (f"{rate:g} Mbit/s, {'first' if target == 'target' else target} target" for rate, target in places)
+    table: Table = [("method", *titles, "limit, 10 and 40 Mbit/s")]
     for method in found["options"]["methods"]:
-        rows = {row["target"]: row for row in select(found["ratios"], method=method, rate_mbit=40.0)}
-        name, _, rest = method.partition(":")
-        cells = [
-            f"{'> ' * row['at_least']}{row['ratio']:.2f} ({row['low']:.2f} to {row['high']:.2f})"
-            for row in (rows.get("target"), rows.get("late"))
-            if row
-        ]
-        if cells:
-            table.append((METHOD_NAMES.get(name, "no communication") + (f", {rest}" if rest else ""), *cells))
+        cells, limits = [], []
+        for rate, target in places:
+            row = next(iter(select(found["ratios"], rate_mbit=rate, target=target, method=method)), None)
+            bound = "> " * bool(row and row["at_least"])
+            cells.append(f"{bound}{row['ratio']:.2f} ({row['low']:.2f} to {row['high']:.2f})" if row else "")
+        for rate in (10.0, 40.0):
+            known = [run["limit"] for run in select(found["runs"], rate_mbit=rate, method=method) if "limit" in run]
+            limits += [f"{statistics.median(known):.2f}"] if known and not method.startswith("ddp") else []
+        table.append((describe(method), *cells, ", ".join(limits)))
     return table
 
 
@@ -175,7 +193,6 @@ def model_check() -> Table:
     for name, method, tau, under in (
         ("DDP", "ddp:compression=int4", 1, regimes.BACKWARD),
         ("Local-SGD, tau 6", "local:tau=6,compression=int4", 6, 0),
-        ("Local-SGD, tau 12", "local:tau=12,compression=int4", 12, 0),
     ):
         cells = []
         for rate in (10.0, 40.0):
@@ -254,7 +271,8 @@ def losses(files: str, task: str, asked: str, steps: int, tau: int = 24, tuning:
     rows = [row for file in files.split() for row in load(file)]
     same = {"task": task, "steps": steps, "tau": tau, "workers": workers, "shards": "iid"}
     choices = (r for r in rows if r["kind"] == "choice" and (r["batch"] == 2) == (workers == 16))
-    choices = select((r for r in choices if r["tuning"].startswith(tuning)), asked=asked, **same)
+    choices = select((r for r in choices if r["tuning"].startswith(tuning)), **same)
+    choices = [r for r in choices if sorted(re.split("[:,]", r["asked"])) == sorted(re.split("[:,]", asked))]
     if not choices:
         return {}
     choice = choices[-1]
@@ -275,19 +293,74 @@ def loss_of(found: Losses) -> str:
     return mean_sd(found.values(), ".3f")
 
 
+THREE = {"bytes": "text", "gpt2": "GPT-2", "cifar": "CIFAR-10"}  # tasks
+LONG = functools.partial(losses, "h100.jsonl", steps=2000)
+
+
+def change(task: str, asked: str, tau: int, of: str = "ddp", of_tau: int = 2) -> str:
+    """How much greater the loss is than another method's after 2,000 steps. Empty without three seeds."""
+    mine, other = LONG(task, asked, tau=tau), LONG(task.removesuffix("_muon"), of, tau=of_tau)
+    return against(mine, other).removesuffix(" %") if len(mine) == len(other) == 3 else ""
+
+
 def cost_of_hiding() -> Table:
-    """2,000 steps of the byte model: the loss, and its change against the two baselines."""
-    of = functools.partial(losses, "search.jsonl", "bytes", steps=2000, tuning="learning rate 1, 0.5")
-    ddp, local = of(asked="ddp"), of(asked="local")
-    table: Table = [("method", "bits a step", "loss", "against Local-SGD, tau 24", "against DDP")]
-    for name, bits, found in (
-        ("DDP", "32", ddp),
-        ("Local-SGD (blocking), tau 24", "1.33", local),
-        ("hidden average over int4, tau 24", "0.17", of(asked=HIDDEN)),
-        ("hidden average over int4, tau 2", "2.06", of(asked=HIDDEN, tau=2)),
-        ("hidden DiLoCo over int4, tau 24", "0.17", of(asked=HIDDEN_DILOCO, tuning="")),
+    """2,000 steps: DDP's loss, and how much greater the others' are, in percent."""
+    table: Table = [("method", "bits a step", *THREE.values())]
+    first = (LONG(task, "ddp", tau=24 if task == "cifar" else 2) for task in THREE)
+    table.append(("DDP: loss", "32", *map(loss_of, first)))
+    for name, bits, asked, tau in (
+        ("Local-SGD (blocking), tau 24", "1.33", "local", 24),
+        ("DiLoCo (blocking), tau 24, outer momentum 0.5", "1.33", "diloco:beta=0.5", 24),
+        ("same, outer momentum 0.9", "1.33", "diloco:beta=0.9", 24),
+        ("hidden average over int4, tau 24", "0.17", HIDDEN, 24),
+        ("same, outer momentum 0.3", "0.17", HIDDEN.replace("beta=0", "beta=0.3"), 24),
+        ("hidden DiLoCo over int4, tau 24", "0.17", HIDDEN_DILOCO, 24),
+        ("Streaming DiLoCo over int4, tau 24", "0.17", "streaming:beta=0.5,compression=int4", 24),
+        ("eager updates over int4, tau 24", "0.17", EAGER, 24),
+        ("hidden average over int4, tau 2", "2.06", HIDDEN, 2),
     ):
-        table.append((name, bits, loss_of(found), *("" if found is b else against(found, b) for b in (local, ddp))))
+        table.append((name, bits, *(change(t, asked, tau, of_tau=24 if t == "cifar" else 2) for t in THREE)))
+    return table
+
+
+INGREDIENTS = {  # name -> bits a step, method, tau
+    "DDP over int4": ("4.12", "ddp:compression=int4", 2),
+    "Local-SGD (blocking), tau 2": ("2.06", "local:compression=int4", 2),
+    "hidden average, tau 2": ("2.06", HIDDEN, 2),
+    "tau 1": ("4.12", HIDDEN, 1),
+    "tau 1 over int2": ("2.12", HIDDEN.replace("int4", "int2"), 1),
+    "tau 6": ("0.69", HIDDEN, 6),
+    "tau grows from 1 to 5": ("1.88", HIDDEN + ",grow=400", 6),
+    "DDP for the first 5 % of the steps": ("2.17", HIDDEN + ",sync_steps=100", 2),
+    "for the first 20 %": ("2.48", HIDDEN + ",sync_steps=400", 2),
+    "moments averaged every 24 rounds, in float32": ("3.40", HIDDEN + ",moments=24", 2),
+    "moments averaged every round": ("34", HIDDEN + ",moments=1", 2),
+    "outer momentum 0.2": ("2.06", HIDDEN.replace("beta=0", "beta=0.2"), 2),
+    "largest 3 % of the entries, blocking": ("", "local:compression=top3", 2),
+}
+MUON = {
+    "Muon: DDP": ("32", "ddp", 2),
+    "Muon: Local-SGD (blocking), tau 2": ("2.06", "local:compression=int4", 2),
+    "Muon: hidden average, tau 2": ("2.06", HIDDEN, 2),
+    "Muon: hidden average, tau 6": ("0.69", HIDDEN, 6),
+    "Muon: hidden average, tau 24": ("0.17", HIDDEN, 24),
+}
+
+
+def ingredients() -> Table:
+    """What might close the gap to DDP's loss: changes against DDP with AdamW after 2,000 steps, in percent."""
+    table: Table = [("change", "bits a step", "text", "GPT-2")]
+    for suffix, rows in (("", INGREDIENTS), ("_muon", MUON)):
+        for name, (bits, asked, tau) in rows.items():
+            table.append((name, bits, *(change(task + suffix, asked, tau) for task in ("bytes", "gpt2"))))
+    for name, suffix, steps, bits, tau in (
+        ("Muon: hidden average, tau 2, against DDP with Muon", "_muon", 2000, "2.06", 2),
+        ("Muon: hidden average, tau 24, against DDP with Muon", "_muon", 2000, "0.17", 24),
+        ("batch 16 and 1,000 steps, against DDP with these", "", 1000, "2.06", 2),
+    ):
+        of = functools.partial(losses, "h100.jsonl", steps=steps)
+        pairs = ((of(task + suffix, HIDDEN, tau=tau), of(task + suffix, "ddp", tau=2)) for task in ("bytes", "gpt2"))
+        table.append((name, bits, *(against(*pair).removesuffix(" %") for pair in pairs)))
     return table
 
 
@@ -353,11 +426,13 @@ HIDDEN_ROWS = {  # name -> task, tau, workers, how late, how the tuning begins
     "text, tau 6": ("bytes", 6, 4, ONE, ""),
     "text, 10 steps late": ("bytes", 24, 4, TEN, ""),
     "text, a round late": ("bytes", 24, 4, ROUND, ""),
+    "text, 16 workers": ("bytes", 24, 16, ONE, ""),
+    "text, 64 workers": ("bytes", 24, 64, ONE, ""),
     "GPT-2": ("gpt2", 24, 4, ONE, "learning rate 0.5"),
     "CIFAR-10": ("cifar", 24, 4, ONE, ""),
     "CIFAR-10, tau 6": ("cifar", 6, 4, ONE, ""),
     "CIFAR-10, a round late": ("cifar", 24, 4, ROUND, ""),
-    "CIFAR-10, 16 workers": ("cifar", 24, 16, ONE, ""),
+    "CIFAR-10, 64 workers": ("cifar", 24, 64, ONE, ""),
     "digits": ("digits", 24, 4, ONE, "learning rate 0.25"),
 }
 
@@ -367,9 +442,8 @@ def hidden_diloco() -> Table:
     titles = ("task", "DiLoCo (blocking)", "outer momentum 0", "0.3", "hidden DiLoCo")
     table: Table = [(*titles, "Streaming DiLoCo or eager updates")]
     for name, (task, tau, workers, late, tuning) in HIDDEN_ROWS.items():
-        of = functools.partial(
-            losses, "search.jsonl controls.jsonl", task, steps=480, tau=tau, tuning=tuning, workers=workers
-        )
+        files = "h100.jsonl" if workers > 4 else "search.jsonl controls.jsonl"
+        of = functools.partial(losses, files, task, steps=480, tau=tau, tuning=tuning, workers=workers)
         methods = [f"co2:merge=keep_local,gap=none,{step}{late},compression=int4" for step in OUTER_STEPS]
         methods = ["diloco:beta=0.5" if late == ONE else "", *methods, {ONE: STREAMING, ROUND: EAGER}.get(late, "")]
         base = of(asked=LOCAL) or of(asked="local")
@@ -620,11 +694,10 @@ INT4 = (
     "co2:compression=int4",
     "co2_auto",
 )
-MADE = (readme_seconds, throughput, cost_of_hiding, larger_models, gpt2_small, rates, effects, slow_links)
+MADE = (readme_seconds, throughput, cost_of_hiding, ingredients, larger_models, gpt2_small, rates, effects, slow_links)
 MADE += (bytes_to_a_loss, zo_speed, zo_memory, lengths, rings, boundary_cpu, gpu_boundary, nccl_hidden, nccl_blocks)
 TABLES: dict[str, Callable[[], Table]] = {
     **{make.__name__: make for make in (*MADE, hidden_diloco, faults, stand_ins)},
-    "digits_int4": lambda: seconds("int4/", "vision", INT4),
     "text_int4": lambda: seconds("int4/", "language", INT4),
     "paired_seconds": paired_seconds,
     "regimes": regime_map,

@@ -16,7 +16,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from bench.regimes import cells
-from results.pages import RATES, RESULTS, SLOW_LINKS, Row, best_of, both_series, load, reached, select
+from bench.report import paired_ratio
+from results.pages import RESULTS, SLOW_LINKS, Row, load, reached, select, series
 
 WIDTH = 8.0  # inches, which are 768 pixels in a browser: text keeps its size in points
 STYLE = {"font.size": 9, "axes.titlesize": 10, "axes.spines.top": False, "axes.spines.right": False}
@@ -43,34 +44,28 @@ def axes_of(rows: int, columns: int, height: float, **how: Any) -> tuple[Figure,
 
 
 def seconds() -> Figure:
-    """One bar per method, in groups by link: the mean, each seed, and whether the loss was reached."""
+    """One bar per method, in groups by link and target: the mean, each seed, and whether the loss was reached."""
     figure, axes = axes_of(1, 2, 5.0, sharey=True)
+    groups = (
+        [(f"{rate} Mbit/s, to {0.06 if late else 0.25}", rate, late) for rate in (10, 40) for late in (False, True)],
+        [(f"{rate} Mbit/s, to 5.7 nats", rate, False) for rate in (40, 200, 1000)],
+    )
     labels: dict[float, str] = {}
-    for a, (task, title) in zip(axes, TASKS.items(), strict=True):
-        float32, int4, co2 = both_series(task)
-        for group, rate in enumerate(RATES):
-            others = best_of(float32, rate), best_of(int4, rate, ":compression=int4")
-            bars = [
-                ("DDP, float32", "", select(float32, method="ddp", rate_mbit=rate)),
-                ("best other, float32", *others[0]),
-                ("best other, int4", *others[1]),
-                ("CO2, recommended (int4)", "", select(co2, rate_mbit=rate)),
-            ]
-            labels[5.2 * group - 1] = f"{rate} Mbit/s"
-            for place, (label, name, runs) in enumerate(bars):
-                y = 5.2 * group + place
-                labels[y] = label
-                seconds_bar(a, y, runs, name, DARK if label.startswith("CO2") else LIGHT)
-        a.set_title(title, loc="left", weight="bold")
-        a.set(xscale="log", xlim=(0.8, 420) if task == "vision" else (4, 420), xlabel="seconds (log scale)")
-        ticks = [1, 3, 10, 30, 60] if task == "vision" else [5, 10, 30, 60]
+    for a, (task, title), places in zip(axes, TASKS.items(), groups, strict=True):
+        left = 2.0 if task == "vision" else 5.0
+        for group, (heading, rate, late) in enumerate(places):
+            a.text(left, 5.2 * group - 1, heading, va="center", weight="bold")
+            for place, (label, (name, runs)) in enumerate(series(task, rate, late=late).items()):
+                labels[5.2 * group + place] = label
+                seconds_bar(a, 5.2 * group + place, runs, name, DARK if label.startswith("CO2") else LIGHT)
+        a.set_title(title.partition(",")[0], loc="left", weight="bold")
+        a.set(xscale="log", xlim=(left, 120) if task == "vision" else (left, 420), xlabel="seconds (log scale)")
+        ticks = [2, 5, 10, 20] if task == "vision" else [5, 10, 30, 60]
         a.set_xticks(ticks, map(str, ticks))
         a.minorticks_off()
         a.tick_params(axis="y", length=0)
     axes[0].set_yticks([*labels], [*labels.values()])
-    for text in axes[0].get_yticklabels():
-        text.set_weight("bold" if text.get_text().endswith("Mbit/s") else "normal")
-    axes[0].set_ylim(5.2 * len(RATES) - 1, -1.6)
+    axes[0].set_ylim(5.2 * 4 - 1, -1.8)
     return figure
 
 
@@ -88,34 +83,39 @@ def seconds_bar(a: Axes, y: float, runs: Sequence[Row], name: str, color: str) -
     a.text(end * 1.12, y, text, va="center")
 
 
-WATERFALL = {  # what a step adds -> the file and method behind it
-    "DDP, float32": ("", "ddp"),
-    "+ local steps (tau 6)": ("", "local"),
-    "+ int4": ("int4/", "local:compression=int4"),
-    "+ hiding, a round late": ("int4/", "co2:compression=int4"),
-    "+ merge on arrival, auto tau": ("int4/", "co2_auto"),
+WATERFALL = {  # what a step adds -> the method behind it
+    "DDP, float32": "ddp",
+    "+ local steps (tau 6)": "local:tau=6",
+    "+ int4": "local:tau=6,compression=int4",
+    "+ hiding, a round late": "co2_recommended:tau=6,compression=int4,delay=boundary",
+    "+ merge on arrival": "co2_recommended:tau=6,compression=int4,delay=auto",
+    "+ automatic tau": "co2_auto",
 }
 
 
 def waterfall() -> Figure:
-    """The seconds to a loss as local steps, int4, hiding and merge on arrival are added to DDP one by one."""
-    figure, axes = axes_of(2, 2, 4.6, sharey=True)
-    for a, (task, rate) in zip(axes, ((t, r) for t in TASKS for r in (40, 200)), strict=True):
-        before = top = 0.0
-        for y, (folder, method) in enumerate(WATERFALL.values()):
-            runs = select(load(f"{folder}time_to_loss.json")["runs"], task=task, rate_mbit=rate)
-            found = reached(select(runs, method=method))
-            mean = statistics.fmean(found)
-            slower = y > 0 and mean > before
+    """The seconds to a loss as steps lead from DDP to CO2 one by one, each with the seed-by-seed ratio to the step
+    before. A run that was out of time counts with the limit."""
+    figure, axes = axes_of(2, 2, 5.2, sharey=True)
+    found = load("paired/time_to_loss.json")["runs"]
+    for a, (rate, late) in zip(axes, ((r, late) for r in (10, 40) for late in (False, True)), strict=True):
+        before: dict[int, float] = {}
+        for y, method in enumerate(WATERFALL.values()):
+            runs = select(found, method=method, rate_mbit=float(rate))
+            runs = [run | run["late"] for run in runs] if late else runs
+            took = {run["seed"]: run["seconds"] for run in runs}
+            mean, was = statistics.fmean(took.values()), statistics.fmean(before.values()) if before else 0.0
+            slower, bound = y > 0 and mean > was, len(reached(runs)) < len(runs)
             how = {"hatch": "////", "edgecolor": "white"} if slower else {}
             color = LIGHT if y == 0 else RED if slower else DARK
-            a.barh(y, mean - before, left=before, height=0.75, color=color, **how)
-            a.plot([min(found), max(found)], [y, y], color="black", lw=1.2, marker="|", ms=6)
-            top = top or max(found)
-            a.text(max(mean, before, *found) + 0.02 * top, y, f"{'→ ' if y else ''}{mean:.1f}", va="center")
-            before = mean
-        a.set_title(f"{TASKS[task].partition(',')[0]}, {rate} Mbit/s", loc="left", weight="bold")
-        a.set(xlim=(0, 1.15 * top), xlabel="seconds to the loss")
+            a.barh(y, mean - was, left=was, height=0.75, color=color, **how)
+            text = f"{'> ' * bound}{mean:.1f} s"
+            if before and (ratio := paired_ratio(before, took)):
+                text += f", x {ratio[0]:.2f} ({ratio[1]:.2f} to {ratio[2]:.2f})"
+            a.text(max(mean, was) + 0.4, y, text, va="center", fontsize=8)
+            before = took
+        a.set_title(f"digits, {rate} Mbit/s, to {0.06 if late else 0.25}", loc="left", weight="bold")
+        a.set(xlim=(0, 36), xlabel="seconds to the loss", xticks=[0, 5, 10, 15, 20])
         a.tick_params(axis="y", length=0)
     axes[0].set_yticks(range(len(WATERFALL)), [*WATERFALL])
     axes[0].set_ylim(len(WATERFALL) - 0.5, -0.5)
@@ -136,13 +136,13 @@ def regime_map() -> Figure:
         a.axhline(1, color="black", lw=0.8)
         a.set(xscale="log", xlabel="r: float32 all-reduce / local step")
         a.set_title(title, loc="left", weight="bold")
-        a.set_xticks([1, 3, 10, 30, 100], ["1", "3", "10", "30", "100"])
+        a.set_xticks([1, 3, 10, 30, 100, 1000], ["1", "3", "10", "30", "100", "1,000"])
         a.minorticks_off()
     left.axhline(1.15, color=MIDDLE, lw=0.8, ls=":")
     left.set_ylabel("ratio of the seconds to a loss")
     left.legend(frameon=False)
     right.set_yscale("log")
-    right.set_yticks([0.5, 1, 2, 4], ["0.5", "1", "2", "4"])
+    right.set_yticks([1, 3, 10, 30], ["1", "3", "10", "30"])
     right.minorticks_off()
     return figure
 

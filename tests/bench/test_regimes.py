@@ -28,7 +28,7 @@ def loss(found: Run, seed: int, steps: int) -> float | None:
     """Falls as steps^-0.5. A tau of 6 costs nothing, others 2 %, and a step of delay 1 % each. tau 48 diverges."""
     if found.tau == 48:
         return None
-    return (2 + seed / 100) * (steps / 480) ** -0.5 * (1.02 if found.tau != 6 else 1.0) * 1.01**found.delay
+    return (2 + seed / 100) * (steps / 2000) ** -0.5 * (1.02 if found.tau != 6 else 1.0) * 1.01**found.delay
 
 
 def test_the_seconds_of_a_step():
@@ -45,20 +45,20 @@ def test_a_run_s_loss_between_its_two_lengths():
     found = curve(loss, Run(LOCAL, 6), 0)
     assert found is not None and curve(loss, Run(LOCAL, 48), 0) is None
     assert (
-        found.power == pytest.approx(0.5) and found.loss(480) == 2 and found.loss(360) == pytest.approx(2 * 0.75**-0.5)
+        found.power == pytest.approx(0.5) and found.loss(2000) == 2 and found.loss(1500) == pytest.approx(2 * 0.75**-0.5)
     )
-    assert found.steps(found.loss(300)) == pytest.approx(300)
-    assert at_seconds(loss, Run(LOCAL, 6), 12 / INT4, 0) == pytest.approx(found.loss(160)), "three times as long a step"
+    assert found.steps(found.loss(1200)) == pytest.approx(1200)
+    assert at_seconds(loss, Run(LOCAL, 6), 12 / INT4, 0) == pytest.approx(found.loss(2000 / 3)), "three times as long a step"
 
 
 def test_the_best_of_both_kinds_are_compared_on_other_seeds():
     r = 2 / INT4
-    assert choose(loss, r, momentum=False) == (Run(LOCAL, 96), hidden(6, 2))
+    assert choose(loss, r, momentum=False) == (Run(LOCAL, 384), hidden(6, 2))
     found = cell(loss, "bytes", r, (0, 1, 2), momentum=False)
-    expected = (1 + 2 / 96) * 1.02**2 / 1.01**4
+    expected = (1 + 2 / 384) * 1.02**2 / 1.01**4
     assert found.faster == pytest.approx([expected] * 3) and found.losses == pytest.approx([expected**-0.5] * 3)
     assert found.than_ddp == pytest.approx([(1 + 2 - 2 / 3) * 1.02**2 / 1.01**4] * 3)
-    assert line(found)[1:4] == ("tau 96", "2%", "tau 6, 2 steps late") and line(found)[-1] == "-1.0 %"
+    assert line(found)[1:4] == ("tau 384", "1%", "tau 6, 2 steps late") and line(found)[-1] == "-1.0 %"
 
 
 def test_every_run_can_be_made_and_the_tuning_seed_is_not_reported(tmp_path: Path):
