@@ -4,8 +4,8 @@
 
 r is the seconds of a float32 all-reduce over the seconds of a local step. A run is a method with its tau and its delay,
 over int4. Its loss does not depend on the link, so it counts at every r. The seconds of a step follow from r: see
-`Run.step_seconds`. Every run has two lengths, each with its own schedule, and between them the loss follows a power law
-of the steps. So its loss at any number of seconds is known.
+`Run.step_seconds`. Every run has two lengths, each with its own schedule, and between and near them the loss follows a
+power law of the steps. So its loss at any number of seconds is known.
 
 The command trains what has no row yet: all runs on the tuning seed, then the best for each r on the reported seeds. It
 prints a table. No time is measured.

@@ -45,7 +45,7 @@ def axes_of(rows: int, columns: int, height: float, **how: Any) -> tuple[Figure,
 
 def seconds() -> Figure:
     """One bar per method, in groups by link and target: the mean, each seed, and whether the loss was reached."""
-    figure, axes = axes_of(1, 2, 5.0, sharey=True)
+    figure, axes = axes_of(1, 2, 6.0, sharey=True)
     groups = (
         [(f"{rate} Mbit/s, to {0.06 if late else 0.25}", rate, late) for rate in (10, 40) for late in (False, True)],
         [(f"{rate} Mbit/s, to 5.7 nats", rate, False) for rate in (40, 200, 1000)],
@@ -54,10 +54,12 @@ def seconds() -> Figure:
     for a, (task, title), places in zip(axes, TASKS.items(), groups, strict=True):
         left = 2.0 if task == "vision" else 5.0
         for group, (heading, rate, late) in enumerate(places):
-            a.text(left, 5.2 * group - 1, heading, va="center", weight="bold")
+            a.text(left, 6.2 * group - 1, heading, va="center", weight="bold")
             for place, (label, (name, runs)) in enumerate(series(task, rate, late=late).items()):
-                labels[5.2 * group + place] = label
-                seconds_bar(a, 5.2 * group + place, runs, name, DARK if label.startswith("CO2") else LIGHT)
+                y = 6.2 * group + place
+                labels[y] = label
+                if runs:
+                    seconds_bar(a, y, runs, name, DARK if label.startswith("CO2") else LIGHT)
         a.set_title(title.partition(",")[0], loc="left", weight="bold")
         a.set(xscale="log", xlim=(left, 120) if task == "vision" else (left, 420), xlabel="seconds (log scale)")
         ticks = [2, 5, 10, 20] if task == "vision" else [5, 10, 30, 60]
@@ -65,7 +67,7 @@ def seconds() -> Figure:
         a.minorticks_off()
         a.tick_params(axis="y", length=0)
     axes[0].set_yticks([*labels], [*labels.values()])
-    axes[0].set_ylim(5.2 * 4 - 1, -1.8)
+    axes[0].set_ylim(6.2 * 4 - 1, -1.8)
     return figure
 
 
@@ -100,6 +102,7 @@ def waterfall() -> Figure:
     found = load("paired/time_to_loss.json")["runs"]
     for a, (rate, late) in zip(axes, ((r, late) for r in (10, 40) for late in (False, True)), strict=True):
         before: dict[int, float] = {}
+        was_bound = False
         for y, method in enumerate(WATERFALL.values()):
             runs = select(found, method=method, rate_mbit=float(rate))
             runs = [run | run["late"] for run in runs] if late else runs
@@ -111,11 +114,11 @@ def waterfall() -> Figure:
             a.barh(y, mean - was, left=was, height=0.75, color=color, **how)
             text = f"{'> ' * bound}{mean:.1f} s"
             if before and (ratio := paired_ratio(before, took)):
-                text += f", x {ratio[0]:.2f} ({ratio[1]:.2f} to {ratio[2]:.2f})"
+                text += f", {'about ' * (bound or was_bound)}x {ratio[0]:.2f} ({ratio[1]:.2f} to {ratio[2]:.2f})"
             a.text(max(mean, was) + 0.4, y, text, va="center", fontsize=8)
-            before = took
+            before, was_bound = took, bound
         a.set_title(f"digits, {rate} Mbit/s, to {0.06 if late else 0.25}", loc="left", weight="bold")
-        a.set(xlim=(0, 36), xlabel="seconds to the loss", xticks=[0, 5, 10, 15, 20])
+        a.set(xlim=(0, 44), xlabel="seconds to the loss", xticks=[0, 5, 10, 15, 20])
         a.tick_params(axis="y", length=0)
     axes[0].set_yticks(range(len(WATERFALL)), [*WATERFALL])
     axes[0].set_ylim(len(WATERFALL) - 0.5, -0.5)

@@ -323,7 +323,7 @@ class Options:
 
     tasks: tuple[str, ...] = ("digits", "bytes")
     """digits; with data in CO2_DATA also cifar, bytes, bytes_narrow, bytes_wide, bytes_3m and bytes_10m (3.2 and 10.6 M
-    parameters), gpt2, gpt2_small (124 M, for a GPU)."""
+    parameters), gpt2, gpt2_small (124 M, for a GPU), bytes_muon and gpt2_muon."""
     methods: tuple[str, ...] = (*METHODS, "co2:merge=keep_local,gap=none", "co2:merge=keep_local,delay=3,gap=none")
     """NAME or NAME:OPTION=VALUE,... The tuning tries all of VALUE|VALUE."""
     workers: tuple[int, ...] = (4,)
@@ -419,7 +419,8 @@ def _value(text: str, key: str, default: Any, given: str) -> Any:
         return given
     if words is not None:
         if given not in words:
-            raise UserError(f"method {text!r}: {key}={given!r}; choose among {', '.join(words)}")
+            more = ", top1 to top9" * (key == "compression")
+            raise UserError(f"method {text!r}: {key}={given!r}; choose among {', '.join(words)}{more}")
         return given == "true" if isinstance(default, bool) else given
     if (key, given) in (("phi", "none"), ("delay", "round")):
         return given

@@ -200,7 +200,7 @@ class CO2(Method):
 
         sync_steps: the first steps, which average gradients as DDP does.
         moments: every so many rounds, also average the inner optimizer's moments in float32 (DES-LOC, arXiv
-            2505.22549), with the delay and merge keep_local. 0 never does.
+            2505.22549). What averaging changes is added `delay` steps late. 0 never does.
         grow: tau grows from 1 by one every so many steps, up to tau. 0: it is tau from the start.
 
     A worker sends z - x^i. With keep_local it leaves out progress that it sent before, so nothing counts twice. A
@@ -223,6 +223,8 @@ class CO2(Method):
         self.sync_left = self.o["sync_steps"]
         if not 0 <= self.delay <= tau:
             raise UserError(f"delay={self.delay}: between 0 and tau={tau}")
+        if self.o["moments"] and self.delay == tau:
+            raise UserError(f"moments={self.o['moments']} with delay={tau}: give a delay below tau")
         self.z, self.m = x[0].clone(), torch.zeros_like(x[0])
         self.z_before = self.z
         self.base = x.clone()  # x without the local progress since the last send
@@ -263,8 +265,9 @@ class CO2(Method):
         self.excluded = ~own.isfinite().all(dim=1, keepdim=True)
         own = torch.where(self.excluded, 0.0, own)
         due = self.o["moments"] and self.rounds % self.o["moments"] == 0
-        moved = [m.mean(dim=0) - m for m in self.inner.moments()] if due else []
-        self.in_flight.append((own, self.reduce(own, (~self.excluded[:, 0]).to(own)), moved))
+        weights = (~self.excluded[:, 0]).to(own)
+        moved = [mean(m, weights) - m for m in self.inner.moments()] if due else []
+        self.in_flight.append((own, self.reduce(own, weights), moved))
         self.base = self.x.clone()
 
     def merge(self, finishing: bool = False) -> None:

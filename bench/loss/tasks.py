@@ -93,7 +93,7 @@ class InnerState:
         for old, (place, rows, columns) in zip(before, self.inner.matrices, strict=True):
             nesterov = gradient[:, place].lerp(self.first[:, place], MUON)
             update = newton_schulz(nesterov.unflatten(1, (rows, columns))).flatten(1)
-            x[:, place] = old - lr * 0.2 * math.sqrt(max(rows, columns)) * update
+            x[:, place] = torch.sub(old, update, alpha=lr * 0.2 * math.sqrt(max(rows, columns)))
 
 
 def clip_rows(gradient: Tensor, limit: float | None) -> Tensor:

@@ -45,10 +45,14 @@ def test_a_run_s_loss_between_its_two_lengths():
     found = curve(loss, Run(LOCAL, 6), 0)
     assert found is not None and curve(loss, Run(LOCAL, 48), 0) is None
     assert (
-        found.power == pytest.approx(0.5) and found.loss(2000) == 2 and found.loss(1500) == pytest.approx(2 * 0.75**-0.5)
+        found.power == pytest.approx(0.5)
+        and found.loss(2000) == 2
+        and found.loss(1500) == pytest.approx(2 * 0.75**-0.5)
     )
     assert found.steps(found.loss(1200)) == pytest.approx(1200)
-    assert at_seconds(loss, Run(LOCAL, 6), 12 / INT4, 0) == pytest.approx(found.loss(2000 / 3)), "three times as long a step"
+    assert at_seconds(loss, Run(LOCAL, 6), 12 / INT4, 0) == pytest.approx(found.loss(2000 / 3)), (
+        "three times as long a step"
+    )
 
 
 def test_the_best_of_both_kinds_are_compared_on_other_seeds():
