@@ -249,7 +249,7 @@ def line(found: Cell) -> tuple[str, ...]:
     """A line of the table."""
     change = 100 * (sum(found.losses) / len(found.losses) - 1)
     exposed = f"{found.blocking.exposed_share(found.r):.0%}"
-    ratios = (f"{ratio:.2f} ({low:.2f} to {high:.2f})" for ratio, low, high in (found.faster, found.than_ddp))
+    ratios = (f"{ratio:.2f} ({low:.2f}–{high:.2f})" for ratio, low, high in (found.faster, found.than_ddp))
     best = str(found.blocking), exposed, str(found.hidden)
     return f"{found.task}, {found.r:g}", *best, *ratios, f"{change:+.1f} %"
 

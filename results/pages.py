@@ -15,6 +15,7 @@ from typing import Any
 from bench import regimes
 from bench.loss.__main__ import MERGES, todays_names
 from bench.report import mean_sd as with_sd
+from bench.report import paired_ratio
 from bench.report import table as markdown
 from results import baselines
 
@@ -80,8 +81,6 @@ def percent(ratios: Iterable[float]) -> str:
 TUNING_SEED = 100  # no figure uses this seed
 RATES = (10, 40, 200, 1000)  # Mbit/s
 SECONDS_TITLES = ("method", "10 Mbit/s", "40", "200", "1000")
-INT4_RATES = RATES[1:]  # the emulated link of these rows carried short messages too fast at 10 Mbit/s
-INT4_TITLES = ("method", "40 Mbit/s", "200", "1000")
 METHOD_NAMES = {
     "ddp": "DDP",
     "local": "Local-SGD (blocking)",
@@ -94,25 +93,14 @@ METHOD_NAMES = {
 }
 
 
-def seconds_cell(runs: Sequence[Row], *, exposed: bool = False) -> str:
+def seconds_cell(runs: Sequence[Row]) -> str:
     """Mean ± standard deviation of the seconds to the loss, or the limit and how many runs reached the loss."""
     reached = [run["seconds"] for run in select(runs, status="reached")]
     others = [run for run in runs if run["status"] != "reached"]
     text = mean_sd(reached) if not others else f"{len(reached)} of {len(runs)} reached it"
     if others and len(select(others, status="out of time")) == len(others):
         text = f"> {max(run['seconds'] for run in others):.0f} ({len(reached)} of {len(runs)})"
-    shares = [run["exposed_share"] for run in runs if run["exposed_share"] is not None]
-    return f"{text}, {statistics.fmean(shares):.0%}" if exposed and shares else text
-
-
-def seconds(folder: str, task: str, methods: Sequence[str]) -> Table:
-    """One row per method, one column per link rate. A method may be `METHOD:compression=FORMAT`, as in the rows."""
-    runs = select(load(f"{folder}time_to_loss.json")["runs"], task=task)
-    table: Table = [INT4_TITLES]
-    for method in methods:
-        cells = (seconds_cell(select(runs, method=method, rate_mbit=rate), exposed=True) for rate in INT4_RATES)
-        table.append((METHOD_NAMES[method.partition(":")[0]], *cells))
-    return table
+    return text
 
 
 def reached(runs: Sequence[Row]) -> list[float]:
@@ -121,7 +109,7 @@ def reached(runs: Sequence[Row]) -> list[float]:
 
 
 def series(task: str, rate: float, *, late: bool = False) -> dict[str, tuple[str, list[Row]]]:
-    """What README's table and picture show of a task and link: what -> its method's name, and its runs.
+    """The rows of README's table and picture for a task and link: title -> the method's name, and its runs.
 
     late: with the late target, which only digits' runs have.
     """
@@ -136,6 +124,7 @@ def series(task: str, rate: float, *, late: bool = False) -> dict[str, tuple[str
     best = min(others, key=lambda m: statistics.fmean(reached(others[m])))
     return {
         "CO2, recommended (int4)": ("", select(runs, method="co2_auto")),
+        "CO2, tau tuned, int4": ("", select(runs, method=TUNED[0])),
         "best other, int4": (METHOD_NAMES[best.partition(":")[0]].partition(" (")[0], others[best]),
         "DDP, int4": ("", select(runs, method="ddp:compression=int4")),
         "DDP, float32": ("", select(runs, method="ddp")),
@@ -151,7 +140,7 @@ def readme_seconds() -> Table:
     table: Table = [("seconds to a loss", *(f"{names[task]}, {rate} Mbit/s" for task, rate in SHOWN))]
     columns = [series(*place) for place in SHOWN]
     for what in columns[0]:
-        cells = ((*column[what], seconds_cell(column[what][1])) for column in columns)
+        cells = ((*column[what], seconds_cell(column[what][1]) if column[what][1] else "") for column in columns)
         table.append((what, *(text + (f" ({name})" if name else "") for name, _, text in cells)))
     return table
 
@@ -160,10 +149,25 @@ def describe(method: str) -> str:
     """A method of the paired series, in words."""
     name, _, rest = method.partition(":")
     given = dict(part.split("=") for part in filter(None, rest.split(",")))
-    name = {"co2_recommended": "CO2, recommended", **METHOD_NAMES}[name]
+    name = {"none": "no communication", "co2_recommended": "CO2, recommended", **METHOD_NAMES}[name]
     late = {"boundary": "a round late", "auto": "on arrival"}
-    words = [f"tau {given['tau']}" * ("tau" in given), "tau tuned" * ("share" in given), given.get("compression", "")]
+    tau = "tau tuned" if "share" in given else f"tau {given['tau']}" if "tau" in given else ""
+    words = [tau, given.get("compression", "")]
     return ", ".join(filter(None, (name, *words, late.get(given.get("delay", ""), ""))))
+
+
+TUNED = "co2_recommended:tau=12,compression=int4,delay=auto", "local:share=0.1,compression=int4"
+
+
+def tuned_alike(rate: float, target: str) -> str:
+    """The seconds of Local-SGD over CO2's, both with a tuned tau."""
+    took = []
+    for method in TUNED:
+        runs = select(load("paired/time_to_loss.json")["runs"], rate_mbit=rate, method=method)
+        runs = [run | run["late"] for run in runs] if target == "late" else runs
+        took.append({run["seed"]: run["seconds"] for run in runs if run["status"] == "reached"})
+    ratio = paired_ratio(*took)
+    return f"{ratio[0]:.2f} ({ratio[1]:.2f}–{ratio[2]:.2f})" if ratio else ""
 
 
 def paired_seconds() -> Table:
@@ -177,11 +181,13 @@ def paired_seconds() -> Table:
         for rate, target in places:
             row = next(iter(select(found["ratios"], rate_mbit=rate, target=target, method=method)), None)
             bound = "> " * bool(row and row["at_least"])
-            cells.append(f"{bound}{row['ratio']:.2f} ({row['low']:.2f} to {row['high']:.2f})" if row else "")
+            cells.append(f"{bound}{row['ratio']:.2f} ({row['low']:.2f}–{row['high']:.2f})" if row else "")
         for rate in (10.0, 40.0):
             known = [run["limit"] for run in select(found["runs"], rate_mbit=rate, method=method) if "limit" in run]
             limits += [f"{statistics.median(known):.2f}"] if known and not method.startswith("ddp") else []
-        table.append((describe(method), *cells, ", ".join(limits)))
+        if any(cells):
+            table.append((describe(method), *cells, ", ".join(limits)))
+    table.append(("both with tau tuned: Local-SGD over CO2", *(tuned_alike(*place) for place in places), ""))
     return table
 
 
@@ -220,20 +226,18 @@ PEERS = ("ddp", "dpu", "acco", "local", "diloco", "overlap_local", "slowmo", "co
 PEERS += ("torchft_streaming",)
 
 
-def peers(column: str) -> Table:
-    """Other packages' methods: the median over three seeds, and the range of seconds. One column per link rate."""
+def peers() -> Table:
+    """Other packages' methods: the median of the seconds over three seeds, and the range, by link rate."""
     table: Table = [SECONDS_TITLES]
     for method in PEERS:
         cells = []
         for rate in RATES:
-            values = select(load(f"peers_{rate}.json")["rows"], method=method)[0][column]
+            values = select(load(f"peers_{rate}.json")["rows"], method=method)[0]["seconds_to_target"]
             known = [value for value in values if value is not None]
             if len(known) < len(values):
                 cells.append(f"> 20 s in {len(values) - len(known)} of {len(values)}")
-            elif column == "seconds_to_target":
-                cells.append(f"{statistics.median(known):.1f} ({min(known):.1f} to {max(known):.1f})")
             else:
-                cells.append(f"{statistics.median(known):.0%}")
+                cells.append(f"{statistics.median(known):.1f} ({min(known):.1f}–{max(known):.1f})")
         table.append((PEER_NAMES[method], *cells))
     return table
 
@@ -304,7 +308,7 @@ def change(task: str, asked: str, tau: int, of: str = "ddp", of_tau: int = 2) ->
 
 
 def cost_of_hiding() -> Table:
-    """2,000 steps: DDP's loss, and how much greater the others' are, in percent."""
+    """2,000 steps: DDP's loss, and how much greater other losses are, in percent."""
     table: Table = [("method", "bits a step", *THREE.values())]
     first = (LONG(task, "ddp", tau=24 if task == "cifar" else 2) for task in THREE)
     table.append(("DDP: loss", "32", *map(loss_of, first)))
@@ -316,7 +320,7 @@ def cost_of_hiding() -> Table:
         ("same, outer momentum 0.3", "0.17", HIDDEN.replace("beta=0", "beta=0.3"), 24),
         ("hidden DiLoCo over int4, tau 24", "0.17", HIDDEN_DILOCO, 24),
         ("Streaming DiLoCo over int4, tau 24", "0.17", "streaming:beta=0.5,compression=int4", 24),
-        ("eager updates over int4, tau 24", "0.17", EAGER, 24),
+        ("eager updates over int4, tau 24", "0.17", "eager:beta=0.5,compression=int4", 24),
         ("hidden average over int4, tau 2", "2.06", HIDDEN, 2),
     ):
         table.append((name, bits, *(change(t, asked, tau, of_tau=24 if t == "cifar" else 2) for t in THREE)))
@@ -326,6 +330,7 @@ def cost_of_hiding() -> Table:
 INGREDIENTS = {  # name -> bits a step, method, tau
     "DDP over int4": ("4.12", "ddp:compression=int4", 2),
     "Local-SGD (blocking), tau 2": ("2.06", "local:compression=int4", 2),
+    "Local-SGD, largest 3 % of the entries": ("", "local:compression=top3", 2),
     "hidden average, tau 2": ("2.06", HIDDEN, 2),
     "tau 1": ("4.12", HIDDEN, 1),
     "tau 1 over int2": ("2.12", HIDDEN.replace("int4", "int2"), 1),
@@ -334,9 +339,7 @@ INGREDIENTS = {  # name -> bits a step, method, tau
     "DDP for the first 5 % of the steps": ("2.17", HIDDEN + ",sync_steps=100", 2),
     "for the first 20 %": ("2.48", HIDDEN + ",sync_steps=400", 2),
     "moments averaged every 24 rounds, in float32": ("3.40", HIDDEN + ",moments=24", 2),
-    "moments averaged every round": ("34", HIDDEN + ",moments=1", 2),
     "outer momentum 0.2": ("2.06", HIDDEN.replace("beta=0", "beta=0.2"), 2),
-    "largest 3 % of the entries, blocking": ("", "local:compression=top3", 2),
 }
 MUON = {
     "Muon: DDP": ("32", "ddp", 2),
@@ -348,7 +351,7 @@ MUON = {
 
 
 def ingredients() -> Table:
-    """What might close the gap to DDP's loss: changes against DDP with AdamW after 2,000 steps, in percent."""
+    """Changes of the method that might close the gap to DDP's loss, against DDP with AdamW, in percent."""
     table: Table = [("change", "bits a step", "text", "GPT-2")]
     for suffix, rows in (("", INGREDIENTS), ("_muon", MUON)):
         for name, (bits, asked, tau) in rows.items():
@@ -369,8 +372,6 @@ def larger_models() -> Table:
     titles = ("parameters, steps", "DDP", "Local-SGD", "Local-SGD against DDP", "hidden, int4, against Local-SGD")
     table: Table = [titles]
     for name, task, steps in (
-        ("0.02 M, 240", "bytes_narrow", 240),
-        ("0.07 M, 240", "bytes", 240),
         ("3.2 M, 240", "bytes_3m", 240),
         ("3.2 M, 1,000", "bytes_3m", 1000),
         ("10.5 M, 500", "bytes_10m", 500),
@@ -400,26 +401,7 @@ def gpt2_small() -> Table:
 
 
 LOCAL = "local:compression=float32"
-EFFECTS = {  # what changes -> from which method to which
-    "local steps: DDP to Local-SGD": ("ddp:compression=float32", LOCAL),
-    "compression: Local-SGD to int4": (LOCAL, "local:compression=int4"),
-    "outer momentum 0.5 in the paper's rule": ("co2:beta=0,compression=float32", "co2:beta=0.5,compression=float32"),
-}
-
-
-def effects() -> Table:
-    """Changes of the loss by one change of the method: mean ± standard deviation of the seeds' own changes."""
-    columns = [(task, tau) for tau in (24, 6) for task in ("bytes", "cifar")]
-    names = {"bytes": "text", "cifar": "CIFAR-10"}
-    table: Table = [("change", *(f"{names[task]}, tau {tau}" for task, tau in columns))]
-    for what, methods in EFFECTS.items():
-        pairs = ([losses("controls.jsonl", task, m, 480, tau) for m in methods] for task, tau in columns)
-        table.append((what, *(against(after, before) for before, after in pairs)))
-    return table
-
-
 OUTER_STEPS = ("beta=0", "beta=0.3", "nesterov=true,alpha=0.7,beta=0.5")  # of the hidden average
-STREAMING, EAGER = "streaming:beta=0.9,compression=int4", "eager:beta=0.5,compression=int4"
 ONE, TEN, ROUND = ",delay=1", ",delay=10", ""  # steps late
 HIDDEN_ROWS = {  # name -> task, tau, workers, how late, how the tuning begins
     "text": ("bytes", 24, 4, ONE, ""),
@@ -432,20 +414,18 @@ HIDDEN_ROWS = {  # name -> task, tau, workers, how late, how the tuning begins
     "CIFAR-10": ("cifar", 24, 4, ONE, ""),
     "CIFAR-10, tau 6": ("cifar", 6, 4, ONE, ""),
     "CIFAR-10, a round late": ("cifar", 24, 4, ROUND, ""),
-    "CIFAR-10, 64 workers": ("cifar", 24, 64, ONE, ""),
     "digits": ("digits", 24, 4, ONE, "learning rate 0.25"),
 }
 
 
 def hidden_diloco() -> Table:
     """Changes of the loss in percent against Local-SGD with the same tau, over 480 steps. Empty if not run."""
-    titles = ("task", "DiLoCo (blocking)", "outer momentum 0", "0.3", "hidden DiLoCo")
-    table: Table = [(*titles, "Streaming DiLoCo or eager updates")]
+    table: Table = [("task", "DiLoCo (blocking)", "outer momentum 0", "0.3", "hidden DiLoCo")]
     for name, (task, tau, workers, late, tuning) in HIDDEN_ROWS.items():
         files = "h100.jsonl" if workers > 4 else "search.jsonl controls.jsonl"
         of = functools.partial(losses, files, task, steps=480, tau=tau, tuning=tuning, workers=workers)
         methods = [f"co2:merge=keep_local,gap=none,{step}{late},compression=int4" for step in OUTER_STEPS]
-        methods = ["diloco:beta=0.5" if late == ONE else "", *methods, {ONE: STREAMING, ROUND: EAGER}.get(late, "")]
+        methods = ["diloco:beta=0.5" if late == ONE else "", *methods]
         base = of(asked=LOCAL) or of(asked="local")
         table.append((name, *(against(of(asked=method), base).removesuffix(" %") for method in methods)))
     return table
@@ -687,23 +667,14 @@ def stand_ins() -> Table:
     return table
 
 
-INT4 = (
-    "ddp:compression=int4",
-    "local:compression=int4",
-    "overlap_local:compression=int4",
-    "co2:compression=int4",
-    "co2_auto",
-)
-MADE = (readme_seconds, throughput, cost_of_hiding, ingredients, larger_models, gpt2_small, rates, effects, slow_links)
+MADE = (readme_seconds, throughput, cost_of_hiding, ingredients, larger_models, gpt2_small, rates, slow_links)
 MADE += (bytes_to_a_loss, zo_speed, zo_memory, lengths, rings, boundary_cpu, gpu_boundary, nccl_hidden, nccl_blocks)
 TABLES: dict[str, Callable[[], Table]] = {
     **{make.__name__: make for make in (*MADE, hidden_diloco, faults, stand_ins)},
-    "text_int4": lambda: seconds("int4/", "language", INT4),
     "paired_seconds": paired_seconds,
     "regimes": regime_map,
     "model_check": model_check,
-    "peers_seconds": lambda: peers("seconds_to_target"),
-    "peers_exposed": lambda: peers("exposed"),
+    "peers_seconds": peers,
 }
 
 if __name__ == "__main__":

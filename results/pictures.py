@@ -118,7 +118,7 @@ def waterfall() -> Figure:
             a.text(max(mean, was) + 0.4, y, text, va="center", fontsize=8)
             before, was_bound = took, bound
         a.set_title(f"digits, {rate} Mbit/s, to {0.06 if late else 0.25}", loc="left", weight="bold")
-        a.set(xlim=(0, 44), xlabel="seconds to the loss", xticks=[0, 5, 10, 15, 20])
+        a.set(xlim=(0, 52), xlabel="seconds to the loss", xticks=[0, 5, 10, 15, 20])
         a.tick_params(axis="y", length=0)
     axes[0].set_yticks(range(len(WATERFALL)), [*WATERFALL])
     axes[0].set_ylim(len(WATERFALL) - 0.5, -0.5)

@@ -200,7 +200,7 @@ class CO2(Method):
 
         sync_steps: the first steps, which average gradients as DDP does.
         moments: every so many rounds, also average the inner optimizer's moments in float32 (DES-LOC, arXiv
-            2505.22549). What averaging changes is added `delay` steps late. 0 never does.
+            2505.22549). Their changes are added `delay` steps late. 0 never does.
         grow: tau grows from 1 by one every so many steps, up to tau. 0: it is tau from the start.
 
     A worker sends z - x^i. With keep_local it leaves out progress that it sent before, so nothing counts twice. A
