@@ -113,14 +113,14 @@ def series(task: str, rate: float, *, late: bool = False) -> dict[str, tuple[str
 
     late: with the late target, which only digits' runs have.
     """
-    folder = "paired/" if task == "vision" else "int4/"
-    runs = select(load(f"{folder}time_to_loss.json")["runs"], task=task, rate_mbit=float(rate))
-    plain = runs if task == "vision" else load("time_to_loss.json")["runs"]
-    runs += select(plain, task=task, rate_mbit=float(rate), method="ddp") if plain is not runs else []
+    files = ("paired/",) if task == "vision" else ("int4/", "")  # text's float32 series has CO2, too
+    runs = [run for of in files for run in load(f"{of}time_to_loss.json")["runs"]]
+    runs = select(runs, task=task, rate_mbit=float(rate))
     runs = [run | run["late"] for run in runs] if late else runs
     others = {method: select(runs, method=method) for method in dict.fromkeys(run["method"] for run in runs)}
     names = ("local", "overlap_local", "slowmo", "diloco")
-    others = {m: of for m, of in others.items() if m.partition(":")[0] in names and "int4" in m and reached(of)}
+    others = {m: found for m, found in others.items() if m.partition(":")[0] in names and "int4" in m}
+    others = {m: found for m, found in others.items() if reached(found)}
     best = min(others, key=lambda m: statistics.fmean(reached(others[m])))
     return {
         "CO2, recommended (int4)": ("", select(runs, method="co2_auto")),

@@ -313,7 +313,7 @@ FACTORS = (1.0, 2.0, 0.5, 1.414, 0.707, 4.0, 0.25, 2.828, 0.354, 8.0, 0.125)
 WORDS = {
     "gap": ("elementwise", "norm", "none"),
     "merge": ("restart", "interpolate", "keep_local"),
-    "compression": NARROW_FORMATS,
+    "compression": (*NARROW_FORMATS, *(f"top{percent}" for percent in range(1, 10))),
 }
 
 
@@ -415,12 +415,9 @@ def parse(text: str) -> list[Settings]:
 def _value(text: str, key: str, default: Any, given: str) -> Any:
     """The value of an option, with the type of its default."""
     words = ("true", "false") if isinstance(default, bool) else WORDS.get(key)
-    if key == "compression" and re.fullmatch("top[1-9]", given):
-        return given
     if words is not None:
         if given not in words:
-            more = ", top1 to top9" * (key == "compression")
-            raise UserError(f"method {text!r}: {key}={given!r}; choose among {', '.join(words)}{more}")
+            raise UserError(f"method {text!r}: {key}={given!r}; choose among {', '.join(words)}")
         return given == "true" if isinstance(default, bool) else given
     if (key, given) in (("phi", "none"), ("delay", "round")):
         return given

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from bench.gpu.slow import one_rank
+from bench.loss.__main__ import captured, vmap_gradient
 from core import CO2, CO2Config, CompressionConfig, LGrecoConfig, ShardedCO2, make_method
 from core.compression import formats
 from core.testing import run_distributed
@@ -246,6 +247,15 @@ def streams(make: Any, trace: Path) -> dict[str, set[int]]:
         if event.get("cat") == "gpu_memcpy" and "DtoH" in name:
             found["copies"].add(stream)
     return found
+
+
+def test_a_captured_gradient_is_the_plain_one():
+    """bench.loss replays a CUDA graph, for new values and for another shape."""
+    vmapped = vmap_gradient(lambda params, x: (params["w"] * x).sin().sum(), {"w": torch.zeros(5)})
+    replay = captured(vmapped)
+    for shape in ((4, 5), (4, 5), (2, 5)):
+        x, batch = torch.randn(shape, device=DEVICE), (torch.randn(shape, device=DEVICE),)
+        assert torch.equal(replay(x, batch), vmapped(x, batch)) and vmapped(x, batch).any()
 
 
 def test_offloading_copies_in_a_stream_of_its_own(tmp_path: Path):
