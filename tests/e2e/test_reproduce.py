@@ -482,7 +482,7 @@ def test_rows_methods_and_seeds_are_chosen_and_options_passed_on(told: Told):
     assert "OUT=runs/a100/imagenet_resnet50-co2-tau24-16nodes-lr_0.5-seed7 " in lines[3], "a folder of its own"
     few = ["--dry-run", "--local", "--rows"]
     (line,) = told("gpt2", *few, "gpt2-small", "--methods", "local", "--seeds", "7")
-    assert " --epochs 1 --epoch_steps 100 " in line and "--out runs/local/language-gpt2_pydoc_small-local-tau6-" in line
+    assert " --epochs 1 --epoch_steps 660 " in line and "--out runs/local/language-gpt2_pydoc_small-local-tau6-" in line
     (line,) = told("tau_language", *few, "tau12", "--seeds", "0", "--", "--epochs", "2")
     assert " --method co2 --co2.tau 12 --epochs 2 " in line and "-co2-tau12-epochs_2-" in line
 
