@@ -68,24 +68,25 @@ class Finished:
         return tau, self.workers, self.settings["batch_size"]
 
 
+CLIPPED = "clipped_share"  # of the outer momentum's elements, a mean over the rounds
 WARM_UP = 0.1  # the share of a run's steps whose time does not count in its throughput
 
 
-def logged_times(folder: Path) -> list[tuple[int, float]]:
-    """(step, seconds of training) of each line of metrics.jsonl that is complete and ours."""
-    times: list[tuple[int, float]] = []
+def logged(folder: Path, key: str) -> list[tuple[int, float]]:
+    """(step, value) of each line of metrics.jsonl that is complete and ours and has the key."""
+    found: list[tuple[int, float]] = []
     with contextlib.suppress(OSError):
         for line in (folder / "metrics.jsonl").read_text(errors="replace").splitlines():
             with contextlib.suppress(ValueError, KeyError, TypeError):
                 row = parse_json(line)
-                if type(row["step"]) is int and math.isfinite(row["seconds"]):
-                    times.append((row["step"], row["seconds"]))
-    return times
+                if type(row["step"]) is int and math.isfinite(row[key]):
+                    found.append((row["step"], row[key]))
+    return found
 
 
 def warm_rate(folder: Path) -> float | None:
     """Steps per second after the warm-up, or None if the log is too short."""
-    times = logged_times(folder)
+    times = logged(folder, "seconds")
     warm = [(step, seconds) for step, seconds in times if step >= WARM_UP * times[-1][0]]
     if not warm or warm[-1][0] <= warm[0][0] or warm[-1][1] <= warm[0][1]:
         return None
@@ -94,7 +95,7 @@ def warm_rate(folder: Path) -> float | None:
 
 def hours(folder: Path) -> float:
     """Hours of all workers that a run has trained so far, without evaluations. 0 if it was never started."""
-    times = logged_times(folder)
+    times = logged(folder, "seconds")
     try:
         return times[-1][1] * parse_json((folder / "config.json").read_text())["world_size"] / 3600 if times else 0.0
     except (OSError, ValueError, KeyError, TypeError):
@@ -114,6 +115,8 @@ def read_run(folder: Path) -> Finished | str:
             "tokens_per_second": samples * settings.get("context", 0),
             "exposed_share": 1 - (math.nan if summary["hidden_share"] is None else summary["hidden_share"]),
         }
+        if clipped := [share for _, share in logged(folder, f"round/{CLIPPED}")]:
+            derived[CLIPPED] = statistics.mean(clipped)
         commits = dict.fromkeys([config["commit"], *(line["commit"] for line in config.get("history", []))])
         found = Finished(folder, settings, config["world_size"], ", ".join(commits), summary | derived)
         _check_types(found)
@@ -132,7 +135,8 @@ def write_kept(path: Path, runs: Iterable[Finished], metric: Metric) -> None:
         without = idle_settings(run.settings["method"]) | FREE
         told = {key: run.settings[key] for key in run.settings if key in asked or key.split(".")[0] not in without}
         kept = {"folder": run.folder.name, "workers": run.workers, "commit": run.commit}
-        lines.append(json.dumps(kept | {metric.key: run.results[metric.key], "settings": told}))
+        kept |= {key: run.results[key] for key in (metric.key, CLIPPED) if key in run.results}
+        lines.append(json.dumps(kept | {"settings": told}))
     path.write_text("[\n" + ",\n".join(lines) + "\n]\n")
 
 
