@@ -404,17 +404,20 @@ def gpt2_small() -> Table:
 LOCAL = "local:compression=float32"
 OUTER_STEPS = ("beta=0", "beta=0.3", "nesterov=true,alpha=0.7,beta=0.5")  # of the hidden average
 ONE, TEN, ROUND = ",delay=1", ",delay=10", ""  # steps late
+RULE = "paper"  # a round late, with the penalty, and each worker restarts from the outer step's result
 HIDDEN_ROWS = {  # name -> task, tau, workers, how late, how the tuning begins
     "text": ("bytes", 24, 4, ONE, ""),
     "text, tau 6": ("bytes", 6, 4, ONE, ""),
     "text, 10 steps late": ("bytes", 24, 4, TEN, ""),
     "text, a round late": ("bytes", 24, 4, ROUND, ""),
+    "text, a round late, paper's rule": ("bytes", 24, 4, RULE, ""),
     "text, 16 workers": ("bytes", 24, 16, ONE, ""),
     "text, 64 workers": ("bytes", 24, 64, ONE, ""),
     "GPT-2": ("gpt2", 24, 4, ONE, "learning rate 0.5"),
     "CIFAR-10": ("cifar", 24, 4, ONE, ""),
     "CIFAR-10, tau 6": ("cifar", 6, 4, ONE, ""),
     "CIFAR-10, a round late": ("cifar", 24, 4, ROUND, ""),
+    "CIFAR-10, a round late, paper's rule": ("cifar", 24, 4, RULE, ""),
     "digits": ("digits", 24, 4, ONE, "learning rate 0.25"),
 }
 
@@ -427,6 +430,7 @@ def hidden_diloco() -> Table:
         of = functools.partial(losses, files, task, steps=480, tau=tau, tuning=tuning, workers=workers)
         methods = [f"co2:merge=keep_local,gap=none,{step}{late},compression=int4" for step in OUTER_STEPS]
         methods = ["diloco:beta=0.5" if late == ONE else "", *methods]
+        methods = ["", "co2:beta=0,compression=float32", "", ""] if late == RULE else methods
         base = of(asked=LOCAL) or of(asked="local")
         table.append((name, *(against(of(asked=method), base).removesuffix(" %") for method in methods)))
     return table
@@ -577,6 +581,7 @@ def nccl_hidden() -> Table:
     """Two NCCL ranks on one GPU: how long an all-reduce takes and how much of it a step of the loop waits for."""
     (found,) = (row["figures"] for row in select(load("nccl.jsonl"), part="c"))
     titles = ("link, method", "tau", "all-reduce, ms", "exposed, ms", "hidden, by CO2's statistics", "by CUDA events")
+    titles += ("step, ms", "round, ms")
     table: Table = [titles]
     for name, case in {
         "free link, Local-SGD": found["local"],
@@ -586,7 +591,10 @@ def nccl_hidden() -> Table:
         "1 Gbit/s, CO2, paper's rule": found["links"]["1"],
     }.items():
         shares = (f"{100 * case[key]:.1f} %" for key in ("hidden_share", "hidden_share_by_events"))
-        table.append((name, str(case["tau"]), f"{case['reduction_ms']:.0f}", f"{case['exposed_ms']:.1f}", *shares))
+        times = (f"{case['step_ms']:.0f}", f"{case['round_wall_ms']:.0f}")
+        table.append(
+            (name, str(case["tau"]), f"{case['reduction_ms']:.0f}", f"{case['exposed_ms']:.1f}", *shares, *times)
+        )
     return table
 
 
