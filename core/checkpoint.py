@@ -282,17 +282,21 @@ def of_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str
     """Returns the optimizer's state_dict with parameter names in place of numbers."""
     state = optimizer.state_dict()
     names = _numbered(optimizer, model)
-    return state | {"state": {names[number]: values for number, values in state["state"].items()}}
+    # what belongs to no parameter has a name already, such as MADGRAD's step counter
+    named = {names[key] if isinstance(key, int) else key: values for key, values in state["state"].items()}
+    return state | {"state": named}
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, state: dict[str, Any]) -> None:
     """Restores what of_optimizer returned. For sharded parameters, tensors are this worker's shards."""
     params = dict(model.named_parameters())
     numbers = {name: number for number, name in enumerate(_numbered(optimizer, model))}
-    values = {
-        numbers[name]: {key: as_shard(value, params.get(name)) for key, value in of_one.items()}
-        for name, of_one in state["state"].items()
-    }
+    values = dict[Any, Any]()
+    for name, held in state["state"].items():
+        of_one = isinstance(held, dict) and name in numbers
+        values[numbers[name] if of_one else name] = (
+            {key: as_shard(value, params.get(name)) for key, value in held.items()} if of_one else held
+        )
     optimizer.load_state_dict(state | {"state": values})
 
 
