@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import warnings
+from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -303,7 +304,17 @@ def load_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, state: di
 def load_model(model: nn.Module, state: dict[str, Any]) -> None:
     """Restores model.state_dict(). For sharded parameters, tensors are this worker's shards."""
     here = model.state_dict()
-    model.load_state_dict({name: as_shard(value, here.get(name)) for name, value in state.items()})
+    model.load_state_dict(with_versions({name: as_shard(value, here.get(name)) for name, value in state.items()}, here))
+
+
+def with_versions(state: dict[str, Any], here: dict[str, Any]) -> dict[str, Any]:
+    """Returns `state` with the modules' versions in the state_dict `here`.
+
+    Without them, a module that has renamed its parameters takes the state for an old one.
+    """
+    versioned: Any = OrderedDict(state)
+    versioned._metadata = getattr(here, "_metadata", {})
+    return versioned
 
 
 def as_shard(value: Any, like: Any) -> Any:
