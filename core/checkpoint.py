@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import warnings
+from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -282,24 +283,38 @@ def of_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str
     """Returns the optimizer's state_dict with parameter names in place of numbers."""
     state = optimizer.state_dict()
     names = _numbered(optimizer, model)
-    return state | {"state": {names[number]: values for number, values in state["state"].items()}}
+    # what belongs to no parameter has a name already, such as MADGRAD's step counter
+    named = {names[key] if isinstance(key, int) else key: values for key, values in state["state"].items()}
+    return state | {"state": named}
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, state: dict[str, Any]) -> None:
     """Restores what of_optimizer returned. For sharded parameters, tensors are this worker's shards."""
     params = dict(model.named_parameters())
     numbers = {name: number for number, name in enumerate(_numbered(optimizer, model))}
-    values = {
-        numbers[name]: {key: as_shard(value, params.get(name)) for key, value in of_one.items()}
-        for name, of_one in state["state"].items()
-    }
+    values = dict[Any, Any]()
+    for name, held in state["state"].items():
+        of_one = isinstance(held, dict) and name in numbers
+        values[numbers[name] if of_one else name] = (
+            {key: as_shard(value, params.get(name)) for key, value in held.items()} if of_one else held
+        )
     optimizer.load_state_dict(state | {"state": values})
 
 
 def load_model(model: nn.Module, state: dict[str, Any]) -> None:
     """Restores model.state_dict(). For sharded parameters, tensors are this worker's shards."""
     here = model.state_dict()
-    model.load_state_dict({name: as_shard(value, here.get(name)) for name, value in state.items()})
+    model.load_state_dict(with_versions({name: as_shard(value, here.get(name)) for name, value in state.items()}, here))
+
+
+def with_versions(state: dict[str, Any], here: dict[str, Any]) -> dict[str, Any]:
+    """Returns `state` with the modules' versions in the state_dict `here`.
+
+    Without them, a module that has renamed its parameters takes the state for an old one.
+    """
+    versioned: Any = OrderedDict(state)
+    versioned._metadata = getattr(here, "_metadata", {})
+    return versioned
 
 
 def as_shard(value: Any, like: Any) -> Any:

@@ -265,8 +265,8 @@ def forget(optimizer: torch.optim.Optimizer) -> Callable[[Tensor], None]:
 
     def reset(excluded: Tensor) -> None:
         inner = getattr(optimizer, "optim", optimizer)  # ZeRO-1's local optimizer
-        tensors = [v for state in inner.state.values() for v in state.values() if isinstance(v, Tensor)]
-        numbers = [local_shard(v) for v in tensors if v.is_floating_point()]
+        values = [v for held in inner.state.values() for v in (held.values() if isinstance(held, dict) else [held])]
+        numbers = [local_shard(v) for v in values if isinstance(v, Tensor) and v.is_floating_point()]
         wipe([v for v in numbers if v.device == excluded.device or not read_blocks(excluded)], excluded)
 
     return reset

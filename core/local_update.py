@@ -43,7 +43,7 @@ from .buckets import (
 from .comm import AsyncAllReduce, Reducer, Stage, all_reduce, send_first
 from .errors import UserError
 from .extra import ExtraAverage
-from .hooks import Hook, ReductionInfo, check_hooks
+from .hooks import Hook, ReductionInfo, check_hooks, forget
 from .stats import AsyncReadback, RoundClock, RoundStats
 from .usage import UsageChecks
 
@@ -181,7 +181,8 @@ class LocalUpdateMethod(Loop, ABC):
         _broadcasts_state: Whether the next all-reduce also sends rank 0's state to all workers.
         _generation: Rises whenever workers have left or joined.
         on_excluded: Called with a 0-d bool after this worker's update was judged, for the optimizer's state, as
-            hooks.forget returns. On a CPU it is called only if this worker was excluded.
+            hooks.forget returns. On a CPU it is called only if this worker was excluded. By default the state of
+            torch.optim's optimizers is zeroed: other libraries' may hold what must not be zero.
     """
 
     _name = ""
@@ -488,9 +489,11 @@ class LocalUpdateMethod(Loop, ABC):
         self._weight.copy_(torch.where(where, 0.0, self._weight))
 
     def _report_excluded(self, where: Tensor) -> None:
-        """Calls `on_excluded`."""
-        if self.on_excluded is not None and (read_blocks(where) or where):
-            self.on_excluded(where)
+        """Calls `on_excluded`, or by default zeroes the state of torch's own optimizers."""
+        if not read_blocks(where) and not where:
+            return
+        for excluded in [self.on_excluded] if self.on_excluded else map(forget, self._usage.torchs_own_optimizers()):
+            excluded(where)
 
     def _fill_buffers(self) -> None:
         """Writes the buffers' values at the boundary to the buckets. The host waits for no copy."""

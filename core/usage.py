@@ -382,6 +382,10 @@ class UsageChecks:
         """Called after a checkpoint was loaded."""
         self._unchecked = {}  # the model may be loaded after this
 
+    def torchs_own_optimizers(self) -> list[torch.optim.Optimizer]:
+        """Returns the optimizers of the method's parameters whose class is of torch.optim."""
+        return [o for o in self._own_optimizers if type(o).__module__.startswith("torch.optim.")]
+
     def stepping(self, optimizer: torch.optim.Optimizer, params: Sequence[Tensor], known: set[int]) -> None:
         """Called before an optimizer's step. `known`: ids of all parameters that some method averages."""
         mine = [p for p in params if id(p) in self._number]

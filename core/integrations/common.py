@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from ..checkpoint import with_versions
 from ..co2 import CO2
 from ..comm import of_all
 from ..config import CO2Config
@@ -177,8 +178,18 @@ def load_own(who: str, folder: str | os.PathLike[str], rank: int, **parts: Any) 
         raise UserError(f"{who}: {problem}")
     if len({written for _, written in reported}) > 1:
         raise UserError(f"{who}: the files in {folder} {UNFINISHED}")
-    for name, part in parts.items():  # frozen parameters are not in the file, so the model is loaded without `strict`
-        part.load_state_dict(saved[name], **({"strict": False} if isinstance(part, nn.Module) else {}))
+    for name, part in parts.items():
+        if not isinstance(part, nn.Module):
+            part.load_state_dict(saved[name])
+            continue
+        here = part.state_dict()  # frozen parameters are not in the file, so the model is loaded without `strict`
+        missing = part.load_state_dict(with_versions(saved[name], here), strict=False).missing_keys
+        frozen = {name for name, p in part.named_parameters(remove_duplicate=False) if not p.requires_grad}
+        if lacks := [name for name in missing if name in here and name not in frozen]:
+            raise UserError(
+                f"{who}: the files in {folder} hold no {lacks[0]}: resume with the model and the frozen parameters of "
+                "the run that saved them"
+            )
 
 
 def logged(stats: RoundStats) -> dict[str, float]:

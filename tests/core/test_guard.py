@@ -333,6 +333,20 @@ def test_rounds_in_a_row_alone_count():
     hears(guard, [0.0, 0.0], 20)
 
 
+@on_ranks(2)
+def test_one_bad_gradient_does_not_stop_a_plain_loop(rank: int):
+    """Adam's moments are not finite, either, until its state is reset, which is the default."""
+    p = nn.Parameter(torch.ones(3))
+    co2, optimizer = CO2([p], CO2Config(tau=2)), torch.optim.AdamW([p], 0.01)
+    with warnings.catch_warnings(action="ignore"):
+        for step in range(2 * MAX_REPEATS + 10):
+            p.grad = torch.full_like(p, NAN if rank == BAD and step == SPOILT_AT else 1.0)
+            optimizer.step()
+            co2.step()
+        co2.finish()
+    assert p.isfinite().all() and all(v.isfinite().all() for v in optimizer.state[p].values())
+
+
 def test_when_nobody_is_finite_nothing_goes_on():
     guard, _ = make_guard(2)
     with pytest.raises(DivergedError, match="every worker"):

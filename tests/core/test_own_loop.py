@@ -19,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from core import CO2, CO2Config, CompressionConfig, OverlapLocalSGD, ShardedCO2, UserError, checkpoint, load, save
 from core import failure as peers
 from core.errors import CollectiveError
+from core.hooks import forget
 from core.testing import run_distributed
 from language.zeroth import ZerothOrder
 from tests import problems
@@ -304,6 +305,29 @@ def test_a_kill_between_the_names_of_two_of_one_step(tmp_path: Path, monkeypatch
         patch.setattr(Path, "rename", killed)
         loop.save(str(tmp_path), keep=1)
     assert Loop(0).load(str(tmp_path)) == 4
+
+
+class Counting(torch.optim.SGD):
+    """With state that belongs to no parameter, as MADGRAD has."""
+
+    def step(self, closure: Any = None) -> None:
+        self.state["k"] = self.state.get("k", torch.zeros(1)) + 1  # pyright: ignore[reportArgumentType]
+        super().step(closure)
+
+
+def test_an_optimizers_state_of_no_parameter_is_restored_and_forgotten(tmp_path: Path):
+    one, other = Loop(0), Loop(0, seed=1)
+    for loop in (one, other):
+        loop.optimizer = Counting(loop.model.parameters(), 0.05, momentum=0.9)
+        loop.schedule = torch.optim.lr_scheduler.ExponentialLR(loop.optimizer, 0.9)
+    one.go(4)
+    one.save(str(tmp_path))
+    one.go(STEPS)  # before load() sets the generator for dropout
+    assert other.load(str(tmp_path)) == 4 and other.optimizer.state["k"] == 4
+    other.go(STEPS)
+    assert torch.equal(flat(one.model.parameters()), flat(other.model.parameters()))
+    forget(one.optimizer)(torch.tensor(True))
+    assert one.optimizer.state["k"] == 0
 
 
 def test_an_optimiser_of_more_than_the_model_is_refused(tmp_path: Path):

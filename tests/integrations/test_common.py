@@ -4,12 +4,13 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from core import CO2, CO2Config, UserError
+from core import CO2, CO2Config, UserError, load, save
 from core.integrations.common import load_own, save_own
 from core.testing import run_distributed
 from tests.problems import sgd_step
@@ -56,6 +57,39 @@ def spoilt(rank: int, world_size: int, folder: str) -> list[str]:
     co2.finish()
     co2.close()
     return told
+
+
+class Renaming(torch.nn.Linear):
+    """Renames what versions before 2 have saved, as Mask2Former's head does."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
+        if (local_metadata.get("version") or 1) < 2:
+            for name in [name for name in state_dict if name.startswith(prefix)]:
+                state_dict[f"{prefix}new_{name.removeprefix(prefix)}"] = state_dict.pop(name)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+
+
+def test_a_module_that_renames_older_parameters_is_restored(tmp_path: Path):
+    one, other, third = (torch.nn.Sequential(Renaming(2, 2)) for _ in range(3))
+    co2 = CO2(one.parameters(), CO2Config(tau=2))
+    save(tmp_path / "loop", one, None, co2, step=1)
+    save_own(tmp_path / "own", 0, model=one, co2=co2)
+    assert load(tmp_path / "loop", other, None, CO2(other.parameters(), CO2Config(tau=2))) == 1
+    load_own("Test", tmp_path / "own", 0, model=third, co2=CO2(third.parameters(), CO2Config(tau=2)))
+    assert torch.equal(one[0].weight, other[0].weight) and torch.equal(one[0].weight, third[0].weight)
+
+
+def test_a_parameter_frozen_when_saved_and_trained_now_is_one_line(tmp_path: Path):
+    model = torch.nn.Linear(2, 2)
+    model.bias.requires_grad_(False)
+    co2 = CO2(model.parameters(), CO2Config(tau=2))
+    save_own(tmp_path, 0, model=model, co2=co2)
+    load_own("Test", tmp_path, 0, model=model, co2=co2)
+    model.bias.requires_grad_(True)
+    with pytest.raises(UserError, match="hold no bias: resume with"):
+        load_own("Test", tmp_path, 0, model=model, co2=co2)
 
 
 def test_files_that_no_one_save_has_written_are_refused_by_all(tmp_path: Path):
