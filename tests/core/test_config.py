@@ -103,6 +103,23 @@ def test_parameters_over_one_memory_are_refused():
         CO2([nn.Parameter(one), nn.Parameter(other)])
 
 
+@pytest.mark.parametrize("method", [CO2, LocalSGD, OverlapLocalSGD, ShardedCO2])
+@pytest.mark.parametrize("kind", ["the parameters", "state_dict", "a part", "complex"])
+def test_a_buffer_over_a_parameters_memory_is_refused_and_tied_buffers_are_not(method: Any, kind: str):
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    buffers = {
+        "the parameters": model.parameters(),
+        "state_dict": model.state_dict().values(),
+        "a part": [torch.zeros(2), model[0].weight.data[1:]],
+        "complex": [torch.view_as_complex(model[1].weight.data)],
+    }
+    settings = {} if method in (CO2, ShardedCO2) else {"tau": 4}
+    text = refusal(lambda: method(model.parameters(), **settings, buffers=buffers[kind]))
+    assert "shares its memory with a parameter" in text
+    tied = model[1].running_mean
+    method(model.parameters(), **settings, buffers=[tied, tied.view(2, 1), tied[:1]])
+
+
 def test_a_worker_of_several_that_would_train_alone_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     text = refusal(lambda: CO2([nn.Parameter(torch.zeros(1))]))
