@@ -84,16 +84,19 @@ class Hook:
         """The method has written the parameters."""
 
 
-def check_hooks(hooks: Sequence[Any]) -> None:
-    """Raises UserError for objects of other classes, a hook of another method, and a repeated name."""
-    names: set[str] = set()
+def check_hooks(hooks: Sequence[Any], taken: Iterable[str]) -> None:
+    """Raises UserError for objects of other classes, a hook of another method, and a repeated name.
+
+    The method has scalars of its own with the names `taken`.
+    """
+    names = set(taken)
     for hook in hooks:
         if not isinstance(hook, Hook):
             raise UserError(f"hooks: {hook!r} is among them: give objects of a Hook's classes")
         if hasattr(hook, "method"):
             raise UserError(f"hooks: this {type(hook).__name__} belongs to another method: make one for each")
         own = {*hook.scalars, *hook.per_worker_scalars, *([hook.name] if hook.name else [])}
-        if repeated := names & own:
+        if repeated := names & own | hook.scalars.keys() & hook.per_worker_scalars.keys():
             raise UserError(
                 f"hooks: two have the name {min(repeated)!r}, of a scalar or of a state: give them different names"
             )

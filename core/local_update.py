@@ -208,7 +208,7 @@ class LocalUpdateMethod(Loop, ABC):
         average: ExtraAverage | None = None,
     ):
         self._sync_schedule, self._hooks = sync_schedule, list(hooks)
-        check_hooks(self._hooks)
+        check_hooks(self._hooks, OWN_SCALARS)
         given, others = unique(tensors_of(params, "parameters")), unique(tensors_of(buffers, "buffers"))
         if self._needs_global_norms and any(map(is_dtensor, given)):
             raise UserError("DTensors as parameters need ShardedCO2 with mesh=: their norms are of the whole model")

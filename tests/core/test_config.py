@@ -24,7 +24,7 @@ from core import (
     UserError,
     make_method,
 )
-from core.hooks import Requests
+from core.hooks import Hook, Requests
 from core.integrations.optimizer import attach
 from core.methods import OverlapLocalConfig, SlowMoConfig
 from core.testing.link import ThrottledLink
@@ -79,6 +79,15 @@ def test_a_hook_goes_along_with_one_method():
     requests = Requests("stop")
     CO2(params(), hooks=[requests])
     assert "make one for each" in refusal(lambda: CO2(params(), hooks=[requests]))
+
+
+@pytest.mark.parametrize("name", ["finished", "steps", "weight", "squares"])
+def test_a_hook_cannot_take_a_name_of_the_methods_scalars(name: str):
+    class Twice(Hook):
+        scalars = per_worker_scalars = {"mine": 1}
+
+    assert f"two have the name '{name}'" in refusal(lambda: CO2(params(), hooks=[Requests(name)]))
+    assert "two have the name 'mine'" in refusal(lambda: CO2(params(), hooks=[Twice()]))
 
 
 @pytest.mark.parametrize("method", [CO2, LocalSGD, SlowMo, DiLoCo, OverlapLocalSGD, ShardedCO2])
