@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import warnings
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -251,11 +251,17 @@ class OutlierFilter(Hook):
 
 def owner_of(buffer: Tensor) -> str:
     """Describes for a message which module has the buffer, and under which name."""
-    for module in [o for o in gc.get_objects() if issubclass(type(o), nn.Module)]:
-        for name, held in module._buffers.items():
-            if held is buffer:
-                return f" ({name} of a {type(module).__name__})"
-    return ""
+    return next((f" ({name} of a {type(module).__name__})" for module, name, _ in owners([buffer])), "")
+
+
+def owners(buffers: Iterable[Tensor]) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    """Yields each module that has one of the buffers, its name there, and the buffer."""
+    ours = {id(b) for b in buffers}
+    for module in [o for o in gc.get_objects() if issubclass(type(o), nn.Module)] if ours else ():
+        held = vars(module).get("_buffers")
+        for name, b in held.items() if isinstance(held, dict) else ():  # a ScriptModule has no dict
+            if id(b) in ours:
+                yield module, name, b
 
 
 def forget(optimizer: torch.optim.Optimizer) -> Callable[[Tensor], None]:

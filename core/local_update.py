@@ -292,6 +292,7 @@ class LocalUpdateMethod(Loop, ABC):
                 "a parameter that was frozen when this object was built now requires a gradient and would never be "
                 "averaged: build it again after changing requires_grad"
             )
+        self._usage.ending_round()
         ended = self._boundary(finished=last)
         self._ended = ended if last else None
         return True
