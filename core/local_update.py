@@ -61,8 +61,11 @@ class Loop:
                 ...
                 co2.step()
 
-    The end of the block calls finish() and close(). After an exception it calls leave(), which waits for no worker.
+    The end of the block calls finish() and close(), unless the block has closed the method. After an exception it calls
+    leave(), which waits for no worker.
     """
+
+    _is_closed = False  # whether close() has left the process group
 
     @property
     def at_boundary(self) -> bool:
@@ -106,8 +109,9 @@ class Loop:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if kind is not None:
             return self.leave()
-        self.finish()
-        self.close()
+        if not self._is_closed:
+            self.finish()
+            self.close()
 
 
 class SyncSchedule:
@@ -332,6 +336,7 @@ class LocalUpdateMethod(Loop, ABC):
 
     def close(self) -> None:
         self._allreduce.close()
+        self._is_closed = True
 
     def leave(self) -> None:
         self._allreduce.leave()
