@@ -66,7 +66,7 @@ class Bucket:
         self.payload_views = views(self.payload, self.params)
         self.values, self.scalars = self.flat[self.padded : end], self.flat[end:]
         self.buffer_views = views(self.values, self.buffers)
-        self.buffer_ends = torch.tensor([b.numel() for b in buffers]).cumsum(0).to(self.flat.device)
+        self.buffer_ends = torch.tensor([b.numel() for b in buffers], device="cpu").cumsum(0).to(self.flat.device)
 
     @torch.no_grad()
     def flat_buffers(self) -> Tensor:

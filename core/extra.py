@@ -129,8 +129,8 @@ class ExtraAverage:
                     f"average: workers differ: rank {ranks[0]} has {ours}, against {its} of rank {rank}: give the same "
                     "tensors in the same order on all workers"
                 )
-        states = torch.tensor([float(bool(problem)), float(not all(ready for ready, _, _ in reports))])
-        states = states.to(self.method._allreduce.device)
+        numbers = [float(bool(problem)), float(not all(ready for ready, _, _ in reports))]
+        states = torch.tensor(numbers, device=self.method._allreduce.device)
         _wait(self.method._sum_parts(states))  # the results of the other workers of a node
         failed, unequal = states.tolist()
         if failed:
@@ -149,7 +149,7 @@ class ExtraAverage:
         sums, weights = views(flat, tensors), flat[-len(tensors) :]
         counted = [pair for pair, counts in zip(zip(sums, tensors, strict=True), finite, strict=True) if counts]
         copy([total for total, _ in counted], [t for _, t in counted])
-        weights.copy_(torch.tensor(finite))
+        weights.copy_(torch.tensor(finite, device="cpu"))
         _wait([sum_flats([flat], group)])
         if over_node:
             _wait(self.method._sum_parts(flat))
