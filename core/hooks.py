@@ -45,8 +45,8 @@ class Hook:
 
     A round calls the methods in the order of their definition, except that `after_allreduce` and
     `on_reduced_scalars` belong to the all-reduce that started a round earlier, where it is hidden. A hook that must be
-    in a checkpoint has a `name`, and `state_dict()` and `load_state_dict()` as torch's objects do. Checkpoints copy its
-    tensors to the host.
+    in a checkpoint has a `name`, and overrides `state_dict()` and `load_state_dict()`. Checkpoints copy its tensors to
+    the host.
 
     Attributes:
         name: Its key in checkpoints.
@@ -82,6 +82,12 @@ class Hook:
 
     def after_param_update(self, *, at_boundary: bool) -> None:
         """The method has written the parameters."""
+
+    def state_dict(self) -> Any:
+        """Returns what a checkpoint holds of a hook with a name."""
+
+    def load_state_dict(self, state: Any) -> None:
+        """Restores what state_dict returned."""
 
 
 def check_hooks(hooks: Sequence[Any], taken: Iterable[str]) -> None:

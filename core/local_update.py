@@ -644,7 +644,7 @@ class LocalUpdateMethod(Loop, ABC):
             "local_steps": self._local_steps,
             "rounds": self.rounds,
             "taus": [self._sent_tau, self._arrived_tau],
-            "hooks": {hook.name: on_host(stateful(hook).state_dict()) for hook in self._hooks if hook.name},
+            "hooks": {hook.name: on_host(hook.state_dict()) for hook in self._hooks if hook.name},
         } | {name.removeprefix("_"): on_host(getattr(self, name)) for name in self._numbers}
 
     def _load_local_state(self, state: dict[str, Any]) -> None:
@@ -686,15 +686,10 @@ class LocalUpdateMethod(Loop, ABC):
                 for name in (*hook.scalars, *hook.per_worker_scalars):
                     self._scalars[name].zero_()
             if hook.name and (held := state.get("hooks", {}).get(hook.name)) is not None:
-                stateful(hook).load_state_dict(held)
+                hook.load_state_dict(held)
         self._usage.loaded()
         self._begin_round(self.rounds)
         self._sync_schedule.begin(self.rounds)
-
-
-def stateful(hook: Hook) -> Any:
-    """Returns a named hook, which has state_dict() and load_state_dict()."""
-    return hook
 
 
 def under_rank(state: dict[str, Any]) -> dict[str, Any]:
