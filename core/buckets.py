@@ -6,6 +6,7 @@ import functools
 import importlib.util
 import itertools
 import sys
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -65,7 +66,7 @@ class Bucket:
         self.payload_views = views(self.payload, self.params)
         self.values, self.scalars = self.flat[self.padded : end], self.flat[end:]
         self.buffer_views = views(self.values, self.buffers)
-        self.buffer_ends = torch.tensor([b.numel() for b in buffers]).cumsum(0).to(self.flat.device)
+        self.buffer_ends = torch.tensor([b.numel() for b in buffers], device="cpu").cumsum(0).to(self.flat.device)
 
     @torch.no_grad()
     def flat_buffers(self) -> Tensor:
@@ -444,6 +445,11 @@ def check_inputs(given: Sequence[Tensor], params: Sequence[Tensor], buffers: Seq
                 "its own, as clone() does"
             )
     refuse_shared_storage(params)
+    if (b := overlapping(buffers, params)) is not None:
+        raise UserError(
+            f"buffers: a tensor of shape {tuple(b.shape)} shares its memory with a parameter, which its average would "
+            "overwrite: give model.buffers(), without parameters"
+        )
 
 
 def check_group() -> None:
@@ -469,3 +475,20 @@ def refuse_shared_storage(params: Sequence[Tensor]) -> None:
             raise UserError(
                 "two parameters share their memory: give the tensor that holds both, or one of them, as the same object"
             )
+
+
+def overlapping(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor | None:
+    """Returns the first tensor whose addresses overlap with those of one of `others`, None if there is none."""
+    spans = sorted(_span(t) for t in others if t.numel())
+    for t in tensors:
+        device, start, end = _span(t)
+        before = bisect_left(spans, (device, end, 0)) - 1  # the last that starts before this one ends
+        if t.numel() and before >= 0 and spans[before][0] == device and spans[before][2] > start:
+            return t
+    return None
+
+
+def _span(t: Tensor) -> tuple[str, int, int]:
+    """Returns the tensor's device, and its first and last address."""
+    last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
+    return str(t.device), t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size()

@@ -192,11 +192,11 @@ def of_all(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     if not dist.is_initialized():
         return [json.loads(own.numpy().tobytes())]
     host, n = host_group(group), dist.get_world_size(group)
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(n)]
-    dist.all_gather(sizes, torch.tensor([len(own)]), group=host)
+    sizes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(n)]
+    dist.all_gather(sizes, torch.tensor([len(own)], device="cpu"), group=host)
     if (longest := int(max(sizes))) > MOST_JSON:
         raise CollectiveError(f"a worker sends {longest} bytes of settings, over {MOST_JSON}: it is damaged or hostile")
-    rows = list(torch.zeros(n, longest, dtype=torch.uint8))
+    rows = list(torch.zeros(n, longest, dtype=torch.uint8, device="cpu"))
     dist.all_gather(rows, torch.nn.functional.pad(own, (0, longest - len(own))), group=host)
     return [json.loads(row[: int(size)].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
@@ -257,7 +257,7 @@ def alike(tensors: Sequence[Tensor], group: dist.ProcessGroup, device: torch.dev
     most 2^-32. `compare` must have accepted the tensors. The group moves tensors of `device`.
     """
     many = 1 << (22 if device.type == "cuda" else 17)  # elements that fill a GPU, or fit a CPU's cache
-    odd = torch.empty(many, dtype=torch.int64).random_(generator=torch.Generator().manual_seed(0)) | 1
+    odd = torch.empty(many, dtype=torch.int64, device="cpu").random_(generator=torch.Generator().manual_seed(0)) | 1
     weights, checksum = functools.cache(odd.to), torch.zeros((), dtype=torch.int64, device=device)
     for dense in (part for t in tensors for part in parts_of(t)):
         bits = as_bits(dense).contiguous().view(-1)
@@ -448,8 +448,7 @@ class AsyncAllReduce:
 
     def done(self) -> bool:
         """Returns whether all stages are complete, or queued with NCCL. Never blocks."""
-        if self._failed:
-            raise CollectiveError(self._failed)
+        self.check_alive()
         if self._thread is None:
             return True
         began = time.perf_counter()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .buckets import copy, is_dtensor, local_shard, unique, views
+from .buckets import copy, is_dtensor, local_shard, overlapping, unique, views
 from .comm import Stage, of_all, sum_flats
 from .errors import UserError
 
@@ -130,8 +129,8 @@ class ExtraAverage:
                     f"average: workers differ: rank {ranks[0]} has {ours}, against {its} of rank {rank}: give the same "
                     "tensors in the same order on all workers"
                 )
-        states = torch.tensor([float(bool(problem)), float(not all(ready for ready, _, _ in reports))])
-        states = states.to(self.method._allreduce.device)
+        numbers = [float(bool(problem)), float(not all(ready for ready, _, _ in reports))]
+        states = torch.tensor(numbers, device=self.method._allreduce.device)
         _wait(self.method._sum_parts(states))  # the results of the other workers of a node
         failed, unequal = states.tolist()
         if failed:
@@ -150,7 +149,7 @@ class ExtraAverage:
         sums, weights = views(flat, tensors), flat[-len(tensors) :]
         counted = [pair for pair, counts in zip(zip(sums, tensors, strict=True), finite, strict=True) if counts]
         copy([total for total, _ in counted], [t for _, t in counted])
-        weights.copy_(torch.tensor(finite))
+        weights.copy_(torch.tensor(finite, device="cpu"))
         _wait([sum_flats([flat], group)])
         if over_node:
             _wait(self.method._sum_parts(flat))
@@ -166,15 +165,11 @@ class ExtraAverage:
 
     def _check_overlap(self, tensors: Sequence[Tensor]) -> None:
         """Raises UserError if a tensor shares memory with a tensor that the method averages already."""
-        spans = sorted(_span(t) for t in (*self.method._params, *self.method._buffers) if t.numel())
-        for t in tensors:
-            device, start, end = _span(t)
-            before = bisect_left(spans, (device, end, 0)) - 1  # the last that starts before this one ends
-            if t.numel() and before >= 0 and spans[before][0] == device and spans[before][2] > start:
-                raise UserError(
-                    f"average: a tensor of shape {tuple(t.shape)} shares its memory with the parameters or buffers "
-                    f"that {self.method._name} averages already: leave it out"
-                )
+        if (t := overlapping(tensors, [*self.method._params, *self.method._buffers])) is not None:
+            raise UserError(
+                f"average: a tensor of shape {tuple(t.shape)} shares its memory with the parameters or buffers "
+                f"that {self.method._name} averages already: leave it out"
+            )
 
 
 def tensors_of(given: Given) -> list[Tensor]:
@@ -201,12 +196,6 @@ def tensors_of(given: Given) -> list[Tensor]:
         if any(size > 1 and stride == 0 for size, stride in zip(t.shape, t.stride(), strict=True)):
             raise UserError(f"{what} is expanded, so several elements share memory: give its clone()")
     return unique([t for t in tensors if t.is_floating_point()])
-
-
-def _span(t: Tensor) -> tuple[str, int, int]:
-    """Returns the tensor's device, and its first and last address."""
-    last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
-    return str(t.device), t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size()
 
 
 def _wait(stages: Iterable[Stage]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import warnings
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -45,8 +45,8 @@ class Hook:
 
     A round calls the methods in the order of their definition, except that `after_allreduce` and
     `on_reduced_scalars` belong to the all-reduce that started a round earlier, where it is hidden. A hook that must be
-    in a checkpoint has a `name`, and `state_dict()` and `load_state_dict()` as torch's objects do. Checkpoints copy its
-    tensors to the host.
+    in a checkpoint has a `name`, and overrides `state_dict()` and `load_state_dict()`. Checkpoints copy its tensors to
+    the host.
 
     Attributes:
         name: Its key in checkpoints.
@@ -83,17 +83,26 @@ class Hook:
     def after_param_update(self, *, at_boundary: bool) -> None:
         """The method has written the parameters."""
 
+    def state_dict(self) -> Any:
+        """Returns what a checkpoint holds of a hook with a name."""
 
-def check_hooks(hooks: Sequence[Any]) -> None:
-    """Raises UserError for objects of other classes, a hook of another method, and a repeated name."""
-    names: set[str] = set()
+    def load_state_dict(self, state: Any) -> None:
+        """Restores what state_dict returned."""
+
+
+def check_hooks(hooks: Sequence[Any], taken: Iterable[str]) -> None:
+    """Raises UserError for objects of other classes, a hook of another method, and a repeated name.
+
+    The method has scalars of its own with the names `taken`.
+    """
+    names = set(taken)
     for hook in hooks:
         if not isinstance(hook, Hook):
             raise UserError(f"hooks: {hook!r} is among them: give objects of a Hook's classes")
         if hasattr(hook, "method"):
             raise UserError(f"hooks: this {type(hook).__name__} belongs to another method: make one for each")
         own = {*hook.scalars, *hook.per_worker_scalars, *([hook.name] if hook.name else [])}
-        if repeated := names & own:
+        if repeated := names & own | hook.scalars.keys() & hook.per_worker_scalars.keys():
             raise UserError(
                 f"hooks: two have the name {min(repeated)!r}, of a scalar or of a state: give them different names"
             )
@@ -248,11 +257,17 @@ class OutlierFilter(Hook):
 
 def owner_of(buffer: Tensor) -> str:
     """Describes for a message which module has the buffer, and under which name."""
-    for module in [o for o in gc.get_objects() if issubclass(type(o), nn.Module)]:
-        for name, held in module._buffers.items():
-            if held is buffer:
-                return f" ({name} of a {type(module).__name__})"
-    return ""
+    return next((f" ({name} of a {type(module).__name__})" for module, name, _ in owners([buffer])), "")
+
+
+def owners(buffers: Iterable[Tensor]) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    """Yields each module that has one of the buffers, its name there, and the buffer."""
+    ours = {id(b) for b in buffers}
+    for module in [o for o in gc.get_objects() if issubclass(type(o), nn.Module)] if ours else ():
+        held = vars(module).get("_buffers")
+        for name, b in held.items() if isinstance(held, dict) else ():  # a ScriptModule has no dict
+            if id(b) in ours:
+                yield module, name, b
 
 
 def forget(optimizer: torch.optim.Optimizer) -> Callable[[Tensor], None]:

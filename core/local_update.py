@@ -61,8 +61,11 @@ class Loop:
                 ...
                 co2.step()
 
-    The end of the block calls finish() and close(). After an exception it calls leave(), which waits for no worker.
+    The end of the block calls finish() and close(), unless the block has closed the method. After an exception it calls
+    leave(), which waits for no worker.
     """
+
+    _is_closed = False  # whether close() has left the process group
 
     @property
     def at_boundary(self) -> bool:
@@ -106,8 +109,9 @@ class Loop:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if kind is not None:
             return self.leave()
-        self.finish()
-        self.close()
+        if not self._is_closed:
+            self.finish()
+            self.close()
 
 
 class SyncSchedule:
@@ -209,7 +213,7 @@ class LocalUpdateMethod(Loop, ABC):
         average: ExtraAverage | None = None,
     ):
         self._sync_schedule, self._hooks = sync_schedule, list(hooks)
-        check_hooks(self._hooks)
+        check_hooks(self._hooks, OWN_SCALARS)
         given, others = unique(tensors_of(params, "parameters")), unique(tensors_of(buffers, "buffers"))
         if self._needs_global_norms and any(map(is_dtensor, given)):
             raise UserError("DTensors as parameters need ShardedCO2 with mesh=: their norms are of the whole model")
@@ -293,6 +297,7 @@ class LocalUpdateMethod(Loop, ABC):
                 "a parameter that was frozen when this object was built now requires a gradient and would never be "
                 "averaged: build it again after changing requires_grad"
             )
+        self._usage.ending_round()
         ended = self._boundary(finished=last)
         self._ended = ended if last else None
         return True
@@ -332,6 +337,7 @@ class LocalUpdateMethod(Loop, ABC):
 
     def close(self) -> None:
         self._allreduce.close()
+        self._is_closed = True
 
     def leave(self) -> None:
         self._allreduce.leave()
@@ -641,7 +647,7 @@ class LocalUpdateMethod(Loop, ABC):
             "local_steps": self._local_steps,
             "rounds": self.rounds,
             "taus": [self._sent_tau, self._arrived_tau],
-            "hooks": {hook.name: on_host(stateful(hook).state_dict()) for hook in self._hooks if hook.name},
+            "hooks": {hook.name: on_host(hook.state_dict()) for hook in self._hooks if hook.name},
         } | {name.removeprefix("_"): on_host(getattr(self, name)) for name in self._numbers}
 
     def _load_local_state(self, state: dict[str, Any]) -> None:
@@ -683,15 +689,10 @@ class LocalUpdateMethod(Loop, ABC):
                 for name in (*hook.scalars, *hook.per_worker_scalars):
                     self._scalars[name].zero_()
             if hook.name and (held := state.get("hooks", {}).get(hook.name)) is not None:
-                stateful(hook).load_state_dict(held)
+                hook.load_state_dict(held)
         self._usage.loaded()
         self._begin_round(self.rounds)
         self._sync_schedule.begin(self.rounds)
-
-
-def stateful(hook: Hook) -> Any:
-    """Returns a named hook, which has state_dict() and load_state_dict()."""
-    return hook
 
 
 def under_rank(state: dict[str, Any]) -> dict[str, Any]:

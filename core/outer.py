@@ -187,10 +187,9 @@ def _nesterov_limit(a: float, beta: float, late: float, most: float) -> float:
             1 + c2 + c1 + c0 > 0 and 1 - c2 + c1 - c0 > 0 and abs(c0) < 1 and abs(c0 * c0 - 1) > abs(c0 * c2 - c1)
         )
 
-    low, high = 0.0, most
-    if not any(grows(most * i / 50) for i in range(1, 51)):
+    high = next((most * i / 50 for i in range(1, 51) if grows(most * i / 50)), None)
+    if high is None:
         return most
-    high = next(most * i / 50 for i in range(1, 51) if grows(most * i / 50))
     low = high - most / 50
     for _ in range(20):
         middle = (low + high) / 2

@@ -223,11 +223,11 @@ def blocks(p: Tensor, offset: int) -> list[Tensor]:
     sizes, strides = collapse(p)
     if len(sizes) > 3:  # a row has room for three dimensions: use sub-tensors
         return [rows for i, part in enumerate(p) for rows in blocks(part, offset + i * part.numel())]
-    first = torch.arange(0, p.numel(), BLOCK)
+    first = torch.arange(0, p.numel(), BLOCK, device="cpu")
     lengths = (p.numel() - first).clamp(max=BLOCK)
     if p.is_contiguous():
         return [torch.stack([p.data_ptr() + first * p.element_size(), offset + first, lengths], 1)]
-    layout = torch.tensor([*sizes[1:], *strides]).expand(len(first), 5)
+    layout = torch.tensor([*sizes[1:], *strides], device="cpu").expand(len(first), 5)
     start = torch.full_like(first, p.data_ptr())
     return [torch.cat([torch.stack([start, offset + first, lengths, first], 1), layout], 1)]
 

@@ -321,7 +321,7 @@ class Placement:
             return sum(p.numel() for p in trained)
         # an element on n ranks counts 1 / n on each
         share = sum(p.numel() / n for p, n in zip(trained, self._copies, strict=True))
-        box = torch.tensor(share, dtype=torch.float64)
+        box = torch.tensor(share, dtype=torch.float64, device="cpu")
         dist.all_reduce(box, group=host_group(self.group))
         return round(box.item())
 

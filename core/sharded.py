@@ -158,7 +158,7 @@ def pinned(numel: int, dtype: torch.dtype) -> Tensor:
     """
     nbytes = numel * dtype.itemsize
     if not nbytes or not torch.cuda.is_available():
-        return torch.zeros(numel, dtype=dtype)
+        return torch.zeros(numel, dtype=dtype, device="cpu")
     # The buffer lives as long as tensors use it. An mmap object itself would free its memory before its finalizer runs.
     memory = (ctypes.c_byte * nbytes).from_buffer(mmap.mmap(-1, nbytes))
     held = torch.frombuffer(memory, dtype=dtype)

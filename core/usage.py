@@ -26,6 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from .buckets import is_dtensor, local_shard, parts_of, views
 from .comm import is_alive
 from .errors import UserError
+from .hooks import owners
 from .outer import norm
 
 if TYPE_CHECKING:
@@ -244,6 +245,7 @@ class UsageChecks:
     - Optimizers of parameters that no method averages. This is an error if none of the method's own parameters has
       changed in the round, otherwise a warning. Later, only new or extended optimizers are checked.
     - No parameter changes in the first calls of step().
+    - A module has replaced an averaged buffer by another tensor. Buffers that no checkpoint holds may be caches.
     - Calls of step() without an optimizer step or a change since the previous call, while finite gradients exist. With
       gradient accumulation these are calls after each micro-batch. If a GradScaler skips a step, gradients are not
       finite.
@@ -273,6 +275,8 @@ class UsageChecks:
         self._own_optimizers = weakref.WeakSet[torch.optim.Optimizer]()  # optimizers of the method's parameters
         self._uncounted = 0  # optimizer steps since the last boundary
         self._frozen = dict[int, Tensor]()  # optimizers' parameters that no method averages and that need no gradient
+        self._owned = list[tuple[weakref.ref[nn.Module], str, Tensor]]()  # modules, and their buffers in an average
+        self._saw_frozen = False  # whether it has warned of a parameter that was frozen later
 
     def attach(self, method: LocalUpdateMethod) -> None:
         """Called once the method is made."""
@@ -280,6 +284,11 @@ class UsageChecks:
         self._params = method._params
         self._number = {id(p): i for i, p in enumerate(method._trained)}
         self._sampled = self._params[:: -(-len(self._params) // SAMPLED)]
+        self._owned = [
+            (weakref.ref(module), name, b)
+            for module, name, b in owners(method._given_buffers.values())
+            if name not in module._non_persistent_buffers_set
+        ]
         method._on_step = self._before_call
         self._process = os.getpid()
         _dropped.clear()
@@ -296,10 +305,39 @@ class UsageChecks:
             warn_of_synchronous([*m._trained, *self._model_params], [*m._given_buffers.values()], m._allreduce.group)
             self._searched = True
         self._rounds += 1
+        self._report_replaced()
         for number in [number for number, p in self._frozen.items() if p.requires_grad]:
             self._unmanaged[number] = tuple(self._frozen.pop(number).shape)
         if self._unmanaged:
             self._report_unmanaged()
+
+    def _report_replaced(self) -> None:
+        """Warns of a buffer in the place of an averaged one."""
+        for ref, name, buffer in self._owned:
+            module = ref()
+            now = module._buffers.get(name) if module is not None else None
+            if now is not None and now is not buffer:
+                self._owned = []
+                warnings.warn(
+                    f"the buffer {name!r} of a {type(module).__name__} is another tensor than the one given to "
+                    f"{self.method._name}, so it is not averaged: write it in place, as {name}.copy_(...), and make "
+                    "the method after whatever replaces buffers",
+                    stacklevel=2,
+                )
+                return
+        self._owned = self._owned if self._rounds < FIRST else []
+
+    def ending_round(self) -> None:
+        """Called when step() ends a round: warns once of parameters that were frozen after the method was made."""
+        frozen = [p for p in (*self.method._trained, *self._model_params) if not p.requires_grad]
+        if frozen and not self._saw_frozen:
+            self._saw_frozen = True
+            warnings.warn(
+                f"{len(frozen)} parameters, the first of shape {list(frozen[0].shape)}, were frozen after "
+                f"{self.method._name} was made, and its outer step still moves them: if they stay frozen, call "
+                "finish() and make it again",
+                stacklevel=3,
+            )
 
     def _report_unmanaged(self) -> None:
         """Warns of an optimizer of other parameters, or raises UserError if the method's own ones do not change."""

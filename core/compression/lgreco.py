@@ -359,7 +359,7 @@ def fill(q: Tensor, filled: int, seed: int) -> None:
     """
     if filled < q.shape[1]:
         draw = torch.Generator().manual_seed(seed)
-        q[:, filled:] = torch.randn(q.shape[0], q.shape[1], generator=draw)[:, filled:].to(q)
+        q[:, filled:] = torch.randn(q.shape[0], q.shape[1], generator=draw, device="cpu")[:, filled:].to(q)
 
 
 def _flat(matrices: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
@@ -489,8 +489,9 @@ class Decider:
             raise UserError(f"compression.like={like!r} would save nothing in any parameter of this model: give less")
         most = max(min(layer.rows, layer.columns) for layer in layers)
         self.choices = family(wanted, config.lowest_rank, config.highest_rank, most)
-        self.offered = torch.tensor([may_take(layer, self.choices, wanted) for layer in layers])
-        self.sizes = torch.tensor([[sent_bytes(z, c, world_size) for c in self.choices] for z in layers]).double()
+        self.offered = torch.tensor([may_take(layer, self.choices, wanted) for layer in layers], device="cpu")
+        sizes = [[sent_bytes(z, c, world_size) for c in self.choices] for z in layers]
+        self.sizes = torch.tensor(sizes, device="cpu").double()
 
     def decide(self, curves: Tensor, now: Sequence[Choice], number: int) -> Allocation:
         """Decides from the workers' averaged curves. A layer whose row is not finite keeps its choice.
@@ -505,7 +506,7 @@ class Decider:
         new, rows = list(now), known.nonzero().flatten().tolist()
         for i, choice in zip(rows, self.pick(errors, rows) if rows else (), strict=True):
             new[i] = self.choices[choice]
-        lost = curves[torch.arange(len(new)), [self.choices.index(choice) for choice in new]].tolist()
+        lost = curves[torch.arange(len(new), device="cpu"), [self.choices.index(choice) for choice in new]].tolist()
         sizes = padded_bytes(self.layers, new, self.world_size)
         uniform_bytes = math.fsum(padded_bytes(self.layers, self.uniform, self.world_size))
         reason = (
@@ -552,7 +553,7 @@ class Clock:
 
     def __init__(self, every: int, first: int):
         self.every, self.first = every, first
-        self.numbers = torch.zeros(1, dtype=torch.float64)
+        self.numbers = torch.zeros(1, dtype=torch.float64, device="cpu")
 
     def due(self, number: int) -> bool:
         """Returns whether the `number`-th reduction, counted from 1, decides."""
@@ -581,7 +582,9 @@ def allocate(errors: Tensor, sizes: Tensor, reference: Sequence[int], *, bins: i
         bins: Number of bins of the budget.
     """
     assert (errors >= 0).all() and sizes.isfinite().all()
-    assert errors[torch.arange(len(errors)), list(reference)].isfinite().all(), "the reference has no such choice"
+    assert errors[torch.arange(len(errors), device="cpu"), list(reference)].isfinite().all(), (
+        "the reference has no such choice"
+    )
     # Division by a power of two rounds nothing, and no sum over the layers overflows.
     errors, sizes = (table.double() / 2.0 ** len(table).bit_length() for table in (errors, sizes))
     if (budget := total(errors, reference)) > 0:
@@ -589,7 +592,7 @@ def allocate(errors: Tensor, sizes: Tensor, reference: Sequence[int], *, bins: i
         cost = torch.ceil(errors / budget * bins * (1 - 1e-12)).clamp(max=bins + 1).long()
     else:
         cost = torch.where(errors > 0, bins + 1, 0)
-    best = torch.full((len(cost) + 1, bins + 1), float("inf"), dtype=torch.float64)
+    best = torch.full((len(cost) + 1, bins + 1), float("inf"), dtype=torch.float64, device="cpu")
     best[0] = 0.0  # [layers, b]: the smallest size of the first layers within b bins
     candidates: list[list[tuple[int, float, int]]] = []  # bins, size and choice, for each layer
     for layer, (q_of, size_of) in enumerate(zip(cost.tolist(), sizes.tolist(), strict=True)):
@@ -615,4 +618,4 @@ def allocate(errors: Tensor, sizes: Tensor, reference: Sequence[int], *, bins: i
 
 def total(table: Tensor, choices: Sequence[int]) -> float:
     """Returns the sum over the layers of table[layer, its choice], rounded only once, so that all processors agree."""
-    return math.fsum(table.double()[torch.arange(len(table)), list(choices)].tolist())
+    return math.fsum(table.double()[torch.arange(len(table), device="cpu"), list(choices)].tolist())

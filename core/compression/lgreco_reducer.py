@@ -173,13 +173,14 @@ class LGreco(Reducer):
         self.staging = [b.flat.new_zeros(b.numel + slack + len(b.values)) for b in buckets]
         self.errors = [b.flat.new_zeros(b.numel + slack) for b in buckets]
         self.means = [b.flat.new_zeros(-(-b.numel // world_size) + len(INTS) * BLOCK) for b in buckets]
-        ranks = torch.tensor([c.value if c.kind == "rank" else 0 for c in decider.choices])
+        ranks = torch.tensor([c.value if c.kind == "rank" else 0 for c in decider.choices], device="cpu")
         highest = (decider.offered * ranks).amax(1).int().tolist()
         self._q = [flats[z.bucket].new_zeros(z.columns * r) for z, r in zip(self.layers, highest, strict=True)]
-        self._values, self._filled = (torch.zeros(many, dtype=torch.float64) for _ in range(2))
+        self._values, self._filled = (torch.zeros(many, dtype=torch.float64, device="cpu") for _ in range(2))
         self._sums = [] if decider.fixed else [b.flat.new_zeros(b.numel) for b in buckets]
         self._summands = flats[0].new_zeros(1, dtype=torch.float64)
-        self._asked_by = torch.zeros(1, dtype=torch.float64)  # the reduction that computed curves; 0: none are pending
+        # the reduction that computed curves; 0: none are pending
+        self._asked_by = torch.zeros(1, dtype=torch.float64, device="cpu")
         self._asked = flats[0].new_zeros(many * len(decider.choices), dtype=torch.float64)
         self._coming: tuple[int, HostCopy | None] = (0, None)  # that reduction, and the copy of its curves to the host
         self._took: Seconds = 0.0  # to compute the last curves
@@ -269,7 +270,7 @@ class LGreco(Reducer):
         asked_by, coming = self._coming
         # The host waits only for the copy, and not for later work. After a checkpoint is loaded it waits for all work.
         heard = coming.read() if coming and asked_by == number else self._asked.tolist()
-        table = torch.tensor(heard, dtype=torch.float64).view(len(self.layers), -1)
+        table = torch.tensor(heard, dtype=torch.float64, device="cpu").view(len(self.layers), -1)
         began = time.perf_counter()
         self.clock.plan(number)
         if (table == NOBODY).all():
@@ -297,7 +298,7 @@ class LGreco(Reducer):
             kept = [held.clone() for held in old.held.values()]
             new.errors.zero_()
             copy([*new.held.values()], kept)
-        self._values.copy_(torch.tensor([c.value for c in choices], dtype=torch.float64))
+        self._values.copy_(torch.tensor([c.value for c in choices], dtype=torch.float64, device="cpu"))
 
     def _follow(self) -> None:
         """Uses the allocation from a checkpoint or a new start, and fills new columns of low rank."""

@@ -94,7 +94,8 @@ class ElasticAllReduce(AsyncAllReduce):
         """
         assert self.group is not None
         self.phase = SENT
-        asks, token = torch.tensor([float(self.asks)]), torch.zeros(1)  # on the host, so that no GPU waits
+        asks = torch.tensor([float(self.asks)], device="cpu")  # on the host, so that no GPU waits
+        token = torch.zeros(1, device="cpu")
         yield sum_flats([asks], self.group)
         yield from stages
         self.asked = asks.item() > 0
@@ -133,7 +134,7 @@ class ElasticAllReduce(AsyncAllReduce):
             super().drain()  # one collective at a time, see in_phases
             self._sum(total)
             self._act_phase = SUMMED
-            self._sum(torch.zeros(1))
+            self._sum(torch.zeros(1, device="cpu"))
         except RuntimeError:
             reason = True
         if reason:  # outside the handler, because a traceback would keep the group alive

@@ -66,7 +66,7 @@ class Island:
         torch.save(state, buffer)
         flat = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
         size = of_all(len(flat))[0]
-        flat = flat if state is not None else torch.empty(size, dtype=torch.uint8)
+        flat = flat if state is not None else torch.empty(size, dtype=torch.uint8, device="cpu")
         dist.broadcast(flat, src=0)
         return state or torch.load(io.BytesIO(flat.numpy().tobytes()), map_location="cpu", weights_only=True)
 

@@ -1,10 +1,12 @@
 """The asynchronous mean, the throttled link, process groups, and the helper that runs several processes."""
 
+import functools
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -15,14 +17,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
 
-from core import CO2Config, make_method
+from core import CO2, CO2Config, CompressionConfig, ShardedCO2, make_method
 from core.comm import AsyncAllReduce, ring_bytes
 from core.errors import CollectiveError, UserError
 from core.methods import METHODS
 from core.testing import run_distributed
 from core.testing.link import ThrottledLink
 from tests.on_ranks import on_ranks
-from tests.problems import Mean, refusal
+from tests.problems import Mean, refusal, sgd_step
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -347,3 +349,29 @@ def test_no_thread_of_gloos_is_left(tmp_path: Path):
         said, errors = process.communicate(timeout=60)
         assert process.returncode == 0, errors
         assert said.splitlines() == [f"{kind}: True, 0" for kind in KINDS]
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_the_scripts_default_device_changes_nothing(rank: int):
+    """A meta tensor fits no other, as a GPU's fits none on the host."""
+    int4 = replace(CO2Config.paper(2), compression=CompressionConfig("int4"))
+    made = [functools.partial(CO2, config=int4)]
+    made += [functools.partial(ShardedCO2, config=CO2Config.paper(2), shard=True, offload=True)]
+    for make in made:
+        ends = []
+        for device in ("cpu", "meta"):
+            params = [nn.Parameter(torch.full((4, n), float(rank))) for n in (1, 3)]
+            rest = [torch.full((3,), float(rank)) for _ in range(2)]
+            with torch.device(device):
+                method = make(params, buffers=rest[:1], average=rest[1:])
+            for step in range(4):
+                sgd_step(params, rank, step)
+                rest[1].add_(rank)
+                with torch.device(device):
+                    method.step()
+            with torch.device(device):
+                method.finish()
+                method.close()
+            ends.append(torch.cat([t.detach().flatten() for t in (*params, *rest)]))
+        assert torch.equal(*ends)

@@ -24,7 +24,7 @@ from core import (
     UserError,
     make_method,
 )
-from core.hooks import Requests
+from core.hooks import Hook, Requests
 from core.integrations.optimizer import attach
 from core.methods import OverlapLocalConfig, SlowMoConfig
 from core.testing.link import ThrottledLink
@@ -81,6 +81,15 @@ def test_a_hook_goes_along_with_one_method():
     assert "make one for each" in refusal(lambda: CO2(params(), hooks=[requests]))
 
 
+@pytest.mark.parametrize("name", ["finished", "steps", "weight", "squares"])
+def test_a_hook_cannot_take_a_name_of_the_methods_scalars(name: str):
+    class Twice(Hook):
+        scalars = per_worker_scalars = {"mine": 1}
+
+    assert f"two have the name '{name}'" in refusal(lambda: CO2(params(), hooks=[Requests(name)]))
+    assert "two have the name 'mine'" in refusal(lambda: CO2(params(), hooks=[Twice()]))
+
+
 @pytest.mark.parametrize("method", [CO2, LocalSGD, SlowMo, DiLoCo, OverlapLocalSGD, ShardedCO2])
 def test_an_option_that_no_method_has_is_refused(method: Any):
     settings = {} if method in (CO2, ShardedCO2) else {"tau": 4}
@@ -101,6 +110,23 @@ def test_parameters_over_one_memory_are_refused():
     matrix = torch.zeros(4, 6)
     for one, other in ((whole[:3], whole[3:]), (matrix[:, :2], matrix[:, 2:])):
         CO2([nn.Parameter(one), nn.Parameter(other)])
+
+
+@pytest.mark.parametrize("method", [CO2, LocalSGD, OverlapLocalSGD, ShardedCO2])
+@pytest.mark.parametrize("kind", ["the parameters", "state_dict", "a part", "complex"])
+def test_a_buffer_over_a_parameters_memory_is_refused_and_tied_buffers_are_not(method: Any, kind: str):
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    buffers = {
+        "the parameters": model.parameters(),
+        "state_dict": model.state_dict().values(),
+        "a part": [torch.zeros(2), model[0].weight.data[1:]],
+        "complex": [torch.view_as_complex(model[1].weight.data)],
+    }
+    settings = {} if method in (CO2, ShardedCO2) else {"tau": 4}
+    text = refusal(lambda: method(model.parameters(), **settings, buffers=buffers[kind]))
+    assert "shares its memory with a parameter" in text
+    tied = model[1].running_mean
+    method(model.parameters(), **settings, buffers=[tied, tied.view(2, 1), tied[:1]])
 
 
 def test_a_worker_of_several_that_would_train_alone_is_refused(monkeypatch: pytest.MonkeyPatch):

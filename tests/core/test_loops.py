@@ -374,6 +374,21 @@ def test_without_a_process_group_too():
     assert co2.at_boundary and co2.sync_for_eval()
 
 
+@on_ranks(2)
+def test_a_block_may_finish_and_close_by_itself(rank: int):
+    for make in (METHODS["the paper's"], METHODS["shared by all"], METHODS["overlap"]):
+        params = problems.odd_parameters()
+        with make(params) as method:
+            take_steps(method, params, rank, range(STEPS))
+            method.finish()
+            method.close()
+        assert alike(flat(params))
+    net = problems.small_net()
+    with make_method("ddp", net)[1] as method:
+        method.finish()
+        method.close()
+
+
 class Mistaken(Exception):
     """The user's own error."""
 
