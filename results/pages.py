@@ -6,7 +6,6 @@ makes the table again with TABLES[NAME] from the rows in results/*.json and *.js
 
 import functools
 import json
-import math
 import re
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -598,16 +597,6 @@ def nccl_hidden() -> Table:
     return table
 
 
-def nccl_blocks() -> Table:
-    """Local steps and a matrix product during an NCCL kernel that waits for its peer, by the kernel's thread blocks."""
-    table: Table = [("thread blocks of the waiting kernel", "matrix product slower", "a model's step slower")]
-    (row,) = select(load("gpu.json")["rows"], name="ranks steps beside a waiting collective")
-    for name, case in row["figures"].items():
-        step = f"{100 * case['step slower']:.1f} % ({100 * min(case['steps']):.1f} to {100 * max(case['steps']):.1f})"
-        table.append((name.removesuffix(" blocks"), f"{100 * case['product slower']:.1f} %", step))
-    return table
-
-
 def gpu_boundary() -> Table:
     """An outer step and an encoded all-reduce of 350 M parameters on one H200: time on the device, and kernels."""
     names = {"restart": "restart (paper)", "keep_local": "keep_local"}
@@ -677,24 +666,26 @@ def stand_ins() -> Table:
 
 
 def tau_and_clip() -> Table:
-    """CO2 with each tau and each clip of the outer momentum that the stand-ins ran with."""
-    table: Table = [("setting", "digits: top-1, %", "clipped", "text: perplexity", "clipped")]
-    for setting, key in (("tau", "co2.tau"), ("clip", "co2.clip")):
-        of = [(load(f"tables/{setting}_{task}.json"), metric) for task, metric in SEARCHED_ON.items()]
-        for value in sorted({run["settings"][key] for runs, _ in of for run in runs}, key=lambda v: v or math.inf):
-            cells = []
-            for runs, (metric, scale) in of:
-                mine = [run for run in runs if run["settings"][key] == value]
-                shares = [run["clipped_share"] for run in mine if "clipped_share" in run]
-                cells.append(mean_sd((scale * run[metric] for run in mine), ".2f") if mine else "")
-                cells.append(f"{statistics.fmean(shares):.1%}" if shares else "")
-            table.append((f"{setting} {'none' if value is None else f'{value:g}'}", *cells))
+    """CO2 on the stand-ins with each tau, and with each clip of the outer momentum."""
+    table: Table = [("setting", "digits: top-1, %", "clipped", "text: perplexity")]
+    of = {f"{key}_{task}": load(f"tables/{key}_{task}.json") for key, task in SEARCHED}
+    for key in ("tau", "clip"):
+        runs = [run for name in of if name.startswith(key) for run in of[name]]
+        for value in sorted({run["settings"][f"co2.{key}"] for run in runs} - {None}):  # without a clip: as with 1
+            digits, text = (
+                [run for run in of.get(f"{key}_{task}", ()) if run["settings"][f"co2.{key}"] == value]
+                for task in ("vision", "language")
+            )
+            share = f"{statistics.fmean(run['clipped_share'] for run in digits):.1%}" if digits else ""
+            top1 = mean_sd((100 * run["test_top1"] for run in digits), ".2f") if digits else ""
+            perplexity = mean_sd((run["val_perplexity"] for run in text), ".2f") if text else ""
+            table.append((f"{key} {value:g}", top1, share, perplexity))
     return table
 
 
-SEARCHED_ON = {"vision": ("test_top1", 100), "language": ("val_perplexity", 1)}
+SEARCHED = (("tau", "vision"), ("tau", "language"), ("clip", "vision"))
 MADE = (readme_seconds, throughput, cost_of_hiding, ingredients, larger_models, gpt2_small, rates, slow_links)
-MADE += (bytes_to_a_loss, zo_speed, zo_memory, lengths, rings, boundary_cpu, gpu_boundary, nccl_hidden, nccl_blocks)
+MADE += (bytes_to_a_loss, zo_speed, zo_memory, lengths, rings, boundary_cpu, gpu_boundary, nccl_hidden)
 TABLES: dict[str, Callable[[], Table]] = {
     **{make.__name__: make for make in (*MADE, hidden_diloco, faults, stand_ins, tau_and_clip)},
     "paired_seconds": paired_seconds,
