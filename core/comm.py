@@ -448,7 +448,8 @@ class AsyncAllReduce:
 
     def done(self) -> bool:
         """Returns whether all stages are complete, or queued with NCCL. Never blocks."""
-        self.check_alive()
+        if self._failed:
+            raise CollectiveError(self._failed)
         if self._thread is None:
             return True
         began = time.perf_counter()

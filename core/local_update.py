@@ -297,7 +297,8 @@ class LocalUpdateMethod(Loop, ABC):
                 "a parameter that was frozen when this object was built now requires a gradient and would never be "
                 "averaged: build it again after changing requires_grad"
             )
-        self._usage.ending_round()
+        if False in [p.requires_grad for p in self._usage.learned]:
+            self._usage.report_frozen()
         ended = self._boundary(finished=last)
         self._ended = ended if last else None
         return True

@@ -276,12 +276,13 @@ class UsageChecks:
         self._uncounted = 0  # optimizer steps since the last boundary
         self._frozen = dict[int, Tensor]()  # optimizers' parameters that no method averages and that need no gradient
         self._owned = list[tuple[weakref.ref[nn.Module], str, Tensor]]()  # modules, and their buffers in an average
-        self._saw_frozen = False  # whether it has warned of a parameter that was frozen later
+        self.learned = list[Tensor]()  # parameters that require a gradient, until one was frozen
 
     def attach(self, method: LocalUpdateMethod) -> None:
         """Called once the method is made."""
         self.method = method
         self._params = method._params
+        self.learned = [p for p in (*method._trained, *self._model_params) if p.requires_grad]
         self._number = {id(p): i for i, p in enumerate(method._trained)}
         self._sampled = self._params[:: -(-len(self._params) // SAMPLED)]
         self._owned = [
@@ -305,7 +306,8 @@ class UsageChecks:
             warn_of_synchronous([*m._trained, *self._model_params], [*m._given_buffers.values()], m._allreduce.group)
             self._searched = True
         self._rounds += 1
-        self._report_replaced()
+        if self._owned:
+            self._report_replaced()
         for number in [number for number, p in self._frozen.items() if p.requires_grad]:
             self._unmanaged[number] = tuple(self._frozen.pop(number).shape)
         if self._unmanaged:
@@ -327,17 +329,16 @@ class UsageChecks:
                 return
         self._owned = self._owned if self._rounds < FIRST else []
 
-    def ending_round(self) -> None:
-        """Called when step() ends a round: warns once of parameters that were frozen after the method was made."""
-        frozen = [p for p in (*self.method._trained, *self._model_params) if not p.requires_grad]
-        if frozen and not self._saw_frozen:
-            self._saw_frozen = True
-            warnings.warn(
-                f"{len(frozen)} parameters, the first of shape {list(frozen[0].shape)}, were frozen after "
-                f"{self.method._name} was made, and its outer step still moves them: if they stay frozen, call "
-                "finish() and make it again",
-                stacklevel=3,
-            )
+    def report_frozen(self) -> None:
+        """Warns once of parameters that were frozen after the method was made."""
+        frozen = [p for p in self.learned if not p.requires_grad]
+        self.learned = []
+        warnings.warn(
+            f"{len(frozen)} parameters, the first of shape {list(frozen[0].shape)}, were frozen after "
+            f"{self.method._name} was made, and its outer step still moves them: if they stay frozen, call "
+            "finish() and make it again",
+            stacklevel=3,
+        )
 
     def _report_unmanaged(self) -> None:
         """Warns of an optimizer of other parameters, or raises UserError if the method's own ones do not change."""
