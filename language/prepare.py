@@ -249,9 +249,9 @@ def encode_documents(tokenizer: Tokenizer, documents: Iterable[str], file: Path,
     with open(file, "wb") as out:
         for document in documents:
             for encoding in tokenizer.encode_batch_fast(list(_pieces(document)), add_special_tokens=False):
-                np.asarray(encoding.ids, dtype).tofile(out)
+                out.write(np.asarray(encoding.ids, dtype).tobytes())  # tofile misses errors of a full disk
                 n_tokens += len(encoding.ids)
-            np.asarray([end], dtype).tofile(out)
+            out.write(np.asarray([end], dtype).tobytes())
             n_documents, n_tokens, n_bytes = n_documents + 1, n_tokens + 1, n_bytes + len(document.encode())
     return Counts(n_documents, n_tokens, n_bytes)
 
@@ -296,7 +296,7 @@ def write_corpus(
         train=asdict(encode_documents(tokenizer, train, folder / "train.bin")),
         val=asdict(encode_documents(tokenizer, val, folder / "val.bin")),
     )
-    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     (folder / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
     return meta
 

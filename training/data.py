@@ -6,6 +6,7 @@ A worker's samples are a pure function of (seed, epoch, rank, world size).
 import atexit
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import multiprocessing
 import os
@@ -125,6 +126,10 @@ def build_whole(folder: Path, build: Callable[[Path], T]) -> tuple[Path, T]:
         made = build(scratch)
         scratch.chmod(0o755)  # mkdtemp's folders are private
         return scratch.rename(folder), made
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):  # a write's error names no file
+            error.filename = str(folder)
+        raise
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
