@@ -9,7 +9,7 @@ import numpy as np
 from numpy.random import Generator
 
 from core import UserError
-from training.data import data_root, hidden, missing, read_arrays
+from training.data import data_root, entries, missing, read_arrays
 
 Points = np.ndarray
 
@@ -170,7 +170,9 @@ class ShapeNetPC15k(Files):
 
     def __init__(self, root: Path, split: str):
         folder = root / "ShapeNetCore.v2.PC15k"
-        self.files = sorted(f for f in folder.glob(f"*/{split}/*.npy") if not hidden(f, folder))
+        synsets = [path for path in entries(folder) if path.is_dir()] if folder.is_dir() else []
+        parts = [part for synset in synsets for part in entries(synset) if part.name == split]
+        self.files = [file for part in parts for file in entries(part) if file.suffix == ".npy"]
         if not self.files:
             raise missing("data set shapenet", root, f"{folder.name}/<synset>/{split}/<model>.npy", STAND_IN)
 

@@ -44,6 +44,7 @@ from language.prepare import (
     train_tokenizer,
 )
 from language.recipes import gpt2_pydoc_small
+from tests.damages import forbid
 from tests.scripts import run_script
 
 TOKENS = np.arange(1000, dtype=np.uint16)
@@ -307,6 +308,16 @@ def test_a_folder_stands_for_its_text_files_and_form_feeds_split_them(library):
     files = text_files([library])
     assert [file.name for file in files] == ["a.txt", "b.txt.xz"] and list(Documents(files)) == BOOKS
     assert list(Documents(files, frozenset({0, 5}))) == [BOOKS[0], BOOKS[5]]
+
+
+def test_a_folder_that_cannot_be_read_is_named_unless_it_is_hidden(library: Path, monkeypatch: pytest.MonkeyPatch):
+    (library / ".trash").mkdir()
+    (library / ".trash" / "c.txt").write_text("removed")
+    forbid(library / ".trash", monkeypatch)
+    assert [file.name for file in text_files([library])] == ["a.txt", "b.txt.xz"]
+    forbid(library / "deep", monkeypatch)
+    with pytest.raises(UserError, match=f"^{library}/deep cannot be read .Permission denied.: change its permissions"):
+        text_files([library])
 
 
 def test_json_lines_are_a_document_each(tmp_path):

@@ -17,6 +17,7 @@ from pointcloud.data import PointClouds, load_source, normalise
 from pointcloud.recipes import RECIPES
 from pointcloud.sources import Surfaces
 from pointcloud.train import main
+from tests.damages import forbid
 from tests.runs import logged, summary
 from training.data import data_root
 from training.run import Run
@@ -101,6 +102,13 @@ def test_a_cloud_that_cannot_be_packed_is_named(shapenet: Path):
     with pytest.raises(UserError, match=rf"^{path}: expected \S+ .n, 3., found float64 .5, 2."):
         pack.main("shapenet")
     assert not (shapenet / "shapenet_train.npy").exists()
+
+
+@pytest.mark.parametrize("name", ["", SYNSETS[1], f"{SYNSETS[1]}/train"])
+def test_a_folder_that_cannot_be_read_is_named(shapenet: Path, monkeypatch: pytest.MonkeyPatch, name: str):
+    forbid(folder := shapenet / "ShapeNetCore.v2.PC15k" / name, monkeypatch)
+    with pytest.raises(UserError, match=f"^{folder} cannot be read .Permission denied.: change its permissions"):
+        load_source("shapenet", "train")
 
 
 def test_modelnet10():
