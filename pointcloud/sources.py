@@ -9,6 +9,7 @@ import numpy as np
 from numpy.random import Generator
 
 from core import UserError
+from core.stored import reason
 from training.data import data_root, entries, missing, read_arrays
 
 Points = np.ndarray
@@ -154,9 +155,10 @@ class Files:
     def load(self, index: int) -> np.ndarray:
         path = self.files[index]
         try:
-            return np.load(path, allow_pickle=False)
-        except (OSError, ValueError, EOFError) as error:
-            raise UserError(f"{path} cannot be read ({error}): copy it again or remove it") from error
+            with open(path, "rb") as file:
+                return np.lib.format.read_array(file, allow_pickle=False)  # np.load reads archives, too
+        except Exception as error:  # damaged headers raise many kinds of errors
+            raise UserError(f"{path} cannot be read ({reason(error)}): copy it again or remove it") from None
 
     def name(self, index: int) -> str:
         return str(self.files[index])

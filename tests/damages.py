@@ -1,12 +1,14 @@
 """Damages of files, and tar archives, for the tests of what reads them."""
 
+import contextlib
 import errno
 import functools
 import io
 import os
 import random
+import resource
 import tarfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,17 @@ def forbid(folder: Path, patch: pytest.MonkeyPatch) -> None:
 
     for name in ("listdir", "scandir"):  # pathlib's iterdir and glob, os.walk
         patch.setattr(os, name, functools.partial(listed, getattr(os, name)))
+
+
+@contextlib.contextmanager
+def room(size: int) -> Iterator[None]:
+    """No file can grow beyond `size` bytes, as on a disk that is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def _garbage(path: Path) -> None:

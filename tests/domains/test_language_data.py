@@ -3,7 +3,6 @@
 import contextlib
 import json
 import lzma
-import resource
 import sys
 import types
 from collections.abc import Iterator
@@ -44,7 +43,7 @@ from language.prepare import (
     train_tokenizer,
 )
 from language.recipes import gpt2_pydoc_small
-from tests.damages import forbid
+from tests.damages import forbid, room
 from tests.scripts import run_script
 
 TOKENS = np.arange(1000, dtype=np.uint16)
@@ -469,17 +468,6 @@ def test_the_command_prints_counts_and_fails_without_a_traceback(library, tmp_pa
     assert "train: 4 documents" in mistake.capfd.readouterr().out
     said = mistake(*command)
     assert said.startswith("error: ") and said.count("\n") == 1
-
-
-@contextlib.contextmanager
-def room(size: int) -> Iterator[None]:
-    """No file can grow beyond `size` bytes, as on a disk that is full."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.mark.parametrize("size", [300, 4000])
