@@ -13,6 +13,7 @@ wrote with save_to_disk. Nothing is downloaded. Documents are held out whole, so
 
 import json
 import lzma
+import os
 import random
 import re
 from collections.abc import Iterable, Iterator
@@ -26,7 +27,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from core.errors import UserError
 from core.stored import parse_json
-from training.data import build_whole, from_home, hidden
+from training.data import build_whole, from_home, unreadable
 from training.script import launch
 
 FORM_FEED = "\x0c"  # a line with only this and blanks ends a document
@@ -69,7 +70,8 @@ class Counts:
 def text_files(sources: Iterable[Path]) -> tuple[Path, ...]:
     """Returns the text files that the sources name.
 
-    A folder stands for all text files below it, sorted by path. A folder of `datasets` stands for itself.
+    A folder stands for all text files below it, sorted by path. A folder of `datasets` stands for itself. UserError
+    names a folder that cannot be read.
     """
     files: list[Path] = []
     for source in map(from_home, sources):
@@ -78,7 +80,7 @@ def text_files(sources: Iterable[Path]) -> tuple[Path, ...]:
         if (source / "dataset_info.json").is_file():
             files.append(source)
         elif source.is_dir():
-            found = sorted(file for file in source.rglob("*") if is_text(file) and not hidden(file, source))
+            found = sorted(_below(source))
             if not found:
                 raise UserError(f"no text file in folder {source}: expected names that end in {', '.join(SUFFIXES)}")
             files += found
@@ -89,6 +91,13 @@ def text_files(sources: Iterable[Path]) -> tuple[Path, ...]:
         else:
             files.append(source)
     return tuple(files)
+
+
+def _below(folder: Path) -> Iterator[Path]:
+    """Yields the text files below a folder, without hidden files and folders."""
+    for at, folders, names in os.walk(folder, onerror=unreadable):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield from filter(is_text, (Path(at, name) for name in names if not name.startswith(".")))
 
 
 def is_text(file: Path) -> bool:
@@ -249,9 +258,9 @@ def encode_documents(tokenizer: Tokenizer, documents: Iterable[str], file: Path,
     with open(file, "wb") as out:
         for document in documents:
             for encoding in tokenizer.encode_batch_fast(list(_pieces(document)), add_special_tokens=False):
-                np.asarray(encoding.ids, dtype).tofile(out)
+                out.write(np.asarray(encoding.ids, dtype).tobytes())  # tofile misses errors of a full disk
                 n_tokens += len(encoding.ids)
-            np.asarray([end], dtype).tofile(out)
+            out.write(np.asarray([end], dtype).tobytes())
             n_documents, n_tokens, n_bytes = n_documents + 1, n_tokens + 1, n_bytes + len(document.encode())
     return Counts(n_documents, n_tokens, n_bytes)
 
@@ -296,7 +305,7 @@ def write_corpus(
         train=asdict(encode_documents(tokenizer, train, folder / "train.bin")),
         val=asdict(encode_documents(tokenizer, val, folder / "val.bin")),
     )
-    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     (folder / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
     return meta
 

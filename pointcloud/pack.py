@@ -18,6 +18,7 @@ import numpy as np
 import tyro
 
 from core import UserError
+from core.stored import reason
 from pointcloud.sources import SPLITS, Source, unpacked
 from training.data import data_root, read_arrays
 from training.script import launch
@@ -29,10 +30,10 @@ class Packed:
     def __init__(self, root: Path, name: str, split: str):
         self.path = packed_path(root, name, split)
         try:
-            self.points = np.load(self.path, mmap_mode="r", allow_pickle=False)
+            self.points = np.lib.format.open_memmap(self.path, mode="r")
             self.ends, self.labels, self.names = read_arrays(self.path.with_suffix(".npz"), "ends", "labels", "names")
-        except (OSError, ValueError, EOFError) as error:
-            raise UserError(f"{self.path} or its .npz cannot be read ({error}): {_again(name)}") from None
+        except Exception as error:  # damaged headers raise many kinds of errors
+            raise UserError(f"{self.path} or its .npz cannot be read ({reason(error)}): {_again(name)}") from None
         if len(self.points) != self.ends[-1]:
             raise UserError(f"{self.path} has {len(self.points)} points, its .npz says {self.ends[-1]}: {_again(name)}")
 
@@ -55,25 +56,33 @@ def packed_path(root: Path, name: str, split: str) -> Path:
 
 def pack(source: Source, path: Path) -> None:
     """Writes the clouds of a source to `path` and an .npz next to it. A UserError names a cloud that is not [n, 3]."""
-    ends, dtype, end = [], None, 0
+    ends, dtype, end = [], source.load(0).dtype, 0
     for i in range(len(source)):
         cloud = source.load(i)
-        dtype = dtype or cloud.dtype
         if cloud.ndim != 2 or cloud.shape[1] != 3 or cloud.dtype != dtype:
             found = f"{cloud.dtype} {list(cloud.shape)}"
             raise UserError(f"{source.name(i)}: expected {dtype} [n, 3], found {found}: repair or remove it")
         end += len(cloud)
         ends.append(end)
-    points = np.lib.format.open_memmap(part := path.with_suffix(".part"), mode="w+", dtype=dtype, shape=(end, 3))
-    for i, last in enumerate(ends):
-        points[ends[i - 1] if i else 0 : last] = source.load(i)
-    points.flush()
-    path.with_suffix(".npz").unlink(missing_ok=True)  # an earlier packing's, which belongs to other points
-    part.replace(path)
     numbers = range(len(source))
     labels, names = [source.label(i) for i in numbers], [Path(source.name(i)).name for i in numbers]
-    np.savez(whole := path.with_suffix(".part.npz"), ends=np.array(ends), labels=labels, names=names)
-    whole.replace(path.with_suffix(".npz"))
+    part, whole = path.with_suffix(".part"), path.with_suffix(".part.npz")
+    header = dict(descr=np.lib.format.dtype_to_descr(dtype), fortran_order=False, shape=(end, 3))
+    try:
+        with open(part, "wb") as out:  # not a memory map, whose writes would kill this process on a full disk
+            np.lib.format.write_array_header_1_0(out, header)
+            for i in numbers:
+                out.write(source.load(i).tobytes())
+        np.savez(whole, ends=np.array(ends), labels=labels, names=names)
+        path.with_suffix(".npz").unlink(missing_ok=True)  # an earlier packing's, which belongs to other points
+        part.replace(path)
+        whole.replace(path.with_suffix(".npz"))
+    except OSError as error:
+        size = end * 3 * dtype.itemsize / 1e9
+        raise UserError(f"{path} cannot be written ({reason(error)}): make room for {size:.3f} GB") from None
+    finally:
+        part.unlink(missing_ok=True)
+        whole.unlink(missing_ok=True)
 
 
 def _again(name: str) -> str:

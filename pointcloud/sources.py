@@ -9,7 +9,8 @@ import numpy as np
 from numpy.random import Generator
 
 from core import UserError
-from training.data import data_root, hidden, missing, read_arrays
+from core.stored import reason
+from training.data import data_root, entries, missing, read_arrays
 
 Points = np.ndarray
 
@@ -154,9 +155,10 @@ class Files:
     def load(self, index: int) -> np.ndarray:
         path = self.files[index]
         try:
-            return np.load(path, allow_pickle=False)
-        except (OSError, ValueError, EOFError) as error:
-            raise UserError(f"{path} cannot be read ({error}): copy it again or remove it") from error
+            with open(path, "rb") as file:
+                return np.lib.format.read_array(file, allow_pickle=False)  # np.load reads archives, too
+        except Exception as error:  # damaged headers raise many kinds of errors
+            raise UserError(f"{path} cannot be read ({reason(error)}): copy it again or remove it") from None
 
     def name(self, index: int) -> str:
         return str(self.files[index])
@@ -170,7 +172,9 @@ class ShapeNetPC15k(Files):
 
     def __init__(self, root: Path, split: str):
         folder = root / "ShapeNetCore.v2.PC15k"
-        self.files = sorted(f for f in folder.glob(f"*/{split}/*.npy") if not hidden(f, folder))
+        synsets = [path for path in entries(folder) if path.is_dir()] if folder.is_dir() else []
+        parts = [part for synset in synsets for part in entries(synset) if part.name == split]
+        self.files = [file for part in parts for file in entries(part) if file.suffix == ".npy"]
         if not self.files:
             raise missing("data set shapenet", root, f"{folder.name}/<synset>/{split}/<model>.npy", STAND_IN)
 

@@ -1,11 +1,18 @@
 """Damages of files, and tar archives, for the tests of what reads them."""
 
+import contextlib
+import errno
+import functools
 import io
+import os
 import random
+import resource
 import tarfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 
 def write_tar(path: Path, members: dict[str, Any], mode: Any = "w") -> None:
@@ -19,6 +26,29 @@ def write_tar(path: Path, members: dict[str, Any], mode: Any = "w") -> None:
                 member = tarfile.TarInfo(name)
                 member.size = len(content)
                 tar.addfile(member, io.BytesIO(content))
+
+
+def forbid(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    """From now on the folder cannot be listed. Its permissions would not bind the root user."""
+
+    def listed(really: Callable[[Any], Any], path: Any = ".") -> Any:
+        if str(path) == str(folder):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return really(path)
+
+    for name in ("listdir", "scandir"):  # pathlib's iterdir and glob, os.walk
+        patch.setattr(os, name, functools.partial(listed, getattr(os, name)))
+
+
+@contextlib.contextmanager
+def room(size: int) -> Iterator[None]:
+    """No file can grow beyond `size` bytes, as on a disk that is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def _garbage(path: Path) -> None:

@@ -6,6 +6,7 @@ A worker's samples are a pure function of (seed, epoch, rank, world size).
 import atexit
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import multiprocessing
 import os
@@ -17,7 +18,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -58,6 +59,19 @@ def paths_from_home(options: T) -> T:
 def hidden(path: str | Path, folder: str | Path) -> bool:
     """Returns whether the path's name, or the name of a folder between it and `folder`, begins with a dot."""
     return any(part.startswith(".") for part in Path(path).relative_to(folder).parts)
+
+
+def unreadable(error: OSError) -> NoReturn:
+    """Raises the error for a folder that cannot be listed. os.walk leaves it out without a word, unless `onerror`."""
+    raise UserError(f"{error.filename} cannot be read ({error.strerror}): change its permissions, or move it away")
+
+
+def entries(folder: Path) -> list[Path]:
+    """Returns what is in a folder, sorted and without hidden names. Raises UserError, where Path.glob finds nothing."""
+    try:
+        return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+    except OSError as error:
+        unreadable(error)
 
 
 def missing(what: str, folder: Path, expected: str, stand_in: str, holds: str = "it") -> UserError:
@@ -125,6 +139,10 @@ def build_whole(folder: Path, build: Callable[[Path], T]) -> tuple[Path, T]:
         made = build(scratch)
         scratch.chmod(0o755)  # mkdtemp's folders are private
         return scratch.rename(folder), made
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):  # a write's error names no file
+            error.filename = str(folder)
+        raise
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 

@@ -24,7 +24,7 @@ from torchvision.datasets import ImageFolder
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from core import UserError
-from training.data import cached, damaged
+from training.data import cached, damaged, entries, unreadable
 from training.images import read_rgb
 
 T = TypeVar("T")
@@ -72,13 +72,13 @@ def pictures(root: Path, classes: Iterable[str]) -> tuple[list[str], list[str]]:
     Paths are relative to `root`.
 
     Raises:
-        UserError: Names a class without an image.
+        UserError: Names a class without an image, or a folder that cannot be read.
     """
     files, folders = list[str](), list[str]()
     for name in sorted(classes):
         before = len(files)
         walked = []
-        for folder, below, found in os.walk(root / name, followlinks=True):
+        for folder, below, found in os.walk(root / name, onerror=unreadable, followlinks=True):
             below[:] = [inner for inner in below if not inner.startswith(".")]
             walked.append((folder, found))
         for folder, found in sorted(walked):
@@ -155,7 +155,7 @@ LONGEST_LABEL = 20  # bytes
 
 def tars(folder: Path) -> list[Path]:
     """Returns the shards in a folder, without hidden files such as macOS' ._ files."""
-    return [path for path in folder.glob("*.tar") if not path.name.startswith(".")]
+    return [path for path in entries(folder) if path.suffix == ".tar"]
 
 
 class Shards:
@@ -167,7 +167,7 @@ class Shards:
     """
 
     def __init__(self, folder: Path):
-        shards = sorted(tars(folder))
+        shards = tars(folder)
         names = [shard.name for shard in shards]
         entries = lambda: ([entry for shard in shards for entry in _members(shard)], [])  # noqa: E731
         found = listed_once(folder, names, entries, lambda entry: _place(entry, folder, names))

@@ -5,6 +5,7 @@ import json
 import lzma
 import sys
 import types
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -25,6 +26,7 @@ from language.data import (
     held_out_batches,
     load_corpus,
     open_corpus,
+    open_text,
     open_wikitext2,
     pydoc_documents,
     train_batches,
@@ -32,6 +34,7 @@ from language.data import (
 )
 from language.prepare import (
     Documents,
+    encode_documents,
     prepare,
     read_documents,
     split_documents,
@@ -40,6 +43,7 @@ from language.prepare import (
     train_tokenizer,
 )
 from language.recipes import gpt2_pydoc_small
+from tests.damages import forbid, room
 from tests.scripts import run_script
 
 TOKENS = np.arange(1000, dtype=np.uint16)
@@ -305,6 +309,16 @@ def test_a_folder_stands_for_its_text_files_and_form_feeds_split_them(library):
     assert list(Documents(files, frozenset({0, 5}))) == [BOOKS[0], BOOKS[5]]
 
 
+def test_a_folder_that_cannot_be_read_is_named_unless_it_is_hidden(library: Path, monkeypatch: pytest.MonkeyPatch):
+    (library / ".trash").mkdir()
+    (library / ".trash" / "c.txt").write_text("removed")
+    forbid(library / ".trash", monkeypatch)
+    assert [file.name for file in text_files([library])] == ["a.txt", "b.txt.xz"]
+    forbid(library / "deep", monkeypatch)
+    with pytest.raises(UserError, match=f"^{library}/deep cannot be read .Permission denied.: change its permissions"):
+        text_files([library])
+
+
 def test_json_lines_are_a_document_each(tmp_path):
     lines = "".join(f"{json.dumps({'text': book, 'url': 'x'})}\n" for book in BOOKS)
     (tmp_path / "a.jsonl").write_text(lines + '\n{"text": " "}\n')
@@ -454,6 +468,37 @@ def test_the_command_prints_counts_and_fails_without_a_traceback(library, tmp_pa
     assert "train: 4 documents" in mistake.capfd.readouterr().out
     said = mistake(*command)
     assert said.startswith("error: ") and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("size", [300, 4000])
+def test_a_full_disk_names_the_folder_and_leaves_none(library: Path, tmp_path: Path, size: int):
+    """With 300 bytes the token files do not fit, and with 4000 the tokenizer does not."""
+    with room(size), pytest.raises(OSError, match="File too large") as caught:
+        prepare((library,), out=tmp_path / "out", vocab_size=300)
+    assert caught.value.filename == str(tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["library"]
+
+
+def test_a_full_disk_leaves_nothing_in_the_cache(cache: Path, tmp_path: Path):
+    for split in ("train", "val"):
+        (tmp_path / f"{split}.txt").write_text("".join(BOOKS))
+    tokenizer = train_tokenizer(BOOKS, 300)
+    with room(300), pytest.raises(UserError, match=r"the cache \S+ cannot be written .File too large.: set CO2_CACHE"):
+        open_text(tmp_path, tokenizer, 0)
+    corpus = open_text(tmp_path, tokenizer, 0)
+    assert tokenizer.decode(corpus.val[:-1]) == "".join(BOOKS)
+
+
+def test_room_that_returns_loses_no_token(tmp_path: Path):
+    def documents() -> Iterator[str]:
+        with room(300):
+            yield from BOOKS[:3]
+        yield from BOOKS[3:]
+
+    tokenizer = train_tokenizer(BOOKS, 300)
+    encode_documents(tokenizer, documents(), tmp_path / "some.bin")
+    encode_documents(tokenizer, BOOKS, tmp_path / "all.bin")
+    assert (tmp_path / "some.bin").read_bytes() == (tmp_path / "all.bin").read_bytes()
 
 
 def robertas(folder: Path) -> Path:

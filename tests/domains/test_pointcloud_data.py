@@ -1,5 +1,6 @@
 """Point-cloud sources, items and analytic surfaces; errors that name the file; the train script in one process."""
 
+import io
 import multiprocessing
 import sys
 from dataclasses import replace
@@ -17,6 +18,7 @@ from pointcloud.data import PointClouds, load_source, normalise
 from pointcloud.recipes import RECIPES
 from pointcloud.sources import Surfaces
 from pointcloud.train import main
+from tests.damages import forbid, room
 from tests.runs import logged, summary
 from training.data import data_root
 from training.run import Run
@@ -91,9 +93,23 @@ def test_a_packed_file_that_was_cut_is_named(shapenet: Path):
     np.save(file, np.load(file)[:-1])
     with pytest.raises(UserError, match=r"shapenet_train.npy has \d+ points, its .npz says .*pack shapenet` again"):
         load_source("shapenet", "train")
+    file.write_bytes(b"\x93NUMPY\x01\x00\x06\x00{'a': ")
+    with pytest.raises(UserError, match=r"shapenet_train.npy or its .npz cannot be read .TokenError"):
+        load_source("shapenet", "train")
+    pack.main("shapenet")
     file.with_suffix(".npz").unlink()
     with pytest.raises(UserError, match=r"shapenet_train.npy or its .npz cannot be read .*pack shapenet` again"):
         load_source("shapenet", "train")
+
+
+def test_a_full_disk_is_named_and_leaves_the_earlier_packing(shapenet: Path):
+    source, path = load_source("shapenet", "train"), shapenet / "shapenet_train.npy"
+    pack.pack(source, path)
+    before = {file.name: file.read_bytes() for file in shapenet.glob("shapenet_*")}
+    assert len(before) == 2
+    with room(1000), pytest.raises(UserError, match=f"^{path} cannot be written .File too large.: make room for 0.000"):
+        pack.pack(source, path)
+    assert {file.name: file.read_bytes() for file in shapenet.glob("shapenet_*")} == before
 
 
 def test_a_cloud_that_cannot_be_packed_is_named(shapenet: Path):
@@ -101,6 +117,13 @@ def test_a_cloud_that_cannot_be_packed_is_named(shapenet: Path):
     with pytest.raises(UserError, match=rf"^{path}: expected \S+ .n, 3., found float64 .5, 2."):
         pack.main("shapenet")
     assert not (shapenet / "shapenet_train.npy").exists()
+
+
+@pytest.mark.parametrize("name", ["", SYNSETS[1], f"{SYNSETS[1]}/train"])
+def test_a_folder_that_cannot_be_read_is_named(shapenet: Path, monkeypatch: pytest.MonkeyPatch, name: str):
+    forbid(folder := shapenet / "ShapeNetCore.v2.PC15k" / name, monkeypatch)
+    with pytest.raises(UserError, match=f"^{folder} cannot be read .Permission denied.: change its permissions"):
+        load_source("shapenet", "train")
 
 
 def test_modelnet10():
@@ -185,9 +208,16 @@ def with_value(value: float) -> np.ndarray:
     return cloud
 
 
+def archive() -> bytes:
+    np.savez(buffer := io.BytesIO(), points=random_cloud(0))
+    return buffer.getvalue()
+
+
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
+        (archive(), "cannot be read .ValueError: the magic string"),
+        (b"\x93NUMPY\x01\x00\x06\x00{'a': ", "cannot be read .TokenError"),
         (random_cloud(0, 31), "31 points, but the recipe needs 32"),
         (with_value(np.nan), "1 of 64 points are NaN or infinite"),
         (with_value(np.inf), "1 of 64 points are NaN or infinite"),
@@ -197,7 +227,7 @@ def with_value(value: float) -> np.ndarray:
         (b"no numpy file", "cannot be read"),
         (b"", "cannot be read"),
     ],
-    ids=["too few", "NaN", "inf", "shape", "integers", "one point", "garbage", "empty"],
+    ids=["archive", "header", "too few", "NaN", "inf", "shape", "integers", "one point", "garbage", "empty"],
 )
 def test_bad_clouds_name_their_file(content: np.ndarray | bytes, problem: str, shapenet: Path):
     path = shapenet / "ShapeNetCore.v2.PC15k" / SYNSETS[0] / "train" / "model1.npy"

@@ -16,7 +16,7 @@ from PIL import Image
 from timm.data.distributed_sampler import RepeatAugSampler
 
 from core import UserError
-from tests.damages import write_tar
+from tests.damages import forbid, write_tar
 from training.data import epoch_batches, mix
 from vision import data, index
 from vision.data import CPU, STATISTICS, Augmented, erasing_of, on_device, train_transform
@@ -208,6 +208,14 @@ def test_files_are_listed_once_and_again_when_they_change(folders: Path, monkeyp
     (folders / "train" / "b" / "1.JPEG").rename(folders / "train" / "b" / "2.JPEG")
     train, _ = data.load("imagenet")
     assert len(listed) == 3 and train.samples.samples[-1] == (str(folders / "train" / "b" / "2.JPEG"), 1)
+
+
+@pytest.mark.parametrize("name", ["train", "train/a", "train/a/deep"])
+def test_a_folder_that_cannot_be_read_is_named(folders: Path, monkeypatch: pytest.MonkeyPatch, name: str):
+    (folders / "train" / "a" / "deep").mkdir()
+    forbid(folders / name, monkeypatch)
+    with pytest.raises(UserError, match=f"^{folders / name} cannot be read .Permission denied.: change its perm"):
+        data.load("imagenet")
 
 
 def test_classes_that_differ_are_named(folders: Path):

@@ -24,8 +24,8 @@ LOADS: dict[tuple[str, str], dict[str, bool]] = {
     # Lightning's own reading, with the weights_only that the user gives to its Trainer
     ("core/integrations/lightning.py", "super().load_checkpoint"): {},
     ("training/data.py", "numpy.load"): NO_PICKLE,
-    ("pointcloud/pack.py", "numpy.load"): NO_PICKLE,
-    ("pointcloud/sources.py", "numpy.load"): NO_PICKLE,
+    ("pointcloud/pack.py", "numpy.lib.format.open_memmap"): {},  # it refuses arrays of objects
+    ("pointcloud/sources.py", "numpy.lib.format.read_array"): NO_PICKLE,
     # no pickle, and what it says of code is checked in language.pretrained.LOCAL
     ("language/pretrained.py", "transformers.AutoConfig.from_pretrained"): {},
     ("language/pretrained.py", "transformers.AutoModelForCausalLM.from_pretrained"): {"use_safetensors": True},
@@ -51,7 +51,7 @@ LOADERS = {
     "load_state_dict_from_url", "load_dataset", "read_pickle", "extract", "extractall", "unpack_archive", "system",
     "popen", "getoutput", "getstatusoutput", "create_subprocess_shell", "run_path", "run_module", "fromfile",
     "TaskManager", "SourceFileLoader", "exec_module", "interact", "all_gather_object", "gather_object",
-    "broadcast_object_list", "scatter_object_list", "recv_object_list",
+    "broadcast_object_list", "scatter_object_list", "recv_object_list", "read_array", "open_memmap",
 }  # fmt: skip
 HARMLESS = ("json.", "tomllib.", "tl.", "triton.language.", "numpy.fromfile")
 OWN = {  # functions of the project that are called load, or popen, and lead to calls in the list
