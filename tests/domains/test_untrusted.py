@@ -98,7 +98,7 @@ def test_lines_of_other_types_are_left_out_and_the_others_kept(tmp_path: Path):
     good = [json.dumps({"step": step, "seconds": 1.0 * step, "loss": float("nan")}) + "\n" for step in (1, 2, 3, 40)]
     bad = [content + "\n" for content in TEXTS.values() if isinstance(content, str)]
     (tmp_path / "metrics.jsonl").write_text("".join([*bad, *good[:2], *bad, *good[2:]]))
-    assert collect.logged_times(tmp_path) == [(1, 1.0), (2, 2.0), (3, 3.0), (40, 40.0)]
+    assert collect.logged(tmp_path, "seconds") == [(1, 1.0), (2, 2.0), (3, 3.0), (40, 40.0)]
     folder._cut(tmp_path / "metrics.jsonl", 10)
     assert (tmp_path / "metrics.jsonl").read_text() == "".join(good[:3])
 
