@@ -137,6 +137,11 @@ def test_a_store_that_goes_away_and_half_of_an_environment_are_one_line(monkeypa
     said = "^RANK is set, but not WORLD_SIZE, MASTER_ADDR, MASTER_PORT: start the workers with torchrun"
     with pytest.raises(UserError, match=said):
         join(torch.device("cpu"), 5.0, {})
+    monkeypatch.delenv("RANK")
+    assert not join(torch.device("cpu"), 5.0, {})
+    monkeypatch.setenv("WORLD_SIZE", "4")  # this worker alone would train on a quarter of each batch
+    with pytest.raises(UserError, match="^WORLD_SIZE=4 is set, but not RANK: start the workers with torchrun, or unset"):
+        join(torch.device("cpu"), 5.0, {})
 
 
 ENVIRONMENTS = [
