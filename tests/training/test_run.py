@@ -24,6 +24,7 @@ from core.testing import run_distributed
 from tests.runs import Loop, rows, summary
 from training.data import generator
 from training.evaluate import evaluate_run
+from training.fixed import Fixed
 from training.folder import RoundLog, table
 from training.optim import OptimConfig
 from training.recipe import Recipe
@@ -65,6 +66,21 @@ def test_resume_goes_on_bit_for_bit(tmp_path: Path):
     assert all(torch.equal(a, b) for a, b in zip(whole, resumed, strict=True))
     other = train(tmp_path / "other", 19)
     assert not all(torch.equal(a, b) for a, b in zip(whole, other, strict=True)), "the comparison must be able to fail"
+
+
+def test_a_resume_on_data_that_give_another_length_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    train(tmp_path / "now", 12, crash_at=6)
+    said = r"is a run of 12 steps, .* and with these data it has 15: restore the data, add --extend .* another --out"
+    with pytest.raises(UserError, match=said):
+        train(tmp_path / "now", 15, resume=True)
+    train(tmp_path / "now", 15, crash_at=9, resume=True, extend=True)
+    train(tmp_path / "now", 18, resume=True)  # --extend stays set
+    counted = Fixed._counted
+    monkeypatch.setattr(Fixed, "_counted", lambda self: {k: v for k, v in counted(self).items() if k != "total"})
+    train(tmp_path / "older", 12, crash_at=6)
+    monkeypatch.undo()
+    train(tmp_path / "older", 15, resume=True)
+    assert summary(tmp_path / "older")["steps"] == 15
 
 
 def test_a_run_folder_is_complete_shown_as_a_table_and_never_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture):
