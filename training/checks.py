@@ -195,8 +195,6 @@ def check_start(recipe: Recipe, workers: int | None) -> int:
     """
     many = workers or 1
     share = per_worker(recipe.batch_size, recipe.data_workers(many))
-    if recipe.elastic:
-        per_worker(recipe.batch_size, many)
     recipe.check_share(many)
     if recipe.optim.name == "muon" and (recipe.zero or recipe.layout):
         given = f"layout={recipe.layout}" if recipe.layout else f"zero={recipe.zero}"

@@ -8,11 +8,12 @@ import contextlib
 import dataclasses
 import errno
 import fcntl
-import multiprocessing
+import multiprocessing.queues
 import os
 import random
 import shutil
 import signal
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
@@ -314,7 +315,7 @@ def load_batches(
             num_workers=workers,
             collate_fn=collate,
             pin_memory=torch.cuda.is_available(),
-            worker_init_fn=_leave_signals,
+            worker_init_fn=_begin_loading,
             generator=torch.Generator(),  # else the loader would draw from the generator of the model's dropout
             persistent_workers=kept,
         )
@@ -328,10 +329,19 @@ def load_batches(
         raise UserError(str(error).strip().rpartition("UserError: ")[2]) from None
 
 
-def _leave_signals(_: int) -> None:
-    """Makes a loading process ignore stop signals, which may go to all processes. It ends with its worker."""
+def _begin_loading(_: int) -> None:
+    """Makes a loading process ignore stop signals, which may go to all processes. It ends with its worker.
+
+    It also ends if it cannot hand over a batch. Otherwise its worker would wait for that batch forever.
+    """
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+    multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(_not_handed_over)  # pyright: ignore
+
+
+def _not_handed_over(error: Exception, _: Any) -> None:
+    print(f"a loading process ends: {reason(error)}", file=sys.stderr, flush=True)
+    os._exit(1)
 
 
 @atexit.register  # runs before multiprocessing's own handler, which would wait for processes that ignore its SIGTERM

@@ -207,7 +207,7 @@ class Elastic:
         state = self._trained.state_dict() | self._trained.state_of_method(self.method.state_dict())
         self.rounds.read()
         totals = vars(self.rounds.overlap) | {"seconds": self.run.clock.seconds}
-        return state | {"step": self.drawn, "deal": asdict(self.deal), "totals": totals}
+        return state | {"step": self.drawn, "total": self.run.total, "deal": asdict(self.deal), "totals": totals}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continues from `state`. The optimizer's state is the sender's; this worker keeps its own random state."""
@@ -237,12 +237,13 @@ class Elastic:
 
     def _found(self) -> None:
         """Starts the first worker afresh, or from the newest checkpoint, also after all workers were lost."""
-        run, number = self.run, self.members.generation
+        run, number, before = self.run, self.members.generation, None
         goes_on = run.recipe.resume or number > 1
         if goes_on and (found := checkpoint.load_newest(self.folder.checkpoints, rank=0, alone=True)):
             self.restore(found[0])
+            before = found[0].get("total")
             self.deal = self.deal.again(number, self.drawn, run.world_size, self.samples, self.share)
-        self.folder.begin(run.step, run.total)
+        self.folder.begin(run.step, run.total, before)
 
     # -- changes ----------------------------------------------------------------------------------------------
 

@@ -15,6 +15,8 @@ import tyro
 from torch import nn
 
 from core.checkpoint import finished
+from core.errors import UserError
+from core.stored import reason
 from training.data import paths_from_home
 from training.folder import settings, table
 from training.progress import Progress
@@ -59,6 +61,8 @@ def evaluate_run(kind: type[R], open_task: Open[R], prog: str, options: Any = Ev
     """Runs the command `prog` of the task with these recipes."""
     given = paths_from_home(tyro.cli(options, prog=prog, console_outputs=rank() == 0))
     recipe = read_recipe(given.run, kind)
+    if given.out and rank() == 0:
+        _check_file(given.out)
     workers = read_config(given.run)["world_size"]  # each worker's batches keep their size
     share = max(1, recipe.batch_size // workers)
     recipe = dataclasses.replace(recipe, batch_size=share * world_size(), device=given.device, link_mbit=None)
@@ -78,3 +82,15 @@ def evaluate_run(kind: type[R], open_task: Open[R], prog: str, options: Any = Ev
             given.out.write_text(json.dumps(results, indent=2) + "\n")
     if made:
         dist.destroy_process_group()
+
+
+def _check_file(out: Path) -> None:
+    """Makes the folder of `out`, and refuses a file that cannot be written, before the evaluation takes its time."""
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        fresh = not out.exists()
+        out.open("a").close()
+        if fresh:
+            out.unlink()
+    except OSError as error:
+        raise UserError(f"out={out}: cannot be written ({reason(error)}): give another file") from None

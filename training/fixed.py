@@ -40,6 +40,7 @@ class Fixed:
         self.mesh: DeviceMesh | None = None
         self._saver: checkpoint.Saver | None = None
         self._made_group = False
+        self._total_before: int | None = None  # of the checkpoint that the run resumes
         self._hand_over: Callable[[], None] = lambda: None  # completes a checkpoint with the method's part
 
     def meet(self) -> None:
@@ -98,7 +99,7 @@ class Fixed:
         """Resumes if the recipe says so. Returns the seconds of training that led to the state."""
         self._trained, self._hand_over = trained, trained.hand_over
         seconds = self._resume() if self.run.recipe.resume else 0.0
-        self.folder.begin(self.run.step, self.run.total)
+        self.folder.begin(self.run.step, self.run.total, self._total_before)
         return seconds
 
     def batches(self, make: Callable[[Any, int, int, int, int], Iterator[T]], start: int, total: int) -> Iterator[T]:
@@ -148,13 +149,14 @@ class Fixed:
     def _counted(self) -> dict[str, Any]:
         """Returns a checkpoint's counters of the loop and the log."""
         run, totals = self.run, vars(self.rounds.overlap) | {"seconds": self.run.clock.seconds}
-        return {"step": run.step, "means": run.means.state_dict(), "totals": totals}
+        return {"step": run.step, "total": run.total, "means": run.means.state_dict(), "totals": totals}
 
     def _count_on(self, state: dict[str, Any]) -> float:
         """Continues from those counters. Returns the seconds of training that led to them."""
         vars(overlap := self.rounds.overlap).update({name: state["totals"][name] for name in vars(overlap)})
         self.run.means.load_state_dict(state["means"])
         self.run.step = int(state["step"])
+        self._total_before = state.get("total")
         return state["totals"]["seconds"]
 
     def saved(self) -> bool:

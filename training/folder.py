@@ -158,6 +158,7 @@ class RunFolder:
 
     Attributes:
         attempt: A text that the workers of one start share.
+        extends: Whether the length of the run may change when it resumes.
         writer: TensorBoard's writer, on rank 0.
     """
 
@@ -167,6 +168,7 @@ class RunFolder:
         self.path, self.clock = path.expanduser(), clock
         self.checkpoints = self.path / "checkpoints"
         self.attempt = ""
+        self.extends = True
         self.writes = rank == 0
         self._lock: IO[str] | None = None
         self._resumed: dict[str, Any] | None = None  # new content of config.json, if the run resumes
@@ -188,7 +190,7 @@ class RunFolder:
             except (OSError, ValueError) as error:  # ValueError for a name that no file can have
                 reason = getattr(error, "strerror", None) or error
                 refusal = f"{self.path} cannot be written ({reason}): choose another --out"
-        refusal, self.attempt = of_all((refusal, secrets.token_hex(4)))[0]
+        refusal, self.attempt, self.extends = of_all((refusal, secrets.token_hex(4), self.extends))[0]
         if refusal:
             self.close()
             raise UserError(refusal)
@@ -227,6 +229,7 @@ class RunFolder:
                 return refusal
         else:
             _replace(file, _json(made_of))  # replaces the file of a failed start
+        self.extends = made_of["recipe"]["extend"]
         if recipe.tracker:
             self._tracker = Tracker(recipe.tracker, self.path, made_of, resume=self._resumed is not None)
         return ""
@@ -236,15 +239,26 @@ class RunFolder:
         measured = metrics.exists() and metrics.stat().st_size > 0
         return measured or any(self.checkpoints.glob("step*"))
 
-    def begin(self, step: int, total: int) -> None:
+    def begin(self, step: int, total: int, before: int | None = None) -> None:
         """Continues after `step`: removes later lines of the log, and the summary.
 
+        Args:
+            step: Number of steps taken.
+            total: Number of steps of the run.
+            before: The total that the checkpoint holds, if there is one.
+
         Raises:
-            UserError: If `total` is less than `step`.
+            UserError: If `total` is less than `step`, or another one than before.
         """
         if step > total:
             remedy = "give more --epochs with --extend, or choose another --out"
             raise UserError(f"{self.path} has done {step} steps, and a run of this length has {total}: {remedy}")
+        if before not in (None, total) and not self.extends:
+            raise UserError(
+                f"{self.path} is a run of {before} steps, which its learning rate has followed, and with these data it "
+                f"has {total}: restore the data, add --extend to stretch the schedule from here on, or choose another "
+                "--out"
+            )
         if not self.writes:
             return
         from torch.utils.tensorboard import SummaryWriter  # imported here, because only rank 0 needs it

@@ -105,28 +105,31 @@ def make_optimizer(
 
 def of_timm(groups: list[dict[str, Any]], config: OptimConfig) -> torch.optim.Optimizer:
     """Returns timm's optimizer of that name, with betas and eps only if they are not the defaults here."""
-    from timm.optim import create_optimizer_v2, list_optimizers
-
-    import training.prepared  # noqa: F401, timm is imported here, because it takes seconds
-
-    if config.name not in (known := list_optimizers()):
+    optim = _timm_optim()
+    if config.name not in (known := optim.list_optimizers()):
         near = ", ".join(difflib.get_close_matches(config.name, [*OWN, *known], n=3)) or ", ".join(OWN)
         raise UserError(f"optim name={config.name!r}: neither ours nor timm's; did you mean {near}?")
     given = {key: value for key in ("betas", "eps") if (value := getattr(config, key)) != getattr(OptimConfig, key)}
-    return create_optimizer_v2(groups, config.name, config.lr, momentum=config.momentum, **given)
+    return optim.create_optimizer_v2(groups, config.name, config.lr, momentum=config.momentum, **given)
 
 
 def layer_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:
     """Returns timm's groups for layer_decay, each with its peak learning rate."""
-    from timm.optim import param_groups_layer_decay
-
-    import training.prepared  # noqa: F401
-
     named = config.undecayed is not None
     spared = [f"*{part}*" for part in config.undecayed or ()] if named else getattr(model, "no_weight_decay", set)()
     how = {"no_weight_decay_list": spared, "weight_decay_exclude_1d": not named, "layer_decay": config.layer_decay}
-    groups = param_groups_layer_decay(model, config.weight_decay, **how)
+    groups = _timm_optim().param_groups_layer_decay(model, config.weight_decay, **how)
     return [{k: g[k] for k in ("params", "weight_decay")} | {"lr": config.lr * g["lr_scale"]} for g in groups]
+
+
+def _timm_optim() -> Any:
+    """Returns timm.optim. It is imported on first use, because timm takes seconds to import."""
+    import training.prepared  # noqa: F401
+
+    # isort: split
+    import timm.optim
+
+    return timm.optim
 
 
 class MuonAdamW(torch.optim.Optimizer):

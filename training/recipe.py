@@ -176,7 +176,7 @@ class Recipe(OfMethods):
             if abs(value) > LARGEST:
                 raise UserError(f"{name}={value}: give {LARGEST} or less")
         check_settings(self.method, self.co2, shard=self.shard, offload=self.offload, **self.own_settings)
-        whole = self.method != "zo" and self.zero < 2 and not getattr(self, "layout", "")
+        whole = self.method != "zo" and self.zero < 2 and not self.layout
         for name in ("ema", "precision"):
             if (value := getattr(self, name)) not in (None, "float32", "bfloat16") and not whole:
                 raise UserError(f"{name}={value} does not go with method zo, zero above 1 or a layout: leave it out")

@@ -259,10 +259,6 @@ class Run(Progress):
             shown |= {"hidden": f"{overlap.hidden_share:.0%}", "link": f"{overlap.link_mbit:.4g}Mbit/s"}
             bar.set_postfix(shown, refresh=False)
 
-    def log(self, **scalars: float | Tensor) -> None:
-        """Writes one line of metrics.jsonl and TensorBoard's scalars, at the current step."""
-        self.folder.log(self.step, scalars)
-
     def log_evaluation(self, results: dict[str, float]) -> None:
         """Logs the results of an evaluation, of the `shared` model or of each worker's `own`."""
         self.rounds.read()  # keeps the lines in the order of steps

@@ -1,5 +1,5 @@
-"""How a script ends. A user's mistake or a full disk ends in one line for all workers, without a traceback. A signal to
-any worker ends the run of all workers, which then save and can be resumed.
+"""How a script ends. A user's mistake, a full disk or too little memory ends in one line, without a traceback. A signal
+to any worker ends the run of all workers, which then save and can be resumed.
 """
 
 import contextlib
@@ -49,6 +49,10 @@ def launch(main: Callable[[], None]) -> None:
             raise
         remedy = "make room or choose another --out" if error.errno in OF_THE_DISK else "give another file or folder"
         _fail(f"{error.filename or 'the run folder'}: {error.strerror}; {remedy}")
+    except (RuntimeError, MemoryError) as error:
+        if not (line := _of_memory(error)):
+            raise
+        _fail(line, status=1)
     except SystemExit as stop:
         if stop.code:
             refuse(f"its options are refused, {' '.join(sys.argv[1:])}")
@@ -64,6 +68,18 @@ def _of_a_thread(before: Callable[[Any], Any], args: Any) -> None:
     """Silences TensorBoard's thread. Its error is raised again when the next line is written."""
     if type(args.thread).__name__ != "_AsyncWriterThread":
         before(args)
+
+
+def _of_memory(error: Exception) -> str:
+    """Returns a line with a remedy for an error that too little memory has caused, or "" for any other error."""
+    first, *_, last = 2 * (str(error).strip().splitlines() or [type(error).__name__])
+    if "shared memory" in last or "DataLoader worker" in last:  # torch puts a loading process's traceback before it
+        remedy = "make /dev/shm larger (docker run --shm-size), or give --loader_workers 0"
+        return f"the loading processes failed ({last.partition('. ')[0]}): {remedy}"
+    if isinstance(error, MemoryError) or "out of memory" in first or "can't allocate memory" in first:
+        remedy = "give a smaller --batch_size, --accumulate or --recompute; --dry_run counts the memory of a step"
+        return f"{first.partition('. GPU')[0]}: {remedy}"  # torch lists what is in use behind it
+    return ""
 
 
 def _fail(reason: str, status: int = 2) -> None:

@@ -166,6 +166,9 @@ def join(device: torch.device, timeout: float, settings: dict[str, Any]) -> bool
         failure.register()
         return False
     if "RANK" not in os.environ:
+        if (workers := world_size()) > 1:
+            remedy = "start the workers with torchrun, or unset WORLD_SIZE"
+            raise UserError(f"WORLD_SIZE={workers} is set, but not RANK: {remedy}")
         return False
     if absent := [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
         raise UserError(f"RANK is set, but not {', '.join(absent)}: start the workers with torchrun, or unset RANK")

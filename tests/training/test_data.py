@@ -235,6 +235,21 @@ def test_loading_processes_outlive_the_signals_that_stop_a_run(number: signal.Si
     assert seen + [batch.item() for batch in batches] == list(range(40))
 
 
+def test_a_batch_that_a_loading_process_cannot_hand_over_is_an_error_and_no_wait():
+    def waits(*_: Any) -> None:
+        raise TimeoutError
+
+    batches = load_batches(torch.arange(2), iter([[0]]), 1, collate=lambda _: lambda: 0)  # type: ignore[arg-type]
+    before = signal.signal(signal.SIGALRM, waits)
+    signal.alarm(30)
+    try:
+        with pytest.raises(RuntimeError, match="DataLoader worker .*exited unexpectedly"):
+            next(batches)
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
 def test_evaluations_keep_their_loading_processes():
     def evaluate(count: int = 9, workers: int = 2) -> tuple[list[int], set[int | None]]:
         batches = load_batches(torch.arange(9), iter([[i] for i in range(count)]), workers, keeper=keeper)  # type: ignore[arg-type]

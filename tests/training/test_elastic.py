@@ -149,7 +149,7 @@ def toy(folder: str, where: str, who: str, resume: bool, pace: float) -> None:
     def evaluate() -> float:
         dies("evaluation")
         total, count = run.sum(sum(p.sum().item() for p in loop.model.parameters()), 1.0)
-        run.log(mean=total / count)
+        run.folder.log(run.step, {"mean": total / count})
         return total / count
 
     with Run(recipe) as run:

@@ -66,7 +66,7 @@ def toy(folder: str, how: str, harm: tuple[str, int, int] | None = None, comes: 
     def evaluate() -> float:
         harmed("evaluation")
         total, count = run.sum(sum(p.sum().item() for p in loop.model.parameters()), 1.0)
-        run.log(mean=total / count)
+        run.folder.log(run.step, {"mean": total / count})
         return total / count
 
     trace, seen = {}, list[Any]()

@@ -1,5 +1,6 @@
 """Optimisers and schedules; micro-batches and recomputed activations give the gradient of the whole batch."""
 
+import builtins
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -50,6 +51,15 @@ def test_weight_decay_spares_biases_norms_and_what_a_model_or_a_recipe_names():
     decayed, spared = make_optimizer(model(), OptimConfig(weight_decay=0.5, undecayed=("bias",))).param_groups
     assert [p.shape for p in spared["params"]] == [(3,), (3,)] and spared["weight_decay"] == 0.0
     assert len(decayed["params"]) == 2
+
+
+@pytest.mark.parametrize("config", [OptimConfig("lamb"), OptimConfig(layer_decay=0.75)])
+def test_torchvision_is_prepared_before_timm_is_imported(config: OptimConfig, monkeypatch: pytest.MonkeyPatch):
+    asked, do_import = [], builtins.__import__
+    monkeypatch.setattr(builtins, "__import__", lambda name, *a: asked.append(name) or do_import(name, *a))
+    make_optimizer(model(), config)
+    monkeypatch.undo()
+    assert next(name for name in asked if name.startswith(("timm", "training.prepared"))) == "training.prepared"
 
 
 def test_optimisers_are_fused_on_a_gpu_alone(monkeypatch: pytest.MonkeyPatch):

@@ -23,6 +23,8 @@ from core.local_update import LocalUpdateMethod
 from core.testing import run_distributed
 from tests.runs import Loop, rows, summary
 from training.data import generator
+from training.evaluate import evaluate_run
+from training.fixed import Fixed
 from training.folder import RoundLog, table
 from training.optim import OptimConfig
 from training.recipe import Recipe
@@ -66,6 +68,21 @@ def test_resume_goes_on_bit_for_bit(tmp_path: Path):
     assert not all(torch.equal(a, b) for a, b in zip(whole, other, strict=True)), "the comparison must be able to fail"
 
 
+def test_a_resume_on_data_that_give_another_length_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    train(tmp_path / "now", 12, crash_at=6)
+    said = r"is a run of 12 steps, .* and with these data it has 15: restore the data, add --extend .* another --out"
+    with pytest.raises(UserError, match=said):
+        train(tmp_path / "now", 15, resume=True)
+    train(tmp_path / "now", 15, crash_at=9, resume=True, extend=True)
+    train(tmp_path / "now", 18, resume=True)  # --extend stays set
+    counted = Fixed._counted
+    monkeypatch.setattr(Fixed, "_counted", lambda self: {k: v for k, v in counted(self).items() if k != "total"})
+    train(tmp_path / "older", 12, crash_at=6)
+    monkeypatch.undo()
+    train(tmp_path / "older", 15, resume=True)
+    assert summary(tmp_path / "older")["steps"] == 15
+
+
 def test_a_run_folder_is_complete_shown_as_a_table_and_never_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture):
     """The table has units behind the numbers; TensorBoard has the settings beside the results."""
     train(tmp_path, 6)
@@ -91,6 +108,26 @@ def test_a_run_folder_is_complete_shown_as_a_table_and_never_overwritten(tmp_pat
     assert [event.value for event in events.Scalars("summary/steps")] == [6]
     with pytest.raises(UserError, match="holds a run: add --resume"):
         train(tmp_path, 6)
+
+
+def test_an_evaluation_writes_to_a_new_folder_or_refuses_before_it_begins(tmp_path, monkeypatch):
+    train(tmp_path / "run", 3)
+    opened = []
+
+    def open_task(recipe: Toy) -> Any:
+        opened.append(recipe)
+        return nn.Sequential(nn.Linear(4, 4)), lambda run: {"loss": 1.0}
+
+    def evaluate(out: Path) -> None:
+        monkeypatch.setattr("sys.argv", ["toy", str(tmp_path / "run"), "--device", "cpu", "--out", str(out)])
+        evaluate_run(Toy, open_task, "toy.evaluate")
+
+    evaluate(out := tmp_path / "new" / "folder" / "results.json")
+    assert json.loads(out.read_text()) == {"loss": 1.0} and len(opened) == 1
+    for bad, said in ((out / "results.json", "File exists|Not a directory"), (out.parent, "Is a directory")):
+        with pytest.raises(UserError, match=rf"out={bad}: cannot be written \(({said})\): give another file"):
+            evaluate(bad)
+    assert len(opened) == 1 and [*out.parent.iterdir()] == [out]
 
 
 def test_a_compiled_model_trains_alike_and_its_checkpoints_are_any_models(tmp_path, monkeypatch):

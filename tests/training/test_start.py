@@ -137,6 +137,11 @@ def test_a_store_that_goes_away_and_half_of_an_environment_are_one_line(monkeypa
     said = "^RANK is set, but not WORLD_SIZE, MASTER_ADDR, MASTER_PORT: start the workers with torchrun"
     with pytest.raises(UserError, match=said):
         join(torch.device("cpu"), 5.0, {})
+    monkeypatch.delenv("RANK")
+    assert not join(torch.device("cpu"), 5.0, {})
+    monkeypatch.setenv("WORLD_SIZE", "4")  # this worker alone would train on a quarter of each batch
+    with pytest.raises(UserError, match="^WORLD_SIZE=4 is set, but not RANK: start the workers with torchrun,"):
+        join(torch.device("cpu"), 5.0, {})
 
 
 ENVIRONMENTS = [
@@ -246,6 +251,39 @@ def test_a_disk_that_is_full_under_tensorboard_is_one_line(tmp_path: Path):
     assert done.returncode == 2, done.stderr
     (line,) = [line for line in done.stderr.splitlines() if "error" in line.lower() or "Traceback" in line]
     assert line.startswith("error: ") and "File too large; make room or choose another --out" in line
+
+
+TOO_LITTLE = [
+    (
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79 GiB"),
+        "CUDA out of memory. Tried to allocate 20.00 GiB: give a smaller --batch_size, --accumulate or --recompute",
+    ),
+    (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to"), "DefaultCPUAllocator: can't allocate"),
+    (MemoryError(), "MemoryError: give a smaller --batch_size"),
+    (
+        RuntimeError("Caught RuntimeError\nRuntimeError: unable to allocate shared memory(shm): No space left (28)\n"),
+        "the loading processes failed (RuntimeError: unable to allocate shared memory(shm): No space left (28)): make "
+        "/dev/shm larger (docker run --shm-size), or give --loader_workers 0\n",
+    ),
+    (
+        RuntimeError("DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that workers are out "),
+        "the loading processes failed (DataLoader worker (pid 7) is killed by signal: Bus error): make /dev/shm larger",
+    ),
+]
+
+
+@pytest.mark.parametrize(("error", "said"), TOO_LITTLE)
+def test_too_little_memory_is_one_line(error: Exception, said: str, monkeypatch, capfd: pytest.CaptureFixture):
+    def raises(other: Exception) -> None:
+        raise other
+
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    with pytest.raises(SystemExit) as ended:
+        launch(lambda: raises(error))
+    written = capfd.readouterr().err
+    assert ended.value.code == 1 and written.startswith(f"error: {said}") and written.count("\n") == 1
+    with pytest.raises(RuntimeError, match="of another kind"):
+        launch(lambda: raises(RuntimeError("of another kind")))
 
 
 def test_workers_of_one_launcher_say_a_line_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
