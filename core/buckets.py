@@ -478,7 +478,7 @@ def refuse_shared_storage(params: Sequence[Tensor]) -> None:
 
 
 def overlapping(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor | None:
-    """Returns the first tensor whose addresses overlap with those of any of `others`, or None."""
+    """Returns the first tensor whose memory overlaps with a tensor of `others`, or None."""
     spans = sorted(_span(t) for t in others if t.numel())
     for t in tensors:
         device, start, end = _span(t)
