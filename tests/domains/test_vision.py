@@ -129,6 +129,7 @@ def test_pictures_are_large_and_name_both_labels():
     assert [t.get_text() for t in titles[:2]] == ["true 3\npredicted 5", "true 1\npredicted 1"]
     assert titles[0].get_color() != titles[1].get_color()  # a mistake is seen
     assert figure.axes[0].get_window_extent().height > 100  # pixels, of an image of 8
+    labelled(images[:1], torch.tensor([0]), torch.tensor([0]), ("$1^$",)).savefig(io.BytesIO())  # no formula
 
 
 def test_the_demos_table_holds_ratios_against_ddp():
