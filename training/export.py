@@ -87,7 +87,12 @@ def write(task: Exporter[R], recipe: R, model: nn.Module, out: Path) -> None:
             fresh = Path(scratch, out.name)
             _write(task, recipe, model, fresh, out)
             share(fresh)
-            fresh.rename(out)
+            made = sorted(Path(scratch).iterdir(), key=lambda path: path != fresh)  # `out` first
+            for path in made:
+                if (out.parent / path.name).exists():
+                    raise UserError(f"{out.parent / path.name} is already there: give {out.name} another name")
+            for path in made:
+                path.rename(out.parent / path.name)
     except UserError:
         raise
     except Exception as error:  # safetensors, tokenizers and torch wrap the system's error in their own
@@ -100,7 +105,7 @@ def _write(task: Exporter[R], recipe: R, model: nn.Module, fresh: Path, out: Pat
 
         save_model(model, str(fresh), metadata={"format": "pt"})
     elif out.suffix == ".pth":
-        more = task.beside(recipe, model, out) if task.beside else {}
+        more = task.beside(recipe, model, fresh) if task.beside else {}
         with fresh.open("wb") as file:  # whose errors name the system's reason
             torch.save({"state_dict": model.state_dict()} | more, file)
     elif out.suffix == ".pt2":
