@@ -22,7 +22,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from core.errors import UserError
-from core.stored import parse_json
+from core.stored import parse_json, reason
 from language.finetune_recipes import FinetuneRecipe, LoraConfig
 from language.model import blocks_of
 from training.data import mix, seeded, share
@@ -165,10 +165,14 @@ def write_model(model: nn.Module, tokenizer: Any, target: Path) -> None:
     fresh, old = (target.with_name(f".{target.name}.{what}") for what in ("tmp", "old"))
     for path in (fresh, old):
         shutil.rmtree(path, ignore_errors=True)
-    fresh.mkdir(parents=True)
-    model.save_pretrained(fresh)  # pyright: ignore
-    tokenizer.save_pretrained(fresh)
-    share(fresh)
+    try:
+        fresh.mkdir(parents=True)
+        model.save_pretrained(fresh)  # pyright: ignore
+        tokenizer.save_pretrained(fresh)
+        share(fresh)
+    except Exception as error:  # safetensors and tokenizers wrap the system's error in their own
+        shutil.rmtree(fresh, ignore_errors=True)
+        raise UserError(f"{target}: cannot be written ({reason(error)}): make room, and give --resume") from None
     if target.exists():
         os.replace(target, old)
     os.replace(fresh, target)

@@ -23,7 +23,7 @@ from pointcloud.data import PointClouds
 from pointcloud.losses import chamfer_distance, earth_mover_distance
 from pointcloud.model import Autoencoder, MaskedAutoencoder
 from training.cost import Work
-from training.data import generator, steps_per_epoch
+from training.data import generator, printable, steps_per_epoch
 from training.elastic import repeated
 from training.optim import Scalars, backward_in_parts, make_optimizer, make_schedule, recompute
 from training.run import Run
@@ -177,7 +177,8 @@ def draw_clouds(rows: Mapping[str, Sequence[np.ndarray]], labels: Sequence[str],
             axes.set(xlim=(-0.8, 0.8), ylim=(-0.8, 0.8), zlim=(-0.8, 0.8))
             axes.set_box_aspect((1, 1, 1), zoom=1.15)
             axes.set_axis_off()
-            axes.set_title(f"{labels[column]}: {name}" if row == 0 else name, fontsize=8, y=0.99)
+            title = f"{printable(labels[column])}: {name}" if row == 0 else name
+            axes.set_title(title, fontsize=8, y=0.99, parse_math=False)  # a class may be named $1^$
     figure.subplots_adjust(0, 0, 1, 0.9, 0, 0.08)
     canvas.draw()
     return np.asarray(canvas.buffer_rgba())[..., :3].copy()

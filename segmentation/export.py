@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 from mmengine.config import Config
+from mmseg.datasets import BaseSegDataset
+from mmseg.registry import DATASETS
 from torch import nn
 
-from segmentation.data import CROP, EVAL_BATCH, NUM_CLASSES, build_dataset, dataset_config
+from segmentation.data import CROP, EVAL_BATCH, NUM_CLASSES, dataset_config
 from segmentation.model import upernet
 from segmentation.recipes import SegmentationRecipe
 from segmentation.train import make_model
@@ -51,7 +53,10 @@ def test_config(recipe: SegmentationRecipe) -> dict[str, Any]:
 def beside(recipe: SegmentationRecipe, model: nn.Module, out: Path) -> dict[str, Any]:  # noqa: ARG001
     """Writes OUT.py. Returns the classes' names and colors, which mmseg's tools read."""
     Config(test_config(recipe)).dump(out.with_suffix(".py"))
-    return {"meta": {"dataset_meta": dict(build_dataset(recipe.dataset, "val").metainfo)}}
+    kind: Any = DATASETS.get(dataset_config(recipe.dataset, "val")["type"])
+    names = {"metainfo": dict(kind.METAINFO), "reduce_zero_label": recipe.dataset == "ade20k"}
+    empty = BaseSegDataset(**names, lazy_init=True)  # reads no images, and makes a palette where there is none
+    return {"meta": {"dataset_meta": dict(empty.metainfo)}}
 
 
 TASK = Exporter(

@@ -5,6 +5,7 @@ The end of OUT's name chooses the format. Every task writes *.safetensors, *.pth
 
 from __future__ import annotations
 
+import io
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from core.errors import UserError
 from core.stored import reason
-from training.data import build_whole, paths_from_home, share
+from training.data import paths_from_home, share
 from training.recipe import Recipe
 from training.weights import Weights, load_weights, read_recipe, read_weights
 
@@ -77,26 +78,36 @@ def export_run(task: Exporter[R], prog: str) -> None:
 
 
 def write(task: Exporter[R], recipe: R, model: nn.Module, out: Path) -> None:
-    """Writes the model to `out`, in the format that its name says."""
+    """Writes the model to `out`, in the format that its name says. Files appear when all are complete."""
     if out.exists():
         raise UserError(f"{out} is already there: give a new name")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=out.parent).close()
-        _write(task, recipe, model, out)
-        share(out)
-    except OSError as error:
-        raise UserError(f"{out}: cannot be written ({reason(error)}): give another place") from None
+        with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as scratch:
+            fresh = Path(scratch, out.name)
+            _write(task, recipe, model, fresh, out)
+            share(fresh)
+            made = sorted(Path(scratch).iterdir(), key=lambda path: path != fresh)  # `out` first
+            for path in made:
+                if (out.parent / path.name).exists():
+                    raise UserError(f"{out.parent / path.name} is already there: give {out.name} another name")
+            for path in made:
+                path.rename(out.parent / path.name)
+    except UserError:
+        raise
+    except Exception as error:  # safetensors, tokenizers and torch wrap the system's error in their own
+        raise UserError(f"{out}: cannot be written ({reason(error)}): make room, or give another place") from None
 
 
-def _write(task: Exporter[R], recipe: R, model: nn.Module, out: Path) -> None:
+def _write(task: Exporter[R], recipe: R, model: nn.Module, fresh: Path, out: Path) -> None:
     if out.suffix == ".safetensors":
         from safetensors.torch import save_model  # which stores tied weights once
 
-        save_model(model, str(out), metadata={"format": "pt"})
+        save_model(model, str(fresh), metadata={"format": "pt"})
     elif out.suffix == ".pth":
-        more = task.beside(recipe, model, out) if task.beside else {}
-        torch.save({"state_dict": model.state_dict()} | more, out)
+        more = task.beside(recipe, model, fresh) if task.beside else {}
+        with fresh.open("wb") as file:  # whose errors name the system's reason
+            torch.save({"state_dict": model.state_dict()} | more, file)
     elif out.suffix == ".pt2":
         graph = Graph(model)
         graph.function, x = task.example(recipe, model)
@@ -104,9 +115,11 @@ def _write(task: Exporter[R], recipe: R, model: nn.Module, out: Path) -> None:
             made = torch.export.export(graph.eval(), (x,), dynamic_shapes=({0: torch.export.Dim("batch")},))
         except Exception as error:  # torch.export raises many kinds of errors
             raise UserError(f"{out}: torch.export does not allow this model ({reason(error)}): give *.pth") from None
-        torch.export.save(made, out)
+        torch.export.save(made, buffer := io.BytesIO())  # torch's own writer aborts the process on a full disk
+        fresh.write_bytes(buffer.getbuffer())
     elif not out.suffix and task.folder:
-        build_whole(out, lambda target: task.folder(recipe, model, target))  # pyright: ignore[reportOptionalCall]
+        fresh.mkdir()
+        task.folder(recipe, model, fresh)
     else:
         folder = " or a folder's name without an end" if task.folder else ""
         raise UserError(f"{out}: give a name that ends in .safetensors, .pth or .pt2{folder}")

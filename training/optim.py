@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.checkpoint import checkpoint
 
 from core.errors import UserError
+from core.stored import reason
 
 OWN = ("sgd", "adamw", "adam", "muon")
 LARGE = 1e4  # above any sensible learning rate, norm or decay
@@ -110,7 +111,12 @@ def of_timm(groups: list[dict[str, Any]], config: OptimConfig) -> torch.optim.Op
         near = ", ".join(difflib.get_close_matches(config.name, [*OWN, *known], n=3)) or ", ".join(OWN)
         raise UserError(f"optim name={config.name!r}: neither ours nor timm's; did you mean {near}?")
     given = {key: value for key in ("betas", "eps") if (value := getattr(config, key)) != getattr(OptimConfig, key)}
-    return optim.create_optimizer_v2(groups, config.name, config.lr, momentum=config.momentum, **given)
+    try:
+        if optim.get_optimizer_info(config.name).second_order:
+            raise ValueError("it needs gradients of gradients")
+        return optim.create_optimizer_v2(groups, config.name, config.lr, momentum=config.momentum, **given)
+    except Exception as error:  # some need another package, a GPU, or more betas
+        raise UserError(f"optim name={config.name!r}: cannot be made ({reason(error)}): give another") from None
 
 
 def layer_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:

@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import timm
 import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, Mixup, create_transform, resolve_data_config
 from timm.data.random_erasing import RandomErasing
@@ -34,6 +33,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from core import UserError
+from core.stored import reason
 from training.data import (
     Key,
     cached,
@@ -51,7 +51,7 @@ from training.data import (
 from training.images import read_rgb
 from training.workers import to_device, upload
 from vision.index import IndexedFolder, Shards, tars
-from vision.model import image_size
+from vision.model import image_size, weights_config
 from vision.recipes import VisionRecipe
 
 CPU = torch.device("cpu")
@@ -110,7 +110,7 @@ STATISTICS = IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
 def data_config(recipe: VisionRecipe) -> dict[str, Any]:
     """Returns input_size, mean, std, crop_pct and interpolation of ImageNet's images, as timm names them."""
-    own = timm.get_pretrained_cfg(recipe.model, allow_unregistered=True) if recipe.timm_data else None
+    own = weights_config(recipe.model) if recipe.timm_data else None
     if own is not None:
         return resolve_data_config(pretrained_cfg=own.to_dict())
     size, statistics = image_size(recipe.model), dict(zip(("mean", "std"), STATISTICS, strict=True))
@@ -204,15 +204,19 @@ class Augmented(Dataset[tuple[Tensor, int]]):
 def train_transform(recipe: VisionRecipe) -> Any:
     """Returns timm's training transform up to normalization: random resized crop, flip, and the recipe's options."""
     c = data_config(recipe)
-    return create_transform(
-        c["input_size"],
-        is_training=True,
-        color_jitter=recipe.color_jitter,
-        auto_augment=recipe.auto_augment,
-        interpolation=c["interpolation"],
-        mean=c["mean"],  # RandAugment fills with it
-        use_prefetcher=True,
-    )
+    try:
+        return create_transform(
+            c["input_size"],
+            is_training=True,
+            color_jitter=recipe.color_jitter,
+            auto_augment=recipe.auto_augment,
+            interpolation=c["interpolation"],
+            mean=c["mean"],  # RandAugment fills with it
+            use_prefetcher=True,
+        )
+    except Exception as error:  # timm raises many kinds of errors for an unknown policy
+        remedy = "give a policy of timm, such as rand-m9-mstd0.5-inc1"
+        raise UserError(f"auto_augment={recipe.auto_augment!r} ({reason(error)}): {remedy}") from None
 
 
 def erasing_of(recipe: VisionRecipe, device: torch.device) -> RandomErasing:

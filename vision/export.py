@@ -17,7 +17,7 @@ from training.script import launch
 from training.weights import Weights
 from vision import data
 from vision.data import SHAPES
-from vision.model import SMALL, classifier_name, image_size
+from vision.model import SMALL, classifier_names, image_size
 from vision.recipes import VisionRecipe
 from vision.train import make_model
 
@@ -25,7 +25,8 @@ from vision.train import make_model
 def build(recipe: VisionRecipe, weights: Callable[[nn.Module], Weights]) -> nn.Module:
     """Returns the model, with as many classes as the weights have."""
     like = make_model(recipe)
-    return make_model(recipe, len(weights(like)[f"{classifier_name(like)}.weight"]))
+    found, heads = weights(like), reversed(classifier_names(like))
+    return make_model(recipe, next(len(found[f"{name}.weight"]) for name in heads if f"{name}.weight" in found))
 
 
 def example(recipe: VisionRecipe, model: nn.Module) -> Any:

@@ -4,6 +4,7 @@ import training.prepared  # noqa: F401
 
 # isort: split
 import difflib
+from typing import Any
 
 import timm
 from timm.models import SwinTransformer, VisionTransformer
@@ -12,6 +13,7 @@ from timm.models.resnet import BasicBlock, ResNet
 from torch import nn
 
 from core import UserError
+from core.stored import reason
 
 SMALL = ("resnet_small", "vit_small", "swin_small", "regnet_small")
 
@@ -30,7 +32,8 @@ def build_model(
         drop_path: Rate of stochastic depth.
 
     Raises:
-        UserError: For an unknown name, or a model without stochastic depth if `drop_path` is given.
+        UserError: For an unknown name, a model that timm cannot build or that has no classes, or a model without
+            stochastic depth if `drop_path` is given.
     """
     if name in SMALL and drop_path:
         raise UserError(f"drop_path={drop_path}: {name} has no stochastic depth; leave it out, or choose timm's models")
@@ -41,23 +44,38 @@ def build_model(
         raise UserError(f"model {name!r} is unknown to timm; did you mean {', '.join(near) or 'one of ' + str(SMALL)}?")
     options = {"drop_path_rate": drop_path} if drop_path else {}  # not every timm model has this argument
     try:
-        return timm.create_model(name, pretrained=False, num_classes=num_classes, in_chans=in_chans, **options)
+        model = timm.create_model(name, pretrained=False, num_classes=num_classes, in_chans=in_chans, **options)
     except TypeError as error:
         if "drop_path_rate" not in str(error):
             raise
         raise UserError(f"drop_path={drop_path}: timm's {name} has no stochastic depth; leave it out") from None
+    except (RuntimeError, AssertionError) as error:  # such as an unknown tag after the name
+        raise UserError(f"model {name!r}: timm cannot build it ({reason(error)}): choose another") from None
+    if not hasattr(model, "get_classifier"):
+        raise UserError(f"model {name!r} of timm is no classifier: choose another")
+    return model
+
+
+def weights_config(name: str) -> Any:
+    """Returns timm's settings of a model's weights, or None if there are none."""
+    try:
+        return timm.get_pretrained_cfg(name, allow_unregistered=True)
+    except RuntimeError as error:
+        raise UserError(f"model {name!r}: {error} Leave out what follows the point, or choose another") from None
 
 
 def image_size(name: str) -> int:
     """Returns the side of the images that a timm model was made for, or 224 if it accepts any size."""
-    shape = getattr(timm.get_pretrained_cfg(name, allow_unregistered=True), "input_size", None)
+    shape = getattr(weights_config(name), "input_size", None)
     return shape[-1] if shape else 224
 
 
-def classifier_name(model: nn.Module) -> str:
-    """Returns the name of the layer whose outputs are the classes."""
-    last = model.get_classifier()  # pyright: ignore
-    return next(name for name, module in model.named_modules() if module is last)
+def classifier_names(model: nn.Module) -> list[str]:
+    """Returns the names of the layers behind the features, whose last outputs are the classes."""
+    found = model.get_classifier()  # pyright: ignore
+    heads = found if isinstance(found, tuple) else (found,)  # two, of a distilled model
+    layers = {layer for head in heads for layer in head.modules()}
+    return [name for name, module in model.named_modules() if module in layers]
 
 
 def _small(name: str, num_classes: int, in_chans: int, image_size: int) -> nn.Module:

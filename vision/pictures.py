@@ -41,6 +41,7 @@ def labelled(images: Tensor, labels: Tensor, predictions: Tensor, classes: Seque
             f"true {printable(classes[true])}\npredicted {printable(classes[seen])}",
             fontsize=9,
             color="C2" if seen == true else "C3",
+            parse_math=False,  # a class may be named $1^$
         )
         axes.axis("off")
     return figure

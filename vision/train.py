@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from core.errors import UserError
+from core.stored import reason
 from training.cost import Work
 from training.data import eval_share, steps_per_epoch
 from training.elastic import repeated
@@ -22,7 +24,7 @@ from training.run import Run
 from training.weights import load_weights
 from vision import data
 from vision.data import ImageNet
-from vision.model import build_model, classifier_name, image_size
+from vision.model import SMALL, build_model, classifier_names, image_size
 from vision.pictures import labelled
 
 Dataset = data.Images | ImageNet
@@ -48,9 +50,30 @@ def make_model(recipe: VisionRecipe, num_classes: int | None = None) -> nn.Modul
         image_size=shape.image_size,
         drop_path=recipe.drop_path,
     )
+    if recipe.dataset == "imagenet":
+        data.train_transform(recipe)  # refuses an unknown policy before the run's first batch
+    elif recipe.model not in SMALL:
+        check_images(model, recipe)
     if recipe.recompute:
-        model.set_grad_checkpointing()  # timm's own
+        try:
+            model.set_grad_checkpointing()  # timm's own
+        except AssertionError:
+            raise UserError(f"recompute=True: timm's {recipe.model} does not support it; leave it out") from None
     return model
+
+
+def check_images(model: nn.Module, recipe: VisionRecipe) -> None:
+    """Refuses a model of timm that does not take the data set's images."""
+    shape = data.SHAPES[recipe.dataset]
+    side = shape.image_size
+    try:
+        with torch.no_grad():
+            model.eval()(torch.zeros(2, shape.in_chans, side, side))
+    except (AssertionError, RuntimeError, ValueError) as error:
+        images = f"the {side} x {side} pixels of {recipe.dataset} ({reason(error)})"
+        remedy = f"choose another, such as {', '.join(SMALL)}"
+        raise UserError(f"model {recipe.model!r} does not take {images}: {remedy}") from None
+    model.train()
 
 
 def work(recipe: VisionRecipe) -> Work:
@@ -68,7 +91,7 @@ def train(run: Run, recipe: VisionRecipe, train_set: Dataset, test_set: Dataset)
     """Runs the loop: optimizer steps, method.step(), and at round boundaries evaluations and checkpoints."""
     model = make_model(recipe, len(train_set.classes))
     if recipe.init_from is not None:
-        load_weights(model, recipe.init_from, heads=[classifier_name(model)])
+        load_weights(model, recipe.init_from, heads=classifier_names(model))
     model = run.shard(model)
     optimizer = run.shard_optimizer(make_optimizer(model, recipe.optim))
     epoch = steps_per_epoch(len(train_set), recipe.batch_size)

@@ -18,7 +18,9 @@ from segmentation.metrics import SegmentationMetric, side_by_side
 from segmentation.recipes import RECIPES, digits_small
 from segmentation.train import make_model
 from tests.domains.test_segmentation_model import OWN
+from tests.scripts import refused
 from training.data import data_root
+from training.export import write
 from training.optim import make_optimizer
 
 CAMVID = data_root() / "camvid_240x180.npz"
@@ -279,3 +281,16 @@ def test_two_workers_of_uneven_shares_get_the_result_of_one() -> None:
     for mine, other in (shares, shares[::-1]):
         assert mine.compute(lambda areas, other=other: areas + other.areas) == one.compute() != mine.compute()
     assert not any(math.isnan(v) for v in one.compute().values())
+
+
+def test_an_export_needs_no_data_and_keeps_a_users_file(root: Path):
+    from segmentation.export import TASK
+
+    (root / "mine.py").write_text("users")
+    with refused(f"{root / 'mine.py'} is already there: give mine.pth another name"):
+        write(TASK, RECIPES["ade20k_resnet50"], torch.nn.Linear(2, 2), root / "mine.pth")
+    assert [(path.name, path.read_text()) for path in root.iterdir()] == [("mine.py", "users")]
+    write(TASK, RECIPES["ade20k_resnet50"], torch.nn.Linear(2, 2), root / "its.pth")
+    assert sorted(path.name for path in root.iterdir()) == ["its.pth", "its.py", "mine.py"]
+    meta = torch.load(root / "its.pth")["meta"]["dataset_meta"]
+    assert len(meta["classes"]) == len(meta["palette"]) == 150 and meta["reduce_zero_label"]

@@ -13,14 +13,15 @@ from PIL import Image
 
 from core import UserError
 from tests.damages import DAMAGES, write_tar
+from tests.scripts import refused
 from training.data import data_root, generator
 from training.optim import make_optimizer
 from vision import data
 from vision.demo import table
-from vision.model import build_model
+from vision.model import build_model, classifier_names
 from vision.pictures import labelled
 from vision.recipes import RECIPES, digits_small, imagenet_swin_tiny, imagenet_vit_base
-from vision.train import make_model
+from vision.train import make_model, work
 
 
 def test_recipes_follow_the_work_that_they_cite():
@@ -122,6 +123,32 @@ def test_an_unknown_model_suggests_near_ones():
         build_model("resnet5O", num_classes=10)
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model": "resnet18.bogus"}, "model 'resnet18.bogus': timm cannot build it"),
+        ({"model": "vit_tiny_patch16_224"}, "'vit_tiny_patch16_224' does not take the 8 x 8 pixels of digits"),
+        ({"model": "vgg11_bn", "dataset": "cifar10", "recompute": True}, "recompute=True: timm's vgg11_bn does not"),
+        ({"model": "deepseek_vit_412m_enc"}, "'deepseek_vit_412m_enc' of timm is no classifier"),
+        ({"dataset": "imagenet", "auto_augment": "rand-m9-x5"}, "auto_augment='rand-m9-x5'"),
+    ],
+)
+def test_what_timm_does_not_have_is_refused_before_a_run(changes: dict[str, Any], words: str):
+    with torch.device("meta"), refused(words):
+        make_model(replace(digits_small(), **changes))
+
+
+def test_a_tag_that_timm_does_not_know_is_refused_by_a_dry_run():
+    with refused("Leave out what follows the point"):
+        work(replace(digits_small(), model="resnet18.bogus"))
+
+
+def test_every_head_of_a_distilled_model_is_named():
+    with torch.device("meta"):
+        model = build_model("deit_tiny_distilled_patch16_224", num_classes=10)
+    assert classifier_names(model) == ["head", "head_dist"]
+
+
 def test_pictures_are_large_and_name_both_labels():
     images = torch.rand(6, 1, 8, 8)
     figure = labelled(images, torch.tensor([3, 1, 0, 0, 0, 0]), torch.tensor([5, 1, 0, 0, 0, 0]), tuple("0123456789"))
@@ -129,6 +156,7 @@ def test_pictures_are_large_and_name_both_labels():
     assert [t.get_text() for t in titles[:2]] == ["true 3\npredicted 5", "true 1\npredicted 1"]
     assert titles[0].get_color() != titles[1].get_color()  # a mistake is seen
     assert figure.axes[0].get_window_extent().height > 100  # pixels, of an image of 8
+    labelled(images[:1], torch.tensor([0]), torch.tensor([0]), ("$1^$",)).savefig(io.BytesIO())  # no formula
 
 
 def test_the_demos_table_holds_ratios_against_ddp():

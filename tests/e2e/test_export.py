@@ -24,7 +24,7 @@ from tests.runs import summary
 from tests.scripts import Mistakes, refused, run_on_worker, run_script
 from training.weights import load_weights
 from vision.data import digits
-from vision.model import classifier_name
+from vision.model import classifier_names
 from vision.recipes import digits_small
 from vision.train import make_model
 
@@ -81,7 +81,7 @@ def test_a_tuned_classifier_has_new_classes(tmp_path: Path, capfd: pytest.Captur
     weights = {f"module.{name}": t for name, t in other.state_dict().items()}
     torch.save({"state_dict": weights}, tmp_path / "other.pth")
     model = make_model(replace(digits_small(), model="test_resnet"))
-    load_weights(model, tmp_path / "other.pth", heads=[classifier_name(model)])
+    load_weights(model, tmp_path / "other.pth", heads=classifier_names(model))
     assert "so random: fc.weight, fc.bias" in capfd.readouterr().err
     first = next(iter(other.state_dict()))
     assert torch.equal(model.state_dict()[first], other.state_dict()[first])

@@ -265,3 +265,6 @@ def test_timms_optimizers_and_layer_decay():
     assert schedule.get_last_lr()[0] / lamb.param_groups[0]["initial_lr"] == pytest.approx(0.1)
     with refused("optim name='lionn': neither ours nor timm's; did you mean lion"):
         make_optimizer(vit, OptimConfig("lionn"))
+    for name, betas in {"adahessian": (0.9, 0.999), "adan": (0.8, 0.99)}.items():  # adan has three betas
+        with refused(f"optim name='{name}': cannot be made"):
+            make_optimizer(vit, OptimConfig(name, betas=betas))
