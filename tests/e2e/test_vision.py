@@ -72,7 +72,7 @@ def with_auto(rank: int, world_size: int, folder: str) -> str:
     options = ("--epochs", "3", "--co2.tau", "auto", "--co2.tau_max", "8", "--link_mbit", "200", "--trace")
     options += ("--co2.compression.format", "float32")  # so that an all-reduce is traced
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TauTuner, "tell", tell_fixed_times(TauTuner.tell))
+        patch.setattr(TauTuner, "write_times", tell_fixed_times(TauTuner.write_times))
         return on_worker(rank, world_size, Path(folder), *options)
 
 
