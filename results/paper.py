@@ -218,7 +218,7 @@ LGRECO_NOTE = (
     "A stand-in decides at L-GreCo's default steps. Bytes were not kept."
 )
 
-# The stand-ins' changes of their recipes, so that one of them takes seconds; the captions say so.
+# The stand-ins' changes of their recipes, so that one of them takes seconds, or a minute or two.
 SHORT: dict[str, dict[str, Any]] = {
     "vision": {"epochs": 8, "eval_every": 8, "optim.warmup_steps": 10},
     "segmentation": {"epochs": 5, "batch_size": 8, "eval_every": 5},
