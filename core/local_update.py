@@ -185,8 +185,8 @@ class LocalUpdateMethod(Loop, ABC):
         _broadcasts_state: Whether the next all-reduce also sends rank 0's state to all workers.
         _generation: Rises whenever workers have left or joined.
         on_excluded: Called with a 0-d bool after this worker's update was judged, for the optimizer's state, as
-            hooks.forget returns. On a CPU it is called only if this worker was excluded. By default the state of
-            torch.optim's optimizers is zeroed: other libraries' may hold what must not be zero.
+            hooks.forget returns. On a CPU it is called only if this worker was excluded. The default zeroes the
+            state of torch.optim's optimizers: other libraries' may hold what must not be zero.
     """
 
     _name = ""
