@@ -13,7 +13,6 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 import tyro
 
 from core import CO2Config, UserError
-from core.config import released_momentum
 from core.elastic.joining import check_elastic
 from core.methods import REGISTRY, check_settings, spec_of
 from training.data import paths_from_home
@@ -347,6 +346,11 @@ def refuse_unused(recipe: Recipe, default: Recipe) -> None:
             )
 
 
+def released_momentum(workers: int) -> float:
+    """Returns the outer momentum that the authors' release sets for so many workers."""
+    return next(beta for limit, beta in ((16, 0.0), (32, 0.2), (64, 0.5), (float("inf"), 0.6)) if workers <= limit)
+
+
 def momentum_note(recipe: Recipe, workers: int) -> str:
     """Returns a note if CO2's outer momentum differs from the default of the authors' release, or ""."""
     c, usual = recipe.co2, released_momentum(workers)
@@ -354,6 +358,6 @@ def momentum_note(recipe: Recipe, workers: int) -> str:
     if not as_released or c.outer_momentum == usual:
         return ""
     return (
-        f"note: outer_momentum={c.outer_momentum}; the authors' default is {usual:g} for {workers} workers: add "
-        f"--co2.outer_momentum {usual:g} for it"
+        f"note: outer_momentum={c.outer_momentum}; the authors' default is {usual:g} for {workers} workers "
+        f"(--co2.outer_momentum {usual:g})"
     )

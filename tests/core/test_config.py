@@ -75,6 +75,14 @@ def test_a_config_that_names_its_rule_is_told_nothing():
     assert CO2Config.recommended(40, 100, tau=6) == replace(CO2Config.recommended(40, 100), tau=6)
 
 
+@pytest.mark.parametrize(
+    ("tau", "steps", "momentum"),
+    [(24, 1920, 0.3), (24, 1919, 0.0), (23, 10_000, 0.0), (24, None, 0.0), ("auto", 10_000, 0.0), (48, 3840, 0.3)],
+)
+def test_many_long_rounds_have_outer_momentum(tau: Any, steps: int | None, momentum: float):
+    assert CO2Config.recommended(4, steps, tau=tau).outer_momentum == momentum
+
+
 def test_a_hook_goes_along_with_one_method():
     requests = Requests("stop")
     CO2(params(), hooks=[requests])

@@ -216,7 +216,7 @@ def test_what_is_refused_of_a_mesh_names_all_that_has_to_change(rank: int):
     make_method("local", model, co2=CO2Config(tau=2), mesh=two)[1].close()
 
 
-def test_recommended_settings_for_a_mesh_keep_the_momentum_that_goes_with_so_many_workers():
+def test_recommended_settings_for_a_mesh_differ_from_the_papers_rule_in_the_momentum_alone():
     mesh: Any = SimpleNamespace(ndim=2)
     config = CO2Config.recommended(32, 400, mesh=mesh)
     assert (config.tau, config.tau_max, config.outer_momentum) == ("auto", 20, 0.2)
