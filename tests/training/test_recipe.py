@@ -271,7 +271,7 @@ def test_launch_does_not_hide_a_bug():
 def test_another_outer_momentum_than_the_releases_is_noted(workers: int, usual: float | None):
     """The default of the authors' release: 0, 0.2, 0.5, 0.6 for up to 16, 32, 64 and more GPUs."""
     said = momentum_note(Recipe(co2=CO2Config(outer_momentum=0.6)), workers)
-    wanted = f"for {workers} workers: add --co2.outer_momentum {usual} for it"
+    wanted = f"for {workers} workers (--co2.outer_momentum {usual})"
     assert said.endswith(wanted) if usual is not None else not said
     assert not momentum_note(Recipe(method="ddp", co2=CO2Config(outer_momentum=0.6)), workers)
     assert not momentum_note(Recipe(co2=CO2Config(outer_lr=0.5, outer_momentum=0.4)), workers), "another pair"
