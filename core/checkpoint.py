@@ -350,7 +350,7 @@ def random_state(device: torch.device) -> dict[str, Tensor]:
 def set_random_state(state: dict[str, Tensor], device: torch.device) -> None:
     """Restores what random_state returned."""
     torch.set_rng_state(state["cpu"])
-    if device.type == "cuda":
+    if device.type == "cuda" and "cuda" in state:  # no: a CPU wrote it
         torch.cuda.set_rng_state(state["cuda"], device)
 
 

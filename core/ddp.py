@@ -155,7 +155,9 @@ class DDP(Loop):
             self.world_size = dist.get_world_size(self.group)
             failure.register(self.group)
         self._timeout, self._link, self._bytes = timeout, link, 0
-        self._buffers = [as_real(b) for b in model.buffers() if has_mean(b)] if average_buffers else []
+        self._module = model  # self.model may wrap it
+        self._given = {name: b for name, b in model.named_buffers() if has_mean(b)} if average_buffers else {}
+        self._buffers = [as_real(b) for b in self._given.values()]
         self._spans: list[tuple[Mark, Mark]] = []  # launch and arrival of each bucket's all-reduce
         self._requests = next((hook for hook in hooks if isinstance(hook, Requests)), Requests())
         # per request, how many workers ask for it; last, how many have diverged
@@ -263,12 +265,22 @@ class DDP(Loop):
         self._send()
         self._receive(at_once=True)
         if self._buffers and self.group is not None:
+            self._buffers = self._live_buffers()
             flat = self._flat_buffers()  # one all-reduce for all buffers saves round trips
             dist.all_reduce(flat, group=self.group)
             flat.div_(self.world_size)
             if flat.element_size() >= 4:
                 keep_unchanged(flat, self._first_values, self.world_size)
             copy(self._buffers, views(flat, self._buffers))
+
+    def _live_buffers(self) -> list[Tensor]:
+        """Returns the buffers, which the model may have replaced. Buffers of another shape or dtype are not averaged."""
+        now, live = dict(self._module.named_buffers()), list[Tensor]()
+        for name, given in self._given.items():
+            new = now.get(name, given)
+            alike = has_mean(new) and (new.shape, new.dtype, new.device) == (given.shape, given.dtype, given.device)
+            live.append(as_real(new if alike else given))
+        return live
 
     @torch.no_grad()
     def _flat_buffers(self) -> Tensor:

@@ -21,6 +21,7 @@ from .co2 import CO2
 from .config import LARGE, CO2Config, CompressionConfig, Schedule, is_number, of_kind
 from .ddp import DDP
 from .errors import UserError
+from .extra import Given
 from .hooks import Hook
 from .local_update import LocalUpdateMethod
 from .outer import carried
@@ -500,6 +501,7 @@ def make_method(
     schedule: Schedule | None = None,
     lr: Callable[[], float] | None = None,
     average_buffers: bool = True,
+    average: Given | None = None,
     mesh: DeviceMesh | None = None,
     shard: bool = False,
     offload: bool = False,
@@ -511,7 +513,8 @@ def make_method(
 ) -> tuple[nn.Module, Method]:
     """Makes a method by its name.
 
-    ShardedCO2 describes shard and offload. CommonArgs describes group, timeout, link and hooks.
+    ShardedCO2 describes shard and offload. CommonArgs describes average (which ddp does not need), group, timeout, link
+    and hooks.
 
     Args:
         name: One of METHODS, or a registered method.
@@ -539,6 +542,8 @@ def make_method(
     own = check_settings(name, co2, shard=shard, offload=offload, schedule=schedule, **settings)
     options = CommonArgs(group=group, timeout=timeout, link=link, hooks=hooks)
     options["buffers"] = list(model.buffers()) if average_buffers else []
+    if average is not None and spec.local:
+        options["average"] = average
     if mesh is not None and spec.local:
         from .placement import check_mesh
 

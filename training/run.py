@@ -18,6 +18,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tqdm import tqdm
 
 from core import failure
+from core.checkpoint import with_versions
 from core.errors import DivergedError
 from core.hooks import forget
 from core.local_update import LocalUpdateMethod
@@ -283,7 +284,8 @@ class Run(Progress):
         for t in ema.state_dict().values():
             if t.is_floating_point():
                 t.copy_(self.sum_tensor(t.double()) / self.world_size)
-        weights = {name: t.clone() for name, t in model.state_dict().items()}
+        held = model.state_dict()
+        weights = with_versions({name: t.clone() for name, t in held.items()}, held)
         model.load_state_dict(ema.state_dict())
         try:
             yield

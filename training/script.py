@@ -22,8 +22,8 @@ from core.errors import CollectiveError, DivergedError
 from training.workers import refuse, world_size
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # to stop
-OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO, errno.ESTALE)
-OF_A_PATH = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EPERM, errno.EEXIST)
+OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE)
+OF_A_PATH = (errno.EACCES, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EPERM, errno.EEXIST)
 
 
 def launch(main: Callable[[], None]) -> None:

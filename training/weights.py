@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from core.checkpoint import MANIFEST, finished, load_newest, unlike
+from core.checkpoint import MANIFEST, finished, load_newest, unlike, with_versions
 from core.errors import UserError
 from core.stored import parse_json, reason
 from training.recipe import Recipe
@@ -195,9 +195,15 @@ def read_weights(path: Path, model: nn.Module) -> Weights:
     if hasattr(model, "save_pretrained"):  # our RoBERTa is a subclass of transformers'
         kind: Any = next(c for c in type(model).__mro__ if c.__module__.startswith("transformers."))
         try:
-            return kind.from_pretrained(path, use_safetensors=True, local_files_only=True).float().state_dict()
+            found, info = kind.from_pretrained(
+                path, use_safetensors=True, local_files_only=True, output_loading_info=True
+            )
         except Exception as error:  # transformers raises many kinds of errors
             raise UserError(f"init_from={path}: cannot be read ({reason(error)}): copy it again") from None
+        if missing := sorted(info["missing_keys"]):  # which are random now
+            what = f"has no {missing[0]}, and lacks {len(missing)} tensors in all"
+            raise UserError(f"init_from={path}: {what}: give a folder of a {kind.__name__}")
+        return found.float().state_dict()
     return file_weights(next(path.glob("*.safetensors")), "init_from")
 
 
@@ -229,4 +235,4 @@ def load_weights(model: nn.Module, path: Path, *, heads: Sequence[str] = (), row
         raise UserError(f"init_from={path} is of another model: {differs}; start with the settings of its model")
     if random and rank() == 0:
         print(f"init_from: of other sizes, so random: {', '.join(random)}", file=sys.stderr, flush=True)
-    model.load_state_dict(theirs)
+    model.load_state_dict(with_versions(theirs, mine))

@@ -125,13 +125,21 @@ class CO2Strategy(InLoop, DDPStrategy):
             shutil.rmtree(f"{filepath}.co2", ignore_errors=True)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        self._loaded = os.path.realpath(checkpoint_path)  # last.ckpt may be a link
+        if self.co2 is None and self._module.trainer.state.fn == TrainerFn.FITTING:  # else no training resumes from it
+            self._loaded = os.path.realpath(checkpoint_path)  # last.ckpt may be a link
         return super().load_checkpoint(checkpoint_path, weights_only)
+
+    def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
+        super().load_model_state_dict(checkpoint, strict)
+        if self.co2 is not None:  # the learning rate finder takes its steps back
+            self.co2.resync()
 
     def on_train_start(self) -> None:
         """Called after all workers have loaded rank 0's checkpoint and Lightning has set its signal handlers."""
         super().on_train_start()
         assert self._events is not None
+        if self._events not in self._module.trainer.callbacks:  # type: ignore[attr-defined] # the finder's own loop
+            return
         self._events.take_signals(self.cluster_environment)
         if self._loaded:
             load_own(WHO, f"{self._loaded}.co2", self.global_rank, **self._parts())
@@ -152,6 +160,7 @@ class CO2Strategy(InLoop, DDPStrategy):
         if self._events is not None:
             self._events.leave()
             self._events = None
+        self._loaded = ""
         self.end_co2()
         super().teardown()
 

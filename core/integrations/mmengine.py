@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from mmengine.hooks import CheckpointHook, Hook
+from mmengine.hooks import CheckpointHook, EMAHook, Hook
 from mmengine.model import is_model_wrapper
 from mmengine.registry import HOOKS
 from mmengine.runner import Runner
@@ -40,8 +40,8 @@ class CO2Hook(Hook):
 
     The hook unwraps the model from the runner's MMDistributedDataParallel. It refuses other wrappers. SyncBN, which
     communicates in every forward pass, needs a choice in `sync_bn`. With gradient accumulation a step is one update. A
-    checkpoint holds the outer state, and rank 0's inner optimizer for all workers. Each round is logged under
-    train/co2.
+    checkpoint holds the outer state, and rank 0's inner optimizer for all workers. An EMAHook's model is averaged, too.
+    Each round is logged under train/co2.
 
     Args:
         method: The training method. co2 without tau and settings uses CO2Config.recommended for these workers and
@@ -97,7 +97,7 @@ class CO2Hook(Hook):
             for (
                 layer
             ) in layers:  # in place, because the optimizer has its parameters; mmengine's own needs mmcv's kernels
-                layer.__class__ = nn.BatchNorm2d  # pyright: ignore[reportAttributeAccessIssue]
+                layer.__class__ = _BatchNorm  # pyright: ignore[reportAttributeAccessIssue]
         elif layers and self.sync_bn == "node" and (of_node := local_world_size()) > 1:
             # one group for all layers; the workers of a node close rounds at the same steps
             group = node_mesh(next(runner.model.parameters()).device.type, of_node, self.timeout).get_group("shard")
@@ -118,6 +118,7 @@ class CO2Hook(Hook):
         if self.recommended:
             self.configs["co2"] = config_or_recommended(None, runner.max_iters)
         how: dict[str, Any] = {"average_buffers": self.average_buffers, "timeout": self.timeout, **self.configs}
+        how["average"] = next((hook.ema_model.module for hook in runner.hooks if isinstance(hook, EMAHook)), None)
         self.method = make_method(self.method_name, runner.model, lr=lambda: groups[0]["lr"], **how)[1]
         if isinstance(self.method, LocalUpdateMethod):
             self.method.on_excluded = forget(optim_wrapper.optimizer)
@@ -131,10 +132,8 @@ class CO2Hook(Hook):
 
     def after_train_iter(self, runner: Runner, *_: Any, **__: Any) -> None:
         optim_wrapper: Any = runner.optim_wrapper
-        if not optim_wrapper.should_update():  # gradients are being accumulated
-            return
         ends = self._saves_now(runner, by_epoch=False) or self.is_last_train_iter(runner)
-        if self.method.step(last=ends):
+        if optim_wrapper.should_update() and self.method.step(last=ends):  # else gradients are being accumulated
             self._unread.append(self.method.stats)
             self._tell(runner, leave=int(read_blocks(next(runner.model.parameters()))))
         if ends:
@@ -155,7 +154,8 @@ class CO2Hook(Hook):
             self.method.finish()
 
     def before_save_checkpoint(self, runner: Runner, checkpoint: dict[str, Any]) -> None:
-        checkpoint["co2"] = {"name": self.method_name, "state": self.method.state_dict()}
+        if self.method is not None:  # None: after training
+            checkpoint["co2"] = {"name": self.method_name, "state": self.method.state_dict()}
 
     def after_train(self, runner: Runner) -> None:
         self._tell(runner)
@@ -170,6 +170,12 @@ class CO2Hook(Hook):
         hooks = [h for h in runner.hooks if isinstance(h, CheckpointHook) and h.by_epoch == by_epoch]
         last = by_epoch and self.is_last_train_epoch(runner)
         return any(every(runner, h.interval, h.save_begin) or last for h in hooks)
+
+
+class _BatchNorm(nn.BatchNorm2d):
+    """BatchNorm for inputs of all dimensions that SyncBatchNorm takes."""
+
+    _check_input_dim: Any = nn.SyncBatchNorm._check_input_dim
 
 
 def _config(name: str, kind: Any, given: Any) -> Any:

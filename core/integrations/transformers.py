@@ -75,6 +75,9 @@ class CO2Callback(InLoop, TrainerCallback):
 
     def _train(self, train: Any, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Runs Trainer.train. After an exception, for which Trainer calls no callback, leaves the group at once."""
+        if self not in self.trainer.callback_handler.callbacks:
+            remedy = "add it with trainer.add_callback(), or make a new Trainer to train without it"
+            raise UserError(f"{WHO} is not among the trainer's callbacks, so nothing averages the workers: {remedy}")
         folder = resume_from_checkpoint
         self._resumed = (get_last_checkpoint(self.trainer.args.output_dir) if folder is True else folder) or ""
         try:

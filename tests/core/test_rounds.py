@@ -121,6 +121,18 @@ def test_buffers_are_averaged_where_they_are_passed_a_round_late_if_the_paramete
             assert seen == ([0.5, 10.5, 20.5] if name in ("local", "slowmo", "diloco") else [rank, 0.5, 10.5]), name
 
 
+@on_ranks(2)
+def test_ddp_averages_a_buffer_that_the_model_has_replaced(rank: int):
+    model = nn.Linear(1, 1)
+    model.register_buffer("seen", torch.zeros(2))
+    model.register_buffer("grown", torch.zeros(2))
+    _, method = make_method("ddp", model)
+    model.seen, model.grown = torch.full((2,), 4.0 * rank), torch.full((3,), 3.0 + rank)
+    method.step()
+    method.finish()
+    assert model.seen.tolist() == [2.0] * 2 and model.grown.tolist() == [3.0 + rank] * 3
+
+
 def statistics(rank: int, world_size: int, config: Settings) -> list[dict[str, float]]:
     """Two elements; worker r's displacement in rounds 0, 1, 2 has the means (3, 4), (0, 2), (1, 1)."""
     assert dist.get_world_size() == 2

@@ -99,8 +99,11 @@ def test_sync_bn_is_converted_in_place() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.SyncBatchNorm(4))
     weight = model[1].weight
     CO2Hook(sync_bn="convert").before_run(SimpleNamespace(model=model))  # type: ignore[arg-type]
-    assert type(model[1]) is nn.BatchNorm2d and model[1].weight is weight
+    assert isinstance(model[1], nn.BatchNorm2d) and model[1].weight is weight
     assert model(torch.rand(2, 3, 5, 5)).mean().abs() < 1e-6  # which SyncBatchNorm refuses on a CPU
+    of_videos = nn.Sequential(nn.Conv3d(3, 4, 1), nn.SyncBatchNorm(4))
+    CO2Hook(sync_bn="convert").before_run(SimpleNamespace(model=of_videos))  # type: ignore[arg-type]
+    assert of_videos(torch.rand(2, 3, 5, 5, 5)).mean().abs() < 1e-6
 
 
 def test_mistakes_are_told_in_one_line(mistake: Mistakes) -> None:

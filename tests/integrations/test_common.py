@@ -11,10 +11,12 @@ import torch
 import torch.distributed as dist
 
 from core import CO2, CO2Config, UserError, load, save
+from core.checkpoint import random_state, set_random_state
 from core.integrations.common import load_own, save_own
 from core.testing import run_distributed
 from tests.problems import sgd_step
 from tests.zygote import ROOT
+from training.weights import load_weights
 
 ENDS = """
 import atexit, sys
@@ -79,6 +81,20 @@ def test_a_module_that_renames_older_parameters_is_restored(tmp_path: Path):
     assert load(tmp_path / "loop", other, None, CO2(other.parameters(), CO2Config(tau=2))) == 1
     load_own("Test", tmp_path / "own", 0, model=third, co2=CO2(third.parameters(), CO2Config(tau=2)))
     assert torch.equal(one[0].weight, other[0].weight) and torch.equal(one[0].weight, third[0].weight)
+
+
+def test_a_checkpoint_of_a_cpu_has_no_random_state_for_a_gpu():
+    state = random_state(torch.device("cpu"))
+    expected = torch.rand(3)
+    set_random_state(state, torch.device("cuda"))
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_weights_go_in_and_out_of_a_module_that_renames_older_parameters(tmp_path: Path):
+    one, other = (torch.nn.Sequential(Renaming(2, 2)) for _ in range(2))
+    torch.save(one.state_dict(), tmp_path / "weights.pth")
+    load_weights(other, tmp_path / "weights.pth")
+    assert torch.equal(one[0].weight, other[0].weight)
 
 
 def test_a_parameter_frozen_when_saved_and_trained_now_is_one_line(tmp_path: Path):

@@ -86,14 +86,14 @@ def watcher(strategy: Any, after_batch: Any) -> Any:
             self.config = strategy.co2.config
 
         def on_validation_end(self, trainer: Any, module: Any) -> None:
-            if not trainer.sanity_checking:
+            if not trainer.sanity_checking and strategy.co2 is not None:
                 self.losses.append(float(trainer.callback_metrics["val_loss"]))
                 self.validated.append((trainer.global_step, strategy.co2.at_boundary, plain.everything(module)))
 
     return Watch()
 
 
-def run(folder, config=PAPER, *, net=None, resume="", after_batch=None, **changes) -> Any:
+def run(folder, config=PAPER, *, net=None, resume="", validated="", after_batch=None, **changes) -> Any:
     """Trains; a dictionary of what is looked at."""
     from lightning.pytorch import Trainer
     from lightning.pytorch.loggers import CSVLogger
@@ -111,6 +111,9 @@ def run(folder, config=PAPER, *, net=None, resume="", after_batch=None, **change
     module, data = module_of(net or Net()), TensorDataset(*plain.examples())
     train, val = Resumable(data, batch_size=BATCH), DataLoader(data, batch_size=16)
     stopped = False
+    if validated:
+        trainer.validate(module, val, ckpt_path=validated)
+        watch.validated.clear()
     try:
         trainer.fit(module, train, val if trainer.limit_val_batches else None, ckpt_path=resume or None)
     except SIGTERMException:
@@ -181,6 +184,33 @@ def test_validations_and_checkpoints_are_of_one_model(ranks: Ranks, tmp_path: Pa
     assert landed == sorted(set(landed)) and len(landed) >= 7, "nothing has landed in a first round"
     assert all(row["co2/tau"] and row["co2/exposed_seconds"] for row in rows if row.get("co2/round"))
     assert all(float(row["co2/boundary_seconds"]) > 0 for row in rows if row.get("co2/round"))
+
+
+def not_resumed(rank: int, workers: int, folder: str) -> None:
+    """Training after a validation of a checkpoint starts anew, and so does training after the learning rate finder."""
+    from lightning.pytorch.callbacks import LearningRateFinder
+
+    def save(trainer: Any, strategy: Any) -> None:
+        if trainer.global_step == CALLED:
+            trainer.save_checkpoint(f"{folder}/mid.ckpt")
+
+    quiet = {"limit_val_batches": 0, "devices": workers}
+    whole = run(folder, after_batch=save, **quiet)
+    weights = torch.load(f"{folder}/mid.ckpt", weights_only=True)["state_dict"]
+    net = Net(7)
+    net.load_state_dict({name.removeprefix("net."): value for name, value in weights.items()})
+    fresh = run(f"{folder}/fresh", net=net, **quiet)
+    again = run(f"{folder}/again", net=Net(8), validated=f"{folder}/mid.ckpt", devices=workers)
+    plain.assert_equal([again["trace"][0], again["end"]], [fresh["trace"][0], again["end"]])
+    assert again["steps"] == whole["steps"]
+    finder = LearningRateFinder(num_training_steps=7, update_attr=False)
+    found = run(f"{folder}/found", callbacks=[finder], **quiet)
+    assert found["steps"] == whole["steps"]
+    plain.assert_equal(found["trace"][-len(whole["trace"]) :][:12], whole["trace"][:12])  # later ones: other batches
+
+
+def test_training_resumes_only_from_the_checkpoint_that_fit_is_given(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(not_resumed, 2, str(tmp_path))
 
 
 def stopping(rank: int, workers: int, folder: str) -> Any:

@@ -102,6 +102,27 @@ def run(folder: str, config: CO2Config | None = PAPER, *, resume: Any = None, wa
     return vars(seen) | looked_at | {"steps": state.global_step}
 
 
+def not_among(rank: int, workers: int, folder: str) -> str:
+    from transformers import Trainer
+
+    from core import UserError
+    from core.integrations.transformers import CO2Callback
+
+    trainer = Trainer(ForTrainer(), arguments(folder, {}), train_dataset=[{"x": torch.zeros(6), "labels": 0}] * 4)
+    callback = CO2Callback(trainer, PAPER)
+    try:
+        trainer.train()
+    except UserError as error:
+        trainer.add_callback(callback)
+        trainer.train()
+        return str(error)
+    return "it trained without an average"
+
+
+def test_a_callback_that_was_not_added_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+    assert all("add it with trainer.add_callback()" in told for told in ranks(not_among, 2, str(tmp_path)))
+
+
 @pytest.mark.parametrize("workers", [2, pytest.param(4, marks=pytest.mark.slow)])
 @on_ranks(through="ranks")
 def test_trains_as_the_plain_loop(rank: int, workers: int, tmp_path: Path) -> None:
