@@ -32,7 +32,7 @@ BACKWARD = 2 / 3  # of a local step: DDP hides its all-reduce under the backward
 RATIOS = (10.0, 30.0, 100.0, 1000.0, 3.0, 1.0)  # in the order in which their runs are trained
 RATES = {"bytes": 8e-3, "cifar": 0.025, "gpt2": 4e-3}  # what the tuning of results/search.jsonl chose most often
 RESULTS = Path(__file__).parents[1] / "results"
-OTHERS = ("h100.jsonl",)  # files that have some of the runs
+OTHERS = ("h100.jsonl", "h200.jsonl")  # files that have some of the runs
 
 
 @dataclass(frozen=True)

@@ -286,7 +286,7 @@ class CO2Config:
             steps: Local steps of the whole run, if known. The run then has at least twenty rounds.
             tau: Local steps per round. auto chooses from measured times.
             mesh: [nodes, workers per node], for ShardedCO2. It supports only the paper's order, so only the outer
-                momentum differs from the paper's rule. It is 0.2, which had the lowest loss on the average of two tasks.
+                momentum differs from the paper's rule. It is 0.2, which had the lowest loss on average of two tasks.
         """
         for name, given in (("workers", workers), ("steps", 1 if steps is None else steps)):
             if not is_whole(given):
@@ -297,7 +297,7 @@ class CO2Config:
 
             check_mesh(mesh)
             return cls(tau=tau, tau_max=tau_max, outer_momentum=0.2)
-        many_long_rounds = is_whole(tau) and tau >= 24 and steps is not None and steps >= 80 * tau
+        many_long_rounds = isinstance(tau, int) and tau >= 24 and steps is not None and steps >= 80 * tau
         momentum = 0.3 if many_long_rounds else 0.0
         late: dict[str, Any] = {"gap": "none", "merge": "keep_local", "delay": "auto", "outer_momentum": momentum}
         return cls(tau=tau, tau_max=tau_max, compression=CompressionConfig("auto"), **late)

@@ -5,6 +5,7 @@ makes the table again with TABLES[NAME] from the rows in results/*.json and *.js
 """
 
 import functools
+import itertools
 import json
 import re
 import statistics
@@ -108,24 +109,39 @@ def reached(runs: Sequence[Row]) -> list[float]:
     return [run["seconds"] for run in runs] if runs and len(select(runs, status="reached")) == len(runs) else []
 
 
+TUNED = "co2_recommended:tau=12,compression=int4,delay=auto", "local:share=0.1,compression=int4"  # on digits
+
+
+def paired(task: str, rate: float) -> Row:
+    """The paired series of a task and link. Digits' links are in one file."""
+    return load("paired/time_to_loss.json" if task == "vision" else f"paired/text_{rate:g}.json")
+
+
+def tuned(task: str, rate: float) -> tuple[str, str]:
+    """CO2 and Local-SGD as tuned. On text each link has its own."""
+    if task == "vision":
+        return TUNED
+    methods = paired(task, rate)["options"]["methods"]
+    co2, local = (next(m for m in methods if m.startswith(name)) for name in ("co2_recommended:", "local:"))
+    return co2, local
+
+
 def series(task: str, rate: float, *, late: bool = False) -> dict[str, tuple[str, list[Row]]]:
     """The rows of README's table and picture for a task and link: title -> the method's name, and its runs.
 
-    late: with the late target, which only digits' runs have.
+    late: with the late target.
     """
-    files = ("paired/",) if task == "vision" else ("int4/", "")  # text's float32 series has CO2, too
-    runs = [run for of in files for run in load(f"{of}time_to_loss.json")["runs"]]
-    runs = select(runs, task=task, rate_mbit=float(rate))
+    runs = select(paired(task, rate)["runs"], rate_mbit=float(rate))
     runs = [run | run["late"] for run in runs] if late else runs
     others = {method: select(runs, method=method) for method in dict.fromkeys(run["method"] for run in runs)}
     names = ("local", "overlap_local", "slowmo", "diloco")
     others = {m: found for m, found in others.items() if m.partition(":")[0] in names and "int4" in m}
     others = {m: found for m, found in others.items() if reached(found)}
-    best = min(others, key=lambda m: statistics.fmean(reached(others[m])))
+    best = min(others, key=lambda m: statistics.fmean(reached(others[m])), default="local")
     return {
         "CO2, recommended (int4)": ("", select(runs, method="co2_auto")),
-        "CO2, tau tuned, int4": ("", select(runs, method=TUNED[0])),
-        "best other, int4": (METHOD_NAMES[best.partition(":")[0]].partition(" (")[0], others[best]),
+        "CO2, tau tuned, int4": ("", select(runs, method=tuned(task, rate)[0])),
+        "best other, int4": (METHOD_NAMES[best.partition(":")[0]].partition(" (")[0], others.get(best, [])),
         "DDP, int4": ("", select(runs, method="ddp:compression=int4")),
         "DDP, float32": ("", select(runs, method="ddp")),
     }
@@ -156,38 +172,67 @@ def describe(method: str) -> str:
     return ", ".join(filter(None, (name, *words, late.get(given.get("delay", ""), ""))))
 
 
-TUNED = "co2_recommended:tau=12,compression=int4,delay=auto", "local:share=0.1,compression=int4"
-
-
-def tuned_alike(rate: float, target: str) -> str:
+def tuned_alike(task: str, rate: float, target: str) -> str:
     """The seconds of Local-SGD over CO2's, both with a tuned tau."""
     took = []
-    for method in TUNED:
-        runs = select(load("paired/time_to_loss.json")["runs"], rate_mbit=rate, method=method)
+    for method in tuned(task, rate):
+        runs = select(paired(task, rate)["runs"], rate_mbit=rate, method=method)
         runs = [run | run["late"] for run in runs] if target == "late" else runs
         took.append({run["seed"]: run["seconds"] for run in runs if run["status"] == "reached"})
     ratio = paired_ratio(*took)
     return f"{ratio[0]:.2f} ({ratio[1]:.2f}–{ratio[2]:.2f})" if ratio else ""
 
 
+def ratio_cells(found: Row, method: str, rate: float) -> tuple[str, str, str]:
+    """A method's seconds over CO2's with their interval, to both targets, and its limit."""
+    cells = []
+    for target in ("target", "late"):
+        row = next(iter(select(found["ratios"], rate_mbit=rate, target=target, method=method)), None)
+        bound = "> " * bool(row and row["at_least"])
+        cells.append(f"{bound}{row['ratio']:.2f} ({row['low']:.2f}–{row['high']:.2f})" if row else "")
+    known = [run["limit"] for run in select(found["runs"], rate_mbit=rate, method=method) if "limit" in run]
+    limit = f"{statistics.median(known):.2f}" if known and not method.startswith("ddp") else ""
+    return cells[0], cells[1], limit
+
+
+LAST = "both with tau tuned: Local-SGD over CO2"
+
+
 def paired_seconds() -> Table:
-    """The seconds of each method over CO2's, seed by seed, with the 95 % interval, by link and target."""
-    found = load("paired/time_to_loss.json")
-    places = [(rate, target) for rate in (10.0, 40.0) for target in ("target", "late")]
-    titles = (f"{rate:g} Mbit/s, {'first' if target == 'target' else target} target" for rate, target in places)
+    """Digits: the seconds of each method over CO2's, seed by seed, with the 95 % interval, by link and target."""
+    found, rates = paired("vision", 10), (10.0, 40.0)
+    titles = (f"{rate:g} Mbit/s, {target} target" for rate in rates for target in ("first", "late"))
     table: Table = [("method", *titles, "limit, 10 and 40 Mbit/s")]
     for method in found["options"]["methods"]:
-        cells, limits = [], []
-        for rate, target in places:
-            row = next(iter(select(found["ratios"], rate_mbit=rate, target=target, method=method)), None)
-            bound = "> " * bool(row and row["at_least"])
-            cells.append(f"{bound}{row['ratio']:.2f} ({row['low']:.2f}–{row['high']:.2f})" if row else "")
-        for rate in (10.0, 40.0):
-            known = [run["limit"] for run in select(found["runs"], rate_mbit=rate, method=method) if "limit" in run]
-            limits += [f"{statistics.median(known):.2f}"] if known and not method.startswith("ddp") else []
+        if "tau=6" in method:  # the waterfall has these
+            continue
+        links = [ratio_cells(found, method, rate) for rate in rates]
+        cells = [cell for link in links for cell in link[:2]]
         if any(cells):
-            table.append((describe(method), *cells, ", ".join(limits)))
-    table.append(("both with tau tuned: Local-SGD over CO2", *(tuned_alike(*place) for place in places), ""))
+            table.append((describe(method), *cells, ", ".join(link[2] for link in links if link[2])))
+    last = (tuned_alike("vision", rate, target) for rate in rates for target in ("target", "late"))
+    table.append((LAST, *last, ""))
+    return table
+
+
+TEXT_RATES = (10.0, 40.0, 200.0)
+
+
+def paired_text() -> Table:
+    """Text: the same, with a tuned tau for each link."""
+    titles = (f"{rate:g} Mbit/s, {target} target" for rate in TEXT_RATES for target in ("first", "late"))
+    table: Table = [("method", *titles, "limit")]
+    for name, which in (
+        ("CO2, tau tuned, int4, on arrival", 0),
+        ("Local-SGD (blocking), tau tuned, int4", 1),
+        ("DDP, int4", 2),
+    ):
+        methods = [(*tuned("language", rate), "ddp:compression=int4")[which] for rate in TEXT_RATES]
+        links = [ratio_cells(paired("language", rate), m, rate) for m, rate in zip(methods, TEXT_RATES, strict=True)]
+        cells = [cell for link in links for cell in link[:2]]
+        table.append((name, *cells, ", ".join(link[2] for link in links if link[2])))
+    last = (tuned_alike("language", rate, target) for rate in TEXT_RATES for target in ("target", "late"))
+    table.append((LAST, *last, ""))
     return table
 
 
@@ -214,7 +259,16 @@ def model_check() -> Table:
 
 def regime_map() -> Table:
     """The best hidden run against the best blocking run, by task and r."""
-    return [regimes.TITLES, *map(regimes.line, regimes.cells())]
+    also = {(cell.task, cell.r): regimes.line(cell)[4] for cell in regimes.cells(momentum=True)}
+    table: Table = [
+        ("task, r", "blocking tau", "exposed", "hidden tau, delay", *regimes.TITLES[4:6], "loss, %", "momentum")
+    ]
+    for cell in regimes.cells():
+        task, _, exposed, _, *ratios, loss = regimes.line(cell)
+        taus = str(cell.blocking.tau), f"{cell.hidden.tau}, {cell.hidden.delay}"
+        places = (task, taus[0], exposed, taus[1], *ratios, loss.removesuffix(" %"))
+        table.append((*places, also.get((cell.task, cell.r), "")))
+    return table
 
 
 PEER_NAMES = METHOD_NAMES | {
@@ -267,14 +321,32 @@ PAPER = "co2:beta=0.5"
 Losses = Mapping[int, float]  # by seed
 
 
-def losses(files: str, task: str, asked: str, steps: int, tau: int = 24, tuning: str = "", workers: int = 4) -> Losses:
+def losses(
+    files: str,
+    task: str,
+    asked: str,
+    steps: int,
+    tau: int = 24,
+    tuning: str = "",
+    workers: int = 4,
+    batch: int | None = None,
+) -> Losses:
     """Losses on the test split of a method with its tuned settings, or none if it was not run.
 
-    files: names, separated by spaces. tuning: how the line of its tuning begins. 16 workers have batches of 2.
+    Args:
+        files: Names, separated by spaces.
+        task: The task.
+        asked: The method, as on the command line.
+        steps: Local steps of a run.
+        tau: Local steps per round.
+        tuning: How the line of its tuning begins.
+        workers: Number of workers.
+        batch: Samples per worker and step. By default 2 with 16 workers, and any other with other numbers of workers.
     """
     rows = [row for file in files.split() for row in load(file)]
     same = {"task": task, "steps": steps, "tau": tau, "workers": workers, "shards": "iid"}
-    choices = (r for r in rows if r["kind"] == "choice" and (r["batch"] == 2) == (workers == 16))
+    fits = lambda r: r["batch"] == batch if batch else (r["batch"] == 2) == (workers == 16)  # noqa: E731
+    choices = (r for r in rows if r["kind"] == "choice" and fits(r))
     choices = select((r for r in choices if r["tuning"].startswith(tuning)), **same)
     choices = [r for r in choices if sorted(re.split("[:,]", r["asked"])) == sorted(re.split("[:,]", asked))]
     if not choices:
@@ -298,20 +370,21 @@ def loss_of(found: Losses) -> str:
 
 
 THREE = {"bytes": "text", "gpt2": "GPT-2", "cifar": "CIFAR-10"}  # tasks
-LONG = functools.partial(losses, "h100.jsonl", steps=2000)
+LONG = functools.partial(losses, "h100.jsonl h200.jsonl", steps=2000)
 
 
-def change(task: str, asked: str, tau: int, of: str = "ddp", of_tau: int = 2) -> str:
-    """How much greater the loss is than another method's after 2,000 steps. Empty without three seeds."""
-    mine, other = LONG(task, asked, tau=tau), LONG(task.removesuffix("_muon"), of, tau=of_tau)
-    return against(mine, other).removesuffix(" %") if len(mine) == len(other) == 3 else ""
+def change(task: str, asked: str, tau: int, of_task: str = "") -> str:
+    """How much greater the loss is than DDP's after 2,000 steps, or than DDP's on another task. Empty without three
+    seeds."""
+    mine, other = LONG(task, asked, tau=tau), LONG(of_task or task, "ddp", tau=24 if task == "cifar" else 2)
+    return against(mine, other).removesuffix(" %") if len(mine.keys() & other.keys()) >= 3 else ""
 
 
 def cost_of_hiding() -> Table:
     """2,000 steps: DDP's loss, and how much greater other losses are, in percent."""
-    table: Table = [("method", "bits a step", *THREE.values())]
-    first = (LONG(task, "ddp", tau=24 if task == "cifar" else 2) for task in THREE)
-    table.append(("DDP: loss", "32", *map(loss_of, first)))
+    table: Table = [("method", "bits a step", "seeds", *THREE.values())]
+    first = [LONG(task, "ddp", tau=24 if task == "cifar" else 2) for task in THREE]
+    table.append(("DDP: loss", "32", str(len(first[0])), *map(loss_of, first)))
     for name, bits, asked, tau in (
         ("Local-SGD (blocking), tau 24", "1.33", "local", 24),
         ("DiLoCo (blocking), tau 24, outer momentum 0.5", "1.33", "diloco:beta=0.5", 24),
@@ -321,9 +394,9 @@ def cost_of_hiding() -> Table:
         ("hidden DiLoCo over int4, tau 24", "0.17", HIDDEN_DILOCO, 24),
         ("Streaming DiLoCo over int4, tau 24", "0.17", "streaming:beta=0.5,compression=int4", 24),
         ("eager updates over int4, tau 24", "0.17", "eager:beta=0.5,compression=int4", 24),
-        ("hidden average over int4, tau 2", "2.06", HIDDEN, 2),
     ):
-        table.append((name, bits, *(change(t, asked, tau, of_tau=24 if t == "cifar" else 2) for t in THREE)))
+        seeds = len(LONG("bytes", asked, tau=tau))
+        table.append((name, bits, str(seeds), *(change(task, asked, tau) for task in THREE)))
     return table
 
 
@@ -342,28 +415,52 @@ INGREDIENTS = {  # name -> bits a step, method, tau
     "outer momentum 0.2": ("2.06", HIDDEN.replace("beta=0", "beta=0.2"), 2),
 }
 MUON = {
-    "Muon: DDP": ("32", "ddp", 2),
-    "Muon: Local-SGD (blocking), tau 2": ("2.06", "local:compression=int4", 2),
-    "Muon: hidden average, tau 2": ("2.06", HIDDEN, 2),
-    "Muon: hidden average, tau 6": ("0.69", HIDDEN, 6),
-    "Muon: hidden average, tau 24": ("0.17", HIDDEN, 24),
+    "Local-SGD (blocking), tau 2": ("2.06", "local:compression=int4", 2),
+    "hidden average, tau 1": ("4.12", HIDDEN, 1),
+    "tau 1 over int2": ("2.12", HIDDEN.replace("int4", "int2"), 1),
+    "hidden average, tau 2": ("2.06", HIDDEN, 2),
+    "tau grows from 1 to 5": ("1.88", HIDDEN + ",grow=400", 6),
+    "DDP for the first 5 % of the steps": ("2.17", HIDDEN + ",sync_steps=100", 2),
+    "hidden average, tau 6": ("0.69", HIDDEN, 6),
+    "hidden average, tau 24": ("0.17", HIDDEN, 24),
+    "hidden DiLoCo, tau 24": ("0.17", HIDDEN_DILOCO, 24),
+    "Local-SGD (blocking), tau 24": ("0.17", "local:compression=int4", 24),
 }
 
 
 def ingredients() -> Table:
-    """Changes of the method that might close the gap to DDP's loss, against DDP with AdamW, in percent."""
+    """Changes of the method that might close the gap to DDP's loss, with AdamW, in percent."""
     table: Table = [("change", "bits a step", "text", "GPT-2")]
-    for suffix, rows in (("", INGREDIENTS), ("_muon", MUON)):
-        for name, (bits, asked, tau) in rows.items():
-            table.append((name, bits, *(change(task + suffix, asked, tau) for task in ("bytes", "gpt2"))))
-    for name, suffix, steps, bits, tau in (
-        ("Muon: hidden average, tau 2, against DDP with Muon", "_muon", 2000, "2.06", 2),
-        ("Muon: hidden average, tau 24, against DDP with Muon", "_muon", 2000, "0.17", 24),
-        ("batch 16 and 1,000 steps, against DDP with these", "", 1000, "2.06", 2),
-    ):
-        of = functools.partial(losses, "h100.jsonl", steps=steps)
-        pairs = ((of(task + suffix, HIDDEN, tau=tau), of(task + suffix, "ddp", tau=2)) for task in ("bytes", "gpt2"))
-        table.append((name, bits, *(against(*pair).removesuffix(" %") for pair in pairs)))
+    for name, (bits, asked, tau) in INGREDIENTS.items():
+        table.append((name, bits, *(change(task, asked, tau) for task in ("bytes", "gpt2"))))
+    of = functools.partial(losses, "h100.jsonl", steps=1000)
+    pairs = ((of(task, HIDDEN, tau=2), of(task, "ddp", tau=2)) for task in ("bytes", "gpt2"))
+    cells = (against(*pair).removesuffix(" %") for pair in pairs)
+    table.append(("batch 16 and 1,000 steps, against DDP with these", "2.06", *cells))
+    return table
+
+
+def muon() -> Table:
+    """With Muon: changes against DDP with Muon, in percent."""
+    table: Table = [("with Muon, over int4", "bits a step", "text", "GPT-2")]
+    tasks = ("bytes_muon", "gpt2_muon")
+    ddp = (change(task, "ddp", 2, task.removesuffix("_muon")) for task in tasks)
+    table.append(("DDP in float32, against DDP with AdamW", "32", *ddp))
+    for name, (bits, asked, tau) in MUON.items():
+        table.append((name, bits, *(change(task, asked, tau) for task in tasks)))
+    return table
+
+
+def mesh_momentum() -> Table:
+    """The paper's rule with several outer momenta, against Local-SGD, in percent, by task and number of workers."""
+    momenta = ("0", "0.2", "0.5", "0.6")
+    table: Table = [("task, workers", "momentum 0", *momenta[1:], "0.2 against 0")]
+    for task, workers in itertools.product(("bytes", "cifar"), (4, 16, 64)):
+        of = functools.partial(losses, "h200.jsonl h100.jsonl", task, steps=2000, workers=workers, batch=8)
+        of = functools.partial(of, batch=2) if workers == 64 else of
+        rules = [of(f"co2:beta={beta}") for beta in momenta]
+        cells = [against(found, of("local")) for found in (*rules,)] + [against(rules[1], rules[0])]
+        table.append((f"{THREE[task]}, {workers}", *(cell.removesuffix(" %") for cell in cells)))
     return table
 
 
@@ -687,8 +784,9 @@ SEARCHED = (("tau", "vision"), ("tau", "language"), ("clip", "vision"))
 MADE = (readme_seconds, throughput, cost_of_hiding, ingredients, larger_models, gpt2_small, rates, slow_links)
 MADE += (bytes_to_a_loss, zo_speed, zo_memory, lengths, rings, boundary_cpu, gpu_boundary, nccl_hidden)
 TABLES: dict[str, Callable[[], Table]] = {
-    **{make.__name__: make for make in (*MADE, hidden_diloco, faults, stand_ins, tau_and_clip)},
+    **{make.__name__: make for make in (*MADE, hidden_diloco, muon, mesh_momentum, faults, stand_ins, tau_and_clip)},
     "paired_seconds": paired_seconds,
+    "paired_text": paired_text,
     "regimes": regime_map,
     "model_check": model_check,
     "peers_seconds": peers,

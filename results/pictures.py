@@ -48,7 +48,7 @@ def seconds() -> Figure:
     figure, axes = axes_of(1, 2, 6.0, sharey=True)
     groups = (
         [(f"{rate} Mbit/s, to {0.06 if late else 0.25}", rate, late) for rate in (10, 40) for late in (False, True)],
-        [(f"{rate} Mbit/s, to 5.7 nats", rate, False) for rate in (40, 200, 1000)],
+        [(f"{rate} Mbit/s, to {5.7 if late else 5.8}", rate, late) for rate in (40, 200) for late in (False, True)],
     )
     labels: dict[float, str] = {}
     for a, (task, title), places in zip(axes, TASKS.items(), groups, strict=True):
