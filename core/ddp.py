@@ -274,7 +274,7 @@ class DDP(Loop):
             copy(self._buffers, views(flat, self._buffers))
 
     def _live_buffers(self) -> list[Tensor]:
-        """Returns the buffers, which the model may have replaced. Buffers of another shape or dtype are not averaged."""
+        """Returns the buffers, which the model may have replaced. One of another shape or dtype is not averaged."""
         now, live = dict(self._module.named_buffers()), list[Tensor]()
         for name, given in self._given.items():
             new = now.get(name, given)
