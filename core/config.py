@@ -279,11 +279,11 @@ class CO2Config:
         compressed to int4, at the cost of 1 + 1/workers copies of the parameters, or sent in float32 if that arrives
         within a local step. merge="interpolate" saves keep_local's copy and comes close. The outer momentum is 0.3 in
         runs of 80 rounds or more with a fixed tau of 24 or more, where it lowered the loss. Else it is 0, because it
-        raised the loss of digits in short runs, and of text at tau 2.
+        raised the mean loss of digits in short runs, and of text at tau 2.
 
         Args:
             workers: Number of workers. No setting depends on it.
-            steps: Local steps of the whole run, if known. The run then has at least twenty rounds.
+            steps: Local steps of the whole run, if known. With tau auto, the run then has at least twenty rounds.
             tau: Local steps per round. auto chooses from measured times.
             mesh: [nodes, workers per node], for ShardedCO2. It supports only the paper's order, so only the outer
                 momentum differs from the paper's rule. It is 0.2, which had the lowest loss on average of two tasks.
