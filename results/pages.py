@@ -341,7 +341,7 @@ def losses(
         tau: Local steps per round.
         tuning: How the line of its tuning begins.
         workers: Number of workers.
-        batch: Samples per worker and step. By default 2 with 16 workers, and any other with other numbers of workers.
+        batch: Samples per worker and step. The default is 2 with 16 workers, and else any number but 2.
     """
     rows = [row for file in files.split() for row in load(file)]
     same = {"task": task, "steps": steps, "tau": tau, "workers": workers, "shards": "iid"}

@@ -13,7 +13,7 @@ import training.prepared  # noqa: F401, transformers imports torchvision when it
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import BertConfig, BertLMHeadModel
+from transformers import BertConfig, BertLMHeadModel, RobertaConfig, RobertaForMaskedLM, RobertaModel
 
 from core.errors import UserError
 from language import pretrained
@@ -22,6 +22,7 @@ from language.finetune_recipes import RECIPES, FinetuneRecipe, LoraConfig
 from language.model import blocks_of
 from language.prompts import Prompt, PromptTask, answer_scores, answers_of, collate, encode, read_lines
 from tests.tiny_models import CONFIGS, POSITIONS, make_model, make_prompts, tiny_tokenizer
+from training.weights import load_weights
 
 KINDS = sorted(CONFIGS)
 
@@ -250,3 +251,13 @@ def test_lora_puts_equal_adapters_in_and_writes_them_alone(models: dict[str, Pat
     assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
     with pytest.raises(UserError, match="lora.targets=nothing"):
         pretrained.open_model(recipe_of(models["opt"], lora=LoraConfig(4, targets=("nothing",))))
+
+
+def test_a_folder_that_lacks_tensors_of_the_model_is_refused(tmp_path: Path):
+    sizes = dict(vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+    config = RobertaConfig(**sizes)  # type: ignore[arg-type]
+    RobertaModel(config).save_pretrained(tmp_path / "base")
+    RobertaForMaskedLM(config).save_pretrained(tmp_path / "whole")
+    load_weights(model := RobertaForMaskedLM(config), tmp_path / "whole")
+    with pytest.raises(UserError, match="lm_head.* give a folder of a RobertaForMaskedLM"):
+        load_weights(model, tmp_path / "base")
