@@ -456,10 +456,10 @@ def mesh_momentum() -> Table:
     momenta = ("0", "0.2", "0.5", "0.6")
     table: Table = [("task, workers", "momentum 0", *momenta[1:], "0.2 against 0")]
     for task, workers in itertools.product(("bytes", "cifar"), (4, 16, 64)):
-        of = functools.partial(losses, "h200.jsonl h100.jsonl", task, steps=2000, workers=workers, batch=8)
-        of = functools.partial(of, batch=2) if workers == 64 else of
-        rules = [of(f"co2:beta={beta}") for beta in momenta]
-        cells = [against(found, of("local")) for found in (*rules,)] + [against(rules[1], rules[0])]
+        batch = 2 if workers == 64 else 8
+        of = functools.partial(losses, "h200.jsonl h100.jsonl", task, steps=2000, workers=workers, batch=batch)
+        local, rules = of("local"), [of(f"co2:beta={beta}") for beta in momenta]
+        cells = [against(found, local) for found in rules] + [against(rules[1], rules[0])]
         table.append((f"{THREE[task]}, {workers}", *(cell.removesuffix(" %") for cell in cells)))
     return table
 

@@ -201,7 +201,7 @@ def not_resumed(rank: int, workers: int, folder: str) -> None:
     net.load_state_dict({name.removeprefix("net."): value for name, value in weights.items()})
     fresh = run(f"{folder}/fresh", net=net, **quiet)
     again = run(f"{folder}/again", net=Net(8), validated=f"{folder}/mid.ckpt", devices=workers)
-    plain.assert_equal([again["trace"][0], again["end"]], [fresh["trace"][0], again["end"]])
+    plain.assert_equal(again["trace"][:11], fresh["trace"][:11])  # up to the first epoch's validation
     assert again["steps"] == whole["steps"]
     finder = LearningRateFinder(num_training_steps=7, update_attr=False)
     found = run(f"{folder}/found", callbacks=[finder], **quiet)
