@@ -65,7 +65,7 @@ class Command:
     table: tyro.conf.Positional[str] = "list"
     """A table's name, all, or list, which shows the names; with --collect and --status: all by default."""
     rows: str = ""
-    """Only these rows, by label or recipe, separated by commas: resnet50,vitbase."""
+    """Only these rows, by label or recipe (with --local also by stand-in), separated by commas: resnet50,vitbase."""
     methods: str = ""
     """Only rows of these methods, separated by commas: co2,ddp."""
     seeds: str = ""
@@ -172,11 +172,15 @@ def split(names: str) -> list[str]:
 def choose(tables: Mapping[str, Table], command: Command, extra: Mapping[str, Any]) -> dict[str, Table]:
     """The tables with the rows, methods and seeds that are asked for, and with a tau that is passed on."""
     rows = [row for table in tables.values() for row in table.rows]
-    labels = {plain(name) for row in rows for name in (row.label, row.recipe)}
-    known = {"rows": labels, "methods": {plain(name) for name in METHODS}}
-    asked = {name: split(getattr(command, name)) for name in known}
-    for option, names in asked.items():
-        if unknown := [name for name in names if name not in known[option]]:
+
+    def names(row: Row) -> set[str]:
+        return {plain(name) for name in (row.label, row.recipe, command.local and row.local) if name}
+
+    known = {"rows": {name for row in rows for name in names(row)}, "methods": {plain(name) for name in METHODS}}
+    asked = {option: {plain(name): name for name in getattr(command, option).split(",")} for option in known}
+    for option, given in asked.items():
+        given.pop("", None)
+        if unknown := [given[name] for name in given if name not in known[option]]:
             have = ", ".join(dict.fromkeys(row.label for row in rows) if option == "rows" else METHODS)
             raise UserError(f"--{option} {unknown[0]}: not in {command.table}, which has {have}")
     if not all(seed.isdecimal() and int(seed) <= LARGEST for seed in split(command.seeds)):
@@ -186,8 +190,10 @@ def choose(tables: Mapping[str, Table], command: Command, extra: Mapping[str, An
         raise UserError(f"--co2.tau {tau} behind --: give a number, 1 or more; the train scripts alone take auto")
 
     def keeps(row: Row) -> bool:
-        named, method = {plain(row.label), plain(row.recipe)}, plain(row.method)
-        return (not asked["rows"] or bool(named & {*asked["rows"]})) and method in (asked["methods"] or [method])
+        method = plain(row.method)
+        return (not asked["rows"] or not names(row).isdisjoint(asked["rows"])) and method in (
+            asked["methods"] or [method]
+        )
 
     kept, taus = dict[str, Table](), {"tau": int(tau)} if "co2.tau" in extra else {}
     for name, table in tables.items():

@@ -23,7 +23,6 @@ from training.optim import OptimConfig
 GPT2_SIZES = {
     "gpt2_tiny": dict(n_layer=4, n_head=4, n_embd=128),
     "gpt2_mini": dict(n_layer=6, n_head=6, n_embd=192),
-    "gpt2_midi": dict(n_layer=8, n_head=8, n_embd=256),
     "gpt2_small": dict(n_layer=12, n_head=12, n_embd=768),
     "gpt2_medium": dict(n_layer=24, n_head=16, n_embd=1024),
     "gpt2_large": dict(n_layer=36, n_head=20, n_embd=1280),
@@ -32,7 +31,6 @@ GPT2_SIZES = {
 # Liu et al., arXiv 1907.11692; tiny and mini are ours.
 ROBERTA_SIZES = {
     "roberta_tiny": dict(num_hidden_layers=4, num_attention_heads=4, hidden_size=128, intermediate_size=512),
-    "roberta_mini": dict(num_hidden_layers=6, num_attention_heads=6, hidden_size=192, intermediate_size=768),
     "roberta_base": dict(num_hidden_layers=12, num_attention_heads=12, hidden_size=768, intermediate_size=3072),
     "roberta_large": dict(num_hidden_layers=24, num_attention_heads=16, hidden_size=1024, intermediate_size=4096),
 }
@@ -74,7 +72,7 @@ def build_model(
     common: dict[str, Any] = {"vocab_size": vocab_size, "bos_token_id": None, "eos_token_id": None}
     if name in GPT2_SIZES:
         # The two functions are equal. transformers' "gelu_new" keeps five tensors for it, and torch's kernel keeps one.
-        act = "gelu_new" if name in ("gpt2_tiny", "gpt2_mini", "gpt2_midi") else "gelu_pytorch_tanh"
+        act = "gelu_new" if name in ("gpt2_tiny", "gpt2_mini") else "gelu_pytorch_tanh"
         drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
         sizes = GPT2_SIZES[name] | {"n_positions": context, "use_cache": False, "activation_function": act}
         return GPT2LMHeadModel(GPT2Config(**common, **drops, **sizes))

@@ -152,16 +152,6 @@ def gpt2_pydoc_small() -> LanguageRecipe:
     )
 
 
-def gpt2_pydoc_medium() -> LanguageRecipe:
-    """A deeper and wider model than gpt2_pydoc_small. We did not run it to its end."""
-    return replace(gpt2_pydoc_small(), model="gpt2_mini")
-
-
-def gpt2_pydoc_large() -> LanguageRecipe:
-    """A deeper and wider model than gpt2_pydoc_medium. We did not run it to its end."""
-    return replace(gpt2_pydoc_small(), model="gpt2_midi")
-
-
 def transnormer_pydoc_small() -> LanguageRecipe:
     """A tiny TransNormer on Python's documentation, without a download.
 
@@ -179,22 +169,6 @@ def roberta_pydoc_small() -> LanguageRecipe:
     """
     small = gpt2_pydoc_small()
     return replace(small, model="roberta_tiny", optim=replace(small.optim, lr=2e-3))
-
-
-def roberta_pydoc_large() -> LanguageRecipe:
-    """A deeper and wider model than roberta_pydoc_small. We did not run it to its end."""
-    return replace(roberta_pydoc_small(), model="roberta_mini")
-
-
-def roberta_gutenberg_small() -> LanguageRecipe:
-    """A tiny RoBERTa on Gutenberg books from CO2_DATA. We did not run it to its end."""
-    small = roberta_pydoc_small()
-    return replace(small, corpus="gutenberg", vocab_size=2048, epoch_steps=68, eval_tokens=1 << 15)
-
-
-def roberta_gutenberg_large() -> LanguageRecipe:
-    """A deeper and wider model than roberta_gutenberg_small. We did not run it to its end."""
-    return replace(roberta_gutenberg_small(), model="roberta_mini")
 
 
 def gpt2_gutenberg_small() -> LanguageRecipe:
@@ -227,7 +201,6 @@ _ALL = (
     gpt2_small_owt, gpt2_medium_owt, gpt2_large_owt, gpt2_xl_owt, gpt2_medium_zo_owt, gpt2_small_wikitext103,
     transnormer_7b_owt,
     roberta_base_wikibooks, roberta_large_wikibooks, roberta_base_wikitext103, roberta_large_wikitext103,
-    gpt2_pydoc_small, gpt2_pydoc_medium, gpt2_pydoc_large, transnormer_pydoc_small, gpt2_gutenberg_small, gpt2_zo_small,
-    roberta_pydoc_small, roberta_pydoc_large, roberta_gutenberg_small, roberta_gutenberg_large,
+    gpt2_pydoc_small, transnormer_pydoc_small, roberta_pydoc_small, gpt2_gutenberg_small, gpt2_zo_small,
 )  # fmt: skip
 RECIPES = {f.__name__: f() for f in _ALL}

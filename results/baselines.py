@@ -24,7 +24,7 @@ from training.folder import commit
 
 STORE = Path(__file__).parent / "tables/baselines.json"
 RECIPES = {
-    "language": ("gpt2_pydoc_small", "roberta_pydoc_small", "roberta_gutenberg_small"),
+    "language": ("gpt2_pydoc_small", "roberta_pydoc_small"),
     "pointcloud": ("surfaces_small", "modelnet10_mae_small"),
     "vision": ("digits_small",),
     "segmentation": ("camvid_small",),

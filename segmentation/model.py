@@ -212,9 +212,7 @@ BACKBONES: dict[BackboneName, Backbone] = {
     "swin_base": _swin(128, (2, 2, 18, 2), (4, 8, 16, 32)),
     "vit_base": _vit(768, 12, 12, patch=16),
     "resnet_mini": _resnet(18, width=16),
-    "resnet34_mini": _resnet(34, width=16),
     "swin_mini": _swin(32, (2, 2, 2, 2), (1, 2, 4, 8), window_size=4, drop_path_rate=0.0),
-    "swin_mini_wide": _swin(48, (2, 2, 2, 2), (2, 4, 8, 16), window_size=4, drop_path_rate=0.0),
     "vit_mini": _vit(96, 4, 3, patch=8),
 }
 

@@ -11,7 +11,7 @@ from training.recipe import Recipe
 DataName = Literal["ade20k", "camvid", "digits"]
 BackboneName = Literal[
     "resnet50", "resnet101", "swin_tiny", "swin_small", "swin_base", "vit_base",
-    "resnet_mini", "resnet34_mini", "swin_mini", "swin_mini_wide", "vit_mini",
+    "resnet_mini", "swin_mini", "vit_mini",
 ]  # fmt: skip
 
 
@@ -163,29 +163,8 @@ def camvid_small() -> SegmentationRecipe:
     )
 
 
-def camvid_resnet34() -> SegmentationRecipe:
-    """A deeper ResNet on the same data. We ran this and the following recipes for five epochs only."""
-    return replace(camvid_small(), backbone="resnet34_mini")
-
-
-def camvid_swin() -> SegmentationRecipe:
-    """A small Swin on the same data."""
-    return _transformer(camvid_small(), "swin_mini", SWIN_UNDECAYED)
-
-
-def camvid_swin_wide() -> SegmentationRecipe:
-    """A wider Swin on the same data."""
-    return _transformer(camvid_small(), "swin_mini_wide", SWIN_UNDECAYED)
-
-
-def camvid_vit() -> SegmentationRecipe:
-    """A small ViT on the same data."""
-    return _transformer(camvid_small(), "vit_mini", VIT_UNDECAYED)
-
-
 _ALL = (
     ade20k_resnet50, ade20k_resnet101, ade20k_swin_tiny, ade20k_swin_base, ade20k_vit_base,
-    digits_small, digits_swin, digits_vit,
-    camvid_small, camvid_resnet34, camvid_swin, camvid_swin_wide, camvid_vit,
+    digits_small, digits_swin, digits_vit, camvid_small,
 )  # fmt: skip
 RECIPES = {f.__name__: f() for f in _ALL}

@@ -44,7 +44,7 @@ def test_clouds_by_hand():
         ("surfaces_small", "surfaces_folding", True),
         ("gpt2_pydoc_small", "transnormer_pydoc_small", True),
         ("gpt2_pydoc_small", "roberta_pydoc_small", False),
-        ("roberta_gutenberg_small", "roberta_pydoc_large", False),
+        ("roberta_pydoc_small", "gpt2_gutenberg_small", False),
         ("modelnet10_mae_small", "modelnet10_small", False),
     ],
 )

@@ -482,6 +482,9 @@ def test_rows_methods_and_seeds_are_chosen_and_options_passed_on(told: Told):
     assert "OUT=runs/a100/imagenet_resnet50-co2-tau24-16nodes-lr_0.5-seed7 " in lines[3], "a folder of its own"
     few = ["--dry-run", "--local", "--rows"]
     (line,) = told("gpt2", *few, "gpt2-small", "--methods", "local", "--seeds", "7")
+    assert told("gpt2", *few, "gpt2_pydoc_small", "--methods", "local", "--seeds", "7") == [line], "by its stand-in"
+    (longer,) = told("roberta", *few, "roberta_pydoc_small", "--methods", "local", "--seeds", "7")
+    assert " --epochs 2 --epoch_steps 660 " in longer
     assert " --epochs 1 --epoch_steps 660 " in line and "--out runs/local/language-gpt2_pydoc_small-local-tau6-" in line
     (line,) = told("tau_language", *few, "tau12", "--seeds", "0", "--", "--epochs", "2")
     assert " --method co2 --co2.tau 12 --epochs 2 " in line and "-co2-tau12-epochs_2-" in line
@@ -561,7 +564,7 @@ ROW = "for row 'ResNet-50', method ddp"
     [
         (["imagnet", "--dry-run"], "table 'imagnet' does not exist; did you mean imagenet?"),
         (["xyz"], "table 'xyz' does not exist; `python reproduce.py list` names them"),
-        (["imagenet", "--rows", "resnet5"], "--rows resnet5: not in imagenet, which has ResNet-50, ViT-Base, Swin-T,"),
+        (["imagenet", "--rows", "ResNet-5"], "--rows ResNet-5: not in imagenet, which has ResNet-50, ViT-Base, Swin-T,"),
         (["imagenet", "--methods", "co3"], "--methods co3: not in imagenet, which has co2, ddp,"),
         (["imagenet", "--methods", "diloco"], "imagenet has no row with --rows '' and --methods 'diloco'"),
         (["imagenet", "--seeds", "a"], "--seeds a: give numbers up to 1000000000, such as 0,1"),
