@@ -564,7 +564,7 @@ ROW = "for row 'ResNet-50', method ddp"
     [
         (["imagnet", "--dry-run"], "table 'imagnet' does not exist; did you mean imagenet?"),
         (["xyz"], "table 'xyz' does not exist; `python reproduce.py list` names them"),
-        (["imagenet", "--rows", "ResNet-5"], "--rows ResNet-5: not in imagenet, which has ResNet-50, ViT-Base, Swin-T,"),
+        (["imagenet", "--rows", "ResNet-5"], "--rows ResNet-5: not in imagenet, which has ResNet-50, ViT-Base, "),
         (["imagenet", "--methods", "co3"], "--methods co3: not in imagenet, which has co2, ddp,"),
         (["imagenet", "--methods", "diloco"], "imagenet has no row with --rows '' and --methods 'diloco'"),
         (["imagenet", "--seeds", "a"], "--seeds a: give numbers up to 1000000000, such as 0,1"),
