@@ -163,10 +163,11 @@ def bytes_per_token(tokenizer: Tokenizer) -> Tensor:
 
     A byte-level vocabulary writes each byte as one printable character, so a token's length is its number of bytes.
     """
-    special = tokenizer.get_added_tokens_decoder()
+    added = tokenizer.get_added_tokens_decoder()  # of these, those that are not special are written as they are
     counts = torch.zeros(tokenizer.get_vocab_size(), dtype=torch.int64)
     for token, index in tokenizer.get_vocab().items():
-        counts[index] = 0 if index in special else len(token)
+        size = len(token) if index not in added else len(token.encode())
+        counts[index] = 0 if index in added and added[index].special else size
     return counts
 
 
@@ -340,6 +341,8 @@ def open_corpus(name: CorpusName, vocab_size: int) -> Corpus:
     if not (folder / "meta.json").is_file():
         for split in ("train", "val"):  # checks every token of a file that is not ours, once until the file changes
             tokens, size, file = getattr(corpus, split), corpus.vocab_size, folder / f"{split}.bin"
+            if len(tokens) > 1 and not tokens[1:1_000_001:2].any():
+                raise UserError(f"{file}: every second uint16 is 0, as in 32- or 64-bit numbers: write it as uint16")
             key = _key(f"{file.resolve()} {(seen := file.stat()).st_size} {seen.st_mtime_ns} {size}".encode())
             cached(f"checked-{key}", lambda _, t=tokens, n=size, f=file: check_tokens(t, n, f))
     return corpus
@@ -395,7 +398,8 @@ def open_text(folder: Path, tokenizer: Tokenizer, end: int) -> Corpus:
         for split, found in files.items():
             encode_documents(tokenizer, Documents(found), target / f"{split}.bin", end)
 
-    contents = [_content(file) for found in files.values() for file in found]
+    named = [(f"{split}/{file.name}".encode(), _content(file)) for split, found in files.items() for file in found]
+    contents = [part for pair in named for part in pair]
     made = cached(f"text-{_key(*contents, tokenizer.to_str().encode(), str(end).encode())}", build)
     size, dtype = tokenizer.get_vocab_size(), token_dtype(tokenizer)
     train, val = (open_tokens(made / f"{split}.bin", dtype, size) for split in files)

@@ -16,6 +16,7 @@ import lzma
 import os
 import random
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -35,6 +36,7 @@ BYTE_ORDER_MARK = "\ufeff"
 LINE_ENDS = "\n\x85\u2028\u2029"
 JSON_LINES = (".jsonl", ".jsonl.xz")
 SUFFIXES = (".txt", ".txt.xz", ".xz", *JSON_LINES)
+LEFT_OUT = re.compile(r".*\.(txt|jsonl)\.(gz|bz2|zst|zip)", re.IGNORECASE)
 END_OF_TEXT, PAD, MASK = SPECIAL_TOKENS = ("<|endoftext|>", "<pad>", "<mask>")
 ROBERTAS_BEGIN, ROBERTAS_END = "<s>", "</s>"
 SMALLEST_VOCABULARY, LARGEST_VOCABULARY = 256 + len(SPECIAL_TOKENS), 1 << 32
@@ -94,10 +96,17 @@ def text_files(sources: Iterable[Path]) -> tuple[Path, ...]:
 
 
 def _below(folder: Path) -> Iterator[Path]:
-    """Yields the text files below a folder, without hidden files and folders."""
-    for at, folders, names in os.walk(folder, onerror=unreadable):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        yield from filter(is_text, (Path(at, name) for name in names if not name.startswith(".")))
+    """Yields the text files below a folder and below linked folders, without hidden files and folders."""
+    seen = {folder.resolve()}
+    for at, folders, names in os.walk(folder, onerror=unreadable, followlinks=True):
+        found = {Path(at, name).resolve(): name for name in folders if not name.startswith(".")}
+        folders[:] = [name for path, name in found.items() if path not in seen]  # a link may lead up
+        seen.update(found)
+        for file in (Path(at, name) for name in names if not name.startswith(".")):
+            if is_text(file):
+                yield file
+            elif LEFT_OUT.fullmatch(file.name) or (file.name.lower().endswith(SUFFIXES) and not file.exists()):
+                raise UserError(f"{file} cannot be read: decompress it (only .xz is read), mend the link, or remove it")
 
 
 def is_text(file: Path) -> bool:
@@ -231,10 +240,18 @@ def read_tokenizer(file: Path) -> Tokenizer:
         raise UserError(
             f"--tokenizer {file} has neither {END_OF_TEXT} nor {ROBERTAS_END} to end documents with: give another one"
         )
-    text = " A b\n\tc  d's 日本 — é."
-    if tokenizer.decode(tokenizer.encode(text, add_special_tokens=False).ids, skip_special_tokens=False) != text:
+    whole(tokenizer)
+    texts = (" A b\n\tc  d's 日本 — é.", "A")  # the second shows a blank that is put before a text
+    ids = (tokenizer.encode(text, add_special_tokens=False).ids for text in texts)
+    if tuple(tokenizer.decode(tokens, skip_special_tokens=False) for tokens in ids) != texts:
         raise UserError(f"--tokenizer {file} changes text: give a byte-level BPE, such as GPT-2's or RoBERTa's")
     return tokenizer
+
+
+def whole(tokenizer: Tokenizer) -> None:
+    """Makes the tokenizer encode whole texts: transformers stores a truncation or padding of its last call."""
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
 
 
 def end_of_text(tokenizer: Tokenizer) -> int | None:
@@ -253,6 +270,7 @@ def encode_documents(tokenizer: Tokenizer, documents: Iterable[str], file: Path,
         end: The id that ends a document. None means end_of_text's.
     """
     tokenizer.encode_special_tokens = True  # "<mask>" in a text is plain text
+    whole(tokenizer)
     end, dtype = end_of_text(tokenizer) if end is None else end, token_dtype(tokenizer)
     n_documents = n_tokens = n_bytes = 0
     with open(file, "wb") as out:
@@ -334,11 +352,14 @@ def prepare(
         val: Sources for val.bin, if a data set has its own split.
         seed: Seed that chooses the held-out documents.
     """
-    out, files = from_home(out), text_files(sources)
+    out, files, held_files = from_home(out), text_files(sources), text_files(val)
     own = read_tokenizer(from_home(tokenizer)) if tokenizer is not None else None
     if out.exists():
         raise UserError(f"{out} exists already: remove it, or give another --out")
-    train, held = (Documents(files), Documents(text_files(val))) if val else split_documents(files, hold_out, seed)
+    once = Counter(file.resolve() for file in (*files, *held_files))
+    if twice := next((file for file, times in once.items() if times > 1), None):
+        raise UserError(f"{twice} is named twice, or also below --val: leave one out")
+    train, held = (Documents(files), Documents(held_files)) if val else split_documents(files, hold_out, seed)
     out.parent.mkdir(parents=True, exist_ok=True)
     names = [file.name for file in files]
     return build_whole(out, lambda folder: write_corpus(train, held, folder, own or vocab_size, names))[1]

@@ -236,6 +236,9 @@ class ModelNet10:
         if self.clouds.ndim != 3 or not len(self.clouds) or self.labels.shape != self.clouds.shape[:1]:
             found = f"x_{split} {list(self.clouds.shape)}, y_{split} {list(self.labels.shape)}"
             raise UserError(f"{self.path}: {found}: expected [n, points, 3] and [n]; copy it again")
+        y, named = self.labels, self.classes.ndim == 1 and self.classes.dtype.kind == "U"
+        if not named or y.dtype.kind not in "iu" or not 0 <= y.min() <= y.max() < len(self.classes):
+            raise UserError(f"{self.path}: y_{split} holds no places in cls, or cls no names; copy it again")
 
     def __len__(self) -> int:
         return len(self.clouds)

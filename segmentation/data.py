@@ -22,7 +22,6 @@ from mmengine.structures import PixelData
 from mmseg.datasets import ADE20KDataset, BaseSegDataset
 from mmseg.registry import DATASETS, TRANSFORMS
 from numpy.typing import NDArray
-from PIL import UnidentifiedImageError
 from sklearn.datasets import load_digits, load_sample_images
 from torch.utils.data import Dataset
 
@@ -155,8 +154,8 @@ class LoadMask(BaseTransform):
                 f"{path}: a mask of shape {mask.shape} for an image of {tuple(results['ori_shape'])}: one label per "
                 "pixel is expected, in a single channel; repair or remove the pair"
             )
-        mask = np.where((mask == IGNORE) | (mask < shift), IGNORE, mask - shift)
         check_labels(mask, self.num_classes, path, shift)
+        mask = np.where((mask == IGNORE) | (mask < shift), IGNORE, mask - shift)
         results["gt_seg_map"] = mask.astype(np.uint8)
         results["seg_fields"].append("gt_seg_map")
         return results
@@ -169,17 +168,17 @@ def _read(path: str, read: Callable[[str], NDArray[Any]]) -> NDArray[Any]:
         raise
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; every image needs its mask, of the same name") from None
-    except (UnidentifiedImageError, OSError, SyntaxError, ValueError) as error:
+    except Exception as error:  # Pillow's for an image that is too large has no narrower class
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(f"{path}: not a readable image ({reason}); repair or remove it with its pair") from None
 
 
 def check_labels(mask: NDArray[Any], num_classes: int, where: str | Path, shift: int = 0) -> None:
-    """Raises UserError unless every label is in [0, num_classes) or 255. The file's own labels start at `shift`."""
-    bad = ((mask >= num_classes) & (mask != IGNORE)) | (mask < 0)
+    """Raises UserError unless every label is in [0, num_classes + shift) or 255. Classes start at `shift`."""
+    bad = ((mask >= num_classes + shift) & (mask != IGNORE)) | (mask < 0)
     if bad.any():
         raise UserError(
-            f"{where}: label {int(mask[bad][0]) + shift} is out of range: expected {shift} to "
+            f"{where}: label {int(mask[bad][0])} is out of range: expected {shift} to "
             f"{num_classes - 1 + shift}, or {IGNORE} for pixels to ignore"
         )
 
@@ -238,9 +237,10 @@ class CamVid(ArraySegDataset):
             images, masks = read_arrays(path, f"x_{split}", f"y_{split}")
         except ValueError as error:
             raise UserError(f"{path}: not readable ({error}); fetch the file again") from None
-        if images.dtype != np.uint8 or images.shape != (*masks.shape, 3) or masks.ndim != 3 or not masks.size:
-            found = f"x_{split} {images.dtype} {list(images.shape)}, y_{split} {list(masks.shape)}"
-            raise UserError(f"{path}: {found}: expected uint8 [n, h, w, 3] and [n, h, w]; fetch the file again")
+        fits = images.shape == (*masks.shape, 3) and masks.ndim == 3 and masks.size
+        if images.dtype != np.uint8 or masks.dtype.kind not in "iu" or not fits:
+            found = f"x_{split} {images.dtype} {list(images.shape)}, y_{split} {masks.dtype} {list(masks.shape)}"
+            raise UserError(f"{path}: {found}: expected uint8 [n, h, w, 3] and whole numbers [n, h, w]")
         masks = np.where(masks == CAMVID_VOID, IGNORE, masks)
         for i, mask in enumerate(masks):
             check_labels(mask, len(CAMVID_CLASSES), f"{path}, y_{split}[{i}]")

@@ -322,7 +322,8 @@ def cifar10() -> tuple[Images, Images]:
     archive = data_root() / "cifar10_jpeg.tar.xz"
     if not archive.is_file():
         raise missing("CIFAR-10", archive.parent, f"{archive.name} (JPEGs in split/class/file)", "digits_small")
-    folder = cached(f"cifar10-{archive.stat().st_size}", lambda target: np.savez(target / ARRAYS, **_decode(archive)))
+    key = f"cifar10-{archive.stat().st_size}-{archive.stat().st_mtime_ns}"
+    folder = cached(key, lambda target: np.savez(target / ARRAYS, **_decode(archive)))
     classes, *arrays = _decoded(folder / ARRAYS)
     # the channel statistics that are commonly used for CIFAR-10
     shared = dict(classes=tuple(classes.tolist()), mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616))

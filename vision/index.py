@@ -150,12 +150,27 @@ def _hash(*parts: str) -> str:
 
 
 PICTURES = (".jpg", ".jpeg", ".png")
+PACKED = re.compile(r".*\.(tar\.(gz|bz2|xz|zst)|tgz|tbz2?|txz)")
 LONGEST_LABEL = 20  # bytes
 
 
 def tars(folder: Path) -> list[Path]:
-    """Returns the shards in a folder, without hidden files such as macOS' ._ files."""
-    return [path for path in entries(folder) if path.suffix == ".tar"]
+    """Returns the shards in a folder, without hidden files such as macOS' ._ files.
+
+    Raises:
+        UserError: Names what would be left out beside them: a compressed shard, or a folder with images or shards.
+    """
+    found = entries(folder)
+    shards = [path for path in found if path.suffix.lower() == ".tar" and path.is_file()]
+    packed = [
+        path for path in found if re.fullmatch(r".*\.(tar\.(gz|bz2|xz|zst)|tgz|tbz2?|txz)", path.name, re.IGNORECASE)
+    ]
+    if packed:
+        raise UserError(f"{packed[0]}: a compressed shard: decompress it to .tar, or remove it")
+    for beside in filter(Path.is_dir, found if shards else ()):
+        if any(path.suffix.lower() in (".tar", *PICTURES) for path in entries(beside)):
+            raise UserError(f"{beside}: a folder of images or shards beside shards: keep one kind, all in {folder}")
+    return shards
 
 
 class Shards:

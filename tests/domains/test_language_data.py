@@ -268,7 +268,7 @@ def test_every_token_of_nanogpts_files_is_checked_once(tmp_path: Path, monkeypat
     monkeypatch.setenv("CO2_DATA", str(tmp_path))
     monkeypatch.setenv("CO2_CACHE", str(tmp_path / "cache"))
     (folder := tmp_path / "openwebtext").mkdir()
-    tokens = np.zeros(3_000_000, np.uint16)
+    tokens = np.ones(3_000_000, np.uint16)
     for name in ("train", "val"):
         tokens.tofile(folder / f"{name}.bin")
     open_corpus("openwebtext", 50257)
@@ -283,6 +283,25 @@ def test_every_token_of_nanogpts_files_is_checked_once(tmp_path: Path, monkeypat
     tokens.tofile(folder / "train.bin")
     with pytest.raises(UserError, match="train.bin holds token 60000, outside its vocabulary of 50257"):
         open_corpus("openwebtext", 50257)
+
+
+@pytest.mark.parametrize("dtype", ["uint32", "int64"])
+def test_wider_numbers_without_meta_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str):
+    monkeypatch.setenv("CO2_DATA", str(tmp_path))
+    _nanogpt(tmp_path / "openwebtext", [50256, 31848, 7, 11], dtype)
+    with pytest.raises(UserError, match="train.bin: every second uint16 is 0, .*: write it as uint16"):
+        open_corpus("openwebtext", 50257)
+
+
+def test_a_text_that_moves_to_the_other_split_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CO2_CACHE", str(tmp_path / "cache"))
+    tokenizer = train_tokenizer(BOOKS, 300)
+    for i, name in enumerate(("train/a", "train/b", "val/c")):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / f"{name}.txt").write_text(BOOKS[i])
+    before = len(open_text(tmp_path, tokenizer, 0).val)
+    (tmp_path / "train/b.txt").rename(tmp_path / "val/b.txt")
+    assert len(open_text(tmp_path, tokenizer, 0).val) == 2 * before
 
 
 # -- language.prepare: documents, tokenizers, token files, and what is said of bad input ------------------------------
@@ -421,6 +440,42 @@ def test_bytes_per_token_counts_utf8_bytes(library, tmp_path):
     counts = bytes_per_token(tokenizer)
     assert counts[:3].tolist() == [0, 0, 0] and sorted(counts[3:259].tolist()) == [1] * 256
     assert counts[tokenizer.encode("日本 — 7").ids].sum() == len("日本 — 7".encode())
+
+
+def test_an_added_token_that_is_not_special_counts_its_bytes(library, tmp_path):
+    tokenizer = train_tokenizer(BOOKS, 300)
+    tokenizer.add_tokens(["    "])
+    ids, counts = tokenizer.encode("a    b").ids, bytes_per_token(tokenizer)
+    assert ids[1] == tokenizer.token_to_id("    ") and counts[ids].tolist() == [1, 4, 1]
+
+
+def test_a_truncation_or_padding_that_a_tokenizer_stores_is_not_used(library: Path, tmp_path: Path):
+    tokenizer = train_tokenizer(BOOKS, 300)
+    tokenizer.save(str(tmp_path / "whole.json"))
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=8)
+    tokenizer.save(str(tmp_path / "cut.json"))
+    whole, cut = (prepare((library,), out=tmp_path / n, tokenizer=tmp_path / f"{n}.json") for n in ("whole", "cut"))
+    assert whole["train"] == cut["train"] and whole["train"]["tokens"] > 100
+
+
+def test_a_text_is_read_once_and_none_is_left_out(tmp_path: Path):
+    folder, elsewhere = tmp_path / "texts", tmp_path / "elsewhere"
+    folder.mkdir()
+    elsewhere.mkdir()
+    (folder / "a.txt").write_text("one")
+    (elsewhere / "b.txt").write_text("two")
+    (folder / "linked").symlink_to(elsewhere)
+    (elsewhere / "up").symlink_to(folder)
+    assert [file.name for file in text_files([folder])] == ["a.txt", "b.txt"]
+    for sources, val in (([folder, folder / "a.txt"], ()), ([folder], (elsewhere,))):
+        with pytest.raises(UserError, match="[ab].txt is named twice, or also below --val: leave one out"):
+            prepare(tuple(sources), out=tmp_path / "out", val=val)
+    for name in ("c.txt.gz", "d.jsonl"):
+        (folder / name).write_text("") if "gz" in name else (folder / name).symlink_to("nowhere")
+        with pytest.raises(UserError, match=f"{folder}/{name} cannot be read"):
+            text_files([folder])
+        (folder / name).unlink()
 
 
 def _bad_input(tmp_path: Path, kind: str) -> Path:

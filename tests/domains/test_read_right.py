@@ -215,6 +215,21 @@ def test_a_shard_damaged_in_the_middle_is_refused(tmp_path: Path, damage: str):
         ImageNet(tmp_path / "train")
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("1.tar.gz", "decompress it to .tar"), ("2.TGZ", "decompress it"), ("more/3.tar", "beside shards: keep one kind")],
+)
+def test_what_would_be_left_out_beside_shards_is_refused(tmp_path: Path, name: str, said: str):
+    first = shard(tmp_path / "train", [A, ONE])
+    first.rename(first.with_suffix(".TAR"))
+    (tmp_path / "train/notes").mkdir()
+    assert len(ImageNet(tmp_path / "train")) == 1
+    (tmp_path / "train" / name).parent.mkdir(exist_ok=True)
+    (tmp_path / "train" / name).write_bytes(b"")
+    with pytest.raises(UserError, match=f"^{tmp_path}/train/[a-zA-Z0-9.]+: .*{said}"):
+        ImageNet(tmp_path / "train")
+
+
 def test_macos_files_are_left_out(tmp_path: Path):
     path = shard(tmp_path / "train", [("._a.jpg", b"x"), A, ("._a.cls", b"\0\5"), ("a.cls", b"\xef\xbb\xbf3\r\n")])
     (path.parent / "._0.tar").write_bytes(b"x")

@@ -63,7 +63,7 @@ def test_ade20k_reduces_the_zero_label_and_crops(root: Path) -> None:
     assert (label[0, :10] == 255).all() and (label[0, 10:20] == 149).all() and (label[0, 20:] == 0).all()
 
 
-@pytest.mark.parametrize(("label", "dtype"), [(151, np.uint8), (254, np.uint8), (256 + 7, np.uint16)])
+@pytest.mark.parametrize(("label", "dtype"), [(151, np.uint8), (254, np.uint8), (256, np.uint16), (256 + 7, np.uint16)])
 def test_label_out_of_range_names_the_file_and_does_not_wrap_around(root: Path, label: int, dtype: type) -> None:
     path = write_ade20k(root) / "annotations/training/1.png"
     Image.fromarray(np.full((64, 80), label, dtype)).save(path)
@@ -79,6 +79,13 @@ def test_corrupt_image_names_the_file(root: Path, damage: str) -> None:
     with pytest.raises(UserError, match=rf"{path}: not a readable image.*repair or remove") as error:
         data.build_dataset("ade20k", "train")[2]
     assert "\n" not in str(error.value)
+
+
+def test_an_image_that_is_too_large_for_pillow_is_named(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_ade20k(root) / "images/training/2.jpg"
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10)
+    with pytest.raises(UserError, match=rf"{path}: not a readable image .Image size"):
+        data.build_dataset("ade20k", "train")[2]
 
 
 def test_missing_and_mismatched_masks_name_the_file(root: Path) -> None:

@@ -124,6 +124,9 @@ ARRAYS: list[tuple[str, str, str, Callable[[np.ndarray], Any]]] = [
     ("modelnet10", "x_test", "a point", lambda a: np.zeros_like(a)),
     ("modelnet10", "x_train", "a number", lambda a: np.float32(3)),
     ("modelnet10", "x_train", "text", lambda a: np.array(["a", "b", "c", "d"])),
+    ("modelnet10", "y_train", "float", lambda a: a.astype(np.float32)),
+    ("modelnet10", "y_train", "below the classes", lambda a: a - 1),
+    ("modelnet10", "y_test", "above the classes", lambda a: a + 1),
     ("camvid", "x_train", "float", lambda a: a.astype(np.float32)),
     ("camvid", "x_train", "grey", lambda a: a[..., 0]),
     ("camvid", "x_train", "of no images", lambda a: a[:0]),
@@ -131,7 +134,7 @@ ARRAYS: list[tuple[str, str, str, Callable[[np.ndarray], Any]]] = [
     ("camvid", "y_train", "out of range", lambda a: a + 100),
     ("camvid", "y_train", "of another size", lambda a: a[:, :90]),
     ("camvid", "y_val", "objects", lambda a: np.array([None] * 4, dtype=object)),
-    ("camvid", "y_train", "float", lambda a: a + 0.5),
+    ("camvid", "y_train", "float", lambda a: np.full_like(a, 4.5, np.float32)),
     ("camvid", "x_val", "a number", lambda a: np.uint8(3)),
     ("camvid", "y_val", "of no masks", lambda a: a[:0]),
 ]
