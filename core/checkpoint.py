@@ -15,7 +15,7 @@ import threading
 import time
 import warnings
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -397,13 +397,21 @@ def save(
 
     Raises:
         UserError: On all workers, if a state holds a value that `load` could not restore, if a worker cannot write, or
-            if some workers have continued without calling save().
+            if some workers have continued without calling save(), or call it at another step.
     """
     if not isinstance(step, int) or not 0 <= step < STEPS:
         raise UserError(f"step={step!r}: give the number of steps taken, from 0 to {STEPS - 1}")
     if not isinstance(keep, int) or keep < 1:
         raise UserError(f"keep={keep!r}: give the number of checkpoints that stay, 1 or more")
     peers.come_together("save()")
+    _refuse_other_places(of_all((step, getattr(co2, "rounds", 0))))
+    scheduled = getattr(getattr(optimizer, "step", None), "_wrapped_by_lr_sched", False)  # by torch's schedulers
+    if scheduled and not any(hasattr(other, "get_last_lr") for other in (others or {}).values()):
+        warnings.warn(
+            "save() gets no learning-rate scheduler, though one belongs to the optimizer: after load() it would start "
+            'anew; give others={"schedule": scheduler} to save() and load()',
+            stacklevel=2,
+        )
     whole = {
         "model": model.state_dict(),
         "optimizer": of_optimizer(optimizer, model) if optimizer is not None else {},
@@ -450,6 +458,7 @@ def load(
         UserError: If there are checkpoints and none can be read, or the newest is of another model, optimizer or
             method.
     """
+    peers.come_together("load()")
     rank = dist.get_rank() if dist.is_initialized() else 0
     found = load_newest(folder := Path(folder).expanduser(), rank=rank)
     if found is None:
@@ -471,6 +480,19 @@ def load(
         taken = f"each takes what the worker of its rank modulo {before} held; torch's random states begin anew"
         warnings.warn(f"{wrote}: {taken}", stacklevel=2)
     return state["step"]
+
+
+def _refuse_other_places(places: Sequence[tuple[int, int]]) -> None:
+    """Raises UserError unless all workers save the same step of the same round. places: (step, rounds) by rank."""
+    rank = next((rank for rank, place in enumerate(places) if place != places[0]), 0)
+    (first, before), (step, rounds) = places[0], places[rank]
+    if step != first:
+        raise UserError(f"save(): step={first} on rank 0 and step={step} on rank {rank}: give the same on all workers")
+    if rounds != before:
+        raise UserError(
+            f"save() after {before} rounds on rank 0 and {rounds} on rank {rank}: all workers need as many calls of "
+            "step(), so call it for a skipped batch, too, or finish() before save()"
+        )
 
 
 def _need_not_be_finite(model: nn.Module, co2: Stateful) -> set[str]:

@@ -203,6 +203,9 @@ class CO2(LocalUpdateMethod):
         # with interpolate, workers differ even if nothing is in flight
         return super()._reach_common_model() and not (c.merge == "interpolate" and self._differs())
 
+    def _begins_apart(self) -> bool:
+        return self.config.merge == "interpolate" or (self._starts_near_anchor and self._allreduce.in_flight)
+
     # -- the outer step ----------------------------------------------------------------------------------------
 
     def _outer_step(

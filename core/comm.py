@@ -214,6 +214,8 @@ def leave_group(group: dist.ProcessGroup, timeout: float, *, overlap: bool = Fal
 
     torch names a group of some ranks after these ranks. A second one would find the first one's addresses in the store.
     """
+    if not is_alive(group):  # destroy_process_group() came first
+        return
     ranks = dist.get_process_group_ranks(group)
     if len(ranks) < dist.get_world_size():
         _spare.setdefault((tuple(ranks), timeout, dist.get_backend(group), overlap), []).append(weakref.ref(group))

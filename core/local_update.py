@@ -321,6 +321,10 @@ class LocalUpdateMethod(Loop, ABC):
     def at_boundary(self) -> bool:
         return not self._local_steps
 
+    def _begins_apart(self) -> bool:
+        """Whether this worker may begin a round away from _anchor_params."""
+        return self._starts_near_anchor
+
     def sync_for_eval(self) -> bool:
         equal = self._reach_common_model()
         if self.at_boundary:

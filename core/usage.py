@@ -225,7 +225,7 @@ _looked_at: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 # Relative to a tensor's norm. Weights that an evaluation swaps out and in come back exactly or nearly. With ROUGHLY a
-# worker that begins a round with its own progress raises no warning, while loaded weights are farther off.
+# worker that begins a round with its own progress raises no warning, while loaded weights are often farther off.
 TOLERANCE, ROUGHLY = 1e-3, 0.3
 FIRST, FIRST_CALLS = 2, 12  # rounds, and calls of step(), in which the loop is checked
 SAMPLED = 32  # parameters, and elements of each, that reveal writes which torch does not count
@@ -246,6 +246,7 @@ class UsageChecks:
       changed in the round, otherwise a warning. Later, only new or extended optimizers are checked.
     - No parameter changes in the first calls of step().
     - A module has replaced an averaged buffer by another tensor. Buffers that no checkpoint holds may be caches.
+    - Frozen parameters change, as those of a momentum encoder, and average= has no tensors.
     - Calls of step() without an optimizer step or a change since the previous call, while finite gradients exist. With
       gradient accumulation these are calls after each micro-batch. If a GradScaler skips a step, gradients are not
       finite.
@@ -275,6 +276,7 @@ class UsageChecks:
         self._own_optimizers = weakref.WeakSet[torch.optim.Optimizer]()  # optimizers of the method's parameters
         self._uncounted = 0  # optimizer steps since the last boundary
         self._frozen = dict[int, Tensor]()  # optimizers' parameters that no method averages and that need no gradient
+        self._frozen_before: Tensor | None = None  # a sample of the method's frozen parameters in the first round
         self._owned = list[tuple[weakref.ref[nn.Module], str, Tensor]]()  # modules, and their buffers in an average
         self.learned = list[Tensor]()  # parameters that require a gradient, until one was frozen
 
@@ -284,7 +286,7 @@ class UsageChecks:
         self._params = method._params
         self.learned = [p for p in (*method._trained, *self._model_params) if p.requires_grad]
         self._number = {id(p): i for i, p in enumerate(method._trained)}
-        self._sampled = self._params[:: -(-len(self._params) // SAMPLED)]
+        self._sampled, self._frozen_sampled = _some(self._params), _some([local_shard(p) for p in method._frozen])
         self._owned = [
             (weakref.ref(module), name, b)
             for module, name, b in owners(method._given_buffers.values())
@@ -308,6 +310,8 @@ class UsageChecks:
         self._rounds += 1
         if self._owned:
             self._report_replaced()
+        if self._frozen_sampled and self._rounds <= FIRST:
+            self._report_teacher()
         for number in [number for number, p in self._frozen.items() if p.requires_grad]:
             self._unmanaged[number] = tuple(self._frozen.pop(number).shape)
         if self._unmanaged:
@@ -328,6 +332,16 @@ class UsageChecks:
                 )
                 return
         self._owned = self._owned if self._rounds < FIRST else []
+
+    def _report_teacher(self) -> None:
+        """Warns of frozen parameters that have changed between the first two rounds."""
+        before, self._frozen_before = self._frozen_before, _sample(self._frozen_sampled)
+        if before is not None and self.method._average is None and not torch.equal(before, self._frozen_before):
+            warnings.warn(
+                f"parameters that need no gradient change during training, as a momentum encoder's do, and "
+                f"{self.method._name} does not average them: give them as average=[...], too",
+                stacklevel=2,
+            )
 
     def report_frozen(self) -> None:
         """Warns once of parameters that were frozen after the method was made."""
@@ -367,9 +381,7 @@ class UsageChecks:
 
     def _values(self) -> tuple[list[tuple[int, int]], Tensor]:
         """Returns torch's counts of writes to the parameters, and a sample of their values, to detect changes."""
-        parts = [p.detach().reshape(-1)[:: -(-p.numel() // SAMPLED) or 1] for p in self._sampled]
-        sample = torch.cat([part.to(parts[0].device, torch.float64) for part in parts])
-        return [_writes(p) for p in self._params], sample
+        return [_writes(p) for p in self._params], _sample(self._sampled)
 
     def _before_call(self) -> None:
         """Called when the method's step() begins."""
@@ -464,13 +476,13 @@ class UsageChecks:
         if written and m._anchor_params:  # compare with the start of the round
             flats = zip(m._buckets, m._anchor_params, strict=True)
             starts = {id(p): x for b, flat in flats for p, x in zip(b.params, views(flat, b.params), strict=True)}
-            tolerance = ROUGHLY if m._starts_near_anchor else TOLERANCE
+            tolerance = ROUGHLY if m._begins_apart() else TOLERANCE
             written = [i for i in written if _differ(p := self._params[i], starts[id(p)].to(p.dtype), tolerance)]
         if written and (m._anchor_params or m._state):  # without state, nothing pulls weights back
             warnings.warn(
                 f"{len(written)} of {len(self._params)} parameters were changed since the last round closed, and not "
-                "by an optimizer: if weights were loaded, call resync() on all workers, or the next rounds pull them "
-                "back to where the old ones were",
+                "by an optimizer: if weights were loaded, call resync() on all workers, or the next rounds, finish() "
+                "and the end of a with block pull them back to where the old ones were",
                 stacklevel=2,
             )
 
@@ -556,6 +568,17 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
         return
     for checks in [checks for checks in _active if checks._before]:
         checks.stepped(optimizer)
+
+
+def _some(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Returns at most SAMPLED of the tensors."""
+    return tensors[:: -(-len(tensors) // SAMPLED) or 1]
+
+
+def _sample(tensors: Sequence[Tensor]) -> Tensor:
+    """Returns some elements of each tensor, which show writes that torch does not count."""
+    parts = [p.detach().reshape(-1)[:: -(-p.numel() // SAMPLED) or 1] for p in tensors]
+    return torch.cat([part.to(parts[0].device, torch.float64) for part in parts])
 
 
 def _writes(p: Tensor) -> tuple[int, int]:

@@ -184,3 +184,43 @@ def replaced(rank: int, world_size: int) -> list[str]:
 def test_an_average_whose_tensors_are_replaced_is_told():
     for told in run_distributed(replaced, 2):
         assert any("none of the 2 tensors has changed in training" in text for text in told), told
+
+
+@pytest.mark.parametrize(("moves", "given", "times"), [(True, False, 1), (True, True, 0), (False, False, 0)])
+def test_a_momentum_encoder_among_the_parameters_is_told(moves: bool, given: bool, times: int):
+    student, teacher = nn.Linear(4, 2), nn.Linear(4, 2).requires_grad_(False)
+    optimizer = torch.optim.SGD(student.parameters(), 0.1)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        params = [*student.parameters(), *teacher.parameters()]
+        co2 = CO2(params, PAPER, average=teacher if given else None)
+        for _ in range(8):
+            optimizer.zero_grad()
+            student(torch.randn(8, 4)).square().mean().backward()
+            optimizer.step()
+            for t, s in zip(teacher.parameters(), student.parameters(), strict=True):
+                t.data.mul_(0.9).add_(0.1 * s.data) if moves else None  # torch does not count this write
+            co2.step()
+        co2.finish()
+        co2.close()
+    assert len([w for w in found if "as a momentum encoder's do" in str(w.message)]) == times
+
+
+@pytest.mark.parametrize("config", [PAPER, CO2Config.recommended(4, 400, tau=2)], ids=["paper", "recommended"])
+@pytest.mark.parametrize("loaded", [True, False])
+def test_best_weights_that_the_end_of_the_block_replaces_are_told(config: CO2Config, loaded: bool):
+    model = nn.Linear(40, 20)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        with CO2(model.parameters(), config) as co2:
+            for _ in range(6):
+                optimizer.zero_grad()
+                model(torch.randn(8, 40)).square().mean().backward()
+                optimizer.step()
+                co2.step()
+                with co2.averaged_model():
+                    best = {name: 0.95 * t for name, t in model.state_dict().items()}
+            if loaded:
+                model.load_state_dict(best)
+    assert len([w for w in found if "finish() and the end of a with block pull them back" in str(w.message)]) == loaded

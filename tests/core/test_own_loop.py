@@ -365,6 +365,42 @@ def test_saving_on_rank_0_alone_is_one_line_at_once(how: str, tmp_path: Path):
     assert seconds < 10 and not [*tmp_path.iterdir()]
 
 
+@on_ranks(2)
+def test_workers_at_other_places_are_refused_at_once(rank: int, tmp_path: Path):
+    loop = Loop(rank)
+    with pytest.raises(UserError, match=r"save\(\): step=7 on rank 0 and step=8 on rank 1: give the same"):
+        save(tmp_path, *loop.state(), step=7 + rank)
+    loop.go(TAU - rank)
+    with pytest.raises(UserError, match=r"save\(\) after 1 rounds on rank 0 and 0 on rank 1: .* skipped batch"):
+        save(tmp_path, *loop.state(), step=7)
+    loop.co2.leave()
+    assert not [*tmp_path.iterdir()]
+
+
+def loads_alone(rank: int, world_size: int, folder: str) -> str:
+    loop = Loop(rank)
+    try:
+        load(folder, *loop.state()) if rank == 0 else loop.go(STEPS)
+    except (UserError, RuntimeError) as error:
+        loop.co2.leave()
+        return str(error)
+    return ""
+
+
+def test_loading_on_rank_0_alone_is_one_line(tmp_path: Path):
+    told, _ = run_distributed(loads_alone, 2, str(tmp_path))
+    assert told == "rank 1 went on without load(): every worker must call load(), at the same step"
+
+
+def test_a_scheduler_that_is_not_saved_is_told(tmp_path: Path):
+    loop = Loop(0)
+    with pytest.warns(UserWarning, match="save.. gets no learning-rate scheduler"):
+        save(tmp_path, *loop.state(), step=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loop.save(str(tmp_path))
+
+
 @pytest.mark.slow
 @on_ranks(3)
 def test_who_comes_late_is_waited_for(rank: int, tmp_path: Path):
