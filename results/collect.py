@@ -29,9 +29,8 @@ def load_recipe(task: str, name: str) -> Recipe:
 
 def stand_in_overrides(row: Row) -> dict[str, Any]:
     """The overrides of a row's stand-in: it is shorter, and has the row's overrides that suit small runs."""
-    of = {key: value for key, value in row.overrides.items() if key.startswith(("co2.", "ddp_compression."))}
-    short = SHORT.get(row.script, SHORT[row.task])
-    return short | {key: of[key] for key in of if not key.endswith(("lgreco.first", "lgreco.every"))}
+    of_method = {key: value for key, value in row.overrides.items() if key.startswith("co2.")}
+    return SHORT.get(row.script, SHORT[row.task]) | of_method
 
 
 def run_name(recipe: Recipe, row: Row, overrides: Mapping[str, Any], seed: int, nodes: int | None = None) -> str:

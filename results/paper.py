@@ -69,7 +69,7 @@ class Row:
     network: str = ""
     """The network between the nodes, if the row compares networks. Part of the run folders' names."""
     overrides: Mapping[str, Any] = field(default_factory=dict)
-    """Changes of the recipe, as on the command line. The stand-in gets the changes of co2 and ddp_compression, too."""
+    """Changes of the recipe, as on the command line. The stand-in gets the changes of co2, too."""
     seeds: tuple[int, ...] = (0, 1, 2)
 
     @property
@@ -161,11 +161,10 @@ def in_two(name: str, title: str, variants: Mapping[str, Mapping[str, Any]], not
     return tables
 
 
-# The values of tau that the paper searched, bounds of the outer momentum (default 1), and compression formats.
+# The values of tau that the paper searched, and bounds of the outer momentum (default 1).
 SEARCHED = {f"tau {tau}": {"tau": tau} for tau in TAUS}
 CLIPS = {f"clip {bound:g}": {"overrides": {"co2.clip": bound}} for bound in (0.0003, 0.001, 0.003, 0.01)}
 CLIPS |= {"clip 1": {}, "clip none": {"overrides": {"co2.clip": None}}}
-FORMATS = {"float32": {}} | {name: {"overrides": {"co2.compression.format": name}} for name in ("bfloat16", "int8")}
 
 
 def gpt2_small(label: str, method: str, overrides: Mapping[str, Any], perplexity: float | None = None) -> Row:
@@ -175,48 +174,11 @@ def gpt2_small(label: str, method: str, overrides: Mapping[str, Any], perplexity
     return Row(label, "language", recipe, method, paper, stand_in, nodes=8, overrides=overrides)
 
 
-def late(label: str, **overrides: Any) -> Row:
-    """GPT-2 Small with one remedy for the delay, at settings that are stable without a penalty, too."""
-    return gpt2_small(label, "co2", {"co2.outer_lr": 0.5, "co2.outer_momentum": 0.4, **overrides})
-
-
-def lgreco(task: str, recipe: str, stand_in: str, rank: int, first: int, every: int) -> tuple[Row, ...]:
-    """Gradients or CO2's differences as two low-rank factors, with one rank for all layers or a rank for each.
-
-    Args:
-        task: As in Row.
-        recipe: As in Row.
-        stand_in: As in Row.
-        rank: The base rank of the released code.
-        first: Steps of ddp before the first decision.
-        every: Steps of ddp between two decisions.
-    """
-
-    def row(label: str, method: str, **settings: Any) -> Row:
-        compression = "co2.compression" if method == "co2" else "ddp_compression"
-        given = {f"{compression}.{key}": value for key, value in settings.items()}
-        return Row(label, task, recipe, method, None, stand_in, overrides=given)
-
-    ours = {"format": "lgreco", "like": f"rank{rank}"}
-    period = {"lgreco.first": first, "lgreco.every": every}
-    return (
-        row("float32", "ddp"),
-        row(f"rank {rank}", "ddp", **ours, **{"lgreco.rule": "uniform"}),
-        row("L-GreCo", "ddp", **ours, **period),
-        row("float32", "co2"),
-        row("L-GreCo", "co2", **ours),
-    )
-
-
 TAU_NOTE = (
     "The paper searched these values of tau. We do not know what it measured for each. A stand-in has 660 steps on "
     "text and 176 on images, and runs where that is 10 rounds or more."
 )
 NO_GAP = {"co2.gap": "none"}
-LGRECO_NOTE = (
-    "The abstract of L-GreCo's paper reports up to 5 x in compression and 2.5 x in speed. We do not know its tables. "
-    "A stand-in decides at L-GreCo's default steps. Bytes were not kept."
-)
 
 # The stand-ins' changes of their recipes, by task or script. A run takes seconds to minutes.
 SHORT: dict[str, dict[str, Any]] = {
@@ -312,40 +274,7 @@ TABLES = {
         ),
         "We do not know the paper's definition of the penalty; ours is `elementwise`. Without the penalty, these "
         "settings are at the limit of stability on the stand-in and beyond it on 64 GPUs, so they need "
-        "`allow_unstable`. The table `ablation` has stable settings.",
-    ),
-    "ablation": Table(
-        "What to do about the delay: GPT-2 Small",
-        PERPLEXITY,
-        (
-            late("the penalty"),
-            late("nothing", **NO_GAP),
-            late("mixed restart", **NO_GAP, **{"co2.merge": "interpolate"}),
-            late("the penalty, Nesterov's momentum", **{"co2.nesterov": True}),
-        ),
-        "Our own rows; the paper has none. All have outer_lr 0.5 and outer_momentum 0.4. The recipe's values for 64 "
-        "GPUs have a sum above 1, where a delayed step without the penalty is unstable.",
-    ),
-    **in_two("wire", "Compression formats", FORMATS, "Our own rows; the paper has none."),
-    # the released code starts after 8 epochs on ImageNet (157 steps each) and decides every second epoch
-    "lgreco_vision": Table(
-        "L-GreCo: ResNet-50",
-        TOP1,
-        lgreco("vision", "imagenet_resnet50", "digits_small", rank=4, first=1256, every=314),
-        LGRECO_NOTE,
-    ),
-    "lgreco_language": Table(
-        "L-GreCo: GPT-2 Small",
-        PERPLEXITY,
-        lgreco("language", "gpt2_small_owt", "gpt2_pydoc_small", rank=32, first=1000, every=100),
-        LGRECO_NOTE,
-    ),
-    "lgreco_transformer_lm": Table(
-        "L-GreCo: a Transformer-LM on WikiText-103",
-        PERPLEXITY,
-        lgreco("language", "gpt2_small_wikitext103", "gpt2_pydoc_small", rank=32, first=4000, every=100),
-        f"{LGRECO_NOTE} We do not know the sizes of its Transformer-LM either, so GPT-2 Small replaces it. "
-        "The stand-ins are lgreco_language's, run once for both.",
+        "`allow_unstable`.",
     ),
     **in_two("tau", "Local steps per round", SEARCHED, TAU_NOTE, nodes=8),
     **in_two(

@@ -46,7 +46,6 @@ EXAMPLES = {
     "accelerate_loop": Example(),
     "hf_trainer": Example(accuracy=0.15, torchvision=True),
     "lightning_fit": Example(torchvision=True),
-    "own_loop": Example(resumes=True),
     "attach": Example(),
     "fsdp2": Example(workers=4, resumes=True),
     "nanogpt": Example(accuracy=0.35, resumes=True, says_step=True),
