@@ -246,7 +246,7 @@ class UsageChecks:
       changed in the round, otherwise a warning. Later, only new or extended optimizers are checked.
     - No parameter changes in the first calls of step().
     - A module has replaced an averaged buffer by another tensor. Buffers that no checkpoint holds may be caches.
-    - Frozen parameters change, as those of a momentum encoder, and average= has no tensors.
+    - Frozen parameters change, as a momentum encoder does, and average= has no tensors.
     - Calls of step() without an optimizer step or a change since the previous call, while finite gradients exist. With
       gradient accumulation these are calls after each micro-batch. If a GradScaler skips a step, gradients are not
       finite.

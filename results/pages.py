@@ -80,8 +80,6 @@ def percent(ratios: Iterable[float]) -> str:
 # -- seconds to a loss ----------------------------------------------------------------------------------------------
 
 TUNING_SEED = 100  # no figure uses this seed
-RATES = (10, 40, 200, 1000)  # Mbit/s
-SECONDS_TITLES = ("method", "10 Mbit/s", "40", "200", "1000")
 METHOD_NAMES = {
     "ddp": "DDP",
     "local": "Local-SGD (blocking)",
@@ -268,31 +266,6 @@ def regime_map() -> Table:
         taus = str(cell.blocking.tau), f"{cell.hidden.tau}, {cell.hidden.delay}"
         places = (task, taus[0], exposed, taus[1], *ratios, loss.removesuffix(" %"))
         table.append((*places, also.get((cell.task, cell.r), "")))
-    return table
-
-
-PEER_NAMES = METHOD_NAMES | {
-    "dpu": "DDP, gradients applied a step late",
-    "acco": "ACCO",
-    "co2_recommended": "CO2, recommended settings, tau tuned",
-}
-PEERS = ("ddp", "dpu", "acco", "local", "diloco", "overlap_local", "slowmo", "co2", "co2_recommended", "co2_auto")
-PEERS += ("torchft_streaming",)
-
-
-def peers() -> Table:
-    """Other packages' methods: the median of the seconds over three seeds, and the range, by link rate."""
-    table: Table = [SECONDS_TITLES]
-    for method in PEERS:
-        cells = []
-        for rate in RATES:
-            values = select(load(f"peers_{rate}.json")["rows"], method=method)[0]["seconds_to_target"]
-            known = [value for value in values if value is not None]
-            if len(known) < len(values):
-                cells.append(f"> 20 s in {len(values) - len(known)} of {len(values)}")
-            else:
-                cells.append(f"{statistics.median(known):.1f} ({min(known):.1f}–{max(known):.1f})")
-        table.append((PEER_NAMES[method], *cells))
     return table
 
 
@@ -789,7 +762,6 @@ TABLES: dict[str, Callable[[], Table]] = {
     "paired_text": paired_text,
     "regimes": regime_map,
     "model_check": model_check,
-    "peers_seconds": peers,
 }
 
 if __name__ == "__main__":

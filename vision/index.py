@@ -158,7 +158,7 @@ def tars(folder: Path) -> list[Path]:
     """Returns the shards in a folder, without hidden files such as macOS' ._ files.
 
     Raises:
-        UserError: Names what would be left out beside them: a compressed shard, or a folder with images or shards.
+        UserError: Names what would be left out: a compressed shard, or a folder of images or shards next to shards.
     """
     found = entries(folder)
     shards = [path for path in found if path.suffix.lower() == ".tar" and path.is_file()]
@@ -167,9 +167,9 @@ def tars(folder: Path) -> list[Path]:
     ]
     if packed:
         raise UserError(f"{packed[0]}: a compressed shard: decompress it to .tar, or remove it")
-    for beside in filter(Path.is_dir, found if shards else ()):
-        if any(path.suffix.lower() in (".tar", *PICTURES) for path in entries(beside)):
-            raise UserError(f"{beside}: a folder of images or shards beside shards: keep one kind, all in {folder}")
+    for other in filter(Path.is_dir, found if shards else ()):
+        if any(path.suffix.lower() in (".tar", *PICTURES) for path in entries(other)):
+            raise UserError(f"{other}: a folder of images or shards next to shards: keep one kind, all in {folder}")
     return shards
 
 

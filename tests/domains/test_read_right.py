@@ -217,7 +217,11 @@ def test_a_shard_damaged_in_the_middle_is_refused(tmp_path: Path, damage: str):
 
 @pytest.mark.parametrize(
     ("name", "said"),
-    [("1.tar.gz", "decompress it to .tar"), ("2.TGZ", "decompress it"), ("more/3.tar", "beside shards: keep one kind")],
+    [
+        ("1.tar.gz", "decompress it to .tar"),
+        ("2.TGZ", "decompress it"),
+        ("more/3.tar", "next to shards: keep one kind"),
+    ],
 )
 def test_what_would_be_left_out_beside_shards_is_refused(tmp_path: Path, name: str, said: str):
     first = shard(tmp_path / "train", [A, ONE])
