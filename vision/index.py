@@ -162,9 +162,7 @@ def tars(folder: Path) -> list[Path]:
     """
     found = entries(folder)
     shards = [path for path in found if path.suffix.lower() == ".tar" and path.is_file()]
-    packed = [
-        path for path in found if re.fullmatch(r".*\.(tar\.(gz|bz2|xz|zst)|tgz|tbz2?|txz)", path.name, re.IGNORECASE)
-    ]
+    packed = [path for path in found if PACKED.fullmatch(path.name.lower())]
     if packed:
         raise UserError(f"{packed[0]}: a compressed shard: decompress it to .tar, or remove it")
     for other in filter(Path.is_dir, found if shards else ()):
