@@ -139,6 +139,7 @@ class OutlierFilter(Hook):
 
     def __init__(self, factor: float | None = 10.0):
         self.factor, self.count = factor, 0
+        self._most_steps = 0  # local steps of the longest round that was judged
 
     def attach(self, method: LocalUpdateMethod) -> None:
         super().attach(method)
@@ -216,9 +217,13 @@ class OutlierFilter(Hook):
         if steps and self.factor is not None:
             average, rounds, last_jump = self.state.unbind()
             size = size / steps**0.5  # an update of noisy steps grows with their square root
+            longer = (max(steps, self._most_steps) / (self._most_steps or steps)) ** 0.5  # one of equal steps with them
+            self._most_steps = max(steps, self._most_steps)
             large = finite & (rounds >= WARMUP_ROUNDS) & (average > 0) & (size > self.factor * average)
-            # the second large update in a row is a new level, not a jump
-            new_level = large & (size <= self.factor * last_jump)
+            # a new level, not a jump: the second large update in a row, or the first of a longer round
+            new_level = large & (
+                (size <= self.factor * last_jump) | (size <= self.factor * longer * average * (longer > 1))
+            )
             jumped = large & ~new_level
             valid = finite & ~jumped
             # a running average over the last rounds
@@ -422,8 +427,8 @@ class Requests(Hook):
     """Requests that any worker may make for all workers, such as to stop or to save.
 
     The next all-reduce carries a request. It is granted on all workers at the same boundary once that all-reduce has
-    arrived, on a GPU one boundary later. A request to stop stays granted until finish(), so read it before. Any other
-    request holds for one boundary.
+    arrived, on a GPU one boundary later. A request to stop stays granted until a finish() after the loop has read
+    `granted`. Any other request holds for one boundary.
 
     Args:
         names: Names of the requests.
@@ -435,7 +440,12 @@ class Requests(Hook):
 
     def __init__(self, *names: str):
         self.scalars = dict.fromkeys(names, 1)
-        self.asked, self._received, self.granted = set[str](), set[str](), set[str]()
+        self.asked, self._received, self._granted, self._read = set[str](), set[str](), set[str](), set[str]()
+
+    @property
+    def granted(self) -> set[str]:
+        self._read |= self._granted
+        return self._granted
 
     def attach(self, method: LocalUpdateMethod) -> None:
         super().attach(method)
@@ -457,15 +467,16 @@ class Requests(Hook):
 
     def on_round_end(self) -> None:
         self.grant()
-        if self.method._has_finished:  # the request to stop is answered
-            self.asked -= LASTING
-            self.granted -= LASTING
+        if self.method._has_finished:  # a request to stop that the loop has read is answered
+            answered, self._read = self._read & LASTING, set[str]()
+            self.asked -= answered
+            self._granted -= answered
 
     # -- for methods without all-reduces of their own ----------------------------------------------------------
 
     def grant(self) -> None:
         """Grants the requests that were received."""
-        self.granted = (self.granted & LASTING) | self._received
+        self._granted = (self._granted & LASTING) | self._received
         self._received = set()
 
     def take(self) -> list[float]:

@@ -134,6 +134,9 @@ class SyncSchedule:
         if not isinstance(self.tau, int) or self.tau < 1:
             raise UserError(f"tau={self.tau!r}: give a whole number of local steps, 1 or more")
 
+    def go_on(self, tau: int) -> None:
+        """A checkpoint in mid-round was loaded, in a round that had begun with `tau`. A given tau replaces it."""
+
     def merges(self, method: LocalUpdateMethod) -> bool:  # noqa: ARG002
         """Whether to merge the average in flight after this local step, which ends no round."""
         return False
@@ -244,6 +247,7 @@ class LocalUpdateMethod(Loop, ABC):
         self._own_buffers = [(b, [t.clone() for t in b.buffers]) for b in self._buckets if b.buffers]
         self._clock = RoundClock(self._allreduce.device)
         self._local_steps = self._local_steps_sent = 0
+        self._first_step = 1  # of the round, or after a resume in mid-round
         self._sent_tau = self._arrived_tau = sync_schedule.tau
         self._growth = 1.0
         self._broadcasts_state, self._generation = False, 0
@@ -285,8 +289,8 @@ class LocalUpdateMethod(Loop, ABC):
             raise UserError("step() after step(last=True): call finish() between them")
         self._local_steps += 1
         tau = self._sync_schedule.tau
-        if self._local_steps == 1 and tau > 1:  # with tau 1 the only step is timed, from the last boundary
-            self._clock.steps_begin()
+        if self._local_steps == self._first_step and tau > 1:  # with tau 1 the step is timed, from the last boundary
+            self._clock.steps_begin(after=self._local_steps)
         if self._local_steps < tau:
             self._allreduce.done()  # raises here if the all-reduce has failed
             if self._allreduce.in_flight:
@@ -483,7 +487,7 @@ class LocalUpdateMethod(Loop, ABC):
         for bucket, first in zip(self._buckets, self._first_values, strict=True):
             if bucket.buffers:
                 rescale(bucket.values, self._scale)
-                keep_unchanged(bucket.values, first, allreduce.world_size)
+                keep_unchanged(bucket.values, first, self._total_world_size)
         self._scalars.place.mul_(self._reducer.scale)
         self._deliver_scalars()
         is_last = finished and self._finished.item() > 1 - 1e-6  # an average may be rounded
@@ -532,6 +536,7 @@ class LocalUpdateMethod(Loop, ABC):
                 on_round_end()
             self._begin_round(self._allreduce.launched)
             self._sync_schedule.begin(self._allreduce.launched)
+            self._first_step = 1
             self._params_updated(at_boundary=True)
         return self._has_finished
 
@@ -651,7 +656,7 @@ class LocalUpdateMethod(Loop, ABC):
             "places": self._allreduce.places,
             "local_steps": self._local_steps,
             "rounds": self.rounds,
-            "taus": [self._sent_tau, self._arrived_tau],
+            "taus": [self._sent_tau, self._arrived_tau, self.tau],
             "hooks": {hook.name: on_host(hook.state_dict()) for hook in self._hooks if hook.name},
         } | {name.removeprefix("_"): on_host(getattr(self, name)) for name in self._numbers}
 
@@ -686,7 +691,9 @@ class LocalUpdateMethod(Loop, ABC):
         self._scalars["finished"].zero_()  # a resumed run may train on
         self._readback = AsyncReadback()
         self._local_steps, self._ended = state["local_steps"], None
-        self._sent_tau, self._arrived_tau = state["taus"]
+        self._first_step = self._local_steps + 1
+        self._clock.steps_begin(after=self._local_steps)
+        self._sent_tau, self._arrived_tau, *tau = state["taus"]
         self._growth = self._sent_tau / self._arrived_tau
         self._attach_again()
         for hook in self._hooks:
@@ -698,6 +705,8 @@ class LocalUpdateMethod(Loop, ABC):
         self._usage.loaded()
         self._begin_round(self.rounds)
         self._sync_schedule.begin(self.rounds)
+        if tau and self._local_steps:
+            self._sync_schedule.go_on(tau[0])
 
 
 def under_rank(state: dict[str, Any]) -> dict[str, Any]:

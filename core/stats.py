@@ -173,16 +173,16 @@ class RoundClock:
         self._merged: RoundStats | None = None  # the current round, if its average was merged before its end
         self.steps_begin()
 
-    def steps_begin(self) -> None:
-        """Starts to time local steps."""
-        self._steps_began = mark(self._device)
+    def steps_begin(self, after: int = 0) -> None:
+        """Starts to time local steps, after so many of the round."""
+        self._steps_began, self._untimed = mark(self._device), after
         self._in_merge: Seconds = 0.0  # seconds in a merge since then, to be subtracted
 
     @contextlib.contextmanager
     def boundary(self, tau: int, local_steps: int) -> Iterator[None]:
         """Times a boundary, and the local steps of the round that ends, without the first one unless tau is 1."""
         began = mark(self._device)
-        timed = local_steps - (tau > 1)
+        timed = local_steps - self._untimed
         self.before = self.stats if self._merged is None else self.before
         self.stats, self._merged = self._merged or RoundStats(merged_after=local_steps), None
         self.stats.tau, self.stats.local_steps = tau, local_steps

@@ -105,7 +105,7 @@ class TauTuner:
         self._boundaries: deque[float] = deque(maxlen=WINDOW)
         self._own_times = [0.0] * NUMBERS  # this worker's latest times
         self._extra_steps = 0  # part of `needed` that the network does not require
-        self._waits: list[float] = []  # this worker's wait in each round since the last adjustment
+        self._waits = deque[float](maxlen=WAITS)  # this worker's wait in each round since the last adjustment
         self._rounds_of_waits = 0
 
     @property
@@ -285,13 +285,14 @@ class TauTuner:
         compression, untested, tested_against = state["compression"]
         if not {compression, *untested, *(tested_against or ())[:1]} <= self.compressions.keys():
             return
-        self.tau, self._received = self.given or state["tau"], state["heard"]
+        self.tau, self._received = self.given or min(state["tau"], self.tau_max), state["heard"]
         self.decisions = [TauDecision(*d) for d in state["decisions"]]
         self._steps = deque(state["steps"], maxlen=WINDOW)
         self._allreduces = deque(state["allreduces"], maxlen=WINDOW)
         self._boundaries = deque(state["boundaries"], maxlen=WINDOW)
         self.compression, self._untested, self._tested_against = compression, list(untested), tested_against
-        self._extra_steps, self._waits, self._rounds_of_waits = state.get("waits", (0, [], 0))
+        self._extra_steps, waits, self._rounds_of_waits = state.get("waits", (0, [], 0))
+        self._waits = deque(waits, maxlen=WAITS)
 
 
 class TauHook(Hook):
@@ -360,6 +361,10 @@ class AdaptiveTau(SyncSchedule):
         super().begin(number)
         if self.tau_hook is not None:
             self.tau_hook.tuner.given = self.tau_hook.tuner.tau = self.tau
+
+    def go_on(self, tau: int) -> None:
+        if self.tau_hook is not None and self.tau_hook.chooses:
+            self.tau = tau
 
     def merges(self, method: LocalUpdateMethod) -> bool:
         if self.delay != "auto":

@@ -750,6 +750,9 @@ def tau_and_clip() -> Table:
             top1 = mean_sd((100 * run["test_top1"] for run in digits), ".2f") if digits else ""
             perplexity = mean_sd((run["val_perplexity"] for run in text), ".2f") if text else ""
             table.append((f"{key} {value:g}", top1, share, perplexity))
+    gaps = [(run["settings"]["co2.gap"], run["val_perplexity"]) for run in load("tables/gap.json")]
+    for gap, name in (("elementwise", "with the gap penalty"), ("none", "without it")):
+        table.append((name, "", "", mean_sd((value for of, value in gaps if of == gap), ".2f")))
     return table
 
 

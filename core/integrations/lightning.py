@@ -168,13 +168,11 @@ class CO2Strategy(InLoop, DDPStrategy):
 class _Signals(Requests):
     """Requests from signals. Each is sent until a round boundary grants it; a validation's finish() does not."""
 
-    granted: set[str]
-
     def take(self) -> list[float]:
         return [float(name in self.asked) for name in self.scalars]
 
     def on_round_end(self) -> None:
-        self.granted |= self._received
+        self._granted |= self._received
 
 
 class _Events(Callback):

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 
 from core import CO2, CO2Config, DivergedError, LocalSGD, SlowMo, load, save
 from core.methods import DDP, DiLoCo, OverlapLocalSGD
+from core.placement import node_mesh
 from core.sharded import ShardedCO2
 from core.testing import run_distributed
+from tests.on_ranks import on_ranks
 
 INF, NAN = math.inf, math.nan
 
@@ -172,3 +174,17 @@ def test_a_checkpoint_is_written_of_a_model_with_a_mask(tmp_path: Path):
     assert not save(tmp_path, net, optimizer, method, step=2)
     net[1].running_var[0], net.mask[0, 0] = 1.0, INF
     assert not save(tmp_path, net, optimizer, method, step=2)
+
+
+@on_ranks(2)
+def test_constants_stay_on_a_mesh_of_one_node(rank: int):
+    """The sum is over the node's workers, too."""
+    net = masked({name: CONSTANTS[name] for name in ("finfo.min", "thirds")})
+    before = [b.clone() for b in net.buffers()]
+    co2 = ShardedCO2(net.parameters(), CO2Config(tau=2), mesh=node_mesh("cpu", 2), buffers=net.buffers())
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    for _ in range(8):
+        step(net, optimizer)
+        co2.step()
+    co2.finish()
+    assert all(torch.equal(b, c) for b, c in zip(net.buffers(), before, strict=True))

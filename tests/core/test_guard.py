@@ -387,3 +387,15 @@ def test_what_an_optimiser_has_gathered_is_wiped_at_once(monkeypatch: pytest.Mon
     assert calls == [3 * len(adam.state)], "two moments and a count of steps of each"
     monkeypatch.undo()
     forget(plain)(torch.tensor(True))  # has gathered nothing
+
+
+def test_a_round_that_a_schedule_makes_longer_is_no_jump():
+    """Drift grows with the steps, and the size is divided by their square root only."""
+    p = nn.Parameter(torch.zeros(3))
+    co2 = CO2([p], CO2Config.paper(1), schedule=lambda t: {"tau": 1 if t < 12 else 192})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(12 + 3 * 192):
+            p.data.add_(1e-3)
+            co2.step()
+    assert co2.stats.excluded == 0 and co2.rounds == 15

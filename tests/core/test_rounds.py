@@ -241,7 +241,7 @@ def test_a_merge_in_mid_round_is_no_part_of_a_local_step(gpu: bool, monkeypatch:
     clock, Event.now = RoundClock(torch.device("cpu")), 0.0
     for merge in (7000.0, 0.0):  # the second round merges at its boundary
         Event.now += 9.0  # its first step, which is not timed
-        clock.steps_begin()
+        clock.steps_begin(after=1)
         Event.now += 30.0
         if merge:
             with clock.early_merge(2):

@@ -562,3 +562,54 @@ def test_one_worker_keeps_the_calibration_tau():
 def test_workers_must_agree_on_the_setting(rank: int):
     for other in (replace(AUTO, tau=4), replace(AUTO, tau_max=9)):
         assert "workers differ" in problems.refusal(CO2, problems.odd_parameters(), other if rank else AUTO)
+
+
+def test_waits_of_a_worker_without_an_allreduce_do_not_pile_up():
+    tuner, places = TauTuner(192), torch.zeros(NUMBERS)
+    for round in range(5 * WAITS):
+        stats = RoundStats(step_seconds=0.1, merged_after=1)
+        tuner.write_times(stats, stats, 0, places)
+        assert tuner.receive(round, [0.1], [0.0]) is None
+    assert len(tuner._waits) == WAITS == len(tuner.state_dict()["waits"][1])
+
+
+def test_a_resumed_run_keeps_tau_below_its_own_limit():
+    first, shorter = TauTuner(192), TauTuner(80)
+    feed(first, 12, 0.1, 7.84)
+    assert first.tau > 80
+    shorter.load_state_dict(first.state_dict())
+    assert shorter.tau == 80
+
+
+def choosing(*, merged: bool) -> CO2:
+    """A worker with tau auto after 5 of 20 steps. The round's average has raised tau if it was merged."""
+    co2 = CO2([nn.Parameter(torch.ones(3))], CO2Config.recommended(1, 100_000))
+    tuner = co2.hook(TauHook).tuner
+    tuner.tau = 20
+    co2._sync_schedule.begin(co2.rounds)
+    for _ in range(5):
+        co2._trained[0].data.add_(0.1)
+        co2.step()
+    tuner.tau = 50 if merged else 20
+    return co2
+
+
+@pytest.mark.parametrize("merged", [True, False])
+def test_a_round_that_is_resumed_ends_alike_on_workers_that_have_merged_and_have_not(merged: bool):
+    resumed = CO2([nn.Parameter(torch.ones(3))], CO2Config.recommended(1, 100_000))
+    resumed.load_state_dict(choosing(merged=merged).state_dict())
+    assert (resumed.tau, resumed.hook(TauHook).tuner.tau) == (20, 50 if merged else 20)
+
+
+def test_a_round_that_is_resumed_times_its_own_steps():
+    first, resumed = (CO2([nn.Parameter(torch.ones(3))], CO2Config.paper(10)) for _ in range(2))
+    for _ in range(5):
+        first._trained[0].data.add_(0.1)
+        first.step()
+    resumed.load_state_dict(first.state_dict())
+    time.sleep(2)  # loading takes its time
+    for _ in range(5):
+        time.sleep(0.01)
+        resumed._trained[0].data.add_(0.1)
+        resumed.step()
+    assert resumed.rounds == 1 and 0.01 <= float(resumed.stats.step_seconds) < 0.2
