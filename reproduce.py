@@ -296,7 +296,8 @@ def stand_in(row: Row, workers: int, seed: int, extra: Mapping[str, Any] | None 
     """(run folder, torchrun command) of the row's small recipe with `workers` processes on this machine."""
     assert row.local is not None
     overrides = stand_in_overrides(row) | {key: value for key, value in (extra or {}).items() if key != "co2.tau"}
-    folder = Path("runs/local", f"{row.task}-{run_name(load_recipe(row.task, row.local), row, overrides, seed)}")
+    name = f"{row.task}-{run_name(load_recipe(row.task, row.local), row, overrides, seed)}"
+    folder = Path("runs/local", name if workers == Command.workers else f"{name}-{workers}workers")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}"]
     tau = {"co2.tau": row.tau} if row.tau else {}
     given = options({"no_recommended": True, "method": row.method} | tau | overrides | {"seed": seed, "out": folder})
@@ -306,6 +307,7 @@ def stand_in(row: Row, workers: int, seed: int, extra: Mapping[str, Any] | None 
 def unfinished(jobs: Sequence[Job], kept: Sequence[Finished] = (), command: Command = Command()) -> Iterator[Job]:
     """The jobs to run: those without a finished folder and not among the kept, or all with --again. Prints the others.
     With --again, a finished folder is renamed first, to a name that `collect` reads after the new run's."""
+    kept = [run for run in kept if run.workers == command.workers]
     for job in jobs:
         folder = ROOT / job.folder
         finished = isinstance(read_run(folder), Finished)
@@ -357,7 +359,12 @@ def run_local(jobs: Sequence[Job], kept: Sequence[Finished], command: Command) -
         print(shlex.join(job.command), flush=True)
         if command.dry_run:
             continue
-        subprocess.run(job.command, cwd=ROOT)
+        process = subprocess.Popen(job.command, cwd=ROOT)
+        try:
+            process.wait()
+        except KeyboardInterrupt:
+            process.wait()  # it has the signal, too, and its workers save
+            raise
         if not isinstance(read_run(ROOT / job.folder), Finished):
             raise UserError(f"{job.folder} is not finished, see above; the command goes on from its last checkpoint")
 

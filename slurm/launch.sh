@@ -67,7 +67,7 @@ launch() {
     local module="$1" status=0 late="" options=(
         --method "$METHOD" --co2.tau "$TAU" ${BATCH_SIZE:+--batch_size "$BATCH_SIZE"} --seed "$SEED" --gpu_gb "$GPU_GB"
         ${LOADER_WORKERS:+--loader_workers "$LOADER_WORKERS"}
-        --out "$OUT" --resume # a fresh folder starts at step 0
+        --device cuda --out "$OUT" --resume # a fresh folder starts at step 0
     )
     shift
     : "${SLURM_JOB_NUM_NODES:?submit this script with sbatch}" "${SLURM_GPUS_ON_NODE:?the job has no GPUs}"

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -184,7 +185,13 @@ class Fixed:
                 f"{folder.path} was trained with {state['node']} workers per node, this run has {self._per_node}: "
                 f"resume with --per_node {state['node']}"
             )
-        self._trained.load_state_dict(state)
+        try:
+            self._trained.load_state_dict(state)
+        except RuntimeError as error:  # the data sets a classifier's width
+            if not (sizes := re.search("size mismatch.*", str(error))):
+                raise
+            remedy = "restore the data that it began with, or choose another --out"
+            raise UserError(f"{folder.path} is a run of another model ({sizes[0]}): {remedy}") from None
         seconds = self._count_on(state)
         if workers == run.world_size:
             set_random_state(state["rng"], run.device)

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, schedule
 from tqdm import tqdm
 
+from core.checkpoint import finished
 from core.comm import of_all
 from core.compression.lgreco import Allocation
 from core.compression.lgreco_reducer import LGreco
@@ -85,8 +86,13 @@ def of_other_methods(method: str) -> set[str]:
     return {entry.settings.key for entry in REGISTRY.values() if entry.settings and entry.name != method}
 
 
-def resumed(file: Path, config: dict[str, Any], kind: type[Recipe]) -> tuple[dict[str, Any], str]:
-    """Returns the new content of config.json for a run that resumes, or an error message if it cannot resume."""
+def resumed(
+    file: Path, config: dict[str, Any], kind: type[Recipe], *, saved: bool = True
+) -> tuple[dict[str, Any], str]:
+    """Returns the new content of config.json for a run that resumes, or an error message if it cannot resume.
+
+    Without a saved checkpoint, the run begins again, so init_from must stay.
+    """
     try:
         old = parse_json(file.read_text())
         config["recipe"]["extend"] = bool(config["recipe"].get("extend") or old["recipe"].get("extend"))  # stays set
@@ -94,7 +100,7 @@ def resumed(file: Path, config: dict[str, Any], kind: type[Recipe]) -> tuple[dic
         history = [*old.get("history", [])]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         return {}, f"{file} is damaged ({error!r}): restore it, or choose another --out"
-    free = FREE | (LENGTH if config["recipe"]["extend"] else set())
+    free = (FREE if saved else FREE - {"init_from"}) | (LENGTH if config["recipe"]["extend"] else set())
     if old["recipe"].get("layout") and config["recipe"].get("layout"):
         free |= {"layout"}  # a run may resume from another layout, but not from a run without one
     unread = of_other_methods(config["recipe"]["method"])
@@ -224,7 +230,7 @@ class RunFolder:
         if self._holds_a_run() and not resume:
             return f"{self.path} holds a run: add --resume to continue it, or choose another --out"
         if self._holds_a_run() and file.exists():
-            self._resumed, refusal = resumed(file, made_of, type(recipe))
+            self._resumed, refusal = resumed(file, made_of, type(recipe), saved=bool(finished(self.checkpoints)))
             if refusal:
                 return refusal
         else:
@@ -358,14 +364,20 @@ def _replace(file: Path, text: str) -> None:
 
 
 def _lock(path: Path) -> tuple[IO[str] | None, str]:
-    """Returns the open file with the folder's lock, or its holder, or neither if the file system has no locks."""
+    """Returns the open file with the folder's lock, or its holder, or neither if the file system has no locks.
+
+    In the last case it prints a warning.
+    """
     file = open(path, "a+")  # noqa: SIM115
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # loading processes do not inherit this lock, unlike flock's
     except OSError as error:
         file.seek(0)
-        holder = file.read() if error.errno in (errno.EACCES, errno.EAGAIN) else ""
+        taken = error.errno in (errno.EACCES, errno.EAGAIN)
+        holder = (file.read() or "another process") if taken else ""  # which may not have written its name yet
         file.close()
+        if not taken:
+            print(f"warning: {path} cannot be locked ({error.strerror}): start no second run there", file=sys.stderr)
         return None, holder
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}")

@@ -21,7 +21,8 @@ from training.optim import OptimConfig
 from training.script import launch
 from training.workers import rank, world_size
 
-SHARES = {"shard", "offload", "per_node", "zero", "layout"}  # options that exclude some recommended settings
+# options that exclude some recommended settings, and the values with which they do not
+SHARES = {"shard": None, "offload": None, "per_node": "1", "zero": "0", "layout": None}
 LARGEST = 10**9  # limit of the numbers in a recipe
 SELDOM = {  # options that only --help-all lists, by the part of the recipe; None hides the whole part
     "": "tf32 cudnn_benchmark channels_last extend gpu_gb timeout trace tracker link_mbit average_buffers",
@@ -322,7 +323,8 @@ def starting_point(recipe: R, overrides: Sequence[str]) -> R:
     method = given.get("method", recipe.method)
     if "recommended" in given and method != "co2":
         raise UserError(f"recommended is CO2's own, method {method!r} does not have it: leave it out")
-    usual = recipe.recommended and method == "co2" and not given.keys() & SHARES and "no_recommended" not in given
+    shares = any(name in given and given[name] != without for name, without in SHARES.items())
+    usual = recipe.recommended and method == "co2" and not shares and "no_recommended" not in given
     if "recommended" not in given and not usual:
         return dataclasses.replace(recipe, recommended=False)
     co2 = dataclasses.replace(CO2Config.recommended(world_size()), tau=recipe.co2.tau)

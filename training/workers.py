@@ -6,9 +6,11 @@ import json
 import os
 import platform
 import shutil
+import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -23,6 +25,7 @@ from core.placement import check_env, local_world_size, node_mesh
 from core.testing.link import ThrottledLink
 
 Number = TypeVar("Number", int, float)
+NVIDIA = Path("/proc/driver/nvidia/gpus")
 _starts = itertools.count()  # a process may run twice with one store
 _HEARD_WITHIN = 10.0  # seconds that the worker which serves the store waits until all others have read it
 
@@ -42,6 +45,9 @@ def pick_device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise UserError("device=cuda: torch sees no CUDA device here; use --device cpu or auto")
     if name == "cpu" or not torch.cuda.is_available():
+        hidden = name == "cpu" or os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+        if NVIDIA.exists() and not hidden and env_number("LOCAL_RANK", 0) == 0:
+            print("warning: torch cannot use this machine's NVIDIA GPUs, so it trains on the CPU", file=sys.stderr)
         return torch.device("cpu")
     index, count = env_number("LOCAL_RANK", 0), torch.cuda.device_count()
     if index >= count:

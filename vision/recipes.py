@@ -50,6 +50,8 @@ class VisionRecipe(Recipe):
                 raise UserError(
                     f"{name}={getattr(self, name)!r} is for imagenet only, not {self.dataset}: leave it out"
                 )
+        if self.repeats > 1 and self.dataset != "imagenet":
+            raise UserError(f"repeats={self.repeats} is for imagenet only, not {self.dataset}: leave it out")
 
     def check_share(self, workers: int) -> None:
         """Refuses an odd number of images per worker with Mixup or CutMix, which mix a batch with its reverse."""

@@ -46,6 +46,7 @@ REFUSED: list[tuple[Recipe, dict[str, Any], str]] = [
     (PROMPTS, {"loader_workers": -1}, "loader_workers=-1"),
     # of another data set, model or method
     (DIGITS, {"mixup": 0.5}, "mixup=0.5 is for imagenet only, not digits: leave it out"),
+    (DIGITS, {"repeats": 3}, "repeats=3 is for imagenet only, not digits: leave it out"),
     (DIGITS, {"cutmix": 0.5}, "cutmix=0.5 is for imagenet only, not digits: leave it out"),
     (DIGITS, {"color_jitter": 0.5}, "color_jitter=0.5 is for imagenet only, not digits: leave it out"),
     (DIGITS, {"random_erasing": 0.5}, "random_erasing=0.5 is for imagenet only, not digits: leave it out"),

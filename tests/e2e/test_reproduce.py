@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -470,6 +471,7 @@ def test_list_names_every_table_and_a_dry_run_prints_a_line_a_row_and_seed(told:
     assert lines[5].endswith(sbatch) and " TAU=48 BATCH_SIZE=512 " in lines[5]
     lines = told("gap", "--local", "--workers", "2", "--seeds", "5,6,7", "--dry-run")  # of no run here
     assert len(lines) == 6 and all("--nproc-per-node=2 -m language.train gpt2_pydoc_small" in line for line in lines)
+    assert all("-2workers --resume" in line for line in lines), "not the folders of four"
 
 
 def test_rows_methods_and_seeds_are_chosen_and_options_passed_on(told: Told):
@@ -636,17 +638,18 @@ def test_another_batch_than_the_recipes_is_told_in_one_line():
 def test_local_runs_what_is_missing_and_stops_at_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     started: list[Path] = []
 
-    def train(arguments: list[str], cwd: Path) -> None:
+    def train(arguments: list[str], cwd: Path) -> Any:
         assert arguments[1:5] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
         started.append(Path(arguments[arguments.index("--out") + 1]))
         if len(started) < 3:
             seed = int(started[-1].name[-1])
             make_run(tmp_path / started[-1], "language", "gpt2_pydoc_small", seed=seed, workers=4, results={})
+        return SimpleNamespace(wait=lambda: None)
 
     monkeypatch.setattr(sys, "argv", ["reproduce.py", "gap", "--local"])
     monkeypatch.setattr(reproduce, "ROOT", tmp_path)
     monkeypatch.setattr(reproduce, "KEPT", tmp_path / "kept")
-    monkeypatch.setattr(reproduce.subprocess, "run", train)
+    monkeypatch.setattr(reproduce.subprocess, "Popen", train)
     done, *_ = TABLES["gap"].rows
     folder, _ = reproduce.stand_in(done, 4, seed=0)
     make_run(tmp_path / folder, "language", "gpt2_pydoc_small", results={})

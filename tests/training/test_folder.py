@@ -1,5 +1,6 @@
 """The run folder: who may write to it, what a resumed run may change, and what its files hold."""
 
+import errno
 import json
 import subprocess
 import sys
@@ -179,6 +180,35 @@ def test_two_runs_do_not_write_to_one_folder_and_a_dead_one_does_not_block_it(tm
     holder.join()
     start(Toy(out=tmp_path, resume=True), 1, 2).close()
     assert steps(tmp_path) == [1, 2]
+
+
+def test_a_holder_that_has_not_written_its_name_yet_holds_the_folder(tmp_path: Path):
+    ours, theirs = _context().Pipe()
+    holder = _context().Process(target=hold, args=(tmp_path, theirs), daemon=True)
+    holder.start()
+    assert ours.recv() == "holds it"
+    (tmp_path / ".lock").write_text("")  # as an NFS client may see it
+    with pytest.raises(UserError, match=f"{tmp_path} is in use by another process: wait"):
+        start(Toy(out=tmp_path, resume=True))
+    ours.send("end")
+    holder.join()
+
+
+def test_a_file_system_without_locks_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any):
+    def no_locks(*_: Any) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.lockf", no_locks)
+    start(Toy(out=tmp_path), 0, 1).close()
+    assert "warning: " in (said := capsys.readouterr().err) and "start no second run there" in said
+
+
+def test_weights_to_start_from_must_stay_until_a_checkpoint_replaces_them(tmp_path: Path):
+    start(Toy(out=tmp_path, init_from=Path("w")), 0, 1).close()
+    with pytest.raises(UserError, match="another run .init_from: w -> None"):
+        start(Toy(out=tmp_path, resume=True))
+    (tmp_path / "checkpoints/step000000001").mkdir(parents=True)
+    start(Toy(out=tmp_path, resume=True)).close()
 
 
 @pytest.mark.parametrize("name", ["/proc/nope", "file/below", "x" * 300, "zero\0byte"])

@@ -116,6 +116,7 @@ PAPER = CO2Config(tau=6)
             True,
             replace(CO2Config.recommended(2), tau=4, merge="interpolate"),
         ),
+        (["--per_node", "1", "--zero=0"], True, replace(CO2Config.recommended(2), tau=6)),
         (["--no_recommended"], False, PAPER),
         (["--no-recommended", "--co2.clip", "0.5"], False, replace(PAPER, clip=0.5)),
         (["--method", "slowmo"], False, PAPER),
