@@ -348,7 +348,7 @@ def run_sbatch(env: Mapping[str, str], command: Sequence[str], dry_run: bool) ->
     if not dry_run and not shutil.which("sbatch"):
         raise UserError("no sbatch here: --dry-run prints the lines for a Slurm cluster, --local runs the stand-ins")
     print(*(f"{key}={shlex.quote(value)}" for key, value in env.items()), shlex.join(command), flush=True)
-    if not dry_run and subprocess.run(command, cwd=ROOT, env=os.environ | env).returncode:
+    if not dry_run and subprocess.run(command, cwd=ROOT, env=os.environ | {"SBATCH_EXPORT": "ALL"} | env).returncode:
         raise UserError("sbatch refused this job, its own message is above; the jobs before it are submitted")
 
 

@@ -578,7 +578,7 @@ def _some(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
 def _sample(tensors: Sequence[Tensor]) -> Tensor:
     """Returns some elements of each tensor, which show writes that torch does not count."""
     parts = [p.detach().reshape(-1)[:: -(-p.numel() // SAMPLED) or 1] for p in tensors]
-    return torch.cat([part.to(parts[0].device, torch.float64) for part in parts])
+    return torch.cat([part.to(parts[0].device, torch.float64).nan_to_num() for part in parts])
 
 
 def _writes(p: Tensor) -> tuple[int, int]:
