@@ -475,7 +475,7 @@ def test_list_names_every_table_and_a_dry_run_prints_a_line_a_row_and_seed(told:
 
 
 def test_rows_methods_and_seeds_are_chosen_and_options_passed_on(told: Told):
-    chosen = ["--dry-run", "--rows", "resnet50,imagenet_vit_base", "--methods", "co2,ddp", "--seeds", "0,7"]
+    chosen = ["--dry-run", "--rows", "resnet50,vitbase", "--methods", "co2,ddp", "--seeds", "0,7"]
     lines = told("imagenet", *chosen, "--", "--optim.lr", "0.5", "--co2.tau=24")
     words = [[part.split("=") for part in line.split()[:6]] for line in lines]
     got = [tuple(value for key, value in of if key in ("RECIPE", "METHOD", "SEED")) for of in words]
@@ -567,7 +567,10 @@ ROW = "for row 'ResNet-50', method ddp"
     [
         (["imagnet", "--dry-run"], "table 'imagnet' does not exist; did you mean imagenet?"),
         (["xyz"], "table 'xyz' does not exist; `python reproduce.py list` names them"),
-        (["imagenet", "--rows", "ResNet-5"], "--rows ResNet-5: not in imagenet, which has ResNet-50, ViT-Base, "),
+        (
+            ["imagenet", "--rows", "ResNet-5"],
+            "--rows ResNet-5: not in imagenet, which has ResNet-50, ResNet-50 ",
+        ),
         (["imagenet", "--methods", "co3"], "--methods co3: not in imagenet, which has co2, ddp,"),
         (["imagenet", "--methods", "diloco"], "imagenet has no row with --rows '' and --methods 'diloco'"),
         (["imagenet", "--seeds", "a"], "--seeds a: give numbers up to 1000000000, such as 0,1"),
@@ -623,7 +626,7 @@ def test_a_reader_that_has_seen_enough_ends_it_without_a_traceback():
 
 
 def test_another_batch_than_the_recipes_is_told_in_one_line():
-    by_method = {row.method: row for row in TABLES["gpt2"].rows if row.recipe == "gpt2_small_owt"}
+    by_method = {row.method: row for row in TABLES["gpt2"].rows if row.label == "GPT-2 Small"}
     said = "# GPT-2 Small, co2: batch 512, for the recipe's 480 does not divide by 64 GPUs"
     assert reproduce.batch_note(by_method["co2"], "a100", {}) == said
     assert reproduce.batch_note(by_method["co2"], "a100", {"batch_size": "640"}) == ""
