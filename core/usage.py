@@ -228,6 +228,7 @@ _looked_at: weakref.WeakSet[Any] = weakref.WeakSet()
 # worker that begins a round with its own progress raises no warning, while loaded weights are often farther off.
 TOLERANCE, ROUGHLY = 1e-3, 0.3
 FIRST, FIRST_CALLS = 2, 12  # rounds, and calls of step(), in which the loop is checked
+PLAIN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # of a momentum encoder; bases may be packed
 SAMPLED = 32  # parameters, and elements of each, that reveal writes which torch does not count
 
 
@@ -286,7 +287,8 @@ class UsageChecks:
         self._params = method._params
         self.learned = [p for p in (*method._trained, *self._model_params) if p.requires_grad]
         self._number = {id(p): i for i, p in enumerate(method._trained)}
-        self._sampled, self._frozen_sampled = _some(self._params), _some([local_shard(p) for p in method._frozen])
+        frozen = [t for t in map(local_shard, method._frozen) if t.layout == torch.strided and t.dtype in PLAIN]
+        self._sampled, self._frozen_sampled = _some(self._params), _some(frozen)
         self._owned = [
             (weakref.ref(module), name, b)
             for module, name, b in owners(method._given_buffers.values())

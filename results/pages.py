@@ -111,8 +111,9 @@ TUNED = "co2_recommended:tau=12,compression=int4,delay=auto", "local:share=0.1,c
 
 
 def paired(task: str, rate: float) -> Row:
-    """The paired series of a task and link. Digits' links are in one file."""
-    return load("paired/time_to_loss.json" if task == "vision" else f"paired/text_{rate:g}.json")
+    """The paired series of a task and link. Digits' first links are in one file."""
+    digits = "time_to_loss" if rate in (10, 40) else f"digits_{rate:g}"
+    return load(f"paired/{digits if task == 'vision' else f'text_{rate:g}'}.json")
 
 
 def tuned(task: str, rate: float) -> tuple[str, str]:
@@ -198,13 +199,13 @@ LAST = "both with tau tuned: Local-SGD over CO2"
 
 def paired_seconds() -> Table:
     """Digits: the seconds of each method over CO2's, seed by seed, with the 95 % interval, by link and target."""
-    found, rates = paired("vision", 10), (10.0, 40.0)
+    rates = (10.0, 40.0, 200.0)
     titles = (f"{rate:g} Mbit/s, {target} target" for rate in rates for target in ("first", "late"))
-    table: Table = [("method", *titles, "limit, 10 and 40 Mbit/s")]
-    for method in found["options"]["methods"]:
+    table: Table = [("method", *titles, "limit")]
+    for method in paired("vision", 10)["options"]["methods"]:
         if "tau=6" in method:  # the waterfall has these
             continue
-        links = [ratio_cells(found, method, rate) for rate in rates]
+        links = [ratio_cells(paired("vision", rate), method, rate) for rate in rates]
         cells = [cell for link in links for cell in link[:2]]
         if any(cells):
             table.append((describe(method), *cells, ", ".join(link[2] for link in links if link[2])))
