@@ -190,10 +190,8 @@ def choose(tables: Mapping[str, Table], command: Command, extra: Mapping[str, An
         raise UserError(f"--co2.tau {tau} behind --: give a number, 1 or more; the train scripts alone take auto")
 
     def keeps(row: Row) -> bool:
-        method = plain(row.method)
-        return (not asked["rows"] or not names(row).isdisjoint(asked["rows"])) and method in (
-            asked["methods"] or [method]
-        )
+        named = not asked["rows"] or not names(row).isdisjoint(asked["rows"])
+        return named and (not asked["methods"] or plain(row.method) in asked["methods"])
 
     kept, taus = dict[str, Table](), {"tau": int(tau)} if "co2.tau" in extra else {}
     for name, table in tables.items():

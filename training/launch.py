@@ -451,7 +451,7 @@ def check_args(args: Namespace) -> None:
 
 def main() -> None:
     os.environ["CO2_LAUNCH"] = "1"  # this process prints the workers' last line
-    # torchrun's own options, of torch 2.9 and newer: workers save before they end, which takes up to two rounds
+    # torchrun's own options, which an older torch ignores: workers save before they end, which takes up to two rounds
     os.environ.setdefault("PET_SHUTDOWN_TIMEOUT", "300")
     os.environ.setdefault("PET_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
     parser = get_args_parser()
