@@ -60,7 +60,7 @@ COMMANDS: dict[tuple[str, ...], tuple[str, ...]] = {  # a command -> the files t
     ("vision.demo", "--epochs", "1", "--out", "{}/demo"): (),
     **{
         (f"bench.{name}", "--out", "{}/bench"): ()
-        for name in ("boundary", "chaos", "cluster", "lengths", "loss", "scaling", "slow_links", "time_to_loss")
+        for name in ("boundary", "chaos", "cluster", "lengths", "loss", "scaling", "time_to_loss")
     },
 }
 PRELOAD = ["vision.train", "vision.demo", "pointcloud.train", "language.model", "language.prepare", "reproduce"]

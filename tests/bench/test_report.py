@@ -139,9 +139,6 @@ bench.loss --methods co2:nesterov=1 => nesterov='1'; choose among true, false
 bench.loss --methods co2:delay=9 --tau 6 => delay=9: between 0 and tau=6
 bench.loss --methods co2:beta=0|0.1|0.2 --configurations 2 => make 3 configurations; allow as many
 bench.loss --seeds 0 100 => seeds=100: it is the tuning seed
-bench.slow_links --methods ddp zip => methods: 'zip'
-bench.slow_links --workers 1 => workers=1
-bench.slow_links --rates 0 => rates=0.0
 bench.regimes --tasks digits => tasks: 'digits' does not exist; choose among bytes, cifar, gpt2
 bench.regimes --seeds 0 1 100 => seeds=100: it is the tuning seed
 bench.regimes --seeds 0 1 => seeds=0 1: an interval needs 3 or more
