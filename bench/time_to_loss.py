@@ -449,27 +449,36 @@ def outcome(o: TimeToLoss, run: dict[str, Any], runs: list[dict[str, Any]], late
 
 
 def compare(o: TimeToLoss, runs: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The seconds of every method over the seconds of `against`, seed by seed, for both targets.
-
-    A run that was out of time counts with the limit, and its ratio is a lower bound. A ratio needs three seeds with
-    which `against` has reached the target.
-    """
+    """The seconds of every method over the seconds of `against`, seed by seed, for both targets."""
     for task, rate, target in itertools.product(o.tasks, o.rates, ("target", "late")):
-        found: dict[str, dict[int, float]] = {}
-        bounds = set[str]()
-        for run in runs:
-            at = run if target == "target" else run["late"]
-            if (run["task"], run["rate_mbit"]) != (task, rate) or at["status"] not in ("reached", "out of time"):
-                continue
-            if at["status"] == "reached" or run["method"] != o.against:
-                found.setdefault(run["method"], {})[run["seed"]] = at["seconds"]
-            if at["status"] != "reached":
-                bounds.add(run["method"])
-        for method in found.keys() - {o.against}:
-            if ratio := report.paired_ratio(found.get(o.against, {}), found[method]):
-                named = dict(zip(("ratio", "low", "high"), ratio, strict=True))
+        there = [run for run in runs if (run["task"], run["rate_mbit"]) == (task, rate)]
+        for method in {run["method"] for run in there} - {o.against}:
+            if found := ratio_of(there, method, o.against, late=target == "late"):
                 cell = {"task": task, "rate_mbit": rate, "target": target, "method": method, "against": o.against}
-                yield cell | named | {"seeds": len(found[method]), "at_least": method in bounds}
+                yield cell | found
+
+
+def ratio_of(runs: list[dict[str, Any]], method: str, against: str, *, late: bool = False) -> dict[str, Any] | None:
+    """The seconds of a method over the seconds of another on one task and link. None for fewer than three seeds.
+
+    A run that missed the target counts with the seconds at which it ended.
+
+    Returns:
+        ratio, low, high: As from `report.paired_ratio`.
+        missed, against_missed: How many runs of each method missed the target. If only the method's did, the ratio is
+            a lower bound, and if only the other's did, an upper bound.
+    """
+    took, missed = {method: {}, against: {}}, {method: 0, against: 0}
+    for run in runs:
+        at = run["late"] if late else run
+        if run["method"] in took and at["status"] in ("reached", "out of time", "not reached"):
+            took[run["method"]][run["seed"]] = at["seconds"]
+            missed[run["method"]] += at["status"] != "reached"
+    ratio = report.paired_ratio(took[against], took[method])
+    if ratio is None:
+        return None
+    named = dict(zip(("ratio", "low", "high"), ratio, strict=True))
+    return named | {"missed": missed[method], "against_missed": missed[against]}
 
 
 def exposed_share(run: dict[str, Any], at: dict[str, Any], runs: list[dict[str, Any]]) -> float | None:
@@ -545,7 +554,7 @@ FIGURES |= {"step_seconds": ".3g", "allreduce_seconds": ".3g", "link_seconds": "
 TABLES = {
     "runs": Summary("task rate_mbit method status reason", FIGURES),
     "ratios": Summary(
-        "task rate_mbit target method against seeds at_least", {"ratio": ".2f", "low": ".2f", "high": ".2f"}
+        "task rate_mbit target method against missed against_missed", {"ratio": ".2f", "low": ".2f", "high": ".2f"}
     ),
 }
 

@@ -425,9 +425,14 @@ def check_inputs(given: Sequence[Tensor], params: Sequence[Tensor], buffers: Seq
         raise UserError("no parameter requires a gradient: nothing to train")
     if not any(p.numel() for p in given if p.requires_grad):  # a DTensor counts all of its shards
         raise UserError("no parameter has an element: nothing to train")
+    if params[0].device.type == "mps":
+        raise UserError("parameters on mps, which has no float64 for the sums of the outer step: move the model to cpu")
     for p in params:
         if not p.is_floating_point():
-            raise UserError(f"a parameter of dtype {p.dtype}: only floating point can be averaged")
+            raise UserError(
+                f"a parameter of dtype {p.dtype}: only floating point can be averaged; give "
+                "torch.view_as_real(parameter) of a complex one, or requires_grad_(False) to leave it as it is"
+            )
         if p.layout != torch.strided or p.is_nested:
             raise UserError(
                 f"a parameter of layout {p.layout}, shape {list(p.shape)}: only dense ones can be averaged; call "

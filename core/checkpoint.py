@@ -403,6 +403,7 @@ def save(
         raise UserError(f"step={step!r}: give the number of steps taken, from 0 to {STEPS - 1}")
     if not isinstance(keep, int) or keep < 1:
         raise UserError(f"keep={keep!r}: give the number of checkpoints that stay, 1 or more")
+    _refuse_elastic("save()", co2)
     peers.come_together("save()")
     _refuse_other_places(of_all((step, getattr(co2, "rounds", 0))))
     scheduled = getattr(getattr(optimizer, "step", None), "_wrapped_by_lr_sched", False)  # by torch's schedulers
@@ -417,6 +418,7 @@ def save(
         "optimizer": of_optimizer(optimizer, model) if optimizer is not None else {},
         "optimizer_kind": type(optimizer).__name__,
         "method": co2.state_dict(),
+        "trained": _trained_names(model, co2),
         "others": {name: other.state_dict() for name, other in (others or {}).items()},
         "random": random_state(next(model.parameters()).device),
         "step": step,
@@ -458,13 +460,14 @@ def load(
         UserError: If there are checkpoints and none can be read, or the newest is of another model, optimizer or
             method.
     """
+    _refuse_elastic("load()", co2)
     peers.come_together("load()")
     rank = dist.get_rank() if dist.is_initialized() else 0
     found = load_newest(folder := Path(folder).expanduser(), rank=rank)
     if found is None:
         return None
     (state, before), here = found, dict(others or {})
-    problems = of_all(_misfit(state, model, optimizer, here))  # checked on all workers before anything is loaded
+    problems = of_all(_misfit(state, model, optimizer, co2, here))  # checked on all workers before anything is loaded
     if any(problems):
         raise UserError(f"{folder}: the checkpoint of step {state.get('step', '?')} {max(problems)}")
     load_model(model, state["model"])
@@ -495,6 +498,21 @@ def _refuse_other_places(places: Sequence[tuple[int, int]]) -> None:
         )
 
 
+def _refuse_elastic(call: str, co2: Stateful) -> None:
+    """Raises UserError for elastic workers, which cannot all make a call: some may have joined later."""
+    if isinstance(co2, LocalUpdateMethod) and co2._allreduce.is_elastic:
+        raise UserError(
+            f"{call} needs all workers, and elastic workers leave and join: let the first worker write what its give() "
+            "returns with torch.save, and read it in the function that join(found=...) calls"
+        )
+
+
+def _trained_names(model: nn.Module, co2: Stateful) -> list[str]:
+    """Returns the names of the method's parameters, in its order, none for DDP."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    return [names.get(id(p), "") for p in (co2._trained if isinstance(co2, LocalUpdateMethod) else [])]
+
+
 def _need_not_be_finite(model: nn.Module, co2: Stateful) -> set[str]:
     """Returns the names of buffers that need not be finite.
 
@@ -505,7 +523,11 @@ def _need_not_be_finite(model: nn.Module, co2: Stateful) -> set[str]:
 
 
 def _misfit(
-    state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer | None, others: dict[str, Any]
+    state: dict[str, Any],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    co2: Stateful,
+    others: dict[str, Any],
 ) -> str:
     """Returns why this state cannot be loaded, "" if it can. The method has its own checks later."""
     if "optimizer_kind" not in state:
@@ -519,6 +541,8 @@ def _misfit(
         sizes = [[len(group["params"]) for group in s["param_groups"]] for s in (state["optimizer"], now)]
         if sizes[0] != sizes[1]:
             return f"has an optimizer of {sizes[0]} parameters per group, here it has {sizes[1]}: make it as it was"
+    if (was := state.get("trained", [])) != (now := _trained_names(model, co2)) and sorted(was) == sorted(now):
+        return "holds the method's parameters in another order: give them to it in the order of the run that wrote it"
     if (was := sorted(state["others"])) != (here := sorted(others)):
         return f"has others={was}, here it is {here}: give the same names"
     return ""

@@ -273,7 +273,10 @@ class CO2(LocalUpdateMethod):
             self.config.check_stable()
 
     def _signature(self) -> Any:
-        return asdict(self.config)
+        settings = asdict(self.config)
+        if self.config.tau != "auto":
+            del settings["tau_max"]  # it may follow from the number of a worker's batches
+        return settings
 
     def _settings(self) -> Any:
         return self.config.changing(self._sync_schedule.tau)

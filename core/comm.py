@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import os
 import threading
@@ -126,9 +127,11 @@ def new_group(
     ranks = None if everyone else dist.get_process_group_ranks(group)
     backend = backend or backend_for(group, device)
     if backend == "no":
+        remedy = "start it with backend 'cpu:gloo,cuda:nccl'"
+        if device.type == "cpu":
+            remedy += ", or move the model to the GPU before its method is made"
         raise UserError(
-            f"the process group ({dist.get_backend_config(group)}) moves no {device.type} tensors: start it with "
-            "backend 'cpu:gloo,cuda:nccl'"
+            f"the process group ({dist.get_backend_config(group)}) moves no {device.type} tensors: {remedy}"
         )
     left = _spare.get((tuple(ranks), timeout, backend, overlap), []) if ranks else []
     if left and is_alive(left[-1]()):
@@ -243,12 +246,14 @@ def is_alive(group: dist.ProcessGroup | None) -> bool:
 
 def compare(settings: tuple[Any, ...], tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
     """Raises UserError on all workers unless all have the same settings, shapes and dtypes."""
-    kinds = [f"{len(tensors)} tensors", *map(kind_of, tensors)]
-    theirs = of_all([*map(str, (*settings, *kinds))], group)
+    named = [[f"{k}={v}" for k, v in s.items()] if isinstance(s, dict) else [str(s)] for s in settings]
+    theirs = of_all([*itertools.chain(*named), f"{len(tensors)} tensors", *map(str, map(kind_of, tensors))], group)
     for rank, other in enumerate(theirs):
         for ours, its in zip(theirs[0], other, strict=False):  # if numbers of tensors differ, that comes first
             if ours != its:
-                raise UserError(f"workers differ: rank 0 has {ours}, against {its} of rank {rank}")
+                raise UserError(
+                    f"workers differ: rank 0 has {ours}, against {its} of rank {rank}: give all workers the same"
+                )
 
 
 @torch.no_grad()
@@ -355,10 +360,12 @@ class AsyncAllReduce:
         in_flight: Whether an all-reduce was launched and not waited for.
         place: This worker's index among the scalars with a place per worker. There are `places` of them.
         most: Largest number of workers that the group may ever have.
+        is_elastic: Whether workers may leave and join.
         timed_groups: Groups whose timeout follows the intervals between launches.
     """
 
     launches = 0
+    is_elastic = False
 
     def __init__(
         self,

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from .buckets import copy, first_nonfinite, local_shard, read_blocks, wipe
 from .errors import DivergedError, UserError
 from .outer import norm
+from .stats import HostCopy
 
 if TYPE_CHECKING:
     from .local_update import LocalUpdateMethod
@@ -279,17 +280,37 @@ def forget(optimizer: torch.optim.Optimizer) -> Callable[[Tensor], None]:
     """Returns a function for a method's `on_excluded` that zeroes an optimizer's state if this worker was excluded.
 
     An Adam then starts anew: its NaN moments would spoil the next rounds, too. This suits optimizers whose state begins
-    at zero, as torch's do (Adagrad's may begin above). The count of steps is reset, too, if it is on the device, as
-    with fused=True.
+    at zero, as torch's do (Adagrad's may begin above). A count of steps in host memory, which Adam has on a GPU unless
+    it is fused or capturable, is reset a few steps later, when the host knows. The moments then start once more,
+    because without the bias correction of the first steps, steps would be up to six times as large.
     """
+    inner = getattr(optimizer, "optim", optimizer)  # ZeRO-1's local optimizer
+
+    def numbers() -> list[Tensor]:
+        values = [v for held in inner.state.values() for v in (held.values() if isinstance(held, dict) else [held])]
+        return [local_shard(v) for v in values if isinstance(v, Tensor) and v.is_floating_point()]
 
     def reset(excluded: Tensor) -> None:
-        inner = getattr(optimizer, "optim", optimizer)  # ZeRO-1's local optimizer
-        values = [v for held in inner.state.values() for v in (held.values() if isinstance(held, dict) else [held])]
-        numbers = [local_shard(v) for v in values if isinstance(v, Tensor) and v.is_floating_point()]
-        wipe([v for v in numbers if v.device == excluded.device or not read_blocks(excluded)], excluded)
+        found = numbers()
+        there = [v for v in found if _reaches(excluded, v)]
+        wipe(there, excluded)
+        if len(there) < len(found) and isinstance(inner, torch.optim.Optimizer):
+            known = HostCopy(excluded.view(1))
+
+            def before_step(*_: Any) -> None:
+                if known.is_ready():
+                    handle.remove()
+                    if any(known.read()):
+                        torch._foreach_zero_(numbers())  # pyright: ignore[reportPrivateImportUsage]
+
+            handle = inner.register_step_pre_hook(before_step)
 
     return reset
+
+
+def _reaches(flag: Tensor, v: Tensor) -> bool:
+    """Whether `wipe` can change v where this flag is, before the host knows it."""
+    return v.device == flag.device or not read_blocks(flag)
 
 
 class ConsensusDistance(Hook):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
@@ -347,9 +348,11 @@ class LocalUpdateMethod(Loop, ABC):
     def close(self) -> None:
         self._allreduce.close()
         self._is_closed = True
+        self._usage.detach()
 
     def leave(self) -> None:
         self._allreduce.leave()
+        self._usage.detach()
 
     @property
     def stats(self) -> RoundStats:
@@ -657,6 +660,7 @@ class LocalUpdateMethod(Loop, ABC):
             "local_steps": self._local_steps,
             "rounds": self.rounds,
             "taus": [self._sent_tau, self._arrived_tau, self.tau],
+            "order": order_of(self._trained),
             "hooks": {hook.name: on_host(hook.state_dict()) for hook in self._hooks if hook.name},
         } | {name.removeprefix("_"): on_host(getattr(self, name)) for name in self._numbers}
 
@@ -664,6 +668,12 @@ class LocalUpdateMethod(Loop, ABC):
         """Restores what _local_state returned."""
         workers = self._allreduce.world_size
         check_run(state, self._name, workers, equal=bool(self._replicated_state) or not self._state)
+        kind = state["reducer"] if self._reducer.changes else self._reducer.kind
+        if state["in_flight"] and (state["reducer"] == Reducer.kind) != (kind == Reducer.kind):
+            raise UserError(  # one holds a sum, the other a mean
+                f"the checkpoint holds an all-reduce in {state['reducer']}, and {kind} cannot go on with it: resume "
+                "with the compression that wrote it"
+            )
         resized_group = (state["workers"], state["places"]) != (workers, self._allreduce.places)
         # Error feedback belongs to a number of workers. A plain sum has none, and carries its own weight.
         sums = state["reducer"] == Reducer.kind and (self._reducer.kind == Reducer.kind or self._reducer.changes)
@@ -677,6 +687,11 @@ class LocalUpdateMethod(Loop, ABC):
             return dict(self._state) | (self._reducer.state if residual else {}) | {"all-reduce": flats}
 
         check_saved(saved, current())
+        if state.get("order", mine := order_of(self._trained)) != mine:  # an older version saved none
+            raise UserError(
+                "the checkpoint's parameters have other shapes, or another order: give the parameters in the order in "
+                "which the run that wrote it gave them, such as model.parameters()"
+            )
         self._allreduce.restore(state["rounds"], state["in_flight"])
         self._reducer.become(state["reducer"])
         for name, held in current().items():
@@ -755,6 +770,11 @@ def check_run(state: Mapping[str, Any], method: str, workers: int, *, equal: boo
             f"the checkpoint is of {state['workers']} workers, here there are {workers}, and each held a part of the "
             "outer state of its own: resume with as many"
         )
+
+
+def order_of(params: Iterable[Tensor]) -> int:
+    """Returns a number that follows from the parameters' shapes and their order."""
+    return zlib.crc32(str([tuple(p.shape) for p in params]).encode())
 
 
 def check_saved(saved: Mapping[str, Sequence[Tensor]], current: Mapping[str, Sequence[Tensor]]) -> None:

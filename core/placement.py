@@ -105,7 +105,7 @@ def check_shared(c: CO2Config, compression: str = "float32") -> None:
 def check_mesh(mesh: DeviceMesh) -> None:
     """Raises UserError unless the mesh has two dimensions."""
     if not hasattr(mesh, "ndim"):
-        raise UserError(f"mesh={mesh!r}: give a DeviceMesh, as torch's init_device_mesh or core.node_mesh returns")
+        raise UserError(f"mesh={mesh!r}: give a DeviceMesh, as torch's init_device_mesh or node_mesh returns")
     if mesh.ndim == 2:
         return
     names, usual = mesh.mesh_dim_names or (), ("dp_replicate", "dp_shard")

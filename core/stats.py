@@ -76,6 +76,10 @@ class HostCopy:
         self._copy = numbers.to("cpu", non_blocking=True)  # torch uses pinned memory for this copy
         self.end = mark(numbers.device)
 
+    def is_ready(self) -> bool:
+        """Returns whether the numbers can be read without waiting."""
+        return not isinstance(self.end, torch.cuda.Event) or self.end.query()
+
     def read(self) -> list[float]:
         """Waits for the copy, but not for later work, and returns the numbers."""
         if isinstance(self.end, torch.cuda.Event):

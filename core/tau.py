@@ -294,6 +294,14 @@ class TauTuner:
         self._extra_steps, waits, self._rounds_of_waits = state.get("waits", (0, [], 0))
         self._waits = deque(waits, maxlen=WAITS)
 
+    def measure_again(self) -> None:
+        """Forgets all times, and tests the other compressions again. tau and the compression stay until then."""
+        for times in (self._steps, self._allreduces, self._boundaries, self._waits):
+            times.clear()
+        self._received = self._extra_steps = self._rounds_of_waits = 0
+        self._tested_against, self._own_times = None, [0.0] * NUMBERS
+        self._untested = [other for other in self.compressions if other != self.compression]
+
 
 class TauHook(Hook):
     """Exchanges the workers' times, and lets TauTuner decide.
@@ -325,10 +333,12 @@ class TauHook(Hook):
         self.decision, self._decided = self._decided, None
 
     def state_dict(self) -> Any:
-        return self.tuner.state_dict()
+        return self.tuner.state_dict() | {"places": self.method._allreduce.places}
 
     def load_state_dict(self, state: Any) -> None:
         self.tuner.load_state_dict(state)
+        if state.get("places", places := self.method._allreduce.places) != places:  # an older version saved none
+            self.tuner.measure_again()
 
 
 class AdaptiveTau(SyncSchedule):

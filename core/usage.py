@@ -92,11 +92,13 @@ def refuse_optimizer(optimizer: torch.optim.Optimizer, params: set[int], group: 
         )
 
 
-def collectives(group: dist.ProcessGroup | None, own: Sequence[dist.ProcessGroup]) -> dict[int, int]:
+def collectives(group: dist.ProcessGroup | None) -> dict[int, int]:
     """Counts the collectives started in each process group with several of a method's workers, by the group's id.
 
-    The method's `own` groups are not counted. A group of None means one worker.
+    The groups of methods are not counted: their threads may start a collective at any time. A group of None means one
+    worker.
     """
+    own = [mine for checks in list(_active) for mine in checks.method._allreduce.timed_groups]
     workers, found = set(dist.get_process_group_ranks(group)) if group is not None else set[int](), dict[int, int]()
     groups: list[Any] = list(dist.distributed_c10d._world.pg_map)
     for other in groups if len(workers) > 1 else []:
@@ -288,6 +290,7 @@ class UsageChecks:
         self.learned = [p for p in (*method._trained, *self._model_params) if p.requires_grad]
         self._number = {id(p): i for i, p in enumerate(method._trained)}
         frozen = [t for t in map(local_shard, method._frozen) if t.layout == torch.strided and t.dtype in PLAIN]
+        self._devices = [p.device for p in self._params]
         self._sampled, self._frozen_sampled = _some(self._params), _some(frozen)
         self._owned = [
             (weakref.ref(module), name, b)
@@ -301,6 +304,10 @@ class UsageChecks:
         _active.add(self)
         _listen()
         self.after_param_update(at_boundary=True)
+
+    def detach(self) -> None:
+        """Called when the method is closed: what happens to the parameters is no longer its concern."""
+        _active.discard(self)
 
     def before_allreduce(self) -> None:
         """Called before each all-reduce: searches once, and reports parameters that no method averages."""
@@ -455,7 +462,7 @@ class UsageChecks:
         m = self.method
         if mine:
             refuse_optimizer(optimizer, {*self._number}, m._allreduce.group)
-            self._before[id(optimizer)] = collectives(m._allreduce.group, m._allreduce.timed_groups)
+            self._before[id(optimizer)] = collectives(m._allreduce.group)
         if self._began:  # an earlier step of this round is over
             self._params_change = self._params_change or self._began != [_writes(p) for p in self._params]
         self._began = self._began or [_writes(p) for p in self._params]
@@ -465,9 +472,7 @@ class UsageChecks:
         """Called after an optimizer's step."""
         m, before = self.method, self._before.pop(id(optimizer), None)
         if before is not None and not self._has_warned:
-            self._has_warned = warn_of_step(
-                optimizer, before, collectives(m._allreduce.group, m._allreduce.timed_groups)
-            )
+            self._has_warned = warn_of_step(optimizer, before, collectives(m._allreduce.group))
 
     @torch.no_grad()
     def check(self, params: Any) -> None:
@@ -475,6 +480,11 @@ class UsageChecks:
         numbers = [i for i in (self._number.get(id(p), -1) for p in params) if i in self._unchecked]
         written = [i for i in numbers if self._unchecked.pop(i) != _writes(self._params[i])]
         m = self.method
+        if moved := next((i for i in written if self._params[i].device != self._devices[i]), None) is not None:
+            raise UserError(
+                f"a parameter moved from {self._devices[moved]} to {self._params[moved].device} after {m._name} was "
+                "made: call model.to(device) before"
+            )
         if written and m._anchor_params:  # compare with the start of the round
             flats = zip(m._buckets, m._anchor_params, strict=True)
             starts = {id(p): x for b, flat in flats for p, x in zip(b.params, views(flat, b.params), strict=True)}

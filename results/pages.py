@@ -16,8 +16,8 @@ from typing import Any
 from bench import regimes
 from bench.loss.__main__ import MERGES, todays_names
 from bench.report import mean_sd as with_sd
-from bench.report import paired_ratio
 from bench.report import table as markdown
+from bench.time_to_loss import ratio_of
 from results import baselines
 
 RESULTS = Path(__file__).parent
@@ -171,86 +171,79 @@ def describe(method: str) -> str:
     return ", ".join(filter(None, (name, *words, late.get(given.get("delay", ""), ""))))
 
 
-def tuned_alike(task: str, rate: float, target: str) -> str:
-    """The seconds of Local-SGD over CO2's, both with a tuned tau."""
-    took = []
-    for method in tuned(task, rate):
-        runs = select(paired(task, rate)["runs"], rate_mbit=rate, method=method)
-        runs = [run | run["late"] for run in runs] if target == "late" else runs
-        took.append({run["seed"]: run["seconds"] for run in runs if run["status"] == "reached"})
-    ratio = paired_ratio(*took)
-    return f"{ratio[0]:.2f} ({ratio[1]:.2f}–{ratio[2]:.2f})" if ratio else ""
+def ratio_cell(task: str, rate: float, method: str, against: str, *, late: bool) -> str:
+    """The seconds of a method over another's, and how each missed the target: > is a lower bound, < an upper bound."""
+    found = ratio_of(select(paired(task, rate)["runs"], rate_mbit=rate), method, against, late=late)
+    if found is None:
+        return ""
+    missed = found["missed"] > 0, found["against_missed"] > 0
+    bound = {(True, False): "> ", (False, True): "< ", (True, True): "~ "}.get(missed, "")
+    return f"{bound}{found['ratio']:.2f} ({found['low']:.2f}–{found['high']:.2f})"
 
 
-def ratio_cells(found: Row, method: str, rate: float) -> tuple[str, str, str]:
-    """A method's seconds over CO2's with their interval, to both targets, and its limit."""
-    cells = []
-    for target in ("target", "late"):
-        row = next(iter(select(found["ratios"], rate_mbit=rate, target=target, method=method)), None)
-        bound = "> " * bool(row and row["at_least"])
-        cells.append(f"{bound}{row['ratio']:.2f} ({row['low']:.2f}–{row['high']:.2f})" if row else "")
-    known = [run["limit"] for run in select(found["runs"], rate_mbit=rate, method=method) if "limit" in run]
-    limit = f"{statistics.median(known):.2f}" if known and not method.startswith("ddp") else ""
-    return cells[0], cells[1], limit
+def limit_of(task: str, rate: float, method: str) -> str:
+    """The most that hiding can be worth at a method's tau, or nothing for DDP."""
+    runs = select(paired(task, rate)["runs"], rate_mbit=rate, method=method)
+    known = [run["limit"] for run in runs if "limit" in run]
+    return f"{statistics.median(known):.2f}" if known and not method.startswith("ddp") else ""
 
 
-LAST = "both with tau tuned: Local-SGD over CO2"
+def ratios(task: str, rates: Sequence[float], rows: Mapping[str, Callable[[float], str]]) -> Table:
+    """Rows of a task's table: a title -> the method at each link. The last row compares the two with a tuned tau."""
+    places = [(rate, late) for rate in rates for late in (False, True)]
+    titles = (f"{rate:g} Mbit/s, {'late' if late else 'first'} target" for rate, late in places)
+    table: Table = [("method", *titles, "limit")]
+    for title, of in rows.items():
+        cells = [ratio_cell(task, rate, of(rate), "co2_auto", late=late) for rate, late in places]
+        limits = ", ".join(filter(None, (limit_of(task, rate, of(rate)) for rate in rates)))
+        table += [(title, *cells, limits)] if any(cells) else []
+    last = (ratio_cell(task, rate, *reversed(tuned(task, rate)), late=late) for rate, late in places)
+    return [*table, ("both with tau tuned: Local-SGD over CO2", *last, "")]
 
 
 def paired_seconds() -> Table:
     """Digits: the seconds of each method over CO2's, seed by seed, with the 95 % interval, by link and target."""
-    rates = (10.0, 40.0, 200.0)
-    titles = (f"{rate:g} Mbit/s, {target} target" for rate in rates for target in ("first", "late"))
-    table: Table = [("method", *titles, "limit")]
-    for method in paired("vision", 10)["options"]["methods"]:
-        if "tau=6" in method:  # the waterfall has these
-            continue
-        links = [ratio_cells(paired("vision", rate), method, rate) for rate in rates]
-        cells = [cell for link in links for cell in link[:2]]
-        if any(cells):
-            table.append((describe(method), *cells, ", ".join(link[2] for link in links if link[2])))
-    last = (tuned_alike("vision", rate, target) for rate in rates for target in ("target", "late"))
-    table.append((LAST, *last, ""))
-    return table
+    methods = [m for m in paired("vision", 10)["options"]["methods"] if "tau=6" not in m]  # the waterfall has these
+    return ratios("vision", (10.0, 40.0, 200.0), {describe(m): lambda _, m=m: m for m in methods if m != "co2_auto"})
 
 
-TEXT_RATES = (10.0, 40.0, 200.0)
+def tuned_rows(task: str) -> dict[str, Callable[[float], str]]:
+    """CO2, Local-SGD and DDP over int4, with a tuned tau for each link."""
+    return {
+        "CO2, tau tuned, int4, on arrival": lambda rate: tuned(task, rate)[0],
+        "Local-SGD (blocking), tau tuned, int4": lambda rate: tuned(task, rate)[1],
+        "DDP, int4": lambda rate: "ddp:compression=int4",
+    }
 
 
 def paired_text() -> Table:
     """Text: the same, with a tuned tau for each link."""
-    titles = (f"{rate:g} Mbit/s, {target} target" for rate in TEXT_RATES for target in ("first", "late"))
-    table: Table = [("method", *titles, "limit")]
-    for name, which in (
-        ("CO2, tau tuned, int4, on arrival", 0),
-        ("Local-SGD (blocking), tau tuned, int4", 1),
-        ("DDP, int4", 2),
-    ):
-        methods = [(*tuned("language", rate), "ddp:compression=int4")[which] for rate in TEXT_RATES]
-        links = [ratio_cells(paired("language", rate), m, rate) for m, rate in zip(methods, TEXT_RATES, strict=True)]
-        cells = [cell for link in links for cell in link[:2]]
-        table.append((name, *cells, ", ".join(link[2] for link in links if link[2])))
-    last = (tuned_alike("language", rate, target) for rate in TEXT_RATES for target in ("target", "late"))
-    table.append((LAST, *last, ""))
-    return table
+    return ratios("language", (10.0, 40.0, 200.0), tuned_rows("language"))
 
 
 def model_check() -> Table:
-    """Milliseconds of a step in the paired series: as the map models them from the link's rate, and as measured."""
+    """Milliseconds of a step in the paired series: as the map models them from the link's rate, and as measured.
+
+    Local-SGD's step without its waiting is the local step of all rows.
+    """
     runs = load("paired/time_to_loss.json")["runs"]
     table: Table = [("method", "10 Mbit/s, modeled", "measured", "40 Mbit/s, modeled", "measured")]
-    last = lambda run: run["trajectory"][-1]  # noqa: E731
+    local = "local:tau=6,compression=int4"
+    ends = lambda method, rate: [run["trajectory"][-1] for run in select(runs, rate_mbit=rate, method=method)]  # noqa: E731
     for name, method, tau, under in (
         ("DDP", "ddp:compression=int4", 1, regimes.BACKWARD),
-        ("Local-SGD, tau 6", "local:tau=6,compression=int4", 6, 0),
+        ("Local-SGD, tau 6", local, 6, 0),
+        ("CO2, tau 6, a round late", "co2_recommended:tau=6,compression=int4,delay=boundary", 6, 6),
     ):
         cells = []
         for rate in (10.0, 40.0):
-            at = [last(run) for run in select(runs, rate_mbit=rate, method=method)]
-            step = statistics.median((line["seconds"] - line["exposed_seconds"]) / line["step"] for line in at)
-            allreduce = statistics.median(line["bytes_sent"] * 8e-6 / rate / line["rounds"] for line in at)
+            at = ends(method, rate)
+            step = statistics.median(
+                (end["seconds"] - end["exposed_seconds"]) / end["step"] for end in ends(local, rate)
+            )
+            allreduce = statistics.median(end["bytes_sent"] * 8e-6 / rate / end["rounds"] for end in at)
             modeled = step + max(0.0, allreduce - under * step) / tau
-            measured = statistics.median(line["seconds"] / line["step"] for line in at)
+            measured = statistics.median(end["seconds"] / end["step"] for end in at)
             cells += [f"{1e3 * modeled:.0f}", f"{1e3 * measured:.0f}"]
         table.append((name, *cells))
     return table

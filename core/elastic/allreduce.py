@@ -55,6 +55,7 @@ class ElasticAllReduce(AsyncAllReduce):
     """
 
     owner: LocalUpdateMethod
+    is_elastic = True
 
     def __init__(self, device: torch.device, *, members: Members, **options: Any):
         assert not dist.is_initialized(), "the workers' groups are made and left here"

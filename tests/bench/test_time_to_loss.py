@@ -32,6 +32,7 @@ from bench.time_to_loss import (
     limits,
     options_of,
     outcome,
+    ratio_of,
     share_of,
     trajectory,
 )
@@ -118,10 +119,19 @@ def test_methods_are_compared_seed_by_seed_with_an_interval():
     found = {(row["method"], row["target"]): row for row in compare(TimeToLoss(tasks=("vision",), rates=(40.0,)), runs)}
     assert set(found) == {(method, target) for method in ("ddp", "local") for target in ("target", "late")}
     assert [found["ddp", "target"][k] for k in ("ratio", "low", "high")] == pytest.approx([2.0] * 3)
-    assert found["ddp", "late"]["ratio"] == pytest.approx(4.0) and found["ddp", "late"]["seeds"] == 3
+    assert found["ddp", "late"]["ratio"] == pytest.approx(4.0)
     local = found["local", "target"]
-    assert local["at_least"] and not found["ddp", "target"]["at_least"]
+    assert (local["missed"], local["against_missed"], found["ddp", "target"]["missed"]) == (3, 0, 0)
     assert local["ratio"] == pytest.approx(4.5) and 2.25 <= local["low"] < 4.5 < local["high"] < 9.01
+
+
+def test_a_run_that_missed_the_target_counts_with_its_end_whichever_method_it_is_of():
+    runs = seconds_of("co2_auto", 1.0, 2.0) + seconds_of("ddp", 2.0, 4.0, 4.0)
+    missed = seconds_of("co2_auto", 9.0, 9.0, 8.0, status="not reached")[2:]
+    found = ratio_of(runs + missed, "ddp", "co2_auto")
+    assert found is not None and found["ratio"] == pytest.approx((2 * 2 * 0.5) ** (1 / 3))
+    assert (found["missed"], found["against_missed"]) == (0, 1)
+    assert ratio_of(runs, "ddp", "co2_auto") is None, "two seeds"
 
 
 def test_a_ratio_needs_three_seeds_and_its_interval_covers_the_ratio_that_noise_hides():

@@ -373,6 +373,35 @@ def test_an_optimiser_that_forgets_begins_anew(name: str):
     assert torch.equal(p, q)
 
 
+def test_a_count_of_steps_in_host_memory_is_reset_as_soon_as_the_host_knows(monkeypatch: pytest.MonkeyPatch):
+    """As of Adam on a GPU, whose moments are there and whose count is not. The first steps after it are no larger."""
+    known = False
+    monkeypatch.setattr("core.hooks._reaches", lambda flag, v: v.dim() > 0)
+    monkeypatch.setattr("core.stats.HostCopy.is_ready", lambda copy: known)
+    p, q, r = (nn.Parameter(torch.tensor([1.0, -2.0])) for _ in range(3))
+    spoilt, fresh, kept = (torch.optim.Adam([x], lr=0.1) for x in (p, q, r))
+
+    def steps(x: nn.Parameter, optimizer: torch.optim.Optimizer, *numbers: float) -> None:
+        for number in numbers:
+            x.grad = torch.tensor([number, 3.0])
+            optimizer.step()
+
+    for x, optimizer in ((p, spoilt), (r, kept)):
+        steps(x, optimizer, 1.0)
+    steps(p, spoilt, NAN)
+    forget(spoilt)(torch.tensor(True))
+    forget(kept)(torch.tensor(False))
+    steps(p, spoilt, 0.5)
+    assert spoilt.state[p]["step"] == 3 and bool(spoilt.state[p]["exp_avg"].isfinite().all())
+    known = True
+    with torch.no_grad():
+        p.copy_(q)
+    for x, optimizer in ((p, spoilt), (q, fresh), (r, kept)):
+        steps(x, optimizer, 0.5, 2.0)
+    assert torch.equal(p, q) and spoilt.state[p]["step"] == 2 and kept.state[r]["step"] == 3
+    assert not spoilt._optimizer_step_pre_hooks and not kept._optimizer_step_pre_hooks
+
+
 def test_what_an_optimiser_has_gathered_is_wiped_at_once(monkeypatch: pytest.MonkeyPatch):
     """On a GPU that is one kernel at every boundary, however many parameters there are."""
     params = [nn.Parameter(torch.ones(n)) for n in (2, 3, 4)]

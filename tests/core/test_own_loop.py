@@ -307,6 +307,67 @@ def test_a_kill_between_the_names_of_two_of_one_step(tmp_path: Path, monkeypatch
     assert Loop(0).load(str(tmp_path)) == 4
 
 
+def test_parameters_in_another_order_are_refused(tmp_path: Path):
+    """Their outer state would go to other parameters."""
+    one = Loop(0)
+    one.go(4)
+    one.save(str(tmp_path))
+    model = net(0)
+    *most, last = model.parameters()
+    said = refusal(CO2([last, *most], PAPERS, buffers=model.buffers()).load_state_dict, one.co2.state_dict())
+    assert "have other shapes, or another order: give the parameters in the order" in said
+    other = Loop(0)  # two of its parameters are of one shape
+    params = [*other.model.parameters()]
+    first, second = (i for i, p in enumerate(params) if p.shape == (8,) and i > 1)
+    params[first], params[second] = params[second], params[first]
+    other.co2 = CO2(params, PAPERS, buffers=other.model.buffers())
+    with pytest.raises(UserError, match="step 4 holds the method's parameters in another order"):
+        other.load(str(tmp_path))
+
+
+def test_elastic_workers_have_their_own_way_to_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    loop = Loop(0)
+    monkeypatch.setattr(loop.co2._allreduce, "is_elastic", True, raising=False)
+    for call, name in ((loop.save, "save()"), (loop.load, "load()")):
+        assert refusal(call, str(tmp_path)).startswith(f"{name} needs all workers, and elastic workers leave and join")
+
+
+def test_what_happens_after_close_is_no_concern_of_a_method():
+    model = net(0)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    others = [nn.Parameter(torch.ones(2))]
+
+    def train(co2: CO2, params: list[nn.Parameter], steps: int) -> None:
+        for _ in range(steps):
+            for p in params:
+                p.grad = torch.ones_like(p)
+            optimizer.step()
+            co2.step()
+
+    with CO2(model.parameters(), PAPERS) as before:
+        train(before, [*model.parameters()], 2 * TAU)
+    model.load_state_dict(net(1).state_dict())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with CO2(model.parameters(), PAPERS) as again:
+            train(again, [*model.parameters()], 2 * TAU)
+    optimizer.add_param_group({"params": others})
+    rest = [*model[3].parameters()]
+    with pytest.warns(UserWarning, match="trains 5 parameters that no method averages"):  # 2 + 2 + 1, of others, too
+        train(CO2(rest, PAPERS), rest, 2 * TAU)
+
+
+def test_a_model_that_moves_to_another_device_is_refused():
+    model = net(0)
+    co2 = CO2(model.parameters(), PAPERS)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    co2._usage._devices = [torch.device("cuda:0")] * len(co2._usage._devices)  # as if it had been there
+    for p in model.parameters():
+        p.data = p.data.clone()
+    said = refusal(optimizer.step)
+    assert said.startswith("a parameter moved from cuda:0 to cpu after CO2 was made: call model.to(device) before")
+
+
 class Counting(torch.optim.SGD):
     """With state that belongs to no parameter, as MADGRAD has."""
 

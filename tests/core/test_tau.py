@@ -540,6 +540,10 @@ def test_a_wire_is_chosen_with_tau_alike_on_all_workers_and_kept_in_a_checkpoint
             sgd_step(of, rank, step)
             method.step()
     assert torch.equal(params[0], resumed_params[0])
+    if compression == "float32":
+        other = CO2([nn.Parameter(params[0].detach().clone())], replace(config, compression=CompressionConfig("int8")))
+        said = problems.refusal(other.load_state_dict, under_rank(state | {"in_flight": True}))
+        assert said.startswith("the checkpoint holds an all-reduce in float32, and int8 cannot go on with it")
     co2.finish(), resumed.finish()
     compressions = [d.compression for d in co2.hook(TauHook).tuner.decisions]
     assert alike(flat(params)) and total_world_size((sent, compressions)) == [(sent, compressions)] * 2
@@ -558,10 +562,26 @@ def test_one_worker_keeps_the_calibration_tau():
     assert set(paced(co2, params, 0, 30, 0.0)) == {2}
 
 
+def test_another_number_of_workers_measures_anew():
+    tuner = TauTuner(192, compressions=NARROW_FORMATS)
+    feed(tuner, 20, 0.04, 0.3)
+    tuner.compression, tuner._untested = "float32", []
+    tuner.measure_again()
+    assert tuner.compression == "float32" and tuner._untested == [f for f in NARROW_FORMATS if f != "float32"]
+    before = len(tuner.decisions)
+    feed(tuner, 20, 0.04, 1.0)
+    assert tuner.compression != "float32" and len(tuner.decisions) > before
+
+
 @on_ranks(2)
 def test_workers_must_agree_on_the_setting(rank: int):
-    for other in (replace(AUTO, tau=4), replace(AUTO, tau_max=9)):
-        assert "workers differ" in problems.refusal(CO2, problems.odd_parameters(), other if rank else AUTO)
+    for other, differs in (
+        (replace(AUTO, tau=4), "tau=auto, against tau=4"),
+        (replace(AUTO, tau_max=9), "tau_max=192, "),
+    ):
+        said = problems.refusal(CO2, problems.odd_parameters(), other if rank else AUTO)
+        assert said.startswith(f"workers differ: rank 0 has {differs}") and said.endswith("give all workers the same")
+    CO2(problems.odd_parameters(), CO2Config.recommended(2, 400 - rank, tau=4))  # of uneven loaders
 
 
 def test_waits_of_a_worker_without_an_allreduce_do_not_pile_up():

@@ -254,6 +254,7 @@ class Resharded:
         own = others["method"]
         if others["layout"] != str(self.parallel.layout):
             own["places"] = 0  # drops numbers that need the same number of ranks
+            own.pop("order", None)  # names match the parameters
         for key, flats in self._flats(own):
             for i, bucket in enumerate(self._buckets):
                 pieces = [outer[f"co2.{key}.{self._names[id(p)]}"] for p in bucket.params]
