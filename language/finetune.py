@@ -41,10 +41,12 @@ def tune(recipe: FinetuneRecipe) -> None:
         model = run.shard(model)
         before = zo_replay.tuned_digest(model) if recipe.method == "zo" and run.rank == 0 else ""
         method = learn(run, recipe, model, task)
-        if method is None or not run.folder.writes:
+        if method is None:
             return
-        pretrained.write_model(model, tokenizer, recipe.folder / "model")
-        if isinstance(method, Zeroth):
+        with run.averaged_weights():  # as evaluated
+            if run.folder.writes:
+                pretrained.write_model(model, tokenizer, recipe.folder / "model")
+        if run.folder.writes and isinstance(method, Zeroth):
             zo_replay.write(recipe.folder / "replay", recipe, method.order, before, run.device)
 
 
