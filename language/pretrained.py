@@ -52,7 +52,6 @@ def open_config(folder: Path | None) -> Any:
             f"{file}: transformers {transformers.__version__} has no causal language model of model_type {kind!r}; "
             "give one that it has, such as opt, gpt2 or llama"
         )
-    config.use_cache = False
     return config
 
 
@@ -93,7 +92,10 @@ def build_model(recipe: FinetuneRecipe) -> nn.Module:
 
 
 def tunable(model: nn.Module, recipe: FinetuneRecipe) -> nn.Module:
-    """Freezes the parameters that the recipe does not tune, or adds its adapters."""
+    """Freezes the parameters that the recipe does not tune, or adds its adapters. Turns off the cache of generation."""
+    of_transformers: Any = model
+    of_transformers.opened_use_cache = getattr(of_transformers.config, "use_cache", True)  # write_model restores it
+    of_transformers.config.use_cache = False
     if recipe.recompute:
         recompute(blocks_of(model))
     if recipe.lora.rank:
@@ -165,9 +167,12 @@ def write_model(model: nn.Module, tokenizer: Any, target: Path) -> None:
     fresh, old = (target.with_name(f".{target.name}.{what}") for what in ("tmp", "old"))
     for path in (fresh, old):
         shutil.rmtree(path, ignore_errors=True)
+    of_transformers: Any = model
+    if hasattr(of_transformers, "opened_use_cache"):
+        of_transformers.config.use_cache = of_transformers.opened_use_cache
     try:
         fresh.mkdir(parents=True)
-        model.save_pretrained(fresh)  # pyright: ignore
+        of_transformers.save_pretrained(fresh)
         tokenizer.save_pretrained(fresh)
         share(fresh)
     except Exception as error:  # safetensors and tokenizers wrap the system's error in their own

@@ -135,11 +135,15 @@ def test_workers_share_each_batch_out(tmp_path: Path):
 def test_a_folder_is_opened_and_written_as_it_was(models: dict[str, Path], kind: str, tmp_path: Path):
     model = pretrained.open_model(recipe_of(models[kind]))
     tokenizer = pretrained.open_tokenizer(models[kind], model)
+    assert not model.config.use_cache, "training needs no cache"
     assert not model.training and pretrained.positions(model, None) == POSITIONS and len(blocks_of(model)) == 2
     for _ in range(2):  # the second time in place of the first
         pretrained.write_model(model, tokenizer, tmp_path / "out")
     first, again = (load_file(folder / "model.safetensors") for folder in (models[kind], tmp_path / "out"))
     assert first.keys() == again.keys() and all(torch.equal(first[name], again[name]) for name in first)
+    for name in ("config.json", "generation_config.json"):
+        before, after = (json.loads((folder / name).read_text()) for folder in (models[kind], tmp_path / "out"))
+        assert before["use_cache"] is after["use_cache"] is True and after["eos_token_id"] == 0
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert pretrained.open_tokenizer(tmp_path / "out", model)(["a film"]).input_ids == tokenizer(["a film"]).input_ids
 
