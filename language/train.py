@@ -278,9 +278,8 @@ def evaluate(run: Run, model: nn.Module, corpus: Corpus, objective: Objective, t
     results: dict[str, float] = {}
     with run.paused(), run.autocast():
         for name, tokens in texts.items():
-            batch_size = max(1, recipe.batch_size // run.data_workers // recipe.accumulate)
             place = {"rank": run.data_rank, "world_size": run.data_workers}
-            batches = held_out_batches(tokens, objective, batch_size, **place)
+            batches = held_out_batches(tokens, objective, run.eval_batch, **place)
             sums = run.sum(*held_out_sums(model, batches, run.device, corpus.token_bytes))
             metrics = summarize(sums, causal=isinstance(objective, CausalObjective))
             results |= {f"{name}_{key}": value for key, value in metrics.items()}

@@ -22,6 +22,7 @@ from language.finetune_recipes import RECIPES, FinetuneRecipe, LoraConfig
 from language.model import blocks_of
 from language.prompts import Prompt, PromptTask, answer_scores, answers_of, collate, encode, read_lines
 from tests.tiny_models import CONFIGS, POSITIONS, make_model, make_prompts, tiny_tokenizer
+from training.evaluate import Evaluation
 from training.weights import load_weights
 
 KINDS = sorted(CONFIGS)
@@ -116,6 +117,21 @@ def test_an_answer_that_the_training_file_does_not_have_is_refused(tmp_path: Pat
         PromptTask.open(recipe_of(None), tmp_path, tiny_tokenizer(), POSITIONS)
     given = recipe_of(None, answers=(" great", " terrible", " dull"))
     assert len(PromptTask.open(given, tmp_path, tiny_tokenizer(), POSITIONS).val[-1].ends) == 3
+
+
+def test_an_evaluation_reads_as_many_samples_at_once_as_a_micro_batch(tmp_path: Path, monkeypatch):
+    recipe, read = recipe_of(None, batch_size=32, accumulate=4), []
+
+    def scores(model: object, prompts: list[Prompt], batch_size: int, device: object) -> list[torch.Tensor]:
+        read.append(batch_size)
+        return [torch.ones(2, 2)] * len(prompts)
+
+    monkeypatch.setattr("language.prompts.answer_scores", scores)
+    task = PromptTask.open(recipe, make_prompts(tmp_path), tiny_tokenizer(), POSITIONS)
+    run = Evaluation(recipe, torch.device("cpu"))
+    run.rank, run.world_size, run.data_workers = 1, 2, 2
+    task.evaluate(run, torch.nn.Identity(), at_end=True)  # pyright: ignore[reportArgumentType]
+    assert read == [32 // 2 // 4]
 
 
 def test_workers_share_each_batch_out(tmp_path: Path):
