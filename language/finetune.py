@@ -19,7 +19,7 @@ from core.errors import UserError
 from language import pretrained, zo_replay
 from language.data import CausalObjective, open_text
 from language.prompts import PromptTask
-from language.train import TextTask, learn
+from language.train import TextTask, check_windows, learn
 from language.zeroth import Zeroth
 from training.run import Run
 
@@ -61,6 +61,7 @@ def open_task(recipe: FinetuneRecipe, tokenizer: Any, context: int) -> PromptTas
         raise UserError(f"{recipe.model}: task text needs a tokenizer.json and an eos_token, to end documents with")
     corpus = open_text(recipe.data, tokenizer.backend_tokenizer, tokenizer.eos_token_id)
     objective = CausalObjective(context)
+    check_windows(recipe, corpus, objective)
     some = corpus.val[: recipe.eval_samples and recipe.eval_samples * objective.stride + 1]
     return TextTask(corpus, objective, some, {"val": corpus.val})
 

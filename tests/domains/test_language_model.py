@@ -288,6 +288,14 @@ def test_the_model_decides_what_is_predicted():
         make_objective(causal, _corpus(500, 2))
 
 
+def test_a_training_text_without_a_window_is_refused_unless_documents_are_whole():
+    recipe, corpus = replace(gpt2_pydoc_small(), eval_tokens=None, context=2000), _corpus(1024, None)
+    with pytest.raises(UserError, match="^words: its training text of 4,000 tokens .* context=2000: give a smaller"):
+        make_objective(recipe, corpus)
+    make_objective(replace(recipe, context=1999), corpus)
+    make_objective(replace(recipe, balance="tokens"), corpus)
+
+
 def test_an_exported_model_ends_its_text_and_has_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """With weights of 0 the first token, which ends a document, is the likeliest."""
     from transformers import GPT2LMHeadModel
