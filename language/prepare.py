@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import tyro
@@ -285,7 +285,12 @@ def encode_documents(tokenizer: Tokenizer, documents: Iterable[str], file: Path,
 
 def token_dtype(tokenizer: Tokenizer) -> str:
     """Returns the smallest type that holds every token id, "uint16" or "uint32"."""
-    return "uint16" if tokenizer.get_vocab_size() <= 1 << 16 else "uint32"
+    return "uint16" if vocabulary_size(tokenizer) <= 1 << 16 else "uint32"
+
+
+def vocabulary_size(tokenizer: Any) -> int:
+    """Returns the number of ids up to the largest of a vocabulary. This exceeds its tokens if the ids have gaps."""
+    return 1 + max(tokenizer.get_vocab().values(), default=-1)
 
 
 def _pieces(document: str) -> Iterator[str]:
@@ -314,7 +319,7 @@ def write_corpus(
         tokenizer = train_tokenizer(train, tokenizer)
     meta = dict(
         sources=sources,
-        vocab_size=tokenizer.get_vocab_size(),
+        vocab_size=vocabulary_size(tokenizer),
         dtype=token_dtype(tokenizer),
         eot=end_of_text(tokenizer),
         bos=tokenizer.token_to_id(ROBERTAS_BEGIN),

@@ -25,6 +25,7 @@ from core.errors import UserError
 from core.stored import parse_json, reason
 from language.finetune_recipes import FinetuneRecipe, LoraConfig
 from language.model import blocks_of
+from language.prepare import vocabulary_size
 from training.data import mix, seeded, share
 from training.optim import recompute
 
@@ -149,8 +150,8 @@ def open_tokenizer(folder: Path, model: nn.Module) -> Any:
     with _explained(folder):
         tokenizer = AutoTokenizer.from_pretrained(folder, **LOCAL)
     size: int = model.get_input_embeddings().num_embeddings  # pyright: ignore
-    if len(tokenizer) > size:
-        raise UserError(f"{folder}: its tokenizer has {len(tokenizer)} tokens, its model {size}: they are not one pair")
+    if (ids := vocabulary_size(tokenizer)) > size:
+        raise UserError(f"{folder}: its tokenizer has {ids} tokens, its model {size}: they are not one pair")
     return tokenizer
 
 

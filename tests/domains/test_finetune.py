@@ -190,6 +190,13 @@ def keep_few(file: Path) -> None:
     save_file({name: tensors[name] for name in list(tensors)[3:]}, file, {"format": "pt"})
 
 
+def move_token(file: Path) -> None:
+    """Gives a token an id behind a gap."""
+    content = json.loads(file.read_text())
+    content["model"]["vocab"]["!"] = 500
+    file.write_text(json.dumps(content))
+
+
 def add_tensors(*names: str) -> Callable[[Path], None]:
     return lambda file: save_file(load_file(file) | {name: torch.ones(3) for name in names}, file, {"format": "pt"})
 
@@ -215,6 +222,7 @@ def add_tensors(*names: str) -> Callable[[Path], None]:
         ("model.safetensors", keep_few, "3 tensors are missing"),
         ("tokenizer.json", Path.unlink, "has no tokenizer: add its files"),
         ("tokenizer.json", lambda file: file.write_text("{}"), "cannot be opened"),
+        ("tokenizer.json", move_token, "its tokenizer has 501 tokens, its model 448: they are not one pair"),
     ],
 )
 def test_a_damaged_folder_is_refused(models: dict[str, Path], tmp_path: Path, name: str, change, message: str):

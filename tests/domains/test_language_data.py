@@ -434,6 +434,18 @@ def test_more_than_65536_tokens_are_stored_as_uint32():
     assert token_dtype(sized(65536)) == "uint16" and token_dtype(sized(65537)) == "uint32"
 
 
+def test_ids_may_have_gaps(library: Path, tmp_path: Path):
+    (tokenizer := train_tokenizer(BOOKS, 300)).save(str(tmp_path / "whole.json"))
+    content = json.loads((tmp_path / "whole.json").read_text())
+    content["model"]["vocab"][tokenizer.encode(BOOKS[0]).tokens[0]] = 70_000
+    (tmp_path / "gaps.json").write_text(json.dumps(content))
+    whole, gaps = (prepare((library,), out=tmp_path / n, tokenizer=tmp_path / f"{n}.json") for n in ("whole", "gaps"))
+    assert (gaps["vocab_size"], gaps["dtype"], gaps["train"]) == (70_001, "uint32", whole["train"])
+    corpus = load_corpus(tmp_path / "gaps")
+    assert corpus.train.max() == 70_000 and corpus.token_bytes is not None
+    assert corpus.token_bytes[corpus.train.astype(np.int64)].sum() == gaps["train"]["bytes"]
+
+
 def test_bytes_per_token_counts_utf8_bytes(library, tmp_path):
     prepare((library,), out=tmp_path / "out", vocab_size=320)
     tokenizer = load_corpus(tmp_path / "out").tokenizer
