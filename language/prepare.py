@@ -150,8 +150,10 @@ def _from_json(file: Path, lines: Iterable[str]) -> Iterator[str]:
         try:
             text = parse_json(line)["text"] if line.strip() else ""
             blank = not text.strip()
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise UserError(f'{file}, line {number}: expected a JSON object with a "text"') from None
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            why = f" ({getattr(error, 'msg', error)})" if isinstance(error, ValueError) else ""
+            remedy = "correct the line, or remove it"
+            raise UserError(f'{file}, line {number}: expected a JSON object with a "text"{why}: {remedy}') from None
         if not blank:
             yield text
 
@@ -165,7 +167,12 @@ def _saved_by_datasets(folder: Path) -> Iterator[str]:
         rows = datasets.load_from_disk(str(folder)).select_columns("text")
     except Exception as error:  # its own errors and pyarrow's have no common class
         raise UserError(f'{folder}: `datasets` reads no column "text" from it ({error!r}); write it anew') from error
-    return (row["text"] for row in rows if row["text"].strip())
+    for number, row in enumerate(rows):
+        if not isinstance(text := row["text"], str):
+            kind = type(text).__name__
+            raise UserError(f'{folder}, row {number} from 0: its "text" is {kind}, not a string: remove such rows')
+        if text.strip():
+            yield text
 
 
 def _split(lines: Iterable[str]) -> Iterator[str]:

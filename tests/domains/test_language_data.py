@@ -348,6 +348,11 @@ def test_json_lines_are_a_document_each(tmp_path):
         (tmp_path / "c.jsonl").write_text(f'{{"text": "a"}}\n{broken}\n')
         with pytest.raises(UserError, match=r'c.jsonl, line 2: expected a JSON object with a "text"'):
             list(read_documents(tmp_path / "c.jsonl"))
+    reasons = {'{"text": "\\ud800"}': "surrogates not allowed", f'{{"n": {"1" * 5000}}}': "Exceeds the limit"}
+    for line, reason in reasons.items():
+        (tmp_path / "c.jsonl").write_text(line)
+        with pytest.raises(UserError, match=rf"line 1: .*{reason}.*: correct the line, or remove it$"):
+            list(read_documents(tmp_path / "c.jsonl"))
 
 
 def test_what_datasets_has_saved_is_read_by_it(tmp_path, monkeypatch):
@@ -371,6 +376,9 @@ def test_what_datasets_has_saved_is_read_by_it(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_from_disk=found.__getitem__))
     meta = prepare((saved / "train",), out=tmp_path / "out", vocab_size=300, hold_out=2)
     assert (meta["train"]["documents"], meta["val"]["documents"], meta["sources"]) == (4, 2, ["train"])
+    columns["text"][3] = None
+    with pytest.raises(UserError, match='saved/train, row 3 from 0: its "text" is NoneType, not a string: remove'):
+        list(read_documents(saved / "train"))
     columns.clear()
     with pytest.raises(UserError, match='reads no column "text" from it'):
         list(read_documents(saved / "train"))
