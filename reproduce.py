@@ -43,6 +43,7 @@ from results.collect import (
     run_name,
     stand_in_overrides,
     status,
+    words,
 )
 from results.paper import GPUS, TABLES, Row, Table
 from training.data import paths_from_home
@@ -142,17 +143,19 @@ def listing() -> Iterator[str]:
 
 
 def passed_on(arguments: Sequence[str]) -> dict[str, Any]:
-    """["--optim.lr", "0.1", "--co2.allow_unstable"] -> {"optim.lr": "0.1", "co2.allow_unstable": True}."""
-    found: dict[str, Any] = {}
+    """["--optim.lr", "0.1", "--co2.allow_unstable"] -> {"optim.lr": "0.1", "co2.allow_unstable": True}.
+
+    Several words of one option become a list.
+    """
+    found, key = dict[str, Any](), ""
     for argument in arguments:
         if argument.startswith("--"):
             key, equals, value = argument.removeprefix("--").partition("=")
-            found[key.replace("-", "_")] = value if equals else True
+            found[key := key.replace("-", "_")] = value if equals else True
         elif not found:
             raise UserError(f"{argument!r} behind --: give options of the train script, such as -- --epochs 10")
         else:
-            key, before = list(found.items())[-1]
-            found[key] = argument if before is True else f"{before} {argument}"
+            found[key] = argument if found[key] is True else [*words(found[key]), argument]
     ours = {"method": ", see --methods", "seed": ", see --seeds", "dry_run": ", see --dry-run"}
     for key in found.keys() & {*ours, "out", "resume", "extend"}:
         raise UserError(f"--{key} behind --: reproduce.py chooses it itself{ours.get(key, '')}")
@@ -255,8 +258,7 @@ def train_options(job: Job, module: str) -> list[str]:
 
 def options(overrides: Mapping[str, Any]) -> list[str]:
     """Overrides as a train script takes them; a value True is a flag."""
-    given = ((key, [] if value is True else str(value).split()) for key, value in overrides.items())
-    return [argument for key, values in given for argument in (f"--{key}", *values)]
+    return [argument for key, value in overrides.items() for argument in (f"--{key}", *words(value))]
 
 
 def fitting_batch(recipe: Any, gpus: int) -> int:

@@ -32,6 +32,7 @@ from language.prepare import (
     split_documents,
     text_files,
     token_dtype,
+    vocabulary_size,
     write_corpus,
 )
 from language.recipe import GPT2_VOCABULARY, CorpusName, TextRecipe
@@ -82,9 +83,9 @@ def load_corpus(folder: Path) -> Corpus:
         raise UserError(
             f"{tokenizer_file} cannot be read ({error}): put the tokenizer that made them next to them, or remove it"
         ) from None
-    if tokenizer is not None and tokenizer.get_vocab_size() != vocab_size:
+    if tokenizer is not None and (ids := vocabulary_size(tokenizer)) != vocab_size:
         raise UserError(
-            f"{tokenizer_file} has {tokenizer.get_vocab_size()} tokens but the token files use {vocab_size}: "
+            f"{tokenizer_file} has {ids} tokens but the token files use {vocab_size}: "
             "put the tokenizer that made them next to them, or remove it"
         )
     files = (open_tokens(folder / f"{f}.bin", meta["dtype"], vocab_size, meta[f]) for f in ("train", "val"))
@@ -164,7 +165,7 @@ def bytes_per_token(tokenizer: Tokenizer) -> Tensor:
     A byte-level vocabulary writes each byte as one printable character, so a token's length is its number of bytes.
     """
     added = tokenizer.get_added_tokens_decoder()  # of these, those that are not special are written as they are
-    counts = torch.zeros(tokenizer.get_vocab_size(), dtype=torch.int64)
+    counts = torch.zeros(vocabulary_size(tokenizer), dtype=torch.int64)
     for token, index in tokenizer.get_vocab().items():
         size = len(token) if index not in added else len(token.encode())
         counts[index] = 0 if index in added and added[index].special else size
@@ -363,7 +364,7 @@ def open_wikitext2(corpus: Corpus) -> np.ndarray:
         encode_documents(tokenizer, Documents((file,)), target / "test.bin")
 
     folder = cached(f"wikitext2-{key}", build)
-    return open_tokens(folder / "test.bin", token_dtype(tokenizer), tokenizer.get_vocab_size())
+    return open_tokens(folder / "test.bin", token_dtype(tokenizer), vocabulary_size(tokenizer))
 
 
 def wikitext2_file() -> Path:
@@ -401,7 +402,7 @@ def open_text(folder: Path, tokenizer: Tokenizer, end: int) -> Corpus:
     named = [(f"{split}/{file.name}".encode(), _content(file)) for split, found in files.items() for file in found]
     contents = [part for pair in named for part in pair]
     made = cached(f"text-{_key(*contents, tokenizer.to_str().encode(), str(end).encode())}", build)
-    size, dtype = tokenizer.get_vocab_size(), token_dtype(tokenizer)
+    size, dtype = vocabulary_size(tokenizer), token_dtype(tokenizer)
     train, val = (open_tokens(made / f"{split}.bin", dtype, size) for split in files)
     by_bytes = '"ByteLevel"' in json.dumps(json.loads(tokenizer.to_str())["decoder"])
     sizes = bytes_per_token(tokenizer) if by_bytes else None

@@ -45,19 +45,24 @@ def folder(recipe: LanguageRecipe, model: nn.Module, target: Path) -> None:
         plain = RobertaForMaskedLM(model.config)
         plain.load_state_dict(model.state_dict())
         model = plain
+    wanted: dict[str, Any] = {"use_cache": True}  # training needs none
     try:
         corpus = open_corpus(recipe.corpus, recipe.vocab_size)
     except UserError as error:
         print(f"without a tokenizer: {error}", file=sys.stderr)
     else:
         end = corpus.eot
-        model.config.update({"bos_token_id": end, "eos_token_id": end})  # pyright: ignore
+        wanted |= {"bos_token_id": end, "eos_token_id": end}
         if corpus.tokenizer is not None:
             name = {"eos_token": corpus.tokenizer.id_to_token(end), "bos_token": corpus.tokenizer.id_to_token(end)}
             more = {"pad_token": corpus.pad, "mask_token": corpus.mask}
             name |= {key: corpus.tokenizer.id_to_token(at) for key, at in more.items() if at is not None}
             PreTrainedTokenizerFast(tokenizer_object=corpus.tokenizer, **name).save_pretrained(target)
-    model.save_pretrained(target)  # pyright: ignore
+    of_transformers: Any = model
+    of_transformers.config.update(wanted)
+    if of_transformers.can_generate():
+        of_transformers.generation_config.update(**wanted)
+    of_transformers.save_pretrained(target)
 
 
 TASK = Exporter(LanguageRecipe, build, example, folder)

@@ -19,7 +19,7 @@ from core.errors import UserError
 from language import pretrained, zo_replay
 from language.data import CausalObjective, open_text
 from language.prompts import PromptTask
-from language.train import TextTask, learn
+from language.train import TextTask, check_windows, learn
 from language.zeroth import Zeroth
 from training.run import Run
 
@@ -41,10 +41,12 @@ def tune(recipe: FinetuneRecipe) -> None:
         model = run.shard(model)
         before = zo_replay.tuned_digest(model) if recipe.method == "zo" and run.rank == 0 else ""
         method = learn(run, recipe, model, task)
-        if method is None or not run.folder.writes:
+        if method is None:
             return
-        pretrained.write_model(model, tokenizer, recipe.folder / "model")
-        if isinstance(method, Zeroth):
+        with run.averaged_weights():  # as evaluated
+            if run.folder.writes:
+                pretrained.write_model(model, tokenizer, recipe.folder / "model")
+        if run.folder.writes and isinstance(method, Zeroth):
             zo_replay.write(recipe.folder / "replay", recipe, method.order, before, run.device)
 
 
@@ -59,6 +61,7 @@ def open_task(recipe: FinetuneRecipe, tokenizer: Any, context: int) -> PromptTas
         raise UserError(f"{recipe.model}: task text needs a tokenizer.json and an eos_token, to end documents with")
     corpus = open_text(recipe.data, tokenizer.backend_tokenizer, tokenizer.eos_token_id)
     objective = CausalObjective(context)
+    check_windows(recipe, corpus, objective)
     some = corpus.val[: recipe.eval_samples and recipe.eval_samples * objective.stride + 1]
     return TextTask(corpus, objective, some, {"val": corpus.val})
 

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import tyro
@@ -150,8 +150,10 @@ def _from_json(file: Path, lines: Iterable[str]) -> Iterator[str]:
         try:
             text = parse_json(line)["text"] if line.strip() else ""
             blank = not text.strip()
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise UserError(f'{file}, line {number}: expected a JSON object with a "text"') from None
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            why = f" ({getattr(error, 'msg', error)})" if isinstance(error, ValueError) else ""
+            remedy = "correct the line, or remove it"
+            raise UserError(f'{file}, line {number}: expected a JSON object with a "text"{why}: {remedy}') from None
         if not blank:
             yield text
 
@@ -165,7 +167,12 @@ def _saved_by_datasets(folder: Path) -> Iterator[str]:
         rows = datasets.load_from_disk(str(folder)).select_columns("text")
     except Exception as error:  # its own errors and pyarrow's have no common class
         raise UserError(f'{folder}: `datasets` reads no column "text" from it ({error!r}); write it anew') from error
-    return (row["text"] for row in rows if row["text"].strip())
+    for number, row in enumerate(rows):
+        if not isinstance(text := row["text"], str):
+            kind = type(text).__name__
+            raise UserError(f'{folder}, row {number} from 0: its "text" is {kind}, not a string: remove such rows')
+        if text.strip():
+            yield text
 
 
 def _split(lines: Iterable[str]) -> Iterator[str]:
@@ -285,7 +292,12 @@ def encode_documents(tokenizer: Tokenizer, documents: Iterable[str], file: Path,
 
 def token_dtype(tokenizer: Tokenizer) -> str:
     """Returns the smallest type that holds every token id, "uint16" or "uint32"."""
-    return "uint16" if tokenizer.get_vocab_size() <= 1 << 16 else "uint32"
+    return "uint16" if vocabulary_size(tokenizer) <= 1 << 16 else "uint32"
+
+
+def vocabulary_size(tokenizer: Any) -> int:
+    """Returns the number of ids up to the largest of a vocabulary. This exceeds its tokens if the ids have gaps."""
+    return 1 + max(tokenizer.get_vocab().values(), default=-1)
 
 
 def _pieces(document: str) -> Iterator[str]:
@@ -314,7 +326,7 @@ def write_corpus(
         tokenizer = train_tokenizer(train, tokenizer)
     meta = dict(
         sources=sources,
-        vocab_size=tokenizer.get_vocab_size(),
+        vocab_size=vocabulary_size(tokenizer),
         dtype=token_dtype(tokenizer),
         eot=end_of_text(tokenizer),
         bos=tokenizer.token_to_id(ROBERTAS_BEGIN),

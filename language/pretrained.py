@@ -25,6 +25,7 @@ from core.errors import UserError
 from core.stored import parse_json, reason
 from language.finetune_recipes import FinetuneRecipe, LoraConfig
 from language.model import blocks_of
+from language.prepare import vocabulary_size
 from training.data import mix, seeded, share
 from training.optim import recompute
 
@@ -52,7 +53,6 @@ def open_config(folder: Path | None) -> Any:
             f"{file}: transformers {transformers.__version__} has no causal language model of model_type {kind!r}; "
             "give one that it has, such as opt, gpt2 or llama"
         )
-    config.use_cache = False
     return config
 
 
@@ -93,7 +93,10 @@ def build_model(recipe: FinetuneRecipe) -> nn.Module:
 
 
 def tunable(model: nn.Module, recipe: FinetuneRecipe) -> nn.Module:
-    """Freezes the parameters that the recipe does not tune, or adds its adapters."""
+    """Freezes the parameters that the recipe does not tune, or adds its adapters. Turns off the cache of generation."""
+    of_transformers: Any = model
+    of_transformers.opened_use_cache = getattr(of_transformers.config, "use_cache", True)  # write_model restores it
+    of_transformers.config.use_cache = False
     if recipe.recompute:
         recompute(blocks_of(model))
     if recipe.lora.rank:
@@ -147,8 +150,8 @@ def open_tokenizer(folder: Path, model: nn.Module) -> Any:
     with _explained(folder):
         tokenizer = AutoTokenizer.from_pretrained(folder, **LOCAL)
     size: int = model.get_input_embeddings().num_embeddings  # pyright: ignore
-    if len(tokenizer) > size:
-        raise UserError(f"{folder}: its tokenizer has {len(tokenizer)} tokens, its model {size}: they are not one pair")
+    if (ids := vocabulary_size(tokenizer)) > size:
+        raise UserError(f"{folder}: its tokenizer has {ids} tokens, its model {size}: they are not one pair")
     return tokenizer
 
 
@@ -165,9 +168,12 @@ def write_model(model: nn.Module, tokenizer: Any, target: Path) -> None:
     fresh, old = (target.with_name(f".{target.name}.{what}") for what in ("tmp", "old"))
     for path in (fresh, old):
         shutil.rmtree(path, ignore_errors=True)
+    of_transformers: Any = model
+    if hasattr(of_transformers, "opened_use_cache"):
+        of_transformers.config.use_cache = of_transformers.opened_use_cache
     try:
         fresh.mkdir(parents=True)
-        model.save_pretrained(fresh)  # pyright: ignore
+        of_transformers.save_pretrained(fresh)
         tokenizer.save_pretrained(fresh)
         share(fresh)
     except Exception as error:  # safetensors and tokenizers wrap the system's error in their own

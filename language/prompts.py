@@ -224,7 +224,7 @@ class PromptTask:
         mine = [val[i] for i in eval_share(len(val), rank=run.rank, world_size=run.world_size)]
         right = nats = tokens = 0.0
         with run.paused(), run.autocast():
-            for prompt, found in zip(mine, answer_scores(model, mine, recipe.batch_size, run.device), strict=True):
+            for prompt, found in zip(mine, answer_scores(model, mine, run.eval_batch, run.device), strict=True):
                 right += float((found[:, 0] / found[:, 1]).argmax() == prompt.right)
                 nats, tokens = nats - float(found[prompt.right, 0]), tokens + float(found[prompt.right, 1])
             if run.rank == 0:

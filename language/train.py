@@ -118,12 +118,24 @@ def make_objective(recipe: LanguageRecipe, corpus: Corpus) -> Objective:
             f"add --vocab_size {corpus.vocab_size}"
         )
     if is_causal(recipe.model):
-        return CausalObjective(recipe.context)
-    if corpus.mask is None:
+        objective = CausalObjective(recipe.context)
+    elif corpus.mask is None:
         raise UserError(
             f"{corpus.folder} has no mask token, for {recipe.model}: make it with `python -m language.prepare`"
         )
-    return MaskedObjective(recipe.context, corpus.vocab_size, corpus.eot, corpus.mask, corpus.bos)
+    else:
+        objective = MaskedObjective(recipe.context, corpus.vocab_size, corpus.eot, corpus.mask, corpus.bos)
+    check_windows(recipe, corpus, objective)
+    return objective
+
+
+def check_windows(recipe: TextRecipe, corpus: Corpus, objective: Objective) -> None:
+    """Refuses a training text without a window. Training on whole documents needs none."""
+    if recipe.balance == "none" and not count_windows(n := len(corpus.train), objective):
+        raise UserError(
+            f"{corpus.folder}: its training text of {n:,} tokens is shorter than two windows of "
+            f"context={objective.context}: give a smaller --context, or more text"
+        )
 
 
 def train(run: Run, recipe: LanguageRecipe, corpus: Corpus, objective: Objective, final_texts: Texts) -> None:
@@ -278,9 +290,8 @@ def evaluate(run: Run, model: nn.Module, corpus: Corpus, objective: Objective, t
     results: dict[str, float] = {}
     with run.paused(), run.autocast():
         for name, tokens in texts.items():
-            batch_size = max(1, recipe.batch_size // run.data_workers // recipe.accumulate)
             place = {"rank": run.data_rank, "world_size": run.data_workers}
-            batches = held_out_batches(tokens, objective, batch_size, **place)
+            batches = held_out_batches(tokens, objective, run.eval_batch, **place)
             sums = run.sum(*held_out_sums(model, batches, run.device, corpus.token_bytes))
             metrics = summarize(sums, causal=isinstance(objective, CausalObjective))
             results |= {f"{name}_{key}": value for key, value in metrics.items()}

@@ -33,12 +33,17 @@ def stand_in_overrides(row: Row) -> dict[str, Any]:
     return SHORT.get(row.script, SHORT[row.task]) | of_method
 
 
+def words(value: Any) -> list[str]:
+    """The words of an option's value on the command line. A value True is a flag, without any."""
+    return [] if value is True else [str(word) for word in value] if isinstance(value, list) else [str(value)]
+
+
 def run_name(recipe: Recipe, row: Row, overrides: Mapping[str, Any], seed: int, nodes: int | None = None) -> str:
     """The name of a run folder: everything that differs between the runs of a recipe."""
     parts = [recipe.name, row.method, f"tau{row.tau or recipe.co2.tau}"]
     parts += [f"{nodes}nodes" if nodes else "", row.network if nodes else ""]
     names = {key.split(".", 1)[-1]: value for key, value in overrides.items() if key != "co2.allow_unstable"}
-    parts += [name if value is True else f"{name}_{value}" for name, value in names.items()]
+    parts += ["_".join([name, *words(value)]) for name, value in names.items()]
     return "-".join([*filter(None, parts), f"seed{seed}"]).replace(" ", "_").replace("/", "_")
 
 

@@ -47,6 +47,11 @@ class Progress:
         """Whether an evaluation on this worker shows samples in TensorBoard."""
         return self.rank == 0
 
+    @property
+    def eval_batch(self) -> int:
+        """Samples that a worker evaluates at once, as many as in a micro-batch."""
+        return max(1, self.recipe.batch_size // self.data_workers // self.recipe.accumulate)
+
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Returns autocast to the recipe's precision if the device supports it."""
         kind = getattr(torch, self.recipe.precision)

@@ -271,12 +271,15 @@ class Run(Progress):
         """Provides the model to evaluate, averaged over workers if the method allows it, and stops the clock."""
         method = self._trained.method
         gathering = self._workers.gathered() if self._parted else contextlib.nullcontext()
-        with method.averaged_model() as self._shared, self.clock.paused(), gathering, self._averaged_weights():
+        with method.averaged_model() as self._shared, self.clock.paused(), gathering, self.averaged_weights():
             yield
 
     @contextlib.contextmanager
-    def _averaged_weights(self) -> Iterator[None]:
-        """Puts the running average of the weights, averaged over the workers, into the model. Does nothing without."""
+    def averaged_weights(self) -> Iterator[None]:
+        """Puts the running average of the weights, averaged over the workers, into the model. Does nothing without.
+
+        Every worker must call it.
+        """
         if self._ema is None:
             yield
             return

@@ -97,6 +97,8 @@ def diagnose(asked: argparse.Namespace) -> dict[str, Any]:
         backend = "cpu:gloo,cuda:nccl" if own.device == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(seconds=asked.timeout))
         facts = [Facts(**of_rank) for of_rank in of_all(vars(own))]
+    except UserError:
+        raise
     except (RuntimeError, ValueError) as error:
         raise UserError(f"{_short(error)}: look at what other ranks print, and set GLOO_SOCKET_IFNAME") from None
     found = header(facts, asked.params)
@@ -154,12 +156,15 @@ class Facts:
 
 
 def own_facts(env: Mapping[str, str] = os.environ) -> Facts:
-    """Returns this process's facts, and sets its GPU by its local rank."""
+    """Returns this process's facts, and sets its GPU by its local rank. Raises UserError if it has no such GPU."""
     hostname, device, namespace = socket.gethostname(), "cuda" if torch.cuda.is_available() else "cpu", ""
     with contextlib.suppress(OSError):
         namespace = os.readlink("/proc/self/ns/net")
     if device == "cuda":
-        torch.cuda.set_device(env_number("LOCAL_RANK", env_number("SLURM_LOCALID", 0, env), env))
+        index, count = env_number("LOCAL_RANK", env_number("SLURM_LOCALID", 0, env), env), torch.cuda.device_count()
+        if index >= count:
+            raise UserError(f"LOCAL_RANK={index}: torch sees {count} CUDA devices here; start as many workers a node")
+        torch.cuda.set_device(index)
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         name, memory = properties.name, properties.total_memory
     else:

@@ -124,6 +124,7 @@ def test_a_worker_with_a_gpu(monkeypatch: pytest.MonkeyPatch):
     for name, stand_in in (
         ("is_available", lambda: True),
         ("set_device", chosen.append),
+        ("device_count", lambda: 4),
         ("current_device", lambda: chosen[-1]),
         ("get_device_properties", lambda device: properties),
     ):
@@ -297,6 +298,14 @@ def test_a_rank_that_does_not_come(ends: Any, rank: str, says: str):
 def test_a_variable_that_is_no_number_is_one_line(ends: Any):
     status, out, err = ends("--params", "1e4", RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="zz")
     assert (status, out, err.count("\n")) == (1, "", 1) and "'zz'" in err
+
+
+def test_more_workers_than_gpus_are_one_line(ends: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    status, out, err = ends("--params", "1e4", LOCAL_RANK="2")
+    said = "error: rank 0: LOCAL_RANK=2: torch sees 2 CUDA devices here; start as many workers a node\n"
+    assert (status, out, err) == (1, "", said)
 
 
 @pytest.mark.parametrize(

@@ -18,10 +18,12 @@ from transformers import BertConfig, BertLMHeadModel, RobertaConfig, RobertaForM
 from core.errors import UserError
 from language import pretrained
 from language.data import IGNORE
+from language.finetune import open_task
 from language.finetune_recipes import RECIPES, FinetuneRecipe, LoraConfig
 from language.model import blocks_of
 from language.prompts import Prompt, PromptTask, answer_scores, answers_of, collate, encode, read_lines
 from tests.tiny_models import CONFIGS, POSITIONS, make_model, make_prompts, tiny_tokenizer
+from training.evaluate import Evaluation
 from training.weights import load_weights
 
 KINDS = sorted(CONFIGS)
@@ -118,6 +120,31 @@ def test_an_answer_that_the_training_file_does_not_have_is_refused(tmp_path: Pat
     assert len(PromptTask.open(given, tmp_path, tiny_tokenizer(), POSITIONS).val[-1].ends) == 3
 
 
+def test_an_evaluation_reads_as_many_samples_at_once_as_a_micro_batch(tmp_path: Path, monkeypatch):
+    recipe, read = recipe_of(None, batch_size=32, accumulate=4), []
+
+    def scores(model: object, prompts: list[Prompt], batch_size: int, device: object) -> list[torch.Tensor]:
+        read.append(batch_size)
+        return [torch.ones(2, 2)] * len(prompts)
+
+    monkeypatch.setattr("language.prompts.answer_scores", scores)
+    task = PromptTask.open(recipe, make_prompts(tmp_path), tiny_tokenizer(), POSITIONS)
+    run = Evaluation(recipe, torch.device("cpu"))
+    run.rank, run.world_size, run.data_workers = 1, 2, 2
+    task.evaluate(run, torch.nn.Identity(), at_end=True)  # pyright: ignore[reportArgumentType]
+    assert read == [32 // 2 // 4]
+
+
+def test_a_text_without_a_window_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CO2_CACHE", str(tmp_path / "cache"))
+    for split in ("train", "val"):
+        (tmp_path / f"{split}.txt").write_text("a film of two hours.")
+    recipe = recipe_of(None, task="text", data=tmp_path)
+    with pytest.raises(UserError, match=r"its training text of \d+ tokens is shorter than two windows of context=48"):
+        open_task(recipe, tiny_tokenizer(), 48)
+    open_task(replace(recipe, balance="tokens"), tiny_tokenizer(), 48)
+
+
 def test_workers_share_each_batch_out(tmp_path: Path):
     task = PromptTask.open(recipe_of(None), make_prompts(tmp_path), tiny_tokenizer(), POSITIONS)
     whole, *parts = (
@@ -135,11 +162,15 @@ def test_workers_share_each_batch_out(tmp_path: Path):
 def test_a_folder_is_opened_and_written_as_it_was(models: dict[str, Path], kind: str, tmp_path: Path):
     model = pretrained.open_model(recipe_of(models[kind]))
     tokenizer = pretrained.open_tokenizer(models[kind], model)
+    assert not model.config.use_cache, "training needs no cache"
     assert not model.training and pretrained.positions(model, None) == POSITIONS and len(blocks_of(model)) == 2
     for _ in range(2):  # the second time in place of the first
         pretrained.write_model(model, tokenizer, tmp_path / "out")
     first, again = (load_file(folder / "model.safetensors") for folder in (models[kind], tmp_path / "out"))
     assert first.keys() == again.keys() and all(torch.equal(first[name], again[name]) for name in first)
+    for name in ("config.json", "generation_config.json"):
+        before, after = (json.loads((folder / name).read_text()) for folder in (models[kind], tmp_path / "out"))
+        assert before["use_cache"] is after["use_cache"] is True and after["eos_token_id"] == 0
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert pretrained.open_tokenizer(tmp_path / "out", model)(["a film"]).input_ids == tokenizer(["a film"]).input_ids
 
@@ -157,6 +188,13 @@ def set_key(key: str, value: object) -> Callable[[Path], object]:
 def keep_few(file: Path) -> None:
     tensors = load_file(file)
     save_file({name: tensors[name] for name in list(tensors)[3:]}, file, {"format": "pt"})
+
+
+def move_token(file: Path) -> None:
+    """Gives a token an id behind a gap."""
+    content = json.loads(file.read_text())
+    content["model"]["vocab"]["!"] = 500
+    file.write_text(json.dumps(content))
 
 
 def add_tensors(*names: str) -> Callable[[Path], None]:
@@ -184,6 +222,7 @@ def add_tensors(*names: str) -> Callable[[Path], None]:
         ("model.safetensors", keep_few, "3 tensors are missing"),
         ("tokenizer.json", Path.unlink, "has no tokenizer: add its files"),
         ("tokenizer.json", lambda file: file.write_text("{}"), "cannot be opened"),
+        ("tokenizer.json", move_token, "its tokenizer has 501 tokens, its model 448: they are not one pair"),
     ],
 )
 def test_a_damaged_folder_is_refused(models: dict[str, Path], tmp_path: Path, name: str, change, message: str):

@@ -348,6 +348,11 @@ def test_json_lines_are_a_document_each(tmp_path):
         (tmp_path / "c.jsonl").write_text(f'{{"text": "a"}}\n{broken}\n')
         with pytest.raises(UserError, match=r'c.jsonl, line 2: expected a JSON object with a "text"'):
             list(read_documents(tmp_path / "c.jsonl"))
+    reasons = {'{"text": "\\ud800"}': "surrogates not allowed", f'{{"n": {"1" * 5000}}}': "Exceeds the limit"}
+    for line, reason in reasons.items():
+        (tmp_path / "c.jsonl").write_text(line)
+        with pytest.raises(UserError, match=rf"line 1: .*{reason}.*: correct the line, or remove it$"):
+            list(read_documents(tmp_path / "c.jsonl"))
 
 
 def test_what_datasets_has_saved_is_read_by_it(tmp_path, monkeypatch):
@@ -371,6 +376,9 @@ def test_what_datasets_has_saved_is_read_by_it(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_from_disk=found.__getitem__))
     meta = prepare((saved / "train",), out=tmp_path / "out", vocab_size=300, hold_out=2)
     assert (meta["train"]["documents"], meta["val"]["documents"], meta["sources"]) == (4, 2, ["train"])
+    columns["text"][3] = None
+    with pytest.raises(UserError, match='saved/train, row 3 from 0: its "text" is NoneType, not a string: remove'):
+        list(read_documents(saved / "train"))
     columns.clear()
     with pytest.raises(UserError, match='reads no column "text" from it'):
         list(read_documents(saved / "train"))
@@ -432,6 +440,18 @@ def test_more_than_65536_tokens_are_stored_as_uint32():
         return Tokenizer(models.WordLevel({str(i): i for i in range(n)}, unk_token="0"))
 
     assert token_dtype(sized(65536)) == "uint16" and token_dtype(sized(65537)) == "uint32"
+
+
+def test_ids_may_have_gaps(library: Path, tmp_path: Path):
+    (tokenizer := train_tokenizer(BOOKS, 300)).save(str(tmp_path / "whole.json"))
+    content = json.loads((tmp_path / "whole.json").read_text())
+    content["model"]["vocab"][tokenizer.encode(BOOKS[0]).tokens[0]] = 70_000
+    (tmp_path / "gaps.json").write_text(json.dumps(content))
+    whole, gaps = (prepare((library,), out=tmp_path / n, tokenizer=tmp_path / f"{n}.json") for n in ("whole", "gaps"))
+    assert (gaps["vocab_size"], gaps["dtype"], gaps["train"]) == (70_001, "uint32", whole["train"])
+    corpus = load_corpus(tmp_path / "gaps")
+    assert corpus.train.max() == 70_000 and corpus.token_bytes is not None
+    assert corpus.token_bytes[corpus.train.astype(np.int64)].sum() == gaps["train"]["bytes"]
 
 
 def test_bytes_per_token_counts_utf8_bytes(library, tmp_path):

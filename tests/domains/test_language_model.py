@@ -16,6 +16,7 @@ from torch import nn
 from transformers.modeling_outputs import CausalLMOutput
 
 from core import UserError
+from language import export
 from language.data import IGNORE, CausalObjective, Corpus, MaskedObjective, held_out_batches, read_windows
 from language.metrics import (
     continuation_markdown,
@@ -285,6 +286,29 @@ def test_the_model_decides_what_is_predicted():
         make_objective(masked, _corpus(1024, None))
     with pytest.raises(UserError, match="add --vocab_size 500"):
         make_objective(causal, _corpus(500, 2))
+
+
+def test_a_training_text_without_a_window_is_refused_unless_documents_are_whole():
+    recipe, corpus = replace(gpt2_pydoc_small(), eval_tokens=None, context=2000), _corpus(1024, None)
+    with pytest.raises(UserError, match="^words: its training text of 4,000 tokens .* context=2000: give a smaller"):
+        make_objective(recipe, corpus)
+    make_objective(replace(recipe, context=1999), corpus)
+    make_objective(replace(recipe, balance="tokens"), corpus)
+
+
+def test_an_exported_model_ends_its_text_and_has_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """With weights of 0 the first token, which ends a document, is the likeliest."""
+    from transformers import GPT2LMHeadModel
+
+    recipe = replace(gpt2_pydoc_small(), vocab_size=50)
+    monkeypatch.setattr(export, "open_corpus", lambda *_: _corpus(50, None))
+    model = make_model(recipe, pad=None)
+    for p in model.parameters():
+        p.detach().zero_()
+    export.folder(recipe, model, tmp_path)
+    model = GPT2LMHeadModel.from_pretrained(tmp_path)
+    assert model.config.use_cache and model.generation_config.use_cache
+    assert model.generate(torch.tensor([[5]]), max_new_tokens=8).tolist() == [[5, 0]]  # pyright: ignore
 
 
 @pytest.mark.parametrize("hardware", [True, False])

@@ -62,7 +62,7 @@ def steps_in_rings(rank: int, ranks: int, kinds: tuple[str, ...]) -> list[Tensor
     results = []
     for kind in kinds:
         model = build(kind)
-        attend_to_documents(model, split=True)
+        attend_to_documents(model)
         for rings in RINGS.values():
             model.zero_grad()
             ids, targets, shares = shared(documents(), rings, ranks)

@@ -15,7 +15,7 @@ from core import CO2Config
 from core.errors import UserError
 from core.testing import run_distributed
 from language.lengths import dealt
-from language.lengths.dealt import Rings, check_room
+from language.lengths.dealt import Dealt, Rings, check_precision, check_room
 from language.lengths.plan import Island
 from language.recipe import LanguageRecipe, RingsConfig
 from language.recipes import gpt2_pydoc_small
@@ -131,6 +131,16 @@ def test_all_ranks_plan_with_the_slowest_ranks_costs():
     assert island.inside == island.across == (12.0, 0.0)
     assert sum(tokens for _, tokens, _ in found) == 169 and {empty for *_, empty in found} == {1}
     assert max(tokens for _, tokens, _ in found) < 45
+
+
+def test_rings_in_32_bits_on_a_gpu_are_refused():
+    """CUDA's flash attention computes in 16 bits. The run is a stand-in."""
+    run = SimpleNamespace(mesh=SimpleNamespace(size=lambda _: 2), device=torch.device("cuda"))
+    documents = SimpleNamespace(lengths=np.ones(9))
+    with pytest.raises(UserError, match="precision='float32': on a GPU give --precision bfloat16 or float16"):
+        Dealt.of(ISLANDS, torch.nn.Identity(), documents, run)  # pyright: ignore[reportArgumentType]
+    for device, precision in (("cpu", "float32"), ("cuda", "bfloat16"), ("cuda", "float16")):
+        check_precision(torch.device(device), precision)
 
 
 def test_what_an_island_cannot_hold_is_refused():

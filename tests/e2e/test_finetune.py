@@ -40,7 +40,7 @@ def tune_in_process(rank: int, world_size: int, folder: str, jobs: dict[str, dic
 
 
 ZO = {"method": "zo", "optim": replace(RECIPES["prompts"].optim, lr=1e-3)}
-JOBS = {"ddp": {"method": "ddp"}, "co2": {"method": "co2"}, "zo": ZO}
+JOBS = {"ddp": {"method": "ddp", "ema": 0.5}, "co2": {"method": "co2"}, "zo": ZO}
 MORE = {
     "dealt": {"method": "co2", "balance": "round", "seed": 1},
     "norms": {"method": "local", "trainable": ("*ln_*",), "epochs": 1},
@@ -95,7 +95,7 @@ def check_the_answers(folder: Path, method: str) -> None:
 
 
 def test_the_tuned_folder_is_the_model_that_was_evaluated(folder: Path, tmp_path: Path):
-    """One worker goes on from it at a learning rate that changes nothing, and evaluates it."""
+    """With averaged weights. One worker goes on at a learning rate that changes nothing, and evaluates it."""
     still = tiny(folder, model=folder / "ddp" / "model", out=tmp_path / "run", epochs=1)
     tune(replace(still, optim=replace(still.optim, lr=1e-30)))
     assert summary(tmp_path / "run")["val_loss"] == pytest.approx(summary(folder / "ddp")["val_loss"], rel=1e-5)

@@ -383,7 +383,11 @@ def test_the_doctor_s_cluster_is_read(tmp_path: Path):
     [
         ({"format": 2}, "is no report of the doctor (format 1)"),
         ({"nodes": []}, "nodes=[]"),
-        ({"workers_per_node": None}, "workers_per_node=None: the planner needs a number above 0"),
+        (
+            {"workers_per_node": None},
+            "workers_per_node=None: its nodes have different numbers of workers: run the doctor with as many",
+        ),
+        ({"workers_per_node": 0}, "workers_per_node=0: the planner needs a number above 0"),
         ({"workers_per_node": 2.5}, "workers_per_node=2.5: the planner needs a whole number"),
         ({"workers": 5}, "workers=5, but 2 nodes of 2"),
         ({"links": {"across": {"workers": 2, "latency_seconds": -1}}}, "links.within.workers=None"),

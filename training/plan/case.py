@@ -351,7 +351,10 @@ def from_doctor(file: Path, *, probe: bool) -> Cluster:
     nodes = report.get("nodes")
     if not isinstance(nodes, list) or not nodes or not all(isinstance(node, dict) for node in nodes):
         raise UserError(f"{file}: nodes={nodes!r}: the planner needs a node or more")
-    each = _number(file, report, "workers_per_node")  # missing if nodes differ
+    if report.get("workers_per_node", 0) is None:
+        remedy = "run the doctor with as many workers on each node"
+        raise UserError(f"{file}: workers_per_node=None: its nodes have different numbers of workers: {remedy}")
+    each = _number(file, report, "workers_per_node")
     if (per_node := int(each)) != each:
         raise UserError(f"{file}: workers_per_node={each!r}: the planner needs a whole number")
     memory = _number(file, report, "device", "memory_bytes_per_worker")
