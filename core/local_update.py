@@ -65,7 +65,7 @@ class Loop:
     leave(), which waits for no worker.
     """
 
-    _is_closed = False  # whether close() has left the process group
+    _is_closed = False  # whether close() or leave() has left the process group
 
     @property
     def at_boundary(self) -> bool:
@@ -350,6 +350,7 @@ class LocalUpdateMethod(Loop, ABC):
 
     def leave(self) -> None:
         self._allreduce.leave()
+        self._is_closed = True
 
     @property
     def stats(self) -> RoundStats:
