@@ -10,13 +10,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path, PosixPath
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from core.checkpoint import MANIFEST, finished, load_newest, unlike, with_versions
 from core.errors import UserError
-from core.stored import parse_json, reason
+from core.stored import numpy_makers, parse_json, reason
 from training.recipe import Recipe
 from training.workers import rank
 
@@ -142,12 +141,9 @@ def _part(checkpoints: Path, number: int, part: str) -> Any:
 def _harmless() -> list[Any]:
     """Returns classes and functions that checkpoints of training code hold in addition to weights.
 
-    Calling them runs no code from the file. NumPy 1 had other names for its modules.
+    Calling them runs no code from the file.
     """
-    made_by = [np.float64(0).__reduce__()[0], np.zeros(1).__reduce__()[0]]
-    named = [(f, f"numpy.{core}.multiarray.{f.__name__}") for f in made_by for core in ("core", "_core")]  # pyright: ignore
-    kinds = {type(np.dtype(code)) for code in "?bhilqBHILQefdUS"}
-    return [argparse.Namespace, PosixPath, np.ndarray, np.dtype, *kinds, *named]
+    return [argparse.Namespace, PosixPath, *numpy_makers()]
 
 
 def file_weights(path: Path, option: str, map_location: Any = "cpu") -> Weights:
