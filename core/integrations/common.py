@@ -78,6 +78,21 @@ def check_accelerator(who: str, accelerator: Any) -> None:
         raise UserError(f"{who}: a parallelism_config shards the model: leave it out, or use ShardedCO2 in a loop")
 
 
+def check_optimizers(who: str, count: int) -> None:
+    """Raises UserError unless the trainer has one optimizer."""
+    if count != 1:
+        raise UserError(f"{who}: {count} optimizers: use one, so that it is clear what a step is")
+
+
+def check_loader(who: str, loader: Any, where: str) -> None:
+    """Raises UserError for a loader of accelerate whose batches rank 0 sends out. `where` names its setting's place."""
+    if type(loader).__name__ == "DataLoaderDispatcher":
+        raise UserError(
+            f"{who}: dispatch_batches=True: rank 0 sends out every batch, so all workers wait for it: set it to "
+            f"False in {where}"
+        )
+
+
 def _workers() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
