@@ -66,7 +66,7 @@ class Loop:
     leave(), which waits for no worker.
     """
 
-    _is_closed = False  # whether close() has left the process group
+    _is_closed = False  # whether close() or leave() has left the process group
 
     @property
     def at_boundary(self) -> bool:
@@ -352,6 +352,7 @@ class LocalUpdateMethod(Loop, ABC):
 
     def leave(self) -> None:
         self._allreduce.leave()
+        self._is_closed = True
         self._usage.detach()
 
     @property

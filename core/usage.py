@@ -1,7 +1,8 @@
 """Checks for mistakes around a method that would otherwise be silent. Each one is an error, or a single warning.
 
-The mistakes are optimizers and modules that synchronize workers in every step, optimizers of other parameters, weights
-loaded under a method, calls of step() without an update, and a script that ends without finish().
+The mistakes are optimizers and modules that synchronize workers in every step, optimizers of other parameters, two
+methods of the same parameters, weights loaded under a method, calls of step() without an update, and a script that ends
+without finish().
 """
 
 from __future__ import annotations
@@ -240,7 +241,7 @@ class UsageChecks:
     It warns if parameters were written between the end of a round and the next step of an optimizer. torch counts
     writes to a tensor, and torch's optimizers call a hook before their step, so this costs nothing per step. Writes
     through `.data` are noticed if the memory changes. finish() warns if optimizer steps were not followed by a call of
-    step().
+    step(). Both calls raise UserError if a newer method has the same parameters, unless the newer method is closed.
 
     Only in the first rounds it looks for more mistakes:
 
@@ -282,6 +283,7 @@ class UsageChecks:
         self._frozen_before: Tensor | None = None  # a sample of the method's frozen parameters in the first round
         self._owned = list[tuple[weakref.ref[nn.Module], str, Tensor]]()  # modules, and their buffers in an average
         self.learned = list[Tensor]()  # parameters that require a gradient, until one was frozen
+        self._newer: weakref.ref[LocalUpdateMethod] | None = None  # a method made later of the same parameters
 
     def attach(self, method: LocalUpdateMethod) -> None:
         """Called once the method is made."""
@@ -298,6 +300,9 @@ class UsageChecks:
             if name not in module._non_persistent_buffers_set
         ]
         method._on_step = self._before_call
+        mine = self._ids()
+        for older in [checks for checks in list(_active) if mine & checks._ids()]:
+            older._newer, older.method._on_step = weakref.ref(method), older._before_call
         self._process = os.getpid()
         _dropped.clear()
         _register_exit()
@@ -308,6 +313,23 @@ class UsageChecks:
     def detach(self) -> None:
         """Called when the method is closed: what happens to the parameters is no longer its concern."""
         _active.discard(self)
+
+    def _ids(self) -> set[int]:
+        """Returns the ids of the method's parameters, and of the 16-bit model's."""
+        return {id(p) for p in (*self.method._trained, *self._model_params)}
+
+    def _refuse_newer(self) -> None:
+        """Raises UserError if a newer method, which is not closed, has the same parameters."""
+        if self._newer is None or (newer := self._newer()) is None or newer._is_closed:
+            return
+        name = newer._name
+        del newer
+        gc.collect()  # a method that was dropped is part of a reference cycle
+        if self._newer() is not None:
+            raise UserError(
+                f"this {self.method._name} and a newer {name} have the same parameters, so both would average them: "
+                "make only one (one hook or callback), or close() the newer one before this one goes on"
+            )
 
     def before_allreduce(self) -> None:
         """Called before each all-reduce: searches once, and reports parameters that no method averages."""
@@ -394,6 +416,7 @@ class UsageChecks:
 
     def _before_call(self) -> None:
         """Called when the method's step() begins."""
+        self._refuse_newer()
         if self._rounds >= FIRST and self._calls >= FIRST_CALLS:
             self.method._on_step = None
             if self._still == self._calls and not self._idle:
@@ -428,6 +451,7 @@ class UsageChecks:
 
     def before_finish(self) -> None:
         """Called when finish() begins: warns of optimizer steps without a call of step()."""
+        self._refuse_newer()
         if self.method._local_steps:  # the optimizer's first step has checked
             return
         self.check(self.method._trained)

@@ -143,6 +143,8 @@ class LoadMask(BaseTransform):
     """
 
     def __init__(self, num_classes: int):
+        if num_classes > IGNORE:
+            raise UserError(f"LoadMask: num_classes={num_classes}: masks of one byte hold at most {IGNORE} classes")
         self.num_classes = num_classes
 
     def transform(self, results: dict[str, Any]) -> dict[str, Any]:

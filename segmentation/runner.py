@@ -7,6 +7,7 @@ Models, data, schedule, hooks and metrics are the config's own. CO2Hook replaces
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,6 +81,9 @@ def train_config() -> None:
         config.model = {**config.get("tta_model", {"type": "SegTTAModel"}), "module": config.model}
     if given.test is not None:
         config.load_from = str(given.test)
+    elif any("CO2Hook" in str(hook.get("type")) for hook in config.get("custom_hooks") or ()):
+        remedy = "remove it from custom_hooks, or train with mmsegmentation's own tools/train.py"
+        raise UserError(f"config={given.config}: has a CO2Hook, and --method {given.method} chooses here: {remedy}")
     elif given.method != "ddp":
         hook: dict[str, Any] = {"type": "CO2Hook", "method": given.method, "tau": given.tau, "timeout": given.timeout}
         hook["sync_bn"] = "node" if given.sync_bn == "node" else "convert"
@@ -120,7 +124,11 @@ def read(path: Path) -> Config:
             return str(data_root() / value.removeprefix("data/"))
         if key in ("checkpoint", "pretrained") and isinstance(value, str) and not Path(value).exists():
             name = value.rpartition("/")[2]
-            files = [*(data_root() / "backbones").glob(f"{name}*")]  # open-mmlab://resnet50_v1c has no hash
+            wanted = re.compile(re.escape(name) + r"((-[0-9a-f]{8,64})?\.pth?)?")  # URLs may lack the hash
+            files = [path for path in sorted((data_root() / "backbones").glob("*")) if wanted.fullmatch(path.name)]
+            if len(files) > 1:
+                both = " and ".join(path.name for path in files)
+                raise UserError(f"{key}={value}: {files[0].parent} holds {both}: keep one, or give a file's full path")
             return f"{SCHEME}{files[0].absolute()}" if files else value
         return value
 

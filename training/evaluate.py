@@ -70,7 +70,7 @@ def evaluate_run(kind: type[R], open_task: Open[R], prog: str, options: Any = Ev
     tune(device, tf32=recipe.tf32, cudnn_benchmark=recipe.cudnn_benchmark)
     made = join(device, recipe.timeout, settings(recipe))
     model, evaluate = open_task(recipe)
-    load_weights(model, given.weights or given.run)
+    load_weights(model, given.weights or given.run, "weights" if given.weights else "run")
     model.to(device)
     run = Evaluation(recipe, device)
     run.given = given

@@ -71,8 +71,8 @@ def export_run(task: Exporter[R], prog: str) -> None:
     """Runs the command."""
     given = paths_from_home(tyro.cli(ExportOptions, prog=prog))
     recipe = read_recipe(given.run, task.kind)
-    model = task.build(recipe, lambda like: read_weights(given.run, like)).eval()
-    load_weights(model, given.run)
+    model = task.build(recipe, lambda like: read_weights(given.run, like, "run")).eval()
+    load_weights(model, given.run, "run")
     write(task, recipe, model, given.out)
     print(given.out)
 

@@ -10,13 +10,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path, PosixPath
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from core.checkpoint import MANIFEST, finished, load_newest, unlike, with_versions
 from core.errors import UserError
-from core.stored import parse_json, reason
+from core.stored import numpy_makers, parse_json, reason
 from training.recipe import Recipe
 from training.workers import rank
 
@@ -142,12 +141,9 @@ def _part(checkpoints: Path, number: int, part: str) -> Any:
 def _harmless() -> list[Any]:
     """Returns classes and functions that checkpoints of training code hold in addition to weights.
 
-    Calling them runs no code from the file. NumPy 1 had other names for its modules.
+    Calling them runs no code from the file.
     """
-    made_by = [np.float64(0).__reduce__()[0], np.zeros(1).__reduce__()[0]]
-    named = [(f, f"numpy.{core}.multiarray.{f.__name__}") for f in made_by for core in ("core", "_core")]  # pyright: ignore
-    kinds = {type(np.dtype(code)) for code in "?bhilqBHILQefdUS"}
-    return [argparse.Namespace, PosixPath, np.ndarray, np.dtype, *kinds, *named]
+    return [argparse.Namespace, PosixPath, *numpy_makers()]
 
 
 def file_weights(path: Path, option: str, map_location: Any = "cpu") -> Weights:
@@ -182,16 +178,19 @@ def file_weights(path: Path, option: str, map_location: Any = "cpu") -> Weights:
     return {str(key).removeprefix("module."): value for key, value in found.items()}
 
 
-def read_weights(path: Path, model: nn.Module) -> Weights:
-    """Returns the weights of a run folder, a file, or a folder of timm or transformers, by the model's names."""
+def read_weights(path: Path, model: nn.Module, option: str = "init_from") -> Weights:
+    """Returns the weights of a run folder, a file, or a folder of timm or transformers, by the model's names.
+
+    `option` names the path in messages.
+    """
     if not path.exists():
-        raise UserError(f"init_from={path}: does not exist: give a run folder, or a file or folder of a library")
+        raise UserError(f"{option}={path}: does not exist: give a run folder, or a file or folder of a library")
     if (path / "checkpoints").is_dir():
         return run_weights(path, model)
     if path.is_file():
-        return file_weights(path, "init_from")
+        return file_weights(path, option)
     if not any(path.glob("*.safetensors")):
-        raise UserError(f"init_from={path}: holds no checkpoint of a run, and no *.safetensors: give another folder")
+        raise UserError(f"{option}={path}: holds no checkpoint of a run, and no *.safetensors: give another folder")
     if hasattr(model, "save_pretrained"):  # our RoBERTa is a subclass of transformers'
         kind: Any = next(c for c in type(model).__mro__ if c.__module__.startswith("transformers."))
         try:
@@ -199,27 +198,30 @@ def read_weights(path: Path, model: nn.Module) -> Weights:
                 path, use_safetensors=True, local_files_only=True, output_loading_info=True
             )
         except Exception as error:  # transformers raises many kinds of errors
-            raise UserError(f"init_from={path}: cannot be read ({reason(error)}): copy it again") from None
+            raise UserError(f"{option}={path}: cannot be read ({reason(error)}): copy it again") from None
         if missing := sorted(info["missing_keys"]):  # which are random now
             what = f"has no {missing[0]}, and lacks {len(missing)} tensors in all"
-            raise UserError(f"init_from={path}: {what}: give a folder of a {kind.__name__}")
+            raise UserError(f"{option}={path}: {what}: give a folder of a {kind.__name__}")
         return found.float().state_dict()
-    return file_weights(next(path.glob("*.safetensors")), "init_from")
+    return file_weights(next(path.glob("*.safetensors")), option)
 
 
-def load_weights(model: nn.Module, path: Path, *, heads: Sequence[str] = (), rows: int = 0) -> None:
+def load_weights(
+    model: nn.Module, path: Path, option: str = "init_from", *, heads: Sequence[str] = (), rows: int = 0
+) -> None:
     """Loads weights that read_weights finds. Every worker must call it.
 
     Args:
         model: The model, before it is sharded.
         path: A run folder, a file, or a library's folder.
+        option: The option that names it, for messages.
         heads: Names of layers that stay random if the other model had another number of classes.
         rows: Size of the vocabulary. Embeddings may have more rows, which stay random.
 
     Raises:
         UserError: If the weights are of another model.
     """
-    theirs, mine = read_weights(path.expanduser(), model), model.state_dict()
+    theirs, mine = read_weights(path.expanduser(), model, option), model.state_dict()
     random = list[str]()
     for name, here in mine.items():
         there = theirs.get(name)
@@ -232,7 +234,7 @@ def load_weights(model: nn.Module, path: Path, *, heads: Sequence[str] = (), row
         elif rows and len(there) == rows < len(here) and there.shape[1:] == here.shape[1:]:
             theirs[name] = torch.cat([there.to(here), here[rows:]])
     if differs := unlike(theirs, mine):
-        raise UserError(f"init_from={path} is of another model: {differs}; start with the settings of its model")
+        raise UserError(f"{option}={path} is of another model: {differs}; start with the settings of its model")
     if random and rank() == 0:
-        print(f"init_from: of other sizes, so random: {', '.join(random)}", file=sys.stderr, flush=True)
+        print(f"{option}: of other sizes, so random: {', '.join(random)}", file=sys.stderr, flush=True)
     model.load_state_dict(with_versions(theirs, mine))

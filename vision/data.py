@@ -109,12 +109,13 @@ STATISTICS = IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
 
 def data_config(recipe: VisionRecipe) -> dict[str, Any]:
-    """Returns input_size, mean, std, crop_pct and interpolation of ImageNet's images, as timm names them."""
+    """Returns input_size, mean, std, crop_pct, crop_mode and interpolation of ImageNet's images, as timm names them."""
     own = weights_config(recipe.model) if recipe.timm_data else None
     if own is not None:
         return resolve_data_config(pretrained_cfg=own.to_dict())
     size, statistics = image_size(recipe.model), dict(zip(("mean", "std"), STATISTICS, strict=True))
-    return statistics | {"input_size": (3, size, size), "crop_pct": 0.875, "interpolation": "bicubic"}
+    cropped = {"crop_pct": 0.875, "crop_mode": "center", "interpolation": "bicubic"}
+    return statistics | {"input_size": (3, size, size)} | cropped
 
 
 def imagenet() -> tuple[ImageNet, ImageNet]:
@@ -168,10 +169,10 @@ class ImageNet:
     def test_batches(
         self, recipe: VisionRecipe, rank: int, world_size: int, device: torch.device = CPU, batch_size: int = 128
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields this worker's share of the set, as center crops on the device."""
+        """Yields this worker's share of the set on the device, cropped as data_config says."""
         keys = eval_keys(len(self), batch_size, rank, world_size)
         c = data_config(recipe)
-        how = {"crop_pct": c["crop_pct"], "interpolation": c["interpolation"]}
+        how = {name: c[name] for name in ("crop_pct", "crop_mode", "interpolation", "mean")}  # a border has the mean
         transform = create_transform(c["input_size"], **how, use_prefetcher=True)
         batches = load_batches(Augmented(self.samples, transform), keys, recipe.loader_workers, keeper=self)
         for images, labels in batches:

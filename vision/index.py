@@ -182,8 +182,9 @@ class Shards:
     def __init__(self, folder: Path):
         shards = tars(folder)
         names = [shard.name for shard in shards]
+        known = set(names)  # of hundreds of shards, and an index has a million entries
         entries = lambda: ([entry for shard in shards for entry in _members(shard)], [])  # noqa: E731
-        found = listed_once(folder, names, entries, lambda entry: _place(entry, folder, names))
+        found = listed_once(folder, names, entries, lambda entry: _place(entry, folder, known))
         numbers = sorted({label for *_, label in found})
         self.classes = tuple(map(str, numbers))
         place = {number: i for i, number in enumerate(numbers)}
@@ -204,7 +205,7 @@ class Shards:
         return f"{path}, the image at byte {at}"
 
 
-def _place(entry: str, folder: Path, names: list[str]) -> tuple[Path, int, int, int] | None:
+def _place(entry: str, folder: Path, names: set[str]) -> tuple[Path, int, int, int] | None:
     """Returns (shard, first byte, number of bytes, class) of an entry that `_members` made."""
     found = re.fullmatch(r"(.*)\t(\d+)\t(\d+)\t(-?\d+)", entry, re.DOTALL)
     if not found or found[1] not in names:

@@ -23,7 +23,16 @@ from torch import nn
 from ..co2 import CO2
 from ..config import CO2Config
 from ..errors import UserError
-from .common import check_accelerator, check_model, config_or_recommended, leave_at_exit, load_own, logged, save_own
+from .common import (
+    check_accelerator,
+    check_loader,
+    check_model,
+    config_or_recommended,
+    leave_at_exit,
+    load_own,
+    logged,
+    save_own,
+)
 
 WHO = "CO2Training"
 
@@ -45,7 +54,7 @@ class CO2Training(CO2):
 
     Raises:
         UserError: For DeepSpeed, FSDP, Megatron and a parallelism_config. Also for a model in DistributedDataParallel
-            or with SyncBatchNorm, and for an optimizer that was not prepared.
+            or with SyncBatchNorm, for an optimizer that was not prepared, and for dispatched batches.
     """
 
     def __init__(
@@ -73,6 +82,7 @@ class CO2Training(CO2):
         Returns:
             Whether a round closed.
         """
+        check_loader(WHO, self.accelerator.gradient_state.active_dataloader, "DataLoaderConfiguration")
         closed = self.accelerator.sync_gradients and super().step(last=last)
         self._closed = self.stats if closed else self._closed  # the statistics of an open round are incomplete
         return closed
@@ -82,7 +92,7 @@ class CO2Training(CO2):
         return logged(self._closed)
 
     def close(self) -> None:
-        """Calls core.CO2.close() and removes the hooks from accelerate's save_state() and load_state()."""
+        """Calls core.CO2.close(). Then accelerate's save_state() and load_state() are its own again."""
         self._checkpoint.leave()
         super().close()
         leave_at_exit()
@@ -93,17 +103,20 @@ class CO2Training(CO2):
 
 
 class _Checkpoint:
-    """Adds each worker's own state to save_state() and load_state()."""
+    """Adds each worker's own state to save_state() and load_state().
+
+    accelerate's own files are as without CO2, so that an evaluation without CO2Training can load them.
+    """
 
     def __init__(self, co2: CO2Training):
         self._co2, self._folder, accelerator = co2, "", co2.accelerator
         on_save = accelerator.register_save_state_pre_hook(self._save)
         self._hooks = [on_save, accelerator.register_load_state_pre_hook(self._remember)]
-        accelerator.register_for_checkpointing(self)
+        self._load_state: Any = accelerator.load_state
+        accelerator.load_state = self._load  # accelerate has no hook behind it
 
     def leave(self) -> None:
-        """Removes the hooks. The object stays registered, because accelerate has no way to unregister it."""
-        self._folder = ""
+        self._co2.accelerator.load_state = self._load_state
         for hook in self._hooks:
             hook.remove()
 
@@ -114,14 +127,10 @@ class _Checkpoint:
     def _remember(self, models: list[nn.Module], folder: str) -> None:
         self._folder = folder
 
-    def state_dict(self) -> dict[str, Any]:
-        """Returns nothing for rank 0 to write, because each worker writes its own file."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Loads this worker's own state. load_state() calls it last, after rank 0's model and optimizer are loaded."""
-        if self._folder:
-            load_own(WHO, f"{self._folder}/co2", self._co2.accelerator.process_index, **self._parts())
+    def _load(self, *args: Any, **kwargs: Any) -> None:
+        """Runs load_state(), which loads rank 0's model and optimizer, and then loads this worker's own state."""
+        self._load_state(*args, **kwargs)
+        load_own(WHO, f"{self._folder}/co2", self._co2.accelerator.process_index, **self._parts())
 
     def _parts(self) -> dict[str, Any]:
         co2 = self._co2

@@ -25,7 +25,7 @@ from ..comm import of_all
 from ..config import CO2Config
 from ..errors import UserError
 from ..stats import RoundStats
-from ..stored import reason
+from ..stored import numpy_makers, reason
 
 UNFINISHED = "are not of one checkpoint, as when a run ended while it saved: resume from an older checkpoint"
 WRAPPERS = (DistributedDataParallel, FullyShardedDataParallel, FSDPModule, DataParallel)
@@ -76,6 +76,21 @@ def check_accelerator(who: str, accelerator: Any) -> None:
         )
     if getattr(accelerator, "parallelism_config", None) is not None:
         raise UserError(f"{who}: a parallelism_config shards the model: leave it out, or use ShardedCO2 in a loop")
+
+
+def check_optimizers(who: str, count: int) -> None:
+    """Raises UserError unless the trainer has one optimizer."""
+    if count != 1:
+        raise UserError(f"{who}: {count} optimizers: use one, so that it is clear what a step is")
+
+
+def check_loader(who: str, loader: Any, where: str) -> None:
+    """Raises UserError for a loader of accelerate whose batches rank 0 sends out. `where` names its setting's place."""
+    if type(loader).__name__ == "DataLoaderDispatcher":
+        raise UserError(
+            f"{who}: dispatch_batches=True: rank 0 sends out every batch, so all workers wait for it: set it to "
+            f"False in {where}"
+        )
 
 
 def _workers() -> int:
@@ -161,12 +176,13 @@ def load_own(who: str, folder: str | os.PathLike[str], rank: int, **parts: Any) 
     path, saved, problem = Path(folder, f"rank{rank}.pt"), dict[str, Any](), ""
     any_file = next(path.parent.glob("rank*.pt"), None)
     try:
-        if any_file is None:
-            problem = f"{folder} is missing, as when a run without CO2 saved: load only the weights"
-        elif not path.exists():
-            workers = torch.load(any_file, map_location="cpu", weights_only=True, mmap=True)["workers"]
-            path = path.with_name(f"rank{rank % workers}.pt")
-        saved = torch.load(path, map_location="cpu", weights_only=True) if any_file else saved
+        with torch.serialization.safe_globals(numpy_makers()):  # a schedule computed by NumPy leaves its scalars
+            if any_file is None:
+                problem = f"{folder} is missing, as when a run without CO2 saved: load only the weights"
+            elif not path.exists():
+                workers = torch.load(any_file, map_location="cpu", weights_only=True, mmap=True)["workers"]
+                path = path.with_name(f"rank{rank % workers}.pt")
+            saved = torch.load(path, map_location="cpu", weights_only=True) if any_file else saved
     except FileNotFoundError:
         problem = f"{path} is missing: the files there {UNFINISHED}"
     except Exception as error:  # any error: a worker that raised here would leave the other workers waiting

@@ -17,14 +17,14 @@ from typing import Any, Literal
 
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
 from ..config import CO2Config
 from ..errors import UserError
 from ..hooks import Requests
-from .common import InLoop, check_model, load_own, logged, save_own
+from .common import InLoop, check_model, check_optimizers, load_own, logged, save_own
 
 WHO = "CO2Strategy"
 
@@ -40,6 +40,8 @@ class CO2Strategy(InLoop, DDPStrategy):
     fit(ckpt_path=...) resumes from it bit for bit. At SIGTERM, and at Slurm's signal before a requeue, all workers stop
     at the same round boundary.
 
+    The models of WeightAveraging and EMAWeightAveraging are averaged with the model, unless you give average=.
+
     Do not use self.log(sync_dist=True, on_step=True), Trainer's max_time, or ModelCheckpoint's train_time_interval.
     With them all workers wait for each other in every step.
 
@@ -50,7 +52,7 @@ class CO2Strategy(InLoop, DDPStrategy):
         **options: Other arguments of core.CO2, such as timeout and schedule.
 
     Raises:
-        UserError: For SyncBatchNorm, models in wrappers, and several optimizers.
+        UserError: For SyncBatchNorm, models in wrappers, several optimizers, and StochasticWeightAveraging.
     """
 
     strategy_name = "co2"
@@ -77,11 +79,18 @@ class CO2Strategy(InLoop, DDPStrategy):
             return
         assert self.model is not None
         check_model(WHO, self.model)
-        if len(self.optimizers) != 1:
-            raise UserError(f"{WHO}: {len(self.optimizers)} optimizers: use one, so that it is clear what a step is")
+        check_optimizers(WHO, len(self.optimizers))
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        if any(isinstance(callback, StochasticWeightAveraging) for callback in callbacks):
+            raise UserError(
+                f"{WHO}: StochasticWeightAveraging keeps an average of its own on each worker: use WeightAveraging"
+            )
+        averaged: list[Any] = [c._average_model for c in callbacks if isinstance(c, WeightAveraging)]
         self._events = _Events(self, trainer)
         steps = 0 if self._config else trainer.estimated_stepping_batches  # may build the data loaders
         options = self._options | {"hooks": [*self._options.get("hooks", ()), self._events.signals]}
+        if averaged:
+            options.setdefault("average", lambda: [t for m in averaged for t in (*m.parameters(), *m.buffers())])
         self.begin_co2(self._module, self._config, steps, options)
 
     @property

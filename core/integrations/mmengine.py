@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from mmengine.hooks import CheckpointHook, EMAHook, Hook
 from mmengine.model import is_model_wrapper
+from mmengine.optim import OptimWrapperDict
 from mmengine.registry import HOOKS
 from mmengine.runner import Runner
 from torch import nn
@@ -27,7 +28,7 @@ from ..local_update import LocalUpdateMethod
 from ..methods import METHODS, DiLoCoConfig, OverlapLocalConfig, SlowMoConfig, make_method
 from ..placement import local_world_size, node_mesh
 from ..stats import RoundStats
-from .common import check_model, config_or_recommended, leave_at_exit
+from .common import check_model, check_optimizers, config_or_recommended, leave_at_exit
 
 WHO = "CO2Hook"
 OWN = {"co2": CO2Config, "diloco": DiLoCoConfig, "slowmo": SlowMoConfig, "overlap_local": OverlapLocalConfig}
@@ -54,7 +55,8 @@ class CO2Hook(Hook):
         **settings: A dict of config fields for co2, diloco, slowmo or overlap_local.
 
     Raises:
-        UserError: For an unknown method or setting, a wrapped model, SyncBN, or a checkpoint of another method.
+        UserError: For an unknown method or setting, a wrapped model, SyncBN, several optimizers, or a checkpoint of
+            another method.
     """
 
     priority = "ABOVE_NORMAL"  # before whatever logs, saves or averages the new parameters
@@ -114,6 +116,7 @@ class CO2Hook(Hook):
     def before_train(self, runner: Runner) -> None:
         """Makes the method after the initial weights are loaded. Rank 0's weights go to all workers."""
         optim_wrapper: Any = runner.optim_wrapper
+        check_optimizers(WHO, len(optim_wrapper) if isinstance(optim_wrapper, OptimWrapperDict) else 1)
         groups = optim_wrapper.param_groups
         if self.recommended:
             self.configs["co2"] = config_or_recommended(None, runner.max_iters)

@@ -19,7 +19,7 @@ from transformers.utils import logging
 
 from ..config import CO2Config
 from ..errors import UserError
-from .common import InLoop, check_accelerator, check_model, load_own, logged, save_own
+from .common import InLoop, check_accelerator, check_loader, check_model, load_own, logged, save_own
 
 WHO = "CO2Callback"
 WAITS = "makes all workers wait for each other in every step"
@@ -52,7 +52,8 @@ class CO2Callback(InLoop, TrainerCallback):
 
     Raises:
         UserError: For DeepSpeed, FSDP, DataParallel, SyncBatchNorm and dispatched batches. Also for the arguments
-            include_num_input_tokens_seen, auto_find_batch_size and enable_jit_checkpoint.
+            include_num_input_tokens_seen, auto_find_batch_size and enable_jit_checkpoint, for a schedule-free `optim`
+            without average=, and for hyperparameter_search with several workers.
     """
 
     def __init__(self, trainer: Trainer, config: CO2Config | None = None, **options: Any):
@@ -63,6 +64,9 @@ class CO2Callback(InLoop, TrainerCallback):
         for name, (allowed, why) in REFUSED.items():
             if args.world_size > 1 and getattr(args, name) != allowed:
                 raise UserError(f"{WHO}: {name}={getattr(args, name)!r} {why}: set it to {allowed!r}")
+        if args.world_size > 1 and args.optim.startswith("schedule_free") and "average" not in options:
+            remedy = 'give CO2Callback average=lambda: [s["z"] for s in trainer.optimizer.state.values()]'
+            raise UserError(f"{WHO}: optim={args.optim.value!r} keeps weights that need an average, too: {remedy}")
         if args.world_size > 1 and args.average_tokens_across_devices:
             args.average_tokens_across_devices = False
             if args.process_index == 0:
@@ -75,6 +79,10 @@ class CO2Callback(InLoop, TrainerCallback):
 
     def _train(self, train: Any, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Runs Trainer.train. After an exception, for which Trainer calls no callback, leaves the group at once."""
+        trial, workers = kwargs.get("trial", args[0] if args else None), self.trainer.args.world_size
+        if trial is not None and workers > 1:  # each trial makes another accelerator
+            remedy = "search with one process, or make a new Trainer and CO2Callback for each trial"
+            raise UserError(f"{WHO}: hyperparameter_search with {workers} workers: {remedy}")
         if self not in self.trainer.callback_handler.callbacks:
             remedy = "add it with trainer.add_callback(), or make a new Trainer to train without it"
             raise UserError(f"{WHO} is not among the trainer's callbacks, so nothing averages the workers: {remedy}")
@@ -107,11 +115,7 @@ class CO2Callback(InLoop, TrainerCallback):
         model: nn.Module = kwargs["model"]
         for one in (self.trainer.model_wrapped, model):
             check_model(WHO, one)  # pyright: ignore[reportArgumentType]
-        if type(kwargs["train_dataloader"]).__name__ == "DataLoaderDispatcher":
-            raise UserError(
-                f"{WHO}: dispatch_batches=True: rank 0 sends out every batch, so all workers wait for it: set it to "
-                "False in accelerator_config"
-            )
+        check_loader(WHO, kwargs["train_dataloader"], "accelerator_config")
         self.begin_co2(model, self.config, state.max_steps, self.options)
         self._log_due = False
         if self._resumed:

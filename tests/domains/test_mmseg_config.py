@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from mmengine.optim import OptimWrapper, OptimWrapperDict
 from torch import nn
 
 from core.integrations.mmengine import CO2Hook
 from core.testing import run_distributed
-from tests.scripts import Mistakes, run_on_worker, run_script
+from tests.scripts import Mistakes, refused, run_on_worker, run_script
 
 MODELS = {
     "upernet_r50": "backbone=dict(depth=18, base_channels=16, stem_channels=16), "
@@ -106,7 +107,32 @@ def test_sync_bn_is_converted_in_place() -> None:
     assert of_videos(torch.rand(2, 3, 5, 5, 5)).mean().abs() < 1e-6
 
 
-def test_mistakes_are_told_in_one_line(mistake: Mistakes) -> None:
+def test_several_optimizers_are_refused() -> None:
+    wrappers = {f"w{i}": OptimWrapper(torch.optim.SGD(nn.Linear(1, 1).parameters(), 0.1)) for i in range(2)}
+    with refused("CO2Hook: 2 optimizers: use one"):
+        CO2Hook().before_train(SimpleNamespace(optim_wrapper=OptimWrapperDict(**wrappers)))  # type: ignore[arg-type]
+
+
+def test_a_name_of_weights_is_one_file_with_or_without_a_hash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from segmentation.runner import read
+
+    monkeypatch.setenv("CO2_DATA", str(tmp_path))
+    (folder := tmp_path / "backbones").mkdir()
+    (config := tmp_path / "config.py").write_text("model = dict(pretrained='torchvision://resnet50')")
+    (folder / "resnet50_v1c-2cccc1ad.pth").touch()
+    assert read(config).model.pretrained == "torchvision://resnet50"
+    (folder / "resnet50-0676ba61.pth").touch()
+    assert read(config).model.pretrained.endswith(f"{folder}/resnet50-0676ba61.pth")
+    (folder / "resnet50.pth").touch()
+    with refused(f"pretrained=torchvision://resnet50: {folder} holds resnet50-0676ba61.pth and resnet50.pth: keep one"):
+        read(config)
+
+
+def test_mistakes_are_told_in_one_line(mistake: Mistakes, tmp_path: Path) -> None:
     given: Any = ("segmentation.train", "--config", "nowhere.py")
     assert "config=nowhere.py: no such file" in mistake(*given)
     assert "sync_bn='all' does not go with method='co2'" in mistake(*given, "--sync_bn", "all")
+    (own := tmp_path / "own.py").write_text("custom_hooks = [dict(type='CO2Hook', tau=8)]")
+    for method in ("ddp", "co2"):
+        told = mistake("segmentation.train", "--config", str(own), "--method", method)
+        assert f"config={own}: has a CO2Hook, and --method {method} chooses here" in told

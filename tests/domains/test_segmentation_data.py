@@ -71,6 +71,12 @@ def test_label_out_of_range_names_the_file_and_does_not_wrap_around(root: Path, 
         data.build_dataset("ade20k", "train")[1]
 
 
+def test_more_classes_than_a_byte_holds_are_refused() -> None:
+    assert data.LoadMask(255).num_classes == 255
+    with pytest.raises(UserError, match="num_classes=300: masks of one byte hold at most 255 classes"):
+        data.LoadMask(300)
+
+
 @pytest.mark.parametrize("damage", ["truncated", "empty", "text"])
 def test_corrupt_image_names_the_file(root: Path, damage: str) -> None:
     path = write_ade20k(root) / "images/training/2.jpg"

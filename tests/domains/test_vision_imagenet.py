@@ -2,8 +2,10 @@
 
 import shutil
 import tarfile
+import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import training.prepared  # noqa: F401, timm imports torchvision
@@ -232,6 +234,26 @@ def test_images_are_as_large_as_the_model_wants_them(folders: Path):
     assert next(val.test_batches(recipe, 0, 1))[0].shape == (2, 3, 384, 384)
     assert Augmented(train.samples, train_transform(recipe))[0, 0, 0][0].shape == (3, 384, 384)
     assert [image_size(name) for name in ("resnet50", "swin_tiny_patch4_window7_224", "resnet_small")] == [224] * 3
+
+
+def test_images_are_squashed_if_timms_weights_need_it(folders: Path, monkeypatch: pytest.MonkeyPatch):
+    own = {"input_size": (3, 32, 32), "crop_pct": 1.0, "crop_mode": "squash"}
+    monkeypatch.setattr(data, "weights_config", lambda _: SimpleNamespace(to_dict=lambda: own))
+    _, val = data.load("imagenet")
+    images, labels = next(val.test_batches(VisionRecipe(dataset="imagenet", timm_data=True, loader_workers=0), 0, 1))
+    whole = np.asarray(val.samples.read(0)[0].resize((32, 32), Image.Resampling.BICUBIC))
+    pixels = torch.from_numpy(whole.transpose(2, 0, 1).copy())[None]
+    assert torch.equal(images[:1], on_device(pixels, labels[:1], CPU, False, *STATISTICS)[0])
+
+
+def test_an_index_of_many_shards_is_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    names = [f"{i}.tar" for i in range(5000)]
+    monkeypatch.setattr(index, "tars", lambda folder: [folder / name for name in names])
+    monkeypatch.setattr(index, "listed_once", lambda folder, names, make, read: [read(e) for e in entries])
+    entries = [f"{names[-1]}\t0\t1\t7"] * 20_000
+    begun = time.process_time()
+    assert len(index.Shards(tmp_path)) == len(entries)
+    assert time.process_time() - begun < 0.7, "each entry searches the list of all shards"
 
 
 def test_imagenet_test_batches_cover_the_set(folders: Path):

@@ -74,6 +74,7 @@ def test_a_classifier_is_evaluated_again_and_is_timms(tmp_path: Path, mistake: M
     assert file.stat().st_mode & 0o777 == 0o644
     assert "/proc/x.pth: cannot be written" in mistake("vision.export", str(run), "/proc/x.pth")
     assert "is a run of recipe digits_small" in mistake("language.evaluate", str(run))
+    assert "weights=nowhere: does not exist" in mistake("vision.evaluate", str(run), "--weights", "nowhere")
 
 
 def test_a_tuned_classifier_has_new_classes(tmp_path: Path, capfd: pytest.CaptureFixture):

@@ -155,6 +155,19 @@ def test_mistakes_get_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
             CO2Training(accelerator, net, optimizer)
 
 
+def test_dispatched_batches_are_refused() -> None:
+    from accelerate.utils import DataLoaderConfiguration
+
+    from core.integrations.accelerate import CO2Training
+
+    accelerator, model = accelerator_of("", dataloader_config=DataLoaderConfiguration(dispatch_batches=True)), Net()
+    optimizer, loader = accelerator.prepare(plain.adam(model), DataLoader(TensorDataset(*plain.examples()), 24))
+    with CO2Training(accelerator, model, optimizer) as co2:
+        for _ in loader:
+            with pytest.raises(UserError, match="^CO2Training: dispatch_batches=True: .* in DataLoaderConfiguration$"):
+                co2.step()
+
+
 def test_after_an_exception_saving_is_accelerates_own_again(tmp_path: Path) -> None:
     from core.integrations.accelerate import CO2Training
 
@@ -165,3 +178,20 @@ def test_after_an_exception_saving_is_accelerates_own_again(tmp_path: Path) -> N
     accelerator.save_state(str(tmp_path))
     assert not (tmp_path / "co2").exists()
     accelerator.load_state(str(tmp_path))
+
+
+def test_checkpoints_with_and_without_co2_have_the_same_files_of_accelerate(tmp_path: Path) -> None:
+    from core.integrations.accelerate import CO2Training
+
+    own, model = accelerator_of(""), Net()
+    optimizer = own.prepare(plain.adam(model))
+    other, bare = accelerator_of(""), Net(seed=1)
+    other.prepare(bare, plain.adam(bare))
+    other.save_state(f"{tmp_path}/without")
+    expected = plain.everything(model)
+    without = pytest.raises(UserError, match="without/co2 is missing, as when a run without CO2 saved")
+    with without, CO2Training(own, model, optimizer):
+        own.save_state(f"{tmp_path}/with")
+        own.load_state(f"{tmp_path}/without")
+    other.load_state(f"{tmp_path}/with")
+    assert torch.equal(plain.everything(bare), expected)

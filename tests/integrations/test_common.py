@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -95,6 +96,18 @@ def test_weights_go_in_and_out_of_a_module_that_renames_older_parameters(tmp_pat
     torch.save(one.state_dict(), tmp_path / "weights.pth")
     load_weights(other, tmp_path / "weights.pth")
     assert torch.equal(one[0].weight, other[0].weight)
+
+
+def test_numpys_scalars_in_a_schedule_are_restored(tmp_path: Path):
+    model = torch.nn.Linear(2, 2)
+    co2, first, second = CO2(model.parameters(), CO2Config(tau=2)), *(torch.optim.SGD(model.parameters()) for _ in "ab")
+    one, other = (torch.optim.lr_scheduler.LambdaLR(o, lambda step: np.cos(step / 10)) for o in (first, second))
+    first.step()
+    one.step()
+    save_own(tmp_path, 0, schedule=one, optimizer=first, co2=co2)
+    load_own("Test", tmp_path, 0, schedule=other, optimizer=second, co2=co2)
+    assert isinstance(second.param_groups[0]["lr"], np.float64)
+    assert other.state_dict() == one.state_dict() and second.state_dict() == first.state_dict()
 
 
 def test_a_parameter_frozen_when_saved_and_trained_now_is_one_line(tmp_path: Path):

@@ -133,7 +133,9 @@ def run(folder, config=PAPER, *, net=None, resume="", validated="", after_batch=
 )
 @on_ranks(through="ranks")
 def test_trains_as_the_plain_loop(rank: int, workers: int, tmp_path: Path) -> None:
-    """Our reading of the paper's rule; accumulation with a clipped norm; a last step that is no epoch's end."""
+    """Our reading of the paper's rule; accumulation with a clipped norm; a last step that is no epoch's end; an EMA."""
+    from lightning.pytorch.callbacks import EMAWeightAveraging
+
     batches, quiet = plain.shuffled(rank, workers), {"limit_val_batches": 0, "devices": workers}
     own = run(str(tmp_path), **quiet)
     plain.assert_equal(own["trace"], plain.train(batches, asks=["stop", "requeue"]))
@@ -143,6 +145,9 @@ def test_trains_as_the_plain_loop(rank: int, workers: int, tmp_path: Path) -> No
         config = CO2Config(tau=3, gap="norm")
         other = run(str(tmp_path), config, max_steps=7, **quiet)
         plain.assert_equal(other["trace"], plain.train(batches, config, updates=7))
+        average = EMAWeightAveraging(decay=0.5)  # its model is the one at the end
+        averaged = run(str(tmp_path), callbacks=[average], max_steps=7, **quiet)["end"]
+        assert alike(averaged)
     assert own["model"] == "Module"
 
 
@@ -307,6 +312,8 @@ def test_saves_at_one_boundary_before_a_requeue(rank: int, tmp_path: Path) -> No
 
 
 def mistakes(rank: int, workers: int, folder: str) -> list[str]:
+    from lightning.pytorch.callbacks import StochasticWeightAveraging
+
     from core.integrations.lightning import CO2Strategy
 
     class Wrapped(nn.Module):
@@ -314,11 +321,11 @@ def mistakes(rank: int, workers: int, folder: str) -> list[str]:
             super().__init__()
             self.inner, self.first = nn.DataParallel(nn.Linear(6, 3)), nn.Linear(1, 1)
 
-    every = ({"sync_batchnorm": True}, {"net": Wrapped()})
+    every = ({"sync_batchnorm": True}, {"net": Wrapped()}, {"callbacks": [StochasticWeightAveraging(0.1)]})
     assert CO2Strategy().co2 is None
     return plain.said_of(every, lambda **changes: run(folder, limit_val_batches=0, **changes))
 
 
 def test_mistakes_get_one_line(ranks: Ranks, tmp_path: Path) -> None:
     (said,) = ranks(mistakes, 1, str(tmp_path))
-    plain.assert_lines(said, "CO2Strategy", "is SyncBatchNorm", "in DataParallel")
+    plain.assert_lines(said, "CO2Strategy", "is SyncBatchNorm", "in DataParallel", "use WeightAveraging")

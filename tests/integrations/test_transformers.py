@@ -75,7 +75,15 @@ def arguments(folder: str, changes: dict[str, Any]) -> Any:
     return TrainingArguments(**(settings | changes))
 
 
-def run(folder: str, config: CO2Config | None = PAPER, *, resume: Any = None, watch: Any = None, **changes: Any) -> Any:
+def run(
+    folder: str,
+    config: CO2Config | None = PAPER,
+    *,
+    resume: Any = None,
+    watch: Any = None,
+    trial: Any = None,
+    **changes: Any,
+) -> Any:
     """Trains; a dictionary of what is looked at."""
     from transformers import Trainer
 
@@ -95,7 +103,7 @@ def run(folder: str, config: CO2Config | None = PAPER, *, resume: Any = None, wa
     callback = CO2Callback(trainer, config)
     trainer.add_callback(callback)
     trainer.add_callback(seen := watcher(trainer, callback, watch))
-    trainer.train(resume_from_checkpoint=resume)
+    trainer.train(resume_from_checkpoint=resume, trial=trial)
     assert callback.co2 is None
     state = trainer.state
     looked_at = {"end": plain.everything(model), "log": state.log_history, "best": state.best_model_checkpoint}
@@ -279,6 +287,8 @@ def mistakes(rank: int, workers: int, folder: str) -> list[str]:
         {"include_num_input_tokens_seen": "all"},
         {"auto_find_batch_size": True},
         {"enable_jit_checkpoint": True},
+        {"optim": "schedule_free_adamw"},
+        {"trial": {"learning_rate": 0.1}},
         {"model": nn.Sequential(ForTrainer(), data)},
         {"model": nn.Sequential(ForTrainer(), nn.SyncBatchNorm(3))},
         {"resume": f"{folder}/plain/checkpoint-2"},
@@ -290,7 +300,7 @@ def test_alone_and_mistakes_get_one_line(ranks: Ranks, tmp_path: Path) -> None:
     said, others = ranks(mistakes, 2, str(tmp_path))
     assert said == others
     told = ("include_num_input_tokens_seen='all' makes all workers wait", "auto_find_batch_size=True lets")
-    told += ("enable_jit_checkpoint=True saves", "the model is in DataParallel", "SyncBatchNorm")
-    told += ("load only the weights",)
+    told += ("enable_jit_checkpoint=True saves", "optim='schedule_free_adamw' keeps", "hyperparameter_search with 2")
+    told += ("the model is in DataParallel", "SyncBatchNorm", "load only the weights")
     plain.assert_lines(said, "CO2Callback", *told)
     ranks(alone, 1, str(tmp_path))
