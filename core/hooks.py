@@ -281,7 +281,7 @@ def forget(optimizer: torch.optim.Optimizer) -> Callable[[Tensor], None]:
 
     An Adam then starts anew: its NaN moments would spoil the next rounds, too. This suits optimizers whose state begins
     at zero, as torch's do (Adagrad's may begin above). A count of steps in host memory, which Adam has on a GPU unless
-    it is fused or capturable, is reset a few steps later, when the host knows. The moments then start once more,
+    it is fused or capturable, is reset a few steps later, when the host has the flag. The moments then start once more,
     because without the bias correction of the first steps, steps would be up to six times as large.
     """
     inner = getattr(optimizer, "optim", optimizer)  # ZeRO-1's local optimizer
@@ -309,7 +309,7 @@ def forget(optimizer: torch.optim.Optimizer) -> Callable[[Tensor], None]:
 
 
 def _reaches(flag: Tensor, v: Tensor) -> bool:
-    """Whether `wipe` can change v where this flag is, before the host knows it."""
+    """Whether `wipe` can change v without the flag's value on the host."""
     return v.device == flag.device or not read_blocks(flag)
 
 

@@ -61,7 +61,7 @@ def test_unequal_workers_are_refused_with_the_rank_named(rank: int):
     assert all("rank 2" in text and "rank 1" not in text for text in messages.values())
     assert "(4,)" in messages["shape"] and "(5,)" in messages["shape"]
     assert "2 tensors, against 1" in messages["count"]
-    assert "'tau': 2" in messages["tau"] and "'tau': 3" in messages["tau"]
+    assert "tau=2" in messages["tau"] and "tau=3" in messages["tau"]
     assert "0.5" in messages["outer_lr"]
     assert "tau=2" in messages["local tau"] and "tau=3" in messages["local tau"]
 
