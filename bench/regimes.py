@@ -12,6 +12,7 @@ prints a table. No time is measured.
 """
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -214,6 +215,7 @@ def read(path: Path = RESULTS / "regimes.jsonl") -> list[Rows]:
     return [Rows(path), *(Rows(RESULTS / name) for name in OTHERS)]
 
 
+@functools.cache
 def cells(*, momentum: bool = False) -> list[Cell]:
     """The cells of the tasks whose runs all have rows, by r."""
     found, rows = [], read()

@@ -57,11 +57,6 @@ def load(name: str) -> Any:
     return rows
 
 
-def load_part(file: str, part: str, old_file: str, old_part: str) -> list[Row]:
-    """Returns the rows of a command's part. If it has not run yet, the rows of the older command that it replaces."""
-    return load(file)[part] if part in load(file) else load(old_file)[old_part]
-
-
 def select(rows: Iterable[Row], **same: Any) -> list[Row]:
     """Returns the rows with these values."""
     return [row for row in rows if all(row[key] == value for key, value in same.items())]
@@ -110,14 +105,17 @@ def reached(runs: Sequence[Row]) -> list[float]:
 TUNED = "co2_recommended:tau=12,compression=int4,delay=auto", "local:share=0.1,compression=int4"  # on digits
 
 
+TASK_NAMES = {"vision": "digits", "cifar10": "CIFAR-10", "language": "text"}
+
+
 def paired(task: str, rate: float) -> Row:
     """The paired series of a task and link. Digits' first links are in one file."""
-    digits = "time_to_loss" if rate in (10, 40) else f"digits_{rate:g}"
-    return load(f"paired/{digits if task == 'vision' else f'text_{rate:g}'}.json")
+    name = TASK_NAMES[task].lower().replace("-", "")
+    return load(f"paired/{'time_to_loss' if task == 'vision' and rate in (10, 40) else f'{name}_{rate:g}'}.json")
 
 
 def tuned(task: str, rate: float) -> tuple[str, str]:
-    """CO2 and Local-SGD as tuned. On text each link has its own."""
+    """CO2 and Local-SGD as tuned. On text and CIFAR-10 each link has its own."""
     if task == "vision":
         return TUNED
     methods = paired(task, rate)["options"]["methods"]
@@ -141,18 +139,17 @@ def series(task: str, rate: float, *, late: bool = False) -> dict[str, tuple[str
         "CO2, recommended (int4)": ("", select(runs, method="co2_auto")),
         "CO2, tau tuned, int4": ("", select(runs, method=tuned(task, rate)[0])),
         "best other, int4": (METHOD_NAMES[best.partition(":")[0]].partition(" (")[0], others.get(best, [])),
-        "DDP, int4": ("", select(runs, method="ddp:compression=int4")),
+        "DDP, int4": ("", [run for run in runs if run["method"].startswith("ddp:compression=int4")]),
         "DDP, float32": ("", select(runs, method="ddp")),
     }
 
 
-SHOWN = (("vision", 10), ("vision", 40), ("language", 40), ("language", 200))  # in README
+SHOWN = (("vision", 10), ("cifar10", 10), ("cifar10", 40), ("language", 40), ("language", 200))  # in README
 
 
 def readme_seconds() -> Table:
     """README's table, with a row for each method and a column for each task and link rate."""
-    names = {"vision": "digits", "language": "text"}
-    table: Table = [("seconds to a loss", *(f"{names[task]}, {rate} Mbit/s" for task, rate in SHOWN))]
+    table: Table = [("seconds to a loss", *(f"{TASK_NAMES[task]}, {rate} Mbit/s" for task, rate in SHOWN))]
     columns = [series(*place) for place in SHOWN]
     for what in columns[0]:
         cells = ((*column[what], seconds_cell(column[what][1]) if column[what][1] else "") for column in columns)
@@ -212,13 +209,18 @@ def tuned_rows(task: str) -> dict[str, Callable[[float], str]]:
     return {
         "CO2, tau tuned, int4, on arrival": lambda rate: tuned(task, rate)[0],
         "Local-SGD (blocking), tau tuned, int4": lambda rate: tuned(task, rate)[1],
-        "DDP, int4": lambda rate: "ddp:compression=int4",
+        "DDP, int4": lambda rate: next(m for m in paired(task, rate)["options"]["methods"] if m.startswith("ddp:")),
     }
 
 
 def paired_text() -> Table:
     """Text: the same, with a tuned tau for each link."""
     return ratios("language", (10.0, 40.0, 200.0), tuned_rows("language"))
+
+
+def paired_cifar10() -> Table:
+    """CIFAR-10: the same."""
+    return ratios("cifar10", (10.0, 40.0), tuned_rows("cifar10"))
 
 
 def model_check() -> Table:
@@ -589,7 +591,7 @@ def zo_memory() -> Table:
     """The memory in which each method trains a 12-layer GPT-2, and the loss that it reaches with a 6-layer GPT-2."""
     titles = ("method", "memory, 12 layers", "CPU seconds a step", "held-out loss, 6 layers", "next token right")
     table: Table = [titles]
-    for memory in load_part("zeroth.json", "limit", "zeroth_limit.json", "memory"):
+    for memory in load("zeroth_limit.json")["memory"]:
         if memory["shape"][0] == 12:
             rows = [row for row in select(load("zeroth_limit.json")["rows"], way=memory["way"])]
             rows = [row for row in rows if row["seed"] != TUNING_SEED]
@@ -605,7 +607,7 @@ def lengths() -> Table:
     ways = {"counts": "equal counts", "tokens": "equal tokens", "cut packing": "cut packing"}
     ways |= {"round": "equal work over a round (ours)"}
     table: Table = [("documents", *ways.values())]
-    for row in select(load_part("lengths.json", "waits", "lengths.json", "rows"), tau=24, width=768, workers=16):
+    for row in select(load("lengths.json")["rows"], tau=24, width=768, workers=16):
         means = {way: [of[way] for of in row["mean"] if way in of] for way in ways}
         shares = (f"{100 * statistics.fmean(found):.2f} %" if found else "" for found in means.values())
         what = f"{row['documents']}, at most {row['positions']:,} tokens"
@@ -615,7 +617,7 @@ def lengths() -> Table:
 
 def rings() -> Table:
     """Seconds of a layer by other ways to split documents over a group of ranks, as multiples of our plan's seconds."""
-    rows = load_part("lengths.json", "rings", "lengths_rings.json", "rows")
+    rows = load("lengths_rings.json")["rows"]
     ways = {"even": "even context parallelism", "grouped": "groups (FlexSP)", "whole": "whole documents"}
     ways |= {"cut": "cut packing", "thresholds": "thresholds (Zeppelin)"}
     ways = {way: name for way, name in ways.items() if way in rows[0]["seconds"]}
@@ -758,6 +760,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     **{make.__name__: make for make in (*MADE, hidden_diloco, muon, mesh_momentum, faults, stand_ins, tau_and_clip)},
     "paired_seconds": paired_seconds,
     "paired_text": paired_text,
+    "paired_cifar10": paired_cifar10,
     "regimes": regime_map,
     "model_check": model_check,
 }

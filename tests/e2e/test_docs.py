@@ -211,6 +211,7 @@ def test_a_page_opens_with_one_sentence_and_then_a_picture_or_a_table(page: Path
     assert shown.startswith(("![", "|", "<!-- table: ")), shown
 
 
+@pytest.mark.slow
 def test_one_command_draws_every_picture(tmp_path: Path):
     pictures.main(tmp_path)
     drawn = {path.name for path in tmp_path.iterdir()}

@@ -208,7 +208,10 @@ def test_its_command_line_trains_its_recipe_on_all_gpus(script: str, tmp_path: P
     assert str(recipe.out) == f"runs/{cluster}/{of}{name}-{method}-tau{recipe.co2.tau}-1nodes-seed0"
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+SLOW = (pytest.param(script, marks=pytest.mark.slow) for script in SCRIPTS if "3090" in script)
+
+
+@pytest.mark.parametrize("script", [*(script for script in SCRIPTS if "a100" in script), *SLOW])
 def test_each_recipe_that_it_names_gets_a_batch_that_its_gpus_divide(script: str, tmp_path: Path):
     recipes, cluster = recipes_of(script), Path(script).stem.split("_")[1]
     gpus = reproduce.NODES[cluster] * GPUS
