@@ -135,7 +135,7 @@ def regime_map() -> Figure:
         for a, ratios in ((left, [each.faster for each in of]), (right, [each.than_ddp for each in of])):
             a.vlines(x, [low for _, low, _ in ratios], [high for *_, high in ratios], color=color)
             a.plot(x, [ratio for ratio, *_ in ratios], "os^"[place] + "-", color=color, ms=5, label=task)
-    for a, title in ((left, "Local-SGD over hidden"), (right, "DDP over hidden")):
+    for a, title in ((left, "Local-SGD over hidden"), (right, "DDP that overlaps over hidden")):
         a.axhline(1, color="black", lw=0.8)
         a.set(xscale="log", xlabel="r: float32 all-reduce / local step")
         a.set_title(title, loc="left", weight="bold")

@@ -12,6 +12,7 @@ from bench.regimes import (
     INT4,
     LOCAL,
     MOMENTUM,
+    PLAIN_DDP,
     Run,
     at_seconds,
     cell,
@@ -28,7 +29,12 @@ def loss(found: Run, seed: int, steps: int) -> float | None:
     """Falls as steps^-0.5. A tau of 6 costs nothing, others 2 %, and a step of delay 1 % each. tau 48 diverges."""
     if found.tau == 48:
         return None
-    return (2 + seed / 100) * (steps / 2000) ** -0.5 * (1.02 if found.tau != 6 else 1.0) * 1.01**found.delay
+    return (
+        (2 + seed / 100)
+        * (steps / 2000) ** -0.5
+        * (1.02 if found.tau != 6 else 1.0)
+        * 1.01 ** (0 if found in (DDP, PLAIN_DDP) else found.delay)
+    )
 
 
 def test_the_seconds_of_a_step():
@@ -38,6 +44,7 @@ def test_the_seconds_of_a_step():
     assert hidden(8, 4).step_seconds(r) == hidden(24, 8).step_seconds(r) == 1
     assert hidden(2, 2).step_seconds(r) == 2, "the all-reduce outlasts the round"
     assert DDP.step_seconds(r) == pytest.approx(1 + 4 - 2 / 3) and DDP.step_seconds(1.0) == 1
+    assert PLAIN_DDP.step_seconds(r) == pytest.approx(1 + 4)
     assert Run(LOCAL, 8).exposed_share(r) == pytest.approx(1 / 3)
 
 
@@ -62,6 +69,7 @@ def test_the_best_of_both_kinds_are_compared_on_other_seeds():
     expected = (1 + 2 / 384) * 1.02**2 / 1.01**4
     assert found.faster == pytest.approx([expected] * 3) and found.losses == pytest.approx([expected**-0.5] * 3)
     assert found.than_ddp == pytest.approx([(1 + 2 - 2 / 3) * 1.02**2 / 1.01**4] * 3)
+    assert found.than_plain_ddp == pytest.approx([3 * 1.02**2 / 1.01**4] * 3)
     assert line(found)[1:4] == ("tau 384", "1%", "tau 6, 2 steps late") and line(found)[-1] == "-0.2 %"
 
 
