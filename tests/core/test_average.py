@@ -3,6 +3,7 @@
 import copy
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -195,6 +196,7 @@ def ends(rank: int, world_size: int, kinds: list[str], seeds: int) -> dict[str, 
             model, other = net(seed), net(seed)
             trained = KINDS[kind](model)
             config = CO2Config.recommended(world_size, STEPS, tau=3)
+            config = replace(config, delay=1, compression=CompressionConfig("int4"))  # no times decide
             co2 = CO2(model.parameters(), config, average=trained.average)
             train(model, trained, rank, seed, co2.step)
             co2.finish()
