@@ -504,7 +504,7 @@ class UsageChecks:
         numbers = [i for i in (self._number.get(id(p), -1) for p in params) if i in self._unchecked]
         written = [i for i in numbers if self._unchecked.pop(i) != _writes(self._params[i])]
         m = self.method
-        if moved := next((i for i in written if self._params[i].device != self._devices[i]), None) is not None:
+        if (moved := next((i for i in written if self._params[i].device != self._devices[i]), None)) is not None:
             raise UserError(
                 f"a parameter moved from {self._devices[moved]} to {self._params[moved].device} after {m._name} was "
                 "made: call model.to(device) before"

@@ -361,7 +361,7 @@ def test_a_model_that_moves_to_another_device_is_refused():
     model = net(0)
     co2 = CO2(model.parameters(), PAPERS)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    co2._usage._devices = [torch.device("cuda:0")] * len(co2._usage._devices)  # as if it had been there
+    co2._usage._devices[-1] = torch.device("cuda:0")  # as if the last one had been there
     for p in model.parameters():
         p.data = p.data.clone()
     said = refusal(optimizer.step)
