@@ -237,7 +237,8 @@ def dry_run(recipe: R, build_model: Callable[[R], nn.Module], work: Work | None 
     """
     workers = world_size()
     share = check_start(recipe, workers if "WORLD_SIZE" in os.environ else None)
-    make_link(recipe.link_mbit, pick_device(recipe.device))
+    if recipe.link_mbit is not None:  # else a login node without the recipe's GPUs will do
+        make_link(recipe.link_mbit, pick_device(recipe.device))
     with torch.device("meta"):
         model = build_model(recipe)
     check_batch_norm(recipe, model, workers)
