@@ -167,7 +167,7 @@ def test_numbers_outside_an_options_range_are_refused(option: str):
 def test_a_train_scripts_dry_run_estimates_the_memory(task: str, name: str, monkeypatch, capsys):
     for key, value in {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}.items():
         monkeypatch.setenv(key, value)
-    monkeypatch.setattr(sys, "argv", ["train", name, "--dry_run"])
+    monkeypatch.setattr(sys, "argv", ["train", name, "--dry_run", "--device", "cuda"])  # as on a login node
     importlib.import_module(f"{task}.train").main()
     printed = capsys.readouterr().out
     assert f'"name": "{name}"' in printed and " 4 workers of " in printed and "activations" in printed

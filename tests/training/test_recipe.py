@@ -142,7 +142,7 @@ def test_the_recommended_settings_are_another_recipes_when_asked_for_alone():
     ("options", "said"),
     [
         (["--zero", "1"], "zero=1 with 1 worker per node has nothing to shard"),
-        (["--device", "cuda"], "device=cuda: torch sees no CUDA device here"),
+        (["--device", "cuda", "--link_mbit", "50"], "device=cuda: torch sees no CUDA device here"),
     ],
 )
 def test_a_dry_run_refuses_what_a_run_would(options: list[str], said: str, monkeypatch: pytest.MonkeyPatch):
