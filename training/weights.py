@@ -236,5 +236,5 @@ def load_weights(
     if differs := unlike(theirs, mine):
         raise UserError(f"{option}={path} is of another model: {differs}; start with the settings of its model")
     if random and rank() == 0:
-        print(f"{option}: of other sizes, so random: {', '.join(random)}", file=sys.stderr, flush=True)
+        print(f"{option}: random, because their sizes differ: {', '.join(random)}", file=sys.stderr, flush=True)
     model.load_state_dict(with_versions(theirs, mine))

@@ -83,7 +83,7 @@ def test_a_tuned_classifier_has_new_classes(tmp_path: Path, capfd: pytest.Captur
     torch.save({"state_dict": weights}, tmp_path / "other.pth")
     model = make_model(replace(digits_small(), model="test_resnet"))
     load_weights(model, tmp_path / "other.pth", heads=classifier_names(model))
-    assert "so random: fc.weight, fc.bias" in capfd.readouterr().err
+    assert "random, because their sizes differ: fc.weight, fc.bias" in capfd.readouterr().err
     first = next(iter(other.state_dict()))
     assert torch.equal(model.state_dict()[first], other.state_dict()[first])
     with refused("is of another model"):
