@@ -18,7 +18,6 @@ from .methods import SlowMo as SlowMo
 from .methods import SlowMoConfig as SlowMoConfig
 from .methods import make_method as make_method
 from .placement import node_mesh as node_mesh
-from .sharded import ShardedCO2 as ShardedCO2
 from .stats import RoundStats as RoundStats
 
 __version__ = "0.1.0"

@@ -8,6 +8,7 @@ import itertools
 import sys
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -78,6 +79,21 @@ class Bucket:
     def flatten(self, flat: Tensor) -> None:
         """Copies the live parameters into flat, [numel]."""
         copy(views(flat, self.params), self.params)
+
+
+@dataclass
+class Part:
+    """The part of a bucket that a reducer reads and writes.
+
+    The payload is rounded. The values and the scalars are exact. `params` have the payload's elements, in its order.
+    """
+
+    flat: Tensor
+    numel: int
+    payload: Tensor
+    values: Tensor
+    scalars: Tensor
+    params: Sequence[Tensor] = ()
 
 
 def make_buckets(
@@ -375,6 +391,33 @@ def group_pieces(params: Sequence[Tensor], limit: int) -> Iterator[list[Tensor]]
         filled += piece.numel()
     if group:
         yield group
+
+
+def elements(params: Sequence[Tensor], start: int, stop: int) -> list[Tensor]:
+    """Returns views of the elements start to stop of the parameters, which follow each other in row-major order."""
+    found, at = [], 0
+    for p in params:
+        first, last = max(start - at, 0), min(stop - at, p.numel())
+        found += _elements(p.detach(), first, last) if first < last else []
+        at += p.numel()
+    return found
+
+
+def _elements(p: Tensor, first: int, last: int) -> list[Tensor]:
+    """Returns views of the elements first to last of one tensor, which may not be contiguous."""
+    if first == 0 and last == p.numel():
+        return [p]
+    if p.is_contiguous():
+        return [p.view(-1)[first:last]]
+    if p.ndim == 1:
+        return [p[first:last]]
+    n = p[0].numel()
+    a, b = -(-first // n), last // n  # rows a to b are whole
+    if b < a:
+        return _elements(p[b], first - b * n, last - b * n)
+    found = _elements(p[a - 1], first - (a - 1) * n, n) if first < a * n else []
+    found += [p[a:b]] if a < b else []
+    return found + (_elements(p[b], 0, last - b * n) if b * n < last else [])
 
 
 def _pieces(p: Tensor, limit: int) -> Iterator[Tensor]:

@@ -18,6 +18,7 @@ from .extra import ExtraAverage, Given
 from .hooks import ConsensusDistance, Hook, MasterWeightSync, OutlierFilter, ReplicaChecksum
 from .local_update import SyncSchedule
 from .placement import check_names
+from .shares import ScatterReducer
 from .tau import AdaptiveTau, TauHook, TauTuner
 from .testing.link import Link, allreduce_over
 from .usage import UsageChecks, refuse_shards
@@ -54,6 +55,7 @@ def build_args(
     *,
     overlap: bool = True,
     with_times: bool = True,
+    owned: bool = False,
     allreduce: Callable[..., AsyncAllReduce] | None = None,
 ) -> dict[str, Any]:
     """Returns LocalUpdateMethod's keyword arguments for a method with these settings.
@@ -64,6 +66,7 @@ def build_args(
         schedule: See CO2.
         overlap: Whether local steps run during an all-reduce.
         with_times: Whether workers may exchange their times, which needs a place per worker among the scalars.
+        owned: Whether each worker gets only the part of an average that it owns.
         allreduce: Makes the AsyncAllReduce, if it is not that class.
     """
     if unknown := args.keys() - CommonArgs.__annotations__:
@@ -88,7 +91,7 @@ def build_args(
         "buffers": args.get("buffers", ()),
         # with delay 0 the worker waits at once
         "allreduce": functools.partial(make, overlap=overlap and c.delay != 0, failures=failure, **of_group),
-        "reducer": _reducer(c.compression, tau_hook),
+        "reducer": _reducer(c.compression, tau_hook, owned),
         "hooks": [hook for hook in hooks if hook is not None],
         "usage": UsageChecks(masters),
         "average": None if extra is None or (isinstance(extra, list | tuple) and not extra) else ExtraAverage(extra),
@@ -108,9 +111,11 @@ def tau_hook_for(c: CO2Config, workers: int) -> TauHook | None:
 
 
 def _reducer(
-    compression: CompressionConfig, tau_hook: TauHook | None
+    compression: CompressionConfig, tau_hook: TauHook | None, owned: bool
 ) -> Callable[[Sequence[Bucket], Scalars, AsyncAllReduce], Reducer]:
     """Returns the function that makes the Reducer."""
+    if owned:
+        return lambda parts, scalars, allreduce: ScatterReducer(parts, allreduce.world_size)
     if compression.format == "float32":
         return all_reduce
     if compression.format == "auto":

@@ -51,32 +51,58 @@ worker started from finish() is the last (is_last). If no worker had taken a ste
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+import functools
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any, Unpack
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from . import outer
-from .buckets import tensors_of, views
+from .buckets import Bucket, Part, is_dtensor, local_shard, tensors_of, unique, views
 from .build import CommonArgs, build_args
-from .config import CO2Config, Schedule, named_rule, scheduled
+from .checkpoint import all_finite
+from .comm import Stage
+from .config import CO2Config, Schedule, check_share, named_rule, scheduled
+from .errors import UserError
 from .local_update import LocalUpdateMethod, ReduceResult
-from .usage import refuse_shards
+from .placement import Holders, Node, groups_of
+from .shares import Share
+from .stats import defer
+from .usage import refuse_fsdp, refuse_shards
 
 
 class CO2(LocalUpdateMethod):
     """Hides the all-reduce of data-parallel training behind tau local steps.
 
     With merge "restart", delay "boundary" and a fixed tau, the parameters of every worker equal x_{n,0} bit for bit
-    after n * tau calls of step(). If workers synchronize gradients in every step inside a node, or hold shards of one
-    model, use ShardedCO2.
+    after n * tau calls of step().
+
+    With a mesh, a worker is a node of several ranks, and CO2 runs between the nodes:
+
+        mesh = node_mesh("cuda", 8)  # nodes of eight consecutive ranks
+        ddp_model = DistributedDataParallel(model, process_group=mesh.get_group("shard"))  # call this in the loop
+        co2 = CO2(model.parameters(), config, mesh=mesh, buffers=model.buffers())
+
+    Keep this order, because DistributedDataParallel writes the parameters when it is made. The ranks of a node hold
+    equal parameters, because they synchronize gradients in every step (DistributedDataParallel, ZeRO-1). Or they hold
+    shards of one model as DTensors (ZeRO-2 and 3, tensor parallelism). Plain tensors among the DTensors must be equal,
+    and every round makes them equal again. shares.py says what a rank of a node holds and does.
 
     Args:
         params: model.parameters() or any list of tensors on this worker's device. Every worker must pass the same
             shapes.
         config: The settings of the method.
+        mesh: [nodes, ranks of a node], as node_mesh makes it. None means that every process is a worker.
+        shards: True: plain tensors are this rank's own part of the model, such as a pipeline stage. Or, for each
+            parameter, the ranks that hold it (placement.Holders). Buffers are then averaged over the nodes only.
+        shard: Whether each worker keeps only a part of the outer state, which costs an all-gather of x in each round.
+        offload: Whether outer state and all-reduce are in pinned host memory. The GPU then holds no copy of the
+            parameters.
         schedule: From a round's number, counted from 0, to the settings that differ from config in that round. Allowed
             keys: tau, outer_lr, outer_momentum, clip. It must be the same on all workers, which every round checks.
         **args: See CommonArgs.
@@ -91,22 +117,67 @@ class CO2(LocalUpdateMethod):
         params: Iterable[Tensor],
         config: CO2Config | None = None,
         *,
+        mesh: DeviceMesh | None = None,
+        shards: bool | Holders = False,
+        shard: bool = False,
+        offload: bool = False,
         schedule: Schedule | None = None,
         **args: Unpack[CommonArgs],
     ):
-        c, params = named_rule(config), tensors_of(params, "parameters")
-        refuse_shards(params, args.get("group"))
-        c.compression.check(params, args.get("group"))
-        self._build(params, c, schedule, **build_args(c, args, schedule))
+        c, params = named_rule(config), unique(tensors_of(params, "parameters"))
+        args["group"], inner = groups_of(mesh, args.get("group"))
+        split = any(map(is_dtensor, params)) or shards is not False
+        if inner is not None and dist.get_world_size(inner) == 1 and not split:
+            inner = None  # a node of one rank is a worker that holds the whole model
+        if inner is None and not (shard or offload or shards):
+            refuse_shards(params, args.get("group"))
+            c.compression.check(params, args.get("group"))
+            return self._build(params, c, schedule, **build_args(c, args, schedule))
+        if not params:
+            raise UserError("no parameter is given: nothing to train; each pipeline stage needs one")
+        refuse_fsdp(params, args.get("group"))
+        check_share(c, shard=shard)
+        built, timeout = build_args(c, args, schedule, owned=shard), args.get("timeout", 600.0)
+        buffers = built["buffers"] = unique(tensors_of(built["buffers"], "buffers"))
+        device, backend = (torch.device("cpu"), "gloo") if offload else (params[0].device, None)
+        if not offload:
+            c.compression.check([local_shard(p) for p in params], args.get("group"))
+        else:
+            built["allreduce"] = functools.partial(built["allreduce"], backend="gloo")
+        node = Node(params, buffers, inner, shards, timeout=timeout, device=device, backend=backend)
+        node.agree((self._name, asdict(c), shards is not False, shard, offload))
+        # the ranks of a node are excluded together
+        self._worker_label = "rank" if inner is None else "the node of rank"
+        self._in_background = True
+        self._build(params, c, schedule, Share(node, shard=shard, offload=offload), node=node, **built)
+        share = self._share
+        assert share is not None
+        share.attach(self, timeout, inner)
+        self._x, self._m = share.x, share.m
+        self._replicated_state = [] if shard else share.x
+        self._allreduce.timed_groups += [node.group] if node.group is not None else []
+        self._start_from_params()
+        super()._rehearse()
+        self._start_from_params()
+        share.stats = {}
 
-    def _build(self, params: Iterable[Tensor], c: CO2Config, schedule: Schedule | None, **built: Any) -> None:
+    def _build(
+        self,
+        params: Iterable[Tensor],
+        c: CO2Config,
+        schedule: Schedule | None,
+        share: Share | None = None,
+        **built: Any,
+    ) -> None:
         """The rest of the constructor, which elastic_co2 calls with other arguments."""
-        self._given, self._schedule = c, schedule  # self.config: what holds in the current round
+        self._given, self._schedule, self._share = c, schedule, share  # self.config: what holds in the current round
         self.config = c = scheduled(c, schedule, 0)
         c.check_stable()
         super().__init__(params, **built)
         self._starts_near_anchor = c.merge != "restart"
         self._in_paper_order = c.merge != "keep_local" and c.is_a_round_late
+        if share is not None:
+            return
         # x_{t,0} and m_t, one flat tensor per bucket, float32 for 16-bit parameters. Checksums compare x between the
         # workers (replicated state), and rounds begin there (anchor).
         self._x = self._replicated_state = self._anchor_params = self._state.new("outer_iterate", of_params=True)
@@ -133,15 +204,24 @@ class CO2(LocalUpdateMethod):
         # An average that has not arrived during the round is merged first.
         if not self._in_paper_order and self._allreduce.in_flight and self._merge(finished=finished).is_last:
             return True
-        if finished and not self._local_steps:
-            # The parameters may differ from x because of interpolate. That is no progress, so it must not be sent.
+        if self._share is not None and (reason := self._share.check()):
+            raise self._allreduce._failure(reason, "the comparison of a node's parameters")
+        # The parameters may differ from x because of interpolate. That is no progress, so it must not be sent.
+        idle = finished and not self._local_steps
+        if idle and self._share is None:
             self._restart()
         if self._in_paper_order:
             return self._close_in_paper_order(finished=finished)
-        for outer_step in self._outer_steps:
-            outer_step.take()  # writes step 3's difference to the payload, and the snapshot
+        self._take(idle=idle)  # writes step 3's difference to the payload, and the snapshot
         self._start_allreduce(finished=finished)  # step 3
         return self.config.delay == 0 and self._merge(finished=finished).is_last
+
+    def _take(self, *, idle: bool) -> None:
+        """Step 3 of the merge on arrival."""
+        if self._share is not None:
+            return self._share.take(idle=idle)
+        for outer_step in self._outer_steps:
+            outer_step.take()
 
     def _close_in_paper_order(self, *, finished: bool) -> bool:
         """Steps 2 4 5 6 7 3. In the first round no average has arrived, so x_{1,0} = x_{0,0}.
@@ -154,11 +234,26 @@ class CO2(LocalUpdateMethod):
             self._last_alpha = 0.0
             return True
         merge = "restart" if finished else self.config.merge
-        self._outer_step(merge, self.config.mix, arrived=result is not None)  # steps 4 to 7, and step 3's difference
+        if self._share is not None:  # steps 4 to 7 have run in the background
+            self._continue_from_share(self._share, result)
+        else:
+            self._outer_step(merge, self.config.mix, arrived=result is not None)  # 4 to 7, and step 3's difference
         if result and result.is_last:
             return True
         self._start_allreduce(finished=finished)  # step 3
         return False
+
+    def _continue_from_share(self, share: Share, result: ReduceResult | None) -> None:
+        """Step 3 of a node, whose steps 4 to 7 have run in the background. Reports an exclusion."""
+        excluded = share.excluded() & ~self._spoilt & (result is not None)
+        self._clock.stats.__dict__.update(defer(share.stats))  # before the next launch, which reuses their memory
+        if result and result.is_last:
+            share.end()
+        else:
+            # the background judges the payload later, but the optimizer's state would affect the next round, too
+            self._spoilt.copy_(~all_finite(p for b in self._buckets for p in b.params))
+            share.take(idle=False)
+        self._report_excluded(self._spoilt | excluded)
 
     # -- merge on arrival --------------------------------------------------------------------------------------
 
@@ -172,8 +267,17 @@ class CO2(LocalUpdateMethod):
 
         In finish() no local step follows, and the parameters become x at the end. So interpolate mixes nothing there.
         """
-        c = self.config
+        c, share = self.config, self._share
         result = self._wait_allreduce(finished=finished)  # step 2
+        if share is not None:  # steps 4 to 7 have run in the background
+            share.drain()
+            self._clock.stats.__dict__.update(defer(share.stats))
+            self._report_excluded(share.excluded())
+            if result.is_last:
+                share.end()
+            elif not result.is_empty:
+                share.merge()
+            return result
         if not result.is_empty:
             self._outer_step(c.merge, 0.0 if finished else c.mix, takes_difference=False)  # 4 to 7
         if result.is_last:  # nothing is stale any more
@@ -252,7 +356,7 @@ class CO2(LocalUpdateMethod):
             stats.gap_mean, stats.gap_max, stats.clipped_share = gaps / self._numel, largest_gap, clipped / self._numel
 
     def _restart_from_anchor(self, where: Tensor | None = None) -> None:
-        if self.config.merge != "restart":  # with restart, the boundary itself does it
+        if self.config.merge != "restart" and self._share is None:  # with restart or in a node, a merge itself does it
             self._restart(where)
 
     def _restart(self, where: Tensor | None = None) -> None:
@@ -264,6 +368,70 @@ class CO2(LocalUpdateMethod):
         flats = zip(self._buckets, self._anchor_params, strict=True)
         pairs = (pair for b, flat in flats for pair in zip(b.params, views(flat, b.params), strict=True))
         return any(not torch.equal(p, x.to(p.dtype)) for p, x in pairs)  # one tensor at a time
+
+    # -- shares ------------------------------------------------------------------------------------------------
+
+    def _start_allreduce(self, *, finished: bool) -> None:
+        if self._share is not None and self.config.delay != 0:
+            self._begin_round(self.rounds + 1)  # the background takes the outer step with the settings of its merge
+        super()._start_allreduce(finished=finished)
+
+    def _stages(self) -> Iterator[Stage]:
+        return super()._stages() if self._share is None else self._share.stages()
+
+    def _make_buckets(self) -> list[Bucket]:
+        if self._share is None:
+            return super()._make_buckets()
+        return self._share.make_buckets(self._params, self._buffers, self._scalars.numel, self._allreduce.world_size)
+
+    def _sent_parts(self) -> Sequence[Bucket | Part]:
+        return super()._sent_parts() if self._share is None else self._share.sent_parts(self._buckets)
+
+    def _rehearse(self) -> None:
+        if self._share is None:  # a share's stages need the outer state, so the constructor calls it later
+            super()._rehearse()
+
+    def _has_arrived(self) -> bool:
+        arrived = super()._has_arrived()
+        return arrived if self._share is None else self._share.has_arrived(arrived)
+
+    def _fill_buffers(self) -> None:
+        with self._share.own_stream() if self._share is not None else contextlib.nullcontext():
+            super()._fill_buffers()
+
+    @property
+    def _device(self) -> torch.device:
+        offload = self._share is not None and self._share.offload
+        return torch.device("cpu") if offload else super()._device
+
+    def _start_from_params(self) -> None:
+        super()._start_from_params()
+        if self._share is not None:
+            self._share.start_from_params()
+
+    def resync(self) -> None:
+        """See LocalUpdateMethod."""
+        if self._share is not None:
+            self._allreduce.restore(self.rounds, in_flight=False)  # the background uses the same group
+            self._node.agree(("resync",))
+        super().resync()
+
+    def _load_local_state(self, state: dict[str, Any]) -> None:
+        if self._share is not None:
+            self._allreduce.drain()
+            self._share.drain()
+        super()._load_local_state(state)
+
+    def close(self) -> None:
+        """Leaves the process groups. Call finish() first."""
+        super().close()
+        if self._share is not None:
+            self._share.close()
+
+    def leave(self) -> None:
+        """See LocalUpdateMethod."""
+        super().leave()  # leaves the node's group, too
+        self._node.group = None
 
     # -- settings ----------------------------------------------------------------------------------------------
 

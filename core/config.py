@@ -10,7 +10,6 @@ from typing import Any, ClassVar, Literal, TypeVar, get_args
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from . import outer
 from .buckets import Bucket, Scalars
@@ -271,7 +270,6 @@ class CO2Config:
         steps: int | None = None,
         *,
         tau: int | Literal["auto"] = "auto",
-        mesh: DeviceMesh | None = None,
     ) -> CO2Config:
         """Returns the settings that our measurements support in place of the paper's (results/loss.md).
 
@@ -282,21 +280,14 @@ class CO2Config:
         raised the mean loss of digits in short runs, and of text at tau 2.
 
         Args:
-            workers: Number of workers. No setting depends on it.
+            workers: Number of workers. On a mesh a worker is a node. No setting depends on it.
             steps: Local steps of the whole run, if known. With tau auto, the run then has at least twenty rounds.
             tau: Local steps per round. auto chooses from measured times.
-            mesh: [nodes, workers per node], for ShardedCO2. It supports only the paper's order, so only the outer
-                momentum differs from the paper's rule. It is 0.2, which had the lowest loss on average of two tasks.
         """
         for name, given in (("workers", workers), ("steps", 1 if steps is None else steps)):
             if not is_whole(given):
                 raise UserError(f"{name}={given!r}: give their number, 1 or more")
         tau_max = 192 if steps is None else min(192, max(1, steps // 20))  # at least twenty rounds
-        if mesh is not None:
-            from .placement import check_mesh
-
-            check_mesh(mesh)
-            return cls(tau=tau, tau_max=tau_max, outer_momentum=0.2)
         many_long_rounds = isinstance(tau, int) and tau >= 24 and steps is not None and steps >= 80 * tau
         momentum = 0.3 if many_long_rounds else 0.0
         late: dict[str, Any] = {"gap": "none", "merge": "keep_local", "delay": "auto", "outer_momentum": momentum}
@@ -332,6 +323,22 @@ def scheduled(c: CO2Config, schedule: Schedule | None, number: int) -> CO2Config
             "delay auto"
         )
     return changed
+
+
+def check_share(c: CO2Config, *, shard: bool) -> None:
+    """Raises UserError for settings that a rank with a share of the outer state cannot have.
+
+    Args:
+        c: The settings.
+        shard: Whether each worker owns only a part of the outer state.
+    """
+    require(c, c.merge != "interpolate", "merge", "no measurement supports it on nodes or with shard or offload: give "
+            "keep_local, whose snapshot is a share there")  # fmt: skip
+    if shard and c.compression.format == "lgreco":
+        raise UserError(
+            "compression.format='lgreco' with shard=True: no worker owns part of a low-rank or sparse average; give a "
+            "uniform format, or leave out shard"
+        )
 
 
 def named_rule(config: CO2Config | None) -> CO2Config:

@@ -81,8 +81,8 @@ class ExtraAverage:
                         "them, as average[name] = ... does, pass a function: average=lambda: list(average.values())",
                         stacklevel=2,
                     )
-            whole = [t for t in found if not (self.method._shards or is_dtensor(t))]
-            parts = [local_shard(t) for t in found if self.method._shards or is_dtensor(t)]
+            whole = [t for t in found if not (self.method._node.separate or is_dtensor(t))]
+            parts = [local_shard(t) for t in found if self.method._node.separate or is_dtensor(t)]
             for tensors, count in ((whole, self.method._total_world_size), (parts, allreduce.world_size)):
                 for wide in (torch.float32, torch.float64):
                     of_kind = [t for t in tensors if (t.dtype == torch.float64) == (wide == torch.float64)]
@@ -131,7 +131,7 @@ class ExtraAverage:
                 )
         numbers = [float(bool(problem)), float(not all(ready for ready, _, _ in reports))]
         states = torch.tensor(numbers, device=self.method._allreduce.device)
-        _wait(self.method._sum_parts(states))  # the results of the other workers of a node
+        _wait(self.method._node.sum([states]))  # the results of the other workers of a node
         failed, unequal = states.tolist()
         if failed:
             raise UserError(problem or "average: another worker of this node cannot average: see its message")
@@ -152,7 +152,7 @@ class ExtraAverage:
         weights.copy_(torch.tensor(finite, device="cpu"))
         _wait([sum_flats([flat], group)])
         if over_node:
-            _wait(self.method._sum_parts(flat))
+            _wait(self.method._node.sum([flat]))
         of_each = weights.tolist()
         for t, total, weight in zip(tensors, sums, of_each, strict=True):
             if weight:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from .buckets import (
     Bucket,
+    Part,
     Scalars,
     State,
     as_real,
@@ -45,6 +46,7 @@ from .comm import AsyncAllReduce, Reducer, Stage, all_reduce, send_first
 from .errors import UserError
 from .extra import ExtraAverage
 from .hooks import Hook, ReductionInfo, check_hooks, forget
+from .placement import Node
 from .stats import AsyncReadback, RoundClock, RoundStats
 from .usage import UsageChecks
 
@@ -158,7 +160,7 @@ class ReduceResult(NamedTuple):
 class LocalUpdateMethod(Loop, ABC):
     """Trains in rounds of local steps, with one all-reduce per round.
 
-    Each worker holds the whole model. A method whose workers hold parts of it overrides the properties below.
+    Each process holds the whole model, or is a rank of a node that holds it.
 
     Args:
         params: The model's parameters. All workers start from rank 0's. Frozen ones are broadcast once. Convert a model
@@ -172,6 +174,7 @@ class LocalUpdateMethod(Loop, ABC):
         hooks: Called in this order.
         usage: Warns of mistakes around the method.
         average: Averages extra tensors, such as an EMA model's, at finish() and sync_for_eval().
+        node: The ranks inside a node, which are one worker. None means that this process is one.
 
     Attributes:
         _trained: The parameters that require a gradient, DTensors as they are. `_params` and `_buffers` hold their
@@ -198,8 +201,7 @@ class LocalUpdateMethod(Loop, ABC):
     _sends_differences = False  # whether payloads are differences: zero if nothing has moved
     _starts_near_anchor = False  # whether rounds begin near _anchor_params, not exactly there
     _needs_global_norms = False  # whether the method needs norms of all parameters, which DTensors do not give
-    _shards = False  # whether processes with parts of one payload hold different parts of the model
-    _payload_is_deferred = False  # whether payloads are complete only in the background
+    _in_background = False  # whether payloads are judged, and the outer step is taken, in the background
     _on_step: Callable[[], None] | None = None  # called as step() begins; None after the first rounds
     _saved_at: tuple[int, int] | None = None  # rounds and local steps at which state_dict() was last called
     _numbers: Sequence[str] = ()  # attributes for checkpoints: plain numbers or 0-d tensors
@@ -211,16 +213,18 @@ class LocalUpdateMethod(Loop, ABC):
         sync_schedule: SyncSchedule,
         buffers: Iterable[Tensor] = (),
         allreduce: Callable[[torch.device], AsyncAllReduce] = AsyncAllReduce,
-        reducer: Callable[[Sequence[Bucket], Scalars, AsyncAllReduce], Reducer] = all_reduce,
+        reducer: Callable[[Sequence[Bucket | Part], Scalars, AsyncAllReduce], Reducer] = all_reduce,
         hooks: Sequence[Hook] = (),
         usage: UsageChecks | None = None,
         average: ExtraAverage | None = None,
+        node: Node | None = None,
     ):
+        self._node = node if node is not None else Node()
         self._sync_schedule, self._hooks = sync_schedule, list(hooks)
         check_hooks(self._hooks, OWN_SCALARS)
         given, others = unique(tensors_of(params, "parameters")), unique(tensors_of(buffers, "buffers"))
-        if self._needs_global_norms and any(map(is_dtensor, given)):
-            raise UserError("DTensors as parameters need ShardedCO2 with mesh=: their norms are of the whole model")
+        if self._needs_global_norms and any(map(is_dtensor, given)) and self._node.group is None:
+            raise UserError("DTensors as parameters need CO2 with mesh=: their norms are of the whole model")
         self._trained = [p for p in given if p.requires_grad]
         self._frozen = [p for p in given if not p.requires_grad]
         self._params = [local_shard(p) for p in self._trained]
@@ -241,7 +245,7 @@ class LocalUpdateMethod(Loop, ABC):
         self._scalars.attach(self._buckets[0].scalars)
         # 0-d views into the first bucket, so the all-reduce sums what is written to them
         self._finished, self._steps, self._weight = (self._scalars[name] for name in OWN_SCALARS)
-        self._reducer = reducer(self._buckets, self._scalars, self._allreduce)
+        self._reducer = reducer(self._sent_parts(), self._scalars, self._allreduce)
         self._scale: float | Tensor = self._reducer.scale
         self._state, self._replicated_state, self._anchor_params = State(self._buckets), list[Tensor](), list[Tensor]()
         # This worker's buffers at the boundary, because averages that arrive overwrite the live buffers.
@@ -258,8 +262,7 @@ class LocalUpdateMethod(Loop, ABC):
         self._has_finished = False  # whether the last all-reduce that arrived ended the training of all workers
         self._average, self._has_stepped = average, False
         self._broadcast_params()
-        if not self._payload_is_deferred:
-            self._rehearse()
+        self._rehearse()
         if average is not None:
             average.attach(self)
         for hook in self._hooks:
@@ -418,6 +421,14 @@ class LocalUpdateMethod(Loop, ABC):
     def _make_buckets(self) -> list[Bucket]:
         return make_buckets(self._params, self._buffers, self._scalars.numel)
 
+    def _sent_parts(self) -> Sequence[Bucket | Part]:
+        """What this process sends to the other workers: all buckets, or its part of each."""
+        return self._buckets
+
+    def _has_arrived(self) -> bool:
+        """Whether the average in flight can be merged now, on all ranks of a node alike. Never blocks for long."""
+        return self._allreduce.arrived()
+
     @property
     def _device(self) -> torch.device:
         """Where the flat tensors are."""
@@ -425,23 +436,20 @@ class LocalUpdateMethod(Loop, ABC):
 
     @property
     def _total_world_size(self) -> int:
-        """The number of processes over which scalars are summed."""
-        return self._allreduce.world_size
+        """The number of processes over which scalars are averaged."""
+        return self._allreduce.world_size * self._node.size
 
     @property
     def _is_log_rank(self) -> bool:
         """Whether this process prints what concerns all workers."""
-        return self._allreduce.rank == 0
+        return self._allreduce.rank == 0 and self._node.rank == 0
 
     @property
     def _checksum_round(self) -> int | None:
         """Index of this round's checksum comparison, or None if this rank does not take part. Ranks that hold the same
-        replicas compare them in the same rounds."""
-        return self.rounds
-
-    def _sum_parts(self, numbers: Tensor) -> Iterator[Stage]:
-        """Sums `numbers` over the processes that hold parts of one payload."""
-        yield from ()
+        replicas compare them in the same rounds. The ranks of a node take turns, because their shares differ."""
+        number, turn = divmod(self.rounds, self._node.size)
+        return number if turn == self._node.rank else None
 
     # -- a method calls these ----------------------------------------------------------------------------------
 

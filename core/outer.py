@@ -5,7 +5,7 @@ gap, Delta = x_{t-1,0} - mean_i x^i_{t-1,tau} the pseudo-gradient, which arrives
 
 `update` applies the formulas to a segment of the model and so defines what a boundary does. `OuterStep` runs it over a
 bucket. `FusedOuterStep` does the same in one pass over a CPU's memory, and outer_kernels.TritonOuterStep in one kernel
-on a GPU. ShardedCO2 applies the same formulas to its shares. Nothing here communicates.
+on a GPU. shares.py runs the same passes on its shares. Nothing here communicates.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def gap_scalar(last_step_norm: Tensor, c: Tensor) -> Tensor:
     return 1 + last_step_norm / (c + EPS)
 
 
-def momentum(m: Tensor, delta: Tensor, beta: float, gap: Tensor | None = None) -> Tensor:
+def momentum(m: Tensor, delta: Tensor, beta: float | Tensor, gap: Tensor | None = None) -> Tensor:
     """Step 5: m_t = beta m_{t-1} + Delta / Lambda_t. The penalty scales the new term only.
 
     Args:
@@ -208,7 +208,7 @@ class Rule:
     remain, as in the first round, in which no average has arrived.
     """
 
-    beta: float = 1.0
+    beta: float | Tensor = 1.0
     """Outer momentum, as `carried`."""
     alpha: float | Tensor = 0.0
     """Outer learning rate."""
@@ -462,16 +462,16 @@ class FusedOuterStep(OuterStep):
             Statistics as plain numbers, because .item() costs nothing on a CPU.
         """
         scratch, scale = self._scratch[: len(s.d)], float(rule.scale)
-        gap_sum, gap_max, clipped = gap * len(s.m), gap, 0.0
+        beta, gap_sum, gap_max, clipped = float(rule.beta), gap * len(s.m), gap, 0.0
         if slope:
             torch.abs(s.m, out=scratch)  # then Lambda / scale, which saves a pass that scales d
             torch.add(s.m.new_tensor(1 / scale), scratch, alpha=slope / scale, out=scratch)
             gap_sum = scratch.sum().item() * scale
             gap_max = scratch.amax().item() * scale
             torch.div(s.d, scratch, out=scratch)
-            torch.add(scratch, s.m, alpha=rule.beta, out=s.m)
+            torch.add(scratch, s.m, alpha=beta, out=s.m)
         else:
-            s.m.mul_(rule.beta).add_(s.d, alpha=scale / gap)
+            s.m.mul_(beta).add_(s.d, alpha=scale / gap)
         if rule.phi is not None:
             low, high = torch.aminmax(s.m)
             if not (-rule.phi <= low.item() and high.item() <= rule.phi):  # usually nothing is clipped

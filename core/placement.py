@@ -30,7 +30,6 @@ from .comm import (
     set_timeout,
     sum_flats,
 )
-from .config import CO2Config
 from .errors import UserError, env_number
 
 
@@ -82,26 +81,6 @@ def node_mesh(device_type: str, per_node: int | None = None, timeout: float | No
     return mesh
 
 
-def check_shared(c: CO2Config, compression: str = "float32") -> None:
-    """Raises UserError for settings that may diverge, or that need the whole outer state on each worker."""
-    c.check_stable()
-    problems = []
-    if c.merge != "restart" or not c.is_a_round_late:
-        problems.append(
-            f"merge={c.merge!r} with delay={c.delay!r} needs the outer state whole: sharded outer state supports only "
-            "merge restart with delay boundary (the paper)"
-        )
-    if c.nesterov:
-        problems.append("nesterov=True needs the outer state whole: leave it out")
-    if compression != "float32":
-        problems.append(
-            f"compression.format={compression!r} needs unshared outer state: set compression.format float32"
-        )
-    if problems:
-        problems.append("or leave out shard, offload, per_node and zero")
-        raise UserError("; ".join([*problems, "with a mesh, CO2Config.recommended(..., mesh=mesh) is accepted"]))
-
-
 def check_mesh(mesh: DeviceMesh) -> None:
     """Raises UserError unless the mesh has two dimensions."""
     if not hasattr(mesh, "ndim"):
@@ -119,16 +98,15 @@ def check_mesh(mesh: DeviceMesh) -> None:
 
 
 def groups_of(
-    mesh: DeviceMesh | None, group: dist.ProcessGroup | None, inner_group: dist.ProcessGroup | None
+    mesh: DeviceMesh | None, group: dist.ProcessGroup | None
 ) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-    """Returns the group across nodes and the group inside a node, from the mesh if there is one."""
-    if mesh is not None:
-        check_mesh(mesh)
-        group, inner_group = mesh.get_group(0), mesh.get_group(1)
-    if inner_group is not None and group is None:
-        raise UserError("inner_group without group: give the group across nodes, too, or both groups with mesh")
-    check_names(inner_group)
-    return group, inner_group
+    """Returns the group across nodes and the group inside a node. Without a mesh, they are `group` and None."""
+    if mesh is None:
+        return group, None
+    check_mesh(mesh)
+    inner = mesh.get_group(1)
+    check_names(inner)
+    return mesh.get_group(0), inner
 
 
 def check_names(group: dist.ProcessGroup | None) -> None:
@@ -172,8 +150,8 @@ class Through:
         return self._work.wait(*args, **kwargs)
 
 
-class Placement:
-    """How the ranks of an inner group, such as a node, hold one model. Its norms count elements on several ranks once.
+class Node:
+    """The ranks inside a node, and how they hold one model. Its norms count elements on several ranks once.
 
     Methods get `trained`: the local tensors of params that require a gradient, in the same order.
 
@@ -192,6 +170,7 @@ class Placement:
         group: The inner group.
         size: Number of ranks in it.
         rank: This rank's index in it.
+        separate: Whether plain tensors are this rank's own part of the model.
         of_shards: Whether a rank's share of the outer state belongs to its own part of the model.
 
     Raises:
@@ -200,18 +179,19 @@ class Placement:
 
     def __init__(
         self,
-        params: Sequence[Tensor],
-        buffers: Sequence[Tensor],
-        inner: dist.ProcessGroup | None,
-        shards: bool | Holders,
+        params: Sequence[Tensor] = (),
+        buffers: Sequence[Tensor] = (),
+        inner: dist.ProcessGroup | None = None,
+        shards: bool | Holders = False,
         *,
-        timeout: float,
-        device: torch.device,
-        backend: str | None,
+        timeout: float = 600.0,
+        device: torch.device | None = None,
+        backend: str | None = None,
     ):
+        device = device or torch.device("cpu")
         self.group = new_group(inner, timeout, device, backend, overlap=True) if inner is not None else None
         self._timeout, self._device = timeout, device
-        separate = shards is not False
+        self.separate = separate = shards is not False
         self.of_shards = separate or any(is_dtensor(p) for p in params)
         if self.of_shards and self.group is None:
             what = "shards=True needs" if separate else "DTensors as parameters need"

@@ -380,4 +380,4 @@ class AdaptiveTau(SyncSchedule):
         if self.delay != "auto":
             return method._local_steps == self.delay
         due = self.tau_hook is not None and method._local_steps == self.tau_hook.tuner.needed
-        return method._allreduce.arrived() or due
+        return due or method._has_arrived()

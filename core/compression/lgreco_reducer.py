@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..buckets import Bucket, Scalars, copy
+from ..buckets import Bucket, Part, Scalars, copy
 from ..comm import Reducer, Stage, moved_by_nccl, sum_flats
 from ..errors import UserError
 from ..stats import HostCopy, Seconds, between, mark
@@ -43,7 +43,7 @@ from .lgreco import (
     moved,
     top_k,
 )
-from .quantized import Part, Quantized, chunk_of
+from .quantized import Quantized, chunk_of
 
 
 class Layout:

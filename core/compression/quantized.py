@@ -16,7 +16,6 @@ ICML 2019). The scalars, and buffers such as BatchNorm's statistics, travel unco
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -24,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..buckets import Bucket, Scalars, has_triton
+from ..buckets import Bucket, Part, Scalars, has_triton
 from ..comm import AsyncAllReduce, Reducer, Stage, all_gather
 from . import formats as compressions
 from .formats import BLOCK, BLOCK_BYTES, NarrowFormat
@@ -32,20 +31,6 @@ from .formats import BLOCK, BLOCK_BYTES, NarrowFormat
 SEGMENT = 1 << 18  # elements that are encoded at once, so that the temporaries stay in a CPU's cache
 GPU_SEGMENT = 1 << 24  # few kernels, and temporaries of some 64 MiB
 HELD_BACK = ("error_feedback", "mean_error_feedback")  # names of a checkpoint's tensors
-
-
-@dataclass
-class Part:
-    """The part of a bucket that a reducer reads and writes.
-
-    The payload is rounded. The values and the scalars are exact.
-    """
-
-    flat: Tensor
-    numel: int
-    payload: Tensor
-    values: Tensor
-    scalars: Tensor
 
 
 def make_codec(device: torch.device) -> Any:

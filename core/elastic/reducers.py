@@ -17,10 +17,10 @@ from typing import cast
 
 from torch import Tensor
 
-from ..buckets import Bucket, Scalars, copy
+from ..buckets import Bucket, Part, Scalars, copy
 from ..comm import AsyncAllReduce, Reducer
 from ..compression.formats import NarrowFormat
-from ..compression.quantized import Part, Quantized, nothing_held_back
+from ..compression.quantized import Quantized, nothing_held_back
 from ..config import CompressionConfig
 
 

@@ -1,0 +1,521 @@
+"""What a rank of a node holds: its share of the outer state, and how it takes Algorithm 1's steps in the background.
+
+A worker may be a node of several ranks. Each rank then keeps x, m and the snapshot of its share only, and reduces only
+the share with the other nodes:
+
+    DDP inside     Every rank holds the whole model. The share is one of n equal parts of each payload.
+    FSDP2 inside   The share is the rank's own shard, or its pipeline stage: the whole payload of this rank.
+    shard=True     Every worker owns a part of each share. Averages are taken by the owner, and gathered from it.
+    offload=True   The outer state and the payloads are in host memory.
+
+One round of a rank, where g is its share's part of the payload:
+
+    boundary     g <- x - p (step 3), in the paper's order also p <- x_{t+1,0}. The all-reduce starts.
+    background   The node sums the norms of g, and judges the node's update as one. g crosses to the other nodes in the
+                 round's format (step 2). Steps 4 to 7 run on x, m and g. The ranks of the node gather the result in the
+                 payload: x_{t+1,0} to restart from, or the change D = x_{t+1,0} - snapshot for keep_local.
+    merge        p <- payload, or p <- p + D, in one pass that waits for nothing.
+
+The ranks of a node merge after the same local step, although their all-reduces arrive at different times: a vote
+starts in one local step and is read in the next (`Votes`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from . import outer
+from .buckets import Bucket, Part, copy, elements, make_buckets, read_blocks, views, wipe
+from .comm import Reducer, Stage, gather_parts, leave_group, new_group, sum_flats
+from .errors import UserError
+from .hooks import OutlierFilter
+from .placement import Node, sum_parts
+
+if TYPE_CHECKING:
+    from .co2 import CO2
+
+ALPHA, M_SQUARES, STEP_SQUARES, EXCLUDED, WHOLE = range(5)  # of Share.numbers
+
+
+class Votes:
+    """Whether all ranks of a node have the average. A vote starts in one local step, and is read in the next.
+
+    The ranks synchronize gradients in every step, so a read waits for no rank that is not waited for anyway, and all
+    ranks get the same answer in the same step. The votes have a group of their own, because the background uses the
+    node's.
+    """
+
+    def __init__(self, inner: dist.ProcessGroup, timeout: float):
+        self._timeout = timeout
+        self.group = new_group(inner, timeout, torch.device("cpu"), "gloo", overlap=True)
+        self._work: dist.Work | None = None
+
+    def agree(self, arrived: bool) -> bool:
+        """Returns whether the last vote was unanimous. Otherwise starts the next vote."""
+        if self.read():
+            return True
+        self._all = torch.tensor(int(arrived), device="cpu")
+        self._work = dist.all_reduce(self._all, dist.ReduceOp.MIN, group=self.group, async_op=True)
+        return False
+
+    def read(self) -> bool:
+        """Ends the vote that has started, and returns its result."""
+        work, self._work = self._work, None
+        if work is None:
+            return False
+        work.wait()
+        return bool(self._all)
+
+    def close(self) -> None:
+        """Leaves the group."""
+        if self.group is not None:
+            self.read()
+            leave_group(self.group, self._timeout, overlap=True)
+            self.group = None
+
+
+class ScatterReducer(Reducer):
+    """Sums the shares with a reduce-scatter, so that each worker gets the sum of the part that it owns.
+
+    Args:
+        parts: What this rank sends: its shares, then what lies behind them.
+        world_size: Number of workers.
+    """
+
+    def __init__(self, parts: Sequence[Part], world_size: int):
+        super().__init__([p.flat for p in parts], world_size)
+        self._parts = parts
+
+    def stages(self, group: dist.ProcessGroup | None, number: int) -> Iterator[Stage]:
+        if group is not None:
+            yield sum_flats([part.flat for part in self._parts if not part.numel], group)
+            for part in self._parts:
+                if part.numel:
+                    yield from sum_parts(part.flat, group)
+
+
+class Share:
+    """This rank's share of a CO2's outer state. CO2 calls it at a boundary, in the background, and at a merge.
+
+    Args:
+        node: The ranks inside this rank's node.
+        shard: Whether the workers own parts of the shares.
+        offload: Whether outer state and payloads are in pinned host memory.
+
+    Attributes:
+        x: x_{t,0}, one flat tensor per bucket. With `shard` in the paper's order, only the part that this rank owns.
+        m: Outer momentum of what this rank owns.
+        numbers: [5] float64: the last outer_lr, the sums of squares of m and of the last step, whether the node was
+            excluded, and whether the payload holds x_{t+1,0}, not a change. They are on the payloads' device, because
+            the background reads and writes them in another stream.
+        stats: Statistics of the outer step that ran last.
+    """
+
+    def __init__(self, node: Node, *, shard: bool, offload: bool):
+        self.node, self.shard, self.offload = node, shard, offload
+        self.stats: dict[str, Tensor] = {}
+        self._votes: Votes | None = None
+        self._stream: torch.cuda.Stream | None = None
+        self._event: torch.cuda.Event | None = None
+        self._checked = self._idle = False
+        self._copies: list[list[Tensor]] = []
+
+    # -- made with the method ------------------------------------------------------------------------------------------
+
+    def make_buckets(
+        self, params: Sequence[Tensor], buffers: Sequence[Tensor], scalars: int, workers: int
+    ) -> list[Bucket]:
+        """Makes buckets whose payloads can be cut into equal shares, on the host with `offload`."""
+        parts = self.node.parts * (workers if self.shard else 1)
+        return make_buckets(params, buffers, scalars, parts, pinned if self.offload else None)
+
+    def sent_parts(self, buckets: Sequence[Bucket]) -> list[Part]:
+        """Returns what this rank sends across nodes: its shares, and in float32 also what lies behind the payloads.
+
+        Compressions send the buffers and scalars of the first parts themselves. A share that is a whole payload travels
+        in one tensor with what lies behind it, as without nodes: the order in which gloo adds more than two numbers
+        depends on their place in the tensor.
+        """
+        parts, rests = list[Part](), list[Part]()
+        for b, g in zip(buckets, self.of_node(buckets), strict=True):
+            start = self.node.rank * len(g) if self.node.parts > 1 else 0
+            pieces = elements(b.params, start, start + len(g))
+            n, none = sum(p.numel() for p in pieces), b.flat[:0]
+            together = self.node.parts == 1 and not self.shard
+            parts.append(Part(b.flat if together else g, n, g[:n], b.values, b.scalars, pieces))
+            rests += [] if together else [Part(b.rest, 0, none, none, none)]
+        return parts + rests
+
+    def of_node(self, buckets: Sequence[Bucket]) -> list[Tensor]:
+        """Returns this rank's share of each payload, 1-d, with its padding."""
+        return [self.node.part(b.flat[: b.padded]) for b in buckets]
+
+    def owned(self, flats: Sequence[Tensor]) -> list[Tensor]:
+        """Returns what this rank owns of flat tensors as long as its shares."""
+        group, allreduce = self.method._allreduce.group, self.method._allreduce
+        if not self.shard or group is None:
+            return list(flats)
+        return [flat.view(allreduce.world_size, -1)[allreduce.rank] for flat in flats]
+
+    def attach(self, method: CO2, timeout: float, inner: dist.ProcessGroup | None) -> None:
+        """Makes the outer state, when the method has its buckets."""
+        self.method, buckets, c = method, method._buckets, method.config
+        device = buckets[0].flat.device
+        if self.offload and method._params[0].is_cuda:
+            self._stream = torch.cuda.Stream(method._params[0].device)
+        if inner is not None and c.delay == "auto":
+            self._votes = Votes(inner, timeout)
+        self.g = self.of_node(buckets)
+        own, state = self.owned(self.g), method._state
+        lone = self.shard and method._in_paper_order  # then no worker holds the whole x between two boundaries
+        self.x = state["outer_iterate"] = [torch.zeros_like(g) for g in (own if lone else self.g)]
+        self._own_x = self.x if lone else self.owned(self.x)
+        # x_{t+1,0} of what this rank owns, while g holds it no more
+        self._next_x = [torch.zeros_like(x) for x in self._own_x] if lone else []
+        if lone:
+            state["next_outer_iterate"] = self._next_x
+        self.m = state["outer_momentum"] = [torch.zeros_like(g) for g in own]
+        directed = c.nesterov and (c.gap != "none" or method._in_paper_order)
+        directions: Sequence[Tensor | None] = [torch.zeros_like(g) for g in own] if directed else [None] * len(own)
+        self._directions = [d for d in directions if d is not None]
+        if directed:
+            state["outer_step"] = self._directions
+        # No checkpoint holds the snapshot: when its average has arrived, the payload holds the change.
+        self._snapshots = [torch.zeros_like(g) for g in self.g] if c.merge == "keep_local" else []
+        method._share_numbers = torch.zeros(5, dtype=torch.float64, device=device)
+        method._spoilt = torch.zeros((), dtype=torch.bool, device=method._params[0].device)
+        method._numbers = ("_share_numbers", "_spoilt")
+        self._layout: list[tuple[int, tuple[int, ...]]] = []
+        self._copies = [[pinned(p.numel(), p.dtype).view(p.shape) for p in part.params] for part in self._own_parts()]
+        self._lay_out()
+        at = zip(own, self._own_x, self.m, directions, strict=True)
+        self._updates = [  # steps 4 to 7: their parameters are g, where they leave x_{t+1,0}
+            outer.make_outer_step([g], g, x, m, None, d, nesterov=c.nesterov) for g, x, m, d in at if len(g)
+        ]
+        self._numel = self.node.count(method._params)
+        self.node.locate(method._params, buckets, own)
+
+    @property
+    def numbers(self) -> Tensor:
+        return self.method._share_numbers
+
+    def _own_parts(self) -> list[Part]:
+        return self.sent_parts(self.method._buckets)[: len(self.g)] if self.offload else []
+
+    def _lay_out(self) -> None:
+        """Cuts the live parameters into pieces of this rank's share and the others, again if a storage has moved."""
+        m = self.method
+        layout = [(p.data_ptr(), p.stride()) for p in m._params]
+        if layout == self._layout:
+            return
+        self._layout = layout
+        self._takes, self._own, self._others = list[outer.OuterStep](), list[Tensor](), list[tuple[Tensor, Tensor]]()
+        lone = bool(self._next_x)
+        for i, (b, g) in enumerate(zip(m._buckets, self.g, strict=True)):
+            start = self.node.rank * len(g) if self.node.parts > 1 else 0
+            own = elements(b.params, start, start + len(g))
+            n = sum(p.numel() for p in own)
+            self._own += own
+            for first, last in ((0, min(start, b.numel)), (start + n, b.numel)):
+                pieces = elements(b.params, first, last)
+                self._others += zip(pieces, views(b.payload[first:last], pieces), strict=True)
+            base, snapshot = g if lone else self.x[i], self._snapshots[i][:n] if self._snapshots else None
+            sources = self._copies[i] if self.offload else own  # with offload, the background reads copies
+            if n:
+                self._takes.append(outer.make_outer_step(sources, g[:n], base[:n], base[:n], snapshot))
+
+    @torch.no_grad()
+    def start_from_params(self) -> None:
+        """Sets x and the payloads to the parameters."""
+        self.drain()
+        for bucket in self.method._buckets:
+            bucket.flatten(bucket.payload)
+        copy(self.x, self.owned(self.g) if self._next_x else self.g)
+        copy(self._next_x, self._own_x)
+        self.numbers[WHOLE] = 1.0
+
+    def close(self) -> None:
+        """Leaves the groups."""
+        if self._votes is not None:
+            self._votes.close()
+        self.node.close()
+
+    def has_arrived(self, arrived: bool) -> bool:
+        """Returns whether to merge after this local step, the same on all ranks of the node."""
+        return arrived if self._votes is None else self._votes.agree(arrived)
+
+    def check(self) -> str:
+        """Compares a node's parameters once, because each rank sends a part of them for all. See Node.check."""
+        checked, self._checked = self._checked, True
+        return "" if checked else self.node.check(self.method._params)
+
+    # -- on the main thread --------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def take(self, *, idle: bool) -> None:
+        """Step 3. In the paper's order, the parameters also continue from x_{t+1,0}, which the payload holds.
+
+        Args:
+            idle: Whether this rank has taken no local step since the last boundary, so that it has nothing to send.
+        """
+        self._lay_out()
+        self._idle = idle
+        if not self.offload:
+            return self._differences()
+        with self.own_stream():
+            copy([c for copies in self._copies for c in copies], self._own, queued=True)
+            if self.method._in_paper_order:
+                self._restart()
+
+    def _differences(self) -> None:
+        """g <- x - p, and in the paper's order x <- g and p <- g before, in segments that fit a cache.
+
+        If no worker holds the whole x, the difference starts from x_{t+1,0}, and the owner corrects the average.
+        """
+        m, lone = self.method, bool(self._next_x)
+        if not m._in_paper_order:
+            for taken in self._takes:
+                taken.take()
+        else:
+            copy(self._next_x, self.owned(self.g) if lone else [])
+            for s in self._segments():
+                own = outer.difference(s)
+                if lone:
+                    own = torch.cat([(x - p).reshape(-1) for x, p in zip(s.x_views, s.params, strict=True)])
+                else:
+                    s.x.copy_(s.d)
+                if not self.offload:
+                    copy(s.params, s.d_views)
+                s.d.copy_(own)
+            if not self.offload:
+                copy([p for p, _ in self._others], [x for _, x in self._others])
+        for g in self.g if self._idle and not m._in_paper_order else ():
+            g.zero_()  # p + D may have been rounded
+
+    def _segments(self) -> Iterator[outer.Segment]:
+        for taken in self._takes:
+            taken.locate()
+            yield from taken.segments
+
+    def _restart(self) -> None:
+        """p <- payload."""
+        for b in self.method._buckets:
+            copy(b.params, b.payload_views, queued=True)
+
+    @torch.no_grad()
+    def end(self) -> None:
+        """The parameters become x_{t+1,0} at the end of finish(). The payload holds it, and nothing is stale."""
+        self._restart()
+        if self.method._in_paper_order:
+            copy(self.x, self.owned(self.g) if self._next_x else self.g)
+        else:
+            self.numbers[ALPHA].zero_()
+
+    @torch.no_grad()
+    def merge(self) -> None:
+        """The merge on arrival: p <- p + D for keep_local, otherwise p <- payload. One pass, without a wait."""
+        whole = self.numbers[WHOLE] > 0
+        if not self._snapshots or (not read_blocks(whole) and whole):
+            return self._restart()
+        for b in self.method._buckets:
+            if read_blocks(whole):  # a GPU is not read: there p <- 0 + x
+                wipe(b.params, whole)
+            for p, change in zip(b.params, b.payload_views, strict=True) if self.offload else ():
+                p.add_(change.to(p.device, non_blocking=True))
+            if b.params and not self.offload:
+                torch._foreach_add_(b.params, b.payload_views)  # pyright: ignore[reportPrivateImportUsage]
+
+    def excluded(self) -> Tensor:
+        """Returns whether the average that has arrived leaves out this node, 0-d bool on the parameters' device."""
+        return on_device(self.numbers[EXCLUDED] > 0, self.method._spoilt.device)
+
+    # -- in the background ---------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def stages(self) -> Iterator[Stage]:
+        """The collectives of a round, and Algorithm 1's steps 4 to 7 between them."""
+        m, node = self.method, self.node
+        yield [], 0  # from here in the background
+        if self.offload:
+            yield [self], 0  # the copies to the host
+            self._differences()
+        # the node is judged as one worker, because its ranks shared their gradients
+        outliers = m.hook(OutlierFilter)
+        square = torch.where(outliers.nonfinite_buffer() > 0, float("nan"), _square(self.g)).view(1)
+        yield from node.sum([square])
+        m._zero_payload(outliers.judge(square[0].sqrt()))
+        self.numbers[EXCLUDED].copy_(m._weight == 0)
+        yield from m._repair_replicas()
+        yield from m._reducer.stages(m._allreduce.group, m._allreduce.launched)  # 2
+        yield from self._mean_over_node()
+        yield from self._outer_step()
+        if self.shard and m._allreduce.group is not None:
+            for g in self.g:
+                yield gather_parts(g, m._allreduce.group)
+        if node.of_shards:
+            yield from node.gather(m._buckets)  # only what several ranks hold
+        if not m._in_paper_order and (node.of_shards or self.shard):
+            copy(self.x, self.g)
+        # In finish(), and after an exclusion, the parameters become x itself.
+        all_finished = m._finished * m._reducer.scale > 1 - 1e-6
+        whole = all_finished | (self.numbers[EXCLUDED] > 0)
+        self.numbers[WHOLE].copy_(whole if self._snapshots else torch.ones_like(whole))
+        for g, snapshot in zip(self.g, self._snapshots, strict=False):
+            for part, start in zip(*(f.split(outer.segment_size(g)) for f in (g, snapshot)), strict=True):
+                part.copy_(torch.where(whole, part, part - start))
+        if not node.of_shards:
+            yield from node.gather(m._buckets)
+
+    def _mean_over_node(self) -> Iterator[Stage]:
+        """Averages buffers and scalars over the node's ranks, so that a node counts as one worker.
+
+        The buffers of pipeline stages are each stage's own.
+        """
+        buckets, node = self.method._buckets, self.node
+        if node.group is None:
+            return
+        rests = [b.rest for b in buckets if len(b.rest)] if not node.separate else [buckets[0].scalars.double()]
+        yield from node.sum(rests)  # in float64 for stages, whose first buckets may differ in their dtypes
+        for rest in rests:
+            rest.div_(node.size)
+        if node.separate:
+            buckets[0].scalars.copy_(rests[0])
+
+    def _outer_step(self) -> Iterator[Stage]:
+        """Steps 4 to 7 on what this rank owns. g becomes x_{t+1,0}. An average of no local step changes nothing."""
+        m, c, numbers = self.method, self.method.config, self.numbers
+        own, weight, moved = self.owned(self.g), m._weight.double(), m._steps > 0
+        scale = torch.where(weight == 0, 1.0, 1 / weight)
+        for x, following, g, b in zip(self._own_x, self._next_x, own, m._buckets, strict=False):
+            # each worker has sent x_{t+1,0} - p, and its local steps began at x_{t,0} as the parameters' dtype holds it
+            g.mul_(scale.to(g)).add_((weight > 0).to(g) * (x.to(b.dtype).to(x.dtype) - following))
+            x.copy_(following)
+        scale = torch.ones_like(scale) if self._next_x else scale
+        squares = _square(own) - self.node.surplus(own)
+        sums = torch.stack([squares, numbers[M_SQUARES], numbers[STEP_SQUARES]])
+        yield from self.node.sum([sums])
+        if self.shard and m._allreduce.group is not None:
+            yield sum_flats([sums], m._allreduce.group)
+        delta_norm, m_norm, step_norm = sums.sqrt().unbind()
+        delta_norm, last_alpha = scale * delta_norm, numbers[ALPHA].clone()
+        alpha = moved.double() * c.outer_lr
+        rule = outer.Rule(
+            beta=torch.where(moved, torch.full_like(alpha, outer.carried(c.outer_momentum, m._growth)), 1.0),
+            alpha=alpha,
+            last_alpha=last_alpha,
+            phi=c.clip,
+            scale=torch.where(moved, scale, 0.0),
+            delta_rms=delta_norm / max(1, self._numel) ** 0.5 if c.gap == "elementwise" else None,
+            gap=outer.gap_scalar(last_alpha * step_norm, delta_norm) if c.gap == "norm" else None,
+            nesterov=c.outer_momentum if c.nesterov else None,
+            takes_difference=False,
+        )
+        if not read_blocks(moved):  # the fused pass takes plain numbers
+            rule = replace(rule, beta=float(rule.beta), alpha=float(alpha), scale=float(rule.scale))
+            rule = rule if moved else outer.Rule(nesterov=rule.nesterov, takes_difference=False)
+        # In the paper's order x stays x_{t,0} until the boundary, whose differences start there.
+        total = torch.zeros(4, dtype=torch.float64, device=numbers.device)
+        total[2].fill_(1.0)  # of no elements: Lambda is 1
+        if self._updates:
+            total = outer.run_all(self._updates, replace(rule, alpha=0.0) if m._in_paper_order else rule)
+        for g, step in zip(own, self._directions or self.m, strict=True) if m._in_paper_order else ():
+            g.sub_(step, alpha=rule.alpha) if isinstance(rule.alpha, float) else g.sub_(rule.alpha.to(step) * step)
+        numbers[ALPHA].copy_(alpha)  # in place, because another stream reads it
+        self.recount(torch.where(moved, total[0] - self.node.surplus(self.m), numbers[M_SQUARES]))
+        count = max(1, sum(map(len, self.m)))
+        self.stats = {"pseudo_gradient_norm": delta_norm, "momentum_norm": m_norm, "clipped_share": total[3] / count}
+        if c.gap != "none":
+            self.stats |= {"gap_mean": total[1] / count, "gap_max": total[2]}
+
+    def recount(self, m_squares: Tensor | None = None) -> None:
+        """Sets the sums of squares, also after another rank's state was loaded."""
+        if m_squares is None:
+            m_squares = _square(self.m) - self.node.surplus(self.m)
+        self.numbers[M_SQUARES].copy_(m_squares)
+        if self._directions:
+            m_squares = _square(self._directions) - self.node.surplus(self._directions)
+        self.numbers[STEP_SQUARES].copy_(m_squares)
+
+    # -- copies between a GPU and the host -----------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def own_stream(self) -> Iterator[None]:
+        """Queues the block's copies in a stream of their own, after the compute stream's work, which then waits.
+
+        The host waits for none of them. A background thread waits for the copies as for a collective.
+        """
+        if self._stream is None:
+            yield
+            return
+        compute = torch.cuda.current_stream(self._stream.device)
+        self._stream.wait_stream(compute)
+        with torch.cuda.stream(self._stream):
+            yield
+            self._event = torch.cuda.Event()
+            self._event.record(self._stream)
+        compute.wait_stream(self._stream)
+
+    def drain(self) -> None:
+        """Waits until nothing that is queued reads or writes host memory, and ends a vote that has started."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).synchronize()  # it waits for the copies' stream
+        if self._votes is not None:
+            self._votes.read()
+
+    def is_completed(self) -> bool:
+        return self._event is None or self._event.query()
+
+    def wait(self, timeout: Any = None) -> None:
+        if self._event is not None:
+            self._event.synchronize()
+
+
+def _square(flats: Sequence[Tensor]) -> Tensor:
+    """Returns the sum of squares of all elements, 0-d float64."""
+    return outer.norm(flats).double().square()
+
+
+def on_device(flag: Tensor, device: torch.device) -> Tensor:
+    """Returns a 0-d bool on `device`. A bool on the host becomes a kernel's argument, because a copy would block."""
+    return flag if flag.device == device else torch.full((), bool(flag), device=device)
+
+
+PORTABLE = 1  # cudaHostRegisterPortable: pinned memory for all devices
+
+
+def pinned(numel: int, dtype: torch.dtype) -> Tensor:
+    """Returns zeros in host memory, [numel], pinned if there is a GPU, so that copies to and from it do not block.
+
+    The memory has exactly this size. torch would round it up to a power of two, and keep it.
+
+    Raises:
+        UserError: If the memory cannot be pinned.
+    """
+    nbytes = numel * dtype.itemsize
+    if not nbytes or not torch.cuda.is_available():
+        return torch.zeros(numel, dtype=dtype, device="cpu")
+    # The buffer lives as long as tensors use it. An mmap object itself would free its memory before its finalizer runs.
+    memory = (ctypes.c_byte * nbytes).from_buffer(mmap.mmap(-1, nbytes))
+    held = torch.frombuffer(memory, dtype=dtype)
+    cudart: Any = torch.cuda.cudart()
+    if code := int(cudart.cudaHostRegister(held.data_ptr(), nbytes, PORTABLE)):
+        raise UserError(f"{nbytes} bytes of the host's memory cannot be pinned (CUDA error {code}): leave out offload")
+    weakref.finalize(memory, _unpin, held.data_ptr(), torch.cuda.current_device()).atexit = False
+    return held
+
+
+def _unpin(address: int, device: int) -> None:
+    """Unpins memory after all queued copies."""
+    torch.cuda.synchronize(device)
+    cudart: Any = torch.cuda.cudart()
+    cudart.cudaHostUnregister(address)
