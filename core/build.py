@@ -10,15 +10,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import failure
-from .buckets import Bucket, Scalars, tensors_of
-from .comm import AsyncAllReduce, Reducer, all_reduce
+from .buckets import Bucket, Part, Scalars, tensors_of
+from .comm import AsyncAllReduce, Reducer, ScatterReducer, all_reduce
 from .config import CO2Config, CompressionConfig, Schedule, scheduled
 from .errors import UserError
 from .extra import ExtraAverage, Given
 from .hooks import ConsensusDistance, Hook, MasterWeightSync, OutlierFilter, ReplicaChecksum
 from .local_update import SyncSchedule
 from .placement import check_names
-from .shares import ScatterReducer
 from .tau import AdaptiveTau, TauHook, TauTuner
 from .testing.link import Link, allreduce_over
 from .usage import UsageChecks, refuse_shards
@@ -112,19 +111,17 @@ def tau_hook_for(c: CO2Config, workers: int) -> TauHook | None:
 
 def _reducer(
     compression: CompressionConfig, tau_hook: TauHook | None, owned: bool
-) -> Callable[[Sequence[Bucket], Scalars, AsyncAllReduce], Reducer]:
+) -> Callable[[Sequence[Bucket | Part], Scalars, AsyncAllReduce], Reducer]:
     """Returns the function that makes the Reducer."""
-    if owned:
-        return lambda parts, scalars, allreduce: ScatterReducer(parts, allreduce.world_size)
     if compression.format == "float32":
-        return all_reduce
+        return all_reduce if not owned else lambda parts, _, allreduce: ScatterReducer(parts, allreduce.world_size)
     if compression.format == "auto":
         from .compression.quantized import AutoCompression
 
         first = tau_hook.tuner.compression if tau_hook else [*compression.choices][-1]  # one worker uses the last
-        return functools.partial(AutoCompression, first, compression.error_feedback)
+        return functools.partial(AutoCompression, first, compression.error_feedback, owned=owned)
     return lambda buckets, scalars, allreduce: compression.reducer(
-        buckets, scalars, allreduce.rank, allreduce.world_size
+        buckets, scalars, allreduce.rank, allreduce.world_size, owned=owned
     )
 
 

@@ -51,9 +51,8 @@ worker started from finish() is the last (is_last). If no worker had taken a ste
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any, Unpack
 
@@ -63,10 +62,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import outer
-from .buckets import Bucket, Part, is_dtensor, local_shard, tensors_of, unique, views
+from .buckets import is_dtensor, local_shard, tensors_of, unique, views
 from .build import CommonArgs, build_args
 from .checkpoint import all_finite
-from .comm import Stage
 from .config import CO2Config, Schedule, check_share, named_rule, scheduled
 from .errors import UserError
 from .local_update import LocalUpdateMethod, ReduceResult
@@ -111,6 +109,8 @@ class CO2(LocalUpdateMethod):
     _name = "CO2"
     _sends_differences = _needs_global_norms = True  # see LocalUpdateMethod
     _numbers = ("_last_alpha", "_momentum_norm")  # saved in checkpoints
+    _share_numbers: Tensor  # on a node, in place of these: see Share.numbers
+    _spoilt: Tensor  # on a node, in the paper's order: whether its last difference was not finite, 0-d bool
 
     def __init__(
         self,
@@ -148,35 +148,26 @@ class CO2(LocalUpdateMethod):
         node.agree((self._name, asdict(c), shards is not False, shard, offload))
         # the ranks of a node are excluded together
         self._worker_label = "rank" if inner is None else "the node of rank"
-        self._in_background = True
-        self._build(params, c, schedule, Share(node, shard=shard, offload=offload), node=node, **built)
-        share = self._share
-        assert share is not None
+        share = Share(node, shard=shard, offload=offload, unit=c.compression.block)
+        self._build(params, c, schedule, share=share, **built)
         share.attach(self, timeout, inner)
         self._x, self._m = share.x, share.m
         self._replicated_state = [] if shard else share.x
         self._allreduce.timed_groups += [node.group] if node.group is not None else []
         self._start_from_params()
-        super()._rehearse()
+        self._rehearse()
         self._start_from_params()
         share.stats = {}
 
-    def _build(
-        self,
-        params: Iterable[Tensor],
-        c: CO2Config,
-        schedule: Schedule | None,
-        share: Share | None = None,
-        **built: Any,
-    ) -> None:
+    def _build(self, params: Iterable[Tensor], c: CO2Config, schedule: Schedule | None, **built: Any) -> None:
         """The rest of the constructor, which elastic_co2 calls with other arguments."""
-        self._given, self._schedule, self._share = c, schedule, share  # self.config: what holds in the current round
+        self._given, self._schedule = c, schedule  # self.config: what holds in the current round
         self.config = c = scheduled(c, schedule, 0)
         c.check_stable()
         super().__init__(params, **built)
         self._starts_near_anchor = c.merge != "restart"
         self._in_paper_order = c.merge != "keep_local" and c.is_a_round_late
-        if share is not None:
+        if self._share is not None:
             return
         # x_{t,0} and m_t, one flat tensor per bucket, float32 for 16-bit parameters. Checksums compare x between the
         # workers (replicated state), and rounds begin there (anchor).
@@ -219,7 +210,10 @@ class CO2(LocalUpdateMethod):
     def _take(self, *, idle: bool) -> None:
         """Step 3 of the merge on arrival."""
         if self._share is not None:
-            return self._share.take(idle=idle)
+            self._share.take(idle=idle)
+            if self.config.delay != 0:  # the background takes the outer step with the settings of its merge
+                self._begin_round(self.rounds + 1)
+            return
         for outer_step in self._outer_steps:
             outer_step.take()
 
@@ -253,6 +247,7 @@ class CO2(LocalUpdateMethod):
             # the background judges the payload later, but the optimizer's state would affect the next round, too
             self._spoilt.copy_(~all_finite(p for b in self._buckets for p in b.params))
             share.take(idle=False)
+            self._begin_round(self.rounds + 1)  # the background takes the outer step with the settings of its merge
         self._report_excluded(self._spoilt | excluded)
 
     # -- merge on arrival --------------------------------------------------------------------------------------
@@ -371,39 +366,6 @@ class CO2(LocalUpdateMethod):
 
     # -- shares ------------------------------------------------------------------------------------------------
 
-    def _start_allreduce(self, *, finished: bool) -> None:
-        if self._share is not None and self.config.delay != 0:
-            self._begin_round(self.rounds + 1)  # the background takes the outer step with the settings of its merge
-        super()._start_allreduce(finished=finished)
-
-    def _stages(self) -> Iterator[Stage]:
-        return super()._stages() if self._share is None else self._share.stages()
-
-    def _make_buckets(self) -> list[Bucket]:
-        if self._share is None:
-            return super()._make_buckets()
-        return self._share.make_buckets(self._params, self._buffers, self._scalars.numel, self._allreduce.world_size)
-
-    def _sent_parts(self) -> Sequence[Bucket | Part]:
-        return super()._sent_parts() if self._share is None else self._share.sent_parts(self._buckets)
-
-    def _rehearse(self) -> None:
-        if self._share is None:  # a share's stages need the outer state, so the constructor calls it later
-            super()._rehearse()
-
-    def _has_arrived(self) -> bool:
-        arrived = super()._has_arrived()
-        return arrived if self._share is None else self._share.has_arrived(arrived)
-
-    def _fill_buffers(self) -> None:
-        with self._share.own_stream() if self._share is not None else contextlib.nullcontext():
-            super()._fill_buffers()
-
-    @property
-    def _device(self) -> torch.device:
-        offload = self._share is not None and self._share.offload
-        return torch.device("cpu") if offload else super()._device
-
     def _start_from_params(self) -> None:
         super()._start_from_params()
         if self._share is not None:
@@ -444,6 +406,8 @@ class CO2(LocalUpdateMethod):
         settings = asdict(self.config)
         if self.config.tau != "auto":
             del settings["tau_max"]  # it may follow from the number of a worker's batches
+        if self._share is not None:
+            settings |= {"shard": self._share.shard, "offload": self._share.offload}
         return settings
 
     def _settings(self) -> Any:

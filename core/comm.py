@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional  # noqa: F401 - whose arguments' defaults else hold a default group past its end
 from torch import Tensor
 
-from .buckets import Bucket, Scalars, as_bits, kind_of, parts_of
+from .buckets import Bucket, Part, Scalars, as_bits, kind_of, parts_of
 from .errors import CollectiveError, UserError
 from .stats import Mark, Seconds, between, mark, plus
 
@@ -44,6 +44,7 @@ DUMP = ("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")
 CONNECT_SIZES = (4, 1 << 20, 1 << 26)  # bytes; NCCL selects its algorithm by size
 MOST_JSON = 1 << 26  # bytes of a member's values in of_all
 LONGEST = 1e8  # seconds of the longest timeout, three years
+PIECES = 16  # pieces in which a sum over the workers is computed, so that its temporary is small
 MIXED = 6364136223846793005  # an odd multiplier from Knuth's random number generator
 
 
@@ -690,6 +691,47 @@ class Reducer:
                 yield sum_flats([flat], group)
 
 
-def all_reduce(buckets: Sequence[Bucket], scalars: Scalars, allreduce: AsyncAllReduce) -> Reducer:
+def all_reduce(buckets: Sequence[Bucket | Part], scalars: Scalars, allreduce: AsyncAllReduce) -> Reducer:
     """Makes the Reducer that sums each bucket's flat tensor in its own precision."""
     return Reducer([b.flat for b in buckets], allreduce.world_size)
+
+
+class ScatterReducer(Reducer):
+    """Sums the shares with a reduce-scatter, so that each worker gets the sum of the part that it owns.
+
+    Args:
+        parts: What this rank sends: its shares, then what lies behind them.
+        world_size: Number of workers.
+    """
+
+    def __init__(self, parts: Sequence[Bucket | Part], world_size: int):
+        super().__init__([p.flat for p in parts], world_size)
+        self._parts = parts
+
+    def stages(self, group: dist.ProcessGroup | None, number: int) -> Iterator[Stage]:
+        if group is not None:
+            yield sum_flats([part.flat for part in self._parts if not part.numel], group)
+            for part in self._parts:
+                if part.numel:
+                    yield from sum_parts(part.flat, group)
+
+
+def sum_parts(flat: Tensor, group: dist.ProcessGroup) -> Iterator[Stage]:
+    """Reduce-scatter in place: part `rank` of `flat` becomes its sum over the workers. Other parts are undefined.
+
+    gloo implements reduce-scatter as an all-reduce. Here each worker sends every part to its owner, which adds the
+    parts.
+    """
+    n, rank = dist.get_world_size(group), dist.get_rank(group)
+    parts = flat.view(n, -1)
+    if backend_for(group, flat.device) == "nccl":
+        work = dist.reduce_scatter_tensor(parts[rank], flat, group=group, async_op=True)
+        assert work is not None
+        yield [work], round((n - 1) / n * flat.nbytes)
+        return
+    for columns in parts.split(max(1, -(-parts.shape[1] // PIECES)), dim=1):  # in pieces, so that `theirs` stays small
+        theirs = torch.empty_like(mine := columns.contiguous())
+        work = dist.all_to_all_single(theirs, mine, group=group, async_op=True)
+        assert work is not None
+        yield [work], round((n - 1) / n * mine.nbytes)
+        columns[rank].copy_(theirs.sum(0))

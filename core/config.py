@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import outer
-from .buckets import Bucket, Scalars
+from .buckets import Bucket, Part, Scalars
 from .comm import Reducer, backend_for
 from .compression.formats import BLOCK, BLOCK_BYTES, NarrowFormat
 from .compression.lgreco import LGrecoConfig, parse
@@ -78,6 +78,11 @@ class CompressionConfig:
                 f"{asked} over {backend} backend for {kind} tensors: only gloo and nccl are supported, or {remedy}"
             )
 
+    @property
+    def block(self) -> int:
+        """How many elements the format rounds together: 1 for none."""
+        return 1 if self.format == "float32" else BLOCK
+
     def check_given(self) -> None:
         """Raises UserError for auto, for a method that chooses nothing from measured times."""
         if self.format == "auto":
@@ -95,17 +100,22 @@ class CompressionConfig:
         formats = ("int4", "float32") if self.format == "auto" else (self.format,)
         return {compression: BLOCK_BYTES.get(compression, 4 * BLOCK) / BLOCK for compression in formats}
 
-    def reducer(self, buckets: Sequence[Bucket], scalars: Scalars, rank: int, world_size: int) -> Reducer:
-        """Makes the Reducer of this format, which is not float32."""
+    def reducer(
+        self, buckets: Sequence[Bucket | Part], scalars: Scalars, rank: int, world_size: int, *, owned: bool = False
+    ) -> Reducer:
+        """Makes the Reducer of this format, which is not float32.
+
+        With `owned`, each worker gets only the average of the part that it owns.
+        """
         workers = rank, world_size
         if self.format == "lgreco":
             from .compression.lgreco_reducer import LGreco
 
             return LGreco(buckets, scalars, *workers, self.like, self.lgreco)
         assert self.format not in ("float32", "auto")
-        from .compression.quantized import Quantized
+        from .compression.quantized import OwnedQuantized, Quantized
 
-        return Quantized(buckets, scalars, *workers, self.format, self.error_feedback)
+        return (OwnedQuantized if owned else Quantized)(buckets, scalars, *workers, self.format, self.error_feedback)
 
 
 @dataclass(frozen=True)

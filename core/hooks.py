@@ -154,7 +154,7 @@ class OutlierFilter(Hook):
         self._repeats, self._generation = [0] * len(self.names), 0
 
     def before_allreduce(self) -> Tensor | None:
-        if self.method._in_background:
+        if self.method._share is not None:
             return None  # the method calls judge() with the norm of the whole node
         return self.judge(norm([b.payload for b in self.method._buckets]).double(), self.nonfinite_buffer())
 
@@ -335,7 +335,7 @@ class ConsensusDistance(Hook):
     @torch.no_grad()
     def before_allreduce(self) -> None:
         m = self.method
-        if m._sends_differences and not m._in_background:
+        if m._sends_differences and m._share is None:
             # an excluded worker has weight 0, and its size may be NaN
             square = self._filter.size.square().to(self._weight)
             self._squares.copy_(torch.where(self._weight > 0, self._weight * square, 0.0))
@@ -350,7 +350,7 @@ class ConsensusDistance(Hook):
         stats = self.method._clock.stats
         mean = stats.pseudo_gradient_norm
         # mean_i ||d^i||^2 - ||mean d||^2
-        if self._square is not None and isinstance(mean, Tensor) and not self.method._in_background:
+        if self._square is not None and isinstance(mean, Tensor) and self.method._share is None:
             stats.consensus_distance = (self._square - mean.to(self._square).square()).clamp(min=0).sqrt()
         self._square = None
 

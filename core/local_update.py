@@ -13,7 +13,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -49,6 +49,9 @@ from .hooks import Hook, ReductionInfo, check_hooks, forget
 from .placement import Node
 from .stats import AsyncReadback, RoundClock, RoundStats
 from .usage import UsageChecks
+
+if TYPE_CHECKING:
+    from .shares import Share
 
 OWN_SCALARS = {"finished": 1, "steps": 1, "weight": 1}  # in every all-reduce
 OneHook = TypeVar("OneHook", bound=Hook)
@@ -174,7 +177,7 @@ class LocalUpdateMethod(Loop, ABC):
         hooks: Called in this order.
         usage: Warns of mistakes around the method.
         average: Averages extra tensors, such as an EMA model's, at finish() and sync_for_eval().
-        node: The ranks inside a node, which are one worker. None means that this process is one.
+        share: What this rank of a node holds. None means that this process is a worker, and holds all of its state.
 
     Attributes:
         _trained: The parameters that require a gradient, DTensors as they are. `_params` and `_buffers` hold their
@@ -201,7 +204,6 @@ class LocalUpdateMethod(Loop, ABC):
     _sends_differences = False  # whether payloads are differences: zero if nothing has moved
     _starts_near_anchor = False  # whether rounds begin near _anchor_params, not exactly there
     _needs_global_norms = False  # whether the method needs norms of all parameters, which DTensors do not give
-    _in_background = False  # whether payloads are judged, and the outer step is taken, in the background
     _on_step: Callable[[], None] | None = None  # called as step() begins; None after the first rounds
     _saved_at: tuple[int, int] | None = None  # rounds and local steps at which state_dict() was last called
     _numbers: Sequence[str] = ()  # attributes for checkpoints: plain numbers or 0-d tensors
@@ -217,9 +219,9 @@ class LocalUpdateMethod(Loop, ABC):
         hooks: Sequence[Hook] = (),
         usage: UsageChecks | None = None,
         average: ExtraAverage | None = None,
-        node: Node | None = None,
+        share: Share | None = None,
     ):
-        self._node = node if node is not None else Node()
+        self._share, self._node = share, Node() if share is None else share.node
         self._sync_schedule, self._hooks = sync_schedule, list(hooks)
         check_hooks(self._hooks, OWN_SCALARS)
         given, others = unique(tensors_of(params, "parameters")), unique(tensors_of(buffers, "buffers"))
@@ -245,7 +247,8 @@ class LocalUpdateMethod(Loop, ABC):
         self._scalars.attach(self._buckets[0].scalars)
         # 0-d views into the first bucket, so the all-reduce sums what is written to them
         self._finished, self._steps, self._weight = (self._scalars[name] for name in OWN_SCALARS)
-        self._reducer = reducer(self._sent_parts(), self._scalars, self._allreduce)
+        sent = self._buckets if share is None else share.sent_parts(self._buckets)
+        self._reducer = reducer(sent, self._scalars, self._allreduce)
         self._scale: float | Tensor = self._reducer.scale
         self._state, self._replicated_state, self._anchor_params = State(self._buckets), list[Tensor](), list[Tensor]()
         # This worker's buffers at the boundary, because averages that arrive overwrite the live buffers.
@@ -262,7 +265,8 @@ class LocalUpdateMethod(Loop, ABC):
         self._has_finished = False  # whether the last all-reduce that arrived ended the training of all workers
         self._average, self._has_stepped = average, False
         self._broadcast_params()
-        self._rehearse()
+        if share is None:  # the steps of a share need its outer state, which CO2 makes later
+            self._rehearse()
         if average is not None:
             average.attach(self)
         for hook in self._hooks:
@@ -419,20 +423,14 @@ class LocalUpdateMethod(Loop, ABC):
         return self.tau
 
     def _make_buckets(self) -> list[Bucket]:
-        return make_buckets(self._params, self._buffers, self._scalars.numel)
-
-    def _sent_parts(self) -> Sequence[Bucket | Part]:
-        """What this process sends to the other workers: all buckets, or its part of each."""
-        return self._buckets
-
-    def _has_arrived(self) -> bool:
-        """Whether the average in flight can be merged now, on all ranks of a node alike. Never blocks for long."""
-        return self._allreduce.arrived()
+        if self._share is None:
+            return make_buckets(self._params, self._buffers, self._scalars.numel)
+        return self._share.make_buckets(self._params, self._buffers, self._scalars.numel, self._allreduce.world_size)
 
     @property
     def _device(self) -> torch.device:
         """Where the flat tensors are."""
-        return self._params[0].device
+        return torch.device("cpu") if self._share is not None and self._share.offload else self._params[0].device
 
     @property
     def _total_world_size(self) -> int:
@@ -470,7 +468,7 @@ class LocalUpdateMethod(Loop, ABC):
         self._usage.before_allreduce()
         self._sent_tau = self._sync_schedule.tau
         self._growth = self._sent_tau / self._arrived_tau
-        self._allreduce.launch(self._stages())
+        self._allreduce.launch(self._stages() if self._share is None else self._share.stages())
         self._local_steps = 0
 
     def _stages(self) -> Iterator[Stage]:
@@ -524,8 +522,9 @@ class LocalUpdateMethod(Loop, ABC):
 
     def _fill_buffers(self) -> None:
         """Writes the buffers' values at the boundary to the buckets. The host waits for no copy."""
-        for bucket, own in self._own_buffers:
-            copy(bucket.buffer_views, own, queued=True)
+        with self._share.own_stream() if self._share is not None else contextlib.nullcontext():
+            for bucket, own in self._own_buffers:
+                copy(bucket.buffer_views, own, queued=True)
 
     def _params_updated(self, *, at_boundary: bool) -> None:
         """Calls the hooks after the method has written the parameters."""
@@ -577,7 +576,7 @@ class LocalUpdateMethod(Loop, ABC):
     @torch.no_grad()
     def _rehearse(self) -> None:
         """Runs an empty round's all-reduce over NCCL, which changes nothing but the flat tensors."""
-        if self._allreduce.rehearse(self._stages()):
+        if self._allreduce.rehearse(self._stages() if self._share is None else self._share.stages()):
             for tensor in (t for tensors in self._reducer.state.values() for t in tensors):  # a run starts with zeros
                 tensor.zero_()
 

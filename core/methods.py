@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from .buckets import copy, copy_where, is_dtensor, rescale, tensors_of, views
 from .build import CommonArgs, build_args_of_other
 from .co2 import CO2
-from .config import LARGE, CO2Config, CompressionConfig, Schedule, is_number, of_kind
+from .config import LARGE, CO2Config, CompressionConfig, Schedule, check_share, is_number, of_kind
 from .ddp import DDP
 from .errors import UserError
 from .extra import Given
@@ -412,25 +412,16 @@ class MethodSpec:
 
 
 def _co2(given: MethodArgs) -> tuple[nn.Module, Any]:
-    """Makes CO2, or ShardedCO2 if its arguments need it."""
-    more: dict[str, Any] = {"schedule": given.schedule, **given.args}
-    if given.mesh is None and not (given.shard or given.offload):
-        return given.model, CO2(given.params, given.co2, **more)
-    # imported only if needed, to keep `import core` fast
-    from .sharded import ShardedCO2
-
-    more |= {"mesh": given.mesh, "shard": given.shard, "offload": given.offload}
-    return given.model, ShardedCO2(given.params, given.co2, **more)
+    """Makes CO2."""
+    more: dict[str, Any] = {"mesh": given.mesh, "shard": given.shard, "offload": given.offload}
+    return given.model, CO2(given.params, given.co2, schedule=given.schedule, **more, **given.args)
 
 
 def _check_co2(given: MethodArgs) -> None:
     """Checks CO2's settings."""
+    given.co2.check_stable()
     if given.shard or given.offload:
-        from .placement import check_shared
-
-        check_shared(given.co2, given.co2.compression.format)
-    else:
-        given.co2.check_stable()
+        check_share(given.co2, shard=given.shard)
 
 
 def _ddp(given: MethodArgs) -> tuple[nn.Module, Any]:
@@ -513,7 +504,7 @@ def make_method(
 ) -> tuple[nn.Module, Method]:
     """Makes a method by its name.
 
-    ShardedCO2 describes shard and offload. CommonArgs describes average (which ddp does not need), group, timeout, link
+    CO2 describes shard and offload. CommonArgs describes average (which ddp does not need), group, timeout, link
     and hooks.
 
     Args:

@@ -127,7 +127,6 @@ def check_names(group: dist.ProcessGroup | None) -> None:
         )
 
 
-PIECES = 16  # pieces in which a sum over the workers is computed, so that its temporary is small
 Holders = Mapping[Tensor, Sequence[int]]  # parameter -> the ranks that hold the same elements of it as this rank
 Key = TypeVar("Key", bound=Hashable)
 Where = list[tuple[int, slice]]  # [(index of a flat tensor, slice of it)]
@@ -422,24 +421,3 @@ def copies_of(t: Tensor, ranks: Sequence[int], shards: bool | Holders) -> int:
             )
         holders //= len(over)  # each of these ranks holds different elements
     return holders
-
-
-def sum_parts(flat: Tensor, group: dist.ProcessGroup) -> Iterator[Stage]:
-    """Reduce-scatter in place: part `rank` of `flat` becomes its sum over the workers. Other parts are undefined.
-
-    gloo implements reduce-scatter as an all-reduce. Here each worker sends every part to its owner, which adds the
-    parts.
-    """
-    n, rank = dist.get_world_size(group), dist.get_rank(group)
-    parts = flat.view(n, -1)
-    if backend_for(group, flat.device) == "nccl":
-        work = dist.reduce_scatter_tensor(parts[rank], flat, group=group, async_op=True)
-        assert work is not None
-        yield [work], round((n - 1) / n * flat.nbytes)
-        return
-    for columns in parts.split(max(1, -(-parts.shape[1] // PIECES)), dim=1):  # in pieces, so that `theirs` stays small
-        theirs = torch.empty_like(mine := columns.contiguous())
-        work = dist.all_to_all_single(theirs, mine, group=group, async_op=True)
-        assert work is not None
-        yield [work], round((n - 1) / n * mine.nbytes)
-        columns[rank].copy_(theirs.sum(0))

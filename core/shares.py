@@ -36,10 +36,10 @@ from torch import Tensor
 
 from . import outer
 from .buckets import Bucket, Part, copy, elements, make_buckets, read_blocks, views, wipe
-from .comm import Reducer, Stage, gather_parts, leave_group, new_group, sum_flats
+from .comm import Stage, gather_parts, leave_group, new_group, sum_flats
 from .errors import UserError
 from .hooks import OutlierFilter
-from .placement import Node, sum_parts
+from .placement import Node
 
 if TYPE_CHECKING:
     from .co2 import CO2
@@ -84,26 +84,6 @@ class Votes:
             self.group = None
 
 
-class ScatterReducer(Reducer):
-    """Sums the shares with a reduce-scatter, so that each worker gets the sum of the part that it owns.
-
-    Args:
-        parts: What this rank sends: its shares, then what lies behind them.
-        world_size: Number of workers.
-    """
-
-    def __init__(self, parts: Sequence[Part], world_size: int):
-        super().__init__([p.flat for p in parts], world_size)
-        self._parts = parts
-
-    def stages(self, group: dist.ProcessGroup | None, number: int) -> Iterator[Stage]:
-        if group is not None:
-            yield sum_flats([part.flat for part in self._parts if not part.numel], group)
-            for part in self._parts:
-                if part.numel:
-                    yield from sum_parts(part.flat, group)
-
-
 class Share:
     """This rank's share of a CO2's outer state. CO2 calls it at a boundary, in the background, and at a merge.
 
@@ -111,6 +91,7 @@ class Share:
         node: The ranks inside this rank's node.
         shard: Whether the workers own parts of the shares.
         offload: Whether outer state and payloads are in pinned host memory.
+        unit: With `shard`, each worker owns a multiple of so many elements, such as a compression's block.
 
     Attributes:
         x: x_{t,0}, one flat tensor per bucket. With `shard` in the paper's order, only the part that this rank owns.
@@ -121,8 +102,8 @@ class Share:
         stats: Statistics of the outer step that ran last.
     """
 
-    def __init__(self, node: Node, *, shard: bool, offload: bool):
-        self.node, self.shard, self.offload = node, shard, offload
+    def __init__(self, node: Node, *, shard: bool, offload: bool, unit: int = 1):
+        self.node, self.shard, self.offload, self._unit = node, shard, offload, unit
         self.stats: dict[str, Tensor] = {}
         self._votes: Votes | None = None
         self._stream: torch.cuda.Stream | None = None
@@ -136,7 +117,7 @@ class Share:
         self, params: Sequence[Tensor], buffers: Sequence[Tensor], scalars: int, workers: int
     ) -> list[Bucket]:
         """Makes buckets whose payloads can be cut into equal shares, on the host with `offload`."""
-        parts = self.node.parts * (workers if self.shard else 1)
+        parts = self.node.parts * (workers * self._unit if self.shard else 1)
         return make_buckets(params, buffers, scalars, parts, pinned if self.offload else None)
 
     def sent_parts(self, buckets: Sequence[Bucket]) -> list[Part]:
@@ -150,7 +131,8 @@ class Share:
         for b, g in zip(buckets, self.of_node(buckets), strict=True):
             start = self.node.rank * len(g) if self.node.parts > 1 else 0
             pieces = elements(b.params, start, start + len(g))
-            n, none = sum(p.numel() for p in pieces), b.flat[:0]
+            n = len(g) if self.shard else sum(p.numel() for p in pieces)  # an owner's part includes padding
+            none = b.flat[:0]
             together = self.node.parts == 1 and not self.shard
             parts.append(Part(b.flat if together else g, n, g[:n], b.values, b.scalars, pieces))
             rests += [] if together else [Part(b.rest, 0, none, none, none)]
@@ -429,7 +411,7 @@ class Share:
         if self._updates:
             total = outer.run_all(self._updates, replace(rule, alpha=0.0) if m._in_paper_order else rule)
         for g, step in zip(own, self._directions or self.m, strict=True) if m._in_paper_order else ():
-            g.sub_(step, alpha=rule.alpha) if isinstance(rule.alpha, float) else g.sub_(rule.alpha.to(step) * step)
+            g.sub_(rule.alpha.to(step) * step) if isinstance(rule.alpha, Tensor) else g.sub_(step, alpha=rule.alpha)
         numbers[ALPHA].copy_(alpha)  # in place, because another stream reads it
         self.recount(torch.where(moved, total[0] - self.node.surplus(self.m), numbers[M_SQUARES]))
         count = max(1, sum(map(len, self.m)))

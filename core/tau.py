@@ -380,4 +380,5 @@ class AdaptiveTau(SyncSchedule):
         if self.delay != "auto":
             return method._local_steps == self.delay
         due = self.tau_hook is not None and method._local_steps == self.tau_hook.tuner.needed
-        return due or method._has_arrived()
+        arrived = method._allreduce.arrived()
+        return due or (arrived if method._share is None else method._share.has_arrived(arrived))

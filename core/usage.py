@@ -52,7 +52,7 @@ def refuse_shards(params: Sequence[Tensor], group: dist.ProcessGroup | None) -> 
 
 
 def refuse_fsdp(params: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
-    """Does refuse_shards only for FullyShardedDataParallel, for ShardedCO2, which supports DTensors."""
+    """Does refuse_shards only for FullyShardedDataParallel, for CO2 on a mesh, which supports DTensors."""
     workers = _workers(group)
     ours = {id(p) for p in params}
     for module in _instances(_imported(*FSDP)) if len(workers) > 1 else ():
@@ -71,7 +71,7 @@ def _shards_message(what: str, over: set[int]) -> str:
     """The message for a model that `what` shards over workers."""
     return (
         f"{what} shards the parameters over ranks {sorted(over)}, which are this method's workers: different "
-        "shards would be averaged; give the method the whole model, or shard it inside nodes and give ShardedCO2 mesh="
+        "shards would be averaged; give the method the whole model, or shard it inside nodes and give CO2 mesh="
     )
 
 

@@ -66,7 +66,7 @@ def readers_own(folder: str, rank: int) -> dict[str, Any]:
     names["loader"] = [(x, x.sum(1, keepdim=True)) for x in inputs]
     model(inputs[0])  # as BatchNorm without data is refused by steps without gradients
     exec("from itertools import islice\nimport torch\nimport torch.distributed as dist", names)
-    exec("from core import CO2, CO2Config, ShardedCO2, node_mesh\nW, N = dist.get_world_size(), 400", names)
+    exec("from core import CO2, CO2Config, CO2, node_mesh\nW, N = dist.get_world_size(), 400", names)
     exec("from torch.nn.parallel import DistributedDataParallel", names)
 
     def loss(model: Any, inputs: Tensor, targets: Tensor) -> Tensor:

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from core.config import check_share
 from core.ddp import check_compression
 from core.errors import UserError
 from core.methods import check_apart
-from core.placement import check_shared, local_world_size
+from core.placement import local_world_size
 from training.cost import UNCOUNTED, Work, checkpoint_bytes, count, hours, run_steps
 from training.data import per_worker, smallest_part
 from training.layouts.layout import Layout
@@ -203,8 +204,8 @@ def check_start(recipe: Recipe, workers: int | None) -> int:
         Layout.parse(recipe.layout).check_devices(workers)
     if node := recipe.per_node or (local_world_size() if workers else 0):
         check_nodes(node, recipe.zero, workers or node)
-    if recipe.method == "co2" and (node > 1 or recipe.layout):  # the outer state is sharded inside the node
-        check_shared(recipe.co2, recipe.co2.compression.format)
+    if recipe.method == "co2" and (node > 1 or recipe.layout):  # a rank holds a share of the outer state
+        check_share(recipe.co2, shard=recipe.shard)
     check_apart(recipe.method, recipe.co2, node)
     if recipe.method == "ddp":
         check_compression(recipe.ddp_compression, sharded=recipe.zero >= 2)

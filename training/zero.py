@@ -2,7 +2,7 @@
 
 Stage 1 shards the optimizer's state, with torch's ZeroRedundancyOptimizer. Stages 2 and 3 use torch's FSDP2,
 `fully_shard`. Stage 2 also shards the gradients. Stage 3 also shards the parameters while no layer uses them: it
-reshards them after the forward pass, which stage 2 does not. CO2 runs across nodes, see core/sharded.py.
+reshards them after the forward pass, which stage 2 does not. CO2 runs across nodes, see core/shares.py.
 """
 
 import contextlib

@@ -114,7 +114,7 @@ class Layout:
             plain, place = plain[:0], place + chunk
 
 
-def layers_of(buckets: Sequence[Bucket]) -> list[Layer]:
+def layers_of(buckets: Sequence[Bucket | Part]) -> list[Layer]:
     """Returns every parameter that has elements, in the buckets' order."""
     layers = []
     for number, bucket in enumerate(buckets):
@@ -159,7 +159,13 @@ class LGreco(Reducer):
     kind = "lgreco"
 
     def __init__(
-        self, buckets: Sequence[Bucket], scalars: Scalars, rank: int, world_size: int, like: str, config: LGrecoConfig
+        self,
+        buckets: Sequence[Bucket | Part],
+        scalars: Scalars,
+        rank: int,
+        world_size: int,
+        like: str,
+        config: LGrecoConfig,
     ):
         self.buckets, self.scalars, self.config = buckets, scalars, config
         self.rank, self.world_size, self.scale = rank, world_size, 1.0

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..buckets import Bucket, Part, Scalars, has_triton
-from ..comm import AsyncAllReduce, Reducer, Stage, all_gather
+from ..comm import AsyncAllReduce, Reducer, ScatterReducer, Stage, all_gather
 from . import formats as compressions
 from .formats import BLOCK, BLOCK_BYTES, NarrowFormat
 
@@ -268,11 +268,55 @@ class Quantized(Reducer):
         """
         held = zip(self.buckets, self._errors, self._mean_errors, self.chunks, strict=True)
         for bucket, own, mean, chunk in held:
-            if own is None or mean is None:
+            if own is None:
                 continue
             bucket.payload.add_(own[: bucket.numel])
+            if mean is None:
+                continue
             part = bucket.payload[self.rank * chunk : (self.rank + 1) * chunk]
             part.add_(mean[: len(part)], alpha=self.world_size)
+
+
+class OwnedQuantized(Quantized):
+    """Sends differences in a compressed format to the workers that own the parts, which get their averages unrounded.
+
+    The owners take the outer step on their parts, and send x itself, which is no difference and is not compressed. So
+    there is one encoding, and one residual. Each payload has a whole number of blocks for each worker.
+    """
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self._mean_errors = [None] * len(self.buckets)
+        self.state = {name: self.state[name] for name in HELD_BACK[:1] if self.state}
+
+    def stages(self, group: dist.ProcessGroup | None, number: int) -> Iterator[Stage]:
+        yield [], 0
+        sent = received = self._outgoing()
+        if group is not None:
+            received = torch.empty_like(sent)
+            work = dist.all_to_all_single(received, sent, group=group, async_op=True)
+            assert work is not None
+            yield [work], (self.world_size - 1) * sent.shape[1]
+        scalars, count = self.buckets[0].scalars, len(self.buckets)
+        *parts, last = received.split([*self._layout(), scalars.nbytes], dim=1)
+        scalars.copy_(self._codec.mean(_raw(last, scalars.dtype)))
+        for bucket, rows, compression in zip(self.buckets, parts[:count], self.compressions, strict=True):
+            own = bucket.payload.view(self.world_size, -1)[self.rank]
+            total, one = torch.zeros_like(own), torch.empty_like(own)
+            for row in rows.split(1) if bucket.numel else ():
+                self._codec.decode(row, compression, one)
+                total.add_(one)
+            own.copy_(total.div_(self.world_size))
+        means = [
+            self._codec.mean(_raw(rows, b.flat.dtype)) for rows, b in zip(parts[count:], self.buckets, strict=True)
+        ]
+        mean = torch.cat([m.view(torch.uint8) for m in means])
+        every = mean[None]
+        if group is not None and len(mean):
+            every = mean.new_empty(self.world_size, len(mean))
+            yield all_gather(every, mean, group)
+        for bucket, rows in zip(self.buckets, every.split([m.nbytes for m in means], dim=1), strict=True):
+            bucket.values.copy_(_raw(rows, bucket.flat.dtype).view(-1)[: len(bucket.values)])
 
 
 def _raw(payload: Tensor, dtype: torch.dtype) -> Tensor:
@@ -291,16 +335,24 @@ class AutoCompression(Reducer):
         error_feedback: Whether to keep residuals.
         buckets: The method's buckets.
         scalars: The scalars that are summed with them.
-        flight: The method's all-reduce.
+        allreduce: The method's all-reduce.
+        owned: Whether each worker gets only the average of the part that it owns.
     """
 
     changes = True
 
     def __init__(
-        self, kind: str, error_feedback: bool, buckets: Sequence[Bucket], scalars: Scalars, flight: AsyncAllReduce
+        self,
+        kind: str,
+        error_feedback: bool,
+        buckets: Sequence[Bucket | Part],
+        scalars: Scalars,
+        allreduce: AsyncAllReduce,
+        *,
+        owned: bool = False,
     ):
-        self._feeds_back = error_feedback
-        self._buckets, self._scalars, self._allreduce = buckets, scalars, flight
+        self._feeds_back, self._owned = error_feedback, owned
+        self._buckets, self._scalars, self._allreduce = buckets, scalars, allreduce
         self.kind, self._now = "", cast(Reducer, None)
         self.become(kind)
 
@@ -309,7 +361,8 @@ class AutoCompression(Reducer):
         """Residuals, with the same keys and shapes for any format."""
         if self._now.state or not self._feeds_back:
             return self._now.state
-        return nothing_held_back(self._buckets, self._allreduce.world_size, "cpu")
+        held = nothing_held_back(self._buckets, self._allreduce.world_size, "cpu")
+        return {name: held[name] for name in HELD_BACK[: 1 if self._owned else 2]}
 
     def become(self, kind: str) -> None:
         """Changes the format, while nothing is in flight. The old format's residuals join the payload.
@@ -321,12 +374,13 @@ class AutoCompression(Reducer):
             return
         if isinstance(self._now, Quantized):
             self._now.release()
-        self.kind, allreduce = kind, self._allreduce
+        self.kind, allreduce, n = kind, self._allreduce, self._allreduce.world_size
         if kind == "float32":
-            self._now = Reducer([b.flat for b in self._buckets], allreduce.world_size)
+            plain = [b.flat for b in self._buckets]
+            self._now = ScatterReducer(self._buckets, n) if self._owned else Reducer(plain, n)
         else:
             settings = allreduce.rank, allreduce.world_size, cast(NarrowFormat, kind), self._feeds_back
-            self._now = Quantized(self._buckets, self._scalars, *settings)
+            self._now = (OwnedQuantized if self._owned else Quantized)(self._buckets, self._scalars, *settings)
         self.scale = self._now.scale
 
     def stages(self, group: dist.ProcessGroup | None, number: int) -> Iterator[Stage]:

@@ -31,16 +31,15 @@ UNFINISHED = "are not of one checkpoint, as when a run ended while it saved: res
 WRAPPERS = (DistributedDataParallel, FullyShardedDataParallel, FSDPModule, DataParallel)
 
 
-def config_or_recommended(config: CO2Config | None, steps: float = math.inf, **how: Any) -> CO2Config:
+def config_or_recommended(config: CO2Config | None, steps: float = math.inf) -> CO2Config:
     """Returns the config, or CO2Config.recommended for all workers.
 
     Args:
         config: The user's settings, or None.
         steps: Number of optimizer steps of the run; infinite if unknown.
-        **how: Other arguments of CO2Config.recommended.
     """
     known = int(steps) if 1 <= steps < math.inf else None
-    return config or CO2Config.recommended(_workers(), known, **how)
+    return config or CO2Config.recommended(_workers(), known)
 
 
 def check_model(who: str, model: nn.Module) -> None:
@@ -75,7 +74,7 @@ def check_accelerator(who: str, accelerator: Any) -> None:
             "the same data; without GPUs set Accelerator(cpu=True) or TrainingArguments(use_cpu=True)"
         )
     if getattr(accelerator, "parallelism_config", None) is not None:
-        raise UserError(f"{who}: a parallelism_config shards the model: leave it out, or use ShardedCO2 in a loop")
+        raise UserError(f"{who}: a parallelism_config shards the model: leave it out, or use CO2 with mesh= in a loop")
 
 
 def check_optimizers(who: str, count: int) -> None:

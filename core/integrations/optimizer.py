@@ -20,14 +20,13 @@ from torch import Tensor
 from ..co2 import CO2
 from ..config import CO2Config
 from ..errors import UserError
-from ..sharded import ShardedCO2
 from .common import config_or_recommended
 
 
 @contextlib.contextmanager
 def attach(
     optimizer: torch.optim.Optimizer, params: Iterable[Tensor], config: CO2Config | None = None, **options: Any
-) -> Iterator[CO2 | ShardedCO2]:
+) -> Iterator[CO2]:
     """Calls co2.step() after each optimizer.step() of the block, and finish() and close() at its end.
 
     Gradient accumulation is supported. After an exception the worker leaves the group without waiting for others.
@@ -36,10 +35,10 @@ def attach(
         optimizer: Any torch optimizer.
         params: As for CO2.
         config: The settings. None uses CO2Config.recommended for these workers.
-        **options: As for CO2, or for ShardedCO2 if `mesh` is among them.
+        **options: As for CO2, such as mesh.
 
     Yields:
-        The CO2 or ShardedCO2 object.
+        The CO2 object.
 
     Raises:
         UserError: With a GradScaler (torch.amp). If gradients overflow on one worker, it skips that worker's
@@ -51,8 +50,8 @@ def attach(
             f"optimizer: a {type(optimizer).__name__} is given: give a torch optimizer, or make CO2 and call "
             "co2.step() after its step"
         )
-    config = config_or_recommended(config, mesh=options.get("mesh"))
-    method = (ShardedCO2 if "mesh" in options else CO2)(params, config, **options)
+    config = config_or_recommended(config)
+    method = CO2(params, config, **options)
 
     def stepped(*_: Any) -> None:
         frame: Any = sys._getframe()

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from core.buckets import unique
 from core.comm import gather_parts
 from core.errors import CollectiveError, UserError
-from core.sharded import pinned
+from core.shares import pinned
 
 from .order import Noise, Update, Weights, weights_uncached
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from core import CO2, CO2Config, ShardedCO2, make_method
+from core import CO2, CO2Config, make_method
 from core.comm import AsyncAllReduce, broadcast
 from core.config import CompressionConfig
 from core.hooks import (
@@ -74,7 +74,7 @@ def test_replicas_that_drift_apart_are_noticed_and_made_equal_again(rank: int, w
         mesh = node_mesh("cpu", 2) if kind == "node" else None
         params = [nn.Parameter(torch.linspace(-1, 1, 1000))]
         if mesh or kind == "offload":
-            method: Any = ShardedCO2(params, CO2Config(tau=1, outer_momentum=0.0), mesh=mesh, offload=not mesh)
+            method: Any = CO2(params, CO2Config(tau=1, outer_momentum=0.0), mesh=mesh, offload=not mesh)
         else:
             config = CO2Config(
                 tau=1, outer_momentum=0.0, compression=CompressionConfig(kind if kind == "int8" else "float32")
@@ -100,7 +100,7 @@ def test_replicas_that_drift_apart_are_noticed_and_made_equal_again(rank: int, w
 @on_ranks(4)
 def test_every_worker_of_a_node_compares_all_parts_of_its_share(rank: int):
     params = [nn.Parameter(torch.linspace(-1, 1, 1600))]
-    co2 = ShardedCO2(params, CO2Config(tau=1, outer_momentum=0.0), mesh=node_mesh("cpu", 2))
+    co2 = CO2(params, CO2Config(tau=1, outer_momentum=0.0), mesh=node_mesh("cpu", 2))
     co2._allreduce.launched = 3 * PARTS
     if rank == 2:
         co2._state["outer_iterate"][0][60] += 1e-4  # of 800 elements: in part 1, which is odd

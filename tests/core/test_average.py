@@ -20,7 +20,6 @@ from core import (
     DiLoCo,
     LocalSGD,
     OverlapLocalSGD,
-    ShardedCO2,
     SlowMo,
     UserError,
     node_mesh,
@@ -236,9 +235,8 @@ METHODS: dict[str, Callable[..., Any]] = {
     "SlowMo": lambda params, **more: SlowMo(params, 2, **more),
     "DiLoCo": lambda params, **more: DiLoCo(params, 2, **more),
     "OverlapLocalSGD": lambda params, **more: OverlapLocalSGD(params, 2, **more),
-    "ShardedCO2": lambda params, **more: ShardedCO2(params, CO2Config.paper(2), **more),
-    "ShardedCO2 shard": lambda params, **more: ShardedCO2(params, CO2Config.paper(2), shard=True, **more),
-    "ShardedCO2 offload": lambda params, **more: ShardedCO2(params, CO2Config.paper(2), offload=True, **more),
+    "CO2 shard": lambda params, **more: CO2(params, CO2Config.paper(2), shard=True, **more),
+    "CO2 offload": lambda params, **more: CO2(params, CO2Config.paper(2), offload=True, **more),
 }
 
 
@@ -297,7 +295,7 @@ def nodes(rank: int, world_size: int) -> list[Tensor]:
     mesh, found = node_mesh("cpu", 2), []
     model = net(0)
     ema = [torch.full((3,), float(rank))]
-    co2 = ShardedCO2(model.parameters(), CO2Config.paper(2), mesh=mesh, average=ema)
+    co2 = CO2(model.parameters(), CO2Config.paper(2), mesh=mesh, average=ema)
     ema[0].fill_(float(rank))  # all have begun as on the first worker
     co2.step()
     co2.finish()
@@ -306,7 +304,7 @@ def nodes(rank: int, world_size: int) -> list[Tensor]:
     params = [nn.Parameter(distribute_tensor(torch.ones(4, 2), mesh["shard"], [Shard(0)]))]
     sharded = distribute_tensor(torch.zeros(4, 2), mesh["shard"], [Shard(0)])
     plain = torch.zeros(1, dtype=torch.bfloat16)
-    co2 = ShardedCO2(params, CO2Config.paper(2), mesh=mesh, average=lambda: [sharded, plain])
+    co2 = CO2(params, CO2Config.paper(2), mesh=mesh, average=lambda: [sharded, plain])
     assert isinstance(sharded, DTensor)
     sharded.to_local().fill_(float(rank))
     plain.fill_(rank)

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from core import CO2, CO2Config, DivergedError, LocalSGD, SlowMo, load, save
 from core.methods import DDP, DiLoCo, OverlapLocalSGD
 from core.placement import node_mesh
-from core.sharded import ShardedCO2
 from core.testing import run_distributed
 from tests.on_ranks import on_ranks
 
@@ -66,7 +65,7 @@ def make(kind: str, net: nn.Module) -> Any:
         "local": lambda: LocalSGD(params, 2, **given),
         "slowmo": lambda: SlowMo(params, 2, **given),
         "overlap": lambda: OverlapLocalSGD(params, 2, **given),
-        "sharded": lambda: ShardedCO2(params, CO2Config(tau=2), shard=True, **given),
+        "sharded": lambda: CO2(params, CO2Config(tau=2), shard=True, **given),
         "ddp": lambda: DDP(net),
     }[kind]()
 
@@ -181,7 +180,7 @@ def test_constants_stay_on_a_mesh_of_one_node(rank: int):
     """The sum is over the node's workers, too."""
     net = masked({name: CONSTANTS[name] for name in ("finfo.min", "thirds")})
     before = [b.clone() for b in net.buffers()]
-    co2 = ShardedCO2(net.parameters(), CO2Config(tau=2), mesh=node_mesh("cpu", 2), buffers=net.buffers())
+    co2 = CO2(net.parameters(), CO2Config(tau=2), mesh=node_mesh("cpu", 2), buffers=net.buffers())
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     for _ in range(8):
         step(net, optimizer)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from core import CO2, CO2Config, LocalSGD, OverlapLocalSGD, ShardedCO2, SlowMo
+from core import CO2, CO2Config, LocalSGD, OverlapLocalSGD, SlowMo
 from core.outer import FusedOuterStep
 from core.testing import run_distributed
 from tests import problems
@@ -395,7 +395,7 @@ UNEVEN: dict[str, Callable[[list[Tensor]], Any]] = {
     str(changes): replace(LATE, tau=3, **changes).build for changes in ({}, *MERGES, *AUTO)
 }
 UNEVEN |= {kind._name: partial(kind, tau=3) for kind in (LocalSGD, SlowMo, OverlapLocalSGD)}
-UNEVEN["shard"] = lambda params: ShardedCO2(params, replace(LATE, tau=3).co2, shard=True)
+UNEVEN["shard"] = lambda params: CO2(params, replace(LATE, tau=3).co2, shard=True)
 
 
 def uneven_twice(rank: int, build: Callable[[list[Tensor]], Any]) -> list[Tensor]:
@@ -408,7 +408,7 @@ def uneven_twice(rank: int, build: Callable[[list[Tensor]], Any]) -> list[Tensor
         co2.finish()
         seen.append(flat(params))
     co2.close()
-    if isinstance(co2, ShardedCO2):  # whose state is this worker's share
+    if isinstance(co2, CO2):  # whose state is this worker's share
         return [*seen, flat(params)]
     return [
         *seen,

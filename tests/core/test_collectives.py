@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
 
-from core import CO2, CO2Config, CompressionConfig, ShardedCO2, make_method
+from core import CO2, CO2Config, CompressionConfig, make_method
 from core.comm import AsyncAllReduce, ring_bytes
 from core.errors import CollectiveError, UserError
 from core.methods import METHODS
@@ -357,7 +357,7 @@ def test_the_scripts_default_device_changes_nothing(rank: int):
     """A meta tensor fits no other, as a GPU's fits none on the host."""
     int4 = replace(CO2Config.paper(2), compression=CompressionConfig("int4"))
     made = [functools.partial(CO2, config=int4)]
-    made += [functools.partial(ShardedCO2, config=CO2Config.paper(2), shard=True, offload=True)]
+    made += [functools.partial(CO2, config=CO2Config.paper(2), shard=True, offload=True)]
     for make in made:
         ends = []
         for device in ("cpu", "meta"):

@@ -19,7 +19,6 @@ from core import (
     DiLoCoConfig,
     LocalSGD,
     OverlapLocalSGD,
-    ShardedCO2,
     SlowMo,
     UserError,
     make_method,
@@ -52,7 +51,7 @@ def params() -> list[nn.Parameter]:
         lambda: CO2(params(), CO2Config(tau=6)),
         lambda: CO2(params(), CO2Config(6)),
         lambda: CO2(params(), pickle.loads(pickle.dumps(CO2Config(6)))),
-        lambda: ShardedCO2(params(), CO2Config(6)),
+        lambda: CO2(params(), CO2Config(6)),
         lambda: attach(torch.optim.SGD(ones := params(), 0.1), ones, CO2Config(6)).__enter__(),
     ],
 )
@@ -98,9 +97,9 @@ def test_a_hook_cannot_take_a_name_of_the_methods_scalars(name: str):
     assert "two have the name 'mine'" in refusal(lambda: CO2(params(), hooks=[Twice()]))
 
 
-@pytest.mark.parametrize("method", [CO2, LocalSGD, SlowMo, DiLoCo, OverlapLocalSGD, ShardedCO2])
+@pytest.mark.parametrize("method", [CO2, LocalSGD, SlowMo, DiLoCo, OverlapLocalSGD])
 def test_an_option_that_no_method_has_is_refused(method: Any):
-    settings = {} if method in (CO2, ShardedCO2) else {"tau": 4}
+    settings = {} if method is CO2 else {"tau": 4}
     settings |= {"lr": lambda: 0.1} if method is SlowMo else {}
     with pytest.raises(TypeError, match="bufers"):
         method(params(), **settings, bufers=[])
@@ -120,7 +119,7 @@ def test_parameters_over_one_memory_are_refused():
         CO2([nn.Parameter(one), nn.Parameter(other)])
 
 
-@pytest.mark.parametrize("method", [CO2, LocalSGD, OverlapLocalSGD, ShardedCO2])
+@pytest.mark.parametrize("method", [CO2, LocalSGD, OverlapLocalSGD])
 @pytest.mark.parametrize("kind", ["the parameters", "state_dict", "a part", "complex"])
 def test_a_buffer_over_a_parameters_memory_is_refused_and_tied_buffers_are_not(method: Any, kind: str):
     model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
@@ -130,7 +129,7 @@ def test_a_buffer_over_a_parameters_memory_is_refused_and_tied_buffers_are_not(m
         "a part": [torch.zeros(2), model[0].weight.data[1:]],
         "complex": [torch.view_as_complex(model[1].weight.data)],
     }
-    settings = {} if method in (CO2, ShardedCO2) else {"tau": 4}
+    settings = {} if method is CO2 else {"tau": 4}
     text = refusal(lambda: method(model.parameters(), **settings, buffers=buffers[kind]))
     assert "shares its memory with a parameter" in text
     tied = model[1].running_mean
@@ -152,7 +151,7 @@ def test_unstable_settings_explain_the_condition(beta: float, alpha: float):
     build(outer_momentum=beta, outer_lr=alpha, gap="none", allow_unstable=True)
     build(outer_momentum=beta, outer_lr=alpha)
     shared = CO2Config(outer_momentum=beta, outer_lr=alpha, gap="none")
-    assert text == refusal(lambda: ShardedCO2([nn.Parameter(torch.ones(1))], shared))
+    assert text == refusal(lambda: CO2([nn.Parameter(torch.ones(1))], shared))
 
 
 def grows(**settings: Any) -> bool:
@@ -250,17 +249,14 @@ def test_thawing_a_frozen_parameter_is_refused_at_the_boundary():
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        *(
-            (settings, "supports only merge restart with")
-            for settings in ({"merge": "keep_local"}, {"merge": "interpolate"}, {"delay": 0})
-        ),
-        ({"compression": CompressionConfig("int8")}, "unshared outer state"),
+        ({"merge": "interpolate"}, "no measurement supports it"),
+        ({"compression": CompressionConfig("lgreco", like="int4")}, "no worker owns part of"),
     ],
     ids=str,
 )
-def test_what_needs_unshared_state_is_refused(settings: dict[str, Any], said: str):
+def test_what_no_share_has_is_refused(settings: dict[str, Any], said: str):
     config = CO2Config(**{"tau": 3, "gap": "none", "allow_unstable": True} | settings)
-    assert said in refusal(lambda: ShardedCO2(params(), config, shard=True))
+    assert said in refusal(lambda: CO2(params(), config, shard=True))
 
 
 REFUSED: list[Any] = [
@@ -291,7 +287,6 @@ REFUSED: list[Any] = [
     (lambda: CO2Config(tau="auto", tau_max=0), "tau_max=0"),
     (lambda: build(delay=0), "delay=0", "set gap none"),
     (lambda: build(delay=0, gap="none", tau="auto"), "delay=0", "boundary or auto"),
-    (lambda: ShardedCO2(params(), CO2Config(nesterov=True)), "nesterov=True", "leave it out"),
     (lambda: build(merge="own"), "merge='own'", "restart, interpolate, keep_local"),
     (lambda: build(delay=3), "delay=3", "set merge keep_local"),
     (lambda: build(delay="auto"), "delay='auto'", "set merge keep_local"),
@@ -332,7 +327,7 @@ REFUSED: list[Any] = [
     (lambda: make_method("slowmo", nn.Linear(2, 2), slowmo=7), "slowmo=7: give an object of SlowMoConfig"),
     (lambda: make_method("co2", params()), "give the module itself"),
     (lambda: CO2(params(), buffers=None), "buffers: one NoneType is given"),
-    (lambda: ShardedCO2(params(), mesh=(2, 2)), "mesh=(2, 2): give a DeviceMesh"),
+    (lambda: CO2(params(), mesh=(2, 2)), "mesh=(2, 2): give a DeviceMesh"),
     (lambda: CO2Config(gap="inner"), "elementwise, norm, none"),
     (lambda: CO2(params(), hooks=Requests("stop")), "give a list"),
     (lambda: CO2(params(), hooks=[Requests]), "is among them"),
@@ -347,7 +342,7 @@ REFUSED: list[Any] = [
     (lambda: CO2(params(), schedule=lambda n: {"outer_lr": 0}), "outer_lr=0"),
     (lambda: CO2(params(), CO2Config("auto"), schedule=lambda n: {"tau": 3}), "give numbers, or only auto"),
     (lambda: CO2(params(), timeout=-1), "timeout=-1: give seconds, above 0"),
-    (lambda: ShardedCO2(params(), timeout=float("nan")), "timeout=nan: give seconds"),
+    (lambda: CO2(params(), timeout=float("nan")), "timeout=nan: give seconds"),
     (lambda: CO2(params(), timeout="60"), "timeout='60': give seconds"),  # pyright: ignore
     (lambda: CO2Config.recommended("4"), "workers='4': give their number"),  # pyright: ignore
     (lambda: CO2Config.recommended(4, 0.5), "steps=0.5: give their number"),  # pyright: ignore

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from bench.cluster import hold_port
-from core import CO2Config, CollectiveError, CompressionConfig, ShardedCO2, make_method, node_mesh
+from core import CO2, CO2Config, CollectiveError, CompressionConfig, make_method, node_mesh
 from core import failure as peers
 from core.comm import AsyncAllReduce
 from core.failure import Address, Peers
@@ -162,7 +162,7 @@ def test_calls_after_a_failure_move_nothing(shard: bool):
 
 
 def loses_a_mate(rank: int, world_size: int) -> str:
-    method = ShardedCO2([nn.Parameter(torch.ones(3))], CO2Config(tau=1), mesh=node_mesh("cpu", world_size))
+    method = CO2([nn.Parameter(torch.ones(3))], CO2Config(tau=1), mesh=node_mesh("cpu", world_size))
     if rank == 1:
         die("sigkill", [])
     with pytest.raises(CollectiveError) as error:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from core import CO2, CO2Config, ShardedCO2, make_method
+from core import CO2, CO2Config, make_method
 from core.comm import AsyncAllReduce
 from core.errors import DivergedError
 from core.hooks import BUFFER, MAX_REPEATS, WARMUP_ROUNDS, OutlierFilter, ReductionInfo, forget
@@ -57,7 +57,7 @@ def train_or_spoil(params: list[nn.Parameter], rank: int, step: int) -> None:
 @on_ranks(3, timeout=240)
 def test_the_others_train_as_the_reference_does_without_the_bad_one(rank: int):
     kinds: dict[str, Any] = {name: s.build for name, s in WAYS.items()}
-    kinds |= {how: partial(ShardedCO2, config=WAYS["paper"].co2, **{how: True}) for how in SHARED}
+    kinds |= {how: partial(CO2, config=WAYS["paper"].co2, **{how: True}) for how in SHARED}
     for name, build in kinds.items():
         with warnings.catch_warnings(record=True, action="always") as seen:
             go = partial(train_or_spoil, params := odd_parameters(), rank)
@@ -134,9 +134,9 @@ def test_a_node_is_left_out_as_one(rank: int, pieces: bool):
     p, more = nn.Parameter(torch.zeros(3, dtype=torch.float64)), 10.0 * place if pieces else 0.0
     options: dict[str, Any] = {"mesh": mesh}
     if pieces:
-        options = {"inner_group": mesh.get_group(1), "group": mesh.get_group(0), "shards": True}
+        options["shards"] = True
     s = Settings(tau=1, outer_momentum=0.0, gap="none", clip=None, allow_unstable=True)
-    co2, seen = ShardedCO2([p], s.co2, **options), []
+    co2, seen = CO2([p], s.co2, **options), []
     with warnings.catch_warnings(record=True, action="always") as told:
         for step in range(5):
             with torch.no_grad():
@@ -166,7 +166,7 @@ def left_out_once(build: Any, **options: Any) -> list[float]:
     return [*trace, p[0].item()]
 
 
-@pytest.mark.parametrize(("build", "round"), [(CO2, 5), (ShardedCO2, 6)])
+@pytest.mark.parametrize(("build", "round"), [(CO2, 5), (partial(CO2, shard=True), 6)])
 def test_the_optimiser_forgets_once_after_a_jump(build: Any, round: int):
     p, told = nn.Parameter(torch.zeros(5, dtype=torch.float64)), []
     co2 = build([p], CO2Config(tau=2))
@@ -184,7 +184,7 @@ def test_where_all_are_left_out_shared_state_goes_on_as_unshared(options: dict[s
     """The mean of nobody is zero, and the momentum goes on."""
     expected = left_out_once(CO2)
     assert abs(expected[-1]) < 100 and len(set(expected[5:8])) == 3
-    assert left_out_once(ShardedCO2, **options) == pytest.approx(expected, rel=1e-9)
+    assert left_out_once(CO2, **options) == pytest.approx(expected, rel=1e-9)
 
 
 @pytest.mark.slow

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from core import CO2, CO2Config, CompressionConfig, ShardedCO2, buckets, hooks, local_update, make_method
+from core import CO2, CO2Config, CompressionConfig, buckets, hooks, local_update, make_method
 from core.comm import AsyncAllReduce
 from core.outer import OuterStep
-from core.sharded import on_device, pinned
+from core.shares import on_device, pinned
 from tests import problems
 from tests.dispatch import Operations
 from tests.problems import refusal
@@ -24,7 +24,7 @@ METHODS: dict[str, Callable[[list[Tensor]], Any]] = {
     "the paper's": lambda p: CO2(p, CO2Config(tau=2)),
     "as recommended": lambda p: CO2(p, CO2Config(**LIKE_RECOMMENDED, compression=CompressionConfig("int4"))),
     "lgreco": lambda p: CO2(p, CO2Config(tau=2, compression=CompressionConfig("lgreco", like="int4"))),
-    "shared": lambda p: ShardedCO2(p, CO2Config(tau=2), shard=True),
+    "shared": lambda p: CO2(p, CO2Config(tau=2), shard=True),
     "nesterov": lambda p: CO2(p, CO2Config(tau=2, nesterov=True)),
     "ddp": lambda p: make_method("ddp", nn.ParameterList(p))[1],
 }
@@ -86,16 +86,16 @@ def test_a_round_reads_nothing_from_the_device(gap: Any, clip: float | None, mon
 def test_a_round_of_shared_state_reads_nothing_and_keeps_its_numbers_in_place():
     """Its numbers are written in another stream than the one that reads them."""
     params = problems.odd_parameters()
-    co2 = ShardedCO2(params, CO2Config(tau=2), shard=True)
-    places = co2._last.data_ptr(), co2._m_squares.data_ptr()
+    co2 = CO2(params, CO2Config(tau=2), shard=True)
+    place = co2._share_numbers.data_ptr()
     assert reads_in_rounds(co2, params) == []
-    assert places == (co2._last.data_ptr(), co2._m_squares.data_ptr())
+    assert place == co2._share_numbers.data_ptr()
 
 
 def test_statistics_of_shared_state_go_off_before_what_follows_is_launched(monkeypatch: pytest.MonkeyPatch):
     """They lie in the memory of the background's stream, which takes it for something else once nobody refers to it."""
     params = problems.odd_parameters()
-    co2 = ShardedCO2(params, CO2Config(tau=1), shard=True)
+    co2 = CO2(params, CO2Config(tau=1), shard=True)
     monkeypatch.setattr("core.stats.read_blocks", lambda t: True)
     left: list[str] = []
 
@@ -108,7 +108,7 @@ def test_statistics_of_shared_state_go_off_before_what_follows_is_launched(monke
     assert left == [] and co2.stats.as_dict()["momentum_norm"] > 0
 
 
-def reads_in_rounds(co2: CO2 | ShardedCO2, params: list[nn.Parameter]) -> list[str]:
+def reads_in_rounds(co2: CO2 | CO2, params: list[nn.Parameter]) -> list[str]:
     """As on a device: where reading is free, a worker that is not left out is spared a pass (buckets.read_blocks)."""
     with pytest.MonkeyPatch.context() as patch:
         for module in (buckets, hooks, local_update):
@@ -195,10 +195,10 @@ def test_memory_that_cannot_be_pinned_is_told_in_one_line(monkeypatch: pytest.Mo
     assert said.startswith("6000 bytes of the host's memory cannot be pinned") and said.endswith("leave out offload")
 
 
-def offloaded() -> tuple[ShardedCO2, list[Tensor], Tensor]:
+def offloaded() -> tuple[CO2, list[Tensor], Tensor]:
     params: list[Tensor] = [nn.Parameter(torch.linspace(-1, 1, N)), nn.Parameter(torch.ones(7))]
     buffer = torch.zeros(5)
-    return ShardedCO2(params, CO2Config(tau=2), buffers=[buffer], offload=True), params, buffer
+    return CO2(params, CO2Config(tau=2), buffers=[buffer], offload=True), params, buffer
 
 
 def test_offloaded_state_pins_what_it_needs(monkeypatch: pytest.MonkeyPatch):

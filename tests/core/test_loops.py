@@ -27,7 +27,6 @@ from core import (
     CompressionConfig,
     LocalSGD,
     OverlapLocalSGD,
-    ShardedCO2,
     UserError,
     make_method,
 )
@@ -308,7 +307,7 @@ METHODS: dict[str, Callable[..., Any]] = {
     "the paper's": lambda params: CO2(params, PAPERS),
     "as recommended": lambda params: CO2(params, KEEP),
     "merged later": lambda params: CO2(params, LATE),
-    "shared by all": lambda params: ShardedCO2(params, PAPERS, shard=True),
+    "shared by all": lambda params: CO2(params, PAPERS, shard=True),
     "local": lambda params: LocalSGD(params, TAU),
     "overlap": lambda params: OverlapLocalSGD(params, TAU),
     "mixed at once": lambda params: CO2(
@@ -393,7 +392,7 @@ class Mistaken(Exception):
     """The user's own error."""
 
 
-BROKEN = {"in nodes": lambda params: ShardedCO2(params, PAPERS, mesh=node_mesh("cpu", 2))}
+BROKEN = {"in nodes": lambda params: CO2(params, PAPERS, mesh=node_mesh("cpu", 2))}
 
 
 def broken_off(rank: int, world_size: int, name: str, raises_at: int) -> dict[str, Any]:
@@ -532,7 +531,7 @@ def test_with_a_mesh_it_is_sharded(rank: int):
             optimizer.zero_grad()
             backward(net, rank // 2, step)  # the workers of a node take one batch
             optimizer.step()
-        assert type(co2).__name__ == "ShardedCO2" and co2._local_steps == STEPS % TAU
+        assert type(co2).__name__ == "CO2" and co2._local_steps == STEPS % TAU
     assert alike(flat(net.parameters()))
 
 

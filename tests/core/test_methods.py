@@ -14,7 +14,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from core import CO2, CO2Config, CompressionConfig, DivergedError, ShardedCO2, make_method
+from core import CO2, CO2Config, CompressionConfig, DivergedError, make_method
 from core.methods import OverlapLocalConfig, SlowMoConfig
 from core.testing import run_distributed
 from tests import problems
@@ -444,7 +444,7 @@ def masters(rank: int, world_size: int, keep: bool, shard: bool) -> tuple[Tensor
     model = [nn.Parameter(torch.ones(40, dtype=torch.bfloat16))]
     kept = [nn.Parameter(p.detach().float()) for p in model]
     config = CO2Config(tau=2, outer_momentum=0.0, clip=None, gap="norm")
-    kind = partial(ShardedCO2, shard=True) if shard else CO2
+    kind = partial(CO2, shard=True) if shard else CO2
     co2 = kind(kept, config, model_params=model) if keep else kind(model, config)
     for _ in range(40):
         with torch.no_grad():

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from bench.loss.__main__ import vmap_gradient
-from core import CO2, CO2Config, ShardedCO2, make_method
+from core import CO2, CO2Config, make_method
 from core.buckets import local_shard
 from core.placement import copies_of, node_mesh
 from tests.on_ranks import alike, on_ranks, total_world_size
@@ -145,7 +145,7 @@ def test_stages_of_a_pipeline_equal_the_whole_model(rank: int, dtype: torch.dtyp
             stages = {k: stage(k, dtype) for k in own}
             parts = nn.ModuleList(stages.values())
             options: dict[str, Any] = {"mesh": mesh, "shards": True} | how
-            kind = CO2 if len(own) == 2 else ShardedCO2
+            kind = CO2 if len(own) == 2 else CO2
             options = {"group": mesh.get_group("replicate")} if kind is CO2 else options
             co2 = kind(parts.parameters(), config, buffers=parts.buffers(), **options)
 
@@ -178,7 +178,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(rank: int, every: bool):
             for step in range(STEPS):
                 if step in (0, at):
                     old, net, saved = net, build(), co2.state_dict() if co2 else None
-                    co2 = ShardedCO2(net.parameters(), CONFIGS[0], mesh=mesh, buffers=net.buffers(), **how)
+                    co2 = CO2(net.parameters(), CONFIGS[0], mesh=mesh, buffers=net.buffers(), **how)
                     for new, value in zip(state(net), state(old), strict=True):
                         local_shard(new).detach().copy_(local_shard(value).detach())
                     if saved:
@@ -220,7 +220,7 @@ def test_what_several_stages_hold_counts_once_and_stays_equal(rank, islands, sta
         params = {i: nn.Parameter(values()[i].clone()) for i in PARTS[stages][stage]}
         holders = {p: ranks[stage] if i else [*ranks[0], *ranks[-1]] for i, p in params.items()}
         params = list(params.values())
-        co2 = ShardedCO2(params, case.co2, mesh=node_mesh("cpu", n), shards=holders)
+        co2 = CO2(params, case.co2, mesh=node_mesh("cpu", n), shards=holders)
         trace = train_with(co2, params, island, TIED_STEPS)
         whole = train_reference(case, islands, TIED_STEPS, flat(values()))
         assert_traces_equal(trace, [torch.cat([t.split(SIZES)[i] for i in PARTS[stages][stage]]) for t in whole])
@@ -234,7 +234,7 @@ def test_what_one_stage_sends_another_is_hidden_too(rank: int):
     params = [nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(3))]
     mesh = node_mesh("cpu", 3)  # the last of three holds nothing of what the first two share
     holders = {params[0]: [0, 1] if rank < 2 else [2], params[1]: [rank]}
-    co2 = ShardedCO2(params, Settings(tau=1).co2, mesh=mesh, shards=holders)
+    co2 = CO2(params, Settings(tau=1).co2, mesh=mesh, shards=holders)
     co2.step()
     began = time.monotonic()
     while not co2._allreduce.done() and time.monotonic() - began < 10:
@@ -247,7 +247,7 @@ def test_what_one_stage_sends_another_is_hidden_too(rank: int):
 def test_holders_that_cannot_be_are_refused_in_one_line(rank: int):
     p = nn.Parameter(torch.ones(2))
     for holders in ([1 - rank], [rank, 7]):
-        said = refusal(ShardedCO2, [p], mesh=node_mesh("cpu", 2), shards={p: holders})
+        said = refusal(CO2, [p], mesh=node_mesh("cpu", 2), shards={p: holders})
         assert str(holders) in said and "give ranks of that group" in said
 
 
@@ -259,7 +259,7 @@ def test_copies_start_equal_and_must_stay_so(rank: int):
     weight = nn.Parameter(distribute_tensor(torch.ones(4, 3), mesh["shard"], [Shard(0)]))
     bias, frozen = nn.Parameter(torch.full((2,), 1.0 + rank)), nn.Parameter(torch.full((2,), float(rank)), False)
     numbers = [torch.full((3,), float(rank)), distribute_tensor(torch.zeros(2), mesh["shard"], [Replicate()])]
-    co2 = ShardedCO2([weight, bias, frozen], CO2Config(tau=1), mesh=mesh, buffers=numbers)
+    co2 = CO2([weight, bias, frozen], CO2Config(tau=1), mesh=mesh, buffers=numbers)
     assert [t.tolist() for t in (bias, frozen, numbers[0])] == [[1, 1], [0, 0], [0, 0, 0]]
     for t in numbers:
         local_shard(t).add_(rank)
@@ -274,7 +274,7 @@ def test_copies_start_equal_and_must_stay_so(rank: int):
         bias.fill_(3 + rank)
     co2.resync()
     assert bias.tolist() == [3, 3]
-    fresh = ShardedCO2([weight, bias], CO2Config(tau=1), mesh=mesh)
+    fresh = CO2([weight, bias], CO2Config(tau=1), mesh=mesh)
     with torch.no_grad():
         bias.add_(rank)
     assert refusal(fresh.step).startswith("the unsharded parameters of one node's workers differ")
@@ -284,7 +284,7 @@ def test_copies_start_equal_and_must_stay_so(rank: int):
 def test_resync_in_flight_is_no_part_of_what_runs_inside_the_node(rank: int):
     """One rank's reduction is through when the other's has still to come to its collectives inside the node."""
     weight = nn.Parameter(torch.ones(3))
-    co2 = ShardedCO2([weight], CO2Config(tau=1), mesh=node_mesh("cpu", 2), link=SlowLink(0.3 * rank))
+    co2 = CO2([weight], CO2Config(tau=1), mesh=node_mesh("cpu", 2), link=SlowLink(0.3 * rank))
     co2.step()
     with torch.no_grad():
         weight.fill_(5.0 + rank)
@@ -306,7 +306,7 @@ def test_what_would_mix_parts_is_refused_in_one_line(rank: int):
         ([nn.Parameter(sums)], {"mesh": mesh}, "Partial(sum)"),
         ([nn.Parameter(sharded)], {"mesh": mesh, "buffers": [sharded]}, "leave it out"),
     ]:
-        said = refusal(ShardedCO2, params, CO2Config(), **how)
+        said = refusal(CO2, params, CO2Config(), **how)
         assert all(part in said for part in parts), said
 
 

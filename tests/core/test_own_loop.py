@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from core import CO2, CO2Config, CompressionConfig, OverlapLocalSGD, ShardedCO2, UserError, checkpoint, load, save
+from core import CO2, CO2Config, CompressionConfig, OverlapLocalSGD, UserError, checkpoint, load, save
 from core import failure as peers
 from core.errors import CollectiveError
 from core.hooks import forget
@@ -34,7 +34,7 @@ KEEP = replace(
 METHODS: dict[str, Callable[..., Any]] = {
     "the paper's": lambda params, model: CO2(params, PAPERS, buffers=model.buffers()),
     "as recommended": lambda params, model: CO2(params, KEEP, buffers=model.buffers()),
-    "shared by all": lambda params, model: ShardedCO2(params, PAPERS, shard=True, buffers=model.buffers()),
+    "shared by all": lambda params, model: CO2(params, PAPERS, shard=True, buffers=model.buffers()),
     "overlap": lambda params, model: OverlapLocalSGD(params, TAU),
 }
 
@@ -248,7 +248,7 @@ def test_shards_go_on_bit_for_bit(rank: int, tmp_path: Path):
         model = problems.small_net(torch.float32, seed=int(resumes))
         fully_shard(model, mesh=mesh["dp_shard"])
         optimizer = torch.optim.AdamW(model.parameters(), 0.05)
-        co2 = ShardedCO2(model.parameters(), PAPERS, mesh=mesh)
+        co2 = CO2(model.parameters(), PAPERS, mesh=mesh)
         first = load(tmp_path, model, optimizer, co2) if resumes else 0
         assert first == 4 * resumes
         for step in range(first, STEPS):

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-from core import CO2, CO2Config, CompressionConfig, LocalSGD, ShardedCO2, SlowMo, UserError, make_method
+from core import CO2, CO2Config, CompressionConfig, LocalSGD, SlowMo, UserError, make_method
 from core.hooks import Snapshot
 from core.local_update import of_rank, under_rank
 from core.methods import METHODS
@@ -72,7 +72,7 @@ def go(model: nn.Module, optimizer: torch.optim.Optimizer, method: Any, rank: in
         method.step()
 
 
-@pytest.mark.parametrize(("kind", "config"), [(CO2, CO2Config(2)), (ShardedCO2, CO2Config(2))])
+@pytest.mark.parametrize(("kind", "config"), [(CO2, CO2Config(2)), (partial(CO2, shard=True), CO2Config(2))])
 def test_what_was_loaded_may_be_loaded_again(kind: Any, config: CO2Config):
     """As where training is rolled back: a method keeps nothing of the caller's, which it would write to."""
     params = [nn.Parameter(torch.ones(5))]
@@ -210,7 +210,7 @@ def as_before(own: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("build", [CO2, partial(ShardedCO2, shard=True)])
+@pytest.mark.parametrize("build", [CO2, partial(CO2, shard=True)])
 def test_a_checkpoint_of_an_older_version_is_refused_in_one_line(build: Any):
     co2 = build(params(3), CO2_2)
     old = under_rank(as_before(of_rank(saved_by(co2))))
@@ -274,7 +274,7 @@ def test_what_is_of_each_worker_is_left_behind_by_another_number():
 
 
 def test_shared_state_goes_on_after_the_end_with_another_number():
-    writer, reader = ShardedCO2(params(3), CO2Config(tau=2)), ShardedCO2(params(3), CO2Config(tau=2))
+    writer, reader = CO2(params(3), CO2Config(tau=2)), CO2(params(3), CO2Config(tau=2))
     writer.finish()
     state = of_rank(writer.state_dict())
     (gathered,) = state["flats"]
@@ -359,8 +359,8 @@ KEEP = CO2Config(
 WRITTEN: dict[str, Any] = {
     "the paper's": lambda params: CO2(params, CO2Config(tau=3, outer_lr=0.4)),
     "as recommended": lambda params: CO2(params, KEEP),
-    "shared by all": lambda params: ShardedCO2(params, CO2Config(tau=3, outer_lr=0.4), shard=True),
-    "shared in a node": lambda params: ShardedCO2(params, CO2Config(tau=3), mesh=node_mesh("cpu", 2)),
+    "shared by all": lambda params: CO2(params, CO2Config(tau=3, outer_lr=0.4), shard=True),
+    "shared in a node": lambda params: CO2(params, CO2Config(tau=3), mesh=node_mesh("cpu", 2)),
 }
 
 
@@ -480,7 +480,7 @@ def test_after_resync_training_goes_on_as_in_a_fresh_object(rank: int):
     kinds["int8"] = lambda model: make_method(
         "co2", model, co2=CO2Config(tau=2, compression=CompressionConfig("int8"))
     )[1]
-    kinds["shard"] = lambda model: ShardedCO2(list(model.parameters()), CONFIG, shard=True)
+    kinds["shard"] = lambda model: CO2(list(model.parameters()), CONFIG, shard=True)
     for name, build in kinds.items():
         pair = []
         for early in (5, 0):
@@ -498,12 +498,12 @@ def test_after_resync_training_goes_on_as_in_a_fresh_object(rank: int):
 @on_ranks(2)
 def test_a_node_of_unequal_values_is_refused_at_the_first_boundary_and_of_shapes_before_any_is_sent(rank: int):
     mesh, params = node_mesh("cpu", 2), [nn.Parameter(torch.ones(3))]
-    co2 = ShardedCO2(params, CO2Config(tau=1), mesh=mesh)
+    co2 = CO2(params, CO2Config(tau=1), mesh=mesh)
     with torch.no_grad():
         params[0].sub_(0.1 * rank)  # without a synchronisation of gradients
     said = refusal(co2.step)
     assert "synchronize gradients in every step" in said and "mesh.get_group(1)" in said
-    said = refusal(ShardedCO2, [nn.Parameter(torch.ones(3 + rank))], CO2Config(tau=1), mesh=mesh)
+    said = refusal(CO2, [nn.Parameter(torch.ones(3 + rank))], CO2Config(tau=1), mesh=mesh)
     assert "workers differ" in said and "(3,)" in said and "(4,)" in said
 
 
@@ -579,7 +579,7 @@ def test_weights_loaded_under_a_method_are_noticed_at_the_rounds_first_step(rank
     for name in (*LOCAL, "shard", "keep_local"):
         params = [nn.Parameter(torch.full((3,), 0.5)), nn.Parameter(torch.ones(2))]
         if name == "shard":
-            method: Any = ShardedCO2(params, CONFIG, shard=True)
+            method: Any = CO2(params, CONFIG, shard=True)
         else:
             config = replace(CONFIG, merge="keep_local") if name == "keep_local" else CONFIG
             method = make_method("co2" if name == "keep_local" else name, nn.ParameterList(params), co2=config)[1]

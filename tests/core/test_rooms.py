@@ -19,16 +19,13 @@ ARROWS: dict[str, set[str]] = {
     "core.testing": {"core"},
     "core.outer_kernels": {"core", "core.compression"},  # the number formats' kernels round as it does
     "core.config": {"core", "core.compression"},
-    "core.placement": {"core", "core.config"},
     # puts the arguments of all methods together
-    "core.build": {"core", "core.compression", "core.config", "core.placement", "core.testing"},
+    "core.build": {"core", "core.compression", "core.config", "core.testing"},
     "core.co2": {"core", "core.build", "core.config"},
-    "core.sharded": {"core", "core.build", "core.config", "core.placement"},
+    "core.shares": {"core", "core.build", "core.config", "core.placement"},
     "core.ddp": {"core", "core.config", "core.testing"},
     "core.methods": CORE - {"core.__init__", "core.elastic", "core.integrations", "core.doctor"},
-    "core.elastic": {
-        *("core", "core.build", "core.co2", "core.compression", "core.config", "core.placement", "core.testing")
-    },
+    "core.elastic": {*("core", "core.build", "core.co2", "core.compression", "core.config", "core.testing")},
     "core.__init__": CORE - {"core.elastic", "core.integrations", "core.doctor"},
     "core.integrations": CORE - {"core.doctor"},
     "core.doctor": CORE - {"core.integrations"},  # nothing imports it
@@ -47,9 +44,10 @@ BACK = {
     ("core/hooks.py", "core/local_update.py"),
     ("core/extra.py", "core/local_update.py"),
     ("core/usage.py", "core/local_update.py"),
+    ("core/local_update.py", "core/shares.py"),
+    ("core/shares.py", "core/co2.py"),
     # inside a function: what few need
     ("core/outer.py", "core/outer_kernels.py"),
-    ("core/config.py", "core/placement.py"),
 }
 """The only imports against the arrows: (the file, what it imports)."""
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import core.stats
-from core import CO2, CO2Config, LocalSGD, OverlapLocalSGD, ShardedCO2, UserError, make_method
+from core import CO2, CO2Config, LocalSGD, OverlapLocalSGD, UserError, make_method
 from core.local_update import SyncSchedule
 from core.methods import METHODS
 from core.stats import RoundClock, RoundStats, between, mark, ready
@@ -202,7 +202,7 @@ def test_the_seconds_of_a_step_are_a_whole_steps(tau: int):
         (lambda net: [*net.parameters(), None], "parameters: a NoneType is among them: "),
     ],
 )
-@pytest.mark.parametrize("build", [CO2, ShardedCO2, lambda given: LocalSGD(given, 2)])
+@pytest.mark.parametrize("build", [CO2, lambda given: CO2(given, shard=True), lambda given: LocalSGD(given, 2)])
 def test_what_are_no_tensors_is_refused_in_one_line(build: Any, given: Any, said: str):
     with pytest.raises(UserError, match=f"^{said}[^\n]*$"):
         build(given(nn.Sequential(nn.Linear(2, 2))))
@@ -408,7 +408,7 @@ HIDDEN = {
     "mixed at the boundary": CO2Config(tau=3, merge="interpolate"),
 }
 ENDS: dict[str, Any] = {name: lambda p, c=c: CO2(p, c) for name, c in HIDDEN.items()} | {
-    "shard": lambda p: ShardedCO2(p, CO2Config(tau=3), shard=True),
+    "shard": lambda p: CO2(p, CO2Config(tau=3), shard=True),
     "no delay": lambda p: CO2(p, CO2Config(tau=3, gap="none", delay=0)),
     "local": lambda p: LocalSGD(p, 3),
     "overlap_local": lambda p: OverlapLocalSGD(p, 3),

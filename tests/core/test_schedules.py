@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from core import CO2, CO2Config, CompressionConfig, ShardedCO2, UserError
+from core import CO2, CO2Config, CompressionConfig, UserError
 from core.build import build_args, tau_hook_for
 from core.config import Schedule
 from core.methods import OverlapLocalSGD, SlowMo, SlowMoConfig
@@ -90,7 +90,7 @@ def test_momentum_grows_with_tau():
     late = replace(BLOCKING, delay="boundary", allow_unstable=True)
     assert descend(CO2([p], late, schedule=ramp_tau(4)), p, 15) == [0, -1, -4, -11, -18.5]
     p = nn.Parameter(torch.zeros(1, dtype=torch.float64))
-    shared = ShardedCO2([p], late, schedule=ramp_tau(4), shard=True)
+    shared = CO2([p], late, schedule=ramp_tau(4), shard=True)
     assert descend(shared, p, 15) == [0, -1, -4, -11, -18.5]
 
 
@@ -182,7 +182,7 @@ def test_with_settings_that_change_all_equal_the_reference(rank: int, how: dict[
 
     def trained(c: Settings, steps: int) -> list[Tensor]:
         params, schedule = problems.odd_parameters(), changes_of(c)
-        method = ShardedCO2(params, c.co2, schedule=schedule, **how) if how else c.build(params, schedule=schedule)
+        method = CO2(params, c.co2, schedule=schedule, **how) if how else c.build(params, schedule=schedule)
         return train_with(method, params, rank, steps)
 
     for c in shared if how else CHANGING:

@@ -2,7 +2,6 @@
 
 from functools import partial
 from itertools import product
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from core import CO2, CO2Config, ShardedCO2, UserError, make_method
-from core.comm import gather_parts
+from core import CO2, CO2Config, UserError, make_method
+from core.comm import gather_parts, sum_parts
 from core.methods import check_apart
-from core.placement import local_world_size, node_mesh, sum_parts
+from core.placement import local_world_size, node_mesh
 from tests import problems
 from tests.on_ranks import alike, on_ranks, total_world_size
 from tests.problems import LR, assert_traces_equal, flat, gradient, node_step, refusal, trace_of
@@ -31,9 +30,9 @@ GRIDS = [pytest.param(CORNERS, id="corners"), pytest.param(CONFIGS, id="whole", 
 
 
 def run_co2(config: CO2Config, ranks: list[int], **how: Any) -> tuple[list[Tensor], Any]:
-    """how: what ShardedCO2 takes; CO2 itself without."""
+    """how: what CO2 takes; CO2 itself without."""
     params = problems.odd_parameters()
-    co2 = ShardedCO2(params, config, **how) if how else CO2(params, config)
+    co2 = CO2(params, config, **how) if how else CO2(params, config)
     return trace_of(co2, lambda step: node_step(params, ranks, step), lambda: flat(params), STEPS), co2
 
 
@@ -92,7 +91,7 @@ def test_parts_are_summed_and_gathered(rank: int):
 def test_sixteen_bit_parameters_equal_unshared(rank: int):
     for dtype in (torch.bfloat16, torch.float16):
         ends = []
-        for kind in (partial(ShardedCO2, shard=True), partial(ShardedCO2, offload=True), CO2):
+        for kind in (partial(CO2, shard=True), partial(CO2, offload=True), CO2):
             params = [nn.Parameter(torch.linspace(-1, 1, 37).to(dtype)), nn.Parameter(torch.ones(3))]
             co2 = kind(params, CO2Config(tau=2, outer_momentum=0.3, clip=None))
             for _ in range(30):
@@ -110,7 +109,7 @@ def test_sixteen_bit_parameters_equal_unshared(rank: int):
 def test_buffers_are_averaged_over_everybody(rank: int):
     """BatchNorm's statistics are means over all four workers, one round late."""
     values = []
-    for kind in (partial(ShardedCO2, mesh=node_mesh("cpu", 2)), CO2):
+    for kind in (partial(CO2, mesh=node_mesh("cpu", 2)), CO2):
         params, statistics = [nn.Parameter(torch.zeros(5))], torch.zeros(3)
         co2 = kind(params, CO2Config(tau=2), buffers=[statistics])
         for step in range(8):
@@ -124,7 +123,7 @@ def test_buffers_are_averaged_over_everybody(rank: int):
 @on_ranks(2)
 def test_statistics_are_of_the_whole_model(rank: int):
     seen = []
-    for kind in (CO2, partial(ShardedCO2, shard=True)):
+    for kind in (CO2, partial(CO2, shard=True)):
         params = [nn.Parameter(torch.linspace(0, 1, 11, dtype=torch.float64))]
         co2 = kind(params, CO2Config(tau=2, clip=None))
         for step in range(12):
@@ -166,7 +165,7 @@ def test_ranks_that_know_unlike_numbers_of_groups_are_told_before_they_wait_in_v
     CO2(model.parameters(), config, group=mesh.get_group(0), timeout=20).close()
     dist.new_group([0, 1])
     for make in (
-        lambda: ShardedCO2(model.parameters(), config, mesh=mesh, timeout=20),
+        lambda: CO2(model.parameters(), config, mesh=mesh, timeout=20),
         lambda: CO2(model.parameters(), config, group=mesh.get_group(0), timeout=20),
         lambda: make_method("local", model, co2=config, mesh=mesh, timeout=20)[1],
     ):
@@ -194,30 +193,16 @@ def test_what_is_refused_of_a_mesh_names_all_that_has_to_change(rank: int):
     cube = init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=("dp_replicate", "dp_shard", "tp"))
     between = init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=("pp", "dp_replicate", "dp_shard"))
     take, make = 'such as mesh["dp_replicate", "dp_shard"]', ("init_device_mesh(", "mesh_dim_names=")  # no two to take
-    auto = (
-        "merge='keep_local' with delay='auto'",
-        "compression.format='auto'",
-        "recommended(..., mesh=mesh) is accepted",
-    )
-    for config, its_mesh, parts in (
-        (CO2Config.recommended(32, 400), mesh, auto),
-        (CO2Config(), cube, ("3 dimensions dp_replicate, dp_shard, tp", take)),
-        (CO2Config(), between, (take,)),
-        (CO2Config(), cube["tp"], ("a mesh of 1 dimension tp: give a mesh of two", *make)),
-        (CO2Config(), init_device_mesh("cpu", (1, 1, 1)), make),
+    for its_mesh, parts in (
+        (cube, ("3 dimensions dp_replicate, dp_shard, tp", take)),
+        (between, (take,)),
+        (cube["tp"], ("a mesh of 1 dimension tp: give a mesh of two", *make)),
+        (init_device_mesh("cpu", (1, 1, 1)), make),
     ):
-        said = refusal(ShardedCO2, model.parameters(), config, mesh=its_mesh)
+        said = refusal(CO2, model.parameters(), CO2Config.paper(2), mesh=its_mesh)
         assert all(part in said for part in parts), said
     two = cube["dp_replicate", "dp_shard"]
-    for config, its_mesh in ((CO2Config.recommended(32, 400, mesh=mesh), mesh), (CO2Config(), two)):
-        ShardedCO2(model.parameters(), config, mesh=its_mesh).close()
-    assert "a mesh of 3 dimensions" in refusal(CO2Config.recommended, 32, mesh=cube)
+    for config, its_mesh in ((CO2Config.recommended(32, 400), mesh), (CO2Config.paper(2), two)):
+        CO2(model.parameters(), config, mesh=its_mesh).close()
     assert "a mesh of 3 dimensions" in refusal(make_method, "local", model, co2=CO2Config(tau=2), mesh=cube)
     make_method("local", model, co2=CO2Config(tau=2), mesh=two)[1].close()
-
-
-def test_recommended_settings_for_a_mesh_differ_from_the_papers_rule_in_the_momentum_alone():
-    mesh: Any = SimpleNamespace(ndim=2)
-    config = CO2Config.recommended(32, 400, mesh=mesh)
-    assert (config.tau, config.tau_max, config.outer_momentum) == ("auto", 20, 0.2)
-    assert config == CO2Config("auto", tau_max=20, outer_momentum=0.2)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from core import CO2, CO2Config, CompressionConfig, LGrecoConfig, OverlapLocalSGD, ShardedCO2
+from core import CO2, CO2Config, CompressionConfig, LGrecoConfig, OverlapLocalSGD
 
 DEVICE = "cuda"
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
@@ -99,7 +99,7 @@ METHODS: dict[str, Make] = {
     "int8": co2(compression=CompressionConfig("int8")),
     "int4": co2(compression=CompressionConfig("int4")),
     "lgreco": lambda p: co2(compression=lgreco("int4"))(p),
-    "sharded": lambda p: ShardedCO2(p.params, CO2Config(tau=4), shard=True, buffers=p.buffers),
+    "sharded": lambda p: CO2(p.params, CO2Config(tau=4), shard=True, buffers=p.buffers),
     "overlap_local": lambda p: OverlapLocalSGD(p.params, 4, buffers=p.buffers),
     "nesterov": lambda p: CO2(p.params, CO2Config(tau=4, nesterov=True), buffers=p.buffers),
 }

@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench.gpu.slow import one_rank
 from bench.loss.__main__ import captured, vmap_gradient
-from core import CO2, CO2Config, CompressionConfig, LGrecoConfig, ShardedCO2, make_method
+from core import CO2, CO2Config, CompressionConfig, LGrecoConfig, make_method
 from core.compression import formats
 from core.testing import run_distributed
 from tests.gpu.problem import (
@@ -109,8 +109,8 @@ def test_lgreco_chooses_and_sends_as_on_a_cpu(like: str):
 # -- what lies in the host's memory -------------------------------------------------------------------------------
 
 
-def offloaded(p: Problem) -> ShardedCO2:
-    return ShardedCO2(p.params, CO2Config(tau=4), offload=True, buffers=p.buffers)
+def offloaded(p: Problem) -> CO2:
+    return CO2(p.params, CO2Config(tau=4), offload=True, buffers=p.buffers)
 
 
 def test_offloaded_state_trains_as_on_the_device_and_makes_no_synchronising_call():
@@ -136,7 +136,7 @@ def test_offloaded_state_takes_the_hosts_memory_as_asked():
     size = sum(t.nbytes for t in p.params)
     torch.cuda.synchronize()
     on_device, on_host = torch.cuda.memory_allocated(), pinned()
-    method = ShardedCO2(p.params, CO2Config(tau=2), offload=True)
+    method = CO2(p.params, CO2Config(tau=2), offload=True)
     go(p.params, method, range(6))
     torch.cuda.synchronize()
     taken = (torch.cuda.memory_allocated() - on_device) / size, (pinned() - on_host) / size
@@ -259,7 +259,7 @@ def test_a_captured_gradient_is_the_plain_one():
 
 
 def test_offloading_copies_in_a_stream_of_its_own(tmp_path: Path):
-    seen = streams(lambda params: ShardedCO2(params, CO2Config(tau=2), offload=True), tmp_path / "trace.json")
+    seen = streams(lambda params: CO2(params, CO2Config(tau=2), offload=True), tmp_path / "trace.json")
     assert seen["compute"] and seen["copies"] and not seen["compute"] & seen["copies"], seen
 
 

@@ -26,7 +26,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from core import CO2Config, CollectiveError, CompressionConfig, ShardedCO2, load, make_method, node_mesh, save
+from core import CO2, CO2Config, CollectiveError, CompressionConfig, load, make_method, node_mesh, save
 from core.testing import run_distributed
 from tests.gpu.problem import synchronisations
 
@@ -127,7 +127,7 @@ def fsdp2(rank: int, device: str) -> torch.Tensor:
     net = nn.Sequential(nn.Linear(24, 64), nn.GELU(), nn.Linear(64, 8)).to(device, torch.float64)
     fully_shard(net, mesh=mesh["dp_shard"])
     optimizer = torch.optim.AdamW(net.parameters(), 0.01)
-    method = ShardedCO2(net.parameters(), PAPER, mesh=mesh, timeout=40.0)
+    method = CO2(net.parameters(), PAPER, mesh=mesh, timeout=40.0)
     for step in range(STEPS):
         random = torch.Generator().manual_seed(1000 * rank + step)
         x = torch.randn(16, 24, generator=random, dtype=torch.float64).to(device)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from bench.gpu.slow import Slow, asleep, one_rank
-from core import CO2, CO2Config, CompressionConfig, DivergedError, LocalSGD, ShardedCO2
+from core import CO2, CO2Config, CompressionConfig, DivergedError, LocalSGD
 from core.hooks import forget
 from core.methods import DDP
 from tests.gpu.problem import (
@@ -318,7 +318,7 @@ def sharded(stage: int, recomputed: bool = False) -> list[Tensor]:
     if stage:
         shard_model(model, mesh, stage)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    method = ShardedCO2(model.parameters(), CO2Config(tau=4), mesh=mesh)
+    method = CO2(model.parameters(), CO2Config(tau=4), mesh=mesh)
     for x in torch.randn(18, 16, 64, generator=torch.Generator().manual_seed(1)).to(DEVICE):
         model(x).square().mean().backward()
         optimizer.step()

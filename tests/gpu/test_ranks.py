@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from bench.chaos.crew import Crew
-from core import CO2Config, ShardedCO2, testing
+from core import CO2, CO2Config, testing
 from core.elastic.joining import elastic_co2
 from core.elastic.members import Members
 from core.placement import node_mesh
@@ -29,8 +29,8 @@ RANKS = 4
 BETWEEN: dict[str, Make] = {  # what differs between workers only
     **{name: METHODS[name] for name in ("co2", "recommended", "int4", "sharded", "overlap_local")},
     "delay 0": co2(gap="none", delay=0),
-    "offload": lambda p: ShardedCO2(p.params, CO2Config(tau=4), offload=True, buffers=p.buffers),
-    "nodes of two": lambda p: ShardedCO2(
+    "offload": lambda p: CO2(p.params, CO2Config(tau=4), offload=True, buffers=p.buffers),
+    "nodes of two": lambda p: CO2(
         p.params, CO2Config(tau=4, outlier=None), mesh=node_mesh("cpu", 2), buffers=p.buffers
     ),
 }

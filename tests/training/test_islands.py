@@ -38,7 +38,7 @@ class Toy(Recipe):
 
 
 def across(params: Any, config: CO2Config, mesh: Any, shard: bool, offload: bool, **args: Any) -> CO2:
-    """What a fixed run has instead of ShardedCO2, whose rounding is another: each rank holds all of the outer state."""
+    """What a fixed run has instead of CO2, whose rounding is another: each rank holds all of the outer state."""
     return CO2(params, config, **args | {"group": mesh.get_group(0)})
 
 
@@ -48,7 +48,7 @@ def toy(folder: str, how: str, harm: tuple[str, int, int] | None = None, comes: 
     harm: the first process of this RANK sends itself the signal after the step. comes: its island comes back.
     """
     if how == "across":
-        sharded.ShardedCO2 = across  # pyright: ignore
+        sharded.CO2 = across  # pyright: ignore
     recipe = Toy(name="toy", out=Path(folder, "run"), elastic=how == "elastic", **more)
     name, place = os.environ.get("CO2_WORKER", ""), os.environ["RANK"]
     where, number, after = harm or ("", 0, 0)

@@ -306,7 +306,7 @@ def test_so_they_do_over_a_narrow_wire(more: list[dict[str, Any]]):
 
 
 def test_a_stage_without_workers_to_shard_over_and_shards_without_a_mesh_are_refused(found: list[dict[str, Any]]):
-    assert "shard it inside nodes and give ShardedCO2 mesh=" in found[0]["no mesh"]
+    assert "shard it inside nodes and give CO2 mesh=" in found[0]["no mesh"]
     with pytest.raises(UserError, match="zero=2 with 1 worker"):
         make_mesh(torch.device("cpu"), 1, 2)
 

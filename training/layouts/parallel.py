@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from core import CO2Config, ShardedCO2
+from core import CO2, CO2Config
 from core.buckets import local_shard
 from core.comm import set_timeout
 from core.errors import UserError
@@ -461,12 +461,12 @@ class Parallel(nn.Module):
             found[p] = [layout.rank(Place(here.island, *axes)) for axes in product(stages, data, tensors)]
         return found
 
-    def co2(self, config: CO2Config, **options: Any) -> ShardedCO2:
+    def co2(self, config: CO2Config, **options: Any) -> CO2:
         """CO2 between the islands, where each island is one worker.
 
         Args:
             config: The settings.
-            **options: More arguments of core.ShardedCO2.
+            **options: More arguments of core.CO2.
         """
         shards = self.holders() if self.layout.is_cut else False
-        return ShardedCO2(self.parameters(), config, mesh=self._islands, shards=shards, **options)
+        return CO2(self.parameters(), config, mesh=self._islands, shards=shards, **options)

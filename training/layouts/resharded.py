@@ -27,14 +27,13 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.tensor import DTensor
 
-from core import checkpoint
+from core import CO2, checkpoint
 from core.buckets import Bucket, is_dtensor, local_shard, views
 from core.checkpoint import all_finite
 from core.comm import host_group, of_all
 from core.errors import UserError
 from core.local_update import LocalUpdateMethod, of_rank, under_rank
 from core.methods import DDP, Method
-from core.sharded import ShardedCO2
 from core.stored import parse_json, reason
 from training.data import mix
 from training.fixed import Fixed
@@ -261,8 +260,8 @@ class Resharded:
                 whole = torch.cat([local_shard(t).to(flats[i].device).reshape(-1) for t in pieces])
                 flats[i] = torch.cat([self._part(whole, bucket, likes[key][i]), flats[i]])
         self.method.load_state_dict(under_rank(own))
-        if isinstance(self.method, ShardedCO2):  # its share of the momentum differs from the leader's
-            self.method._recount()
+        if isinstance(self.method, CO2) and self.method._share:  # its part of the momentum differs from the leader's
+            self.method._share.recount()
 
     def _of_island(self, tensors: Named) -> Named:
         return {f"island{self.parallel.place.island}.{name}": t for name, t in tensors.items()}
