@@ -145,9 +145,8 @@ def test_stages_of_a_pipeline_equal_the_whole_model(rank: int, dtype: torch.dtyp
             stages = {k: stage(k, dtype) for k in own}
             parts = nn.ModuleList(stages.values())
             options: dict[str, Any] = {"mesh": mesh, "shards": True} | how
-            kind = CO2 if len(own) == 2 else CO2
-            options = {"group": mesh.get_group("replicate")} if kind is CO2 else options
-            co2 = kind(parts.parameters(), config, buffers=parts.buffers(), **options)
+            options = {"group": mesh.get_group("replicate")} if len(own) == 2 else options
+            co2 = CO2(parts.parameters(), config, buffers=parts.buffers(), **options)
 
             def go(step: int, stages: dict[int, nn.Module] = stages) -> None:
                 for k, part in stages.items():
