@@ -663,6 +663,7 @@ class Reducer:
     Args:
         flats: 1-d tensors. The sums replace the values.
         world_size: Number of workers.
+        buckets: The buckets of these tensors, which say what travels. None means all of it.
 
     Attributes:
         kind: Its name in checkpoints.
@@ -673,8 +674,8 @@ class Reducer:
 
     kind, changes = "float32", False
 
-    def __init__(self, flats: Sequence[Tensor], world_size: int):
-        self.flats, self.scale = flats, 1 / world_size
+    def __init__(self, flats: Sequence[Tensor], world_size: int, buckets: Sequence[Bucket] = ()):
+        self.flats, self.scale, self._of = flats, 1 / world_size, buckets
         self.state: dict[str, list[Tensor]] = {}
 
     def become(self, kind: str) -> None:
@@ -686,10 +687,11 @@ class Reducer:
         The generator keeps no reference to the group, which is None for one worker.
         """
         if group is not None:
-            for flat in self.flats:
-                yield sum_flats([flat], group)
+            for flat, bucket in itertools.zip_longest(self.flats, self._of):
+                for part in bucket.sent(flat) if bucket else [flat]:
+                    yield sum_flats([part], group)
 
 
 def all_reduce(buckets: Sequence[Bucket], scalars: Scalars, allreduce: AsyncAllReduce) -> Reducer:
     """Makes the Reducer that sums each bucket's flat tensor in its own precision."""
-    return Reducer([b.flat for b in buckets], allreduce.world_size)
+    return Reducer([b.flat for b in buckets], allreduce.world_size, buckets)

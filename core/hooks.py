@@ -235,14 +235,16 @@ class OutlierFilter(Hook):
 
     def nonfinite_buffer(self) -> Tensor:
         """Returns the number of the first buffer that has become non-finite, from 1, 0-d; 0 for none."""
-        m = self.method
-        return first_nonfinite([b.values for b in m._buckets], m._first_values, m._buckets)
+        return first_nonfinite(self.method._buckets)
 
     def _buffer_name(self, code: int) -> str:
         """Describes a verdict's buffer by its number as given, its shape and its module."""
         m = self.method
         numbered = {id(b): given for b, given in zip(m._buffers, m._given_buffers.items(), strict=True)}
-        number, buffer = numbered[id([b for bucket in m._buckets for b in bucket.buffers][code - BUFFER])]
+        return self._describe(*numbered[id([b for bucket in m._buckets for b in bucket.given][code - BUFFER])])
+
+    def _describe(self, number: int, buffer: Tensor) -> str:
+        """Describes a buffer for a message."""
         return f"buffer {number}{owner_of(buffer)}, of shape {list(buffer.shape)}"
 
     def _live_buffer(self) -> str:
@@ -250,8 +252,8 @@ class OutlierFilter(Hook):
         m = self.method
         if not all(bool(p.isfinite().all()) for p in m._params):
             return ""
-        number = int(first_nonfinite([b.flat_buffers() for b in m._buckets], m._first_values, m._buckets))
-        return self._buffer_name(number - 1 + BUFFER) if number else ""
+        bad = [id(b) for b in m._nonfinite_buffers()[:1]]
+        return next((self._describe(*pair) for pair in m._given_buffers.items() if id(pair[1]) in bad), "")
 
     def state_dict(self) -> Any:
         return self.state

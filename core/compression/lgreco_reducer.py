@@ -90,6 +90,7 @@ class Layout:
         self._payload = in_bucket(bucket.payload, layers, mine)
         self._plain = self.staging[begin : end + len(bucket.values)]  # uncompressed layers, and the buffers
         self._buffers = self.staging[end : end + len(bucket.values)]
+        self.values_sent = len(bucket.values)
 
     def gather(self) -> None:
         """Copies the bucket's payload and buffers to staging."""
@@ -311,7 +312,8 @@ class LGreco(Reducer):
                     f"{self.decider.name!r} does not offer: resume with the settings that wrote it"
                 )
             found.append(offered[0])
-        if found != list(self.chosen):
+        travel = [len(layout.bucket.values) == layout.values_sent for layout in self._layouts]
+        if found != list(self.chosen) or not all(travel):
             self.chosen = found
             self._lay_out()
         for i, (choice, filled) in enumerate(zip(found, self._filled.tolist(), strict=True)):
