@@ -38,7 +38,7 @@ class Bucket:
             float32, so that sums of 16-bit parameters lose no precision.
         payload: View of flat, [numel]: what the worker sends for its parameters, and later the sum over the workers.
         padded: Length of the payload with its padding.
-        given: All buffers. `buffers` are those that travel, at the places `travelling` among them: all of them at first.
+        given: All buffers. `buffers` are those that travel, at the places `travelling` among them: at first all.
         fresh: The places among `buffers` of those that did not travel in the all-reduce before.
         rest: View of flat: values and scalars.
         values: View of flat: the values of the buffers that travel, next to the scalars.
@@ -442,8 +442,10 @@ def _pieces(p: Tensor, limit: int) -> Iterator[Tensor]:
 def tensors_of(given: Iterable[Any], name: str) -> list[Tensor]:
     """Returns the tensors of any iterable as a list.
 
-    UserError if `given` is a single tensor or a module, or a tensor has no memory yet.
+    UserError if `given` is a single tensor or a module, or a tensor has no memory yet, and in inference mode, because a
+    method's tensors could not be written to later.
     """
+    refuse_inference_mode()
     if isinstance(given, Tensor | nn.Module) or not isinstance(given, Iterable):
         raise UserError(
             f"{name}: one {type(given).__name__} is given: give a list of tensors, as a model's {name}() returns"
@@ -463,6 +465,14 @@ def tensors_of(given: Iterable[Any], name: str) -> list[Tensor]:
                 "model.to_empty(device=...) and initialize the model, or load weights, first"
             )
     return tensors
+
+
+def refuse_inference_mode() -> None:
+    """Raises UserError under torch.inference_mode()."""
+    if torch.is_inference_mode_enabled():
+        raise UserError(
+            "made under torch.inference_mode(), a method could not train later: make it outside of that block"
+        )
 
 
 def check_inputs(given: Sequence[Tensor], params: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:

@@ -645,6 +645,7 @@ class LocalUpdateMethod(Loop, ABC):
 
     # -- checkpoints -------------------------------------------------------------------------------------------
 
+    @torch.inference_mode(False)
     def state_dict(self) -> dict[str, Any]:
         """Returns the state that a resumed run needs besides parameters, buffers and optimizer.
 
@@ -655,6 +656,7 @@ class LocalUpdateMethod(Loop, ABC):
         """
         return under_rank(self._local_state())
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores what state_dict returned, on every worker.
@@ -672,6 +674,7 @@ class LocalUpdateMethod(Loop, ABC):
         """
         self._load_local_state(of_rank(state))
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def resync(self) -> None:
         """Restarts from rank 0's current parameters. Every worker must call it.

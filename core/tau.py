@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from .errors import log
 from .hooks import Hook, ReductionInfo
 from .local_update import LocalUpdateMethod, SyncSchedule
 from .stats import RoundStats, ready
@@ -310,12 +311,13 @@ class TauHook(Hook):
         tuner: Decides from the times.
         chooses: Whether tau is chosen. False if the user gave it.
         decision: The decision of the last boundary, or None.
+        waits: Whether `tuner.needed` is used, with delay auto.
     """
 
     name, per_worker_scalars = "tau", {"times": NUMBERS}
 
     def __init__(self, tuner: TauTuner):
-        self.tuner, self.chooses = tuner, tuner.given is None
+        self.tuner, self.chooses, self.waits = tuner, tuner.given is None, False
         self.decision: TauDecision | None = None
         self._decided: TauDecision | None = None  # takes effect at the end of the round
 
@@ -327,7 +329,15 @@ class TauHook(Hook):
     def on_reduced_scalars(self, sums: Mapping[str, Sequence[float]], info: ReductionInfo) -> None:
         times = [t * info.workers / info.total_world_size for t in sums["times"]]  # the ranks of a node share a place
         step, allreduce, boundary, waited = (times[0::NUMBERS], times[1::NUMBERS], times[2::NUMBERS], times[3::NUMBERS])
-        self._decided = self.tuner.receive(self.method._allreduce.launched, step, allreduce, boundary, waited)
+        launched, waited_after = self.method._allreduce.launched, self.tuner.needed
+        self._decided = d = self.tuner.receive(launched, step, allreduce, boundary, waited)
+        if not self.method._is_log_rank:
+            return
+        if d is not None:
+            log.info("round %d: tau %d (it was %d), compression %s: %s", d.round, d.new, d.old, d.compression, d.reason)
+        if self.waits and self.tuner.needed != waited_after:
+            text = "round %d: a worker waits for an average after %d local steps: an all-reduce takes %.4g s"
+            log.info(text, launched, self.tuner.needed, min(allreduce))
 
     def on_round_end(self) -> None:
         self.decision, self._decided = self._decided, None
@@ -357,6 +367,8 @@ class AdaptiveTau(SyncSchedule):
         tau_hook: TauHook | None = None,
     ):
         self.delay, self.tau_hook = delay, tau_hook
+        if tau_hook is not None:
+            tau_hook.waits = delay == "auto"
         super().__init__(tau)
 
     @property

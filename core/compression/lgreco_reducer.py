@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ..buckets import Bucket, Scalars, copy
 from ..comm import Reducer, Stage, moved_by_nccl, sum_flats
-from ..errors import UserError
+from ..errors import UserError, log
 from ..stats import HostCopy, Seconds, between, mark
 from .formats import BLOCK, INTS, NarrowFormat
 from .lgreco import (
@@ -281,6 +281,8 @@ class LGreco(Reducer):
         if list(found.choices) != list(self.chosen):
             self._switch(found.choices)
         self.allocation = replace(found, seconds=(float(self._took), time.perf_counter() - began))
+        if self.rank == 0:
+            log.info("all-reduce %d: lgreco: %s", number, found.reason)
         return True
 
     def _switch(self, choices: Sequence[Choice]) -> None:

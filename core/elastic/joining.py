@@ -69,6 +69,7 @@ class Joining(Hook):
             self.give: Callable[[], dict[str, Any]] = method.state_dict
             self.take: Callable[[dict[str, Any]], None] = method.load_state_dict
 
+    @torch.inference_mode(False)
     def join(self, found: Callable[[], None] = lambda: None) -> bool:
         """Joins the other workers and loads their state.
 
