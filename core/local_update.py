@@ -206,6 +206,7 @@ class LocalUpdateMethod(Loop, ABC):
     _shards = False  # whether processes with parts of one payload hold different parts of the model
     _payload_is_deferred = False  # whether payloads are complete only in the background
     _on_step: Callable[[], None] | None = None  # called as step() begins; None after the first rounds
+    _small_from = 0  # the first all-reduce without the buffers that nobody changes; its time is the first that counts
     _saved_at: tuple[int, int] | None = None  # rounds and local steps at which state_dict() was last called
     _numbers: Sequence[str] = ()  # attributes for checkpoints: plain numbers or 0-d tensors
 
@@ -554,6 +555,8 @@ class LocalUpdateMethod(Loop, ABC):
         Rounds without steps do not count at the beginning: a BatchNorm must be sent from its first step on.
         """
         if CHANGED in sums and (self._changing is not None or sums["steps"][0] > 0):
+            if self._changing is None:
+                self._small_from = self._allreduce.launched
             self._changing = {i for i, n in enumerate(sums[CHANGED]) if n > 0} | (self._changing or set())
 
     @torch.inference_mode(False)

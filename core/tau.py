@@ -327,6 +327,8 @@ class TauHook(Hook):
         m._reducer.become(self.tuner.compression)  # follows from received times, so it is equal on all workers
 
     def on_reduced_scalars(self, sums: Mapping[str, Sequence[float]], info: ReductionInfo) -> None:
+        if info.round <= self.method._small_from:  # these times are of the round before, with all buffers
+            return
         times = [t * info.workers / info.total_world_size for t in sums["times"]]  # the ranks of a node share a place
         step, allreduce, boundary, waited = (times[0::NUMBERS], times[1::NUMBERS], times[2::NUMBERS], times[3::NUMBERS])
         launched, waited_after = self.method._allreduce.launched, self.tuner.needed

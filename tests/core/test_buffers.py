@@ -213,7 +213,7 @@ SENT: dict[str, Callable[..., Any]] = {
     "co2": lambda net: CO2(net.parameters(), CO2Config.paper(2), buffers=net.buffers()),
     "int4": lambda net: CO2(
         net.parameters(),
-        replace(CO2Config.recommended(2), tau=2, compression=CompressionConfig("int4")),
+        replace(CO2Config.recommended(), tau=2, delay=1, compression=CompressionConfig("int4")),
         buffers=net.buffers(),
     ),
     "lgreco": lambda net: LocalSGD(
