@@ -38,16 +38,16 @@ class Bucket:
             float32, so that sums of 16-bit parameters lose no precision.
         payload: View of flat, [numel]: what the worker sends for its parameters, and later the sum over the workers.
         padded: Length of the payload with its padding.
-        given: All buffers. `buffers` are those that travel, at the places `travelling` among them: at first all.
-        fresh: The places among `buffers` of those that did not travel in the all-reduce before.
+        given: All buffers. `buffers` are the buffers that travel, at first all, and `travelling` their places in `given`.
+        fresh: The places in `buffers` of each buffer that did not travel in the all-reduce before.
         rest: View of flat: values and scalars.
         values: View of flat: the values of the buffers that travel, next to the scalars.
         scalars: View of flat: the scalars.
         start, end: Where values begin and end in flat.
         payload_views, buffer_views: Views of payload and values in the shapes of the tensors.
         numbers, buffer_ends: The place of each buffer that travels among `given`, and its end in values, [buffers].
-        first_values: What all buffers held at the last `begin`, 1-d in the order of `given`. `first` holds those that
-            travel, and `first_given` has one tensor per buffer, on the buffer's device.
+        first_values: All buffers' values at the last `begin`, 1-d in the order of `given`. `first` has only the values of
+            `buffers`, and `first_given` has one tensor per buffer, on the buffer's device.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Bucket:
         self.fresh = []
 
     def send(self, places: Iterable[int]) -> None:
-        """Sets which buffers travel, by their places among `given`. `fresh` are those that did not before."""
+        """Sets which buffers travel, by their places in `given`, and which of them are `fresh`."""
         chosen = sorted(places)
         self.fresh = [i for i, place in enumerate(chosen) if place not in self.travelling]
         if chosen == self.travelling and chosen:

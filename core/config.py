@@ -350,7 +350,7 @@ def named_rule(config: CO2Config | None) -> CO2Config:
 
 
 def check_workers(c: CO2Config, workers: int) -> None:
-    """Rank 0 warns if `recommended` was given another number of workers than those that average."""
+    """Rank 0 warns if `recommended` was given another number than that number of workers."""
     if c._workers not in (None, workers):
         _warn_user(
             f"CO2Config.recommended(workers={c._workers}), and {workers} average here: give it neither that number nor "

@@ -550,7 +550,7 @@ class LocalUpdateMethod(Loop, ABC):
             before += len(own)
 
     def _note_changes(self, sums: Mapping[str, Sequence[float]]) -> None:
-        """Receives a round's scalars, and adds the buffers that some worker has changed to those that are sent.
+        """Receives a round's scalars, and adds each buffer that some worker has changed to `_changing`.
 
         Rounds without steps do not count at the beginning: a BatchNorm must be sent from its first step on.
         """
@@ -562,7 +562,7 @@ class LocalUpdateMethod(Loop, ABC):
     @torch.inference_mode(False)
     @torch.no_grad()
     def _send_late_buffers(self) -> None:
-        """Averages, at the end of finish(), buffers whose first change the last all-reduce has told."""
+        """Averages, at the end of finish(), buffers whose first change the last all-reduce has reported."""
         if self._sent is None or CHANGED not in self._scalars.sizes:
             return
         late = {i for i, n in enumerate(self._scalars[CHANGED].view(-1).tolist()) if n > 0}

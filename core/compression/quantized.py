@@ -214,7 +214,7 @@ class Quantized(Reducer):
 
     @property
     def rests(self) -> list[int]:
-        """How many of each bucket's values a worker averages. Which buffers travel may change between rounds."""
+        """How many of each bucket's values a worker averages, which may change between rounds."""
         return [-(-len(b.values) // self.world_size) for b in self.buckets]
 
     def stages(self, group: dist.ProcessGroup | None, number: int) -> Iterator[Stage]:
