@@ -38,7 +38,7 @@ class Bucket:
             float32, so that sums of 16-bit parameters lose no precision.
         payload: View of flat, [numel]: what the worker sends for its parameters, and later the sum over the workers.
         padded: Length of the payload with its padding.
-        given: All buffers. `buffers` are the buffers that travel, at first all, and `travelling` their places in `given`.
+        given: All buffers. `buffers` are the buffers that travel, `travelling` their places in `given`: at first all.
         fresh: The places in `buffers` of each buffer that did not travel in the all-reduce before.
         rest: View of flat: values and scalars.
         values: View of flat: the values of the buffers that travel, next to the scalars.
@@ -46,8 +46,8 @@ class Bucket:
         start, end: Where values begin and end in flat.
         payload_views, buffer_views: Views of payload and values in the shapes of the tensors.
         numbers, buffer_ends: The place of each buffer that travels among `given`, and its end in values, [buffers].
-        first_values: All buffers' values at the last `begin`, 1-d in the order of `given`. `first` has only the values of
-            `buffers`, and `first_given` has one tensor per buffer, on the buffer's device.
+        first_values: All buffers' values at the last `begin`, 1-d in the order of `given`. `first` has only the values
+            of `buffers`, and `first_given` has one tensor per buffer, on the buffer's device.
     """
 
     def __init__(

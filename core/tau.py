@@ -311,35 +311,26 @@ class TauHook(Hook):
         tuner: Decides from the times.
         chooses: Whether tau is chosen. False if the user gave it.
         decision: The decision of the last boundary, or None.
-        waits: Whether `tuner.needed` is used, with delay auto.
     """
 
     name, per_worker_scalars = "tau", {"times": NUMBERS}
 
     def __init__(self, tuner: TauTuner):
-        self.tuner, self.chooses, self.waits = tuner, tuner.given is None, False
+        self.tuner, self.chooses = tuner, tuner.given is None
         self.decision: TauDecision | None = None
         self._decided: TauDecision | None = None  # takes effect at the end of the round
 
     def before_allreduce(self) -> None:
         m = self.method
         self.tuner.write_times(m._clock.stats, m._clock.before, m._allreduce.place, m._scalars["times"])
+        if m._allreduce.launched <= m._small_from:  # these times are of a round with all buffers
+            m._scalars["times"].zero_()
         m._reducer.become(self.tuner.compression)  # follows from received times, so it is equal on all workers
 
     def on_reduced_scalars(self, sums: Mapping[str, Sequence[float]], info: ReductionInfo) -> None:
-        if info.round <= self.method._small_from:  # these times are of the round before, with all buffers
-            return
         times = [t * info.workers / info.total_world_size for t in sums["times"]]  # the ranks of a node share a place
         step, allreduce, boundary, waited = (times[0::NUMBERS], times[1::NUMBERS], times[2::NUMBERS], times[3::NUMBERS])
-        launched, waited_after = self.method._allreduce.launched, self.tuner.needed
-        self._decided = d = self.tuner.receive(launched, step, allreduce, boundary, waited)
-        if not self.method._is_log_rank:
-            return
-        if d is not None:
-            log.info("round %d: tau %d (it was %d), compression %s: %s", d.round, d.new, d.old, d.compression, d.reason)
-        if self.waits and self.tuner.needed != waited_after:
-            text = "round %d: a worker waits for an average after %d local steps: an all-reduce takes %.4g s"
-            log.info(text, launched, self.tuner.needed, min(allreduce))
+        self._decided = self.tuner.receive(self.method._allreduce.launched, step, allreduce, boundary, waited)
 
     def on_round_end(self) -> None:
         self.decision, self._decided = self._decided, None
@@ -369,8 +360,7 @@ class AdaptiveTau(SyncSchedule):
         tau_hook: TauHook | None = None,
     ):
         self.delay, self.tau_hook = delay, tau_hook
-        if tau_hook is not None:
-            tau_hook.waits = delay == "auto"
+        self._logged: int | None = None  # the last wait in the log
         super().__init__(tau)
 
     @property
@@ -379,12 +369,23 @@ class AdaptiveTau(SyncSchedule):
         return self.tau_hook.decision if self.tau_hook is not None else None
 
     def begin(self, number: int) -> None:
+        if self.tau_hook is not None:
+            self._log(self.tau_hook, number)
         if self.tau_hook is not None and self.tau_hook.chooses:
             self.tau = self.tau_hook.tuner.tau
             return
         super().begin(number)
         if self.tau_hook is not None:
             self.tau_hook.tuner.given = self.tau_hook.tuner.tau = self.tau
+
+    def _log(self, hook: TauHook, number: int) -> None:
+        """Reports the decision of this boundary, and with delay auto a new wait, on the rank that reports."""
+        d, needed = hook.decision, hook.tuner.needed if self.delay == "auto" else None
+        if d is not None and hook.method._is_log_rank:
+            log.info("round %d: tau %d (it was %d), compression %s: %s", number, d.new, d.old, d.compression, d.reason)
+        if needed != self._logged and hook.method._is_log_rank:
+            log.info("round %d: a worker waits for an average after %d local steps at most", number, needed)
+        self._logged = needed
 
     def go_on(self, tau: int) -> None:
         if self.tau_hook is not None and self.tau_hook.chooses:
