@@ -383,7 +383,7 @@ class AdaptiveTau(SyncSchedule):
         d, needed = hook.decision, hook.tuner.needed if self.delay == "auto" else None
         if d is not None and hook.method._is_log_rank:
             log.info("round %d: tau %d (it was %d), compression %s: %s", number, d.new, d.old, d.compression, d.reason)
-        if needed != self._logged and hook.method._is_log_rank:
+        if needed not in (None, self._logged) and hook.method._is_log_rank:
             log.info("round %d: a worker waits for an average after %d local steps at most", number, needed)
         self._logged = needed
 
