@@ -32,7 +32,7 @@ WRAPPERS = (DistributedDataParallel, FullyShardedDataParallel, FSDPModule, DataP
 
 
 def config_or_recommended(config: CO2Config | None, steps: float = math.inf, **how: Any) -> CO2Config:
-    """Returns the config, or CO2Config.recommended for all workers.
+    """Returns the config, or CO2Config.recommended.
 
     Args:
         config: The user's settings, or None.
@@ -40,7 +40,7 @@ def config_or_recommended(config: CO2Config | None, steps: float = math.inf, **h
         **how: Other arguments of CO2Config.recommended.
     """
     known = int(steps) if 1 <= steps < math.inf else None
-    return config or CO2Config.recommended(_workers(), known, **how)
+    return config or CO2Config.recommended(steps=known, **how)
 
 
 def check_model(who: str, model: nn.Module) -> None:
