@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import failure
-from .buckets import Bucket, Part, Scalars, tensors_of
-from .comm import AsyncAllReduce, Reducer, ScatterReducer, all_reduce
-from .config import CO2Config, CompressionConfig, Schedule, scheduled
+from .buckets import Bucket, BucketShare, Scalars, tensors_of
+from .comm import AsyncAllReduce, Reducer, all_reduce
+from .config import CO2Config, CompressionConfig, Schedule, check_workers, scheduled
 from .errors import UserError
 from .extra import ExtraAverage, Given
 from .hooks import ConsensusDistance, Hook, MasterWeightSync, OutlierFilter, ReplicaChecksum
@@ -74,7 +74,10 @@ def build_args(
     if not isinstance(more := args.get("hooks", ()), Sequence):
         raise UserError(f"hooks={more!r}: give a list of them")
     check_names(group := args.get("group"))
-    tau_hook = tau_hook_for(c, dist.get_world_size(group) if dist.is_initialized() else 1) if with_times else None
+    workers = dist.get_world_size(group) if dist.is_initialized() else 1
+    if allreduce is None:  # elastic workers come and go
+        check_workers(c, workers)
+    tau_hook = tau_hook_for(c, workers) if with_times else None
     masters = tensors_of(args.get("model_params", ()), "parameters")
     extra = args.get("average")
     outliers = OutlierFilter(c.outlier)
@@ -111,10 +114,10 @@ def tau_hook_for(c: CO2Config, workers: int) -> TauHook | None:
 
 def _reducer(
     compression: CompressionConfig, tau_hook: TauHook | None, owned: bool
-) -> Callable[[Sequence[Bucket | Part], Scalars, AsyncAllReduce], Reducer]:
+) -> Callable[[Sequence[Bucket | BucketShare], Scalars, AsyncAllReduce], Reducer]:
     """Returns the function that makes the Reducer."""
     if compression.format == "float32":
-        return all_reduce if not owned else lambda parts, _, allreduce: ScatterReducer(parts, allreduce.world_size)
+        return functools.partial(all_reduce, owned=owned)
     if compression.format == "auto":
         from .compression.quantized import AutoCompression
 

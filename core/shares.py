@@ -35,7 +35,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import outer
-from .buckets import Bucket, Part, copy, elements, make_buckets, read_blocks, views, wipe
+from .buckets import Bucket, BucketShare, copy, elements, make_buckets, read_blocks, views, wipe
 from .comm import Stage, gather_parts, leave_group, new_group, sum_flats
 from .errors import UserError
 from .hooks import OutlierFilter
@@ -108,7 +108,7 @@ class Share:
         self._votes: Votes | None = None
         self._stream: torch.cuda.Stream | None = None
         self._event: torch.cuda.Event | None = None
-        self._checked = self._idle = False
+        self._checked = self._idle = self._copied = False
         self._copies: list[list[Tensor]] = []
 
     # -- made with the method ------------------------------------------------------------------------------------------
@@ -120,23 +120,15 @@ class Share:
         parts = self.node.parts * (workers * self._unit if self.shard else 1)
         return make_buckets(params, buffers, scalars, parts, pinned if self.offload else None)
 
-    def sent_parts(self, buckets: Sequence[Bucket]) -> list[Part]:
-        """Returns what this rank sends across nodes: its shares, and in float32 also what lies behind the payloads.
-
-        Compressions send the buffers and scalars of the first parts themselves. A share that is a whole payload travels
-        in one tensor with what lies behind it, as without nodes: the order in which gloo adds more than two numbers
-        depends on their place in the tensor.
-        """
-        parts, rests = list[Part](), list[Part]()
+    def sent_parts(self, buckets: Sequence[Bucket]) -> list[BucketShare]:
+        """Returns what this rank sends to the other nodes."""
+        parts = list[BucketShare]()
         for b, g in zip(buckets, self.of_node(buckets), strict=True):
             start = self.node.rank * len(g) if self.node.parts > 1 else 0
             pieces = elements(b.params, start, start + len(g))
-            n = len(g) if self.shard else sum(p.numel() for p in pieces)  # an owner's part includes padding
-            none = b.flat[:0]
-            together = self.node.parts == 1 and not self.shard
-            parts.append(Part(b.flat if together else g, n, g[:n], b.values, b.scalars, pieces))
-            rests += [] if together else [Part(b.rest, 0, none, none, none)]
-        return parts + rests
+            numel = len(g) if self.shard else sum(p.numel() for p in pieces)  # an owner's part includes padding
+            parts.append(BucketShare(b, g, numel, pieces))
+        return parts
 
     def of_node(self, buckets: Sequence[Bucket]) -> list[Tensor]:
         """Returns this rank's share of each payload, 1-d, with its padding."""
@@ -178,7 +170,8 @@ class Share:
         method._spoilt = torch.zeros((), dtype=torch.bool, device=method._params[0].device)
         method._numbers = ("_share_numbers", "_spoilt")
         self._layout: list[tuple[int, tuple[int, ...]]] = []
-        self._copies = [[pinned(p.numel(), p.dtype).view(p.shape) for p in part.params] for part in self._own_parts()]
+        sent = self.sent_parts(buckets) if self.offload else []
+        self._copies = [[pinned(p.numel(), p.dtype).view(p.shape) for p in part.params] for part in sent]
         self._lay_out()
         at = zip(own, self._own_x, self.m, directions, strict=True)
         self._updates = [  # steps 4 to 7: their parameters are g, where they leave x_{t+1,0}
@@ -190,9 +183,6 @@ class Share:
     @property
     def numbers(self) -> Tensor:
         return self.method._share_numbers
-
-    def _own_parts(self) -> list[Part]:
-        return self.sent_parts(self.method._buckets)[: len(self.g)] if self.offload else []
 
     def _lay_out(self) -> None:
         """Cuts the live parameters into pieces of this rank's share and the others, again if a storage has moved."""
@@ -251,7 +241,7 @@ class Share:
             idle: Whether this rank has taken no local step since the last boundary, so that it has nothing to send.
         """
         self._lay_out()
-        self._idle = idle
+        self._idle, self._copied = idle, self.offload
         if not self.offload:
             return self._differences()
         with self.own_stream():
@@ -330,7 +320,9 @@ class Share:
         yield [], 0  # from here in the background
         if self.offload:
             yield [self], 0  # the copies to the host
-            self._differences()
+            if self._copied:  # not at the end of finish(), for buffers alone
+                self._differences()
+            self._copied = False
         # the node is judged as one worker, because its ranks shared their gradients
         outliers = m.hook(OutlierFilter)
         square = torch.where(outliers.nonfinite_buffer() > 0, float("nan"), _square(self.g)).view(1)

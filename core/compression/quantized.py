@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..buckets import Bucket, Part, Scalars, has_triton
-from ..comm import AsyncAllReduce, Reducer, ScatterReducer, Stage, all_gather
+from ..buckets import Bucket, BucketShare, Part, Scalars, has_triton
+from ..comm import AsyncAllReduce, Reducer, Stage, all_gather, all_reduce
 from . import formats as compressions
 from .formats import BLOCK, BLOCK_BYTES, NarrowFormat
 
@@ -141,7 +141,7 @@ def chunk_of(numel: int, world_size: int) -> int:
 
 
 def nothing_held_back(
-    buckets: Sequence[Bucket | Part], world_size: int, device: str | None = None
+    buckets: Sequence[Bucket | BucketShare | Part], world_size: int, device: str | None = None
 ) -> dict[str, list[Tensor]]:
     """Returns zero residuals for both stages, one tensor per bucket, on `device` or else the bucket's device."""
     pairs = [(b, chunk_of(b.numel, world_size)) for b in buckets]
@@ -171,7 +171,7 @@ class Quantized(Reducer):
 
     def __init__(
         self,
-        buckets: Sequence[Bucket | Part],
+        buckets: Sequence[Bucket | BucketShare | Part],
         scalars: Scalars,
         rank: int,
         world_size: int,
@@ -188,7 +188,6 @@ class Quantized(Reducer):
         self.scale = 1.0
         self.device = buckets[0].flat.device
         self.chunks = [chunk_of(b.numel, world_size) for b in buckets]
-        self.rests = [-(-len(b.values) // world_size) for b in buckets]  # elements per worker
         self.state: dict[str, list[Tensor]] = {}
         self._errors: list[Tensor | None] = [None] * len(buckets)
         self._mean_errors: list[Tensor | None] = [None] * len(buckets)
@@ -197,6 +196,11 @@ class Quantized(Reducer):
             self._errors, self._mean_errors = [*own], [*means]
             self.state = dict(zip(HELD_BACK, (own, means), strict=True))
         self._codec = make_codec(self.device)
+
+    @property
+    def rests(self) -> list[int]:
+        """How many of each bucket's values a worker averages, which may change between rounds."""
+        return [-(-len(b.values) // self.world_size) for b in self.buckets]
 
     def stages(self, group: dist.ProcessGroup | None, number: int) -> Iterator[Stage]:
         yield [], 0  # the encoding also runs in the background
@@ -345,7 +349,7 @@ class AutoCompression(Reducer):
         self,
         kind: str,
         error_feedback: bool,
-        buckets: Sequence[Bucket | Part],
+        buckets: Sequence[Bucket | BucketShare],
         scalars: Scalars,
         allreduce: AsyncAllReduce,
         *,
@@ -374,10 +378,9 @@ class AutoCompression(Reducer):
             return
         if isinstance(self._now, Quantized):
             self._now.release()
-        self.kind, allreduce, n = kind, self._allreduce, self._allreduce.world_size
+        self.kind, allreduce = kind, self._allreduce
         if kind == "float32":
-            plain = [b.flat for b in self._buckets]
-            self._now = ScatterReducer(self._buckets, n) if self._owned else Reducer(plain, n)
+            self._now = all_reduce(self._buckets, self._scalars, allreduce, owned=self._owned)
         else:
             settings = allreduce.rank, allreduce.world_size, cast(NarrowFormat, kind), self._feeds_back
             self._now = (OwnedQuantized if self._owned else Quantized)(self._buckets, self._scalars, *settings)

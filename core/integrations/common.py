@@ -32,14 +32,14 @@ WRAPPERS = (DistributedDataParallel, FullyShardedDataParallel, FSDPModule, DataP
 
 
 def config_or_recommended(config: CO2Config | None, steps: float = math.inf) -> CO2Config:
-    """Returns the config, or CO2Config.recommended for all workers.
+    """Returns the config, or CO2Config.recommended.
 
     Args:
         config: The user's settings, or None.
         steps: Number of optimizer steps of the run; infinite if unknown.
     """
     known = int(steps) if 1 <= steps < math.inf else None
-    return config or CO2Config.recommended(_workers(), known)
+    return config or CO2Config.recommended(steps=known)
 
 
 def check_model(who: str, model: nn.Module) -> None:
