@@ -11,20 +11,24 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any, Literal
 
+import torch
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.fabric.utilities.data import _auto_add_worker_init_fn
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import BaseFinetuning, Callback, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
 from ..config import CO2Config
 from ..errors import UserError
 from ..hooks import Requests
-from .common import InLoop, check_model, check_optimizers, load_own, logged, save_own
+from ..stored import numpy_makers
+from .common import SAFE, InLoop, check_model, check_optimizers, load_own, logged, save_own, shield
 
 WHO = "CO2Strategy"
 
@@ -69,6 +73,7 @@ class CO2Strategy(InLoop, DDPStrategy):
         self._config, self._options = config, options
         self._events: _Events | None = None
         self._loaded = ""  # the checkpoint that this run resumes from
+        self._weights_only: bool | None = None  # fit()'s argument
 
     def configure_ddp(self) -> None:
         """Leaves the model unwrapped."""
@@ -77,6 +82,7 @@ class CO2Strategy(InLoop, DDPStrategy):
         super().setup(trainer)
         if trainer.state.fn != TrainerFn.FITTING:
             return
+        self._weights_only = _weights_only()
         assert self.model is not None
         check_model(WHO, self.model)
         check_optimizers(WHO, len(self.optimizers))
@@ -85,6 +91,13 @@ class CO2Strategy(InLoop, DDPStrategy):
             raise UserError(
                 f"{WHO}: StochasticWeightAveraging keeps an average of its own on each worker: use WeightAveraging"
             )
+        for callback in callbacks:
+            if isinstance(callback, BaseFinetuning):
+                raise UserError(
+                    f"{WHO}: {type(callback).__name__} unfreezes layers during training, and CO2 averages only layers "
+                    "that are trainable at the start: leave it out, and keep these layers in a parameter group whose "
+                    "learning rate is 0 until they are to train"
+                )
         averaged: list[Any] = [c._average_model for c in callbacks if isinstance(c, WeightAveraging)]
         self._events = _Events(self, trainer)
         steps = 0 if self._config else trainer.estimated_stepping_batches  # may build the data loaders
@@ -92,6 +105,10 @@ class CO2Strategy(InLoop, DDPStrategy):
         if averaged:
             options.setdefault("average", lambda: [t for m in averaged for t in (*m.parameters(), *m.buffers())])
         self.begin_co2(self._module, self._config, steps, options)
+
+    def process_dataloader(self, dataloader: object) -> object:
+        _auto_add_worker_init_fn(dataloader, self.global_rank)  # Lightning calls it later, and then keeps what is set
+        return shield(dataloader)
 
     @property
     def _module(self) -> LightningModule:
@@ -123,10 +140,11 @@ class CO2Strategy(InLoop, DDPStrategy):
         return super().lightning_module_state_dict()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        super().save_checkpoint(checkpoint, filepath, storage_options)
         if self.co2 is not None and "optimizer_states" in checkpoint:
-            filepath = self.broadcast(str(filepath))  # Slurm's next number may be used up when a later worker looks
-            save_own(f"{filepath}.co2", self.global_rank, **self._parts())
+            own = f"{self.broadcast(str(filepath))}.co2"  # Slurm's next number may be used up when a later worker looks
+            remedy, read = f"{SAFE}, or give fit(weights_only=False)", self._weights_only
+            save_own(own, self.global_rank, who=WHO, remedy=remedy, weights_only=read, **self._parts())
+        super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         super().remove_checkpoint(filepath)
@@ -136,7 +154,8 @@ class CO2Strategy(InLoop, DDPStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         if self.co2 is None and self._module.trainer.state.fn == TrainerFn.FITTING:  # else no training resumes from it
             self._loaded = os.path.realpath(checkpoint_path)  # last.ckpt may be a link
-        return super().load_checkpoint(checkpoint_path, weights_only)
+        with torch.serialization.safe_globals(numpy_makers()):  # a schedule computed by NumPy leaves its scalars
+            return super().load_checkpoint(checkpoint_path, weights_only)
 
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
         super().load_model_state_dict(checkpoint, strict)
@@ -151,7 +170,8 @@ class CO2Strategy(InLoop, DDPStrategy):
             return
         self._events.take_signals(self.cluster_environment)
         if self._loaded:
-            load_own(WHO, f"{self._loaded}.co2", self.global_rank, **self._parts())
+            own, read = f"{self._loaded}.co2", self._weights_only
+            load_own(WHO, own, self.global_rank, weights_only=read, **self._parts())
             self._loaded = ""
 
     def _parts(self) -> dict[str, Any]:
@@ -172,6 +192,14 @@ class CO2Strategy(InLoop, DDPStrategy):
         self._loaded = ""
         self.end_co2()
         super().teardown()
+
+
+def _weights_only() -> bool | None:
+    """Returns the weights_only that fit() was given, which Lightning only hands to the loading of a checkpoint."""
+    frame: Any = sys._getframe()
+    while frame and frame.f_code is not Trainer._run.__code__:
+        frame = frame.f_back
+    return frame.f_locals.get("weights_only") if frame else None
 
 
 class _Signals(Requests):

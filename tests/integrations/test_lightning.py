@@ -93,7 +93,7 @@ def watcher(strategy: Any, after_batch: Any) -> Any:
     return Watch()
 
 
-def run(folder, config=PAPER, *, net=None, resume="", validated="", after_batch=None, **changes) -> Any:
+def run(folder, config=PAPER, *, net=None, resume="", validated="", after_batch=None, loading=0, **changes) -> Any:
     """Trains; a dictionary of what is looked at."""
     from lightning.pytorch import Trainer
     from lightning.pytorch.loggers import CSVLogger
@@ -109,7 +109,7 @@ def run(folder, config=PAPER, *, net=None, resume="", validated="", after_batch=
     callbacks = [watch, *changes.pop("callbacks", ())]
     trainer = Trainer(strategy=strategy, default_root_dir=folder, callbacks=callbacks, **(settings | changes))
     module, data = module_of(net or Net()), TensorDataset(*plain.examples())
-    train, val = Resumable(data, batch_size=BATCH), DataLoader(data, batch_size=16)
+    train, val = Resumable(data, batch_size=BATCH, num_workers=loading), DataLoader(data, batch_size=16)
     stopped = False
     if validated:
         trainer.validate(module, val, ckpt_path=validated)
@@ -258,6 +258,25 @@ def test_stops_early_and_at_a_signal_and_runs_as_recommended(ranks: Ranks, tmp_p
     assert len(recommended["validated"]) > 2
     (best,) = (tmp_path / "best").glob("*.ckpt")  # what was removed has taken its folder along
     assert [path.name for path in (tmp_path / "best").glob("*.co2")] == [f"{best.name}.co2"]
+
+
+@on_ranks(2, through="ranks")
+def test_sigterm_to_all_processes_of_a_node_stops_at_one_boundary(rank: int, tmp_path: Path) -> None:
+    """The two loading processes get it, too, and training goes on from the checkpoint."""
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    def terminate(trainer: Any, strategy: Any) -> None:
+        if trainer.global_step == 7:
+            plain.terminate_node()
+
+    files = ModelCheckpoint(str(tmp_path), "{step}", save_on_exception=True, every_n_train_steps=1000)
+    quiet: dict[str, Any] = dict(limit_val_batches=0, devices=2, loading=2)
+    told = run(str(tmp_path), after_batch=terminate, callbacks=[files], enable_checkpointing=True, **quiet)
+    assert told["stopped"] and told["steps"] == 15, "asked for at 7, sent at 10, heard at 15"
+    written = torch.load(f"{tmp_path}/step=15.ckpt", weights_only=True)["state_dict"]
+    assert alike(told["end"], plain.everything_in(written)) and torch.equal(told["end"], plain.everything_in(written))
+    again = run(f"{tmp_path}/again", net=Net(7 + rank), resume=f"{tmp_path}/step=15.ckpt", **quiet)
+    assert again["steps"] == 36 and alike(again["end"])
 
 
 @pytest.mark.slow
