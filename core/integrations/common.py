@@ -280,6 +280,8 @@ def load_own(
         problem = f"{path} is missing: the files there {UNFINISHED}"
     except Exception as error:  # any error: a worker that raised here would leave the other workers waiting
         problem = f"{path} cannot be read ({reason(error)}): resume from an older checkpoint"
+    if saved and saved["workers"] != _workers():
+        parts.pop("random", None)  # else several workers would draw the same
     if saved and (lacks := sorted(parts.keys() - saved.keys())):
         problem = f"a file in {folder} holds no {lacks[0]}: resume with the settings of the run that saved it"
     reported = of_all((problem, f"{saved.get('workers')} {saved.get('rounds')}"))

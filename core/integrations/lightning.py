@@ -18,12 +18,13 @@ from typing import Any, Literal
 
 import torch
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
-from lightning.fabric.utilities.data import _auto_add_worker_init_fn
+from lightning.fabric.utilities.data import _auto_add_worker_init_fn, _set_sampler_epoch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning, Callback, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
+from ..checkpoint import random_state, set_random_state
 from ..config import CO2Config
 from ..errors import UserError
 from ..hooks import Requests
@@ -108,6 +109,8 @@ class CO2Strategy(InLoop, DDPStrategy):
 
     def process_dataloader(self, dataloader: object) -> object:
         _auto_add_worker_init_fn(dataloader, self.global_rank)  # Lightning calls it later, and then keeps what is set
+        progress = self._module.trainer.fit_loop.epoch_progress  # loading processes begin before Lightning sets this:
+        _set_sampler_epoch(dataloader, progress.current.processed)
         return shield(dataloader)
 
     @property
@@ -177,7 +180,8 @@ class CO2Strategy(InLoop, DDPStrategy):
     def _parts(self) -> dict[str, Any]:
         schedules = {f"schedule{i}": config.scheduler for i, config in enumerate(self.lr_scheduler_configs)}
         scaler = getattr(self.precision_plugin, "scaler", None)
-        return {"model": self._module, "optimizer": self.optimizers[0], **schedules, "scaler": scaler, "co2": self.co2}
+        parts = {"model": self._module, "optimizer": self.optimizers[0], **schedules, "scaler": scaler, "co2": self.co2}
+        return parts | {"random": _Random(self.root_device)}
 
     # -- the end --------------------------------------------------------------------------------------------------
 
@@ -200,6 +204,19 @@ def _weights_only() -> bool | None:
     while frame and frame.f_code is not Trainer._run.__code__:
         frame = frame.f_back
     return frame.f_locals.get("weights_only") if frame else None
+
+
+class _Random:
+    """torch's random states, which Lightning does not save."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(random_state(self._device))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        set_random_state(state, self._device)
 
 
 class _Signals(Requests):
