@@ -171,6 +171,16 @@ class Inner:
     pass
 
 
+class Counts(Net):
+    """Has a state that is no tensor."""
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"seen": 1}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        assert state == {"seen": 1}
+
+
 def test_what_accelerate_cannot_load_is_refused_and_its_weights_only_is_honored(tmp_path: Path) -> None:
     from core.integrations.accelerate import CO2Training
 
@@ -186,9 +196,17 @@ def test_what_accelerate_cannot_load_is_refused_and_its_weights_only_is_honored(
             accelerator.save_state(str(tmp_path))
             accelerator.load_state(str(tmp_path))
         accelerator.load_state(str(tmp_path), load_kwargs={"weights_only": False})
-        model.rest.get_extra_state = lambda: {"seen": 1}
-        with pytest.raises(UserError, match=r"model.rest._extra_state is no tensor.*safe_serialization=False\)"):
+
+
+def test_a_state_that_safetensors_cannot_write_is_refused(tmp_path: Path) -> None:
+    from core.integrations.accelerate import CO2Training
+
+    accelerator, model = accelerator_of(""), Counts()
+    with CO2Training(accelerator, model, accelerator.prepare(plain.adam(model))):
+        with pytest.raises(UserError, match=r"^CO2Training: model._extra_state is no tensor.*safe_serialization=False"):
             accelerator.save_state(str(tmp_path))
+        accelerator.save_state(str(tmp_path), safe_serialization=False)
+        accelerator.load_state(str(tmp_path))
 
 
 def test_numpys_scalars_in_a_schedule_are_restored(tmp_path: Path) -> None:
