@@ -197,7 +197,7 @@ def save_own(
         folder: Local folder that all workers can reach.
         rank: This worker's rank.
         who: Name of the integration, for error messages.
-        remedy: What makes torch.load read more classes, with {} for their names.
+        remedy: How torch.load can read more classes, with {} for their names.
         weights_only: How the trainer will read its checkpoint, as for torch.load.
         **parts: Objects with a state_dict(), by name, or None. "co2" is required.
 

@@ -41,9 +41,16 @@ class CO2Strategy(InLoop, DDPStrategy):
     accumulate_grad_batches an update is several batches. The loggers get the last round's statistics under co2/ every
     log_every_n_steps.
 
-    Next to FILE.ckpt, a folder FILE.ckpt.co2 holds each worker's model, optimizer, schedules and outer state.
-    fit(ckpt_path=...) resumes from it bit for bit. At SIGTERM, and at Slurm's signal before a requeue, all workers stop
-    at the same round boundary.
+    Next to FILE.ckpt, a folder FILE.ckpt.co2 holds each worker's model, optimizer, schedules, outer state and torch's
+    random states. fit(ckpt_path=...) restores them exactly. The data is Lightning's part: a run that was saved between
+    two epochs resumes bit for bit, if the DataLoader has generator=torch.Generator() or the model draws no random
+    numbers. Random augmentation in loading processes begins anew. In mid-epoch, Lightning begins the epoch's batches
+    anew, unless the loader has state_dict() and load_state_dict().
+
+    A save refuses objects that fit(ckpt_path=...) would not read back. fit(weights_only=False) writes and reads them,
+    and may run code from the file. At SIGTERM, and at Slurm's signal before a requeue, all workers stop at the same
+    round boundary. Loading processes ignore these signals, and end with their worker. After another exception, a
+    checkpoint of ModelCheckpoint(save_on_exception=True) holds the model of rank 0, which no all-reduce has averaged.
 
     The models of WeightAveraging and EMAWeightAveraging are averaged with the model, unless you give average=.
 
@@ -57,7 +64,8 @@ class CO2Strategy(InLoop, DDPStrategy):
         **options: Other arguments of core.CO2, such as timeout and schedule.
 
     Raises:
-        UserError: For SyncBatchNorm, models in wrappers, several optimizers, and StochasticWeightAveraging.
+        UserError: For SyncBatchNorm, models in wrappers, several optimizers, StochasticWeightAveraging, and callbacks
+            that unfreeze layers, such as BackboneFinetuning.
     """
 
     strategy_name = "co2"
@@ -109,8 +117,8 @@ class CO2Strategy(InLoop, DDPStrategy):
 
     def process_dataloader(self, dataloader: object) -> object:
         _auto_add_worker_init_fn(dataloader, self.global_rank)  # Lightning calls it later, and then keeps what is set
-        progress = self._module.trainer.fit_loop.epoch_progress  # loading processes begin before Lightning sets this:
-        _set_sampler_epoch(dataloader, progress.current.processed)
+        current: Any = self._module.trainer.fit_loop.epoch_progress.current
+        _set_sampler_epoch(dataloader, current.processed)  # Lightning sets it after loading processes have begun
         return shield(dataloader)
 
     @property
