@@ -32,6 +32,7 @@ from core.placement import local_world_size
 from segmentation.data import IGNORE
 from segmentation.recipes import BackboneName
 from training.data import data_root, from_home
+from training.optim import count_once
 from training.weights import file_weights
 from training.workers import make_mesh
 
@@ -273,6 +274,7 @@ def build_model(config: Config) -> nn.Module:
         # As in mmseg's published runs, the loss's average counts ignored pixels. mmseg warns of it every time.
         warnings.filterwarnings("ignore", message="Default ``avg_non_ignore``")
         model = MODELS.build(ConfigDict(config))
+    count_once(model)  # a backbone's with_cp computes its forward pass again
     start = config["backbone"].get("init_cfg")
     if not next(model.parameters()).is_meta:
         if start is not None:

@@ -26,6 +26,7 @@ from core.errors import UserError
 from core.stored import reason
 from segmentation.model import BASES, SCHEME
 from training.data import data_root, paths_from_home
+from training.optim import count_once
 from training.workers import join, pick_device, rank
 
 CONFIGS = BASES.parents[1]  # of the installed mmsegmentation
@@ -98,6 +99,7 @@ def train_config() -> None:
     if device.type == "cpu":
         config.model_wrapper_cfg = ON_CPU
     runner = Runner.from_cfg(config)
+    count_once(runner.model)  # a config may recompute by with_cp or activation_checkpointing
     try:
         runner.test() if given.test is not None else runner.train()
     except FileNotFoundError as error:

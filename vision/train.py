@@ -19,7 +19,7 @@ from core.stored import reason
 from training.cost import Work
 from training.data import eval_share, steps_per_epoch
 from training.elastic import repeated
-from training.optim import Scalars, backward_in_parts, make_optimizer, make_schedule
+from training.optim import Scalars, backward_in_parts, count_once, make_optimizer, make_schedule
 from training.run import Run
 from training.weights import load_weights
 from vision import data
@@ -59,6 +59,7 @@ def make_model(recipe: VisionRecipe, num_classes: int | None = None) -> nn.Modul
             model.set_grad_checkpointing()  # timm's own
         except AssertionError:
             raise UserError(f"recompute=True: timm's {recipe.model} does not support it; leave it out") from None
+        count_once(model)
     return model
 
 
