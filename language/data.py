@@ -72,6 +72,12 @@ class Corpus:
     tokenizer: Tokenizer | None = None
     token_bytes: Tensor | None = None
 
+    @property
+    def names(self) -> list[str]:
+        """The tokens in the order of their ids, with "" for gaps. Empty without a tokenizer."""
+        size = self.vocab_size if self.tokenizer else 0
+        return [self.tokenizer.id_to_token(i) or "" for i in range(size)]  # pyright: ignore
+
 
 def load_corpus(folder: Path) -> Corpus:
     """Opens the token files in `folder`. A UserError names the file that is missing, empty or inconsistent."""

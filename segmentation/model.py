@@ -81,8 +81,11 @@ def load_backbone(name: str, map_location: Any = None) -> Mapping[str, Tensor]:
     """
     path = find_backbone(name.removeprefix(SCHEME))
     state = file_weights(path, "pretrained", map_location)
-    inner = {key.removeprefix("backbone."): v for key, v in state.items() if key.startswith("backbone.")}
-    state = inner or state
+    parts = {match[0] for match in map(re.compile(r"(.*\.)?backbone\.").match, state) if match}
+    if len(parts) > 1:
+        raise UserError(f"pretrained={path}: holds several backbones, {', '.join(sorted(parts))}: keep one in a file")
+    for part in parts:
+        state = {key.removeprefix(part): value for key, value in state.items() if key.startswith(part)}
     if any(key.startswith("blocks.") for key in state):  # timm's names
         for theirs, ours in TIMM_TO_MMSEG:
             state = {re.sub(theirs, ours, key): value for key, value in state.items()}

@@ -11,6 +11,7 @@ def open_task(recipe: VisionRecipe):
     """Returns the model, and its evaluation on the test set."""
     test_set = data.load(recipe.dataset)[1]
     model = make_model(recipe, len(test_set.classes))
+    model.names = test_set.classes  # pyright: ignore[reportAttributeAccessIssue]
     return model, lambda run: evaluate(run, recipe, model, test_set)
 
 

@@ -21,7 +21,7 @@ from training.data import eval_share, steps_per_epoch
 from training.elastic import repeated
 from training.optim import Scalars, backward_in_parts, count_once, make_optimizer, make_schedule
 from training.run import Run
-from training.weights import load_weights
+from training.weights import keep_names, load_weights
 from vision import data
 from vision.data import ImageNet
 from vision.model import SMALL, build_model, classifier_names, image_size
@@ -91,6 +91,8 @@ def work(recipe: VisionRecipe) -> Work:
 def train(run: Run, recipe: VisionRecipe, train_set: Dataset, test_set: Dataset) -> None:
     """Runs the loop: optimizer steps, method.step(), and at round boundaries evaluations and checkpoints."""
     model = make_model(recipe, len(train_set.classes))
+    model.names = train_set.classes  # pyright: ignore[reportAttributeAccessIssue]
+    keep_names(run, train_set.classes)
     if recipe.init_from is not None:
         load_weights(model, recipe.init_from, heads=classifier_names(model))
     model = run.shard(model)
