@@ -246,7 +246,9 @@ def test_buffers_that_older_versions_wrote_are_no_weights(models: dict[str, Path
     pretrained.open_model(recipe_of(folder))
 
 
-def test_no_folder_an_encoder_and_a_tokenizer_that_is_too_large_are_refused(models: dict[str, Path], tmp_path: Path):
+def test_no_folder_an_encoder_and_a_tokenizer_of_another_model_are_refused(
+    models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture
+):
     with pytest.raises(UserError, match="add --model FOLDER"):
         pretrained.open_model(recipe_of(None))
     with pytest.raises(UserError, match="opt-125m/config.json is missing: .* none is fetched"):
@@ -258,6 +260,16 @@ def test_no_folder_an_encoder_and_a_tokenizer_that_is_too_large_are_refused(mode
     model = pretrained.open_model(recipe_of(models["gpt2"]))
     model.resize_token_embeddings(200)
     with pytest.raises(UserError, match="they are not one pair"):
+        pretrained.open_tokenizer(models["gpt2"], model)
+    model.resize_token_embeddings(420)
+    model.config.eos_token_id = 7
+    pretrained.open_tokenizer(models["gpt2"], model)
+    assert "ends a text" not in capsys.readouterr().err, "the generation's own end is the tokenizer's"
+    model.generation_config.eos_token_id = None
+    pretrained.open_tokenizer(models["gpt2"], model)
+    assert "its tokenizer ends a text with token 0, its model with [7]: make sure" in capsys.readouterr().err
+    model.resize_token_embeddings(1000)
+    with pytest.raises(UserError, match="token 0, its model with .7., and they have .* tokens: they are not one pair"):
         pretrained.open_tokenizer(models["gpt2"], model)
     with pytest.raises(UserError, match="context=64: the model has 48 positions"):
         pretrained.positions(model, 64)
