@@ -261,7 +261,7 @@ def test_no_folder_an_encoder_and_a_tokenizer_of_another_model_are_refused(
     model.resize_token_embeddings(200)
     with pytest.raises(UserError, match="they are not one pair"):
         pretrained.open_tokenizer(models["gpt2"], model)
-    model.resize_token_embeddings(420)
+    model.resize_token_embeddings(330)
     model.config.eos_token_id = 7
     pretrained.open_tokenizer(models["gpt2"], model)
     assert "ends a text" not in capsys.readouterr().err, "the generation's own end is the tokenizer's"
