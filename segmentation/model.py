@@ -278,8 +278,8 @@ def build_model(config: Config) -> nn.Module:
         warnings.filterwarnings("ignore", message="Default ``avg_non_ignore``")
         model = MODELS.build(ConfigDict(config))
     count_once(model)  # a backbone's with_cp computes its forward pass again
-    start = config["backbone"].get("init_cfg")
     if not next(model.parameters()).is_meta:
+        start = config["backbone"].get("init_cfg")
         if start is not None:
             check_backbone(start["checkpoint"], model.backbone.state_dict())
         logger = MMLogger.get_current_instance()

@@ -46,16 +46,18 @@ class Weights(dict[str, Tensor]):
 # -- names of classes and tokens --------------------------------------------------------------------------------------
 
 
-def misnamed(theirs: Sequence[str], mine: Sequence[str]) -> str:
-    """Describes the first output that has two names, or returns "".
+def misnamed(theirs: Sequence[str], mine: Sequence[str], places: tuple[str, str] = ("there", "here")) -> str:
+    """Describes the first output that has two names, at `places`, or returns "".
 
     A model's outputs have numbers, so it is useless on data that number the same names differently. Numbers in shards
     say nothing about names of folders.
     """
     if all(map(_number, theirs)) != all(map(_number, mine)):
         return ""
-    pairs = enumerate(zip(theirs, mine, strict=False))
-    return next((f"output {i} is {a!r} there, {b!r} here" for i, (a, b) in pairs if a and b and a != printable(b)), "")
+    for i, (a, b) in enumerate(zip(theirs, map(printable, mine), strict=False)):
+        if a and b and a != b:
+            return f"output {i} is {a!r} {places[0]}, {b!r} {places[1]}"
+    return ""
 
 
 def _number(name: str) -> bool:
@@ -248,11 +250,16 @@ def file_weights(path: Path, option: str, map_location: Any = "cpu") -> Weights:
         holds = f"only {keys}" if keys else f"a {kind}"
         raise UserError(f"{option}={path}: holds no weights by name, but {holds}; give a model's state_dict")
     weights = _unwrapped(tensors)
-    meta = found.get("meta")
-    meta = meta if isinstance(meta, Mapping) else {}  # mmseg's, older ones with CLASSES
-    data = meta.get("dataset_meta")
-    weights.names = _strings(data.get("classes") if isinstance(data, Mapping) else meta.get("CLASSES"))
+    weights.names = classes_of(found)
     return weights
+
+
+def classes_of(checkpoint: Mapping[str, Any]) -> list[str]:
+    """Returns the classes in a checkpoint of mmseg, whose older versions called them CLASSES, or an empty list."""
+    meta = checkpoint.get("meta")
+    meta = meta if isinstance(meta, Mapping) else {}
+    data = meta.get("dataset_meta")
+    return _strings(data.get("classes") if isinstance(data, Mapping) else meta.get("CLASSES"))
 
 
 def _tensors(found: Any, levels: int = 4) -> Mapping[str, Tensor] | None:
