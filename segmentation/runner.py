@@ -145,16 +145,21 @@ def check_data(config: Config, given: ConfigOptions) -> None:
             continue
         try:
             dataset = DATASETS.build(copy.deepcopy(loader.dataset))
-            if not len(dataset):
-                raise FileNotFoundError(f"an image of {split}_dataloader")
             mask = dataset.get_data_info(0).get("seg_map_path") if given.test is None else None
             if mask and "://" not in mask and not Path(mask).exists():
                 raise FileNotFoundError(mask)
         except (FileNotFoundError, AssertionError) as error:  # mmseg asserts that a list of images is there
             raise missing(given, error) from None
+        except (IndexError, ValueError) as error:
+            if isinstance(error, ValueError) and "at least one array" not in str(error):  # a list of no images, packed
+                raise
+            raise missing(given, FileNotFoundError(f"an image of {split}_dataloader")) from None
         found = list(dataset.metainfo.get("classes") or ())
         trained = trained or found
-        if wrong := misnamed(trained, found, ("in train_dataloader", f"in {split}_dataloader")):
+        wrong = misnamed(trained, found, ("in train_dataloader", f"in {split}_dataloader"))
+        if len(found) != len(trained):
+            wrong = f"{len(trained)} classes in train_dataloader, {len(found)} in {split}_dataloader"
+        if wrong:
             raise UserError(f"config={given.config}: {wrong}: give both data sets the same classes, in one order")
 
 

@@ -1,6 +1,7 @@
 """Weights of other runs, and of other libraries' local files. Reading them runs no code, and downloads nothing."""
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
@@ -13,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PosixPath
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -38,9 +40,12 @@ class Weights(dict[str, Tensor]):
 
     Attributes:
         names: Names of the outputs, such as classes or tokens, in their order. Empty if the source has none.
+        statistics: Mean and standard deviation of each channel by which images are normalized, or None if the source
+            has none.
     """
 
     names: Sequence[str] = ()
+    statistics: tuple[Sequence[float], Sequence[float]] | None = None
 
 
 # -- names of classes and tokens --------------------------------------------------------------------------------------
@@ -302,7 +307,7 @@ def _renamed(theirs: Weights, mine: Mapping[str, Tensor], where: str) -> Weights
         raise UserError(f"{where}: holds several models, such as {each}: keep one of them in a file")
     prefix = "" if "" in found or not found else found[0]
     made = Weights({name.removeprefix(prefix): t for name, t in theirs.items()})
-    made.names = theirs.names
+    made.names, made.statistics = theirs.names, theirs.statistics
     for name in (made.keys() ^ mine.keys()) & {n for n in made.keys() | mine.keys() if n.endswith(COUNTED)}:
         made.pop(name, None)
         made |= {name: mine[name]} if name in mine else {}
@@ -337,16 +342,12 @@ def read_weights(path: Path, model: nn.Module, option: str = "init_from") -> Wei
             raise UserError(f"{option}={path}: {what}: give a folder of a {kind.__name__}")
         return Weights(found.float().state_dict())
     found = file_weights(next(path.glob("*.safetensors")), option)
-    found.names = _label_names(path / "config.json")
+    with contextlib.suppress(OSError, ValueError, AttributeError, KeyError, TypeError):  # timm's, or another library's
+        config = parse_json((path / "config.json").read_text())
+        found.names = _strings(config.get("label_names"))
+        data = config["pretrained_cfg"]
+        found.statistics = [*map(float, data["mean"])], [*map(float, data["std"])]
     return found
-
-
-def _label_names(file: Path) -> list[str]:
-    """Returns the classes in timm's config.json, or an empty list if it names none."""
-    try:
-        return _strings(parse_json(file.read_text()).get("label_names"))
-    except (OSError, ValueError, AttributeError):
-        return []
 
 
 def load_weights(
@@ -355,7 +356,7 @@ def load_weights(
     """Loads weights that read_weights finds. Every worker must call it.
 
     Args:
-        model: The model, before it is sharded. Its attribute `names`, if it has one, is the names of its outputs.
+        model: The model, before it is sharded. Its attributes `names` and `statistics`, if it has them, are Weights's.
         path: A run folder, a file, or a library's folder.
         option: The option that names it, for messages.
         heads: Names of layers that stay random if the other model had other classes, or another number of them.
@@ -368,6 +369,13 @@ def load_weights(
     theirs = _renamed(read_weights(path.expanduser(), model, option), mine, where)
     if (wrong := misnamed(theirs.names, getattr(model, "names", ()))) and not heads:
         raise UserError(f"{where} was trained with other data, {wrong}: give that data, or other weights")
+    there, here = theirs.statistics, getattr(model, "statistics", None)
+    if there and here and (np.shape(there) != np.shape(here) or not np.allclose(there, here, atol=1e-3)):
+        said = f"{where} was trained with images of mean and std {there}, which are {here} here"
+        if not heads:
+            raise UserError(f"{said}: give weights of the same normalization")
+        if rank() == 0:
+            print(f"warning: {said}: with ImageNet, add --timm_data for timm's own", file=sys.stderr, flush=True)
     random, why = list[str](), wrong or "their sizes differ"
     for name, here in mine.items():
         there = theirs.get(name)

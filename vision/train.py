@@ -63,6 +63,12 @@ def make_model(recipe: VisionRecipe, num_classes: int | None = None) -> nn.Modul
     return model
 
 
+def describe(model: nn.Module, recipe: VisionRecipe, of: Dataset) -> None:
+    """Notes the classes and the normalization in the model, which load_weights compares with those of weights."""
+    c = data.data_config(recipe) if isinstance(of, ImageNet) else vars(of)
+    model.names, model.statistics = of.classes, (c["mean"], c["std"])  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def check_images(model: nn.Module, recipe: VisionRecipe) -> None:
     """Refuses a model of timm that does not take the data set's images."""
     shape = data.SHAPES[recipe.dataset]
@@ -91,7 +97,7 @@ def work(recipe: VisionRecipe) -> Work:
 def train(run: Run, recipe: VisionRecipe, train_set: Dataset, test_set: Dataset) -> None:
     """Runs the loop: optimizer steps, method.step(), and at round boundaries evaluations and checkpoints."""
     model = make_model(recipe, len(train_set.classes))
-    model.names = train_set.classes  # pyright: ignore[reportAttributeAccessIssue]
+    describe(model, recipe, train_set)
     keep_names(run, train_set.classes)
     if recipe.init_from is not None:
         load_weights(model, recipe.init_from, heads=classifier_names(model))

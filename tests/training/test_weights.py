@@ -1,11 +1,13 @@
 """Weights of other runs and libraries: their names, what wrappers add to them, and the order of their outputs."""
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -109,6 +111,26 @@ def test_classes_of_another_order_are_refused_or_their_head_is_random(
     load_weights(model, tmp_path / "w.pth", heads=["head"])
     assert torch.equal(model.head.weight, before) and torch.equal(model.body[0].weight, net.body[0].weight)
     assert "random, because output 1 is 'b' there, 'c' here: head.weight, head.bias" in capfd.readouterr().err
+
+
+def test_timms_folder_says_its_classes_and_normalization(net: Net, tmp_path: Path, capfd: pytest.CaptureFixture):
+    save_file(net.state_dict(), tmp_path / "model.safetensors")
+    images = {"mean": [0.5, 0.5, 0.5], "std": [0.5, 0.5, 0.5]}
+    (tmp_path / "config.json").write_text(json.dumps({"label_names": ["a", "b", "c"], "pretrained_cfg": images}))
+    model: Any = Net()
+    model.names, model.statistics = ("a", "b", "c"), ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+    load_weights(model, tmp_path)
+    model.statistics = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+    with refused("was trained with images of mean and std ([0.5, 0.5, 0.5], [0.5, 0.5, 0.5]), which are ((0.485"):
+        load_weights(model, tmp_path)
+    assert "warning" not in capfd.readouterr().err
+    load_weights(model, tmp_path, heads=["head"])
+    assert "which are ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)) here: with ImageNet, add --timm_data" in (
+        capfd.readouterr().err
+    )
+    model.names = ("c", "b", "a")
+    with refused("output 0 is 'a' there, 'c' here"):
+        load_weights(model, tmp_path)
 
 
 def test_a_run_keeps_the_order_of_its_outputs(tmp_path: Path):
