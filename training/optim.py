@@ -276,7 +276,7 @@ def count_once(model: nn.Module) -> None:
 
 
 def _lend_copies(module: nn.Module, _: Any) -> None:
-    """Replaces the statistics by copies during a backward pass, which is where torch knows of a graph task."""
+    """Replaces the statistics by copies in a backward pass, where torch has a graph task."""
     if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
         module.__dict__["_lent"] = dict(module._buffers)
         module._buffers.update({name: t if t is None else t.clone() for name, t in module._buffers.items()})

@@ -64,7 +64,7 @@ def make_model(recipe: VisionRecipe, num_classes: int | None = None) -> nn.Modul
 
 
 def describe(model: nn.Module, recipe: VisionRecipe, of: Dataset) -> None:
-    """Notes the classes and the normalization in the model, which load_weights compares with those of weights."""
+    """Notes the classes and the normalization in the model, for load_weights, which compares them."""
     c = data.data_config(recipe) if isinstance(of, ImageNet) else vars(of)
     model.names, model.statistics = of.classes, (c["mean"], c["std"])  # pyright: ignore[reportAttributeAccessIssue]
 
