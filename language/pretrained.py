@@ -155,13 +155,15 @@ def open_tokenizer(folder: Path, model: nn.Module) -> Any:
     size: int = model.get_input_embeddings().num_embeddings  # pyright: ignore
     if (ids := vocabulary_size(tokenizer)) > size:
         raise UserError(f"{folder}: its tokenizer has {ids} tokens, its model {size}: they are not one pair")
-    known: Any = [model.config.eos_token_id, getattr(model.generation_config, "eos_token_id", None)]  # pyright: ignore
+    configs = (getattr(model, name, None) for name in ("config", "generation_config"))
+    known: list[Any] = [getattr(config, "eos_token_id", None) for config in configs]
     ends = {end for one in known for end in (one if isinstance(one, list) else [one]) if end is not None and end < size}
     if ends and tokenizer.eos_token_id not in {*ends, None}:
         what = f"its tokenizer ends a text with token {tokenizer.eos_token_id}, its model with {sorted(ends)}"
         if ids < LEAST_SHARE * size:
             raise UserError(f"{folder}: {what}, and they have {ids} and {size} tokens: they are not one pair")
-        print(f"warning: {folder}: {what}: make sure that they are one pair", file=sys.stderr) if rank() == 0 else None
+        if rank() == 0:
+            print(f"warning: {folder}: {what}: make sure that they are one pair", file=sys.stderr)
     return tokenizer
 
 

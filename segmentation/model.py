@@ -81,7 +81,7 @@ def load_backbone(name: str, map_location: Any = None) -> Mapping[str, Tensor]:
     """
     path = find_backbone(name.removeprefix(SCHEME))
     state = file_weights(path, "pretrained", map_location)
-    parts = {match[0] for match in map(re.compile(r"(.*\.)?backbone\.").match, state) if match}
+    parts = {match[0] for match in map(re.compile(r"(.*?\.)??backbone\.").match, state) if match}
     if len(parts) > 1:
         raise UserError(f"pretrained={path}: holds several backbones, {', '.join(sorted(parts))}: keep one in a file")
     for part in parts:

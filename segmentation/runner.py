@@ -154,7 +154,7 @@ def check_data(config: Config, given: ConfigOptions) -> None:
             if isinstance(error, ValueError) and "at least one array" not in str(error):  # a list of no images, packed
                 raise
             raise missing(given, FileNotFoundError(f"an image of {split}_dataloader")) from None
-        found = list(dataset.metainfo.get("classes") or ())
+        found = list(getattr(dataset, "metainfo", {}).get("classes") or ())
         trained = trained or found
         wrong = misnamed(trained, found, ("in train_dataloader", f"in {split}_dataloader"))
         if len(found) != len(trained):

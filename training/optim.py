@@ -277,7 +277,9 @@ def count_once(model: nn.Module) -> None:
 
 def _lend_copies(module: nn.Module, _: Any) -> None:
     """Replaces the statistics by copies in a backward pass, where torch has a graph task."""
-    if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
+    if torch.compiler.is_compiling() or "_lent" in module.__dict__:  # lent already, if a model was prepared twice
+        return
+    if torch._C._current_graph_task_id() != -1:
         module.__dict__["_lent"] = dict(module._buffers)
         module._buffers.update({name: t if t is None else t.clone() for name, t in module._buffers.items()})
 

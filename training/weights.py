@@ -340,7 +340,9 @@ def read_weights(path: Path, model: nn.Module, option: str = "init_from") -> Wei
         if missing := sorted(info["missing_keys"]):  # which are random now
             what = f"has no {missing[0]}, and lacks {len(missing)} tensors in all"
             raise UserError(f"{option}={path}: {what}: give a folder of a {kind.__name__}")
-        return Weights(found.float().state_dict())
+        found = Weights(found.float().state_dict())
+        found.names = _tokens(path, option)
+        return found
     found = file_weights(next(path.glob("*.safetensors")), option)
     with contextlib.suppress(OSError, ValueError, AttributeError, KeyError, TypeError):  # timm's, or another library's
         config = parse_json((path / "config.json").read_text())
@@ -348,6 +350,24 @@ def read_weights(path: Path, model: nn.Module, option: str = "init_from") -> Wei
         data = config["pretrained_cfg"]
         found.statistics = [*map(float, data["mean"])], [*map(float, data["std"])]
     return found
+
+
+def _tokens(folder: Path, option: str) -> list[str]:
+    """Returns the tokens of a folder of transformers by their ids, or an empty list if it has no tokenizer."""
+    from tokenizers import Tokenizer  # imported here, because vision and pointcloud can do without the package
+
+    files = [file for name in ("tokenizer.json", "vocab.json") if (file := folder / name).is_file()]
+    if not files:
+        return []
+    try:
+        whole = files[0].name == "tokenizer.json"
+        ids = Tokenizer.from_file(str(files[0])).get_vocab() if whole else parse_json(files[0].read_text())
+        named = {id: printable(token) for token, id in ids.items()}
+        if max(named) > 1 << 24:
+            raise ValueError(f"a token has the id {max(named)}")
+        return [named.get(id, "") for id in range(1 + max(named))]
+    except Exception as error:  # the library raises no more specific class
+        raise UserError(f"{option}={folder}: {files[0].name} cannot be read ({reason(error)}): copy it again") from None
 
 
 def load_weights(

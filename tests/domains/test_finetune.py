@@ -304,6 +304,25 @@ def test_lora_puts_equal_adapters_in_and_writes_them_alone(models: dict[str, Pat
         pretrained.open_model(recipe_of(models["opt"], lora=LoraConfig(4, targets=("nothing",))))
 
 
+def test_a_folder_whose_tokens_have_other_ids_is_refused(models: dict[str, Path], tmp_path: Path):
+    model = pretrained.open_model(recipe_of(models["gpt2"]))
+    tokenizer = pretrained.open_tokenizer(models["gpt2"], model)
+    ids = tokenizer.get_vocab()
+    model.names = sorted(ids, key=ids.__getitem__)
+    load_weights(model, models["gpt2"])
+    model.names[7], model.names[8] = model.names[8], model.names[7]
+    with pytest.raises(UserError, match="was trained with other data, output 7 is "):
+        load_weights(model, models["gpt2"])
+    folder = damaged(models["gpt2"], tmp_path, "tokenizer.json", Path.unlink)
+    load_weights(model, folder)  # nothing says what its tokens are
+    (folder / "vocab.json").write_text(json.dumps(ids))
+    with pytest.raises(UserError, match="was trained with other data, output 7 is "):
+        load_weights(model, folder)
+    (folder / "vocab.json").write_text(json.dumps({"a": 10**12}))
+    with pytest.raises(UserError, match="vocab.json cannot be read .ValueError: a token has the id 1000000000000"):
+        load_weights(model, folder)
+
+
 def test_a_folder_that_lacks_tensors_of_the_model_is_refused(tmp_path: Path):
     sizes = dict(vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
     config = RobertaConfig(**sizes)  # type: ignore[arg-type]
