@@ -29,6 +29,8 @@ optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
 torch.manual_seed(rank)
 with CO2(model.parameters(), CO2Config.recommended(steps=STEPS, tau=6), mesh=mesh) as co2:
     step, due = load(FOLDER, model, optimizer, co2) or 0, False
+    if rank == 0:
+        print(f"resumed at step {step}")
     while step < STEPS:
         batch = torch.randint(len(x), (32,))
         nn.functional.cross_entropy(model(x[batch]), y[batch]).backward()
