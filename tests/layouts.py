@@ -306,8 +306,8 @@ def chained(
             optimizer.step()
             method.step()
         assert held.save(folder, (number + 1) * steps, "a", {"steps": (number + 1) * steps})
+        method.finish()  # with keep_local, islands differ until then
         last = whole(parallel)
-        method.finish()
         method.close()
     return last
 
