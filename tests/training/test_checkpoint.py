@@ -19,7 +19,7 @@ from core import UserError, checkpoint, stored
 from core.testing import run_distributed
 
 
-def save(folder: Path, *steps: int, rank: int = 0, world_size: int = 1, attempt: str = "a", **state: Any) -> None:
+def save(folder: Path, *steps: int, rank: int = 0, world_size: int = 1, attempt: str = "1-a", **state: Any) -> None:
     for step in steps:
         saver = checkpoint.Saver(folder, rank, world_size, attempt)
         held = {"step": step, "tensor": torch.full((1000,), float(step)), "rank": torch.full((10,), rank)} | state
@@ -45,7 +45,7 @@ def test_the_last_two_are_kept_and_what_was_not_finished_is_ignored(tmp_path: Pa
     (tmp_path / "step000000003").rename(tmp_path / "step000000003.tmp-a")  # killed before that
     (tmp_path / "stepfoo").mkdir()  # somebody else's
     assert load(tmp_path) == 2
-    save(tmp_path, 3, attempt="b")
+    save(tmp_path, 3, attempt="2-b")
     assert load(tmp_path) == 3
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step000000002", "step000000003", "stepfoo"]
     assert load(tmp_path / "nothing") is None
@@ -148,7 +148,7 @@ def test_a_damaged_one_is_refused_by_name_for_the_one_before(damage: str, tmp_pa
     assert said.count("\n") == 1 and f"warning: {tmp_path}/step000000002 is refused (rank 0: " in said, said
     assert reason in said and said.endswith("; going on from step000000001\n")
     spoil(tmp_path / "step000000001" / name)
-    with pytest.raises(UserError, match="no other checkpoint is left; start afresh with another folder"):
+    with pytest.raises(UserError, match="no other checkpoint is left; restore its files, or start afresh with another folder"):
         load(tmp_path)
     assert not list(tmp_path.rglob("ran"))
 
@@ -219,7 +219,7 @@ WHERE: dict[str, tuple[Any, str, int]] = {  # attempt -> what the worker is kill
 
 def killed(rank: int, world_size: int, folder: str, attempt: str) -> None:
     """A worker is killed while it writes the second checkpoint."""
-    place = {"rank": rank, "world_size": world_size, "attempt": attempt, "by": attempt}
+    place = {"rank": rank, "world_size": world_size, "attempt": f"{ord(attempt)}-{attempt}", "by": attempt}
     if attempt == "a":
         save(Path(folder), 1, **place)
     module, name, who = WHERE[attempt]

@@ -149,8 +149,11 @@ def test_a_field_or_a_default_that_has_changed_since_is_no_other_run_but_for_the
 def test_a_damaged_config_is_one_line(content: str, tmp_path: Path):
     start(Toy(out=tmp_path), 0, 1).close()
     (tmp_path / "config.json").write_text(content)
-    with pytest.raises(UserError, match="config.json is damaged .*: restore it, or choose another --out"):
+    with pytest.raises(UserError, match="config.json is damaged .*: restore it, or remove it and resume with the"):
         start(Toy(out=tmp_path, resume=True))
+    (tmp_path / "config.json").unlink()
+    start(Toy(out=tmp_path, resume=True), 1, 2).close()
+    assert steps(tmp_path) == [1, 2] and config(tmp_path)["recipe"]["seed"] == 0
 
 
 def test_a_failed_start_does_not_block_its_folder(tmp_path: Path):
