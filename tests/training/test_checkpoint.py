@@ -148,7 +148,9 @@ def test_a_damaged_one_is_refused_by_name_for_the_one_before(damage: str, tmp_pa
     assert said.count("\n") == 1 and f"warning: {tmp_path}/step000000002 is refused (rank 0: " in said, said
     assert reason in said and said.endswith("; going on from step000000001\n")
     spoil(tmp_path / "step000000001" / name)
-    with pytest.raises(UserError, match="no other checkpoint is left; restore its files, or start afresh with another folder"):
+    with pytest.raises(
+        UserError, match="no other checkpoint is left; restore its files, or start afresh with another folder"
+    ):
         load(tmp_path)
     assert not list(tmp_path.rglob("ran"))
 
