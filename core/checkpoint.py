@@ -325,10 +325,11 @@ def check_later(target: Path, attempt: str) -> None:
 
 def publish(fresh: Path, target: Path, manifest: dict[str, Any], files: Iterable[str], attempt: str) -> None:
     """Adds the manifest to a folder in which all workers have written `files`, and renames it to `target`."""
+    check_later(target, attempt)
     if missing := [name for name in files if not (fresh / name).exists()]:
         raise OSError(f"another worker's {missing[0]} is missing: the folder must be one that all nodes share")
     stored.write_flushed(fresh / MANIFEST, json.dumps({"attempt": attempt} | manifest, indent=1).encode())
-    check_later(target, attempt)
+    check_later(target, attempt)  # again, because this process may have been stopped in between
     if target.exists():
         target.rename(fresh.with_name(f"{fresh.name}-old"))
     fresh.rename(target)
@@ -336,6 +337,7 @@ def publish(fresh: Path, target: Path, manifest: dict[str, Any], files: Iterable
 
 def tidy(folder: Path, step: int, keep: int, attempt: str) -> None:
     """Removes our checkpoints but the newest `keep`, those of later steps, and unfinished folders."""
+    check_later(folder / f"step{step:09d}", attempt)
     kept = [name for name in finished(folder) if int(name.removeprefix("step")) <= step][:keep]
     for path in folder.glob("step*"):
         if path.name not in kept and re.fullmatch(r"step\d{9}(\.tmp-.*)?", path.name) and _is_ours(path, attempt):
@@ -428,7 +430,9 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -
             else:
                 changed = isinstance(value, Iterable)
             if changed:
-                live[number][key] = tree_map_only(Tensor, lambda t, to=device: t.to(to, copy=True), value)
+                live[number][key] = tree_map_only(
+                    Tensor, lambda t, to=device: t.to(to, copy=True), value, is_leaf=lambda v: isinstance(v, torch.Size)
+                )
 
 
 def _is_walked(value: Any) -> bool:

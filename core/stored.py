@@ -62,7 +62,7 @@ def reason(error: BaseException) -> str:
 def regular(path: Path) -> Path:
     """Returns the path. UserError for a FIFO, a device or a folder, because reading it might never end."""
     if path.exists() and not path.is_file():
-        raise UserError(f"{path.name} is no regular file: remove it, or put the file back")
+        raise UserError(f"{path} is no regular file: remove it, or put the file back")
     return path
 
 

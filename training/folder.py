@@ -93,7 +93,7 @@ def resumed(
     Without a saved checkpoint, the run begins again, so init_from must stay.
     """
     try:
-        old = parse_json(regular(file).read_text())
+        old = parse_json(file.read_text())
         config["recipe"]["extend"] = bool(config["recipe"].get("extend") or old["recipe"].get("extend"))  # stays set
         changed = differences(with_defaults(settings(old["recipe"]), kind), settings(config["recipe"]))
         history = [*old.get("history", [])]
@@ -222,6 +222,8 @@ class RunFolder:
         """Locks the folder, and writes config.json for a new run. Returns an error message, or ""."""
         made_of = describe(recipe, world_size, device)
         self.path.mkdir(parents=True, exist_ok=True)
+        for name in (".lock", "config.json", "metrics.jsonl"):
+            regular(self.path / name)
         self._lock, holder = _lock(self.path / ".lock")
         if holder and not force:
             return (
@@ -340,7 +342,7 @@ class RunFolder:
 
 def _cut(file: Path, step: int) -> None:
     """Removes the lines after `step`, and a last line that is incomplete because its writer was killed."""
-    if regular(file).exists():
+    if file.exists():
         lines = file.read_text(errors="replace").splitlines(keepends=True)
         _replace(file, "".join(line for line in lines if _step_of(line) <= step))
 

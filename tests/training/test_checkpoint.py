@@ -1,5 +1,7 @@
 """Checkpoints: whole ones of one attempt are loaded, by all workers alike, and damaged ones are refused by name."""
 
+import errno
+import hashlib
 import io
 import json
 import os
@@ -30,7 +32,7 @@ def save(folder: Path, *steps: int, rank: int = 0, world_size: int = 1, attempt:
 
 def load(folder: Path, rank: int = 0, world_size: int = 1) -> Any:
     """The step that is loaded; None for none."""
-    found = checkpoint.load_newest(folder, rank=rank)
+    found = checkpoint.load_newest(folder, rank=rank, needs={"tensor": torch.Tensor, "rank": torch.Tensor})
     if found is None:
         return None
     state, workers = found
@@ -107,7 +109,25 @@ def half(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
 
+def changed(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    """A tree that somebody has changed, with its right checksum; change: of the state."""
+
+    def spoil(path: Path) -> None:
+        tree = json.loads(path.read_text())
+        change(tree["state"])
+        path.write_text(json.dumps(tree))
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        names(lambda files: files | {path.name: digest})(path.with_name("manifest.json"))
+
+    return spoil
+
+
+def in_its_place(make: Callable[[Path], Any]) -> Callable[[Path], None]:
+    return lambda path: (path.unlink(), make(path))[1]
+
+
 FILE, TREE = "rank0.pt", "rank0.json"
+FIFO, DEVICE = in_its_place(os.mkfifo), in_its_place(lambda path: path.symlink_to("/dev/zero"))
 DAMAGES: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     "truncated": (FILE, half, f"{FILE} cannot be read"),
     "empty": (FILE, lambda path: os.truncate(path, 0), f"{FILE} cannot be read"),
@@ -134,6 +154,16 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], Any], str]] = {
         names(lambda of: {"rank1.json": of[TREE]}),
         "manifest.json is damaged, it names other workers",
     ),
+    "a FIFO": (FILE, FIFO, f"{FILE} is no regular file"),
+    "a FIFO for a tree": (TREE, FIFO, f"{TREE} is no regular file"),
+    "a FIFO for a manifest": ("manifest.json", FIFO, "manifest.json is no regular file"),
+    "a device": (TREE, DEVICE, f"{TREE} is no regular file"),
+    "a word for a step": (TREE, changed(lambda state: state.update(step="x")), "it holds step 'x', unlike its name"),
+    "an earlier step": (TREE, changed(lambda state: state.update(step=-5)), "it holds step -5, unlike its name"),
+    "no step": (TREE, changed(lambda state: state.pop("step")), "cannot be read, KeyError: 'step'"),
+    "a part less": (TREE, changed(lambda state: state.pop("rank")), "it holds no rank: resume with what wrote it"),
+    "another part": (TREE, changed(lambda state: state.update(rank=3)), "it holds no rank: resume with what wrote"),
+    "a state that is none": (TREE, changed(lambda state: state.clear()), "cannot be read, KeyError: 'step'"),
     "of an older version": ("manifest.json", lambda path: path.write_text('{"rests": []}'), "is of an older version"),
 }
 
@@ -153,6 +183,71 @@ def test_a_damaged_one_is_refused_by_name_for_the_one_before(damage: str, tmp_pa
     ):
         load(tmp_path)
     assert not list(tmp_path.rglob("ran"))
+
+
+def test_a_file_that_is_only_unreadable_is_no_reason_to_start_afresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    save(tmp_path, 1, 2)
+    read = Path.read_bytes
+
+    def denied(path: Path) -> bytes:
+        if path.name == TREE:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return read(path)
+
+    with monkeypatch.context() as patch, pytest.raises(UserError) as caught:
+        patch.setattr(Path, "read_bytes", denied)
+        load(tmp_path)
+    assert f"{TREE} cannot be read, though it may be whole: the system answered 'Permission denied'" in str(
+        caught.value
+    )
+    assert str(caught.value).endswith("no other checkpoint is left; make it readable and resume")
+    assert load(tmp_path) == 2
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"file cannot be read \(Not a directory\): change its permissions, or"):
+        load(tmp_path / "file")
+
+
+def test_a_manifest_is_on_the_disk_before_its_folder_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    flushed, fsync, rename = list[str](), os.fsync, Path.rename
+
+    def renamed(path: Path, target: Path) -> Path:
+        assert {Path(name).name for name in flushed if Path(name).parent == path} == {"manifest.json", FILE, TREE}
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", lambda n: (fsync(n), flushed.append(os.readlink(f"/proc/self/fd/{n}"))))
+    monkeypatch.setattr(Path, "rename", renamed)
+    save(tmp_path, 1)
+    assert load(tmp_path) == 1
+
+
+def test_an_old_job_that_is_woken_leaves_the_checkpoints_of_a_later_start_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """It is woken before it writes, after it has written its files, and when it is about to remove some."""
+    save(tmp_path, 1, 2, attempt="1-a")
+    write = stored.write
+
+    def woken(folder: Path, *rest: Any) -> str:
+        digest = write(folder, *rest)
+        if folder.name.endswith("1-a"):
+            save(tmp_path, 3, attempt="2-b")
+        return digest
+
+    taken = "step000000003 is of another start of this run, which has taken this one's place: nothing is written; end"
+    with monkeypatch.context() as patch, pytest.raises(UserError, match=taken):
+        patch.setattr(stored, "write", woken)
+        save(tmp_path, 4, attempt="1-a")
+    for step in (3, 4):  # of the same step, and a later one
+        with pytest.raises(UserError, match=taken):
+            save(tmp_path, step, attempt="1-a")
+    (tmp_path / "step000000005.tmp-2-b").mkdir()
+    with pytest.raises(UserError, match=taken):
+        checkpoint.tidy(tmp_path, 9, 1, "1-a")
+    left = sorted(p.name for p in tmp_path.iterdir())
+    assert left == ["step000000002", "step000000003", "step000000005.tmp-2-b"] and load(tmp_path) == 3
+    assert checkpoint.new_attempt(tmp_path).startswith("3-")
+    save(tmp_path, 2, attempt="3-c")  # which has gone on from before
+    assert [p.name for p in tmp_path.iterdir()] == ["step000000002"]
 
 
 def on_all(rank: int, world_size: int, folder: str) -> list[Any]:
