@@ -1,7 +1,6 @@
 """Checkpoints: whole ones of one attempt are loaded, by all workers alike, and damaged ones are refused by name."""
 
 import errno
-import hashlib
 import io
 import json
 import os
@@ -19,6 +18,7 @@ import torch.distributed as dist
 
 from core import UserError, checkpoint, stored
 from core.testing import run_distributed
+from tests.damages import changed, forbid, names
 
 
 def save(folder: Path, *steps: int, rank: int = 0, world_size: int = 1, attempt: str = "1-a", **state: Any) -> None:
@@ -100,26 +100,8 @@ class Hostile:
         return Path.touch, (self.path,)
 
 
-def names(change: Callable[[dict[str, str]], dict[str, str]]) -> Callable[[Path], Any]:
-    """A manifest that names other files; change: of {file: digest}."""
-    return lambda path: path.write_text(json.dumps({"files": change(json.loads(path.read_text())["files"])}))
-
-
 def half(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
-
-
-def changed(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
-    """A tree that somebody has changed, with its right checksum; change: of the state."""
-
-    def spoil(path: Path) -> None:
-        tree = json.loads(path.read_text())
-        change(tree["state"])
-        path.write_text(json.dumps(tree))
-        digest = hashlib.sha256(path.read_bytes()).hexdigest()
-        names(lambda files: files | {path.name: digest})(path.with_name("manifest.json"))
-
-    return spoil
 
 
 def in_its_place(make: Callable[[Path], Any]) -> Callable[[Path], None]:
@@ -202,6 +184,9 @@ def test_a_file_that_is_only_unreadable_is_no_reason_to_start_afresh(tmp_path: P
     )
     assert str(caught.value).endswith("no other checkpoint is left; make it readable and resume")
     assert load(tmp_path) == 2
+    with monkeypatch.context() as patch, pytest.raises(UserError, match=r"read \(Permission denied\): change its perm"):
+        forbid(tmp_path, patch)
+        load(tmp_path)
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"file cannot be read \(Not a directory\): change its permissions, or"):
         load(tmp_path / "file")
