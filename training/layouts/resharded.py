@@ -129,16 +129,21 @@ class Resharded:
         failure = ""
         try:
             act()
+        except UserError as error:
+            failure = str(error)
         except OSError as error:
-            failure = f"{target} cannot be written ({reason(error)}): make room or choose another folder"
+            remedy = "make room or choose another folder; the last checkpoint stays"
+            failure = f"{target} cannot be written ({reason(error)}): {remedy}"
         if failures := [line for line in of_all(failure) if line]:
-            raise UserError(f"{failures[0]}; the last checkpoint stays")
+            raise UserError(failures[0])
 
     def _tensors(self) -> Named:
         """The model and the optimizer's state, by name."""
         found: Named = {f"model.{name}": p.detach() for name, p in self._named.items()}
         for name, p in self._named.items():
             values = self._states.get(p, {}).items()
+            if lost := [key for key, value in values if not (value is None or isinstance(value, Tensor))]:
+                raise UserError(f"--layout: the optimizer's state has a {lost[0]} that is no tensor: give adamw")
             found |= {f"optimizer.{name}.{key}": value for key, value in values if isinstance(value, Tensor)}
         return found
 
