@@ -104,11 +104,11 @@ def run_pieces(rank: int, world_size: int, folder: str) -> None:
 
 
 def run_diff(rank: int, world_size: int) -> Tensor:
-    """README's loop with its two lines."""
+    """README's loop, as its diff leaves it."""
     (block,) = (block for block in blocks() if block.language == "diff")
     names = readers_own("", rank)
-    names["loss"] = lambda model, batch: (model(batch[0]) - batch[1]).square().mean()
-    block.run(names, "".join(line[2:] + "\n" for line in block.code.splitlines()) + "co2.finish()\n")
+    names["epochs"], names["loss"] = 1, lambda model, batch: (model(batch[0]) - batch[1]).square().mean()
+    block.run(names, "".join(line[2:] + "\n" for line in block.code.splitlines() if line[0] != "-"))
     return torch.cat([p.detach().flatten() for p in names["model"].parameters()])
 
 
