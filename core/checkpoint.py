@@ -3,9 +3,9 @@
 All workers write their files into one folder, step*.tmp-ATTEMPT. Rank 0 then adds a manifest and renames the folder. So
 a folder without .tmp holds the files of one attempt at one step. stored.py defines the format.
 
-An attempt is one start of a run. Its name begins with a fencing number above those of all starts before it. Manifests
-and unfinished folders hold the name. Before it renames or removes anything, a start checks that no later start has
-written it. So an old job that is woken leaves the checkpoints of the job in its place alone.
+An attempt is one start of a run. Its name begins with a fencing number, which is higher than in all starts before.
+Manifests and unfinished folders hold the name. Before a start renames or removes anything, it checks that no later
+start has written there. So an old job that is woken removes no checkpoint of the job that took its place.
 """
 
 from __future__ import annotations
@@ -336,7 +336,7 @@ def publish(fresh: Path, target: Path, manifest: dict[str, Any], files: Iterable
 
 
 def tidy(folder: Path, step: int, keep: int, attempt: str) -> None:
-    """Removes our checkpoints but the newest `keep`, those of later steps, and unfinished folders."""
+    """Removes our checkpoints of later steps, all others but the newest `keep`, and our unfinished folders."""
     check_later(folder / f"step{step:09d}", attempt)
     kept = [name for name in finished(folder) if int(name.removeprefix("step")) <= step][:keep]
     for path in folder.glob("step*"):
@@ -531,7 +531,7 @@ def save(
         step: Number of steps that the loop has taken.
         keep: How many checkpoints stay. Older checkpoints are removed. After a load() from this folder, checkpoints of
             later steps are removed, too.
-        others: More to save, by name: objects with a state_dict(), or plain values, such as {"schedule": scheduler,
+        others: More to save by name. Objects with a state_dict(), or plain values, as in {"schedule": scheduler,
             "best": 3.5}. Plain values, tensors, NumPy arrays and numbers, paths and Python's containers are restored
             with their types. Named tuples, dataclasses and tensor subclasses need
             torch.serialization.add_safe_globals([the class]) before save() and load().
