@@ -308,18 +308,17 @@ def check_later(target: Path, attempt: str) -> None:
     """Raises UserError if a checkpoint that is not ours is as late as `target`, or is of a later start of this run."""
     mine = _number(attempt)
     for name in finished(folder := target.parent):
-        if _is_ours(folder / name, attempt) or not (
-            name >= target.name or 0 < mine < _number(_attempt_of(folder / name))
-        ):
+        path = folder / name
+        if _is_ours(path, attempt) or (name < target.name and not 0 < mine < _number(_attempt_of(path))):
             continue
-        if mine == 0:
+        if mine:
             raise UserError(
-                f"{folder / name} is a checkpoint that this process neither wrote nor loaded: call load() before "
-                "training, or choose another folder"
+                f"{path} is of another start of this run, which has taken this one's place: nothing is written; end "
+                "this process, or choose another folder"
             )
         raise UserError(
-            f"{folder / name} is of another start of this run, which has taken this one's place: nothing is written; "
-            "end this process, or choose another folder"
+            f"{path} is a checkpoint that this process neither wrote nor loaded: call load() before training, or "
+            "choose another folder"
         )
 
 
@@ -531,10 +530,10 @@ def save(
         step: Number of steps that the loop has taken.
         keep: How many checkpoints stay. Older checkpoints are removed. After a load() from this folder, checkpoints of
             later steps are removed, too.
-        others: More to save by name. Objects with a state_dict(), or plain values, as in {"schedule": scheduler,
-            "best": 3.5}. Plain values, tensors, NumPy arrays and numbers, paths and Python's containers are restored
-            with their types. Named tuples, dataclasses and tensor subclasses need
-            torch.serialization.add_safe_globals([the class]) before save() and load().
+        others: More objects with a state_dict(), and plain values such as the best loss, by name. Plain values,
+            tensors, NumPy arrays and numbers, paths and Python's containers are restored with their types. Named
+            tuples, dataclasses and tensor subclasses need torch.serialization.add_safe_globals([the class]) before
+            save() and load().
 
     Returns:
         False if some worker's model is not finite: nothing was written, and the last checkpoint stays.
@@ -608,10 +607,8 @@ def load(
     _refuse_elastic("load()", co2)
     peers.come_together("load()")
     rank = dist.get_rank() if dist.is_initialized() else 0
-    found, here = (
-        load_newest(folder := Path(folder).expanduser(), rank=rank, needs=NEEDS),
-        {} if others is None else others,
-    )
+    here = {} if others is None else others
+    found = load_newest(folder := Path(folder).expanduser(), rank=rank, needs=NEEDS)
     if found is None:
         _attempts[_key(folder)] = new_attempt(folder)
         return None
