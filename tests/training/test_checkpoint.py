@@ -9,16 +9,21 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from core import UserError, checkpoint, stored
-from core.testing import run_distributed
+from core import CO2Config, UserError, checkpoint, stored
+from core.testing import _context, run_distributed
 from tests.damages import changed, forbid, names
+from tests.runs import Loop
+from training.recipe import Recipe
+from training.run import Run
 
 
 def save(folder: Path, *steps: int, rank: int = 0, world_size: int = 1, attempt: str = "1-a", **state: Any) -> None:
@@ -341,3 +346,65 @@ def test_a_full_disk_is_one_line_on_all_workers_and_leaves_the_checkpoint_before
     assert zero == one and "\n" not in one
     assert "step000000002 cannot be written (rank 1: File too large): make room or choose another folder" in one
     assert [p.name for p in tmp_path.iterdir()] == ["step000000001"]
+
+
+@dataclass(frozen=True)
+class Toy(Recipe):
+    """A recipe of a test, for a run of 12 steps."""
+
+    name: str = "toy"
+    device: Any = "cpu"
+    batch_size: int = 4
+    checkpoint_every: Any = "4steps"
+    co2: CO2Config = field(default_factory=lambda: CO2Config(tau=2))
+
+
+def train(folder: Path, resume: bool, until: int = 12) -> int:
+    """A train script: the step that it began at."""
+    with Run(Toy(out=folder, resume=resume, recommended=False)) as run:
+        loop = Loop(run, nn.Linear(4, 1), 12)
+        for _ in range(loop.start, until):
+            if loop.step(loop.wrapped(torch.ones(1, 4)).square().mean()).checkpoint:
+                run.save()
+    return loop.start
+
+
+@pytest.mark.parametrize("part", ["method", "node", "optimizer", "schedule", "totals"])
+def test_a_train_script_goes_on_from_the_one_before_if_a_part_is_missing(part: str, tmp_path: Path, capfd: Any):
+    train(tmp_path, False, 9)
+    changed(lambda state: state.pop(part))(tmp_path / "checkpoints/step000000008/rank0.json")
+    assert train(tmp_path, True, 4) == 4
+    assert f"step000000008 is refused (rank 0: it holds no {part}: resume with what wrote it)" in capfd.readouterr().err
+
+
+def old_job(folder: Path, pipe: Any) -> None:
+    """A train script that is stopped before step 9 and woken later."""
+
+    def stopped() -> None:
+        if loop.run.step == 8:
+            pipe.send("asleep")
+            pipe.recv()
+
+    with pytest.raises(UserError) as caught, Run(Toy(out=folder, recommended=False)) as run:
+        loop = Loop(run, nn.Linear(4, 1), 12)
+        for _ in range(12):
+            stopped()
+            if loop.step(loop.wrapped(torch.ones(1, 4)).square().mean()).checkpoint:
+                run.save()
+        run.end({})
+    pipe.send(str(caught.value))
+
+
+def test_a_woken_train_script_leaves_the_checkpoints_of_the_run_in_its_place_alone(tmp_path: Path):
+    """After its lock file was removed, as the message advises where its machine is gone."""
+    ours, theirs = _context().Pipe()
+    job = _context().Process(target=old_job, args=(tmp_path, theirs), daemon=True)
+    job.start()
+    assert ours.recv() == "asleep"
+    (tmp_path / ".lock").unlink()
+    assert train(tmp_path, True) in (4, 8)
+    before = {path: path.read_bytes() for path in tmp_path.glob("checkpoints/*/*")}
+    ours.send("wake up")
+    assert "is of another start of this run, which has taken this one's place: nothing is written" in ours.recv()
+    job.join()
+    assert {path: path.read_bytes() for path in tmp_path.glob("checkpoints/*/*")} == before
