@@ -233,6 +233,8 @@ class Resharded:
         rest = torch.empty(known[f"{prefix}rest"].size, dtype=torch.uint8)
         _read(reader, {f"{prefix}rest": rest})
         others = torch.load(io.BytesIO(rest.numpy().tobytes()), map_location="cpu", weights_only=True)
+        if others["step"] != int(target.name.removeprefix("step")):
+            raise UserError(f"it holds step {others['step']!r:.20}, unlike its name")
         now = of_rank(self.method.state_dict())
         likes = {key: [*flats] for key, flats in self._flats(now)}
         outer = self._outer(now)
