@@ -582,6 +582,7 @@ def save(
     return saver.write(step, state, tensors, spared=_need_not_be_finite(model, co2))
 
 
+@torch.inference_mode(False)  # the optimizer's new state could not be written to later
 def load(
     folder: str | Path,
     model: nn.Module,
@@ -631,7 +632,7 @@ def load(
     elif rank == 0:
         wrote = f"{before} workers wrote the checkpoint of step {state['step']}, {workers} go on"
         taken = f"each takes what the worker of its rank modulo {before} held; torch's random states begin anew"
-        warnings.warn(f"{wrote}: {taken}", stacklevel=2)
+        warnings.warn(f"{wrote}: {taken}", stacklevel=3)
     return state["step"]
 
 

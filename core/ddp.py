@@ -14,7 +14,18 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from . import failure
-from .buckets import Scalars, as_real, copy, has_mean, is_dtensor, keep_unchanged, make_buckets, tensors_of, views
+from .buckets import (
+    Scalars,
+    as_real,
+    copy,
+    has_mean,
+    is_dtensor,
+    keep_unchanged,
+    make_buckets,
+    refuse_inference_mode,
+    tensors_of,
+    views,
+)
 from .checkpoint import all_finite
 from .comm import broadcast, compare, leave_group, new_group, ring_bytes
 from .config import CompressionConfig
@@ -146,6 +157,7 @@ class DDP(Loop):
         hooks: Sequence[Hook] = (),
         synchronous: bool = False,
     ):
+        refuse_inference_mode()
         if not any(p.requires_grad for p in model.parameters()):
             raise UserError("no parameter requires a gradient: nothing to train")
         self.tau, self.rounds, self.stats, self.model = 1, 0, RoundStats(), model
@@ -259,6 +271,8 @@ class DDP(Loop):
                 "gradients, or check the data"
             )
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def finish(self) -> None:
         """Averages the buffers. The parameters are equal already. DivergedError if they are not finite."""
         self._receive()
@@ -295,6 +309,7 @@ class DDP(Loop):
             {"rounds": self.rounds} | ({"compression": self.compression.state_dict()} if self.compression else {})
         )
 
+    @torch.inference_mode(False)
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores what state_dict returned."""
         state = of_rank(state)

@@ -46,7 +46,7 @@ PACKAGES = ("torch", "torchvision", "timm", "numpy", "transformers", "onedl-mmse
 # Settings that a resumed run may change, because they do not change its numbers.
 FREE = {
     "out", "resume", "extend", "dry_run", "device", "timeout", "link_mbit", "trace", "eval_every", "checkpoint_every",
-    "save_minutes", "log_every", "accumulate", "recompute", "gpu_gb", "loader_workers", "eval_tokens",
+    "save_minutes", "log_every", "recompute", "gpu_gb", "loader_workers", "eval_tokens",
     "wikitext2", "eval_samples", "emd_points", "init_from", "tracker",
 }  # fmt: skip
 LENGTH = {"epochs", "epoch_steps"}  # set the run's length and its learning rate; --extend allows a change
@@ -101,6 +101,8 @@ def resumed(
         remedy = "restore it, or remove it and resume with the settings of this run"
         return {}, f"{file} is damaged ({error!r}): {remedy}"
     free = (FREE if saved else FREE - {"init_from"}) | (LENGTH if config["recipe"]["extend"] else set())
+    if not kind.batch_norm and not config["recipe"].get("dropout"):
+        free |= {"accumulate"}  # otherwise statistics and masks of other micro-batches change the numbers
     if old["recipe"].get("layout") and config["recipe"].get("layout"):
         free |= {"layout"}  # a run may resume from another layout, but not from a run without one
     unread = of_other_methods(config["recipe"]["method"])

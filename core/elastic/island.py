@@ -24,6 +24,7 @@ from ..buckets import keep_unchanged
 from ..comm import Stage, of_all
 from ..errors import env_number
 from ..hooks import Requests
+from ..local_update import CHANGED
 from ..stats import AsyncReadback
 from ..testing.link import SlowAllReduce
 from .allreduce import ElasticAllReduce
@@ -195,8 +196,10 @@ class IslandCO2(ElasticCO2):
 
     def _fill_buffers(self) -> None:
         super()._fill_buffers()
-        for bucket, first in zip(self._buckets, self._first_values, strict=True):
+        if CHANGED in self._scalars.sizes:
+            dist.all_reduce(self._scalars[CHANGED])
+        for bucket in self._buckets:
             if bucket.buffers:
                 dist.all_reduce(bucket.values)
                 bucket.values.div_(size := dist.get_world_size())
-                keep_unchanged(bucket.values, first, size)
+                keep_unchanged(bucket.values, bucket.first, size)

@@ -113,6 +113,26 @@ def test_a_resumed_run_may_go_on_for_longer_and_says_since_when(tmp_path: Path):
     assert one == two == {"command": sys.argv, "commit": first["commit"], "world_size": 1}
 
 
+class Plain(Toy):
+    """A recipe of a task without BatchNorm."""
+
+    batch_norm = False
+
+
+@pytest.mark.parametrize(("kind", "dropout", "free"), [(Toy, 0.0, False), (Plain, 0.0, True), (Plain, 0.1, False)])
+def test_micro_batches_may_change_where_they_do_not_change_the_numbers(
+    kind: Any, dropout: float, free: bool, tmp_path: Path
+):
+    text = dataclass(frozen=True)(type("Made", (kind,), {"__annotations__": {"dropout": float}, "dropout": dropout}))
+    recipe = text(out=tmp_path)
+    start(recipe, 0, 1).close()
+    if free:
+        start(replace(recipe, resume=True, accumulate=2), 1).close()
+    else:
+        with pytest.raises(UserError, match=r"another run \(accumulate: 1 -> 2\)"):
+            start(replace(recipe, resume=True, accumulate=2), 1)
+
+
 def test_a_run_shorter_than_what_was_done_is_refused_and_leaves_the_folder_alone(tmp_path: Path):
     recipe = Toy(out=tmp_path)
     start(recipe, 0, 1, 2, 3).close()
