@@ -167,14 +167,14 @@ class CO2(LocalUpdateMethod):
         super().__init__(params, **built)
         self._starts_near_anchor = c.merge != "restart"
         self._in_paper_order = c.merge != "keep_local" and c.is_a_round_late
+        if c.outer_momentum == 0 and c.gap == "none" and schedule is None:
+            self._unsaved = ("outer_momentum",)  # step 5 multiplies m_{t-1} by 0
         if self._share is not None:
             return
         # x_{t,0} and m_t, one flat tensor per bucket, float32 for 16-bit parameters. Checksums compare x between the
         # workers (replicated state), and rounds begin there (anchor).
         self._x = self._replicated_state = self._anchor_params = self._state.new("outer_iterate", of_params=True)
         self._m = self._state.new("outer_momentum")
-        if c.outer_momentum == 0 and c.gap == "none" and schedule is None:
-            self._unsaved = ("outer_momentum",)  # step 5 multiplies m_{t-1} by 0
         absent = [None] * len(self._buckets)
         # keep_local: this worker's parameters when the all-reduce started
         snapshots = self._state.new("snapshot", of_params=True, own=True) if c.merge == "keep_local" else absent
