@@ -25,6 +25,7 @@ from ..comm import Stage, of_all
 from ..errors import env_number
 from ..hooks import Requests
 from ..local_update import CHANGED
+from ..shares import Votes
 from ..stats import AsyncReadback
 from ..testing.link import SlowAllReduce
 from .allreduce import ElasticAllReduce
@@ -87,6 +88,7 @@ class IslandAllReduce(ElasticAllReduce):
         self.place -= island.rank
         self._reports: list[Report | None] | None = None  # of the last new generation, until the ranks share it
         self._repairs = False  # whether the reduction in flight also sends the first worker's state
+        self._votes = Votes()
 
     def launch(self, stages: Iterator[Stage]) -> None:
         if self.leads:
@@ -96,7 +98,12 @@ class IslandAllReduce(ElasticAllReduce):
             self.launched, self.in_flight = self.launched + 1, True
         self.share()
 
+    def arrived(self) -> bool:
+        """Returns whether the leader has the sums, in the same local step on all ranks of the island."""
+        return self._votes.agree(super().arrived())
+
     def wait(self, before_use: Sequence[Callable[[], None]] = ()) -> None:
+        self._votes.read()
         super().wait([self._share_sums, *before_use])
 
     def _share_sums(self) -> None:
@@ -128,7 +135,7 @@ class IslandAllReduce(ElasticAllReduce):
         mine = {"asked": sorted({name for hook in requests for name in hook.asked}), "reports": self._reports}
         mine |= {
             "members": [m.generation, m.names, m.planned],
-            "workers": self.world_size,
+            "workers": [self.world_size, owner._reducer.scale],
             "changes": owner._generation,
         }
         all_told = of_all(mine | told)
@@ -138,7 +145,7 @@ class IslandAllReduce(ElasticAllReduce):
         if not self.leads:
             m.generation, m.names, m.planned = leader["members"]
             self.rank = m.rank * self.island.size + self.island.rank
-            self.world_size, owner._reducer.scale = leader["workers"], 1 / leader["workers"]
+            self.world_size, owner._reducer.scale = leader["workers"]
             if owner._generation != leader["changes"]:  # see adopt
                 owner._generation, owner._readback = leader["changes"], AsyncReadback()
         if leader["reports"] is not None:
