@@ -130,7 +130,8 @@ class Output:
         self.name = {"stdout": "standard output", "stderr": "standard error"}[name]
         self.error: Exception | None = None
         self._stream = getattr(sys, name) or open(os.devnull, "w")  # noqa: SIM115
-        self._stream.reconfigure(errors="backslashreplace")  # for a locale that lacks a letter
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # a stream of another kind, or one that is lost
+            self._stream.reconfigure(errors="backslashreplace")  # for a locale that lacks a letter
         self._lost = False
 
     def write(self, text: str) -> int:

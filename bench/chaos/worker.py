@@ -28,16 +28,27 @@ def main() -> None:
     partial.write_text(str(os.getpid()))
     partial.rename(Path(folder, f"pid{name.partition('.')[0]}"))
 
-    def closed(method: LocalUpdateMethod, *_: Any) -> None:
-        state = method._state["outer_iterate"]
-        digest = hashlib.sha1(b"".join(flat.detach().cpu().numpy().tobytes() for flat in state)).hexdigest()
-        with open(Path(folder, f"rounds{run}.{name}"), "a") as file:
-            file.write(f"{run} {method.rounds} {digest} {time.monotonic()}\n")
-
-    wrap(LocalUpdateMethod, "_boundary", behind=closed)
+    write_rounds(Path(folder), run, name)
     threading.Thread(target=obey, args=(Path(folder, f"order{os.getpid()}"),), daemon=True).start()
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def write_rounds(folder: Path, run: str, name: str) -> None:
+    """Lets the worker of this name write a checksum of the outer iterate of every round of a run into the folder."""
+
+    written = 0
+
+    def closed(method: LocalUpdateMethod, *_: Any) -> None:
+        nonlocal written
+        if method.rounds == written:  # finish() waits for what the round before it has sent
+            return
+        written, state = method.rounds, method._state["outer_iterate"]
+        digest = hashlib.sha1(b"".join(flat.detach().cpu().numpy().tobytes() for flat in state)).hexdigest()
+        with open(folder / f"rounds{run}.{name}", "a") as file:
+            file.write(f"{run} {method.rounds} {digest} {time.monotonic()}\n")
+
+    wrap(LocalUpdateMethod, "_boundary", behind=closed)
 
 
 def obey(order: Path) -> None:

@@ -338,9 +338,6 @@ def test_a_command_that_cannot_print_fails_unless_nobody_reads(error: int, statu
         def flush(self) -> None:
             pass
 
-        def reconfigure(self, **_: str) -> None:
-            pass
-
     codes: list[int] = []
     monkeypatch.setattr(os, "_exit", codes.append)
     monkeypatch.setattr(sys, "stdout", Full())
