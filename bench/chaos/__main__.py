@@ -81,7 +81,7 @@ class Campaign:
     """How many runs of each harm."""
 
     kills: int = 100
-    two_kills: int = 16
+    two_kills: int = 20
     rejoins: int = 20
     stops: int = 40
     pauses: int = 16
@@ -119,6 +119,7 @@ def main() -> None:
         if any(all(row.get(key) == value for key, value in planned.items()) for row in rows):
             continue
         rows.append(planned | suffer(context, planned))
+        rows[-1]["right"] = right(rows[-1], rows)
         print(json.dumps(rows[-1]), flush=True)
         asked.out.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
     print(table(rows))
@@ -284,26 +285,15 @@ class Net:
             self.etcd.processes[who % 3].kill()
 
 
-def right(row: Row, undisturbed: dict[tuple[str, int], str]) -> bool:
-    """Returns whether a run is right. See the text of this module.
-
-    Args:
-        row: The run.
-        undisturbed: Checksum of the last model by configuration and seed.
-    """
+def right(row: Row, rows: list[Row]) -> bool:
+    """Returns whether a run is right, see the text of this module. `rows` has the undisturbed runs."""
     harm, fixed = row["harm"], row["config"] in FIXED
     well = ended(row) and row["test_loss"] is not None
     well &= not (row["hung"] or row["different_rounds"] or row["traceback"])
     goes_on = harm in HARMLESS or (not fixed and harm in ("kill", "two kills", "rejoin", "nan"))
     exact = fixed and "recommended" not in row["config"] and harm != "nan"
-    same = row["digest"] == undisturbed.get((row["config"], row["seed"]))
-    return well and (row["attempts"] == 1 or not goes_on) and (same or not exact)
-
-
-def judge(rows: list[Row]) -> list[Row]:
-    """Returns the rows with `right`."""
-    calm = {(row["config"], row["seed"]): row["digest"] for row in rows if row["harm"] == "none"}
-    return [row | {"right": right(row, calm)} for row in rows]
+    calm = [r["digest"] for r in rows if (r["harm"], r["config"], r["seed"]) == ("none", row["config"], row["seed"])]
+    return well and (row["attempts"] == 1 or not goes_on) and (not exact or row["digest"] in calm)
 
 
 SHOWN = {"right": ".0%", "attempts": ".1f", "hung": ".0%", "came_back": ".1f", "seconds": ".0f"}
@@ -311,7 +301,7 @@ SHOWN = {"right": ".0%", "attempts": ".1f", "hung": ".0%", "came_back": ".1f", "
 
 def table(rows: list[Row]) -> str:
     """One line per harm, phase and configuration."""
-    ordered = sorted(judge(rows), key=lambda row: (row["harm"], row.get("phase", ""), row["config"]))
+    ordered = sorted(rows, key=lambda row: (row["harm"], row.get("phase", ""), row["config"]))
     return Summary("harm phase config", SHOWN).table(ordered)
 
 
