@@ -74,6 +74,7 @@ HARMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # the configurati
 COUNTS = {harm: f"{harm.replace(' ', '_')}s" for harm in HARMS} | {"two kills": "two_kills", "crash": "crashes"}
 HARMLESS = ("pause", "stream", "etcd", "outage", "none")  # end no run
 PRELOAD = ("sklearn.datasets", "torch._dynamo", "torch.utils.tensorboard", "training.zero", "vision.train")
+PRELOAD += ("matplotlib.figure", "matplotlib.backends.backend_agg", "mpl_toolkits.mplot3d")
 
 
 @dataclass(frozen=True)
