@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from bench.chaos.crew import PHASES, STREAMS, Crew, group, work
 from bench.chaos.soak import judged
@@ -239,8 +240,7 @@ def digest(run: Path) -> str:
     """Returns a checksum of the model in rank 0's last checkpoint, or an empty text."""
     with contextlib.suppress(UserError):
         if found := checkpoint.load_newest(run / "checkpoints", rank=0, alone=True, part="model"):
-            parts = torch.utils._pytree.tree_leaves(found[0])
-            tensors = [part for part in parts if isinstance(part, torch.Tensor)]
+            tensors = [part for part in tree_leaves(found[0]) if isinstance(part, torch.Tensor)]
             return hashlib.sha1(b"".join(t.contiguous().view(-1).numpy().tobytes() for t in tensors)).hexdigest()
     return ""
 
