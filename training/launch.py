@@ -289,9 +289,10 @@ class Agent:
             if process.poll() is not None:
                 del self.processes[slot]
                 self._ended(slot, process.returncode)
-        if time.monotonic() > self._deadline and self.processes:
-            names = ", ".join(sorted({self.name(slot) for slot in self.processes}))
-            print(f"worker {names} did not end in time: ending it", file=sys.stderr, flush=True)
+        if time.monotonic() > self._deadline:
+            for name in sorted({self.name(slot) for slot in self.processes}):
+                print(f"worker {name} did not end in time: ending it", file=sys.stderr, flush=True)
+            self._deadline, self._ends_them = math.inf, True
             self._send_all(signal.SIGKILL)
         self._beat += 1
         names = [self.name(ranks[0]) for ranks in self._ranks_of.values() if len(ranks) == self.island]

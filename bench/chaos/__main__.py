@@ -211,7 +211,8 @@ def arguments(planned: Row, folder: Path, attempt: int) -> tuple[Any, ...]:
     harm: Row = {"run": attempt, "lives": planned["harm"] == "two kills" and "islands" in planned["config"]}
     if planned["harm"] not in ("none", "outage", "etcd") and attempt == 0:
         phase = "local" if planned["harm"] == "crash" else planned["phase"]
-        harm |= {"ranks": planned["ranks"], "phase": phase, "step": planned["step"]}
+        least = 2 if planned["harm"] == "crash" else 0  # one is damaged, and the other one stays
+        harm |= {"ranks": planned["ranks"], "phase": phase, "step": planned["step"], "least": least}
     return "vision.train", (*COMMON, *CONFIGS[planned["config"]], *own), harm, str(folder / "log")
 
 

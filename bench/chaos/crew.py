@@ -33,14 +33,15 @@ def work(module: str, arguments: Sequence[str], harm: dict[str, Any], log: str) 
         arguments: Its command line.
         harm: `ranks` are the ranks of the victims, in their first life. `phase` is one of PHASES or STREAMS, a signal's
             name, "disk" or "nan". `step` is the step after which the harm happens. `run` is the number of this start.
-            `lives` is whether rounds are repeated after the loss of all workers.
+            `lives` is whether rounds are repeated after the loss of all workers. The victim waits until the run has
+            `least` checkpoints.
         log: The file for the worker's output.
     """
     for stream in (1, 2):
         os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT), stream)
     rank, first = os.environ.get("RANK", "0"), os.environ.get("CO2_WORKER", ".0").endswith(".0")
     if first and int(rank) in harm.get("ranks", ()):
-        arm(harm["phase"], harm["step"], Path(f"{log}.harm{rank}"))
+        arm(harm["phase"], harm["step"], Path(f"{log}.harm{rank}"), harm["least"])
     if (name := os.environ.get("CO2_WORKER")) and "run" in harm:
         life = name.partition(".")[2] if harm["lives"] else ""
         write_rounds(Path(log).parent, f"{harm['run']}{life}", f"{name}.{rank}")
@@ -66,8 +67,8 @@ def write_rounds(folder: Path, run: str, name: str) -> None:
     wrap(LocalUpdateMethod, "_boundary", behind=closed)
 
 
-def arm(phase: str, after: int, trace: Path) -> None:
-    """Lets the harm happen in this process, once, in the first `phase` after step `after`.
+def arm(phase: str, after: int, trace: Path, least: int = 0) -> None:
+    """Lets the harm happen in this process, once, in the first `phase` after step `after`, with `least` checkpoints.
 
     The file `trace` exists once it has happened. A stream is full or closed from the start.
     """
@@ -80,6 +81,7 @@ def arm(phase: str, after: int, trace: Path) -> None:
 
     def due(*phases: str) -> bool:
         found = phase in phases and step > after and not trace.exists()
+        found = found and len([*trace.parent.glob("run/checkpoints/step?????????")]) >= least
         if found:
             trace.write_text(f"{phase} {step}")
         return found

@@ -212,6 +212,20 @@ def test_a_worker_that_ends_before_the_run_is_lost_whatever_its_status(tmp_path:
     assert crew.run() == 1 and "none came to the run's end" in capsys.readouterr().err
 
 
+def lingers() -> None:
+    members = Members.from_env(timeout=2.0)
+    if os.environ["RANK"] == "0":
+        members.end()
+    else:
+        time.sleep(60)
+
+
+def test_a_worker_that_does_not_end_with_the_run_is_ended_and_named(capsys: pytest.CaptureFixture):
+    crew = Crew(testing._context(), lingers, (), 2, late=40)
+    assert crew.run() == 0 and not crew.timed_out
+    assert capsys.readouterr().err == "worker 1.0 did not end in time: ending it\n"
+
+
 def mistaken(of_all: bool) -> None:
     def main() -> None:
         if not of_all and os.environ["RANK"] != "0":
