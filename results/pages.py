@@ -685,16 +685,16 @@ def faults() -> Table:
     table: Table = [("harm", "runs", "right", "without a restart", "hung")]
     for name, harm in {
         "a worker is killed": "kill",
-        "a worker is killed and may come back (elastic)": "rejoin",
-        "two workers are killed and may come back (elastic)": "two kills",
-        "SIGTERM, SIGINT or SIGUSR1 to a worker": "stop",
-        "a worker is stopped for 3 s": "pause",
-        "the output is full or closed, or its reader leaves": "stream",
-        "a worker is killed, and the newest files are damaged": "crash",
-        "a member of etcd is killed or stopped": "etcd",
+        "killed, may come back": "rejoin",
+        "two killed, may come back": "two kills",
+        "SIGTERM, SIGINT or SIGUSR1": "stop",
+        "stopped for 3 s": "pause",
+        "output full, closed or without a reader": "stream",
+        "killed, and files damaged": "crash",
+        "etcd member killed or stopped": "etcd",
         "no link for 3 or 10 s": "outage",
-        "the disk is full": "disk",
-        "a worker computes NaN": "nan",
+        "disk full": "disk",
+        "NaN": "nan",
         "none": "none",
     }.items():
         mine = select(runs, harm=harm)
