@@ -284,10 +284,9 @@ class Share:
     def end(self) -> None:
         """The parameters become x_{t+1,0} at the end of finish(). The payload holds it, and nothing is stale."""
         self._restart()
+        self.numbers[ALPHA].zero_()
         if self.method._in_paper_order:
             copy(self.x, self.owned(self.g) if self._next_x else self.g)
-        else:
-            self.numbers[ALPHA].zero_()
 
     @torch.no_grad()
     def merge(self) -> None:

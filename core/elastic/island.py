@@ -33,6 +33,7 @@ from .joining import Classes, ElasticCO2, Joining
 from .members import Follower, Members, Over, Report, WorkersChanged
 
 PATIENCE = 10  # timeouts that a rank waits for its leader, which may wait for other workers
+_groups: list[dist.ProcessGroup] = []  # keeps the island's group until the process ends, see Island.connect
 
 
 class Island:
@@ -54,6 +55,9 @@ class Island:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         within = timedelta(seconds=PATIENCE * self.members.timeout)
         dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=within)
+        # DDP's reducer holds the GIL while it is destroyed. If it had the last reference to the group, the group would
+        # wait for its thread, and that thread may wait for the GIL, to destroy the tensors of the last collective.
+        _groups.append(dist.group.WORLD)  # pyright: ignore[reportArgumentType]
         failure.register()
 
     @property
