@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import outer
-from .buckets import Bucket, Scalars
+from .buckets import Scalars
 from .comm import Reducer, backend_for
 from .compression.formats import BLOCK, BLOCK_BYTES, NarrowFormat
 from .compression.lgreco import LGrecoConfig, parse
@@ -96,8 +96,8 @@ class CompressionConfig:
         formats = ("int4", "float32") if self.format == "auto" else (self.format,)
         return {compression: BLOCK_BYTES.get(compression, 4 * BLOCK) / BLOCK for compression in formats}
 
-    def reducer(self, buckets: Sequence[Bucket], scalars: Scalars, rank: int, world_size: int) -> Reducer:
-        """Makes the Reducer of this format, which is not float32."""
+    def reducer(self, buckets: Sequence[Any], scalars: Scalars, rank: int, world_size: int) -> Reducer:
+        """Makes the Reducer of this format, which is not float32, for buckets or, except lgreco, their parts."""
         workers = rank, world_size
         if self.format == "lgreco":
             from .compression.lgreco_reducer import LGreco

@@ -435,7 +435,7 @@ def _check_co2(given: MethodArgs) -> None:
 
 def _ddp(given: MethodArgs) -> tuple[nn.Module, Any]:
     """Makes DDP."""
-    options: dict[str, Any] = {**given.args}
+    options: dict[str, Any] = {**given.args, "mesh": given.mesh}
     made = DDP(given.model, average_buffers=bool(options.pop("buffers")), compression=given.own, **options)
     return made.model, made
 
@@ -472,6 +472,7 @@ def _diloco(given: MethodArgs) -> tuple[nn.Module, Any]:
 
 
 OF_CO2, COMPRESSION = frozenset({"shard", "offload", "schedule", "elastic"}), frozenset({"compression"})
+OF_TORCH = ("bucket_cap_mb", "find_unused_parameters")
 OF_DDP = Settings("ddp_compression", CompressionConfig, "Of method ddp: how gradients are compressed for the network.")
 OF_OVERLAP, OF_SLOWMO = Settings("overlap_local", OverlapLocalConfig), Settings("slowmo", SlowMoConfig)
 OF_DILOCO = Settings("diloco", DiLoCoConfig)
@@ -526,8 +527,9 @@ def make_method(
         average_buffers: Whether the model's floating-point buffers are averaged.
         mesh: [nodes, workers per node]. The workers of a node synchronize gradients in every step, and the method runs
             across nodes. With methods other than co2, hooks then receive only the workers with the same index in their
-            node. ddp synchronizes all workers in every step anyway.
-        **settings: The method's own settings by its key: diloco, slowmo, overlap_local, or ddp_compression.
+            node. ddp synchronizes all workers in every step, and compresses only what crosses nodes (see DDP).
+        **settings: The method's own settings by its key: diloco, slowmo, overlap_local, or ddp_compression. With ddp
+            also bucket_cap_mb and find_unused_parameters of torch's DistributedDataParallel.
 
     Returns:
         The module to call in the loop, and the method, whose step() follows every optimizer step.
@@ -539,8 +541,9 @@ def make_method(
     co2 = replace(of_kind(co2, CO2Config, "co2"))  # names all settings, so that CO2 does not warn
     if not isinstance(model, nn.Module):
         raise UserError(f"model: a {type(model).__name__} is given: give the module itself")
+    of_torch = {key: settings.pop(key) for key in OF_TORCH if key in settings and name == "ddp"}
     own = check_settings(name, co2, shard=shard, offload=offload, schedule=schedule, **settings)
-    options = CommonArgs(group=group, timeout=timeout, link=link, hooks=hooks)
+    options = CommonArgs(group=group, timeout=timeout, link=link, hooks=hooks, **of_torch)
     options["buffers"] = list(model.buffers()) if average_buffers else []
     if average is not None and spec.local:
         options["average"] = average
