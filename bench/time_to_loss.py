@@ -51,9 +51,6 @@ from training.script import launch
 TIMEOUT = 300.0  # seconds until a missing worker is an error
 NONE = "none"  # the same steps without communication
 CPU = torch.device("cpu")
-RUN = SimpleNamespace(
-    device=CPU, autocast=contextlib.nullcontext, scaled=lambda loss: loss
-)  # what a backward pass reads of a Run
 
 # -- methods ----------------------------------------------------------------------------------------------------
 
@@ -70,7 +67,8 @@ METHODS = (NONE, *OURS, *PEERS)
 def options_of(method: str) -> list[str]:
     """NAME or NAME:key=value,..., as options of a train script. like, rule, first and every are L-GreCo's.
 
-    A blocking method's share=0.1 is no option of a train script: see `ShareOfWaiting`.
+    Some are no options of a train script: a blocking method's share=0.1 (see `ShareOfWaiting`), and of ddp the MiB of a
+    bucket, as cap=0.25, and the micro-batches of an update, as accumulate=4.
     """
     name, _, rest = method.partition(":")
     if name not in METHODS:
@@ -84,6 +82,9 @@ def options_of(method: str) -> list[str]:
         key, _, value = text.partition("=")
         if key == "share" and name in BLOCKING:
             share_of(method)
+            continue
+        if key in ("cap", "accumulate") and name == "ddp":
+            of_ddp(method, key)
             continue
         if key not in keys or not value:
             raise UserError(f"methods: {method!r} has {text!r}; give one of {', '.join(keys)}, as in {name}:tau=12")
@@ -100,6 +101,18 @@ def share_of(method: str) -> float | None:
         if 0 < (share := float(text[1])) < 1:
             return share
     raise UserError(f"methods: {method!r} has {text[0][1:]!r}; give a number between 0 and 1")
+
+
+def of_ddp(method: str, key: str) -> float | None:
+    """The number of cap=... or accumulate=... in a method, or None."""
+    text = re.search(f"[:,]{key}=([^,]*)", method)
+    if text is None:
+        return None
+    with contextlib.suppress(ValueError):
+        if 0 < (number := float(text[1])) < math.inf and (key == "cap" or number % 1 == 0):
+            return number
+    remedy = "MiB, above 0" if key == "cap" else "a whole number of micro-batches"
+    raise UserError(f"methods: {method!r} has {text[0][1:]!r}; give {remedy}")
 
 
 class ShareOfWaiting(SyncSchedule):
@@ -285,6 +298,8 @@ def work(o: TimeToLoss, run: Planned, task: Learned, interface: str | None, fold
     model = task.model(recipe).train()
     torch.manual_seed(seed * 1_000_003 + rank)
     optimizer = task.script.make_optimizer(model, recipe.optim)
+    every = int(of_ddp(method, "accumulate") or 1)  # micro-batches of an update, at equal samples
+    of_run = SimpleNamespace(device=CPU, autocast=contextlib.nullcontext, scaled=lambda loss: loss / every)
     pacer = standin.Pacer(o.step_ms / 1e3, 1)
     if o.step_ms:
         standin.pace(model, pacer)
@@ -312,12 +327,16 @@ def work(o: TimeToLoss, run: Planned, task: Learned, interface: str | None, fold
         began, stopped = time.perf_counter(), 0.0
         for number, batch in enumerate(batches, start=1):
             pacer.restart()
-            task.script.backward(RUN, recipe, trainer.model, *batch)
-            clip_gradients(model, recipe.optim)
-            trainer.optimizer.step()
-            trainer.optimizer.zero_grad()
+            updates = number % every == 0 or number == total
+            with contextlib.nullcontext() if updates else trainer.model.no_sync():  # pyright: ignore
+                task.script.backward(of_run, recipe, trainer.model, *batch)
+            if updates:
+                clip_gradients(model, recipe.optim)
+                trainer.optimizer.step()
+                trainer.optimizer.zero_grad()
             set_rate(number)
-            trainer.after_step(last=number == total)
+            if updates:
+                trainer.after_step(last=number == total)
             if number == total:
                 trainer.finish()
             if number % o.eval_every == 0 or number == total:
@@ -345,6 +364,7 @@ def start(
         lr=lambda: optimizer.param_groups[0]["lr"],
         timeout=TIMEOUT,
         link=ThrottledLink(link_mbit) if link_mbit else None,
+        **({"bucket_cap_mb": cap} if (cap := of_ddp(method, "cap")) else {}),
         **recipe.own_settings,
     )
     if (share := share_of(method)) is not None:

@@ -27,7 +27,7 @@ from .errors import DivergedError, UserError, is_number
 from .hooks import Hook, Requests
 from .local_update import Loop, of_rank, on_host, under_rank
 from .placement import groups_of, sum_parts
-from .stats import AsyncReadback, Mark, RoundStats, Seconds, between, mark, plus
+from .stats import AsyncReadback, Mark, RoundStats, between, mark, plus
 from .testing.link import Link, allreduce_over
 
 EVERY, FIRST = 100, 10  # steps of L-GreCo's period and first decision; the authors' code: every 100 after 1,000
@@ -38,10 +38,8 @@ class GradientCompression:
 
     One all-reduce lasts as long as a backward pass. The hook puts each bucket that is ready in a queue. The stages take
     the buckets from there, in DDP's order, which is the same on all workers, and average each bucket by itself. The
-    last bucket waits for the end. With L-GreCo, the choices of later steps are made then.
-
-    DDP makes new buckets after the first step, so error feedback starts again. While a GradScaler searches its scale,
-    gradients may not be finite. Error feedback then discards these values.
+    last bucket waits for the end. L-GreCo then chooses for later steps. DDP makes new buckets after the first step, so
+    error feedback starts again. It discards values that are not finite, as while a GradScaler searches its scale.
 
     Args:
         model: The model that DDP wraps.
@@ -76,11 +74,10 @@ class GradientCompression:
         self._ready: list[tuple[Any, Tensor]] = []  # of each bucket that is ready: its future, and DDP's buffer
         self._former: Any = None  # former buckets, whose memory a GPU may still read
         self.idle = 0.0  # seconds in which the last all-reduce waited for gradients
-        kinds = {p.dtype: None for p in params}
-        self._make([[i for i, p in enumerate(params) if p.dtype == dtype] for dtype in kinds])
+        self._make([[i for i, p in enumerate(params) if p.dtype == d] for d in dict.fromkeys(p.dtype for p in params)])
 
     def _make(self, places: list[list[int]]) -> None:
-        """Makes buckets from the ascending places of their parameters in the model."""
+        """Makes buckets of the parameters at these places in the model, which ascend."""
         self._places, parts = places, self._per_node
         self.buckets = [Bucket([self._params[i] for i in each], [], parts=parts) for each in places]
         sent: Sequence[Any] = self.buckets
@@ -294,8 +291,11 @@ class DDP(Loop):
             self._send()
         self._requests.grant()
         self.stats = stats = RoundStats(self.rounds, local_steps=1, bytes_sent=self._bytes)
-        if self._spans:
-            stats.exposed_seconds, stats.allreduce_seconds = between(*self._spans[-1]), _union(self._spans)
+        if spans := self._spans:
+            times = [s for s in spans if isinstance(s[0], float)]  # on a GPU the gaps between spans count, too
+            gaps = sum(max(0.0, b[0] - a[1]) for a, b in itertools.pairwise(times))  # pyright: ignore[reportOperatorIssue]
+            stats.exposed_seconds = between(*spans[-1])
+            stats.allreduce_seconds = between(spans[0][0], spans[-1][1], excluding=gaps)
         if self.compression is not None:
             allreduce = self.compression.allreduce
             stats.bytes_sent, stats.exposed_seconds = allreduce.bytes_sent, allreduce.exposed
@@ -399,13 +399,3 @@ def check_compression(compression: CompressionConfig, *, sharded: bool) -> None:
         raise UserError(
             f"ddp_compression.format={compression.format!r} with ZeRO: shards are sent as float32; leave it out"
         )
-
-
-def _union(spans: list[tuple[Mark, Mark]]) -> Seconds:
-    """Returns the seconds during which at least one span runs. On a GPU the gaps between spans count, too."""
-    if isinstance(spans[0][0], torch.cuda.Event):
-        return between(spans[0][0], spans[-1][1])
-    total = until = 0.0
-    for start, end in spans:
-        total, until = total + float(end) - max(float(start), until), float(end)  # pyright: ignore[reportArgumentType]
-    return total

@@ -230,8 +230,7 @@ class Quantized(Reducer):
         self._unpack(means)
 
     def of_bucket(self, i: int, group: dist.ProcessGroup | None, number: int, turn: int) -> Iterator[Stage]:  # noqa: ARG002
-        own, mean = self._errors[i], self._mean_errors[i]
-        memory = ([own], [mean]) if own is not None and mean is not None else None
+        memory: Any = [[flats[i]] for flats in self.state.values()] or None
         workers, compression = (self.rank, self.world_size), self.compressions[i]
         one = Quantized([self.buckets[i]], self.scalars, *workers, compression, memory is not None, memory)
         return one.stages(group, number)
