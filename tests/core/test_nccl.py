@@ -148,7 +148,10 @@ class Options:
 
 METHODS = {
     "ddp": (lambda model: make_method("ddp", model), [None]),
-    "ddp over int4": (lambda model: make_method("ddp", model, ddp_compression=CompressionConfig("int4")), [None, None]),
+    "ddp over int4": (
+        lambda model: make_method("ddp", model, ddp_compression=CompressionConfig("int4")),
+        [None, groups.MAX_CTAS],
+    ),
     "local": (lambda model: make_method("local", model), [None]),
     "slowmo": (lambda model: make_method("slowmo", model, lr=lambda: 0.1), [None]),
     "co2": (lambda model: make_method("co2", model), [groups.MAX_CTAS]),
