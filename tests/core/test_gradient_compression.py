@@ -406,18 +406,12 @@ def test_ddp_goes_on_with_another_number_of_workers():
 
 
 @on_ranks(2)
-def test_shards_and_nodes_are_refused(rank: int):
-    """ddp over shards; CO2 across nodes of several workers, whose outer state is shared."""
+def test_shards_are_refused(rank: int):
     sharded, mesh = nn.Linear(4, 40), init_device_mesh("cpu", (2,))
     for name, p in list(sharded.named_parameters()):
         setattr(sharded, name, nn.Parameter(distribute_tensor(p.data, mesh, [Shard(0)])))
     said = refusal(make_method, "ddp", sharded, ddp_compression=NARROW_FORMATS["int4"])
     assert said == "ddp_compression.format='lgreco' with ZeRO: shards are sent as float32; leave it out"
-    said = refusal(
-        make_method, "co2", net(), co2=CO2Config(tau=2, compression=NARROW_FORMATS["int4"]), mesh=node_mesh("cpu", 2)
-    )
-    unshared = "compression.format='lgreco' needs unshared outer state: set compression.format float32"
-    assert f"{unshared}; or leave out shard, off" in said
 
 
 @on_ranks(2)
