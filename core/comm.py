@@ -698,7 +698,7 @@ class Reducer:
         """
         if group is not None:
             for flat, bucket in itertools.zip_longest(self.flats, self._of):
-                for part in bucket.sent(flat) if bucket else [flat]:
+                for part in [flat] if bucket is None or bucket.is_whole else bucket.sent(flat):
                     yield sum_flats([part], group)
 
 
