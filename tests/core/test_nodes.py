@@ -97,7 +97,7 @@ def apart(ours: list[Tensor], theirs: list[Tensor]) -> float:
 def wrapped(model: nn.Sequential, inside: str, mesh: DeviceMesh) -> Any:
     """What a loop calls."""
     if inside == "ddp":
-        return DistributedDataParallel(model, process_group=mesh.get_group(1), broadcast_buffers=False)
+        return DistributedDataParallel(model, process_group=mesh.get_group(1))
     from torch.distributed.fsdp import fully_shard  # its import takes a second
 
     for layer in (*(m for m in model if isinstance(m, nn.Linear)), model):
@@ -168,7 +168,9 @@ def test_batch_norm_and_frozen_parameters_in_nodes(rank: int, inside: str):
         if nodes:
             called = wrapped(model, inside, mesh)
         else:
-            called = DistributedDataParallel(model, process_group=mesh.get_group(1), broadcast_buffers=False)
+            # with FSDP2, each rank has running statistics of its own
+            own = {} if inside == "ddp" else {"broadcast_buffers": False}
+            called = DistributedDataParallel(model, process_group=mesh.get_group(1), **own)
         # without nodes: the two ranks of a pair take the same steps
         where = {"mesh": mesh} if nodes else {}
         c = CO2Config(tau=3, outlier=None, **LATE | {"delay": 1})
@@ -470,12 +472,13 @@ def test_memory_in_copies(rank: int, inside: str):
 def stored(c: dict[str, Any], nodes: int) -> float:
     """Bytes of a checkpoint per parameter, with AdamW, at a boundary: by arithmetic. What is equal is written once.
 
-    x and m once. Each node has moments of its own; after keep_local also parameters and a payload. Error feedback is
-    each rank's own.
+    x once, and m unless the momentum is 0. Each node has moments of its own; with keep_local also parameters and a
+    payload. Error feedback is each rank's own.
     """
     late = "merge" in c
     moments, own = 2 * nodes, 2 * (nodes if late else 1)  # parameters and payload
-    return 4 * (2 + moments + own + (nodes + 1) * ("compression" in c))
+    equal = 1 + (c["outer_momentum"] > 0)
+    return 4 * (equal + moments + own + (nodes + 1) * ("compression" in c))
 
 
 @pytest.mark.parametrize("name", ["good", "paper"])
