@@ -179,7 +179,7 @@ def build(job: Job, setting: Setting, rank: int) -> Trainer:
     torch.manual_seed(job.o.seed)
     link = ThrottledLink(job.rate) if job.o.throttle and job.rate else None
     recommended = setting.method == RECOMMENDED
-    config = CO2Config.recommended(job.workers) if recommended else CO2Config()
+    config = CO2Config.recommended() if recommended else CO2Config()
     config = replace(config, tau=setting.tau, tau_max=TAU_MAX)
     name = "co2" if recommended else setting.method
     model, method = make_method(name, StandIn(pacer), co2=config, lr=lambda: LEARNING_RATE, timeout=TIMEOUT, link=link)

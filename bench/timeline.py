@@ -80,7 +80,7 @@ def work(o: Timeline, method: str, data: tuple[Tensor, Tensor]) -> dict[str, lis
     dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT))
     torch.manual_seed(0)
     link, pacer = TracedLink(o.rate), Pacer(o.step_ms / 1e3, LAYERS)
-    config = CO2Config.recommended(o.workers, tau=o.tau) if method == "co2_recommended" else CO2Config.paper(tau=o.tau)
+    config = CO2Config.recommended(tau=o.tau) if method == "co2_recommended" else CO2Config.paper(tau=o.tau)
     model, made = make_method(
         "co2" if method == "co2_recommended" else method,
         StandIn(pacer),

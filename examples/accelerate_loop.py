@@ -26,7 +26,7 @@ def main() -> None:
     train, test = digits()
     model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 10))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    config = CO2Config.recommended(accelerator.num_processes)
+    config = CO2Config.recommended()
     # all but the model, which CO2Training prepares
     optimizer, loader = accelerator.prepare(optimizer, DataLoader(train, batch_size=16, shuffle=True))
     with CO2Training(accelerator, model, optimizer, config) as co2:

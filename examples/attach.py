@@ -27,7 +27,7 @@ images = images.float() / 16
 model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
 optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
 torch.manual_seed(rank)
-with attach(optimizer, model.parameters(), CO2Config.recommended(workers, steps=300)):
+with attach(optimizer, model.parameters(), CO2Config.recommended(steps=300)):
     fit(model, optimizer, images[300 + rank :: workers], labels[300 + rank :: workers], 300)
 
 if rank == 0:

@@ -44,7 +44,7 @@ def main() -> None:
     )
     data = examples()
     trainer = Trainer(model, args, train_dataset=data[200:], eval_dataset=data[:200], compute_metrics=accuracy)
-    trainer.add_callback(CO2Callback(trainer, CO2Config.recommended(args.world_size, args.max_steps)))
+    trainer.add_callback(CO2Callback(trainer, CO2Config.recommended(steps=args.max_steps)))
     trainer.train()
     found = trainer.evaluate()
     if trainer.is_world_process_zero():

@@ -41,7 +41,7 @@ def main() -> None:
     train, test = torch.utils.data.Subset(data, range(300, len(data))), torch.utils.data.Subset(data, range(300))
     folder = sys.argv[1] if len(sys.argv) > 1 else "out_lightning_fit"
     trainer = Trainer(
-        strategy=CO2Strategy(CO2Config.recommended(int(os.environ.get("WORLD_SIZE", 1)))),
+        strategy=CO2Strategy(CO2Config.recommended()),
         devices=int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
         max_epochs=4,
         logger=CSVLogger(folder),

@@ -86,7 +86,7 @@ def estimate(split: str) -> tuple[float, float]:
 
 model = GPT()
 optimizer = torch.optim.AdamW(model.parameters(), learning_rate, (beta1, beta2), weight_decay=weight_decay)
-co2 = CO2(model.parameters(), CO2Config.recommended(world_size, max_iters, tau=5))  # CO2: in place of DDP(model)
+co2 = CO2(model.parameters(), CO2Config.recommended(steps=max_iters, tau=5))  # CO2: in place of DDP(model)
 iter_num = resumed_at = load(out_dir, model, optimizer, co2) or 0  # CO2: in place of torch.load(ckpt.pt)
 while iter_num < max_iters:
     for group in optimizer.param_groups:

@@ -91,7 +91,7 @@ def main() -> None:
         compute_metrics=compute_metrics,
         preprocess_logits_for_metrics=preprocess_logits_for_metrics,
     )
-    co2_config = CO2Config.recommended(args.world_size, args.max_steps, tau=data_args.tau)  # CO2
+    co2_config = CO2Config.recommended(steps=args.max_steps, tau=data_args.tau)  # CO2
     trainer.add_callback(CO2Callback(trainer, co2_config))  # CO2: in place of DDP; it saves and resumes, too
     checkpoint = args.resume_from_checkpoint
     if checkpoint is None and os.path.isdir(args.output_dir):

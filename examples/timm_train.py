@@ -69,7 +69,7 @@ def validate(model: nn.Module, loader: DataLoader[tuple[Tensor, ...]]) -> float:
 def main() -> None:
     args = parser.parse_args()
     dist.init_process_group("gloo")  # with a GPU each: "cpu:gloo,cuda:nccl"
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
     torch.manual_seed(42 + rank)
     model = create_model(args.model, num_classes=10, in_chans=1)
     optimizer = create_optimizer_v2(model, opt=args.opt, lr=args.lr, weight_decay=args.weight_decay)
@@ -82,7 +82,7 @@ def main() -> None:
     warmup = {"warmup_epochs": args.warmup_epochs, "warmup_lr": args.lr / 10}
     per_update = {"step_on_epochs": False, "updates_per_epoch": updates}
     scheduler, _ = create_scheduler_v2(optimizer, args.sched, args.epochs, **warmup, **per_update)
-    config = CO2Config.recommended(world_size, args.epochs * updates, tau=4)  # CO2
+    config = CO2Config.recommended(steps=args.epochs * updates, tau=4)  # CO2
     co2 = CO2(model.parameters(), config, buffers=model.buffers(), average=model_ema)  # CO2: in place of DDP(model)
     parts = {"ema": model_ema, "scheduler": scheduler}
     step = load(args.resume, model, optimizer, co2, others=parts) if args.resume else 0  # CO2: for resume_checkpoint()

@@ -33,7 +33,7 @@ export CO2_DATA="${CO2_DATA:-$PWD/data}"
 RECIPE="${RECIPE:-${recipes%% *}}"
 TAU="${TAU:-${tau:-48}}" # local steps per round, of every method but ddp and zo
 SEED="${SEED:-${SLURM_ARRAY_TASK_ID:-0}}"
-name="$RECIPE"
+name="$RECIPE${PER_NODE:+-per$PER_NODE}"
 case "$task:$RECIPE" in
     finetune:prompts | finetune:text) METHOD="${METHOD:-zo}" ;; # two forward passes a step, scalars between workers
     finetune:*) METHOD="${METHOD:-ddp}" ;;
@@ -66,7 +66,7 @@ case "$cluster:$RECIPE" in
     3090:ade20k_* | 3090:shapenet55_mae | 3090:*_wikitext103) fit=240 ;;
     3090:gpt2_medium_zo_owt) fit=480 ;; # 12 a pair of GPUs
     3090:gpt2_large_owt) ACCUMULATE="${ACCUMULATE:-4}" ;; # 2 samples at a time, to fit 24 GB
-    3090:gpt2_xl_owt) more=(--per_node 0 --zero 2) ;; # to fit 24 GB
+    3090:gpt2_xl_owt) PER_NODE="${PER_NODE-0}" more=(--zero 2) ;; # to fit 24 GB
     3090:transnormer_*) fit=480 more=(--zero 3 --offload) ;; # to fit 24 GB
     3090:prompts* | 3090:text*) fit=80 ;;
 esac
@@ -74,4 +74,5 @@ BATCH_SIZE="${BATCH_SIZE-${fit-}}" # over all GPUs; empty: the recipe's
 OUT="${OUT:-runs/$cluster/$name-$METHOD-tau$TAU-${SLURM_JOB_NUM_NODES-}nodes-seed$SEED}"
 
 # ACCUMULATE: micro-batches per step and GPU; more need less memory; empty: the recipe's
-launch "$module" ${ACCUMULATE:+--accumulate "$ACCUMULATE"} "${more[@]}" "$@"
+# PER_NODE: GPUs that average gradients in every step, with METHOD between such nodes, such as 8; empty: the recipe's
+launch "$module" ${ACCUMULATE:+--accumulate "$ACCUMULATE"} ${PER_NODE:+--per_node "$PER_NODE"} "${more[@]}" "$@"

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from core.config import check_share
+from core.config import CO2Config, check_share
 from core.ddp import check_compression
 from core.errors import UserError
 from core.methods import check_apart
@@ -110,8 +110,7 @@ def held(recipe: Recipe, model: nn.Module, node: int, workers: int) -> float:
     if recipe.offload:
         return 0.0
     if method == "co2" and (node > 1 or recipe.shard) and not recipe.elastic:
-        equal = node if recipe.zero < 2 else 1  # workers of a node that hold the same parameters
-        return trained * (1 + 2 / (equal * (workers // node if recipe.shard else 1)))
+        return trained * held_of_share(recipe, node if recipe.zero < 2 else 1, workers // node)
     copies: float = COPIES[method]
     copies += method == "co2" and recipe.co2.merge == "keep_local"
     copies += method == "co2" and recipe.co2.nesterov and recipe.co2.gap != "none"
@@ -127,6 +126,25 @@ def held(recipe: Recipe, model: nn.Module, node: int, workers: int) -> float:
         copies += config.error_feedback * (1 + 1 / among)
         copies += 2 * (config.format == "lgreco")
     return trained * copies
+
+
+def held_of_share(recipe: Recipe, parts: int, nodes: int) -> float:
+    """Returns the copies of a rank's parameters that CO2 holds on a node or with --shard (core/shares.py).
+
+    Args:
+        recipe: The run's recipe.
+        parts: Number of shares of a payload in a node.
+        nodes: Number of nodes.
+    """
+    c, share, own = recipe.co2, 1 / parts, 1 / parts / (nodes if recipe.shard else 1)
+    paper = c.merge != "keep_local" and c.is_a_round_late
+    copies = 1 + own + (2 * own if recipe.shard and paper else share)  # payload, momentum, outer iterate
+    copies += share * (c.merge == "keep_local") + own * (c.nesterov and (paper or c.gap != "none"))
+    narrow = c.compression.format != "float32" and (nodes > 1 or c.compression.format != "auto")
+    if narrow:
+        copies += c.compression.error_feedback * (share + (0 if recipe.shard else share / nodes))
+        copies += 2 * share * (c.compression.format == "lgreco")
+    return copies
 
 
 def gathered(recipe: Recipe, model: nn.Module) -> float:
@@ -206,10 +224,22 @@ def check_start(recipe: Recipe, workers: int | None) -> int:
         check_nodes(node, recipe.zero, workers or node)
     if recipe.method == "co2" and (node > 1 or recipe.layout):  # a rank holds a share of the outer state
         check_share(recipe.co2, shard=recipe.shard)
+    if recipe.elastic and node > 1:
+        check_islands(recipe.co2)
     check_apart(recipe.method, recipe.co2, node)
     if recipe.method == "ddp":
         check_compression(recipe.ddp_compression, sharded=recipe.zero >= 2)
     return share
+
+
+def check_islands(c: CO2Config) -> None:
+    """Refuses settings that elastic nodes do not have. Only the first rank of such a node takes part in all-reduces."""
+    for name, given, usual in (("merge", c.merge, "restart"), ("compression.format", c.compression.format, "float32")):
+        if given != usual:
+            raise UserError(
+                f"{name}={given!r} with elastic and several workers per node: the ranks of such a node take averages "
+                f"from its first rank, at boundaries and in float32; give --co2.{name} {usual}, or leave elastic out"
+            )
 
 
 def check_batch_norm(recipe: Recipe, model: nn.Module, workers: int) -> None:

@@ -190,6 +190,13 @@ def checkpoint_bytes(recipe: Recipe, trained: float, moments: int, workers: int,
         node: Number of workers that synchronize every step.
     """
     apart = 1 if recipe.method in ("ddp", "zo") else workers // node  # sets of workers with their own optimizer state
+    c, co2 = recipe.co2, recipe.method == "co2"
+    # what each set has of its own: parameters, keep_local's snapshot or change, and the errors of a narrow format
+    keeps: int = recipe.method == "overlap_local" or (co2 and c.merge != "restart")
+    late = co2 and c.merge == "keep_local"
+    narrow = co2 and c.compression.format != "float32" and c.compression.error_feedback
     shared = {"ddp": 1, "zo": 1, "local": 1}.get(recipe.method, 3)  # parameters, outer iterate, outer momentum
-    keeps = recipe.method == "overlap_local" or (recipe.method == "co2" and recipe.co2.merge != "restart")
+    if co2:  # the averaged update, which takes the parameters' place in the count, and the errors of the averages
+        shared += (not keeps) - (late and (node > 1 or recipe.shard or recipe.offload)) + narrow
+    keeps += late + narrow
     return trained * (apart * (moments + keeps) + shared)

@@ -19,10 +19,8 @@ from training.data import paths_from_home
 from training.layouts.layout import Layout
 from training.optim import OptimConfig
 from training.script import launch
-from training.workers import rank, world_size
+from training.workers import rank
 
-# options that exclude some recommended settings, and the values with which they do not
-SHARES = {"shard": None, "offload": None, "per_node": "1", "zero": "0", "layout": None}
 LARGEST = 10**9  # limit of the numbers in a recipe
 SELDOM = {  # options that only --help-all lists, by the part of the recipe; None hides the whole part
     "": "tf32 cudnn_benchmark channels_last extend gpu_gb timeout trace tracker link_mbit average_buffers",
@@ -73,8 +71,8 @@ class Recipe(OfMethods):
     co2: CO2Config = field(default_factory=CO2Config)
     recommended: bool = False
     """Start from CO2Config.recommended with the recipe's tau, instead of our reading of the paper's rule. Options
-    --co2.* then change it. Small recipes do so by default with method co2, unless the outer state is sharded;
-    --no_recommended turns it off."""
+    --co2.* then change it. Small recipes do so by default with method co2, except for elastic nodes; --no_recommended
+    turns it off."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     batch_size: int = 64
     """Samples per optimizer step over all workers (global)."""
@@ -113,7 +111,7 @@ class Recipe(OfMethods):
     zero: Literal[0, 1, 2, 3] = 0
     """ZeRO stage inside a node. 1 shards the optimizer's state, 2 also the gradients, 3 also the parameters."""
     shard: bool = False
-    """Shard CO2's outer state over all workers: 1 + 2 / workers copies of the parameters instead of 3."""
+    """Shard CO2's outer state over all workers, at the cost of an all-gather of the outer iterate in each round."""
     offload: bool = False
     """Keep CO2's outer state and its all-reduce in the host's memory, without a copy of the parameters on a GPU."""
     elastic: bool = False
@@ -326,11 +324,11 @@ def starting_point(recipe: R, overrides: Sequence[str]) -> R:
     method = given.get("method", recipe.method)
     if "recommended" in given and method != "co2":
         raise UserError(f"recommended is CO2's own, method {method!r} does not have it: leave it out")
-    shares = any(name in given and given[name] != without for name, without in SHARES.items())
-    usual = recipe.recommended and method == "co2" and not shares and "no_recommended" not in given
+    islands = "elastic" in given and given.get("per_node", "1") != "1"  # see checks.check_islands
+    usual = recipe.recommended and method == "co2" and not islands and "no_recommended" not in given
     if "recommended" not in given and not usual:
         return dataclasses.replace(recipe, recommended=False)
-    co2 = dataclasses.replace(CO2Config.recommended(world_size()), tau=recipe.co2.tau)
+    co2 = dataclasses.replace(CO2Config.recommended(), tau=recipe.co2.tau)
     return dataclasses.replace(recipe, recommended=True, co2=co2)
 
 

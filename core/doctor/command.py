@@ -124,7 +124,7 @@ def measure(found: dict[str, Any], asked: argparse.Namespace, nodes: list[list[i
     of_links = links(nodes, device)
     found["links"] |= {name: link.as_dict() for name, link in of_links.items()}
     found["compressions"] = compressions(params, of_links["all"], device, asked.timeout)
-    config, steps = CO2Config.recommended(workers), [asked.step_ms / 1e3] if asked.step_ms else reports.STEPS
+    config, steps = CO2Config.recommended(), [asked.step_ms / 1e3] if asked.step_ms else reports.STEPS
     seconds = {name: compression["seconds"] for name, compression in found["compressions"].items()}
     boundary_seconds = found["boundary_seconds"]
     found["settings"] = [reports.choose(config, workers, step, seconds, boundary_seconds) for step in steps]

@@ -112,7 +112,7 @@ def screen(report: Mapping[str, Any]) -> str:
         line("  map", f"first at a loss (small models, int4): {text}")
         reason = f"{choices[0]['reason']}; with float32 {choices[0]['float32_tau']} steps"
         line("  why", reason if len(choices) == 1 else "--step_ms gives your own step, and says why")
-        line("  call", f"CO2(model.parameters(), CO2Config.recommended({n}), buffers=model.buffers())")
+        line("  call", "CO2(model.parameters(), CO2Config.recommended(steps=N), buffers=model.buffers())")
     for text in report["failures"]:
         line("FAILS", text)
     line("result", "a run would fail" if report["failures"] else "nothing found that would make a run fail")

@@ -1,6 +1,6 @@
 """CO2 behind any torch optimizer's step, with one line around the loop:
 
-    with attach(optimizer, model.parameters(), CO2Config.recommended(W, steps), buffers=model.buffers()) as co2:
+    with attach(optimizer, model.parameters(), CO2Config.recommended(steps=steps), buffers=model.buffers()) as co2:
         for batch in loader:
             loss(model, batch).backward(); optimizer.step(); optimizer.zero_grad()
 

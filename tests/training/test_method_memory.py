@@ -67,6 +67,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "diloco": {"method": "diloco"},
     "shard": {"co2": CO2Config(tau=2), "shard": True},
     "per_node": {"co2": CO2Config(tau=2), "per_node": 2},
+    "int4, shard": {"co2": replace(RECOMMENDED, compression=CompressionConfig("int4")), "shard": True},
+    "int4, per_node": {"co2": replace(RECOMMENDED, compression=CompressionConfig("int4")), "per_node": 2},
     "ddp int8": {"method": "ddp", "ddp_compression": CompressionConfig("int8")},
     "zo": {"method": "zo"},
 }
@@ -182,7 +184,7 @@ def counts(names: tuple[str, ...]) -> dict[str, Any]:
     return run_distributed(on_worker, 2, list(names), timeout=300)[0]
 
 
-FAST = ("paper", "recommended", "shard")
+FAST = ("paper", "recommended", "shard", "int4, shard", "int4, per_node")
 REST = tuple(name for name in SETTINGS if name not in FAST)
 
 

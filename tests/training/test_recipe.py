@@ -110,19 +110,20 @@ PAPER = CO2Config(tau=6)
 @pytest.mark.parametrize(
     ("options", "recommended", "co2"),
     [
-        ([], True, replace(CO2Config.recommended(2), tau=6)),
+        ([], True, replace(CO2Config.recommended(), tau=6)),
         (
             ["--co2.tau", "4", "--co2.merge=interpolate"],
             True,
-            replace(CO2Config.recommended(2), tau=4, merge="interpolate"),
+            replace(CO2Config.recommended(), tau=4, merge="interpolate"),
         ),
-        (["--per_node", "1", "--zero=0"], True, replace(CO2Config.recommended(2), tau=6)),
+        (["--per_node", "2", "--zero=2"], True, replace(CO2Config.recommended(), tau=6)),
+        (["--shard", "--offload"], True, replace(CO2Config.recommended(), tau=6)),
+        (["--elastic"], True, replace(CO2Config.recommended(), tau=6)),
         (["--no_recommended"], False, PAPER),
         (["--no-recommended", "--co2.clip", "0.5"], False, replace(PAPER, clip=0.5)),
         (["--method", "slowmo"], False, PAPER),
         (["--method=diloco"], False, PAPER),
-        (["--shard"], False, PAPER),
-        (["--per_node", "2"], False, PAPER),
+        (["--elastic", "--per_node=2"], False, PAPER),
     ],
 )
 def test_a_small_recipe_takes_the_recommended_settings_where_they_go(options, recommended, co2, monkeypatch):
@@ -133,7 +134,7 @@ def test_a_small_recipe_takes_the_recommended_settings_where_they_go(options, re
 
 def test_the_recommended_settings_are_another_recipes_when_asked_for_alone():
     assert parse(RECIPES, ["toy_a"]).co2 == CO2Config()
-    assert parse(RECIPES, ["toy_a", "--recommended"]).co2 == replace(CO2Config.recommended(1), tau=48)
+    assert parse(RECIPES, ["toy_a", "--recommended"]).co2 == replace(CO2Config.recommended(), tau=48)
     with pytest.raises(UserError, match="recommended is CO2's own, method 'ddp' does not have it"):
         parse(RECIPES, ["toy_a", "--recommended", "--method", "ddp"])
 
@@ -342,16 +343,8 @@ def test_a_run_asks_the_functions_that_a_dry_run_asks(name: str, tmp_path: Path,
         ({"batch_size": 100}, r"batch_size=100 \(global\) over 16 workers: .*, such as 96$"),
         ({"per_node": 3}, "per_node=3 does not divide 16 workers"),
         (
-            {"per_node": 8, "co2": CO2Config(merge="keep_local", gap="none")},
-            "merge='keep_local' .* needs the outer state whole",
-        ),
-        (
-            {"per_node": 8, "co2": CO2Config(compression=CompressionConfig("int8"))},
-            "compression.format='int8' needs unshared",
-        ),
-        (
             {"per_node": 8, "co2": CO2Config(merge="interpolate", delay="auto", gap="none")},
-            "merge='interpolate' with delay='auto' needs the outer state whole",
+            "merge='interpolate': no measurement supports it on nodes",
         ),
         (
             {"method": "ddp", "per_node": 8, "zero": 2, "ddp_compression": CompressionConfig("int8")},
