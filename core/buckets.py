@@ -45,6 +45,7 @@ class Bucket:
         values: View of flat: the values of the buffers that travel, next to the scalars.
         scalars: View of flat: the scalars.
         start, end: Where values begin and end in flat.
+        is_whole: Whether all buffers travel, so that flat does.
         payload_views, buffer_views: Views of payload and values in the shapes of the tensors.
         numbers, buffer_ends: The place of each buffer that travels among `given`, and its end in values, [buffers].
         first_values: All buffers' values at the last `begin`, 1-d in the order of `given`. `first` has only the values
@@ -93,6 +94,7 @@ class Bucket:
             return
         self.travelling, self.buffers = chosen, [self.given[i] for i in chosen]
         self.start = self.end - sum(b.numel() for b in self.buffers)
+        self.is_whole = self.start == self.padded
         self.rest, self.values = self.flat[self.start :], self.flat[self.start : self.end]
         self.buffer_views = views(self.values, self.buffers)
         if len(chosen) == len(self.given):
@@ -108,8 +110,7 @@ class Bucket:
 
     def sent(self, flat: Tensor) -> list[Tensor]:
         """Returns the parts of `flat`, or of a copy of it, that travel: one, or two if some buffers do not travel."""
-        whole = self.start == self.padded
-        return [flat] if whole else [flat[: self.padded], flat[self.start :]]
+        return [flat] if self.is_whole else [flat[: self.padded], flat[self.start :]]
 
     @torch.no_grad()
     def flat_buffers(self) -> Tensor:
@@ -150,7 +151,7 @@ class BucketShare:
 
     def __init__(self, bucket: Bucket, flat: Tensor, numel: int, params: Sequence[Tensor]):
         self._bucket, self.flat, self.numel, self.params = bucket, flat, numel, params
-        self.payload, self.scalars = flat[:numel], bucket.scalars
+        self.payload, self.scalars, self.is_whole = flat[:numel], bucket.scalars, False
 
     @property
     def values(self) -> Tensor:

@@ -167,6 +167,8 @@ class CO2(LocalUpdateMethod):
         super().__init__(params, **built)
         self._starts_near_anchor = c.merge != "restart"
         self._in_paper_order = c.merge != "keep_local" and c.is_a_round_late
+        if c.outer_momentum == 0 and c.gap == "none" and schedule is None:
+            self._unsaved = ("outer_momentum",)  # step 5 multiplies m_{t-1} by 0
         if self._share is not None:
             return
         # x_{t,0} and m_t, one flat tensor per bucket, float32 for 16-bit parameters. Checksums compare x between the

@@ -11,7 +11,7 @@ import contextlib
 import re
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 
@@ -213,6 +213,7 @@ class LocalUpdateMethod(Loop, ABC):
     _small_from = 0  # the first all-reduce without the buffers that nobody changes; its time is the first that counts
     _saved_at: tuple[int, int] | None = None  # rounds and local steps at which state_dict() was last called
     _numbers: Sequence[str] = ()  # attributes for checkpoints: plain numbers or 0-d tensors
+    _unsaved: Collection[str] = ()  # names in _state that no later outer step reads: zeros after a resume
 
     def __init__(
         self,
@@ -542,7 +543,8 @@ class LocalUpdateMethod(Loop, ABC):
         to the scalars. The host waits for no copy.
         """
         self._sent = self._changing
-        self._choose_buffers()
+        if self._own_buffers:
+            self._choose_buffers()
         with self._share.own_stream() if self._share is not None else contextlib.nullcontext():
             for bucket, own in self._own_buffers:
                 copy(bucket.buffer_views, [own[i] for i in bucket.travelling], queued=True)
@@ -727,7 +729,7 @@ class LocalUpdateMethod(Loop, ABC):
         self._saved_at = self.rounds, self._local_steps
         return {
             "method": self._name,
-            "state": {name: on_host(flats) for name, flats in self._state.items()},
+            "state": {name: on_host(flats) for name, flats in self._state.items() if name not in self._unsaved},
             "flats": on_host([b.flat for b in self._buckets]),
             "in_flight": self._allreduce.in_flight,
             "reducer": self._reducer.kind,
@@ -760,6 +762,7 @@ class LocalUpdateMethod(Loop, ABC):
         residual = not resized_group and not sums and "residual" in state  # elastic workers save none
         saved = dict(state.get("state", {}))  # torch.distributed.checkpoint drops an empty dict
         saved |= state["residual"] if residual else {}
+        saved |= {name: [torch.zeros_like(flat) for flat in self._state[name]] for name in self._unsaved}
         flats = [b.flat for b in self._buckets]
         saved["all-reduce"] = resized(state["flats"], flats) if resized_group else state["flats"]
 

@@ -51,13 +51,14 @@ class Votes:
     """Whether all ranks of a node have the average. A vote starts in one local step, and is read in the next.
 
     The ranks synchronize gradients in every step, so a read waits for no rank that is not waited for anyway, and all
-    ranks get the same answer in the same step. The votes have a group of their own, because the background uses the
-    node's.
+    ranks get the same answer in the same step.
+
+    Args:
+        group: The node's ranks. No other thread may use this group. None means all ranks.
     """
 
-    def __init__(self, inner: dist.ProcessGroup, timeout: float):
-        self._timeout = timeout
-        self.group = new_group(inner, timeout, torch.device("cpu"), "gloo", overlap=True)
+    def __init__(self, group: dist.ProcessGroup | None = None):
+        self.group = group
         self._work: dist.Work | None = None
 
     def agree(self, arrived: bool) -> bool:
@@ -75,13 +76,6 @@ class Votes:
             return False
         work.wait()
         return bool(self._all)
-
-    def close(self) -> None:
-        """Leaves the group."""
-        if self.group is not None:
-            self.read()
-            leave_group(self.group, self._timeout, overlap=True)
-            self.group = None
 
 
 class Share:
@@ -148,7 +142,7 @@ class Share:
         if self.offload and method._params[0].is_cuda:
             self._stream = torch.cuda.Stream(method._params[0].device)
         if inner is not None and c.delay == "auto":
-            self._votes = Votes(inner, timeout)
+            self._votes = Votes(new_group(inner, timeout, torch.device("cpu"), "gloo", overlap=True))
         self.g = self.of_node(buckets)
         own, state = self.owned(self.g), method._state
         lone = self.shard and method._in_paper_order  # then no worker holds the whole x between two boundaries
@@ -218,8 +212,10 @@ class Share:
 
     def close(self) -> None:
         """Leaves the groups."""
-        if self._votes is not None:
-            self._votes.close()
+        if self._votes is not None and self._votes.group is not None:
+            self._votes.read()
+            leave_group(self._votes.group, self.method._allreduce.timeout, overlap=True)
+            self._votes = None
         self.node.close()
 
     def has_arrived(self, arrived: bool) -> bool:
@@ -288,10 +284,9 @@ class Share:
     def end(self) -> None:
         """The parameters become x_{t+1,0} at the end of finish(). The payload holds it, and nothing is stale."""
         self._restart()
+        self.numbers[ALPHA].zero_()
         if self.method._in_paper_order:
             copy(self.x, self.owned(self.g) if self._next_x else self.g)
-        else:
-            self.numbers[ALPHA].zero_()
 
     @torch.no_grad()
     def merge(self) -> None:

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from core.checkpoint import MANIFEST, finished, load_newest, unlike, with_versions
+from core.checkpoint import finished, load_newest, read_manifest, unlike, with_versions
 from core.errors import UserError
-from core.stored import numpy_makers, parse_json, reason
+from core.stored import numpy_makers, parse_json, reason, regular
 from training.data import printable
 from training.recipe import Recipe
 from training.workers import rank
@@ -109,7 +109,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """Returns the content of a run's config.json, or raises UserError."""
     file = folder / "config.json"
     try:
-        config = parse_json(file.read_text())
+        config = parse_json(regular(file).read_text())
         config["recipe"]["method"]
         if not isinstance(workers := config["world_size"], int) or workers < 1:
             raise ValueError(f"world_size={workers!r} is no number of workers")
@@ -202,7 +202,7 @@ def run_weights(folder: Path, like: nn.Module) -> dict[str, Tensor]:
 def _of_layout(checkpoint: Path) -> bool:
     """Returns whether a run with a layout has written it. False for a damaged manifest, which load_newest refuses."""
     try:
-        return "layout" in parse_json((checkpoint / MANIFEST).read_text())
+        return "layout" in read_manifest(checkpoint)
     except (OSError, ValueError, TypeError):
         return False
 

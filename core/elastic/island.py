@@ -25,6 +25,7 @@ from ..comm import Stage, of_all
 from ..errors import env_number
 from ..hooks import Requests
 from ..local_update import CHANGED
+from ..shares import Votes
 from ..stats import AsyncReadback
 from ..testing.link import SlowAllReduce
 from .allreduce import ElasticAllReduce
@@ -32,6 +33,7 @@ from .joining import Classes, ElasticCO2, Joining
 from .members import Follower, Members, Over, Report, WorkersChanged
 
 PATIENCE = 10  # timeouts that a rank waits for its leader, which may wait for other workers
+_groups: list[dist.ProcessGroup] = []  # keeps the island's group until the process ends, see Island.connect
 
 
 class Island:
@@ -53,6 +55,9 @@ class Island:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         within = timedelta(seconds=PATIENCE * self.members.timeout)
         dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=within)
+        # DDP's reducer holds the GIL while it is destroyed. If it had the last reference to the group, the group would
+        # wait for its thread, and that thread may wait for the GIL, to destroy the tensors of the last collective.
+        _groups.append(dist.group.WORLD)  # pyright: ignore[reportArgumentType]
         failure.register()
 
     @property
@@ -87,6 +92,7 @@ class IslandAllReduce(ElasticAllReduce):
         self.place -= island.rank
         self._reports: list[Report | None] | None = None  # of the last new generation, until the ranks share it
         self._repairs = False  # whether the reduction in flight also sends the first worker's state
+        self._votes = Votes()
 
     def launch(self, stages: Iterator[Stage]) -> None:
         if self.leads:
@@ -96,7 +102,12 @@ class IslandAllReduce(ElasticAllReduce):
             self.launched, self.in_flight = self.launched + 1, True
         self.share()
 
+    def arrived(self) -> bool:
+        """Returns whether the leader has the sums, in the same local step on all ranks of the island."""
+        return self._votes.agree(super().arrived())
+
     def wait(self, before_use: Sequence[Callable[[], None]] = ()) -> None:
+        self._votes.read()
         super().wait([self._share_sums, *before_use])
 
     def _share_sums(self) -> None:
@@ -128,7 +139,7 @@ class IslandAllReduce(ElasticAllReduce):
         mine = {"asked": sorted({name for hook in requests for name in hook.asked}), "reports": self._reports}
         mine |= {
             "members": [m.generation, m.names, m.planned],
-            "workers": self.world_size,
+            "workers": [self.world_size, owner._reducer.scale],
             "changes": owner._generation,
         }
         all_told = of_all(mine | told)
@@ -138,7 +149,7 @@ class IslandAllReduce(ElasticAllReduce):
         if not self.leads:
             m.generation, m.names, m.planned = leader["members"]
             self.rank = m.rank * self.island.size + self.island.rank
-            self.world_size, owner._reducer.scale = leader["workers"], 1 / leader["workers"]
+            self.world_size, owner._reducer.scale = leader["workers"]
             if owner._generation != leader["changes"]:  # see adopt
                 owner._generation, owner._readback = leader["changes"], AsyncReadback()
         if leader["reports"] is not None:

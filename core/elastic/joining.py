@@ -143,9 +143,15 @@ class Joining(Hook):
 def check_elastic(config: Any) -> None:
     """Raises UserError for settings of a CO2Config that elastic workers do not support."""
     if config.tau == "auto":
-        raise UserError("elastic does not go with tau='auto': give a number of local steps")
+        raise UserError(
+            "elastic does not go with tau='auto': a worker that joins has not measured the times from which the others "
+            "choose; give a number of local steps"
+        )
     if config.compression.format not in (*NARROW_FORMATS, "auto"):
-        raise UserError(f"elastic does not go with compression.format={config.compression.format!r}: leave it out")
+        raise UserError(
+            f"elastic does not go with compression.format={config.compression.format!r}: its choices follow from sums "
+            "of all earlier rounds, which a worker that joins lacks; give a uniform format"
+        )
 
 
 class SlowElasticAllReduce(SlowAllReduce, ElasticAllReduce):

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from ..checkpoint import with_versions
+from ..checkpoint import restore_optimizer, with_versions
 from ..co2 import CO2
 from ..comm import of_all
 from ..config import CO2Config
@@ -289,6 +289,9 @@ def load_own(
     if len({written for _, written in reported}) > 1:
         raise UserError(f"{who}: the files in {folder} {UNFINISHED}")
     for name, part in parts.items():
+        if isinstance(part, torch.optim.Optimizer):
+            restore_optimizer(part, saved[name])
+            continue
         if not isinstance(part, nn.Module):
             part.load_state_dict(saved[name])
             continue

@@ -105,7 +105,7 @@ def test_every_worker_of_a_node_compares_all_parts_of_its_share(rank: int):
     co2 = CO2(params, CO2Config(tau=1, outer_momentum=0.0), mesh=node_mesh("cpu", 2))
     co2._allreduce.launched = 3 * PARTS
     if rank == 2:
-        co2._state["outer_iterate"][0][60] += 1e-4  # of 800 elements: in part 1, which is odd
+        co2._share.g[0][60] += 1e-4  # x_{1,0}, of 800 elements: in part 1, which is odd
     seen = 0.0
     with warnings.catch_warnings(action="ignore"):
         for _ in range(2 * PARTS + 2):

@@ -288,7 +288,7 @@ def resumed(rank: int, world_size: int, kind: str, at: int, changes_in: int) -> 
     return found
 
 
-@pytest.mark.parametrize("kind", ["co2", "int4", "sharded"])
+@pytest.mark.parametrize("kind", ["co2", "int4", "shard"])
 def test_a_resumed_run_sends_the_same_buffers(kind: str):
     cases = [(kind, at, changes) for at, changes in ((6, 5), (7, 6), (1, 9))]
     for of_case in run_cases(resumed, 2, cases):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from core import DiLoCo, UserError, make_method
+from core import DiLoCo
 from core.compression.formats import BLOCK, decode, encode
 from core.config import CO2Config
 from core.methods import DiLoCoConfig
@@ -91,21 +91,26 @@ def test_workers_that_end_after_unlike_steps_are_equal(rank: int):
     assert alike(flat(params), *co2._x, *co2._m, *co2._directions)
 
 
-class Int4:
-    """What int4 with error feedback leaves of a mean of two workers' differences."""
+class Rounding:
+    """What a format with error feedback leaves of a mean of workers' differences, [numel] each.
 
-    def __init__(self, numel: int):
-        self.size = -(-numel // (2 * BLOCK)) * 2 * BLOCK
-        self.errors = torch.zeros(3, self.size, dtype=torch.float64)  # of both workers, and of their mean
+    once: the owner of a part keeps the mean as it is, and sends x.
+    """
+
+    def __init__(self, numel: int, compression: str = "int4", workers: int = 2, *, once: bool = False):
+        self.size, self.once = -(-numel // (workers * BLOCK)) * workers * BLOCK, once
+        self.compression, self.workers = compression, workers
+        self.errors = torch.zeros(workers + 1, self.size, dtype=torch.float64)  # of the workers, and of their mean
 
     def __call__(self, own: Tensor, weights: Tensor) -> Tensor:
         assert (weights == 1).all()
         rows = [self.send(pad(row, (0, self.size - len(row))), i) for i, row in enumerate(own)]
-        return self.send(sum(rows, torch.zeros(())) / 2, 2)[: own.shape[1]]
+        mean = sum(rows, torch.zeros(())) / self.workers
+        return (mean if self.once else self.send(mean, self.workers))[: own.shape[1]]
 
     def send(self, x: Tensor, i: int) -> Tensor:
         total = x + self.errors[i]
-        decoded = decode(encode(total, "int4"), "int4", total.dtype)
+        decoded = decode(encode(total, self.compression), self.compression, total.dtype)
         self.errors[i] = total - decoded
         return decoded
 
@@ -120,7 +125,7 @@ def test_through_int4(rank: int, delay: int):
     c, workers = settings, torch.arange(2, dtype=torch.float64)[:, None]
     ref = LateReference(
         start.expand(2, -1).clone(), c.tau, c.outer_lr, c.outer_momentum, c.gap, c.clip,
-        delay=delay, merge=c.merge, nesterov=True, reduce=Int4(len(start)),
+        delay=delay, merge=c.merge, nesterov=True, reduce=Rounding(len(start)),
     )  # fmt: skip
     ref.run(lambda rows, step: gradient(rows, workers, step), LR, 3 * c.tau)
     rounds = [rows[rank] for rows in ref.restarts]
@@ -147,8 +152,3 @@ def test_its_last_step_is_kept_only_where_a_penalty_reads_it():
         for nesterov in (False, True):
             co2 = replace(BASE, gap=gap, nesterov=nesterov).build(problems.odd_parameters())
             assert ("outer_step" in co2._state) is (nesterov and gap != "none")
-
-
-def test_shared_outer_state_refuses_it():
-    with pytest.raises(UserError, match="nesterov"):
-        make_method("co2", nn.Linear(2, 2), co2=CO2Config(tau=2, nesterov=True), shard=True)

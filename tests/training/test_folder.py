@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import subprocess
 import sys
 from dataclasses import dataclass, replace
@@ -169,8 +170,43 @@ def test_a_field_or_a_default_that_has_changed_since_is_no_other_run_but_for_the
 def test_a_damaged_config_is_one_line(content: str, tmp_path: Path):
     start(Toy(out=tmp_path), 0, 1).close()
     (tmp_path / "config.json").write_text(content)
-    with pytest.raises(UserError, match="config.json is damaged .*: restore it, or choose another --out"):
+    with pytest.raises(UserError, match="config.json is damaged .*: restore it, or remove it and resume with the"):
         start(Toy(out=tmp_path, resume=True))
+    (tmp_path / "config.json").unlink()
+    start(Toy(out=tmp_path, resume=True), 1, 2).close()
+    assert steps(tmp_path) == [1, 2] and config(tmp_path)["recipe"]["seed"] == 0
+
+
+@pytest.mark.parametrize("name", [".lock", "config.json", "metrics.jsonl"])
+@pytest.mark.parametrize("kind", ["a FIFO", "a device", "a folder"])
+def test_what_is_no_file_in_a_files_place_is_one_line_at_once(name: str, kind: str, tmp_path: Path):
+    start(Toy(out=tmp_path), 0, 1).close()
+    (file := tmp_path / name).unlink()
+    {"a FIFO": os.mkfifo, "a device": lambda path: path.symlink_to("/dev/zero"), "a folder": Path.mkdir}[kind](file)
+    with pytest.raises(UserError, match=f"^{file} is no regular file: remove it, or put the file back$"):
+        start(Toy(out=tmp_path, resume=True))
+
+
+def test_config_and_summary_are_on_the_disk_before_they_get_their_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """As after a power cut, which a rename may survive and the content not."""
+    flushed, fsync, replaced = [], os.fsync, os.replace
+
+    def replace_(fresh: Path, file: Path) -> None:
+        assert str(fresh) in flushed, "its content first"
+        replaced(fresh, file)
+        named.append(file.name)
+
+    named: list[str] = []
+    monkeypatch.setattr(
+        os, "fsync", lambda number: (fsync(number), flushed.append(os.readlink(f"/proc/self/fd/{number}")))
+    )
+    monkeypatch.setattr(os, "replace", replace_)
+    folder = start(Toy(out=tmp_path))
+    folder.summarise(Toy(out=tmp_path), {"steps": 3})
+    folder.close()
+    assert {"config.json", "summary.json"} <= {*named}
 
 
 def test_a_failed_start_does_not_block_its_folder(tmp_path: Path):

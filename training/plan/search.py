@@ -121,7 +121,8 @@ def steps(c: Case, split: tuple[int, int, int, int], only: Layout | None = None)
         micros = [share // only.microbatches]
     methods = [(1, 0, 0, 0)]
     if islands > 1:
-        merges = [i for i, merge in enumerate(MERGES) if island == 1 or merge != "interpolate"]  # core.config.check_share
+        # see core.config.check_share
+        merges = [i for i, merge in enumerate(MERGES) if island == 1 or merge != "interpolate"]
         kinds = [*itertools.product(range(len(FORMATS)), merges, (0,)), (0, MERGES.index("restart"), 1)]
         methods = [(tau, *kind) for tau in TAUS for kind in kinds]
     chunks, zeros = CHUNKS if pp > 1 else (1,), range(4 if dp > 1 else 1)

@@ -1,0 +1,500 @@
+"""CO2 where a worker is a node of several ranks, or holds a part of the outer state: equal to the specification."""
+
+import copy
+import os
+import random
+import signal
+import subprocess
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+
+from core import CO2, CO2Config, CompressionConfig, checkpoint, node_mesh
+from core.shares import Share
+from core.testing import run_distributed
+from tests import problems
+from tests.core.test_nesterov import Rounding
+from tests.on_ranks import alike, on_ranks, total_world_size
+from tests.problems import LR, batch, flat, gradient, node_step, small_net
+from tests.reference import LateReference
+
+TAU, STEPS, NEAR = 4, 14, 1e-12
+LATE: dict[str, Any] = {"merge": "keep_local", "delay": 2, "gap": "none", "clip": None, "outer_momentum": 0.3}
+CASES: dict[str, dict[str, Any]] = {
+    "keep_local": LATE,
+    "keep_local, elementwise": LATE | {"gap": "elementwise", "clip": 0.02},
+    "keep_local, norm": LATE | {"gap": "norm", "delay": 1, "outer_lr": 0.7},
+    "keep_local, Nesterov": LATE | {"nesterov": True, "outer_lr": 0.7},
+    "keep_local, Nesterov, norm": LATE | {"nesterov": True, "outer_lr": 0.7, "gap": "norm"},
+    "keep_local, boundary": LATE | {"delay": "boundary"},
+    "keep_local, boundary, elementwise": LATE | {"delay": "boundary", "gap": "elementwise", "clip": 0.02},
+    "keep_local, at once": LATE | {"delay": 0},
+    "keep_local, schedule": LATE | {"delay": 1, "taus": (2, 3, 4)},
+    "paper": {"outer_momentum": 0.5},
+    "paper, clip": {"outer_momentum": 0.5, "clip": 0.02},
+    "paper, norm": {"gap": "norm", "outer_lr": 0.7, "outer_momentum": 0.5, "clip": None},
+    "paper, none": {"gap": "none", "outer_lr": 0.7, "outer_momentum": 0.2, "clip": None},
+    "paper, Nesterov": {"nesterov": True, "outer_lr": 0.7, "outer_momentum": 0.3},
+    "paper, schedule": {"outer_momentum": 0.5, "taus": (3, 4)},
+    "restart, at once": {"delay": 0, "gap": "none", "outer_momentum": 0.3, "clip": None},
+}
+CORNERS = ["keep_local, norm", "keep_local, boundary, elementwise", "keep_local, schedule", "paper, Nesterov"]
+
+
+def config(name: str, **more: Any) -> tuple[CO2Config, Any]:
+    """The settings and the schedule of a case."""
+    given = dict(CASES[name])
+    taus = given.pop("taus", None)
+    c = CO2Config(**{"tau": taus[0] if taus else TAU, "outlier": None, "allow_unstable": True} | given | more)
+    return c, (lambda number: {"tau": taus[number % len(taus)]}) if taus else None
+
+
+def specification(name: str, rows: Tensor, **more: Any) -> LateReference:
+    """All start from rows [workers, n]."""
+    c, _ = config(name)
+    delay = None if c.is_a_round_late else c.delay
+    numbers: Any = c.tau, c.outer_lr, c.outer_momentum, c.gap, c.clip
+    return LateReference(rows.clone(), *numbers, delay=delay, merge=c.merge, nesterov=c.nesterov, **more)  # pyright: ignore
+
+
+def go(ref: LateReference, name: str) -> None:
+    """A local step has been taken: what follows, and the next round's tau."""
+    _, schedule = config(name)
+    closed = len(ref.deltas)
+    if ref.local_step() and schedule:
+        ref.tau = schedule(closed + 1)["tau"]
+
+
+def expected(name: str, x: Tensor, nodes: list[list[int]], steps: int = STEPS, **more: Any) -> list[Tensor]:
+    """[workers, n] after each local step of `problems.gradient` and at the end."""
+    ref, ranks, seen = specification(name, x.expand(len(nodes), -1), **more), torch.tensor(nodes)[:, :, None], []
+    for step in range(steps):
+        ref.x.sub_(LR * gradient(ref.x[:, None], ranks.to(x), step).mean(1))
+        go(ref, name)
+        seen.append(ref.x.clone())
+    ref.finish()
+    return [*seen, ref.x.clone()]
+
+
+def apart(ours: list[Tensor], theirs: list[Tensor]) -> float:
+    """The largest difference on all ranks."""
+    assert len(ours) == len(theirs)
+    return max(total_world_size(max((a - b).abs().max().item() for a, b in zip(ours, theirs, strict=True))))
+
+
+# -- DDP and FSDP2 inside ----------------------------------------------------------------------------------------------
+
+
+def wrapped(model: nn.Sequential, inside: str, mesh: DeviceMesh) -> Any:
+    """What a loop calls."""
+    if inside == "ddp":
+        return DistributedDataParallel(model, process_group=mesh.get_group(1))
+    from torch.distributed.fsdp import fully_shard  # its import takes a second
+
+    for layer in (*(m for m in model if isinstance(m, nn.Linear)), model):
+        fully_shard(layer, mesh=mesh["shard"])
+    return model
+
+
+def whole(model: nn.Module) -> Tensor:
+    """All elements of a model, [n]."""
+    return flat(p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters())  # pyright: ignore
+
+
+def run_inside(inside: str, name: str, mesh: DeviceMesh, steps: int, **more: Any) -> Iterator[tuple[nn.Module, CO2]]:
+    """Yields after each local step and after finish(). The ranks' data differ."""
+    model = small_net()
+    called, (c, schedule) = wrapped(model, inside, mesh), config(name, **more.pop("settings", {}))
+    co2 = CO2(model.parameters(), c, mesh=mesh, schedule=schedule, **more)
+    optimizer = torch.optim.SGD(model.parameters(), LR)
+    for step in range(steps):
+        problems.loss(called, batch(dist.get_rank(), step)).backward()
+        optimizer.step(), optimizer.zero_grad(), co2.step()
+        yield model, co2
+    co2.finish()
+    yield model, co2
+    co2.close()
+
+
+def of_nets(name: str, per_node: int, steps: list[int]) -> list[Tensor]:
+    """The same by the specification; node i takes steps[i] local steps. A row's gradient is the mean of its ranks'."""
+    model, seen = small_net(), []
+    params = [*model.parameters()]
+    ref = specification(name, flat(params).repeat(len(steps), 1))
+    for step in range(max(steps)):
+        for node in (node for node, its in enumerate(steps) if step < its):
+            nn.utils.vector_to_parameters(ref.x[node].clone(), params)
+            losses = [problems.loss(model, batch(node * per_node + i, step)) for i in range(per_node)]
+            ref.x[node] -= LR * flat(torch.autograd.grad(torch.stack(losses).mean(), params))
+        go(ref, name)
+        seen.append(ref.x.clone())
+    ref.finish()
+    return [*seen, ref.x.clone()]
+
+
+@pytest.mark.parametrize("inside", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("per_node", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4))])
+@on_ranks(4, timeout=600)
+def test_equals_the_reference_after_every_step(rank: int, inside: str, per_node: int):
+    """Also where node 1 ends five steps earlier, and then takes part in the others' rounds."""
+    mesh, nodes = node_mesh("cpu", per_node), 4 // per_node
+    for name, fewer in [(name, 0) for name in CASES] + [(name, 5) for name in CORNERS if nodes > 1]:
+        steps = [STEPS - fewer * (node == 1) for node in range(nodes)]
+        ours = [whole(model) for model, _ in run_inside(inside, name, mesh, steps[rank // per_node])]
+        theirs = of_nets(name, per_node, steps)
+        theirs = [rows[rank // per_node] for rows in [*theirs[: len(ours) - 1], theirs[-1]]]
+        assert apart(ours, theirs) < NEAR < (ours[-1] - ours[0]).abs().max(), (name, fewer)
+
+
+@pytest.mark.parametrize("inside", ["ddp", "fsdp2"])
+@on_ranks(4, timeout=200)
+def test_batch_norm_and_frozen_parameters_in_nodes(rank: int, inside: str):
+    """BatchNorm's statistics are means over all four ranks. A frozen layer stays node 0's."""
+    mesh, ends = node_mesh("cpu", 2), []
+    for nodes in (True, False):
+        torch.manual_seed(rank // 2)  # all begin as node 0
+        model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3)).double()
+        model[0].requires_grad_(False)
+        frozen = flat(model[0].parameters())
+        if nodes:
+            called = wrapped(model, inside, mesh)
+        else:
+            # with FSDP2, each rank has running statistics of its own
+            own = {} if inside == "ddp" else {"broadcast_buffers": False}
+            called = DistributedDataParallel(model, process_group=mesh.get_group(1), **own)
+        # without nodes: the two ranks of a pair take the same steps
+        where = {"mesh": mesh} if nodes else {}
+        c = CO2Config(tau=3, outlier=None, **LATE | {"delay": 1})
+        co2 = CO2(model.parameters(), c, buffers=model.buffers(), **where)
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], LR)
+        for step in range(8):
+            problems.loss(called, batch(rank, step)).backward()
+            optimizer.step(), optimizer.zero_grad(), co2.step()
+        co2.finish()
+        co2.close()
+        buffers = flat(b.to(torch.float64) for b in model.buffers())
+        ends.append((whole(model), buffers))
+        kept = whole(model[0])
+        assert torch.equal(kept, frozen) == (rank < 2) and alike(kept)
+    assert apart(*map(list, ends)) < NEAR  # pyright: ignore[reportArgumentType]
+
+
+# -- who holds which part ----------------------------------------------------------------------------------------------
+
+NODES = [[0, 1], [2, 3]]
+SINGLE = [[0], [1], [2], [3]]
+PLACES: dict[str, dict[str, bool]] = {
+    "nodes": {"mesh": True},
+    "nodes, shard": {"mesh": True, "shard": True},
+    "nodes, offload": {"mesh": True, "offload": True},
+    "shard": {"shard": True},
+    "offload": {"offload": True},
+    "shard, offload": {"shard": True, "offload": True},
+}
+
+
+def run(
+    params: list[nn.Parameter], c: CO2Config, rank: int, place: str, steps: int = STEPS, **more: Any
+) -> tuple[list[Tensor], CO2]:
+    """The parameters after each step and at the end."""
+    how: dict[str, Any] = dict(PLACES[place])
+    ranks = [rank // 2 * 2, rank // 2 * 2 + 1] if "mesh" in how else [rank]
+    how |= {"mesh": node_mesh("cpu", 2)} if "mesh" in how else {}
+    co2, seen = CO2(params, c, **how, **more), []
+    for step in range(steps):
+        node_step(params, ranks, step)
+        co2.step()
+        seen.append(flat(params))
+    co2.finish()
+    co2.close()
+    return [*seen, flat(params)], co2
+
+
+@pytest.mark.parametrize("names", [CORNERS, pytest.param([*CASES], marks=pytest.mark.slow)], ids=["corners", "whole"])
+@pytest.mark.parametrize("place", PLACES)
+@on_ranks(4, timeout=300)
+def test_every_part_equals_the_reference(rank: int, place: str, names: list[str]):
+    """Of parameters that tile no part: 0-d, empty, odd, channels_last, transposed; and of storages that move."""
+    in_nodes = "nodes" in place
+    for name in names:
+        params = problems.odd_parameters()
+        start, (c, schedule) = flat(params), config(name)
+
+        def moves(number: int, params: list[Any] = params, schedule: Any = schedule) -> dict[str, Any]:
+            params[3].data = params[3].data.clone() if number % 2 else torch.empty(5, 3).double().t().copy_(params[3])
+            return schedule(number) if schedule else {}
+
+        ours, co2 = run(params, c, rank, place, schedule=moves)
+        theirs = expected(name, start, NODES if in_nodes else SINGLE)
+        mine = [rows[rank // 2 if in_nodes else rank] for rows in theirs]
+        assert apart(ours, mine) < NEAR < (ours[-1] - ours[0]).abs().max(), name
+        parts = (2 if in_nodes else 1) * ((2 if in_nodes else 4) if "shard" in place else 1)
+        assert [len(m) for m in co2._m] == [-(-co2._buckets[0].numel // parts)]
+
+
+@pytest.mark.parametrize("place", ["nodes", "nodes, shard", "shard", "offload"])
+@pytest.mark.parametrize("compression", ["int4", "bfloat16"])
+@on_ranks(4, timeout=200)
+def test_compressed_parts_equal_the_reference(rank: int, place: str, compression: Any):
+    """Each rank rounds its own part, in the blocks of single workers. Owners get averages that were rounded once."""
+    in_nodes, numel = "nodes" in place, 2048  # whole blocks in each part
+    nodes, once = NODES if in_nodes else SINGLE, "shard" in place
+    c, _ = config("keep_local", compression=CompressionConfig(compression))
+    start = torch.linspace(-1, 1, numel, dtype=torch.float64)
+    ours, _ = run([nn.Parameter(start.clone())], c, rank, place, 3 * TAU)
+    mine = rank // 2 if in_nodes else rank
+    reduce = Rounding(numel, compression, len(nodes), once=once)
+    theirs = [rows[mine] for rows in expected("keep_local", start, nodes, 3 * TAU, reduce=reduce)]
+    plain = [rows[mine] for rows in expected("keep_local", start, nodes, 3 * TAU)]
+    assert apart(ours, theirs) < NEAR < 1e-5 < apart(ours, plain)
+
+
+@on_ranks(4, timeout=200)
+def test_sixteen_bit_parameters_in_every_part(rank: int):
+    """x and m are float32, so that what was sent is not rounded twice."""
+    for name, dtype in (("paper, clip", torch.bfloat16), ("keep_local", torch.bfloat16), ("paper", torch.float16)):
+        ends, c = {}, config(name)[0]
+        for place in PLACES:
+            params = [nn.Parameter(torch.linspace(-1, 1, 37).to(dtype)), nn.Parameter(torch.ones(3))]
+            ends[place] = run(params, c, 0 if "nodes" not in place else rank // 2 * 2, place)[0][-1]
+            assert alike(ends[place])
+        for place, end in ends.items():
+            like = ends["nodes" if "nodes" in place else "offload"]
+            torch.testing.assert_close(end, like, rtol=2**-7, atol=2**-7)
+
+
+@on_ranks(2)
+def test_statistics_are_of_the_whole_model(rank: int):
+    seen = []
+    for how in ({}, {"shard": True}):
+        params = [nn.Parameter(torch.linspace(0, 1, 11, dtype=torch.float64))]
+        co2 = CO2(params, CO2Config.paper(2, clip=None), **how)
+        for step in range(12):
+            node_step(params, [rank], step)
+            co2.step()
+        seen.append(co2.stats.as_dict())
+        co2.finish()
+    unshared, shared = seen
+    assert shared["pseudo_gradient_norm"] == pytest.approx(unshared["pseudo_gradient_norm"])
+    assert shared["allreduce_seconds"] > 0 and unshared["gap_max"] > 1
+    most, means = (total_world_size(shared[name]) for name in ("gap_max", "gap_mean"))
+    assert max(most) == pytest.approx(unshared["gap_max"]) and min(means) <= unshared["gap_mean"] <= max(means)
+
+
+# -- one model per node ------------------------------------------------------------------------------------------------
+
+
+class Uneven:
+    """A link that holds each stage back: rank 3's by 20 to 60 ms, the others' by up to 2 ms."""
+
+    def __init__(self, rank: int):
+        self.between = (0.02, 0.06) if rank == 3 else (0.0, 0.002)
+
+    def reserve(self, nbytes: float) -> float:  # noqa: ARG002
+        return time.perf_counter() + random.uniform(*self.between)
+
+
+def stop_for_a_second() -> None:
+    """Stops this process, with its background thread."""
+    subprocess.Popen(["sh", "-c", f"sleep 1; kill -CONT {os.getpid()}"])
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def merges(inside: str) -> list[tuple[int, list[bool]]]:
+    """By rank: after which local step each average was merged, and whether the node's replicas were equal bit for bit
+    after each step. Rank 2 is stopped once."""
+    rank, mesh, merged, equal = dist.get_rank(), node_mesh("cpu", 2), [], []
+    form = {"compression": CompressionConfig("int4"), "delay": "auto", "tau": 30}
+    steps = run_inside(inside, "keep_local", mesh, 120, settings=form, link=Uneven(rank))
+    for step, (model, co2) in enumerate(steps):
+        time.sleep(0.005)
+        stop_for_a_second() if (rank, step) == (2, 70) else None
+        if inside == "ddp":
+            mine = whole(model)
+            theirs = [torch.empty_like(mine) for _ in range(2)]
+            dist.all_gather(theirs, mine, group=mesh.get_group(1))
+            equal.append(torch.equal(*theirs))
+        if step % 30 == 29:
+            merged.append(co2.stats.merged_after)
+    return total_world_size((merged[1:], equal))
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["node", "alone"])
+@pytest.mark.parametrize("inside", ["ddp", "fsdp2"])
+@on_ranks(4, timeout=200)
+def test_a_node_merges_after_one_local_step(rank: int, inside: str, alone: bool):
+    """alone: each rank merges when its own average has arrived, and the test would see that."""
+    with pytest.MonkeyPatch.context() as patch:
+        if alone:
+            patch.setattr(Share, "has_arrived", lambda self, arrived: arrived)
+        told = merges(inside)
+    as_one = [told[node][0] == told[node + 1][0] for node in (0, 2)]
+    assert any(0 < after < 30 for merged, _ in told for after in merged), "no average was merged in mid-round"
+    if alone:
+        assert not as_one[1] and not (inside == "ddp" and all(told[2][1]))
+    else:
+        assert all(as_one) and all(all(equal) for _, equal in told)
+
+
+# -- resume in flight --------------------------------------------------------------------------------------------------
+
+
+def half(place: str, c: CO2Config, rank: int, steps: range, saved: Any = None, at: int = -1) -> tuple[Any, Tensor]:
+    """What a new object goes on from `saved` with: the same in front of step `at`, and the parameters at the end."""
+    how, mine = dict(PLACES[place]), rank // 2 * 2
+    params = [nn.Parameter(torch.linspace(-1, 1, 2100))]
+    co2 = CO2(params, c, **how | ({"mesh": node_mesh("cpu", 2)} if "mesh" in how else {}))
+    if saved:
+        params[0].data.copy_(saved[0])
+        co2.load_state_dict(saved[1])
+    for step in steps:
+        if step == at:
+            saved = params[0].detach().clone(), copy.deepcopy(co2.state_dict())
+        node_step(params, [mine, mine + 1] if "mesh" in how else [rank], step)
+        co2.step()
+    co2.finish()
+    co2.close()
+    return saved, flat(params)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@on_ranks(4, timeout=200)
+def test_a_run_resumed_in_flight_is_bit_identical(rank: int, place: str):
+    for name, compression in (("keep_local", "int4"), ("keep_local, norm", "float32"), ("paper, clip", "bfloat16")):
+        c = config(name, compression=CompressionConfig(compression))[0]  # pyright: ignore[reportArgumentType]
+        saved, end = half(place, c, rank, range(STEPS), at=TAU + 1)
+        assert torch.equal(half(place, c, rank, range(TAU + 1, STEPS), saved)[1], end), name
+
+
+def saved_on_two_nodes(rank: int, world_size: int, name: str, folder: str, at: int) -> None:
+    params = problems.odd_parameters()
+    co2 = CO2(params, config(name)[0], mesh=node_mesh("cpu", 2))
+    for step in range(at):
+        node_step(params, [rank // 2 * 2, rank // 2 * 2 + 1], step)
+        co2.step()
+    checkpoint.save(folder, nn.ParameterList(params), None, co2, step=at)
+    co2.finish()
+    co2.close()
+
+
+def gone_on(rank: int, world_size: int, name: str, folder: str) -> list[Tensor]:
+    params = problems.odd_parameters()
+    co2 = CO2(params, config(name)[0], mesh=node_mesh("cpu", 2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the number has changed
+        begins = checkpoint.load(folder, nn.ParameterList(params), None, co2)
+    seen = []
+    for step in range(begins or 0, STEPS):
+        node_step(params, [rank // 2 * 2, rank // 2 * 2 + 1], step)
+        co2.step()
+        seen.append(flat(params))
+    co2.finish()
+    co2.close()
+    return [*seen, flat(params)]
+
+
+@pytest.mark.parametrize("name", ["keep_local", "paper"])
+@pytest.mark.parametrize("nodes", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_another_number_of_nodes_goes_on_in_flight(tmp_path: Path, nodes: int, name: str):
+    """Two nodes save one local step after a launch. Node i goes on from what node i modulo 2 held."""
+    at = TAU + 1
+    run_distributed(saved_on_two_nodes, 4, name, str(tmp_path), at, timeout=200)
+    ours = run_distributed(gone_on, 2 * nodes, name, str(tmp_path), timeout=200)
+    x, seen = flat(problems.odd_parameters()), []
+    ref, ranks = specification(name, x.expand(2, -1)), torch.tensor(NODES)[:, :, None]
+    for step in range(STEPS):
+        if step == at:
+            before = torch.arange(nodes) % 2
+            ranks = torch.arange(2 * nodes).view(nodes, 2, 1)
+            ref.x, ref.base, ref.excluded = ref.x[before], ref.base[before], ref.excluded[before]
+            for sent in ref.in_flight:
+                sent.own = sent.own[before]
+        ref.x.sub_(LR * gradient(ref.x[:, None], ranks.to(x), step).mean(1))
+        go(ref, name)
+        seen.append(ref.x.clone())
+    ref.finish()
+    for rank, trace in enumerate(ours):
+        mine = [rows[rank // 2] for rows in [*seen[at:], ref.x]]
+        problems.assert_traces_equal(trace, mine, NEAR)
+
+
+# -- memory and checkpoints, by counting -------------------------------------------------------------------------------
+
+NUMEL = 1 << 15  # elements, in whole blocks for each part
+GOOD: dict[str, Any] = LATE | {"outer_momentum": 0.0, "compression": CompressionConfig("int4")}
+PAPER: dict[str, Any] = {"outer_momentum": 0.5}
+
+
+def copies(inside: str, c: dict[str, Any], ranks: int, nodes: int) -> float:
+    """Copies of the whole model's parameters that CO2 holds on a rank, in float32: by arithmetic.
+
+    All of the payload with DDP inside, else a share of it. Of the share: x, m, keep_local's snapshot, and both stages'
+    error feedback.
+    """
+    compressed = "compression" in c
+    share = 2 + ("merge" in c) + (1 + 1 / nodes) * compressed
+    return (1 if inside == "ddp" else 1 / ranks) + share / ranks
+
+
+def held(inside: str, c: dict[str, Any], per_node: int) -> float:
+    """The same, counted."""
+    mesh = node_mesh("cpu", per_node)
+    model = nn.Sequential(nn.Linear(128, NUMEL // 128, bias=False))
+    wrapped(model, inside, mesh)
+    co2 = CO2(model.parameters(), CO2Config(tau=TAU, **c), mesh=mesh)
+    tensors = [b.payload for b in co2._buckets]
+    assert co2._share is not None
+    for flats in (*co2._state.values(), co2._share._snapshots, *co2._reducer.state.values()):
+        tensors += flats
+    places = {t.data_ptr(): t for t in tensors}
+    co2.close()
+    return sum(t.numel() for t in places.values()) / NUMEL
+
+
+@pytest.mark.parametrize("inside", ["ddp", "fsdp2"])
+@on_ranks(4, timeout=100)
+def test_memory_in_copies(rank: int, inside: str):
+    for c in (GOOD, PAPER):
+        for per_node in (2, 4):
+            assert held(inside, c, per_node) == pytest.approx(copies(inside, c, per_node, 4 // per_node))
+    assert copies(inside, GOOD, 8, 16) <= {"ddp": 1.6, "fsdp2": 0.7}[inside]
+
+
+def stored(c: dict[str, Any], nodes: int) -> float:
+    """Bytes of a checkpoint per parameter, with AdamW, at a boundary: by arithmetic. What is equal is written once.
+
+    x once, and m unless the momentum is 0. Each node has moments of its own; with keep_local also parameters and a
+    payload. Error feedback is each rank's own.
+    """
+    late = "merge" in c
+    moments, own = 2 * nodes, 2 * (nodes if late else 1)  # parameters and payload
+    equal = 1 + (c["outer_momentum"] > 0)
+    return 4 * (equal + moments + own + (nodes + 1) * ("compression" in c))
+
+
+@pytest.mark.parametrize("name", ["good", "paper"])
+@on_ranks(4, timeout=100)
+def test_bytes_of_a_checkpoint(rank: int, name: str, tmp_path: Path):
+    c, mesh = {"good": GOOD, "paper": PAPER}[name], node_mesh("cpu", 2)
+    model = nn.Sequential(nn.Linear(128, NUMEL // 128, bias=False))
+    ddp = wrapped(model, "ddp", mesh)
+    optimizer, co2 = torch.optim.AdamW(model.parameters()), CO2(model.parameters(), CO2Config(tau=TAU, **c), mesh=mesh)
+    draws = torch.Generator().manual_seed(rank)
+    for _ in range(2 * TAU):
+        ddp(torch.randn(4, 128, generator=draws)).square().mean().backward()
+        optimizer.step(), optimizer.zero_grad(), co2.step()
+    assert checkpoint.save(tmp_path, model, optimizer, co2, step=2 * TAU)
+    written = sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file())
+    assert written / NUMEL == pytest.approx(stored(c, 2), rel=0.05)
+    assert stored(c, 16) * 124.4e6 <= {"good": 42e9, "paper": 18e9}[name], "GPT-2 Small on 16 nodes"
+    co2.finish()
+    co2.close()
