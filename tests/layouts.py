@@ -300,7 +300,7 @@ def chained(
         held = Resharded(parallel, optimizer, method)
         others = held.load(folder) if number else {"step": 0}
         assert others is not None and others["step"] == number * steps
-        for step in range(others["step"], others["steps"] + steps):
+        for step in range(others["step"], others["step"] + steps):
             backward(parallel, step)
             parallel.clip_gradients(0.5)
             optimizer.step()
