@@ -308,6 +308,7 @@ def chained(
         assert held.save(folder, (number + 1) * steps, "a", {"step": (number + 1) * steps})
         method.finish()  # with keep_local, islands differ until then
         last = whole(parallel)
+        dist.barrier()
         method.close()
     return last
 
