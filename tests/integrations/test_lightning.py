@@ -434,6 +434,8 @@ def test_mistakes_get_one_line(ranks: Ranks, tmp_path: Path) -> None:
 
 
 def test_a_mesh_is_refused_because_nothing_averages_inside_a_node():
+    from core.integrations.lightning import CO2Strategy
+
     with pytest.raises(UserError, match="CO2Strategy: mesh=: the model is bare here"):
         CO2Strategy(mesh=object())
     CO2Strategy(mesh=None)
