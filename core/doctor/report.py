@@ -65,8 +65,8 @@ def place(nodes: dict[str, Any], alone: dict[str, Any], inside: float) -> dict[s
     """Returns the settings with a node as a worker. "take" is "nodes" if they lose less time than single ranks and DDP.
 
     Args:
-        nodes: What `choose` returns for nodes as workers.
-        alone: What it returns for ranks as workers, with the same local step.
+        nodes: Settings from `choose`, with a node as a worker.
+        alone: Settings from `choose`, with a rank as a worker and the same local step.
         inside: Seconds of a float32 all-reduce in a node, where DDP averages gradients in every step.
     """
     step = nodes["step_seconds"]

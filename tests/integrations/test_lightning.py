@@ -431,11 +431,3 @@ def mistakes(rank: int, workers: int, folder: str) -> list[str]:
 def test_mistakes_get_one_line(ranks: Ranks, tmp_path: Path) -> None:
     (said,) = ranks(mistakes, 1, str(tmp_path))
     plain.assert_lines(said, "CO2Strategy", "is SyncBatchNorm", "in DataParallel", "use WeightAveraging", "Unfreezes")
-
-
-def test_a_mesh_is_refused_because_nothing_averages_inside_a_node():
-    from core.integrations.lightning import CO2Strategy
-
-    with pytest.raises(UserError, match="CO2Strategy: mesh=: the model is bare here"):
-        CO2Strategy(mesh=object())
-    CO2Strategy(mesh=None)
