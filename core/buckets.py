@@ -140,7 +140,7 @@ class Part:
 
 
 class BucketShare:
-    """What a rank of a node sends of a bucket: its share of the payload, and all buffers that travel and the scalars.
+    """A rank's part of a bucket on a node: its share of the payload, all buffers that travel, and the scalars.
 
     Args:
         bucket: The bucket.
@@ -164,8 +164,8 @@ class BucketShare:
     def sent(self, flat: Tensor) -> list[Tensor]:
         """Returns what travels in float32.
 
-        A share that is a whole payload travels in one tensor with what is behind it, as without nodes: the order in
-        which gloo adds more than two numbers depends on their place in the tensor.
+        A share that is a whole payload travels in one tensor with the buffers and scalars behind it, as without nodes.
+        gloo adds more than two numbers in an order that depends on their place in the tensor.
         """
         if len(flat) == self._bucket.padded == self._bucket.start:
             return [self._bucket.flat]

@@ -354,7 +354,7 @@ def read_manifest(target: Path) -> Any:
     return stored.parse_json(stored.regular(target / MANIFEST).read_text())
 
 
-def _read(target: Path, rank: int, part: str, needs: Mapping[str, type]) -> tuple[Any, int, str]:
+def _read(target: Path, rank: int, part: str = "", needs: Mapping[str, type] | None = None) -> tuple[Any, int, str]:
     """Returns this worker's state, the number of workers that wrote the checkpoint, and what is wrong with it."""
     try:
         manifest = read_manifest(target)
@@ -367,7 +367,7 @@ def _read(target: Path, rank: int, part: str, needs: Mapping[str, type]) -> tupl
         state = stored.read(target, taken, files[f"rank{taken}.json"], ("step", part) if part else ())
         if state["step"] != int(target.name.removeprefix("step")):
             return None, 0, f"it holds step {state['step']!r:.20}, unlike its name"
-        if lacks := [key for key, kind in needs.items() if not isinstance(state.get(key), kind)]:
+        if lacks := [key for key, kind in (needs or {}).items() if not isinstance(state.get(key), kind)]:
             return None, 0, f"it holds no {lacks[0]}: resume with what wrote it"
         return state[part] if part else state, len(files), ""
     except FileNotFoundError as error:

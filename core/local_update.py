@@ -180,7 +180,7 @@ class LocalUpdateMethod(Loop, ABC):
         hooks: Called in this order.
         usage: Warns of mistakes around the method.
         average: Averages extra tensors, such as an EMA model's, at finish() and sync_for_eval().
-        share: What this rank of a node holds. None means that this process is a worker, and holds all of its state.
+        share: This rank's part of the outer state on a node. None means that this process is a worker by itself.
 
     Attributes:
         _trained: The parameters that require a gradient, DTensors as they are. `_params` and `_buffers` hold their

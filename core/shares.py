@@ -1,4 +1,4 @@
-"""What a rank of a node holds: its share of the outer state, and how it takes Algorithm 1's steps in the background.
+"""A rank's share of the outer state on a node, and Algorithm 1's steps on it, which run in the background.
 
 A worker may be a node of several ranks. Each rank then keeps x, m and the snapshot of its share only, and reduces only
 the share with the other nodes:
@@ -179,7 +179,7 @@ class Share:
         return self.method._share_numbers
 
     def _lay_out(self) -> None:
-        """Cuts the live parameters into pieces of this rank's share and the others, again if a storage has moved."""
+        """Cuts the live parameters where this rank's share begins and ends, again if a storage has moved."""
         m = self.method
         layout = [(p.data_ptr(), p.stride()) for p in m._params]
         if layout == self._layout:

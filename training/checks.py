@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from core.config import CO2Config, check_share
+from core.config import check_share
 from core.ddp import check_compression
 from core.errors import UserError
 from core.methods import check_apart
@@ -224,22 +224,10 @@ def check_start(recipe: Recipe, workers: int | None) -> int:
         check_nodes(node, recipe.zero, workers or node)
     if recipe.method == "co2" and (node > 1 or recipe.layout):  # a rank holds a share of the outer state
         check_share(recipe.co2, shard=recipe.shard)
-    if recipe.elastic and node > 1:
-        check_islands(recipe.co2)
     check_apart(recipe.method, recipe.co2, node)
     if recipe.method == "ddp":
         check_compression(recipe.ddp_compression, sharded=recipe.zero >= 2)
     return share
-
-
-def check_islands(c: CO2Config) -> None:
-    """Refuses settings that elastic nodes do not have. Only the first rank of such a node takes part in all-reduces."""
-    for name, given, usual in (("merge", c.merge, "restart"), ("compression.format", c.compression.format, "float32")):
-        if given != usual:
-            raise UserError(
-                f"{name}={given!r} with elastic and several workers per node: the ranks of such a node take averages "
-                f"from its first rank, at boundaries and in float32; give --co2.{name} {usual}, or leave elastic out"
-            )
 
 
 def check_batch_norm(recipe: Recipe, model: nn.Module, workers: int) -> None:

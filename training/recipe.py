@@ -324,8 +324,7 @@ def starting_point(recipe: R, overrides: Sequence[str]) -> R:
     method = given.get("method", recipe.method)
     if "recommended" in given and method != "co2":
         raise UserError(f"recommended is CO2's own, method {method!r} does not have it: leave it out")
-    islands = "elastic" in given and given.get("per_node", "1") != "1"  # see checks.check_islands
-    usual = recipe.recommended and method == "co2" and not islands and "no_recommended" not in given
+    usual = recipe.recommended and method == "co2" and "no_recommended" not in given
     if "recommended" not in given and not usual:
         return dataclasses.replace(recipe, recommended=False)
     co2 = dataclasses.replace(CO2Config.recommended(), tau=recipe.co2.tau)

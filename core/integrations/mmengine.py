@@ -89,7 +89,8 @@ class CO2Hook(Hook):
         self._saved: dict[str, Any] | None = None  # the method's state in a loaded checkpoint
 
     def before_run(self, runner: Runner) -> None:
-        for loop in (runner._train_loop, runner._val_loop, runner._test_loop):
+        for name in ("_train_loop", "_val_loop", "_test_loop"):
+            loop = getattr(runner, name, None)
             shield(getattr(loop, "dataloader", None))  # a loop that is not built yet is a dict
         if isinstance(runner.model, DistributedDataParallel):  # its gradient hooks only run in its own forward pass
             runner.model = runner.model.module
