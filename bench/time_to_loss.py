@@ -41,6 +41,7 @@ from bench.report import Asked, Metrics, Summary, require, require_company
 from core.errors import UserError
 from core.local_update import LocalUpdateMethod, SyncSchedule
 from core.methods import make_method
+from core.placement import node_mesh
 from core.tau import CALIBRATION_TAU
 from core.testing.link import ThrottledLink
 from training.data import steps_per_epoch
@@ -51,9 +52,6 @@ from training.script import launch
 TIMEOUT = 300.0  # seconds until a missing worker is an error
 NONE = "none"  # the same steps without communication
 CPU = torch.device("cpu")
-RUN = SimpleNamespace(
-    device=CPU, autocast=contextlib.nullcontext, scaled=lambda loss: loss
-)  # what a backward pass reads of a Run
 
 # -- methods ----------------------------------------------------------------------------------------------------
 
@@ -70,7 +68,8 @@ METHODS = (NONE, *OURS, *PEERS)
 def options_of(method: str) -> list[str]:
     """NAME or NAME:key=value,..., as options of a train script. like, rule, first and every are L-GreCo's.
 
-    A blocking method's share=0.1 is no option of a train script: see `ShareOfWaiting`.
+    Some are no options of a train script: a blocking method's share=0.1 (see `ShareOfWaiting`), and of ddp the MiB of a
+    bucket, as cap=0.25, and the micro-batches of an update, as accumulate=4.
     """
     name, _, rest = method.partition(":")
     if name not in METHODS:
@@ -84,6 +83,12 @@ def options_of(method: str) -> list[str]:
         key, _, value = text.partition("=")
         if key == "share" and name in BLOCKING:
             share_of(method)
+            continue
+        if key in ("cap", "accumulate") and name == "ddp":
+            of_ddp(method, key)
+            continue
+        if key == "nodes" and name not in PEERS:
+            nodes_of(method)
             continue
         if key not in keys or not value:
             raise UserError(f"methods: {method!r} has {text!r}; give one of {', '.join(keys)}, as in {name}:tau=12")
@@ -100,6 +105,26 @@ def share_of(method: str) -> float | None:
         if 0 < (share := float(text[1])) < 1:
             return share
     raise UserError(f"methods: {method!r} has {text[0][1:]!r}; give a number between 0 and 1")
+
+
+def of_ddp(method: str, key: str) -> float | None:
+    """The number of cap=... or accumulate=... in a method, or None."""
+    text = re.search(f"[:,]{key}=([^,]*)", method)
+    if text is None:
+        return None
+    with contextlib.suppress(ValueError):
+        if 0 < (number := float(text[1])) < math.inf and (key == "cap" or number % 1 == 0):
+            return number
+    remedy = "MiB, above 0" if key == "cap" else "a whole number of micro-batches"
+    raise UserError(f"methods: {method!r} has {text[0][1:]!r}; give {remedy}")
+
+
+def nodes_of(method: str) -> int:
+    """The ranks of a node, which are one worker, as in co2:nodes=2; 1 without it."""
+    text = re.search("[:,]nodes=([^,]*)", method)
+    if text and not (text[1].isdigit() and int(text[1])):
+        raise UserError(f"methods: {method!r} has {text[0][1:]!r}; give a whole number of ranks")
+    return int(text[1]) if text else 1
 
 
 class ShareOfWaiting(SyncSchedule):
@@ -233,7 +258,9 @@ class TimeToLoss(Asked):
     """none (no communication), or a method of this project or of another package.
     `local:tau=12,compression=int4` changes settings."""
     workers: int = 4
-    """Workers, each on a node of its own."""
+    """Ranks. Without nodes=..., each is a worker."""
+    per_node: int = 1
+    """Ranks on each emulated node, which reach each other without the link."""
     step_ms: float = 0.0
     """Stretch the forward and backward pass to this time, so that workers do not compete for cores. 0 does not."""
     eval_every: int = 4
@@ -248,7 +275,9 @@ class TimeToLoss(Asked):
     """Throttle collectives in software instead of making network namespaces. Not for other packages."""
 
     def check(self) -> None:
-        require(self, once="tasks rates seeds methods", tasks=TASKS, ones="eval_every")
+        require(self, once="tasks rates seeds methods", tasks=TASKS, ones="eval_every per_node")
+        if self.workers % self.per_node:
+            raise UserError(f"per_node={self.per_node} does not divide {self.workers} workers: give a divisor")
         require(self, positive="rates workers limit_seconds" + (" target" if self.target is not None else ""))
         require_company(self)
         for method in self.methods:
@@ -285,6 +314,8 @@ def work(o: TimeToLoss, run: Planned, task: Learned, interface: str | None, fold
     model = task.model(recipe).train()
     torch.manual_seed(seed * 1_000_003 + rank)
     optimizer = task.script.make_optimizer(model, recipe.optim)
+    every = int(of_ddp(method, "accumulate") or 1)  # micro-batches of an update, at equal samples
+    of_run = SimpleNamespace(device=CPU, autocast=contextlib.nullcontext, scaled=lambda loss: loss / every)
     pacer = standin.Pacer(o.step_ms / 1e3, 1)
     if o.step_ms:
         standin.pace(model, pacer)
@@ -312,12 +343,16 @@ def work(o: TimeToLoss, run: Planned, task: Learned, interface: str | None, fold
         began, stopped = time.perf_counter(), 0.0
         for number, batch in enumerate(batches, start=1):
             pacer.restart()
-            task.script.backward(RUN, recipe, trainer.model, *batch)
-            clip_gradients(model, recipe.optim)
-            trainer.optimizer.step()
-            trainer.optimizer.zero_grad()
+            updates = number % every == 0 or number == total
+            with contextlib.nullcontext() if updates else trainer.model.no_sync():  # pyright: ignore
+                task.script.backward(of_run, recipe, trainer.model, *batch)
+            if updates:
+                clip_gradients(model, recipe.optim)
+                trainer.optimizer.step()
+                trainer.optimizer.zero_grad()
             set_rate(number)
-            trainer.after_step(last=number == total)
+            if updates:
+                trainer.after_step(last=number == total)
             if number == total:
                 trainer.finish()
             if number % o.eval_every == 0 or number == total:
@@ -345,6 +380,8 @@ def start(
         lr=lambda: optimizer.param_groups[0]["lr"],
         timeout=TIMEOUT,
         link=ThrottledLink(link_mbit) if link_mbit else None,
+        mesh=node_mesh("cpu", nodes_of(method)) if nodes_of(method) > 1 else None,
+        **({"bucket_cap_mb": cap} if (cap := of_ddp(method, "cap")) else {}),
         **recipe.own_settings,
     )
     if (share := share_of(method)) is not None:
@@ -415,7 +452,7 @@ def train(o: TimeToLoss, cluster: Cluster | None, task: Learned, run: Planned, l
         patience = 2 * o.limit_seconds + 120  # wall-clock, with the start
         ended, reason = "not reached", ""
         try:
-            finished = run_ranks(work, cluster, 1, o.workers, *job, timeout=patience, until=over)
+            finished = run_ranks(work, cluster, o.per_node, o.workers // o.per_node, *job, timeout=patience, until=over)
             ended = "not reached" if finished else "out of time"
         except TimeoutError:
             ended = "out of time"
@@ -541,7 +578,7 @@ def run_all(o: TimeToLoss, session: report.Session) -> None:
             so_far = session.result["runs"]
             yield row | outcome(o, row, so_far) | {"late": outcome(o, row, so_far, late=True)}
 
-    with report.network(o.throttle, o.workers, o.rates[0]) as cluster:
+    with report.network(o.throttle, o.workers // o.per_node, o.rates[0]) as cluster:
         session.take("runs", runs(cluster))
     for run in session.result["runs"]:  # a run without communication may have come after this one
         run |= outcome(o, run, session.result["runs"])

@@ -36,6 +36,7 @@ class Pending(Protocol):
 
 
 Stage = tuple[Sequence[Pending], int]  # pending collectives, and the bytes that this worker sends for them
+PAUSE: Stage = ((), 0)  # the next stage needs something that the caller has yet to give: see AsyncAllReduce.resume
 # Thread blocks that one NCCL collective may occupy, each on its own multiprocessor (results/gpu.md). Over sockets NCCL
 # uses two. A matrix product is 11 % slower next to eight waiting blocks, and 7 % slower next to two.
 MAX_CTAS = 8
@@ -407,6 +408,7 @@ class AsyncAllReduce:
         # Its kernels are small and peers wait for them, hence the high priority.
         self._side = torch.cuda.Stream(device, priority=-1) if self._by_nccl or device.type == "cuda" else None
         self._end_mark: Mark = 0.0  # with NCCL, the end of the queued stages
+        self._queued: tuple[Mark, Iterator[Stage]] = 0.0, iter(())  # with NCCL, the begin of the stages, and the rest
         self._thread: threading.Thread | None = None
         self._caller_waits = threading.Event()  # tells the thread that the caller waits, so polling can stop
         self._error: Exception | None = None  # raised by a stage
@@ -554,18 +556,25 @@ class AsyncAllReduce:
             self._side.wait_stream(torch.cuda.current_stream(self.device))
         with self._on_side_stream():
             if self._by_nccl:
-                began = mark(self.device)
-                while (stage := self._next(stages)) is not None:
-                    for work in self._count_bytes(stage):
-                        work.wait()  # the stream waits, not the host, because no timeout is given
-                self._end_mark = mark(self.device)
-                self.seconds = between(began, self._end_mark)
-                return
+                self._queued = mark(self.device), stages
             began = time.perf_counter()
-            stage = self._next(stages)
+            stage = None if self._by_nccl else self._next(stages)
+        self.resume()
         if stage is not None:
             self._thread = threading.Thread(target=self._run_stages, args=(began, stage, stages), daemon=True)
             self._thread.start()
+
+    def resume(self) -> None:
+        """Queues the stages up to the next PAUSE with NCCL. With gloo, the thread waits inside a stage."""
+        if not self._by_nccl:
+            return
+        began, stages = self._queued
+        with self._on_side_stream():
+            while (stage := self._next(stages)) not in (None, PAUSE):
+                for work in self._count_bytes(stage):
+                    work.wait()  # the stream waits, not the host, because no timeout is given
+            self._end_mark = mark(self.device)
+            self.seconds = between(began, self._end_mark)
 
     def _next(self, stages: Iterator[Stage]) -> Stage | None:
         """Starts the next stage, and returns it; None after the last."""
@@ -696,10 +705,15 @@ class Reducer:
 
         The generator keeps no reference to the group, which is None for one worker.
         """
+        for i in range(len(self.flats)):
+            yield from self.of_bucket(i, group, number, i)
+
+    def of_bucket(self, i: int, group: dist.ProcessGroup | None, number: int, turn: int) -> Iterator[Stage]:  # noqa: ARG002
+        """Yields the stages of bucket `i` alone, after `turn` other buckets of this all-reduce."""
         if group is not None:
-            for flat, bucket in itertools.zip_longest(self.flats, self._of):
-                for part in [flat] if bucket is None or bucket.is_whole else bucket.sent(flat):
-                    yield sum_flats([part], group)
+            flat, bucket = self.flats[i], self._of[i] if self._of else None
+            for part in [flat] if bucket is None or bucket.is_whole else bucket.sent(flat):
+                yield sum_flats([part], group)
 
 
 class ScatterReducer(Reducer):

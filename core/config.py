@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import outer
-from .buckets import Bucket, BucketShare, Scalars
+from .buckets import Scalars
 from .comm import Reducer, backend_for
 from .compression.formats import BLOCK, BLOCK_BYTES, NarrowFormat
 from .compression.lgreco import LGrecoConfig, parse
@@ -101,15 +101,9 @@ class CompressionConfig:
         return {compression: BLOCK_BYTES.get(compression, 4 * BLOCK) / BLOCK for compression in formats}
 
     def reducer(
-        self,
-        buckets: Sequence[Bucket | BucketShare],
-        scalars: Scalars,
-        rank: int,
-        world_size: int,
-        *,
-        owned: bool = False,
+        self, buckets: Sequence[Any], scalars: Scalars, rank: int, world_size: int, *, owned: bool = False
     ) -> Reducer:
-        """Makes the Reducer of this format, which is not float32.
+        """Makes the Reducer of this format, which is not float32, for buckets or their parts.
 
         With `owned`, each worker gets only the average of the part that it owns.
         """

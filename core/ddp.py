@@ -3,51 +3,62 @@
 from __future__ import annotations
 
 import inspect
+import itertools
+import math
+import queue
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from . import failure
 from .buckets import (
+    Bucket,
+    Part,
     Scalars,
     as_real,
     copy,
     has_mean,
     is_dtensor,
     keep_unchanged,
-    make_buckets,
     refuse_inference_mode,
     tensors_of,
     views,
 )
 from .checkpoint import all_finite
-from .comm import broadcast, compare, leave_group, new_group, ring_bytes
+from .comm import PAUSE, Stage, broadcast, compare, gather_parts, leave_group, new_group, ring_bytes, sum_parts
+from .compression.quantized import HELD_BACK
 from .config import CompressionConfig
-from .errors import DivergedError, UserError
+from .errors import DivergedError, UserError, is_number
 from .hooks import Hook, Requests
 from .local_update import Loop, of_rank, on_host, under_rank
-from .stats import AsyncReadback, Mark, RoundStats, Seconds, between, mark
+from .placement import groups_of
+from .stats import AsyncReadback, Mark, RoundStats, between, mark, plus
 from .testing.link import Link, allreduce_over
 
 EVERY, FIRST = 100, 10  # steps of L-GreCo's period and first decision; the authors' code: every 100 after 1,000
 
 
 class GradientCompression:
-    """Averages the gradients of all of DistributedDataParallel's buckets at once, when the last bucket is ready.
+    """Averages gradients in a compressed format during the backward pass, as a hook of DistributedDataParallel (DDP).
 
-    A choice or a rounding for the whole model needs the whole backward pass, so the all-reduce does not overlap with
-    it. While a GradScaler searches its scale, gradients may not be finite. Error feedback then discards these values.
+    One all-reduce lasts as long as a backward pass. The hook puts each bucket that is ready in a queue. The stages take
+    the buckets from there, in DDP's order, which is the same on all workers, and average each bucket by itself. The
+    last bucket waits for the end. L-GreCo then chooses for later steps. DDP makes new buckets after the first step, so
+    error feedback starts again. It discards values that are not finite, as while a GradScaler searches its scale.
 
     Args:
-        model: The model that DistributedDataParallel wraps.
+        model: The model that DDP wraps.
         compression: Any format except float32.
         group, timeout, link: See CommonArgs.
+        inner_group: This node's ranks, which average in float32. Each then sends its share of a bucket to the ranks
+            with the same share on other nodes (`group`). Not for lgreco.
     """
 
     def __init__(
@@ -58,52 +69,98 @@ class GradientCompression:
         group: dist.ProcessGroup | None,
         timeout: float,
         link: Link | None,
+        inner_group: dist.ProcessGroup | None = None,
     ):
-        params = [p for p in model.parameters() if p.requires_grad]
+        self._params = params = [p for p in model.parameters() if p.requires_grad]
         compression.check(params, group)
+        self._place, self._device = {id(p): i for i, p in enumerate(params)}, params[0].device
         self._scalars = Scalars({"steps": 1, "weight": 1})
-        self.buckets = make_buckets(params, [], self._scalars.numel)
-        self._scalars.attach(self.buckets[0].scalars)
-        device = self.buckets[0].flat.device
-        self.allreduce = allreduce_over(link)(device, group=group, timeout=timeout, overlap=False, failures=failure)
-        if compression.format == "lgreco":  # every step is a round here, so the defaults of its period differ
-            lgreco = replace(
-                compression.lgreco, every=compression.lgreco.every or EVERY, first=compression.lgreco.first or FIRST
-            )
-            compression = replace(compression, lgreco=lgreco)
-        self.reducer = compression.reducer(self.buckets, self._scalars, self.allreduce.rank, self.allreduce.world_size)
-        self._views = {id(p): v for b in self.buckets for p, v in zip(b.params, b.payload_views, strict=True)}
-        # of each bucket that is ready: its future, DDP's buffer, the gradients, and their places in the payload
-        self._ready: list[tuple[Any, Tensor, list[Tensor], list[Tensor]]] = []
+        self._scalars.attach(torch.ones(2, device=self._device))  # every worker counts in every step
+        self.allreduce = allreduce_over(link)(self._device, group=group, timeout=timeout, failures=failure)
+        self._inner, self._per_node = inner_group, dist.get_world_size(inner_group) if inner_group is not None else 1
+        self.allreduce.timed_groups += [inner_group] if inner_group is not None else []
+        if (own := compression.lgreco) and compression.format == "lgreco":  # its defaults differ: each step is a round
+            own = replace(own, every=own.every or EVERY, first=own.first or FIRST)
+        self._compression = replace(compression, lgreco=own)
+        self._queue = queue.SimpleQueue[tuple[dict[int, Tensor], Mark, bool]]()  # gradients, time, whether it is last
+        self._ready: list[tuple[Any, Tensor]] = []  # of each bucket that is ready: its future, and DDP's buffer
+        self._former: Any = None  # former buckets, whose memory a GPU may still read
+        self.idle = 0.0  # seconds in which the last all-reduce waited for gradients
+        self._make([[i for i, p in enumerate(params) if p.dtype == d] for d in dict.fromkeys(p.dtype for p in params)])
+
+    def _make(self, places: list[list[int]]) -> None:
+        """Makes buckets of the parameters at these places in the model, which ascend."""
+        self._places, parts = places, self._per_node
+        self.buckets = [Bucket([self._params[i] for i in each], [], parts=parts) for each in places]
+        sent: Sequence[Any] = self.buckets
+        if self._inner is not None:
+            shares = [b.flat.view(parts, -1)[dist.get_rank(self._inner)] for b in self.buckets]
+            sent = [Part(share, len(share), share, share[:0], share[:0]) for share in shares]
+        self.reducer = self._compression.reducer(sent, self._scalars, self.allreduce.rank, self.allreduce.world_size)
 
     def hook(self, _, bucket):  # DDP evaluates annotations, and cannot evaluate these types
-        """DDP's communication hook. The last bucket starts the all-reduce, which sets the futures of all buckets."""
-        gradients, payloads = bucket.gradients(), [self._views[id(p)] for p in bucket.parameters()]
-        copy(payloads, gradients)
-        future = torch.futures.Future(devices=[gradients[0].device] if gradients[0].is_cuda else None)
-        self._ready.append((future, bucket.buffer(), gradients, payloads))
+        """DDP's communication hook. The first bucket starts the all-reduce, and the last one waits for it."""
+        gradients, places = bucket.gradients(), [self._place[id(p)] for p in bucket.parameters()]
+        future = torch.futures.Future(devices=[self._device] if self._device.type == "cuda" else None)
+        self._ready.append((future, bucket.buffer()))
+        self._queue.put((dict(zip(places, gradients, strict=True)), mark(self._device), bucket.is_last()))
+        if not self.allreduce.in_flight:
+            self.allreduce.launch(self._stages(self.allreduce.group, self.allreduce.launched + 1))
+        with self.allreduce.counted():
+            self.allreduce.resume()
         if bucket.is_last():
-            self._reduce()
+            self.allreduce.wait()
+            self._former, ready, self._ready = None, self._ready, []
+            for each, buffer in ready:
+                each.set_result(buffer)
         return future
 
     @torch.no_grad()
-    def _reduce(self) -> None:
-        """All-reduces the payloads, and gives DDP the averages."""
-        self._scalars.set("steps", 1.0)
-        self._scalars.set("weight", 1.0)
-        self.allreduce.launch(self.reducer.stages(self.allreduce.group, self.allreduce.launched + 1))
-        self.allreduce.wait()
-        for flat in (f for flats in self.reducer.state.values() for f in flats):
-            flat.nan_to_num_(0.0, 0.0, 0.0)
-        ready, self._ready = self._ready, []
-        for future, buffer, gradients, averages in ready:
-            copy(gradients, averages)
-            future.set_result(buffer)
+    def _stages(self, group: dist.ProcessGroup | None, number: int) -> Iterator[Stage]:
+        """Yields the stages of one backward pass. They replace the gradients by their averages."""
+        self.idle, turn, last, changed = 0.0, 0, False, False
+        delivered, done = list[dict[int, Tensor]](), 0
+        while not last:
+            yield PAUSE
+            began = time.perf_counter()
+            gradients, ready, last = self._queue.get()
+            self.idle += time.perf_counter() - began
+            if isinstance(ready, torch.cuda.Event):
+                torch.cuda.current_stream(self._device).wait_event(ready)
+            delivered.append(gradients)
+            changed |= not self._found(gradients)
+            if changed and not last:
+                continue  # L-GreCo can only start again when all new buckets are known
+            if changed:
+                self._former, turn = (self.buckets, self.reducer), 0
+                self._make([*map(sorted, delivered)])
+            for gradients in delivered[done:]:
+                for i in self._found(gradients):
+                    bucket, own = self.buckets[i], [gradients[place] for place in self._places[i]]
+                    copy(bucket.payload_views, own)
+                    if self._inner is not None:
+                        yield from sum_parts(bucket.flat, self._inner)
+                        bucket.flat.div_(self._per_node)
+                    yield from self.reducer.of_bucket(i, group, number, turn)
+                    if self._inner is not None:
+                        yield gather_parts(bucket.flat, self._inner)
+                    copy(own, bucket.payload_views)
+                    for name, flats in self.reducer.state.items():
+                        for flat in flats[i : i + 1] if name in HELD_BACK else flats if last else []:
+                            flat.nan_to_num_(0.0, 0.0, 0.0)
+                    turn += 1
+            done = len(delivered)
+
+    def _found(self, gradients: dict[int, Tensor]) -> list[int]:
+        """Returns the buckets that make up one of DDP's, several after a resume. Without them DDP has made new ones."""
+        found = [i for i, places in enumerate(self._places) if gradients.keys() >= {*places}]
+        return found if sum(len(self._places[i]) for i in found) == len(gradients) else []
 
     def state_dict(self) -> dict[str, Any]:
         """Returns this worker's state in host memory."""
         state = {name: on_host(flats) for name, flats in self.reducer.state.items()}
-        return {"reducer": state, "launched": self.allreduce.launched, "workers": self.allreduce.world_size}
+        counts = {"launched": self.allreduce.launched, "workers": self.allreduce.world_size, "inner": self._per_node}
+        return {"reducer": state, "buckets": self._places} | counts
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -112,8 +169,10 @@ class GradientCompression:
         With another number of workers, error-feedback residuals are discarded.
         """
         self.allreduce.restore(state["launched"], False)
-        if state["workers"] != self.allreduce.world_size:
+        if (state["workers"], state.get("inner", 1)) != (self.allreduce.world_size, self._per_node):
             return
+        if sorted(itertools.chain(*(places := state.get("buckets", [])))) == [*range(len(self._params))]:
+            self._make(places)
         own, saved = self.reducer.state, state["reducer"]
         shapes = [{name: [len(f) for f in flats] for name, flats in each.items()} for each in (saved, own)]
         if shapes[0] != shapes[1]:
@@ -140,6 +199,9 @@ class DDP(Loop):
         compression: How gradients are compressed for the network, see GradientCompression.
         hooks: Only a Requests hook is used. Its requests are exchanged every ASK_EVERY steps.
         synchronous: Whether a model of plain tensors also synchronizes itself (training.layouts.parallel).
+        mesh: [nodes, workers per node]. With a compression except lgreco, a node's workers average gradients in
+            float32, and only the averages of the nodes are compressed.
+        **options: Other arguments of DistributedDataParallel, such as bucket_cap_mb and find_unused_parameters.
 
     Raises:
         UserError: If no parameter requires a gradient, or the workers' models differ in shapes.
@@ -156,10 +218,14 @@ class DDP(Loop):
         compression: CompressionConfig | None = None,
         hooks: Sequence[Hook] = (),
         synchronous: bool = False,
+        mesh: DeviceMesh | None = None,
+        **options: Any,
     ):
         refuse_inference_mode()
         if not any(p.requires_grad for p in model.parameters()):
             raise UserError("no parameter requires a gradient: nothing to train")
+        if not (is_number(cap := options.get("bucket_cap_mb", 25)) and 0 < cap < math.inf):
+            raise UserError(f"bucket_cap_mb={cap!r}: give MiB, above 0, as 25 is usual")
         self.tau, self.rounds, self.stats, self.model = 1, 0, RoundStats(), model
         device = next(model.parameters()).device
         self.group = new_group(group, timeout, device)
@@ -186,14 +252,17 @@ class DDP(Loop):
         tensors = tensors_of([*model.parameters(), *model.buffers()], "parameters")
         if compression is not None and compression.format == "float32":
             compression = None
-        compare(("ddp", compression), tensors, self.group)
+        compare(("ddp", compression, options), tensors, self.group)
         broadcast(tensors, self.group, device)
         self._first_values = self._flat_buffers()
         if compression is not None:
-            self.compression = GradientCompression(model, compression, group=self.group, timeout=timeout, link=link)
+            across, inner = groups_of(mesh if compression.format != "lgreco" else None, self.group)
+            self.compression = GradientCompression(
+                model, compression, group=across, inner_group=inner, timeout=timeout, link=link
+            )
         accepted = inspect.signature(DistributedDataParallel).parameters
         name = "forward_sync_buffers" if "forward_sync_buffers" in accepted else "broadcast_buffers"  # torch < 2.13
-        options: dict[str, Any] = {name: False, "init_sync": False}
+        options |= {name: False, "init_sync": False}
         self.model = DistributedDataParallel(model, process_group=self.group, **options)
         self.model.register_comm_hook(None, self.compression.hook if self.compression else self._all_reduce)
 
@@ -218,7 +287,7 @@ class DDP(Loop):
         """Counts a step. Call it after every optimizer step.
 
         exposed_seconds is the time of the last bucket, because its launch ends the backward pass. allreduce_seconds
-        covers all buckets without the gaps between them.
+        covers all buckets without the gaps between them. With a compression, a GPU's times contain these gaps.
 
         Args:
             last: Not used.
@@ -235,12 +304,15 @@ class DDP(Loop):
             self._send()
         self._requests.grant()
         self.stats = stats = RoundStats(self.rounds, local_steps=1, bytes_sent=self._bytes)
-        if self._spans:
-            stats.exposed_seconds, stats.allreduce_seconds = between(*self._spans[-1]), _union(self._spans)
+        if spans := self._spans:
+            times = [s for s in spans if isinstance(s[0], float)]  # on a GPU the gaps between spans count, too
+            gaps = sum(max(0.0, b[0] - a[1]) for a, b in itertools.pairwise(times))  # pyright: ignore[reportOperatorIssue]
+            stats.exposed_seconds = between(*spans[-1])
+            stats.allreduce_seconds = between(spans[0][0], spans[-1][1], excluding=gaps)
         if self.compression is not None:
             allreduce = self.compression.allreduce
             stats.bytes_sent, stats.exposed_seconds = allreduce.bytes_sent, allreduce.exposed
-            stats.allreduce_seconds = allreduce.seconds
+            stats.allreduce_seconds = plus(allreduce.seconds, -self.compression.idle)
         if self._sharded:
             stats.exposed_seconds = stats.allreduce_seconds = float("nan")
         self._bytes, self._spans = 0, []
@@ -343,15 +415,3 @@ def check_compression(compression: CompressionConfig, *, sharded: bool) -> None:
         raise UserError(
             f"ddp_compression.format={compression.format!r} with ZeRO: shards are sent as float32; leave it out"
         )
-
-
-def _union(spans: list[tuple[Mark, Mark]]) -> Seconds:
-    """Returns the seconds during which at least one span runs. On a GPU the gaps between spans count, too."""
-    if isinstance(spans[0][0], torch.cuda.Event):
-        return between(spans[0][0], spans[-1][1])
-    total = until = 0.0
-    for start, end in spans:
-        assert not isinstance(start, torch.cuda.Event) and not isinstance(end, torch.cuda.Event)
-        total += end - max(start, until)
-        until = end
-    return total

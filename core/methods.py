@@ -426,7 +426,7 @@ def _check_co2(given: MethodArgs) -> None:
 
 def _ddp(given: MethodArgs) -> tuple[nn.Module, Any]:
     """Makes DDP."""
-    options: dict[str, Any] = {**given.args}
+    options: dict[str, Any] = {**given.args, "mesh": given.mesh}
     made = DDP(given.model, average_buffers=bool(options.pop("buffers")), compression=given.own, **options)
     return made.model, made
 
@@ -517,8 +517,9 @@ def make_method(
         average_buffers: Whether the model's floating-point buffers are averaged.
         mesh: [nodes, workers per node]. The workers of a node synchronize gradients in every step, and the method runs
             across nodes. With methods other than co2, hooks then receive only the workers with the same index in their
-            node. ddp synchronizes all workers in every step anyway.
-        **settings: The method's own settings by its key: diloco, slowmo, overlap_local, or ddp_compression.
+            node. ddp synchronizes all workers in every step, and compresses only what crosses nodes (see DDP).
+        **settings: The method's own settings by its key: diloco, slowmo, overlap_local, or ddp_compression. With ddp
+            also bucket_cap_mb and find_unused_parameters of torch's DistributedDataParallel.
 
     Returns:
         The module to call in the loop, and the method, whose step() follows every optimizer step.
@@ -530,8 +531,11 @@ def make_method(
     co2 = replace(of_kind(co2, CO2Config, "co2"))  # names all settings, so that CO2 does not warn
     if not isinstance(model, nn.Module):
         raise UserError(f"model: a {type(model).__name__} is given: give the module itself")
+    of_torch = {
+        k: settings.pop(k) for k in ("bucket_cap_mb", "find_unused_parameters") if name == "ddp" and k in settings
+    }
     own = check_settings(name, co2, shard=shard, offload=offload, schedule=schedule, **settings)
-    options = CommonArgs(group=group, timeout=timeout, link=link, hooks=hooks)
+    options = CommonArgs(group=group, timeout=timeout, link=link, hooks=hooks, **of_torch)
     options["buffers"] = list(model.buffers()) if average_buffers else []
     if average is not None and spec.local:
         options["average"] = average

@@ -4,7 +4,7 @@ import sys
 
 import torch
 import torch.distributed as dist
-from co2_training import CO2Config, ShardedCO2, load, save
+from co2_training import CO2, CO2Config, load, save
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -27,8 +27,10 @@ for block in model:
 fully_shard(model, mesh=mesh["dp_shard"])
 optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
 torch.manual_seed(rank)
-with ShardedCO2(model.parameters(), CO2Config.paper(tau=6, outer_momentum=0.0), mesh=mesh) as co2:
+with CO2(model.parameters(), CO2Config.recommended(steps=STEPS, tau=6), mesh=mesh) as co2:
     step, due = load(FOLDER, model, optimizer, co2) or 0, False
+    if rank == 0:
+        print(f"resumed at step {step}")
     while step < STEPS:
         batch = torch.randint(len(x), (32,))
         nn.functional.cross_entropy(model(x[batch]), y[batch]).backward()

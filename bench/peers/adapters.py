@@ -4,6 +4,7 @@ Nothing here reimplements a package's method. Each function configures a package
 period that the benchmark compares. Functions import their packages, so a missing one costs nothing but its row.
 """
 
+import functools
 import importlib.util
 import os
 import socket
@@ -79,16 +80,27 @@ def post_local_sgd(task: Task) -> Trainer:
     return Trainer(task.model, optimizer, stats=lambda: {"rounds": -(-averager.step // task.tau)})
 
 
-def powersgd(task: Task) -> Trainer:
-    """DDP whose gradients travel as matrices of rank 1 from step 2 on (PowerSGD: Vogels et al., NeurIPS 2019).
+def fp16_compress(task: Task) -> Trainer:
+    """DDP whose gradients travel as float16, with its default buckets, during the backward pass."""
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+    from torch.nn.parallel import DistributedDataParallel
 
-    One bucket holds all gradients. The hook waits for a second all-reduce in the callback of the first one. gloo has
-    two threads for callbacks and all-reduces, and two buckets that do this at once would lock it up.
+    model = DistributedDataParallel(task.model)
+    model.register_comm_hook(None, fp16_compress_hook)
+    return Trainer(model, task.optimizer)
+
+
+def powersgd(task: Task, rank: int = 1) -> Trainer:
+    """DDP whose gradients travel as matrices of low rank from step 2 on, with error feedback.
+
+    PowerSGD: Vogels et al., NeurIPS 2019. One bucket holds all gradients. The hook waits for a second all-reduce in the
+    callback of the first one. gloo has two threads for callbacks and all-reduces, and two buckets that do this at once
+    would lock it up.
     """
     from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
     from torch.nn.parallel import DistributedDataParallel
 
-    state = PowerSGDState(process_group=None, matrix_approximation_rank=1, start_powerSGD_iter=2)
+    state = PowerSGDState(process_group=None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
     model = DistributedDataParallel(task.model, bucket_cap_mb=1 << 14)
     model.register_comm_hook(state, powerSGD_hook)
     return Trainer(model, task.optimizer)
@@ -198,7 +210,9 @@ def split(model: nn.Module, parts: int) -> list[nn.Module]:
 
 PEERS = {
     "torch_post_local": Peer("torch", post_local_sgd),
+    "torch_fp16": Peer("torch", fp16_compress),
     "torch_powersgd": Peer("torch", powersgd),
+    "torch_powersgd_rank4": Peer("torch", functools.partial(powersgd, rank=4)),
     "torchft_diloco": Peer("torchft-nightly", diloco),
     "torchft_streaming": Peer("torchft-nightly", streaming_diloco),
 }

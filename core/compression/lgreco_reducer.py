@@ -175,7 +175,7 @@ class LGreco(Reducer):
         self.decider = decider = Decider(self.layers, like, config, world_size)
         self.chosen: Sequence[Choice] = decider.uniform
         self.allocation: Allocation | None = None  # the last decision
-        flats, many = [b.flat for b in buckets], len(self.layers)
+        self.flats, many = (flats := [b.flat for b in buckets]), len(self.layers)
         slack = len(INTS) * world_size * BLOCK  # each int format is padded to whole blocks a worker
         self.staging = [b.flat.new_zeros(b.numel + slack + len(b.values)) for b in buckets]
         self.errors = [b.flat.new_zeros(b.numel + slack) for b in buckets]
@@ -202,24 +202,24 @@ class LGreco(Reducer):
         self._lay_out()
 
     @torch.no_grad()
-    def stages(self, group: dist.ProcessGroup | None, number: int) -> Iterator[Stage]:
+    def of_bucket(self, i: int, group: dist.ProcessGroup | None, number: int, turn: int) -> Iterator[Stage]:
         yield [], 0  # the encoding also runs in the background
-        self._follow()
-        if self._decide():
+        if turn == 0:
             self._follow()
-        for layout in self._layouts:
-            layout.gather()
-        self._sum_up(number, moved(self.scalars))
-        asked = self._ask(number) if not self.decider.fixed and self.clock.due(number) else None
-        parts = [self._ints.stages(group, number), *(stages(group) for stages in self._others)]
-        if asked is not None and group is not None:
-            parts.append(iter([sum_flats([asked], group)]))
+            if self._decide():
+                self._follow()
+        layout = self._layouts[i]
+        layout.gather()
+        self._sum_up(number, moved(self.scalars), i)
+        parts = [stages(group) for stages in self._senders[i]]
         # The steps of these reductions run together: the first step of each, then the second of each, in this order.
         while stages := [stage for part in parts if (stage := next(part, None)) is not None]:
             yield [work for works, _ in stages for work in works], sum(sent for _, sent in stages)
-        for layout in self._layouts:
-            layout.land()
-        if asked is not None:
+        layout.land()
+        if turn + 1 == len(self._layouts) and not self.decider.fixed and self.clock.due(number):
+            asked = self._ask(number)
+            if group is not None:
+                yield sum_flats([asked], group)
             self._receive(asked, number)
             if self._at_once(group):
                 self._decide()
@@ -233,14 +233,14 @@ class LGreco(Reducer):
 
     # -- the allocation -------------------------------------------------------------------------------------
 
-    def _sum_up(self, number: int, own: Tensor) -> None:
-        """Adds what this worker has to send, if it has moved (`own`, 0-d bool)."""
+    def _sum_up(self, number: int, own: Tensor, bucket: int = 0) -> None:
+        """Adds what this worker has to send in a bucket, if it has moved (`own`, 0-d bool)."""
         if self.decider.fixed or not self.clock.counts(number):
             return
-        self._summands += 1
-        for i, into in enumerate(self._sum_views()):
-            layout = self._layouts[self.layers[i].bucket]
-            into.add_(torch.where(own, layout.values[i] + layout.held[i], 0.0))
+        self._summands += bucket == 0
+        layout, sums = self._layouts[bucket], self._sum_views()
+        for i, values in layout.values.items():
+            sums[i].add_(torch.where(own, values + layout.held[i], 0.0))
 
     def _sum_views(self) -> list[Tensor]:
         return [self._sums[z.bucket][z.start : z.start + z.numel] for z in self.layers]
@@ -339,17 +339,16 @@ class LGreco(Reducer):
         """Builds the senders of the present allocation over views of the memory."""
         n, chosen = self.world_size, self.chosen
         self._layouts = [Layout(i, self) for i in range(len(self.buckets))]
-        parts, compressions, own, means = map(
-            list, zip(*(p for each in self._layouts for p in each.parts()), strict=True)
-        )
-        self._ints = Quantized(parts, self.scalars, self.rank, n, compressions, memory=(own, means))
-        self._others: list[Callable[..., Iterator[Stage]]] = []
+        self._senders: list[list[Callable[..., Iterator[Stage]]]] = []  # by bucket
         for layout in self._layouts:
+            parts, compressions, own, means = map(list, zip(*layout.parts(), strict=True))
+            ints = Quantized(parts, self.scalars, self.rank, n, compressions, memory=(own, means))
+            self._senders.append(senders := [partial(ints.stages, number=0)])
             values, held = layout.values, layout.held
             if top := layout.of_kind["top"]:
                 sparse = [Sparse(values[i], held[i], self.layers[i].kept(chosen[i].value)) for i in top]
-                self._others.append(partial(top_k, sparse, self.scalars, n))
+                senders.append(partial(top_k, sparse, self.scalars, n))
             if ranks := layout.of_kind["rank"]:
                 rows = {i: (self.layers[i].rows, -1) for i in ranks}
                 factored = [Factored(values[i].view(rows[i]), held[i].view(rows[i]), self._q_of(i)) for i in ranks]
-                self._others.append(partial(low_rank, factored, self.scalars, n))
+                senders.append(partial(low_rank, factored, self.scalars, n))

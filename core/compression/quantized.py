@@ -218,6 +218,12 @@ class Quantized(Reducer):
             yield all_gather(means, mean, group)
         self._unpack(means)
 
+    def of_bucket(self, i: int, group: dist.ProcessGroup | None, number: int, turn: int) -> Iterator[Stage]:  # noqa: ARG002
+        memory: Any = [[flats[i]] for flats in self.state.values()] or None
+        workers, compression = (self.rank, self.world_size), self.compressions[i]
+        one = Quantized([self.buckets[i]], self.scalars, *workers, compression, memory is not None, memory)
+        return one.stages(group, number)
+
     def _layout(self) -> list[int]:
         """Returns the bytes for one worker: every bucket's encoded chunk, then every bucket's share of the rest."""
         encoded = [

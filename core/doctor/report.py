@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import textwrap
 from collections.abc import Mapping
 from typing import Any
@@ -14,14 +13,10 @@ from ..tau import smallest_tau
 STEPS = (0.01, 0.03, 0.1, 0.3, 1.0)  # seconds of a local step, if the user gives none
 ROUNDS = 40  # rounds after which a tuner that always gets the same times has settled
 WIDTH, FIRST = 100, 13  # columns of the screen, and of a line's name
-COLUMNS = "{:<12}{:<5}{:<13}{:<12}{:<9}{:<10}{:<13}{:<8}{}"
-TITLES = ("local step", "tau", "compression", "wait after", "exposed", "boundary", "DDP exposed", "r", "take")
-# up to which r, and which method over int4 had the loss first there: results/seconds.md, "What hiding is worth"
-MAP = (
-    (5.0, "DDP, which hides its all-reduce"),
-    (20.0, "hidden rounds of 2 to 6 steps"),
-    (math.inf, "hidden rounds of 6 steps or more"),
-)
+COLUMNS = "{:<11}{:<4}{:<12}{:<11}{:<8}{:<9}{:<7}{:<10}{:<6}{}"
+TITLES = ("local step", "tau", "compression", "wait after", "exposed", "boundary", "DDP", "DDP int4", "r", "take")
+# over int4, by r: results/seconds.md, "What hiding is worth"
+MAP = "DDP up to r 5, hidden rounds of 2 to 6 steps up to r 20, then hidden rounds of 6 steps or more"
 LINKS = {"within": "in a node", "across": "across nodes", "all": "all workers"}
 
 
@@ -44,7 +39,10 @@ def choose(
         tuner.receive(number, [step], [seconds[tuner.compression]], [boundary])
     tau, took, float32 = tuner.tau, seconds[tuner.compression], seconds["float32"]
     exposed, own = max(0.0, 1 - tau * step / took), boundary / (max(tau * step, took) + boundary)
-    ddp = max(0.0, 1 - step / float32)  # a lower bound: float32 gradients in every step, all hidden by the step
+    losses = {"CO2": exposed + own}
+    for name, kind in (("DDP", "float32"), ("DDP, int4", "int4")):  # hidden by the backward pass, 2/3 of a step
+        wait = max(0.0, seconds[kind] - 2 / 3 * step)
+        losses[name] = wait / (step + wait)
     return {
         "step_seconds": step,
         "tau": tau,
@@ -54,8 +52,9 @@ def choose(
         "allreduce_seconds": took,
         "exposed_share": exposed,  # share of the time, as are the next two
         "boundary_share": own,
-        "ddp_share": ddp,
-        "take": "DDP" if ddp <= exposed + own else "CO2",
+        "ddp_share": losses["DDP"],
+        "ddp_int4_share": losses["DDP, int4"],
+        "take": min(("DDP", "DDP, int4", "CO2"), key=losses.__getitem__),
         "float32_ratio": float32 / step,
         "float32_tau": smallest_tau(float32, step, config.tau_margin),
         "reason": tuner.decisions[-1].reason,
@@ -100,16 +99,12 @@ def screen(report: Mapping[str, Any]) -> str:
         line("settings", "of CO2Config.recommended, with the times above:")
         lines.append(" " * FIRST + COLUMNS.format(*TITLES))
         for c in choices:
-            shares = (f"{c[name]:.1%}" for name in ("exposed_share", "boundary_share", "ddp_share"))
+            shares = [f"{c[f'{name}_share']:.1%}" for name in ("exposed", "boundary", "ddp", "ddp_int4")]
             steps = f"{c['awaited']} step{'s' * (c['awaited'] > 1)}"
             row = (c["tau"], c["compression"], steps, *shares, f"{c['float32_ratio']:.3g}", c["take"])
             lines.append(" " * FIRST + COLUMNS.format(_time(c["step_seconds"]), *row))
         line("", "r: a float32 all-reduce over a local step; take: the method that loses less time")
-        places: dict[str, list[str]] = {}
-        for c in choices:
-            places.setdefault(place(c["float32_ratio"]), []).append(f"{c['float32_ratio']:.3g}")
-        text = "; ".join(f"r {', '.join(ratios)}: {text}" for text, ratios in places.items())
-        line("  map", f"first at a loss (small models, int4): {text}")
+        line("  map", f"first at a loss (small models, int4): {MAP}")
         reason = f"{choices[0]['reason']}; with float32 {choices[0]['float32_tau']} steps"
         line("  why", reason if len(choices) == 1 else "--step_ms gives your own step, and says why")
         line("  call", "CO2(model.parameters(), CO2Config.recommended(steps=N), buffers=model.buffers())")
@@ -117,11 +112,6 @@ def screen(report: Mapping[str, Any]) -> str:
         line("FAILS", text)
     line("result", "a run would fail" if report["failures"] else "nothing found that would make a run fail")
     return "\n".join(lines)
-
-
-def place(ratio: float) -> str:
-    """Returns what the regime map says at r = `ratio`."""
-    return next(text for most, text in MAP if ratio <= most)
 
 
 def _time(seconds: float) -> str:

@@ -30,6 +30,7 @@ from bench.time_to_loss import (
     TimeToLoss,
     compare,
     limits,
+    of_ddp,
     options_of,
     outcome,
     ratio_of,
@@ -186,6 +187,12 @@ def test_a_method_may_have_another_wire_tau_and_learning_rate():
     )
     ddp = TASKS["vision"].parse(*options_of("ddp:compression=lgreco,like=int4,rule=uniform"))
     assert ddp.ddp_compression.lgreco.rule == "uniform"
+    own = "ddp:compression=int4,cap=0.25,accumulate=4"
+    assert TASKS["vision"].parse(*options_of(own)).ddp_compression.format == "int4"
+    assert (of_ddp(own, "cap"), of_ddp(own, "accumulate"), of_ddp("ddp", "cap")) == (0.25, 4, None)
+    for wrong in ("ddp:cap=0", "ddp:accumulate=1.5", "ddp:cap=x"):
+        with pytest.raises(UserError, match="give (MiB, above 0|a whole number of micro-batches)"):
+            options_of(wrong)
     with pytest.raises(UserError, match="'local:beta=1' has 'beta=1'; give one of compression, tau, lr"):
         options_of("local:beta=1")
 
@@ -341,7 +348,9 @@ def two_workers_by_hand(average_every: int, steps: int) -> list[float]:
 def test_the_loop_against_two_workers_by_hand(tmp_path: Path):
     """Over an emulated link; a round of two workers sends the model once."""
     options = ["--throttle", "--rates", "400", "--eval_every", "2", "--methods"]
-    runs, said = small(tmp_path, *options, "none", "local:tau=4", "local:share=0.05", "torch_powersgd")
+    runs, said = small(
+        tmp_path, *options, "none", "local:tau=4", "local:share=0.05", "torch_powersgd", "ddp:accumulate=2,cap=0.5"
+    )
     for method, every in (("none", 0), ("local:tau=4", 4)):
         losses = [line["loss"] for line in runs[method]["trajectory"]]
         assert losses[:7] == pytest.approx(two_workers_by_hand(every, 12), rel=1e-3)
@@ -351,6 +360,8 @@ def test_the_loop_against_two_workers_by_hand(tmp_path: Path):
     assert at_12["bytes_sent"] == pytest.approx(3 * 4 * 282_378, rel=0.01)  # 2 (n - 1) / n = 1; 4 bytes each
     assert runs["local:share=0.05"]["trajectory"][-1]["tau"] > 2 and runs["local:tau=4"]["limit"] > 1
     assert at_12["seconds"] > 0.95 * at_12["bytes_sent"] * 8 / 400e6  # what the link takes
+    assert runs["ddp:accumulate=2,cap=0.5"]["trajectory"][6]["rounds"] == 6
+    assert runs["ddp:accumulate=2,cap=0.5"]["trajectory"][-1]["loss"] < 0.4
     assert "| torch_powersgd | not run | other packages need network namespaces | 1 |" in said
 
 

@@ -148,16 +148,16 @@ class Options:
 
 METHODS = {
     "ddp": (lambda model: make_method("ddp", model), [None]),
-    "ddp over int4": (lambda model: make_method("ddp", model, ddp_compression=CompressionConfig("int4")), [None, None]),
+    "ddp over int4": (
+        lambda model: make_method("ddp", model, ddp_compression=CompressionConfig("int4")),
+        [None, groups.MAX_CTAS],
+    ),
     "local": (lambda model: make_method("local", model), [None]),
     "slowmo": (lambda model: make_method("slowmo", model, lr=lambda: 0.1), [None]),
     "co2": (lambda model: make_method("co2", model), [groups.MAX_CTAS]),
     "co2, waiting": (lambda model: make_method("co2", model, co2=CO2Config(tau=2, delay=0, gap="none")), [None]),
     "overlap_local": (lambda model: make_method("overlap_local", model), [groups.MAX_CTAS]),
-    "co2 across nodes": (
-        lambda model: make_method("co2", model, mesh=node_mesh("cpu", 1)),
-        [groups.MAX_CTAS, groups.MAX_CTAS],
-    ),
+    "co2, nodes of one": (lambda model: make_method("co2", model, mesh=node_mesh("cpu", 1)), [groups.MAX_CTAS]),
 }
 
 

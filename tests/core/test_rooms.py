@@ -22,8 +22,7 @@ ARROWS: dict[str, set[str]] = {
     # puts the arguments of all methods together
     "core.build": {"core", "core.compression", "core.config", "core.testing"},
     "core.co2": {"core", "core.build", "core.config"},
-    "core.shares": {"core", "core.build", "core.config", "core.placement"},
-    "core.ddp": {"core", "core.config", "core.testing"},
+    "core.ddp": {"core", "core.compression", "core.config", "core.testing"},
     "core.methods": CORE - {"core.__init__", "core.elastic", "core.integrations", "core.doctor"},
     "core.elastic": {*("core", "core.build", "core.co2", "core.compression", "core.config", "core.testing")},
     "core.__init__": CORE - {"core.elastic", "core.integrations", "core.doctor"},

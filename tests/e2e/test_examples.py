@@ -37,6 +37,8 @@ class Example(NamedTuple):
     """How a script that resumes is given its folder."""
     checkpoints: str = "step*"
     """The checkpoints in that folder."""
+    needs: str = ""
+    """A package that is not among the project's own, without which the script is skipped."""
     says_step: bool = False
     """It prints where it resumed. Its averages arrive when the network is ready, so it does not repeat bit for bit. The
     other scripts that resume do."""
@@ -47,7 +49,8 @@ EXAMPLES = {
     "hf_trainer": Example(accuracy=0.15, torchvision=True),
     "lightning_fit": Example(torchvision=True),
     "attach": Example(),
-    "fsdp2": Example(workers=4, resumes=True),
+    "fsdp2": Example(workers=4, resumes=True, says_step=True),
+    "torchtitan_llama": Example(workers=4, needs="torchtitan"),
     "nanogpt": Example(accuracy=0.35, resumes=True, says_step=True),
     "timm_train": Example(
         torchvision=True, resumes=True, options="--output {folder} --resume {folder}", says_step=True
@@ -90,6 +93,8 @@ def test_every_example_has_a_row_and_is_short():
 
 def run(name: str, package: str, folder: Path) -> list[str]:
     """Its lines."""
+    if EXAMPLES[name].needs:
+        pytest.importorskip(EXAMPLES[name].needs, reason=f"{EXAMPLES[name].needs} is not installed")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(EXAMPLES[name].workers)]
     if EXAMPLES[name].torchvision:

@@ -99,19 +99,14 @@ def passing(c: Case, last: bool) -> Numbers:
 
 
 def co2(c: Case, last: bool) -> Numbers:
-    """`4 own (1 + 2/shares)`, with z >= 2 `4 own (1/d + 2/shares)`: payload, x and m [M]
+    """`4 own (1 + held/shares)`, with z >= 2 `4 own (1/d + held/shares)`: payload, and a rank's share of the rest [M]
 
-    An island of one device needs `4 own 3`. There merge keep_local adds `4 own`, and compression `4 own (1 + 1/I)`.
-    With offload the device needs nothing.
+    `held` is 2, for x and m. Merge keep_local adds 1, and compression `1 + 1/I`. With offload the device needs nothing.
     """
     x = c.layout
     cut = np.where(x.zero >= 2, x.dp, 1)
-    alone = (
-        3.0
-        + (x.merge == MERGES.index("keep_local"))
-        + np.where(x.compression > 0, 1 + 1 / np.maximum(x.islands, 1), 0.0)
-    )
-    copies = np.where(c.island == 1, alone, 1 / cut + 2 / c.shares)
+    errors = np.where(x.compression > 0, 1 + 1 / np.maximum(x.islands, 1), 0.0)
+    copies = 1 / cut + (2.0 + (x.merge == MERGES.index("keep_local")) + errors) / c.shares
     return np.where((x.islands > 1) & (x.offload == 0), FLOAT32 * c.own(last) * copies, 0.0)
 
 

@@ -172,9 +172,13 @@ INSIDE: tuple[Part, ...] = (products, passes, host, tensor, ends, pipeline, tied
 
 
 def outer_allreduce(c: Case) -> Numbers:
-    """`allreduce(format bytes own / shares, I ranks an island apart)`: each device sends its share [C step 3]"""
+    """`allreduce(format bytes own / shares, I ranks an island apart) + allreduce(4 own, d) / 2` [C step 3, O]
+
+    Each device sends its share to the other islands. With z < 2 the island then gathers the result, in the background.
+    """
     compression = np.array(list(FORMATS.values()))[np.asarray(c.layout.compression)]
-    return c.cluster.allreduce(compression * c.largest / c.shares, c.layout.islands, c.island)
+    gather = np.where((c.layout.zero >= 2) | (c.shares == 1), 0.0, 0.5 * ring(c, 4 * c.largest))
+    return c.cluster.allreduce(compression * c.largest / c.shares, c.layout.islands, c.island) + gather
 
 
 def waiting(c: Case) -> Numbers:
@@ -184,14 +188,13 @@ def waiting(c: Case) -> Numbers:
 
 
 def boundary(c: Case) -> Numbers:
-    """`(32 own / (shares bandwidth) + allreduce(4 own, d) / 2 + (offloaded: 8 own / (shares host))) / tau` [O]
+    """`(32 own / (shares bandwidth) + (offloaded: 8 own / (shares host))) / tau` [O]
 
     A step is `(max(tau T, all-reduce) + boundary) / tau` [C].
     """
     x, device = c.layout, c.cluster.device
     share = c.largest / c.shares
-    gather = np.where((x.zero >= 2) | (c.shares == 1), 0.0, 0.5 * ring(c, 4 * c.largest))
-    whole = BOUNDARY * share / device.bandwidth + gather + np.where(x.offload == 1, 8 * share / device.host, 0.0)
+    whole = BOUNDARY * share / device.bandwidth + np.where(x.offload == 1, 8 * share / device.host, 0.0)
     return np.where(x.islands > 1, whole / x.tau, 0.0)
 
 
