@@ -5,6 +5,7 @@ element of the toy has a gradient of its own, so that a part of the parameters t
 tests/core/test_grid.py compares each cell with the executable specification.
 """
 
+import json
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -94,12 +95,12 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Trained:
-    """What a rank has seen of a cell.
+    """One rank of a cell.
 
     Attributes:
         refused: Why CO2 refuses the cell; "" if it trains.
         rounds: The parameters after each round and at the end, [n].
-        taus: Local steps of each round, also of the one in which the training ended.
+        taus: Local steps of each round. The last one may be incomplete.
         place: Where the rank's elements are among all, [n], int64.
     """
 
@@ -152,7 +153,7 @@ def parameters(how: dict[str, Any], mesh: Any) -> tuple[list[nn.Parameter], Tens
 
 
 def train(co2: CO2, params: list[nn.Parameter], place: Tensor, ranks: Sequence[int], setting: Setting) -> Trained:
-    """The local steps are those of a worker that averages its ranks' gradients."""
+    """Trains the toy. Each local step takes the average of the gradients of `ranks`."""
     local: list[Any] = [p.to_local() if hasattr(p, "to_local") else p for p in params]  # pyright: ignore
     starts, seen, taus, steps = [p.detach().clone() for p in local], [], [], 0
 
@@ -218,7 +219,11 @@ def elastic(placement: str, name: str) -> list[Trained]:
         crew = Crew(testing._context(), elastic_rank, (folder, placement, name), RANKS, island=size)
         if crew.run() or crew.timed_out:
             raise RuntimeError(f"{placement}, {name}: some elastic worker failed")
-        return [torch.load(Path(folder, f"{rank}.pt"), weights_only=False) for rank in range(RANKS)]
+        found = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(RANKS)]
+    return [
+        Trained("", [torch.tensor(x, dtype=torch.float64) for x in rounds], taus, torch.tensor(place))
+        for rounds, taus, place in found
+    ]
 
 
 def elastic_rank(folder: str, placement: str, name: str) -> None:
@@ -234,8 +239,8 @@ def elastic_rank(folder: str, placement: str, name: str) -> None:
         island.connect(torch.device("cpu"))
     joining.join()
     trained = train(co2, params, place, ranks_of(how, rank), setting)
-    torch.save(trained, file := Path(folder, f"{rank}.tmp"))
-    file.rename(file.with_suffix(".pt"))
+    seen = [x.tolist() for x in trained.rounds], trained.taus, place.tolist()
+    Path(folder, f"{rank}.json").write_text(json.dumps(seen))
     joining.allreduce.sum_of_all(torch.zeros(1))  # nobody leaves while others need it
     members.end()
     co2.close()
@@ -246,7 +251,7 @@ def elastic_rank(folder: str, placement: str, name: str) -> None:
 
 @dataclass(frozen=True)
 class Grid(Asked):
-    """Which settings of CO2 train in which placement."""
+    """The settings and placements to try."""
 
     placements: tuple[str, ...] = tuple(PLACEMENTS)
     settings: tuple[str, ...] = tuple(SETTINGS)
@@ -256,7 +261,7 @@ class Grid(Asked):
 
 
 def rows(placement: str, names: Sequence[str]) -> list[dict[str, str]]:
-    """A row for each cell. refused: CO2's own line; "" if the cell trains."""
+    """A row for each cell, with CO2's own line if it is refused."""
     found = run_cells(placement, names)
     return [{"setting": name, "placement": placement, "refused": found[name][0].refused} for name in names]
 
