@@ -1,6 +1,6 @@
 """Makes the tables of the results pages from their rows: python -m results.pages
 
-A line `<!-- table: NAME -->` precedes a table in a page of results/, or in README.md and two pages of docs/. The command
+A line `<!-- table: NAME -->` precedes a table in a page of results/, README.md, or two pages of docs/. The command
 makes the table again with TABLES[NAME] from the rows in results/*.json and *.jsonl. Figures are rounded once, here.
 """
 
