@@ -300,14 +300,15 @@ def chained(
         held = Resharded(parallel, optimizer, method)
         others = held.load(folder) if number else {"step": 0}
         assert others is not None and others["step"] == number * steps
-        for step in range(others["step"], others["steps"] + steps):
+        for step in range(others["step"], others["step"] + steps):
             backward(parallel, step)
             parallel.clip_gradients(0.5)
             optimizer.step()
             method.step()
         assert held.save(folder, (number + 1) * steps, "a", {"step": (number + 1) * steps})
+        method.finish()  # with keep_local, islands differ until then
         last = whole(parallel)
-        method.finish()
+        dist.barrier()
         method.close()
     return last
 

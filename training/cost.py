@@ -198,5 +198,6 @@ def checkpoint_bytes(recipe: Recipe, trained: float, moments: int, workers: int,
     shared = {"ddp": 1, "zo": 1, "local": 1}.get(recipe.method, 3)  # parameters, outer iterate, outer momentum
     if co2:  # the averaged update, which takes the parameters' place in the count, and the errors of the averages
         shared += (not keeps) - (late and (node > 1 or recipe.shard or recipe.offload)) + narrow
+        shared -= c.outer_momentum == 0 and c.gap == "none"  # then it is not stored
     keeps += late + narrow
     return trained * (apart * (moments + keeps) + shared)

@@ -27,7 +27,7 @@ from .. import __version__
 from ..comm import of_all
 from ..config import CO2Config
 from ..errors import UserError, env_number
-from ..placement import check_env, local_world_size
+from ..placement import check_env, local_world_size, node_mesh
 from . import report as reports
 from .measure import boundary, compressions, links, sound
 
@@ -43,6 +43,7 @@ def options(argv: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--params", required=True, type=positive, metavar="N", help="trained parameters of the model, such as 125e6")
     add("--step_ms", "--step-ms", type=positive, metavar="MS", help="milliseconds of a local step; else several")
+    add("--per_node", "--per-node", type=int, metavar="N", help="also tries nodes of N ranks as workers, DDP inside")
     add("--timeout", default=60.0, type=positive, metavar="S", help="seconds until a missing rank is an error (60)")
     add("--out", type=Path, metavar="FILE", help="writes the report there as JSON, such as cluster.json")
     return parser.parse_args(argv)
@@ -128,6 +129,19 @@ def measure(found: dict[str, Any], asked: argparse.Namespace, nodes: list[list[i
     seconds = {name: compression["seconds"] for name, compression in found["compressions"].items()}
     boundary_seconds = found["boundary_seconds"]
     found["settings"] = [reports.choose(config, workers, step, seconds, boundary_seconds) for step in steps]
+    if asked.per_node is None:
+        return
+    mesh = node_mesh(device.type, asked.per_node, asked.timeout)
+    if mesh.size(0) == 1:
+        raise UserError(f"--per_node {asked.per_node}: all {workers} ranks are one node: give a smaller number")
+    across, within = (of_links.get(name, of_links["all"]) for name in ("across", "within"))
+    inside = min(within.seconds(4 * params), seconds["float32"])  # no slower than among all
+    of_nodes = compressions(params, across, device, asked.timeout, mesh)
+    seconds = {name: compression["seconds"] for name, compression in of_nodes.items()}
+    found["per_node"], found["node_compressions"], found["node_settings"] = mesh.size(1), of_nodes, []
+    for alone in found["settings"]:
+        nodes_of_step = reports.choose(config, mesh.size(0), alone["step_seconds"], seconds, boundary_seconds)
+        found["node_settings"].append(reports.place(nodes_of_step, alone, inside))
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from ..stored import numpy_makers
 from .common import (
     check_accelerator,
     check_loader,
+    check_mesh,
     check_model,
     config_or_recommended,
     leave_at_exit,
@@ -77,6 +78,7 @@ class CO2Training(CO2):
     ):
         check_accelerator(WHO, accelerator)
         check_model(WHO, model)
+        check_mesh(WHO, options)
         if not isinstance(optimizer, AcceleratedOptimizer):
             raise UserError(f"{WHO}: the optimizer is a bare {type(optimizer).__name__}: give what prepare() returned")
         self.accelerator, self.optimizer, self._bare = accelerator, optimizer, model

@@ -84,6 +84,15 @@ def check_accelerator(who: str, accelerator: Any) -> None:
         raise UserError(f"{who}: a parallelism_config shards the model: leave it out, or use CO2 with mesh= in a loop")
 
 
+def check_mesh(who: str, options: dict[str, Any]) -> None:
+    """Raises UserError for mesh=, whose ranks would have to average gradients inside a node."""
+    if options.get("mesh") is not None:
+        raise UserError(
+            f"{who}: mesh=: the model is bare here, so nothing averages gradients inside a node: leave it out, or use "
+            "CO2 in your own loop, with DistributedDataParallel or FSDP2 inside a node"
+        )
+
+
 def check_optimizers(who: str, count: int) -> None:
     """Raises UserError unless the trainer has one optimizer."""
     if count != 1:

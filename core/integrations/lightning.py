@@ -29,7 +29,7 @@ from ..config import CO2Config
 from ..errors import UserError
 from ..hooks import Requests
 from ..stored import numpy_makers
-from .common import SAFE, InLoop, check_model, check_optimizers, load_own, logged, save_own, shield
+from .common import SAFE, InLoop, check_mesh, check_model, check_optimizers, load_own, logged, save_own, shield
 
 WHO = "CO2Strategy"
 
@@ -79,6 +79,7 @@ class CO2Strategy(InLoop, DDPStrategy):
         **options: Any,
     ):
         super().__init__(process_group_backend=process_group_backend, start_method=start_method)
+        check_mesh(WHO, options)
         self._config, self._options = config, options
         self._events: _Events | None = None
         self._loaded = ""  # the checkpoint that this run resumes from

@@ -21,7 +21,17 @@ from transformers.utils import logging
 from ..config import CO2Config
 from ..errors import UserError
 from ..stored import numpy_makers
-from .common import InLoop, check_accelerator, check_loader, check_model, load_own, logged, save_own, shield_loaders
+from .common import (
+    InLoop,
+    check_accelerator,
+    check_loader,
+    check_mesh,
+    check_model,
+    load_own,
+    logged,
+    save_own,
+    shield_loaders,
+)
 
 WHO = "CO2Callback"
 WAITS = "makes all workers wait for each other in every step"
@@ -62,6 +72,7 @@ class CO2Callback(InLoop, TrainerCallback):
         self.trainer, self.config, self.options = trainer, config, options
         self._resumed = ""  # the folder that train() resumes from
         check_accelerator(WHO, trainer.accelerator)
+        check_mesh(WHO, options)
         args: Any = trainer.args
         for name, (allowed, why) in REFUSED.items():
             if args.world_size > 1 and getattr(args, name) != allowed:

@@ -18,7 +18,7 @@ from core import CO2Config
 from core.doctor import command, measure
 from core.doctor.command import Facts, failures, header, own_facts
 from core.doctor.measure import Link, extrapolated
-from core.doctor.report import choose, screen
+from core.doctor.report import choose, place, screen
 from core.testing import run_distributed
 from tests.scripts import Mistakes, run_script
 
@@ -90,6 +90,16 @@ def test_tau_is_what_the_tuner_says():
     work = choose(config, 2, 0.1, seconds(100e9), 0.05)
     assert work["take"] == "DDP", "which hides its all-reduce under the step, and has no boundary"
     assert work["tau"] == 10 and work["boundary_share"] == pytest.approx(0.05 / 1.05)
+
+
+def test_nodes_are_taken_where_they_lose_less_with_ddp_inside():
+    config = CO2Config.recommended()
+    alone = choose(replace(config, tau_max=2), 4, 0.1, seconds(100e6), 0.0)  # exposed: 1 - 0.2 / 0.416
+    nodes = choose(config, 2, 0.1, seconds(100e6), 0.0)  # exposed: 0
+    fast, slow = place(nodes, alone, 0.06), place(nodes, alone, 1.0)
+    assert (fast["take"], fast["inside_share"]) == ("nodes", 0.0), "hidden by a backward pass of 0.067 s"
+    wait = 1.0 - 0.2 / 3
+    assert slow["take"] == alone["take"] and slow["inside_share"] == pytest.approx(wait / (0.1 + wait))
 
 
 def test_nodes_are_hosts():
@@ -218,19 +228,20 @@ def on_two_nodes(folder: Path, change: str, *argv: str) -> tuple[list[int], str]
 @pytest.mark.slow
 def test_the_command_on_two_nodes_of_two(tmp_path: Path):
     file = tmp_path / "cluster.json"
-    status, said = on_two_nodes(tmp_path, "", "--step_ms", "50", "--out", str(file))
+    status, said = on_two_nodes(tmp_path, "", "--step_ms", "50", "--per_node", "2", "--out", str(file))
     assert status == [0, 0, 0, 0], said
     found = json.loads(file.read_text())
     assert screen(found) == said.rstrip("\n")
     lines = said.splitlines()
-    assert len(lines) <= 20 and max(map(len, lines)) <= 100, said
+    assert len(lines) <= 22 and max(map(len, lines)) <= 100, said
     assert lines[-1] == "result       nothing found that would make a run fail"
     assert {name: link["workers"] for name, link in found["links"].items()} == {"within": 2, "across": 2, "all": 4}
     for link in found["links"].values():
         assert link["bandwidth_bits_per_second"] > 0 and 0 < link["latency_seconds"] < 1
     assert (found["format"], found["workers"], found["workers_per_node"], found["params"]) == (1, 4, 2, 200000)
     assert set(found["compressions"]) == {"float32", "int8", "int4"}
-    (settings,) = found["settings"]
+    (settings,), (of_nodes,) = found["settings"], found["node_settings"]
+    assert found["per_node"] == 2 and of_nodes["take"] in ("nodes", settings["take"]) and "  nodes      of 2" in said
     assert settings["step_seconds"] == 0.05 and settings["tau"] >= 1 and settings["compression"] in ("int4", "float32")
     assert settings["float32_ratio"] == found["compressions"]["float32"]["seconds"] / 0.05
     assert not found["failures"]

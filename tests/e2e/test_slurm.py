@@ -247,6 +247,14 @@ def test_gpt2_large_takes_two_samples_at_a_time_on_24_gb(nodes: int, batch_size:
     assert parse(recipes_of(script), arguments).accumulate == 8
 
 
+def test_nodes_are_workers_when_asked_for(tmp_path: Path):
+    _, _, arguments = torchruns_line("slurm/gpt2_a100.sh", tmp_path, "--recommended", PER_NODE="8")
+    recipe = parse(recipes_of("slurm/gpt2_a100.sh"), arguments)
+    assert recipe.per_node == 8 and recipe.co2.merge == "keep_local" and "-per8-" in str(recipe.out)
+    _, _, arguments = torchruns_line("slurm/gpt2_3090.sh", tmp_path, RECIPE="gpt2_xl_owt")
+    assert parse(recipes_of("slurm/gpt2_3090.sh"), arguments).per_node == 0
+
+
 @pytest.mark.parametrize(
     ("script", "recipe", "said"),
     [

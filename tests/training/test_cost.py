@@ -69,5 +69,5 @@ def test_a_checkpoint_holds_equal_tensors_once():
     sizes = {name: checkpoint_bytes(Recipe(method=name), 4.0, 2, 128, 8) for name in ("ddp", "co2", "overlap_local")}
     assert sizes == {"ddp": 4 * 3, "co2": 4 * (16 * 2 + 4), "overlap_local": 4 * (16 * 3 + 3)}
     recommended = Recipe(co2=CO2Config.recommended())  # parameters, moments, snapshot or change, and error of each
-    assert checkpoint_bytes(recommended, 4.0, 2, 128, 1) == 16 + 20 * 128
-    assert checkpoint_bytes(recommended, 4.0, 2, 128, 8) == 12 + 20 * 16  # a node's averaged update is its own change
+    assert checkpoint_bytes(recommended, 4.0, 2, 128, 1) == 12 + 20 * 128
+    assert checkpoint_bytes(recommended, 4.0, 2, 128, 8) == 8 + 20 * 16  # a node's averaged update is its own change

@@ -14,6 +14,7 @@ from training.layouts.layout import Layout
 CLIP = 0.5
 TAU, ROUNDS = 3, 4
 CONFIGS = [CO2Config(TAU, outer_momentum=0.4, gap=g, clip=c) for g, c in [("elementwise", None), ("norm", 0.02)]]
+KEEP = CO2Config(TAU, outer_momentum=0.4, gap="none", merge="keep_local", delay=2)
 FACTORS = [f"tp{t}.pp{p}.dp{8 // (t * p)}" for t in (1, 2, 4, 8) for p in (1, 2, 4, 8) if t * p <= 8]
 SHARED_OUT = ["pp2.dp4.fsdp", "tp2.dp4.fsdp", "tp2.pp2.dp2.fsdp", "tp2.pp2.dp2.zero2", "pp2.dp4.zero1", "dp8.zero1"]
 MORE = ["pp4.v2.mb4.dp2", "tp2.pp2.v2.mb4.dp2", "pp2.v4.mb2.dp4.fsdp", "pp2.dp2.mb4.tp2", "dp8.fsdp.mb2"]
@@ -98,6 +99,7 @@ CHAINS: list[tuple[CO2Config | None, list[str]]] = [
         ["tp4.co2x2", "pp2.dp2.fsdp.co2x2", "pp2.v2.dp2.co2x2", "dp4.co2x2", "dp4.fsdp.co2x2", "tp2.pp2.co2x2"],
     ),
     (CONFIGS[1], ["tp2.co2x2", "pp2.co2x2", "tp2.co2x2"]),  # whose gap is a norm over all ranks' shares
+    (KEEP, ["tp2.co2x2", "pp2.co2x2", "dp2.co2x2"]),  # whose change in flight is an island's own
     (None, ["tp2.pp2.dp2.fsdp", "pp4.dp2", "dp8.zero1", "dp8", "tp4.pp2"]),
 ]
 

@@ -1,9 +1,9 @@
 """Checkpoints that a run can resume under another layout, with torch.distributed.checkpoint (DCP).
 
 Every tensor has its name in the whole model. If ranks hold parts of it, it is a DTensor. DCP writes each part once, and
-reads the parts that another layout needs. CO2's outer iterate, momentum and averaged update are equal on all islands.
-The model, the optimizer and the small numbers of an island have its number in their names. The manifest has every
-file's SHA-256.
+reads the parts that another layout needs. CO2's outer iterate and momentum are equal on all islands. The model, the
+optimizer, the averaged update and the small numbers of an island have its number in their names. Error feedback is left
+out, because it belongs to a rank's place. The manifest has every file's SHA-256.
 
 DCP writes the location of each tensor to .metadata, a pickle. The same records are in records.pt, which torch.load
 reads without running code.
@@ -73,8 +73,12 @@ class Resharded:
         own: torch.optim.Optimizer = getattr(optimizer, "optim", optimizer)  # with ZeRO-1, of this rank's part
         self._states, self._groups = own.state, own.param_groups
         self._named = dict(parallel.named_parameters())
-        self._buckets: Sequence[Bucket] = method._buckets if isinstance(method, LocalUpdateMethod) else ()
-        self._names = {id(p): name for name, p in self._named.items()}
+        self._buckets, self._wholes = (), dict[int, tuple[str, Tensor]]()  # local part -> name, parameter
+        if isinstance(method, LocalUpdateMethod):
+            self._buckets: Sequence[Bucket] = method._buckets
+            names = {id(p): name for name, p in self._named.items()}
+            at = zip(method._params, method._trained, strict=True)
+            self._wholes = {id(part): (names[id(p)], p) for part, p in at}
 
     # -- writing --------------------------------------------------------------------------------------------
 
@@ -99,7 +103,8 @@ class Resharded:
         target = folder / f"step{step:09d}"
         fresh = folder / f"{target.name}.tmp-{attempt}"
         own = of_rank(self.method.state_dict())  # waits for the all-reduce in flight
-        tensors = self._of_island(self._tensors()) | self._outer(own)
+        own.pop("residual", None)
+        tensors = self._of_island(self._tensors()) | self._outer(own, f"island{self.parallel.place.island}.")
         rest = others | {"method": own, "layout": str(self.parallel.layout)}
         if dist.get_rank(self.parallel.island) == 0:
             tensors |= self._of_island({"rest": packed(rest)})
@@ -146,15 +151,21 @@ class Resharded:
             found |= {f"optimizer.{name}.{key}": value for key, value in values if isinstance(value, Tensor)}
         return found
 
-    def _outer(self, own: dict[str, Any]) -> Named:
-        """CO2's flat tensors by the parameters' names. `own` keeps the numbers behind them."""
+    def _outer(self, own: dict[str, Any], prefix: str) -> Named:
+        """CO2's flat tensors by the parameters' names, with an island's prefix. `own` keeps the numbers behind them."""
         found: Named = {}
         for key, flats in self._flats(own):
             for i, bucket in enumerate(self._buckets):
                 whole, flats[i] = self._joined(flats[i], bucket)
                 for p, t in zip(bucket.params, views(whole, bucket.params), strict=True):
-                    found[f"co2.{key}.{self._names[id(p)]}"] = placed(t, p)
+                    name, like = self._wholes[id(p)]
+                    found[f"{self._start(key, prefix)}{name}"] = placed(t, like)
         return found
+
+    @staticmethod
+    def _start(key: str, prefix: str) -> str:
+        """The start of the names of CO2's tensors. The averaged update of keep_local is an island's own change."""
+        return f"{prefix if key == 'flats' else ''}co2.{key}."
 
     def _flats(self, own: dict[str, Any]) -> list[tuple[str, list[Tensor]]]:
         return [*own["state"].items(), ("flats", own["flats"])] if self._buckets else []
@@ -236,13 +247,13 @@ class Resharded:
             raise UserError(f"it holds step {others['step']!r:.20}, unlike its name")
         now = of_rank(self.method.state_dict())
         likes = {key: [*flats] for key, flats in self._flats(now)}
-        outer = self._outer(now)
+        outer = self._outer(now, prefix)
         self._begin_states(f"{prefix}optimizer.", known)
         tensors = {f"{prefix}{name}": t for name, t in self._tensors().items()} | outer
         if missing := sorted(name for name in tensors if name not in known):
             raise UserError(f"it has no {missing[0]}: resume with the model, optimiser and method that wrote it")
         _read(reader, tensors)
-        self._give_back(others, likes, outer)
+        self._give_back(others, likes, outer, prefix)
         return others
 
     def _begin_states(self, start: str, known: dict[str, Any]) -> None:
@@ -256,7 +267,7 @@ class Resharded:
                     zeros = {key.rpartition(".")[2]: _zeros(known[key], p, device) for key in keys}
                     self._states[p] = zeros
 
-    def _give_back(self, others: dict[str, Any], likes: dict[str, list[Tensor]], outer: Named) -> None:
+    def _give_back(self, others: dict[str, Any], likes: dict[str, list[Tensor]], outer: Named, prefix: str) -> None:
         """Restores the method's state, with flat tensors made from the named tensors, as long as `likes`."""
         own = others["method"]
         if others["layout"] != str(self.parallel.layout):
@@ -264,7 +275,7 @@ class Resharded:
             own.pop("order", None)  # names match the parameters
         for key, flats in self._flats(own):
             for i, bucket in enumerate(self._buckets):
-                pieces = [outer[f"co2.{key}.{self._names[id(p)]}"] for p in bucket.params]
+                pieces = [outer[f"{self._start(key, prefix)}{self._wholes[id(p)][0]}"] for p in bucket.params]
                 whole = torch.cat([local_shard(t).to(flats[i].device).reshape(-1) for t in pieces])
                 flats[i] = torch.cat([self._part(whole, bucket, likes[key][i]), flats[i]])
         self.method.load_state_dict(under_rank(own))

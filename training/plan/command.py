@@ -185,7 +185,7 @@ def case(options: Options) -> Case:
 def overrides(c: Case, text: str) -> list[str]:
     """The arguments of a train script for a case with one layout, whose name is `text`."""
     x, m = c.layout, int(c.micro_batches)
-    if x.tp == x.pp == 1 and (x.zero == 0 or x.offload):  # --layout supports one format and merge, and no offload
+    if x.tp == x.pp == 1 and (x.zero == 0 or x.offload):  # --layout has no offload
         found = ["--accumulate", m, "--per_node", x.dp if x.islands > 1 else 1, "--zero", x.zero]
     else:
         found = ["--layout", text]
