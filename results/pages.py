@@ -1,6 +1,6 @@
 """Makes the tables of the results pages from their rows: python -m results.pages
 
-A line `<!-- table: NAME -->` precedes a table in a page of results/, in README.md, or in docs/from_ddp.md. The command
+A line `<!-- table: NAME -->` precedes a table in a page of results/, README.md, or two pages of docs/. The command
 makes the table again with TABLES[NAME] from the rows in results/*.json and *.jsonl. Figures are rounded once, here.
 """
 
@@ -21,7 +21,8 @@ from bench.time_to_loss import ratio_of
 from results import baselines
 
 RESULTS = Path(__file__).parent
-PAGES = (RESULTS.parent / "README.md", RESULTS.parent / "docs/from_ddp.md", *sorted(RESULTS.glob("*.md")))
+PAGES = (*(RESULTS.parent / page for page in ("README.md", "docs/from_ddp.md", "docs/choosing.md")),)
+PAGES += (*sorted(RESULTS.glob("*.md")),)
 MARK = re.compile(r"(?m)^<!-- table: (\S+) -->\n(?:\n?(?:\|.*\n)+)?")
 Row = dict[str, Any]
 Table = list[Sequence[str]]  # its titles, then its rows
@@ -752,9 +753,27 @@ def tau_and_clip() -> Table:
     return table
 
 
+def grid() -> Table:
+    """CO2's settings by the places where they train; a number says why CO2 refuses a cell."""
+    rows, reasons = load("grid.json")["rows"], refusals_by_number()
+    places = [*dict.fromkeys(row["placement"] for row in rows)]
+    cells = {(row["setting"], row["placement"]): row["refused"] for row in rows}
+    numbers = {why: f"no ({number})" for number, why in reasons.items()} | {"": "yes"}
+    settings = dict.fromkeys(row["setting"] for row in rows)
+    return [("setting", *places), *((s, *(numbers[cells[s, place]] for place in places)) for s in settings)]
+
+
+def refusals() -> Table:
+    return [("no", "CO2's line"), *((str(number), why) for number, why in refusals_by_number().items())]
+
+
+def refusals_by_number() -> dict[int, str]:
+    return dict(enumerate(dict.fromkeys(row["refused"] for row in load("grid.json")["rows"] if row["refused"]), 1))
+
+
 SEARCHED = (("tau", "vision"), ("tau", "language"), ("clip", "vision"))
 MADE = (readme_seconds, throughput, cost_of_hiding, ingredients, larger_models, gpt2_small, rates, slow_links)
-MADE += (bytes_to_a_loss, zo_speed, zo_memory, lengths, rings, boundary_cpu, gpu_boundary, nccl_hidden)
+MADE += (grid, refusals, bytes_to_a_loss, zo_speed, zo_memory, lengths, rings, boundary_cpu, gpu_boundary, nccl_hidden)
 TABLES: dict[str, Callable[[], Table]] = {
     **{make.__name__: make for make in (*MADE, hidden_diloco, muon, mesh_momentum, faults, stand_ins, tau_and_clip)},
     "paired_seconds": paired_seconds,

@@ -114,6 +114,7 @@ bench.scaling --rates 200 200 => rates=200.0 200.0: give one or more, each once
 bench.scaling --seconds inf => seconds=inf: give a number above 0
 bench.scaling --methods co2 => methods: 'co2': ddp has no tau
 bench.scaling --throttle --out FOLDER => holds a measurement: choose another --out
+bench.grid --settings birds => settings: 'birds' does not exist
 bench.lengths --workers 1 => give 2 workers
 bench.lengths --rounds 0 => rounds=0
 bench.lengths --seeds 1 1 => seeds=1 1
