@@ -114,7 +114,7 @@ def test_a_dry_run_prints_it_and_warns(capsys: pytest.CaptureFixture):
     text = capsys.readouterr().out.splitlines()
     assert "GiB a GPU and activations: parameters 0.0, gradients 0.0, optimizer 0.0, co2 0.0, 1.5 for" in text[-3]
     assert text[-2].startswith("warning: gpu_gb=1 is less: a higher --zero needs less")
-    assert text[-1] == "0.0187 GB a checkpoint, of which the run folder keeps two"
+    assert text[-1] == "0.0224 GB a checkpoint, of which the run folder keeps two"
 
 
 @pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 4), (torch.bfloat16, 2)])

@@ -123,7 +123,7 @@ PAPER = CO2Config(tau=6)
         (["--no-recommended", "--co2.clip", "0.5"], False, replace(PAPER, clip=0.5)),
         (["--method", "slowmo"], False, PAPER),
         (["--method=diloco"], False, PAPER),
-        (["--elastic", "--per_node=2"], False, PAPER),
+        (["--elastic", "--per_node=2"], True, replace(CO2Config.recommended(), tau=6)),
     ],
 )
 def test_a_small_recipe_takes_the_recommended_settings_where_they_go(options, recommended, co2, monkeypatch):
