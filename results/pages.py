@@ -1,7 +1,7 @@
 """Makes the tables of the results pages from their rows: python -m results.pages
 
-A line `<!-- table: NAME -->` precedes a table in a page of results/, in README.md, or in docs/from_ddp.md. The command
-makes the table again with TABLES[NAME] from the rows in results/*.json and *.jsonl. Figures are rounded once, here.
+A line `<!-- table: NAME -->` precedes a table in a page of results/, in README.md, or in one of DOCS. The command makes
+the table again with TABLES[NAME] from the rows in results/*.json and *.jsonl. Figures are rounded once, here.
 """
 
 import functools
@@ -17,11 +17,12 @@ from bench import regimes
 from bench.loss.__main__ import MERGES, todays_names
 from bench.report import mean_sd as with_sd
 from bench.report import table as markdown
-from bench.time_to_loss import ratio_of
 from results import baselines
+from results.ddp import ddp_seconds, ddp_steps, ratio_cell, rule
 
 RESULTS = Path(__file__).parent
-PAGES = (RESULTS.parent / "README.md", RESULTS.parent / "docs/from_ddp.md", *sorted(RESULTS.glob("*.md")))
+DOCS = ("docs/from_ddp.md", "docs/choosing.md")
+PAGES = (*(RESULTS.parent / name for name in ("README.md", *DOCS)), *sorted(RESULTS.glob("*.md")))
 MARK = re.compile(r"(?m)^<!-- table: (\S+) -->\n(?:\n?(?:\|.*\n)+)?")
 Row = dict[str, Any]
 Table = list[Sequence[str]]  # its titles, then its rows
@@ -114,6 +115,10 @@ def paired(task: str, rate: float) -> Row:
     return load(f"paired/{'time_to_loss' if task == 'vision' and rate in (10, 40) else f'{name}_{rate:g}'}.json")
 
 
+def of_rate(task: str, rate: float) -> list[Row]:
+    return select(paired(task, rate)["runs"], rate_mbit=rate)
+
+
 def tuned(task: str, rate: float) -> tuple[str, str]:
     """CO2 and Local-SGD as tuned. On text and CIFAR-10 each link has its own."""
     if task == "vision":
@@ -168,16 +173,6 @@ def describe(method: str) -> str:
     return ", ".join(filter(None, (name, *words, late.get(given.get("delay", ""), ""))))
 
 
-def ratio_cell(task: str, rate: float, method: str, against: str, *, late: bool) -> str:
-    """The seconds of a method over another's, and how each missed the target: > is a lower bound, < an upper bound."""
-    found = ratio_of(select(paired(task, rate)["runs"], rate_mbit=rate), method, against, late=late)
-    if found is None:
-        return ""
-    missed = found["missed"] > 0, found["against_missed"] > 0
-    bound = {(True, False): "> ", (False, True): "< ", (True, True): "~ "}.get(missed, "")
-    return f"{bound}{found['ratio']:.2f} ({found['low']:.2f}–{found['high']:.2f})"
-
-
 def limit_of(task: str, rate: float, method: str) -> str:
     """The most that hiding can be worth at a method's tau, or nothing for DDP."""
     runs = select(paired(task, rate)["runs"], rate_mbit=rate, method=method)
@@ -191,10 +186,10 @@ def ratios(task: str, rates: Sequence[float], rows: Mapping[str, Callable[[float
     titles = (f"{rate:g} Mbit/s, {'late' if late else 'first'} target" for rate, late in places)
     table: Table = [("method", *titles, "limit")]
     for title, of in rows.items():
-        cells = [ratio_cell(task, rate, of(rate), "co2_auto", late=late) for rate, late in places]
+        cells = [ratio_cell(of_rate(task, rate), of(rate), "co2_auto", late=late) for rate, late in places]
         limits = ", ".join(filter(None, (limit_of(task, rate, of(rate)) for rate in rates)))
         table += [(title, *cells, limits)] if any(cells) else []
-    last = (ratio_cell(task, rate, *reversed(tuned(task, rate)), late=late) for rate, late in places)
+    last = (ratio_cell(of_rate(task, rate), *reversed(tuned(task, rate)), late=late) for rate, late in places)
     return [*table, ("both with tau tuned: Local-SGD over CO2", *last, "")]
 
 
@@ -754,7 +749,19 @@ def tau_and_clip() -> Table:
 
 SEARCHED = (("tau", "vision"), ("tau", "language"), ("clip", "vision"))
 MADE = (readme_seconds, throughput, cost_of_hiding, ingredients, larger_models, gpt2_small, rates, slow_links)
-MADE += (bytes_to_a_loss, zo_speed, zo_memory, lengths, rings, boundary_cpu, gpu_boundary, nccl_hidden)
+MADE += (
+    rule,
+    ddp_steps,
+    ddp_seconds,
+    bytes_to_a_loss,
+    zo_speed,
+    zo_memory,
+    lengths,
+    rings,
+    boundary_cpu,
+    gpu_boundary,
+    nccl_hidden,
+)
 TABLES: dict[str, Callable[[], Table]] = {
     **{make.__name__: make for make in (*MADE, hidden_diloco, muon, mesh_momentum, faults, stand_ins, tau_and_clip)},
     "paired_seconds": paired_seconds,
