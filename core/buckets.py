@@ -38,11 +38,16 @@ class Bucket:
             float32, so that sums of 16-bit parameters lose no precision.
         payload: View of flat, [numel]: what the worker sends for its parameters, and later the sum over the workers.
         padded: Length of the payload with its padding.
-        rest: View of flat behind the padding: values and scalars.
-        values: View of flat: the buffers' values.
+        given: All buffers. `buffers` are the buffers that travel, `travelling` their places in `given`: at first all.
+        fresh: The places in `buffers` of each buffer that did not travel in the all-reduce before.
+        rest: View of flat: values and scalars.
+        values: View of flat: the values of the buffers that travel, next to the scalars.
         scalars: View of flat: the scalars.
+        start, end: Where values begin and end in flat.
         payload_views, buffer_views: Views of payload and values in the shapes of the tensors.
-        buffer_ends: Where each buffer ends in values.
+        numbers, buffer_ends: The place of each buffer that travels among `given`, and its end in values, [buffers].
+        first_values: All buffers' values at the last `begin`, 1-d in the order of `given`. `first` has only the values
+            of `buffers`, and `first_given` has one tensor per buffer, on the buffer's device.
     """
 
     def __init__(
@@ -53,26 +58,63 @@ class Bucket:
         parts: int = 1,
         zeros: Zeros | None = None,
     ):
-        self.params, self.buffers = list(params), list(buffers)
+        self.params, self.given = list(params), list(buffers)
         first = [*params, *buffers][0]
         self.dtype = first.dtype
         self.numel = sum(p.numel() for p in params)
         self.padded = -(-self.numel // parts) * parts  # rounded up to a multiple of parts
-        end = self.padded + sum(b.numel() for b in buffers)
+        self.end = self.padded + sum(b.numel() for b in buffers)
         wide = torch.float64 if self.dtype == torch.float64 else torch.float32  # sums of 16-bit parameters need float32
-        n = end + scalars
+        n = self.end + scalars
         self.flat = zeros(n, wide) if zeros else torch.zeros(n, dtype=wide, device=first.device)
-        self.payload, self.rest = self.flat[: self.numel], self.flat[self.padded :]
+        self.payload, self.scalars = self.flat[: self.numel], self.flat[self.end :]
         self.payload_views = views(self.payload, self.params)
-        self.values, self.scalars = self.flat[self.padded : end], self.flat[end:]
+        self._places = torch.arange(len(self.given), device="cpu").to(self.flat.device)
+        self._sizes = torch.tensor([b.numel() for b in buffers], device="cpu").to(self.flat.device)
+        self.begin()
+
+    @torch.no_grad()
+    def begin(self, first_values: Tensor | None = None) -> None:
+        """Sets what the buffers held at first, by default what they hold now. All of them travel."""
+        self.first_values = self.flat_buffers() if first_values is None else first_values.to(self.flat, copy=True)
+        self.first_given = [
+            v.to(b.device) for v, b in zip(views(self.first_values, self.given), self.given, strict=True)
+        ]
+        self.travelling, self.fresh = list[int](), list[int]()
+        self.send(range(len(self.given)))
+        self.fresh = []
+
+    def send(self, places: Iterable[int]) -> None:
+        """Sets which buffers travel, by their places in `given`, and which of them are `fresh`."""
+        chosen = sorted(places)
+        self.fresh = [i for i, place in enumerate(chosen) if place not in self.travelling]
+        if chosen == self.travelling and chosen:
+            return
+        self.travelling, self.buffers = chosen, [self.given[i] for i in chosen]
+        self.start = self.end - sum(b.numel() for b in self.buffers)
+        self.rest, self.values = self.flat[self.start :], self.flat[self.start : self.end]
         self.buffer_views = views(self.values, self.buffers)
-        self.buffer_ends = torch.tensor([b.numel() for b in buffers], device="cpu").cumsum(0).to(self.flat.device)
+        if len(chosen) == len(self.given):
+            self.first, self.numbers, sizes = self.first_values, self._places, self._sizes
+        else:  # slices of tensors that are there, because the host would wait for a copy to a GPU
+            firsts = views(self.first_values, self.given)
+            self.first = torch.cat([self.first_values[:0], *(firsts[i].reshape(-1) for i in chosen)])
+            self.numbers, sizes = (
+                torch.cat([of_each[:0], *(of_each[i : i + 1] for i in chosen)])
+                for of_each in (self._places, self._sizes)
+            )
+        self.buffer_ends = sizes.cumsum(0)
+
+    def sent(self, flat: Tensor) -> list[Tensor]:
+        """Returns the parts of `flat`, or of a copy of it, that travel: one, or two if some buffers do not travel."""
+        whole = self.start == self.padded
+        return [flat] if whole else [flat[: self.padded], flat[self.start :]]
 
     @torch.no_grad()
     def flat_buffers(self) -> Tensor:
-        """Returns a copy of the live buffers, flat as `values`."""
-        flat = torch.empty_like(self.values)
-        copy(views(flat, self.buffers), self.buffers)
+        """Returns a copy of all live buffers, 1-d in the order of `given`."""
+        flat = self.flat.new_empty(sum(b.numel() for b in self.given))
+        copy(views(flat, self.given), self.given)
         return flat
 
     def flatten(self, flat: Tensor) -> None:
@@ -263,25 +305,32 @@ def keep_unchanged(averages: Tensor, first: Tensor, workers: int) -> None:
         averages.copy_(torch.where(near | overflowed | same_values(averages, first), first, averages))
 
 
-def first_nonfinite(values: Sequence[Tensor], first: Sequence[Tensor], buckets: Sequence[Bucket]) -> Tensor:
+def has_changed(buffer: Tensor, first: Tensor) -> Tensor:
+    """Returns whether a buffer differs from its first value, 0-d bool. The host does not wait for a GPU."""
+    now = buffer.to(first.dtype)
+    if not read_blocks(now) and torch.equal(now, first):
+        return torch.zeros((), dtype=torch.bool, device="cpu")
+    return ~same_values(now, first).all()
+
+
+def first_nonfinite(buckets: Sequence[Bucket]) -> Tensor:
     """Returns the number, from 1 over all buckets, of the first buffer with a non-finite value that is new; 0 for none.
 
-    `values` and `first` hold the values now and at construction, one flat tensor per bucket. The result is 0-d int64 on
-    the first bucket's device, and the host does not wait for it.
+    It looks at the buffers that travel. The result is 0-d int64 on the first bucket's device, and the host does not
+    wait for it.
     """
     found = torch.zeros((), dtype=torch.int64, device=buckets[0].flat.device)
     before = 0
-    for flat, start, bucket in zip(values, first, buckets, strict=True):
+    for bucket in buckets:
+        flat = bucket.values
         # on a CPU one sum finds that all is finite
-        if not len(flat) or (not read_blocks(flat) and flat.sum().isfinite()):
-            before += len(bucket.buffers)
-            continue
-        bad = ~flat.isfinite() & ~same_values(flat, start)
-        # from an element to its buffer
-        place = torch.bucketize(bad.to(torch.uint8).argmax(), bucket.buffer_ends, right=True)
-        number = torch.where(bad.any(), before + 1 + place, 0)
-        found = torch.where(found == 0, number.to(found.device), found)
-        before += len(bucket.buffers)
+        if len(flat) and (read_blocks(flat) or not flat.sum().isfinite()):
+            bad = ~flat.isfinite() & ~same_values(flat, bucket.first)
+            # from an element to its buffer
+            place = torch.bucketize(bad.to(torch.uint8).argmax(), bucket.buffer_ends, right=True)
+            number = torch.where(bad.any(), before + 1 + bucket.numbers[place.clamp(max=len(bucket.buffers) - 1)], 0)
+            found = torch.where(found == 0, number.to(found.device), found)
+        before += len(bucket.given)
     return found
 
 
@@ -393,8 +442,10 @@ def _pieces(p: Tensor, limit: int) -> Iterator[Tensor]:
 def tensors_of(given: Iterable[Any], name: str) -> list[Tensor]:
     """Returns the tensors of any iterable as a list.
 
-    UserError if `given` is a single tensor or a module, or a tensor has no memory yet.
+    UserError if `given` is a single tensor or a module, or a tensor has no memory yet, and in inference mode, because a
+    method's tensors could not be written to later.
     """
+    refuse_inference_mode()
     if isinstance(given, Tensor | nn.Module) or not isinstance(given, Iterable):
         raise UserError(
             f"{name}: one {type(given).__name__} is given: give a list of tensors, as a model's {name}() returns"
@@ -414,6 +465,14 @@ def tensors_of(given: Iterable[Any], name: str) -> list[Tensor]:
                 "model.to_empty(device=...) and initialize the model, or load weights, first"
             )
     return tensors
+
+
+def refuse_inference_mode() -> None:
+    """Raises UserError under torch.inference_mode()."""
+    if torch.is_inference_mode_enabled():
+        raise UserError(
+            "made under torch.inference_mode(), a method could not train later: make it outside of that block"
+        )
 
 
 def check_inputs(given: Sequence[Tensor], params: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:

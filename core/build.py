@@ -12,7 +12,7 @@ from torch import Tensor
 from . import failure
 from .buckets import Bucket, Scalars, tensors_of
 from .comm import AsyncAllReduce, Reducer, all_reduce
-from .config import CO2Config, CompressionConfig, Schedule, scheduled
+from .config import CO2Config, CompressionConfig, Schedule, check_workers, scheduled
 from .errors import UserError
 from .extra import ExtraAverage, Given
 from .hooks import ConsensusDistance, Hook, MasterWeightSync, OutlierFilter, ReplicaChecksum
@@ -72,7 +72,10 @@ def build_args(
     if not isinstance(more := args.get("hooks", ()), Sequence):
         raise UserError(f"hooks={more!r}: give a list of them")
     check_names(group := args.get("group"))
-    tau_hook = tau_hook_for(c, dist.get_world_size(group) if dist.is_initialized() else 1) if with_times else None
+    workers = dist.get_world_size(group) if dist.is_initialized() else 1
+    if allreduce is None:  # elastic workers come and go
+        check_workers(c, workers)
+    tau_hook = tau_hook_for(c, workers) if with_times else None
     masters = tensors_of(args.get("model_params", ()), "parameters")
     extra = args.get("average")
     outliers = OutlierFilter(c.outlier)

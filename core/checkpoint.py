@@ -2,11 +2,16 @@
 
 All workers write their files into one folder, step*.tmp-ATTEMPT. Rank 0 then adds a manifest and renames the folder. So
 a folder without .tmp holds the files of one attempt at one step. stored.py defines the format.
+
+An attempt is one start of a run. Its name begins with a fencing number, which is higher than in all starts before.
+Manifests and unfinished folders hold the name. Before a start renames or removes anything, it checks that no later
+start has written there. So an old job that is woken removes no checkpoint of the job that took its place.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import secrets
 import shutil
@@ -15,13 +20,14 @@ import threading
 import time
 import warnings
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from . import failure as peers
 from . import stored
@@ -29,7 +35,7 @@ from .buckets import is_dtensor, local_shard
 from .comm import host_group, leave_group, new_group, of_all
 from .errors import UserError
 from .local_update import LocalUpdateMethod
-from .stored import parse_json, reason
+from .stored import reason
 
 KEEP = 2  # checkpoints; the older one is used if the newer is damaged
 MANIFEST = "manifest.json"
@@ -56,7 +62,7 @@ class Saver:
         folder: Folder of the checkpoints.
         rank: This worker's rank.
         world_size: Number of workers.
-        attempt: Any text that is equal on all workers and new in each start of the run.
+        attempt: The name of this start of the run, from new_attempt, equal on all workers.
         timeout: Seconds until a missing worker is an error.
         keep: How many checkpoints stay.
         group: The workers over gloo, used by nothing but write(). None makes a group.
@@ -134,53 +140,76 @@ class Saver:
         self, step: int, state: Any, tensors: dict[str, Tensor], begun: float, spared: Collection[str] = ()
     ) -> bool:
         """Writes a checkpoint, as start() and wait() describe."""
+        target = self.folder / f"step{step:09d}"
+        fresh = self.folder / f"{target.name}.tmp-{self.attempt}"
         excluded = {f"model.{name}" for name in spared}
         of_model = [t for path, t in tensors.items() if path.startswith("model.") and path not in excluded]
         weights = [t for t in of_model if t.is_floating_point()]
-        finite = self._gather(bool(all_finite(weights)))  # all workers decide alike, before anything is written
-        if not all(finite):
+        refused = self._try(target, lambda: check_later(target, self.attempt)) if self.rank == 0 else ""
+        refusals, finite = zip(*self._gather((refused, bool(all_finite(weights)))), strict=True)
+        self._raise(refusals)
+        if not all(finite):  # all workers decide alike, before anything is written
             what = f"the model of rank {finite.index(False)} is not finite: no checkpoint is written"
             _say(self.rank, f"warning: step {step}: {what}, the last one stays")
             return False
-        target = self.folder / f"step{step:09d}"
-        fresh = self.folder / f"{target.name}.tmp-{self.attempt}"
         # equal tensors are written once
         digests = self._gather({path: stored.digest(tensor) for path, tensor in tensors.items()})
-        digest, failure = "", ""
-        try:
-            digest = stored.write(fresh, self.rank, state, tensors, digests)
-        except (OSError, RuntimeError) as error:  # torch wraps the system's error in a RuntimeError
-            failure = f"{target} cannot be written (rank {self.rank}: {reason(error)})"
-        written = self._gather((digest, failure))
-        failure = next((failure for _, failure in written if failure), "")
+        mine: list[str] = []
+        failure = self._try(target, lambda: mine.append(stored.write(fresh, self.rank, state, tensors, digests)))
+        written, failures = zip(*self._gather((mine, failure)), strict=True)
+        failure = next(filter(None, failures), "")
         if self.rank == 0:
-            if not failure:
+
+            def complete() -> None:
                 seconds = round(time.monotonic() - begun, 1)  # slurm/launch.sh reads it
-                files = {f"rank{rank}.json": digest for rank, (digest, _) in enumerate(written)}
+                files = {f"rank{rank}.json": digest for rank, (digest,) in enumerate(written)}
                 others = [f"rank{rank}.pt" for rank in range(self.world_size)]
-                manifest = json.dumps({"seconds": seconds, "files": files}, indent=1)
-                try:
-                    publish(fresh, target, manifest, [*files, *others])
-                except OSError as error:
-                    failure = f"{target} cannot be written ({reason(error)})"
-            tidy(self.folder, step, self.keep)  # before other workers may write the next checkpoint
-        if failure := self._gather(failure)[0]:  # rank 0's outcome, an error on all workers
-            if self._thread is not None:
-                _say(self.rank, f"warning: {failure}: the run stops where the next checkpoint is due")
-            raise UserError(f"{failure}: make room or choose another folder; the last checkpoint stays")
+                publish(fresh, target, {"seconds": seconds, "files": files}, [*files, *others], self.attempt)
+
+            failure = failure or self._try(target, complete)
+            # before other workers may write the next checkpoint
+            failure = self._try(target, lambda: tidy(self.folder, step, self.keep, self.attempt)) or failure
+        self._raise(self._gather(failure))  # rank 0's outcome, an error on all workers
         return True
+
+    def _try(self, target: Path, act: Callable[[], Any]) -> str:
+        """Returns why `act` failed, or ""."""
+        try:
+            act()
+        except UserError as error:
+            return str(error)
+        except (OSError, RuntimeError) as error:  # torch wraps the system's error in a RuntimeError
+            why, remedy = f"rank {self.rank}: {reason(error)}", "make room or choose another folder"
+            return f"{target} cannot be written ({why}): {remedy}; the last checkpoint stays"
+        return ""
+
+    def _raise(self, failures: Sequence[str]) -> None:
+        """Raises rank 0's failure, if it has one, as a UserError."""
+        if failures[0] and self._thread is not None:
+            _say(self.rank, f"warning: {failures[0]}: the run stops where the next checkpoint is due")
+        if failures[0]:
+            raise UserError(failures[0])
 
     def _gather(self, mine: Any) -> list[Any]:
         """Returns each worker's object, by rank."""
         return of_all(mine, self._group) if self._group is not None else [mine]
 
 
-def load_newest(folder: Path, *, rank: int, alone: bool = False, part: str = "") -> tuple[Any, int] | None:
+def load_newest(
+    folder: Path, *, rank: int, alone: bool = False, part: str = "", needs: Mapping[str, type] = {}
+) -> tuple[Any, int] | None:
     """Loads the newest checkpoint that all workers can read.
 
     Every worker must call it, except with `alone`. If n other workers wrote it, rank r gets the state of rank r modulo
-    n. With `part` it reads only that part, such as "model". Rank 0 prints which checkpoints were refused, and why. On a
-    network file system, another worker may not see the newest one yet.
+    n. Rank 0 prints which checkpoints were refused, and why. On a network file system, another worker may not see the
+    newest one yet.
+
+    Args:
+        folder: The folder of checkpoints.
+        rank: This worker's rank.
+        alone: Whether only this worker calls it.
+        part: Reads only this part, such as "model".
+        needs: Keys that the state must have, with the types of their values.
 
     Returns:
         This worker's state and the number of workers that wrote it, or None if there is no checkpoint.
@@ -189,12 +218,20 @@ def load_newest(folder: Path, *, rank: int, alone: bool = False, part: str = "")
         UserError: If there are checkpoints and none can be read.
     """
     refused, gather = list[str](), (lambda mine: [mine]) if alone else of_all
-    if rank == 0:  # publish() may have been killed between its two renames
-        for path in folder.glob("step*.tmp-*-old"):
+    names, problem = list[str](), ""
+    try:
+        # publish() may have been killed between its two renames
+        for path in folder.glob("step*.tmp-*-old") if rank == 0 else ():
             if not (target := path.with_name(path.name.partition(".tmp-")[0])).exists():
                 path.rename(target)
-    for name in gather(finished(folder))[0]:
-        state, workers, problem = _read(folder / name, rank, part)
+        names = finished(folder)
+    except OSError as error:
+        problem = f"{folder} cannot be read ({reason(error)}): change its permissions, or give another folder"
+    names, problem = gather((names, problem))[0]
+    if problem:
+        raise UserError(problem)
+    for name in names:
+        state, workers, problem = _read(folder / name, rank, part, needs)
         problems = [f"rank {number}: {problem}" for number, problem in enumerate(gather(problem)) if problem]
         if not problems:
             for line in refused:
@@ -202,10 +239,20 @@ def load_newest(folder: Path, *, rank: int, alone: bool = False, part: str = "")
             return state, workers
         refused.append(f"{folder / name} is refused ({problems[0]})")
     if refused:
-        raise UserError(f"{'; '.join(refused)}: no other checkpoint is left; start afresh with another folder")
+        raise UserError(f"{'; '.join(refused)}: {no_other(refused)}")
     if rank == 0 and folder.exists():
         _say(rank, f"warning: no complete checkpoint in {folder}: starting from step 0")
     return None
+
+
+DENIED = "though it may be whole: the system answered"  # for a file that exists and cannot be read
+
+
+def no_other(refused: Iterable[str]) -> str:
+    """Returns the end of the message that all checkpoints were refused, with the remedy."""
+    whole = any(DENIED in line for line in refused)
+    remedy = "make it readable and resume" if whole else "restore its files, or start afresh with another folder"
+    return f"no other checkpoint is left; {remedy}"
 
 
 def unlike(theirs: dict[str, Any], mine: dict[str, Any]) -> str:
@@ -230,45 +277,105 @@ def unlike(theirs: dict[str, Any], mine: dict[str, Any]) -> str:
     return f"the names have the prefix {where}, as a wrapper gives it: save and load the model inside the wrapper"
 
 
-def publish(fresh: Path, target: Path, manifest: str, files: Iterable[str]) -> None:
+def new_attempt(folder: Path) -> str:
+    """Returns a name for a new start of the run in this folder, with a fencing number above all numbers there."""
+    numbers = [_number(_attempt_of(path)) for path in folder.glob("step*")]
+    return f"{1 + max(numbers, default=0)}-{secrets.token_hex(4)}"
+
+
+def _number(attempt: str) -> int:
+    """Returns an attempt's fencing number, or 0 for the name of an older version, or of a run that has not loaded."""
+    return int(found[1]) if (found := re.match(r"(\d{1,18})-", attempt)) else 0
+
+
+def _attempt_of(path: Path) -> str:
+    """Returns which attempt has written a checkpoint or an unfinished folder, or "" if that cannot be read."""
+    if found := re.fullmatch(r"step\d{9}\.tmp-(.*?)(-old)?", path.name):
+        return found[1]
+    try:
+        return str(read_manifest(path)["attempt"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+
+
+def _is_ours(path: Path, attempt: str) -> bool:
+    """Whether this attempt may replace or remove a folder: its own, or an earlier attempt's."""
+    wrote = _attempt_of(path)
+    return wrote == attempt or _number(wrote) < _number(attempt)
+
+
+def check_later(target: Path, attempt: str) -> None:
+    """Raises UserError if a checkpoint that is not ours is as late as `target`, or is of a later start of this run."""
+    mine = _number(attempt)
+    for name in finished(folder := target.parent):
+        path = folder / name
+        if _is_ours(path, attempt) or (name < target.name and not 0 < mine < _number(_attempt_of(path))):
+            continue
+        if mine:
+            raise UserError(
+                f"{path} is of another start of this run, which has taken this one's place: nothing is written; end "
+                "this process, or choose another folder"
+            )
+        raise UserError(
+            f"{path} is a checkpoint that this process neither wrote nor loaded: call load() before training, or "
+            "choose another folder"
+        )
+
+
+def publish(fresh: Path, target: Path, manifest: dict[str, Any], files: Iterable[str], attempt: str) -> None:
     """Adds the manifest to a folder in which all workers have written `files`, and renames it to `target`."""
+    check_later(target, attempt)
     if missing := [name for name in files if not (fresh / name).exists()]:
         raise OSError(f"another worker's {missing[0]} is missing: the folder must be one that all nodes share")
-    (fresh / MANIFEST).write_text(manifest)
+    stored.write_flushed(fresh / MANIFEST, json.dumps({"attempt": attempt} | manifest, indent=1).encode())
+    check_later(target, attempt)  # again, because this process may have been stopped in between
     if target.exists():
         target.rename(fresh.with_name(f"{fresh.name}-old"))
     fresh.rename(target)
 
 
-def tidy(folder: Path, step: int, keep: int) -> None:
-    """Removes all but the newest `keep` checkpoints, checkpoints of later steps, and files of other attempts."""
+def tidy(folder: Path, step: int, keep: int, attempt: str) -> None:
+    """Removes our checkpoints of later steps, all others but the newest `keep`, and our unfinished folders."""
+    check_later(folder / f"step{step:09d}", attempt)
     kept = [name for name in finished(folder) if int(name.removeprefix("step")) <= step][:keep]
     for path in folder.glob("step*"):
-        if path.name not in kept and re.fullmatch(r"step\d{9}(\.tmp-.*)?", path.name):
+        if path.name not in kept and re.fullmatch(r"step\d{9}(\.tmp-.*)?", path.name) and _is_ours(path, attempt):
             shutil.rmtree(path, ignore_errors=True)
 
 
 def finished(folder: Path) -> list[str]:
-    """Returns the names of the complete checkpoints, newest first."""
-    paths = [path for path in folder.glob("step*") if re.fullmatch(r"step\d{9}", path.name) and path.is_dir()]
-    return sorted((path.name for path in paths), reverse=True)
+    """Returns the names of the complete checkpoints, newest first. OSError if the folder cannot be read."""
+    names = os.listdir(folder) if folder.exists() else []
+    return sorted((n for n in names if re.fullmatch(r"step\d{9}", n) and (folder / n).is_dir()), reverse=True)
 
 
-def _read(target: Path, rank: int, part: str = "") -> tuple[Any, int, str]:
+def read_manifest(target: Path) -> Any:
+    """Returns the content of a checkpoint's manifest.json."""
+    return stored.parse_json(stored.regular(target / MANIFEST).read_text())
+
+
+def _read(target: Path, rank: int, part: str, needs: Mapping[str, type]) -> tuple[Any, int, str]:
     """Returns this worker's state, the number of workers that wrote the checkpoint, and what is wrong with it."""
     try:
-        manifest = parse_json((target / MANIFEST).read_text())
+        manifest = read_manifest(target)
         if "rests" in manifest or "layout" in manifest:
             return None, 0, "it is of an older version, or of a run with a layout: resume with what wrote it"
         files = manifest["files"]
         if files.keys() != {path.name for path in target.glob("rank*.json")}:
             return None, 0, f"{MANIFEST} is damaged, it names other workers than those that wrote the checkpoint"
         taken = rank % len(files)
-        return stored.read(target, taken, files[f"rank{taken}.json"], part), len(files), ""
+        state = stored.read(target, taken, files[f"rank{taken}.json"], ("step", part) if part else ())
+        if state["step"] != int(target.name.removeprefix("step")):
+            return None, 0, f"it holds step {state['step']!r:.20}, unlike its name"
+        if lacks := [key for key, kind in needs.items() if not isinstance(state.get(key), kind)]:
+            return None, 0, f"it holds no {lacks[0]}: resume with what wrote it"
+        return state[part] if part else state, len(files), ""
     except FileNotFoundError as error:
         return None, 0, f"{Path(error.filename).name} is missing"
     except UserError as error:
         return None, 0, str(error)
+    except OSError as error:
+        return None, 0, f"{Path(error.filename or target).name} cannot be read, {DENIED} {reason(error)!r}"
     except Exception as error:  # if a worker raised here, the others would wait for it
         return None, 0, f"it cannot be read, {reason(error)}"
 
@@ -298,7 +405,40 @@ def load_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, state: di
         values[numbers[name] if of_one else name] = (
             {key: as_shard(value, params.get(name)) for key, value in held.items()} if of_one else held
         )
-    optimizer.load_state_dict(state | {"state": values})
+    restore_optimizer(optimizer, state | {"state": values})
+
+
+def restore_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Restores optimizer.state_dict() with its types.
+
+    torch's own load_state_dict casts a parameter's state to the parameter's dtype, takes text and containers apart, and
+    fails for a named tuple or an array. Here only the device is torch's choice. state_dict() must return the tensors
+    that the optimizer uses, as torch's does.
+    """
+    params = _params(optimizer)
+    saved = {key: held for key, held in state["state"].items() if isinstance(key, int) and isinstance(held, dict)}
+    walked = {number: {key: v for key, v in held.items() if _is_walked(v)} for number, held in saved.items()}
+    optimizer.load_state_dict(state | {"state": state["state"] | walked})
+    live = optimizer.state_dict()["state"]
+    for number, held in saved.items():
+        for key, value in held.items():
+            now, device = live[number].get(key), params[number].device
+            if isinstance(value, Tensor):
+                device = now.device if isinstance(now, Tensor) else device
+                changed = not isinstance(now, Tensor) or now.dtype != value.dtype
+            else:
+                changed = isinstance(value, Iterable)
+            if changed:
+                live[number][key] = tree_map_only(
+                    Tensor, lambda t, to=device: t.to(to, copy=True), value, is_leaf=lambda v: isinstance(v, torch.Size)
+                )
+
+
+def _is_walked(value: Any) -> bool:
+    """Whether torch's load_state_dict can copy a value: it makes containers of other classes from one iterator."""
+    if type(value) in (list, tuple) or isinstance(value, dict):
+        return all(map(_is_walked, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, Tensor | str) or not isinstance(value, Iterable)
 
 
 def load_model(model: nn.Module, state: dict[str, Any]) -> None:
@@ -321,18 +461,19 @@ def as_shard(value: Any, like: Any) -> Any:
     """Returns this worker's shard of a tensor sharded as `like` as a DTensor, anything else as it is."""
     if not (is_dtensor(like) and isinstance(value, Tensor) and value.shape == like.to_local().shape):
         return value
-    shard = value.to(like.to_local())
+    shard = value.to(like.device)
     place = {"run_check": False, "shape": like.shape, "stride": like.stride()}
     return type(like).from_local(shard, like.device_mesh, like.placements, **place)
 
 
-def _numbered(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[str]:
-    """Returns the parameters' names in the order of the optimizer's state_dict.
+def _params(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Returns the parameters in the order of the optimizer's state_dict, with ZeRO-1 only this rank's."""
+    return [p for group in getattr(optimizer, "optim", optimizer).param_groups for p in group["params"]]
 
-    With ZeRO-1 it returns only the parameters whose state this rank keeps.
-    """
-    names = {id(p): name for name, p in model.named_parameters()}
-    params = [p for group in getattr(optimizer, "optim", optimizer).param_groups for p in group["params"]]
+
+def _numbered(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[str]:
+    """Returns the names of _params."""
+    names, params = {id(p): name for name, p in model.named_parameters()}, _params(optimizer)
     if missing := sum(id(p) not in names for p in params):
         raise UserError(
             f"the optimizer has {missing} parameters that the model lacks: give one module that holds all, such as "
@@ -355,10 +496,11 @@ def set_random_state(state: dict[str, Tensor], device: torch.device) -> None:
 
 
 STEPS = 10**9  # limit of the folder names' digits
+_attempts: dict[Path, str] = {}  # this process's attempt in each folder that it has loaded from or saved to
 
 
 class Stateful(Protocol):
-    """A method, learning-rate scheduler, GradScaler, data loader or any object with these two methods."""
+    """A method, or any object with these two methods."""
 
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: dict[str, Any], /) -> Any: ...
@@ -372,7 +514,7 @@ def save(
     *,
     step: int,
     keep: int = 2,
-    others: Mapping[str, Stateful] | None = None,
+    others: Mapping[str, Any] | None = None,
 ) -> bool:
     """Writes folder/stepNNNNNNNNN, from which `load` resumes bit for bit, even in the middle of a round.
 
@@ -386,18 +528,20 @@ def save(
         optimizer: Its optimizer, if any.
         co2: CO2 or any other method.
         step: Number of steps that the loop has taken.
-        keep: How many checkpoints stay. Older checkpoints are removed, and so are checkpoints of later steps, from a
-            run that was abandoned.
-        others: More objects with a state, by name, such as {"schedule": scheduler}. Plain values, tensors, NumPy arrays
-            and numbers, paths and Python's containers are restored with their types. Named tuples, dataclasses and
-            tensor subclasses need torch.serialization.add_safe_globals([the class]) before save() and load().
+        keep: How many checkpoints stay. Older checkpoints are removed. After a load() from this folder, checkpoints of
+            later steps are removed, too.
+        others: More objects with a state_dict(), and plain values such as the best loss, by name. Plain values,
+            tensors, NumPy arrays and numbers, paths and Python's containers are restored with their types. Named
+            tuples, dataclasses and tensor subclasses need torch.serialization.add_safe_globals([the class]) before
+            save() and load().
 
     Returns:
         False if some worker's model is not finite: nothing was written, and the last checkpoint stays.
 
     Raises:
         UserError: On all workers, if a state holds a value that `load` could not restore, if a worker cannot write, or
-            if some workers have continued without calling save(), or call it at another step.
+            if some workers have continued without calling save(), or call it at another step. Also if the folder has a
+            checkpoint of this step or later that this process neither wrote nor loaded, or of a later start of the run.
     """
     if not isinstance(step, int) or not 0 <= step < STEPS:
         raise UserError(f"step={step!r}: give the number of steps taken, from 0 to {STEPS - 1}")
@@ -419,7 +563,7 @@ def save(
         "optimizer_kind": type(optimizer).__name__,
         "method": co2.state_dict(),
         "trained": _trained_names(model, co2),
-        "others": {name: other.state_dict() for name, other in (others or {}).items()},
+        "others": {name: o.state_dict() if hasattr(o, "state_dict") else o for name, o in (others or {}).items()},
         "random": random_state(next(model.parameters()).device),
         "step": step,
     }
@@ -429,29 +573,30 @@ def save(
     except UserError as error:
         problem = str(error)
     group = host_group()
-    # a refusal on one worker is an error on all; rank 0 names the attempt
-    reported = of_all((secrets.token_hex(4), problem))
+    attempt = _attempts.setdefault(_key(folder), f"0-{secrets.token_hex(4)}")
+    reported = of_all((attempt, problem))  # a refusal on one worker is an error on all; rank 0 names the attempt
     if problem := next((problem for _, problem in reported if problem), ""):
         raise UserError(problem)
     rank = dist.get_rank() if group is not None else 0
-    attempt = reported[0][0]
-    saver = Saver(Path(folder).expanduser(), rank, len(reported), attempt, keep=keep, group=group)
+    saver = Saver(Path(folder).expanduser(), rank, len(reported), reported[0][0], keep=keep, group=group)
     return saver.write(step, state, tensors, spared=_need_not_be_finite(model, co2))
 
 
+@torch.inference_mode(False)  # the optimizer's new state could not be written to later
 def load(
     folder: str | Path,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     co2: Stateful,
     *,
-    others: Mapping[str, Stateful] | None = None,
+    others: MutableMapping[str, Any] | None = None,
 ) -> int | None:
     """Resumes from the newest complete checkpoint that every worker can read.
 
     Every worker must call it, with the arguments of `save`, and the objects as they were made for the first step. Rank
     0 prints which checkpoints are damaged. With a different number of workers, worker r gets the state of worker r
-    modulo the former number. It warns, and torch's random states start anew.
+    modulo the former number. It warns, and torch's random states start anew. Plain values in `others` are replaced in
+    the dict that you give.
 
     Returns:
         The checkpoint's step, or None if there is none.
@@ -463,10 +608,12 @@ def load(
     _refuse_elastic("load()", co2)
     peers.come_together("load()")
     rank = dist.get_rank() if dist.is_initialized() else 0
-    found = load_newest(folder := Path(folder).expanduser(), rank=rank)
+    here = {} if others is None else others
+    found = load_newest(folder := Path(folder).expanduser(), rank=rank, needs=NEEDS)
     if found is None:
+        _attempts[_key(folder)] = new_attempt(folder)
         return None
-    (state, before), here = found, dict(others or {})
+    state, before = found
     problems = of_all(_misfit(state, model, optimizer, co2, here))  # checked on all workers before anything is loaded
     if any(problems):
         raise UserError(f"{folder}: the checkpoint of step {state.get('step', '?')} {max(problems)}")
@@ -474,15 +621,27 @@ def load(
     if optimizer is not None:
         load_optimizer(optimizer, model, state["optimizer"])
     co2.load_state_dict(state["method"])
-    for name, other in here.items():
-        other.load_state_dict(state["others"][name])
+    for name, held in state["others"].items():
+        if hasattr(here[name], "load_state_dict"):
+            here[name].load_state_dict(held)
+        else:
+            here[name] = held
+    _attempts[_key(folder)] = new_attempt(folder)
     if before == (workers := len(problems)):
         set_random_state(state["random"], next(model.parameters()).device)
     elif rank == 0:
         wrote = f"{before} workers wrote the checkpoint of step {state['step']}, {workers} go on"
         taken = f"each takes what the worker of its rank modulo {before} held; torch's random states begin anew"
-        warnings.warn(f"{wrote}: {taken}", stacklevel=2)
+        warnings.warn(f"{wrote}: {taken}", stacklevel=3)
     return state["step"]
+
+
+NEEDS = {"optimizer_kind": str, "model": dict, "optimizer": dict, "method": dict, "others": dict, "random": dict}
+
+
+def _key(folder: str | Path) -> Path:
+    """Returns a folder's place in _attempts."""
+    return Path(folder).expanduser().resolve()
 
 
 def _refuse_other_places(places: Sequence[tuple[int, int]]) -> None:
@@ -527,11 +686,9 @@ def _misfit(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     co2: Stateful,
-    others: dict[str, Any],
+    others: Mapping[str, Any],
 ) -> str:
     """Returns why this state cannot be loaded, "" if it can. The method has its own checks later."""
-    if "optimizer_kind" not in state:
-        return "was not written by save(): resume with what wrote it, or choose another folder"
     if differs := unlike(state["model"], model.state_dict()):
         return f"is of another model: {differs}; give the model that was saved, or choose another folder"
     if (was := state["optimizer_kind"]) != (kind := type(optimizer).__name__):
@@ -545,4 +702,7 @@ def _misfit(
         return "holds the method's parameters in another order: give them to it in the order of the run that wrote it"
     if (was := sorted(state["others"])) != (here := sorted(others)):
         return f"has others={was}, here it is {here}: give the same names"
+    for name, held in state["others"].items():
+        if hasattr(others[name], "load_state_dict") and not isinstance(held, dict):
+            return f"has the plain value {held!r:.40} as others[{name!r}]: give a plain value here, too"
     return ""

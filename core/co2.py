@@ -111,6 +111,8 @@ class CO2(LocalUpdateMethod):
         # workers (replicated state), and rounds begin there (anchor).
         self._x = self._replicated_state = self._anchor_params = self._state.new("outer_iterate", of_params=True)
         self._m = self._state.new("outer_momentum")
+        if c.outer_momentum == 0 and c.gap == "none" and schedule is None:
+            self._unsaved = ("outer_momentum",)  # step 5 multiplies m_{t-1} by 0
         absent = [None] * len(self._buckets)
         # keep_local: this worker's parameters when the all-reduce started
         snapshots = self._state.new("snapshot", of_params=True, own=True) if c.merge == "keep_local" else absent

@@ -261,8 +261,19 @@ def compare(settings: tuple[Any, ...], tensors: Sequence[Tensor], group: dist.Pr
 def alike(tensors: Sequence[Tensor], group: dist.ProcessGroup, device: torch.device) -> bool:
     """Returns whether all members hold the same bits. The answer is the same on all members.
 
-    Each member computes a sum of its bits with random weights. Sums of different bits agree with a probability of at
-    most 2^-32. `compare` must have accepted the tensors. The group moves tensors of `device`.
+    `compare` must have accepted the tensors. The group moves tensors of `device`.
+    """
+    checksum = sum_of_bits(tensors, device)
+    ends = torch.stack([checksum, ~checksum])  # ~ reverses the order of integers, so one MIN gives both ends
+    dist.all_reduce(ends, op=dist.ReduceOp.MIN, group=group)
+    return bool(ends[0] == ~ends[1])
+
+
+@torch.no_grad()
+def sum_of_bits(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Returns a sum of the tensors' bits with random weights, 0-d int64 on `device`.
+
+    Sums of different bits agree with a probability of at most 2^-32.
     """
     many = 1 << (22 if device.type == "cuda" else 17)  # elements that fill a GPU, or fit a CPU's cache
     odd = torch.empty(many, dtype=torch.int64, device="cpu").random_(generator=torch.Generator().manual_seed(0)) | 1
@@ -272,9 +283,7 @@ def alike(tensors: Sequence[Tensor], group: dist.ProcessGroup, device: torch.dev
         bits = bits.view(torch.int32) if bits.element_size() == 8 else bits  # an even number of sign bits would cancel
         for part in bits.split(many):
             checksum = MIXED * checksum + (part * weights(dense.device)[: len(part)]).sum().to(device)
-    ends = torch.stack([checksum, ~checksum])  # ~ reverses the order of integers, so one MIN gives both ends
-    dist.all_reduce(ends, op=dist.ReduceOp.MIN, group=group)
-    return bool(ends[0] == ~ends[1])
+    return checksum
 
 
 @torch.no_grad()
@@ -672,6 +681,7 @@ class Reducer:
     Args:
         flats: 1-d tensors. The sums replace the values.
         world_size: Number of workers.
+        buckets: The buckets of these tensors, which say what travels. None means all of it.
 
     Attributes:
         kind: Its name in checkpoints.
@@ -682,8 +692,8 @@ class Reducer:
 
     kind, changes = "float32", False
 
-    def __init__(self, flats: Sequence[Tensor], world_size: int):
-        self.flats, self.scale = flats, 1 / world_size
+    def __init__(self, flats: Sequence[Tensor], world_size: int, buckets: Sequence[Bucket] = ()):
+        self.flats, self.scale, self._of = flats, 1 / world_size, buckets
         self.state: dict[str, list[Tensor]] = {}
 
     def become(self, kind: str) -> None:
@@ -700,9 +710,10 @@ class Reducer:
     def of_bucket(self, i: int, group: dist.ProcessGroup | None, number: int, turn: int) -> Iterator[Stage]:  # noqa: ARG002
         """Yields the stages of bucket `i` alone, after `turn` other buckets of this all-reduce."""
         if group is not None:
-            yield sum_flats([self.flats[i]], group)
+            for part in self._of[i].sent(self.flats[i]) if self._of else [self.flats[i]]:
+                yield sum_flats([part], group)
 
 
 def all_reduce(buckets: Sequence[Bucket], scalars: Scalars, allreduce: AsyncAllReduce) -> Reducer:
     """Makes the Reducer that sums each bucket's flat tensor in its own precision."""
-    return Reducer([b.flat for b in buckets], allreduce.world_size)
+    return Reducer([b.flat for b in buckets], allreduce.world_size, buckets)

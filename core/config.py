@@ -153,6 +153,7 @@ class CO2Config:
     """How averages are compressed, also with local, overlap_local and slowmo. ddp has ddp_compression."""
 
     _names_no_rule: ClassVar[bool] = False
+    _workers: ClassVar[int | None] = None  # as given to recommended()
 
     # __init__ and __post_init__ cannot distinguish a given setting from a default.
     def __new__(cls, *args: Any, **given: Any) -> CO2Config:
@@ -267,7 +268,7 @@ class CO2Config:
     @classmethod
     def recommended(
         cls,
-        workers: int,
+        workers: int | None = None,
         steps: int | None = None,
         *,
         tau: int | Literal["auto"] = "auto",
@@ -282,14 +283,14 @@ class CO2Config:
         raised the mean loss of digits in short runs, and of text at tau 2.
 
         Args:
-            workers: Number of workers. No setting depends on it.
+            workers: Leave it out. No setting depends on it, and CO2 warns if it is not the number of its workers.
             steps: Local steps of the whole run, if known. With tau auto, the run then has at least twenty rounds.
             tau: Local steps per round. auto chooses from measured times.
             mesh: [nodes, workers per node], for ShardedCO2. It supports only the paper's order, so only the outer
                 momentum differs from the paper's rule. It is 0.2, which had the lowest loss on average of two tasks.
         """
-        for name, given in (("workers", workers), ("steps", 1 if steps is None else steps)):
-            if not is_whole(given):
+        for name, given in (("workers", workers), ("steps", steps)):
+            if given is not None and not is_whole(given):
                 raise UserError(f"{name}={given!r}: give their number, 1 or more")
         tau_max = 192 if steps is None else min(192, max(1, steps // 20))  # at least twenty rounds
         if mesh is not None:
@@ -300,7 +301,9 @@ class CO2Config:
         many_long_rounds = isinstance(tau, int) and tau >= 24 and steps is not None and steps >= 80 * tau
         momentum = 0.3 if many_long_rounds else 0.0
         late: dict[str, Any] = {"gap": "none", "merge": "keep_local", "delay": "auto", "outer_momentum": momentum}
-        return cls(tau=tau, tau_max=tau_max, compression=CompressionConfig("auto"), **late)
+        config = cls(tau=tau, tau_max=tau_max, compression=CompressionConfig("auto"), **late)
+        object.__setattr__(config, "_workers", workers)
+        return config
 
 
 Schedule = Callable[[int], Mapping[str, Any]]
@@ -337,18 +340,32 @@ def scheduled(c: CO2Config, schedule: Schedule | None, number: int) -> CO2Config
 def named_rule(config: CO2Config | None) -> CO2Config:
     """Returns the config or the default. Rank 0 warns if only tau was given, which is the paper's rule."""
     c = of_kind(config, CO2Config, "config")
-    if c._names_no_rule and not (dist.is_initialized() and dist.get_rank()):
-        level, frame, inside = 1, sys._getframe(), (__name__.partition(".")[0], "contextlib")
-        # the warning points at the user's line
-        while frame.f_back and str(frame.f_globals.get("__name__")).partition(".")[0] in inside:
-            level, frame = level + 1, frame.f_back
-        warnings.warn(
+    if c._names_no_rule:
+        _warn_user(
             f"CO2Config(tau={c.tau!r}) with nothing else is our reading of the paper's rule. On short runs its loss is "
-            f"higher than with CO2Config.recommended(workers, steps, tau={c.tau!r}). Use that, or "
-            f"CO2Config.paper(tau={c.tau!r}) for the paper's rule without this warning",
-            stacklevel=level,
+            f"higher than with CO2Config.recommended(steps=N, tau={c.tau!r}). Use that, or "
+            f"CO2Config.paper(tau={c.tau!r}) for the paper's rule without this warning"
         )
     return c
+
+
+def check_workers(c: CO2Config, workers: int) -> None:
+    """Rank 0 warns if `recommended` was given another number than that number of workers."""
+    if c._workers not in (None, workers):
+        _warn_user(
+            f"CO2Config.recommended(workers={c._workers}), and {workers} average here: give it neither that number nor "
+            "steps in its place, as recommended(steps=N); on a mesh a worker is a node"
+        )
+
+
+def _warn_user(text: str) -> None:
+    """Warns on rank 0, at the first line outside of this package."""
+    if dist.is_initialized() and dist.get_rank():
+        return
+    level, frame, inside = 1, sys._getframe(), (__name__.partition(".")[0], "contextlib")
+    while frame.f_back and str(frame.f_globals.get("__name__")).partition(".")[0] in inside:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, stacklevel=level)
 
 
 def of_kind(given: Any, kind: type[Config], name: str) -> Config:

@@ -18,7 +18,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from . import failure
-from .buckets import Bucket, Scalars, as_real, copy, has_mean, is_dtensor, keep_unchanged, tensors_of, views
+from .buckets import (
+    Bucket,
+    Scalars,
+    as_real,
+    copy,
+    has_mean,
+    is_dtensor,
+    keep_unchanged,
+    refuse_inference_mode,
+    tensors_of,
+    views,
+)
 from .checkpoint import all_finite
 from .comm import PAUSE, Stage, broadcast, compare, gather_parts, leave_group, new_group, ring_bytes
 from .compression.quantized import HELD_BACK, Part
@@ -209,6 +220,7 @@ class DDP(Loop):
         mesh: DeviceMesh | None = None,
         **options: Any,
     ):
+        refuse_inference_mode()
         if not any(p.requires_grad for p in model.parameters()):
             raise UserError("no parameter requires a gradient: nothing to train")
         if not (is_number(cap := options.get("bucket_cap_mb", 25)) and 0 < cap < math.inf):
@@ -330,6 +342,8 @@ class DDP(Loop):
                 "gradients, or check the data"
             )
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def finish(self) -> None:
         """Averages the buffers. The parameters are equal already. DivergedError if they are not finite."""
         self._receive()
@@ -366,6 +380,7 @@ class DDP(Loop):
             {"rounds": self.rounds} | ({"compression": self.compression.state_dict()} if self.compression else {})
         )
 
+    @torch.inference_mode(False)
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores what state_dict returned."""
         state = of_rank(state)

@@ -1,9 +1,12 @@
 """The errors that users get, and checks of settings that raise them."""
 
+import logging
 import os
 from collections.abc import Mapping
 from numbers import Real
 from typing import Any
+
+log = logging.getLogger("co2_training")  # choices and repairs, at level INFO on the rank that reports
 
 
 class UserError(ValueError):

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .buckets import copy, first_nonfinite, local_shard, read_blocks, wipe
-from .errors import DivergedError, UserError
+from .errors import DivergedError, UserError, log
 from .outer import norm
 from .stats import HostCopy
 
@@ -185,7 +185,8 @@ class OutlierFilter(Hook):
             if repeats > MAX_REPEATS:
                 raise DivergedError(f"{text}, as in the {repeats - 1} rounds before; {remedy}")
             if self.method._is_log_rank:
-                warnings.warn(f"{text}; it restarts from the outer iterate", stacklevel=2)
+                log.info("%s; it restarts from the outer iterate", text)
+                warnings.warn(f"{text}; it restarts from the outer iterate: {remedy} if this goes on", stacklevel=2)
 
     @torch.no_grad()
     def judge(self, size: Tensor, bad_buffer: Tensor | None = None) -> Tensor:
@@ -235,14 +236,16 @@ class OutlierFilter(Hook):
 
     def nonfinite_buffer(self) -> Tensor:
         """Returns the number of the first buffer that has become non-finite, from 1, 0-d; 0 for none."""
-        m = self.method
-        return first_nonfinite([b.values for b in m._buckets], m._first_values, m._buckets)
+        return first_nonfinite(self.method._buckets)
 
     def _buffer_name(self, code: int) -> str:
         """Describes a verdict's buffer by its number as given, its shape and its module."""
         m = self.method
         numbered = {id(b): given for b, given in zip(m._buffers, m._given_buffers.items(), strict=True)}
-        number, buffer = numbered[id([b for bucket in m._buckets for b in bucket.buffers][code - BUFFER])]
+        return self._describe(*numbered[id([b for bucket in m._buckets for b in bucket.given][code - BUFFER])])
+
+    def _describe(self, number: int, buffer: Tensor) -> str:
+        """Describes a buffer for a message."""
         return f"buffer {number}{owner_of(buffer)}, of shape {list(buffer.shape)}"
 
     def _live_buffer(self) -> str:
@@ -250,8 +253,8 @@ class OutlierFilter(Hook):
         m = self.method
         if not all(bool(p.isfinite().all()) for p in m._params):
             return ""
-        number = int(first_nonfinite([b.flat_buffers() for b in m._buckets], m._first_values, m._buckets))
-        return self._buffer_name(number - 1 + BUFFER) if number else ""
+        bad = [id(b) for b in m._nonfinite_buffers()[:1]]
+        return next((self._describe(*pair) for pair in m._given_buffers.items() if id(pair[1]) in bad), "")
 
     def state_dict(self) -> Any:
         return self.state
@@ -261,16 +264,18 @@ class OutlierFilter(Hook):
         self.state.copy_(state)
 
 
-def owner_of(buffer: Tensor) -> str:
-    """Describes for a message which module has the buffer, and under which name."""
-    return next((f" ({name} of a {type(module).__name__})" for module, name, _ in owners([buffer])), "")
+def owner_of(tensor: Tensor, kind: str = "_buffers") -> str:
+    """Describes for a message which module has the tensor, and under which name."""
+    return next((f" ({name} of a {type(module).__name__})" for module, name, _ in owners([tensor], kind)), "")
 
 
-def owners(buffers: Iterable[Tensor]) -> Iterator[tuple[nn.Module, str, Tensor]]:
-    """Yields each module that has one of the buffers, its name there, and the buffer."""
-    ours = {id(b) for b in buffers}
+def owners(tensors: Iterable[Tensor], kind: str = "_buffers") -> Iterator[tuple[nn.Module, str, Tensor]]:
+    """Yields each module that has one of the tensors as a buffer or, with _parameters, as a parameter, its name there,
+    and the tensor.
+    """
+    ours = {id(t) for t in tensors}
     for module in [o for o in gc.get_objects() if issubclass(type(o), nn.Module)] if ours else ():
-        held = vars(module).get("_buffers")
+        held = vars(module).get(kind)
         for name, b in held.items() if isinstance(held, dict) else ():  # a ScriptModule has no dict
             if id(b) in ours:
                 yield module, name, b
@@ -408,10 +413,13 @@ class ReplicaChecksum(Hook):
         if equal_replicas or m._allreduce.launched - repaired < REPAIR_EVERY:
             return
         self._repair_in = generation
+        if m._is_log_rank:
+            log.info("round %d: the workers' outer state differs, and rank 0's is sent to all", info.round)
         if repaired < 0 and m._allreduce.rank == 0:
             warnings.warn(
                 f"the workers' outer state was not the same in round {info.round}, as on different machines: "
-                f"rank 0's state is sent to all, at most once in {REPAIR_EVERY} rounds",
+                f"rank 0's state is sent to all, at most once in {REPAIR_EVERY} rounds; use equal machines, builds of "
+                "torch and thread counts to prevent this",
                 stacklevel=2,
             )
 

@@ -11,7 +11,7 @@ import contextlib
 import re
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple, Self, TypeVar
 
@@ -28,6 +28,7 @@ from .buckets import (
     check_inputs,
     copy,
     copy_where,
+    has_changed,
     has_mean,
     is_dtensor,
     keep_unchanged,
@@ -49,6 +50,7 @@ from .stats import AsyncReadback, RoundClock, RoundStats
 from .usage import UsageChecks
 
 OWN_SCALARS = {"finished": 1, "steps": 1, "weight": 1}  # in every all-reduce
+CHANGED = "changed"  # scalars: per buffer that is not sent, how many workers have changed it
 OneHook = TypeVar("OneHook", bound=Hook)
 
 
@@ -165,8 +167,9 @@ class LocalUpdateMethod(Loop, ABC):
             (dtype, device, memory format) before, because the method keeps these tensor objects.
         sync_schedule: Decides when a round ends.
         buffers: Dense buffers of real or complex floating point, such as BatchNorm's statistics, are averaged in every
-            round. Buffers that no worker changes keep their exact values. Other buffers (integer, sparse, quantized)
-            are broadcast once.
+            round, uncompressed. Buffers that no worker has changed keep their exact values, and are not sent after the
+            first rounds. A buffer that changes only later is averaged from the next rounds on, at the latest in
+            finish(). Other buffers (integer, sparse, quantized) are broadcast once.
         allreduce: Makes the AsyncAllReduce from the device.
         reducer: Makes the Reducer, compressed or not.
         hooks: Called in this order.
@@ -176,8 +179,10 @@ class LocalUpdateMethod(Loop, ABC):
     Attributes:
         _trained: The parameters that require a gradient, DTensors as they are. `_params` and `_buffers` hold their
             shards.
-        _given_buffers: The averaged buffers, by their index in `buffers`. `_first_values` holds their values at
-            construction, one flat tensor per bucket.
+        _given_buffers: The averaged buffers, by their index in `buffers`.
+        _changing: The averaged buffers that some worker has changed since construction, by their places over all
+            buckets. Only they are sent. None until the workers know: then all are sent. `_sent` is the same for the
+            last all-reduce that started.
         _buckets: The flat tensors of the all-reduce, one per dtype and device.
         _state: State that persists from round to round, by name: one flat tensor per bucket.
         _replicated_state: The part of it that is equal on all workers.
@@ -201,8 +206,10 @@ class LocalUpdateMethod(Loop, ABC):
     _shards = False  # whether processes with parts of one payload hold different parts of the model
     _payload_is_deferred = False  # whether payloads are complete only in the background
     _on_step: Callable[[], None] | None = None  # called as step() begins; None after the first rounds
+    _small_from = 0  # the first all-reduce without the buffers that nobody changes; its time is the first that counts
     _saved_at: tuple[int, int] | None = None  # rounds and local steps at which state_dict() was last called
     _numbers: Sequence[str] = ()  # attributes for checkpoints: plain numbers or 0-d tensors
+    _unsaved: Collection[str] = ()  # names in _state that no later outer step reads: zeros after a resume
 
     def __init__(
         self,
@@ -217,7 +224,7 @@ class LocalUpdateMethod(Loop, ABC):
         average: ExtraAverage | None = None,
     ):
         self._sync_schedule, self._hooks = sync_schedule, list(hooks)
-        check_hooks(self._hooks, OWN_SCALARS)
+        check_hooks(self._hooks, (*OWN_SCALARS, CHANGED))
         given, others = unique(tensors_of(params, "parameters")), unique(tensors_of(buffers, "buffers"))
         if self._needs_global_norms and any(map(is_dtensor, given)):
             raise UserError("DTensors as parameters need ShardedCO2 with mesh=: their norms are of the whole model")
@@ -232,6 +239,10 @@ class LocalUpdateMethod(Loop, ABC):
         if self._allreduce.places == 1:
             check_group()
         sizes = dict(OWN_SCALARS)
+        # Pipeline stages have different buffers. Elastic workers with GPUs may read a round's numbers in different
+        # rounds. They send all buffers.
+        if self._buffers and not self._shards and not (self._allreduce.is_elastic and self._device.type == "cuda"):
+            sizes[CHANGED] = len(self._buffers)
         for hook in self._hooks:
             sizes |= hook.scalars
         for hook in self._hooks:
@@ -245,7 +256,7 @@ class LocalUpdateMethod(Loop, ABC):
         self._scale: float | Tensor = self._reducer.scale
         self._state, self._replicated_state, self._anchor_params = State(self._buckets), list[Tensor](), list[Tensor]()
         # This worker's buffers at the boundary, because averages that arrive overwrite the live buffers.
-        self._own_buffers = [(b, [t.clone() for t in b.buffers]) for b in self._buckets if b.buffers]
+        self._own_buffers = [(b, [t.clone() for t in b.given]) for b in self._buckets if b.given]
         self._clock = RoundClock(self._allreduce.device)
         self._local_steps = self._local_steps_sent = 0
         self._first_step = 1  # of the round, or after a resume in mid-round
@@ -318,6 +329,7 @@ class LocalUpdateMethod(Loop, ABC):
         self._usage.before_finish()
         while not self._ended:
             self._ended = self._boundary(finished=True)
+        self._send_late_buffers()
         self._ended = None
         self._readback = AsyncReadback()  # discards the numbers of the last round
         self._average_extra(True, "finish()")
@@ -488,17 +500,19 @@ class LocalUpdateMethod(Loop, ABC):
         stats.exposed_seconds, stats.allreduce_seconds = allreduce.exposed, allreduce.seconds
         weight = self._weight.double()  # how many workers count: a sum or an average, as the reducer delivers
         self._scale = torch.where(weight == 0, 1.0 if self._sends_differences else float("nan"), 1 / weight)
-        for bucket, first in zip(self._buckets, self._first_values, strict=True):
+        for bucket in self._buckets:
             if bucket.buffers:
                 rescale(bucket.values, self._scale)
-                keep_unchanged(bucket.values, first, self._total_world_size)
+                keep_unchanged(bucket.values, bucket.first, self._total_world_size)
         self._scalars.place.mul_(self._reducer.scale)
         self._deliver_scalars()
         is_last = finished and self._finished.item() > 1 - 1e-6  # an average may be rounded
         is_empty = is_last and self._steps.item() == 0.0
-        if not is_empty:  # the buffers of an empty round are old
-            for bucket, _ in self._own_buffers:
-                copy_where(self._weight > 0, bucket.buffers, bucket.buffer_views)
+        for bucket, _ in self._own_buffers:
+            written = range(len(bucket.buffers)) if not is_empty else bucket.fresh  # an empty round's others are old
+            averages = [bucket.buffer_views[i] for i in written]
+            copy_where(self._weight > 0, [bucket.buffers[i] for i in written], averages)
+        if not is_empty:
             self._arrived_tau = self._sent_tau
         return ReduceResult(is_last, is_empty)
 
@@ -515,9 +529,55 @@ class LocalUpdateMethod(Loop, ABC):
             excluded(where)
 
     def _fill_buffers(self) -> None:
-        """Writes the buffers' values at the boundary to the buckets. The host waits for no copy."""
+        """Writes the values at the boundary of the buffers that are sent to the buckets, and which others have changed
+        to the scalars. The host waits for no copy.
+        """
+        self._sent = self._changing
+        self._choose_buffers()
         for bucket, own in self._own_buffers:
-            copy(bucket.buffer_views, own, queued=True)
+            copy(bucket.buffer_views, [own[i] for i in bucket.travelling], queued=True)
+        if CHANGED in self._scalars.sizes:
+            pairs = [pair for b, own in self._own_buffers for pair in zip(own, b.first_given, strict=True)]
+            unknown = [i for i in range(len(pairs)) if i not in (self._sent or ())]
+            flags = self._scalars[CHANGED].view(-1).zero_()
+            found = [has_changed(*pairs[i]).to(flags.dtype) for i in unknown]
+            copy([flags[i] for i in unknown], found, queued=True)
+
+    def _choose_buffers(self) -> None:
+        """Lets the buffers in `_sent` travel."""
+        before = 0
+        for bucket, own in self._own_buffers:
+            bucket.send(i for i in range(len(own)) if self._sent is None or before + i in self._sent)
+            before += len(own)
+
+    def _note_changes(self, sums: Mapping[str, Sequence[float]]) -> None:
+        """Receives a round's scalars, and adds each buffer that some worker has changed to `_changing`.
+
+        Rounds without steps do not count at the beginning: a BatchNorm must be sent from its first step on.
+        """
+        if CHANGED in sums and (self._changing is not None or sums["steps"][0] > 0):
+            if self._changing is None:
+                self._small_from = self._allreduce.launched
+            self._changing = {i for i, n in enumerate(sums[CHANGED]) if n > 0} | (self._changing or set())
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _send_late_buffers(self) -> None:
+        """Averages, at the end of finish(), buffers whose first change the last all-reduce has reported."""
+        if self._sent is None or CHANGED not in self._scalars.sizes:
+            return
+        late = {i for i, n in enumerate(self._scalars[CHANGED].view(-1).tolist()) if n > 0}
+        if not late:
+            return
+        self._changing = self._sent | late
+        for bucket in self._buckets:
+            bucket.payload.zero_()  # no progress
+        for bucket, own in self._own_buffers:
+            copy(own, bucket.given)
+        self._start_allreduce(finished=True)
+        self._wait_allreduce(finished=True)
+        self._begin_round(self._allreduce.launched)
+        self._sync_schedule.begin(self._allreduce.launched)
 
     def _params_updated(self, *, at_boundary: bool) -> None:
         """Calls the hooks after the method has written the parameters."""
@@ -534,7 +594,7 @@ class LocalUpdateMethod(Loop, ABC):
         self._allreduce.check_alive()  # before a method uses partial sums
         with self._clock.boundary(self._sync_schedule.tau, self._local_steps):
             for bucket, own in self._own_buffers:
-                copy(own, bucket.buffers)
+                copy(own, bucket.given)
             self._has_finished = self._close_round(finished=finished)
             for on_round_end in self._on_round_end:
                 on_round_end()
@@ -546,12 +606,13 @@ class LocalUpdateMethod(Loop, ABC):
 
     def _deliver_scalars(self) -> None:
         """Gives the sums to the hooks. On a GPU they arrive one round later, so the host does not wait."""
-        if not self._on_reduced_scalars:
+        if not self._on_reduced_scalars and CHANGED not in self._scalars.sizes:
             return
         allreduce, processes = self._allreduce, self._total_world_size
         info = ReductionInfo(allreduce.launched - 1, processes, allreduce.world_size, self._generation)
         if arrived := self._readback.exchange(self._scalars.place * processes, info):
             sums = self._scalars.named(arrived[0])
+            self._note_changes(sums)
             for on_reduced_scalars in self._on_reduced_scalars:
                 on_reduced_scalars(sums, arrived[1])
 
@@ -564,7 +625,10 @@ class LocalUpdateMethod(Loop, ABC):
         extra = self._average
         compared = (self._name, self._signature(), *([extra.compared] if extra else []))
         self._allreduce.agree(compared, [*self._broadcast_once, *(extra.alike if extra else [])])
-        self._first_values = [bucket.flat_buffers() for bucket in self._buckets]
+        self._changing: set[int] | None = None
+        self._sent: set[int] | None = None
+        for bucket in self._buckets:
+            bucket.begin()
 
     @torch.no_grad()
     def _rehearse(self) -> None:
@@ -577,14 +641,15 @@ class LocalUpdateMethod(Loop, ABC):
         """Returns the averaged buffers, as given, with non-finite numbers that were not there at construction."""
         order = {id(b): given for b, given in zip(self._buffers, self._given_buffers.values(), strict=True)}
         found: list[Tensor] = []
-        for bucket, first in zip(self._buckets, self._first_values, strict=True):
+        for bucket in self._buckets:
             flat = bucket.flat_buffers()
-            bad = views(~flat.isfinite() & ~same_values(flat, first), bucket.buffers)
-            found += [order[id(b)] for b, where in zip(bucket.buffers, bad, strict=True) if where.any()]
+            bad = views(~flat.isfinite() & ~same_values(flat, bucket.first_values), bucket.given)
+            found += [order[id(b)] for b, where in zip(bucket.given, bad, strict=True) if where.any()]
         return found
 
     # -- checkpoints -------------------------------------------------------------------------------------------
 
+    @torch.inference_mode(False)
     def state_dict(self) -> dict[str, Any]:
         """Returns the state that a resumed run needs besides parameters, buffers and optimizer.
 
@@ -595,6 +660,7 @@ class LocalUpdateMethod(Loop, ABC):
         """
         return under_rank(self._local_state())
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores what state_dict returned, on every worker.
@@ -612,6 +678,7 @@ class LocalUpdateMethod(Loop, ABC):
         """
         self._load_local_state(of_rank(state))
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def resync(self) -> None:
         """Restarts from rank 0's current parameters. Every worker must call it.
@@ -650,7 +717,7 @@ class LocalUpdateMethod(Loop, ABC):
         self._saved_at = self.rounds, self._local_steps
         return {
             "method": self._name,
-            "state": {name: on_host(flats) for name, flats in self._state.items()},
+            "state": {name: on_host(flats) for name, flats in self._state.items() if name not in self._unsaved},
             "flats": on_host([b.flat for b in self._buckets]),
             "in_flight": self._allreduce.in_flight,
             "reducer": self._reducer.kind,
@@ -663,6 +730,8 @@ class LocalUpdateMethod(Loop, ABC):
             "taus": [self._sent_tau, self._arrived_tau, self.tau],
             "order": order_of(self._trained),
             "hooks": {hook.name: on_host(hook.state_dict()) for hook in self._hooks if hook.name},
+            "first_buffers": on_host([b.first_values for b, _ in self._own_buffers]),
+            "changing": None if self._changing is None else sorted(self._changing),
         } | {name.removeprefix("_"): on_host(getattr(self, name)) for name in self._numbers}
 
     def _load_local_state(self, state: dict[str, Any]) -> None:
@@ -681,6 +750,7 @@ class LocalUpdateMethod(Loop, ABC):
         residual = not resized_group and not sums and "residual" in state  # elastic workers save none
         saved = dict(state.get("state", {}))  # torch.distributed.checkpoint drops an empty dict
         saved |= state["residual"] if residual else {}
+        saved |= {name: [torch.zeros_like(flat) for flat in self._state[name]] for name in self._unsaved}
         flats = [b.flat for b in self._buckets]
         saved["all-reduce"] = resized(state["flats"], flats) if resized_group else state["flats"]
 
@@ -695,6 +765,11 @@ class LocalUpdateMethod(Loop, ABC):
             )
         self._allreduce.restore(state["rounds"], state["in_flight"])
         self._reducer.become(state["reducer"])
+        changing = state.get("changing")  # an older version saved none, and sent all
+        self._sent = self._changing = None if changing is None else set(changing)
+        for (bucket, _), first in zip(self._own_buffers, state.get("first_buffers", ()), strict=False):
+            bucket.begin(first)
+        self._choose_buffers()
         for name, held in current().items():
             copy(held, saved[name])
         if state.get("rank", self._allreduce.rank) != self._allreduce.rank:

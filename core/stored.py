@@ -10,9 +10,9 @@ import json
 import os
 import re
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path, PosixPath, PurePosixPath
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -57,6 +57,21 @@ def reason(error: BaseException) -> str:
     if isinstance(cause, OSError):
         return cause.strerror or str(cause)
     return f"{type(error).__name__}: {error}".splitlines()[0].rstrip(": ")
+
+
+def regular(path: Path) -> Path:
+    """Returns the path. UserError for a FIFO, a device or a folder, because reading it might never end."""
+    if path.exists() and not path.is_file():
+        raise UserError(f"{path} is no regular file: remove it, or put the file back")
+    return path
+
+
+def write_flushed(path: Path, content: bytes | Callable[[IO[bytes]], Any]) -> None:
+    """Writes a file, or calls `content` to write it, and waits until the disk has it."""
+    with open(path, "wb") as file:
+        content(file) if callable(content) else file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 LARGEST = 2**1000  # limit of integers, because parse_json refuses integers that exceed every float
@@ -223,20 +238,18 @@ def write(folder: Path, rank: int, state: Any, tensors: dict[str, Tensor], every
     mine = {path: t if t.untyped_storage().nbytes() == t.nbytes else t.clone() for path, t in mine.items()}
     text = json.dumps({"state": state, "tensors": table}).encode()
     folder.mkdir(parents=True, exist_ok=True)
-    for name, put in (("pt", lambda file: torch.save(mine, file)), ("json", lambda file: file.write(text))):
-        with open(folder / f"rank{rank}.{name}", "wb") as file:
-            put(file)
-            file.flush()
-            os.fsync(file.fileno())
+    write_flushed(folder / f"rank{rank}.pt", lambda file: torch.save(mine, file))
+    write_flushed(folder / f"rank{rank}.json", text)
     return hashlib.sha256(text).hexdigest()
 
 
-def read(folder: Path, rank: int, known: str, part: str = "") -> Any:
-    """Returns the state of worker `rank` in memory of its own, or a part of it. `known` is its JSON file's SHA-256.
+def read(folder: Path, rank: int, known: str, parts: Collection[str] = ()) -> Any:
+    """Returns the state of worker `rank`, or these parts of it, in memory of its own.
 
-    UserError if a checksum differs. Any other error means that a file is missing or damaged.
+    `known` is the SHA-256 of its JSON file. UserError if a checksum differs. Any other error means that a file is
+    missing, damaged or not readable.
     """
-    text = (folder / f"rank{rank}.json").read_bytes()
+    text = regular(folder / f"rank{rank}.json").read_bytes()
     if hashlib.sha256(text).hexdigest() != known:
         raise UserError(f"rank{rank}.json is damaged, its checksum differs")
     held, files = parse_json(text), dict[str, dict[str, Tensor]]()
@@ -246,8 +259,8 @@ def read(folder: Path, rank: int, known: str, part: str = "") -> Any:
         name = f"rank{int(owner)}.pt"
         if name not in files:
             try:  # mapped into memory, so that a worker reads only its part of another worker's file
-                files[name] = torch.load(folder / name, map_location="cpu", weights_only=True, mmap=True)
-            except FileNotFoundError:
+                files[name] = torch.load(regular(folder / name), map_location="cpu", weights_only=True, mmap=True)
+            except (OSError, UserError):
                 raise
             except Exception as error:  # torch and zipfile raise errors of many classes
                 raise UserError(f"{name} cannot be read, {reason(error)}") from None
@@ -256,7 +269,7 @@ def read(folder: Path, rank: int, known: str, part: str = "") -> Any:
             raise UserError(f"{name} is damaged, the checksum of {path} differs")
         return found
 
-    return put_back(held["state"][part] if part else held["state"], tensor)
+    return put_back({part: held["state"][part] for part in parts} if parts else held["state"], tensor)
 
 
 def digest(tensor: Tensor) -> str:

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from .errors import log
 from .hooks import Hook, ReductionInfo
 from .local_update import LocalUpdateMethod, SyncSchedule
 from .stats import RoundStats, ready
@@ -322,6 +323,8 @@ class TauHook(Hook):
     def before_allreduce(self) -> None:
         m = self.method
         self.tuner.write_times(m._clock.stats, m._clock.before, m._allreduce.place, m._scalars["times"])
+        if m._allreduce.launched <= m._small_from:  # these times are of a round with all buffers
+            m._scalars["times"].zero_()
         m._reducer.become(self.tuner.compression)  # follows from received times, so it is equal on all workers
 
     def on_reduced_scalars(self, sums: Mapping[str, Sequence[float]], info: ReductionInfo) -> None:
@@ -357,6 +360,7 @@ class AdaptiveTau(SyncSchedule):
         tau_hook: TauHook | None = None,
     ):
         self.delay, self.tau_hook = delay, tau_hook
+        self._logged: int | None = None  # the last wait in the log
         super().__init__(tau)
 
     @property
@@ -365,12 +369,23 @@ class AdaptiveTau(SyncSchedule):
         return self.tau_hook.decision if self.tau_hook is not None else None
 
     def begin(self, number: int) -> None:
+        if self.tau_hook is not None:
+            self._log(self.tau_hook, number)
         if self.tau_hook is not None and self.tau_hook.chooses:
             self.tau = self.tau_hook.tuner.tau
             return
         super().begin(number)
         if self.tau_hook is not None:
             self.tau_hook.tuner.given = self.tau_hook.tuner.tau = self.tau
+
+    def _log(self, hook: TauHook, number: int) -> None:
+        """Reports the decision of this boundary, and with delay auto a new wait, on the rank that reports."""
+        d, needed = hook.decision, hook.tuner.needed if self.delay == "auto" else None
+        if d is not None and hook.method._is_log_rank:
+            log.info("round %d: tau %d (it was %d), compression %s: %s", number, d.new, d.old, d.compression, d.reason)
+        if needed not in (None, self._logged) and hook.method._is_log_rank:
+            log.info("round %d: a worker waits for an average after %d local steps at most", number, needed)
+        self._logged = needed
 
     def go_on(self, tau: int) -> None:
         if self.tau_hook is not None and self.tau_hook.chooses:

@@ -25,9 +25,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from .buckets import is_dtensor, local_shard, parts_of, views
-from .comm import is_alive
+from .comm import is_alive, of_all, sum_of_bits
 from .errors import UserError
-from .hooks import owners
+from .hooks import owner_of, owners
 from .outer import norm
 
 if TYPE_CHECKING:
@@ -119,6 +119,48 @@ def warn_of_step(optimizer: torch.optim.Optimizer, before: dict[int, int], after
         "over mesh.get_group(1)"
     )
     return True
+
+
+def check_start(m: LocalUpdateMethod) -> None:
+    """Checks the model with which training starts. Elastic workers may load theirs later.
+
+    Raises UserError, on all workers, if a trained parameter is not finite. Warns if workers differ in frozen parameters
+    of the same model that were not given.
+    """
+    if m._allreduce.is_elastic:
+        return
+    bad = next((i for i, p in enumerate(m._params) if not bool(p.isfinite().all())), None)
+    problem = ""
+    if bad is not None:
+        name, shape = owner_of(m._trained[bad], "_parameters"), list(m._trained[bad].shape)
+        problem = (
+            f"parameter {bad}{name}, of shape {shape}, is not finite when {m._name} is made: initialize the model, or "
+            "load weights, before"
+        )
+    frozen = [] if m._frozen else _frozen_next_to(m._trained)  # given ones are equal
+    checksum = sum(int(sum_of_bits([t], t.device)) for t in frozen)  # in any order
+    told = of_all((problem, str(checksum)), m._allreduce.group)
+    if problem := next((text for text, _ in told if text), ""):
+        raise UserError(problem)
+    if len({found for _, found in told}) > 1 and m._is_log_rank:
+        shape = f", the first of shape {list(frozen[0].shape)}," if frozen else ""
+        _warn(
+            f"{len(frozen)} parameters of the model that need no gradient{shape} were not given to {m._name}, and "
+            "differ between workers: give all of model.parameters(), of which frozen ones are sent once"
+        )
+
+
+def _frozen_next_to(params: Sequence[Tensor]) -> list[Tensor]:
+    """Returns the frozen parameters of all modules that have one of these parameters."""
+    ours, found = {id(p) for p in params}, dict[int, Tensor]()
+    for module in [o for o in gc.get_objects() if issubclass(type(o), nn.Module)]:
+        with contextlib.suppress(AttributeError):  # a module whose constructor has not ended
+            own = list(module.parameters())
+            if any(id(p) in ours for p in own):
+                found |= {id(p): p for p in own if not p.requires_grad}
+    return [
+        p for p in found.values() if p.layout == torch.strided and p.dtype in PLAIN and not (is_dtensor(p) or p.is_meta)
+    ]
 
 
 def warn_of_synchronous(params: Sequence[Tensor], buffers: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
@@ -288,6 +330,7 @@ class UsageChecks:
     def attach(self, method: LocalUpdateMethod) -> None:
         """Called once the method is made."""
         self.method = method
+        check_start(method)
         self._params = method._params
         self.learned = [p for p in (*method._trained, *self._model_params) if p.requires_grad]
         self._number = {id(p): i for i, p in enumerate(method._trained)}

@@ -26,9 +26,11 @@ from torch.utils.data import Dataset
 from core.errors import UserError
 from core.stored import parse_json
 from language.prepare import (
+    END_OF_TEXT,
     SUFFIXES,
     Documents,
     encode_documents,
+    fingerprint,
     split_documents,
     text_files,
     token_dtype,
@@ -39,6 +41,10 @@ from language.recipe import GPT2_VOCABULARY, CorpusName, TextRecipe
 from training.data import Key, cached, data_root, eval_share, generator, load_batches, missing, train_keys
 
 IGNORE = -100  # torch's cross_entropy skips targets with this value
+# first int32 of the 256 before the tokens in llm.c's and modded-nanogpt's files: of GPT-2's tokens, and Llama 3's
+HEADERS = {20240520: "uint16", 20240801: "uint32"}
+# files of nanoGPT, SentencePiece, fairseq and Megatron that describe other tokens than GPT-2's
+OF_OTHERS = ("meta.pkl", "tokenizer.model", "spiece.model", "dict.txt", "train.idx", "train_text_document.idx")
 PREDICTED = 0.15  # share of the tokens that a masked language model predicts
 
 Batch = tuple[Tensor, Tensor]  # inputs and targets
@@ -72,6 +78,12 @@ class Corpus:
     tokenizer: Tokenizer | None = None
     token_bytes: Tensor | None = None
 
+    @property
+    def names(self) -> list[str]:
+        """The tokens in the order of their ids, with "" for gaps. Empty without a tokenizer."""
+        size = self.vocab_size if self.tokenizer else 0
+        return [self.tokenizer.id_to_token(i) or "" for i in range(size)]  # pyright: ignore
+
 
 def load_corpus(folder: Path) -> Corpus:
     """Opens the token files in `folder`. A UserError names the file that is missing, empty or inconsistent."""
@@ -88,6 +100,8 @@ def load_corpus(folder: Path) -> Corpus:
             f"{tokenizer_file} has {ids} tokens but the token files use {vocab_size}: "
             "put the tokenizer that made them next to them, or remove it"
         )
+    if tokenizer is not None and meta["vocabulary"] not in (None, fingerprint(tokenizer)):
+        raise UserError(f"{tokenizer_file} has other tokens than {folder / 'meta.json'} says: restore it, or remove it")
     files = (open_tokens(folder / f"{f}.bin", meta["dtype"], vocab_size, meta[f]) for f in ("train", "val"))
     ids = {key: meta[key] for key in ("eot", "pad", "mask", "bos")}
     sizes = None if tokenizer is None else bytes_per_token(tokenizer)
@@ -98,12 +112,14 @@ def _read_meta(folder: Path) -> dict:
     """Returns load_corpus's part of meta.json and the tokens of each file, or nanoGPT's values without meta.json."""
     file = folder / "meta.json"
     if not file.is_file():
-        unknown = dict.fromkeys(("pad", "mask", "bos", "train", "val"))
+        _check_gpt2(folder)
+        unknown = dict.fromkeys(("pad", "mask", "bos", "train", "val", "vocabulary"))
         return dict(vocab_size=GPT2_VOCABULARY, dtype="uint16", eot=GPT2_VOCABULARY - 1, **unknown)
     try:
         meta = parse_json(file.read_text())
         known = {key: meta[key] for key in ("vocab_size", "dtype", "eot", "pad", "mask")}
-        known |= {"bos": meta.get("bos"), **{name: meta[name]["tokens"] for name in ("train", "val")}}
+        known |= {key: meta.get(key) for key in ("bos", "vocabulary")}  # older files lack them
+        known |= {name: meta[name]["tokens"] for name in ("train", "val")}
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{file} is damaged ({error!r}): run `python -m language.prepare` again") from error
     size = known["vocab_size"] if type(known["vocab_size"]) is int else 0
@@ -114,6 +130,28 @@ def _read_meta(folder: Path) -> dict:
         key = wrong[-1] if size > 0 else "vocab_size"
         raise UserError(f"{file} has {key}={known[key]!r}: run `python -m language.prepare` again")
     return known
+
+
+def _check_gpt2(folder: Path) -> None:
+    """Refuses a folder without meta.json where another tool's file says that the tokens are not GPT-2's."""
+    end = GPT2_VOCABULARY - 1
+    found = [folder / name for name in OF_OTHERS if (folder / name).exists()]
+    for name in ("tokenizer.json", "vocab.json"):
+        try:
+            content = parse_json((folder / name).read_text())
+            vocabulary = content if name == "vocab.json" else content["model"]["vocab"] | _added(content)
+            found += [] if vocabulary.get(END_OF_TEXT) == end else [folder / name]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            continue  # none, or load_corpus names the damage
+    if found:
+        raise UserError(
+            f"{found[0]} says that the tokens next to it are not GPT-2's: make them from text with `python -m "
+            "language.prepare`, or remove the file if they are"
+        )
+
+
+def _added(content: dict[str, Any]) -> dict[str, int]:
+    return {token["content"]: token["id"] for token in content["added_tokens"]}
 
 
 def _is_token(value: Any, vocab_size: int) -> bool:
@@ -141,6 +179,15 @@ def open_tokens(file: Path, dtype: str, vocab_size: int, expected: int | None = 
     if size == 0 or size % np.dtype(dtype).itemsize:
         raise UserError(f"{file} holds {size} bytes, not a whole number of {dtype} tokens: write it again")
     tokens = np.memmap(file, dtype=dtype, mode="r")
+    with file.open("rb") as opened:
+        first = opened.read(6)
+    if wide := HEADERS.get(int.from_bytes(first[:4], "little")):
+        raise UserError(
+            f"{file} begins with llm.c's header of 1,024 bytes, before tokens in {wide}: keep only what follows, "
+            f"tail -c +1025 {file.name} > NEW"
+        )
+    if first == b"\x93NUMPY":
+        raise UserError(f"{file} begins with NumPy's header: keep only the tokens, numpy.load(FILE).tofile(NEW)")
     if expected is not None and len(tokens) != expected:
         raise UserError(
             f"{file} holds {len(tokens):,} tokens, but meta.json says {expected:,}: copy it again, it was cut"

@@ -12,6 +12,7 @@ def open_task(recipe: LanguageRecipe):
     corpus = open_corpus(recipe.corpus, recipe.vocab_size)
     texts = {"val": corpus.val} | ({"wikitext2": open_wikitext2(corpus)} if recipe.wikitext2 else {})
     model, task = make_model(recipe, corpus.pad), TextTask(corpus, make_objective(recipe, corpus), corpus.val, texts)
+    model.names = corpus.names  # pyright: ignore[reportAttributeAccessIssue]
     return model, lambda run: task.evaluate(run, model, at_end=True)
 
 

@@ -22,7 +22,7 @@ from language.recipe import LanguageRecipe
 from language.train import make_model
 from training.export import Exporter, export_run
 from training.script import launch
-from training.weights import Weights
+from training.weights import Weights, misnamed
 
 
 def build(recipe: LanguageRecipe, weights: Callable[[nn.Module], Weights]) -> nn.Module:
@@ -53,7 +53,9 @@ def folder(recipe: LanguageRecipe, model: nn.Module, target: Path) -> None:
     else:
         end = corpus.eot
         wanted |= {"bos_token_id": end, "eos_token_id": end}
-        if corpus.tokenizer is not None:
+        if wrong := misnamed(getattr(model, "names", ()), corpus.names):
+            print(f"without a tokenizer: {corpus.folder} has another one, {wrong}", file=sys.stderr)
+        elif corpus.tokenizer is not None:
             name = {"eos_token": corpus.tokenizer.id_to_token(end), "bos_token": corpus.tokenizer.id_to_token(end)}
             more = {"pad_token": corpus.pad, "mask_token": corpus.mask}
             name |= {key: corpus.tokenizer.id_to_token(at) for key, at in more.items() if at is not None}

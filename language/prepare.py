@@ -11,6 +11,7 @@ Sources are text files, JSON Lines (one object with the key "text" per line), or
 wrote with save_to_disk. Nothing is downloaded. Documents are held out whole, so that no book is in both files.
 """
 
+import hashlib
 import json
 import lzma
 import os
@@ -300,6 +301,11 @@ def vocabulary_size(tokenizer: Any) -> int:
     return 1 + max(tokenizer.get_vocab().values(), default=-1)
 
 
+def fingerprint(tokenizer: Tokenizer) -> str:
+    """Returns a short hash of the tokens and their ids."""
+    return hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()[:16]
+
+
 def _pieces(document: str) -> Iterator[str]:
     """Cuts a long document after line ends, where GPT-2's word splitting never joins words."""
     start = 0
@@ -327,6 +333,7 @@ def write_corpus(
     meta = dict(
         sources=sources,
         vocab_size=vocabulary_size(tokenizer),
+        vocabulary=fingerprint(tokenizer),
         dtype=token_dtype(tokenizer),
         eot=end_of_text(tokenizer),
         bos=tokenizer.token_to_id(ROBERTAS_BEGIN),

@@ -6,6 +6,7 @@ Nothing is downloaded, no pickle is read, and no code from a folder is run.
 import os
 import re
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
@@ -28,10 +29,12 @@ from language.model import blocks_of
 from language.prepare import vocabulary_size
 from training.data import mix, seeded, share
 from training.optim import recompute
+from training.workers import rank
 
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model")
 # buffers in files of older versions: causal masks, rotary frequencies, positions
 BUFFERS = re.compile(r"(.*\.)?(attn|attention)\.(masked_)?bias|(.*\.)?rotary_emb\.inv_freq|(.*\.)?position_ids")
+LEAST_SHARE = 0.9  # of a model's embeddings that its own tokenizer uses; the rest is padding
 LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 
 
@@ -152,6 +155,15 @@ def open_tokenizer(folder: Path, model: nn.Module) -> Any:
     size: int = model.get_input_embeddings().num_embeddings  # pyright: ignore
     if (ids := vocabulary_size(tokenizer)) > size:
         raise UserError(f"{folder}: its tokenizer has {ids} tokens, its model {size}: they are not one pair")
+    configs = (getattr(model, name, None) for name in ("config", "generation_config"))
+    known: list[Any] = [getattr(config, "eos_token_id", None) for config in configs]
+    ends = {end for one in known for end in (one if isinstance(one, list) else [one]) if end is not None and end < size}
+    if ends and tokenizer.eos_token_id not in {*ends, None}:
+        what = f"its tokenizer ends a text with token {tokenizer.eos_token_id}, its model with {sorted(ends)}"
+        if ids < LEAST_SHARE * size:
+            raise UserError(f"{folder}: {what}, and they have {ids} and {size} tokens: they are not one pair")
+        if rank() == 0:
+            print(f"warning: {folder}: {what}: make sure that they are one pair", file=sys.stderr)
     return tokenizer
 
 

@@ -1,7 +1,7 @@
 """The settings of a language modeling run."""
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import tyro
 
@@ -38,6 +38,7 @@ class RingsConfig:
 class TextRecipe(Recipe):
     """Settings that training from scratch and fine-tuning share."""
 
+    batch_norm: ClassVar[bool] = False
     method: TextMethod = "co2"
     """Training method. All local methods use co2.tau as their number of local steps. zo has no backward pass, and its
     workers exchange only losses."""

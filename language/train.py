@@ -56,7 +56,7 @@ from training.elastic import repeated
 from training.layouts.layout import Layout
 from training.optim import Scalars, backward_in_parts, make_schedule, recompute
 from training.run import Run
-from training.weights import load_weights
+from training.weights import keep_names, load_weights
 from training.workers import pick_device, upload
 
 if TYPE_CHECKING:
@@ -141,6 +141,8 @@ def check_windows(recipe: TextRecipe, corpus: Corpus, objective: Objective) -> N
 def train(run: Run, recipe: LanguageRecipe, corpus: Corpus, objective: Objective, final_texts: Texts) -> None:
     """Trains from random weights, or the weights of `init_from`. `final_texts` are evaluated at the end."""
     model = make_model(recipe, corpus.pad)
+    model.names = corpus.names  # pyright: ignore[reportAttributeAccessIssue]
+    keep_names(run, corpus.names)
     if recipe.init_from is not None:
         load_weights(model, recipe.init_from, rows=recipe.vocab_size)
     learn(run, recipe, run.shard(model), TextTask(corpus, objective, corpus.val[: recipe.eval_tokens], final_texts))

@@ -677,23 +677,23 @@ def gpu_boundary() -> Table:
 def faults() -> Table:
     """Runs that a fault disturbed: one row per kind of fault."""
     runs = load("chaos.json")
-    calm = {
-        name: [r["test_loss"] for r in select(runs, harm="none", config=name)] for name in {r["config"] for r in runs}
-    }
-    limit = {name: statistics.fmean(of) + 3 * statistics.stdev(of) for name, of in calm.items()}
-    table: Table = [("harm", "runs", "ended", "without a restart", "hung", "loss as undisturbed")]
+    table: Table = [("harm", "runs", "right", "without a restart", "hung")]
     for name, harm in {
         "a worker is killed": "kill",
-        "a worker is killed and comes back (elastic)": "rejoin",
+        "killed, may come back": "rejoin",
+        "two killed, may come back": "two kills",
+        "SIGTERM, SIGINT or SIGUSR1": "stop",
+        "stopped for 3 s": "pause",
+        "output full, closed or without a reader": "stream",
+        "killed, and files damaged": "crash",
+        "etcd member killed or stopped": "etcd",
         "no link for 3 or 10 s": "outage",
-        "a worker computes NaN": "nan",
-        "the disk is full": "disk",
+        "disk full": "disk",
+        "NaN": "nan",
         "none": "none",
     }.items():
-        mine = [run for run in runs if re.split("[,_]", run["harm"])[0] == harm]
-        ended = select(mine, status=0)
-        fine = sum(run["test_loss"] <= limit[run["config"]] for run in ended)
-        counts = (len(mine), len(ended), len(select(ended, attempts=1)), sum(run["hung"] for run in mine), fine)
+        mine = select(runs, harm=harm)
+        counts = (len(mine), *(len(select(mine, **of)) for of in ({"right": True}, {"attempts": 1}, {"hung": True})))
         table.append((name, *map(str, counts)))
     return table
 

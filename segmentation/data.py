@@ -139,7 +139,8 @@ class LoadMask(BaseTransform):
 
     It replaces mmseg's LoadAnnotations, which wraps 16-bit labels around and does not check the range of labels. As
     LoadAnnotations, it never turns a mask. An image with an EXIF orientation needs a mask of the turned image. With
-    results["reduce_zero_label"], label 0 is ignored and all other labels move down by one. A UserError names the file.
+    results["reduce_zero_label"], label 0 is ignored and all other labels move down by one. A palette must not
+    contradict results["colors"]. A UserError names the file.
     """
 
     def __init__(self, num_classes: int):
@@ -149,7 +150,7 @@ class LoadMask(BaseTransform):
 
     def transform(self, results: dict[str, Any]) -> dict[str, Any]:
         path, shift = results["seg_map_path"], int(results["reduce_zero_label"])
-        mask = _read(path, read_mask)
+        mask = _read(path, lambda path: read_mask(path, results.get("colors", ()), shift))
         # An image that is resized for testing keeps the mask's size in ori_shape.
         if mask.shape != tuple(results["ori_shape"]):
             raise UserError(
@@ -288,6 +289,10 @@ class ADE20K(ADE20KDataset):
         """Returns mmseg's list without the files of hidden folders, such as .ipynb_checkpoints."""
         images = self.data_prefix["img_path"]
         return [item for item in super().load_data_list() if not hidden(item["img_path"], images)]
+
+    def get_data_info(self, idx: int) -> dict[str, Any]:
+        """Returns mmseg's item with the classes' colors, for LoadMask."""
+        return super().get_data_info(idx) | {"colors": self.metainfo["palette"]}
 
 
 # -- the three tasks --------------------------------------------------------------------------------------------

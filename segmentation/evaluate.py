@@ -13,6 +13,7 @@ def open_task(recipe: SegmentationRecipe):
     """Returns the model, and its evaluation on all held-out splits."""
     sets = {split: build_dataset(recipe.dataset, split) for split in EVAL_SPLITS[recipe.dataset]}
     model = make_model(replace(recipe, pretrained=None))
+    model.names = next(iter(sets.values())).metainfo["classes"]  # pyright: ignore[reportAttributeAccessIssue]
     return model, lambda run: {k: v for split, of in sets.items() for k, v in evaluate(run, model, split, of).items()}
 
 

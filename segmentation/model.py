@@ -32,6 +32,7 @@ from core.placement import local_world_size
 from segmentation.data import IGNORE
 from segmentation.recipes import BackboneName
 from training.data import data_root, from_home
+from training.optim import count_once
 from training.weights import file_weights
 from training.workers import make_mesh
 
@@ -80,8 +81,11 @@ def load_backbone(name: str, map_location: Any = None) -> Mapping[str, Tensor]:
     """
     path = find_backbone(name.removeprefix(SCHEME))
     state = file_weights(path, "pretrained", map_location)
-    inner = {key.removeprefix("backbone."): v for key, v in state.items() if key.startswith("backbone.")}
-    state = inner or state
+    parts = {match[0] for match in map(re.compile(r"(.*?\.)??backbone\.").match, state) if match}
+    if len(parts) > 1:
+        raise UserError(f"pretrained={path}: holds several backbones, {', '.join(sorted(parts))}: keep one in a file")
+    for part in parts:
+        state = {key.removeprefix(part): value for key, value in state.items() if key.startswith(part)}
     if any(key.startswith("blocks.") for key in state):  # timm's names
         for theirs, ours in TIMM_TO_MMSEG:
             state = {re.sub(theirs, ours, key): value for key, value in state.items()}
@@ -273,8 +277,9 @@ def build_model(config: Config) -> nn.Module:
         # As in mmseg's published runs, the loss's average counts ignored pixels. mmseg warns of it every time.
         warnings.filterwarnings("ignore", message="Default ``avg_non_ignore``")
         model = MODELS.build(ConfigDict(config))
-    start = config["backbone"].get("init_cfg")
+    count_once(model)  # a backbone's with_cp computes its forward pass again
     if not next(model.parameters()).is_meta:
+        start = config["backbone"].get("init_cfg")
         if start is not None:
             check_backbone(start["checkpoint"], model.backbone.state_dict())
         logger = MMLogger.get_current_instance()

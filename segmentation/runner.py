@@ -2,12 +2,15 @@
 
     torchrun --standalone --nproc-per-node 4 -m segmentation.train --config FILE.py [options]
 
-Models, data, schedule, hooks and metrics are the config's own. CO2Hook replaces the gradient average.
+Models, data, schedule, hooks and metrics are the config's own. CO2Hook replaces the gradient average. --dry_run prints
+the resolved config and the model's size, and says what data are missing.
 """
 
 from __future__ import annotations
 
+import copy
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,17 +19,22 @@ from typing import Any, Literal
 import segmentation.registries  # noqa: F401
 
 # isort: split
+import torch
 import torch.distributed as dist
 import tyro
 from mmengine.config import Config, DictAction
+from mmengine.hooks import Hook
 from mmengine.runner import Runner
+from mmseg.registry import DATASETS
 
 import core.integrations.mmengine  # noqa: F401, registers CO2Hook
 from core.errors import UserError
 from core.stored import reason
-from segmentation.model import BASES, SCHEME
+from segmentation.model import BASES, SCHEME, build_model
 from training.data import data_root, paths_from_home
-from training.workers import join, pick_device, rank
+from training.optim import count_once
+from training.weights import classes_of, misnamed
+from training.workers import join, pick_device, rank, world_size
 
 CONFIGS = BASES.parents[1]  # of the installed mmsegmentation
 ON_CPU = {"type": "MMDistributedDataParallel", "device_ids": None, "broadcast_buffers": False}
@@ -54,6 +62,8 @@ class ConfigOptions:
     """Average the predictions of a test over the config's tta_pipeline, such as an image and its mirror image."""
     set: tuple[str, ...] = ()
     """Changes to the config, KEY=VALUE as in mmsegmentation's --cfg-options."""
+    dry_run: bool = False
+    """Print the resolved config and the number of parameters, and check the data. Nothing is trained."""
     timeout: float = 600.0
     """Seconds until a missing worker is an error."""
 
@@ -92,19 +102,88 @@ def train_config() -> None:
         given.sync_bn == "convert" or given.test is not None
     ):  # before mmengine wraps the model in DDP, which refuses SyncBN on a CPU
         changed(config.model, lambda key, value: "BN" if (key, value) == ("type", "SyncBN") else value)
+    if given.dry_run:
+        return dry_run(config, given)
+    check_data(config, given)
     device = pick_device("auto")
     made = join(device, given.timeout, {key: str(value) for key, value in vars(given).items()})
     config.launcher = "pytorch" if dist.is_initialized() else "none"
     if device.type == "cpu":
         config.model_wrapper_cfg = ON_CPU
     runner = Runner.from_cfg(config)
+    runner.register_hook(ClassOrder(given))
+    count_once(runner.model)  # a config may recompute by with_cp or activation_checkpointing
     try:
         runner.test() if given.test is not None else runner.train()
     except FileNotFoundError as error:
-        remedy = "set CO2_DATA to the folder with the config's data, or --set the config's own paths"
-        raise UserError(f"config={given.config}: {error.filename or error} is missing: {remedy}") from None
+        raise missing(given, error) from None
     if made and dist.is_initialized():
         dist.destroy_process_group()
+
+
+def dry_run(config: Config, given: ConfigOptions) -> None:
+    """Prints the config and the model's size, without allocating the model. Missing data are a warning."""
+    with torch.device("meta"):
+        model = build_model(config.model)
+    if rank() > 0:
+        return
+    print(config.pretty_text)
+    millions = sum(p.numel() for p in model.parameters()) / 1e6
+    print(f"{millions:.2f} M parameters, {world_size()} workers, {given.method}, {config.work_dir}")
+    try:
+        check_data(config, given)
+    except UserError as error:
+        print(f"warning: {error}", file=sys.stderr)
+
+
+def check_data(config: Config, given: ConfigOptions) -> None:
+    """Refuses missing data, and classes of another order than in training, before mmengine writes a log."""
+    trained = list[str]()
+    for split in ("train", "val") if given.test is None else ("test",):
+        loader = config.get(f"{split}_dataloader")
+        if loader is None:
+            continue
+        try:
+            dataset = DATASETS.build(copy.deepcopy(loader.dataset))
+            mask = dataset.get_data_info(0).get("seg_map_path") if given.test is None else None
+            if mask and "://" not in mask and not Path(mask).exists():
+                raise FileNotFoundError(mask)
+        except (FileNotFoundError, AssertionError) as error:  # mmseg asserts that a list of images is there
+            raise missing(given, error) from None
+        except (IndexError, ValueError) as error:
+            if isinstance(error, ValueError) and "at least one array" not in str(error):  # a list of no images, packed
+                raise
+            raise missing(given, FileNotFoundError(f"an image of {split}_dataloader")) from None
+        found = list(getattr(dataset, "metainfo", {}).get("classes") or ())
+        trained = trained or found
+        wrong = misnamed(trained, found, ("in train_dataloader", f"in {split}_dataloader"))
+        if len(found) != len(trained):
+            wrong = f"{len(trained)} classes in train_dataloader, {len(found)} in {split}_dataloader"
+        if wrong:
+            raise UserError(f"config={given.config}: {wrong}: give both data sets the same classes, in one order")
+
+
+def missing(given: ConfigOptions, error: Exception) -> UserError:
+    """Returns mmseg's error for missing data in one line."""
+    what = getattr(error, "filename", None) or reason(error)
+    remedy = "set CO2_DATA to the folder with the config's data, or --set the config's own paths"
+    return UserError(f"config={given.config}: {what} is missing: {remedy}")
+
+
+class ClassOrder(Hook):
+    """Refuses a checkpoint whose classes have another order than the data's, for a test or when training resumes."""
+
+    def __init__(self, given: ConfigOptions):
+        self.given = given
+
+    def after_load_checkpoint(self, runner: Runner, checkpoint: dict[str, Any]) -> None:
+        testing = self.given.test is not None
+        if not testing and not self.given.resume:
+            return  # its head may be of another task
+        dataset: Any = (runner.test_dataloader if testing else runner.train_dataloader).dataset
+        if wrong := misnamed(classes_of(checkpoint), dataset.metainfo.get("classes") or ()):
+            given = f"test={self.given.test}" if testing else f"resume=True, work_dir={runner.work_dir}"
+            raise UserError(f"{given}: was trained with other data, {wrong}: give that data")
 
 
 def read(path: Path) -> Config:

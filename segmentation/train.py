@@ -29,7 +29,7 @@ from training.data import steps_per_epoch
 from training.elastic import repeated
 from training.optim import Scalars, backward_in_parts, make_optimizer, make_schedule
 from training.run import Run
-from training.weights import load_weights
+from training.weights import keep_names, load_weights
 from training.workers import to_device
 
 PICTURES = 4  # samples shown at each evaluation
@@ -67,6 +67,8 @@ def train(
     """Runs the loop: optimizer steps, method.step(), and at round boundaries evaluations and checkpoints."""
     check_sync_bn(run, recipe)
     model = make_model(recipe)
+    model.names = train_set.metainfo["classes"]  # pyright: ignore[reportAttributeAccessIssue]
+    keep_names(run, train_set.metainfo["classes"])
     if recipe.init_from is not None:
         load_weights(model, recipe.init_from, heads=["decode_head.conv_seg", "auxiliary_head.conv_seg"])
     model = run.shard(model)

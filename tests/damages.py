@@ -3,7 +3,9 @@
 import contextlib
 import errno
 import functools
+import hashlib
 import io
+import json
 import os
 import random
 import resource
@@ -80,3 +82,21 @@ DAMAGES: dict[str, Callable[[Path], Any]] = {
     "another object": lambda path: path.write_text("{}\n"),
     "broken link": lambda path: (path.unlink(), path.symlink_to("/nowhere")),
 }
+
+
+def names(change: Callable[[dict[str, str]], dict[str, str]]) -> Callable[[Path], Any]:
+    """A manifest that names other files; change: of {file: digest}."""
+    return lambda path: path.write_text(json.dumps({"files": change(json.loads(path.read_text())["files"])}))
+
+
+def changed(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    """A tree that somebody has changed, with its right checksum; change: of the state."""
+
+    def spoil(path: Path) -> None:
+        tree = json.loads(path.read_text())
+        change(tree["state"])
+        path.write_text(json.dumps(tree))
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        names(lambda files: files | {path.name: digest})(path.with_name("manifest.json"))
+
+    return spoil

@@ -11,13 +11,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 from core import CompressionConfig
 from tests.imports import ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^```(\w*|\{\.python\})(?: title=\"([^\"\n]*)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-CRASH = 130  # the step of the whole script at which it is stopped
+CRASH = 130  # the step of a loop at which it is stopped, in the midst of an epoch
 NOT_BY_TIME = "config = replace(config, delay=2, compression=CompressionConfig('int4'))"  # repeats bit for bit
 
 
@@ -58,12 +59,13 @@ def script(title: str) -> Block:
 def readers_own(folder: str, rank: int) -> dict[str, Any]:
     """What a piece of code takes as the reader's: names of the loop, and what Start's script has imported."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.1), nn.Linear(8, 1))
     names: dict[str, Any] = {"folder": folder, "model": model}
     optimizer = names["optimizer"] = torch.optim.AdamW(model.parameters(), lr=1e-3)
     draws = torch.Generator().manual_seed(rank)
     inputs = torch.randn(64, 16, 8, generator=draws)
     names["loader"] = [(x, x.sum(1, keepdim=True)) for x in inputs]
+    names["data"] = TensorDataset(x := inputs.flatten(0, 1), x.sum(1, keepdim=True))
     model(inputs[0])  # as BatchNorm without data is refused by steps without gradients
     exec("from itertools import islice\nimport torch\nimport torch.distributed as dist", names)
     exec("from core import CO2, CO2Config, ShardedCO2, node_mesh\nW, N = dist.get_world_size(), 400", names)
@@ -102,29 +104,44 @@ def run_pieces(rank: int, world_size: int, folder: str) -> None:
 
 
 def run_diff(rank: int, world_size: int) -> Tensor:
-    """README's loop with its two lines."""
+    """README's loop, as its diff leaves it."""
     (block,) = (block for block in blocks() if block.language == "diff")
     names = readers_own("", rank)
-    names["loss"] = lambda model, batch: (model(batch[0]) - batch[1]).square().mean()
-    block.run(names, "".join(line[2:] + "\n" for line in block.code.splitlines()) + "co2.finish()\n")
+    names["epochs"], names["loss"] = 1, lambda model, batch: (model(batch[0]) - batch[1]).square().mean()
+    block.run(names, "".join(line[2:] + "\n" for line in block.code.splitlines() if line[0] != "-"))
     return torch.cat([p.detach().flatten() for p in names["model"].parameters()])
 
 
-def run_whole_script(rank: int, world_size: int, folder: str) -> list[tuple[Any, Tensor]]:
-    """Start's script undisturbed; stopped in the midst; and started again: the step it began at, and the weights."""
+def run_resumed(rank: int, world_size: int, folder: str, which: str) -> list[tuple[Any, Tensor]]:
+    """A loop with dropout undisturbed, stopped, and started again: the step it began at, and the weights.
+
+    which: Start's whole "script", or the "loop" of the page about checkpoints.
+    """
     dist.init_process_group = lambda *_: None  # it is there already
-    block, ends = script("train.py"), []
+    of_page = next(block for block in blocks() if block.page == "docs/checkpoints.md")
+    block, ends = script("train.py") if which == "script" else of_page, []
+    changes = {
+        "runs/first": "{folder}",
+        "steps, tau=10)": "steps, tau=10)\n" + NOT_BY_TIME,
+        "nn.ReLU()": "nn.Dropout(0.3)",
+        "while step": "began = step\n{indent}while step",
+        "step += 1\n": "step += 1; assert step != {crash}, 'stopped'\n",
+        "step % 100": "step % 30",
+        "2 * len(loader)": "3 * len(loader)",
+    }
     for name, crash in (("calm", 0), ("harmed", CRASH), ("harmed", 0)):
-        code = block.code.replace("runs/first", f"{folder}/{name}")
-        assert "steps, tau=10)" in code
-        code = code.replace("steps, tau=10)", f"steps, tau=10)\n{NOT_BY_TIME}")
-        code = code.replace("step += 1\n", f"step += 1\n            if step == {crash}: raise KeyboardInterrupt\n")
-        code = code.replace("    while step", "    began = step\n    while step", 1)
+        code, path = block.code, f"{folder}/{name}"
+        indent = "    " * (which == "script")
+        for old, new in changes.items():
+            code = code.replace(old, new.format(folder=path, crash=crash, indent=indent))
         names: dict[str, Any] = {"replace": replace, "CompressionConfig": CompressionConfig}
+        names |= readers_own(path, rank) if which == "loop" else {}
+        torch.manual_seed(rank)
         try:
             block.run(names, code)
-        except KeyboardInterrupt:
-            assert names["step"] == CRASH
+        except AssertionError as error:
+            assert str(error) == "stopped" and names["step"] == CRASH
+            names["co2"].leave()
         ends.append((names["began"], torch.cat([p.detach().flatten() for p in names["model"].parameters()])))
         dist.barrier()
     return ends

@@ -298,14 +298,14 @@ def chained(
         optimizer = shard_optimizer(optimizer, parallel.mesh, 1) if layout.zero == 1 else optimizer
         method = parallel.co2(config) if config else DDP(parallel, average_buffers=False, synchronous=True)
         held = Resharded(parallel, optimizer, method)
-        others = held.load(folder) if number else {"steps": 0}
-        assert others is not None and others["steps"] == number * steps
-        for step in range(others["steps"], others["steps"] + steps):
+        others = held.load(folder) if number else {"step": 0}
+        assert others is not None and others["step"] == number * steps
+        for step in range(others["step"], others["steps"] + steps):
             backward(parallel, step)
             parallel.clip_gradients(0.5)
             optimizer.step()
             method.step()
-        assert held.save(folder, (number + 1) * steps, "a", {"steps": (number + 1) * steps})
+        assert held.save(folder, (number + 1) * steps, "a", {"step": (number + 1) * steps})
         last = whole(parallel)
         method.finish()
         method.close()

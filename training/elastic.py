@@ -220,7 +220,7 @@ class Elastic:
     @functools.cached_property
     def _saver(self) -> checkpoint.Saver:
         """Writes the checkpoints of the first worker, which writes for all."""
-        return checkpoint.Saver(self.folder.checkpoints, 0, 1, self.members.name, self.run.recipe.timeout)
+        return checkpoint.Saver(self.folder.checkpoints, 0, 1, self.folder.attempt, self.run.recipe.timeout)
 
     def save(self) -> None:
         """Writes a checkpoint on the first worker, unless its model is not finite. Raises UserError if it cannot."""
@@ -235,11 +235,16 @@ class Elastic:
         """Returns False if the last checkpoint was not written because the model is not finite."""
         return self._saver.wait()
 
+    def _newest(self) -> tuple[Any, int] | None:
+        """Returns what load_newest finds on this worker."""
+        needs = self._trained.needs | {"deal": dict, "totals": dict}
+        return checkpoint.load_newest(self.folder.checkpoints, rank=0, alone=True, needs=needs)
+
     def _found(self) -> None:
         """Starts the first worker afresh, or from the newest checkpoint, also after all workers were lost."""
         run, number, before = self.run, self.members.generation, None
         goes_on = run.recipe.resume or number > 1
-        if goes_on and (found := checkpoint.load_newest(self.folder.checkpoints, rank=0, alone=True)):
+        if goes_on and (found := self._newest()):
             self.restore(found[0])
             before = found[0].get("total")
             self.deal = self.deal.again(number, self.drawn, run.world_size, self.samples, self.share)

@@ -20,7 +20,7 @@ from core.errors import UserError
 from core.stored import reason
 from training.data import paths_from_home, share
 from training.recipe import Recipe
-from training.weights import Weights, load_weights, read_recipe, read_weights
+from training.weights import Weights, load_weights, read_names, read_recipe, read_weights
 
 R = TypeVar("R", bound=Recipe)
 
@@ -73,6 +73,7 @@ def export_run(task: Exporter[R], prog: str) -> None:
     recipe = read_recipe(given.run, task.kind)
     model = task.build(recipe, lambda like: read_weights(given.run, like, "run")).eval()
     load_weights(model, given.run, "run")
+    model.names = read_names(given.run)  # pyright: ignore[reportAttributeAccessIssue]
     write(task, recipe, model, given.out)
     print(given.out)
 

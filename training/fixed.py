@@ -25,6 +25,7 @@ from training.progress import Due, Progress, Trained
 from training.workers import join, largest_of_workers, make_mesh
 
 T = TypeVar("T")
+NEEDS = {"node": int, "rng": dict, "means": dict, "totals": dict}  # what _resume reads, see load_newest
 
 
 class Fixed:
@@ -174,7 +175,7 @@ class Fixed:
     def _resume(self) -> float:
         """Restores the newest checkpoint, if there is one. Returns the seconds of training that led to it."""
         run, folder = self.run, self.folder
-        found = checkpoint.load_newest(folder.checkpoints, rank=run.rank)
+        found = checkpoint.load_newest(folder.checkpoints, rank=run.rank, needs=self._trained.needs | NEEDS)
         if found is None:
             return 0.0
         state, workers = found

@@ -10,7 +10,6 @@ import importlib.metadata
 import json
 import math
 import os
-import secrets
 import socket
 import subprocess
 import sys
@@ -24,7 +23,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, schedule
 from tqdm import tqdm
 
-from core.checkpoint import finished
+from core.checkpoint import finished, new_attempt
 from core.comm import of_all
 from core.compression.lgreco import Allocation
 from core.compression.lgreco_reducer import LGreco
@@ -32,7 +31,7 @@ from core.errors import UserError
 from core.local_update import LocalUpdateMethod
 from core.methods import REGISTRY, Method
 from core.stats import RoundStats, defer
-from core.stored import parse_json
+from core.stored import parse_json, regular, write_flushed
 from core.tau import AdaptiveTau
 from training.progress import Stopwatch
 from training.recipe import Recipe, flat
@@ -47,7 +46,7 @@ PACKAGES = ("torch", "torchvision", "timm", "numpy", "transformers", "onedl-mmse
 # Settings that a resumed run may change, because they do not change its numbers.
 FREE = {
     "out", "resume", "extend", "dry_run", "device", "timeout", "link_mbit", "trace", "eval_every", "checkpoint_every",
-    "save_minutes", "log_every", "accumulate", "recompute", "gpu_gb", "loader_workers", "eval_tokens",
+    "save_minutes", "log_every", "recompute", "gpu_gb", "loader_workers", "eval_tokens",
     "wikitext2", "eval_samples", "emd_points", "init_from", "tracker",
 }  # fmt: skip
 LENGTH = {"epochs", "epoch_steps"}  # set the run's length and its learning rate; --extend allows a change
@@ -99,8 +98,11 @@ def resumed(
         changed = differences(with_defaults(settings(old["recipe"]), kind), settings(config["recipe"]))
         history = [*old.get("history", [])]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        return {}, f"{file} is damaged ({error!r}): restore it, or choose another --out"
+        remedy = "restore it, or remove it and resume with the settings of this run"
+        return {}, f"{file} is damaged ({error!r}): {remedy}"
     free = (FREE if saved else FREE - {"init_from"}) | (LENGTH if config["recipe"]["extend"] else set())
+    if not kind.batch_norm and not config["recipe"].get("dropout"):
+        free |= {"accumulate"}  # otherwise statistics and masks of other micro-batches change the numbers
     if old["recipe"].get("layout") and config["recipe"].get("layout"):
         free |= {"layout"}  # a run may resume from another layout, but not from a run without one
     unread = of_other_methods(config["recipe"]["method"])
@@ -163,7 +165,7 @@ class RunFolder:
         clock: Measures the seconds of training.
 
     Attributes:
-        attempt: A text that the workers of one start share.
+        attempt: The name of this start, see core/checkpoint.py. The workers of one start share it.
         extends: Whether the length of the run may change when it resumes.
         writer: TensorBoard's writer, on rank 0.
     """
@@ -187,16 +189,17 @@ class RunFolder:
         Raises:
             UserError: On all workers, if the folder holds another run, or a run in progress.
         """
-        refusal = ""
+        refusal = attempt = ""
         if self.writes:
             try:
                 refusal = self._take(recipe, world_size, device, resume=recipe.resume)
+                attempt = new_attempt(self.checkpoints)
             except UserError as error:
                 refusal = str(error)
             except (OSError, ValueError) as error:  # ValueError for a name that no file can have
                 reason = getattr(error, "strerror", None) or error
                 refusal = f"{self.path} cannot be written ({reason}): choose another --out"
-        refusal, self.attempt, self.extends = of_all((refusal, secrets.token_hex(4), self.extends))[0]
+        refusal, self.attempt, self.extends = of_all((refusal, attempt, self.extends))[0]
         if refusal:
             self.close()
             raise UserError(refusal)
@@ -211,6 +214,7 @@ class RunFolder:
             goes_on: Whether it replaces a lost worker, which may still hold the lock.
         """
         self.writes = True
+        self.attempt = new_attempt(self.checkpoints)
         resume = recipe.resume or goes_on
         if refusal := self._take(recipe, world_size, device, resume=resume, force=goes_on):
             self.close()
@@ -220,6 +224,8 @@ class RunFolder:
         """Locks the folder, and writes config.json for a new run. Returns an error message, or ""."""
         made_of = describe(recipe, world_size, device)
         self.path.mkdir(parents=True, exist_ok=True)
+        for name in (".lock", "config.json", "metrics.jsonl"):
+            regular(self.path / name)
         self._lock, holder = _lock(self.path / ".lock")
         if holder and not force:
             return (
@@ -357,9 +363,9 @@ def _json(content: dict[str, Any]) -> str:
 
 
 def _replace(file: Path, text: str) -> None:
-    """Writes a file such that it is complete at any moment."""
+    """Writes a file such that it is complete at any moment, also after a power cut."""
     fresh = file.with_name(f"{file.name}.tmp")
-    fresh.write_text(text)
+    write_flushed(fresh, text.encode())
     os.replace(fresh, file)
 
 

@@ -1,5 +1,6 @@
 """Reads pictures and label masks of every mode that Pillow supports, without clipping or stretching their values."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -42,11 +43,17 @@ def _eight_bits(turned: Image.Image, image: Image.Image, name: str) -> Image.Ima
     return turned
 
 
-def read_mask(path: str | Path) -> NDArray[Any]:
+def read_mask(path: str | Path, colors: Sequence[Sequence[int]] = (), first: int = 0) -> NDArray[Any]:
     """Reads a label mask as stored, integer [h, w], palette indices included, without applying an EXIF orientation.
 
+    Args:
+        path: The file.
+        colors: The classes' colors in RGB, as mmseg's data sets name them.
+        first: Label of the first class.
+
     Raises:
-        UserError: If labels are floats, or a JPEG's. Pillow's own errors pass through.
+        UserError: If labels are floats, or a JPEG's, or the mask's palette gives the classes' colors to other labels.
+            Pillow's own errors pass through.
     """
     with Image.open(path) as image:
         raw = image.tile[0][3] if image.tile else ""
@@ -55,4 +62,20 @@ def read_mask(path: str | Path) -> NDArray[Any]:
         if image.mode == "F" or image.format == "JPEG":
             kind = "floats" if image.mode == "F" else "a JPEG, which changes labels"
             raise UserError(f"{path}: a mask of {kind}: save its labels as whole numbers in a PNG")
-        return np.asarray(image).astype(np.int64) // STRETCHED.get(raw, 1)
+        mask = np.asarray(image).astype(np.int64) // STRETCHED.get(raw, 1)
+        if colors and image.mode == "P":
+            check_palette(mask, np.reshape(image.getpalette("RGB"), (-1, 3)), colors, first, path)
+        return mask
+
+
+def check_palette(
+    mask: NDArray[Any], palette: NDArray[Any], colors: Sequence[Sequence[int]], first: int, path: str | Path
+) -> None:
+    """Refuses a mask whose labels have only colors of classes, but of other ones, as when a tool makes a palette."""
+    used = [int(i) for i in np.unique(mask) if first <= i < min(len(palette), 255)]
+    meant = {i: [k for k, color in enumerate(colors, first) if list(color) == palette[i].tolist()] for i in used}
+    if all(meant.values()) and (wrong := [i for i in used if i not in meant[i]]):
+        raise UserError(
+            f"{path}: label {wrong[0]} has the color of label {meant[wrong[0]][0]} in its palette: save each pixel's "
+            "label by its color, image.convert('RGB'), in a PNG without a palette"
+        )

@@ -45,6 +45,7 @@ from core.elastic.etcd import Election, EtcdStore, NotLeading
 from core.elastic.members import BEAT
 from core.elastic.sealed import SECRET, SealedStore
 from core.errors import CollectiveError, UserError
+from training.script import guard_output
 
 POLL = 0.02  # seconds between two checks of the workers
 SILENCE = 15.0  # seconds without a sign of life after which a node's launcher counts as lost
@@ -256,8 +257,8 @@ class Agent:
         try:
             for worker in range(len(self.started)):
                 self._start(worker)
-            # the launcher that serves the store outlives the workers of all nodes
-            while self.processes or (type(self.coordinator) is Coordinator and self._others_live()):
+            # the launcher that serves the store outlives the workers of all nodes that have come
+            while self.processes or (type(self.coordinator) is Coordinator and self.coordinator.alive()):
                 self.look()
                 time.sleep(self._poll)
             if isinstance(self.coordinator, ElectedCoordinator):
@@ -270,15 +271,10 @@ class Agent:
             self._folder.cleanup()
         if self.signalled:
             return 128 + self.signalled
-        if not self.finished and self.coordinator and self.status != 2 and self.coordinator.alive() == []:
+        if not self.finished and self.coordinator and self.status != 2 and not self.coordinator.alive():
             remedy = "--resume continues from the newest checkpoint, --max-restarts N restarts workers"
             print(f"error: no worker is left, and none came to the run's end: {remedy}", file=sys.stderr, flush=True)
         return 0 if self.finished else self.status
-
-    def _others_live(self) -> bool:
-        """Returns whether workers of other nodes need the store. A signal ends the wait for nodes that never came."""
-        alive = self.coordinator.alive() if self.coordinator else []
-        return bool(alive) if self.signalled else alive != []
 
     def look(self) -> None:
         """Restarts workers that have died, ends silent ones, and lists the next generation if it is due."""
@@ -294,6 +290,9 @@ class Agent:
                 del self.processes[slot]
                 self._ended(slot, process.returncode)
         if time.monotonic() > self._deadline:
+            for name in sorted({self.name(slot) for slot in self.processes}):
+                print(f"worker {name} did not end in time: ending it", file=sys.stderr, flush=True)
+            self._deadline, self._ends_them = math.inf, True
             self._send_all(signal.SIGKILL)
         self._beat += 1
         names = [self.name(ranks[0]) for ranks in self._ranks_of.values() if len(ranks) == self.island]
@@ -310,7 +309,7 @@ class Agent:
             return []
         before, self._beats, self._heard_at = self._beats, {}, now
         for slot in self.processes:
-            name = self.name(slot) + (f".{slot}" if slot % self.island else "")  # see Members
+            name = self._rank_name(slot)
             if self.store.check([key := f"beat/{name}"]):
                 beat, (last, since) = self.store.get(key), before.get(name, (b"", 0.0))
                 self._beats[name] = beat, since + passed if beat == last else 0.0
@@ -323,17 +322,25 @@ class Agent:
         worker = slot // self.island
         return f"{self.node * len(self.started) + worker}.{self.started[worker]}"
 
+    def _rank_name(self, slot: int) -> str:
+        """Returns the name under which a rank writes its beats, see Members."""
+        return self.name(slot) + (f".{slot}" if slot % self.island else "")
+
     @property
     def _ranks_of(self) -> dict[int, list[int]]:
         """The slots whose ranks live, by worker."""
         return {k: [*of] for k, of in itertools.groupby(sorted(self.processes), lambda slot: slot // self.island)}
 
     def _ended(self, slot: int, status: int) -> None:
-        if status == 0:
-            if not self.finished:  # others end soon, unless they are stopped
+        over = self.store.check(["over"])
+        if status == 0 and (over or not self.store.check([f"beat/{self._rank_name(slot)}"])):  # or a dry run
+            if over and not self.finished:  # others end soon, unless they are stopped
                 self._deadline = min(self._deadline, time.monotonic() + float(self.store.get("patience")))
             self.finished = True
             return
+        if status == 0:
+            print(f"worker {self.name(slot)} ended before the run's end", file=sys.stderr, flush=True)
+            status = 1
         self.status = self.status or (status if status > 0 else 128 - status)
         if status == 2 and not self.finished:  # a user's mistake: all workers make it, or wait for this one
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # the worker's last line, if any
@@ -349,8 +356,7 @@ class Agent:
                 self.processes[other].kill()
             return
         status = self._failed.pop(worker)
-        over = self.signalled or self.store.check(["over"])
-        if not over and self.started[worker] < self.restarts:
+        if not (over or self.signalled) and self.started[worker] < self.restarts:
             print(f"worker {self.name(slot)} died (status {status}): restarting it", file=sys.stderr, flush=True)
             self.started[worker] += 1
             self._start(worker)
@@ -439,7 +445,7 @@ def _per_node(options: list[str], workers: int) -> int:
 
 
 def check_args(args: Namespace) -> None:
-    """Raises UserError for numbers of nodes and workers, and a port, that cannot be."""
+    """Raises UserError for numbers of nodes, workers and restarts, and a port, that cannot be."""
     fewest, most = (str(args.nnodes).split(":") * 2)[:2]
     if not (re.fullmatch("[0-9]{1,6}(:[0-9]{1,6})?", str(args.nnodes)) and 0 < int(fewest) <= int(most)):
         raise UserError(f"--nnodes {str(args.nnodes)[:40]}: give a number of nodes, or MIN:MAX")
@@ -447,9 +453,14 @@ def check_args(args: Namespace) -> None:
         raise UserError(f"--nproc-per-node {args.nproc_per_node[:40]}: give 1 to {MOST}")
     if not 0 <= (args.master_port or 0) < 1 << 16:
         raise UserError(f"--master-port {args.master_port}: give 0 to 65535")
+    if args.max_restarts < 0:
+        raise UserError(f"--max-restarts {args.max_restarts}: give 0 or more")
+    if not 0 <= args.node_rank < int(most):
+        raise UserError(f"--node-rank {args.node_rank}: give 0 to {int(most) - 1}")
 
 
 def main() -> None:
+    guard_output()
     os.environ["CO2_LAUNCH"] = "1"  # this process prints the workers' last line
     # torchrun's own options, which an older torch ignores: workers save before they end, which takes up to two rounds
     os.environ.setdefault("PET_SHUTDOWN_TIMEOUT", "300")

@@ -261,3 +261,29 @@ def recompute(blocks: Iterable[nn.Module]) -> None:
     """Makes each block keep only its input, and compute all else again in the backward pass."""
     for block in blocks:
         block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+        count_once(block)
+
+
+def count_once(model: nn.Module) -> None:
+    """Makes running statistics, such as BatchNorm's, ignore a forward pass that a backward pass computes again.
+
+    torch.utils.checkpoint, on which timm's and mmseg's own recomputing rely, would update them twice a step.
+    """
+    for module in model.modules():
+        if any(name.startswith("running_") and t is not None for name, t in module._buffers.items()):
+            module.register_forward_pre_hook(_lend_copies)
+            module.register_forward_hook(_take_back, always_call=True)  # recomputing stops early by an exception
+
+
+def _lend_copies(module: nn.Module, _: Any) -> None:
+    """Replaces the statistics by copies in a backward pass, where torch has a graph task."""
+    if torch.compiler.is_compiling() or "_lent" in module.__dict__:  # lent already, if a model was prepared twice
+        return
+    if torch._C._current_graph_task_id() != -1:
+        module.__dict__["_lent"] = dict(module._buffers)
+        module._buffers.update({name: t if t is None else t.clone() for name, t in module._buffers.items()})
+
+
+def _take_back(module: nn.Module, *_: Any) -> None:
+    if not torch.compiler.is_compiling():
+        module._buffers.update(module.__dict__.pop("_lent", {}))

@@ -178,6 +178,11 @@ class Trained:
     snapshots: Snapshot
     extra: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def needs(self) -> dict[str, type]:
+        """The keys of a checkpoint that load_state_dict reads, with the types of their values."""
+        return dict.fromkeys(("model", "optimizer", "schedule", "method", *self.extra), dict)
+
     def state_dict(self) -> dict[str, Any]:
         """Returns the state without the method's part, which may come later (state_of_method)."""
         return {

@@ -66,6 +66,8 @@ class Recipe(OfMethods):
     """How the model is laid out on its workers, in tasks that support layouts (training/layouts/layout.py)."""
     least_part: ClassVar[int] = 2
     """Samples that BatchNorm needs at once. It is 1 if BatchNorm averages over the many points of each sample."""
+    batch_norm: ClassVar[bool] = True
+    """Whether a model of the task may have BatchNorm."""
     method: MethodName = "co2"
     """Training method. All local methods use co2.tau as their number of local steps."""
     co2: CO2Config = field(default_factory=CO2Config)
@@ -84,7 +86,8 @@ class Recipe(OfMethods):
     """Seed of initialization, data order and augmentation."""
     accumulate: int = 1
     """Micro-batches per optimizer step and worker, to save memory. The step is the same up to rounding, except for
-    BatchNorm: its statistics come from a micro-batch, which needs two samples."""
+    BatchNorm and dropout: BatchNorm's statistics come from a micro-batch, which needs two samples. With either of them,
+    it cannot change on --resume."""
     recompute: bool = False
     """Keep only each block's input in the forward pass and compute the rest again in the backward pass, to save memory.
     The result is the same."""

@@ -30,7 +30,7 @@ from training.folder import RoundLog, RunFolder
 from training.optim import clip_gradients
 from training.progress import Due, Every, Progress, Trained
 from training.recipe import Recipe, momentum_note
-from training.script import StopSignal
+from training.script import StopSignal, lost_output
 from training.workers import check_compiler, pick_device, tune, world_size
 
 T = TypeVar("T")
@@ -81,6 +81,8 @@ class Run(Progress):
         """Ends the run. A collective's error becomes one line with the worker that caused it."""
         if self._bar is not None:
             self._bar.close()
+            with contextlib.suppress(OSError):  # a run that ends with an error shows that one
+                self._note_lost_output()
         self._workers.leave(failed=kind is not None)
         self.folder.close()
         self._stop.ignore()
@@ -219,6 +221,7 @@ class Run(Progress):
         assert self._bar is not None, "call begin() before the loop"
         self.step += 1
         self._bar.update(1)
+        self._note_lost_output()
         if self._ema is not None:
             self._ema.update_parameters(self._trained.model)
         self.means.add(scalars)
@@ -235,6 +238,11 @@ class Run(Progress):
             stop=stops,
         )
         return self._workers.come_together(due)
+
+    def _note_lost_output(self) -> None:
+        """Says once, on what is left and in metrics.jsonl, that a standard stream is lost."""
+        for text in lost_output():
+            self.folder.note(self.step, "output", text)
 
     def _minutes_over(self, name: str) -> bool:
         """Returns whether a request that repeats by time is due on all workers. Rank 0's clock decides."""

@@ -1,5 +1,5 @@
 """How a script ends. A user's mistake, a full disk or too little memory ends in one line, without a traceback. A signal
-to any worker ends the run of all workers, which then save and can be resumed.
+to any worker ends the run of all workers, which then save and can be resumed. A lost output ends no run.
 """
 
 import contextlib
@@ -8,11 +8,12 @@ import functools
 import hashlib
 import json
 import os
+import re
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -23,6 +24,7 @@ from training.workers import refuse, world_size
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # to stop
 OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE)
+OF_MEMORY = re.compile("out of memory|alloc(ate memory|_failed)|bad_alloc|could not (create|execute) a primitive(?! d)")
 OF_A_PATH = (errno.EACCES, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EPERM, errno.EEXIST)
 
 
@@ -30,32 +32,32 @@ def launch(main: Callable[[], None]) -> None:
     """Runs a train script's main without tracebacks.
 
     A user's mistake or a full disk ends in one line and exit status 2, and Ctrl-C in exit status 130. Workers that wait
-    for this one to start are informed.
+    for this one to start are informed. A run outlives its output. For other commands a full disk under the output is
+    an error, and a reader that has gone, such as `| head`, is none.
     """
+    guard_output()
     threading.excepthook = functools.partial(_of_a_thread, threading.excepthook)
     try:
         main()
-        sys.stdout.flush()
-    except BrokenPipeError:  # the reader, such as `| head`, has closed the pipe; Python would flush once more
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _check_output()
     except (UserError, DivergedError) as error:
         _fail(str(error))
     except CollectiveError as error:  # each worker prints its own error
         _fail(str(error), status=1)
     except UnicodeEncodeError as error:
         _fail(f"{error.object[:100]!r} has bytes that are not UTF-8: give another name")
-    except OSError as error:
-        if error.errno not in OF_THE_DISK + OF_A_PATH:
+    except (OSError, RuntimeError, MemoryError) as error:
+        if line := _of_memory(error):
+            _fail(line, status=1)
+        if not isinstance(error, OSError) or error.errno not in OF_THE_DISK + OF_A_PATH:
             raise
         remedy = "make room or choose another --out" if error.errno in OF_THE_DISK else "give another file or folder"
         _fail(f"{error.filename or 'the run folder'}: {error.strerror}; {remedy}")
-    except (RuntimeError, MemoryError) as error:
-        if not (line := _of_memory(error)):
-            raise
-        _fail(line, status=1)
     except SystemExit as stop:
         if stop.code:
             refuse(f"its options are refused, {' '.join(sys.argv[1:])}")
+        else:
+            _check_output()
         raise
     except KeyboardInterrupt:
         sys.stderr.flush()
@@ -76,7 +78,8 @@ def _of_memory(error: Exception) -> str:
     if "shared memory" in last or "DataLoader worker" in last:  # torch puts a loading process's traceback before it
         remedy = "make /dev/shm larger (docker run --shm-size), or give --loader_workers 0"
         return f"the loading processes failed ({last.partition('. ')[0]}): {remedy}"
-    if isinstance(error, MemoryError) or "out of memory" in first or "can't allocate memory" in first:
+    lacks = isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM
+    if lacks or OF_MEMORY.search(first.lower()):
         remedy = "give a smaller --batch_size, --accumulate or --recompute; --dry_run counts the memory of a step"
         return f"{first.partition('. GPU')[0]}: {remedy}"  # torch lists what is in use behind it
     return ""
@@ -111,6 +114,78 @@ def _first_to_say(text: str) -> bool:
     except (KeyError, OSError) as error:
         return not isinstance(error, FileExistsError)
     return True
+
+
+class Output:
+    """A standard stream that never raises. It replaces sys.stdout or sys.stderr, and keeps its first error.
+
+    Args:
+        name: stdout or stderr. A stream that was closed when Python started becomes /dev/null.
+
+    Attributes:
+        error: The first error, until it is reported.
+    """
+
+    def __init__(self, name: str):
+        self.name = {"stdout": "standard output", "stderr": "standard error"}[name]
+        self.error: Exception | None = None
+        self._stream = getattr(sys, name) or open(os.devnull, "w")  # noqa: SIM115
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # a stream of another kind, or one that is lost
+            self._stream.reconfigure(errors="backslashreplace")  # for a locale that lacks a letter
+        self._lost = False
+
+    def write(self, text: str) -> int:
+        self._attempt(lambda: self._stream.write(text))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        self.write("".join(lines))
+
+    def flush(self) -> None:
+        self._attempt(self._stream.flush)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def _attempt(self, act: Callable[[], object]) -> None:
+        """Tries each time, because a disk can have room again."""
+        try:
+            act()
+        except (OSError, ValueError) as error:  # ValueError: the stream is closed
+            if not self._lost:
+                self._lost, self.error = True, error
+
+
+def guard_output() -> None:
+    """Lets no write to a standard stream raise from now on, and gives closed ones to /dev/null.
+
+    Otherwise the run's next file would get the number of a closed stream, and libraries would print into that file.
+    """
+    while (fd := os.open(os.devnull, os.O_RDWR)) < 3:
+        os.set_inheritable(fd, True)
+    os.close(fd)
+    for name in ("stdout", "stderr"):
+        if not isinstance(getattr(sys, name), Output):
+            setattr(sys, name, Output(name))
+
+
+def lost_output() -> list[str]:
+    """Returns a text for each standard stream that has failed, once."""
+    lost = []
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, Output) and stream.error is not None:
+            reason = getattr(stream.error, "strerror", None) or stream.error
+            lost.append(f"{stream.name} is lost ({reason}): the run goes on without it")
+            stream.error = None
+    return lost
+
+
+def _check_output() -> None:
+    """Ends a command that could not print, unless it was a run, which has reported that, or nobody reads any more."""
+    sys.stdout.flush()
+    error = getattr(sys.stdout, "error", None)
+    if error is not None and not isinstance(error, BrokenPipeError):
+        _fail(f"standard output: {getattr(error, 'strerror', None) or error}; make room or print to another file")
 
 
 class StopSignal:

@@ -1,27 +1,105 @@
 """Weights of other runs, and of other libraries' local files. Reading them runs no code, and downloads nothing."""
 
 import argparse
+import contextlib
 import dataclasses
+import json
+import os
 import re
 import sys
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PosixPath
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from core.checkpoint import MANIFEST, finished, load_newest, unlike, with_versions
+from core.checkpoint import finished, load_newest, read_manifest, unlike, with_versions
 from core.errors import UserError
-from core.stored import numpy_makers, parse_json, reason
+from core.stored import numpy_makers, parse_json, reason, regular
+from training.data import printable
 from training.recipe import Recipe
 from training.workers import rank
 
 R = TypeVar("R", bound=Recipe)
-Weights = dict[str, Tensor]
-KEYS = ("state_dict_ema", "state_dict", "model_ema", "model")  # under which libraries store weights, preferred first
+# under which libraries store weights, preferred first
+KEYS = ("state_dict_ema", "state_dict", "model_ema", "model", "model_state_dict", "ema_state_dict")
+# what torch.compile, FSDP and checkpoint_wrapper add inside names
+INSIDE = re.compile(r"(?<![^.])(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+COUNTERS = ("n_averaged", "steps")  # of torch's and mmengine's averaged models, next to their `module.`
+COUNTED = "num_batches_tracked"  # BatchNorm's buffer, which other libraries' files lack
+NAMES = "names.json"  # file in a run folder
+
+
+class Weights(dict[str, Tensor]):
+    """A model's tensors by name.
+
+    Attributes:
+        names: Names of the outputs, such as classes or tokens, in their order. Empty if the source has none.
+        statistics: Mean and standard deviation of each channel by which images are normalized, or None if the source
+            has none.
+    """
+
+    names: Sequence[str] = ()
+    statistics: tuple[Sequence[float], Sequence[float]] | None = None
+
+
+# -- names of classes and tokens --------------------------------------------------------------------------------------
+
+
+def misnamed(theirs: Sequence[str], mine: Sequence[str], places: tuple[str, str] = ("there", "here")) -> str:
+    """Describes the first output that has two names, at `places`, or returns "".
+
+    A model's outputs have numbers, so it is useless on data that number the same names differently. Numbers in shards
+    say nothing about names of folders.
+    """
+    if all(map(_number, theirs)) != all(map(_number, mine)):
+        return ""
+    for i, (a, b) in enumerate(zip(theirs, map(printable, mine), strict=False)):
+        if a and b and a != b:
+            return f"output {i} is {a!r} {places[0]}, {b!r} {places[1]}"
+    return ""
+
+
+def _number(name: str) -> bool:
+    return name.removeprefix("-").isdecimal()
+
+
+def keep_names(run: Any, names: Iterable[str]) -> None:
+    """Writes the names of a model's outputs to the run's folder, in their order.
+
+    Raises:
+        UserError: If the run resumes with data that number them differently.
+    """
+    folder, mine = run.folder.path, [printable(name) for name in names]
+    if finished(run.folder.checkpoints):
+        if wrong := misnamed(read_names(folder), mine):
+            raise UserError(f"{folder} was trained with other data, {wrong}: restore the data, or choose another --out")
+    elif run.rank == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        fresh = folder / f"{NAMES}.tmp"
+        fresh.write_text(json.dumps(mine) + "\n")
+        os.replace(fresh, folder / NAMES)
+
+
+def read_names(folder: Path) -> list[str]:
+    """Returns the names in a run's folder, or an empty list if it has none, as of a task without classes."""
+    file = folder / NAMES
+    try:
+        names = parse_json(file.read_text())
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise ValueError("no list of names")
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{file}: is damaged ({reason(error)}): restore it, or remove it if the data are the same"
+        ) from None
+    return names
 
 
 # -- a run ------------------------------------------------------------------------------------------------------------
@@ -31,7 +109,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """Returns the content of a run's config.json, or raises UserError."""
     file = folder / "config.json"
     try:
-        config = parse_json(file.read_text())
+        config = parse_json(regular(file).read_text())
         config["recipe"]["method"]
         if not isinstance(workers := config["world_size"], int) or workers < 1:
             raise ValueError(f"world_size={workers!r} is no number of workers")
@@ -88,7 +166,7 @@ def _fits(value: Any, hint: Any) -> bool:
     return hint is Any or isinstance(value, kind or hint)
 
 
-def run_weights(folder: Path, like: nn.Module) -> Weights:
+def run_weights(folder: Path, like: nn.Module) -> dict[str, Tensor]:
     """Returns the model in the newest checkpoint of a run, as worker 0 has it. Every worker must call it.
 
     Args:
@@ -124,7 +202,7 @@ def run_weights(folder: Path, like: nn.Module) -> Weights:
 def _of_layout(checkpoint: Path) -> bool:
     """Returns whether a run with a layout has written it. False for a damaged manifest, which load_newest refuses."""
     try:
-        return "layout" in parse_json((checkpoint / MANIFEST).read_text())
+        return "layout" in read_manifest(checkpoint)
     except (OSError, ValueError, TypeError):
         return False
 
@@ -158,7 +236,7 @@ def file_weights(path: Path, option: str, map_location: Any = "cpu") -> Weights:
         if path.suffix == ".safetensors":
             from safetensors.torch import load_file  # imported here, because pointcloud can do without the package
 
-            return load_file(path)
+            return _unwrapped(load_file(path))
         with torch.serialization.safe_globals(_harmless()):
             found = torch.load(path, map_location, weights_only=True)
     except MemoryError:
@@ -171,11 +249,69 @@ def file_weights(path: Path, option: str, map_location: Any = "cpu") -> Weights:
             ) from None
         need = "give *.safetensors, or what torch.save wrote, or fetch it again"
         raise UserError(f"{option}={path}: is no readable file of weights ({reason(error)}): {need}") from None
-    for key in KEYS:
-        found = found.get(key, found) if isinstance(found, Mapping) else found
-    if not isinstance(found, Mapping) or not found or not all(isinstance(v, Tensor) for v in found.values()):
-        raise UserError(f"{option}={path}: holds no weights by name; give the file of a model's state_dict")
-    return {str(key).removeprefix("module."): value for key, value in found.items()}
+    if (tensors := _tensors(found)) is None:
+        kind = type(found).__name__
+        keys = ", ".join(f"{key!r:.40}" for key in list(found)[:4]) if isinstance(found, Mapping) else ""
+        holds = f"only {keys}" if keys else f"a {kind}"
+        raise UserError(f"{option}={path}: holds no weights by name, but {holds}; give a model's state_dict")
+    weights = _unwrapped(tensors)
+    weights.names = classes_of(found)
+    return weights
+
+
+def classes_of(checkpoint: Mapping[str, Any]) -> list[str]:
+    """Returns the classes in a checkpoint of mmseg, whose older versions called them CLASSES, or an empty list."""
+    meta = checkpoint.get("meta")
+    meta = meta if isinstance(meta, Mapping) else {}
+    data = meta.get("dataset_meta")
+    return _strings(data.get("classes") if isinstance(data, Mapping) else meta.get("CLASSES"))
+
+
+def _tensors(found: Any, levels: int = 4) -> Mapping[str, Tensor] | None:
+    """Returns the tensors by name in the first of KEYS that has some, or None."""
+    if not isinstance(found, Mapping):
+        return None
+    if found and all(isinstance(value, Tensor) for value in found.values()):
+        return found
+    inside = (_tensors(found[key], levels - 1) for key in KEYS if levels and key in found)
+    return next((tensors for tensors in inside if tensors is not None), None)
+
+
+def _strings(value: Any) -> list[str]:
+    named = isinstance(value, (list, tuple)) and all(isinstance(name, str) for name in value)
+    return [printable(name) for name in value] if named else []
+
+
+def _unwrapped(tensors: Mapping[str, Tensor]) -> Weights:
+    """Returns the tensors without what wrappers add, such as DistributedDataParallel, torch.compile, AveragedModel."""
+    found = Weights({INSIDE.sub("", str(name)): value for name, value in tensors.items()})
+    while (names := found.keys() - set(COUNTERS)) and all(name.startswith("module.") for name in names):
+        found = Weights({name.removeprefix("module."): t for name, t in found.items() if name not in COUNTERS})
+    return found
+
+
+def _renamed(theirs: Weights, mine: Mapping[str, Tensor], where: str) -> Weights:
+    """Returns the tensors by the model's names: without a prefix, such as Lightning's `model.`, and with its counters.
+
+    Raises:
+        UserError: If the model's names are there with several prefixes.
+    """
+    names = {name for name in mine if not name.endswith(COUNTED)}
+    prefixes = Counter[str]()
+    for name in theirs:
+        starts = [0, *(match.end() for match in re.finditer(r"\.", name))]
+        prefixes.update(name[:start] for start in starts if name[start:] in names)
+    found = [prefix for prefix, count in prefixes.items() if 2 * count > len(names)]
+    if len(found) > 1 and theirs.keys() - mine.keys():
+        each = ", ".join(f"{prefix}{min(names)}" for prefix in sorted(found))
+        raise UserError(f"{where}: holds several models, such as {each}: keep one of them in a file")
+    prefix = "" if "" in found or not found else found[0]
+    made = Weights({name.removeprefix(prefix): t for name, t in theirs.items()})
+    made.names, made.statistics = theirs.names, theirs.statistics
+    for name in (made.keys() ^ mine.keys()) & {n for n in made.keys() | mine.keys() if n.endswith(COUNTED)}:
+        made.pop(name, None)
+        made |= {name: mine[name]} if name in mine else {}
+    return made
 
 
 def read_weights(path: Path, model: nn.Module, option: str = "init_from") -> Weights:
@@ -186,7 +322,9 @@ def read_weights(path: Path, model: nn.Module, option: str = "init_from") -> Wei
     if not path.exists():
         raise UserError(f"{option}={path}: does not exist: give a run folder, or a file or folder of a library")
     if (path / "checkpoints").is_dir():
-        return run_weights(path, model)
+        found = Weights(run_weights(path, model))
+        found.names = read_names(path)
+        return found
     if path.is_file():
         return file_weights(path, option)
     if not any(path.glob("*.safetensors")):
@@ -202,8 +340,34 @@ def read_weights(path: Path, model: nn.Module, option: str = "init_from") -> Wei
         if missing := sorted(info["missing_keys"]):  # which are random now
             what = f"has no {missing[0]}, and lacks {len(missing)} tensors in all"
             raise UserError(f"{option}={path}: {what}: give a folder of a {kind.__name__}")
-        return found.float().state_dict()
-    return file_weights(next(path.glob("*.safetensors")), option)
+        found = Weights(found.float().state_dict())
+        found.names = _tokens(path, option)
+        return found
+    found = file_weights(next(path.glob("*.safetensors")), option)
+    with contextlib.suppress(OSError, ValueError, AttributeError, KeyError, TypeError):  # timm's, or another library's
+        config = parse_json((path / "config.json").read_text())
+        found.names = _strings(config.get("label_names"))
+        data = config["pretrained_cfg"]
+        found.statistics = [*map(float, data["mean"])], [*map(float, data["std"])]
+    return found
+
+
+def _tokens(folder: Path, option: str) -> list[str]:
+    """Returns the tokens of a folder of transformers by their ids, or an empty list if it has no tokenizer."""
+    from tokenizers import Tokenizer  # imported here, because vision and pointcloud can do without the package
+
+    files = [file for name in ("tokenizer.json", "vocab.json") if (file := folder / name).is_file()]
+    if not files:
+        return []
+    try:
+        whole = files[0].name == "tokenizer.json"
+        ids = Tokenizer.from_file(str(files[0])).get_vocab() if whole else parse_json(files[0].read_text())
+        named = {id: printable(token) for token, id in ids.items()}
+        if max(named) > 1 << 24:
+            raise ValueError(f"a token has the id {max(named)}")
+        return [named.get(id, "") for id in range(1 + max(named))]
+    except Exception as error:  # the library raises no more specific class
+        raise UserError(f"{option}={folder}: {files[0].name} cannot be read ({reason(error)}): copy it again") from None
 
 
 def load_weights(
@@ -212,29 +376,39 @@ def load_weights(
     """Loads weights that read_weights finds. Every worker must call it.
 
     Args:
-        model: The model, before it is sharded.
+        model: The model, before it is sharded. Its attributes `names` and `statistics`, if it has them, are Weights's.
         path: A run folder, a file, or a library's folder.
         option: The option that names it, for messages.
-        heads: Names of layers that stay random if the other model had another number of classes.
+        heads: Names of layers that stay random if the other model had other classes, or another number of them.
         rows: Size of the vocabulary. Embeddings may have more rows, which stay random.
 
     Raises:
         UserError: If the weights are of another model.
     """
-    theirs, mine = read_weights(path.expanduser(), model, option), model.state_dict()
-    random = list[str]()
+    mine, where = model.state_dict(), f"{option}={path}"
+    theirs = _renamed(read_weights(path.expanduser(), model, option), mine, where)
+    if (wrong := misnamed(theirs.names, getattr(model, "names", ()))) and not heads:
+        raise UserError(f"{where} was trained with other data, {wrong}: give that data, or other weights")
+    there, here = theirs.statistics, getattr(model, "statistics", None)
+    if there and here and (np.shape(there) != np.shape(here) or not np.allclose(there, here, atol=1e-3)):
+        said = f"{where} was trained with images of mean and std {there}, which are {here} here"
+        if not heads:
+            raise UserError(f"{said}: give weights of the same normalization")
+        if rank() == 0:
+            print(f"warning: {said}: with ImageNet, add --timm_data for timm's own", file=sys.stderr, flush=True)
+    random, why = list[str](), wrong or "their sizes differ"
     for name, here in mine.items():
         there = theirs.get(name)
         if there is None:  # a tied weight, which files store once
             same = [other for other, t in mine.items() if other in theirs and t.data_ptr() == here.data_ptr()]
             theirs |= {name: theirs[same[0]]} if same and here.numel() else {}
-        elif there.shape != here.shape and name.rpartition(".")[0] in heads:
+        elif (wrong or there.shape != here.shape) and name.rpartition(".")[0] in heads:
             theirs[name] = here
             random.append(name)
         elif rows and len(there) == rows < len(here) and there.shape[1:] == here.shape[1:]:
             theirs[name] = torch.cat([there.to(here), here[rows:]])
     if differs := unlike(theirs, mine):
-        raise UserError(f"{option}={path} is of another model: {differs}; start with the settings of its model")
+        raise UserError(f"{where} is of another model: {differs}; start with the settings of its model")
     if random and rank() == 0:
-        print(f"{option}: random, because their sizes differ: {', '.join(random)}", file=sys.stderr, flush=True)
+        print(f"{option}: random, because {why}: {', '.join(random)}", file=sys.stderr, flush=True)
     model.load_state_dict(with_versions(theirs, mine))

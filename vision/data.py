@@ -129,6 +129,7 @@ def imagenet() -> tuple[ImageNet, ImageNet]:
         some = ", ".join(f"{name} (only in {'train' if name in train.classes else 'val'})" for name in differing[:4])
         more = f" and {len(differing) - 4} more" if len(differing) > 4 else ""
         raise UserError(f"{root}: train and val need the same classes, but differ in {some}{more}")
+    val.number_as(train.classes)
     return train, val
 
 
@@ -141,6 +142,14 @@ class ImageNet:
         except FileNotFoundError as error:
             raise UserError(f"{folder}: {str(error).splitlines()[0]}; every class is a folder with images") from None
         self.classes = tuple(self.samples.classes)
+
+    def number_as(self, classes: tuple[str, ...]) -> None:
+        """Gives the classes the places of their names in `classes`. Folders are sorted as text, shards by number."""
+        if classes != self.classes:
+            place = {name: i for i, name in enumerate(classes)}
+            to = [place[name] for name in self.classes]
+            self.samples.samples = [(*image, to[label]) for *image, label in self.samples.samples]  # pyright: ignore
+            self.classes = classes
 
     def __len__(self) -> int:
         return len(self.samples)

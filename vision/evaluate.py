@@ -4,13 +4,14 @@ from training.evaluate import evaluate_run
 from training.script import launch
 from vision import data
 from vision.recipes import VisionRecipe
-from vision.train import evaluate, make_model
+from vision.train import describe, evaluate, make_model
 
 
 def open_task(recipe: VisionRecipe):
     """Returns the model, and its evaluation on the test set."""
     test_set = data.load(recipe.dataset)[1]
     model = make_model(recipe, len(test_set.classes))
+    describe(model, recipe, test_set)
     return model, lambda run: evaluate(run, recipe, model, test_set)
 
 

@@ -47,7 +47,8 @@ def folder(recipe: VisionRecipe, model: nn.Module, target: Path) -> None:
         size = (shape.in_chans, shape.image_size, shape.image_size)
         images = {"input_size": size, "mean": of.mean, "std": of.std, "crop_pct": 1.0}
         args = {"in_chans": shape.in_chans}
-    save_for_hf(model, target, model_args=args, data_config=images, safe_serialization=True)
+    names = {"label_names": getattr(model, "names", None) or None}
+    save_for_hf(model, target, names, model_args=args, data_config=images, safe_serialization=True)
 
 
 TASK = Exporter(VisionRecipe, build, example, folder)

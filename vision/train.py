@@ -19,9 +19,9 @@ from core.stored import reason
 from training.cost import Work
 from training.data import eval_share, steps_per_epoch
 from training.elastic import repeated
-from training.optim import Scalars, backward_in_parts, make_optimizer, make_schedule
+from training.optim import Scalars, backward_in_parts, count_once, make_optimizer, make_schedule
 from training.run import Run
-from training.weights import load_weights
+from training.weights import keep_names, load_weights
 from vision import data
 from vision.data import ImageNet
 from vision.model import SMALL, build_model, classifier_names, image_size
@@ -59,7 +59,14 @@ def make_model(recipe: VisionRecipe, num_classes: int | None = None) -> nn.Modul
             model.set_grad_checkpointing()  # timm's own
         except AssertionError:
             raise UserError(f"recompute=True: timm's {recipe.model} does not support it; leave it out") from None
+        count_once(model)
     return model
+
+
+def describe(model: nn.Module, recipe: VisionRecipe, of: Dataset) -> None:
+    """Notes the classes and the normalization in the model, for load_weights, which compares them."""
+    c = data.data_config(recipe) if isinstance(of, ImageNet) else vars(of)
+    model.names, model.statistics = of.classes, (c["mean"], c["std"])  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def check_images(model: nn.Module, recipe: VisionRecipe) -> None:
@@ -90,6 +97,8 @@ def work(recipe: VisionRecipe) -> Work:
 def train(run: Run, recipe: VisionRecipe, train_set: Dataset, test_set: Dataset) -> None:
     """Runs the loop: optimizer steps, method.step(), and at round boundaries evaluations and checkpoints."""
     model = make_model(recipe, len(train_set.classes))
+    describe(model, recipe, train_set)
+    keep_names(run, train_set.classes)
     if recipe.init_from is not None:
         load_weights(model, recipe.init_from, heads=classifier_names(model))
     model = run.shard(model)

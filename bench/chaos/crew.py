@@ -1,11 +1,13 @@
-"""Forked workers, and the harm that is planned for one of them."""
+"""Forked workers, and the harm that is planned for some of them."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import resource
 import runpy
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 
 Action = Callable[..., None]
 PHASES = ("local", "boundary", "flight", "checkpoint", "evaluation")  # in which a worker may be killed
+STREAMS = ("reader gone", "full", "closed")  # what may happen to standard output and error
 
 
 def work(module: str, arguments: Sequence[str], harm: dict[str, Any], log: str) -> None:
@@ -28,46 +31,77 @@ def work(module: str, arguments: Sequence[str], harm: dict[str, Any], log: str) 
     Args:
         module: The module to run.
         arguments: Its command line.
-        harm: `worker` is the worker's name, as the elastic launcher gives it, or RANK.ATTEMPT. `phase` is one of
-            PHASES, "disk" or "nan". `step` is the step after which the harm happens.
+        harm: `ranks` are the ranks of the victims, in their first life. `phase` is one of PHASES or STREAMS, a signal's
+            name, "disk" or "nan". `step` is the step after which the harm happens. `run` is the number of this start.
+            `lives` is whether rounds are repeated after the loss of all workers. The victim waits until the run has
+            `least` checkpoints.
         log: The file for the worker's output.
     """
     for stream in (1, 2):
         os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT), stream)
-    name = os.environ.get("CO2_WORKER") or f"{os.environ.get('RANK')}.{os.environ.get('CO2_ATTEMPT')}"
-    if harm.get("worker") == name:
-        arm(harm["phase"], harm["step"], Path(f"{log}.harm"))
+    rank, first = os.environ.get("RANK", "0"), os.environ.get("CO2_WORKER", ".0").endswith(".0")
+    if first and int(rank) in harm.get("ranks", ()):
+        arm(harm["phase"], harm["step"], Path(f"{log}.harm{rank}"), harm["least"])
+    if (name := os.environ.get("CO2_WORKER")) and "run" in harm:
+        life = name.partition(".")[2] if harm["lives"] else ""
+        write_rounds(Path(log).parent, f"{harm['run']}{life}", f"{name}.{rank}")
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
-def arm(phase: str, after: int, trace: Path) -> None:
-    """Lets the harm happen in this process, once, in the first `phase` after step `after`.
+def write_rounds(folder: Path, run: str, name: str) -> None:
+    """Lets the worker of this name write a checksum of the outer iterate of every round of a run into the folder."""
+    from core.local_update import LocalUpdateMethod
 
-    The file `trace` exists once it has happened.
+    written = 0
+
+    def closed(method: Any, *_: Any) -> None:
+        nonlocal written
+        if method.rounds == written:  # finish() waits for what the round before it has sent
+            return
+        written, state = method.rounds, method._state["outer_iterate"]
+        digest = hashlib.sha1(b"".join(flat.detach().cpu().numpy().tobytes() for flat in state)).hexdigest()
+        with open(folder / f"rounds{run}.{name}", "a") as file:
+            file.write(f"{run} {method.rounds} {digest} {time.monotonic()}\n")
+
+    wrap(LocalUpdateMethod, "_boundary", behind=closed)
+
+
+def arm(phase: str, after: int, trace: Path, least: int = 0) -> None:
+    """Lets the harm happen in this process, once, in the first `phase` after step `after`, with `least` checkpoints.
+
+    The file `trace` exists once it has happened. A stream is full or closed from the start.
     """
     import torch
 
     from core.comm import AsyncAllReduce
     from training.run import Run
 
-    step = 0
+    step, reads, me = 0, lose(phase), os.getpid()
 
     def due(*phases: str) -> bool:
         found = phase in phases and step > after and not trace.exists()
+        found = found and len([*trace.parent.glob("run/checkpoints/step?????????")]) >= least
         if found:
             trace.write_text(f"{phase} {step}")
         return found
 
     def die_in(where: str) -> None:
         if due(where):
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(me, signal.SIGKILL)
 
     def stepped(run: Run, closed: bool, *_: Any) -> None:
         nonlocal step
         step = run.step + 1
         if closed:
             die_in("boundary")
+        if due("SIGSTOP"):
+            subprocess.Popen(["sh", "-c", f"sleep 3; kill -CONT {me}"])
+            os.kill(me, signal.SIGSTOP)
+        elif due("reader gone"):
+            os.close(reads)
+        elif due("SIGTERM", "SIGINT", "SIGUSR1"):
+            os.kill(me, signal.Signals[phase])
 
     def saves(*_: Any) -> None:
         if due("disk"):
@@ -85,6 +119,18 @@ def arm(phase: str, after: int, trace: Path) -> None:
     wrap(os, "fsync", lambda *_: die_in("checkpoint"))  # the file is whole, but does not have its name yet
     wrap(Run, "sum_tensor", lambda *_: die_in("evaluation"))
     wrap(AsyncAllReduce, "_begin", behind=lambda *_: die_in("flight"))
+
+
+def lose(phase: str) -> int:
+    """Closes the standard streams, or makes them full, or a pipe whose reading end it returns."""
+    reads, writes = os.pipe() if phase == "reader gone" else (-1, os.open("/dev/full", os.O_WRONLY))
+    if phase == "closed":
+        sys.stdin = sys.stdout = sys.stderr = None
+        os.closerange(0, 3)
+    elif phase in STREAMS:
+        for stream in (1, 2):
+            os.dup2(writes, stream)
+    return reads
 
 
 def wrap(owner: Any, name: str, before: Action = lambda *_: None, behind: Action = lambda *_: None) -> None:
@@ -142,6 +188,7 @@ class Crew(Agent):
         late: Seconds after which all are killed and timed_out is set.
         watch: Called again and again.
         island: Ranks of each worker, of which `workers` counts each.
+        etcd: URL of an EtcdStore, which then keeps the store.
     """
 
     def __init__(
@@ -156,12 +203,13 @@ class Crew(Agent):
         late: float = 120.0,
         watch: Callable[[], None] = lambda: None,
         island: int = 1,
+        etcd: str = "",
     ):
         def spawn(env: dict[str, str]) -> Forked:
             return Forked(context.Process(target=_worker, args=(env, place(cluster, int(env["RANK"])), target, args)))
 
         host = cluster.address(workers) if cluster else "127.0.0.1"
-        super().__init__(spawn, workers, restarts, host=host, island=island)
+        super().__init__(spawn, workers, restarts, host=host, island=island, etcd=etcd)
         self.watch, self.end, self.timed_out = watch, time.monotonic() + late, False
 
     def look(self) -> None:
@@ -180,7 +228,6 @@ def group(
     args: Sequence[Any],
     workers: int,
     *,
-    attempt: int = 0,
     cluster: Cluster | None = None,
     late: float = 120.0,
     patience: float = 60.0,
@@ -199,7 +246,7 @@ def group(
     shared = {"WORLD_SIZE": str(workers), "MASTER_ADDR": host, "MASTER_PORT": str(port)}
     started = []
     for rank in range(workers):
-        env = shared | {"RANK": str(rank), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "CO2_ATTEMPT": str(attempt)}
+        env = shared | {"RANK": str(rank), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         started.append(Forked(context.Process(target=_worker, args=(env, place(cluster, rank), target, args))))
     status, hung, end = 0, True, time.monotonic() + late
     try:

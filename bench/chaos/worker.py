@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import runpy
 import sys
@@ -13,8 +12,7 @@ from typing import Any
 
 import torch
 
-from bench.chaos.crew import wrap
-from core.local_update import LocalUpdateMethod
+from bench.chaos.crew import wrap, write_rounds
 from core.testing.link import ThrottledLink
 
 ORDERS = ("nan", "slow disk", "clock", "slow link", "link down")  # what a worker does to itself
@@ -28,13 +26,7 @@ def main() -> None:
     partial.write_text(str(os.getpid()))
     partial.rename(Path(folder, f"pid{name.partition('.')[0]}"))
 
-    def closed(method: LocalUpdateMethod, *_: Any) -> None:
-        state = method._state["outer_iterate"]
-        digest = hashlib.sha1(b"".join(flat.detach().cpu().numpy().tobytes() for flat in state)).hexdigest()
-        with open(Path(folder, f"rounds{run}.{name}"), "a") as file:
-            file.write(f"{run} {method.rounds} {digest} {time.monotonic()}\n")
-
-    wrap(LocalUpdateMethod, "_boundary", behind=closed)
+    write_rounds(Path(folder), run, name)
     threading.Thread(target=obey, args=(Path(folder, f"order{os.getpid()}"),), daemon=True).start()
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ..buckets import Bucket, Scalars, copy
 from ..comm import Reducer, Stage, moved_by_nccl, sum_flats
-from ..errors import UserError
+from ..errors import UserError, log
 from ..stats import HostCopy, Seconds, between, mark
 from .formats import BLOCK, INTS, NarrowFormat
 from .lgreco import (
@@ -90,6 +90,7 @@ class Layout:
         self._payload = in_bucket(bucket.payload, layers, mine)
         self._plain = self.staging[begin : end + len(bucket.values)]  # uncompressed layers, and the buffers
         self._buffers = self.staging[end : end + len(bucket.values)]
+        self.values_sent = len(bucket.values)
 
     def gather(self) -> None:
         """Copies the bucket's payload and buffers to staging."""
@@ -280,6 +281,8 @@ class LGreco(Reducer):
         if list(found.choices) != list(self.chosen):
             self._switch(found.choices)
         self.allocation = replace(found, seconds=(float(self._took), time.perf_counter() - began))
+        if self.rank == 0:
+            log.info("all-reduce %d: lgreco: %s", number, found.reason)
         return True
 
     def _switch(self, choices: Sequence[Choice]) -> None:
@@ -311,7 +314,8 @@ class LGreco(Reducer):
                     f"{self.decider.name!r} does not offer: resume with the settings that wrote it"
                 )
             found.append(offered[0])
-        if found != list(self.chosen):
+        travel = [len(layout.bucket.values) == layout.values_sent for layout in self._layouts]
+        if found != list(self.chosen) or not all(travel):
             self.chosen = found
             self._lay_out()
         for i, (choice, filled) in enumerate(zip(found, self._filled.tolist(), strict=True)):

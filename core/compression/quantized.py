@@ -203,7 +203,6 @@ class Quantized(Reducer):
         self.scale = 1.0
         self.device = buckets[0].flat.device
         self.chunks = [chunk_of(b.numel, world_size) for b in buckets]
-        self.rests = [-(-len(b.values) // world_size) for b in buckets]  # elements per worker
         self.state: dict[str, list[Tensor]] = {}
         self._errors: list[Tensor | None] = [None] * len(buckets)
         self._mean_errors: list[Tensor | None] = [None] * len(buckets)
@@ -212,6 +211,11 @@ class Quantized(Reducer):
             self._errors, self._mean_errors = [*own], [*means]
             self.state = dict(zip(HELD_BACK, (own, means), strict=True))
         self._codec = make_codec(self.device)
+
+    @property
+    def rests(self) -> list[int]:
+        """How many of each bucket's values a worker averages, which may change between rounds."""
+        return [-(-len(b.values) // self.world_size) for b in self.buckets]
 
     def stages(self, group: dist.ProcessGroup | None, number: int) -> Iterator[Stage]:
         yield [], 0  # the encoding also runs in the background
@@ -344,7 +348,7 @@ class AutoCompression(Reducer):
             self._now.release()
         self.kind, allreduce = kind, self._allreduce
         if kind == "float32":
-            self._now = Reducer([b.flat for b in self._buckets], allreduce.world_size)
+            self._now = Reducer([b.flat for b in self._buckets], allreduce.world_size, self._buckets)
         else:
             settings = allreduce.rank, allreduce.world_size, cast(NarrowFormat, kind), self._feeds_back
             self._now = Quantized(self._buckets, self._scalars, *settings)

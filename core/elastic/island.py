@@ -24,6 +24,7 @@ from ..buckets import keep_unchanged
 from ..comm import Stage, of_all
 from ..errors import env_number
 from ..hooks import Requests
+from ..local_update import CHANGED
 from ..stats import AsyncReadback
 from ..testing.link import SlowAllReduce
 from .allreduce import ElasticAllReduce
@@ -31,6 +32,7 @@ from .joining import Classes, ElasticCO2, Joining
 from .members import Follower, Members, Over, Report, WorkersChanged
 
 PATIENCE = 10  # timeouts that a rank waits for its leader, which may wait for other workers
+_groups: list[dist.ProcessGroup] = []  # keeps the island's group until the process ends, see Island.connect
 
 
 class Island:
@@ -52,6 +54,9 @@ class Island:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         within = timedelta(seconds=PATIENCE * self.members.timeout)
         dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=within)
+        # DDP's reducer holds the GIL while it is destroyed. If it had the last reference to the group, the group would
+        # wait for its thread, and that thread may wait for the GIL, to destroy the tensors of the last collective.
+        _groups.append(dist.group.WORLD)  # pyright: ignore[reportArgumentType]
         failure.register()
 
     @property
@@ -195,8 +200,10 @@ class IslandCO2(ElasticCO2):
 
     def _fill_buffers(self) -> None:
         super()._fill_buffers()
-        for bucket, first in zip(self._buckets, self._first_values, strict=True):
+        if CHANGED in self._scalars.sizes:
+            dist.all_reduce(self._scalars[CHANGED])
+        for bucket in self._buckets:
             if bucket.buffers:
                 dist.all_reduce(bucket.values)
                 bucket.values.div_(size := dist.get_world_size())
-                keep_unchanged(bucket.values, first, size)
+                keep_unchanged(bucket.values, bucket.first, size)

@@ -69,6 +69,7 @@ class Joining(Hook):
             self.give: Callable[[], dict[str, Any]] = method.state_dict
             self.take: Callable[[dict[str, Any]], None] = method.load_state_dict
 
+    @torch.inference_mode(False)
     def join(self, found: Callable[[], None] = lambda: None) -> bool:
         """Joins the other workers and loads their state.
 
@@ -156,15 +157,14 @@ class ElasticCO2(CO2):
 
     def __init__(self, params: Iterable[Tensor], c: CO2Config, schedule: Schedule | None, **built: Any):
         self._build(params, c, schedule, **built)
-        self._finite_buffers = [[t.clone() for t in b.buffers] for b in self._buckets]  # of the last average
+        self._finite_buffers = [t.clone() for t in self._buffers]  # of the last average
 
     def _wait_allreduce(self, *, finished: bool) -> ReduceResult:
         """Does what CO2 does. If no worker counts, the buffers become the buffers of the last average."""
         result, counts = super()._wait_allreduce(finished=finished), self._weight > 0
-        for bucket, finite in zip(self._buckets, self._finite_buffers, strict=True):
-            if bucket.buffers:
-                copy_where(counts, finite, bucket.buffers)
-                copy_where(~counts, bucket.buffers, finite)
+        if self._buffers:
+            copy_where(counts, self._finite_buffers, self._buffers)
+            copy_where(~counts, self._buffers, self._finite_buffers)
         return result
 
     def _local_state(self) -> dict[str, Any]:

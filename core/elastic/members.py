@@ -269,7 +269,7 @@ class Members:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
     def end(self) -> None:
-        """Ends the run for workers that wait to join it."""
+        """Ends the run, also for workers that wait to join it. The launcher takes no other end for the run's."""
         self.store.set("over", "")
 
     def _beat(self) -> None:
@@ -344,9 +344,6 @@ class Follower(Members):
 
     def wanted(self) -> bool:
         return False
-
-    def end(self) -> None:
-        pass
 
 
 def agreed(reports: Sequence[Report | None], what: str, number: int) -> bool:

@@ -90,8 +90,7 @@ class ElasticQuantized(Quantized, ElasticReducer):
         self._means_before = [mean.clone() for mean in self._means]
         self.buckets = []
         for b, flat in zip(self._sent, copies, strict=True):
-            end = b.padded + len(b.values)
-            self.buckets.append(Part(flat, b.numel, flat[: b.numel], flat[b.padded : end], flat[end:]))
+            self.buckets.append(Part(flat, b.numel, flat[: b.numel], flat[b.start : b.end], flat[b.end :]))
         self.scalars = Scalars(self._sent_scalars.sizes)
         self.scalars.attach(self.buckets[0].scalars)
 
@@ -111,5 +110,5 @@ def make_reducer(
 ) -> ElasticReducer:
     """Makes the reducer of an elastic method."""
     if compression.format == "float32":
-        return ElasticReducer([b.flat for b in buckets], allreduce.world_size)
+        return ElasticReducer([b.flat for b in buckets], allreduce.world_size, buckets)
     return ElasticQuantized(buckets, scalars, compression)

@@ -16,13 +16,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from torch import nn
+from torch import Tensor, nn
 
 from ..co2 import CO2
 from ..config import CO2Config
 from ..errors import UserError
+from ..stored import numpy_makers
 from .common import (
     check_accelerator,
     check_loader,
@@ -32,6 +34,7 @@ from .common import (
     load_own,
     logged,
     save_own,
+    shield_loaders,
 )
 
 WHO = "CO2Training"
@@ -42,7 +45,14 @@ class CO2Training(CO2):
 
     Call step() after every batch and finish() before an evaluation. Log what metrics() returns. Inside the block,
     save_state() first calls finish(). save_state() and load_state() also write and read each worker's own model,
-    optimizer and outer state, in co2/rankN.pt. A run resumes bit for bit if the schedules are equal on all workers.
+    optimizer, schedules and outer state, in co2/rankN.pt. A run that was saved between two epochs resumes bit for bit,
+    if a loader that shuffles has accelerate's use_seedable_sampler. In mid-epoch, skip the batches that were trained on
+    with accelerate's skip_first_batches(). A new iteration draws from torch's global generator, which changes dropout,
+    unless you give the DataLoader generator=torch.Generator(). Random augmentation in loading processes then begins
+    anew.
+
+    save_state() refuses objects that load_state() would not read back. load_state(load_kwargs={"weights_only": False})
+    reads them, and may run code from the file. Loading processes ignore stop signals, and end with their worker.
 
     Args:
         accelerator: The accelerator that prepared the optimizer.
@@ -70,6 +80,7 @@ class CO2Training(CO2):
         if not isinstance(optimizer, AcceleratedOptimizer):
             raise UserError(f"{WHO}: the optimizer is a bare {type(optimizer).__name__}: give what prepare() returned")
         self.accelerator, self.optimizer, self._bare = accelerator, optimizer, model
+        shield_loaders(accelerator)
         self.model = accelerator.prepare_model(model, evaluation_mode=True)  # without DistributedDataParallel
         given: dict[str, Any] = {"buffers": model.buffers()} | options
         super().__init__(model.parameters(), config_or_recommended(config), **given)
@@ -110,28 +121,42 @@ class _Checkpoint:
 
     def __init__(self, co2: CO2Training):
         self._co2, self._folder, accelerator = co2, "", co2.accelerator
-        on_save = accelerator.register_save_state_pre_hook(self._save)
+        on_save = accelerator.register_save_state_pre_hook(self._save_own)
         self._hooks = [on_save, accelerator.register_load_state_pre_hook(self._remember)]
         self._load_state: Any = accelerator.load_state
         accelerator.load_state = self._load  # accelerate has no hook behind it
+        self._save_state: Any = accelerator.save_state
+        accelerator.save_state = self._save
 
     def leave(self) -> None:
-        self._co2.accelerator.load_state = self._load_state
+        self._co2.accelerator.load_state, self._co2.accelerator.save_state = self._load_state, self._save_state
         for hook in self._hooks:
             hook.remove()
 
-    def _save(self, models: list[nn.Module], weights: list[Any], folder: str) -> None:
+    def _save(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
+        """Runs save_state(), which does not tell its hooks how it writes the model."""
+        model = self._co2._bare.state_dict()
+        if safe_serialization and (others := [key for key, value in model.items() if not isinstance(value, Tensor)]):
+            remedy = "call save_state(safe_serialization=False)"
+            raise UserError(f"{WHO}: model.{others[0]} is no tensor, which safetensors cannot write: {remedy}")
+        return self._save_state(output_dir, safe_serialization, **kwargs)
+
+    def _save_own(self, models: list[nn.Module], weights: list[Any], folder: str) -> None:
         self._co2.finish()  # rank 0 writes the weights next; they share the parameters' memory
-        save_own(f"{folder}/co2", self._co2.accelerator.process_index, **self._parts())
+        save_own(f"{folder}/co2", self._co2.accelerator.process_index, who=WHO, **self._parts())
 
     def _remember(self, models: list[nn.Module], folder: str) -> None:
         self._folder = folder
 
-    def _load(self, *args: Any, **kwargs: Any) -> None:
+    def _load(self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         """Runs load_state(), which loads rank 0's model and optimizer, and then loads this worker's own state."""
-        self._load_state(*args, **kwargs)
-        load_own(WHO, f"{self._folder}/co2", self._co2.accelerator.process_index, **self._parts())
+        weights_only = (load_kwargs or {}).get("weights_only", True)
+        with torch.serialization.safe_globals(numpy_makers()):
+            self._load_state(input_dir, load_kwargs, **kwargs)
+        rank = self._co2.accelerator.process_index
+        load_own(WHO, f"{self._folder}/co2", rank, weights_only=weights_only, **self._parts())
 
     def _parts(self) -> dict[str, Any]:
-        co2 = self._co2
-        return {"model": co2._bare, "optimizer": co2.optimizer, "scaler": co2.accelerator.scaler, "co2": co2}
+        co2, accelerator = self._co2, self._co2.accelerator
+        schedules = {f"schedule{i}": schedule for i, schedule in enumerate(accelerator._schedulers)}
+        return {"model": co2._bare, "optimizer": co2.optimizer, **schedules, "scaler": accelerator.scaler, "co2": co2}

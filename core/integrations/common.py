@@ -7,19 +7,24 @@ from __future__ import annotations
 
 import atexit
 import functools
+import io
 import math
+import multiprocessing
 import os
+import signal
 import sys
+from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from ..checkpoint import with_versions
+from ..checkpoint import restore_optimizer, with_versions
 from ..co2 import CO2
 from ..comm import of_all
 from ..config import CO2Config
@@ -28,11 +33,13 @@ from ..stats import RoundStats
 from ..stored import numpy_makers, reason
 
 UNFINISHED = "are not of one checkpoint, as when a run ended while it saved: resume from an older checkpoint"
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+SAFE = "call torch.serialization.add_safe_globals([{}]) where the program starts"
 WRAPPERS = (DistributedDataParallel, FullyShardedDataParallel, FSDPModule, DataParallel)
 
 
 def config_or_recommended(config: CO2Config | None, steps: float = math.inf, **how: Any) -> CO2Config:
-    """Returns the config, or CO2Config.recommended for all workers.
+    """Returns the config, or CO2Config.recommended.
 
     Args:
         config: The user's settings, or None.
@@ -40,7 +47,7 @@ def config_or_recommended(config: CO2Config | None, steps: float = math.inf, **h
         **how: Other arguments of CO2Config.recommended.
     """
     known = int(steps) if 1 <= steps < math.inf else None
-    return config or CO2Config.recommended(_workers(), known, **how)
+    return config or CO2Config.recommended(steps=known, **how)
 
 
 def check_model(who: str, model: nn.Module) -> None:
@@ -136,29 +143,114 @@ class InLoop:
             leave_at_exit()
 
 
-def save_own(folder: str | os.PathLike[str], rank: int, **parts: Any) -> None:
-    """Writes this worker's own state next to the trainer's checkpoint.
+def shield(loader: Any) -> Any:
+    """Makes a DataLoader's processes ignore stop signals, which Slurm sends to all processes of a node.
+
+    They end with their worker, which decides when to stop. Returns the loader.
+    """
+    inner = getattr(loader, "base_dataloader", loader)  # accelerate's loaders hold torch's
+    before = getattr(inner, "worker_init_fn", None)
+    if getattr(inner, "num_workers", 0) and getattr(before, "func", None) is not _begin_loading:
+        inner.worker_init_fn = functools.partial(_begin_loading, before)
+    return loader
+
+
+def shield_loaders(accelerator: Any) -> None:
+    """Shields the loaders that an accelerate.Accelerator has prepared and will prepare."""
+    for loader in accelerator._dataloaders:
+        shield(loader)
+    prepare = accelerator.prepare_data_loader
+    accelerator.prepare_data_loader = lambda *args, **kwargs: shield(prepare(*args, **kwargs))
+
+
+def _begin_loading(then: Callable[[int], Any] | None, number: int) -> None:
+    for stop in STOPS:
+        signal.signal(stop, _ignore)  # not SIG_IGN, which programs that a data set starts would inherit
+    if then is not None:
+        then(number)
+
+
+def _ignore(*_: Any) -> None:
+    """Handles a signal by doing nothing."""
+
+
+@atexit.register  # runs before multiprocessing's own handler, which would wait for processes that ignore its SIGTERM
+def _end_loading() -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch would report their end as a failure
+    for process in multiprocessing.active_children():
+        if process.daemon:
+            process.kill()
+
+
+def save_own(
+    folder: str | os.PathLike[str],
+    rank: int,
+    *,
+    who: str = "CO2",
+    remedy: str = SAFE,
+    weights_only: bool | None = True,
+    **parts: Any,
+) -> None:
+    """Writes this worker's own state next to the trainer's checkpoint. Every worker must call it.
 
     Args:
         folder: Local folder that all workers can reach.
         rank: This worker's rank.
+        who: Name of the integration, for error messages.
+        remedy: How torch.load can read more classes, with {} for their names.
+        weights_only: How the trainer will read its checkpoint, as for torch.load.
         **parts: Objects with a state_dict(), by name, or None. "co2" is required.
+
+    Raises:
+        UserError: On all workers, if a state holds what load_own could not read. Nothing is written.
     """
     if "://" in str(folder):
         raise UserError(f"{folder}: each worker writes its own file: save to a folder that all workers can reach")
-    path = Path(folder, f"rank{rank}.tmp")
-    path.parent.mkdir(parents=True, exist_ok=True)
     written: dict[str, Any] = {"workers": _workers(), "rounds": parts["co2"].rounds}
     for name, part in parts.items():
         if part is not None:  # frozen parameters are the same on all workers
             named = part.named_parameters(remove_duplicate=False) if isinstance(part, nn.Module) else ()
             frozen = {name for name, p in named if not p.requires_grad}
             written[name] = {key: value for key, value in part.state_dict().items() if key not in frozen}
+    if problem := next(filter(None, of_all(unreadable(written, remedy, weights_only))), ""):
+        raise UserError(f"{who}: {problem}")
+    path = Path(folder, f"rank{rank}.tmp")
+    path.parent.mkdir(parents=True, exist_ok=True)
     torch.save(written, path)
     path.rename(path.with_suffix(".pt"))
 
 
-def load_own(who: str, folder: str | os.PathLike[str], rank: int, **parts: Any) -> None:
+def unreadable(value: Any, remedy: str, weights_only: bool | None = True, path: str = "") -> str:
+    """Describes the first value that torch.load would not read back, with its path, or returns "".
+
+    torch.load must be called inside safe_globals(numpy_makers()).
+    """
+    kind = type(value)
+    if kind in (dict, OrderedDict, list, tuple):
+        named = value.items() if isinstance(value, dict) else enumerate(value)
+        inner = [(at, part) for name, held in named for at, part in ((path, name), (f"{path}.{name}".strip("."), held))]
+        return next((said for at, part in inner if (said := unreadable(part, remedy, weights_only, at))), "")
+    if kind in (type(None), bool, int, float, str, Tensor) and not getattr(value, "__dict__", None):
+        return ""
+    buffer, what = io.BytesIO(), f"{path} is a {kind.__module__}.{kind.__qualname__}"
+    try:
+        torch.save(value, buffer)
+    except Exception as error:  # pickle raises errors of many classes
+        return f"{what}, which cannot be saved ({reason(error)}): keep it out of the state_dict"
+    with torch.serialization.safe_globals(numpy_makers()):
+        try:
+            buffer.seek(0)
+            torch.load(buffer, weights_only=weights_only)
+        except Exception:
+            buffer.seek(0)
+            classes = ", ".join(torch.serialization.get_unsafe_globals_in_checkpoint(buffer)) or "its class"
+            return f"{what}, which torch.load cannot read back: {remedy.format(classes)}"
+    return ""
+
+
+def load_own(
+    who: str, folder: str | os.PathLike[str], rank: int, *, weights_only: bool | None = True, **parts: Any
+) -> None:
     """Loads what save_own wrote. Every worker must call it.
 
     If n workers wrote the checkpoint and n has changed, rank r loads the state of rank r modulo n.
@@ -167,6 +259,7 @@ def load_own(who: str, folder: str | os.PathLike[str], rank: int, **parts: Any) 
         who: Name of the integration, for error messages.
         folder: Folder of the workers' files.
         rank: This worker's rank.
+        weights_only: As for torch.load. With False the file may run code.
         **parts: As for save_own.
 
     Raises:
@@ -180,13 +273,15 @@ def load_own(who: str, folder: str | os.PathLike[str], rank: int, **parts: Any) 
             if any_file is None:
                 problem = f"{folder} is missing, as when a run without CO2 saved: load only the weights"
             elif not path.exists():
-                workers = torch.load(any_file, map_location="cpu", weights_only=True, mmap=True)["workers"]
+                workers = torch.load(any_file, map_location="cpu", weights_only=weights_only, mmap=True)["workers"]
                 path = path.with_name(f"rank{rank % workers}.pt")
-            saved = torch.load(path, map_location="cpu", weights_only=True) if any_file else saved
+            saved = torch.load(path, map_location="cpu", weights_only=weights_only) if any_file else saved
     except FileNotFoundError:
         problem = f"{path} is missing: the files there {UNFINISHED}"
     except Exception as error:  # any error: a worker that raised here would leave the other workers waiting
         problem = f"{path} cannot be read ({reason(error)}): resume from an older checkpoint"
+    if saved and saved["workers"] != _workers():
+        parts.pop("random", None)  # else several workers would draw the same
     if saved and (lacks := sorted(parts.keys() - saved.keys())):
         problem = f"a file in {folder} holds no {lacks[0]}: resume with the settings of the run that saved it"
     reported = of_all((problem, f"{saved.get('workers')} {saved.get('rounds')}"))
@@ -195,6 +290,9 @@ def load_own(who: str, folder: str | os.PathLike[str], rank: int, **parts: Any) 
     if len({written for _, written in reported}) > 1:
         raise UserError(f"{who}: the files in {folder} {UNFINISHED}")
     for name, part in parts.items():
+        if isinstance(part, torch.optim.Optimizer):
+            restore_optimizer(part, saved[name])
+            continue
         if not isinstance(part, nn.Module):
             part.load_state_dict(saved[name])
             continue

@@ -11,20 +11,25 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any, Literal
 
+import torch
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.fabric.utilities.data import _auto_add_worker_init_fn, _set_sampler_epoch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import BaseFinetuning, Callback, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
+from ..checkpoint import random_state, set_random_state
 from ..config import CO2Config
 from ..errors import UserError
 from ..hooks import Requests
-from .common import InLoop, check_model, check_optimizers, load_own, logged, save_own
+from ..stored import numpy_makers
+from .common import SAFE, InLoop, check_model, check_optimizers, load_own, logged, save_own, shield
 
 WHO = "CO2Strategy"
 
@@ -36,9 +41,16 @@ class CO2Strategy(InLoop, DDPStrategy):
     accumulate_grad_batches an update is several batches. The loggers get the last round's statistics under co2/ every
     log_every_n_steps.
 
-    Next to FILE.ckpt, a folder FILE.ckpt.co2 holds each worker's model, optimizer, schedules and outer state.
-    fit(ckpt_path=...) resumes from it bit for bit. At SIGTERM, and at Slurm's signal before a requeue, all workers stop
-    at the same round boundary.
+    Next to FILE.ckpt, a folder FILE.ckpt.co2 holds each worker's model, optimizer, schedules, outer state and torch's
+    random states. fit(ckpt_path=...) restores them exactly. The data is Lightning's part: a run that was saved between
+    two epochs resumes bit for bit, if the DataLoader has generator=torch.Generator() or the model draws no random
+    numbers. Random augmentation in loading processes begins anew. In mid-epoch, Lightning begins the epoch's batches
+    anew, unless the loader has state_dict() and load_state_dict().
+
+    A save refuses objects that fit(ckpt_path=...) would not read back. fit(weights_only=False) writes and reads them,
+    and may run code from the file. At SIGTERM, and at Slurm's signal before a requeue, all workers stop at the same
+    round boundary. Loading processes ignore these signals, and end with their worker. After another exception, a
+    checkpoint of ModelCheckpoint(save_on_exception=True) holds the model of rank 0, which no all-reduce has averaged.
 
     The models of WeightAveraging and EMAWeightAveraging are averaged with the model, unless you give average=.
 
@@ -52,7 +64,8 @@ class CO2Strategy(InLoop, DDPStrategy):
         **options: Other arguments of core.CO2, such as timeout and schedule.
 
     Raises:
-        UserError: For SyncBatchNorm, models in wrappers, several optimizers, and StochasticWeightAveraging.
+        UserError: For SyncBatchNorm, models in wrappers, several optimizers, StochasticWeightAveraging, and callbacks
+            that unfreeze layers, such as BackboneFinetuning.
     """
 
     strategy_name = "co2"
@@ -69,6 +82,7 @@ class CO2Strategy(InLoop, DDPStrategy):
         self._config, self._options = config, options
         self._events: _Events | None = None
         self._loaded = ""  # the checkpoint that this run resumes from
+        self._weights_only: bool | None = None  # fit()'s argument
 
     def configure_ddp(self) -> None:
         """Leaves the model unwrapped."""
@@ -77,6 +91,7 @@ class CO2Strategy(InLoop, DDPStrategy):
         super().setup(trainer)
         if trainer.state.fn != TrainerFn.FITTING:
             return
+        self._weights_only = _weights_only()
         assert self.model is not None
         check_model(WHO, self.model)
         check_optimizers(WHO, len(self.optimizers))
@@ -85,6 +100,13 @@ class CO2Strategy(InLoop, DDPStrategy):
             raise UserError(
                 f"{WHO}: StochasticWeightAveraging keeps an average of its own on each worker: use WeightAveraging"
             )
+        for callback in callbacks:
+            if isinstance(callback, BaseFinetuning):
+                raise UserError(
+                    f"{WHO}: {type(callback).__name__} unfreezes layers during training, and CO2 averages only layers "
+                    "that are trainable at the start: leave it out, and keep these layers in a parameter group whose "
+                    "learning rate is 0 until they are to train"
+                )
         averaged: list[Any] = [c._average_model for c in callbacks if isinstance(c, WeightAveraging)]
         self._events = _Events(self, trainer)
         steps = 0 if self._config else trainer.estimated_stepping_batches  # may build the data loaders
@@ -92,6 +114,12 @@ class CO2Strategy(InLoop, DDPStrategy):
         if averaged:
             options.setdefault("average", lambda: [t for m in averaged for t in (*m.parameters(), *m.buffers())])
         self.begin_co2(self._module, self._config, steps, options)
+
+    def process_dataloader(self, dataloader: object) -> object:
+        _auto_add_worker_init_fn(dataloader, self.global_rank)  # Lightning calls it later, and then keeps what is set
+        current: Any = self._module.trainer.fit_loop.epoch_progress.current
+        _set_sampler_epoch(dataloader, current.processed)  # Lightning sets it after loading processes have begun
+        return shield(dataloader)
 
     @property
     def _module(self) -> LightningModule:
@@ -123,10 +151,11 @@ class CO2Strategy(InLoop, DDPStrategy):
         return super().lightning_module_state_dict()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        super().save_checkpoint(checkpoint, filepath, storage_options)
         if self.co2 is not None and "optimizer_states" in checkpoint:
-            filepath = self.broadcast(str(filepath))  # Slurm's next number may be used up when a later worker looks
-            save_own(f"{filepath}.co2", self.global_rank, **self._parts())
+            own = f"{self.broadcast(str(filepath))}.co2"  # Slurm's next number may be used up when a later worker looks
+            remedy, read = f"{SAFE}, or give fit(weights_only=False)", self._weights_only
+            save_own(own, self.global_rank, who=WHO, remedy=remedy, weights_only=read, **self._parts())
+        super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         super().remove_checkpoint(filepath)
@@ -136,7 +165,8 @@ class CO2Strategy(InLoop, DDPStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         if self.co2 is None and self._module.trainer.state.fn == TrainerFn.FITTING:  # else no training resumes from it
             self._loaded = os.path.realpath(checkpoint_path)  # last.ckpt may be a link
-        return super().load_checkpoint(checkpoint_path, weights_only)
+        with torch.serialization.safe_globals(numpy_makers()):  # a schedule computed by NumPy leaves its scalars
+            return super().load_checkpoint(checkpoint_path, weights_only)
 
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
         super().load_model_state_dict(checkpoint, strict)
@@ -151,13 +181,15 @@ class CO2Strategy(InLoop, DDPStrategy):
             return
         self._events.take_signals(self.cluster_environment)
         if self._loaded:
-            load_own(WHO, f"{self._loaded}.co2", self.global_rank, **self._parts())
+            own, read = f"{self._loaded}.co2", self._weights_only
+            load_own(WHO, own, self.global_rank, weights_only=read, **self._parts())
             self._loaded = ""
 
     def _parts(self) -> dict[str, Any]:
         schedules = {f"schedule{i}": config.scheduler for i, config in enumerate(self.lr_scheduler_configs)}
         scaler = getattr(self.precision_plugin, "scaler", None)
-        return {"model": self._module, "optimizer": self.optimizers[0], **schedules, "scaler": scaler, "co2": self.co2}
+        parts = {"model": self._module, "optimizer": self.optimizers[0], **schedules, "scaler": scaler, "co2": self.co2}
+        return parts | {"random": _Random(self.root_device)}
 
     # -- the end --------------------------------------------------------------------------------------------------
 
@@ -172,6 +204,27 @@ class CO2Strategy(InLoop, DDPStrategy):
         self._loaded = ""
         self.end_co2()
         super().teardown()
+
+
+def _weights_only() -> bool | None:
+    """Returns the weights_only that fit() was given, which Lightning only hands to the loading of a checkpoint."""
+    frame: Any = sys._getframe()
+    while frame and frame.f_code is not Trainer._run.__code__:
+        frame = frame.f_back
+    return frame.f_locals.get("weights_only") if frame else None
+
+
+class _Random:
+    """torch's random states, which Lightning does not save."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(random_state(self._device))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        set_random_state(state, self._device)
 
 
 class _Signals(Requests):

@@ -28,7 +28,7 @@ from ..local_update import LocalUpdateMethod
 from ..methods import METHODS, DiLoCoConfig, OverlapLocalConfig, SlowMoConfig, make_method
 from ..placement import local_world_size, node_mesh
 from ..stats import RoundStats
-from .common import check_model, check_optimizers, config_or_recommended, leave_at_exit
+from .common import check_model, check_optimizers, config_or_recommended, leave_at_exit, shield
 
 WHO = "CO2Hook"
 OWN = {"co2": CO2Config, "diloco": DiLoCoConfig, "slowmo": SlowMoConfig, "overlap_local": OverlapLocalConfig}
@@ -89,6 +89,8 @@ class CO2Hook(Hook):
         self._saved: dict[str, Any] | None = None  # the method's state in a loaded checkpoint
 
     def before_run(self, runner: Runner) -> None:
+        for loop in (runner._train_loop, runner._val_loop, runner._test_loop):
+            shield(getattr(loop, "dataloader", None))  # a loop that is not built yet is a dict
         if isinstance(runner.model, DistributedDataParallel):  # its gradient hooks only run in its own forward pass
             runner.model = runner.model.module
         if is_model_wrapper(runner.model):

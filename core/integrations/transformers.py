@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
@@ -19,7 +20,8 @@ from transformers.utils import logging
 
 from ..config import CO2Config
 from ..errors import UserError
-from .common import InLoop, check_accelerator, check_loader, check_model, load_own, logged, save_own
+from ..stored import numpy_makers
+from .common import InLoop, check_accelerator, check_loader, check_model, load_own, logged, save_own, shield_loaders
 
 WHO = "CO2Callback"
 WAITS = "makes all workers wait for each other in every step"
@@ -73,6 +75,7 @@ class CO2Callback(InLoop, TrainerCallback):
                 logger.warning(f"{WHO} switches average_tokens_across_devices off: it {WAITS}")
         accelerator: Any = trainer.accelerator  # the next line keeps it from wrapping the model
         accelerator.prepare_model = functools.partial(accelerator.prepare_model, evaluation_mode=True)
+        shield_loaders(accelerator)
         around: Any = trainer
         around.train = functools.partial(self._train, around.train)
         around.log = functools.partial(self._log, around.log)
@@ -89,7 +92,8 @@ class CO2Callback(InLoop, TrainerCallback):
         folder = resume_from_checkpoint
         self._resumed = (get_last_checkpoint(self.trainer.args.output_dir) if folder is True else folder) or ""
         try:
-            return train(resume_from_checkpoint, *args, **kwargs)
+            with torch.serialization.safe_globals(numpy_makers()):  # a schedule computed by NumPy leaves its scalars
+                return train(resume_from_checkpoint, *args, **kwargs)
         except BaseException:
             self.end_co2(failed=True)
             raise
@@ -139,7 +143,8 @@ class CO2Callback(InLoop, TrainerCallback):
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if not args.save_only_model:
-            save_own(f"{args.output_dir}/checkpoint-{state.global_step}/co2", args.process_index, **self._parts())
+            folder = f"{args.output_dir}/checkpoint-{state.global_step}/co2"
+            save_own(folder, args.process_index, who=WHO, **self._parts())
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self.end_co2()  # without finish(), which would overwrite the weights that load_best_model_at_end loaded

@@ -1,6 +1,7 @@
 """The report writer of all measurements, checks of options, mistakes; metrics of a run; the plan of bench.chaos."""
 
 import json
+import random
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -12,8 +13,7 @@ from typing import Any
 import pytest
 
 from bench import report
-from bench.chaos.__main__ import CONFIGS, ELASTIC, Campaign, plan, steps, table
-from bench.chaos.crew import PHASES
+from bench.chaos.__main__ import CONFIGS, COUNTS, CRASHES, HARMS, Campaign, damage, plan, right, steps, table
 from bench.cluster import sent_bytes
 from bench.report import Metrics, Summary, flags, mean_sd, require
 from core import UserError
@@ -191,26 +191,70 @@ def test_half_a_line_is_left_for_later_options_become_a_command_line_and_counter
 def test_the_plan_has_all_that_was_asked_for_and_is_the_same_each_time():
     rows = list(plan(Campaign()))
     assert rows == list(plan(Campaign())) != list(plan(Campaign(seed=1)))
-    asked = {"kill": 100, "outage": 20, "rejoin": 20, "disk": 10, "nan": 10, "none": 5 * len(CONFIGS)}
-    assert Counter(row["harm"] for row in rows) == asked
-    kills = Counter((row["phase"], row["config"]) for row in rows if row["harm"] == "kill")
-    assert set(kills) == {(p, c) for p in PHASES for c in CONFIGS} - {("flight", "ddp")} and min(kills.values()) >= 2
+    asked = {harm: getattr(Campaign(), COUNTS[harm]) for harm in HARMS} | {"none": len(CONFIGS)}
+    assert Counter(row["harm"] for row in rows) == asked and len(rows) >= 300 + len(CONFIGS)
+    for harm, (configs, phases) in HARMS.items():
+        tried = {(row["config"], row["phase"]) for row in rows if row["harm"] == harm}
+        assert {phase for _, phase in tried} == {*phases}, harm
+        assert tried <= {(c, p) for c in configs for p in phases} - {("ddp", "flight")}
+        assert len(tried) == min(asked[harm], len(configs) * len(phases) - (harm == "kill")), harm
     assert all(row["step"] < steps(row["config"]) for row in rows if "step" in row)
+    islands = [row["ranks"] for row in rows if (row["harm"], row["config"]) == ("two kills", "elastic, islands")]
+    assert islands and all(a < 2 <= b for a, b in islands), "a rank of each"
     undisturbed = {(row["config"], row["seed"]) for row in rows if row["harm"] == "none"}
-    assert undisturbed >= {(row["config"], row["seed"]) for row in rows}, "each run has one to be compared with"
+    assert undisturbed == {(row["config"], row["seed"]) for row in rows}, "each run has one to be compared with"
 
 
-def row(harm: str, loss: float, **more: Any) -> dict[str, Any]:
-    told = {"config": "co2", "attempts": 1, "status": 0, "hung": False, "steps": steps("co2"), "came_back": 0}
-    return told | {"harm": harm, "test_loss": loss} | more
+def row(harm: str, config: str = "co2", **more: Any) -> dict[str, Any]:
+    told = {"harm": harm, "config": config, "phase": "local", "seed": 0, "attempts": 1, "status": 0, "hung": False}
+    told |= {"steps": steps(config), "came_back": 0, "test_loss": 1.0, "digest": "a", "different_rounds": []}
+    return told | {"traceback": False, "seconds": 9.0} | more
+
+
+WRONG = [
+    row("kill", status=1),
+    row("kill", steps=9),
+    row("kill", hung=True),
+    row("kill", traceback=True),
+    row("kill", test_loss=None),
+    row("kill", digest="b"),
+    row("stream", attempts=2),
+    row("kill", "elastic", attempts=2),
+    row("kill", "elastic", different_rounds=["0.7"]),
+]
+RIGHT = [
+    row("kill", attempts=2),
+    row("nan", digest="b"),
+    row("kill", "elastic", digest="b"),
+    row("stop", "elastic", attempts=2),
+    row("kill", "co2, recommended", digest="b", attempts=2),
+]
+
+
+@pytest.mark.parametrize(("runs", "well"), [(WRONG, False), (RIGHT, True)])
+def test_a_run_is_right_or_wrong(runs: list[dict[str, Any]], well: bool):
+    assert [right(run, [row("none")]) for run in runs] == [well] * len(runs)
 
 
 def test_the_table_says_what_became_of_the_runs():
     rows = [
-        row("kill", 1.8, phase="local", attempts=2),
-        row("kill", 1.2, phase="local", hung=True, status=1),
-        row("rejoin", 1.0, config=ELASTIC[0], phase="local", steps=steps(ELASTIC[0]), came_back=1),
+        row("kill", attempts=2, right=True),
+        row("kill", hung=True, right=False),
+        row("none", "elastic", right=True),
     ]
     lines = table(rows).splitlines()
-    assert lines[2].startswith("| kill | local | co2 | 2 | 50% ± 71% | 1.5 ± 0.7 | 50% ± 71% | 0.0 ± 0.0 | 1.500 ±")
-    assert lines[3] == "| rejoin | local | elastic | 1 | 100% | 1.0 | 0% | 1.0 | 1.000 |"
+    assert lines[2].startswith("| kill | local | co2 | 2 | 50% ± 71% | 1.5 ± 0.7 | 50% ± 71% | 0.0 ± 0.0 |")
+    assert lines[3].startswith("| none | local | elastic | 1 | 100% | 1.0 | 0% | 0.0 |")
+
+
+@pytest.mark.parametrize("kind", CRASHES)
+def test_damage_is_done_to_the_newest_files(kind: str, tmp_path: Path):
+    for step in (11, 22):
+        (folder := tmp_path / "checkpoints" / f"step{step:09}").mkdir(parents=True)
+        (folder / "manifest.json").write_text("whole")
+    (tmp_path / "metrics.jsonl").write_text("a line\n")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    damage(random.Random(0), tmp_path, kind)
+    after = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    changed = {path for path in before.keys() | after.keys() if before.get(path) != after.get(path)}
+    assert changed and not any("step000000011" in str(path) for path in changed)

@@ -21,6 +21,7 @@ from core.hooks import (
     PARTS,
     REPAIR_EVERY,
     OutlierFilter,
+    ReductionInfo,
     ReplicaChecksum,
     Requests,
     checksum,
@@ -29,6 +30,7 @@ from core.hooks import (
     equal,
 )
 from core.placement import node_mesh
+from core.tau import AdaptiveTau, TauHook, TauTuner
 from tests import problems
 from tests.on_ranks import alike, on_ranks, total_world_size
 from tests.problems import sgd_step
@@ -297,3 +299,69 @@ def test_a_method_that_begins_alike_sends_no_model(rank: int, method: str):
             _, made = make_method(method, model)
         assert (ours.call_count + torchs.call_count > 0) is apart
         made.close()
+
+
+def made(rank: int, world_size: int, case: str) -> list[str]:
+    """What is told when a method is made, of which each worker holds another model."""
+    torch.manual_seed(rank)
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    for p in net[0].parameters():
+        p.requires_grad_(False)
+    given = list(net.parameters()) if case == "all" else list(net[1].parameters())
+    config = CO2Config.paper(2)
+    if case == "equal":
+        torch.manual_seed(0)
+        net[0].reset_parameters()
+    if case == "not finite" and rank == 0:
+        net[1].bias.data[1] = float("nan")
+    if case in ("swapped", "workers", "counted"):
+        given = list(net.parameters())
+        config = CO2Config.recommended(*{"swapped": (200, 2), "workers": (2, 200), "counted": ()}[case], tau=4)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        try:
+            CO2(given, config).close()
+        except ValueError as error:
+            return [str(error)]
+    return [str(w.message) for w in told]
+
+
+def test_a_start_that_cannot_be_meant_is_told_when_the_method_is_made():
+    cases = ["all", "equal", "trained only", "not finite", "swapped", "workers", "counted"]
+    ends = dict(zip(cases, problems.run_cases(made, 2, [(case,) for case in cases]), strict=True))
+    assert [ends[case] for case in ("all", "equal", "workers", "counted")] == [([], [])] * 4
+    (frozen,), nothing = ends["trained only"]
+    assert "2 parameters of the model that need no gradient, the first of shape [2, 2], were not given" in frozen
+    for (error,) in ends["not finite"]:
+        assert "parameter 1 (bias of a Linear), of shape [2], is not finite when CO2 is made: init" in error
+    (workers,), nothing_more = ends["swapped"]
+    assert "recommended(workers=200), and 2 average here" in workers and nothing == nothing_more == []
+
+
+def test_choices_exclusions_and_repairs_are_logged(caplog: pytest.LogCaptureFixture):
+    tuner = TauTuner(192, compressions={"int4": 0.5, "float32": 4.0})
+    schedule = AdaptiveTau(2, "auto", hook := TauHook(tuner))
+    params = [nn.Parameter(torch.ones(3))]
+    hooks = [OutlierFilter(), hook, checksums := ReplicaChecksum()]
+    bare = CO2.__new__(CO2)
+    bare._build(params, CO2Config.recommended(), None, sync_schedule=schedule, hooks=hooks)
+    caplog.set_level("INFO", logger="co2_training")
+    info = ReductionInfo(7, 1, 1, 0)
+    for _ in range(3):
+        hook.on_reduced_scalars({"times": [0.1, 1.0, 0.0, 0.0]}, info)
+        hook.on_round_end()
+        schedule.begin(7)
+    with pytest.warns(UserWarning, match="excluded"):
+        hooks[0].names = ["rank 0", "rank 1"]
+        hooks[0].on_reduced_scalars(
+            {"excluded": [0.0, 2.0]}, info._replace(total_world_size=2, workers=2, generation=1)
+        )
+    with pytest.warns(UserWarning, match="outer state was not the same"):
+        checksums.on_reduced_scalars({"settings": [0.0, 0.0], "replicas": [3.0, 5.0]}, info)
+    told = [record.getMessage() for record in caplog.records]
+    parts = [
+        "tau 13 (it was 2), compression int4: the all-reduce takes 1 s and a local",
+        "waits for an average after 13",
+    ]
+    parts += ["rank 1 is excluded from the average of round 7", "outer state differs, and rank 0's is sent"]
+    assert all(any(part in text for text in told) for part in parts), told

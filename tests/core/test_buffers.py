@@ -3,6 +3,7 @@
 import math
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from core import CO2, CO2Config, DivergedError, LocalSGD, SlowMo, load, save
+from core import CO2, CO2Config, CompressionConfig, DivergedError, LocalSGD, SlowMo, load, save
 from core.methods import DDP, DiLoCo, OverlapLocalSGD
 from core.placement import node_mesh
 from core.sharded import ShardedCO2
 from core.testing import run_distributed
 from tests.on_ranks import on_ranks
+from tests.problems import run_cases
 
 INF, NAN = math.inf, math.nan
 
@@ -188,3 +190,127 @@ def test_constants_stay_on_a_mesh_of_one_node(rank: int):
         co2.step()
     co2.finish()
     assert all(torch.equal(b, c) for b, c in zip(net.buffers(), before, strict=True))
+
+
+class Masked(nn.Module):
+    """A model as minGPT's: a mask of ones per layer, which its own loop never changes, and one BatchNorm."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.norm = nn.BatchNorm1d(8)
+        for i in range(3):
+            self.register_buffer(f"mask{i}", torch.tril(torch.ones(64, 64)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return self.norm(x)
+
+
+SENT: dict[str, Callable[..., Any]] = {
+    "co2": lambda net: CO2(net.parameters(), CO2Config.paper(2), buffers=net.buffers()),
+    "int4": lambda net: CO2(
+        net.parameters(),
+        replace(CO2Config.recommended(), tau=2, delay=1, compression=CompressionConfig("int4")),
+        buffers=net.buffers(),
+    ),
+    "lgreco": lambda net: LocalSGD(
+        net.parameters(), 2, compression=CompressionConfig("lgreco", like="int4"), buffers=net.buffers()
+    ),
+    "local": lambda net: LocalSGD(net.parameters(), 2, buffers=net.buffers()),
+    "slowmo": lambda net: SlowMo(net.parameters(), 2, buffers=net.buffers()),
+    "overlap": lambda net: OverlapLocalSGD(net.parameters(), 2, buffers=net.buffers()),
+    "sharded": lambda net: ShardedCO2(net.parameters(), CO2Config.paper(2), buffers=net.buffers()),
+    "shard": lambda net: ShardedCO2(net.parameters(), CO2Config.paper(2), shard=True, buffers=net.buffers()),
+}
+
+
+def rounds_of(rank: int, world_size: int, kind: str, changes_in: int | None = None, steps: int = 12) -> dict[str, Any]:
+    """Bytes sent in each round, and the buffers at the end. Worker 1 doubles a mask before a step."""
+    net = Masked()
+    method, optimizer = SENT[kind](net), torch.optim.SGD(net.parameters(), 0.01)
+    torch.manual_seed(rank)
+    sent = []
+    for number in range(steps):
+        net(torch.randn(3, 8)).square().mean().backward()
+        optimizer.step(), optimizer.zero_grad()
+        if rank == 1 and number == changes_in:
+            net.mask1.mul_(2.0)
+        if method.step():
+            sent.append(method.stats.bytes_sent)
+    method.finish()
+    return {"sent": sent, "tensors": [t.tolist() for t in (*net.buffers(), *net.parameters())], "mask": net.mask1}
+
+
+@pytest.mark.parametrize("kind", SENT)
+def test_masks_are_not_sent_and_are_found_when_one_changes(kind: str):
+    masks = 3 * 64 * 64 * 4
+    calm, late, last = run_cases(rounds_of, 2, [(kind, when) for when in (None, 7, 11)])
+    for found in calm:
+        assert max(found["sent"]) > masks > 20 * min(found["sent"][3:])  # the first rounds send everything
+    for ends in (calm, late, last):
+        assert ends[0]["tensors"] == ends[1]["tensors"]
+    assert torch.equal(calm[0]["mask"], torch.tril(torch.ones(64, 64)))
+    for ends in (late, last):  # the average of one and two
+        assert torch.equal(ends[0]["mask"], 1.5 * torch.tril(torch.ones(64, 64)))
+    assert late[0]["sent"][-1] > 64 * 64 * 4 > 3 * late[0]["sent"][2]
+
+
+def resumed(rank: int, world_size: int, kind: str, at: int, changes_in: int) -> list[Any]:
+    """Bytes sent from the second round after step `at` on, and the tensors at the end: of a run and a resumed one.
+
+    The resumed run makes its mask anew from other random numbers, as random Fourier features do.
+    """
+    found = []
+    state, saved, generator = {}, {}, None
+    for again in (False, True):
+        net = Masked()
+        net.mask0.copy_(torch.rand(64, 64, generator=torch.Generator().manual_seed(int(again))))
+        method = SENT[kind](net)
+        optimizer = torch.optim.SGD(net.parameters(), 0.01)
+        torch.manual_seed(rank)
+        if again:
+            net.load_state_dict(saved), method.load_state_dict(state), torch.set_rng_state(generator)
+        sent = []
+        for number in range(at if again else 0, 12):
+            if number == at and not again:
+                state, generator = method.state_dict(), torch.get_rng_state()
+                saved = {name: t.clone() for name, t in net.state_dict().items()}
+            net(torch.randn(3, 8)).square().mean().backward()
+            optimizer.step(), optimizer.zero_grad()
+            if rank == 1 and number == changes_in:
+                net.mask1.mul_(2.0)
+            if method.step() and number >= at:
+                sent.append(method.stats.bytes_sent)
+        method.finish()
+        method.close()
+        found.append([sent[1:], [t.tolist() for t in (*net.buffers(), *net.parameters())]])
+    return found
+
+
+@pytest.mark.parametrize("kind", ["co2", "int4", "sharded"])
+def test_a_resumed_run_sends_the_same_buffers(kind: str):
+    cases = [(kind, at, changes) for at, changes in ((6, 5), (7, 6), (1, 9))]
+    for of_case in run_cases(resumed, 2, cases):
+        for plain, again in of_case:
+            assert plain == again
+
+
+def empty_at_first(rank: int, world_size: int) -> list[float]:
+    """The statistics of a BatchNorm after its first round, which follows a finish() without a step."""
+    net = Masked()
+    method = LocalSGD(net.parameters(), 1, buffers=net.buffers())
+    method.finish()
+    net(torch.full((2, 8), float(rank)))
+    own = net.norm.running_mean.tolist()
+    method.step()
+    method.finish()
+    return [*own, *net.norm.running_mean.tolist()]
+
+
+def test_batchnorm_is_averaged_from_its_first_step_on():
+    ends = run_distributed(empty_at_first, 2)
+    own, means = zip(*((end[:8], end[8:]) for end in ends), strict=True)
+    assert own[0] != own[1] and means[0] == means[1] == pytest.approx([(a + b) / 2 for a, b in zip(*own, strict=True)])

@@ -239,6 +239,16 @@ def with_muon(model: nn.Module) -> list[Optimizer]:
     return [muon, torch.optim.AdamW([p for p in model.parameters() if p.ndim != 2], lr=0.01)]
 
 
+def of_timm(kind: str, lr: float) -> Build:
+    def build(model: nn.Module) -> list[Optimizer]:
+        import training.prepared  # noqa: F401, I001  before timm, which imports torchvision
+        import timm.optim
+
+        return [getattr(timm.optim, kind)(model.parameters(), lr=lr)]
+
+    return build
+
+
 OPTIMIZERS: dict[str, Build] = {
     "SGD": one(torch.optim.SGD, lr=0.02, momentum=0.9),
     "Adam": one(torch.optim.Adam, lr=0.01),
@@ -253,6 +263,10 @@ OPTIMIZERS: dict[str, Build] = {
     "Rprop": one(torch.optim.Rprop, lr=0.003),
     "ASGD": one(torch.optim.ASGD, lr=0.1, t0=1e9),
     "Muon": with_muon,
+    "Lamb": of_timm("Lamb", 0.02),
+    "Lion": of_timm("Lion", 0.005),
+    "Adan": of_timm("Adan", 0.02),
+    "Lars": of_timm("Lars", 0.03),
 }
 
 

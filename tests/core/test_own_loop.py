@@ -20,9 +20,10 @@ from core import CO2, CO2Config, CompressionConfig, OverlapLocalSGD, ShardedCO2,
 from core import failure as peers
 from core.errors import CollectiveError
 from core.hooks import forget
-from core.testing import run_distributed
+from core.testing import _context, run_distributed
 from language.zeroth import ZerothOrder
 from tests import problems
+from tests.damages import changed
 from tests.on_ranks import alike, on_ranks, total_world_size
 from tests.problems import flat, refusal
 
@@ -497,3 +498,91 @@ def test_who_died_before_is_named(tmp_path: Path):
     found = run_distributed(dead, 3, str(tmp_path), expect_death=(1,))
     for told in (found[0], found[2]):
         assert told.startswith("save(): not all workers came within ") and told.endswith("; no answer from rank 1")
+
+
+def another_run(rank: int, world_size: int, folder: str, loads: bool, *steps: int) -> list[str]:
+    """A process of its own that saves at these steps: what save() says to each."""
+    loop, said = Loop(rank), list[str]()
+    if loads:
+        loop.load(folder)
+    for step in steps:
+        loop.go(step)
+        try:
+            loop.save(folder)
+            said.append("")
+        except UserError as error:
+            said.append(str(error))
+    loop.end()
+    return said
+
+
+def left(folder: Path) -> list[int]:
+    return [int(name[4:]) for name in checkpoint.finished(folder)]
+
+
+def test_another_runs_checkpoints_are_never_removed_by_one_that_has_not_loaded_them(tmp_path: Path):
+    """It is refused at their steps and before, and keeps them where it is later."""
+    folder = str(tmp_path)
+    run_distributed(another_run, 2, folder, True, 4, 7)
+    for told in run_distributed(another_run, 2, folder, False, 2, 7, 8, 9, 10):
+        assert told[2:] == ["", "", ""]
+        for line in told[:2]:
+            assert line.startswith(
+                f"{tmp_path}/step000000007 is a checkpoint that this process neither wrote nor loaded"
+            )
+            assert line.endswith("call load() before training, or choose another folder")
+    assert left(tmp_path) == [10, 9, 7, 4]
+    assert run_distributed(another_run, 2, folder, True, 10) == [[""]] * 2 and left(tmp_path) == [10, 9]
+
+
+def test_a_run_that_goes_back_replaces_its_own_later_checkpoints(tmp_path: Path):
+    """After its newest one was damaged, and in the process that wrote them."""
+    run_distributed(another_run, 1, str(tmp_path), True, 4, 7)
+    (tmp_path / "step000000007" / "rank0.pt").unlink()
+    assert run_distributed(another_run, 1, str(tmp_path), True, 6) == [[""]] and left(tmp_path) == [6, 4]
+    loop = Loop(0)
+    loop.load(f"{tmp_path}/other/../other")
+    for step in (8, 9, 3):
+        loop.step = step
+        loop.save(str(tmp_path / "other"))
+    assert left(tmp_path / "other") == [3]
+
+
+def sleeper(folder: str, pipe: Any, saves_first: bool) -> None:
+    """A job that its scheduler takes for dead; it is woken later."""
+    loop = Loop(0)
+    loop.load(folder)
+    loop.go(4)
+    if saves_first:
+        loop.save(folder)
+    pipe.send("asleep")
+    pipe.recv()
+    loop.go(9)
+    pipe.send(refusal(loop.save, folder))
+
+
+@pytest.mark.parametrize("saves_first", [True, False])
+def test_a_job_that_is_woken_after_another_took_its_place_writes_and_removes_nothing(saves_first: bool, tmp_path: Path):
+    ours, theirs = _context().Pipe()
+    job = _context().Process(target=sleeper, args=(str(tmp_path), theirs, saves_first), daemon=True)
+    job.start()
+    assert ours.recv() == "asleep"
+    assert run_distributed(another_run, 1, str(tmp_path), True, 7, 9) == [["", ""]]
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    ours.send("wake up")
+    assert f"{tmp_path}/step000000009 is of another start of this run, which has taken this one's place" in ours.recv()
+    job.join()
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("lacks", ["method", "optimizer_kind", "others"])
+def test_a_checkpoint_that_lacks_a_part_is_refused_for_the_one_before(lacks: str, tmp_path: Path, capfd: Any):
+    loop = Loop(0)
+    for until in (3, 6):
+        loop.go(until)
+        loop.save(str(tmp_path))
+    changed(lambda state: state.pop(lacks))(tmp_path / "step000000006" / "rank0.json")
+    assert Loop(0).load(str(tmp_path)) == 3
+    assert (
+        f"step000000006 is refused (rank 0: it holds no {lacks}: resume with what wrote it)" in capfd.readouterr().err
+    )

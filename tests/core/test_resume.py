@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-from core import CO2, CO2Config, CompressionConfig, LocalSGD, ShardedCO2, SlowMo, UserError, make_method
+from core import CO2, CO2Config, CompressionConfig, LocalSGD, ShardedCO2, SlowMo, UserError, checkpoint, make_method
 from core.hooks import Snapshot
 from core.local_update import of_rank, under_rank
 from core.methods import METHODS
@@ -613,3 +613,62 @@ def test_a_boundary_inside_inference_mode_leaves_nothing_that_training_cannot_wr
                 method.finish() if not step else method.step()
         ends.append(flat(params))
     assert torch.equal(*ends)
+
+
+INFERRED = (
+    "step",
+    "finish",
+    "sync_for_eval",
+    "averaged_model",
+    "state_dict",
+    "load_state_dict",
+    "resync",
+    "save",
+    "load",
+)
+
+
+def trained_with(mode: Any, name: str, call: str, folder: Path) -> Tensor:
+    """The parameters and buffers after steps between which one call is made in this mode."""
+    model = nn.Sequential(net(0)[:2], nn.Linear(5, 3).double())
+    torch.manual_seed(0)
+    model[1].reset_parameters()
+    more: dict[str, Any] = {"shard": True} if name == "shard" else {}
+    module, method = make_method("co2" if name == "shard" else name, model, co2=replace(CONFIG, tau=2), **more)
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    calls = {
+        "averaged_model": lambda: method.averaged_model().__enter__() and None,
+        "load_state_dict": lambda: method.load_state_dict(method.state_dict()),
+        "save": lambda: checkpoint.save(folder, model, optimizer, method, step=4),
+        "load": lambda: checkpoint.load(folder, model, optimizer, method),
+    }
+    torch.manual_seed(1)
+    for step in range(10):
+        module(torch.randn(4, 6).double()).square().mean().backward()
+        optimizer.step(), optimizer.zero_grad()
+        with mode() if step == 4 and call == "step" else contextlib.nullcontext():
+            method.step()
+        if step == 4 and call == "load":
+            checkpoint.save(folder, model, optimizer, method, step=4)
+        if step == 4 and call != "step" and (call in calls or hasattr(method, call)):
+            with mode():
+                calls.get(call, getattr(method, call, None))()
+    method.finish()
+    method.close()
+    return flat([*model.parameters(), *(b for b in model.buffers() if b.is_floating_point())])
+
+
+@pytest.mark.parametrize("name", [*METHODS, "shard"])
+def test_every_call_in_inference_mode_does_what_it_does_outside(name: str, tmp_path: Path):
+    for call in INFERRED:
+        modes = (contextlib.nullcontext, torch.inference_mode)
+        ends = [trained_with(mode, name, call, tmp_path / f"{call}{i}") for i, mode in enumerate(modes)]
+        assert torch.equal(*ends), call
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_made_in_inference_mode_is_refused(name: str):
+    with torch.inference_mode(False):
+        model = net(0)
+    with torch.inference_mode():
+        assert "made under torch.inference_mode()" in refusal(lambda: make_method(name, model, co2=CONFIG))

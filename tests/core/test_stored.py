@@ -11,8 +11,11 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
-from core import CO2, CO2Config, UserError, load, save, stored
+from core import CO2, CO2Config, UserError, checkpoint, load, save, stored
+from core.integrations.common import load_own, save_own
 from tests import problems
 from tests.on_ranks import on_ranks
 
@@ -286,6 +289,114 @@ def test_an_optimisers_wrappers_and_a_schedules_counter_survive(rank: int, tmp_p
         co2.finish()
         co2.close()
     assert found[0] == found[1]
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Holds another optimizer, as timm's does."""
+
+    def __init__(self, inner: torch.optim.Optimizer):
+        super().__init__(inner.param_groups, {})
+        self.inner, self.param_groups = inner, inner.param_groups
+
+    def state_dict(self) -> Any:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.inner.load_state_dict(state_dict)
+        self.param_groups = self.inner.param_groups
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step(closure)
+
+
+class Odd(torch.optim.SGD):
+    """Keeps what torch's load_state_dict casts, takes apart, or fails for."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # noqa: ARG002
+        for p in self.param_groups[0]["params"]:
+            if not (state := self.state[p]):
+                wide = p.detach().float().clone()
+                state |= {"master": wide + 1e-5, "seen": torch.zeros((), dtype=torch.int64), "phase": "warm", "k": 7}
+                state |= {"half": torch.zeros_like(p, dtype=torch.bfloat16), "mask": p > 0, "raw": b"ab"}
+                state |= {"point": Point(0.5, wide * 3), "array": np.arange(3), "rate": np.float32(0.1), "none": None}
+                state |= {"list": [wide * 5, (wide.double(), "x")], "queue": deque([wide], maxlen=2), "shape": p.shape}
+                state |= {"more": OrderedDict(a=Counter([1, 1]), b={"w": wide.half()}), "deep": [[Point(1.0, wide)]]}
+            state["seen"] += 1
+            state["master"] -= 0.01 * p.grad.float()
+            p.copy_(state["master"] + state["list"][0] - state["list"][0].to(p.dtype))
+
+
+def odd_loop(dtype: torch.dtype, wraps: Any) -> tuple[nn.Module, Any, CO2]:
+    torch.manual_seed(0)
+    model = nn.Linear(6, 3).to(dtype)
+    return model, wraps(Odd(model.parameters(), 0.1)), CO2(model.parameters(), CO2Config(tau=2))
+
+
+def odd_steps(model: nn.Module, optimizer: Any, co2: CO2, steps: range) -> None:
+    for step in steps:
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(step)).to(next(model.parameters()).dtype)
+        model(x).float().square().mean().backward()
+        optimizer.step(), optimizer.zero_grad(), co2.step()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("how", ["save", "save_own", "a wrapper"])
+def test_an_optimizers_state_comes_back_with_its_types(dtype: torch.dtype, how: str, tmp_path: Path):
+    """By way of save() and load(), of the integrations' files, and in an optimizer that holds another one."""
+    wraps = Lookahead if how == "a wrapper" else lambda optimizer: optimizer
+    first, second = odd_loop(dtype, wraps), odd_loop(dtype, wraps)
+    odd_steps(*first, range(3))
+    if how == "save_own":
+        for held in first[1].state.values():
+            for key in ("point", "queue", "deep", "more", "raw", "shape"):  # weights_only does not read these
+                del held[key]
+        parts = [dict(zip(("model", "optimizer", "co2"), loop, strict=True)) for loop in (first, second)]
+        save_own(tmp_path, 0, **parts[0])
+        load_own("a test", tmp_path, 0, **parts[1])
+    else:
+        assert save(tmp_path, *first, step=3) and load(tmp_path, *second) == 3
+    states = [loop[1].state_dict()["state"] for loop in (first, second)]
+    for number, held in states[0].items():
+        for key, value in held.items():
+            assert equal(value, states[1][number][key]), key
+    odd_steps(*first, range(3, 9))
+    odd_steps(*second, range(3, 9))
+    assert all(map(torch.equal, first[0].parameters(), second[0].parameters()))
+
+
+@on_ranks(2)
+def test_a_shards_float32_state_stays_float32(rank: int):  # noqa: ARG001
+    """Of bfloat16 parameters in FSDP2, whose state is DTensors."""
+    model = nn.Linear(8, 4, dtype=torch.bfloat16)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for p in model.parameters():
+        optimizer.state[p] = {"master": p.detach().float() / 3}
+    before, tensors = [optimizer.state[p]["master"].to_local().clone() for p in model.parameters()], dict[str, Tensor]()
+    held = stored.put_back(stored.take_out(checkpoint.of_optimizer(optimizer, model), tensors), tensors.__getitem__)
+    optimizer.state.clear()
+    checkpoint.load_optimizer(optimizer, model, held)
+    after = [optimizer.state[p]["master"].to_local() for p in model.parameters()]
+    assert all(a.dtype == torch.float32 for a in after) and all(map(torch.equal, before, after))
+
+
+PLAIN: dict[str, Any] = {"best": 3.5, "name": "run a", "losses": [1.0, 2, None], "done": True, "numpy": (1, np.ones(2))}
+
+
+@on_ranks(2)
+def test_plain_values_are_saved_next_to_objects(rank: int, tmp_path: Path):  # noqa: ARG001
+    model = problems.small_net()
+    co2, kept = CO2(model.parameters(), CO2Config(tau=1)), Kept(5)
+    assert save(tmp_path, model, None, co2, step=1, others={"kept": kept, **PLAIN})
+    mine: dict[str, Any] = {"kept": Kept()} | dict.fromkeys(PLAIN, 0)
+    assert load(tmp_path, model, None, co2, others=mine) == 1
+    assert mine.pop("kept").value == 5 and equal([*map(mine.get, PLAIN)], [*PLAIN.values()])
+    said = problems.refusal(load, tmp_path, model, None, co2, others={"kept": Kept()} | dict.fromkeys(PLAIN, Kept()))
+    assert "step 1 has the plain value 3.5 as others['best']: give a plain value here, too" in said
+    said = problems.refusal(save, tmp_path, model, None, co2, step=2, others={"best": len})
+    assert said.startswith("save(): others.best is a builtins.builtin_function_or_method, which load() cannot make")
+    co2.close()
 
 
 @on_ranks(2)

@@ -246,7 +246,9 @@ def test_buffers_that_older_versions_wrote_are_no_weights(models: dict[str, Path
     pretrained.open_model(recipe_of(folder))
 
 
-def test_no_folder_an_encoder_and_a_tokenizer_that_is_too_large_are_refused(models: dict[str, Path], tmp_path: Path):
+def test_no_folder_an_encoder_and_a_tokenizer_of_another_model_are_refused(
+    models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture
+):
     with pytest.raises(UserError, match="add --model FOLDER"):
         pretrained.open_model(recipe_of(None))
     with pytest.raises(UserError, match="opt-125m/config.json is missing: .* none is fetched"):
@@ -258,6 +260,16 @@ def test_no_folder_an_encoder_and_a_tokenizer_that_is_too_large_are_refused(mode
     model = pretrained.open_model(recipe_of(models["gpt2"]))
     model.resize_token_embeddings(200)
     with pytest.raises(UserError, match="they are not one pair"):
+        pretrained.open_tokenizer(models["gpt2"], model)
+    model.resize_token_embeddings(330)
+    model.config.eos_token_id = 7
+    pretrained.open_tokenizer(models["gpt2"], model)
+    assert "ends a text" not in capsys.readouterr().err, "the generation's own end is the tokenizer's"
+    model.generation_config.eos_token_id = None
+    pretrained.open_tokenizer(models["gpt2"], model)
+    assert "its tokenizer ends a text with token 0, its model with [7]: make sure" in capsys.readouterr().err
+    model.resize_token_embeddings(1000)
+    with pytest.raises(UserError, match="token 0, its model with .7., and they have .* tokens: they are not one pair"):
         pretrained.open_tokenizer(models["gpt2"], model)
     with pytest.raises(UserError, match="context=64: the model has 48 positions"):
         pretrained.positions(model, 64)
@@ -290,6 +302,25 @@ def test_lora_puts_equal_adapters_in_and_writes_them_alone(models: dict[str, Pat
     assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
     with pytest.raises(UserError, match="lora.targets=nothing"):
         pretrained.open_model(recipe_of(models["opt"], lora=LoraConfig(4, targets=("nothing",))))
+
+
+def test_a_folder_whose_tokens_have_other_ids_is_refused(models: dict[str, Path], tmp_path: Path):
+    model = pretrained.open_model(recipe_of(models["gpt2"]))
+    tokenizer = pretrained.open_tokenizer(models["gpt2"], model)
+    ids = tokenizer.get_vocab()
+    model.names = sorted(ids, key=ids.__getitem__)
+    load_weights(model, models["gpt2"])
+    model.names[7], model.names[8] = model.names[8], model.names[7]
+    with pytest.raises(UserError, match="was trained with other data, output 7 is "):
+        load_weights(model, models["gpt2"])
+    folder = damaged(models["gpt2"], tmp_path, "tokenizer.json", Path.unlink)
+    load_weights(model, folder)  # nothing says what its tokens are
+    (folder / "vocab.json").write_text(json.dumps(ids))
+    with pytest.raises(UserError, match="was trained with other data, output 7 is "):
+        load_weights(model, folder)
+    (folder / "vocab.json").write_text(json.dumps({"a": 10**12}))
+    with pytest.raises(UserError, match="vocab.json cannot be read .ValueError: a token has the id 1000000000000"):
+        load_weights(model, folder)
 
 
 def test_a_folder_that_lacks_tensors_of_the_model_is_refused(tmp_path: Path):

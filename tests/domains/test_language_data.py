@@ -180,6 +180,39 @@ def test_nanogpt_files_are_read_without_meta(tmp_path):
     assert corpus.train.tolist() == [1, 50255, 50256]
 
 
+BESIDE = {
+    "meta.pkl": b"any pickle: it is not read",
+    "tokenizer.model": b"",
+    "vocab.json": json.dumps({"a": 0, "<|endoftext|>": 31999}).encode(),
+    "tokenizer.json": json.dumps({"model": {"vocab": {"a": 50256}}, "added_tokens": []}).encode(),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_a_file_of_another_tool_that_says_what_tokens_are_is_believed(tmp_path: Path, name: str):
+    folder = _nanogpt(tmp_path / "owt", [1, 2, 3])
+    (folder / name).write_bytes(BESIDE[name])
+    with pytest.raises(UserError, match=rf"owt/{name} says .* not GPT-2's: make them from text .*, or remove the file"):
+        load_corpus(folder)
+    (folder / name).unlink()
+    (folder / "vocab.json").write_text(json.dumps({"!": 0, "<|endoftext|>": 50256}))
+    assert load_corpus(folder).vocab_size == 50257
+
+
+def test_a_header_before_the_tokens_is_named(tmp_path: Path):
+    header, tokens = np.zeros(256, np.int32), np.arange(5, dtype=np.uint16)
+    folder = _nanogpt(tmp_path / "owt", tokens)
+    for magic, dtype in ((20240520, "uint16"), (20240801, "uint32")):
+        header[0] = magic
+        (folder / "train.bin").write_bytes(header.tobytes() + tokens.astype(dtype).tobytes())
+        with pytest.raises(UserError, match=f"train.bin begins with llm.c's header .* tokens in {dtype}: .*tail -c"):
+            load_corpus(folder)
+    np.save(tmp_path / "tokens.npy", tokens)
+    (tmp_path / "tokens.npy").replace(folder / "train.bin")
+    with pytest.raises(UserError, match="train.bin begins with NumPy's header: keep only the tokens"):
+        load_corpus(folder)
+
+
 def test_token_files_that_cannot_be_right_are_named(tmp_path):
     with pytest.raises(UserError, match=r"train\.bin holds token 50257, outside"):
         load_corpus(_nanogpt(tmp_path / "large", [50257]))
@@ -597,6 +630,16 @@ def test_a_tokenizer_of_ones_own_is_used_as_it_is(library: Path, tmp_path: Path)
     windows = torch.from_numpy(corpus.train[:40].astype(np.int64))[None]
     inputs, targets = MaskedObjective(42, 300, corpus.eot, corpus.mask, corpus.bos).batch(windows, [(0,)])
     assert (inputs[0, 0], inputs[0, -1]) == (0, 2) and (targets[0, 0], targets[0, -1]) == (-100, -100)
+
+
+def test_a_tokenizer_of_the_same_size_and_other_tokens_is_noticed(library: Path, tmp_path: Path):
+    prepare((library,), out=tmp_path / "corpus", vocab_size=270)
+    file = tmp_path / "corpus" / "tokenizer.json"
+    names = load_corpus(tmp_path / "corpus").names
+    assert len(names) == 270 and names[:3] == ["<|endoftext|>", "<pad>", "<mask>"]
+    train_tokenizer(["zebra zoo zoom " * 50] * 9 + [chr(i) * 3 for i in range(40, 120)], 270).save(str(file))
+    with pytest.raises(UserError, match="tokenizer.json has other tokens than .*meta.json says: restore it, or remove"):
+        load_corpus(tmp_path / "corpus")
 
 
 def test_a_tokenizer_that_cannot_serve_is_one_line(library: Path, tmp_path: Path):

@@ -136,3 +136,49 @@ def test_mistakes_are_told_in_one_line(mistake: Mistakes, tmp_path: Path) -> Non
     for method in ("ddp", "co2"):
         told = mistake("segmentation.train", "--config", str(own), "--method", method)
         assert f"config={own}: has a CO2Hook, and --method {method} chooses here" in told
+
+
+OWN = """
+model = dict(type="EncoderDecoder", data_preprocessor=dict(type="SegDataPreProcessor", size=(64, 64)),
+             backbone=dict(type="ResNetV1c", depth=18, base_channels=8, stem_channels=8, with_cp=True),
+             decode_head=dict(type="FCNHead", in_channels=64, in_index=3, channels=8, num_classes=3))
+folder = dict(type="BaseSegDataset", data_root="{root}", data_prefix=dict(img_path="images", seg_map_path="masks"))
+train_dataloader = dict(batch_size=2, dataset=dict(metainfo=dict(classes=("a", "b", "c")), **folder))
+val_dataloader = dict(batch_size=1, dataset=dict(metainfo=dict(classes=({val})), **folder))
+"""
+
+
+def test_a_config_is_tried_without_training_and_its_data_checked_first(
+    mistake: Mistakes, tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
+    (config := tmp_path / "own.py").write_text(OWN.format(root=tmp_path, val="'a', 'b', 'c'"))
+    given = ("segmentation.train", "--config", str(config), "--out", str(tmp_path / "run"))
+    images, masks = tmp_path / "images", tmp_path / "masks"
+    run_script(*given, "--dry_run")
+    out, err = capfd.readouterr()
+    assert "0.19 M parameters, 1 workers, co2, " in out and "type='CO2Hook'" in out
+    assert f"warning: config={config}: {images} is missing: set CO2_DATA" in err
+    assert f"error: config={config}: {images} is missing: set CO2_DATA" in mistake(*given)
+    images.mkdir()
+    assert "an image of train_dataloader is missing" in mistake(*given)
+    (images / "0.jpg").touch()
+    assert f"{masks}/0.png is missing" in mistake(*given)
+    masks.mkdir()
+    (masks / "0.png").touch()
+    config.write_text(OWN.format(root=tmp_path, val="'a', 'c', 'b'"))
+    said = "output 1 is 'b' in train_dataloader, 'c' in val_dataloader: give both data sets the same classes"
+    assert f"error: config={config}: {said}" in mistake(*given)
+    assert not (tmp_path / "run").exists(), "mmengine has written no log"
+
+
+def test_a_checkpoint_of_other_classes_is_not_tested() -> None:
+    from segmentation.runner import ClassOrder, ConfigOptions
+
+    loader = SimpleNamespace(dataset=SimpleNamespace(metainfo={"classes": ("a", "b")}))
+    runner: Any = SimpleNamespace(test_dataloader=loader, train_dataloader=loader, work_dir="w")
+    for meta in ({"dataset_meta": {"classes": ("b", "a")}}, {"CLASSES": ["b", "a"]}):
+        with refused("test=w.pth: was trained with other data, output 0 is 'b' there, 'a' here: give that data"):
+            ClassOrder(ConfigOptions(Path("c.py"), test=Path("w.pth"))).after_load_checkpoint(runner, {"meta": meta})
+        with refused("resume=True, work_dir=w: was trained with other data"):
+            ClassOrder(ConfigOptions(Path("c.py"), resume=True)).after_load_checkpoint(runner, {"meta": meta})
+        ClassOrder(ConfigOptions(Path("c.py"))).after_load_checkpoint(runner, {"meta": meta})  # its head may be other

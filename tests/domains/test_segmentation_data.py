@@ -1,5 +1,6 @@
 """The segmentation data sets, batches and pictures, what a broken file says, and metrics."""
 
+import contextlib
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -69,6 +70,19 @@ def test_label_out_of_range_names_the_file_and_does_not_wrap_around(root: Path, 
     Image.fromarray(np.full((64, 80), label, dtype)).save(path)
     with pytest.raises(UserError, match=rf"{path}: label {label} is out of range: expected 1 to 150"):
         data.build_dataset("ade20k", "train")[1]
+
+
+@pytest.mark.parametrize("order", ["the data set's", "a tool's", "another's"])
+def test_a_palette_that_gives_the_classes_colors_to_other_labels_is_refused(root: Path, order: str) -> None:
+    path = write_ade20k(root) / "annotations/training/1.png"
+    image, colors = Image.fromarray(np.full((64, 80), 2, np.uint8)), [[0, 0, 0], *data.ADE20K.METAINFO["palette"]]
+    if order == "a tool's":
+        colors[1], colors[2] = colors[2], colors[1]
+    image.putpalette([channel for color in colors for channel in color] if order != "another's" else list(range(96)))
+    image.save(path)
+    expected = pytest.raises(UserError, match=rf"{path}: label 2 has the color of label 1 in its palette: save each")
+    with expected if order == "a tool's" else contextlib.nullcontext():
+        assert set(data.build_dataset("ade20k", "train")[1]["data_samples"].gt_sem_seg.data.flatten().tolist()) == {1}
 
 
 def test_more_classes_than_a_byte_holds_are_refused() -> None:

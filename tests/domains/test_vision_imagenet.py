@@ -227,6 +227,25 @@ def test_classes_that_differ_are_named(folders: Path):
     assert str(error.value).endswith("differ in b (only in train), c (only in train), d (only in val)")
 
 
+@pytest.mark.parametrize("packed", ["train", "val"])
+def test_a_class_has_one_number_in_folders_sorted_as_text_and_shards_sorted_by_number(folders: Path, packed: str):
+    picture = next((folders / "val" / "a").iterdir()).read_bytes()
+    for split in ("train", "val"):
+        shutil.rmtree(folders / split)
+        for name in ("2", "10"):
+            if split == packed:
+                write_tar(folders / split / f"{name}.tar", {"x.cls": name.encode(), "x.jpg": picture})
+            else:
+                (folders / split / name).mkdir(parents=True)
+                (folders / split / name / "x.jpg").write_bytes(picture)
+    train, val = data.load("imagenet")
+    assert train.classes == val.classes == (("2", "10") if packed == "train" else ("10", "2"))
+    for of in (train, val):
+        for i in range(2):  # a shard or folder has the name of its class
+            name = train.classes[of.samples.read(i)[1]]
+            assert f"/{name}.tar" in of.samples.name(i) or f"/{name}/" in of.samples.name(i)
+
+
 def test_images_are_as_large_as_the_model_wants_them(folders: Path):
     train, val = data.load("imagenet")
     recipe = VisionRecipe(dataset="imagenet", model="vit_base_patch16_384", loader_workers=0)

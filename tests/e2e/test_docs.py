@@ -69,10 +69,14 @@ def test_the_pieces_run_on_two_workers(tmp_path: Path):
     run_distributed(documented.run_pieces, 2, str(tmp_path), timeout=120)
 
 
-def test_the_readme_s_loop_trains_one_model_and_the_whole_script_goes_on_where_it_was_stopped(tmp_path: Path):
+def test_the_readme_s_loop_trains_one_model():
     first, second = run_distributed(documented.run_diff, 2)
     assert torch.equal(first, second)
-    for ends in run_distributed(documented.run_whole_script, 2, str(tmp_path), timeout=120):
+
+
+@pytest.mark.parametrize("which", ["script", "loop"])
+def test_a_loop_with_dropout_that_is_stopped_within_an_epoch_resumes_bit_for_bit(which: str, tmp_path: Path):
+    for ends in run_distributed(documented.run_resumed, 2, str(tmp_path), which, timeout=120):
         (calm, undisturbed), (_, stopped), (began, resumed) = ends
         assert calm == 0 and began == 120 and torch.equal(undisturbed, resumed) and not torch.equal(stopped, resumed)
 

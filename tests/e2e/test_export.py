@@ -51,7 +51,8 @@ def exported(task: str, run: Path, name: str) -> Path:
 
 def test_a_classifier_is_evaluated_again_and_is_timms(tmp_path: Path, mistake: Mistakes):
     run = tmp_path / "run"
-    end = trained("vision", run, "digits_small", "--model", "test_resnet", "--batch_size", "32")
+    options = ("digits_small", "--model", "test_resnet", "--batch_size", "32")
+    end = trained("vision", run, *options)
     again = evaluated("vision", run)
     assert {key: end[key] for key in again} == again and len(again) == 3
     file, folder = exported("vision", run, "m.safetensors"), exported("vision", run, "timms")
@@ -73,6 +74,12 @@ def test_a_classifier_is_evaluated_again_and_is_timms(tmp_path: Path, mistake: M
     assert f"{file} is already there" in mistake("vision.export", str(run), str(file))
     assert file.stat().st_mode & 0o777 == 0o644
     assert "/proc/x.pth: cannot be written" in mistake("vision.export", str(run), "/proc/x.pth")
+    assert json.loads((tmp_path / "timms" / "config.json").read_text())["label_names"] == list("0123456789")
+    (run / "names.json").write_text(json.dumps(list("0132456789")))  # as if trained with classes in another order
+    other = "was trained with other data, output 2 is '3' there, '2' here"
+    assert f"run={run} {other}" in mistake("vision.evaluate", str(run))
+    again_on = (*options, "--epochs", "1", "--device", "cpu", "--out", str(run), "--resume")
+    assert f"{run} {other}: restore the data" in mistake("vision.train", *again_on)
     assert "is a run of recipe digits_small" in mistake("language.evaluate", str(run))
     assert "weights=nowhere: does not exist" in mistake("vision.evaluate", str(run), "--weights", "nowhere")
 

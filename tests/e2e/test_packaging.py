@@ -152,12 +152,12 @@ def test_issue_templates_ask_for_each_thing_once(template: str):
     assert len(names) == len(form["body"]) == len(set(names))
 
 
-def test_citation_has_what_the_readme_cites():
+def test_citation_is_of_the_paper_that_the_readme_names():
     paper = yaml.safe_load((ROOT / "CITATION.cff").read_text())["preferred-citation"]
-    readme = (ROOT / "README.md").read_text()
-    number = paper["identifiers"][0]["value"].removeprefix("arXiv:")
-    assert f"eprint={{{number}}}" in readme and f"title={{{paper['title']}}}" in readme
-    assert f"year={{{paper['year']}}}" in readme and paper["url"] in readme
+    author, readme = paper["authors"][0]["family-names"], (ROOT / "README.md").read_text()
+    assert f"[{author} et al., {paper['collection-title']} {paper['year']}]({paper['url']})" in readme
+    assert paper["url"].endswith(paper["identifiers"][0]["value"].removeprefix("arXiv:"))
+    assert "](CITATION.cff)" in readme
 
 
 SLOW_TO_IMPORT = {

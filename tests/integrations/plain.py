@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
+import os
+import signal
+import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +60,23 @@ def go_apart(folder: str, rank: int, step: int, waits: int = 2, passes: int = TA
     while rank == 1 and step == waits and not passed.exists():
         assert time.monotonic() < until, "a worker waits for the others within a round"
         time.sleep(0.01)
+
+
+def terminate_node() -> None:
+    """SIGTERM from another process to this one and its loading processes, as Slurm ends all processes of a node."""
+    loading = [process.pid for process in multiprocessing.active_children()]
+    assert len(loading) == 2, "the loading processes are not there"
+    subprocess.run(["kill", "-TERM", *map(str, (*loading, os.getpid()))], check=True)
+    time.sleep(0.2)  # until they would have ended
+
+
+@contextlib.contextmanager
+def hears_sigterm() -> Iterator[list[int]]:
+    """A loop's own handler, that only notes the signal."""
+    heard: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
+    yield heard
+    signal.signal(signal.SIGTERM, before)
 
 
 def everything(model: nn.Module) -> Tensor:

@@ -51,6 +51,7 @@ class Ranks:
 
 def as_by_torchrun(rank: int, world_size: int, fn: Callable[..., Any], *args: Any) -> Any:
     """The environment that libraries read, and their messages left out."""
+    multiprocessing.current_process()._config["daemon"] = False  # pyright: ignore # a rank may have loading processes
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     os.environ |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size), "ACCELERATE_USE_CPU": "1"}
     return fn(rank, world_size, *args)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -36,7 +37,8 @@ def loop(config: CO2Config | None = PAPER, *, seed: int = 0, micro: int = 1, pre
 
     accelerator = accelerator_of(how.get("log", ""), gradient_accumulation_steps=micro, mixed_precision=precision)
     model = Net(seed)
-    data = DataLoader(TensorDataset(*plain.examples()), batch_size=BATCH, shuffle=how.pop("shuffle", False))
+    order, loading = how.pop("shuffle", False), how.pop("loading", 0)
+    data = DataLoader(TensorDataset(*plain.examples()), batch_size=BATCH, shuffle=order, num_workers=loading)
     optimizer, loader = accelerator.prepare(plain.adam(model), data)
     trace: list[Tensor] = []
     with CO2Training(accelerator, model, optimizer, config) as co2:
@@ -153,6 +155,81 @@ def test_mistakes_get_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(type(accelerator), "distributed_type", DistributedType(kind))
         with pytest.raises(UserError, match=f"distributed_type={kind}: choose plain"):
             CO2Training(accelerator, net, optimizer)
+
+
+class Factor:
+    """A schedule's factor that holds an object."""
+
+    def __init__(self) -> None:
+        self.inner = Inner()
+
+    def __call__(self, step: int) -> float:
+        return 1.0
+
+
+class Inner:
+    pass
+
+
+class Counts(Net):
+    """Has a state that is no tensor."""
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"seen": 1}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        assert state == {"seen": 1}
+
+
+def test_what_accelerate_cannot_load_is_refused_and_its_weights_only_is_honored(tmp_path: Path) -> None:
+    from core.integrations.accelerate import CO2Training
+
+    accelerator, model = accelerator_of(""), Net()
+    bare = plain.adam(model)
+    optimizer, _ = accelerator.prepare(bare, torch.optim.lr_scheduler.LambdaLR(bare, Factor()))
+    name = f"{__name__}.Inner"
+    with CO2Training(accelerator, model, optimizer):
+        with pytest.raises(UserError, match=f"^CO2Training: schedule0.lr_lambdas.0.inner is a {name}.*\\[{name}\\]"):
+            accelerator.save_state(str(tmp_path))
+        assert not [*tmp_path.iterdir()]
+        with torch.serialization.safe_globals([Inner]):
+            accelerator.save_state(str(tmp_path))
+            accelerator.load_state(str(tmp_path))
+        accelerator.load_state(str(tmp_path), load_kwargs={"weights_only": False})
+
+
+def test_a_state_that_safetensors_cannot_write_is_refused(tmp_path: Path) -> None:
+    from core.integrations.accelerate import CO2Training
+
+    accelerator, model = accelerator_of(""), Counts()
+    with CO2Training(accelerator, model, accelerator.prepare(plain.adam(model))):
+        with pytest.raises(UserError, match=r"^CO2Training: model._extra_state is no tensor.*safe_serialization=False"):
+            accelerator.save_state(str(tmp_path))
+        accelerator.save_state(str(tmp_path), safe_serialization=False)
+        accelerator.load_state(str(tmp_path))
+
+
+def test_numpys_scalars_in_a_schedule_are_restored(tmp_path: Path) -> None:
+    from core.integrations.accelerate import CO2Training
+
+    accelerator, model = accelerator_of(""), Net()
+    bare = plain.adam(model)
+    schedule = torch.optim.lr_scheduler.LambdaLR(bare, lambda step: np.cos(step / 10))
+    optimizer, schedule = accelerator.prepare(bare, schedule)
+    with CO2Training(accelerator, model, optimizer):
+        bare.step()
+        schedule.step()
+        accelerator.save_state(str(tmp_path))
+        accelerator.load_state(str(tmp_path))
+    assert isinstance(bare.param_groups[0]["lr"], np.float64)
+
+
+@on_ranks(2, through="ranks")
+def test_sigterm_to_all_processes_of_a_node_reaches_only_the_loops_handler(rank: int) -> None:
+    with plain.hears_sigterm() as heard:
+        trace, _ = loop(loading=2, stepped=lambda step: plain.terminate_node() if step == 7 else None)
+    assert len(heard) == 1
+    plain.assert_equal(trace, plain.train(plain.in_turn(rank, 2)))
 
 
 def test_dispatched_batches_are_refused() -> None:

@@ -110,6 +110,82 @@ def test_numpys_scalars_in_a_schedule_are_restored(tmp_path: Path):
     assert other.state_dict() == one.state_dict() and second.state_dict() == first.state_dict()
 
 
+class Warmup:
+    """A schedule's factor, as an object."""
+
+    def __init__(self, steps: object = 10):
+        self.steps = steps
+
+    def __call__(self, step: int) -> float:
+        return 0.5
+
+
+class Extra(torch.nn.Linear):
+    def get_extra_state(self) -> Any:
+        return [Warmup()]
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+class Stateful(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["warmup"] = Warmup()
+
+
+def parts(kind: str) -> dict[str, Any]:
+    model = Extra(2, 2) if kind == "model" else torch.nn.Linear(2, 2)
+    optimizer = (Stateful if kind == "optimizer" else torch.optim.SGD)(model.parameters(), lr=0.1)
+    factor = {"schedule": Warmup(Warmup()), "local": Warmup(lambda: 0)}.get(kind, Warmup())
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    optimizer.step()
+    co2 = CO2(model.parameters(), CO2Config(tau=2))
+    return {"model": model, "optimizer": optimizer, "schedule": schedule, "co2": co2}
+
+
+PATHS = {
+    "model": "model._extra_state.0",
+    "optimizer": "optimizer.state.0.warmup",
+    "schedule": "schedule.lr_lambdas.0.steps",
+}
+
+
+@pytest.mark.parametrize("kind", PATHS)
+def test_an_object_that_torch_would_not_load_is_refused_with_its_path_and_class(kind: str, tmp_path: Path):
+    name = f"{__name__}.Warmup"
+    with pytest.raises(UserError) as refusal:
+        save_own(tmp_path / "own", 0, who="Test", **parts(kind))
+    said = str(refusal.value)
+    assert said.startswith(f"Test: {PATHS[kind]} is a {name}, ") and f"add_safe_globals([{name}])" in said
+    assert not (tmp_path / "own").exists()
+    with torch.serialization.safe_globals([Warmup]):
+        save_own(tmp_path / "own", 0, **parts(kind))
+        load_own("Test", tmp_path / "own", 0, **(restored := parts(kind)))
+    if kind == "schedule":
+        assert isinstance(restored["schedule"].lr_lambdas[0].steps, Warmup)
+    with pytest.raises(UserError, match="cannot be read"):
+        load_own("Test", tmp_path / "own", 0, **parts(kind))
+    load_own("Test", tmp_path / "own", 0, weights_only=False, **parts(kind))
+    save_own(tmp_path / "own", 0, weights_only=False, **parts(kind))
+
+
+def test_what_cannot_be_pickled_is_refused_with_its_path(tmp_path: Path):
+    with pytest.raises(UserError, match="schedule.lr_lambdas.0.steps is a builtins.function, which cannot be saved"):
+        save_own(tmp_path, 0, weights_only=False, **parts("local"))
+
+
+def unlike_workers(rank: int, world_size: int, folder: str) -> str:
+    with pytest.raises(UserError) as refusal:
+        save_own(folder, rank, **parts("schedule" if rank else "none"))
+    return str(refusal.value)
+
+
+def test_an_object_on_one_worker_is_refused_by_all(tmp_path: Path):
+    first, second = run_distributed(unlike_workers, 2, str(tmp_path))
+    assert first == second and "Warmup" in first
+
+
 def test_a_parameter_frozen_when_saved_and_trained_now_is_one_line(tmp_path: Path):
     model = torch.nn.Linear(2, 2)
     model.bias.requires_grad_(False)

@@ -8,12 +8,13 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from core import CO2Config
+from core import CO2Config, UserError
 from tests.integrations import plain
 from tests.integrations.plain import BATCH, EPOCHS, PAPER, Net
 from tests.integrations.ranks import Ranks
@@ -41,7 +42,21 @@ class Resumable(DataLoader):
         self.skipped = state["taken"] % len(self)
 
 
-def module_of(net: nn.Module) -> Any:
+class Factor:
+    """A schedule's factor: a NumPy scalar, and perhaps an object in its state."""
+
+    def __init__(self, inner: Any = None):
+        self.inner = inner
+
+    def __call__(self, step: int) -> Any:
+        return np.cos(step / 50)
+
+
+class Inner:
+    pass
+
+
+def module_of(net: nn.Module, factor: Factor | None = None) -> Any:
     from lightning.pytorch import LightningModule
 
     class Module(LightningModule):
@@ -56,7 +71,9 @@ def module_of(net: nn.Module) -> Any:
             self.log("val_loss", nn.functional.cross_entropy(self.net(batch[0]), batch[1]), sync_dist=True)
 
         def configure_optimizers(self) -> Any:
-            return plain.adam(self.net)
+            optimizer = plain.adam(self.net)
+            schedules = [torch.optim.lr_scheduler.LambdaLR(optimizer, factor)] if factor else []
+            return [optimizer], [{"scheduler": schedule, "interval": "step"} for schedule in schedules]
 
     return Module()
 
@@ -93,7 +110,19 @@ def watcher(strategy: Any, after_batch: Any) -> Any:
     return Watch()
 
 
-def run(folder, config=PAPER, *, net=None, resume="", validated="", after_batch=None, **changes) -> Any:
+def run(
+    folder,
+    config=PAPER,
+    *,
+    net=None,
+    resume="",
+    validated="",
+    after_batch=None,
+    loading=0,
+    factor=None,
+    trusted=None,
+    **changes,
+) -> Any:
     """Trains; a dictionary of what is looked at."""
     from lightning.pytorch import Trainer
     from lightning.pytorch.loggers import CSVLogger
@@ -108,14 +137,18 @@ def run(folder, config=PAPER, *, net=None, resume="", validated="", after_batch=
     settings |= dict(logger=CSVLogger(folder, "csv", "") if changes.pop("csv", False) else False)
     callbacks = [watch, *changes.pop("callbacks", ())]
     trainer = Trainer(strategy=strategy, default_root_dir=folder, callbacks=callbacks, **(settings | changes))
-    module, data = module_of(net or Net()), TensorDataset(*plain.examples())
-    train, val = Resumable(data, batch_size=BATCH), DataLoader(data, batch_size=16)
+    module, data = module_of(net or Net(), factor), TensorDataset(*plain.examples())
+    train, val = (
+        Resumable(data, batch_size=BATCH, num_workers=loading, generator=torch.Generator()),
+        DataLoader(data, batch_size=16),
+    )
     stopped = False
     if validated:
         trainer.validate(module, val, ckpt_path=validated)
         watch.validated.clear()
     try:
-        trainer.fit(module, train, val if trainer.limit_val_batches else None, ckpt_path=resume or None)
+        validation = val if trainer.limit_val_batches else None
+        trainer.fit(module, train, validation, ckpt_path=resume or None, weights_only=trusted)
     except SIGTERMException:
         stopped = True
     assert strategy.co2 is None
@@ -260,6 +293,25 @@ def test_stops_early_and_at_a_signal_and_runs_as_recommended(ranks: Ranks, tmp_p
     assert [path.name for path in (tmp_path / "best").glob("*.co2")] == [f"{best.name}.co2"]
 
 
+@on_ranks(2, through="ranks")
+def test_sigterm_to_all_processes_of_a_node_stops_at_one_boundary(rank: int, tmp_path: Path) -> None:
+    """The two loading processes get it, too, and training goes on from the checkpoint."""
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    def terminate(trainer: Any, strategy: Any) -> None:
+        if trainer.global_step == 7:
+            plain.terminate_node()
+
+    files = ModelCheckpoint(str(tmp_path), "{step}", save_on_exception=True, every_n_train_steps=1000)
+    quiet: dict[str, Any] = dict(limit_val_batches=0, devices=2, loading=2)
+    told = run(str(tmp_path), after_batch=terminate, callbacks=[files], enable_checkpointing=True, **quiet)
+    assert told["stopped"] and told["steps"] == 15, "asked for at 7, sent at 10, heard at 15"
+    written = torch.load(f"{tmp_path}/step=15.ckpt", weights_only=True)["state_dict"]
+    assert alike(told["end"], plain.everything_in(written)) and torch.equal(told["end"], plain.everything_in(written))
+    again = run(f"{tmp_path}/again", net=Net(7 + rank), resume=f"{tmp_path}/step=15.ckpt", **quiet)
+    assert again["steps"] == 36 and alike(again["end"])
+
+
 @pytest.mark.slow
 @on_ranks(2, through="ranks")
 def test_validates_behind_an_epochs_last_batch(rank: int, tmp_path: Path) -> None:
@@ -311,8 +363,53 @@ def test_saves_at_one_boundary_before_a_requeue(rank: int, tmp_path: Path) -> No
     assert alike(again["end"])
 
 
+def objects(rank: int, workers: int, folder: str) -> list[str]:
+    """A schedule of NumPy's scalars goes on; one that holds an object does where fit() trusts its file."""
+    quiet: dict[str, Any] = dict(limit_val_batches=0, devices=workers, max_epochs=2)
+
+    def save(trainer: Any, strategy: Any) -> None:
+        if trainer.global_step == 12:
+            trainer.save_checkpoint(f"{folder}/mid.ckpt")
+
+    def both(inner: Any, trusted: Any) -> None:
+        whole = run(folder, after_batch=save, factor=Factor(inner), trusted=trusted, **quiet)
+        again = run(folder, net=Net(7), factor=Factor(inner), trusted=trusted, resume=f"{folder}/mid.ckpt", **quiet)
+        plain.assert_equal(again["trace"], whole["trace"][12:])
+
+    both(None, None)
+    both(Inner(), False)
+    with torch.serialization.safe_globals([Inner]):
+        both(Inner(), None)
+    with pytest.raises(UserError) as refusal:
+        run(folder, after_batch=save, factor=Factor(Inner()), **quiet)
+    return [str(refusal.value)]
+
+
+def test_a_checkpoint_that_lightning_could_not_load_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+    (said,) = ranks(objects, 1, str(tmp_path))
+    plain.assert_lines(said, "CO2Strategy", f"schedule0.lr_lambdas.0.inner is a {__name__}.Inner, which")
+    assert f"add_safe_globals([{__name__}.Inner])" in said[0] and "fit(weights_only=False)" in said[0]
+
+
+class Dropping(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(nn.functional.dropout(x))
+
+
+@on_ranks(2, through="ranks")
+def test_random_numbers_go_on_after_an_epoch_with_loading_processes(rank: int, tmp_path: Path) -> None:
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    asked: dict[str, Any] = dict(limit_val_batches=0, devices=2, loading=2, enable_checkpointing=True)
+    files = ModelCheckpoint(str(tmp_path), "{step}", save_top_k=-1)
+    whole = run(str(tmp_path), net=Dropping(), callbacks=[files], **asked)
+    files = ModelCheckpoint(f"{tmp_path}/again", save_top_k=-1)
+    again = run(str(tmp_path), net=Dropping(7), resume=f"{tmp_path}/step=24.ckpt", callbacks=[files], **asked)
+    plain.assert_equal(again["trace"], whole["trace"][24:])
+
+
 def mistakes(rank: int, workers: int, folder: str) -> list[str]:
-    from lightning.pytorch.callbacks import StochasticWeightAveraging
+    from lightning.pytorch.callbacks import BackboneFinetuning, StochasticWeightAveraging
 
     from core.integrations.lightning import CO2Strategy
 
@@ -321,11 +418,16 @@ def mistakes(rank: int, workers: int, folder: str) -> list[str]:
             super().__init__()
             self.inner, self.first = nn.DataParallel(nn.Linear(6, 3)), nn.Linear(1, 1)
 
+    class Unfreezes(BackboneFinetuning):
+        def freeze_before_training(self, pl_module: Any) -> None:
+            self.freeze(pl_module.net.first)
+
     every = ({"sync_batchnorm": True}, {"net": Wrapped()}, {"callbacks": [StochasticWeightAveraging(0.1)]})
+    every += ({"net": Net(), "callbacks": [Unfreezes()]},)
     assert CO2Strategy().co2 is None
     return plain.said_of(every, lambda **changes: run(folder, limit_val_batches=0, **changes))
 
 
 def test_mistakes_get_one_line(ranks: Ranks, tmp_path: Path) -> None:
     (said,) = ranks(mistakes, 1, str(tmp_path))
-    plain.assert_lines(said, "CO2Strategy", "is SyncBatchNorm", "in DataParallel", "use WeightAveraging")
+    plain.assert_lines(said, "CO2Strategy", "is SyncBatchNorm", "in DataParallel", "use WeightAveraging", "Unfreezes")

@@ -10,13 +10,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from core.comm import of_all
+from tests.integrations import plain
 from tests.on_ranks import on_ranks
 
 MODULES = ("mmengine.runner", "core.integrations.mmengine")
 SAVED = 4  # iterations; gradients are accumulated over three
 
 
-def built(rank: int, folder: Path, probe: Any) -> Any:
+def built(rank: int, folder: Path, probe: Any, loading: int = 0) -> Any:
     from mmengine.hooks import EMAHook
     from mmengine.model import BaseModel
     from mmengine.runner import Runner
@@ -37,7 +38,7 @@ def built(rank: int, folder: Path, probe: Any) -> Any:
     return Runner(
         Toy(),
         str(folder),
-        train_dataloader=DataLoader(data, batch_size=1),  # type: ignore[arg-type]
+        train_dataloader=DataLoader(data, batch_size=1, num_workers=loading),  # type: ignore[arg-type]
         train_cfg={"by_epoch": False, "max_iters": 8},
         optim_wrapper={"optimizer": {"type": "SGD", "lr": 0.01}, "accumulative_counts": 3},
         default_hooks={"checkpoint": {"type": "CheckpointHook", "by_epoch": False, "interval": SAVED}, "logger": None},
@@ -67,3 +68,18 @@ def test_a_checkpoint_amid_accumulation_and_the_ema_are_of_one_model(rank: int, 
     if rank == 0:
         assert "co2" in torch.load(tmp_path / f"iter_{SAVED}.pth", weights_only=False)
         assert "co2" not in torch.load(tmp_path / "final.pth", weights_only=False)
+
+
+@on_ranks(2, through="ranks")
+def test_sigterm_to_all_processes_of_a_node_reaches_only_a_handler(rank: int, tmp_path: Path) -> None:
+    from mmengine.hooks import Hook
+
+    class Probe(Hook):
+        def after_train_iter(self, runner: Any, *_: Any, **__: Any) -> None:
+            if runner.iter == 1:
+                plain.terminate_node()
+
+    runner = built(rank, tmp_path, Probe(), loading=2)
+    with plain.hears_sigterm() as heard:
+        runner.train()
+    assert len(heard) == 1 and runner.iter == 8

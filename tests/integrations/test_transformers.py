@@ -110,6 +110,18 @@ def run(
     return vars(seen) | looked_at | {"steps": state.global_step}
 
 
+@on_ranks(2, through="ranks")
+def test_sigterm_to_all_processes_of_a_node_reaches_only_a_handler(rank: int, tmp_path: Path) -> None:
+    def terminate(state: Any, *_: Any) -> None:
+        if state.global_step == 7:
+            plain.terminate_node()
+
+    with plain.hears_sigterm() as heard:
+        own: Any = run(str(tmp_path), watch=terminate, dataloader_num_workers=2)
+    assert len(heard) == 1
+    plain.assert_equal(own["trace"], plain.train(plain.in_turn(rank, 2)))
+
+
 def not_among(rank: int, workers: int, folder: str) -> str:
     from transformers import Trainer
 

@@ -1,5 +1,6 @@
 """Checkpoints: whole ones of one attempt are loaded, by all workers alike, and damaged ones are refused by name."""
 
+import errno
 import io
 import json
 import os
@@ -8,18 +9,24 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from core import UserError, checkpoint, stored
-from core.testing import run_distributed
+from core import CO2Config, UserError, checkpoint, stored
+from core.testing import _context, run_distributed
+from tests.damages import changed, forbid, names
+from tests.runs import Loop
+from training.recipe import Recipe
+from training.run import Run
 
 
-def save(folder: Path, *steps: int, rank: int = 0, world_size: int = 1, attempt: str = "a", **state: Any) -> None:
+def save(folder: Path, *steps: int, rank: int = 0, world_size: int = 1, attempt: str = "1-a", **state: Any) -> None:
     for step in steps:
         saver = checkpoint.Saver(folder, rank, world_size, attempt)
         held = {"step": step, "tensor": torch.full((1000,), float(step)), "rank": torch.full((10,), rank)} | state
@@ -30,7 +37,7 @@ def save(folder: Path, *steps: int, rank: int = 0, world_size: int = 1, attempt:
 
 def load(folder: Path, rank: int = 0, world_size: int = 1) -> Any:
     """The step that is loaded; None for none."""
-    found = checkpoint.load_newest(folder, rank=rank)
+    found = checkpoint.load_newest(folder, rank=rank, needs={"tensor": torch.Tensor, "rank": torch.Tensor})
     if found is None:
         return None
     state, workers = found
@@ -45,7 +52,7 @@ def test_the_last_two_are_kept_and_what_was_not_finished_is_ignored(tmp_path: Pa
     (tmp_path / "step000000003").rename(tmp_path / "step000000003.tmp-a")  # killed before that
     (tmp_path / "stepfoo").mkdir()  # somebody else's
     assert load(tmp_path) == 2
-    save(tmp_path, 3, attempt="b")
+    save(tmp_path, 3, attempt="2-b")
     assert load(tmp_path) == 3
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step000000002", "step000000003", "stepfoo"]
     assert load(tmp_path / "nothing") is None
@@ -98,16 +105,16 @@ class Hostile:
         return Path.touch, (self.path,)
 
 
-def names(change: Callable[[dict[str, str]], dict[str, str]]) -> Callable[[Path], Any]:
-    """A manifest that names other files; change: of {file: digest}."""
-    return lambda path: path.write_text(json.dumps({"files": change(json.loads(path.read_text())["files"])}))
-
-
 def half(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
 
+def in_its_place(make: Callable[[Path], Any]) -> Callable[[Path], None]:
+    return lambda path: (path.unlink(), make(path))[1]
+
+
 FILE, TREE = "rank0.pt", "rank0.json"
+FIFO, DEVICE = in_its_place(os.mkfifo), in_its_place(lambda path: path.symlink_to("/dev/zero"))
 DAMAGES: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     "truncated": (FILE, half, f"{FILE} cannot be read"),
     "empty": (FILE, lambda path: os.truncate(path, 0), f"{FILE} cannot be read"),
@@ -134,6 +141,16 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], Any], str]] = {
         names(lambda of: {"rank1.json": of[TREE]}),
         "manifest.json is damaged, it names other workers",
     ),
+    "a FIFO": (FILE, FIFO, f"{FILE} is no regular file"),
+    "a FIFO for a tree": (TREE, FIFO, f"{TREE} is no regular file"),
+    "a FIFO for a manifest": ("manifest.json", FIFO, "manifest.json is no regular file"),
+    "a device": (TREE, DEVICE, f"{TREE} is no regular file"),
+    "a word for a step": (TREE, changed(lambda state: state.update(step="x")), "it holds step 'x', unlike its name"),
+    "an earlier step": (TREE, changed(lambda state: state.update(step=-5)), "it holds step -5, unlike its name"),
+    "no step": (TREE, changed(lambda state: state.pop("step")), "cannot be read, KeyError: 'step'"),
+    "a part less": (TREE, changed(lambda state: state.pop("rank")), "it holds no rank: resume with what wrote it"),
+    "another part": (TREE, changed(lambda state: state.update(rank=3)), "it holds no rank: resume with what wrote"),
+    "a state that is none": (TREE, changed(lambda state: state.clear()), "cannot be read, KeyError: 'step'"),
     "of an older version": ("manifest.json", lambda path: path.write_text('{"rests": []}'), "is of an older version"),
 }
 
@@ -148,9 +165,79 @@ def test_a_damaged_one_is_refused_by_name_for_the_one_before(damage: str, tmp_pa
     assert said.count("\n") == 1 and f"warning: {tmp_path}/step000000002 is refused (rank 0: " in said, said
     assert reason in said and said.endswith("; going on from step000000001\n")
     spoil(tmp_path / "step000000001" / name)
-    with pytest.raises(UserError, match="no other checkpoint is left; start afresh with another folder"):
+    with pytest.raises(
+        UserError, match="no other checkpoint is left; restore its files, or start afresh with another folder"
+    ):
         load(tmp_path)
     assert not list(tmp_path.rglob("ran"))
+
+
+def test_a_file_that_is_only_unreadable_is_no_reason_to_start_afresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    save(tmp_path, 1, 2)
+    read = Path.read_bytes
+
+    def denied(path: Path) -> bytes:
+        if path.name == TREE:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return read(path)
+
+    with monkeypatch.context() as patch, pytest.raises(UserError) as caught:
+        patch.setattr(Path, "read_bytes", denied)
+        load(tmp_path)
+    assert f"{TREE} cannot be read, though it may be whole: the system answered 'Permission denied'" in str(
+        caught.value
+    )
+    assert str(caught.value).endswith("no other checkpoint is left; make it readable and resume")
+    assert load(tmp_path) == 2
+    with monkeypatch.context() as patch, pytest.raises(UserError, match=r"read \(Permission denied\): change its perm"):
+        forbid(tmp_path, patch)
+        load(tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"file cannot be read \(Not a directory\): change its permissions, or"):
+        load(tmp_path / "file")
+
+
+def test_a_manifest_is_on_the_disk_before_its_folder_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    flushed, fsync, rename = list[str](), os.fsync, Path.rename
+
+    def renamed(path: Path, target: Path) -> Path:
+        assert {Path(name).name for name in flushed if Path(name).parent == path} == {"manifest.json", FILE, TREE}
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", lambda n: (fsync(n), flushed.append(os.readlink(f"/proc/self/fd/{n}"))))
+    monkeypatch.setattr(Path, "rename", renamed)
+    save(tmp_path, 1)
+    assert load(tmp_path) == 1
+
+
+def test_an_old_job_that_is_woken_leaves_the_checkpoints_of_a_later_start_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """It is woken before it writes, after it has written its files, and when it is about to remove some."""
+    save(tmp_path, 1, 2, attempt="1-a")
+    write = stored.write
+
+    def woken(folder: Path, *rest: Any) -> str:
+        digest = write(folder, *rest)
+        if folder.name.endswith("1-a"):
+            save(tmp_path, 3, attempt="2-b")
+        return digest
+
+    taken = "step000000003 is of another start of this run, which has taken this one's place: nothing is written; end"
+    with monkeypatch.context() as patch, pytest.raises(UserError, match=taken):
+        patch.setattr(stored, "write", woken)
+        save(tmp_path, 4, attempt="1-a")
+    for step in (3, 4):  # of the same step, and a later one
+        with pytest.raises(UserError, match=taken):
+            save(tmp_path, step, attempt="1-a")
+    (tmp_path / "step000000005.tmp-2-b").mkdir()
+    with pytest.raises(UserError, match=taken):
+        checkpoint.tidy(tmp_path, 9, 1, "1-a")
+    left = sorted(p.name for p in tmp_path.iterdir())
+    assert left == ["step000000002", "step000000003", "step000000005.tmp-2-b"] and load(tmp_path) == 3
+    assert checkpoint.new_attempt(tmp_path).startswith("3-")
+    save(tmp_path, 2, attempt="3-c")  # which has gone on from before
+    assert [p.name for p in tmp_path.iterdir()] == ["step000000002"]
 
 
 def on_all(rank: int, world_size: int, folder: str) -> list[Any]:
@@ -219,7 +306,7 @@ WHERE: dict[str, tuple[Any, str, int]] = {  # attempt -> what the worker is kill
 
 def killed(rank: int, world_size: int, folder: str, attempt: str) -> None:
     """A worker is killed while it writes the second checkpoint."""
-    place = {"rank": rank, "world_size": world_size, "attempt": attempt, "by": attempt}
+    place = {"rank": rank, "world_size": world_size, "attempt": f"{ord(attempt)}-{attempt}", "by": attempt}
     if attempt == "a":
         save(Path(folder), 1, **place)
     module, name, who = WHERE[attempt]
@@ -259,3 +346,65 @@ def test_a_full_disk_is_one_line_on_all_workers_and_leaves_the_checkpoint_before
     assert zero == one and "\n" not in one
     assert "step000000002 cannot be written (rank 1: File too large): make room or choose another folder" in one
     assert [p.name for p in tmp_path.iterdir()] == ["step000000001"]
+
+
+@dataclass(frozen=True)
+class Toy(Recipe):
+    """A recipe of a test, for a run of 12 steps."""
+
+    name: str = "toy"
+    device: Any = "cpu"
+    batch_size: int = 4
+    checkpoint_every: Any = "4steps"
+    co2: CO2Config = field(default_factory=lambda: CO2Config(tau=2))
+
+
+def train(folder: Path, resume: bool, until: int = 12) -> int:
+    """A train script: the step that it began at."""
+    with Run(Toy(out=folder, resume=resume, recommended=False)) as run:
+        loop = Loop(run, nn.Linear(4, 1), 12)
+        for _ in range(loop.start, until):
+            if loop.step(loop.wrapped(torch.ones(1, 4)).square().mean()).checkpoint:
+                run.save()
+    return loop.start
+
+
+@pytest.mark.parametrize("part", ["method", "node", "optimizer", "schedule", "totals"])
+def test_a_train_script_goes_on_from_the_one_before_if_a_part_is_missing(part: str, tmp_path: Path, capfd: Any):
+    train(tmp_path, False, 9)
+    changed(lambda state: state.pop(part))(tmp_path / "checkpoints/step000000008/rank0.json")
+    assert train(tmp_path, True, 4) == 4
+    assert f"step000000008 is refused (rank 0: it holds no {part}: resume with what wrote it)" in capfd.readouterr().err
+
+
+def old_job(folder: Path, pipe: Any) -> None:
+    """A train script that is stopped before step 9 and woken later."""
+
+    def stopped() -> None:
+        if loop.run.step == 8:
+            pipe.send("asleep")
+            pipe.recv()
+
+    with pytest.raises(UserError) as caught, Run(Toy(out=folder, recommended=False)) as run:
+        loop = Loop(run, nn.Linear(4, 1), 12)
+        for _ in range(12):
+            stopped()
+            if loop.step(loop.wrapped(torch.ones(1, 4)).square().mean()).checkpoint:
+                run.save()
+        run.end({})
+    pipe.send(str(caught.value))
+
+
+def test_a_woken_train_script_leaves_the_checkpoints_of_the_run_in_its_place_alone(tmp_path: Path):
+    """After its lock file was removed, as the message advises where its machine is gone."""
+    ours, theirs = _context().Pipe()
+    job = _context().Process(target=old_job, args=(tmp_path, theirs), daemon=True)
+    job.start()
+    assert ours.recv() == "asleep"
+    (tmp_path / ".lock").unlink()
+    assert train(tmp_path, True) in (4, 8)
+    before = {path: path.read_bytes() for path in tmp_path.glob("checkpoints/*/*")}
+    ours.send("wake up")
+    assert "is of another start of this run, which has taken this one's place: nothing is written" in ours.recv()
+    job.join()
+    assert {path: path.read_bytes() for path in tmp_path.glob("checkpoints/*/*")} == before

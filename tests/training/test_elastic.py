@@ -129,7 +129,9 @@ def toy(folder: str, where: str, who: str, resume: bool, pace: float) -> None:
     recipe = Toy(name="toy", out=Path(folder), device="cpu", resume=resume)
 
     def dies(here: str) -> None:
-        if where == here and os.environ["CO2_WORKER"] == who and run.step > 12:
+        if where == here and os.environ["CO2_WORKER"] in who and run.step > 12:
+            if here == "exit":
+                os._exit(0)
             os.kill(os.getpid(), signal.SIGTERM if here == "signal" else signal.SIGKILL)
 
     write = checkpoint.publish
@@ -157,6 +159,7 @@ def toy(folder: str, where: str, who: str, resume: bool, pace: float) -> None:
         for x in run.batches(batches):
             dies("step")
             dies("signal")
+            dies("exit")
             time.sleep(pace)
             due = loop.step((loop.wrapped(x) - x.sum(1, keepdim=True)).square().mean())
             if due.evaluation:
@@ -200,6 +203,27 @@ def test_the_first_worker_comes_back_and_the_run_is_resumed(tmp_path: Path):
     ended = train(tmp_path, "step", "0.0", pace=0.25)
     assert ended["notes"] == ["2 workers: 0.0 lost", "3 workers: 0.1 came"]
     assert train(tmp_path, resume=True)["mean"] == pytest.approx(ended["mean"], abs=1e-6)  # it ends where it was
+
+
+def test_a_worker_that_ends_before_the_run_is_lost_whatever_its_status(tmp_path: Path, capsys: pytest.CaptureFixture):
+    assert train(tmp_path / "one", "exit", "1.0")["notes"] == ["2 workers: 1.0 lost"]
+    assert capsys.readouterr().err.count("worker 1.0 ended before the run's end") == 1
+    crew = Crew(testing._context(), toy, (str(tmp_path / "all"), "exit", "0.0 1.0", False, 0.0), 2, late=90)
+    assert crew.run() == 1 and "none came to the run's end" in capsys.readouterr().err
+
+
+def lingers() -> None:
+    members = Members.from_env(timeout=2.0)
+    if os.environ["RANK"] == "0":
+        members.end()
+    else:
+        time.sleep(60)
+
+
+def test_a_worker_that_does_not_end_with_the_run_is_ended_and_named(capsys: pytest.CaptureFixture):
+    crew = Crew(testing._context(), lingers, (), 2, late=40)
+    assert crew.run() == 0 and not crew.timed_out
+    assert capsys.readouterr().err == "worker 1.0 did not end in time: ending it\n"
 
 
 def mistaken(of_all: bool) -> None:

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import subprocess
 import sys
 from dataclasses import dataclass, replace
@@ -112,6 +113,26 @@ def test_a_resumed_run_may_go_on_for_longer_and_says_since_when(tmp_path: Path):
     assert one == two == {"command": sys.argv, "commit": first["commit"], "world_size": 1}
 
 
+class Plain(Toy):
+    """A recipe of a task without BatchNorm."""
+
+    batch_norm = False
+
+
+@pytest.mark.parametrize(("kind", "dropout", "free"), [(Toy, 0.0, False), (Plain, 0.0, True), (Plain, 0.1, False)])
+def test_micro_batches_may_change_where_they_do_not_change_the_numbers(
+    kind: Any, dropout: float, free: bool, tmp_path: Path
+):
+    text = dataclass(frozen=True)(type("Made", (kind,), {"__annotations__": {"dropout": float}, "dropout": dropout}))
+    recipe = text(out=tmp_path)
+    start(recipe, 0, 1).close()
+    if free:
+        start(replace(recipe, resume=True, accumulate=2), 1).close()
+    else:
+        with pytest.raises(UserError, match=r"another run \(accumulate: 1 -> 2\)"):
+            start(replace(recipe, resume=True, accumulate=2), 1)
+
+
 def test_a_run_shorter_than_what_was_done_is_refused_and_leaves_the_folder_alone(tmp_path: Path):
     recipe = Toy(out=tmp_path)
     start(recipe, 0, 1, 2, 3).close()
@@ -149,8 +170,43 @@ def test_a_field_or_a_default_that_has_changed_since_is_no_other_run_but_for_the
 def test_a_damaged_config_is_one_line(content: str, tmp_path: Path):
     start(Toy(out=tmp_path), 0, 1).close()
     (tmp_path / "config.json").write_text(content)
-    with pytest.raises(UserError, match="config.json is damaged .*: restore it, or choose another --out"):
+    with pytest.raises(UserError, match="config.json is damaged .*: restore it, or remove it and resume with the"):
         start(Toy(out=tmp_path, resume=True))
+    (tmp_path / "config.json").unlink()
+    start(Toy(out=tmp_path, resume=True), 1, 2).close()
+    assert steps(tmp_path) == [1, 2] and config(tmp_path)["recipe"]["seed"] == 0
+
+
+@pytest.mark.parametrize("name", [".lock", "config.json", "metrics.jsonl"])
+@pytest.mark.parametrize("kind", ["a FIFO", "a device", "a folder"])
+def test_what_is_no_file_in_a_files_place_is_one_line_at_once(name: str, kind: str, tmp_path: Path):
+    start(Toy(out=tmp_path), 0, 1).close()
+    (file := tmp_path / name).unlink()
+    {"a FIFO": os.mkfifo, "a device": lambda path: path.symlink_to("/dev/zero"), "a folder": Path.mkdir}[kind](file)
+    with pytest.raises(UserError, match=f"^{file} is no regular file: remove it, or put the file back$"):
+        start(Toy(out=tmp_path, resume=True))
+
+
+def test_config_and_summary_are_on_the_disk_before_they_get_their_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """As after a power cut, which a rename may survive and the content not."""
+    flushed, fsync, replaced = [], os.fsync, os.replace
+
+    def replace_(fresh: Path, file: Path) -> None:
+        assert str(fresh) in flushed, "its content first"
+        replaced(fresh, file)
+        named.append(file.name)
+
+    named: list[str] = []
+    monkeypatch.setattr(
+        os, "fsync", lambda number: (fsync(number), flushed.append(os.readlink(f"/proc/self/fd/{number}")))
+    )
+    monkeypatch.setattr(os, "replace", replace_)
+    folder = start(Toy(out=tmp_path))
+    folder.summarise(Toy(out=tmp_path), {"steps": 3})
+    folder.close()
+    assert {"config.json", "summary.json"} <= {*named}
 
 
 def test_a_failed_start_does_not_block_its_folder(tmp_path: Path):

@@ -1,19 +1,24 @@
 """Elastic workers of two ranks: an island comes and goes as a whole, and all ranks stay equal."""
 
+import gc
 import json
 import os
 import signal
 import time
+import weakref
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from bench.chaos.crew import Crew, group
 from core import CO2, CO2Config, UserError, sharded, testing
+from core.elastic.island import Island
+from core.elastic.members import Members
 from tests.runs import Loop, logged, summary
 from training.checks import check_start
 from training.data import generator, worker_batches
@@ -138,6 +143,18 @@ def test_without_a_loss_it_is_a_run_with_nodes(tmp_path: Path, how: str):
         else:
             for mine, its in zip(end["held"], theirs["held"], strict=True):
                 torch.testing.assert_close(torch.tensor(mine), torch.tensor(its), rtol=1e-4, atol=1e-5)
+
+
+def test_the_islands_group_outlives_ddp(monkeypatch: pytest.MonkeyPatch):
+    """DDP's reducer would destroy it with the GIL held, while its thread waits for the GIL: seldom, and for ever."""
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    island = Island.__new__(Island)
+    island.size, island.rank, island.members = 1, 0, Members(dist.HashStore(), "0.0")
+    island.connect(torch.device("cpu"))
+    group = weakref.ref(dist.group.WORLD)
+    dist.destroy_process_group()
+    gc.collect()
+    assert group() is not None
 
 
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP

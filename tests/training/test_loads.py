@@ -20,8 +20,8 @@ LOADS: dict[tuple[str, str], dict[str, bool]] = {
     ("training/weights.py", "torch.load"): WEIGHTS,
     ("training/weights.py", "kind.from_pretrained"): {"use_safetensors": True},
     ("segmentation/runner.py", "mmengine.config.Config.fromfile"): {},  # --config runs the user's own program
-    ("core/integrations/common.py", "torch.load"): WEIGHTS,
-    # Lightning's own reading, with the weights_only that the user gives to its Trainer
+    # with the weights_only that the user gives to the trainer, True if none is given
+    ("core/integrations/common.py", "torch.load"): {},
     ("core/integrations/lightning.py", "super().load_checkpoint"): {},
     ("training/data.py", "numpy.load"): NO_PICKLE,
     ("pointcloud/pack.py", "numpy.lib.format.open_memmap"): {},  # it refuses arrays of objects

@@ -21,11 +21,12 @@ from language.train import make_model as language_model
 from pointcloud.recipes import modelnet10_mae_small, surfaces_small
 from pointcloud.train import backward as pointcloud_backward
 from pointcloud.train import make_model as pointcloud_model
+from segmentation.recipes import digits_small as digits_segmentation
 from segmentation.recipes import digits_swin
 from segmentation.train import backward as segmentation_backward
 from segmentation.train import make_model as segmentation_model
 from tests.scripts import refused
-from training.optim import OptimConfig, clip_gradients, lr_factor, make_optimizer, make_schedule
+from training.optim import OptimConfig, clip_gradients, lr_factor, make_optimizer, make_schedule, recompute
 from training.recipe import Recipe
 from training.run import Run
 from vision.recipes import digits_small, digits_vit
@@ -244,6 +245,47 @@ def test_recomputing_gives_the_same_gradient(task: str):
     (kept, expected), (recomputed, found) = step(task, True), step(task, True, recompute=True)
     assert all(torch.equal(recomputed[name], kept[name]) for name in kept)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def statistics(make: Callable[[bool], nn.Module], loss: Callable[[nn.Module], Tensor]) -> list[dict[str, Tensor]]:
+    """Returns the buffers after two steps, without and with recomputing."""
+    found = []
+    for recomputed in (False, True):
+        torch.manual_seed(0)
+        model = make(recomputed).train()
+        for _ in range(2):
+            loss(model).backward()
+        found.append({name: t.clone() for name, t in model.named_buffers()})
+    return found
+
+
+def seg(recompute: bool) -> nn.Module:
+    return segmentation_model(replace(digits_segmentation(), backbone="resnet_mini", recompute=recompute))
+
+
+def own(recomputed: bool) -> nn.Module:
+    block = nn.Sequential(nn.Conv2d(3, 4, 1), nn.InstanceNorm2d(4, track_running_stats=True), nn.BatchNorm2d(4))
+    if recomputed:  # ends with the norm, where recomputing stops early
+        recompute([block])
+    return block
+
+
+RECOMPUTING: dict[str, Any] = {
+    "timm's resnet": (
+        lambda r: vision_model(replace(digits_small(), recompute=r)),
+        lambda m: m(torch.randn(4, 1, 8, 8)).square().mean(),
+    ),
+    "mmseg's with_cp": (seg, lambda m: m(torch.randn(2, 3, 48, 48), mode="tensor").square().mean()),
+    "ours": (own, lambda m: m(torch.randn(2, 3, 4, 4)).square().mean()),
+}
+
+
+@pytest.mark.parametrize("kind", RECOMPUTING)
+def test_recomputing_moves_running_statistics_once_a_step(kind: str):
+    kept, recomputed = statistics(*RECOMPUTING[kind])
+    assert any("running_mean" in name for name in kept)
+    for name, t in kept.items():
+        torch.testing.assert_close(recomputed[name], t, rtol=1e-4, atol=1e-6)
 
 
 def test_recomputing_what_has_no_blocks_is_refused():

@@ -253,7 +253,8 @@ def test_a_worker_that_fails_is_one_line_of_its_launcher(status: int, said: str,
 
 @pytest.mark.parametrize(
     "option",
-    ["--nnodes 0", "--nnodes 1:x", "--nnodes 3:2", "--nproc-per-node 0", "--nproc-per-node -1", "--master-port 65536"],
+    ["--nnodes 0", "--nnodes 1:x", "--nnodes 3:2", "--nproc-per-node 0", "--nproc-per-node -1", "--master-port 65536"]
+    + ["--max-restarts -1", "--node-rank 1", "--node-rank -1"],
 )
 @pytest.mark.parametrize("elastic", [[], ["--elastic"]])
 def test_the_launcher_refuses_numbers_that_cannot_be(option: str, elastic: list[str], monkeypatch, capsys):

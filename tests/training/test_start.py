@@ -25,6 +25,8 @@ from core.elastic.members import Members
 from core.placement import check_env
 from core.testing import run_distributed
 from tests.ports import listening_at
+from tests.runs import logged, summary
+from tests.scripts import fork_script
 from training import launch as launcher
 from training import script as scripts
 from training.launch import Agent, Coordinator
@@ -260,6 +262,13 @@ TOO_LITTLE = [
     ),
     (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to"), "DefaultCPUAllocator: can't allocate"),
     (MemoryError(), "MemoryError: give a smaller --batch_size"),
+    (OSError(errno.ENOMEM, "Cannot allocate memory"), "[Errno 12] Cannot allocate memory: give a smaller"),
+    (RuntimeError("could not create a primitive"), "could not create a primitive: give a smaller --batch_size"),
+    (RuntimeError("std::bad_alloc"), "std::bad_alloc: give a smaller --batch_size"),
+    (
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`: give a smaller --batch_size",
+    ),
     (
         RuntimeError("Caught RuntimeError\nRuntimeError: unable to allocate shared memory(shm): No space left (28)\n"),
         "the loading processes failed (RuntimeError: unable to allocate shared memory(shm): No space left (28)): make "
@@ -284,6 +293,64 @@ def test_too_little_memory_is_one_line(error: Exception, said: str, monkeypatch,
     assert ended.value.code == 1 and written.startswith(f"error: {said}") and written.count("\n") == 1
     with pytest.raises(RuntimeError, match="of another kind"):
         launch(lambda: raises(RuntimeError("of another kind")))
+
+
+@pytest.mark.parametrize("how", ["reader gone", "full"])
+def test_a_run_outlives_its_output(how: str, tmp_path: Path):
+    reads, writes = os.pipe()
+    target = Path("/dev/full") if how == "full" else Path(f"/proc/{os.getpid()}/fd/{writes}")
+    options = "vision.train", "digits_small", "--device", "cpu", "--epochs", "1", "--out", str(tmp_path)
+    process = fork_script(target, *options)
+    if how != "full":
+        assert os.read(reads, 1)
+    os.close(reads)
+    process.join(60)
+    os.close(writes)
+    assert process.exitcode == 0 and summary(tmp_path)["steps"] == 22
+    reason = "No space left on device" if how == "full" else "Broken pipe"
+    lost = [f"standard {name} is lost ({reason}): the run goes on without it" for name in ("error", "output")]
+    assert logged(tmp_path, "output") == lost
+
+
+CLOSED = """
+import os, sys
+from training.script import launch
+launch(lambda: print(open("run", "w").fileno(), "é", file=open("found", "w")) or print("é"))
+"""
+
+
+def test_a_closed_stream_is_no_file_of_the_run_and_a_letter_is_no_error(tmp_path: Path):
+    env = os.environ | {"PYTHONPATH": str(Path.cwd()), "PYTHONIOENCODING": "ascii"}
+    for closed in ("<&-", ">&-", "2>&-", "<&- >&- 2>&-"):
+        ran = subprocess.run(f"{sys.executable} -c '{CLOSED}' {closed}", shell=True, cwd=tmp_path, env=env, check=False)
+        assert ran.returncode == 0 and int((tmp_path / "found").read_text().split()[0]) > 2, closed
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [(errno.EPIPE, None, ""), (errno.ENOSPC, 2, "error: standard output: No space left on device; make room or print")],
+)
+def test_a_command_that_cannot_print_fails_unless_nobody_reads(error: int, status: Any, said: str, monkeypatch, capfd):
+    class Full:
+        def write(self, _: str) -> int:
+            raise OSError(error, os.strerror(error))
+
+        def flush(self) -> None:
+            pass
+
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    monkeypatch.setattr(sys, "stdout", Full())
+    launch(lambda: print("a table"))
+    assert codes == [status] * (status is not None) and capfd.readouterr().err.startswith(said)
+
+
+def test_another_broken_pipe_is_an_error():
+    def main() -> None:
+        raise BrokenPipeError(errno.EPIPE, "of a socket")
+
+    with pytest.raises(BrokenPipeError):
+        launch(main)
 
 
 def test_workers_of_one_launcher_say_a_line_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -403,6 +470,16 @@ def test_a_signal_ends_a_launcher_whose_other_node_never_came(capfd: pytest.Capt
     timer.start()
     assert agent.run() == 128 + signal.SIGTERM
     assert capfd.readouterr().err == "waiting for the launcher of node 1 (--node-rank 1)\n"
+
+
+@pytest.mark.parametrize("status", [0, 2])
+def test_a_launcher_ends_with_its_worker_if_the_other_node_never_came(status: int):
+    """0: a dry run, which takes no part."""
+
+    def ends(_: dict[str, str]) -> Any:
+        return subprocess.Popen([sys.executable, "-c", f"raise SystemExit({status})"])
+
+    assert Agent(ends, 1, nodes=2).run() == status
 
 
 def test_a_store_without_elastic_is_refused():

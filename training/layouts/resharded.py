@@ -12,7 +12,6 @@ reads without running code.
 import contextlib
 import hashlib
 import io
-import json
 import re
 import sys
 import warnings
@@ -35,7 +34,7 @@ from core.errors import UserError
 from core.local_update import LocalUpdateMethod, of_rank, under_rank
 from core.methods import DDP, Method
 from core.sharded import ShardedCO2
-from core.stored import parse_json, reason
+from core.stored import reason, regular
 from training.data import mix
 from training.fixed import Fixed
 from training.folder import settings
@@ -86,7 +85,7 @@ class Resharded:
         Args:
             folder: The folder of checkpoints.
             step: The number of the step.
-            attempt: A unique name of this start of the run.
+            attempt: The name of this start of the run, see core/checkpoint.py.
             others: More state, equal on all ranks.
 
         Returns:
@@ -117,8 +116,8 @@ class Resharded:
                 files = {name: found for mine in everyone for name, found in mine.items()}
                 files |= {name: file_digest(fresh / name) for name in (RECORDS, ".metadata")}
                 layout = {"layout": str(self.parallel.layout), "islands": self.parallel.layout.islands}
-                checkpoint.publish(fresh, target, json.dumps(layout | {"files": files}, indent=1), files)
-                checkpoint.tidy(folder, step, checkpoint.KEEP)
+                checkpoint.publish(fresh, target, layout | {"files": files}, files, attempt)
+                checkpoint.tidy(folder, step, checkpoint.KEEP, attempt)
 
         self._all(write, target)
         everyone = of_all(digests)
@@ -130,16 +129,21 @@ class Resharded:
         failure = ""
         try:
             act()
+        except UserError as error:
+            failure = str(error)
         except OSError as error:
-            failure = f"{target} cannot be written ({reason(error)}): make room or choose another folder"
+            remedy = "make room or choose another folder; the last checkpoint stays"
+            failure = f"{target} cannot be written ({reason(error)}): {remedy}"
         if failures := [line for line in of_all(failure) if line]:
-            raise UserError(f"{failures[0]}; the last checkpoint stays")
+            raise UserError(failures[0])
 
     def _tensors(self) -> Named:
         """The model and the optimizer's state, by name."""
         found: Named = {f"model.{name}": p.detach() for name, p in self._named.items()}
         for name, p in self._named.items():
             values = self._states.get(p, {}).items()
+            if lost := [key for key, value in values if not (value is None or isinstance(value, Tensor))]:
+                raise UserError(f"--layout: the optimizer's state has a {lost[0]} that is no tensor: give adamw")
             found |= {f"optimizer.{name}.{key}": value for key, value in values if isinstance(value, Tensor)}
         return found
 
@@ -194,7 +198,7 @@ class Resharded:
                 return others
             refused.append(f"{folder / name} is refused ({told})")
         if refused:
-            raise UserError(f"{'; '.join(refused)}: no other checkpoint is left; start afresh with another folder")
+            raise UserError(f"{'; '.join(refused)}: {checkpoint.no_other(refused)}")
         return None
 
     def _problem(self, act: Callable[[], None]) -> str:
@@ -206,13 +210,15 @@ class Resharded:
             problem = str(error)
         except FileNotFoundError as error:
             problem = f"{Path(error.filename).name} is missing"
+        except OSError as error:
+            problem = f"{Path(error.filename or '').name} cannot be read, {checkpoint.DENIED} {reason(error)!r}"
         except Exception as error:  # any error, because a rank that raised here would leave all others waiting
             problem = f"it cannot be read, {reason(error)}"
         return next((line for line in of_all(problem) if line), "")
 
     def _check(self, target: Path) -> None:
         """Raises UserError for a damaged file. Each rank reads some of all ranks' files."""
-        manifest = parse_json((target / checkpoint.MANIFEST).read_text())
+        manifest = checkpoint.read_manifest(target)
         if "layout" not in manifest:
             raise UserError("it is of a run without a layout: resume without --layout")
         for name, known in [*sorted(manifest["files"].items())][dist.get_rank() :: dist.get_world_size()]:
@@ -220,13 +226,15 @@ class Resharded:
                 raise UserError(f"{name} is damaged, its checksum differs")
 
     def _load(self, target: Path) -> dict[str, Any]:
-        manifest = parse_json((target / checkpoint.MANIFEST).read_text())
+        manifest = checkpoint.read_manifest(target)
         reader = Reader(target)
         known = reader.read_metadata().state_dict_metadata
         prefix = f"island{self.parallel.place.island % int(manifest['islands'])}."
         rest = torch.empty(known[f"{prefix}rest"].size, dtype=torch.uint8)
         _read(reader, {f"{prefix}rest": rest})
         others = torch.load(io.BytesIO(rest.numpy().tobytes()), map_location="cpu", weights_only=True)
+        if others["step"] != int(target.name.removeprefix("step")):
+            raise UserError(f"it holds step {others['step']!r:.20}, unlike its name")
         now = of_rank(self.method.state_dict())
         likes = {key: [*flats] for key, flats in self._flats(now)}
         outer = self._outer(now)
@@ -301,7 +309,7 @@ def _zeros(known: Any, p: Tensor, device: torch.device) -> Tensor:
 
 
 def file_digest(path: Path) -> str:
-    with open(path, "rb") as file:
+    with open(regular(path), "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -351,7 +359,7 @@ def read_model(target: Path) -> Named:
     Raises:
         UserError: For a damaged file.
     """
-    for name, known in parse_json((target / checkpoint.MANIFEST).read_text())["files"].items():
+    for name, known in checkpoint.read_manifest(target)["files"].items():
         if file_digest(target / Path(name).name) != known:
             raise UserError(f"{target / name} is damaged, its checksum differs")
     reader, prefix = Reader(target), "island0.model.model."
