@@ -218,34 +218,6 @@ def paired_cifar10() -> Table:
     return ratios("cifar10", (10.0, 40.0), tuned_rows("cifar10"))
 
 
-def model_check() -> Table:
-    """Milliseconds of a step in the paired series: as the map models them from the link's rate, and as measured.
-
-    Local-SGD's step without its waiting is the local step of all rows.
-    """
-    runs = load("paired/time_to_loss.json")["runs"]
-    table: Table = [("method", "10 Mbit/s, modeled", "measured", "40 Mbit/s, modeled", "measured")]
-    local = "local:tau=6,compression=int4"
-    ends = lambda method, rate: [run["trajectory"][-1] for run in select(runs, rate_mbit=rate, method=method)]  # noqa: E731
-    for name, method, tau, under in (
-        ("DDP", "ddp:compression=int4", 1, 0),
-        ("Local-SGD, tau 6", local, 6, 0),
-        ("CO2, tau 6, a round late", "co2_recommended:tau=6,compression=int4,delay=boundary", 6, 6),
-    ):
-        cells = []
-        for rate in (10.0, 40.0):
-            at = ends(method, rate)
-            step = statistics.median(
-                (end["seconds"] - end["exposed_seconds"]) / end["step"] for end in ends(local, rate)
-            )
-            allreduce = statistics.median(end["bytes_sent"] * 8e-6 / rate / end["rounds"] for end in at)
-            modeled = step + max(0.0, allreduce - under * step) / tau
-            measured = statistics.median(end["seconds"] / end["step"] for end in at)
-            cells += [f"{1e3 * modeled:.0f}", f"{1e3 * measured:.0f}"]
-        table.append((name, *cells))
-    return table
-
-
 def regime_map() -> Table:
     """The best hidden run against the best blocking run, by task and r."""
     also = {(cell.task, cell.r): regimes.line(cell)[4] for cell in regimes.cells(momentum=True)}
@@ -768,7 +740,6 @@ TABLES: dict[str, Callable[[], Table]] = {
     "paired_text": paired_text,
     "paired_cifar10": paired_cifar10,
     "regimes": regime_map,
-    "model_check": model_check,
 }
 
 if __name__ == "__main__":
