@@ -103,7 +103,7 @@ def screen(report: Mapping[str, Any]) -> str:
             steps = f"{c['awaited']} step{'s' * (c['awaited'] > 1)}"
             row = (c["tau"], c["compression"], steps, *shares, f"{c['float32_ratio']:.3g}", c["take"])
             lines.append(" " * FIRST + COLUMNS.format(_time(c["step_seconds"]), *row))
-        line("", "r: a float32 all-reduce over a local step; take: the method that loses less time")
+        line("", "r: a float32 all-reduce over a local step; take: the method that loses the least time")
         line("  map", f"first at a loss (small models, int4): {MAP}")
         reason = f"{choices[0]['reason']}; with float32 {choices[0]['float32_tau']} steps"
         line("  why", reason if len(choices) == 1 else "--step_ms gives your own step, and says why")
