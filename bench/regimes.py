@@ -169,7 +169,7 @@ class Cell:
         faster: Seconds of the best blocking run until it has the best hidden run's loss, over the seconds of STEPS
             local steps, in which the hidden run has it. With a 95 % interval.
         than_ddp: The same with DDP in place of the blocking run. It hides its all-reduce under the backward pass.
-        than_plain_ddp: The same with DDP that hides nothing, as this project's over int4.
+        than_plain_ddp: The same with DDP that hides nothing, as with one bucket.
         losses: The hidden run's loss over the blocking run's, at equal seconds, by seed.
     """
 
@@ -246,7 +246,7 @@ def search(o: Options, rows: Sequence[Rows]) -> Iterator[Cell]:
 
 
 TITLES = ("task, r", "best blocking", "exposed", "best hidden", "against blocking")
-TITLES += ("against DDP that overlaps", "against our DDP", "loss")
+TITLES += ("against DDP that overlaps", "against DDP, one bucket", "loss")
 
 
 def line(found: Cell) -> tuple[str, ...]:

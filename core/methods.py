@@ -463,6 +463,7 @@ def _diloco(given: MethodArgs) -> tuple[nn.Module, Any]:
 
 
 OF_CO2, COMPRESSION = frozenset({"shard", "offload", "schedule", "elastic"}), frozenset({"compression"})
+OF_TORCH = ("bucket_cap_mb", "find_unused_parameters")
 OF_DDP = Settings("ddp_compression", CompressionConfig, "Of method ddp: how gradients are compressed for the network.")
 OF_OVERLAP, OF_SLOWMO = Settings("overlap_local", OverlapLocalConfig), Settings("slowmo", SlowMoConfig)
 OF_DILOCO = Settings("diloco", DiLoCoConfig)
@@ -531,9 +532,7 @@ def make_method(
     co2 = replace(of_kind(co2, CO2Config, "co2"))  # names all settings, so that CO2 does not warn
     if not isinstance(model, nn.Module):
         raise UserError(f"model: a {type(model).__name__} is given: give the module itself")
-    of_torch = {
-        k: settings.pop(k) for k in ("bucket_cap_mb", "find_unused_parameters") if name == "ddp" and k in settings
-    }
+    of_torch = {key: settings.pop(key) for key in OF_TORCH if name == "ddp" and key in settings}
     own = check_settings(name, co2, shard=shard, offload=offload, schedule=schedule, **settings)
     options = CommonArgs(group=group, timeout=timeout, link=link, hooks=hooks, **of_torch)
     options["buffers"] = list(model.buffers()) if average_buffers else []

@@ -1,7 +1,7 @@
 """Makes the tables of the results pages from their rows: python -m results.pages
 
-A line `<!-- table: NAME -->` precedes a table in a page of results/, README.md, or two pages of docs/. The command
-makes the table again with TABLES[NAME] from the rows in results/*.json and *.jsonl. Figures are rounded once, here.
+A line `<!-- table: NAME -->` precedes a table in a page of results/, in README.md, or in one of DOCS. The command makes
+the table again with TABLES[NAME] from the rows in results/*.json and *.jsonl. Figures are rounded once, here.
 """
 
 import functools
@@ -17,12 +17,12 @@ from bench import regimes
 from bench.loss.__main__ import MERGES, todays_names
 from bench.report import mean_sd as with_sd
 from bench.report import table as markdown
-from bench.time_to_loss import ratio_of
 from results import baselines
+from results.ddp import ddp_seconds, ddp_steps, ratio_cell, rule
 
 RESULTS = Path(__file__).parent
-PAGES = (*(RESULTS.parent / page for page in ("README.md", "docs/from_ddp.md", "docs/choosing.md")),)
-PAGES += (*sorted(RESULTS.glob("*.md")),)
+DOCS = ("docs/from_ddp.md", "docs/choosing.md")
+PAGES = (*(RESULTS.parent / name for name in ("README.md", *DOCS)), *sorted(RESULTS.glob("*.md")))
 MARK = re.compile(r"(?m)^<!-- table: (\S+) -->\n(?:\n?(?:\|.*\n)+)?")
 Row = dict[str, Any]
 Table = list[Sequence[str]]  # its titles, then its rows
@@ -115,6 +115,10 @@ def paired(task: str, rate: float) -> Row:
     return load(f"paired/{'time_to_loss' if task == 'vision' and rate in (10, 40) else f'{name}_{rate:g}'}.json")
 
 
+def of_rate(task: str, rate: float) -> list[Row]:
+    return select(paired(task, rate)["runs"], rate_mbit=rate)
+
+
 def tuned(task: str, rate: float) -> tuple[str, str]:
     """CO2 and Local-SGD as tuned. On text and CIFAR-10 each link has its own."""
     if task == "vision":
@@ -169,16 +173,6 @@ def describe(method: str) -> str:
     return ", ".join(filter(None, (name, *words, late.get(given.get("delay", ""), ""))))
 
 
-def ratio_cell(task: str, rate: float, method: str, against: str, *, late: bool) -> str:
-    """The seconds of a method over another's, and how each missed the target: > is a lower bound, < an upper bound."""
-    found = ratio_of(select(paired(task, rate)["runs"], rate_mbit=rate), method, against, late=late)
-    if found is None:
-        return ""
-    missed = found["missed"] > 0, found["against_missed"] > 0
-    bound = {(True, False): "> ", (False, True): "< ", (True, True): "~ "}.get(missed, "")
-    return f"{bound}{found['ratio']:.2f} ({found['low']:.2f}–{found['high']:.2f})"
-
-
 def limit_of(task: str, rate: float, method: str) -> str:
     """The most that hiding can be worth at a method's tau, or nothing for DDP."""
     runs = select(paired(task, rate)["runs"], rate_mbit=rate, method=method)
@@ -192,10 +186,10 @@ def ratios(task: str, rates: Sequence[float], rows: Mapping[str, Callable[[float
     titles = (f"{rate:g} Mbit/s, {'late' if late else 'first'} target" for rate, late in places)
     table: Table = [("method", *titles, "limit")]
     for title, of in rows.items():
-        cells = [ratio_cell(task, rate, of(rate), "co2_auto", late=late) for rate, late in places]
+        cells = [ratio_cell(of_rate(task, rate), of(rate), "co2_auto", late=late) for rate, late in places]
         limits = ", ".join(filter(None, (limit_of(task, rate, of(rate)) for rate in rates)))
         table += [(title, *cells, limits)] if any(cells) else []
-    last = (ratio_cell(task, rate, *reversed(tuned(task, rate)), late=late) for rate, late in places)
+    last = (ratio_cell(of_rate(task, rate), *reversed(tuned(task, rate)), late=late) for rate, late in places)
     return [*table, ("both with tau tuned: Local-SGD over CO2", *last, "")]
 
 
@@ -222,34 +216,6 @@ def paired_text() -> Table:
 def paired_cifar10() -> Table:
     """CIFAR-10: the same."""
     return ratios("cifar10", (10.0, 40.0), tuned_rows("cifar10"))
-
-
-def model_check() -> Table:
-    """Milliseconds of a step in the paired series: as the map models them from the link's rate, and as measured.
-
-    Local-SGD's step without its waiting is the local step of all rows.
-    """
-    runs = load("paired/time_to_loss.json")["runs"]
-    table: Table = [("method", "10 Mbit/s, modeled", "measured", "40 Mbit/s, modeled", "measured")]
-    local = "local:tau=6,compression=int4"
-    ends = lambda method, rate: [run["trajectory"][-1] for run in select(runs, rate_mbit=rate, method=method)]  # noqa: E731
-    for name, method, tau, under in (
-        ("DDP", "ddp:compression=int4", 1, 0),
-        ("Local-SGD, tau 6", local, 6, 0),
-        ("CO2, tau 6, a round late", "co2_recommended:tau=6,compression=int4,delay=boundary", 6, 6),
-    ):
-        cells = []
-        for rate in (10.0, 40.0):
-            at = ends(method, rate)
-            step = statistics.median(
-                (end["seconds"] - end["exposed_seconds"]) / end["step"] for end in ends(local, rate)
-            )
-            allreduce = statistics.median(end["bytes_sent"] * 8e-6 / rate / end["rounds"] for end in at)
-            modeled = step + max(0.0, allreduce - under * step) / tau
-            measured = statistics.median(end["seconds"] / end["step"] for end in at)
-            cells += [f"{1e3 * modeled:.0f}", f"{1e3 * measured:.0f}"]
-        table.append((name, *cells))
-    return table
 
 
 def regime_map() -> Table:
@@ -773,14 +739,27 @@ def refusals_by_number() -> dict[int, str]:
 
 SEARCHED = (("tau", "vision"), ("tau", "language"), ("clip", "vision"))
 MADE = (readme_seconds, throughput, cost_of_hiding, ingredients, larger_models, gpt2_small, rates, slow_links)
-MADE += (grid, refusals, bytes_to_a_loss, zo_speed, zo_memory, lengths, rings, boundary_cpu, gpu_boundary, nccl_hidden)
+MADE += (
+    grid,
+    refusals,
+    rule,
+    ddp_steps,
+    ddp_seconds,
+    bytes_to_a_loss,
+    zo_speed,
+    zo_memory,
+    lengths,
+    rings,
+    boundary_cpu,
+    gpu_boundary,
+    nccl_hidden,
+)
 TABLES: dict[str, Callable[[], Table]] = {
     **{make.__name__: make for make in (*MADE, hidden_diloco, muon, mesh_momentum, faults, stand_ins, tau_and_clip)},
     "paired_seconds": paired_seconds,
     "paired_text": paired_text,
     "paired_cifar10": paired_cifar10,
     "regimes": regime_map,
-    "model_check": model_check,
 }
 
 if __name__ == "__main__":

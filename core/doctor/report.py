@@ -118,7 +118,7 @@ def screen(report: Mapping[str, Any]) -> str:
             steps = f"{c['awaited']} step{'s' * (c['awaited'] > 1)}"
             row = (c["tau"], c["compression"], steps, *shares, f"{c['float32_ratio']:.3g}", c["take"])
             lines.append(" " * FIRST + COLUMNS.format(_time(c["step_seconds"]), *row))
-        line("", "r: a float32 all-reduce over a local step; take: the method that loses less time")
+        line("", "r: a float32 all-reduce over a local step; take: the method that loses the least time")
         for c in report.get("node_settings", ()):
             shares = ", ".join(f"{name} {c[f'{name}_share']:.1%}" for name in ("exposed", "boundary", "inside"))
             what = f"of {report['per_node']} with DDP inside, {_time(c['step_seconds'])}: tau {c['tau']}"

@@ -34,7 +34,7 @@ ARROWS: dict[str, set[str]] = {
     "training.plan": {*CORE, *TRAINING},
     **{task: {*CORE, *TRAINING} for task in TASKS},
     "bench": {*CORE, *TRAINING, "training.plan", *TASKS, "results"},
-    "results": {*CORE, *TRAINING, *TASKS, "bench"},
+    "results": {*CORE, *TRAINING, "training.plan", *TASKS, "bench"},
 }
 """Room or package -> those that its files may import."""
 

@@ -163,8 +163,11 @@ def make(recipe: Recipe, model: nn.Module, mesh: Any) -> Any:
 
 def one_round(method: Any, model: nn.Module) -> None:
     if isinstance(method, GradientCompression):
-        method._buckets[0].payload.normal_()
-        method._reduce()
+        (bucket,) = method.buckets
+        bucket.payload.normal_()  # takes the place of DDP's own buffer, which is not the method's
+        bucket.gradients, bucket.parameters = lambda: bucket.payload_views, lambda: bucket.params
+        bucket.buffer, bucket.is_last = lambda: bucket.flat, lambda: True
+        method.hook(None, bucket)
         return
     for _ in range(method.tau):
         for p in model.parameters():
