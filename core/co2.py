@@ -153,7 +153,7 @@ class CO2(LocalUpdateMethod):
         share.attach(self, timeout, inner)
         self._x, self._m = share.x, share.m
         self._replicated_state = [] if shard else share.x
-        self._allreduce.timed_groups += [node.group] if node.group is not None else []
+        self._allreduce.timed_groups += share.groups
         self._start_from_params()
         self._rehearse()
         self._start_from_params()

@@ -299,6 +299,8 @@ class CO2Config:
         for name, given in (("workers", workers), ("steps", steps)):
             if given is not None and not is_whole(given):
                 raise UserError(f"{name}={given!r}: give their number, 1 or more")
+        if steps is not None and isinstance(tau, int) and tau > steps:
+            raise UserError(f"tau={tau} with steps={steps}: no round would end in the run; give a smaller tau")
         tau_max = 192 if steps is None else min(192, max(1, steps // 20))  # at least twenty rounds
         many_long_rounds = isinstance(tau, int) and tau >= 24 and steps is not None and steps >= 80 * tau
         momentum = 0.3 if many_long_rounds else 0.0

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import sys
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -369,6 +370,8 @@ class LocalUpdateMethod(Loop, ABC):
             self._average.run(equal, call)
 
     def close(self) -> None:
+        if sys.exc_info()[0] is not None:  # in a `finally` after an exception, which another error would hide
+            return self.leave()
         self._allreduce.close()
         self._is_closed = True
         self._usage.detach()

@@ -71,6 +71,12 @@ def node_mesh(device_type: str, per_node: int | None = None, timeout: float | No
     Raises:
         UserError: If nodes have different numbers of workers.
     """
+    if not isinstance(device_type, str) or not (per_node is None or isinstance(per_node, int)):
+        raise UserError(
+            f"node_mesh({device_type!r}, {per_node!r}): give cuda or cpu, then the number of ranks of a node"
+        )
+    if device_type == "cuda" and not torch.cuda.is_available():
+        raise UserError("node_mesh('cuda'): this torch finds no CUDA device; give cpu")
     n, world = per_node or local_world_size(), dist.get_world_size()
     if n < 1 or world % n:
         raise UserError(f"{n} workers per node do not divide {world} workers: start equally many on each node")

@@ -210,6 +210,12 @@ class Share:
         copy(self._next_x, self._own_x)
         self.numbers[WHOLE] = 1.0
 
+    @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        """The groups inside the node. A worker that leaves after an exception destroys them, so that no rank waits."""
+        votes = self._votes.group if self._votes is not None else None
+        return [group for group in (self.node.group, votes) if group is not None]
+
     def close(self) -> None:
         """Leaves the groups."""
         if self._votes is not None and self._votes.group is not None:

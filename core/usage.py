@@ -183,6 +183,12 @@ def warn_of_synchronous(params: Sequence[Tensor], buffers: Sequence[Tensor], gro
             f"the parameters are DTensors replicated over {max(replicated)} of these workers, which average gradients "
             "in every step: give the plain model, or a mesh with these workers in its first dimension"
         )
+    norms = [m for m in _instances(nn.modules.batchnorm._BatchNorm) if m.training and m.running_mean is not None]
+    if any(id(m.weight) in ours and id(m.running_mean) not in ours for m in norms):
+        _warn(
+            "the model has BatchNorm, and its statistics are not among the buffers, so each worker evaluates with its "
+            "own: give buffers=model.buffers()"
+        )
     averager = _imported(*AVERAGER)
     for found in _instances(DistributedDataParallel, nn.SyncBatchNorm, _imported(*FSDP), averager):
         among = max((len(workers & _ranks(g)) for g in _groups_of(found)), default=0)

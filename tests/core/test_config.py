@@ -22,6 +22,8 @@ from core import (
     SlowMo,
     UserError,
     make_method,
+    node_mesh,
+    save,
 )
 from core.hooks import Hook, Requests
 from core.integrations.optimizer import attach
@@ -260,6 +262,9 @@ def test_what_no_share_has_is_refused(settings: dict[str, Any], said: str):
 
 
 REFUSED: list[Any] = [
+    (lambda: CO2Config.recommended(steps=80, tau=96), "tau=96 with steps=80", "a smaller tau"),
+    (lambda: node_mesh(2, "cpu"), "node_mesh(2, 'cpu')", "give cuda or cpu, then the number of ranks"),  # pyright: ignore
+    (lambda: save("x", None, nn.Linear(1, 1), None, step=1), "save(folder, NoneType, Linear", "in this order"),  # pyright: ignore
     (lambda: CO2Config(tau=0), "tau=0", "1 or more"),
     (lambda: CO2Config(tau=-3), "tau=-3", "1 or more"),
     (lambda: CO2Config(tau=2.5), "tau=2.5", "whole number"),

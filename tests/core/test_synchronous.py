@@ -257,3 +257,31 @@ def test_parameters_without_gradients_are_no_reason_to_warn():
             for p in net.parameters():
                 p.grad = torch.zeros_like(p)
             method.step()
+
+
+def batch_norm(rank: int, world_size: int, given: bool) -> list[str]:
+    """What a method says of BatchNorm's statistics, with them as buffers and without."""
+    net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    with warnings.catch_warnings(record=True, action="always") as told:
+        co2 = CO2(net.parameters(), CO2Config.paper(2), buffers=net.buffers() if given else ())
+        for _ in range(12):
+            co2.step()
+        co2.finish()
+    co2.close()
+    return [str(w.message) for w in told if "BatchNorm" in str(w.message)]
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_statistics_that_are_not_averaged_are_warned_of_once(given: bool):
+    said = run_distributed(batch_norm, 2, given)[0]
+    assert len(said) == (not given) and all("give buffers=model.buffers()" in text for text in said), said
+
+
+def test_closing_after_an_exception_hides_it_not():
+    co2 = CO2([nn.Parameter(torch.ones(1))], CO2Config.paper(1))
+    with pytest.raises(ValueError, match="my own"):
+        try:
+            co2.step()  # starts an all-reduce
+            raise ValueError("my own")
+        finally:
+            co2.close()
