@@ -583,7 +583,6 @@ def save(
     return saver.write(step, state, tensors, spared=_need_not_be_finite(model, co2))
 
 
-@torch.inference_mode(False)  # the optimizer's new state could not be written to later
 def _check_objects(call: str, model: Any, optimizer: Any, co2: Any) -> None:
     """Raises UserError if arguments of save() or load() are of other kinds, as in another order."""
     shown = f"{call}(folder, {', '.join(type(given).__name__ for given in (model, optimizer, co2))})"
@@ -592,6 +591,7 @@ def _check_objects(call: str, model: Any, optimizer: Any, co2: Any) -> None:
         raise UserError(f"{shown}: give the folder, the model, its optimizer or None, and the method, in this order")
 
 
+@torch.inference_mode(False)  # the optimizer's new state could not be written to later
 def load(
     folder: str | Path,
     model: nn.Module,

@@ -37,8 +37,9 @@ from .compression.quantized import HELD_BACK
 from .config import CompressionConfig
 from .errors import DivergedError, UserError, is_number
 from .hooks import Hook, Requests
-from .local_update import Loop, of_rank, on_host, under_rank
+from .local_update import Loop
 from .placement import groups_of
+from .state import of_rank, on_host, under_rank
 from .stats import AsyncReadback, Mark, RoundStats, between, mark, plus
 from .testing.link import Link, allreduce_over
 

@@ -20,8 +20,8 @@ from core import CO2Config, CollectiveError, CompressionConfig, LGrecoConfig, bu
 from core.buckets import Scalars, make_buckets
 from core.comm import AsyncAllReduce
 from core.ddp import GradientCompression
-from core.local_update import of_rank, under_rank
 from core.placement import node_mesh
+from core.state import of_rank, under_rank
 from core.testing import run_distributed
 from core.testing.link import ThrottledLink
 from tests.on_ranks import alike, on_ranks, total_world_size

@@ -20,9 +20,9 @@ from torch.utils._pytree import tree_leaves
 
 from core import CO2, CO2Config, CompressionConfig, LocalSGD, SlowMo, UserError, checkpoint, make_method
 from core.hooks import Snapshot
-from core.local_update import of_rank, under_rank
 from core.methods import METHODS
 from core.placement import node_mesh
+from core.state import of_rank, under_rank
 from core.testing import run_distributed
 from tests import problems
 from tests.on_ranks import alike, on_ranks

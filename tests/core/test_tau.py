@@ -15,7 +15,7 @@ import core.tau
 from core import CO2, CO2Config, CompressionConfig, UserError, make_method
 from core.buckets import copy
 from core.hooks import ReductionInfo, Requests
-from core.local_update import of_rank, under_rank
+from core.state import of_rank, under_rank
 from core.stats import DeferredNumber, RoundStats
 from core.tau import CALIBRATION_TAU, NUMBERS, SETTLE, WAITS, TauHook, TauTuner, smallest_tau
 from core.testing.link import ThrottledLink

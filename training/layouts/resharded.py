@@ -31,8 +31,9 @@ from core.buckets import Bucket, is_dtensor, local_shard, views
 from core.checkpoint import all_finite
 from core.comm import host_group, of_all
 from core.errors import UserError
-from core.local_update import LocalUpdateMethod, of_rank, under_rank
+from core.local_update import LocalUpdateMethod
 from core.methods import DDP, Method
+from core.state import of_rank, under_rank
 from core.stored import reason, regular
 from training.data import mix
 from training.fixed import Fixed
