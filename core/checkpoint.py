@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 import warnings
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from pathlib import Path
@@ -496,7 +497,8 @@ def set_random_state(state: dict[str, Tensor], device: torch.device) -> None:
 
 
 STEPS = 10**9  # limit of the folder names' digits
-_attempts: dict[Path, str] = {}  # this process's attempt in each folder that it has loaded from or saved to
+# each method's attempt in each folder that it was loaded from or saved to
+_attempts = weakref.WeakKeyDictionary[Any, dict[Path, str]]()
 
 
 class Stateful(Protocol):
@@ -564,7 +566,7 @@ def save(
         "optimizer_kind": type(optimizer).__name__,
         "method": co2.state_dict(),
         "trained": _trained_names(model, co2),
-        "others": {name: o.state_dict() if hasattr(o, "state_dict") else o for name, o in (others or {}).items()},
+        "others": {name: o.state_dict() if _has_state(o) else o for name, o in (others or {}).items()},
         "random": random_state(next(model.parameters()).device),
         "step": step,
     }
@@ -574,13 +576,18 @@ def save(
     except UserError as error:
         problem = str(error)
     group = host_group()
-    attempt = _attempts.setdefault(_key(folder), f"0-{secrets.token_hex(4)}")
+    attempt = _attempts.setdefault(co2, {}).setdefault(_key(folder), f"0-{secrets.token_hex(4)}")
     reported = of_all((attempt, problem))  # a refusal on one worker is an error on all; rank 0 names the attempt
     if problem := next((problem for _, problem in reported if problem), ""):
         raise UserError(problem)
     rank = dist.get_rank() if group is not None else 0
     saver = Saver(Path(folder).expanduser(), rank, len(reported), reported[0][0], keep=keep, group=group)
     return saver.write(step, state, tensors, spared=_need_not_be_finite(model, co2))
+
+
+def _has_state(value: Any) -> bool:
+    """Whether a value of `others` is an object with a state. A class is not."""
+    return hasattr(value, "state_dict") and not isinstance(value, type)
 
 
 def _check_objects(call: str, model: Any, optimizer: Any, co2: Any) -> None:
@@ -621,7 +628,7 @@ def load(
     here = {} if others is None else others
     found = load_newest(folder := Path(folder).expanduser(), rank=rank, needs=NEEDS)
     if found is None:
-        _attempts[_key(folder)] = new_attempt(folder)
+        _attempts.setdefault(co2, {})[_key(folder)] = new_attempt(folder)
         return None
     state, before = found
     problems = of_all(_misfit(state, model, optimizer, co2, here))  # checked on all workers before anything is loaded
@@ -636,7 +643,7 @@ def load(
             here[name].load_state_dict(held)
         else:
             here[name] = held
-    _attempts[_key(folder)] = new_attempt(folder)
+    _attempts.setdefault(co2, {})[_key(folder)] = new_attempt(folder)
     if before == (workers := len(problems)):
         set_random_state(state["random"], next(model.parameters()).device)
     elif rank == 0:

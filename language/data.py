@@ -43,8 +43,8 @@ from training.data import Key, cached, data_root, eval_share, generator, load_ba
 IGNORE = -100  # torch's cross_entropy skips targets with this value
 # first int32 of the 256 before the tokens in llm.c's and modded-nanogpt's files: of GPT-2's tokens, and Llama 3's
 HEADERS = {20240520: "uint16", 20240801: "uint32"}
-# files of nanoGPT, SentencePiece, fairseq and Megatron that describe other tokens than GPT-2's
-OF_OTHERS = ("meta.pkl", "tokenizer.model", "spiece.model", "dict.txt", "train.idx", "train_text_document.idx")
+# files of nanoGPT, SentencePiece, BERT, fairseq, Megatron and LitData that may describe other tokens than GPT-2's
+OF_OTHERS = ("meta.p*k*l*", "*.model", "vocab.txt", "dict.txt", "*.idx", "index.json")
 PREDICTED = 0.15  # share of the tokens that a masked language model predicts
 
 Batch = tuple[Tensor, Tensor]  # inputs and targets
@@ -135,7 +135,7 @@ def _read_meta(folder: Path) -> dict:
 def _check_gpt2(folder: Path) -> None:
     """Refuses a folder without meta.json where another tool's file says that the tokens are not GPT-2's."""
     end = GPT2_VOCABULARY - 1
-    found = [folder / name for name in OF_OTHERS if (folder / name).exists()]
+    found = [path for pattern in OF_OTHERS for path in sorted(folder.glob(pattern))]
     for name in ("tokenizer.json", "vocab.json"):
         try:
             content = parse_json((folder / name).read_text())
@@ -145,7 +145,7 @@ def _check_gpt2(folder: Path) -> None:
             continue  # none, or load_corpus names the damage
     if found:
         raise UserError(
-            f"{found[0]} says that the tokens next to it are not GPT-2's: make them from text with `python -m "
+            f"{found[0]} may say that the tokens next to it are not GPT-2's: make them from text with `python -m "
             "language.prepare`, or remove the file if they are"
         )
 

@@ -98,3 +98,30 @@ def rule() -> Table:
             cells.append(f"{by_rule:.2g} ({', '.join(f'{ratio:.2g}' for ratio in ratios)})")
         table.append((f"{name}, {tokens:,}", *cells))
     return table
+
+
+NODES_OF_TEXT = {  # in results/paired/nodes_text.json
+    "co2_auto:nodes=2,compression=int4": "CO2, recommended, nodes of two, int4",
+    "co2_auto:compression=int4": "CO2, recommended, one worker per rank, int4",
+    "local:nodes=2,tau=6,compression=int4": "Local-SGD, tau 6, nodes of two, int4",
+    "ddp:compression=int4": "DDP, int4",
+}
+
+
+def nodes_text() -> Table:
+    """Text on two nodes of two ranks, by link: seconds to the first loss, and in brackets the steps."""
+    runs = read("nodes_text.json")
+    rates = sorted({run["rate_mbit"] for run in runs})
+    table: Table = [("method", *(f"{rate:g} Mbit/s" for rate in rates))]
+    for method, name in NODES_OF_TEXT.items():
+        cells = list[str]()
+        for found in (of(runs, rate, method) for rate in rates):
+            missed = sum(run["status"] != "reached" for run in found)
+            seconds, steps = (
+                mean_sd([run[key] for run in found], f) for key, f in (("seconds", ".1f"), ("steps", ".0f"))
+            )
+            cells.append(
+                f"{seconds} ({steps})" if not missed else f"> {seconds} ({len(found) - missed} of {len(found)})"
+            )
+        table.append((name, *cells))
+    return table

@@ -5,7 +5,6 @@ the table again with TABLES[NAME] from the rows in results/*.json and *.jsonl. F
 """
 
 import functools
-import itertools
 import json
 import re
 import statistics
@@ -18,7 +17,7 @@ from bench.loss.__main__ import MERGES, todays_names
 from bench.report import mean_sd as with_sd
 from bench.report import table as markdown
 from results import baselines
-from results.ddp import ddp_seconds, ddp_steps, ratio_cell, rule
+from results.ddp import ddp_seconds, ddp_steps, nodes_text, ratio_cell, rule
 
 RESULTS = Path(__file__).parent
 DOCS = ("docs/from_ddp.md", "docs/choosing.md")
@@ -386,19 +385,6 @@ def muon() -> Table:
     return table
 
 
-def mesh_momentum() -> Table:
-    """The paper's rule with several outer momenta, against Local-SGD, in percent, by task and number of workers."""
-    momenta = ("0", "0.2", "0.5", "0.6")
-    table: Table = [("task, workers", "momentum 0", *momenta[1:], "0.2 against 0")]
-    for task, workers in itertools.product(("bytes", "cifar"), (4, 16, 64)):
-        batch = 2 if workers == 64 else 8
-        of = functools.partial(losses, "h200.jsonl h100.jsonl", task, steps=2000, workers=workers, batch=batch)
-        local, rules = of("local"), [of(f"co2:beta={beta}") for beta in momenta]
-        cells = [against(found, local) for found in rules] + [against(rules[1], rules[0])]
-        table.append((f"{THREE[task]}, {workers}", *(cell.removesuffix(" %") for cell in cells)))
-    return table
-
-
 def larger_models() -> Table:
     """Loss of Local-SGD against DDP, and of the hidden average against Local-SGD, by size."""
     titles = ("parameters, steps", "DDP", "Local-SGD", "Local-SGD against DDP", "hidden, int4, against Local-SGD")
@@ -755,7 +741,7 @@ MADE += (
     nccl_hidden,
 )
 TABLES: dict[str, Callable[[], Table]] = {
-    **{make.__name__: make for make in (*MADE, hidden_diloco, muon, mesh_momentum, faults, stand_ins, tau_and_clip)},
+    **{make.__name__: make for make in (*MADE, hidden_diloco, muon, nodes_text, faults, stand_ins, tau_and_clip)},
     "paired_seconds": paired_seconds,
     "paired_text": paired_text,
     "paired_cifar10": paired_cifar10,

@@ -28,6 +28,7 @@ from training.workers import rank
 R = TypeVar("R", bound=Recipe)
 # under which libraries store weights, preferred first
 KEYS = ("state_dict_ema", "state_dict", "model_ema", "model", "model_state_dict", "ema_state_dict")
+KEYS += ("params_ema", "params", "module", "ema", "weights")  # of BasicSR, DeepSpeed and other scripts
 # what torch.compile, FSDP and checkpoint_wrapper add inside names
 INSIDE = re.compile(r"(?<![^.])(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 COUNTERS = ("n_averaged", "steps")  # of torch's and mmengine's averaged models, next to their `module.`
@@ -271,8 +272,9 @@ def _tensors(found: Any, levels: int = 4) -> Mapping[str, Tensor] | None:
     """Returns the tensors by name in the first of KEYS that has some, or None."""
     if not isinstance(found, Mapping):
         return None
-    if found and all(isinstance(value, Tensor) for value in found.values()):
-        return found
+    tensors = {name: value for name, value in found.items() if isinstance(value, Tensor)}
+    if 2 * len(tensors) > len(found) and not any(isinstance(value, Mapping) for value in found.values()):
+        return tensors  # next to them, a version or an empty entry may stand
     inside = (_tensors(found[key], levels - 1) for key in KEYS if levels and key in found)
     return next((tensors for tensors in inside if tensors is not None), None)
 
@@ -306,7 +308,9 @@ def _renamed(theirs: Weights, mine: Mapping[str, Tensor], where: str) -> Weights
         each = ", ".join(f"{prefix}{min(names)}" for prefix in sorted(found))
         raise UserError(f"{where}: holds several models, such as {each}: keep one of them in a file")
     prefix = "" if "" in found or not found else found[0]
-    made = Weights({name.removeprefix(prefix): t for name, t in theirs.items()})
+    # single numbers outside the prefix are counters, as AveragedModel and EMA packages have them
+    held = {name: t for name, t in theirs.items() if name.startswith(prefix) or t.numel() > 1}
+    made = Weights({name.removeprefix(prefix): t for name, t in held.items()})
     made.names, made.statistics = theirs.names, theirs.statistics
     for name in (made.keys() ^ mine.keys()) & {n for n in made.keys() | mine.keys() if n.endswith(COUNTED)}:
         made.pop(name, None)

@@ -14,7 +14,7 @@ import os
 import signal
 import sys
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -197,6 +197,7 @@ def save_own(
     who: str = "CO2",
     remedy: str = SAFE,
     weights_only: bool | None = True,
+    beside: Mapping[str, Any] | None = None,
     **parts: Any,
 ) -> None:
     """Writes this worker's own state next to the trainer's checkpoint. Every worker must call it.
@@ -207,6 +208,7 @@ def save_own(
         who: Name of the integration, for error messages.
         remedy: How torch.load can read more classes, with {} for their names.
         weights_only: How the trainer will read its checkpoint, as for torch.load.
+        beside: More of the trainer's own checkpoint, which is checked and not written.
         **parts: Objects with a state_dict(), by name, or None. "co2" is required.
 
     Raises:
@@ -220,7 +222,8 @@ def save_own(
             named = part.named_parameters(remove_duplicate=False) if isinstance(part, nn.Module) else ()
             frozen = {name for name, p in named if not p.requires_grad}
             written[name] = {key: value for key, value in part.state_dict().items() if key not in frozen}
-    if problem := next(filter(None, of_all(unreadable(written, remedy, weights_only))), ""):
+    problem = unreadable(written, remedy, weights_only) or unreadable(dict(beside or {}), remedy, weights_only)
+    if problem := next(filter(None, of_all(problem)), ""):
         raise UserError(f"{who}: {problem}")
     path = Path(folder, f"rank{rank}.tmp")
     path.parent.mkdir(parents=True, exist_ok=True)

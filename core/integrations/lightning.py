@@ -155,7 +155,9 @@ class CO2Strategy(InLoop, DDPStrategy):
         if self.co2 is not None and "optimizer_states" in checkpoint:
             own = f"{self.broadcast(str(filepath))}.co2"  # Slurm's next number may be used up when a later worker looks
             remedy, read = f"{SAFE}, or give fit(weights_only=False)", self._weights_only
-            save_own(own, self.global_rank, who=WHO, remedy=remedy, weights_only=read, **self._parts())
+            beside = {key: held for key, held in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
+            how: dict[str, Any] = {"who": WHO, "remedy": remedy, "weights_only": read, "beside": beside}
+            save_own(own, self.global_rank, **how, **self._parts())
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def remove_checkpoint(self, filepath: Any) -> None:

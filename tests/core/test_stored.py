@@ -449,6 +449,15 @@ def test_a_model_in_8_bit_floats_is_saved(tmp_path: Path):
     model = problems.small_net(torch.float32)
     for kind in (torch.float8_e4m3fn, torch.float8_e5m2):
         model.frozen = nn.Parameter(torch.ones(3).to(kind), requires_grad=False)
-        assert save(tmp_path, model, None, CO2(problems.small_net().parameters()), step=1)
+        folder, co2 = tmp_path / str(kind), CO2(problems.small_net().parameters())
+        assert save(folder, model, None, co2, step=1)
         model.frozen = nn.Parameter(torch.tensor([1.0, float("nan")]).to(kind), requires_grad=False)
-        assert not save(tmp_path, model, None, CO2(problems.small_net().parameters()), step=2)
+        assert not save(folder, model, None, co2, step=2)
+
+
+def test_two_models_of_one_process_do_not_share_a_folder(tmp_path: Path):
+    """The second one's save would remove the first one's checkpoints."""
+    one, other = (CO2(problems.small_net().parameters()) for _ in range(2))
+    assert save(tmp_path, problems.small_net(), None, one, step=5)
+    with pytest.raises(UserError, match="this process neither wrote nor loaded|later"):
+        save(tmp_path, problems.small_net(), None, other, step=1)
