@@ -192,9 +192,7 @@ BESIDE = {
 def test_a_file_of_another_tool_that_says_what_tokens_are_is_believed(tmp_path: Path, name: str):
     folder = _nanogpt(tmp_path / "owt", [1, 2, 3])
     (folder / name).write_bytes(BESIDE[name])
-    with pytest.raises(
-        UserError, match=rf"owt/{name} may say .* not GPT-2's: make them from text .*"
-    ):
+    with pytest.raises(UserError, match=rf"owt/{name} may say .* not GPT-2's: make them from text .*"):
         load_corpus(folder)
     (folder / name).unlink()
     (folder / "vocab.json").write_text(json.dumps({"!": 0, "<|endoftext|>": 50256}))
