@@ -316,7 +316,7 @@ def made(rank: int, world_size: int, case: str) -> list[str]:
         net[1].bias.data[1] = float("nan")
     if case in ("swapped", "workers", "counted"):
         given = list(net.parameters())
-        config = CO2Config.recommended(*{"swapped": (200, 2), "workers": (2, 200), "counted": ()}[case], tau=4)
+        config = CO2Config.recommended(*{"swapped": (200, 2), "workers": (2, 200), "counted": ()}[case], tau=2)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         try:
