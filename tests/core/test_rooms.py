@@ -189,7 +189,7 @@ BUDGETS = {
     "bench": 7636,
     "results": 2127,
     "examples": 630,
-    "tests": 40416,
+    "tests": 39778,
 }
 """Room -> the lines that its Python files may have. Cutting lowers a number; only a reason raises one."""
 
