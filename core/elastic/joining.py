@@ -145,8 +145,8 @@ def check_elastic(config: Any) -> None:
     if config.compression.format not in (*NARROW_FORMATS, "auto"):
         raise UserError(
             f"elastic does not go with compression.format={config.compression.format!r}: a round that a loss "
-            "interrupts is sent again, and L-GreCo's residuals, sums, factors and choices have changed by then, so that undoing it "
-            "would keep two more copies of the parameters; give a uniform format"
+            "interrupts is sent again, and L-GreCo's residuals, sums, factors and choices have changed by then, so "
+            "that undoing it would keep two more copies of the parameters; give a uniform format"
         )
 
 
