@@ -338,7 +338,7 @@ def test_co2_resumes_with_its_allocation(rank: int):
 def test_workers_that_come_and_go_are_refused():
     with pytest.raises(
         UserError,
-        match="^elastic does not go with compression.format='lgreco': its choices ",
+        match="^elastic does not go with compression.format='lgreco': a round that a loss interrupts is sent ",
     ):
         check_elastic(CO2Config(tau=2, compression=LGRECO["int4"]))
 
