@@ -119,10 +119,6 @@ bench.lengths --workers 1 => give 2 workers
 bench.lengths --rounds 0 => rounds=0
 bench.lengths --seeds 1 1 => seeds=1 1
 bench.lengths --parts => parts=
-bench.zeroth --parts => parts=
-bench.zeroth --rate 0 => rate=0
-bench.zeroth --shape 2 100 => shape=2 100
-bench.zeroth --batch 0 => batch=0
 bench.loss --tasks birds => tasks: 'birds' does not exist; choose among digits, cifar, bytes
 bench.loss --eval_every -1 => eval_every=-1: give 0 or more
 bench.loss --tau 0 => tau=0: give 1 or more
