@@ -14,6 +14,7 @@ prints a table. No time is measured.
 import contextlib
 import functools
 import math
+import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from typing import Literal
 import torch
 
 from bench.loss.__main__ import Plan, Rows, load_task, parse, run
-from bench.report import TUNING_SEED, paired_ratio, read_options, require, require_device, stoppable, table
+from bench.report import TUNING_SEED, read_options, require, require_device, stoppable, table
 from core.compression.formats import BLOCK, BLOCK_BYTES
 from core.errors import UserError
 from training.script import launch
@@ -167,7 +168,7 @@ class Cell:
 
     Attributes:
         faster: Seconds of the best blocking run until it has the best hidden run's loss, over the seconds of STEPS
-            local steps, in which the hidden run has it. With a 95 % interval.
+            local steps, in which the hidden run has it: the geometric mean of the seeds, the lowest and the highest.
         than_ddp: The same with DDP in place of the blocking run. It hides its all-reduce under the backward pass.
         than_plain_ddp: The same with DDP that hides nothing, as with one bucket.
         losses: The hidden run's loss over the blocking run's, at equal seconds, by seed.
@@ -192,22 +193,21 @@ def cell(loss: Loss, task: str, r: float, seeds: Iterable[int], *, momentum: boo
         curves = {seed: known for seed in ended if (known := curve(loss, found, seed))}
         return {seed: known.steps(ended[seed]) * found.step_seconds(r) for seed, known in curves.items()}
 
-    took = dict.fromkeys(ended, float(STEPS))
-    faster, ideal, plain = (paired_ratio(took, seconds(other)) for other in (blocking, DDP, PLAIN_DDP))
-    assert faster is not None and ideal is not None and plain is not None, "fewer than three seeds"
+    every = ([took / STEPS for took in seconds(other).values()] for other in (blocking, DDP, PLAIN_DDP))
+    faster, ideal, plain = ((statistics.geometric_mean(some), min(some), max(some)) for some in every)
     losses = tuple(ended[seed] / at_seconds(loss, blocking, r, seed) for seed in ended)
     return Cell(task, r, blocking, hidden, faster, ideal, plain, losses)
 
 
 def of_rows(task: str, rows: Sequence[Rows]) -> Loss:
-    """The losses that have rows."""
+    """The losses that have rows: an average of a plan's rows, because a GPU repeats no run. None if one diverged."""
 
     def loss(found: Run, seed: int, steps: int) -> float | None:
         plan = found.plan(task, seed, steps)
-        row = next((row for some in rows if (row := some.find(plan))), None)
-        if row is None:
+        losses = [row["loss"] for some in rows for row in some.all_of(plan)]
+        if not losses:
             raise Missing(f"{task}, {found}, {steps} steps, seed {seed}: has no row")
-        return row["loss"]
+        return None if None in losses else statistics.fmean(losses)
 
     return loss
 

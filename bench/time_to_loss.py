@@ -164,6 +164,7 @@ class Learned:
         late: A lower one, which training reaches near its end.
         settings: Options that change the recipe.
         held_out: The evaluation uses every n-th image, n being this number.
+        mean_of: The loss of a run is averaged over so many evaluations, because one is noisy.
         perceptron: Whether the model is the perceptron of bench/standin.py instead of the recipe's.
     """
 
@@ -173,6 +174,7 @@ class Learned:
     late: float
     settings: tuple[str, ...] = ()
     held_out: int = 1
+    mean_of: int = 1
     perceptron: bool = False
 
     def parse(self, *options: str) -> Any:
@@ -236,7 +238,7 @@ TASKS = {
     "vision": Learned("vision", "digits_small", 0.25, 0.06),
     # the learning rate is the best of 0.002, 0.004 and 0.008 for DDP, Local-SGD and CO2, seed 100
     "language": Learned("language", "gpt2_pydoc_small", 5.8, 5.7, TEXT),
-    "cifar10": Learned("vision", "cifar10_small", 1.7, 1.6, CIFAR10, 10),
+    "cifar10": Learned("vision", "cifar10_small", 1.7, 1.6, CIFAR10, held_out=10, mean_of=5),
     "perceptron": Learned("vision", "digits_small", 0.2, 0.15, FLAT, perceptron=True),
 }
 
@@ -468,11 +470,15 @@ def outcome(o: TimeToLoss, run: dict[str, Any], runs: list[dict[str, Any]], late
     `limits`.
 
     The status is "reached", or how the run ended. All other entries describe the first evaluation at or below the
-    target, or the last evaluation if there is none. runs: all so far.
+    target, or the last evaluation if there is none. The loss is averaged over the task's last `mean_of` evaluations.
+    runs: all so far.
     """
     lines, task = run["trajectory"], TASKS[run["task"]]
+    last = zip(*(lines[first:] for first in range(task.mean_of)), strict=False)
+    lines = [some[-1] | {"loss": statistics.fmean(line["loss"] for line in some)} for some in last]
     target = task.late if late else o.target or task.target
     reached = next((line for line in lines if line["loss"] <= target), None)
+    lines = lines or run["trajectory"]  # too short for a mean
     at = reached or (lines[-1] if lines else {"step": 0, "seconds": 0.0, "loss": None})
     over = run["ended"] == "out of time" and not reached
     return {
@@ -501,7 +507,7 @@ def ratio_of(runs: list[dict[str, Any]], method: str, against: str, *, late: boo
     A run that missed the target counts with the seconds at which it ended.
 
     Returns:
-        ratio, low, high: As from `report.paired_ratio`.
+        ratio, low, high, p: As from `report.paired_ratio`.
         missed, against_missed: How many runs of each method missed the target. If only the method's did, the ratio is
             a lower bound, and if only the other's did, an upper bound.
     """
@@ -514,8 +520,7 @@ def ratio_of(runs: list[dict[str, Any]], method: str, against: str, *, late: boo
     ratio = report.paired_ratio(took[against], took[method])
     if ratio is None:
         return None
-    named = dict(zip(("ratio", "low", "high"), ratio, strict=True))
-    return named | {"missed": missed[method], "against_missed": missed[against]}
+    return ratio._asdict() | {"missed": missed[method], "against_missed": missed[against]}
 
 
 def exposed_share(run: dict[str, Any], at: dict[str, Any], runs: list[dict[str, Any]]) -> float | None:
@@ -591,7 +596,8 @@ FIGURES |= {"step_seconds": ".3g", "allreduce_seconds": ".3g", "link_seconds": "
 TABLES = {
     "runs": Summary("task rate_mbit method status reason", FIGURES),
     "ratios": Summary(
-        "task rate_mbit target method against missed against_missed", {"ratio": ".2f", "low": ".2f", "high": ".2f"}
+        "task rate_mbit target method against missed against_missed",
+        {"ratio": ".2f", "low": ".2f", "high": ".2f", "p": ".2g"},
     ),
 }
 

@@ -53,7 +53,6 @@ def build_args(
     schedule: Schedule | None = None,
     *,
     overlap: bool = True,
-    with_times: bool = True,
     owned: bool = False,
     allreduce: Callable[..., AsyncAllReduce] | None = None,
 ) -> dict[str, Any]:
@@ -64,7 +63,6 @@ def build_args(
         args: The arguments that every method supports.
         schedule: See CO2.
         overlap: Whether local steps run during an all-reduce.
-        with_times: Whether workers may exchange their times, which needs a place per worker among the scalars.
         owned: Whether each worker gets only the part of an average that it owns.
         allreduce: Makes the AsyncAllReduce, if it is not that class.
     """
@@ -77,7 +75,7 @@ def build_args(
     workers = dist.get_world_size(group) if dist.is_initialized() else 1
     if allreduce is None:  # elastic workers come and go
         check_workers(c, workers)
-    tau_hook = tau_hook_for(c, workers) if with_times else None
+    tau_hook = tau_hook_for(c, workers)
     masters = tensors_of(args.get("model_params", ()), "parameters")
     extra = args.get("average")
     outliers = OutlierFilter(c.outlier)

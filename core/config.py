@@ -14,7 +14,7 @@ from torch import Tensor
 from . import outer
 from .buckets import Scalars
 from .comm import Reducer, backend_for
-from .compression.formats import BLOCK, BLOCK_BYTES, NarrowFormat
+from .compression.formats import BLOCK, BLOCK_BYTES, UniformFormat
 from .compression.lgreco import LGrecoConfig, parse
 from .errors import UserError, is_number, is_whole, require
 from .outer import Merge
@@ -25,8 +25,8 @@ MERGES: tuple[Merge, ...] = get_args(Merge)
 SCHEDULED = ("tau", "outer_lr", "outer_momentum", "clip")  # settings that may change from round to round
 
 
-Format = NarrowFormat | Literal["lgreco", "auto"]
-FORMATS: tuple[str, ...] = (*get_args(NarrowFormat), "lgreco", "auto")
+Format = UniformFormat | Literal["lgreco", "auto"]
+FORMATS: tuple[str, ...] = (*get_args(UniformFormat), "lgreco", "auto")
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class CompressionConfig:
     """How averages are compressed for the network."""
 
     format: Format = "float32"
-    """float32 is a plain all-reduce (float64 for float64 parameters). bfloat16, float16, int8, int4 and int2 round to
-    fewer bytes. lgreco chooses a compression for each layer during training. auto is int4, or float32 if that is as
-    fast, as measured during training."""
+    """float32 is a plain all-reduce (float64 for float64 parameters). bfloat16, int8 and int4 round to fewer
+    bytes. lgreco chooses a compression for each layer during training. auto is int4, or float32 if that is as fast, as
+    measured during training."""
     error_feedback: bool = True
     """Adds the rounding errors to the next round's message, at the cost of a copy of the parameters."""
     like: str = ""

@@ -244,13 +244,7 @@ class LocalUpdateMethod(Loop, ABC):
         if self._allreduce.places == 1:
             check_group()
         sizes = dict(OWN_SCALARS)
-        # Pipeline stages have different buffers. Elastic workers with GPUs may read a round's numbers in different
-        # rounds. They send all buffers.
-        if (
-            self._buffers
-            and not self._node.separate
-            and not (self._allreduce.is_elastic and self._device.type == "cuda")
-        ):
+        if self._buffers and not self._node.separate:  # pipeline stages have different buffers, and send all
             sizes[CHANGED] = len(self._buffers)
         for hook in self._hooks:
             sizes |= hook.scalars
@@ -618,12 +612,16 @@ class LocalUpdateMethod(Loop, ABC):
         return self._has_finished
 
     def _deliver_scalars(self) -> None:
-        """Gives the sums to the hooks. On a GPU they arrive one round later, so the host does not wait."""
+        """Gives the sums to the hooks. On a GPU they arrive one round later, so the host does not wait.
+
+        Elastic workers do wait: after a loss they would otherwise receive the sums of a round in different rounds.
+        """
         if not self._on_reduced_scalars and CHANGED not in self._scalars.sizes:
             return
         allreduce, processes = self._allreduce, self._total_world_size
         info = ReductionInfo(allreduce.launched - 1, processes, allreduce.world_size, self._generation)
-        if arrived := self._readback.exchange(self._scalars.place * processes, info):
+        numbers = self._scalars.place * processes
+        if arrived := self._readback.exchange(numbers.cpu() if allreduce.is_elastic else numbers, info):
             sums = self._scalars.named(arrived[0])
             self._note_changes(sums)
             for on_reduced_scalars in self._on_reduced_scalars:

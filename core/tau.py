@@ -319,6 +319,7 @@ class TauHook(Hook):
         self.tuner, self.chooses = tuner, tuner.given is None
         self.decision: TauDecision | None = None
         self._decided: TauDecision | None = None  # takes effect at the end of the round
+        self._timed: list[bool] = []  # elastic: at each place, whether the last sums had a worker's times
 
     def before_allreduce(self) -> None:
         m = self.method
@@ -330,16 +331,22 @@ class TauHook(Hook):
     def on_reduced_scalars(self, sums: Mapping[str, Sequence[float]], info: ReductionInfo) -> None:
         times = [t * info.workers / info.total_world_size for t in sums["times"]]  # the ranks of a node share a place
         step, allreduce, boundary, waited = (times[0::NUMBERS], times[1::NUMBERS], times[2::NUMBERS], times[3::NUMBERS])
+        before, self._timed = self._timed, [a * b > 0 for a, b in zip(step, allreduce, strict=True)]
+        if self.method._allreduce.is_elastic and any(before) and before != self._timed:
+            # A worker has left or joined. All find that in the same sums. The next times may include the change.
+            self.tuner.measure_again()
+            return
         self._decided = self.tuner.receive(self.method._allreduce.launched, step, allreduce, boundary, waited)
 
     def on_round_end(self) -> None:
         self.decision, self._decided = self._decided, None
 
     def state_dict(self) -> Any:
-        return self.tuner.state_dict() | {"places": self.method._allreduce.places}
+        return self.tuner.state_dict() | {"places": self.method._allreduce.places, "timed": self._timed}
 
     def load_state_dict(self, state: Any) -> None:
         self.tuner.load_state_dict(state)
+        self._timed = state.get("timed", [])
         if state.get("places", places := self.method._allreduce.places) != places:  # an older version saved none
             self.tuner.measure_again()
 

@@ -45,8 +45,7 @@ class TextRecipe(Recipe):
     zeroth: Annotated[ZerothConfig, tyro.conf.arg(help="Settings of method zo.")] = field(default_factory=ZerothConfig)
     offload: bool = False
     """Keep CO2's outer state and its all-reduce in the host's memory, without a copy of the parameters on a GPU. With
-    method zo, keep the model's blocks on the host, with three at a time on the GPU; per_node workers upload a part
-    each."""
+    method zo, keep the model's blocks on the host, with three at a time on the GPU."""
     epoch_steps: int | None = None
     """Optimizer steps that count as an epoch. None means one pass over the data."""
     loader_workers: int = 0
@@ -79,8 +78,6 @@ class TextRecipe(Recipe):
     def _check_zeroth_order(self) -> None:
         """Refuses settings that zeroth-order steps would not use: gradients, and most settings of the optimizer."""
         unused = {"per_node": 1, "zero": 0, "recompute": False, "compile": False}
-        if self.offload:  # then the workers of a node share uploads
-            del unused["per_node"]
         for name, needed in unused.items():
             if (value := getattr(self, name)) != needed:
                 raise UserError(f"{name}={value!r} with method 'zo', which does not use it: leave it out")

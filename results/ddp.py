@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.report import mean_sd
+from bench.report import holm, mean_sd
 from bench.time_to_loss import ratio_of
 from training.plan.methods import Work
 
@@ -53,10 +53,9 @@ def ddp_seconds() -> Table:
     rates = sorted({run["rate_mbit"] for run in runs})
     methods = dict.fromkeys(run["method"] for run in runs)
     table: Table = [("method", *(f"{rate:g} Mbit/s" for rate in rates))]
-    for method, name in {**OVERLAPPED, **ACCUMULATED}.items():
-        if method in methods:
-            table.append((name, *(ratio_cell(of(runs, rate), method, "co2_auto", late=False) for rate in rates)))
-    return table
+    names = {method: name for method, name in {**OVERLAPPED, **ACCUMULATED}.items() if method in methods}
+    found = [[ratio_of(of(runs, rate), method, "co2_auto") for rate in rates] for method in names]
+    return table + [(name, *cells) for name, cells in zip(names.values(), bold(found), strict=True)]
 
 
 def read(name: str) -> list[Row]:
@@ -68,14 +67,23 @@ def of(runs: Sequence[Row], rate: float, method: str = "") -> list[Row]:
     return [run for run in runs if run["rate_mbit"] == rate and method in ("", run["method"])]
 
 
-def ratio_cell(runs: Sequence[Row], method: str, against: str, *, late: bool) -> str:
-    """The seconds of a method over another's, and how each missed the target: > is a lower bound, < an upper bound."""
-    found = ratio_of([*runs], method, against, late=late)
-    if found is None:
-        return ""
-    missed = found["missed"] > 0, found["against_missed"] > 0
-    bound = {(True, False): "> ", (False, True): "< ", (True, True): "~ "}.get(missed, "")
-    return f"{bound}{found['ratio']:.2f} ({found['low']:.2f}–{found['high']:.2f})"
+def bold(rows: Sequence[Sequence[Row | None]]) -> list[list[str]]:
+    """The cells of a family of comparisons, from `ratio_of`. Bold: not 1, with p < 0.05 after Holm's correction.
+
+    > is a lower bound, < an upper bound, and ~ neither, because a method missed the target.
+    """
+    family = [found for row in rows for found in row if found]
+    sure = [found for found, p in zip(family, holm([found["p"] for found in family]), strict=True) if p < 0.05]
+
+    def cell(found: Row | None) -> str:
+        if found is None:
+            return ""
+        missed = found["missed"] > 0, found["against_missed"] > 0
+        bound = {(True, False): "> ", (False, True): "< ", (True, True): "~ "}.get(missed, "")
+        text = f"{bound}{found['ratio']:.2f} ({found['low']:.2f}–{found['high']:.2f})"
+        return f"**{text}**" if any(found is each for each in sure) else text
+
+    return [[cell(found) for found in row] for row in rows]
 
 
 GPUS = {"H100": 989e12, "A100": 312e12, "RTX 4090": 165e12}  # peak FLOP/s in bfloat16, dense, as their makers say

@@ -168,14 +168,9 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
 
 def streamed(model: nn.Module) -> float:
-    """Returns the bytes that language.zeroth.blocks.BlockStream holds: three blocks, and all parameters outside blocks.
-
-    A copy of the largest module outside blocks comes on top if it is larger than a block.
-    """
+    """Returns the bytes that language.zeroth.blocks.BlockStream holds: three blocks, and twice all other parameters."""
     blocks = [size_of(block.parameters()) for block in blocks_of(model)]
-    block = max(blocks, default=0)
-    alone = max((size_of(m.parameters(recurse=False)) for m in model.modules()), default=0)
-    return size_of(model.parameters()) - sum(blocks) + 3 * block + (alone if alone > block else 0)
+    return 2 * (size_of(model.parameters()) - sum(blocks)) + 3 * max(blocks, default=0)
 
 
 def lines(memory: Memory, recipe: Recipe) -> Iterator[str]:

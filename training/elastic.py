@@ -138,9 +138,10 @@ class Elastic:
     def begin(self, trained: Trained, samples: int, epoch: int) -> float:
         """Joins the other workers and loads their state. Returns the seconds of training that led to it."""
         self._trained = trained
-        tau, every = self.method.tau, self.run.recipe.interval("eval_every", epoch)[0]
+        r, setting = self.run.recipe, "tau_max" if self.run.recipe.co2.tau == "auto" else "tau"
+        tau, every = getattr(r.co2, setting), r.interval("eval_every", epoch)[0]
         if every <= tau:
-            smaller = " or a smaller --co2.tau" if tau > 1 else ""
+            smaller = f" or a smaller --co2.{setting}" if tau > 1 else ""
             raise UserError(
                 f"elastic with an evaluation every {every} steps and rounds of {tau}: workers join where nothing is "
                 f"evaluated; give a larger --eval_every{smaller}"

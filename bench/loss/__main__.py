@@ -216,7 +216,8 @@ class Rows:
     def __init__(self, path: Path):
         self.path = path
         self.source = {"commit": commit(), "torch": version("torch")}  # as of now, when the code is read
-        self.runs: dict[str, Row] = {}
+        self.runs: dict[str, Row] = {}  # the last row of each plan
+        self.repeated: dict[str, list[Row]] = {}  # all of them
         self.choices: dict[tuple[Any, ...], Row] = {}
         try:
             data = path.read_bytes() if path.exists() else b""
@@ -236,6 +237,7 @@ class Rows:
     def _add(self, row: Row) -> None:
         if row["kind"] == "run":
             self.runs[key_of(row)] = row
+            self.repeated.setdefault(key_of(row), []).append(row)
         else:
             self.choices[tuple(row[name] for name in (*GROUP, "asked"))] = row
 
@@ -250,6 +252,9 @@ class Rows:
 
     def find(self, plan: Plan) -> Row | None:
         return self.runs.get(key_of(describe(plan)))
+
+    def all_of(self, plan: Plan) -> list[Row]:
+        return self.repeated.get(key_of(describe(plan)), [])
 
     def add_run(self, plan: Plan, result: Row) -> Row:
         row = describe(plan) | result | {"date": time.strftime("%Y-%m-%d %H:%M:%S")} | self.source

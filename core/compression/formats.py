@@ -3,7 +3,6 @@
 | format | bytes per block | each element |
 |---|---|---|
 | bfloat16 | 512 | rounded to 8 significant binary digits; no scale, because it has float32's range |
-| float16 | 4 + 512 | s times a float16: 11 digits down to 2^-29 of the block's largest; no tiny block flushes to 0 |
 | int8 | 4 + 256 | s q, q in -127 ... 127, s = the block's largest magnitude / 127 |
 | int4, int2 | 4 + 32 B | s q, q in -L ... L, L = 2^(B - 1) - 1, s = the block's largest magnitude / L; B bits |
 
@@ -11,8 +10,8 @@ The B bits of q + L + 1 of the elements i, i + 32 B, i + 2 x 32 B, ... share a b
 bits.
 
 The scale s leads its block, as float32. A bfloat16 scale would save 2 bytes in 132 at best, but it must be rounded up,
-which costs more precision than it saves. float16's scale is a power of two. 8-bit optimizers have such symmetric scales
-(Dettmers et al., ICLR 2022), and a nonlinear map.
+which costs more precision than it saves. 8-bit optimizers have such symmetric scales (Dettmers et al., ICLR 2022), and
+a nonlinear map. Only L-GreCo uses int2.
 
 NaN, infinity and a float64 beyond float32's range stay visible. All 256 elements of their block decode to non-finite
 numbers, or in bfloat16 the element itself does.
@@ -25,13 +24,14 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-NarrowFormat = Literal["float32", "bfloat16", "float16", "int8", "int4", "int2"]
-NARROW_FORMATS: tuple[NarrowFormat, ...] = get_args(NarrowFormat)
+UniformFormat = Literal["float32", "bfloat16", "int8", "int4"]
+NarrowFormat = UniformFormat | Literal["int2"]
+NARROW_FORMATS: tuple[UniformFormat, ...] = get_args(UniformFormat)
 
 BLOCK = 256  # elements
 INTS: tuple[NarrowFormat, ...] = ("int8", "int4", "int2")
 BITS = {compression: int(compression.removeprefix("int")) for compression in INTS}
-BLOCK_BYTES = {"bfloat16": 2 * BLOCK, "float16": 4 + 2 * BLOCK} | {w: 4 + BLOCK // 8 * b for w, b in BITS.items()}
+BLOCK_BYTES = {"bfloat16": 2 * BLOCK} | {w: 4 + BLOCK // 8 * b for w, b in BITS.items()}
 LEVELS = {compression: (1 << bits - 1) - 1 for compression, bits in BITS.items()}
 
 
@@ -54,20 +54,20 @@ def encode(x: Tensor, compression: str, *, lost: Tensor | None = None) -> Tensor
     """
     if compression == "bfloat16":
         payload = x.float().to(torch.bfloat16).view(torch.uint8)
+        if lost is not None:
+            lost.sub_(decode(payload, compression, lost.dtype))
     else:
         blocks = x.reshape(-1, BLOCK)
-        scale = _scales(blocks, compression)[:, None]
+        # On a CPU amax and amin take a tenth of vector_norm's time. abs: devices differ in the sign of max(0, -0).
+        top = torch.maximum(blocks.amax(1), -blocks.amin(1)).float().abs()
+        # CUDA divides by a plain number inexactly, by its reciprocal
+        scale = (top / top.new_full((), LEVELS[compression]))[:, None]
         q = blocks / scale.masked_fill(scale == 0, 1.0)  # a block of zeros
-        if compression == "float16":
-            body = q.to(torch.float16).view(torch.uint8)
-        else:
-            q.round_().clamp_(-LEVELS[compression], LEVELS[compression])
-            if lost is not None:
-                lost.view(q.shape).sub_(q.to(lost.dtype) * scale)
-            body = q.to(torch.int8).view(torch.uint8) if compression == "int8" else _pack(q, BITS[compression])
+        q.round_().clamp_(-LEVELS[compression], LEVELS[compression])
+        if lost is not None:
+            lost.view(q.shape).sub_(q.to(lost.dtype) * scale)
+        body = q.to(torch.int8).view(torch.uint8) if compression == "int8" else _pack(q, BITS[compression])
         payload = torch.cat([scale.view(torch.uint8), body], dim=1).view(-1)
-    if lost is not None and compression not in INTS:
-        lost.sub_(decode(payload, compression, lost.dtype))
     return payload
 
 
@@ -87,27 +87,8 @@ def decode(payload: Tensor, compression: str, dtype: torch.dtype = torch.float32
     blocks = payload.view(-1, BLOCK_BYTES[compression])
     scale = blocks[:, :4].clone().view(torch.float32)
     body = blocks[:, 4:]
-    if compression == "float16":
-        y = body.clone().view(torch.float16).to(dtype)
-    else:
-        y = body.view(torch.int8).to(dtype) if compression == "int8" else _unpack(body, BITS[compression]).to(dtype)
+    y = body.view(torch.int8).to(dtype) if compression == "int8" else _unpack(body, BITS[compression]).to(dtype)
     return y.mul_(scale).view(-1)
-
-
-def _scales(blocks: Tensor, compression: str) -> Tensor:
-    """Returns the scales, float32 [blocks]: not finite for a block that is not, and 0 for a block of zeros.
-
-    A block whose numbers are below float32's range counts as zeros.
-    """
-    top = torch.maximum(blocks.amax(1), -blocks.amin(1)).float()  # on a CPU a tenth of vector_norm's time
-    top = top.abs()  # devices differ in the sign of the maximum of 0 and -0
-    if compression != "float16":
-        return top / top.new_full(
-            (), LEVELS[compression]
-        )  # CUDA divides by a plain number inexactly, by its reciprocal
-    exponent = torch.frexp(top).exponent.clamp(min=-111) - 15  # the largest lands in [2^14, 2^15)
-    power = ((exponent + 127) << 23).view(torch.float32)  # 2^exponent by its bits: pow() is not exact on every device
-    return torch.where(torch.isfinite(top), power, top)
 
 
 def _pack(q: Tensor, bits: int) -> Tensor:

@@ -72,16 +72,13 @@ def decoded(at, live, D: tl.constexpr, HEAD: tl.constexpr, BITS: tl.constexpr):
         live: Whether each block exists, [blocks].
         D: Type of the result.
         HEAD: Bytes of the scale, 0 with bfloat16.
-        BITS: Bits of an element, 16 for both floats.
+        BITS: Bits of an element.
     """
     i = tl.arange(0, 256)[None, :]
     mask = live[:, None]
     if BITS == 16:
         bits = tl.load((at + HEAD).to(tl.pointer_type(tl.int16))[:, None] + i, mask=mask, other=0)
-        if HEAD == 0:
-            values = (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True).to(D)
-        else:
-            values = bits.to(tl.float16, bitcast=True).to(D)
+        values = (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True).to(D)
     elif BITS == 8:
         values = tl.load((at + HEAD).to(tl.pointer_type(tl.int8))[:, None] + i, mask=mask, other=0).to(D)
     else:
@@ -105,25 +102,13 @@ def largest(values):
 
 
 @triton.jit
-def float_encoded(values, at, live, HEAD: tl.constexpr):
-    """Stores blocks as bfloat16 or float16. Returns the values that they decode to."""
-    into = (at + HEAD).to(tl.pointer_type(tl.int16))[:, None] + tl.arange(0, 256)[None, :]
-    if HEAD == 0:
-        narrow = values.to(tl.float32)
-        narrow = rounded(narrow, tl.bfloat16)
-        bits = tl.where(narrow == narrow, narrow.to(tl.int32, bitcast=True) >> 16, 0x7FC0)
-        tl.store(into, bits.to(tl.int16), mask=live[:, None])
-        back = (bits << 16).to(tl.float32, bitcast=True).to(values.dtype)
-    else:
-        top = largest(values)
-        exponent = top.to(tl.int32, bitcast=True) >> 23  # brings the largest into [2^14, 2^15)
-        power = tl.where(top == 0, 112, tl.where(exponent > 15, exponent - 14, 1)) << 23
-        scale = tl.where(exponent < 255, power.to(tl.float32, bitcast=True), top)
-        tl.store(at.to(tl.pointer_type(tl.float32)), scale, mask=live)
-        narrow = divided(values, scale.to(values.dtype)[:, None]).to(tl.float32).to(tl.float16)
-        tl.store(into, narrow.to(tl.int16, bitcast=True), mask=live[:, None])
-        back = narrow.to(values.dtype) * scale.to(values.dtype)[:, None]
-    return back
+def float_encoded(values, at, live):
+    """Stores blocks as bfloat16. Returns the values that they decode to."""
+    into = at.to(tl.pointer_type(tl.int16))[:, None] + tl.arange(0, 256)[None, :]
+    narrow = rounded(values.to(tl.float32), tl.bfloat16)
+    bits = tl.where(narrow == narrow, narrow.to(tl.int32, bitcast=True) >> 16, 0x7FC0)
+    tl.store(into, bits.to(tl.int16), mask=live[:, None])
+    return (bits << 16).to(tl.float32, bitcast=True).to(values.dtype)
 
 
 @triton.jit
@@ -169,7 +154,7 @@ def sent(
         moved = tl.full(place.shape, tl.load(moved_ptr), tl.int32) != 0
         values = tl.where(moved, kept, values)
     if BITS == 16:
-        back = float_encoded(values, at, live, HEAD)
+        back = float_encoded(values, at, live)
     else:
         back = int_encoded(values, at, live, HEAD, BITS)
     if FEEDBACK:

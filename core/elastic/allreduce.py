@@ -23,7 +23,6 @@ from ..buckets import copy
 from ..comm import AsyncAllReduce, Stage, sum_flats
 from ..errors import CollectiveError, env_number
 from ..local_update import LocalUpdateMethod
-from ..stats import AsyncReadback
 from .members import AGREED, SENT, SUMMED, Came, Members, Report, WorkersChanged, agreed
 from .reducers import ElasticReducer
 
@@ -183,8 +182,6 @@ class ElasticAllReduce(AsyncAllReduce):
         assert self.members.group is not None
         self.group, self.rank = self.members.group, self.members.rank
         self.timed_groups = [self.group]
-        # A newcomer on a GPU cannot read the next reduction's scalars yet, so no worker reads them.
-        self.owner._readback = AsyncReadback()
         known = [r for r in reports if r is not None]
         latest = max((r["launched"] for r in known), default=self.launched)
         self._act = max([self._act, *(r["act"] for r in known if r["act_phase"] == AGREED)])

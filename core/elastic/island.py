@@ -26,7 +26,6 @@ from ..errors import env_number
 from ..hooks import Requests
 from ..local_update import CHANGED
 from ..shares import Votes
-from ..stats import AsyncReadback
 from ..testing.link import SlowAllReduce
 from .allreduce import ElasticAllReduce
 from .joining import Classes, ElasticCO2, Joining
@@ -150,8 +149,7 @@ class IslandAllReduce(ElasticAllReduce):
             m.generation, m.names, m.planned = leader["members"]
             self.rank = m.rank * self.island.size + self.island.rank
             self.world_size, owner._reducer.scale = leader["workers"]
-            if owner._generation != leader["changes"]:  # see adopt
-                owner._generation, owner._readback = leader["changes"], AsyncReadback()
+            owner._generation = leader["changes"]
         if leader["reports"] is not None:
             self.on_change(leader["reports"])
         return leader

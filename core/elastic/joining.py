@@ -142,15 +142,11 @@ class Joining(Hook):
 
 def check_elastic(config: Any) -> None:
     """Raises UserError for settings of a CO2Config that elastic workers do not support."""
-    if config.tau == "auto":
-        raise UserError(
-            "elastic does not go with tau='auto': a worker that joins has not measured the times from which the others "
-            "choose; give a number of local steps"
-        )
     if config.compression.format not in (*NARROW_FORMATS, "auto"):
         raise UserError(
-            f"elastic does not go with compression.format={config.compression.format!r}: its choices follow from sums "
-            "of all earlier rounds, which a worker that joins lacks; give a uniform format"
+            f"elastic does not go with compression.format={config.compression.format!r}: a round that a loss "
+            "interrupts is sent again, and L-GreCo's residuals, sums, factors and choices have changed by then, so "
+            "that undoing it would keep two more copies of the parameters; give a uniform format"
         )
 
 
@@ -213,7 +209,7 @@ def elastic_co2(
 
     Args:
         params: As for CO2.
-        config: As for CO2. tau auto and compression lgreco are refused. Compression auto means float32.
+        config: As for CO2. Compression lgreco is refused. Compression auto means float32.
         members: The worker's generation, see Members.
         buffers: As for CO2.
         timeout: As for CO2.
@@ -237,7 +233,7 @@ def elastic_co2(
     make = functools.partial(classes.slow_allreduce, link=link) if link else classes.allreduce
     args = CommonArgs(buffers=buffers, timeout=timeout, hooks=hooks)
     allreduce = functools.partial(make, members=members)
-    built = build_args(c, args, schedule, with_times=False, allreduce=allreduce)
+    built = build_args(c, args, schedule, allreduce=allreduce)
     joining = classes.joining(members, at_once=c.delay == 0)
     built["hooks"].insert(0, joining)
     built["reducer"] = functools.partial(make_reducer, c.compression)

@@ -16,7 +16,6 @@ from core.local_update import Loop
 from core.methods import MethodArgs, MethodSpec, Settings, register
 from core.stats import RoundStats
 from training.optim import lent_rate
-from training.workers import make_mesh
 
 from .blocks import BlockStream
 from .order import Loss, ZerothConfig, ZerothOrder
@@ -123,9 +122,7 @@ def of_run(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, blocks:
     if r.offload:
         if not blocks:
             raise UserError("offload: the model has no list of blocks that could be uploaded one by one: leave it out")
-        node = make_mesh(run.device, r.per_node, r.zero, r.timeout)
-        share = node.get_group("shard") if node is not None else None
-        options["make_forward"] = functools.partial(BlockStream, blocks=blocks, device=run.device, share=share)
+        options["make_forward"] = functools.partial(BlockStream, blocks=blocks, device=run.device)
     return Zeroth(model, r.zeroth, requests=run.requests, **options)
 
 

@@ -383,7 +383,6 @@ class Forward(Protocol):
     """Measures losses at perturbed weights, and decides where the weights are stored."""
 
     pending: list[Update]
-    share: dist.ProcessGroup | None  # workers that must make equally many passes
 
     def losses(self, loss: Loss, step: int, signs: tuple[int, ...]) -> list[Tensor | float]: ...
     def apply(self, update: Update) -> None: ...
@@ -392,33 +391,45 @@ class Forward(Protocol):
 
 
 class ScratchCopy:
-    """Keeps all weights on their device, with one copy to perturb. Applies each update at once."""
+    """Keeps all weights on their device, with one copy to perturb. Applies each update at once.
 
-    def __init__(self, model: nn.Module, weights: Weights):
+    Args:
+        model: The model.
+        weights: Its trained parameters.
+        params: The parameters to perturb and update. None: all trained parameters.
+    """
+
+    def __init__(self, model: nn.Module, weights: Weights, params: Sequence[nn.Parameter] | None = None):
         self._model, self._weights = model, weights
-        self._scratch = [torch.empty_like(p, requires_grad=False) for p in weights.params]
+        self._params = weights.params if params is None else params
+        self._scratch = [torch.empty_like(p, requires_grad=False) for p in self._params]
         self.pending: list[Update] = []  # always empty
-        self.share: dist.ProcessGroup | None = None
 
     def losses(self, loss: Loss, step: int, signs: tuple[int, ...]) -> list[Tensor | float]:
         """loss(model) at W + sign eps z for each sign."""
         found = []
-        live = [p.data for p in self._weights.params]
         for sign in signs:
-            for i, (w, scratch) in enumerate(zip(live, self._scratch, strict=True)):
-                self._weights.perturb(i, w, scratch, step, sign)
-            try:
-                for p, scratch in zip(self._weights.params, self._scratch, strict=True):
-                    p.data = scratch
+            with self.perturbed(step, sign):
                 found.append(loss(self._model))
-            finally:
-                for p, w in zip(self._weights.params, live, strict=True):
-                    p.data = w
         return found
 
+    @contextlib.contextmanager
+    def perturbed(self, step: int, sign: int) -> Iterator[None]:
+        """A context in which the model's parameters are W + sign eps z."""
+        live = [p.data for p in self._params]
+        for p, scratch in zip(self._params, self._scratch, strict=True):
+            self._weights.perturb(self._weights.numbers[id(p)], p.data, scratch, step, sign)
+        try:
+            for p, scratch in zip(self._params, self._scratch, strict=True):
+                p.data = scratch
+            yield
+        finally:
+            for p, w in zip(self._params, live, strict=True):
+                p.data = w
+
     def apply(self, update: Update) -> None:
-        for i, p in enumerate(self._weights.params):
-            self._weights.update(i, p.data, update)
+        for p in self._params:
+            self._weights.update(self._weights.numbers[id(p)], p.data, update)
 
     def flush(self) -> None:
         """Does nothing, because no update is deferred here."""
@@ -586,8 +597,6 @@ class ZerothOrder(Loop):
     def _measure(self, loss: Loss, count: float, step: int, signs: tuple[int, ...]) -> list[float]:
         """This worker's summed losses at each side. 0 for a side that another worker measures."""
         sides = [0.0, 0.0]
-        if not count and self._forward.share is not None:
-            raise UserError("count=0: a worker that shares uploads measures at every step; give each some samples")
         if count:
             for sign, value in zip(signs, self._forward.losses(loss, step, signs), strict=True):
                 if isinstance(value, Tensor) and value.numel() != 1:

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from bench import regimes
+from bench.loss.__main__ import Rows
 from bench.regimes import (
     BLOCKING,
     DDP,
@@ -20,6 +21,7 @@ from bench.regimes import (
     curve,
     hidden,
     line,
+    of_rows,
 )
 from bench.report import TUNING_SEED
 from core import UserError
@@ -71,6 +73,17 @@ def test_the_best_of_both_kinds_are_compared_on_other_seeds():
     assert found.than_ddp == pytest.approx([(1 + 2 - 2 / 3) * 1.02**2 / 1.01**4] * 3)
     assert found.than_plain_ddp == pytest.approx([3 * 1.02**2 / 1.01**4] * 3)
     assert line(found)[1:4] == ("tau 384", "1%", "tau 6, 2 steps late") and line(found)[-1] == "-0.2 %"
+
+
+def test_a_plan_with_several_rows_counts_with_their_mean(tmp_path: Path):
+    files = [Rows(tmp_path / name) for name in ("a.jsonl", "b.jsonl")]
+    for file, value in zip((files[0], files[0], files[1]), (1.0, 2.0, 6.0), strict=True):
+        result = {"loss": value, "loss_of_mean": value, "seconds": 1.0, "device": "cpu", "trajectory": []}
+        file.add_run(DDP.plan("bytes", 0), result)
+    for rows in (files, [Rows(file.path) for file in files]):
+        assert of_rows("bytes", rows)(DDP, 0, 2000) == 3.0
+    files[1].add_run(DDP.plan("bytes", 0), result | {"loss": None})
+    assert of_rows("bytes", files)(DDP, 0, 2000) is None
 
 
 def test_every_run_can_be_made_and_the_tuning_seed_is_not_reported(tmp_path: Path):

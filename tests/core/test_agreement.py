@@ -87,7 +87,7 @@ def test_replicas_that_drift_apart_are_noticed_and_made_equal_again(rank: int, w
             for number in range(3 * longest):
                 if drift and number == 3 and "outer_iterate" in method._state:
                     method._allreduce.drain()
-                    method._state["outer_iterate"][0].mul_(1 + 1e-6)
+                    (method._share.g if mesh else method._state["outer_iterate"])[0].mul_(1 + 1e-6)
                 with torch.no_grad():
                     params[0].sub_(0.01 * torch.sin(params[0] + (0 if mesh else rank)))
                 method.step()

@@ -30,9 +30,7 @@ from training.data import generator
 
 NARROW: tuple[Any, ...] = NARROW_FORMATS[1:]
 INT = {"int8": 8, "int4": 4, "int2": 2}
-BITS = {"bfloat16": 16.0, "float16": 16 + 1 / 8} | {
-    compression: bits + 1 / 8 for compression, bits in INT.items()
-}  # an element
+BITS = {"bfloat16": 16.0} | {compression: bits + 1 / 8 for compression, bits in INT.items()}  # an element
 
 
 def block(*values: float, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -90,17 +88,6 @@ def test_int8_bytes_by_hand():
     values = decode(payload, "int8").view(3, BLOCK)
     assert values[0, :5].tolist() == [-63.5, 63.5, 0.0, 0.5, -0.5]
     assert not values[1].any() and values[2, :2].tolist() == [254.0, 4.0]
-
-
-def test_float16_keeps_what_a_plain_cast_would_flush():
-    tiny = block(1.5e-9, 3e-12)
-    assert not tiny.to(torch.float16).any()
-    assert through(tiny, "float16")[:2].tolist() == pytest.approx([1.5e-9, 3e-12], rel=2**-11)
-    huge = block(1e30, -3e25)
-    assert through(huge, "float16")[:2].tolist() == pytest.approx([1e30, -3e25], rel=2**-11)
-    payload = encode(block(1.0, -0.75), "float16")  # 1 = 2^-14 x 2^14
-    assert payload[:4].view(torch.float32).item() == 2.0**-14
-    assert payload[4:8].clone().view(torch.float16).tolist() == [2.0**14, -0.75 * 2**14]
 
 
 def test_bfloat16_is_the_plain_cast():
@@ -296,7 +283,7 @@ def test_one_worker_alone_sees_the_same_as_one_in_a_group():
 
 BASE = Settings(tau=2, outer_momentum=0.4, outer_lr=0.5, clip=0.1)
 CONFIGS = [BASE, *(replace(BASE, compression=w, error_feedback=f) for w, f in WAYS)]
-AT_ONCE = [replace(c, gap="none", delay=0) for c in CONFIGS if c.compression in ("float32", "float16", "int4")]
+AT_ONCE = [replace(c, gap="none", delay=0) for c in CONFIGS if c.compression in ("float32", "bfloat16", "int4")]
 WITHIN = {"float32": 0.0, "bfloat16": 3e-3, "float16": 4e-4, "int8": 1e-2, "int4": 0.15, "int2": 1.2}
 
 
@@ -412,8 +399,7 @@ def test_one_workers_nan_reaches_nobody(rank: int):
             p.sub_(torch.linspace(0, 1, 2000))
             p[1300] = float("nan") if rank == 1 else 1.0
         co2.step()
-        half_a_level = 1 / 2 if compression == "int2" else 0.073
-        torch.testing.assert_close(p.detach(), want, rtol=0, atol=1.1 * half_a_level)
+        torch.testing.assert_close(p.detach(), want, rtol=0, atol=1.1 * 0.073)  # half a level
 
 
 @pytest.mark.parametrize("other", [{"compression": "float32"}, {"compression": "int8", "error_feedback": False}])
@@ -424,7 +410,7 @@ def test_a_checkpoint_of_another_wire_is_refused(other: dict[str, Any]):
             reader.load_state_dict(writer.state_dict())
 
 
-BLOCKS = {"bfloat16": 512, "float16": 516, "int8": 260, "int4": 132, "int2": 68}
+BLOCKS = {"bfloat16": 512, "int8": 260, "int4": 132}
 LARGE = 1 << 20  # elements, of which headers and padding are next to nothing
 
 
@@ -468,7 +454,7 @@ def loopback_bytes() -> int:
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_bytes_sent_by_hand(world_size: int):
-    """Blocks of 256 cost 512, 516, 260, ... 68 bytes; twice (n - 1) / n of them; and 8 + n scalars a peer: finished,
+    """Blocks of 256 cost 512, 260 or 132 bytes; twice (n - 1) / n of them; and 8 + n scalars a peer: finished,
     steps, weight, two checksums and their squares, the square of what is sent, and a verdict of each."""
     numel = 10_000
     blocks = -(-numel // (256 * world_size))  # a worker

@@ -7,7 +7,6 @@ import random
 import signal
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ from core import CO2, CO2Config, CompressionConfig, testing
 from core.elastic.allreduce import ElasticAllReduce
 from core.elastic.joining import elastic_co2
 from core.elastic.members import Members, Over
-from core.stats import AsyncReadback
+from core.tau import NUMBERS, TauHook, TauTuner
 from tests import problems
 from tests.problems import flat, sgd_step
 
@@ -37,15 +36,18 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def train(folder, settings, deaths, comes="", pace=0.0, steps=STEPS) -> None:
+def train(folder, settings, deaths, comes="", pace=0.0, steps=STEPS, waits_at=WAITS_AT) -> None:
     """One worker of the problem; `deaths`: name -> (where, when). Writes its trace, by round, at the end.
 
-    comes: a worker that is started later; the others wait once until it is about to join.
+    comes: a worker that is started later, and waits until the others are at step `waits_at`. There they wait once until
+    it is about to join.
     """
     worker = Worker(settings)
     where, when = deaths.get(worker.name, ("", 0))
     hook(worker.allreduce, where, when)
     if worker.name == comes:
+        while not Path(folder, "reached").exists():
+            time.sleep(0.01)
         Path(folder, "came").touch()
     try:
         worker.joined = worker.joining.join(lambda: worker.begin(Path(folder, "start.pt")))
@@ -53,7 +55,8 @@ def train(folder, settings, deaths, comes="", pace=0.0, steps=STEPS) -> None:
         return
     while worker.step < steps:
         time.sleep(pace)
-        while comes and worker.step == WAITS_AT and not Path(folder, "came").exists():
+        while comes and worker.step == waits_at and not Path(folder, "came").exists():
+            Path(folder, "reached").touch()
             time.sleep(0.05)
         worker.take_step(where, when)
         if where == "saved" and worker.method._local_steps == 0 and worker.method.rounds == when:
@@ -100,6 +103,9 @@ class Worker:
         self.counted: dict[int, int] = {}  # round -> workers; so on
         self.excluded: dict[int, int] = {}
         self.closed: dict[int, int] = {}  # its step
+        self.taus: dict[int, int] = {}  # tau of the next round
+        if settings.get("tau") == "auto":
+            say_times(method.hook(TauHook).tuner, self.rank)
         self.trace: dict[int, Any] = {}  # the outer iterate
 
     def take_step(self, where: str, when: int) -> None:
@@ -115,12 +121,13 @@ class Worker:
         if self.method.step():
             self.trace[self.method.rounds] = flat(self.method._state["outer_iterate"]).tolist()
             self.closed[self.method.rounds] = self.step
+            self.taus[self.method.rounds] = self.method.tau
             if where == "boundary" and self.method.rounds == when:
                 die()
 
     def end(self) -> dict[str, Any]:
         """What is written at the end, as JSON holds it."""
-        kept = ("name", "joined", "trace", "closed", "sizes", "counted", "excluded")
+        kept = ("name", "joined", "trace", "closed", "taus", "sizes", "counted", "excluded")
         return {"x": flat(self.params).tolist()} | {key: getattr(self, key) for key in kept}
 
     def begin(self, saved: Path) -> None:
@@ -139,6 +146,19 @@ class Worker:
         self.counted[self.method.rounds] = self.allreduce.world_size
         self.excluded[self.method.rounds] = self.method.stats.excluded
         return result
+
+
+def say_times(tuner: TauTuner, rank: int) -> None:
+    """Lets a worker say that its steps take 10 ms, and its all-reduces 20 ms times its rank + 1."""
+    measure = tuner.write_times
+
+    def write_times(*args: Any) -> None:
+        measure(*args)
+        mine = args[-1].view(-1, NUMBERS)[rank]
+        if mine[:2].all():
+            mine.copy_(torch.tensor([0.01, 0.02 * (rank + 1), 0.0, 0.0]))
+
+    tuner.write_times = write_times
 
 
 def hook(flight: ElasticAllReduce, where: str, when: int) -> None:
@@ -168,17 +188,6 @@ def run(tmp_path: Path, workers: int, settings: dict[str, Any], deaths: dict[str
     return status, ends
 
 
-def test_what_came_late_before_others_joined_is_heard_by_nobody():
-    """On a GPU a landing is heard a round later, of which a newcomer knows nothing."""
-    before = AsyncReadback()
-    owner = SimpleNamespace(_readback=before, _generation=0)
-    flight = SimpleNamespace(
-        members=SimpleNamespace(group=object(), rank=0), owner=owner, launched=3, _act=0, _changed=lambda reports: None
-    )
-    ElasticAllReduce.adopt(flight, [None])  # pyright: ignore[reportArgumentType]
-    assert owner._readback is not before and owner._generation == 1
-
-
 def check_equal(ends: dict[str, Any]) -> None:
     """All that came to the end hold the same parameters, and held the same outer iterates on the way, at one step."""
     first = next(iter(ends.values()))
@@ -187,6 +196,7 @@ def check_equal(ends: dict[str, Any]) -> None:
         for number in end["trace"].keys() & first["trace"].keys():
             assert end["trace"][number] == first["trace"][number], number
             assert end["closed"][number] == first["closed"][number], number
+            assert end["taus"][number] == first["taus"][number], number
 
 
 PAPER = {"tau": 3}
@@ -230,6 +240,19 @@ def test_one_that_comes_back_joins(tmp_path: Path, settings: dict[str, Any]):
     assert status == 0 and set(ends) == {"0.1", "1.0", "2.0"}
     assert ends["0.1"]["joined"] and len(ends["1.0"]["sizes"][-1][1]) == 3
     check_equal(ends)
+
+
+@pytest.mark.parametrize("settings", [PAPER, KEEP], ids=["paper", "keep"])
+def test_all_choose_the_same_tau_from_the_times_of_those_who_are_there(tmp_path: Path, settings: dict[str, Any]):
+    """Worker 0's all-reduces are the shortest, which count: without it, the others need more steps."""
+    deaths = {"0.0": ("local", 10)}
+    auto = settings | {"tau": "auto", "tau_max": 12}
+    status, ends = run(tmp_path, 3, auto, deaths, restarts=1, comes="0.1", pace=0.02, steps=170, waits_at=60)
+    assert status == 0 and set(ends) == {"0.1", "1.0", "2.0"} and ends["0.1"]["joined"]
+    check_equal(ends)
+    calibrated, few, many, again = [tau for tau, _ in itertools.groupby(ends["1.0"]["taus"].values())]
+    assert calibrated == 2 < few == again < many
+    assert {few, many} <= {*ends["0.1"]["taus"].values()}, "it decides with the others, not from times of its own"
 
 
 def train_plainly(rank, world_size, settings, saved, saves_at=0) -> tuple[list[float], Any]:

@@ -222,18 +222,6 @@ def test_which_pass_runs_where(monkeypatch):
     assert type(make_outer_step([torch.zeros(2, device="meta")], *on_gpu)) is OuterStep
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_by_hand(kind):
-    p = torch.nn.Parameter(torch.tensor([1.0, 2.0, 3.0]))
-    d, x, m = torch.tensor([[4.0, 8.0, -80.0], [2.0, 2.0, 2.0], [1.0, -3.0, 0.0]]).unbind()
-    seen = kind([p], d, x, m).run(Rule(0.5, 0.5, 1.0, 2.0, 0.5, delta_rms=torch.tensor(1.0)))
-    # Delta = [2, 4, -40], Lambda = [2, 4, 1], beta m + Delta / Lambda = [1.5, -0.5, -40], clipped at 2
-    assert m.tolist() == [1.5, -0.5, -2.0]
-    assert d.tolist() == [1.0, 0.0, -1.0]
-    assert x.tolist() == p.tolist() == [1.25, 2.25, 3.0]
-    assert seen.tolist() == [6.5, 7.0, 4.0, 1.0]
-
-
 def test_many_small_tensors_share_a_segment():
     params, d, x, m = make(torch.float32, [(5,)] * 3000)
     tested = FusedOuterStep(params, d, x, m)

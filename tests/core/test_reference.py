@@ -59,15 +59,6 @@ def test_nesterov_does_not_escape_its_limit(beta: float):
     assert ends[0] < 1e-4 and ends[1] > 1e3
 
 
-def test_nesterov_by_hand():
-    """One worker, beta = 1/2, alpha = 1: Delta is 2, then 2 again; m = 2, then 3, and the steps are 1 + 2, 3/2 + 2."""
-    ref = LateReference(torch.zeros(1, 1).double(), 1, 1.0, 0.5, "none", None, nesterov=True)
-    for _ in range(3):
-        ref.x -= 2.0
-        ref.local_step()
-    assert [rows.item() for rows in ref.restarts] == [0.0, -3.0, -6.5]
-
-
 PLAIN = {"alpha": 1.0, "beta": 0.0, "gap": "none", "phi": None}
 
 
@@ -186,15 +177,6 @@ def test_with_keep_only_the_momentum_is_late():
         y = y - ref.deltas[t] + beta * momentum
         momentum = beta * momentum - (ref.deltas[t - 1] if t else 0.0)
         torch.testing.assert_close(restart.mean(0), y, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("delay", [0, None])
-def test_mix_with_kappa_1_is_outer(delay: int | None):
-    options: dict[str, Any] = {"tau": 3, "delay": delay, "beta": 0.3, "gap": "elementwise"}
-    (outer, rows), (mix, mixed) = moved(11, **options), moved(11, **options, merge="interpolate", kappa=1.0)
-    torch.testing.assert_close(torch.stack(rows), torch.stack(mixed), rtol=0, atol=1e-12)
-    outer.finish(), mix.finish()
-    torch.testing.assert_close(outer.x, mix.x, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("merge", ["restart", "keep_local"])

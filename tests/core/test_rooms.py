@@ -1,4 +1,5 @@
-"""Who may import whom, read from the source: core's base knows nothing above it, and core imports torch alone."""
+"""Read from the source: who may import whom (core's base knows nothing above it, and core imports torch alone), and how
+many lines a room may have."""
 
 import ast
 import re
@@ -171,3 +172,39 @@ def test_a_fresh_import_loads_nothing_of_the_harness():
     run = subprocess.run([sys.executable, "-c", FRESH], capture_output=True, text=True, cwd=ROOT)
     assert run.returncode == 0, run.stderr
     assert "core" in run.stdout.split() and not HARNESS & set(run.stdout.split())
+
+
+BUDGETS = {
+    "core": 9566,  # the files of the folder itself
+    "core/compression": 1825,
+    "core/doctor": 604,
+    "core/elastic": 1509,
+    "core/integrations": 1240,
+    "core/testing": 225,
+    "training": 8101,
+    "language": 5828,
+    "pointcloud": 1332,
+    "segmentation": 1520,
+    "vision": 1422,
+    "bench": 7636,
+    "results": 2127,
+    "examples": 630,
+    "tests": 39778,
+}
+"""Room -> the lines that its Python files may have. Cutting lowers a number; only a reason raises one."""
+
+
+def lines_of_rooms() -> dict[str, int]:
+    """The lines of each room: of core's own files, of each folder in it, of each other folder."""
+    lines = dict.fromkeys(BUDGETS, 0)
+    for path in (path for top in (*PACKAGES, "examples", "tests") for path in (ROOT / top).rglob("*.py")):
+        folders = path.relative_to(ROOT).parts[:-1]
+        room = "/".join(folders[: 2 if folders[0] == "core" else 1])
+        lines[room] = lines.get(room, 0) + len(path.read_text().splitlines())
+    return lines
+
+
+def test_a_room_keeps_its_budget():
+    over = {room: lines for room, lines in lines_of_rooms().items() if lines > BUDGETS.get(room, 0)}
+    found = "\n".join(f"{room} has {lines} lines, its budget is {BUDGETS.get(room, 0)}" for room, lines in over.items())
+    assert not over, f"{found}\nCut, or raise the number in BUDGETS and give the reason in the commit message."

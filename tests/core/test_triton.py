@@ -269,7 +269,7 @@ def rounds(compression: Any, dtype: torch.dtype, feedback: bool, device: str) ->
 @pytest.mark.parametrize(
     ("dtype", "feedback"), [(torch.float32, True), (torch.float32, False), (torch.float64, True)], ids=str
 )
-@pytest.mark.parametrize("compression", NARROW_FORMATS[1:])
+@pytest.mark.parametrize("compression", [*NARROW_FORMATS[1:], "int2"])
 def test_bytes_means_and_errors_are_the_plain_codecs(compression, dtype, feedback, device, monkeypatch):
     monkeypatch.setattr(quantized, "has_triton", lambda device: False)
     plain = rounds(compression, dtype, feedback, device)
@@ -288,8 +288,8 @@ def test_bytes_means_and_errors_are_the_plain_codecs(compression, dtype, feedbac
         {},
         {"delay": 0, "gap": "none"},
         {"delay": 1, "merge": "keep_local", "gap": "norm", "compression": "int4"},
-        {"delay": 1, "merge": "interpolate", "gap": "none", "compression": "float16"},
-        {"merge": "interpolate", "mix": 0.3, "compression": "int2"},
+        {"delay": 1, "merge": "interpolate", "gap": "none", "compression": "bfloat16"},
+        {"merge": "interpolate", "mix": 0.3, "compression": "int8"},
     ],
     ids=str,
 )
@@ -327,7 +327,7 @@ def reduction_launches(compression: Any, numel: int, workers: int, monkeypatch: 
 
 
 @pytest.mark.triton
-@pytest.mark.parametrize("compression", NARROW_FORMATS[1:])
+@pytest.mark.parametrize("compression", [*NARROW_FORMATS[1:], "int2"])
 def test_a_reduction_queues_as_few_kernels_however_large_the_model_and_many_the_workers(compression, monkeypatch):
     """A segment is 256 elements here, so that 2^20 are 4096 segments: 6 x 10^10 parameters on a GPU."""
     monkeypatch.setattr(quantized, "SEGMENT", 256)
@@ -349,7 +349,7 @@ def compile_the_wire_formats() -> None:
     ways = [(compression, torch.float32, True, {}) for compression in NARROW_FORMATS[1:]]
     ones = {"workers": 1, "blocks": 1, "numel": 1}
     ways += [("int4", torch.float64, True, {}), ("int4", torch.float32, False, {}), ("int4", torch.float32, True, ones)]
-    for way in (*ways, ("float16", torch.float64, True, {})):
+    for way in (*ways, ("int2", torch.float32, True, {}), ("bfloat16", torch.float64, True, {})):
         compile_the_wire_format(*way)
 
 

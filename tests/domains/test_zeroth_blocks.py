@@ -1,22 +1,17 @@
-"""Blocks that pass through the device one at a time, also shared out in a node: the same losses and weights."""
+"""Blocks that pass through the device one at a time: the same losses and weights."""
 
 import contextlib
 import functools
-import itertools
-import threading
-import time
 from collections.abc import Callable
-from datetime import timedelta
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from core import CollectiveError, UserError
+from core import UserError
 from core.testing import run_distributed
 from language.zeroth import ZerothConfig, ZerothOrder
-from language.zeroth.blocks import BlockStream, Passes
+from language.zeroth.blocks import BlockStream
 
 BLOCKS = 4
 
@@ -103,23 +98,6 @@ def test_streamed_blocks_give_the_same_bits(shape: tuple[int, int]):
     assert compared(0, 1, ZerothConfig(weight_decay=0.1 if shape == (BLOCKS, 1) else 0.0), *shape)
 
 
-def test_blocks_may_lie_in_mapped_files(tmp_path):
-    """Where the model does not fit the host's memory, either: they hold the weights as they are after a flush."""
-    numbers, plain = itertools.count(), Model()
-
-    def in_file(n: int) -> Tensor:
-        return torch.from_file(str(tmp_path / str(next(numbers))), shared=True, size=n, dtype=torch.uint8)
-
-    whole, (model, zo, _) = ZerothOrder(plain, lr=0.1), streamed(ZerothConfig(), make_host=in_file)
-    for step in range(3):
-        both_step(step, zo, whole)
-    zo.flush()
-    assert same(model, plain)
-    for i, block in enumerate(plain.blocks):
-        weight = torch.frombuffer(bytearray((tmp_path / str(i)).read_bytes()), dtype=torch.float32)
-        assert torch.equal(weight[: block[0].weight.numel()], block[0].weight.flatten())
-
-
 def test_streamed_blocks_give_the_same_bits_in_a_pair():
     assert run_distributed(compared, 2, ZerothConfig(weight_decay=0.1)) == [True, True]
 
@@ -164,7 +142,7 @@ def test_between_steps_the_model_computes_with_all_that_was_put_off():
     with zo.inference(), whole.inference():
         for _ in range(2):
             assert torch.equal(loss_of(model, batch(7)), loss_of(plain, batch(7)))
-    assert stream.window.upload.bytes - uploaded == 2 * sum(b.nbytes for b in stream.blocks) + stream.blocks[0].nbytes
+    assert stream.window.upload.bytes - uploaded == 2 * sum(b.nbytes for b in stream.blocks)
     with pytest.raises(ZeroDivisionError), zo.inference():
         hook = model.blocks[1].register_forward_hook(lambda *_: 1 / 0)
         model(batch(0))
@@ -174,49 +152,13 @@ def test_between_steps_the_model_computes_with_all_that_was_put_off():
     assert same(model, plain)
 
 
-def test_a_step_moves_each_block_once_each_way_and_three_lie_on_the_device():
-    model, zo, stream = streamed(ZerothConfig())
+def test_a_pass_uploads_each_block_once_and_a_step_offloads_it_once():
+    _, zo, stream = streamed(ZerothConfig())
     each = [block.nbytes for block in stream.blocks]
     for step in range(3):
         one_step(step, zo)
-    uploaded = stream.window.upload.bytes
-    assert uploaded == 3 * sum(each) + each[0], "both sides of a step share an upload; the next has begun"
+    assert stream.window.upload.bytes == 3 * 2 * sum(each)
     assert stream.window.offload.bytes == 2 * sum(each), "in the first step nothing had changed"
-    embedding = model.embed.weight.nbytes
-    assert embedding <= max(each)
-    assert stream.device_bytes == 3 * max(each), "the perturbed embedding finds room where no block computes"
-
-
-def test_both_passes_compute_in_the_callers_stream(monkeypatch):
-    """A thread begins on the first device, in its default stream."""
-    entered, used = [], object()
-    passes = Passes(torch.device("cuda"))
-    stream = contextlib.contextmanager(lambda s: iter([entered.append((threading.get_ident(), s))]))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: used)
-    monkeypatch.setattr(torch.cuda, "stream", stream)
-    assert passes.run(lambda: passes.number, 2) == [0, 1]
-    assert len({thread for thread, _ in entered}) == 2 and [s for _, s in entered] == [used, used]
-
-
-def test_what_of_a_large_embedding_is_held_beyond_the_window_is_counted():
-    model = Model()
-    model.embed = nn.Embedding(2000, 8)
-    model.head.weight = model.embed.weight
-    _, zo, stream = streamed(ZerothConfig(), model)
-    one_step(0, zo)
-    assert stream.device_bytes == 3 * max(b.nbytes for b in stream.blocks) + model.embed.weight.nbytes
-
-
-def test_uploads_hide_under_computation_that_outlasts_them():
-    model, zo, stream = streamed(ZerothConfig(), hold=lambda nbytes: time.sleep(0.02))
-    for block in model.blocks:
-        block.register_forward_hook(lambda *_: time.sleep(0.06))
-    shares, window = [], stream.window
-    for step in range(5):
-        before, uploaded = window.waited, window.upload.seconds
-        one_step(step, zo)
-        shares.append((window.waited - before) / (window.upload.seconds - uploaded))
-    assert min(shares[1:]) < 0.2, "the first block's, too; in one step at least, for other programs run beside"
 
 
 def test_a_run_resumes_where_updates_were_put_off():
@@ -318,7 +260,6 @@ def test_modules_of_no_block_may_lie_in_each_other():
         (lambda m: m.blocks.__delitem__(slice(None)), "no blocks to stream"),
         (lambda m: m.blocks.__setitem__(2, m.blocks[1]), "block 2 shares a tensor with block 1"),
         (lambda m: setattr(m.head, "weight", m.blocks[0][0].weight), "head shares a tensor with block 0"),
-        (lambda m: setattr(m, "scale", nn.Parameter(torch.ones(1))), "the model has tensors of its own beside blocks"),
     ],
 )
 def test_what_cannot_be_streamed_is_refused(spoil: Callable[[Model], None], message: str):
@@ -333,54 +274,3 @@ def test_blocks_in_another_order_are_refused():
     zo = ZerothOrder(model, lr=0.1, make_forward=make)
     with pytest.raises(UserError, match="block 3 is called after block -1: give `blocks` in the order"):
         one_step(0, zo)
-
-
-# -- workers of a node upload a part of each block, and send it to each other -----------------------------------------
-
-
-def sharing(rank: int, world_size: int) -> list[tuple[bool, list[int]]]:
-    """By config, whether the weights are as without sharing; bytes uploaded in two steps, and those of each block."""
-    return [shared(rank, world_size, c) for c in (ZerothConfig(), ZerothConfig(pairs=False))]
-
-
-def shared(rank: int, world_size: int, config: ZerothConfig) -> tuple[bool, list[int]]:
-    group = dist.new_group(list(range(world_size)), timeout=timedelta(seconds=60))
-    plain = Model()
-    whole = ZerothOrder(plain, config, lr=0.1, timeout=60)
-    model, zo, stream = streamed(config, share=group)
-    for step in range(4):
-        both_step(step, zo, whole)
-        if step == 1:
-            with zo.inference():
-                alike = [torch.equal(model(batch(9)), plain(batch(9))) for _ in range(rank)]  # unequally many
-            assert all(alike)
-            before = stream.window.upload.bytes
-    zo.finish()
-    whole.close()
-    zo.close()
-    return same(model, plain), [stream.window.upload.bytes - before, *(b.nbytes for b in stream.blocks)]
-
-
-def test_workers_of_a_node_upload_a_part_each():
-    """Two steps of two sweeps, and the third step's first block."""
-    for found in run_distributed(sharing, 3):
-        for alike, (uploaded, first, *rest) in found:
-            assert alike
-            sweeps = 4
-            assert 3 * uploaded == sweeps * (first + sum(rest)) + first
-
-
-def one_has_no_samples(rank: int, world_size: int) -> str:
-    group = dist.new_group([0, 1], timeout=timedelta(seconds=5))
-    _, zo, _ = streamed(ZerothConfig(pairs=False), share=group)
-    try:
-        zo.step(lambda m: loss_of(m, batch(0)), 4 * rank)
-    except (UserError, CollectiveError) as error:
-        return str(error)
-    return ""
-
-
-def test_a_worker_that_shares_uploads_must_measure():
-    first, second = run_distributed(one_has_no_samples, 2, expect_death=(0, 1))
-    assert first.startswith("count=0: a worker that shares uploads measures at every step")
-    assert second.startswith("rank 1: ")

@@ -2,10 +2,12 @@
 
 import ast
 import importlib.util
+import json
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -250,3 +252,25 @@ def test_the_paper_s_numbers_stand_apart_from_ours():
     for number in numbers:
         assert number in reported and number not in ours, number
     assert all(f"{n:.2f}" in reported for n in (*paper.GAP_PERPLEXITY.values(), *paper.SCALING_RATIO.values()))
+
+
+def test_every_commit_of_a_row_is_in_the_history_or_known_as_lost():
+    def commits(found: object) -> Iterator[str]:
+        if isinstance(found, dict):
+            yield from [found["commit"]] if isinstance(found.get("commit"), str) else []
+        for each in found.values() if isinstance(found, dict) else found if isinstance(found, list) else []:
+            yield from commits(each)
+
+    git = subprocess.run(["git", "rev-list", "HEAD"], cwd=RESULTS, capture_output=True, text=True)
+    history = git.stdout.split()
+    if len(history) < 100:
+        pytest.skip("a copy without the history")
+    named = {name for path in RESULTS.rglob("*.json*") for row in rows_of(path) for name in commits(row)}
+    named = {re.split(r"\W", name.strip())[0] for name in named}
+    gone = {name for name in named if not any(one.startswith(name) for one in history)}
+    assert gone == set((RESULTS / "lost_commits").read_text().split()) and len(named) > 50
+
+
+def rows_of(path: Path) -> list[object]:
+    text = path.read_text()
+    return [json.loads(line) for line in text.splitlines()] if path.suffix == ".jsonl" else [json.loads(text)]

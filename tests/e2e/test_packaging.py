@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 import tomllib
-from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -16,8 +15,6 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import training
-from tests import imports
-from tests.core.test_rooms import wanted
 from training import prepared
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -144,14 +141,6 @@ def test_make_lists_each_target_in_its_group_and_ci_runs_them():
     assert entries == [check.removesuffix(" .").removesuffix(" --check") for check in checks]
 
 
-@pytest.mark.parametrize("template", ["bug", "settings"])
-def test_issue_templates_ask_for_each_thing_once(template: str):
-    form = yaml.safe_load((ROOT / f".github/ISSUE_TEMPLATE/{template}.yml").read_text())
-    assert form["name"] and form["description"]
-    names = [field["id"] for field in form["body"] if field["attributes"]["label"]]
-    assert len(names) == len(form["body"]) == len(set(names))
-
-
 def test_citation_is_of_the_paper_that_the_readme_names():
     paper = yaml.safe_load((ROOT / "CITATION.cff").read_text())["preferred-citation"]
     author, readme = paper["authors"][0]["family-names"], (ROOT / "README.md").read_text()
@@ -209,39 +198,3 @@ def test_prepare_torchvision_leaves_a_gpu_build_alone(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.version, accelerator, "12.8")
     monkeypatch.setattr(prepared.importlib, "import_module", refuse)
     prepared.prepare_torchvision()
-
-
-def test_prepare_torchvision_passes_on_an_unknown_error(monkeypatch: pytest.MonkeyPatch):
-    def fail(name: str):
-        raise RuntimeError("something else")
-
-    monkeypatch.setattr(torch.version, "cuda", None)
-    monkeypatch.setattr(torch.version, "hip", None)
-    monkeypatch.setattr(prepared.importlib, "import_module", fail)
-    with pytest.raises(RuntimeError, match="something else"):
-        prepared.prepare_torchvision()
-
-
-def test_the_project_has_no_import_circle():
-    graph = wanted()
-    assert len(graph) > 150
-    TopologicalSorter(graph).prepare()  # its error names the modules of a circle
-
-
-def test_a_circle_is_found_whatever_it_is_made_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Three modules: by a type-only import, by one inside a function, and by a relative one through a package."""
-    monkeypatch.setattr(imports, "ROOT", tmp_path)
-    monkeypatch.setattr(imports, "PACKAGES", ("a",))
-    texts = {
-        "a/__init__.py": "from .x import one\n",
-        "a/x.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from a import y\n",
-        "a/y.py": "def f():\n    import a.z\n",
-        "a/z.py": "from . import x\n",
-        "a/alone.py": "from a import y\n",
-    }
-    (tmp_path / "a").mkdir()
-    for name, text in texts.items():
-        (tmp_path / name).write_text(text)
-    with pytest.raises(CycleError) as found:
-        TopologicalSorter({Path(name): imports.needed(Path(name)) for name in texts}).prepare()
-    assert {*found.value.args[1]} == {Path(f"a/{name}.py") for name in "xyz"}

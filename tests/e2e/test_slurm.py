@@ -5,7 +5,6 @@ import importlib
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -136,15 +135,6 @@ def start(script: str, env: dict[str, str], *options: str) -> subprocess.Popen[s
 # -- the scripts themselves ---------------------------------------------------------------------------------------
 
 
-def test_each_task_has_a_script_for_each_cluster():
-    assert {str(path.relative_to(ROOT)) for path in (ROOT / "slurm").glob("*_*.sh")} == set(SCRIPTS)
-
-
-@pytest.mark.parametrize("script", [*SCRIPTS, "slurm/env.sh", "slurm/launch.sh", "slurm/task.sh"])
-def test_bash_can_parse_it(script: str):
-    subprocess.run(["bash", "-n", script], cwd=ROOT, check=True, timeout=60)
-
-
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_it_asks_for_its_cluster_for_a_log_and_for_a_signal_before_the_end(script: str):
     asked, cluster = directives(script), Path(script).stem.split("_")[1]
@@ -160,24 +150,6 @@ def test_scripts_differ_in_their_directives_alone():
         task, cluster = Path(script).stem.split("_")
         code = [line for line in (ROOT / script).read_text().splitlines() if line and not line.startswith("#")]
         assert code == [f'source slurm/task.sh {task} {cluster} "$@"']
-
-
-def test_a_trial_of_another_length_has_a_folder_of_its_own():
-    lines = (ROOT / "slurm/README.md").read_text().splitlines()
-    trials = [line for line in lines if "sbatch" in line and "--epochs" in line]
-    assert trials and all("OUT=" in line for line in trials)
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_slurm_accepts_it(script: str):
-    if not shutil.which("sbatch"):
-        pytest.skip("Slurm is not installed: no sbatch")
-    if subprocess.run(["scontrol", "ping"], capture_output=True, timeout=60).returncode:
-        pytest.skip("Slurm is installed, but no controller answers")
-    result = subprocess.run(["sbatch", "--test-only", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    if "node configuration is not available" in result.stderr:
-        pytest.skip(f"this cluster is smaller: {result.stderr.strip()}")
-    assert result.returncode == 0, result.stderr
 
 
 # -- what they start ----------------------------------------------------------------------------------------------
@@ -610,11 +582,6 @@ def test_the_container_sees_all_that_is_read_and_written_and_where_links_lead(ki
         assert f"{tmp_path}/co2.sif" in words
     assert mounts.rpartition("=")[2].split(",") == [*(f"{path}:{path}" for path in sorted(folders)), "/opt/a:/b"]
     assert (tmp_path / "runs" / "a").is_dir(), "what is not there cannot be mounted"
-
-
-def test_a_registrys_image_goes_to_pyxis_by_its_name(tmp_path: Path):
-    assert submit(in_container(tmp_path, CONTAINER="me/co2:1")).returncode == 0
-    assert "--container-image=me/co2:1" in (tmp_path / "srun_line").read_text().splitlines()
 
 
 def test_srun_may_begin_anywhere_without_a_container_too(tmp_path: Path):

@@ -27,6 +27,6 @@ def test_a_module_imports_the_library_of_its_name(tmp_path: Path) -> None:
     (tmp_path / "co2_training").symlink_to(ROOT / "core")
     with Ranks("transformers.trainer", "lightning.pytorch") as ranks:
         (bases,) = ranks(installed, 1, str(tmp_path))
-    assert bases["accelerate"][1] == "co2_training.co2"
-    assert bases["lightning"][1] == "lightning.pytorch.strategies.ddp"
-    assert bases["transformers"][1] == "transformers.trainer_callback"
+    assert "co2_training.co2" in bases["accelerate"]
+    assert "lightning.pytorch.strategies.ddp" in bases["lightning"]
+    assert "transformers.trainer_callback" in bases["transformers"]
