@@ -111,7 +111,7 @@ def read_run(folder: Path) -> Finished | str:
     """The run in `folder`, or why it does not count."""
     try:
         config, summary = (parse_json((folder / name).read_text()) for name in ("config.json", "summary.json"))
-        settings = todays_names(flat(config["recipe"]))
+        settings = flat(config["recipe"])
         if "stopped_by_signal" in summary:
             return f"it was stopped at step {summary['steps']}"
         samples = (warm_rate(folder) or summary["steps_per_second"]) * settings["batch_size"]
@@ -156,7 +156,7 @@ def read_kept(folder: Path) -> list[Finished]:
         try:
             for row in json.loads(path.read_text()):
                 name, of, workers, commit = (row.pop(key) for key in ("folder", "settings", "workers", "commit"))
-                _check_types(run := Finished(Path(name), todays_names(of), workers, commit, row))
+                _check_types(run := Finished(Path(name), of, workers, commit, row))
                 found.setdefault(name, run)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{path} is damaged ({error!r}): take it from the repository, or remove it") from None
@@ -175,41 +175,6 @@ def _check_types(run: Finished) -> None:
         raise TypeError(f"{wrong[0]}={values.get(wrong[0], run.results.get(wrong[0]))!r}"[:100])
 
 
-GONE = {
-    "co2.sync_steps": 0,
-    "co2.update": "fast",
-    **{f"{compression}.rounding": "nearest" for compression in ("co2.compression", "ddp_compression")},
-    **{
-        f"{compression}.lgreco.{share}": 1.0
-        for compression in ("co2.compression", "ddp_compression")
-        for share in ("share", "time_share")
-    },
-    "schedule": [],
-    "sampling": "tiled",
-    "loss": "chamfer",
-}
-"""Settings of earlier versions, each with the value that has no effect."""
-
-
-MERGES = {"outer": "restart", "mix": "interpolate", "keep": "keep_local"}
-
-
-def todays_names(settings: dict[str, Any]) -> dict[str, Any]:
-    """Renames the settings of an older run to their names of today."""
-    named, was_delayed = dict[str, Any](), settings.get("method") == "delayed"
-    for key, value in settings.items():
-        key = key.replace("ddp_wire.", "ddp_compression.").replace("co2.wire.", "co2.compression.")
-        if was_delayed:
-            named["co2.nesterov" if key == "delayed.nesterov" else key] = value
-        elif not key.startswith("delayed."):  # another method's
-            named[key] = value
-    if was_delayed:
-        named["method"] = "co2"
-    if "co2.merge" in named:
-        named["co2.merge"] = MERGES.get(named["co2.merge"], named["co2.merge"])
-    return named
-
-
 def idle_settings(method: str) -> set[str]:
     """The settings, and the groups of settings, that do not affect a run with this method."""
     return of_other_methods(method) | (set() if spec_of(method).reads_co2 else {"co2"})
@@ -226,7 +191,6 @@ def differences(run: Finished, row: Row, metric: Metric | None, local: bool) -> 
     given = with_defaults(run.settings, type(recipe))
     free = FREE | {"batch_size", "co2.tau"} | {k for k in wanted.keys() | given.keys() if k.split(".")[0] in idle}
     free -= overrides.keys() | ({"co2.tau"} if row.tau or local else set())
-    given = {key: value for key, value in given.items() if key in wanted or key not in GONE or value != GONE[key]}
     for of in (wanted, given):
         if weights := of.get("pretrained"):
             of["pretrained"] = Path(weights).name  # it holds the hash that a run checks

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from bench import regimes
-from bench.loss.__main__ import todays_names
 from bench.report import holm, mean_ratio
 from bench.report import mean_sd as with_sd
 from bench.report import table as markdown
@@ -51,14 +50,8 @@ def filled(text: str) -> str:
 
 @functools.cache
 def load(name: str) -> Any:
-    text = (RESULTS / name).read_text().replace(":wire=", ":compression=")  # the option's older name
-    if not name.endswith("l"):
-        return json.loads(text)
-    rows = [json.loads(line) for line in text.splitlines()]
-    for row in rows:
-        if "options" in row:
-            todays_names(row)
-    return rows
+    text = (RESULTS / name).read_text()
+    return [json.loads(line) for line in text.splitlines()] if name.endswith("l") else json.loads(text)
 
 
 def select(rows: Iterable[Row], **same: Any) -> list[Row]:
@@ -327,8 +320,7 @@ def losses(
     same = {key: choice[key] for key in ("task", "method", "lr", "workers", "batch", "steps", "shards")}
     same |= {"tau": tau} if choice["method"] != "ddp" else {}
     runs = select((row for row in rows if row["kind"] == "run"), split="test", **same)
-    both = lambda run: run["options"].keys() & choice["options"].keys()  # noqa: E731
-    return {r["seed"]: r["loss"] for r in runs if all(r["options"][k] == choice["options"][k] for k in both(r))}
+    return {run["seed"]: run["loss"] for run in runs if run["options"] == choice["options"]}
 
 
 def against(mine: Losses, other: Losses) -> str:

@@ -15,7 +15,6 @@ import functools
 import itertools
 import json
 import math
-import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -192,27 +191,6 @@ def run(task: Task, plan: Plan, device: str = "cpu", eval_every: int = 0) -> Row
 
 GROUP = ("task", "workers", "batch", "steps", "tau", "shards", "clip", "tuning")  # a table's choices agree in these
 PLAN = ("task", "method", "options", "lr", "workers", "batch", "steps", "tau", "shards", "seed", "split", "clip")
-REMOVED = {  # options of older rows, with the value that has no effect
-    **{"clip_by": "element", "policy": "penalty", "taylor": 0.5},
-    **{"fragments": 1, "first_every": 0, "second_every": 0},
-}
-MERGES = {"outer": "restart", "mix": "interpolate", "keep": "keep_local"}  # of older rows, and their names now
-
-
-def todays_names(row: Row) -> None:
-    """Renames the merges and options of an older row to their names of today."""
-    if "wire" in row["options"]:
-        row["options"] = {"compression" if key == "wire" else key: value for key, value in row["options"].items()}
-    if "merge" in row["options"]:
-        row["options"]["merge"] = MERGES.get(row["options"]["merge"], row["options"]["merge"])
-    if "asked" in row:
-        row["asked"] = row["asked"].replace("wire=", "compression=")
-        row["asked"] = re.sub(r"(?<=\bmerge=)[\w|]+", lambda found: _merges(found[0]), row["asked"])
-
-
-def _merges(values: str) -> str:
-    """Renames the merges in VALUE|VALUE."""
-    return "|".join(MERGES.get(value, value) for value in values.split("|"))
 
 
 def describe(plan: Plan) -> Row:
@@ -257,11 +235,6 @@ class Rows:
                 raise UserError(f"{what}; mend or remove it, or name another file") from None
 
     def _add(self, row: Row) -> None:
-        row.setdefault("clip", "task")  # an older row
-        todays_names(row)
-        given = {key: value for key, value in row["options"].items() if REMOVED.get(key) != value}
-        defaults = METHODS[row["method"]].options if row["method"] in METHODS else {}
-        row["options"] = defaults | given  # an option newer than the row had its default value
         if row["kind"] == "run":
             self.runs[key_of(row)] = row
             self.repeated.setdefault(key_of(row), []).append(row)

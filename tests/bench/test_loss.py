@@ -11,7 +11,7 @@ from torch import nn
 
 from bench.loss import __main__ as command
 from bench.loss import tasks
-from bench.loss.__main__ import Options, Plan, Rows, Stack, parse, run, search, todays_names, train
+from bench.loss.__main__ import Options, Plan, Rows, Stack, parse, run, search, train
 from bench.loss.methods import CompressedMean, make_mean, mean
 from bench.loss.tasks import (
     TASKS,
@@ -269,27 +269,6 @@ def test_ddp_is_the_same_at_any_tau(tmp_path: Path, tiny: Task):
     search(replace(o, tau=4), rows)
     assert [row["method"] for row in rows.runs.values()] == ["ddp", "ddp", "local", "local", "local", "local"]
     assert rows.table().count("| ddp | ddp | 0.1 | 1 | 2 | ") == 2
-
-
-def test_a_row_that_is_older_than_an_option_or_of_a_removed_method_is_read(tmp_path: Path, tiny: Task):
-    o = options(tmp_path, methods=("co2:beta=0",), lr_factors=(1.0,))
-    search(o, Rows(o.rows))
-    old = [json.loads(line) for line in o.rows.read_text().splitlines()]
-    for row in old:
-        del row["options"]["compression"]
-        row["options"] |= {"fragments": 1, "policy": "penalty"}  # had no effect
-    old.append(old[0] | {"task": "surfaces", "method": "des_loc", "options": {"first_every": 3}})  # removed since
-    o.rows.write_text("".join(json.dumps(row) + "\n" for row in old))
-    lines = o.rows.read_text()
-    search(o, rows := Rows(o.rows))
-    assert o.rows.read_text() == lines and len(rows.choices) == 2
-    assert "des_loc" not in rows.table(), "no run followed this choice"
-
-
-def test_a_row_with_a_merge_s_older_name_has_todays():
-    row = {"options": {"merge": "keep"}, "asked": "co2:merge=outer|keep,gap=none,delay=1|2"}
-    todays_names(row)
-    assert row == {"options": {"merge": "keep_local"}, "asked": "co2:merge=restart|keep_local,gap=none,delay=1|2"}
 
 
 def test_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture):

@@ -167,19 +167,6 @@ def test_a_run_older_than_a_field_had_its_default(tmp_path: Path):
     assert f"Not counted: {tmp_path / 'vit'}: repeats=1 in place of 3." in lines
 
 
-def test_a_run_with_a_setting_that_is_gone_counts_where_it_trained_as_without(tmp_path: Path):
-    for name, sync_steps in (("plain", 0), ("synchronised", 6)):
-        resnet50(tmp_path / name, 0.75)
-        gone = {"co2": {"sync_steps": sync_steps, "update": "fast"}, "delayed": {"taylor": 0.25}}
-        gone["slowmo"] = {"outer_lr": 0.9}  # another method's: defaults of these may change
-        for key, settings in gone.items():
-            edit(tmp_path / name, lambda config, key=key, of=settings: config["recipe"].setdefault(key, {}).update(of))
-        edit(tmp_path / name, lambda config: config["recipe"].update(schedule=[]))
-    lines = collected(tmp_path, "imagenet")
-    assert any(line.startswith("| ResNet-50 | co2 | 48 |") and "75.00" in line for line in lines)
-    assert f"Not counted: {tmp_path / 'synchronised'}: co2.sync_steps=6 in place of None." in lines
-
-
 def test_a_backbone_counts_by_its_name_wherever_it_lies(tmp_path: Path):
     name = "resnet50_v1c-2cccc1ad.pth"
     for folder, path in (("a", name), ("b", f"/weights/{name}"), ("c", "/weights/other.pth"), ("d", None)):
