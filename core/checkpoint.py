@@ -555,9 +555,8 @@ def save(
             tensors, NumPy arrays and numbers, paths, lists, tuples, sets and dicts are restored with their types.
             Named tuples, dataclasses and tensor subclasses need torch.serialization.add_safe_globals([the class])
             before save() and load().
-        light: Leaves out what a resume can do without: error-feedback residuals, which then start from zero, and the
-            optimizer's tensors of all workers but the first (with nodes: of all nodes but the first). The other
-            workers then resume with the first worker's.
+        light: Whether to leave out error-feedback residuals, which then start from zero, and the optimizer's tensors
+            of all workers but the first, or of all nodes but the first. The others resume with the first's.
 
     Returns:
         False if some worker's model is not finite: nothing was written, and the last checkpoint stays.

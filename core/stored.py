@@ -99,7 +99,7 @@ def unreadable(value: Any, remedy: str, weights_only: bool | None = True, path: 
 
     Args:
         value: A state. Containers other than dict, list and tuple count as one value.
-        remedy: What the user can do, with {} for the names of the classes.
+        remedy: The end of the message, with {} for the names of the classes.
         weights_only: As for torch.load.
         path: The value's path in a larger state.
     """
