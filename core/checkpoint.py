@@ -556,7 +556,7 @@ def save(
             Named tuples, dataclasses and tensor subclasses need torch.serialization.add_safe_globals([the class])
             before save() and load().
         light: Whether to leave out error-feedback residuals, which then start from zero, and the optimizer's tensors
-            of all workers but the first, or of all nodes but the first. The others resume with the first's.
+            of all workers but the first, or of all nodes but the first. All workers then resume with these tensors.
 
     Returns:
         False if some worker's model is not finite: nothing was written, and the last checkpoint stays.
