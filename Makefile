@@ -8,7 +8,6 @@ TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE=
 PYTEST := $(TEST_ENV) $(PY) -m pytest
 PYTEST_ARGS ?=
 CHAOS ?=
-FUZZ ?=
 SOAK ?=
 GPU ?=
 
@@ -87,11 +86,10 @@ docs: setup ## build the site into site/; a warning is an error
 	$(PY) -m mkdocs build --strict
 
 ##@ Measure
-gpu-report: ## costs and real loops on a GPU: rows of results/gpu.json (GPU="--parts costs")
+gpu-report: ## costs and hidden all-reduces on a GPU: rows of results/gpu.json (GPU="--parts costs")
 	$(if $(wildcard $(PY)),$(PY),$(PYTHON)) -m bench.gpu $(GPU)
 
-chaos: setup ## fuzz all commands, then kill workers, cut links, fill disks: results/chaos.json (hours; CHAOS="--kills 10 ..." and FUZZ="--cases 50" scale it)
-	OMP_NUM_THREADS=1 $(PY) -m bench.chaos.inputs $(FUZZ)
+chaos: setup ## kill workers, cut links, fill disks: results/chaos.json (hours; CHAOS="--kills 10 ..." scales it)
 	OMP_NUM_THREADS=1 $(PY) -m bench.chaos $(CHAOS)
 
 soak: setup ## elastic runs under all faults at once: results/soak_vision.json (two hours; SOAK="--minutes 20" scales it)

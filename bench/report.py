@@ -326,7 +326,6 @@ def run(
 # -- trainings over slow links ----------------------------------------------------------------------------------------
 
 
-FAST = 10_000.0  # Mbit/s: a link that does not slow, over which learning rates are chosen
 TUNING_SEED = 100  # of the runs that choose them; no figure uses it
 
 
@@ -338,11 +337,6 @@ def network(throttle: bool, workers: int, rate_mbit: float) -> contextlib.Abstra
 def of_link(throttle: bool) -> dict[str, Any]:
     """Describes the link in the JSON of a measurement. verified_mbit: rate -> the measured rate between two nodes."""
     return {"link": "throttled in software" if throttle else "namespaces + tbf", "verified_mbit": {}}
-
-
-def flags(values: Mapping[str, Any]) -> list[str]:
-    """The values as options of a command line."""
-    return [text for key, value in values.items() for text in (f"--{key}", str(value))]
 
 
 def write_to(log: Path) -> None:

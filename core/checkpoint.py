@@ -51,7 +51,8 @@ PATIENCE = 5.0  # seconds that a failing run waits for the checkpoint being writ
 def all_finite(tensors: Iterable[Tensor]) -> Tensor:
     """Returns whether all elements are finite: 0-d, on the first tensor's device. A DTensor's local shard counts."""
     local = [local_shard(t.detach()) for t in tensors if t.numel() and "float4" not in str(t.dtype)]  # always finite
-    wide = [t.float() if t.element_size() == 1 else t for t in local]  # aminmax does not support float8
+    # aminmax supports neither float8 nor empty tensors, as a rank's shard may be
+    wide = [t.float() if t.element_size() == 1 else t for t in local if t.numel()]
     ends = [torch.stack(torch.aminmax(t)).double() for t in wide]
     return torch.stack([e.to(ends[0].device) for e in ends]).isfinite().all() if ends else torch.tensor(True)
 

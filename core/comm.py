@@ -728,8 +728,7 @@ class Reducer:
         """Yields the stages of bucket `i` alone, after `turn` other buckets of this all-reduce."""
         if group is not None:
             flat, bucket = self.flats[i], self._of[i] if self._of else None
-            for part in [flat] if bucket is None or bucket.is_whole else bucket.sent(flat):
-                yield sum_flats([part], group)
+            yield sum_flats([flat] if bucket is None or bucket.is_whole else bucket.sent(flat), group)
 
 
 class ScatterReducer(Reducer):

@@ -8,12 +8,13 @@ import functools
 import json
 import re
 import statistics
+from argparse import ArgumentParser
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from bench import regimes
-from bench.loss.__main__ import MERGES, todays_names
+from bench.loss.__main__ import todays_names
 from bench.report import holm, mean_ratio
 from bench.report import mean_sd as with_sd
 from bench.report import table as markdown
@@ -30,6 +31,7 @@ Table = list[Sequence[str]]  # its titles, then its rows
 
 
 def main() -> None:
+    ArgumentParser("python -m results.pages", description=__doc__).parse_args()  # refuses any option
     for page in PAGES:
         page.write_text(filled(page.read_text()))
 
@@ -513,121 +515,9 @@ def rates() -> Table:
     return table
 
 
-# -- compression, lengths, gradient-free ----------------------------------------------------------------------------
-
-SLOW_LINKS = {
-    "ddp": "DDP, float32",
-    "ddp_int4": "DDP, int4",
-    "lgreco_int4": "DDP, L-GreCo at int4's error",
-    "ddp_rank4": "DDP, rank 4",
-    "torch_powersgd": "DDP, torch's PowerSGD, rank 4",
-    "accordion_rank4": "DDP, Accordion, rank 2 or 8",
-    "lgreco_rank4": "DDP, L-GreCo at rank 4's error",
-    "ddp_top1": "DDP, top-k 1 %",
-    "lgreco_top1": "DDP, L-GreCo at top-k's error",
-    "co2": "CO2, recommended settings (int4)",
-    "co2_lgreco_rank4": "CO2, L-GreCo at rank 4's error",
-}
-
-
-def slow_links() -> Table:
-    """Training a small GPT-2 over slow links: speed, final loss and bytes by compression."""
-    rows = load("slow_links.json")["rows"]
-    table: Table = [("method", "samples/s, 50 Mbit/s", "200 Mbit/s", "final loss", "MB a step and worker")]
-    for method, name in SLOW_LINKS.items():
-        slow, fast = (select(rows, method=method, rate_mbit=rate) for rate in (50.0, 200.0))
-        speeds = (mean_sd((r["samples_per_second"] for r in runs), ".0f") for runs in (slow, fast))
-        megabytes = statistics.fmean(r["bytes_a_step"] for r in slow) / 1e6
-        table.append((name, *speeds, mean_sd((r["loss"] for r in slow), ".3f"), f"{megabytes:.3f}"))
-    return table
-
-
-def bytes_to_a_loss() -> Table:
-    """Bytes of uniform and L-GreCo's compression until both have reached the higher of their last losses; one seed."""
-    rows = {row["method"]: row for row in load("slow_links_bytes.json")["rows"]}
-    titles = ("compression", "last loss: uniform", "L-GreCo", "MB to the higher loss: uniform", "L-GreCo", "ratio")
-    table: Table = [titles]
-    for name, kind in (("int4", "int4"), ("rank 4", "rank4"), ("top-k 1 %", "top1")):
-        pair = [rows[f"{by}_{kind}"]["evaluations"][:-1] for by in ("ddp", "lgreco")]  # the last one uses another text
-        last = [evaluated[-1][2] for evaluated in pair]
-        sent = [bytes_until(evaluated, max(last)) / 1e6 for evaluated in pair]
-        cells = (*(f"{loss:.3f}" for loss in last), *(f"{mb:.1f}" for mb in sent), f"{sent[0] / sent[1]:.2f}")
-        table.append((name, *cells))
-    return table
-
-
-def bytes_until(evaluated: Sequence[Sequence[float]], loss: float) -> float:
-    """Bytes until the held-out loss is `loss`, interpolated. evaluated: step, bytes sent and loss of each."""
-    for (_, sent, before), (_, later, after) in zip(evaluated, evaluated[1:], strict=False):
-        if before > loss >= after:
-            return sent + (later - sent) * (before - loss) / (before - after)
-    raise ValueError(f"the run never reaches a loss of {loss}")
-
-
-def zo_speed() -> Table:
-    """Steps a second of DistZO2 against one process, without its delayed form."""
-    rows = [row for row in load("zeroth.json")["speed"] if not row.get("delay")]
-    table: Table = [("workers", "forward pass of 500 ms", "60 ms")]
-    of = [{r["mesh"]: r["steps_per_second"] for r in select(rows, forward_ms=ms)} for ms in (500.0, 60.0)]
-    for mesh in dict.fromkeys(row["mesh"] for row in rows):
-        if all(mesh in found for found in of):
-            table.append((mesh, *(f"{found[mesh] / found['one process']:.2f} x" for found in of)))
-    return table
-
-
-def zo_memory() -> Table:
-    """The memory in which each method trains a 12-layer GPT-2, and the loss that it reaches with a 6-layer GPT-2."""
-    titles = ("method", "memory, 12 layers", "CPU seconds a step", "held-out loss, 6 layers", "next token right")
-    table: Table = [titles]
-    for memory in load("zeroth_limit.json")["memory"]:
-        if memory["shape"][0] == 12:
-            rows = [row for row in select(load("zeroth_limit.json")["rows"], way=memory["way"])]
-            rows = [row for row in rows if row["seed"] != TUNING_SEED]
-            right = f"{mean_sd(100 * r['accuracy'] for r in rows)} %" if rows else ""
-            learnt = mean_sd((r["loss"] for r in rows), ".3f") if rows else ""
-            fits = f"{memory['weights_mb'] * memory['limit']:.0f} MB"
-            table.append((memory["way"], fits, f"{memory['cpu_seconds_a_step']:.2f}", learnt, right))
-    return table
-
-
-def lengths() -> Table:
-    """Share of a round that the average worker waits for the slowest one, by how documents are dealt."""
-    ways = {"counts": "equal counts", "tokens": "equal tokens", "cut packing": "cut packing"}
-    ways |= {"round": "equal work over a round (ours)"}
-    table: Table = [("documents", *ways.values())]
-    for row in select(load("lengths.json")["rows"], tau=24, width=768, workers=16):
-        means = {way: [of[way] for of in row["mean"] if way in of] for way in ways}
-        shares = (f"{100 * statistics.fmean(found):.2f} %" if found else "" for found in means.values())
-        what = f"{row['documents']}, at most {row['positions']:,} tokens"
-        table.append((what, *shares))
-    return table
-
-
-def rings() -> Table:
-    """Seconds of a layer by other ways to split documents over a group of ranks, as multiples of our plan's seconds."""
-    rows = load("lengths_rings.json")["rows"]
-    ways = {"even": "even context parallelism", "grouped": "groups (FlexSP)", "whole": "whole documents"}
-    ways |= {"cut": "cut packing", "thresholds": "thresholds (Zeppelin)"}
-    ways = {way: name for way, name in ways.items() if way in rows[0]["seconds"]}
-    table: Table = [("link, Gbit/s", "documents", *ways.values())]
-    for link, law in dict.fromkeys((row["link"], row["law"]) for row in rows):
-        runs = [row["seconds"] for row in select(rows, link=link, law=law)]
-        table.append((f"{link:g}", law, *(mean_sd((run[way] / run["plan"] for run in runs), ".2f") for way in ways)))
-    return table
-
+# -- compression, gradient-free ----------------------------------------------------------------------------
 
 # -- costs, GPUs, faults --------------------------------------------------------------------------------------------
-
-
-def boundary_cpu() -> Table:
-    """One outer step on a CPU core."""
-    table: Table = [("parameters", "ms a boundary", "share of copy bandwidth")]
-    for row in select(load("boundary.json")["rows"], way="co2"):
-        if "seconds" in row:
-            took = statistics.median(row["seconds"])
-            share = row["bytes_moved"] / took / row["copy_bytes_per_second"]
-            table.append((f"{row['parameters'] / 1e6:,.0f} M", f"{1e3 * took:,.1f}", f"{share:.0%}"))
-    return table
 
 
 def nccl_hidden() -> Table:
@@ -659,7 +549,6 @@ def gpu_boundary() -> Table:
     for row in load("gpu.json")["rows"]:
         what, _, case = row["name"].partition(": ")
         figures, (rule, _, way) = row.get("figures") or {}, case.partition(", ")
-        rule = MERGES.get(rule, rule)
         if what == "a boundarys bytes a parameter" and rule in names:
             name, share = f"outer step, merge {names[rule]}, {ways[way]}", f"{figures['share of copy']:.0%}"
             table.append((name, f"{figures['ms']:.2f}", share, f"{figures['kernels']:.0f}"))
@@ -760,21 +649,15 @@ def refusals_by_number() -> dict[int, str]:
 
 
 SEARCHED = (("tau", "vision"), ("tau", "language"), ("clip", "vision"))
-MADE = (readme_seconds, throughput, cost_of_hiding, ingredients, larger_models, gpt2_small, rates, slow_links)
+MADE = (readme_seconds, throughput, cost_of_hiding, ingredients, larger_models, gpt2_small, rates)
 MADE += (
     grid,
     refusals,
     rule,
     ddp_steps,
     ddp_seconds,
-    bytes_to_a_loss,
-    zo_speed,
-    zo_memory,
-    lengths,
-    rings,
-    boundary_cpu,
-    gpu_boundary,
     nccl_hidden,
+    gpu_boundary,
 )
 TABLES: dict[str, Callable[[], Table]] = {
     **{make.__name__: make for make in (*MADE, hidden_diloco, muon, nodes_text, faults, stand_ins, tau_and_clip)},

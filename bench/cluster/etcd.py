@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from argparse import ArgumentParser
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -79,12 +80,12 @@ class LocalEtcd:
 
 
 def main() -> None:
-    if {"-h", "--help"} & {*sys.argv}:
-        print(__doc__)
-        return
+    parser = ArgumentParser("python -m bench.cluster.etcd", description=__doc__)
+    parser.add_argument("folder", nargs="?", help="where they keep data and logs; a temporary folder by default")
+    given = parser.parse_args().folder
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the members
     with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(sys.argv[1] if sys.argv[1:] else temporary)
+        folder = Path(given or temporary)
         folder.mkdir(parents=True, exist_ok=True)
         with LocalEtcd(folder) as etcd:
             print(f"three members run until Ctrl-C: --store {etcd.url}/NAME", flush=True)

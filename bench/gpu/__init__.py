@@ -1,4 +1,4 @@
-"""A report of a GPU: what the outer step and compression cost there, and whether real loops hide a slow collective.
+"""A report of a GPU: the cost of the outer step and of compression, and the share of an all-reduce that is hidden.
 
     make gpu-report                                   # on the machine that has the GPU
     make gpu-report GPU="--parts costs"
@@ -9,8 +9,7 @@ torch, so that several calls can share a short loan of a GPU. `--checks WORD` re
 WORD in their names.
 
 Both commands run without `make setup`, on a machine with python3, torch with CUDA and Triton, numpy, and pytest for the
-tests. The report also needs transformers, tokenizers, scikit-learn, timm, tensorboard and matplotlib, for real loops.
-Wheels of pure Python can serve for missing packages:
+tests. Wheels of pure Python can serve for missing packages:
 
     pip download --no-deps -c constraints.txt -d wheels tyro docstring_parser typeguard  # where there is a network
     export PYTHONPATH=$(printf '%s:' wheels/*.whl)

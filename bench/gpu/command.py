@@ -18,8 +18,8 @@ from core.errors import UserError
 from training.folder import version
 
 NAME = "gpu"
-Part = Literal["ranks", "costs", "loops"]
-PARTS: tuple[Part, ...] = ("ranks", "costs", "loops")
+Part = Literal["ranks", "costs"]
+PARTS: tuple[Part, ...] = ("ranks", "costs")
 SAME = ("commit", "device", "torch")  # of a row that is not measured again
 
 

@@ -1,4 +1,4 @@
-"""Several NCCL ranks on one GPU: bandwidth, hidden communication, and what a waiting collective costs local steps.
+"""Several NCCL ranks on one GPU: bandwidth, and hidden communication.
 
 The ranks have different values of NCCL_HOSTID, so they communicate over sockets on loopback, as machines would. They
 take turns on the GPU: a step takes longer than on a GPU of its own, and the link is as slow as a socket. Links of 10
@@ -287,70 +287,3 @@ def of_trace(kernels: list[dict[str, Any]]) -> dict[str, Any]:
     assert busy, f"{len(kernels)} kernels in the trace, none of NCCL's"
     blocks = sorted({e["args"]["grid"][0] for e in nccl if "grid" in e["args"]})
     return {"hidden, trace": 1 - exposed / busy, "NCCL kernels ms": busy / 1e3, "thread blocks": blocks}
-
-
-# -- a collective that waits ------------------------------------------------------------------------------------------
-
-
-@check("ranks")
-def ranks_steps_beside_a_waiting_collective(scope: Scope) -> dict[str, Any]:
-    """How much slower rank 0's steps are while an all-reduce waits for rank 1, by its thread blocks.
-
-    Rank 1's GPU work is nil then. Steps with and without the waiting kernel alternate.
-    """
-    return on_ranks(scope, beside_waiting)[0]
-
-
-def beside_waiting(rank: int, ranks: int, scope: Scope) -> dict[str, Any]:
-    device, figures = device_of(scope), {}
-    loop = Loop(scope, rank)
-    matrix = torch.randn(*(2 * [scope(8192, 32)]), device=device, dtype=torch.bfloat16)
-
-    def products() -> float:
-        began = time.perf_counter()
-        for _ in range(scope(12, 2)):
-            matrix @ matrix
-        scope.sync_stream()
-        return (time.perf_counter() - began) / scope(12, 2)
-
-    def steps() -> float:
-        began = time.perf_counter()
-        for _ in range(scope(16, 2)):
-            loop.step()
-        scope.sync_stream()
-        return (time.perf_counter() - began) / scope(16, 2)
-
-    flat = torch.ones(scope(1 << 24, 1 << 10), device=device)
-    for blocks in (1, 2, 4, 8, 16, 0):
-        options = None
-        if scope.cuda:
-            options = dist.ProcessGroupNCCL.Options()
-            options.is_high_priority_stream = True
-            if blocks:
-                options.config.min_ctas = options.config.max_ctas = blocks
-        group = dist.new_group(backend="nccl" if scope.cuda else "gloo", pg_options=options)
-        dist.all_reduce(flat, group=group)
-        scope.sync()
-        if rank == 0:
-            steps(), products()
-        ratios: list[tuple[float, float]] = []
-        for _ in range(3):
-            free, work = ((steps(), products()) if rank == 0 else (1.0, 1.0)), None
-            of_all(None)
-            if rank == 0:
-                work = dist.all_reduce(flat, group=group, async_op=True)
-                time.sleep(0.02)
-                waiting = steps(), products()
-                ratios.append((waiting[0] / free[0], waiting[1] / free[1]))
-                assert work is not None and not work.is_completed(), "the collective did not wait"
-            of_all(None)
-            work = work or dist.all_reduce(flat, group=group, async_op=True)
-            work.wait()
-            scope.sync()
-        if rank == 0:
-            name = f"{blocks} blocks" if blocks else "NCCL's own"
-            step, product = (statistics.median(r) - 1 for r in zip(*ratios, strict=True))
-            figures[name] = {"step slower": step, "product slower": product, "steps": [r[0] - 1 for r in ratios]}
-        of_all(None)
-        dist.destroy_process_group(group)
-    return figures

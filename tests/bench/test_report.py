@@ -15,9 +15,9 @@ import pytest
 from bench import report
 from bench.chaos.__main__ import CONFIGS, COUNTS, CRASHES, HARMS, Campaign, damage, plan, right, steps, table
 from bench.cluster import sent_bytes
-from bench.report import Metrics, Summary, flags, mean_sd, require
+from bench.report import Metrics, Summary, mean_sd, require
 from core import UserError
-from tests.scripts import Mistakes
+from tests.scripts import Mistakes, run_script
 
 
 @dataclass
@@ -93,9 +93,6 @@ def test_an_option_that_cannot_be_is_named(what: dict[str, Any], values: Any, sa
 
 # a case a line: the command, and what it says. FOLDER holds measurements
 CASES = """
-bench.boundary --sizes 0 => sizes=(0.0,): give one or more numbers
-bench.boundary --repeats 0 => repeats=0: give 1 or more
-bench.boundary --threads -1 => threads=-1: give a number of threads, or 0
 bench.cluster --rate 200 -- x => rate='200': give a number and one of kbit, mbit, gbit
 bench.cluster --rate 200MB -- x => rate='200MB'
 bench.cluster --rate -1mbit -- x => rate='-1mbit'
@@ -107,7 +104,7 @@ bench.cluster --rate 1mbit --nodes 1 --verify -- x => 2 or more
 bench.cluster --rate 1mbit --nics 0 -- x => nics=0
 bench.cluster --rate 1mbit => no command
 bench.cluster --rate 1mbit -- => no command
-bench.gpu --device cpu --checks birds => checks=birds: no measurement of ranks, costs, loops has that name
+bench.gpu --device cpu --checks birds => checks=birds: no measurement of ranks, costs has that name
 bench.scaling --workers 0 => workers=0: give a number above 0
 bench.scaling --workers 2 99999 => workers=99999: give up to 1024, because each is a process on this machine
 bench.scaling --rates 200 200 => rates=200.0 200.0: give one or more, each once
@@ -115,10 +112,6 @@ bench.scaling --seconds inf => seconds=inf: give a number above 0
 bench.scaling --methods co2 => methods: 'co2': ddp has no tau
 bench.scaling --throttle --out FOLDER => holds a measurement: choose another --out
 bench.grid --settings birds => settings: 'birds' does not exist
-bench.lengths --workers 1 => give 2 workers
-bench.lengths --rounds 0 => rounds=0
-bench.lengths --seeds 1 1 => seeds=1 1
-bench.lengths --parts => parts=
 bench.loss --tasks birds => tasks: 'birds' does not exist; choose among digits, cifar, bytes
 bench.loss --eval_every -1 => eval_every=-1: give 0 or more
 bench.loss --tau 0 => tau=0: give 1 or more
@@ -165,10 +158,20 @@ def test_a_mistake_is_one_line(mistake: Mistakes, tmp_path: Path, case: str):
     assert message.startswith("error: ") and said in message and message.count("\n") == 1, message
 
 
+@pytest.mark.parametrize("module", ["results.pages", "bench.cluster.etcd"])
+def test_a_command_prints_help_and_refuses_unknown_options(module: str, monkeypatch: pytest.MonkeyPatch, capsys: Any):
+    monkeypatch.setattr(Path, "write_text", lambda *_: pytest.fail("it wrote a file"))
+    for option, status, said in (("--help", 0, f"usage: python -m {module}"), ("--draw", 2, "--draw")):
+        with pytest.raises(SystemExit) as ended:
+            run_script(module, option)
+        printed = capsys.readouterr()
+        assert ended.value.code == status and said in printed.out + printed.err
+
+
 # -- metrics of a run, and the kernel's counters ----------------------------------------------------------------------
 
 
-def test_half_a_line_is_left_for_later_options_become_a_command_line_and_counters_are_the_interfaces(tmp_path: Path):
+def test_half_a_line_is_left_for_later_and_counters_are_the_interfaces(tmp_path: Path):
     path = tmp_path / "metrics.jsonl"
     metrics = Metrics(tmp_path)
     assert metrics.read() == []
@@ -177,7 +180,7 @@ def test_half_a_line_is_left_for_later_options_become_a_command_line_and_counter
     with open(path, "a") as file:
         file.write('ep": 2}\n{"step": 3}\n')
     assert metrics.read() == [{"step": 1}, {"step": 2}, {"step": 3}]
-    assert flags({"seed": 3, "optim.lr": 0.5}) == ["--seed", "3", "--optim.lr", "0.5"] and sent_bytes("lo") >= 0
+    assert sent_bytes("lo") >= 0
     with pytest.raises(OSError, match="no interface nonesuch0"):
         sent_bytes("nonesuch0")
 

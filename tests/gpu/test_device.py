@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from bench.gpu.slow import one_rank
 from bench.loss.__main__ import captured, vmap_gradient
 from core import CO2, CO2Config, CompressionConfig, LGrecoConfig, make_method
 from core.compression import formats
@@ -37,6 +36,7 @@ from tests.gpu.problem import (
     synchronisations,
     train,
 )
+from tests.gpu.slow import one_rank
 from tests.problems import Mean
 
 pytestmark = pytest.mark.gpu

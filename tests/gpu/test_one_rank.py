@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from bench.gpu.slow import Slow, asleep, one_rank
 from core import CO2, CO2Config, CompressionConfig, DivergedError, LocalSGD
 from core.hooks import forget
 from core.methods import DDP
@@ -37,6 +36,7 @@ from tests.gpu.problem import (
     synchronisations,
     train,
 )
+from tests.gpu.slow import Slow, asleep, one_rank
 from tests.problems import LateReference
 
 pytestmark = pytest.mark.gpu

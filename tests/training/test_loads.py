@@ -37,7 +37,6 @@ LOADS: dict[tuple[str, str], dict[str, bool]] = {
     # a base config of mmseg's own, which the project names itself
     ("segmentation/model.py", "mmengine.config.Config.fromfile"): {},
     # JSON of results/
-    ("results/pictures.py", "results.pages.load"): {},
     # modules that the project names itself
     ("bench/chaos/crew.py", "runpy.run_module"): {},
     ("bench/chaos/worker.py", "runpy.run_module"): {},
