@@ -21,7 +21,7 @@ from core.buckets import Scalars, make_buckets
 from core.compression import quantized
 from core.compression.formats import NARROW_FORMATS
 from core.compression.quantized import Quantized
-from core.config import MERGES, CompressionConfig
+from core.config import MERGES
 from core.outer import OuterStep, Rule, make_outer_step
 from tests.core.test_outer import BETA, DTYPES, RULES, SHAPES, check, flat, make
 from tests.problems import Settings, odd_parameters, train_co2
@@ -212,11 +212,7 @@ class Worker:
         self.scalars = Scalars({"steps": 1, "weight": 1})
         self.buckets = make_buckets([t for t in of[0] if len(t)], of[1], 2)
         self.scalars.attach(self.buckets[0].scalars)
-        reducer = CompressionConfig(compression, error_feedback=feedback).reducer(
-            self.buckets, self.scalars, rank, WORKERS
-        )
-        assert isinstance(reducer, Quantized)
-        self.reducer = reducer
+        self.reducer = Quantized(self.buckets, self.scalars, rank, WORKERS, compression, feedback)
 
     def write(self, seed: int, weight: float) -> None:
         for i, bucket in enumerate(self.buckets):
@@ -318,8 +314,7 @@ def reduction_launches(compression: Any, numel: int, workers: int, monkeypatch: 
     scalars = Scalars({"steps": 1, "weight": 1})
     buckets = make_buckets([torch.nn.Parameter(torch.zeros(numel))], [torch.zeros(50)], 2)
     scalars.attach(buckets[0].scalars)
-    reducer = CompressionConfig(compression).reducer(buckets, scalars, 0, workers)
-    assert isinstance(reducer, Quantized)
+    reducer = Quantized(buckets, scalars, 0, workers, compression)
     with monkeypatch.context() as patch, Launches(patch) as seen:
         mean = reducer._average(reducer._outgoing())
         reducer._unpack(mean[None].expand(workers, -1).contiguous())
