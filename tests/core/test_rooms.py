@@ -189,13 +189,13 @@ BUDGETS = {
     "bench": 6043,
     "results": 1620,
     "examples": 630,
-    "tests": 39778,
+    "tests": 39368,
 }
 """Room -> the lines that its Python files may have. Cutting lowers a number; only a reason raises one."""
 
 
 def lines_of_rooms() -> dict[str, int]:
-    """The lines of each room: of core's own files, of each folder in it, of each other folder."""
+    """Counts the lines of each room. core's files, core's folders and the other folders are rooms."""
     lines = dict.fromkeys(BUDGETS, 0)
     for path in (path for top in (*PACKAGES, "examples", "tests") for path in (ROOT / top).rglob("*.py")):
         folders = path.relative_to(ROOT).parts[:-1]
