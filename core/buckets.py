@@ -147,19 +147,21 @@ class BucketShare:
         flat: The share of the payload, with its padding, [n].
         numel: Elements of the share that are sent.
         params: Views of the live parameters' elements in the share.
+        scalars: How many of the scalars are sent, and no buffer. None sends all scalars and the buffers.
     """
 
-    def __init__(self, bucket: Bucket, flat: Tensor, numel: int, params: Sequence[Tensor]):
+    def __init__(self, bucket: Bucket, flat: Tensor, numel: int, params: Sequence[Tensor], scalars: int | None = None):
         self._bucket, self.flat, self.numel, self.params = bucket, flat, numel, params
-        self.payload, self.scalars, self.is_whole = flat[:numel], bucket.scalars, False
+        self.payload, self.scalars, self.is_whole = flat[:numel], bucket.scalars[:scalars], False
+        self._has_buffers = scalars is None
 
     @property
     def values(self) -> Tensor:
-        return self._bucket.values
+        return self._bucket.values if self._has_buffers else self._bucket.values[:0]
 
     @property
     def rest(self) -> Tensor:
-        return self._bucket.rest
+        return self._bucket.rest if self._has_buffers else self.scalars
 
     def sent(self, flat: Tensor) -> list[Tensor]:
         """Returns what travels in float32.
@@ -167,7 +169,7 @@ class BucketShare:
         A share that is a whole payload travels in one tensor with the buffers and scalars behind it, as without nodes.
         gloo adds more than two numbers in an order that depends on their place in the tensor.
         """
-        if len(flat) == self._bucket.padded == self._bucket.start:
+        if self._has_buffers and len(flat) == self._bucket.padded == self._bucket.start:
             return [self._bucket.flat]
         return [flat, self.rest]
 

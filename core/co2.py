@@ -52,7 +52,7 @@ worker started from finish() is the last (is_last). If no worker had taken a ste
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any, Unpack
 
@@ -62,16 +62,22 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import outer
-from .buckets import is_dtensor, local_shard, tensors_of, unique, views
+from .buckets import BucketShare, elements, is_dtensor, local_shard, read_blocks, tensors_of, unique, views
 from .build import CommonArgs, build_args
 from .checkpoint import all_finite
+from .comm import Reducer, all_reduce
 from .config import CO2Config, Schedule, check_share, named_rule, scheduled
 from .errors import UserError
-from .local_update import LocalUpdateMethod, ReduceResult
+from .fragments import Fragment, slices
+from .hooks import OutlierFilter
+from .local_update import OWN_SCALARS, LocalUpdateMethod, ReduceResult
 from .placement import Holders, Node, groups_of
 from .shares import Share
-from .stats import defer
+from .state import on_host
+from .stats import RoundStats, defer
 from .usage import refuse_fsdp, refuse_shards
+
+OWN = len(OWN_SCALARS)  # scalars that travel with every fragment
 
 
 class CO2(LocalUpdateMethod):
@@ -181,33 +187,36 @@ class CO2(LocalUpdateMethod):
         # Nesterov takes another direction than m in step 7. The next gap needs it.
         self._directions = self._state.new("outer_step") if c.nesterov and c.gap != "none" else []
         flats = zip(self._buckets, self._x, self._m, snapshots, self._directions or absent, strict=True)
-        self._outer_steps = [
+        outer_steps = [
             outer.make_outer_step(b.params, b.payload, x, m, snapshot, direction, nesterov=c.nesterov)
             for b, x, m, snapshot, direction in flats
             if b.numel  # a bucket may hold only buffers
         ]
-        self._numel = sum(b.numel for b in self._buckets)
+        self._snapshots, self._make_reducer = self._state.get("snapshot", []), built.get("reducer", all_reduce)
         self._last_alpha = 0.0  # outer_lr of the last outer step; 0 if the last boundary took none
         self._momentum_norm = torch.zeros((), dtype=torch.float64, device=self._allreduce.device)
+        self._fragments = [Fragment(self._buckets, outer_steps, self._directions, self._reducer)]
+        if c.fragments > 1:
+            self._cut(c.fragments)
 
     # -- the boundary ------------------------------------------------------------------------------------------
 
     def _close_round(self, *, finished: bool) -> bool:
         """Ends the round in one of the two orders. See LocalUpdateMethod._close_round."""
-        # An average that has not arrived during the round is merged first.
-        if not self._in_paper_order and self._allreduce.in_flight and self._merge(finished=finished).is_last:
+        # Averages that have not arrived during the round are merged first.
+        if not self._in_paper_order and self._end_fragments(finished=finished):
             return True
         if self._share is not None and (reason := self._share.check()):
             raise self._allreduce._failure(reason, "the comparison of a node's parameters")
         # The parameters may differ from x because of interpolate. That is no progress, so it must not be sent.
         idle = finished and not self._local_steps
         if idle and self._share is None:
-            self._restart()
+            self._restart(of=self._fragments[self._at])
         if self._in_paper_order:
             return self._close_in_paper_order(finished=finished)
         self._take(idle=idle)  # writes step 3's difference to the payload, and the snapshot
         self._start_allreduce(finished=finished)  # step 3
-        return self.config.delay == 0 and self._merge(finished=finished).is_last
+        return self.config.delay == 0 and self._merge(finished=finished).is_last and not self._is_cut
 
     def _take(self, *, idle: bool) -> None:
         """Step 3 of the merge on arrival."""
@@ -216,7 +225,10 @@ class CO2(LocalUpdateMethod):
             if self.config.delay != 0:  # the background takes the outer step with the settings of its merge
                 self._begin_round(self.rounds + 1)
             return
-        for outer_step in self._outer_steps:
+        for fragment in self._fragments:
+            fragment.lag += self._local_steps
+        self._fragments[0].lag = 0
+        for outer_step in self._fragments[0].outer_steps:
             outer_step.take()
 
     def _close_in_paper_order(self, *, finished: bool) -> bool:
@@ -255,9 +267,21 @@ class CO2(LocalUpdateMethod):
     # -- merge on arrival --------------------------------------------------------------------------------------
 
     def _mid_round(self) -> None:
-        """Merges the average in flight if it is due after this local step."""
-        if not self._in_paper_order and self._sync_schedule.merges(self):
+        """Merges the average in flight if it is due after this local step. Starts the next fragment if that is due."""
+        if self._in_paper_order:
+            return
+        if self._allreduce.in_flight and self._sync_schedule.merges(self):
             self._merge_early(at_boundary=False)
+        following, count = self._at + 1, len(self._fragments_of_share())
+        if following >= count or self._local_steps < max(1, following * self.tau // count):
+            return
+        if self._allreduce.in_flight and self.config.delay == "auto":
+            return  # it starts later
+        with self._clock.early_merge(self._late if self._allreduce.in_flight else 0):
+            if self._allreduce.in_flight:
+                self._merge()
+                self._params_updated(at_boundary=False)
+            self._start_fragment(following)
 
     def _merge(self, *, finished: bool = False) -> ReduceResult:
         """Steps 2 and 4 to 7, then the merge.
@@ -278,7 +302,7 @@ class CO2(LocalUpdateMethod):
         if not result.is_empty:
             self._outer_step(c.merge, 0.0 if finished else c.mix, takes_difference=False)  # 4 to 7
         if result.is_last:  # nothing is stale any more
-            self._restart()
+            self._restart(of=self._fragments[self._at])
             self._last_alpha = 0.0
         return result
 
@@ -286,7 +310,7 @@ class CO2(LocalUpdateMethod):
     @torch.no_grad()
     def _merge_early(self, *, at_boundary: bool) -> None:
         """Merges the average in flight before the end of the round, or at a boundary before an evaluation."""
-        with self._clock.early_merge(self._local_steps):
+        with self._clock.early_merge(self._late):
             self._merge()
             if not at_boundary:
                 self._params_updated(at_boundary=False)
@@ -299,13 +323,117 @@ class CO2(LocalUpdateMethod):
         With keep_local and delay "auto", waits for the average in flight and merges it first.
         """
         c = self.config
-        if c.delay == "auto" and c.merge == "keep_local" and self.at_boundary and self._allreduce.in_flight:
+        may_merge = c.merge == "keep_local" and self.at_boundary and (c.delay == "auto" or self._is_cut)
+        if may_merge and self._allreduce.in_flight:
             self._merge_early(at_boundary=True)
+        if may_merge and any(f.lag for f in self._fragments_of_share()):
+            self._reach_with_fragments()
         # with interpolate, workers differ even if nothing is in flight
         return super()._reach_common_model() and not (c.merge == "interpolate" and self._differs())
 
     def _begins_apart(self) -> bool:
-        return self.config.merge == "interpolate" or (self._starts_near_anchor and self._allreduce.in_flight)
+        may_differ = self._allreduce.in_flight or self._is_cut
+        return self.config.merge == "interpolate" or (self._starts_near_anchor and may_differ)
+
+    # -- fragments in turn: see fragments.py -------------------------------------------------------------------
+
+    def _cut(self, count: int) -> None:
+        """Cuts the payloads into fragments while nothing is in flight. Error feedback begins anew."""
+        self._fragments, self._is_cut, nesterov = list[Fragment](), count > 1, self.config.nesterov
+        for i in range(count):
+            parts, outer_steps, directions = list[BucketShare](), list[outer.OuterStep](), list[Tensor]()
+            for k, (b, x, m) in enumerate(zip(self._buckets, self._x, self._m, strict=True)):
+                place = slices(b.numel, count)[i]
+                payload, pieces = b.payload[place], elements(b.params, place.start, place.stop)
+                parts.append(BucketShare(b, payload, len(payload), pieces, OWN if i else None))
+                directions += [d[place] for d in self._directions[k : k + 1]]
+                if len(payload):
+                    flats = payload, x[place], m[place], self._snapshots[k][place]
+                    where: Any = {"start": place.start, "nesterov": nesterov}
+                    d = directions[-1] if self._directions else None
+                    outer_steps.append(outer.make_outer_step(b.params, *flats, d, **where))
+            reducer = self._make_reducer(parts, self._scalars, self._allreduce)
+            held = {"_arrived_tau": self._arrived_tau, "_last_alpha": 0.0}
+            held["_momentum_norm"] = torch.zeros_like(self._momentum_norm)
+            self._fragments.append(Fragment(parts, outer_steps, directions, reducer, held=held))
+        self._at, self._reducer = 0, self._fragments[0].reducer
+
+    def _enter(self, i: int) -> None:
+        """Makes fragment i the current one."""
+        current = self._fragments[self._at]
+        current.held = {name: getattr(self, name) for name in ("_arrived_tau", *self._numbers)}
+        self._at, self._reducer = i, self._fragments[i].reducer
+        for name, value in self._fragments[i].held.items():
+            setattr(self, name, value)
+
+    def _start_fragment(self, i: int, *, finished: bool = False) -> None:
+        """Step 3 of a fragment that carries neither buffers nor hooks' scalars."""
+        self._enter(i)
+        fragment = self._fragments[i]
+        self._local_steps_sent = self._late
+        if finished and not self._late:
+            self._restart(of=fragment)  # p + (x - snapshot) may have been rounded
+        for outer_step in fragment.outer_steps:
+            outer_step.take()
+        self._finished.zero_()
+        self._steps.fill_(self._local_steps_sent)
+        self._weight.fill_(1.0)
+        excluded = self.hook(OutlierFilter).judge(outer.norm(fragment.payloads).double())
+        if read_blocks(excluded) or excluded:
+            self._zero_payload(excluded)
+            self._restart_from_anchor(excluded)
+            self._report_excluded(excluded)
+        fragment.lag = -self._local_steps
+        self._sent_tau = self._sync_schedule.tau
+        self._growth = self._sent_tau / self._arrived_tau
+        self._reducer.become(self._fragments[0].reducer.kind)
+        self._between += 1
+        self._allreduce.launch(self._stages())
+        if self.config.delay == 0:
+            self._merge(finished=finished)
+
+    def _end_fragments(self, *, finished: bool) -> bool:
+        """Merges what is in flight, and what is left of the round's fragments. Returns whether that was the end."""
+        if self._allreduce.in_flight:
+            self._merge(finished=finished)
+        for i in range(self._at + 1, len(self._fragments_of_share())):
+            self._start_fragment(i, finished=finished)
+            if self._allreduce.in_flight:
+                self._merge(finished=finished)
+        if self._is_cut:
+            self._enter(0)
+        is_last, self._is_last = self._is_last, False
+        return is_last
+
+    def _reach_with_fragments(self) -> None:
+        """Merges all fragments at a boundary, before an evaluation."""
+        stats, self._clock.stats = self._clock.stats, RoundStats()  # tau auto counts no evaluations
+        self._end_fragments(finished=False)
+        self._clock.stats = stats
+        self._params_updated(at_boundary=True)
+
+    def _fragments_of_share(self) -> Sequence[Fragment]:
+        return self._fragments if self._share is None else ()
+
+    def _reducers(self) -> list[Reducer]:
+        return [fragment.reducer for fragment in self._fragments_of_share()] or [self._reducer]
+
+    def _sent_payloads(self) -> list[Tensor]:
+        return self._fragments[self._at].payloads if self._is_cut else super()._sent_payloads()
+
+    @property
+    def _late(self) -> int:
+        return self._local_steps + (self._fragments[self._at].lag if self._is_cut else 0)
+
+    def _local_state(self) -> dict[str, Any]:
+        state = super()._local_state()
+        if self._is_cut:
+            self._enter(self._at)
+            state["fragments"] = [
+                [f.lag, {name: on_host(value) for name, value in f.held.items()}] for f in self._fragments
+            ]
+            state |= {"at": self._at, "between": self._between}
+        return state
 
     # -- the outer step ----------------------------------------------------------------------------------------
 
@@ -321,20 +449,21 @@ class CO2(LocalUpdateMethod):
             arrived: Whether the payloads hold sums. If not, as in the first round, x and m stay.
             takes_difference: Whether the pass also writes step 3's difference to the payload.
         """
-        c, stats = self.config, self._clock.stats
+        c, stats, fragment = self.config, self._clock.stats, self._fragments[self._at]
+        numel = fragment.numel
         if arrived:
             # Delta = _scale * payload. _scale is one over the number of workers, without excluded ones.
-            delta_norm = stats.pseudo_gradient_norm = self._scale * outer.norm([b.payload for b in self._buckets])
+            delta_norm = stats.pseudo_gradient_norm = self._scale * outer.norm(fragment.payloads)
             last_step_norm = self._last_alpha * self._momentum_norm
             if self._directions and c.gap == "norm":
-                last_step_norm = self._last_alpha * outer.norm([step for step in self._directions if len(step)])
+                last_step_norm = self._last_alpha * outer.norm([step for step in fragment.directions if len(step)])
             rule = outer.Rule(
                 beta=outer.carried(c.outer_momentum, self._growth),  # beta, unless tau has changed
                 alpha=c.outer_lr,
                 last_alpha=self._last_alpha,
                 phi=c.clip,
                 scale=self._scale,
-                delta_rms=delta_norm / self._numel**0.5 if c.gap == "elementwise" else None,
+                delta_rms=delta_norm / numel**0.5 if c.gap == "elementwise" else None,
                 gap=outer.gap_scalar(last_step_norm, delta_norm) if c.gap == "norm" else None,
                 nesterov=c.outer_momentum if c.nesterov else None,
                 merge=merge,
@@ -346,19 +475,20 @@ class CO2(LocalUpdateMethod):
                 bucket.payload.zero_()  # the rule multiplies it by 0, and 0 times a NaN is a NaN
             rule = outer.Rule(nesterov=c.outer_momentum if c.nesterov else None, merge=merge, share=share)
         # [4]: the sums of m^2 and of Lambda, the largest Lambda, and how many elements were clipped
-        squares, gaps, largest_gap, clipped = outer.run_all(self._outer_steps, rule)
+        squares, gaps, largest_gap, clipped = outer.run_all(fragment.outer_steps, rule)
         self._last_alpha = float(rule.alpha)
         if arrived:
             stats.momentum_norm = self._momentum_norm = squares.sqrt()
-            stats.gap_mean, stats.gap_max, stats.clipped_share = gaps / self._numel, largest_gap, clipped / self._numel
+            stats.gap_mean, stats.gap_max, stats.clipped_share = gaps / numel, largest_gap, clipped / numel
 
     def _restart_from_anchor(self, where: Tensor | None = None) -> None:
         if self.config.merge != "restart" and self._share is None:  # with restart or in a node, a merge itself does it
             self._restart(where)
 
-    def _restart(self, where: Tensor | None = None) -> None:
-        for outer_step in self._outer_steps:
-            outer_step.restart(where)
+    def _restart(self, where: Tensor | None = None, *, of: Fragment | None = None) -> None:
+        for fragment in self._fragments if of is None else [of]:
+            for outer_step in fragment.outer_steps:
+                outer_step.restart(where)
 
     def _differs(self) -> bool:
         """Whether this worker's parameters differ from the outer iterate."""
@@ -370,13 +500,15 @@ class CO2(LocalUpdateMethod):
 
     def _start_from_params(self) -> None:
         super()._start_from_params()
+        if self._is_cut:
+            self._cut(len(self._fragments))
         if self._share is not None:
             self._share.start_from_params()
 
     def resync(self) -> None:
         """See LocalUpdateMethod."""
         if self._share is not None:
-            self._allreduce.restore(self.rounds, in_flight=False)  # the background uses the same group
+            self._allreduce.restore(self._allreduce.launched, in_flight=False)  # the background uses the same group
             self._node.agree(("resync",))
         super().resync()
 
@@ -384,7 +516,18 @@ class CO2(LocalUpdateMethod):
         if self._share is not None:
             self._allreduce.drain()
             self._share.drain()
+        if len(state.get("fragments", [0])) != len(self._fragments_of_share() or [0]):
+            raise UserError(
+                f"the checkpoint has {len(state.get('fragments', [0]))} fragments, not {self.config.fragments}: resume "
+                "with the settings that wrote it"
+            )
+        if self._is_cut:
+            self._at = state["at"]
+            self._reducer = self._fragments[self._at].reducer
         super()._load_local_state(state)
+        for fragment, (lag, held) in zip(self._fragments_of_share(), state.get("fragments", []), strict=False):
+            fragment.lag, fragment.held = lag, dict(held)
+            fragment.held["_momentum_norm"] = held["_momentum_norm"].to(self._momentum_norm)
 
     def close(self) -> None:
         """Leaves the process groups. Call finish() first."""

@@ -155,6 +155,9 @@ class CO2Config:
     number: after that many local steps, waiting if needed. With 0 a worker waits at once, so nothing is hidden and
     nothing is stale. auto: as soon as it arrives. A worker then waits for it after as many local steps as the
     all-reduce needs, measured over the first four rounds."""
+    fragments: int = 1
+    """With keep_local: into how many parts the parameters are cut, whose all-reduces follow each other within a round
+    (fragments.py). An average is then late by a part's all-reduce, and a round sends the same bytes."""
     outlier: float | None = 10.0
     """Excludes a worker from a round's average, and restarts it, if its update is more than this many times as large as
     its usual update. None excludes only updates that are not finite."""
@@ -185,6 +188,7 @@ class CO2Config:
         shared = is_number(self.mix) and 0 < self.mix <= 1
         require(self, shared, "mix", "give a number in (0, 1]; 1 continues from the outer iterate")
         self._check_delay()
+        self._check_fragments()
         limits = self.outlier is None or (is_number(self.outlier) and self.outlier > 1)
         require(self, limits, "outlier", "give a number above 1, or None for no limit")
         remedy = "give a CompressionConfig, such as CompressionConfig('int8')"
@@ -203,6 +207,19 @@ class CO2Config:
         require(self, number != 0 or self.gap == "none", "delay", nothing_stale)
         discarded = "merge restart would discard the local steps since the all-reduce started: set merge keep_local"
         require(self, self.merge != "restart" or self.is_a_round_late or number == 0, "delay", discarded)
+
+    def _check_fragments(self) -> None:
+        """Raises UserError for fragments that do not go with the other settings."""
+        require(self, is_whole(self.fragments), "fragments", "give a whole number of parts, 1 or more")
+        if self.fragments == 1:
+            return
+        require(self, self.merge == "keep_local", "fragments", "the other parts have local progress that only merge "
+                "keep_local keeps")  # fmt: skip
+        require(self, self.tau == "auto" or self.fragments <= self.tau, "fragments", f"give at most tau={self.tau}")
+        if isinstance(self.delay, int) and isinstance(self.tau, int):
+            fits = self.delay <= self.tau // self.fragments
+            require(self, fits, "fragments", f"with delay={self.delay} and tau={self.tau} give at most "
+                    f"{self.tau // max(1, self.delay)}: one all-reduce is in flight at a time")  # fmt: skip
 
     def check_stable(self) -> None:
         """Raises UserError for an outer step without a gap penalty that diverges.
@@ -350,6 +367,7 @@ def check_share(c: CO2Config, *, shard: bool) -> None:
     """
     require(c, c.merge != "interpolate", "merge", "no measurement supports it on nodes or with shard or offload: give "
             "keep_local, whose snapshot is a share there")  # fmt: skip
+    require(c, c.fragments == 1, "fragments", "not supported yet on nodes or with shard or offload: give 1")
     if shard and c.compression.format == "lgreco":
         raise UserError(
             "compression.format='lgreco' with shard=True: no worker owns part of a low-rank or sparse average; give a "

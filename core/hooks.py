@@ -133,7 +133,8 @@ class OutlierFilter(Hook):
         verdict: VALID, NOT_FINITE or JUMPED, of this worker's last update, 0-d float64.
         size: Norm of this worker's last update, 0-d float64.
         count: How many workers the last received verdicts exclude.
-        state: [3] float64: the running average, valid rounds so far, and the size of the last jump.
+        state: [3] float64: the running average, valid rounds so far, and the size of the last jump. Several fragments
+            have a row each.
     """
 
     name, per_worker_scalars = "outlier_filter", {"excluded": 1}
@@ -152,11 +153,12 @@ class OutlierFilter(Hook):
         self.verdict = torch.zeros((), dtype=torch.float64, device=method._allreduce.device)
         self._verdicts = method._scalars["excluded"].view(-1)
         self._repeats, self._generation = [0] * len(self.names), 0
+        self._of_others: Tensor | None = None  # the worst verdict on other fragments than the first since its last one
 
     def before_allreduce(self) -> Tensor | None:
         if self.method._share is not None:
             return None  # the method calls judge() with the norm of the whole node
-        return self.judge(norm([b.payload for b in self.method._buckets]).double(), self.nonfinite_buffer())
+        return self.judge(norm(self.method._sent_payloads()).double(), self.nonfinite_buffer())
 
     def on_reduced_scalars(self, sums: Mapping[str, Sequence[float]], info: ReductionInfo) -> None:
         """Warns of excluded workers.
@@ -205,9 +207,16 @@ class OutlierFilter(Hook):
         self.size = torch.where(number > 0, float("nan"), size)  # a bad buffer counts as an update that is not finite
         verdict = self._verdict_on(self.size, method._local_steps_sent if method._sends_differences else 0)
         # names the buffer only if the update itself is finite
-        self.verdict.copy_(torch.where((number > 0) & size.isfinite(), number - 1 + BUFFER, verdict))
+        verdict = torch.where((number > 0) & size.isfinite(), number - 1 + BUFFER, verdict)
+        self.verdict.copy_(verdict)
+        if method._at:  # reported with fragment 0
+            self._of_others = verdict if self._of_others is None else torch.maximum(self._of_others, verdict)
+            return verdict != VALID
+        if self._of_others is not None:
+            self.verdict.copy_(torch.where(verdict == VALID, self._of_others, verdict))
+            self._of_others = None
         self._verdicts.zero_()[method._allreduce.place].copy_(self.verdict)
-        return self.verdict != VALID
+        return verdict != VALID
 
     def _verdict_on(self, size: Tensor, steps: int) -> Tensor:
         """Returns the verdict on an update, and updates the running average.
@@ -217,7 +226,7 @@ class OutlierFilter(Hook):
         finite = size.isfinite()
         jumped = torch.zeros_like(finite)
         if steps and self.factor is not None:
-            average, rounds, last_jump = self.state.unbind()
+            average, rounds, last_jump = (state := self._of_fragment()).unbind()
             size = size / steps**0.5  # an update of noisy steps grows with their square root
             longer = (max(steps, self._most_steps) / (self._most_steps or steps)) ** 0.5  # one of equal steps with them
             self._most_steps = max(steps, self._most_steps)
@@ -231,8 +240,15 @@ class OutlierFilter(Hook):
             # a running average over the last rounds
             mean = average + (size - average) / (rounds + 1).clamp(max=AVERAGE_ROUNDS)
             average = torch.where(valid, torch.where(new_level, size, mean), average)
-            self.state.copy_(torch.stack([average, rounds + valid, torch.where(jumped, size, 0.0)]))
+            state.copy_(torch.stack([average, rounds + valid, torch.where(jumped, size, 0.0)]))
         return torch.where(finite, jumped.double() * JUMPED, float(NOT_FINITE))
+
+    def _of_fragment(self) -> Tensor:
+        """Returns the fragment's row of `state`, [3]."""
+        rows, at = self.state.view(-1, 3), self.method._at
+        if at >= len(rows):
+            self.state = rows = torch.cat([rows, rows.new_zeros(at + 1 - len(rows), 3)])
+        return rows[at]
 
     def nonfinite_buffer(self) -> Tensor:
         """Returns the number of the first buffer that has become non-finite, from 1, 0-d; 0 for none."""
@@ -261,7 +277,7 @@ class OutlierFilter(Hook):
 
     @torch.no_grad()
     def load_state_dict(self, state: Any) -> None:
-        self.state.copy_(state)
+        self.state = state.to(self.state.device, copy=True)
 
 
 def owner_of(tensor: Tensor, kind: str = "_buffers") -> str:
@@ -340,7 +356,7 @@ class ConsensusDistance(Hook):
     @torch.no_grad()
     def before_allreduce(self) -> None:
         m = self.method
-        if m._sends_differences and m._share is None:
+        if m._sends_differences and m._share is None and not m._is_cut:
             # an excluded worker has weight 0, and its size may be NaN
             square = self._filter.size.square().to(self._weight)
             self._squares.copy_(torch.where(self._weight > 0, self._weight * square, 0.0))
@@ -348,7 +364,8 @@ class ConsensusDistance(Hook):
     @torch.no_grad()
     def after_allreduce(self) -> None:
         weight = self._weight.double()
-        self._square = torch.where(weight > 0, self._squares.double() / weight, 0.0)
+        if not self.method._is_cut:  # it needs the whole update in one all-reduce
+            self._square = torch.where(weight > 0, self._squares.double() / weight, 0.0)
 
     @torch.no_grad()
     def on_round_end(self) -> None:

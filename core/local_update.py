@@ -47,7 +47,7 @@ from .extra import ExtraAverage
 from .hooks import Hook, ReductionInfo, check_hooks, forget
 from .placement import Node
 from .state import check_run, check_saved, of_rank, on_host, order_of, resized, under_rank
-from .stats import AsyncReadback, RoundClock, RoundStats
+from .stats import AsyncReadback, RoundClock, RoundStats, plus
 from .usage import UsageChecks
 
 if TYPE_CHECKING:
@@ -210,6 +210,9 @@ class LocalUpdateMethod(Loop, ABC):
     _needs_global_norms = False  # whether the method needs norms of all parameters, which DTensors do not give
     _on_step: Callable[[], None] | None = None  # called as step() begins; None after the first rounds
     _small_from = 0  # the first all-reduce without the buffers that nobody changes; its time is the first that counts
+    _at, _is_cut = 0, False  # the fragment of the last all-reduce, and whether there are several: see fragments.py
+    _between = 0  # all-reduces of other fragments than the first
+    _is_last = False  # whether every worker has started fragment 0's last all-reduce from finish()
     _saved_at: tuple[int, int] | None = None  # rounds and local steps at which state_dict() was last called
     _numbers: Sequence[str] = ()  # attributes for checkpoints: plain numbers or 0-d tensors
     _unsaved: Collection[str] = ()  # names in _state that no later outer step reads: zeros after a resume
@@ -309,7 +312,7 @@ class LocalUpdateMethod(Loop, ABC):
             self._clock.steps_begin(after=self._local_steps)
         if self._local_steps < tau:
             self._allreduce.done()  # raises here if the all-reduce has failed
-            if self._allreduce.in_flight:
+            if self._allreduce.in_flight or self._is_cut:
                 self._mid_round()
             return False
         if self._frozen and any(p.requires_grad for p in self._frozen):
@@ -381,7 +384,7 @@ class LocalUpdateMethod(Loop, ABC):
     @property
     def rounds(self) -> int:
         """Rounds closed so far, including the rounds of finish()."""
-        return self._allreduce.launched
+        return self._allreduce.launched - self._between
 
     @property
     def tau(self) -> int:
@@ -413,7 +416,7 @@ class LocalUpdateMethod(Loop, ABC):
         """
 
     def _mid_round(self) -> None:  # noqa: B027
-        """A local step has ended no round, and an all-reduce is in flight."""
+        """A local step has ended no round, and an all-reduce is in flight, or the next fragment's may be due."""
 
     def _begin_round(self, number: int) -> None:  # noqa: B027
         """Round `number` begins, from 0: for settings that change from round to round."""
@@ -501,17 +504,23 @@ class LocalUpdateMethod(Loop, ABC):
         """
         stats, allreduce = self._clock.stats, self._allreduce
         allreduce.wait(self._after_allreduce)
-        stats.round, stats.bytes_sent = allreduce.launched, allreduce.bytes_sent
-        stats.exposed_seconds, stats.allreduce_seconds = allreduce.exposed, allreduce.seconds
+        stats.round, stats.bytes_sent = self.rounds, stats.bytes_sent + allreduce.bytes_sent
+        stats.exposed_seconds = plus(stats.exposed_seconds, allreduce.exposed)
+        stats.allreduce_seconds = plus(stats.allreduce_seconds, allreduce.seconds)
         weight = self._weight.double()  # how many workers count: a sum or an average, as the reducer delivers
         self._scale = torch.where(weight == 0, 1.0 if self._sends_differences else float("nan"), 1 / weight)
+        if self._at:  # buffers and the hooks' scalars travel with the first fragment
+            self._scalars.place[: len(OWN_SCALARS)].mul_(self._reducer.scale)
+            is_empty = self._is_last and self._steps.item() == 0.0
+            self._arrived_tau = self._arrived_tau if is_empty else self._sent_tau
+            return ReduceResult(self._is_last, is_empty)
         for bucket in self._buckets:
             if bucket.buffers:
                 rescale(bucket.values, self._scale)
                 keep_unchanged(bucket.values, bucket.first, self._total_world_size)
         self._scalars.place.mul_(self._reducer.scale)
         self._deliver_scalars()
-        is_last = finished and self._finished.item() > 1 - 1e-6  # an average may be rounded
+        is_last = self._is_last = finished and self._finished.item() > 1 - 1e-6  # an average may be rounded
         is_empty = is_last and self._steps.item() == 0.0
         for bucket, _ in self._own_buffers:
             written = range(len(bucket.buffers)) if not is_empty else bucket.fresh  # an empty round's others are old
@@ -564,7 +573,7 @@ class LocalUpdateMethod(Loop, ABC):
         """
         if CHANGED in sums and (self._changing is not None or sums["steps"][0] > 0):
             if self._changing is None:
-                self._small_from = self._allreduce.launched
+                self._small_from = self.rounds
             self._changing = {i for i, n in enumerate(sums[CHANGED]) if n > 0} | (self._changing or set())
 
     @torch.inference_mode(False)
@@ -583,8 +592,8 @@ class LocalUpdateMethod(Loop, ABC):
             copy(own, bucket.given)
         self._start_allreduce(finished=True)
         self._wait_allreduce(finished=True)
-        self._begin_round(self._allreduce.launched)
-        self._sync_schedule.begin(self._allreduce.launched)
+        self._begin_round(self.rounds)
+        self._sync_schedule.begin(self.rounds)
 
     def _params_updated(self, *, at_boundary: bool) -> None:
         """Calls the hooks after the method has written the parameters."""
@@ -605,8 +614,8 @@ class LocalUpdateMethod(Loop, ABC):
             self._has_finished = self._close_round(finished=finished)
             for on_round_end in self._on_round_end:
                 on_round_end()
-            self._begin_round(self._allreduce.launched)
-            self._sync_schedule.begin(self._allreduce.launched)
+            self._begin_round(self.rounds)
+            self._sync_schedule.begin(self.rounds)
             self._first_step = 1
             self._params_updated(at_boundary=True)
         return self._has_finished
@@ -619,7 +628,7 @@ class LocalUpdateMethod(Loop, ABC):
         if not self._on_reduced_scalars and CHANGED not in self._scalars.sizes:
             return
         allreduce, processes = self._allreduce, self._total_world_size
-        info = ReductionInfo(allreduce.launched - 1, processes, allreduce.world_size, self._generation)
+        info = ReductionInfo(self.rounds - 1, processes, allreduce.world_size, self._generation)
         numbers = self._scalars.place * processes
         if arrived := self._readback.exchange(numbers.cpu() if allreduce.is_elastic else numbers, info):
             sums = self._scalars.named(arrived[0])
@@ -645,8 +654,26 @@ class LocalUpdateMethod(Loop, ABC):
     def _rehearse(self) -> None:
         """Runs an empty round's all-reduce over NCCL, which changes nothing but the flat tensors."""
         if self._allreduce.rehearse(self._stages() if self._share is None else self._share.stages()):
-            for tensor in (t for tensors in self._reducer.state.values() for t in tensors):  # a run starts with zeros
+            for tensor in (t for tensors in self._residual().values() for t in tensors):  # a run starts with zeros
                 tensor.zero_()
+
+    def _reducers(self) -> list[Reducer]:
+        """The reducer of each fragment."""
+        return [self._reducer]
+
+    def _residual(self) -> dict[str, list[Tensor]]:
+        """Error feedback of all reducers, by name."""
+        states = [reducer.state for reducer in self._reducers()]
+        return {name: [flat for state in states for flat in state[name]] for name in states[0]}
+
+    def _sent_payloads(self) -> list[Tensor]:
+        """The payloads of the all-reduce that starts next, or is in flight."""
+        return [b.payload for b in self._buckets]
+
+    @property
+    def _late(self) -> int:
+        """Local steps since the last all-reduce started."""
+        return self._local_steps
 
     def _nonfinite_buffers(self) -> list[Tensor]:
         """Returns the averaged buffers, as given, with non-finite numbers that were not there at construction."""
@@ -697,7 +724,7 @@ class LocalUpdateMethod(Loop, ABC):
         Call it after weights were loaded into a model that this object already trains. Otherwise the next boundaries
         pull the model back. The all-reduce in flight is discarded, and momenta are zeroed.
         """
-        self._allreduce.restore(self.rounds, in_flight=False)
+        self._allreduce.restore(self._allreduce.launched, in_flight=False)
         self._broadcast_params()
         self._local_steps, self._ended = 0, None
         self._start_from_params()
@@ -705,7 +732,7 @@ class LocalUpdateMethod(Loop, ABC):
     def _start_from_params(self) -> None:
         """Resets everything to its state at construction, with the current parameters."""
         self._readback = AsyncReadback()
-        for flat in [b.flat for b in self._buckets] + [f for flats in self._reducer.state.values() for f in flats]:
+        for flat in [b.flat for b in self._buckets] + [f for flats in self._residual().values() for f in flats]:
             flat.zero_()
         for name in self._state:
             self._state.begin(name)
@@ -732,7 +759,7 @@ class LocalUpdateMethod(Loop, ABC):
             "flats": on_host([b.flat for b in self._buckets]),
             "in_flight": self._allreduce.in_flight,
             "reducer": self._reducer.kind,
-            "residual": {name: on_host(flats) for name, flats in self._reducer.state.items()},
+            "residual": {name: on_host(flats) for name, flats in self._residual().items()},
             "rank": self._allreduce.rank,
             "workers": self._allreduce.world_size,
             "places": self._allreduce.places,
@@ -766,7 +793,7 @@ class LocalUpdateMethod(Loop, ABC):
         saved["all-reduce"] = resized(state["flats"], flats) if resized_group else state["flats"]
 
         def current() -> dict[str, list[Tensor]]:
-            return dict(self._state) | (self._reducer.state if residual else {}) | {"all-reduce": flats}
+            return dict(self._state) | (self._residual() if residual else {}) | {"all-reduce": flats}
 
         check_saved(saved, current())
         if state.get("order", mine := order_of(self._trained)) != mine:  # an older version saved none
@@ -774,8 +801,10 @@ class LocalUpdateMethod(Loop, ABC):
                 "the checkpoint's parameters have other shapes, or another order: give the parameters in the order in "
                 "which the run that wrote it gave them, such as model.parameters()"
             )
-        self._allreduce.restore(state["rounds"], state["in_flight"])
-        self._reducer.become(state["reducer"])
+        self._between = state.get("between", 0)
+        self._allreduce.restore(state["rounds"] + self._between, state["in_flight"])
+        for reducer in self._reducers():
+            reducer.become(state["reducer"])
         changing = state.get("changing")  # an older version saved none, and sent all
         self._sent = self._changing = None if changing is None else set(changing)
         for (bucket, _), first in zip(self._own_buffers, state.get("first_buffers", ()), strict=False):
@@ -784,7 +813,7 @@ class LocalUpdateMethod(Loop, ABC):
         for name, held in current().items():
             copy(held, saved[name])
         if state.get("rank", self._allreduce.rank) != self._allreduce.rank:
-            for name, flats in self._reducer.state.items():  # error feedback of another worker's rounding
+            for name, flats in self._residual().items():  # error feedback of another worker's rounding
                 for flat in flats if name.endswith("error_feedback") else []:
                     flat.zero_()
         for name in self._numbers:

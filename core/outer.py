@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .buckets import copy, copy_where, group_pieces, has_triton, views
+from .buckets import copy, copy_where, elements, group_pieces, has_triton, views
 
 EPS = 1e-12  # keeps Lambda finite if a pseudo-gradient is exactly zero
 # Elements updated at a time. On a CPU their tensors, some 5 MiB in float32, stay in the cache. A GPU needs few kernels,
@@ -343,6 +343,7 @@ class OuterStep:
         d, x, m: Flat, [sum of their numel], in the parameters' order. Float32 for 16-bit parameters, else their dtype.
         snapshot: Flat as x, for merge keep_local.
         direction: Flat as x, for Nesterov momentum with a gap.
+        start: The first element of `params` that the flat tensors hold. They may also end before the last one.
     """
 
     def __init__(
@@ -353,9 +354,11 @@ class OuterStep:
         m: Tensor,
         snapshot: Tensor | None = None,
         direction: Tensor | None = None,
+        start: int = 0,
     ):
         self.params, self.d, self.x, self.m, self.snapshot, self.direction = params, d, x, m, snapshot, direction
-        total = sum(p.numel() for p in params)
+        self._start, total = start, len(d)
+        assert start + total <= sum(p.numel() for p in params)
         assert all(f.shape == (total,) and f.is_contiguous() and f.dtype == d.dtype for f in (d, x, m))
         assert all(p.dtype == params[0].dtype and p.device == d.device for p in params)
         self.segments: list[Segment] = []
@@ -397,10 +400,14 @@ class OuterStep:
             self.plan()
             self._layout = layout
 
+    def own(self) -> list[Tensor]:
+        """Returns views of the parameters' elements that the flat tensors hold."""
+        return elements(self.params, self._start, self._start + len(self.d))
+
     def plan(self) -> None:
         """Cuts the bucket into segments."""
         self.segments, start = [], 0
-        for pieces in group_pieces(self.params, segment_size(self.d)):
+        for pieces in group_pieces(self.own(), segment_size(self.d)):
             place = slice(start, start := start + sum(p.numel() for p in pieces))
             d, x, m = (f[place] for f in (self.d, self.x, self.m))
             snapshot = [] if self.snapshot is None else views(self.snapshot[place], pieces)
@@ -496,6 +503,7 @@ def make_outer_step(
     snapshot: Tensor | None = None,
     direction: Tensor | None = None,
     *,
+    start: int = 0,
     nesterov: bool = False,
 ) -> OuterStep:
     """Returns the fastest pass for the device: Triton's kernel on CUDA if Triton is installed, the fused one on a CPU.
@@ -505,4 +513,4 @@ def make_outer_step(
     kind = OuterStep if nesterov or d.is_cuda else FusedOuterStep
     if not nesterov and has_triton(d.device):
         from .outer_kernels import TritonOuterStep as kind  # importing Triton takes a second
-    return kind(params, d, x, m, snapshot, direction)
+    return kind(params, d, x, m, snapshot, direction, start)

@@ -145,7 +145,7 @@ class TritonOuterStep(OuterStep):
         """Builds the tables."""
         flat, strided = [], []
         offset = 0
-        for p in self.params:
+        for p in self.own():
             (flat if p.is_contiguous() else strided).extend(blocks(p.detach(), offset))
             offset += p.numel()
         tables = [torch.cat(rows) for rows in (flat, strided) if rows]

@@ -55,9 +55,12 @@ def between(start: Mark, end: Mark, parts: int = 1, excluding: Seconds = 0.0) ->
     return (end - start - float(excluding)) / parts
 
 
-def plus(time: Seconds, more: float) -> Seconds:
-    """Returns `time` plus `more` seconds that the host has measured."""
-    return DeferredNumber(time.end, lambda: float(time) + more) if isinstance(time, DeferredNumber) else time + more
+def plus(time: Seconds, more: Seconds) -> Seconds:
+    """Returns the sum of two times, of which `more` ends last."""
+    if isinstance(time, int | float) and isinstance(more, int | float):
+        return time + more
+    end = more.end if isinstance(more, DeferredNumber) else time.end  # pyright: ignore[reportAttributeAccessIssue]
+    return DeferredNumber(end, lambda: float(time) + float(more))
 
 
 def ready(*times: Seconds) -> bool:
@@ -147,7 +150,7 @@ class RoundStats:
     exposed_seconds: Seconds = 0.0  # communication that is not hidden: step() launches, polls and waits for so long
     boundary_seconds: Seconds = 0.0  # the whole boundary, including the wait
     merge_seconds: Seconds = 0.0  # a merge in the middle of the round, including the wait; 0 without one
-    merged_after: int = 0  # local steps between the start of the all-reduce and the merge
+    merged_after: int = 0  # local steps between the start of the all-reduce and the merge; of fragments, the most
     allreduce_seconds: Seconds = 0.0  # from launch to arrival, of the all-reduce that arrived in this round
     bytes_sent: int = 0
 
@@ -201,7 +204,11 @@ class RoundClock:
     def early_merge(self, local_steps: int) -> Iterator[None]:
         """Times a merge in the middle of a round, and excludes it from the local steps' time."""
         began = mark(self._device)
-        self.before = self.stats
-        self.stats = self._merged = RoundStats(merged_after=local_steps)
+        if self._merged is None:
+            self.before = self.stats
+            self.stats = self._merged = RoundStats()
+        merged = self._merged
+        merged.merged_after = max(merged.merged_after, local_steps)
         yield
-        self._merged.merge_seconds = self._in_merge = between(began, mark(self._device))
+        took = between(began, mark(self._device))
+        merged.merge_seconds, self._in_merge = plus(merged.merge_seconds, took), plus(self._in_merge, took)

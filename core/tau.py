@@ -324,7 +324,7 @@ class TauHook(Hook):
     def before_allreduce(self) -> None:
         m = self.method
         self.tuner.write_times(m._clock.stats, m._clock.before, m._allreduce.place, m._scalars["times"])
-        if m._allreduce.launched <= m._small_from:  # these times are of a round with all buffers
+        if m.rounds <= m._small_from:  # these times are of a round with all buffers
             m._scalars["times"].zero_()
         m._reducer.become(self.tuner.compression)  # follows from received times, so it is equal on all workers
 
@@ -400,7 +400,7 @@ class AdaptiveTau(SyncSchedule):
 
     def merges(self, method: LocalUpdateMethod) -> bool:
         if self.delay != "auto":
-            return method._local_steps == self.delay
-        due = self.tau_hook is not None and method._local_steps == self.tau_hook.tuner.needed
+            return method._late == self.delay
+        due = self.tau_hook is not None and not method._is_cut and method._local_steps == self.tau_hook.tuner.needed
         arrived = method._allreduce.arrived()
         return due or (arrived if method._share is None else method._share.has_arrived(arrived))

@@ -100,7 +100,7 @@ class Joining(Hook):
     def _enter(self) -> None:
         """Takes part in the current round, with zeros that do not count."""
         m = self.co2
-        for outer_step in m._outer_steps:
+        for outer_step in m._fragments[0].outer_steps:
             outer_step.restart()
             outer_step.take()
         m._local_steps = 0
@@ -142,6 +142,11 @@ class Joining(Hook):
 
 def check_elastic(config: Any) -> None:
     """Raises UserError for settings of a CO2Config that elastic workers do not support."""
+    if config.fragments > 1:
+        raise UserError(
+            f"fragments={config.fragments} with elastic workers is not supported yet: a newcomer would have to join in "
+            "the middle of a round; give 1"
+        )
     if config.compression.format not in (*NARROW_FORMATS, "auto"):
         raise UserError(
             f"elastic does not go with compression.format={config.compression.format!r}: a round that a loss "

@@ -366,7 +366,7 @@ def test_what_overlap_local_sgd_lends_it_takes_back(rank: int):
 def test_merges_run_in_the_fast_pass_and_only_keep_local_holds_another_copy():
     for merge in ("restart", "interpolate", "keep_local"):
         co2 = replace(LATE, merge=merge).build(problems.odd_parameters())
-        assert all(isinstance(b, FusedOuterStep) for b in co2._outer_steps)
+        assert all(isinstance(b, FusedOuterStep) for b in co2._fragments[0].outer_steps)
         assert set(co2._state) - {"outer_iterate", "outer_momentum"} == (
             {"snapshot"} if merge == "keep_local" else set()
         )

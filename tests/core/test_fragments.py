@@ -1,0 +1,217 @@
+"""Fragments in turn: each equals the specification on its slice, with its rounds shifted."""
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from core import CO2, CO2Config
+from core.config import CompressionConfig
+from core.errors import UserError
+from core.fragments import slices
+from core.testing import run_distributed
+from tests.reference import LateReference
+
+TAU, STEPS = 6, 27
+SHAPES = {"several": [(3, 5), (7,), (40, 9), (1,)], "giant": [(5000,), (3,)]}
+
+
+def targets(rank: int, n: int) -> Tensor:
+    return torch.randn(n, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
+
+
+def gradient(x: Tensor, rank: int, step: int) -> Tensor:
+    return (0.5 + 0.5 * ((step + rank) % 3)) * (x - targets(rank, len(x)))
+
+
+def config(**changes: Any) -> CO2Config:
+    settings = {"tau": TAU, "gap": "none", "merge": "keep_local", "outer_momentum": 0.0, "clip": None, "delay": 1}
+    return CO2Config(**settings | changes)  # pyright: ignore[reportArgumentType]
+
+
+def model(shapes: str) -> list[Tensor]:
+    g = torch.Generator().manual_seed(7)
+    params = [torch.randn(*shape, dtype=torch.float64, generator=g) for shape in SHAPES[shapes]]
+    return [(p.t().contiguous().t() if p.ndim == 2 else p).requires_grad_() for p in params]  # strides of all kinds
+
+
+def flat(params: list[Tensor]) -> Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in params])
+
+
+def local_step(params: list[Tensor], rank: int, step: int) -> None:
+    g = gradient(flat(params), rank, step)
+    with torch.no_grad():
+        for p, part in zip(params, g.split([p.numel() for p in params]), strict=True):
+            p.sub_(0.1 * part.view(p.shape))
+
+
+def train(rank: int, world_size: int, c: CO2Config, shapes: str, steps: int = STEPS, save_at: int = 0) -> Any:
+    """Each worker's parameters after every step and after finish(), and whether a round closed."""
+    params = model(shapes)
+    co2 = CO2(params, c)
+    found, closed = [], []
+    for step in range(steps):
+        local_step(params, rank, step)
+        closed.append(co2.step())
+        found.append(flat(params))
+        if step + 1 == save_at:
+            state, held = copy.deepcopy(co2.state_dict()), [p.detach().clone() for p in params]
+            co2.finish()  # of a run that goes on; the saved one resumes from here
+            co2.close()
+            params = model(shapes)
+            co2 = CO2(params, c)
+            with torch.no_grad():
+                for p, q in zip(params, held, strict=True):
+                    p.copy_(q)
+            co2.load_state_dict(state)
+    co2.finish()
+    found.append(flat(params))
+    rounds = co2.rounds
+    co2.close()
+    return found, closed, rounds
+
+
+def expected(c: CO2Config, shapes: str, workers: int) -> list[Tensor]:
+    x = flat(model(shapes)).repeat(workers, 1)
+    parts = []
+    for i, place in enumerate(slices(x.shape[1], c.fragments)):
+        late = c.delay if isinstance(c.delay, int) else c.tau // c.fragments
+        one = LateReference(x[:, place], c.tau, c.outer_lr, c.outer_momentum, "none", c.clip,
+                            delay=late, merge="keep_local", nesterov=c.nesterov)  # fmt: skip
+        one.steps = c.tau - c.tau * i // c.fragments if i else 0  # type: ignore[operator]
+        parts.append(one)
+    found = []
+    for step in range(STEPS):
+        x.sub_(0.1 * torch.stack([gradient(row, rank, step) for rank, row in enumerate(x)]))
+        for one in parts:
+            one.local_step()
+        found.append(x.clone())
+    for one in parts:
+        one.finish()
+    return [*found, x]
+
+
+CASES = [
+    *(config(fragments=f) for f in (2, 3, 6)),
+    config(fragments=2, delay=0),
+    config(fragments=2, delay=3),
+    config(fragments=3, delay="boundary"),
+    config(fragments=2, delay=2, outer_momentum=0.3, clip=0.01),
+    config(fragments=3, outer_momentum=0.5, outer_lr=0.7, nesterov=True),
+    config(fragments=6, tau=6),
+]
+
+
+@pytest.mark.parametrize("c", CASES, ids=lambda c: f"{c.fragments}-{c.delay}-{c.outer_momentum}-{c.nesterov}")
+@pytest.mark.parametrize("shapes", SHAPES)
+def test_each_slice_equals_the_specification(c: CO2Config, shapes: str):
+    want = expected(c, shapes, 2)
+    for rank, (found, closed, _) in enumerate(run_distributed(train, 2, c, shapes)):
+        assert [i for i, ended in enumerate(closed) if ended] == [5, 11, 17, 23], "a round lasts tau steps"
+        for step, (mine, theirs) in enumerate(zip(found, want, strict=True)):
+            assert (mine - theirs[rank]).abs().max() <= 1e-12, f"step {step}"
+
+
+@pytest.mark.parametrize("save_at", [7, 8, 12, 13])
+def test_a_run_resumes_bit_for_bit_with_any_fragment_in_flight(save_at: int):
+    c = config(fragments=3, delay=2, outer_momentum=0.3, compression=CompressionConfig("int4"))
+    whole, resumed = run_distributed(train, 2, c, "several"), run_distributed(train, 2, c, "several", STEPS, save_at)
+    for (a, *_), (b, *_) in zip(whole, resumed, strict=True):
+        assert all(torch.equal(p, q) for p, q in zip(a, b, strict=True))
+
+
+def uneven(rank: int, world_size: int, c: CO2Config) -> tuple[Tensor, int]:
+    found, _, rounds = train(rank, world_size, c, "several", 20 + 7 * rank)
+    return found[-1], rounds
+
+
+@pytest.mark.parametrize("c", [config(fragments=3), config(fragments=3, delay="auto"), config(fragments=6, delay=0)])
+def test_workers_may_end_after_different_steps(c: CO2Config):
+    """All local steps count: with one step a gradient that does not depend on x, the sum of all."""
+    (a, rounds), (b, others) = run_distributed(uneven, 2, c)
+    assert torch.equal(a, b)
+    assert rounds == others
+
+
+def evaluate(rank: int, world_size: int, c: CO2Config) -> list[Tensor]:
+    params = model("several")
+    found = []
+    with CO2(params, c) as co2:
+        for step in range(18):
+            local_step(params, rank, step)
+            ended = co2.step()
+            assert co2.sync_for_eval() is ended
+            if ended:
+                found += [flat(params)]
+                assert co2.sync_for_eval(), "a second call sends nothing"
+                found += [flat(params)]
+    return found
+
+
+@pytest.mark.parametrize("delay", [1, "auto"])
+def test_an_evaluation_gets_one_model(delay: Any):
+    mine, theirs = run_distributed(evaluate, 2, config(fragments=3, delay=delay))
+    assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+    assert torch.equal(mine[0], mine[1])
+
+
+def spoil(rank: int, world_size: int, at: int) -> tuple[list[Tensor], list[int]]:
+    params, told, excluded = model("several"), [], []
+    co2 = CO2(params, config(fragments=3, delay=1, outlier=None))
+    co2.on_excluded = lambda where: told.append(int(where))
+    for step in range(24):
+        local_step(params, rank, step)
+        if rank == 1 and step == at:
+            with torch.no_grad():
+                params[2][-1, -1] = float("nan")  # an element of the last fragment
+        if co2.step():
+            excluded.append(co2.stats.excluded)
+    co2.finish()
+    co2.close()
+    return [flat(params)], [max(excluded), sum(told)]
+
+
+@pytest.mark.filterwarnings("ignore:.*is excluded")
+def test_a_fragment_that_is_not_finite_is_left_out_and_the_worker_restarts():
+    (a, (seen, _)), (b, (_, restarted)) = run_distributed(spoil, 2, 8)
+    assert torch.equal(a[0], b[0])
+    assert a[0].isfinite().all()
+    assert seen == 1, "the other workers learn of it with the next boundary"
+    assert restarted == 1
+
+
+def sizes(rank: int, world_size: int, c: CO2Config) -> list[int]:
+    params = [torch.zeros(40_000)]
+    with CO2([p.requires_grad_() for p in params], c) as co2:
+        sent = []
+        for _ in range(24):
+            with torch.no_grad():
+                params[0].add_(1e-3)
+            if co2.step():
+                sent.append(co2.stats.bytes_sent)
+    return sent[-1:]
+
+
+@pytest.mark.parametrize("kind", ["float32", "int4"])
+def test_a_round_sends_the_same_bytes(kind: Any):
+    c = config(delay=1, compression=CompressionConfig(kind))
+    whole, cut = (run_distributed(sizes, 2, replace(c, fragments=f))[0][0] for f in (1, 3))
+    assert whole <= cut <= 1.02 * whole + 600
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"fragments": 0}, "fragments=0: give a whole number"),
+        ({"fragments": 2, "merge": "restart", "delay": 0}, "keep_local"),
+        ({"fragments": 7}, "give at most tau=6"),
+        ({"fragments": 3, "delay": 3}, "one all-reduce is in flight at a time"),
+    ],
+)
+def test_fragments_that_cannot_be_are_refused(changes: dict[str, Any], reason: str):
+    with pytest.raises(UserError, match=reason):
+        config(**changes)
