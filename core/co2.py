@@ -142,7 +142,7 @@ class CO2(LocalUpdateMethod):
         if not params:
             raise UserError("no parameter is given: nothing to train; each pipeline stage needs one")
         refuse_fsdp(params, args.get("group"))
-        check_share(c, shard=shard)
+        check_share(c := c.uncut(), shard=shard)
         built, timeout = build_args(c, args, schedule, owned=shard), args.get("timeout", 600.0)
         buffers = built["buffers"] = unique(tensors_of(built["buffers"], "buffers"))
         device, backend = (torch.device("cpu"), "gloo") if offload else (params[0].device, None)
@@ -196,7 +196,7 @@ class CO2(LocalUpdateMethod):
         self._last_alpha = 0.0  # outer_lr of the last outer step; 0 if the last boundary took none
         self._momentum_norm = torch.zeros((), dtype=torch.float64, device=self._allreduce.device)
         self._fragments = [Fragment(self._buckets, outer_steps, self._directions, self._reducer)]
-        if c.fragments > 1:
+        if isinstance(c.fragments, int) and c.fragments > 1:
             self._cut(c.fragments)
 
     # -- the boundary ------------------------------------------------------------------------------------------
@@ -206,6 +206,8 @@ class CO2(LocalUpdateMethod):
         # Averages that have not arrived during the round are merged first.
         if not self._in_paper_order and self._end_fragments(finished=finished):
             return True
+        if self._sync_schedule.fragments not in (None, len(self._fragments)):
+            self._cut(self._sync_schedule.fragments)
         if self._share is not None and (reason := self._share.check()):
             raise self._allreduce._failure(reason, "the comparison of a node's parameters")
         # The parameters may differ from x because of interpolate. That is no progress, so it must not be sent.
@@ -339,6 +341,7 @@ class CO2(LocalUpdateMethod):
 
     def _cut(self, count: int) -> None:
         """Cuts the payloads into fragments while nothing is in flight. Error feedback begins anew."""
+        lag = max((fragment.lag for fragment in self._fragments), default=0)
         self._fragments, self._is_cut, nesterov = list[Fragment](), count > 1, self.config.nesterov
         for i in range(count):
             parts, outer_steps, directions = list[BucketShare](), list[outer.OuterStep](), list[Tensor]()
@@ -355,7 +358,7 @@ class CO2(LocalUpdateMethod):
             reducer = self._make_reducer(parts, self._scalars, self._allreduce)
             held = {"_arrived_tau": self._arrived_tau, "_last_alpha": 0.0}
             held["_momentum_norm"] = torch.zeros_like(self._momentum_norm)
-            self._fragments.append(Fragment(parts, outer_steps, directions, reducer, held=held))
+            self._fragments.append(Fragment(parts, outer_steps, directions, reducer, lag, held))
         self._at, self._reducer = 0, self._fragments[0].reducer
 
     def _enter(self, i: int) -> None:
@@ -501,7 +504,8 @@ class CO2(LocalUpdateMethod):
     def _start_from_params(self) -> None:
         super()._start_from_params()
         if self._is_cut:
-            self._cut(len(self._fragments))
+            self._fragments = []
+            self._cut(self.config.fragments if isinstance(self.config.fragments, int) else 1)
         if self._share is not None:
             self._share.start_from_params()
 
@@ -516,11 +520,15 @@ class CO2(LocalUpdateMethod):
         if self._share is not None:
             self._allreduce.drain()
             self._share.drain()
-        if len(state.get("fragments", [0])) != len(self._fragments_of_share() or [0]):
-            raise UserError(
-                f"the checkpoint has {len(state.get('fragments', [0]))} fragments, not {self.config.fragments}: resume "
-                "with the settings that wrote it"
-            )
+        count = len(state.get("fragments", [0]))
+        if count != len(self._fragments_of_share() or [0]):
+            if self.config.fragments != "auto":
+                raise UserError(
+                    f"the checkpoint has {count} fragments, not {self.config.fragments}: resume with the settings that "
+                    "wrote it"
+                )
+            self._allreduce.drain()
+            self._cut(count)
         if self._is_cut:
             self._at = state["at"]
             self._reducer = self._fragments[self._at].reducer

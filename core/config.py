@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -155,9 +156,11 @@ class CO2Config:
     number: after that many local steps, waiting if needed. With 0 a worker waits at once, so nothing is hidden and
     nothing is stale. auto: as soon as it arrives. A worker then waits for it after as many local steps as the
     all-reduce needs, measured over the first four rounds."""
-    fragments: int = 1
+    fragments: int | Literal["auto"] = 1
     """With keep_local: into how many parts the parameters are cut, whose all-reduces follow each other within a round
-    (fragments.py). An average is then late by a part's all-reduce, and a round sends the same bytes."""
+    (fragments.py). An average is then late by a part's all-reduce, and a round sends the same bytes. auto: so many
+    that a part takes about a local step, and tau auto is then shorter. On nodes, with shard or offload and with elastic
+    workers auto means 1."""
     outlier: float | None = 10.0
     """Excludes a worker from a round's average, and restarts it, if its update is more than this many times as large as
     its usual update. None excludes only updates that are not finite."""
@@ -210,9 +213,13 @@ class CO2Config:
 
     def _check_fragments(self) -> None:
         """Raises UserError for fragments that do not go with the other settings."""
-        require(self, is_whole(self.fragments), "fragments", "give a whole number of parts, 1 or more")
+        valid = is_whole(self.fragments) or self.fragments == "auto"
+        require(self, valid, "fragments", "give a whole number of parts, 1 or more, or auto")
         if self.fragments == 1:
             return
+        if self.fragments == "auto":
+            arrives = self.merge == "keep_local" and self.delay == "auto"
+            return require(self, arrives, "fragments", "auto needs merge keep_local and delay auto")
         require(self, self.merge == "keep_local", "fragments", "the other parts have local progress that only merge "
                 "keep_local keeps")  # fmt: skip
         require(self, self.tau == "auto" or self.fragments <= self.tau, "fragments", f"give at most tau={self.tau}")
@@ -269,6 +276,14 @@ class CO2Config:
         the loss more than frequent averages do (results/loss.md).
         """
         return 0.25 if self.is_a_round_late else 1.5
+
+    def uncut(self) -> CO2Config:
+        """Returns these settings where fragments auto means 1."""
+        if self.fragments != "auto":
+            return self
+        whole = copy.copy(self)
+        object.__setattr__(whole, "fragments", 1)
+        return whole
 
     def changing(self, tau: int) -> dict[str, float | None]:
         """Returns the settings that may change from round to round, for the comparison among workers."""
@@ -367,7 +382,7 @@ def check_share(c: CO2Config, *, shard: bool) -> None:
     """
     require(c, c.merge != "interpolate", "merge", "no measurement supports it on nodes or with shard or offload: give "
             "keep_local, whose snapshot is a share there")  # fmt: skip
-    require(c, c.fragments == 1, "fragments", "not supported yet on nodes or with shard or offload: give 1")
+    require(c, c.fragments in (1, "auto"), "fragments", "not supported yet on nodes or with shard or offload: give 1")
     if shard and c.compression.format == "lgreco":
         raise UserError(
             "compression.format='lgreco' with shard=True: no worker owns part of a low-rank or sparse average; give a "

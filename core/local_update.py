@@ -129,7 +129,10 @@ class SyncSchedule:
 
     Attributes:
         tau: Local steps of the current round.
+        fragments: In how many fragments the next round's all-reduces follow each other. None if that stays as it is.
     """
+
+    fragments: int | None = None
 
     def __init__(self, tau: int | Callable[[int], int]):
         self._given = tau

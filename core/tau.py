@@ -1,7 +1,9 @@
 """Chooses tau from times measured during training: the fewest local steps that hide an all-reduce.
 
-Two more choices follow from the same times. With compression auto, TauTuner tests whether a format with more bytes per
-element is as fast. With delay auto, it sets after how many local steps a worker waits for an average.
+With fragments auto, an all-reduce that takes longer than LATE local steps is cut into as many parts. tau then leaves
+little more time than the link needs, because parts are fresh wherever they arrive in a round. Two more choices follow
+from the same times. With compression auto, TauTuner tests whether a format with more bytes per element is as fast. With
+delay auto, it sets after how many local steps a worker waits for an average.
 """
 
 from __future__ import annotations
@@ -28,6 +30,9 @@ SLACK = 0.25  # with delay auto, local steps before the wait exceed the all-redu
 SETTLE = 4  # rounds at most between a change of compression and the arrival of its times
 WAITS = 8  # rounds in each worker's average of its waiting time
 NUMBERS = 4  # seconds that each worker sends: local step, all-reduce, boundary's own work, wait for an average
+LATE = 1.25  # with fragments auto, local steps that a fragment's all-reduce takes
+MOST = 8  # fragments at most
+CUT_MARGIN = 0.15  # with several fragments, the local steps exceed the round's all-reduces by this share
 FLOAT32 = {"float32": 4.0}  # format -> bytes per element
 
 
@@ -45,6 +50,7 @@ class TauDecision:
     reason: str
     compression: str = "float32"
     """Compression from this round on. tau changes once the times of the new compression are known."""
+    fragments: int = 1
 
     @property
     def exposed_share(self) -> float:
@@ -76,11 +82,13 @@ class TauTuner:
         margin: The local steps take this share longer than the all-reduce.
         compressions: Format -> bytes per element, in ascending order, because a test of many bytes costs most on a slow
             network.
-        given: The user's tau, which does not change. Only the compression and `needed` are chosen then.
+        given: The user's tau, which does not change. Only the compression, the fragments and `needed` are chosen then.
+        cuts: Whether the number of fragments is chosen.
 
     Attributes:
         tau: Local steps per round.
         compression: Format of the next all-reduce.
+        fragments: Fragments from the next round on.
         decisions: All decisions so far.
     """
 
@@ -91,8 +99,9 @@ class TauTuner:
         compressions: Mapping[str, float] = FLOAT32,
         *,
         given: int | None = None,
+        cuts: bool = False,
     ):
-        self.given = given
+        self.given, self.cuts, self.fragments = given, cuts, 1
         self.tau = given or min(CALIBRATION_TAU, tau_max)
         self.tau_max, self.margin = tau_max, margin
         self.compressions = compressions
@@ -181,7 +190,7 @@ class TauTuner:
 
         Later decisions do not use these times, which may include a warm-up.
         """
-        required = smallest_tau(allreduce, step, self.margin)
+        required = smallest_tau(allreduce, step, self._margin(step, allreduce))
         if self.given or self.decisions or required <= self.tau:
             return None
         return self._decided(round, required, step, allreduce, self._reason(step, allreduce, 0.0, required))
@@ -201,25 +210,39 @@ class TauTuner:
         """Returns a change of the compression or of tau, if the medians call for one."""
         step, allreduce = median(self._steps), median(self._allreduces)
         boundary = min(self._boundaries)  # disturbances only lengthen it
-        required = max(smallest_tau(allreduce, step, self.margin), smallest_tau(boundary / COST, step, 0.0))
+        margin = self._margin(step, allreduce)
+        required = max(smallest_tau(allreduce, step, margin), smallest_tau(boundary / COST, step, 0.0))
         if change := self._change_compression(step, allreduce, required):
             tau, expected, why = change
             return self._decided(round, tau, step, expected, why)
-        if self.given:
+        wanted = self._wanted(step, allreduce, self.given or min(required, self.tau_max))
+        misfits = not wanted / 1.5 <= self.fragments <= 2 * wanted or (wanted == 1) != (self.fragments == 1)
+        if self.given and not misfits:
             return None
-        new = min(required, self.tau_max)
+        new = self.given or min(required, self.tau_max)
         # tau stays until half of the margin is used up
-        least = max(smallest_tau(allreduce, step, self.margin / 2), smallest_tau(boundary / COST, step, -0.25))
+        least = max(smallest_tau(allreduce, step, margin / 2), smallest_tau(boundary / COST, step, -0.25))
         fits = self.tau >= least
         wasteful = new <= 0.75 * self.tau
-        if self.decisions and (new == self.tau or (fits and not wasteful)):  # the first decision is always reported
+        if (
+            self.decisions and not misfits and (new == self.tau or (fits and not wasteful))
+        ):  # the first decision is always reported
             return None
         return self._decided(round, new, step, allreduce, self._reason(step, allreduce, boundary, required))
+
+    def _margin(self, step: float, allreduce: float) -> float:
+        """Returns the share by which the local steps exceed the all-reduce."""
+        return CUT_MARGIN if self.cuts and allreduce > LATE * step else self.margin
+
+    def _wanted(self, step: float, allreduce: float, tau: int) -> int:
+        """Returns the number of fragments for these times."""
+        return min(math.ceil(allreduce / (LATE * step)), MOST, tau) if self.cuts else 1
 
     def _decided(self, round: int, new: int, step: float, allreduce: float, why: str) -> TauDecision:
         """Records a decision, and applies it."""
         new = self.given or min(new, self.tau_max)
-        decision = TauDecision(round, self.tau, new, step, allreduce, why, self.compression)
+        self.fragments = self._wanted(step, allreduce, new)
+        decision = TauDecision(round, self.tau, new, step, allreduce, why, self.compression, self.fragments)
         self.tau = decision.new
         self.decisions.append(decision)
         return decision
@@ -240,7 +263,7 @@ class TauTuner:
         elif self._untested:
             candidate = self._untested[0]
             expected = allreduce * self.compressions[candidate] / self.compressions[self.compression]
-            tau = smallest_tau(expected, step, self.margin)
+            tau = smallest_tau(expected, step, self._margin(step, expected))
             if expected > step and tau > required:
                 return None
             self._tested_against = self.compression, required, allreduce
@@ -256,10 +279,11 @@ class TauTuner:
     def _reason(self, step: float, allreduce: float, boundary: float, required: int) -> str:
         """Explains a choice of tau in one line, in words for the log."""
         text = f"the all-reduce takes {allreduce:.4g} s and a local step {step:.4g} s"
-        if smallest_tau(allreduce, step, self.margin) < required <= self.tau_max:
+        margin = self._margin(step, allreduce)
+        if smallest_tau(allreduce, step, margin) < required <= self.tau_max:
             return f"{text}, a boundary's own work {boundary:.3g} s: {required} steps keep that at {COST:.0%}"
         if required <= self.tau_max:
-            return f"{text}: {required} steps outlast it by {self.margin:.0%}"
+            return f"{text}: {required} steps outlast it by {margin:.0%}"
         exposed = max(0.0, allreduce - self.tau_max * step)
         limit = f"tau_max={self.tau_max} leaves {exposed:.3g} s a round exposed"
         return f"{text}: {required} steps would outlast it, {limit}"
@@ -269,6 +293,7 @@ class TauTuner:
         return {
             "tau": self.tau,
             "heard": self._received,
+            "fragments": self.fragments,
             "decisions": [astuple(d) for d in self.decisions],
             "steps": list(self._steps),
             "allreduces": list(self._allreduces),
@@ -288,6 +313,7 @@ class TauTuner:
             return
         self.tau, self._received = self.given or min(state["tau"], self.tau_max), state["heard"]
         self.decisions = [TauDecision(*d) for d in state["decisions"]]
+        self.fragments = state.get("fragments", 1) if self.cuts else 1
         self._steps = deque(state["steps"], maxlen=WINDOW)
         self._allreduces = deque(state["allreduces"], maxlen=WINDOW)
         self._boundaries = deque(state["boundaries"], maxlen=WINDOW)
@@ -375,6 +401,10 @@ class AdaptiveTau(SyncSchedule):
         """The decision of tau auto at the last boundary, or None."""
         return self.tau_hook.decision if self.tau_hook is not None else None
 
+    @property
+    def fragments(self) -> int | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.tau_hook.tuner.fragments if self.tau_hook is not None and self.tau_hook.tuner.cuts else None
+
     def begin(self, number: int) -> None:
         if self.tau_hook is not None:
             self._log(self.tau_hook, number)
@@ -389,7 +419,9 @@ class AdaptiveTau(SyncSchedule):
         """Reports the decision of this boundary, and with delay auto a new wait, on the rank that reports."""
         d, needed = hook.decision, hook.tuner.needed if self.delay == "auto" else None
         if d is not None and hook.method._is_log_rank:
-            log.info("round %d: tau %d (it was %d), compression %s: %s", number, d.new, d.old, d.compression, d.reason)
+            parts = f", {d.fragments} fragments" if d.fragments > 1 else ""
+            settings = number, d.new, d.old, d.compression, parts, d.reason
+            log.info("round %d: tau %d (it was %d), compression %s%s: %s", *settings)
         if needed not in (None, self._logged) and hook.method._is_log_rank:
             log.info("round %d: a worker waits for an average after %d local steps at most", number, needed)
         self._logged = needed

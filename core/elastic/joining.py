@@ -142,7 +142,7 @@ class Joining(Hook):
 
 def check_elastic(config: Any) -> None:
     """Raises UserError for settings of a CO2Config that elastic workers do not support."""
-    if config.fragments > 1:
+    if config.fragments not in (1, "auto"):
         raise UserError(
             f"fragments={config.fragments} with elastic workers is not supported yet: a newcomer would have to join in "
             "the middle of a round; give 1"
@@ -229,7 +229,7 @@ def elastic_co2(
     Raises:
         UserError: For settings that elastic workers do not support.
     """
-    c, params = named_rule(config), tensors_of(params, "parameters")
+    c, params = named_rule(config).uncut(), tensors_of(params, "parameters")
     check_elastic(c)
     if c.compression.format == "auto":
         c = replace(c, compression=CompressionConfig())

@@ -1,6 +1,7 @@
 """Fragments in turn: each equals the specification on its slice, with its rounds shifted."""
 
 import copy
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,9 @@ from core import CO2, CO2Config
 from core.config import CompressionConfig
 from core.errors import UserError
 from core.fragments import slices
+from core.tau import CUT_MARGIN, LATE, TauTuner
 from core.testing import run_distributed
+from core.testing.link import ThrottledLink
 from tests.reference import LateReference
 
 TAU, STEPS = 6, 27
@@ -215,3 +218,54 @@ def test_a_round_sends_the_same_bytes(kind: Any):
 def test_fragments_that_cannot_be_are_refused(changes: dict[str, Any], reason: str):
     with pytest.raises(UserError, match=reason):
         config(**changes)
+
+
+def test_tau_and_fragments_by_hand():
+    """An all-reduce of 10 local steps: 8 fragments of 1.25 steps, and 10 (1 + CUT_MARGIN) = 11.5 steps."""
+    assert (LATE, CUT_MARGIN) == (1.25, 0.15)
+    tuner = TauTuner(192, 1.5, cuts=True)
+    for number in range(4):
+        tuner.receive(number, [0.1], [1.0])
+    assert (tuner.tau, tuner.fragments) == (12, 8)
+    for number in range(4, 12):  # a link that is not slow: one fragment, and the margin of before
+        tuner.receive(number, [0.1], [0.11])
+    assert (tuner.tau, tuner.fragments) == (3, 1)
+    again = TauTuner(192, 1.5, cuts=True)
+    again.load_state_dict(tuner.state_dict())
+    assert (again.tau, again.fragments) == (3, 1)
+    whole = TauTuner(192, 1.5)
+    for number in range(4):
+        whole.receive(number, [0.1], [1.0])
+    assert (whole.tau, whole.fragments) == (25, 1)
+
+
+def test_a_given_tau_gets_fragments():
+    tuner = TauTuner(192, 1.5, given=12, cuts=True)
+    for number in range(4):
+        tuner.receive(number, [0.1], [0.5])
+    assert (tuner.tau, tuner.fragments) == (12, 4)
+
+
+def choose(rank: int, world_size: int) -> tuple[Tensor, list[int], list[float]]:
+    params = [torch.zeros(60_000).requires_grad_()]
+    c = config(tau="auto", delay="auto", fragments="auto", outlier=None)
+    link = ThrottledLink(24.0)  # an all-reduce of 240 kB takes 80 ms
+    cuts, late = [], []
+    with CO2(params, c, link=link) as co2:
+        for _ in range(120):
+            time.sleep(0.01)
+            with torch.no_grad():
+                params[0].add_(1e-3 * (rank + 1))
+            if co2.step():
+                cuts.append(len(co2._fragments))
+                late.append(co2.stats.merged_after / co2.stats.local_steps)
+    return flat(params), cuts, late
+
+
+def test_a_slow_link_gets_fragments():
+    (a, cuts, late), (b, others, _) = run_distributed(choose, 2)
+    assert torch.equal(a, b)
+    assert cuts == others, "all workers choose alike"
+    assert cuts[0] == 1
+    assert cuts[-1] >= 4
+    assert late[-1] < 0.5, "a fragment is merged a part of a round after its start"
