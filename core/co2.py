@@ -52,7 +52,7 @@ worker started from finish() is the last (is_last). If no worker had taken a ste
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any, Unpack
 
@@ -172,6 +172,7 @@ class CO2(LocalUpdateMethod):
         c.check_stable()
         super().__init__(params, **built)
         self._starts_near_anchor = c.merge != "restart"
+        self._fragments = list[Fragment]()  # none on a node
         self._in_paper_order = c.merge != "keep_local" and c.is_a_round_late
         if c.outer_momentum == 0 and c.gap == "none" and schedule is None:
             self._unsaved = ("outer_momentum",)  # step 5 multiplies m_{t-1} by 0
@@ -274,7 +275,7 @@ class CO2(LocalUpdateMethod):
             return
         if self._allreduce.in_flight and self._sync_schedule.merges(self):
             self._merge_early(at_boundary=False)
-        following, count = self._at + 1, len(self._fragments_of_share())
+        following, count = self._at + 1, len(self._fragments)
         if following >= count or self._local_steps < max(1, following * self.tau // count):
             return
         if self._allreduce.in_flight and self.config.delay == "auto":
@@ -328,7 +329,7 @@ class CO2(LocalUpdateMethod):
         may_merge = c.merge == "keep_local" and self.at_boundary and (c.delay == "auto" or self._is_cut)
         if may_merge and self._allreduce.in_flight:
             self._merge_early(at_boundary=True)
-        if may_merge and any(f.lag for f in self._fragments_of_share()):
+        if may_merge and any(f.lag for f in self._fragments):
             self._reach_with_fragments()
         # with interpolate, workers differ even if nothing is in flight
         return super()._reach_common_model() and not (c.merge == "interpolate" and self._differs())
@@ -399,7 +400,7 @@ class CO2(LocalUpdateMethod):
         """Merges what is in flight, and what is left of the round's fragments. Returns whether that was the end."""
         if self._allreduce.in_flight:
             self._merge(finished=finished)
-        for i in range(self._at + 1, len(self._fragments_of_share())):
+        for i in range(self._at + 1, len(self._fragments)):
             self._start_fragment(i, finished=finished)
             if self._allreduce.in_flight:
                 self._merge(finished=finished)
@@ -415,11 +416,8 @@ class CO2(LocalUpdateMethod):
         self._clock.stats = stats
         self._params_updated(at_boundary=True)
 
-    def _fragments_of_share(self) -> Sequence[Fragment]:
-        return self._fragments if self._share is None else ()
-
     def _reducers(self) -> list[Reducer]:
-        return [fragment.reducer for fragment in self._fragments_of_share()] or [self._reducer]
+        return [fragment.reducer for fragment in self._fragments] or [self._reducer]
 
     def _sent_payloads(self) -> list[Tensor]:
         return self._fragments[self._at].payloads if self._is_cut else super()._sent_payloads()
@@ -521,7 +519,7 @@ class CO2(LocalUpdateMethod):
             self._allreduce.drain()
             self._share.drain()
         count = len(state.get("fragments", [0]))
-        if count != len(self._fragments_of_share() or [0]):
+        if count != len(self._fragments or [0]):
             if self.config.fragments != "auto":
                 raise UserError(
                     f"the checkpoint has {count} fragments, not {self.config.fragments}: resume with the settings that "
@@ -533,7 +531,7 @@ class CO2(LocalUpdateMethod):
             self._at = state["at"]
             self._reducer = self._fragments[self._at].reducer
         super()._load_local_state(state)
-        for fragment, (lag, held) in zip(self._fragments_of_share(), state.get("fragments", []), strict=False):
+        for fragment, (lag, held) in zip(self._fragments, state.get("fragments", []), strict=False):
             fragment.lag, fragment.held = lag, dict(held)
             fragment.held["_momentum_norm"] = held["_momentum_norm"].to(self._momentum_norm)
 

@@ -300,7 +300,7 @@ def test_co2_trains_as_with_the_plain_passes(way: dict[str, Any], monkeypatch: p
 
     monkeypatch.setattr(GridExecutor, "__call__", one_by_one)
     results = []
-    for made, kernels in ((lambda *flats, nesterov: OuterStep(*flats), False), (make_outer_step, True)):
+    for made, kernels in ((lambda *flats, start=0, nesterov: OuterStep(*flats), False), (make_outer_step, True)):
         for module in (quantized, outer):
             monkeypatch.setattr(module, "has_triton", lambda device, here=kernels: here)
         monkeypatch.setattr(outer, "make_outer_step", made)
