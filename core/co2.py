@@ -115,6 +115,7 @@ class CO2(LocalUpdateMethod):
     _name = "CO2"
     _sends_differences = _needs_global_norms = True  # see LocalUpdateMethod
     _numbers = ("_last_alpha", "_momentum_norm")  # saved in checkpoints
+    _fragments: Sequence[Fragment] = ()  # none on a node
     _share_numbers: Tensor  # on a node, in place of these: see Share.numbers
     _spoilt: Tensor  # on a node, in the paper's order: whether its last difference was not finite, 0-d bool
 
@@ -172,7 +173,6 @@ class CO2(LocalUpdateMethod):
         c.check_stable()
         super().__init__(params, **built)
         self._starts_near_anchor = c.merge != "restart"
-        self._fragments = list[Fragment]()  # none on a node
         self._in_paper_order = c.merge != "keep_local" and c.is_a_round_late
         if c.outer_momentum == 0 and c.gap == "none" and schedule is None:
             self._unsaved = ("outer_momentum",)  # step 5 multiplies m_{t-1} by 0
@@ -343,7 +343,7 @@ class CO2(LocalUpdateMethod):
     def _cut(self, count: int) -> None:
         """Cuts the payloads into fragments while nothing is in flight. Error feedback begins anew."""
         lag = max((fragment.lag for fragment in self._fragments), default=0)
-        self._fragments, self._is_cut, nesterov = list[Fragment](), count > 1, self.config.nesterov
+        fragments, self._is_cut, nesterov = list[Fragment](), count > 1, self.config.nesterov
         for i in range(count):
             parts, outer_steps, directions = list[BucketShare](), list[outer.OuterStep](), list[Tensor]()
             for k, (b, x, m) in enumerate(zip(self._buckets, self._x, self._m, strict=True)):
@@ -359,8 +359,9 @@ class CO2(LocalUpdateMethod):
             reducer = self._make_reducer(parts, self._scalars, self._allreduce)
             held = {"_arrived_tau": self._arrived_tau, "_last_alpha": 0.0}
             held["_momentum_norm"] = torch.zeros_like(self._momentum_norm)
-            self._fragments.append(Fragment(parts, outer_steps, directions, reducer, lag, held))
-        self._at, self._reducer = 0, self._fragments[0].reducer
+            fragments.append(Fragment(parts, outer_steps, directions, reducer, lag, held))
+        self._fragments = fragments
+        self._at, self._reducer = 0, fragments[0].reducer
 
     def _enter(self, i: int) -> None:
         """Makes fragment i the current one."""
@@ -502,7 +503,7 @@ class CO2(LocalUpdateMethod):
     def _start_from_params(self) -> None:
         super()._start_from_params()
         if self._is_cut:
-            self._fragments = []
+            self._fragments = ()
             self._cut(self.config.fragments if isinstance(self.config.fragments, int) else 1)
         if self._share is not None:
             self._share.start_from_params()
