@@ -52,7 +52,7 @@ worker started from finish() is the last (is_last). If no worker had taken a ste
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any, Unpack
 
