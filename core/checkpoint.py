@@ -68,6 +68,7 @@ class Saver:
         timeout: Seconds until a missing worker is an error.
         keep: How many checkpoints stay.
         group: The workers over gloo, used by nothing but write(). None makes a group.
+        light: For light checkpoints, the rank whose optimizer state stands for this worker's. See save().
     """
 
     def __init__(
@@ -80,31 +81,32 @@ class Saver:
         *,
         keep: int = KEEP,
         group: dist.ProcessGroup | None = None,
+        light: int | None = None,
     ):
         self.folder, self.rank, self.world_size, self.attempt, self.timeout = folder, rank, world_size, attempt, timeout
-        self.keep = keep
+        self.keep, self.light = keep, light
         own = world_size > 1 and group is None
         self._group = new_group(None, timeout, torch.device("cpu"), "gloo") if own else group
         self._thread: threading.Thread | None = None
         self._ended: bool | Exception = True  # the last write's error, or whether all models were finite
 
-    def start(self, step: int, state: Any, tensors: dict[str, Tensor], begun: float | None = None) -> None:
-        """Starts to write what stored.take_out returned, after any earlier write, and removes old checkpoints.
+    def start(self, step: int, state: dict[str, Any], begun: float | None = None) -> None:
+        """Starts to write what stored.on_host returned, after any earlier write, and removes old checkpoints.
 
         Every worker must call it, at any time. If a tensor under "model" is not finite on some worker, nothing is
         written or removed. The manifest counts seconds from `begun`, the time.monotonic() at which the round closed.
         """
         self.wait()
-        job = step, state, tensors, time.monotonic() if begun is None else begun
+        job = step, state, time.monotonic() if begun is None else begun
         self._thread = threading.Thread(target=self._run, args=job, daemon=True)
         self._thread.start()
 
-    def write(self, step: int, state: Any, tensors: dict[str, Tensor], spared: Collection[str] = ()) -> bool:
+    def write(self, step: int, state: dict[str, Any], spared: Collection[str] = ()) -> bool:
         """Does start() and wait() in the calling thread.
 
         `spared` names tensors of the model that need not be finite.
         """
-        self._run(step, state, tensors, time.monotonic(), spared)
+        self._run(step, state, time.monotonic(), spared)
         return self.wait()
 
     def wait(self) -> bool:
@@ -138,14 +140,11 @@ class Saver:
         except Exception as error:
             self._ended = error
 
-    def _write(
-        self, step: int, state: Any, tensors: dict[str, Tensor], begun: float, spared: Collection[str] = ()
-    ) -> bool:
+    def _write(self, step: int, state: dict[str, Any], begun: float, spared: Collection[str] = ()) -> bool:
         """Writes a checkpoint, as start() and wait() describe."""
         target = self.folder / f"step{step:09d}"
         fresh = self.folder / f"{target.name}.tmp-{self.attempt}"
-        excluded = {f"model.{name}" for name in spared}
-        of_model = [t for path, t in tensors.items() if path.startswith("model.") and path not in excluded]
+        of_model = [t for name, t in state.get("model", {}).items() if name not in spared and isinstance(t, Tensor)]
         weights = [t for t in of_model if t.is_floating_point()]
         refused = self._try(target, lambda: check_later(target, self.attempt)) if self.rank == 0 else ""
         refusals, finite = zip(*self._gather((refused, bool(all_finite(weights)))), strict=True)
@@ -154,19 +153,24 @@ class Saver:
             what = f"the model of rank {finite.index(False)} is not finite: no checkpoint is written"
             _say(self.rank, f"warning: step {step}: {what}, the last one stays")
             return False
-        # equal tensors are written once
-        digests = self._gather({path: stored.digest(tensor) for path, tensor in tensors.items()})
-        mine: list[str] = []
-        failure = self._try(target, lambda: mine.append(stored.write(fresh, self.rank, state, tensors, digests)))
+        if self.light is not None and "method" in state:
+            state = state | {"method": without_residuals(state["method"])}
+        # equal tensors are written once, and in a light checkpoint an optimizer's count as equal in all nodes
+        everyone = self._gather((stored.digests(state) if self.world_size > 1 else {}, self.light))
+        digests = [found for found, _ in everyone]
+        for found, light in everyone:
+            theirs = digests[light] if light is not None else {}
+            found |= {path: theirs[path] for path in found.keys() & theirs if path.startswith("['optimizer']")}
+        mine: list[Any] = []
+        failure = self._try(target, lambda: mine.append(stored.write(fresh, self.rank, state, digests)))
         written, failures = zip(*self._gather((mine, failure)), strict=True)
         failure = next(filter(None, failures), "")
         if self.rank == 0:
 
             def complete() -> None:
                 seconds = round(time.monotonic() - begun, 1)  # slurm/launch.sh reads it
-                files = {f"rank{rank}.json": digest for rank, (digest,) in enumerate(written)}
-                others = [f"rank{rank}.pt" for rank in range(self.world_size)]
-                publish(fresh, target, {"seconds": seconds, "files": files}, [*files, *others], self.attempt)
+                files = {f"rank{rank}.pt": entry for rank, (entry,) in enumerate(written)}
+                publish(fresh, target, {"seconds": seconds, "files": files}, files, self.attempt)
 
             failure = failure or self._try(target, complete)
             # before other workers may write the next checkpoint
@@ -195,6 +199,16 @@ class Saver:
     def _gather(self, mine: Any) -> list[Any]:
         """Returns each worker's object, by rank."""
         return of_all(mine, self._group) if self._group is not None else [mine]
+
+
+def without_residuals(state: Any) -> Any:
+    """Returns a method's state with zeros, which are stored as one number, in place of error-feedback residuals."""
+
+    def one(path: Any, leaf: Any) -> Any:
+        fed_back = any(str(getattr(key, "key", "")).endswith("error_feedback") for key in path)
+        return leaf.new_zeros(1).expand(leaf.shape) if fed_back and isinstance(leaf, Tensor) else leaf
+
+    return stored.map_leaves(one, state)
 
 
 def load_newest(
@@ -360,13 +374,17 @@ def _read(target: Path, rank: int, part: str = "", needs: Mapping[str, type] | N
     """Returns this worker's state, the number of workers that wrote the checkpoint, and what is wrong with it."""
     try:
         manifest = read_manifest(target)
-        if "rests" in manifest or "layout" in manifest:
-            return None, 0, "it is of an older version, or of a run with a layout: resume with what wrote it"
-        files = manifest["files"]
-        if files.keys() != {path.name for path in target.glob("rank*.json")}:
+        if "layout" in manifest:
+            return None, 0, "it is of a run with a layout: resume with --layout"
+        files = manifest.get("files", ())
+        if "rests" in manifest or "rank0.json" in files:
+            return None, 0, "it is of an older version: resume with the version that wrote it"
+        there = {path.name for path in target.glob("rank*.pt")}
+        if missing := sorted(files.keys() - there):
+            return None, 0, f"{missing[0]} is missing"
+        if files.keys() != there:
             return None, 0, f"{MANIFEST} is damaged, it names other workers than those that wrote the checkpoint"
-        taken = rank % len(files)
-        state = stored.read(target, taken, files[f"rank{taken}.json"], ("step", part) if part else ())
+        state = stored.read(target, rank % len(files), files, part)
         if state["step"] != int(target.name.removeprefix("step")):
             return None, 0, f"it holds step {state['step']!r:.20}, unlike its name"
         if lacks := [key for key, kind in (needs or {}).items() if not isinstance(state.get(key), kind)]:
@@ -518,6 +536,7 @@ def save(
     step: int,
     keep: int = 2,
     others: Mapping[str, Any] | None = None,
+    light: bool = False,
 ) -> bool:
     """Writes folder/stepNNNNNNNNN, from which `load` resumes bit for bit, even in the middle of a round.
 
@@ -534,9 +553,11 @@ def save(
         keep: How many checkpoints stay. Older checkpoints are removed. After a load() from this folder, checkpoints of
             later steps are removed, too.
         others: More objects with a state_dict(), and plain values such as the best loss, by name. Plain values,
-            tensors, NumPy arrays and numbers, paths and Python's containers are restored with their types. Named
-            tuples, dataclasses and tensor subclasses need torch.serialization.add_safe_globals([the class]) before
-            save() and load().
+            tensors, NumPy arrays and numbers, paths, lists, tuples, sets and dicts are restored with their types.
+            Named tuples, dataclasses and tensor subclasses need torch.serialization.add_safe_globals([the class])
+            before save() and load().
+        light: Whether to leave out error-feedback residuals, which then start from zero, and the optimizer's tensors
+            of all workers but the first, or of all nodes but the first. All workers then resume with these tensors.
 
     Returns:
         False if some worker's model is not finite: nothing was written, and the last checkpoint stays.
@@ -571,9 +592,9 @@ def save(
         "random": random_state(next(model.parameters()).device),
         "step": step,
     }
-    tensors, state, problem = dict[str, Tensor](), {}, ""
+    state, problem = {}, ""
     try:
-        state = stored.take_out(whole, tensors)
+        state = stored.on_host(whole)
     except UserError as error:
         problem = str(error)
     group = host_group()
@@ -582,8 +603,16 @@ def save(
     if problem := next((problem for _, problem in reported if problem), ""):
         raise UserError(problem)
     rank = dist.get_rank() if group is not None else 0
-    saver = Saver(Path(folder).expanduser(), rank, len(reported), reported[0][0], keep=keep, group=group)
-    return saver.write(step, state, tensors, spared=_need_not_be_finite(model, co2))
+    first = first_of_same_place(co2) if light else None
+    place = Path(folder).expanduser(), rank, len(reported), reported[0][0]
+    saver = Saver(*place, keep=keep, group=group, light=first)
+    return saver.write(step, state, spared=_need_not_be_finite(model, co2))
+
+
+def first_of_same_place(co2: Stateful) -> int:
+    """Returns the rank that has this rank's place in the first node, without nodes 0."""
+    group = co2._allreduce.group if isinstance(co2, LocalUpdateMethod) else None
+    return dist.get_process_group_ranks(group)[0] if group is not None else 0
 
 
 def _has_state(value: Any) -> bool:

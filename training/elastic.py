@@ -227,9 +227,7 @@ class Elastic:
         """Writes a checkpoint on the first worker, unless its model is not finite. Raises UserError if it cannot."""
         if self.run.rank > 0:
             return
-        tensors: dict[str, Tensor] = {}
-        state = stored.take_out(self.state(), tensors, copy=False)
-        self._saver.start(self.drawn, state, tensors)
+        self._saver.start(self.drawn, stored.on_host(self.state()))
         self._saver.wait()
 
     def saved(self) -> bool:

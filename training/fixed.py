@@ -53,7 +53,8 @@ class Fixed:
         if spec_of(r.method).kind != "optimizer":  # zeroth order has no gradients to synchronize
             self.mesh = make_mesh(run.device, r.per_node, r.zero, r.timeout)
         place = run.rank, run.world_size
-        self._saver = checkpoint.Saver(self.folder.checkpoints, *place, self.folder.attempt, r.timeout)
+        first = run.rank % self._per_node if r.light_checkpoints else None
+        self._saver = checkpoint.Saver(self.folder.checkpoints, *place, self.folder.attempt, r.timeout, light=first)
 
     def leave(self, failed: bool) -> None:
         """Waits for the checkpoint that is being written, unless the run failed, and leaves the other workers."""
@@ -144,9 +145,7 @@ class Fixed:
             if not isinstance(trained.method, LocalUpdateMethod):
                 trained.method.sync_for_eval()
             live = trained.state_dict() | self._counted() | {"node": self._per_node, "rng": random_state(run.device)}
-            tensors: dict[str, Tensor] = {}
-            state = stored.take_out(live, tensors)
-            trained.snapshot(functools.partial(self._write, time.monotonic(), state, tensors))
+            trained.snapshot(functools.partial(self._write, time.monotonic(), stored.on_host(live)))
 
     def _counted(self) -> dict[str, Any]:
         """Returns a checkpoint's counters of the loop and the log."""
@@ -166,11 +165,10 @@ class Fixed:
         assert self._saver is not None
         return self._saver.wait()
 
-    def _write(self, begun: float, state: dict[str, Any], tensors: dict[str, Tensor], method: dict[str, Any]) -> None:
+    def _write(self, begun: float, state: dict[str, Any], method: dict[str, Any]) -> None:
         """Writes a checkpoint once the method's part is complete. An all-reduce in flight delays it to a boundary."""
         assert self._saver is not None
-        of_method = stored.take_out(self._trained.state_of_method(method), tensors, copy=False)
-        self._saver.start(state["step"], state | of_method, tensors, begun)
+        self._saver.start(state["step"], state | self._trained.state_of_method(method), begun)
 
     def _resume(self) -> float:
         """Restores the newest checkpoint, if there is one. Returns the seconds of training that led to it."""

@@ -23,7 +23,8 @@ from training.workers import rank
 
 LARGEST = 10**9  # limit of the numbers in a recipe
 SELDOM = {  # options that only --help-all lists, by the part of the recipe; None hides the whole part
-    "": "tf32 cudnn_benchmark channels_last extend gpu_gb timeout trace tracker link_mbit average_buffers",
+    "": "tf32 cudnn_benchmark channels_last extend gpu_gb timeout trace tracker link_mbit average_buffers"
+    " light_checkpoints",
     "co2": "allow_unstable tau_max mix",
     "optim": "betas eps undecayed power min_lr_share layer_decay",
     "ddp_compression": "error_feedback like lgreco",
@@ -135,6 +136,9 @@ class Recipe(OfMethods):
     """Epochs, steps or minutes between checkpoints. With 0 only the last checkpoint is written."""
     save_minutes: float = 0.0
     """Minutes between checkpoints, in addition to checkpoint_every. 0 means none by time."""
+    light_checkpoints: bool = False
+    """Leave out of checkpoints the error-feedback residuals, and the optimizer's moments of all nodes but the first,
+    with which a resume then starts all nodes. An elastic run's checkpoint holds one worker's state anyway."""
     log_every: int = 10
     """Steps between two lines of metrics.jsonl."""
     trace: bool = False
@@ -178,6 +182,8 @@ class Recipe(OfMethods):
                 raise UserError(f"{name}={value}: give {LARGEST} or less")
         check_settings(self.method, self.co2, shard=self.shard, offload=self.offload, **self.own_settings)
         whole = self.method != "zo" and self.zero < 2 and not self.layout
+        if self.light_checkpoints and self.layout:
+            raise UserError("light_checkpoints does not go with a layout, which leaves out residuals: leave it out")
         for name in ("ema", "precision"):
             if (value := getattr(self, name)) not in (None, "float32", "bfloat16") and not whole:
                 raise UserError(f"{name}={value} does not go with method zo, zero above 1 or a layout: leave it out")

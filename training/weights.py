@@ -11,7 +11,7 @@ import types
 import typing
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path, PosixPath
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from core.checkpoint import finished, load_newest, read_manifest, unlike, with_versions
 from core.errors import UserError
-from core.stored import numpy_makers, parse_json, reason, regular
+from core.stored import parse_json, plain_makers, reason, regular
 from training.data import printable
 from training.recipe import Recipe
 from training.workers import rank
@@ -217,14 +217,6 @@ def _part(checkpoints: Path, number: int, part: str) -> Any:
 # -- files ------------------------------------------------------------------------------------------------------------
 
 
-def _harmless() -> list[Any]:
-    """Returns classes and functions that checkpoints of training code hold in addition to weights.
-
-    Calling them runs no code from the file.
-    """
-    return [argparse.Namespace, PosixPath, *numpy_makers()]
-
-
 def file_weights(path: Path, option: str, map_location: Any = "cpu") -> Weights:
     """Returns the weights in a file of timm, mmseg or torch: *.safetensors, or what torch.save wrote.
 
@@ -238,7 +230,7 @@ def file_weights(path: Path, option: str, map_location: Any = "cpu") -> Weights:
             from safetensors.torch import load_file  # imported here, because pointcloud can do without the package
 
             return _unwrapped(load_file(path))
-        with torch.serialization.safe_globals(_harmless()):
+        with torch.serialization.safe_globals([argparse.Namespace, *plain_makers()]):  # which training code saves, too
             found = torch.load(path, map_location, weights_only=True)
     except MemoryError:
         raise

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from ..co2 import CO2
 from ..config import CO2Config
 from ..errors import UserError
-from ..stored import numpy_makers
+from ..stored import plain_makers
 from .common import (
     check_accelerator,
     check_loader,
@@ -153,7 +153,7 @@ class _Checkpoint:
     def _load(self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         """Runs load_state(), which loads rank 0's model and optimizer, and then loads this worker's own state."""
         weights_only = (load_kwargs or {}).get("weights_only", True)
-        with torch.serialization.safe_globals(numpy_makers()):
+        with torch.serialization.safe_globals(plain_makers()):
             self._load_state(input_dir, load_kwargs, **kwargs)
         rank = self._co2.accelerator.process_index
         load_own(WHO, f"{self._folder}/co2", rank, weights_only=weights_only, **self._parts())

@@ -7,20 +7,18 @@ from __future__ import annotations
 
 import atexit
 import functools
-import io
 import math
 import multiprocessing
 import os
 import signal
 import sys
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
@@ -30,7 +28,7 @@ from ..comm import of_all
 from ..config import CO2Config
 from ..errors import UserError
 from ..stats import RoundStats
-from ..stored import numpy_makers, reason
+from ..stored import plain_makers, reason, unreadable
 
 UNFINISHED = "are not of one checkpoint, as when a run ended while it saved: resume from an older checkpoint"
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
@@ -222,41 +220,14 @@ def save_own(
             named = part.named_parameters(remove_duplicate=False) if isinstance(part, nn.Module) else ()
             frozen = {name for name, p in named if not p.requires_grad}
             written[name] = {key: value for key, value in part.state_dict().items() if key not in frozen}
-    problem = unreadable(written, remedy, weights_only) or unreadable(dict(beside or {}), remedy, weights_only)
+    load = functools.partial(torch.load, weights_only=weights_only)
+    problem = unreadable(written, remedy, load) or unreadable(dict(beside or {}), remedy, load)
     if problem := next(filter(None, of_all(problem)), ""):
         raise UserError(f"{who}: {problem}")
     path = Path(folder, f"rank{rank}.tmp")
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.save(written, path)
     path.rename(path.with_suffix(".pt"))
-
-
-def unreadable(value: Any, remedy: str, weights_only: bool | None = True, path: str = "") -> str:
-    """Describes the first value that torch.load would not read back, with its path, or returns "".
-
-    torch.load must be called inside safe_globals(numpy_makers()).
-    """
-    kind = type(value)
-    if kind in (dict, OrderedDict, list, tuple):
-        named = value.items() if isinstance(value, dict) else enumerate(value)
-        inner = [(at, part) for name, held in named for at, part in ((path, name), (f"{path}.{name}".strip("."), held))]
-        return next((said for at, part in inner if (said := unreadable(part, remedy, weights_only, at))), "")
-    if kind in (type(None), bool, int, float, str, Tensor) and not getattr(value, "__dict__", None):
-        return ""
-    buffer, what = io.BytesIO(), f"{path} is a {kind.__module__}.{kind.__qualname__}"
-    try:
-        torch.save(value, buffer)
-    except Exception as error:  # pickle raises errors of many classes
-        return f"{what}, which cannot be saved ({reason(error)}): keep it out of the state_dict"
-    with torch.serialization.safe_globals(numpy_makers()):
-        try:
-            buffer.seek(0)
-            torch.load(buffer, weights_only=weights_only)
-        except Exception:
-            buffer.seek(0)
-            classes = ", ".join(torch.serialization.get_unsafe_globals_in_checkpoint(buffer)) or "its class"
-            return f"{what}, which torch.load cannot read back: {remedy.format(classes)}"
-    return ""
 
 
 def load_own(
@@ -280,7 +251,7 @@ def load_own(
     path, saved, problem = Path(folder, f"rank{rank}.pt"), dict[str, Any](), ""
     any_file = next(path.parent.glob("rank*.pt"), None)
     try:
-        with torch.serialization.safe_globals(numpy_makers()):  # a schedule computed by NumPy leaves its scalars
+        with torch.serialization.safe_globals(plain_makers()):  # a schedule computed by NumPy leaves its scalars
             if any_file is None:
                 problem = f"{folder} is missing, as when a run without CO2 saved: load only the weights"
             elif not path.exists():

@@ -28,7 +28,7 @@ from ..checkpoint import random_state, set_random_state
 from ..config import CO2Config
 from ..errors import UserError
 from ..hooks import Requests
-from ..stored import numpy_makers
+from ..stored import plain_makers
 from .common import SAFE, InLoop, check_mesh, check_model, check_optimizers, load_own, logged, save_own, shield
 
 WHO = "CO2Strategy"
@@ -168,7 +168,7 @@ class CO2Strategy(InLoop, DDPStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         if self.co2 is None and self._module.trainer.state.fn == TrainerFn.FITTING:  # else no training resumes from it
             self._loaded = os.path.realpath(checkpoint_path)  # last.ckpt may be a link
-        with torch.serialization.safe_globals(numpy_makers()):  # a schedule computed by NumPy leaves its scalars
+        with torch.serialization.safe_globals(plain_makers()):  # a schedule computed by NumPy leaves its scalars
             return super().load_checkpoint(checkpoint_path, weights_only)
 
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:

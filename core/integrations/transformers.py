@@ -20,7 +20,7 @@ from transformers.utils import logging
 
 from ..config import CO2Config
 from ..errors import UserError
-from ..stored import numpy_makers
+from ..stored import plain_makers
 from .common import (
     InLoop,
     check_accelerator,
@@ -103,7 +103,7 @@ class CO2Callback(InLoop, TrainerCallback):
         folder = resume_from_checkpoint
         self._resumed = (get_last_checkpoint(self.trainer.args.output_dir) if folder is True else folder) or ""
         try:
-            with torch.serialization.safe_globals(numpy_makers()):  # a schedule computed by NumPy leaves its scalars
+            with torch.serialization.safe_globals(plain_makers()):  # a schedule computed by NumPy leaves its scalars
                 return train(resume_from_checkpoint, *args, **kwargs)
         except BaseException:
             self.end_co2(failed=True)

@@ -527,16 +527,16 @@ def test_memory_in_copies(rank: int, inside: str):
     assert copies(inside, GOOD, 8, 16) <= {"ddp": 1.6, "fsdp2": 0.7}[inside]
 
 
-def stored(c: dict[str, Any], nodes: int) -> float:
+def stored(c: dict[str, Any], nodes: int, *, light: bool) -> float:
     """Bytes of a checkpoint per parameter, with AdamW, at a boundary: by arithmetic. What is equal is written once.
 
     x once, and m unless the momentum is 0. Each node has moments of its own; with keep_local also parameters and a
-    payload. Error feedback is each rank's own.
+    payload. Error feedback is each rank's own. A light one has one node's moments, and no error feedback.
     """
     late = "merge" in c
-    moments, own = 2 * nodes, 2 * (nodes if late else 1)  # parameters and payload
+    moments, own = 2 * (1 if light else nodes), 2 * (nodes if late else 1)  # parameters and payload
     equal = 1 + (c["outer_momentum"] > 0)
-    return 4 * (equal + moments + own + (nodes + 1) * ("compression" in c))
+    return 4 * (equal + moments + own + (nodes + 1) * ("compression" in c and not light))
 
 
 @pytest.mark.parametrize("name", ["good", "paper"])
@@ -550,9 +550,11 @@ def test_bytes_of_a_checkpoint(rank: int, name: str, tmp_path: Path):
     for _ in range(2 * TAU):
         ddp(torch.randn(4, 128, generator=draws)).square().mean().backward()
         optimizer.step(), optimizer.zero_grad(), co2.step()
-    assert checkpoint.save(tmp_path, model, optimizer, co2, step=2 * TAU)
-    written = sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file())
-    assert written / NUMEL == pytest.approx(stored(c, 2), rel=0.05)
-    assert stored(c, 16) * 124.4e6 <= {"good": 42e9, "paper": 18e9}[name], "GPT-2 Small on 16 nodes"
+    for light, limits in ((False, {"good": 42e9, "paper": 18e9}), (True, {"good": 18e9, "paper": 3e9})):
+        folder = tmp_path / str(light)
+        assert checkpoint.save(folder, model, optimizer, co2, step=2 * TAU, light=light)
+        written = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+        assert written / NUMEL == pytest.approx(stored(c, 2, light=light), rel=0.05)
+        assert stored(c, 16, light=light) * 124.4e6 <= limits[name], "GPT-2 Small on 16 nodes"
     co2.finish()
     co2.close()

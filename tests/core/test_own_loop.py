@@ -99,6 +99,31 @@ def goes_on_from_new_objects(rank: int, folder: Path, name: str, at: int) -> Ten
     return then
 
 
+@on_ranks(2)
+def test_a_light_checkpoint_equals_a_full_one_of_zero_residuals_and_rank_0s_moments(rank: int, tmp_path: Path):
+    first, light, full = (Loop(rank, "as recommended", seed) for seed in range(3))
+    first.go(7)
+    assert first.save(str(tmp_path / "light"), light=True)
+    fed_back = [f for name, flats in first.co2._reducer.state.items() if "error_feedback" in name for f in flats]
+    moments = [t for held in first.optimizer.state.values() for t in held.values()]
+    own = [t.clone() for t in moments]
+    assert any(f.any() for f in fed_back)
+    for t in fed_back:
+        t.zero_()
+    for t in moments:
+        dist.broadcast(t, 0)
+    assert all(map(torch.equal, own, moments)) == (rank == 0)
+    assert first.save(str(tmp_path / "full"))
+    ends = []
+    for loop, name in ((light, "light"), (full, "full")):
+        assert loop.load(str(tmp_path / name)) == 7
+        assert torch.equal(flat(loop.model.parameters()), flat(first.model.parameters()))
+        loop.go(STEPS)
+        ends.append(loop.end())
+    assert torch.equal(*ends) and not torch.equal(ends[0], flat([*first.model.parameters(), *first.model.buffers()]))
+    first.end()
+
+
 FEW = [("the paper's", 6, 2), ("as recommended", 6, 2), *((name, 7, 2) for name in METHODS), ("the paper's", 7, 4)]
 SLOW = [("shared by all", 6, 2), ("overlap", 6, 2), ("the paper's", 7, 1)]
 
@@ -235,7 +260,7 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path):
 @on_ranks(2)
 def test_a_folder_that_not_all_workers_share_is_one_line(rank: int, tmp_path: Path):
     said = refusal(Loop(rank).save, str(tmp_path / f"node{rank}"))
-    assert "rank1.json is missing: the folder must be one that all" in said and total_world_size(said) == [said] * 2
+    assert "rank1.pt is missing: the folder must be one that all" in said and total_world_size(said) == [said] * 2
     assert not checkpoint.finished(tmp_path / f"node{rank}")
 
 
@@ -581,7 +606,7 @@ def test_a_checkpoint_that_lacks_a_part_is_refused_for_the_one_before(lacks: str
     for until in (3, 6):
         loop.go(until)
         loop.save(str(tmp_path))
-    changed(lambda state: state.pop(lacks))(tmp_path / "step000000006" / "rank0.json")
+    changed(lambda state: state.pop(lacks))(tmp_path / "step000000006" / "rank0.pt")
     assert Loop(0).load(str(tmp_path)) == 3
     assert (
         f"step000000006 is refused (rank 0: it holds no {lacks}: resume with what wrote it)" in capfd.readouterr().err

@@ -1,6 +1,5 @@
 """save() takes what load() gives back with its type, and refuses anything else by its path."""
 
-import random
 import tempfile
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from dataclasses import dataclass
@@ -92,12 +91,9 @@ def codes(kind: type = Codes) -> Any:
 
 def back(value: Any) -> Any:
     """What comes back by way of the files."""
-    tensors: dict[str, Tensor] = {}
-    state = stored.take_out({"it": value}, tensors)
     with tempfile.TemporaryDirectory() as folder:
-        digests = {path: stored.digest(tensor) for path, tensor in tensors.items()}
-        known = stored.write(Path(folder), 0, state, tensors, [digests])
-        return stored.read(Path(folder), 0, known)["it"]
+        entry = stored.write(Path(folder), 0, stored.on_host({"it": value}), [{}])
+        return stored.read(Path(folder), 0, {"rank0.pt": entry})["it"]
 
 
 def equal(a: Any, b: Any) -> bool:
@@ -108,7 +104,7 @@ def equal(a: Any, b: Any) -> bool:
         return equal(a.__tensor_flatten__(), b.__tensor_flatten__()) and equal([a.codes, a.scale], [b.codes, b.scale])
     if isinstance(a, Tensor):
         same = (a.dtype, a.shape) == (b.dtype, b.shape)
-        return same and stored.digest(a.resolve_conj()) == stored.digest(b)
+        return same and [*stored.digests(a).values()] == [*stored.digests(b).values()]
     if isinstance(a, np.ndarray | np.generic):
         return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
     if isinstance(a, Settings):
@@ -141,45 +137,32 @@ CONTAINERS: dict[str, Any] = {
     "a dataclass": lambda t: Settings(0.5, (1, 2), t),
     "by number": lambda t: {0: t, "0": t},
     "ordered": lambda t: OrderedDict(b=t, a=1),
-    "defaultdict": lambda t: defaultdict(list, a=[t]),
-    "deque": lambda t: deque([t], maxlen=2),
-    "under one path": lambda t: {"a.b": t, "a": {"b": t + 0 if t.dtype.is_floating_point else t}},
 }
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("copy", [True, False])
-def test_tensors_of_every_dtype_shape_and_container_come_back(dtype: torch.dtype, copy: bool):
+def test_tensors_of_every_dtype_shape_and_container_come_back(dtype: torch.dtype):
     whole = (torch.arange(12.0).view(3, 4) % 5).to(dtype)
-    for shape, cut in SHAPES.items():
-        tensor = cut(whole)
-        for name, put in CONTAINERS.items():
-            if dtype in (torch.float8_e4m3fn, torch.float8_e5m2) and name == "under one path":
-                continue  # which torch does not add
-            held, tensors = put(tensor), dict[str, Tensor]()
-            state = stored.take_out(held, tensors, copy=copy)
-            kept = {path: t.clone() for path, t in tensors.items()}
-            assert equal(stored.put_back(state, kept.__getitem__), held), (shape, name)
+    held = {shape: {name: put(cut(whole)) for name, put in CONTAINERS.items()} for shape, cut in SHAPES.items()}
+    found = back(held)
+    for shape, containers in held.items():
+        for name, value in containers.items():
+            assert equal(found[shape][name], value), (shape, name)
+    places = [t.data_ptr() for of in found.values() for t in (of["alone"], of["a list"][0]) if t.numel()]
+    assert len({*places}) == len(places), "each has memory of its own"
 
 
 VALUES: dict[str, Any] = {
     "numbers": [0, -1, 2**127 + 1, 1.5, float("inf"), -0.0, 5e-324, True, None, 1 + 2j],
     "texts": ["", "ä\u2028\x00", b"\x00\xff", PosixPath("/a b/c")],
-    "counter": Counter({10: 1, 20: 3}),
-    "defaultdict of numbers": defaultdict(float, a=0.5),
-    "defaultdict of none": defaultdict(None, {1: 2}),
     "sets": [{1, 2}, frozenset({"a"}), set()],
     "keys": {1: "a", (1, 2): "b", None: "c", 1.5: "d", False: "e"} | {np.float64(7.0): "f"},
     "pair": Pair([1, (2,)], {"a": Pair(1, 2)}),
-    "lists like tags": [["tensor", "x"], ["dict", 1], [], {"list": ["list"]}],
     "torch": [torch.Size([2, 3]), torch.bfloat16, torch.device("cpu"), torch.get_rng_state()],
-    "numpy's numbers": [np.float64(0.1), np.float32(0.1), np.int64(3), np.bool_(True), np.uint8(255), np.complex64(1j)],
-    "numpy's others": [np.datetime64("2024-01-01"), np.str_("a"), np.float16(0.5)],
+    "numpy's numbers": [np.float64(0.1), np.float32(0.1), np.int64(3), np.bool_(True), np.complex64(1j)],
     "arrays": [np.arange(6).reshape(2, 3).T, np.zeros((0, 2)), np.array(["a", "bc"]), np.array([(1, 2.0)], "i4,f8")],
     "PCG64": np.random.default_rng(0).bit_generator.state,
     "MT19937": np.random.RandomState(0).get_state(),
-    "Philox": np.random.Philox(3).state,
-    "python's random state": random.Random(0).getstate(),
     "a wrapper": [codes(), {"exp_avg": codes()}],
 }
 
@@ -189,31 +172,18 @@ def test_values_come_back_with_their_types(name: str):
     assert equal(back(VALUES[name]), VALUES[name])
 
 
-def test_a_numpy_generator_draws_on():
-    first, second = np.random.default_rng(0), np.random.default_rng(1)
-    second.bit_generator.state = back(first.bit_generator.state)
-    assert first.random() == second.random()
-
-
 REFUSED: dict[str, tuple[Any, str]] = {
-    "an object": (object(), "save(): a.0 is a builtins.object, which load() cannot make: give plain values, or call"),
-    "a function": (len, "is a builtins.builtin_function_or_method, which"),
-    "a class": (dict, "is a builtins.type, which"),
+    "an object": (object(), "save(): a.0 is a builtins.object, which"),
+    "a function": (len, "builtin_function_or_method, which torch.load cannot read back: give plain values, or call"),
     "a module": (nn.Linear(1, 1), "is a torch.nn.modules.linear.Linear, which"),
-    "a generator": (np.random.default_rng(0), "Generator, which load() cannot make"),
-    "an unknown named tuple": (Strange(1), "test_stored.Strange, which load() cannot make"),
-    "an unknown dataclass": (Other(), "test_stored.Other, which load() cannot make"),
-    "an unknown wrapper": (codes(Unknown), "test_stored.Unknown, which load() cannot make"),
-    "a plain subclass": (torch.zeros(2).as_subclass(Plain), "test_stored.Plain, and no dataclass, named tuple or"),
-    "a number's subclass": (Whole(3), "test_stored.Whole, which load() cannot make"),
-    "an array of objects": (np.array([{}, None]), "is an array of Python objects"),
-    "a made default": (defaultdict(lambda: 0), "is a defaultdict of <function"),
-    "a sparse tensor": (torch.eye(3).to_sparse(), "is a tensor with layout torch.sparse_coo on cpu"),
-    "CSR": (torch.eye(3).to_sparse_csr(), "is a tensor with layout torch.sparse_csr"),
-    "a meta tensor": (torch.empty(3, device="meta"), "is a tensor with layout torch.strided on meta"),
-    "a quantised tensor": (torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), "is a tensor with layout"),
-    "a huge number": (10**400, "is too large a number"),
-    "half a surrogate": ("\ud800", "is a text that is no Unicode: '\\ud800'"),
+    "an unknown named tuple": (Strange(1), "add_safe_globals([tests.core.test_stored.Strange]) before save() and"),
+    "an unknown dataclass": (Other(), "add_safe_globals([tests.core.test_stored.Other])"),
+    "an unknown wrapper": (codes(Unknown), "add_safe_globals([tests.core.test_stored.Unknown])"),
+    "a number's subclass": (Whole(3), "add_safe_globals([tests.core.test_stored.Whole])"),
+    "an array of objects": (np.array([{}, None]), "is a numpy.ndarray, which torch.load cannot read back"),
+    "a made default": (defaultdict(lambda: 0), "is a collections.defaultdict, which cannot be saved"),
+    "a queue": (deque([1]), "is a collections.deque, which torch.load cannot read back: give plain values"),
+    "a meta tensor": (torch.empty(3, device="meta"), "['a'][0] cannot be copied to host memory"),
 }
 
 
@@ -221,31 +191,18 @@ REFUSED: dict[str, tuple[Any, str]] = {
 def test_what_cannot_come_back_is_refused_by_its_path(name: str):
     value, told = REFUSED[name]
     with pytest.raises(UserError) as caught:
-        stored.take_out({"a": [value]}, {})
-    assert str(caught.value).startswith("save(): a.0 is ") and told in str(caught.value)
+        stored.on_host({"a": [value]})
+    assert str(caught.value).startswith("save(): ") and told in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_a_key_that_cannot_come_back_and_a_state_without_end():
     with pytest.raises(UserError, match=r"save\(\): a is a tests.core.test_stored.Whole"):
-        stored.take_out({"a": {Whole(1): 2}}, {})
+        stored.on_host({"a": {Whole(1): 2}})
     held: list[Any] = []
     held.append(held)
-    with pytest.raises(UserError, match=r"is nested more than \d+ levels deep"):
-        stored.take_out(held, {})
-    deep: Any = 1
-    for _ in range(stored.DEEPEST - 1):
-        deep = {1: deep}
-    assert equal(back(deep), deep)
-
-
-@pytest.mark.parametrize(
-    "tree",
-    [["namedtuple", "os.system", "true"], ["dataclass", "builtins.object", {}], ["subclass", "torch.Tensor"], ["x", 1]],
-)
-def test_a_tree_makes_no_other_classes(tree: list[Any]):
-    with pytest.raises(UserError, match="call torch.serialization.add_safe_globals"):
-        stored.put_back(tree, lambda path: torch.zeros(1))
+    with pytest.raises(UserError, match="the state is nested too deeply"):
+        stored.on_host(held)
 
 
 class Kept:
@@ -320,7 +277,7 @@ class Odd(torch.optim.SGD):
                 state |= {"master": wide + 1e-5, "seen": torch.zeros((), dtype=torch.int64), "phase": "warm", "k": 7}
                 state |= {"half": torch.zeros_like(p, dtype=torch.bfloat16), "mask": p > 0, "raw": b"ab"}
                 state |= {"point": Point(0.5, wide * 3), "array": np.arange(3), "rate": np.float32(0.1), "none": None}
-                state |= {"list": [wide * 5, (wide.double(), "x")], "queue": deque([wide], maxlen=2), "shape": p.shape}
+                state |= {"list": [wide * 5, (wide.double(), "x")], "shape": p.shape}
                 state |= {"more": OrderedDict(a=Counter([1, 1]), b={"w": wide.half()}), "deep": [[Point(1.0, wide)]]}
             state["seen"] += 1
             state["master"] -= 0.01 * p.grad.float()
@@ -349,7 +306,7 @@ def test_an_optimizers_state_comes_back_with_its_types(dtype: torch.dtype, how: 
     odd_steps(*first, range(3))
     if how == "save_own":
         for held in first[1].state.values():
-            for key in ("point", "queue", "deep", "more", "raw", "shape"):  # weights_only does not read these
+            for key in ("point", "deep"):  # weights_only does not read these
                 del held[key]
         parts = [dict(zip(("model", "optimizer", "co2"), loop, strict=True)) for loop in (first, second)]
         save_own(tmp_path, 0, **parts[0])
@@ -373,8 +330,8 @@ def test_a_shards_float32_state_stays_float32(rank: int):  # noqa: ARG001
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for p in model.parameters():
         optimizer.state[p] = {"master": p.detach().float() / 3}
-    before, tensors = [optimizer.state[p]["master"].to_local().clone() for p in model.parameters()], dict[str, Tensor]()
-    held = stored.put_back(stored.take_out(checkpoint.of_optimizer(optimizer, model), tensors), tensors.__getitem__)
+    before = [optimizer.state[p]["master"].to_local().clone() for p in model.parameters()]
+    held = stored.on_host(checkpoint.of_optimizer(optimizer, model))
     optimizer.state.clear()
     checkpoint.load_optimizer(optimizer, model, held)
     after = [optimizer.state[p]["master"].to_local() for p in model.parameters()]
@@ -395,7 +352,7 @@ def test_plain_values_are_saved_next_to_objects(rank: int, tmp_path: Path):  # n
     said = problems.refusal(load, tmp_path, model, None, co2, others={"kept": Kept()} | dict.fromkeys(PLAIN, Kept()))
     assert "step 1 has the plain value 3.5 as others['best']: give a plain value here, too" in said
     said = problems.refusal(save, tmp_path, model, None, co2, step=2, others={"best": len})
-    assert said.startswith("save(): others.best is a builtins.builtin_function_or_method, which load() cannot make")
+    assert said.startswith("save(): others.best is a builtins.builtin_function_or_method, which torch.load cannot")
     co2.close()
 
 

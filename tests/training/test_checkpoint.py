@@ -20,7 +20,7 @@ from torch import nn
 
 from core import CO2Config, UserError, checkpoint, stored
 from core.testing import _context, run_distributed
-from tests.damages import changed, forbid, names
+from tests.damages import changed, forbid, names, signed
 from tests.runs import Loop
 from training.recipe import Recipe
 from training.run import Run
@@ -30,8 +30,7 @@ def save(folder: Path, *steps: int, rank: int = 0, world_size: int = 1, attempt:
     for step in steps:
         saver = checkpoint.Saver(folder, rank, world_size, attempt)
         held = {"step": step, "tensor": torch.full((1000,), float(step)), "rank": torch.full((10,), rank)} | state
-        tensors: dict[str, torch.Tensor] = {}
-        saver.start(step, stored.take_out(held, tensors), tensors)
+        saver.start(step, stored.on_host(held))
         saver.close()
 
 
@@ -60,32 +59,10 @@ def test_the_last_two_are_kept_and_what_was_not_finished_is_ignored(tmp_path: Pa
 
 def test_a_manifest_says_how_long_it_took_since_the_round_closed(tmp_path: Path):
     saver = checkpoint.Saver(tmp_path, 0, 1, "a")
-    saver.start(1, {"step": 1}, {}, begun=time.monotonic() - 7)
+    saver.start(1, {"step": 1}, begun=time.monotonic() - 7)
     saver.close()
     text = (tmp_path / "step000000001" / "manifest.json").read_text()
     assert 7 <= json.loads(text)["seconds"] < 60 and '\n "seconds": ' in text, "slurm/launch.sh looks for such a line"
-
-
-def test_what_is_saved_comes_back(tmp_path: Path):
-    """Numbers, strings, nesting, dtypes, the layout in memory, 0-d and empty tensors, and two that are equal apart."""
-    inner = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
-    held: dict[str, Any] = {
-        "numbers": {1: [2.5, None, "text", (True, -1)]},
-        "tensors": [torch.tensor(3.5), torch.empty(0), torch.arange(4), torch.tensor([True, False])],
-        "halves": torch.randn(5).bfloat16(),
-        "inner": inner,
-        "equal": [torch.zeros(7), torch.zeros(7)],
-    }
-    save(tmp_path, 1, **held)
-    found = checkpoint.load_newest(tmp_path, rank=0)
-    assert found is not None
-    state, workers = found
-    assert workers == 1 and state["numbers"] == held["numbers"]
-    for mine, theirs in zip([*held["tensors"], held["halves"]], [*state["tensors"], state["halves"]], strict=True):
-        assert mine.dtype == theirs.dtype and torch.equal(mine, theirs)
-    assert torch.equal(state["inner"], inner) and state["inner"].stride() == inner.stride()
-    state["equal"][0].add_(1)
-    assert state["equal"][1].sum() == 0, "each has memory of its own"
 
 
 def flip(path: Path) -> None:
@@ -113,45 +90,45 @@ def in_its_place(make: Callable[[Path], Any]) -> Callable[[Path], None]:
     return lambda path: (path.unlink(), make(path))[1]
 
 
-FILE, TREE = "rank0.pt", "rank0.json"
+FILE = "rank0.pt"
 FIFO, DEVICE = in_its_place(os.mkfifo), in_its_place(lambda path: path.symlink_to("/dev/zero"))
+
+
+def forged(write: Callable[[Path], Any]) -> Callable[[Path], None]:
+    """A file that somebody has written, with its right checksum."""
+    return lambda path: (write(path), signed(path))[1]
+
+
 DAMAGES: dict[str, tuple[str, Callable[[Path], Any], str]] = {
-    "truncated": (FILE, half, f"{FILE} cannot be read"),
-    "empty": (FILE, lambda path: os.truncate(path, 0), f"{FILE} cannot be read"),
-    "garbage": (FILE, lambda path: path.write_bytes(b"garbage" * 999), f"{FILE} cannot be read"),
-    "a flipped bit": (FILE, flip, f"{FILE} is damaged, the checksum of tensor differs"),
-    "no part": (FILE, Path.unlink, f"{FILE} is missing"),
-    "a tensor less": (FILE, lambda path: torch.save({}, path), "cannot be read, KeyError: 'tensor'"),
-    "hostile": (FILE, lambda path: torch.save(Hostile(path), path), f"{FILE} cannot be read"),
-    "no tree": (TREE, Path.unlink, "manifest.json is damaged, it names other workers"),
-    "half the tree": (TREE, half, f"{TREE} is damaged"),
-    "another tree": (TREE, lambda path: path.write_text('{"state": {}, "tensors": {}}'), f"{TREE} is damaged"),
-    "another digest": ("manifest.json", names(lambda of: {TREE: "0" * 64}), f"{TREE} is damaged"),
+    "truncated": (FILE, half, f"{FILE} is damaged, its size differs"),
+    "a flipped bit": (FILE, flip, f"{FILE} is damaged, its checksum differs"),
+    "no file": (FILE, Path.unlink, f"{FILE} is missing"),
+    "another digest": (
+        "manifest.json",
+        names(lambda of: {FILE: of[FILE] | {"sha256": "0"}}),
+        f"{FILE} is damaged",
+    ),
+    "no digest": ("manifest.json", names(lambda of: {FILE: {}}), "it cannot be read, KeyError: 'bytes'"),
+    "garbage": (FILE, forged(lambda path: path.write_bytes(b"garbage" * 999)), f"{FILE} cannot be read"),
+    "hostile": (FILE, forged(lambda path: torch.save(Hostile(path), path)), f"{FILE} cannot be read"),
+    "no dict": (FILE, forged(lambda path: torch.save([1], path)), "it cannot be read, "),
+    "no such worker": (FILE, changed(lambda state: state["elsewhere"].update({"['step']": 7})), "rank7.pt"),
     "no manifest": ("manifest.json", Path.unlink, "manifest.json is missing"),
-    "no such manifest": ("manifest.json", lambda path: path.write_text("[]"), "cannot be read"),
-    "half a manifest": ("manifest.json", lambda path: os.truncate(path, 20), "cannot be read"),
-    "a worker less": ("manifest.json", names(lambda of: {}), "manifest.json is damaged"),
     "a worker more": (
         "manifest.json",
-        names(lambda of: of | {"rank1.json": of[TREE]}),
-        "manifest.json is damaged, it names other workers",
-    ),
-    "another worker": (
-        "manifest.json",
-        names(lambda of: {"rank1.json": of[TREE]}),
-        "manifest.json is damaged, it names other workers",
+        names(lambda of: of | {"rank1.pt": of[FILE]}),
+        "rank1.pt is missing",
     ),
     "a FIFO": (FILE, FIFO, f"{FILE} is no regular file"),
-    "a FIFO for a tree": (TREE, FIFO, f"{TREE} is no regular file"),
-    "a FIFO for a manifest": ("manifest.json", FIFO, "manifest.json is no regular file"),
-    "a device": (TREE, DEVICE, f"{TREE} is no regular file"),
-    "a word for a step": (TREE, changed(lambda state: state.update(step="x")), "it holds step 'x', unlike its name"),
-    "an earlier step": (TREE, changed(lambda state: state.update(step=-5)), "it holds step -5, unlike its name"),
-    "no step": (TREE, changed(lambda state: state.pop("step")), "cannot be read, KeyError: 'step'"),
-    "a part less": (TREE, changed(lambda state: state.pop("rank")), "it holds no rank: resume with what wrote it"),
-    "another part": (TREE, changed(lambda state: state.update(rank=3)), "it holds no rank: resume with what wrote"),
-    "a state that is none": (TREE, changed(lambda state: state.clear()), "cannot be read, KeyError: 'step'"),
-    "of an older version": ("manifest.json", lambda path: path.write_text('{"rests": []}'), "is of an older version"),
+    "a device": (FILE, DEVICE, f"{FILE} is no regular file"),
+    "a word for a step": (FILE, changed(lambda state: state.update(step="x")), "it holds step 'x', unlike its name"),
+    "no step": (FILE, changed(lambda state: state.pop("step")), "cannot be read, KeyError: 'step'"),
+    "a part less": (FILE, changed(lambda state: state.pop("rank")), "it holds no rank: resume with what wrote it"),
+    "of an older version": (
+        "manifest.json",
+        names(lambda of: {"rank0.json": "0" * 64}),
+        "it is of an older version: resume with the version that wrote it",
+    ),
 }
 
 
@@ -174,17 +151,14 @@ def test_a_damaged_one_is_refused_by_name_for_the_one_before(damage: str, tmp_pa
 
 def test_a_file_that_is_only_unreadable_is_no_reason_to_start_afresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     save(tmp_path, 1, 2)
-    read = Path.read_bytes
 
-    def denied(path: Path) -> bytes:
-        if path.name == TREE:
-            raise PermissionError(errno.EACCES, "Permission denied", str(path))
-        return read(path)
+    def denied(path: Path) -> str:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
     with monkeypatch.context() as patch, pytest.raises(UserError) as caught:
-        patch.setattr(Path, "read_bytes", denied)
+        patch.setattr(stored, "file_digest", denied)
         load(tmp_path)
-    assert f"{TREE} cannot be read, though it may be whole: the system answered 'Permission denied'" in str(
+    assert f"{FILE} cannot be read, though it may be whole: the system answered 'Permission denied'" in str(
         caught.value
     )
     assert str(caught.value).endswith("no other checkpoint is left; make it readable and resume")
@@ -201,7 +175,7 @@ def test_a_manifest_is_on_the_disk_before_its_folder_gets_its_name(tmp_path: Pat
     flushed, fsync, rename = list[str](), os.fsync, Path.rename
 
     def renamed(path: Path, target: Path) -> Path:
-        assert {Path(name).name for name in flushed if Path(name).parent == path} == {"manifest.json", FILE, TREE}
+        assert {Path(name).name for name in flushed if Path(name).parent == path} == {"manifest.json", FILE}
         return rename(path, target)
 
     monkeypatch.setattr(os, "fsync", lambda n: (fsync(n), flushed.append(os.readlink(f"/proc/self/fd/{n}"))))
@@ -217,11 +191,11 @@ def test_an_old_job_that_is_woken_leaves_the_checkpoints_of_a_later_start_alone(
     save(tmp_path, 1, 2, attempt="1-a")
     write = stored.write
 
-    def woken(folder: Path, *rest: Any) -> str:
-        digest = write(folder, *rest)
+    def woken(folder: Path, *rest: Any) -> Any:
+        entry = write(folder, *rest)
         if folder.name.endswith("1-a"):
             save(tmp_path, 3, attempt="2-b")
-        return digest
+        return entry
 
     taken = "step000000003 is of another start of this run, which has taken this one's place: nothing is written; end"
     with monkeypatch.context() as patch, pytest.raises(UserError, match=taken):
@@ -264,8 +238,7 @@ def not_finite(rank: int, world_size: int, folder: str) -> tuple[list[bool], lis
     nan = torch.tensor(float("nan") if rank == 1 else 0.0)
     for step, spoilt in enumerate([{}, {"w": nan.expand(3)}, {"w": nan}, {}], 1):
         model: dict[str, Any] = {"v": torch.ones(3), "n": torch.tensor(2), "kind": "any"} | spoilt
-        tensors: dict[str, torch.Tensor] = {}
-        saver.start(step, stored.take_out({"model": model}, tensors), tensors)
+        saver.start(step, stored.on_host({"model": model}))
         written.append(saver.wait())
     saver.close()
     sys.stderr = sys.__stderr__
@@ -290,10 +263,12 @@ def test_what_workers_share_is_written_once(tmp_path: Path):
     """By hand: x is equal on all four workers, y on two and two, z differs."""
     run_distributed(shared_out, 4, str(tmp_path))
     files = [torch.load(tmp_path / "step000000001" / f"rank{rank}.pt", weights_only=True) for rank in range(4)]
-    mine = [sorted(file.keys() & {"x", "y", "z"}) for file in files]
+    mine = [[name for name in "xyz" if file[name] is not None] for file in files]
     assert mine == [["x", "y", "z"], ["z"], ["y", "z"], ["z"]]
-    tree = json.loads((tmp_path / "step000000001" / "rank3.json").read_text())
-    assert [tree["tensors"][name][0] for name in "xyz"] == [0, 2, 3]
+    assert {path: owner for path, owner in files[3]["elsewhere"].items() if path in ("['x']", "['y']", "['z']")} == {
+        "['x']": 0,
+        "['y']": 2,
+    }
 
 
 WHERE: dict[str, tuple[Any, str, int]] = {  # attempt -> what the worker is killed in, and which
@@ -372,7 +347,7 @@ def train(folder: Path, resume: bool, until: int = 12) -> int:
 @pytest.mark.parametrize("part", ["method", "node", "optimizer", "schedule", "totals"])
 def test_a_train_script_goes_on_from_the_one_before_if_a_part_is_missing(part: str, tmp_path: Path, capfd: Any):
     train(tmp_path, False, 9)
-    changed(lambda state: state.pop(part))(tmp_path / "checkpoints/step000000008/rank0.json")
+    changed(lambda state: state.pop(part))(tmp_path / "checkpoints/step000000008/rank0.pt")
     assert train(tmp_path, True, 4) == 4
     assert f"step000000008 is refused (rank 0: it holds no {part}: resume with what wrote it)" in capfd.readouterr().err
 

@@ -30,7 +30,6 @@ LOADS: dict[tuple[str, str], dict[str, bool]] = {
     ("language/pretrained.py", "transformers.AutoConfig.from_pretrained"): {},
     ("language/pretrained.py", "transformers.AutoModelForCausalLM.from_pretrained"): {"use_safetensors": True},
     ("language/pretrained.py", "transformers.AutoTokenizer.from_pretrained"): {},
-    ("core/stored.py", "numpy.load"): NO_PICKLE,
     # DCP unpickles .metadata by what its reader returns; that of resharded.py reads records with weights_only
     ("training/layouts/resharded.py", "torch.distributed.checkpoint.load"): {},
     ("training/layouts/resharded.py", "torch.load"): WEIGHTS,

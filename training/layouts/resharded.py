@@ -10,7 +10,6 @@ reads without running code.
 """
 
 import contextlib
-import hashlib
 import io
 import re
 import sys
@@ -34,7 +33,7 @@ from core.errors import UserError
 from core.local_update import LocalUpdateMethod
 from core.methods import DDP, Method
 from core.state import of_rank, under_rank
-from core.stored import reason, regular
+from core.stored import file_digest, reason
 from training.data import mix
 from training.fixed import Fixed
 from training.folder import settings
@@ -317,11 +316,6 @@ def _zeros(known: Any, p: Tensor, device: torch.device) -> Tensor:
     kind = known.properties.dtype
     alike = tuple(known.size) == tuple(p.shape) and p.dim()
     return torch.zeros_like(p.detach(), dtype=kind) if alike else torch.zeros(known.size, dtype=kind, device=device)
-
-
-def file_digest(path: Path) -> str:
-    with open(regular(path), "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 class Writer(dcp.FileSystemWriter):
