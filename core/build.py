@@ -82,6 +82,9 @@ def build_args(
     # in the order in which they are called
     hooks = [outliers, ConsensusDistance(outliers), tau_hook, ReplicaChecksum(), *more]
     hooks += [MasterWeightSync(masters)] if masters else []
+    if extra is not None and not (isinstance(extra, list | tuple) and not extra):
+        hooks.append(ExtraAverage(extra))
+    hooks.append(UsageChecks(masters))
     tau: Any = c.tau if schedule is None else lambda number: scheduled(c, schedule, number).tau
     fixed = tau_hook is None and c.delay == "boundary"  # no choice from measured times, and no merge within a round
     of_group = {name: given for name, given in args.items() if name in ("group", "timeout")}
@@ -93,8 +96,6 @@ def build_args(
         "allreduce": functools.partial(make, overlap=overlap and c.delay != 0, failures=failure, **of_group),
         "reducer": _reducer(c.compression, tau_hook, owned),
         "hooks": [hook for hook in hooks if hook is not None],
-        "usage": UsageChecks(masters),
-        "average": None if extra is None or (isinstance(extra, list | tuple) and not extra) else ExtraAverage(extra),
     }
 
 

@@ -518,6 +518,22 @@ class AsyncAllReduce:
         self._end()
         return True
 
+    def in_foreground(self, act: Callable[[], None], what: str) -> None:
+        """Runs the caller's own collectives over the group, after the all-reduce in flight is complete.
+
+        Raises:
+            CollectiveError: If one fails. The message says that `what` has failed.
+        """
+        try:
+            with self.counted():
+                self.drain()  # its thread may still use the group
+            return act()
+        except RuntimeError as error:
+            if self.group is None:  # the all-reduce's own error
+                raise
+            reason = self._failure(str(error), what)
+        raise reason  # outside of except: a traceback would keep the connections open
+
     def restore(self, launched: int, in_flight: bool) -> None:
         """Continues from a checkpoint after `launched` all-reduces.
 

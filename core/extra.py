@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from .buckets import copy, is_dtensor, local_shard, overlapping, unique, views
 from .comm import Stage, of_all, sum_flats
 from .errors import UserError
+from .hooks import Hook
 
 if TYPE_CHECKING:
     from .local_update import LocalUpdateMethod
@@ -23,16 +24,12 @@ Given = Tensors | Callable[[], Tensors]
 KINDS = "give a module, a list of tensors, or a function that returns one of these"
 
 
-class ExtraAverage:
+class ExtraAverage(Hook):
     """Averages extra tensors over the workers at finish(), and at sync_for_eval() if all workers then hold one model.
 
     It costs nothing in a round. One all-reduce sums the tensors in float32, and one more sums float64 tensors. All
     workers then hold the same bits. A worker does not count in the average of a tensor that is not finite there. A
     tensor that is finite on no worker stays as it is.
-
-    Attributes:
-        alike: The tensors that exist at construction. They start as on the first worker.
-        compared: A description that must be equal on all workers.
     """
 
     def __init__(self, given: Given):
@@ -43,58 +40,54 @@ class ExtraAverage:
                 Integer tensors are left as they are.
         """
         self._given: Given = given
-        self.alike: Sequence[Tensor] = ()
         self.compared = "average= with a function"
-        self._changed = False  # whether run() has checked that the tensors change
         if isinstance(given, nn.Module) or not callable(given):
             self._given = found = tensors_of(given)
             if not found:
                 raise UserError(f"average: no floating-point tensor is given: {KINDS}")
             self.alike = [local_shard(t) for t in found]
             self.compared = f"average= with {len(found)} tensors"
+        self._has_stepped = self._has_checked = False
 
     def attach(self, method: LocalUpdateMethod) -> None:
-        """Called once the method is made."""
-        self.method = method
-        self._first = [(t._version, t.data_ptr()) for t in self.alike]  # to notice that nothing changes
+        if not hasattr(self, "method"):
+            self._first = [(t._version, t.data_ptr()) for t in self.alike]  # to notice that nothing changes
+        super().attach(method)
         self._check_overlap(self.alike)
+
+    def before_allreduce(self) -> None:
+        self._has_stepped |= self.method.local_steps > 0
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def run(self, equal: bool, call: str) -> None:
-        """Averages if all workers call it with `equal`. `call` names the call, for messages."""
-        allreduce = self.method._allreduce
+    def on_common_model(self, equal: bool, call: str) -> None:
+        """Averages if all workers call it with `equal`."""
+        allreduce = self.method.allreduce
         allreduce.check_alive()
-        if allreduce.group is None:
+        if allreduce.group is not None:
+            what = f"the average of average= at {call}, which every worker must call,"
+            allreduce.in_foreground(lambda: self._average(equal), what)
+
+    def _average(self, equal: bool) -> None:
+        """Averages the tensors in place."""
+        m, found = self.method, self._found(equal)
+        if found is None:
             return
-        try:
-            with allreduce.counted():
-                allreduce.drain()  # its thread may still use the group
-            found = self._found(equal)
-            if found is None:
-                return
-            if self._first and self.method._has_stepped and not self._changed:
-                self._changed = True
-                if all(first == (t._version, t.data_ptr()) for first, t in zip(self._first, self.alike, strict=True)):
-                    warnings.warn(
-                        f"average: none of the {len(self.alike)} tensors has changed in training: if the loop replaces "
-                        "them, as average[name] = ... does, pass a function: average=lambda: list(average.values())",
-                        stacklevel=2,
-                    )
-            whole = [t for t in found if not (self.method._node.separate or is_dtensor(t))]
-            parts = [local_shard(t) for t in found if self.method._node.separate or is_dtensor(t)]
-            for tensors, count in ((whole, self.method._total_world_size), (parts, allreduce.world_size)):
-                for wide in (torch.float32, torch.float64):
-                    of_kind = [t for t in tensors if (t.dtype == torch.float64) == (wide == torch.float64)]
-                    if of_kind:
-                        self._mean(of_kind, wide, count, over_node=tensors is whole)
-        except RuntimeError as error:
-            if allreduce.group is None:  # the all-reduce's own error
-                raise
-            reason = allreduce._failure(str(error), f"the average of average= at {call}, which every worker must call,")
-        else:
-            return
-        raise reason  # outside of except: a traceback would keep the connections open
+        if self.alike and self._has_stepped and not self._has_checked:
+            self._has_checked = True
+            if self._first == [(t._version, t.data_ptr()) for t in self.alike]:
+                warnings.warn(
+                    f"average: none of the {len(self.alike)} tensors has changed in training: if the loop replaces "
+                    "them, as average[name] = ... does, pass a function: average=lambda: list(average.values())",
+                    stacklevel=2,
+                )
+        whole = [t for t in found if not (m.node.separate or is_dtensor(t))]
+        parts = [local_shard(t) for t in found if m.node.separate or is_dtensor(t)]
+        for tensors, over_node in ((whole, True), (parts, False)):
+            for wide in (torch.float32, torch.float64):
+                of_kind = [t for t in tensors if (t.dtype == torch.float64) == (wide == torch.float64)]
+                if of_kind:
+                    self._mean(of_kind, wide, over_node=over_node)
 
     def _found(self, equal: bool) -> list[Tensor] | None:
         """Returns the tensors to average, or None if some worker is not at the common model.
@@ -105,59 +98,60 @@ class ExtraAverage:
         try:
             found = tensors_of(self._given)
             self._check_overlap([local_shard(t) for t in found])
-        except KeyError as error:  # an optimizer's state is empty before the first step
-            problem = f"average: the function failed with KeyError: {error}" if self.method._has_stepped else ""
+        except UserError as error:
+            problem = str(error)
         except Exception as error:
-            own = isinstance(error, UserError)
-            problem = str(error) if own else f"average: the function failed with {type(error).__name__}: {error}"
-        group = self.method._allreduce.group
+            if self._has_stepped or not isinstance(error, KeyError):  # an optimizer's state begins empty
+                problem = f"average: the function failed with {type(error).__name__}: {error}"
+        group, node = self.method.allreduce.group, self.method.node
         assert group is not None
         mine = [f"{tuple(t.shape)} {t.dtype}" for t in map(local_shard, found)]
         ranks, reports = dist.get_process_group_ranks(group), of_all((equal, problem, mine), group)
         first = reports[0][2]
         for rank, (_, theirs, kinds) in zip(ranks, reports, strict=True):
+            if problem:
+                break
             if theirs:
-                problem = problem or f"rank {rank}: {theirs}"
+                problem = f"rank {rank}: {theirs}"
             elif len(kinds) != len(first):
-                problem = problem or (
+                problem = (
                     f"average: rank {ranks[0]} has {len(first)} tensors, rank {rank} has {len(kinds)}: give the same "
                     "on all workers; an optimizer makes its tensors in its first step, so every worker must take one"
                 )
             elif different := [pair for pair in zip(first, kinds, strict=True) if pair[0] != pair[1]]:
-                ours, its = different[0]
-                problem = problem or (
-                    f"average: workers differ: rank {ranks[0]} has {ours}, against {its} of rank {rank}: give the same "
-                    "tensors in the same order on all workers"
-                )
+                problem = (
+                    "average: workers differ: rank {} has {}, against {} of rank {}: give the same tensors in the same "
+                    "order on all workers"
+                ).format(ranks[0], *different[0], rank)
         numbers = [float(bool(problem)), float(not all(ready for ready, _, _ in reports))]
-        states = torch.tensor(numbers, device=self.method._allreduce.device)
-        _wait(self.method._node.sum([states]))  # the results of the other workers of a node
+        states = torch.tensor(numbers, device=self.method.allreduce.device)
+        _wait(node.sum([states]))  # the results of the other workers of a node
         failed, unequal = states.tolist()
         if failed:
             raise UserError(problem or "average: another worker of this node cannot average: see its message")
         return None if unequal else found
 
-    def _mean(self, tensors: Sequence[Tensor], wide: torch.dtype, count: int, *, over_node: bool) -> None:
+    def _mean(self, tensors: Sequence[Tensor], wide: torch.dtype, *, over_node: bool) -> None:
         """Averages local tensors with one all-reduce: their sums, and on how many workers each is finite.
 
-        The sums have the dtype `wide`, and are over `count` workers, with `over_node` also over the workers of a node.
+        The sums have the dtype `wide`. With `over_node` they are also over the workers of a node.
         """
-        device, group = self.method._allreduce.device, self.method._allreduce.group
-        assert group is not None
+        m, allreduce = self.method, self.method.allreduce
+        assert allreduce.group is not None
         finite = [bool(torch.isfinite(t.to(wide)).all()) for t in tensors]
-        flat = torch.zeros(sum(t.numel() for t in tensors) + len(tensors), dtype=wide, device=device)
+        flat = torch.zeros(sum(t.numel() for t in tensors) + len(tensors), dtype=wide, device=allreduce.device)
         sums, weights = views(flat, tensors), flat[-len(tensors) :]
         counted = [pair for pair, counts in zip(zip(sums, tensors, strict=True), finite, strict=True) if counts]
         copy([total for total, _ in counted], [t for _, t in counted])
         weights.copy_(torch.tensor(finite, device="cpu"))
-        _wait([sum_flats([flat], group)])
+        _wait([sum_flats([flat], allreduce.group)])
         if over_node:
-            _wait(self.method._node.sum([flat]))
-        of_each = weights.tolist()
+            _wait(m.node.sum([flat]))
+        of_each, count = weights.tolist(), m.total_world_size if over_node else allreduce.world_size
         for t, total, weight in zip(tensors, sums, of_each, strict=True):
             if weight:
                 t.copy_(total.div_(weight))
-        if (few := sum(0 < weight < count for weight in of_each)) and self.method._is_log_rank:
+        if (few := sum(0 < weight < count for weight in of_each)) and m.is_log_rank:
             warnings.warn(
                 f"average: {few} of {len(tensors)} tensors were not finite on some workers, which did not count there",
                 stacklevel=2,
@@ -165,10 +159,10 @@ class ExtraAverage:
 
     def _check_overlap(self, tensors: Sequence[Tensor]) -> None:
         """Raises UserError if a tensor shares memory with a tensor that the method averages already."""
-        if (t := overlapping(tensors, [*self.method._params, *self.method._buffers])) is not None:
+        if (t := overlapping(tensors, [t for b in self.method.buckets for t in (*b.params, *b.given)])) is not None:
             raise UserError(
                 f"average: a tensor of shape {tuple(t.shape)} shares its memory with the parameters or buffers "
-                f"that {self.method._name} averages already: leave it out"
+                f"that {self.method.name} averages already: leave it out"
             )
 
 

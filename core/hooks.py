@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import warnings
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -53,17 +53,27 @@ class Hook:
         name: Its key in checkpoints.
         scalars: Numbers that travel with the all-reduce, as {name: count}. Every worker adds to the same place.
         per_worker_scalars: The same, with a place for each worker.
+        alike: Tensors that start as on the first worker.
+        compared: A description that must be equal on all workers. "" for none.
         method: The method that calls this hook.
     """
 
     name = ""
     scalars: Mapping[str, int] = {}
     per_worker_scalars: Mapping[str, int] = {}
+    alike: Sequence[Tensor] = ()
+    compared = ""
     method: LocalUpdateMethod
 
     def attach(self, method: LocalUpdateMethod) -> None:
         """The method is made, or starts anew from its parameters or from a checkpoint."""
         self.method = method
+
+    def before_step(self) -> bool | None:
+        """A local step is about to be counted. Returns True once this hook needs no more of these calls."""
+
+    def before_finish(self) -> None:
+        """finish() begins."""
 
     def before_allreduce(self) -> Tensor | None:
         """An all-reduce is about to start. Writes this hook's scalars.
@@ -71,6 +81,9 @@ class Hook:
         Returns:
             0-d bool: whether to exclude this worker from the average. None means no.
         """
+
+    def on_excluded(self, where: Tensor) -> None:
+        """This worker's update was judged, and the method has no `on_excluded`. `where`: whether it was excluded."""
 
     def after_allreduce(self) -> None:
         """The all-reduce is over. The sums are in the buckets, and nothing has used them."""
@@ -83,6 +96,17 @@ class Hook:
 
     def after_param_update(self, *, at_boundary: bool) -> None:
         """The method has written the parameters."""
+
+    def on_common_model(self, equal: bool, call: str) -> None:
+        """All workers have come together in `call`, outside of a round.
+
+        Args:
+            equal: Whether this worker holds the common model. Other workers may not.
+            call: The call of the loop, for messages, such as "finish()".
+        """
+
+    def on_close(self) -> None:
+        """The method has left the process group."""
 
     def state_dict(self) -> Any:
         """Returns what a checkpoint holds of a hook with a name."""
@@ -280,21 +304,14 @@ class OutlierFilter(Hook):
         self.state = state.to(self.state.device, copy=True)
 
 
-def owner_of(tensor: Tensor, kind: str = "_buffers") -> str:
-    """Describes for a message which module has the tensor, and under which name."""
-    return next((f" ({name} of a {type(module).__name__})" for module, name, _ in owners([tensor], kind)), "")
-
-
-def owners(tensors: Iterable[Tensor], kind: str = "_buffers") -> Iterator[tuple[nn.Module, str, Tensor]]:
-    """Yields each module that has one of the tensors as a buffer or, with _parameters, as a parameter, its name there,
-    and the tensor.
-    """
-    ours = {id(t) for t in tensors}
-    for module in [o for o in gc.get_objects() if issubclass(type(o), nn.Module)] if ours else ():
-        held = vars(module).get(kind)
+def owner_of(buffer: Tensor) -> str:
+    """Describes for a message which module has the buffer, and under which name."""
+    for module in [o for o in gc.get_objects() if issubclass(type(o), nn.Module)]:
+        held = vars(module).get("_buffers")
         for name, b in held.items() if isinstance(held, dict) else ():  # a ScriptModule has no dict
-            if id(b) in ours:
-                yield module, name, b
+            if b is buffer:
+                return f" ({name} of a {type(module).__name__})"
+    return ""
 
 
 def forget(optimizer: torch.optim.Optimizer) -> Callable[[Tensor], None]:

@@ -43,12 +43,10 @@ from .buckets import (
 )
 from .comm import AsyncAllReduce, Reducer, Stage, all_reduce, send_first
 from .errors import UserError
-from .extra import ExtraAverage
-from .hooks import Hook, ReductionInfo, check_hooks, forget
+from .hooks import Hook, ReductionInfo, check_hooks
 from .placement import Node
 from .state import check_run, check_saved, of_rank, on_host, order_of, resized, under_rank
 from .stats import AsyncReadback, RoundClock, RoundStats, plus
-from .usage import UsageChecks
 
 if TYPE_CHECKING:
     from .shares import Share
@@ -180,8 +178,6 @@ class LocalUpdateMethod(Loop, ABC):
         allreduce: Makes the AsyncAllReduce from the device.
         reducer: Makes the Reducer, compressed or not.
         hooks: Called in this order.
-        usage: Warns of mistakes around the method.
-        average: Averages extra tensors, such as an EMA model's, at finish() and sync_for_eval().
         share: This rank's part of the outer state on a node. None means that this process is a worker by itself.
 
     Attributes:
@@ -211,7 +207,6 @@ class LocalUpdateMethod(Loop, ABC):
     _sends_differences = False  # whether payloads are differences: zero if nothing has moved
     _starts_near_anchor = False  # whether rounds begin near _anchor_params, not exactly there
     _needs_global_norms = False  # whether the method needs norms of all parameters, which DTensors do not give
-    _on_step: Callable[[], None] | None = None  # called as step() begins; None after the first rounds
     _small_from = 0  # the first all-reduce without the buffers that nobody changes; its time is the first that counts
     _at, _is_cut = 0, False  # the fragment of the last all-reduce, and whether there are several: see fragments.py
     _between = 0  # all-reduces of other fragments than the first
@@ -229,8 +224,6 @@ class LocalUpdateMethod(Loop, ABC):
         allreduce: Callable[[torch.device], AsyncAllReduce] = AsyncAllReduce,
         reducer: Callable[[Sequence[Bucket | BucketShare], Scalars, AsyncAllReduce], Reducer] = all_reduce,
         hooks: Sequence[Hook] = (),
-        usage: UsageChecks | None = None,
-        average: ExtraAverage | None = None,
         share: Share | None = None,
     ):
         self._share, self._node = share, Node() if share is None else share.node
@@ -277,19 +270,14 @@ class LocalUpdateMethod(Loop, ABC):
         self._readback = AsyncReadback()
         self._ended: bool | None = None  # after step(last=True): whether all workers have ended
         self._has_finished = False  # whether the last all-reduce that arrived ended the training of all workers
-        self._average, self._has_stepped = average, False
         self._broadcast_params()
         if share is None:  # the steps of a share need its outer state, which CO2 makes later
             self._rehearse()
-        if average is not None:
-            average.attach(self)
         for hook in self._hooks:
             hook.attach(self)
         self._before_allreduce, self._after_allreduce = self._calls("before_allreduce"), self._calls("after_allreduce")
         self._on_reduced_scalars, self._on_round_end = self._calls("on_reduced_scalars"), self._calls("on_round_end")
-        self._after_param_update = self._calls("after_param_update")
-        self._usage = usage or UsageChecks()
-        self._usage.attach(self)
+        self._after_param_update, self._before_step = self._calls("after_param_update"), self._calls("before_step")
 
     # -- the training loop calls these -------------------------------------------------------------------------
 
@@ -305,8 +293,9 @@ class LocalUpdateMethod(Loop, ABC):
         Returns:
             True if a round closed.
         """
-        if self._on_step is not None:
-            self._on_step()
+        for before_step in [*self._before_step]:
+            if before_step():
+                self._before_step.remove(before_step)
         if self._ended is not None:
             raise UserError("step() after step(last=True): call finish() between them")
         self._local_steps += 1
@@ -323,8 +312,6 @@ class LocalUpdateMethod(Loop, ABC):
                 "a parameter that was frozen when this object was built now requires a gradient and would never be "
                 "averaged: build it again after changing requires_grad"
             )
-        if False in [p.requires_grad for p in self._usage.learned]:
-            self._usage.report_frozen()
         ended = self._boundary(finished=last)
         self._ended = ended if last else None
         return True
@@ -336,13 +323,14 @@ class LocalUpdateMethod(Loop, ABC):
         zero, until all have called it. These all-reduces have the usual size, because no worker can tell whether
         another one still trains. Training may continue afterwards.
         """
-        self._usage.before_finish()
+        for before_finish in self._calls("before_finish"):
+            before_finish()
         while not self._ended:
             self._ended = self._boundary(finished=True)
         self._send_late_buffers()
         self._ended = None
         self._readback = AsyncReadback()  # discards the numbers of the last round
-        self._average_extra(True, "finish()")
+        self._at_common_model(True, "finish()")
 
     @property
     def at_boundary(self) -> bool:
@@ -355,29 +343,33 @@ class LocalUpdateMethod(Loop, ABC):
     def sync_for_eval(self) -> bool:
         equal = self._reach_common_model()
         if self.at_boundary:
-            self._average_extra(equal, "sync_for_eval()")
+            self._at_common_model(equal, "sync_for_eval()")
         return equal
 
     def _reach_common_model(self) -> bool:
         """Returns whether all workers hold the same model now. At a boundary a method may wait for it."""
         return self.at_boundary and not (self._allreduce.in_flight and self._starts_near_anchor)
 
-    def _average_extra(self, equal: bool, call: str) -> None:
-        """Averages the tensors of average=, if there are any and all workers call it with `equal`."""
-        if self._average is not None:
-            self._average.run(equal, call)
+    def _at_common_model(self, equal: bool, call: str) -> None:
+        """Calls the hooks when all workers have come together in `call`."""
+        for on_common_model in self._calls("on_common_model"):
+            on_common_model(equal, call)
 
     def close(self) -> None:
         if sys.exc_info()[0] is not None:  # in a `finally` after an exception, which another error would hide
             return self.leave()
         self._allreduce.close()
-        self._is_closed = True
-        self._usage.detach()
+        self._end()
 
     def leave(self) -> None:
         self._allreduce.leave()
+        self._end()
+
+    def _end(self) -> None:
+        """The method has left the process group."""
         self._is_closed = True
-        self._usage.detach()
+        for on_close in self._calls("on_close"):
+            on_close()
 
     @property
     def stats(self) -> RoundStats:
@@ -404,6 +396,73 @@ class LocalUpdateMethod(Loop, ABC):
             if isinstance(hook, kind):
                 return hook
         raise UserError(f"{self._name} has no {kind.__name__}: give one among its hooks")
+
+    # -- for hooks ---------------------------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        """The method's name, for messages."""
+        return self._name
+
+    @property
+    def allreduce(self) -> AsyncAllReduce:
+        """The workers' group, and the all-reduce in flight."""
+        return self._allreduce
+
+    @property
+    def node(self) -> Node:
+        """The ranks that hold one model together. A process that holds the whole model is a node by itself."""
+        return self._node
+
+    @property
+    def buckets(self) -> Sequence[Bucket]:
+        """The flat tensors of the all-reduce, one per dtype and device."""
+        return self._buckets
+
+    @property
+    def trained(self) -> Sequence[Tensor]:
+        """The parameters that require a gradient, as given. `params` are their local tensors, in the same order."""
+        return self._trained
+
+    @property
+    def params(self) -> Sequence[Tensor]:
+        """The local tensors of `trained`."""
+        return self._params
+
+    @property
+    def anchors(self) -> Sequence[Tensor]:
+        """Where rounds begin, one flat tensor per bucket. Empty if the method does not keep it."""
+        return self._anchor_params
+
+    @property
+    def begins_apart(self) -> bool:
+        """Whether this worker may begin a round away from `anchors`."""
+        return self._begins_apart()
+
+    @property
+    def has_state(self) -> bool:
+        """Whether anything persists from round to round."""
+        return bool(self._state)
+
+    @property
+    def local_steps(self) -> int:
+        """Local steps since the last boundary."""
+        return self._local_steps
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether state_dict() was called since the last step."""
+        return self._saved_at == (self.rounds, self._local_steps)
+
+    @property
+    def total_world_size(self) -> int:
+        """The number of processes over which scalars are averaged."""
+        return self._total_world_size
+
+    @property
+    def is_log_rank(self) -> bool:
+        """Whether this process prints what concerns all workers."""
+        return self._is_log_rank
 
     # -- a method overrides these ------------------------------------------------------------------------------
 
@@ -472,7 +531,6 @@ class LocalUpdateMethod(Loop, ABC):
         """Starts the all-reduce of the payloads, the buffers' values and the scalars, and returns at once."""
         self._fill_buffers()
         self._local_steps_sent = self._local_steps
-        self._has_stepped |= self._local_steps > 0
         self._finished.fill_(finished)
         self._steps.fill_(self._local_steps_sent)
         self._weight.fill_(1.0)
@@ -482,7 +540,6 @@ class LocalUpdateMethod(Loop, ABC):
                 self._zero_payload(excluded)
                 self._restart_from_anchor(excluded)
                 self._report_excluded(excluded)
-        self._usage.before_allreduce()
         self._sent_tau = self._sync_schedule.tau
         self._growth = self._sent_tau / self._arrived_tau
         self._allreduce.launch(self._stages() if self._share is None else self._share.stages())
@@ -542,8 +599,8 @@ class LocalUpdateMethod(Loop, ABC):
         """Calls `on_excluded`, or by default zeroes the state of torch's own optimizers."""
         if not read_blocks(where) and not where:
             return
-        for excluded in [self.on_excluded] if self.on_excluded else map(forget, self._usage.torchs_own_optimizers()):
-            excluded(where)
+        for on_excluded in [self.on_excluded] if self.on_excluded else self._calls("on_excluded"):
+            on_excluded(where)
 
     def _fill_buffers(self) -> None:
         """Writes the values at the boundary of the buffers that are sent to the buckets, and which others have changed
@@ -602,7 +659,6 @@ class LocalUpdateMethod(Loop, ABC):
         """Calls the hooks after the method has written the parameters."""
         for after_param_update in self._after_param_update:
             after_param_update(at_boundary=at_boundary)
-        self._usage.after_param_update(at_boundary=at_boundary)
 
     # -- internals ---------------------------------------------------------------------------------------------
 
@@ -645,9 +701,8 @@ class LocalUpdateMethod(Loop, ABC):
 
     def _broadcast_params(self) -> None:
         """Checks that workers agree, and gives all of them rank 0's tensors."""
-        extra = self._average
-        compared = (self._name, self._signature(), *([extra.compared] if extra else []))
-        self._allreduce.agree(compared, [*self._broadcast_once, *(extra.alike if extra else [])])
+        compared = (self._name, self._signature(), *(hook.compared for hook in self._hooks if hook.compared))
+        self._allreduce.agree(compared, [*self._broadcast_once, *(t for hook in self._hooks for t in hook.alike)])
         self._changing: set[int] | None = None
         self._sent: set[int] | None = None
         for bucket in self._buckets:
@@ -836,7 +891,6 @@ class LocalUpdateMethod(Loop, ABC):
                     self._scalars[name].zero_()
             if hook.name and (held := state.get("hooks", {}).get(hook.name)) is not None:
                 hook.load_state_dict(held)
-        self._usage.loaded()
         self._begin_round(self.rounds)
         self._sync_schedule.begin(self.rounds)
         if tau and self._local_steps:

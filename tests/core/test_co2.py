@@ -49,10 +49,12 @@ def grid() -> list[Settings]:
     return configs
 
 
-def test_a_training_loop_sees_these_names():
+def test_a_training_loop_and_hooks_see_these_names():
     told = "at_boundary averaged_model close config finish hook leave load_state_dict on_excluded resync rounds stats"
     names = {name for name in dir(problems.bare_co2([nn.Parameter(torch.ones(3))])) if not name.startswith("_")}
-    assert names == {*told.split(), "state_dict", "step", "sync_for_eval", "tau"}
+    of_hooks = "allreduce anchors begins_apart buckets has_state is_log_rank is_saved local_steps name node params"
+    of_hooks += " total_world_size trained"
+    assert names == {*told.split(), "state_dict", "step", "sync_for_eval", "tau", *of_hooks.split()}
 
 
 def test_one_worker_in_and_out_of_a_process_group():

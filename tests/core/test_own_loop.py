@@ -21,6 +21,7 @@ from core import failure as peers
 from core.errors import CollectiveError
 from core.hooks import forget
 from core.testing import _context, run_distributed
+from core.usage import UsageChecks
 from language.zeroth import ZerothOrder
 from tests import problems
 from tests.damages import changed
@@ -387,7 +388,7 @@ def test_a_model_that_moves_to_another_device_is_refused():
     model = net(0)
     co2 = CO2(model.parameters(), PAPERS)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    co2._usage._devices[-1] = torch.device("cuda:0")  # as if the last one had been there
+    co2.hook(UsageChecks)._devices[-1] = torch.device("cuda:0")  # as if the last one had been there
     for p in model.parameters():
         p.data = p.data.clone()
     said = refusal(optimizer.step)

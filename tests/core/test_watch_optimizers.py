@@ -103,26 +103,6 @@ def test_what_two_methods_train_together_and_frozen_layers_are_no_reason_to_warn
                 method.step()
 
 
-def test_two_methods_of_the_same_parameters_are_refused_while_both_are_used():
-    net = model()
-    older = CO2(net.parameters(), CO2Config(tau=2))
-    CO2(net.parameters(), CO2Config(tau=2))  # dropped
-    older.step()
-    newer = LocalSGD(net[1].parameters(), 2)
-    for call in (older.step, older.finish):
-        with pytest.raises(UserError, match=r"^this CO2 and a newer LocalSGD have the same parameters, .*close\(\)"):
-            call()
-    newer.step()
-    newer.finish()
-    newer.close()
-    assert older.step()
-    older.leave()
-    with pytest.raises(ValueError, match="deliberate"), CO2(net.parameters()):
-        raise ValueError("deliberate")
-    again = CO2(net.parameters(), CO2Config(tau=2))
-    train(net, again, torch.optim.SGD(net.parameters(), 0.01))
-
-
 def test_a_scaler_that_skips_its_first_steps_is_no_reason_to_raise():
     net = model()
     method = CO2(net.parameters(), CO2Config(tau=2))
