@@ -30,11 +30,11 @@ WORKERS, STEPS = 2, 120
 
 
 class ScheduleFree(torch.optim.Optimizer):
-    """Schedule-Free (Defazio et al. 2024), SGD or AdamW. In train mode the parameters are y, in eval mode x."""
+    """Schedule-Free (Defazio et al. 2024), with SGD. In train mode the parameters are y, in eval mode x."""
 
-    def __init__(self, params: Any, lr: float, beta: float = 0.9, beta2: float | None = None, warmup: int = 10):
+    def __init__(self, params: Any, lr: float, beta: float = 0.9, warmup: int = 10):
         super().__init__(params, {"lr": lr})
-        self.beta, self.beta2, self.warmup, self.k, self.weights, self.training = beta, beta2, warmup, 0, 0.0, True
+        self.beta, self.warmup, self.k, self.weights, self.training = beta, warmup, 0, 0.0, True
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -47,10 +47,7 @@ class ScheduleFree(torch.optim.Optimizer):
             for p in group["params"]:
                 state, g = self.state[p], p.grad
                 if "z" not in state:
-                    state["z"], state["square"] = p.clone(), torch.zeros_like(p)
-                if self.beta2 is not None:
-                    state["square"].lerp_(g.square(), 1 - self.beta2)
-                    g = g / ((state["square"] / (1 - self.beta2**self.k)).sqrt() + 1e-8)
+                    state["z"] = p.clone()
                 p.lerp_(state["z"], c).add_(g, alpha=lr * (self.beta * (1 - c) - 1))
                 state["z"].sub_(g, alpha=lr)
 
@@ -124,34 +121,10 @@ def ema(model: nn.Module) -> Trained:
     return followed(model, lambda: ema.update_parameters(model), ema)
 
 
-def swa(model: nn.Module) -> Trained:
-    average, steps = AveragedModel(model), iter(range(STEPS))
-
-    def follow() -> None:
-        if next(steps) >= STEPS // 2:
-            average.update_parameters(model)
-
-    return followed(model, follow, average)
-
-
-def timm_ema(version: str, model: nn.Module) -> Trained:
-    import training.prepared  # noqa: F401 - lets timm import beside a CPU build of torch
-
-    # isort: split
-    import timm.utils
-
-    ema = getattr(timm.utils, version)(model, decay=0.9)
-    return followed(model, lambda: ema.update(model), ema)
-
-
 KINDS: dict[str, Callable[[nn.Module], Trained]] = {
     "schedule-free SGD": partial(schedule_free, lr=0.2),
-    "schedule-free AdamW": partial(schedule_free, lr=0.05, beta2=0.99),
     "Lookahead": lookahead,
     "EMA": ema,
-    "SWA": swa,
-    "ModelEmaV2": partial(timm_ema, "ModelEmaV2"),
-    "ModelEmaV3": partial(timm_ema, "ModelEmaV3"),
 }
 
 
