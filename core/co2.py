@@ -360,8 +360,8 @@ class CO2(LocalUpdateMethod):
             held = {"_arrived_tau": self._arrived_tau, "_last_alpha": 0.0}
             held["_momentum_norm"] = torch.zeros_like(self._momentum_norm)
             fragments.append(Fragment(parts, outer_steps, directions, reducer, lag, held))
-        self._fragments = fragments
-        self._at, self._reducer = 0, fragments[0].reducer
+        self._fragments, self._at = fragments, 0
+        self._reducer, self._sent_payloads = fragments[0].reducer, fragments[0].payloads
 
     def _enter(self, i: int) -> None:
         """Makes fragment i the current one."""
@@ -419,9 +419,6 @@ class CO2(LocalUpdateMethod):
 
     def _reducers(self) -> list[Reducer]:
         return [fragment.reducer for fragment in self._fragments] or [self._reducer]
-
-    def _sent_payloads(self) -> list[Tensor]:
-        return self._fragments[self._at].payloads if self._is_cut else super()._sent_payloads()
 
     @property
     def _late(self) -> int:

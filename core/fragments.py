@@ -46,13 +46,9 @@ class Fragment:
     lag: int = 0
     held: dict[str, Any] = field(default_factory=dict)
 
-    @property
-    def payloads(self) -> list[Tensor]:
-        return [part.payload for part in self.parts]
-
-    @property
-    def numel(self) -> int:
-        return sum(part.numel for part in self.parts)
+    def __post_init__(self):
+        self.payloads = [part.payload for part in self.parts]
+        self.numel = sum(part.numel for part in self.parts)
 
 
 def slices(numel: int, count: int) -> list[slice]:

@@ -182,7 +182,7 @@ class OutlierFilter(Hook):
     def before_allreduce(self) -> Tensor | None:
         if self.method._share is not None:
             return None  # the method calls judge() with the norm of the whole node
-        return self.judge(norm(self.method._sent_payloads()).double(), self.nonfinite_buffer())
+        return self.judge(norm(self.method._sent_payloads).double(), self.nonfinite_buffer())
 
     def on_reduced_scalars(self, sums: Mapping[str, Sequence[float]], info: ReductionInfo) -> None:
         """Warns of excluded workers.

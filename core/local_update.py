@@ -251,6 +251,7 @@ class LocalUpdateMethod(Loop, ABC):
             sizes |= {name: n * self._allreduce.places for name, n in hook.per_worker_scalars.items()}
         self._scalars = Scalars(sizes)
         self._buckets = self._make_buckets()
+        self._sent_payloads = [b.payload for b in self._buckets]  # of the next all-reduce at a boundary
         self._scalars.attach(self._buckets[0].scalars)
         # 0-d views into the first bucket, so the all-reduce sums what is written to them
         self._finished, self._steps, self._weight = (self._scalars[name] for name in OWN_SCALARS)
@@ -673,8 +674,8 @@ class LocalUpdateMethod(Loop, ABC):
             self._has_finished = self._close_round(finished=finished)
             for on_round_end in self._on_round_end:
                 on_round_end()
-            self._begin_round(self.rounds)
-            self._sync_schedule.begin(self.rounds)
+            self._begin_round(rounds := self.rounds)
+            self._sync_schedule.begin(rounds)
             self._first_step = 1
             self._params_updated(at_boundary=True)
         return self._has_finished
@@ -723,10 +724,6 @@ class LocalUpdateMethod(Loop, ABC):
         """Error feedback of all reducers, by name."""
         states = [reducer.state for reducer in self._reducers()]
         return {name: [flat for state in states for flat in state[name]] for name in states[0]}
-
-    def _sent_payloads(self) -> list[Tensor]:
-        """The payloads of the all-reduce that starts next, or is in flight."""
-        return [b.payload for b in self._buckets]
 
     @property
     def _late(self) -> int:
