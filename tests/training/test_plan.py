@@ -382,20 +382,16 @@ def test_the_doctor_s_cluster_is_read(tmp_path: Path):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"format": 2}, "is no report of the doctor (format 1)"),
-        ({"nodes": []}, "nodes=[]"),
+        ({"format": 2}, "is no report of the doctor (ValueError: its format is not 1): run co2_training.doctor"),
         (
             {"workers_per_node": None},
-            "workers_per_node=None: its nodes have different numbers of workers: run the doctor with as many",
+            "its nodes have different numbers of workers: run the doctor with as many on each",
         ),
-        ({"workers_per_node": 0}, "workers_per_node=0: the planner needs a number above 0"),
-        ({"workers_per_node": 2.5}, "workers_per_node=2.5: the planner needs a whole number"),
         ({"workers": 5}, "workers=5, but 2 nodes of 2"),
-        ({"links": {"across": {"workers": 2, "latency_seconds": -1}}}, "links.within.workers=None"),
-        (report(across=LINK | {"bandwidth_bits_per_second": -8}), "links.across.bandwidth_bits_per_second=-8: the"),
-        ({"device": {"name": "x", "memory_bytes_per_worker": -4}}, "device.memory_bytes_per_worker=-4"),
+        ({"links": {}}, "KeyError: 'within'"),
+        (report(across=LINK | {"bandwidth_bits_per_second": -8}), "-8 is no number of a cluster"),
         (
-            {"device": {"name": "x", "memory_bytes_per_worker": 4}},
+            {"device": {"name": "x", "type": "cuda", "memory_bytes_per_worker": 4}},
             "device 'x' is not known to the planner: add --probe",
         ),
     ],
@@ -584,21 +580,9 @@ def test_rows_with_long_names_are_one_line_and_any_chunks_of_a_stage_can_be_name
     assert "tp1.pp2.dp4.v6.mb4" in capsys.readouterr().out
 
 
-def test_nodes_stay_idle_and_the_batch_shrinks_if_nothing_else_fits():
-    seven = replace(preset("laptops"), nodes=7)
-    p = of(seven, "gpt-125m", 8)
-    assert p.case.cluster.nodes == 6 and p.case.batch == 8
-    assert p.change.startswith("this plan uses 6 of 7 nodes, because otherwise no layout can be: ")
-    assert of(replace(seven, nodes=8), "gpt-125m", 8).change == ""
+def test_a_model_that_fits_nowhere_is_refused():
     with pytest.raises(UserError, match="nothing fits"):
         of(preset("laptops"), "gpt-175b", 8)
-
-
-@pytest.mark.slow
-def test_a_practitioner_takes_960_of_1000(capsys: pytest.CaptureFixture[str]):
-    main(["--preset", "internet-1000", "--model", "gpt-175b", "--batch", "640"])
-    text = " ".join(capsys.readouterr().out.split())
-    assert "this plan uses 960 of 1,000 nodes and a batch of 160 instead of 640, because otherwise" in text
 
 
 def test_the_nearest_miss_needs_more_than_there_is():

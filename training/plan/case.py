@@ -340,52 +340,38 @@ def from_doctor(file: Path, *, probe: bool) -> Cluster:
     """
     try:
         report = parse_json(file.read_text())
-    except (OSError, ValueError) as error:
+        if report["format"] != 1:
+            raise ValueError("its format is not 1")
+        if (per_node := report["workers_per_node"]) is None:
+            raise UserError(f"{file}: its nodes have different numbers of workers: run the doctor with as many on each")
+        nodes, device = report["nodes"], report["device"]
+        (inside, inside_latency), (across, latency) = (
+            _link(report["links"][name]) if many else (math.inf, 0.0)
+            for name, many in (("within", per_node > 1), ("across", len(nodes) > 1))
+        )
+        name, memory, gpu = str(device["name"]), _number(device["memory_bytes_per_worker"]), device["type"] != "cpu"
+        hosts = Counter(str(node.get("hostname", number)) for number, node in enumerate(nodes))
+        if not isinstance(per_node, int) or len(nodes) * per_node != report["workers"]:
+            raise ValueError(f"workers={report['workers']!r}, but {len(nodes)} nodes of {per_node}")
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise UserError(f"{file} is no report of the doctor ({reason(error)}): {DOCTOR}") from None
-    if not isinstance(report, dict) or report.get("format") != 1:
-        raise UserError(f"{file} is no report of the doctor (format 1): {DOCTOR}")
-    nodes = report.get("nodes")
-    if not isinstance(nodes, list) or not nodes or not all(isinstance(node, dict) for node in nodes):
-        raise UserError(f"{file}: nodes={nodes!r}: the planner needs a node or more")
-    if report.get("workers_per_node", 0) is None:
-        remedy = "run the doctor with as many workers on each node"
-        raise UserError(f"{file}: workers_per_node=None: its nodes have different numbers of workers: {remedy}")
-    each = _number(file, report, "workers_per_node")
-    if (per_node := int(each)) != each:
-        raise UserError(f"{file}: workers_per_node={each!r}: the planner needs a whole number")
-    memory = _number(file, report, "device", "memory_bytes_per_worker")
-    name = str(report["device"].get("name", ""))
-    inside, inside_latency = _link(file, report, "within", wanted=per_node > 1)
-    across, latency = _link(file, report, "across", wanted=len(nodes) > 1)
-    if len(nodes) * per_node != _number(file, report, "workers"):
-        raise UserError(f"{file}: workers={report['workers']!r}, but {len(nodes)} nodes of {per_node}")
-    gpu = report["device"].get("type") != "cpu"
-    hosts = Counter(str(node.get("hostname", number)) for number, node in enumerate(nodes))
     crowd = 1 if gpu else per_node * max(hosts.values())  # also if nodes are emulated on one machine
     found = probed(name, crowd) if probe else known(name)
     found = replace(found, memory=memory, gpu=gpu)
     return Cluster(file.stem, found, len(nodes), per_node, inside, across, latency, inside_latency)
 
 
-def _number(file: Path, report: Any, *path: str) -> float:
-    """The number at a path in the report, or a UserError. No cluster has one beyond SMALLEST and GREATEST."""
-    value = report
-    for name in path:
-        value = value.get(name) if isinstance(value, dict) else None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not SMALLEST <= value <= GREATEST:
-        need = f"a number above 0, from {SMALLEST:g} to {GREATEST:g}"
-        raise UserError(f"{file}: {'.'.join(path)}={value!r}: the planner needs {need}")
+def _number(value: Any) -> float:
+    """The value, if a cluster may have it. Otherwise raises ValueError or TypeError."""
+    if not SMALLEST <= value <= GREATEST:
+        raise ValueError(f"{value!r} is no number of a cluster")
     return value
 
 
-def _link(file: Path, report: Any, name: str, *, wanted: bool) -> tuple[float, float]:
+def _link(link: Any) -> tuple[float, float]:
     """Bytes/s, and seconds of a hop. The doctor's latency is for an all-reduce of 2 (n - 1) hops in a ring [P]."""
-    if not wanted:
-        return math.inf, 0.0
-    workers, bits, latency = (
-        _number(file, report, "links", name, key) for key in ("workers", "bandwidth_bits_per_second", "latency_seconds")
-    )
-    return bits / BITS, latency / max(1.0, 2 * (workers - 1))
+    hops = max(1, 2 * (_number(link["workers"]) - 1))
+    return _number(link["bandwidth_bits_per_second"]) / BITS, _number(link["latency_seconds"]) / hops
 
 
 def known(name: str) -> Device:
