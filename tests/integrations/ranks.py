@@ -58,7 +58,7 @@ def as_by_torchrun(rank: int, world_size: int, fn: Callable[..., Any], *args: An
     try:
         return fn(rank, world_size, *args)
     finally:
-        _end_loading()  # as at a script's exit, which a forked rank does not reach: it would wait for its loading processes
+        _end_loading()  # as at a script's exit: a forked rank has none, and would wait for its loading processes
 
 
 def main(arguments: Sequence[str]) -> None:
