@@ -114,12 +114,6 @@ def reached(wanted: dict[Path, set[Path]], start: Path) -> set[Path]:
     return found
 
 
-def test_a_circle_is_found():
-    a, b, c, d = map(Path, "abcd")
-    needs = {a: {b}, b: {c}, c: {b}, d: set[Path]()}
-    assert [file for file in needs if file in reached(needs, file)] == [b, c]
-
-
 def test_what_the_imports_mean():
     """A function of a package's file, a module of a package, and what `core` hands on are told apart."""
     named = {
