@@ -350,7 +350,7 @@ def one_round(rank: int, world_size: int) -> list[Calls]:
     Without hooks, whose calls are their own."""
     params = list(small_net().parameters())
     co2 = bare_co2(params)
-    co2._sync_schedule = SyncSchedule(TAU)
+    co2.sync_schedule = SyncSchedule(TAU)
     counted: list[Calls] = []
     for step in range(ROUNDS * TAU):
         sgd_step(params, rank, step)
@@ -427,7 +427,7 @@ def test_a_last_step_saves_an_all_reduce_and_changes_nothing(rank: int):
                 for step in range(steps):
                     sgd_step(params, rank, step)
                     if name == "mix":
-                        method._allreduce.drain()  # so that a mean is merged after the same step
+                        method.allreduce.drain()  # so that a mean is merged after the same step
                     method.step(last=says and step == steps - 1)
                 method.finish()
                 found[says].append((flat(params), method.rounds))
