@@ -121,7 +121,7 @@ bench.loss --methods adam => method 'adam' does not exist; choose among ddp, loc
 bench.loss --methods co2:speed=1 => co2 has no option 'speed'
 bench.loss --methods local:beta=1 => local has no option 'beta'; it has: compression
 bench.loss --device cuda => device=cuda: this torch finds no CUDA device
-bench.loss --methods co2:merge=half => merge='half'; choose among restart, interpolate, keep_local
+bench.loss --methods co2:merge=half => merge='half'; choose among restart, keep_local
 bench.loss --methods co2:beta=x => beta='x'; give a number, 0 or more
 bench.loss --methods co2:delay=1.5 => delay='1.5'; give a whole number, 0 or more
 bench.loss --methods ddp:compression=int1 => compression='int1'; choose among float32, bfloat16

@@ -199,7 +199,7 @@ def test_a_block_keeps_what_is_counted(model: Model, value: int):
 
 
 @pytest.mark.parametrize(
-    ("merge", "compression"), [("restart", "float32"), ("interpolate", "int8"), ("keep_local", "int4")]
+    ("merge", "compression"), [("restart", "float32"), ("restart", "int8"), ("keep_local", "int4")]
 )
 def test_co2_holds_as_much_as_a_dry_run_counts(merge: str, compression: str):
     from language.model import build_model

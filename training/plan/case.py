@@ -428,7 +428,7 @@ def probed(name: str, ranks: int = 1) -> Device:
 
 RECOMPUTE = ("none", "full")
 FORMATS = {"float32": 4.0, "int8": 260 / 256, "int4": 132 / 256}  # bytes per element: core/compression/formats.py
-MERGES = ("keep_local", "interpolate", "restart")
+MERGES = ("keep_local", "restart")
 
 
 @dataclass(frozen=True)

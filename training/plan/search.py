@@ -115,15 +115,13 @@ def steps(c: Case, split: tuple[int, int, int, int], only: Layout | None = None)
         only: Keeps the chunks and micro-batches of this name.
     """
     tp, pp, dp, islands = split
-    island, share = tp * pp * dp, c.batch // (dp * islands)
+    share = c.batch // (dp * islands)
     micros = [b for b in divisors(share) if b <= LARGEST_MICRO]
     if only is not None and only.microbatches:
         micros = [share // only.microbatches]
     methods = [(1, 0, 0, 0)]
     if islands > 1:
-        # see core.config.check_share
-        merges = [i for i, merge in enumerate(MERGES) if island == 1 or merge != "interpolate"]
-        kinds = [*itertools.product(range(len(FORMATS)), merges, (0,)), (0, MERGES.index("restart"), 1)]
+        kinds = [*itertools.product(range(len(FORMATS)), range(len(MERGES)), (0,)), (0, MERGES.index("restart"), 1)]
         methods = [(tau, *kind) for tau in TAUS for kind in kinds]
     chunks, zeros = CHUNKS if pp > 1 else (1,), range(4 if dp > 1 else 1)
     if only is not None:
