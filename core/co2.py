@@ -218,7 +218,9 @@ class CO2(LocalUpdateMethod):
             return self._close_in_paper_order(finished=finished)
         self._take(idle=idle)  # writes step 3's difference to the payload, and the snapshot
         self._start_allreduce(finished=finished)  # step 3
-        return self.config.delay == 0 and self._merge(finished=finished).is_last and not self._is_cut
+        if self.config.delay == 0:
+            self._merge(finished=finished)
+        return self.config.delay == 0 and not self._is_cut and self._end_fragments(finished=finished)
 
     def _take(self, *, idle: bool) -> None:
         """Step 3 of the merge on arrival."""

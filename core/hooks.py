@@ -182,7 +182,7 @@ class OutlierFilter(Hook):
     def before_allreduce(self) -> Tensor | None:
         if self.method._share is not None:
             return None  # the method calls judge() with the norm of the whole node
-        return self.judge(norm(self.method._sent_payloads).double(), self.nonfinite_buffer())
+        return self.judge(norm(self.method._sent_payloads).double(), first_nonfinite(self.method._buckets))
 
     def on_reduced_scalars(self, sums: Mapping[str, Sequence[float]], info: ReductionInfo) -> None:
         """Warns of excluded workers.
@@ -273,10 +273,6 @@ class OutlierFilter(Hook):
         if at >= len(rows):
             self.state = rows = torch.cat([rows, rows.new_zeros(at + 1 - len(rows), 3)])
         return rows[at]
-
-    def nonfinite_buffer(self) -> Tensor:
-        """Returns the number of the first buffer that has become non-finite, from 1, 0-d; 0 for none."""
-        return first_nonfinite(self.method._buckets)
 
     def _buffer_name(self, code: int) -> str:
         """Describes a verdict's buffer by its number as given, its shape and its module."""

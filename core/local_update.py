@@ -566,8 +566,10 @@ class LocalUpdateMethod(Loop, ABC):
         stats, allreduce = self._clock.stats, self._allreduce
         allreduce.wait(self._after_allreduce)
         stats.round, stats.bytes_sent = self.rounds, stats.bytes_sent + allreduce.bytes_sent
-        stats.exposed_seconds = plus(stats.exposed_seconds, allreduce.exposed)
-        stats.allreduce_seconds = plus(stats.allreduce_seconds, allreduce.seconds)
+        times = allreduce.exposed, allreduce.seconds
+        if self._is_cut:  # a round's statistics add its fragments
+            times = plus(stats.exposed_seconds, times[0]), plus(stats.allreduce_seconds, times[1])
+        stats.exposed_seconds, stats.allreduce_seconds = times
         weight = self._weight.double()  # how many workers count: a sum or an average, as the reducer delivers
         self._scale = torch.where(weight == 0, 1.0 if self._sends_differences else float("nan"), 1 / weight)
         if self._at:  # buffers and the hooks' scalars travel with the first fragment

@@ -35,7 +35,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import outer
-from .buckets import Bucket, BucketShare, copy, elements, make_buckets, read_blocks, views, wipe
+from .buckets import Bucket, BucketShare, copy, elements, first_nonfinite, make_buckets, read_blocks, views, wipe
 from .comm import Stage, gather_parts, leave_group, new_group, sum_flats
 from .errors import UserError
 from .hooks import OutlierFilter
@@ -326,7 +326,7 @@ class Share:
             self._copied = False
         # the node is judged as one worker, because its ranks shared their gradients
         outliers = m.hook(OutlierFilter)
-        square = torch.where(outliers.nonfinite_buffer() > 0, float("nan"), _square(self.g)).view(1)
+        square = torch.where(first_nonfinite(self.method._buckets) > 0, float("nan"), _square(self.g)).view(1)
         yield from node.sum([square])
         m._zero_payload(outliers.judge(square[0].sqrt()))
         self.numbers[EXCLUDED].copy_(m._weight == 0)
