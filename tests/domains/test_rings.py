@@ -276,17 +276,3 @@ def test_every_exchange_travels_under_a_block():
     backward += "post gradients, block, wait gradients"  # the last block is that of the rank's own document
     for found in run_distributed(events, 3):
         assert [", ".join(log) for log in found] == [forward, backward]
-
-
-def messages(rank: int, ranks: int) -> list[int]:
-    """How many messages each exchange of a rank has, sent and received."""
-    shares, counts = Shares(ends([60, 5, 40]), [(0, 1), (1, 0), (0, 1)]), []
-    start = dist.batch_isend_irecv
-    language.lengths.ring.dist.batch_isend_irecv = lambda ops: counts.append(len(ops)) or start(ops)
-    q, k, v = (torch.randn(len(shares.indices), 1, 8, requires_grad=True) for _ in range(3))
-    ring_attention(q, k, v, shares).sum().backward()
-    return counts
-
-
-def test_documents_between_two_ranks_are_one_message():
-    assert run_distributed(messages, 2) == [[2, 2, 2]] * 2  # keys and values twice, and their gradients
