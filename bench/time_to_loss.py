@@ -76,7 +76,8 @@ def options_of(method: str) -> list[str]:
         raise UserError(f"methods: {name!r} does not exist; choose among {', '.join(METHODS)}")
     compression = "ddp_compression" if name == "ddp" else "co2.compression"
     keys = {"compression": f"{compression}.format", "tau": "co2.tau", "lr": "optim.lr", "like": f"{compression}.like"}
-    keys |= {"delay": "co2.delay"} if name.startswith("co2") else {}
+    if name.startswith("co2"):
+        keys |= {key: f"co2.{key}" for key in ("delay", "fragments", "outer_momentum", "outer_lr")}
     keys |= {key: f"{compression}.lgreco.{key}" for key in ("rule", "first", "every")}
     options = list(OURS.get(name, OURS["local"]))
     for text in filter(None, rest.split(",")):
@@ -387,7 +388,7 @@ def start(
         **recipe.own_settings,
     )
     if (share := share_of(method)) is not None:
-        made._sync_schedule = ShareOfWaiting(share, made)  # pyright: ignore
+        made.sync_schedule = ShareOfWaiting(share, made)  # pyright: ignore
     sums = {"exposed_seconds": 0.0, "allreduce_seconds": 0.0, "bytes_sent": 0.0}
     stats = lambda: {"rounds": made.rounds, "tau": made.tau, **sums}  # noqa: E731
 

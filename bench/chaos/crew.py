@@ -59,12 +59,28 @@ def write_rounds(folder: Path, run: str, name: str) -> None:
         nonlocal written
         if method.rounds == written:  # finish() waits for what the round before it has sent
             return
-        written, state = method.rounds, method._state["outer_iterate"]
+        written, state = method.rounds, method.state["outer_iterate"]
         digest = hashlib.sha1(b"".join(flat.detach().cpu().numpy().tobytes() for flat in state)).hexdigest()
         with open(folder / f"rounds{run}.{name}", "a") as file:
             file.write(f"{run} {method.rounds} {digest} {time.monotonic()}\n")
 
     wrap(LocalUpdateMethod, "_boundary", behind=closed)
+
+
+def judged(folder: Path) -> dict[str, Any]:
+    """Counts rounds, rounds with different outer iterates, and the longest pause between two rounds."""
+    digests: dict[tuple[str, int], set[str]] = {}  # by run, which may be stopped and resumed, and round
+    times: dict[tuple[str, int], float] = {}
+    for file in folder.glob("rounds*"):
+        for line in file.read_text().splitlines():
+            run, number, digest, when = line.split()
+            key = run, int(number)
+            digests.setdefault(key, set()).add(digest)
+            times[key] = max(times.get(key, 0.0), float(when))
+    ended = sorted((run, when) for (run, _), when in times.items())
+    pauses = [b - a for (one, a), (other, b) in zip(ended, ended[1:], strict=False) if one == other]
+    different = sorted(f"{run}.{number}" for (run, number), found in digests.items() if len(found) > 1)
+    return {"rounds": len(digests), "different_rounds": different, "longest_pause_seconds": max(pauses, default=0.0)}
 
 
 def arm(phase: str, after: int, trace: Path, least: int = 0) -> None:

@@ -108,7 +108,7 @@ def check(traces: dict[str, Tensor], differ: tuple[str, ...] = (), tolerance: fl
 
 def note(seen: set[str], method: Any, step: int) -> None:
     """Notes where in a round an all-reduce was found that had been launched and had not landed."""
-    if method._allreduce.in_flight and not method._allreduce.done():
+    if method.allreduce.in_flight and not method.allreduce.done():
         seen.add("mid-round" if (step + 1) % TAU else "boundary")
 
 
@@ -310,11 +310,8 @@ METHODS: dict[str, Callable[..., Any]] = {
     "shared by all": lambda params: CO2(params, PAPERS, shard=True),
     "local": lambda params: LocalSGD(params, TAU),
     "overlap": lambda params: OverlapLocalSGD(params, TAU),
-    "mixed at once": lambda params: CO2(
-        params, CO2Config(TAU, merge="interpolate", delay=0, gap="none", outer_momentum=0.3)
-    ),
 }
-LEFT_ALONE = ("the paper's", "local", "mixed at once")  # an evaluation does not change how these train
+LEFT_ALONE = ("the paper's", "local")  # an evaluation does not change how these train
 
 
 def asked(rank: int, world_size: int) -> dict[str, Any]:
@@ -341,7 +338,7 @@ def asked(rank: int, world_size: int) -> dict[str, Any]:
             "before": before,
             "told": told,
             "end": flat(params),
-            "closed": method._allreduce.group is None,
+            "closed": method.allreduce.group is None,
         } | models
     return found
 
@@ -353,7 +350,7 @@ def answers() -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_boundary_is_where_a_round_has_closed_and_a_model_is_called_one_where_it_is(answers: list[Any], name: str):
-    """Also in mid-round, and where a boundary mixes at once."""
+    """Also in mid-round."""
     zero, one = (of_rank[name] for of_rank in answers)
     assert zero["before"] is one["before"] is True
     assert zero["told"] == one["told"] == [(s % TAU == TAU - 1,) * 2 for s in range(STEPS)]
@@ -361,7 +358,7 @@ def test_a_boundary_is_where_a_round_has_closed_and_a_model_is_called_one_where_
         for (told, a), (theirs, b) in zip(zero[how], one[how], strict=True):
             assert told is theirs is torch.equal(a, b), how
     at_boundaries = [told for told, _ in zero["settled"][TAU - 1 :: TAU]]
-    assert all(at_boundaries) is (name not in ("merged later", "overlap", "mixed at once"))
+    assert all(at_boundaries) is (name not in ("merged later", "overlap"))
     assert torch.equal(zero["end"], one["end"]) and zero["closed"]
 
 
@@ -489,7 +486,7 @@ def test_it_equals_a_plain_loop_bit_for_bit(rank: int, workers: int, config: CO2
                 co2.finish()
                 co2.close()
         optimizer.step()  # nothing hangs on it any more
-        trace.append(flat(co2._state["outer_iterate"]))
+        trace.append(flat(co2.state["outer_iterate"]))
         ends.append(torch.stack([t[: sum(p.numel() for p in net.parameters())] for t in trace]))
     assert torch.equal(ends[0], ends[1]) and torch.equal(ends[0], ends[2])
     if workers > 1:  # workers differ within a round, with keep at a boundary, too
@@ -531,7 +528,7 @@ def test_with_a_mesh_it_is_sharded(rank: int):
             optimizer.zero_grad()
             backward(net, rank // 2, step)  # the workers of a node take one batch
             optimizer.step()
-        assert type(co2).__name__ == "CO2" and co2._local_steps == STEPS % TAU
+        assert type(co2).__name__ == "CO2" and co2.local_steps == STEPS % TAU
     assert alike(flat(net.parameters()))
 
 
@@ -548,4 +545,4 @@ def test_an_error_in_the_block_leaves_no_hook():
     with pytest.raises(KeyError), attach(optimizer, net.parameters(), PAPERS) as co2:
         raise KeyError
     optimizer.step()
-    assert co2._local_steps == 0
+    assert co2.local_steps == 0

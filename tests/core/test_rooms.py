@@ -114,12 +114,6 @@ def reached(wanted: dict[Path, set[Path]], start: Path) -> set[Path]:
     return found
 
 
-def test_a_circle_is_found():
-    a, b, c, d = map(Path, "abcd")
-    needs = {a: {b}, b: {c}, c: {b}, d: set[Path]()}
-    assert [file for file in needs if file in reached(needs, file)] == [b, c]
-
-
 def test_what_the_imports_mean():
     """A function of a package's file, a module of a package, and what `core` hands on are told apart."""
     named = {
@@ -158,6 +152,22 @@ def test_imports_inside_core_are_relative():
         assert not absolute, f"{file}: {absolute}"
 
 
+MOST_PRIVATE = 20  # torch's and accelerate's, which have no public name
+
+
+def private_of_others(tree: ast.AST) -> list[str]:
+    """The accesses to an underscore name of another object than self, cls or super()."""
+    found = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and re.match("_(?!_)", node.attr)]
+    return [text for node in found if (text := ast.unparse(node)) and not re.match(r"(self|cls|super\(\))\._", text)]
+
+
+def test_core_reads_few_private_names_of_other_objects():
+    mixed = ast.parse("self._a + b._c + self.d._e + cls._f + super()._g + h.__doc__")
+    assert {*private_of_others(mixed)} == {"b._c", "self.d._e"}
+    found = [f"{file}: {text}" for file in FILES for text in private_of_others(ast.parse((ROOT / file).read_text()))]
+    assert len(found) <= MOST_PRIVATE, "\n".join(found)
+
+
 HARNESS = {"tyro", "tqdm", "tensorboard", "timm", "mmengine", "training", "accelerate", "lightning", "transformers"}
 FRESH = """
 import sys
@@ -181,15 +191,15 @@ BUDGETS = {
     "core/elastic": 1509,
     "core/integrations": 1240,
     "core/testing": 225,
-    "training": 8101,
-    "language": 5549,
+    "training": 7875,
+    "language": 5383,
     "pointcloud": 1332,
     "segmentation": 1520,
     "vision": 1422,
     "bench": 6043,
     "results": 1620,
     "examples": 630,
-    "tests": 39368,
+    "tests": 38814,
 }
 """Room -> the lines that its Python files may have. Cutting lowers a number; only a reason raises one."""
 

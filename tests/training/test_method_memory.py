@@ -53,7 +53,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "bfloat16, no feedback": {"co2": replace(CO2, compression=CompressionConfig("bfloat16", error_feedback=False))},
     "keep_local": {"co2": replace(CO2, merge="keep_local", delay=1, gap="none")},
-    "mix": {"co2": replace(CO2, merge="interpolate")},
     "lgreco int4": {"co2": compressed("lgreco", **TWICE)},
     "lgreco top": {"co2": compressed("lgreco", "top0.01", **TWICE)},
     "lgreco rank": {"co2": compressed("lgreco", "rank4", **TWICE)},
@@ -173,8 +172,8 @@ def one_round(method: Any, model: nn.Module) -> None:
         for p in model.parameters():
             p.mul_(0.99)
         method.step()
-    if method._allreduce.in_flight:
-        method._allreduce.drain()
+    if method.allreduce.in_flight:
+        method.allreduce.drain()
 
 
 def on_worker(rank: int, world_size: int, names: list[str]) -> dict[str, Any]:

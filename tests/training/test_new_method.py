@@ -31,7 +31,7 @@ class Partway(Blocking):
         self.config = config
 
     def _apply(self) -> None:
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             for p, mean in zip(bucket.params, bucket.payload_views, strict=True):
                 p.lerp_(mean, self.config.share)
 
@@ -46,7 +46,7 @@ ENTRY = MethodSpec(
 
 REFUSED: dict[str, dict[str, Any]] = {
     "tau='auto' with a method that hides no": {"co2": CO2Config("auto")},
-    "merge='interpolate' is CO2's own": {"co2": CO2Config(merge="interpolate", delay="auto")},
+    "merge='keep_local' is CO2's own": {"co2": CO2Config(merge="keep_local", delay="auto")},
     "shard=True is CO2's own": {"shard": True},
     "elastic does not go with method='partway'": {"elastic": True},
 }

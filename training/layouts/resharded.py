@@ -55,9 +55,9 @@ class Resharded:
         self._named = dict(parallel.named_parameters())
         self._buckets, self._wholes = (), dict[int, tuple[str, Tensor]]()  # local part -> name, parameter
         if isinstance(method, LocalUpdateMethod):
-            self._buckets: Sequence[Bucket] = method._buckets
+            self._buckets: Sequence[Bucket] = method.buckets
             names = {id(p): name for name, p in self._named.items()}
-            at = zip(method._params, method._trained, strict=True)
+            at = zip(method.params, method.trained, strict=True)
             self._wholes = {id(part): (names[id(p)], p) for part, p in at}
 
     def save(self, folder: Path, step: int, attempt: str, others: dict[str, Any]) -> bool:
@@ -193,8 +193,8 @@ class Resharded:
                 whole = torch.cat([local_shard(t).to(flats[i].device).reshape(-1) for t in pieces])
                 flats[i] = torch.cat([self._part(whole, bucket, likes[key][i]), flats[i]])
         self.method.load_state_dict(under_rank(own))
-        if isinstance(self.method, CO2) and self.method._share:  # its part of the momentum differs from the leader's
-            self.method._share.recount()
+        if isinstance(self.method, CO2) and self.method.share:  # its part of the momentum differs from the leader's
+            self.method.share.recount()
 
 
 def placed(own: Tensor, like: Tensor) -> Tensor:
