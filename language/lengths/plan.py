@@ -25,7 +25,7 @@ from core.errors import UserError
 
 Ring = tuple[int, ...]
 Load = tuple[float, float, float]  # seconds of attention, seconds of hops, tokens
-GRAIN = 0.01  # share of a device's work: documents that cost less stay whole, in bundles of up to this cost
+GRAIN = 0.01  # share of a device's work: documents that cost less stay whole
 NEVER = sys.float_info.max  # seconds
 TRIALS = 6  # halvings of the interval that contains the deadline
 
@@ -144,7 +144,7 @@ def plan(documents: Tensor, island: Island) -> list[Ring]:
             f"{sum(lengths)} tokens in a step, but {island.size} devices hold {island.room * island.size:g}: "
             "give a step fewer documents, or more devices"
         )
-    items = bundled(lengths, island)
+    items = items_of(lengths, island)
     if island.room < math.inf and placed(NEVER, items, lengths, island) is None:  # memory is too tight for all else
         return [tuple(range(island.size))] * len(lengths)
     bound = least_seconds(lengths, island)
@@ -173,39 +173,26 @@ def least_seconds(lengths: Sequence[int], island: Island) -> float:
 
 
 class Item(NamedTuple):
-    """Documents that are placed together: one document, or several short ones that stay whole."""
+    """A document to place."""
 
-    documents: list[int]
+    number: int
     share: Load  # on one device
-    whole: bool
+    whole: bool  # it costs too little to be split
 
 
-def bundled(lengths: Sequence[int], island: Island) -> list[Item]:
-    """All documents as items, from the longest to the shortest."""
+def items_of(lengths: Sequence[int], island: Island) -> list[Item]:
+    """All documents, from the longest to the shortest."""
+    grain = GRAIN * sum(map(island.whole, lengths)) / island.size
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    costs = [island.whole(lengths[i]) for i in order]
-    grain = GRAIN * sum(costs) / island.size
-    groups: list[list[int]] = []
-    held = math.inf  # the cost of the last group
-    for i, cost in zip(order, costs, strict=True):
-        if held + cost > grain:
-            groups.append([])
-            held = 0.0
-        groups[-1].append(i)
-        held += cost
-    items = []
-    for group in groups:
-        work = sum(island.attention * lengths[i] ** 2 for i in group)
-        load = work, 0.0, float(sum(lengths[i] for i in group))
-        items.append(Item(group, load, island.whole(lengths[group[0]]) < grain))
-    return items
+    loads = ((island.attention * lengths[i] ** 2, 0.0, float(lengths[i])) for i in order)
+    return [Item(i, load, island.whole(lengths[i]) < grain) for i, load in zip(order, loads, strict=True)]
 
 
 def placed(deadline: float, items: list[Item], lengths: Sequence[int], island: Island) -> list[Ring] | None:
-    """Puts each item on the first ring that meets the deadline.
+    """Puts each document on the first ring that meets the deadline.
 
     Returns:
-        Each document's ring. None if an item meets the deadline on no ring.
+        Each document's ring. None if a document meets the deadline on no ring.
     """
     loads = Loads(island)
     rings: list[Ring] = [()] * len(lengths)
@@ -213,14 +200,13 @@ def placed(deadline: float, items: list[Item], lengths: Sequence[int], island: I
         for ring in candidates(loads):
             if len(ring) > 1 and item.whole:
                 return None
-            load = item.share if len(ring) == 1 else island.share(lengths[item.documents[0]], ring)
+            load = item.share if len(ring) == 1 else island.share(lengths[item.number], ring)
             if loads.after(ring, load) <= deadline:
                 break
         else:
             return None
         loads.add(ring, load)
-        for i in item.documents:
-            rings[i] = ring
+        rings[item.number] = ring
     return rings
 
 

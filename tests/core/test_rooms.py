@@ -191,15 +191,15 @@ BUDGETS = {
     "core/elastic": 1509,
     "core/integrations": 1240,
     "core/testing": 225,
-    "training": 8101,
-    "language": 5549,
+    "training": 7875,
+    "language": 5383,
     "pointcloud": 1332,
     "segmentation": 1520,
     "vision": 1422,
     "bench": 6043,
     "results": 1620,
     "examples": 630,
-    "tests": 39368,
+    "tests": 38814,
 }
 """Room -> the lines that its Python files may have. Cutting lowers a number; only a reason raises one."""
 

@@ -629,27 +629,3 @@ def test_both_images_are_made_alike_from_constraints():
     assert ["ENV", "NVIDIA_VISIBLE_DEVICES=all", "NVIDIA_DRIVER_CAPABILITIES=compute,utility"] in rest
     assert ["ENV", "MELLANOX_VISIBLE_DEVICES=all"] in rest
     assert ["ENV", "PYTHONNOUSERSITE=1"] in rest and sections["environment"][0][:2] == ["export", "PYTHONNOUSERSITE=1"]
-
-
-def test_their_steps_install_what_constraints_says_and_what_the_scripts_call(tmp_path: Path):
-    """Run with stand-ins for all programs. The build fails where pip does, or torch has no CUDA."""
-    steps = IMAGES / "install.sh"
-    subprocess.run(["bash", "-n", steps], check=True, timeout=60)
-    for name in ("apt-get", "rm", "python"):
-        (tmp_path / name).write_text(f'#!/bin/bash\necho {name} "$@" >> {tmp_path}/ran\n[[ "$*" != *"$FAILS"* ]]\n')
-        (tmp_path / name).chmod(0o755)
-
-    def install_with(fails: str) -> tuple[int, list[str]]:
-        (tmp_path / "ran").unlink(missing_ok=True)
-        env = {"PATH": str(tmp_path), "FAILS": fails}
-        ended = subprocess.run(["/bin/sh", steps, "/opt/co2/constraints.txt"], env=env, timeout=60)
-        return ended.returncode, (tmp_path / "ran").read_text().splitlines()
-
-    status, ran = install_with("nothing")
-    assert status == 0
-    packages = {"procps", "numactl", "g++", "git", "libgl1", "libglib2.0-0", "libibverbs1", "ibverbs-providers"}
-    assert packages <= set(ran[1].split())
-    (pip,) = [line for line in ran if "pip install" in line]
-    assert pip.endswith("--requirement /opt/co2/constraints.txt")
-    for fails in ("update", "pip install", "torch.version.cuda", "libibverbs.so.1", "import cv2"):
-        assert install_with(fails)[0] != 0, fails

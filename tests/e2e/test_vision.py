@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
 
@@ -63,7 +61,6 @@ def train_all(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     return {
         "losses": train_in_process(rank, world_size, folder, JOBS["ddp"] | SEEDS),
         "auto": with_auto(rank, world_size, f"{folder}/auto"),
-        "stopped": stopped_and_resumed(rank, world_size, f"{folder}/stopped"),
     }
 
 
@@ -147,23 +144,6 @@ def wait_for_it(folder: Path, runs: Callable[[], bool], said: Callable[[], str])
         time.sleep(0.05)
 
 
-def interrupt_once_it_trains(folder: Path) -> None:
-    wait_for_it(folder, lambda: True, lambda: "it does not train")
-    os.kill(os.getpid(), signal.SIGINT)
-
-
-def stopped_and_resumed(rank: int, world_size: int, folder: str) -> tuple[dict, list[str]]:
-    """As Ctrl-C ends the script, without torchrun around the workers; then to its end. What the first has left."""
-    threading.Thread(target=interrupt_once_it_trains, args=(Path(folder),), daemon=True).start()
-    on_worker(rank, world_size, Path(folder), "--epochs", "60", "--log_every", "2")
-    dist.barrier()
-    end, names = left_by(Path(folder))
-    dist.barrier()
-    epochs = str(end["steps"] // STEPS + 1)
-    on_worker(rank, world_size, Path(folder), "--resume", "--extend", "--epochs", epochs)
-    return end, names
-
-
 def left_by(folder: Path) -> tuple[dict, list[str]]:
     """The summary of a run that was stopped, and the files of its newest checkpoint, by their paths."""
     newest = max((folder / "checkpoints").glob("step*"))
@@ -182,13 +162,6 @@ def check_the_end(folder: Path, stopped: int) -> None:
     assert resumed["steps"] > stopped and resumed["steps"] % STEPS == 0 and "stopped_by_signal" not in resumed
     steps = [row["step"] for row in rows(folder) if "train_loss" in row]
     assert steps == sorted(set(steps)), "no step is trained twice"
-
-
-@pytest.mark.slow
-def test_a_signal_to_each_worker_saves_and_resume_finishes(folder: Path, trained: list[dict[str, Any]]):
-    end, names = trained[0]["stopped"]
-    check_the_stop(end, names)
-    check_the_end(folder / "stopped", end["steps"])
 
 
 def interrupt(folder: Path, method: str) -> None:

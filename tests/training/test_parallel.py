@@ -75,7 +75,7 @@ def test_co2_between_islands_is_the_reference(name: str, kind: str, config: CO2C
 @pytest.mark.parametrize("poison", [(4, float("nan")), (20, 1e4)], ids=["not finite", "jumped"])
 @pytest.mark.parametrize("name", ["tp2.co2x2", "pp2.co2x2", "tp2.pp2.co2x2"])
 def test_an_island_of_which_one_rank_is_unsound_is_left_out_as_a_worker_is(name: str, poison: layouts.Poison):
-    """The guard judges an island as one; the other stages and shards of it go with that rank."""
+    """The outlier filter judges an island as one; the other stages and shards of it go with that rank."""
     steps, devices = 9 * TAU, Layout.parse(name).devices
     results = run_distributed(layouts.islands, devices, "gpt2-short", [name], CONFIGS[0], steps, poison, timeout=900)
     expected, stats = run_distributed(layouts.alone, 2, "gpt2-short", CONFIGS[0], steps, poison, timeout=900)[0]

@@ -485,7 +485,7 @@ def test_7b_over_tcp_takes_co2_across_nodes(capsys: pytest.CaptureFixture[str]):
     assert "memory" in screen and "nearest miss: " in screen and "results/loss.md" in screen
 
 
-def test_7b_over_roce_may_take_ddp_and_laptops_take_co2_over_a_narrow_wire():
+def test_7b_over_roce_may_take_ddp_and_laptops_take_co2_over_int4():
     p = of(preset("dgx-a100-roce"), "llama-7b", 512)
     assert p.case.layout.islands[p.best[0]] == 1
     assert "no gain" in "".join(command.gain(p))

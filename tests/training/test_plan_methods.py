@@ -111,7 +111,7 @@ def test_each_method_by_hand():
     assert found["co2"].exposed_share == pytest.approx(1 / 7)
 
 
-def test_a_boundary_hops_and_the_link_decide_tau_and_wire():
+def test_a_boundary_hops_and_the_link_decide_tau_and_compression():
     slow = replace(GBIT, boundary=0.1, latency=0.01)
     assert predict("co2", slow, 8, tau=48).step_seconds == pytest.approx(0.5 + 0.1 / 48)
     assert predict("local", slow, 8, tau=48).step_seconds == pytest.approx(0.5 + (0.1 + 7 + 0.14) / 48)
