@@ -7,7 +7,6 @@ import matplotlib.image
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from core.methods import METHODS, DiLoCoConfig
 from core.testing import run_distributed
 from pointcloud import data
 from pointcloud import train as script
@@ -71,13 +70,6 @@ def check_learning(folder: Path, losses: dict[str, list[float]], methods: tuple[
 
 def test_two_workers_learn(folder: Path, losses: dict[str, list[float]]):
     check_learning(folder, losses, ("co2",))
-
-
-@pytest.mark.slow
-def test_each_method_learns_on_two_workers(tmp_path: Path):
-    short = {"diloco": DiLoCoConfig(outer_momentum=0.4)}  # 0.9 is for many more rounds
-    jobs = {method: {"method": method, "epochs": EPOCHS} | short for method in METHODS}
-    check_learning(tmp_path, run_distributed(train_all, 2, str(tmp_path), jobs, timeout=240)[0], METHODS)
 
 
 @pytest.mark.slow

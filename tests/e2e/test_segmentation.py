@@ -9,7 +9,6 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from core import CO2Config
-from core.methods import METHODS
 from core.testing import run_distributed
 from segmentation import train as script
 from segmentation.data import build_dataset
@@ -63,12 +62,6 @@ def test_another_method_learns_and_equal_seeds_give_equal_runs(tmp_path: Path):
     losses = run_distributed(train_in_process, 2, str(tmp_path), JOBS, timeout=300)[0]
     check_learning(tmp_path, losses, ("ddp",))
     assert losses["a"] == losses["b"] != losses["c"]
-
-
-@pytest.mark.slow
-def test_each_method_learns_on_two_workers(tmp_path: Path) -> None:
-    jobs = {method: {"method": method, "epochs": 5} for method in METHODS}
-    check_learning(tmp_path, run_distributed(train_in_process, 2, str(tmp_path), jobs, timeout=600)[0], METHODS)
 
 
 @pytest.mark.usefixtures("losses")
