@@ -59,7 +59,7 @@ def train(folder, settings, deaths, comes="", pace=0.0, steps=STEPS, waits_at=WA
             Path(folder, "reached").touch()
             time.sleep(0.05)
         worker.take_step(where, when)
-        if where == "saved" and worker.method._local_steps == 0 and worker.method.rounds == when:
+        if where == "saved" and worker.method.local_steps == 0 and worker.method.rounds == when:
             torch.save(worker.state(), Path(folder, "saved.pt"))
     worker.method.finish()
     Path(folder, f"{worker.name}.tmp").write_text(json.dumps(worker.end()))
@@ -119,7 +119,7 @@ class Worker:
         if where == "spoilt" and step == when:
             self.params[0].data.fill_(float("nan"))
         if self.method.step():
-            self.trace[self.method.rounds] = flat(self.method._state["outer_iterate"]).tolist()
+            self.trace[self.method.rounds] = flat(self.method.state["outer_iterate"]).tolist()
             self.closed[self.method.rounds] = self.step
             self.taus[self.method.rounds] = self.method.tau
             if where == "boundary" and self.method.rounds == when:

@@ -120,8 +120,8 @@ def test_checkpoints_go_both_ways_without_residuals():
     config = CO2Config(tau=3, compression=INT4)
     plain = CO2([nn.Parameter(torch.ones(5))], config)
     elastic, _ = elastic_co2([nn.Parameter(torch.zeros(5))], config, members=Members(HashStore(), "0.0"))
-    for flats in plain._reducer.state.values():
+    for flats in plain.reducer.state.values():
         flats[0].fill_(1.0)
     elastic.load_state_dict(plain.state_dict())
-    assert elastic._x[0].tolist() == [1.0] * 5 and not any(f[0].any() for f in elastic._reducer.state.values())
+    assert elastic._x[0].tolist() == [1.0] * 5 and not any(f[0].any() for f in elastic.reducer.state.values())
     CO2([nn.Parameter(torch.zeros(5))], config).load_state_dict(elastic.state_dict())

@@ -152,6 +152,22 @@ def test_imports_inside_core_are_relative():
         assert not absolute, f"{file}: {absolute}"
 
 
+MOST_PRIVATE = 20  # torch's and accelerate's, which have no public name
+
+
+def private_of_others(tree: ast.AST) -> list[str]:
+    """The accesses to an underscore name of another object than self, cls or super()."""
+    found = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and re.match("_(?!_)", node.attr)]
+    return [text for node in found if (text := ast.unparse(node)) and not re.match(r"(self|cls|super\(\))\._", text)]
+
+
+def test_core_reads_few_private_names_of_other_objects():
+    mixed = ast.parse("self._a + b._c + self.d._e + cls._f + super()._g + h.__doc__")
+    assert {*private_of_others(mixed)} == {"b._c", "self.d._e"}
+    found = [f"{file}: {text}" for file in FILES for text in private_of_others(ast.parse((ROOT / file).read_text()))]
+    assert len(found) <= MOST_PRIVATE, "\n".join(found)
+
+
 HARNESS = {"tyro", "tqdm", "tensorboard", "timm", "mmengine", "training", "accelerate", "lightning", "transformers"}
 FRESH = """
 import sys

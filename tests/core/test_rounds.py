@@ -368,7 +368,7 @@ def test_a_last_step_saves_an_all_reduce_and_changes_nothing(rank: int):
                 for step in range(steps):
                     sgd_step(params, rank, step)
                     if name == "mix":
-                        method._allreduce.drain()  # so that a mean is merged after the same step
+                        method.allreduce.drain()  # so that a mean is merged after the same step
                     method.step(last=says and step == steps - 1)
                 method.finish()
                 found[says].append((flat(params), method.rounds))
