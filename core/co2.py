@@ -563,4 +563,6 @@ class CO2(LocalUpdateMethod):
         return settings
 
     def settings(self) -> Any:
-        return self.config.changing(self.sync_schedule.tau)
+        c = self.config  # floats: 1 prints as 1.0
+        alpha, beta, phi = float(c.outer_lr), float(c.outer_momentum), c.clip if c.clip is None else float(c.clip)
+        return {"tau": float(self.sync_schedule.tau), "outer_lr": alpha, "outer_momentum": beta, "clip": phi}

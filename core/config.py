@@ -302,12 +302,6 @@ class CO2Config:
         object.__setattr__(whole, "fragments", 1)
         return whole
 
-    def changing(self, tau: int) -> dict[str, float | None]:
-        """Returns the settings that may change from round to round, for the comparison among workers."""
-        clip = self.clip if self.clip is None else float(self.clip)  # floats: 1 prints as 1.0
-        alpha, beta = float(self.outer_lr), float(self.outer_momentum)
-        return {"tau": float(tau), "outer_lr": alpha, "outer_momentum": beta, "clip": clip}
-
     @classmethod
     def paper(cls, tau: int | Literal["auto"] = 48, **settings: Any) -> CO2Config:
         """Returns our reading of the paper's rule: averages arrive a whole round late, with the staleness gap penalty.
