@@ -199,7 +199,7 @@ BUDGETS = {
     "bench": 6043,
     "results": 1620,
     "examples": 630,
-    "tests": 39368,
+    "tests": 38596,
 }
 """Room -> the lines that its Python files may have. Cutting lowers a number; only a reason raises one."""
 

@@ -13,7 +13,7 @@ from tests import layouts
 from training.layouts.layout import Layout
 
 CLIP = 0.5
-TAU, ROUNDS = 3, 3
+TAU, ROUNDS, STEPS = 3, 2, 3
 CONFIGS = [CO2Config(TAU, outer_momentum=0.4, gap=g, clip=c) for g, c in [("elementwise", None), ("norm", 0.02)]]
 KEEP = CO2Config(TAU, outer_momentum=0.4, gap="none", merge="keep_local", delay=2)
 FACTORS = [f"tp{t}.pp{p}.dp{8 // (t * p)}" for t in (1, 2, 4, 8) for p in (1, 2, 4, 8) if t * p <= 8]
@@ -54,15 +54,18 @@ def test_a_layout_is_one_process_and_co2_between_islands_the_reference():
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 @pytest.mark.parametrize("names", [FACTORS, SHARED_OUT, MORE], ids=["factors", "shared out", "more"])
 def test_every_factorisation_of_eight_ranks_is_one_process(names: list[str], kind: str):
-    results = run_distributed(layouts.train, 8, kind, names, 4, CLIP, timeout=900)
-    expected = layouts.one_process(kind, 4, CLIP)
+    results = run_distributed(layouts.train, 8, kind, names, STEPS, CLIP, timeout=900)
+    expected = layouts.one_process(kind, STEPS, CLIP)
     worst = {name: layouts.worst([*traces], expected) for name, *traces in zip(names, *results, strict=True)}
     assert not {name: error for name, error in worst.items() if error >= 1e-10}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", CONFIGS, ids=["elementwise", "norm and clip"])
-@pytest.mark.parametrize("kind", ["gpt2-short", "llama-short", "llama-tied-short"])
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [*(("gpt2-short", config) for config in CONFIGS), ("llama-short", CONFIGS[0]), ("llama-tied-short", CONFIGS[1])],
+    ids=["gpt2, elementwise", "gpt2, norm", "llama, elementwise", "tied llama, norm"],
+)
 @pytest.mark.parametrize(
     "names", [["tp2", "pp2"], ["pp4", "tp2.pp2", "pp2.dp2", "tp2.dp2", "pp2.dp2.fsdp", "tp2.dp2.fsdp"]], ids=["2", "4"]
 )
