@@ -19,13 +19,12 @@ Algorithm 1, outer step t on worker i:
 That is our reading of the paper's rule. The settings merge and delay extend it. merge says where a worker continues:
 
     restart       from x_{t+1,0}, which is equal on all workers
-    interpolate   from a mix of x_{t+1,0} and the worker's parameters
     keep_local    from x_{t+1,0} plus the worker's progress since the all-reduce started, which a snapshot tells
 
 delay says when an average is used: "boundary", a number of local steps after its all-reduce started, "auto" for when it
 arrives, or 0 for at once, which hides nothing. Together they choose one of two orders:
 
-    paper order        for restart and interpolate with delay "boundary". At the boundary, steps 2, 4, 5, 6, 7 and last
+    paper order        for restart with delay "boundary". At the boundary, steps 2, 4, 5, 6, 7 and last
                        step 3. An average is one round old when it is used.
     merge on arrival   for keep_local, and for every other delay (restart: only 0). This order is ours. At the boundary
                        only step 3. When the average of this all-reduce is due, at the latest at the next boundary,
@@ -62,7 +61,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import outer
-from .buckets import BucketShare, elements, is_dtensor, local_shard, read_blocks, tensors_of, unique, views
+from .buckets import BucketShare, elements, is_dtensor, local_shard, read_blocks, tensors_of, unique
 from .build import CommonArgs, build_args
 from .checkpoint import all_finite
 from .comm import Reducer, all_reduce
@@ -211,7 +210,7 @@ class CO2(LocalUpdateMethod):
             self._cut(self.sync_schedule.fragments)
         if self.share is not None and (reason := self.share.check()):
             raise self.allreduce.failure(reason, "the comparison of a node's parameters")
-        # The parameters may differ from x because of interpolate. That is no progress, so it must not be sent.
+        # The parameters may differ from x by a rounding of keep_local. That is no progress, so it must not be sent.
         idle = finished and not self.local_steps
         if idle and self.share is None:
             self._restart(of=self._fragments[self.fragment])
@@ -246,11 +245,10 @@ class CO2(LocalUpdateMethod):
         if result and result.is_empty:
             self._last_alpha = 0.0
             return True
-        merge = "restart" if finished else self.config.merge
         if self.share is not None:  # steps 4 to 7 have run in the background
             self._continue_from_share(self.share, result)
         else:
-            self._outer_step(merge, self.config.mix, arrived=result is not None)  # 4 to 7, and step 3's difference
+            self._outer_step(arrived=result is not None)  # 4 to 7, and step 3's difference
         if result and result.is_last:
             return True
         self._start_allreduce(finished=finished)  # step 3
@@ -289,11 +287,8 @@ class CO2(LocalUpdateMethod):
             self._start_fragment(following)
 
     def _merge(self, *, finished: bool = False) -> ReduceResult:
-        """Steps 2 and 4 to 7, then the merge.
-
-        In finish() no local step follows, and the parameters become x at the end. So interpolate mixes nothing there.
-        """
-        c, share = self.config, self.share
+        """Steps 2 and 4 to 7, then the merge."""
+        share = self.share
         result = self._wait_allreduce(finished=finished)  # step 2
         if share is not None:  # steps 4 to 7 have run in the background
             share.drain()
@@ -305,7 +300,7 @@ class CO2(LocalUpdateMethod):
                 share.merge()
             return result
         if not result.is_empty:
-            self._outer_step(c.merge, 0.0 if finished else c.mix, takes_difference=False)  # 4 to 7
+            self._outer_step(takes_difference=False)  # 4 to 7
         if result.is_last:  # nothing is stale any more
             self._restart(of=self._fragments[self.fragment])
             self._last_alpha = 0.0
@@ -333,13 +328,11 @@ class CO2(LocalUpdateMethod):
             self._merge_early(at_boundary=True)
         if may_merge and any(f.lag for f in self._fragments):
             self._reach_with_fragments()
-        # with interpolate, workers differ even if nothing is in flight
-        return super()._reach_common_model() and not (c.merge == "interpolate" and self._differs())
+        return super()._reach_common_model()
 
     @property
     def begins_apart(self) -> bool:
-        may_differ = self.allreduce.in_flight or self.is_cut
-        return self.config.merge == "interpolate" or (self._starts_near_anchor and may_differ)
+        return self._starts_near_anchor and (self.allreduce.in_flight or self.is_cut)
 
     # -- fragments in turn: see fragments.py -------------------------------------------------------------------
 
@@ -439,15 +432,11 @@ class CO2(LocalUpdateMethod):
 
     # -- the outer step ----------------------------------------------------------------------------------------
 
-    def _outer_step(
-        self, merge: outer.Merge, share: float, *, arrived: bool = True, takes_difference: bool = True
-    ) -> None:
+    def _outer_step(self, *, arrived: bool = True, takes_difference: bool = True) -> None:
         """Steps 4 to 7 and the merge, from the sums in the payloads. One pass over memory per bucket, after one for the
         norm of Delta.
 
         Args:
-            merge: How the worker continues.
-            share: With interpolate, the weight of the outer iterate.
             arrived: Whether the payloads hold sums. If not, as in the first round, x and m stay.
             takes_difference: Whether the pass also writes step 3's difference to the payload.
         """
@@ -468,14 +457,13 @@ class CO2(LocalUpdateMethod):
                 delta_rms=delta_norm / numel**0.5 if c.gap == "elementwise" else None,
                 gap=outer.gap_scalar(last_step_norm, delta_norm) if c.gap == "norm" else None,
                 nesterov=c.outer_momentum if c.nesterov else None,
-                merge=merge,
-                share=share,
+                merge=c.merge,
                 takes_difference=takes_difference,
             )
         else:
             for bucket in self.buckets:
                 bucket.payload.zero_()  # the rule multiplies it by 0, and 0 times a NaN is a NaN
-            rule = outer.Rule(nesterov=c.outer_momentum if c.nesterov else None, merge=merge, share=share)
+            rule = outer.Rule(nesterov=c.outer_momentum if c.nesterov else None, merge=c.merge)
         # [4]: the sums of m^2 and of Lambda, the largest Lambda, and how many elements were clipped
         squares, gaps, largest_gap, clipped = outer.run_all(fragment.outer_steps, rule)
         self._last_alpha = float(rule.alpha)
@@ -491,12 +479,6 @@ class CO2(LocalUpdateMethod):
         for fragment in self._fragments if of is None else [of]:
             for outer_step in fragment.outer_steps:
                 outer_step.restart(where)
-
-    def _differs(self) -> bool:
-        """Whether this worker's parameters differ from the outer iterate."""
-        flats = zip(self.buckets, self.anchors, strict=True)
-        pairs = (pair for b, flat in flats for pair in zip(b.params, views(flat, b.params), strict=True))
-        return any(not torch.equal(p, x.to(p.dtype)) for p, x in pairs)  # one tensor at a time
 
     # -- shares ------------------------------------------------------------------------------------------------
 

@@ -146,11 +146,9 @@ class CO2Config:
     tau_max: int = 192
     """With tau auto: the most local steps per round."""
     merge: Merge = "restart"
-    """How a worker continues when an average arrives. restart: from the outer iterate (the paper). interpolate: from a
-    mix of the outer iterate and its parameters. keep_local: from the outer iterate plus the local progress made since
-    the all-reduce started, at the cost of a copy of the parameters."""
-    mix: float = 0.5
-    """With interpolate: the weight of the outer iterate. With 1 a worker continues from it exactly."""
+    """How a worker continues when an average arrives. restart: from the outer iterate (the paper). keep_local: from
+    the outer iterate plus the local progress made since the all-reduce started, at the cost of a copy of the
+    parameters."""
     delay: int | Literal["boundary", "auto"] = "boundary"
     """When an average is merged. boundary: at the next boundary, one round after its all-reduce started (the paper). A
     number: after that many local steps, waiting if needed. With 0 a worker waits at once, so nothing is hidden and
@@ -188,8 +186,6 @@ class CO2Config:
         clips = phi is None or (is_number(phi) and phi > 0)
         require(self, clips, "clip", "give a number above 0, or None for no clipping")
         require(self, self.merge in MERGES, "merge", f"choose one of {', '.join(MERGES)}")
-        shared = is_number(self.mix) and 0 < self.mix <= 1
-        require(self, shared, "mix", "give a number in (0, 1]; 1 continues from the outer iterate")
         self._check_delay()
         self._check_fragments()
         limits = self.outlier is None or (is_number(self.outlier) and self.outlier > 1)
@@ -329,9 +325,9 @@ class CO2Config:
 
         An average is merged when it arrives, with keep_local and without a penalty, because little is stale then. It is
         compressed to int4, at the cost of 1 + 1/workers copies of the parameters, or sent in float32 if that arrives
-        within a local step. merge="interpolate" saves keep_local's copy and comes close. The outer momentum is 0.3 in
-        runs of 80 rounds or more with a fixed tau of 24 or more, where it lowered the loss. Else it is 0, because it
-        raised the mean loss of digits in short runs, and of text at tau 2.
+        within a local step. The outer momentum is 0.3 in runs of 80 rounds or more with a fixed tau of 24 or more,
+        where it lowered the loss. Else it is 0, because it raised the mean loss of digits in short runs, and of text at
+        tau 2.
 
         Args:
             workers: Leave it out. No setting depends on it, and CO2 warns if it is not the number of its workers. On a
@@ -374,14 +370,7 @@ def scheduled(c: CO2Config, schedule: Schedule | None, number: int) -> CO2Config
         raise UserError(f"the schedule changes {', '.join(sorted(unknown))}: only {', '.join(SCHEDULED)} may change")
     if "tau" in changes and "auto" in (c.tau, changes["tau"]):
         raise UserError(f"the schedule gives tau={changes['tau']!r} while tau is {c.tau!r}: give numbers, or only auto")
-    changed = replace(c, **changes)
-    if changed.is_a_round_late != c.is_a_round_late and c.merge != "keep_local":  # keep_local has one order
-        raise UserError(
-            f"the schedule gives tau={changed.tau} after tau={c.tau}, with merge={c.merge!r} and delay={c.delay}: at "
-            "the end of a round an average is merged in another order than within one; keep tau above delay, or set "
-            "delay auto"
-        )
-    return changed
+    return replace(c, **changes)
 
 
 def check_share(c: CO2Config, *, shard: bool) -> None:
@@ -391,8 +380,6 @@ def check_share(c: CO2Config, *, shard: bool) -> None:
         c: The settings.
         shard: Whether each worker owns only a part of the outer state.
     """
-    require(c, c.merge != "interpolate", "merge", "no measurement supports it on nodes or with shard or offload: give "
-            "keep_local, whose snapshot is a share there")  # fmt: skip
     require(c, c.fragments in (1, "auto"), "fragments", "not supported yet on nodes or with shard or offload: give 1")
     if shard and c.compression.format == "lgreco":
         raise UserError(

@@ -25,7 +25,7 @@ LARGEST = 10**9  # limit of the numbers in a recipe
 SELDOM = {  # options that only --help-all lists, by the part of the recipe; None hides the whole part
     "": "tf32 cudnn_benchmark channels_last extend gpu_gb timeout trace tracker link_mbit average_buffers"
     " light_checkpoints",
-    "co2": "allow_unstable fragments tau_max mix",
+    "co2": "allow_unstable fragments tau_max",
     "optim": "betas eps undecayed power min_lr_share layer_decay",
     "ddp_compression": "error_feedback like lgreco",
     "co2.compression": "error_feedback like lgreco",

@@ -3,7 +3,7 @@
 python -m bench.loss [--tasks bytes digits] [--methods local co2 co2:merge=keep_local,delay=3] [--workers 4] [--tau 24]
 
 A method is NAME or NAME:OPTION=VALUE,... The tuning tries all of VALUE|VALUE. bench/loss/methods.py has the options,
-for example co2:merge=interpolate,kappa=0.5,delay=3,gap=none,beta=0.
+for example co2:merge=keep_local,delay=3,gap=none,beta=0.
 
 A method's configurations are its options' values times learning rates, as many as --configurations allows. Each is
 trained on the tuning seed and evaluated on the tuning split; the best is trained on the other seeds and evaluated on
@@ -290,7 +290,7 @@ TABLE = Summary(" ".join((*GROUP, "asked chosen lr tried")), {"loss": ".4f", "di
 FACTORS = (1.0, 2.0, 0.5, 1.414, 0.707, 4.0, 0.25, 2.828, 0.354, 8.0, 0.125)
 WORDS = {
     "gap": ("elementwise", "norm", "none"),
-    "merge": ("restart", "interpolate", "keep_local"),
+    "merge": ("restart", "keep_local"),
     "compression": (*NARROW_FORMATS, *(f"top{percent}" for percent in range(1, 10))),
 }
 
@@ -399,7 +399,7 @@ def _value(text: str, key: str, default: Any, given: str) -> Any:
         return given == "true" if isinstance(default, bool) else given
     if (key, given) in (("phi", "none"), ("delay", "round")):
         return given
-    whole = key in ("delay", "fragments", "sync_steps", "moments", "grow")
+    whole = key in ("delay", "sync_steps", "moments", "grow")
     found = number(given, int if whole else float)
     if not 0 <= found < math.inf:
         raise UserError(f"method {text!r}: {key}={given!r}; give a {'whole ' * whole}number, 0 or more")

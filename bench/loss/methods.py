@@ -194,10 +194,8 @@ class CO2(Method):
     Attributes:
         alpha, beta, nesterov, gap, phi: Options of the outer step. nesterov applies beta m + new in place of m.
         delay: local steps from the start of an all-reduce to its merge. round is tau, the paper's; 0 is blocking.
-        merge: where worker i continues after the outer step gave z. restart: from z (the paper). interpolate: from
-            kappa z + (1 - kappa) x^i (Streaming DiLoCo, arXiv 2501.18512). keep_local: from z plus the local progress
-            since the all-reduce started (LOSCAR-SGD, arXiv 2605.20866).
-
+        merge: where worker i continues after the outer step gave z. restart: from z (the paper). keep_local: from z
+            plus the local progress since the all-reduce started (LOSCAR-SGD, arXiv 2605.20866).
         sync_steps: the first steps, which average gradients as DDP does.
         moments: every so many rounds, also average the inner optimizer's moments in float32 (DES-LOC, arXiv
             2505.22549). Their changes are added `delay` steps late. 0 never does.
@@ -209,7 +207,7 @@ class CO2(Method):
 
     options = {
         **{"alpha": 1.0, "beta": 0.5, "gap": "elementwise", "phi": 1.0, "delay": "round"},
-        **{"merge": "restart", "kappa": 0.5, "nesterov": False, "compression": "float32"},
+        **{"merge": "restart", "nesterov": False, "compression": "float32"},
         **{"sync_steps": 0, "moments": 0, "grow": 0},
     }
     tried = {"beta": (0.5, 0.0)}
@@ -270,7 +268,7 @@ class CO2(Method):
         self.in_flight.append((own, self.reduce(own, weights), moved))
         self.base = self.x.clone()
 
-    def merge(self, finishing: bool = False) -> None:
+    def merge(self) -> None:
         """Applies the oldest averaged update."""
         _, delta, moved = self.in_flight.pop(0)
         for moment, change in zip(self.inner.moments() if moved else [], moved, strict=True):
@@ -283,7 +281,7 @@ class CO2(Method):
             self.m = torch.where(self.m.abs() > self.o["phi"], self.o["phi"] * self.m.sign(), self.m)
         self.z_before = self.z
         self.z = self.z - self.o["alpha"] * (self.o["beta"] * self.m + new if self.o["nesterov"] else self.m)
-        self.restart(finishing)
+        self.restart()
 
     def gap(self, delta: Tensor) -> Tensor | float:
         """The staleness gap Lambda, from the last movement of z (step 4)."""
@@ -292,15 +290,12 @@ class CO2(Method):
             return 1 + moved.abs() / (delta.pow(2).mean().sqrt() + EPS)
         return 1 + moved.norm() / (delta.norm() + EPS) if self.o["gap"] == "norm" else 1.0
 
-    def restart(self, finishing: bool = False) -> None:
+    def restart(self) -> None:
         progress = self.x - self.base
-        merge, kappa = self.o["merge"], self.o["kappa"]
-        if merge == "restart":
+        if self.o["merge"] == "restart":
             self.x.copy_(self.z.expand_as(self.x))
-        elif merge == "keep_local":
+        else:
             self.x.copy_(self.z + (progress - sum(own for own, _, _ in self.in_flight)))
-        elif not finishing:
-            self.x.copy_(kappa * self.z + (1 - kappa) * self.x)
         self.base = self.x - progress
 
     def finish(self) -> None:
@@ -308,11 +303,11 @@ class CO2(Method):
         inside a round gives up the local steps before it, at the end too."""
         late = bool(self.in_flight) and self.delay < self.tau
         if late:
-            self.merge(finishing=True)
+            self.merge()
         if self.into and not (late and self.o["merge"] == "restart"):
             self.send()
         while self.in_flight:
-            self.merge(finishing=True)
+            self.merge()
         self.x.copy_(self.z.expand_as(self.x))
 
 
@@ -366,35 +361,6 @@ class Eager(Method):
         self.x.copy_(self.z.mean(dim=0).expand_as(self.x))
 
 
-class Streaming(Method):
-    """Streaming DiLoCo (arXiv 2501.18512): CO2 on each of `fragments` equal parts of the parameters, whose rounds end
-    tau / fragments steps apart. The paper's fragments are layers."""
-
-    options = BLOCKING | {
-        **{"alpha": 0.4, "beta": 0.9, "nesterov": True, "merge": "interpolate", "kappa": 0.5, "delay": 1},
-        "fragments": 3,
-    }
-    fixed = ("sync_steps", "moments", "grow")
-    tried = {"beta": (0.9, 0.5)}
-
-    def __init__(self, x: Tensor, tau: int, **options: Any):
-        super().__init__(x, tau, **options)
-        count = options.pop("fragments")
-        if not 1 <= count <= tau:
-            raise UserError(f"fragments={count}: between 1 and tau={tau}")
-        self.parts = [CO2(part, tau, **options) for part in x.tensor_split(count, dim=1)]  # views of x
-        for i, part in enumerate(self.parts):
-            part.into = tau - (i + 1) * tau // count  # so its first round is shorter
-
-    def after_local_step(self) -> None:
-        for part in self.parts:
-            part.after_local_step()
-
-    def finish(self) -> None:
-        for part in self.parts:
-            part.finish()
-
-
 METHODS: dict[str, type[Method]] = {
     "ddp": DDP,
     "local": Local,
@@ -402,7 +368,6 @@ METHODS: dict[str, type[Method]] = {
     "diloco": DiLoCo,
     "overlap_local": OverlapLocal,
     "eager": Eager,
-    "streaming": Streaming,
     "co2": CO2,
 }
 

@@ -65,7 +65,6 @@ def plan(task: Task, method: str, **values: Any) -> Plan:
             "diloco",
             "overlap_local",
             "co2",
-            "co2:merge=interpolate,delay=2",
             "ddp:compression=int8",
         ),
         *(
@@ -75,7 +74,6 @@ def plan(task: Task, method: str, **values: Any) -> Plan:
             "co2:merge=keep_local,delay=1,compression=int4,sync_steps=5,grow=9",
             "local:compression=top5",
             "eager:beta=0.5",
-            "streaming:beta=0.5,compression=int4",
         ),
     ],
 )
@@ -118,28 +116,6 @@ def test_eager_updates_by_hand():
     method = parse("eager:alpha=0.5,beta=0.5")[0].make(torch.zeros(2, 1), 1)
     # new is (-1, -2), then m = (-5, -1) + 0.5 m; the step is 0.5 (0.5 m + new)
     assert advance(method, [2, 4], [6, 0]) == [[0.75, 1.5], [0.75 + 0.5 * (2.75 + 5), 1.5 + 0.5 * (1 + 1)]]
-
-
-def test_streaming_fragments_are_merged_at_different_steps():
-    """Tau 4 and a delay of 1: the first half is sent after 2 and 6 steps, the second after 4 and 8."""
-    rng = torch.Generator().manual_seed(0)
-    method: Any = parse("streaming:fragments=2,kappa=1,beta=0")[0].make(torch.zeros(2, 2), 4)
-    whole = parse("co2:merge=interpolate,kappa=0.5,gap=none,phi=none,beta=0.9,alpha=0.4,nesterov=true,delay=1")[0]
-    same = [each.make(torch.zeros(2, 2), 4) for each in (whole, parse("streaming:beta=0.9,fragments=1")[0])]
-    equal = []
-    for _ in range(9):
-        moved = torch.randn(2, 2, generator=rng)
-        for each in (method, *same):
-            each.x += moved
-            each.taken += 1
-            each.after_local_step()
-        equal.append((method.x[0] == method.x[1]).tolist())
-    assert [[i + 1 for i, at in enumerate(equal) if at[half]] for half in (0, 1)] == [[3, 7], [5, 9]]
-    for each in same:
-        each.finish()
-    assert torch.equal(same[0].x, same[1].x) and same[0].x.any()
-    with pytest.raises(UserError, match="fragments=5: between 1 and tau=4"):
-        parse("streaming:fragments=5")[0].make(torch.zeros(2, 9), 4)
 
 
 def test_ingredients_that_close_the_gap_to_ddp_by_hand(tiny: Task):
@@ -194,8 +170,8 @@ def test_a_trajectory_changes_nothing_and_ends_at_the_last_step(tiny: Task):
 
 def test_a_method_and_its_options():
     assert [str(s) for s in parse("co2")] == ["co2", "co2:beta=0"]
-    both = [str(s) for s in parse("co2:merge=interpolate,delay=3,beta=0|0.3")]
-    assert both == ["co2:beta=0,delay=3,merge=interpolate", "co2:beta=0.3,delay=3,merge=interpolate"]
+    both = [str(s) for s in parse("co2:merge=keep_local,delay=3,beta=0|0.3")]
+    assert both == ["co2:beta=0,delay=3,merge=keep_local", "co2:beta=0.3,delay=3,merge=keep_local"]
     made: Any = parse("co2:merge=keep_local,phi=none,nesterov=true")[0].make(torch.zeros(2, 1), 3)
     assert (made.o["merge"], made.o["phi"], made.o["nesterov"], made.delay) == ("keep_local", "none", True, 3)
 

@@ -160,8 +160,8 @@ def test_workers_evaluate_one_model_which_is_as_good_as_ddps():
 METHODS: dict[str, Callable[..., Any]] = {
     "CO2": lambda params, **more: CO2(params, CO2Config.paper(2), **more),
     "CO2 recommended": lambda params, **more: CO2(params, CO2Config.recommended(2, tau=2), **more),
-    "CO2 interpolate": lambda params, **more: CO2(
-        params, CO2Config(tau=2, merge="interpolate", mix=0.5, delay=0, gap="none"), **more
+    "CO2 merged later": lambda params, **more: CO2(
+        params, CO2Config(tau=2, merge="keep_local", delay=1, gap="none", outer_momentum=0.0), **more
     ),
     "CO2 int8": lambda params, **more: CO2(params, CO2Config(tau=2, compression=CompressionConfig("int8")), **more),
     "LocalSGD": lambda params, **more: LocalSGD(params, 2, **more),
@@ -217,7 +217,7 @@ def test_every_method_averages_at_finish_and_where_settle_makes_workers_equal():
             for equal, values in lent:
                 shift = 5 if equal else 10 * rank
                 assert values.tolist() == [0 + shift] * 3 + [1 + shift] * 4 + [2 + 10 * rank], name
-            if name != "CO2 interpolate":
+            if name != "CO2 merged later":
                 assert all(equal for equal, _ in lent), name
 
 

@@ -151,18 +151,6 @@ def test_unstable_settings_explain_the_condition(beta: float, alpha: float):
     assert text == refusal(lambda: CO2([nn.Parameter(torch.ones(1))], shared))
 
 
-def grows(**settings: Any) -> bool:
-    """Whether one worker's error grows over 400 rounds on a quadratic that tau local steps solve nearly."""
-    p = nn.Parameter(torch.ones(1, dtype=torch.float64))
-    co2 = CO2([p], CO2Config(gap="none", clip=None, allow_unstable=True, **settings))
-    seen = []
-    for _ in range(400 * co2.tau):
-        p.data *= 0.02 ** (1 / co2.tau)
-        if co2.step():
-            seen.append(p.abs().item())
-    return max(seen[-50:]) > max(seen[50:100])
-
-
 def test_settings_below_the_boundary_or_without_delay_need_no_penalty():
     build(outer_momentum=0.5, outer_lr=0.49, gap="none")
     build(outer_momentum=0.5, outer_lr=1.0, gap="none", delay=0)
@@ -190,17 +178,9 @@ def test_thawing_a_frozen_parameter_is_refused_at_the_boundary():
     assert "requires a gradient" in refusal(co2.step)
 
 
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"merge": "interpolate"}, "no measurement supports it"),
-        ({"compression": CompressionConfig("lgreco", like="int4")}, "no worker owns part of"),
-    ],
-    ids=str,
-)
-def test_what_no_share_has_is_refused(settings: dict[str, Any], said: str):
-    config = CO2Config(**{"tau": 3, "gap": "none", "allow_unstable": True} | settings)
-    assert said in refusal(lambda: CO2(params(), config, shard=True))
+def test_what_no_share_has_is_refused():
+    config = CO2Config(tau=3, compression=CompressionConfig("lgreco", like="int4"))
+    assert "no worker owns part of" in refusal(lambda: CO2(params(), config, shard=True))
 
 
 REFUSED: list[Any] = [
@@ -216,19 +196,17 @@ REFUSED: list[Any] = [
     (lambda: CO2Config(clip=0.0), "clip=0.0", "None for no clipping"),
     (lambda: CO2Config(compression="int8"), "compression='int8'", "CompressionConfig('int8')"),
     (lambda: CO2Config(outer_lr="1"), "outer_lr='1'", "finite"),
-    (lambda: CO2Config(mix="half"), "mix='half'", "(0, 1]"),
     (lambda: CO2Config(outlier="far"), "outlier='far'", "None for no limit"),
     (lambda: CO2Config(tau="automatic"), "tau='automatic'", "a whole number of local steps, 1 or more, or auto"),
     (lambda: CO2Config(tau="auto", tau_max=0), "tau_max=0"),
     (lambda: build(delay=0), "delay=0", "set gap none"),
     (lambda: build(delay=0, gap="none", tau="auto"), "delay=0", "boundary or auto"),
-    (lambda: build(merge="own"), "merge='own'", "restart, interpolate, keep_local"),
+    (lambda: build(merge="own"), "merge='own'", "restart, keep_local"),
     (lambda: build(delay=3), "delay=3", "set merge keep_local"),
     (lambda: build(delay="auto"), "delay='auto'", "set merge keep_local"),
-    (lambda: build(delay=49, merge="interpolate"), "delay=49", "at most tau=48"),
-    (lambda: build(delay="soon", merge="interpolate"), "delay='soon'", "boundary, auto, or"),
-    (lambda: build(delay=3, merge="interpolate", tau="auto"), "delay=3", "boundary or auto"),
-    (lambda: build(mix=0.0), "mix=0.0", "(0, 1]"),
+    (lambda: build(delay=49, merge="keep_local"), "delay=49", "at most tau=48"),
+    (lambda: build(delay="soon", merge="keep_local"), "delay='soon'", "boundary, auto, or"),
+    (lambda: build(delay=3, merge="keep_local", tau="auto"), "delay=3", "boundary or auto"),
     (lambda: SlowMoConfig(outer_lr=0.0), "outer_lr=0.0", "above 0"),
     (lambda: SlowMoConfig(outer_momentum=1.0), "outer_momentum=1.0", "[0, 1)"),
     (lambda: CompressionConfig("lgreco", like=4), "compression.like=4", "int4"),  # pyright: ignore

@@ -7,7 +7,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.grid import LR, PER_NODE, PLACEMENTS, RANKS, SETTINGS, STEPS, Setting, Trained, gradient, run_cells, values
+from tests.core.grid import (
+    LR,
+    PER_NODE,
+    PLACEMENTS,
+    RANKS,
+    SETTINGS,
+    STEPS,
+    Setting,
+    Trained,
+    gradient,
+    run_cells,
+    values,
+)
 from tests.imports import ROOT
 from tests.problems import flat
 from tests.reference import LateReference

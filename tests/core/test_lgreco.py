@@ -251,7 +251,7 @@ def test_bad_lgreco_settings(name: str, value: Any):
 CO2S = {
     "paper": {},
     "keep_local": {"merge": "keep_local", "delay": "auto", "gap": "none", "outer_momentum": 0.0},
-    "interpolate": {"merge": "interpolate", "delay": 1, "gap": "norm"},
+    "delay 1": {"merge": "keep_local", "delay": 1, "gap": "norm"},
     "auto": {"tau": "auto", "tau_max": 4},
     "nesterov": {"nesterov": True},
 }

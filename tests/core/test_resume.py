@@ -31,16 +31,14 @@ from tests.problems import Settings, flat, refusal, sgd_step, take_steps
 SAVE_AT, STEPS = 6, 13
 BASE = Settings(tau=3, outer_lr=0.4, outer_momentum=0.5, clip=0.1)
 MERGES: list[dict[str, Any]] = [  # or what else meets a mean, such as Nesterov's momentum
-    {"merge": "interpolate"},
-    {"merge": "interpolate", "delay": 1},
     {"merge": "keep_local", "delay": 2},
     {"delay": 0, "gap": "none"},
     {"merge": "keep_local"},
-    {"merge": "interpolate", "delay": 1, "compression": "int8"},
+    {"merge": "keep_local", "delay": 1, "compression": "int8"},
     {"nesterov": True},
     {"nesterov": True, "delay": 0, "gap": "none"},
     {"nesterov": True, "gap": "elementwise", "merge": "keep_local", "delay": 2, "compression": "int4"},
-    {"nesterov": True, "gap": "norm", "merge": "interpolate", "delay": 1},
+    {"nesterov": True, "gap": "norm", "merge": "keep_local", "delay": 1},
 ]
 RUNS = [("co2", replace(BASE, gap=gap)) for gap in ("elementwise", "norm", "none")]
 RUNS += [("co2", s) for s in (replace(BASE, **{"gap": "none"} | changes) for changes in MERGES)]

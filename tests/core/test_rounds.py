@@ -288,7 +288,6 @@ BASE = Settings(tau=4, gap="none", outer_lr=0.5, outer_momentum=0.2)
 WAYS: dict[str, dict[str, Any]] = {
     "outer": {},
     "at once": {"delay": 0},
-    "mix": {"merge": "interpolate", "delay": 1},
     "keep_local": {"merge": "keep_local", "delay": 2},
     "keep, a round late": {"merge": "keep_local"},
 }
@@ -345,8 +344,7 @@ def counted() -> Iterator[int]:
 HIDDEN = {
     "co2": CO2Config(tau=3),
     "keep_local": CO2Config(tau=3, merge="keep_local", delay=2, gap="none"),
-    "mix": CO2Config(tau=3, merge="interpolate", delay="auto"),
-    "mixed at the boundary": CO2Config(tau=3, merge="interpolate"),
+    "on arrival": CO2Config(tau=3, merge="keep_local", delay="auto", gap="none"),
 }
 ENDS: dict[str, Any] = {name: lambda p, c=c: CO2(p, c) for name, c in HIDDEN.items()} | {
     "shard": lambda p: CO2(p, CO2Config(tau=3), shard=True),
@@ -367,7 +365,7 @@ def test_a_last_step_saves_an_all_reduce_and_changes_nothing(rank: int):
             for steps in (6, 6 + 3 * rank, 5, 3):
                 for step in range(steps):
                     sgd_step(params, rank, step)
-                    if name == "mix":
+                    if name == "on arrival":
                         method.allreduce.drain()  # so that a mean is merged after the same step
                     method.step(last=says and step == steps - 1)
                 method.finish()

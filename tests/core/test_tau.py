@@ -370,7 +370,7 @@ def test_uneven_workers_end_together_and_the_tuner_is_in_the_checkpoint(rank: in
 def test_where_means_merge_on_arrival_rounds_close_at_the_same_steps_from_the_first_on(rank: int):
     """Rank 1's steps take more than twice as long: the steps at which rounds closed, and all heard of a stop."""
     params = problems.odd_parameters()
-    config = CO2Config(tau="auto", merge="interpolate", delay="auto", gap="none", outer_momentum=0.0)
+    config = CO2Config(tau="auto", merge="keep_local", delay="auto", gap="none", outer_momentum=0.0)
     link, requests = Timed(0.06), Requests("stop")  # some 0.1 s an all-reduce
     co2 = CO2(params, config, link=link, hooks=[requests])
     tell_times(co2, link, 0.003 + 0.004 * rank)
@@ -418,7 +418,7 @@ def test_a_faster_worker_waits_where_the_link_has_had_its_time(rank: int):
     """Rank 1's steps take twice as long. Else the means of rank 0 come when the slower one has sent, some five of its
     steps later, or a round."""
     params, link = problems.odd_parameters(), Timed(0.6)
-    config = CO2Config(tau=9, merge="interpolate", delay="auto", gap="none", outer_momentum=0.0)
+    config = CO2Config(tau=9, merge="keep_local", delay="auto", gap="none", outer_momentum=0.0)
     co2 = CO2(params, config, link=link)
     tell_times(co2, link, 0.006 + 0.006 * rank)
     merged = []  # after how many steps, by round, and after how many it should be there

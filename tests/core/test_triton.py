@@ -45,7 +45,7 @@ def test_the_boundary_is_plain_bit_for_bit(dtype: torch.dtype, device: str):
 
     landed = [on(device, rule) for rule in RULES.values()]
     ways = [(m, takes) for m in MERGES for takes in (True, False)]
-    merged = [replace(landed[0], merge=m, takes_difference=takes, share=0.3) for m, takes in ways]
+    merged = [replace(landed[0], merge=m, takes_difference=takes) for m, takes in ways]
     scaled = replace(landed[0], scale=torch.tensor(1 / 3, device=device))
     for rule in (*landed, *merged, scaled, Rule()):
         results = []

@@ -234,7 +234,7 @@ def test_a_deal_is_for_a_round():
     co2 = CO2(params, CO2Config(tau=7))
     assert steps_ahead(co2) == 7
     co2.close()
-    co2 = CO2(params, CO2Config(tau="auto", delay="auto", merge="interpolate", outer_momentum=0.0))
+    co2 = CO2(params, CO2Config(tau="auto", delay="auto", merge="keep_local", gap="none", outer_momentum=0.0))
     assert steps_ahead(co2) == co2.tau > 1
     co2.close()
 

@@ -115,7 +115,7 @@ SHARE, BELOW_ONE, LARGE, COUNT = (0, 1), (0, 1 - 1e-9), 1e4, (1, 1e9)
 POSITIVE, DECAY = (5e-324, LARGE), (0, LARGE)
 RANGES: dict[str, tuple[float, float]] = {
     "co2.tau": COUNT, "co2.tau_max": COUNT, "co2.outer_lr": POSITIVE, "co2.outer_momentum": BELOW_ONE,
-    "co2.clip": (5e-324, 1e9), "co2.mix": (5e-324, 1), "co2.delay": (0, 1e9),
+    "co2.clip": (5e-324, 1e9), "co2.delay": (0, 1e9),
     "slowmo.outer_lr": POSITIVE, "slowmo.outer_momentum": BELOW_ONE,
     "overlap_local.pull": (5e-324, 1), "overlap_local.anchor_momentum": BELOW_ONE,
     "optim.lr": POSITIVE, "optim.momentum": BELOW_ONE, "optim.eps": POSITIVE, "optim.weight_decay": DECAY,

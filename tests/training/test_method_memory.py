@@ -53,7 +53,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "bfloat16, no feedback": {"co2": replace(CO2, compression=CompressionConfig("bfloat16", error_feedback=False))},
     "keep_local": {"co2": replace(CO2, merge="keep_local", delay=1, gap="none")},
-    "mix": {"co2": replace(CO2, merge="interpolate")},
     "lgreco int4": {"co2": wired("lgreco", **TWICE)},
     "lgreco top": {"co2": wired("lgreco", "top0.01", **TWICE)},
     "lgreco rank": {"co2": wired("lgreco", "rank4", **TWICE)},

@@ -112,9 +112,9 @@ PAPER = CO2Config(tau=6)
     [
         ([], True, replace(CO2Config.recommended(), tau=6)),
         (
-            ["--co2.tau", "4", "--co2.merge=interpolate"],
+            ["--co2.tau", "4", "--co2.delay=1"],
             True,
-            replace(CO2Config.recommended(), tau=4, merge="interpolate"),
+            replace(CO2Config.recommended(), tau=4, delay=1),
         ),
         (["--per_node", "2", "--zero=2"], True, replace(CO2Config.recommended(), tau=6)),
         (["--shard", "--offload"], True, replace(CO2Config.recommended(), tau=6)),
@@ -342,10 +342,6 @@ def test_a_run_asks_the_functions_that_a_dry_run_asks(name: str, tmp_path: Path,
     [
         ({"batch_size": 100}, r"batch_size=100 \(global\) over 16 workers: .*, such as 96$"),
         ({"per_node": 3}, "per_node=3 does not divide 16 workers"),
-        (
-            {"per_node": 8, "co2": CO2Config(merge="interpolate", delay="auto", gap="none")},
-            "merge='interpolate': no measurement supports it on nodes",
-        ),
         (
             {"method": "ddp", "per_node": 8, "zero": 2, "ddp_compression": CompressionConfig("int8")},
             "ddp_compression.format='int8' with",
