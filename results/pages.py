@@ -431,31 +431,13 @@ def loss_of(found: Losses) -> str:
 
 THREE = {"bytes": "text", "gpt2": "GPT-2", "cifar": "CIFAR-10"}  # tasks
 LONG = functools.partial(losses, "h100.jsonl h200.jsonl", steps=2000)
-LOCAL = {"Local-SGD (blocking), tau 2": ("2.06", "local:compression=int4", 2)}
-CLOSER = {  # what might close the gap to DDP: name -> bits a step, method, tau
+MUON = {
+    "Local-SGD (blocking), tau 2": ("2.06", "local:compression=int4", 2),
+    "hidden average, tau 1": ("4.12", HIDDEN, 1),
     "tau 1 over int2": ("2.12", HIDDEN.replace("int4", "int2"), 1),
+    "hidden average, tau 2": ("2.06", HIDDEN, 2),
     "tau grows from 1 to 5": ("1.88", HIDDEN + ",grow=400", 6),
     "DDP for the first 5 % of the steps": ("2.17", HIDDEN + ",sync_steps=100", 2),
-}
-INGREDIENTS = {
-    "DDP over int4": ("4.12", "ddp:compression=int4", 2),
-    **LOCAL,
-    "Local-SGD, largest 3 % of the entries": ("", "local:compression=top3", 2),
-    "hidden average, tau 2": ("2.06", HIDDEN, 2),
-    "tau 1": ("4.12", HIDDEN, 1),
-    "tau 1 over int2": CLOSER["tau 1 over int2"],
-    "tau 6": ("0.69", HIDDEN, 6),
-    **CLOSER,
-    "for the first 20 %": ("2.48", HIDDEN + ",sync_steps=400", 2),
-    "moments averaged every 24 rounds, in float32": ("3.40", HIDDEN + ",moments=24", 2),
-    "outer momentum 0.2": ("2.06", HIDDEN.replace("beta=0", "beta=0.2"), 2),
-}
-MUON = {
-    **LOCAL,
-    "hidden average, tau 1": ("4.12", HIDDEN, 1),
-    "tau 1 over int2": CLOSER["tau 1 over int2"],
-    "hidden average, tau 2": ("2.06", HIDDEN, 2),
-    **CLOSER,
     "hidden average, tau 6": ("0.69", HIDDEN, 6),
     "hidden average, tau 24": ("0.17", HIDDEN, 24),
     "hidden DiLoCo, tau 24": ("0.17", HIDDEN_DILOCO, 24),
@@ -495,15 +477,6 @@ def cost_of_hiding() -> Cells:
     return lines
 
 
-@table("change | bits a step | text | GPT-2")
-def ingredients() -> Cells:
-    """Changes of the method that might close the gap to DDP's loss, with AdamW, in percent."""
-    of = functools.partial(losses, "h100.jsonl", steps=1000, tau=2)
-    last = (against(of(task, HIDDEN), of(task, "ddp")) for task in ("bytes", "gpt2"))
-    lines = changes(INGREDIENTS, ("bytes", "gpt2"))
-    return lines | {"batch 16 and 1,000 steps, against DDP with these": ("2.06", *last)}
-
-
 @table("with Muon, over int4 | bits a step | text | GPT-2")
 def muon() -> Cells:
     """With Muon: changes against DDP with Muon, in percent."""
@@ -514,38 +487,6 @@ def muon() -> Cells:
 
 def signed(change: str) -> str:
     return f"{change} %" if change else ""
-
-
-@table("parameters, steps | DDP | Local-SGD | Local-SGD against DDP | hidden, int4, against Local-SGD")
-def larger_models() -> Cells:
-    lines: Cells = {}
-    for name, task, steps in (
-        ("3.2 M, 240", "bytes_3m", 240),
-        ("3.2 M, 1,000", "bytes_3m", 1000),
-        ("10.5 M, 500", "bytes_10m", 500),
-    ):
-        ddp, local, hidden = (losses("large.jsonl", task, asked, steps) for asked in ("ddp", "local", HIDDEN))
-        lines[name] = (*map(loss_of, (ddp, local)), *map(signed, (against(local, ddp), against(hidden, local))))
-    return lines
-
-
-@table("method | seeds | held-out loss | against Local-SGD")
-def gpt2_small() -> Cells:
-    """GPT-2 Small on one GPU: the loss by method, and each seed's change against Local-SGD."""
-    of = functools.partial(losses, "gpu_search.jsonl", "gpt2_small", steps=1000)
-    lines: Cells = {}
-    for name, asked in {
-        "DDP": "ddp",
-        "Local-SGD (blocking)": "local",
-        "Local-SGD over int4": "local:compression=int4",
-        "hidden average over int4": HIDDEN,
-        "DiLoCo (blocking), outer momentum 0.5": "diloco:beta=0.5",
-        "keep_local, a round late": "co2:merge=keep_local,gap=none,beta=0.0,delay=round",
-        "paper's rule, outer momentum 0.5": "co2:beta=0.5",
-    }.items():
-        found, change = of(asked), "" if asked == "local" else signed(against(of(asked), of("local")))
-        lines[name] = (str(len(found)), loss_of(found), change)
-    return lines
 
 
 OUTER_STEPS = ("beta=0", "beta=0.3", "nesterov=true,alpha=0.7,beta=0.5")  # of the hidden average

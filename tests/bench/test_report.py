@@ -110,7 +110,6 @@ bench.scaling --seconds inf => seconds=inf: give a number above 0
 bench.scaling --methods co2 => methods: 'co2': ddp has no tau
 bench.scaling --throttle --out FOLDER => holds a measurement: choose another --out
 bench.loss --tasks birds => tasks: 'birds' does not exist; choose among digits, cifar, bytes
-bench.loss --eval_every -1 => eval_every=-1: give 0 or more
 bench.loss --tau 0 => tau=0: give 1 or more
 bench.loss --steps 0 => steps=0: give 1 or more
 bench.loss --workers 0 => workers=0: give a number above 0
