@@ -109,15 +109,10 @@ def bold(rows: Sequence[Sequence[Row | None]]) -> list[list[str]]:
 # -- seconds to a loss ----------------------------------------------------------------------------------------------
 
 METHOD_NAMES = {
-    "ddp": "DDP",
-    "local": "Local-SGD (blocking)",
-    "overlap_local": "Overlap-Local-SGD",
-    "slowmo": "SlowMo",
-    "diloco": "DiLoCo (blocking)",
-    "co2": "CO2, our reading of the paper's rule",
-    "co2_auto": "CO2, recommended settings",
-    "torchft_streaming": "torchft Streaming DiLoCo",
-}
+    "ddp": "DDP", "local": "Local-SGD (blocking)", "overlap_local": "Overlap-Local-SGD", "slowmo": "SlowMo",
+    "diloco": "DiLoCo (blocking)", "co2": "CO2, our reading of the paper's rule",
+    "co2_auto": "CO2, recommended settings", "torchft_streaming": "torchft Streaming DiLoCo",
+}  # fmt: skip
 BASELINES = ("local", "overlap_local", "slowmo", "diloco")
 TASK_NAMES = {"vision": "digits", "cifar10": "CIFAR-10", "language": "text"}
 LINKS = {"vision": (10, 40, 200), "cifar10": (10, 40), "language": (10, 40, 200)}  # Mbit/s
@@ -206,11 +201,7 @@ def ratio_titles(task: str) -> str:
 
 def ratios(task: str, methods: Mapping[str, Callable[[float], str]]) -> Cells:
     """The seconds over CO2's, seed by seed, with the 95 % interval. The last row compares the two with a tuned tau.
-
-    Args:
-        task: The task.
-        methods: Title -> the method at each link.
-    """
+    methods: title -> the method at each link."""
     pairs = [lambda rate, of=of: (of(rate), "co2_auto") for of in methods.values()]
     pairs.append(lambda rate: tuned(task, rate)[::-1])
     places = [(rate, late) for rate in LINKS[task] for late in (False, True)]
@@ -222,30 +213,22 @@ def ratios(task: str, methods: Mapping[str, Callable[[float], str]]) -> Cells:
 
 def tuned_methods(task: str) -> Cells:
     """CO2, Local-SGD and DDP over int4, with a tuned tau for each link."""
-    return ratios(
-        task,
-        {
-            "CO2, tau tuned, int4, on arrival": lambda rate: tuned(task, rate)[0],
-            "Local-SGD (blocking), tau tuned, int4": lambda rate: tuned(task, rate)[1],
-            "DDP, int4": lambda rate: ddp_of(task, rate),
-        },
-    )
+    methods: dict[str, Callable[[float], str]] = {
+        "CO2, tau tuned, int4, on arrival": lambda rate: tuned(task, rate)[0],
+        "Local-SGD (blocking), tau tuned, int4": lambda rate: tuned(task, rate)[1],
+        "DDP, int4": lambda rate: ddp_of(task, rate),
+    }
+    return ratios(task, methods)
+
+
+for _name, _task in (("paired_text", "language"), ("paired_cifar10", "cifar10")):
+    table(ratio_titles(_task), _name)(functools.partial(tuned_methods, _task))
 
 
 @table(ratio_titles("vision"))
 def paired_seconds() -> Cells:
     methods = [m for m in paired("vision", 10)["options"]["methods"] if "tau=6" not in m and m != "co2_auto"]
     return ratios("vision", {describe(m): lambda _, m=m: m for m in methods})
-
-
-@table(ratio_titles("language"))
-def paired_text() -> Cells:
-    return tuned_methods("language")
-
-
-@table(ratio_titles("cifar10"))
-def paired_cifar10() -> Cells:
-    return tuned_methods("cifar10")
 
 
 @table("seconds over CO2's | links | first target | late target | differ after Holm's correction")
@@ -391,26 +374,10 @@ HIDDEN_DILOCO = HIDDEN.replace("beta=0", "nesterov=true,alpha=0.7,beta=0.5")
 Losses = Mapping[int, float]  # by seed
 
 
-def losses(
-    files: str,
-    task: str,
-    asked: str,
-    steps: int,
-    tau: int = 24,
-    tuning: str = "",
-    workers: int = 4,
-) -> Losses:
-    """Losses on the test split of a method with its tuned settings, or none if it was not run.
-
-    Args:
-        files: Names, separated by spaces.
-        task: The task.
-        asked: The method, as on the command line.
-        steps: Local steps of a run.
-        tau: Local steps per round.
-        tuning: How the line of its tuning begins.
-        workers: Number of workers. With 16 a worker has a batch of 2, and with others another.
-    """
+def losses(files: str, task: str, asked: str, steps: int, tau: int = 24, tuning: str = "", workers: int = 4) -> Losses:
+    """Losses on the test split of a method, `asked` as on the command line, with its tuned settings, or none if it was
+    not run. files: names, separated by spaces. tuning: how the line of its tuning begins. With 16 workers a worker has
+    a batch of 2, and with others another."""
     rows = [row for file in files.split() for row in load(file)]
     same = {"task": task, "steps": steps, "tau": tau, "workers": workers, "shards": "iid"}
     choices = select((r for r in rows if r["kind"] == "choice" and (r["batch"] == 2) == (workers == 16)), **same)
@@ -493,20 +460,16 @@ OUTER_STEPS = ("beta=0", "beta=0.3", "nesterov=true,alpha=0.7,beta=0.5")  # of t
 ONE, TEN, ROUND = ",delay=1", ",delay=10", ""  # steps late
 RULE = "paper"  # a round late, with the penalty, and each worker restarts from the outer step's result
 HIDDEN_ROWS = {  # name -> task, tau, workers, how late, how the tuning begins
-    "text": ("bytes", 24, 4, ONE, ""),
-    "text, tau 6": ("bytes", 6, 4, ONE, ""),
-    "text, 10 steps late": ("bytes", 24, 4, TEN, ""),
-    "text, a round late": ("bytes", 24, 4, ROUND, ""),
+    "text": ("bytes", 24, 4, ONE, ""), "text, tau 6": ("bytes", 6, 4, ONE, ""),
+    "text, 10 steps late": ("bytes", 24, 4, TEN, ""), "text, a round late": ("bytes", 24, 4, ROUND, ""),
     "text, a round late, paper's rule": ("bytes", 24, 4, RULE, ""),
-    "text, 16 workers": ("bytes", 24, 16, ONE, ""),
-    "text, 64 workers": ("bytes", 24, 64, ONE, ""),
+    "text, 16 workers": ("bytes", 24, 16, ONE, ""), "text, 64 workers": ("bytes", 24, 64, ONE, ""),
     "GPT-2": ("gpt2", 24, 4, ONE, "learning rate 0.5"),
-    "CIFAR-10": ("cifar", 24, 4, ONE, ""),
-    "CIFAR-10, tau 6": ("cifar", 6, 4, ONE, ""),
+    "CIFAR-10": ("cifar", 24, 4, ONE, ""), "CIFAR-10, tau 6": ("cifar", 6, 4, ONE, ""),
     "CIFAR-10, a round late": ("cifar", 24, 4, ROUND, ""),
     "CIFAR-10, a round late, paper's rule": ("cifar", 24, 4, RULE, ""),
     "digits": ("digits", 24, 4, ONE, "learning rate 0.25"),
-}
+}  # fmt: skip
 
 
 @table("task | DiLoCo (blocking) | outer momentum 0 | 0.3 | hidden DiLoCo")
@@ -548,25 +511,6 @@ def rates() -> Cells:
 # -- GPUs, faults, settings -------------------------------------------------------------------------------------------
 
 
-@table(
-    "link, method | tau | all-reduce, ms | exposed, ms | hidden, by CO2's statistics | by CUDA events | step, ms | "
-    "round, ms"
-)
-def nccl_hidden() -> Cells:
-    """Two NCCL ranks on one GPU: how long an all-reduce takes and how much of it a step of the loop waits for."""
-    (found,) = (row["figures"] for row in select(load("nccl.jsonl"), part="c"))
-    cases = {
-        "free link, Local-SGD": found["local"],
-        "free link, CO2, paper's rule": found["co2 paper"],
-        "free link, CO2, recommended": found["recommended"],
-        "10 Gbit/s, CO2, paper's rule": found["links"]["10"],
-        "1 Gbit/s, CO2, paper's rule": found["links"]["1"],
-    }
-    spec = "{tau}|{reduction_ms:.0f}|{exposed_ms:.1f}|{hidden_share:.1%}|{hidden_share_by_events:.1%}"
-    spec += "|{step_ms:.0f}|{round_wall_ms:.0f}"
-    return {name: spec.format(**case).replace("%", " %").split("|") for name, case in cases.items()}
-
-
 @table("work | ms | share of a copy's rate | kernels")
 def gpu_boundary() -> Cells:
     """An outer step and an encoded all-reduce of 350 M parameters on one H100: time on the device, and kernels."""
@@ -589,19 +533,12 @@ def gpu_boundary() -> Cells:
 def faults() -> Cells:
     """Runs that a fault disturbed: one row per kind of fault."""
     harms = {
-        "a worker is killed": "kill",
-        "killed, may come back": "rejoin",
-        "two killed, may come back": "two kills",
-        "SIGTERM, SIGINT or SIGUSR1": "stop",
-        "stopped for 3 s": "pause",
-        "output full, closed or without a reader": "stream",
-        "killed, and files damaged": "crash",
-        "etcd member killed or stopped": "etcd",
-        "no link for 3 or 10 s": "outage",
-        "disk full": "disk",
-        "NaN": "nan",
+        "a worker is killed": "kill", "killed, may come back": "rejoin", "two killed, may come back": "two kills",
+        "SIGTERM, SIGINT or SIGUSR1": "stop", "stopped for 3 s": "pause",
+        "output full, closed or without a reader": "stream", "killed, and files damaged": "crash",
+        "etcd member killed or stopped": "etcd", "no link for 3 or 10 s": "outage", "disk full": "disk", "NaN": "nan",
         "none": "none",
-    }
+    }  # fmt: skip
     columns = ({}, {"right": True}, {"attempts": 1}, {"hung": True})
     runs = load("chaos.json")
     return {name: [str(len(select(runs, harm=harm, **of))) for of in columns] for name, harm in harms.items()}
