@@ -167,8 +167,8 @@ def measure_all(job: Job) -> list[dict[str, Any]]:
         for setting in order:
             cells.append(measure(job, setting, trainers[setting], repeat))
     for trainer in trainers.values():
-        if isinstance(trainer.method, LocalUpdateMethod) and trainer.method._allreduce.in_flight:
-            trainer.method._allreduce.wait()  # finish() would take two more all-reduces; the models are thrown away
+        if isinstance(trainer.method, LocalUpdateMethod) and trainer.method.allreduce.in_flight:
+            trainer.method.allreduce.wait()  # finish() would take two more all-reduces; the models are thrown away
         trainer.method.close()
     return cells
 
@@ -202,7 +202,7 @@ def measure(job: Job, setting: Setting, trainer: Trainer, repeat: int) -> dict[s
     rounds = [run_round(trainer) for _ in range(planned)]
     seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
     if isinstance(method, LocalUpdateMethod):
-        method._allreduce.drain()
+        method.allreduce.drain()
     steps = [each for r in rounds for each in r["compute"]]
     exposed = sum(r["exposed"] for r in rounds)
     return {

@@ -388,7 +388,7 @@ def start(
         **recipe.own_settings,
     )
     if (share := share_of(method)) is not None:
-        made._sync_schedule = ShareOfWaiting(share, made)  # pyright: ignore
+        made.sync_schedule = ShareOfWaiting(share, made)  # pyright: ignore
     sums = {"exposed_seconds": 0.0, "allreduce_seconds": 0.0, "bytes_sent": 0.0}
     stats = lambda: {"rounds": made.rounds, "tau": made.tau, **sums}  # noqa: E731
 

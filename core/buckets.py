@@ -14,6 +14,10 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+# one kernel for many tensors, as in torch's optimizers
+from torch import _foreach_copy_ as copy_each  # pyright: ignore[reportPrivateImportUsage]
+from torch import _foreach_zero_ as zero_each  # pyright: ignore[reportPrivateImportUsage]
 from torch.nn.parameter import is_lazy
 
 from .errors import UserError, env_number
@@ -267,7 +271,7 @@ def copy(to: Sequence[Tensor], source: Sequence[Tensor], *, queued: bool = False
     them too early.
     """
     if to:
-        torch._foreach_copy_(list(to), list(source), queued)  # pyright: ignore[reportPrivateImportUsage]
+        copy_each(list(to), list(source), queued)
 
 
 def rescale(flat: Tensor, scale: float | Tensor) -> None:
@@ -308,7 +312,12 @@ def wipe(flats: Sequence[Tensor], where: Tensor) -> None:
         for flat in flats:
             flat.masked_fill_(where.to(flat.device), 0)
     elif where and flats:
-        torch._foreach_zero_(list(flats))  # pyright: ignore[reportPrivateImportUsage]
+        zero_each(list(flats))
+
+
+def writes(tensors: Iterable[Tensor]) -> list[tuple[int, int]]:
+    """Returns for each tensor what changes when it is written in place or gets other memory."""
+    return [(t._version, t.data_ptr()) for t in tensors]
 
 
 def unique(tensors: Sequence[Tensor]) -> list[Tensor]:

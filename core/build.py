@@ -12,7 +12,7 @@ from torch import Tensor
 from . import failure
 from .buckets import Bucket, BucketShare, Scalars, tensors_of
 from .comm import AsyncAllReduce, Reducer, all_reduce
-from .config import CO2Config, CompressionConfig, Schedule, check_workers, scheduled
+from .config import CO2Config, CompressionConfig, Schedule, scheduled
 from .errors import UserError
 from .extra import ExtraAverage, Given
 from .hooks import ConsensusDistance, Hook, MasterWeightSync, OutlierFilter, ReplicaChecksum
@@ -74,7 +74,7 @@ def build_args(
     check_names(group := args.get("group"))
     workers = dist.get_world_size(group) if dist.is_initialized() else 1
     if allreduce is None:  # elastic workers come and go
-        check_workers(c, workers)
+        c.check_workers(workers)
     tau_hook = tau_hook_for(c, workers)
     masters = tensors_of(args.get("model_params", ()), "parameters")
     extra = args.get("average")

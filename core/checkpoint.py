@@ -611,7 +611,7 @@ def save(
 
 def first_of_same_place(co2: Stateful) -> int:
     """Returns the rank that has this rank's place in the first node, without nodes 0."""
-    group = co2._allreduce.group if isinstance(co2, LocalUpdateMethod) else None
+    group = co2.allreduce.group if isinstance(co2, LocalUpdateMethod) else None
     return dist.get_process_group_ranks(group)[0] if group is not None else 0
 
 
@@ -706,7 +706,7 @@ def _refuse_other_places(places: Sequence[tuple[int, int]]) -> None:
 
 def _refuse_elastic(call: str, co2: Stateful) -> None:
     """Raises UserError for elastic workers, which cannot all make a call: some may have joined later."""
-    if isinstance(co2, LocalUpdateMethod) and co2._allreduce.is_elastic:
+    if isinstance(co2, LocalUpdateMethod) and co2.allreduce.is_elastic:
         raise UserError(
             f"{call} needs all workers, and elastic workers leave and join: let the first worker write what its give() "
             "returns with torch.save, and read it in the function that join(found=...) calls"
@@ -716,7 +716,7 @@ def _refuse_elastic(call: str, co2: Stateful) -> None:
 def _trained_names(model: nn.Module, co2: Stateful) -> list[str]:
     """Returns the names of the method's parameters, in its order, none for DDP."""
     names = {id(p): name for name, p in model.named_parameters()}
-    return [names.get(id(p), "") for p in (co2._trained if isinstance(co2, LocalUpdateMethod) else [])]
+    return [names.get(id(p), "") for p in (co2.trained if isinstance(co2, LocalUpdateMethod) else [])]
 
 
 def _need_not_be_finite(model: nn.Module, co2: Stateful) -> set[str]:
@@ -724,7 +724,7 @@ def _need_not_be_finite(model: nn.Module, co2: Stateful) -> set[str]:
 
     The method does not average them, or their only non-finite numbers were there at construction, as in a causal mask.
     """
-    bad = co2._nonfinite_buffers() if isinstance(co2, LocalUpdateMethod) else []
+    bad = [b for _, b in co2.nonfinite_buffers()] if isinstance(co2, LocalUpdateMethod) else []
     return {name for name, b in model.named_buffers(remove_duplicate=False) if not any(b is other for other in bad)}
 
 

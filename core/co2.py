@@ -111,12 +111,12 @@ class CO2(LocalUpdateMethod):
         **args: See CommonArgs.
     """
 
-    _name = "CO2"
-    _sends_differences = _needs_global_norms = True  # see LocalUpdateMethod
-    _numbers = ("_last_alpha", "_momentum_norm")  # saved in checkpoints
+    name = "CO2"
+    sends_differences = _needs_global_norms = True  # see LocalUpdateMethod
+    numbers = ("_last_alpha", "_momentum_norm")  # saved in checkpoints
     _fragments: Sequence[Fragment] = ()  # none on a node
-    _share_numbers: Tensor  # on a node, in place of these: see Share.numbers
-    _spoilt: Tensor  # on a node, in the paper's order: whether its last difference was not finite, 0-d bool
+    share_numbers: Tensor  # on a node, in place of these: see Share.numbers
+    spoilt: Tensor  # on a node, in the paper's order: whether its last difference was not finite, 0-d bool
 
     def __init__(
         self,
@@ -151,15 +151,15 @@ class CO2(LocalUpdateMethod):
         else:
             built["allreduce"] = functools.partial(built["allreduce"], backend="gloo")
         node = Node(params, buffers, inner, shards, timeout=timeout, device=device, backend=backend)
-        node.agree((self._name, asdict(c), shards is not False, shard, offload))
+        node.agree((self.name, asdict(c), shards is not False, shard, offload))
         # the ranks of a node are excluded together
-        self._worker_label = "rank" if inner is None else "the node of rank"
+        self.worker_label = "rank" if inner is None else "the node of rank"
         share = Share(node, shard=shard, offload=offload, unit=c.compression.block)
         self._build(params, c, schedule, share=share, **built)
         share.attach(self, timeout, inner)
         self._x, self._m = share.x, share.m
-        self._replicated_state = [] if shard else share.x
-        self._allreduce.timed_groups += share.groups
+        self.replicated = [] if shard else share.x
+        self.allreduce.timed_groups += share.groups
         self._start_from_params()
         self._rehearse()
         self._start_from_params()
@@ -172,30 +172,30 @@ class CO2(LocalUpdateMethod):
         c.check_stable()
         super().__init__(params, **built)
         self._starts_near_anchor = c.merge != "restart"
-        self._in_paper_order = c.merge != "keep_local" and c.is_a_round_late
+        self.in_paper_order = c.merge != "keep_local" and c.is_a_round_late
         if c.outer_momentum == 0 and c.gap == "none" and schedule is None:
             self._unsaved = ("outer_momentum",)  # step 5 multiplies m_{t-1} by 0
-        if self._share is not None:
+        if self.share is not None:
             return
         # x_{t,0} and m_t, one flat tensor per bucket, float32 for 16-bit parameters. Checksums compare x between the
         # workers (replicated state), and rounds begin there (anchor).
-        self._x = self._replicated_state = self._anchor_params = self._state.new("outer_iterate", of_params=True)
-        self._m = self._state.new("outer_momentum")
-        absent = [None] * len(self._buckets)
+        self._x = self.replicated = self.anchors = self.state.new("outer_iterate", of_params=True)
+        self._m = self.state.new("outer_momentum")
+        absent = [None] * len(self.buckets)
         # keep_local: this worker's parameters when the all-reduce started
-        snapshots = self._state.new("snapshot", of_params=True, own=True) if c.merge == "keep_local" else absent
+        snapshots = self.state.new("snapshot", of_params=True, own=True) if c.merge == "keep_local" else absent
         # Nesterov takes another direction than m in step 7. The next gap needs it.
-        self._directions = self._state.new("outer_step") if c.nesterov and c.gap != "none" else []
-        flats = zip(self._buckets, self._x, self._m, snapshots, self._directions or absent, strict=True)
+        self._directions = self.state.new("outer_step") if c.nesterov and c.gap != "none" else []
+        flats = zip(self.buckets, self._x, self._m, snapshots, self._directions or absent, strict=True)
         outer_steps = [
             outer.make_outer_step(b.params, b.payload, x, m, snapshot, direction, nesterov=c.nesterov)
             for b, x, m, snapshot, direction in flats
             if b.numel  # a bucket may hold only buffers
         ]
-        self._snapshots, self._make_reducer = self._state.get("snapshot", []), built.get("reducer", all_reduce)
+        self._snapshots, self._make_reducer = self.state.get("snapshot", []), built.get("reducer", all_reduce)
         self._last_alpha = 0.0  # outer_lr of the last outer step; 0 if the last boundary took none
-        self._momentum_norm = torch.zeros((), dtype=torch.float64, device=self._allreduce.device)
-        self._fragments = [Fragment(self._buckets, outer_steps, self._directions, self._reducer)]
+        self._momentum_norm = torch.zeros((), dtype=torch.float64, device=self.allreduce.device)
+        self._fragments = [Fragment(self.buckets, outer_steps, self._directions, self.reducer)]
         if isinstance(c.fragments, int) and c.fragments > 1:
             self._cut(c.fragments)
 
@@ -204,33 +204,33 @@ class CO2(LocalUpdateMethod):
     def _close_round(self, *, finished: bool) -> bool:
         """Ends the round in one of the two orders. See LocalUpdateMethod._close_round."""
         # Averages that have not arrived during the round are merged first.
-        if not self._in_paper_order and self._end_fragments(finished=finished):
+        if not self.in_paper_order and self._end_fragments(finished=finished):
             return True
-        if self._sync_schedule.fragments not in (None, len(self._fragments)):
-            self._cut(self._sync_schedule.fragments)
-        if self._share is not None and (reason := self._share.check()):
-            raise self._allreduce._failure(reason, "the comparison of a node's parameters")
+        if self.sync_schedule.fragments not in (None, len(self._fragments)):
+            self._cut(self.sync_schedule.fragments)
+        if self.share is not None and (reason := self.share.check()):
+            raise self.allreduce.failure(reason, "the comparison of a node's parameters")
         # The parameters may differ from x by a rounding of keep_local. That is no progress, so it must not be sent.
-        idle = finished and not self._local_steps
-        if idle and self._share is None:
-            self._restart(of=self._fragments[self._at])
-        if self._in_paper_order:
+        idle = finished and not self.local_steps
+        if idle and self.share is None:
+            self._restart(of=self._fragments[self.fragment])
+        if self.in_paper_order:
             return self._close_in_paper_order(finished=finished)
         self._take(idle=idle)  # writes step 3's difference to the payload, and the snapshot
         self._start_allreduce(finished=finished)  # step 3
         if self.config.delay == 0:
             self._merge(finished=finished)
-        return self.config.delay == 0 and not self._is_cut and self._end_fragments(finished=finished)
+        return self.config.delay == 0 and not self.is_cut and self._end_fragments(finished=finished)
 
     def _take(self, *, idle: bool) -> None:
         """Step 3 of the merge on arrival."""
-        if self._share is not None:
-            self._share.take(idle=idle)
+        if self.share is not None:
+            self.share.take(idle=idle)
             if self.config.delay != 0:  # the background takes the outer step with the settings of its merge
                 self._begin_round(self.rounds + 1)
             return
         for fragment in self._fragments:
-            fragment.lag += self._local_steps
+            fragment.lag += self.local_steps
         self._fragments[0].lag = 0
         for outer_step in self._fragments[0].outer_steps:
             outer_step.take()
@@ -241,12 +241,12 @@ class CO2(LocalUpdateMethod):
         One payload serves both directions. The pass over memory reads the arrived sum from it and writes the next
         difference to it, before step 7 overwrites x. The all-reduce starts last.
         """
-        result = self._wait_allreduce(finished=finished) if self._allreduce.in_flight else None  # step 2
+        result = self._wait_allreduce(finished=finished) if self.allreduce.in_flight else None  # step 2
         if result and result.is_empty:
             self._last_alpha = 0.0
             return True
-        if self._share is not None:  # steps 4 to 7 have run in the background
-            self._continue_from_share(self._share, result)
+        if self.share is not None:  # steps 4 to 7 have run in the background
+            self._continue_from_share(self.share, result)
         else:
             self._outer_step(arrived=result is not None)  # 4 to 7, and step 3's difference
         if result and result.is_last:
@@ -256,43 +256,43 @@ class CO2(LocalUpdateMethod):
 
     def _continue_from_share(self, share: Share, result: ReduceResult | None) -> None:
         """Step 3 of a node, whose steps 4 to 7 have run in the background. Reports an exclusion."""
-        excluded = share.excluded() & ~self._spoilt & (result is not None)
-        self._clock.stats.__dict__.update(defer(share.stats))  # before the next launch, which reuses their memory
+        excluded = share.excluded() & ~self.spoilt & (result is not None)
+        self.clock.stats.__dict__.update(defer(share.stats))  # before the next launch, which reuses their memory
         if result and result.is_last:
             share.end()
         else:
             # the background judges the payload later, but the optimizer's state would affect the next round, too
-            self._spoilt.copy_(~all_finite(p for b in self._buckets for p in b.params))
+            self.spoilt.copy_(~all_finite(p for b in self.buckets for p in b.params))
             share.take(idle=False)
             self._begin_round(self.rounds + 1)  # the background takes the outer step with the settings of its merge
-        self._report_excluded(self._spoilt | excluded)
+        self._report_excluded(self.spoilt | excluded)
 
     # -- merge on arrival --------------------------------------------------------------------------------------
 
     def _mid_round(self) -> None:
         """Merges the average in flight if it is due after this local step. Starts the next fragment if that is due."""
-        if self._in_paper_order:
+        if self.in_paper_order:
             return
-        if self._allreduce.in_flight and self._sync_schedule.merges(self):
+        if self.allreduce.in_flight and self.sync_schedule.merges(self):
             self._merge_early(at_boundary=False)
-        following, count = self._at + 1, len(self._fragments)
-        if following >= count or self._local_steps < max(1, following * self.tau // count):
+        following, count = self.fragment + 1, len(self._fragments)
+        if following >= count or self.local_steps < max(1, following * self.tau // count):
             return
-        if self._allreduce.in_flight and self.config.delay == "auto":
+        if self.allreduce.in_flight and self.config.delay == "auto":
             return  # it starts later
-        with self._clock.early_merge(self._late if self._allreduce.in_flight else 0):
-            if self._allreduce.in_flight:
+        with self.clock.early_merge(self.late if self.allreduce.in_flight else 0):
+            if self.allreduce.in_flight:
                 self._merge()
                 self._params_updated(at_boundary=False)
             self._start_fragment(following)
 
     def _merge(self, *, finished: bool = False) -> ReduceResult:
         """Steps 2 and 4 to 7, then the merge."""
-        share = self._share
+        share = self.share
         result = self._wait_allreduce(finished=finished)  # step 2
         if share is not None:  # steps 4 to 7 have run in the background
             share.drain()
-            self._clock.stats.__dict__.update(defer(share.stats))
+            self.clock.stats.__dict__.update(defer(share.stats))
             self._report_excluded(share.excluded())
             if result.is_last:
                 share.end()
@@ -302,7 +302,7 @@ class CO2(LocalUpdateMethod):
         if not result.is_empty:
             self._outer_step(takes_difference=False)  # 4 to 7
         if result.is_last:  # nothing is stale any more
-            self._restart(of=self._fragments[self._at])
+            self._restart(of=self._fragments[self.fragment])
             self._last_alpha = 0.0
         return result
 
@@ -310,7 +310,7 @@ class CO2(LocalUpdateMethod):
     @torch.no_grad()
     def _merge_early(self, *, at_boundary: bool) -> None:
         """Merges the average in flight before the end of the round, or at a boundary before an evaluation."""
-        with self._clock.early_merge(self._late):
+        with self.clock.early_merge(self.late):
             self._merge()
             if not at_boundary:
                 self._params_updated(at_boundary=False)
@@ -323,25 +323,26 @@ class CO2(LocalUpdateMethod):
         With keep_local and delay "auto", waits for the average in flight and merges it first.
         """
         c = self.config
-        may_merge = c.merge == "keep_local" and self.at_boundary and (c.delay == "auto" or self._is_cut)
-        if may_merge and self._allreduce.in_flight:
+        may_merge = c.merge == "keep_local" and self.at_boundary and (c.delay == "auto" or self.is_cut)
+        if may_merge and self.allreduce.in_flight:
             self._merge_early(at_boundary=True)
         if may_merge and any(f.lag for f in self._fragments):
             self._reach_with_fragments()
         return super()._reach_common_model()
 
-    def _begins_apart(self) -> bool:
-        return self._starts_near_anchor and (self._allreduce.in_flight or self._is_cut)
+    @property
+    def begins_apart(self) -> bool:
+        return self._starts_near_anchor and (self.allreduce.in_flight or self.is_cut)
 
     # -- fragments in turn: see fragments.py -------------------------------------------------------------------
 
     def _cut(self, count: int) -> None:
         """Cuts the payloads into fragments while nothing is in flight. Error feedback begins anew."""
         lag = max((fragment.lag for fragment in self._fragments), default=0)
-        fragments, self._is_cut, nesterov = list[Fragment](), count > 1, self.config.nesterov
+        fragments, self.is_cut, nesterov = list[Fragment](), count > 1, self.config.nesterov
         for i in range(count):
             parts, outer_steps, directions = list[BucketShare](), list[outer.OuterStep](), list[Tensor]()
-            for k, (b, x, m) in enumerate(zip(self._buckets, self._x, self._m, strict=True)):
+            for k, (b, x, m) in enumerate(zip(self.buckets, self._x, self._m, strict=True)):
                 place = slices(b.numel, count)[i]
                 payload, pieces = b.payload[place], elements(b.params, place.start, place.stop)
                 parts.append(BucketShare(b, payload, len(payload), pieces, OWN if i else None))
@@ -351,18 +352,18 @@ class CO2(LocalUpdateMethod):
                     where: Any = {"start": place.start, "nesterov": nesterov}
                     d = directions[-1] if self._directions else None
                     outer_steps.append(outer.make_outer_step(b.params, *flats, d, **where))
-            reducer = self._make_reducer(parts, self._scalars, self._allreduce)
+            reducer = self._make_reducer(parts, self.scalars, self.allreduce)
             held = {"_arrived_tau": self._arrived_tau, "_last_alpha": 0.0}
             held["_momentum_norm"] = torch.zeros_like(self._momentum_norm)
             fragments.append(Fragment(parts, outer_steps, directions, reducer, lag, held))
-        self._fragments, self._at = fragments, 0
-        self._reducer, self._sent_payloads = fragments[0].reducer, fragments[0].payloads
+        self._fragments, self.fragment = fragments, 0
+        self.reducer, self.sent_payloads = fragments[0].reducer, fragments[0].payloads
 
     def _enter(self, i: int) -> None:
         """Makes fragment i the current one."""
-        current = self._fragments[self._at]
-        current.held = {name: getattr(self, name) for name in ("_arrived_tau", *self._numbers)}
-        self._at, self._reducer = i, self._fragments[i].reducer
+        current = self._fragments[self.fragment]
+        current.held = {name: getattr(self, name) for name in ("_arrived_tau", *self.numbers)}
+        self.fragment, self.reducer = i, self._fragments[i].reducer
         for name, value in self._fragments[i].held.items():
             setattr(self, name, value)
 
@@ -370,63 +371,63 @@ class CO2(LocalUpdateMethod):
         """Step 3 of a fragment that carries neither buffers nor hooks' scalars."""
         self._enter(i)
         fragment = self._fragments[i]
-        self._local_steps_sent = self._late
-        if finished and not self._late:
+        self.local_steps_sent = self.late
+        if finished and not self.late:
             self._restart(of=fragment)  # p + (x - snapshot) may have been rounded
         for outer_step in fragment.outer_steps:
             outer_step.take()
         self._finished.zero_()
-        self._steps.fill_(self._local_steps_sent)
+        self._steps.fill_(self.local_steps_sent)
         self._weight.fill_(1.0)
         excluded = self.hook(OutlierFilter).judge(outer.norm(fragment.payloads).double())
         if read_blocks(excluded) or excluded:
-            self._zero_payload(excluded)
+            self.exclude(excluded)
             self._restart_from_anchor(excluded)
             self._report_excluded(excluded)
-        fragment.lag = -self._local_steps
-        self._sent_tau = self._sync_schedule.tau
-        self._growth = self._sent_tau / self._arrived_tau
-        self._reducer.become(self._fragments[0].reducer.kind)
+        fragment.lag = -self.local_steps
+        self._sent_tau = self.sync_schedule.tau
+        self.growth = self._sent_tau / self._arrived_tau
+        self.reducer.become(self._fragments[0].reducer.kind)
         self._between += 1
-        self._allreduce.launch(self._stages())
+        self.allreduce.launch(self.stages())
         if self.config.delay == 0:
             self._merge(finished=finished)
 
     def _end_fragments(self, *, finished: bool) -> bool:
         """Merges what is in flight, and what is left of the round's fragments. Returns whether that was the end."""
-        if self._allreduce.in_flight:
+        if self.allreduce.in_flight:
             self._merge(finished=finished)
-        for i in range(self._at + 1, len(self._fragments)):
+        for i in range(self.fragment + 1, len(self._fragments)):
             self._start_fragment(i, finished=finished)
-            if self._allreduce.in_flight:
+            if self.allreduce.in_flight:
                 self._merge(finished=finished)
-        if self._is_cut:
+        if self.is_cut:
             self._enter(0)
         is_last, self._is_last = self._is_last, False
         return is_last
 
     def _reach_with_fragments(self) -> None:
         """Merges all fragments at a boundary, before an evaluation."""
-        stats, self._clock.stats = self._clock.stats, RoundStats()  # tau auto counts no evaluations
+        stats, self.clock.stats = self.clock.stats, RoundStats()  # tau auto counts no evaluations
         self._end_fragments(finished=False)
-        self._clock.stats = stats
+        self.clock.stats = stats
         self._params_updated(at_boundary=True)
 
     def _reducers(self) -> list[Reducer]:
-        return [fragment.reducer for fragment in self._fragments] or [self._reducer]
+        return [fragment.reducer for fragment in self._fragments] or [self.reducer]
 
     @property
-    def _late(self) -> int:
-        return self._local_steps + (self._fragments[self._at].lag if self._is_cut else 0)
+    def late(self) -> int:
+        return self.local_steps + (self._fragments[self.fragment].lag if self.is_cut else 0)
 
     def _local_state(self) -> dict[str, Any]:
         state = super()._local_state()
-        if self._is_cut:
-            self._enter(self._at)
+        if self.is_cut:
+            self._enter(self.fragment)
             state["fragments"] = [
                 [f.lag, {name: on_host(value) for name, value in f.held.items()}] for f in self._fragments
             ]
-            state |= {"at": self._at, "between": self._between}
+            state |= {"at": self.fragment, "between": self._between}
         return state
 
     # -- the outer step ----------------------------------------------------------------------------------------
@@ -439,7 +440,7 @@ class CO2(LocalUpdateMethod):
             arrived: Whether the payloads hold sums. If not, as in the first round, x and m stay.
             takes_difference: Whether the pass also writes step 3's difference to the payload.
         """
-        c, stats, fragment = self.config, self._clock.stats, self._fragments[self._at]
+        c, stats, fragment = self.config, self.clock.stats, self._fragments[self.fragment]
         numel = fragment.numel
         if arrived:
             # Delta = _scale * payload. _scale is one over the number of workers, without excluded ones.
@@ -448,7 +449,7 @@ class CO2(LocalUpdateMethod):
             if self._directions and c.gap == "norm":
                 last_step_norm = self._last_alpha * outer.norm([step for step in fragment.directions if len(step)])
             rule = outer.Rule(
-                beta=outer.carried(c.outer_momentum, self._growth),  # beta, unless tau has changed
+                beta=outer.carried(c.outer_momentum, self.growth),  # beta, unless tau has changed
                 alpha=c.outer_lr,
                 last_alpha=self._last_alpha,
                 phi=c.clip,
@@ -460,7 +461,7 @@ class CO2(LocalUpdateMethod):
                 takes_difference=takes_difference,
             )
         else:
-            for bucket in self._buckets:
+            for bucket in self.buckets:
                 bucket.payload.zero_()  # the rule multiplies it by 0, and 0 times a NaN is a NaN
             rule = outer.Rule(nesterov=c.outer_momentum if c.nesterov else None, merge=c.merge)
         # [4]: the sums of m^2 and of Lambda, the largest Lambda, and how many elements were clipped
@@ -471,7 +472,7 @@ class CO2(LocalUpdateMethod):
             stats.gap_mean, stats.gap_max, stats.clipped_share = gaps / numel, largest_gap, clipped / numel
 
     def _restart_from_anchor(self, where: Tensor | None = None) -> None:
-        if self.config.merge != "restart" and self._share is None:  # with restart or in a node, a merge itself does it
+        if self.config.merge != "restart" and self.share is None:  # with restart or in a node, a merge itself does it
             self._restart(where)
 
     def _restart(self, where: Tensor | None = None, *, of: Fragment | None = None) -> None:
@@ -483,23 +484,23 @@ class CO2(LocalUpdateMethod):
 
     def _start_from_params(self) -> None:
         super()._start_from_params()
-        if self._is_cut:
+        if self.is_cut:
             self._fragments = ()
             self._cut(self.config.fragments if isinstance(self.config.fragments, int) else 1)
-        if self._share is not None:
-            self._share.start_from_params()
+        if self.share is not None:
+            self.share.start_from_params()
 
     def resync(self) -> None:
         """See LocalUpdateMethod."""
-        if self._share is not None:
-            self._allreduce.restore(self._allreduce.launched, in_flight=False)  # the background uses the same group
-            self._node.agree(("resync",))
+        if self.share is not None:
+            self.allreduce.restore(self.allreduce.launched, in_flight=False)  # the background uses the same group
+            self.node.agree(("resync",))
         super().resync()
 
     def _load_local_state(self, state: dict[str, Any]) -> None:
-        if self._share is not None:
-            self._allreduce.drain()
-            self._share.drain()
+        if self.share is not None:
+            self.allreduce.drain()
+            self.share.drain()
         count = len(state.get("fragments", [0]))
         if count != len(self._fragments or [0]):
             if self.config.fragments != "auto":
@@ -507,11 +508,11 @@ class CO2(LocalUpdateMethod):
                     f"the checkpoint has {count} fragments, not {self.config.fragments}: resume with the settings that "
                     "wrote it"
                 )
-            self._allreduce.drain()
+            self.allreduce.drain()
             self._cut(count)
-        if self._is_cut:
-            self._at = state["at"]
-            self._reducer = self._fragments[self._at].reducer
+        if self.is_cut:
+            self.fragment = state["at"]
+            self.reducer = self._fragments[self.fragment].reducer
         super()._load_local_state(state)
         for fragment, (lag, held) in zip(self._fragments, state.get("fragments", []), strict=False):
             fragment.lag, fragment.held = lag, dict(held)
@@ -520,13 +521,13 @@ class CO2(LocalUpdateMethod):
     def close(self) -> None:
         """Leaves the process groups. Call finish() first."""
         super().close()
-        if self._share is not None:
-            self._share.close()
+        if self.share is not None:
+            self.share.close()
 
     def leave(self) -> None:
         """See LocalUpdateMethod."""
         super().leave()  # leaves the node's group, too
-        self._node.group = None
+        self.node.group = None
 
     # -- settings ----------------------------------------------------------------------------------------------
 
@@ -539,9 +540,11 @@ class CO2(LocalUpdateMethod):
         settings = asdict(self.config)
         if self.config.tau != "auto":
             del settings["tau_max"]  # it may follow from the number of a worker's batches
-        if self._share is not None:
-            settings |= {"shard": self._share.shard, "offload": self._share.offload}
+        if self.share is not None:
+            settings |= {"shard": self.share.shard, "offload": self.share.offload}
         return settings
 
-    def _settings(self) -> Any:
-        return self.config.changing(self._sync_schedule.tau)
+    def settings(self) -> Any:
+        c = self.config  # floats: 1 prints as 1.0
+        alpha, beta, phi = float(c.outer_lr), float(c.outer_momentum), c.clip if c.clip is None else float(c.clip)
+        return {"tau": float(self.sync_schedule.tau), "outer_lr": alpha, "outer_momentum": beta, "clip": phi}

@@ -46,6 +46,7 @@ CONNECT_SIZES = (4, 1 << 20, 1 << 26)  # bytes; NCCL selects its algorithm by si
 MOST_JSON = 1 << 26  # bytes of a member's values in of_all
 LONGEST = 1e8  # seconds of the longest timeout, three years
 PIECES = 16  # pieces in which a sum over the workers is computed, so that its temporary is small
+WORLD: Any = dist.distributed_c10d._world  # torch's own tables of process groups
 MIXED = 6364136223846793005  # an odd multiplier from Knuth's random number generator
 
 
@@ -243,7 +244,7 @@ def drop_groups(groups: list[dist.ProcessGroup], after: threading.Thread | None)
 
 def is_alive(group: dist.ProcessGroup | None) -> bool:
     """Returns whether torch.distributed has this group. It has not after destroy_process_group()."""
-    return group in dist.distributed_c10d._world.pg_map
+    return group in WORLD.pg_map
 
 
 def compare(settings: tuple[Any, ...], tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
@@ -372,10 +373,11 @@ class AsyncAllReduce:
         place: This worker's index among the scalars with a place per worker. There are `places` of them.
         most: Largest number of workers that the group may ever have.
         is_elastic: Whether workers may leave and join.
+        generation: Rises whenever workers have left or joined.
         timed_groups: Groups whose timeout follows the intervals between launches.
     """
 
-    launches = 0
+    launches = generation = 0
     is_elastic = False
 
     def __init__(
@@ -531,7 +533,7 @@ class AsyncAllReduce:
         except RuntimeError as error:
             if self.group is None:  # the all-reduce's own error
                 raise
-            reason = self._failure(str(error), what)
+            reason = self.failure(str(error), what)
         raise reason  # outside of except: a traceback would keep the connections open
 
     def restore(self, launched: int, in_flight: bool) -> None:
@@ -656,12 +658,12 @@ class AsyncAllReduce:
         error, self._error = self._error, None
         assert error is not None
         if isinstance(error, RuntimeError) and self.group is not None:
-            raise self._failure(str(error))
+            raise self.failure(str(error))
         self.in_flight = False
         self._failed = f"a reduction failed before: {type(error).__name__}: {error}"
         raise error
 
-    def _failure(self, reason: str, what: str = "") -> CollectiveError:
+    def failure(self, reason: str, what: str = "") -> CollectiveError:
         """Returns an error that names the failed ranks, and leaves the group so that waiting peers fail, too.
 
         gloo reports a dead worker only to its neighbors. The other workers notice when the neighbors close their

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import sys
+import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
@@ -273,6 +273,23 @@ class CO2Config:
         """
         return 0.25 if self.is_a_round_late else 1.5
 
+    def check_rule(self) -> None:
+        """Rank 0 warns if only tau was given, which is the paper's rule."""
+        if self._names_no_rule:
+            _warn_user(
+                f"CO2Config(tau={self.tau!r}) with nothing else is our reading of the paper's rule. On short runs its "
+                f"loss is higher than with CO2Config.recommended(steps=N, tau={self.tau!r}). Use that, or "
+                f"CO2Config.paper(tau={self.tau!r}) for the paper's rule without this warning"
+            )
+
+    def check_workers(self, workers: int) -> None:
+        """Rank 0 warns if `recommended` was given another number than that number of workers."""
+        if self._workers not in (None, workers):
+            _warn_user(
+                f"CO2Config.recommended(workers={self._workers}), and {workers} average here: give it neither that "
+                "number nor steps in its place, as recommended(steps=N); on a mesh a worker is a node"
+            )
+
     def uncut(self) -> CO2Config:
         """Returns these settings where fragments auto means 1."""
         if self.fragments != "auto":
@@ -280,12 +297,6 @@ class CO2Config:
         whole = copy.copy(self)
         object.__setattr__(whole, "fragments", 1)
         return whole
-
-    def changing(self, tau: int) -> dict[str, float | None]:
-        """Returns the settings that may change from round to round, for the comparison among workers."""
-        clip = self.clip if self.clip is None else float(self.clip)  # floats: 1 prints as 1.0
-        alpha, beta = float(self.outer_lr), float(self.outer_momentum)
-        return {"tau": float(tau), "outer_lr": alpha, "outer_momentum": beta, "clip": clip}
 
     @classmethod
     def paper(cls, tau: int | Literal["auto"] = 48, **settings: Any) -> CO2Config:
@@ -378,31 +389,17 @@ def check_share(c: CO2Config, *, shard: bool) -> None:
 
 
 def named_rule(config: CO2Config | None) -> CO2Config:
-    """Returns the config or the default. Rank 0 warns if only tau was given, which is the paper's rule."""
-    c = of_kind(config, CO2Config, "config")
-    if c._names_no_rule:
-        _warn_user(
-            f"CO2Config(tau={c.tau!r}) with nothing else is our reading of the paper's rule. On short runs its loss is "
-            f"higher than with CO2Config.recommended(steps=N, tau={c.tau!r}). Use that, or "
-            f"CO2Config.paper(tau={c.tau!r}) for the paper's rule without this warning"
-        )
+    """Returns the config or the default, and warns if only tau was given."""
+    (c := of_kind(config, CO2Config, "config")).check_rule()
     return c
-
-
-def check_workers(c: CO2Config, workers: int) -> None:
-    """Rank 0 warns if `recommended` was given another number than that number of workers."""
-    if c._workers not in (None, workers):
-        _warn_user(
-            f"CO2Config.recommended(workers={c._workers}), and {workers} average here: give it neither that number nor "
-            "steps in its place, as recommended(steps=N); on a mesh a worker is a node"
-        )
 
 
 def _warn_user(text: str) -> None:
     """Warns on rank 0, at the first line outside of this package."""
     if dist.is_initialized() and dist.get_rank():
         return
-    level, frame, inside = 1, sys._getframe(), (__name__.partition(".")[0], "contextlib")
+    level, inside = 1, (__name__.partition(".")[0], "contextlib")
+    frame: Any = inspect.currentframe()
     while frame.f_back and str(frame.f_globals.get("__name__")).partition(".")[0] in inside:
         level, frame = level + 1, frame.f_back
     warnings.warn(text, stacklevel=level)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .buckets import copy, is_dtensor, local_shard, overlapping, unique, views
+from .buckets import copy, is_dtensor, local_shard, overlapping, unique, views, writes
 from .comm import Stage, of_all, sum_flats
 from .errors import UserError
 from .hooks import Hook
@@ -51,7 +51,7 @@ class ExtraAverage(Hook):
 
     def attach(self, method: LocalUpdateMethod) -> None:
         if not hasattr(self, "method"):
-            self._first = [(t._version, t.data_ptr()) for t in self.alike]  # to notice that nothing changes
+            self._first = writes(self.alike)  # to notice that nothing changes
         super().attach(method)
         self._check_overlap(self.alike)
 
@@ -75,7 +75,7 @@ class ExtraAverage(Hook):
             return
         if self.alike and self._has_stepped and not self._has_checked:
             self._has_checked = True
-            if self._first == [(t._version, t.data_ptr()) for t in self.alike]:
+            if self._first == writes(self.alike):
                 warnings.warn(
                     f"average: none of the {len(self.alike)} tensors has changed in training: if the loop replaces "
                     "them, as average[name] = ... does, pass a function: average=lambda: list(average.values())",

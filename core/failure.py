@@ -54,7 +54,7 @@ class Peers:
         host = _own_host()
         self._server = socket.create_server((host, 0), backlog=256)  # listens only on the address that peers get
         self.address = Address(host, self._server.getsockname()[1], socket.gethostname(), secrets.token_hex(8))
-        self._known: dict[int, Address] = {}
+        self.known: dict[int, Address] = {}
         self.rank = 0
         self._has_failed = False
         self._failed_peers: set[int] = set()  # ranks that have asked because they have failed
@@ -66,7 +66,7 @@ class Peers:
         """Exchanges addresses with a group's members. Every member must call it."""
         ranks, addresses = dist.get_process_group_ranks(group or dist.group.WORLD), of_all(vars(self.address), group)
         self.rank = dist.get_rank()
-        self._known |= {r: Address(**a) for r, a in zip(ranks, addresses, strict=True) if r != self.rank}
+        self.known |= {r: Address(**a) for r, a in zip(ranks, addresses, strict=True) if r != self.rank}
 
     def find_failed(self, members: Sequence[int] = ()) -> list[int]:
         """Returns the ranks that made a collective fail, or an empty list if they cannot be known.
@@ -78,7 +78,7 @@ class Peers:
             return self._found
         self._has_failed = True
         until = time.monotonic() + ANSWERS_WITHIN
-        unknown, states = set(self._known), {}
+        unknown, states = set(self.known), {}
         while unknown and time.monotonic() < until:  # peers notice a failure one after the other
             answers = self.ask(unknown, str(self.rank))
             states |= answers
@@ -92,7 +92,7 @@ class Peers:
             state: [rank for rank in sorted(states) if states[rank] == state and rank not in self._failed_peers]
             for state in ("gone", "silent", "running")
         }
-        on_other_machines = [states[rank] for rank in states if self._known[rank].host != self.address.host]
+        on_other_machines = [states[rank] for rank in states if self.known[rank].host != self.address.host]
         unreachable = on_other_machines and set(on_other_machines) == {"silent"}
         silent = [] if unreachable else by_state["silent"]
         hanging = [] if by_state["silent"] else [rank for rank in by_state["running"] if rank in members]
@@ -106,7 +106,7 @@ class Peers:
         """
         asked = sorted(ranks)
         with ThreadPoolExecutor(ASKED_AT_ONCE) as pool:
-            return dict(zip(asked, pool.map(lambda rank: self._ask_one(self._known[rank], say), asked), strict=True))
+            return dict(zip(asked, pool.map(lambda rank: self._ask_one(self.known[rank], say), asked), strict=True))
 
     def _ask_one(self, address: Address, say: str) -> str:
         """Returns the answer, "gone", "silent", or "unknown" for an address that is of no use here."""
@@ -233,7 +233,7 @@ def come_together(what: str) -> None:
         if waited < next_question:
             continue
         next_question = waited + min(waited, 30.0)
-        answers = _peers.ask(_peers._known, "where") if _peers is not None else {}
+        answers = _peers.ask(_peers.known, "where") if _peers is not None else {}
         if waited > MAX_WAIT or not {"gone", "failed"}.isdisjoint(answers.values()):
             raise CollectiveError(f"{what}: not all workers came within {waited:.0f} s; {describe_failed()}")
         progress = {rank: answer.split() for rank, answer in answers.items() if answer.count(" ") == 2}

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .buckets import copy, first_nonfinite, local_shard, read_blocks, wipe
+from .buckets import copy, first_nonfinite, local_shard, read_blocks, wipe, zero_each
 from .errors import DivergedError, UserError, log
 from .outer import norm
 from .stats import HostCopy
@@ -169,20 +169,20 @@ class OutlierFilter(Hook):
 
     def attach(self, method: LocalUpdateMethod) -> None:
         super().attach(method)
-        group, places = method._allreduce.group, method._allreduce.places
+        group, places = method.allreduce.group, method.allreduce.places
         ranks = dist.get_process_group_ranks(group) if group is not None else []
         ranks = ranks if len(ranks) == places else range(places)  # elastic workers have a place each, also if some left
-        self.names = [f"{method._worker_label} {rank}" for rank in ranks]
-        self.state = torch.zeros(3, dtype=torch.float64, device=method._allreduce.device)
-        self.verdict = torch.zeros((), dtype=torch.float64, device=method._allreduce.device)
-        self._verdicts = method._scalars["excluded"].view(-1)
+        self.names = [f"{method.worker_label} {rank}" for rank in ranks]
+        self.state = torch.zeros(3, dtype=torch.float64, device=method.allreduce.device)
+        self.verdict = torch.zeros((), dtype=torch.float64, device=method.allreduce.device)
+        self._verdicts = method.scalars["excluded"].view(-1)
         self._repeats, self._generation = [0] * len(self.names), 0
         self._of_others: Tensor | None = None  # the worst verdict on other fragments than the first since its last one
 
     def before_allreduce(self) -> Tensor | None:
-        if self.method._share is not None:
+        if self.method.share is not None:
             return None  # the method calls judge() with the norm of the whole node
-        return self.judge(norm(self.method._sent_payloads).double(), first_nonfinite(self.method._buckets))
+        return self.judge(norm(self.method.sent_payloads).double(), first_nonfinite(self.method.buckets))
 
     def on_reduced_scalars(self, sums: Mapping[str, Sequence[float]], info: ReductionInfo) -> None:
         """Warns of excluded workers.
@@ -192,7 +192,7 @@ class OutlierFilter(Hook):
                 a worker is excluded too many times in a row.
         """
         codes = [round(verdict * info.workers / info.total_world_size) for verdict in sums["excluded"]]
-        self.count = self.method._clock.stats.excluded = len(codes) - codes.count(VALID)
+        self.count = self.method.clock.stats.excluded = len(codes) - codes.count(VALID)
         if self._generation != info.generation or not self.count:
             self._repeats, self._generation = [0] * len(codes), info.generation
         self._repeats = [n + 1 if code else 0 for n, code in zip(self._repeats, codes, strict=True)]
@@ -210,7 +210,7 @@ class OutlierFilter(Hook):
             text = f"{name} is excluded from the average of round {info.round}: its update is {reason}"
             if repeats > MAX_REPEATS:
                 raise DivergedError(f"{text}, as in the {repeats - 1} rounds before; {remedy}")
-            if self.method._is_log_rank:
+            if self.method.is_log_rank:
                 log.info("%s; it restarts from the outer iterate", text)
                 warnings.warn(f"{text}; it restarts from the outer iterate: {remedy} if this goes on", stacklevel=2)
 
@@ -229,17 +229,17 @@ class OutlierFilter(Hook):
         size = size.to(self.state)
         number = torch.zeros_like(size) if bad_buffer is None else bad_buffer.to(size)
         self.size = torch.where(number > 0, float("nan"), size)  # a bad buffer counts as an update that is not finite
-        verdict = self._verdict_on(self.size, method._local_steps_sent if method._sends_differences else 0)
+        verdict = self._verdict_on(self.size, method.local_steps_sent if method.sends_differences else 0)
         # names the buffer only if the update itself is finite
         verdict = torch.where((number > 0) & size.isfinite(), number - 1 + BUFFER, verdict)
         self.verdict.copy_(verdict)
-        if method._at:  # reported with fragment 0
+        if method.fragment:  # reported with fragment 0
             self._of_others = verdict if self._of_others is None else torch.maximum(self._of_others, verdict)
             return verdict != VALID
         if self._of_others is not None:
             self.verdict.copy_(torch.where(verdict == VALID, self._of_others, verdict))
             self._of_others = None
-        self._verdicts.zero_()[method._allreduce.place].copy_(self.verdict)
+        self._verdicts.zero_()[method.allreduce.place].copy_(self.verdict)
         return verdict != VALID
 
     def _verdict_on(self, size: Tensor, steps: int) -> Tensor:
@@ -269,28 +269,21 @@ class OutlierFilter(Hook):
 
     def _of_fragment(self) -> Tensor:
         """Returns the fragment's row of `state`, [3]."""
-        rows, at = self.state.view(-1, 3), self.method._at
+        rows, at = self.state.view(-1, 3), self.method.fragment
         if at >= len(rows):
             self.state = rows = torch.cat([rows, rows.new_zeros(at + 1 - len(rows), 3)])
         return rows[at]
 
     def _buffer_name(self, code: int) -> str:
         """Describes a verdict's buffer by its number as given, its shape and its module."""
-        m = self.method
-        numbered = {id(b): given for b, given in zip(m._buffers, m._given_buffers.items(), strict=True)}
-        return self._describe(*numbered[id([b for bucket in m._buckets for b in bucket.given][code - BUFFER])])
-
-    def _describe(self, number: int, buffer: Tensor) -> str:
-        """Describes a buffer for a message."""
-        return f"buffer {number}{owner_of(buffer)}, of shape {list(buffer.shape)}"
+        return described(*self.method.numbered_buffers()[code - BUFFER])
 
     def _live_buffer(self) -> str:
         """Describes this worker's first non-finite buffer. "" if there is none, or parameters are not finite."""
         m = self.method
-        if not all(bool(p.isfinite().all()) for p in m._params):
+        if not all(bool(p.isfinite().all()) for p in m.params):
             return ""
-        bad = [id(b) for b in m._nonfinite_buffers()[:1]]
-        return next((self._describe(*pair) for pair in m._given_buffers.items() if id(pair[1]) in bad), "")
+        return next((described(*pair) for pair in m.nonfinite_buffers()), "")
 
     def state_dict(self) -> Any:
         return self.state
@@ -298,6 +291,11 @@ class OutlierFilter(Hook):
     @torch.no_grad()
     def load_state_dict(self, state: Any) -> None:
         self.state = state.to(self.state.device, copy=True)
+
+
+def described(number: int, buffer: Tensor) -> str:
+    """Describes a buffer for a message: its number, the module that has it, its name there, and its shape."""
+    return f"buffer {number}{owner_of(buffer)}, of shape {list(buffer.shape)}"
 
 
 def owner_of(buffer: Tensor) -> str:
@@ -335,7 +333,7 @@ def forget(optimizer: torch.optim.Optimizer) -> Callable[[Tensor], None]:
                 if known.is_ready():
                     handle.remove()
                     if any(known.read()):
-                        torch._foreach_zero_(numbers())  # pyright: ignore[reportPrivateImportUsage]
+                        zero_each(numbers())
 
             handle = inner.register_step_pre_hook(before_step)
 
@@ -363,13 +361,13 @@ class ConsensusDistance(Hook):
 
     def attach(self, method: LocalUpdateMethod) -> None:
         super().attach(method)
-        self._weight, self._squares = method._scalars["weight"], method._scalars["squares"]
+        self._weight, self._squares = method.scalars["weight"], method.scalars["squares"]
         self._square: Tensor | None = None  # mean_i ||d^i||^2 of the last all-reduce, 0-d
 
     @torch.no_grad()
     def before_allreduce(self) -> None:
         m = self.method
-        if m._sends_differences and m._share is None and not m._is_cut:
+        if m.sends_differences and m.share is None and not m.is_cut:
             # an excluded worker has weight 0, and its size may be NaN
             square = self._filter.size.square().to(self._weight)
             self._squares.copy_(torch.where(self._weight > 0, self._weight * square, 0.0))
@@ -377,15 +375,15 @@ class ConsensusDistance(Hook):
     @torch.no_grad()
     def after_allreduce(self) -> None:
         weight = self._weight.double()
-        if not self.method._is_cut:  # it needs the whole update in one all-reduce
+        if not self.method.is_cut:  # it needs the whole update in one all-reduce
             self._square = torch.where(weight > 0, self._squares.double() / weight, 0.0)
 
     @torch.no_grad()
     def on_round_end(self) -> None:
-        stats = self.method._clock.stats
+        stats = self.method.clock.stats
         mean = stats.pseudo_gradient_norm
         # mean_i ||d^i||^2 - ||mean d||^2
-        if self._square is not None and isinstance(mean, Tensor) and self.method._share is None:
+        if self._square is not None and isinstance(mean, Tensor) and self.method.share is None:
             stats.consensus_distance = (self._square - mean.to(self._square).square()).clamp(min=0).sqrt()
         self._square = None
 
@@ -408,21 +406,21 @@ class ReplicaChecksum(Hook):
 
     def attach(self, method: LocalUpdateMethod) -> None:
         super().attach(method)
-        self._places = method._scalars["settings"], method._scalars["replicas"]
+        self._places = method.scalars["settings"], method.scalars["replicas"]
         self._repair_in: int | None = None  # the generation in which replicas were found to differ
         self._repaired = (0, -REPAIR_EVERY)  # the generation and the round of the last repair
 
     def before_allreduce(self) -> None:
         m = self.method
-        most = max(m._allreduce.most, m._total_world_size)
-        number = m._checksum_round
-        replicas = checksum(m._replicated_state, number, most) if m._replicated_state and number is not None else 0
-        for places, c in zip(self._places, (checksum_of(m._settings(), most), replicas), strict=True):
+        most = max(m.allreduce.most, m.total_world_size)
+        number, turn = divmod(m.rounds, m.node.size)  # the ranks of a node take turns, because their shares differ
+        replicas = checksum(m.replicated, number, most) if m.replicated and turn == m.node.rank else 0
+        for places, c in zip(self._places, (checksum_of(m.settings(), most), replicas), strict=True):
             for place, value in zip(places, (c, c * c), strict=True):
                 place.copy_(value) if isinstance(value, Tensor) else place.fill_(value)
-        if self._repair_in == m._generation and m._allreduce.group is not None:
-            m._broadcasts_state = True  # with the all-reduce that is about to start
-            self._repaired = m._generation, m._allreduce.launched + 1
+        if self._repair_in == m.allreduce.generation and m.allreduce.group is not None:
+            m.broadcasts_state = True  # with the all-reduce that is about to start
+            self._repaired = m.allreduce.generation, m.allreduce.launched + 1
         self._repair_in = None
 
     def on_reduced_scalars(self, sums: Mapping[str, Sequence[float]], info: ReductionInfo) -> None:
@@ -434,18 +432,19 @@ class ReplicaChecksum(Hook):
         m = self.method
         if not equal(sums["settings"], info.total_world_size):
             raise UserError(
-                f"workers differ in their settings in round {info.round}, and this worker has {m._settings()}: "
+                f"workers differ in their settings in round {info.round}, and this worker has {m.settings()}: "
                 "a schedule must return the same on all workers, from the round's number only"
             )
         equal_replicas = equal(sums["replicas"], info.workers)
-        m._clock.stats.drifted = float(not equal_replicas)
-        generation, repaired = self._repaired if self._repaired[0] == m._generation else (m._generation, -REPAIR_EVERY)
-        if equal_replicas or m._allreduce.launched - repaired < REPAIR_EVERY:
+        m.clock.stats.drifted = float(not equal_replicas)
+        launched, generation = m.allreduce.launched, m.allreduce.generation
+        repaired = self._repaired[1] if self._repaired[0] == generation else -REPAIR_EVERY
+        if equal_replicas or launched - repaired < REPAIR_EVERY:
             return
         self._repair_in = generation
-        if m._is_log_rank:
+        if m.is_log_rank:
             log.info("round %d: the workers' outer state differs, and rank 0's is sent to all", info.round)
-        if repaired < 0 and m._allreduce.rank == 0:
+        if repaired < 0 and m.allreduce.rank == 0:
             warnings.warn(
                 f"the workers' outer state was not the same in round {info.round}, as on different machines: "
                 f"rank 0's state is sent to all, at most once in {REPAIR_EVERY} rounds; use equal machines, builds of "
@@ -509,7 +508,7 @@ class Requests(Hook):
     def attach(self, method: LocalUpdateMethod) -> None:
         super().attach(method)
         for name in self.scalars:  # a checkpoint's run has already granted its requests
-            method._scalars[name].zero_()
+            method.scalars[name].zero_()
 
     def ask(self, name: str) -> None:
         """Makes a request. Only one worker needs to call it."""
@@ -519,14 +518,14 @@ class Requests(Hook):
 
     def before_allreduce(self) -> None:
         for name, value in zip(self.scalars, self.take(), strict=True):
-            self.method._scalars.set(name, value)
+            self.method.scalars.set(name, value)
 
     def on_reduced_scalars(self, sums: Mapping[str, Sequence[float]], info: ReductionInfo) -> None:
         self.receive([sums[name][0] for name in self.scalars])
 
     def on_round_end(self) -> None:
         self.grant()
-        if self.method._has_finished:  # a request to stop that the loop has read is answered
+        if self.method.has_finished:  # a request to stop that the loop has read is answered
             answered, self._read = self._read & LASTING, set[str]()
             self.asked -= answered
             self._granted -= answered
@@ -563,8 +562,8 @@ class Snapshot(Hook):
         Copy parameters and optimizer now. An earlier request is answered first, which waits.
         """
         self.hand_over()
-        self._callback, self._current = callback, {"local_steps": self.method._local_steps}
-        if not self.method._allreduce.in_flight:
+        self._callback, self._current = callback, {"local_steps": self.method.local_steps}
+        if not self.method.allreduce.in_flight:
             self.hand_over()
 
     def hand_over(self) -> None:
@@ -590,7 +589,7 @@ class MasterWeightSync(Hook):
 
     def attach(self, method: LocalUpdateMethod) -> None:
         super().attach(method)
-        given, masters = [p.shape for p in self.model_params], [p.shape for p in method._params]
+        given, masters = [p.shape for p in self.model_params], [p.shape for p in method.params]
         if given != masters:
             raise UserError(
                 f"{len(given)} model_params for {len(masters)} parameters: give one of each shape, in their order"
@@ -599,4 +598,4 @@ class MasterWeightSync(Hook):
 
     @torch.no_grad()
     def after_param_update(self, *, at_boundary: bool) -> None:
-        copy(self.model_params, self.method._params)
+        copy(self.model_params, self.method.params)

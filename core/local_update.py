@@ -181,39 +181,48 @@ class LocalUpdateMethod(Loop, ABC):
         share: This rank's part of the outer state on a node. None means that this process is a worker by itself.
 
     Attributes:
-        _trained: The parameters that require a gradient, DTensors as they are. `_params` and `_buffers` hold their
-            shards.
-        _given_buffers: The averaged buffers, by their index in `buffers`.
-        _changing: The averaged buffers that some worker has changed since construction, by their places over all
-            buckets. Only they are sent. None until the workers know: then all are sent. `_sent` is the same for the
-            last all-reduce that started.
-        _buckets: The flat tensors of the all-reduce, one per dtype and device.
-        _state: State that persists from round to round, by name: one flat tensor per bucket.
-        _replicated_state: The part of it that is equal on all workers.
-        _anchor_params: Where rounds begin, one flat tensor per bucket. Empty if it is not kept.
-        _scale: Factor that turns the reduced sums into averages.
-        _local_steps: Steps since the last boundary. `_local_steps_sent` counts the steps of the last all-reduce.
-        _sent_tau: tau of the round whose all-reduce started last. `_growth` is _sent_tau over the tau of the average
-            before.
-        _broadcasts_state: Whether the next all-reduce also sends rank 0's state to all workers.
-        _generation: Rises whenever workers have left or joined.
         on_excluded: Called with a 0-d bool after this worker's update was judged, for the optimizer's state, as
             hooks.forget returns. On a CPU it is called only if this worker was excluded. The default zeroes the
             state of torch.optim's optimizers: other libraries' may hold what must not be zero.
+        allreduce: The workers' group, and the all-reduce in flight.
+        node: The ranks that hold one model together. A process that holds the whole model is a node by itself.
+        share: See Args.
+        hooks: See Args.
+        sync_schedule: See Args.
+        trained: The parameters that require a gradient, as given.
+        params: Their local tensors, in the same order.
+        buckets: The flat tensors of the all-reduce, one per dtype and device.
+        sent_payloads: The payloads of the next all-reduce at a boundary.
+        scalars: The numbers that travel with it, by name.
+        reducer: Sums or averages the buckets.
+        state: State that persists from round to round, by name: one flat tensor per bucket.
+        replicated: The part of it that is equal on all workers.
+        anchors: Where rounds begin, one flat tensor per bucket. Empty if it is not kept.
+        broadcasts_state: Whether the next all-reduce also sends rank 0's state to all workers. A hook may set it.
+        clock: Measures the rounds.
+        local_steps: Steps since the last boundary. `local_steps_sent` counts the steps of the last all-reduce.
+        growth: tau of the round whose all-reduce started last, over the tau of the average before.
+        has_finished: Whether the last all-reduce that arrived ended the training of all workers.
+        _given_buffers: The averaged buffers, by their index in `buffers`. `_buffers` are their local tensors.
+        _changing: The averaged buffers that some worker has changed since construction, by their places over all
+            buckets. Only they are sent. None until the workers know: then all are sent. `_sent` is the same for the
+            last all-reduce that started.
+        _scale: Factor that turns the reduced sums into averages.
+        _sent_tau: tau of the round whose all-reduce started last.
     """
 
-    _name = ""
-    _worker_label = "rank"  # what messages call a worker, before its number
-    _sends_differences = False  # whether payloads are differences: zero if nothing has moved
-    _starts_near_anchor = False  # whether rounds begin near _anchor_params, not exactly there
+    name = ""  # for messages
+    worker_label = "rank"  # what messages call a worker, before its number
+    sends_differences = False  # whether payloads are differences: zero if nothing has moved
+    fragment, is_cut = 0, False  # the fragment of the last all-reduce, and whether there are several: see fragments.py
+    timed_from = 0  # the first all-reduce without the buffers that nobody changes; its time is the first that counts
+    _starts_near_anchor = False  # whether rounds begin near `anchors`, not exactly there
     _needs_global_norms = False  # whether the method needs norms of all parameters, which DTensors do not give
-    _small_from = 0  # the first all-reduce without the buffers that nobody changes; its time is the first that counts
-    _at, _is_cut = 0, False  # the fragment of the last all-reduce, and whether there are several: see fragments.py
     _between = 0  # all-reduces of other fragments than the first
     _is_last = False  # whether every worker has started fragment 0's last all-reduce from finish()
     _saved_at: tuple[int, int] | None = None  # rounds and local steps at which state_dict() was last called
-    _numbers: Sequence[str] = ()  # attributes for checkpoints: plain numbers or 0-d tensors
-    _unsaved: Collection[str] = ()  # names in _state that no later outer step reads: zeros after a resume
+    numbers: Sequence[str] = ()  # attributes for checkpoints: plain numbers or 0-d tensors
+    _unsaved: Collection[str] = ()  # names in `state` that no later outer step reads: zeros after a resume
 
     def __init__(
         self,
@@ -226,55 +235,55 @@ class LocalUpdateMethod(Loop, ABC):
         hooks: Sequence[Hook] = (),
         share: Share | None = None,
     ):
-        self._share, self._node = share, Node() if share is None else share.node
-        self._sync_schedule, self._hooks = sync_schedule, list(hooks)
-        check_hooks(self._hooks, (*OWN_SCALARS, CHANGED))
+        self.share, self.node = share, Node() if share is None else share.node
+        self.sync_schedule, self.hooks = sync_schedule, list(hooks)
+        check_hooks(self.hooks, (*OWN_SCALARS, CHANGED))
         given, others = unique(tensors_of(params, "parameters")), unique(tensors_of(buffers, "buffers"))
-        if self._needs_global_norms and any(map(is_dtensor, given)) and self._node.group is None:
+        if self._needs_global_norms and any(map(is_dtensor, given)) and self.node.group is None:
             raise UserError("DTensors as parameters need CO2 with mesh=: their norms are of the whole model")
-        self._trained = [p for p in given if p.requires_grad]
+        self.trained = [p for p in given if p.requires_grad]
         self._frozen = [p for p in given if not p.requires_grad]
-        self._params = [local_shard(p) for p in self._trained]
+        self.params = [local_shard(p) for p in self.trained]
         self._given_buffers = {i: b for i, b in enumerate(others) if has_mean(b)}
         self._buffers = [as_real(local_shard(b)) for b in self._given_buffers.values()]
         self._broadcast_once = [local_shard(t) for t in (*given, *others)]
-        check_inputs(given, self._params, self._buffers)
-        self._allreduce = allreduce(self._device)
-        if self._allreduce.places == 1:
+        check_inputs(given, self.params, self._buffers)
+        self.allreduce = allreduce(self._device)
+        if self.allreduce.places == 1:
             check_group()
         sizes = dict(OWN_SCALARS)
-        if self._buffers and not self._node.separate:  # pipeline stages have different buffers, and send all
+        if self._buffers and not self.node.separate:  # pipeline stages have different buffers, and send all
             sizes[CHANGED] = len(self._buffers)
-        for hook in self._hooks:
+        for hook in self.hooks:
             sizes |= hook.scalars
-        for hook in self._hooks:
-            sizes |= {name: n * self._allreduce.places for name, n in hook.per_worker_scalars.items()}
-        self._scalars = Scalars(sizes)
-        self._buckets = self._make_buckets()
-        self._sent_payloads = [b.payload for b in self._buckets]  # of the next all-reduce at a boundary
-        self._scalars.attach(self._buckets[0].scalars)
+        for hook in self.hooks:
+            sizes |= {name: n * self.allreduce.places for name, n in hook.per_worker_scalars.items()}
+        self.scalars = Scalars(sizes)
+        self.buckets = self._make_buckets()
+        self.sent_payloads = [b.payload for b in self.buckets]  # of the next all-reduce at a boundary
+        self.scalars.attach(self.buckets[0].scalars)
         # 0-d views into the first bucket, so the all-reduce sums what is written to them
-        self._finished, self._steps, self._weight = (self._scalars[name] for name in OWN_SCALARS)
-        sent = self._buckets if share is None else share.sent_parts(self._buckets)
-        self._reducer = reducer(sent, self._scalars, self._allreduce)
-        self._scale: float | Tensor = self._reducer.scale
-        self._state, self._replicated_state, self._anchor_params = State(self._buckets), list[Tensor](), list[Tensor]()
+        self._finished, self._steps, self._weight = (self.scalars[name] for name in OWN_SCALARS)
+        sent = self.buckets if share is None else share.sent_parts(self.buckets)
+        self.reducer = reducer(sent, self.scalars, self.allreduce)
+        self._scale: float | Tensor = self.reducer.scale
+        self.state, self.replicated, self.anchors = State(self.buckets), list[Tensor](), list[Tensor]()
         # This worker's buffers at the boundary, because averages that arrive overwrite the live buffers.
-        self._own_buffers = [(b, [t.clone() for t in b.given]) for b in self._buckets if b.given]
-        self._clock = RoundClock(self._allreduce.device)
-        self._local_steps = self._local_steps_sent = 0
+        self._own_buffers = [(b, [t.clone() for t in b.given]) for b in self.buckets if b.given]
+        self.clock = RoundClock(self.allreduce.device)
+        self.local_steps = self.local_steps_sent = 0
         self._first_step = 1  # of the round, or after a resume in mid-round
         self._sent_tau = self._arrived_tau = sync_schedule.tau
-        self._growth = 1.0
-        self._broadcasts_state, self._generation = False, 0
+        self.growth = 1.0
+        self.broadcasts_state = False
         self.on_excluded: Callable[[Tensor], None] | None = None
         self._readback = AsyncReadback()
         self._ended: bool | None = None  # after step(last=True): whether all workers have ended
-        self._has_finished = False  # whether the last all-reduce that arrived ended the training of all workers
+        self.has_finished = False
         self._broadcast_params()
         if share is None:  # the steps of a share need its outer state, which CO2 makes later
             self._rehearse()
-        for hook in self._hooks:
+        for hook in self.hooks:
             hook.attach(self)
         self._before_allreduce, self._after_allreduce = self._calls("before_allreduce"), self._calls("after_allreduce")
         self._on_reduced_scalars, self._on_round_end = self._calls("on_reduced_scalars"), self._calls("on_round_end")
@@ -299,13 +308,13 @@ class LocalUpdateMethod(Loop, ABC):
                 self._before_step.remove(before_step)
         if self._ended is not None:
             raise UserError("step() after step(last=True): call finish() between them")
-        self._local_steps += 1
-        tau = self._sync_schedule.tau
-        if self._local_steps == self._first_step and tau > 1:  # with tau 1 the step is timed, from the last boundary
-            self._clock.steps_begin(after=self._local_steps)
-        if self._local_steps < tau:
-            self._allreduce.done()  # raises here if the all-reduce has failed
-            if self._allreduce.in_flight or self._is_cut:
+        self.local_steps += 1
+        tau = self.sync_schedule.tau
+        if self.local_steps == self._first_step and tau > 1:  # with tau 1 the step is timed, from the last boundary
+            self.clock.steps_begin(after=self.local_steps)
+        if self.local_steps < tau:
+            self.allreduce.done()  # raises here if the all-reduce has failed
+            if self.allreduce.in_flight or self.is_cut:
                 self._mid_round()
             return False
         if self._frozen and any(p.requires_grad for p in self._frozen):
@@ -335,10 +344,11 @@ class LocalUpdateMethod(Loop, ABC):
 
     @property
     def at_boundary(self) -> bool:
-        return not self._local_steps
+        return not self.local_steps
 
-    def _begins_apart(self) -> bool:
-        """Whether this worker may begin a round away from _anchor_params."""
+    @property
+    def begins_apart(self) -> bool:
+        """Whether this worker may begin a round away from `anchors`."""
         return self._starts_near_anchor
 
     def sync_for_eval(self) -> bool:
@@ -349,7 +359,7 @@ class LocalUpdateMethod(Loop, ABC):
 
     def _reach_common_model(self) -> bool:
         """Returns whether all workers hold the same model now. At a boundary a method may wait for it."""
-        return self.at_boundary and not (self._allreduce.in_flight and self._starts_near_anchor)
+        return self.at_boundary and not (self.allreduce.in_flight and self._starts_near_anchor)
 
     def _at_common_model(self, equal: bool, call: str) -> None:
         """Calls the hooks when all workers have come together in `call`."""
@@ -359,11 +369,11 @@ class LocalUpdateMethod(Loop, ABC):
     def close(self) -> None:
         if sys.exc_info()[0] is not None:  # in a `finally` after an exception, which another error would hide
             return self.leave()
-        self._allreduce.close()
+        self.allreduce.close()
         self._end()
 
     def leave(self) -> None:
-        self._allreduce.leave()
+        self.allreduce.leave()
         self._end()
 
     def _end(self) -> None:
@@ -375,17 +385,17 @@ class LocalUpdateMethod(Loop, ABC):
     @property
     def stats(self) -> RoundStats:
         """Statistics of the last closed round; after a merge in mid-round, of the current round."""
-        return self._clock.stats
+        return self.clock.stats
 
     @property
     def rounds(self) -> int:
         """Rounds closed so far, including the rounds of finish()."""
-        return self._allreduce.launched - self._between
+        return self.allreduce.launched - self._between
 
     @property
     def tau(self) -> int:
         """Local steps of the current round."""
-        return self._sync_schedule.tau
+        return self.sync_schedule.tau
 
     def hook(self, kind: type[OneHook]) -> OneHook:
         """Returns the hook of that class.
@@ -393,77 +403,25 @@ class LocalUpdateMethod(Loop, ABC):
         Raises:
             UserError: If there is none.
         """
-        for hook in self._hooks:
+        for hook in self.hooks:
             if isinstance(hook, kind):
                 return hook
-        raise UserError(f"{self._name} has no {kind.__name__}: give one among its hooks")
-
-    # -- for hooks ---------------------------------------------------------------------------------------------
-
-    @property
-    def name(self) -> str:
-        """The method's name, for messages."""
-        return self._name
-
-    @property
-    def allreduce(self) -> AsyncAllReduce:
-        """The workers' group, and the all-reduce in flight."""
-        return self._allreduce
-
-    @property
-    def node(self) -> Node:
-        """The ranks that hold one model together. A process that holds the whole model is a node by itself."""
-        return self._node
-
-    @property
-    def buckets(self) -> Sequence[Bucket]:
-        """The flat tensors of the all-reduce, one per dtype and device."""
-        return self._buckets
-
-    @property
-    def trained(self) -> Sequence[Tensor]:
-        """The parameters that require a gradient, as given. `params` are their local tensors, in the same order."""
-        return self._trained
-
-    @property
-    def params(self) -> Sequence[Tensor]:
-        """The local tensors of `trained`."""
-        return self._params
-
-    @property
-    def anchors(self) -> Sequence[Tensor]:
-        """Where rounds begin, one flat tensor per bucket. Empty if the method does not keep it."""
-        return self._anchor_params
-
-    @property
-    def begins_apart(self) -> bool:
-        """Whether this worker may begin a round away from `anchors`."""
-        return self._begins_apart()
-
-    @property
-    def has_state(self) -> bool:
-        """Whether anything persists from round to round."""
-        return bool(self._state)
-
-    @property
-    def local_steps(self) -> int:
-        """Local steps since the last boundary."""
-        return self._local_steps
+        raise UserError(f"{self.name} has no {kind.__name__}: give one among its hooks")
 
     @property
     def is_saved(self) -> bool:
         """Whether state_dict() was called since the last step."""
-        return self._saved_at == (self.rounds, self._local_steps)
+        return self._saved_at == (self.rounds, self.local_steps)
 
     @property
     def total_world_size(self) -> int:
         """The number of processes over which scalars are averaged."""
-        return self._total_world_size
+        return self.allreduce.world_size * self.node.size
 
     @property
     def is_log_rank(self) -> bool:
         """Whether this process prints what concerns all workers."""
-        return self._is_log_rank
+        return self.allreduce.rank == 0 and self.node.rank == 0
 
     # -- a method overrides these ------------------------------------------------------------------------------
 
@@ -495,93 +453,76 @@ class LocalUpdateMethod(Loop, ABC):
         """Settings that must be equal on all workers, compared at construction."""
         return f"tau={self.tau}"
 
-    def _settings(self) -> Any:
+    def settings(self) -> Any:
         """Settings that must be equal on all workers, compared in every round."""
         return self.tau
 
     def _make_buckets(self) -> list[Bucket]:
-        if self._share is None:
-            return make_buckets(self._params, self._buffers, self._scalars.numel)
-        return self._share.make_buckets(self._params, self._buffers, self._scalars.numel, self._allreduce.world_size)
+        if self.share is None:
+            return make_buckets(self.params, self._buffers, self.scalars.numel)
+        return self.share.make_buckets(self.params, self._buffers, self.scalars.numel, self.allreduce.world_size)
 
     @property
     def _device(self) -> torch.device:
         """Where the flat tensors are."""
-        return torch.device("cpu") if self._share is not None and self._share.offload else self._params[0].device
-
-    @property
-    def _total_world_size(self) -> int:
-        """The number of processes over which scalars are averaged."""
-        return self._allreduce.world_size * self._node.size
-
-    @property
-    def _is_log_rank(self) -> bool:
-        """Whether this process prints what concerns all workers."""
-        return self._allreduce.rank == 0 and self._node.rank == 0
-
-    @property
-    def _checksum_round(self) -> int | None:
-        """Index of this round's checksum comparison, or None if this rank does not take part. Ranks that hold the same
-        replicas compare them in the same rounds. The ranks of a node take turns, because their shares differ."""
-        number, turn = divmod(self.rounds, self._node.size)
-        return number if turn == self._node.rank else None
+        return torch.device("cpu") if self.share is not None and self.share.offload else self.params[0].device
 
     # -- a method calls these ----------------------------------------------------------------------------------
 
     def _start_allreduce(self, *, finished: bool) -> None:
         """Starts the all-reduce of the payloads, the buffers' values and the scalars, and returns at once."""
         self._fill_buffers()
-        self._local_steps_sent = self._local_steps
+        self.local_steps_sent = self.local_steps
         self._finished.fill_(finished)
-        self._steps.fill_(self._local_steps_sent)
+        self._steps.fill_(self.local_steps_sent)
         self._weight.fill_(1.0)
         for before_allreduce in self._before_allreduce:
             excluded = before_allreduce()
             if excluded is not None and (read_blocks(excluded) or excluded):  # a GPU's is not read here
-                self._zero_payload(excluded)
+                self.exclude(excluded)
                 self._restart_from_anchor(excluded)
                 self._report_excluded(excluded)
-        self._sent_tau = self._sync_schedule.tau
-        self._growth = self._sent_tau / self._arrived_tau
-        self._allreduce.launch(self._stages() if self._share is None else self._share.stages())
-        self._local_steps = 0
+        self._sent_tau = self.sync_schedule.tau
+        self.growth = self._sent_tau / self._arrived_tau
+        self.allreduce.launch(self.stages())
+        self.local_steps = 0
 
-    def _stages(self) -> Iterator[Stage]:
+    def stages(self) -> Iterator[Stage]:
         """The collectives of an all-reduce, one after the other. They run in the background."""
-        yield from self._repair_replicas()
-        yield from self._reducer.stages(self._allreduce.group, self._allreduce.launched)
+        return self._reduction() if self.share is None else self.share.stages(self._reduction())
 
-    def _repair_replicas(self) -> Iterator[Stage]:
-        """Sends rank 0's state to all workers if a hook has asked for it."""
-        if self._broadcasts_state and self._allreduce.group is not None:  # the group may have changed meanwhile
-            for flat in self._state.shared():
-                yield send_first([flat], self._allreduce.group)
-        self._broadcasts_state = False
+    def _reduction(self) -> Iterator[Stage]:
+        """The collectives among the workers. The first ones send rank 0's state to all if a hook has asked for it."""
+        if self.broadcasts_state and self.allreduce.group is not None:  # the group may have changed meanwhile
+            for flat in self.state.shared():
+                yield send_first([flat], self.allreduce.group)
+        self.broadcasts_state = False
+        yield from self.reducer.stages(self.allreduce.group, self.allreduce.launched)
 
     def _wait_allreduce(self, *, finished: bool) -> ReduceResult:
         """Waits for the all-reduce in flight. The model's buffers become their averages.
 
         The payloads then hold sums, which `_scale` turns into averages in a pass that the method makes anyway.
         """
-        stats, allreduce = self._clock.stats, self._allreduce
+        stats, allreduce = self.clock.stats, self.allreduce
         allreduce.wait(self._after_allreduce)
         stats.round, stats.bytes_sent = self.rounds, stats.bytes_sent + allreduce.bytes_sent
         times = allreduce.exposed, allreduce.seconds
-        if self._is_cut:  # a round's statistics add its fragments
+        if self.is_cut:  # a round's statistics add its fragments
             times = plus(stats.exposed_seconds, times[0]), plus(stats.allreduce_seconds, times[1])
         stats.exposed_seconds, stats.allreduce_seconds = times
         weight = self._weight.double()  # how many workers count: a sum or an average, as the reducer delivers
-        self._scale = torch.where(weight == 0, 1.0 if self._sends_differences else float("nan"), 1 / weight)
-        if self._at:  # buffers and the hooks' scalars travel with the first fragment
-            self._scalars.place[: len(OWN_SCALARS)].mul_(self._reducer.scale)
+        self._scale = torch.where(weight == 0, 1.0 if self.sends_differences else float("nan"), 1 / weight)
+        if self.fragment:  # buffers and the hooks' scalars travel with the first fragment
+            self.scalars.place[: len(OWN_SCALARS)].mul_(self.reducer.scale)
             is_empty = self._is_last and self._steps.item() == 0.0
             self._arrived_tau = self._arrived_tau if is_empty else self._sent_tau
             return ReduceResult(self._is_last, is_empty)
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             if bucket.buffers:
                 rescale(bucket.values, self._scale)
-                keep_unchanged(bucket.values, bucket.first, self._total_world_size)
-        self._scalars.place.mul_(self._reducer.scale)
+                keep_unchanged(bucket.values, bucket.first, self.total_world_size)
+        self.scalars.place.mul_(self.reducer.scale)
         self._deliver_scalars()
         is_last = self._is_last = finished and self._finished.item() > 1 - 1e-6  # an average may be rounded
         is_empty = is_last and self._steps.item() == 0.0
@@ -593,9 +534,9 @@ class LocalUpdateMethod(Loop, ABC):
             self._arrived_tau = self._sent_tau
         return ReduceResult(is_last, is_empty)
 
-    def _zero_payload(self, where: Tensor) -> None:
+    def exclude(self, where: Tensor) -> None:
         """Excludes this worker from the average if the 0-d bool `where` is True."""
-        wipe([part for b in self._buckets for part in (b.payload, b.values)], where)
+        wipe([part for b in self.buckets for part in (b.payload, b.values)], where)
         self._weight.copy_(torch.where(where, 0.0, self._weight))
 
     def _report_excluded(self, where: Tensor) -> None:
@@ -612,13 +553,13 @@ class LocalUpdateMethod(Loop, ABC):
         self._sent = self._changing
         if self._own_buffers:
             self._choose_buffers()
-        with self._share.own_stream() if self._share is not None else contextlib.nullcontext():
+        with self.share.own_stream() if self.share is not None else contextlib.nullcontext():
             for bucket, own in self._own_buffers:
                 copy(bucket.buffer_views, [own[i] for i in bucket.travelling], queued=True)
-            if CHANGED in self._scalars.sizes:
+            if CHANGED in self.scalars.sizes:
                 pairs = [pair for b, own in self._own_buffers for pair in zip(own, b.first_given, strict=True)]
                 unknown = [i for i in range(len(pairs)) if i not in (self._sent or ())]
-                flags = self._scalars[CHANGED].view(-1).zero_()
+                flags = self.scalars[CHANGED].view(-1).zero_()
                 found = [has_changed(*pairs[i]).to(flags.dtype) for i in unknown]
                 copy([flags[i] for i in unknown], found, queued=True)
 
@@ -636,27 +577,27 @@ class LocalUpdateMethod(Loop, ABC):
         """
         if CHANGED in sums and (self._changing is not None or sums["steps"][0] > 0):
             if self._changing is None:
-                self._small_from = self.rounds
+                self.timed_from = self.rounds
             self._changing = {i for i, n in enumerate(sums[CHANGED]) if n > 0} | (self._changing or set())
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def _send_late_buffers(self) -> None:
         """Averages, at the end of finish(), buffers whose first change the last all-reduce has reported."""
-        if self._sent is None or CHANGED not in self._scalars.sizes:
+        if self._sent is None or CHANGED not in self.scalars.sizes:
             return
-        late = {i for i, n in enumerate(self._scalars[CHANGED].view(-1).tolist()) if n > 0}
+        late = {i for i, n in enumerate(self.scalars[CHANGED].view(-1).tolist()) if n > 0}
         if not late:
             return
         self._changing = self._sent | late
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             bucket.payload.zero_()  # no progress
         for bucket, own in self._own_buffers:
             copy(own, bucket.given)
         self._start_allreduce(finished=True)
         self._wait_allreduce(finished=True)
         self._begin_round(self.rounds)
-        self._sync_schedule.begin(self.rounds)
+        self.sync_schedule.begin(self.rounds)
 
     def _params_updated(self, *, at_boundary: bool) -> None:
         """Calls the hooks after the method has written the parameters."""
@@ -669,58 +610,58 @@ class LocalUpdateMethod(Loop, ABC):
     @torch.no_grad()
     def _boundary(self, *, finished: bool) -> bool:
         """Runs `_close_round` with its timing and its hooks."""
-        self._allreduce.check_alive()  # before a method uses partial sums
-        with self._clock.boundary(self._sync_schedule.tau, self._local_steps):
+        self.allreduce.check_alive()  # before a method uses partial sums
+        with self.clock.boundary(self.sync_schedule.tau, self.local_steps):
             for bucket, own in self._own_buffers:
                 copy(own, bucket.given)
-            self._has_finished = self._close_round(finished=finished)
+            self.has_finished = self._close_round(finished=finished)
             for on_round_end in self._on_round_end:
                 on_round_end()
             self._begin_round(rounds := self.rounds)
-            self._sync_schedule.begin(rounds)
+            self.sync_schedule.begin(rounds)
             self._first_step = 1
             self._params_updated(at_boundary=True)
-        return self._has_finished
+        return self.has_finished
 
     def _deliver_scalars(self) -> None:
         """Gives the sums to the hooks. On a GPU they arrive one round later, so the host does not wait.
 
         Elastic workers do wait: after a loss they would otherwise receive the sums of a round in different rounds.
         """
-        if not self._on_reduced_scalars and CHANGED not in self._scalars.sizes:
+        if not self._on_reduced_scalars and CHANGED not in self.scalars.sizes:
             return
-        allreduce, processes = self._allreduce, self._total_world_size
-        info = ReductionInfo(self.rounds - 1, processes, allreduce.world_size, self._generation)
-        numbers = self._scalars.place * processes
+        allreduce, processes = self.allreduce, self.total_world_size
+        info = ReductionInfo(self.rounds - 1, processes, allreduce.world_size, allreduce.generation)
+        numbers = self.scalars.place * processes
         if arrived := self._readback.exchange(numbers.cpu() if allreduce.is_elastic else numbers, info):
-            sums = self._scalars.named(arrived[0])
+            sums = self.scalars.named(arrived[0])
             self._note_changes(sums)
             for on_reduced_scalars in self._on_reduced_scalars:
                 on_reduced_scalars(sums, arrived[1])
 
     def _calls(self, name: str) -> list[Callable[..., Any]]:
         """The bound methods of the hooks whose class overrides `name`."""
-        return [getattr(hook, name) for hook in self._hooks if getattr(type(hook), name) is not getattr(Hook, name)]
+        return [getattr(hook, name) for hook in self.hooks if getattr(type(hook), name) is not getattr(Hook, name)]
 
     def _broadcast_params(self) -> None:
         """Checks that workers agree, and gives all of them rank 0's tensors."""
-        compared = (self._name, self._signature(), *(hook.compared for hook in self._hooks if hook.compared))
-        self._allreduce.agree(compared, [*self._broadcast_once, *(t for hook in self._hooks for t in hook.alike)])
+        compared = (self.name, self._signature(), *(hook.compared for hook in self.hooks if hook.compared))
+        self.allreduce.agree(compared, [*self._broadcast_once, *(t for hook in self.hooks for t in hook.alike)])
         self._changing: set[int] | None = None
         self._sent: set[int] | None = None
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             bucket.begin()
 
     @torch.no_grad()
     def _rehearse(self) -> None:
         """Runs an empty round's all-reduce over NCCL, which changes nothing but the flat tensors."""
-        if self._allreduce.rehearse(self._stages() if self._share is None else self._share.stages()):
+        if self.allreduce.rehearse(self.stages()):
             for tensor in (t for tensors in self._residual().values() for t in tensors):  # a run starts with zeros
                 tensor.zero_()
 
     def _reducers(self) -> list[Reducer]:
         """The reducer of each fragment."""
-        return [self._reducer]
+        return [self.reducer]
 
     def _residual(self) -> dict[str, list[Tensor]]:
         """Error feedback of all reducers, by name."""
@@ -728,19 +669,23 @@ class LocalUpdateMethod(Loop, ABC):
         return {name: [flat for state in states for flat in state[name]] for name in states[0]}
 
     @property
-    def _late(self) -> int:
+    def late(self) -> int:
         """Local steps since the last all-reduce started."""
-        return self._local_steps
+        return self.local_steps
 
-    def _nonfinite_buffers(self) -> list[Tensor]:
-        """Returns the averaged buffers, as given, with non-finite numbers that were not there at construction."""
-        order = {id(b): given for b, given in zip(self._buffers, self._given_buffers.values(), strict=True)}
-        found: list[Tensor] = []
-        for bucket in self._buckets:
+    def numbered_buffers(self) -> list[tuple[int, Tensor]]:
+        """Returns the averaged buffers as given, each with its index in `buffers`, in the order of the buckets."""
+        numbered = {id(b): pair for b, pair in zip(self._buffers, self._given_buffers.items(), strict=True)}
+        return [numbered[id(b)] for bucket in self.buckets for b in bucket.given]
+
+    def nonfinite_buffers(self) -> list[tuple[int, Tensor]]:
+        """Returns those that hold non-finite numbers which were not there at construction."""
+        found = list[bool]()
+        for bucket in self.buckets:
             flat = bucket.flat_buffers()
             bad = views(~flat.isfinite() & ~same_values(flat, bucket.first_values), bucket.given)
-            found += [order[id(b)] for b, where in zip(bucket.given, bad, strict=True) if where.any()]
-        return found
+            found += [bool(where.any()) for where in bad]
+        return [pair for pair, is_bad in zip(self.numbered_buffers(), found, strict=True) if is_bad]
 
     # -- checkpoints -------------------------------------------------------------------------------------------
 
@@ -781,19 +726,19 @@ class LocalUpdateMethod(Loop, ABC):
         Call it after weights were loaded into a model that this object already trains. Otherwise the next boundaries
         pull the model back. The all-reduce in flight is discarded, and momenta are zeroed.
         """
-        self._allreduce.restore(self._allreduce.launched, in_flight=False)
+        self.allreduce.restore(self.allreduce.launched, in_flight=False)
         self._broadcast_params()
-        self._local_steps, self._ended = 0, None
+        self.local_steps, self._ended = 0, None
         self._start_from_params()
 
     def _start_from_params(self) -> None:
         """Resets everything to its state at construction, with the current parameters."""
         self._readback = AsyncReadback()
-        for flat in [b.flat for b in self._buckets] + [f for flats in self._residual().values() for f in flats]:
+        for flat in [b.flat for b in self.buckets] + [f for flats in self._residual().values() for f in flats]:
             flat.zero_()
-        for name in self._state:
-            self._state.begin(name)
-        for name in self._numbers:
+        for name in self.state:
+            self.state.begin(name)
+        for name in self.numbers:
             value = getattr(self, name)
             setattr(self, name, torch.zeros_like(value) if isinstance(value, Tensor) else type(value)())
         self._attach_again()
@@ -801,65 +746,65 @@ class LocalUpdateMethod(Loop, ABC):
 
     def _attach_again(self) -> None:
         """Resets the hooks."""
-        self._broadcasts_state = False
-        for hook in self._hooks:
+        self.broadcasts_state = False
+        for hook in self.hooks:
             hook.attach(self)
 
     def _local_state(self) -> dict[str, Any]:
         """Returns this worker's part of state_dict."""
-        self._allreduce.check_alive()
-        self._allreduce.drain()
-        self._saved_at = self.rounds, self._local_steps
+        self.allreduce.check_alive()
+        self.allreduce.drain()
+        self._saved_at = self.rounds, self.local_steps
         return {
-            "method": self._name,
-            "state": {name: on_host(flats) for name, flats in self._state.items() if name not in self._unsaved},
-            "flats": on_host([b.flat for b in self._buckets]),
-            "in_flight": self._allreduce.in_flight,
-            "reducer": self._reducer.kind,
+            "method": self.name,
+            "state": {name: on_host(flats) for name, flats in self.state.items() if name not in self._unsaved},
+            "flats": on_host([b.flat for b in self.buckets]),
+            "in_flight": self.allreduce.in_flight,
+            "reducer": self.reducer.kind,
             "residual": {name: on_host(flats) for name, flats in self._residual().items()},
-            "rank": self._allreduce.rank,
-            "workers": self._allreduce.world_size,
-            "places": self._allreduce.places,
-            "local_steps": self._local_steps,
+            "rank": self.allreduce.rank,
+            "workers": self.allreduce.world_size,
+            "places": self.allreduce.places,
+            "local_steps": self.local_steps,
             "rounds": self.rounds,
             "taus": [self._sent_tau, self._arrived_tau, self.tau],
-            "order": order_of(self._trained),
-            "hooks": {hook.name: on_host(hook.state_dict()) for hook in self._hooks if hook.name},
+            "order": order_of(self.trained),
+            "hooks": {hook.name: on_host(hook.state_dict()) for hook in self.hooks if hook.name},
             "first_buffers": on_host([b.first_values for b, _ in self._own_buffers]),
             "changing": None if self._changing is None else sorted(self._changing),
-        } | {name.removeprefix("_"): on_host(getattr(self, name)) for name in self._numbers}
+        } | {name.removeprefix("_"): on_host(getattr(self, name)) for name in self.numbers}
 
     def _load_local_state(self, state: dict[str, Any]) -> None:
         """Restores what _local_state returned."""
-        workers = self._allreduce.world_size
-        check_run(state, self._name, workers, equal=bool(self._replicated_state) or not self._state)
-        kind = state["reducer"] if self._reducer.changes else self._reducer.kind
+        workers = self.allreduce.world_size
+        check_run(state, self.name, workers, equal=bool(self.replicated) or not self.state)
+        kind = state["reducer"] if self.reducer.changes else self.reducer.kind
         if state["in_flight"] and (state["reducer"] == Reducer.kind) != (kind == Reducer.kind):
             raise UserError(  # one holds a sum, the other a mean
                 f"the checkpoint holds an all-reduce in {state['reducer']}, and {kind} cannot go on with it: resume "
                 "with the compression that wrote it"
             )
-        resized_group = (state["workers"], state["places"]) != (workers, self._allreduce.places)
+        resized_group = (state["workers"], state["places"]) != (workers, self.allreduce.places)
         # Error feedback belongs to a number of workers. A plain sum has none, and carries its own weight.
-        sums = state["reducer"] == Reducer.kind and (self._reducer.kind == Reducer.kind or self._reducer.changes)
+        sums = state["reducer"] == Reducer.kind and (self.reducer.kind == Reducer.kind or self.reducer.changes)
         residual = not resized_group and not sums and "residual" in state  # elastic workers save none
         saved = dict(state.get("state", {}))  # torch.distributed.checkpoint drops an empty dict
         saved |= state["residual"] if residual else {}
-        saved |= {name: [torch.zeros_like(flat) for flat in self._state[name]] for name in self._unsaved}
-        flats = [b.flat for b in self._buckets]
+        saved |= {name: [torch.zeros_like(flat) for flat in self.state[name]] for name in self._unsaved}
+        flats = [b.flat for b in self.buckets]
         saved["all-reduce"] = resized(state["flats"], flats) if resized_group else state["flats"]
 
         def current() -> dict[str, list[Tensor]]:
-            return dict(self._state) | (self._residual() if residual else {}) | {"all-reduce": flats}
+            return dict(self.state) | (self._residual() if residual else {}) | {"all-reduce": flats}
 
         check_saved(saved, current())
-        if state.get("order", mine := order_of(self._trained)) != mine:  # an older version saved none
+        if state.get("order", mine := order_of(self.trained)) != mine:  # an older version saved none
             raise UserError(
                 "the checkpoint's parameters have other shapes, or another order: give the parameters in the order in "
                 "which the run that wrote it gave them, such as model.parameters()"
             )
         self._between = state.get("between", 0)
-        self._allreduce.restore(state["rounds"] + self._between, state["in_flight"])
+        self.allreduce.restore(state["rounds"] + self._between, state["in_flight"])
         for reducer in self._reducers():
             reducer.become(state["reducer"])
         changing = state.get("changing")  # an older version saved none, and sent all
@@ -869,28 +814,28 @@ class LocalUpdateMethod(Loop, ABC):
         self._choose_buffers()
         for name, held in current().items():
             copy(held, saved[name])
-        if state.get("rank", self._allreduce.rank) != self._allreduce.rank:
+        if state.get("rank", self.allreduce.rank) != self.allreduce.rank:
             for name, flats in self._residual().items():  # error feedback of another worker's rounding
                 for flat in flats if name.endswith("error_feedback") else []:
                     flat.zero_()
-        for name in self._numbers:
+        for name in self.numbers:
             value, held = state[name.removeprefix("_")], getattr(self, name)
             setattr(self, name, value.to(held, copy=True) if isinstance(held, Tensor) else value)
-        self._scalars["finished"].zero_()  # a resumed run may train on
+        self.scalars["finished"].zero_()  # a resumed run may train on
         self._readback = AsyncReadback()
-        self._local_steps, self._ended = state["local_steps"], None
-        self._first_step = self._local_steps + 1
-        self._clock.steps_begin(after=self._local_steps)
+        self.local_steps, self._ended = state["local_steps"], None
+        self._first_step = self.local_steps + 1
+        self.clock.steps_begin(after=self.local_steps)
         self._sent_tau, self._arrived_tau, *tau = state["taus"]
-        self._growth = self._sent_tau / self._arrived_tau
+        self.growth = self._sent_tau / self._arrived_tau
         self._attach_again()
-        for hook in self._hooks:
+        for hook in self.hooks:
             if resized_group:  # their meaning depends on the number of workers
                 for name in (*hook.scalars, *hook.per_worker_scalars):
-                    self._scalars[name].zero_()
+                    self.scalars[name].zero_()
             if hook.name and (held := state.get("hooks", {}).get(hook.name)) is not None:
                 hook.load_state_dict(held)
         self._begin_round(self.rounds)
-        self._sync_schedule.begin(self.rounds)
-        if tau and self._local_steps:
-            self._sync_schedule.go_on(tau[0])
+        self.sync_schedule.begin(self.rounds)
+        if tau and self.local_steps:
+            self.sync_schedule.go_on(tau[0])

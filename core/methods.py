@@ -31,7 +31,7 @@ from .testing.link import Link
 class Blocking(LocalUpdateMethod):
     """Base class of methods that wait for an average at every boundary.
 
-    It averages the differences from _anchor_params, or the parameters if there are none.
+    It averages the differences from anchors, or the parameters if there are none.
 
     Args:
         params: See LocalUpdateMethod.
@@ -54,14 +54,14 @@ class Blocking(LocalUpdateMethod):
         )
 
     def _close_round(self, *, finished: bool) -> bool:
-        for bucket, start in itertools.zip_longest(self._buckets, self._anchor_params):
+        for bucket, start in itertools.zip_longest(self.buckets, self.anchors):
             bucket.flatten(bucket.payload)
             if start is not None:  # send a difference, see LocalSGD
                 torch.sub(start, bucket.payload, out=bucket.payload)
         self._start_allreduce(finished=finished)
         result = self._wait_allreduce(finished=finished)
         if not result.is_empty:
-            for bucket in self._buckets:
+            for bucket in self.buckets:
                 rescale(bucket.payload, self._scale)
             self._apply()
         return result.is_last
@@ -80,7 +80,7 @@ class LocalSGD(Blocking):
     Blocking lists its arguments.
     """
 
-    _name = "LocalSGD"
+    name = "LocalSGD"
 
     def __init__(
         self,
@@ -92,10 +92,10 @@ class LocalSGD(Blocking):
     ):
         super().__init__(params, tau, compression=compression, **args)
         if compression is not None and compression.format != "float32":
-            self._replicated_state = self._anchor_params = self._state.new("outer_iterate", of_params=True)
+            self.replicated = self.anchors = self.state.new("outer_iterate", of_params=True)
 
     def _apply(self) -> None:
-        for bucket, start in itertools.zip_longest(self._buckets, self._anchor_params):
+        for bucket, start in itertools.zip_longest(self.buckets, self.anchors):
             average = bucket.payload if start is None else start.sub_(bucket.payload)
             copy(bucket.params, views(average, bucket.params))
 
@@ -128,7 +128,7 @@ class SlowMo(Blocking):
         lr: Returns gamma, the current inner learning rate. None means a constant one, which cancels.
     """
 
-    _name = "SlowMo"
+    name = "SlowMo"
 
     def __init__(
         self,
@@ -143,14 +143,14 @@ class SlowMo(Blocking):
         self.config = of_kind(config, SlowMoConfig, "config")
         super().__init__(params, tau, compression=compression, **args)
         self._lr = lr or (lambda: 1.0)
-        self._x = self._replicated_state = self._anchor_params = self._state.new("outer_iterate", of_params=True)
-        self._u = self._state.new("outer_momentum")
+        self._x = self.replicated = self.anchors = self.state.new("outer_iterate", of_params=True)
+        self._u = self.state.new("outer_momentum")
 
     def _apply(self) -> None:
         gamma = max(self._lr(), 1e-12)  # a schedule may end at exactly 0
-        for bucket, x, u in zip(self._buckets, self._x, self._u, strict=True):
+        for bucket, x, u in zip(self.buckets, self._x, self._u, strict=True):
             # u <- beta u + mean_i (x - x^i) / gamma
-            u.mul_(carried(self.config.outer_momentum, self._growth)).add_(bucket.payload, alpha=1 / gamma)
+            u.mul_(carried(self.config.outer_momentum, self.growth)).add_(bucket.payload, alpha=1 / gamma)
             x.sub_(u, alpha=self.config.outer_lr * gamma)
             copy(bucket.params, views(x, bucket.params))
 
@@ -176,7 +176,7 @@ class DiLoCo(CO2):
         config: DiLoCo's settings.
     """
 
-    _name = "DiLoCo"
+    name = "DiLoCo"
 
     def __init__(
         self,
@@ -228,7 +228,7 @@ class OverlapLocalSGD(LocalUpdateMethod):
         **args: See CommonArgs.
     """
 
-    _name = "OverlapLocalSGD"
+    name = "OverlapLocalSGD"
 
     def __init__(
         self,
@@ -243,24 +243,24 @@ class OverlapLocalSGD(LocalUpdateMethod):
         self.config = of_kind(config, OverlapLocalConfig, "config")
         shared = CO2Config(tau=tau, tau_max=tau_max, compression=compression or CompressionConfig())
         super().__init__(given := tensors_of(params, "parameters"), **build_args_of_other(given, shared, args))
-        self._z = self._replicated_state = self._anchor_params = self._state.new("outer_iterate", of_params=True)
-        self._v = self._state.new("anchor_momentum")
+        self._z = self.replicated = self.anchors = self.state.new("outer_iterate", of_params=True)
+        self._v = self.state.new("anchor_momentum")
         self._starts_near_anchor = True
 
     def _close_round(self, *, finished: bool) -> bool:
-        if self._allreduce.in_flight:
+        if self.allreduce.in_flight:
             result = self._wait_allreduce(finished=finished)
-            for bucket, z, v in zip(self._buckets, self._z, self._v, strict=True):
+            for bucket, z, v in zip(self.buckets, self._z, self._v, strict=True):
                 rescale(bucket.payload, self._scale)
                 # the payload holds z - mean
-                v.mul_(carried(self.config.anchor_momentum, self._growth)).sub_(bucket.payload)
+                v.mul_(carried(self.config.anchor_momentum, self.growth)).sub_(bucket.payload)
                 torch.sub(z, bucket.payload, out=bucket.payload)  # the average of the pulled models
                 z.add_(v)
             if result.is_last:
-                for bucket in self._buckets:
+                for bucket in self.buckets:
                     copy(bucket.params, bucket.payload_views)
                 return True
-        for bucket, z in zip(self._buckets, self._z, strict=True):
+        for bucket, z in zip(self.buckets, self._z, strict=True):
             for p, anchor in zip(bucket.params, views(z, bucket.params), strict=True):
                 p.lerp_(anchor.to(p.dtype), self.config.pull)  # x^i <- x^i - a (x^i - z)
             bucket.flatten(bucket.payload)
@@ -269,7 +269,7 @@ class OverlapLocalSGD(LocalUpdateMethod):
         return False
 
     def _restart_from_anchor(self, where: Tensor | None = None) -> None:
-        for bucket, z in zip(self._buckets, self._z, strict=True):
+        for bucket, z in zip(self.buckets, self._z, strict=True):
             anchor = views(z, bucket.params)
             copy(bucket.params, anchor) if where is None else copy_where(where, bucket.params, anchor)
 
@@ -282,17 +282,17 @@ class OverlapLocalSGD(LocalUpdateMethod):
         if (equal := self.sync_for_eval()) or not self.at_boundary:
             yield equal
             return
-        if not self._allreduce.arrived():
+        if not self.allreduce.arrived():
             with (
-                self._clock.early_merge(self.tau),
-                self._allreduce.counted(),
+                self.clock.early_merge(self.tau),
+                self.allreduce.counted(),
             ):  # the average is merged at the end of the round
-                self._allreduce.drain()
-        scale = 1 / self._scalars["weight"].double()  # NaN or infinite if no worker counts
-        tensors = [t for b in self._buckets for t in (*b.params, *b.buffers)]
+                self.allreduce.drain()
+        scale = 1 / self.scalars["weight"].double()  # NaN or infinite if no worker counts
+        tensors = [t for b in self.buckets for t in (*b.params, *b.buffers)]
         own = [t.clone() for t in tensors]
         averages: list[Tensor] = []
-        for bucket, z in zip(self._buckets, self._z, strict=True):
+        for bucket, z in zip(self.buckets, self._z, strict=True):
             averages += views(z - bucket.payload * scale.to(z), bucket.params)
             averages += [v * scale.to(v) for v in bucket.buffer_views]
         self._write_model(tensors, averages)

@@ -18,6 +18,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+# one kernel for many tensors, as in torch's optimizers
+from torch import _foreach_add_ as add_each  # pyright: ignore[reportPrivateImportUsage]
+from torch import _foreach_sub_ as sub_each  # pyright: ignore[reportPrivateImportUsage]
+
 from .buckets import copy, copy_where, elements, group_pieces, has_triton, views
 
 EPS = 1e-12  # keeps Lambda finite if a pseudo-gradient is exactly zero
@@ -441,8 +445,8 @@ class FusedOuterStep(OuterStep):
             if self._is_16bit or rule.merge == "restart":
                 continue_from(s, rule)
             else:
-                torch._foreach_sub_(s.params, s.snapshot)  # pyright: ignore[reportPrivateImportUsage]
-                torch._foreach_add_(s.params, s.x_views)  # pyright: ignore[reportPrivateImportUsage]
+                sub_each(s.params, s.snapshot)
+                add_each(s.params, s.x_views)
         squares, gaps, tops, clipped = zip(*stats, strict=True)
         numbers = [sum(squares), sum(gaps), max(tops), sum(clipped)]
         return torch.tensor(numbers, dtype=torch.float64, device=self.d.device)
@@ -477,7 +481,7 @@ class FusedOuterStep(OuterStep):
             torch.sub(s.x_views[0], s.params[0], out=s.d_views[0])
             return
         s.d.copy_(s.x if self._rounded is None else self._rounded[: len(s.d)].copy_(s.x))
-        torch._foreach_sub_(s.d_views, s.params)  # pyright: ignore[reportPrivateImportUsage]
+        sub_each(s.d_views, s.params)
 
 
 def make_outer_step(

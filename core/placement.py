@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from . import outer
 from .buckets import Bucket, copy, is_dtensor, local_shard, views
 from .comm import (
+    WORLD,
     Pending,
     Stage,
     backend_for,
@@ -125,7 +126,7 @@ def check_names(group: dist.ProcessGroup | None) -> None:
         return
     if backend_for(group, torch.device("cpu")) != "gloo":  # the members cannot compare
         return
-    counts = of_all(len(dist.distributed_c10d._world.pg_names), group)
+    counts = of_all(len(WORLD.pg_names), group)
     if len({*counts}) > 1:
         raise UserError(
             f"ranks {dist.get_process_group_ranks(group)} have made {counts} process groups, so torch would give their "

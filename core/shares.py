@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch import _foreach_add_ as add_each  # pyright: ignore[reportPrivateImportUsage]
 
 from . import outer
 from .buckets import Bucket, BucketShare, copy, elements, first_nonfinite, make_buckets, read_blocks, views, wipe
@@ -130,22 +131,22 @@ class Share:
 
     def owned(self, flats: Sequence[Tensor]) -> list[Tensor]:
         """Returns what this rank owns of flat tensors as long as its shares."""
-        group, allreduce = self.method._allreduce.group, self.method._allreduce
+        group, allreduce = self.method.allreduce.group, self.method.allreduce
         if not self.shard or group is None:
             return list(flats)
         return [flat.view(allreduce.world_size, -1)[allreduce.rank] for flat in flats]
 
     def attach(self, method: CO2, timeout: float, inner: dist.ProcessGroup | None) -> None:
         """Makes the outer state, when the method has its buckets."""
-        self.method, buckets, c = method, method._buckets, method.config
+        self.method, buckets, c = method, method.buckets, method.config
         device = buckets[0].flat.device
-        if self.offload and method._params[0].is_cuda:
-            self._stream = torch.cuda.Stream(method._params[0].device)
+        if self.offload and method.params[0].is_cuda:
+            self._stream = torch.cuda.Stream(method.params[0].device)
         if inner is not None and c.delay == "auto":
             self._votes = Votes(new_group(inner, timeout, torch.device("cpu"), "gloo", overlap=True))
         self.g = self.of_node(buckets)
-        own, state = self.owned(self.g), method._state
-        lone = self.shard and method._in_paper_order  # then no worker holds the whole x between two boundaries
+        own, state = self.owned(self.g), method.state
+        lone = self.shard and method.in_paper_order  # then no worker holds the whole x between two boundaries
         self.x = state["outer_iterate"] = [torch.zeros_like(g) for g in (own if lone else self.g)]
         self._own_x = self.x if lone else self.owned(self.x)
         # x_{t+1,0} of what this rank owns, while g holds it no more
@@ -153,16 +154,16 @@ class Share:
         if lone:
             state["next_outer_iterate"] = self._next_x
         self.m = state["outer_momentum"] = [torch.zeros_like(g) for g in own]
-        directed = c.nesterov and (c.gap != "none" or method._in_paper_order)
+        directed = c.nesterov and (c.gap != "none" or method.in_paper_order)
         directions: Sequence[Tensor | None] = [torch.zeros_like(g) for g in own] if directed else [None] * len(own)
         self._directions = [d for d in directions if d is not None]
         if directed:
             state["outer_step"] = self._directions
         # No checkpoint holds the snapshot: when its average has arrived, the payload holds the change.
         self._snapshots = [torch.zeros_like(g) for g in self.g] if c.merge == "keep_local" else []
-        method._share_numbers = torch.zeros(5, dtype=torch.float64, device=device)
-        method._spoilt = torch.zeros((), dtype=torch.bool, device=method._params[0].device)
-        method._numbers = ("_share_numbers", "_spoilt")
+        method.share_numbers = torch.zeros(5, dtype=torch.float64, device=device)
+        method.spoilt = torch.zeros((), dtype=torch.bool, device=method.params[0].device)
+        method.numbers = ("share_numbers", "spoilt")
         self._layout: list[tuple[int, tuple[int, ...]]] = []
         sent = self.sent_parts(buckets) if self.offload else []
         self._copies = [[pinned(p.numel(), p.dtype).view(p.shape) for p in part.params] for part in sent]
@@ -171,23 +172,23 @@ class Share:
         self._updates = [  # steps 4 to 7: their parameters are g, where they leave x_{t+1,0}
             outer.make_outer_step([g], g, x, m, None, d, nesterov=c.nesterov) for g, x, m, d in at if len(g)
         ]
-        self._numel = self.node.count(method._params)
-        self.node.locate(method._params, buckets, own)
+        self._numel = self.node.count(method.params)
+        self.node.locate(method.params, buckets, own)
 
     @property
     def numbers(self) -> Tensor:
-        return self.method._share_numbers
+        return self.method.share_numbers
 
     def _lay_out(self) -> None:
         """Cuts the live parameters where this rank's share begins and ends, again if a storage has moved."""
         m = self.method
-        layout = [(p.data_ptr(), p.stride()) for p in m._params]
+        layout = [(p.data_ptr(), p.stride()) for p in m.params]
         if layout == self._layout:
             return
         self._layout = layout
         self._takes, self._own, self._others = list[outer.OuterStep](), list[Tensor](), list[tuple[Tensor, Tensor]]()
         lone = bool(self._next_x)
-        for i, (b, g) in enumerate(zip(m._buckets, self.g, strict=True)):
+        for i, (b, g) in enumerate(zip(m.buckets, self.g, strict=True)):
             start = self.node.rank * len(g) if self.node.parts > 1 else 0
             own = elements(b.params, start, start + len(g))
             n = sum(p.numel() for p in own)
@@ -204,7 +205,7 @@ class Share:
     def start_from_params(self) -> None:
         """Sets x and the payloads to the parameters."""
         self.drain()
-        for bucket in self.method._buckets:
+        for bucket in self.method.buckets:
             bucket.flatten(bucket.payload)
         copy(self.x, self.owned(self.g) if self._next_x else self.g)
         copy(self._next_x, self._own_x)
@@ -220,7 +221,7 @@ class Share:
         """Leaves the groups."""
         if self._votes is not None and self._votes.group is not None:
             self._votes.read()
-            leave_group(self._votes.group, self.method._allreduce.timeout, overlap=True)
+            leave_group(self._votes.group, self.method.allreduce.timeout, overlap=True)
             self._votes = None
         self.node.close()
 
@@ -231,7 +232,7 @@ class Share:
     def check(self) -> str:
         """Compares a node's parameters once, because each rank sends a part of them for all. See Node.check."""
         checked, self._checked = self._checked, True
-        return "" if checked else self.node.check(self.method._params)
+        return "" if checked else self.node.check(self.method.params)
 
     # -- on the main thread --------------------------------------------------------------------------------------------
 
@@ -248,7 +249,7 @@ class Share:
             return self._differences()
         with self.own_stream():
             copy([c for copies in self._copies for c in copies], self._own, queued=True)
-            if self.method._in_paper_order:
+            if self.method.in_paper_order:
                 self._restart()
 
     def _differences(self) -> None:
@@ -257,7 +258,7 @@ class Share:
         If no worker holds the whole x, the difference starts from x_{t+1,0}, and the owner corrects the average.
         """
         m, lone = self.method, bool(self._next_x)
-        if not m._in_paper_order:
+        if not m.in_paper_order:
             for taken in self._takes:
                 taken.take()
         else:
@@ -273,7 +274,7 @@ class Share:
                 s.d.copy_(own)
             if not self.offload:
                 copy([p for p, _ in self._others], [x for _, x in self._others])
-        for g in self.g if self._idle and not m._in_paper_order else ():
+        for g in self.g if self._idle and not m.in_paper_order else ():
             g.zero_()  # p + D may have been rounded
 
     def _segments(self) -> Iterator[outer.Segment]:
@@ -283,7 +284,7 @@ class Share:
 
     def _restart(self) -> None:
         """p <- payload."""
-        for b in self.method._buckets:
+        for b in self.method.buckets:
             copy(b.params, b.payload_views, queued=True)
 
     @torch.no_grad()
@@ -291,7 +292,7 @@ class Share:
         """The parameters become x_{t+1,0} at the end of finish(). The payload holds it, and nothing is stale."""
         self._restart()
         self.numbers[ALPHA].zero_()
-        if self.method._in_paper_order:
+        if self.method.in_paper_order:
             copy(self.x, self.owned(self.g) if self._next_x else self.g)
 
     @torch.no_grad()
@@ -300,23 +301,23 @@ class Share:
         whole = self.numbers[WHOLE] > 0
         if not self._snapshots or (not read_blocks(whole) and whole):
             return self._restart()
-        for b in self.method._buckets:
+        for b in self.method.buckets:
             if read_blocks(whole):  # a GPU is not read: there p <- 0 + x
                 wipe(b.params, whole)
             for p, change in zip(b.params, b.payload_views, strict=True) if self.offload else ():
                 p.add_(change.to(p.device, non_blocking=True))
             if b.params and not self.offload:
-                torch._foreach_add_(b.params, b.payload_views)  # pyright: ignore[reportPrivateImportUsage]
+                add_each(b.params, b.payload_views)
 
     def excluded(self) -> Tensor:
         """Returns whether the average that has arrived leaves out this node, 0-d bool on the parameters' device."""
-        return on_device(self.numbers[EXCLUDED] > 0, self.method._spoilt.device)
+        return on_device(self.numbers[EXCLUDED] > 0, self.method.spoilt.device)
 
     # -- in the background ---------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def stages(self) -> Iterator[Stage]:
-        """The collectives of a round, and Algorithm 1's steps 4 to 7 between them."""
+    def stages(self, reduction: Iterator[Stage]) -> Iterator[Stage]:
+        """The collectives of a round, with Algorithm 1's steps 4 to 7 after the `reduction` among the nodes."""
         m, node = self.method, self.node
         yield [], 0  # from here in the background
         if self.offload:
@@ -326,37 +327,36 @@ class Share:
             self._copied = False
         # the node is judged as one worker, because its ranks shared their gradients
         outliers = m.hook(OutlierFilter)
-        square = torch.where(first_nonfinite(self.method._buckets) > 0, float("nan"), _square(self.g)).view(1)
+        square = torch.where(first_nonfinite(self.method.buckets) > 0, float("nan"), _square(self.g)).view(1)
         yield from node.sum([square])
-        m._zero_payload(outliers.judge(square[0].sqrt()))
-        self.numbers[EXCLUDED].copy_(m._weight == 0)
-        yield from m._repair_replicas()
-        yield from m._reducer.stages(m._allreduce.group, m._allreduce.launched)  # 2
+        m.exclude(outliers.judge(square[0].sqrt()))
+        self.numbers[EXCLUDED].copy_(m.scalars["weight"] == 0)
+        yield from reduction  # 2
         yield from self._mean_over_node()
         yield from self._outer_step()
-        if self.shard and m._allreduce.group is not None:
+        if self.shard and m.allreduce.group is not None:
             for g in self.g:
-                yield gather_parts(g, m._allreduce.group)
+                yield gather_parts(g, m.allreduce.group)
         if node.of_shards:
-            yield from node.gather(m._buckets)  # only what several ranks hold
-        if not m._in_paper_order and (node.of_shards or self.shard):
+            yield from node.gather(m.buckets)  # only what several ranks hold
+        if not m.in_paper_order and (node.of_shards or self.shard):
             copy(self.x, self.g)
         # In finish(), and after an exclusion, the parameters become x itself.
-        all_finished = m._finished * m._reducer.scale > 1 - 1e-6
+        all_finished = m.scalars["finished"] * m.reducer.scale > 1 - 1e-6
         whole = all_finished | (self.numbers[EXCLUDED] > 0)
         self.numbers[WHOLE].copy_(whole if self._snapshots else torch.ones_like(whole))
         for g, snapshot in zip(self.g, self._snapshots, strict=False):
             for part, start in zip(*(f.split(outer.segment_size(g)) for f in (g, snapshot)), strict=True):
                 part.copy_(torch.where(whole, part, part - start))
         if not node.of_shards:
-            yield from node.gather(m._buckets)
+            yield from node.gather(m.buckets)
 
     def _mean_over_node(self) -> Iterator[Stage]:
         """Averages buffers and scalars over the node's ranks, so that a node counts as one worker.
 
         The buffers of pipeline stages are each stage's own.
         """
-        buckets, node = self.method._buckets, self.node
+        buckets, node = self.method.buckets, self.node
         if node.group is None:
             return
         rests = [b.rest for b in buckets if len(b.rest)] if not node.separate else [buckets[0].scalars.double()]
@@ -369,9 +369,9 @@ class Share:
     def _outer_step(self) -> Iterator[Stage]:
         """Steps 4 to 7 on what this rank owns. g becomes x_{t+1,0}. An average of no local step changes nothing."""
         m, c, numbers = self.method, self.method.config, self.numbers
-        own, weight, moved = self.owned(self.g), m._weight.double(), m._steps > 0
+        own, weight, moved = self.owned(self.g), m.scalars["weight"].double(), m.scalars["steps"] > 0
         scale = torch.where(weight == 0, 1.0, 1 / weight)
-        for x, following, g, b in zip(self._own_x, self._next_x, own, m._buckets, strict=False):
+        for x, following, g, b in zip(self._own_x, self._next_x, own, m.buckets, strict=False):
             # each worker has sent x_{t+1,0} - p, and its local steps began at x_{t,0} as the parameters' dtype holds it
             g.mul_(scale.to(g)).add_((weight > 0).to(g) * (x.to(b.dtype).to(x.dtype) - following))
             x.copy_(following)
@@ -379,13 +379,13 @@ class Share:
         squares = _square(own) - self.node.surplus(own)
         sums = torch.stack([squares, numbers[M_SQUARES], numbers[STEP_SQUARES]])
         yield from self.node.sum([sums])
-        if self.shard and m._allreduce.group is not None:
-            yield sum_flats([sums], m._allreduce.group)
+        if self.shard and m.allreduce.group is not None:
+            yield sum_flats([sums], m.allreduce.group)
         delta_norm, m_norm, step_norm = sums.sqrt().unbind()
         delta_norm, last_alpha = scale * delta_norm, numbers[ALPHA].clone()
         alpha = moved.double() * c.outer_lr
         rule = outer.Rule(
-            beta=torch.where(moved, torch.full_like(alpha, outer.carried(c.outer_momentum, m._growth)), 1.0),
+            beta=torch.where(moved, torch.full_like(alpha, outer.carried(c.outer_momentum, m.growth)), 1.0),
             alpha=alpha,
             last_alpha=last_alpha,
             phi=c.clip,
@@ -402,8 +402,8 @@ class Share:
         total = torch.zeros(4, dtype=torch.float64, device=numbers.device)
         total[2].fill_(1.0)  # of no elements: Lambda is 1
         if self._updates:
-            total = outer.run_all(self._updates, replace(rule, alpha=0.0) if m._in_paper_order else rule)
-        for g, step in zip(own, self._directions or self.m, strict=True) if m._in_paper_order else ():
+            total = outer.run_all(self._updates, replace(rule, alpha=0.0) if m.in_paper_order else rule)
+        for g, step in zip(own, self._directions or self.m, strict=True) if m.in_paper_order else ():
             g.sub_(rule.alpha.to(step) * step) if isinstance(rule.alpha, Tensor) else g.sub_(step, alpha=rule.alpha)
         numbers[ALPHA].copy_(alpha)  # in place, because another stream reads it
         self.recount(torch.where(moved, total[0] - self.node.surplus(self.m), numbers[M_SQUARES]))

@@ -349,31 +349,31 @@ class TauHook(Hook):
 
     def before_allreduce(self) -> None:
         m = self.method
-        self.tuner.write_times(m._clock.stats, m._clock.before, m._allreduce.place, m._scalars["times"])
-        if m.rounds <= m._small_from:  # these times are of a round with all buffers
-            m._scalars["times"].zero_()
-        m._reducer.become(self.tuner.compression)  # follows from received times, so it is equal on all workers
+        self.tuner.write_times(m.clock.stats, m.clock.before, m.allreduce.place, m.scalars["times"])
+        if m.rounds <= m.timed_from:  # these times are of a round with all buffers
+            m.scalars["times"].zero_()
+        m.reducer.become(self.tuner.compression)  # follows from received times, so it is equal on all workers
 
     def on_reduced_scalars(self, sums: Mapping[str, Sequence[float]], info: ReductionInfo) -> None:
         times = [t * info.workers / info.total_world_size for t in sums["times"]]  # the ranks of a node share a place
         step, allreduce, boundary, waited = (times[0::NUMBERS], times[1::NUMBERS], times[2::NUMBERS], times[3::NUMBERS])
         before, self._timed = self._timed, [a * b > 0 for a, b in zip(step, allreduce, strict=True)]
-        if self.method._allreduce.is_elastic and any(before) and before != self._timed:
+        if self.method.allreduce.is_elastic and any(before) and before != self._timed:
             # A worker has left or joined. All find that in the same sums. The next times may include the change.
             self.tuner.measure_again()
             return
-        self._decided = self.tuner.receive(self.method._allreduce.launched, step, allreduce, boundary, waited)
+        self._decided = self.tuner.receive(self.method.allreduce.launched, step, allreduce, boundary, waited)
 
     def on_round_end(self) -> None:
         self.decision, self._decided = self._decided, None
 
     def state_dict(self) -> Any:
-        return self.tuner.state_dict() | {"places": self.method._allreduce.places, "timed": self._timed}
+        return self.tuner.state_dict() | {"places": self.method.allreduce.places, "timed": self._timed}
 
     def load_state_dict(self, state: Any) -> None:
         self.tuner.load_state_dict(state)
         self._timed = state.get("timed", [])
-        if state.get("places", places := self.method._allreduce.places) != places:  # an older version saved none
+        if state.get("places", places := self.method.allreduce.places) != places:  # an older version saved none
             self.tuner.measure_again()
 
 
@@ -418,11 +418,11 @@ class AdaptiveTau(SyncSchedule):
     def _log(self, hook: TauHook, number: int) -> None:
         """Reports the decision of this boundary, and with delay auto a new wait, on the rank that reports."""
         d, needed = hook.decision, hook.tuner.needed if self.delay == "auto" else None
-        if d is not None and hook.method._is_log_rank:
+        if d is not None and hook.method.is_log_rank:
             parts = f", {d.fragments} fragments" if d.fragments > 1 else ""
             settings = number, d.new, d.old, d.compression, parts, d.reason
             log.info("round %d: tau %d (it was %d), compression %s%s: %s", *settings)
-        if needed not in (None, self._logged) and hook.method._is_log_rank:
+        if needed not in (None, self._logged) and hook.method.is_log_rank:
             log.info("round %d: a worker waits for an average after %d local steps at most", number, needed)
         self._logged = needed
 
@@ -432,7 +432,7 @@ class AdaptiveTau(SyncSchedule):
 
     def merges(self, method: LocalUpdateMethod) -> bool:
         if self.delay != "auto":
-            return method._late == self.delay
-        due = self.tau_hook is not None and not method._is_cut and method._local_steps == self.tau_hook.tuner.needed
-        arrived = method._allreduce.arrived()
-        return due or (arrived if method._share is None else method._share.has_arrived(arrived))
+            return method.late == self.delay
+        due = self.tau_hook is not None and not method.is_cut and method.local_steps == self.tau_hook.tuner.needed
+        arrived = method.allreduce.arrived()
+        return due or (arrived if method.share is None else method.share.has_arrived(arrived))

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from .buckets import is_dtensor, local_shard, parts_of, views
+from .buckets import is_dtensor, local_shard, parts_of, views, writes
 from .comm import is_alive
 from .errors import UserError
 from .hooks import Hook, forget
@@ -207,9 +207,9 @@ class UsageChecks(Hook):
 
     def before_step(self) -> bool:
         """Warns of calls without an update between them."""
-        writes, before = self._writes(), self._last
-        self._last, self._calls = writes, self._calls + 1
-        self._idle += not self._updated and writes == before and self._gradients_wait()
+        before, self._last = self._last, writes(self._params)
+        self._calls += 1
+        self._idle += not self._updated and self._last == before and self._gradients_wait()
         self._updated = False
         if 1 < self._idle < self._calls and 3 * self._idle >= self._calls:  # equal: torch counts none of the writes
             self._is_watching = False
@@ -280,7 +280,7 @@ class UsageChecks(Hook):
                 forget(optimizer)(where)
 
     def after_param_update(self, *, at_boundary: bool) -> None:
-        self._start = self._last = self._writes()
+        self._start = self._last = writes(self._params)
         self._unchecked = set(range(len(self._start))) if at_boundary else set()
         self._updated, self._trained, self._steps = False, False, 0
         self._uncounted = 0 if at_boundary else self._uncounted
@@ -288,10 +288,6 @@ class UsageChecks(Hook):
     def on_close(self) -> None:
         """Ends the checks, because others may write the parameters now."""
         _active.discard(self)
-
-    def _writes(self) -> list[tuple[int, int]]:
-        """Returns for each parameter what changes when it is written in place or gets other memory."""
-        return [(p._version, p.data_ptr()) for p in self._params]
 
     def before_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """The step of any optimizer of the process is about to begin."""
@@ -309,7 +305,7 @@ class UsageChecks(Hook):
         self._updated |= bool(mine)
         self._trained |= any(p.grad is not None for p in mine)
         if self._rounds < FIRST or is_new:
-            self._trained |= self._steps > 0 and self._start != self._writes()
+            self._trained |= self._steps > 0 and self._start != writes(self._params)
             self._steps += 1
             known = {id(p) for checks in list(_active) for p in checks.method.trained}
             others = {id(p): p for p in params if id(p) not in known}
@@ -330,7 +326,7 @@ class UsageChecks(Hook):
     @torch.no_grad()
     def _check(self, given: Sequence[Tensor]) -> None:
         """Warns if parameters that are about to take the round's first step were written since the last round."""
-        m, now = self.method, self._writes()
+        m, now = self.method, writes(self._params)
         numbers = {self._number.get(id(p), -1) for p in given} & self._unchecked
         self._unchecked -= numbers
         written = [i for i in numbers if now[i] != self._start[i]]
@@ -345,7 +341,7 @@ class UsageChecks(Hook):
             starts = {id(p): x for b, flat in flats for p, x in zip(b.params, views(flat, b.params), strict=True)}
             tolerance = ROUGHLY if m.begins_apart else TOLERANCE
             written = [i for i in written if _differ(p := self._params[i], starts[id(p)].to(p.dtype), tolerance)]
-        if written and (m.anchors or m.has_state):  # without state, nothing pulls weights back
+        if written and (m.anchors or m.state):  # without state, nothing pulls weights back
             warnings.warn(
                 f"{len(written)} of {len(self._params)} parameters were changed since the last round closed, and not "
                 "by an optimizer: if weights were loaded, call resync() on all workers, or the next rounds, finish() "

@@ -170,7 +170,7 @@ def made(what: dict[str, Any]) -> tuple[Any, Any, Any, Any, Callable[..., Any]]:
         co2["outlier"] = None
     called, method = core.make_method(name, model, co2=config(co2), timeout=60.0, **more)
     if what.get("at_once"):
-        flight = method._allreduce if here else method.flight
+        flight = getattr(method, "_allreduce", None) or getattr(method, "allreduce", None) or method.flight
         # the method had another name at earlier commits
         has_arrived = lambda: not flight.in_flight or (flight.drain() if here else flight.settle())  # noqa: E731
         flight.arrived = flight.landed = has_arrived
@@ -210,7 +210,7 @@ def train(name: str, what: dict[str, Any], folder: Path, *, again: bool) -> list
         if resumes and not again and step + 1 == SAVED_AT:
             assert core.save(saved_in, model, optimizer, method, step=SAVED_AT)
     in_mid_round = sorted(digest([t]) for t in tensors_in(method.state_dict())) if not what.get("fewer") else []
-    buckets = getattr(method, "_buckets", None) or getattr(method, "buckets", [])  # "buckets" at 2daac89
+    buckets = getattr(method, "_buckets", None) or getattr(method, "buckets", [])
     payloads = [digest([b.payload for b in buckets])] if in_mid_round else []
     method.finish()
     seen.append(digest([*model.parameters(), *model.buffers()]))

@@ -270,10 +270,10 @@ def drifted(rank: int, world_size: int, kind: str, name: str, rounds: int) -> tu
         co2.step()
         told.append(co2.stats.drifted)
         if step == 0 and rank == world_size - 1:
-            co2._allreduce.drain()
-            co2._share.g[0].add_(1e-3)
+            co2.allreduce.drain()
+            co2.share.g[0].add_(1e-3)
     co2.finish()
-    mine = co2._state["outer_iterate"][0]
+    mine = co2.state["outer_iterate"][0]
     spread = torch.stack([mine, -mine])
     dist.all_reduce(spread, dist.ReduceOp.MAX, group=parallel.mesh.get_group("replicate"))
     co2.close()
@@ -318,7 +318,7 @@ def damaged(rank: int, world_size: int, folder: Path) -> list[str]:
     parallel = Parallel(build("gpt2-short"), Layout.parse("pp2"), CPU)
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-2)
     held = Resharded(parallel, optimizer, DDP(parallel, average_buffers=False, synchronous=True))
-    file, told = f"__{world_size - 1}_0.distcp", []
+    file, told = f"rank{world_size - 1}.pt", []
     for number, harm in enumerate((cut_short, turn_a_byte, Path.unlink)):
         here = folder / str(number)
         for step in (1, 2):

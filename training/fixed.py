@@ -115,7 +115,7 @@ class Fixed:
         In a node a worker only receives requests from workers with the same place in other nodes.
         """
         run, method = self.run, self._trained.method
-        if isinstance(method, LocalUpdateMethod) and method._total_world_size < run.world_size and method.at_boundary:
+        if isinstance(method, LocalUpdateMethod) and method.total_world_size < run.world_size and method.at_boundary:
             assert self.mesh is not None
             return Due(*map(bool, largest_of_workers([*vars(due).values()], self.mesh.get_group(1))))
         return due

@@ -465,7 +465,7 @@ class RoundLog:
         self._synchronous = method.tau == 1
         self._unread.append((step, method.stats))
         self.read(leave=int(self._on_gpu))
-        pacing = method._sync_schedule if isinstance(method, LocalUpdateMethod) else None
+        pacing = method.sync_schedule if isinstance(method, LocalUpdateMethod) else None
         if isinstance(pacing, AdaptiveTau) and (decision := pacing.decision):
             sent = f"{method.stats.bytes_sent / 1e6:.3g} MB a round, {decision.exposed_share:.0%} of the time exposed"
             new = f"tau {decision.old} -> {decision.new}, compression {decision.compression}"
@@ -512,7 +512,7 @@ class RoundLog:
     def _note_allocation(self, step: int, method: Method) -> None:
         """Logs L-GreCo's newest decision once."""
         reducer = (
-            method._reducer if isinstance(method, LocalUpdateMethod) else getattr(method.compression, "reducer", None)
+            method.reducer if isinstance(method, LocalUpdateMethod) else getattr(method.compression, "reducer", None)
         )
         found = reducer.allocation if isinstance(reducer, LGreco) else None
         if found is None or found is self._allocation:

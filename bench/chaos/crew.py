@@ -59,7 +59,7 @@ def write_rounds(folder: Path, run: str, name: str) -> None:
         nonlocal written
         if method.rounds == written:  # finish() waits for what the round before it has sent
             return
-        written, state = method.rounds, method._state["outer_iterate"]
+        written, state = method.rounds, method.state["outer_iterate"]
         digest = hashlib.sha1(b"".join(flat.detach().cpu().numpy().tobytes() for flat in state)).hexdigest()
         with open(folder / f"rounds{run}.{name}", "a") as file:
             file.write(f"{run} {method.rounds} {digest} {time.monotonic()}\n")

@@ -179,7 +179,7 @@ def reduce_sample(
         with torch.no_grad():
             param.add_(round + 1.0)
         began = time.perf_counter()
-        while co2._allreduce.in_flight and not co2._allreduce.arrived():
+        while co2.allreduce.in_flight and not co2.allreduce.arrived():
             time.sleep(1e-3)
         waited = min(of_all(time.perf_counter() - began, group))
         time.sleep(config.tau_margin * waited)
@@ -187,7 +187,7 @@ def reduce_sample(
         stats = co2.stats.as_dict()
         own = stats["boundary_seconds"] + stats["merge_seconds"] - stats["exposed_seconds"]
         told.append((stats["allreduce_seconds"], max(0.0, own)))
-    co2._allreduce.restore(co2.rounds, in_flight=False)
+    co2.allreduce.restore(co2.rounds, in_flight=False)
     co2.close()
     rounds = [*zip(*of_all(told[2:], group), strict=True)]
     return (

@@ -188,7 +188,7 @@ class ElasticAllReduce(AsyncAllReduce):
         newcomers = len(reports) - len(known) if known else 0
         spared = sum(r["launched"] == latest and not r["counts"] for r in known)
         self._spared = (latest + 1, newcomers) if newcomers else (latest, spared)
-        self.owner._generation += 1
+        self.generation += 1
         self._changed(reports)
 
     def _changed(self, reports: list[Report | None]) -> None:
@@ -201,12 +201,12 @@ class ElasticAllReduce(AsyncAllReduce):
 
     @property
     def _reducer(self) -> ElasticReducer:
-        assert isinstance(self.owner._reducer, ElasticReducer), "see elastic_co2"
-        return self.owner._reducer
+        assert isinstance(self.owner.reducer, ElasticReducer), "see elastic_co2"
+        return self.owner.reducer
 
     @property
     def _flats(self) -> list[Tensor]:
-        return [bucket.flat for bucket in self.owner._buckets]
+        return [bucket.flat for bucket in self.owner.buckets]
 
     def _fill(self) -> None:
         """Copies the buckets to where they are reduced."""
@@ -270,9 +270,9 @@ class ElasticAllReduce(AsyncAllReduce):
         self._reducer.undo()
         self.count(self.launched)
         self._fill()
-        self._begin(self.in_phases(self.owner._stages()))
+        self._begin(self.in_phases(self.owner.stages()))
 
-    def _failure(self, reason: str, what: str = "") -> CollectiveError:
+    def failure(self, reason: str, what: str = "") -> CollectiveError:
         """Returns the error, as AsyncAllReduce does. Leaves the group at once, so that no worker waits in vain."""
         self.let_go()
         return CollectiveError(reason)

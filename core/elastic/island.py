@@ -95,7 +95,7 @@ class IslandAllReduce(ElasticAllReduce):
 
     def launch(self, stages: Iterator[Stage]) -> None:
         if self.leads:
-            self._repairs = self.owner._broadcasts_state
+            self._repairs = self.owner.broadcasts_state
             super().launch(stages)
         else:
             self.launched, self.in_flight = self.launched + 1, True
@@ -111,7 +111,7 @@ class IslandAllReduce(ElasticAllReduce):
 
     def _share_sums(self) -> None:
         """Gives all ranks the leader's sums."""
-        state = self.owner._state.shared() if self.share(repairs=self._repairs)["repairs"] else []
+        state = self.owner.state.shared() if self.share(repairs=self._repairs)["repairs"] else []
         for flat in [*self._flats, *state]:
             dist.broadcast(flat.view(torch.uint8), src=0)
 
@@ -134,12 +134,12 @@ class IslandAllReduce(ElasticAllReduce):
         A request of one rank becomes a request of the whole island.
         """
         m, owner = self.members, self.owner
-        requests = [hook for hook in owner._hooks if isinstance(hook, Requests)]
+        requests = [hook for hook in owner.hooks if isinstance(hook, Requests)]
         mine = {"asked": sorted({name for hook in requests for name in hook.asked}), "reports": self._reports}
         mine |= {
             "members": [m.generation, m.names, m.planned],
-            "workers": [self.world_size, owner._reducer.scale],
-            "changes": owner._generation,
+            "workers": [self.world_size, owner.reducer.scale],
+            "changes": self.generation,
         }
         all_told = of_all(mine | told)
         leader, self._reports = all_told[0], None
@@ -148,8 +148,8 @@ class IslandAllReduce(ElasticAllReduce):
         if not self.leads:
             m.generation, m.names, m.planned = leader["members"]
             self.rank = m.rank * self.island.size + self.island.rank
-            self.world_size, owner._reducer.scale = leader["workers"]
-            owner._generation = leader["changes"]
+            self.world_size, owner.reducer.scale = leader["workers"]
+            self.generation = leader["changes"]
         if leader["reports"] is not None:
             self.on_change(leader["reports"])
         return leader
@@ -205,9 +205,9 @@ class IslandCO2(ElasticCO2):
 
     def _fill_buffers(self) -> None:
         super()._fill_buffers()
-        if CHANGED in self._scalars.sizes:
-            dist.all_reduce(self._scalars[CHANGED])
-        for bucket in self._buckets:
+        if CHANGED in self.scalars.sizes:
+            dist.all_reduce(self.scalars[CHANGED])
+        for bucket in self.buckets:
             if bucket.buffers:
                 dist.all_reduce(bucket.values)
                 bucket.values.div_(size := dist.get_world_size())

@@ -41,7 +41,6 @@ class Joining(Hook):
 
     Args:
         members: The worker's generation, see Members.
-        at_once: Whether each average is waited for and merged at the boundary that sent it (delay 0).
 
     Attributes:
         give: Returns the state that a newcomer needs, with the method's state_dict(). Set it before `join`.
@@ -50,19 +49,19 @@ class Joining(Hook):
             before `join`.
     """
 
-    co2: CO2
+    co2: ElasticCO2
     allreduce: ElasticAllReduce
 
-    def __init__(self, members: Members, *, at_once: bool = False):
-        self.members, self._at_once = members, at_once
+    def __init__(self, members: Members):
+        self.members = members
         self._joining = False  # whether all workers have agreed that newcomers may join
         self.may_join: Callable[[], bool] = lambda: True
 
     def attach(self, method: LocalUpdateMethod) -> None:
         again = hasattr(self, "method")
         super().attach(method)
-        assert isinstance(method, CO2) and isinstance(method._allreduce, ElasticAllReduce), "see elastic_co2"
-        self.co2, self.allreduce = method, method._allreduce
+        assert isinstance(method, ElasticCO2) and isinstance(method.allreduce, ElasticAllReduce), "see elastic_co2"
+        self.co2, self.allreduce = method, method.allreduce
         self.allreduce.owner = method
         self.allreduce.counts = True
         if not again:
@@ -96,26 +95,16 @@ class Joining(Hook):
                 self._enter()
             return not founding
 
-    @torch.no_grad()
     def _enter(self) -> None:
         """Takes part in the current round, with zeros that do not count."""
-        m = self.co2
-        for outer_step in m._fragments[0].outer_steps:
-            outer_step.restart()
-            outer_step.take()
-        m._local_steps = 0
         self.allreduce.counts = False
-        m._start_allreduce(finished=False)
-        if self._at_once:
-            m._merge()
-        m._begin_round(m.rounds)
-        m._sync_schedule.begin(m.rounds)  # this worker begins its own round; the sender's state was of a closing round
+        self.co2.enter()
 
     def before_allreduce(self) -> None:
         if self.allreduce.counts:  # a newcomer does not change the workers that it has just joined
             if self.members.left():
                 self.allreduce.mend()
-            if self._joining and not self.method._scalars["finished"] and self.may_join():
+            if self._joining and not self.method.scalars["finished"] and self.may_join():
                 self._let_join()
         self.allreduce.count(self.allreduce.launched + 1)
         self.allreduce.asks = self.allreduce.rank == 0 and self.members.wanted()
@@ -174,10 +163,23 @@ class ElasticCO2(CO2):
             copy_where(~counts, self._buffers, self._finite_buffers)
         return result
 
+    @torch.no_grad()
+    def enter(self) -> None:
+        """Sends zeros for the current round, which a newcomer has joined, and begins a round of its own."""
+        for outer_step in self._fragments[0].outer_steps:
+            outer_step.restart()
+            outer_step.take()
+        self.local_steps = 0
+        self._start_allreduce(finished=False)
+        if self.config.delay == 0:
+            self._merge()
+        self._begin_round(self.rounds)
+        self.sync_schedule.begin(self.rounds)  # the sender's state was of a closing round
+
     def _local_state(self) -> dict[str, Any]:
         """Returns the state for newcomers and checkpoints, without residuals, which are this worker's own."""
         state = super()._local_state()
-        if self._reducer.state:
+        if self.reducer.state:
             del state["residual"]
         return state
 
@@ -239,7 +241,6 @@ def elastic_co2(
     args = CommonArgs(buffers=buffers, timeout=timeout, hooks=hooks)
     allreduce = functools.partial(make, members=members)
     built = build_args(c, args, schedule, allreduce=allreduce)
-    joining = classes.joining(members, at_once=c.delay == 0)
-    built["hooks"].insert(0, joining)
+    built["hooks"].insert(0, joining := classes.joining(members))
     built["reducer"] = functools.partial(make_reducer, c.compression)
     return classes.method(params, c, schedule, **built), joining

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from ..comm import new_group, set_timeout
+from ..comm import WORLD, new_group, set_timeout
 from ..errors import CollectiveError, UserError, env_number
 from ..failure import ANSWERS_WITHIN, read_line
 from ..placement import check_env
@@ -297,7 +297,7 @@ class Members:
                 self.group = self._connect("reductions", within)
             else:
                 # torch names a group's keys by this count, which also counts this process's groups that did not connect
-                dist.distributed_c10d._world.group_count = 0
+                WORLD.group_count = 0
                 dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.size, timeout=within)
                 self.script_group = dist.group.WORLD
                 self.group = new_group(None, seconds, torch.device("cpu"), "gloo")
@@ -315,7 +315,7 @@ class Members:
         made, _ = c10d._new_process_group_helper(self.size, self.rank, [], "gloo", self._connects, name, timeout=within)
         # torch wants a number for each member among the default group's: this rank's is 0, and no other one has any
         numbers = [0 if rank == self.rank else self.island + rank for rank in range(self.size)]
-        c10d._world.pg_group_ranks[made] = {number: rank for rank, number in enumerate(numbers)}
+        WORLD.pg_group_ranks[made] = {number: rank for rank, number in enumerate(numbers)}
         return made
 
     def _await(self, keys: Sequence[str], store: Any = None) -> None:

@@ -81,13 +81,13 @@ class CO2Training(CO2):
         check_mesh(WHO, options)
         if not isinstance(optimizer, AcceleratedOptimizer):
             raise UserError(f"{WHO}: the optimizer is a bare {type(optimizer).__name__}: give what prepare() returned")
-        self.accelerator, self.optimizer, self._bare = accelerator, optimizer, model
+        self.accelerator, self.optimizer = accelerator, optimizer
         shield_loaders(accelerator)
         self.model = accelerator.prepare_model(model, evaluation_mode=True)  # without DistributedDataParallel
         given: dict[str, Any] = {"buffers": model.buffers()} | options
         super().__init__(model.parameters(), config_or_recommended(config), **given)
         self._closed = self.stats  # statistics of the last round that closed
-        self._checkpoint = _Checkpoint(self)
+        self._checkpoint = _Checkpoint(self, model)
 
     def step(self, *, last: bool = False) -> bool:
         """Calls core.CO2.step() if this batch ended an optimizer update.
@@ -121,8 +121,8 @@ class _Checkpoint:
     accelerate's own files are as without CO2, so that an evaluation without CO2Training can load them.
     """
 
-    def __init__(self, co2: CO2Training):
-        self._co2, self._folder, accelerator = co2, "", co2.accelerator
+    def __init__(self, co2: CO2Training, model: nn.Module):
+        self._co2, self._model, self._folder, accelerator = co2, model, "", co2.accelerator
         on_save = accelerator.register_save_state_pre_hook(self._save_own)
         self._hooks = [on_save, accelerator.register_load_state_pre_hook(self._remember)]
         self._load_state: Any = accelerator.load_state
@@ -137,7 +137,7 @@ class _Checkpoint:
 
     def _save(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
         """Runs save_state(), which does not tell its hooks how it writes the model."""
-        model = self._co2._bare.state_dict()
+        model = self._model.state_dict()
         if safe_serialization and (others := [key for key, value in model.items() if not isinstance(value, Tensor)]):
             remedy = "call save_state(safe_serialization=False)"
             raise UserError(f"{WHO}: model.{others[0]} is no tensor, which safetensors cannot write: {remedy}")
@@ -161,4 +161,4 @@ class _Checkpoint:
     def _parts(self) -> dict[str, Any]:
         co2, accelerator = self._co2, self._co2.accelerator
         schedules = {f"schedule{i}": schedule for i, schedule in enumerate(accelerator._schedulers)}
-        return {"model": co2._bare, "optimizer": co2.optimizer, **schedules, "scaler": accelerator.scaler, "co2": co2}
+        return {"model": self._model, "optimizer": co2.optimizer, **schedules, "scaler": accelerator.scaler, "co2": co2}

@@ -8,10 +8,10 @@ Lightning 2.6 broadcasts rank 0's SIGTERM flag before every batch, so that worke
 
 from __future__ import annotations
 
+import inspect
 import os
 import shutil
 import signal
-import sys
 import threading
 from collections.abc import Callable
 from typing import Any, Literal
@@ -211,7 +211,7 @@ class CO2Strategy(InLoop, DDPStrategy):
 
 def _weights_only() -> bool | None:
     """Returns the weights_only that fit() was given, which Lightning only hands to the loading of a checkpoint."""
-    frame: Any = sys._getframe()
+    frame: Any = inspect.currentframe()
     while frame and frame.f_code is not Trainer._run.__code__:
         frame = frame.f_back
     return frame.f_locals.get("weights_only") if frame else None

@@ -10,7 +10,7 @@ The loop itself stays as it is.
 from __future__ import annotations
 
 import contextlib
-import sys
+import inspect
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -54,7 +54,7 @@ def attach(
     method = CO2(params, config, **options)
 
     def stepped(*_: Any) -> None:
-        frame: Any = sys._getframe()
+        frame: Any = inspect.currentframe()
         while frame := frame.f_back:
             code = frame.f_code
             if code.co_name == "_maybe_opt_step" and code.co_filename.endswith("grad_scaler.py"):

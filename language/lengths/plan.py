@@ -24,11 +24,9 @@ from torch import Tensor
 from core.errors import UserError
 
 Ring = tuple[int, ...]
-Moves = list[tuple[int, Ring, Ring]]  # document, its old ring, its new ring
 Load = tuple[float, float, float]  # seconds of attention, seconds of hops, tokens
 GRAIN = 0.01  # share of a device's work: documents that cost less stay whole, in bundles of up to this cost
 NEVER = sys.float_info.max  # seconds
-MOVED, EFFORT = 8, 20_000  # documents that may move after the search; changes of a device's load in trying
 TRIALS = 6  # halvings of the interval that contains the deadline
 
 
@@ -109,26 +107,22 @@ class Loads:
             for device in ring
         )
 
-    def add(self, ring: Ring, load: Load, times: int = 1) -> None:
-        """Adds a load to each device of a ring. With times=-1 it removes the load."""
-        work, hops, tokens = (times * more for more in load)
+    def add(self, ring: Ring, load: Load) -> None:
+        """Adds a load to each device of a ring."""
+        work, hops, tokens = load
         for device in ring:
             self.work[device] += work
             self.hops[device] += hops
             self.tokens[device] += tokens
             self.busy[device] = max(self.work[device], self.hops[device]) + self.island.linear * self.tokens[device]
 
-    @classmethod
-    def of(cls, lengths: Sequence[int], rings: Sequence[Ring], island: Island) -> Loads:
-        loads = cls(island)
-        for length, ring in zip(lengths, rings, strict=True):
-            loads.add(ring, island.share(length, ring))
-        return loads
-
 
 def layer_seconds(lengths: Sequence[int], rings: Sequence[Ring], island: Island) -> float:
     """Seconds of one layer on the busiest device, forward and backward, by this cost model."""
-    return max(Loads.of(lengths, rings, island).busy)
+    loads = Loads(island)
+    for length, ring in zip(lengths, rings, strict=True):
+        loads.add(ring, island.share(length, ring))
+    return max(loads.busy)
 
 
 def plan(documents: Tensor, island: Island) -> list[Ring]:
@@ -150,9 +144,9 @@ def plan(documents: Tensor, island: Island) -> list[Ring]:
             f"{sum(lengths)} tokens in a step, but {island.size} devices hold {island.room * island.size:g}: "
             "give a step fewer documents, or more devices"
         )
-    items, everywhere = bundled(lengths, island), [tuple(range(island.size))] * len(lengths)
+    items = bundled(lengths, island)
     if island.room < math.inf and placed(NEVER, items, lengths, island) is None:  # memory is too tight for all else
-        return everywhere
+        return [tuple(range(island.size))] * len(lengths)
     bound = least_seconds(lengths, island)
     low, high = bound, bound * (1 + GRAIN / 2)
     while (best := placed(high, items, lengths, island)) is None:
@@ -164,10 +158,6 @@ def plan(documents: Tensor, island: Island) -> list[Ring]:
             low = middle
         else:
             high, best = middle, min(best, rings, key=lambda r: layer_seconds(lengths, r, island))
-    for start in (best, everywhere):
-        if layer_seconds(lengths, best, island) > enough:
-            better = improved(start, lengths, island)
-            best = min(best, better, key=lambda r: layer_seconds(lengths, r, island))
     return best
 
 
@@ -230,40 +220,6 @@ def placed(deadline: float, items: list[Item], lengths: Sequence[int], island: I
             return None
         loads.add(ring, load)
         for i in item.documents:
-            rings[i] = ring
-    return rings
-
-
-def improved(rings: Sequence[Ring], lengths: Sequence[int], island: Island) -> list[Ring]:
-    """Moves long documents of the busiest device to other rings, or swaps them, as long as that helps."""
-    rings, loads, effort = list(rings), Loads.of(lengths, rings, island), 0
-
-    def turn(moves: Moves, times: int = 1) -> float:
-        """Makes the moves, or reverts them with times=-1. Returns the new seconds."""
-        nonlocal effort
-        effort += island.size + sum(len(old) + len(new) for _, old, new in moves)
-        for i, old, new in moves:
-            loads.add(old, island.share(lengths[i], old), -times)
-            loads.add(new, island.share(lengths[i], new), times)
-        return max(loads.busy) if max(loads.tokens) <= island.room else math.inf
-
-    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    while effort < EFFORT:
-        least, best = max(loads.busy), None
-        busiest = loads.busy.index(least)
-        for i in [i for i in order if busiest in rings[i]][:MOVED]:
-            if effort > EFFORT:
-                break
-            tries: list[Moves] = [[(i, rings[i], ring)] for ring in candidates(loads)]
-            tries += [[(i, rings[i], rings[k]), (k, rings[k], rings[i])] for k in order[:MOVED]]
-            for moves in tries:
-                if (after := turn(moves)) < least:
-                    least, best = after, moves
-                turn(moves, -1)
-        if best is None:
-            break
-        turn(best)
-        for i, _, ring in best:
             rings[i] = ring
     return rings
 

@@ -42,8 +42,8 @@ def training(params, step, wire):
         time.sleep(max(0.0, due - time.perf_counter()))
         if co2.step():
             taus.append(co2.tau)
-    co2._allreduce.restore(co2.rounds, in_flight=False)
-    return co2.tau, co2._reducer.kind, taus
+    co2.allreduce.restore(co2.rounds, in_flight=False)
+    return co2.tau, co2.reducer.kind, taus
 
 def work(params, step, wire, quick):
     if quick:

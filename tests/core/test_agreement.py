@@ -47,13 +47,13 @@ def test_what_a_gpu_tells_late_is_of_as_many_workers_as_there_were(monkeypatch: 
 
     hooks = [OutlierFilter(), ReplicaChecksum()]
     bare = problems.bare_co2([nn.Parameter(torch.ones(3))], allreduce=of_three, hooks=hooks)
-    bare._scalars["settings"].copy_(torch.tensor([5.0, 25.0]))  # means, as of workers who all tell the same
-    bare._scalars["replicas"].copy_(torch.tensor([7.0, 49.0]))
-    bare._scalars["excluded"][2] = 1 / 3
-    bare._allreduce.launched = 1
+    bare.scalars["settings"].copy_(torch.tensor([5.0, 25.0]))  # means, as of workers who all tell the same
+    bare.scalars["replicas"].copy_(torch.tensor([7.0, 49.0]))
+    bare.scalars["excluded"][2] = 1 / 3
+    bare.allreduce.launched = 1
     bare._deliver_scalars()
-    bare._allreduce.world_size = 2
-    bare._allreduce.launched = 2
+    bare.allreduce.world_size = 2
+    bare.allreduce.launched = 2
     with pytest.warns(UserWarning, match="rank 2 is excluded from the average of round 0"):
         bare._deliver_scalars()
     assert not bare.stats.drifted
@@ -85,9 +85,9 @@ def test_replicas_that_drift_apart_are_noticed_and_made_equal_again(rank: int, w
         drift, seen, longest = rank == workers // 2, [], PARTS * (2 if mesh else 1)
         with warnings.catch_warnings(record=True, action="always") as caught:
             for number in range(3 * longest):
-                if drift and number == 3 and "outer_iterate" in method._state:
-                    method._allreduce.drain()
-                    (method._share.g if mesh else method._state["outer_iterate"])[0].mul_(1 + 1e-6)
+                if drift and number == 3 and "outer_iterate" in method.state:
+                    method.allreduce.drain()
+                    (method.share.g if mesh else method.state["outer_iterate"])[0].mul_(1 + 1e-6)
                 with torch.no_grad():
                     params[0].sub_(0.01 * torch.sin(params[0] + (0 if mesh else rank)))
                 method.step()
@@ -103,9 +103,9 @@ def test_replicas_that_drift_apart_are_noticed_and_made_equal_again(rank: int, w
 def test_every_worker_of_a_node_compares_all_parts_of_its_share(rank: int):
     params = [nn.Parameter(torch.linspace(-1, 1, 1600))]
     co2 = CO2(params, CO2Config(tau=1, outer_momentum=0.0), mesh=node_mesh("cpu", 2))
-    co2._allreduce.launched = 3 * PARTS
+    co2.allreduce.launched = 3 * PARTS
     if rank == 2:
-        co2._share.g[0][60] += 1e-4  # x_{1,0}, of 800 elements: in part 1, which is odd
+        co2.share.g[0][60] += 1e-4  # x_{1,0}, of 800 elements: in part 1, which is odd
     seen = 0.0
     with warnings.catch_warnings(action="ignore"):
         for _ in range(2 * PARTS + 2):
@@ -125,7 +125,7 @@ def test_a_repair_leaves_alone_what_merge_keep_local_has_sent(rank: int):
         seen, trace = 0.0, []
         for step in range(4 * PARTS):
             if drift and rank and step == 6:
-                co2._state["outer_iterate"][0].mul_(1 + 1e-6)
+                co2.state["outer_iterate"][0].mul_(1 + 1e-6)
             with torch.no_grad():
                 params[0].sub_(0.01 * torch.sin(params[0] + 3 * rank))
             co2.step()
@@ -162,8 +162,8 @@ def test_a_second_drift_is_seen_but_not_repaired_within_a_hundred_rounds(rank: i
     sent, seen = [], []
     for number in range(3 * PARTS):
         if rank and number in (3, PARTS + 8):
-            co2._allreduce.drain()
-            co2._state["outer_iterate"][0].mul_(1 + 1e-6)
+            co2.allreduce.drain()
+            co2.state["outer_iterate"][0].mul_(1 + 1e-6)
         sgd_step(params, rank, number)
         with warnings.catch_warnings(action="ignore"):
             co2.step()
@@ -188,7 +188,7 @@ def test_one_worker_that_asks_to_stop_is_heard_by_all_and_not_again_after_a_resu
     for step in range(10):
         if rank == 1 and step == 3:
             requests.ask("stop")
-        problems.take_steps(co2, co2._trained, rank, [step])
+        problems.take_steps(co2, co2.trained, rank, [step])
         assert ("stop" in requests.granted) is (step > 4), "sent after step 4, landed after step 6"
         assert not co2.stats.drifted
     resumed.load_state_dict(co2.state_dict())
@@ -231,7 +231,7 @@ def test_the_timeout_follows_the_length_of_the_rounds(rank: int, tmp_path: Path)
     """Rounds of 1.2 s, a timeout of a third; rank 1 stays away for longer than that, and then till it is named."""
     params, told, named = [nn.Parameter(torch.ones(3))], [], tmp_path / "named"
     _, method = make_method("co2", nn.ParameterList(params), co2=CO2Config(tau=2))
-    method._allreduce.timeout = 0.4  # from now on: two workers may be that far apart at their start
+    method.allreduce.timeout = 0.4  # from now on: two workers may be that far apart at their start
     for steps, late in ((4, 0.7), (2, 30.0)):
         for _ in range(steps):
             time.sleep(0.6)

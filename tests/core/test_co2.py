@@ -52,8 +52,10 @@ def grid() -> list[Settings]:
 def test_a_training_loop_and_hooks_see_these_names():
     told = "at_boundary averaged_model close config finish hook leave load_state_dict on_excluded resync rounds stats"
     names = {name for name in dir(problems.bare_co2([nn.Parameter(torch.ones(3))])) if not name.startswith("_")}
-    of_hooks = "allreduce anchors begins_apart buckets has_state is_log_rank is_saved local_steps name node params"
-    of_hooks += " total_world_size trained"
+    of_hooks = """allreduce anchors begins_apart broadcasts_state buckets clock exclude fragment growth has_finished
+        hooks in_paper_order is_cut is_log_rank is_saved late local_steps local_steps_sent name node nonfinite_buffers
+        numbered_buffers numbers params reducer replicated scalars sends_differences sent_payloads settings share stages
+        state sync_schedule timed_from total_world_size trained worker_label"""
     assert names == {*told.split(), "state_dict", "step", "sync_for_eval", "tau", *of_hooks.split()}
 
 
@@ -206,20 +208,20 @@ def test_a_slow_peer_delays_nobody_and_live_parameters_stay_untouched(rank: int,
     for step in range(4, 7):  # local steps go on under the all-reduce
         sgd_step(params, rank, step)
         assert co2.step() is False
-        seen.append(co2._allreduce.done())
+        seen.append(co2.allreduce.done())
     before = [p.detach().clone() for p in params]
     if rank == 0:
         assert not any(seen), "the peer has not launched, yet the mean is there"
         gate.touch()
     until = time.monotonic() + 30
-    while not co2._allreduce.done():
+    while not co2.allreduce.done():
         assert time.monotonic() < until
     assert all(map(torch.equal, params, before)) and not torch.equal(flat(params), flat(problems.odd_parameters()))
     sgd_step(params, rank, 7)
     assert co2.step()
     co2.finish()
-    live = {t.untyped_storage().data_ptr() for t in [*co2._params, *co2._buffers] if t.numel()}
-    written = {b.flat.untyped_storage().data_ptr() for b in co2._buckets}
+    live = {t.untyped_storage().data_ptr() for t in [*co2.params, *co2._buffers] if t.numel()}
+    written = {b.flat.untyped_storage().data_ptr() for b in co2.buckets}
     assert not live & written, "a flat buffer that a collective writes shares memory with a live tensor"
 
 
@@ -358,7 +360,7 @@ def test_merges_run_in_the_fast_pass_and_only_keep_local_holds_another_copy():
     for merge in ("restart", "keep_local"):
         co2 = replace(LATE, merge=merge).build(problems.odd_parameters())
         assert all(isinstance(b, FusedOuterStep) for b in co2._fragments[0].outer_steps)
-        assert set(co2._state) - {"outer_iterate", "outer_momentum"} == (
+        assert set(co2.state) - {"outer_iterate", "outer_momentum"} == (
             {"snapshot"} if merge == "keep_local" else set()
         )
 
@@ -385,7 +387,7 @@ UNEVEN: dict[str, Callable[[list[Tensor]], Any]] = {
     str(changes): replace(LATE, tau=3, **changes).build
     for changes in ({}, *MERGES, {"merge": "keep_local", "delay": "auto"})
 }
-UNEVEN |= {kind._name: partial(kind, tau=3) for kind in (LocalSGD, SlowMo, OverlapLocalSGD)}
+UNEVEN |= {kind.name: partial(kind, tau=3) for kind in (LocalSGD, SlowMo, OverlapLocalSGD)}
 UNEVEN["shard"] = lambda params: CO2(params, replace(LATE, tau=3).co2, shard=True)
 
 
@@ -403,8 +405,8 @@ def uneven_twice(rank: int, build: Callable[[list[Tensor]], Any]) -> list[Tensor
         return [*seen, flat(params)]
     return [
         *seen,
-        co2._anchor_params[0].clone() if co2._sends_differences else flat(params),
-        *(f[0] for f in co2._state.values()),
+        co2.anchors[0].clone() if co2.sends_differences else flat(params),
+        *(f[0] for f in co2.state.values()),
     ]
 
 

@@ -359,7 +359,7 @@ def moved_constantly(rank: int, world_size: int, config: Settings, rests: bool) 
         arrived = round + 1 - config.delay
         worst = worst if rests else max(worst, (p.detach() + arrived * exact).abs().max().item())
     co2.finish()
-    return p.detach().clone(), worst, [f.clone() for fs in co2._reducer.state.values() for f in fs]
+    return p.detach().clone(), worst, [f.clone() for fs in co2.reducer.state.values() for f in fs]
 
 
 PLAIN = Settings(

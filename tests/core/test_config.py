@@ -20,7 +20,6 @@ from core import (
     LocalSGD,
     OverlapLocalSGD,
     SlowMo,
-    UserError,
     make_method,
     node_mesh,
     save,
@@ -105,10 +104,6 @@ def test_an_option_that_no_method_has_is_refused(method: Any):
     settings |= {"lr": lambda: 0.1} if method is SlowMo else {}
     with pytest.raises(TypeError, match="bufers"):
         method(params(), **settings, bufers=[])
-
-
-def test_frozen_integers_are_none_of_its_business():
-    CO2([torch.zeros(1, requires_grad=True), torch.zeros(1, dtype=torch.int64)])
 
 
 def test_parameters_over_one_memory_are_refused():
@@ -234,10 +229,6 @@ def test_config_is_frozen_and_refuses_unknown_keys():
     assert {f.name for f in fields(CO2Config)} >= {"tau", "outer_lr", "outer_momentum", "gap", "clip"}
 
 
-def test_user_error_is_a_value_error():
-    assert issubclass(UserError, ValueError)
-
-
 def test_thawing_a_frozen_parameter_is_refused_at_the_boundary():
     trained, frozen = (nn.Parameter(torch.zeros(1), requires_grad=r) for r in (True, False))
     co2 = CO2([trained, frozen], CO2Config(tau=1))
@@ -256,26 +247,14 @@ REFUSED: list[Any] = [
     (lambda: node_mesh(2, "cpu"), "node_mesh(2, 'cpu')", "give cuda or cpu, then the number of ranks"),  # pyright: ignore
     (lambda: save("x", None, nn.Linear(1, 1), None, step=1), "save(folder, NoneType, Linear", "in this order"),  # pyright: ignore
     (lambda: CO2Config(tau=0), "tau=0", "1 or more"),
-    (lambda: CO2Config(tau=-3), "tau=-3", "1 or more"),
-    (lambda: CO2Config(tau=2.5), "tau=2.5", "whole number"),
     (lambda: CO2Config(tau=True), "tau=True", "whole number"),
-    (lambda: CO2Config(tau="48"), "tau='48'", "whole number"),
     (lambda: CO2Config(outer_lr=0.0), "outer_lr=0.0", "above 0"),
-    (lambda: CO2Config(outer_lr=-1.0), "outer_lr=-1.0", "above 0"),
-    (lambda: CO2Config(outer_lr=float("inf")), "outer_lr=inf", "finite"),
     (lambda: CO2Config(outer_lr=float("nan")), "outer_lr=nan", "finite"),
     (lambda: CO2Config(outer_momentum=1.0), "outer_momentum=1.0", "[0, 1)"),
-    (lambda: CO2Config(outer_momentum=-0.1), "outer_momentum=-0.1", "[0, 1)"),
-    (lambda: CO2Config(outer_momentum=float("nan")), "outer_momentum=nan", "[0, 1)"),
     (lambda: CO2Config(gap="element"), "gap='element'", "elementwise, norm, none"),
     (lambda: CO2Config(clip=0.0), "clip=0.0", "None for no clipping"),
-    (lambda: CO2Config(clip=-1.0), "clip=-1.0", "None for no clipping"),
-    (lambda: CO2Config(clip=float("nan")), "clip=nan", "None for no clipping"),
     (lambda: CO2Config(compression="int8"), "compression='int8'", "CompressionConfig('int8')"),
     (lambda: CO2Config(outer_lr="1"), "outer_lr='1'", "finite"),
-    (lambda: CO2Config(outer_momentum=None), "outer_momentum=None", "[0, 1)"),
-    (lambda: CO2Config(clip="no"), "clip='no'", "None for no clipping"),
-    (lambda: CO2Config(tau_max=2.5), "tau_max=2.5", "whole number"),
     (lambda: CO2Config(outlier="far"), "outlier='far'", "None for no limit"),
     (lambda: CO2Config(tau="automatic"), "tau='automatic'", "a whole number of local steps, 1 or more, or auto"),
     (lambda: CO2Config(tau="auto", tau_max=0), "tau_max=0"),
@@ -285,20 +264,14 @@ REFUSED: list[Any] = [
     (lambda: build(delay=3), "delay=3", "set merge keep_local"),
     (lambda: build(delay="auto"), "delay='auto'", "set merge keep_local"),
     (lambda: build(delay=49, merge="keep_local"), "delay=49", "at most tau=48"),
-    (lambda: build(delay=-1, merge="keep_local"), "delay=-1", "boundary, auto, or"),
     (lambda: build(delay="soon", merge="keep_local"), "delay='soon'", "boundary, auto, or"),
     (lambda: build(delay=3, merge="keep_local", tau="auto"), "delay=3", "boundary or auto"),
     (lambda: SlowMoConfig(outer_lr=0.0), "outer_lr=0.0", "above 0"),
     (lambda: SlowMoConfig(outer_momentum=1.0), "outer_momentum=1.0", "[0, 1)"),
-    (lambda: SlowMoConfig(outer_momentum=-0.5), "outer_momentum=-0.5", "[0, 1)"),
-    (lambda: SlowMoConfig(outer_lr="1"), "outer_lr=1", "above 0"),  # pyright: ignore
-    (lambda: OverlapLocalConfig(pull="0.6"), "pull=0.6", "(0, 1]"),  # pyright: ignore
     (lambda: CompressionConfig("lgreco", like=4), "compression.like=4", "int4"),  # pyright: ignore
     (lambda: OverlapLocalConfig(pull=0.0), "pull=0.0", "(0, 1]"),
-    (lambda: OverlapLocalConfig(pull=1.5), "pull=1.5", "(0, 1]"),
     (lambda: OverlapLocalConfig(anchor_momentum=1.0), "anchor_momentum=1.0", "[0, 1)"),
     (lambda: ThrottledLink(0), "link rate 0", "above 0"),
-    (lambda: ThrottledLink(float("nan")), "link rate nan", "above 0"),
     (lambda: make_method("sgd", nn.Linear(1, 1)), "'sgd'", "co2, ddp, diloco, local, overlap_local, slowmo"),
     (
         lambda: make_method("co2", nn.Linear(1, 1), diloco=DiLoCoConfig(outer_lr=0.5)),
@@ -315,28 +288,20 @@ REFUSED: list[Any] = [
     (lambda: CO2(params(), buffers=[torch.ones(1).expand(3)]), "shape (3,) is expanded", "clone()"),
     (lambda: CO2(params(), 48), "config=48: give an object of CO2Config"),
     (lambda: make_method("co2", nn.Linear(2, 2), co2=48), "co2=48: give an object of CO2Config"),
-    (lambda: make_method("slowmo", nn.Linear(2, 2), slowmo=7), "slowmo=7: give an object of SlowMoConfig"),
     (lambda: make_method("co2", params()), "give the module itself"),
     (lambda: CO2(params(), buffers=None), "buffers: one NoneType is given"),
     (lambda: CO2(params(), mesh=(2, 2)), "mesh=(2, 2): give a DeviceMesh"),
-    (lambda: CO2Config(gap="inner"), "elementwise, norm, none"),
     (lambda: CO2(params(), hooks=Requests("stop")), "give a list"),
     (lambda: CO2(params(), hooks=[Requests]), "is among them"),
     (lambda: CO2(params(), hooks=[Requests("excluded")]), "'excluded'"),
     (lambda: Requests("stop").ask("pause"), "ask('pause')"),
     (lambda: DiLoCo(params(), 4, CO2Config()), "give an object of DiLoCoConfig, or leave it out"),  # pyright: ignore
     (lambda: DiLoCo(params(), 4, DiLoCoConfig(outer_lr=0.0)), "outer_lr=0.0", "above 0"),
-    (lambda: SlowMo(params(), 4, CO2Config()), "give an object of SlowMoConfig"),  # pyright: ignore
-    (lambda: OverlapLocalSGD(params(), 4, CO2Config()), "give an object of OverlapLocalConfig"),  # pyright: ignore
     (lambda: CO2(params(), schedule=lambda number: None), "gives None for round 0: return a dict"),  # pyright: ignore
     (lambda: CO2(params(), schedule=lambda n: {"gap": "norm"}), "the schedule changes gap: only tau, outer_lr"),
-    (lambda: CO2(params(), schedule=lambda n: {"outer_lr": 0}), "outer_lr=0"),
     (lambda: CO2(params(), CO2Config("auto"), schedule=lambda n: {"tau": 3}), "give numbers, or only auto"),
     (lambda: CO2(params(), timeout=-1), "timeout=-1: give seconds, above 0"),
-    (lambda: CO2(params(), timeout=float("nan")), "timeout=nan: give seconds"),
-    (lambda: CO2(params(), timeout="60"), "timeout='60': give seconds"),  # pyright: ignore
     (lambda: CO2Config.recommended("4"), "workers='4': give their number"),  # pyright: ignore
-    (lambda: CO2Config.recommended(4, 0.5), "steps=0.5: give their number"),  # pyright: ignore
 ]
 """What is built, and parts of the one line that refuses it."""
 

@@ -43,18 +43,18 @@ def bad_worker(rank, world_size, name, how, who, folder, compression="float32") 
     config = CO2Config(tau=2, compression=CompressionConfig(compression))
     _, method = make_method(name, nn.ParameterList(params), co2=config, timeout=TIMEOUT)
     if how == "stall":
-        method._allreduce.timeout = STALLED  # from now on: two workers may be farther apart at their start
+        method.allreduce.timeout = STALLED  # from now on: two workers may be farther apart at their start
     for step in range(40):
         if rank == who and step == 9:
             die(how, [Path(folder, f"{r}.pt") for r in range(world_size) if r != who])
         sgd_step(params, rank, step)
-        before, outer = flat(params), [f.clone() for fs in method._state.values() for f in fs]
+        before, outer = flat(params), [f.clone() for fs in method.state.values() for f in fs]
         start = time.perf_counter()
         try:
             method.step()
         except CollectiveError as error:
             seen = {"message": str(error), "seconds": time.perf_counter() - start, "step": step}
-            now = [f for fs in method._state.values() for f in fs]
+            now = [f for fs in method.state.values() for f in fs]
             seen["kept"] = torch.equal(before, flat(params)) and all(
                 torch.equal(a, b) for a, b in zip(outer, now, strict=True)
             )
@@ -154,7 +154,7 @@ def test_calls_after_a_failure_move_nothing(shard: bool):
             method.step()
         p.sub_(0.1)
     before = p.detach().clone()
-    method._allreduce._failed, method._allreduce.in_flight = "rank 0: it failed", False  # as a failure leaves it
+    method.allreduce._failed, method.allreduce.in_flight = "rank 0: it failed", False  # as a failure leaves it
     for call in (method.finish, method.step, method.step, method.finish):
         with pytest.raises(CollectiveError):
             call()

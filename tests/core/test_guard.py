@@ -107,7 +107,7 @@ def test_other_methods_and_wires_and_one_that_is_never_well(rank: int):
                     params[1].fill_(INF)
             method.step()
         method.finish()
-        state = [f for flats in (method._state | method._reducer.state).values() for f in flats]
+        state = [f for flats in (method.state | method.reducer.state).values() for f in flats]
         assert all(f.isfinite().all() for f in [*params, *state, model.get_buffer("mean")]), name
         assert alike(flat(params)), name
     params = odd_parameters()
@@ -252,16 +252,16 @@ def make_guard(workers: int = 1, factor: float | None = 10.0) -> tuple[OutlierFi
 
 def sends(guard: OutlierFilter, bare: CO2, size: float, *, buffer: float = 0.0, steps: int = 1) -> int:
     """The verdict on a difference of that norm."""
-    (bucket,) = bare._buckets
+    (bucket,) = bare.buckets
     bucket.payload.fill_(size / 2**0.5)
     bucket.values.fill_(buffer)
-    bare._scalars.set("weight", 1.0)
-    bare._local_steps_sent = steps
+    bare.scalars.set("weight", 1.0)
+    bare.local_steps_sent = steps
     excluded = guard.before_allreduce()
     assert excluded is not None
-    bare._zero_payload(excluded)
-    assert bare._scalars["weight"].item() == (guard.verdict == 0)
-    assert bare._scalars["excluded"].item() == guard.verdict
+    bare.exclude(excluded)
+    assert bare.scalars["weight"].item() == (guard.verdict == 0)
+    assert bare.scalars["excluded"].item() == guard.verdict
     assert not excluded or not (bucket.payload.any() or bucket.values.any())
     assert excluded or bucket.payload.all()
     return int(guard.verdict)

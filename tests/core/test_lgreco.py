@@ -291,7 +291,7 @@ def go(run: tuple[nn.Sequential, torch.optim.Optimizer, Any], rank: int, steps: 
 def ended(run: tuple[nn.Sequential, torch.optim.Optimizer, Any]) -> tuple[Tensor, list[str]]:
     """Parameters, and the last choices."""
     run[2].finish()
-    seen = flat(run[0].parameters()), [str(c) for c in run[2]._reducer.chosen]
+    seen = flat(run[0].parameters()), [str(c) for c in run[2].reducer.chosen]
     run[2].close()
     return seen
 
@@ -318,7 +318,7 @@ def test_one_workers_nan_reaches_nobody(rank: int):
     """A worker's parameters are no numbers in the second round, which decides."""
     for like in ("int4", "rank2", "top0.05"):
         run = made(CO2Config(tau=2, compression=LGRECO[like]))
-        number = go(run, rank, range(14), bad=(1, 3))._reducer.allocation.number
+        number = go(run, rank, range(14), bad=(1, 3)).reducer.allocation.number
         ours, chosen = ended(run)
         assert alike(ours) and ours.isfinite().all() and total_world_size(chosen) == [chosen] * 2 and number > 2
 

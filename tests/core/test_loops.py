@@ -108,7 +108,7 @@ def check(traces: dict[str, Tensor], differ: tuple[str, ...] = (), tolerance: fl
 
 def note(seen: set[str], method: Any, step: int) -> None:
     """Notes where in a round an all-reduce was found that had been launched and had not landed."""
-    if method._allreduce.in_flight and not method._allreduce.done():
+    if method.allreduce.in_flight and not method.allreduce.done():
         seen.add("mid-round" if (step + 1) % TAU else "boundary")
 
 
@@ -338,7 +338,7 @@ def asked(rank: int, world_size: int) -> dict[str, Any]:
             "before": before,
             "told": told,
             "end": flat(params),
-            "closed": method._allreduce.group is None,
+            "closed": method.allreduce.group is None,
         } | models
     return found
 
@@ -486,7 +486,7 @@ def test_it_equals_a_plain_loop_bit_for_bit(rank: int, workers: int, config: CO2
                 co2.finish()
                 co2.close()
         optimizer.step()  # nothing hangs on it any more
-        trace.append(flat(co2._state["outer_iterate"]))
+        trace.append(flat(co2.state["outer_iterate"]))
         ends.append(torch.stack([t[: sum(p.numel() for p in net.parameters())] for t in trace]))
     assert torch.equal(ends[0], ends[1]) and torch.equal(ends[0], ends[2])
     if workers > 1:  # workers differ within a round, with keep at a boundary, too
@@ -528,7 +528,7 @@ def test_with_a_mesh_it_is_sharded(rank: int):
             optimizer.zero_grad()
             backward(net, rank // 2, step)  # the workers of a node take one batch
             optimizer.step()
-        assert type(co2).__name__ == "CO2" and co2._local_steps == STEPS % TAU
+        assert type(co2).__name__ == "CO2" and co2.local_steps == STEPS % TAU
     assert alike(flat(net.parameters()))
 
 
@@ -545,4 +545,4 @@ def test_an_error_in_the_block_leaves_no_hook():
     with pytest.raises(KeyError), attach(optimizer, net.parameters(), PAPERS) as co2:
         raise KeyError
     optimizer.step()
-    assert co2._local_steps == 0
+    assert co2.local_steps == 0

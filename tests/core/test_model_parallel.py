@@ -236,9 +236,9 @@ def test_what_one_stage_sends_another_is_hidden_too(rank: int):
     co2 = CO2(params, Settings(tau=1).co2, mesh=mesh, shards=holders)
     co2.step()
     began = time.monotonic()
-    while not co2._allreduce.done() and time.monotonic() - began < 10:
+    while not co2.allreduce.done() and time.monotonic() - began < 10:
         time.sleep(0.01)
-    assert co2._allreduce.done()
+    assert co2.allreduce.done()
     co2.finish()
 
 

@@ -245,18 +245,18 @@ def test_a_wire_is_changed_in_the_computations_own_stream(background: AsyncAllRe
     p = nn.Parameter(torch.ones(3))
     co2 = CO2([p], CO2Config(tau="auto", tau_max=1, compression=CompressionConfig("auto")))
     changes: list[tuple[str, int]] = []
-    become = co2._reducer.become
+    become = co2.reducer.become
 
     def noted(kind: str) -> None:
-        side: Any = co2._allreduce._side
+        side: Any = co2.allreduce._side
         changes.append((kind, side.inside))
         become(kind)
 
-    monkeypatch.setattr(co2._reducer, "become", noted)
+    monkeypatch.setattr(co2.reducer, "become", noted)
     for compression in ("int4", "float32"):
         co2.hook(TauHook).tuner.compression = compression
         co2.step()
-        assert co2._reducer.kind == compression and changes.pop() == (compression, 0)
+        assert co2.reducer.kind == compression and changes.pop() == (compression, 0)
     background.close()
 
 
@@ -346,9 +346,9 @@ def rehearsed(rank: int, ranks: int, name: str) -> None:
         config = CO2Config(tau=2, **REHEARSED[name])
         _, method = make_method("co2", net, co2=config, shard=name == "sharded")
         if rehearses:
-            method._allreduce._by_nccl = True
+            method.allreduce._by_nccl = True
             method._rehearse()
-            method._allreduce._by_nccl = False
+            method.allreduce._by_nccl = False
         optimizer = torch.optim.SGD(net.parameters(), 0.1)
         for x in torch.randn(12, 8, 32, generator=torch.Generator().manual_seed(rank)):
             net(x).square().mean().backward()

@@ -48,7 +48,7 @@ def test_merged_as_soon_as_it_arrives(rank: int, gap: Any):
     co2, trace, merged = settings.build(params), [], []
     for step in range(STEPS):
         sgd_step(params, rank, step)
-        co2._allreduce.drain()
+        co2.allreduce.drain()
         if co2.step():
             trace.append(flat(params))
             merged.append(co2.stats.merged_after)
@@ -72,7 +72,7 @@ def test_with_a_late_peer(rank: int, tmp_path: Path):
         if co2.step():
             trace.append(flat(params))
         if rank == 0 and step == 8:
-            assert not co2._allreduce.done(), "the peer has not sent, yet the average is there"
+            assert not co2.allreduce.done(), "the peer has not sent, yet the average is there"
             gate.touch()
     co2.finish()
     co2.close()
@@ -150,4 +150,4 @@ def test_its_last_step_is_kept_only_where_a_penalty_reads_it():
     for gap in ("none", "norm", "elementwise"):
         for nesterov in (False, True):
             co2 = replace(BASE, gap=gap, nesterov=nesterov).build(problems.odd_parameters())
-            assert ("outer_step" in co2._state) is (nesterov and gap != "none")
+            assert ("outer_step" in co2.state) is (nesterov and gap != "none")

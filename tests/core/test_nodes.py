@@ -238,7 +238,7 @@ def test_every_part_equals_the_reference(rank: int, place: str, names: list[str]
         mine = [rows[rank // 2 if in_nodes else rank] for rows in theirs]
         assert apart(ours, mine) < NEAR < (ours[-1] - ours[0]).abs().max(), name
         parts = (2 if in_nodes else 1) * ((2 if in_nodes else 4) if "shard" in place else 1)
-        assert [len(m) for m in co2._m] == [-(-co2._buckets[0].numel // parts)]
+        assert [len(m) for m in co2._m] == [-(-co2.buckets[0].numel // parts)]
 
 
 @pytest.mark.parametrize("place", ["nodes", "nodes, shard", "shard", "offload"])
@@ -264,7 +264,7 @@ def test_a_node_of_one_rank_is_a_worker_bit_for_bit(rank: int):
         c, schedule = config(name)
         params, others = problems.odd_parameters(), problems.odd_parameters()
         co2 = CO2(others, c, mesh=node_mesh("cpu", 1), schedule=schedule)
-        assert len(co2._m[0]) == co2._buckets[0].numel
+        assert len(co2._m[0]) == co2.buckets[0].numel
         plain = CO2(params, c, schedule=schedule)
         ends = [problems.train_with(method, p, rank, STEPS) for method, p in ((plain, params), (co2, others))]
         assert all(map(torch.equal, *ends))
@@ -374,7 +374,7 @@ def merges(inside: str) -> list[tuple[int, list[bool]]]:
     for step, (model, co2) in enumerate(steps):
         time.sleep(0.01)
         if (rank, step) == (3, 0):
-            co2._allreduce.arrived = late(co2._allreduce.arrived)
+            co2.allreduce.arrived = late(co2.allreduce.arrived)
         stop_for_a_second() if (rank, step) == (2, 70) else None
         if inside == "ddp":
             mine = whole(model)
@@ -509,9 +509,9 @@ def held(inside: str, c: dict[str, Any], per_node: int) -> float:
     model = nn.Sequential(nn.Linear(128, NUMEL // 128, bias=False))
     wrapped(model, inside, mesh)
     co2 = CO2(model.parameters(), CO2Config(tau=TAU, **c), mesh=mesh)
-    tensors = [b.payload for b in co2._buckets]
-    assert co2._share is not None
-    for flats in (*co2._state.values(), co2._share._snapshots, *co2._reducer.state.values()):
+    tensors = [b.payload for b in co2.buckets]
+    assert co2.share is not None
+    for flats in (*co2.state.values(), co2.share._snapshots, *co2.reducer.state.values()):
         tensors += flats
     places = {t.data_ptr(): t for t in tensors}
     co2.close()

@@ -105,7 +105,7 @@ def test_a_light_checkpoint_equals_a_full_one_of_zero_residuals_and_rank_0s_mome
     first, light, full = (Loop(rank, "as recommended", seed) for seed in range(3))
     first.go(7)
     assert first.save(str(tmp_path / "light"), light=True)
-    fed_back = [f for name, flats in first.co2._reducer.state.items() if "error_feedback" in name for f in flats]
+    fed_back = [f for name, flats in first.co2.reducer.state.items() if "error_feedback" in name for f in flats]
     moments = [t for held in first.optimizer.state.values() for t in held.values()]
     own = [t.clone() for t in moments]
     assert any(f.any() for f in fed_back)
@@ -354,7 +354,7 @@ def test_parameters_in_another_order_are_refused(tmp_path: Path):
 
 def test_elastic_workers_have_their_own_way_to_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     loop = Loop(0)
-    monkeypatch.setattr(loop.co2._allreduce, "is_elastic", True, raising=False)
+    monkeypatch.setattr(loop.co2.allreduce, "is_elastic", True, raising=False)
     for call, name in ((loop.save, "save()"), (loop.load, "load()")):
         assert refusal(call, str(tmp_path)).startswith(f"{name} needs all workers, and elastic workers leave and join")
 
@@ -509,7 +509,7 @@ def test_who_comes_late_is_waited_for(rank: int, tmp_path: Path):
 def dead(rank: int, world_size: int, folder: str) -> str:
     loop = Loop(rank)
     loop.go(4)
-    loop.co2._allreduce.drain()  # who dies with an all-reduce in flight is noticed by that
+    loop.co2.allreduce.drain()  # who dies with an all-reduce in flight is noticed by that
     Path(folder, f"ready{rank}").touch()
     while rank == 1 and len([*Path(folder).glob("ready*")]) < world_size:
         time.sleep(0.01)

@@ -101,9 +101,9 @@ def test_what_another_workers_error_feedback_held_back_is_not_ones_own(rank: int
         co2.step()
     states: list[Any] = [None] * 2
     dist.all_gather_object(states, co2.state_dict())
-    before = co2._reducer.state["error_feedback"][0].norm().item()
+    before = co2.reducer.state["error_feedback"][0].norm().item()
     co2.load_state_dict(states[0])
-    assert before > 0 and co2._reducer.state["error_feedback"][0].norm().item() == (0 if rank else before)
+    assert before > 0 and co2.reducer.state["error_feedback"][0].norm().item() == (0 if rank else before)
 
 
 def everything(model: nn.Module) -> Tensor:
@@ -120,7 +120,7 @@ def test_a_resumed_run_is_bit_identical(rank: int, cases: list[Any], tmp_path: P
         model, optimizer, method = build(name, 0, s)
         go(model, optimizer, method, rank, range(at))
         hides = name in ("co2", "overlap_local") and s.delay != 0
-        assert method._allreduce.in_flight is (hides and at > 1), (name, s, at)
+        assert method.allreduce.in_flight is (hides and at > 1), (name, s, at)
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "method": method.state_dict()}
         torch.save(state, tmp_path / f"{rank}.pt")
         go(model, optimizer, method, rank, range(at, STEPS))
@@ -191,7 +191,7 @@ def test_a_checkpoint_that_does_not_fit_leaves_the_wire_alone():
     state = of_rank(saved_by(writer)) | {"reducer": "int4"}
     with pytest.raises(UserError, match="elements, here it has"):
         reader.load_state_dict(under_rank(state))
-    assert reader._reducer.kind == "float32", "what one worker alone takes"
+    assert reader.reducer.kind == "float32", "what one worker alone takes"
 
 
 def as_before(own: dict[str, Any]) -> dict[str, Any]:
@@ -264,10 +264,10 @@ def test_what_is_of_each_worker_is_left_behind_by_another_number():
     config = CO2Config(tau=2)
     writer, reader = CO2(params(3), config), CO2(params(3), config)
     state = of_rank(saved_by(writer))
-    assert "excluded" in writer._scalars.sizes
+    assert "excluded" in writer.scalars.sizes
     state["flats"][0][-1:] = 1.0
     reader.load_state_dict(under_rank(state | {"workers": 4, "places": 4}))
-    assert reader._scalars["excluded"].item() == 0.0
+    assert reader.scalars["excluded"].item() == 0.0
     assert reader.step() and reader.stats.excluded == 0
 
 
@@ -278,7 +278,7 @@ def test_shared_state_goes_on_after_the_end_with_another_number():
     (gathered,) = state["flats"]
     state["flats"] = [torch.cat([gathered, torch.ones(3)])]  # three more workers' places
     reader.load_state_dict(under_rank(state | {"workers": 4}))
-    assert torch.equal(reader._buckets[0].payload, gathered[:3])
+    assert torch.equal(reader.buckets[0].payload, gathered[:3])
     assert not reader.step() and reader.step()
 
 
@@ -405,11 +405,11 @@ def gone_on(rank: int, world_size: int, folder: str, saves: bool) -> tuple[int, 
         dcp.save({"co2": co2.state_dict(), f"model{rank}": model.state_dict()}, checkpoint_id=folder)
         if rank == 0:
             dcp_to_torch_save(folder, f"{folder}/whole.pt")
-        return co2.rounds, flat(co2._state["snapshot"])
+        return co2.rounds, flat(co2.state["snapshot"])
     state = torch.load(f"{folder}/whole.pt", weights_only=True)
     model.load_state_dict(state[f"model{rank % 2}"])
     co2.load_state_dict(state["co2"])
-    snapshot = flat(co2._state["snapshot"])
+    snapshot = flat(co2.state["snapshot"])
     descend(model, co2, rank, range(SAVE_AT, STEPS), False)
     co2.finish()
     return co2.rounds, snapshot

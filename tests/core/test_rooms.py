@@ -114,12 +114,6 @@ def reached(wanted: dict[Path, set[Path]], start: Path) -> set[Path]:
     return found
 
 
-def test_a_circle_is_found():
-    a, b, c, d = map(Path, "abcd")
-    needs = {a: {b}, b: {c}, c: {b}, d: set[Path]()}
-    assert [file for file in needs if file in reached(needs, file)] == [b, c]
-
-
 def test_what_the_imports_mean():
     """A function of a package's file, a module of a package, and what `core` hands on are told apart."""
     named = {
@@ -156,6 +150,22 @@ def test_imports_inside_core_are_relative():
     for file in FILES:
         absolute = re.findall(r"^\s*(?:from|import) core\b.*", (ROOT / file).read_text(), re.MULTILINE)
         assert not absolute, f"{file}: {absolute}"
+
+
+MOST_PRIVATE = 20  # torch's and accelerate's, which have no public name
+
+
+def private_of_others(tree: ast.AST) -> list[str]:
+    """The accesses to an underscore name of another object than self, cls or super()."""
+    found = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and re.match("_(?!_)", node.attr)]
+    return [text for node in found if (text := ast.unparse(node)) and not re.match(r"(self|cls|super\(\))\._", text)]
+
+
+def test_core_reads_few_private_names_of_other_objects():
+    mixed = ast.parse("self._a + b._c + self.d._e + cls._f + super()._g + h.__doc__")
+    assert {*private_of_others(mixed)} == {"b._c", "self.d._e"}
+    found = [f"{file}: {text}" for file in FILES for text in private_of_others(ast.parse((ROOT / file).read_text()))]
+    assert len(found) <= MOST_PRIVATE, "\n".join(found)
 
 
 HARNESS = {"tyro", "tqdm", "tensorboard", "timm", "mmengine", "training", "accelerate", "lightning", "transformers"}

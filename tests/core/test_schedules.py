@@ -77,7 +77,7 @@ def descend(method: Any, p: Tensor, steps: int) -> list[float]:
 
 def with_taus(method: Any, *taus: int) -> Any:
     """So many local steps a round, again and again; the first number is that of the method."""
-    method._sync_schedule._given = lambda number: taus[number % len(taus)]
+    method.sync_schedule._given = lambda number: taus[number % len(taus)]
     return method
 
 

@@ -129,12 +129,6 @@ def start(script: str, env: dict[str, str], *options: str) -> subprocess.Popen[s
     return subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-# -- the scripts themselves -------------------------------------------------------------------------------------------
-
-
-# -- the scripts themselves ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_it_asks_for_its_cluster_for_a_log_and_for_a_signal_before_the_end(script: str):
     asked, cluster = directives(script), Path(script).stem.split("_")[1]
@@ -227,29 +221,6 @@ def test_nodes_are_workers_when_asked_for(tmp_path: Path):
     assert parse(recipes_of("slurm/gpt2_3090.sh"), arguments).per_node == 0
 
 
-@pytest.mark.parametrize(
-    ("script", "recipe", "said"),
-    [
-        ("gpt2_a100", "gpt2_small_owt", "batch 512 over all GPUs, not the recipe's, which does not divide"),
-        ("gpt2_3090", "gpt2_small_wikitext103", "batch 240 over all GPUs, not the recipe's"),
-        ("gpt2_3090", "gpt2_medium_zo_owt", "batch 480 over all GPUs, not the recipe's"),
-        ("finetune_a100", "prompts", "batch 128 over all GPUs, not the recipe's"),
-        ("gpt2_3090", "gpt2_small_owt", ""),
-        ("gpt2_a100", "gpt2_medium_zo_owt", ""),
-        ("vision_a100", "imagenet_resnet50", ""),
-    ],
-)
-def test_another_batch_than_the_recipes_is_told_in_one_line(script: str, recipe: str, said: str, tmp_path: Path):
-    env = install(tmp_path, torchrun=SAY) | {"RECIPE": recipe}
-
-    def told(**more: str) -> list[str]:
-        process = start(f"slurm/{script}.sh", env | more)
-        return [line for line in process.communicate(timeout=60)[0].splitlines() if line.startswith("batch ")]
-
-    assert [said in line for line in told()] == ([True] if said else [])
-    assert not told(BATCH_SIZE="640"), "asked for"
-
-
 def test_variables_and_options_change_the_run(tmp_path: Path):
     changes = {"RECIPE": "digits_small", "METHOD": "slowmo", "TAU": "24", "BATCH_SIZE": "128", "SEED": "3", "OUT": "x"}
     _, _, arguments = torchruns_line("slurm/vision_a100.sh", tmp_path, "--epochs", "2", **changes)
@@ -311,9 +282,6 @@ def test_a_script_that_cannot_run_says_why(change: dict[str, str], message: str,
     how = {"capture_output": True, "text": True, "timeout": 60}
     result = subprocess.run(["bash", "slurm/vision_a100.sh"], cwd=ROOT, env=env, **how)
     assert result.returncode != 0 and message in result.stderr and not (tmp_path / "arguments").exists()
-
-
-# -- at a signal, and at a run's end ----------------------------------------------------------------------------------
 
 
 # -- signals ------------------------------------------------------------------------------------------------------

@@ -140,7 +140,7 @@ def test_offloaded_state_takes_the_hosts_memory_as_asked():
     go(p.params, method, range(6))
     torch.cuda.synchronize()
     taken = (torch.cuda.memory_allocated() - on_device) / size, (pinned() - on_host) / size
-    flats = [b.flat for b in method._buckets]
+    flats = [b.flat for b in method.buckets]
     end(method)
     assert all(f.is_pinned() for f in flats), "what is sent is not pinned"
     assert taken[0] < 0.01, f"{taken[0]:.2f} copies on the device"

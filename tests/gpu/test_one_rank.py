@@ -171,17 +171,17 @@ def test_a_buffer_in_flight_is_left_alone(name: str):
     kept: list[Tensor] = []
 
     def before() -> list[Any]:
-        kept[:] = [b.flat.clone() for b in method._buckets]
+        kept[:] = [b.flat.clone() for b in method.buckets]
         return asleep(DEVICE, CYCLES, 0.01)
 
     class Watched(Slow):
         def stages(self, group: Any, number: int) -> Iterator[Any]:
             yield self.before(), 0
-            for flat, copy in zip([b.flat for b in method._buckets], kept, strict=True):
+            for flat, copy in zip([b.flat for b in method.buckets], kept, strict=True):
                 spoilt.logical_or_((flat.nan_to_num() != copy.nan_to_num()).any())
             yield from self.reducer.stages(group, number)
 
-    method._reducer = Watched(method._reducer, before)
+    method.reducer = Watched(method.reducer, before)
     go(p.params, method, range(WATCHED))
     end(method)
     assert kept and not spoilt.item()
@@ -192,7 +192,7 @@ def test_a_slow_collective_is_hidden(name: str):
     """A sleeping kernel of some 30 ms under steps of as many: the computing stream may wait for little of it."""
     p = problem()
     method = METHODS[name](p)
-    method._reducer = Slow(method._reducer, lambda: asleep(DEVICE, CYCLES, 0.03))
+    method.reducer = Slow(method.reducer, lambda: asleep(DEVICE, CYCLES, 0.03))
     stats = []
     for step in range(WARM_UP):
         torch.cuda._sleep(CYCLES)  # the computation

@@ -113,7 +113,7 @@ def comes(folder: str, settings: dict[str, Any], device: str) -> None:
     if name == "2.1":
         Path(folder, "came").touch()
     joined = joining.join()
-    began, outer = (numbers(of) if joined else [] for of in (p.params, method._state["outer_iterate"]))
+    began, outer = (numbers(of) if joined else [] for of in (p.params, method.state["outer_iterate"]))
     while at["step"] < STEPS:
         while rank < 2 and at["step"] == WAITS_AT and not Path(folder, "came").exists():
             time.sleep(0.05)

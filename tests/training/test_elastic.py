@@ -103,7 +103,7 @@ def test_the_recommended_settings_go_with_it():
     assert co2.compression.format == "auto" and Recipe(elastic=True, co2=co2).co2 == co2
     method, joining = elastic_co2([nn.Parameter(torch.zeros(2))], co2, members=Members(dist.HashStore(), "0.0"))
     assert method.config == replace(co2, compression=CompressionConfig())
-    assert method._hooks[0] is joining and not any(isinstance(hook, TauHook) for hook in method._hooks)
+    assert method.hooks[0] is joining and not any(isinstance(hook, TauHook) for hook in method.hooks)
 
 
 # -- whole runs -----------------------------------------------------------------------------------------------

@@ -172,8 +172,8 @@ def one_round(method: Any, model: nn.Module) -> None:
         for p in model.parameters():
             p.mul_(0.99)
         method.step()
-    if method._allreduce.in_flight:
-        method._allreduce.drain()
+    if method.allreduce.in_flight:
+        method.allreduce.drain()
 
 
 def on_worker(rank: int, world_size: int, names: list[str]) -> dict[str, Any]:

@@ -31,7 +31,7 @@ class Partway(Blocking):
         self.config = config
 
     def _apply(self) -> None:
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             for p, mean in zip(bucket.params, bucket.payload_views, strict=True):
                 p.lerp_(mean, self.config.share)
 

@@ -166,7 +166,7 @@ def held_in(rank: int, stage: Any) -> dict[str, int]:
         "optimiser": [s["exp_avg"] for s in state],
         "outer": method._x,
     }
-    method._allreduce.wait()
+    method.allreduce.wait()
     method.close()
     return {name: sum(local_shard(t).numel() for t in tensors) for name, tensors in held.items()}
 
@@ -192,7 +192,7 @@ def resumed(rank: int, stage: Any, path: str) -> tuple[Tensor, Tensor]:
             [*steps(rank, built, range(stop))]
             states = [part.state_dict() for part in (model, optimizer, method)]
             torch.save(states, f"{path}/{rank}")
-            method._allreduce.wait()
+            method.allreduce.wait()
             method.close()
             model, _, method, optimizer = built = build(stage, "adamw")
             states = torch.load(f"{path}/{rank}", weights_only=True)
