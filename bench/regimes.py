@@ -58,7 +58,7 @@ class Run:
 
     def plan(self, task: str, seed: int, steps: int = STEPS) -> Plan:
         split, of = "tuning" if seed == TUNING_SEED else "test", parse(self.asked)[0]
-        return Plan(task, of, RATES[task], WORKERS, BATCH, steps, self.tau, "iid", seed, split)
+        return Plan(task, of, RATES[task], WORKERS, BATCH, steps, self.tau, seed, split)
 
     def exposed_share(self, r: float) -> float:
         return 1 - 1 / self.step_seconds(r)

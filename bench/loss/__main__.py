@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from bench.loss.methods import METHODS, Gradient, Method, Settings
-from bench.loss.tasks import TASKS, Batch, Shards, Split, Task, cosine, load_task
+from bench.loss.tasks import TASKS, Batch, Split, Task, cosine, load_task
 from bench.report import (
     FORMAT,
     TUNING_SEED,
@@ -58,9 +58,10 @@ class Plan:
     batch: int
     steps: int
     tau: int
-    shards: Shards
     seed: int
     split: Split
+    shards: str = "iid"
+    """Every worker draws from the whole training set. Old rows have others."""
     clip: str = "task"
     """The largest norm of a gradient: a number, none, or task for the task's own."""
 
@@ -151,7 +152,7 @@ def train(task: Task, plan: Plan, device: str = "cpu") -> tuple[Stack, Method]:
     limit = clips[plan.clip] if plan.clip in clips else float(plan.clip)
     method, inner = plan.settings.make(x, plan.tau), replace(task.inner, clip=limit).start(x)
     for step in range(plan.steps):
-        batch = stack.upload(task.draw(plan.seed, step, plan.workers, plan.batch, plan.shards))
+        batch = stack.upload(task.draw(plan.seed, step, plan.workers, plan.batch))
         method.train_step(stack.gradient, batch, inner, plan.lr * cosine(step, plan.steps))
     return stack, method
 
@@ -290,8 +291,6 @@ class Options:
     """Local steps per round, for every method that has rounds."""
     batch: int | None = None
     """Samples per worker and step. The task's own by default."""
-    shards: Shards = "iid"
-    """sorted: each worker draws from its own part of the training set, by label or by book."""
     clip: str = "task"
     """Clip gradients to this norm, or none. `task` is the task's own limit. Each worker clips its own gradient, and
     ddp clips the averaged gradient."""
@@ -344,8 +343,11 @@ class Options:
     def plans(self, task: str, workers: int, asked: str) -> list[Plan]:
         """A method's runs of the tuning."""
         t = load_task(task)
-        rest = workers, self.batch or t.batch, self.steps, self.tau, self.shards, TUNING_SEED, "tuning", self.clip
-        return [Plan(task, settings, t.inner.lr * factor, *rest) for settings, factor in self.candidates(asked)]
+        rest = workers, self.batch or t.batch, self.steps, self.tau, TUNING_SEED, "tuning"
+        return [
+            Plan(task, settings, t.inner.lr * factor, *rest, clip=self.clip)
+            for settings, factor in self.candidates(asked)
+        ]
 
 
 def parse(text: str) -> list[Settings]:

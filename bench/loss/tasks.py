@@ -18,15 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import _muon as muon
 
-from core.errors import UserError
 from training.data import generator
 
 Split = Literal["tuning", "test"]
-Shards = Literal["iid", "sorted"]
 Batch = tuple[Tensor, Tensor]
-Draw = Callable[[int, int, int, int, Shards], Batch]
-"""(seed, step, workers, batch, shards) -> inputs and targets, [workers, batch, ...] each. With sorted shards, worker i
-draws from the i-th part of the training set, which is sorted by label; a text keeps its order."""
+Draw = Callable[[int, int, int, int], Batch]
+"""(seed, step, workers, batch) -> inputs and targets, [workers, batch, ...] each."""
 
 # -- the inner optimizer: every worker has a row of parameters and a row of state ---------------------------------
 
@@ -117,25 +114,17 @@ class Task:
     batch: int
 
 
-def places(n: int, seed: int, step: int, workers: int, batch: int, shards: Shards) -> Tensor:
-    """Indices below n with replacement, int64 [workers, batch]. Sorted shards: worker i draws from the i-th part."""
-    rng = generator(seed, step)
-    if shards == "iid":
-        return torch.randint(n, (workers, batch), generator=rng)
-    part = n // workers
-    if not part:
-        raise UserError(f"workers={workers}: the training set has {n} samples, too few for a part each; choose fewer")
-    return torch.randint(part, (workers, batch), generator=rng) + part * torch.arange(workers)[:, None]
+def places(n: int, seed: int, step: int, workers: int, batch: int) -> Tensor:
+    """Indices below n with replacement, int64 [workers, batch]."""
+    return torch.randint(n, (workers, batch), generator=generator(seed, step))
 
 
 def labelled_draw(inputs: Tensor, labels: Tensor) -> Draw:
     """Draws samples of [n, ...] with labels, int64 [n]."""
-    by_label = labels.argsort(stable=True)
 
-    def draw(seed: int, step: int, workers: int, batch: int, shards: Shards) -> Batch:
-        at = places(len(inputs), seed, step, workers, batch, shards)
-        index = by_label[at] if shards == "sorted" else at
-        return inputs[index], labels[index]
+    def draw(seed: int, step: int, workers: int, batch: int) -> Batch:
+        at = places(len(inputs), seed, step, workers, batch)
+        return inputs[at], labels[at]
 
     return draw
 
@@ -306,8 +295,8 @@ def text_task(build: Callable[[], nn.Module], lr: float) -> Task:
     """AdamW, gradients clipped to norm 1. WINDOWS held-out windows of each split, at equal distances."""
     training, held_out = books()
 
-    def draw(seed: int, step: int, workers: int, batch: int, shards: Shards) -> Batch:
-        return windows(training, places(len(training) - CONTEXT, seed, step, workers, batch, shards))
+    def draw(seed: int, step: int, workers: int, batch: int) -> Batch:
+        return windows(training, places(len(training) - CONTEXT, seed, step, workers, batch))
 
     def spread(text: Tensor) -> Batch:
         return windows(text, torch.linspace(0, len(text) - CONTEXT - 1, WINDOWS).long())

@@ -22,7 +22,6 @@ from bench.loss.tasks import (
     labelled_draw,
     load_task,
     next_loss,
-    places,
     with_muon,
 )
 from core import UserError
@@ -51,7 +50,7 @@ def options(folder: Path, **values: Any) -> Options:
 
 
 def plan(task: Task, method: str, **values: Any) -> Plan:
-    usual: dict[str, Any] = {"workers": 4, "batch": 4, "steps": 8, "tau": 3, "shards": "iid", "seed": 0}
+    usual: dict[str, Any] = {"workers": 4, "batch": 4, "steps": 8, "tau": 3, "seed": 0}
     return Plan("digits", parse(method)[0], 0.1, **usual | {"split": "test"} | values)
 
 
@@ -92,7 +91,7 @@ def test_blocking_methods_agree_where_they_should(tiny: Task):
 
 
 def test_a_run_that_diverges_has_no_loss(tiny: Task):
-    result = run(tiny, Plan("digits", parse("ddp")[0], 1e38, 2, 4, 20, 3, "iid", 0, "test"))
+    result = run(tiny, Plan("digits", parse("ddp")[0], 1e38, 2, 4, 20, 3, 0, "test"))
     assert result["loss"] is None and result["loss_of_mean"] is None
 
 
@@ -276,19 +275,15 @@ def test_ddp_sends_gradients_over_the_wire():
 # -- tasks, their data and models -------------------------------------------------------------------------------------
 
 
-def test_digits_have_three_parts_and_sorted_shards_of_no_more_workers_than_samples():
+def test_digits_have_three_parts():
     task = load_task("digits")
-    _, labels = task.draw(0, 0, 4, 16, "sorted")
-    assert labels.shape == (4, 16) and all(labels[i].max() <= labels[i + 1].min() for i in range(3))
-    inputs, iid = task.draw(0, 0, 4, 16, "iid")
+    inputs, iid = task.draw(0, 0, 4, 16)
     assert inputs.shape == (4, 16, 1, 8, 8) and len(iid[0].unique()) > 3
-    again = task.draw(0, 0, 4, 16, "iid")[0]
-    other = task.draw(0, 1, 4, 16, "iid")[0]
+    again = task.draw(0, 0, 4, 16)[0]
+    other = task.draw(0, 1, 4, 16)[0]
     assert torch.equal(inputs, again) and not torch.equal(inputs, other)
     tuning, test = (task.held_out[split][0].flatten(1) for split in ("tuning", "test"))
     assert (tuning[:, None] - test[None]).abs().amax(dim=2).min() > 0  # no image in both
-    with pytest.raises(UserError, match="workers=9: the training set has 8 samples"):
-        places(8, 0, 0, 9, 4, "sorted")
 
 
 def test_a_byte_model_sees_no_later_byte():
@@ -317,8 +312,8 @@ def no_data(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_task_runs_stacked(no_data: None, name: str):
     """Workers have gradients of their own, as each would have alone; no buffer would have to change in training."""
     found = TASKS[name]()
-    batch = found.draw(0, 1, 2, 4, "iid")
-    assert all(torch.equal(*pair) for pair in zip(batch, found.draw(0, 1, 2, 4, "iid"), strict=True))
+    batch = found.draw(0, 1, 2, 4)
+    assert all(torch.equal(*pair) for pair in zip(batch, found.draw(0, 1, 2, 4), strict=True))
     stack = Stack(found)
     assert not any(isinstance(m, torch.nn.modules.batchnorm._BatchNorm) for m in stack.model.modules())
     x = torch.stack([stack.start(0), stack.start(1)])
@@ -329,7 +324,6 @@ def test_every_task_runs_stacked(no_data: None, name: str):
     assert rows.isfinite().all() and (rows.norm(dim=1) > 0).all()
     inputs, targets = found.held_out["test"]
     assert stack.held_out_loss(x[0], (inputs[:5], targets[:5])) is not None
-    assert found.draw(0, 0, 2, 4, "sorted")[0].shape == batch[0].shape
 
 
 @pytest.mark.parametrize(
@@ -338,7 +332,7 @@ def test_every_task_runs_stacked(no_data: None, name: str):
 def test_all_workers_lie_on_the_device(no_data: None, asked: str):
     """With the device "meta", whose tensors have no numbers, and which refuses an operation on two devices."""
     task = TASKS["bytes"]()
-    plan = Plan("bytes", parse(asked)[0], 0.1, 2, 2, 3, 2, "iid", 0, "test")
+    plan = Plan("bytes", parse(asked)[0], 0.1, 2, 2, 3, 2, 0, "test")
     assert train(task, plan, device="meta")[1].x.is_meta
 
 
