@@ -196,8 +196,8 @@ BUDGETS = {
     "pointcloud": 1332,
     "segmentation": 1520,
     "vision": 1422,
-    "bench": 6043,
-    "results": 1620,
+    "bench": 4774,
+    "results": 1325,
     "examples": 630,
     "tests": 38814,
 }
