@@ -72,7 +72,7 @@ from .fragments import Fragment, slices
 from .hooks import OutlierFilter
 from .local_update import OWN_SCALARS, LocalUpdateMethod, ReduceResult
 from .placement import Holders, Node, groups_of
-from .shares import Share
+from .shares import Share, SharedMethod
 from .state import on_host
 from .stats import RoundStats, defer
 from .usage import refuse_fsdp, refuse_shards
@@ -80,7 +80,7 @@ from .usage import refuse_fsdp, refuse_shards
 OWN = len(OWN_SCALARS)  # scalars that travel with every fragment
 
 
-class CO2(LocalUpdateMethod):
+class CO2(LocalUpdateMethod, SharedMethod):
     """Hides the all-reduce of data-parallel training behind tau local steps.
 
     With merge "restart", delay "boundary" and a fixed tau, the parameters of every worker equal x_{n,0} bit for bit
@@ -116,8 +116,6 @@ class CO2(LocalUpdateMethod):
     sends_differences = _needs_global_norms = True  # see LocalUpdateMethod
     numbers = ("_last_alpha", "_momentum_norm")  # saved in checkpoints
     _fragments: Sequence[Fragment] = ()  # none on a node
-    share_numbers: Tensor  # on a node, in place of these: see Share.numbers
-    spoilt: Tensor  # on a node, in the paper's order: whether its last difference was not finite, 0-d bool
 
     def __init__(
         self,
