@@ -76,7 +76,6 @@ class HookedMethod:
         clock: Measures the rounds.
         local_steps: Steps since the last boundary. `local_steps_sent` counts the steps of the last all-reduce.
         growth: tau of the round whose all-reduce started last, over the tau of the average before.
-        has_finished: Whether the last all-reduce that arrived ended the training of all workers.
         _given_buffers: The averaged buffers, by their index in `buffers`. `_buffers` are their local tensors.
     """
 
@@ -101,7 +100,7 @@ class HookedMethod:
     clock: RoundClock
     local_steps = local_steps_sent = 0
     growth = 1.0
-    broadcasts_state = has_finished = False
+    broadcasts_state = False
     timed_from = 0  # the first all-reduce without the buffers that nobody changes; its time is the first that counts
     fragment, is_cut = 0, False  # the fragment of the last all-reduce, and whether there are several: see fragments.py
     _buffers: list[Tensor]
@@ -625,32 +624,24 @@ def checksum_bits(workers: int) -> int:
     return max(1, (20 - (workers - 1).bit_length()) // 2)
 
 
-LASTING = {"stop"}  # requests that stay granted until finish()
-
-
 class Requests(Hook):
     """Requests that any worker may make for all workers, such as to stop or to save.
 
     The next all-reduce carries a request. It is granted on all workers at the same boundary once that all-reduce has
-    arrived, on a GPU one boundary later. A request to stop stays granted until a finish() after the loop has read
-    `granted`. Any other request holds for one boundary.
+    arrived, on a GPU one boundary later. It holds for one boundary, unless it is in `lasting`.
 
     Args:
         names: Names of the requests.
+        lasting: Names of requests that are repeated in every round, and stay granted until `answered`.
 
     Attributes:
         asked: Requests of this worker that no all-reduce has carried yet.
         granted: Requests that hold now.
     """
 
-    def __init__(self, *names: str):
-        self.scalars = dict.fromkeys(names, 1)
-        self.asked, self._received, self._granted, self._read = set[str](), set[str](), set[str](), set[str]()
-
-    @property
-    def granted(self) -> set[str]:
-        self._read |= self._granted
-        return self._granted
+    def __init__(self, *names: str, lasting: Iterable[str] = ("stop",)):
+        self.scalars, self._lasting = dict.fromkeys(names, 1), {*lasting}
+        self.asked, self.granted, self._received = set[str](), set[str](), set[str]()
 
     def attach(self, method: HookedMethod) -> None:
         super().attach(method)
@@ -663,6 +654,11 @@ class Requests(Hook):
             raise UserError(f"ask({name!r}): these Requests were made only for {', '.join(self.scalars)}")
         self.asked.add(name)
 
+    def answered(self, name: str) -> None:
+        """Ends a request that lasts. Every worker calls it after finish() if it trains on."""
+        self.asked.discard(name)
+        self.granted.discard(name)
+
     def before_allreduce(self) -> None:
         for name, value in zip(self.scalars, self.take(), strict=True):
             self.method.scalars.set(name, value)
@@ -672,22 +668,17 @@ class Requests(Hook):
 
     def on_round_end(self) -> None:
         self.grant()
-        if self.method.has_finished:  # a request to stop that the loop has read is answered
-            answered, self._read = self._read & LASTING, set[str]()
-            self.asked -= answered
-            self._granted -= answered
 
     # -- for methods without all-reduces of their own ----------------------------------------------------------
 
     def grant(self) -> None:
         """Grants the requests that were received."""
-        self._granted = (self._granted & LASTING) | self._received
-        self._received = set()
+        self.granted, self._received = (self.granted & self._lasting) | self._received, set()
 
     def take(self) -> list[float]:
         """Returns this worker's requests, one number per name, to be summed over the workers."""
         numbers = [float(name in self.asked) for name in self.scalars]
-        self.asked &= LASTING  # a request to stop is repeated in every round
+        self.asked &= self._lasting
         return numbers
 
     def receive(self, sums: Sequence[float]) -> None:

@@ -530,14 +530,14 @@ class LocalUpdateMethod(Loop, SavedMethod, ABC):
         with self.clock.boundary(self.sync_schedule.tau, self.local_steps):
             for bucket, own in self._own_buffers:
                 copy(own, bucket.given)
-            self.has_finished = self._close_round(finished=finished)
+            has_finished = self._close_round(finished=finished)
             for on_round_end in self._on_round_end:
                 on_round_end()
             self._begin_round(rounds := self.rounds)
             self.sync_schedule.begin(rounds)
             self._first_step = 1
             self._params_updated(at_boundary=True)
-        return self.has_finished
+        return has_finished
 
     def _deliver_scalars(self) -> None:
         """Gives the sums to the hooks. On a GPU they arrive one round later, so the host does not wait.
