@@ -69,17 +69,17 @@ from .config import CO2Config, Schedule, check_share, named_rule, scheduled
 from .errors import UserError
 from .fragments import Fragment, slices
 from .hooks import OutlierFilter
-from .local_update import OWN_SCALARS, LocalUpdateMethod, ReduceResult, zero
+from .local_update import OWN_SCALARS, LocalUpdateMethod, ReduceResult
 from .placement import Holders, Node, groups_of
-from .shares import Share
-from .state import on_host
+from .shares import Share, SharedMethod
+from .state import on_host, zero
 from .stats import RoundStats, defer
 from .usage import refuse_fsdp, refuse_shards
 
 OWN = len(OWN_SCALARS)  # scalars that travel with every fragment
 
 
-class CO2(LocalUpdateMethod):
+class CO2(LocalUpdateMethod, SharedMethod):
     """Hides the all-reduce of data-parallel training behind tau local steps.
 
     With merge "restart", delay "boundary" and a fixed tau, the parameters of every worker equal x_{n,0} bit for bit
@@ -114,9 +114,7 @@ class CO2(LocalUpdateMethod):
     name = "CO2"
     sends_differences = _needs_global_norms = True  # see LocalUpdateMethod
     numbers = ("_last_alpha", "_momentum_norm")  # saved in checkpoints
-    _fragments: Sequence[Fragment] = ()
-    share_numbers: Tensor  # on a node, in place of these: see Share.numbers
-    spoilt: Tensor  # on a node, in the paper's order: whether its last difference was not finite, 0-d bool
+    fragments: Sequence[Fragment] = ()
 
     def __init__(
         self,
@@ -198,7 +196,7 @@ class CO2(LocalUpdateMethod):
         self._snapshots = self.state.get("snapshot", [])
         self._last_alpha = 0.0  # outer_lr of the last outer step; 0 if the last boundary took none
         self._momentum_norm = torch.zeros((), dtype=torch.float64, device=self.allreduce.device)
-        self._fragments = [Fragment(self.buckets, outer_steps, self._directions, self.reducer)]
+        self.fragments = [Fragment(self.buckets, outer_steps, self._directions, self.reducer)]
         if isinstance(c.fragments, int) and c.fragments > 1:
             self._cut(c.fragments)
 
@@ -209,19 +207,19 @@ class CO2(LocalUpdateMethod):
         # Averages that have not arrived during the round are merged first.
         if not self.in_paper_order and self._end_fragments(finished=finished):
             return True
-        if self.sync_schedule.fragments not in (None, len(self._fragments)):
+        if self.sync_schedule.fragments not in (None, len(self.fragments)):
             self._cut(self.sync_schedule.fragments)
         if self.share is not None and (reason := self.share.check()):
             raise self.allreduce.failure(reason, "the comparison of a node's parameters")
         # The parameters may differ from x by a rounding of keep_local. That is no progress, so it must not be sent.
         idle = finished and not self.local_steps
         if idle and self.share is None:
-            self._restart(of=self._fragments[self.fragment])
+            self._restart(of=self.fragments[self.fragment])
         if self.in_paper_order:
             return self._close_in_paper_order(finished=finished)
-        for fragment in self._fragments:
+        for fragment in self.fragments:
             fragment.lag += self.local_steps
-        self._fragments[0].lag = 0
+        self.fragments[0].lag = 0
         self._take(idle=idle)  # writes step 3's difference to the payload, and the snapshot
         if self.share is not None and self.config.delay != 0:
             self._begin_round(self.rounds + 1)  # the background takes the outer step with the settings of its merge
@@ -234,7 +232,7 @@ class CO2(LocalUpdateMethod):
         """Step 3 of the current fragment's merge on arrival."""
         if self.share is not None:
             self.share.take(idle=idle)
-        for outer_step in self._fragments[self.fragment].outer_steps:
+        for outer_step in self.fragments[self.fragment].outer_steps:
             outer_step.take()
 
     def _close_in_paper_order(self, *, finished: bool) -> bool:
@@ -277,7 +275,7 @@ class CO2(LocalUpdateMethod):
             return
         if self.allreduce.in_flight and self.sync_schedule.merges(self):
             self._merge_early(at_boundary=False)
-        following, count = self.fragment + 1, len(self._fragments)
+        following, count = self.fragment + 1, len(self.fragments)
         if following >= count or self.local_steps < max(1, following * self.tau // count):
             return
         if self.allreduce.in_flight and self.config.delay == "auto":
@@ -308,7 +306,7 @@ class CO2(LocalUpdateMethod):
         if not result.is_empty:
             self._outer_step(takes_difference=False)  # 4 to 7
         if result.is_last:  # nothing is stale any more
-            self._restart(of=self._fragments[self.fragment])
+            self._restart(of=self.fragments[self.fragment])
             self._last_alpha = 0.0
         return result
 
@@ -332,7 +330,7 @@ class CO2(LocalUpdateMethod):
         may_merge = c.merge == "keep_local" and self.at_boundary and (c.delay == "auto" or self.is_cut)
         if may_merge and self.allreduce.in_flight:
             self._merge_early(at_boundary=True)
-        if may_merge and any(f.lag for f in self._fragments):
+        if may_merge and any(f.lag for f in self.fragments):
             self._reach_with_fragments()
         return super()._reach_common_model()
 
@@ -344,7 +342,7 @@ class CO2(LocalUpdateMethod):
 
     def _cut(self, count: int) -> None:
         """Cuts the payloads into fragments while nothing is in flight. Error feedback begins anew."""
-        lag = max((fragment.lag for fragment in self._fragments), default=0)
+        lag = max((fragment.lag for fragment in self.fragments), default=0)
         fragments, self.is_cut, nesterov = list[Fragment](), count > 1, self.config.nesterov
         share, make = self.share, lambda parts: self._make_reducer(parts, self.scalars, self.allreduce)
         if share is not None:
@@ -367,21 +365,21 @@ class CO2(LocalUpdateMethod):
         for fragment in fragments:
             fragment.lag, fragment.held = lag, {name: zero(getattr(self, name)) for name in self.numbers}
             fragment.held["_arrived_tau"] = self._arrived_tau
-        self._fragments, self.fragment = fragments, 0
+        self.fragments, self.fragment = fragments, 0
         self.reducer, self.sent_payloads = fragments[0].reducer, fragments[0].payloads
 
     def _enter(self, i: int) -> None:
         """Makes fragment i the current one."""
-        current = self._fragments[self.fragment]
+        current = self.fragments[self.fragment]
         current.held = {name: getattr(self, name) for name in ("_arrived_tau", *self.numbers)}
-        self.fragment, self.reducer, self.sent_payloads = i, self._fragments[i].reducer, self._fragments[i].payloads
-        for name, value in self._fragments[i].held.items():
+        self.fragment, self.reducer, self.sent_payloads = i, self.fragments[i].reducer, self.fragments[i].payloads
+        for name, value in self.fragments[i].held.items():
             setattr(self, name, value)
 
     def _start_fragment(self, i: int, *, finished: bool = False) -> None:
         """Step 3 of a fragment that carries neither buffers nor hooks' scalars."""
         self._enter(i)
-        fragment = self._fragments[i]
+        fragment = self.fragments[i]
         self.local_steps_sent = self.late
         if finished and not self.late and self.share is None:
             self._restart(of=fragment)  # p + (x - snapshot) may have been rounded
@@ -397,7 +395,7 @@ class CO2(LocalUpdateMethod):
         fragment.lag = -self.local_steps
         self._sent_tau = self.sync_schedule.tau
         self.growth = self._sent_tau / self._arrived_tau
-        self.reducer.become(self._fragments[0].reducer.kind)
+        self.reducer.become(self.fragments[0].reducer.kind)
         self._between += 1
         self.allreduce.launch(self.stages())
         if self.config.delay == 0:
@@ -407,7 +405,7 @@ class CO2(LocalUpdateMethod):
         """Merges what is in flight, and what is left of the round's fragments. Returns whether that was the end."""
         if self.allreduce.in_flight:
             self._merge(finished=finished)
-        for i in range(self.fragment + 1, len(self._fragments)):
+        for i in range(self.fragment + 1, len(self.fragments)):
             self._start_fragment(i, finished=finished)
             if self.allreduce.in_flight:
                 self._merge(finished=finished)
@@ -424,18 +422,18 @@ class CO2(LocalUpdateMethod):
         self._params_updated(at_boundary=True)
 
     def _reducers(self) -> list[Reducer]:
-        return [fragment.reducer for fragment in self._fragments] or [self.reducer]
+        return [fragment.reducer for fragment in self.fragments] or [self.reducer]
 
     @property
     def late(self) -> int:
-        return self.local_steps + (self._fragments[self.fragment].lag if self.is_cut else 0)
+        return self.local_steps + (self.fragments[self.fragment].lag if self.is_cut else 0)
 
     def _local_state(self) -> dict[str, Any]:
         state = super()._local_state()
         if self.is_cut:
             self._enter(self.fragment)
             state["fragments"] = [
-                [f.lag, {name: on_host(value) for name, value in f.held.items()}] for f in self._fragments
+                [f.lag, {name: on_host(value) for name, value in f.held.items()}] for f in self.fragments
             ]
             state |= {"at": self.fragment, "between": self._between}
         return state
@@ -450,7 +448,7 @@ class CO2(LocalUpdateMethod):
             arrived: Whether the payloads hold sums. If not, as in the first round, x and m stay.
             takes_difference: Whether the pass also writes step 3's difference to the payload.
         """
-        c, stats, fragment = self.config, self.clock.stats, self._fragments[self.fragment]
+        c, stats, fragment = self.config, self.clock.stats, self.fragments[self.fragment]
         numel = fragment.numel
         if arrived:
             # Delta = _scale * payload. _scale is one over the number of workers, without excluded ones.
@@ -486,7 +484,7 @@ class CO2(LocalUpdateMethod):
             self._restart(where)
 
     def _restart(self, where: Tensor | None = None, *, of: Fragment | None = None) -> None:
-        for fragment in self._fragments if of is None else [of]:
+        for fragment in self.fragments if of is None else [of]:
             for outer_step in fragment.outer_steps:
                 outer_step.restart(where)
 
@@ -495,7 +493,7 @@ class CO2(LocalUpdateMethod):
     def _start_from_params(self) -> None:
         super()._start_from_params()
         if self.is_cut:
-            self._fragments = ()
+            self.fragments = ()
             self._cut(self.config.fragments if isinstance(self.config.fragments, int) else 1)
         if self.share is not None:
             self.share.start_from_params()
@@ -512,7 +510,7 @@ class CO2(LocalUpdateMethod):
             self.allreduce.drain()
             self.share.drain()
         count = len(state.get("fragments", [0]))
-        if count != len(self._fragments or [0]):
+        if count != len(self.fragments or [0]):
             if self.config.fragments != "auto":
                 raise UserError(
                     f"the checkpoint has {count} fragments, not {self.config.fragments}: resume with the settings that "
@@ -522,9 +520,9 @@ class CO2(LocalUpdateMethod):
             self._cut(count)
         if self.is_cut:
             self.fragment = state["at"]
-            self.reducer = self._fragments[self.fragment].reducer
+            self.reducer = self.fragments[self.fragment].reducer
         super()._load_local_state(state)
-        for fragment, (lag, held) in zip(self._fragments, state.get("fragments", []), strict=False):
+        for fragment, (lag, held) in zip(self.fragments, state.get("fragments", []), strict=False):
             tensors = {name: n for name, n in held.items() if isinstance(n, Tensor)}
             tensors = {name: n.to(getattr(self, name), copy=True) for name, n in tensors.items()}
             fragment.lag, fragment.held = lag, held | tensors

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,10 +14,7 @@ from torch import Tensor, nn
 from .buckets import copy, is_dtensor, local_shard, overlapping, unique, views, writes
 from .comm import Stage, of_all, sum_flats
 from .errors import UserError
-from .hooks import Hook
-
-if TYPE_CHECKING:
-    from .local_update import LocalUpdateMethod
+from .hooks import Hook, HookedMethod
 
 Tensors = Iterable[Tensor] | nn.Module
 Given = Tensors | Callable[[], Tensors]
@@ -49,7 +46,7 @@ class ExtraAverage(Hook):
             self.compared = f"average= with {len(found)} tensors"
         self._has_stepped = self._has_checked = False
 
-    def attach(self, method: LocalUpdateMethod) -> None:
+    def attach(self, method: HookedMethod) -> None:
         if not hasattr(self, "method"):
             self._first = writes(self.alike)  # to notice that nothing changes
         super().attach(method)

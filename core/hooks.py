@@ -10,19 +10,32 @@ import gc
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .buckets import copy, first_nonfinite, local_shard, read_blocks, wipe, zero_each
+from .buckets import (
+    Bucket,
+    Scalars,
+    State,
+    copy,
+    first_nonfinite,
+    local_shard,
+    read_blocks,
+    same_values,
+    views,
+    wipe,
+    zero_each,
+)
+from .comm import AsyncAllReduce, Reducer
 from .errors import DivergedError, UserError, log
 from .outer import norm
-from .stats import HostCopy
+from .placement import Node
+from .stats import HostCopy, RoundClock
 
-if TYPE_CHECKING:
-    from .local_update import LocalUpdateMethod
+OneHook = TypeVar("OneHook", bound="Hook")
 
 
 class ReductionInfo(NamedTuple):
@@ -39,6 +52,139 @@ class ReductionInfo(NamedTuple):
     total_world_size: int
     workers: int
     generation: int
+
+
+class HookedMethod:
+    """What hooks read of the LocalUpdateMethod that calls them.
+
+    Attributes:
+        allreduce: The workers' group, and the all-reduce in flight.
+        node: The ranks that hold one model together. A process that holds the whole model is a node by itself.
+        trained: The parameters that require a gradient, as given.
+        params: Their local tensors, in the same order.
+        hooks: In the order in which they are called.
+        share: This rank's part of the outer state on a node, see shares.py. None for a worker by itself.
+        sync_schedule: Decides when a round ends.
+        buckets: The flat tensors of the all-reduce, one per dtype and device.
+        sent_payloads: The payloads of the next all-reduce at a boundary.
+        scalars: The numbers that travel with it, by name.
+        reducer: Sums or averages the buckets.
+        state: State that persists from round to round, by name: one flat tensor per bucket.
+        replicated: The part of it that is equal on all workers.
+        anchors: Where rounds begin, one flat tensor per bucket. Empty if it is not kept.
+        broadcasts_state: Whether the next all-reduce also sends rank 0's state to all workers. A hook may set it.
+        clock: Measures the rounds.
+        local_steps: Steps since the last boundary. `local_steps_sent` counts the steps of the last all-reduce.
+        growth: tau of the round whose all-reduce started last, over the tau of the average before.
+        _given_buffers: The averaged buffers, by their index in `buffers`. `_buffers` are their local tensors.
+    """
+
+    name = ""  # for messages
+    worker_label = "rank"  # what messages call a worker, before its number
+    sends_differences = False  # whether payloads are differences: zero if nothing has moved
+    numbers: Sequence[str] = ()  # attributes for checkpoints: plain numbers or 0-d tensors
+    allreduce: AsyncAllReduce
+    node: Node
+    share: Any
+    sync_schedule: Any
+    hooks: list[Hook]
+    trained: list[Tensor]
+    params: list[Tensor]
+    buckets: list[Bucket]
+    sent_payloads: list[Tensor]
+    scalars: Scalars
+    reducer: Reducer
+    state: State
+    replicated: list[Tensor]
+    anchors: list[Tensor]
+    clock: RoundClock
+    local_steps = local_steps_sent = 0
+    growth = 1.0
+    broadcasts_state = False
+    timed_from = 0  # the first all-reduce without the buffers that nobody changes; its time is the first that counts
+    fragment, is_cut = 0, False  # the fragment of the last all-reduce, and whether there are several: see fragments.py
+    _buffers: list[Tensor]
+    _given_buffers: dict[int, Tensor]
+    _starts_near_anchor = False  # whether rounds begin near `anchors`, not exactly there
+    _between = 0  # all-reduces of other fragments than the first
+    _saved_at: tuple[int, int] | None = None  # rounds and local steps at which state_dict() was last called
+
+    @property
+    def begins_apart(self) -> bool:
+        """Whether this worker may begin a round away from `anchors`."""
+        return self._starts_near_anchor
+
+    @property
+    def rounds(self) -> int:
+        """Rounds closed so far, including the rounds of finish()."""
+        return self.allreduce.launched - self._between
+
+    @property
+    def tau(self) -> int:
+        """Local steps of the current round."""
+        return self.sync_schedule.tau
+
+    def hook(self, kind: type[OneHook]) -> OneHook:
+        """Returns the hook of that class.
+
+        Raises:
+            UserError: If there is none.
+        """
+        for hook in self.hooks:
+            if isinstance(hook, kind):
+                return hook
+        raise UserError(f"{self.name} has no {kind.__name__}: give one among its hooks")
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether state_dict() was called since the last step."""
+        return self._saved_at == (self.rounds, self.local_steps)
+
+    @property
+    def total_world_size(self) -> int:
+        """The number of processes over which scalars are averaged."""
+        return self.allreduce.world_size * self.node.size
+
+    @property
+    def is_log_rank(self) -> bool:
+        """Whether this process prints what concerns all workers."""
+        return self.allreduce.rank == 0 and self.node.rank == 0
+
+    def settings(self) -> Any:
+        """Settings that must be equal on all workers, compared in every round."""
+        return self.tau
+
+    @property
+    def late(self) -> int:
+        """Local steps since the last all-reduce started."""
+        return self.local_steps
+
+    def numbered_buffers(self) -> list[tuple[int, Tensor]]:
+        """Returns the averaged buffers as given, each with its index in `buffers`, in the order of the buckets."""
+        numbered = {id(b): pair for b, pair in zip(self._buffers, self._given_buffers.items(), strict=True)}
+        return [numbered[id(b)] for bucket in self.buckets for b in bucket.given]
+
+    def nonfinite_buffers(self) -> list[tuple[int, Tensor]]:
+        """Returns those that hold non-finite numbers which were not there at construction."""
+        found = list[bool]()
+        for bucket in self.buckets:
+            flat = bucket.flat_buffers()
+            bad = views(~flat.isfinite() & ~same_values(flat, bucket.first_values), bucket.given)
+            found += [bool(where.any()) for where in bad]
+        return [pair for pair, is_bad in zip(self.numbered_buffers(), found, strict=True) if is_bad]
+
+    def exclude(self, where: Tensor) -> None:
+        """Excludes this worker from the average if the 0-d bool `where` is True."""
+        wipe([*self.sent_payloads, *(b.values for b in self.buckets)], where)
+        self.scalars["weight"].copy_(torch.where(where, 0.0, self.scalars["weight"]))
+
+    def state_dict(self) -> dict[str, Any]:
+        """See state.py."""
+        raise NotImplementedError
+
+    def _calls(self, name: str) -> list[Callable[..., Any]]:
+        """The bound methods of the hooks whose class overrides `name`."""
+        return [getattr(hook, name) for hook in self.hooks if getattr(type(hook), name) is not getattr(Hook, name)]
 
 
 class Hook:
@@ -63,9 +209,9 @@ class Hook:
     per_worker_scalars: Mapping[str, int] = {}
     alike: Sequence[Tensor] = ()
     compared = ""
-    method: LocalUpdateMethod
+    method: HookedMethod
 
-    def attach(self, method: LocalUpdateMethod) -> None:
+    def attach(self, method: HookedMethod) -> None:
         """The method is made, or starts anew from its parameters or from a checkpoint."""
         self.method = method
 
@@ -167,7 +313,7 @@ class OutlierFilter(Hook):
         self.factor, self.count, self.excludes_this = factor, 0, False
         self._most_steps = 0  # local steps of the longest round that was judged
 
-    def attach(self, method: LocalUpdateMethod) -> None:
+    def attach(self, method: HookedMethod) -> None:
         super().attach(method)
         group, places = method.allreduce.group, method.allreduce.places
         ranks = dist.get_process_group_ranks(group) if group is not None else []
@@ -363,7 +509,7 @@ class ConsensusDistance(Hook):
     def __init__(self, outlier_filter: OutlierFilter):
         self._filter = outlier_filter
 
-    def attach(self, method: LocalUpdateMethod) -> None:
+    def attach(self, method: HookedMethod) -> None:
         super().attach(method)
         self._weight, self._squares = method.scalars["weight"], method.scalars["squares"]
         self._square: Tensor | None = None  # mean_i ||d^i||^2 of the last all-reduce, 0-d
@@ -408,7 +554,7 @@ class ReplicaChecksum(Hook):
 
     scalars = {"settings": 2, "replicas": 2}
 
-    def attach(self, method: LocalUpdateMethod) -> None:
+    def attach(self, method: HookedMethod) -> None:
         super().attach(method)
         self._places = method.scalars["settings"], method.scalars["replicas"]
         self._repair_in: int | None = None  # the generation in which replicas were found to differ
@@ -482,34 +628,26 @@ def checksum_bits(workers: int) -> int:
     return max(1, (20 - (workers - 1).bit_length()) // 2)
 
 
-LASTING = {"stop"}  # requests that stay granted until finish()
-
-
 class Requests(Hook):
     """Requests that any worker may make for all workers, such as to stop or to save.
 
     The next all-reduce carries a request. It is granted on all workers at the same boundary once that all-reduce has
-    arrived, on a GPU one boundary later. A request to stop stays granted until a finish() after the loop has read
-    `granted`. Any other request holds for one boundary.
+    arrived, on a GPU one boundary later. It holds for one boundary, unless it is in `lasting`.
 
     Args:
         names: Names of the requests.
+        lasting: Names of requests that are repeated in every round, and stay granted until `answered`.
 
     Attributes:
         asked: Requests of this worker that no all-reduce has carried yet.
         granted: Requests that hold now.
     """
 
-    def __init__(self, *names: str):
-        self.scalars = dict.fromkeys(names, 1)
-        self.asked, self._received, self._granted, self._read = set[str](), set[str](), set[str](), set[str]()
+    def __init__(self, *names: str, lasting: Iterable[str] = ("stop",)):
+        self.scalars, self._lasting = dict.fromkeys(names, 1), {*lasting}
+        self.asked, self.granted, self._received = set[str](), set[str](), set[str]()
 
-    @property
-    def granted(self) -> set[str]:
-        self._read |= self._granted
-        return self._granted
-
-    def attach(self, method: LocalUpdateMethod) -> None:
+    def attach(self, method: HookedMethod) -> None:
         super().attach(method)
         for name in self.scalars:  # a checkpoint's run has already granted its requests
             method.scalars[name].zero_()
@@ -520,6 +658,11 @@ class Requests(Hook):
             raise UserError(f"ask({name!r}): these Requests were made only for {', '.join(self.scalars)}")
         self.asked.add(name)
 
+    def answered(self, name: str) -> None:
+        """Ends a request that lasts. Every worker calls it after finish() if it trains on."""
+        self.asked.discard(name)
+        self.granted.discard(name)
+
     def before_allreduce(self) -> None:
         for name, value in zip(self.scalars, self.take(), strict=True):
             self.method.scalars.set(name, value)
@@ -529,22 +672,17 @@ class Requests(Hook):
 
     def on_round_end(self) -> None:
         self.grant()
-        if self.method.has_finished:  # a request to stop that the loop has read is answered
-            answered, self._read = self._read & LASTING, set[str]()
-            self.asked -= answered
-            self._granted -= answered
 
     # -- for methods without all-reduces of their own ----------------------------------------------------------
 
     def grant(self) -> None:
         """Grants the requests that were received."""
-        self._granted = (self._granted & LASTING) | self._received
-        self._received = set()
+        self.granted, self._received = (self.granted & self._lasting) | self._received, set()
 
     def take(self) -> list[float]:
         """Returns this worker's requests, one number per name, to be summed over the workers."""
         numbers = [float(name in self.asked) for name in self.scalars]
-        self.asked &= LASTING  # a request to stop is repeated in every round
+        self.asked &= self._lasting
         return numbers
 
     def receive(self, sums: Sequence[float]) -> None:
@@ -555,7 +693,7 @@ class Requests(Hook):
 class Snapshot(Hook):
     """Delivers the state at a boundary once the all-reduce in flight has arrived, without waiting for it."""
 
-    def attach(self, method: LocalUpdateMethod) -> None:
+    def attach(self, method: HookedMethod) -> None:
         super().attach(method)
         self._callback: Callable[[dict[str, Any]], None] | None = None
         self._current: dict[str, Any] = {}  # state that the next local steps change
@@ -591,7 +729,7 @@ class MasterWeightSync(Hook):
     def __init__(self, model_params: Iterable[Tensor]):
         self.model_params = [local_shard(p) for p in model_params]
 
-    def attach(self, method: LocalUpdateMethod) -> None:
+    def attach(self, method: HookedMethod) -> None:
         super().attach(method)
         given, masters = [p.shape for p in self.model_params], [p.shape for p in method.params]
         if given != masters:

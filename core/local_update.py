@@ -2,7 +2,7 @@
 
 Local-SGD, SlowMo, Overlap-Local-SGD, DiLoCo and CO2 differ only in how they end a round: each overrides `_close_round`.
 This class counts local steps, owns the flat buckets, starts the all-reduce and waits for it, averages the model's
-buffers, calls the hooks, and saves and restores all state.
+buffers and calls the hooks.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 import contextlib
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -35,30 +35,19 @@ from .buckets import (
     make_buckets,
     read_blocks,
     rescale,
-    same_values,
     tensors_of,
     unique,
-    views,
-    wipe,
 )
 from .comm import AsyncAllReduce, Reducer, Stage, all_reduce, send_first
 from .errors import UserError
 from .hooks import Hook, ReductionInfo, check_hooks
 from .placement import Node
-from .state import check_run, check_saved, of_rank, on_host, order_of, resized, under_rank
+from .shares import Share
+from .state import SavedMethod
 from .stats import AsyncReadback, RoundClock, RoundStats, plus
-
-if TYPE_CHECKING:
-    from .shares import Share
 
 OWN_SCALARS = {"finished": 1, "steps": 1, "weight": 1}  # in every all-reduce
 CHANGED = "changed"  # scalars: per buffer that is not sent, how many workers have changed it
-OneHook = TypeVar("OneHook", bound=Hook)
-
-
-def zero(value: Any) -> Any:
-    """Returns 0 as a number or tensor like `value`."""
-    return torch.zeros_like(value) if isinstance(value, Tensor) else type(value)()
 
 
 class Loop:
@@ -167,7 +156,7 @@ class ReduceResult(NamedTuple):
     is_empty: bool
 
 
-class LocalUpdateMethod(Loop, ABC):
+class LocalUpdateMethod(Loop, SavedMethod, ABC):
     """Trains in rounds of local steps, with one all-reduce per round.
 
     Each process holds the whole model, or is a rank of a node that holds it.
@@ -189,26 +178,6 @@ class LocalUpdateMethod(Loop, ABC):
         on_excluded: Called with a 0-d bool after this worker's update was judged, for the optimizer's state, as
             hooks.forget returns. On a CPU it is called only if this worker was excluded. The default zeroes the
             state of torch.optim's optimizers: other libraries' may hold what must not be zero.
-        allreduce: The workers' group, and the all-reduce in flight.
-        node: The ranks that hold one model together. A process that holds the whole model is a node by itself.
-        share: See Args.
-        hooks: See Args.
-        sync_schedule: See Args.
-        trained: The parameters that require a gradient, as given.
-        params: Their local tensors, in the same order.
-        buckets: The flat tensors of the all-reduce, one per dtype and device.
-        sent_payloads: The payloads of the next all-reduce at a boundary.
-        scalars: The numbers that travel with it, by name.
-        reducer: Sums or averages the buckets.
-        state: State that persists from round to round, by name: one flat tensor per bucket.
-        replicated: The part of it that is equal on all workers.
-        anchors: Where rounds begin, one flat tensor per bucket. Empty if it is not kept.
-        broadcasts_state: Whether the next all-reduce also sends rank 0's state to all workers. A hook may set it.
-        clock: Measures the rounds.
-        local_steps: Steps since the last boundary. `local_steps_sent` counts the steps of the last all-reduce.
-        growth: tau of the round whose all-reduce started last, over the tau of the average before.
-        has_finished: Whether the last all-reduce that arrived ended the training of all workers.
-        _given_buffers: The averaged buffers, by their index in `buffers`. `_buffers` are their local tensors.
         _changing: The averaged buffers that some worker has changed since construction, by their places over all
             buckets. Only they are sent. None until the workers know: then all are sent. `_sent` is the same for the
             last all-reduce that started.
@@ -216,18 +185,10 @@ class LocalUpdateMethod(Loop, ABC):
         _sent_tau: tau of the round whose all-reduce started last.
     """
 
-    name = ""  # for messages
-    worker_label = "rank"  # what messages call a worker, before its number
-    sends_differences = False  # whether payloads are differences: zero if nothing has moved
-    fragment, is_cut = 0, False  # the fragment of the last all-reduce, and whether there are several: see fragments.py
-    timed_from = 0  # the first all-reduce without the buffers that nobody changes; its time is the first that counts
-    _starts_near_anchor = False  # whether rounds begin near `anchors`, not exactly there
+    share: Share | None
+    sync_schedule: SyncSchedule
     _needs_global_norms = False  # whether the method needs norms of all parameters, which DTensors do not give
-    _between = 0  # all-reduces of other fragments than the first
     _is_last = False  # whether every worker has started fragment 0's last all-reduce from finish()
-    _saved_at: tuple[int, int] | None = None  # rounds and local steps at which state_dict() was last called
-    numbers: Sequence[str] = ()  # attributes for checkpoints: plain numbers or 0-d tensors
-    _unsaved: Collection[str] = ()  # names in `state` that no later outer step reads: zeros after a resume
 
     def __init__(
         self,
@@ -276,15 +237,11 @@ class LocalUpdateMethod(Loop, ABC):
         # This worker's buffers at the boundary, because averages that arrive overwrite the live buffers.
         self._own_buffers = [(b, [t.clone() for t in b.given]) for b in self.buckets if b.given]
         self.clock = RoundClock(self.allreduce.device)
-        self.local_steps = self.local_steps_sent = 0
         self._first_step = 1  # of the round, or after a resume in mid-round
         self._sent_tau = self._arrived_tau = sync_schedule.tau
-        self.growth = 1.0
-        self.broadcasts_state = False
         self.on_excluded: Callable[[Tensor], None] | None = None
         self._readback = AsyncReadback()
         self._ended: bool | None = None  # after step(last=True): whether all workers have ended
-        self.has_finished = False
         self._broadcast_params()
         if share is None:  # the steps of a share need its outer state, which CO2 makes later
             self._rehearse()
@@ -351,11 +308,6 @@ class LocalUpdateMethod(Loop, ABC):
     def at_boundary(self) -> bool:
         return not self.local_steps
 
-    @property
-    def begins_apart(self) -> bool:
-        """Whether this worker may begin a round away from `anchors`."""
-        return self._starts_near_anchor
-
     def sync_for_eval(self) -> bool:
         equal = self._reach_common_model()
         if self.at_boundary:
@@ -392,41 +344,19 @@ class LocalUpdateMethod(Loop, ABC):
         """Statistics of the last closed round; after a merge in mid-round, of the current round."""
         return self.clock.stats
 
-    @property
-    def rounds(self) -> int:
-        """Rounds closed so far, including the rounds of finish()."""
-        return self.allreduce.launched - self._between
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def resync(self) -> None:
+        """Restarts from rank 0's current parameters. Every worker must call it.
 
-    @property
-    def tau(self) -> int:
-        """Local steps of the current round."""
-        return self.sync_schedule.tau
-
-    def hook(self, kind: type[OneHook]) -> OneHook:
-        """Returns the hook of that class.
-
-        Raises:
-            UserError: If there is none.
+        Call it after weights were loaded into a model that this object already trains. Otherwise the next boundaries
+        pull the model back. The all-reduce in flight is discarded, and momenta are zeroed.
         """
-        for hook in self.hooks:
-            if isinstance(hook, kind):
-                return hook
-        raise UserError(f"{self.name} has no {kind.__name__}: give one among its hooks")
-
-    @property
-    def is_saved(self) -> bool:
-        """Whether state_dict() was called since the last step."""
-        return self._saved_at == (self.rounds, self.local_steps)
-
-    @property
-    def total_world_size(self) -> int:
-        """The number of processes over which scalars are averaged."""
-        return self.allreduce.world_size * self.node.size
-
-    @property
-    def is_log_rank(self) -> bool:
-        """Whether this process prints what concerns all workers."""
-        return self.allreduce.rank == 0 and self.node.rank == 0
+        self.allreduce.restore(self.allreduce.launched, in_flight=False)
+        self._broadcast_params()
+        self.local_steps, self._ended = 0, None
+        self._start_from_params()
+        self._params_updated(at_boundary=True)
 
     # -- a method overrides these ------------------------------------------------------------------------------
 
@@ -444,9 +374,6 @@ class LocalUpdateMethod(Loop, ABC):
     def _mid_round(self) -> None:  # noqa: B027
         """A local step has ended no round, and an all-reduce is in flight, or the next fragment's may be due."""
 
-    def _begin_round(self, number: int) -> None:  # noqa: B027
-        """Round `number` begins, from 0: for settings that change from round to round."""
-
     def _restart_from_anchor(self, where: Tensor | None = None) -> None:  # noqa: B027
         """Resets this worker to the outer iterate.
 
@@ -457,10 +384,6 @@ class LocalUpdateMethod(Loop, ABC):
     def _signature(self) -> Any:
         """Settings that must be equal on all workers, compared at construction."""
         return f"tau={self.tau}"
-
-    def settings(self) -> Any:
-        """Settings that must be equal on all workers, compared in every round."""
-        return self.tau
 
     def _make_buckets(self) -> list[Bucket]:
         if self.share is None:
@@ -539,11 +462,6 @@ class LocalUpdateMethod(Loop, ABC):
             self._arrived_tau = self._sent_tau
         return ReduceResult(is_last, is_empty)
 
-    def exclude(self, where: Tensor) -> None:
-        """Excludes this worker from the average if the 0-d bool `where` is True."""
-        wipe([*self.sent_payloads, *(b.values for b in self.buckets)], where)
-        self._weight.copy_(torch.where(where, 0.0, self._weight))
-
     def _report_excluded(self, where: Tensor) -> None:
         """Calls `on_excluded`, or by default zeroes the state of torch's own optimizers."""
         if not read_blocks(where) and not where:
@@ -567,13 +485,6 @@ class LocalUpdateMethod(Loop, ABC):
                 flags = self.scalars[CHANGED].view(-1).zero_()
                 found = [has_changed(*pairs[i]).to(flags.dtype) for i in unknown]
                 copy([flags[i] for i in unknown], found, queued=True)
-
-    def _choose_buffers(self) -> None:
-        """Lets the buffers in `_sent` travel."""
-        before = 0
-        for bucket, own in self._own_buffers:
-            bucket.send(i for i in range(len(own)) if self._sent is None or before + i in self._sent)
-            before += len(own)
 
     def _note_changes(self, sums: Mapping[str, Sequence[float]]) -> None:
         """Receives a round's scalars, and adds each buffer that some worker has changed to `_changing`.
@@ -619,14 +530,14 @@ class LocalUpdateMethod(Loop, ABC):
         with self.clock.boundary(self.sync_schedule.tau, self.local_steps):
             for bucket, own in self._own_buffers:
                 copy(own, bucket.given)
-            self.has_finished = self._close_round(finished=finished)
+            has_finished = self._close_round(finished=finished)
             for on_round_end in self._on_round_end:
                 on_round_end()
             self._begin_round(rounds := self.rounds)
             self.sync_schedule.begin(rounds)
             self._first_step = 1
             self._params_updated(at_boundary=True)
-        return self.has_finished
+        return has_finished
 
     def _deliver_scalars(self) -> None:
         """Gives the sums to the hooks. On a GPU they arrive one round later, so the host does not wait.
@@ -644,10 +555,6 @@ class LocalUpdateMethod(Loop, ABC):
             for on_reduced_scalars in self._on_reduced_scalars:
                 on_reduced_scalars(sums, arrived[1])
 
-    def _calls(self, name: str) -> list[Callable[..., Any]]:
-        """The bound methods of the hooks whose class overrides `name`."""
-        return [getattr(hook, name) for hook in self.hooks if getattr(type(hook), name) is not getattr(Hook, name)]
-
     def _broadcast_params(self) -> None:
         """Checks that workers agree, and gives all of them rank 0's tensors."""
         compared = (self.name, self._signature(), *(hook.compared for hook in self.hooks if hook.compared))
@@ -663,183 +570,3 @@ class LocalUpdateMethod(Loop, ABC):
         if self.allreduce.rehearse(self.stages()):
             for tensor in (t for tensors in self._residual().values() for t in tensors):  # a run starts with zeros
                 tensor.zero_()
-
-    def _reducers(self) -> list[Reducer]:
-        """The reducer of each fragment."""
-        return [self.reducer]
-
-    def _residual(self) -> dict[str, list[Tensor]]:
-        """Error feedback of all reducers, by name."""
-        states = [reducer.state for reducer in self._reducers()]
-        return {name: [flat for state in states for flat in state[name]] for name in states[0]}
-
-    @property
-    def late(self) -> int:
-        """Local steps since the last all-reduce started."""
-        return self.local_steps
-
-    def numbered_buffers(self) -> list[tuple[int, Tensor]]:
-        """Returns the averaged buffers as given, each with its index in `buffers`, in the order of the buckets."""
-        numbered = {id(b): pair for b, pair in zip(self._buffers, self._given_buffers.items(), strict=True)}
-        return [numbered[id(b)] for bucket in self.buckets for b in bucket.given]
-
-    def nonfinite_buffers(self) -> list[tuple[int, Tensor]]:
-        """Returns those that hold non-finite numbers which were not there at construction."""
-        found = list[bool]()
-        for bucket in self.buckets:
-            flat = bucket.flat_buffers()
-            bad = views(~flat.isfinite() & ~same_values(flat, bucket.first_values), bucket.given)
-            found += [bool(where.any()) for where in bad]
-        return [pair for pair, is_bad in zip(self.numbered_buffers(), found, strict=True) if is_bad]
-
-    # -- checkpoints -------------------------------------------------------------------------------------------
-
-    @torch.inference_mode(False)
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the state that a resumed run needs besides parameters, buffers and optimizer.
-
-        It waits for the all-reduce in flight, so every worker must call it or continue with its steps. A run resumes
-        bit for bit from any step. Tensors are copies in host memory. The only key is "rank" with this worker's number,
-        because each worker saves its own state, model and optimizer. Objects with the same settings have the same keys
-        and shapes, so torch.distributed.checkpoint can load into a new object's state.
-        """
-        return under_rank(self._local_state())
-
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what state_dict returned, on every worker.
-
-        Load the model after this object was made, because its construction broadcasts rank 0's parameters. A different
-        number of workers may resume if all workers held the same outer state. They discard error-feedback residuals.
-
-        Args:
-            state: One or several workers' states. If this worker's state is missing, it gets the state at index rank
-                modulo their number.
-
-        Raises:
-            UserError: If another method, model or other settings wrote it, or another number of workers whose outer
-                states differ.
-        """
-        self._load_local_state(of_rank(state))
-
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def resync(self) -> None:
-        """Restarts from rank 0's current parameters. Every worker must call it.
-
-        Call it after weights were loaded into a model that this object already trains. Otherwise the next boundaries
-        pull the model back. The all-reduce in flight is discarded, and momenta are zeroed.
-        """
-        self.allreduce.restore(self.allreduce.launched, in_flight=False)
-        self._broadcast_params()
-        self.local_steps, self._ended = 0, None
-        self._start_from_params()
-
-    def _start_from_params(self) -> None:
-        """Resets everything to its state at construction, with the current parameters."""
-        self._readback = AsyncReadback()
-        for flat in [b.flat for b in self.buckets] + [f for flats in self._residual().values() for f in flats]:
-            flat.zero_()
-        for name in self.state:
-            self.state.begin(name)
-        for name in self.numbers:
-            setattr(self, name, zero(getattr(self, name)))
-        self._attach_again()
-        self._params_updated(at_boundary=True)
-
-    def _attach_again(self) -> None:
-        """Resets the hooks."""
-        self.broadcasts_state = False
-        for hook in self.hooks:
-            hook.attach(self)
-
-    def _local_state(self) -> dict[str, Any]:
-        """Returns this worker's part of state_dict."""
-        self.allreduce.check_alive()
-        self.allreduce.drain()
-        self._saved_at = self.rounds, self.local_steps
-        return {
-            "method": self.name,
-            "state": {name: on_host(flats) for name, flats in self.state.items() if name not in self._unsaved},
-            "flats": on_host([b.flat for b in self.buckets]),
-            "in_flight": self.allreduce.in_flight,
-            "reducer": self.reducer.kind,
-            "residual": {name: on_host(flats) for name, flats in self._residual().items()},
-            "rank": self.allreduce.rank,
-            "workers": self.allreduce.world_size,
-            "places": self.allreduce.places,
-            "local_steps": self.local_steps,
-            "rounds": self.rounds,
-            "taus": [self._sent_tau, self._arrived_tau, self.tau],
-            "order": order_of(self.trained),
-            "hooks": {hook.name: on_host(hook.state_dict()) for hook in self.hooks if hook.name},
-            "first_buffers": on_host([b.first_values for b, _ in self._own_buffers]),
-            "changing": None if self._changing is None else sorted(self._changing),
-        } | {name.removeprefix("_"): on_host(getattr(self, name)) for name in self.numbers}
-
-    def _load_local_state(self, state: dict[str, Any]) -> None:
-        """Restores what _local_state returned."""
-        workers = self.allreduce.world_size
-        check_run(state, self.name, workers, equal=bool(self.replicated) or not self.state)
-        kind = state["reducer"] if self.reducer.changes else self.reducer.kind
-        if state["in_flight"] and (state["reducer"] == Reducer.kind) != (kind == Reducer.kind):
-            raise UserError(  # one holds a sum, the other a mean
-                f"the checkpoint holds an all-reduce in {state['reducer']}, and {kind} cannot go on with it: resume "
-                "with the compression that wrote it"
-            )
-        resized_group = (state["workers"], state["places"]) != (workers, self.allreduce.places)
-        # Error feedback belongs to a number of workers. A plain sum has none, and carries its own weight.
-        sums = state["reducer"] == Reducer.kind and (self.reducer.kind == Reducer.kind or self.reducer.changes)
-        residual = not resized_group and not sums and "residual" in state  # elastic workers save none
-        saved = dict(state.get("state", {}))  # torch.distributed.checkpoint drops an empty dict
-        saved |= state["residual"] if residual else {}
-        saved |= {name: [torch.zeros_like(flat) for flat in self.state[name]] for name in self._unsaved}
-        flats = [b.flat for b in self.buckets]
-        saved["all-reduce"] = resized(state["flats"], flats) if resized_group else state["flats"]
-
-        def current() -> dict[str, list[Tensor]]:
-            return dict(self.state) | (self._residual() if residual else {}) | {"all-reduce": flats}
-
-        check_saved(saved, current())
-        if state.get("order", mine := order_of(self.trained)) != mine:  # an older version saved none
-            raise UserError(
-                "the checkpoint's parameters have other shapes, or another order: give the parameters in the order in "
-                "which the run that wrote it gave them, such as model.parameters()"
-            )
-        self._between = state.get("between", 0)
-        self.allreduce.restore(state["rounds"] + self._between, state["in_flight"])
-        for reducer in self._reducers():
-            reducer.become(state["reducer"])
-        changing = state.get("changing")  # an older version saved none, and sent all
-        self._sent = self._changing = None if changing is None else set(changing)
-        for (bucket, _), first in zip(self._own_buffers, state.get("first_buffers", ()), strict=False):
-            bucket.begin(first)
-        self._choose_buffers()
-        for name, held in current().items():
-            copy(held, saved[name])
-        if state.get("rank", self.allreduce.rank) != self.allreduce.rank:
-            for name, flats in self._residual().items():  # error feedback of another worker's rounding
-                for flat in flats if name.endswith("error_feedback") else []:
-                    flat.zero_()
-        for name in self.numbers:
-            value, held = state[name.removeprefix("_")], getattr(self, name)
-            setattr(self, name, value.to(held, copy=True) if isinstance(held, Tensor) else value)
-        self.scalars["finished"].zero_()  # a resumed run may train on
-        self._readback = AsyncReadback()
-        self.local_steps, self._ended = state["local_steps"], None
-        self._first_step = self.local_steps + 1
-        self.clock.steps_begin(after=self.local_steps)
-        self._sent_tau, self._arrived_tau, *tau = state["taus"]
-        self.growth = self._sent_tau / self._arrived_tau
-        self._attach_again()
-        for hook in self.hooks:
-            if resized_group:  # their meaning depends on the number of workers
-                for name in (*hook.scalars, *hook.per_worker_scalars):
-                    self.scalars[name].zero_()
-            if hook.name and (held := state.get("hooks", {}).get(hook.name)) is not None:
-                hook.load_state_dict(held)
-        self._begin_round(self.rounds)
-        self.sync_schedule.begin(self.rounds)
-        if tau and self.local_steps:
-            self.sync_schedule.go_on(tau[0])

@@ -31,7 +31,7 @@ import mmap
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,12 +42,9 @@ from . import outer
 from .buckets import Bucket, BucketShare, copy, elements, first_nonfinite, make_buckets, read_blocks, views, wipe
 from .comm import Stage, gather_parts, leave_group, new_group, sum_flats
 from .errors import UserError
-from .fragments import slices, slices_alike
-from .hooks import OutlierFilter
+from .fragments import Fragment, slices, slices_alike
+from .hooks import HookedMethod, OutlierFilter
 from .placement import Held, Node
-
-if TYPE_CHECKING:
-    from .co2 import CO2
 
 ALPHA, M_SQUARES, STEP_SQUARES, EXCLUDED, WHOLE = range(5)  # of Share.numbers
 
@@ -81,6 +78,24 @@ class Votes:
             return False
         work.wait()
         return bool(self._all)
+
+
+class SharedMethod(HookedMethod):
+    """What a Share reads and writes of its CO2.
+
+    Attributes:
+        config: What holds in the current round.
+        fragments: What each all-reduce of a round sends.
+        in_paper_order: Whether the average is merged at the next boundary.
+        share_numbers: See Share.numbers.
+        spoilt: In the paper's order: whether this rank's last difference was not finite, 0-d bool.
+    """
+
+    config: Any
+    fragments: Sequence[Fragment]
+    in_paper_order: bool
+    share_numbers: Tensor
+    spoilt: Tensor
 
 
 @dataclass
@@ -177,7 +192,7 @@ class Share:
             return list(flats)
         return [flat.view(allreduce.world_size, -1)[allreduce.rank] for flat in flats]
 
-    def attach(self, method: CO2, timeout: float, inner: dist.ProcessGroup | None) -> None:
+    def attach(self, method: SharedMethod, timeout: float, inner: dist.ProcessGroup | None) -> None:
         """Makes the outer state, when the method has its buckets."""
         self.method, buckets, c = method, method.buckets, method.config
         device = buckets[0].flat.device
@@ -425,7 +440,7 @@ class Share:
 
         The buffers of pipeline stages are each stage's own.
         """
-        parts, node = self.method._fragments[self.method.fragment].parts, self.node
+        parts, node = self.method.fragments[self.method.fragment].parts, self.node
         if node.group is None:
             return
         rests = [part.rest for part in parts if len(part.rest)] if not node.separate else [parts[0].scalars.double()]

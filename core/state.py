@@ -1,16 +1,26 @@
-"""A method's state in a checkpoint: under which key it is, and whether it fits the method that loads it."""
+"""A method's state in a checkpoint: what is in it, under which key, and whether it fits the method that loads it."""
 
 from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .buckets import Bucket, copy
+from .comm import Reducer
 from .errors import UserError
+from .hooks import HookedMethod
+from .stats import AsyncReadback
+
+
+def zero(value: Any) -> Any:
+    """Returns 0 as a number or tensor like `value`."""
+    return torch.zeros_like(value) if isinstance(value, Tensor) else type(value)()
 
 
 def under_rank(state: dict[str, Any]) -> dict[str, Any]:
@@ -99,3 +109,172 @@ def on_host(held: Any) -> Any:
     if isinstance(held, list):
         return [on_host(t) for t in held]
     return held.to("cpu", copy=True) if isinstance(held, Tensor) else held
+
+
+class SavedMethod(HookedMethod):
+    """The part of a LocalUpdateMethod that saves and restores its state."""
+
+    _unsaved: Collection[str] = ()  # names in `state` that no later outer step reads: zeros after a resume
+    _own_buffers: list[tuple[Bucket, list[Tensor]]]
+    _changing: set[int] | None
+    _sent: set[int] | None
+    _sent_tau: int
+    _arrived_tau: int
+    _first_step: int
+    _ended: bool | None
+    _readback: AsyncReadback
+
+    @torch.inference_mode(False)
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state that a resumed run needs besides parameters, buffers and optimizer.
+
+        It waits for the all-reduce in flight, so every worker must call it or continue with its steps. A run resumes
+        bit for bit from any step. Tensors are copies in host memory. The only key is "rank" with this worker's number,
+        because each worker saves its own state, model and optimizer. Objects with the same settings have the same keys
+        and shapes, so torch.distributed.checkpoint can load into a new object's state.
+        """
+        return under_rank(self._local_state())
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores what state_dict returned, on every worker.
+
+        Load the model after this object was made, because its construction broadcasts rank 0's parameters. A different
+        number of workers may resume if all workers held the same outer state. They discard error-feedback residuals.
+
+        Args:
+            state: One or several workers' states. If this worker's state is missing, it gets the state at index rank
+                modulo their number.
+
+        Raises:
+            UserError: If another method, model or other settings wrote it, or another number of workers whose outer
+                states differ.
+        """
+        self._load_local_state(of_rank(state))
+
+    def _start_from_params(self) -> None:
+        """Resets everything to its state at construction, with the current parameters."""
+        self._readback = AsyncReadback()
+        for flat in [b.flat for b in self.buckets] + [f for flats in self._residual().values() for f in flats]:
+            flat.zero_()
+        for name in self.state:
+            self.state.begin(name)
+        for name in self.numbers:
+            setattr(self, name, zero(getattr(self, name)))
+        self._attach_again()
+
+    def _attach_again(self) -> None:
+        """Resets the hooks."""
+        self.broadcasts_state = False
+        for hook in self.hooks:
+            hook.attach(self)
+
+    def _local_state(self) -> dict[str, Any]:
+        """Returns this worker's part of state_dict."""
+        self.allreduce.check_alive()
+        self.allreduce.drain()
+        self._saved_at = self.rounds, self.local_steps
+        return {
+            "method": self.name,
+            "state": {name: on_host(flats) for name, flats in self.state.items() if name not in self._unsaved},
+            "flats": on_host([b.flat for b in self.buckets]),
+            "in_flight": self.allreduce.in_flight,
+            "reducer": self.reducer.kind,
+            "residual": {name: on_host(flats) for name, flats in self._residual().items()},
+            "rank": self.allreduce.rank,
+            "workers": self.allreduce.world_size,
+            "places": self.allreduce.places,
+            "local_steps": self.local_steps,
+            "rounds": self.rounds,
+            "taus": [self._sent_tau, self._arrived_tau, self.tau],
+            "order": order_of(self.trained),
+            "hooks": {hook.name: on_host(hook.state_dict()) for hook in self.hooks if hook.name},
+            "first_buffers": on_host([b.first_values for b, _ in self._own_buffers]),
+            "changing": None if self._changing is None else sorted(self._changing),
+        } | {name.removeprefix("_"): on_host(getattr(self, name)) for name in self.numbers}
+
+    def _load_local_state(self, state: dict[str, Any]) -> None:
+        """Restores what _local_state returned."""
+        workers = self.allreduce.world_size
+        check_run(state, self.name, workers, equal=bool(self.replicated) or not self.state)
+        kind = state["reducer"] if self.reducer.changes else self.reducer.kind
+        if state["in_flight"] and (state["reducer"] == Reducer.kind) != (kind == Reducer.kind):
+            raise UserError(  # one holds a sum, the other a mean
+                f"the checkpoint holds an all-reduce in {state['reducer']}, and {kind} cannot go on with it: resume "
+                "with the compression that wrote it"
+            )
+        resized_group = (state["workers"], state["places"]) != (workers, self.allreduce.places)
+        # Error feedback belongs to a number of workers. A plain sum has none, and carries its own weight.
+        sums = state["reducer"] == Reducer.kind and (self.reducer.kind == Reducer.kind or self.reducer.changes)
+        residual = not resized_group and not sums and "residual" in state  # elastic workers save none
+        saved = dict(state.get("state", {}))  # torch.distributed.checkpoint drops an empty dict
+        saved |= state["residual"] if residual else {}
+        saved |= {name: [torch.zeros_like(flat) for flat in self.state[name]] for name in self._unsaved}
+        flats = [b.flat for b in self.buckets]
+        saved["all-reduce"] = resized(state["flats"], flats) if resized_group else state["flats"]
+
+        def current() -> dict[str, list[Tensor]]:
+            return dict(self.state) | (self._residual() if residual else {}) | {"all-reduce": flats}
+
+        check_saved(saved, current())
+        if state.get("order", mine := order_of(self.trained)) != mine:  # an older version saved none
+            raise UserError(
+                "the checkpoint's parameters have other shapes, or another order: give the parameters in the order in "
+                "which the run that wrote it gave them, such as model.parameters()"
+            )
+        self._between = state.get("between", 0)
+        self.allreduce.restore(state["rounds"] + self._between, state["in_flight"])
+        for reducer in self._reducers():
+            reducer.become(state["reducer"])
+        changing = state.get("changing")  # an older version saved none, and sent all
+        self._sent = self._changing = None if changing is None else set(changing)
+        for (bucket, _), first in zip(self._own_buffers, state.get("first_buffers", ()), strict=False):
+            bucket.begin(first)
+        self._choose_buffers()
+        for name, held in current().items():
+            copy(held, saved[name])
+        others = state.get("rank", self.allreduce.rank) != self.allreduce.rank
+        for name, flats in self._residual().items():  # error feedback of another worker's rounding, or of another run's
+            for flat in flats if not residual or (others and name.endswith("error_feedback")) else []:
+                flat.zero_()
+        for name in self.numbers:
+            value, held = state[name.removeprefix("_")], getattr(self, name)
+            setattr(self, name, value.to(held, copy=True) if isinstance(held, Tensor) else value)
+        self.scalars["finished"].zero_()  # a resumed run may train on
+        self._readback = AsyncReadback()
+        self.local_steps, self._ended = state["local_steps"], None
+        self._first_step = self.local_steps + 1
+        self.clock.steps_begin(after=self.local_steps)
+        self._sent_tau, self._arrived_tau, *tau = state["taus"]
+        self.growth = self._sent_tau / self._arrived_tau
+        self._attach_again()
+        for hook in self.hooks:
+            if resized_group:  # their meaning depends on the number of workers
+                for name in (*hook.scalars, *hook.per_worker_scalars):
+                    self.scalars[name].zero_()
+            if hook.name and (held := state.get("hooks", {}).get(hook.name)) is not None:
+                hook.load_state_dict(held)
+        self._begin_round(self.rounds)
+        self.sync_schedule.begin(self.rounds)
+        if tau and self.local_steps:
+            self.sync_schedule.go_on(tau[0])
+
+    def _reducers(self) -> list[Reducer]:
+        """The reducer of each fragment."""
+        return [self.reducer]
+
+    def _residual(self) -> dict[str, list[Tensor]]:
+        """Error feedback of all reducers, by name."""
+        states = [reducer.state for reducer in self._reducers()]
+        return {name: [flat for state in states for flat in state[name]] for name in states[0]}
+
+    def _begin_round(self, number: int) -> None:  # noqa: B027
+        """Round `number` begins, from 0: for settings that change from round to round."""
+
+    def _choose_buffers(self) -> None:
+        """Lets the buffers in `_sent` travel."""
+        before = 0
+        for bucket, own in self._own_buffers:
+            bucket.send(i for i in range(len(own)) if self._sent is None or before + i in self._sent)
+            before += len(own)

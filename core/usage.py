@@ -10,7 +10,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,12 +21,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from .buckets import is_dtensor, local_shard, parts_of, views, writes
 from .comm import is_alive
 from .errors import UserError
-from .hooks import Hook, forget
+from .hooks import Hook, HookedMethod, forget
 from .outer import norm
-
-if TYPE_CHECKING:
-    from .local_update import LocalUpdateMethod
-
 
 FSDP = "torch.distributed.fsdp", "FullyShardedDataParallel"
 ZERO = "torch.distributed.optim.zero_redundancy_optimizer", "ZeroRedundancyOptimizer"
@@ -189,7 +185,7 @@ class UsageChecks(Hook):
         self._unmanaged: dict[int, tuple[int, ...]] = {}  # shapes of optimizers' parameters that no method averages
         self._frozen = dict[int, Tensor]()  # such parameters that need no gradient
 
-    def attach(self, method: LocalUpdateMethod) -> None:
+    def attach(self, method: HookedMethod) -> None:
         is_new = not hasattr(self, "method")
         super().attach(method)
         self._unchecked = set[int]()  # parameters that no step of this round has reached; weights may be loaded now

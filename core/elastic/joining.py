@@ -26,8 +26,8 @@ from ..co2 import CO2
 from ..compression.formats import NARROW_FORMATS
 from ..config import CO2Config, CompressionConfig, Schedule, named_rule
 from ..errors import UserError
-from ..hooks import Hook
-from ..local_update import LocalUpdateMethod, ReduceResult
+from ..hooks import Hook, HookedMethod
+from ..local_update import ReduceResult
 from ..testing.link import Link, SlowAllReduce
 from .allreduce import ElasticAllReduce
 from .members import Members, Report
@@ -57,7 +57,7 @@ class Joining(Hook):
         self._joining = False  # whether all workers have agreed that newcomers may join
         self.may_join: Callable[[], bool] = lambda: True
 
-    def attach(self, method: LocalUpdateMethod) -> None:
+    def attach(self, method: HookedMethod) -> None:
         again = hasattr(self, "method")
         super().attach(method)
         assert isinstance(method, ElasticCO2) and isinstance(method.allreduce, ElasticAllReduce), "see elastic_co2"
@@ -166,7 +166,7 @@ class ElasticCO2(CO2):
     @torch.no_grad()
     def enter(self) -> None:
         """Sends zeros for the current round, which a newcomer has joined, and begins a round of its own."""
-        for outer_step in self._fragments[0].outer_steps:
+        for outer_step in self.fragments[0].outer_steps:
             outer_step.restart()
             outer_step.take()
         self.local_steps = 0

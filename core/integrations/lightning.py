@@ -230,22 +230,12 @@ class _Random:
         set_random_state(state, self._device)
 
 
-class _Signals(Requests):
-    """Requests from signals. Each is sent until a round boundary grants it; a validation's finish() does not."""
-
-    def take(self) -> list[float]:
-        return [float(name in self.asked) for name in self.scalars]
-
-    def on_round_end(self) -> None:
-        self._granted |= self._received
-
-
 class _Events(Callback):
     """The trainer's first callback while fit() runs. It delays signals until a round boundary."""
 
     def __init__(self, strategy: CO2Strategy, trainer: Trainer):
         self._strategy, self._trainer = strategy, trainer
-        self.signals = _Signals("stop", "requeue")
+        self.signals = Requests("stop", "requeue", lasting=("stop", "requeue"))  # also past a validation's finish()
         self._handlers: dict[str, tuple[int, Any]] = {}  # Lightning's own handlers
         self._done = set[str]()  # requests that have been answered
         trainer.callbacks.insert(0, self)  # type: ignore[attr-defined]

@@ -52,7 +52,7 @@ def grid() -> list[Settings]:
 def test_a_training_loop_and_hooks_see_these_names():
     told = "at_boundary averaged_model close config finish hook leave load_state_dict on_excluded resync rounds stats"
     names = {name for name in dir(problems.bare_co2([nn.Parameter(torch.ones(3))])) if not name.startswith("_")}
-    of_hooks = """allreduce anchors begins_apart broadcasts_state buckets clock exclude fragment growth has_finished
+    of_hooks = """allreduce anchors begins_apart broadcasts_state buckets clock exclude fragment growth
         hooks in_paper_order is_cut is_log_rank is_saved late local_steps local_steps_sent name node nonfinite_buffers
         numbered_buffers numbers params reducer replicated scalars sends_differences sent_payloads settings share stages
         state sync_schedule timed_from total_world_size trained worker_label"""
@@ -359,7 +359,7 @@ def test_what_overlap_local_sgd_lends_it_takes_back(rank: int):
 def test_merges_run_in_the_fast_pass_and_only_keep_local_holds_another_copy():
     for merge in ("restart", "keep_local"):
         co2 = replace(LATE, merge=merge).build(problems.odd_parameters())
-        assert all(isinstance(b, FusedOuterStep) for b in co2._fragments[0].outer_steps)
+        assert all(isinstance(b, FusedOuterStep) for b in co2.fragments[0].outer_steps)
         assert set(co2.state) - {"outer_iterate", "outer_momentum"} == (
             {"snapshot"} if merge == "keep_local" else set()
         )

@@ -277,7 +277,7 @@ def test_an_address_of_no_use_here_blames_nobody(monkeypatch: pytest.MonkeyPatch
     held = hold_port()  # nobody listens there
     for machine, named in (("another machine", []), (socket.gethostname(), [1])):
         here: Any = Peers()
-        here._known = {1: Address("127.0.0.1", held.getsockname()[1], machine, "")}
+        here.known = {1: Address("127.0.0.1", held.getsockname()[1], machine, "")}
         assert here.find_failed() == named
     held.close()
 
@@ -286,5 +286,5 @@ def test_where_no_other_machine_can_be_reached_nobody_is_blamed(monkeypatch: pyt
     monkeypatch.setattr(peers, "ANSWERS_WITHIN", 0.3)
     here: Any = Peers()
     monkeypatch.setattr(here, "_ask_one", lambda address, say: "silent")
-    here._known = {rank: Address("192.0.2.7", 9, "elsewhere", "") for rank in (1, 2)}
+    here.known = {rank: Address("192.0.2.7", 9, "elsewhere", "") for rank in (1, 2)}
     assert here.find_failed() == []

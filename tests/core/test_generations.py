@@ -206,9 +206,9 @@ class World:
         self.listed, self.out = list[list[str]](), set[str]()
         time = SimpleNamespace(sleep=lambda _: self.pause(), monotonic=lambda: self.now)
         dist = SimpleNamespace(init_process_group=self.form, group=SimpleNamespace(WORLD=""))
-        dist.distributed_c10d = SimpleNamespace(_world=Groups(self))
         dist.PrefixStore = lambda _, store: store
         fakes = {"time": time, "dist": dist, "PrefixStore": dist.PrefixStore, "print": lambda *_, **__: None}
+        fakes["WORLD"] = Groups(self)
         fakes |= {name: lambda *_, **__: "" for name in ("new_group", "set_timeout")}
         fakes["threading"] = SimpleNamespace(Thread=lambda target: SimpleNamespace(start=target))
         fakes |= {"BEAT": TIMEOUT + 1, "_serve": lambda *_, **__: self.store}

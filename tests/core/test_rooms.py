@@ -40,12 +40,6 @@ ARROWS: dict[str, set[str]] = {
 """Room or package -> those that its files may import."""
 
 BACK = {
-    # for the type checker alone: what a method calls refers to the method
-    ("core/hooks.py", "core/local_update.py"),
-    ("core/extra.py", "core/local_update.py"),
-    ("core/usage.py", "core/local_update.py"),
-    ("core/local_update.py", "core/shares.py"),
-    ("core/shares.py", "core/co2.py"),
     # inside a function: what few need
     ("core/outer.py", "core/outer_kernels.py"),
 }
