@@ -192,7 +192,7 @@ BUDGETS = {
     "core/integrations": 1240,
     "core/testing": 225,
     "training": 7875,
-    "language": 5383,
+    "language": 5368,
     "pointcloud": 1332,
     "segmentation": 1520,
     "vision": 1422,
