@@ -51,7 +51,7 @@ worker started from finish() is the last (is_last). If no worker had taken a ste
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Unpack
 
@@ -69,7 +69,7 @@ from .config import CO2Config, Schedule, check_share, named_rule, scheduled
 from .errors import UserError
 from .fragments import Fragment, slices
 from .hooks import OutlierFilter
-from .local_update import OWN_SCALARS, LocalUpdateMethod, ReduceResult
+from .local_update import OWN_SCALARS, LocalUpdateMethod, ReduceResult, zero
 from .placement import Holders, Node, groups_of
 from .shares import Share
 from .state import on_host
@@ -114,7 +114,7 @@ class CO2(LocalUpdateMethod):
     name = "CO2"
     sends_differences = _needs_global_norms = True  # see LocalUpdateMethod
     numbers = ("_last_alpha", "_momentum_norm")  # saved in checkpoints
-    _fragments: Sequence[Fragment] = ()  # none on a node
+    _fragments: Sequence[Fragment] = ()
     share_numbers: Tensor  # on a node, in place of these: see Share.numbers
     spoilt: Tensor  # on a node, in the paper's order: whether its last difference was not finite, 0-d bool
 
@@ -142,7 +142,8 @@ class CO2(LocalUpdateMethod):
         if not params:
             raise UserError("no parameter is given: nothing to train; each pipeline stage needs one")
         refuse_fsdp(params, args.get("group"))
-        check_share(c := c.uncut(), shard=shard)
+        held = isinstance(shards, Mapping)
+        check_share(c := c.uncut() if shard or held else c, shard=shard, split=split, held=held)
         built, timeout = build_args(c, args, schedule, owned=shard), args.get("timeout", 600.0)
         buffers = built["buffers"] = unique(tensors_of(built["buffers"], "buffers"))
         device, backend = (torch.device("cpu"), "gloo") if offload else (params[0].device, None)
@@ -159,6 +160,7 @@ class CO2(LocalUpdateMethod):
         share.attach(self, timeout, inner)
         self._x, self._m = share.x, share.m
         self.replicated = [] if shard else share.x
+        self._cut(c.fragments if isinstance(c.fragments, int) else 1)
         self.allreduce.timed_groups += share.groups
         self._start_from_params()
         self._rehearse()
@@ -175,6 +177,7 @@ class CO2(LocalUpdateMethod):
         self.in_paper_order = c.merge != "keep_local" and c.is_a_round_late
         if c.outer_momentum == 0 and c.gap == "none" and schedule is None:
             self._unsaved = ("outer_momentum",)  # step 5 multiplies m_{t-1} by 0
+        self._make_reducer = built.get("reducer", all_reduce)
         if self.share is not None:
             return
         # x_{t,0} and m_t, one flat tensor per bucket, float32 for 16-bit parameters. Checksums compare x between the
@@ -192,7 +195,7 @@ class CO2(LocalUpdateMethod):
             for b, x, m, snapshot, direction in flats
             if b.numel  # a bucket may hold only buffers
         ]
-        self._snapshots, self._make_reducer = self.state.get("snapshot", []), built.get("reducer", all_reduce)
+        self._snapshots = self.state.get("snapshot", [])
         self._last_alpha = 0.0  # outer_lr of the last outer step; 0 if the last boundary took none
         self._momentum_norm = torch.zeros((), dtype=torch.float64, device=self.allreduce.device)
         self._fragments = [Fragment(self.buckets, outer_steps, self._directions, self.reducer)]
@@ -216,23 +219,22 @@ class CO2(LocalUpdateMethod):
             self._restart(of=self._fragments[self.fragment])
         if self.in_paper_order:
             return self._close_in_paper_order(finished=finished)
+        for fragment in self._fragments:
+            fragment.lag += self.local_steps
+        self._fragments[0].lag = 0
         self._take(idle=idle)  # writes step 3's difference to the payload, and the snapshot
+        if self.share is not None and self.config.delay != 0:
+            self._begin_round(self.rounds + 1)  # the background takes the outer step with the settings of its merge
         self._start_allreduce(finished=finished)  # step 3
         if self.config.delay == 0:
             self._merge(finished=finished)
         return self.config.delay == 0 and not self.is_cut and self._end_fragments(finished=finished)
 
     def _take(self, *, idle: bool) -> None:
-        """Step 3 of the merge on arrival."""
+        """Step 3 of the current fragment's merge on arrival."""
         if self.share is not None:
             self.share.take(idle=idle)
-            if self.config.delay != 0:  # the background takes the outer step with the settings of its merge
-                self._begin_round(self.rounds + 1)
-            return
-        for fragment in self._fragments:
-            fragment.lag += self.local_steps
-        self._fragments[0].lag = 0
-        for outer_step in self._fragments[0].outer_steps:
+        for outer_step in self._fragments[self.fragment].outer_steps:
             outer_step.take()
 
     def _close_in_paper_order(self, *, finished: bool) -> bool:
@@ -298,6 +300,10 @@ class CO2(LocalUpdateMethod):
                 share.end()
             elif not result.is_empty:
                 share.merge()
+            # A number that is not finite is in all fragments after a local step, so all of them restart at once.
+            if self.is_cut and not self.fragment and self.hook(OutlierFilter).excludes_this:
+                self.allreduce.in_foreground(share.restart, "the restart of an excluded node")
+                self._report_excluded(torch.ones_like(self.spoilt))
             return result
         if not result.is_empty:
             self._outer_step(takes_difference=False)  # 4 to 7
@@ -340,7 +346,12 @@ class CO2(LocalUpdateMethod):
         """Cuts the payloads into fragments while nothing is in flight. Error feedback begins anew."""
         lag = max((fragment.lag for fragment in self._fragments), default=0)
         fragments, self.is_cut, nesterov = list[Fragment](), count > 1, self.config.nesterov
-        for i in range(count):
+        share, make = self.share, lambda parts: self._make_reducer(parts, self.scalars, self.allreduce)
+        if share is not None:
+            for i, places in enumerate(share.cut(count)):
+                parts = share.sent_parts(self.buckets, places, OWN if i else None)
+                fragments.append(Fragment(parts, [], [], make(parts)))
+        for i in range(count if share is None else 0):
             parts, outer_steps, directions = list[BucketShare](), list[outer.OuterStep](), list[Tensor]()
             for k, (b, x, m) in enumerate(zip(self.buckets, self._x, self._m, strict=True)):
                 place = slices(b.numel, count)[i]
@@ -352,10 +363,10 @@ class CO2(LocalUpdateMethod):
                     where: Any = {"start": place.start, "nesterov": nesterov}
                     d = directions[-1] if self._directions else None
                     outer_steps.append(outer.make_outer_step(b.params, *flats, d, **where))
-            reducer = self._make_reducer(parts, self.scalars, self.allreduce)
-            held = {"_arrived_tau": self._arrived_tau, "_last_alpha": 0.0}
-            held["_momentum_norm"] = torch.zeros_like(self._momentum_norm)
-            fragments.append(Fragment(parts, outer_steps, directions, reducer, lag, held))
+            fragments.append(Fragment(parts, outer_steps, directions, make(parts)))
+        for fragment in fragments:
+            fragment.lag, fragment.held = lag, {name: zero(getattr(self, name)) for name in self.numbers}
+            fragment.held["_arrived_tau"] = self._arrived_tau
         self._fragments, self.fragment = fragments, 0
         self.reducer, self.sent_payloads = fragments[0].reducer, fragments[0].payloads
 
@@ -363,7 +374,7 @@ class CO2(LocalUpdateMethod):
         """Makes fragment i the current one."""
         current = self._fragments[self.fragment]
         current.held = {name: getattr(self, name) for name in ("_arrived_tau", *self.numbers)}
-        self.fragment, self.reducer = i, self._fragments[i].reducer
+        self.fragment, self.reducer, self.sent_payloads = i, self._fragments[i].reducer, self._fragments[i].payloads
         for name, value in self._fragments[i].held.items():
             setattr(self, name, value)
 
@@ -372,15 +383,14 @@ class CO2(LocalUpdateMethod):
         self._enter(i)
         fragment = self._fragments[i]
         self.local_steps_sent = self.late
-        if finished and not self.late:
+        if finished and not self.late and self.share is None:
             self._restart(of=fragment)  # p + (x - snapshot) may have been rounded
-        for outer_step in fragment.outer_steps:
-            outer_step.take()
-        self._finished.zero_()
+        self._take(idle=finished and not self.late)
+        self._finished.fill_(self._is_last)
         self._steps.fill_(self.local_steps_sent)
         self._weight.fill_(1.0)
-        excluded = self.hook(OutlierFilter).judge(outer.norm(fragment.payloads).double())
-        if read_blocks(excluded) or excluded:
+        excluded = self.hook(OutlierFilter).before_allreduce()
+        if excluded is not None and (read_blocks(excluded) or excluded):
             self.exclude(excluded)
             self._restart_from_anchor(excluded)
             self._report_excluded(excluded)
@@ -515,8 +525,9 @@ class CO2(LocalUpdateMethod):
             self.reducer = self._fragments[self.fragment].reducer
         super()._load_local_state(state)
         for fragment, (lag, held) in zip(self._fragments, state.get("fragments", []), strict=False):
-            fragment.lag, fragment.held = lag, dict(held)
-            fragment.held["_momentum_norm"] = held["_momentum_norm"].to(self._momentum_norm)
+            tensors = {name: n for name, n in held.items() if isinstance(n, Tensor)}
+            tensors = {name: n.to(getattr(self, name), copy=True) for name, n in tensors.items()}
+            fragment.lag, fragment.held = lag, held | tensors
 
     def close(self) -> None:
         """Leaves the process groups. Call finish() first."""

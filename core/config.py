@@ -157,8 +157,8 @@ class CO2Config:
     fragments: int | Literal["auto"] = 1
     """With keep_local: into how many parts the parameters are cut, whose all-reduces follow each other within a round
     (fragments.py). An average is then late by a part's all-reduce, and a round sends the same bytes. auto: so many
-    that a part takes about a local step, and tau auto is then shorter. On nodes, with shard or offload and with elastic
-    workers auto means 1."""
+    that a part takes about a local step, and tau auto is then shorter. With shard, stages that hold parameters together
+    and elastic workers auto means 1."""
     outlier: float | None = 10.0
     """Excludes a worker from a round's average, and restarts it, if its update is more than this many times as large as
     its usual update. None excludes only updates that are not finite."""
@@ -373,14 +373,18 @@ def scheduled(c: CO2Config, schedule: Schedule | None, number: int) -> CO2Config
     return replace(c, **changes)
 
 
-def check_share(c: CO2Config, *, shard: bool) -> None:
+def check_share(c: CO2Config, *, shard: bool, split: bool = False, held: bool = False) -> None:
     """Raises UserError for settings that a rank with a share of the outer state cannot have.
 
     Args:
         c: The settings.
-        shard: Whether each worker owns only a part of the outer state.
+        shard: Whether each worker owns only a part of the outer state. `split`: whether ranks hold shards.
+        held: Whether `shards` names parameters that several ranks hold.
     """
-    require(c, c.fragments in (1, "auto"), "fragments", "not supported yet on nodes or with shard or offload: give 1")
+    apart = "a parameter that several ranks of a node hold would be averaged at different times; give 1"
+    require(c, not held or c.fragments in (1, "auto"), "fragments", f"each stage cuts its own part, so {apart}")
+    at_blocks = "the owners' parts begin at whole blocks, so with shards"
+    require(c, not (shard and split) or c.fragments in (1, "auto"), "fragments", f"{at_blocks} {apart}")
     if shard and c.compression.format == "lgreco":
         raise UserError(
             "compression.format='lgreco' with shard=True: no worker owns part of a low-rank or sparse average; give a "

@@ -56,6 +56,11 @@ CHANGED = "changed"  # scalars: per buffer that is not sent, how many workers ha
 OneHook = TypeVar("OneHook", bound=Hook)
 
 
+def zero(value: Any) -> Any:
+    """Returns 0 as a number or tensor like `value`."""
+    return torch.zeros_like(value) if isinstance(value, Tensor) else type(value)()
+
+
 class Loop:
     """The calls of a training loop. The defaults suit a method whose workers are equal after every step, such as DDP.
 
@@ -536,7 +541,7 @@ class LocalUpdateMethod(Loop, ABC):
 
     def exclude(self, where: Tensor) -> None:
         """Excludes this worker from the average if the 0-d bool `where` is True."""
-        wipe([part for b in self.buckets for part in (b.payload, b.values)], where)
+        wipe([*self.sent_payloads, *(b.values for b in self.buckets)], where)
         self._weight.copy_(torch.where(where, 0.0, self._weight))
 
     def _report_excluded(self, where: Tensor) -> None:
@@ -739,8 +744,7 @@ class LocalUpdateMethod(Loop, ABC):
         for name in self.state:
             self.state.begin(name)
         for name in self.numbers:
-            value = getattr(self, name)
-            setattr(self, name, torch.zeros_like(value) if isinstance(value, Tensor) else type(value)())
+            setattr(self, name, zero(getattr(self, name)))
         self._attach_again()
         self._params_updated(at_boundary=True)
 

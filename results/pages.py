@@ -109,15 +109,10 @@ def bold(rows: Sequence[Sequence[Row | None]]) -> list[list[str]]:
 # -- seconds to a loss ----------------------------------------------------------------------------------------------
 
 METHOD_NAMES = {
-    "ddp": "DDP",
-    "local": "Local-SGD (blocking)",
-    "overlap_local": "Overlap-Local-SGD",
-    "slowmo": "SlowMo",
-    "diloco": "DiLoCo (blocking)",
-    "co2": "CO2, our reading of the paper's rule",
-    "co2_auto": "CO2, recommended settings",
-    "torchft_streaming": "torchft Streaming DiLoCo",
-}
+    "ddp": "DDP", "local": "Local-SGD (blocking)", "overlap_local": "Overlap-Local-SGD", "slowmo": "SlowMo",
+    "diloco": "DiLoCo (blocking)", "co2": "CO2, our reading of the paper's rule",
+    "co2_auto": "CO2, recommended settings", "torchft_streaming": "torchft Streaming DiLoCo",
+}  # fmt: skip
 BASELINES = ("local", "overlap_local", "slowmo", "diloco")
 TASK_NAMES = {"vision": "digits", "cifar10": "CIFAR-10", "language": "text"}
 LINKS = {"vision": (10, 40, 200), "cifar10": (10, 40), "language": (10, 40, 200)}  # Mbit/s
@@ -206,11 +201,7 @@ def ratio_titles(task: str) -> str:
 
 def ratios(task: str, methods: Mapping[str, Callable[[float], str]]) -> Cells:
     """The seconds over CO2's, seed by seed, with the 95 % interval. The last row compares the two with a tuned tau.
-
-    Args:
-        task: The task.
-        methods: Title -> the method at each link.
-    """
+    methods: title -> the method at each link."""
     pairs = [lambda rate, of=of: (of(rate), "co2_auto") for of in methods.values()]
     pairs.append(lambda rate: tuned(task, rate)[::-1])
     places = [(rate, late) for rate in LINKS[task] for late in (False, True)]
@@ -222,30 +213,22 @@ def ratios(task: str, methods: Mapping[str, Callable[[float], str]]) -> Cells:
 
 def tuned_methods(task: str) -> Cells:
     """CO2, Local-SGD and DDP over int4, with a tuned tau for each link."""
-    return ratios(
-        task,
-        {
-            "CO2, tau tuned, int4, on arrival": lambda rate: tuned(task, rate)[0],
-            "Local-SGD (blocking), tau tuned, int4": lambda rate: tuned(task, rate)[1],
-            "DDP, int4": lambda rate: ddp_of(task, rate),
-        },
-    )
+    methods: dict[str, Callable[[float], str]] = {
+        "CO2, tau tuned, int4, on arrival": lambda rate: tuned(task, rate)[0],
+        "Local-SGD (blocking), tau tuned, int4": lambda rate: tuned(task, rate)[1],
+        "DDP, int4": lambda rate: ddp_of(task, rate),
+    }
+    return ratios(task, methods)
+
+
+for _name, _task in (("paired_text", "language"), ("paired_cifar10", "cifar10")):
+    table(ratio_titles(_task), _name)(functools.partial(tuned_methods, _task))
 
 
 @table(ratio_titles("vision"))
 def paired_seconds() -> Cells:
     methods = [m for m in paired("vision", 10)["options"]["methods"] if "tau=6" not in m and m != "co2_auto"]
     return ratios("vision", {describe(m): lambda _, m=m: m for m in methods})
-
-
-@table(ratio_titles("language"))
-def paired_text() -> Cells:
-    return tuned_methods("language")
-
-
-@table(ratio_titles("cifar10"))
-def paired_cifar10() -> Cells:
-    return tuned_methods("cifar10")
 
 
 @table("seconds over CO2's | links | first target | late target | differ after Holm's correction")
@@ -391,26 +374,10 @@ HIDDEN_DILOCO = HIDDEN.replace("beta=0", "nesterov=true,alpha=0.7,beta=0.5")
 Losses = Mapping[int, float]  # by seed
 
 
-def losses(
-    files: str,
-    task: str,
-    asked: str,
-    steps: int,
-    tau: int = 24,
-    tuning: str = "",
-    workers: int = 4,
-) -> Losses:
-    """Losses on the test split of a method with its tuned settings, or none if it was not run.
-
-    Args:
-        files: Names, separated by spaces.
-        task: The task.
-        asked: The method, as on the command line.
-        steps: Local steps of a run.
-        tau: Local steps per round.
-        tuning: How the line of its tuning begins.
-        workers: Number of workers. With 16 a worker has a batch of 2, and with others another.
-    """
+def losses(files: str, task: str, asked: str, steps: int, tau: int = 24, tuning: str = "", workers: int = 4) -> Losses:
+    """Losses on the test split of a method, `asked` as on the command line, with its tuned settings, or none if it was
+    not run. files: names, separated by spaces. tuning: how the line of its tuning begins. With 16 workers a worker has
+    a batch of 2, and with others another."""
     rows = [row for file in files.split() for row in load(file)]
     same = {"task": task, "steps": steps, "tau": tau, "workers": workers, "shards": "iid"}
     choices = select((r for r in rows if r["kind"] == "choice" and (r["batch"] == 2) == (workers == 16)), **same)
@@ -431,31 +398,13 @@ def loss_of(found: Losses) -> str:
 
 THREE = {"bytes": "text", "gpt2": "GPT-2", "cifar": "CIFAR-10"}  # tasks
 LONG = functools.partial(losses, "h100.jsonl h200.jsonl", steps=2000)
-LOCAL = {"Local-SGD (blocking), tau 2": ("2.06", "local:compression=int4", 2)}
-CLOSER = {  # what might close the gap to DDP: name -> bits a step, method, tau
+MUON = {
+    "Local-SGD (blocking), tau 2": ("2.06", "local:compression=int4", 2),
+    "hidden average, tau 1": ("4.12", HIDDEN, 1),
     "tau 1 over int2": ("2.12", HIDDEN.replace("int4", "int2"), 1),
+    "hidden average, tau 2": ("2.06", HIDDEN, 2),
     "tau grows from 1 to 5": ("1.88", HIDDEN + ",grow=400", 6),
     "DDP for the first 5 % of the steps": ("2.17", HIDDEN + ",sync_steps=100", 2),
-}
-INGREDIENTS = {
-    "DDP over int4": ("4.12", "ddp:compression=int4", 2),
-    **LOCAL,
-    "Local-SGD, largest 3 % of the entries": ("", "local:compression=top3", 2),
-    "hidden average, tau 2": ("2.06", HIDDEN, 2),
-    "tau 1": ("4.12", HIDDEN, 1),
-    "tau 1 over int2": CLOSER["tau 1 over int2"],
-    "tau 6": ("0.69", HIDDEN, 6),
-    **CLOSER,
-    "for the first 20 %": ("2.48", HIDDEN + ",sync_steps=400", 2),
-    "moments averaged every 24 rounds, in float32": ("3.40", HIDDEN + ",moments=24", 2),
-    "outer momentum 0.2": ("2.06", HIDDEN.replace("beta=0", "beta=0.2"), 2),
-}
-MUON = {
-    **LOCAL,
-    "hidden average, tau 1": ("4.12", HIDDEN, 1),
-    "tau 1 over int2": CLOSER["tau 1 over int2"],
-    "hidden average, tau 2": ("2.06", HIDDEN, 2),
-    **CLOSER,
     "hidden average, tau 6": ("0.69", HIDDEN, 6),
     "hidden average, tau 24": ("0.17", HIDDEN, 24),
     "hidden DiLoCo, tau 24": ("0.17", HIDDEN_DILOCO, 24),
@@ -495,15 +444,6 @@ def cost_of_hiding() -> Cells:
     return lines
 
 
-@table("change | bits a step | text | GPT-2")
-def ingredients() -> Cells:
-    """Changes of the method that might close the gap to DDP's loss, with AdamW, in percent."""
-    of = functools.partial(losses, "h100.jsonl", steps=1000, tau=2)
-    last = (against(of(task, HIDDEN), of(task, "ddp")) for task in ("bytes", "gpt2"))
-    lines = changes(INGREDIENTS, ("bytes", "gpt2"))
-    return lines | {"batch 16 and 1,000 steps, against DDP with these": ("2.06", *last)}
-
-
 @table("with Muon, over int4 | bits a step | text | GPT-2")
 def muon() -> Cells:
     """With Muon: changes against DDP with Muon, in percent."""
@@ -516,56 +456,20 @@ def signed(change: str) -> str:
     return f"{change} %" if change else ""
 
 
-@table("parameters, steps | DDP | Local-SGD | Local-SGD against DDP | hidden, int4, against Local-SGD")
-def larger_models() -> Cells:
-    lines: Cells = {}
-    for name, task, steps in (
-        ("3.2 M, 240", "bytes_3m", 240),
-        ("3.2 M, 1,000", "bytes_3m", 1000),
-        ("10.5 M, 500", "bytes_10m", 500),
-    ):
-        ddp, local, hidden = (losses("large.jsonl", task, asked, steps) for asked in ("ddp", "local", HIDDEN))
-        lines[name] = (*map(loss_of, (ddp, local)), *map(signed, (against(local, ddp), against(hidden, local))))
-    return lines
-
-
-@table("method | seeds | held-out loss | against Local-SGD")
-def gpt2_small() -> Cells:
-    """GPT-2 Small on one GPU: the loss by method, and each seed's change against Local-SGD."""
-    of = functools.partial(losses, "gpu_search.jsonl", "gpt2_small", steps=1000)
-    lines: Cells = {}
-    for name, asked in {
-        "DDP": "ddp",
-        "Local-SGD (blocking)": "local",
-        "Local-SGD over int4": "local:compression=int4",
-        "hidden average over int4": HIDDEN,
-        "DiLoCo (blocking), outer momentum 0.5": "diloco:beta=0.5",
-        "keep_local, a round late": "co2:merge=keep_local,gap=none,beta=0.0,delay=round",
-        "paper's rule, outer momentum 0.5": "co2:beta=0.5",
-    }.items():
-        found, change = of(asked), "" if asked == "local" else signed(against(of(asked), of("local")))
-        lines[name] = (str(len(found)), loss_of(found), change)
-    return lines
-
-
 OUTER_STEPS = ("beta=0", "beta=0.3", "nesterov=true,alpha=0.7,beta=0.5")  # of the hidden average
 ONE, TEN, ROUND = ",delay=1", ",delay=10", ""  # steps late
 RULE = "paper"  # a round late, with the penalty, and each worker restarts from the outer step's result
 HIDDEN_ROWS = {  # name -> task, tau, workers, how late, how the tuning begins
-    "text": ("bytes", 24, 4, ONE, ""),
-    "text, tau 6": ("bytes", 6, 4, ONE, ""),
-    "text, 10 steps late": ("bytes", 24, 4, TEN, ""),
-    "text, a round late": ("bytes", 24, 4, ROUND, ""),
+    "text": ("bytes", 24, 4, ONE, ""), "text, tau 6": ("bytes", 6, 4, ONE, ""),
+    "text, 10 steps late": ("bytes", 24, 4, TEN, ""), "text, a round late": ("bytes", 24, 4, ROUND, ""),
     "text, a round late, paper's rule": ("bytes", 24, 4, RULE, ""),
-    "text, 16 workers": ("bytes", 24, 16, ONE, ""),
-    "text, 64 workers": ("bytes", 24, 64, ONE, ""),
+    "text, 16 workers": ("bytes", 24, 16, ONE, ""), "text, 64 workers": ("bytes", 24, 64, ONE, ""),
     "GPT-2": ("gpt2", 24, 4, ONE, "learning rate 0.5"),
-    "CIFAR-10": ("cifar", 24, 4, ONE, ""),
-    "CIFAR-10, tau 6": ("cifar", 6, 4, ONE, ""),
+    "CIFAR-10": ("cifar", 24, 4, ONE, ""), "CIFAR-10, tau 6": ("cifar", 6, 4, ONE, ""),
     "CIFAR-10, a round late": ("cifar", 24, 4, ROUND, ""),
     "CIFAR-10, a round late, paper's rule": ("cifar", 24, 4, RULE, ""),
     "digits": ("digits", 24, 4, ONE, "learning rate 0.25"),
-}
+}  # fmt: skip
 
 
 @table("task | DiLoCo (blocking) | outer momentum 0 | 0.3 | hidden DiLoCo")
@@ -607,25 +511,6 @@ def rates() -> Cells:
 # -- GPUs, faults, settings -------------------------------------------------------------------------------------------
 
 
-@table(
-    "link, method | tau | all-reduce, ms | exposed, ms | hidden, by CO2's statistics | by CUDA events | step, ms | "
-    "round, ms"
-)
-def nccl_hidden() -> Cells:
-    """Two NCCL ranks on one GPU: how long an all-reduce takes and how much of it a step of the loop waits for."""
-    (found,) = (row["figures"] for row in select(load("nccl.jsonl"), part="c"))
-    cases = {
-        "free link, Local-SGD": found["local"],
-        "free link, CO2, paper's rule": found["co2 paper"],
-        "free link, CO2, recommended": found["recommended"],
-        "10 Gbit/s, CO2, paper's rule": found["links"]["10"],
-        "1 Gbit/s, CO2, paper's rule": found["links"]["1"],
-    }
-    spec = "{tau}|{reduction_ms:.0f}|{exposed_ms:.1f}|{hidden_share:.1%}|{hidden_share_by_events:.1%}"
-    spec += "|{step_ms:.0f}|{round_wall_ms:.0f}"
-    return {name: spec.format(**case).replace("%", " %").split("|") for name, case in cases.items()}
-
-
 @table("work | ms | share of a copy's rate | kernels")
 def gpu_boundary() -> Cells:
     """An outer step and an encoded all-reduce of 350 M parameters on one H100: time on the device, and kernels."""
@@ -648,19 +533,12 @@ def gpu_boundary() -> Cells:
 def faults() -> Cells:
     """Runs that a fault disturbed: one row per kind of fault."""
     harms = {
-        "a worker is killed": "kill",
-        "killed, may come back": "rejoin",
-        "two killed, may come back": "two kills",
-        "SIGTERM, SIGINT or SIGUSR1": "stop",
-        "stopped for 3 s": "pause",
-        "output full, closed or without a reader": "stream",
-        "killed, and files damaged": "crash",
-        "etcd member killed or stopped": "etcd",
-        "no link for 3 or 10 s": "outage",
-        "disk full": "disk",
-        "NaN": "nan",
+        "a worker is killed": "kill", "killed, may come back": "rejoin", "two killed, may come back": "two kills",
+        "SIGTERM, SIGINT or SIGUSR1": "stop", "stopped for 3 s": "pause",
+        "output full, closed or without a reader": "stream", "killed, and files damaged": "crash",
+        "etcd member killed or stopped": "etcd", "no link for 3 or 10 s": "outage", "disk full": "disk", "NaN": "nan",
         "none": "none",
-    }
+    }  # fmt: skip
     columns = ({}, {"right": True}, {"attempts": 1}, {"hung": True})
     runs = load("chaos.json")
     return {name: [str(len(select(runs, harm=harm, **of))) for of in columns] for name, harm in harms.items()}

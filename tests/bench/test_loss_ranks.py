@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from bench.loss.__main__ import Plan, parse, train
-from bench.loss.tasks import Batch, Inner, Shards, Task, cosine
+from bench.loss.tasks import Batch, Inner, Task, cosine
 from core import CO2Config, CompressionConfig, make_method
 from core.methods import OverlapLocalConfig, SlowMoConfig
 from core.testing import run_distributed
@@ -57,7 +57,7 @@ PAIRS: dict[str, tuple[str, CO2Config]] = {
 }
 
 
-def draw(seed: int, step: int, workers: int, size: int, shards: Shards) -> Batch:
+def draw(seed: int, step: int, workers: int, size: int) -> Batch:
     inputs, labels = zip(*(batch(worker, step, size) for worker in range(workers)), strict=True)
     return torch.stack(inputs), torch.stack(labels)
 
@@ -65,7 +65,7 @@ def draw(seed: int, step: int, workers: int, size: int, shards: Shards) -> Batch
 def stacked(name: str, inner: Inner) -> torch.Tensor:
     """The end, [n], of bench.loss's own training."""
     task = Task(small_net, nn.functional.cross_entropy, draw, {}, inner, batch=4)
-    plan = Plan("tiny", parse(name)[0], LR, WORKERS, 4, STEPS, TAU, "iid", 0, "test")
+    plan = Plan("tiny", parse(name)[0], LR, WORKERS, 4, STEPS, TAU, 0, "test")
     _, method = train(task, plan)
     method.finish()
     return method.x[0]

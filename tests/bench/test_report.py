@@ -97,11 +97,9 @@ bench.cluster --rate 200 -- x => rate='200': give a number and one of kbit, mbit
 bench.cluster --rate 200MB -- x => rate='200MB'
 bench.cluster --rate -1mbit -- x => rate='-1mbit'
 bench.cluster --rate 0mbit -- x => more than 0
-bench.cluster --rate 1mbit --delay 5 -- x => delay='5': give a number and one of us, ms, s
 bench.cluster --rate 1mbit --nodes 0 -- x => nodes=0
 bench.cluster --rate 1mbit --ranks-per-node 0 -- x => ranks_per_node=0
 bench.cluster --rate 1mbit --nodes 1 --verify -- x => 2 or more
-bench.cluster --rate 1mbit --nics 0 -- x => nics=0
 bench.cluster --rate 1mbit => no command
 bench.cluster --rate 1mbit -- => no command
 bench.gpu --device cpu --checks birds => checks=birds: choose among a boundarys bytes
@@ -112,7 +110,6 @@ bench.scaling --seconds inf => seconds=inf: give a number above 0
 bench.scaling --methods co2 => methods: 'co2': ddp has no tau
 bench.scaling --throttle --out FOLDER => holds a measurement: choose another --out
 bench.loss --tasks birds => tasks: 'birds' does not exist; choose among digits, cifar, bytes
-bench.loss --eval_every -1 => eval_every=-1: give 0 or more
 bench.loss --tau 0 => tau=0: give 1 or more
 bench.loss --steps 0 => steps=0: give 1 or more
 bench.loss --workers 0 => workers=0: give a number above 0

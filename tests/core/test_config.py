@@ -151,65 +151,6 @@ def test_unstable_settings_explain_the_condition(beta: float, alpha: float):
     assert text == refusal(lambda: CO2([nn.Parameter(torch.ones(1))], shared))
 
 
-def grows(**settings: Any) -> bool:
-    """Whether one worker's error grows over 400 rounds on a quadratic that tau local steps solve nearly."""
-    p = nn.Parameter(torch.ones(1, dtype=torch.float64))
-    co2 = CO2([p], CO2Config(gap="none", clip=None, allow_unstable=True, **settings))
-    seen = []
-    for _ in range(400 * co2.tau):
-        p.data *= 0.02 ** (1 / co2.tau)
-        if co2.step():
-            seen.append(p.abs().item())
-    return max(seen[-50:]) > max(seen[50:100])
-
-
-@pytest.mark.parametrize(
-    ("alpha", "beta", "settings"),
-    [  # the largest momenta at outer_lr 1, and outer learning rates, by hand from the characteristic polynomials
-        (1.0, 0.707, {"merge": "keep_local"}),
-        (1.0, 0.822, {"merge": "keep_local", "delay": 3}),
-        (1.0, 0.951, {"merge": "keep_local", "delay": 1}),
-        (2.8, 0.4, {"delay": 0}),
-    ],
-    ids=str,
-)
-def test_merges_on_arrival_have_limits_of_their_own(alpha: float, beta: float, settings: dict[str, Any]):
-    for more in (0.985, 1.02):
-        if alpha == 1:
-            given = {"tau": 4, "outer_lr": alpha, "outer_momentum": beta * more, **settings}
-        else:
-            given = {"tau": 4, "outer_lr": alpha * more, "outer_momentum": beta, **settings}
-        if more < 1:
-            CO2([nn.Parameter(torch.ones(1))], CO2Config(gap="none", **given))
-            assert not grows(**given)
-        else:
-            text = refusal(lambda given=given: CO2([nn.Parameter(torch.ones(1))], CO2Config(gap="none", **given)))
-            assert f"outer_lr={given['outer_lr']}" in text and "diverges from" in text
-
-
-def test_keep_local_a_round_late_grows_beyond_its_limit():
-    assert grows(tau=4, merge="keep_local", outer_momentum=0.8) and not grows(
-        tau=4, merge="keep_local", outer_momentum=0.6
-    )
-    CO2([nn.Parameter(torch.ones(1))], CO2Config(tau=4, merge="keep_local", outer_momentum=0.8))  # with a penalty
-
-
-def test_nesterov_has_a_limit_of_its_own():
-    """At outer_momentum 1/2 it is (sqrt(17) - 3) / 2 = 0.5616."""
-    build(outer_lr=0.56, gap="none", nesterov=True)
-    assert "(Nesterov)" in refusal(lambda: build(outer_lr=0.563, gap="none", nesterov=True))
-
-
-@pytest.mark.parametrize(("nesterov", "limit"), [(False, 3.8), (True, 3.8 / 2.8)])
-def test_blocking_has_a_limit_too(nesterov: bool, limit: float):
-    """At outer_momentum 0.9: 2 (1 + beta), under Nesterov over 1 + 2 beta."""
-    given: dict[str, Any] = {"tau": 4, "outer_momentum": 0.9, "delay": 0, "nesterov": nesterov}
-    make = lambda lr: CO2([nn.Parameter(torch.ones(1))], CO2Config(gap="none", outer_lr=lr, **given))  # noqa: E731
-    make(limit * 0.99)
-    assert "diverges from" in refusal(lambda: make(limit * 1.01))
-    assert not grows(outer_lr=limit * 0.97, **given) and grows(outer_lr=limit * 1.06, **given)
-
-
 def test_settings_below_the_boundary_or_without_delay_need_no_penalty():
     build(outer_momentum=0.5, outer_lr=0.49, gap="none")
     build(outer_momentum=0.5, outer_lr=1.0, gap="none", delay=0)

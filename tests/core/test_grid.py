@@ -61,7 +61,7 @@ def difference(name: str, placement: str, ranks: list[Trained]) -> tuple[float, 
     return apart, moved
 
 
-FAST = ("nodes, DDP inside", "nodes, FSDP2 inside", "`shard=True` on nodes")
+FAST = ("nodes, DDP inside",)  # test_nodes.py compares the other two for some settings
 
 
 @pytest.mark.parametrize(

@@ -276,13 +276,6 @@ def test_which_settings_settle(merge: str, delay: int, nesterov: bool):
     check_settles(merge, delay, nesterov)
 
 
-def test_the_check_fails_if_a_formula_is_wrong(monkeypatch: pytest.MonkeyPatch):
-    polynomial = Quadratic.polynomial
-    monkeypatch.setattr(Quadratic, "polynomial", lambda self: polynomial(self) + np.eye(len(polynomial(self)))[-1] / 3)
-    with pytest.raises(AssertionError):
-        check_settles("keep_local", 3)
-
-
 def accepted(merge: Any, delay: int, alpha: float, beta: float, nesterov: bool) -> bool:
     late: Any = "boundary" if delay == 12 else delay
     settings: dict[str, Any] = {"outer_lr": alpha, "outer_momentum": beta, "nesterov": nesterov, "gap": "none"}

@@ -505,20 +505,6 @@ def test_a_node_of_unequal_values_is_refused_at_the_first_boundary_and_of_shapes
     assert "workers differ" in said and "(3,)" in said and "(4,)" in said
 
 
-def test_finish_notices_loaded_weights_as_a_step_does():
-    params = problems.odd_parameters()
-    method = make_method("co2", nn.ParameterList(params), co2=CONFIG)[1]
-    told = []
-    for change in (False, True, False):
-        take_steps(method, params, 0, range(2))
-        if change:
-            load(params, 1.5)
-        with warnings.catch_warnings(record=True, action="always") as caught:
-            method.finish()
-        told.append([str(w.message) for w in caught])
-    assert [len(texts) for texts in told] == [0, 1, 0] and "call resync() on all workers" in told[1][0]
-
-
 @on_ranks(4)
 def test_a_model_left_in_ddp_is_noticed_once(rank: int):
     """In two rounds of a plain model, of one in DistributedDataParallel, put there before or after, of one that is

@@ -185,7 +185,7 @@ def test_a_fresh_import_loads_nothing_of_the_harness():
 
 
 BUDGETS = {
-    "core": 9566,  # the files of the folder itself
+    "core": 9650,  # the files of the folder itself
     "core/compression": 1825,
     "core/doctor": 604,
     "core/elastic": 1509,
@@ -196,8 +196,8 @@ BUDGETS = {
     "pointcloud": 1332,
     "segmentation": 1520,
     "vision": 1422,
-    "bench": 6043,
-    "results": 1620,
+    "bench": 4774,
+    "results": 1325,
     "examples": 630,
     "tests": 38814,
 }

@@ -187,15 +187,6 @@ def test_methods_that_hide_nothing_refuse_auto(name: str):
         make_method(name, nn.Linear(2, 2), co2=CO2Config(tau="auto"))
 
 
-@pytest.mark.parametrize(
-    "setting", [{"co2": CO2Config(compression=CompressionConfig("auto"))}, {"shard": True}, {"offload": True}], ids=str
-)
-@pytest.mark.parametrize("name", ["ddp", "local", "slowmo", "overlap_local"])
-def test_the_other_methods_do_not_take_settings_of_co2_in_silence(name: str, setting: dict):
-    with pytest.raises(UserError, match="is CO2's own"):
-        make_method(name, nn.Linear(2, 2), **setting)
-
-
 def receives(tuner: TauTuner, n: int, allreduce: float, boundary: float = 0.0, step: float = 0.1) -> None:
     for _ in range(n):
         tuner.receive(0, [step, step], [allreduce, allreduce], [boundary, 0.0])

@@ -197,14 +197,6 @@ def test_a_run_without_the_penalty_goes_to_its_own_row(tmp_path: Path):
     assert any("| 10.00 |" in line for line in collected(tmp_path, "gpt2")), "the same run is a row of another table"
 
 
-def test_stand_ins_have_a_table_of_their_own_without_the_papers_values(tmp_path: Path):
-    make_run(tmp_path / "a", "vision", "digits_small", workers=4, results={"test_top1": 0.9})
-    lines = collected(tmp_path, "imagenet")
-    assert "| ResNet-50: digits_small | co2 | 6 | 4 | 64 | 1 | 90.00 |" in lines
-    assert "| ViT-Base: digits_vit | co2 |  |  |  |  | not run |" in lines
-    assert "| ResNet-50 | co2 |  |  |  |  | not run |  |  | 77.14 ± 0.09 |" in lines
-
-
 def kept_in(out: Path, names: list[str], folder: Path) -> str:
     return "\n".join(keep_stand_ins(names, folder, out))
 

@@ -445,33 +445,6 @@ def test_its_torchrun_line_runs_with_the_small_recipe(script: str, tmp_path: Pat
     assert f'"name": "{small}"' in result.stdout and "2 workers of" in result.stdout
 
 
-@pytest.mark.slow
-def test_a_run_is_stopped_requeued_and_resumed(tmp_path: Path):
-    """As at the time limit: SIGUSR1 to the batch script, a checkpoint, the queue, and on from there to the end."""
-    run, options = tmp_path / "run", ("--device", "cpu", "--log_every", "2", "--checkpoint_every", "0")
-    env = install(tmp_path) | {"RECIPE": "digits_small", "TAU": "6", "BATCH_SIZE": "", "OUT": str(run)}
-    job = start("slurm/vision_3090.sh", env, *options, "--epochs", "60")
-    wait_for(run / "metrics.jsonl", job)
-    while len((run / "metrics.jsonl").read_text().splitlines()) < 20:
-        assert job.poll() is None, job.communicate()[0]
-        time.sleep(0.1)
-    job.send_signal(signal.SIGUSR1)
-    text, _ = job.communicate(timeout=120)
-    assert job.returncode == 0 and (tmp_path / "requeued").read_text() == "17\n", text
-    stopped = json.loads((run / "summary.json").read_text())
-    assert stopped["stopped_by_signal"] == signal.SIGUSR1 and 0 < stopped["steps"] < 60 * 22
-
-    epochs = stopped["steps"] // 22 + 2
-    job = start("slurm/vision_3090.sh", env, *options, "--epochs", str(epochs), "--extend")
-    text, _ = job.communicate(timeout=240)
-    assert job.returncode == 0 and (tmp_path / "requeued").read_text() == "17\n", f"not once more: {text}"
-    finished = json.loads((run / "summary.json").read_text())
-    assert finished["steps"] == 22 * epochs and "stopped_by_signal" not in finished
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    steps = [row["step"] for row in rows if "train_loss" in row]
-    assert steps == sorted(set(steps)), "no step is trained twice"
-
-
 # -- workers in a container, which a script plays: it begins in /, in its own environment -----------------------------
 
 
@@ -580,18 +553,6 @@ def test_a_missing_virtual_environment_is_one_line_with_the_remedies(tmp_path: P
     ended = submit(in_container(tmp_path))
     assert ended.returncode == 2
     assert "error: no /nowhere/bin/activate: run make setup, or set VENV, CONDA_ENV or CONTAINER" in ended.stderr
-
-
-@pytest.mark.slow
-def test_the_real_torchrun_trains_from_the_containers_root(tmp_path: Path):
-    small = {"RECIPE": "digits_small", "BATCH_SIZE": "", "CO2_DATA": str(tmp_path)}
-    env = in_container(tmp_path, CONTAINER=str(tmp_path / "co2.sqsh"), **small)
-    (tmp_path / "image" / "torchrun").unlink()
-    (tmp_path / "image" / "torchrun").symlink_to(Path(sys.executable).parent / "torchrun")
-    command = ["bash", "slurm/vision_a100.sh", "--device", "cpu", "--epochs", "1"]
-    ended = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert json.loads((tmp_path / "runs" / "a" / "summary.json").read_text())["steps"] == 22
 
 
 # -- what the images are made of ----------------------------------------------------------------------------------

@@ -166,21 +166,9 @@ def check_the_end(folder: Path, stopped: int) -> None:
 
 def interrupt(folder: Path, method: str) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += [
-        "-m",
-        "vision.train",
-        "digits_small",
-        "--device",
-        "cpu",
-        "--out",
-        str(folder),
-        "--epochs",
-        "60",
-        "--method",
-        method,
-    ]
+    command += ["-m", "vision.train", "digits_small", "--device", "cpu", "--out", str(folder), "--epochs", "60"]
     out = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    process = subprocess.Popen([*command, "--log_every", "2"], cwd=ROOT, env=ENV, **out)
+    process = subprocess.Popen([*command, "--method", method, "--log_every", "2"], cwd=ROOT, env=ENV, **out)
     wait_for_it(folder, lambda: process.poll() is None, lambda: process.communicate()[0])
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=60)
@@ -214,14 +202,8 @@ def test_lgreco_from_the_command_line(tmp_path: Path):
     """For CO2's differences and for ddp's gradients: a decision is noted, logged, and shown by layer."""
     compressions = {"co2": "co2.compression", "ddp": "ddp_compression"}
     for method, compression in compressions.items():
-        options = [
-            f"--{compression}.format",
-            "lgreco",
-            f"--{compression}.like",
-            "int4",
-            f"--{compression}.lgreco.first",
-            "1",
-        ]
+        given = {"format": "lgreco", "like": "int4", "lgreco.first": "1"}
+        options = [word for name, value in given.items() for word in (f"--{compression}.{name}", value)]
         options += ["--method", method, "--epochs", "1", "--co2.tau", "4"]
         said = run_distributed(on_worker, 2, tmp_path / method, *options, timeout=120)
         assert "L-GreCo: " in said[0] and "of int4" not in said[0]
