@@ -199,7 +199,7 @@ BUDGETS = {
     "bench": 4774,
     "results": 1325,
     "examples": 630,
-    "tests": 38814,
+    "tests": 38461,
 }
 """Room -> the lines that its Python files may have. Cutting lowers a number; only a reason raises one."""
 
