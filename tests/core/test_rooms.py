@@ -196,7 +196,7 @@ BUDGETS = {
     "pointcloud": 1332,
     "segmentation": 1520,
     "vision": 1422,
-    "bench": 4774,
+    "bench": 4764,
     "results": 1325,
     "examples": 630,
     "tests": 38814,
