@@ -128,7 +128,6 @@ bench.loss --seeds 0 100 => seeds=100: it is the tuning seed
 bench.regimes --tasks digits => tasks: 'digits' does not exist; choose among bytes, cifar, gpt2
 bench.regimes --seeds 0 1 100 => seeds=100: it is the tuning seed
 bench.regimes --seeds 0 1 => seeds=0 1: an interval needs 3 or more
-bench.regimes --eval_every -1 => eval_every=-1: give 0 or more
 bench.time_to_loss --tasks speech => tasks: 'speech' does not exist; choose among vision, language
 bench.time_to_loss --methods co2 sgd => methods: 'sgd' does not exist; choose among none, ddp
 bench.time_to_loss --rates 0 => rates=0.0: give a number above 0

@@ -19,7 +19,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from core import CO2, CO2Config, CompressionConfig, checkpoint, node_mesh
-from core.shares import Share
 from core.testing import run_distributed
 from tests import problems
 from tests.core.test_nesterov import Rounding
@@ -141,13 +140,19 @@ def of_nets(name: str, per_node: int, steps: list[int]) -> list[Tensor]:
     return [*seen, ref.x.clone()]
 
 
-@pytest.mark.parametrize("inside", ["ddp", "fsdp2"])
-@pytest.mark.parametrize("per_node", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4))])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("inside", "per_node", "cases"),
+    [("ddp", 2, [*CASES]), pytest.param("fsdp2", 2, [*CASES], marks=SLOW), ("fsdp2", 2, CORNERS)]
+    + [pytest.param(inside, n, [*CASES], marks=SLOW) for inside in ("ddp", "fsdp2") for n in (1, 4)],
+)
 @on_ranks(4, timeout=600)
-def test_equals_the_reference_after_every_step(rank: int, inside: str, per_node: int):
+def test_equals_the_reference_after_every_step(rank: int, inside: str, per_node: int, cases: list[str]):
     """Also where node 1 ends five steps earlier, and then takes part in the others' rounds."""
     mesh, nodes = node_mesh("cpu", per_node), 4 // per_node
-    for name, fewer in [(name, 0) for name in CASES] + [(name, 5) for name in CORNERS if nodes > 1]:
+    for name, fewer in [(name, 0) for name in cases] + [(name, 5) for name in CORNERS if nodes > 1]:
         steps = [STEPS - fewer * (node == 1) for node in range(nodes)]
         ours = [whole(model) for model, _ in run_inside(inside, name, mesh, steps[rank // per_node])]
         theirs = of_nets(name, per_node, steps)
@@ -386,21 +391,13 @@ def merges(inside: str) -> list[tuple[int, list[bool]]]:
     return total_world_size((merged[1:], equal))
 
 
-@pytest.mark.parametrize("alone", [False, True], ids=["node", "alone"])
 @pytest.mark.parametrize("inside", ["ddp", "fsdp2"])
 @on_ranks(4, timeout=200)
-def test_a_node_merges_after_one_local_step(rank: int, inside: str, alone: bool):
-    """alone: each rank merges when its own average has arrived, and the test would see that."""
-    with pytest.MonkeyPatch.context() as patch:
-        if alone:
-            patch.setattr(Share, "has_arrived", lambda self, arrived: arrived)
-        told = merges(inside)
-    as_one = [told[node][0] == told[node + 1][0] for node in (0, 2)]
+def test_a_node_merges_after_one_local_step(rank: int, inside: str):
+    """It would not if each rank merged when its own average has arrived."""
+    told = merges(inside)
     assert any(0 < after < 30 for merged, _ in told for after in merged), "no average was merged in mid-round"
-    if alone:
-        assert not as_one[1] and not (inside == "ddp" and all(told[2][1]))
-    else:
-        assert all(as_one) and all(all(equal) for _, equal in told)
+    assert all(told[node][0] == told[node + 1][0] for node in (0, 2)) and all(all(equal) for _, equal in told)
 
 
 # -- resume in flight --------------------------------------------------------------------------------------------------

@@ -186,14 +186,14 @@ BUDGETS = {
     "core/integrations": 1240,
     "core/testing": 225,
     "training": 7875,
-    "language": 5383,
+    "language": 5368,
     "pointcloud": 1332,
     "segmentation": 1520,
     "vision": 1422,
-    "bench": 4774,
+    "bench": 4764,
     "results": 1325,
     "examples": 630,
-    "tests": 38814,
+    "tests": 38461,
 }
 """Room -> the lines that its Python files may have. Cutting lowers a number; only a reason raises one."""
 

@@ -2,6 +2,7 @@
 
 import functools
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from bench.chaos.crew import write_rounds
 from bench.cluster import Cluster
 from bench.cluster.etcd import LocalEtcd, program
 from core import UserError
@@ -147,7 +149,7 @@ def test_a_run_survives_the_machine_that_leads_and_takes_it_back(etcd: LocalEtcd
 @pytest.mark.slow
 @pytest.mark.parametrize("leads", [True, False])
 def test_a_machine_that_is_cut_off_stands_still_and_comes_back(tmp_path: Path, leads: bool):
-    script = "bench.chaos.worker", str(tmp_path), "1", "vision.train"  # writes its rounds
+    script = "tests.training.test_etcd", str(tmp_path), "1", "vision.train"  # main() below
 
     def rounds(name: str) -> list[list[str]]:
         file = tmp_path / f"rounds1.{name}"
@@ -178,3 +180,15 @@ def test_a_machine_that_is_cut_off_stands_still_and_comes_back(tmp_path: Path, l
     assert len(digests) == len({number for number, _ in digests}) > 8, "equal bit for bit"
     assert "Traceback" not in machines.logs
     assert "the run's store is gone" in (tmp_path / f"log{cut}").read_text()
+
+
+def main() -> None:
+    """Runs `python -m MODULE ARGUMENTS`, and writes its rounds, for the command line FOLDER RUN MODULE ARGUMENTS."""
+    folder, run, module, *arguments = sys.argv[1:]
+    write_rounds(Path(folder), run, os.environ["CO2_WORKER"])
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

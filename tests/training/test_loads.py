@@ -35,7 +35,6 @@ LOADS: dict[tuple[str, str], dict[str, bool]] = {
     # JSON of results/
     # modules that the project names itself
     ("bench/chaos/crew.py", "runpy.run_module"): {},
-    ("bench/chaos/worker.py", "runpy.run_module"): {},
     # results of processes that the same one has started, in a temporary folder of its own
     ("core/testing/__init__.py", "pickle.loads"): {},
     ("bench/cluster/nodes.py", "pickle.loads"): {},
