@@ -115,6 +115,7 @@ class CO2(LocalUpdateMethod, SharedMethod):
     sends_differences = _needs_global_norms = True  # see LocalUpdateMethod
     numbers = ("_last_alpha", "_momentum_norm")  # saved in checkpoints
     fragments: Sequence[Fragment] = ()
+    _reached_in = -1  # the round whose boundary has merged all fragments for an evaluation
 
     def __init__(
         self,
@@ -330,7 +331,8 @@ class CO2(LocalUpdateMethod, SharedMethod):
         may_merge = c.merge == "keep_local" and self.at_boundary and (c.delay == "auto" or self.is_cut)
         if may_merge and self.allreduce.in_flight:
             self._merge_early(at_boundary=True)
-        if may_merge and any(f.lag for f in self.fragments):
+        if may_merge and self.is_cut and self._reached_in != self.rounds:  # lags differ between workers
+            self._reached_in = self.rounds
             self._reach_with_fragments()
         return super()._reach_common_model()
 
@@ -435,7 +437,7 @@ class CO2(LocalUpdateMethod, SharedMethod):
             state["fragments"] = [
                 [f.lag, {name: on_host(value) for name, value in f.held.items()}] for f in self.fragments
             ]
-            state |= {"at": self.fragment, "between": self._between}
+            state |= {"at": self.fragment, "between": self._between, "reached_in": self._reached_in}
         return state
 
     # -- the outer step ----------------------------------------------------------------------------------------
@@ -519,7 +521,7 @@ class CO2(LocalUpdateMethod, SharedMethod):
             self.allreduce.drain()
             self._cut(count)
         if self.is_cut:
-            self.fragment = state["at"]
+            self.fragment, self._reached_in = state["at"], state.get("reached_in", -1)
             self.reducer = self.fragments[self.fragment].reducer
         super()._load_local_state(state)
         for fragment, (lag, held) in zip(self.fragments, state.get("fragments", []), strict=False):

@@ -33,6 +33,7 @@ NUMBERS = 4  # seconds that each worker sends: local step, all-reduce, boundary'
 LATE = 1.25  # with fragments auto, local steps that a fragment's all-reduce takes
 MOST = 8  # fragments at most
 CUT_MARGIN = 0.15  # with several fragments, the local steps exceed the round's all-reduces by this share
+VOTED = 3  # on nodes, further local steps of a round, for the votes of its fragments (shares.Votes)
 FLOAT32 = {"float32": 4.0}  # format -> bytes per element
 
 
@@ -89,6 +90,7 @@ class TauTuner:
         tau: Local steps per round.
         compression: Format of the next all-reduce.
         fragments: Fragments from the next round on.
+        vote: Local steps from an arrival until the ranks of a node merge together: 1 on nodes.
         decisions: All decisions so far.
     """
 
@@ -101,7 +103,7 @@ class TauTuner:
         given: int | None = None,
         cuts: bool = False,
     ):
-        self.given, self.cuts, self.fragments = given, cuts, 1
+        self.given, self.cuts, self.fragments, self.vote = given, cuts, 1, 0
         self.tau = given or min(CALIBRATION_TAU, tau_max)
         self.tau_max, self.margin = tau_max, margin
         self.compressions = compressions
@@ -232,11 +234,18 @@ class TauTuner:
 
     def _margin(self, step: float, allreduce: float) -> float:
         """Returns the share by which the local steps exceed the all-reduce."""
-        return CUT_MARGIN if self.cuts and allreduce > LATE * step else self.margin
+        cut = CUT_MARGIN + (1 + VOTED * self.vote) * step / allreduce  # one step because fragments last whole steps
+        return cut if self.cuts and allreduce > LATE * step else self.margin
 
     def _wanted(self, step: float, allreduce: float, tau: int) -> int:
-        """Returns the number of fragments for these times."""
-        return min(math.ceil(allreduce / (LATE * step)), MOST, tau) if self.cuts else 1
+        """Returns the number of fragments for these times: as many as follow each other within tau local steps.
+
+        A fragment is merged, and the next one starts, after a whole number of local steps.
+        """
+        most = min(math.ceil(allreduce / (LATE * step)), MOST, tau) if self.cuts else 1
+        steps = (1 + CUT_MARGIN) * allreduce / step
+        fit = (n for n in range(most, 1, -1) if n * (math.ceil(steps / n - 1e-9) + self.vote) <= tau)
+        return next(fit, 1)
 
     def _decided(self, round: int, new: int, step: float, allreduce: float, why: str) -> TauDecision:
         """Records a decision, and applies it."""

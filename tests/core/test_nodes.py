@@ -370,11 +370,11 @@ def stop_for_a_second() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def merges(inside: str) -> list[tuple[int, list[bool]]]:
+def merges(inside: str, fragments: int) -> list[tuple[int, list[bool]]]:
     """By rank: after which local step each average was merged, and whether the node's replicas were equal bit for bit
     after each step. Rank 2 is stopped once."""
     rank, mesh, merged, equal = dist.get_rank(), node_mesh("cpu", 2), [], []
-    form = {"compression": CompressionConfig("int4"), "delay": "auto", "tau": 30}
+    form = {"compression": CompressionConfig("int4"), "delay": "auto", "tau": 30, "fragments": fragments}
     steps = run_inside(inside, "keep_local", mesh, 120, settings=form, link=Uneven(rank))
     for step, (model, co2) in enumerate(steps):
         time.sleep(0.01)
@@ -391,11 +391,12 @@ def merges(inside: str) -> list[tuple[int, list[bool]]]:
     return total_world_size((merged[1:], equal))
 
 
+@pytest.mark.parametrize("fragments", [1, 3])
 @pytest.mark.parametrize("inside", ["ddp", "fsdp2"])
 @on_ranks(4, timeout=200)
-def test_a_node_merges_after_one_local_step(rank: int, inside: str):
+def test_a_node_merges_after_one_local_step(rank: int, inside: str, fragments: int):
     """It would not if each rank merged when its own average has arrived."""
-    told = merges(inside)
+    told = merges(inside, fragments)
     assert any(0 < after < 30 for merged, _ in told for after in merged), "no average was merged in mid-round"
     assert all(told[node][0] == told[node + 1][0] for node in (0, 2)) and all(all(equal) for _, equal in told)
 
