@@ -179,7 +179,7 @@ def test_a_fresh_import_loads_nothing_of_the_harness():
 
 
 BUDGETS = {
-    "core": 9660,  # the files of the folder itself
+    "core": 9670,  # the files of the folder itself
     "core/compression": 1825,
     "core/doctor": 604,
     "core/elastic": 1509,
