@@ -37,7 +37,7 @@ from torch import _foreach_add_ as add_each  # pyright: ignore[reportPrivateImpo
 
 from . import outer
 from .buckets import Bucket, BucketShare, copy, elements, first_nonfinite, make_buckets, read_blocks, views, wipe
-from .comm import Stage, gather_parts, leave_group, new_group, sum_flats
+from .comm import BACKGROUND, Stage, gather_parts, leave_group, new_group, sum_flats
 from .errors import UserError
 from .hooks import HookedMethod, OutlierFilter
 from .placement import Node
@@ -332,7 +332,7 @@ class Share:
     def stages(self, reduction: Iterator[Stage]) -> Iterator[Stage]:
         """The collectives of a round, with Algorithm 1's steps 4 to 7 after the `reduction` among the nodes."""
         m, node = self.method, self.node
-        yield [], 0  # from here in the background
+        yield BACKGROUND
         if self.offload:
             yield [self], 0  # the copies to the host
             if self._copied:  # not at the end of finish(), for buffers alone
