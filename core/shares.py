@@ -77,10 +77,10 @@ class Votes:
 
 
 class SharedMethod(HookedMethod):
-    """What a Share reads and writes of its CO2.
+    """The part of a CO2 that its Share reads and writes.
 
     Attributes:
-        config: What holds in the current round.
+        config: The settings of the current round.
         in_paper_order: Whether the average is merged at the next boundary.
         share_numbers: See Share.numbers.
         spoilt: In the paper's order: whether this rank's last difference was not finite, 0-d bool.
