@@ -11,7 +11,7 @@ CHAOS ?=
 SOAK ?=
 GPU ?=
 
-.PHONY: help setup clean demo etcd test test-slow test-examples test-gpu test-root test-slurm test-triton test-lowest lint wheel docs gpu-report chaos soak
+.PHONY: help setup clean demo etcd test test-slow test-examples test-gpu test-root test-slurm test-triton test-lowest lint wheel docs gpu-report chaos
 .DEFAULT_GOAL := help
 
 help:
@@ -86,11 +86,8 @@ docs: setup ## build the site into site/; a warning is an error
 	$(PY) -m mkdocs build --strict
 
 ##@ Measure
-gpu-report: ## costs and hidden all-reduces on a GPU: rows of results/gpu.json (GPU="--parts costs")
+gpu-report: ## costs on a GPU: rows of results/gpu.json (GPU="--checks copy")
 	$(if $(wildcard $(PY)),$(PY),$(PYTHON)) -m bench.gpu $(GPU)
 
 chaos: setup ## kill workers, cut links, fill disks: results/chaos.json (hours; CHAOS="--kills 10 ..." scales it)
 	OMP_NUM_THREADS=1 $(PY) -m bench.chaos $(CHAOS)
-
-soak: setup ## elastic runs under all faults at once: results/soak_vision.json (two hours; SOAK="--minutes 20" scales it)
-	OMP_NUM_THREADS=1 $(PY) -m bench.chaos.soak $(SOAK)

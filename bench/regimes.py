@@ -1,6 +1,6 @@
 """Seconds that hiding is worth: measured losses and modeled seconds, by the ratio of an all-reduce to a local step.
 
-    python -m bench.regimes [--tasks bytes] [--momentum] [--rows results/regimes.jsonl]
+    python -m bench.regimes [--tasks bytes] [--rows results/regimes.jsonl]
 
 r is the seconds of a float32 all-reduce over the seconds of a local step. A run is a method with its tau and its delay,
 over int4. Its loss does not depend on the link, so it counts at every r. The seconds of a step follow from r: see
@@ -58,34 +58,29 @@ class Run:
 
     def plan(self, task: str, seed: int, steps: int = STEPS) -> Plan:
         split, of = "tuning" if seed == TUNING_SEED else "test", parse(self.asked)[0]
-        return Plan(task, of, RATES[task], WORKERS, BATCH, steps, self.tau, "iid", seed, split)
+        return Plan(task, of, RATES[task], WORKERS, BATCH, steps, self.tau, seed, split)
 
     def exposed_share(self, r: float) -> float:
         return 1 - 1 / self.step_seconds(r)
 
     def __str__(self) -> str:
-        name, _, options = self.asked.partition(":")
+        name = self.asked.partition(":")[0]
         if name == "ddp":
             return "DDP"
-        momentum = " and momentum" if "beta=0.3" in options else ""
         late = f", {self.delay} step{'s' * (self.delay > 1)} late" if self.delay else ""
-        return f"{'DiLoCo, ' if name == 'diloco' else ''}tau {self.tau}{late}{momentum}"
+        return f"tau {self.tau}{late}"
 
 
-def hidden(tau: int, delay: int, beta: float = 0.0) -> Run:
-    return Run(f"co2:merge=keep_local,gap=none,beta={beta:g},delay={delay},compression=int4", tau, delay)
+def hidden(tau: int, delay: int) -> Run:
+    return Run(f"co2:merge=keep_local,gap=none,beta=0,delay={delay},compression=int4", tau, delay)
 
 
-LOCAL, DILOCO = "local:compression=int4", "diloco:beta=0.5,compression=int4"
+LOCAL = "local:compression=int4"
 DDP, PLAIN_DDP = Run("ddp:compression=int4", 1, BACKWARD), Run("ddp:compression=int4", 1)
 BLOCKING = tuple(Run(LOCAL, tau) for tau in (6, 24, 12, 48, 96, 2, 192, 384))
 NEAR = ((2, 1), (2, 2), (6, 1), (6, 2), (12, 2), (12, 4), (24, 1), (24, 4), (24, 12), (48, 12), (96, 12))
 FAR = ((96, 48), (192, 96), (192, 129), (384, 129))
 HIDDEN = tuple(hidden(*places) for places in NEAR + FAR)
-MOMENTUM = (  # the same with outer momentum
-    tuple(Run(DILOCO, tau) for tau in (24, 12, 48, 6)),
-    tuple(hidden(*places, 0.3) for places in ((6, 1), (24, 1), (6, 2), (12, 4), (24, 12), (48, 12))),
-)
 
 
 @dataclass(frozen=True)
@@ -96,10 +91,6 @@ class Options:
     """bytes, cifar and gpt2, with data in CO2_DATA."""
     seeds: tuple[int, ...] = (0, 1, 2)
     """Seeds to report."""
-    momentum: bool = False
-    """Also try outer momentum, for blocking and hidden methods."""
-    eval_every: int = 0
-    """Steps between two points of a trajectory. 0 stores none."""
     rows: Path = RESULTS / "regimes.jsonl"
     device: Literal["cpu", "cuda"] = "cpu"
     """Holds all workers of a run. Rows count whatever their device."""
@@ -111,8 +102,6 @@ class Options:
             raise UserError(f"seeds={TUNING_SEED}: it is the tuning seed; report other seeds")
         if len(self.seeds) < 3:
             raise UserError(f"seeds={' '.join(map(str, self.seeds))}: an interval needs 3 or more")
-        if self.eval_every < 0:
-            raise UserError(f"eval_every={self.eval_every}: give 0 or more")
 
 
 Loss = Callable[[Run, int, int], float | None]
@@ -153,12 +142,9 @@ def at_seconds(loss: Loss, found: Run, r: float, seed: int) -> float:
     return known.loss(STEPS / found.step_seconds(r)) if known else math.inf
 
 
-def choose(loss: Loss, r: float, *, momentum: bool) -> tuple[Run, Run]:
+def choose(loss: Loss, r: float) -> tuple[Run, Run]:
     """The blocking and the hidden run with the lowest loss at equal seconds on the tuning seed."""
-    kinds = (BLOCKING, HIDDEN)
-    if momentum:
-        kinds = tuple(runs + more for runs, more in zip(kinds, MOMENTUM, strict=True))
-    best = [min(runs, key=lambda found: at_seconds(loss, found, r, TUNING_SEED)) for runs in kinds]
+    best = [min(runs, key=lambda found: at_seconds(loss, found, r, TUNING_SEED)) for runs in (BLOCKING, HIDDEN)]
     return best[0], best[1]
 
 
@@ -184,9 +170,9 @@ class Cell:
     losses: tuple[float, ...]
 
 
-def cell(loss: Loss, task: str, r: float, seeds: Iterable[int], *, momentum: bool) -> Cell:
+def cell(loss: Loss, task: str, r: float, seeds: Iterable[int]) -> Cell:
     """Compares the runs that the tuning seed chooses on the other seeds."""
-    blocking, hidden = choose(loss, r, momentum=momentum)
+    blocking, hidden = choose(loss, r)
     ended = {seed: at_seconds(loss, hidden, r, seed) for seed in seeds}
 
     def seconds(found: Run) -> dict[int, float]:
@@ -217,13 +203,13 @@ def read(path: Path = RESULTS / "regimes.jsonl") -> list[Rows]:
 
 
 @functools.cache
-def cells(*, momentum: bool = False) -> list[Cell]:
+def cells() -> list[Cell]:
     """The cells of the tasks whose runs all have rows, by r."""
     found, rows = [], read()
     for task in RATES:
         with contextlib.suppress(Missing):
             loss = of_rows(task, rows)
-            found += [cell(loss, task, r, Options.seeds, momentum=momentum) for r in sorted(RATIOS)]
+            found += [cell(loss, task, r, Options.seeds) for r in sorted(RATIOS)]
     return found
 
 
@@ -237,12 +223,12 @@ def search(o: Options, rows: Sequence[Rows]) -> Iterator[Cell]:
                 return known(found, seed, steps)
             except Missing:
                 plan = found.plan(task, seed, steps)
-                row = rows[0].add_run(plan, run(load_task(task), plan, o.device, o.eval_every))
+                row = rows[0].add_run(plan, run(load_task(task), plan, o.device))
                 what = f"{task}, {found}, {steps} steps, seed {seed}: loss {row['loss']} ({row['seconds']:.0f} s)"
                 print(what, flush=True)
                 return row["loss"]
 
-        yield from (cell(loss, task, r, o.seeds, momentum=o.momentum) for r in RATIOS)
+        yield from (cell(loss, task, r, o.seeds) for r in RATIOS)
 
 
 TITLES = ("task, r", "best blocking", "exposed", "best hidden", "against blocking")

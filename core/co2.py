@@ -19,13 +19,12 @@ Algorithm 1, outer step t on worker i:
 That is our reading of the paper's rule. The settings merge and delay extend it. merge says where a worker continues:
 
     restart       from x_{t+1,0}, which is equal on all workers
-    interpolate   from a mix of x_{t+1,0} and the worker's parameters
     keep_local    from x_{t+1,0} plus the worker's progress since the all-reduce started, which a snapshot tells
 
 delay says when an average is used: "boundary", a number of local steps after its all-reduce started, "auto" for when it
 arrives, or 0 for at once, which hides nothing. Together they choose one of two orders:
 
-    paper order        for restart and interpolate with delay "boundary". At the boundary, steps 2, 4, 5, 6, 7 and last
+    paper order        for restart with delay "boundary". At the boundary, steps 2, 4, 5, 6, 7 and last
                        step 3. An average is one round old when it is used.
     merge on arrival   for keep_local, and for every other delay (restart: only 0). This order is ours. At the boundary
                        only step 3. When the average of this all-reduce is due, at the latest at the next boundary,
@@ -52,7 +51,7 @@ worker started from finish() is the last (is_last). If no worker had taken a ste
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Unpack
 
@@ -62,7 +61,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import outer
-from .buckets import BucketShare, elements, is_dtensor, local_shard, read_blocks, tensors_of, unique, views
+from .buckets import BucketShare, elements, is_dtensor, local_shard, read_blocks, tensors_of, unique
 from .build import CommonArgs, build_args
 from .checkpoint import all_finite
 from .comm import Reducer, all_reduce
@@ -73,7 +72,7 @@ from .hooks import OutlierFilter
 from .local_update import OWN_SCALARS, LocalUpdateMethod, ReduceResult
 from .placement import Holders, Node, groups_of
 from .shares import Share, SharedMethod
-from .state import on_host
+from .state import on_host, zero
 from .stats import RoundStats, defer
 from .usage import refuse_fsdp, refuse_shards
 
@@ -115,7 +114,7 @@ class CO2(LocalUpdateMethod, SharedMethod):
     name = "CO2"
     sends_differences = _needs_global_norms = True  # see LocalUpdateMethod
     numbers = ("_last_alpha", "_momentum_norm")  # saved in checkpoints
-    _fragments: Sequence[Fragment] = ()  # none on a node
+    _fragments: Sequence[Fragment] = ()
 
     def __init__(
         self,
@@ -141,7 +140,8 @@ class CO2(LocalUpdateMethod, SharedMethod):
         if not params:
             raise UserError("no parameter is given: nothing to train; each pipeline stage needs one")
         refuse_fsdp(params, args.get("group"))
-        check_share(c := c.uncut(), shard=shard)
+        held = isinstance(shards, Mapping)
+        check_share(c := c.uncut() if shard or held else c, shard=shard, split=split, held=held)
         built, timeout = build_args(c, args, schedule, owned=shard), args.get("timeout", 600.0)
         buffers = built["buffers"] = unique(tensors_of(built["buffers"], "buffers"))
         device, backend = (torch.device("cpu"), "gloo") if offload else (params[0].device, None)
@@ -158,6 +158,7 @@ class CO2(LocalUpdateMethod, SharedMethod):
         share.attach(self, timeout, inner)
         self._x, self._m = share.x, share.m
         self.replicated = [] if shard else share.x
+        self._cut(c.fragments if isinstance(c.fragments, int) else 1)
         self.allreduce.timed_groups += share.groups
         self._start_from_params()
         self._rehearse()
@@ -174,6 +175,7 @@ class CO2(LocalUpdateMethod, SharedMethod):
         self.in_paper_order = c.merge != "keep_local" and c.is_a_round_late
         if c.outer_momentum == 0 and c.gap == "none" and schedule is None:
             self._unsaved = ("outer_momentum",)  # step 5 multiplies m_{t-1} by 0
+        self._make_reducer = built.get("reducer", all_reduce)
         if self.share is not None:
             return
         # x_{t,0} and m_t, one flat tensor per bucket, float32 for 16-bit parameters. Checksums compare x between the
@@ -191,7 +193,7 @@ class CO2(LocalUpdateMethod, SharedMethod):
             for b, x, m, snapshot, direction in flats
             if b.numel  # a bucket may hold only buffers
         ]
-        self._snapshots, self._make_reducer = self.state.get("snapshot", []), built.get("reducer", all_reduce)
+        self._snapshots = self.state.get("snapshot", [])
         self._last_alpha = 0.0  # outer_lr of the last outer step; 0 if the last boundary took none
         self._momentum_norm = torch.zeros((), dtype=torch.float64, device=self.allreduce.device)
         self._fragments = [Fragment(self.buckets, outer_steps, self._directions, self.reducer)]
@@ -209,29 +211,28 @@ class CO2(LocalUpdateMethod, SharedMethod):
             self._cut(self.sync_schedule.fragments)
         if self.share is not None and (reason := self.share.check()):
             raise self.allreduce.failure(reason, "the comparison of a node's parameters")
-        # The parameters may differ from x because of interpolate. That is no progress, so it must not be sent.
+        # The parameters may differ from x by a rounding of keep_local. That is no progress, so it must not be sent.
         idle = finished and not self.local_steps
         if idle and self.share is None:
             self._restart(of=self._fragments[self.fragment])
         if self.in_paper_order:
             return self._close_in_paper_order(finished=finished)
+        for fragment in self._fragments:
+            fragment.lag += self.local_steps
+        self._fragments[0].lag = 0
         self._take(idle=idle)  # writes step 3's difference to the payload, and the snapshot
+        if self.share is not None and self.config.delay != 0:
+            self._begin_round(self.rounds + 1)  # the background takes the outer step with the settings of its merge
         self._start_allreduce(finished=finished)  # step 3
         if self.config.delay == 0:
             self._merge(finished=finished)
         return self.config.delay == 0 and not self.is_cut and self._end_fragments(finished=finished)
 
     def _take(self, *, idle: bool) -> None:
-        """Step 3 of the merge on arrival."""
+        """Step 3 of the current fragment's merge on arrival."""
         if self.share is not None:
             self.share.take(idle=idle)
-            if self.config.delay != 0:  # the background takes the outer step with the settings of its merge
-                self._begin_round(self.rounds + 1)
-            return
-        for fragment in self._fragments:
-            fragment.lag += self.local_steps
-        self._fragments[0].lag = 0
-        for outer_step in self._fragments[0].outer_steps:
+        for outer_step in self._fragments[self.fragment].outer_steps:
             outer_step.take()
 
     def _close_in_paper_order(self, *, finished: bool) -> bool:
@@ -244,11 +245,10 @@ class CO2(LocalUpdateMethod, SharedMethod):
         if result and result.is_empty:
             self._last_alpha = 0.0
             return True
-        merge = "restart" if finished else self.config.merge
         if self.share is not None:  # steps 4 to 7 have run in the background
             self._continue_from_share(self.share, result)
         else:
-            self._outer_step(merge, self.config.mix, arrived=result is not None)  # 4 to 7, and step 3's difference
+            self._outer_step(arrived=result is not None)  # 4 to 7, and step 3's difference
         if result and result.is_last:
             return True
         self._start_allreduce(finished=finished)  # step 3
@@ -287,11 +287,8 @@ class CO2(LocalUpdateMethod, SharedMethod):
             self._start_fragment(following)
 
     def _merge(self, *, finished: bool = False) -> ReduceResult:
-        """Steps 2 and 4 to 7, then the merge.
-
-        In finish() no local step follows, and the parameters become x at the end. So interpolate mixes nothing there.
-        """
-        c, share = self.config, self.share
+        """Steps 2 and 4 to 7, then the merge."""
+        share = self.share
         result = self._wait_allreduce(finished=finished)  # step 2
         if share is not None:  # steps 4 to 7 have run in the background
             share.drain()
@@ -301,9 +298,13 @@ class CO2(LocalUpdateMethod, SharedMethod):
                 share.end()
             elif not result.is_empty:
                 share.merge()
+            # A number that is not finite is in all fragments after a local step, so all of them restart at once.
+            if self.is_cut and not self.fragment and self.hook(OutlierFilter).excludes_this:
+                self.allreduce.in_foreground(share.restart, "the restart of an excluded node")
+                self._report_excluded(torch.ones_like(self.spoilt))
             return result
         if not result.is_empty:
-            self._outer_step(c.merge, 0.0 if finished else c.mix, takes_difference=False)  # 4 to 7
+            self._outer_step(takes_difference=False)  # 4 to 7
         if result.is_last:  # nothing is stale any more
             self._restart(of=self._fragments[self.fragment])
             self._last_alpha = 0.0
@@ -331,13 +332,11 @@ class CO2(LocalUpdateMethod, SharedMethod):
             self._merge_early(at_boundary=True)
         if may_merge and any(f.lag for f in self._fragments):
             self._reach_with_fragments()
-        # with interpolate, workers differ even if nothing is in flight
-        return super()._reach_common_model() and not (c.merge == "interpolate" and self._differs())
+        return super()._reach_common_model()
 
     @property
     def begins_apart(self) -> bool:
-        may_differ = self.allreduce.in_flight or self.is_cut
-        return self.config.merge == "interpolate" or (self._starts_near_anchor and may_differ)
+        return self._starts_near_anchor and (self.allreduce.in_flight or self.is_cut)
 
     # -- fragments in turn: see fragments.py -------------------------------------------------------------------
 
@@ -345,7 +344,12 @@ class CO2(LocalUpdateMethod, SharedMethod):
         """Cuts the payloads into fragments while nothing is in flight. Error feedback begins anew."""
         lag = max((fragment.lag for fragment in self._fragments), default=0)
         fragments, self.is_cut, nesterov = list[Fragment](), count > 1, self.config.nesterov
-        for i in range(count):
+        share, make = self.share, lambda parts: self._make_reducer(parts, self.scalars, self.allreduce)
+        if share is not None:
+            for i, places in enumerate(share.cut(count)):
+                parts = share.sent_parts(self.buckets, places, OWN if i else None)
+                fragments.append(Fragment(parts, [], [], make(parts)))
+        for i in range(count if share is None else 0):
             parts, outer_steps, directions = list[BucketShare](), list[outer.OuterStep](), list[Tensor]()
             for k, (b, x, m) in enumerate(zip(self.buckets, self._x, self._m, strict=True)):
                 place = slices(b.numel, count)[i]
@@ -357,10 +361,10 @@ class CO2(LocalUpdateMethod, SharedMethod):
                     where: Any = {"start": place.start, "nesterov": nesterov}
                     d = directions[-1] if self._directions else None
                     outer_steps.append(outer.make_outer_step(b.params, *flats, d, **where))
-            reducer = self._make_reducer(parts, self.scalars, self.allreduce)
-            held = {"_arrived_tau": self._arrived_tau, "_last_alpha": 0.0}
-            held["_momentum_norm"] = torch.zeros_like(self._momentum_norm)
-            fragments.append(Fragment(parts, outer_steps, directions, reducer, lag, held))
+            fragments.append(Fragment(parts, outer_steps, directions, make(parts)))
+        for fragment in fragments:
+            fragment.lag, fragment.held = lag, {name: zero(getattr(self, name)) for name in self.numbers}
+            fragment.held["_arrived_tau"] = self._arrived_tau
         self._fragments, self.fragment = fragments, 0
         self.reducer, self.sent_payloads = fragments[0].reducer, fragments[0].payloads
 
@@ -368,7 +372,7 @@ class CO2(LocalUpdateMethod, SharedMethod):
         """Makes fragment i the current one."""
         current = self._fragments[self.fragment]
         current.held = {name: getattr(self, name) for name in ("_arrived_tau", *self.numbers)}
-        self.fragment, self.reducer = i, self._fragments[i].reducer
+        self.fragment, self.reducer, self.sent_payloads = i, self._fragments[i].reducer, self._fragments[i].payloads
         for name, value in self._fragments[i].held.items():
             setattr(self, name, value)
 
@@ -377,15 +381,14 @@ class CO2(LocalUpdateMethod, SharedMethod):
         self._enter(i)
         fragment = self._fragments[i]
         self.local_steps_sent = self.late
-        if finished and not self.late:
+        if finished and not self.late and self.share is None:
             self._restart(of=fragment)  # p + (x - snapshot) may have been rounded
-        for outer_step in fragment.outer_steps:
-            outer_step.take()
-        self._finished.zero_()
+        self._take(idle=finished and not self.late)
+        self._finished.fill_(self._is_last)
         self._steps.fill_(self.local_steps_sent)
         self._weight.fill_(1.0)
-        excluded = self.hook(OutlierFilter).judge(outer.norm(fragment.payloads).double())
-        if read_blocks(excluded) or excluded:
+        excluded = self.hook(OutlierFilter).before_allreduce()
+        if excluded is not None and (read_blocks(excluded) or excluded):
             self.exclude(excluded)
             self._restart_from_anchor(excluded)
             self._report_excluded(excluded)
@@ -437,15 +440,11 @@ class CO2(LocalUpdateMethod, SharedMethod):
 
     # -- the outer step ----------------------------------------------------------------------------------------
 
-    def _outer_step(
-        self, merge: outer.Merge, share: float, *, arrived: bool = True, takes_difference: bool = True
-    ) -> None:
+    def _outer_step(self, *, arrived: bool = True, takes_difference: bool = True) -> None:
         """Steps 4 to 7 and the merge, from the sums in the payloads. One pass over memory per bucket, after one for the
         norm of Delta.
 
         Args:
-            merge: How the worker continues.
-            share: With interpolate, the weight of the outer iterate.
             arrived: Whether the payloads hold sums. If not, as in the first round, x and m stay.
             takes_difference: Whether the pass also writes step 3's difference to the payload.
         """
@@ -466,14 +465,13 @@ class CO2(LocalUpdateMethod, SharedMethod):
                 delta_rms=delta_norm / numel**0.5 if c.gap == "elementwise" else None,
                 gap=outer.gap_scalar(last_step_norm, delta_norm) if c.gap == "norm" else None,
                 nesterov=c.outer_momentum if c.nesterov else None,
-                merge=merge,
-                share=share,
+                merge=c.merge,
                 takes_difference=takes_difference,
             )
         else:
             for bucket in self.buckets:
                 bucket.payload.zero_()  # the rule multiplies it by 0, and 0 times a NaN is a NaN
-            rule = outer.Rule(nesterov=c.outer_momentum if c.nesterov else None, merge=merge, share=share)
+            rule = outer.Rule(nesterov=c.outer_momentum if c.nesterov else None, merge=c.merge)
         # [4]: the sums of m^2 and of Lambda, the largest Lambda, and how many elements were clipped
         squares, gaps, largest_gap, clipped = outer.run_all(fragment.outer_steps, rule)
         self._last_alpha = float(rule.alpha)
@@ -489,12 +487,6 @@ class CO2(LocalUpdateMethod, SharedMethod):
         for fragment in self._fragments if of is None else [of]:
             for outer_step in fragment.outer_steps:
                 outer_step.restart(where)
-
-    def _differs(self) -> bool:
-        """Whether this worker's parameters differ from the outer iterate."""
-        flats = zip(self.buckets, self.anchors, strict=True)
-        pairs = (pair for b, flat in flats for pair in zip(b.params, views(flat, b.params), strict=True))
-        return any(not torch.equal(p, x.to(p.dtype)) for p, x in pairs)  # one tensor at a time
 
     # -- shares ------------------------------------------------------------------------------------------------
 
@@ -531,8 +523,9 @@ class CO2(LocalUpdateMethod, SharedMethod):
             self.reducer = self._fragments[self.fragment].reducer
         super()._load_local_state(state)
         for fragment, (lag, held) in zip(self._fragments, state.get("fragments", []), strict=False):
-            fragment.lag, fragment.held = lag, dict(held)
-            fragment.held["_momentum_norm"] = held["_momentum_norm"].to(self._momentum_norm)
+            tensors = {name: n for name, n in held.items() if isinstance(n, Tensor)}
+            tensors = {name: n.to(getattr(self, name), copy=True) for name, n in tensors.items()}
+            fragment.lag, fragment.held = lag, held | tensors
 
     def close(self) -> None:
         """Leaves the process groups. Call finish() first."""
@@ -561,4 +554,6 @@ class CO2(LocalUpdateMethod, SharedMethod):
         return settings
 
     def settings(self) -> Any:
-        return self.config.changing(self.sync_schedule.tau)
+        c = self.config  # floats: 1 prints as 1.0
+        alpha, beta, phi = float(c.outer_lr), float(c.outer_momentum), c.clip if c.clip is None else float(c.clip)
+        return {"tau": float(self.sync_schedule.tau), "outer_lr": alpha, "outer_momentum": beta, "clip": phi}

@@ -146,11 +146,9 @@ class CO2Config:
     tau_max: int = 192
     """With tau auto: the most local steps per round."""
     merge: Merge = "restart"
-    """How a worker continues when an average arrives. restart: from the outer iterate (the paper). interpolate: from a
-    mix of the outer iterate and its parameters. keep_local: from the outer iterate plus the local progress made since
-    the all-reduce started, at the cost of a copy of the parameters."""
-    mix: float = 0.5
-    """With interpolate: the weight of the outer iterate. With 1 a worker continues from it exactly."""
+    """How a worker continues when an average arrives. restart: from the outer iterate (the paper). keep_local: from
+    the outer iterate plus the local progress made since the all-reduce started, at the cost of a copy of the
+    parameters."""
     delay: int | Literal["boundary", "auto"] = "boundary"
     """When an average is merged. boundary: at the next boundary, one round after its all-reduce started (the paper). A
     number: after that many local steps, waiting if needed. With 0 a worker waits at once, so nothing is hidden and
@@ -159,8 +157,8 @@ class CO2Config:
     fragments: int | Literal["auto"] = 1
     """With keep_local: into how many parts the parameters are cut, whose all-reduces follow each other within a round
     (fragments.py). An average is then late by a part's all-reduce, and a round sends the same bytes. auto: so many
-    that a part takes about a local step, and tau auto is then shorter. On nodes, with shard or offload and with elastic
-    workers auto means 1."""
+    that a part takes about a local step, and tau auto is then shorter. With shard, stages that hold parameters together
+    and elastic workers auto means 1."""
     outlier: float | None = 10.0
     """Excludes a worker from a round's average, and restarts it, if its update is more than this many times as large as
     its usual update. None excludes only updates that are not finite."""
@@ -188,8 +186,6 @@ class CO2Config:
         clips = phi is None or (is_number(phi) and phi > 0)
         require(self, clips, "clip", "give a number above 0, or None for no clipping")
         require(self, self.merge in MERGES, "merge", f"choose one of {', '.join(MERGES)}")
-        shared = is_number(self.mix) and 0 < self.mix <= 1
-        require(self, shared, "mix", "give a number in (0, 1]; 1 continues from the outer iterate")
         self._check_delay()
         self._check_fragments()
         limits = self.outlier is None or (is_number(self.outlier) and self.outlier > 1)
@@ -302,12 +298,6 @@ class CO2Config:
         object.__setattr__(whole, "fragments", 1)
         return whole
 
-    def changing(self, tau: int) -> dict[str, float | None]:
-        """Returns the settings that may change from round to round, for the comparison among workers."""
-        clip = self.clip if self.clip is None else float(self.clip)  # floats: 1 prints as 1.0
-        alpha, beta = float(self.outer_lr), float(self.outer_momentum)
-        return {"tau": float(tau), "outer_lr": alpha, "outer_momentum": beta, "clip": clip}
-
     @classmethod
     def paper(cls, tau: int | Literal["auto"] = 48, **settings: Any) -> CO2Config:
         """Returns our reading of the paper's rule: averages arrive a whole round late, with the staleness gap penalty.
@@ -335,9 +325,9 @@ class CO2Config:
 
         An average is merged when it arrives, with keep_local and without a penalty, because little is stale then. It is
         compressed to int4, at the cost of 1 + 1/workers copies of the parameters, or sent in float32 if that arrives
-        within a local step. merge="interpolate" saves keep_local's copy and comes close. The outer momentum is 0.3 in
-        runs of 80 rounds or more with a fixed tau of 24 or more, where it lowered the loss. Else it is 0, because it
-        raised the mean loss of digits in short runs, and of text at tau 2.
+        within a local step. The outer momentum is 0.3 in runs of 80 rounds or more with a fixed tau of 24 or more,
+        where it lowered the loss. Else it is 0, because it raised the mean loss of digits in short runs, and of text at
+        tau 2.
 
         Args:
             workers: Leave it out. No setting depends on it, and CO2 warns if it is not the number of its workers. On a
@@ -380,26 +370,21 @@ def scheduled(c: CO2Config, schedule: Schedule | None, number: int) -> CO2Config
         raise UserError(f"the schedule changes {', '.join(sorted(unknown))}: only {', '.join(SCHEDULED)} may change")
     if "tau" in changes and "auto" in (c.tau, changes["tau"]):
         raise UserError(f"the schedule gives tau={changes['tau']!r} while tau is {c.tau!r}: give numbers, or only auto")
-    changed = replace(c, **changes)
-    if changed.is_a_round_late != c.is_a_round_late and c.merge != "keep_local":  # keep_local has one order
-        raise UserError(
-            f"the schedule gives tau={changed.tau} after tau={c.tau}, with merge={c.merge!r} and delay={c.delay}: at "
-            "the end of a round an average is merged in another order than within one; keep tau above delay, or set "
-            "delay auto"
-        )
-    return changed
+    return replace(c, **changes)
 
 
-def check_share(c: CO2Config, *, shard: bool) -> None:
+def check_share(c: CO2Config, *, shard: bool, split: bool = False, held: bool = False) -> None:
     """Raises UserError for settings that a rank with a share of the outer state cannot have.
 
     Args:
         c: The settings.
-        shard: Whether each worker owns only a part of the outer state.
+        shard: Whether each worker owns only a part of the outer state. `split`: whether ranks hold shards.
+        held: Whether `shards` names parameters that several ranks hold.
     """
-    require(c, c.merge != "interpolate", "merge", "no measurement supports it on nodes or with shard or offload: give "
-            "keep_local, whose snapshot is a share there")  # fmt: skip
-    require(c, c.fragments in (1, "auto"), "fragments", "not supported yet on nodes or with shard or offload: give 1")
+    apart = "a parameter that several ranks of a node hold would be averaged at different times; give 1"
+    require(c, not held or c.fragments in (1, "auto"), "fragments", f"each stage cuts its own part, so {apart}")
+    at_blocks = "the owners' parts begin at whole blocks, so with shards"
+    require(c, not (shard and split) or c.fragments in (1, "auto"), "fragments", f"{at_blocks} {apart}")
     if shard and c.compression.format == "lgreco":
         raise UserError(
             "compression.format='lgreco' with shard=True: no worker owns part of a low-rank or sparse average; give a "

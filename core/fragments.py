@@ -9,12 +9,14 @@ left. Fragment 0 starts at the boundary, and carries buffers and scalars. The ot
 for how many local steps.
 
 Fragments are slices of a worker's flat tensors, in the parameters' order, so another number of fragments moves nothing.
+On a node, fragment i is the i-th slice of each rank's share (shares.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import Any
 
 from torch import Tensor
@@ -51,8 +53,22 @@ class Fragment:
         self.numel = sum(part.numel for part in self.parts)
 
 
-def slices(numel: int, count: int) -> list[slice]:
-    """Returns `count` slices of about equal lengths that cover `numel` elements."""
-    unit = UNIT if numel >= 8 * count * UNIT else 1
+def slices(numel: int, count: int, multiple: int = 1) -> list[slice]:
+    """Returns `count` slices of about equal lengths that cover `numel` elements, and end at multiples of `multiple`."""
+    unit = UNIT if multiple == 1 and numel >= 8 * count * UNIT else multiple
     ends = [min(numel, -(-numel * i // (count * unit)) * unit) for i in range(count + 1)]
-    return [slice(a, b) for a, b in zip(ends, ends[1:], strict=False)]
+    return [slice(a, b) for a, b in pairwise(ends)]
+
+
+def slices_alike(sizes: Sequence[tuple[int, int]], count: int) -> list[slice]:
+    """Returns slices of tensors that the ranks of a node shard. All ranks cut a tensor that all hold at one element.
+
+    Args:
+        sizes: Of each tensor, its elements on this rank and on all ranks.
+        count: Number of slices.
+    """
+    starts, ends = [*accumulate((whole for _, whole in sizes), initial=0)], [0]
+    for cut in slices(starts[-1], count):  # of the whole tensors
+        reached = (min(max(cut.stop - start, 0), whole) for start, (_, whole) in zip(starts, sizes, strict=False))
+        ends.append(sum(-(-own * n // max(1, whole)) for n, (own, whole) in zip(reached, sizes, strict=True)))
+    return [slice(a, b) for a, b in pairwise(ends)]

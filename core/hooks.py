@@ -175,7 +175,7 @@ class HookedMethod:
 
     def exclude(self, where: Tensor) -> None:
         """Excludes this worker from the average if the 0-d bool `where` is True."""
-        wipe([part for b in self.buckets for part in (b.payload, b.values)], where)
+        wipe([*self.sent_payloads, *(b.values for b in self.buckets)], where)
         self.scalars["weight"].copy_(torch.where(where, 0.0, self.scalars["weight"]))
 
     def state_dict(self) -> dict[str, Any]:
@@ -302,7 +302,7 @@ class OutlierFilter(Hook):
     Attributes:
         verdict: VALID, NOT_FINITE or JUMPED, of this worker's last update, 0-d float64.
         size: Norm of this worker's last update, 0-d float64.
-        count: How many workers the last received verdicts exclude.
+        count: How many workers the last received verdicts exclude. `excludes_this`: whether they exclude this one.
         state: [3] float64: the running average, valid rounds so far, and the size of the last jump. Several fragments
             have a row each.
     """
@@ -310,7 +310,7 @@ class OutlierFilter(Hook):
     name, per_worker_scalars = "outlier_filter", {"excluded": 1}
 
     def __init__(self, factor: float | None = 10.0):
-        self.factor, self.count = factor, 0
+        self.factor, self.count, self.excludes_this = factor, 0, False
         self._most_steps = 0  # local steps of the longest round that was judged
 
     def attach(self, method: HookedMethod) -> None:
@@ -328,7 +328,10 @@ class OutlierFilter(Hook):
     def before_allreduce(self) -> Tensor | None:
         if self.method.share is not None:
             return None  # the method calls judge() with the norm of the whole node
-        return self.judge(norm(self.method.sent_payloads).double(), first_nonfinite(self.method.buckets))
+        buffer = (
+            None if self.method.fragment else first_nonfinite(self.method.buckets)
+        )  # buffers travel with the first fragment
+        return self.judge(norm(self.method.sent_payloads).double(), buffer)
 
     def on_reduced_scalars(self, sums: Mapping[str, Sequence[float]], info: ReductionInfo) -> None:
         """Warns of excluded workers.
@@ -339,6 +342,7 @@ class OutlierFilter(Hook):
         """
         codes = [round(verdict * info.workers / info.total_world_size) for verdict in sums["excluded"]]
         self.count = self.method.clock.stats.excluded = len(codes) - codes.count(VALID)
+        self.excludes_this = codes[self.method.allreduce.place] != VALID
         if self._generation != info.generation or not self.count:
             self._repeats, self._generation = [0] * len(codes), info.generation
         self._repeats = [n + 1 if code else 0 for n, code in zip(self._repeats, codes, strict=True)]

@@ -20,7 +20,6 @@ from torch import Tensor
 
 # one kernel for many tensors, as in torch's optimizers
 from torch import _foreach_add_ as add_each  # pyright: ignore[reportPrivateImportUsage]
-from torch import _foreach_lerp_ as lerp_each  # pyright: ignore[reportPrivateImportUsage]
 from torch import _foreach_sub_ as sub_each  # pyright: ignore[reportPrivateImportUsage]
 
 from .buckets import copy, copy_where, elements, group_pieces, has_triton, views
@@ -30,7 +29,7 @@ EPS = 1e-12  # keeps Lambda finite if a pseudo-gradient is exactly zero
 # and temporaries of some 64 MiB are cheap there.
 SEGMENT, GPU_SEGMENT = 1 << 18, 1 << 24
 
-Merge = Literal["restart", "interpolate", "keep_local"]
+Merge = Literal["restart", "keep_local"]
 
 
 # -- formulas: they change nothing in place, and take whole flat tensors or slices of them, in any floating dtype ------
@@ -114,14 +113,6 @@ def nesterov(m: Tensor, new: Tensor, beta: float) -> Tensor:
     return beta * m + new
 
 
-def interpolate(x: Tensor, p: Tensor, share: float) -> Tensor:
-    """Merge `interpolate`: share x_{t+1,0} + (1 - share) x^i. The next difference is still taken from x_{t+1,0}.
-
-    Streaming DiLoCo (Douillard et al. 2025, arXiv 2501.18512).
-    """
-    return share * x + (1 - share) * p
-
-
 def keep_local(x: Tensor, p: Tensor, snapshot: Tensor) -> Tensor:
     """Merge `keep_local`: x_{t+1,0} plus the worker's progress since its all-reduce started, p - snapshot.
 
@@ -153,8 +144,8 @@ def largest_outer_lr(merge: Merge, beta: float, late: float, nesterov: bool = Fa
     """Returns the outer learning rate from which a merge on arrival, without a penalty, makes some direction grow.
 
     tau local steps leave the share a of an error, and the local steps behind the merge leave b = a^(1 - late). Jury's
-    criterion on the map of the average gives the limit. Without a delay, and for all merges but keep_local, it is
-    2 (1 + beta), under Nesterov momentum over 1 + 2 beta. keep_local adds the old momentum's kick late.
+    criterion on the map of the average gives the limit. Without a delay it is 2 (1 + beta), under Nesterov
+    momentum over 1 + 2 beta. keep_local adds the old momentum's kick late.
 
     Args:
         beta: Outer momentum.
@@ -232,8 +223,6 @@ class Rule:
     """beta of Nesterov's step, or None for step 7 as it is."""
     merge: Merge = "restart"
     """How the worker continues."""
-    share: float = 1.0
-    """With `interpolate`: the weight of the outer iterate."""
     takes_difference: bool = True
     """Whether step 3 follows from the parameters now, and d holds it afterwards. Otherwise `take` has run before."""
 
@@ -317,12 +306,9 @@ def staleness_gap(m: Tensor, rule: Rule, last_step: Tensor | None = None) -> Ten
 def continue_from(s: Segment, rule: Rule) -> None:
     """The merge, in the precision of x."""
     if rule.merge == "restart":
-        copy(s.params, s.x_views)
-    for i, (p, x) in enumerate(zip(s.params, s.x_views, strict=True)):
-        if rule.merge == "interpolate":
-            p.copy_(interpolate(x, p.to(x.dtype), rule.share))
-        elif rule.merge == "keep_local":
-            p.copy_(keep_local(x, p.to(x.dtype), s.snapshot[i]))
+        return copy(s.params, s.x_views)
+    for p, x, snapshot in zip(s.params, s.x_views, s.snapshot, strict=True):
+        p.copy_(keep_local(x, p.to(x.dtype), snapshot))
 
 
 def combine_stats(parts: Sequence[Tensor]) -> Tensor:
@@ -458,8 +444,6 @@ class FusedOuterStep(OuterStep):
             s.x.sub_(s.m, alpha=float(rule.alpha))  # 7
             if self._is_16bit or rule.merge == "restart":
                 continue_from(s, rule)
-            elif rule.merge == "interpolate":
-                lerp_each(s.params, s.x_views, rule.share)
             else:
                 sub_each(s.params, s.snapshot)
                 add_each(s.params, s.x_views)

@@ -5,11 +5,9 @@ tensors and the length. Non-contiguous parameters have a second table with strid
 
 Memory traffic in bytes per float32 parameter and round, each tensor read or written once:
 
-- restart or interpolate at the boundary: 32. p, d, x and m are read and written.
-- interpolate on arrival: 40. The merge needs 28, because it only reads d. The difference needs 12: it reads p and x,
-  and writes d.
-- keep_local: 48. The merge needs 32, because it also reads the snapshot. The difference needs 16, because it also
-  writes the snapshot.
+- restart at the boundary: 32. p, d, x and m are read and written.
+- keep_local: 48. The merge needs 32, because it reads d and the snapshot. The difference needs 16: it reads p and x,
+  and writes d and the snapshot.
 
 The norm of d, which the gaps need, reads 4 more in each case.
 
@@ -63,7 +61,7 @@ def outer_step_kernel(
     x_ptr,
     m_ptr,
     snapshot_ptr,  # only merge keep_local reads it
-    scalars,  # [9]: see TritonOuterStep._set_scalars
+    scalars,  # [7]: see TritonOuterStep._set_scalars
     gap_ptr,  # 0-d: c for ELEMENT_GAPS, Lambda for ONE_GAP
     stats_ptr,  # [programs, 4]: sum of m^2, sum and maximum of Lambda, clipped elements
     P: tl.constexpr,
@@ -84,7 +82,7 @@ def outer_step_kernel(
     if GAP == 1:
         gap *= tl.load(gap_ptr).to(x.dtype)
     if GAP == 2:
-        gap += divided(tl.abs(m * tl.load(scalars + 2)), tl.load(gap_ptr).to(x.dtype) + tl.load(scalars + 7))
+        gap += divided(tl.abs(m * tl.load(scalars + 2)), tl.load(gap_ptr).to(x.dtype) + tl.load(scalars + 5))
     m = tl.load(scalars) * m + divided(new, gap)  # step 5
     clipped = tl.zeros([BLOCK], x.dtype)
     if CLIP:  # step 6
@@ -96,8 +94,6 @@ def outer_step_kernel(
         tl.store(d_ptr + at, rounded(x, P) - p, mask=mask)
     x = x - tl.load(scalars + 1) * m  # step 7
     tl.store(x_ptr + at, x, mask=mask)
-    if MERGE == "interpolate":
-        x = tl.load(scalars + 5) * x + tl.load(scalars + 6) * p
     if MERGE == "keep_local":
         x = x + (p - tl.load(snapshot_ptr + at, mask=mask, other=0.0))
     tl.store(p_ptr, rounded(x, P).to(P), mask=mask)
@@ -117,7 +113,7 @@ def copy_kernel(
     scalars,
     P: tl.constexpr,
     TAKES: tl.constexpr,  # whether it is OuterStep.take, not OuterStep.restart
-    WHERE: tl.constexpr,  # whether it restarts only if scalars[8] is not 0
+    WHERE: tl.constexpr,  # whether it restarts only if scalars[6] is not 0
     SNAPSHOT: tl.constexpr,  # whether there is a snapshot, for keep_local
     STRIDED: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -125,7 +121,7 @@ def copy_kernel(
     """OuterStep.take or OuterStep.restart on one block of parameters."""
     p_ptr, at, mask = place(table, P, STRIDED, BLOCK)
     if WHERE:
-        mask = mask & (tl.full([BLOCK], tl.load(scalars + 8), tl.float32) != 0)
+        mask = mask & (tl.full([BLOCK], tl.load(scalars + 6), tl.float32) != 0)
     x = rounded(tl.load(x_ptr + at, mask=mask, other=0.0), P)
     if TAKES:
         p = tl.load(p_ptr, mask=mask, other=0.0).to(x.dtype)
@@ -155,8 +151,8 @@ class TritonOuterStep(OuterStep):
             (t.to(self.d.device), s, t.shape[1] == 9) for t, s in zip(tables, stats_of_tables, strict=True)
         ]
         self._type = TYPES[self.params[0].dtype]
-        self._scalars = self.d.new_zeros(9)
-        self._values: list[float | Tensor | None] = [None] * 9
+        self._scalars = self.d.new_zeros(7)
+        self._values: list[float | Tensor | None] = [None] * 7
 
     def update(self, rule: Rule) -> Tensor:
         """See OuterStep."""
@@ -191,7 +187,7 @@ class TritonOuterStep(OuterStep):
         """Launches copy_kernel."""
         self.locate()
         if where is not None:
-            self._set({8: where})
+            self._set({6: where})
         with torch.cuda.device_of(self.d):
             for table, _, strided in self._launches:
                 copy_kernel[(len(table),)](
@@ -201,9 +197,8 @@ class TritonOuterStep(OuterStep):
                 )  # fmt: skip
 
     def _set_scalars(self, rule: Rule) -> None:
-        """Writes: 0 beta, 1 alpha, 2 last_alpha, 3 phi, 4 scale, 5 share, 6 1 - share, 7 eps. 8 is `where`."""
-        shares = rule.share, 1 - rule.share
-        numbers = rule.beta, rule.alpha, rule.last_alpha, rule.phi or 0.0, rule.scale, *shares, EPS
+        """Writes: 0 beta, 1 alpha, 2 last_alpha, 3 phi, 4 scale, 5 eps. 6 is `where`."""
+        numbers = rule.beta, rule.alpha, rule.last_alpha, rule.phi or 0.0, rule.scale, EPS
         self._set(dict(enumerate(numbers)))
 
     def _set(self, numbers: dict[int, float | Tensor]) -> None:

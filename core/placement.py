@@ -6,7 +6,7 @@ import os
 import socket
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,10 +19,10 @@ from .comm import (
     WORLD,
     Pending,
     Stage,
+    all_gather,
     backend_for,
     broadcast,
     compare,
-    gather_parts,
     host_group,
     leave_group,
     new_group,
@@ -139,6 +139,15 @@ Key = TypeVar("Key", bound=Hashable)
 Where = list[tuple[int, slice]]  # [(index of a flat tensor, slice of it)]
 
 
+class Held(NamedTuple):
+    """Which elements of some flat tensors several ranks of a node hold."""
+
+    numel: float  # elements here, where an element on n ranks counts 1 / n
+    copies: dict[int, Where]  # by number of holders: where their elements are in what this rank owns
+    on_all: Where  # held by all ranks, which get the first rank's values
+    on_some: dict[tuple[int, ...], Where]  # the same for subsets of ranks that include this rank
+
+
 class Through:
     """A send or receive that claims to be complete. wait() really waits.
 
@@ -178,6 +187,7 @@ class Node:
         rank: This rank's index in it.
         separate: Whether plain tensors are this rank's own part of the model.
         of_shards: Whether a rank's share of the outer state belongs to its own part of the model.
+        parts: Number of shares of a payload in the inner group. This rank's is number `row`.
 
     Raises:
         UserError: If averages over the workers would mix different shards.
@@ -207,11 +217,9 @@ class Node:
         if not separate and any(copies[id(b)] < len(ranks) for b in buffers):
             raise UserError("a DTensor among the buffers is sharded, and its average would mix shards: leave it out")
         self.size, self.rank = len(ranks), dist.get_rank(self.group) if self.group is not None else 0
+        self.parts, self.row = (1, 0) if self.of_shards else (self.size, self.rank)
         self._shared = [local_shard(t) for t in [*params, *buffers] if copies[id(t)] == self.size]
         self._copies = [copies[id(p)] for p in params if p.requires_grad]
-        self._copies_in_shares: dict[int, Where] = {}  # by number of holders: where their elements are in the shares
-        self._on_all_ranks: Where = []  # held by all ranks, which get the first rank's values
-        self._on_some_ranks: dict[tuple[int, ...], Where] = {}  # the same for subsets of ranks that include this rank
         holders = shards if isinstance(shards, Mapping) else {}
         # per parameter, the set of ranks that share it; () if only this rank or all ranks hold it
         sets = [tuple(sorted(holders.get(p, ()))) for p in params]
@@ -301,67 +309,59 @@ class Node:
             )
         return ""
 
-    def count(self, trained: Sequence[Tensor]) -> int:
-        """Returns the number of trained elements in the whole model."""
-        if not self.of_shards:
-            return sum(p.numel() for p in trained)
-        # an element on n ranks counts 1 / n on each
-        share = sum(p.numel() / n for p, n in zip(trained, self._copies, strict=True))
-        box = torch.tensor(share, dtype=torch.float64, device="cpu")
-        dist.all_reduce(box, group=host_group(self.group))
-        return round(box.item())
+    def count(self, numels: Sequence[float]) -> list[int]:
+        """Returns the sums of numbers of elements over the inner group."""
+        box = torch.tensor(numels, dtype=torch.float64, device="cpu")
+        if self.group is not None:
+            dist.all_reduce(box, group=host_group(self.group))
+        return [round(n) for n in box.tolist()]
 
-    def locate(self, trained: Sequence[Tensor], buckets: Sequence[Bucket], shares: Sequence[Tensor]) -> None:
-        """Finds where elements that several ranks hold are in the buckets' flat tensors.
+    def locate(
+        self, trained: Sequence[Tensor], buckets: Sequence[Bucket], flats: Sequence[Tensor], owned: Sequence[Tensor]
+    ) -> Held:
+        """Finds elements that several ranks hold in `flats`, views of the shares, and in what this rank owns of them.
 
-        `shares` are views of the flat tensors: this rank's share of each.
+        Each element of DDP's payload is in one share only.
         """
-        if not self.of_shards or self.group is None:  # each element is in one share
-            return
-        copies = {id(p): n for p, n in zip(trained, self._copies, strict=True)}
-        self._copies_in_shares = _places(buckets, shares, copies)
-        self._copies_in_shares.pop(1, None)
-        flats = [b.flat for b in buckets]
-        self._on_all_ranks = _places(buckets, flats, copies).get(self.size, [])
+        copies = {id(t): n if self.of_shards else 1 for t, n in zip(trained, self._copies, strict=True)}
+        found = _places(buckets, flats, copies)
+        numel = sum((place.stop - place.start) / n for n, places in found.items() for _, place in places)
+        several = {n: places for n, places in _places(buckets, owned, copies).items() if n > 1}
         sets = _places(buckets, flats, {id(p): s for p, s in zip(trained, self._trained_sets, strict=True)})
-        self._on_some_ranks = {s: places for s, places in sets.items() if s}
+        return Held(numel, several, found.get(self.size, []), {s: places for s, places in sets.items() if s})
 
-    @property
-    def parts(self) -> int:
-        """Number of shares of a payload in the inner group."""
-        return 1 if self.of_shards else self.size
-
-    def part(self, payload: Tensor) -> Tensor:
-        """Returns this rank's share of a payload, 1-d."""
-        return payload.view(self.parts, -1)[self.rank] if self.parts > 1 else payload
+    def shares(self, buckets: Sequence[Bucket]) -> list[Tensor]:
+        """Returns each payload as the shares of all ranks, [parts, n], with padding."""
+        return [b.flat[: b.padded].view(self.parts, -1) for b in buckets]
 
     def sum(self, tensors: Sequence[Tensor]) -> Iterator[Stage]:
         """Sums tensors over the inner group, in place."""
         if self.group is not None:
             yield sum_flats(tensors, self.group)
 
-    def gather(self, buckets: Sequence[Bucket]) -> Iterator[Stage]:
-        """Collects the payloads' shares on every rank of the inner group.
+    def gather(self, shares: Sequence[Tensor], flats: Sequence[Tensor], held: Held) -> Iterator[Stage]:
+        """Collects slices of the payload on every rank of the inner group.
 
         If ranks hold different parts of the model, a rank only gets what several ranks hold, from the first of them.
         Their own sums may differ in the last bit, because the order of a sum depends on the position of its terms.
+        `shares` are the slices of all ranks' shares, [parts, n] each, and `flats` this rank's rows.
         """
         if self.group is None:
             return
         if not self.of_shards:
-            for bucket in buckets:
-                yield gather_parts(bucket.flat[: bucket.padded], self.group)
+            for rows in (rows for rows in shares if rows.numel()):
+                to = rows if rows.is_contiguous() else rows.new_empty(rows.shape)
+                yield all_gather(to, rows[self.rank].clone(), self.group)
+                if to is not rows:
+                    rows.copy_(to)
             return
-        for i in sorted({i for i, _ in self._on_all_ranks}):
-            copies = [buckets[i].flat[place] for j, place in self._on_all_ranks if j == i]
+        for i in sorted({i for i, _ in held.on_all}):
+            copies = [flats[i][place] for j, place in held.on_all if j == i]
             packed = torch.cat(copies)
             yield send_first([packed], self.group)  # the first rank's sums replace this rank's
             copy(copies, views(packed, copies))
-        for i, bucket in enumerate(buckets):
-            shared = {
-                ranks: [bucket.flat[place] for j, place in places if j == i]
-                for ranks, places in self._on_some_ranks.items()
-            }
+        for i, flat in enumerate(flats):
+            shared = {ranks: [flat[place] for j, place in places if j == i] for ranks, places in held.on_some.items()}
             yield from self._from_first(shared)
 
     def close(self) -> None:
@@ -370,13 +370,13 @@ class Node:
             leave_group(self.group, self._timeout, overlap=True)
             self.group = None
 
-    def surplus(self, shares: Sequence[Tensor]) -> Tensor | float:
+    def surplus(self, shares: Sequence[Tensor], held: Held) -> Tensor | float:
         """Returns what to subtract from the sum of squares of `shares` before the inner group sums it, 0-d float64.
 
-        Elements that n ranks hold then count 1 / n on each of them. `shares` are laid out as in `locate`.
+        Elements that n ranks hold then count 1 / n on each of them. `shares` are laid out as what this rank owns.
         """
         total: Tensor | float = 0.0
-        for n, places in self._copies_in_shares.items():
+        for n, places in held.copies.items():
             total += (1 - 1 / n) * outer.norm([shares[i][place] for i, place in places]).double().square()
         return total
 

@@ -18,6 +18,9 @@ One round of a rank, where g is its share's part of the payload:
 
 The ranks of a node merge after the same local step, although their all-reduces arrive at different times: a vote
 starts in one local step and is read in the next (`Votes`).
+
+A share is cut into fragments (fragments.py). Fragment f is the f-th slice of each rank's share, so no element changes
+its owner. A share that is not cut has one fragment, the whole.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ import ctypes
 import mmap
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -39,8 +42,9 @@ from . import outer
 from .buckets import Bucket, BucketShare, copy, elements, first_nonfinite, make_buckets, read_blocks, views, wipe
 from .comm import BACKGROUND, Stage, gather_parts, leave_group, new_group, sum_flats
 from .errors import UserError
+from .fragments import slices, slices_alike
 from .hooks import HookedMethod, OutlierFilter
-from .placement import Node
+from .placement import Held, Node
 
 ALPHA, M_SQUARES, STEP_SQUARES, EXCLUDED, WHOLE = range(5)  # of Share.numbers
 
@@ -90,6 +94,43 @@ class SharedMethod(HookedMethod):
     in_paper_order: bool
     share_numbers: Tensor
     spoilt: Tensor
+    _fragments: Sequence[Any] = ()
+
+
+@dataclass
+class Slice:
+    """A fragment of a share: slices of the flat tensors of `Share`, one per bucket."""
+
+    places: Sequence[slice]  # in the shares
+    g: list[Tensor]  # of the payload, with padding
+    x: list[Tensor]
+    own_x: list[Tensor]  # with m and directions: of what this rank owns
+    m: list[Tensor]
+    directions: list[Tensor]
+    snapshots: list[Tensor]
+    updates: list[outer.OuterStep]  # steps 4 to 7: their parameters are g, where they leave x_{t+1,0}
+    held: Held
+    numel: int = 0  # elements of the whole model in it
+
+    def lay_out(self, share: Share) -> None:
+        """Finds the live elements, again if a storage has moved."""
+        self.takes = list[outer.OuterStep]()  # step 3
+        # all ranks' live elements, and the same of the payload: first of this rank, then of the others
+        self.own, self.others = list[tuple[Tensor, Tensor]](), list[tuple[Tensor, Tensor]]()
+        self.copies = list[Tensor]()  # with offload, of this rank's live elements
+        for i, (b, place) in enumerate(zip(share.method.buckets, self.places, strict=True)):
+            for row in range(share.node.parts):
+                start = row * len(share.g[i]) + place.start
+                payload = b.payload[start : start + len(self.g[i])]
+                pieces = elements(b.params, start, start + len(payload))
+                found = self.own if row == share.node.row else self.others
+                found += zip(pieces, views(payload, pieces), strict=True)
+                if (n := len(payload)) and found is self.own:
+                    if share.offload:  # the background reads copies
+                        self.copies += (pieces := views(share.host[i][place][:n], pieces))
+                    x = (self.g if share._next_x else self.x)[i][:n]
+                    snapshot = self.snapshots[i][:n] if self.snapshots else None
+                    self.takes.append(outer.make_outer_step(pieces, payload, x, x, snapshot))
 
 
 class Share:
@@ -117,7 +158,6 @@ class Share:
         self._stream: torch.cuda.Stream | None = None
         self._event: torch.cuda.Event | None = None
         self._checked = self._idle = self._copied = False
-        self._copies: list[list[Tensor]] = []
 
     # -- made with the method ------------------------------------------------------------------------------------------
 
@@ -128,19 +168,21 @@ class Share:
         parts = self.node.parts * (workers * self._unit if self.shard else 1)
         return make_buckets(params, buffers, scalars, parts, pinned if self.offload else None)
 
-    def sent_parts(self, buckets: Sequence[Bucket]) -> list[BucketShare]:
-        """Returns what this rank sends to the other nodes."""
-        parts = list[BucketShare]()
-        for b, g in zip(buckets, self.of_node(buckets), strict=True):
-            start = self.node.rank * len(g) if self.node.parts > 1 else 0
-            pieces = elements(b.params, start, start + len(g))
-            numel = len(g) if self.shard else sum(p.numel() for p in pieces)  # an owner's part includes padding
-            parts.append(BucketShare(b, g, numel, pieces))
+    def sent_parts(
+        self, buckets: Sequence[Bucket], places: Sequence[slice] | None = None, scalars: int | None = None
+    ) -> list[BucketShare]:
+        """Returns what this rank sends to the other nodes: its shares, or slices of them. scalars: see BucketShare."""
+        parts, shares = list[BucketShare](), self.of_node(buckets)
+        for b, g, place in zip(buckets, shares, places or [slice(0, len(g)) for g in shares], strict=True):
+            start, flat = self.node.row * len(g) + place.start, g[place]
+            pieces = elements(b.params, start, start + len(flat))
+            numel = len(flat) if self.shard else sum(p.numel() for p in pieces)  # an owner's part includes padding
+            parts.append(BucketShare(b, flat, numel, pieces, scalars))
         return parts
 
     def of_node(self, buckets: Sequence[Bucket]) -> list[Tensor]:
         """Returns this rank's share of each payload, 1-d, with its padding."""
-        return [self.node.part(b.flat[: b.padded]) for b in buckets]
+        return [shares[self.node.row] for shares in self.node.shares(buckets)]
 
     def owned(self, flats: Sequence[Tensor]) -> list[Tensor]:
         """Returns what this rank owns of flat tensors as long as its shares."""
@@ -178,41 +220,51 @@ class Share:
         method.spoilt = torch.zeros((), dtype=torch.bool, device=method.params[0].device)
         method.numbers = ("share_numbers", "spoilt")
         self._layout: list[tuple[int, tuple[int, ...]]] = []
-        sent = self.sent_parts(buckets) if self.offload else []
-        self._copies = [[pinned(p.numel(), p.dtype).view(p.shape) for p in part.params] for part in sent]
-        self._lay_out()
-        at = zip(own, self._own_x, self.m, directions, strict=True)
-        self._updates = [  # steps 4 to 7: their parameters are g, where they leave x_{t+1,0}
-            outer.make_outer_step([g], g, x, m, None, d, nesterov=c.nesterov) for g, x, m, d in at if len(g)
-        ]
-        self._numel = self.node.count(method.params)
-        self.node.locate(method.params, buckets, own)
+        self.host = [pinned(len(g), b.dtype) for b, g in zip(buckets, self.g, strict=True) if self.offload]
+
+    def cut(self, count: int) -> list[Sequence[slice]]:
+        """Cuts the shares into fragments, and returns the places of each in the shares."""
+        m, node, c = self.method, self.node, self.method.config
+        workers = m.allreduce.world_size if self.shard else 1  # of which each owns a part
+        self._slices: list[Slice] = []
+        for places in zip(*(self._cuts(b, g, count) for b, g in zip(m.buckets, self.g, strict=True)), strict=True):
+            owned = [slice(place.start // workers, place.stop // workers) for place in places]
+            g, x, snapshots = (parts_at(flats, places) for flats in (self.g, self.x, self._snapshots))
+            momenta, directions = (parts_at(flats, owned) for flats in (self.m, self._directions))
+            own, own_x = self.owned(g), x if self._next_x else self.owned(x)
+            at = zip(own, own_x, momenta, directions or [None] * len(own), strict=True)
+            steps = [outer.make_outer_step([g], g, x, m, None, d, nesterov=c.nesterov) for g, x, m, d in at if len(g)]
+            held = node.locate(m.params, m.buckets, g, own)
+            self._slices.append(Slice(places, g, x, own_x, momenta, directions, snapshots, steps, held))
+        for s, numel in zip(self._slices, node.count([s.held.numel for s in self._slices]), strict=True):
+            s.numel = numel
+        self._layout = []
+        return [s.places for s in self._slices]
+
+    def _cuts(self, bucket: Bucket, g: Tensor, count: int) -> list[slice]:
+        """Returns the slices of a share."""
+        m = self.method
+        if count > 1 and self.node.of_shards and not self.shard:
+            wholes = {id(p): given.numel() for p, given in zip(m.params, m.trained, strict=True)}
+            return slices_alike([(p.numel(), wholes[id(p)]) for p in bucket.params], count)
+        return slices(len(g), count, m.allreduce.world_size * self._unit if self.shard else 1)
+
+    @property
+    def now(self) -> Slice:
+        """The current fragment."""
+        return self._slices[self.method.fragment]
 
     @property
     def numbers(self) -> Tensor:
         return self.method.share_numbers
 
     def _lay_out(self) -> None:
-        """Cuts the live parameters where this rank's share begins and ends, again if a storage has moved."""
-        m = self.method
-        layout = [(p.data_ptr(), p.stride()) for p in m.params]
-        if layout == self._layout:
-            return
-        self._layout = layout
-        self._takes, self._own, self._others = list[outer.OuterStep](), list[Tensor](), list[tuple[Tensor, Tensor]]()
-        lone = bool(self._next_x)
-        for i, (b, g) in enumerate(zip(m.buckets, self.g, strict=True)):
-            start = self.node.rank * len(g) if self.node.parts > 1 else 0
-            own = elements(b.params, start, start + len(g))
-            n = sum(p.numel() for p in own)
-            self._own += own
-            for first, last in ((0, min(start, b.numel)), (start + n, b.numel)):
-                pieces = elements(b.params, first, last)
-                self._others += zip(pieces, views(b.payload[first:last], pieces), strict=True)
-            base, snapshot = g if lone else self.x[i], self._snapshots[i][:n] if self._snapshots else None
-            sources = self._copies[i] if self.offload else own  # with offload, the background reads copies
-            if n:
-                self._takes.append(outer.make_outer_step(sources, g[:n], base[:n], base[:n], snapshot))
+        """Finds the live parameters in all fragments, again if a storage has moved."""
+        layout = [(p.data_ptr(), p.stride()) for p in self.method.params]
+        if layout != self._layout:
+            self._layout = layout
+            for s in self._slices:
+                s.lay_out(self)
 
     @torch.no_grad()
     def start_from_params(self) -> None:
@@ -261,7 +313,7 @@ class Share:
         if not self.offload:
             return self._differences()
         with self.own_stream():
-            copy([c for copies in self._copies for c in copies], self._own, queued=True)
+            copy(self.now.copies, [p for p, _ in self.now.own], queued=True)
             if self.method.in_paper_order:
                 self._restart()
 
@@ -272,7 +324,7 @@ class Share:
         """
         m, lone = self.method, bool(self._next_x)
         if not m.in_paper_order:
-            for taken in self._takes:
+            for taken in self.now.takes:
                 taken.take()
         else:
             copy(self._next_x, self.owned(self.g) if lone else [])
@@ -286,18 +338,34 @@ class Share:
                     copy(s.params, s.d_views)
                 s.d.copy_(own)
             if not self.offload:
-                copy([p for p, _ in self._others], [x for _, x in self._others])
-        for g in self.g if self._idle and not m.in_paper_order else ():
+                copy([p for p, _ in self.now.others], [x for _, x in self.now.others])
+        for g in self.now.g if self._idle and not m.in_paper_order else ():
             g.zero_()  # p + D may have been rounded
 
     def _segments(self) -> Iterator[outer.Segment]:
-        for taken in self._takes:
+        for taken in self.now.takes:
             taken.locate()
             yield from taken.segments
 
+    def _pairs(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Returns the live parameters' elements in the current fragment, and the same elements of the payload."""
+        self._lay_out()
+        pairs = self.now.own + self.now.others
+        return [p for p, _ in pairs], [x for _, x in pairs]
+
     def _restart(self) -> None:
         """p <- payload."""
-        for b in self.method.buckets:
+        copy(*self._pairs(), queued=True)
+
+    @torch.no_grad()
+    def restart(self) -> None:
+        """p <- x, in all fragments. Nothing is in flight, and the ranks of the node wait for each other."""
+        node, buckets = self.node, self.method.buckets
+        copy(self.g, self.x)
+        for works, _ in node.gather(node.shares(buckets), self.g, self.now.held) if not node.of_shards else ():
+            for work in works:
+                work.wait()
+        for b in buckets:
             copy(b.params, b.payload_views, queued=True)
 
     @torch.no_grad()
@@ -314,13 +382,13 @@ class Share:
         whole = self.numbers[WHOLE] > 0
         if not self._snapshots or (not read_blocks(whole) and whole):
             return self._restart()
-        for b in self.method.buckets:
-            if read_blocks(whole):  # a GPU is not read: there p <- 0 + x
-                wipe(b.params, whole)
-            for p, change in zip(b.params, b.payload_views, strict=True) if self.offload else ():
-                p.add_(change.to(p.device, non_blocking=True))
-            if b.params and not self.offload:
-                add_each(b.params, b.payload_views)
+        params, changes = self._pairs()
+        if read_blocks(whole):  # a GPU is not read: there p <- 0 + x
+            wipe(params, whole)
+        for p, change in zip(params, changes, strict=True) if self.offload else ():
+            p.add_(change.to(p.device, non_blocking=True))
+        if params and not self.offload:
+            add_each(params, changes)
 
     def excluded(self) -> Tensor:
         """Returns whether the average that has arrived leaves out this node, 0-d bool on the parameters' device."""
@@ -331,7 +399,7 @@ class Share:
     @torch.no_grad()
     def stages(self, reduction: Iterator[Stage]) -> Iterator[Stage]:
         """The collectives of a round, with Algorithm 1's steps 4 to 7 after the `reduction` among the nodes."""
-        m, node = self.method, self.node
+        m, node, s = self.method, self.node, self.now
         yield BACKGROUND
         if self.offload:
             yield [self], 0  # the copies to the host
@@ -339,57 +407,59 @@ class Share:
                 self._differences()
             self._copied = False
         # the node is judged as one worker, because its ranks shared their gradients
-        outliers = m.hook(OutlierFilter)
-        square = torch.where(first_nonfinite(self.method.buckets) > 0, float("nan"), _square(self.g)).view(1)
+        outliers, square = m.hook(OutlierFilter), _square(s.g).view(1)
+        if not m.fragment:  # buffers travel with the first fragment
+            square = torch.where(first_nonfinite(m.buckets) > 0, float("nan"), square)
         yield from node.sum([square])
         m.exclude(outliers.judge(square[0].sqrt()))
         self.numbers[EXCLUDED].copy_(m.scalars["weight"] == 0)
         yield from reduction  # 2
         yield from self._mean_over_node()
-        yield from self._outer_step()
+        yield from self._outer_step(s)
         if self.shard and m.allreduce.group is not None:
-            for g in self.g:
+            for g in s.g:
                 yield gather_parts(g, m.allreduce.group)
+        rows = [shares[:, place] for shares, place in zip(node.shares(m.buckets), s.places, strict=True)]
         if node.of_shards:
-            yield from node.gather(m.buckets)  # only what several ranks hold
+            yield from node.gather(rows, s.g, s.held)  # only what several ranks hold
         if not m.in_paper_order and (node.of_shards or self.shard):
-            copy(self.x, self.g)
+            copy(s.x, s.g)
         # In finish(), and after an exclusion, the parameters become x itself.
         all_finished = m.scalars["finished"] * m.reducer.scale > 1 - 1e-6
         whole = all_finished | (self.numbers[EXCLUDED] > 0)
         self.numbers[WHOLE].copy_(whole if self._snapshots else torch.ones_like(whole))
-        for g, snapshot in zip(self.g, self._snapshots, strict=False):
+        for g, snapshot in zip(s.g, s.snapshots, strict=False):
             for part, start in zip(*(f.split(outer.segment_size(g)) for f in (g, snapshot)), strict=True):
                 part.copy_(torch.where(whole, part, part - start))
         if not node.of_shards:
-            yield from node.gather(m.buckets)
+            yield from node.gather(rows, s.g, s.held)
 
     def _mean_over_node(self) -> Iterator[Stage]:
         """Averages buffers and scalars over the node's ranks, so that a node counts as one worker.
 
         The buffers of pipeline stages are each stage's own.
         """
-        buckets, node = self.method.buckets, self.node
+        parts, node = self.method._fragments[self.method.fragment].parts, self.node
         if node.group is None:
             return
-        rests = [b.rest for b in buckets if len(b.rest)] if not node.separate else [buckets[0].scalars.double()]
+        rests = [part.rest for part in parts if len(part.rest)] if not node.separate else [parts[0].scalars.double()]
         yield from node.sum(rests)  # in float64 for stages, whose first buckets may differ in their dtypes
         for rest in rests:
             rest.div_(node.size)
         if node.separate:
-            buckets[0].scalars.copy_(rests[0])
+            parts[0].scalars.copy_(rests[0])
 
-    def _outer_step(self) -> Iterator[Stage]:
+    def _outer_step(self, s: Slice) -> Iterator[Stage]:
         """Steps 4 to 7 on what this rank owns. g becomes x_{t+1,0}. An average of no local step changes nothing."""
         m, c, numbers = self.method, self.method.config, self.numbers
-        own, weight, moved = self.owned(self.g), m.scalars["weight"].double(), m.scalars["steps"] > 0
+        own, weight, moved = self.owned(s.g), m.scalars["weight"].double(), m.scalars["steps"] > 0
         scale = torch.where(weight == 0, 1.0, 1 / weight)
-        for x, following, g, b in zip(self._own_x, self._next_x, own, m.buckets, strict=False):
+        for x, following, g, b in zip(s.own_x, self._next_x, own, m.buckets, strict=False):
             # each worker has sent x_{t+1,0} - p, and its local steps began at x_{t,0} as the parameters' dtype holds it
             g.mul_(scale.to(g)).add_((weight > 0).to(g) * (x.to(b.dtype).to(x.dtype) - following))
             x.copy_(following)
         scale = torch.ones_like(scale) if self._next_x else scale
-        squares = _square(own) - self.node.surplus(own)
+        squares = _square(own) - self.node.surplus(own, s.held)
         sums = torch.stack([squares, numbers[M_SQUARES], numbers[STEP_SQUARES]])
         yield from self.node.sum([sums])
         if self.shard and m.allreduce.group is not None:
@@ -403,7 +473,7 @@ class Share:
             last_alpha=last_alpha,
             phi=c.clip,
             scale=torch.where(moved, scale, 0.0),
-            delta_rms=delta_norm / max(1, self._numel) ** 0.5 if c.gap == "elementwise" else None,
+            delta_rms=delta_norm / max(1, s.numel) ** 0.5 if c.gap == "elementwise" else None,
             gap=outer.gap_scalar(last_alpha * step_norm, delta_norm) if c.gap == "norm" else None,
             nesterov=c.outer_momentum if c.nesterov else None,
             takes_difference=False,
@@ -414,24 +484,25 @@ class Share:
         # In the paper's order x stays x_{t,0} until the boundary, whose differences start there.
         total = torch.zeros(4, dtype=torch.float64, device=numbers.device)
         total[2].fill_(1.0)  # of no elements: Lambda is 1
-        if self._updates:
-            total = outer.run_all(self._updates, replace(rule, alpha=0.0) if m.in_paper_order else rule)
-        for g, step in zip(own, self._directions or self.m, strict=True) if m.in_paper_order else ():
+        if s.updates:
+            total = outer.run_all(s.updates, replace(rule, alpha=0.0) if m.in_paper_order else rule)
+        for g, step in zip(own, s.directions or s.m, strict=True) if m.in_paper_order else ():
             g.sub_(rule.alpha.to(step) * step) if isinstance(rule.alpha, Tensor) else g.sub_(step, alpha=rule.alpha)
         numbers[ALPHA].copy_(alpha)  # in place, because another stream reads it
-        self.recount(torch.where(moved, total[0] - self.node.surplus(self.m), numbers[M_SQUARES]))
-        count = max(1, sum(map(len, self.m)))
+        self.recount(torch.where(moved, total[0] - self.node.surplus(s.m, s.held), numbers[M_SQUARES]))
+        count = max(1, sum(map(len, s.m)))
         self.stats = {"pseudo_gradient_norm": delta_norm, "momentum_norm": m_norm, "clipped_share": total[3] / count}
         if c.gap != "none":
             self.stats |= {"gap_mean": total[1] / count, "gap_max": total[2]}
 
     def recount(self, m_squares: Tensor | None = None) -> None:
-        """Sets the sums of squares, also after another rank's state was loaded."""
+        """Sets the current fragment's sums of squares, also after another rank's state was loaded."""
+        s = self.now
         if m_squares is None:
-            m_squares = _square(self.m) - self.node.surplus(self.m)
+            m_squares = _square(s.m) - self.node.surplus(s.m, s.held)
         self.numbers[M_SQUARES].copy_(m_squares)
-        if self._directions:
-            m_squares = _square(self._directions) - self.node.surplus(self._directions)
+        if s.directions:
+            m_squares = _square(s.directions) - self.node.surplus(s.directions, s.held)
         self.numbers[STEP_SQUARES].copy_(m_squares)
 
     # -- copies between a GPU and the host -----------------------------------------------------------------------------
@@ -466,6 +537,11 @@ class Share:
     def wait(self, timeout: Any = None) -> None:
         if self._event is not None:
             self._event.synchronize()
+
+
+def parts_at(flats: Sequence[Tensor], places: Sequence[slice]) -> list[Tensor]:
+    """Returns a slice of each flat tensor, of none if there are none."""
+    return [flat[place] for flat, place in zip(flats, places, strict=False)]
 
 
 def _square(flats: Sequence[Tensor]) -> Tensor:

@@ -106,6 +106,11 @@ def on_host(held: Any) -> Any:
     return held.to("cpu", copy=True) if isinstance(held, Tensor) else held
 
 
+def zero(value: Any) -> Any:
+    """Returns 0 as a number or tensor like `value`."""
+    return torch.zeros_like(value) if isinstance(value, Tensor) else type(value)()
+
+
 class SavedMethod(HookedMethod):
     """The part of a LocalUpdateMethod that saves and restores its state."""
 
@@ -156,8 +161,7 @@ class SavedMethod(HookedMethod):
         for name in self.state:
             self.state.begin(name)
         for name in self.numbers:
-            value = getattr(self, name)
-            setattr(self, name, torch.zeros_like(value) if isinstance(value, Tensor) else type(value)())
+            setattr(self, name, zero(getattr(self, name)))
         self._attach_again()
 
     def _attach_again(self) -> None:

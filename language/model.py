@@ -14,7 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, RobertaConfig, RobertaForM
 from transformers.modeling_outputs import MaskedLMOutput
 from transformers.pytorch_utils import Conv1D
 
-from language.recipe import LinearAttention, ModelName
+from language.recipe import ModelName
 from language.transnormer import TransNormer, TransNormerConfig
 from training import optim
 from training.optim import OptimConfig
@@ -57,7 +57,6 @@ def build_model(
     context: int,
     dropout: float,
     pad: int | None = None,
-    attention: LinearAttention = "torch",
 ) -> nn.Module:
     """Returns a model with random weights, drawn from torch's default generator.
 
@@ -67,7 +66,6 @@ def build_model(
         context: Longest input, in tokens.
         dropout: Dropout on embeddings, attention weights and residual branches. TransNormer has none.
         pad: Id of the pad token, for RoBERTa only. Its position numbers begin after it.
-        attention: TransNormer's attention.
     """
     common: dict[str, Any] = {"vocab_size": vocab_size, "bos_token_id": None, "eos_token_id": None}
     if name in GPT2_SIZES:
@@ -82,7 +80,7 @@ def build_model(
         sizes = ROBERTA_SIZES[name] | {"max_position_embeddings": context + pad + 1}  # numbers begin at pad + 1
         other = {"type_vocab_size": 1, "layer_norm_eps": 1e-5, "pad_token_id": pad}
         return MaskedRoberta(RobertaConfig(**common, **drops, **sizes, **other))
-    return TransNormer(TransNormerConfig(vocab_size=vocab_size, attention=attention, **TRANSNORMER_SIZES[name]))
+    return TransNormer(TransNormerConfig(vocab_size=vocab_size, **TRANSNORMER_SIZES[name]))
 
 
 def blocks_of(model: nn.Module) -> nn.ModuleList:

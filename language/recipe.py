@@ -18,7 +18,6 @@ ModelName = Literal[
 ]  # fmt: skip
 TextMethod = Literal[MethodName, "zo"]
 CorpusName = Literal["pydoc", "gutenberg", "openwebtext", "wikibooks", "wikitext103"]
-LinearAttention = Literal["torch", "fla"]
 GPT2_VOCABULARY = 50257  # as in nanoGPT's prepare.py; the end-of-text token is the last one
 
 
@@ -153,16 +152,10 @@ class LanguageRecipe(TextRecipe):
     layout: str = ""
     """Layout of GPT-2 on the workers, such as tp2.pp2.dp2 or tp2.dp4.fsdp.co2x2 (docs/planning.md). If empty,
     --per_node and --zero apply."""
-    linear_attention: LinearAttention = "torch"
-    """TransNormer's attention on GPUs: torch, or flash-linear-attention's Triton kernels (fla)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_least(context=4, eval_tokens=self.context + 1)
-        if self.linear_attention != "torch" and not self.model.startswith("transnormer"):
-            raise UserError(
-                f"linear_attention={self.linear_attention} is TransNormer's, not {self.model}'s: leave it out"
-            )
         if self.balance != "none":
             self._check_model()
         self.check(dropout=(0, 0.99), vocab_size=(1, 10**6), context=(4, 10**6))

@@ -48,7 +48,6 @@ from language.metrics import (
     token_loss,
 )
 from language.model import blocks_of, build_model, is_causal, make_optimizer
-from language.transnormer import check_attention
 from language.zeroth.method import Zeroth, of_run
 from training.cost import Work
 from training.data import generator, steps_per_epoch
@@ -57,7 +56,7 @@ from training.layouts.layout import Layout
 from training.optim import Scalars, backward_in_parts, make_schedule, recompute
 from training.run import Run
 from training.weights import keep_names, load_weights
-from training.workers import pick_device, upload
+from training.workers import upload
 
 if TYPE_CHECKING:
     from language.prompts import PromptTask
@@ -78,7 +77,6 @@ def main() -> None:
 
         with torch.device("meta"):
             check_cut(make_model(recipe, pad=1), Layout.parse(recipe.layout))
-    check_attention(recipe.linear_attention, pick_device(recipe.device))
     corpus = open_corpus(recipe.corpus, recipe.vocab_size)
     objective = make_objective(recipe, corpus)
     final_texts = {"val": corpus.val} | ({"wikitext2": open_wikitext2(corpus)} if recipe.wikitext2 else {})
@@ -90,7 +88,7 @@ def make_model(recipe: LanguageRecipe, pad: int | None) -> nn.Module:
     """Returns the recipe's model, with its vocabulary padded to a multiple of 64, which is faster on GPUs."""
     padded = -(-recipe.vocab_size // 64) * 64
     sizes = {"vocab_size": padded, "context": recipe.context, "dropout": recipe.dropout}
-    model = build_model(recipe.model, **sizes, pad=pad, attention=recipe.linear_attention)
+    model = build_model(recipe.model, **sizes, pad=pad)
     if recipe.recompute:
         recompute(blocks_of(model))
     return model

@@ -6,17 +6,12 @@ is computed in chunks (the idea of lightning attention), so its cost is linear i
 embeddings: order comes from the decay and, in the first layer, from LRPE's rotation.
 """
 
-import functools
 from dataclasses import dataclass
-from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutput
-
-from core.errors import UserError
-from language.recipe import LinearAttention
 
 
 @dataclass(frozen=True)
@@ -30,7 +25,6 @@ class TransNormerConfig:
         heads: Number of attention heads.
         glu_width: Width of the channel mixer.
         chunk: Tokens per chunk of the attention.
-        attention: Implementation on a GPU.
     """
 
     vocab_size: int
@@ -39,7 +33,6 @@ class TransNormerConfig:
     heads: int
     glu_width: int
     chunk: int = 64
-    attention: LinearAttention = "torch"
 
 
 class TransNormer(nn.Module):
@@ -94,7 +87,7 @@ class GatedLinearAttention(nn.Module):
 
     def __init__(self, config: TransNormerConfig, index: int):
         super().__init__()
-        self.heads, self.chunk, self.attention = config.heads, config.chunk, config.attention
+        self.heads, self.chunk = config.heads, config.chunk
         self.projection = nn.Linear(config.width, 4 * config.width, bias=False)
         self.output = nn.Linear(config.width, config.width, bias=False)
         self.norm = srms_norm(config.width)
@@ -112,9 +105,7 @@ class GatedLinearAttention(nn.Module):
                 query, key = self.lrpe(query), self.lrpe(key)
             lengths = [x.shape[1]] if documents is None else documents.diff().tolist()
             parts = zip(*(t.split(lengths, dim=2) for t in (query, key, value)), strict=True)
-            by_fla = self.attention == "fla" and x.is_cuda
-            attend = fla_attention if by_fla else functools.partial(chunked_attention, chunk=self.chunk)
-            mixed = torch.cat([attend(*part, slope=self.slope) for part in parts], dim=2)
+            mixed = torch.cat([chunked_attention(*part, self.slope, self.chunk) for part in parts], dim=2)
         mixed = self.norm(mixed.transpose(1, 2).flatten(2)).to(gate.dtype)
         return self.output(mixed * gate)
 
@@ -187,23 +178,3 @@ def chunked_attention(query: Tensor, key: Tensor, value: Tensor, slope: Tensor, 
         states.append(fade * states[-1] + added)
     before = torch.stack(states[:-1], dim=2)
     return (inside + (query * since_start) @ before).flatten(2, 3)[:, :, :time]
-
-
-def fla_attention(query: Tensor, key: Tensor, value: Tensor, slope: Tensor) -> Tensor:
-    """Returns chunked_attention, up to rounding, by flash-linear-attention's Triton kernels."""
-    from fla.ops.simple_gla import chunk_simple_gla  # imports triton
-
-    query, key, value = (t.transpose(1, 2).contiguous() for t in (query, key, value))
-    out, _ = chunk_simple_gla(query, key, value, g_gamma=-slope, scale=1.0)
-    return out.transpose(1, 2)
-
-
-def check_attention(attention: LinearAttention, device: torch.device) -> None:
-    """Raises UserError if fla is requested and cannot be used."""
-    if attention == "fla" and device.type != "cuda":
-        raise UserError(
-            f"linear_attention=fla needs a GPU, and this runs on {device.type}: add --linear_attention torch"
-        )
-    if attention == "fla" and find_spec("fla") is None:
-        remedy = "pip install flash-linear-attention, or add --linear_attention torch"
-        raise UserError(f"linear_attention=fla: flash-linear-attention is not installed: {remedy}")

@@ -26,7 +26,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent.parent
 WORKERS = 2
-RENAMED = {"wire": "compression", "outer": "restart", "mix": "interpolate", "keep": "keep_local"}  # of settings
+RENAMED = {"wire": "compression", "outer": "restart", "keep": "keep_local"}  # of settings
 
 
 def cases() -> dict[str, dict[str, Any]]:
@@ -51,10 +51,6 @@ def cases() -> dict[str, dict[str, Any]]:
         "keep, delay boundary, momentum 0.2": {"co2": late | {"delay": "boundary", "outer_momentum": 0.2}},
         "keep, as soon as it is there": {"co2": late | {"delay": "auto"}, "at_once": True},
         "keep, batch norm, uneven finish": {"co2": late, "batch_norm": True, "fewer": 6},
-        "mix": {"co2": late | {"merge": "mix"}},
-        "mix, delay boundary, gap norm": {"co2": {"merge": "mix", "gap": "norm"}},
-        "mix, delay boundary, bfloat16": {"co2": {"merge": "mix"}, "dtype": "bfloat16"},
-        "mix, delay boundary, uneven finish": {"co2": {"merge": "mix"}, "batch_norm": True, "fewer": 6},
         "outer, delay 0": {"co2": {"delay": 0, "gap": "none"}},
         "int8, error feedback": {"co2": {"wire": ("int8", {}, {})}},
         "int4, error feedback, keep": {"co2": late | {"wire": ("int4", {}, {})}},
@@ -81,7 +77,7 @@ def cases() -> dict[str, dict[str, Any]]:
         "ddp, int8": {"method": "ddp", "ddp_wire": ("int8", {}, {})},
         "paper, no outlier filter": {"guarded": False},
     }
-    resumed = ("paper, batch norm, uneven finish", "paper, bfloat16", "keep", "keep, batch norm, uneven finish", "mix")
+    resumed = ("paper, batch norm, uneven finish", "paper, bfloat16", "keep", "keep, batch norm, uneven finish")
     resumed += (
         "int8, error feedback",
         "int4, error feedback, keep",

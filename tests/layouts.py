@@ -318,7 +318,7 @@ def damaged(rank: int, world_size: int, folder: Path) -> list[str]:
     parallel = Parallel(build("gpt2-short"), Layout.parse("pp2"), CPU)
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-2)
     held = Resharded(parallel, optimizer, DDP(parallel, average_buffers=False, synchronous=True))
-    file, told = f"__{world_size - 1}_0.distcp", []
+    file, told = f"rank{world_size - 1}.pt", []
     for number, harm in enumerate((cut_short, turn_a_byte, Path.unlink)):
         here = folder / str(number)
         for step in (1, 2):

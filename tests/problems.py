@@ -39,7 +39,6 @@ class Settings:
     compression: Any = "float32"
     error_feedback: bool = True
     merge: Any = "restart"
-    mix: float = 0.5
     delay: Any = "boundary"
     nesterov: bool = False
 
@@ -47,7 +46,7 @@ class Settings:
     def co2(self) -> CO2Config:
         compression = CompressionConfig(self.compression, self.error_feedback)
         names = ("tau", "outer_lr", "outer_momentum", "gap", "clip")
-        names += ("tau_max", "allow_unstable", "merge", "mix", "delay", "nesterov")
+        names += ("tau_max", "allow_unstable", "merge", "delay", "nesterov")
         return CO2Config(**{name: getattr(self, name) for name in names}, compression=compression)
 
     def build(self, params: Iterable[Tensor], **options: Any) -> CO2:
@@ -202,7 +201,7 @@ def trace_of(method: Any, go: Callable[[int], Any], read: Callable[[], Tensor], 
 
 def reference(c: Settings, world_size: int, x: Tensor) -> tuple[LateReference, Tensor]:
     """The specification with these settings, all starting from x [n]; and the workers' numbers, [workers, 1]."""
-    late = {"delay": None if c.delay == "boundary" else c.delay, "merge": c.merge, "kappa": c.mix}
+    late = {"delay": None if c.delay == "boundary" else c.delay, "merge": c.merge}
     outer = c.tau, c.outer_lr, c.outer_momentum, c.gap, c.clip
     ref = LateReference(x.expand(world_size, -1).clone(), *outer, **late, nesterov=c.nesterov)
     return ref, torch.arange(world_size, dtype=torch.float64)[:, None]
@@ -234,7 +233,7 @@ def check_grid(world_size: int, configs: list[Settings], steps: int) -> None:
         first, *others = (traces[i] for traces in results)
         for worker, trace in enumerate((first, *others)):
             assert_traces_equal(trace, train_reference(c, world_size, steps, x, worker))
-        apart = (c.merge == "interpolate" and c.mix < 1) or (c.merge == "keep_local" and c.delay != 0)
+        apart = c.merge == "keep_local" and c.delay != 0
         for other in others:
             same = [torch.equal(a, b) for a, b in zip(first, other, strict=True)]
             assert same[-1] and (not same[0] if apart else all(same)), c

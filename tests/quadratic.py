@@ -1,9 +1,8 @@
 """What docs/theory.md derives for f = h x^2 / 2, as formulas; tests/core/test_reference.py trains and compares.
 
 One local step leaves the share q = 1 - lr h of the error, a round of tau a = q^tau = 1 - rho, and the steps of a round
-behind the merge b = q^(tau - delay). k = outer_lr / Lambda, Lambda a constant; beta: outer momentum; share: of merge
-interpolate. delay = tau is the paper's whole round, 0 is blocking. nesterov: whether the
-outer step is Nesterov's.
+behind the merge b = q^(tau - delay). k = outer_lr / Lambda, Lambda a constant; beta: outer momentum.
+delay = tau is the paper's whole round, 0 is blocking. nesterov: whether the outer step is Nesterov's.
 """
 
 from __future__ import annotations
@@ -28,11 +27,10 @@ class Quadratic:
     delay: int
     k: float = 1.0
     beta: float = 0.0
-    share: float = 0.5
     nesterov: bool = False
 
     def __post_init__(self) -> None:
-        assert self.merge in ("restart", "interpolate", "keep_local") and 0 <= self.delay <= self.tau
+        assert self.merge in ("restart", "keep_local") and 0 <= self.delay <= self.tau
 
     @property
     def left(self) -> tuple[float, float]:
@@ -47,17 +45,14 @@ class Quadratic:
     def spread(self) -> float:
         """By what the workers' differences from their mean are multiplied in a round, without noise."""
         a, b = self.left
-        return {"restart": 0.0, "interpolate": (1 - self.share) * a, "keep_local": a - b}[self.merge]
+        return a - b if self.merge == "keep_local" else 0.0
 
     def polynomial(self) -> Array:
         """The mean's characteristic polynomial, highest power first; roots at 0 are left out."""
         (a, b), k, spread, late = self.left, self.k, self.spread, self.whole and self.merge != "keep_local"
         free = np.poly([1.0, self.beta] + ([spread] if self.merge != "restart" else []))
-        sent = {  # what the difference is of the outer iterate
-            "restart": [1 - (a if late else b)],
-            "interpolate": [1 - (a if late else b) * self.share, -spread],
-            "keep_local": [1 - b, -spread],
-        }[self.merge]
+        # what the difference is of the outer iterate
+        sent = [1 - b, -spread] if self.merge == "keep_local" else [1 - (a if late else b)]
         pulled = k * np.array(sent)
         if self.nesterov:  # a step of (1 + beta) z - beta in place of z, and a root at 0 more if that is late
             return np.polyadd(
@@ -74,7 +69,6 @@ class Quadratic:
         """(A, Q) of the mean's state from round to round, the outer iterate first: s' = A s + noise of covariance Q for
         one worker and local steps with noise of variance 1. outer_lr = k, Lambda = 1."""
         (a, b), k, beta = self.left, self.k, self.beta
-        assert self.merge != "interpolate", "not written down"
         if self.merge == "keep_local":  # z, m, y: the parameters when they are sent, or with a whole round at its start
             z, m = np.array([1 - k, -k * beta, k]), np.array([1.0, beta, -1.0])
             return np.array([z, m, b * z + np.array([0, 0, a - b])]), _noise([0, 0, 1], self.tau, self.q)
@@ -109,9 +103,6 @@ def jury(p: Array) -> bool:
 
     The limits of docs/theory.md follow, with its symbols. keep_local: P(-1) < 0 is k (1-b-v) < 2 (1+beta) (1-v), and
     the third condition is the page's second. The quotient (1+v) (1+beta v) / v falls to 2 (1+beta) at v = 1.
-    interpolate on arrival: P(-1) < 0 is k (1-bs+u) < 2 (1+beta) (1+u). The third condition follows, because
-    (1-bs+u) (1-beta u) - 2u (1-beta+beta bs) = (1-bs-u) (1+beta u) >= 0. interpolate late: 1-as = rho+u <= 1, so the
-    third condition leaves at least (1-beta-k) (1-u) (1-beta u) > 0.
     """
     c = p[::-1]
     if len(p) == 3:

@@ -131,10 +131,9 @@ class LateReference(Reference):
       arrival, d steps after the sending, where the worker did not restart but went on from where it was.
     merge: what worker i continues from once the mean has landed and the outer step x_{t+1} = x_t - alpha m_t is taken.
       restart: x_{t+1} (the paper).
-      interpolate: kappa x_{t+1} + (1 - kappa) x^i, x^i being its parameters now (Streaming DiLoCo, arXiv 2501.18512).
       keep_local: x_{t+1} plus its own progress since it sent what has landed (LOSCAR-SGD, arXiv 2605.20866; hivemind's
         delta rule; CoCoD-SGD).
-    What is sent, d^i: with restart and interpolate x_t - x^i, from the outer iterate as it is before what lands at
+    What is sent, d^i: with restart x_t - x^i, from the outer iterate as it is before what lands at
       the same moment is applied; with keep_local minus its own progress since its last sending, the sum of its local
       steps, so that nothing is counted twice.
     nesterov: the outer step takes beta m_t + Delta_t / Lambda_t in place of m_t.
@@ -148,22 +147,20 @@ class LateReference(Reference):
 
     finish() leaves all workers with equal parameters. With d = tau or 0, local steps since the last boundary are sent
     as at a boundary, then all that is on its way is merged in order. With 0 < d < tau what is on its way lands first,
-    without mixing, and the local steps since the last sending are sent and merged behind it. So with restart and
-    d < tau the steps taken while a mean was on its way are given up, at the end as in every round. With keep_local
-    every local step is in exactly one mean. With interpolate the share of x^i that an earlier restart kept goes along
-    with the steps after it, as at every boundary; without such steps it is dropped, being no progress.
+    and the local steps since the last sending are sent and merged behind it. So with restart and d < tau the steps
+    taken while a mean was on its way are given up, at the end as in every round. With keep_local every local step is in
+    exactly one mean.
     """
 
     delay: int | None = None
     merge: str = "restart"
-    kappa: float = 0.5
     nesterov: bool = False
     weights: Tensor | None = None  # None: all 1
     reduce: Mean = mean
     in_flight: list[Sent] = field(default_factory=list, init=False)  # pyright: ignore
 
     def __post_init__(self) -> None:
-        if self.merge not in ("restart", "interpolate", "keep_local"):
+        if self.merge not in ("restart", "keep_local"):
             raise ValueError(f"unknown merge {self.merge!r}")
         if self.delay is not None and not 0 <= self.delay <= self.tau:
             raise ValueError(f"delay={self.delay}: between 0 and tau={self.tau}")
@@ -204,22 +201,20 @@ class LateReference(Reference):
         self.in_flight.append(Sent(self.tau, own, self.deltas[-1]))
         self.base, self.steps = self.x.clone(), 0
 
-    def land(self, *, finishing: bool = False) -> None:
+    def land(self) -> None:
         """Step 2: the oldest mean lands; the outer step and the merge."""
         self.landed = self.in_flight.pop(0)
         self.outer_step(self.landed.mean)
-        self.restart(finishing=finishing)
+        self.restart()
 
-    def restart(self, *, finishing: bool = False) -> None:
+    def restart(self) -> None:
         """The merge: where the workers continue, the outer step being taken."""
         since = self.x - self.base  # own local steps since the last sending, and since what has landed was sent:
         progress = since - sum((later.own for later in self.in_flight), torch.zeros_like(self.x))
         if self.merge == "restart":
             self.x.copy_(self.z.expand_as(self.x))
-        elif self.merge == "keep_local":
+        else:
             self.x.copy_(self.z + progress)
-        elif not finishing:
-            self.x.copy_(self.kappa * self.z + (1 - self.kappa) * self.x)
         self.base = self.x - since
 
     def outer_step(self, delta: Tensor) -> None:
@@ -237,10 +232,10 @@ class LateReference(Reference):
         """Applies what is pending, as the class's docstring says; all workers end with equal parameters."""
         landing = bool(self.in_flight) and not self.whole_round
         if landing:
-            self.land(finishing=True)
+            self.land()
         if self.steps and not (landing and self.merge == "restart"):
             self.send()
         while self.in_flight:
-            self.land(finishing=True)
+            self.land()
         self.x.copy_(self.z.expand_as(self.x))
         self.base, self.steps = self.x.clone(), 0

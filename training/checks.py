@@ -186,8 +186,7 @@ def lines(memory: Memory, recipe: Recipe) -> Iterator[str]:
     if recipe.gpu_gb is not None and memory.total > recipe.gpu_gb * GIB:
         yield (
             f"warning: gpu_gb={recipe.gpu_gb:g} is less: a higher --zero needs less, as do --accumulate, --recompute, "
-            "--shard of co2, --offload of co2 and zo, compression.format float32, and of co2 merge restart or "
-            "interpolate"
+            "--shard of co2, --offload of co2 and zo, compression.format float32, and of co2 merge restart"
         )
 
 

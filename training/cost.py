@@ -192,8 +192,8 @@ def checkpoint_bytes(recipe: Recipe, trained: float, moments: int, workers: int,
     apart = 1 if recipe.method in ("ddp", "zo") else workers // node  # sets of workers with their own optimizer state
     c, co2 = recipe.co2, recipe.method == "co2"
     # what each set has of its own: parameters, keep_local's snapshot or change, and the errors of a narrow format
-    keeps: int = recipe.method == "overlap_local" or (co2 and c.merge != "restart")
     late = co2 and c.merge == "keep_local"
+    keeps: int = recipe.method == "overlap_local" or late
     narrow = co2 and c.compression.format != "float32" and c.compression.error_feedback
     shared = {"ddp": 1, "zo": 1, "local": 1}.get(recipe.method, 3)  # parameters, outer iterate, outer momentum
     if co2:  # the averaged update, which takes the parameters' place in the count, and the errors of the averages

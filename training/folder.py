@@ -46,7 +46,7 @@ PACKAGES = ("torch", "torchvision", "timm", "numpy", "transformers", "onedl-mmse
 # Settings that a resumed run may change, because they do not change its numbers.
 FREE = {
     "out", "resume", "extend", "dry_run", "device", "timeout", "link_mbit", "trace", "eval_every", "checkpoint_every",
-    "save_minutes", "light_checkpoints", "log_every", "recompute", "gpu_gb", "loader_workers", "eval_tokens",
+    "light_checkpoints", "log_every", "recompute", "gpu_gb", "loader_workers", "eval_tokens",
     "wikitext2", "eval_samples", "emd_points", "init_from", "tracker",
 }  # fmt: skip
 LENGTH = {"epochs", "epoch_steps"}  # set the run's length and its learning rate; --extend allows a change

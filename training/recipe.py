@@ -25,7 +25,7 @@ LARGEST = 10**9  # limit of the numbers in a recipe
 SELDOM = {  # options that only --help-all lists, by the part of the recipe; None hides the whole part
     "": "tf32 cudnn_benchmark channels_last extend gpu_gb timeout trace tracker link_mbit average_buffers"
     " light_checkpoints",
-    "co2": "allow_unstable fragments tau_max mix",
+    "co2": "allow_unstable fragments tau_max",
     "optim": "betas eps undecayed power min_lr_share layer_decay",
     "ddp_compression": "error_feedback like lgreco",
     "co2.compression": "error_feedback like lgreco",
@@ -134,8 +134,6 @@ class Recipe(OfMethods):
     """Epochs between evaluations, or steps or minutes: 0.1, 500steps, 30minutes."""
     checkpoint_every: int | float | str = 1
     """Epochs, steps or minutes between checkpoints. With 0 only the last checkpoint is written."""
-    save_minutes: float = 0.0
-    """Minutes between checkpoints, in addition to checkpoint_every. 0 means none by time."""
     light_checkpoints: bool = False
     """Leave out of checkpoints the error-feedback residuals, and the optimizer's moments of all nodes but the first,
     with which a resume then starts all nodes. An elastic run's checkpoint holds one worker's state anyway."""
@@ -169,7 +167,6 @@ class Recipe(OfMethods):
                 "epochs, 500steps or 30minutes, or 0 for none",
             ),
             (self.ema is None or 0 < self.ema < 1, "ema", "a decay between 0 and 1"),
-            (self.save_minutes >= 0, "save_minutes", "minutes, or 0 for none by time"),
             (self.tracker in (None, "wandb", "mlflow"), "tracker", "wandb or mlflow"),
             (self.gpu_gb is None or self.gpu_gb > 0, "gpu_gb", "the GB of a GPU, above 0"),
             (0 < self.timeout <= LARGEST, "timeout", f"seconds, above 0 and up to {LARGEST}"),

@@ -156,7 +156,6 @@ class Run(Progress):
         self.evaluation = Every(r.interval("eval_every", epoch)[0], self.step)
         steps, minutes = r.interval("checkpoint_every", epoch)
         self._saving = Every(steps, self.step)
-        minutes = min(filter(None, (minutes, r.save_minutes)), default=0.0)
         by_time = {"save": minutes, "evaluate": r.interval("eval_every", epoch)[1]}
         self._minutes = {name: minutes for name, minutes in by_time.items() if minutes}
         self._asked_at = dict.fromkeys(self._minutes, self._now())

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from core.checkpoint import finished, load_newest, read_manifest, unlike, with_versions
+from core.checkpoint import finished, load_newest, unlike, with_versions
 from core.errors import UserError
 from core.stored import parse_json, plain_makers, reason, regular
 from training.data import printable
@@ -181,14 +181,15 @@ def run_weights(folder: Path, like: nn.Module) -> dict[str, Tensor]:
     if not (names := finished(checkpoints)):
         raise UserError(f"{folder} holds no checkpoint of a run: give the folder of one that has ended, or saved")
     recipe = read_config(folder)["recipe"]
-    if _of_layout(newest := checkpoints / names[0]):
+    if recipe.get("layout"):
         from training.layouts.resharded import read_model  # imported here, because torch's pipelines take a second
 
+        newest = checkpoints / names[0]
         try:
             return read_model(newest)
         except UserError:
             raise
-        except Exception as error:  # torch.load and DCP raise many kinds of errors
+        except Exception as error:  # a damaged manifest raises many kinds of errors
             raise UserError(f"{newest} cannot be read ({reason(error)}): give another run") from None
     if recipe.get("ema") is not None:
         weights = _part(checkpoints, 0, "ema")
@@ -198,14 +199,6 @@ def run_weights(folder: Path, like: nn.Module) -> dict[str, Tensor]:
     shards = [_part(checkpoints, number, "model") for number in range(_part(checkpoints, 0, "node"))]
     split = {name for name, _ in like.named_parameters(remove_duplicate=False)}  # FSDP2 shards the first dimension
     return {name: torch.cat([s[name] for s in shards]) if name in split else t for name, t in shards[0].items()}
-
-
-def _of_layout(checkpoint: Path) -> bool:
-    """Returns whether a run with a layout has written it. False for a damaged manifest, which load_newest refuses."""
-    try:
-        return "layout" in read_manifest(checkpoint)
-    except (OSError, ValueError, TypeError):
-        return False
 
 
 def _part(checkpoints: Path, number: int, part: str) -> Any:

@@ -32,8 +32,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from bench.chaos.crew import PHASES, STREAMS, Crew, group, work
-from bench.chaos.soak import judged
+from bench.chaos.crew import PHASES, STREAMS, Crew, group, judged, work
 from bench.cluster.etcd import LocalEtcd, program
 from bench.cluster.nodes import Cluster, require_namespaces
 from bench.report import Metrics, Summary, read_options

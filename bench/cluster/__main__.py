@@ -1,6 +1,6 @@
 """The command line of the emulated cluster: one torchrun per node.
 
-python -m bench.cluster --nodes 4 --ranks_per_node 1 --rate 200mbit [--delay 5ms] [--verify] -- COMMAND
+python -m bench.cluster --nodes 4 --ranks_per_node 1 --rate 200mbit [--verify] -- COMMAND
 
 COMMAND is what would follow torchrun, for example `-m vision.train digits_small --method co2`. Root is not needed
 where the kernel lets users make namespaces. Node 0's output is shown. If another node is the first to fail,
@@ -16,7 +16,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from training.script import launch
 
 PORT = 29500  # of the rendezvous on node 0, whose namespace is empty
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
-UNITS = {"kbit": 1e-3, "mbit": 1.0, "gbit": 1e3, "us": 1e-3, "ms": 1.0, "s": 1e3}  # to Mbit/s and milliseconds
+UNITS = {"kbit": 1e-3, "mbit": 1.0, "gbit": 1e3}  # to Mbit/s
 
 
 @dataclass(frozen=True)
@@ -39,36 +38,22 @@ class Launch:
     """Each node's link, both ways at once: 500kbit, 200mbit, 1gbit."""
     nodes: int = 4
     ranks_per_node: int = 1
-    delay: str = "0ms"
-    """One-way delay between two nodes: 500us, 5ms, 0.5s."""
-    nics: int = 1
-    """Links of that rate per node. gloo sends one collective over the first, the next over the second."""
     verify: bool = False
     """Measure the link between two nodes first, and stop if it is more than 10 percent off."""
 
     def check(self) -> None:
-        require(self, ones="nodes ranks_per_node nics")
+        require(self, ones="nodes ranks_per_node")
         if not self.rate_mbit > 0:
             raise UserError(f"rate={self.rate!r}: give more than 0")
-        quantity("delay", self.delay, ("us", "ms", "s"), "5ms")
         if self.verify and self.nodes < 2:
             raise UserError("--verify measures between two nodes: give --nodes 2 or more")
 
     @property
     def rate_mbit(self) -> float:
-        return quantity("rate", self.rate, ("kbit", "mbit", "gbit"), "200mbit")
-
-    @property
-    def delay_ms(self) -> float:
-        return quantity("delay", self.delay, ("us", "ms", "s"), "5ms")
-
-
-def quantity(name: str, text: str, units: Sequence[str], example: str) -> float:
-    """A number with its unit, in Mbit/s or milliseconds."""
-    match = re.fullmatch(rf"(\d+\.?\d*|\.\d+)({'|'.join(units)})", text)
-    if not match:
-        raise UserError(f"{name}={text!r}: give a number and one of {', '.join(units)}, such as {example}")
-    return float(match[1]) * UNITS[match[2]]
+        match = re.fullmatch(rf"(\d+\.?\d*|\.\d+)({'|'.join(UNITS)})", self.rate)
+        if not match:
+            raise UserError(f"rate={self.rate!r}: give a number and one of {', '.join(UNITS)}, such as 200mbit")
+        return float(match[1]) * UNITS[match[2]]
 
 
 def main() -> None:
@@ -87,12 +72,10 @@ def emulated(asked: Launch, command: list[str]) -> int:
     signals: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, _: signals.append(number))
-    cluster = Cluster(asked.nodes, asked.rate_mbit, asked.delay_ms, asked.nics)
+    cluster = Cluster(asked.nodes, asked.rate_mbit)
     with tempfile.TemporaryDirectory() as folder, cluster:
-        delay = f", {asked.delay_ms:g} ms one way" if asked.delay_ms else ""
-        kind = "network namespaces + tbf" + (" + userspace switch" if delay else "")
-        links = f" on each of {asked.nics} links" if asked.nics > 1 else ""
-        print(f"link: {asked.nodes} nodes, {asked.rate_mbit:g} Mbit/s each way{links}{delay}, {kind}", flush=True)
+        link = f"{asked.nodes} nodes, {asked.rate_mbit:g} Mbit/s each way, network namespaces + tbf"
+        print(f"link: {link}", flush=True)
         if asked.verify:
             print(f"link: measured {cluster.verify():.1f} Mbit/s between two nodes", flush=True)
         logs = [Path(folder, f"node{node}.log") for node in range(asked.nodes)]

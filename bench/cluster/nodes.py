@@ -27,7 +27,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-from bench.cluster.beside import kill_members
+from bench.cluster.guard import kill_members
 from core.errors import UserError
 
 CLONE_NEWNET = 0x40000000  # linux/sched.h
@@ -126,7 +126,7 @@ BURST_SECONDS = 0.0125  # of the rate, which a token bucket lets through at once
 BURSTS = 32_000, 256_000  # bytes: the least and the most; at 100 Mbit/s gloo runs too slow with the least
 TRIES = 3  # to find a link at its rate: what else the machine does can only slow one down
 HEADERS = 1514 / 1448  # bytes on an Ethernet wire per byte of TCP payload, full frames with time stamps
-BESIDE = str(Path(__file__).parent / "beside.py")
+GUARD = str(Path(__file__).parent / "guard.py")
 
 
 def burst_bytes(rate_mbit: float) -> int:
@@ -138,22 +138,17 @@ def burst_bytes(rate_mbit: float) -> int:
 class Cluster:
     """Nodes on one machine: a network namespace each, joined by veth pairs and a bridge, each link shaped by tbf.
 
-    Every node sends and receives `rate_mbit` Mbit/s at the same time. A frame between two nodes takes `delay_ms`
-    longer. With several `nics` a node has this many links of that rate, e0, e1, ..., each in its own network.
-    A context manager, for a process that may make namespaces (require_namespaces). The bridge has its own namespace,
-    so the machine's network stays untouched and two clusters never meet.
+    Every node sends and receives `rate_mbit` Mbit/s at the same time, through e0. A context manager, for a process that
+    may make namespaces (require_namespaces). The bridge has its own namespace, so the machine's network stays untouched
+    and two clusters never meet.
     """
 
     interface: str = "e0"
 
-    def __init__(self, nodes: int, rate_mbit: float, delay_ms: float = 0.0, nics: int = 1):
+    def __init__(self, nodes: int, rate_mbit: float):
         if not 1 <= nodes <= 250:
             raise UserError(f"nodes={nodes}: give 1 to 250")
-        if delay_ms < 0:
-            raise UserError(f"delay_ms={delay_ms}: give 0 or more")
-        if not 1 <= nics <= 16:
-            raise UserError(f"nics={nics}: give 1 to 16")
-        self.nodes, self.rate_mbit, self.delay_ms, self.nics = nodes, _positive(rate_mbit), delay_ms, nics
+        self.nodes, self.rate_mbit = nodes, _positive(rate_mbit)
         self._namespaces: list[int] = []  # descriptors: the nodes', then the bridge's
         self._processes: list[subprocess.Popen[Any]] = []
         self._guard: subprocess.Popen[Any] | None = None
@@ -181,21 +176,16 @@ class Cluster:
             os.close(namespace)
         self._namespaces, self._processes, self._guard = [], [], None
 
-    def address(self, node: int, nic: int = 0) -> str:
-        """The node's IPv4 address, of one of its links."""
-        return f"10.0.{nic}.{node + 1}"
-
-    @property
-    def interfaces(self) -> list[str]:
-        """The names of a node's network interfaces."""
-        return [f"e{nic}" for nic in range(self.nics)]
+    def address(self, node: int) -> str:
+        """The node's IPv4 address."""
+        return f"10.0.0.{node + 1}"
 
     def set_rate(self, rate_mbit: float) -> None:
         """Shapes all links anew, both ends, while processes run."""
         self.rate_mbit = _positive(rate_mbit)
         for node in range(self.nodes):
-            self._configure("tc", node, [self._tbf(interface) for interface in self.interfaces])
-        self._configure("tc", -1, [self._tbf(f"p{port}") for port in range(self.nodes * self.nics)])
+            self._configure("tc", node, [self._tbf(self.interface)])
+        self._configure("tc", -1, [self._tbf(f"p{node}") for node in range(self.nodes)])
 
     def shape(self, rate_mbit: float, verified: dict[str, float]) -> None:
         """set_rate, and the first time what verify() measures, which `verified` keeps by the rate."""
@@ -218,15 +208,14 @@ class Cluster:
     def popen(self, node: int, argv: Sequence[str], **kwargs: Any) -> subprocess.Popen[Any]:
         """Starts a command inside a node; it is killed with the cluster."""
         env = dict(kwargs.pop("env", None) or os.environ)
-        env |= {"GLOO_SOCKET_IFNAME": ",".join(self.interfaces), "TP_SOCKET_IFNAME": self.interface}  # gloo takes turns
+        env |= {"GLOO_SOCKET_IFNAME": self.interface, "TP_SOCKET_IFNAME": self.interface}
         process = subprocess.Popen([*self._nsenter(node), *argv], env=env, **kwargs)
         self._processes.append(process)
         return process
 
     def set_link(self, node: int, *, up: bool) -> None:
-        """Takes a node's links down, or up again, while processes run."""
-        ports = range(node, self.nodes * self.nics, self.nodes)
-        self._configure("ip", -1, [f"link set p{port} {'up' if up else 'down'}" for port in ports])
+        """Takes a node's link down, or up again, while processes run."""
+        self._configure("ip", -1, [f"link set p{node} {'up' if up else 'down'}"])
 
     def verify(self) -> float:
         """Measures the rate between two nodes with one TCP stream, in Mbit/s on Ethernet.
@@ -251,41 +240,19 @@ class Cluster:
     def _build(self) -> None:
         for _ in range(self.nodes + 1):
             self._namespaces.append(new_namespace())
-        guard = [sys.executable, "-ES", BESIDE, "guard", str(os.getpid()), *map(str, self._namespaces)]
+        guard = [sys.executable, "-ES", GUARD, str(os.getpid()), *map(str, self._namespaces)]
         quiet: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
         self._guard = subprocess.Popen(guard, pass_fds=self._namespaces, start_new_session=True, cwd="/", **quiet)
-        lines: list[str] = []
-        for nic, interface in enumerate(self.interfaces):
-            bridge = f"br{nic}"
-            lines += [] if self.delay_ms else [f"link add {bridge} type bridge", f"link set {bridge} up"]
-            for node in range(self.nodes):
-                port = f"p{nic * self.nodes + node}"
-                mac = f"02:00:00:00:{nic:02x}:{node + 1:02x}"
-                peer = f"name {interface} address {mac} netns {self.path(node)}"
-                lines += [f"link add {port} type veth peer {peer}", f"link set {port} addrgenmode none up"]
-                lines += [] if self.delay_ms else [f"link set {port} master {bridge}"]
+        lines = ["link add br0 type bridge", "link set br0 up"]
+        for node in range(self.nodes):
+            peer = f"name {self.interface} address 02:00:00:00:00:{node + 1:02x} netns {self.path(node)}"
+            lines += [f"link add p{node} type veth peer {peer}", f"link set p{node} addrgenmode none up"]
+            lines += [f"link set p{node} master br0"]
         self._configure("ip", -1, lines)
         for node in range(self.nodes):
-            lines = ["link set lo up"]
-            for nic, interface in enumerate(self.interfaces):
-                lines.append(f"link set {interface} addrgenmode none up")
-                lines.append(f"addr add {self.address(node, nic)}/24 dev {interface}")
-            self._configure("ip", node, lines)
+            address = f"addr add {self.address(node)}/24 dev {self.interface}"
+            self._configure("ip", node, ["link set lo up", f"link set {self.interface} addrgenmode none up", address])
         self.set_rate(self.rate_mbit)
-        if self.delay_ms:
-            self._start_switch()
-
-    def _start_switch(self) -> None:
-        """Starts the process that forwards frames after the delay, in the bridge's place, and waits until it does."""
-        sizes = str(self.nodes), str(self.nics)
-        command = [sys.executable, "-ES", BESIDE, "switch", str(self.delay_ms), *sizes]
-        argv = [*self._nsenter(-1), *command]
-        switch = subprocess.Popen(argv, start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
-        self._processes.append(switch)
-        assert switch.stdout is not None
-        with switch.stdout as output:
-            if output.readline() != b"ready\n":
-                raise UserError("--delay: the kernel grants no packet sockets for it; leave it out")
 
     def _tbf(self, interface: str) -> str:
         rate = f"{self.rate_mbit * 1e6:.0f}bit burst {burst_bytes(self.rate_mbit)}"
@@ -306,7 +273,7 @@ class Cluster:
         server = self.inside(target, lambda: socket.create_server((self.address(target), 0)))
         client = self.inside(source, socket.socket)
         second = self.rate_mbit * 1e6 / 8
-        warm = int(max(512e3, second * (0.3 + self.delay_ms / 50)))
+        warm = int(max(512e3, second * 0.3))
         total = warm + int(max(256e3, second * 0.7))  # no less: up to 64 KiB arrive at once
         with server, client:
             server.settimeout(10.0)
@@ -465,8 +432,6 @@ def _rank(
         if cluster is not None:
             cluster.enter(rank // local_world_size)
         os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank % local_world_size))
-        if cluster is not None and cluster.nics > 1:  # its own link, as a GPU has its NIC
-            os.environ["GLOO_SOCKET_IFNAME"] = cluster.interfaces[rank % local_world_size % cluster.nics]
         _write(folder / f"result{rank}", pickle.dumps(fn(*args)))
     except BaseException as error:
         message = error if isinstance(error, UserError) else RuntimeError(f"rank {rank}:\n{traceback.format_exc()}")

@@ -1,7 +1,7 @@
-"""A report of a GPU: the cost of the outer step and of compression, and the share of an all-reduce that is hidden.
+"""A report of a GPU: the cost of the outer step and of compression.
 
     make gpu-report                                   # on the machine that has the GPU
-    make gpu-report GPU="--parts costs"
+    make gpu-report GPU="--checks copy"
 
 `make test-gpu` tests whether the GPU computes the right thing. Each measurement adds a row to OUT/gpu.json as soon as
 it ends, and the end of the call prints them. A second call measures only what has no row of this commit, device and

@@ -4,20 +4,30 @@ Copies are timed in between, so that disturbances of the device affect both. "By
 measurement to the bytes that a copy moves in it. A boundary that is one pass over memory moves `least` bytes.
 """
 
+import functools
+import json
 import statistics
+import sys
 import time
-from collections.abc import Callable
-from typing import Any, cast
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from bench.gpu.command import Scope, check
+from bench import report
 from core import CompressionConfig, LGrecoConfig, outer
 from core.buckets import Scalars, make_buckets
+from core.errors import UserError
 from core.outer import Merge, OuterStep, Rule, make_outer_step
+from training.folder import version
 
+NAME, PART = "gpu", "costs"
+SAME = ("commit", "device", "torch")  # of a row that is not measured again
 PASSES: dict[str, Callable[..., OuterStep]] = {"fast": make_outer_step, "plain": OuterStep}
 PARAMETERS = 350_000_000
 REPEATS = 7
@@ -27,6 +37,41 @@ ASLEEP = 20_000_000  # cycles: about 10 ms, in which the host queues a thousand 
 # bytes a float32 parameter: the norm reads d; the pass reads p, d, x, m and writes p, x, m, and d if it sends as well;
 # keep sends before, which reads p and x and writes d and sent, and its pass reads sent
 LEAST = {"restart": 36, "keep_local": 52}
+
+
+@dataclass(frozen=True)
+class Scope:
+    """Where a measurement runs. tiny: small sizes, to test the command."""
+
+    device: str
+    tiny: bool = False
+
+    @property
+    def cuda(self) -> bool:
+        return self.device == "cuda"
+
+    def __call__(self, full: int, tiny: int) -> int:
+        return tiny if self.tiny else full
+
+    def sync(self) -> None:
+        if self.cuda:
+            torch.cuda.synchronize()
+
+
+Measure = Callable[[Scope], dict[str, Any]]  # returns figures by name; raises AssertionError where one cannot be
+CHECKS: dict[str, Measure] = {}
+
+
+def check(cases: Iterable[str] = ("",)) -> Callable[[Any], Any]:
+    """Makes a measurement of f(scope, case) for each case. Its name is the function's, and the case."""
+
+    def add(f: Any) -> Any:
+        for case in cases:
+            name = f.__name__.replace("_", " ") + f": {case}" * bool(case)
+            CHECKS[name] = functools.partial(f, case=case) if case else f
+        return f
+
+    return add
 
 
 def timed(fn: Callable[[], Any], device: str, asleep: int = 0) -> float:
@@ -82,7 +127,7 @@ def state(params: list[torch.nn.Parameter]) -> tuple[Tensor, Tensor, Tensor]:
     return torch.zeros_like(x), x, torch.zeros_like(x)
 
 
-@check("costs")
+@check()
 def copy_bandwidth(scope: Scope) -> dict[str, float]:
     return {"GB/s, read and written": beside_copies(scope, lambda: None)[1] / 1e9}
 
@@ -90,7 +135,7 @@ def copy_bandwidth(scope: Scope) -> dict[str, float]:
 CASES = [f"{merge}, {kind}" for merge in LEAST for kind in PASSES]
 
 
-@check("costs", CASES)
+@check(CASES)
 def a_boundarys_bytes_a_parameter(scope: Scope, case: str) -> dict[str, Any]:
     merge, _, kind = case.partition(", ")
     params = model(scope(PARAMETERS, 50_000), scope.device)
@@ -121,7 +166,7 @@ def kernels(scope: Scope, once: Callable[[], Any]) -> int:
     return sum(event.count for event in seen.key_averages() if event.device_type != torch.autograd.DeviceType.CPU)
 
 
-@check("costs", ("bfloat16", "int8", "int4", "lgreco int4"))
+@check(("bfloat16", "int8", "int4", "lgreco int4"))
 def a_reductions_bytes_a_parameter(scope: Scope, case: str) -> dict[str, Any]:
     """Encoding, error feedback, decoding and averaging of one worker, both steps. L-GreCo includes its choices."""
     uniform = LGrecoConfig(rule="uniform", every=2, first=1)
@@ -155,3 +200,72 @@ def a_reductions_bytes_a_parameter(scope: Scope, case: str) -> dict[str, Any]:
         "host ms": 1e3 * statistics.median(queued),
     }
     return figures | {"kernels": kernels(scope, once)} if scope.cuda else figures
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+def measured(name: str, scope: Scope) -> dict[str, Any]:
+    """Runs a measurement and returns its row. state: ok or failed."""
+    began = time.monotonic()
+    try:
+        figures = CHECKS[name](scope)
+        says = ", ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in figures.items())
+        row: dict[str, Any] = {"state": "ok", "says": says, "figures": figures}
+    except Exception as error:
+        says = " ".join(f"{type(error).__name__}: {error}".split())[:600]
+        row = {"state": "failed", "says": says, "traceback": traceback.format_exc()}
+    return {"part": PART, "name": name} | row | {"seconds": round(time.monotonic() - began, 2)}
+
+
+@dataclass(frozen=True)
+class Options:
+    """The report of a GPU. A measurement that has a row of this commit, device and torch is not repeated."""
+
+    checks: tuple[str, ...] = ()
+    """Only measurements whose names contain one of these words, even if they have a row."""
+    device: Literal["cuda", "cpu"] = "cuda"
+    tiny: bool = False
+    """Small sizes that a CPU can run, too, to test the command."""
+    out: Path = Path("results")
+    commit: str = ""
+    """The commit of the code, if there is no git."""
+
+    def check(self) -> None:
+        report.require_device(self)
+        if not self.chosen():
+            raise UserError(f"checks={' '.join(self.checks)}: choose among {', '.join(sorted(CHECKS))}")
+
+    def chosen(self) -> list[str]:
+        return [name for name in CHECKS if any(word in name for word in self.checks or ("",))]
+
+
+def main() -> None:
+    o = report.read_options(Options, "bench.gpu")
+    o.out.mkdir(parents=True, exist_ok=True)
+    file = o.out / f"{NAME}.json"
+    rows = json.loads(file.read_text())["rows"] if file.exists() else []  # also of checks that are tests now
+    result = report.header("bench.gpu", o) | facts(o) | {"rows": rows}
+    now = {key: result[key] for key in SAME}
+    for name in o.chosen():
+        known = {row["name"]: row for row in result["rows"]}
+        if not o.checks and now.items() <= known.get(name, {}).items():
+            continue
+        known[name] = row = measured(name, Scope(o.device, o.tiny)) | now
+        result["rows"] = list(known.values())
+        report.save(o.out, NAME, result)
+        print(f"{row['state']:8}{row['seconds']:6.1f} s  {name}", flush=True)
+    rows = [row for row in result["rows"] if row["name"] in CHECKS]
+    titles = ("name", "state", "says", "commit", "device")
+    print(report.table(titles, [[row.get(title, "") for title in titles] for row in rows]))
+    sys.exit(any(row["state"] == "failed" for row in rows))
+
+
+def facts(o: Options) -> dict[str, Any]:
+    """The device and the versions."""
+    name = "cpu"
+    if o.device == "cuda":
+        name = f"{torch.cuda.get_device_name()}, {torch.cuda.get_device_properties(0).total_memory / (1 << 30):.0f} GiB"
+    found = {"device": name + ", tiny sizes: a test of the command" * o.tiny, "torch": str(torch.__version__)}
+    found |= {"cuda": torch.version.cuda or "none", "triton": version("triton") or "none"}
+    return found | ({"commit": o.commit} if o.commit else {})

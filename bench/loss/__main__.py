@@ -3,7 +3,7 @@
 python -m bench.loss [--tasks bytes digits] [--methods local co2 co2:merge=keep_local,delay=3] [--workers 4] [--tau 24]
 
 A method is NAME or NAME:OPTION=VALUE,... The tuning tries all of VALUE|VALUE. bench/loss/methods.py has the options,
-for example co2:merge=interpolate,kappa=0.5,delay=3,gap=none,beta=0.
+for example co2:merge=keep_local,delay=3,gap=none,beta=0.
 
 A method's configurations are its options' values times learning rates, as many as --configurations allows. Each is
 trained on the tuning seed and evaluated on the tuning split; the best is trained on the other seeds and evaluated on
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from bench.loss.methods import METHODS, Gradient, Method, Settings
-from bench.loss.tasks import TASKS, Batch, Shards, Split, Task, cosine, load_task
+from bench.loss.tasks import TASKS, Batch, Split, Task, cosine, load_task
 from bench.report import (
     FORMAT,
     TUNING_SEED,
@@ -45,7 +45,6 @@ from training.script import launch
 Row = dict[str, Any]
 TASKS_VERSION = 1  # raise it when a task or a method changes, so that old rows do not count as today's
 CHUNK = 256  # held-out samples evaluated at a time
-THINNED = 4  # a trajectory is evaluated on every fourth held-out sample, which costs as much as a few steps
 
 
 @dataclass(frozen=True)
@@ -59,9 +58,10 @@ class Plan:
     batch: int
     steps: int
     tau: int
-    shards: Shards
     seed: int
     split: Split
+    shards: str = "iid"
+    """Every worker draws from the whole training set. Old rows have others."""
     clip: str = "task"
     """The largest norm of a gradient: a number, none, or task for the task's own."""
 
@@ -144,46 +144,27 @@ class Stack:
 stack_of = functools.lru_cache(maxsize=1)(Stack)  # shared by all runs of a task
 
 
-def train(
-    task: Task, plan: Plan, device: str = "cpu", evaluate: Callable[[int, Stack, Tensor], None] | None = None
-) -> tuple[Stack, Method]:
-    """Trains up to the last step, before `finish`.
-
-    Args:
-        task: The task.
-        plan: What to train.
-        device: Holds all workers.
-        evaluate: Called after each step with the number of steps and the workers' parameters, [workers, n].
-    """
+def train(task: Task, plan: Plan, device: str = "cpu") -> tuple[Stack, Method]:
+    """Trains up to the last step, before `finish`. device: holds all workers."""
     stack = stack_of(task, device)
     x = stack.start(plan.seed).expand(plan.workers, -1).clone()
     clips = {"task": task.inner.clip, "none": None}
     limit = clips[plan.clip] if plan.clip in clips else float(plan.clip)
     method, inner = plan.settings.make(x, plan.tau), replace(task.inner, clip=limit).start(x)
     for step in range(plan.steps):
-        batch = stack.upload(task.draw(plan.seed, step, plan.workers, plan.batch, plan.shards))
+        batch = stack.upload(task.draw(plan.seed, step, plan.workers, plan.batch))
         method.train_step(stack.gradient, batch, inner, plan.lr * cosine(step, plan.steps))
-        if evaluate is not None:
-            evaluate(step + 1, stack, method.x)
     return stack, method
 
 
-def run(task: Task, plan: Plan, device: str = "cpu", eval_every: int = 0) -> Row:
+def run(task: Task, plan: Plan, device: str = "cpu") -> Row:
     """loss: of the model that all workers share after `finish`. loss_of_mean: of their average before. None if not
-    finite. trajectory: with eval_every, steps and the average's loss on every fourth held-out sample."""
+    finite."""
     began, data = time.monotonic(), task.held_out[plan.split]
-    trajectory: list[tuple[int, float | None]] = []
-
-    def evaluate(steps: int, stack: Stack, x: Tensor) -> None:
-        if steps % eval_every == 0 or steps == plan.steps:
-            inputs, targets = data
-            trajectory.append((steps, stack.held_out_loss(x.mean(dim=0), (inputs[::THINNED], targets[::THINNED]))))
-
-    stack, method = train(task, plan, device, evaluate if eval_every else None)
+    stack, method = train(task, plan, device)
     loss_of_mean = stack.held_out_loss(method.x.mean(dim=0), data)
     method.finish()
     found = {"loss": stack.held_out_loss(method.x[0], data), "loss_of_mean": loss_of_mean}
-    found |= {"trajectory": trajectory} if eval_every else {}
     return found | {"seconds": time.monotonic() - began, "device": device}
 
 
@@ -290,8 +271,8 @@ TABLE = Summary(" ".join((*GROUP, "asked chosen lr tried")), {"loss": ".4f", "di
 FACTORS = (1.0, 2.0, 0.5, 1.414, 0.707, 4.0, 0.25, 2.828, 0.354, 8.0, 0.125)
 WORDS = {
     "gap": ("elementwise", "norm", "none"),
-    "merge": ("restart", "interpolate", "keep_local"),
-    "compression": (*NARROW_FORMATS, *(f"top{percent}" for percent in range(1, 10))),
+    "merge": ("restart", "keep_local"),
+    "compression": tuple(NARROW_FORMATS),
 }
 
 
@@ -300,8 +281,7 @@ class Options:
     """What to train, and how much tuning each method gets."""
 
     tasks: tuple[str, ...] = ("digits", "bytes")
-    """digits; with data in CO2_DATA also cifar, bytes, bytes_narrow, bytes_wide, bytes_3m and bytes_10m (3.2 and 10.6 M
-    parameters), gpt2, gpt2_small (124 M, for a GPU), bytes_muon and gpt2_muon."""
+    """digits; with data in CO2_DATA also cifar, bytes, gpt2, bytes_muon and gpt2_muon."""
     methods: tuple[str, ...] = (*METHODS, "co2:merge=keep_local,gap=none", "co2:merge=keep_local,delay=3,gap=none")
     """NAME or NAME:OPTION=VALUE,... The tuning tries all of VALUE|VALUE."""
     workers: tuple[int, ...] = (4,)
@@ -311,8 +291,6 @@ class Options:
     """Local steps per round, for every method that has rounds."""
     batch: int | None = None
     """Samples per worker and step. The task's own by default."""
-    shards: Shards = "iid"
-    """sorted: each worker draws from its own part of the training set, by label or by book."""
     clip: str = "task"
     """Clip gradients to this norm, or none. `task` is the task's own limit. Each worker clips its own gradient, and
     ddp clips the averaged gradient."""
@@ -323,8 +301,6 @@ class Options:
     lr_factors: tuple[float, ...] = ()
     """Multiples of the task's learning rate to try, in place of as many as `configurations` allows. A method with one
     configuration is not tuned."""
-    eval_every: int = 0
-    """Also evaluate the average model every so many steps, and store the trajectory. 0 does not."""
     rows: Path = Path("results/search.jsonl")
     device: Literal["cpu", "cuda"] = "cpu"
     """Holds all workers of a run. On cuda, products are in TF32, as in the train scripts."""
@@ -336,8 +312,6 @@ class Options:
         require_device(self)
         if self.batch is not None and self.batch < 1:
             raise UserError(f"batch={self.batch}: give 1 or more, or leave it out")
-        if self.eval_every < 0:
-            raise UserError(f"eval_every={self.eval_every}: give 0 or more")
         if self.clip not in ("task", "none") and not 0 < number(self.clip) < math.inf:
             raise UserError(f"clip={self.clip}: give a number above 0, none, or task")
         if TUNING_SEED in self.seeds:
@@ -369,8 +343,11 @@ class Options:
     def plans(self, task: str, workers: int, asked: str) -> list[Plan]:
         """A method's runs of the tuning."""
         t = load_task(task)
-        rest = workers, self.batch or t.batch, self.steps, self.tau, self.shards, TUNING_SEED, "tuning", self.clip
-        return [Plan(task, settings, t.inner.lr * factor, *rest) for settings, factor in self.candidates(asked)]
+        rest = workers, self.batch or t.batch, self.steps, self.tau, TUNING_SEED, "tuning"
+        return [
+            Plan(task, settings, t.inner.lr * factor, *rest, clip=self.clip)
+            for settings, factor in self.candidates(asked)
+        ]
 
 
 def parse(text: str) -> list[Settings]:
@@ -399,7 +376,7 @@ def _value(text: str, key: str, default: Any, given: str) -> Any:
         return given == "true" if isinstance(default, bool) else given
     if (key, given) in (("phi", "none"), ("delay", "round")):
         return given
-    whole = key in ("delay", "fragments", "sync_steps", "moments", "grow")
+    whole = key == "delay"
     found = number(given, int if whole else float)
     if not 0 <= found < math.inf:
         raise UserError(f"method {text!r}: {key}={given!r}; give a {'whole ' * whole}number, 0 or more")
@@ -422,7 +399,7 @@ def search(o: Options, rows: Rows) -> None:
         nonlocal new
         row = rows.find(plan)
         if row is None:
-            row, new = rows.add_run(plan, run(load_task(plan.task), plan, o.device, o.eval_every)), new + 1
+            row, new = rows.add_run(plan, run(load_task(plan.task), plan, o.device)), new + 1
             what = f"{plan.task}, {plan.workers} workers, {plan.settings}, lr {plan.lr:g}, seed {plan.seed}"
             print(f"{new} {what}, {plan.split} loss {row['loss']} ({row['seconds']:.1f} s)", flush=True)
         return math.inf if row["loss"] is None else row["loss"]

@@ -54,37 +54,6 @@ class CompressedMean:
         return arrived, values - arrived
 
 
-class TopMean(CompressedMean):
-    """The average of each worker's largest entries in blocks of 256, with error feedback, as in SparseLoCo (arXiv
-    2508.15706). Its paper also quantizes the entries to 2 bits.
-
-    Args:
-        share: The share of each block's entries that a worker sends.
-        decay: The factor of the residual before a send.
-    """
-
-    def __init__(self, share: float, decay: float = 0.95):
-        super().__init__("float32")
-        self.share, self.decay = share, decay
-
-    def __call__(self, rows: Tensor, weights: Tensor) -> Tensor:
-        workers, n = rows.shape
-        blocks = pad(rows, (0, -n % BLOCK)).view(workers, -1, BLOCK)
-        before = torch.zeros_like(blocks) if self.residuals is None else self.residuals
-        values = blocks + self.decay * before
-        index = values.abs().topk(max(1, round(self.share * BLOCK)), dim=-1).indices
-        sent = torch.zeros_like(values).scatter(-1, index, values.gather(-1, index))
-        self.residuals = torch.where(weights[:, None, None] == 0, before, values - sent)
-        return mean(sent.view(workers, -1), weights)[:n]
-
-
-def make_mean(compression: str) -> Callable[[Tensor, Tensor], Tensor]:
-    """compression: float32, a narrow format, or top with a percentage, as in top3."""
-    if compression == "float32":
-        return mean
-    return TopMean(float(compression[3:]) / 100) if compression.startswith("top") else CompressedMean(compression)
-
-
 # -- the methods ----------------------------------------------------------------------------------------------------
 
 
@@ -108,7 +77,8 @@ class Method:
     def __init__(self, x: Tensor, tau: int, **options: Any):
         self.x, self.tau, self.o = x, tau, options
         self.taken, self.lr = 0, 0.0
-        self.reduce = make_mean(options.get("compression", "float32"))
+        compression = options.get("compression", "float32")
+        self.reduce = mean if compression == "float32" else CompressedMean(compression)
 
     def mean(self, rows: Tensor) -> Tensor:
         """The average over the workers after compression, [workers, n] -> [n]."""
@@ -194,14 +164,8 @@ class CO2(Method):
     Attributes:
         alpha, beta, nesterov, gap, phi: Options of the outer step. nesterov applies beta m + new in place of m.
         delay: local steps from the start of an all-reduce to its merge. round is tau, the paper's; 0 is blocking.
-        merge: where worker i continues after the outer step gave z. restart: from z (the paper). interpolate: from
-            kappa z + (1 - kappa) x^i (Streaming DiLoCo, arXiv 2501.18512). keep_local: from z plus the local progress
-            since the all-reduce started (LOSCAR-SGD, arXiv 2605.20866).
-
-        sync_steps: the first steps, which average gradients as DDP does.
-        moments: every so many rounds, also average the inner optimizer's moments in float32 (DES-LOC, arXiv
-            2505.22549). Their changes are added `delay` steps late. 0 never does.
-        grow: tau grows from 1 by one every so many steps, up to tau. 0: it is tau from the start.
+        merge: where worker i continues after the outer step gave z. restart: from z (the paper). keep_local: from z
+            plus the local progress since the all-reduce started (LOSCAR-SGD, arXiv 2605.20866).
 
     A worker sends z - x^i. With keep_local it leaves out progress that it sent before, so nothing counts twice. A
     worker whose difference is not finite is excluded from the average and continues from z.
@@ -209,46 +173,28 @@ class CO2(Method):
 
     options = {
         **{"alpha": 1.0, "beta": 0.5, "gap": "elementwise", "phi": 1.0, "delay": "round"},
-        **{"merge": "restart", "kappa": 0.5, "nesterov": False, "compression": "float32"},
-        **{"sync_steps": 0, "moments": 0, "grow": 0},
+        **{"merge": "restart", "nesterov": False, "compression": "float32"},
     }
     tried = {"beta": (0.5, 0.0)}
-    inner: InnerState  # of the last step
 
     def __init__(self, x: Tensor, tau: int, **options: Any):
         super().__init__(x, tau, **options)
         self.delay = tau if self.o["delay"] == "round" else self.o["delay"]
-        self.into, self.rounds = 0, 0  # local steps of this round, and rounds that ended
-        self.gradient_mean = make_mean(self.o["compression"])
-        self.sync_left = self.o["sync_steps"]
+        self.into = 0  # local steps of this round
         if not 0 <= self.delay <= tau:
             raise UserError(f"delay={self.delay}: between 0 and tau={tau}")
-        if self.o["moments"] and self.delay == tau:
-            raise UserError(f"moments={self.o['moments']} with delay={tau}: give a delay below tau")
         self.z, self.m = x[0].clone(), torch.zeros_like(x[0])
         self.z_before = self.z
         self.base = x.clone()  # x without the local progress since the last send
-        # each worker's tensor as sent, [workers, n]; their average, [n]; what averaging changes in the moments
-        self.in_flight: list[tuple[Tensor, Tensor, list[Tensor]]] = []
-
-    def train_step(self, gradient: Gradient, batch: tuple[Tensor, ...], inner: InnerState, lr: float) -> None:
-        self.inner = inner
-        if not self.sync_left:
-            return super().train_step(gradient, batch, inner, lr)
-        self.sync_left -= 1
-        found = self.gradient_mean(gradient(self.x, batch), torch.ones_like(self.x[:, 0]))
-        inner.step(self.x, found.expand_as(self.x), lr)
-        self.taken, self.lr = self.taken + 1, lr
-        self.z = self.z_before = self.x[0].clone()
-        self.base = self.x.clone()
+        # each worker's tensor as sent, [workers, n], and their average, [n]
+        self.in_flight: list[tuple[Tensor, Tensor]] = []
 
     def after_local_step(self) -> None:
         self.into += 1
         if self.in_flight and self.into == self.delay < self.tau:
             self.merge()
-        grow = self.o["grow"]
-        if self.into == (min(self.tau, 1 + self.taken // grow) if grow else self.tau):
-            self.into, self.rounds = 0, self.rounds + 1
+        if self.into == self.tau:
+            self.into = 0
             self.boundary()
 
     def boundary(self) -> None:
@@ -264,26 +210,19 @@ class CO2(Method):
         own = (self.base if self.o["merge"] == "keep_local" else self.z) - self.x
         self.excluded = ~own.isfinite().all(dim=1, keepdim=True)
         own = torch.where(self.excluded, 0.0, own)
-        due = self.o["moments"] and self.rounds % self.o["moments"] == 0
-        weights = (~self.excluded[:, 0]).to(own)
-        moved = [mean(m, weights) - m for m in self.inner.moments()] if due else []
-        self.in_flight.append((own, self.reduce(own, weights), moved))
+        self.in_flight.append((own, self.reduce(own, (~self.excluded[:, 0]).to(own))))
         self.base = self.x.clone()
 
-    def merge(self, finishing: bool = False) -> None:
+    def merge(self) -> None:
         """Applies the oldest averaged update."""
-        _, delta, moved = self.in_flight.pop(0)
-        for moment, change in zip(self.inner.moments() if moved else [], moved, strict=True):
-            moment.add_(change)
-        if moved and self.inner.second is not None:
-            self.inner.second.clamp_(min=0)  # it has decayed since
+        _, delta = self.in_flight.pop(0)
         new = delta / self.gap(delta)
         self.m = self.o["beta"] * self.m + new  # step 5
         if self.o["phi"] != "none":  # step 6
             self.m = torch.where(self.m.abs() > self.o["phi"], self.o["phi"] * self.m.sign(), self.m)
         self.z_before = self.z
         self.z = self.z - self.o["alpha"] * (self.o["beta"] * self.m + new if self.o["nesterov"] else self.m)
-        self.restart(finishing)
+        self.restart()
 
     def gap(self, delta: Tensor) -> Tensor | float:
         """The staleness gap Lambda, from the last movement of z (step 4)."""
@@ -292,15 +231,12 @@ class CO2(Method):
             return 1 + moved.abs() / (delta.pow(2).mean().sqrt() + EPS)
         return 1 + moved.norm() / (delta.norm() + EPS) if self.o["gap"] == "norm" else 1.0
 
-    def restart(self, finishing: bool = False) -> None:
+    def restart(self) -> None:
         progress = self.x - self.base
-        merge, kappa = self.o["merge"], self.o["kappa"]
-        if merge == "restart":
+        if self.o["merge"] == "restart":
             self.x.copy_(self.z.expand_as(self.x))
-        elif merge == "keep_local":
-            self.x.copy_(self.z + (progress - sum(own for own, _, _ in self.in_flight)))
-        elif not finishing:
-            self.x.copy_(kappa * self.z + (1 - kappa) * self.x)
+        else:
+            self.x.copy_(self.z + (progress - sum(own for own, _ in self.in_flight)))
         self.base = self.x - progress
 
     def finish(self) -> None:
@@ -308,11 +244,11 @@ class CO2(Method):
         inside a round gives up the local steps before it, at the end too."""
         late = bool(self.in_flight) and self.delay < self.tau
         if late:
-            self.merge(finishing=True)
+            self.merge()
         if self.into and not (late and self.o["merge"] == "restart"):
             self.send()
         while self.in_flight:
-            self.merge(finishing=True)
+            self.merge()
         self.x.copy_(self.z.expand_as(self.x))
 
 
@@ -323,7 +259,7 @@ class Local(CO2):
     """Local-SGD: a blocking average every tau steps."""
 
     options = BLOCKING | {"beta": 0.0}
-    fixed = tuple(name for name in options if name not in ("compression", "sync_steps", "moments", "grow"))
+    fixed = tuple(name for name in options if name != "compression")
     tried = {}
 
 
@@ -334,75 +270,12 @@ class DiLoCo(CO2):
     tried = {"beta": (0.9, 0.5)}
 
 
-class Eager(Method):
-    """Eager updates (arXiv 2502.12996). An average arrives one round late, and worker i's own share of it is replaced:
-    new_i = mean(d of the last round) + (d_i - d_i of the last round) / workers, with d_i = z_i - x^i.
-
-    Each worker has its own outer iterate z_i and momentum. `finish` waits for the last average.
-    """
-
-    options = {"alpha": 0.4, "beta": 0.9, "nesterov": True, "compression": "float32"}
-    tried = {"beta": (0.9, 0.5)}
-
-    def __init__(self, x: Tensor, tau: int, **options: Any):
-        super().__init__(x, tau, **options)
-        self.z, self.m = x.clone(), torch.zeros_like(x)
-        self.own, self.average = torch.zeros_like(x), torch.zeros_like(x[0])  # of the last round
-
-    def boundary(self) -> None:
-        self.outer_step(self.z - self.x)
-
-    def outer_step(self, own: Tensor) -> None:
-        new = self.average + (own - self.own) / len(own)
-        self.own, self.average = own, self.mean(own)
-        self.m = self.o["beta"] * self.m + new
-        self.z = self.z - self.o["alpha"] * (self.o["beta"] * self.m + new if self.o["nesterov"] else self.m)
-        self.x.copy_(self.z)
-
-    def finish(self) -> None:
-        if self.taken % self.tau:
-            self.boundary()
-        self.outer_step(torch.zeros_like(self.x))
-        self.x.copy_(self.z.mean(dim=0).expand_as(self.x))
-
-
-class Streaming(Method):
-    """Streaming DiLoCo (arXiv 2501.18512): CO2 on each of `fragments` equal parts of the parameters, whose rounds end
-    tau / fragments steps apart. The paper's fragments are layers."""
-
-    options = BLOCKING | {
-        **{"alpha": 0.4, "beta": 0.9, "nesterov": True, "merge": "interpolate", "kappa": 0.5, "delay": 1},
-        "fragments": 3,
-    }
-    fixed = ("sync_steps", "moments", "grow")
-    tried = {"beta": (0.9, 0.5)}
-
-    def __init__(self, x: Tensor, tau: int, **options: Any):
-        super().__init__(x, tau, **options)
-        count = options.pop("fragments")
-        if not 1 <= count <= tau:
-            raise UserError(f"fragments={count}: between 1 and tau={tau}")
-        self.parts = [CO2(part, tau, **options) for part in x.tensor_split(count, dim=1)]  # views of x
-        for i, part in enumerate(self.parts):
-            part.into = tau - (i + 1) * tau // count  # so its first round is shorter
-
-    def after_local_step(self) -> None:
-        for part in self.parts:
-            part.after_local_step()
-
-    def finish(self) -> None:
-        for part in self.parts:
-            part.finish()
-
-
 METHODS: dict[str, type[Method]] = {
     "ddp": DDP,
     "local": Local,
     "slowmo": SlowMo,
     "diloco": DiLoCo,
     "overlap_local": OverlapLocal,
-    "eager": Eager,
-    "streaming": Streaming,
     "co2": CO2,
 }
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -18,15 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import _muon as muon
 
-from core.errors import UserError
 from training.data import generator
 
 Split = Literal["tuning", "test"]
-Shards = Literal["iid", "sorted"]
 Batch = tuple[Tensor, Tensor]
-Draw = Callable[[int, int, int, int, Shards], Batch]
-"""(seed, step, workers, batch, shards) -> inputs and targets, [workers, batch, ...] each. With sorted shards, worker i
-draws from the i-th part of the training set, which is sorted by label; a text keeps its order."""
+Draw = Callable[[int, int, int, int], Batch]
+"""(seed, step, workers, batch) -> inputs and targets, [workers, batch, ...] each."""
 
 # -- the inner optimizer: every worker has a row of parameters and a row of state ---------------------------------
 
@@ -71,9 +68,6 @@ class InnerState:
     first: Tensor
     second: Tensor | None
     steps: int = 0
-
-    def moments(self) -> list[Tensor]:
-        return [moment for moment in (self.first, self.second) if moment is not None]
 
     def step(self, x: Tensor, gradient: Tensor, lr: float) -> None:
         """Updates x in place. x, gradient: [workers, n]."""
@@ -120,25 +114,17 @@ class Task:
     batch: int
 
 
-def places(n: int, seed: int, step: int, workers: int, batch: int, shards: Shards) -> Tensor:
-    """Indices below n with replacement, int64 [workers, batch]. Sorted shards: worker i draws from the i-th part."""
-    rng = generator(seed, step)
-    if shards == "iid":
-        return torch.randint(n, (workers, batch), generator=rng)
-    part = n // workers
-    if not part:
-        raise UserError(f"workers={workers}: the training set has {n} samples, too few for a part each; choose fewer")
-    return torch.randint(part, (workers, batch), generator=rng) + part * torch.arange(workers)[:, None]
+def places(n: int, seed: int, step: int, workers: int, batch: int) -> Tensor:
+    """Indices below n with replacement, int64 [workers, batch]."""
+    return torch.randint(n, (workers, batch), generator=generator(seed, step))
 
 
 def labelled_draw(inputs: Tensor, labels: Tensor) -> Draw:
     """Draws samples of [n, ...] with labels, int64 [n]."""
-    by_label = labels.argsort(stable=True)
 
-    def draw(seed: int, step: int, workers: int, batch: int, shards: Shards) -> Batch:
-        at = places(len(inputs), seed, step, workers, batch, shards)
-        index = by_label[at] if shards == "sorted" else at
-        return inputs[index], labels[index]
+    def draw(seed: int, step: int, workers: int, batch: int) -> Batch:
+        at = places(len(inputs), seed, step, workers, batch)
+        return inputs[at], labels[at]
 
     return draw
 
@@ -218,9 +204,7 @@ def cifar() -> Task:
 # -- text: the Gutenberg books, as bytes or as tokens ---------------------------------------------------------------
 
 CONTEXT, WINDOWS = 48, 1024  # of bytes; WINDOWS are held out
-GPT2_SMALL = {"vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12}  # 124 M parameters
 GPT2_TINY = {"vocab_size": 256, "n_positions": CONTEXT, "n_layer": 2, "n_head": 4, "n_embd": 48}
-GPT2_CONTEXT, GPT2_WINDOWS = 256, 128  # of gpt2_small
 Texts = tuple[Tensor, dict[Split, Tensor]]
 
 
@@ -266,14 +250,14 @@ class GPT2(nn.Module):
     """transformers' GPT-2 without dropout. It gets its causal mask, [1, 1, time, time], because transformers makes the
     mask by a copy from the CPU, which a CUDA graph cannot have."""
 
-    def __init__(self, sizes: dict[str, int]):
+    def __init__(self):
         from language.model import GPT2Config, GPT2LMHeadModel
 
         super().__init__()
         none = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "use_cache": False}
         none |= {"bos_token_id": None, "eos_token_id": None}
         # vmap supports no other attention
-        self.model = GPT2LMHeadModel(GPT2Config(**sizes, **none, attn_implementation="eager"))
+        self.model = GPT2LMHeadModel(GPT2Config(**GPT2_TINY, **none, attn_implementation="eager"))
 
     def forward(self, x: Tensor) -> Tensor:
         later = torch.full((x.shape[-1],) * 2, torch.finfo(torch.float32).min, device=x.device).triu(1)
@@ -281,64 +265,41 @@ class GPT2(nn.Module):
 
 
 @functools.cache
-def documents() -> tuple[list[str], dict[Split, list[str]]]:
-    """The books for training, and four held-out books each for tuning and the test."""
+def books() -> Texts:
+    """The books for training, and four held-out books each for tuning and the test, as bytes, uint8."""
     from language.data import gutenberg_file
     from language.prepare import read_documents
 
     found = list(read_documents(gutenberg_file()))
     held = random.Random(0).sample(range(len(found)), 8)
-    rest = [document for i, document in enumerate(found) if i not in held]
-    return rest, {"tuning": [found[i] for i in held[:4]], "test": [found[i] for i in held[4:]]}
+
+    def encode(some: Iterable[int]) -> Tensor:
+        return torch.frombuffer(bytearray("\n".join(found[i] for i in some).encode()), dtype=torch.uint8)
+
+    training = encode(i for i in range(len(found)) if i not in held)
+    return training, {"tuning": encode(held[:4]), "test": encode(held[4:])}
 
 
-def encoded(encode: Callable[[list[str]], Tensor]) -> Texts:
-    training, held = documents()
-    return encode(training), {split: encode(some) for split, some in held.items()}
-
-
-@functools.cache
-def books() -> Texts:
-    """`documents` as bytes, uint8."""
-    return encoded(lambda some: torch.frombuffer(bytearray("\n".join(some).encode()), dtype=torch.uint8))
-
-
-@functools.cache
-def tokens() -> Texts:
-    """`documents` as int32 ids of a byte-level BPE of GPT-2's size, which is trained on the training books."""
-    from language.prepare import train_tokenizer
-
-    tokenizer = train_tokenizer(documents()[0], GPT2_SMALL["vocab_size"])
-
-    def encode(some: list[str]) -> Tensor:
-        encodings = tokenizer.encode_batch_fast(some, add_special_tokens=False)
-        return torch.tensor([i for encoding in encodings for i in encoding.ids], dtype=torch.int32)
-
-    return encoded(encode)
-
-
-def windows(text: Tensor, starts: Tensor, context: int) -> Batch:
-    """Inputs and next bytes, int64 [..., context], from a text [n] of bytes or tokens and starts, int64 [...]."""
-    found = text[starts[..., None] + torch.arange(context + 1)].long()
+def windows(text: Tensor, starts: Tensor) -> Batch:
+    """Inputs and next bytes, int64 [..., CONTEXT], from a text [n] of bytes and starts, int64 [...]."""
+    found = text[starts[..., None] + torch.arange(CONTEXT + 1)].long()
     return found[..., :-1], found[..., 1:]
 
 
 def next_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Nats per byte or token. logits: [batch, time, vocabulary]."""
+    """Nats per byte. logits: [batch, time, vocabulary]."""
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def text_task(
-    build: Callable[[], nn.Module], lr: float, of: Texts, context: int = CONTEXT, held: int = WINDOWS
-) -> Task:
-    """AdamW, gradients clipped to norm 1. held: number of held-out windows of each split, at equal distances."""
-    training, held_out = of
+def text_task(build: Callable[[], nn.Module], lr: float) -> Task:
+    """AdamW, gradients clipped to norm 1. WINDOWS held-out windows of each split, at equal distances."""
+    training, held_out = books()
 
-    def draw(seed: int, step: int, workers: int, batch: int, shards: Shards) -> Batch:
-        return windows(training, places(len(training) - context, seed, step, workers, batch, shards), context)
+    def draw(seed: int, step: int, workers: int, batch: int) -> Batch:
+        return windows(training, places(len(training) - CONTEXT, seed, step, workers, batch))
 
     def spread(text: Tensor) -> Batch:
-        return windows(text, torch.linspace(0, len(text) - context - 1, held).long(), context)
+        return windows(text, torch.linspace(0, len(text) - CONTEXT - 1, WINDOWS).long())
 
     spreads = {split: spread(text) for split, text in held_out.items()}
     return Task(build, next_loss, draw, spreads, Inner("adamw", lr, clip=1.0), batch=8)
@@ -354,22 +315,13 @@ def with_muon(task: Task) -> Task:
     return replace(task, inner=replace(task.inner, name="muon", matrices=tuple(matrices)))
 
 
-def byte_task(width: int, layers: int = 2, lr: float = 8e-3) -> Task:
-    return text_task(lambda: ByteGPT(width, layers), lr, books())
-
-
 TASKS: dict[str, Callable[[], Task]] = {
     "digits": digits,
     "cifar": cifar,
-    "bytes": lambda: byte_task(48),
-    "bytes_narrow": lambda: byte_task(24),
-    "bytes_wide": lambda: byte_task(96),
-    "bytes_3m": lambda: byte_task(256, layers=4, lr=2e-3),
-    "bytes_10m": lambda: byte_task(416, layers=5, lr=1.2e-3),
+    "bytes": lambda: text_task(ByteGPT, 8e-3),
     "bytes_muon": lambda: with_muon(load_task("bytes")),
     "gpt2_muon": lambda: with_muon(load_task("gpt2")),
-    "gpt2": lambda: text_task(lambda: GPT2(GPT2_TINY), 8e-3, books()),
-    "gpt2_small": lambda: text_task(lambda: GPT2(GPT2_SMALL), 3e-4, tokens(), GPT2_CONTEXT, GPT2_WINDOWS),
+    "gpt2": lambda: text_task(GPT2, 8e-3),
 }
 
 

@@ -24,11 +24,9 @@ from torch import Tensor
 from core.errors import UserError
 
 Ring = tuple[int, ...]
-Moves = list[tuple[int, Ring, Ring]]  # document, its old ring, its new ring
 Load = tuple[float, float, float]  # seconds of attention, seconds of hops, tokens
-GRAIN = 0.01  # share of a device's work: documents that cost less stay whole, in bundles of up to this cost
+GRAIN = 0.01  # share of a device's work: documents that cost less stay whole
 NEVER = sys.float_info.max  # seconds
-MOVED, EFFORT = 8, 20_000  # documents that may move after the search; changes of a device's load in trying
 TRIALS = 6  # halvings of the interval that contains the deadline
 
 
@@ -109,26 +107,22 @@ class Loads:
             for device in ring
         )
 
-    def add(self, ring: Ring, load: Load, times: int = 1) -> None:
-        """Adds a load to each device of a ring. With times=-1 it removes the load."""
-        work, hops, tokens = (times * more for more in load)
+    def add(self, ring: Ring, load: Load) -> None:
+        """Adds a load to each device of a ring."""
+        work, hops, tokens = load
         for device in ring:
             self.work[device] += work
             self.hops[device] += hops
             self.tokens[device] += tokens
             self.busy[device] = max(self.work[device], self.hops[device]) + self.island.linear * self.tokens[device]
 
-    @classmethod
-    def of(cls, lengths: Sequence[int], rings: Sequence[Ring], island: Island) -> Loads:
-        loads = cls(island)
-        for length, ring in zip(lengths, rings, strict=True):
-            loads.add(ring, island.share(length, ring))
-        return loads
-
 
 def layer_seconds(lengths: Sequence[int], rings: Sequence[Ring], island: Island) -> float:
     """Seconds of one layer on the busiest device, forward and backward, by this cost model."""
-    return max(Loads.of(lengths, rings, island).busy)
+    loads = Loads(island)
+    for length, ring in zip(lengths, rings, strict=True):
+        loads.add(ring, island.share(length, ring))
+    return max(loads.busy)
 
 
 def plan(documents: Tensor, island: Island) -> list[Ring]:
@@ -150,9 +144,9 @@ def plan(documents: Tensor, island: Island) -> list[Ring]:
             f"{sum(lengths)} tokens in a step, but {island.size} devices hold {island.room * island.size:g}: "
             "give a step fewer documents, or more devices"
         )
-    items, everywhere = bundled(lengths, island), [tuple(range(island.size))] * len(lengths)
+    items = items_of(lengths, island)
     if island.room < math.inf and placed(NEVER, items, lengths, island) is None:  # memory is too tight for all else
-        return everywhere
+        return [tuple(range(island.size))] * len(lengths)
     bound = least_seconds(lengths, island)
     low, high = bound, bound * (1 + GRAIN / 2)
     while (best := placed(high, items, lengths, island)) is None:
@@ -164,10 +158,6 @@ def plan(documents: Tensor, island: Island) -> list[Ring]:
             low = middle
         else:
             high, best = middle, min(best, rings, key=lambda r: layer_seconds(lengths, r, island))
-    for start in (best, everywhere):
-        if layer_seconds(lengths, best, island) > enough:
-            better = improved(start, lengths, island)
-            best = min(best, better, key=lambda r: layer_seconds(lengths, r, island))
     return best
 
 
@@ -183,39 +173,26 @@ def least_seconds(lengths: Sequence[int], island: Island) -> float:
 
 
 class Item(NamedTuple):
-    """Documents that are placed together: one document, or several short ones that stay whole."""
+    """A document to place."""
 
-    documents: list[int]
+    number: int
     share: Load  # on one device
-    whole: bool
+    whole: bool  # it costs too little to be split
 
 
-def bundled(lengths: Sequence[int], island: Island) -> list[Item]:
-    """All documents as items, from the longest to the shortest."""
+def items_of(lengths: Sequence[int], island: Island) -> list[Item]:
+    """All documents, from the longest to the shortest."""
+    grain = GRAIN * sum(map(island.whole, lengths)) / island.size
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    costs = [island.whole(lengths[i]) for i in order]
-    grain = GRAIN * sum(costs) / island.size
-    groups: list[list[int]] = []
-    held = math.inf  # the cost of the last group
-    for i, cost in zip(order, costs, strict=True):
-        if held + cost > grain:
-            groups.append([])
-            held = 0.0
-        groups[-1].append(i)
-        held += cost
-    items = []
-    for group in groups:
-        work = sum(island.attention * lengths[i] ** 2 for i in group)
-        load = work, 0.0, float(sum(lengths[i] for i in group))
-        items.append(Item(group, load, island.whole(lengths[group[0]]) < grain))
-    return items
+    loads = ((island.attention * lengths[i] ** 2, 0.0, float(lengths[i])) for i in order)
+    return [Item(i, load, island.whole(lengths[i]) < grain) for i, load in zip(order, loads, strict=True)]
 
 
 def placed(deadline: float, items: list[Item], lengths: Sequence[int], island: Island) -> list[Ring] | None:
-    """Puts each item on the first ring that meets the deadline.
+    """Puts each document on the first ring that meets the deadline.
 
     Returns:
-        Each document's ring. None if an item meets the deadline on no ring.
+        Each document's ring. None if a document meets the deadline on no ring.
     """
     loads = Loads(island)
     rings: list[Ring] = [()] * len(lengths)
@@ -223,48 +200,13 @@ def placed(deadline: float, items: list[Item], lengths: Sequence[int], island: I
         for ring in candidates(loads):
             if len(ring) > 1 and item.whole:
                 return None
-            load = item.share if len(ring) == 1 else island.share(lengths[item.documents[0]], ring)
+            load = item.share if len(ring) == 1 else island.share(lengths[item.number], ring)
             if loads.after(ring, load) <= deadline:
                 break
         else:
             return None
         loads.add(ring, load)
-        for i in item.documents:
-            rings[i] = ring
-    return rings
-
-
-def improved(rings: Sequence[Ring], lengths: Sequence[int], island: Island) -> list[Ring]:
-    """Moves long documents of the busiest device to other rings, or swaps them, as long as that helps."""
-    rings, loads, effort = list(rings), Loads.of(lengths, rings, island), 0
-
-    def turn(moves: Moves, times: int = 1) -> float:
-        """Makes the moves, or reverts them with times=-1. Returns the new seconds."""
-        nonlocal effort
-        effort += island.size + sum(len(old) + len(new) for _, old, new in moves)
-        for i, old, new in moves:
-            loads.add(old, island.share(lengths[i], old), -times)
-            loads.add(new, island.share(lengths[i], new), times)
-        return max(loads.busy) if max(loads.tokens) <= island.room else math.inf
-
-    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    while effort < EFFORT:
-        least, best = max(loads.busy), None
-        busiest = loads.busy.index(least)
-        for i in [i for i in order if busiest in rings[i]][:MOVED]:
-            if effort > EFFORT:
-                break
-            tries: list[Moves] = [[(i, rings[i], ring)] for ring in candidates(loads)]
-            tries += [[(i, rings[i], rings[k]), (k, rings[k], rings[i])] for k in order[:MOVED]]
-            for moves in tries:
-                if (after := turn(moves)) < least:
-                    least, best = after, moves
-                turn(moves, -1)
-        if best is None:
-            break
-        turn(best)
-        for i, _, ring in best:
-            rings[i] = ring
+        rings[item.number] = ring
     return rings
 
 

@@ -10,7 +10,7 @@ have equal work ("zigzag", after Zhu's ring-flash-attention). Keys and values tr
 gradients are summed. torch's context_parallel needs a GPU, and splits all sequences over all ranks.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,7 +118,7 @@ class Shares:
     ) -> list[Any]:
         """Starts to send to the next rank and to receive from the previous rank.
 
-        There is one message between two ranks, because every rank lists documents in the same order.
+        Messages between two ranks match, because every rank lists documents in the same order.
 
         Args:
             pieces: The documents to move.
@@ -129,45 +129,12 @@ class Shares:
         Returns:
             Work to wait for.
         """
-        outward = _by_peer((p.next, outgoing[p.number]) for p in pieces)
-        inward = _by_peer((p.previous, incoming[p.number]) for p in pieces)
-        sent = {to: x[0] if len(x) == 1 else torch.cat([t.reshape(-1) for t in x]) for to, x in outward.items()}
-        arriving = {of: x[0] if len(x) == 1 else x[0].new_empty(sum(map(Tensor.numel, x))) for of, x in inward.items()}
         how: dict[str, Any] = dict(group=self.group, tag=lane)
-        ops = [dist.P2POp(dist.isend, message, group_peer=peer, **how) for peer, message in sent.items()]
-        ops += [dist.P2POp(dist.irecv, message, group_peer=peer, **how) for peer, message in arriving.items()]
-        if not ops:
-            return []
-        received = [(arriving[peer], parts) for peer, parts in inward.items() if len(parts) > 1]
-        return [_Exchange(list(dist.batch_isend_irecv(ops)), sent, received)]
-
-
-def _by_peer(pairs: Iterable[tuple[int, Tensor]]) -> dict[int, list[Tensor]]:
-    """The tensors that are not empty, by peer."""
-    found: dict[int, list[Tensor]] = {}
-    for peer, tensor in pairs:
-        if tensor.numel():
-            found.setdefault(peer, []).append(tensor)
-    return found
-
-
-class _Exchange:
-    """Messages in flight.
-
-    Attributes:
-        works: What to wait for.
-        sent: Messages that must live until they are sent.
-        received: Messages of several documents, each with the tensors to copy it to.
-    """
-
-    def __init__(self, works: list[Any], sent: Any, received: list[tuple[Tensor, list[Tensor]]]):
-        self.works, self.sent, self.received = works, sent, received
-
-    def wait(self) -> None:
-        _wait(self.works)
-        for message, parts in self.received:
-            for part, piece in zip(parts, message.split([part.numel() for part in parts]), strict=True):
-                part.view(-1).copy_(piece)
+        out = [(p.next, outgoing[p.number]) for p in pieces if outgoing[p.number].numel()]
+        into = [(p.previous, incoming[p.number]) for p in pieces if incoming[p.number].numel()]
+        ops = [dist.P2POp(dist.isend, t, group_peer=peer, **how) for peer, t in out]
+        ops += [dist.P2POp(dist.irecv, t, group_peer=peer, **how) for peer, t in into]
+        return dist.batch_isend_irecv(ops) if ops else []
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, shares: Shares) -> Tensor:

@@ -5,9 +5,6 @@ different work. CO2's workers synchronize every tau steps, so only the work of a
 computes the same assignment, a pure function of seed, step, steps and workers. A checkpoint stores none of it.
 """
 
-import re
-from collections.abc import Callable
-
 import numpy as np
 import torch
 
@@ -15,49 +12,6 @@ from core.errors import UserError
 from training.data import generator
 
 Lengths = np.ndarray  # int64 [documents], tokens
-CHARACTERS_A_TOKEN = 4.3  # English prose with a vocabulary of 30,000; it only scales lengths
-HEADING = r"\n\s*(?:CHAPTER|Chapter|BOOK|ACT|LETTER)\b[^\n]*\n"
-PARAGRAPH = r"\n\s*\n"
-
-
-def log_normal(n: int, rng: np.random.Generator, median: float = 500, sigma: float = 1.1) -> np.ndarray:
-    """Web text: 900 tokens on average, and one document in 300 has more than 10,000."""
-    return rng.lognormal(np.log(median), sigma, n)
-
-
-def github_like(n: int, rng: np.random.Generator) -> np.ndarray:
-    """Source files and joined repositories: log-normal, with 6 % from a Pareto tail of index 1.2 above 8,000."""
-    tail = 8000 * (1 + rng.pareto(1.2, n))
-    return np.where(rng.random(n) < 0.06, tail, log_normal(n, rng, 700, 1.3))
-
-
-def prolong_like(n: int, rng: np.random.Generator) -> np.ndarray:
-    """Long documents among short ones, as in ProLong (arXiv 2410.02660).
-
-    About 60 % of the tokens are in documents of 65,536 tokens, and the rest is web text.
-    """
-    return np.where(rng.random(n) < 0.02, 65536, log_normal(n, rng))
-
-
-def uniform(n: int, rng: np.random.Generator) -> np.ndarray:
-    """900 to 1,100 tokens, where a balance gains nothing."""
-    return rng.uniform(900, 1100, n)
-
-
-LAWS: dict[str, Callable[[int, np.random.Generator], np.ndarray]] = {
-    law.__name__: law for law in (log_normal, github_like, prolong_like, uniform)
-}
-
-
-def draw(law: str, n: int, seed: int) -> Lengths:
-    """Draws n lengths, each at least 1, from one of LAWS."""
-    return np.maximum(LAWS[law](n, np.random.default_rng(seed)), 1).astype(np.int64)
-
-
-def of_text(text: str, boundary: str) -> Lengths:
-    """Lengths of the parts of a text, which a pattern separates. Empty parts are dropped."""
-    characters = np.array([len(part.strip()) for part in re.split(boundary, text)])
-    return np.ceil(characters[characters > 0] / CHARACTERS_A_TOKEN).astype(np.int64)
 
 
 def cut(lengths: Lengths, longest: int) -> Lengths:

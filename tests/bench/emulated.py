@@ -82,7 +82,7 @@ def left(folder: Path, owner: int) -> list[int]:
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
             command = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            if str(folder) in command or f"beside.py guard {owner} " in command:
+            if str(folder) in command or f"guard.py {owner} " in command:
                 found.append(int(path.parent.name))
     return found
 

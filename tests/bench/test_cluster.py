@@ -18,17 +18,15 @@ import torch.distributed as dist
 
 from bench.cluster import Cluster, hold_port, nodes, require_namespaces
 from bench.cluster import __main__ as launch
-from bench.cluster.beside import VNET_HEADER, members, targets
+from bench.cluster.guard import members
 from core import UserError
 from tests.bench.emulated import ENV, ROOT, WORKER, as_nobody, assert_gone, network, python, script, worker
 
 
-def test_rates_and_delays():
+def test_rates():
     rates = {"200mbit": 200.0, "1gbit": 1000.0, "2.5gbit": 2500.0, "500kbit": 0.5, ".5mbit": 0.5}
     for text, mbit in rates.items():
         assert launch.Launch(rate=text).rate_mbit == pytest.approx(mbit)
-    for text, ms in {"5ms": 5.0, "0.5s": 500.0, "500us": 0.5, "0ms": 0.0}.items():
-        assert launch.Launch(rate="1mbit", delay=text).delay_ms == pytest.approx(ms)
 
 
 def test_missing_iproute2_and_a_kernel_that_refuses_are_named(monkeypatch, tmp_path):
@@ -43,18 +41,6 @@ def test_missing_iproute2_and_a_kernel_that_refuses_are_named(monkeypatch, tmp_p
     monkeypatch.setenv("PATH", f"{tmp_path}:{commands}")
     with pytest.raises(UserError, match="unshare: not on this machine.*--throttle of a benchmark"):
         require_namespaces()
-
-
-def test_the_switch_reads_the_destination():
-    def leaves_by(address: bytes) -> list[int]:
-        return list(targets(bytes(VNET_HEADER) + address + bytes(60), source=1, count=4))
-
-    assert leaves_by(b"\x02\0\0\0\0\x03") == [2]
-    assert leaves_by(b"\xff" * 6) == [0, 2, 3]  # a broadcast
-    assert leaves_by(b"\x02\0\0\0\0\x09") == leaves_by(b"\x06\0\0\0\0\x01") == []
-    second = bytes(VNET_HEADER) + b"\x02\0\0\0\1\x03" + bytes(60)  # of another network
-    assert list(targets(second, source=5, count=4)) == [6] and not targets(second, source=1, count=4)
-    assert list(targets(bytes(VNET_HEADER) + b"\xff" * 6, source=5, count=4)) == [4, 6, 7]
 
 
 # -- real processes ---------------------------------------------------------------------------------------------------
@@ -208,34 +194,6 @@ def test_ranks_sit_in_their_nodes_and_the_first_error_is_raised(root, tmp_path):
 
 
 @pytest.mark.root
-@pytest.mark.parametrize("delay", [0.0, 1.0])
-def test_each_rank_has_a_link_of_its_own(root, tmp_path, delay):
-    """Two pairs of ranks that send at once: each pair's bytes leave by its own link."""
-    code = """
-        import os, torch, torch.distributed as dist
-        from bench.cluster import Cluster, run_ranks, sent_bytes
-
-        def exchange():
-            dist.init_process_group("gloo")
-            rank = int(os.environ["RANK"])
-            dist.barrier()
-            before = [sent_bytes(f"e{nic}") for nic in range(2)]
-            if rank < 2:
-                dist.send(torch.zeros(250_000 * (1 + rank)), rank + 2)
-            else:
-                dist.recv(torch.zeros(250_000 * (rank - 1)), rank - 2)
-            dist.barrier()
-            return [sent_bytes(f"e{nic}") - bytes for nic, bytes in enumerate(before)]
-
-        with Cluster(2, 200, DELAY, nics=2) as cluster:
-            first, second = run_ranks(exchange, cluster, 2, 2, timeout=60)[0]
-        assert 1e6 < first < 1.3e6 and 2e6 < second < 2.4e6, (first, second)
-        print("all well")
-    """
-    assert script(tmp_path, code.replace("DELAY", str(delay))) == "all well\n"
-
-
-@pytest.mark.root
 def test_two_clusters_at_once_have_their_own_rates(root):
     with Cluster(2, 40) as slow, Cluster(2, 80) as fast:
         assert slow.verify() == pytest.approx(40, rel=0.1) and fast.verify() == pytest.approx(80, rel=0.1)
@@ -247,31 +205,11 @@ def test_two_clusters_at_once_have_their_own_rates(root):
 
 
 @pytest.mark.root
-@pytest.mark.parametrize("delay", [1.0, 5.0, 20.0])
-def test_a_frame_takes_the_delay(root, delay):
-    """One way, the median of 20 datagrams, on a warm link; within 1 ms, which a busy machine needs."""
-    with Cluster(2, 200, delay) as cluster:
-        a, b = (cluster.inside(n, lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) for n in (0, 1))
-        with a, b:
-            b.bind((cluster.address(1), 9000))
-            b.settimeout(5)
-            took = []
-            for _ in range(21):
-                start = time.monotonic()
-                a.sendto(b"x", (cluster.address(1), 9000))
-                b.recv(1)
-                took.append((time.monotonic() - start) * 1e3)
-        assert delay <= sorted(took)[10] < delay + 1.0
-        assert took[0] < 3 * delay + 20.0  # the first asks for the address; nothing was lost while the switch started
-        assert cluster.verify() == pytest.approx(200, rel=0.1)
-
-
-@pytest.mark.root
 def test_an_exception_leaves_nothing(root):
-    with pytest.raises(KeyError), Cluster(2, 100, delay_ms=1.0) as cluster:
+    with pytest.raises(KeyError), Cluster(2, 100) as cluster:
         sleeper = cluster.popen(1, ["sh", "-c", "sleep 300 & sleep 300"])
         held = [os.dup(namespace) for namespace in cluster._namespaces]
-        while len(members(held)) < 4:  # the switch, the shell and both its children
+        while len(members(held)) < 3:  # the shell and both its children
             time.sleep(0.01)
         raise KeyError
     assert sleeper.returncode == -signal.SIGKILL and members(held) == []
@@ -293,7 +231,7 @@ def test_an_exception_leaves_nothing(root):
 )
 def test_nothing_is_left_and_the_status_tells(root, tmp_path, mode, sent, status):
     before = network()
-    with worker(tmp_path, mode, "--delay", "1ms") as process:
+    with worker(tmp_path, mode) as process:
         nodes = {(tmp_path / f"started{rank}").read_text() for rank in range(2)}
         assert len(nodes) == 2  # a namespace each
         if sent:
@@ -302,7 +240,7 @@ def test_nothing_is_left_and_the_status_tells(root, tmp_path, mode, sent, status
         assert process.returncode == status, err
         assert_gone(tmp_path, process.pid)
     assert network() == before
-    assert "link: 2 nodes, 100 Mbit/s each way, 1 ms one way, network namespaces + tbf + userspace switch\n" in out
+    assert "link: 2 nodes, 100 Mbit/s each way, network namespaces + tbf\n" in out
     assert mode != "pass" or "rank 0 of 2 ends" in out
     assert mode != "fail" or "[node 1] rank 1 has had enough" in err
 
@@ -328,14 +266,14 @@ def test_training_over_the_emulated_link(root, tmp_path):
 
 @pytest.mark.root
 def test_an_ordinary_user_may(root):
-    """As nobody, in a user namespace; with a delay too, which needs no more rights than the links."""
+    """As nobody, in a user namespace."""
     if shutil.which("setpriv") is None:
         pytest.skip("no command 'setpriv'")
     with tempfile.TemporaryDirectory() as name:  # not tmp_path, which lies in a folder closed to others
         folder = Path(name)
         folder.chmod(0o777)
         (folder / "worker.py").write_text(WORKER)
-        options = ["--nodes", "2", "--rate", "100mbit", "--delay", "1ms", "--verify"]
+        options = ["--nodes", "2", "--rate", "100mbit", "--verify"]
         command = [sys.executable, "-m", "bench.cluster", *options, "--", f"{name}/worker.py", "pass", name]
         done = subprocess.run(as_nobody(command, folder), cwd=ROOT, env=ENV, capture_output=True, text=True)
     if "grants no network namespace" in done.stderr:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from bench.loss.__main__ import Plan, parse, train
-from bench.loss.tasks import Batch, Inner, Shards, Task, cosine
+from bench.loss.tasks import Batch, Inner, Task, cosine
 from core import CO2Config, CompressionConfig, make_method
 from core.methods import OverlapLocalConfig, SlowMoConfig
 from core.testing import run_distributed
@@ -28,13 +28,9 @@ OWN = {  # settings of methods of core, beside CO2Config
 PAIRS: dict[str, tuple[str, CO2Config]] = {
     "co2": ("co2", CO2Config(TAU)),
     "co2:beta=0,gap=norm,phi=0.1": ("co2", CO2Config(TAU, outer_momentum=0.0, gap="norm", clip=0.1)),
-    "co2:merge=interpolate,kappa=0.3,gap=none,beta=0.2,alpha=0.5,phi=none": (
+    "co2:merge=keep_local,gap=none,beta=0.2,alpha=0.5,phi=none": (
         "co2",
-        CO2Config(**NO_GAP, outer_momentum=0.2, outer_lr=0.5, merge="interpolate", mix=0.3),
-    ),
-    "co2:merge=interpolate,gap=none,beta=0,delay=1": (
-        "co2",
-        CO2Config(**CLIPPED, outer_momentum=0.0, merge="interpolate", delay=1),
+        CO2Config(**NO_GAP, outer_momentum=0.2, outer_lr=0.5, merge="keep_local"),
     ),
     "co2:merge=keep_local,gap=none,beta=0.3,delay=3": (
         "co2",
@@ -48,7 +44,7 @@ PAIRS: dict[str, tuple[str, CO2Config]] = {
         "co2",
         CO2Config(**CLIPPED, outer_lr=0.7, nesterov=True, merge="keep_local", delay=1, compression=INT4),
     ),
-    "co2:merge=interpolate,compression=int8": ("co2", CO2Config(TAU, merge="interpolate", compression=INT8)),
+    "co2:compression=int8": ("co2", CO2Config(TAU, compression=INT8)),
     "diloco": ("diloco", CO2Config(TAU)),
     "local": ("local", CO2Config(TAU)),
     "slowmo:beta=0.3": ("slowmo", CO2Config(TAU)),
@@ -61,7 +57,7 @@ PAIRS: dict[str, tuple[str, CO2Config]] = {
 }
 
 
-def draw(seed: int, step: int, workers: int, size: int, shards: Shards) -> Batch:
+def draw(seed: int, step: int, workers: int, size: int) -> Batch:
     inputs, labels = zip(*(batch(worker, step, size) for worker in range(workers)), strict=True)
     return torch.stack(inputs), torch.stack(labels)
 
@@ -69,7 +65,7 @@ def draw(seed: int, step: int, workers: int, size: int, shards: Shards) -> Batch
 def stacked(name: str, inner: Inner) -> torch.Tensor:
     """The end, [n], of bench.loss's own training."""
     task = Task(small_net, nn.functional.cross_entropy, draw, {}, inner, batch=4)
-    plan = Plan("tiny", parse(name)[0], LR, WORKERS, 4, STEPS, TAU, "iid", 0, "test")
+    plan = Plan("tiny", parse(name)[0], LR, WORKERS, 4, STEPS, TAU, 0, "test")
     _, method = train(task, plan)
     method.finish()
     return method.x[0]

@@ -12,7 +12,6 @@ from bench.regimes import (
     HIDDEN,
     INT4,
     LOCAL,
-    MOMENTUM,
     PLAIN_DDP,
     Run,
     at_seconds,
@@ -66,8 +65,8 @@ def test_a_run_s_loss_between_its_two_lengths():
 
 def test_the_best_of_both_kinds_are_compared_on_other_seeds():
     r = 2 / INT4
-    assert choose(loss, r, momentum=False) == (Run(LOCAL, 384), hidden(6, 2))
-    found = cell(loss, "bytes", r, (0, 1, 2), momentum=False)
+    assert choose(loss, r) == (Run(LOCAL, 384), hidden(6, 2))
+    found = cell(loss, "bytes", r, (0, 1, 2))
     expected = (1 + 2 / 384) * 1.02**2 / 1.01**4
     assert found.faster == pytest.approx([expected] * 3) and found.losses == pytest.approx([expected**-0.5] * 3)
     assert found.than_ddp == pytest.approx([(1 + 2 - 2 / 3) * 1.02**2 / 1.01**4] * 3)
@@ -87,7 +86,7 @@ def test_a_plan_with_several_rows_counts_with_their_mean(tmp_path: Path):
 
 
 def test_every_run_can_be_made_and_the_tuning_seed_is_not_reported(tmp_path: Path):
-    for found in (DDP, *BLOCKING, *HIDDEN, *MOMENTUM[0], *MOMENTUM[1]):
+    for found in (DDP, *BLOCKING, *HIDDEN):
         plan = found.plan("bytes", TUNING_SEED)
         assert (plan.split, plan.tau, found.plan("bytes", 0).split) == ("tuning", found.tau, "test")
         found.plan("bytes", 0).settings.make(regimes.torch.zeros(2, 4), found.tau)

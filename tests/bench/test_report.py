@@ -97,23 +97,19 @@ bench.cluster --rate 200 -- x => rate='200': give a number and one of kbit, mbit
 bench.cluster --rate 200MB -- x => rate='200MB'
 bench.cluster --rate -1mbit -- x => rate='-1mbit'
 bench.cluster --rate 0mbit -- x => more than 0
-bench.cluster --rate 1mbit --delay 5 -- x => delay='5': give a number and one of us, ms, s
 bench.cluster --rate 1mbit --nodes 0 -- x => nodes=0
 bench.cluster --rate 1mbit --ranks-per-node 0 -- x => ranks_per_node=0
 bench.cluster --rate 1mbit --nodes 1 --verify -- x => 2 or more
-bench.cluster --rate 1mbit --nics 0 -- x => nics=0
 bench.cluster --rate 1mbit => no command
 bench.cluster --rate 1mbit -- => no command
-bench.gpu --device cpu --checks birds => checks=birds: no measurement of ranks, costs has that name
+bench.gpu --device cpu --checks birds => checks=birds: choose among a boundarys bytes
 bench.scaling --workers 0 => workers=0: give a number above 0
 bench.scaling --workers 2 99999 => workers=99999: give up to 1024, because each is a process on this machine
 bench.scaling --rates 200 200 => rates=200.0 200.0: give one or more, each once
 bench.scaling --seconds inf => seconds=inf: give a number above 0
 bench.scaling --methods co2 => methods: 'co2': ddp has no tau
 bench.scaling --throttle --out FOLDER => holds a measurement: choose another --out
-bench.grid --settings birds => settings: 'birds' does not exist
 bench.loss --tasks birds => tasks: 'birds' does not exist; choose among digits, cifar, bytes
-bench.loss --eval_every -1 => eval_every=-1: give 0 or more
 bench.loss --tau 0 => tau=0: give 1 or more
 bench.loss --steps 0 => steps=0: give 1 or more
 bench.loss --workers 0 => workers=0: give a number above 0
@@ -121,7 +117,7 @@ bench.loss --methods adam => method 'adam' does not exist; choose among ddp, loc
 bench.loss --methods co2:speed=1 => co2 has no option 'speed'
 bench.loss --methods local:beta=1 => local has no option 'beta'; it has: compression
 bench.loss --device cuda => device=cuda: this torch finds no CUDA device
-bench.loss --methods co2:merge=half => merge='half'; choose among restart, interpolate, keep_local
+bench.loss --methods co2:merge=half => merge='half'; choose among restart, keep_local
 bench.loss --methods co2:beta=x => beta='x'; give a number, 0 or more
 bench.loss --methods co2:delay=1.5 => delay='1.5'; give a whole number, 0 or more
 bench.loss --methods ddp:compression=int1 => compression='int1'; choose among float32, bfloat16

@@ -21,7 +21,6 @@ from core.hooks import (
     PARTS,
     REPAIR_EVERY,
     OutlierFilter,
-    ReductionInfo,
     ReplicaChecksum,
     Requests,
     checksum,
@@ -30,7 +29,6 @@ from core.hooks import (
     equal,
 )
 from core.placement import node_mesh
-from core.tau import AdaptiveTau, TauHook, TauTuner
 from tests import problems
 from tests.on_ranks import alike, on_ranks, total_world_size
 from tests.problems import sgd_step
@@ -313,32 +311,3 @@ def test_another_number_of_workers_is_told_when_the_method_is_made():
     assert ends["workers"] == ends["counted"] == ([], [])
     (workers,), nothing = ends["swapped"]
     assert "recommended(workers=200), and 2 average here" in workers and nothing == []
-
-
-def test_choices_exclusions_and_repairs_are_logged(caplog: pytest.LogCaptureFixture):
-    tuner = TauTuner(192, compressions={"int4": 0.5, "float32": 4.0})
-    schedule = AdaptiveTau(2, "auto", hook := TauHook(tuner))
-    params = [nn.Parameter(torch.ones(3))]
-    hooks = [OutlierFilter(), hook, checksums := ReplicaChecksum()]
-    bare = CO2.__new__(CO2)
-    bare._build(params, CO2Config.recommended(), None, sync_schedule=schedule, hooks=hooks)
-    caplog.set_level("INFO", logger="co2_training")
-    info = ReductionInfo(7, 1, 1, 0)
-    for _ in range(3):
-        hook.on_reduced_scalars({"times": [0.1, 1.0, 0.0, 0.0]}, info)
-        hook.on_round_end()
-        schedule.begin(7)
-    with pytest.warns(UserWarning, match="excluded"):
-        hooks[0].names = ["rank 0", "rank 1"]
-        hooks[0].on_reduced_scalars(
-            {"excluded": [0.0, 2.0]}, info._replace(total_world_size=2, workers=2, generation=1)
-        )
-    with pytest.warns(UserWarning, match="outer state was not the same"):
-        checksums.on_reduced_scalars({"settings": [0.0, 0.0], "replicas": [3.0, 5.0]}, info)
-    told = [record.getMessage() for record in caplog.records]
-    parts = [
-        "tau 13 (it was 2), compression int4: the all-reduce takes 1 s and a local",
-        "waits for an average after 13",
-    ]
-    parts += ["rank 1 is excluded from the average of round 7", "outer state differs, and rank 0's is sent"]
-    assert all(any(part in text for text in told) for part in parts), told

@@ -170,10 +170,8 @@ VARIANTS = {
     "clip": {"clip": 0.2},
     "no clip": {"clip": None},
     "delay": {"gap": "none", "delay": 0},
-    "merge": {"merge": "interpolate"},
-    "mix": {"merge": "interpolate", "mix": 0.8},
-    "merged on arrival": {"merge": "interpolate", "delay": 1},
     "keep_local": {"merge": "keep_local"},
+    "merged on arrival": {"merge": "keep_local", "delay": 1},
     "nesterov": {"nesterov": True},
     "nesterov without delay": {"gap": "none", "delay": 0, "nesterov": True},
     "compression": {"compression": "int8"},
@@ -241,20 +239,13 @@ def nesterov_grid() -> list[Settings]:
 
 LATE = Settings(tau=4, outer_momentum=0.3, outer_lr=0.6, clip=0.1)
 MERGES_AND_DELAYS: list[dict[str, Any]] = [
-    {"merge": "interpolate"},
-    {"merge": "interpolate", "mix": 0.2, "delay": 1},
-    {"merge": "interpolate", "delay": 3},
-    {"merge": "interpolate", "delay": 4},
+    {"delay": 4},
     {"merge": "keep_local"},
     {"merge": "keep_local", "delay": 1},
     {"merge": "keep_local", "delay": 3},
-    {"merge": "interpolate", "mix": 1.0},
+    {"merge": "keep_local", "delay": 4},
 ]
-BLOCKING: list[dict[str, Any]] = [
-    {"delay": 0},
-    {"delay": 0, "merge": "interpolate"},
-    {"delay": 0, "merge": "keep_local"},
-]
+BLOCKING: list[dict[str, Any]] = [{"delay": 0}, {"delay": 0, "merge": "keep_local"}]
 
 
 def merge_grid() -> list[Settings]:
@@ -270,8 +261,8 @@ def merge_grid() -> list[Settings]:
 GRIDS: dict[str, tuple[list[Settings], slice, int]] = {  # settings; the corners: every value of every one; the steps
     "late": (grid(), slice(None, None, 7), STEPS),
     "nesterov": (nesterov_grid(), slice(None, None, 4), STEPS),
-    "blocking": (merge_grid()[:3], slice(None), STEPS + 3),
-    "merges": (merge_grid()[3:], slice(None, None, 5), STEPS + 3),
+    "blocking": (merge_grid()[:2], slice(None), STEPS + 3),
+    "merges": (merge_grid()[2:], slice(None, None, 5), STEPS + 3),
 }
 
 
@@ -283,12 +274,11 @@ def test_equals_the_reference_round_by_round(world_size: int, whole: bool):
         check_grid(world_size, configs if whole else configs[corners], steps)
 
 
-@pytest.mark.parametrize("merge", ["interpolate", "keep_local"])
 @on_ranks(2)
-def test_replicas_stay_equal_though_each_worker_merges_when_its_own_copy_lands(rank: int, merge: str):
+def test_replicas_stay_equal_though_each_worker_merges_when_its_own_copy_lands(rank: int):
     """Rank 1's steps take longer. The outer iterate follows the means alone, whenever they are merged."""
     params = problems.odd_parameters()
-    co2 = Settings(tau=6, merge=merge, delay="auto", gap="none").build(params)
+    co2 = Settings(tau=6, merge="keep_local", delay="auto", gap="none").build(params)
     outers, merged = [], []
     for step in range(42):
         time.sleep(0.004 + 0.004 * rank)
@@ -305,7 +295,6 @@ def evaluating(rank: int, world_size: int) -> dict[str, Any]:
     late = {"gap": "none", "delay": "auto"}
     methods = {
         "keep_local": lambda p: replace(LATE, merge="keep_local", **late).build(p),
-        "interpolate": lambda p: replace(LATE, merge="interpolate", **late).build(p),
         "overlap_local": lambda p: OverlapLocalSGD(p, LATE.tau),
         "local": lambda p: LocalSGD(p, LATE.tau),
     }
@@ -332,7 +321,7 @@ def test_an_evaluation_sees_one_model_where_the_method_has_one():
         *rounds, (equal, end) = zero[name]
         assert torch.equal(end, one[name][-1][1]) and equal, name
         for (told, before, inside, after), (_, other, others_inside, _) in zip(rounds, one[name][:-1], strict=True):
-            assert told is (name != "interpolate") and torch.equal(inside, others_inside) is told, name
+            assert told and torch.equal(inside, others_inside), name
             assert torch.equal(after, before) or name == "keep_local", f"{name}: an evaluation changed the training"
             if name == "overlap_local":
                 torch.testing.assert_close(inside, (before + other) / 2, rtol=1e-12, atol=1e-12)
@@ -368,7 +357,7 @@ def test_what_overlap_local_sgd_lends_it_takes_back(rank: int):
 
 
 def test_merges_run_in_the_fast_pass_and_only_keep_local_holds_another_copy():
-    for merge in ("restart", "interpolate", "keep_local"):
+    for merge in ("restart", "keep_local"):
         co2 = replace(LATE, merge=merge).build(problems.odd_parameters())
         assert all(isinstance(b, FusedOuterStep) for b in co2._fragments[0].outer_steps)
         assert set(co2.state) - {"outer_iterate", "outer_momentum"} == (
@@ -384,7 +373,7 @@ def test_what_is_recommended_is_accepted(workers: int):
     CO2([nn.Parameter(torch.ones(2))], config).finish()
 
 
-FEW = [*MERGES[:2], *(pytest.param(changes, marks=pytest.mark.slow) for changes in MERGES[2:5]), MERGES[6]]
+FEW = [MERGES[0], *(pytest.param(changes, marks=pytest.mark.slow) for changes in MERGES[1:3]), MERGES[4]]
 
 
 @pytest.mark.parametrize("changes", FEW, ids=str)
@@ -394,9 +383,9 @@ def test_16_bit_parameters(rank: int, changes: dict[str, Any]):
     check_dtypes(rank, replace(config, **changes), 1e-12, 1e-6, 0.03)
 
 
-AUTO: list[dict[str, Any]] = [{"merge": "interpolate", "delay": "auto"}, {"merge": "keep_local", "delay": "auto"}]
 UNEVEN: dict[str, Callable[[list[Tensor]], Any]] = {
-    str(changes): replace(LATE, tau=3, **changes).build for changes in ({}, *MERGES, *AUTO)
+    str(changes): replace(LATE, tau=3, **changes).build
+    for changes in ({}, *MERGES, {"merge": "keep_local", "delay": "auto"})
 }
 UNEVEN |= {kind.name: partial(kind, tau=3) for kind in (LocalSGD, SlowMo, OverlapLocalSGD)}
 UNEVEN["shard"] = lambda params: CO2(params, replace(LATE, tau=3).co2, shard=True)
@@ -458,14 +447,14 @@ HAND = Settings(tau=2, gap="none", outer_momentum=0.0, clip=None, allow_unstable
 
 @on_ranks(2)
 def test_a_worker_that_finished_early_contributes_nothing(rank: int):
-    """Each local step goes down by 1; worker 0 makes 4 of them, worker 1 makes 7; mix = 1/2. Differences from x = 0, 0,
-    -2, -5: 2, 3, then 5/2 and 3/4 of worker 1 alone; -2 - 3 - 5/4 - 3/8."""
+    """Each local step goes down by 1; worker 0 makes 4 of them, worker 1 makes 7. Both send 2 and 2, then worker 1
+    alone 2 and 1: -2 - 2 - 2/2 - 1/2."""
     p = nn.Parameter(torch.zeros(1, dtype=torch.float64))
-    co2, seen = replace(HAND, merge="interpolate").build([p]), []
+    co2, seen = replace(HAND, merge="keep_local").build([p]), []
     for _ in range((4, 7)[rank]):
         with torch.no_grad():
             p.sub_(1.0)
         if co2.step():
             seen.append(p.item())
     co2.finish()
-    assert [*seen, p.item()] == ([-1.0, -2.5, -4.75, -6.625] if rank else [-1.0, -2.5, -6.625])
+    assert [*seen, p.item()] == ([-2.0, -4.0, -6.0, -5.5] if rank else [-2.0, -4.0, -5.5])

@@ -20,7 +20,6 @@ from core import (
     LocalSGD,
     OverlapLocalSGD,
     SlowMo,
-    UserError,
     make_method,
     node_mesh,
     save,
@@ -107,10 +106,6 @@ def test_an_option_that_no_method_has_is_refused(method: Any):
         method(params(), **settings, bufers=[])
 
 
-def test_frozen_integers_are_none_of_its_business():
-    CO2([torch.zeros(1, requires_grad=True), torch.zeros(1, dtype=torch.int64)])
-
-
 def test_parameters_over_one_memory_are_refused():
     whole = torch.zeros(6)
     for one, other in ((whole[:4], whole[3:]), (whole, whole.view(2, 3)), (whole, whole[2:3])):
@@ -156,67 +151,6 @@ def test_unstable_settings_explain_the_condition(beta: float, alpha: float):
     assert text == refusal(lambda: CO2([nn.Parameter(torch.ones(1))], shared))
 
 
-def grows(**settings: Any) -> bool:
-    """Whether one worker's error grows over 400 rounds on a quadratic that tau local steps solve nearly."""
-    p = nn.Parameter(torch.ones(1, dtype=torch.float64))
-    co2 = CO2([p], CO2Config(gap="none", clip=None, allow_unstable=True, **settings))
-    seen = []
-    for _ in range(400 * co2.tau):
-        p.data *= 0.02 ** (1 / co2.tau)
-        if co2.step():
-            seen.append(p.abs().item())
-    return max(seen[-50:]) > max(seen[50:100])
-
-
-@pytest.mark.parametrize(
-    ("alpha", "beta", "settings"),
-    [  # the largest momenta at outer_lr 1, and outer learning rates, by hand from the characteristic polynomials
-        (1.0, 0.707, {"merge": "keep_local"}),
-        (1.0, 0.822, {"merge": "keep_local", "delay": 3}),
-        (1.0, 0.951, {"merge": "keep_local", "delay": 1}),
-        (2.8, 0.4, {"merge": "interpolate", "delay": 2}),
-        (2.8, 0.4, {"merge": "interpolate", "delay": 0}),
-        (2.8, 0.4, {"delay": 0}),
-    ],
-    ids=str,
-)
-def test_merges_on_arrival_have_limits_of_their_own(alpha: float, beta: float, settings: dict[str, Any]):
-    for more in (0.985, 1.02):
-        if alpha == 1:
-            given = {"tau": 4, "outer_lr": alpha, "outer_momentum": beta * more, **settings}
-        else:
-            given = {"tau": 4, "outer_lr": alpha * more, "outer_momentum": beta, **settings}
-        if more < 1:
-            CO2([nn.Parameter(torch.ones(1))], CO2Config(gap="none", **given))
-            assert not grows(**given)
-        else:
-            text = refusal(lambda given=given: CO2([nn.Parameter(torch.ones(1))], CO2Config(gap="none", **given)))
-            assert f"outer_lr={given['outer_lr']}" in text and "diverges from" in text
-
-
-def test_keep_local_a_round_late_grows_beyond_its_limit():
-    assert grows(tau=4, merge="keep_local", outer_momentum=0.8) and not grows(
-        tau=4, merge="keep_local", outer_momentum=0.6
-    )
-    CO2([nn.Parameter(torch.ones(1))], CO2Config(tau=4, merge="keep_local", outer_momentum=0.8))  # with a penalty
-
-
-def test_nesterov_has_a_limit_of_its_own():
-    """At outer_momentum 1/2 it is (sqrt(17) - 3) / 2 = 0.5616."""
-    build(outer_lr=0.56, gap="none", nesterov=True)
-    assert "(Nesterov)" in refusal(lambda: build(outer_lr=0.563, gap="none", nesterov=True))
-
-
-@pytest.mark.parametrize(("nesterov", "limit"), [(False, 3.8), (True, 3.8 / 2.8)])
-def test_blocking_has_a_limit_too(nesterov: bool, limit: float):
-    """At outer_momentum 0.9: 2 (1 + beta), under Nesterov over 1 + 2 beta."""
-    given: dict[str, Any] = {"tau": 4, "outer_momentum": 0.9, "delay": 0, "nesterov": nesterov}
-    make = lambda lr: CO2([nn.Parameter(torch.ones(1))], CO2Config(gap="none", outer_lr=lr, **given))  # noqa: E731
-    make(limit * 0.99)
-    assert "diverges from" in refusal(lambda: make(limit * 1.01))
-    assert not grows(outer_lr=limit * 0.97, **given) and grows(outer_lr=limit * 1.06, **given)
-
-
 def test_settings_below_the_boundary_or_without_delay_need_no_penalty():
     build(outer_momentum=0.5, outer_lr=0.49, gap="none")
     build(outer_momentum=0.5, outer_lr=1.0, gap="none", delay=0)
@@ -236,10 +170,6 @@ def test_config_is_frozen_and_refuses_unknown_keys():
     assert {f.name for f in fields(CO2Config)} >= {"tau", "outer_lr", "outer_momentum", "gap", "clip"}
 
 
-def test_user_error_is_a_value_error():
-    assert issubclass(UserError, ValueError)
-
-
 def test_thawing_a_frozen_parameter_is_refused_at_the_boundary():
     trained, frozen = (nn.Parameter(torch.zeros(1), requires_grad=r) for r in (True, False))
     co2 = CO2([trained, frozen], CO2Config(tau=1))
@@ -248,17 +178,9 @@ def test_thawing_a_frozen_parameter_is_refused_at_the_boundary():
     assert "requires a gradient" in refusal(co2.step)
 
 
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"merge": "interpolate"}, "no measurement supports it"),
-        ({"compression": CompressionConfig("lgreco", like="int4")}, "no worker owns part of"),
-    ],
-    ids=str,
-)
-def test_what_no_share_has_is_refused(settings: dict[str, Any], said: str):
-    config = CO2Config(**{"tau": 3, "gap": "none", "allow_unstable": True} | settings)
-    assert said in refusal(lambda: CO2(params(), config, shard=True))
+def test_what_no_share_has_is_refused():
+    config = CO2Config(tau=3, compression=CompressionConfig("lgreco", like="int4"))
+    assert "no worker owns part of" in refusal(lambda: CO2(params(), config, shard=True))
 
 
 REFUSED: list[Any] = [
@@ -266,53 +188,31 @@ REFUSED: list[Any] = [
     (lambda: node_mesh(2, "cpu"), "node_mesh(2, 'cpu')", "give cuda or cpu, then the number of ranks"),  # pyright: ignore
     (lambda: save("x", None, nn.Linear(1, 1), None, step=1), "save(folder, NoneType, Linear", "in this order"),  # pyright: ignore
     (lambda: CO2Config(tau=0), "tau=0", "1 or more"),
-    (lambda: CO2Config(tau=-3), "tau=-3", "1 or more"),
-    (lambda: CO2Config(tau=2.5), "tau=2.5", "whole number"),
     (lambda: CO2Config(tau=True), "tau=True", "whole number"),
-    (lambda: CO2Config(tau="48"), "tau='48'", "whole number"),
     (lambda: CO2Config(outer_lr=0.0), "outer_lr=0.0", "above 0"),
-    (lambda: CO2Config(outer_lr=-1.0), "outer_lr=-1.0", "above 0"),
-    (lambda: CO2Config(outer_lr=float("inf")), "outer_lr=inf", "finite"),
     (lambda: CO2Config(outer_lr=float("nan")), "outer_lr=nan", "finite"),
     (lambda: CO2Config(outer_momentum=1.0), "outer_momentum=1.0", "[0, 1)"),
-    (lambda: CO2Config(outer_momentum=-0.1), "outer_momentum=-0.1", "[0, 1)"),
-    (lambda: CO2Config(outer_momentum=float("nan")), "outer_momentum=nan", "[0, 1)"),
     (lambda: CO2Config(gap="element"), "gap='element'", "elementwise, norm, none"),
     (lambda: CO2Config(clip=0.0), "clip=0.0", "None for no clipping"),
-    (lambda: CO2Config(clip=-1.0), "clip=-1.0", "None for no clipping"),
-    (lambda: CO2Config(clip=float("nan")), "clip=nan", "None for no clipping"),
     (lambda: CO2Config(compression="int8"), "compression='int8'", "CompressionConfig('int8')"),
     (lambda: CO2Config(outer_lr="1"), "outer_lr='1'", "finite"),
-    (lambda: CO2Config(outer_momentum=None), "outer_momentum=None", "[0, 1)"),
-    (lambda: CO2Config(clip="no"), "clip='no'", "None for no clipping"),
-    (lambda: CO2Config(mix="half"), "mix='half'", "(0, 1]"),
-    (lambda: CO2Config(tau_max=2.5), "tau_max=2.5", "whole number"),
     (lambda: CO2Config(outlier="far"), "outlier='far'", "None for no limit"),
     (lambda: CO2Config(tau="automatic"), "tau='automatic'", "a whole number of local steps, 1 or more, or auto"),
     (lambda: CO2Config(tau="auto", tau_max=0), "tau_max=0"),
     (lambda: build(delay=0), "delay=0", "set gap none"),
     (lambda: build(delay=0, gap="none", tau="auto"), "delay=0", "boundary or auto"),
-    (lambda: build(merge="own"), "merge='own'", "restart, interpolate, keep_local"),
+    (lambda: build(merge="own"), "merge='own'", "restart, keep_local"),
     (lambda: build(delay=3), "delay=3", "set merge keep_local"),
     (lambda: build(delay="auto"), "delay='auto'", "set merge keep_local"),
-    (lambda: build(delay=49, merge="interpolate"), "delay=49", "at most tau=48"),
-    (lambda: build(delay=-1, merge="interpolate"), "delay=-1", "boundary, auto, or"),
-    (lambda: build(delay="soon", merge="interpolate"), "delay='soon'", "boundary, auto, or"),
-    (lambda: build(delay=3, merge="interpolate", tau="auto"), "delay=3", "boundary or auto"),
-    (lambda: build(mix=0.0), "mix=0.0", "(0, 1]"),
-    (lambda: build(mix=1.01), "mix=1.01", "(0, 1]"),
-    (lambda: build(mix=float("nan")), "mix=nan", "(0, 1]"),
+    (lambda: build(delay=49, merge="keep_local"), "delay=49", "at most tau=48"),
+    (lambda: build(delay="soon", merge="keep_local"), "delay='soon'", "boundary, auto, or"),
+    (lambda: build(delay=3, merge="keep_local", tau="auto"), "delay=3", "boundary or auto"),
     (lambda: SlowMoConfig(outer_lr=0.0), "outer_lr=0.0", "above 0"),
     (lambda: SlowMoConfig(outer_momentum=1.0), "outer_momentum=1.0", "[0, 1)"),
-    (lambda: SlowMoConfig(outer_momentum=-0.5), "outer_momentum=-0.5", "[0, 1)"),
-    (lambda: SlowMoConfig(outer_lr="1"), "outer_lr=1", "above 0"),  # pyright: ignore
-    (lambda: OverlapLocalConfig(pull="0.6"), "pull=0.6", "(0, 1]"),  # pyright: ignore
     (lambda: CompressionConfig("lgreco", like=4), "compression.like=4", "int4"),  # pyright: ignore
     (lambda: OverlapLocalConfig(pull=0.0), "pull=0.0", "(0, 1]"),
-    (lambda: OverlapLocalConfig(pull=1.5), "pull=1.5", "(0, 1]"),
     (lambda: OverlapLocalConfig(anchor_momentum=1.0), "anchor_momentum=1.0", "[0, 1)"),
     (lambda: ThrottledLink(0), "link rate 0", "above 0"),
-    (lambda: ThrottledLink(float("nan")), "link rate nan", "above 0"),
     (lambda: make_method("sgd", nn.Linear(1, 1)), "'sgd'", "co2, ddp, diloco, local, overlap_local, slowmo"),
     (
         lambda: make_method("co2", nn.Linear(1, 1), diloco=DiLoCoConfig(outer_lr=0.5)),
@@ -329,28 +229,20 @@ REFUSED: list[Any] = [
     (lambda: CO2(params(), buffers=[torch.ones(1).expand(3)]), "shape (3,) is expanded", "clone()"),
     (lambda: CO2(params(), 48), "config=48: give an object of CO2Config"),
     (lambda: make_method("co2", nn.Linear(2, 2), co2=48), "co2=48: give an object of CO2Config"),
-    (lambda: make_method("slowmo", nn.Linear(2, 2), slowmo=7), "slowmo=7: give an object of SlowMoConfig"),
     (lambda: make_method("co2", params()), "give the module itself"),
     (lambda: CO2(params(), buffers=None), "buffers: one NoneType is given"),
     (lambda: CO2(params(), mesh=(2, 2)), "mesh=(2, 2): give a DeviceMesh"),
-    (lambda: CO2Config(gap="inner"), "elementwise, norm, none"),
     (lambda: CO2(params(), hooks=Requests("stop")), "give a list"),
     (lambda: CO2(params(), hooks=[Requests]), "is among them"),
     (lambda: CO2(params(), hooks=[Requests("excluded")]), "'excluded'"),
     (lambda: Requests("stop").ask("pause"), "ask('pause')"),
     (lambda: DiLoCo(params(), 4, CO2Config()), "give an object of DiLoCoConfig, or leave it out"),  # pyright: ignore
     (lambda: DiLoCo(params(), 4, DiLoCoConfig(outer_lr=0.0)), "outer_lr=0.0", "above 0"),
-    (lambda: SlowMo(params(), 4, CO2Config()), "give an object of SlowMoConfig"),  # pyright: ignore
-    (lambda: OverlapLocalSGD(params(), 4, CO2Config()), "give an object of OverlapLocalConfig"),  # pyright: ignore
     (lambda: CO2(params(), schedule=lambda number: None), "gives None for round 0: return a dict"),  # pyright: ignore
     (lambda: CO2(params(), schedule=lambda n: {"gap": "norm"}), "the schedule changes gap: only tau, outer_lr"),
-    (lambda: CO2(params(), schedule=lambda n: {"outer_lr": 0}), "outer_lr=0"),
     (lambda: CO2(params(), CO2Config("auto"), schedule=lambda n: {"tau": 3}), "give numbers, or only auto"),
     (lambda: CO2(params(), timeout=-1), "timeout=-1: give seconds, above 0"),
-    (lambda: CO2(params(), timeout=float("nan")), "timeout=nan: give seconds"),
-    (lambda: CO2(params(), timeout="60"), "timeout='60': give seconds"),  # pyright: ignore
     (lambda: CO2Config.recommended("4"), "workers='4': give their number"),  # pyright: ignore
-    (lambda: CO2Config.recommended(4, 0.5), "steps=0.5: give their number"),  # pyright: ignore
 ]
 """What is built, and parts of the one line that refuses it."""
 

@@ -316,11 +316,7 @@ def test_more_workers_than_gpus_are_one_line(ends: Any, monkeypatch: pytest.Monk
     ("options", "says"),
     [
         ("--params 0", "argument --params: 0: give a number above 0, such as 125e6"),
-        ("--params abc", "argument --params: abc: give a number above 0"),
-        ("--params -5", "argument --params: -5: give a number above 0"),
-        ("--params inf", "argument --params: inf: give a number above 0"),
         ("--params 1e6 --step_ms 0", "argument --step_ms/--step-ms: 0: give a number above 0"),
-        ("--params 1e6 --timeout x", "argument --timeout: x: give a number above 0"),
         ("--params 1e6 --out /nowhere/x.json", "--out /nowhere/x.json: there is no folder /nowhere"),
         ("--parms 1e6", "the following arguments are required: --params (--help lists the options)"),
         ("--params 1e6 --nodes 2", "unrecognized arguments: --nodes 2"),

@@ -1,19 +1,15 @@
 """Workers that come and go over narrow formats: what a lost worker leaves, and what the survivors send again."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
-from core import CO2, CO2Config, CompressionConfig, testing
+from core import CO2, CO2Config, CompressionConfig
 from core.buckets import Scalars, make_buckets
 from core.elastic.joining import elastic_co2
 from core.elastic.members import Members
 from core.elastic.reducers import ElasticQuantized
-from tests.core.test_elastic import check_equal, run, train_plainly
 
 INT4 = CompressionConfig("int4")
 NUMEL = 1500  # six blocks, the last of which is not full
@@ -119,22 +115,9 @@ def test_a_repeated_reduction_by_hand():
     torch.testing.assert_close(first.residuals().tolist(), [0.0, 0.3])
 
 
-PAPER = {"tau": 3, "compression": INT4}
-KEEP = PAPER | {"merge": "keep_local", "gap": "none", "outer_momentum": 0.0}
-LOCAL_SGD = PAPER | {"delay": 0, "gap": "none", "clip": None, "outer_momentum": 0.0}
-
-
-@pytest.mark.parametrize("settings", [PAPER, LOCAL_SGD], ids=["paper", "local_sgd"])
-def test_without_a_loss_it_is_the_plain_method(tmp_path: Path, settings: dict[str, Any]):
-    """Bit for bit, also in the buffers' part."""
-    _, ends = run(tmp_path, 2, settings, {})
-    plain = testing.run_distributed(train_plainly, 2, settings, tmp_path / "none")
-    assert {tuple(end["x"]) for end in ends.values()} == {tuple(x) for x, _ in plain}
-
-
 def test_checkpoints_go_both_ways_without_residuals():
     """Checkpoints of a run of one worker, too, whose residuals would have the same shapes."""
-    config = CO2Config(**PAPER)
+    config = CO2Config(tau=3, compression=INT4)
     plain = CO2([nn.Parameter(torch.ones(5))], config)
     elastic, _ = elastic_co2([nn.Parameter(torch.zeros(5))], config, members=Members(HashStore(), "0.0"))
     for flats in plain.reducer.state.values():
@@ -142,37 +125,3 @@ def test_checkpoints_go_both_ways_without_residuals():
     elastic.load_state_dict(plain.state_dict())
     assert elastic._x[0].tolist() == [1.0] * 5 and not any(f[0].any() for f in elastic.reducer.state.values())
     CO2([nn.Parameter(torch.zeros(5))], config).load_state_dict(elastic.state_dict())
-
-
-SLOW = pytest.mark.slow
-DEATHS = [
-    ("0.0", "step 2", 3, KEEP),  # the all-to-all
-    ("1.0", "step 4", 4, PAPER),  # the agreement
-    *(pytest.param("1.0", f"step {n}", 3, settings, marks=SLOW) for n in range(5) for settings in (PAPER, KEEP)),
-    *(pytest.param("0.0", f"step {n}", 4, LOCAL_SGD, marks=SLOW) for n in range(5)),
-    pytest.param("2.0", "boundary", 3, PAPER, marks=SLOW),
-    pytest.param("2.0", "local", 10, LOCAL_SGD, marks=SLOW),
-    pytest.param("1.0", "local", 13, KEEP | {"delay": "auto"}, marks=SLOW),
-    pytest.param("1.0", "step 3", 3, KEEP | {"delay": 1}, marks=SLOW),
-]
-
-
-@pytest.mark.parametrize(("who", "where", "when", "settings"), DEATHS)
-def test_the_survivors_go_on_and_stay_equal(tmp_path: Path, who: str, where: str, when: int, settings: dict[str, Any]):
-    status, ends = run(tmp_path, 3, settings, {who: (where, when)})
-    assert status == 0 and set(ends) == {"0.0", "1.0", "2.0"} - {who}
-    check_equal(ends)
-    for end in ends.values():
-        assert [len(names) for _, names in end["sizes"]] == [3, 2]
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [LOCAL_SGD, *(pytest.param(s, marks=SLOW) for s in (PAPER, KEEP))],
-    ids=["local_sgd", "paper", "keep"],
-)
-def test_one_that_comes_back_joins(tmp_path: Path, settings: dict[str, Any]):
-    status, ends = run(tmp_path, 3, settings, {"0.0": ("local", 10)}, restarts=1, comes="0.1", pace=0.05, steps=60)
-    assert status == 0 and set(ends) == {"0.1", "1.0", "2.0"}
-    assert ends["0.1"]["joined"] and len(ends["1.0"]["sizes"][-1][1]) == 3
-    check_equal(ends)

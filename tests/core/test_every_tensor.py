@@ -91,14 +91,6 @@ def cells() -> Iterator[Cell]:
         yield (str(PARAMS[(i + j) % len(PARAMS)])[6:],), wrapper, optimizer, "local"
 
 
-def all_cells() -> Iterator[Cell]:
-    """Each alone in its model, under both methods, and each dtype with every wrapper and optimizer."""
-    for kept, where, method in itertools.product(KEPT, ("buffer", "frozen"), ("co2", "local")):
-        yield (kept,), where, "SGD", method
-    for dtype, wrapper, optimizer in itertools.product(PARAMS, WRAPPERS, OPTIMIZERS):
-        yield (str(dtype)[6:],), wrapper, optimizer, "local"
-
-
 def numbers(net: nn.Module) -> list[Tensor]:
     found = [*net.parameters(), *net.buffers()]
     return [part.contiguous().view(-1).view(torch.uint8) for t in found for part in parts_of(t) if part.numel()]
@@ -152,18 +144,17 @@ def cell(rank: int, kept: tuple[str, ...], where: str, optimizer_name: str, meth
 PAIR: list[Any] = []  # the group of two workers, and that of this one alone
 
 
-def table(rank: int, world_size: int, every: bool) -> tuple[int, list[str]]:
+def table(rank: int, world_size: int) -> tuple[int, list[str]]:
     """Two ranks of three: a method leaves the group of some ranks to the next method, so that none is made anew."""
     alone, pair = [dist.new_group([r]) for r in range(world_size)][rank], dist.new_group([0, 1])
     PAIR[:] = [pair, alone]
-    of_all = [*(all_cells() if every else cells())] if rank < 2 else []
+    of_all = [*cells()] if rank < 2 else []
     return len(of_all), [f"{of}: {problem}" for of in of_all if (problem := cell(rank, *of))]
 
 
-@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_table_of_dtypes_containers_optimizers_and_wrappers(every: bool):
-    for n, found in run_distributed(table, 3, every, timeout=240)[:2]:
-        assert n >= (200 if every else 34) and not found, found[:20]
+def test_a_table_of_dtypes_containers_optimizers_and_wrappers():
+    for n, found in run_distributed(table, 3, timeout=240)[:2]:
+        assert n >= 34 and not found, found[:20]
 
 
 @pytest.mark.parametrize(
@@ -254,7 +245,7 @@ def test_a_script_that_ends_without_finish_is_told_so_once(kind: str, warns: int
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "warns"), KINDS)
+@pytest.mark.parametrize(("kind", "warns"), [("kept", 1), ("kept destroyed", 1), ("raises", 0)])
 def test_a_real_script_that_ends_without_finish_is_told_so_once(kind: str, warns: int, tmp_path: Path):
     run = [sys.executable, "-c", SCRIPT]
     env = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2]), "OMP_NUM_THREADS": "1"}

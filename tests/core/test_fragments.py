@@ -7,15 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from core import CO2, CO2Config
+from core import CO2, CO2Config, node_mesh
 from core.config import CompressionConfig
 from core.errors import UserError
-from core.fragments import slices
+from core.fragments import slices, slices_alike
 from core.tau import CUT_MARGIN, LATE, TauTuner
 from core.testing import run_distributed
 from core.testing.link import ThrottledLink
+from tests import problems
+from tests.on_ranks import on_ranks, total_world_size
 from tests.reference import LateReference
 
 TAU, STEPS = 6, 27
@@ -269,3 +272,129 @@ def test_a_slow_link_gets_fragments():
     assert cuts[0] == 1
     assert cuts[-1] >= 4
     assert late[-1] < 0.5, "a fragment is merged a part of a round after its start"
+
+
+# -- nodes -------------------------------------------------------------------------------------------------------------
+
+IN_NODES = [(5, 3), (7,), (1,), (4, 6), (3,)]  # the last two dimensions of FSDP2's tensors are uneven on two ranks
+PLAIN = (1, 2)  # beside shards, the tensors that all ranks of a node hold
+
+
+def sharded(inside: str, i: int) -> bool:
+    return inside == "shards" or (inside == "shards and plain tensors" and i not in PLAIN)
+
+
+def local_params(inside: str, mesh: DeviceMesh) -> tuple[list[nn.Parameter], Tensor]:
+    """The parameters of this rank, and which elements of the whole model they hold."""
+    from torch.distributed.tensor import Shard, distribute_tensor  # its import takes a second
+
+    g, params, held, start = torch.Generator().manual_seed(7), [], [], 0
+    for i, shape in enumerate(IN_NODES):
+        whole = torch.randn(*shape, dtype=torch.float64, generator=g)
+        places = torch.arange(start, start := start + whole.numel()).view(shape)
+        if sharded(inside, i):
+            placed = {"device_mesh": mesh["shard"], "placements": [Shard(0)]}
+            whole, places = (distribute_tensor(t, **placed) for t in (whole, places))
+            places = places.to_local()
+        params.append(nn.Parameter(whole))
+        held.append(places.reshape(-1))
+    return params, torch.cat(held)
+
+
+def own(params: list[nn.Parameter]) -> list[Tensor]:
+    """This rank's elements."""
+    return [getattr(p.detach(), "to_local", lambda p=p: p.detach())() for p in params]
+
+
+def of_fragments(inside: str, count: int, params: list[nn.Parameter], held: Tensor, per_node: int) -> list[Tensor]:
+    """Which elements of the whole model each fragment has, on all ranks of a node."""
+    if inside == "replicas":
+        length = -(-len(held) // per_node)
+        cuts = [
+            [range(i * length + s.start, min(i * length + s.stop, len(held))) for i in range(per_node)]
+            for s in slices(length, count)
+        ]
+        return [torch.tensor([at for cut in each for at in cut]) for each in cuts]
+    sizes = [(mine.numel(), p.numel()) for mine, p in zip(own(params), params, strict=True)]
+    mine = [held[s].tolist() for s in slices_alike(sizes, count)]
+    node = torch.distributed.get_rank() // per_node * per_node
+    ranks = total_world_size(mine)[node : node + per_node]
+    return [torch.tensor(sorted({at for rank in ranks for at in rank[i]})) for i in range(count)]
+
+
+def in_nodes(rank: int, c: CO2Config, inside: str, per_node: int, steps: list[int], save_at: int = 0, **how: Any):
+    """This rank's elements after every step and at the end, and of the reference. Node i takes steps[i] steps."""
+    mesh = node_mesh("cpu", per_node)
+    params, held = local_params(inside, mesh)
+    node, ranks = rank // per_node, torch.arange(4).view(-1, per_node, 1)
+    x = flat(local_params("replicas", mesh)[0]).expand(len(steps), -1).clone()
+    parts = of_fragments(inside, c.fragments, params, held, per_node)
+    assert sorted(at for part in parts for at in part.tolist()) == [*range(x.shape[1])], "each element in one fragment"
+    late = c.delay if isinstance(c.delay, int) else c.tau // c.fragments
+    refs = [
+        LateReference(x[:, part].clone(), c.tau, c.outer_lr, c.outer_momentum, c.gap, c.clip,
+                      delay=late, merge="keep_local", nesterov=c.nesterov)
+        for part in parts
+    ]  # fmt: skip
+    for i, one in enumerate(refs):
+        one.steps = c.tau - c.tau * i // c.fragments if i else 0
+    co2, ours, theirs = CO2(params, c, mesh=mesh, **how), [], []
+    for step in range(max(steps)):
+        moves = torch.tensor([step < its for its in steps]).double()[:, None]
+        x.sub_(moves * problems.LR * problems.gradient(x[:, None], ranks.double(), step).mean(1))
+        for part, one in zip(parts, refs, strict=True):
+            one.x.copy_(x[:, part])
+            one.local_step()
+            x[:, part] = one.x
+        if step >= steps[node]:
+            continue
+        problems.node_step(own(params), ranks[node, :, 0].tolist(), step)
+        co2.step()
+        ours.append(flat(own(params)))
+        theirs.append(x[node, held].clone())
+        if step + 1 == save_at:
+            state, kept = copy.deepcopy(co2.state_dict()), [t.clone() for t in own(params)]
+            co2.finish()
+            co2.close()
+            params, _ = local_params(inside, mesh)
+            co2 = CO2(params, c, mesh=mesh, **how)
+            for p, q in zip(own(params), kept, strict=True):
+                p.copy_(q)
+            co2.load_state_dict(state)
+    co2.finish()
+    co2.close()
+    for part, one in zip(parts, refs, strict=True):
+        one.x.copy_(x[:, part])
+        one.finish()
+        x[:, part] = one.x
+    return [*ours, flat(own(params))], [*theirs, x[node, held]]
+
+
+def apart(ours: list[Tensor], theirs: list[Tensor]) -> float:
+    """The largest difference on all ranks."""
+    return max(total_world_size(max((a - b).abs().max().item() for a, b in zip(ours, theirs, strict=True))))
+
+
+NODE_CASES = [
+    config(fragments=2, tau=8, outer_momentum=0.3, outer_lr=0.7),
+    config(fragments=8, tau=8),
+    config(fragments=3, delay=2, outer_momentum=0.3, gap="elementwise", clip=0.02),
+    config(fragments=3, delay=2, outer_momentum=0.3, gap="norm"),
+    config(fragments=2, delay="boundary", outer_momentum=0.5, outer_lr=0.7, nesterov=True, gap="norm"),
+    config(fragments=3, delay=0),
+]
+
+
+@pytest.mark.parametrize("per_node", [2, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "inside", ["replicas", pytest.param("shards", marks=pytest.mark.slow), "shards and plain tensors"]
+)
+@pytest.mark.parametrize("cases", [slice(2), pytest.param(slice(2, 6), marks=pytest.mark.slow)], ids=["few", "others"])
+@on_ranks(4, timeout=300)
+def test_nodes_equal_the_specification_after_every_step(rank: int, inside: str, per_node: int, cases: slice):
+    """Also where node 1 ends five steps earlier."""
+    for c in NODE_CASES[cases]:
+        for fewer in (0, 5):
+            steps = [STEPS - fewer * (node == 1) for node in range(4 // per_node)]
+            difference = apart(*in_nodes(rank, c, inside, per_node, steps))
+            assert difference < 1e-12, (c.fragments, c.delay, c.gap, fewer, difference)

@@ -7,7 +7,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.grid import LR, PER_NODE, PLACEMENTS, RANKS, SETTINGS, STEPS, Setting, Trained, gradient, run_cells, values
+from tests.core.grid import (
+    LR,
+    PER_NODE,
+    PLACEMENTS,
+    RANKS,
+    SETTINGS,
+    STEPS,
+    Setting,
+    Trained,
+    gradient,
+    run_cells,
+    values,
+)
 from tests.imports import ROOT
 from tests.problems import flat
 from tests.reference import LateReference
@@ -49,7 +61,7 @@ def difference(name: str, placement: str, ranks: list[Trained]) -> tuple[float, 
     return apart, moved
 
 
-FAST = ("nodes, DDP inside", "nodes, FSDP2 inside", "`shard=True` on nodes")
+FAST = ("nodes, DDP inside",)  # test_nodes.py compares the other two for some settings
 
 
 @pytest.mark.parametrize(

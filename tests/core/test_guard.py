@@ -21,9 +21,8 @@ STEPS, BAD, SPOILT_AT, JUMP_AT = 24, 1, 7, 20
 WAYS = {
     "paper": Settings(tau=3),
     "norm": Settings(tau=3, gap="norm", clip=None),
-    "interpolate": Settings(tau=3, merge="interpolate"),
-    "interpolate_late": Settings(tau=3, merge="interpolate", delay=2, gap="none", outer_momentum=0.3),
     "keep_local": Settings(tau=3, merge="keep_local", delay=1, gap="none"),
+    "keep_local_momentum": Settings(tau=3, merge="keep_local", delay=2, gap="none", outer_momentum=0.3),
     "keep_local_whole": Settings(tau=3, merge="keep_local", gap="none"),
     "blocking": Settings(tau=3, delay=0, gap="none"),
     "nesterov": Settings(tau=3, nesterov=True),

@@ -151,18 +151,6 @@ def test_a_resumed_reducer_goes_on_bit_for_bit(setting: Any, at: int):
         assert list(first.reducer.chosen) == list(second.reducer.chosen)
 
 
-def test_state_of_zeros_is_the_start():
-    for setting in SETTINGS[:5]:
-        used, fresh = built(*setting), built(*setting)
-        train(used, range(5))
-        for flat in state_of(used):
-            flat.zero_()
-        used.allreduce.restore(0, False)
-        for round in range(5):
-            train(used, range(round, round + 1)), train(fresh, range(round, round + 1))
-            assert torch.equal(used.buckets[0].payload, fresh.buckets[0].payload)
-
-
 def test_another_settings_checkpoint_is_refused_in_one_line():
     def co2(like: str) -> CO2:
         return CO2([torch.nn.Parameter(torch.ones(40, 30))], CO2Config(tau=1, compression=lgreco(like, first=1)))

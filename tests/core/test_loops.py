@@ -310,11 +310,8 @@ METHODS: dict[str, Callable[..., Any]] = {
     "shared by all": lambda params: CO2(params, PAPERS, shard=True),
     "local": lambda params: LocalSGD(params, TAU),
     "overlap": lambda params: OverlapLocalSGD(params, TAU),
-    "mixed at once": lambda params: CO2(
-        params, CO2Config(TAU, merge="interpolate", delay=0, gap="none", outer_momentum=0.3)
-    ),
 }
-LEFT_ALONE = ("the paper's", "local", "mixed at once")  # an evaluation does not change how these train
+LEFT_ALONE = ("the paper's", "local")  # an evaluation does not change how these train
 
 
 def asked(rank: int, world_size: int) -> dict[str, Any]:
@@ -353,7 +350,7 @@ def answers() -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_boundary_is_where_a_round_has_closed_and_a_model_is_called_one_where_it_is(answers: list[Any], name: str):
-    """Also in mid-round, and where a boundary mixes at once."""
+    """Also in mid-round."""
     zero, one = (of_rank[name] for of_rank in answers)
     assert zero["before"] is one["before"] is True
     assert zero["told"] == one["told"] == [(s % TAU == TAU - 1,) * 2 for s in range(STEPS)]
@@ -361,7 +358,7 @@ def test_a_boundary_is_where_a_round_has_closed_and_a_model_is_called_one_where_
         for (told, a), (theirs, b) in zip(zero[how], one[how], strict=True):
             assert told is theirs is torch.equal(a, b), how
     at_boundaries = [told for told, _ in zero["settled"][TAU - 1 :: TAU]]
-    assert all(at_boundaries) is (name not in ("merged later", "overlap", "mixed at once"))
+    assert all(at_boundaries) is (name not in ("merged later", "overlap"))
     assert torch.equal(zero["end"], one["end"]) and zero["closed"]
 
 

@@ -29,9 +29,8 @@ KEEP = replace(BASE, merge="keep_local", gap="none")
 def grid() -> list[Settings]:
     """Every merge and delay, with every penalty that goes with it."""
     late: list[dict[str, Any]] = [{"merge": "keep_local", "delay": d} for d in (1, 2, "boundary")]
-    late += [{"merge": "interpolate", "delay": 2}, {"merge": "interpolate", "mix": 0.2}]
     configs = [replace(BASE, gap=gap, **way) for way in late for gap in ("elementwise", "norm", "none")]
-    configs += [replace(BASE, gap="none", delay=0, merge=merge) for merge in ("restart", "interpolate", "keep_local")]
+    configs += [replace(BASE, gap="none", delay=0, merge=merge) for merge in ("restart", "keep_local")]
     return configs + [replace(KEEP, delay=2, clip=None), replace(KEEP, delay=2, gap="norm", clip=None)]
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from core import buckets as flats
 from core import outer
 from core.config import MERGES
-from core.outer import FusedOuterStep, OuterStep, Rule, interpolate, keep_local, make_outer_step
+from core.outer import FusedOuterStep, OuterStep, Rule, keep_local, make_outer_step
 from tests.reference import Reference
 
 
@@ -52,8 +52,6 @@ def test_norm_of_a_model_too_large_for_float32_accumulators():
         (outer.momentum(vector(10.0, 10.0), vector(4.0, 4.0), 0.5, vector(4.0)[0]), [6.0, 6.0]),
         (outer.clip_elements(vector(-3.0, -0.5, 2.0), 1.0), [-1.0, -0.5, 1.0]),
         (outer.outer_step(vector(1.0, 2.0), vector(4.0, -4.0), 0.5), [-1.0, 4.0]),
-        (interpolate(vector(4.0), vector(8.0), 0.25), [7.0]),
-        (interpolate(vector(4.0), vector(8.0), 1.0), [4.0]),
         (keep_local(vector(4.0), vector(8.0), vector(7.0)), [5.0]),
     ],
 )
@@ -110,7 +108,6 @@ def test_nothing_changes_its_arguments():
         lambda: outer.momentum(x, x, 0.5, x.abs()),
         lambda: outer.clip_elements(x, 1.0),
         lambda: outer.outer_step(x, x, 0.5),
-        lambda: interpolate(x, x, 0.5),
         lambda: keep_local(x, x, x),
         lambda: outer.nesterov(x, x, 0.5),
     ):
@@ -281,7 +278,6 @@ def after_run(rule: Rule) -> Callable[..., State]:
         next_x, wide = outer.outer_step(x, new, rule.alpha), p.to(x.dtype)
         merged = {
             "restart": next_x,
-            "interpolate": interpolate(next_x, wide, rule.share),
             "keep_local": keep_local(next_x, wide, snapshot),
         }
         next_d = x.to(p.dtype).to(x.dtype) - p if rule.takes_difference else d
@@ -304,7 +300,7 @@ def after_restart(where: bool | None) -> Callable[..., State]:
 
 def calls(device: str) -> dict[str, tuple[Callable[[Any], Any], Callable[..., State]]]:
     """Name -> (the call, what the state becomes)."""
-    landed = Rule(0.5, 0.5, 1.0, 1.0, 0.25, gap=torch.tensor(2.0, device=device), share=0.25)
+    landed = Rule(0.5, 0.5, 1.0, 1.0, 0.25, gap=torch.tensor(2.0, device=device))
     rules = {
         f"run {merge}, takes {takes}": replace(landed, merge=merge, takes_difference=takes)
         for merge in MERGES

@@ -108,12 +108,6 @@ def reached(wanted: dict[Path, set[Path]], start: Path) -> set[Path]:
     return found
 
 
-def test_a_circle_is_found():
-    a, b, c, d = map(Path, "abcd")
-    needs = {a: {b}, b: {c}, c: {b}, d: set[Path]()}
-    assert [file for file in needs if file in reached(needs, file)] == [b, c]
-
-
 def test_what_the_imports_mean():
     """A function of a package's file, a module of a package, and what `core` hands on are told apart."""
     named = {
@@ -185,21 +179,21 @@ def test_a_fresh_import_loads_nothing_of_the_harness():
 
 
 BUDGETS = {
-    "core": 9560,  # the files of the folder itself
+    "core": 9650,  # the files of the folder itself
     "core/compression": 1825,
     "core/doctor": 604,
     "core/elastic": 1509,
     "core/integrations": 1240,
     "core/testing": 225,
-    "training": 8101,
-    "language": 5549,
+    "training": 7875,
+    "language": 5383,
     "pointcloud": 1332,
     "segmentation": 1520,
     "vision": 1422,
-    "bench": 6043,
-    "results": 1620,
+    "bench": 4774,
+    "results": 1325,
     "examples": 630,
-    "tests": 39368,
+    "tests": 38814,
 }
 """Room -> the lines that its Python files may have. Cutting lowers a number; only a reason raises one."""
 

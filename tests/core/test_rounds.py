@@ -3,7 +3,6 @@
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,14 +12,12 @@ from torch import Tensor, nn
 
 import core.stats
 from core import CO2, CO2Config, LocalSGD, OverlapLocalSGD, UserError, make_method
-from core.local_update import SyncSchedule
 from core.methods import METHODS
 from core.stats import RoundClock, RoundStats, between, mark, ready
 from core.testing import run_distributed
 from tests import problems
-from tests.calls import Calls, calls_of
 from tests.on_ranks import alike, on_ranks, total_world_size
-from tests.problems import Settings, bare_co2, flat, refusal, sgd_step, small_net, take_steps
+from tests.problems import Settings, flat, refusal, sgd_step, take_steps
 from tests.quadratic import Quadratic
 from training.folder import Overlap
 
@@ -291,7 +288,6 @@ BASE = Settings(tau=4, gap="none", outer_lr=0.5, outer_momentum=0.2)
 WAYS: dict[str, dict[str, Any]] = {
     "outer": {},
     "at once": {"delay": 0},
-    "mix": {"merge": "interpolate", "delay": 1},
     "keep_local": {"merge": "keep_local", "delay": 2},
     "keep, a round late": {"merge": "keep_local"},
 }
@@ -340,72 +336,15 @@ def test_under_noise_it_is_what_the_theory_says(rank: int):
         )
 
 
-TAU, ROUNDS = 4, 5  # the checks of how it is used end before the last round
-CHANGES, FILES = 40, 10  # most of a boundary
-CALLS = 6  # most of a step that closes nothing
-
-
-def one_round(rank: int, world_size: int) -> list[Calls]:
-    """What each step of a round makes, its last one the boundary; a reduction lands and the next one is launched.
-    Without hooks, whose calls are their own."""
-    params = list(small_net().parameters())
-    co2 = bare_co2(params)
-    co2.sync_schedule = SyncSchedule(TAU)
-    counted: list[Calls] = []
-    for step in range(ROUNDS * TAU):
-        sgd_step(params, rank, step)
-        time.sleep(0.02 * world_size)  # what is in flight has landed by the round's last step
-        if step < (ROUNDS - 1) * TAU:
-            co2.step()
-        else:
-            counted.append(calls_of(co2.step))
-    co2.finish()
-    return counted
-
-
-@pytest.fixture(scope="module", params=[1, 2], ids=["alone", "two workers"])
-def calls(request: pytest.FixtureRequest) -> list[Calls]:
-    """Of one worker without a process group, or of the first of two."""
-    return one_round(0, 1) if request.param == 1 else run_distributed(one_round, 2)[0]
-
-
-def test_a_boundary_changes_file_seldom_and_visits_few(calls: list[Calls]):
-    assert calls[-1].changes <= CHANGES, calls[-1]
-    assert len(calls[-1].files) <= FILES, calls[-1]
-
-
-def test_a_step_that_closes_nothing_makes_few_calls(calls: list[Calls]):
-    for step in calls[:-1]:
-        assert len(step.made) <= CALLS, step
-
-
-def test_the_last_step_of_the_round_is_the_boundary(calls: list[Calls]):
-    """Else the limits would be kept by an action that does nothing."""
-    assert min(len(step.made) for step in calls[:-1]) > 0
-    functions = [function.rpartition(".")[2] for _, function in calls[-1].made]
-    assert "_close_round" in functions and "launch" in functions
-    assert not any("close_round" in function for step in calls[:-1] for _, function in step.made)
-
-
 def counted() -> Iterator[int]:
     yield 1
     yield 2
 
 
-def test_what_counts_as_a_call():
-    """Each of these is one: a function of another file, a generator with all its values, a function that asks for a
-    comprehension and a lambda."""
-    here = Path(__file__).parents[1]
-    calls = calls_of(lambda: (sgd_step([], 0, 0), list(counted()), sgd_step([], 0, 0)), here)
-    assert [function for _, function in calls.made] == ["sgd_step", "counted", "sgd_step"]
-    assert (calls.changes, calls.files) == (2, {"problems.py", "core/test_rounds.py"})
-
-
 HIDDEN = {
     "co2": CO2Config(tau=3),
     "keep_local": CO2Config(tau=3, merge="keep_local", delay=2, gap="none"),
-    "mix": CO2Config(tau=3, merge="interpolate", delay="auto"),
-    "mixed at the boundary": CO2Config(tau=3, merge="interpolate"),
+    "on arrival": CO2Config(tau=3, merge="keep_local", delay="auto", gap="none"),
 }
 ENDS: dict[str, Any] = {name: lambda p, c=c: CO2(p, c) for name, c in HIDDEN.items()} | {
     "shard": lambda p: CO2(p, CO2Config(tau=3), shard=True),
@@ -426,7 +365,7 @@ def test_a_last_step_saves_an_all_reduce_and_changes_nothing(rank: int):
             for steps in (6, 6 + 3 * rank, 5, 3):
                 for step in range(steps):
                     sgd_step(params, rank, step)
-                    if name == "mix":
+                    if name == "on arrival":
                         method.allreduce.drain()  # so that a mean is merged after the same step
                     method.step(last=says and step == steps - 1)
                 method.finish()

@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-import threading
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,8 +22,7 @@ from core.compression.formats import NARROW_FORMATS
 from core.compression.quantized import Quantized
 from core.config import MERGES
 from core.outer import OuterStep, Rule, make_outer_step
-from tests.core.test_outer import BETA, DTYPES, RULES, SHAPES, check, flat, make
-from tests.problems import Settings, odd_parameters, train_co2
+from tests.core.test_outer import BETA, DTYPES, RULES, SHAPES, flat, make
 from training.data import generator
 
 ROOT = Path(__file__).parents[2]
@@ -41,22 +39,13 @@ def on(device: str, rule: Rule) -> Rule:
 
 @devices
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_boundary_is_the_formulas(dtype: torch.dtype, device: str):
-    from core.outer_kernels import TritonOuterStep
-
-    for rule in RULES.values():
-        check(TritonOuterStep, dtype, rule, device)
-
-
-@devices
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_boundary_is_plain_bit_for_bit(dtype: torch.dtype, device: str):
     """But for what was seen, whose sums are taken in another order."""
     from core.outer_kernels import TritonOuterStep
 
     landed = [on(device, rule) for rule in RULES.values()]
     ways = [(m, takes) for m in MERGES for takes in (True, False)]
-    merged = [replace(landed[0], merge=m, takes_difference=takes, share=0.3) for m, takes in ways]
+    merged = [replace(landed[0], merge=m, takes_difference=takes) for m, takes in ways]
     scaled = replace(landed[0], scale=torch.tensor(1 / 3, device=device))
     for rule in (*landed, *merged, scaled, Rule()):
         results = []
@@ -275,39 +264,6 @@ def test_bytes_means_and_errors_are_the_plain_codecs(compression, dtype, feedbac
         if a.dtype == torch.uint8:  # a scale of -0.0
             differ = [(i, j) for i, j in differ if a[i, j - 3 : j + 1].tolist() not in ZEROS]
         assert not differ, f"tensor {number}: {differ[:5]}"
-
-
-@pytest.mark.triton
-@pytest.mark.parametrize(
-    "way",
-    [
-        {},
-        {"delay": 0, "gap": "none"},
-        {"delay": 1, "merge": "keep_local", "gap": "norm", "compression": "int4"},
-        {"delay": 1, "merge": "interpolate", "gap": "none", "compression": "bfloat16"},
-        {"merge": "interpolate", "mix": 0.3, "compression": "int8"},
-    ],
-    ids=str,
-)
-def test_co2_trains_as_with_the_plain_passes(way: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
-    from triton.runtime.interpreter import GridExecutor
-
-    call, lock = GridExecutor.__call__, threading.Lock()
-
-    def one_by_one(*args: Any, **kwargs: Any) -> None:
-        with lock:  # the interpreter is one for all threads, and a wire format encodes in its own
-            call(*args, **kwargs)
-
-    monkeypatch.setattr(GridExecutor, "__call__", one_by_one)
-    results = []
-    for made, kernels in ((lambda *flats, start=0, nesterov: OuterStep(*flats), False), (make_outer_step, True)):
-        for module in (quantized, outer):
-            monkeypatch.setattr(module, "has_triton", lambda device, here=kernels: here)
-        monkeypatch.setattr(outer, "make_outer_step", made)
-        settings = Settings(tau=2, outer_momentum=0.4, outer_lr=0.5, clip=0.1, **way)
-        results.append(train_co2(odd_parameters(), 0, 7, settings))
-    for plain, ours in zip(*results, strict=True):
-        torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-12)
 
 
 def reduction_launches(compression: Any, numel: int, workers: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:

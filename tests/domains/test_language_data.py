@@ -230,10 +230,6 @@ def test_token_files_that_cannot_be_right_are_named(tmp_path):
             load_corpus(broken)
     whole = {"vocab_size": 5, "dtype": "uint16", "eot": 4, "pad": None, "mask": None}
     whole |= {"train": {"tokens": 1}, "val": {"tokens": 1}}
-    for wrong in ({"dtype": "O"}, {"dtype": 3}, {"vocab_size": 5.5}, {"vocab_size": -1}, {"eot": 5}, {"mask": "x"}):
-        (broken / "meta.json").write_text(json.dumps(whole | wrong))
-        with pytest.raises(UserError, match=rf"meta\.json has {next(iter(wrong))}=.*: run `python -m"):
-            load_corpus(broken)
     (broken / "meta.json").write_text(json.dumps(whole))
     for content in ("{}", "[]", "", "{", "[" * 100_000, "\0"):
         (broken / "tokenizer.json").write_text(content)

@@ -1,10 +1,7 @@
 """Model sizes, linear attention, weight decay, metrics, generated text; what runs are made of, a step's gradient."""
 
 import math
-import sys
-import types
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -28,10 +25,9 @@ from language.metrics import (
     token_loss,
 )
 from language.model import build_model, decay_groups, is_causal
-from language.recipe import LanguageRecipe
 from language.recipes import RECIPES, gpt2_pydoc_small, roberta_pydoc_small
 from language.train import backward, make_model, make_objective
-from language.transnormer import LRPE, check_attention, chunked_attention, decay_slopes, fla_attention
+from language.transnormer import LRPE, chunked_attention, decay_slopes
 from training.optim import lr_factor
 from training.run import Run
 
@@ -97,38 +93,6 @@ def test_chunked_attention_equals_its_definition_and_so_do_its_gradients(time, c
     weight = torch.randn_like(chunked)
     ours, theirs = (torch.autograd.grad((out * weight).sum(), inputs) for out in (chunked, defined))
     torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
-
-
-def test_flash_linear_attention_is_given_its_own_layout_and_decay(monkeypatch: pytest.MonkeyPatch):
-    """Against a stand-in that does what its documentation says: [batch, time, heads, d], g_gamma a head's log decay."""
-
-    def chunk_simple_gla(q, k, v, g=None, g_gamma=None, scale=None):
-        assert g is None and all(t.is_contiguous() for t in (q, k, v))
-        state, out = 0.0, []
-        for t in range(q.shape[1]):
-            state = g_gamma.exp()[:, None, None] * state + torch.einsum("bhk,bhv->bhkv", k[:, t], v[:, t])
-            out.append(scale * torch.einsum("bhk,bhkv->bhv", q[:, t], state))
-        return torch.stack(out, dim=1), None
-
-    module = types.ModuleType("fla.ops.simple_gla")
-    module.chunk_simple_gla = chunk_simple_gla
-    monkeypatch.setitem(sys.modules, "fla", types.ModuleType("fla"))
-    monkeypatch.setitem(sys.modules, "fla.ops", types.ModuleType("fla.ops"))
-    monkeypatch.setitem(sys.modules, "fla.ops.simple_gla", module)
-    query, key = torch.randn(2, 2, 3, 20, 4, dtype=torch.float64)
-    value, slope = torch.randn(2, 3, 20, 5, dtype=torch.float64), torch.tensor([0.9, 0.3, 0.01], dtype=torch.float64)
-    ours = chunked_attention(query, key, value, slope, 8)
-    torch.testing.assert_close(fla_attention(query, key, value, slope), ours)
-
-
-def test_flash_linear_attention_that_cannot_be_used_is_refused():
-    with pytest.raises(UserError, match="linear_attention=fla needs a GPU, and this runs on cpu: add"):
-        check_attention("fla", torch.device("cpu"))
-    if find_spec("fla") is None:
-        with pytest.raises(UserError, match="flash-linear-attention is not installed: pip install"):
-            check_attention("fla", torch.device("cuda"))
-    with pytest.raises(UserError, match="linear_attention=fla is TransNormer's, not gpt2_tiny's: leave it out"):
-        LanguageRecipe(linear_attention="fla")
 
 
 def test_chunked_attention_stays_finite_over_long_sequences():

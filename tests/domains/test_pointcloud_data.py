@@ -248,21 +248,6 @@ def test_a_file_listed_but_absent_is_named(shapenet55: Path):
         load_source("shapenet55", "test")
 
 
-def test_corrupt_modelnet10_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("CO2_DATA", str(tmp_path))
-    path = tmp_path / "modelnet10_1024_fp16.npz"
-    path.write_bytes(b"PK\x03\x04 cut short")
-    with pytest.raises(UserError, match=f"{path} cannot be read"):
-        load_source("modelnet10", "train")
-    np.savez(path, x_train=np.zeros((1, 4, 3)))
-    with pytest.raises(UserError, match="y_train"):
-        load_source("modelnet10", "train")
-    broken = np.stack([random_cloud(0), with_value(np.nan)])
-    np.savez(path, x_train=broken, y_train=np.zeros(2, dtype=int), cls=np.array(["chair"]))
-    with pytest.raises(UserError, match=r"modelnet10_1024_fp16.npz, x_train\[1\]: 1 of 64"):
-        PointClouds(load_source("modelnet10", "train"), 64)[0, 0, 1]
-
-
 # -- analytic surfaces: every point lies on its surface, and equal areas get equal shares -----------------------------
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 import language.lengths.ring
 from core import UserError
 from core.testing import run_distributed
-from language.lengths.plan import GRAIN, Island, bundled, layer_seconds, plan
+from language.lengths.plan import Island, layer_seconds, plan
 from language.lengths.ring import Shares, flash, flash_backward, ring_attention
 
 # -- which ranks hold which document ----------------------------------------------------------------------------------
@@ -55,17 +55,6 @@ def test_every_document_has_a_ring_and_work_is_even(number: int):
     assert all(ring and ring == tuple(sorted(set(ring))) and set(ring) <= set(range(8)) for ring in rings)
     share = sum(map(ISLAND.whole, lengths)) / ISLAND.size
     assert layer_seconds(lengths, rings, ISLAND) <= 1.02 * share + 1e-3
-
-
-def test_documents_that_cost_little_are_placed_in_bundles():
-    lengths = documents(10_000).diff().tolist()
-    items = bundled(lengths, ISLAND)
-    assert sorted(i for item in items for i in item.documents) == list(range(10_000))
-    grain = GRAIN * sum(map(ISLAND.whole, lengths)) / ISLAND.size
-    costs = [sum(ISLAND.whole(lengths[i]) for i in item.documents) for item in items]
-    assert len(items) < 2000
-    for item, cost in zip(items, costs, strict=True):
-        assert item.whole if cost <= grain else len(item.documents) == 1
 
 
 def planned_on(rank: int, world_size: int) -> list[tuple[int, ...]]:
@@ -276,17 +265,3 @@ def test_every_exchange_travels_under_a_block():
     backward += "post gradients, block, wait gradients"  # the last block is that of the rank's own document
     for found in run_distributed(events, 3):
         assert [", ".join(log) for log in found] == [forward, backward]
-
-
-def messages(rank: int, ranks: int) -> list[int]:
-    """How many messages each exchange of a rank has, sent and received."""
-    shares, counts = Shares(ends([60, 5, 40]), [(0, 1), (1, 0), (0, 1)]), []
-    start = dist.batch_isend_irecv
-    language.lengths.ring.dist.batch_isend_irecv = lambda ops: counts.append(len(ops)) or start(ops)
-    q, k, v = (torch.randn(len(shares.indices), 1, 8, requires_grad=True) for _ in range(3))
-    ring_attention(q, k, v, shares).sum().backward()
-    return counts
-
-
-def test_documents_between_two_ranks_are_one_message():
-    assert run_distributed(messages, 2) == [[2, 2, 2]] * 2  # keys and values twice, and their gradients

@@ -283,9 +283,6 @@ def test_a_nodes_workers_share_statistics(two: list[dict[str, Any]]) -> None:
         assert all(f["layers"] > 20 and f["error"] < 1e-3 for f in result["sync_bn"])
 
 
-# -- SyncBN on four workers, two a node -------------------------------------------------------------------------------
-
-
 # -- on four workers, two a node ----------------------------------------------------------------------------------
 
 

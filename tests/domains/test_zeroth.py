@@ -17,7 +17,6 @@ from core import CollectiveError, DivergedError, UserError
 from core.testing import run_distributed
 from language.zeroth import ScalarLog, ZerothConfig, ZerothOrder
 from language.zeroth.order import CHUNK, Noise, Place, digest
-from training.data import mix
 
 CPU = torch.device("cpu")
 SAMPLES = 12  # of a step, over all workers
@@ -184,8 +183,6 @@ def test_noise_is_free_of_order_and_can_be_sliced():
     correlation = torch.corrcoef(drawn) - torch.eye(len(drawn))
     assert correlation.abs().max() < 0.15
     assert abs(float(pieces[0].mean())) < 0.005 and abs(float(pieces[0].var()) - 1) < 0.01
-    assert mix(0, 1, 2) == 8427206145701047172, "logs that were saved are replayed with it"
-    assert len({mix(0, i) for i in range(1000)} | {mix(i, 0) for i in range(1, 1000)}) == 1999
 
 
 def test_a_tensor_of_several_chunks_is_perturbed_and_updated_as_a_whole():
@@ -295,9 +292,6 @@ def calls_of(model: nn.Module) -> tuple[list[str], int]:
 def test_a_step_sends_three_numbers_to_each_worker_in_one_collective():
     for found in run_distributed(collectives_of_a_step, 4):
         assert found == [(["torch.float64 (4, 3)"] * 3, 3 * 24)] * 2
-
-
-# -- what is refused, and what is changed while it measures -----------------------------------------------------------
 
 
 # -- what is refused, and what is changed while it measures ---------------------------------------------------------
@@ -422,9 +416,6 @@ def one_leaves(rank: int, world_size: int) -> str:
 def test_a_worker_that_is_gone_is_named():
     text = run_distributed(one_leaves, 2, expect_death=(1,))[0]
     assert text.startswith("rank 0: the scalars of step 0 did not come; no answer from rank 1")
-
-
-# -- resuming and replaying -------------------------------------------------------------------------------------------
 
 
 # -- resuming and replaying -----------------------------------------------------------------------------------------

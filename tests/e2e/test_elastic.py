@@ -55,13 +55,11 @@ def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str], se
     [
         VISION,
         (*VISION, "--co2.compression.format", "int4"),
-        ("segmentation.train", "digits_small", "--batch_size", "12"),
-        ("pointcloud.train", "surfaces_small", "--batch_size", "12"),
         ("language.train", "gpt2_pydoc_small", "--batch_size", "6"),
     ],
-    ids=["vision", "int4", "segmentation", "pointcloud", "language"],
+    ids=["vision", "int4", "language"],
 )
-def test_every_task_goes_on_and_takes_a_worker_back(of: tuple[str, ...], tmp_path: Path):
+def test_a_run_goes_on_and_takes_a_worker_back(of: tuple[str, ...], tmp_path: Path):
     process = start(tmp_path, 1, "--epochs", "400", of=of)
     wait_until(lambda: len(lines(tmp_path)) > 10, process)
     os.kill(children(process)["1"], signal.SIGKILL)

@@ -13,7 +13,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import Tensor, nn
 
 from core import UserError
-from core.methods import METHODS, DiLoCoConfig
 from core.testing import run_distributed
 from language import train as script
 from language.data import open_corpus
@@ -115,13 +114,6 @@ def check_learning(folder: Path, losses: dict[str, list[float]], methods: tuple[
 
 def test_two_methods_learn_on_two_workers(folder: Path, losses: dict[str, list[float]]):
     check_learning(folder, losses, ("ddp", "co2"))
-
-
-@pytest.mark.slow
-def test_each_method_learns_on_two_workers(tmp_path: Path):
-    short = {"diloco": DiLoCoConfig(outer_momentum=0.4)}  # 0.9 is for many more rounds
-    jobs = {method: {"method": method, "epochs": 5} | short for method in METHODS}
-    check_learning(tmp_path, run_distributed(train_in_process, 2, str(tmp_path), jobs, timeout=240)[0], METHODS)
 
 
 @pytest.mark.slow

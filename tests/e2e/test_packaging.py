@@ -141,14 +141,6 @@ def test_make_lists_each_target_in_its_group_and_ci_runs_them():
     assert entries == [check.removesuffix(" .").removesuffix(" --check") for check in checks]
 
 
-def test_citation_is_of_the_paper_that_the_readme_names():
-    paper = yaml.safe_load((ROOT / "CITATION.cff").read_text())["preferred-citation"]
-    author, readme = paper["authors"][0]["family-names"], (ROOT / "README.md").read_text()
-    assert f"[{author} et al., {paper['collection-title']} {paper['year']}]({paper['url']})" in readme
-    assert paper["url"].endswith(paper["identifiers"][0]["value"].removeprefix("arXiv:"))
-    assert "](CITATION.cff)" in readme
-
-
 SLOW_TO_IMPORT = {
     "torchvision", "timm", "mmseg", "mmengine", "mmcv", "transformers", "tokenizers", "tensorboard", "scipy", "sklearn",
     "matplotlib", "cv2", "PIL", "sympy", "torch.distributed.tensor", "torch._dynamo", "torch.utils.tensorboard",

@@ -3,7 +3,6 @@
 import importlib
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -141,19 +140,6 @@ def test_values_of_other_types_are_damage(tmp_path: Path, wrong: Any):
     assert "Not counted" in told and "Commits: " in told
 
 
-def test_names_of_several_lines_are_told_in_one(tmp_path: Path):
-    """What a run folder is called, or holds, makes no line and no colour of its own."""
-    for name in ("a\n| ResNet-50 | co2 | 48 | 128 |", "b\x1b[31m", "c\u2028d", "\udcff"):
-        resnet50(tmp_path / name, 0.75, epochs=3)
-    resnet50(tmp_path / "good", 0.75)
-    edit(tmp_path / "good", lambda config: config.update(commit="abc\n# none\x1b"))
-    lines = collected(tmp_path)
-    assert all(line.isprintable() for line in lines)
-    assert f"Not counted: {tmp_path}/a\\n| ResNet-50 | co2 | 48 | 128 |: epochs=3 in place of 90." in lines
-    assert f"Not counted: {tmp_path}/b\\x1b[31m: epochs=3 in place of 90." in lines
-    assert "Commits: abc\\n# none\\x1b." in lines
-
-
 def test_a_run_older_than_a_field_had_its_default(tmp_path: Path):
     """What the recipe itself sets otherwise by now is a departure still."""
     make_run(tmp_path / "vit", "vision", "imagenet_vit_base", results={"test_top1": 0.8})
@@ -209,14 +195,6 @@ def test_a_run_without_the_penalty_goes_to_its_own_row(tmp_path: Path):
     assert "| without | co2 | 48 | 64 | 512 | 1 | 20.00 | 1,024.0 | 10.0% | 7.56 |" in lines
     assert "| with | co2 | 48 | 64 | 512 | 1 | 10.00 | 1,024.0 | 10.0% | 7.39 |" in lines
     assert any("| 10.00 |" in line for line in collected(tmp_path, "gpt2")), "the same run is a row of another table"
-
-
-def test_stand_ins_have_a_table_of_their_own_without_the_papers_values(tmp_path: Path):
-    make_run(tmp_path / "a", "vision", "digits_small", workers=4, results={"test_top1": 0.9})
-    lines = collected(tmp_path, "imagenet")
-    assert "| ResNet-50: digits_small | co2 | 6 | 4 | 64 | 1 | 90.00 |" in lines
-    assert "| ViT-Base: digits_vit | co2 |  |  |  |  | not run |" in lines
-    assert "| ResNet-50 | co2 |  |  |  |  | not run |  |  | 77.14 ± 0.09 |" in lines
 
 
 def kept_in(out: Path, names: list[str], folder: Path) -> str:
@@ -278,9 +256,6 @@ def test_the_first_steps_do_not_count_in_the_throughput(tmp_path: Path):
     (tmp_path / "a" / "metrics.jsonl").write_text(json.dumps(lines[0]))
     run = read_run(tmp_path / "a")
     assert not isinstance(run, str) and run.results["samples_per_second"] == 2 * 8192
-
-
-# -- the rows ---------------------------------------------------------------------------------------------------------
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -528,29 +503,22 @@ ROW = "for row 'ResNet-50', method ddp"
     ("arguments", "message"),
     [
         (["imagnet", "--dry-run"], "table 'imagnet' does not exist; did you mean imagenet?"),
-        (["xyz"], "table 'xyz' does not exist; `python reproduce.py list` names them"),
         (
             ["imagenet", "--rows", "ResNet-5"],
             "--rows ResNet-5: not in imagenet, which has ResNet-50, ResNet-50 ",
         ),
-        (["imagenet", "--methods", "co3"], "--methods co3: not in imagenet, which has co2, ddp,"),
         (["imagenet", "--methods", "diloco"], "imagenet has no row with --rows '' and --methods 'diloco'"),
         (["imagenet", "--seeds", "a"], "--seeds a: give numbers up to 1000000000, such as 0,1"),
         (["imagenet", "--", "--seed", "3"], "--seed behind --: reproduce.py chooses it itself, see --seeds"),
-        (["imagenet", "--", "epochs", "3"], "'epochs' behind --: give options of the train script"),
         (
             ["imagenet", "--", "--epochss", "3"],
             f"behind --: vision.train, {ROW}: Unrecognized options: --epochss, 3 Per",
         ),
-        (["imagenet", "--", "--epochss", "3"], "Perhaps you meant: --epochs INT"),
-        (["imagenet", "--local", "--", "--batch_size=x"], "method ddp: Error parsing --batch_size: invalid literal"),
-        (["imagenet", "--dry-run", "--", "--epochs", "0"], "method ddp: Error parsing VisionRecipe: epochs=0:"),
         (
             ["imagenet", "--methods", "ddp", "--", "--co2.outer_lr", "0.5"],
             f"{ROW}: co2.outer_lr=0.5 is method co2's own",
         ),
         (["--collect", "nowhere"], "--collect nowhere: no such folder; name"),
-        (["--collect", str(ROOT / "slurm")], "no run folder in it, at any depth"),
         (["gap"], "no sbatch here: --dry-run prints the lines"),
         (["throughput", "--local"], "throughput has no stand-ins: it needs a cluster"),
     ],
@@ -569,27 +537,6 @@ def test_jobs_are_submitted_with_their_environment(told: Told, sbatch: Any, tmp_
     jobs = (tmp_path / "jobs").read_text().splitlines()
     assert jobs[0].startswith("48 1 --nodes=1 --job-name=") and jobs[0].endswith(" slurm/gpt2_a100.sh --epochs 1")
     assert [job.split()[0] for job in jobs] == ["48"] * 6 + ["12"]
-
-
-@pytest.mark.slow
-def test_a_reader_that_has_seen_enough_ends_it_without_a_traceback():
-    text = "from training.script import launch; launch(lambda: [print('x' * 100) for _ in range(20000)])"
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-c", text], cwd=ROOT, text=True, **pipes) as process:
-        assert process.stdout and process.stderr
-        process.stdout.readline()
-        process.stdout.close()
-        assert process.wait(timeout=60) == 0 and process.stderr.read() == ""
-
-
-def test_another_batch_than_the_recipes_is_told_in_one_line():
-    by_method = {row.method: row for row in TABLES["gpt2"].rows if row.label == "GPT-2 Small"}
-    said = "# GPT-2 Small, co2: batch 512, for the recipe's 480 does not divide by 64 GPUs"
-    assert reproduce.batch_note(by_method["co2"], "a100", {}) == said
-    assert reproduce.batch_note(by_method["co2"], "a100", {"batch_size": "640"}) == ""
-    row = next(row for row in TABLES["imagenet"].rows if row.recipe == "imagenet_resnet50")
-    assert reproduce.batch_note(row, "a100", {}) == "" and "batch 8160" in reproduce.batch_note(row, "3090", {})
-    assert reproduce.batch_note(TABLES["throughput"].rows[0], "a100", {}) == "", "the row's own"
 
 
 # -- --local: the small runs that stand for the rows ------------------------------------------------------------------

@@ -9,7 +9,6 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from core import CO2Config
-from core.methods import METHODS
 from core.testing import run_distributed
 from segmentation import train as script
 from segmentation.data import build_dataset
@@ -37,10 +36,6 @@ def train_in_process(rank: int, world_size: int, folder: str, jobs: dict[str, di
     return {name: logged(Path(folder, name)) for name in jobs}
 
 
-SHORT = {"method": "co2", "epochs": 1}
-JOBS = {"ddp": {"method": "ddp"}, "a": SHORT, "b": SHORT, "c": SHORT | {"seed": 1}}
-
-
 @pytest.fixture(scope="module")
 def losses(folder: Path) -> dict[str, list[float]]:
     """The training losses with CO2, of a pair of workers."""
@@ -56,19 +51,6 @@ def check_learning(folder: Path, losses: dict[str, list[float]], methods: tuple[
 
 def test_two_workers_learn(folder: Path, losses: dict[str, list[float]]):
     check_learning(folder, losses, ("co2",))
-
-
-@pytest.mark.slow
-def test_another_method_learns_and_equal_seeds_give_equal_runs(tmp_path: Path):
-    losses = run_distributed(train_in_process, 2, str(tmp_path), JOBS, timeout=300)[0]
-    check_learning(tmp_path, losses, ("ddp",))
-    assert losses["a"] == losses["b"] != losses["c"]
-
-
-@pytest.mark.slow
-def test_each_method_learns_on_two_workers(tmp_path: Path) -> None:
-    jobs = {method: {"method": method, "epochs": 5} for method in METHODS}
-    check_learning(tmp_path, run_distributed(train_in_process, 2, str(tmp_path), jobs, timeout=600)[0], METHODS)
 
 
 @pytest.mark.usefixtures("losses")

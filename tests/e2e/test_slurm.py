@@ -129,12 +129,6 @@ def start(script: str, env: dict[str, str], *options: str) -> subprocess.Popen[s
     return subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-# -- the scripts themselves -------------------------------------------------------------------------------------------
-
-
-# -- the scripts themselves ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_it_asks_for_its_cluster_for_a_log_and_for_a_signal_before_the_end(script: str):
     asked, cluster = directives(script), Path(script).stem.split("_")[1]
@@ -227,29 +221,6 @@ def test_nodes_are_workers_when_asked_for(tmp_path: Path):
     assert parse(recipes_of("slurm/gpt2_3090.sh"), arguments).per_node == 0
 
 
-@pytest.mark.parametrize(
-    ("script", "recipe", "said"),
-    [
-        ("gpt2_a100", "gpt2_small_owt", "batch 512 over all GPUs, not the recipe's, which does not divide"),
-        ("gpt2_3090", "gpt2_small_wikitext103", "batch 240 over all GPUs, not the recipe's"),
-        ("gpt2_3090", "gpt2_medium_zo_owt", "batch 480 over all GPUs, not the recipe's"),
-        ("finetune_a100", "prompts", "batch 128 over all GPUs, not the recipe's"),
-        ("gpt2_3090", "gpt2_small_owt", ""),
-        ("gpt2_a100", "gpt2_medium_zo_owt", ""),
-        ("vision_a100", "imagenet_resnet50", ""),
-    ],
-)
-def test_another_batch_than_the_recipes_is_told_in_one_line(script: str, recipe: str, said: str, tmp_path: Path):
-    env = install(tmp_path, torchrun=SAY) | {"RECIPE": recipe}
-
-    def told(**more: str) -> list[str]:
-        process = start(f"slurm/{script}.sh", env | more)
-        return [line for line in process.communicate(timeout=60)[0].splitlines() if line.startswith("batch ")]
-
-    assert [said in line for line in told()] == ([True] if said else [])
-    assert not told(BATCH_SIZE="640"), "asked for"
-
-
 def test_variables_and_options_change_the_run(tmp_path: Path):
     changes = {"RECIPE": "digits_small", "METHOD": "slowmo", "TAU": "24", "BATCH_SIZE": "128", "SEED": "3", "OUT": "x"}
     _, _, arguments = torchruns_line("slurm/vision_a100.sh", tmp_path, "--epochs", "2", **changes)
@@ -311,9 +282,6 @@ def test_a_script_that_cannot_run_says_why(change: dict[str, str], message: str,
     how = {"capture_output": True, "text": True, "timeout": 60}
     result = subprocess.run(["bash", "slurm/vision_a100.sh"], cwd=ROOT, env=env, **how)
     assert result.returncode != 0 and message in result.stderr and not (tmp_path / "arguments").exists()
-
-
-# -- at a signal, and at a run's end ----------------------------------------------------------------------------------
 
 
 # -- signals ------------------------------------------------------------------------------------------------------
@@ -477,33 +445,6 @@ def test_its_torchrun_line_runs_with_the_small_recipe(script: str, tmp_path: Pat
     assert f'"name": "{small}"' in result.stdout and "2 workers of" in result.stdout
 
 
-@pytest.mark.slow
-def test_a_run_is_stopped_requeued_and_resumed(tmp_path: Path):
-    """As at the time limit: SIGUSR1 to the batch script, a checkpoint, the queue, and on from there to the end."""
-    run, options = tmp_path / "run", ("--device", "cpu", "--log_every", "2", "--checkpoint_every", "0")
-    env = install(tmp_path) | {"RECIPE": "digits_small", "TAU": "6", "BATCH_SIZE": "", "OUT": str(run)}
-    job = start("slurm/vision_3090.sh", env, *options, "--epochs", "60")
-    wait_for(run / "metrics.jsonl", job)
-    while len((run / "metrics.jsonl").read_text().splitlines()) < 20:
-        assert job.poll() is None, job.communicate()[0]
-        time.sleep(0.1)
-    job.send_signal(signal.SIGUSR1)
-    text, _ = job.communicate(timeout=120)
-    assert job.returncode == 0 and (tmp_path / "requeued").read_text() == "17\n", text
-    stopped = json.loads((run / "summary.json").read_text())
-    assert stopped["stopped_by_signal"] == signal.SIGUSR1 and 0 < stopped["steps"] < 60 * 22
-
-    epochs = stopped["steps"] // 22 + 2
-    job = start("slurm/vision_3090.sh", env, *options, "--epochs", str(epochs), "--extend")
-    text, _ = job.communicate(timeout=240)
-    assert job.returncode == 0 and (tmp_path / "requeued").read_text() == "17\n", f"not once more: {text}"
-    finished = json.loads((run / "summary.json").read_text())
-    assert finished["steps"] == 22 * epochs and "stopped_by_signal" not in finished
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    steps = [row["step"] for row in rows if "train_loss" in row]
-    assert steps == sorted(set(steps)), "no step is trained twice"
-
-
 # -- workers in a container, which a script plays: it begins in /, in its own environment -----------------------------
 
 
@@ -614,18 +555,6 @@ def test_a_missing_virtual_environment_is_one_line_with_the_remedies(tmp_path: P
     assert "error: no /nowhere/bin/activate: run make setup, or set VENV, CONDA_ENV or CONTAINER" in ended.stderr
 
 
-@pytest.mark.slow
-def test_the_real_torchrun_trains_from_the_containers_root(tmp_path: Path):
-    small = {"RECIPE": "digits_small", "BATCH_SIZE": "", "CO2_DATA": str(tmp_path)}
-    env = in_container(tmp_path, CONTAINER=str(tmp_path / "co2.sqsh"), **small)
-    (tmp_path / "image" / "torchrun").unlink()
-    (tmp_path / "image" / "torchrun").symlink_to(Path(sys.executable).parent / "torchrun")
-    command = ["bash", "slurm/vision_a100.sh", "--device", "cpu", "--epochs", "1"]
-    ended = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert json.loads((tmp_path / "runs" / "a" / "summary.json").read_text())["steps"] == 22
-
-
 # -- what the images are made of ----------------------------------------------------------------------------------
 
 IMAGES = ROOT / "slurm" / "containers"
@@ -661,27 +590,3 @@ def test_both_images_are_made_alike_from_constraints():
     assert ["ENV", "NVIDIA_VISIBLE_DEVICES=all", "NVIDIA_DRIVER_CAPABILITIES=compute,utility"] in rest
     assert ["ENV", "MELLANOX_VISIBLE_DEVICES=all"] in rest
     assert ["ENV", "PYTHONNOUSERSITE=1"] in rest and sections["environment"][0][:2] == ["export", "PYTHONNOUSERSITE=1"]
-
-
-def test_their_steps_install_what_constraints_says_and_what_the_scripts_call(tmp_path: Path):
-    """Run with stand-ins for all programs. The build fails where pip does, or torch has no CUDA."""
-    steps = IMAGES / "install.sh"
-    subprocess.run(["bash", "-n", steps], check=True, timeout=60)
-    for name in ("apt-get", "rm", "python"):
-        (tmp_path / name).write_text(f'#!/bin/bash\necho {name} "$@" >> {tmp_path}/ran\n[[ "$*" != *"$FAILS"* ]]\n')
-        (tmp_path / name).chmod(0o755)
-
-    def install_with(fails: str) -> tuple[int, list[str]]:
-        (tmp_path / "ran").unlink(missing_ok=True)
-        env = {"PATH": str(tmp_path), "FAILS": fails}
-        ended = subprocess.run(["/bin/sh", steps, "/opt/co2/constraints.txt"], env=env, timeout=60)
-        return ended.returncode, (tmp_path / "ran").read_text().splitlines()
-
-    status, ran = install_with("nothing")
-    assert status == 0
-    packages = {"procps", "numactl", "g++", "git", "libgl1", "libglib2.0-0", "libibverbs1", "ibverbs-providers"}
-    assert packages <= set(ran[1].split())
-    (pip,) = [line for line in ran if "pip install" in line]
-    assert pip.endswith("--requirement /opt/co2/constraints.txt")
-    for fails in ("update", "pip install", "torch.version.cuda", "libibverbs.so.1", "import cv2"):
-        assert install_with(fails)[0] != 0, fails

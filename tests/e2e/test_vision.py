@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
 
@@ -63,7 +61,6 @@ def train_all(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     return {
         "losses": train_in_process(rank, world_size, folder, JOBS["ddp"] | SEEDS),
         "auto": with_auto(rank, world_size, f"{folder}/auto"),
-        "stopped": stopped_and_resumed(rank, world_size, f"{folder}/stopped"),
     }
 
 
@@ -147,23 +144,6 @@ def wait_for_it(folder: Path, runs: Callable[[], bool], said: Callable[[], str])
         time.sleep(0.05)
 
 
-def interrupt_once_it_trains(folder: Path) -> None:
-    wait_for_it(folder, lambda: True, lambda: "it does not train")
-    os.kill(os.getpid(), signal.SIGINT)
-
-
-def stopped_and_resumed(rank: int, world_size: int, folder: str) -> tuple[dict, list[str]]:
-    """As Ctrl-C ends the script, without torchrun around the workers; then to its end. What the first has left."""
-    threading.Thread(target=interrupt_once_it_trains, args=(Path(folder),), daemon=True).start()
-    on_worker(rank, world_size, Path(folder), "--epochs", "60", "--log_every", "2")
-    dist.barrier()
-    end, names = left_by(Path(folder))
-    dist.barrier()
-    epochs = str(end["steps"] // STEPS + 1)
-    on_worker(rank, world_size, Path(folder), "--resume", "--extend", "--epochs", epochs)
-    return end, names
-
-
 def left_by(folder: Path) -> tuple[dict, list[str]]:
     """The summary of a run that was stopped, and the files of its newest checkpoint, by their paths."""
     newest = max((folder / "checkpoints").glob("step*"))
@@ -184,30 +164,11 @@ def check_the_end(folder: Path, stopped: int) -> None:
     assert steps == sorted(set(steps)), "no step is trained twice"
 
 
-@pytest.mark.slow
-def test_a_signal_to_each_worker_saves_and_resume_finishes(folder: Path, trained: list[dict[str, Any]]):
-    end, names = trained[0]["stopped"]
-    check_the_stop(end, names)
-    check_the_end(folder / "stopped", end["steps"])
-
-
 def interrupt(folder: Path, method: str) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += [
-        "-m",
-        "vision.train",
-        "digits_small",
-        "--device",
-        "cpu",
-        "--out",
-        str(folder),
-        "--epochs",
-        "60",
-        "--method",
-        method,
-    ]
+    command += ["-m", "vision.train", "digits_small", "--device", "cpu", "--out", str(folder), "--epochs", "60"]
     out = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    process = subprocess.Popen([*command, "--log_every", "2"], cwd=ROOT, env=ENV, **out)
+    process = subprocess.Popen([*command, "--method", method, "--log_every", "2"], cwd=ROOT, env=ENV, **out)
     wait_for_it(folder, lambda: process.poll() is None, lambda: process.communicate()[0])
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=60)
@@ -241,14 +202,8 @@ def test_lgreco_from_the_command_line(tmp_path: Path):
     """For CO2's differences and for ddp's gradients: a decision is noted, logged, and shown by layer."""
     compressions = {"co2": "co2.compression", "ddp": "ddp_compression"}
     for method, compression in compressions.items():
-        options = [
-            f"--{compression}.format",
-            "lgreco",
-            f"--{compression}.like",
-            "int4",
-            f"--{compression}.lgreco.first",
-            "1",
-        ]
+        given = {"format": "lgreco", "like": "int4", "lgreco.first": "1"}
+        options = [word for name, value in given.items() for word in (f"--{compression}.{name}", value)]
         options += ["--method", method, "--epochs", "1", "--co2.tau", "4"]
         said = run_distributed(on_worker, 2, tmp_path / method, *options, timeout=120)
         assert "L-GreCo: " in said[0] and "of int4" not in said[0]

@@ -95,7 +95,6 @@ RECOMMENDED = {"outer_momentum": 0.0, "gap": "none", "merge": "keep_local", "del
 METHODS: dict[str, Make] = {
     "co2": co2(),
     "recommended": co2(**RECOMMENDED),
-    "interpolate": co2(merge="interpolate", delay=2),
     "int8": co2(compression=CompressionConfig("int8")),
     "int4": co2(compression=CompressionConfig("int4")),
     "lgreco": lambda p: co2(compression=lgreco("int4"))(p),

@@ -46,8 +46,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "gap norm, no clip": {"clip": None, "gap": "norm"},
     "delay 0": {"gap": "none", "delay": 0},
     "delay 0, momentum": {"gap": "none", "delay": 0, "outer_momentum": 0.5, "outer_lr": 0.4},
-    "interpolate": {"merge": "interpolate"},
-    "interpolate, delay 2": {"merge": "interpolate", "delay": 2},
     "keep_local, delay 2": {"merge": "keep_local", "delay": 2},
     "keep_local, delay 0": {"merge": "keep_local", "delay": 0, "gap": "none"},
 }
@@ -97,7 +95,7 @@ def reference(c: Any, steps: int) -> list[Tensor]:
     x = torch.cat([p.detach().reshape(-1) for p in params])[None]
     delay = None if c.delay == "boundary" else c.delay
     settings = {"alpha": c.outer_lr, "beta": c.outer_momentum, "gap": c.gap, "phi": c.clip}
-    found = LateReference(x, c.tau, **settings, delay=delay, merge=c.merge, kappa=c.mix)
+    found = LateReference(x, c.tau, **settings, delay=delay, merge=c.merge)
     views = [piece.view(p.shape) for piece, p in zip(x[0].split([p.numel() for p in params]), params, strict=True)]
     for step in range(steps):
         move(views, step)
@@ -164,7 +162,7 @@ def test_recommended_settings_make_no_synchronising_call():
     assert not found, f"in {WATCHED // 4} rounds at {sorted(set(found))}"
 
 
-@pytest.mark.parametrize("name", ["co2", "recommended", "interpolate", "int4", "overlap_local", "nesterov"])
+@pytest.mark.parametrize("name", ["co2", "recommended", "int4", "overlap_local", "nesterov"])
 def test_a_buffer_in_flight_is_left_alone(name: str):
     """While a collective sleeps, nothing that has been sent may change."""
     p = problem()

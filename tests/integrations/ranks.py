@@ -19,6 +19,7 @@ from _pytest.assertion import install_importhook
 from _pytest.config import get_config
 
 import core.testing
+from core.integrations.common import _end_loading
 from tests.zygote import ROOT, Zygote
 
 SECONDS = 120.0
@@ -54,7 +55,10 @@ def as_by_torchrun(rank: int, world_size: int, fn: Callable[..., Any], *args: An
     multiprocessing.current_process()._config["daemon"] = False  # pyright: ignore # a rank may have loading processes
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     os.environ |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size), "ACCELERATE_USE_CPU": "1"}
-    return fn(rank, world_size, *args)
+    try:
+        return fn(rank, world_size, *args)
+    finally:
+        _end_loading()  # as at a script's exit: a forked rank has none, and would wait for its loading processes
 
 
 def main(arguments: Sequence[str]) -> None:

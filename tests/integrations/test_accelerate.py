@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -207,21 +206,6 @@ def test_a_state_that_safetensors_cannot_write_is_refused(tmp_path: Path) -> Non
             accelerator.save_state(str(tmp_path))
         accelerator.save_state(str(tmp_path), safe_serialization=False)
         accelerator.load_state(str(tmp_path))
-
-
-def test_numpys_scalars_in_a_schedule_are_restored(tmp_path: Path) -> None:
-    from core.integrations.accelerate import CO2Training
-
-    accelerator, model = accelerator_of(""), Net()
-    bare = plain.adam(model)
-    schedule = torch.optim.lr_scheduler.LambdaLR(bare, lambda step: np.cos(step / 10))
-    optimizer, schedule = accelerator.prepare(bare, schedule)
-    with CO2Training(accelerator, model, optimizer):
-        bare.step()
-        schedule.step()
-        accelerator.save_state(str(tmp_path))
-        accelerator.load_state(str(tmp_path))
-    assert isinstance(bare.param_groups[0]["lr"], np.float64)
 
 
 @on_ranks(2, through="ranks")

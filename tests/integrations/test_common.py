@@ -17,7 +17,6 @@ from core.integrations.common import check_mesh, load_own, save_own
 from core.testing import run_distributed
 from tests.problems import sgd_step
 from tests.zygote import ROOT
-from training.weights import load_weights
 
 ENDS = """
 import atexit, sys
@@ -89,13 +88,6 @@ def test_a_checkpoint_of_a_cpu_has_no_random_state_for_a_gpu():
     expected = torch.rand(3)
     set_random_state(state, torch.device("cuda"))
     assert torch.equal(torch.rand(3), expected)
-
-
-def test_weights_go_in_and_out_of_a_module_that_renames_older_parameters(tmp_path: Path):
-    one, other = (torch.nn.Sequential(Renaming(2, 2)) for _ in range(2))
-    torch.save(one.state_dict(), tmp_path / "weights.pth")
-    load_weights(other, tmp_path / "weights.pth")
-    assert torch.equal(one[0].weight, other[0].weight)
 
 
 def test_numpys_scalars_in_a_schedule_are_restored(tmp_path: Path):

@@ -29,7 +29,6 @@ from training.data import (
     data_root,
     epoch_batches,
     eval_keys,
-    eval_share,
     from_home,
     generator,
     load_batches,
@@ -193,11 +192,6 @@ def test_an_epoch_has_every_sample_once_in_an_order_of_its_own_whatever_the_work
     assert torch.equal(shares(1), shares(3)) and torch.equal(shares(1), shares(4))
     assert not torch.equal(shares(2), shares(2, epoch=1)) and not torch.equal(shares(2), shares(2, seed=1))
     assert not torch.equal(shares(2, epoch=1), shares(2, seed=1)), "neighbouring keys must not coincide"
-
-
-def test_eval_share_partitions_the_samples():
-    parts = [list(eval_share(10, rank=r, world_size=3)) for r in range(3)]
-    assert sorted(sum(parts, [])) == list(range(10)) and max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
 def test_a_batch_that_does_not_divide_or_is_larger_than_the_data_is_refused():

@@ -30,9 +30,6 @@ LOADS: dict[tuple[str, str], dict[str, bool]] = {
     ("language/pretrained.py", "transformers.AutoConfig.from_pretrained"): {},
     ("language/pretrained.py", "transformers.AutoModelForCausalLM.from_pretrained"): {"use_safetensors": True},
     ("language/pretrained.py", "transformers.AutoTokenizer.from_pretrained"): {},
-    # DCP unpickles .metadata by what its reader returns; that of resharded.py reads records with weights_only
-    ("training/layouts/resharded.py", "torch.distributed.checkpoint.load"): {},
-    ("training/layouts/resharded.py", "torch.load"): WEIGHTS,
     # a base config of mmseg's own, which the project names itself
     ("segmentation/model.py", "mmengine.config.Config.fromfile"): {},
     # JSON of results/

@@ -39,7 +39,7 @@ def fewer(self: decide.Decider, errors: Tensor, known: list[int]) -> list[int]:
     return [self.choices.index(parse("int2"))] * len(known)
 
 
-def wired(format: Any, like: str = "int4", **lgreco: Any) -> CO2Config:
+def compressed(format: Any, like: str = "int4", **lgreco: Any) -> CO2Config:
     return replace(CO2, compression=CompressionConfig(format, like=like, lgreco=LGrecoConfig(**lgreco)))
 
 
@@ -53,13 +53,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "bfloat16, no feedback": {"co2": replace(CO2, compression=CompressionConfig("bfloat16", error_feedback=False))},
     "keep_local": {"co2": replace(CO2, merge="keep_local", delay=1, gap="none")},
-    "mix": {"co2": replace(CO2, merge="interpolate")},
-    "lgreco int4": {"co2": wired("lgreco", **TWICE)},
-    "lgreco top": {"co2": wired("lgreco", "top0.01", **TWICE)},
-    "lgreco rank": {"co2": wired("lgreco", "rank4", **TWICE)},
+    "lgreco int4": {"co2": compressed("lgreco", **TWICE)},
+    "lgreco top": {"co2": compressed("lgreco", "top0.01", **TWICE)},
+    "lgreco rank": {"co2": compressed("lgreco", "rank4", **TWICE)},
     "local": {"method": "local"},
-    **{f"{m} int4": {"method": m, "co2": wired("int4", "")} for m in ("local", "slowmo", "overlap_local")},
-    "local lgreco": {"method": "local", "co2": wired("lgreco", **TWICE)},
+    **{f"{m} int4": {"method": m, "co2": compressed("int4", "")} for m in ("local", "slowmo", "overlap_local")},
+    "local lgreco": {"method": "local", "co2": compressed("lgreco", **TWICE)},
     "slowmo": {"method": "slowmo", "slowmo": SlowMoConfig()},
     "overlap_local": {"method": "overlap_local"},
     "nesterov": {"co2": CO2Config(tau=2, nesterov=True)},

@@ -28,7 +28,6 @@ from training.plan import command, memory, time
 from training.plan.case import (
     FLOAT32,
     FORMATS,
-    MEGATRON,
     MERGES,
     RECOMPUTE,
     Case,
@@ -37,10 +36,12 @@ from training.plan.case import (
     Layouts,
     Model,
     Software,
+    device,
     from_config,
     from_doctor,
     preset,
     preset_model,
+    presets,
 )
 from training.plan.command import main, overrides
 from training.plan.search import holds, plan
@@ -49,7 +50,7 @@ MODEL = Model("m", "gpt2", 8, 100, 4, 1000, 50, 400, 4, tied=True)
 DEVICE = Device("d", 1e12, 2e9, 1e11, 1e10, top=0.5, passes=2, calls=(0, 0, 0))
 CLUSTER = Cluster("c", DEVICE, 2, 4, inside=1e10, across=1e9, latency=1e-3, inside_latency=1e-5)
 CUT = Layouts(2, 2, 2, 1, 2)  # tp2.pp2.dp2, micro-batches of 2
-ISLANDS = Layouts(1, 1, 4, 2, 1, zero=3, tau=3, merge=2)  # tp1.pp1.dp4.fsdp.co2x2
+ISLANDS = Layouts(1, 1, 4, 2, 1, zero=3, tau=3, merge=1)  # tp1.pp1.dp4.fsdp.co2x2
 OWN = 1_075_600  # parameters of MODEL
 BLOCK = (400, 3_200), (100, 200)  # of a token; of a sample's 50: (20,000, 160,000), (5,000, 10,000)
 
@@ -86,16 +87,17 @@ def test_parameters_flops_and_activations_are_the_published_ones():
     m = preset_model("gpt-22b", None)
     n, h, v, s = m.layers, m.width, m.vocabulary, m.context
     assert m.step_flops == pytest.approx(72 * s * n * h**2 * (1 + s / (6 * h) + v / (12 * n * h)))
-    again = 4 / 3 * m.step_flops - m.head_flops  # all but the head is computed twice
-    assert again == pytest.approx(96 * s * n * h**2 * (1 + s / (6 * h) + v / (16 * n * h)))  # [N] eq. 3
-    layout = Layouts(8, 1, 1, 1, 4, recompute=RECOMPUTE.index("full"))
-    c = Case(m, replace(preset("frontier"), nodes=1), MEGATRON, 4, layout)
-    assert time.products(c) == pytest.approx(4 * again / 8 / (c.cluster.device.top * c.cluster.device.peak))
-    m = preset_model("gpt-22b", None)
-    b, t, s, h, a = 4, 8, m.context, m.width, m.heads
-    c = Case(m, CLUSTER, MEGATRON, 4, Layouts(t, 1, 1, 1, b))
-    whole = s * b * h * (10 + 24 / t + 5 * a * s / (h * t))  # [K] eq. 2
-    assert c.kept + c.scores == pytest.approx(whole) and replace(c, software=Software()).scores == 0
+    b, t = 4, 8
+    c = Case(m, CLUSTER, Software(), 4, Layouts(t, 1, 1, 1, b))
+    assert c.kept == pytest.approx(s * b * h * (10 + 24 / t))  # [K] eq. 2, without scores
+
+
+def test_devices_have_the_constants_that_were_fitted_to_published_runs():
+    fitted = json.loads((Path(__file__).parents[2] / "results/plan.json").read_text())["megatron"]["constants"]
+    for name in presets()["devices"]:
+        assert (device(name).top, device(name).passes) == (round(fitted["top"], 2), round(fitted["passes"], 2))
+    for name in ("dgx-a100-roce", "dgx-a100-tcp", "selene"):
+        assert preset(name).inside == round(fitted["inside"], -9)
 
 
 def test_a_collective_takes_what_ring_or_trees_take():
@@ -153,7 +155,7 @@ def test_memory_of_islands():
     assert (by_ddp["buckets"], by_ddp["optimizer"], by_ddp["parameters"]) == (4 * OWN, 2 * OWN, 4 * OWN)
     assert by_ddp["casts"] == 2 * OWN and memory.casts(case(CUT, software=FLOAT32), last=True) == 0
     assert by_ddp["co2"] == 4 * OWN * (1 + 2 / 4) and memory.co2(case(replace(ISLANDS, offload=1)), last=True) == 0
-    cut = case(Layouts(2, 1, 2, 2, 1, merge=2))
+    cut = case(Layouts(2, 1, 2, 2, 1, merge=1))
     assert memory.co2(cut, last=True) == 3 * 4 * cut.own(True), "replicas of a cut island share nothing out"
 
 
@@ -198,9 +200,7 @@ def test_a_block_keeps_what_is_counted(model: Model, value: int):
             assert more[0] + more[1] / tp == pytest.approx(measured[1], abs=8)
 
 
-@pytest.mark.parametrize(
-    ("merge", "compression"), [("restart", "float32"), ("interpolate", "int8"), ("keep_local", "int4")]
-)
+@pytest.mark.parametrize(("merge", "compression"), [("restart", "float32"), ("keep_local", "int4")])
 def test_co2_holds_as_much_as_a_dry_run_counts(merge: str, compression: str):
     from language.model import build_model
     from language.recipes import RECIPES
@@ -277,7 +277,8 @@ def test_seconds_of_islands():
 def test_data_parallel_traffic(zero: int, volume: float):
     """Halves of a ring of float32 gradients, with nothing hidden, two micro-batches and no latency."""
     cluster = replace(CLUSTER, inside_latency=0.0)
-    c = case(replace(ISLANDS, zero=zero), cluster=cluster, software=replace(Software(), overlap=False))
+    at_once = replace(cluster, device=replace(DEVICE, peak=1e30, bandwidth=1e30))
+    c = case(replace(ISLANDS, zero=zero), cluster=at_once)
     assert time.data(c) == pytest.approx(volume / 2 * 2 * 3 / 4 * 4 * OWN / 1e10)
     if zero == 0:
         whole, compute = 2 * 3 / 4 * 4 * OWN / 1e9, 1.384e-3 + 1.632e-4
@@ -381,20 +382,16 @@ def test_the_doctor_s_cluster_is_read(tmp_path: Path):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"format": 2}, "is no report of the doctor (format 1)"),
-        ({"nodes": []}, "nodes=[]"),
+        ({"format": 2}, "is no report of the doctor (ValueError: its format is not 1): run co2_training.doctor"),
         (
             {"workers_per_node": None},
-            "workers_per_node=None: its nodes have different numbers of workers: run the doctor with as many",
+            "its nodes have different numbers of workers: run the doctor with as many on each",
         ),
-        ({"workers_per_node": 0}, "workers_per_node=0: the planner needs a number above 0"),
-        ({"workers_per_node": 2.5}, "workers_per_node=2.5: the planner needs a whole number"),
         ({"workers": 5}, "workers=5, but 2 nodes of 2"),
-        ({"links": {"across": {"workers": 2, "latency_seconds": -1}}}, "links.within.workers=None"),
-        (report(across=LINK | {"bandwidth_bits_per_second": -8}), "links.across.bandwidth_bits_per_second=-8: the"),
-        ({"device": {"name": "x", "memory_bytes_per_worker": -4}}, "device.memory_bytes_per_worker=-4"),
+        ({"links": {}}, "KeyError: 'within'"),
+        (report(across=LINK | {"bandwidth_bits_per_second": -8}), "-8 is no number of a cluster"),
         (
-            {"device": {"name": "x", "memory_bytes_per_worker": 4}},
+            {"device": {"name": "x", "type": "cuda", "memory_bytes_per_worker": 4}},
             "device 'x' is not known to the planner: add --probe",
         ),
     ],
@@ -488,7 +485,7 @@ def test_7b_over_tcp_takes_co2_across_nodes(capsys: pytest.CaptureFixture[str]):
     assert "memory" in screen and "nearest miss: " in screen and "results/loss.md" in screen
 
 
-def test_7b_over_roce_may_take_ddp_and_laptops_take_co2_over_a_narrow_wire():
+def test_7b_over_roce_may_take_ddp_and_laptops_take_co2_over_int4():
     p = of(preset("dgx-a100-roce"), "llama-7b", 512)
     assert p.case.layout.islands[p.best[0]] == 1
     assert "no gain" in "".join(command.gain(p))
@@ -583,21 +580,9 @@ def test_rows_with_long_names_are_one_line_and_any_chunks_of_a_stage_can_be_name
     assert "tp1.pp2.dp4.v6.mb4" in capsys.readouterr().out
 
 
-def test_nodes_stay_idle_and_the_batch_shrinks_if_nothing_else_fits():
-    seven = replace(preset("laptops"), nodes=7)
-    p = of(seven, "gpt-125m", 8)
-    assert p.case.cluster.nodes == 6 and p.case.batch == 8
-    assert p.change.startswith("this plan uses 6 of 7 nodes, because otherwise no layout can be: ")
-    assert of(replace(seven, nodes=8), "gpt-125m", 8).change == ""
+def test_a_model_that_fits_nowhere_is_refused():
     with pytest.raises(UserError, match="nothing fits"):
         of(preset("laptops"), "gpt-175b", 8)
-
-
-@pytest.mark.slow
-def test_a_practitioner_takes_960_of_1000(capsys: pytest.CaptureFixture[str]):
-    main(["--preset", "internet-1000", "--model", "gpt-175b", "--batch", "640"])
-    text = " ".join(capsys.readouterr().out.split())
-    assert "this plan uses 960 of 1,000 nodes and a batch of 160 instead of 640, because otherwise" in text
 
 
 def test_the_nearest_miss_needs_more_than_there_is():

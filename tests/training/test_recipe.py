@@ -112,9 +112,9 @@ PAPER = CO2Config(tau=6)
     [
         ([], True, replace(CO2Config.recommended(), tau=6)),
         (
-            ["--co2.tau", "4", "--co2.merge=interpolate"],
+            ["--co2.tau", "4", "--co2.delay=1"],
             True,
-            replace(CO2Config.recommended(), tau=4, merge="interpolate"),
+            replace(CO2Config.recommended(), tau=4, delay=1),
         ),
         (["--per_node", "2", "--zero=2"], True, replace(CO2Config.recommended(), tau=6)),
         (["--shard", "--offload"], True, replace(CO2Config.recommended(), tau=6)),
@@ -170,17 +170,10 @@ def test_a_dry_run_in_one_process_leaves_the_number_of_workers_open(capsys: pyte
         (["--method", "dpd"], "ddp"),
         (["--co2.gap", "none"], "unstable"),
         (["--optim.lr", "inf"], "optim lr=inf: give a learning rate above 0 and below 10000"),
-        (["--optim.lr", "nan"], "optim lr=nan: give a learning rate"),
-        (["--optim.momentum", "1e308"], "optim momentum=1e+308: give a number in [0, 1)"),
         (["--optim.betas", "0.9", "1"], "optim betas=(0.9, 1.0): give numbers in [0, 1)"),
         (["--optim.nesterov", "--optim.momentum", "0"], "optim nesterov=True: give a momentum above 0 with it"),
         (["--slowmo.outer_lr", "inf"], "slowmo.outer_lr=inf: give a finite number"),
-        (["--link_mbit", "0"], "link_mbit=0.0: give a rate above 0"),
-        (["--timeout", "0"], "timeout=0.0: give seconds"),
-        (["--timeout", "1e300"], "timeout=1e+300: give seconds"),
-        (["--batch_size", "0"], "batch_size=0: give 1 or more"),
         (["--width", "100000000000000000000"], "width=100000000000000000000: give 1000000000 or less"),
-        (["--seed", "-1"], "seed=-1: give 0 or more"),
         (["--method", "ddp", "--co2.compression.format", "int8"], "compression.format='int8' is CO2's own"),
         (["--method", "slowmo", "--co2.tau", "auto"], "tau='auto' with a method that hides no"),
         (["--method", "local", "--shard"], "shard=True is CO2's own"),
@@ -188,9 +181,6 @@ def test_a_dry_run_in_one_process_leaves_the_number_of_workers_open(capsys: pyte
         (["--co2.delay", "7", "--co2.tau", "6"], "delay=7: give at most tau=6"),
         (["--zero", "-1"], "invalid choice"),
         (["--optim.lr", "1,5"], "could not convert"),
-        (["--epochs", "0x10"], "invalid literal"),
-        (["--epochs="], "invalid literal"),
-        (["--method=ü"], "invalid choice"),
     ],
 )
 def test_bad_options_end_with_status_2_and_a_remedy(options: list[str], said: str, capsys: pytest.CaptureFixture):
@@ -342,10 +332,6 @@ def test_a_run_asks_the_functions_that_a_dry_run_asks(name: str, tmp_path: Path,
     [
         ({"batch_size": 100}, r"batch_size=100 \(global\) over 16 workers: .*, such as 96$"),
         ({"per_node": 3}, "per_node=3 does not divide 16 workers"),
-        (
-            {"per_node": 8, "co2": CO2Config(merge="interpolate", delay="auto", gap="none")},
-            "merge='interpolate': no measurement supports it on nodes",
-        ),
         (
             {"method": "ddp", "per_node": 8, "zero": 2, "ddp_compression": CompressionConfig("int8")},
             "ddp_compression.format='int8' with",

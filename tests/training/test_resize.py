@@ -165,7 +165,7 @@ def timed(rank: int, world_size: int, folder: str, methods: list[str]) -> dict[s
     found: dict[str, list[int]] = {}
     clock = [0.0]
     for name in methods:
-        recipe = Toy(out=Path(folder, name), method=name, save_minutes=1.0, eval_every="1minutes")
+        recipe = Toy(out=Path(folder, name), method=name, checkpoint_every="1minutes", eval_every="1minutes")
         with Run(recipe) as run:
             run._now = lambda: clock[0] if rank == 0 else 1e9
             loop, found[name] = Loop(run, nn.Linear(2, 2), 60), []

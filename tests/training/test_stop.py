@@ -129,7 +129,7 @@ def stopped_in_nodes(rank: int, world_size: int, folder: str) -> list[Any]:
     recipe = Toy(out=Path(folder, "stopped"), method="local", per_node=2, batch_size=8)
     stopped = train(recipe, STOP_ASKED if rank == 1 else 0)
     gc.collect()
-    ends = train(replace(recipe, out=Path(folder, "saved"), save_minutes=1e-9))
+    ends = train(replace(recipe, out=Path(folder, "saved"), checkpoint_every="1e-9minutes"))
     return [stopped, ends]
 
 

@@ -1,39 +1,29 @@
-"""Checkpoints that a run can resume under another layout, with torch.distributed.checkpoint (DCP).
+"""Checkpoints that a run can resume under another layout.
 
-Every tensor has its name in the whole model. If ranks hold parts of it, it is a DTensor. DCP writes each part once, and
-reads the parts that another layout needs. CO2's outer iterate and momentum are equal on all islands. The model, the
-optimizer, the averaged update and the small numbers of an island have its number in their names. Error feedback is left
-out, because it belongs to a rank's place. The manifest has every file's SHA-256.
-
-DCP writes the location of each tensor to .metadata, a pickle. The same records are in records.pt, which torch.load
-reads without running code.
+Every tensor has its name in the whole model, and each rank writes its part with the part's place in the whole tensor.
+Under the same layout a rank reads its own file. Under another one it takes its parts from the files of an island's
+ranks. Error feedback is left out, because it belongs to a rank's place.
 """
 
 import contextlib
-import io
 import re
-import sys
-import warnings
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path, PosixPath
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from core import CO2, checkpoint
+from core import CO2, checkpoint, stored
 from core.buckets import Bucket, is_dtensor, local_shard, views
-from core.checkpoint import all_finite
 from core.comm import host_group, of_all
 from core.errors import UserError
 from core.local_update import LocalUpdateMethod
 from core.methods import DDP, Method
 from core.state import of_rank, under_rank
-from core.stored import file_digest, reason
 from training.data import mix
 from training.fixed import Fixed
 from training.folder import settings
@@ -44,19 +34,8 @@ from training.workers import join
 from training.zero import gathered, group_settings, shard_optimizer
 
 Named = dict[str, Tensor]
-RECORDS = "records.pt"
-KINDS = (  # the classes in records
-    metadata.ChunkStorageMetadata,
-    metadata.Metadata,
-    metadata.MetadataIndex,
-    metadata.StorageMeta,
-    metadata.TensorProperties,
-    metadata.TensorStorageMetadata,
-    metadata._MEM_FORMAT_ENCODING,
-    filesystem._StorageInfo,
-    PosixPath,
-    torch.serialization._get_layout,
-)
+Start = tuple[int, ...]  # of a part in the whole tensor
+NEEDS = {"layout": str, "model": dict, "places": dict, "method": dict}  # see load_newest
 
 
 class Resharded:
@@ -71,7 +50,8 @@ class Resharded:
     def __init__(self, parallel: Parallel, optimizer: torch.optim.Optimizer, method: Method):
         self.parallel, self.method = parallel, method
         own: torch.optim.Optimizer = getattr(optimizer, "optim", optimizer)  # with ZeRO-1, of this rank's part
-        self._states, self._groups = own.state, own.param_groups
+        self._states = own.state
+        self._groups = {p: group for group in own.param_groups for p in group["params"]}
         self._named = dict(parallel.named_parameters())
         self._buckets, self._wholes = (), dict[int, tuple[str, Tensor]]()  # local part -> name, parameter
         if isinstance(method, LocalUpdateMethod):
@@ -80,8 +60,6 @@ class Resharded:
             at = zip(method.params, method.trained, strict=True)
             self._wholes = {id(part): (names[id(p)], p) for part, p in at}
 
-    # -- writing --------------------------------------------------------------------------------------------
-
     def save(self, folder: Path, step: int, attempt: str, others: dict[str, Any]) -> bool:
         """Writes folder/step*/ completely or not at all. Every rank must call it.
 
@@ -89,7 +67,7 @@ class Resharded:
             folder: The folder of checkpoints.
             step: The number of the step.
             attempt: The name of this start of the run, see core/checkpoint.py.
-            others: More state, equal on all ranks.
+            others: More state.
 
         Returns:
             False, with nothing written, if a rank's model is not finite.
@@ -97,49 +75,14 @@ class Resharded:
         Raises:
             UserError: On all ranks, if one rank cannot write.
         """
-        if not all(of_all(bool(all_finite(self._named.values())))):
-            self._say(f"warning: step {step}: the model is not finite: no checkpoint is written, the last one stays")
-            return False
-        target = folder / f"step{step:09d}"
-        fresh = folder / f"{target.name}.tmp-{attempt}"
         own = of_rank(self.method.state_dict())  # waits for the all-reduce in flight
         own.pop("residual", None)
-        tensors = self._of_island(self._tensors()) | self._outer(own, f"island{self.parallel.place.island}.")
-        rest = others | {"method": own, "layout": str(self.parallel.layout)}
-        if dist.get_rank(self.parallel.island) == 0:
-            tensors |= self._of_island({"rest": packed(rest)})
-        digests: dict[str, str] = {}
-
-        def write() -> None:
-            write_tensors(fresh, tensors, host_group())
-            files = fresh.glob(f"__{dist.get_rank()}_*")
-            digests.update({file.name: file_digest(file) for file in files})
-
-        def complete() -> None:
-            if dist.get_rank() == 0:
-                files = {name: found for mine in everyone for name, found in mine.items()}
-                files |= {name: file_digest(fresh / name) for name in (RECORDS, ".metadata")}
-                layout = {"layout": str(self.parallel.layout), "islands": self.parallel.layout.islands}
-                checkpoint.publish(fresh, target, layout | {"files": files}, files, attempt)
-                checkpoint.tidy(folder, step, checkpoint.KEEP, attempt)
-
-        self._all(write, target)
-        everyone = of_all(digests)
-        self._all(complete, target)
-        return True
-
-    def _all(self, act: Callable[[], None], target: Path) -> None:
-        """Runs `act`. If one rank cannot write, all ranks raise UserError."""
-        failure = ""
-        try:
-            act()
-        except UserError as error:
-            failure = str(error)
-        except OSError as error:
-            remedy = "make room or choose another folder; the last checkpoint stays"
-            failure = f"{target} cannot be written ({reason(error)}): {remedy}"
-        if failures := [line for line in of_all(failure) if line]:
-            raise UserError(failures[0])
+        tensors = self._tensors() | self._outer(own)
+        places = {name: (tuple(t.shape), start_of(t)) for name, t in tensors.items()}
+        state = {"model": tensors, "places": places, "method": own, "layout": str(self.parallel.layout), "step": step}
+        saver = checkpoint.Saver(folder, dist.get_rank(), dist.get_world_size(), attempt, group=host_group())
+        spared = [name for name in tensors if not name.startswith("model.")]
+        return saver.write(step, stored.on_host(others | state), spared)
 
     def _tensors(self) -> Named:
         """The model and the optimizer's state, by name."""
@@ -151,21 +94,16 @@ class Resharded:
             found |= {f"optimizer.{name}.{key}": value for key, value in values if isinstance(value, Tensor)}
         return found
 
-    def _outer(self, own: dict[str, Any], prefix: str) -> Named:
-        """CO2's flat tensors by the parameters' names, with an island's prefix. `own` keeps the numbers behind them."""
+    def _outer(self, own: dict[str, Any]) -> Named:
+        """CO2's flat tensors by the parameters' names. `own` keeps the numbers behind them."""
         found: Named = {}
         for key, flats in self._flats(own):
             for i, bucket in enumerate(self._buckets):
                 whole, flats[i] = self._joined(flats[i], bucket)
                 for p, t in zip(bucket.params, views(whole, bucket.params), strict=True):
                     name, like = self._wholes[id(p)]
-                    found[f"{self._start(key, prefix)}{name}"] = placed(t, like)
+                    found[f"co2.{key}.{name}"] = placed(t, like)
         return found
-
-    @staticmethod
-    def _start(key: str, prefix: str) -> str:
-        """The start of the names of CO2's tensors. The averaged update of keep_local is an island's own change."""
-        return f"{prefix if key == 'flats' else ''}co2.{key}."
 
     def _flats(self, own: dict[str, Any]) -> list[tuple[str, list[Tensor]]]:
         return [*own["state"].items(), ("flats", own["flats"])] if self._buckets else []
@@ -195,99 +133,68 @@ class Resharded:
             Its `others`. None if there is no checkpoint.
 
         Raises:
-            UserError: If there are checkpoints and none can be read.
+            UserError: On all ranks, if there are checkpoints and none can be read, or it is of another model.
         """
-        refused: list[str] = []
-        for name in of_all(checkpoint.finished(folder))[0]:
-            others: dict[str, Any] = {}
-            if not (told := self._problem(lambda name=name: self._check(folder / name))):
-                told = self._problem(lambda name=name, to=others: to.update(self._load(folder / name)))
-            if not told:
-                for line in refused:
-                    self._say(f"warning: {line}; going on from {name}")
-                return others
-            refused.append(f"{folder / name} is refused ({told})")
-        if refused:
-            raise UserError(f"{'; '.join(refused)}: {checkpoint.no_other(refused)}")
-        return None
-
-    def _problem(self, act: Callable[[], None]) -> str:
-        """Runs `act`, and returns the error of the first rank that failed to all ranks. "" if none failed."""
-        problem = ""
-        try:
-            act()
-        except UserError as error:
-            problem = str(error)
-        except FileNotFoundError as error:
-            problem = f"{Path(error.filename).name} is missing"
-        except OSError as error:
-            problem = f"{Path(error.filename or '').name} cannot be read, {checkpoint.DENIED} {reason(error)!r}"
-        except Exception as error:  # any error, because a rank that raised here would leave all others waiting
-            problem = f"it cannot be read, {reason(error)}"
-        return next((line for line in of_all(problem) if line), "")
-
-    def _check(self, target: Path) -> None:
-        """Raises UserError for a damaged file. Each rank reads some of all ranks' files."""
-        manifest = checkpoint.read_manifest(target)
-        if "layout" not in manifest:
-            raise UserError("it is of a run without a layout: resume without --layout")
-        for name, known in [*sorted(manifest["files"].items())][dist.get_rank() :: dist.get_world_size()]:
-            if file_digest(target / Path(name).name) != known:
-                raise UserError(f"{name} is damaged, its checksum differs")
-
-    def _load(self, target: Path) -> dict[str, Any]:
-        manifest = checkpoint.read_manifest(target)
-        reader = Reader(target)
-        known = reader.read_metadata().state_dict_metadata
-        prefix = f"island{self.parallel.place.island % int(manifest['islands'])}."
-        rest = torch.empty(known[f"{prefix}rest"].size, dtype=torch.uint8)
-        _read(reader, {f"{prefix}rest": rest})
-        others = torch.load(io.BytesIO(rest.numpy().tobytes()), map_location="cpu", weights_only=True)
-        if others["step"] != int(target.name.removeprefix("step")):
-            raise UserError(f"it holds step {others['step']!r:.20}, unlike its name")
+        found = checkpoint.load_newest(folder, rank=dist.get_rank(), needs=NEEDS)
+        if found is None:
+            return None
+        state, target, problem = found[0], folder / f"step{found[0]['step']:09d}", ""
         now = of_rank(self.method.state_dict())
         likes = {key: [*flats] for key, flats in self._flats(now)}
-        outer = self._outer(now, prefix)
-        self._begin_states(f"{prefix}optimizer.", known)
-        tensors = {f"{prefix}{name}": t for name, t in self._tensors().items()} | outer
-        if missing := sorted(name for name in tensors if name not in known):
-            raise UserError(f"it has no {missing[0]}: resume with the model, optimiser and method that wrote it")
-        _read(reader, tensors)
-        self._give_back(others, likes, outer, prefix)
-        return others
+        outer = self._outer(now)
+        try:
+            state = self._load(target, state, outer)
+        except (UserError, OSError) as error:
+            problem = str(error) if isinstance(error, UserError) else stored.reason(error)
+        if problem := next(filter(None, of_all(problem)), ""):
+            raise UserError(f"{target} is refused ({problem}): remove it, to resume from the checkpoint before it")
+        self._give_back(state, likes, outer)
+        return state
 
-    def _begin_states(self, start: str, known: dict[str, Any]) -> None:
+    def _load(self, target: Path, state: dict[str, Any], outer: Named) -> dict[str, Any]:
+        """Fills this rank's tensors, and returns the rest of the state, of a rank of the island."""
+        layout, here = Layout.parse(state["layout"]), self.parallel
+        sources: Iterator[dict[str, Any]] = iter([state])
+        if layout != here.layout:
+            sources = island_of(target, layout, here.place.island)
+        rest, filled = None, Filled()
+        for held in sources:
+            rest = rest or {key: value for key, value in held.items() if key not in ("model", "places")}
+            self._begin_states(held)
+            filled.add(self._tensors() | outer, held)
+        assert rest is not None
+        if missing := filled.missing(self._tensors() | outer):
+            raise UserError(f"it has no {missing}: resume with the model, optimizer and method that wrote it")
+        return rest
+
+    def _begin_states(self, held: dict[str, Any]) -> None:
         """Creates zeros for the optimizer state that the checkpoint has and this optimizer does not have yet."""
-        for group in self._groups:
-            for p in group["params"]:
-                name = next(name for name, mine in self._named.items() if mine is p)
-                keys = [key for key in known if key.startswith(f"{start}{name}.")]
-                device = p.device if group.get("fused") or group.get("capturable") else torch.device("cpu")
-                if keys and not self._states.get(p):
-                    zeros = {key.rpartition(".")[2]: _zeros(known[key], p, device) for key in keys}
-                    self._states[p] = zeros
+        for whole, part in held["model"].items():
+            kind, _, rest = whole.partition(".")
+            name, _, key = rest.rpartition(".")
+            p, shape = self._named.get(name), tuple(held["places"][whole][0])
+            if kind != "optimizer" or p not in self._groups or key in self._states[p]:
+                continue
+            on_device = self._groups[p].get("fused") or self._groups[p].get("capturable")
+            device = p.device if on_device else torch.device("cpu")  # of a step count
+            alike = p.dim() and shape == tuple(p.shape)
+            zeros = torch.zeros_like(p.detach(), dtype=part.dtype) if alike else part.new_zeros(shape, device=device)
+            self._states[p][key] = zeros
 
-    def _give_back(self, others: dict[str, Any], likes: dict[str, list[Tensor]], outer: Named, prefix: str) -> None:
+    def _give_back(self, state: dict[str, Any], likes: dict[str, list[Tensor]], outer: Named) -> None:
         """Restores the method's state, with flat tensors made from the named tensors, as long as `likes`."""
-        own = others["method"]
-        if others["layout"] != str(self.parallel.layout):
+        own = state["method"]
+        if state["layout"] != str(self.parallel.layout):
             own["places"] = 0  # drops numbers that need the same number of ranks
             own.pop("order", None)  # names match the parameters
         for key, flats in self._flats(own):
             for i, bucket in enumerate(self._buckets):
-                pieces = [outer[f"{self._start(key, prefix)}{self._wholes[id(p)][0]}"] for p in bucket.params]
+                pieces = [outer[f"co2.{key}.{self._wholes[id(p)][0]}"] for p in bucket.params]
                 whole = torch.cat([local_shard(t).to(flats[i].device).reshape(-1) for t in pieces])
                 flats[i] = torch.cat([self._part(whole, bucket, likes[key][i]), flats[i]])
         self.method.load_state_dict(under_rank(own))
         if isinstance(self.method, CO2) and self.method.share:  # its part of the momentum differs from the leader's
             self.method.share.recount()
-
-    def _of_island(self, tensors: Named) -> Named:
-        return {f"island{self.parallel.place.island}.{name}": t for name, t in tensors.items()}
-
-    def _say(self, line: str) -> None:
-        if dist.get_rank() == 0:
-            print(line, file=sys.stderr, flush=True)
 
 
 def placed(own: Tensor, like: Tensor) -> Tensor:
@@ -298,62 +205,60 @@ def placed(own: Tensor, like: Tensor) -> Tensor:
     return DTensor.from_local(own.to(like.to_local().device), like.device_mesh, like.placements, **place)
 
 
-def packed(held: Any) -> Tensor:
-    """An object as bytes, uint8 [n]."""
-    buffer = io.BytesIO()
-    torch.save(held, buffer)
-    return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+def start_of(t: Tensor) -> Start:
+    """Where this rank's part of a tensor begins in the whole tensor."""
+    if not isinstance(t, DTensor):
+        return (0,) * t.dim()
+    return compute_local_shape_and_global_offset(t.shape, t.device_mesh, t.placements)[1]
 
 
-def _zeros(known: Any, p: Tensor, device: torch.device) -> Tensor:
-    """Zeros for a tensor of an optimizer's state.
+def island_of(target: Path, layout: Layout, island: int) -> Iterator[dict[str, Any]]:
+    """Yields the states of the ranks of an island, one at a time."""
+    first = island % layout.islands * layout.island_size
+    files = checkpoint.read_manifest(target)["files"]
+    return (stored.read(target, rank, files) for rank in range(first, first + layout.island_size))
 
-    Args:
-        known: DCP's record of it.
-        p: Its parameter.
-        device: The device of a step count.
+
+class Filled:
+    """Tensors that are filled with parts from several ranks."""
+
+    def __init__(self) -> None:
+        self._seen = set[tuple[str, Start]]()
+        self._counts = dict[str, int]()  # elements of each tensor that are filled
+
+    def add(self, tensors: Named, held: dict[str, Any]) -> None:
+        """Copies what a rank's state has of the tensors."""
+        for name in tensors.keys() & held["model"].keys():
+            start = tuple(held["places"][name][1])
+            if (name, start) not in self._seen:
+                self._seen.add((name, start))
+                own = tensors[name]
+                count = copy_overlap(local_shard(own), start_of(own), held["model"][name], start)
+                self._counts[name] = self._counts.get(name, 0) + count
+
+    def missing(self, tensors: Named) -> str:
+        """The first tensor that is not filled, or ""."""
+        short = (name for name, t in tensors.items() if self._counts.get(name, 0) < local_shard(t).numel())
+        return min(short, default="")
+
+
+@torch.no_grad()
+def copy_overlap(own: Tensor, start: Start, part: Tensor, begin: Start) -> int:
+    """Copies what `part`, which begins at `begin` in a tensor, has of `own`, which begins at `start`.
+
+    Returns:
+        The number of copied elements.
     """
-    kind = known.properties.dtype
-    alike = tuple(known.size) == tuple(p.shape) and p.dim()
-    return torch.zeros_like(p.detach(), dtype=kind) if alike else torch.zeros(known.size, dtype=kind, device=device)
-
-
-class Writer(dcp.FileSystemWriter):
-    def write_data(self, plan: Any, planner: Any) -> Any:
-        try:
-            return super().write_data(plan, planner)
-        except Exception as error:  # its cause would be lost on the way to other workers
-            raise OSError(reason(error)) from None
-
-    def finish(self, metadata: Any, results: Any) -> None:
-        super().finish(metadata, results)
-        torch.save(metadata, Path(self.path, RECORDS))
-
-
-class Reader(dcp.FileSystemReader):
-    """DCP's own would unpickle anything."""
-
-    def read_metadata(self, *_: Any, **__: Any) -> Any:
-        with torch.serialization.safe_globals([*KINDS]):
-            return torch.load(Path(self.path, RECORDS), weights_only=True)
-
-
-def write_tensors(folder: Path, tensors: Named, group: dist.ProcessGroup | None) -> None:
-    """Writes the tensors. Every rank of the group must call it.
-
-    Raises:
-        OSError: On all ranks, if one rank cannot write.
-    """
-    planner = dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    with _named_failures(alone=group is None):
-        dcp.save(tensors, storage_writer=Writer(folder), planner=planner, process_group=group, no_dist=group is None)
-
-
-def _read(reader: Any, tensors: Named) -> None:
-    """Reads this rank's parts in place."""
-    planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    with _named_failures(alone=True):
-        dcp.load(tensors, storage_reader=reader, planner=planner, no_dist=True)
+    sizes = [*zip(start, own.shape, begin, part.shape, strict=True)]
+    both = [(max(a, b), min(a + n, b + m)) for a, n, b, m in sizes]
+    if any(low >= high for low, high in both):
+        return 0
+    mine, theirs = (
+        t[tuple(slice(low - at, high - at) for (low, high), at in zip(both, where, strict=True))]
+        for t, where in ((own, start), (part, begin))
+    )
+    mine.copy_(theirs)
+    return mine.numel()
 
 
 def read_model(target: Path) -> Named:
@@ -364,13 +269,15 @@ def read_model(target: Path) -> Named:
     Raises:
         UserError: For a damaged file.
     """
-    for name, known in checkpoint.read_manifest(target)["files"].items():
-        if file_digest(target / Path(name).name) != known:
-            raise UserError(f"{target / name} is damaged, its checksum differs")
-    reader, prefix = Reader(target), "island0.model.model."
-    records = {name: t for name, t in reader.read_metadata().state_dict_metadata.items() if name.startswith(prefix)}
-    found = {name: torch.empty(t.size, dtype=t.properties.dtype) for name, t in records.items()}
-    _read(reader, found)
+    first = stored.read(target, 0, checkpoint.read_manifest(target)["files"])
+    found, filled, prefix = Named(), Filled(), "model.model."
+    for held in island_of(target, Layout.parse(first["layout"]), 0):
+        for name, part in held["model"].items():
+            if name.startswith(prefix):
+                found.setdefault(name, part.new_zeros(held["places"][name][0]))
+        filled.add(found, held)
+    if missing := filled.missing(found):
+        raise UserError(f"{target} has only a part of {missing}: give another run")
     whole: Named = {}
     for name, t in found.items():
         name = name.removeprefix(prefix)
@@ -379,20 +286,6 @@ def read_model(target: Path) -> Named:
             name, t = name.replace(part[0], "c_attn."), torch.cat(parts)
         whole[name] = t.mT.contiguous() if re.search(r"c_(attn|proj|fc)\.weight$", name) else t
     return whole
-
-
-@contextlib.contextmanager
-def _named_failures(*, alone: bool) -> Iterator[None]:
-    """Raises the first worker's error in place of DCP's, which is no Exception. With its rank if there are several."""
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # from every load
-            yield
-    except dcp.CheckpointException as error:
-        rank, (cause, _) = next(iter(error.failures.items()))
-        if alone:
-            raise cause from None
-        raise OSError(f"rank {rank}: {reason(cause)}") from None
 
 
 # -- the run ----------------------------------------------------------------------------------------------------------

@@ -147,10 +147,6 @@ class Model:
         steps = 10 if ACTIVATIONS[self.activation] else 0  # at most, of an activation computed in float32 in steps
         return (kept, cut), (4 * self.width, (4 if size >= 4 else steps) * self.inner)
 
-    def scores(self, size: float) -> float:
-        """`a s (2 size + 1)` bytes: softmax, dropout's result, its mask [K eq. 2]. Without dropout `a s size`."""
-        return self.heads * self.context * (size if self.gated else 2 * size + 1)
-
 
 def preset_model(name: str, context: int | None) -> Model:
     """A model of presets.toml, or from a folder with Hugging Face's config.json."""
@@ -344,52 +340,38 @@ def from_doctor(file: Path, *, probe: bool) -> Cluster:
     """
     try:
         report = parse_json(file.read_text())
-    except (OSError, ValueError) as error:
+        if report["format"] != 1:
+            raise ValueError("its format is not 1")
+        if (per_node := report["workers_per_node"]) is None:
+            raise UserError(f"{file}: its nodes have different numbers of workers: run the doctor with as many on each")
+        nodes, device = report["nodes"], report["device"]
+        (inside, inside_latency), (across, latency) = (
+            _link(report["links"][name]) if many else (math.inf, 0.0)
+            for name, many in (("within", per_node > 1), ("across", len(nodes) > 1))
+        )
+        name, memory, gpu = str(device["name"]), _number(device["memory_bytes_per_worker"]), device["type"] != "cpu"
+        hosts = Counter(str(node.get("hostname", number)) for number, node in enumerate(nodes))
+        if not isinstance(per_node, int) or len(nodes) * per_node != report["workers"]:
+            raise ValueError(f"workers={report['workers']!r}, but {len(nodes)} nodes of {per_node}")
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise UserError(f"{file} is no report of the doctor ({reason(error)}): {DOCTOR}") from None
-    if not isinstance(report, dict) or report.get("format") != 1:
-        raise UserError(f"{file} is no report of the doctor (format 1): {DOCTOR}")
-    nodes = report.get("nodes")
-    if not isinstance(nodes, list) or not nodes or not all(isinstance(node, dict) for node in nodes):
-        raise UserError(f"{file}: nodes={nodes!r}: the planner needs a node or more")
-    if report.get("workers_per_node", 0) is None:
-        remedy = "run the doctor with as many workers on each node"
-        raise UserError(f"{file}: workers_per_node=None: its nodes have different numbers of workers: {remedy}")
-    each = _number(file, report, "workers_per_node")
-    if (per_node := int(each)) != each:
-        raise UserError(f"{file}: workers_per_node={each!r}: the planner needs a whole number")
-    memory = _number(file, report, "device", "memory_bytes_per_worker")
-    name = str(report["device"].get("name", ""))
-    inside, inside_latency = _link(file, report, "within", wanted=per_node > 1)
-    across, latency = _link(file, report, "across", wanted=len(nodes) > 1)
-    if len(nodes) * per_node != _number(file, report, "workers"):
-        raise UserError(f"{file}: workers={report['workers']!r}, but {len(nodes)} nodes of {per_node}")
-    gpu = report["device"].get("type") != "cpu"
-    hosts = Counter(str(node.get("hostname", number)) for number, node in enumerate(nodes))
     crowd = 1 if gpu else per_node * max(hosts.values())  # also if nodes are emulated on one machine
     found = probed(name, crowd) if probe else known(name)
     found = replace(found, memory=memory, gpu=gpu)
     return Cluster(file.stem, found, len(nodes), per_node, inside, across, latency, inside_latency)
 
 
-def _number(file: Path, report: Any, *path: str) -> float:
-    """The number at a path in the report, or a UserError. No cluster has one beyond SMALLEST and GREATEST."""
-    value = report
-    for name in path:
-        value = value.get(name) if isinstance(value, dict) else None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not SMALLEST <= value <= GREATEST:
-        need = f"a number above 0, from {SMALLEST:g} to {GREATEST:g}"
-        raise UserError(f"{file}: {'.'.join(path)}={value!r}: the planner needs {need}")
+def _number(value: Any) -> float:
+    """The value, if a cluster may have it. Otherwise raises ValueError or TypeError."""
+    if not SMALLEST <= value <= GREATEST:
+        raise ValueError(f"{value!r} is no number of a cluster")
     return value
 
 
-def _link(file: Path, report: Any, name: str, *, wanted: bool) -> tuple[float, float]:
+def _link(link: Any) -> tuple[float, float]:
     """Bytes/s, and seconds of a hop. The doctor's latency is for an all-reduce of 2 (n - 1) hops in a ring [P]."""
-    if not wanted:
-        return math.inf, 0.0
-    workers, bits, latency = (
-        _number(file, report, "links", name, key) for key in ("workers", "bandwidth_bits_per_second", "latency_seconds")
-    )
-    return bits / BITS, latency / max(1.0, 2 * (workers - 1))
+    hops = max(1, 2 * (_number(link["workers"]) - 1))
+    return _number(link["bandwidth_bits_per_second"]) / BITS, _number(link["latency_seconds"]) / hops
 
 
 def known(name: str) -> Device:
@@ -428,37 +410,26 @@ def probed(name: str, ranks: int = 1) -> Device:
 
 RECOMPUTE = ("none", "full")
 FORMATS = {"float32": 4.0, "int8": 260 / 256, "int4": 132 / 256}  # bytes per element: core/compression/formats.py
-MERGES = ("keep_local", "interpolate", "restart")
+MERGES = ("keep_local", "restart")
+WORD = 4  # bytes of a parameter, a gradient, and each of the optimizer's two moments
 
 
 @dataclass(frozen=True)
 class Software:
-    """The training program. The defaults describe this project with torch under autocast in 16 bits.
+    """This project with torch, by default under autocast in 16 bits.
 
     Attributes:
-        parameter, gradient, optimizer: Bytes per parameter.
         value: Bytes of a value in matrix products.
-        stream: Bytes of a value between blocks, which autocast leaves in float32.
-        fused: Whether attention keeps no s x s matrix.
-        overlap: Whether DDP and FSDP2 communicate during computation.
-        gloo: Whether FSDP2 does not, a reduce-scatter is an all-reduce, and a broadcast uses a tree.
-        megatron: Whether hops [N sec. 4.1] and logits are cut over the TP ranks, without buffers for received tensors.
+        gloo: Whether FSDP2 does not communicate during computation, a reduce-scatter is an all-reduce, and a broadcast
+            uses a tree.
         reserve: Bytes that no part counts.
     """
 
-    parameter: float = 4
-    gradient: float = 4
-    optimizer: float = 8
     value: float = 2
-    stream: float = 4
-    fused: bool = True
-    overlap: bool = True
     gloo: bool = False
-    megatron: bool = False
     reserve: float = 1.5 * (1 << 30)  # training/checks.py
 
 
-MEGATRON = Software(2, 2, 12, stream=2, fused=False, overlap=False, megatron=True)  # of 2021: [N], [R 3.1]
 FLOAT32 = Software(value=4, gloo=True, reserve=0.0)  # on CPUs
 
 
@@ -550,17 +521,10 @@ class Case:
 
     @cached_property
     def kept(self) -> Numbers:
-        """`b s (4 h size + masks + 12 h size / t)`: bytes that a layer keeps, without scores [K eq. 2]"""
+        """`b s (4 h size + masks + 12 h size / t)`: bytes that a layer moves, as [K eq. 2] counts them"""
         m, x, size = self.model, self.layout, self.software.value
         outside = m.kept_whole * size + m.masks
         return x.micro * m.context * (outside + m.kept_cut * size / x.tp)
-
-    @cached_property
-    def scores(self) -> Numbers:
-        """`b s a s (2 size + 1) / t`: bytes of a layer's attention scores [K eq. 2]. 0 if fused [F]."""
-        if self.software.fused:
-            return 0.0 * self.layout.tp
-        return self.layout.micro * self.model.context * self.model.scores(self.software.value) / self.layout.tp
 
     @property
     def tokens(self) -> Numbers:
@@ -569,19 +533,14 @@ class Case:
 
     @cached_property
     def given(self) -> Numbers:
-        """`stream b s h`: bytes of a block's input"""
-        return self.software.stream * self.tokens * self.model.width
+        """`4 b s h`: bytes of a block's input, which autocast leaves in float32"""
+        return WORD * self.tokens * self.model.width
 
     @cached_property
     def of_block(self) -> tuple[Numbers, Numbers]:
-        """`b s (whole + cut / t)`: bytes that a block keeps, and that its backward pass adds at its peak [O]
-
-        For Megatron-LM they are `kept` plus the scores, and 0.
-        """
-        x, s = self.layout, self.software
-        if s.megatron:
-            return self.kept + np.where(x.recompute == 0, self.scores, 0.0), 0.0
-        kept, more = (self.tokens * (whole + cut / x.tp) for whole, cut in self.model.in_block(s.value))
+        """`b s (whole + cut / t)`: bytes that a block keeps, and that its backward pass adds at its peak [O]"""
+        sizes = self.model.in_block(self.software.value)
+        kept, more = (self.tokens * (whole + cut / self.layout.tp) for whole, cut in sizes)
         return kept, more
 
     @cached_property

@@ -99,8 +99,6 @@ def table(p: Plan) -> Iterator[str]:
 
 def _sentences(p: Plan) -> Iterator[str]:
     yield from header(p.case)
-    if p.change:
-        yield p.change
     yield from rows(p)
     yield f"the best of each TP x PP x DP, islands, interleaving and ZeRO; exposed: {', '.join(time.COMMUNICATION)}"
     if p.dropped:

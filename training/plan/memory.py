@@ -4,43 +4,41 @@ from collections.abc import Callable
 
 import numpy as np
 
-from training.plan.case import MERGES, RECOMPUTE, Case, Numbers
-
-FLOAT32 = 4  # bytes per element of CO2's outer state, and of the logits in the loss
+from training.plan.case import MERGES, RECOMPUTE, WORD, Case, Numbers
 
 
 def parameters(c: Case, last: bool) -> Numbers:
-    """`parameter own`, over d with z = 3 [R sec. 5.3], and with z = 2 because FSDP2 stores them so [M]"""
-    return c.software.parameter * c.own(last) / np.where(c.layout.zero >= 2, c.layout.dp, 1)
+    """`4 own`, over d with z = 3 [R sec. 5.3], and with z = 2 because FSDP2 stores them so [M]"""
+    return WORD * c.own(last) / np.where(c.layout.zero >= 2, c.layout.dp, 1)
 
 
 def gradients(c: Case, last: bool) -> Numbers:
-    """`gradient own`, over d with z >= 2 and m = 1 [R sec. 5.2]; minus a micro-batch's kept if m <= in flight [O]
+    """`4 own`, over d with z >= 2 and m = 1 [R sec. 5.2]; minus a micro-batch's kept if m <= in flight [O]
 
     With several micro-batches the sum is whole. If no micro-batch begins after the first gradients exist, they reuse
     the memory of the activations.
     """
     shared = (c.layout.zero >= 2) & (c.micro_batches == 1)
-    whole = c.software.gradient * c.own(last) / np.where(shared, c.layout.dp, 1)
+    whole = WORD * c.own(last) / np.where(shared, c.layout.dp, 1)
     instead = np.where(c.micro_batches <= in_flight(c, last), c.layers * layer(c), 0.0)
     return np.maximum(0.0, whole - instead)
 
 
 def optimizer(c: Case, last: bool) -> Numbers:
-    """`optimizer own`, over d with z >= 1 [R sec. 5.1]"""
-    return c.software.optimizer * c.own(last) / np.where(c.layout.zero >= 1, c.layout.dp, 1)
+    """`8 own`, over d with z >= 1 [R sec. 5.1]"""
+    return 2 * WORD * c.own(last) / np.where(c.layout.zero >= 1, c.layout.dp, 1)
 
 
 def buckets(c: Case, last: bool) -> Numbers:
-    """`gradient own` if z < 2, d > 1 and t = p = 1: DDP's copy of the gradients [M]"""
+    """`4 own` if z < 2, d > 1 and t = p = 1: DDP's copy of the gradients [M]"""
     x = c.layout
     by_ddp = (x.zero < 2) & (x.dp > 1) & (x.tp * x.pp == 1)
-    return np.where(by_ddp & c.software.overlap, c.software.gradient * c.own(last), 0.0)
+    return np.where(by_ddp, WORD * c.own(last), 0.0)
 
 
 def casts(c: Case, last: bool) -> Numbers:
     """`value own` if z < 2 and a value is narrower than a parameter: autocast's copies of the weights [M]"""
-    narrow = (c.layout.zero < 2) & (c.software.value < c.software.parameter)
+    narrow = (c.layout.zero < 2) & (c.software.value < WORD)
     return np.where(narrow, c.software.value * c.own(last), 0.0)
 
 
@@ -69,32 +67,30 @@ def activations(c: Case, last: bool) -> Numbers:
     """
     x = c.layout
     again = 1 + np.where(x.v > 1, (x.pp - 1) / (x.pp * x.v), 0.0) if not last else 1.0
-    ends = c.given * np.where(x.pp == 1, 2, 1) * (not c.software.megatron)
+    ends = c.given * np.where(x.pp == 1, 2, 1)
     return (c.layers * layer(c) + ends) * np.minimum(in_flight(c, last) * again, c.micro_batches)
 
 
 def received(c: Case, last: bool) -> Numbers:
-    """`m (2 v - 1) b s h stream` if p > 1: torch's buffers for tensors that the two passes receive [O]"""
+    """`m (2 v - 1) 4 b s h` if p > 1: torch's buffers for tensors that the two passes receive [O]"""
     x = c.layout
-    here = (x.pp > 1) & (not c.software.megatron)
-    return np.where(here, c.micro_batches * (2 * x.v - 1) * c.given, 0.0)
+    return np.where(x.pp > 1, c.micro_batches * (2 * x.v - 1) * c.given, 0.0)
 
 
 def passing(c: Case, last: bool) -> Numbers:
     """`max(logits, block)`, for a moment [M]
 
-    Logits, in the last stage: `b s V (value + 4 + 4)` with a float32 log-softmax and its gradient, over t in
-    Megatron-LM. With two or more stages `b s V value` more, because torch's pipelining keeps the last stage's output.
+    Logits, in the last stage: `b s V (value + 4 + 4)` with a float32 log-softmax and its gradient. With two
+    or more stages `b s V value` more, because torch's pipelining keeps the last stage's output.
 
     Block: the peak of its backward pass, and its gradients. With z >= 2 the gradients count again in float32, for their
     reduction. With full recomputation its kept activations count as well.
     """
-    x, size, cut = c.layout, c.software.value, c.layout.tp if c.software.megatron else 1
-    kept = size * (x.pp > 1) * (not c.software.megatron)
-    logits = c.tokens * c.model.vocabulary * (size + 2 * FLOAT32 + kept) / cut
-    reduced = np.where((x.zero >= 2) & (x.dp > 1), FLOAT32, 0)
+    x, size = c.layout, c.software.value
+    logits = c.tokens * c.model.vocabulary * (size + 2 * WORD + size * (x.pp > 1))
+    reduced = np.where((x.zero >= 2) & (x.dp > 1), WORD, 0)
     again = np.where(x.recompute == RECOMPUTE.index("full"), c.of_block[0], 0.0)
-    block = c.of_block[1] + again + (c.software.gradient + reduced) * c.block
+    block = c.of_block[1] + again + (WORD + reduced) * c.block
     return np.maximum(logits if last else np.where(x.pp == 1, logits, 0.0), block)
 
 
@@ -107,7 +103,7 @@ def co2(c: Case, last: bool) -> Numbers:
     cut = np.where(x.zero >= 2, x.dp, 1)
     errors = np.where(x.compression > 0, 1 + 1 / np.maximum(x.islands, 1), 0.0)
     copies = 1 / cut + (2.0 + (x.merge == MERGES.index("keep_local")) + errors) / c.shares
-    return np.where((x.islands > 1) & (x.offload == 0), FLOAT32 * c.own(last) * copies, 0.0)
+    return np.where((x.islands > 1) & (x.offload == 0), WORD * c.own(last) * copies, 0.0)
 
 
 def reserve(c: Case, last: bool) -> Numbers:

@@ -1,6 +1,5 @@
 """Enumerates the layouts of a model on a cluster, drops invalid and too large layouts, and sorts the rest by time."""
 
-import contextlib
 import itertools
 import math
 from collections import Counter
@@ -115,15 +114,13 @@ def steps(c: Case, split: tuple[int, int, int, int], only: Layout | None = None)
         only: Keeps the chunks and micro-batches of this name.
     """
     tp, pp, dp, islands = split
-    island, share = tp * pp * dp, c.batch // (dp * islands)
+    share = c.batch // (dp * islands)
     micros = [b for b in divisors(share) if b <= LARGEST_MICRO]
     if only is not None and only.microbatches:
         micros = [share // only.microbatches]
     methods = [(1, 0, 0, 0)]
     if islands > 1:
-        # see core.config.check_share
-        merges = [i for i, merge in enumerate(MERGES) if island == 1 or merge != "interpolate"]
-        kinds = [*itertools.product(range(len(FORMATS)), merges, (0,)), (0, MERGES.index("restart"), 1)]
+        kinds = [*itertools.product(range(len(FORMATS)), range(len(MERGES)), (0,)), (0, MERGES.index("restart"), 1)]
         methods = [(tau, *kind) for tau in TAUS for kind in kinds]
     chunks, zeros = CHUNKS if pp > 1 else (1,), range(4 if dp > 1 else 1)
     if only is not None:
@@ -144,7 +141,6 @@ class Plan:
         seconds: Seconds by part.
         dropped: The number of dropped layouts by reason.
         miss: The layout that needs the least memory of all that do not fit, with its gigabytes.
-        change: The nodes and the batch if they differ from the request, and why. Else "".
     """
 
     case: Case
@@ -152,7 +148,6 @@ class Plan:
     seconds: dict[str, Numbers]
     dropped: Counter[str]
     miss: str
-    change: str = ""
 
     @cached_property
     def bytes(self) -> Numbers:
@@ -207,44 +202,17 @@ class Plan:
 
 
 def plan(case: Case, only: Layout | None = None) -> Plan:
-    """Searches all layouts.
-
-    If no layout of the batch uses all nodes, it leaves as few nodes idle as possible, up to half of them. If none of
-    these fits, it halves the batch, up to three times.
+    """Searches all layouts that use all nodes.
 
     Args:
         case: The model, the cluster and the batch. Its layouts are ignored.
-        only: Searches only layouts of this name, on all nodes and with this batch.
+        only: Searches only layouts of this name.
 
     Raises:
         UserError: If no layout is valid, or none fits.
     """
     if (devices := case.cluster.devices) > MOST:
         raise UserError(f"{case.cluster.name} has {devices} devices: the planner takes {MOST}: give fewer --nodes")
-    try:
-        return search(case, only)
-    except UserError as error:
-        if only is None and (found := smaller(case)) is not None:
-            taken = f"{found.case.cluster.nodes:,} of {case.cluster.nodes:,} nodes"
-            if found.case.batch < case.batch:
-                taken += f" and a batch of {found.case.batch} instead of {case.batch}"
-            why = str(error).partition(": give")[0]
-            return replace(found, change=f"this plan uses {taken}, because otherwise {why}")
-        raise
-
-
-def smaller(case: Case) -> Plan | None:
-    """Returns the plan of the largest batch and the most nodes that have one, or None."""
-    nodes = case.cluster.nodes
-    for batch in dict.fromkeys(case.batch // k for k in (1, 2, 4, 8) if case.batch % k == 0):
-        for count in range(nodes, nodes // 2, -1):
-            with contextlib.suppress(UserError):
-                return search(replace(case, batch=batch, cluster=replace(case.cluster, nodes=count)))
-    return None
-
-
-def search(case: Case, only: Layout | None = None) -> Plan:
-    """Searches all layouts that use all nodes. See plan()."""
     if only is not None:
         check(only, case)
     found = np.array([*splits(case)] if only is None else [(only.tp, only.pp, only.dp, only.islands)])

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from training.plan.case import FORMATS, RECOMPUTE, Case, Numbers
+from training.plan.case import FORMATS, RECOMPUTE, WORD, Case, Numbers
 
 ADAMW = 28  # bytes moved per parameter: gradient, 16-bit copy, itself, two moments read; the last four written
 FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20  # bytes of DistributedDataParallel's buckets by default
@@ -19,18 +19,13 @@ def again(c: Case) -> Numbers:
     return (c.layout.recompute == RECOMPUTE.index("full")) * 1.0
 
 
-def attention_passes(c: Case) -> Numbers:
-    """Attention of a step in forward passes: 3, or 3.5 if fused [F sec. 3.1], plus 1 if it is recomputed [K]"""
-    return (3.5 if c.software.fused else 3.0) + (c.layout.recompute > 0)
-
-
 def products(c: Case) -> Numbers:
-    """`m b (l/p ((3 + again) linear + passes attention) + 3 head) / (t top peak)`, in the last stage [N eq. 3]
+    """`m b (l/p ((3 + again) linear + (3.5 + again) attention) + 3 head) / (t top peak)`, in the last stage [N eq. 3]
 
-    For GPT, p = 1 and full recomputation it is `96 batch s l h^2 (1 + s / (6 h) + V / (16 l h))` FLOPs.
+    Fused attention computes 3.5 forward passes in a step [F sec. 3.1].
     """
     m, x, device = c.model, c.layout, c.cluster.device
-    stage = c.layers * ((3 + again(c)) * m.linear_flops + attention_passes(c) * m.attention_flops)
+    stage = c.layers * ((3 + again(c)) * m.linear_flops + (3.5 + again(c)) * m.attention_flops)
     flops = c.micro_batches * x.micro * (stage + 3 * m.head_flops) / x.tp
     return flops / (device.top * device.peak)
 
@@ -42,9 +37,9 @@ def head(c: Case) -> Numbers:
 
 
 def passes(c: Case) -> Numbers:
-    """`m l/p (3 + again) passes (kept + scores) / bandwidth`: norms, GELU, softmax, dropout, residuals [O]"""
+    """`m l/p (3 + again) passes kept / bandwidth`: norms, GELU, dropout, residuals [O]"""
     device = c.cluster.device
-    moved = (3 + again(c)) * device.passes * (c.kept + c.scores)
+    moved = (3 + again(c)) * device.passes * c.kept
     return c.micro_batches * c.layers * moved / device.bandwidth
 
 
@@ -53,7 +48,7 @@ def host(c: Case) -> Numbers:
     x, (plain, cut, sharded) = c.layout, c.cluster.device.calls
     calls = plain + np.where(x.tp > 1, cut, 0.0) + np.where(x.zero >= 2, sharded, 0.0)
     beneath = (products(c) + passes(c)) * c.cluster.device.gpu
-    return np.maximum(0.0, c.micro_batches * c.layers * calls * (not c.software.megatron) - beneath)
+    return np.maximum(0.0, c.micro_batches * c.layers * calls - beneath)
 
 
 def tensor(c: Case) -> Numbers:
@@ -69,13 +64,12 @@ def ends(c: Case) -> Numbers:
     """
     x, size = c.layout, c.software.value * c.tokens
     logits, hidden = (c.cluster.allreduce(size * n, x.tp, 1) for n in (c.model.vocabulary, c.model.width))
-    return c.micro_batches * (logits / 2 + np.where(x.pp > 1, 1, 2) * hidden) * (not c.software.megatron)
+    return c.micro_batches * (logits / 2 + np.where(x.pp > 1, 1, 2) * hidden)
 
 
 def hop(c: Case) -> Numbers:
-    """`stream b s h / B + A`: from a stage to the next, over t if scattered [N sec. 4.1]"""
-    x = c.layout
-    return sent(c, c.given / (x.tp if c.software.megatron else 1), x.pp, x.tp * x.dp)
+    """`4 b s h / B + A`: from a stage to the next"""
+    return sent(c, c.given, c.layout.pp, c.layout.tp * c.layout.dp)
 
 
 def sent(c: Case, size: Numbers, ranks: Numbers, stride: Numbers) -> Numbers:
@@ -96,10 +90,9 @@ def pipeline(c: Case) -> Numbers:
 
 
 def tied(c: Case) -> Numbers:
-    """`gradient V h / (t B) + A` if p > 1: the end stages exchange the gradients of a tied embedding [O]"""
-    x, size = c.layout, c.software.gradient * c.model.embedding / c.layout.tp
-    there = (x.pp > 1) & (c.model.tied and not c.software.megatron)
-    return np.where(there, sent(c, size, x.pp, x.tp * x.dp), 0.0)
+    """`4 V h / (t B) + A` if p > 1: the end stages exchange the gradients of a tied embedding [O]"""
+    x, size = c.layout, WORD * c.model.embedding / c.layout.tp
+    return np.where((x.pp > 1) & c.model.tied, sent(c, size, x.pp, x.tp * x.dp), 0.0)
 
 
 def bubble(c: Case) -> Numbers:
@@ -119,12 +112,12 @@ def data(c: Case) -> Numbers:
     values with z >= 2. All compute hides it with z >= 2.
     """
     m, x, by_zero, s = c.micro_batches, c.layout, c.layout.zero >= 2, c.software
-    by_ddp, prefetch = ~by_zero & (x.tp * x.pp == 1), by_zero & s.overlap & (not s.gloo)
-    compute, size = products(c) + passes(c), s.gradient * c.largest
+    by_ddp, prefetch = ~by_zero & (x.tp * x.pp == 1), by_zero & (not s.gloo)
+    compute, size = products(c) + passes(c), WORD * c.largest
     reduced = ring(c, size) * np.where(by_zero & (not s.gloo), 0.5, 1.0)
-    beneath = np.where(by_ddp & s.overlap, under_backward(size), prefetch * BACKWARD) * compute / m
+    beneath = np.where(by_ddp, under_backward(size), prefetch * BACKWARD) * compute / m
     left = np.where(by_ddp, ring(c, last_bucket(size)), 0.0)
-    values = np.where(by_zero, s.value, s.parameter) * c.largest
+    values = np.where(by_zero, s.value, WORD) * c.largest
     gathered = np.where(x.zero == 3, 2.0 * m, np.where(x.zero > 0, 1.0, 0.0)) / 2 * ring(c, values)
     gathered = np.where((x.zero == 1) & s.gloo, broadcasts(c, values), gathered)
     return np.maximum(left, reduced - beneath) + np.maximum(0.0, gathered - prefetch * compute)
@@ -146,8 +139,7 @@ def ring(c: Case, size: Numbers) -> Numbers:
     n is 1 for DDP, the number of blocks + 1 with z >= 2, and else `12 l/p`, one per tensor.
     """
     x = c.layout
-    alone = (x.tp * x.pp > 1) & (not c.software.megatron)
-    many = np.where(x.zero >= 2, c.layers + 1, np.where(alone, 12 * c.layers, 1))
+    many = np.where(x.zero >= 2, c.layers + 1, np.where(x.tp * x.pp > 1, 12 * c.layers, 1))
     return many * c.cluster.allreduce(size / many, x.dp, x.tp)
 
 

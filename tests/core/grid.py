@@ -1,8 +1,8 @@
-"""CO2's settings by the places where they may run, as a grid: python -m bench.grid
+"""CO2's settings by the places where they may run, as a grid: python -m tests.core.grid
 
 Four gloo ranks of this machine train each cell on a toy for some rounds, or CO2 refuses the cell in one line. Every
-element of the toy has a gradient of its own, so that a part of the parameters trains alike wherever it is. The test
-tests/core/test_grid.py compares each cell with the executable specification.
+element of the toy has a gradient of its own, so that a part of the parameters trains alike wherever it is. test_grid.py
+compares each cell with the executable specification.
 """
 
 import json
@@ -16,16 +16,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bench import report
 from bench.chaos.crew import Crew
-from bench.report import Asked, Summary, require
 from core import CO2, CO2Config, CompressionConfig, UserError, node_mesh, testing
 from core.elastic.island import Island
 from core.elastic.joining import check_elastic, elastic_co2
 from core.elastic.members import Members
 from core.errors import env_number
 from core.testing import run_distributed
-from training.script import launch
+from tests.imports import ROOT
+from training.folder import commit
 
 RANKS, PER_NODE, TAU, STEPS, LR = 4, 2, 3, 30, 0.1
 SHAPES = ((31, 33), (30,), (8, 17), (9,))  # two of each pipeline stage; they tile no part
@@ -246,33 +245,17 @@ def elastic_rank(folder: str, placement: str, name: str) -> None:
     co2.close()
 
 
-# -- the command ------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Grid(Asked):
-    """The settings and placements to try."""
-
-    placements: tuple[str, ...] = tuple(PLACEMENTS)
-    settings: tuple[str, ...] = tuple(SETTINGS)
-
-    def check(self) -> None:
-        require(self, once="placements settings", placements=PLACEMENTS, settings=SETTINGS)
-
-
-def rows(placement: str, names: Sequence[str]) -> list[dict[str, str]]:
-    """A row for each cell, with CO2's own line if it is refused."""
-    found = run_cells(placement, names)
-    return [{"setting": name, "placement": placement, "refused": found[name][0].refused} for name in names]
-
-
-def measure(grid: Grid, session: report.Session) -> None:
-    session.take("rows", (row for placement in grid.placements for row in rows(placement, grid.settings)))
-
-
 def main() -> None:
-    report.run(Grid, "grid", measure, {"rows": Summary("placement refused", {})})
+    """Writes a row for each cell to results/grid.json, with CO2's own line if it refuses the cell."""
+    found = {placement: run_cells(placement, [*SETTINGS]) for placement in PLACEMENTS}
+    rows = [
+        {"setting": name, "placement": placement, "refused": ranks[0].refused}
+        for placement, cells in found.items()
+        for name, ranks in cells.items()
+    ]
+    about = {"commit": commit(), "command": "python -m tests.core.grid"}
+    (ROOT / "results/grid.json").write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    launch(main)
+    main()
