@@ -1,6 +1,8 @@
 """Process groups, checks that workers agree, collectives over a group, and all-reduces in the background.
 
-A function that starts collectives returns a Stage: the pending work, and the bytes that this worker sends for it.
+A function that starts collectives returns a Stage: the pending work, and the bytes that this worker sends for it. An
+all-reduce is a generator of Stages. Each `yield` waits in the background until the Stage's work is done, and the code
+after the last `yield` runs when all has arrived, before the caller's wait() returns.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ class Pending(Protocol):
 
 
 Stage = tuple[Sequence[Pending], int]  # pending collectives, and the bytes that this worker sends for them
+BACKGROUND: Stage = ([], 0)  # no work: the code after this `yield` runs in the background, not in launch()
 PAUSE: Stage = ((), 0)  # the next stage needs something that the caller has yet to give: see AsyncAllReduce.resume
 # Thread blocks that one NCCL collective may occupy, each on its own multiprocessor (results/gpu.md). Over sockets NCCL
 # uses two. A matrix product is 11 % slower next to eight waiting blocks, and 7 % slower next to two.

@@ -55,7 +55,7 @@ class ReductionInfo(NamedTuple):
 
 
 class HookedMethod:
-    """What hooks read of the LocalUpdateMethod that calls them.
+    """The part of a LocalUpdateMethod that hooks read.
 
     Attributes:
         allreduce: The workers' group, and the all-reduce in flight.
@@ -165,7 +165,7 @@ class HookedMethod:
         return [numbered[id(b)] for bucket in self.buckets for b in bucket.given]
 
     def nonfinite_buffers(self) -> list[tuple[int, Tensor]]:
-        """Returns those that hold non-finite numbers which were not there at construction."""
+        """Returns `numbered_buffers` that hold non-finite numbers which were not there at construction."""
         found = list[bool]()
         for bucket in self.buckets:
             flat = bucket.flat_buffers()

@@ -432,35 +432,40 @@ class LocalUpdateMethod(Loop, SavedMethod, ABC):
 
         The payloads then hold sums, which `_scale` turns into averages in a pass that the method makes anyway.
         """
-        stats, allreduce = self.clock.stats, self.allreduce
-        allreduce.wait(self._after_allreduce)
-        stats.round, stats.bytes_sent = self.rounds, stats.bytes_sent + allreduce.bytes_sent
-        times = allreduce.exposed, allreduce.seconds
-        if self.is_cut:  # a round's statistics add its fragments
-            times = plus(stats.exposed_seconds, times[0]), plus(stats.allreduce_seconds, times[1])
-        stats.exposed_seconds, stats.allreduce_seconds = times
+        self.allreduce.wait(self._after_allreduce)
+        self._note_times()
         weight = self._weight.double()  # how many workers count: a sum or an average, as the reducer delivers
         self._scale = torch.where(weight == 0, 1.0 if self.sends_differences else float("nan"), 1 / weight)
         if self.fragment:  # buffers and the hooks' scalars travel with the first fragment
             self.scalars.place[: len(OWN_SCALARS)].mul_(self.reducer.scale)
-            is_empty = self._is_last and self._steps.item() == 0.0
-            self._arrived_tau = self._arrived_tau if is_empty else self._sent_tau
-            return ReduceResult(self._is_last, is_empty)
-        for bucket in self.buckets:
-            if bucket.buffers:
-                rescale(bucket.values, self._scale)
-                keep_unchanged(bucket.values, bucket.first, self.total_world_size)
-        self.scalars.place.mul_(self.reducer.scale)
-        self._deliver_scalars()
-        is_last = self._is_last = finished and self._finished.item() > 1 - 1e-6  # an average may be rounded
-        is_empty = is_last and self._steps.item() == 0.0
-        for bucket, _ in self._own_buffers:
-            written = range(len(bucket.buffers)) if not is_empty else bucket.fresh  # an empty round's others are old
-            averages = [bucket.buffer_views[i] for i in written]
-            copy_where(self._weight > 0, [bucket.buffers[i] for i in written], averages)
+        else:
+            self.scalars.place.mul_(self.reducer.scale)
+            self._deliver_scalars()
+            self._is_last = finished and self._finished.item() > 1 - 1e-6  # an average may be rounded
+        is_empty = self._is_last and self._steps.item() == 0.0
+        for bucket, _ in self._own_buffers if not self.fragment else ():
+            self._average_buffers(bucket, is_empty=is_empty)
         if not is_empty:
             self._arrived_tau = self._sent_tau
-        return ReduceResult(is_last, is_empty)
+        return ReduceResult(self._is_last, is_empty)
+
+    def _note_times(self) -> None:
+        """Adds an all-reduce that has arrived to the round's statistics."""
+        stats, allreduce = self.clock.stats, self.allreduce
+        stats.round, stats.bytes_sent = allreduce.launched - self._between, stats.bytes_sent + allreduce.bytes_sent
+        times = allreduce.exposed, allreduce.seconds
+        if self.is_cut:  # a round's statistics add its fragments
+            times = plus(stats.exposed_seconds, times[0]), plus(stats.allreduce_seconds, times[1])
+        stats.exposed_seconds, stats.allreduce_seconds = times
+
+    def _average_buffers(self, bucket: Bucket, *, is_empty: bool) -> None:
+        """Writes averages to the model's buffers. An empty round's are old, unless they travel for the first time."""
+        if bucket.buffers:
+            rescale(bucket.values, self._scale)
+            keep_unchanged(bucket.values, bucket.first, self.total_world_size)
+        written = range(len(bucket.buffers)) if not is_empty else bucket.fresh
+        averages = [bucket.buffer_views[i] for i in written]
+        copy_where(self._weight > 0, [bucket.buffers[i] for i in written], averages)
 
     def _report_excluded(self, where: Tensor) -> None:
         """Calls `on_excluded`, or by default zeroes the state of torch's own optimizers."""

@@ -40,7 +40,7 @@ from torch import _foreach_add_ as add_each  # pyright: ignore[reportPrivateImpo
 
 from . import outer
 from .buckets import Bucket, BucketShare, copy, elements, first_nonfinite, make_buckets, read_blocks, views, wipe
-from .comm import Stage, gather_parts, leave_group, new_group, sum_flats
+from .comm import BACKGROUND, Stage, gather_parts, leave_group, new_group, sum_flats
 from .errors import UserError
 from .fragments import Fragment, slices, slices_alike
 from .hooks import HookedMethod, OutlierFilter
@@ -82,10 +82,10 @@ class Votes:
 
 
 class SharedMethod(HookedMethod):
-    """What a Share reads and writes of its CO2.
+    """The part of a CO2 that its Share reads and writes.
 
     Attributes:
-        config: What holds in the current round.
+        config: The settings of the current round.
         fragments: What each all-reduce of a round sends.
         in_paper_order: Whether the average is merged at the next boundary.
         share_numbers: See Share.numbers.
@@ -404,7 +404,7 @@ class Share:
     def stages(self, reduction: Iterator[Stage]) -> Iterator[Stage]:
         """The collectives of a round, with Algorithm 1's steps 4 to 7 after the `reduction` among the nodes."""
         m, node, s = self.method, self.node, self.now
-        yield [], 0  # from here in the background
+        yield BACKGROUND
         if self.offload:
             yield [self], 0  # the copies to the host
             if self._copied:  # not at the end of finish(), for buffers alone

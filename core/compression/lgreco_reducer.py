@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..buckets import Bucket, BucketShare, Part, Scalars, copy
-from ..comm import Reducer, Stage, moved_by_nccl, sum_flats
+from ..comm import BACKGROUND, Reducer, Stage, moved_by_nccl, sum_flats
 from ..errors import UserError, log
 from ..stats import HostCopy, Seconds, between, mark
 from .formats import BLOCK, INTS, NarrowFormat
@@ -203,7 +203,7 @@ class LGreco(Reducer):
 
     @torch.no_grad()
     def of_bucket(self, i: int, group: dist.ProcessGroup | None, number: int, turn: int) -> Iterator[Stage]:
-        yield [], 0  # the encoding also runs in the background
+        yield BACKGROUND  # the encoding
         if turn == 0:
             self._follow()
             if self._decide():

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..buckets import Bucket, BucketShare, Part, Scalars, has_triton
-from ..comm import AsyncAllReduce, Reducer, Stage, all_gather, all_reduce
+from ..comm import BACKGROUND, AsyncAllReduce, Reducer, Stage, all_gather, all_reduce
 from . import formats as compressions
 from .formats import BLOCK, BLOCK_BYTES, NarrowFormat
 
@@ -203,7 +203,7 @@ class Quantized(Reducer):
         return [-(-len(b.values) // self.world_size) for b in self.buckets]
 
     def stages(self, group: dist.ProcessGroup | None, number: int) -> Iterator[Stage]:
-        yield [], 0  # the encoding also runs in the background
+        yield BACKGROUND  # the encoding
         sent = self._outgoing()
         received = sent
         if group is not None:
@@ -300,7 +300,7 @@ class OwnedQuantized(Quantized):
         self.state = {name: self.state[name] for name in HELD_BACK[:1] if self.state}
 
     def stages(self, group: dist.ProcessGroup | None, number: int) -> Iterator[Stage]:
-        yield [], 0
+        yield BACKGROUND
         sent = received = self._outgoing()
         if group is not None:
             received = torch.empty_like(sent)
@@ -336,9 +336,7 @@ def _raw(payload: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class AutoCompression(Reducer):
-    """A reducer that can change its format.
-
-    A Tuned hook calls `become` before a launch to change it.
+    """A reducer that can change its format: the hook for tau calls `become` before a launch.
 
     Args:
         kind: The first format.

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed import distributed_c10d
 
 from core import CO2, CO2Config, CompressionConfig, make_method
-from core.comm import AsyncAllReduce, ring_bytes
+from core.comm import BACKGROUND, AsyncAllReduce, ring_bytes
 from core.errors import CollectiveError, UserError
 from core.methods import METHODS
 from core.testing import run_distributed
@@ -116,7 +116,7 @@ def test_what_fails_in_a_stage_never_lands(error: Exception, first: bool):
 
     def stages() -> Iterator[Any]:
         if not first:
-            yield [], 0
+            yield BACKGROUND
         raise error
 
     background = AsyncAllReduce(torch.device("cpu"))
