@@ -45,7 +45,6 @@ from .errors import UserError
 from .fragments import Fragment, slices, slices_alike
 from .hooks import HookedMethod, OutlierFilter
 from .placement import Held, Node
-from .tau import TauHook
 
 ALPHA, M_SQUARES, STEP_SQUARES, EXCLUDED, WHOLE = range(5)  # of Share.numbers
 
@@ -201,8 +200,6 @@ class Share:
             self._stream = torch.cuda.Stream(method.params[0].device)
         if inner is not None and c.delay == "auto":
             self._votes = Votes(new_group(inner, timeout, torch.device("cpu"), "gloo", overlap=True))
-            for hook in (hook for hook in method.hooks if isinstance(hook, TauHook)):
-                hook.tuner.vote = 1
         self.g = self.of_node(buckets)
         own, state = self.owned(self.g), method.state
         lone = self.shard and method.in_paper_order  # then no worker holds the whole x between two boundaries

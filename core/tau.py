@@ -356,6 +356,10 @@ class TauHook(Hook):
         self._decided: TauDecision | None = None  # takes effect at the end of the round
         self._timed: list[bool] = []  # elastic: at each place, whether the last sums had a worker's times
 
+    def attach(self, method: Any) -> None:
+        super().attach(method)
+        self.tuner.vote = int(method.node.group is not None)
+
     def before_allreduce(self) -> None:
         m = self.method
         self.tuner.write_times(m.clock.stats, m.clock.before, m.allreduce.place, m.scalars["times"])

@@ -13,8 +13,8 @@ from ..tau import smallest_tau
 STEPS = (0.01, 0.03, 0.1, 0.3, 1.0)  # seconds of a local step, if the user gives none
 ROUNDS = 40  # rounds after which a tuner that always gets the same times has settled
 WIDTH, FIRST = 100, 13  # columns of the screen, and of a line's name
-COLUMNS = "{:<11}{:<4}{:<12}{:<11}{:<8}{:<9}{:<7}{:<10}{:<6}{}"
-TITLES = ("local step", "tau", "compression", "wait after", "exposed", "boundary", "DDP", "DDP int4", "r", "take")
+COLUMNS = "{:<11}{:<4}{:<12}{:<12}{:<8}{:<9}{:<7}{:<10}{:<6}{}"
+TITLES = ("local step", "tau", "compression", "fragments", "exposed", "boundary", "DDP", "DDP int4", "r", "take")
 # over int4, by r: results/seconds.md, "What hiding is worth"
 MAP = "DDP up to r 5, hidden rounds of 2 to 6 steps up to r 20, then hidden rounds of 6 steps or more"
 LINKS = {"within": "in a node", "across": "across nodes", "all": "all workers"}
@@ -48,7 +48,8 @@ def choose(
         "tau": tau,
         "compression": tuner.compression,
         "merge": config.merge,
-        "awaited": min(tau, tuner.needed or tau),  # local steps after which a worker waits for the average
+        "fragments": tuner.fragments,
+        "late": took / tuner.fragments / step,  # local steps that the all-reduce of a fragment takes
         "allreduce_seconds": took,
         "exposed_share": exposed,  # share of the time, as are the next two
         "boundary_share": own,
@@ -115,8 +116,8 @@ def screen(report: Mapping[str, Any]) -> str:
         lines.append(" " * FIRST + COLUMNS.format(*TITLES))
         for c in choices:
             shares = [f"{c[f'{name}_share']:.1%}" for name in ("exposed", "boundary", "ddp", "ddp_int4")]
-            steps = f"{c['awaited']} step{'s' * (c['awaited'] > 1)}"
-            row = (c["tau"], c["compression"], steps, *shares, f"{c['float32_ratio']:.3g}", c["take"])
+            late = f"{c['fragments']}, {c['late']:.1f} late"
+            row = (c["tau"], c["compression"], late, *shares, f"{c['float32_ratio']:.3g}", c["take"])
             lines.append(" " * FIRST + COLUMNS.format(_time(c["step_seconds"]), *row))
         line("", "r: a float32 all-reduce over a local step; take: the method that loses the least time")
         for c in report.get("node_settings", ()):

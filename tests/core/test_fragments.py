@@ -270,7 +270,7 @@ def choose(rank: int, world_size: int) -> tuple[Tensor, list[int], list[float]]:
             with torch.no_grad():
                 params[0].add_(1e-3 * (rank + 1))
             if co2.step():
-                cuts.append(len(co2._fragments))
+                cuts.append(len(co2.fragments))
                 late.append(co2.stats.merged_after / co2.stats.local_steps)
     return flat(params), cuts, late
 
