@@ -106,7 +106,7 @@ def tau_hook_for(c: CO2Config, workers: int) -> TauHook | None:
     """
     formats = c.compression.choices if workers > 1 else dict([*c.compression.choices.items()][-1:])
     given = None if c.tau == "auto" else c.tau
-    cuts = c.fragments == "auto" and workers > 1
+    cuts = c.cuts and workers > 1
     if given is not None and len(formats) == 1 and not cuts and (c.delay != "auto" or workers == 1):
         return None
     return TauHook(TauTuner(c.tau_max, c.tau_margin, formats, given=given, cuts=cuts))

@@ -211,11 +211,8 @@ class CO2Config:
         """Raises UserError for fragments that do not go with the other settings."""
         valid = is_whole(self.fragments) or self.fragments == "auto"
         require(self, valid, "fragments", "give a whole number of parts, 1 or more, or auto")
-        if self.fragments == 1:
+        if self.fragments in (1, "auto"):
             return
-        if self.fragments == "auto":
-            arrives = self.merge == "keep_local" and self.delay == "auto"
-            return require(self, arrives, "fragments", "auto needs merge keep_local and delay auto")
         require(self, self.merge == "keep_local", "fragments", "the other parts have local progress that only merge "
                 "keep_local keeps")  # fmt: skip
         require(self, self.tau == "auto" or self.fragments <= self.tau, "fragments", f"give at most tau={self.tau}")
@@ -289,6 +286,11 @@ class CO2Config:
                 f"CO2Config.recommended(workers={self._workers}), and {workers} average here: give it neither that "
                 "number nor steps in its place, as recommended(steps=N); on a mesh a worker is a node"
             )
+
+    @property
+    def cuts(self) -> bool:
+        """Whether the number of fragments is chosen from measured times."""
+        return self.fragments == "auto" and self.merge == "keep_local" and self.delay == "auto"
 
     def uncut(self) -> CO2Config:
         """Returns these settings where fragments auto means 1."""

@@ -5,8 +5,8 @@ while a round sends the same bytes. Streaming DiLoCo (Douillard et al., 2025) ha
 
 Fragment i of F starts its all-reduce i tau / F local steps into the round, and is merged when it arrives. One
 all-reduce is in flight at a time. If it is late, the next one starts later; at the boundary a worker waits for what is
-left. Fragment 0 starts at the boundary, and carries buffers and scalars. The others carry how many workers count, and
-for how many local steps.
+left. Fragment 0 starts at the boundary, and carries buffers and scalars. The other fragments carry how many workers
+count, and for how many local steps.
 
 Fragments are slices of a worker's flat tensors, in the parameters' order, so another number of fragments moves nothing.
 On a node, fragment i is the i-th slice of each rank's share (shares.py).
@@ -33,7 +33,7 @@ class Fragment:
     """A slice of each payload.
 
     Attributes:
-        parts: What the all-reduce sends.
+        parts: The parts of the buckets that the all-reduce sends.
         outer_steps: Steps 3 to 7 on the slices.
         directions: The slices of the last step under Nesterov momentum with a gap.
         reducer: Reduces the parts.
@@ -64,7 +64,7 @@ def slices_alike(sizes: Sequence[tuple[int, int]], count: int) -> list[slice]:
     """Returns slices of tensors that the ranks of a node shard. All ranks cut a tensor that all hold at one element.
 
     Args:
-        sizes: Of each tensor, its elements on this rank and on all ranks.
+        sizes: Each tensor's elements on this rank, and on all ranks.
         count: Number of slices.
     """
     starts, ends = [*accumulate((whole for _, whole in sizes), initial=0)], [0]

@@ -140,7 +140,7 @@ Where = list[tuple[int, slice]]  # [(index of a flat tensor, slice of it)]
 
 
 class Held(NamedTuple):
-    """Which elements of some flat tensors several ranks of a node hold."""
+    """The elements of some flat tensors that several ranks of a node hold."""
 
     numel: float  # elements here, where an element on n ranks counts 1 / n
     copies: dict[int, Where]  # by number of holders: where their elements are in what this rank owns

@@ -85,7 +85,7 @@ class SharedMethod(HookedMethod):
 
     Attributes:
         config: The settings of the current round.
-        fragments: What each all-reduce of a round sends.
+        fragments: The parts of the payload that a round sends in turn.
         in_paper_order: Whether the average is merged at the next boundary.
         share_numbers: See Share.numbers.
         spoilt: In the paper's order: whether this rank's last difference was not finite, 0-d bool.

@@ -487,6 +487,20 @@ def hidden_diloco() -> Cells:
     return lines
 
 
+@table("local steps of an all-reduce | whole payload | 8 fragments | local steps of a fragment's all-reduce")
+def lateness() -> Cells:
+    """Changes of text's loss in percent against Local-SGD with the same tau, by how late averages are merged."""
+    of = functools.partial(losses, "search.jsonl", "bytes", steps=480)
+    late = "merge=keep_local,gap=none,beta=0,compression=int4,"
+    cut = "streaming:merge=keep_local,gap=none,beta=0,alpha=1,nesterov=false,phi=none,compression=int4,fragments=8,"
+    base = of(asked="local:compression=int4")
+    lines: Cells = {}
+    for steps, each in ((5, 1), (10, 2), (19, 3)):
+        found = of(asked=f"co2:{late}delay={steps}"), of(asked=f"{cut}delay={each}")
+        lines[str(steps)] = [*(against(losses, base) for losses in found), str(each)]
+    return lines
+
+
 RATE_TASKS = {"digits": ("digits, SGD", 1.0), "cifar": ("CIFAR-10, SGD", 1.0), "bytes": ("text, AdamW", 0.5)}
 """Task -> its name, and DDP's limit of the gradient norm if it clips."""
 

@@ -52,7 +52,7 @@ def grid() -> list[Settings]:
 def test_a_training_loop_and_hooks_see_these_names():
     told = "at_boundary averaged_model close config finish hook leave load_state_dict on_excluded resync rounds stats"
     names = {name for name in dir(problems.bare_co2([nn.Parameter(torch.ones(3))])) if not name.startswith("_")}
-    of_hooks = """allreduce anchors begins_apart broadcasts_state buckets clock exclude fragment growth
+    of_hooks = """allreduce anchors begins_apart broadcasts_state buckets clock exclude fragment fragments growth
         hooks in_paper_order is_cut is_log_rank is_saved late local_steps local_steps_sent name node nonfinite_buffers
         numbered_buffers numbers params reducer replicated scalars sends_differences sent_payloads settings share stages
         state sync_schedule timed_from total_world_size trained worker_label"""

@@ -340,8 +340,8 @@ def from_doctor(file: Path, *, probe: bool) -> Cluster:
     """
     try:
         report = parse_json(file.read_text())
-        if report["format"] != 1:
-            raise ValueError("its format is not 1")
+        if not isinstance(report, dict) or report.get("format") != 1:
+            raise UserError(f"{file} is no report of the doctor (format 1): {DOCTOR}")
         if (per_node := report["workers_per_node"]) is None:
             raise UserError(f"{file}: its nodes have different numbers of workers: run the doctor with as many on each")
         nodes, device = report["nodes"], report["device"]
