@@ -69,7 +69,7 @@ def test_strangers_that_drip_bytes_make_no_worker_silent():
                     return
 
     threading.Thread(target=drip, daemon=True).start()
-    here._known = {1: here.address}
+    here.known = {1: here.address}
     began = time.monotonic()
     assert here.ask([1], "7") == {1: "running"} and time.monotonic() - began < 1.5
     ended.set()

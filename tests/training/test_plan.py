@@ -382,7 +382,7 @@ def test_the_doctor_s_cluster_is_read(tmp_path: Path):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"format": 2}, "is no report of the doctor (ValueError: its format is not 1): run co2_training.doctor"),
+        ({"format": 2}, "is no report of the doctor (format 1): run co2_training.doctor"),
         (
             {"workers_per_node": None},
             "its nodes have different numbers of workers: run the doctor with as many on each",
