@@ -194,9 +194,9 @@ def limit_of(task: str, rate: float, method: str) -> str:
     return f"{median(known):.2f}" if known and not method.startswith("ddp") else ""
 
 
-def ratio_titles(task: str) -> str:
-    places = (f"{rate} Mbit/s, {target} target" for rate in LINKS[task] for target in ("first", "late"))
-    return " | ".join(("method", *places, "limit"))
+def ratio_titles(task: str, rates: Sequence[int] = ()) -> str:
+    places = (f"{rate} Mbit/s, {target} target" for rate in rates or LINKS[task] for target in ("first", "late"))
+    return " | ".join(("method", *places, *([] if rates else ["limit"])))
 
 
 def ratios(task: str, methods: Mapping[str, Callable[[float], str]]) -> Cells:
@@ -295,6 +295,8 @@ ACCUMULATED = {
     "ddp:accumulate=4,cap=0.25": "DDP, 4 micro-batches",
     "ddp:compression=int4,cap=0.25,accumulate=4": "DDP, int4, 4 micro-batches",
 }
+IN_PARTS, WHOLE = "co2_auto:compression=int4", "co2_auto:compression=int4,fragments=1"
+TUNED_SHARES = {10: 0.4, 40: 0.2}  # of Local-SGD on text, by link
 NODES_OF_TEXT = {  # in results/paired/nodes_text.json
     "co2_auto:nodes=2,compression=int4": "CO2, recommended, nodes of two, int4",
     "co2_auto:compression=int4": "CO2, recommended, one worker per rank, int4",
@@ -334,6 +336,22 @@ def ddp_seconds() -> Cells:
     names = {m: name for m, name in (OVERLAPPED | ACCUMULATED).items() if select(runs, method=m)}
     found = [[ratio_of(select(runs, rate_mbit=rate), m, "co2_auto") for rate in (10, 40)] for m in names]
     return dict(zip(names.values(), bold(found), strict=True))
+
+
+@table(ratio_titles("language", (10, 40)))
+def fragments_text() -> Cells:
+    """Text: the seconds over those of CO2 with fragments, which are in the last row, seed by seed."""
+    runs, rates = load("paired/fragments_text.json")["runs"], [*TUNED_SHARES]
+    places = [(rate, late) for rate in rates for late in (False, True)]
+    methods: dict[str, Callable[[float], str]] = {
+        "CO2, recommended, without fragments": lambda _: WHOLE,
+        "Local-SGD (blocking), tau tuned, int4": lambda rate: f"local:share={TUNED_SHARES[int(rate)]},compression=int4",
+    }
+    pairs = [[(select(runs, rate_mbit=rate), of(rate), late) for rate, late in places] for of in methods.values()]
+    lines = bold([[ratio_of(found, method, IN_PARTS, late=late) for found, method, late in line] for line in pairs])
+    mine = {place: select(runs, rate_mbit=place[0], method=IN_PARTS) for place in places}
+    own = [seconds_cell([run["late"] if late else run for run in mine[rate, late]]) for rate, late in places]
+    return dict(zip(methods, lines, strict=True)) | {"seconds of CO2, recommended": own}
 
 
 @table("method | 10 Mbit/s | 40 Mbit/s")
@@ -401,10 +419,7 @@ LONG = functools.partial(losses, "h100.jsonl h200.jsonl", steps=2000)
 MUON = {
     "Local-SGD (blocking), tau 2": ("2.06", "local:compression=int4", 2),
     "hidden average, tau 1": ("4.12", HIDDEN, 1),
-    "tau 1 over int2": ("2.12", HIDDEN.replace("int4", "int2"), 1),
     "hidden average, tau 2": ("2.06", HIDDEN, 2),
-    "tau grows from 1 to 5": ("1.88", HIDDEN + ",grow=400", 6),
-    "DDP for the first 5 % of the steps": ("2.17", HIDDEN + ",sync_steps=100", 2),
     "hidden average, tau 6": ("0.69", HIDDEN, 6),
     "hidden average, tau 24": ("0.17", HIDDEN, 24),
     "hidden DiLoCo, tau 24": ("0.17", HIDDEN_DILOCO, 24),
