@@ -340,7 +340,7 @@ def ddp_seconds() -> Cells:
 
 @table(ratio_titles("language", (10, 40)))
 def fragments_text() -> Cells:
-    """Text: the seconds over those of CO2 with fragments, which are in the last row, seed by seed."""
+    """The seconds on text over the seconds of CO2 with fragments, seed by seed. The last row has CO2's own seconds."""
     runs, rates = load("paired/fragments_text.json")["runs"], [*TUNED_SHARES]
     places = [(rate, late) for rate in rates for late in (False, True)]
     methods: dict[str, Callable[[float], str]] = {
