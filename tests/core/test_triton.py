@@ -156,7 +156,7 @@ def compile_the_boundary() -> None:
     for dtype, wide in zip(DTYPES, ("fp64", "fp32", "fp32", "fp32"), strict=True):
         common = {"P": TYPES[dtype], "BLOCK": BLOCK}
         names = {"table": "*i64"} | dict.fromkeys(("d_ptr", "x_ptr", "m_ptr", "snapshot_ptr", "scalars"), f"*{wide}")
-        for merge, gap, strided in zip(MERGES, range(3), (True, False, True), strict=True):
+        for merge, gap, strided in zip((*MERGES, MERGES[0]), range(3), (True, False, True), strict=True):
             fixed = {
                 "GAP": gap,
                 "CLIP": True,
