@@ -374,10 +374,8 @@ def _read(target: Path, rank: int, part: str = "", needs: Mapping[str, type] | N
     """Returns this worker's state, the number of workers that wrote the checkpoint, and what is wrong with it."""
     try:
         manifest = read_manifest(target)
-        if "layout" in manifest:
-            return None, 0, "it is of a run with a layout: resume with --layout"
         files = manifest.get("files", ())
-        if "rests" in manifest or "rank0.json" in files:
+        if manifest.keys() & {"layout", "rests"} or "rank0.json" in files:
             return None, 0, "it is of an older version: resume with the version that wrote it"
         there = {path.name for path in target.glob("rank*.pt")}
         if missing := sorted(files.keys() - there):

@@ -105,7 +105,7 @@ class Slice:
     places: Sequence[slice]  # in the shares
     g: list[Tensor]  # of the payload, with padding
     x: list[Tensor]
-    own_x: list[Tensor]  # with m and directions: of what this rank owns
+    own_x: list[Tensor]  # own_x, m and directions belong to the elements that this rank owns
     m: list[Tensor]
     directions: list[Tensor]
     snapshots: list[Tensor]

@@ -226,9 +226,8 @@ class TauTuner:
         least = max(smallest_tau(allreduce, step, margin / 2), smallest_tau(boundary / COST, step, -0.25))
         fits = self.tau >= least
         wasteful = new <= 0.75 * self.tau
-        if (
-            self.decisions and not misfits and (new == self.tau or (fits and not wasteful))
-        ):  # the first decision is always reported
+        stays = not misfits and (new == self.tau or (fits and not wasteful))
+        if self.decisions and stays:  # the first decision is always reported
             return None
         return self._decided(round, new, step, allreduce, self._reason(step, allreduce, boundary, required))
 

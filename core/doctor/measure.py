@@ -172,7 +172,7 @@ def reduce_sample(
     of the time at the worker that launched last. The boundary's time is the smallest over the rounds of the slowest
     worker's time.
     """
-    config = replace(CO2Config.recommended(), tau=1, compression=CompressionConfig(compression))
+    config = replace(CO2Config.recommended(), tau=1, fragments=1, compression=CompressionConfig(compression))
     param = nn.Parameter(torch.zeros(numel, device=device))
     co2, told = CO2([param], config, timeout=timeout, group=group, mesh=mesh), list[tuple[float, float]]()
     for round in range(ROUNDS + 2):  # nothing arrives in the first round; the second one's all-reduce opens connections

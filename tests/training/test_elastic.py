@@ -98,7 +98,7 @@ def test_its_gpu_is_the_current_one(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_the_recommended_settings_go_with_it():
-    """Their compression is auto: of the formats elastic knows float32 alone."""
+    """Their compression and fragments are auto. Elastic workers make float32 and 1 of them."""
     co2 = replace(CO2Config.recommended(4), tau=6)
     assert co2.compression.format == "auto" and Recipe(elastic=True, co2=co2).co2 == co2
     method, joining = elastic_co2([nn.Parameter(torch.zeros(2))], co2, members=Members(dist.HashStore(), "0.0"))

@@ -47,8 +47,8 @@ def host(c: Case) -> Numbers:
     """`max(0, m l/p calls - (products + passes))`: a GPU computes while its host runs Python, a CPU does not [O]"""
     x, (plain, cut, sharded) = c.layout, c.cluster.device.calls
     calls = plain + np.where(x.tp > 1, cut, 0.0) + np.where(x.zero >= 2, sharded, 0.0)
-    beneath = (products(c) + passes(c)) * c.cluster.device.gpu
-    return np.maximum(0.0, c.micro_batches * c.layers * calls - beneath)
+    hidden = (products(c) + passes(c)) * c.cluster.device.gpu
+    return np.maximum(0.0, c.micro_batches * c.layers * calls - hidden)
 
 
 def tensor(c: Case) -> Numbers:
@@ -115,12 +115,12 @@ def data(c: Case) -> Numbers:
     by_ddp, prefetch = ~by_zero & (x.tp * x.pp == 1), by_zero & (not s.gloo)
     compute, size = products(c) + passes(c), WORD * c.largest
     reduced = ring(c, size) * np.where(by_zero & (not s.gloo), 0.5, 1.0)
-    beneath = np.where(by_ddp, under_backward(size), prefetch * BACKWARD) * compute / m
+    hidden = np.where(by_ddp, under_backward(size), prefetch * BACKWARD) * compute / m
     left = np.where(by_ddp, ring(c, last_bucket(size)), 0.0)
     values = np.where(by_zero, s.value, WORD) * c.largest
     gathered = np.where(x.zero == 3, 2.0 * m, np.where(x.zero > 0, 1.0, 0.0)) / 2 * ring(c, values)
     gathered = np.where((x.zero == 1) & s.gloo, broadcasts(c, values), gathered)
-    return np.maximum(left, reduced - beneath) + np.maximum(0.0, gathered - prefetch * compute)
+    return np.maximum(left, reduced - hidden) + np.maximum(0.0, gathered - prefetch * compute)
 
 
 def under_backward(size: Numbers) -> Numbers:
