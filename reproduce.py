@@ -31,7 +31,7 @@ import training  # noqa: F401, says in one line what is not installed
 import tyro
 
 from core import UserError
-from core.methods import METHODS
+from core.baselines.table import METHODS
 from results.collect import (
     Finished,
     collect,

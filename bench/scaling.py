@@ -28,10 +28,10 @@ from bench.cluster import run_ranks
 from bench.report import Asked, Summary, network, of_link, require, require_no_crowd
 from bench.standin import BYTES, LAYERS, LEARNING_RATE, PARAMS, Pacer, StandIn, Trainer, digits
 from core import CO2Config
+from core.baselines.table import METHODS, make_method
 from core.comm import ring_bytes
 from core.errors import UserError
 from core.local_update import LocalUpdateMethod
-from core.methods import METHODS, make_method
 from core.testing.link import ThrottledLink
 from training.script import launch
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from core.baselines.table import Method
 from core.local_update import LocalUpdateMethod
-from core.methods import Method
 
 # -- pacing -----------------------------------------------------------------------------------------------------
 

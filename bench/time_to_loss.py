@@ -38,10 +38,11 @@ from bench import report, standin
 from bench.cluster import Cluster, run_ranks, sent_bytes
 from bench.peers.adapters import PEERS, Task, Trainer
 from bench.report import Asked, Metrics, Summary, require, require_company
+from core.baselines.table import make_method
 from core.errors import UserError
-from core.local_update import LocalUpdateMethod, SyncSchedule
-from core.methods import make_method
-from core.placement import node_mesh
+from core.hooks import SyncSchedule
+from core.local_update import LocalUpdateMethod
+from core.nodes import node_mesh
 from core.tau import CALIBRATION_TAU
 from core.testing.link import ThrottledLink
 from training.data import steps_per_epoch

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib.util
 import itertools
+import mmap
 import sys
+import weakref
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -644,3 +647,48 @@ def _span(t: Tensor) -> tuple[str, int, int]:
     """Returns the tensor's device, and its first and last address."""
     last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
     return str(t.device), t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size()
+
+
+def on_device(flag: Tensor, device: torch.device) -> Tensor:
+    """Returns a 0-d bool on `device`. A bool on the host becomes a kernel's argument, because a copy would block."""
+    return flag if flag.device == device else torch.full((), bool(flag), device=device)
+
+
+PORTABLE = 1  # cudaHostRegisterPortable: pinned memory for all devices
+
+
+def pinned(numel: int, dtype: torch.dtype) -> Tensor:
+    """Returns zeros in host memory, [numel], pinned if there is a GPU, so that copies to and from it do not block.
+
+    The memory has exactly this size. torch would round it up to a power of two, and keep it.
+
+    Raises:
+        UserError: If the memory cannot be pinned.
+    """
+    nbytes = numel * dtype.itemsize
+    if not nbytes or not torch.cuda.is_available():
+        return torch.zeros(numel, dtype=dtype, device="cpu")
+    # The buffer lives as long as tensors use it. An mmap object itself would free its memory before its finalizer runs.
+    memory = (ctypes.c_byte * nbytes).from_buffer(mmap.mmap(-1, nbytes))
+    held = torch.frombuffer(memory, dtype=dtype)
+    cudart: Any = torch.cuda.cudart()
+    if code := int(cudart.cudaHostRegister(held.data_ptr(), nbytes, PORTABLE)):
+        raise UserError(f"{nbytes} bytes of the host's memory cannot be pinned (CUDA error {code}): leave out offload")
+    weakref.finalize(memory, _unpin, held.data_ptr(), torch.cuda.current_device()).atexit = False
+    return held
+
+
+def _unpin(address: int, device: int) -> None:
+    """Unpins memory after all queued copies."""
+    torch.cuda.synchronize(device)
+    cudart: Any = torch.cuda.cudart()
+    cudart.cudaHostUnregister(address)
+
+
+def all_finite(tensors: Iterable[Tensor]) -> Tensor:
+    """Returns whether all elements are finite: 0-d, on the first tensor's device. A DTensor's local shard counts."""
+    local = [local_shard(t.detach()) for t in tensors if t.numel() and "float4" not in str(t.dtype)]  # always finite
+    # aminmax supports neither float8 nor empty tensors, as a rank's shard may be
+    wide = [t.float() if t.element_size() == 1 else t for t in local if t.numel()]
+    ends = [torch.stack(torch.aminmax(t)).double() for t in wide]
+    return torch.stack([e.to(ends[0].device) for e in ends]).isfinite().all() if ends else torch.tensor(True)

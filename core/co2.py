@@ -60,21 +60,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from . import outer
-from .buckets import BucketShare, elements, is_dtensor, local_shard, read_blocks, tensors_of, unique
-from .build import CommonArgs, build_args
-from .checkpoint import all_finite
+from . import outer, shares
+from .buckets import BucketShare, all_finite, elements, is_dtensor, local_shard, read_blocks, tensors_of, unique
 from .comm import Reducer, all_reduce
-from .config import CO2Config, Schedule, check_share, named_rule, scheduled
+from .config import CO2Config, CommonArgs, Schedule, build_args, check_share, named_rule, scheduled
 from .errors import UserError
-from .fragments import Fragment, slices
-from .hooks import OutlierFilter
+from .groups import Holders, groups_of, refuse_fsdp, refuse_shards
+from .guards.workers import OutlierFilter
 from .local_update import OWN_SCALARS, LocalUpdateMethod, ReduceResult
-from .placement import Holders, Node, groups_of
-from .shares import Share, SharedMethod
+from .nodes import Node
+from .shares import Fragment, Share, SharedMethod, slices
 from .state import on_host, zero
 from .stats import RoundStats, defer
-from .usage import refuse_fsdp, refuse_shards
 
 OWN = len(OWN_SCALARS)  # scalars that travel with every fragment
 
@@ -102,7 +99,7 @@ class CO2(LocalUpdateMethod, SharedMethod):
         config: The settings of the method.
         mesh: [nodes, ranks of a node], as node_mesh makes it. None means that every process is a worker.
         shards: True: plain tensors are this rank's own part of the model, such as a pipeline stage. Or, for each
-            parameter, the ranks that hold it (placement.Holders). Buffers are then averaged over the nodes only.
+            parameter, the ranks that hold it (groups.Holders). Buffers are then averaged over the nodes only.
         shard: Whether each worker keeps only a part of the outer state, which costs an all-gather of x in each round.
         offload: Whether outer state and all-reduce are in pinned host memory. The GPU then holds no copy of the
             parameters.
@@ -190,7 +187,7 @@ class CO2(LocalUpdateMethod, SharedMethod):
         self._directions = self.state.new("outer_step") if c.nesterov and c.gap != "none" else []
         flats = zip(self.buckets, self._x, self._m, snapshots, self._directions or absent, strict=True)
         outer_steps = [
-            outer.make_outer_step(b.params, b.payload, x, m, snapshot, direction, nesterov=c.nesterov)
+            shares.make_outer_step(b.params, b.payload, x, m, snapshot, direction, nesterov=c.nesterov)
             for b, x, m, snapshot, direction in flats
             if b.numel  # a bucket may hold only buffers
         ]
@@ -340,7 +337,7 @@ class CO2(LocalUpdateMethod, SharedMethod):
     def begins_apart(self) -> bool:
         return self._starts_near_anchor and (self.allreduce.in_flight or self.is_cut)
 
-    # -- fragments in turn: see fragments.py -------------------------------------------------------------------
+    # -- fragments in turn: see Fragment -------------------------------------------------------------------
 
     def _cut(self, count: int) -> None:
         """Cuts the payloads into fragments while nothing is in flight. Error feedback begins anew."""
@@ -362,7 +359,7 @@ class CO2(LocalUpdateMethod, SharedMethod):
                     flats = payload, x[place], m[place], self._snapshots[k][place]
                     where: Any = {"start": place.start, "nesterov": nesterov}
                     d = directions[-1] if self._directions else None
-                    outer_steps.append(outer.make_outer_step(b.params, *flats, d, **where))
+                    outer_steps.append(shares.make_outer_step(b.params, *flats, d, **where))
             fragments.append(Fragment(parts, outer_steps, directions, make(parts)))
         for fragment in fragments:
             fragment.lag, fragment.held = lag, {name: zero(getattr(self, name)) for name in self.numbers}

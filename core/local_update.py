@@ -40,8 +40,8 @@ from .buckets import (
 )
 from .comm import AsyncAllReduce, Reducer, Stage, all_reduce, send_first
 from .errors import UserError
-from .hooks import Hook, ReductionInfo, check_hooks
-from .placement import Node
+from .hooks import Hook, ReductionInfo, SyncSchedule, check_hooks
+from .nodes import Node
 from .shares import Share
 from .state import SavedMethod
 from .stats import AsyncReadback, RoundClock, RoundStats, plus
@@ -111,37 +111,6 @@ class Loop:
         if not self._is_closed:
             self.finish()
             self.close()
-
-
-class SyncSchedule:
-    """Decides when a round ends, and when an average that has arrived is merged in mid-round.
-
-    Args:
-        tau: Local steps per round, or a function from a round's number to them.
-
-    Attributes:
-        tau: Local steps of the current round.
-        fragments: In how many fragments the next round's all-reduces follow each other. None if that stays as it is.
-    """
-
-    fragments: int | None = None
-
-    def __init__(self, tau: int | Callable[[int], int]):
-        self._given = tau
-        self.begin(0)
-
-    def begin(self, number: int) -> None:
-        """Round `number` begins, counted from 0."""
-        self.tau = self._given(number) if callable(self._given) else self._given
-        if not isinstance(self.tau, int) or self.tau < 1:
-            raise UserError(f"tau={self.tau!r}: give a whole number of local steps, 1 or more")
-
-    def go_on(self, tau: int) -> None:
-        """A checkpoint in mid-round was loaded, in a round that had begun with `tau`. A given tau replaces it."""
-
-    def merges(self, method: LocalUpdateMethod) -> bool:  # noqa: ARG002
-        """Whether to merge the average in flight after this local step, which ends no round."""
-        return False
 
 
 class ReduceResult(NamedTuple):
@@ -496,7 +465,7 @@ class LocalUpdateMethod(Loop, SavedMethod, ABC):
 
         Rounds without steps do not count at the beginning: a BatchNorm must be sent from its first step on.
         """
-        if CHANGED in sums and (self._changing is not None or sums["steps"][0] > 0):
+        if self._changing is not None or sums["steps"][0] > 0:
             if self._changing is None:
                 self.timed_from = self.rounds
             self._changing = {i for i, n in enumerate(sums[CHANGED]) if n > 0} | (self._changing or set())
@@ -538,8 +507,8 @@ class LocalUpdateMethod(Loop, SavedMethod, ABC):
             has_finished = self._close_round(finished=finished)
             for on_round_end in self._on_round_end:
                 on_round_end()
-            self._begin_round(rounds := self.rounds)
-            self.sync_schedule.begin(rounds)
+            self.sync_schedule.begin(rounds := self.rounds)
+            self._begin_round(rounds)
             self._first_step = 1
             self._params_updated(at_boundary=True)
         return has_finished
@@ -556,7 +525,8 @@ class LocalUpdateMethod(Loop, SavedMethod, ABC):
         numbers = self.scalars.place * processes
         if arrived := self._readback.exchange(numbers.cpu() if allreduce.is_elastic else numbers, info):
             sums = self.scalars.named(arrived[0])
-            self._note_changes(sums)
+            if CHANGED in sums:
+                self._note_changes(sums)
             for on_reduced_scalars in self._on_reduced_scalars:
                 on_reduced_scalars(sums, arrived[1])
 

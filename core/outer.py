@@ -22,7 +22,7 @@ from torch import Tensor
 from torch import _foreach_add_ as add_each  # pyright: ignore[reportPrivateImportUsage]
 from torch import _foreach_sub_ as sub_each  # pyright: ignore[reportPrivateImportUsage]
 
-from .buckets import copy, copy_where, elements, group_pieces, has_triton, views
+from .buckets import copy, copy_where, elements, group_pieces, views
 
 EPS = 1e-12  # keeps Lambda finite if a pseudo-gradient is exactly zero
 # Elements updated at a time. On a CPU their tensors, some 5 MiB in float32, stay in the cache. A GPU needs few kernels,
@@ -482,24 +482,3 @@ class FusedOuterStep(OuterStep):
             return
         s.d.copy_(s.x if self._rounded is None else self._rounded[: len(s.d)].copy_(s.x))
         sub_each(s.d_views, s.params)
-
-
-def make_outer_step(
-    params: Sequence[Tensor],
-    d: Tensor,
-    x: Tensor,
-    m: Tensor,
-    snapshot: Tensor | None = None,
-    direction: Tensor | None = None,
-    *,
-    start: int = 0,
-    nesterov: bool = False,
-) -> OuterStep:
-    """Returns the fastest pass for the device: Triton's kernel on CUDA if Triton is installed, the fused one on a CPU.
-
-    Nesterov momentum runs in the plain formulas everywhere.
-    """
-    kind = OuterStep if nesterov or d.is_cuda else FusedOuterStep
-    if not nesterov and has_triton(d.device):
-        from .outer_kernels import TritonOuterStep as kind  # importing Triton takes a second
-    return kind(params, d, x, m, snapshot, direction, start)

@@ -19,18 +19,16 @@ One round of a rank, where g is its share's part of the payload:
 The ranks of a node merge after the same local step, although their all-reduces arrive at different times: a vote
 starts in one local step and is read in the next (`Votes`).
 
-A share is cut into fragments (fragments.py). Fragment f is the f-th slice of each rank's share, so no element changes
+A share is cut into fragments (Fragment). Fragment f is the f-th slice of each rank's share, so no element changes
 its owner. A share that is not cut has one fragment, the whole.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import mmap
-import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -39,45 +37,98 @@ from torch import Tensor
 from torch import _foreach_add_ as add_each  # pyright: ignore[reportPrivateImportUsage]
 
 from . import outer
-from .buckets import Bucket, BucketShare, copy, elements, first_nonfinite, make_buckets, read_blocks, views, wipe
-from .comm import BACKGROUND, Stage, gather_parts, leave_group, new_group, sum_flats
-from .errors import UserError
-from .fragments import Fragment, slices, slices_alike
-from .hooks import HookedMethod, OutlierFilter
-from .placement import Held, Node
+from .buckets import (
+    Bucket,
+    BucketShare,
+    copy,
+    elements,
+    first_nonfinite,
+    has_triton,
+    make_buckets,
+    on_device,
+    pinned,
+    read_blocks,
+    views,
+    wipe,
+)
+from .comm import BACKGROUND, Reducer, Stage, gather_parts, sum_flats
+from .groups import Votes, leave_group, new_group
+from .guards.workers import OutlierFilter
+from .hooks import HookedMethod
+from .nodes import Held, Node
+from .outer import FusedOuterStep, OuterStep
 
 ALPHA, M_SQUARES, STEP_SQUARES, EXCLUDED, WHOLE = range(5)  # of Share.numbers
 
 
-class Votes:
-    """Whether all ranks of a node have the average. A vote starts in one local step, and is read in the next.
+def make_outer_step(
+    params: Sequence[Tensor],
+    d: Tensor,
+    x: Tensor,
+    m: Tensor,
+    snapshot: Tensor | None = None,
+    direction: Tensor | None = None,
+    *,
+    start: int = 0,
+    nesterov: bool = False,
+) -> OuterStep:
+    """Returns the fastest pass for the device: Triton's kernel on CUDA if Triton is installed, the fused one on a CPU.
 
-    The ranks synchronize gradients in every step, so a read waits for no rank that is not waited for anyway, and all
-    ranks get the same answer in the same step.
+    Nesterov momentum runs in the plain formulas everywhere.
+    """
+    kind = OuterStep if nesterov or d.is_cuda else FusedOuterStep
+    if not nesterov and has_triton(d.device):
+        from .compression.outer_kernels import TritonOuterStep as kind  # importing Triton takes a second
+    return kind(params, d, x, m, snapshot, direction, start)
 
-    Args:
-        group: The node's ranks. No other thread may use this group. None means all ranks.
+
+UNIT = 128  # elements: large fragments begin at its multiples, so that blocks of a narrow format are whole
+
+
+@dataclass
+class Fragment:
+    """A slice of each payload.
+
+    Attributes:
+        parts: The parts of the buckets that the all-reduce sends.
+        outer_steps: Steps 3 to 7 on the slices.
+        directions: The slices of the last step under Nesterov momentum with a gap.
+        reducer: Reduces the parts.
+        lag: Local steps from the start of its last all-reduce to the last boundary; negative if it has started since.
+        held: The method's numbers that belong to this fragment, by attribute, while another fragment is current.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None):
-        self.group = group
-        self._work: dist.Work | None = None
+    parts: Sequence[Bucket | BucketShare]
+    outer_steps: list[outer.OuterStep]
+    directions: list[Tensor]
+    reducer: Reducer
+    lag: int = 0
+    held: dict[str, Any] = field(default_factory=dict)
 
-    def agree(self, arrived: bool) -> bool:
-        """Returns whether the last vote was unanimous. Otherwise starts the next vote."""
-        if self.read():
-            return True
-        self._all = torch.tensor(int(arrived), device="cpu")
-        self._work = dist.all_reduce(self._all, dist.ReduceOp.MIN, group=self.group, async_op=True)
-        return False
+    def __post_init__(self):
+        self.payloads = [part.payload for part in self.parts]
+        self.numel = sum(part.numel for part in self.parts)
 
-    def read(self) -> bool:
-        """Ends the vote that has started, and returns its result."""
-        work, self._work = self._work, None
-        if work is None:
-            return False
-        work.wait()
-        return bool(self._all)
+
+def slices(numel: int, count: int, multiple: int = 1) -> list[slice]:
+    """Returns `count` slices of about equal lengths that cover `numel` elements, and end at multiples of `multiple`."""
+    unit = UNIT if multiple == 1 and numel >= 8 * count * UNIT else multiple
+    ends = [min(numel, -(-numel * i // (count * unit)) * unit) for i in range(count + 1)]
+    return [slice(a, b) for a, b in pairwise(ends)]
+
+
+def slices_alike(sizes: Sequence[tuple[int, int]], count: int) -> list[slice]:
+    """Returns slices of tensors that the ranks of a node shard. All ranks cut a tensor that all hold at one element.
+
+    Args:
+        sizes: Each tensor's elements on this rank, and on all ranks.
+        count: Number of slices.
+    """
+    starts, ends = [*accumulate((whole for _, whole in sizes), initial=0)], [0]
+    for cut in slices(starts[-1], count):  # of the whole tensors
+        reached = (min(max(cut.stop - start, 0), whole) for start, (_, whole) in zip(starts, sizes, strict=False))
+        ends.append(sum(-(-own * n // max(1, whole)) for n, (own, whole) in zip(reached, sizes, strict=True)))
+    return [slice(a, b) for a, b in pairwise(ends)]
 
 
 class SharedMethod(HookedMethod):
@@ -131,7 +182,7 @@ class Slice:
                         self.copies += (pieces := views(share.host[i][place][:n], pieces))
                     x = (self.g if share._next_x else self.x)[i][:n]
                     snapshot = self.snapshots[i][:n] if self.snapshots else None
-                    self.takes.append(outer.make_outer_step(pieces, payload, x, x, snapshot))
+                    self.takes.append(make_outer_step(pieces, payload, x, x, snapshot))
 
 
 class Share:
@@ -234,7 +285,7 @@ class Share:
             momenta, directions = (parts_at(flats, owned) for flats in (self.m, self._directions))
             own, own_x = self.owned(g), x if self._next_x else self.owned(x)
             at = zip(own, own_x, momenta, directions or [None] * len(own), strict=True)
-            steps = [outer.make_outer_step([g], g, x, m, None, d, nesterov=c.nesterov) for g, x, m, d in at if len(g)]
+            steps = [make_outer_step([g], g, x, m, None, d, nesterov=c.nesterov) for g, x, m, d in at if len(g)]
             held = node.locate(m.params, m.buckets, g, own)
             self._slices.append(Slice(places, g, x, own_x, momenta, directions, snapshots, steps, held))
         for s, numel in zip(self._slices, node.count([s.held.numel for s in self._slices]), strict=True):
@@ -548,39 +599,3 @@ def parts_at(flats: Sequence[Tensor], places: Sequence[slice]) -> list[Tensor]:
 def _square(flats: Sequence[Tensor]) -> Tensor:
     """Returns the sum of squares of all elements, 0-d float64."""
     return outer.norm(flats).double().square()
-
-
-def on_device(flag: Tensor, device: torch.device) -> Tensor:
-    """Returns a 0-d bool on `device`. A bool on the host becomes a kernel's argument, because a copy would block."""
-    return flag if flag.device == device else torch.full((), bool(flag), device=device)
-
-
-PORTABLE = 1  # cudaHostRegisterPortable: pinned memory for all devices
-
-
-def pinned(numel: int, dtype: torch.dtype) -> Tensor:
-    """Returns zeros in host memory, [numel], pinned if there is a GPU, so that copies to and from it do not block.
-
-    The memory has exactly this size. torch would round it up to a power of two, and keep it.
-
-    Raises:
-        UserError: If the memory cannot be pinned.
-    """
-    nbytes = numel * dtype.itemsize
-    if not nbytes or not torch.cuda.is_available():
-        return torch.zeros(numel, dtype=dtype, device="cpu")
-    # The buffer lives as long as tensors use it. An mmap object itself would free its memory before its finalizer runs.
-    memory = (ctypes.c_byte * nbytes).from_buffer(mmap.mmap(-1, nbytes))
-    held = torch.frombuffer(memory, dtype=dtype)
-    cudart: Any = torch.cuda.cudart()
-    if code := int(cudart.cudaHostRegister(held.data_ptr(), nbytes, PORTABLE)):
-        raise UserError(f"{nbytes} bytes of the host's memory cannot be pinned (CUDA error {code}): leave out offload")
-    weakref.finalize(memory, _unpin, held.data_ptr(), torch.cuda.current_device()).atexit = False
-    return held
-
-
-def _unpin(address: int, device: int) -> None:
-    """Unpins memory after all queued copies."""
-    torch.cuda.synchronize(device)
-    cudart: Any = torch.cuda.cudart()
-    cudart.cudaHostUnregister(address)

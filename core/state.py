@@ -1,4 +1,4 @@
-"""A method's state in a checkpoint: what is in it, under which key, and whether it fits the method that loads it."""
+"""A method's state: saved, restored, and whether a checkpoint fits the method that loads it."""
 
 from __future__ import annotations
 

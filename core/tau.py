@@ -18,8 +18,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from .errors import log
-from .hooks import Hook, ReductionInfo
-from .local_update import LocalUpdateMethod, SyncSchedule
+from .hooks import Hook, HookedMethod, ReductionInfo, SyncSchedule
 from .stats import RoundStats, ready
 
 CALIBRATION_TAU = 2  # local steps per round until the first times; 4 took longer to a loss that falls fast
@@ -33,7 +32,7 @@ NUMBERS = 4  # seconds that each worker sends: local step, all-reduce, boundary'
 LATE = 1.25  # with fragments auto, local steps that a fragment's all-reduce takes
 MOST = 8  # fragments at most
 CUT_MARGIN = 0.15  # with several fragments, the local steps exceed the round's all-reduces by this share
-VOTED = 3  # on nodes, further local steps of a round, for the votes of its fragments (shares.Votes)
+VOTED = 3  # on nodes, further local steps of a round, for the votes of its fragments (groups.Votes)
 FLOAT32 = {"float32": 4.0}  # format -> bytes per element
 
 
@@ -442,7 +441,7 @@ class AdaptiveTau(SyncSchedule):
         if self.tau_hook is not None and self.tau_hook.chooses:
             self.tau = tau
 
-    def merges(self, method: LocalUpdateMethod) -> bool:
+    def merges(self, method: HookedMethod) -> bool:
         if self.delay != "auto":
             return method.late == self.delay
         due = self.tau_hook is not None and not method.is_cut and method.local_steps == self.tau_hook.tuner.needed

@@ -23,8 +23,8 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from core.checkpoint.stored import parse_json
 from core.errors import UserError
-from core.stored import parse_json
 from language.prepare import (
     END_OF_TEXT,
     SUFFIXES,

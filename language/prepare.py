@@ -27,8 +27,8 @@ import numpy as np
 import tyro
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from core.checkpoint.stored import parse_json
 from core.errors import UserError
-from core.stored import parse_json
 from training.data import build_whole, from_home, unreadable
 from training.script import launch
 

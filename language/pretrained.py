@@ -22,8 +22,8 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from core.checkpoint.stored import parse_json, reason
 from core.errors import UserError
-from core.stored import parse_json, reason
 from language.finetune_recipes import FinetuneRecipe, LoraConfig
 from language.model import blocks_of
 from language.prepare import vocabulary_size

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from core.checkpoint.stored import parse_json
 from core.errors import UserError
-from core.stored import parse_json
 from language.data import IGNORE, Batch
 from language.finetune_recipes import FinetuneRecipe
 from training.data import eval_share, load_batches, train_keys

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 import tyro
 
 from core.errors import UserError
-from core.placement import local_world_size
+from core.groups import local_world_size
 from language.zeroth import ZerothConfig  # this also registers method zo
 from language.zeroth.order import Place
 from training.optim import OptimConfig

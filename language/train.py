@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from core.baselines.table import Method
 from core.errors import UserError
-from core.methods import Method
 from language.data import (
     IGNORE,
     PREDICTED,

@@ -15,8 +15,8 @@ import torch
 import tyro
 from torch import nn
 
+from core.checkpoint.stored import parse_json
 from core.errors import UserError
-from core.stored import parse_json
 from language import pretrained
 from language.finetune_recipes import RECIPES, FinetuneRecipe, LoraConfig
 from language.zeroth import ScalarLog, ZerothConfig, ZerothOrder

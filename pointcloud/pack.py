@@ -18,7 +18,7 @@ import numpy as np
 import tyro
 
 from core import UserError
-from core.stored import reason
+from core.checkpoint.stored import reason
 from pointcloud.sources import SPLITS, Source, unpacked
 from training.data import data_root, read_arrays
 from training.script import launch

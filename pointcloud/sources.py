@@ -9,7 +9,7 @@ import numpy as np
 from numpy.random import Generator
 
 from core import UserError
-from core.stored import reason
+from core.checkpoint.stored import reason
 from training.data import data_root, entries, missing, read_arrays
 
 Points = np.ndarray

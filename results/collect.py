@@ -14,8 +14,8 @@ from typing import Any
 from bench import report
 from bench.report import mean_sd, plus_minus
 from core import UserError
-from core.methods import spec_of
-from core.stored import parse_json
+from core.baselines.table import spec_of
+from core.checkpoint.stored import parse_json
 from results.paper import GPUS, SHORT, TABLES, Metric, Row, Table
 from training.data import printable
 from training.folder import of_other_methods, settings, with_defaults

@@ -27,8 +27,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from core import UserError
-from core.methods import DDP, Method
-from core.placement import local_world_size
+from core.baselines.ddp import DDP
+from core.baselines.table import Method
+from core.groups import local_world_size
 from segmentation.data import IGNORE
 from segmentation.recipes import BackboneName
 from training.data import data_root, from_home

@@ -28,8 +28,8 @@ from mmengine.runner import Runner
 from mmseg.registry import DATASETS
 
 import core.integrations.mmengine  # noqa: F401, registers CO2Hook
+from core.checkpoint.stored import reason
 from core.errors import UserError
-from core.stored import reason
 from segmentation.model import BASES, SCHEME, build_model
 from training.data import data_root, paths_from_home
 from training.optim import count_once

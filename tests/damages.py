@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from core.stored import file_digest, plain_makers
+from core.checkpoint.stored import file_digest, plain_makers
 
 
 def write_tar(path: Path, members: dict[str, Any], mode: Any = "w") -> None:

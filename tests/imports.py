@@ -45,7 +45,7 @@ def needed(file: Path) -> set[Path]:
     return {other for name in imports(file) if (other := file_of(name))} - {file}
 
 
-UPPER = ("outer_kernels", "config", "build", "co2", "ddp", "methods")
+UPPER = ("shares", "config", "co2")
 """The modules of core that know its packages, or each other. All others are its base."""
 
 

@@ -19,8 +19,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from core import CO2, CO2Config, UserError
+from core.baselines.ddp import DDP
 from core.buckets import is_dtensor, local_shard
-from core.methods import DDP
 from tests.reference import Reference
 from training.layouts.layout import Layout
 from training.layouts.parallel import Parallel

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from core.baselines.ddp import check_compression
+from core.baselines.table import check_apart
 from core.config import check_share
-from core.ddp import check_compression
 from core.errors import UserError
-from core.methods import check_apart
-from core.placement import local_world_size
+from core.groups import local_world_size
 from training.cost import UNCOUNTED, Work, checkpoint_bytes, count, hours, run_steps
 from training.data import per_worker, smallest_part
 from training.layouts.layout import Layout

@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
+from core.checkpoint.stored import reason
 from core.errors import UserError
-from core.stored import reason
 from training.script import SIGNALS
 
 T = TypeVar("T")

@@ -21,15 +21,16 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from core import checkpoint, stored
+from core.baselines.table import Method
+from core.checkpoint import runs as checkpoint
+from core.checkpoint import stored
 from core.elastic.allreduce import ElasticAllReduce
 from core.elastic.island import Island
 from core.elastic.joining import Joining, elastic_co2
 from core.elastic.members import Members, Over, Report, WorkersChanged
 from core.errors import UserError, env_number
+from core.groups import local_world_size
 from core.local_update import LocalUpdateMethod
-from core.methods import Method
-from core.placement import local_world_size
 from training.data import per_worker, steps_per_epoch
 from training.folder import RoundLog, RunFolder, settings
 from training.progress import Due, Progress, Trained

@@ -14,9 +14,9 @@ import torch.distributed as dist
 import tyro
 from torch import nn
 
-from core.checkpoint import finished
+from core.checkpoint.runs import finished
+from core.checkpoint.stored import reason
 from core.errors import UserError
-from core.stored import reason
 from training.data import paths_from_home
 from training.folder import settings, table
 from training.progress import Progress

@@ -16,8 +16,8 @@ import torch
 import tyro
 from torch import Tensor, nn
 
+from core.checkpoint.stored import reason
 from core.errors import UserError
-from core.stored import reason
 from training.data import paths_from_home, share
 from training.recipe import Recipe
 from training.weights import Weights, load_weights, read_names, read_recipe, read_weights

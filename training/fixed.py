@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from tqdm import tqdm
 
-from core import checkpoint, stored
-from core.checkpoint import random_state, set_random_state
+from core.baselines.table import Method, make_method, spec_of
+from core.checkpoint import runs as checkpoint
+from core.checkpoint import stored
+from core.checkpoint.runs import random_state, set_random_state
 from core.errors import UserError
 from core.local_update import LocalUpdateMethod
-from core.methods import Method, make_method, spec_of
 from training.data import mix
 from training.folder import RoundLog, RunFolder, settings
 from training.progress import Due, Progress, Trained
@@ -81,7 +82,7 @@ class Fixed:
         return _zero().gathered(self._trained.model, self.run.recipe.zero)
 
     def make_method(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, Method]:
-        """Returns the wrapped model and the method, see core.methods.make_method."""
+        """Returns the wrapped model and the method, see core.baselines.table.make_method."""
         r = self.run.recipe
         return make_method(
             r.method,

@@ -23,15 +23,15 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, schedule
 from tqdm import tqdm
 
-from core.checkpoint import finished, new_attempt
-from core.comm import of_all
-from core.compression.lgreco import Allocation
-from core.compression.lgreco_reducer import LGreco
+from core.baselines.table import REGISTRY, Method
+from core.checkpoint.runs import finished, new_attempt
+from core.checkpoint.stored import parse_json, regular, write_flushed
+from core.compression.lgreco.choices import Allocation
+from core.compression.lgreco.reducer import LGreco
 from core.errors import UserError
+from core.groups import of_all
 from core.local_update import LocalUpdateMethod
-from core.methods import REGISTRY, Method
 from core.stats import RoundStats, defer
-from core.stored import parse_json, regular, write_flushed
 from core.tau import AdaptiveTau
 from training.progress import Stopwatch
 from training.recipe import Recipe, flat
@@ -165,7 +165,7 @@ class RunFolder:
         clock: Measures the seconds of training.
 
     Attributes:
-        attempt: The name of this start, see core/checkpoint.py. The workers of one start share it.
+        attempt: The name of this start, see core/checkpoint/runs.py. The workers of one start share it.
         extends: Whether the length of the run may change when it resumes.
         writer: TensorBoard's writer, on rank 0.
     """

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.checkpoint import checkpoint
 
+from core.checkpoint.stored import reason
 from core.errors import UserError
-from core.stored import reason
 
 OWN = ("sgd", "adamw", "adam", "muon")
 LARGE = 1e4  # above any sensible learning rate, norm or decay

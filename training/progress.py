@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from core.checkpoint import load_model, load_optimizer, of_optimizer
-from core.comm import host_group
+from core.baselines.table import Method
+from core.checkpoint.runs import load_model, load_optimizer, of_optimizer
+from core.groups import host_group
 from core.hooks import Requests, Snapshot
 from core.local_update import LocalUpdateMethod
-from core.methods import Method
 from training.recipe import Recipe
 from training.workers import has_bfloat16, make_link, rank, world_size
 

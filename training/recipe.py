@@ -13,8 +13,8 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 import tyro
 
 from core import CO2Config, UserError
+from core.baselines.table import REGISTRY, check_settings, spec_of
 from core.elastic.joining import check_elastic
-from core.methods import REGISTRY, check_settings, spec_of
 from training.data import paths_from_home
 from training.layouts.layout import Layout
 from training.optim import OptimConfig

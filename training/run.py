@@ -17,12 +17,12 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tqdm import tqdm
 
-from core import failure
-from core.checkpoint import with_versions
+from core.baselines.table import Method, spec_of
+from core.checkpoint.runs import with_versions
 from core.errors import DivergedError
+from core.guards import failure
 from core.hooks import forget
 from core.local_update import LocalUpdateMethod
-from core.methods import Method, spec_of
 from training.checks import check_batch_norm, check_start
 from training.elastic import Elastic
 from training.fixed import Fixed
@@ -109,7 +109,7 @@ class Run(Progress):
         return self.mesh is not None or bool(self.recipe.layout)
 
     def make_method(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, Method]:
-        """Returns the model to call in the loop, and the recipe's method. See core.methods.make_method."""
+        """Returns the model to call in the loop, and the recipe's method. See core.baselines.table.make_method."""
         wrapped, method = self._workers.make_method(model, optimizer)
         if self.recipe.ema is not None:  # its first update copies the model
             self._ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(self.recipe.ema), use_buffers=True)

@@ -5,8 +5,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from core.checkpoint.stored import reason
 from core.errors import UserError
-from core.stored import reason
 from training.recipe import flat
 
 

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from core.checkpoint import finished, load_newest, unlike, with_versions
+from core.checkpoint.runs import finished, load_newest, unlike, with_versions
+from core.checkpoint.stored import parse_json, plain_makers, reason, regular
 from core.errors import UserError
-from core.stored import parse_json, plain_makers, reason, regular
 from training.data import printable
 from training.recipe import Recipe
 from training.workers import rank

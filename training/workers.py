@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from core import failure
-from core.comm import host_group, of_all
 from core.errors import UserError, env_number
-from core.placement import check_env, local_world_size, node_mesh
+from core.groups import check_env, host_group, local_world_size, of_all
+from core.guards import failure
+from core.nodes import node_mesh
 from core.testing.link import ThrottledLink
 
 Number = TypeVar("Number", int, float)

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from core.buckets import local_shard
-from core.comm import broadcast
+from core.groups import broadcast
 
 Stage = Literal[0, 1, 2, 3]
 

@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from core import UserError
-from core.stored import reason
+from core.checkpoint.stored import reason
 from training.data import (
     Key,
     cached,

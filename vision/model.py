@@ -13,7 +13,7 @@ from timm.models.resnet import BasicBlock, ResNet
 from torch import nn
 
 from core import UserError
-from core.stored import reason
+from core.checkpoint.stored import reason
 
 SMALL = ("resnet_small", "vit_small", "swin_small", "regnet_small")
 

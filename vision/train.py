@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from core.checkpoint.stored import reason
 from core.errors import UserError
-from core.stored import reason
 from training.cost import Work
 from training.data import eval_share, steps_per_epoch
 from training.elastic import repeated

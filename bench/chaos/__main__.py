@@ -36,7 +36,7 @@ from bench.chaos.crew import PHASES, STREAMS, Crew, group, judged, work
 from bench.cluster.etcd import LocalEtcd, program
 from bench.cluster.nodes import Cluster, require_namespaces
 from bench.report import Metrics, Summary, read_options
-from core import checkpoint
+from core.checkpoint import runs as checkpoint
 from core.errors import UserError
 from training.script import launch
 

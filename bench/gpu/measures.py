@@ -23,7 +23,8 @@ from bench import report
 from core import CompressionConfig, LGrecoConfig, outer
 from core.buckets import Scalars, make_buckets
 from core.errors import UserError
-from core.outer import Merge, OuterStep, Rule, make_outer_step
+from core.outer import Merge, OuterStep, Rule
+from core.shares import make_outer_step
 from training.folder import version
 
 NAME, PART = "gpu", "costs"

@@ -36,9 +36,9 @@ from bench.report import (
     require_no_crowd,
     stoppable,
 )
+from core.checkpoint.stored import parse_json
 from core.compression.formats import NARROW_FORMATS
 from core.errors import UserError
-from core.stored import parse_json
 from training.folder import commit, version
 from training.script import launch
 

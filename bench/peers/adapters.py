@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from core.comm import of_all
+from core.groups import of_all
 
 
 def nothing(*_: Any, **__: Any) -> None:

@@ -24,10 +24,10 @@ import torch
 import torch.distributed as dist
 
 from .. import __version__
-from ..comm import of_all
 from ..config import CO2Config
 from ..errors import UserError, env_number
-from ..placement import check_env, local_world_size, node_mesh
+from ..groups import check_env, local_world_size, of_all
+from ..nodes import node_mesh
 from . import report as reports
 from .measure import boundary, compressions, links, sound
 

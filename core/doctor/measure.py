@@ -13,8 +13,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..co2 import CO2
-from ..comm import host_group, of_all, ring_bytes
+from ..comm import ring_bytes
 from ..config import CO2Config, CompressionConfig, Format
+from ..groups import host_group, of_all
 
 SMALLEST, MOST_BYTES = 4, 1 << 28  # bytes of an all-reduce
 FROM, REPEATS, LONG = 1 << 12, 5, 0.6  # bytes of the second size; repeats; seconds after which sizes stop growing

@@ -6,8 +6,7 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any
 
-from ..build import tau_hook_for
-from ..config import CO2Config
+from ..config import CO2Config, tau_hook_for
 from ..tau import smallest_tau
 
 STEPS = (0.01, 0.03, 0.1, 0.3, 1.0)  # seconds of a local step, if the user gives none

@@ -19,13 +19,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
-from .. import failure
 from ..buckets import keep_unchanged
-from ..comm import Stage, of_all
+from ..comm import Stage
 from ..errors import env_number
+from ..groups import Votes, of_all
+from ..guards import failure
 from ..hooks import Requests
 from ..local_update import CHANGED
-from ..shares import Votes
 from ..testing.link import SlowAllReduce
 from .allreduce import ElasticAllReduce
 from .joining import Classes, ElasticCO2, Joining

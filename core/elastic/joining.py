@@ -21,10 +21,9 @@ import torch
 from torch import Tensor
 
 from ..buckets import copy_where, tensors_of
-from ..build import CommonArgs, build_args
 from ..co2 import CO2
 from ..compression.formats import NARROW_FORMATS
-from ..config import CO2Config, CompressionConfig, Schedule, named_rule
+from ..config import CO2Config, CommonArgs, CompressionConfig, Schedule, build_args, named_rule
 from ..errors import UserError
 from ..hooks import Hook, HookedMethod
 from ..local_update import ReduceResult

@@ -22,10 +22,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from ..comm import WORLD, new_group, set_timeout
+from ..comm import set_timeout
 from ..errors import CollectiveError, UserError, env_number
-from ..failure import ANSWERS_WITHIN, read_line
-from ..placement import check_env
+from ..groups import WORLD, check_env, new_group
+from ..guards.failure import ANSWERS_WITHIN, read_line
 from .etcd import ANSWER_WITHIN, EtcdStore
 from .sealed import SECRET, SealedStore
 

@@ -21,10 +21,10 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 
+from ..checkpoint.stored import plain_makers
 from ..co2 import CO2
 from ..config import CO2Config
 from ..errors import UserError
-from ..stored import plain_makers
 from .common import (
     check_accelerator,
     check_loader,

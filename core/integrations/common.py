@@ -22,13 +22,13 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from ..checkpoint import restore_optimizer, with_versions
+from ..checkpoint.runs import restore_optimizer, with_versions
+from ..checkpoint.stored import plain_makers, reason, unreadable
 from ..co2 import CO2
-from ..comm import of_all
 from ..config import CO2Config
 from ..errors import UserError
+from ..groups import of_all
 from ..stats import RoundStats
-from ..stored import plain_makers, reason, unreadable
 
 UNFINISHED = "are not of one checkpoint, as when a run ended while it saved: resume from an older checkpoint"
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)

@@ -24,11 +24,11 @@ from lightning.pytorch.callbacks import BaseFinetuning, Callback, StochasticWeig
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
-from ..checkpoint import random_state, set_random_state
+from ..checkpoint.runs import random_state, set_random_state
+from ..checkpoint.stored import plain_makers
 from ..config import CO2Config
 from ..errors import UserError
 from ..hooks import Requests
-from ..stored import plain_makers
 from .common import SAFE, InLoop, check_mesh, check_model, check_optimizers, load_own, logged, save_own, shield
 
 WHO = "CO2Strategy"

@@ -19,14 +19,16 @@ from mmengine.runner import Runner
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ..baselines.local import DiLoCoConfig, OverlapLocalConfig, SlowMoConfig
+from ..baselines.table import METHODS, make_method
 from ..buckets import read_blocks
-from ..compression.lgreco import LGrecoConfig
+from ..compression.lgreco.choices import LGrecoConfig
 from ..config import CO2Config, CompressionConfig
 from ..errors import UserError
+from ..groups import local_world_size
 from ..hooks import forget
 from ..local_update import LocalUpdateMethod
-from ..methods import METHODS, DiLoCoConfig, OverlapLocalConfig, SlowMoConfig, make_method
-from ..placement import local_world_size, node_mesh
+from ..nodes import node_mesh
 from ..stats import RoundStats
 from .common import check_model, check_optimizers, config_or_recommended, leave_at_exit, shield
 

@@ -18,9 +18,9 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import logging
 
+from ..checkpoint.stored import plain_makers
 from ..config import CO2Config
 from ..errors import UserError
-from ..stored import plain_makers
 from .common import (
     InLoop,
     check_accelerator,

@@ -28,11 +28,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from core.comm import new_group
+from core.baselines.table import Method
 from core.errors import UserError
+from core.groups import local_world_size, new_group
 from core.local_update import LocalUpdateMethod
-from core.methods import Method
-from core.placement import local_world_size
 from language.data import IGNORE
 from language.lengths.plan import Island, plan
 from language.lengths.ring import Shares, chunks, ring_attention

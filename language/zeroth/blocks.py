@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from core.buckets import unique
+from core.buckets import pinned, unique
 from core.errors import UserError
-from core.shares import pinned
 
 from .order import Noise, ScratchCopy, Update, Weights, weights_uncached
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from core.baselines.table import MethodArgs, MethodSpec, Settings, register
 from core.errors import UserError
 from core.hooks import Requests
 from core.local_update import Loop
-from core.methods import MethodArgs, MethodSpec, Settings, register
 from core.stats import RoundStats
 from training.optim import lent_rate
 

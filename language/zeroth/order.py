@@ -36,10 +36,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from core import failure
 from core.buckets import check_group, check_inputs, is_dtensor
-from core.comm import broadcast, compare, leave_group, new_group
 from core.errors import CollectiveError, DivergedError, UserError, is_number, require
+from core.groups import broadcast, compare, leave_group, new_group
+from core.guards import failure
 from core.local_update import Loop
 from core.testing.link import Link
 from training.data import mix

@@ -11,7 +11,7 @@ from torch import nn
 from bench.loss.__main__ import Plan, parse, train
 from bench.loss.tasks import Batch, Inner, Task, cosine
 from core import CO2Config, CompressionConfig, make_method
-from core.methods import OverlapLocalConfig, SlowMoConfig
+from core.baselines.local import OverlapLocalConfig, SlowMoConfig
 from core.testing import run_distributed
 from tests.problems import batch, small_net
 

@@ -1,4 +1,4 @@
-"""All workers of core/compression/lgreco_reducer.py in one process: what it must compute, without chunks or messages.
+"""All workers of core/compression/lgreco/reducer.py in one process: what it must compute, without chunks or messages.
 
 Tensors are [workers, ...]. A layer is one tensor, and all are of one dtype. The choices and their curves come from the
 same functions; what is written again is how a choice sends, what is held back, and what a switch does with that.
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from core.compression.formats import BLOCK, decode, encode
-from core.compression.lgreco import SUMMED, Choice, Decider, Layer, curve, fill, orthonormal
+from core.compression.lgreco.choices import SUMMED, Choice, Decider, Layer, curve, fill, orthonormal
 from core.compression.quantized import chunk_of
 
 

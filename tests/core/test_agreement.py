@@ -15,20 +15,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from core import CO2, CO2Config, make_method
-from core.comm import AsyncAllReduce, broadcast
+from core.comm import AsyncAllReduce
 from core.config import CompressionConfig
-from core.hooks import (
+from core.groups import broadcast
+from core.guards.workers import (
     PARTS,
     REPAIR_EVERY,
     OutlierFilter,
     ReplicaChecksum,
-    Requests,
     checksum,
     checksum_bits,
     checksum_of,
     equal,
 )
-from core.placement import node_mesh
+from core.hooks import Requests
+from core.nodes import node_mesh
 from tests import problems
 from tests.on_ranks import alike, on_ranks, total_world_size
 from tests.problems import sgd_step

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from core import CO2, CO2Config, CompressionConfig, DivergedError, LocalSGD, SlowMo, load, save
-from core.methods import DDP, DiLoCo, OverlapLocalSGD
-from core.placement import node_mesh
+from core.baselines.ddp import DDP
+from core.baselines.local import DiLoCo, OverlapLocalSGD
+from core.nodes import node_mesh
 from core.testing import run_distributed
 from tests.on_ranks import on_ranks
 from tests.problems import run_cases

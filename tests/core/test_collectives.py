@@ -18,9 +18,9 @@ from torch import nn
 from torch.distributed import distributed_c10d
 
 from core import CO2, CO2Config, CompressionConfig, make_method
+from core.baselines.table import METHODS
 from core.comm import BACKGROUND, AsyncAllReduce, ring_bytes
 from core.errors import CollectiveError, UserError
-from core.methods import METHODS
 from core.testing import run_distributed
 from core.testing.link import ThrottledLink
 from tests.on_ranks import on_ranks

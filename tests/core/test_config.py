@@ -24,9 +24,9 @@ from core import (
     node_mesh,
     save,
 )
+from core.baselines.local import OverlapLocalConfig, SlowMoConfig
 from core.hooks import Hook, Requests
 from core.integrations.optimizer import attach
-from core.methods import OverlapLocalConfig, SlowMoConfig
 from core.testing.link import ThrottledLink
 from tests.problems import Settings, refusal
 

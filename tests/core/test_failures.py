@@ -14,9 +14,9 @@ from torch import nn
 
 from bench.cluster import hold_port
 from core import CO2, CO2Config, CollectiveError, CompressionConfig, make_method, node_mesh
-from core import failure as peers
 from core.comm import AsyncAllReduce
-from core.failure import Address, Peers
+from core.guards import failure as peers
+from core.guards.failure import Address, Peers
 from core.testing import run_distributed
 from tests import problems
 from tests.on_ranks import on_ranks

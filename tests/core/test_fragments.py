@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from core import CO2, CO2Config, node_mesh
 from core.config import CompressionConfig
 from core.errors import UserError
-from core.fragments import slices, slices_alike
+from core.shares import slices, slices_alike
 from core.tau import CUT_MARGIN, LATE, TauTuner
 from core.testing import run_distributed
 from core.testing.link import ThrottledLink

@@ -17,10 +17,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from core import CO2Config, CollectiveError, CompressionConfig, LGrecoConfig, buckets, make_method
+from core.baselines.ddp import GradientCompression
 from core.buckets import Scalars, make_buckets
 from core.comm import AsyncAllReduce
-from core.ddp import GradientCompression
-from core.placement import node_mesh
+from core.nodes import node_mesh
 from core.state import of_rank, under_rank
 from core.testing import run_distributed
 from core.testing.link import ThrottledLink

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from core import CO2, CO2Config, make_method
 from core.comm import AsyncAllReduce
 from core.errors import DivergedError
-from core.hooks import BUFFER, MAX_REPEATS, WARMUP_ROUNDS, OutlierFilter, ReductionInfo, forget
-from core.placement import node_mesh
+from core.guards.workers import BUFFER, MAX_REPEATS, WARMUP_ROUNDS, OutlierFilter
+from core.hooks import ReductionInfo, forget
+from core.nodes import node_mesh
 from tests.on_ranks import alike, on_ranks, total_world_size
 from tests.problems import LR, Settings, bare_co2, flat, gradient, odd_parameters, reference, sgd_step, trace_of
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from core import CO2, CO2Config, CompressionConfig, buckets, hooks, local_update, make_method
+from core.buckets import on_device, pinned
 from core.comm import AsyncAllReduce
 from core.outer import OuterStep
-from core.shares import on_device, pinned
 from tests import problems
 from tests.dispatch import Operations
 from tests.problems import refusal
@@ -71,7 +71,7 @@ def host_reads() -> Operations:
 def test_a_round_reads_nothing_from_the_device(gap: Any, clip: float | None, monkeypatch: pytest.MonkeyPatch):
     """With the plain pass, which runs on a GPU where Triton is not installed; the one for CPUs reads its sums."""
     params = problems.odd_parameters()
-    monkeypatch.setattr("core.outer.make_outer_step", lambda *flats, start=0, nesterov: OuterStep(*flats))
+    monkeypatch.setattr("core.shares.make_outer_step", lambda *flats, start=0, nesterov: OuterStep(*flats))
     config = CO2Config(tau=2, gap=gap, clip=clip, outer_lr=0.4)
     assert reads_in_rounds(CO2(params, config, buffers=[torch.zeros(3)]), params) == []
 

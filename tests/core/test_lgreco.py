@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from core import CO2Config, UserError, make_method
-from core.compression.lgreco import (
+from core.compression.lgreco.choices import (
     Choice,
     Decider,
     Layer,

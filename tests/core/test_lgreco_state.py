@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from core import CO2, CO2Config, UserError
-from core.compression import lgreco_reducer as reducer
-from core.compression.lgreco import (
+from core.compression.lgreco import reducer
+from core.compression.lgreco.choices import (
     BINS,
     RAW,
     SAMPLE,
@@ -24,7 +24,7 @@ from core.compression.lgreco import (
     parse,
     total,
 )
-from core.compression.lgreco_reducer import in_bucket
+from core.compression.lgreco.reducer import in_bucket
 from tests.core.test_lgreco import SETTINGS, SHAPES, built, lgreco, mean_of, written
 from tests.on_ranks import on_ranks, total_world_size
 from tests.problems import Mean

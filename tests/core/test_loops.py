@@ -31,7 +31,7 @@ from core import (
     make_method,
 )
 from core.integrations.optimizer import attach
-from core.placement import node_mesh
+from core.nodes import node_mesh
 from core.testing import run_distributed
 from language.zeroth import ZerothOrder
 from tests import problems

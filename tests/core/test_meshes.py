@@ -7,9 +7,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from core import CO2, CO2Config, UserError, make_method
+from core.baselines.table import check_apart
 from core.comm import gather_parts, sum_parts
-from core.methods import check_apart
-from core.placement import local_world_size, node_mesh
+from core.groups import local_world_size
+from core.nodes import node_mesh
 from tests.on_ranks import on_ranks
 from tests.problems import refusal
 

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from core import CO2, CO2Config, CompressionConfig, DivergedError, make_method
-from core.methods import OverlapLocalConfig, SlowMoConfig
+from core.baselines.local import OverlapLocalConfig, SlowMoConfig
 from core.testing import run_distributed
 from tests import problems
 from tests.core.test_loops import net

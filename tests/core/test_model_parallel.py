@@ -15,7 +15,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from bench.loss.__main__ import vmap_gradient
 from core import CO2, CO2Config, make_method
 from core.buckets import local_shard
-from core.placement import copies_of, node_mesh
+from core.groups import copies_of
+from core.nodes import node_mesh
 from tests.on_ranks import alike, on_ranks, total_world_size
 from tests.problems import (
     LR,

@@ -18,11 +18,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from core import CO2, CO2Config, CollectiveError, CompressionConfig, DivergedError, UserError, make_method, stats
+from core import (
+    CO2,
+    CO2Config,
+    CollectiveError,
+    CompressionConfig,
+    DivergedError,
+    UserError,
+    groups,
+    make_method,
+    stats,
+)
 from core import comm as collectives
-from core import comm as groups
 from core.comm import AsyncAllReduce
-from core.placement import node_mesh
+from core.nodes import node_mesh
 from core.tau import TauHook
 from core.testing import run_distributed
 from tests import problems
@@ -74,7 +83,7 @@ def background(monkeypatch: pytest.MonkeyPatch) -> Iterator[AsyncAllReduce]:
     dist.destroy_process_group()
 
 
-def stages(background: AsyncAllReduce, starting: float = 0.0) -> Iterator[groups.Stage]:
+def stages(background: AsyncAllReduce, starting: float = 0.0) -> Iterator[collectives.Stage]:
     for _ in range(2):
         side: Any = background._side
         assert side.inside == 1, "the stages must be queued in the stream of their own"
@@ -127,7 +136,7 @@ def test_the_backend_is_that_of_the_tensors(monkeypatch: Any, config: str, devic
     monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
     group: Any = None
     assert groups.backend_for(group, torch.device(device)) == backend
-    assert collectives.moved_by_nccl(group, torch.device(device)) is (device == "cuda" and backend == "nccl")
+    assert groups.moved_by_nccl(group, torch.device(device)) is (device == "cuda" and backend == "nccl")
 
 
 @pytest.mark.parametrize("name", groups.BLOCKING)
@@ -136,7 +145,7 @@ def test_an_environment_that_makes_every_wait_block_is_refused(name: str, monkey
     monkeypatch.setenv(name, "1")
     group: Any = None
     with pytest.raises(UserError, match=f"{name}=1: .*unset it"):
-        collectives.moved_by_nccl(group, torch.device("cuda"))
+        groups.moved_by_nccl(group, torch.device("cuda"))
 
 
 class Options:
@@ -303,7 +312,7 @@ def test_a_failure_aborts_the_communicator(background: AsyncAllReduce, monkeypat
     monkeypatch.setattr(dist.ProcessGroup, "abort", lambda group: aborted.append(group), raising=False)
     group = background.group
 
-    def fails() -> Iterator[groups.Stage]:
+    def fails() -> Iterator[collectives.Stage]:
         raise RuntimeError("NCCL error: remote process exited")
         yield
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from core import DiLoCo
+from core.baselines.local import DiLoCoConfig
 from core.compression.formats import BLOCK, decode, encode
 from core.config import CO2Config
-from core.methods import DiLoCoConfig
 from tests import problems
 from tests.on_ranks import alike, on_ranks
 from tests.problems import LR, Settings, assert_traces_equal, check_grid, flat, gradient, sgd_step, train_reference

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from core import CO2, CO2Config, CompressionConfig, checkpoint, node_mesh
+from core import CO2, CO2Config, CompressionConfig, node_mesh
+from core.checkpoint import runs as checkpoint
 from core.testing import run_distributed
 from tests import problems
 from tests.core.test_nesterov import Rounding

@@ -15,7 +15,8 @@ from torch import Tensor
 from core import buckets as flats
 from core import outer
 from core.config import MERGES
-from core.outer import FusedOuterStep, OuterStep, Rule, keep_local, make_outer_step
+from core.outer import FusedOuterStep, OuterStep, Rule, keep_local
+from core.shares import make_outer_step
 from tests.reference import Reference
 
 
@@ -360,5 +361,5 @@ def test_without_a_snapshot(module: str, name: str):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", ["OuterStep", "TritonOuterStep"])
 def test_every_call_on_the_device(name: str, dtype: torch.dtype):
-    modules = {"OuterStep": "core.outer", "TritonOuterStep": "core.outer_kernels"}
+    modules = {"OuterStep": "core.outer", "TritonOuterStep": "core.compression.outer_kernels"}
     check_calls(modules[name], name, dtype, "cuda")

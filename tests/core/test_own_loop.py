@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from core import CO2, CO2Config, CompressionConfig, OverlapLocalSGD, UserError, checkpoint, load, save
-from core import failure as peers
+from core import CO2, CO2Config, CompressionConfig, OverlapLocalSGD, UserError, load, save
+from core.checkpoint import runs as checkpoint
 from core.errors import CollectiveError
+from core.guards import failure as peers
+from core.guards.usage import UsageChecks
 from core.hooks import forget
 from core.testing import _context, run_distributed
-from core.usage import UsageChecks
 from language.zeroth import ZerothOrder
 from tests import problems
 from tests.damages import changed

@@ -18,10 +18,11 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-from core import CO2, CO2Config, CompressionConfig, LocalSGD, SlowMo, UserError, checkpoint, make_method
+from core import CO2, CO2Config, CompressionConfig, LocalSGD, SlowMo, UserError, make_method
+from core.baselines.table import METHODS
+from core.checkpoint import runs as checkpoint
 from core.hooks import Snapshot
-from core.methods import METHODS
-from core.placement import node_mesh
+from core.nodes import node_mesh
 from core.state import of_rank, under_rank
 from core.testing import run_distributed
 from tests import problems

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import core.stats
 from core import CO2, CO2Config, LocalSGD, OverlapLocalSGD, UserError, make_method
-from core.methods import METHODS
+from core.baselines.table import METHODS
 from core.stats import RoundClock, RoundStats, between, mark, ready
 from core.testing import run_distributed
 from tests import problems

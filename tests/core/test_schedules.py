@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from core import CO2, CO2Config, CompressionConfig, UserError
-from core.build import build_args, tau_hook_for
-from core.config import Schedule
-from core.methods import OverlapLocalSGD, SlowMo, SlowMoConfig
+from core.baselines.local import OverlapLocalSGD, SlowMo, SlowMoConfig
+from core.config import Schedule, build_args, tau_hook_for
 from core.outer import carried
 from core.tau import AdaptiveTau
 from tests import problems

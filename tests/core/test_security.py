@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from core import UserError
-from core.comm import of_all
 from core.elastic.members import Members
 from core.elastic.sealed import SealedStore
-from core.failure import Peers
+from core.groups import of_all
+from core.guards.failure import Peers
 from tests.on_ranks import on_ranks
 
 

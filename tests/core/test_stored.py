@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from core import CO2, CO2Config, UserError, checkpoint, load, save, stored
+from core import CO2, CO2Config, UserError, load, save
+from core.checkpoint import runs as checkpoint
+from core.checkpoint import stored
 from core.integrations.common import load_own, save_own
 from tests import problems
 from tests.on_ranks import on_ranks

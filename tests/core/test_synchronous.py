@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from core import CO2, CO2Config, LocalSGD, SlowMo, UserError
-from core.methods import OverlapLocalSGD
+from core.baselines.local import OverlapLocalSGD
 from core.testing import run_distributed
 
 

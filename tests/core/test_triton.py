@@ -21,7 +21,8 @@ from core.compression import quantized
 from core.compression.formats import NARROW_FORMATS
 from core.compression.quantized import Quantized
 from core.config import MERGES
-from core.outer import OuterStep, Rule, make_outer_step
+from core.outer import OuterStep, Rule
+from core.shares import make_outer_step
 from tests.core.test_outer import BETA, DTYPES, RULES, SHAPES, flat, make
 from training.data import generator
 
@@ -41,7 +42,7 @@ def on(device: str, rule: Rule) -> Rule:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_boundary_is_plain_bit_for_bit(dtype: torch.dtype, device: str):
     """But for what was seen, whose sums are taken in another order."""
-    from core.outer_kernels import TritonOuterStep
+    from core.compression.outer_kernels import TritonOuterStep
 
     landed = [on(device, rule) for rule in RULES.values()]
     ways = [(m, takes) for m in MERGES for takes in (True, False)]
@@ -62,7 +63,7 @@ def test_the_boundary_is_plain_bit_for_bit(dtype: torch.dtype, device: str):
 
 @devices
 def test_any_strides_and_several_blocks(device: str):
-    from core.outer_kernels import TritonOuterStep
+    from core.compression.outer_kernels import TritonOuterStep
 
     for shape in ((2, 3, 4, 5, 6), (9000,), (65, 3, 7, 7)):  # more strides than a row of the table holds
         p = torch.randn(shape, device=device).permute(*reversed(range(len(shape))))
@@ -115,7 +116,7 @@ class Launches(TorchDispatchMode):
 
 @pytest.mark.triton
 def test_a_boundary_queues_as_few_kernels_however_many_the_parameters(monkeypatch: pytest.MonkeyPatch):
-    from core.outer_kernels import TritonOuterStep
+    from core.compression.outer_kernels import TritonOuterStep
 
     counts = []
     for many in (1, 100):
@@ -151,7 +152,8 @@ def built(kernel: Any, pointers: dict[str, str], fixed: dict[str, Any], warps: i
 
 
 def compile_the_boundary() -> None:
-    from core.outer_kernels import BLOCK, TYPES, copy_kernel, outer_step_kernel
+    from core.compression.kernels import TYPES
+    from core.compression.outer_kernels import BLOCK, copy_kernel, outer_step_kernel
 
     for dtype, wide in zip(DTYPES, ("fp64", "fp32", "fp32", "fp32"), strict=True):
         common = {"P": TYPES[dtype], "BLOCK": BLOCK}
@@ -306,7 +308,7 @@ def compile_the_wire_formats() -> None:
 
 def compile_the_wire_format(compression: Any, dtype: torch.dtype, feedback: bool, constants: dict[str, int]) -> None:
     from core.compression import kernels as codec
-    from core.outer_kernels import TYPES
+    from core.compression.kernels import TYPES
 
     wide = "*fp64" if dtype == torch.float64 else "*fp32"
     rows = {"rows_ptr": "*u8", "stride": "i64", "blocks": "i64"}

@@ -20,8 +20,8 @@ from torch.nn.modules import batchnorm
 from torch.nn.parallel import DistributedDataParallel
 
 from core import CO2Config, UserError
+from core.baselines.ddp import DDP
 from core.integrations.mmengine import CO2Hook
-from core.methods import DDP
 from core.testing import run_distributed
 from segmentation import model
 from segmentation import model as built

@@ -14,7 +14,8 @@ import training.prepared  # noqa: F401, transformers imports torchvision when it
 
 # isort: split
 from bench.loss.__main__ import Rows
-from core import UserError, checkpoint
+from core import UserError
+from core.checkpoint import runs as checkpoint
 from language import pretrained, zo_replay
 from language.data import load_corpus
 from language.prepare import read_documents

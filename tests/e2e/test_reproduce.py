@@ -14,7 +14,7 @@ import pytest
 
 import reproduce
 from core import UserError
-from core.methods import METHODS
+from core.baselines.table import METHODS
 from results.collect import collect, keep_stand_ins, load_recipe, read_kept, read_run, status
 from results.paper import SHORT, TABLES
 from tests.e2e.test_slurm import table_row

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from core import checkpoint
+from core.checkpoint import runs as checkpoint
 
 # -- a cluster on this machine, all of it under one folder; needs root, slurm-wlm and munge ---------------------------
 

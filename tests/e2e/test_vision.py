@@ -17,7 +17,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
 
-from core.methods import METHODS
+from core.baselines.table import METHODS
 from core.stats import RoundStats
 from core.tau import TauTuner
 from core.testing import run_distributed

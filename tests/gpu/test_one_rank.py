@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from core import CO2, CO2Config, CompressionConfig, DivergedError, LocalSGD
+from core.baselines.ddp import DDP
 from core.hooks import forget
-from core.methods import DDP
 from tests.gpu.problem import (
     CYCLES,
     DEVICE,

@@ -20,7 +20,7 @@ from bench.chaos.crew import Crew
 from core import CO2, CO2Config, testing
 from core.elastic.joining import elastic_co2
 from core.elastic.members import Members
-from core.placement import node_mesh
+from core.nodes import node_mesh
 from core.testing import run_distributed
 from tests.gpu.problem import DEVICE, METHODS, RECOMMENDED, Make, co2, distance, end, move, problem, train
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from core import CO2, CO2Config, UserError, load, save
-from core.checkpoint import random_state, set_random_state
+from core.checkpoint.runs import random_state, set_random_state
 from core.integrations.common import check_mesh, load_own, save_own
 from core.testing import run_distributed
 from tests.problems import sgd_step

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from core.comm import of_all
+from core.groups import of_all
 from tests.integrations import plain
 from tests.on_ranks import on_ranks
 

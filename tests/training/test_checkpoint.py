@@ -18,7 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from core import CO2Config, UserError, checkpoint, stored
+from core import CO2Config, UserError
+from core.checkpoint import runs as checkpoint
+from core.checkpoint import stored
 from core.testing import _context, run_distributed
 from tests.damages import changed, forbid, names, signed
 from tests.runs import Loop

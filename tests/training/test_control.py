@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from core import CO2, CO2Config
-from core.comm import host_group
+from core.groups import host_group
 from core.testing import run_distributed
 from training.fixed import Fixed
 from training.progress import Due, Progress, Trained

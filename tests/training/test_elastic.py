@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from bench.chaos.crew import Crew
-from core import CO2Config, CompressionConfig, UserError, checkpoint, testing
+from core import CO2Config, CompressionConfig, UserError, testing
+from core.checkpoint import runs as checkpoint
 from core.elastic.joining import elastic_co2
 from core.elastic.members import Members
 from core.tau import TauHook

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 from bench.chaos.crew import Crew, group
-from core import CO2, CO2Config, CompressionConfig, UserError, methods, testing
+from core import CO2, CO2Config, CompressionConfig, UserError, testing
+from core.baselines import table as methods
 from core.elastic.island import Island
 from core.elastic.members import Members
 from tests.runs import Loop, logged, summary

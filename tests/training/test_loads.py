@@ -16,7 +16,7 @@ WEIGHTS, NO_PICKLE = {"weights_only": True}, {"allow_pickle": False}
 LOADS: dict[tuple[str, str], dict[str, bool]] = {
     ("core/elastic/island.py", "torch.load"): WEIGHTS,
     ("core/elastic/members.py", "torch.load"): WEIGHTS,
-    ("core/stored.py", "torch.load"): WEIGHTS,
+    ("core/checkpoint/stored.py", "torch.load"): WEIGHTS,
     ("training/weights.py", "torch.load"): WEIGHTS,
     ("training/weights.py", "kind.from_pretrained"): {"use_safetensors": True},
     ("segmentation/runner.py", "mmengine.config.Config.fromfile"): {},  # --config runs the user's own program

@@ -13,16 +13,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from core import CO2Config, outer
+from core import CO2Config, outer, shares
+from core.baselines.ddp import GradientCompression
+from core.baselines.local import SlowMoConfig
+from core.baselines.table import make_method
 from core.comm import AsyncAllReduce
-from core.compression import lgreco as decide
 from core.compression import quantized
-from core.compression.lgreco import allocate, parse
+from core.compression.lgreco import choices as decide
+from core.compression.lgreco.choices import allocate, parse
 from core.config import CompressionConfig, LGrecoConfig
-from core.ddp import GradientCompression
 from core.local_update import LocalUpdateMethod
-from core.methods import SlowMoConfig, make_method
-from core.placement import node_mesh
+from core.nodes import node_mesh
 from core.testing import run_distributed
 from language.zeroth import Zeroth, ZerothConfig
 from tests.training.live import Live
@@ -116,7 +117,7 @@ class Counted:
 def small_segments() -> Iterator[None]:
     """Encodes and updates little at once, as beside a large model; without the scratch memory of the CPU's own pass."""
     places = [(outer, "SEGMENT", SEGMENT), (quantized, "SEGMENT", SEGMENT), (decide, "ROWS", SEGMENT // 256)]
-    places.append((outer, "FusedOuterStep", outer.OuterStep))
+    places.append((shares, "FusedOuterStep", outer.OuterStep))
     with contextlib.ExitStack() as patches:
         for place in places:
             patches.enter_context(mock.patch.object(*place))
@@ -156,7 +157,7 @@ def make(recipe: Recipe, model: nn.Module, mesh: Any) -> Any:
     if recipe.method == "ddp":
         return GradientCompression(model, recipe.ddp_compression, group=None, timeout=60.0, link=None)
     settings = {"co2": recipe.co2, "shard": recipe.shard, **recipe.own_settings}
-    with mock.patch("core.methods.DistributedDataParallel", lambda model, **_: model):
+    with mock.patch("core.baselines.table.DistributedDataParallel", lambda model, **_: model):
         return make_method(recipe.method, model, mesh=mesh, **settings)[1]
 
 

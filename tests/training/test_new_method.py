@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from core import CO2Config, UserError, make_method
-from core.methods import Blocking, MethodSpec, Settings, register
+from core.baselines.local import Blocking
+from core.baselines.table import MethodSpec, Settings, register
 from core.testing import run_distributed
 
 
@@ -54,7 +55,7 @@ REFUSED: dict[str, dict[str, Any]] = {
 
 def trained(rank: int, world_size: int) -> tuple[float, list[str]]:
     """This worker's weight after four steps with options from the command line; what other settings are told."""
-    register(ENTRY)  # the one line, which would stand in core/methods.py
+    register(ENTRY)  # the one line, which would stand in core/baselines/table.py
     for name in [name for name in sys.modules if name.partition(".")[0] == "training"]:
         del sys.modules[name]  # imported before the line was there
     from training.recipe import Recipe, parse

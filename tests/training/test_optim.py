@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import language.model
 from core import UserError
-from core.checkpoint import load_optimizer, of_optimizer
+from core.checkpoint.runs import load_optimizer, of_optimizer
 from language.recipes import gpt2_pydoc_small, roberta_pydoc_small, transnormer_pydoc_small
 from language.train import backward as language_backward
 from language.train import make_model as language_model

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from bench.cluster import hold_port
 from core import UserError, testing
 from core.elastic.members import Members
-from core.placement import check_env
+from core.groups import check_env
 from core.testing import run_distributed
 from tests.ports import listening_at
 from tests.runs import logged, summary

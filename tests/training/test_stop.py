@@ -14,9 +14,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from core import CO2Config, CompressionConfig, checkpoint
+from core import CO2Config, CompressionConfig
+from core.checkpoint import runs as checkpoint
 from core.errors import CollectiveError, DivergedError
-from core.hooks import MAX_REPEATS
+from core.guards.workers import MAX_REPEATS
 from core.testing import run_distributed
 from tests.problems import flat
 from tests.runs import Loop, logged, rows, summary

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from bench.loss.__main__ import vmap_gradient
 from core import CO2Config, CompressionConfig, UserError, make_method
 from core.buckets import local_shard
-from core.placement import node_mesh
+from core.nodes import node_mesh
 from core.testing import run_distributed
 from tests import problems
 from tests.problems import batch, flat, loss

@@ -30,7 +30,7 @@ from core import CO2, CO2Config
 from core.buckets import local_shard
 from core.comm import set_timeout
 from core.errors import UserError
-from core.placement import node_mesh
+from core.nodes import node_mesh
 from training.layouts.layout import Layout, Place
 from training.zero import shard_model
 

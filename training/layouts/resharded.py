@@ -17,12 +17,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from core import CO2, checkpoint, stored
+from core import CO2
+from core.baselines.ddp import DDP
+from core.baselines.table import Method
 from core.buckets import Bucket, is_dtensor, local_shard, views
-from core.comm import host_group, of_all
+from core.checkpoint import runs as checkpoint
+from core.checkpoint import stored
 from core.errors import UserError
+from core.groups import host_group, of_all
 from core.local_update import LocalUpdateMethod
-from core.methods import DDP, Method
 from core.state import of_rank, under_rank
 from training.data import mix
 from training.fixed import Fixed
@@ -66,7 +69,7 @@ class Resharded:
         Args:
             folder: The folder of checkpoints.
             step: The number of the step.
-            attempt: The name of this start of the run, see core/checkpoint.py.
+            attempt: The name of this start of the run, see core/checkpoint/runs.py.
             others: More state.
 
         Returns:

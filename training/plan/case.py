@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from core.checkpoint.stored import parse_json, reason
 from core.errors import UserError
-from core.stored import parse_json, reason
 from training.data import from_home
 from training.recipe import find
 from training.workers import least_seconds

@@ -5,7 +5,7 @@
         e[l, c] = ||G_l - C_c(G_l)|| for each layer and choice
         the errors' average over the workers, which is summed with this reduction
     when it arrives (over NCCL, at the beginning of the next reduction), equally on every worker:
-        the fewest bytes whose summed errors stay within the uniform setting's (core/compression/lgreco.py)
+        the fewest bytes whose summed errors stay within the uniform setting's (core/compression/lgreco/choices.py)
         the next reduction sends in the new ways; the error feedback moves along
 
 We follow the abstract and the released code of L-GreCo. The released code also sums the last ten reductions. It
@@ -23,12 +23,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..buckets import Bucket, BucketShare, Part, Scalars, copy
-from ..comm import BACKGROUND, Reducer, Stage, moved_by_nccl, sum_flats
-from ..errors import UserError, log
-from ..stats import HostCopy, Seconds, between, mark
-from .formats import BLOCK, INTS, NarrowFormat
-from .lgreco import (
+from ...buckets import Bucket, BucketShare, Part, Scalars, copy
+from ...comm import BACKGROUND, Reducer, Stage, sum_flats
+from ...errors import UserError, log
+from ...groups import moved_by_nccl
+from ...stats import HostCopy, Seconds, between, mark
+from ..formats import BLOCK, INTS, NarrowFormat
+from ..quantized import Quantized, chunk_of
+from .choices import (
     Allocation,
     Choice,
     Clock,
@@ -43,7 +45,6 @@ from .lgreco import (
     moved,
     top_k,
 )
-from .quantized import Quantized, chunk_of
 
 
 class Layout:

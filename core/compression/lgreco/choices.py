@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..buckets import Scalars
-from ..comm import Stage, all_gather, sum_flats
-from ..errors import UserError, is_number, is_whole
-from .formats import BITS, BLOCK, BLOCK_BYTES, LEVELS
-from .quantized import chunk_of
+from ...buckets import Scalars
+from ...comm import Stage, all_gather, sum_flats
+from ...errors import UserError, is_number, is_whole
+from ..formats import BITS, BLOCK, BLOCK_BYTES, LEVELS
+from ..quantized import chunk_of
 
 Rule = Literal["lgreco", "uniform"]
 

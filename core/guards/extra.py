@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .buckets import copy, is_dtensor, local_shard, overlapping, unique, views, writes
-from .comm import Stage, of_all, sum_flats
-from .errors import UserError
-from .hooks import Hook, HookedMethod
+from ..buckets import copy, is_dtensor, local_shard, overlapping, unique, views, writes
+from ..comm import Stage, sum_flats
+from ..errors import UserError
+from ..groups import of_all
+from ..hooks import Hook, HookedMethod
 
 Tensors = Iterable[Tensor] | nn.Module
 Given = Tensors | Callable[[], Tensors]

@@ -30,8 +30,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .comm import UNKNOWN, AsyncAllReduce, of_all
-from .errors import CollectiveError, UserError
+from ..comm import UNKNOWN, AsyncAllReduce
+from ..errors import CollectiveError, UserError
+from ..groups import of_all
 
 ANSWERS_WITHIN = 2.0  # seconds to answer, and for peers to notice that a worker has left the group
 ASKED_AT_ONCE = 32

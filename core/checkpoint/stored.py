@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_with_path
 
-from .buckets import local_shard
-from .errors import UserError
+from ..buckets import local_shard
+from ..errors import UserError
 
 LEVELS = 64  # of nested lists and objects; our own files have five
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple, TypeVar
@@ -15,50 +13,19 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from . import outer
 from .buckets import Bucket, copy, is_dtensor, local_shard, views
-from .comm import (
-    WORLD,
-    Pending,
-    Stage,
-    all_gather,
-    backend_for,
+from .comm import Stage, Through, all_gather, send_first, set_timeout, sum_flats
+from .errors import UserError
+from .groups import (
+    Holders,
     broadcast,
     compare,
+    copies_of,
     host_group,
     leave_group,
+    local_world_size,
     new_group,
     of_all,
-    send_first,
-    set_timeout,
-    sum_flats,
 )
-from .errors import UserError, env_number
-
-
-def local_world_size(env: Mapping[str, str] = os.environ) -> int:
-    """Returns the number of workers per node from torchrun's or Slurm's environment; 1 without either.
-
-    UserError if nodes have different numbers of workers.
-    """
-    if "LOCAL_WORLD_SIZE" in env:
-        return env_number("LOCAL_WORLD_SIZE", 1, env, least=1)
-    name = "SLURM_NTASKS_PER_NODE" if env.get("SLURM_NTASKS_PER_NODE") else "SLURM_TASKS_PER_NODE"
-    per_node = [part.partition("(")[0] for part in env.get(name, "1").split(",")]  # of "8", "8(x16)" or "8(x2),4"
-    first, *others = {env_number(name, 1, {name: part}, least=1) for part in per_node}  # distinct numbers of workers
-    if others:
-        raise UserError(f"{name}={env[name]}: start equally many on each node")
-    return first
-
-
-def check_env(env: Mapping[str, str] = os.environ) -> None:
-    """Raises UserError if workers cannot meet with the rank, the port or the interfaces of this environment."""
-    number, world = env_number("RANK", 0, env), env_number("WORLD_SIZE", 1, env, least=1)
-    if number >= world:
-        raise UserError(f"RANK={number} with WORLD_SIZE={world}: ranks are 0 to {world - 1}; start with torchrun")
-    env_number("MASTER_PORT", 29500, env, least=1, most=65535)
-    here = [name for _, name in socket.if_nameindex()]
-    for name in filter(None, env.get("GLOO_SOCKET_IFNAME", "").split(",")):
-        if name not in here:
-            raise UserError(f"GLOO_SOCKET_IFNAME={name}: not of {', '.join(here)}: set one of these, or unset it")
 
 
 def node_mesh(device_type: str, per_node: int | None = None, timeout: float | None = None) -> DeviceMesh:
@@ -88,53 +55,6 @@ def node_mesh(device_type: str, per_node: int | None = None, timeout: float | No
     return mesh
 
 
-def check_mesh(mesh: DeviceMesh) -> None:
-    """Raises UserError unless the mesh has two dimensions."""
-    if not hasattr(mesh, "ndim"):
-        raise UserError(f"mesh={mesh!r}: give a DeviceMesh, as torch's init_device_mesh or node_mesh returns")
-    if mesh.ndim == 2:
-        return
-    names, usual = mesh.mesh_dim_names or (), ("dp_replicate", "dp_shard")
-    listed = f" {', '.join(names)}" if names else ""
-    remedy = f"give a mesh of two, such as init_device_mesh(DEVICE, (NODES, WORKERS OF A NODE), mesh_dim_names={usual})"
-    if len(names) > 1:
-        across, inside = usual if {*usual} <= {*names} else names[:2]
-        pair = "mesh[ACROSS, INSIDE], with the names of the dimensions across nodes and inside a node"
-        remedy = f'give two of its dimensions, {pair}, such as mesh["{across}", "{inside}"]'
-    raise UserError(f"a mesh of {mesh.ndim} dimension{'s' * (mesh.ndim != 1)}{listed}: {remedy}")
-
-
-def groups_of(
-    mesh: DeviceMesh | None, group: dist.ProcessGroup | None
-) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-    """Returns the group across nodes and the group inside a node. Without a mesh, they are `group` and None."""
-    if mesh is None:
-        return group, None
-    check_mesh(mesh)
-    inner = mesh.get_group(1)
-    check_names(inner)
-    return mesh.get_group(0), inner
-
-
-def check_names(group: dist.ProcessGroup | None) -> None:
-    """Raises UserError if members of the group have made different numbers of process groups.
-
-    torch names a group of some ranks by these ranks and that number. The members would wait for each other under
-    different names.
-    """
-    if group is None or dist.get_world_size(group) == dist.get_world_size():
-        return
-    if backend_for(group, torch.device("cpu")) != "gloo":  # the members cannot compare
-        return
-    counts = of_all(len(WORLD.pg_names), group)
-    if len({*counts}) > 1:
-        raise UserError(
-            f"ranks {dist.get_process_group_ranks(group)} have made {counts} process groups, so torch would give their "
-            "next group different names: make this object before groups of some ranks, or as many groups on each rank"
-        )
-
-
-Holders = Mapping[Tensor, Sequence[int]]  # parameter -> the ranks that hold the same elements of it as this rank
 Key = TypeVar("Key", bound=Hashable)
 Where = list[tuple[int, slice]]  # [(index of a flat tensor, slice of it)]
 
@@ -146,23 +66,6 @@ class Held(NamedTuple):
     copies: dict[int, Where]  # by number of holders: where their elements are in what this rank owns
     on_all: Where  # held by all ranks, which get the first rank's values
     on_some: dict[tuple[int, ...], Where]  # the same for subsets of ranks that include this rank
-
-
-class Through:
-    """A send or receive that claims to be complete. wait() really waits.
-
-    gloo marks such work as complete only in a wait. AsyncAllReduce polls is_completed(), so it would not wait before
-    the next boundary.
-    """
-
-    def __init__(self, work: Pending):
-        self._work = work
-
-    def is_completed(self) -> bool:
-        return True
-
-    def wait(self, *args: Any, **kwargs: Any) -> Any:
-        return self._work.wait(*args, **kwargs)
 
 
 class Node:
@@ -395,36 +298,3 @@ def _places(buckets: Sequence[Bucket], parts: Sequence[Tensor], keys: dict[int, 
             if place.start < place.stop:
                 found.setdefault(key, []).append((i, place))
     return found
-
-
-def copies_of(t: Tensor, ranks: Sequence[int], shards: bool | Holders) -> int:
-    """Returns how many of `ranks`, an inner group, hold the same elements of `t` as this rank, itself included.
-
-    If `shards` does not name them, all ranks hold a plain tensor, or only this rank if `shards` is True. A DTensor's
-    placements name its holders. UserError if a DTensor holds partial sums, or holders are outside of the group.
-    """
-    if isinstance(shards, Mapping) and t in shards:
-        if dist.get_rank() not in (holders := shards[t]) or not {*holders} <= {*ranks}:
-            raise UserError(
-                f"shards: ranks {[*holders]} should hold a parameter of rank {dist.get_rank()}, whose inner group is "
-                f"{[*ranks]}: give ranks of that group, including rank {dist.get_rank()}"
-            )
-        return len({*holders})
-    separate = shards is not False
-    if not is_dtensor(t):
-        return 1 if separate else len(ranks)
-    mesh = t.device_mesh
-    holders = len(set(mesh.mesh.flatten().tolist()) & set(ranks)) if separate else len(ranks)
-    for dim, placement in enumerate(t.placements):
-        if placement.is_partial():
-            raise UserError(f"a DTensor placed as {placement!r}: redistribute it to Replicate() or Shard(dim) first")
-        if placement.is_replicate():
-            continue
-        over = dist.get_process_group_ranks(mesh.get_group(dim))
-        if not set(over) <= set(ranks):
-            raise UserError(
-                f"a DTensor is sharded over ranks {over}, and the inner group is {list(ranks)}: different shards would "
-                "be averaged; give mesh=[replicate, shard] whose second dimension holds the whole model"
-            )
-        holders //= len(over)  # each of these ranks holds different elements
-    return holders

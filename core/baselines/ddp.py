@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from . import failure
-from .buckets import (
+from ..buckets import (
     Bucket,
     Part,
     Scalars,
+    all_finite,
     as_real,
     copy,
     has_mean,
@@ -31,17 +31,17 @@ from .buckets import (
     tensors_of,
     views,
 )
-from .checkpoint import all_finite
-from .comm import PAUSE, Stage, broadcast, compare, gather_parts, leave_group, new_group, ring_bytes, sum_parts
-from .compression.quantized import HELD_BACK
-from .config import CompressionConfig
-from .errors import DivergedError, UserError, is_number
-from .hooks import Hook, Requests
-from .local_update import Loop
-from .placement import groups_of
-from .state import of_rank, on_host, under_rank
-from .stats import AsyncReadback, Mark, RoundStats, between, mark, plus
-from .testing.link import Link, allreduce_over
+from ..comm import PAUSE, Stage, gather_parts, ring_bytes, sum_parts
+from ..compression.quantized import HELD_BACK
+from ..config import CompressionConfig
+from ..errors import DivergedError, UserError, is_number
+from ..groups import broadcast, compare, groups_of, leave_group, new_group
+from ..guards import failure
+from ..hooks import Hook, Requests
+from ..local_update import Loop
+from ..state import of_rank, on_host, under_rank
+from ..stats import AsyncReadback, Mark, RoundStats, between, mark, plus
+from ..testing.link import Link, allreduce_over
 
 EVERY, FIRST = 100, 10  # steps of L-GreCo's period and first decision; the authors' code: every 100 after 1,000
 

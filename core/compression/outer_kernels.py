@@ -24,8 +24,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .compression.kernels import TYPES, divided, rounded
-from .outer import EPS, OuterStep, Rule
+from ..outer import EPS, OuterStep, Rule
+from .kernels import TYPES, divided, rounded
 
 BLOCK = 2048  # elements per program
 LAUNCH: dict[str, Any] = {"BLOCK": BLOCK, "num_warps": 8, "enable_fp_fusion": False}

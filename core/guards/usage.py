@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import atexit
 import functools
-import gc
 import os
 import sys
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,48 +17,17 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from .buckets import is_dtensor, local_shard, parts_of, views, writes
-from .comm import is_alive
-from .errors import UserError
-from .hooks import Hook, HookedMethod, forget
-from .outer import norm
+from ..buckets import local_shard, parts_of, views, writes
+from ..errors import UserError
+from ..groups import FSDP, _imported, _instances, _ranks, refuse_fsdp
+from ..hooks import Hook, HookedMethod, forget
+from ..outer import norm
 
-FSDP = "torch.distributed.fsdp", "FullyShardedDataParallel"
 ZERO = "torch.distributed.optim.zero_redundancy_optimizer", "ZeroRedundancyOptimizer"
 # Relative to a tensor's norm. Weights that an evaluation swaps out and in come back exactly or nearly. With ROUGHLY a
 # worker that begins a round with its own progress raises no warning, while loaded weights are often farther off.
 TOLERANCE, ROUGHLY = 1e-3, 0.3
 FIRST, FIRST_CALLS = 2, 12  # rounds, and calls of step(), in which the loop is checked
-
-
-def refuse_shards(params: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
-    """Raises UserError if a model is sharded over the method's workers, as DTensors or by FullyShardedDataParallel.
-
-    They would average different shards. A group of None means all workers.
-    """
-    for p in filter(is_dtensor, params):
-        for dim, placement in enumerate(p.placements):
-            over = _workers(group) & _ranks(p.device_mesh.get_group(dim))
-            if len(over) > 1 and not placement.is_replicate():
-                raise UserError(_shards_message("a DTensor (fully_shard)", over))
-    refuse_fsdp(params, group)
-
-
-def refuse_fsdp(params: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
-    """Does refuse_shards only for FullyShardedDataParallel, for CO2 on a mesh, which supports DTensors."""
-    workers, ours = _workers(group), {id(p) for p in params}
-    for module in _instances(_imported(*FSDP)) if len(workers) > 1 else ():
-        over = workers & _ranks(module.process_group)
-        shards = "NO_SHARD" not in str(module.sharding_strategy)
-        if len(over) > 1 and shards and any(id(p) in ours for p in module.parameters()):
-            raise UserError(_shards_message("FullyShardedDataParallel", over))
-
-
-def _shards_message(what: str, over: set[int]) -> str:
-    return (
-        f"{what} shards the parameters over ranks {sorted(over)}, which are this method's workers: different "
-        "shards would be averaged; give the method the whole model, or shard it inside nodes and give CO2 mesh="
-    )
 
 
 def _warn_of_synchronous(params: Sequence[Tensor], buffers: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
@@ -126,29 +94,6 @@ def _warn_of_pass(among: int, module: nn.Module) -> None:
 def _warn(text: str) -> None:
     """Warns at the line of the caller's caller."""
     warnings.warn(text, stacklevel=3)
-
-
-def _imported(module: str, name: str) -> Any:
-    """Returns a class if its module was imported. Otherwise None, because no object of it can exist."""
-    return getattr(sys.modules.get(module), name, None)
-
-
-def _instances(*kinds: Any) -> Iterator[Any]:
-    """Yields all objects of these classes and of their subclasses."""
-    known = [kind for kind in kinds if kind is not None]
-    for kind in known:
-        known += [derived for derived in kind.__subclasses__() if derived not in known]
-    return (o for o in (gc.get_referrers(*known) if known else ()) if type(o) in known)
-
-
-def _workers(group: dist.ProcessGroup | None) -> set[int]:
-    """The ranks of the group, none without torch.distributed."""
-    return set(dist.get_process_group_ranks(group)) if dist.is_initialized() else set()
-
-
-def _ranks(group: dist.ProcessGroup | None) -> set[int]:
-    """Returns a group's ranks, none for no group or a destroyed one."""
-    return set(dist.get_process_group_ranks(group)) if group is not None and is_alive(group) else set()
 
 
 class UsageChecks(Hook):

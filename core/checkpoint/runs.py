@@ -30,12 +30,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from . import failure as peers
+from ..buckets import all_finite, is_dtensor, local_shard
+from ..errors import UserError
+from ..groups import host_group, leave_group, new_group, of_all
+from ..guards import failure as peers
+from ..local_update import LocalUpdateMethod
 from . import stored
-from .buckets import is_dtensor, local_shard
-from .comm import host_group, leave_group, new_group, of_all
-from .errors import UserError
-from .local_update import LocalUpdateMethod
 from .stored import reason
 
 KEEP = 2  # checkpoints; the older one is used if the newer is damaged
@@ -46,15 +46,6 @@ WRAPPERS = (
     "model",
 )  # names that DistributedDataParallel, torch.compile and other wrappers add to a model's keys
 PATIENCE = 5.0  # seconds that a failing run waits for the checkpoint being written
-
-
-def all_finite(tensors: Iterable[Tensor]) -> Tensor:
-    """Returns whether all elements are finite: 0-d, on the first tensor's device. A DTensor's local shard counts."""
-    local = [local_shard(t.detach()) for t in tensors if t.numel() and "float4" not in str(t.dtype)]  # always finite
-    # aminmax supports neither float8 nor empty tensors, as a rank's shard may be
-    wide = [t.float() if t.element_size() == 1 else t for t in local if t.numel()]
-    ends = [torch.stack(torch.aminmax(t)).double() for t in wide]
-    return torch.stack([e.to(ends[0].device) for e in ends]).isfinite().all() if ends else torch.tensor(True)
 
 
 class Saver:

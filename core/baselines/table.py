@@ -1,313 +1,33 @@
-"""The methods that CO2 is compared with, behind the same calls, and make_method, which makes a method by name."""
+"""The table of all methods, and make_method, which makes a method by its name."""
 
 from __future__ import annotations
 
-import contextlib
-import itertools
-from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Unpack
+from typing import Any, Literal
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from .buckets import copy, copy_where, is_dtensor, rescale, tensors_of, views
-from .build import CommonArgs, build_args_of_other
-from .co2 import CO2
-from .config import LARGE, CO2Config, CompressionConfig, Schedule, check_share, is_number, of_kind
+from ..buckets import is_dtensor
+from ..co2 import CO2
+from ..config import (
+    CO2Config,
+    CommonArgs,
+    CompressionConfig,
+    Schedule,
+    check_share,
+    of_kind,
+)
+from ..errors import UserError
+from ..guards.extra import Given
+from ..hooks import Hook
+from ..local_update import LocalUpdateMethod
+from ..testing.link import Link
 from .ddp import DDP
-from .errors import UserError
-from .extra import Given
-from .hooks import Hook
-from .local_update import LocalUpdateMethod
-from .outer import carried
-from .testing.link import Link
-
-
-class Blocking(LocalUpdateMethod):
-    """Base class of methods that wait for an average at every boundary.
-
-    It averages the differences from anchors, or the parameters if there are none.
-
-    Args:
-        params: See LocalUpdateMethod.
-        tau: Local steps per round.
-        compression: How the average is compressed for the network.
-        **args: See CommonArgs.
-    """
-
-    def __init__(
-        self,
-        params: Iterable[Tensor],
-        tau: int,
-        *,
-        compression: CompressionConfig | None = None,
-        **args: Unpack[CommonArgs],
-    ):
-        shared = CO2Config(tau=tau, compression=compression or CompressionConfig())
-        super().__init__(
-            given := tensors_of(params, "parameters"), **build_args_of_other(given, shared, args, overlap=False)
-        )
-
-    def _close_round(self, *, finished: bool) -> bool:
-        for bucket, start in itertools.zip_longest(self.buckets, self.anchors):
-            bucket.flatten(bucket.payload)
-            if start is not None:  # send a difference, see LocalSGD
-                torch.sub(start, bucket.payload, out=bucket.payload)
-        self._start_allreduce(finished=finished)
-        result = self._wait_allreduce(finished=finished)
-        if not result.is_empty:
-            for bucket in self.buckets:
-                rescale(bucket.payload, self._scale)
-            self._apply()
-        return result.is_last
-
-    @abstractmethod
-    def _apply(self) -> None:
-        """Uses the average in the payloads."""
-
-
-class LocalSGD(Blocking):
-    """Local-SGD (Stich, ICLR 2019): averages the parameters every tau local steps, and waits.
-
-    With a compression it sends differences from the last average, at the cost of a copy of the parameters. Rounding the
-    parameters themselves would lose more than a round changes them.
-
-    Blocking lists its arguments.
-    """
-
-    name = "LocalSGD"
-
-    def __init__(
-        self,
-        params: Iterable[Tensor],
-        tau: int,
-        *,
-        compression: CompressionConfig | None = None,
-        **args: Unpack[CommonArgs],
-    ):
-        super().__init__(params, tau, compression=compression, **args)
-        if compression is not None and compression.format != "float32":
-            self.replicated = self.anchors = self.state.new("outer_iterate", of_params=True)
-
-    def _apply(self) -> None:
-        for bucket, start in itertools.zip_longest(self.buckets, self.anchors):
-            average = bucket.payload if start is None else start.sub_(bucket.payload)
-            copy(bucket.params, views(average, bucket.params))
-
-
-@dataclass(frozen=True)
-class SlowMoConfig:
-    """SlowMo's settings (Wang et al., ICLR 2020). Its period is CO2's tau."""
-
-    outer_lr: float = 1.0
-    """alpha: scales the outer step."""
-    outer_momentum: float = 0.5
-    """beta: how much of the outer momentum survives a round."""
-
-    def __post_init__(self) -> None:
-        if not (is_number(self.outer_lr) and 0 < self.outer_lr < LARGE):
-            raise UserError(f"slowmo.outer_lr={self.outer_lr}: give a finite number above 0, as 1.0 is usual")
-        if not (is_number(self.outer_momentum) and 0 <= self.outer_momentum < 1):
-            raise UserError(f"slowmo outer_momentum={self.outer_momentum}: give a number in [0, 1)")
-
-
-class SlowMo(Blocking):
-    """SlowMo (Wang et al., ICLR 2020): Local-SGD whose average takes a step with momentum.
-
-    u <- beta u + mean_i (x_{t,0} - x^i_{t,tau}) / gamma, then x_{t+1,0} = x_{t,0} - alpha gamma u.
-
-    The arguments that are not listed here are in Blocking's docstring.
-
-    Args:
-        config: SlowMo's settings.
-        lr: Returns gamma, the current inner learning rate. None means a constant one, which cancels.
-    """
-
-    name = "SlowMo"
-
-    def __init__(
-        self,
-        params: Iterable[Tensor],
-        tau: int,
-        config: SlowMoConfig | None = None,
-        *,
-        lr: Callable[[], float] | None = None,
-        compression: CompressionConfig | None = None,
-        **args: Unpack[CommonArgs],
-    ):
-        self.config = of_kind(config, SlowMoConfig, "config")
-        super().__init__(params, tau, compression=compression, **args)
-        self._lr = lr or (lambda: 1.0)
-        self._x = self.replicated = self.anchors = self.state.new("outer_iterate", of_params=True)
-        self._u = self.state.new("outer_momentum")
-
-    def _apply(self) -> None:
-        gamma = max(self._lr(), 1e-12)  # a schedule may end at exactly 0
-        for bucket, x, u in zip(self.buckets, self._x, self._u, strict=True):
-            # u <- beta u + mean_i (x - x^i) / gamma
-            u.mul_(carried(self.config.outer_momentum, self.growth)).add_(bucket.payload, alpha=1 / gamma)
-            x.sub_(u, alpha=self.config.outer_lr * gamma)
-            copy(bucket.params, views(x, bucket.params))
-
-
-@dataclass(frozen=True)
-class DiLoCoConfig:
-    """DiLoCo's settings (Douillard et al. 2023). Its period is CO2's tau."""
-
-    outer_lr: float = 0.7
-    """alpha: scales the outer step."""
-    outer_momentum: float = 0.9
-    """beta: the Nesterov momentum."""
-
-
-class DiLoCo(CO2):
-    """DiLoCo (Douillard et al. 2023): every tau local steps, all workers wait for an outer step with Nesterov momentum.
-
-    This is CO2 without the delay, the penalty and the clip. CO2Config(nesterov=True) hides the same step.
-
-    The arguments that are not listed here are in Blocking's docstring.
-
-    Args:
-        config: DiLoCo's settings.
-    """
-
-    name = "DiLoCo"
-
-    def __init__(
-        self,
-        params: Iterable[Tensor],
-        tau: int,
-        config: DiLoCoConfig | None = None,
-        *,
-        compression: CompressionConfig | None = None,
-        **args: Unpack[CommonArgs],
-    ):
-        own = of_kind(config, DiLoCoConfig, "config")
-        step: dict[str, Any] = {"outer_lr": own.outer_lr, "outer_momentum": own.outer_momentum, "nesterov": True}
-        blocking: dict[str, Any] = {"delay": 0, "gap": "none", "clip": None}
-        c = CO2Config(tau=tau, compression=compression or CompressionConfig(), **step, **blocking)
-        # with delay 0 an average has no gap, and nothing is hidden
-        super().__init__(params, c, **args)
-
-
-@dataclass(frozen=True)
-class OverlapLocalConfig:
-    """Overlap-Local-SGD's settings (Wang, Liang and Joshi, ICASSP 2020). Its period is CO2's tau."""
-
-    pull: float = 0.6
-    """a: the fraction by which each boundary pulls the local model towards the anchor."""
-    anchor_momentum: float = 0.7
-    """mu: momentum of the anchor."""
-
-    def __post_init__(self) -> None:
-        if not (is_number(self.pull) and 0 < self.pull <= 1):
-            raise UserError(f"overlap_local pull={self.pull}: give a number in (0, 1]")
-        if not (is_number(self.anchor_momentum) and 0 <= self.anchor_momentum < 1):
-            raise UserError(f"overlap_local anchor_momentum={self.anchor_momentum}: give a number in [0, 1)")
-
-
-class OverlapLocalSGD(LocalUpdateMethod):
-    """Overlap-Local-SGD (Wang, Liang and Joshi, ICASSP 2020): an anchor model z, averaged in the background.
-
-    At a boundary the average of the last round moves the anchor: v <- mu v + (mean - z), then z <- z + v. Each worker
-    is pulled towards the anchor, x^i <- x^i - a (x^i - z), and the all-reduce of the pulled models starts. The workers
-    send z minus the pulled model, because z is equal on all of them. They differ until finish(), which leaves all with
-    the average.
-
-    Args:
-        params: See LocalUpdateMethod.
-        tau: Local steps per round, or auto.
-        config: The method's settings.
-        tau_max: With tau auto, the most local steps per round.
-        compression: How the average is compressed for the network.
-        **args: See CommonArgs.
-    """
-
-    name = "OverlapLocalSGD"
-
-    def __init__(
-        self,
-        params: Iterable[Tensor],
-        tau: int | Literal["auto"],
-        config: OverlapLocalConfig | None = None,
-        *,
-        tau_max: int = 192,
-        compression: CompressionConfig | None = None,
-        **args: Unpack[CommonArgs],
-    ):
-        self.config = of_kind(config, OverlapLocalConfig, "config")
-        shared = CO2Config(tau=tau, tau_max=tau_max, compression=compression or CompressionConfig())
-        super().__init__(given := tensors_of(params, "parameters"), **build_args_of_other(given, shared, args))
-        self._z = self.replicated = self.anchors = self.state.new("outer_iterate", of_params=True)
-        self._v = self.state.new("anchor_momentum")
-        self._starts_near_anchor = True
-
-    def _close_round(self, *, finished: bool) -> bool:
-        if self.allreduce.in_flight:
-            result = self._wait_allreduce(finished=finished)
-            for bucket, z, v in zip(self.buckets, self._z, self._v, strict=True):
-                rescale(bucket.payload, self._scale)
-                # the payload holds z - mean
-                v.mul_(carried(self.config.anchor_momentum, self.growth)).sub_(bucket.payload)
-                torch.sub(z, bucket.payload, out=bucket.payload)  # the average of the pulled models
-                z.add_(v)
-            if result.is_last:
-                for bucket in self.buckets:
-                    copy(bucket.params, bucket.payload_views)
-                return True
-        for bucket, z in zip(self.buckets, self._z, strict=True):
-            for p, anchor in zip(bucket.params, views(z, bucket.params), strict=True):
-                p.lerp_(anchor.to(p.dtype), self.config.pull)  # x^i <- x^i - a (x^i - z)
-            bucket.flatten(bucket.payload)
-            torch.sub(z, bucket.payload, out=bucket.payload)
-        self._start_allreduce(finished=finished)
-        return False
-
-    def _restart_from_anchor(self, where: Tensor | None = None) -> None:
-        for bucket, z in zip(self.buckets, self._z, strict=True):
-            anchor = views(z, bucket.params)
-            copy(bucket.params, anchor) if where is None else copy_where(where, bucket.params, anchor)
-
-    @contextlib.contextmanager
-    def averaged_model(self) -> Iterator[bool]:
-        """See Loop. During the block, the model holds the average of the models that were just sent.
-
-        A run that ended at this boundary would end with this average.
-        """
-        if (equal := self.sync_for_eval()) or not self.at_boundary:
-            yield equal
-            return
-        if not self.allreduce.arrived():
-            with (
-                self.clock.early_merge(self.tau),
-                self.allreduce.counted(),
-            ):  # the average is merged at the end of the round
-                self.allreduce.drain()
-        scale = 1 / self.scalars["weight"].double()  # NaN or infinite if no worker counts
-        tensors = [t for b in self.buckets for t in (*b.params, *b.buffers)]
-        own = [t.clone() for t in tensors]
-        averages: list[Tensor] = []
-        for bucket, z in zip(self.buckets, self._z, strict=True):
-            averages += views(z - bucket.payload * scale.to(z), bucket.params)
-            averages += [v * scale.to(v) for v in bucket.buffer_views]
-        self._write_model(tensors, averages)
-        self._at_common_model(True, "averaged_model()")
-        try:
-            yield True
-        finally:
-            self._write_model(tensors, own)
-
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def _write_model(self, tensors: list[Tensor], values: list[Tensor]) -> None:
-        """Copies values to tensors of the model."""
-        copy(tensors, values)
-        self._params_updated(at_boundary=True)
+from .local import DiLoCo, DiLoCoConfig, LocalSGD, OverlapLocalConfig, OverlapLocalSGD, SlowMo, SlowMoConfig
 
 
 @dataclass(frozen=True)
@@ -539,7 +259,7 @@ def make_method(
     if average is not None and spec.local:
         options["average"] = average
     if mesh is not None and spec.local:
-        from .placement import check_mesh
+        from ..groups import check_mesh
 
         check_mesh(mesh)
         if not any(map(is_dtensor, model.parameters())):  # sharded models synchronize themselves

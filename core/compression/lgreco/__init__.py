@@ -1,0 +1,1 @@
+"""L-GreCo: the compression of each layer, chosen while training."""

@@ -1,0 +1,329 @@
+"""Compares the workers: outliers are excluded, replicas are compared by checksums."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..buckets import first_nonfinite
+from ..errors import DivergedError, UserError, log
+from ..hooks import Hook, HookedMethod, ReductionInfo
+from ..outer import norm
+
+VALID, NOT_FINITE, JUMPED, BUFFER = 0, 1, 2, 3  # verdicts; BUFFER + i: buffer i is not finite
+REASONS = {NOT_FINITE: "not finite", JUMPED: "much larger than its usual updates"}
+WARMUP_ROUNDS = 5  # valid rounds before a large update counts as a jump
+AVERAGE_ROUNDS = 10  # valid rounds in the running average of the update's size
+MAX_REPEATS = 3  # rounds in a row in which a worker may be excluded again
+
+
+class OutlierFilter(Hook):
+    """Excludes a worker whose update is not finite, or is much larger than its usual updates.
+
+    Otherwise one NaN in one worker's update would reach every worker. The filter judges an update by its norm over the
+    square root of its local steps, which changes little when tau changes. The method then sends zeros with weight 0,
+    and restarts the worker from the outer iterate. A jump to a level that lasts, as at a learning-rate restart, is a
+    jump once. EDiT (arXiv 2412.07210) excludes workers in a similar way.
+
+    Args:
+        factor: An update has jumped if it exceeds this multiple of the worker's running average. None excludes only
+            updates that are not finite.
+
+    Attributes:
+        verdict: VALID, NOT_FINITE or JUMPED, of this worker's last update, 0-d float64.
+        size: Norm of this worker's last update, 0-d float64.
+        count: How many workers the last received verdicts exclude. `excludes_this`: whether they exclude this one.
+        state: [3] float64: the running average, valid rounds so far, and the size of the last jump. Several fragments
+            have a row each.
+    """
+
+    name, per_worker_scalars = "outlier_filter", {"excluded": 1}
+
+    def __init__(self, factor: float | None = 10.0):
+        self.factor, self.count, self.excludes_this = factor, 0, False
+        self._most_steps = 0  # local steps of the longest round that was judged
+
+    def attach(self, method: HookedMethod) -> None:
+        super().attach(method)
+        group, places = method.allreduce.group, method.allreduce.places
+        ranks = dist.get_process_group_ranks(group) if group is not None else []
+        ranks = ranks if len(ranks) == places else range(places)  # elastic workers have a place each, also if some left
+        self.names = [f"{method.worker_label} {rank}" for rank in ranks]
+        self.state = torch.zeros(3, dtype=torch.float64, device=method.allreduce.device)
+        self.verdict = torch.zeros((), dtype=torch.float64, device=method.allreduce.device)
+        self._verdicts = method.scalars["excluded"].view(-1)
+        self._repeats, self._generation = [0] * len(self.names), 0
+        self._of_others: Tensor | None = None  # the worst verdict on other fragments than the first since its last one
+
+    def before_allreduce(self) -> Tensor | None:
+        if self.method.share is not None:
+            return None  # the method calls judge() with the norm of the whole node
+        buffer = (
+            None if self.method.fragment else first_nonfinite(self.method.buckets)
+        )  # buffers travel with the first fragment
+        return self.judge(norm(self.method.sent_payloads).double(), buffer)
+
+    def on_reduced_scalars(self, sums: Mapping[str, Sequence[float]], info: ReductionInfo) -> None:
+        """Warns of excluded workers.
+
+        Raises:
+            DivergedError: If no worker's update is finite, unless this worker is the last one of an elastic run, or if
+                a worker is excluded too many times in a row.
+        """
+        codes = [round(verdict * info.workers / info.total_world_size) for verdict in sums["excluded"]]
+        self.count = self.method.clock.stats.excluded = len(codes) - codes.count(VALID)
+        self.excludes_this = codes[self.method.allreduce.place] != VALID
+        if self._generation != info.generation or not self.count:
+            self._repeats, self._generation = [0] * len(codes), info.generation
+        self._repeats = [n + 1 if code else 0 for n, code in zip(self._repeats, codes, strict=True)]
+        remedy = "lower the learning rate, clip gradients, or check the data"
+        bad = [code for code in codes if code == NOT_FINITE or code >= BUFFER]
+        alone = info.workers == 1 < len(codes)  # the other elastic workers are lost, so it restarts by itself
+        if len(bad) == info.workers and not alone:
+            what = self._buffer_name(bad[0]) if bad[0] >= BUFFER else self._live_buffer()
+            what = f"; {what}" if what else ""
+            raise DivergedError(f"every worker's update in round {info.round} is not finite{what}: {remedy}")
+        for name, code, repeats in zip(self.names, codes, self._repeats, strict=True):
+            if not code:
+                continue
+            reason = REASONS.get(code) or f"not finite, {self._buffer_name(code)}"
+            text = f"{name} is excluded from the average of round {info.round}: its update is {reason}"
+            if repeats > MAX_REPEATS:
+                raise DivergedError(f"{text}, as in the {repeats - 1} rounds before; {remedy}")
+            if self.method.is_log_rank:
+                log.info("%s; it restarts from the outer iterate", text)
+                warnings.warn(f"{text}; it restarts from the outer iterate: {remedy} if this goes on", stacklevel=2)
+
+    @torch.no_grad()
+    def judge(self, size: Tensor, bad_buffer: Tensor | None = None) -> Tensor:
+        """Finds the verdict on this worker's update and writes it to the scalars.
+
+        Args:
+            size: Norm of the update, 0-d: not finite if any number of it is not.
+            bad_buffer: Number of a buffer that is not finite, counted from 1, 0-d; 0 for none.
+
+        Returns:
+            0-d bool: whether to exclude this worker.
+        """
+        method = self.method
+        size = size.to(self.state)
+        number = torch.zeros_like(size) if bad_buffer is None else bad_buffer.to(size)
+        self.size = torch.where(number > 0, float("nan"), size)  # a bad buffer counts as an update that is not finite
+        verdict = self._verdict_on(self.size, method.local_steps_sent if method.sends_differences else 0)
+        # names the buffer only if the update itself is finite
+        verdict = torch.where((number > 0) & size.isfinite(), number - 1 + BUFFER, verdict)
+        self.verdict.copy_(verdict)
+        if method.fragment:  # reported with fragment 0
+            self._of_others = verdict if self._of_others is None else torch.maximum(self._of_others, verdict)
+            return verdict != VALID
+        if self._of_others is not None:
+            self.verdict.copy_(torch.where(verdict == VALID, self._of_others, verdict))
+            self._of_others = None
+        self._verdicts.zero_()[method.allreduce.place].copy_(self.verdict)
+        return verdict != VALID
+
+    def _verdict_on(self, size: Tensor, steps: int) -> Tensor:
+        """Returns the verdict on an update, and updates the running average.
+
+        `steps` local steps led to the update. With 0 steps no update can jump.
+        """
+        finite = size.isfinite()
+        jumped = torch.zeros_like(finite)
+        if steps and self.factor is not None:
+            average, rounds, last_jump = (state := self._of_fragment()).unbind()
+            size = size / steps**0.5  # an update of noisy steps grows with their square root
+            longer = (max(steps, self._most_steps) / (self._most_steps or steps)) ** 0.5  # one of equal steps with them
+            self._most_steps = max(steps, self._most_steps)
+            large = finite & (rounds >= WARMUP_ROUNDS) & (average > 0) & (size > self.factor * average)
+            # a new level, not a jump: the second large update in a row, or the first of a longer round
+            new_level = large & (
+                (size <= self.factor * last_jump) | (size <= self.factor * longer * average * (longer > 1))
+            )
+            jumped = large & ~new_level
+            valid = finite & ~jumped
+            # a running average over the last rounds
+            mean = average + (size - average) / (rounds + 1).clamp(max=AVERAGE_ROUNDS)
+            average = torch.where(valid, torch.where(new_level, size, mean), average)
+            state.copy_(torch.stack([average, rounds + valid, torch.where(jumped, size, 0.0)]))
+        return torch.where(finite, jumped.double() * JUMPED, float(NOT_FINITE))
+
+    def _of_fragment(self) -> Tensor:
+        """Returns the fragment's row of `state`, [3]."""
+        rows, at = self.state.view(-1, 3), self.method.fragment
+        if at >= len(rows):
+            self.state = rows = torch.cat([rows, rows.new_zeros(at + 1 - len(rows), 3)])
+        return rows[at]
+
+    def _buffer_name(self, code: int) -> str:
+        """Describes a verdict's buffer by its number as given, its shape and its module."""
+        return described(*self.method.numbered_buffers()[code - BUFFER])
+
+    def _live_buffer(self) -> str:
+        """Describes this worker's first non-finite buffer. "" if there is none, or parameters are not finite."""
+        m = self.method
+        if not all(bool(p.isfinite().all()) for p in m.params):
+            return ""
+        return next((described(*pair) for pair in m.nonfinite_buffers()), "")
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state.to(self.state.device, copy=True)
+
+
+def described(number: int, buffer: Tensor) -> str:
+    """Describes a buffer for a message: its number, the module that has it, its name there, and its shape."""
+    return f"buffer {number}{owner_of(buffer)}, of shape {list(buffer.shape)}"
+
+
+def owner_of(buffer: Tensor) -> str:
+    """Describes for a message which module has the buffer, and under which name."""
+    for module in [o for o in gc.get_objects() if issubclass(type(o), nn.Module)]:
+        held = vars(module).get("_buffers")
+        for name, b in held.items() if isinstance(held, dict) else ():  # a ScriptModule has no dict
+            if b is buffer:
+                return f" ({name} of a {type(module).__name__})"
+    return ""
+
+
+class ConsensusDistance(Hook):
+    """Records RoundStats.consensus_distance: how far the workers' parameters were from their average.
+
+    It is the root of mean_i ||x^i - mean||^2 when the all-reduce started. Worker i sends d^i = x - x^i with one x on
+    all workers, so this is mean_i ||d^i||^2 - ||mean d||^2. As a difference of two squares it cannot resolve less than
+    a thousandth of the pseudo-gradient's norm, and it includes what a compression rounds. It needs a method that sends
+    differences from an equal outer iterate.
+    """
+
+    scalars = {"squares": 1}
+
+    def __init__(self, outlier_filter: OutlierFilter):
+        self._filter = outlier_filter
+
+    def attach(self, method: HookedMethod) -> None:
+        super().attach(method)
+        self._weight, self._squares = method.scalars["weight"], method.scalars["squares"]
+        self._square: Tensor | None = None  # mean_i ||d^i||^2 of the last all-reduce, 0-d
+
+    @torch.no_grad()
+    def before_allreduce(self) -> None:
+        m = self.method
+        if m.sends_differences and m.share is None and not m.is_cut:
+            # an excluded worker has weight 0, and its size may be NaN
+            square = self._filter.size.square().to(self._weight)
+            self._squares.copy_(torch.where(self._weight > 0, self._weight * square, 0.0))
+
+    @torch.no_grad()
+    def after_allreduce(self) -> None:
+        weight = self._weight.double()
+        if not self.method.is_cut:  # it needs the whole update in one all-reduce
+            self._square = torch.where(weight > 0, self._squares.double() / weight, 0.0)
+
+    @torch.no_grad()
+    def on_round_end(self) -> None:
+        stats = self.method.clock.stats
+        mean = stats.pseudo_gradient_norm
+        # mean_i ||d^i||^2 - ||mean d||^2
+        if self._square is not None and isinstance(mean, Tensor) and self.method.share is None:
+            stats.consensus_distance = (self._square - mean.to(self._square).square()).clamp(min=0).sqrt()
+        self._square = None
+
+
+PARTS = 16  # parts of the replicated state; a round's checksum reads one, which is 1/4 byte per parameter
+REPAIR_EVERY = 100  # minimum rounds between two broadcasts of the state: 2 % of CO2's bytes
+
+
+class ReplicaChecksum(Hook):
+    """Compares the workers' settings and replicated state in every all-reduce.
+
+    Workers exchange differences only, so nothing brings replicas together again that have drifted apart: other CPUs or
+    thread counts add in another order. Each worker sends a checksum c and c^2. All n workers hold the same c exactly
+    if n sum(c^2) = (sum c)^2, and every worker gets the same sums. A checksum has few bits, so that the sums are exact
+    in float32: it misses a difference once in 2^bits times, and finds it in a later round. The method repairs replicas
+    that differ: it broadcasts rank 0's.
+    """
+
+    scalars = {"settings": 2, "replicas": 2}
+
+    def attach(self, method: HookedMethod) -> None:
+        super().attach(method)
+        self._places = method.scalars["settings"], method.scalars["replicas"]
+        self._repair_in: int | None = None  # the generation in which replicas were found to differ
+        self._repaired = (0, -REPAIR_EVERY)  # the generation and the round of the last repair
+
+    def before_allreduce(self) -> None:
+        m = self.method
+        most = max(m.allreduce.most, m.total_world_size)
+        number, turn = divmod(m.rounds, m.node.size)  # the ranks of a node take turns, because their shares differ
+        settings = m.settings()
+        replicas = checksum(m.replicated, number, most) if m.replicated and turn == m.node.rank else 0
+        for places, c in zip(self._places, (checksum_of(settings, most), replicas), strict=True):
+            for place, value in zip(places, (c, c * c), strict=True):
+                place.copy_(value) if isinstance(value, Tensor) else place.fill_(value)
+        if self._repair_in == m.allreduce.generation and m.allreduce.group is not None:
+            m.broadcasts_state = True  # with the all-reduce that is about to start
+            self._repaired = m.allreduce.generation, m.allreduce.launched + 1
+        self._repair_in = None
+
+    def on_reduced_scalars(self, sums: Mapping[str, Sequence[float]], info: ReductionInfo) -> None:
+        """Records RoundStats.drifted and asks for a repair.
+
+        Raises:
+            UserError: If the workers' settings differ.
+        """
+        m = self.method
+        if not equal(sums["settings"], info.total_world_size):
+            raise UserError(
+                f"workers differ in their settings in round {info.round}, and this worker has {m.settings()}: "
+                "a schedule must return the same on all workers, from the round's number only"
+            )
+        equal_replicas = equal(sums["replicas"], info.workers)
+        m.clock.stats.drifted = float(not equal_replicas)
+        launched, generation = m.allreduce.launched, m.allreduce.generation
+        repaired = self._repaired[1] if self._repaired[0] == generation else -REPAIR_EVERY
+        if equal_replicas or launched - repaired < REPAIR_EVERY:
+            return
+        self._repair_in = generation
+        if m.is_log_rank:
+            log.info("round %d: the workers' outer state differs, and rank 0's is sent to all", info.round)
+        if repaired < 0 and m.allreduce.rank == 0:
+            warnings.warn(
+                f"the workers' outer state was not the same in round {info.round}, as on different machines: "
+                f"rank 0's state is sent to all, at most once in {REPAIR_EVERY} rounds; use equal machines, builds of "
+                "torch and thread counts to prevent this",
+                stacklevel=2,
+            )
+
+
+def checksum_of(settings: Any, workers: int) -> int:
+    """Returns the checksum of settings, which must print the same on all workers."""
+    return zlib.crc32(repr(settings).encode()) % (1 << checksum_bits(workers))
+
+
+def checksum(flats: Sequence[Tensor], number: int, workers: int) -> Tensor:
+    """Returns the checksum, 0-d on the first tensor's device, of part `number` modulo PARTS of each 1-d float tensor.
+
+    It adds integers, so the order of the additions does not matter.
+    """
+    parts = [flat.view(torch.int32).tensor_split(PARTS)[number % PARTS] for flat in flats]
+    sums = [part.sum(dtype=torch.int64).to(flats[0].device) for part in parts]
+    return torch.stack(sums).sum() & ((1 << checksum_bits(workers)) - 1)
+
+
+def equal(sums: Sequence[float], workers: int) -> bool:
+    """Returns whether all workers sent the same pair (c, c^2). sums: [2], over the workers."""
+    return round(workers * round(sums[1])) == round(sums[0]) ** 2
+
+
+def checksum_bits(workers: int) -> int:
+    """Returns the bits of a checksum: at least one, and so few that the sum of squares stays below 2^20."""
+    return max(1, (20 - (workers - 1).bit_length()) // 2)
