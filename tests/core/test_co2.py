@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from core import CO2, CO2Config, LocalSGD, OverlapLocalSGD, SlowMo
+from core import CO2, CO2Config
+from core.baselines import LocalSGD, OverlapLocalSGD, SlowMo
 from core.outer import FusedOuterStep
 from core.testing import run_distributed
 from core.testing.reference import Reference

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from core import DiLoCo
+from core.baselines import DiLoCo
 from core.baselines.local import DiLoCoConfig
 from core.compression.formats import BLOCK, decode, encode
 from core.config import CO2Config

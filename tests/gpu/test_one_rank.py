@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from core import CO2, CO2Config, CompressionConfig, DivergedError, LocalSGD
+from core import CO2, CO2Config, CompressionConfig, DivergedError
+from core.baselines import LocalSGD
 from core.baselines.ddp import DDP
 from core.hooks import forget
 from core.testing.reference import Reference
