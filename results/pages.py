@@ -344,7 +344,7 @@ def ddp_seconds() -> Cells:
 
 @functools.cache
 def with_fragments() -> list[Row]:
-    """The runs of CO2 with fragments and of the methods beside it, without the runs that tuned."""
+    """The runs of CO2 with fragments and of other methods. Tuning seeds are left out."""
     runs = [run for name in ("text", "more") for run in load(f"paired/fragments_{name}.json")["runs"]]
     return [run for run in runs if run["seed"] < TUNING_SEED]
 
