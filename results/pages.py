@@ -636,25 +636,18 @@ def stand_ins() -> Cells:
     return lines
 
 
-@table("setting | digits: top-1, % | clipped | text: perplexity")
-def tau_and_clip() -> Cells:
-    """CO2 on the stand-ins with each tau, and with each clip of the outer momentum."""
+@table("setting | digits: top-1, % | text: perplexity")
+def tau_and_gap() -> Cells:
+    """CO2 on the stand-ins with each tau, and without the staleness gap penalty."""
+    digits, text = (load(f"tables/tau_{task}.json") for task in ("vision", "language"))
     lines: Cells = {}
-    of = {name: load(f"tables/{name}.json") for name in ("tau_vision", "tau_language", "clip_vision")}
-    for key in ("tau", "clip"):
-        setting = f"co2.{key}"
-        runs = [run for name in of if name.startswith(key) for run in of[name]]
-        for value in sorted({run["settings"][setting] for run in runs} - {None}):  # without a clip: as with 1
-            digits, text = (
-                [run for run in of.get(f"{key}_{task}", ()) if run["settings"][setting] == value]
-                for task in ("vision", "language")
-            )
-            share = f"{fmean(run['clipped_share'] for run in digits):.1%}" if digits else ""
-            top1 = mean_sd((100 * run["test_top1"] for run in digits), ".2f")
-            lines[f"{key} {value:g}"] = (top1, share, mean_sd((run["val_perplexity"] for run in text), ".2f"))
+    for tau in sorted({run["settings"]["co2.tau"] for run in digits + text}):
+        columns = (digits, "test_top1", 100), (text, "val_perplexity", 1)
+        of_tau = ([scale * r[key] for r in runs if r["settings"]["co2.tau"] == tau] for runs, key, scale in columns)
+        lines[f"tau {tau}"] = [mean_sd(values, ".2f") for values in of_tau]
     gaps = [(run["settings"]["co2.gap"], run["val_perplexity"]) for run in load("tables/gap.json")]
     for gap, name in (("elementwise", "with the gap penalty"), ("none", "without it")):
-        lines[name] = ("", "", mean_sd((value for of, value in gaps if of == gap), ".2f"))
+        lines[name] = ("", mean_sd((value for of, value in gaps if of == gap), ".2f"))
     return lines
 
 
