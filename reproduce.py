@@ -35,10 +35,8 @@ from core.baselines.table import METHODS
 from results.collect import (
     Finished,
     collect,
-    is_kept,
     keep_stand_ins,
     load_recipe,
-    read_kept,
     read_run,
     run_name,
     stand_in_overrides,
@@ -84,7 +82,7 @@ class Command:
     status: bool = False
     """Print what ran and what is left."""
     again: bool = False
-    """Repeat finished runs and runs that are kept in runs/tables. The folder of a finished run gets another name."""
+    """Repeat finished runs. The folder of a finished run gets another name."""
     dry_run: bool = False
     """Print the command lines only."""
 
@@ -118,17 +116,16 @@ def main() -> None:
     jobs = {name: jobs_of(table, command, extra) for name, table in tables.items()}
     if extra:
         check_options(job for listed in jobs.values() for job in listed if job.seed == job.row.seeds[0])
-    kept = read_kept(KEPT) if command.local and not extra else []
     if command.status:
         folders = {name: [(job.row, job.seed, ROOT / job.folder) for job in listed] for name, listed in jobs.items()}
-        return print("\n".join(status(folders, "worker" if command.local else "GPU", kept)))
+        return print("\n".join(status(folders, "worker" if command.local else "GPU")))
     for name, listed in jobs.items():
         if command.local:
-            run_local(listed, kept, command)
+            run_local(listed, command)
         elif command.array:
-            submit_arrays(name, unfinished(listed, (), command), command)
+            submit_arrays(name, unfinished(listed, command), command)
         else:
-            for job in unfinished(listed, (), command):
+            for job in unfinished(listed, command):
                 run_sbatch(job.env, job.command, command.dry_run)
     if command.local and not command.dry_run:
         print("\n".join(keep_stand_ins(tables, ROOT / "runs/local", KEPT)))
@@ -304,10 +301,9 @@ def stand_in(row: Row, workers: int, seed: int, extra: Mapping[str, Any] | None 
     return folder, [*torchrun, "-m", f"{row.task}.train", row.local, *given, "--resume"]
 
 
-def unfinished(jobs: Sequence[Job], kept: Sequence[Finished] = (), command: Command = Command()) -> Iterator[Job]:
-    """The jobs to run: those without a finished folder and not among the kept, or all with --again. Prints the others.
-    With --again, a finished folder is renamed first, to a name that `collect` reads after the new run's."""
-    kept = [run for run in kept if run.workers == command.workers]
+def unfinished(jobs: Sequence[Job], command: Command = Command()) -> Iterator[Job]:
+    """The jobs to run: those without a finished folder, or all with --again. Prints the others. With --again, a
+    finished folder is renamed first, to a name that `collect` reads after the new run's."""
     for job in jobs:
         folder = ROOT / job.folder
         finished = isinstance(read_run(folder), Finished)
@@ -317,9 +313,6 @@ def unfinished(jobs: Sequence[Job], kept: Sequence[Finished] = (), command: Comm
             yield job
         elif finished:
             print(f"# finished: {job.folder}", flush=True)
-        elif is_kept(job.row, job.seed, kept):
-            what = f"{job.row.label}, {job.row.method}, seed {job.seed}"
-            print(f"# finished: {what}, a row of {KEPT}; --again repeats it", flush=True)
         else:
             yield job
 
@@ -352,10 +345,10 @@ def run_sbatch(env: Mapping[str, str], command: Sequence[str], dry_run: bool) ->
         raise UserError("sbatch refused this job, its own message is above; the jobs before it are submitted")
 
 
-def run_local(jobs: Sequence[Job], kept: Sequence[Finished], command: Command) -> None:
+def run_local(jobs: Sequence[Job], command: Command) -> None:
     """Runs stand-ins, one after the other; a finished one is not repeated without --again."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    for job in unfinished(jobs, kept, command):
+    for job in unfinished(jobs, command):
         print(shlex.join(job.command), flush=True)
         if command.dry_run:
             continue

@@ -1,11 +1,11 @@
 """Seconds that hiding is worth: measured losses and modeled seconds, by the ratio of an all-reduce to a local step.
 
-    python -m bench.regimes [--tasks bytes] [--rows results/regimes.jsonl]
+    python -m bench.regimes [--tasks bytes] [--fragments] [--codec 0.53] [--rows results/regimes.jsonl]
 
-r is the seconds of a float32 all-reduce over the seconds of a local step. A run is a method with its tau and its delay,
-over int4. Its loss does not depend on the link, so it counts at every r. The seconds of a step follow from r: see
-`Run.step_seconds`. Every run has two lengths, each with its own schedule, and between and near them the loss follows a
-power law of the steps. So its loss at any number of seconds is known.
+r is the seconds of a float32 all-reduce over the seconds of a local step. A run is a method with its tau, its delay and
+its fragments, over int4. Its loss does not depend on the link, so it counts at every r. The seconds of a step follow
+from r: see `Link.step_seconds`. Every run has two lengths, each with its own schedule, and between and near them the
+loss follows a power law of the steps. So its loss at any number of seconds is known.
 
 The command trains what has no row yet: all runs on the tuning seed, then the best for each r on the reported seeds. It
 prints a table. No time is measured.
@@ -31,7 +31,7 @@ from training.script import launch
 WORKERS, BATCH, STEPS, SHORT = 4, 8, 2000, 1000
 INT4 = BLOCK_BYTES["int4"] / (4 * BLOCK)  # of float32's bytes, with each block's scale
 BACKWARD = 2 / 3  # of a local step: an ideal DDP hides its all-reduce under the backward pass
-RATIOS = (10.0, 30.0, 100.0, 1000.0, 3.0, 1.0)  # in the order in which their runs are trained
+RATIOS = (10.0, 30.0, 100.0, 1000.0, 3.0, 1.0)
 RATES = {"bytes": 8e-3, "cifar": 0.025, "gpt2": 4e-3}  # what the tuning of results/search.jsonl chose most often
 RESULTS = Path(__file__).parents[1] / "results"
 OTHERS = ("h100.jsonl", "h200.jsonl")  # files that have some of the runs
@@ -46,33 +46,59 @@ class Run:
         tau: Local steps per round.
         delay: Local steps from the start of an all-reduce to its use. A worker waits there if it has not arrived. 0 is
             blocking.
+        fragments: Parts of the payload that are sent in turn.
     """
 
     asked: str
     tau: int
     delay: float = 0
-
-    def step_seconds(self, r: float) -> float:
-        """Modeled seconds of a step, in local steps."""
-        return 1 + max(0.0, INT4 * r - self.delay) / self.tau
+    fragments: int = 1
 
     def plan(self, task: str, seed: int, steps: int = STEPS) -> Plan:
         split, of = "tuning" if seed == TUNING_SEED else "test", parse(self.asked)[0]
         return Plan(task, of, RATES[task], WORKERS, BATCH, steps, self.tau, seed, split)
-
-    def exposed_share(self, r: float) -> float:
-        return 1 - 1 / self.step_seconds(r)
 
     def __str__(self) -> str:
         name = self.asked.partition(":")[0]
         if name == "ddp":
             return "DDP"
         late = f", {self.delay} step{'s' * (self.delay > 1)} late" if self.delay else ""
-        return f"tau {self.tau}{late}"
+        return f"tau {self.tau}" + f", {self.fragments} fragments" * (self.fragments > 1) + late
+
+
+@dataclass(frozen=True)
+class Link:
+    """A link, as seen by a step.
+
+    Attributes:
+        r: Seconds of a float32 all-reduce over the seconds of a local step.
+        codec: Seconds of encoding and decoding over the seconds of the int4 transfer.
+        slowdown: How much longer a local step takes during an all-reduce, as a share of the step.
+    """
+
+    r: float
+    codec: float = 0.0
+    slowdown: float = 0.0
+
+    def step_seconds(self, run: Run) -> float:
+        """Modeled seconds of a step, in local steps.
+
+        A round's all-reduces take a = 0.13 r (1 + codec). F fragments take a / F each, one after the other, and hide
+        behind F delay local steps of the round.
+        """
+        a = INT4 * self.r * (1 + self.codec)
+        return 1 + (a - min(run.fragments * run.delay, a / (1 + self.slowdown))) / run.tau
+
+    def exposed_share(self, run: Run) -> float:
+        return 1 - 1 / self.step_seconds(run)
 
 
 def hidden(tau: int, delay: int) -> Run:
     return Run(f"co2:merge=keep_local,gap=none,beta=0,delay={delay},compression=int4", tau, delay)
+
+
+def in_turn(tau: int, delay: int, fragments: int) -> Run:
+    return Run(f"fragments:fragments={fragments},delay={delay},compression=int4", tau, delay, fragments)
 
 
 LOCAL = "local:compression=int4"
@@ -81,6 +107,8 @@ BLOCKING = tuple(Run(LOCAL, tau) for tau in (6, 24, 12, 48, 96, 2, 192, 384))
 NEAR = ((2, 1), (2, 2), (6, 1), (6, 2), (12, 2), (12, 4), (24, 1), (24, 4), (24, 12), (48, 12), (96, 12))
 FAR = ((96, 48), (192, 96), (192, 129), (384, 129))
 HIDDEN = tuple(hidden(*places) for places in NEAR + FAR)
+CUT = ((2, 1, 2), (6, 1, 4), (12, 1, 8), (24, 2, 8), (48, 2, 8), (144, 18, 8), (192, 17, 8), (384, 17, 8))
+FRAGMENTS = tuple(in_turn(*places) for places in CUT)
 
 
 @dataclass(frozen=True)
@@ -89,19 +117,30 @@ class Options:
 
     tasks: tuple[str, ...] = ("bytes",)
     """bytes, cifar and gpt2, with data in CO2_DATA."""
+    ratios: tuple[float, ...] = RATIOS
+    """The values of r, in the order in which their runs are trained."""
     seeds: tuple[int, ...] = (0, 1, 2)
     """Seeds to report."""
+    fragments: bool = False
+    """Hide all-reduces in fragments, in place of whole payloads."""
+    codec: float = 0.0
+    """Seconds of encoding and decoding over the seconds of the int4 transfer; 0.53 on an H200 at 400 Gbit/s."""
+    slowdown: float = 0.0
+    """How much longer a local step takes during an all-reduce: 0.5 for half as long again."""
     rows: Path = RESULTS / "regimes.jsonl"
     device: Literal["cpu", "cuda"] = "cpu"
     """Holds all workers of a run. Rows count whatever their device."""
 
     def check(self) -> None:
-        require(self, once="tasks seeds", tasks=RATES)
+        require(self, once="tasks seeds ratios", positive="ratios", tasks=RATES)
         require_device(self)
         if TUNING_SEED in self.seeds:
             raise UserError(f"seeds={TUNING_SEED}: it is the tuning seed; report other seeds")
         if len(self.seeds) < 3:
             raise UserError(f"seeds={' '.join(map(str, self.seeds))}: an interval needs 3 or more")
+        for name in ("codec", "slowdown"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise UserError(f"{name}={getattr(self, name)}: give a number, 0 or more")
 
 
 Loss = Callable[[Run, int, int], float | None]
@@ -136,21 +175,20 @@ def curve(loss: Loss, found: Run, seed: int) -> Curve | None:
     return Curve(short, long) if short is not None and long is not None else None
 
 
-def at_seconds(loss: Loss, found: Run, r: float, seed: int) -> float:
+def at_seconds(loss: Loss, found: Run, link: Link, seed: int) -> float:
     """The loss of a run that may last as long as STEPS local steps without communication."""
     known = curve(loss, found, seed)
-    return known.loss(STEPS / found.step_seconds(r)) if known else math.inf
+    return known.loss(STEPS / link.step_seconds(found)) if known else math.inf
 
 
-def choose(loss: Loss, r: float) -> tuple[Run, Run]:
-    """The blocking and the hidden run with the lowest loss at equal seconds on the tuning seed."""
-    best = [min(runs, key=lambda found: at_seconds(loss, found, r, TUNING_SEED)) for runs in (BLOCKING, HIDDEN)]
-    return best[0], best[1]
+def choose(loss: Loss, link: Link, runs: Sequence[Run]) -> Run:
+    """The run with the lowest loss at equal seconds on the tuning seed."""
+    return min(runs, key=lambda found: at_seconds(loss, found, link, TUNING_SEED))
 
 
 @dataclass(frozen=True)
 class Cell:
-    """The seconds that hiding is worth at one r.
+    """The seconds that hiding is worth over one link.
 
     Attributes:
         faster: Seconds of the best blocking run until it has the best hidden run's loss, over the seconds of STEPS
@@ -161,7 +199,7 @@ class Cell:
     """
 
     task: str
-    r: float
+    link: Link
     blocking: Run
     hidden: Run
     faster: tuple[float, float, float]
@@ -170,19 +208,19 @@ class Cell:
     losses: tuple[float, ...]
 
 
-def cell(loss: Loss, task: str, r: float, seeds: Iterable[int]) -> Cell:
-    """Compares the runs that the tuning seed chooses on the other seeds."""
-    blocking, hidden = choose(loss, r)
-    ended = {seed: at_seconds(loss, hidden, r, seed) for seed in seeds}
+def cell(loss: Loss, task: str, link: Link, seeds: Iterable[int], runs: Sequence[Run] = HIDDEN) -> Cell:
+    """Compares the best blocking run with the best of `runs`. The tuning seed chooses, and the other seeds compare."""
+    blocking, hidden = choose(loss, link, BLOCKING), choose(loss, link, runs)
+    ended = {seed: at_seconds(loss, hidden, link, seed) for seed in seeds}
 
     def seconds(found: Run) -> dict[int, float]:
         curves = {seed: known for seed in ended if (known := curve(loss, found, seed))}
-        return {seed: known.steps(ended[seed]) * found.step_seconds(r) for seed, known in curves.items()}
+        return {seed: known.steps(ended[seed]) * link.step_seconds(found) for seed, known in curves.items()}
 
     every = ([took / STEPS for took in seconds(other).values()] for other in (blocking, DDP, PLAIN_DDP))
     faster, ideal, plain = ((statistics.geometric_mean(some), min(some), max(some)) for some in every)
-    losses = tuple(ended[seed] / at_seconds(loss, blocking, r, seed) for seed in ended)
-    return Cell(task, r, blocking, hidden, faster, ideal, plain, losses)
+    losses = tuple(ended[seed] / at_seconds(loss, blocking, link, seed) for seed in ended)
+    return Cell(task, link, blocking, hidden, faster, ideal, plain, losses)
 
 
 def of_rows(task: str, rows: Sequence[Rows]) -> Loss:
@@ -198,18 +236,19 @@ def of_rows(task: str, rows: Sequence[Rows]) -> Loss:
     return loss
 
 
+@functools.cache
 def read(path: Path = RESULTS / "regimes.jsonl") -> list[Rows]:
     return [Rows(path), *(Rows(RESULTS / name) for name in OTHERS)]
 
 
 @functools.cache
-def cells() -> list[Cell]:
-    """The cells of the tasks whose runs all have rows, by r."""
+def cells(runs: Sequence[Run] = HIDDEN, links: Sequence[Link] = tuple(map(Link, sorted(RATIOS)))) -> list[Cell]:
+    """The cells of the tasks whose runs all have rows, by link."""
     found, rows = [], read()
     for task in RATES:
         with contextlib.suppress(Missing):
             loss = of_rows(task, rows)
-            found += [cell(loss, task, r, Options.seeds) for r in sorted(RATIOS)]
+            found += [cell(loss, task, link, Options.seeds, runs) for link in links]
     return found
 
 
@@ -228,7 +267,8 @@ def search(o: Options, rows: Sequence[Rows]) -> Iterator[Cell]:
                 print(what, flush=True)
                 return row["loss"]
 
-        yield from (cell(loss, task, r, o.seeds) for r in RATIOS)
+        links = (Link(r, o.codec, o.slowdown) for r in o.ratios)
+        yield from (cell(loss, task, link, o.seeds, FRAGMENTS if o.fragments else HIDDEN) for link in links)
 
 
 TITLES = ("task, r", "best blocking", "exposed", "best hidden", "against blocking")
@@ -238,11 +278,11 @@ TITLES += ("against DDP that overlaps", "against DDP, one bucket", "loss")
 def line(found: Cell) -> tuple[str, ...]:
     """A line of the table."""
     change = 100 * (sum(found.losses) / len(found.losses) - 1)
-    exposed = f"{found.blocking.exposed_share(found.r):.0%}"
+    exposed = f"{found.link.exposed_share(found.blocking):.0%}"
     every = found.faster, found.than_ddp, found.than_plain_ddp
     ratios = (f"{ratio:.2f} ({low:.2f}–{high:.2f})" for ratio, low, high in every)
     best = str(found.blocking), exposed, str(found.hidden)
-    return f"{found.task}, {found.r:g}", *best, *ratios, f"{change:+.1f} %"
+    return f"{found.task}, {found.link.r:g}", *best, *ratios, f"{change:+.1f} %"
 
 
 def main() -> None:
@@ -251,7 +291,7 @@ def main() -> None:
     if o.device == "cuda":
         torch.set_float32_matmul_precision("high")
     with stoppable(f"the runs that ended are in {o.rows}"):
-        found = sorted(search(o, read(o.rows)), key=lambda each: (o.tasks.index(each.task), each.r))
+        found = sorted(search(o, read(o.rows)), key=lambda each: (o.tasks.index(each.task), each.link.r))
     print("\n" + table(TITLES, map(line, found)))
 
 

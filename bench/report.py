@@ -12,23 +12,21 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
-import torch
 import tyro
 
-from bench.cluster import Cluster
 from core.errors import UserError
 from training.data import paths_from_home
 from training.folder import commit, version
 
 FORMAT = 1  # of the JSON
+TUNING_SEED = 100  # of the runs that choose settings; no figure uses it
 MOST_WORKERS = 1024
-MOST_PARAMETERS = 1e12
 Options = TypeVar("Options")
 
 
@@ -51,17 +49,6 @@ def read_options(kind: type[Options], module: str, **how: Any) -> Options:
     options = paths_from_home(tyro.cli(kind, prog=f"python -m {module}", use_underscores=True, **how))
     options.check()  # pyright: ignore[reportAttributeAccessIssue]
     return options
-
-
-@dataclass(frozen=True)
-class Asked:
-    """The base of the options of all commands that write into their own folder."""
-
-    out: Path | None = None
-    """The folder to write into; runs/NAME-DATE by default."""
-
-    def check(self) -> None:
-        """Raises a UserError that names the first invalid option."""
 
 
 def require(options: Any, *, once: str = "", positive: str = "", ones: str = "", **known: Collection[str]) -> None:
@@ -109,13 +96,6 @@ def require_device(options: Any) -> None:
         raise UserError("device=cuda: this torch finds no CUDA device; use cpu")
 
 
-def require_company(options: Any) -> None:
-    """Raises a UserError for one worker, or for too many."""
-    require_no_crowd(options)
-    if options.workers < 2:
-        raise UserError(f"workers={options.workers}: a single worker has no link; give 2 or more")
-
-
 # -- tables -----------------------------------------------------------------------------------------------------
 
 
@@ -132,8 +112,8 @@ class Summary:
 
     Attributes:
         by: Names of entries, separated by spaces. A line shows them as they are.
-        show: Name -> format. A line has the mean ± standard deviation over its rows. A name may be a path, such as
-            model.plan, through dicts and lists of dicts. Each number in a list counts like the number of a row.
+        show: Name -> format. A line has the mean ± standard deviation over its rows. A name may be a path through
+            dicts, such as late.seconds.
     """
 
     by: str
@@ -147,7 +127,7 @@ class Summary:
 
     def figures(self, rows: list[dict[str, Any]]) -> Iterator[str]:
         for name, spec in self.show.items():
-            values = _numbers(rows, name.split("."))
+            values = [value for row in rows if (value := _at(row, name.split("."))) is not None]
             yield mean_sd(values, spec) if values else ""
 
     def table(self, rows: Iterable[dict[str, Any]]) -> str:
@@ -158,13 +138,11 @@ def _cell(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value).replace("|", "\\|")  # a bar would end the cell
 
 
-def _numbers(found: Any, path: Sequence[str]) -> list[float]:
-    """All numbers at the end of a path."""
-    if isinstance(found, list):
-        return [number for each in found for number in _numbers(each, path)]
-    if path:
-        return _numbers(found.get(path[0]), path[1:]) if isinstance(found, dict) else []
-    return [] if found is None else [found]
+def _at(found: Any, path: Sequence[str]) -> float | None:
+    """The number at the end of a path, if any."""
+    for name in path:
+        found = found.get(name) if isinstance(found, dict) else None
+    return found
 
 
 def mean_sd(values: Sequence[float], spec: str) -> str:
@@ -250,101 +228,11 @@ def stoppable(kept: str) -> Iterator[None]:
         sys.exit(130)
 
 
-def new_folder(name: str, out: Path | None) -> Path:
-    """Makes the folder for a measurement, runs/NAME-DATE unless `out` is given. Refuses one with a measurement."""
-    folder = out or Path("runs") / time.strftime(f"{name}-%Y%m%d-%H%M%S")
-    if (folder / f"{name}.json").exists():
-        raise UserError(f"{folder} holds a measurement: choose another --out")
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
 def save(folder: Path, name: str, result: dict[str, Any]) -> None:
     """Writes NAME.json in one piece, by renaming a temporary file."""
     partial = folder / f".{name}.json"
     partial.write_text(json.dumps(result, indent=1, default=str) + "\n")
     partial.rename(folder / f"{name}.json")
-
-
-@dataclass
-class Session:
-    """A measurement that is running. result: everything so far. tables: for each part of it that holds rows."""
-
-    name: str
-    folder: Path
-    result: dict[str, Any]
-    tables: dict[str, Summary]
-
-    def save(self) -> None:
-        """Writes the file now, so that an interruption loses only the current measurement."""
-        save(self.folder, self.name, self.result)
-
-    def take(self, part: str, rows: Iterable[dict[str, Any]]) -> None:
-        """Adds rows to a part of the result. Saves and prints each row as it arrives."""
-        found = self.result.setdefault(part, [])
-        for row in rows:
-            found.append(row)
-            self.save()
-            print(part, *self.tables[part].lines([row])[0], sep=" | ", flush=True)
-
-
-def run(
-    kind: type[Options],
-    name: str,
-    measure: Callable[[Options, Session], object],
-    tables: dict[str, Summary],
-    *,
-    packages: Sequence[str] = ("torch",),
-    forks: Callable[[Options], bool] | None = None,
-) -> None:
-    """Runs the command python -m bench.NAME, writes NAME.json, and prints a table of each part.
-
-    Args:
-        kind: The dataclass of its options.
-        name: The NAME.
-        measure: Fills the session's result, which begins as the header.
-        tables: How to print each part of the result.
-        packages: The header has their versions.
-        forks: For commands that fork ranks, whether these options need network namespaces.
-    """
-    o = read_options(kind, f"bench.{name}")
-    if forks is not None:
-        from bench.cluster import prepare_to_fork
-
-        prepare_to_fork(namespaces=forks(o))
-    session = Session(name, new_folder(name, o.out), header(f"bench.{name}", o, packages), tables)
-    file = session.folder / f"{name}.json"
-    with stoppable(f"what was measured is in {file}"):
-        measure(o, session)
-    session.save()
-    for part, summary in tables.items():
-        if session.result.get(part):
-            print(f"\n{part}\n\n{summary.table(session.result[part])}")
-    print(f"\nwritten to {file}")
-
-
-# -- trainings over slow links ----------------------------------------------------------------------------------------
-
-
-TUNING_SEED = 100  # of the runs that choose them; no figure uses it
-
-
-def network(throttle: bool, workers: int, rate_mbit: float) -> contextlib.AbstractContextManager[Cluster | None]:
-    """A node for each worker, or None if the train script throttles the link in software."""
-    return contextlib.nullcontext() if throttle else Cluster(workers, rate_mbit)
-
-
-def of_link(throttle: bool) -> dict[str, Any]:
-    """Describes the link in the JSON of a measurement. verified_mbit: rate -> the measured rate between two nodes."""
-    return {"link": "throttled in software" if throttle else "namespaces + tbf", "verified_mbit": {}}
-
-
-def write_to(log: Path) -> None:
-    """Redirects the output of this rank, a forked process, and of its libraries to the file."""
-    torch.set_num_threads(1)
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
 
 
 class Metrics:

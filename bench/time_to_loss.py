@@ -35,9 +35,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bench import report, standin
-from bench.cluster import Cluster, run_ranks, sent_bytes
+from bench.cluster import Cluster, require_namespaces, run_ranks, sent_bytes
 from bench.peers.adapters import PEERS, Task, Trainer
-from bench.report import Asked, Metrics, Summary, require, require_company
+from bench.report import Metrics, Summary, require, require_no_crowd
 from core.baselines.table import make_method
 from core.errors import UserError
 from core.hooks import SyncSchedule
@@ -50,6 +50,7 @@ from training.optim import clip_gradients, lr_factor
 from training.recipe import parse
 from training.script import launch
 
+NAME = "time_to_loss"
 TIMEOUT = 300.0  # seconds until a missing worker is an error
 NONE = "none"  # the same steps without communication
 CPU = torch.device("cpu")
@@ -250,7 +251,7 @@ Planned = tuple[int, float, str, str]  # seed, rate, task, method of a run
 
 
 @dataclass(frozen=True)
-class TimeToLoss(Asked):
+class TimeToLoss:
     """What to train, over which links, and to which loss."""
 
     tasks: tuple[str, ...] = ("vision", "language")
@@ -277,13 +278,17 @@ class TimeToLoss(Asked):
     """Seconds of training after which a run is stopped."""
     throttle: bool = False
     """Throttle collectives in software instead of making network namespaces. Not for other packages."""
+    out: Path | None = None
+    """The folder to write into; runs/time_to_loss-DATE by default."""
 
     def check(self) -> None:
         require(self, once="tasks rates seeds methods", tasks=TASKS, ones="eval_every per_node")
         if self.workers % self.per_node:
             raise UserError(f"per_node={self.per_node} does not divide {self.workers} workers: give a divisor")
         require(self, positive="rates workers limit_seconds" + (" target" if self.target is not None else ""))
-        require_company(self)
+        require_no_crowd(self)
+        if self.workers < 2:
+            raise UserError(f"workers={self.workers}: a single worker has no link; give 2 or more")
         for method in self.methods:
             options = options_of(method)
             if ":" in method:  # what it changes, the recipe checks
@@ -309,7 +314,10 @@ class TimeToLoss(Asked):
 
 def work(o: TimeToLoss, run: Planned, task: Learned, interface: str | None, folder: Path, log: Path) -> None:
     """Trains as one rank. At every evaluation, writes the model and a line of metrics to `folder`."""
-    report.write_to(log)
+    torch.set_num_threads(1)
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):  # also of libraries
+        os.dup2(output, stream)
     seed, rate, _, method = run
     dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT))
     rank, workers = dist.get_rank(), dist.get_world_size()
@@ -320,7 +328,7 @@ def work(o: TimeToLoss, run: Planned, task: Learned, interface: str | None, fold
     optimizer = task.script.make_optimizer(model, recipe.optim)
     every = int(of_ddp(method, "accumulate") or 1)  # micro-batches of an update, at equal samples
     of_run = SimpleNamespace(device=CPU, autocast=contextlib.nullcontext, scaled=lambda loss: loss / every)
-    pacer = standin.Pacer(o.step_ms / 1e3, 1)
+    pacer = standin.Pacer(o.step_ms / 1e3)
     if o.step_ms:
         standin.pace(model, pacer)
     trainer = start(method, model, optimizer, recipe, rate if o.throttle else None)
@@ -561,36 +569,36 @@ def limits(at: dict[str, Any], rate_mbit: float | None) -> dict[str, float]:
 # -- all of them ------------------------------------------------------------------------------------------------
 
 
-def run_all(o: TimeToLoss, session: report.Session) -> None:
-    """Trains everything. A method that has failed at a task and rate is not tried again there."""
+def run_all(o: TimeToLoss, folder: Path, result: dict[str, Any]) -> None:
+    """Trains everything, and saves the result after each run. A method that failed at a task and rate is not tried
+    again there."""
     about = {name: vars(TASKS[name]) | {"target": o.target or TASKS[name].target} for name in o.tasks}
     options = {method: " ".join(options_of(method)) for method in o.methods if method.partition(":")[0] in OURS}
-    session.result |= report.of_link(o.throttle) | {"tasks": about, "method_options": options, "runs": []}
+    result |= {"link": "throttled in software" if o.throttle else "namespaces + tbf", "verified_mbit": {}}
+    result |= {"tasks": about, "method_options": options, "runs": []}
     for name in o.tasks:  # once, and not in every rank
         TASKS[name].data()
-    plan, broken = o.plan(), dict[Any, dict[str, Any]]()
-    logs = session.folder / "logs"
-    logs.mkdir(parents=True)
-
-    def runs(cluster: Cluster | None) -> Iterator[dict[str, Any]]:
-        for planned in plan:
+    runs, broken = result["runs"], dict[Any, dict[str, Any]]()
+    (logs := folder / "logs").mkdir(parents=True, exist_ok=True)
+    nodes = o.workers // o.per_node
+    with contextlib.nullcontext() if o.throttle else Cluster(nodes, o.rates[0]) as cluster:
+        for planned in o.plan():
             seed, rate, name, method = planned
             if cluster:
-                cluster.shape(rate, session.result["verified_mbit"])
+                cluster.shape(rate, result["verified_mbit"])
             log = logs / f"{name}-{rate:g}mbit-{method}-seed{seed}.txt"
             found = broken.get(planned[1:]) or train(o, cluster, TASKS[name], planned, log)
             if found["reason"]:
                 broken[planned[1:]] = found
             row = {"task": name, "rate_mbit": rate, "method": method, "seed": seed, **found}
-            so_far = session.result["runs"]
-            yield row | outcome(o, row, so_far) | {"late": outcome(o, row, so_far, late=True)}
-
-    with report.network(o.throttle, o.workers // o.per_node, o.rates[0]) as cluster:
-        session.take("runs", runs(cluster))
-    for run in session.result["runs"]:  # a run without communication may have come after this one
-        run |= outcome(o, run, session.result["runs"])
-        run["late"] = outcome(o, run, session.result["runs"], late=True)
-    session.result["ratios"] = sorted(compare(o, session.result["runs"]), key=lambda row: [*map(str, row.values())])
+            runs.append(row | outcome(o, row, runs) | {"late": outcome(o, row, runs, late=True)})
+            report.save(folder, NAME, result)
+            print("runs", *TABLES["runs"].lines(runs[-1:])[0], sep=" | ", flush=True)
+    for run in runs:  # a run without communication may have come after this one
+        run |= outcome(o, run, runs)
+        run["late"] = outcome(o, run, runs, late=True)
+    result["ratios"] = sorted(compare(o, runs), key=lambda row: [*map(str, row.values())])
+    report.save(folder, NAME, result)
 
 
 FIGURES = {"seconds": ".2f", "steps": ".0f", "loss": ".3f", "exposed_share": ".0%", "tau": ".3g", "late.seconds": ".2f"}
@@ -605,8 +613,26 @@ TABLES = {
 
 
 def main() -> None:
-    packages = list(dict.fromkeys(peer.package for peer in PEERS.values()))
-    report.run(TimeToLoss, "time_to_loss", run_all, TABLES, packages=packages, forks=lambda o: not o.throttle)
+    o = report.read_options(TimeToLoss, f"bench.{NAME}")
+    folder = o.out or Path("runs") / time.strftime(f"{NAME}-%Y%m%d-%H%M%S")
+    file = folder / f"{NAME}.json"
+    if file.exists():
+        raise UserError(f"{folder} holds a measurement: choose another --out")
+    if not o.throttle:
+        require_namespaces()
+    import torch._dynamo  # noqa: F401, the first optimizer of each forked rank would import it
+
+    torch.set_num_threads(1)
+    os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    folder.mkdir(parents=True, exist_ok=True)
+    packages = dict.fromkeys(["torch", *(peer.package for peer in PEERS.values())])
+    result = report.header(f"bench.{NAME}", o, [*packages])
+    with report.stoppable(f"what was measured is in {file}"):
+        run_all(o, folder, result)
+    for part, summary in TABLES.items():
+        if result[part]:
+            print(f"\n{part}\n\n{summary.table(result[part])}")
+    print(f"\nwritten to {file}")
 
 
 if __name__ == "__main__":

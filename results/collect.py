@@ -16,7 +16,7 @@ from bench.report import mean_sd, plus_minus
 from core import UserError
 from core.baselines.table import spec_of
 from core.checkpoint.stored import parse_json
-from results.paper import GPUS, SHORT, TABLES, Metric, Row, Table
+from results.paper import GPUS, SHORT, TABLES, TOKENS, Metric, Row, Table
 from training.data import printable
 from training.folder import of_other_methods, settings, with_defaults
 from training.recipe import Recipe, flat
@@ -73,7 +73,6 @@ class Finished:
         return tau, self.workers, self.settings["batch_size"]
 
 
-CLIPPED = "clipped_share"  # of the outer momentum's elements, a mean over the rounds
 WARM_UP = 0.1  # the share of a run's steps whose time does not count in its throughput
 
 
@@ -120,8 +119,6 @@ def read_run(folder: Path) -> Finished | str:
             "tokens_per_second": samples * settings.get("context", 0),
             "exposed_share": 1 - (math.nan if summary["hidden_share"] is None else summary["hidden_share"]),
         }
-        if clipped := [share for _, share in logged(folder, f"round/{CLIPPED}")]:
-            derived[CLIPPED] = statistics.mean(clipped)
         commits = dict.fromkeys([config["commit"], *(line["commit"] for line in config.get("history", []))])
         found = Finished(folder, settings, config["world_size"], ", ".join(commits), summary | derived)
         _check_types(found)
@@ -130,37 +127,6 @@ def read_run(folder: Path) -> Finished | str:
         return "it has no summary.json: not finished"
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         return f"config.json or summary.json is damaged ({error!r})"
-
-
-def write_kept(path: Path, runs: Iterable[Finished], metric: Metric) -> None:
-    """Writes runs as JSON for read_kept, one per line, without settings that no row needs."""
-    asked = {"seed", "co2.tau"}.union(*SHORT.values())
-    lines = []
-    for run in runs:
-        without = idle_settings(run.settings["method"]) | FREE
-        told = {key: run.settings[key] for key in run.settings if key in asked or key.split(".")[0] not in without}
-        kept = {"folder": run.folder.name, "workers": run.workers, "commit": run.commit}
-        kept |= {key: run.results[key] for key in (metric.key, CLIPPED) if key in run.results}
-        lines.append(json.dumps(kept | {"settings": told}))
-    path.write_text("[\n" + ",\n".join(lines) + "\n]\n")
-
-
-def read_kept(folder: Path) -> list[Finished]:
-    """Reads the runs of all tables that `write_kept` wrote into the folder, each once.
-
-    Raises:
-        UserError: If a file is damaged.
-    """
-    found: dict[str, Finished] = {}
-    for path in sorted(folder.glob("*.json")):
-        try:
-            for row in json.loads(path.read_text()):
-                name, of, workers, commit = (row.pop(key) for key in ("folder", "settings", "workers", "commit"))
-                _check_types(run := Finished(Path(name), of, workers, commit, row))
-                found.setdefault(name, run)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"{path} is damaged ({error!r}): take it from the repository, or remove it") from None
-    return [*found.values()]
 
 
 def _check_types(run: Finished) -> None:
@@ -180,7 +146,7 @@ def idle_settings(method: str) -> set[str]:
     return of_other_methods(method) | (set() if spec_of(method).reads_co2 else {"co2"})
 
 
-def differences(run: Finished, row: Row, metric: Metric | None, local: bool) -> list[str]:
+def differences(run: Finished, row: Row, metric: Metric, local: bool) -> list[str]:
     """Where the run differs from the row or, if `local`, from its stand-in. Empty if the run counts."""
     name, overrides = (row.local, stand_in_overrides(row)) if local else (row.recipe, row.overrides)
     if name is None or (run.settings.get("name"), run.settings.get("method")) != (name, row.method):
@@ -203,13 +169,8 @@ def differences(run: Finished, row: Row, metric: Metric | None, local: bool) -> 
         found.append(f"{run.workers} workers in place of {row.nodes * GPUS}")
     if row.network and not local and row.network not in run.folder.name.split("-"):
         found.append(f"not over {row.network}, by its folder's name")
-    found += [] if metric is None or run.results.get(metric.key) is not None else [f"no {metric.key} in summary.json"]
+    found += [] if run.results.get(metric.key) is not None else [f"no {metric.key} in summary.json"]
     return found
-
-
-def is_kept(row: Row, seed: int, kept: Iterable[Finished]) -> bool:
-    """Whether one of the runs is the row's stand-in with this seed and today's settings."""
-    return any(run.settings["seed"] == seed and not differences(run, row, None, True) for run in kept)
 
 
 # -- tables -----------------------------------------------------------------------------------------------------------
@@ -227,7 +188,7 @@ def collect(tables: Mapping[str, Table], folder: Path) -> Iterator[str]:
     counted: set[Path] = set()
     for name, table in tables.items():
         yield from (f"## {name}: {table.title}", "", *section(table, False, runs, counted), "")
-        if table.scaling:
+        if table.metric is TOKENS:
             yield from (*ratios(table, runs), "")
         if table.note:
             yield from (table.note, "")
@@ -243,15 +204,23 @@ def collect(tables: Mapping[str, Table], folder: Path) -> Iterator[str]:
 
 
 def keep_stand_ins(names: Iterable[str], folder: Path, out: Path) -> Iterator[str]:
-    """Writes the stand-ins that ran under `folder` to NAME.json of each table in `out`. Yields the tables' lines."""
-    ran = [run for path in sorted(folder.rglob("config.json")) if isinstance(run := read_run(path.parent), Finished)]
-    runs = ran + read_kept(out)  # if two have the same seed, the first one counts
+    """Writes the stand-ins that ran under `folder` to NAME.json of each table in `out`, a run per line.
+
+    Settings that no row needs are left out. Yields the tables' lines.
+    """
+    runs = [run for path in sorted(folder.rglob("config.json")) if isinstance(run := read_run(path.parent), Finished)]
     out.mkdir(parents=True, exist_ok=True)
+    asked = {"seed", "co2.tau"}.union(*SHORT.values())
     for name in names:
         table, counted = TABLES[name], set[Path]()
-        lines = [*section(table, True, runs, counted)]
-        mine = sorted((run for run in runs if run.folder in counted), key=lambda run: run.folder.name)
-        write_kept(out / f"{name}.json", mine, table.metric)
+        lines, rows = [*section(table, True, runs, counted)], list[str]()
+        for run in sorted((run for run in runs if run.folder in counted), key=lambda run: run.folder.name):
+            free = idle_settings(run.settings["method"]) | FREE
+            row = {"folder": run.folder.name, "workers": run.workers, "commit": run.commit}
+            row |= {table.metric.key: run.results[table.metric.key]}
+            of = {key: run.settings[key] for key in run.settings if key in asked or key.split(".")[0] not in free}
+            rows.append(json.dumps(row | {"settings": of}))
+        (out / f"{name}.json").write_text("[\n" + ",\n".join(rows) + "\n]\n")
         yield from (f"## {name}: {table.title}, stand-ins", "", *map(printable, lines), "")
 
 
@@ -326,9 +295,7 @@ def departure(run: Finished, tables: Mapping[str, Table]) -> str:
 # -- what ran -----------------------------------------------------------------------------------------------------
 
 
-def status(
-    tables: Mapping[str, Sequence[tuple[Row, int, Path]]], worker: str, kept: Sequence[Finished] = ()
-) -> Iterator[str]:
+def status(tables: Mapping[str, Sequence[tuple[Row, int, Path]]], worker: str) -> Iterator[str]:
     """Yields lines of Markdown: which runs of each row have finished, which are left, and their hours.
 
     The hours left are known for a row if one of its runs has finished here.
@@ -336,7 +303,6 @@ def status(
     Args:
         tables: The runs (row, seed, folder) of each table.
         worker: How to call the device that a worker uses.
-        kept: Stand-ins that ran elsewhere.
     """
     titles = ["table", "row", "method", "tau", "finished", "begun", "left", f"{worker} hours", f"{worker} hours left"]
     rows: list[tuple[object, ...]] = []
@@ -349,9 +315,8 @@ def status(
             mine = [job for job in jobs if key(job[0]) == row]
             folders = [folder for _, _, folder in mine]
             used = {folder: hours(folder) for folder in folders}
-            here = [folder for folder in folders if isinstance(read_run(folder), Finished)]
-            done = {*here, *(folder for of, seed, folder in mine if is_kept(of, seed, kept))}
-            mean = statistics.mean(used[folder] for folder in here) if here else None
+            done = [folder for folder in folders if isinstance(read_run(folder), Finished)]
+            mean = statistics.mean(used[folder] for folder in done) if done else None
             left = {folder: max(0.0, (mean or 0.0) - used[folder]) for folder in folders if folder not in done}
             known = mean is not None or not left
             begun = sum(used[folder] > 0 for folder in left)

@@ -249,31 +249,50 @@ def pooled() -> Cells:
     return lines
 
 
-@table(" | ".join(("task, r", "blocking tau", "hidden tau, delay", *regimes.TITLES[5:7])), "regimes")
+def ratio_of_cell(found: tuple[float, float, float]) -> str:
+    ratio, low, high = found
+    return f"{ratio:.2f} ({low:.2f}–{high:.2f})"
+
+
+def in_fragments() -> dict[tuple[str, float], regimes.Cell]:
+    """The cells of the map with fragments, by task and r. Empty without their rows."""
+    return {(cell.task, cell.link.r): cell for cell in regimes.cells(regimes.FRAGMENTS)}
+
+
+def regime_titles() -> str:
+    cut = " | fragments: tau, number | against blocking" if in_fragments() else ""
+    return "task, r | blocking tau | hidden tau, delay | against blocking | against DDP that overlaps" + cut
+
+
+@table(regime_titles, "regimes")
 def regime_map() -> Cells:
-    """The best hidden run against the best blocking run, by task and r."""
-    lines: Cells = {}
+    """The best hidden run against the best blocking run, by task and r. With rows of fragments, also their best run."""
+    lines, every_cut = Cells(), in_fragments()
     for cell in regimes.cells():
-        task, *_, blocking, ddp, _, _ = regimes.line(cell)
-        lines[task] = (str(cell.blocking.tau), f"{cell.hidden.tau}, {cell.hidden.delay}", blocking, ddp)
+        line = [str(cell.blocking.tau), f"{cell.hidden.tau}, {cell.hidden.delay}"]
+        line += [ratio_of_cell(cell.faster), ratio_of_cell(cell.than_ddp)]
+        if cut := every_cut.get((cell.task, cell.link.r)):
+            run = cut.hidden
+            line += [f"{run.tau}, {run.fragments}", ratio_of_cell(cut.faster)]
+        elif every_cut:
+            line += ["not run", "not run"]
+        lines[f"{cell.task}, {cell.link.r:g}"] = line
     return lines
 
 
-@table("method | 8 workers, 50 Mbit/s | 200 Mbit/s | 1 Gbit/s | 16 workers, 50 Mbit/s")
-def throughput() -> Cells:
-    """Samples a second, and the share of the time that a worker waits."""
-    rows = [row | {"tau_setting": str(row["tau_setting"])} for row in load("scaling.json")["rows"]]
-    lines: Cells = {}
-    known = {(row["method"], row["tau_setting"]) for row in rows}
-    for method, tau in sorted(known, key=lambda m: (list(METHOD_NAMES).index(m[0]), len(m[1]), m[1])):
-        cells = []
-        for workers, rate in ((8, 50), (8, 200), (8, 1000), (16, 50)):
-            runs = select(rows, method=method, tau_setting=tau, workers=workers, rate_mbit=rate)
-            waits = median(run["exposed_seconds"] / run["seconds"] for run in runs)
-            cells.append(f"{median(run['samples_per_second'] for run in runs):.0f} ({waits:.0%})")
-        name = "CO2" if method == "co2" else METHOD_NAMES[method]
-        lines[f"{name}, tau {tau}" if method != "ddp" else name] = cells
-    return lines
+COSTS_OF_HIDING = {  # codec, slowdown: see regimes.Link
+    "`--codec 0.53`": (0.53, 0.0),
+    "`--slowdown 0.5`": (0.0, 0.5),
+    "both": (0.53, 0.5),
+}
+
+
+@table(" | ".join(("task, r 10", *COSTS_OF_HIDING)))
+def regime_costs() -> Cells:
+    """The best hidden run against the best blocking run where hiding has costs."""
+    every = [regimes.cells(links=(regimes.Link(10, *costs),)) for costs in COSTS_OF_HIDING.values()]
+    found = [{cell.task: ratio_of_cell(cell.faster) for cell in cells} for cells in every]
+    return {task: [cells.get(task, "not run") for cells in found] for task in regimes.RATES}
 
 
 # -- DDP, and r without a measurement ---------------------------------------------------------------------------------
@@ -626,25 +645,18 @@ def stand_ins() -> Cells:
     return lines
 
 
-@table("setting | digits: top-1, % | clipped | text: perplexity")
-def tau_and_clip() -> Cells:
-    """CO2 on the stand-ins with each tau, and with each clip of the outer momentum."""
+@table("setting | digits: top-1, % | text: perplexity")
+def tau_and_gap() -> Cells:
+    """CO2 on the stand-ins with each tau, and without the staleness gap penalty."""
+    digits, text = (load(f"tables/tau_{task}.json") for task in ("vision", "language"))
     lines: Cells = {}
-    of = {name: load(f"tables/{name}.json") for name in ("tau_vision", "tau_language", "clip_vision")}
-    for key in ("tau", "clip"):
-        setting = f"co2.{key}"
-        runs = [run for name in of if name.startswith(key) for run in of[name]]
-        for value in sorted({run["settings"][setting] for run in runs} - {None}):  # without a clip: as with 1
-            digits, text = (
-                [run for run in of.get(f"{key}_{task}", ()) if run["settings"][setting] == value]
-                for task in ("vision", "language")
-            )
-            share = f"{fmean(run['clipped_share'] for run in digits):.1%}" if digits else ""
-            top1 = mean_sd((100 * run["test_top1"] for run in digits), ".2f")
-            lines[f"{key} {value:g}"] = (top1, share, mean_sd((run["val_perplexity"] for run in text), ".2f"))
+    for tau in sorted({run["settings"]["co2.tau"] for run in digits + text}):
+        columns = (digits, "test_top1", 100), (text, "val_perplexity", 1)
+        of_tau = ([scale * r[key] for r in runs if r["settings"]["co2.tau"] == tau] for runs, key, scale in columns)
+        lines[f"tau {tau}"] = [mean_sd(values, ".2f") for values in of_tau]
     gaps = [(run["settings"]["co2.gap"], run["val_perplexity"]) for run in load("tables/gap.json")]
     for gap, name in (("elementwise", "with the gap penalty"), ("none", "without it")):
-        lines[name] = ("", "", mean_sd((value for of, value in gaps if of == gap), ".2f"))
+        lines[name] = ("", mean_sd((value for of, value in gaps if of == gap), ".2f"))
     return lines
 
 

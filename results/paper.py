@@ -92,8 +92,6 @@ class Table:
     note: str = ""
     env: Mapping[str, str] = field(default_factory=dict)
     """Environment of the jobs."""
-    scaling: bool = False
-    """Whether to show below the table how each method's metric scales with the nodes."""
     paper_ratio: Mapping[tuple[str, int | None], float] = field(default_factory=dict)
     """(method, tau) -> the paper's throughput(128 GPUs) / (8 x throughput(16 GPUs))."""
 
@@ -143,32 +141,17 @@ def throughput(network: str) -> tuple[Row, ...]:
     )
 
 
-def in_two(name: str, title: str, variants: Mapping[str, Mapping[str, Any]], note: str, **row: Any) -> dict[str, Table]:
-    """Two tables of CO2 in several variants, on images and on text.
-
-    Args:
-        name: The tables are NAME_vision and NAME_language.
-        title: The title of both tables.
-        variants: Label -> fields of its row.
-        note: The note of both tables.
-        row: More fields of the rows on text.
-    """
-    of = {
-        "vision": ("ResNet-50", TOP1, "imagenet_resnet50", "digits_small", {}),
-        "language": ("GPT-2 Small", PERPLEXITY, "gpt2_small_owt", "gpt2_pydoc_small", row),
-    }
+def searched() -> dict[str, Table]:
+    """CO2 with the values of tau that the paper searched, on images and on text."""
     tables: dict[str, Table] = {}
-    for task, (model, metric, recipe, stand_in, more) in of.items():
-        local = {label: stand_in if 10 * has.get("tau", 1) <= STEPS[task] else None for label, has in variants.items()}
-        rows = (Row(label, task, recipe, "co2", None, local[label], **has, **more) for label, has in variants.items())
-        tables[f"{name}_{task}"] = Table(f"{title}: {model}", metric, tuple(rows), note)
+    for task, model, metric, recipe, stand_in, row in (
+        ("vision", "ResNet-50", TOP1, "imagenet_resnet50", "digits_small", {}),
+        ("language", "GPT-2 Small", PERPLEXITY, "gpt2_small_owt", "gpt2_pydoc_small", {"nodes": 8}),
+    ):
+        local = {tau: stand_in if 10 * tau <= STEPS[task] else None for tau in TAUS}
+        rows = (Row(f"tau {tau}", task, recipe, "co2", None, local[tau], tau=tau, **row) for tau in TAUS)
+        tables[f"tau_{task}"] = Table(f"Local steps per round: {model}", metric, tuple(rows), TAU_NOTE)
     return tables
-
-
-# The values of tau that the paper searched, and bounds of the outer momentum (default 1).
-SEARCHED = {f"tau {tau}": {"tau": tau} for tau in TAUS}
-CLIPS = {f"clip {bound:g}": {"overrides": {"co2.clip": bound}} for bound in (0.0003, 0.001, 0.003, 0.01)}
-CLIPS |= {"clip 1": {}, "clip none": {"overrides": {"co2.clip": None}}}
 
 
 def gpt2_small(label: str, method: str, overrides: Mapping[str, Any], perplexity: float | None = None) -> Row:
@@ -280,19 +263,15 @@ TABLES = {
         "settings are at the limit of stability on the stand-in and beyond it on 64 GPUs, so they need "
         "`allow_unstable`.",
     ),
-    **in_two("tau", "Local steps per round", SEARCHED, TAU_NOTE, nodes=8),
-    **in_two(
-        "clip", "The clip of the outer momentum", CLIPS, "Our own rows, which the paper's reviewers asked for.", nodes=8
-    ),
+    **searched(),
     "throughput": Table(
         "Throughput over 80 Gbps TCP/IP",
         TOKENS,
         throughput("tcp"),
         "The paper's numbers are words/s of a model that we do not know. Ours is GPT-2 Large, so compare only ratios. "
         "The first tenth of a run's steps does not count. The paper's reviewers asked for SlowMo and Overlap-Local-SGD."
-        " No stand-in trains over several nodes. `python -m bench.scaling` measures small models over emulated links.",
+        " No stand-in trains over several nodes.",
         env={"NCCL_IB_DISABLE": "1"},
-        scaling=True,
         paper_ratio=SCALING_RATIO,
     ),
     "throughput_roce": Table(
@@ -300,6 +279,5 @@ TABLES = {
         TOKENS,
         throughput("roce"),
         "GPT-2 Large, as in the table above, and no stand-in. We do not know the paper's numbers on this network.",
-        scaling=True,
     ),
 }

@@ -321,20 +321,6 @@ POLL = 0.2  # seconds between two looks at the ranks
 GRACE = 2.0  # seconds that all other ranks have to report errors, once one has failed
 
 
-def prepare_to_fork(*, namespaces: bool = False) -> None:
-    """Call it before any work of a process whose ranks are forked.
-
-    Threads do not survive a fork, and imports need not be repeated. namespaces: whether the ranks run on a Cluster.
-    """
-    if namespaces:
-        require_namespaces()
-    import torch
-    import torch._dynamo  # the first optimizer imports it
-
-    torch.set_num_threads(1)
-    os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-
-
 def run_ranks(
     fn: Callable[..., Any],
     cluster: Cluster | None,
@@ -347,7 +333,8 @@ def run_ranks(
     """Runs fn(*args) on `nodes` * `ranks_per_node` forked processes; returns their results in rank order.
 
     Each rank runs in its node, or all use loopback if cluster is None. It finds RANK, WORLD_SIZE, MASTER_ADDR and so on
-    in its environment, and fn calls init_process_group itself. The caller has imported torch and started no threads.
+    in its environment, and fn calls init_process_group itself. The caller has imported torch and started no threads,
+    because threads do not survive a fork.
     until() is called again and again. Once it returns True, the rest is not needed and nothing is returned. All ranks
     are killed at the end.
 

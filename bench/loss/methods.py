@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 from bench.loss.tasks import InnerState
 from core.compression.formats import BLOCK, decode, encode
 from core.errors import UserError
+from core.shares import slices
 
 Gradient = Callable[[Tensor, Any], Tensor]
 EPS = 1e-12
@@ -108,54 +109,6 @@ class DDP(Method):
 
     def train_step(self, gradient: Gradient, batch: tuple[Tensor, ...], inner: InnerState, lr: float) -> None:
         inner.step(self.x, self.mean(gradient(self.x, batch)).expand_as(self.x), lr)
-
-
-class SlowMo(Method):
-    """Blocking. u <- beta u + mean(x - x^i) / lr; x <- x - alpha lr u."""
-
-    options = {"alpha": 1.0, "beta": 0.5, "compression": "float32"}
-    tried = {"beta": (0.5, 0.2)}
-
-    def __init__(self, x: Tensor, tau: int, **options: Any):
-        super().__init__(x, tau, **options)
-        self.start, self.u = x[0].clone(), torch.zeros_like(x[0])
-
-    def boundary(self) -> None:
-        lr = max(self.lr, 1e-12)
-        self.u = self.o["beta"] * self.u + self.mean(self.start - self.x) / lr
-        self.start = self.start - self.o["alpha"] * lr * self.u
-        self.x.copy_(self.start.expand_as(self.x))
-
-    def finish(self) -> None:
-        if self.taken % self.tau:
-            self.boundary()
-
-
-class OverlapLocal(Method):
-    """Overlap-Local-SGD. The average launched one round ago moves the anchor z: v <- mu v + (mean - z), z <- z + v.
-
-    Each worker is pulled towards z, then the all-reduce of the difference from z starts.
-    """
-
-    options = {"pull": 0.6, "mu": 0.7, "compression": "float32"}
-    tried = {"mu": (0.7, 0.0)}
-    in_flight: Tensor | None = None
-
-    def __init__(self, x: Tensor, tau: int, **options: Any):
-        super().__init__(x, tau, **options)
-        self.z, self.v = x[0].clone(), torch.zeros_like(x[0])
-
-    def boundary(self) -> None:
-        if self.in_flight is not None:
-            self.v = self.o["mu"] * self.v - self.in_flight
-            self.z = self.z + self.v
-        self.x.lerp_(self.z.expand_as(self.x), self.o["pull"])
-        self.in_flight = self.mean(self.z - self.x)
-
-    def finish(self) -> None:
-        self.boundary()
-        assert self.in_flight is not None
-        self.x.copy_((self.z - self.in_flight).expand_as(self.x))
 
 
 class CO2(Method):
@@ -270,13 +223,38 @@ class DiLoCo(CO2):
     tried = {"beta": (0.9, 0.5)}
 
 
+class Fragments(Method):
+    """CO2 with fragments in turn: part i starts its all-reduce i tau / fragments steps into the round, and is merged
+    `delay` steps later. The parts are core's slices of the payload."""
+
+    options = CO2.options | {"beta": 0.0, "gap": "none", "delay": 1, "merge": "keep_local", "fragments": 8}
+    fixed = ("merge",)
+    tried = {}
+
+    def __init__(self, x: Tensor, tau: int, **options: Any):
+        super().__init__(x, tau, **options)
+        count, delay = options.pop("fragments"), tau if options["delay"] == "round" else options["delay"]
+        if not 1 <= count <= tau or delay > tau // count:  # one all-reduce is in flight at a time
+            raise UserError(f"fragments={count}, delay={delay}: give 1 or more, and a product of at most tau={tau}")
+        self.parts = [CO2(x[:, place], tau, **options) for place in slices(x.shape[1], count)]  # views of x
+        for i, part in enumerate(self.parts):
+            part.into = -(i * tau // count) % tau  # part i's first round is shorter
+
+    def after_local_step(self) -> None:
+        for part in self.parts:
+            part.after_local_step()
+
+    def finish(self) -> None:
+        for part in self.parts:
+            part.finish()
+
+
 METHODS: dict[str, type[Method]] = {
     "ddp": DDP,
     "local": Local,
-    "slowmo": SlowMo,
     "diloco": DiLoCo,
-    "overlap_local": OverlapLocal,
     "co2": CO2,
+    "fragments": Fragments,
 }
 
 

@@ -4,7 +4,6 @@ Nothing here reimplements a package's method. Each function configures a package
 period that the benchmark compares. Functions import their packages, so a missing one costs nothing but its row.
 """
 
-import functools
 import importlib.util
 import os
 import socket
@@ -70,16 +69,6 @@ class Peer:
 # -- torch ----------------------------------------------------------------------------------------------------
 
 
-def post_local_sgd(task: Task) -> Trainer:
-    """Post-local SGD (Lin et al., ICLR 2020) without its synchronous warm-up; averages after steps 1, 1 + tau, ..."""
-    from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
-    from torch.distributed.optim import PostLocalSGDOptimizer
-
-    averager = PeriodicModelAverager(period=task.tau, warmup_steps=0)
-    optimizer = PostLocalSGDOptimizer(task.optimizer, averager)
-    return Trainer(task.model, optimizer, stats=lambda: {"rounds": -(-averager.step // task.tau)})
-
-
 def fp16_compress(task: Task) -> Trainer:
     """DDP whose gradients travel as float16, with its default buckets, during the backward pass."""
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
@@ -90,7 +79,7 @@ def fp16_compress(task: Task) -> Trainer:
     return Trainer(model, task.optimizer)
 
 
-def powersgd(task: Task, rank: int = 1) -> Trainer:
+def powersgd(task: Task, rank: int = 4) -> Trainer:
     """DDP whose gradients travel as matrices of low rank from step 2 on, with error feedback.
 
     PowerSGD: Vogels et al., NeurIPS 2019. One bucket holds all gradients. The hook waits for a second all-reduce in the
@@ -165,29 +154,23 @@ def torchft_manager(task: Task) -> tuple[Any, Callable[[], None]]:
     return manager, end
 
 
-def diloco(task: Task, fragments: int = 1, delay: int = 0) -> Trainer:
-    """DiLoCo (Douillard et al., 2023), or with more fragments its streaming form (Douillard et al., 2025).
+def streaming_diloco(task: Task, fragments: int = 2) -> Trainer:
+    """Streaming DiLoCo (Douillard et al., 2025), with the longest delay that torchft permits.
 
     Args:
         task: The model and its optimizer.
         fragments: Consecutive parts of the model, each synchronized once in tau steps.
-        delay: Local steps that hide a fragment's all-reduce.
     """
     manager, end = torchft_manager(task)
     from torchft.local_sgd import DiLoCo
 
-    parts = split(task.model, fragments)
+    parts, delay = split(task.model, fragments), max(0, task.tau // fragments - 1)
     outer = [torch.optim.SGD(part.parameters(), lr=0.7, momentum=0.9, nesterov=True) for part in parts]
     context = DiLoCo(manager, parts, task.optimizer, outer, sync_every=task.tau, fragment_sync_delay=delay)
     context.__enter__()
     finish = lambda: context.__exit__(None, None, None)  # noqa: E731
     stats = lambda: {"rounds": manager.current_step()}  # noqa: E731
     return Trainer(task.model, task.optimizer, finish=finish, close=end, stats=stats)
-
-
-def streaming_diloco(task: Task) -> Trainer:
-    """DiLoCo in two fragments, with the longest delay that torchft permits."""
-    return diloco(task, fragments=2, delay=max(0, task.tau // 2 - 1))
 
 
 def split(model: nn.Module, parts: int) -> list[nn.Module]:
@@ -209,10 +192,7 @@ def split(model: nn.Module, parts: int) -> list[nn.Module]:
 
 
 PEERS = {
-    "torch_post_local": Peer("torch", post_local_sgd),
     "torch_fp16": Peer("torch", fp16_compress),
-    "torch_powersgd": Peer("torch", powersgd),
-    "torch_powersgd_rank4": Peer("torch", functools.partial(powersgd, rank=4)),
-    "torchft_diloco": Peer("torchft-nightly", diloco),
+    "torch_powersgd_rank4": Peer("torch", powersgd),
     "torchft_streaming": Peer("torchft-nightly", streaming_diloco),
 }

@@ -11,7 +11,6 @@ from torch import nn
 from bench.loss.__main__ import Plan, parse, train
 from bench.loss.tasks import Batch, Inner, Task, cosine
 from core import CO2Config, CompressionConfig, make_method
-from core.baselines.local import OverlapLocalConfig, SlowMoConfig
 from core.testing import run_distributed
 from tests.problems import batch, small_net
 
@@ -20,10 +19,7 @@ INNERS = {"sgd": Inner("sgd", LR), "adamw": Inner("adamw", LR, clip=0.5)}
 NO_GAP: dict[str, Any] = {"tau": TAU, "gap": "none", "clip": None}
 CLIPPED = NO_GAP | {"clip": 1.0}
 INT4, INT8 = CompressionConfig("int4"), CompressionConfig("int8")
-OWN = {  # settings of methods of core, beside CO2Config
-    "slowmo": SlowMoConfig(outer_momentum=0.3),
-    "overlap_local": OverlapLocalConfig(anchor_momentum=0.4),
-}
+LATE: dict[str, Any] = CLIPPED | {"merge": "keep_local"}
 # what bench.loss calls a method, and how core makes it
 PAIRS: dict[str, tuple[str, CO2Config]] = {
     "co2": ("co2", CO2Config(TAU)),
@@ -32,27 +28,29 @@ PAIRS: dict[str, tuple[str, CO2Config]] = {
         "co2",
         CO2Config(**NO_GAP, outer_momentum=0.2, outer_lr=0.5, merge="keep_local"),
     ),
-    "co2:merge=keep_local,gap=none,beta=0.3,delay=3": (
-        "co2",
-        CO2Config(**CLIPPED, outer_momentum=0.3, merge="keep_local", delay=3),
-    ),
+    "co2:merge=keep_local,gap=none,beta=0.3,delay=3": ("co2", CO2Config(**LATE, outer_momentum=0.3, delay=3)),
     "co2:merge=keep_local,gap=none,beta=0,delay=1,compression=int4": (
         "co2",
-        CO2Config(**CLIPPED, outer_momentum=0.0, merge="keep_local", delay=1, compression=INT4),
+        CO2Config(**LATE, outer_momentum=0.0, delay=1, compression=INT4),
     ),
     "co2:merge=keep_local,gap=none,alpha=0.7,nesterov=true,delay=1,compression=int4": (
         "co2",
-        CO2Config(**CLIPPED, outer_lr=0.7, nesterov=True, merge="keep_local", delay=1, compression=INT4),
+        CO2Config(**LATE, outer_lr=0.7, nesterov=True, delay=1, compression=INT4),
+    ),
+    "fragments:fragments=2,delay=1,beta=0.3": ("co2", CO2Config(**LATE, outer_momentum=0.3, delay=1, fragments=2)),
+    "fragments:fragments=3,delay=0,compression=int4": (
+        "co2",
+        CO2Config(**LATE, outer_momentum=0.0, delay=0, fragments=3, compression=INT4),
+    ),
+    "fragments:fragments=4,delay=1,compression=int4": (
+        "co2",
+        CO2Config(**LATE, outer_momentum=0.0, delay=1, fragments=4, compression=INT4),
     ),
     "co2:compression=int8": ("co2", CO2Config(TAU, compression=INT8)),
     "diloco": ("diloco", CO2Config(TAU)),
     "local": ("local", CO2Config(TAU)),
-    "slowmo:beta=0.3": ("slowmo", CO2Config(TAU)),
-    "overlap_local:mu=0.4": ("overlap_local", CO2Config(TAU)),
     "ddp": ("ddp", CO2Config(TAU)),
     "local:compression=int4": ("local", CO2Config(TAU, compression=INT4)),
-    "slowmo:beta=0.3,compression=int8": ("slowmo", CO2Config(TAU, compression=INT8)),
-    "overlap_local:mu=0.4,compression=int4": ("overlap_local", CO2Config(TAU, compression=INT4)),
     "diloco:beta=0.9,compression=int4": ("diloco", CO2Config(TAU, compression=INT4)),
 }
 
@@ -68,6 +66,7 @@ def stacked(name: str, inner: Inner) -> torch.Tensor:
     plan = Plan("tiny", parse(name)[0], LR, WORKERS, 4, STEPS, TAU, 0, "test")
     _, method = train(task, plan)
     method.finish()
+    assert (method.x == method.x[0]).all(), "all workers end alike"
     return method.x[0]
 
 
@@ -78,9 +77,8 @@ def on_ranks(rank: int, world_size: int, cases: list[tuple[str, str]]) -> dict[t
 def on_rank(rank: int, pair: tuple[str, CO2Config], inner: Inner) -> torch.Tensor:
     """The same with a model, torch's optimisers and a method of core, on one of the workers."""
     name, config = pair
-    own = {name: OWN[name]} if name in OWN else {}
     net, rate = small_net(), [LR]
-    model, method = make_method(name, net, lr=lambda: rate[0], co2=config, **own)
+    model, method = make_method(name, net, lr=lambda: rate[0], co2=config)
     train_on_rank(rank, model, inner, method.step, rate)
     method.finish()
     method.close()
@@ -103,16 +101,11 @@ def train_on_rank(rank: int, model: nn.Module, inner: Inner, after_step: Callabl
         after_step()
 
 
-# A fast corner: each optimiser, whatever differs in kind; and the whole
+# A fast corner: each optimizer, and one case of each kind; and the whole
 CORNER = [
     *(("co2", "adamw"), ("co2:merge=keep_local,gap=none,beta=0,delay=1,compression=int4", "sgd"), ("ddp", "adamw")),
-    *(("slowmo:beta=0.3", "sgd"), ("overlap_local:mu=0.4", "adamw"), ("diloco", "sgd")),
-    *(
-        ("local:compression=int4", "adamw"),
-        ("slowmo:beta=0.3,compression=int8", "sgd"),
-        ("overlap_local:mu=0.4,compression=int4", "sgd"),
-    ),
-    ("diloco:beta=0.9,compression=int4", "sgd"),
+    *(("fragments:fragments=2,delay=1,beta=0.3", "adamw"), ("fragments:fragments=4,delay=1,compression=int4", "sgd")),
+    *(("local:compression=int4", "adamw"), ("diloco:beta=0.9,compression=int4", "sgd")),
 ]
 WHOLE = [(name, inner) for name in PAIRS for inner in INNERS]
 

@@ -3,27 +3,29 @@
 from pathlib import Path
 
 import pytest
+import torch
 
-from bench import regimes
 from bench.loss.__main__ import Rows
 from bench.regimes import (
     BLOCKING,
     DDP,
+    FRAGMENTS,
     HIDDEN,
     INT4,
     LOCAL,
     PLAIN_DDP,
+    Link,
     Run,
     at_seconds,
     cell,
     choose,
     curve,
     hidden,
+    in_turn,
     line,
     of_rows,
 )
 from bench.report import TUNING_SEED
-from core import UserError
 
 
 def loss(found: Run, seed: int, steps: int) -> float | None:
@@ -40,44 +42,51 @@ def loss(found: Run, seed: int, steps: int) -> float | None:
 
 def test_the_seconds_of_a_step():
     assert pytest.approx(0.12890625) == INT4, "4 bits, and 4 bytes for 256 elements"
-    r = 4 / INT4  # four local steps
-    assert Run(LOCAL, 8).step_seconds(r) == 1.5 and hidden(8, 1).step_seconds(r) == 1.375
-    assert hidden(8, 4).step_seconds(r) == hidden(24, 8).step_seconds(r) == 1
-    assert hidden(2, 2).step_seconds(r) == 2, "the all-reduce outlasts the round"
-    assert DDP.step_seconds(r) == pytest.approx(1 + 4 - 2 / 3) and DDP.step_seconds(1.0) == 1
-    assert PLAIN_DDP.step_seconds(r) == pytest.approx(1 + 4)
-    assert Run(LOCAL, 8).exposed_share(r) == pytest.approx(1 / 3)
+    seconds = Link(4 / INT4).step_seconds  # an all-reduce takes four local steps
+    assert seconds(Run(LOCAL, 8)) == 1.5 and seconds(hidden(8, 1)) == 1.375
+    assert seconds(hidden(8, 4)) == seconds(hidden(24, 8)) == 1
+    assert seconds(hidden(2, 2)) == 2, "the all-reduce outlasts the round"
+    assert seconds(in_turn(8, 1, 4)) == 1 and seconds(in_turn(8, 1, 2)) == 1.25, "each part waits for one step"
+    assert seconds(DDP) == pytest.approx(1 + 4 - 2 / 3) and Link(1.0).step_seconds(DDP) == 1
+    assert seconds(PLAIN_DDP) == pytest.approx(1 + 4)
+    assert Link(4 / INT4).exposed_share(Run(LOCAL, 8)) == pytest.approx(1 / 3)
+
+
+def test_the_codec_and_slower_steps_cost_seconds():
+    """Four local steps of transfer and two of encoding. Steps during an all-reduce take 1.5 times as long."""
+    codec, slow, both = (Link(4 / INT4, *costs).step_seconds for costs in ((0.5,), (0.0, 0.5), (0.5, 0.5)))
+    assert codec(Run(LOCAL, 8)) == 1.75 and codec(hidden(8, 4)) == 1.25 and codec(hidden(8, 6)) == 1
+    assert slow(Run(LOCAL, 8)) == 1.5, "a blocking method computes nothing meanwhile"
+    assert both(hidden(8, 6)) == pytest.approx(1 + 2 / 8), "four steps in the seconds of six"
+    assert both(hidden(8, 2)) == pytest.approx(1 + 4 / 8), "waits behind two steps that took three"
 
 
 def test_a_run_s_loss_between_its_two_lengths():
     found = curve(loss, Run(LOCAL, 6), 0)
     assert found is not None and curve(loss, Run(LOCAL, 48), 0) is None
-    assert (
-        found.power == pytest.approx(0.5)
-        and found.loss(2000) == 2
-        and found.loss(1500) == pytest.approx(2 * 0.75**-0.5)
-    )
-    assert found.steps(found.loss(1200)) == pytest.approx(1200)
-    assert at_seconds(loss, Run(LOCAL, 6), 12 / INT4, 0) == pytest.approx(found.loss(2000 / 3)), (
-        "three times as long a step"
-    )
+    assert found.power == pytest.approx(0.5) and found.loss(2000) == 2
+    assert found.loss(1500) == pytest.approx(2 * 0.75**-0.5) and found.steps(found.loss(1200)) == pytest.approx(1200)
+    three_times_as_long = at_seconds(loss, Run(LOCAL, 6), Link(12 / INT4), 0)
+    assert three_times_as_long == pytest.approx(found.loss(2000 / 3))
 
 
 def test_the_best_of_both_kinds_are_compared_on_other_seeds():
-    r = 2 / INT4
-    assert choose(loss, r) == (Run(LOCAL, 384), hidden(6, 2))
-    found = cell(loss, "bytes", r, (0, 1, 2))
+    link = Link(2 / INT4)
+    assert (choose(loss, link, BLOCKING), choose(loss, link, HIDDEN)) == (Run(LOCAL, 384), hidden(6, 2))
+    found = cell(loss, "bytes", link, (0, 1, 2))
     expected = (1 + 2 / 384) * 1.02**2 / 1.01**4
     assert found.faster == pytest.approx([expected] * 3) and found.losses == pytest.approx([expected**-0.5] * 3)
     assert found.than_ddp == pytest.approx([(1 + 2 - 2 / 3) * 1.02**2 / 1.01**4] * 3)
     assert found.than_plain_ddp == pytest.approx([3 * 1.02**2 / 1.01**4] * 3)
     assert line(found)[1:4] == ("tau 384", "1%", "tau 6, 2 steps late") and line(found)[-1] == "-0.2 %"
+    cut = cell(loss, "bytes", link, (0, 1, 2), FRAGMENTS)
+    assert line(cut)[3] == "tau 6, 4 fragments, 1 step late" and cut.faster[0] == pytest.approx(expected * 1.01**2)
 
 
 def test_a_plan_with_several_rows_counts_with_their_mean(tmp_path: Path):
     files = [Rows(tmp_path / name) for name in ("a.jsonl", "b.jsonl")]
     for file, value in zip((files[0], files[0], files[1]), (1.0, 2.0, 6.0), strict=True):
-        result = {"loss": value, "loss_of_mean": value, "seconds": 1.0, "device": "cpu", "trajectory": []}
+        result = {"loss": value, "seconds": 1.0, "device": "cpu"}
         file.add_run(DDP.plan("bytes", 0), result)
     for rows in (files, [Rows(file.path) for file in files]):
         assert of_rows("bytes", rows)(DDP, 0, 2000) == 3.0
@@ -85,10 +94,8 @@ def test_a_plan_with_several_rows_counts_with_their_mean(tmp_path: Path):
     assert of_rows("bytes", files)(DDP, 0, 2000) is None
 
 
-def test_every_run_can_be_made_and_the_tuning_seed_is_not_reported(tmp_path: Path):
-    for found in (DDP, *BLOCKING, *HIDDEN):
+def test_every_run_can_be_made():
+    for found in (DDP, *BLOCKING, *HIDDEN, *FRAGMENTS):
         plan = found.plan("bytes", TUNING_SEED)
         assert (plan.split, plan.tau, found.plan("bytes", 0).split) == ("tuning", found.tau, "test")
-        found.plan("bytes", 0).settings.make(regimes.torch.zeros(2, 4), found.tau)
-    with pytest.raises(UserError, match="seeds=100"):
-        regimes.Options(seeds=(TUNING_SEED,)).check()
+        found.plan("bytes", 0).settings.make(torch.zeros(2, 400), found.tau)

@@ -19,12 +19,11 @@ import torch.nn.functional as F
 from bench import time_to_loss
 from bench.cluster import Cluster
 from bench.peers.adapters import PEERS, Peer
-from bench.report import Session, holm, paired_ratio
+from bench.report import holm, paired_ratio
 from bench.standin import build_model
 from bench.time_to_loss import (
     METHODS,
     OURS,
-    TABLES,
     TASKS,
     ShareOfWaiting,
     TimeToLoss,
@@ -33,11 +32,9 @@ from bench.time_to_loss import (
     of_ddp,
     options_of,
     outcome,
-    ratio_of,
     share_of,
     trajectory,
 )
-from core.errors import UserError
 from core.stats import RoundStats
 from tests.bench.emulated import python
 from training.data import worker_batches
@@ -90,11 +87,6 @@ def test_what_hiding_can_be_worth_at_most():
 def test_a_blocking_methods_tau_from_the_share_of_waiting(monkeypatch: pytest.MonkeyPatch):
     assert share_of("local:compression=int4,share=0.1") == 0.1 and share_of("local:tau=3") is None
     assert options_of("diloco:share=0.1,tau=3") == options_of("diloco:tau=3")
-    for wrong in ("local:share=1", "local:share=0", "slowmo:share=often"):
-        with pytest.raises(UserError, match="share=.*; give a number between 0 and 1"):
-            options_of(wrong)
-    with pytest.raises(UserError, match="'co2:share=0.1' has 'share=0.1'; give one of"):
-        options_of("co2:share=0.1")
     monkeypatch.setattr(dist, "all_reduce", lambda times, op: times.mul_(2))  # the slowest worker's
     method: Any = SimpleNamespace(stats=RoundStats(step_seconds=0.1, exposed_seconds=0.4))
     schedule, taus = ShareOfWaiting(0.2, method), []
@@ -113,7 +105,7 @@ def seconds_of(method: str, *seconds: float, status: str = "reached", late: floa
     ]
 
 
-def test_methods_are_compared_seed_by_seed_with_an_interval():
+def test_methods_are_compared_seed_by_seed_and_a_run_that_missed_counts_with_its_end():
     runs = seconds_of("co2_auto", 1.0, 2.0, 4.0) + seconds_of("ddp", 2.0, 4.0, 8.0, late=2.0)
     runs += seconds_of("local", 9.0, 9.0, 9.0, status="out of time") + seconds_of("slowmo", 1.0, 1.0)
     runs += seconds_of("diloco", 1.0, 2.0, 4.0, status="failed")
@@ -124,15 +116,6 @@ def test_methods_are_compared_seed_by_seed_with_an_interval():
     local = found["local", "target"]
     assert (local["missed"], local["against_missed"], found["ddp", "target"]["missed"]) == (3, 0, 0)
     assert [local[k] for k in ("ratio", "low", "high")] == pytest.approx([4.5, 0.8043, 25.178], rel=1e-3), "by t"
-
-
-def test_a_run_that_missed_the_target_counts_with_its_end_whichever_method_it_is_of():
-    runs = seconds_of("co2_auto", 1.0, 2.0) + seconds_of("ddp", 2.0, 4.0, 4.0)
-    missed = seconds_of("co2_auto", 9.0, 9.0, 8.0, status="not reached")[2:]
-    found = ratio_of(runs + missed, "ddp", "co2_auto")
-    assert found is not None and found["ratio"] == pytest.approx((2 * 2 * 0.5) ** (1 / 3))
-    assert (found["missed"], found["against_missed"]) == (0, 1)
-    assert ratio_of(runs, "ddp", "co2_auto") is None, "two seeds"
 
 
 @pytest.mark.parametrize("seeds", [5, 8])
@@ -148,8 +131,7 @@ def test_a_ratio_needs_three_seeds_and_its_interval_covers_the_ratio_as_often_as
 
 
 def test_holm_corrects_for_the_number_of_comparisons():
-    assert holm([0.04, 0.01, 0.03]) == pytest.approx([0.06, 0.03, 0.06]) and holm([]) == []
-    assert holm([0.9, 0.6]) == [1.0, 1.0]
+    assert holm([0.04, 0.01, 0.03]) == pytest.approx([0.06, 0.03, 0.06]) and holm([0.9, 0.6]) == [1.0, 1.0]
     noise = paired_ratio(dict.fromkeys(range(3), 1.0), dict.fromkeys(range(3), 2.0))
     assert noise == pytest.approx((2, 2, 2, 0)), "no spread"
 
@@ -168,20 +150,19 @@ def test_a_noisy_loss_is_a_mean_of_evaluations():
 
 
 def test_the_plan_is_interleaved_and_always_alike():
-    o = TimeToLoss()
+    o, runs = TimeToLoss(), 2 * len(OURS)
     plan = o.plan()
-    assert plan == o.plan() and len(set(plan)) == 2 * 2 * len(OURS) * 3
-    groups = [plan[i : i + 2 * len(OURS)] for i in range(0, len(plan), 2 * len(OURS))]
+    assert plan == o.plan() and len(set(plan)) == 2 * 3 * runs
+    groups = [plan[i : i + runs] for i in range(0, len(plan), runs)]
     each = [{(seed, rate)} for seed in (0, 1, 2) for rate in (40.0, 200.0)]
     assert [{(seed, rate) for seed, rate, *_ in g} for g in groups] == each
-    assert len({tuple((task, method) for *_, task, method in g) for g in groups}) > 1
+    assert len({tuple(run[2:] for run in g) for g in groups}) > 1
 
 
-@pytest.mark.parametrize("task", ["vision", "language"])
 @pytest.mark.parametrize("method", METHODS)
-def test_the_train_script_understands_every_method(method: str, task: str, monkeypatch: pytest.MonkeyPatch):
+def test_the_train_script_understands_every_method(method: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
-    recipe = TASKS[task].parse(*options_of(method), "--seed", "3")
+    recipe = TASKS["vision"].parse(*options_of(method), "--seed", "3")
     own = method if method in OURS else "local"
     assert recipe.method == own.split("_auto")[0].split("_rec")[0]
     assert (recipe.co2.tau == "auto") == ("auto" in method) and not recipe.co2.nesterov
@@ -189,41 +170,19 @@ def test_the_train_script_understands_every_method(method: str, task: str, monke
     assert recipe.co2.compression.format == expected and recipe.seed == 3
 
 
-def test_a_method_may_have_another_wire_tau_and_learning_rate():
-    recipe = TASKS["vision"].parse(*options_of("local:tau=12,compression=int4,lr=0.2"))
+def test_a_method_may_have_other_settings():
+    def parsed(method: str) -> Any:
+        return TASKS["vision"].parse(*options_of(method))
+
+    recipe = parsed("local:tau=12,compression=int4,lr=0.2")
     assert (recipe.co2.tau, recipe.co2.compression.format, recipe.optim.lr) == (12, "int4", 0.2)
-    assert TASKS["vision"].parse(*options_of("ddp:compression=int8")).ddp_compression.format == "int8"
-    assert TASKS["vision"].parse(*options_of("torchft_diloco:tau=24")).co2.tau == 24
-    compression = (
-        TASKS["vision"].parse(*options_of("co2_auto:compression=lgreco,like=rank4,first=3,every=10")).co2.compression
-    )
-    assert (compression.format, compression.like, compression.lgreco.first, compression.lgreco.every) == (
-        "lgreco",
-        "rank4",
-        3,
-        10,
-    )
-    ddp = TASKS["vision"].parse(*options_of("ddp:compression=lgreco,like=int4,rule=uniform"))
-    assert ddp.ddp_compression.lgreco.rule == "uniform"
-    own = "ddp:compression=int4,cap=0.25,accumulate=4"
-    assert TASKS["vision"].parse(*options_of(own)).ddp_compression.format == "int4"
+    assert parsed("torchft_streaming:tau=24").co2.tau == 24
+    compression = parsed("co2_auto:compression=lgreco,like=rank4,first=3,every=10").co2.compression
+    lgreco = compression.lgreco
+    assert (compression.format, compression.like, lgreco.first, lgreco.every) == ("lgreco", "rank4", 3, 10)
+    own = "ddp:compression=lgreco,like=int4,rule=uniform,cap=0.25,accumulate=4"
+    assert parsed(own).ddp_compression.lgreco.rule == "uniform"
     assert (of_ddp(own, "cap"), of_ddp(own, "accumulate"), of_ddp("ddp", "cap")) == (0.25, 4, None)
-    for wrong in ("ddp:cap=0", "ddp:accumulate=1.5", "ddp:cap=x"):
-        with pytest.raises(UserError, match="give (MiB, above 0|a whole number of micro-batches)"):
-            options_of(wrong)
-    with pytest.raises(UserError, match="'local:beta=1' has 'beta=1'; give one of compression, tau, lr"):
-        options_of("local:beta=1")
-
-
-def test_the_parts_of_the_perceptrons_task_and_a_part_of_the_test_set():
-    recipe = TASKS["perceptron"].parse()
-    assert (recipe.optim.schedule, recipe.optim.weight_decay, recipe.batch_size) == ("constant", 0.0, 64)
-    assert sum(p.numel() for p in TASKS["perceptron"].model(recipe).parameters()) == 282_378
-    steps, batches = TASKS["perceptron"].batches(recipe, 0, 4)
-    assert steps == 242 and next(batches)[0].shape == (16, 1, 8, 8)
-    train_set, test_set = replace(TASKS["vision"], held_out=5).data()
-    _, whole = data.digits()
-    assert len(train_set) == 1437 and torch.equal(test_set.images, whole.images[::5]) and len(test_set) == 72
 
 
 # -- a run of made-up ranks ---------------------------------------------------------------------------------------
@@ -286,22 +245,13 @@ def test_a_run_ends(limit: float, then: Callable[[], None], ended: str, reason: 
     assert (tmp_path / "log").read_text() == "from a rank"
 
 
-def test_a_users_mistake_ends_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def work(*_: Any) -> None:
-        raise UserError("batch_size=7: no")
-
-    monkeypatch.setattr(time_to_loss, "work", work)
-    with pytest.raises(UserError, match="batch_size=7: no"):
-        time_to_loss.train(TimeToLoss(workers=2), None, TASKS["vision"], (0, 40.0, "vision", "co2"), tmp_path / "log")
-
-
 def test_an_absent_package_is_named_and_a_software_throttle_refuses_every_package(monkeypatch, tmp_path: Path):
-    monkeypatch.setitem(PEERS, "torchft_diloco", Peer("nosuchpackage-nightly", lambda _: pytest.fail("started")))
-    planned, cluster = (0, 40.0, "vision", "torchft_diloco:tau=12"), Cluster(2, 40.0)
+    monkeypatch.setitem(PEERS, "torchft_streaming", Peer("nosuchpackage-nightly", lambda _: pytest.fail("started")))
+    planned, cluster = (0, 40.0, "vision", "torchft_streaming:tau=12"), Cluster(2, 40.0)
     found = time_to_loss.train(TimeToLoss(), cluster, TASKS["vision"], planned, tmp_path)
     assert found["ended"] == "not run" and found["reason"] == "package nosuchpackage-nightly is not installed"
     refused = time_to_loss.train(TimeToLoss(throttle=True), None, TASKS["vision"], planned, tmp_path)
-    assert refused["reason"] == "other packages need network namespaces" and PEERS["torch_powersgd"].missing() == ""
+    assert refused["reason"] == "other packages need network namespaces"
 
 
 def test_a_method_that_failed_is_not_tried_again_and_the_others_go_on(monkeypatch, tmp_path: Path, capsys):
@@ -314,13 +264,14 @@ def test_a_method_that_failed_is_not_tried_again_and_the_others_go_on(monkeypatc
 
     monkeypatch.setattr(time_to_loss, "train", train)
     o = TimeToLoss(tasks=("vision",), rates=(40.0,), methods=("co2", "local"), throttle=True)
-    session = Session("time_to_loss", tmp_path, {}, TABLES)
-    time_to_loss.run_all(o, session)
+    result: dict[str, Any] = {}
+    time_to_loss.run_all(o, tmp_path, result)
+    assert json.loads((tmp_path / "time_to_loss.json").read_text())["runs"] == result["runs"]
     assert [planned[0] for planned in tried if planned[3] == "co2"] == [0]
     assert sorted(planned[0] for planned in tried if planned[3] == "local") == [0, 1, 2]
-    assert [r["reason"] for r in session.result["runs"] if r["method"] == "co2"] == ["rank 0: gone"] * 3
+    assert [r["reason"] for r in result["runs"] if r["method"] == "co2"] == ["rank 0: gone"] * 3
     assert "runs | vision | 40 | local | reached |  | 1 | 2.00 | 6 | 0.100" in capsys.readouterr().out
-    assert [r["status"] for r in session.result["runs"] if r["method"] == "local"] == ["reached"] * 3
+    assert [r["status"] for r in result["runs"] if r["method"] == "local"] == ["reached"] * 3
 
 
 # -- real runs --------------------------------------------------------------------------------------------------
@@ -367,7 +318,13 @@ def test_the_loop_against_two_workers_by_hand(tmp_path: Path):
     """Over an emulated link; a round of two workers sends the model once."""
     options = ["--throttle", "--rates", "400", "--eval_every", "2", "--methods"]
     runs, said = small(
-        tmp_path, *options, "none", "local:tau=4", "local:share=0.05", "torch_powersgd", "ddp:accumulate=2,cap=0.5"
+        tmp_path,
+        *options,
+        "none",
+        "local:tau=4",
+        "local:share=0.05",
+        "torch_powersgd_rank4",
+        "ddp:accumulate=2,cap=0.5",
     )
     for method, every in (("none", 0), ("local:tau=4", 4)):
         losses = [line["loss"] for line in runs[method]["trajectory"]]
@@ -380,17 +337,17 @@ def test_the_loop_against_two_workers_by_hand(tmp_path: Path):
     assert at_12["seconds"] > 0.95 * at_12["bytes_sent"] * 8 / 400e6  # what the link takes
     assert runs["ddp:accumulate=2,cap=0.5"]["trajectory"][6]["rounds"] == 6
     assert runs["ddp:accumulate=2,cap=0.5"]["trajectory"][-1]["loss"] < 0.4
-    assert "| torch_powersgd | not run | other packages need network namespaces | 1 |" in said
+    assert "| torch_powersgd_rank4 | not run | other packages need network namespaces | 1 |" in said
 
 
 @pytest.mark.root
 def test_own_methods_and_other_packages_in_namespaces(tmp_path: Path):
     """Bytes are those of the interface: with headers, above the model's in every round. Steps are paced."""
     options = ["--rates", "100", "--step_ms", "10", "--limit_seconds", "40"]
-    runs, said = small(tmp_path, *options, "--methods", "co2", "torch_post_local:tau=12", "torch_powersgd", "none")
+    runs, said = small(tmp_path, *options, "--methods", "co2", "local:tau=12", "torch_powersgd_rank4", "none")
     assert all(run["trajectory"][-1]["step"] == 242 for run in runs.values()), said
-    first, last = (runs["torch_post_local:tau=12"]["trajectory"][i] for i in (0, -1))
+    first, last = (runs["local:tau=12"]["trajectory"][i] for i in (0, -1))
     assert first["bytes_sent"] == 0 and last["rounds"] == 21
     assert 21 * 4 * 282_378 < last["bytes_sent"] < 1.1 * 21 * 4 * 282_378
     assert runs["none"]["trajectory"][-1]["seconds"] > 242 * 0.01
-    assert "| torch_post_local:tau=12 | reached |  | 1 |" in said
+    assert "| torch_powersgd_rank4 | reached |  | 1 |" in said

@@ -183,8 +183,8 @@ BUDGETS = {
     "pointcloud": 1332,
     "segmentation": 1520,
     "vision": 1422,
-    "bench": 4764,
-    "results": 1340,
+    "bench": 4200,
+    "results": 1300,
     "examples": 630,
     "tests": 38461,
 }

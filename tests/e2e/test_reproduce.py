@@ -15,7 +15,7 @@ import pytest
 import reproduce
 from core import UserError
 from core.baselines.table import METHODS
-from results.collect import collect, keep_stand_ins, load_recipe, read_kept, read_run, status
+from results.collect import collect, keep_stand_ins, load_recipe, read_run
 from results.paper import SHORT, TABLES
 from tests.e2e.test_slurm import table_row
 from training.recipe import flat, parse
@@ -96,7 +96,7 @@ def test_runs_that_are_no_fair_measurement_are_left_out_with_the_reason(tmp_path
     (tmp_path / "foreign" / "config.json").write_text('["of another program"]')
     (tmp_path / "foreign" / "summary.json").write_text("{}")
     lines = collected(tmp_path)
-    assert sum("75.00" in line for line in lines) == 3  # its own table, tau, clip
+    assert sum("75.00" in line for line in lines) == 2  # its own table, tau
     assert not any(f"{value}.00" in line for value in range(76, 83) for line in lines)
     for name, reason in {
         "again": "seed 0 is there already",
@@ -197,37 +197,21 @@ def test_a_run_without_the_penalty_goes_to_its_own_row(tmp_path: Path):
     assert any("| 10.00 |" in line for line in collected(tmp_path, "gpt2")), "the same run is a row of another table"
 
 
-def kept_in(out: Path, names: list[str], folder: Path) -> str:
-    return "\n".join(keep_stand_ins(names, folder, out))
-
-
-def test_what_is_kept_counts_without_its_run_folders_and_runs_of_today_go_beside_it(tmp_path: Path):
+def test_stand_ins_are_stored_with_the_settings_that_a_row_needs(tmp_path: Path):
     small = {"task": "vision", "name": "digits_small", "workers": 4}
-    make_run(tmp_path / "first/a", **small, results={"test_top1": 0.9})
-    make_run(tmp_path / "first/other", **small, gap="none", results={"test_top1": 0.1})  # counts in no row of imagenet
-    out = tmp_path / "tables"
-    before = kept_in(out, ["imagenet"], tmp_path / "first")
-    assert kept_in(out, ["imagenet"], tmp_path / "nothing") == before
-    make_run(tmp_path / "later/b", **small, seed=1, results={"test_top1": 0.8})
-    make_run(tmp_path / "later/a", **small, results={"test_top1": 0.7})  # again: it replaces the first
-    shown = kept_in(out, ["imagenet", "tau_vision"], tmp_path / "later")
+    make_run(tmp_path / "runs/a", **small, results={"test_top1": 0.9})
+    make_run(tmp_path / "runs/b", **small, seed=1, results={"test_top1": 0.8})
+    make_run(tmp_path / "runs/other", **small, gap="none", results={"test_top1": 0.1})  # counts in no row of imagenet
+    shown = "\n".join(keep_stand_ins(["imagenet", "tau_vision"], tmp_path / "runs", tmp_path))
     for label in ("ResNet-50", "tau 6"):  # tables share runs
-        assert f"| {label}: digits_small | co2 | 6 | 4 | 64 | 2 | 75.00 ± 7.07 |" in shown
-    (out / "gap.json").write_text('[{"folder": "a"}]')
-    with pytest.raises(UserError, match=r"gap.json is damaged"):
-        kept_in(out, ["imagenet"], tmp_path / "later")
-
-
-def test_a_kept_run_is_finished_for_its_row_and_seed_alone(tmp_path: Path):
-    make_run(tmp_path / "runs/a", "vision", "digits_small", workers=4, seed=2, results={"test_top1": 0.9})
-    kept_in(tmp_path, ["imagenet"], tmp_path / "runs")
-    row = next(row for row in TABLES["imagenet"].rows if (row.local, row.method) == ("digits_small", "co2"))
-    jobs = [reproduce.Job(of, seed, Path("nowhere"), {}, []) for of in (row, replace(row, tau=12)) for seed in (1, 2)]
-    kept = read_kept(tmp_path)
-    assert [(job.row.tau, job.seed) for job in reproduce.unfinished(jobs, kept)] == [(None, 1), (12, 1), (12, 2)]
-    told = list(status({"imagenet": [(job.row, job.seed, tmp_path / str(job.seed)) for job in jobs]}, "worker", kept))
-    assert "| imagenet | ResNet-50 | co2 |  | 1 | 0 | 1 | 0.0 | ? |" in told
-    assert "| imagenet | ResNet-50 | co2 | 12 | 0 | 0 | 2 | 0.0 | ? |" in told
+        assert f"| {label}: digits_small | co2 | 6 | 4 | 64 | 2 | 85.00 ± 7.07 |" in shown
+    rows = json.loads((tmp_path / "imagenet.json").read_text())
+    assert [(row["folder"], row["test_top1"], row["commit"]) for row in rows] == [
+        ("a", 0.9, "abc1234"),
+        ("b", 0.8, "abc1234"),
+    ]
+    assert rows[1]["settings"]["seed"] == 1 and rows[0]["settings"]["co2.gap"] == "elementwise"
+    assert not {"out", "device", "ddp_compression.format"} & rows[0]["settings"].keys()
 
 
 def test_throughput_and_its_ratios_by_hand(tmp_path: Path):
@@ -563,21 +547,3 @@ def test_local_runs_what_is_missing_and_stops_at_a_failure(tmp_path: Path, monke
     with pytest.raises(UserError, match=r"language-gpt2_pydoc_small-co2-tau6-.*-seed0 is not finished"):
         reproduce.main()
     assert [path.name[-5:] for path in started] == ["seed1", "seed2", "seed0"], "seed 0 without penalty was there"
-
-
-def test_a_kept_row_is_named_by_its_folder_and_again_repeats_it(tmp_path, monkeypatch, capsys):
-    kept, runs = tmp_path / "kept", tmp_path / "runs"
-    monkeypatch.setattr(reproduce, "ROOT", tmp_path)
-    monkeypatch.setattr(reproduce, "KEPT", kept)
-    settings = {"method": "co2", "tau": 6, "seed": 0, "workers": 4, "results": {TABLES["gap"].metric.key: 2.0}}
-    make_run(runs / "one", "language", "gpt2_pydoc_small", **settings)
-    assert [*keep_stand_ins(["gap"], runs, kept)] and (kept / "gap.json").is_file()
-    asked = ["reproduce.py", "gap", "--local", "--seeds", "0", "--dry-run"]
-    monkeypatch.setattr(sys, "argv", asked)
-    reproduce.main()
-    other, said = capsys.readouterr().out.splitlines()
-    assert said.startswith("# finished: ") and said.endswith(f"seed 0, a row of {kept}; --again repeats it")
-    assert "--co2.gap none" in other, "the row without a penalty is not kept"
-    monkeypatch.setattr(sys, "argv", [*asked, "--again"])
-    reproduce.main()
-    assert len([line for line in capsys.readouterr().out.splitlines() if "--resume" in line]) == 2
