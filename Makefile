@@ -7,6 +7,7 @@ PIP_INSTALL := -m pip install --disable-pip-version-check --no-input
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE=
 PYTEST := $(TEST_ENV) $(PY) -m pytest
 TWO_FILES := -n 2 --dist loadfile --no-loadscope-reorder
+EXAMPLES := tests/e2e/test_examples.py tests/e2e/test_wheel.py
 PYTEST_ARGS ?=
 CHAOS ?=
 GPU ?=
@@ -44,11 +45,11 @@ etcd: setup ## start three members of etcd on this machine, for elastic runs wit
 test: setup ## run the fast tests (PYTEST_ARGS adds options)
 	$(PYTEST) $(TWO_FILES) $(PYTEST_ARGS)
 
-test-slow: setup ## run the slow tests
-	$(PYTEST) $(TWO_FILES) -m "slow and not gpu and not root and not slurm" $(PYTEST_ARGS)
+test-slow: setup ## run the slow tests, but for those of test-examples
+	$(PYTEST) $(TWO_FILES) -m "slow and not gpu and not root and not slurm" $(EXAMPLES:%=--ignore %) $(PYTEST_ARGS)
 
 test-examples: setup ## run every script of examples/ under torchrun, and the package in an environment of its own
-	$(PYTEST) -m "" -n 2 tests/e2e/test_examples.py tests/e2e/test_wheel.py $(PYTEST_ARGS)
+	$(PYTEST) -m "" -n 2 $(EXAMPLES) $(PYTEST_ARGS)
 
 # also on a machine without .venv: docs/gpus.md. Other files may need packages that such a machine lacks
 test-gpu: ## run the tests that need a CUDA device
