@@ -391,8 +391,10 @@ def merges(inside: str, fragments: int) -> list[tuple[int, list[bool]]]:
     return total_world_size((merged[1:], equal))
 
 
-@pytest.mark.parametrize("fragments", [1, 3])
-@pytest.mark.parametrize("inside", ["ddp", "fsdp2"])
+@pytest.mark.parametrize(
+    ("inside", "fragments"),
+    [("ddp", 1), ("fsdp2", 3), *(pytest.param(*of, marks=SLOW) for of in (("ddp", 3), ("fsdp2", 1)))],
+)
 @on_ranks(4, timeout=200)
 def test_a_node_merges_after_one_local_step(rank: int, inside: str, fragments: int):
     """It would not if each rank merged when its own average has arrived."""
