@@ -20,6 +20,7 @@ def ranks(fn: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
 def _as_by_torchrun(rank: int, world_size: int, fn: Callable[..., Any], *args: Any) -> Any:
     """With the environment that libraries read."""
     multiprocessing.current_process()._config["daemon"] = False  # pyright: ignore # a rank may have loading processes
+    multiprocessing.set_start_method("fork", force=True)  # and forks them, as a script of torchrun's
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     os.environ |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size), "ACCELERATE_USE_CPU": "1"}
     try:
