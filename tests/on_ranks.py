@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -44,6 +44,14 @@ def total_world_size(value: Any) -> list[Any]:
     found = [None] * dist.get_world_size()
     dist.all_gather_object(found, value)
     return found
+
+
+def shared_out(fn: Callable[[Any], Any], cases: Sequence[Any]) -> list[Any]:
+    """fn(case) of each case, on all ranks. One of them calls it: for what is costly and the same on all."""
+    rank, workers = dist.get_rank(), dist.get_world_size()
+    mine = {i: fn(case) for i, case in enumerate(cases) if i % workers == rank}
+    found = {i: result for of_rank in total_world_size(mine) for i, result in of_rank.items()}
+    return [found[i] for i in range(len(cases))]
 
 
 def alike(*tensors: torch.Tensor) -> bool:
