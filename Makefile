@@ -6,9 +6,10 @@ PIP_INSTALL := -m pip install --disable-pip-version-check --no-input
 # whatever the shell says: hundreds of the tests' processes import the same modules.
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE=
 PYTEST := $(TEST_ENV) $(PY) -m pytest
+FILES := --dist loadfile --no-loadscope-reorder
+EXAMPLES := tests/e2e/test_examples.py tests/e2e/test_wheel.py
 PYTEST_ARGS ?=
 CHAOS ?=
-SOAK ?=
 GPU ?=
 
 .PHONY: help setup clean demo etcd test test-slow test-examples test-gpu test-root test-slurm test-triton test-lowest lint wheel docs gpu-report chaos
@@ -42,13 +43,13 @@ etcd: setup ## start three members of etcd on this machine, for elastic runs wit
 
 ##@ Test
 test: setup ## run the fast tests (PYTEST_ARGS adds options)
-	$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	$(PYTEST) -n 3 $(FILES) $(PYTEST_ARGS)
 
-test-slow: setup ## run the slow tests
-	$(PYTEST) -m "slow and not gpu and not root and not slurm" $(PYTEST_ARGS)
+test-slow: setup ## run the slow tests, but for those of test-examples
+	$(PYTEST) -n 2 $(FILES) -m "slow and not gpu and not root and not slurm" $(EXAMPLES:%=--ignore %) $(PYTEST_ARGS)
 
 test-examples: setup ## run every script of examples/ under torchrun, and the package in an environment of its own
-	$(PYTEST) -m "" -n 2 tests/e2e/test_examples.py tests/e2e/test_wheel.py $(PYTEST_ARGS)
+	$(PYTEST) -m "" -n 2 $(EXAMPLES) $(PYTEST_ARGS)
 
 # also on a machine without .venv: docs/gpus.md. Other files may need packages that such a machine lacks
 test-gpu: ## run the tests that need a CUDA device

@@ -20,13 +20,7 @@ from tests.scripts import Mistakes
 FOLDERS = ("e2e", "integrations", "training", "bench", "core", "domains")
 
 
-gc.disable()  # while hundreds of modules are imported, none of which goes away
-
-
-def pytest_collection_finish() -> None:
-    """A test's own gc.collect() need not walk what all tests have imported, a second each time."""
-    gc.freeze()
-    gc.enable()
+gc.disable()  # until what all tests need is imported: hundreds of modules, none of which goes away
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -42,11 +36,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtestloop(session: pytest.Session) -> None:
     """The server that forks the tests' ranks is this process, forked: it has imported what all of them need.
 
-    A process that has asked CUDA for its devices cannot be forked: there the ranks have core.testing's own server.
+    A process that has asked CUDA for its devices cannot be forked: there the ranks have core.testing's own server. A
+    test's own gc.collect() need not walk what is imported, a second each time.
     """
-    if getattr(session, "items", ()) and not torch.cuda.is_available():  # no items: it only hands out tests to others
-        for name in PRELOAD:
-            importlib.import_module(name)
+    forks = getattr(session, "items", ()) and not torch.cuda.is_available()  # no items: it only hands out tests
+    for name in PRELOAD if forks else ():
+        importlib.import_module(name)
+    gc.freeze()
+    gc.enable()
+    if forks:
         resource_tracker.ensure_running()
         capture: Any = session.config.pluginmanager.getplugin("capturemanager")
         capture.resume_global_capture()  # as in a test, for what ranks print

@@ -128,6 +128,7 @@ def run_resumed(rank: int, world_size: int, folder: str, which: str) -> list[tup
         "step += 1\n": "step += 1; assert step != {crash}, 'stopped'\n",
         "step % 100": "step % 30",
         "2 * len(loader)": "3 * len(loader)",
+        "6 * len(loader)": "3 * len(loader)",
     }
     for name, crash in (("calm", 0), ("harmed", CRASH), ("harmed", 0)):
         code, path = block.code, f"{folder}/{name}"

@@ -1,7 +1,7 @@
 """Compares training here with training at an earlier commit, bit for bit.
 
-    python tests/equal_to.py 2daac89            # every case
-    python tests/equal_to.py 2daac89 paper keep # only the cases whose names contain one of these words
+    python tests/equal_to.py 1d1dd1b            # every case
+    python tests/equal_to.py 1d1dd1b paper keep # only the cases whose names contain one of these words
 
 Makes a git worktree of the commit in a temporary folder. Runs the same cases there and here, on two gloo processes
 each, and compares SHA-256 digests of the parameters and buffers after every step, and of the tensors in the method's
@@ -26,13 +26,12 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent.parent
 WORKERS = 2
-RENAMED = {"wire": "compression", "outer": "restart", "keep": "keep_local"}  # of settings
 
 
 def cases() -> dict[str, dict[str, Any]]:
     """Name -> what is otherwise than in train(). Imports nothing of the project."""
-    late = {"merge": "keep", "gap": "none", "outer_momentum": 0.0, "delay": 2}
-    lgreco = {"wire": ("lgreco", {"like": "int4"}, {"every": 3, "first": 2}), "tau": 2}
+    late = {"merge": "keep_local", "gap": "none", "outer_momentum": 0.0, "delay": 2}
+    lgreco = {"compression": ("lgreco", {"like": "int4"}, {"every": 3, "first": 2}), "tau": 2}
     found: dict[str, dict[str, Any]] = {
         "paper": {},
         "paper, float64": {"dtype": "float64"},
@@ -52,10 +51,10 @@ def cases() -> dict[str, dict[str, Any]]:
         "keep, as soon as it is there": {"co2": late | {"delay": "auto"}, "at_once": True},
         "keep, batch norm, uneven finish": {"co2": late, "batch_norm": True, "fewer": 6},
         "outer, delay 0": {"co2": {"delay": 0, "gap": "none"}},
-        "int8, error feedback": {"co2": {"wire": ("int8", {}, {})}},
-        "int4, error feedback, keep": {"co2": late | {"wire": ("int4", {}, {})}},
-        "int4, no error feedback": {"co2": {"wire": ("int4", {"error_feedback": False}, {})}},
-        "bfloat16 wire, batch norm": {"co2": {"wire": ("bfloat16", {}, {})}, "batch_norm": True},
+        "int8, error feedback": {"co2": {"compression": ("int8", {}, {})}},
+        "int4, error feedback, keep": {"co2": late | {"compression": ("int4", {}, {})}},
+        "int4, no error feedback": {"co2": {"compression": ("int4", {"error_feedback": False}, {})}},
+        "bfloat16 wire, batch norm": {"co2": {"compression": ("bfloat16", {}, {})}, "batch_norm": True},
         "lgreco": {"co2": lgreco},
         "lgreco, keep": {"co2": late | lgreco},
         "sharded": {"make": {"shard": True}},
@@ -65,28 +64,20 @@ def cases() -> dict[str, dict[str, Any]]:
         "sharded, offload": {"make": {"offload": True}},
         "local": {"method": "local"},
         "local, batch norm, uneven finish": {"method": "local", "batch_norm": True, "fewer": 6},
-        "local, int8": {"method": "local", "co2": {"wire": ("int8", {}, {})}},
+        "local, int8": {"method": "local", "co2": {"compression": ("int8", {}, {})}},
         "slowmo": {"method": "slowmo"},
         "slowmo, a NaN": {"method": "slowmo", "nan_at": 14},
         "overlap_local": {"method": "overlap_local"},
         "overlap_local, a NaN": {"method": "overlap_local", "nan_at": 14},
-        "nesterov, delayed": {"method": "delayed", "nesterov": True, "co2": {"outer_lr": 0.5, "outer_momentum": 0.5}},
-        "diloco": {"method": "delayed", "nesterov": True, "co2": {"delay": 0, "gap": "none", "outer_lr": 0.5}},
-        "delayed, no nesterov": {"method": "delayed"},
+        "nesterov": {"co2": {"nesterov": True, "outer_lr": 0.5, "outer_momentum": 0.5}},
+        "diloco": {"co2": {"nesterov": True, "delay": 0, "gap": "none", "outer_lr": 0.5}},
         "ddp": {"method": "ddp", "batch_norm": True},
-        "ddp, int8": {"method": "ddp", "ddp_wire": ("int8", {}, {})},
+        "ddp, int8": {"method": "ddp", "ddp_compression": ("int8", {}, {})},
         "paper, no outlier filter": {"guarded": False},
     }
-    resumed = ("paper, batch norm, uneven finish", "paper, bfloat16", "keep", "keep, batch norm, uneven finish")
-    resumed += (
-        "int8, error feedback",
-        "int4, error feedback, keep",
-        "lgreco, keep",
-        "local",
-        "slowmo",
-        "overlap_local",
-    )
-    resumed += ("sharded", "sharded, offload", "nesterov, delayed", "ddp, int8", "outer, delay 0")
+    resumed = ["paper, batch norm, uneven finish", "paper, bfloat16", "keep", "keep, batch norm, uneven finish"]
+    resumed += ["int8, error feedback", "int4, error feedback, keep", "lgreco, keep", "local", "slowmo"]
+    resumed += ["overlap_local", "sharded", "sharded, offload", "nesterov", "ddp, int8", "outer, delay 0"]
     return found | {f"resume: {name}": found[name] | {"resumes": True} for name in resumed}
 
 
@@ -106,13 +97,10 @@ def digest(tensors: Any) -> str:
 
 def tensors_in(state: Any, path: str = "") -> Iterator[Any]:
     """All tensors, but for the flat ones that travel: those hold measured times, too. L-GreCo's error feedback lies in
-    slots for the widest format, and its curves are of all formats. There are fewer of these since 2daac89, so only what
-    follows from both is compared: the payloads, the parameters, and where a resumed run comes to."""
+    slots for the widest format, so only what follows from it is compared: payloads and parameters."""
     import torch
 
     if isinstance(state, dict) and "allocation" in state:
-        return
-    if path.endswith("/outer_step"):  # what Nesterov momentum took last: kept now only if a gap needs it
         return
     if isinstance(state, torch.Tensor) and "flats" not in path:
         yield state
@@ -132,21 +120,10 @@ def made(what: dict[str, Any]) -> tuple[Any, Any, Any, Any, Callable[..., Any]]:
 
     import core
 
-    here = hasattr(core, "CompressionConfig")  # else the names of before
-
     def compression(given: Any) -> Any:
         name, settings, of_lgreco = given
         more = {"lgreco": core.LGrecoConfig(**of_lgreco)} if of_lgreco else {}
-        return (core.CompressionConfig if here else core.WireConfig)(name, **settings, **more)
-
-    def config(given: dict[str, Any]) -> Any:
-        given = {key: compression(value) if key == "wire" else value for key, value in ({"tau": 4} | given).items()}
-        if here:
-            given = {
-                RENAMED.get(key, key): RENAMED.get(value, value) if key == "merge" else value
-                for key, value in given.items()
-            }
-        return core.CO2Config(**given)
+        return core.CompressionConfig(name, **settings, **more)
 
     rank, dtype = dist.get_rank(), getattr(torch, what.get("dtype", "float32"))
     torch.manual_seed(rank)  # the first worker's values must reach all
@@ -158,22 +135,17 @@ def made(what: dict[str, Any]) -> tuple[Any, Any, Any, Any, Callable[..., Any]]:
         more["mesh"] = core.node_mesh("cpu", what["per_node"])
     if what.get("schedule"):
         more["schedule"] = lambda number: {"tau": 2 + number % 3, "outer_lr": 0.5 + number / 10}
-    co2, name = dict(what.get("co2", {})), what.get("method", "co2")
-    if what.get("nesterov") and here:
-        co2["nesterov"] = True
-    elif what.get("nesterov"):
-        more["delayed"] = core.DelayedConfig(nesterov=True)
-    if what.get("ddp_wire"):
-        more["ddp_compression" if here else "ddp_wire"] = compression(what["ddp_wire"])
-    name = "co2" if here and name == "delayed" else name
+    co2 = {"tau": 4} | what.get("co2", {})
+    if "compression" in co2:
+        co2["compression"] = compression(co2["compression"])
+    if "ddp_compression" in what:
+        more["ddp_compression"] = compression(what["ddp_compression"])
     if not what.get("guarded", True):
         co2["outlier"] = None
-    called, method = core.make_method(name, model, co2=config(co2), timeout=60.0, **more)
+    called, method = core.make_method(what.get("method", "co2"), model, co2=core.CO2Config(**co2), timeout=60.0, **more)
     if what.get("at_once"):
-        flight = getattr(method, "_allreduce", None) or getattr(method, "allreduce", None) or method.flight
-        # the method had another name at earlier commits
-        has_arrived = lambda: not flight.in_flight or (flight.drain() if here else flight.settle())  # noqa: E731
-        flight.arrived = flight.landed = has_arrived
+        flight = method.allreduce
+        flight.arrived = lambda: not flight.in_flight or flight.drain()
     optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.0 if "nan_at" in what else 0.5)
     return model, called, optimizer, method, lambda data: torch.randn(8, 16, generator=data).to(dtype)
 
@@ -210,8 +182,7 @@ def train(name: str, what: dict[str, Any], folder: Path, *, again: bool) -> list
         if resumes and not again and step + 1 == SAVED_AT:
             assert core.save(saved_in, model, optimizer, method, step=SAVED_AT)
     in_mid_round = sorted(digest([t]) for t in tensors_in(method.state_dict())) if not what.get("fewer") else []
-    buckets = getattr(method, "_buckets", None) or getattr(method, "buckets", [])
-    payloads = [digest([b.payload for b in buckets])] if in_mid_round else []
+    payloads = [digest([b.payload for b in getattr(method, "buckets", [])])] if in_mid_round else []
     method.finish()
     seen.append(digest([*model.parameters(), *model.buffers()]))
     ended = sorted(digest([t]) for t in tensors_in(method.state_dict()))

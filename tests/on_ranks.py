@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,22 +16,19 @@ from core.testing import run_distributed
 Test = Callable[..., None]
 
 
-def on_ranks(workers: int = 0, *, through: str = "", **options: Any) -> Callable[[Test], Test]:
+def on_ranks(workers: int = 0, through: Callable[..., Any] = run_distributed, **options: Any) -> Callable[[Test], Test]:
     """A test(rank, ...) that `workers` gloo ranks run, or as many as its parameter of that name says.
 
-    through: the fixture that starts the ranks, in place of run_distributed. options: as run_distributed's. What pytest
-    gives the test, as parameters and tmp_path, must pickle.
+    through: starts the ranks, with these options. What pytest gives the test, as parameters and tmp_path, must pickle.
     """
 
     def decorate(fn: Test) -> Test:
         @functools.wraps(fn)
         def test(**given: Any) -> None:
-            run = given.pop(through) if through else functools.partial(run_distributed, **options)
-            run(_call, workers or given["workers"], fn.__module__, fn.__name__, given)
+            through(_call, workers or given["workers"], fn.__module__, fn.__name__, given, **options)
 
         signature = inspect.signature(fn)
         others = [parameter for name, parameter in signature.parameters.items() if name != "rank"]
-        others += [inspect.Parameter(through, inspect.Parameter.KEYWORD_ONLY)] if through else []
         test.__signature__ = signature.replace(parameters=others)  # pyright: ignore[reportAttributeAccessIssue]
         return test
 
@@ -47,6 +44,14 @@ def total_world_size(value: Any) -> list[Any]:
     found = [None] * dist.get_world_size()
     dist.all_gather_object(found, value)
     return found
+
+
+def shared_out(fn: Callable[[Any], Any], cases: Sequence[Any]) -> list[Any]:
+    """fn(case) of each case, on all ranks. One of them calls it: for what is costly and the same on all."""
+    rank, workers = dist.get_rank(), dist.get_world_size()
+    mine = {i: fn(case) for i, case in enumerate(cases) if i % workers == rank}
+    found = {i: result for of_rank in total_world_size(mine) for i, result in of_rank.items()}
+    return [found[i] for i in range(len(cases))]
 
 
 def alike(*tensors: torch.Tensor) -> bool:

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.linalg import solve_discrete_lyapunov
 
 Array = NDArray[np.float64]
 
@@ -80,7 +79,8 @@ class Quadratic:
     def variance(self, workers: int) -> float:
         """Of the outer iterate in the end, under local noise of variance 1: Lyapunov's equation for the round's map."""
         rows, noise = self.round_map()
-        return float(solve_discrete_lyapunov(rows, noise / workers)[0, 0])
+        equation = np.eye(rows.size) - np.kron(rows, rows)
+        return float(np.linalg.solve(equation, noise.ravel() / workers)[0])
 
     def apart(self, workers: int) -> float:
         """mean_i (x^i - mean)^2 in the end, under local noise of variance 1, when the workers send; with keep_local

@@ -304,8 +304,9 @@ class Members:
         finally:
             took = min(time.monotonic() - store.waited_at, seconds)
             self._form_within = min(max(FORM_WITHIN[0], 2 * took), FORM_WITHIN[1])
-        assert self.script_group is not None
-        set_timeout(self.script_group, self.timeout)
+        for group in (self.script_group, self.group):
+            assert group is not None
+            set_timeout(group, self.timeout)
         return reports
 
     def _connect(self, what: str, within: timedelta) -> dist.ProcessGroup:

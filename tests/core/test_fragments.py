@@ -109,22 +109,23 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("c", CASES, ids=lambda c: f"{c.fragments}-{c.delay}-{c.outer_momentum}-{c.nesterov}")
 @pytest.mark.parametrize("shapes", SHAPES)
-def test_each_slice_equals_the_specification(c: CO2Config, shapes: str):
-    want = expected(c, shapes, 2)
-    for rank, (found, closed, _) in enumerate(run_distributed(train, 2, c, shapes)):
-        assert [i for i, ended in enumerate(closed) if ended] == [5, 11, 17, 23], "a round lasts tau steps"
-        for step, (mine, theirs) in enumerate(zip(found, want, strict=True)):
-            assert (mine - theirs[rank]).abs().max() <= 1e-12, f"step {step}"
+def test_each_slice_equals_the_specification(shapes: str):
+    for c, of_ranks in zip(CASES, problems.run_cases(train, 2, [(c, shapes) for c in CASES]), strict=True):
+        want = expected(c, shapes, 2)
+        for rank, (found, closed, _) in enumerate(of_ranks):
+            assert [i for i, ended in enumerate(closed) if ended] == [5, 11, 17, 23], "a round lasts tau steps"
+            for step, (mine, theirs) in enumerate(zip(found, want, strict=True)):
+                assert (mine - theirs[rank]).abs().max() <= 1e-12, f"{c}, step {step}"
 
 
-@pytest.mark.parametrize("save_at", [7, 8, 12, 13])
-def test_a_run_resumes_bit_for_bit_with_any_fragment_in_flight(save_at: int):
+def test_a_run_resumes_bit_for_bit_with_any_fragment_in_flight():
     c = config(fragments=3, delay=2, outer_momentum=0.3, compression=CompressionConfig("int4"))
-    whole, resumed = run_distributed(train, 2, c, "several"), run_distributed(train, 2, c, "several", STEPS, save_at)
-    for (a, *_), (b, *_) in zip(whole, resumed, strict=True):
-        assert all(torch.equal(p, q) for p, q in zip(a, b, strict=True))
+    cases = [(c, "several", STEPS, save_at) for save_at in (0, 7, 8, 12, 13)]
+    for of_rank in zip(*problems.run_cases(train, 2, cases), strict=True):
+        whole, *resumed = [found for found, *_ in of_rank]
+        for ends in resumed:
+            assert all(torch.equal(p, q) for p, q in zip(whole, ends, strict=True))
 
 
 def uneven(rank: int, world_size: int, c: CO2Config) -> tuple[Tensor, int]:
@@ -414,20 +415,18 @@ def test_parts_of_shares_equal_the_specification(rank: int, inside: str, how: di
         assert apart(*in_nodes(rank, c, inside, 2, [STEPS, STEPS - 5], **how)) < 1e-12
 
 
-@pytest.mark.parametrize("save_at", [7, 9, 12])
 @pytest.mark.parametrize(
     ("inside", "how"), [("replicas", {}), ("shards and plain tensors", {}), ("replicas", {"shard": True})], ids=str
 )
 @on_ranks(4, timeout=200)
-def test_nodes_resume_bit_for_bit_with_any_fragment_in_flight(rank: int, inside: str, how: Any, save_at: int):
+def test_nodes_resume_bit_for_bit_with_any_fragment_in_flight(rank: int, inside: str, how: Any):
     c = config(fragments=3, delay=2, outer_momentum=0.3, compression=CompressionConfig("int4"))
-    whole, resumed = (in_nodes(rank, c, inside, 2, [STEPS, STEPS], at, **how)[0] for at in (0, save_at))
-    assert all(map(torch.equal, whole, resumed))
+    whole, *resumed = (in_nodes(rank, c, inside, 2, [STEPS, STEPS], at, **how)[0] for at in (0, 7, 9, 12))
+    assert all(all(map(torch.equal, whole, ends)) for ends in resumed)
 
 
 @pytest.mark.filterwarnings("ignore:.*is excluded")
-@pytest.mark.parametrize("delay", [1, "auto"])
-@pytest.mark.parametrize("inside", ["ddp", "fsdp2"])
+@pytest.mark.parametrize(("inside", "delay"), [("ddp", "auto"), ("fsdp2", 1)])
 @on_ranks(4, timeout=200)
 def test_a_node_that_is_not_finite_restarts_in_all_fragments_at_once(rank: int, inside: str, delay: Any):
     """A network takes a NaN to all of its parameters in one step, so fragments that restarted in turn stayed NaN."""
@@ -449,8 +448,7 @@ def test_a_node_that_is_not_finite_restarts_in_all_fragments_at_once(rank: int, 
     assert bool(sum(restarted)) == (rank > 1)
 
 
-@pytest.mark.parametrize("inside", ["ddp", "fsdp2"])
-@pytest.mark.parametrize("kind", ["float32", "int4"])
+@pytest.mark.parametrize(("inside", "kind"), [("ddp", "float32"), ("fsdp2", "int4")])
 @on_ranks(4)
 def test_a_round_of_nodes_sends_the_same_bytes(rank: int, inside: str, kind: Any):
     sent = []
@@ -466,7 +464,7 @@ def test_a_round_of_nodes_sends_the_same_bytes(rank: int, inside: str, kind: Any
     assert sent[0] <= sent[1] <= 1.02 * sent[0] + 2000
 
 
-@pytest.mark.parametrize("inside", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("inside", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp2"])
 @on_ranks(4, timeout=200)
 def test_nodes_choose_fragments_alike_and_evaluate_one_model(rank: int, inside: str):
     model, cuts, equal = nn.Sequential(nn.Linear(300, 200)), [], []

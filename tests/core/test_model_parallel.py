@@ -18,7 +18,7 @@ from core.buckets import local_shard
 from core.groups import copies_of
 from core.nodes import node_mesh
 from core.testing.reference import Reference
-from tests.on_ranks import alike, on_ranks, total_world_size
+from tests.on_ranks import alike, on_ranks, shared_out, total_world_size
 from tests.problems import (
     LR,
     Settings,
@@ -100,12 +100,12 @@ def reference(config: CO2Config) -> list[Tensor]:
 def test_tensor_parallelism_equals_the_reference(rank: int, replicated: bool, cases: list[Any]):
     """What both ranks of a node hold counts once in norms and in the number of elements."""
     mesh = node_mesh("cpu", 2)
-    for config, how in cases:
+    for (config, how), theirs in zip(cases, shared_out(lambda of: reference(of[0]), cases), strict=True):
         net = tensor_parallel(mesh, replicated)
         wrapped, co2 = make_method("co2", net, co2=config, mesh=mesh, **how)
         assert wrapped is net
         trace = trace_of(co2, lambda step, n=net: learn(n, rank // 2, step), lambda n=net: gathered(n), STEPS)
-        assert_traces_equal(trace, reference(config))
+        assert_traces_equal(trace, theirs)
 
 
 def stage(i: int, dtype: torch.dtype = torch.float64) -> nn.Sequential:

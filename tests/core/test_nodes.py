@@ -24,7 +24,7 @@ from core.testing import run_distributed
 from core.testing.reference import Reference
 from tests import problems
 from tests.core.test_nesterov import Rounding
-from tests.on_ranks import alike, on_ranks, total_world_size
+from tests.on_ranks import alike, on_ranks, shared_out, total_world_size
 from tests.problems import LR, batch, flat, gradient, node_step, small_net
 
 TAU, STEPS, NEAR = 4, 14, 1e-12
@@ -153,12 +153,12 @@ SLOW = pytest.mark.slow
 def test_equals_the_reference_after_every_step(rank: int, inside: str, per_node: int, cases: list[str]):
     """Also where node 1 ends five steps earlier, and then takes part in the others' rounds."""
     mesh, nodes = node_mesh("cpu", per_node), 4 // per_node
-    for name, fewer in [(name, 0) for name in cases] + [(name, 5) for name in CORNERS if nodes > 1]:
-        steps = [STEPS - fewer * (node == 1) for node in range(nodes)]
+    each = [(name, 0) for name in cases] + [(name, 5) for name in CORNERS if nodes > 1]
+    each = [(name, [STEPS - fewer * (node == 1) for node in range(nodes)]) for name, fewer in each]
+    for (name, steps), theirs in zip(each, shared_out(lambda of: of_nets(of[0], per_node, of[1]), each), strict=True):
         ours = [whole(model) for model, _ in run_inside(inside, name, mesh, steps[rank // per_node])]
-        theirs = of_nets(name, per_node, steps)
         theirs = [rows[rank // per_node] for rows in [*theirs[: len(ours) - 1], theirs[-1]]]
-        assert apart(ours, theirs) < NEAR < (ours[-1] - ours[0]).abs().max(), (name, fewer)
+        assert apart(ours, theirs) < NEAR < (ours[-1] - ours[0]).abs().max(), (name, steps)
 
 
 @pytest.mark.parametrize("inside", ["ddp", "fsdp2"])
@@ -230,17 +230,16 @@ def run(
 @on_ranks(4, timeout=300)
 def test_every_part_equals_the_reference(rank: int, place: str, names: list[str]):
     """Of parameters that tile no part: 0-d, empty, odd, channels_last, transposed; and of storages that move."""
-    in_nodes = "nodes" in place
-    for name in names:
-        params = problems.odd_parameters()
-        start, (c, schedule) = flat(params), config(name)
+    in_nodes, start = "nodes" in place, flat(problems.odd_parameters())
+    of_all = shared_out(lambda name: expected(name, start, NODES if in_nodes else SINGLE), names)
+    for name, theirs in zip(names, of_all, strict=True):
+        params, (c, schedule) = problems.odd_parameters(), config(name)
 
         def moves(number: int, params: list[Any] = params, schedule: Any = schedule) -> dict[str, Any]:
             params[3].data = params[3].data.clone() if number % 2 else torch.empty(5, 3).double().t().copy_(params[3])
             return schedule(number) if schedule else {}
 
         ours, co2 = run(params, c, rank, place, schedule=moves)
-        theirs = expected(name, start, NODES if in_nodes else SINGLE)
         mine = [rows[rank // 2 if in_nodes else rank] for rows in theirs]
         assert apart(ours, mine) < NEAR < (ours[-1] - ours[0]).abs().max(), name
         parts = (2 if in_nodes else 1) * ((2 if in_nodes else 4) if "shard" in place else 1)
@@ -392,8 +391,10 @@ def merges(inside: str, fragments: int) -> list[tuple[int, list[bool]]]:
     return total_world_size((merged[1:], equal))
 
 
-@pytest.mark.parametrize("fragments", [1, 3])
-@pytest.mark.parametrize("inside", ["ddp", "fsdp2"])
+@pytest.mark.parametrize(
+    ("inside", "fragments"),
+    [("ddp", 1), ("fsdp2", 3), *(pytest.param(*of, marks=SLOW) for of in (("ddp", 3), ("fsdp2", 1)))],
+)
 @on_ranks(4, timeout=200)
 def test_a_node_merges_after_one_local_step(rank: int, inside: str, fragments: int):
     """It would not if each rank merged when its own average has arrived."""

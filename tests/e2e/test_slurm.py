@@ -430,9 +430,9 @@ def test_the_readme_has_what_each_recipe_costs(task: str, tmp_path: Path, monkey
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_its_torchrun_line_runs_with_the_small_recipe(script: str, tmp_path: Path):
-    small = SMALL[Path(script).stem.split("_")[0]]
+@pytest.mark.parametrize("task", SMALL)
+def test_its_torchrun_line_runs_with_the_small_recipe(task: str, tmp_path: Path):
+    script, small = f"slurm/{task}_a100.sh", SMALL[task]
     if small == "prompts":
         from tests.tiny_models import make_model, make_prompts  # here, for transformers takes seconds to import
 

@@ -19,7 +19,6 @@ pytestmark = pytest.mark.slow  # `make test-examples` runs it, and .ci/run that
 
 ROOT = Path(__file__).resolve().parents[2]
 NOT_COPIED = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "results", "runs", "site")
-MOST_BYTES = 275_000  # 250_000 was aimed at, before a doctor, integrations, checkpoints
 INFO = f"co2_training-{__version__}.dist-info"
 ABOUT = {f"{INFO}/{name}" for name in ("METADATA", "RECORD", "WHEEL", "top_level.txt", "licenses/LICENSE")}
 
@@ -92,12 +91,11 @@ def test_the_wheel_holds_core_and_nothing_else_and_the_sdist_what_it_is_built_fr
     with zipfile.ZipFile(wheel) as archive:
         assert {*archive.namelist()} == {f"co2_training/{path}" for path in core} | ABOUT
         assert archive.read(f"{INFO}/top_level.txt") == b"co2_training\n"
-    assert wheel.stat().st_size <= MOST_BYTES
     (sdist,) = dist.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         inside = {Path(name).parts[1] for name in archive.getnames() if "/" in name}
     made = {"PKG-INFO", "setup.cfg", "co2_training.egg-info"}
-    assert inside - made == {"LICENSE", "README.md", "core", "pyproject.toml"} and sdist.stat().st_size <= MOST_BYTES
+    assert inside - made == {"LICENSE", "README.md", "core", "pyproject.toml"}
 
 
 def test_two_workers_train_with_the_installed_package(python: Path, tmp_path: Path):

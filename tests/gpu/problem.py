@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from core import CO2, CO2Config, CompressionConfig, LGrecoConfig
@@ -139,3 +140,33 @@ def synchronisations() -> Iterator[list[str]]:
             torch.cuda.set_sync_debug_mode("default")
     # torch says once, too, that the mode "does not yet detect all synchronizing operations"
     found += [f"{Path(w.filename).name}:{w.lineno}" for w in seen if "called a synchronizing" in str(w.message)]
+
+
+class Slow:
+    """A reducer whose all-reduces begin with a kernel that sleeps for some 30 ms, in their stream."""
+
+    def __init__(self, reducer: Any):
+        self.reducer = reducer
+
+    @property
+    def scale(self) -> float:
+        return self.reducer.scale
+
+    @property
+    def state(self) -> dict[str, list[Tensor]]:
+        return self.reducer.state
+
+    def stages(self, group: Any, number: int) -> Iterator[Any]:
+        torch.cuda._sleep(CYCLES)
+        yield [], 0
+        yield from self.reducer.stages(group, number)
+
+
+@contextlib.contextmanager
+def one_rank() -> Iterator[None]:
+    """A process group of one process over NCCL, which queues everything as with many ranks."""
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

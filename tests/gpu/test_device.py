@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from bench.loss.__main__ import captured, vmap_gradient
-from core import CO2, CO2Config, CompressionConfig, LGrecoConfig, make_method
+from core import CO2, CO2Config, make_method
 from core.compression import formats
 from core.testing import run_distributed
 from tests.gpu.problem import (
@@ -31,13 +31,12 @@ from tests.gpu.problem import (
     end,
     go,
     move,
+    one_rank,
     problem,
     same,
     synchronisations,
     train,
 )
-from tests.gpu.slow import one_rank
-from tests.problems import Mean
 
 pytestmark = pytest.mark.gpu
 
@@ -83,27 +82,6 @@ def test_the_plain_codec_gives_the_hosts_bytes(name: Any):
     lost = x.to(DEVICE, copy=True)
     formats.encode(lost.clone(), name, lost=lost)
     assert torch.equal(lost.cpu()[sound], (x - found)[sound])
-
-
-def sent_by_lgreco(device: str, like: str, config: LGrecoConfig) -> tuple[list[str], Tensor]:
-    compression = CompressionConfig("lgreco", like=like, lgreco=config)
-    tensors = [torch.zeros(s, dtype=torch.float64, device=device) for s in [(400, 300), (300, 250), (5000,)]]
-    mean, landed = Mean(tensors, {"steps": 1, "weight": 1}, compression.reducer), []
-    for round in range(5):
-        draw = torch.randn(mean.buckets[0].numel, generator=torch.Generator().manual_seed(round), dtype=torch.float64)
-        mean.buckets[0].payload.copy_(draw * torch.linspace(0.01, 3, len(draw), dtype=torch.float64) ** 3)
-        mean.reduce()
-        landed.append(mean.buckets[0].payload.clone().cpu())
-    return [str(c) for c in mean.reducer.chosen], torch.stack(landed)
-
-
-@pytest.mark.parametrize("like", ["int4", "top0.01", "rank4"])
-def test_lgreco_chooses_and_sends_as_on_a_cpu(like: str):
-    """Of low rank uniformly: its curves begin with draws of the device's own."""
-    config = LGrecoConfig(rule="uniform" if like == "rank4" else "lgreco", every=2, first=1)
-    (ours, landed), (theirs, expected) = (sent_by_lgreco(device, like, config) for device in (DEVICE, "cpu"))
-    assert ours == theirs
-    torch.testing.assert_close(landed, expected, rtol=1e-6, atol=1e-6)
 
 
 # -- what lies in the host's memory -------------------------------------------------------------------------------
@@ -184,7 +162,7 @@ def test_a_method_holds_what_the_dry_run_says(name: str):
     recipe = replace(small, co2=settings, recommended=name != "paper")
     with torch.device("meta"):
         said = held(recipe, make_model(recipe, pad=1), 1, 1)
-    with one_rank(DEVICE):
+    with one_rank():
         model = make_model(recipe, pad=1).to(DEVICE)
         params = [p for p in model.parameters() if p.requires_grad]
         gc.collect()

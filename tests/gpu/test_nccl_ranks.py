@@ -26,7 +26,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from core import CO2, CO2Config, CollectiveError, CompressionConfig, load, make_method, node_mesh, save
+from core import CO2, CO2Config, CompressionConfig, load, make_method, node_mesh, save
+from core.hooks import forget
 from core.testing import run_distributed
 from tests.gpu.problem import synchronisations
 
@@ -45,6 +46,8 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "bfloat16": ("co2", {"co2": CO2Config(tau=4, compression=CompressionConfig("bfloat16"))}),
     "lgreco": ("co2", {"co2": CO2Config(tau=4, compression=CompressionConfig("lgreco", like="int4"))}),
     "sharded": ("co2", {"co2": PAPER, "shard": True}),
+    "offload": ("co2", {"co2": PAPER, "offload": True}),
+    "delay 0": ("co2", {"co2": CO2Config(4, gap="none", delay=0)}),
     "nodes of two": ("co2", {"co2": PAPER, "per_node": 2}),
     "local": ("local", {"co2": PAPER}),
     "overlap_local": ("overlap_local", {"co2": PAPER}),
@@ -52,6 +55,7 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 LATE = 4.0  # seconds
 EXACT_RESUME = ("paper", "recommended", "recommended, int4", "sharded")
+WITH_NAN = ("paper", "recommended")
 gpu = pytest.mark.gpu
 
 
@@ -95,7 +99,7 @@ class Trained:
 
 def train_all(rank: int, ranks: int, backend: str, folder: str) -> dict[str, Any]:
     """Every method. The methods of EXACT_RESUME also with ranks that end at different steps, and resumed in mid-round
-    with an all-reduce in flight. FSDP2 inside nodes of two."""
+    with an all-reduce in flight; those of WITH_NAN with a rank that is left out. FSDP2 inside nodes of two."""
     found: dict[str, Any] = {}
     for name in METHODS:
         trained = Trained(name, device_of(backend), rank)
@@ -105,6 +109,14 @@ def train_all(rank: int, ranks: int, backend: str, folder: str) -> dict[str, Any
         trained, steps = Trained(name, device_of(backend), rank), STEPS - 7 * (rank == ranks - 1)
         trained.go(range(steps), steps)
         found[f"{name}, uneven"] = trained.end()
+    for name in WITH_NAN:
+        trained = Trained(name, device_of(backend), rank)
+        trained.method.on_excluded = forget(trained.optimizer)
+        trained.go(range(6))
+        if rank == ranks - 1:
+            trained.net[0].weight.data.fill_(float("nan"))
+        trained.go(range(6, STEPS))
+        found[f"{name}, NaN"] = trained.end()
     if ranks == 4:
         found["fsdp2"] = fsdp2(rank, device_of(backend))
     for name in EXACT_RESUME:
@@ -151,9 +163,8 @@ def check(ends: list[dict[str, Any]], name: str, reference: dict[str, Any] | Non
 
 
 COUNTS = (2, 4)
-CASES = [(ranks, name) for ranks in COUNTS for name in (*METHODS, *(f"{n}, uneven" for n in EXACT_RESUME))] + [
-    (4, "fsdp2")
-]
+NAMES = [*METHODS, *(f"{name}, uneven" for name in EXACT_RESUME), *(f"{name}, NaN" for name in WITH_NAN)]
+CASES = [*((ranks, name) for ranks in COUNTS for name in NAMES), (4, "fsdp2")]
 
 
 @functools.cache
@@ -218,9 +229,9 @@ def test_the_first_launch_does_not_wait_for_a_late_peer(name: str):
     assert longest < LATE / 2, f"a call of step() took {longest:.2f} s"
 
 
-def lost(rank: int, ranks: int, backend: str, how: str, folder: str) -> Any:
+def lost(rank: int, ranks: int, how: str, folder: str) -> Any:
     """The last rank goes in mid-round; another trains until something ends it."""
-    trained = Trained("paper", device_of(backend), rank, timeout=10.0)
+    trained = Trained("paper", device_of(NCCL), rank, timeout=10.0)
     for step in range(100_000):
         trained.go(range(step, step + 1))
         if step == 9 and rank == ranks - 1:
@@ -230,10 +241,8 @@ def lost(rank: int, ranks: int, backend: str, how: str, folder: str) -> Any:
                 time.sleep(5)
                 os._exit(0)
             os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
-        if device_of(backend) != "cpu":
-            torch.cuda.synchronize()
+        torch.cuda.synchronize()
         time.sleep(0.01)
-    return None
 
 
 @gpu
@@ -241,7 +250,7 @@ def lost(rank: int, ranks: int, backend: str, how: str, folder: str) -> Any:
 def test_a_lost_peer_ends_the_others(how: str, within: float, tmp_path: Path):
     """torch's watchdog, or CO2's own error, ends the process; nobody waits for ever."""
     with pytest.raises((RuntimeError, TimeoutError)) as failure:
-        run_distributed(lost, 2, NCCL, how, str(tmp_path), timeout=within + 30, expect_death=(1,), backend=NCCL)
+        run_distributed(lost, 2, how, str(tmp_path), timeout=within + 30, expect_death=(1,), backend=NCCL)
     if how == "stop":  # all that still runs, 15 s after rank 0 has died, is rank 1
         within += 15
         assert str(failure.value).startswith("rank 1 still running")
@@ -268,12 +277,6 @@ def two_groups(rank: int, ranks: int, backend: str) -> bool:
 @pytest.mark.parametrize("backend", ["gloo", pytest.param(NCCL, marks=gpu)])
 def test_two_communicators_side_by_side(backend: str):
     assert run_distributed(two_groups, 2, backend, timeout=60, backend=backend) == [True, True]
-
-
-def test_a_lost_peer_over_gloo_is_an_error(tmp_path: Path):
-    """What test_a_lost_peer_ends_the_others does, on the CPU."""
-    with pytest.raises(RuntimeError, match=CollectiveError.__name__):
-        run_distributed(lost, 2, "gloo", "kill", str(tmp_path), timeout=60, expect_death=(1,))
 
 
 # -- train scripts ----------------------------------------------------------------------------------------------------

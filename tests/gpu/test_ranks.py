@@ -1,4 +1,4 @@
-"""Several workers on one GPU, over gloo, because NCCL refuses two there; and workers that come and go."""
+"""Workers that come and go on one GPU, over gloo, because NCCL refuses two there."""
 
 from __future__ import annotations
 
@@ -6,92 +6,21 @@ import json
 import os
 import signal
 import time
-import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 from bench.chaos.crew import Crew
-from core import CO2, CO2Config, testing
+from core import CO2Config, testing
 from core.elastic.joining import elastic_co2
 from core.elastic.members import Members
-from core.nodes import node_mesh
-from core.testing import run_distributed
-from tests.gpu.problem import DEVICE, METHODS, RECOMMENDED, Make, co2, distance, end, move, problem, train
+from tests.gpu.problem import DEVICE, RECOMMENDED, move, problem
 
 pytestmark = pytest.mark.gpu
-RANKS = 4
-BETWEEN: dict[str, Make] = {  # what differs between workers only
-    **{name: METHODS[name] for name in ("co2", "recommended", "int4", "sharded", "overlap_local")},
-    "delay 0": co2(gap="none", delay=0),
-    "offload": lambda p: CO2(p.params, CO2Config(tau=4), offload=True, buffers=p.buffers),
-    "nodes of two": lambda p: CO2(
-        p.params, CO2Config(tau=4, outlier=None), mesh=node_mesh("cpu", 2), buffers=p.buffers
-    ),
-}
-WITH_NAN = ("co2", "recommended")
-
-
-def trained(rank: int, workers: int, device: str) -> dict[str, Any]:
-    """By name, the parameters at the end; in nodes of two, both workers of a node move alike. And, on the device, what
-    excluded returns."""
-    found: dict[str, Any] = {}
-    for name, make in BETWEEN.items():
-        mover = rank // 2 if name == "nodes of two" else rank
-        found[name] = [t.numpy() for t in train(make, device, torch.float64, mover)]
-    return found | {f"{name}, NaN": excluded(rank, device, name) for name in WITH_NAN if device != "cpu"}
-
-
-def excluded(rank: int, device: str, name: str) -> tuple[list[Any], list[int]]:
-    """Rank 2's parameters become NaN in the second round: the parameters at the end, and who was left out by round."""
-    warnings.simplefilter("ignore")
-    p = problem(device)
-    method = METHODS[name](p)
-    counts = []
-    for step in range(32):
-        move(p.params, step, rank)
-        if rank == 2 and step == 6:
-            p.params[4].data.fill_(float("nan"))
-        if method.step():
-            counts.append(method.stats.excluded)
-    end(method)
-    return [t.detach().cpu().numpy() for t in p.params], counts
-
-
-@pytest.fixture(scope="module")
-def ends() -> list[dict[str, Any]]:
-    """What `trained` returns by rank: four processes for all cases, because each needs seconds to reach the device."""
-    return run_distributed(trained, RANKS, DEVICE, timeout=150)
-
-
-@pytest.fixture(scope="module")
-def ends_on_host() -> dict[str, Any]:
-    return run_distributed(trained, RANKS, "cpu", timeout=150)[0]
-
-
-@pytest.mark.parametrize("name", BETWEEN)
-def test_four_ranks_on_one_device_train_as_on_the_host(name: str, ends: list[dict[str, Any]], ends_on_host: Any):
-    ours, theirs = [[torch.from_numpy(t) for t in of_rank[name]] for of_rank in ends], ends_on_host[name]
-    assert all(all(map(torch.equal, ours[0], other)) for other in ours[1:]), "ranks differ"
-    assert distance(ours[0], [torch.from_numpy(t) for t in theirs]) < 1e-6
-
-
-@pytest.mark.parametrize("name", WITH_NAN)
-def test_a_worker_with_nan_is_left_out(name: str, ends: list[dict[str, Any]]):
-    first, _ = ends[0][f"{name}, NaN"]
-    for values, counts in (of_rank[f"{name}, NaN"] for of_rank in ends):
-        assert 1 in counts and max(counts) == 1, f"left out, by round: {counts}"
-        assert all(np.isfinite(v).all() for v in values), "NaN has reached another worker"
-        assert all((a == b).all() for a, b in zip(values, first, strict=True)), "workers differ at the end"
-
-
-# -- workers that come ------------------------------------------------------------------------------------------
-
 STEPS, DIES_AT, WAITS_AT = 40, 7, 15  # the third dies; the first two wait at a step until it is about to join again
 
 

@@ -12,11 +12,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from core import CO2Config, UserError
+from core.testing import PRELOAD
 from tests.integrations import plain
 from tests.integrations.plain import BATCH, EPOCHS, PAPER, Net
+from tests.integrations.ranks import ranks
 from tests.on_ranks import alike, on_ranks, total_world_size
 
-MODULES = ("accelerate", "core.integrations.accelerate", "torch.utils.tensorboard")
+PRELOAD += ["accelerate", "core.integrations.accelerate", "torch.utils.tensorboard"]
 
 
 def accelerator_of(log: str, **settings: Any) -> Any:
@@ -96,7 +98,7 @@ def train(
 
 
 @pytest.mark.parametrize("workers", [2, pytest.param(4, marks=pytest.mark.slow)])
-@on_ranks(through="ranks")
+@on_ranks(through=ranks)
 def test_trains_as_the_plain_loop_and_goes_on_from_checkpoints(rank: int, workers: int, tmp_path: Path) -> None:
     batches, folder = plain.in_turn(rank, workers), str(tmp_path)
     saved = {15: f"{folder}/15", 18: f"{folder}/18"} if workers == 2 else {}
@@ -121,7 +123,7 @@ def test_trains_as_the_plain_loop_and_goes_on_from_checkpoints(rank: int, worker
 
 
 @pytest.mark.slow
-@on_ranks(2, through="ranks")
+@on_ranks(2, through=ranks)
 def test_recommended_settings_run(rank: int) -> None:
     trace, boundaries = loop(None, epochs=20, shuffle=True)
     assert alike(trace[-1]) and len(boundaries) > 2
@@ -208,7 +210,7 @@ def test_a_state_that_safetensors_cannot_write_is_refused(tmp_path: Path) -> Non
         accelerator.load_state(str(tmp_path))
 
 
-@on_ranks(2, through="ranks")
+@on_ranks(2, through=ranks)
 def test_sigterm_to_all_processes_of_a_node_reaches_only_the_loops_handler(rank: int) -> None:
     with plain.hears_sigterm() as heard:
         trace, _ = loop(loading=2, stepped=lambda step: plain.terminate_node() if step == 7 else None)

@@ -15,8 +15,8 @@ from core import CO2, CO2Config, UserError, load, save
 from core.checkpoint.runs import random_state, set_random_state
 from core.integrations.common import check_mesh, load_own, save_own
 from core.testing import run_distributed
+from tests.imports import ROOT
 from tests.problems import sgd_step
-from tests.zygote import ROOT
 
 ENDS = """
 import atexit, sys

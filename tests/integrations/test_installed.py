@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integrations.ranks import Ranks
-from tests.zygote import ROOT
+from tests.imports import ROOT
+from tests.integrations.ranks import ranks
 
 NAMES = {"accelerate": "CO2Training", "lightning": "CO2Strategy", "transformers": "CO2Callback"}
 
@@ -25,8 +25,7 @@ def installed(rank: int, workers: int, folder: str) -> dict[str, list[str]]:
 @pytest.mark.slow
 def test_a_module_imports_the_library_of_its_name(tmp_path: Path) -> None:
     (tmp_path / "co2_training").symlink_to(ROOT / "core")
-    with Ranks("transformers.trainer", "lightning.pytorch") as ranks:
-        (bases,) = ranks(installed, 1, str(tmp_path))
+    (bases,) = ranks(installed, 1, str(tmp_path))
     assert "co2_training.co2" in bases["accelerate"]
     assert "lightning.pytorch.strategies.ddp" in bases["lightning"]
     assert "transformers.trainer_callback" in bases["transformers"]

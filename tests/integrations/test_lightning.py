@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from core import CO2Config, UserError
+from core.testing import PRELOAD
 from tests.integrations import plain
 from tests.integrations.plain import BATCH, EPOCHS, PAPER, Net
-from tests.integrations.ranks import Ranks
+from tests.integrations.ranks import ranks
 from tests.on_ranks import alike, on_ranks
 
-MODULES = ("lightning.pytorch", "core.integrations.lightning")
+PRELOAD += ["lightning.pytorch", "core.integrations.lightning"]
 
 
 class Resumable(DataLoader):
@@ -164,7 +165,7 @@ def run(
 @pytest.mark.parametrize(
     "workers", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)]
 )
-@on_ranks(through="ranks")
+@on_ranks(through=ranks)
 def test_trains_as_the_plain_loop(rank: int, workers: int, tmp_path: Path) -> None:
     """Our reading of the paper's rule; accumulation with a clipped norm; a last step that is no epoch's end; an EMA."""
     from lightning.pytorch.callbacks import EMAWeightAveraging
@@ -210,7 +211,7 @@ def held_run(rank: int, workers: int, folder: str) -> Any:
     return whole["validated"]
 
 
-def test_validations_and_checkpoints_are_of_one_model(ranks: Ranks, tmp_path: Path) -> None:
+def test_validations_and_checkpoints_are_of_one_model(tmp_path: Path) -> None:
     first, second = ranks(held_run, 2, str(tmp_path))
     for a, b in zip(first, second, strict=True):
         assert a[:2] == b[:2] and a[1] and torch.equal(a[2], b[2]), "workers validated unlike models"
@@ -247,7 +248,7 @@ def not_resumed(rank: int, workers: int, folder: str) -> None:
     plain.assert_equal(found["trace"][-len(whole["trace"]) :][:12], whole["trace"][:12])  # later ones: other batches
 
 
-def test_training_resumes_only_from_the_checkpoint_that_fit_is_given(ranks: Ranks, tmp_path: Path) -> None:
+def test_training_resumes_only_from_the_checkpoint_that_fit_is_given(tmp_path: Path) -> None:
     ranks(not_resumed, 2, str(tmp_path))
 
 
@@ -277,7 +278,7 @@ def stopping(rank: int, workers: int, folder: str) -> Any:
 
 
 @pytest.mark.slow
-def test_stops_early_and_at_a_signal_and_runs_as_recommended(ranks: Ranks, tmp_path: Path) -> None:
+def test_stops_early_and_at_a_signal_and_runs_as_recommended(tmp_path: Path) -> None:
     first, second = ranks(stopping, 2, str(tmp_path))
     for a, b in zip(first, second, strict=True):
         assert a["steps"] == b["steps"]
@@ -293,7 +294,7 @@ def test_stops_early_and_at_a_signal_and_runs_as_recommended(ranks: Ranks, tmp_p
     assert [path.name for path in (tmp_path / "best").glob("*.co2")] == [f"{best.name}.co2"]
 
 
-@on_ranks(2, through="ranks")
+@on_ranks(2, through=ranks)
 def test_sigterm_to_all_processes_of_a_node_stops_at_one_boundary(rank: int, tmp_path: Path) -> None:
     """The two loading processes get it, too, and training goes on from the checkpoint."""
     from lightning.pytorch.callbacks import ModelCheckpoint
@@ -313,7 +314,7 @@ def test_sigterm_to_all_processes_of_a_node_stops_at_one_boundary(rank: int, tmp
 
 
 @pytest.mark.slow
-@on_ranks(2, through="ranks")
+@on_ranks(2, through=ranks)
 def test_validates_behind_an_epochs_last_batch(rank: int, tmp_path: Path) -> None:
     """Validation behind each epoch, which an epoch's end reads: every epoch then ends with finish()."""
     from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
@@ -339,7 +340,7 @@ def test_validates_behind_an_epochs_last_batch(rank: int, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-@on_ranks(2, through="ranks")
+@on_ranks(2, through=ranks)
 def test_saves_at_one_boundary_before_a_requeue(rank: int, tmp_path: Path) -> None:
     """Slurm's signal to one worker: all save at the same boundary, as Lightning's own handler saves."""
     import lightning.pytorch.trainer.connectors.signal_connector as signals
@@ -385,7 +386,7 @@ def objects(rank: int, workers: int, folder: str) -> list[str]:
     return [str(refusal.value)]
 
 
-def test_a_checkpoint_that_lightning_could_not_load_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_checkpoint_that_lightning_could_not_load_is_refused(tmp_path: Path) -> None:
     (said,) = ranks(objects, 1, str(tmp_path))
     plain.assert_lines(said, "CO2Strategy", f"schedule0.lr_lambdas.0.inner is a {__name__}.Inner, which")
     assert f"add_safe_globals([{__name__}.Inner])" in said[0] and "fit(weights_only=False)" in said[0]
@@ -396,7 +397,7 @@ class Dropping(Net):
         return super().forward(nn.functional.dropout(x))
 
 
-@on_ranks(2, through="ranks")
+@on_ranks(2, through=ranks)
 def test_random_numbers_go_on_after_an_epoch_with_loading_processes(rank: int, tmp_path: Path) -> None:
     from lightning.pytorch.callbacks import ModelCheckpoint
 
@@ -428,6 +429,6 @@ def mistakes(rank: int, workers: int, folder: str) -> list[str]:
     return plain.said_of(every, lambda **changes: run(folder, limit_val_batches=0, **changes))
 
 
-def test_mistakes_get_one_line(ranks: Ranks, tmp_path: Path) -> None:
+def test_mistakes_get_one_line(tmp_path: Path) -> None:
     (said,) = ranks(mistakes, 1, str(tmp_path))
     plain.assert_lines(said, "CO2Strategy", "is SyncBatchNorm", "in DataParallel", "use WeightAveraging", "Unfreezes")

@@ -10,10 +10,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from core.groups import of_all
+from core.testing import PRELOAD
 from tests.integrations import plain
+from tests.integrations.ranks import ranks
 from tests.on_ranks import on_ranks
 
-MODULES = ("mmengine.runner", "core.integrations.mmengine")
+PRELOAD += ["mmengine.runner", "core.integrations.mmengine"]
 SAVED = 4  # iterations; gradients are accumulated over three
 
 
@@ -47,7 +49,7 @@ def built(rank: int, folder: Path, probe: Any, loading: int = 0) -> Any:
     )
 
 
-@on_ranks(2, through="ranks")
+@on_ranks(2, through=ranks)
 def test_a_checkpoint_amid_accumulation_and_the_ema_are_of_one_model(rank: int, tmp_path: Path) -> None:
     from mmengine.hooks import EMAHook, Hook
 
@@ -70,7 +72,7 @@ def test_a_checkpoint_amid_accumulation_and_the_ema_are_of_one_model(rank: int, 
         assert "co2" not in torch.load(tmp_path / "final.pth", weights_only=False)
 
 
-@on_ranks(2, through="ranks")
+@on_ranks(2, through=ranks)
 def test_sigterm_to_all_processes_of_a_node_reaches_only_a_handler(rank: int, tmp_path: Path) -> None:
     from mmengine.hooks import Hook
 

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from core import CO2Config, CollectiveError
+from core.testing import PRELOAD
 from tests.integrations import plain
 from tests.integrations.plain import BATCH, EPOCHS, PAPER, Net
-from tests.integrations.ranks import Ranks
+from tests.integrations.ranks import ranks
 from tests.on_ranks import on_ranks
 
-MODULES = ("transformers.trainer", "core.integrations.transformers", "tensorboard", "torch.utils.tensorboard")
+PRELOAD += ["transformers.trainer", "core.integrations.transformers", "tensorboard", "torch.utils.tensorboard"]
 
 
 class ForTrainer(Net):
@@ -110,7 +111,7 @@ def run(
     return vars(seen) | looked_at | {"steps": state.global_step}
 
 
-@on_ranks(2, through="ranks")
+@on_ranks(2, through=ranks)
 def test_sigterm_to_all_processes_of_a_node_reaches_only_a_handler(rank: int, tmp_path: Path) -> None:
     def terminate(state: Any, *_: Any) -> None:
         if state.global_step == 7:
@@ -139,12 +140,12 @@ def not_among(rank: int, workers: int, folder: str) -> str:
     return "it trained without an average"
 
 
-def test_a_callback_that_was_not_added_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_callback_that_was_not_added_is_refused(tmp_path: Path) -> None:
     assert all("add it with trainer.add_callback()" in told for told in ranks(not_among, 2, str(tmp_path)))
 
 
 @pytest.mark.parametrize("workers", [2, pytest.param(4, marks=pytest.mark.slow)])
-@on_ranks(through="ranks")
+@on_ranks(through=ranks)
 def test_trains_as_the_plain_loop(rank: int, workers: int, tmp_path: Path) -> None:
     """Our reading of the paper's rule; accumulation with a remainder and a clipped norm."""
     batches, folder = plain.in_turn(rank, workers), str(tmp_path)
@@ -192,7 +193,7 @@ def held_run(rank: int, workers: int, folder: str) -> Any:
     return {name: whole[name] for name in ("evaluated", "saved", "log")}
 
 
-def test_evaluations_and_checkpoints_are_of_one_model_and_logs_wait_for_a_boundary(ranks, tmp_path) -> None:
+def test_evaluations_and_checkpoints_are_of_one_model_and_logs_wait_for_a_boundary(tmp_path: Path) -> None:
     first, second = ranks(held_run, 2, str(tmp_path))
     for result in (first, second):
         assert [(step, True) for step in SAVED] == result["saved"]
@@ -243,7 +244,7 @@ def best_and_early(rank: int, workers: int, folder: str) -> Any:
 
 
 @pytest.mark.slow
-def test_saves_in_mid_round_stops_early_and_loads_the_best(ranks: Ranks, tmp_path: Path) -> None:
+def test_saves_in_mid_round_stops_early_and_loads_the_best(tmp_path: Path) -> None:
     ranks(mid_round, 2, str(tmp_path))
     a, b = ranks(best_and_early, 2, str(tmp_path))
     assert a["stopped"]["steps"] < 240 and a["stopped"]["steps"] == b["stopped"]["steps"]
@@ -271,7 +272,7 @@ def breaks_off(rank: int, workers: int, folder: str) -> str:
     return ""
 
 
-def test_an_exception_in_training_leaves_the_others(ranks: Ranks, tmp_path: Path) -> None:
+def test_an_exception_in_training_leaves_the_others(tmp_path: Path) -> None:
     assert ranks(breaks_off, 2, str(tmp_path)) == ["CollectiveError", "KeyError"]
 
 
@@ -308,7 +309,7 @@ def mistakes(rank: int, workers: int, folder: str) -> list[str]:
     return plain.said_of(every, lambda **changes: run(folder, **changes))
 
 
-def test_alone_and_mistakes_get_one_line(ranks: Ranks, tmp_path: Path) -> None:
+def test_alone_and_mistakes_get_one_line(tmp_path: Path) -> None:
     said, others = ranks(mistakes, 2, str(tmp_path))
     assert said == others
     told = ("include_num_input_tokens_seen='all' makes all workers wait", "auto_find_batch_size=True lets")

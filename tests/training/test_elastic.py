@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from bench.chaos.crew import Crew
+from bench.chaos.crew import Crew, wrap
 from core import CO2Config, CompressionConfig, UserError, testing
 from core.checkpoint import runs as checkpoint
 from core.elastic.joining import elastic_co2
@@ -142,6 +142,8 @@ def toy(folder: str, where: str, who: str, resume: bool, pace: float) -> None:
         write(*paths)
 
     checkpoint.publish = half
+    # who leads after the first worker is late for the next sum, by more than workers have to connect
+    wrap(RunFolder, "lead", lambda *_: time.sleep(float(os.environ["CO2_WORKER"] != "0.0")))
 
     def batches(recipe: Toy, rank: int, world_size: int, start: int, total: int) -> Any:
         place = {"seed": 0, "rank": rank, "world_size": world_size, "start": start, "total": total}
