@@ -313,6 +313,40 @@ def chained(
     return last
 
 
+def resliced(
+    rank: int, world_size: int, names: list[str], of_one: str, momentum: float, folder: Path
+) -> tuple[list[tuple[dict[str, Tensor], float]], str]:
+    """Of a run with a fragment's all-reduce in flight under one layout, and of its resume under another: the parameters
+    if it ends there, and the sum of squares of the island's momentum, as its fragments hold it. And what a layout of
+    islands of one device says to it."""
+    config = CO2Config(6, outer_lr=0.5, outer_momentum=momentum, gap="none", merge="keep_local", delay=2, fragments=3)
+    found, said = [], ""
+    for name in [*names, of_one]:
+        parallel = Parallel(build("gpt2-short"), Layout.parse(name), CPU)
+        optimizer, co2 = torch.optim.AdamW(parallel.parameters(), lr=1e-2), parallel.co2(config)
+        held = Resharded(parallel, optimizer, co2)
+        try:
+            assert held.load(folder) or not found
+        except UserError as error:
+            said = str(error)
+        for step in range(0 if found else 13):
+            backward(parallel, step)
+            optimizer.step()
+            co2.step()
+        if not found:
+            assert co2.allreduce.in_flight and held.save(folder, 13, "a", {"step": 13})
+        if name != of_one:
+            held_by = [
+                co2.share_numbers if i == co2.fragment else f.held["share_numbers"] for i, f in enumerate(co2.fragments)
+            ]
+            dist.all_reduce(squares := torch.stack(held_by)[:, 1].sum(), group=parallel.island)
+            co2.finish()
+            found.append((whole(parallel), squares.item()))
+        dist.barrier()
+        co2.close()
+    return found, said
+
+
 def damaged(rank: int, world_size: int, folder: Path) -> list[str]:
     """What is loaded after each harm to the newest of two checkpoints, and what is said once both have it."""
     parallel = Parallel(build("gpt2-short"), Layout.parse("pp2"), CPU)

@@ -212,12 +212,14 @@ def check_start(recipe: Recipe, workers: int | None) -> int:
     if recipe.optim.name == "muon" and (recipe.zero or recipe.layout):
         given = f"layout={recipe.layout}" if recipe.layout else f"zero={recipe.zero}"
         raise UserError(f"{given} with optim name=muon: Muon takes whole matrices; leave it out, or give adamw")
-    if recipe.layout and workers:
-        Layout.parse(recipe.layout).check_devices(workers)
+    layout = Layout.parse(recipe.layout) if recipe.layout else None
+    if layout and workers:
+        layout.check_devices(workers)
     if node := recipe.per_node or (local_world_size() if workers else 0):
         check_nodes(node, recipe.zero, workers or node)
-    if recipe.method == "co2" and (node > 1 or recipe.layout):  # a rank holds a share of the outer state
-        check_share(recipe.co2, shard=recipe.shard)
+    if recipe.method == "co2" and (node > 1 or layout):  # a rank holds a share of the outer state
+        held = layout is not None and layout.is_cut
+        check_share(recipe.co2, shard=recipe.shard, split=recipe.zero >= 2, held=held)
     check_apart(recipe.method, recipe.co2, node)
     if recipe.method == "ddp":
         check_compression(recipe.ddp_compression, sharded=recipe.zero >= 2)

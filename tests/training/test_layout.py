@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from core import UserError
+from core import CO2Config, UserError
 from language.model import build_model
 from language.recipes import RECIPES
 from tests.layouts import build
 from tests.scripts import refused
+from training.checks import check_start
 from training.layouts.layout import Layout, Place
 from training.layouts.parallel import check_cut, take_stage
 from training.recipe import parse
@@ -135,6 +136,14 @@ def test_the_layout_s_name_says_the_method_and_other_recipes_are_as_they_were():
     assert all(recipe.layout == "" for recipe in RECIPES.values())
     recipe: Any = dataclasses.replace(RECIPES["gpt2_pydoc_small"], layout="dp4.fsdp", method="ddp")
     assert recipe.data_workers(4) == 4
+
+
+def test_fragments_of_ranks_that_hold_stages_are_refused_before_the_run():
+    config = dataclasses.replace(CO2Config.recommended(tau=6), fragments=2)
+    recipe: Any = dataclasses.replace(RECIPES["gpt2_pydoc_small"], layout="dp2.co2x2", method="co2", co2=config)
+    check_start(recipe, 4)
+    with refused("fragments=2: each stage cuts its own part"):
+        check_start(dataclasses.replace(recipe, layout="pp2.co2x2"), 4)
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])

@@ -127,6 +127,18 @@ def test_a_checkpoint_goes_on_under_another_layout(config: CO2Config | None, nam
     assert layouts.difference([[params] for params in ours], [whole]) < 1e-10
 
 
+@pytest.mark.parametrize("momentum", [0.0, 0.3])
+def test_fragments_go_on_under_a_layout_that_cuts_them_elsewhere(momentum: float, tmp_path: Path):
+    """Without momentum, the end does not depend on which elements travel together. The change in flight is merged
+    where it belongs, and each fragment counts its own momentum."""
+    names = ["dp2.co2x2", "dp2.fsdp.co2x2"]
+    results = run_distributed(layouts.resliced, 4, names, "co2x4", momentum, tmp_path, timeout=200)
+    for ((stayed, before), (moved, after)), refused in results:
+        assert after == pytest.approx(before, rel=1e-12) and (before > 0 or not momentum)
+        assert momentum or layouts.difference([[moved]], [stayed]) < 1e-10
+        assert "islands of 2, here they are of 1: an island of one device holds another state" in refused
+
+
 def test_a_damaged_checkpoint_is_refused_by_its_digests_and_the_one_before_taken(tmp_path: Path):
     for told in run_distributed(layouts.damaged, 2, tmp_path, timeout=200):
         assert told[::2] == ["step 1"] * 3

@@ -62,6 +62,7 @@ class Resharded:
             names = {id(p): name for name, p in self._named.items()}
             at = zip(method.params, method.trained, strict=True)
             self._wholes = {id(part): (names[id(p)], p) for part, p in at}
+        self._share = method.share if isinstance(method, CO2) else None
 
     def save(self, folder: Path, step: int, attempt: str, others: dict[str, Any]) -> bool:
         """Writes folder/step*/ completely or not at all. Every rank must call it.
@@ -80,6 +81,8 @@ class Resharded:
         """
         own = of_rank(self.method.state_dict())  # waits for the all-reduce in flight
         own.pop("residual", None)
+        if (share := self._share) and share.method.is_cut:
+            share.without_merged(own["flats"])
         tensors = self._tensors() | self._outer(own)
         places = {name: (tuple(t.shape), start_of(t)) for name, t in tensors.items()}
         state = {"model": tensors, "places": places, "method": own, "layout": str(self.parallel.layout), "step": step}
@@ -158,6 +161,9 @@ class Resharded:
         """Fills this rank's tensors, and returns the rest of the state, of a rank of the island."""
         layout, here = Layout.parse(state["layout"]), self.parallel
         sources: Iterator[dict[str, Any]] = iter([state])
+        if (layout.island_size == 1) != (here.layout.island_size == 1):
+            sizes = f"islands of {layout.island_size}, here they are of {here.layout.island_size}"
+            raise UserError(f"it is of {sizes}: an island of one device holds another state than one of several")
         if layout != here.layout:
             sources = island_of(target, layout, here.place.island)
         rest, filled = None, Filled()
@@ -187,7 +193,7 @@ class Resharded:
     def _give_back(self, state: dict[str, Any], likes: dict[str, list[Tensor]], outer: Named) -> None:
         """Restores the method's state, with flat tensors made from the named tensors, as long as `likes`."""
         own = state["method"]
-        if state["layout"] != str(self.parallel.layout):
+        if moved := state["layout"] != str(self.parallel.layout):
             own["places"] = 0  # drops numbers that need the same number of ranks
             own.pop("order", None)  # names match the parameters
         for key, flats in self._flats(own):
@@ -196,8 +202,8 @@ class Resharded:
                 whole = torch.cat([local_shard(t).to(flats[i].device).reshape(-1) for t in pieces])
                 flats[i] = torch.cat([self._part(whole, bucket, likes[key][i]), flats[i]])
         self.method.load_state_dict(under_rank(own))
-        if isinstance(self.method, CO2) and self.method.share:  # its part of the momentum differs from the leader's
-            self.method.share.recount()
+        if moved and self._share:
+            self._share.resliced()
 
 
 def placed(own: Tensor, like: Tensor) -> Tensor:
