@@ -22,7 +22,6 @@ from pointcloud import data
 from pointcloud.data import PointClouds
 from pointcloud.losses import chamfer_distance, earth_mover_distance
 from pointcloud.model import Autoencoder, MaskedAutoencoder
-from training.cost import Work
 from training.data import generator, printable, steps_per_epoch
 from training.elastic import repeated
 from training.optim import Scalars, backward_in_parts, make_optimizer, make_schedule, recompute
@@ -33,7 +32,7 @@ from training.weights import load_weights
 def main() -> None:
     recipe = parse(RECIPES, prog="pointcloud.train")
     if recipe.dry_run:
-        return dry_run(recipe, make_model, work(recipe))
+        return dry_run(recipe, make_model)
     train_set, test_set = data.load(recipe)
     with Run(recipe) as run:
         train(run, recipe, train_set, test_set)
@@ -50,17 +49,6 @@ def make_model(recipe: PointCloudRecipe) -> nn.Module:
 
 def blocks_of(model: MaskedAutoencoder) -> list[nn.Module]:
     return [*model.encoder.blocks, *model.decoder.blocks]
-
-
-def work(recipe: PointCloudRecipe) -> Work:
-    """Returns what a dry run counts."""
-
-    def forward(model: nn.Module, clouds: int) -> Tensor:
-        out = model(torch.empty(clouds, recipe.points, 3))
-        return chamfer_distance(out.prediction, out.target)
-
-    known = {"shapenet": 35_708, "shapenet55": 41_952, "modelnet10": 3_991}
-    return Work("points", forward, known.get(recipe.dataset), blocks_of if recipe.model == "mae" else lambda _: ())
 
 
 def train(run: Run, recipe: PointCloudRecipe, train_set: PointClouds, test_set: PointClouds) -> None:

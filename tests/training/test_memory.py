@@ -13,6 +13,7 @@ from language.train import RECIPES, make_model
 from results.paper import TABLES
 from training import checks
 from training.checks import dry_run
+from training.optim import OptimConfig
 from training.recipe import Recipe
 
 TASKS = {"vision": "imagenet", "segmentation": "ade20k", "pointcloud": "shapenet", "language": ("owt", "wiki")}
@@ -127,3 +128,15 @@ def test_frozen_parameters_have_no_gradient_and_16_bits_take_two_bytes(dtype: to
     found = checks.estimate(Recipe(method="ddp", batch_size=1), make(), 1)  # SGD with momentum
     assert found.parameters == 2 * 64 * 64 * size
     assert found.gradients == found.optimizer == 64 * 64 * size and found.method == 0
+
+
+def test_a_checkpoint_holds_equal_tensors_once():
+    adamw, count = OptimConfig("adamw"), checks.checkpoint_bytes
+    methods = ("ddp", "co2", "overlap_local")
+    sizes = {name: count(Recipe(method=name, optim=adamw), 4.0, 128, 8) for name in methods}
+    assert sizes == {"ddp": 4 * 3, "co2": 4 * (16 * 2 + 4), "overlap_local": 4 * (16 * 3 + 3)}
+    recommended = Recipe(
+        co2=CO2Config.recommended(), optim=adamw
+    )  # parameters, moments, snapshot or change, and error of each
+    assert count(recommended, 4.0, 128, 1) == 12 + 20 * 128
+    assert count(recommended, 4.0, 128, 8) == 8 + 20 * 16  # a node's averaged update is its own change
