@@ -48,7 +48,6 @@ class Evaluation(Progress):
     """The part of training.run.Run that evaluations need, for a model that is not being trained."""
 
     draws = False  # pyright: ignore
-    given: EvaluateOptions
 
     def paused(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -57,9 +56,9 @@ class Evaluation(Progress):
         """Does nothing, because the command prints the results."""
 
 
-def evaluate_run(kind: type[R], open_task: Open[R], prog: str, options: Any = EvaluateOptions) -> None:
+def evaluate_run(kind: type[R], open_task: Open[R], prog: str) -> None:
     """Runs the command `prog` of the task with these recipes."""
-    given = paths_from_home(tyro.cli(options, prog=prog, console_outputs=rank() == 0))
+    given = paths_from_home(tyro.cli(EvaluateOptions, prog=prog, console_outputs=rank() == 0))
     recipe = read_recipe(given.run, kind)
     if given.out and rank() == 0:
         _check_file(given.out)
@@ -72,9 +71,7 @@ def evaluate_run(kind: type[R], open_task: Open[R], prog: str, options: Any = Ev
     model, evaluate = open_task(recipe)
     load_weights(model, given.weights or given.run, "weights" if given.weights else "run")
     model.to(device)
-    run = Evaluation(recipe, device)
-    run.given = given
-    results = evaluate(run)
+    results = evaluate(Evaluation(recipe, device))
     if rank() == 0:
         of = given.weights or f"{given.run}, {finished(given.run / 'checkpoints')[0]}"
         print(f"{recipe.name} {recipe.method}: {of}\n{table(results)}", flush=True)

@@ -13,12 +13,12 @@ import torch
 from scipy import integrate, stats
 
 from core import UserError
-from pointcloud import pack, sources
+from pointcloud import sources
 from pointcloud.data import PointClouds, load_source, normalise
 from pointcloud.recipes import RECIPES
 from pointcloud.sources import Surfaces
 from pointcloud.train import main
-from tests.damages import forbid, room
+from tests.damages import forbid
 from tests.runs import logged, summary
 from training.data import data_root
 from training.run import Run
@@ -67,56 +67,6 @@ def test_layouts_of_both_shapenet_releases(shapenet: Path, shapenet55: Path):
     assert [train.label(i) for i in range(len(train))] == list(SYNSETS)
     np.testing.assert_array_equal(train.load(1), random_cloud(1))
     np.testing.assert_array_equal(test.load(0), random_cloud(2))
-
-
-@pytest.mark.parametrize("release", ["shapenet", "shapenet55"])
-def test_packed_clouds_are_mapped_and_the_same(release: str, request, capsys, monkeypatch):
-    root = request.getfixturevalue(release)
-    before = {split: load_source(release, split) for split in ("train", "test")}
-    wanted = {split: [source.load(i) for i in range(len(source))] for split, source in before.items()}
-    pack.main(release)
-    assert f"{release}_train.npy: {len(before['train'])} clouds" in capsys.readouterr().out
-    for file in root.rglob("*.npy"):  # the release is not looked at again
-        if file.parent != root:
-            file.unlink()
-    for split, source in before.items():
-        packed = load_source(release, split)
-        assert isinstance(packed, pack.Packed) and isinstance(packed.load(0), np.memmap) and len(packed) == len(source)
-        for i, cloud in enumerate(wanted[split]):
-            np.testing.assert_array_equal(packed.load(i), cloud)
-            assert packed.label(i) == source.label(i) and Path(source.name(i)).name in packed.name(i)
-
-
-def test_a_packed_file_that_was_cut_is_named(shapenet: Path):
-    pack.main("shapenet")
-    file = shapenet / "shapenet_train.npy"
-    np.save(file, np.load(file)[:-1])
-    with pytest.raises(UserError, match=r"shapenet_train.npy has \d+ points, its .npz says .*pack shapenet` again"):
-        load_source("shapenet", "train")
-    file.write_bytes(b"\x93NUMPY\x01\x00\x06\x00{'a': ")
-    with pytest.raises(UserError, match=r"shapenet_train.npy or its .npz cannot be read .TokenError"):
-        load_source("shapenet", "train")
-    pack.main("shapenet")
-    file.with_suffix(".npz").unlink()
-    with pytest.raises(UserError, match=r"shapenet_train.npy or its .npz cannot be read .*pack shapenet` again"):
-        load_source("shapenet", "train")
-
-
-def test_a_full_disk_is_named_and_leaves_the_earlier_packing(shapenet: Path):
-    source, path = load_source("shapenet", "train"), shapenet / "shapenet_train.npy"
-    pack.pack(source, path)
-    before = {file.name: file.read_bytes() for file in shapenet.glob("shapenet_*")}
-    assert len(before) == 2
-    with room(1000), pytest.raises(UserError, match=f"^{path} cannot be written .File too large.: make room for 0.000"):
-        pack.pack(source, path)
-    assert {file.name: file.read_bytes() for file in shapenet.glob("shapenet_*")} == before
-
-
-def test_a_cloud_that_cannot_be_packed_is_named(shapenet: Path):
-    np.save(path := shapenet / "ShapeNetCore.v2.PC15k" / SYNSETS[1] / "train" / "model1.npy", np.zeros((5, 2)))
-    with pytest.raises(UserError, match=rf"^{path}: expected \S+ .n, 3., found float64 .5, 2."):
-        pack.main("shapenet")
-    assert not (shapenet / "shapenet_train.npy").exists()
 
 
 @pytest.mark.parametrize("name", ["", SYNSETS[1], f"{SYNSETS[1]}/train"])

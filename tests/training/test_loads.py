@@ -24,7 +24,6 @@ LOADS: dict[tuple[str, str], dict[str, bool]] = {
     ("core/integrations/common.py", "torch.load"): {},
     ("core/integrations/lightning.py", "super().load_checkpoint"): {},
     ("training/data.py", "numpy.load"): NO_PICKLE,
-    ("pointcloud/pack.py", "numpy.lib.format.open_memmap"): {},  # it refuses arrays of objects
     ("pointcloud/sources.py", "numpy.lib.format.read_array"): NO_PICKLE,
     # no pickle, and what it says of code is checked in language.pretrained.LOCAL
     ("language/pretrained.py", "transformers.AutoConfig.from_pretrained"): {},
