@@ -51,25 +51,6 @@ def test_sizes_of_decoders_and_of_the_encoder_and_its_invariance():
     assert encoder(x).shape == (2, 256)
 
 
-@pytest.mark.parametrize(("decoder", "points"), [("folding", 2025), ("mlp", 2048)])
-def test_autoencoder_shapes_and_gradients(decoder: str, points: int):
-    config = AutoencoderConfig(decoder=decoder, latent=16, folding_width=16, mlp_widths=(16,))
-    model, x = Autoencoder(2048, config), clouds(2, 2048)
-    out = model(x)
-    assert out.prediction.shape == out.cloud.shape == (2, points, 3) and out.target is x
-    chamfer_distance(out.prediction, out.target).sum().backward()
-    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
-
-
-def test_folding_equals_a_network_on_concatenated_inputs():
-    decoder = FoldingDecoder(16, 5, 7)
-    code, fold = torch.randn(2, 5), decoder.first
-    both = torch.cat([decoder.grid.expand(2, -1, -1), code[:, None].expand(-1, 16, -1)], dim=2)
-    weight = torch.cat([fold.coordinates.weight, fold.code.weight], dim=1)
-    expected = fold.rest(nn.functional.linear(both, weight, fold.coordinates.bias))
-    torch.testing.assert_close(fold(decoder.grid, code), expected)
-
-
 def test_neighbours_are_those_of_a_kdtree_and_farthest_points_by_hand():
     x, centres = clouds(2, 200), clouds(2, 9, seed=1)
     found = nearest_neighbours(x, centres, 5)
@@ -100,16 +81,6 @@ def test_point_mae_size():
     assert count(model) == encoder + position + 4 * block + 2 * 384 + 384 + 385 * 96 == 29_006_432
     classifier = 2 * 384 + (2 * 384 * 256 + 256) + 512 + 257 * 256 + 512 + 257 * 40  # token and position, head
     assert round((encoder + classifier) / 1e6, 1) == 22.1
-
-
-def test_masked_autoencoder_shapes_and_gradients():
-    model, x = MaskedAutoencoder(64, SMALL_MAE), clouds(3, 64)
-    out = model(x)
-    assert SMALL_MAE.masked == 4  # int(0.6 x 8)
-    assert out.prediction.shape == out.target.shape == (3 * 4, 16, 3)
-    assert out.cloud.shape == (3, 8 * 16, 3) and out.visible.shape == (3, 4 * 16, 3)
-    chamfer_distance(out.prediction, out.target).sum().backward()
-    assert all(p.grad is not None for p in model.parameters())
 
 
 def test_masked_autoencoder_does_not_see_hidden_points():

@@ -27,7 +27,7 @@ from training.optim import backward_in_parts
 from training.recipe import Recipe, momentum_note, parse
 from training.run import Run
 from training.script import launch
-from training.weights import read_recipe, run_weights
+from training.weights import read_recipe
 
 
 @dataclass(frozen=True)
@@ -376,17 +376,6 @@ def test_batch_norm_needs_two_samples_in_each_part(batch: int, workers: int, acc
         check_batch_norm(recipe, model, workers)
 
 
-@pytest.mark.parametrize("name", ["surfaces_small", "modelnet10_mae_small"])
-def test_one_cloud_is_enough_for_batch_norm_over_its_points(name: str):
-    train = importlib.import_module("pointcloud.train")
-    recipe = replace(train.RECIPES[name], points=64, batch_size=1)
-    model = train.make_model(recipe)
-    check_batch_norm(recipe, model, 1)
-    out = model(torch.randn(1, recipe.points, 3))
-    out.prediction.sum().backward()
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
-
-
 # -- runs that other commands read ------------------------------------------------------------------------------------
 
 STORED = {"name": "toy", "method": "ddp", "batch_size": 4}
@@ -406,12 +395,3 @@ def test_a_damaged_config_of_another_run_is_one_line(config: dict[str, Any], sai
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=re.escape(said)):
         read_recipe(tmp_path, Recipe)
-
-
-@pytest.mark.parametrize("manifest", ["", "[]", '{"files": {}}', '{"files": 1, "layout": 1}', '{"layout": "pp 2"}'])
-def test_a_damaged_manifest_of_another_run_is_one_line(manifest: str, tmp_path: Path):
-    (tmp_path / "config.json").write_text(json.dumps({"recipe": STORED, "world_size": 1}))
-    (checkpoint := tmp_path / "checkpoints" / "step000000001").mkdir(parents=True)
-    (checkpoint / "manifest.json").write_text(manifest)
-    with pytest.raises(UserError, match=f"{checkpoint} (is refused|cannot be read)"):
-        run_weights(tmp_path, nn.Linear(1, 1))

@@ -104,13 +104,6 @@ def test_a_worker_whose_option_is_bad_ends_all(bad: int, tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_a_worker_without_its_data_ends_all(tmp_path: Path):
-    codes, said, seconds = start(tmp_path, [], ["--fails"])
-    assert codes == [2, 2] and seconds < 45
-    assert said == ["error: rank 1 cannot start: no data here: bring some\n", "error: no data here: bring some\n"]
-
-
-@pytest.mark.slow
 def test_a_worker_that_does_not_come_is_one_line(tmp_path: Path):
     codes, said, _ = start(tmp_path, ["--timeout", "3"], ["--timeout", "3", "--late", "8"])
     assert codes[0] == 2 and said[0].splitlines()[-1] == (
@@ -341,14 +334,6 @@ def test_a_command_that_cannot_print_fails_unless_nobody_reads(error: int, statu
     monkeypatch.setattr(sys, "stdout", Full())
     launch(lambda: print("a table"))
     assert codes == [status] * (status is not None) and capfd.readouterr().err.startswith(said)
-
-
-def test_another_broken_pipe_is_an_error():
-    def main() -> None:
-        raise BrokenPipeError(errno.EPIPE, "of a socket")
-
-    with pytest.raises(BrokenPipeError):
-        launch(main)
 
 
 def test_workers_of_one_launcher_say_a_line_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
