@@ -420,8 +420,7 @@ class Software:
 
     Attributes:
         value: Bytes of a value in matrix products.
-        gloo: Whether FSDP2 does not communicate during computation, a reduce-scatter is an all-reduce, and a broadcast
-            uses a tree.
+        gloo: Whether FSDP2 does not communicate during computation, and a reduce-scatter is an all-reduce.
         reserve: Bytes that no part counts.
     """
 
