@@ -345,37 +345,3 @@ def resliced(
         dist.barrier()
         co2.close()
     return found, said
-
-
-def damaged(rank: int, world_size: int, folder: Path) -> list[str]:
-    """What is loaded after each harm to the newest of two checkpoints, and what is said once both have it."""
-    parallel = Parallel(build("gpt2-short"), Layout.parse("pp2"), CPU)
-    optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-2)
-    held = Resharded(parallel, optimizer, DDP(parallel, average_buffers=False, synchronous=True))
-    file, told = f"rank{world_size - 1}.pt", []
-    for number, harm in enumerate((cut_short, turn_a_byte, Path.unlink)):
-        here = folder / str(number)
-        for step in (1, 2):
-            assert held.save(here, step, "a", {"step": step})
-        for name in ("step000000002", "step000000001"):
-            dist.barrier()
-            if rank == 0:
-                harm(here / name / file)
-            dist.barrier()
-            try:
-                found = held.load(here)
-                told.append(f"step {found['step'] if found else None}")
-            except UserError as error:
-                told.append(str(error).replace(str(here), ""))
-    return told
-
-
-def cut_short(file: Path) -> None:
-    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-
-
-def turn_a_byte(file: Path) -> None:
-    """Of the middle, which is a weight's."""
-    held = bytearray(file.read_bytes())
-    held[len(held) // 2] ^= 1
-    file.write_bytes(held)

@@ -141,12 +141,10 @@ def test_a_store_that_goes_away_and_half_of_an_environment_are_one_line(monkeypa
 
 ENVIRONMENTS = [
     ({"RANK": "x"}, "RANK='x' in the environment: set a whole number, 0 to 1000000000, or unset it"),
-    ({"RANK": "\u0661"}, "RANK='\u0661' in"),
     ({"WORLD_SIZE": ""}, "WORLD_SIZE='' in"),
     ({"WORLD_SIZE": "9" * 5000}, "WORLD_SIZE='9999"),
     ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 with WORLD_SIZE=2: ranks are 0 to 1"),
     ({"MASTER_PORT": "99999999"}, "MASTER_PORT='99999999' in the environment: set a whole number, 1 to 65535"),
-    ({"MASTER_PORT": "-1"}, "MASTER_PORT='-1' in"),
     ({"GLOO_SOCKET_IFNAME": "lo,nosuch0"}, "GLOO_SOCKET_IFNAME=nosuch0: not of lo"),
 ]
 
@@ -254,20 +252,11 @@ TOO_LITTLE = [
         "CUDA out of memory. Tried to allocate 20.00 GiB: give a smaller --batch_size, --accumulate or --recompute",
     ),
     (MemoryError(), "MemoryError: give a smaller --batch_size"),
-    (OSError(errno.ENOMEM, "Cannot allocate memory"), "[Errno 12] Cannot allocate memory: give a smaller"),
     (RuntimeError("could not create a primitive"), "could not create a primitive: give a smaller --batch_size"),
-    (
-        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
-        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`: give a smaller --batch_size",
-    ),
     (
         RuntimeError("Caught RuntimeError\nRuntimeError: unable to allocate shared memory(shm): No space left (28)\n"),
         "the loading processes failed (RuntimeError: unable to allocate shared memory(shm): No space left (28)): make "
         "/dev/shm larger (docker run --shm-size), or give --loader_workers 0\n",
-    ),
-    (
-        RuntimeError("DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that workers are out "),
-        "the loading processes failed (DataLoader worker (pid 7) is killed by signal: Bus error): make /dev/shm larger",
     ),
 ]
 

@@ -290,21 +290,6 @@ def test_the_baselines_run_across_nodes_too(more: list[dict[str, Any]]):
             torch.testing.assert_close(a, first, rtol=1e-9, atol=1e-9)
 
 
-def over_int4(rank: int, world_size: int) -> list[list[Tensor]]:  # noqa: ARG001
-    return [of_other_methods(rank, stage, NARROW) for stage in (0, 3)]
-
-
-@pytest.mark.slow
-def test_so_they_do_over_int4(more: list[dict[str, Any]]):
-    """All workers end alike, bit for bit, near where float32 ends; of shards other blocks are rounded."""
-    ends = run_distributed(over_int4, 4)
-    for of, ours in zip(more, ends, strict=True):
-        for narrow, first in zip(ours, ends[0], strict=True):
-            assert all(map(torch.equal, narrow, first))
-            for end, exact in zip(narrow, of["baselines"][0], strict=True):
-                assert 0 < (end - exact).norm() < 0.1 * exact.norm()
-
-
 def test_a_stage_without_workers_to_shard_over_and_shards_without_a_mesh_are_refused(found: list[dict[str, Any]]):
     assert "shard it inside nodes and give CO2 mesh=" in found[0]["no mesh"]
     with pytest.raises(UserError, match="zero=2 with 1 worker"):
