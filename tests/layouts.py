@@ -259,27 +259,6 @@ def difference(results: list[list[dict[str, Tensor]]], expected: list[dict[str, 
     return max((p - whole[name]).abs().max().item() for ours, whole in pairs for name, p in ours.items())
 
 
-def drifted(rank: int, world_size: int, kind: str, name: str, rounds: int) -> tuple[list[float], float]:
-    """What rounds of one step tell of drifted replicas, where the last rank's outer iterate is off after the first; and
-    how far in the end this rank's is from that of its place on the other island."""
-    parallel = Parallel(build(kind), Layout.parse(name), CPU)
-    co2, told = parallel.co2(CO2Config(1, outer_momentum=0.4)), []
-    for step in range(rounds):
-        backward(parallel, step)
-        sgd(parallel)
-        co2.step()
-        told.append(co2.stats.drifted)
-        if step == 0 and rank == world_size - 1:
-            co2.allreduce.drain()
-            co2.share.g[0].add_(1e-3)
-    co2.finish()
-    mine = co2.state["outer_iterate"][0]
-    spread = torch.stack([mine, -mine])
-    dist.all_reduce(spread, dist.ReduceOp.MAX, group=parallel.mesh.get_group("replicate"))
-    co2.close()
-    return told, (spread[0] + spread[1]).abs().max().item()
-
-
 # -- from one layout to another ---------------------------------------------------------------------------------------
 
 

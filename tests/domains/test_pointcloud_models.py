@@ -14,11 +14,8 @@ from pointcloud.losses import chamfer_distance, earth_mover_distance
 from pointcloud.model import (
     Autoencoder,
     AutoencoderConfig,
-    FoldingDecoder,
     MaskedAutoencoder,
     MaskedAutoencoderConfig,
-    MLPDecoder,
-    PointNetEncoder,
     farthest_points,
     nearest_neighbours,
     patches,
@@ -35,20 +32,6 @@ def count(module: nn.Module) -> int:
 
 def clouds(batch: int, n: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(batch, n, 3, generator=torch.Generator().manual_seed(seed))
-
-
-def test_sizes_of_decoders_and_of_the_encoder_and_its_invariance():
-    """FoldingNet's abstract: its decoder has about 7 % of the parameters of the fully connected one."""
-    folding, mlp = FoldingDecoder(2048, 512, 512), MLPDecoder(2048, 512, (1024, 2048))
-    fold = lambda d: (512 + d) * 512 + 512 + 512 * 512 + 512 + 512 * 3 + 3  # noqa: E731
-    assert count(folding) == fold(2) + fold(3) == 1_056_262
-    assert count(mlp) == 512 * 1024 + 1024 + 1024 * 2048 + 2048 + 2048 * 6144 + 6144 == 15_213_568
-    assert round(100 * count(folding) / count(mlp)) == 7
-    encoder = PointNetEncoder((64, 128), 256).eval()
-    assert count(encoder) == (3 * 64 + 2 * 64) + (64 * 128 + 2 * 128) + (128 * 256 + 256)
-    x = clouds(2, 50)
-    torch.testing.assert_close(encoder(x), encoder(x.flip(1)))
-    assert encoder(x).shape == (2, 256)
 
 
 def test_neighbours_are_those_of_a_kdtree_and_farthest_points_by_hand():

@@ -476,18 +476,3 @@ def test_from_the_doctor_to_a_run(tmp_path: Path):
 
 
 # -- what is said -----------------------------------------------------------------------------------------------------
-
-
-def test_rows_with_long_names_are_one_line_and_any_chunks_of_a_stage_can_be_named(capsys: pytest.CaptureFixture[str]):
-    main(["--preset", "internet-1000", "--model", "llama-7b", "--batch", "2000"])
-    rows = re.findall(r"^ ?\d+ tp.*", capsys.readouterr().out, re.M)
-    assert len(rows) == 10 and all(row.endswith("%") and row.count("%") == 3 for row in rows)
-    assert [command.rounded(x) for x in (1008.2, 1600, 6.738, 64)] == ["1,008", "1,600", "6.74", "64"]
-    main(["--preset", "laptops", "--model", "gpt-125m", "--batch", "64", "--layout", "pp2.v6.dp4"])
-    assert "tp1.pp2.dp4.v6.mb4" in capsys.readouterr().out
-
-
-def test_the_nearest_miss_needs_more_than_there_is():
-    p = of(preset("dgx-a100-tcp"), "llama-7b", 512)
-    needs, has = (float(x) for x in re.findall(r"\d+\.\d+", p.miss))
-    assert has == 80 < needs < 80.1

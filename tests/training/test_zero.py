@@ -3,7 +3,6 @@
 import functools
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from bench.loss.__main__ import vmap_gradient
-from core import CO2Config, CompressionConfig, UserError, make_method
+from core import CO2Config, UserError, make_method
 from core.buckets import local_shard
 from core.nodes import node_mesh
 from core.testing import run_distributed
@@ -26,7 +25,6 @@ from training.zero import gathered, shard_model, shard_optimizer
 
 TAU, ROUNDS, LR = 3, 20, 0.2
 CONFIG = CO2Config(tau=TAU, outer_momentum=0.4, outer_lr=0.9, clip=0.3)
-NARROW = replace(CONFIG, compression=CompressionConfig("int4"))
 INNERS = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
 CORNERS = [(0, False), (1, True), (2, False), (3, True)]
 EVERY_CASE = list(product((0, 1, 2, 3), (False, True)))
