@@ -27,8 +27,9 @@ from core.errors import UserError
 from language.finetune_recipes import FinetuneRecipe, LoraConfig
 from language.model import blocks_of
 from language.prepare import vocabulary_size
-from training.data import mix, seeded, share
+from training.data import share
 from training.optim import recompute
+from training.samples import mix, seeded
 from training.workers import rank
 
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model")

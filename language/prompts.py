@@ -21,8 +21,8 @@ from core.checkpoint.stored import parse_json
 from core.errors import UserError
 from language.data import IGNORE, Batch
 from language.finetune_recipes import FinetuneRecipe
-from training.data import eval_share, load_batches, train_keys
 from training.elastic import repeated
+from training.samples import eval_share, load_batches, train_keys
 
 if TYPE_CHECKING:
     from training.run import Run

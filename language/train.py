@@ -48,11 +48,11 @@ from language.metrics import (
 )
 from language.model import blocks_of, build_model, is_causal, make_optimizer
 from language.zeroth.method import Zeroth, of_run
-from training.data import generator, steps_per_epoch
 from training.elastic import repeated
 from training.layouts.layout import Layout
 from training.optim import Scalars, backward_in_parts, make_schedule, recompute
 from training.run import Run
+from training.samples import generator, steps_per_epoch
 from training.weights import keep_names, load_weights
 from training.workers import upload
 

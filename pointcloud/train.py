@@ -22,10 +22,11 @@ from pointcloud import data
 from pointcloud.data import PointClouds
 from pointcloud.losses import chamfer_distance, earth_mover_distance
 from pointcloud.model import Autoencoder, MaskedAutoencoder
-from training.data import generator, printable, steps_per_epoch
+from training.data import printable
 from training.elastic import repeated
 from training.optim import Scalars, backward_in_parts, make_optimizer, make_schedule, recompute
 from training.run import Run
+from training.samples import generator, steps_per_epoch
 from training.weights import load_weights
 
 

@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from segmentation.data import CROP, EVAL_BATCH, EVAL_SPLITS, NUM_CLASSES, build_dataset, eval_batches, train_batches
 from segmentation.metrics import SegmentationMetric, side_by_side
 from segmentation.model import build_model, check_sync_bn, share_statistics, upernet
-from training.data import steps_per_epoch
 from training.elastic import repeated
 from training.optim import Scalars, backward_in_parts, make_optimizer, make_schedule
 from training.run import Run
+from training.samples import steps_per_epoch
 from training.weights import keep_names, load_weights
 from training.workers import to_device
 

@@ -20,9 +20,9 @@ from core.baselines.table import check_apart
 from core.config import check_share
 from core.errors import UserError
 from core.groups import local_world_size
-from training.data import per_worker, smallest_part
 from training.layouts.layout import Layout
 from training.recipe import Recipe, momentum_note
+from training.samples import per_worker, smallest_part
 from training.workers import check_nodes, make_link, pick_device, rank, world_size
 
 R = TypeVar("R", bound=Recipe)

@@ -31,10 +31,12 @@ from core.elastic.members import Members, Over, Report, WorkersChanged
 from core.errors import UserError, env_number
 from core.groups import local_world_size
 from core.local_update import LocalUpdateMethod
-from training.data import per_worker, steps_per_epoch
-from training.folder import RoundLog, RunFolder, settings
+from training.folder import RunFolder
 from training.progress import Due, Progress, Trained
 from training.recipe import Recipe
+from training.rounds import RoundLog
+from training.samples import per_worker, steps_per_epoch
+from training.settings import settings
 from training.workers import difference
 
 T = TypeVar("T")

@@ -18,9 +18,10 @@ from core.checkpoint.runs import finished
 from core.checkpoint.stored import reason
 from core.errors import UserError
 from training.data import paths_from_home
-from training.folder import settings, table
+from training.folder import table
 from training.progress import Progress
 from training.recipe import Recipe
+from training.settings import settings
 from training.weights import load_weights, read_config, read_recipe
 from training.workers import join, pick_device, rank, tune, world_size
 

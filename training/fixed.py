@@ -20,9 +20,11 @@ from core.checkpoint import stored
 from core.checkpoint.runs import random_state, set_random_state
 from core.errors import UserError
 from core.local_update import LocalUpdateMethod
-from training.data import mix
-from training.folder import RoundLog, RunFolder, settings
+from training.folder import RunFolder
 from training.progress import Due, Progress, Trained
+from training.rounds import RoundLog
+from training.samples import mix
+from training.settings import settings
 from training.workers import join, largest_of_workers, make_mesh
 
 T = TypeVar("T")

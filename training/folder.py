@@ -1,147 +1,34 @@
-"""The run folder: the settings (config.json), the measurements, the communication of each round, and the summary."""
+"""The run folder: its lock, config.json, the measurements and the summary."""
 
 from __future__ import annotations
 
 import dataclasses
 import errno
 import fcntl
-import functools
-import importlib.metadata
 import json
 import math
 import os
 import socket
-import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile, schedule
 from tqdm import tqdm
 
-from core.baselines.table import REGISTRY, Method
 from core.checkpoint.runs import finished, new_attempt
 from core.checkpoint.stored import parse_json, regular, write_flushed
-from core.compression.lgreco.choices import Allocation
-from core.compression.lgreco.reducer import LGreco
 from core.errors import UserError
 from core.groups import of_all
-from core.local_update import LocalUpdateMethod
-from core.stats import RoundStats, defer
-from core.tau import AdaptiveTau
-from training.progress import Stopwatch
+from training.counters import Stopwatch
 from training.recipe import Recipe, flat
+from training.settings import describe, resumed
 from training.tracker import Tracker
-from training.workers import rank
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
-
-PACKAGES = ("torch", "torchvision", "timm", "numpy", "transformers", "onedl-mmsegmentation")
-
-# Settings that a resumed run may change, because they do not change its numbers.
-FREE = {
-    "out", "resume", "extend", "dry_run", "device", "timeout", "link_mbit", "trace", "eval_every", "checkpoint_every",
-    "light_checkpoints", "log_every", "recompute", "gpu_gb", "loader_workers", "eval_tokens",
-    "wikitext2", "eval_samples", "emd_points", "init_from", "tracker",
-}  # fmt: skip
-LENGTH = {"epochs", "epoch_steps"}  # set the run's length and its learning rate; --extend allows a change
-
-
-def describe(recipe: Recipe, world_size: int, device: torch.device) -> dict[str, Any]:
-    """Returns the content of config.json: the recipe, the command, the commit and the versions."""
-    return {
-        "recipe": dataclasses.asdict(recipe),
-        "world_size": world_size,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "command": sys.argv,
-        "commit": commit(),
-        "versions": {p: v for p in PACKAGES if (v := version(p))},
-    }
-
-
-def settings(recipe: Any) -> dict[str, Any]:
-    """Returns the fields of a recipe, or of config.json's recipe, by their command-line names, as JSON values."""
-    nested = dataclasses.asdict(recipe) if dataclasses.is_dataclass(recipe) else recipe
-    return flat(json.loads(json.dumps(nested, default=str)))
-
-
-def with_defaults(old: dict[str, Any], kind: type[Recipe]) -> dict[str, Any]:
-    """Returns the settings of a file with the defaults of fields that are newer than the file."""
-    return settings(kind()) | old
-
-
-def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """Returns the changed settings, as "optim.lr: 0.05 -> 0.5", without settings that only one of the two has."""
-    return [f"{key}: {old[key]} -> {new[key]}" for key in old if key in new and old[key] != new[key]]
-
-
-def of_other_methods(method: str) -> set[str]:
-    """Returns the groups of settings that have no effect on a run with this method."""
-    return {entry.settings.key for entry in REGISTRY.values() if entry.settings and entry.name != method}
-
-
-def resumed(
-    file: Path, config: dict[str, Any], kind: type[Recipe], *, saved: bool = True
-) -> tuple[dict[str, Any], str]:
-    """Returns the new content of config.json for a run that resumes, or an error message if it cannot resume.
-
-    Without a saved checkpoint, the run begins again, so init_from must stay.
-    """
-    try:
-        old = parse_json(file.read_text())
-        config["recipe"]["extend"] = bool(config["recipe"].get("extend") or old["recipe"].get("extend"))  # stays set
-        changed = differences(with_defaults(settings(old["recipe"]), kind), settings(config["recipe"]))
-        history = [*old.get("history", [])]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        remedy = "restore it, or remove it and resume with the settings of this run"
-        return {}, f"{file} is damaged ({error!r}): {remedy}"
-    free = (FREE if saved else FREE - {"init_from"}) | (LENGTH if config["recipe"]["extend"] else set())
-    if not kind.batch_norm and not config["recipe"].get("dropout"):
-        free |= {"accumulate"}  # otherwise statistics and masks of other micro-batches change the numbers
-    if old["recipe"].get("layout") and config["recipe"].get("layout"):
-        free |= {"layout"}  # a run may resume from another layout, but not from a run without one
-    unread = of_other_methods(config["recipe"]["method"])
-    names = {change: change.partition(":")[0] for change in changed}
-    if refused := [c for c in changed if names[c] not in free and names[c].split(".")[0] not in unread]:
-        what = ", ".join(refused)
-        if {names[change] for change in refused} <= LENGTH:
-            return {}, (
-                f"{file.parent} is a run of another length ({what}), which its learning rate has followed: resume with "
-                "that length, add --extend to stretch the schedule from here on, or choose another --out"
-            )
-        return {}, f"{file.parent} holds another run ({what}): resume with its settings, or choose another --out"
-    line = {key: config[key] for key in ("command", "commit", "world_size")} | {"changed": changed}
-    return old | {"recipe": config["recipe"], "history": [*history, line]}, ""
-
-
-@functools.cache  # takes 10 ms per package
-def version(package: str) -> str:
-    """Returns the installed version, or "" if the package is not installed."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
-
-
-def commit() -> str:
-    """Returns the commit of this checkout, marked if its code has changes, or "" outside a checkout."""
-    git = ["git", "-C", str(Path(__file__).parents[1])]
-    try:
-        head = subprocess.run([*git, "describe", "--always"], capture_output=True, text=True, timeout=10)
-        but_results = [*git, "diff", "--quiet", "HEAD", "--", ".", ":(exclude)results"]  # measurements write there
-        changed = subprocess.run(but_results, capture_output=True, timeout=10).returncode == 1
-        return head.stdout.strip() + ("-dirty" if changed else "")
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-
-
-# -- the folder -------------------------------------------------------------------------------------------------------
-
 
 # how a result's name ends -> (factor, unit) for the screen
 UNITS = {
@@ -399,160 +286,3 @@ def table(summary: Mapping[str, float]) -> str:
         number = f"{value * factor:,.0f}" if isinstance(value, int) and factor == 1 else f"{value * factor:,.4g}"
         lines.append(f"  {name.replace('_', ' '):24}{number:>12} {unit}".rstrip())
     return "\n".join(lines)
-
-
-# -- rounds -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Overlap:
-    """The communication of a whole run, added up over rounds, in seconds and bytes."""
-
-    rounds: int = 0
-    exposed_seconds: float = 0.0
-    allreduce_seconds: float = 0.0
-    bytes_sent: float = 0.0
-
-    def add(self, stats: dict[str, float]) -> None:
-        self.rounds += 1
-        self.exposed_seconds += stats["exposed_seconds"]
-        self.allreduce_seconds += stats["allreduce_seconds"]
-        self.bytes_sent += stats["bytes_sent"]
-
-    @property
-    def hidden_seconds(self) -> float:
-        """Time of all-reduces during which the loop did not wait."""
-        return max(0.0, self.allreduce_seconds - self.exposed_seconds)
-
-    @property
-    def hidden_share(self) -> float:
-        """hidden_seconds as a share of the all-reduces' time, or 1 if there was none."""
-        return self.hidden_seconds / self.allreduce_seconds if self.allreduce_seconds else 1.0
-
-    @property
-    def link_mbit(self) -> float:
-        """Rate at which this worker sent during all-reduces, in Mbit/s."""
-        return self.bytes_sent * 8e-6 / self.allreduce_seconds if self.allreduce_seconds else 0.0
-
-    def summary(self) -> dict[str, float]:
-        names = ("rounds", "exposed_seconds", "hidden_seconds", "allreduce_seconds", "hidden_share", "bytes_sent")
-        return {name: getattr(self, name) for name in (*names, "link_mbit")}
-
-
-class RoundLog:
-    """Reads and logs the rounds of a run.
-
-    Attributes:
-        overlap: The communication of all rounds that were read so far.
-    """
-
-    def __init__(self, recipe: Recipe, folder: RunFolder, device: torch.device):
-        self.overlap = Overlap()
-        self._folder = folder
-        self._allocation: Allocation | None = None  # L-GreCo's last decision
-        self._log_every = recipe.log_every
-        self._on_gpu = device.type == "cuda"
-        self._synchronous = False
-        self._unread: list[tuple[int, RoundStats]] = []  # rounds whose times a GPU may not have measured yet
-        self._unlogged: list[tuple[int, dict[str, Any]]] = []  # scalars that are being copied from a GPU
-        self._trace: Trace | None = None
-        if recipe.trace and rank() == 0:
-            first = 6 if recipe.co2.tau == "auto" else 2  # by then tau has been chosen
-            self._trace = Trace(folder.path / "trace.json", cuda=self._on_gpu, first=first)
-
-    def close_round(self, step: int, method: Method) -> None:
-        """Call it when a round has closed. On a GPU it reads the round before, so that the host does not wait."""
-        self._synchronous = method.tau == 1
-        self._unread.append((step, method.stats))
-        self.read(leave=int(self._on_gpu))
-        pacing = method.sync_schedule if isinstance(method, LocalUpdateMethod) else None
-        if isinstance(pacing, AdaptiveTau) and (decision := pacing.decision):
-            sent = f"{method.stats.bytes_sent / 1e6:.3g} MB a round, {decision.exposed_share:.0%} of the time exposed"
-            new = f"tau {decision.old} -> {decision.new}, compression {decision.compression}"
-            self._folder.note(step, "tau", f"{new}: {decision.reason}; {sent}")
-        self._note_allocation(step, method)
-        if self._trace and self._trace.go_on():
-            self._folder.note(step, "trace", f"trace in {self._trace.path}")
-
-    def log(self, step: int, scalars: Mapping[str, float | Tensor]) -> dict[str, float] | None:
-        """Logs scalars, on a GPU the scalars of the last call. Returns the scalars that it logged last, or None."""
-        self._unlogged.append((step, defer(scalars)))
-        return self._log(leave=int(self._on_gpu))
-
-    def read(self, leave: int = 0) -> None:
-        """Adds up and logs all rounds but the newest `leave`, and with `leave` 0 all scalars.
-
-        If every step is a round, it logs every log_every-th round only.
-        """
-        while len(self._unread) > leave:
-            step, stats = self._unread.pop(0)
-            values = stats.as_dict()
-            self.overlap.add(values)
-            if not self._synchronous or self.overlap.rounds % self._log_every == 0:
-                self._folder.log(step, {f"round/{name}": value for name, value in values.items()})
-        if not leave:
-            self._log(leave)
-
-    def _log(self, leave: int) -> dict[str, float] | None:
-        values = None
-        while len(self._unlogged) > leave:
-            step, scalars = self._unlogged.pop(0)
-            values = {name: float(value) for name, value in scalars.items()}
-            self._folder.log(step, values)
-        return values
-
-    def finish(self, step: int) -> None:
-        """Reads the remaining rounds, and ends the trace."""
-        self.read()
-        if self._trace and self._trace.go_on(last=True):
-            self._folder.note(step, "trace", f"trace in {self._trace.path}")
-        elif self._trace and not self._trace.wrote:
-            self._folder.note(step, "trace", f"no trace, which begins when {self._trace.first} rounds have closed")
-
-    def _note_allocation(self, step: int, method: Method) -> None:
-        """Logs L-GreCo's newest decision once."""
-        reducer = (
-            method.reducer if isinstance(method, LocalUpdateMethod) else getattr(method.compression, "reducer", None)
-        )
-        found = reducer.allocation if isinstance(reducer, LGreco) else None
-        if found is None or found is self._allocation:
-            return
-        self._allocation = found
-        self._folder.note(step, "lgreco", f"L-GreCo: {found.reason}")
-        if self._folder.writes:
-            self._folder.writer.add_text("lgreco/layers", found.table(), step)
-        numbers = {"bytes": sum(found.bytes), "uniform_bytes": found.uniform_bytes, "seconds": sum(found.seconds)}
-        self._folder.log(step, {f"lgreco/{name}": value for name, value in numbers.items()})
-
-
-class Trace:
-    """A torch.profiler trace of some rounds, for https://ui.perfetto.dev.
-
-    gloo's all-reduce has its own thread (`gloo:all_reduce`), and NCCL's has its own stream.
-
-    Args:
-        path: The file to write.
-        cuda: Whether to trace a GPU.
-        first: Number of rounds before the trace, 1 or more.
-        rounds: Number of rounds in the trace.
-    """
-
-    def __init__(self, path: Path, *, cuda: bool = False, first: int = 2, rounds: int = 2):
-        self.path, self.first = path, first
-        self.wrote = False
-        self._profile: Any = profile(
-            activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * cuda,
-            schedule=schedule(wait=first - 1, warmup=1, active=rounds, repeat=1),
-            on_trace_ready=self._write,
-        )
-        self._profile.start()
-
-    def _write(self, finished: Any) -> None:
-        finished.export_chrome_trace(str(self.path))
-        self.wrote = True
-
-    def go_on(self, *, last: bool = False) -> bool:
-        """Call it when a round has closed, and at the end with `last`. Returns True when it has written the trace."""
-        before = self.wrote
-        (self._profile.stop if last else self._profile.step)()
-        return self.wrote and not before

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from core.checkpoint.stored import reason
 from core.errors import UserError
-from training.data import eval_share, steps_per_epoch
 from training.elastic import repeated
 from training.optim import Scalars, backward_in_parts, count_once, make_optimizer, make_schedule
 from training.run import Run
+from training.samples import eval_share, steps_per_epoch
 from training.weights import keep_names, load_weights
 from vision import data
 from vision.data import ImageNet

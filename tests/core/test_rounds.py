@@ -19,7 +19,7 @@ from tests import problems
 from tests.on_ranks import alike, on_ranks, total_world_size
 from tests.problems import Settings, flat, refusal, sgd_step, take_steps
 from tests.quadratic import Quadratic
-from training.folder import Overlap
+from training.rounds import Overlap
 
 LOCAL_METHODS = tuple(m for m in METHODS if m != "ddp")
 

@@ -24,7 +24,7 @@ from language.zeroth import ScalarLog
 from pointcloud.data import PointClouds, load_source
 from results import collect
 from segmentation.data import build_dataset
-from training import folder
+from training import folder, settings
 from training.recipe import Recipe
 
 DEEP = 900  # Python's own parser still reads it; what walks over it then may not
@@ -86,7 +86,7 @@ def test_a_run_folder_of_such_files_is_told_of(tmp_path: Path, kind: str):
     assert collect.hours(tmp_path) == 0.0 and collect.warm_rate(tmp_path) is None
     made_of = {"recipe": {}, "command": [], "commit": "", "world_size": 1}
     if kind not in ("infinity", "texts for numbers"):  # of which a resumed run reads nothing
-        assert "config.json is damaged" in folder.resumed(tmp_path / "config.json", made_of, Recipe)[1]
+        assert "config.json is damaged" in settings.resumed(tmp_path / "config.json", made_of, Recipe)[1]
     folder._cut(tmp_path / "metrics.jsonl", 10)
     assert (tmp_path / "metrics.jsonl").read_text() == ""
 

@@ -23,25 +23,21 @@ from torch.profiler import record_function
 from core import UserError
 from language.finetune_recipes import RECIPES as FINETUNE
 from tests.scripts import Mistakes
-from training.data import (
-    build_whole,
-    cached,
-    data_root,
+from training.counters import Every, Stopwatch
+from training.data import build_whole, cached, data_root, from_home, paths_from_home
+from training.recipe import parse
+from training.rounds import Trace
+from training.samples import (
     epoch_batches,
     eval_keys,
-    from_home,
     generator,
     load_batches,
     mix,
-    paths_from_home,
     per_worker,
     seeded,
     steps_per_epoch,
     train_keys,
 )
-from training.folder import Trace
-from training.progress import Every, Stopwatch
-from training.recipe import parse
 from vision.recipes import RECIPES
 
 # what is not there -> (what opens it, and with what; the folder below that of all data; the recipe that needs no data)

@@ -22,10 +22,10 @@ from tests.scripts import refused
 from training import checks, run
 from training import launch as launcher
 from training.checks import check_batch_norm, check_start, dry_run
-from training.data import smallest_part
 from training.optim import backward_in_parts
 from training.recipe import Recipe, momentum_note, parse
 from training.run import Run
+from training.samples import smallest_part
 from training.script import launch
 from training.weights import read_recipe
 
