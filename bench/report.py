@@ -23,8 +23,8 @@ import tyro
 
 from bench.cluster import Cluster
 from core.errors import UserError
-from training.data import paths_from_home
-from training.settings import commit, version
+from training.data.files import paths_from_home
+from training.folder.settings import commit, version
 
 FORMAT = 1  # of the JSON
 MOST_WORKERS = 1024

@@ -33,7 +33,7 @@ from core.comm import ring_bytes
 from core.errors import UserError
 from core.local_update import LocalUpdateMethod
 from core.testing.link import ThrottledLink
-from training.script import launch
+from training.start.script import launch
 
 RECOMMENDED = "co2_recommended"  # co2 with the settings of CO2Config.recommended
 TIMEOUT = 120.0  # seconds until a missing worker is an error

@@ -45,10 +45,10 @@ from core.local_update import LocalUpdateMethod
 from core.nodes import node_mesh
 from core.tau import CALIBRATION_TAU
 from core.testing.link import ThrottledLink
+from training.data.samples import steps_per_epoch
 from training.optim import clip_gradients, lr_factor
 from training.recipe import parse
-from training.samples import steps_per_epoch
-from training.script import launch
+from training.start.script import launch
 
 TIMEOUT = 300.0  # seconds until a missing worker is an error
 NONE = "none"  # the same steps without communication

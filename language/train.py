@@ -6,7 +6,7 @@ from language.recipe import LanguageRecipe, TextRecipe
 from language.recipes import RECIPES
 from training.checks import dry_run
 from training.recipe import answer_help, parse
-from training.script import launch
+from training.start.script import launch
 
 if __name__ == "__main__":
     answer_help(RECIPES, prog="language.train")  # before the imports below, which take seconds
@@ -48,13 +48,13 @@ from language.metrics import (
 )
 from language.model import blocks_of, build_model, is_causal, make_optimizer
 from language.zeroth.method import Zeroth, of_run
+from training.data.samples import generator, steps_per_epoch
 from training.elastic import repeated
-from training.layouts.layout import Layout
+from training.layout import Layout
+from training.loop.run import Run
 from training.optim import Scalars, backward_in_parts, make_schedule, recompute
-from training.run import Run
-from training.samples import generator, steps_per_epoch
-from training.weights import keep_names, load_weights
-from training.workers import upload
+from training.start.workers import upload
+from training.weights.read import keep_names, load_weights
 
 if TYPE_CHECKING:
     from language.prompts import PromptTask

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 from core import UserError
 from pointcloud.recipes import PointCloudRecipe
 from pointcloud.sources import SPLITS, Source, load_source
-from training.samples import Key, eval_keys, load_batches, train_keys
+from training.data.samples import Key, eval_keys, load_batches, train_keys
 
 
 def load(recipe: PointCloudRecipe) -> tuple[PointClouds, PointClouds]:

@@ -3,8 +3,8 @@
 from pointcloud import data
 from pointcloud.recipes import PointCloudRecipe
 from pointcloud.train import evaluate, make_model
-from training.evaluate import evaluate_run
-from training.script import launch
+from training.start.script import launch
+from training.weights.evaluate import evaluate_run
 
 
 def open_task(recipe: PointCloudRecipe):

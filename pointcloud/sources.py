@@ -10,7 +10,7 @@ from numpy.random import Generator
 
 from core import UserError
 from core.checkpoint.stored import reason
-from training.data import data_root, entries, missing, read_arrays
+from training.data.files import data_root, entries, missing, read_arrays
 
 Points = np.ndarray
 

@@ -3,7 +3,7 @@
 from pointcloud.recipes import RECIPES, PointCloudRecipe
 from training.checks import dry_run
 from training.recipe import answer_help, parse
-from training.script import launch
+from training.start.script import launch
 
 if __name__ == "__main__":
     answer_help(RECIPES, prog="pointcloud.train")  # before the imports below, which take seconds
@@ -22,12 +22,12 @@ from pointcloud import data
 from pointcloud.data import PointClouds
 from pointcloud.losses import chamfer_distance, earth_mover_distance
 from pointcloud.model import Autoencoder, MaskedAutoencoder
-from training.data import printable
+from training.data.files import printable
+from training.data.samples import generator, steps_per_epoch
 from training.elastic import repeated
+from training.loop.run import Run
 from training.optim import Scalars, backward_in_parts, make_optimizer, make_schedule, recompute
-from training.run import Run
-from training.samples import generator, steps_per_epoch
-from training.weights import load_weights
+from training.weights.read import load_weights
 
 
 def main() -> None:

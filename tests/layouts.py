@@ -22,10 +22,10 @@ from core import CO2, CO2Config, UserError
 from core.baselines.ddp import DDP
 from core.buckets import is_dtensor, local_shard
 from tests.reference import Reference
-from training.layouts.layout import Layout
+from training.layout import Layout
 from training.layouts.parallel import Parallel
 from training.layouts.resharded import Resharded
-from training.zero import shard_optimizer
+from training.layouts.zero import shard_optimizer
 
 CPU = torch.device("cpu")
 SAMPLES, CONTEXT, VOCABULARY, LAYERS = 16, 6, 32, 8

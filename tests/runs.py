@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from training.loop.progress import Due
+from training.loop.run import Run
 from training.optim import make_optimizer, make_schedule
-from training.progress import Due
-from training.run import Run
 
 
 class Loop:

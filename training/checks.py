@@ -20,10 +20,10 @@ from core.baselines.table import check_apart
 from core.config import check_share
 from core.errors import UserError
 from core.groups import local_world_size
-from training.layouts.layout import Layout
+from training.data.samples import per_worker, smallest_part
+from training.layout import Layout
 from training.recipe import Recipe, momentum_note
-from training.samples import per_worker, smallest_part
-from training.workers import check_nodes, make_link, pick_device, rank, world_size
+from training.start.workers import check_nodes, make_link, pick_device, rank, world_size
 
 R = TypeVar("R", bound=Recipe)
 GIB = 1 << 30  # bytes; a GPU sold as 24 GB has 24 GiB
@@ -145,7 +145,7 @@ def held_of_share(recipe: Recipe, parts: int, nodes: int) -> float:
 
 
 def gathered(recipe: Recipe, model: nn.Module) -> float:
-    """Returns the bytes of whole parameters and gradients that FSDP2 holds at once (training.zero.shard_model).
+    """Returns the bytes of whole parameters and gradients that FSDP2 holds at once (training.layouts.zero.shard_model).
 
     ZeRO-2 holds all parameters. ZeRO-3 holds the parameters of two blocks, and all parameters outside blocks. Gradients
     of as many parameters, and their reduction, come on top.

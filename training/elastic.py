@@ -31,13 +31,13 @@ from core.elastic.members import Members, Over, Report, WorkersChanged
 from core.errors import UserError, env_number
 from core.groups import local_world_size
 from core.local_update import LocalUpdateMethod
-from training.folder import RunFolder
-from training.progress import Due, Progress, Trained
+from training.data.samples import per_worker, steps_per_epoch
+from training.folder.rounds import RoundLog
+from training.folder.run_folder import RunFolder
+from training.folder.settings import settings
+from training.loop.progress import Due, Progress, Trained
 from training.recipe import Recipe
-from training.rounds import RoundLog
-from training.samples import per_worker, steps_per_epoch
-from training.settings import settings
-from training.workers import difference
+from training.start.workers import difference
 
 T = TypeVar("T")
 

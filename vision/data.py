@@ -34,10 +34,10 @@ from torch.utils.data import Dataset
 
 from core import UserError
 from core.checkpoint.stored import reason
-from training.data import cached, damaged, data_root, missing, read_arrays
-from training.images import read_rgb
-from training.samples import Key, eval_keys, generator, load_batches, mix, seeded, train_keys
-from training.workers import to_device, upload
+from training.data.files import cached, damaged, data_root, missing, read_arrays
+from training.data.images import read_rgb
+from training.data.samples import Key, eval_keys, generator, load_batches, mix, seeded, train_keys
+from training.start.workers import to_device, upload
 from vision.index import IndexedFolder, Shards, tars
 from vision.model import image_size, weights_config
 from vision.recipes import VisionRecipe

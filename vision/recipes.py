@@ -5,9 +5,9 @@ from typing import Literal
 
 from core import CO2Config
 from core.errors import UserError
+from training.data.samples import per_worker
 from training.optim import OptimConfig
 from training.recipe import Recipe
-from training.samples import per_worker
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from training.checks import dry_run
 from training.recipe import answer_help, parse
-from training.script import launch
+from training.start.script import launch
 from vision.recipes import RECIPES, VisionRecipe
 
 if __name__ == "__main__":
@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from core.checkpoint.stored import reason
 from core.errors import UserError
+from training.data.samples import eval_share, steps_per_epoch
 from training.elastic import repeated
+from training.loop.run import Run
 from training.optim import Scalars, backward_in_parts, count_once, make_optimizer, make_schedule
-from training.run import Run
-from training.samples import eval_share, steps_per_epoch
-from training.weights import keep_names, load_weights
+from training.weights.read import keep_names, load_weights
 from vision import data
 from vision.data import ImageNet
 from vision.model import SMALL, build_model, classifier_names

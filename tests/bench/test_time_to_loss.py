@@ -40,7 +40,7 @@ from bench.time_to_loss import (
 from core.errors import UserError
 from core.stats import RoundStats
 from tests.bench.emulated import python
-from training.samples import worker_batches
+from training.data.samples import worker_batches
 from vision import data
 
 # -- trajectories to a time -------------------------------------------------------------------------------------

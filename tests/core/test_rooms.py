@@ -12,7 +12,10 @@ import pytest
 from tests.imports import PACKAGES, ROOT, TASKS, file_of, files, imports, needed, room_of
 
 CORE = {room_of(file) for file in files() if file.parts[0] == "core"}
-TRAINING = {"training", "training.elastic", "training.layouts"}
+TRAINING = {
+    "training",
+    *(f"training.{room}" for room in ("start", "data", "layouts", "folder", "loop", "weights")),
+}
 
 TOOLS = {"core.compression", "core.guards", "core.testing"}
 ARROWS: dict[str, set[str]] = {
@@ -31,10 +34,21 @@ ARROWS: dict[str, set[str]] = {
     "core.elastic": {"core", "core.co2", "core.config", "core.shares", *TOOLS},
     "core.integrations": CORE - {"core.doctor"},
     "core.doctor": CORE - {"core.integrations"},  # nothing imports it
-    "training": {*CORE, *TRAINING},
-    "training.elastic": {*CORE, "training"},
+    # training, from how processes start to the loop and what is made of its weights
+    "training.start": CORE,
+    "training.data": {*CORE, "training.start"},
+    "training": {
+        *CORE,
+        "training.start",
+        "training.data",
+        "training.folder",
+        "training.loop",
+    },  # the last two: elastic.py
     "training.layouts": {*CORE, "training"},
-    "training.plan": {*CORE, *TRAINING},
+    "training.folder": {*CORE, "training", "training.start"},
+    "training.loop": {*CORE, *TRAINING - {"training.weights"}},
+    "training.weights": {*CORE, *TRAINING},
+    "training.plan": {*CORE, "training", "training.start", "training.data"},
     **{task: {*CORE, *TRAINING} for task in TASKS},
     "bench": {*CORE, *TRAINING, "training.plan", *TASKS, "results"},
     "results": {*CORE, *TRAINING, "training.plan", *TASKS, "bench"},

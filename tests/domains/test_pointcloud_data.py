@@ -19,8 +19,8 @@ from pointcloud.sources import Surfaces
 from pointcloud.train import main
 from tests.damages import forbid
 from tests.runs import logged, summary
-from training.data import data_root
-from training.run import Run
+from training.data.files import data_root
+from training.loop.run import Run
 
 SYNSETS = ("02691156", "03001627")
 

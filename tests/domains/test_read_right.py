@@ -29,7 +29,7 @@ from pointcloud.sources import ShapeNet55
 from segmentation import train as script
 from segmentation.data import LoadImage, LoadMask, build_dataset
 from segmentation.recipes import RECIPES
-from training.images import read_mask
+from training.data.images import read_mask
 from vision.data import Augmented, ImageNet
 from vision.train import PICTURES, spread
 

@@ -20,9 +20,9 @@ from segmentation.recipes import RECIPES, digits_small
 from segmentation.train import make_model
 from tests.domains.test_segmentation_model import OWN
 from tests.scripts import refused
-from training.data import data_root
-from training.export import write
+from training.data.files import data_root
 from training.optim import make_optimizer
+from training.weights.export import write
 
 CAMVID = data_root() / "camvid_240x180.npz"
 

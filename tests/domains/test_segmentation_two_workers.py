@@ -26,7 +26,7 @@ from segmentation.model import upernet
 from segmentation.recipes import RECIPES, digits_small
 from segmentation.train import make_model
 from tests.scripts import Mistakes
-from training.run import Run
+from training.loop.run import Run
 
 # -- a node of two workers whose CPU has SyncBatchNorm: stand-ins for five kernels of ATen's --------------------------
 

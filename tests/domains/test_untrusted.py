@@ -13,6 +13,8 @@ import pytest
 import training.prepared  # noqa: F401, transformers imports torchvision when it is installed
 
 # isort: split
+import training.folder.run_folder as folder
+import training.folder.settings as settings
 from bench.loss.__main__ import Rows
 from core import UserError
 from core.checkpoint import runs as checkpoint
@@ -24,7 +26,6 @@ from language.zeroth import ScalarLog
 from pointcloud.data import PointClouds, load_source
 from results import collect
 from segmentation.data import build_dataset
-from training import folder, settings
 from training.recipe import Recipe
 
 DEEP = 900  # Python's own parser still reads it; what walks over it then may not

@@ -14,9 +14,9 @@ from PIL import Image
 from core import UserError
 from tests.damages import DAMAGES, write_tar
 from tests.scripts import refused
-from training.data import data_root
+from training.data.files import data_root
+from training.data.samples import generator
 from training.optim import make_optimizer
-from training.samples import generator
 from vision import data
 from vision.model import build_model, classifier_names
 from vision.pictures import labelled

@@ -18,7 +18,7 @@ from timm.data.distributed_sampler import RepeatAugSampler
 
 from core import UserError
 from tests.damages import forbid, write_tar
-from training.samples import epoch_batches, mix
+from training.data.samples import epoch_batches, mix
 from vision import data, index
 from vision.data import CPU, STATISTICS, Augmented, on_device, train_transform
 from vision.model import image_size

@@ -25,8 +25,8 @@ from language.zeroth.method import of_run
 from tests.runs import logged, summary
 from tests.scripts import Mistakes, fork_script
 from training import checks
-from training.progress import Due
-from training.run import Run
+from training.loop.progress import Due
+from training.loop.run import Run
 
 
 def tiny(**changes) -> LanguageRecipe:

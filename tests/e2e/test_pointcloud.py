@@ -15,7 +15,7 @@ from pointcloud.recipes import PointCloudRecipe, surfaces_small
 from pointcloud.sources import Surfaces
 from tests.runs import logged, summary
 from tests.scripts import run_on_worker
-from training.run import Run
+from training.loop.run import Run
 
 
 def tiny(**changes) -> PointCloudRecipe:

@@ -19,8 +19,8 @@ from bench.cluster import hold_port
 from language.finetune_recipes import FinetuneRecipe
 from results.paper import GPUS
 from training import checks
+from training.data.samples import per_worker
 from training.recipe import Recipe, parse
-from training.samples import per_worker
 
 ROOT = Path(__file__).resolve().parents[2]
 TASKS = ("vision", "segmentation", "pointcloud", "gpt2", "roberta", "finetune")

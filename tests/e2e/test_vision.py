@@ -23,7 +23,7 @@ from core.tau import TauTuner
 from core.testing import run_distributed
 from tests.runs import logged, rows, summary
 from tests.scripts import fork_script, run_on_worker
-from training.run import Run
+from training.loop.run import Run
 from vision import data
 from vision.recipes import digits_small
 from vision.train import train

@@ -306,8 +306,8 @@ def test_a_compiled_model_trains_as_it_is():
 
 def sharded(stage: int, recomputed: bool = False) -> list[Tensor]:
     """The parameters after some steps over a mesh of one process, in FSDP2's shards from stage 2 on."""
+    from training.layouts.zero import shard_model
     from training.optim import recompute
-    from training.zero import shard_model
 
     model = Stack().to(DEVICE)
     if recomputed:

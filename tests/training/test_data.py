@@ -24,10 +24,8 @@ from core import UserError
 from language.finetune_recipes import RECIPES as FINETUNE
 from tests.scripts import Mistakes
 from training.counters import Every, Stopwatch
-from training.data import build_whole, cached, data_root, from_home, paths_from_home
-from training.recipe import parse
-from training.rounds import Trace
-from training.samples import (
+from training.data.files import build_whole, cached, data_root, from_home, paths_from_home
+from training.data.samples import (
     epoch_batches,
     eval_keys,
     generator,
@@ -38,6 +36,8 @@ from training.samples import (
     steps_per_epoch,
     train_keys,
 )
+from training.folder.rounds import Trace
+from training.recipe import parse
 from vision.recipes import RECIPES
 
 # what is not there -> (what opens it, and with what; the folder below that of all data; the recipe that needs no data)
@@ -258,7 +258,7 @@ def test_a_samples_random_numbers_are_the_same_in_any_process():
 LEFT_OPEN = """
 import gc
 from core import UserError
-from training.data import load_batches
+from training.data.samples import load_batches
 
 class Broken:
     def __getitem__(self, index):

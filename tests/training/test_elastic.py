@@ -20,15 +20,15 @@ from core.elastic.members import Members
 from core.tau import TauHook
 from tests.runs import Loop, logged, rows, summary
 from training import elastic as elastic
+from training.data.samples import generator, worker_batches
 from training.elastic import Deal, repeated
-from training.folder import RunFolder
+from training.folder.rounds import RoundLog
+from training.folder.run_folder import RunFolder
+from training.loop.progress import Progress, Trained
+from training.loop.run import Run
 from training.optim import OptimConfig, make_schedule
-from training.progress import Progress, Trained
 from training.recipe import Recipe
-from training.rounds import RoundLog
-from training.run import Run
-from training.samples import generator, worker_batches
-from training.script import launch
+from training.start.script import launch
 
 # -- data ---------------------------------------------------------------------------------------------------
 

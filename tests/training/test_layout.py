@@ -14,7 +14,7 @@ from language.recipes import RECIPES
 from tests.layouts import build
 from tests.scripts import refused
 from training.checks import check_start
-from training.layouts.layout import Layout, Place
+from training.layout import Layout, Place
 from training.layouts.parallel import check_cut, take_stage
 from training.recipe import parse
 

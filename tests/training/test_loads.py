@@ -17,13 +17,13 @@ LOADS: dict[tuple[str, str], dict[str, bool]] = {
     ("core/elastic/island.py", "torch.load"): WEIGHTS,
     ("core/elastic/members.py", "torch.load"): WEIGHTS,
     ("core/checkpoint/stored.py", "torch.load"): WEIGHTS,
-    ("training/weights.py", "torch.load"): WEIGHTS,
-    ("training/weights.py", "kind.from_pretrained"): {"use_safetensors": True},
+    ("training/weights/read.py", "torch.load"): WEIGHTS,
+    ("training/weights/read.py", "kind.from_pretrained"): {"use_safetensors": True},
     ("segmentation/runner.py", "mmengine.config.Config.fromfile"): {},  # --config runs the user's own program
     # with the weights_only that the user gives to the trainer, True if none is given
     ("core/integrations/common.py", "torch.load"): {},
     ("core/integrations/lightning.py", "super().load_checkpoint"): {},
-    ("training/data.py", "numpy.load"): NO_PICKLE,
+    ("training/data/files.py", "numpy.load"): NO_PICKLE,
     ("pointcloud/sources.py", "numpy.lib.format.read_array"): NO_PICKLE,
     # no pickle, and what it says of code is checked in language.pretrained.LOCAL
     ("language/pretrained.py", "transformers.AutoConfig.from_pretrained"): {},

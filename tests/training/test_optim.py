@@ -24,9 +24,9 @@ from segmentation.recipes import digits_swin
 from segmentation.train import backward as segmentation_backward
 from segmentation.train import make_model as segmentation_model
 from tests.scripts import refused
+from training.loop.run import Run
 from training.optim import OptimConfig, clip_gradients, lr_factor, make_optimizer, make_schedule, recompute
 from training.recipe import Recipe
-from training.run import Run
 from vision.recipes import digits_small, digits_vit
 from vision.train import backward as vision_backward
 from vision.train import make_model as vision_model

@@ -9,7 +9,7 @@ import pytest
 from core import CO2Config
 from core.testing import run_distributed
 from tests import layouts
-from training.layouts.layout import Layout
+from training.layout import Layout
 
 CLIP = 0.5
 TAU, ROUNDS, STEPS = 3, 2, 3

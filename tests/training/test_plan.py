@@ -23,7 +23,7 @@ from core import UserError
 from tests.scripts import refused
 from tests.training.live import Live, of_block
 from training.checks import held
-from training.layouts.layout import Layout
+from training.layout import Layout
 from training.plan import command, memory, time
 from training.plan.case import (
     FLOAT32,

@@ -19,15 +19,16 @@ from core import CO2Config, CompressionConfig, SlowMoConfig, UserError
 from reproduce import NODES, fitting_batch
 from results.paper import GPUS
 from tests.scripts import refused
-from training import checks, run
+from training import checks
 from training import launch as launcher
 from training.checks import check_batch_norm, check_start, dry_run
+from training.data.samples import smallest_part
+from training.loop import run
+from training.loop.run import Run
 from training.optim import backward_in_parts
 from training.recipe import Recipe, momentum_note, parse
-from training.run import Run
-from training.samples import smallest_part
-from training.script import launch
-from training.weights import read_recipe
+from training.start.script import launch
+from training.weights.read import read_recipe
 
 
 @dataclass(frozen=True)

@@ -19,13 +19,13 @@ from torch import nn
 from core import CO2Config, UserError
 from core.testing import run_distributed
 from tests.runs import Loop, rows, summary
-from training.evaluate import evaluate_run
-from training.fixed import Fixed
-from training.folder import table
+from training.data.samples import generator
+from training.folder.run_folder import table
+from training.loop.fixed import Fixed
+from training.loop.run import Run
 from training.optim import OptimConfig
 from training.recipe import Recipe
-from training.run import Run
-from training.samples import generator
+from training.weights.evaluate import evaluate_run
 
 
 @dataclass(frozen=True)

@@ -28,12 +28,12 @@ from tests.ports import listening_at
 from tests.runs import logged, summary
 from tests.scripts import fork_script
 from training import launch as launcher
-from training import script as scripts
 from training.launch import Agent, Coordinator
+from training.loop.run import Run
 from training.recipe import Recipe, parse
-from training.run import Run
-from training.script import SIGNALS, StopSignal, launch
-from training.workers import _not_met, join, refuse
+from training.start import script as scripts
+from training.start.script import SIGNALS, StopSignal, launch
+from training.start.workers import _not_met, join, refuse
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ def test_a_group_that_is_there_compares_too():
 SCRIPT = """
 import sys, time
 from core import UserError
-from training.script import launch
+from training.start.script import launch
 
 def mistake():
     raise UserError("batch_size=47: give another")
@@ -294,7 +294,7 @@ def test_a_run_outlives_its_output(how: str, tmp_path: Path):
 
 CLOSED = """
 import os, sys
-from training.script import launch
+from training.start.script import launch
 launch(lambda: print(open("run", "w").fileno(), "é", file=open("found", "w")) or print("é"))
 """
 

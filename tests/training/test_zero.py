@@ -20,8 +20,8 @@ from core.testing import run_distributed
 from tests import problems
 from tests.problems import batch, flat, loss
 from tests.reference import Reference
-from training.workers import make_mesh
-from training.zero import gathered, shard_model, shard_optimizer
+from training.layouts.zero import gathered, shard_model, shard_optimizer
+from training.start.workers import make_mesh
 
 TAU, ROUNDS, LR = 3, 20, 0.2
 CONFIG = CO2Config(tau=TAU, outer_momentum=0.4, outer_lr=0.9, clip=0.3)

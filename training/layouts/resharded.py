@@ -25,7 +25,7 @@ from core.errors import UserError
 from core.groups import host_group, of_all
 from core.local_update import LocalUpdateMethod
 from core.state import of_rank, under_rank
-from training.layouts.layout import Layout
+from training.layout import Layout
 from training.layouts.parallel import Parallel
 
 Named = dict[str, Tensor]

@@ -12,8 +12,8 @@ from time import perf_counter
 import tyro
 
 from core.errors import UserError
-from training.data import paths_from_home
-from training.layouts.layout import Layout
+from training.data.files import paths_from_home
+from training.layout import Layout
 from training.plan import methods, time
 from training.plan.case import (
     FLOAT32,

@@ -10,7 +10,7 @@ from functools import cached_property
 import numpy as np
 
 from core.errors import UserError
-from training.layouts.layout import Layout
+from training.layout import Layout
 from training.plan.case import AXES, FORMATS, MERGES, RECOMPUTE, Case, Layouts, Numbers
 from training.plan.memory import memory
 from training.plan.time import seconds

@@ -17,11 +17,11 @@ from core.hooks import Requests, Snapshot
 from core.local_update import LocalUpdateMethod
 from training.counters import Averages, Every, Stopwatch
 from training.recipe import Recipe
-from training.workers import has_bfloat16, make_link, rank, world_size
+from training.start.workers import has_bfloat16, make_link, rank, world_size
 
 
 class Progress:
-    """The state that Run shares with its part for other workers (training/fixed.py, training/elastic.py).
+    """The state that Run shares with its part for other workers (training/loop/fixed.py, training/elastic.py).
 
     Under a layout several ranks count as one of the data_workers.
 

@@ -17,9 +17,9 @@ from core.compression.lgreco.reducer import LGreco
 from core.local_update import LocalUpdateMethod
 from core.stats import RoundStats, defer
 from core.tau import AdaptiveTau
-from training.folder import RunFolder
+from training.folder.run_folder import RunFolder
 from training.recipe import Recipe
-from training.workers import rank
+from training.start.workers import rank
 
 if TYPE_CHECKING:
     pass

@@ -17,13 +17,13 @@ from torch import nn
 from core.checkpoint.runs import finished
 from core.checkpoint.stored import reason
 from core.errors import UserError
-from training.data import paths_from_home
-from training.folder import table
-from training.progress import Progress
+from training.data.files import paths_from_home
+from training.folder.run_folder import table
+from training.folder.settings import settings
+from training.loop.progress import Progress
 from training.recipe import Recipe
-from training.settings import settings
-from training.weights import load_weights, read_config, read_recipe
-from training.workers import join, pick_device, rank, tune, world_size
+from training.start.workers import join, pick_device, rank, tune, world_size
+from training.weights.read import load_weights, read_config, read_recipe
 
 R = TypeVar("R", bound=Recipe)
 Results = dict[str, float]
@@ -46,7 +46,7 @@ class EvaluateOptions:
 
 
 class Evaluation(Progress):
-    """The part of training.run.Run that evaluations need, for a model that is not being trained."""
+    """The part of training.loop.run.Run that evaluations need, for a model that is not being trained."""
 
     draws = False  # pyright: ignore
 

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from core.checkpoint.runs import finished, load_newest, unlike, with_versions
 from core.checkpoint.stored import parse_json, plain_makers, reason, regular
 from core.errors import UserError
-from training.data import printable
+from training.data.files import printable
 from training.recipe import Recipe
-from training.workers import rank
+from training.start.workers import rank
 
 R = TypeVar("R", bound=Recipe)
 # under which libraries store weights, preferred first

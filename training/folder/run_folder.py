@@ -23,9 +23,9 @@ from core.checkpoint.stored import parse_json, regular, write_flushed
 from core.errors import UserError
 from core.groups import of_all
 from training.counters import Stopwatch
+from training.folder.settings import describe, resumed
+from training.folder.tracker import Tracker
 from training.recipe import Recipe, flat
-from training.settings import describe, resumed
-from training.tracker import Tracker
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

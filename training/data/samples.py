@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from core.checkpoint.stored import reason
 from core.errors import UserError
-from training.script import SIGNALS
+from training.start.script import SIGNALS
 
 Key = tuple[int, int, int]  # (seed, epoch, index) of a sample; its random numbers follow only from this key
 

@@ -20,12 +20,12 @@ from core.checkpoint import stored
 from core.checkpoint.runs import random_state, set_random_state
 from core.errors import UserError
 from core.local_update import LocalUpdateMethod
-from training.folder import RunFolder
-from training.progress import Due, Progress, Trained
-from training.rounds import RoundLog
-from training.samples import mix
-from training.settings import settings
-from training.workers import join, largest_of_workers, make_mesh
+from training.data.samples import mix
+from training.folder.rounds import RoundLog
+from training.folder.run_folder import RunFolder
+from training.folder.settings import settings
+from training.loop.progress import Due, Progress, Trained
+from training.start.workers import join, largest_of_workers, make_mesh
 
 T = TypeVar("T")
 NEEDS = {"node": int, "rng": dict, "means": dict, "totals": dict}  # what _resume reads, see load_newest
@@ -222,7 +222,7 @@ class Fixed:
 
 
 def _zero() -> Any:
-    """Returns training.zero. It is imported on first use, because FSDP takes half a second to import."""
-    from training import zero
+    """Returns layouts/zero.py. It is imported on first use, because FSDP takes half a second to import."""
+    from training.layouts import zero
 
     return zero

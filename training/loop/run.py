@@ -26,14 +26,14 @@ from core.local_update import LocalUpdateMethod
 from training.checks import check_batch_norm, check_start
 from training.counters import Every
 from training.elastic import Elastic
-from training.fixed import Fixed
-from training.folder import RunFolder
+from training.folder.rounds import RoundLog
+from training.folder.run_folder import RunFolder
+from training.loop.fixed import Fixed
+from training.loop.progress import Due, Progress, Trained
 from training.optim import clip_gradients
-from training.progress import Due, Progress, Trained
 from training.recipe import Recipe, momentum_note
-from training.rounds import RoundLog
-from training.script import StopSignal, lost_output
-from training.workers import check_compiler, pick_device, tune, world_size
+from training.start.script import StopSignal, lost_output
+from training.start.workers import check_compiler, pick_device, tune, world_size
 
 T = TypeVar("T")
 
@@ -63,7 +63,7 @@ class Run(Progress):
         self.rounds = RoundLog(recipe, self.folder, self.device)
         kind: Any = Elastic if recipe.elastic else Fixed
         if recipe.layout:  # imported here, because torch's pipelines take a second
-            from training.laid_out import LaidOut as kind
+            from training.loop.laid_out import LaidOut as kind
         self._workers = kind(self, self.folder, self.rounds)
         self._minutes: dict[str, float] = {}  # of each request that repeats by time
         self._asked_at: dict[str, float] = {}  # seconds, by self._now

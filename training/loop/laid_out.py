@@ -9,15 +9,15 @@ from torch import Tensor, nn
 
 from core.baselines.ddp import DDP
 from core.baselines.table import Method
-from training.fixed import Fixed
-from training.layouts.layout import Layout
+from training.data.samples import mix
+from training.folder.settings import settings
+from training.layout import Layout
 from training.layouts.parallel import Parallel
 from training.layouts.resharded import Resharded
-from training.progress import Trained
-from training.samples import mix
-from training.settings import settings
-from training.workers import join
-from training.zero import gathered, group_settings, shard_optimizer
+from training.layouts.zero import gathered, group_settings, shard_optimizer
+from training.loop.fixed import Fixed
+from training.loop.progress import Trained
+from training.start.workers import join
 
 T = TypeVar("T")
 

@@ -1,0 +1,1 @@
+"""What tasks share to read data: files and the cache, the samples that a worker sees, pictures and masks."""
