@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 
-class Every:
+class Period:
     """Says when an action that repeats every `period` steps (0: never) is due, if asked at some steps after `start`."""
 
     def __init__(self, period: int, start: int = 0):

@@ -23,7 +23,7 @@ from torch.profiler import record_function
 from core import UserError
 from language.finetune_recipes import RECIPES as FINETUNE
 from tests.scripts import Mistakes
-from training.counters import Every, Stopwatch
+from training.counters import Period, Stopwatch
 from training.data.files import build_whole, cached, data_root, from_home, paths_from_home
 from training.data.samples import (
     epoch_batches,
@@ -292,10 +292,10 @@ def test_no_loading_process_holds_up_the_end_of_its_worker(ending: str) -> None:
 
 
 def test_every_fires_once_per_period_even_when_asked_late():
-    every = Every(10)
+    every = Period(10)
     assert [step for step in range(1, 45) if step % 7 == 0 and every.due(step)] == [14, 21, 35, 42]
-    assert not any(Every(0).due(step) for step in range(100))
-    assert not Every(10, start=25).due(29) and Every(10, start=25).due(30)
+    assert not any(Period(0).due(step) for step in range(100))
+    assert not Period(10, start=25).due(29) and Period(10, start=25).due(30)
 
 
 def test_the_clock_stands_still_in_a_pause_and_goes_on_where_a_run_ended(monkeypatch: pytest.MonkeyPatch):

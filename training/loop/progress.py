@@ -15,13 +15,13 @@ from core.checkpoint.runs import load_model, load_optimizer, of_optimizer
 from core.groups import host_group
 from core.hooks import Requests, Snapshot
 from core.local_update import LocalUpdateMethod
-from training.counters import Averages, Every, Stopwatch
+from training.counters import Averages, Period, Stopwatch
 from training.recipe import Recipe
 from training.start.workers import has_bfloat16, make_link, rank, world_size
 
 
 class Progress:
-    """The state that Run shares with its part for other workers (training/loop/fixed.py, training/elastic.py).
+    """The state that Run shares with its part for other workers (training/loop/static_run.py, training/elastic.py).
 
     Under a layout several ranks count as one of the data_workers.
 
@@ -36,7 +36,7 @@ class Progress:
         self.step = self.total = 0
         self.clock = Stopwatch()
         self.means = Averages()
-        self.evaluation = Every(0)
+        self.evaluation = Period(0)
         self.link = make_link(recipe.link_mbit, device)
         self.scaler = torch.amp.GradScaler(device.type) if recipe.precision == "float16" else None
         by_time = recipe.interval("eval_every", 1)[1] > 0
@@ -84,7 +84,7 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Due:
+class Actions:
     """The actions that a loop has to take after a step."""
 
     evaluation: bool
@@ -93,7 +93,7 @@ class Due:
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainState:
     """The model and all that trains it, the parts of a checkpoint.
 
     Attributes:

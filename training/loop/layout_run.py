@@ -15,14 +15,14 @@ from training.layout import Layout
 from training.layouts.parallel import Parallel
 from training.layouts.resharded import Resharded
 from training.layouts.zero import gathered, group_settings, shard_optimizer
-from training.loop.fixed import Fixed
-from training.loop.progress import Trained
+from training.loop.progress import TrainState
+from training.loop.static_run import StaticRun
 from training.start.workers import join
 
 T = TypeVar("T")
 
 
-class LaidOut(Fixed):
+class LayoutRun(StaticRun):
     """One rank of a run under a layout. A data-parallel worker, which gets its own batches, is tp * pp ranks."""
 
     parallel: Parallel
@@ -71,7 +71,7 @@ class LaidOut(Fixed):
             return model, DDP(model, average_buffers=False, synchronous=True, hooks=[run.requests], **options)
         return model, self.parallel.co2(r.co2, hooks=[run.requests, run.snapshots], **options)
 
-    def begin(self, trained: Trained, samples: int, epoch: int) -> float:
+    def begin(self, trained: TrainState, samples: int, epoch: int) -> float:
         self._held = Resharded(self.parallel, trained.optimizer, trained.method)
         return super().begin(trained, samples, epoch)
 
