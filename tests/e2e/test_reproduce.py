@@ -461,21 +461,3 @@ def test_local_runs_what_is_missing_and_stops_at_a_failure(tmp_path: Path, monke
     with pytest.raises(UserError, match=r"language-gpt2_pydoc_small-co2-tau6-.*-seed0 is not finished"):
         reproduce.main()
     assert [path.name[-5:] for path in started] == ["seed1", "seed2", "seed0"], "seed 0 without penalty was there"
-
-
-def test_a_kept_row_is_named_by_its_folder_and_again_repeats_it(tmp_path, monkeypatch, capsys):
-    kept, runs = tmp_path / "kept", tmp_path / "runs"
-    monkeypatch.setattr(reproduce, "ROOT", tmp_path)
-    monkeypatch.setattr(reproduce, "KEPT", kept)
-    settings = {"method": "co2", "tau": 6, "seed": 0, "workers": 4, "results": {TABLES["gap"].metric.key: 2.0}}
-    make_run(runs / "one", "language", "gpt2_pydoc_small", **settings)
-    assert [*keep_stand_ins(["gap"], runs, kept)] and (kept / "gap.json").is_file()
-    asked = ["reproduce.py", "gap", "--local", "--seeds", "0", "--dry-run"]
-    monkeypatch.setattr(sys, "argv", asked)
-    reproduce.main()
-    other, said = capsys.readouterr().out.splitlines()
-    assert said.startswith("# finished: ") and said.endswith(f"seed 0, a row of {kept}; --again repeats it")
-    assert "--co2.gap none" in other, "the row without a penalty is not kept"
-    monkeypatch.setattr(sys, "argv", [*asked, "--again"])
-    reproduce.main()
-    assert len([line for line in capsys.readouterr().out.splitlines() if "--resume" in line]) == 2
