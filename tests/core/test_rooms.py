@@ -192,15 +192,15 @@ BUDGETS = {
     "core/guards": 1160,
     "core/integrations": 1179,
     "core/testing": 221,
-    "training": 7875,
+    "training": 7620,
     "language": 5368,
-    "pointcloud": 1332,
-    "segmentation": 1520,
-    "vision": 1422,
+    "pointcloud": 1150,
+    "segmentation": 1510,
+    "vision": 1390,
     "bench": 4764,
     "results": 1340,
     "examples": 630,
-    "tests": 38461,
+    "tests": 37000,
 }
 """Room -> the lines that its Python files may have. Cutting lowers a number; only a reason raises one."""
 

@@ -332,18 +332,6 @@ def test_rows_methods_and_seeds_are_chosen_and_options_passed_on(told: Told):
     assert " --method co2 --co2.tau 12 --epochs 2 " in line and "-co2-tau12-epochs_2-" in line
 
 
-def test_the_words_of_an_option_stay_apart_and_whole(told: Told):
-    found = reproduce.passed_on(["--epochs", "1", "--optim.betas", "0.9", "0.95", "--epochs", "2", "--init_from=a b"])
-    assert found == {"epochs": "2", "optim.betas": ["0.9", "0.95"], "init_from": "a b"}
-    given = ["--init_from", "my runs/a", "--optim.betas", "0.9", "0.95"]
-    few = ["--dry-run", "--rows", "gpt2-small", "--methods", "local", "--seeds", "0"]
-    (line,) = told("gpt2", *few, "--", *given)
-    assert line.endswith(" --init_from 'my runs/a' --optim.betas 0.9 0.95")
-    assert "-init_from_my_runs_a-betas_0.9_0.95-seed0 " in line
-    (line,) = told("gpt2", *few, "--local", "--", *given)
-    assert " --init_from 'my runs/a' --optim.betas 0.9 0.95 --seed 0 " in line
-
-
 def finish(root: Path, name: str, tau: int, hours: float, *, seed: int = 0, done: bool = True) -> Path:
     """A run of ResNet-50 in the folder that reproduce.py gives it."""
     row = next(row for row in TABLES["imagenet"].rows if (row.label, row.method) == ("ResNet-50", name))
