@@ -582,7 +582,7 @@ class Share:
         for i, s in enumerate(self._slices):
             numbers = self.numbers if i == method.fragment else method.fragments[i].held["share_numbers"]
             self._count(s, numbers, _square(s.m) - self.node.surplus(s.m, s.held))
-        self._merges_all = method.is_cut and method.allreduce.in_flight
+        self._merges_all = bool(self._snapshots) and method.allreduce.in_flight
         if self._merges_all and self.numbers[WHOLE] > 0:  # every parameter becomes x
             self._fill()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MethodType
@@ -298,22 +299,24 @@ def resliced(
     """Of a run with a fragment's all-reduce in flight under one layout, and of its resume under another: the parameters
     if it ends there, and the sum of squares of the island's momentum, as its fragments hold it. And what a layout of
     islands of one device says to it."""
-    config = CO2Config(6, outer_lr=0.5, outer_momentum=momentum, gap="none", merge="keep_local", delay=2, fragments=3)
+    late: dict[str, Any] = {"gap": "none", "merge": "keep_local", "delay": "auto"}
+    config = CO2Config(6, outer_lr=0.5, outer_momentum=momentum, fragments=3, **late)
     found, said = [], ""
     for name in [*names, of_one]:
         parallel = Parallel(build("gpt2-short"), Layout.parse(name), CPU)
-        optimizer, co2 = torch.optim.AdamW(parallel.parameters(), lr=1e-2), parallel.co2(config)
+        co2 = parallel.co2(replace(config, fragments="auto") if found else config)
+        optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-2)
         held = Resharded(parallel, optimizer, co2)
         try:
             assert held.load(folder) or not found
         except UserError as error:
             said = str(error)
-        for step in range(0 if found else 13):
+        for step in range(0 if found else 12):
             backward(parallel, step)
             optimizer.step()
             co2.step()
         if not found:
-            assert co2.allreduce.in_flight and held.save(folder, 13, "a", {"step": 13})
+            assert co2.allreduce.in_flight and held.save(folder, 12, "a", {"step": 12})
         if name != of_one:
             held_by = [
                 co2.share_numbers if i == co2.fragment else f.held["share_numbers"] for i, f in enumerate(co2.fragments)
