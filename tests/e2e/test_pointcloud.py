@@ -33,6 +33,7 @@ def tiny(**changes) -> PointCloudRecipe:
 EPOCHS = 4  # of 12 steps
 JOBS = {"co2": {"method": "co2", "epochs": EPOCHS}}
 
+
 def train_all(rank: int, world_size: int, folder: str, jobs: dict[str, dict]) -> dict[str, list[float]]:
     """The script with the embedded recipe on fewer clouds, then its loop for all jobs; their logged training losses."""
     Surfaces.COUNTS = {"train": 96, "test": 9}
