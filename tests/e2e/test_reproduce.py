@@ -389,12 +389,7 @@ ROW = "for row 'ResNet-50', method ddp"
     ("arguments", "message"),
     [
         (["imagnet", "--dry-run"], "table 'imagnet' does not exist; did you mean imagenet?"),
-        (
-            ["imagenet", "--rows", "ResNet-5"],
-            "--rows ResNet-5: not in imagenet, which has ResNet-50, ResNet-50 ",
-        ),
         (["imagenet", "--methods", "diloco"], "imagenet has no row with --rows '' and --methods 'diloco'"),
-        (["imagenet", "--seeds", "a"], "--seeds a: give numbers up to 1000000000, such as 0,1"),
         (["imagenet", "--", "--seed", "3"], "--seed behind --: reproduce.py chooses it itself, see --seeds"),
         (
             ["imagenet", "--", "--epochss", "3"],
@@ -406,7 +401,6 @@ ROW = "for row 'ResNet-50', method ddp"
         ),
         (["--collect", "nowhere"], "--collect nowhere: no such folder; name"),
         (["gap"], "no sbatch here: --dry-run prints the lines"),
-        (["throughput", "--local"], "throughput has no stand-ins: it needs a cluster"),
     ],
 )
 def test_a_mistake_is_one_clear_line(told: Told, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str):

@@ -187,6 +187,28 @@ def test_what_is_no_file_in_a_files_place_is_one_line_at_once(name: str, kind: s
         start(Toy(out=tmp_path, resume=True))
 
 
+def test_config_and_summary_are_on_the_disk_before_they_get_their_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """As after a power cut, which a rename may survive and the content not."""
+    flushed, fsync, replaced = [], os.fsync, os.replace
+
+    def replace_(fresh: Path, file: Path) -> None:
+        assert str(fresh) in flushed, "its content first"
+        replaced(fresh, file)
+        named.append(file.name)
+
+    named: list[str] = []
+    monkeypatch.setattr(
+        os, "fsync", lambda number: (fsync(number), flushed.append(os.readlink(f"/proc/self/fd/{number}")))
+    )
+    monkeypatch.setattr(os, "replace", replace_)
+    folder = start(Toy(out=tmp_path))
+    folder.summarise(Toy(out=tmp_path), {"steps": 3})
+    folder.close()
+    assert {"config.json", "summary.json"} <= {*named}
+
+
 def test_a_failed_start_does_not_block_its_folder(tmp_path: Path):
     start(Toy(out=tmp_path)).close()  # nothing was logged or saved
     start(Toy(out=tmp_path, seed=1), 0, 1).close()
@@ -214,6 +236,18 @@ def test_two_runs_do_not_write_to_one_folder_and_a_dead_one_does_not_block_it(tm
     holder.join()
     start(Toy(out=tmp_path, resume=True), 1, 2).close()
     assert steps(tmp_path) == [1, 2]
+
+
+def test_a_holder_that_has_not_written_its_name_yet_holds_the_folder(tmp_path: Path):
+    ours, theirs = _context().Pipe()
+    holder = _context().Process(target=hold, args=(tmp_path, theirs), daemon=True)
+    holder.start()
+    assert ours.recv() == "holds it"
+    (tmp_path / ".lock").write_text("")  # as an NFS client may see it
+    with pytest.raises(UserError, match=f"{tmp_path} is in use by another process: wait"):
+        start(Toy(out=tmp_path, resume=True))
+    ours.send("end")
+    holder.join()
 
 
 def test_a_file_system_without_locks_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any):

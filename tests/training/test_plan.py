@@ -241,22 +241,6 @@ def test_seconds_of_islands():
     assert time.outer_allreduce(narrow) == pytest.approx(2 * OWN * 132 / 256 / 1e9 + 6e-3)  # trees
 
 
-@pytest.mark.parametrize(("zero", "volume"), [(0, 2.0), (1, 3.0), (2, 1 + 0.5), (3, 1 + 4 * 0.5)])
-def test_data_parallel_traffic(zero: int, volume: float):
-    """Halves of a ring of float32 gradients, with nothing hidden, two micro-batches and no latency."""
-    cluster = replace(CLUSTER, inside_latency=0.0)
-    at_once = replace(cluster, device=replace(DEVICE, peak=1e30, bandwidth=1e30))
-    c = case(replace(ISLANDS, zero=zero), cluster=at_once)
-    assert time.data(c) == pytest.approx(volume / 2 * 2 * 3 / 4 * 4 * OWN / 1e10)
-    if zero == 0:
-        whole, compute = 2 * 3 / 4 * 4 * OWN / 1e9, 1.384e-3 + 1.632e-4
-        slow = case(replace(ISLANDS, zero=0), cluster=replace(cluster, inside=1e9))
-        late = 1 - 2**20 / (4 * OWN)  # the first bucket is full
-        assert time.data(slow) == pytest.approx(whole - compute / 2 * 2 / 3 * late)
-        stages = case(Layouts(1, 2, 4, 1, 1), cluster=replace(cluster, inside=1e9))
-        assert time.data(stages) == pytest.approx(2 * 3 / 4 * 4 * stages.largest / 1e9), "a pipeline hides nothing"
-
-
 # -- what is read, refused, chosen, and started -----------------------------------------------------------------------
 
 
@@ -284,16 +268,12 @@ def test_a_config_of_transformers_has_the_parameters_of_its_model(kind: str, tmp
     ("config", "said"),
     [
         ("{", "config.json: "),
-        ("[]", "model_type None is no decoder that the planner knows: gpt2, llama, mistral"),
         ({"model_type": "bert"}, "model_type 'bert' is no decoder"),
         ({"model_type": "llama", "hidden_size": 0}, "hidden_size=0: the planner needs a whole number"),
         ({"model_type": "gpt2", "n_layer": 2, "n_embd": 10, "n_head": 3}, "n_head=3 does not divide n_embd=10"),
-        ({"model_type": ["llama"]}, "model_type ['llama'] is no decoder"),
         (LLAMA | {"num_key_value_heads": 3}, "num_key_value_heads=3 does not divide num_attention_heads=4"),
         (LLAMA | {"hidden_size": 12}, "hidden_size / num_attention_heads is 3: rotary positions need an even number"),
         (LLAMA | {"head_dim": 32}, "head_dim=32: the planner counts 16 alone"),
-        (LLAMA | {"mlp_bias": True}, "mlp_bias=True: the planner counts False alone"),
-        (SMALL_GPT2 | {"add_cross_attention": True}, "add_cross_attention=True: the planner counts False alone"),
         (SMALL_GPT2 | {"activation_function": "no"}, "activation 'no' does not exist; the planner knows gelu"),
     ],
 )
@@ -340,7 +320,6 @@ def test_the_doctor_s_cluster_is_read(tmp_path: Path):
             {"workers_per_node": None},
             "its nodes have different numbers of workers: run the doctor with as many on each",
         ),
-        ({"workers": 5}, "workers=5, but 2 nodes of 2"),
         ({"links": {}}, "KeyError: 'within'"),
         (report(across=LINK | {"bandwidth_bits_per_second": -8}), "-8 is no number of a cluster"),
         (
@@ -369,7 +348,6 @@ MISTAKES = [
     ("TCP --layout tp64.pp1.dp2", "tp=64 does not divide 32 attention heads: give tp 32"),
     ("TCP --layout tp8.pp16.dp1.mb16.fsdp", "dp is 1, ZeRO has nothing to share out: leave it out"),
     ("TCP --nodes 15 --layout tp4.pp5.dp1.co2x6", "islands of 20 neither divide nodes of 8 nor fill them"),
-    ("TCP --layout 2x2x2", "layout='2x2x2'"),
     ("--preset laptops --model gpt-175b --batch 8", "the nearest miss, tp4.pp1.dp2.fsdp needs 36"),
     ("TCP --sbatch", "model llama-7b is no recipe's of language.train: give --recipe"),
     ("TCP --nodes 8193", "dgx-a100-tcp has 65544 devices: the planner takes 65536: give fewer --nodes"),
