@@ -1,4 +1,4 @@
-"""What a loop counts: steps until an action is due, averages of scalars, and seconds of training."""
+"""Counters of a loop: steps until an action is due, averages of scalars, and seconds of training."""
 
 import contextlib
 import time

@@ -1,1 +1,1 @@
-"""What tasks share to read data: files and the cache, the samples that a worker sees, pictures and masks."""
+"""Reads data for all tasks: files and the cache, the samples that a worker sees, pictures and masks."""

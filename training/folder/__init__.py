@@ -1,1 +1,1 @@
-"""What a run leaves in its folder: settings, measurements, rounds, a summary; the same for other trackers."""
+"""The run folder: settings, measurements, rounds and a summary, also for other trackers."""

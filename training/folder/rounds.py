@@ -1,4 +1,4 @@
-"""The communication of each round: read, logged and added up; and a trace of some rounds."""
+"""Reads, logs and adds up the communication of each round, and traces some rounds."""
 
 from __future__ import annotations
 
