@@ -43,13 +43,9 @@ def make_model(recipe: PointCloudRecipe) -> nn.Module:
     if recipe.model == "mae":
         mae = MaskedAutoencoder(recipe.points, recipe.mae)
         if recipe.recompute:
-            recompute(blocks_of(mae))
+            recompute([*mae.encoder.blocks, *mae.decoder.blocks])
         return mae
     return Autoencoder(recipe.points, recipe.autoencoder)
-
-
-def blocks_of(model: MaskedAutoencoder) -> list[nn.Module]:
-    return [*model.encoder.blocks, *model.decoder.blocks]
 
 
 def train(run: Run, recipe: PointCloudRecipe, train_set: PointClouds, test_set: PointClouds) -> None:
