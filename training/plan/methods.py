@@ -15,16 +15,15 @@ from dataclasses import dataclass
 
 import tyro
 
-from core.config import CO2Config, tau_hook_for
+from core.config import CO2Config
+from core.doctor.report import choose
 from core.errors import UserError
-from core.tau import TauTuner
 from training.plan.case import BITS, FORMATS, GREATEST, SMALLEST, collective
 from training.plan.time import last_bucket, under_backward
 
 BLOCKING, HIDDEN, RECOMMENDED = ("local", "slowmo", "diloco"), ("overlap_local", "co2"), "co2 recommended"
 METHODS = ("ddp", *BLOCKING, *HIDDEN, RECOMMENDED)
 MOST_WORKERS = 10**6
-ROUNDS = 40  # in which core/tau.py settles
 
 
 @dataclass(frozen=True)
@@ -82,8 +81,9 @@ def predict(method: str, work: Work, workers: int, tau: int = 48) -> Speed:
     """The speed of one of METHODS. ddp and the recommended settings do not read tau."""
     compression, boundary, fragments = "float32", work.boundary, 1
     if method == RECOMMENDED:
-        tuner = settled(work, workers)
-        tau, compression, fragments = tuner.tau, tuner.compression, tuner.fragments
+        seconds = {kind: work.allreduce(workers, kind) for kind in ("float32", "int4")}
+        chosen = choose(CO2Config.recommended(), workers, work.step, seconds, boundary)
+        tau, compression, fragments = chosen["tau"], chosen["compression"], chosen["fragments"]
     if method == "ddp":
         tau, boundary = 1, 0.0
     whole = work.allreduce(workers, compression)
@@ -96,16 +96,6 @@ def predict(method: str, work: Work, workers: int, tau: int = 48) -> Speed:
     step = work.step + (boundary + exposed) / tau
     sent = 2 * (workers - 1) / workers * FORMATS[compression] * work.parameters / tau
     return Speed(method, workers, tau, fragments, compression, step, whole, exposed, sent)
-
-
-def settled(work: Work, workers: int) -> TauTuner:
-    """The tuner of CO2Config.recommended, after enough rounds with these seconds."""
-    hook = tau_hook_for(CO2Config.recommended(), workers)
-    assert hook is not None, "tau is auto"
-    tuner = hook.tuner
-    for number in range(ROUNDS):
-        tuner.receive(number, [work.step], [work.allreduce(workers, tuner.compression)], [work.boundary])
-    return tuner
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
