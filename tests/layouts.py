@@ -293,6 +293,12 @@ def chained(
     return last
 
 
+def one_step(parallel: Parallel, optimizer: torch.optim.Optimizer, method: Any, step: int) -> None:
+    backward(parallel, step)
+    optimizer.step()
+    method.step()
+
+
 def resliced(
     rank: int, world_size: int, names: list[str], of_one: str, momentum: float, folder: Path
 ) -> tuple[list[tuple[dict[str, Tensor], float]], str]:
@@ -312,9 +318,7 @@ def resliced(
         except UserError as error:
             said = str(error)
         for step in range(0 if found else 12):
-            backward(parallel, step)
-            optimizer.step()
-            co2.step()
+            one_step(parallel, optimizer, co2, step)
         if not found:
             assert co2.allreduce.in_flight and held.save(folder, 12, "a", {"step": 12})
         if name != of_one:
@@ -322,6 +326,7 @@ def resliced(
                 co2.share_numbers if i == co2.fragment else f.held["share_numbers"] for i, f in enumerate(co2.fragments)
             ]
             dist.all_reduce(squares := torch.stack(held_by)[:, 1].sum(), group=parallel.island)
+            one_step(parallel, optimizer, co2, 12)  # without one, finish() has nothing to send
             co2.finish()
             found.append((whole(parallel), squares.item()))
         dist.barrier()

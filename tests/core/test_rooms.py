@@ -183,7 +183,7 @@ def test_a_fresh_import_loads_nothing_of_the_harness():
 
 
 BUDGETS = {
-    "core": 6240,  # the files of the folder itself
+    "core": 6260,  # the files of the folder itself
     "core/baselines": 1041,
     "core/checkpoint": 1001,
     "core/compression": 2000,
