@@ -44,9 +44,9 @@ from results.collect import (
     words,
 )
 from results.paper import GPUS, TABLES, Row, Table
-from training.data import paths_from_home
+from training.data.files import paths_from_home
 from training.recipe import LARGEST, find, parse
-from training.script import launch
+from training.start.script import launch
 
 ROOT = Path(__file__).resolve().parent
 KEPT = ROOT / "runs/tables"  # rows of the stand-ins that ran in this checkout

@@ -26,7 +26,7 @@ from bench.loss.__main__ import Plan, Rows, load_task, parse, run
 from bench.report import TUNING_SEED, read_options, require, require_device, stoppable, table
 from core.compression.formats import BLOCK, BLOCK_BYTES
 from core.errors import UserError
-from training.script import launch
+from training.start.script import launch
 
 WORKERS, BATCH, STEPS, SHORT = 4, 8, 2000, 1000
 INT4 = BLOCK_BYTES["int4"] / (4 * BLOCK)  # of float32's bytes, with each block's scale

@@ -21,8 +21,8 @@ import numpy as np
 import tyro
 
 from core.errors import UserError
-from training.data import paths_from_home
-from training.folder import commit, version
+from training.data.files import paths_from_home
+from training.folder.settings import commit, version
 
 FORMAT = 1  # of the JSON
 TUNING_SEED = 100  # of the runs that choose settings; no figure uses it

@@ -45,10 +45,10 @@ from core.local_update import LocalUpdateMethod
 from core.nodes import node_mesh
 from core.tau import CALIBRATION_TAU
 from core.testing.link import ThrottledLink
-from training.data import steps_per_epoch
+from training.data.samples import steps_per_epoch
 from training.optim import clip_gradients, lr_factor
 from training.recipe import parse
-from training.script import launch
+from training.start.script import launch
 
 NAME = "time_to_loss"
 TIMEOUT = 300.0  # seconds until a missing worker is an error

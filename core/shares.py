@@ -210,6 +210,7 @@ class Share:
         self._stream: torch.cuda.Stream | None = None
         self._event: torch.cuda.Event | None = None
         self._checked = self._idle = self._copied = False
+        self._merges_all = False  # see resliced
 
     # -- made with the method ------------------------------------------------------------------------------------------
 
@@ -361,7 +362,7 @@ class Share:
             idle: Whether this rank has taken no local step since the last boundary, so that it has nothing to send.
         """
         self._lay_out()
-        self._idle, self._copied = idle, self.offload
+        self._idle, self._copied, self._merges_all = idle, self.offload, False
         if not self.offload:
             return self._differences()
         with self.own_stream():
@@ -402,7 +403,8 @@ class Share:
     def _pairs(self) -> tuple[list[Tensor], list[Tensor]]:
         """Returns the live parameters' elements in the current fragment, and the same elements of the payload."""
         self._lay_out()
-        pairs = self.now.own + self.now.others
+        merged = self._slices if self._merges_all else [self.now]
+        pairs = [pair for s in merged for pair in s.own + s.others]
         return [p for p, _ in pairs], [x for _, x in pairs]
 
     def _restart(self) -> None:
@@ -412,13 +414,17 @@ class Share:
     @torch.no_grad()
     def restart(self) -> None:
         """p <- x, in all fragments. Nothing is in flight, and the ranks of the node wait for each other."""
+        self._fill()
+        for b in self.method.buckets:
+            copy(b.params, b.payload_views, queued=True)
+
+    def _fill(self) -> None:
+        """payload <- x, in all fragments. The ranks of the node wait for each other."""
         node, buckets = self.node, self.method.buckets
         copy(self.g, self.x)
         for works, _ in node.gather(node.shares(buckets), self.g, self.now.held) if not node.of_shards else ():
             for work in works:
                 work.wait()
-        for b in buckets:
-            copy(b.params, b.payload_views, queued=True)
 
     @torch.no_grad()
     def end(self) -> None:
@@ -541,21 +547,44 @@ class Share:
         for g, step in zip(own, s.directions or s.m, strict=True) if m.in_paper_order else ():
             g.sub_(rule.alpha.to(step) * step) if isinstance(rule.alpha, Tensor) else g.sub_(step, alpha=rule.alpha)
         numbers[ALPHA].copy_(alpha)  # in place, because another stream reads it
-        self.recount(torch.where(moved, total[0] - self.node.surplus(s.m, s.held), numbers[M_SQUARES]))
+        self._count(s, numbers, torch.where(moved, total[0] - self.node.surplus(s.m, s.held), numbers[M_SQUARES]))
         count = max(1, sum(map(len, s.m)))
         self.stats = {"pseudo_gradient_norm": delta_norm, "momentum_norm": m_norm, "clipped_share": total[3] / count}
         if c.gap != "none":
             self.stats |= {"gap_mean": total[1] / count, "gap_max": total[2]}
 
-    def recount(self, m_squares: Tensor | None = None) -> None:
-        """Sets the current fragment's sums of squares, also after another rank's state was loaded."""
-        s = self.now
-        if m_squares is None:
-            m_squares = _square(s.m) - self.node.surplus(s.m, s.held)
-        self.numbers[M_SQUARES].copy_(m_squares)
+    def _count(self, s: Slice, numbers: Tensor, m_squares: Tensor) -> None:
+        """Sets a fragment's sums of squares, of its momentum and its last step."""
+        numbers[M_SQUARES].copy_(m_squares)
         if s.directions:
             m_squares = _square(s.directions) - self.node.surplus(s.directions, s.held)
-        self.numbers[STEP_SQUARES].copy_(m_squares)
+        numbers[STEP_SQUARES].copy_(m_squares)
+
+    def without_merged(self, flats: Sequence[Tensor]) -> None:
+        """Zeros the elements of saved payloads that are not in flight, where the payload keeps a change that is merged.
+
+        Args:
+            flats: Copies of the buckets' flat tensors.
+        """
+        for bucket, flat, place in zip(self.method.buckets, flats, self.now.places, strict=True):
+            rows = flat[: bucket.padded].view(self.node.parts, -1)
+            rows[:, : place.start] = 0
+            rows[:, place.stop if self.method.allreduce.in_flight else place.start :] = 0
+
+    @torch.no_grad()
+    def resliced(self) -> None:
+        """Adapts a state that ranks with other shares have saved, in which fragments had other elements.
+
+        Every fragment's sums of squares are counted. The change in flight, outside of whose elements the saved payload
+        is zero, is merged in all fragments.
+        """
+        method = self.method
+        for i, s in enumerate(self._slices):
+            numbers = self.numbers if i == method.fragment else method.fragments[i].held["share_numbers"]
+            self._count(s, numbers, _square(s.m) - self.node.surplus(s.m, s.held))
+        self._merges_all = bool(self._snapshots) and method.allreduce.in_flight
+        if self._merges_all and self.numbers[WHOLE] > 0:  # every parameter becomes x
+            self._fill()
 
     # -- copies between a GPU and the host -----------------------------------------------------------------------------
 

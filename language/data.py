@@ -38,7 +38,8 @@ from language.prepare import (
     write_corpus,
 )
 from language.recipe import GPT2_VOCABULARY, CorpusName, TextRecipe
-from training.data import Key, cached, data_root, eval_share, generator, load_batches, missing, train_keys
+from training.data.files import cached, data_root, missing
+from training.data.samples import Key, eval_share, generator, load_batches, train_keys
 
 IGNORE = -100  # torch's cross_entropy skips targets with this value
 # first int32 of the 256 before the tokens in llm.c's and modded-nanogpt's files: of GPT-2's tokens, and Llama 3's

@@ -3,8 +3,8 @@
 from language.data import open_corpus, open_wikitext2
 from language.recipe import LanguageRecipe
 from language.train import TextTask, make_model, make_objective
-from training.evaluate import evaluate_run
-from training.script import launch
+from training.start.script import launch
+from training.weights.evaluate import evaluate_run
 
 
 def open_task(recipe: LanguageRecipe):

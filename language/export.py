@@ -20,9 +20,9 @@ from language.data import open_corpus
 from language.model import MaskedRoberta, is_causal
 from language.recipe import LanguageRecipe
 from language.train import make_model
-from training.export import Exporter, export_run
-from training.script import launch
-from training.weights import Weights, misnamed
+from training.start.script import launch
+from training.weights.export import Exporter, export_run
+from training.weights.read import Weights, misnamed
 
 
 def build(recipe: LanguageRecipe, weights: Callable[[nn.Module], Weights]) -> nn.Module:

@@ -8,7 +8,7 @@ It writes the tuned model to OUT/model, with the tokenizer. Method zo also write
 from language.finetune_recipes import RECIPES, FinetuneRecipe
 from training.checks import dry_run
 from training.recipe import answer_help, parse
-from training.script import launch
+from training.start.script import launch
 
 if __name__ == "__main__":
     answer_help(RECIPES, prog="language.finetune")  # before the imports below, which take seconds
@@ -21,7 +21,7 @@ from language.data import CausalObjective, open_text
 from language.prompts import PromptTask
 from language.train import TextTask, check_windows, learn
 from language.zeroth import Zeroth
-from training.run import Run
+from training.loop.run import Run
 
 
 def main() -> None:

@@ -29,8 +29,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from core.checkpoint.stored import parse_json
 from core.errors import UserError
-from training.data import build_whole, from_home, unreadable
-from training.script import launch
+from training.data.files import build_whole, from_home, unreadable
+from training.start.script import launch
 
 FORM_FEED = "\x0c"  # a line with only this and blanks ends a document
 BYTE_ORDER_MARK = "\ufeff"

@@ -27,9 +27,10 @@ from core.errors import UserError
 from language.finetune_recipes import FinetuneRecipe, LoraConfig
 from language.model import blocks_of
 from language.prepare import vocabulary_size
-from training.data import mix, seeded, share
+from training.data.files import share
+from training.data.samples import mix, seeded
 from training.optim import recompute
-from training.workers import rank
+from training.start.workers import rank
 
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model")
 # buffers in files of older versions: causal masks, rotary frequencies, positions

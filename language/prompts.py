@@ -21,11 +21,11 @@ from core.checkpoint.stored import parse_json
 from core.errors import UserError
 from language.data import IGNORE, Batch
 from language.finetune_recipes import FinetuneRecipe
-from training.data import eval_share, load_batches, train_keys
+from training.data.samples import eval_share, load_batches, train_keys
 from training.elastic import repeated
 
 if TYPE_CHECKING:
-    from training.run import Run
+    from training.loop.run import Run
 
 SAMPLES, SHOWN = 4, 8  # prompts for TensorBoard, and answers of each
 MOST_ANSWERS = 100  # answers of a classification; each is tried on every held-out prompt

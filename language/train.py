@@ -6,7 +6,7 @@ from language.recipe import LanguageRecipe, TextRecipe
 from language.recipes import RECIPES
 from training.checks import dry_run
 from training.recipe import answer_help, parse
-from training.script import launch
+from training.start.script import launch
 
 if __name__ == "__main__":
     answer_help(RECIPES, prog="language.train")  # before the imports below, which take seconds
@@ -24,7 +24,6 @@ from core.baselines.table import Method
 from core.errors import UserError
 from language.data import (
     IGNORE,
-    PREDICTED,
     Batch,
     CausalObjective,
     Corpus,
@@ -49,14 +48,13 @@ from language.metrics import (
 )
 from language.model import blocks_of, build_model, is_causal, make_optimizer
 from language.zeroth.method import Zeroth, of_run
-from training.cost import Work
-from training.data import generator, steps_per_epoch
+from training.data.samples import generator, steps_per_epoch
 from training.elastic import repeated
-from training.layouts.layout import Layout
+from training.layout import Layout
+from training.loop.run import Run
 from training.optim import Scalars, backward_in_parts, make_schedule, recompute
-from training.run import Run
-from training.weights import keep_names, load_weights
-from training.workers import upload
+from training.start.workers import upload
+from training.weights.read import keep_names, load_weights
 
 if TYPE_CHECKING:
     from language.prompts import PromptTask
@@ -71,7 +69,7 @@ Texts = dict[str, np.ndarray]  # name of a text -> its held-out tokens
 def main() -> None:
     recipe = parse(RECIPES, prog="language.train")
     if recipe.dry_run:
-        return dry_run(recipe, functools.partial(make_model, pad=1), work(recipe))
+        return dry_run(recipe, functools.partial(make_model, pad=1))
     if recipe.layout:
         from training.layouts.parallel import check_cut  # imported here, because DTensors take seconds
 
@@ -92,20 +90,6 @@ def make_model(recipe: LanguageRecipe, pad: int | None) -> nn.Module:
     if recipe.recompute:
         recompute(blocks_of(model))
     return model
-
-
-def work(recipe: LanguageRecipe) -> Work:
-    """Returns what a dry run counts. A masked model predicts PREDICTED of the tokens."""
-
-    def forward(model: nn.Module, windows: int) -> Tensor:
-        ids = torch.zeros(windows, recipe.context, dtype=torch.int64)
-        if is_causal(recipe.model):
-            return token_loss(model(ids).logits, ids, reduction="sum")
-        places = torch.zeros(round(PREDICTED * ids.numel()), dtype=torch.int64)
-        return token_loss(model(ids, places).logits, places, reduction="sum")
-
-    tokens = {"wikitext103": 118_000_000}.get(recipe.corpus, 0)  # of openwebtext and wikibooks, epoch_steps says
-    return Work(recipe.model, forward, tokens // recipe.context or None, blocks_of)
 
 
 def make_objective(recipe: LanguageRecipe, corpus: Corpus) -> Objective:

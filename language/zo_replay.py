@@ -21,8 +21,8 @@ from language import pretrained
 from language.finetune_recipes import RECIPES, FinetuneRecipe, LoraConfig
 from language.zeroth import ScalarLog, ZerothConfig, ZerothOrder
 from language.zeroth.order import digest, kind_of
-from training.data import from_home
-from training.script import launch
+from training.data.files import from_home
+from training.start.script import launch
 
 KEPT = ("weights", "trainable", "seed", "zeroth", "lora")  # settings on which the tuned weights depend
 

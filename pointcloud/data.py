@@ -10,22 +10,15 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from core import UserError
-from pointcloud.pack import Packed, packed_path
 from pointcloud.recipes import PointCloudRecipe
-from pointcloud.sources import SPLITS, Source, unpacked
-from training.data import Key, data_root, eval_keys, load_batches, train_keys
+from pointcloud.sources import SPLITS, Source, load_source
+from training.data.samples import Key, eval_keys, load_batches, train_keys
 
 
 def load(recipe: PointCloudRecipe) -> tuple[PointClouds, PointClouds]:
     """Returns (training set, test set) of the recipe, from the folder CO2_DATA unless they are embedded."""
     train, test = (load_source(recipe.dataset, split) for split in SPLITS)
     return PointClouds(train, recipe.points, recipe.augment), PointClouds(test, recipe.points)
-
-
-def load_source(name: str, split: str) -> Source:
-    """Returns the clouds of a data set, packed if pointcloud.pack has packed them, else from the release's files."""
-    root = data_root()
-    return Packed(root, name, split) if packed_path(root, name, split).is_file() else unpacked(name, split)
 
 
 class PointClouds(Dataset[Tensor]):

@@ -7,8 +7,8 @@ from torch import nn
 
 from pointcloud.recipes import PointCloudRecipe
 from pointcloud.train import make_model
-from training.export import Exporter, export_run
-from training.script import launch
+from training.start.script import launch
+from training.weights.export import Exporter, export_run
 
 
 def example(recipe: PointCloudRecipe, model: nn.Module) -> Any:

@@ -117,10 +117,6 @@ class Autoencoder(nn.Module):
         else:
             self.decoder = MLPDecoder(points, config.latent, config.mlp_widths)
 
-    def features(self, points: Tensor) -> Tensor:
-        """Returns the codes [B, latent] of clouds, float32 [B, n, 3]."""
-        return self.encoder(points)
-
     def forward(self, points: Tensor) -> Reconstruction:
         """Returns the reconstruction of the whole cloud, for float32 [B, n, 3]."""
         cloud = self.decoder(self.encoder(points))
@@ -260,12 +256,6 @@ class MaskedAutoencoder(nn.Module):
             cloud=torch.cat([visible, filled], dim=1),
             visible=visible,
         )
-
-    def features(self, points: Tensor) -> Tensor:
-        """Returns maximum and average of all patches' tokens, [B, 2 * dim], for clouds float32 [B, n, 3]."""
-        patch, centres = patches(points, self.config.groups, self.config.group_size)
-        tokens = self.encoder(self.embedding(patch), self.encoder_position(centres))
-        return torch.cat([tokens.amax(dim=1), tokens.mean(dim=1)], dim=1)
 
     def _mask_order(self, batch: int, device: torch.device) -> Tensor:
         """Returns a permutation of the groups for each cloud, [B, groups]. The first `masked` groups are hidden."""

@@ -10,7 +10,7 @@ from numpy.random import Generator
 
 from core import UserError
 from core.checkpoint.stored import reason
-from training.data import data_root, entries, missing, read_arrays
+from training.data.files import data_root, entries, missing, read_arrays
 
 Points = np.ndarray
 
@@ -281,6 +281,6 @@ class Surfaces:
 SOURCES = {"shapenet": ShapeNetPC15k, "shapenet55": ShapeNet55, "modelnet10": ModelNet10, "surfaces": Surfaces}
 
 
-def unpacked(name: str, split: str) -> Source:
-    """Returns the clouds of a data set's split from its release's files. Raises UserError if they are missing."""
+def load_source(name: str, split: str) -> Source:
+    """Returns the clouds of a data set's split. Raises UserError if its release's files are missing."""
     return SOURCES[name](data_root(), split)

@@ -3,7 +3,7 @@
 from pointcloud.recipes import RECIPES, PointCloudRecipe
 from training.checks import dry_run
 from training.recipe import answer_help, parse
-from training.script import launch
+from training.start.script import launch
 
 if __name__ == "__main__":
     answer_help(RECIPES, prog="pointcloud.train")  # before the imports below, which take seconds
@@ -22,18 +22,18 @@ from pointcloud import data
 from pointcloud.data import PointClouds
 from pointcloud.losses import chamfer_distance, earth_mover_distance
 from pointcloud.model import Autoencoder, MaskedAutoencoder
-from training.cost import Work
-from training.data import generator, printable, steps_per_epoch
+from training.data.files import printable
+from training.data.samples import generator, steps_per_epoch
 from training.elastic import repeated
+from training.loop.run import Run
 from training.optim import Scalars, backward_in_parts, make_optimizer, make_schedule, recompute
-from training.run import Run
-from training.weights import load_weights
+from training.weights.read import load_weights
 
 
 def main() -> None:
     recipe = parse(RECIPES, prog="pointcloud.train")
     if recipe.dry_run:
-        return dry_run(recipe, make_model, work(recipe))
+        return dry_run(recipe, make_model)
     train_set, test_set = data.load(recipe)
     with Run(recipe) as run:
         train(run, recipe, train_set, test_set)
@@ -43,24 +43,9 @@ def make_model(recipe: PointCloudRecipe) -> nn.Module:
     if recipe.model == "mae":
         mae = MaskedAutoencoder(recipe.points, recipe.mae)
         if recipe.recompute:
-            recompute(blocks_of(mae))
+            recompute([*mae.encoder.blocks, *mae.decoder.blocks])
         return mae
     return Autoencoder(recipe.points, recipe.autoencoder)
-
-
-def blocks_of(model: MaskedAutoencoder) -> list[nn.Module]:
-    return [*model.encoder.blocks, *model.decoder.blocks]
-
-
-def work(recipe: PointCloudRecipe) -> Work:
-    """Returns what a dry run counts."""
-
-    def forward(model: nn.Module, clouds: int) -> Tensor:
-        out = model(torch.empty(clouds, recipe.points, 3))
-        return chamfer_distance(out.prediction, out.target)
-
-    known = {"shapenet": 35_708, "shapenet55": 41_952, "modelnet10": 3_991}
-    return Work("points", forward, known.get(recipe.dataset), blocks_of if recipe.model == "mae" else lambda _: ())
 
 
 def train(run: Run, recipe: PointCloudRecipe, train_set: PointClouds, test_set: PointClouds) -> None:

@@ -17,8 +17,8 @@ from core import UserError
 from core.baselines.table import spec_of
 from core.checkpoint.stored import parse_json
 from results.paper import GPUS, SHORT, TABLES, TOKENS, Metric, Row, Table
-from training.data import printable
-from training.folder import of_other_methods, settings, with_defaults
+from training.data.files import printable
+from training.folder.settings import of_other_methods, settings, with_defaults
 from training.recipe import Recipe, flat
 
 

@@ -27,8 +27,9 @@ from torch.utils.data import Dataset
 
 from core import UserError
 from segmentation.recipes import DataName, SegmentationRecipe
-from training.data import Key, data_root, eval_keys, hidden, load_batches, missing, read_arrays, train_keys
-from training.images import read_mask, read_rgb
+from training.data.files import data_root, hidden, missing, read_arrays
+from training.data.images import read_mask, read_rgb
+from training.data.samples import Key, eval_keys, load_batches, train_keys
 
 Bytes = NDArray[np.uint8]
 

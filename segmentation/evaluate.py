@@ -5,8 +5,8 @@ from dataclasses import replace
 from segmentation.data import EVAL_SPLITS, build_dataset
 from segmentation.recipes import SegmentationRecipe
 from segmentation.train import evaluate, make_model
-from training.evaluate import evaluate_run
-from training.script import launch
+from training.start.script import launch
+from training.weights.evaluate import evaluate_run
 
 
 def open_task(recipe: SegmentationRecipe):

@@ -17,8 +17,8 @@ from segmentation.data import CROP, EVAL_BATCH, NUM_CLASSES, dataset_config
 from segmentation.model import upernet
 from segmentation.recipes import SegmentationRecipe
 from segmentation.train import make_model
-from training.export import Exporter, export_run
-from training.script import launch
+from training.start.script import launch
+from training.weights.export import Exporter, export_run
 
 
 def example(recipe: SegmentationRecipe, model: nn.Module) -> Any:

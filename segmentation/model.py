@@ -32,14 +32,14 @@ from core.baselines.table import Method
 from core.groups import local_world_size
 from segmentation.data import IGNORE
 from segmentation.recipes import BackboneName
-from training.data import data_root, from_home
+from training.data.files import data_root, from_home
 from training.optim import count_once
-from training.weights import file_weights
-from training.workers import make_mesh
+from training.start.workers import make_mesh
+from training.weights.read import file_weights
 
 if TYPE_CHECKING:
     from segmentation.recipes import SegmentationRecipe
-    from training.run import Run
+    from training.loop.run import Run
 
 SCHEME = "backbone:"  # before a checkpoint's name, it makes mmengine load the file by load_backbone
 # Sources in mmseg's configs (mmseg's Swin, mmcv's ResNet-V1c), and of timm's ViT, which mmseg would convert.

@@ -31,10 +31,10 @@ import core.integrations.mmengine  # noqa: F401, registers CO2Hook
 from core.checkpoint.stored import reason
 from core.errors import UserError
 from segmentation.model import BASES, SCHEME, build_model
-from training.data import data_root, paths_from_home
+from training.data.files import data_root, paths_from_home
 from training.optim import count_once
-from training.weights import classes_of, misnamed
-from training.workers import join, pick_device, rank, world_size
+from training.start.workers import join, pick_device, rank, world_size
+from training.weights.read import classes_of, misnamed
 
 CONFIGS = BASES.parents[1]  # of the installed mmsegmentation
 ON_CPU = {"type": "MMDistributedDataParallel", "device_ids": None, "broadcast_buffers": False}

@@ -8,7 +8,7 @@ import sys
 from segmentation.recipes import RECIPES, SegmentationRecipe
 from training.checks import dry_run
 from training.recipe import answer_help, parse
-from training.script import launch
+from training.start.script import launch
 
 OF_MMSEG = any(word.startswith("--config") for word in sys.argv[1:2])
 if __name__ == "__main__" and not OF_MMSEG:
@@ -24,13 +24,12 @@ from torch import Tensor, nn
 from segmentation.data import CROP, EVAL_BATCH, EVAL_SPLITS, NUM_CLASSES, build_dataset, eval_batches, train_batches
 from segmentation.metrics import SegmentationMetric, side_by_side
 from segmentation.model import build_model, check_sync_bn, share_statistics, upernet
-from training.cost import Work
-from training.data import steps_per_epoch
+from training.data.samples import steps_per_epoch
 from training.elastic import repeated
+from training.loop.run import Run
 from training.optim import Scalars, backward_in_parts, make_optimizer, make_schedule
-from training.run import Run
-from training.weights import keep_names, load_weights
-from training.workers import to_device
+from training.start.workers import to_device
+from training.weights.read import keep_names, load_weights
 
 PICTURES = 4  # samples shown at each evaluation
 
@@ -38,7 +37,7 @@ PICTURES = 4  # samples shown at each evaluation
 def main() -> None:
     recipe = parse(RECIPES, prog="segmentation.train")
     if recipe.dry_run:
-        return dry_run(recipe, make_model, work(recipe))
+        return dry_run(recipe, make_model)
     train_set = build_dataset(recipe.dataset, "train")
     eval_sets = {split: build_dataset(recipe.dataset, split) for split in EVAL_SPLITS[recipe.dataset]}
     with Run(recipe) as run:
@@ -52,13 +51,6 @@ def make_model(recipe: SegmentationRecipe) -> nn.Module:
     config = upernet(recipe.backbone, classes, crop, norm=norm, pretrained=recipe.pretrained)
     config["backbone"]["with_cp"] = recipe.recompute
     return build_model(config)
-
-
-def work(recipe: SegmentationRecipe) -> Work:
-    """Returns what a dry run counts."""
-    known = {"ade20k": 20_210, "camvid": 367}
-    forward = lambda model, n: model(torch.empty(n, 3, *CROP[recipe.dataset]), mode="tensor")  # noqa: E731
-    return Work("upernet", forward, known.get(recipe.dataset))
 
 
 def train(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MethodType
@@ -22,10 +23,10 @@ from core import CO2, CO2Config, UserError
 from core.baselines.ddp import DDP
 from core.buckets import is_dtensor, local_shard
 from core.testing.reference import Reference
-from training.layouts.layout import Layout
+from training.layout import Layout
 from training.layouts.parallel import Parallel
 from training.layouts.resharded import Resharded
-from training.zero import shard_optimizer
+from training.layouts.zero import shard_optimizer
 
 CPU = torch.device("cpu")
 SAMPLES, CONTEXT, VOCABULARY, LAYERS = 16, 6, 32, 8
@@ -259,27 +260,6 @@ def difference(results: list[list[dict[str, Tensor]]], expected: list[dict[str, 
     return max((p - whole[name]).abs().max().item() for ours, whole in pairs for name, p in ours.items())
 
 
-def drifted(rank: int, world_size: int, kind: str, name: str, rounds: int) -> tuple[list[float], float]:
-    """What rounds of one step tell of drifted replicas, where the last rank's outer iterate is off after the first; and
-    how far in the end this rank's is from that of its place on the other island."""
-    parallel = Parallel(build(kind), Layout.parse(name), CPU)
-    co2, told = parallel.co2(CO2Config(1, outer_momentum=0.4)), []
-    for step in range(rounds):
-        backward(parallel, step)
-        sgd(parallel)
-        co2.step()
-        told.append(co2.stats.drifted)
-        if step == 0 and rank == world_size - 1:
-            co2.allreduce.drain()
-            co2.share.g[0].add_(1e-3)
-    co2.finish()
-    mine = co2.state["outer_iterate"][0]
-    spread = torch.stack([mine, -mine])
-    dist.all_reduce(spread, dist.ReduceOp.MAX, group=parallel.mesh.get_group("replicate"))
-    co2.close()
-    return told, (spread[0] + spread[1]).abs().max().item()
-
-
 # -- from one layout to another ---------------------------------------------------------------------------------------
 
 
@@ -313,35 +293,42 @@ def chained(
     return last
 
 
-def damaged(rank: int, world_size: int, folder: Path) -> list[str]:
-    """What is loaded after each harm to the newest of two checkpoints, and what is said once both have it."""
-    parallel = Parallel(build("gpt2-short"), Layout.parse("pp2"), CPU)
-    optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-2)
-    held = Resharded(parallel, optimizer, DDP(parallel, average_buffers=False, synchronous=True))
-    file, told = f"rank{world_size - 1}.pt", []
-    for number, harm in enumerate((cut_short, turn_a_byte, Path.unlink)):
-        here = folder / str(number)
-        for step in (1, 2):
-            assert held.save(here, step, "a", {"step": step})
-        for name in ("step000000002", "step000000001"):
-            dist.barrier()
-            if rank == 0:
-                harm(here / name / file)
-            dist.barrier()
-            try:
-                found = held.load(here)
-                told.append(f"step {found['step'] if found else None}")
-            except UserError as error:
-                told.append(str(error).replace(str(here), ""))
-    return told
+def one_step(parallel: Parallel, optimizer: torch.optim.Optimizer, method: Any, step: int) -> None:
+    backward(parallel, step)
+    optimizer.step()
+    method.step()
 
 
-def cut_short(file: Path) -> None:
-    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-
-
-def turn_a_byte(file: Path) -> None:
-    """Of the middle, which is a weight's."""
-    held = bytearray(file.read_bytes())
-    held[len(held) // 2] ^= 1
-    file.write_bytes(held)
+def resliced(
+    rank: int, world_size: int, names: list[str], of_one: str, momentum: float, folder: Path
+) -> tuple[list[tuple[dict[str, Tensor], float]], str]:
+    """Of a run with a fragment's all-reduce in flight under one layout, and of its resume under another: the parameters
+    if it ends there, and the sum of squares of the island's momentum, as its fragments hold it. And what a layout of
+    islands of one device says to it."""
+    late: dict[str, Any] = {"gap": "none", "merge": "keep_local", "delay": "auto"}
+    config = CO2Config(6, outer_lr=0.5, outer_momentum=momentum, fragments=3, **late)
+    found, said = [], ""
+    for name in [*names, of_one]:
+        parallel = Parallel(build("gpt2-short"), Layout.parse(name), CPU)
+        co2 = parallel.co2(replace(config, fragments="auto") if found else config)
+        optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-2)
+        held = Resharded(parallel, optimizer, co2)
+        try:
+            assert held.load(folder) or not found
+        except UserError as error:
+            said = str(error)
+        for step in range(0 if found else 12):
+            one_step(parallel, optimizer, co2, step)
+        if not found:
+            assert co2.allreduce.in_flight and held.save(folder, 12, "a", {"step": 12})
+        if name != of_one:
+            held_by = [
+                co2.share_numbers if i == co2.fragment else f.held["share_numbers"] for i, f in enumerate(co2.fragments)
+            ]
+            dist.all_reduce(squares := torch.stack(held_by)[:, 1].sum(), group=parallel.island)
+            one_step(parallel, optimizer, co2, 12)  # without one, finish() has nothing to send
+            co2.finish()
+            found.append((whole(parallel), squares.item()))
+        dist.barrier()
+        co2.close()
+    return found, said

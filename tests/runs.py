@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from training.loop.progress import Actions
+from training.loop.run import Run
 from training.optim import make_optimizer, make_schedule
-from training.progress import Due
-from training.run import Run
 
 
 class Loop:
@@ -25,7 +25,7 @@ class Loop:
         parts = self.model, self.optimizer, self.schedule, self.method
         self.start = run.begin(*parts, epoch=epoch or total, total=total, samples=samples)
 
-    def step(self, loss: Tensor, **how: Any) -> Due:
+    def step(self, loss: Tensor, **how: Any) -> Actions:
         """loss: without a gradient nothing is trained. how: what the method's step is told."""
         if loss.requires_grad:
             loss.backward()

@@ -1,7 +1,7 @@
 """The checks before a run's first step, and the dry run, which makes the same checks and estimates each GPU's memory.
 
-The estimate leaves out the temporary buffers of a backward pass and of a compressed all-reduce. RESERVE covers the CUDA
-context, the buffers of NCCL and cuDNN, and fragmentation.
+The estimate leaves out activations, and the temporary buffers of a backward pass and of a compressed all-reduce.
+RESERVE covers the CUDA context, the buffers of NCCL and cuDNN, and fragmentation.
 """
 
 import dataclasses
@@ -20,11 +20,10 @@ from core.baselines.table import check_apart
 from core.config import check_share
 from core.errors import UserError
 from core.groups import local_world_size
-from training.cost import UNCOUNTED, Work, checkpoint_bytes, count, hours, run_steps
-from training.data import per_worker, smallest_part
-from training.layouts.layout import Layout
+from training.data.samples import per_worker, smallest_part
+from training.layout import Layout
 from training.recipe import Recipe, momentum_note
-from training.workers import check_nodes, make_link, pick_device, rank, world_size
+from training.start.workers import check_nodes, make_link, pick_device, rank, world_size
 
 R = TypeVar("R", bound=Recipe)
 GIB = 1 << 30  # bytes; a GPU sold as 24 GB has 24 GiB
@@ -44,7 +43,6 @@ class Memory:
         method: State of the method.
         buckets: DDP's copy of the gradients.
         gathered: Whole parameters and gradients that FSDP2 holds at once.
-        activations: Tensors that a micro-batch keeps for its backward pass.
     """
 
     parameters: float
@@ -53,7 +51,6 @@ class Memory:
     method: float
     buckets: float
     gathered: float
-    activations: float = 0.0
 
     @property
     def total(self) -> float:
@@ -148,7 +145,7 @@ def held_of_share(recipe: Recipe, parts: int, nodes: int) -> float:
 
 
 def gathered(recipe: Recipe, model: nn.Module) -> float:
-    """Returns the bytes of whole parameters and gradients that FSDP2 holds at once (training.zero.shard_model).
+    """Returns the bytes of whole parameters and gradients that FSDP2 holds at once (training.layouts.zero.shard_model).
 
     ZeRO-2 holds all parameters. ZeRO-3 holds the parameters of two blocks, and all parameters outside blocks. Gradients
     of as many parameters, and their reduction, come on top.
@@ -173,13 +170,35 @@ def streamed(model: nn.Module) -> float:
     return 2 * (size_of(model.parameters()) - sum(blocks)) + 3 * max(blocks, default=0)
 
 
+def checkpoint_bytes(recipe: Recipe, trained: float, workers: int, node: int) -> float:
+    """Returns the bytes of a checkpoint. Equal tensors are written once, whichever workers hold them.
+
+    Args:
+        recipe: The run's recipe.
+        trained: Bytes of the trained parameters.
+        workers: Number of workers.
+        node: Number of workers that synchronize every step.
+    """
+    apart = 1 if recipe.method in ("ddp", "zo") else workers // node  # sets of workers with their own optimizer state
+    c, co2 = recipe.co2, recipe.method == "co2"
+    # what each set has of its own: parameters, keep_local's snapshot or change, and the errors of a narrow format
+    late = co2 and c.merge == "keep_local"
+    keeps: int = recipe.method == "overlap_local" or late
+    narrow = co2 and c.compression.format != "float32" and c.compression.error_feedback
+    shared = {"ddp": 1, "zo": 1, "local": 1}.get(recipe.method, 3)  # parameters, outer iterate, outer momentum
+    if co2:  # the averaged update, which takes the parameters' place in the count, and the errors of the averages
+        shared += (not keeps) - (late and (node > 1 or recipe.shard or recipe.offload)) + narrow
+        shared -= c.outer_momentum == 0 and c.gap == "none"  # then it is not stored
+    keeps += late + narrow
+    return trained * (apart * (moments(recipe) + keeps) + shared)
+
+
 def lines(memory: Memory, recipe: Recipe) -> Iterator[str]:
     """Yields a line with the bytes of each part, and a warning if they exceed recipe.gpu_gb."""
     gb = {name: f"{value / GIB:.1f}" for name, value in vars(memory).items()}
-    more = "".join(f", {what} {gb[what]}" for what in ("buckets", "gathered", "activations") if getattr(memory, what))
-    left_out = "" if memory.activations else " and activations"
+    more = "".join(f", {what} {gb[what]}" for what in ("buckets", "gathered") if getattr(memory, what))
     yield (
-        f"{memory.total / GIB:.1f} GiB a GPU{left_out}: parameters {gb['parameters']}, gradients "
+        f"{memory.total / GIB:.1f} GiB a GPU and activations: parameters {gb['parameters']}, gradients "
         f"{gb['gradients']}, optimizer {gb['optimizer']}, {recipe.method} {gb['method']}{more}, "
         f"{RESERVE / GIB:.1f} for CUDA"
     )
@@ -212,12 +231,14 @@ def check_start(recipe: Recipe, workers: int | None) -> int:
     if recipe.optim.name == "muon" and (recipe.zero or recipe.layout):
         given = f"layout={recipe.layout}" if recipe.layout else f"zero={recipe.zero}"
         raise UserError(f"{given} with optim name=muon: Muon takes whole matrices; leave it out, or give adamw")
-    if recipe.layout and workers:
-        Layout.parse(recipe.layout).check_devices(workers)
+    layout = Layout.parse(recipe.layout) if recipe.layout else None
+    if layout and workers:
+        layout.check_devices(workers)
     if node := recipe.per_node or (local_world_size() if workers else 0):
         check_nodes(node, recipe.zero, workers or node)
-    if recipe.method == "co2" and (node > 1 or recipe.layout):  # a rank holds a share of the outer state
-        check_share(recipe.co2, shard=recipe.shard)
+    if recipe.method == "co2" and (node > 1 or layout):  # a rank holds a share of the outer state
+        held = layout is not None and layout.is_cut
+        check_share(recipe.co2, shard=recipe.shard, split=recipe.zero >= 2, held=held)
     check_apart(recipe.method, recipe.co2, node)
     if recipe.method == "ddp":
         check_compression(recipe.ddp_compression, sharded=recipe.zero >= 2)
@@ -240,13 +261,12 @@ def check_batch_norm(recipe: Recipe, model: nn.Module, workers: int) -> None:
     )
 
 
-def dry_run(recipe: R, build_model: Callable[[R], nn.Module], work: Work | None = None) -> None:
-    """Prints the resolved recipe, and what it costs, without allocating the model.
+def dry_run(recipe: R, build_model: Callable[[R], nn.Module]) -> None:
+    """Prints the resolved recipe, and its memory and checkpoints, without allocating the model.
 
     Args:
         recipe: The run's recipe.
         build_model: Returns the recipe's model.
-        work: The computation of a step. Without it, activations and hours are left out.
     """
     workers = world_size()
     share = check_start(recipe, workers if "WORLD_SIZE" in os.environ else None)
@@ -262,17 +282,9 @@ def dry_run(recipe: R, build_model: Callable[[R], nn.Module], work: Work | None 
     print(f"{millions:.2f} M parameters, {workers} workers of {share} samples a step")
     if note := momentum_note(recipe, workers):
         print(note)
-    memory, told = estimate(recipe, model, workers), ""
-    if work is not None:
-        try:
-            counted = count(recipe, build_model, work, share)
-            memory = dataclasses.replace(memory, activations=counted.activations)
-            told = hours(counted.flops, work, workers, run_steps(recipe, work))
-        except UNCOUNTED:
-            told = "hours are not counted, because shapes inside this model depend on its values"
-    print(*lines(memory, recipe), told, sep="\n", end="\n" if told else "")
+    print(*lines(estimate(recipe, model, workers), recipe), sep="\n")
     node = recipe.per_node or local_world_size()
     trained = size_of(p for p in model.parameters() if p.requires_grad)
-    written = checkpoint_bytes(recipe, trained, moments(recipe), workers, node)
+    written = checkpoint_bytes(recipe, trained, workers, node)
     size = f"{written / 1e9:.3g}" if written < 1e12 else f"{written / 1e9:.0f}"  # not 1e+03
     print(f"{size} GB a checkpoint, of which the run folder keeps two")

@@ -31,11 +31,13 @@ from core.elastic.members import Members, Over, Report, WorkersChanged
 from core.errors import UserError, env_number
 from core.groups import local_world_size
 from core.local_update import LocalUpdateMethod
-from training.data import per_worker, steps_per_epoch
-from training.folder import RoundLog, RunFolder, settings
-from training.progress import Due, Progress, Trained
+from training.data.samples import per_worker, steps_per_epoch
+from training.folder.rounds import RoundLog
+from training.folder.run_folder import RunFolder
+from training.folder.settings import settings
+from training.loop.progress import Actions, Progress, TrainState
 from training.recipe import Recipe
-from training.workers import difference
+from training.start.workers import difference
 
 T = TypeVar("T")
 
@@ -86,7 +88,7 @@ class Elastic:
     workers: ElasticAllReduce
     mesh = None  # DDP synchronizes an island's ranks
     island: Island | None = None
-    _trained: Trained
+    _trained: TrainState
 
     def __init__(self, run: Progress, folder: RunFolder, rounds: RoundLog):
         self.run, self.folder, self.rounds = run, folder, rounds
@@ -136,7 +138,7 @@ class Elastic:
             return DistributedDataParallel(model), self.method
         return model, self.method
 
-    def begin(self, trained: Trained, samples: int, epoch: int) -> float:
+    def begin(self, trained: TrainState, samples: int, epoch: int) -> float:
         """Joins the other workers and loads their state. Returns the seconds of training that led to it."""
         self._trained = trained
         r, setting = self.run.recipe, "tau_max" if self.run.recipe.co2.tau == "auto" else "tau"
@@ -170,7 +172,7 @@ class Elastic:
                 if self.deal is not deal:
                     break
 
-    def come_together(self, due: Due) -> Due:
+    def come_together(self, due: Actions) -> Actions:
         """Returns `due`. All workers are at the same step, so it is the same on all of them."""
         return due
 

@@ -45,7 +45,7 @@ from core.elastic.etcd import Election, EtcdStore, NotLeading
 from core.elastic.members import BEAT
 from core.elastic.sealed import SECRET, SealedStore
 from core.errors import CollectiveError, UserError
-from training.script import guard_output
+from training.start.script import guard_output
 
 POLL = 0.02  # seconds between two checks of the workers
 SILENCE = 15.0  # seconds without a sign of life after which a node's launcher counts as lost

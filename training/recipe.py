@@ -15,11 +15,11 @@ import tyro
 from core import CO2Config, UserError
 from core.baselines.table import REGISTRY, check_settings, spec_of
 from core.elastic.joining import check_elastic
-from training.data import paths_from_home
-from training.layouts.layout import Layout
+from training.data.files import paths_from_home
+from training.layout import Layout
 from training.optim import OptimConfig
-from training.script import launch
-from training.workers import rank
+from training.start.script import launch
+from training.start.workers import rank
 
 LARGEST = 10**9  # limit of the numbers in a recipe
 SELDOM = {  # options that only --help-all lists, by the part of the recipe; None hides the whole part
@@ -62,7 +62,7 @@ class Recipe(OfMethods):
 
     name: tyro.conf.Suppress[str] = ""
     layout: ClassVar[str] = ""
-    """How the model is laid out on its workers, in tasks that support layouts (training/layouts/layout.py)."""
+    """How the model is laid out on its workers, in tasks that support layouts (training/layout.py)."""
     least_part: ClassVar[int] = 2
     """Samples that BatchNorm needs at once. It is 1 if BatchNorm averages over the many points of each sample."""
     batch_norm: ClassVar[bool] = True

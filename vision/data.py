@@ -34,22 +34,10 @@ from torch.utils.data import Dataset
 
 from core import UserError
 from core.checkpoint.stored import reason
-from training.data import (
-    Key,
-    cached,
-    damaged,
-    data_root,
-    eval_keys,
-    generator,
-    load_batches,
-    missing,
-    mix,
-    read_arrays,
-    seeded,
-    train_keys,
-)
-from training.images import read_rgb
-from training.workers import to_device, upload
+from training.data.files import cached, damaged, data_root, missing, read_arrays
+from training.data.images import read_rgb
+from training.data.samples import Key, eval_keys, generator, load_batches, mix, seeded, train_keys
+from training.start.workers import to_device, upload
 from vision.index import IndexedFolder, Shards, tars
 from vision.model import image_size, weights_config
 from vision.recipes import VisionRecipe

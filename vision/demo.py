@@ -18,7 +18,7 @@ import tyro
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from training.data import paths_from_home
+from training.data.files import paths_from_home
 
 ROWS = {  # folder -> options
     "ddp": ["--method", "ddp"],

@@ -1,7 +1,7 @@
 """Evaluates an image classifier: `python -m vision.evaluate RUN`."""
 
-from training.evaluate import evaluate_run
-from training.script import launch
+from training.start.script import launch
+from training.weights.evaluate import evaluate_run
 from vision import data
 from vision.recipes import VisionRecipe
 from vision.train import describe, evaluate, make_model

@@ -12,9 +12,9 @@ from timm.models import save_for_hf
 from torch import nn
 
 from core.errors import UserError
-from training.export import Exporter, export_run
-from training.script import launch
-from training.weights import Weights
+from training.start.script import launch
+from training.weights.export import Exporter, export_run
+from training.weights.read import Weights
 from vision import data
 from vision.data import SHAPES
 from vision.model import SMALL, classifier_names, image_size

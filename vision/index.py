@@ -1,8 +1,9 @@
 """An index of a folder of images or shards, so that not every worker lists 1.28 million files on a shared file system.
 
-One worker lists the files, and the cache (training.data.cached) keeps the list for all other workers and later runs.
-An index depends on the folder's path, its classes (or shards), and the modification times of these and of all folders
-in them. A new or removed file makes a new index. Hidden files and folders, such as .ipynb_checkpoints, are left out.
+One worker lists the files, and the cache (training.data.files.cached) keeps the list for all other workers and later
+runs. An index depends on the folder's path, its classes (or shards), and the modification times of these and of all
+folders in them. A new or removed file makes a new index. Hidden files and folders, such as .ipynb_checkpoints, are left
+out.
 """
 
 import training.prepared  # noqa: F401
@@ -24,8 +25,8 @@ from torchvision.datasets import ImageFolder
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from core import UserError
-from training.data import cached, damaged, entries, unreadable
-from training.images import read_rgb
+from training.data.files import cached, damaged, entries, unreadable
+from training.data.images import read_rgb
 
 T = TypeVar("T")
 END, PARTS = b"\0", b"\0\0"  # after each entry, and between the two lists; file names have no zero bytes

@@ -58,10 +58,7 @@ def build_model(
 
 def weights_config(name: str) -> Any:
     """Returns timm's settings of a model's weights, or None if there are none."""
-    try:
-        return timm.get_pretrained_cfg(name, allow_unregistered=True)
-    except RuntimeError as error:
-        raise UserError(f"model {name!r}: {error} Leave out what follows the point, or choose another") from None
+    return timm.get_pretrained_cfg(name, allow_unregistered=True)
 
 
 def image_size(name: str) -> int:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from training.data import printable
+from training.data.files import printable
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

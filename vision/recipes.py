@@ -5,7 +5,7 @@ from typing import Literal
 
 from core import CO2Config
 from core.errors import UserError
-from training.data import per_worker
+from training.data.samples import per_worker
 from training.optim import OptimConfig
 from training.recipe import Recipe
 

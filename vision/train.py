@@ -2,7 +2,7 @@
 
 from training.checks import dry_run
 from training.recipe import answer_help, parse
-from training.script import launch
+from training.start.script import launch
 from vision.recipes import RECIPES, VisionRecipe
 
 if __name__ == "__main__":
@@ -16,15 +16,14 @@ from torch import Tensor, nn
 
 from core.checkpoint.stored import reason
 from core.errors import UserError
-from training.cost import Work
-from training.data import eval_share, steps_per_epoch
+from training.data.samples import eval_share, steps_per_epoch
 from training.elastic import repeated
+from training.loop.run import Run
 from training.optim import Scalars, backward_in_parts, count_once, make_optimizer, make_schedule
-from training.run import Run
-from training.weights import keep_names, load_weights
+from training.weights.read import keep_names, load_weights
 from vision import data
 from vision.data import ImageNet
-from vision.model import SMALL, build_model, classifier_names, image_size
+from vision.model import SMALL, build_model, classifier_names
 from vision.pictures import labelled
 
 Dataset = data.Images | ImageNet
@@ -34,7 +33,7 @@ PICTURES = 8  # test images that TensorBoard shows
 def main() -> None:
     recipe = parse(RECIPES, prog="vision.train")
     if recipe.dry_run:
-        return dry_run(recipe, make_model, work(recipe))
+        return dry_run(recipe, make_model)
     train_set, test_set = data.load(recipe.dataset)
     with Run(recipe) as run:
         train(run, recipe, train_set, test_set)
@@ -81,17 +80,6 @@ def check_images(model: nn.Module, recipe: VisionRecipe) -> None:
         remedy = f"choose another, such as {', '.join(SMALL)}"
         raise UserError(f"model {recipe.model!r} does not take {images}: {remedy}") from None
     model.train()
-
-
-def work(recipe: VisionRecipe) -> Work:
-    """Returns what a dry run counts."""
-    shape, size = data.SHAPES[recipe.dataset], image_size(recipe.model)
-    size = size if recipe.dataset == "imagenet" else shape.image_size
-    return Work(
-        recipe.model,
-        lambda model, n: model(torch.empty(n, shape.in_chans, size, size)),
-        {"digits": 1437, "cifar10": 50_000, "imagenet": 1_281_167}[recipe.dataset],
-    )
 
 
 def train(run: Run, recipe: VisionRecipe, train_set: Dataset, test_set: Dataset) -> None:

@@ -38,7 +38,7 @@ from bench.cluster.nodes import Cluster, require_namespaces
 from bench.report import Metrics, Summary, read_options
 from core.checkpoint import runs as checkpoint
 from core.errors import UserError
-from training.script import launch
+from training.start.script import launch
 
 Row = dict[str, Any]
 EPOCH = 22  # steps
@@ -73,7 +73,7 @@ HARMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # the configurati
 }
 COUNTS = {harm: f"{harm.replace(' ', '_')}s" for harm in HARMS} | {"two kills": "two_kills", "crash": "crashes"}
 HARMLESS = ("pause", "stream", "etcd", "outage", "none")  # end no run
-PRELOAD = ("sklearn.datasets", "torch._dynamo", "torch.utils.tensorboard", "training.zero", "vision.train")
+PRELOAD = ("sklearn.datasets", "torch._dynamo", "torch.utils.tensorboard", "training.layouts.zero", "vision.train")
 PRELOAD += ("matplotlib.figure", "matplotlib.backends.backend_agg", "mpl_toolkits.mplot3d")
 
 

@@ -91,7 +91,7 @@ def arm(phase: str, after: int, trace: Path, least: int = 0) -> None:
     import torch
 
     from core.comm import AsyncAllReduce
-    from training.run import Run
+    from training.loop.run import Run
 
     step, reads, me = 0, lose(phase), os.getpid()
 

@@ -23,7 +23,7 @@ from typing import Any
 from bench.cluster.nodes import Cluster, require_namespaces
 from bench.report import read_options, require
 from core.errors import UserError
-from training.script import launch
+from training.start.script import launch
 
 PORT = 29500  # of the rendezvous on node 0, whose namespace is empty
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")

@@ -17,7 +17,7 @@ from typing import TypeVar
 from bench.cluster.nodes import Cluster, hold_port
 from core.elastic.etcd import EtcdStore
 from core.errors import UserError
-from training.script import launch
+from training.start.script import launch
 
 MEMBERS = 3
 T = TypeVar("T")

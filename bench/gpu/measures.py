@@ -25,7 +25,7 @@ from core.buckets import Scalars, make_buckets
 from core.errors import UserError
 from core.outer import Merge, OuterStep, Rule
 from core.shares import make_outer_step
-from training.folder import version
+from training.folder.settings import version
 
 NAME, PART = "gpu", "costs"
 SAME = ("commit", "device", "torch")  # of a row that is not measured again

@@ -39,8 +39,8 @@ from bench.report import (
 from core.checkpoint.stored import parse_json
 from core.compression.formats import NARROW_FORMATS
 from core.errors import UserError
-from training.folder import commit, version
-from training.script import launch
+from training.folder.settings import commit, version
+from training.start.script import launch
 
 Row = dict[str, Any]
 TASKS_VERSION = 1  # raise it when a task or a method changes, so that old rows do not count as today's

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import _muon as muon
 
-from training.data import generator
+from training.data.samples import generator
 
 Split = Literal["tuning", "test"]
 Batch = tuple[Tensor, Tensor]

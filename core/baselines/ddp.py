@@ -191,7 +191,7 @@ class DDP(Loop):
 
     Call the attribute `model` in place of the model. BatchNorm statistics stay local until finish() averages them,
     because DDP's own broadcast would block every forward pass. A model of DTensors synchronizes itself
-    (training.zero.shard_model with everywhere=True). Its communication is not measured, and its times are NaN.
+    (training.layouts.zero.shard_model with everywhere=True). Its communication is not measured, and its times are NaN.
 
     Args:
         model: A module on this worker's device, with at least one parameter that requires a gradient.

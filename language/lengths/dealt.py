@@ -39,8 +39,8 @@ from language.lengths.rounds import Order, by_tokens, cost, crossing_of, cut, de
 from language.metrics import token_loss
 from language.recipe import TextRecipe
 from language.transnormer import TransNormer
-from training.run import Run
-from training.workers import largest_of_workers, least_seconds, rank, world_size
+from training.loop.run import Run
+from training.start.workers import largest_of_workers, least_seconds, rank, world_size
 
 NAME = "documents"  # under which the attention is registered with transformers
 Document = tuple[Tensor, Tensor]  # inputs and targets, int64 [tokens] each; IGNORE where nothing is predicted

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from core.errors import UserError
-from training.data import generator
+from training.data.samples import generator
 
 Lengths = np.ndarray  # int64 [documents], tokens
 

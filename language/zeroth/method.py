@@ -21,7 +21,7 @@ from .blocks import BlockStream
 from .order import Loss, ZerothConfig, ZerothOrder
 
 if TYPE_CHECKING:
-    from training.run import Run
+    from training.loop.run import Run
 
 
 class Zeroth(Loop):

@@ -42,7 +42,7 @@ from core.groups import broadcast, compare, leave_group, new_group
 from core.guards import failure
 from core.local_update import Loop
 from core.testing.link import Link
-from training.data import mix
+from training.data.samples import mix
 
 NUMBERS = 3  # (sum of the samples' losses at W + eps z, the same at W - eps z, samples)
 

@@ -37,7 +37,7 @@ from bench.time_to_loss import (
 )
 from core.stats import RoundStats
 from tests.bench.emulated import python
-from training.data import worker_batches
+from training.data.samples import worker_batches
 from vision import data
 
 # -- trajectories to a time -------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from core.elastic.members import Members
 from core.errors import env_number
 from core.testing import run_distributed
 from tests.imports import ROOT
-from training.folder import commit
+from training.folder.settings import commit
 
 RANKS, PER_NODE, TAU, STEPS, LR = 4, 2, 3, 30, 0.1
 SHAPES = ((31, 33), (30,), (8, 17), (9,))  # two of each pipeline stage; they tile no part

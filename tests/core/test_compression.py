@@ -26,7 +26,7 @@ from tests import problems
 from tests.dispatch import Operations
 from tests.on_ranks import alike, on_ranks
 from tests.problems import Mean, Settings
-from training.data import generator
+from training.data.samples import generator
 
 NARROW: tuple[Any, ...] = NARROW_FORMATS[1:]
 INT = {"int8": 8, "int4": 4, "int2": 2}

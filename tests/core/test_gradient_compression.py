@@ -26,7 +26,7 @@ from core.testing import run_distributed
 from core.testing.link import ThrottledLink
 from tests.on_ranks import alike, on_ranks, total_world_size
 from tests.problems import flat, refusal
-from training.data import generator
+from training.data.samples import generator
 
 LGRECO = {
     "int4": CompressionConfig("lgreco", like="int4", lgreco=LGrecoConfig(every=3, first=2)),

@@ -29,7 +29,7 @@ from tests.core.lgreco_reference import Reference
 from tests.core.test_gradient_compression import LGRECO, net, step
 from tests.on_ranks import alike, on_ranks, total_world_size
 from tests.problems import Mean, flat
-from training.data import generator
+from training.data.samples import generator
 
 SHAPES = [(48, 80), (600,), (32, 16, 3, 3), (7,), (120, 40), (3, 360)]
 ROUNDS = 7

@@ -28,7 +28,7 @@ from core.compression.lgreco.reducer import in_bucket
 from tests.core.test_lgreco import SETTINGS, SHAPES, built, lgreco, mean_of, written
 from tests.on_ranks import on_ranks, total_world_size
 from tests.problems import Mean
-from training.data import generator
+from training.data.samples import generator
 
 
 def train(mean: Mean, rounds: range, scale: Any = 1.0) -> None:

@@ -12,7 +12,10 @@ import pytest
 from tests.imports import PACKAGES, ROOT, TASKS, file_of, files, imports, needed, room_of
 
 CORE = {room_of(file) for file in files() if file.parts[0] == "core"}
-TRAINING = {"training", "training.elastic", "training.layouts"}
+TRAINING = {
+    "training",
+    *(f"training.{room}" for room in ("start", "data", "layouts", "folder", "loop", "weights")),
+}
 
 TOOLS = {"core.compression", "core.guards", "core.testing"}
 ARROWS: dict[str, set[str]] = {
@@ -30,11 +33,22 @@ ARROWS: dict[str, set[str]] = {
     "core.baselines": {"core", "core.co2", "core.config", "core.shares", *TOOLS},
     "core.elastic": {"core", "core.co2", "core.config", "core.shares", *TOOLS},
     "core.integrations": CORE - {"core.doctor"},
-    "core.doctor": CORE - {"core.integrations"},  # nothing imports it
-    "training": {*CORE, *TRAINING},
-    "training.elastic": {*CORE, "training"},
+    "core.doctor": CORE - {"core.integrations"},  # the planner alone imports it
+    # training, from how processes start to the loop and what is made of its weights
+    "training.start": CORE,
+    "training.data": {*CORE, "training.start"},
+    "training": {
+        *CORE,
+        "training.start",
+        "training.data",
+        "training.folder",
+        "training.loop",
+    },  # the last two: elastic.py
     "training.layouts": {*CORE, "training"},
-    "training.plan": {*CORE, *TRAINING},
+    "training.folder": {*CORE, "training", "training.start"},
+    "training.loop": {*CORE, *TRAINING - {"training.weights"}},
+    "training.weights": {*CORE, *TRAINING},
+    "training.plan": {*CORE, "training", "training.start", "training.data"},
     **{task: {*CORE, *TRAINING} for task in TASKS},
     "bench": {*CORE, *TRAINING, "training.plan", *TASKS, "results"},
     "results": {*CORE, *TRAINING, "training.plan", *TASKS, "bench"},
@@ -169,7 +183,7 @@ def test_a_fresh_import_loads_nothing_of_the_harness():
 
 
 BUDGETS = {
-    "core": 6240,  # the files of the folder itself
+    "core": 6260,  # the files of the folder itself
     "core/baselines": 1045,
     "core/checkpoint": 1001,
     "core/compression": 2000,
@@ -178,15 +192,15 @@ BUDGETS = {
     "core/guards": 1160,
     "core/integrations": 1179,
     "core/testing": 432,
-    "training": 7875,
+    "training": 7620,
     "language": 5368,
-    "pointcloud": 1332,
-    "segmentation": 1520,
-    "vision": 1422,
+    "pointcloud": 1150,
+    "segmentation": 1510,
+    "vision": 1390,
     "bench": 4200,
     "results": 1300,
     "examples": 630,
-    "tests": 38461,
+    "tests": 37000,
 }
 """Room -> the lines that its Python files may have. Cutting lowers a number; only a reason raises one."""
 

@@ -20,7 +20,7 @@ from tests import problems
 from tests.on_ranks import alike, on_ranks, total_world_size
 from tests.problems import Settings, flat, refusal, sgd_step, take_steps
 from tests.quadratic import Quadratic
-from training.folder import Overlap
+from training.folder.rounds import Overlap
 
 LOCAL_METHODS = tuple(m for m in METHODS if m != "ddp")
 
@@ -270,7 +270,7 @@ def test_a_run_adds_its_rounds_up_and_resumes():
     assert overlap.hidden_share == 1.0 and overlap.link_mbit == 0.0
     overlap.add(round_stats(allreduce_seconds=0.5, exposed_seconds=0.1, bytes_sent=1_000_000))
     resumed = Overlap()
-    vars(resumed).update(vars(overlap))  # as training/fixed.py keeps it
+    vars(resumed).update(vars(overlap))  # as training/loop/static_run.py keeps it
     resumed.add(round_stats(allreduce_seconds=1.5, exposed_seconds=0.5, bytes_sent=3_000_000))
     assert resumed.summary() == pytest.approx(
         {

@@ -24,7 +24,7 @@ from core.config import MERGES
 from core.outer import OuterStep, Rule
 from core.shares import make_outer_step
 from tests.core.test_outer import BETA, DTYPES, RULES, SHAPES, flat, make
-from training.data import generator
+from training.data.samples import generator
 
 ROOT = Path(__file__).parents[2]
 ON_DEVICE = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -23,8 +23,8 @@ from language.finetune_recipes import RECIPES, FinetuneRecipe, LoraConfig
 from language.model import blocks_of
 from language.prompts import Prompt, PromptTask, answer_scores, answers_of, collate, encode, read_lines
 from tests.tiny_models import CONFIGS, POSITIONS, make_model, make_prompts, tiny_tokenizer
-from training.evaluate import Evaluation
-from training.weights import load_weights
+from training.weights.evaluate import Evaluation
+from training.weights.read import load_weights
 
 KINDS = sorted(CONFIGS)
 

@@ -28,8 +28,8 @@ from language.model import build_model, decay_groups, is_causal
 from language.recipes import RECIPES, gpt2_pydoc_small, roberta_pydoc_small
 from language.train import backward, make_model, make_objective
 from language.transnormer import LRPE, chunked_attention, decay_slopes
+from training.loop.run import Run
 from training.optim import lr_factor
-from training.run import Run
 
 TINY = ["gpt2_tiny", "roberta_tiny", "transnormer_tiny"]
 CPU = torch.device("cpu")
@@ -277,7 +277,7 @@ def test_an_exported_model_ends_its_text_and_has_a_cache(tmp_path: Path, monkeyp
 
 @pytest.mark.parametrize("hardware", [True, False])
 def test_autocast_keeps_the_loss_close_and_stays_off_where_the_hardware_would_emulate_it(hardware: bool, monkeypatch):
-    monkeypatch.setattr("training.progress.has_bfloat16", lambda _: hardware)
+    monkeypatch.setattr("training.loop.progress.has_bfloat16", lambda _: hardware)
     recipe = replace(gpt2_pydoc_small(), device="cpu", vocab_size=50, model="transnormer_tiny")
     corpus = _corpus(50, 2)
     objective = make_objective(recipe, corpus)

@@ -20,7 +20,7 @@ from language.lengths.plan import Island
 from language.recipe import LanguageRecipe, RingsConfig
 from language.recipes import gpt2_pydoc_small
 from tests.problems import flat
-from training.run import Run
+from training.loop.run import Run
 
 END, STEPS = 0, 11
 SPLIT = RingsConfig(costs=(1.0, 0.0, 0.0, 0.0))  # attention alone costs anything, and hops are free
@@ -107,7 +107,7 @@ CONFIG = SimpleNamespace(hidden_size=4, num_hidden_layers=2)
 
 def planned(rank: int, ranks: int) -> tuple[Island, int, int]:
     """The island where ranks need unlike times, and how many tokens this one holds of a row and of an empty one."""
-    from training.workers import make_mesh
+    from training.start.workers import make_mesh
 
     mesh = make_mesh(torch.device("cpu"), ranks, 0, 60.0)
     assert mesh is not None

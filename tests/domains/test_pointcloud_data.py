@@ -10,18 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from scipy import integrate, stats
 
 from core import UserError
-from pointcloud import pack, sources
+from pointcloud import sources
 from pointcloud.data import PointClouds, load_source, normalise
 from pointcloud.recipes import RECIPES
 from pointcloud.sources import Surfaces
 from pointcloud.train import main
-from tests.damages import forbid, room
+from tests.damages import forbid
 from tests.runs import logged, summary
-from training.data import data_root
-from training.run import Run
+from training.data.files import data_root
+from training.loop.run import Run
 
 SYNSETS = ("02691156", "03001627")
 
@@ -67,56 +66,6 @@ def test_layouts_of_both_shapenet_releases(shapenet: Path, shapenet55: Path):
     assert [train.label(i) for i in range(len(train))] == list(SYNSETS)
     np.testing.assert_array_equal(train.load(1), random_cloud(1))
     np.testing.assert_array_equal(test.load(0), random_cloud(2))
-
-
-@pytest.mark.parametrize("release", ["shapenet", "shapenet55"])
-def test_packed_clouds_are_mapped_and_the_same(release: str, request, capsys, monkeypatch):
-    root = request.getfixturevalue(release)
-    before = {split: load_source(release, split) for split in ("train", "test")}
-    wanted = {split: [source.load(i) for i in range(len(source))] for split, source in before.items()}
-    pack.main(release)
-    assert f"{release}_train.npy: {len(before['train'])} clouds" in capsys.readouterr().out
-    for file in root.rglob("*.npy"):  # the release is not looked at again
-        if file.parent != root:
-            file.unlink()
-    for split, source in before.items():
-        packed = load_source(release, split)
-        assert isinstance(packed, pack.Packed) and isinstance(packed.load(0), np.memmap) and len(packed) == len(source)
-        for i, cloud in enumerate(wanted[split]):
-            np.testing.assert_array_equal(packed.load(i), cloud)
-            assert packed.label(i) == source.label(i) and Path(source.name(i)).name in packed.name(i)
-
-
-def test_a_packed_file_that_was_cut_is_named(shapenet: Path):
-    pack.main("shapenet")
-    file = shapenet / "shapenet_train.npy"
-    np.save(file, np.load(file)[:-1])
-    with pytest.raises(UserError, match=r"shapenet_train.npy has \d+ points, its .npz says .*pack shapenet` again"):
-        load_source("shapenet", "train")
-    file.write_bytes(b"\x93NUMPY\x01\x00\x06\x00{'a': ")
-    with pytest.raises(UserError, match=r"shapenet_train.npy or its .npz cannot be read .TokenError"):
-        load_source("shapenet", "train")
-    pack.main("shapenet")
-    file.with_suffix(".npz").unlink()
-    with pytest.raises(UserError, match=r"shapenet_train.npy or its .npz cannot be read .*pack shapenet` again"):
-        load_source("shapenet", "train")
-
-
-def test_a_full_disk_is_named_and_leaves_the_earlier_packing(shapenet: Path):
-    source, path = load_source("shapenet", "train"), shapenet / "shapenet_train.npy"
-    pack.pack(source, path)
-    before = {file.name: file.read_bytes() for file in shapenet.glob("shapenet_*")}
-    assert len(before) == 2
-    with room(1000), pytest.raises(UserError, match=f"^{path} cannot be written .File too large.: make room for 0.000"):
-        pack.pack(source, path)
-    assert {file.name: file.read_bytes() for file in shapenet.glob("shapenet_*")} == before
-
-
-def test_a_cloud_that_cannot_be_packed_is_named(shapenet: Path):
-    np.save(path := shapenet / "ShapeNetCore.v2.PC15k" / SYNSETS[1] / "train" / "model1.npy", np.zeros((5, 2)))
-    with pytest.raises(UserError, match=rf"^{path}: expected \S+ .n, 3., found float64 .5, 2."):
-        pack.main("shapenet")
-    assert not (shapenet / "shapenet_train.npy").exists()
 
 
 @pytest.mark.parametrize("name", ["", SYNSETS[1], f"{SYNSETS[1]}/train"])
@@ -264,21 +213,6 @@ def assert_share(inside: np.ndarray, expected: float) -> None:
     assert abs(inside.mean() - expected) < 4 * np.sqrt(expected * (1 - expected) / len(inside))
 
 
-def test_points_of_spheres_and_ellipsoids_follow_their_area(rng):
-    x = sources.sphere(rng, N)
-    np.testing.assert_allclose(np.linalg.norm(x, axis=1), 1)
-    assert stats.kstest(x[:, 2], "uniform", (-1, 2)).pvalue > 0.01  # Archimedes: area between heights is their distance
-    a, c = 0.3, 1.0
-    x = sources.ellipsoid(rng, N, np.array([a, a, c]))
-    np.testing.assert_allclose((x / [a, a, c]) ** 2 @ np.ones(3), 1)
-
-    def area(z):  # of a spheroid's ring at height z, up to a factor
-        return np.sqrt(1 - (z / c) ** 2 * (1 - (a / c) ** 2))
-
-    share = integrate.quad(area, 0.5, 1)[0] / integrate.quad(area, -1, 1)[0]
-    assert_share(x[:, 2] > 0.5, share)
-
-
 def test_a_torus_has_more_area_outside_and_a_boxs_faces_get_theirs(rng):
     major, minor = 1.0, 0.4
     x = sources.torus(rng, N, major, minor)
@@ -291,34 +225,6 @@ def test_a_torus_has_more_area_outside_and_a_boxs_faces_get_theirs(rng):
     for axis, area in enumerate((8, 4, 2)):
         assert_share(on_face[:, axis], area / 14)
     assert_share(x[:, 2] > 1, (1 * 2 + 2 * 1 * 1 + 2 * 2 * 1) / 28)  # a cap, and a quarter of each long side
-
-
-def test_cylinders_cones_and_capsules(rng):
-    r, h = 0.5, 2.0
-    x = sources.cylinder(rng, N, r, h)
-    distance, cap = np.hypot(x[:, 0], x[:, 1]), np.isclose(np.abs(x[:, 2]), h / 2)
-    np.testing.assert_allclose(distance[~cap], r)
-    assert_share(cap, r / (r + h))
-    assert_share(distance[cap] < r / 2, 0.25)
-    r, h = 1.0, 2.0
-    x = sources.cone(rng, N, r, h)
-    distance, base = np.hypot(x[:, 0], x[:, 1]), np.isclose(x[:, 2], -h / 2)
-    np.testing.assert_allclose(distance[~base], r * (h / 2 - x[~base, 2]) / h)
-    assert_share(base, r / (r + np.sqrt(r**2 + h**2)))
-    assert_share(x[~base, 2] > 0, 0.25)  # the upper half of the side is a cone of half the size
-    r, h = 0.5, 2.0
-    x = sources.capsule(rng, N, r, h)
-    np.testing.assert_allclose(np.linalg.norm(x - np.clip(x, *[[0, 0, -h / 2], [0, 0, h / 2]]), axis=1), r)
-    assert_share(np.abs(x[:, 2]) <= h / 2, h / (h + 2 * r))
-    assert_share(x[:, 2] > 0, 0.5)
-
-
-def test_random_surfaces_use_every_kind_and_repeat():
-    drawn = [sources.random_surface(np.random.default_rng(i), 16) for i in range(200)]
-    assert {kind for kind, _ in drawn} == set(sources.KINDS)
-    again = [sources.random_surface(np.random.default_rng(i), 16) for i in range(200)]
-    assert all(np.array_equal(a[1], b[1]) for a, b in zip(drawn, again, strict=True))
-    assert not np.array_equal(drawn[0][1], drawn[1][1])
 
 
 # -- the train script on a handful of surfaces ------------------------------------------------------------------------
@@ -360,13 +266,3 @@ def test_a_run_resumed_after_a_crash_ends_as_if_uninterrupted(model: str, train,
         train("--model", model, name="parts")
     resumed, again = train("--model", model, "--resume", name="parts")  # from step 4, within the second epoch
     assert again["steps"] == 6 and resumed[-2:] == whole[-2:] and again["test_chamfer"] == end["test_chamfer"]
-
-
-@pytest.mark.slow
-def test_each_knob_changes_the_result_and_emd_points_only_the_emd(train):
-    overrides = ["", "--augment", "--autoencoder.decoder folding", "--model mae", "--points 100"]
-    chamfers = [train(*override.split(), name=str(i))[1]["test_chamfer"] for i, override in enumerate(overrides)]
-    assert len(set(chamfers)) == len(overrides)
-    _, few = train("--emd_points", "16", name="few")
-    _, many = train("--emd_points", "64", name="many")
-    assert few["test_emd"] > many["test_emd"] and few["test_chamfer"] == many["test_chamfer"]

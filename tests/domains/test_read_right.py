@@ -29,9 +29,8 @@ from pointcloud.sources import ShapeNet55
 from segmentation import train as script
 from segmentation.data import LoadImage, LoadMask, build_dataset
 from segmentation.recipes import RECIPES
-from training.images import _eight_bits, read_mask
+from training.data.images import read_mask
 from vision.data import Augmented, ImageNet
-from vision.pictures import labelled
 from vision.train import PICTURES, spread
 
 RAMP = np.linspace(0, 65535, 1024).astype(np.uint16).reshape(32, 32)
@@ -63,14 +62,6 @@ def test_16_bit_greys_keep_their_upper_bits(tmp_path: Path, name: str):
     assert np.array_equal(LoadImage().transform({"img_path": str(path)})["img"], wanted)
 
 
-def test_12_bit_tiff_is_scaled_by_its_own_bits():
-    class Opened:
-        format, tag_v2 = "TIFF", {258: (12,)}
-
-    image: Any = Opened()
-    assert np.asarray(_eight_bits(Image.fromarray(RAMP >> 4), image, "x")).max() == 255
-
-
 @pytest.mark.parametrize(
     ("values", "kind"),
     [(np.linspace(0, 1, 16, dtype=np.float32), "floats"), (np.arange(16, dtype=np.int32) << 20, "32-bit integers")],
@@ -82,13 +73,6 @@ def test_pixels_without_a_range_are_refused(tmp_path: Path, values: np.ndarray, 
         Augmented(ImageNet(tmp_path / "train").samples, None)[0, 0, 0]
     with pytest.raises(UserError, match=words):
         LoadImage().transform({"img_path": str(path)})
-
-
-@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK"])
-def test_8_bit_modes_are_what_pillow_makes_of_them(tmp_path: Path, mode: str):
-    colours = np.random.default_rng(0).integers(256, size=(8, 8, 3), dtype=np.uint8)
-    path = save(Image.fromarray(colours).convert(mode), tmp_path / "train" / "x" / "a.tif")
-    assert np.array_equal(pixels(tmp_path / "train"), np.asarray(Image.open(path).convert("RGB")))
 
 
 @pytest.mark.parametrize("kind", ["grey", "palette", "16 bits", "32 bits", "4-bit grey", "2-bit grey"])
@@ -199,22 +183,6 @@ def test_a_shard_cut_anywhere_before_its_end_is_refused(tmp_path: Path):
     assert len(ImageNet(tmp_path / "train")) == 4, "the padding behind the end is not needed"
 
 
-@pytest.mark.parametrize("damage", ["header", "joined", "lone block"])
-def test_a_shard_damaged_in_the_middle_is_refused(tmp_path: Path, damage: str):
-    path = shard(tmp_path / "train", [A, ONE])
-    whole = path.read_bytes()
-    with tarfile.open(path) as tar:
-        label = tar.getmember("a.cls").offset
-    broken = {
-        "header": whole[:label] + b"x" * 512 + whole[label + 512 :],
-        "joined": whole + whole,
-        "lone block": whole[: label + 1024] + bytes(512) + b"b.jpg".ljust(512, b"\0"),
-    }[damage]
-    path.write_bytes(broken)
-    with pytest.raises(UserError, match=f"^{path}: .*(cut, or damaged|more after its end|no a.cls)"):
-        ImageNet(tmp_path / "train")
-
-
 @pytest.mark.parametrize(
     ("name", "said"),
     [
@@ -255,11 +223,6 @@ def test_any_file_name_is_found(tmp_path: Path, name: str):
         found = ImageNet(tmp_path / "train")
         assert [Path(path).name for path, _ in found.samples.samples] == [name, name]
         assert pixels(tmp_path / "train").shape == (4, 4, 3)
-
-
-def test_pictures_of_classes_of_any_name_are_drawn():
-    labels = torch.zeros(1, dtype=torch.int64)
-    labelled(torch.zeros(1, 3, 4, 4), labels, labels, [os.fsdecode(b"y\xfe\n")]).canvas.draw()
 
 
 def test_files_that_come_in_subfolders_are_seen(tmp_path: Path):

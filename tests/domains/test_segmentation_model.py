@@ -17,7 +17,7 @@ from mmengine.structures import PixelData
 from mmseg.structures import SegDataSample
 
 from core import UserError
-from segmentation.model import BACKBONES, BackboneName, build_model, upernet
+from segmentation.model import BackboneName, build_model, upernet
 from segmentation.recipes import RECIPES
 from segmentation.train import make_model
 
@@ -36,11 +36,6 @@ def test_parameter_counts_are_the_published_ones(name: BackboneName, published: 
     with torch.device("meta"):
         model = build_model(upernet(name, 150, (512, 512)))
     assert round(count(model) / 1e6) == published
-
-
-def test_the_small_backbones_alone_have_small_heads() -> None:
-    channels = {name: upernet(name, 11, (64, 64))["decode_head"]["channels"] for name in BACKBONES}
-    assert channels == {name: 32 if "mini" in name else 512 for name in BACKBONES}
 
 
 CONFIGS = Path(mmseg.__path__[0], ".mim", "configs")

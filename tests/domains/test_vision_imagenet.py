@@ -18,9 +18,9 @@ from timm.data.distributed_sampler import RepeatAugSampler
 
 from core import UserError
 from tests.damages import forbid, write_tar
-from training.data import epoch_batches, mix
+from training.data.samples import epoch_batches, mix
 from vision import data, index
-from vision.data import CPU, STATISTICS, Augmented, erasing_of, on_device, train_transform
+from vision.data import CPU, STATISTICS, Augmented, on_device, train_transform
 from vision.model import image_size
 from vision.recipes import VisionRecipe, imagenet_vit_base
 
@@ -85,11 +85,6 @@ def test_an_odd_share_is_refused_where_mixup_pairs_images():
     with pytest.raises(UserError, match="give 2$"):
         VisionRecipe(dataset="imagenet", batch_size=1, mixup=0.8).check_share(1)
     replace(imagenet_vit_base(), batch_size=4080, mixup=0.0, cutmix=0.0).check_share(80)
-
-
-def test_erasing_is_by_pixels():
-    erasing = erasing_of(imagenet_vit_base(), CPU)
-    assert (erasing.probability, erasing.per_pixel) == (0.25, True)
 
 
 def test_images_cross_as_bytes_and_are_normalised_behind(folders: Path):
@@ -186,12 +181,6 @@ def test_a_damaged_index_is_named(shards: Path, tmp_path: Path, content: str | b
         data.load("imagenet")
 
 
-def test_a_broken_image_in_a_shard_is_named(shards: Path):
-    write_tar(shards / "train" / "bad.tar", {"x.jpg": b"no image", "x.cls": b"7"})
-    with pytest.raises(UserError, match=r"^\S*train/bad.tar, the image at byte 512: not a readable image"):
-        imagenet_batches(batch_size=5)
-
-
 def test_an_image_that_cannot_be_read_is_named(folders: Path):
     (folders / "train" / "a" / "1.JPEG").write_bytes(b"no image")
     for workers in (0, 1):
@@ -217,14 +206,6 @@ def test_a_folder_that_cannot_be_read_is_named(folders: Path, monkeypatch: pytes
     forbid(folders / name, monkeypatch)
     with pytest.raises(UserError, match=f"^{folders / name} cannot be read .Permission denied.: change its perm"):
         data.load("imagenet")
-
-
-def test_classes_that_differ_are_named(folders: Path):
-    shutil.copytree(folders / "train" / "a", folders / "train" / "c")
-    (folders / "val" / "b").rename(folders / "val" / "d")
-    with pytest.raises(UserError) as error:
-        data.load("imagenet")
-    assert str(error.value).endswith("differ in b (only in train), c (only in train), d (only in val)")
 
 
 @pytest.mark.parametrize("packed", ["train", "val"])
@@ -262,19 +243,6 @@ def test_images_are_squashed_if_timms_weights_need_it(folders: Path, monkeypatch
     whole = np.asarray(val.samples.read(0)[0].resize((32, 32), Image.Resampling.BICUBIC))
     pixels = torch.from_numpy(whole.transpose(2, 0, 1).copy())[None]
     assert torch.equal(images[:1], on_device(pixels, labels[:1], CPU, False, *STATISTICS)[0])
-
-
-def test_an_index_of_many_shards_is_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    names = [f"{i}.tar" for i in range(5000)]
-    monkeypatch.setattr(index, "tars", lambda folder: [folder / name for name in names])
-    monkeypatch.setattr(index, "listed_once", lambda folder, names, make, read: [read(e) for e in entries])
-    entries = [f"{names[-1]}\t0\t1\t7"] * 20
-    place, known = index._place, list[object]()
-    monkeypatch.setattr(
-        index, "_place", lambda entry, folder, names: known.append(names) or place(entry, folder, names)
-    )
-    assert len(index.Shards(tmp_path)) == len(entries)
-    assert all(isinstance(names, set) for names in known), "each entry would search the list of all shards"
 
 
 def test_imagenet_test_batches_cover_the_set(folders: Path):

@@ -22,7 +22,7 @@ from core.testing import run_distributed
 from language.data import CausalObjective, MaskedObjective, held_out_batches, open_corpus
 from tests.runs import summary
 from tests.scripts import Mistakes, refused, run_on_worker, run_script
-from training.weights import load_weights
+from training.weights.read import load_weights
 from vision.data import digits
 from vision.model import classifier_names
 from vision.recipes import digits_small

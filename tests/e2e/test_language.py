@@ -25,8 +25,8 @@ from language.zeroth.method import of_run
 from tests.runs import logged, summary
 from tests.scripts import Mistakes, fork_script
 from training import checks
-from training.progress import Due
-from training.run import Run
+from training.loop.progress import Actions
+from training.loop.run import Run
 
 
 def tiny(**changes) -> LanguageRecipe:
@@ -61,7 +61,7 @@ def stop_after(job: Run, step: int) -> None:
     """Asks this worker to stop after so many steps."""
     after_step = job.after_step
 
-    def stopping(closed: bool, **scalars: Tensor) -> Due:
+    def stopping(closed: bool, **scalars: Tensor) -> Actions:
         if job.step == step:
             signal.raise_signal(signal.SIGUSR1)
         return after_step(closed, **scalars)

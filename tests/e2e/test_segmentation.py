@@ -14,7 +14,7 @@ from segmentation import train as script
 from segmentation.data import build_dataset
 from segmentation.recipes import digits_small
 from tests.runs import logged, summary
-from training.run import Run
+from training.loop.run import Run
 
 
 def train_in_process(rank: int, world_size: int, folder: str, jobs: dict[str, dict]) -> dict[str, list[float]]:

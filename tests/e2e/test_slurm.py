@@ -19,7 +19,7 @@ from bench.cluster import hold_port
 from language.finetune_recipes import FinetuneRecipe
 from results.paper import GPUS
 from training import checks
-from training.data import per_worker
+from training.data.samples import per_worker
 from training.recipe import Recipe, parse
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -138,14 +138,6 @@ def test_it_asks_for_its_cluster_for_a_log_and_for_a_signal_before_the_end(scrip
     assert asked["--ntasks-per-node"] == "1" and int(asked["--cpus-per-task"]) >= GPUS
 
 
-def test_scripts_differ_in_their_directives_alone():
-    """sbatch reads its options only from the script that it gets; all else is in slurm/task.sh."""
-    for script in SCRIPTS:
-        task, cluster = Path(script).stem.split("_")
-        code = [line for line in (ROOT / script).read_text().splitlines() if line and not line.startswith("#")]
-        assert code == [f'source slurm/task.sh {task} {cluster} "$@"']
-
-
 # -- what they start ----------------------------------------------------------------------------------------------
 
 
@@ -188,29 +180,6 @@ def test_each_recipe_that_it_names_gets_a_batch_that_its_gpus_divide(script: str
         batch_size = parse(recipes, arguments).batch_size
         per_worker(batch_size, gpus)
         assert batch_size == reproduce.fitting_batch(recipes[name], gpus), "the nearest to the recipe's"
-
-
-@pytest.mark.parametrize(
-    ("script", "gb", "zero", "offload"),
-    [("gpt2_a100", 80, 2, False), ("gpt2_a100", 40, 3, False), ("gpt2_3090", 24, 3, True)],
-)
-def test_transnormer_is_given_what_makes_it_fit(script: str, gb: int, zero: int, offload: bool, tmp_path: Path):
-    script = f"slurm/{script}.sh"
-    _, _, arguments = torchruns_line(script, tmp_path, RECIPE="transnormer_7b_owt", GPU_GB=str(gb))
-    recipe = parse(recipes_of(script), arguments)
-    assert (recipe.zero, recipe.offload, recipe.accumulate) == (zero, offload, 8)
-
-
-@pytest.mark.parametrize(("nodes", "batch_size"), [(10, 480), (8, 512)])
-def test_gpt2_large_takes_two_samples_at_a_time_on_24_gb(nodes: int, batch_size: int, tmp_path: Path):
-    """That is what tests/training/test_memory.py finds to fit."""
-    script = "slurm/gpt2_3090.sh"
-    large = {"RECIPE": "gpt2_large_owt", "BATCH_SIZE": str(batch_size)}
-    recipe = parse(recipes_of(script), torchruns_line(script, tmp_path, **large)[2])
-    assert -(-batch_size // (nodes * GPUS) // recipe.accumulate) == 2
-    assert recipe.accumulate >= recipes_of(script)["gpt2_large_owt"].accumulate
-    _, _, arguments = torchruns_line(script, tmp_path, **large, ACCUMULATE="8")
-    assert parse(recipes_of(script), arguments).accumulate == 8
 
 
 def test_nodes_are_workers_when_asked_for(tmp_path: Path):
@@ -317,16 +286,6 @@ def test_a_run_that_has_ended_is_not_requeued(tmp_path: Path):
     assert job.returncode == 0 and not (tmp_path / "requeued").exists(), text
 
 
-@pytest.mark.parametrize(("when", "requeued"), [("2026-01-02T03:04:05", True), ("None", False)])
-def test_a_stopped_run_is_requeued_if_it_was_preempted_but_not_if_it_was_cancelled(when: str, requeued: bool, tmp_path):
-    """Slurm has sent SIGTERM to all processes, torchrun's among them."""
-    (tmp_path / "job").write_text(f"JobState=RUNNING PreemptTime={when}")
-    job = begun(tmp_path)
-    subprocess.run(["pkill", "-TERM", "-P", str(job.pid)], check=True)
-    text, _ = job.communicate(timeout=60)
-    assert job.returncode == 0 and (tmp_path / "requeued").exists() == requeued, text
-
-
 def test_a_run_that_does_not_stop_in_time_is_requeued_before_the_limit(tmp_path: Path):
     """The workers ignore the signal, as in a round that is too long."""
     job = begun(tmp_path, torchrun='touch "$FAKES/ready"; until [ -e "$FAKES/enough" ]; do sleep 0.1; done')
@@ -383,18 +342,6 @@ def test_a_run_that_fails_is_not_requeued(tmp_path: Path):
     assert job.returncode == 3 and not (tmp_path / "requeued").exists(), text
 
 
-def test_termination_reaches_the_workers(tmp_path: Path):
-    """scancel and preemption: Slurm may signal on_node alone, or torchrun too, which a SIGTERM must not end."""
-    env = install(tmp_path, torchrun=WORK)
-    command = ["bash", "-c", "source slurm/launch.sh; on_node torchrun"]
-    node = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    wait_for(tmp_path / "ready", node)
-    subprocess.run(["pkill", "-TERM", "-P", str(node.pid)], check=True)
-    node.terminate()
-    node.communicate(timeout=60)
-    assert node.returncode == 0 and (tmp_path / "summary.json").exists()
-
-
 def told_costs(task: str, name: str, folder: Path, monkeypatch, capsys) -> str:
     """The cells of a recipe in slurm/README.md, by the dry runs of its two scripts."""
     cells = [f"`{task}`", f"`{name}`"]
@@ -409,9 +356,9 @@ def told_costs(task: str, name: str, folder: Path, monkeypatch, capsys) -> str:
         train = importlib.import_module(table_row(script)[0])
         recipe = parse(train.RECIPES, torchruns_line(script, folder, RECIPE=name, **large)[2])
         make = functools.partial(train.make_model, pad=1) if "language" in train.__name__ else train.make_model
-        checks.dry_run(recipe, make, train.work(recipe))
+        checks.dry_run(recipe, make)
         text = capsys.readouterr().out
-        for pattern in (rf" ([\d.]+) h on {gpus} {gpu}", r"([\d.]+) GiB a GPU\b", r"\n([\d.]+) GB a checkpoint"):
+        for pattern in (r"([\d.]+) GiB a GPU\b", r"\n([\d.]+) GB a checkpoint"):
             cells.append(re.findall(pattern, text)[0])
     return f"| {' | '.join(cells)} |"
 
@@ -525,68 +472,7 @@ def test_the_container_sees_all_that_is_read_and_written_and_where_links_lead(ki
     assert (tmp_path / "runs" / "a").is_dir(), "what is not there cannot be mounted"
 
 
-def test_srun_may_begin_anywhere_without_a_container_too(tmp_path: Path):
-    """As with --container-image among SRUN_ARGS, or --export=NONE."""
-    assert submit(in_container(tmp_path, VENV="", SRUN_ARGS="--container-image=co2.sqsh")).returncode == 0
-    assert began(tmp_path)[0] == str(ROOT)
-
-
-@pytest.mark.parametrize(
-    ("image", "tools", "moved", "message"),
-    [
-        ("nowhere.sqsh", TOOLS, False, "nowhere.sqsh: no such file"),
-        ("co2.sqsh", TOOLS, True, "error: the repository, /not/mounted, is not there"),
-        ("co2.sqsh", ("bash", "env"), False, "no pkill on"),
-    ],
-)
-def test_a_container_that_cannot_run_says_why(image: str, tools: tuple, moved: bool, message: str, tmp_path: Path):
-    env = in_container(tmp_path, tools=tools, CONTAINER=str(tmp_path / image))
-    if moved:
-        srun = tmp_path / "srun"
-        move = f'for word; do shift; [ "$word" != {ROOT} ] || word=/not/mounted; set -- "$@" "$word"; done; cd /'
-        srun.write_text(srun.read_text().replace("cd /", move))
-    ended = submit(env)
-    assert ended.returncode == 2 and message in ended.stderr and not (tmp_path / "began").exists(), ended.stderr
-
-
 def test_a_missing_virtual_environment_is_one_line_with_the_remedies(tmp_path: Path):
     ended = submit(in_container(tmp_path))
     assert ended.returncode == 2
     assert "error: no /nowhere/bin/activate: run make setup, or set VENV, CONDA_ENV or CONTAINER" in ended.stderr
-
-
-# -- what the images are made of ----------------------------------------------------------------------------------
-
-IMAGES = ROOT / "slurm" / "containers"
-
-
-def dockerfile() -> list[list[str]]:
-    """Its instructions, in words."""
-    lines = (IMAGES / "Dockerfile").read_text().splitlines()
-    return [line.split() for line in lines if line and not line.startswith("#")]
-
-
-def definition() -> tuple[dict[str, str], dict[str, list[list[str]]]]:
-    """(header, section -> its lines in words) of apptainer's definition."""
-    head, *parts = re.split(
-        r"^%", re.sub("^#.*\n", "", (IMAGES / "co2.def").read_text(), flags=re.MULTILINE), flags=re.MULTILINE
-    )
-    sections = {part.split("\n")[0]: [line.split() for line in part.splitlines()[1:] if line] for part in parts}
-    return dict(line.split(": ") for line in head.splitlines() if line), sections
-
-
-def test_both_images_are_made_alike_from_constraints():
-    base, copy, run, *rest = dockerfile()
-    header, sections = definition()
-    assert base == ["FROM", header["From"]] and header["Bootstrap"] == "docker"
-    minor = re.search(r"Python (\d+\.\d+)", (ROOT / "constraints.txt").read_text())
-    assert minor and header["From"].startswith(f"python:{minor[1]}-slim")
-    *sources, target = copy[1:]
-    files = {source: f"{target}{Path(source).name}" for source in sources}
-    assert copy[0] == "COPY" and target.endswith("/") and dict(sections["files"]) == files
-    assert "constraints.txt" in files and all((ROOT / source).is_file() for source in files)
-    steps = ["sh", files["slurm/containers/install.sh"], files["constraints.txt"]]
-    assert run == ["RUN", *steps] and sections["post"] == [steps]
-    assert ["ENV", "NVIDIA_VISIBLE_DEVICES=all", "NVIDIA_DRIVER_CAPABILITIES=compute,utility"] in rest
-    assert ["ENV", "MELLANOX_VISIBLE_DEVICES=all"] in rest
-    assert ["ENV", "PYTHONNOUSERSITE=1"] in rest and sections["environment"][0][:2] == ["export", "PYTHONNOUSERSITE=1"]

@@ -23,7 +23,7 @@ from core.tau import TauTuner
 from core.testing import run_distributed
 from tests.runs import logged, rows, summary
 from tests.scripts import fork_script, run_on_worker
-from training.run import Run
+from training.loop.run import Run
 from vision import data
 from vision.recipes import digits_small
 from vision.train import train
@@ -195,19 +195,3 @@ def test_ctrl_c_in_one_process_saves_and_exits_with_130(tmp_path: Path):
     process.join(60)
     assert process.exitcode == 130 and "Traceback" not in said.read_text(), said.read_text()
     assert left_by(tmp_path / "run")[0]["stopped_by_signal"] == signal.SIGINT
-
-
-@pytest.mark.slow
-def test_lgreco_from_the_command_line(tmp_path: Path):
-    """For CO2's differences and for ddp's gradients: a decision is noted, logged, and shown by layer."""
-    compressions = {"co2": "co2.compression", "ddp": "ddp_compression"}
-    for method, compression in compressions.items():
-        given = {"format": "lgreco", "like": "int4", "lgreco.first": "1"}
-        options = [word for name, value in given.items() for word in (f"--{compression}.{name}", value)]
-        options += ["--method", method, "--epochs", "1", "--co2.tau", "4"]
-        said = run_distributed(on_worker, 2, tmp_path / method, *options, timeout=120)
-        assert "L-GreCo: " in said[0] and "of int4" not in said[0]
-        decided = [r for r in rows(tmp_path / method) if "lgreco/bytes" in r]
-        assert decided and 0 < decided[0]["lgreco/bytes"] <= decided[0]["lgreco/uniform_bytes"]
-        events = EventAccumulator(str(tmp_path / method)).Reload()
-        assert "lgreco/layers/text_summary" in events.Tags()["tensors"]

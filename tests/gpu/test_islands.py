@@ -9,7 +9,7 @@ import torch
 
 from tests.runs import logged
 from tests.training.test_islands import KILL, Target, elastic
-from training import run
+from training.loop import run
 
 pytestmark = pytest.mark.gpu
 

@@ -16,7 +16,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from training.layouts.layout import Layout
+from training.layout import Layout
 from training.layouts.parallel import FAMILIES, take_stage
 from training.plan.case import NAMES, Model
 

@@ -24,8 +24,8 @@ from core.checkpoint import stored
 from core.testing import _context, run_distributed
 from tests.damages import changed, forbid, names, signed
 from tests.runs import Loop
+from training.loop.run import Run
 from training.recipe import Recipe
-from training.run import Run
 
 
 def save(folder: Path, *steps: int, rank: int = 0, world_size: int = 1, attempt: str = "1-a", **state: Any) -> None:

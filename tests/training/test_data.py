@@ -23,24 +23,20 @@ from torch.profiler import record_function
 from core import UserError
 from language.finetune_recipes import RECIPES as FINETUNE
 from tests.scripts import Mistakes
-from training.data import (
-    build_whole,
-    cached,
-    data_root,
+from training.counters import Period, Stopwatch
+from training.data.files import build_whole, cached, data_root, from_home, paths_from_home
+from training.data.samples import (
     epoch_batches,
     eval_keys,
-    from_home,
     generator,
     load_batches,
     mix,
-    paths_from_home,
     per_worker,
     seeded,
     steps_per_epoch,
     train_keys,
 )
-from training.folder import RunFolder, Trace
-from training.progress import Averages, Every, Stopwatch
+from training.folder.rounds import Trace
 from training.recipe import parse
 from vision.recipes import RECIPES
 
@@ -102,11 +98,6 @@ def test_workers_that_start_at_once_build_the_cache_once(cache: Path):
     with multiprocessing.get_context("fork").Pool(4) as pool:
         assert pool.map(open_cached, range(8)) == ["whole"] * 8
     assert (cache / "builds.log").read_text() == "built\n"
-
-
-def test_without_a_name_the_cache_is_in_the_home_folder(cache: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delenv("CO2_CACHE")
-    assert cached("thing", build) == cache.parent / ".cache/co2/thing"
 
 
 @pytest.mark.parametrize(
@@ -203,19 +194,6 @@ def test_a_batch_that_does_not_divide_or_is_larger_than_the_data_is_refused():
         steps_per_epoch(100, 200)
 
 
-def test_repeated_augmentation_spreads_the_copies_of_a_third_of_the_samples_over_the_workers():
-    """As DeiT's sampler: the copies of a sample stand side by side, and neighbours go to different workers."""
-    n, of = 30, dict(seed=0, epoch=0, world_size=3, repeats=3)
-    ranks = [epoch_batches(n, 9, rank=rank, **of) for rank in range(3)]
-    batches = torch.stack(ranks, dim=-1).flatten(1)  # [steps, 9], as they stood in the shuffle
-    assert batches.shape == (3, 9)
-    for batch in batches:
-        samples = batch % n
-        assert torch.equal(samples.view(3, 3), samples[::3, None].expand(3, 3)) and len(samples.unique()) == 3
-        assert (batch // n).tolist() == [0, 1, 2] * 3, "each copy has a number of its own, which seeds its augmentation"
-    assert all(len((share % n).unique()) == 9 for share in ranks), "no worker sees a sample twice"
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
 def test_loading_processes_outlive_the_signals_that_stop_a_run(number: signal.Signals):
     """Slurm sends them to all processes of a job; the worker still takes the batches of its last rounds."""
@@ -280,7 +258,7 @@ def test_a_samples_random_numbers_are_the_same_in_any_process():
 LEFT_OPEN = """
 import gc
 from core import UserError
-from training.data import load_batches
+from training.data.samples import load_batches
 
 class Broken:
     def __getitem__(self, index):
@@ -314,19 +292,10 @@ def test_no_loading_process_holds_up_the_end_of_its_worker(ending: str) -> None:
 
 
 def test_every_fires_once_per_period_even_when_asked_late():
-    every = Every(10)
+    every = Period(10)
     assert [step for step in range(1, 45) if step % 7 == 0 and every.due(step)] == [14, 21, 35, 42]
-    assert not any(Every(0).due(step) for step in range(100))
-    assert not Every(10, start=25).due(29) and Every(10, start=25).due(30)
-
-
-def test_averages_are_means_since_the_last_pop():
-    means = Averages()
-    means.add({"loss": torch.tensor(1.0), "top1": torch.tensor(0.5)})
-    means.add({"loss": torch.tensor(3.0), "top1": torch.tensor(1.0)})
-    assert {k: v.item() for k, v in means.pop().items()} == {"loss": 2.0, "top1": 0.75}
-    means.add({"loss": torch.tensor(5.0), "top1": torch.tensor(0.0)})
-    assert means.pop()["loss"] == 5.0
+    assert not any(Period(0).due(step) for step in range(100))
+    assert not Period(10, start=25).due(29) and Period(10, start=25).due(30)
 
 
 def test_the_clock_stands_still_in_a_pause_and_goes_on_where_a_run_ended(monkeypatch: pytest.MonkeyPatch):
@@ -423,20 +392,3 @@ def test_what_is_not_installed_is_one_line():
         done = subprocess.run([sys.executable, "-c", code, gone, target], cwd=ROOT, capture_output=True, text=True)
         line = f"error: {gone.replace(',', ' and ')} not installed: run pip install -e '.[{extra}]' in the repository\n"
         assert (done.returncode, done.stderr) == (2, line), target
-
-
-def test_metrics_are_json_where_a_number_is_not_finite(tmp_path: Path):
-    from unittest.mock import MagicMock
-
-    folder = RunFolder(tmp_path, 0, Stopwatch())
-    folder.writer = writer = MagicMock()
-    folder._metrics = open(tmp_path / "metrics.jsonl", "w", buffering=1)  # noqa: SIM115
-    folder.log(3, {"a": float("nan"), "b": float("inf"), "c": -float("inf"), "d": 1.5})
-    folder._metrics.close()
-
-    def refuse(name: str) -> None:
-        raise ValueError(name)
-
-    line = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=refuse)
-    assert [line[key] for key in "abcd"] == [None, None, None, 1.5] and line["step"] == 3
-    assert writer.add_scalar.call_count == 4, "TensorBoard has them as they are"

@@ -20,14 +20,15 @@ from core.elastic.members import Members
 from core.tau import TauHook
 from tests.runs import Loop, logged, rows, summary
 from training import elastic as elastic
-from training.data import generator, worker_batches
+from training.data.samples import generator, worker_batches
 from training.elastic import Deal, repeated
-from training.folder import RoundLog, RunFolder
+from training.folder.rounds import RoundLog
+from training.folder.run_folder import RunFolder
+from training.loop.progress import Progress, TrainState
+from training.loop.run import Run
 from training.optim import OptimConfig, make_schedule
-from training.progress import Progress, Trained
 from training.recipe import Recipe
-from training.run import Run
-from training.script import launch
+from training.start.script import launch
 
 # -- data ---------------------------------------------------------------------------------------------------
 
@@ -76,7 +77,7 @@ def test_the_first_worker_alone_saves_what_all_others_get(tmp_path: Path, capsys
     schedule = make_schedule(optimizer, 9, OptimConfig())
     worker.members = Members(dist.HashStore(), "0.0")
     worker.method, _ = elastic_co2(model.parameters(), CO2Config(tau=3), members=worker.members)
-    worker._trained = Trained(model, optimizer, schedule, worker.method, "co2", worker.run.snapshots)
+    worker._trained = TrainState(model, optimizer, schedule, worker.method, "co2", worker.run.snapshots)
     for worker.drawn, bias in enumerate((1.0, 2.0, float("nan"), float("inf"))):
         nn.init.constant_(model.bias, bias)
         worker.save()

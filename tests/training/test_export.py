@@ -8,8 +8,8 @@ from torch import nn
 
 from tests.damages import room
 from tests.scripts import refused
-from training.export import Exporter, write
 from training.recipe import Recipe
+from training.weights.export import Exporter, write
 
 TASK = Exporter(
     Recipe,

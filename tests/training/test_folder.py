@@ -13,12 +13,12 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-import training.folder
+import training.folder.settings as of_run
 from core import UserError
 from core.testing import _context
-from training.folder import RunFolder
+from training.counters import Stopwatch
+from training.folder.run_folder import RunFolder
 from training.optim import OptimConfig
-from training.progress import Stopwatch
 from training.recipe import Recipe
 
 
@@ -284,17 +284,17 @@ def test_a_summary_holds_numbers_or_null(tmp_path: Path, capsys: pytest.CaptureF
 
 def test_a_commit_is_dirty_where_code_is_and_not_where_results_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-C", str(tmp_path)]
-    for name in ("training/folder.py", "results/page.md"):
-        (tmp_path / name).parent.mkdir()
+    for name in ("training/folder/run_folder.py", "results/page.md"):
+        (tmp_path / name).parent.mkdir(parents=True)
         (tmp_path / name).write_text("before\n")
     for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "all"]):
         subprocess.run([*git, *command], check=True)
-    monkeypatch.setattr(training.folder, "__file__", str(tmp_path / "training/folder.py"))
-    clean = training.folder.commit()
+    monkeypatch.setattr(of_run, "__file__", str(tmp_path / "training/folder/run_folder.py"))
+    clean = of_run.commit()
     assert clean and "dirty" not in clean
     (tmp_path / "results/page.md").write_text("measured\n")
-    assert training.folder.commit() == clean
-    (tmp_path / "training/folder.py").write_text("changed\n")
-    assert training.folder.commit() == f"{clean}-dirty"
-    monkeypatch.setattr(training.folder, "__file__", "/no/such/training/folder.py")
-    assert training.folder.commit() == ""
+    assert of_run.commit() == clean
+    (tmp_path / "training/folder/run_folder.py").write_text("changed\n")
+    assert of_run.commit() == f"{clean}-dirty"
+    monkeypatch.setattr(of_run, "__file__", "/no/such/settings.py")
+    assert of_run.commit() == ""

@@ -22,12 +22,12 @@ from core.elastic.island import Island
 from core.elastic.members import Members
 from tests.runs import Loop, logged, summary
 from training.checks import check_start
-from training.data import generator, worker_batches
+from training.data.samples import generator, worker_batches
 from training.elastic import repeated
 from training.launch import _per_node
+from training.loop.run import Run
 from training.optim import OptimConfig
 from training.recipe import Recipe
-from training.run import Run
 
 STEPS, SAMPLES, EPOCH = 48, 96, 6
 

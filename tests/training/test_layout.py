@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from core import UserError
+from core import CO2Config, UserError
 from language.model import build_model
 from language.recipes import RECIPES
 from tests.layouts import build
 from tests.scripts import refused
-from training.layouts.layout import Layout, Place
+from training.checks import check_start
+from training.layout import Layout, Place
 from training.layouts.parallel import check_cut, take_stage
 from training.recipe import parse
 
@@ -63,20 +64,12 @@ def train_by(name: str) -> None:
     ("asked", "name", "part"),
     [
         (Layout.parse, "tp2.xx2", "'xx2' is no axis"),
-        (Layout.parse, "", "'' is no axis"),
         (Layout.parse, "tp2.tp4", "has tp twice"),
         (Layout.parse, "tp0", "tp is 0: give 1 or more"),
         (Layout.parse, "dp2.zero4", "zero4: there are the ZeRO stages 1, 2 and 3"),
         (Layout.parse, "pp4.mb2", "2 micro-batches: fewer than 4 stages: give mb4 or more"),
-        (Layout.parse, "v2.mb2", "v2 without stages"),
         (Layout.parse, "pp4.v2.mb6", "v2 with mb6: needs a multiple of pp=4: give mb8"),
-        (
-            lambda name: Layout.parse(name).check_runs(),
-            "tp2.dp2.zero1",
-            "zero1 with tp: torch's ZeroRedundancyOptimizer takes no DTensors: give fsdp",
-        ),
         (lambda name: Layout.parse(name).check_runs(), "tp2.fsdp", "fsdp: dp is 1, nothing to share out"),
-        (lambda name: Layout.parse(name).check_runs(), "dp1", "one process"),
         (
             lambda name: check_cut(build("gpt2"), Layout.parse(name)),
             "tp3",
@@ -84,29 +77,16 @@ def train_by(name: str) -> None:
         ),
         (
             lambda name: check_cut(build("gpt2"), Layout.parse(name)),
-            "pp3",
-            "pp=3 does not divide 8 layers: give pp 2 or 4",
-        ),
-        (
-            lambda name: check_cut(build("gpt2"), Layout.parse(name)),
             "pp2.v3.mb2",
             "pp * v = 6 does not divide 8 layers: give pp * v 4 or 8",
         ),
-        (
-            lambda name: check_cut(build("gpt2"), Layout.parse(name)),
-            "pp16.mb16",
-            "pp=16 does not divide 8 layers: give pp 8",
-        ),
         (cut(8, 2, 64), "tp4", "2 heads of keys"),
-        (cut(8, 8, 66), "tp4", "66 tokens of the vocabulary"),
         (cut_transnormer, "pp2", "give one of gpt2, llama"),
         (train_by, "pp2.dp2 --method co2", "it is of method ddp, given is 'co2'"),
         (train_by, "pp2.dp2 --zero 2", "zero=2 does not go with it"),
-        (train_by, "pp2.dp2 --accumulate 2", "accumulate=2 does not go with it"),
         (train_by, "pp2.dp2 --batch_size 30", "choose a multiple of 4, such as 32"),
         (train_by, "pp2.dp2 --dry_run", "python -m training.plan"),
         (train_by, "tp2.dp2.zero1", "takes no DTensors"),
-        (train_by, "pp2.mb1", "fewer than 2 stages"),
     ],
 )
 def test_what_cannot_be_is_refused(asked: Callable[[str], object], name: str, part: str):
@@ -135,6 +115,14 @@ def test_the_layout_s_name_says_the_method_and_other_recipes_are_as_they_were():
     assert all(recipe.layout == "" for recipe in RECIPES.values())
     recipe: Any = dataclasses.replace(RECIPES["gpt2_pydoc_small"], layout="dp4.fsdp", method="ddp")
     assert recipe.data_workers(4) == 4
+
+
+def test_fragments_of_ranks_that_hold_stages_are_refused_before_the_run():
+    config = dataclasses.replace(CO2Config.recommended(tau=6), fragments=2)
+    recipe: Any = dataclasses.replace(RECIPES["gpt2_pydoc_small"], layout="dp2.co2x2", method="co2", co2=config)
+    check_start(recipe, 4)
+    with refused("fragments=2: each stage cuts its own part"):
+        check_start(dataclasses.replace(recipe, layout="pp2.co2x2"), 4)
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])

@@ -1,6 +1,5 @@
 """Optimisers and schedules; micro-batches and recomputed activations give the gradient of the whole batch."""
 
-import builtins
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,7 +12,6 @@ from mmseg.structures import SegDataSample
 from torch import Tensor, nn
 
 import language.model
-from core import UserError
 from core.checkpoint.runs import load_optimizer, of_optimizer
 from language.recipes import gpt2_pydoc_small, roberta_pydoc_small, transnormer_pydoc_small
 from language.train import backward as language_backward
@@ -26,9 +24,9 @@ from segmentation.recipes import digits_swin
 from segmentation.train import backward as segmentation_backward
 from segmentation.train import make_model as segmentation_model
 from tests.scripts import refused
-from training.optim import OptimConfig, clip_gradients, lr_factor, make_optimizer, make_schedule, recompute
+from training.loop.run import Run
+from training.optim import OptimConfig, lr_factor, make_optimizer, make_schedule, recompute
 from training.recipe import Recipe
-from training.run import Run
 from vision.recipes import digits_small, digits_vit
 from vision.train import backward as vision_backward
 from vision.train import make_model as vision_model
@@ -52,44 +50,6 @@ def test_weight_decay_spares_biases_norms_and_what_a_model_or_a_recipe_names():
     decayed, spared = make_optimizer(model(), OptimConfig(weight_decay=0.5, undecayed=("bias",))).param_groups
     assert [p.shape for p in spared["params"]] == [(3,), (3,)] and spared["weight_decay"] == 0.0
     assert len(decayed["params"]) == 2
-
-
-@pytest.mark.parametrize("config", [OptimConfig("lamb"), OptimConfig(layer_decay=0.75)])
-def test_torchvision_is_prepared_before_timm_is_imported(config: OptimConfig, monkeypatch: pytest.MonkeyPatch):
-    asked, do_import = [], builtins.__import__
-    monkeypatch.setattr(builtins, "__import__", lambda name, *a: asked.append(name) or do_import(name, *a))
-    make_optimizer(model(), config)
-    monkeypatch.undo()
-    assert next(name for name in asked if name.startswith(("timm", "training.prepared"))) == "training.prepared"
-
-
-def test_optimisers_are_fused_on_a_gpu_alone(monkeypatch: pytest.MonkeyPatch):
-    taken = {}
-    monkeypatch.setattr(torch.optim, "AdamW", lambda groups, lr, **k: taken.update(k))
-    make_optimizer(model(), OptimConfig("adamw"))
-    assert "fused" not in taken
-    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    make_optimizer(model(), OptimConfig("adamw"))
-    assert taken["fused"]
-
-
-def test_frozen_parameters_are_left_out():
-    net = model()
-    net[0].requires_grad_(False)
-    assert sum(len(g["params"]) for g in make_optimizer(net, OptimConfig()).param_groups) == 2
-
-
-@pytest.mark.parametrize(
-    ("name", "cls"), [("sgd", torch.optim.SGD), ("adam", torch.optim.Adam), ("adamw", torch.optim.AdamW)]
-)
-def test_optimizer_by_name_takes_its_settings(name: str, cls: type):
-    config = OptimConfig(name, lr=0.3, momentum=0.7, nesterov=True, betas=(0.8, 0.9), eps=1e-6)
-    optimizer = make_optimizer(model(), config)
-    assert type(optimizer) is cls and optimizer.defaults["lr"] == 0.3
-    if name == "sgd":
-        assert (optimizer.defaults["momentum"], optimizer.defaults["nesterov"]) == (0.7, True)
-    else:
-        assert (optimizer.defaults["betas"], optimizer.defaults["eps"]) == ((0.8, 0.9), 1e-6)
 
 
 def test_schedules_by_hand():
@@ -117,22 +77,6 @@ def test_schedules_by_hand():
         optimizer.step()
         schedule.step()
     assert rates == pytest.approx([1.0, 2.0, 2.0 * 0.5 * (1 + math.cos(math.pi / 10))])
-
-
-def test_gradient_clipping_is_a_knob():
-    net = model()
-    for p in net.parameters():
-        p.grad = torch.ones_like(p)
-    clip_gradients(net, OptimConfig())
-    assert net[0].weight.grad.norm() == pytest.approx(math.sqrt(12))
-    clip_gradients(net, OptimConfig(clip_grad_norm=0.5))
-    assert math.sqrt(sum(p.grad.pow(2).sum().item() for p in net.parameters())) == pytest.approx(0.5, rel=1e-4)
-
-
-@pytest.mark.parametrize("bad", [{"lr": 0.0}, {"warmup_steps": -1}, {"power": 0.0}, {"clip_grad_norm": 0.0}])
-def test_bad_values_are_named(bad: dict):
-    with pytest.raises(UserError, match="=".join(map(str, *bad.items()))):
-        OptimConfig(**bad)
 
 
 def test_muon_takes_the_matrices_of_the_blocks_and_adamw_the_rest():
@@ -170,11 +114,6 @@ def test_muon_takes_the_matrices_of_the_blocks_and_adamw_the_rest():
             one.step()
     for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert torch.equal(mine, other)
-
-
-def test_muon_elsewhere_is_refused():
-    with pytest.raises(UserError, match="optim name=muon: only language models mark the matrices for Muon"):
-        make_optimizer(model(), OptimConfig("muon"))
 
 
 # -- the gradient of the whole batch, in every task -------------------------------------------------------------------
@@ -286,12 +225,6 @@ def test_recomputing_moves_running_statistics_once_a_step(kind: str):
     assert any("running_mean" in name for name in kept)
     for name, t in kept.items():
         torch.testing.assert_close(recomputed[name], t, rtol=1e-4, atol=1e-6)
-
-
-def test_recomputing_what_has_no_blocks_is_refused():
-    with pytest.raises(UserError, match="recompute with model=autoencoder"):
-        replace(surfaces_small(), recompute=True)
-    assert vision_model(replace(digits_small(), recompute=True)).grad_checkpointing
 
 
 def test_timms_optimizers_and_layer_decay():

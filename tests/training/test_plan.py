@@ -23,7 +23,7 @@ from core import UserError
 from tests.scripts import refused
 from tests.training.live import Live, of_block
 from training.checks import held
-from training.layouts.layout import Layout
+from training.layout import Layout
 from training.plan import command, memory, time
 from training.plan.case import (
     FLOAT32,
@@ -36,15 +36,13 @@ from training.plan.case import (
     Layouts,
     Model,
     Software,
-    device,
     from_config,
     from_doctor,
     preset,
     preset_model,
-    presets,
 )
 from training.plan.command import main, overrides
-from training.plan.search import holds, plan
+from training.plan.search import plan
 
 MODEL = Model("m", "gpt2", 8, 100, 4, 1000, 50, 400, 4, tied=True)
 DEVICE = Device("d", 1e12, 2e9, 1e11, 1e10, top=0.5, passes=2, calls=(0, 0, 0))
@@ -92,14 +90,6 @@ def test_parameters_flops_and_activations_are_the_published_ones():
     assert c.kept == pytest.approx(s * b * h * (10 + 24 / t))  # [K] eq. 2, without scores
 
 
-def test_devices_have_the_constants_that_were_fitted_to_published_runs():
-    fitted = json.loads((Path(__file__).parents[2] / "results/plan.json").read_text())["megatron"]["constants"]
-    for name in presets()["devices"]:
-        assert (device(name).top, device(name).passes) == (round(fitted["top"], 2), round(fitted["passes"], 2))
-    for name in ("dgx-a100-roce", "dgx-a100-tcp", "selene"):
-        assert preset(name).inside == round(fitted["inside"], -9)
-
-
 def test_a_collective_takes_what_ring_or_trees_take():
     c = CLUSTER
     assert c.allreduce(1e6, 4, 1) == pytest.approx(2 * 3 / 4 * 1e6 / 1e10 + 6e-5)  # inside a node, a ring
@@ -108,32 +98,44 @@ def test_a_collective_takes_what_ring_or_trees_take():
     assert c.allreduce(1e6, 1, 1) == 0
 
 
-@pytest.mark.usefixtures("a_block")
-def test_memory_of_a_cut_model():
-    c = case(CUT)
-    assert c.micro_batches == 4 and c.block == 60_950 and (c.own(False), c.own(True)) == (298_800, 294_000)
-    assert parts(memory.of_stage(c, last=False)) == {
-        "parameters": 4 * 298_800,
-        "gradients": 4 * 298_800,
-        "optimizer": 8 * 298_800,
-        "casts": 2 * 298_800,
-        "activations": 2 * (4 * 200_000 + 40_000),  # two micro-batches are in flight in the first stage
-        "received": 4 * 40_000,
-        "passing": 20_000 + 4 * 60_950,
-        "reserve": 1.5 * 2**30,
-    }
-    last = memory.of_stage(c, last=True)
-    assert memory.memory(c) == last, "which needs 9,800 bytes more, for it keeps its logits"
-    assert (last["activations"], last["passing"]) == (4 * 200_000 + 40_000, 1_200_000)
-    chunks = memory.of_stage(case(replace(CUT, v=2)), last=False)
-    assert (chunks["activations"], chunks["received"]) == (1_680_000 * (1 + 1 / 4), 3 * 160_000)  # [K]
-    few = memory.of_stage(case(replace(CUT, v=2, micro=4)), last=False)
-    assert few["activations"] == 2 * 2 * 840_000, "no more than there are"
-    full = case(replace(CUT, recompute=1))
-    assert memory.activations(full, last=True) == 4 * 40_000 + 40_000
-    assert memory.passing(full, last=False) == 220_000 + 4 * 60_950
-    two = case(replace(CUT, micro=4))  # of two micro-batches none begins once the first one's gradients are there
-    assert memory.gradients(two, last=False) == 0 < memory.gradients(two, last=True)
+# Megatron-LM's cells with TP above 2 (Narayanan et al., table 1), for it did not overlap gradients' all-reduce as DDP
+# does: name, layers, width, heads, TP, PP, micro-batch, batch, nodes, chunks of a stage, TFLOP/s of a device
+CELLS = (
+    ("7.5B", 36, 4096, 32, 4, 1, 16, 512, 16, 1, 142),
+    ("18B", 40, 6144, 48, 8, 1, 8, 1024, 32, 1, 135),
+    ("39B", 48, 8192, 64, 8, 2, 4, 1536, 64, 1, 138),
+    ("76B", 60, 10240, 80, 8, 4, 2, 1792, 128, 3, 140),
+    ("145B", 80, 12288, 96, 8, 8, 2, 2304, 192, 2, 148),
+    ("310B", 96, 16384, 128, 8, 16, 1, 2160, 240, 2, 155),
+    ("530B", 105, 20480, 128, 8, 35, 1, 2520, 315, 3, 163),
+    ("1T", 128, 25600, 160, 8, 64, 1, 3072, 384, 1, 163),
+)
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=[cell[0] for cell in CELLS])
+def test_seconds_are_those_of_published_runs(cell: tuple[Any, ...]):
+    """Products, passes, tensor and pipeline parallelism together."""
+    name, layers, width, heads, tp, pp, micro, batch, nodes, v, published = cell
+    model = Model(name, "gpt2", layers, width, heads, 51200, 2048, 4 * width, heads, True)
+    layout = Layouts(tp, pp, nodes * 8 // (tp * pp), 1, micro, v, recompute=RECOMPUTE.index("full"))
+    c = Case(model, replace(preset("selene"), nodes=nodes), Software(), batch, layout)
+    flops = batch * (4 / 3 * model.step_flops - model.head_flops)  # what is computed again counts as work there
+    found = flops / (float(sum(time.seconds(c).values())) * c.cluster.devices) / 1e12
+    assert found == pytest.approx(published, rel=0.15)
+
+
+def test_bytes_are_those_measured_on_an_emulated_cluster():
+    """The peaks of the fullest rank under each layout of one island, of which results/dropped.md tells."""
+    found = json.loads((Path(__file__).parents[2] / "results/layouts.json").read_text())["bytes"]
+    cluster = replace(CLUSTER, nodes=4, per_node=2)
+    off = {}
+    for name, (measured, _) in found.items():
+        x = Layout.parse(name)
+        if x.islands == 1:
+            layout = Layouts(x.tp, x.pp, x.dp, 1, 32 // (x.dp * x.parts), x.v, x.zero)
+            planned = sum(memory.memory(Case(preset_model("gpt2-tiny", 32), cluster, FLOAT32, 32, layout)).values())
+            off[name] = float(planned) / measured - 1
+    assert len(off) == 13 and max(map(abs, off.values())) <= 0.1, off
 
 
 @pytest.mark.usefixtures("a_block")
@@ -217,42 +219,6 @@ def test_co2_holds_as_much_as_a_dry_run_counts(merge: str, compression: str):
     assert memory.co2(c, last=True) == pytest.approx(counted, rel=2e-3)  # blocks are filled up
 
 
-def test_seconds_of_a_cut_model():
-    assert parts(time.seconds(case(CUT))) == pytest.approx(
-        {
-            "products": 4 * 2 * (4 * 39.5e6 + 30e6) / 2 / 5e11,
-            "passes": 4 * 4 * 3 * 2 * 220_000 / 1e11,
-            "tensor": 4 * 4 * 4 * 2.2e-5,
-            "ends": 4 * (4e-5 / 2 + 2.2e-5),  # logits of 200,000 bytes, gathered; what the head gives back
-            "pipeline": (2 + 3) * (40_000 / 2.5e8 + 1e-3),
-            "tied": 4 * 50_000 / 2.5e8 + 1e-3,
-            "bubble": (1.264e-3 + 2.112e-4 + 1.408e-3) / 4,  # other stages have no head
-            "data": 4 * 298_800 / 1e10 + 48 * 2e-5,  # nothing hides it behind a pipeline, one tensor after the other
-            "optimizer": 28 * 298_800 / 1e11,
-        }
-    )
-    full = case(replace(CUT, recompute=1))
-    assert time.tensor(full) == pytest.approx(4 * 4 * 6 * 2.2e-5)
-    assert time.products(full) == pytest.approx(4 * 2 * (4 * (4 * 12e6 + 4.5 * 1e6) + 30e6) / 2 / 5e11)
-    interleaved = case(replace(CUT, v=2))
-    assert time.pipeline(interleaved) == pytest.approx(2 * (1 + 4 * 2) * 1.16e-3)
-    assert time.bubble(interleaved) == pytest.approx((1.264e-3 + 2.112e-4 + 1.408e-3) / 8)
-    four = case(Layouts(2, 4, 1, 1, 2))  # inner stages exchange twice while the last has its head to compute
-    assert time.pipeline(four) == pytest.approx(6 * 1.08e-3 + 7 * (1.08e-3 + 1.08e-3 - 3 * 2 * 1e7 / 2 / 5e11))
-    alone = case(replace(CUT, pp=1, dp=4, micro=1))  # which has the embedding, too
-    assert time.ends(alone) == pytest.approx(4 * ((1e-5 + 2e-5) / 2 + 2 * 2.1e-5))
-
-
-def test_a_host_is_hidden_beneath_its_gpu_s_computing():
-    slow = replace(CLUSTER, device=replace(DEVICE, calls=(1e-3, 2e-3, 4e-3)))
-    c = case(CUT, cluster=slow)
-    assert time.host(c) == pytest.approx(4 * 4 * 3e-3 - time.products(c) - time.passes(c))
-    cpu = replace(slow, device=replace(slow.device, gpu=False))
-    assert time.host(case(CUT, cluster=cpu)) == pytest.approx(4 * 4 * 3e-3)
-    assert time.host(case(ISLANDS, cluster=cpu)) == pytest.approx(2 * 8 * 5e-3)
-    assert time.host(case(CUT, cluster=replace(slow, device=replace(slow.device, peak=1e9)))) == 0
-
-
 def test_seconds_of_islands():
     quick = replace(CLUSTER, inside_latency=0.0)
     found = parts(time.seconds(case(ISLANDS, cluster=quick)))
@@ -271,37 +237,6 @@ def test_seconds_of_islands():
     assert hidden["waiting"] == 0
     narrow = case(Layouts(1, 1, 1, 8, 1, compression=2), cluster=replace(CLUSTER, nodes=8, per_node=1))
     assert time.outer_allreduce(narrow) == pytest.approx(2 * OWN * 132 / 256 / 1e9 + 6e-3)  # trees
-
-
-@pytest.mark.parametrize(("zero", "volume"), [(0, 2.0), (1, 3.0), (2, 1 + 0.5), (3, 1 + 4 * 0.5)])
-def test_data_parallel_traffic(zero: int, volume: float):
-    """Halves of a ring of float32 gradients, with nothing hidden, two micro-batches and no latency."""
-    cluster = replace(CLUSTER, inside_latency=0.0)
-    at_once = replace(cluster, device=replace(DEVICE, peak=1e30, bandwidth=1e30))
-    c = case(replace(ISLANDS, zero=zero), cluster=at_once)
-    assert time.data(c) == pytest.approx(volume / 2 * 2 * 3 / 4 * 4 * OWN / 1e10)
-    if zero == 0:
-        whole, compute = 2 * 3 / 4 * 4 * OWN / 1e9, 1.384e-3 + 1.632e-4
-        slow = case(replace(ISLANDS, zero=0), cluster=replace(cluster, inside=1e9))
-        late = 1 - 2**20 / (4 * OWN)  # the first bucket is full
-        assert time.data(slow) == pytest.approx(whole - compute / 2 * 2 / 3 * late)
-        stages = case(Layouts(1, 2, 4, 1, 1), cluster=replace(cluster, inside=1e9))
-        assert time.data(stages) == pytest.approx(2 * 3 / 4 * 4 * stages.largest / 1e9), "a pipeline hides nothing"
-
-
-def test_gloo_waits_and_takes_detours():
-    """Without latency, of 4 ranks: whole all-reduces for FSDP2, trees for ZeRO-1; DDP's last bucket hides nowhere."""
-    cluster = replace(CLUSTER, inside_latency=0.0, inside=1e9)
-    gloo, ring = {"cluster": cluster, "software": FLOAT32}, 2 * 3 / 4 * 4 * OWN / 1e9
-    assert time.data(case(replace(ISLANDS, zero=3), **gloo)) == pytest.approx((1 + 4 / 2) * ring)
-    last = (4 * OWN - 2**20) * 1.5 / 1e9
-    fast = replace(cluster, device=replace(DEVICE, peak=1e11))
-    assert time.data(case(replace(ISLANDS, zero=0), cluster=fast)) == pytest.approx(last)
-    by_one = time.data(case(replace(ISLANDS, zero=1), **gloo)) - time.data(case(replace(ISLANDS, zero=0), **gloo))
-    assert by_one == pytest.approx(2 * 4 * OWN / 1e9)
-    wide = case(Layouts(1, 1, 8, 1, 1, zero=1), software=FLOAT32)  # two hops in a node, then four ranks share a card
-    trees = 2 * 4 * OWN / 1e10 + 4 * 4 * OWN / 1e9 + 1e-3 + 3 * 96 * 1e-3
-    assert time.broadcasts(wide, 4 * OWN) == pytest.approx(trees)
 
 
 # -- what is read, refused, chosen, and started -----------------------------------------------------------------------
@@ -331,16 +266,12 @@ def test_a_config_of_transformers_has_the_parameters_of_its_model(kind: str, tmp
     ("config", "said"),
     [
         ("{", "config.json: "),
-        ("[]", "model_type None is no decoder that the planner knows: gpt2, llama, mistral"),
         ({"model_type": "bert"}, "model_type 'bert' is no decoder"),
         ({"model_type": "llama", "hidden_size": 0}, "hidden_size=0: the planner needs a whole number"),
         ({"model_type": "gpt2", "n_layer": 2, "n_embd": 10, "n_head": 3}, "n_head=3 does not divide n_embd=10"),
-        ({"model_type": ["llama"]}, "model_type ['llama'] is no decoder"),
         (LLAMA | {"num_key_value_heads": 3}, "num_key_value_heads=3 does not divide num_attention_heads=4"),
         (LLAMA | {"hidden_size": 12}, "hidden_size / num_attention_heads is 3: rotary positions need an even number"),
         (LLAMA | {"head_dim": 32}, "head_dim=32: the planner counts 16 alone"),
-        (LLAMA | {"mlp_bias": True}, "mlp_bias=True: the planner counts False alone"),
-        (SMALL_GPT2 | {"add_cross_attention": True}, "add_cross_attention=True: the planner counts False alone"),
         (SMALL_GPT2 | {"activation_function": "no"}, "activation 'no' does not exist; the planner knows gelu"),
     ],
 )
@@ -387,7 +318,6 @@ def test_the_doctor_s_cluster_is_read(tmp_path: Path):
             {"workers_per_node": None},
             "its nodes have different numbers of workers: run the doctor with as many on each",
         ),
-        ({"workers": 5}, "workers=5, but 2 nodes of 2"),
         ({"links": {}}, "KeyError: 'within'"),
         (report(across=LINK | {"bandwidth_bits_per_second": -8}), "-8 is no number of a cluster"),
         (
@@ -412,16 +342,10 @@ MISTAKES = [
     ("--model llama-7b --batch 8", "preset=None and cluster=None: give one of them"),
     ("TCP --batch 0", "batch=0: give 1 or more"),
     ("TCP --layout tp1.pp1.dp128 --batch 500", "choose a multiple of 128, such as 512"),
-    ("TCP --layout tp8.pp8.dp2.mb4", "4 micro-batches: fewer than 8 stages: give mb8 or more"),
-    ("TCP --layout tp8.pp8.dp2.mb10", "2 x 10 micro-batches: choose a multiple of 20, such as 520"),
-    ("TCP --layout tp2.pp8.dp8.v2.mb12", "v2 with mb12: needs a multiple of pp=8: give mb"),
-    ("TCP --layout tp2.pp32.dp2.v2.mb64", "pp * v = 64 does not divide 32 layers"),
     ("TCP --layout tp3.pp1.dp1", "it takes 3 devices, dgx-a100-tcp has 128: name as many"),
     ("TCP --layout tp64.pp1.dp2", "tp=64 does not divide 32 attention heads: give tp 32"),
-    ("TCP --layout tp2.pp64.dp1.mb64", "pp=64 does not divide 32 layers: give pp 32"),
     ("TCP --layout tp8.pp16.dp1.mb16.fsdp", "dp is 1, ZeRO has nothing to share out: leave it out"),
     ("TCP --nodes 15 --layout tp4.pp5.dp1.co2x6", "islands of 20 neither divide nodes of 8 nor fill them"),
-    ("TCP --layout 2x2x2", "layout='2x2x2'"),
     ("--preset laptops --model gpt-175b --batch 8", "the nearest miss, tp4.pp1.dp2.fsdp needs 36"),
     ("TCP --sbatch", "model llama-7b is no recipe's of language.train: give --recipe"),
     ("TCP --nodes 8193", "dgx-a100-tcp has 65544 devices: the planner takes 65536: give fewer --nodes"),
@@ -432,17 +356,6 @@ MISTAKES = [
 def test_a_mistake_is_one_line(arguments: str, said: str):
     with refused(said):
         main(arguments.replace("TCP", " ".join(TCP)).split())
-
-
-def test_what_drops_every_layout_is_counted_and_primes_cut_nothing():
-    c = replace(case(CUT), model=replace(MODEL, layers=7, heads=5, kv_heads=5), batch=3)
-    with pytest.raises(UserError, match="no layout can be: .*layers.*batch.*: give another --batch, --nodes or"):
-        plan(c)
-    # A prime number of heads or layers: what is left is data parallelism, islands, and 7 stages of a layer each.
-    c = case(CUT, model=replace(MODEL, layers=7, heads=5, kv_heads=5), cluster=replace(CLUSTER, nodes=7), batch=56)
-    p = plan(c)
-    assert set(np.unique(p.case.layout.tp)) == {1} and set(np.unique(p.case.layout.pp)) == {1, 7}
-    assert p.dropped["heads"] and p.dropped["layers"]
 
 
 def test_what_is_costed_and_not_run_is_said(capsys: pytest.CaptureFixture[str]):
@@ -471,7 +384,9 @@ def test_ten_thousand_layouts_take_under_two_seconds():
     x, m = p.case.layout, p.case.micro_batches
     assert np.all(m >= x.pp) and np.all((x.v == 1) | (m % x.pp == 0)) and np.all(32 % (x.pp * x.v) == 0)
     assert np.all(x.ranks == 128) and np.all(m * x.micro * x.dp * x.islands == 512) and np.all(p.bytes <= 80e9)
-    assert all(holds(Layout.parse(p.name(row)), p.at(row)) for row in p.best)
+    for row in p.best[:3]:
+        only = plan(p.case, Layout.parse(p.name(row)))
+        assert {only.name(other) for other in only.best} == {p.name(row)}, "a named layout is planned alone"
 
 
 def test_7b_over_tcp_takes_co2_across_nodes(capsys: pytest.CaptureFixture[str]):
@@ -494,26 +409,6 @@ def test_7b_over_roce_may_take_ddp_and_laptops_take_co2_over_int4():
     assert (x.islands, x.tp * x.pp * x.dp) == (8, 1) and list(FORMATS)[x.compression] == "int4" and x.tau < 48
     sync = next(row for row in p.best if p.case.layout.islands[row] == 1)
     assert p.total[sync] > 5 * p.total[p.best[0]]
-
-
-@pytest.mark.parametrize("per_node", [1, 8])
-def test_one_device_and_one_node_make_sense(per_node: int, capsys: pytest.CaptureFixture[str]):
-    p = of(replace(preset("dgx-a100-tcp"), nodes=1, per_node=per_node), "gpt-125m", 64)
-    assert p.case.layout.islands[p.best[0]] == 1, "NVSwitch needs no CO2"
-    exposed = sum(p.seconds[part][p.best[0]] for part in time.COMMUNICATION)
-    assert exposed == 0 if per_node == 1 else exposed < 0.05 * p.total[p.best[0]]
-    print("\n".join(command.table(p)))
-    assert ("across" in capsys.readouterr().out) is False
-
-
-def test_large_parts_are_shown(capsys: pytest.CaptureFixture[str]):
-    main([*TCP, "--layout", "tp1.pp1.dp128.fsdp"])
-    screen = capsys.readouterr().out
-    (said,) = re.findall(r"^      s: (.*)", screen, re.MULTILINE)
-    shown = {name: float(x) for name, x in (part.split() for part in said.split(", "))}
-    total = float(re.findall(r"^ 1 .*?([\d.]+) +[\d,]+ +[\d.]+% ", screen, re.MULTILINE)[0])
-    assert sum(shown.values()) == pytest.approx(total, rel=0.05) and max(shown, key=shown.__getitem__) == "data"
-    assert shown.keys() <= {part.__name__ for part in time.PARTS}
 
 
 # -- what starts ------------------------------------------------------------------------------------------------------
@@ -557,41 +452,3 @@ def test_from_the_doctor_to_a_run(tmp_path: Path):
 
 
 # -- what is said -----------------------------------------------------------------------------------------------------
-
-
-def test_each_number_of_a_stage_by_hand():
-    """tp4.pp2.dp16.v2: activations, what passes, hops."""
-    model, cluster = preset_model("gpt-22b", None), preset("dgx-a100-tcp")
-    p = plan(Case(model, cluster, Software(), 512, Layouts(1, 1, 1, 1, 1)), Layout.parse("tp4.pp2.dp16.v2.mb16.zero1"))
-    c = p.at(p.best[0])
-    first, seconds, (kept, more) = memory.of_stage(c, False), time.seconds(c), c.of_block
-    assert first["activations"] == pytest.approx((24 * kept + c.given) * 2 * (1 + 1 / 4))
-    assert first["passing"] == pytest.approx(more + 4 * c.block)
-    assert time.hop(c) == pytest.approx(c.given / 1e9 + 50e-6)  # 64 of a node's ranks share 8 GB/s
-    assert seconds["pipeline"] == pytest.approx(2 * (1 + 16 * 2) * time.hop(c))
-
-
-def test_rows_with_long_names_are_one_line_and_any_chunks_of_a_stage_can_be_named(capsys: pytest.CaptureFixture[str]):
-    main(["--preset", "internet-1000", "--model", "llama-7b", "--batch", "2000"])
-    rows = re.findall(r"^ ?\d+ tp.*", capsys.readouterr().out, re.M)
-    assert len(rows) == 10 and all(row.endswith("%") and row.count("%") == 3 for row in rows)
-    assert [command.rounded(x) for x in (1008.2, 1600, 6.738, 64)] == ["1,008", "1,600", "6.74", "64"]
-    main(["--preset", "laptops", "--model", "gpt-125m", "--batch", "64", "--layout", "pp2.v6.dp4"])
-    assert "tp1.pp2.dp4.v6.mb4" in capsys.readouterr().out
-
-
-def test_a_model_that_fits_nowhere_is_refused():
-    with pytest.raises(UserError, match="nothing fits"):
-        of(preset("laptops"), "gpt-175b", 8)
-
-
-def test_the_nearest_miss_needs_more_than_there_is():
-    p = of(preset("dgx-a100-tcp"), "llama-7b", 512)
-    needs, has = (float(x) for x in re.findall(r"\d+\.\d+", p.miss))
-    assert has == 80 < needs < 80.1
-
-
-def test_a_preset_is_not_probed_without_a_gpu(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(UserError, match="preset=laptops: --probe would measure a GPU, this machine has none"):
-        preset("laptops", probe=True)

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from core import CO2Config, UserError
 from core.testing import run_distributed
 from tests.runs import Loop
-from training.data import generator
+from training.data.samples import generator
+from training.loop.run import Run
 from training.optim import OptimConfig
 from training.recipe import Recipe
-from training.run import Run
 
 SAVED, LANDED, STEPS = 9, 12, 14  # what is sent at step 9, where a round ends, lands at step 12
 

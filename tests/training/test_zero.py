@@ -3,7 +3,6 @@
 import functools
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -14,19 +13,18 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from bench.loss.__main__ import vmap_gradient
-from core import CO2Config, CompressionConfig, UserError, make_method
+from core import CO2Config, UserError, make_method
 from core.buckets import local_shard
 from core.nodes import node_mesh
 from core.testing import run_distributed
 from core.testing.reference import Reference
 from tests import problems
 from tests.problems import batch, flat, loss
-from training.workers import make_mesh
-from training.zero import gathered, shard_model, shard_optimizer
+from training.layouts.zero import gathered, shard_model, shard_optimizer
+from training.start.workers import make_mesh
 
 TAU, ROUNDS, LR = 3, 20, 0.2
 CONFIG = CO2Config(tau=TAU, outer_momentum=0.4, outer_lr=0.9, clip=0.3)
-NARROW = replace(CONFIG, compression=CompressionConfig("int4"))
 INNERS = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
 CORNERS = [(0, False), (1, True), (2, False), (3, True)]
 EVERY_CASE = list(product((0, 1, 2, 3), (False, True)))
@@ -288,21 +286,6 @@ def test_the_baselines_run_across_nodes_too(more: list[dict[str, Any]]):
         for a, b, first in zip(*of["baselines"], more[0]["baselines"][0], strict=True):
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
             torch.testing.assert_close(a, first, rtol=1e-9, atol=1e-9)
-
-
-def over_int4(rank: int, world_size: int) -> list[list[Tensor]]:  # noqa: ARG001
-    return [of_other_methods(rank, stage, NARROW) for stage in (0, 3)]
-
-
-@pytest.mark.slow
-def test_so_they_do_over_int4(more: list[dict[str, Any]]):
-    """All workers end alike, bit for bit, near where float32 ends; of shards other blocks are rounded."""
-    ends = run_distributed(over_int4, 4)
-    for of, ours in zip(more, ends, strict=True):
-        for narrow, first in zip(ours, ends[0], strict=True):
-            assert all(map(torch.equal, narrow, first))
-            for end, exact in zip(narrow, of["baselines"][0], strict=True):
-                assert 0 < (end - exact).norm() < 0.1 * exact.norm()
 
 
 def test_a_stage_without_workers_to_shard_over_and_shards_without_a_mesh_are_refused(found: list[dict[str, Any]]):

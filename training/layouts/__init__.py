@@ -1,1 +1,1 @@
-"""A model under a layout of tensor, pipeline and data parallelism: its name, its parts, its loop, its checkpoints."""
+"""A model on several devices: tensor, pipeline and data parallelism, ZeRO, and checkpoints for another layout."""

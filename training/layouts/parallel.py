@@ -31,8 +31,8 @@ from core.buckets import local_shard
 from core.comm import set_timeout
 from core.errors import UserError
 from core.nodes import node_mesh
-from training.layouts.layout import Layout, Place
-from training.zero import shard_model
+from training.layout import Layout, Place
+from training.layouts.zero import shard_model
 
 
 @dataclass(frozen=True)

@@ -5,20 +5,18 @@ Under the same layout a rank reads its own file. Under another one it takes its 
 ranks. Error feedback is left out, because it belongs to a rank's place.
 """
 
-import contextlib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from core import CO2
-from core.baselines.ddp import DDP
 from core.baselines.table import Method
 from core.buckets import Bucket, is_dtensor, local_shard, views
 from core.checkpoint import runs as checkpoint
@@ -27,14 +25,8 @@ from core.errors import UserError
 from core.groups import host_group, of_all
 from core.local_update import LocalUpdateMethod
 from core.state import of_rank, under_rank
-from training.data import mix
-from training.fixed import Fixed
-from training.folder import settings
-from training.layouts.layout import Layout
+from training.layout import Layout
 from training.layouts.parallel import Parallel
-from training.progress import Trained
-from training.workers import join
-from training.zero import gathered, group_settings, shard_optimizer
 
 Named = dict[str, Tensor]
 Start = tuple[int, ...]  # of a part in the whole tensor
@@ -62,6 +54,7 @@ class Resharded:
             names = {id(p): name for name, p in self._named.items()}
             at = zip(method.params, method.trained, strict=True)
             self._wholes = {id(part): (names[id(p)], p) for part, p in at}
+        self._share = method.share if isinstance(method, CO2) else None
 
     def save(self, folder: Path, step: int, attempt: str, others: dict[str, Any]) -> bool:
         """Writes folder/step*/ completely or not at all. Every rank must call it.
@@ -80,6 +73,8 @@ class Resharded:
         """
         own = of_rank(self.method.state_dict())  # waits for the all-reduce in flight
         own.pop("residual", None)
+        if (share := self._share) and share.method.is_cut:
+            share.without_merged(own["flats"])
         tensors = self._tensors() | self._outer(own)
         places = {name: (tuple(t.shape), start_of(t)) for name, t in tensors.items()}
         state = {"model": tensors, "places": places, "method": own, "layout": str(self.parallel.layout), "step": step}
@@ -158,6 +153,9 @@ class Resharded:
         """Fills this rank's tensors, and returns the rest of the state, of a rank of the island."""
         layout, here = Layout.parse(state["layout"]), self.parallel
         sources: Iterator[dict[str, Any]] = iter([state])
+        if (layout.island_size == 1) != (here.layout.island_size == 1):
+            sizes = f"islands of {layout.island_size}, here they are of {here.layout.island_size}"
+            raise UserError(f"it is of {sizes}: an island of one device holds another state than one of several")
         if layout != here.layout:
             sources = island_of(target, layout, here.place.island)
         rest, filled = None, Filled()
@@ -187,17 +185,19 @@ class Resharded:
     def _give_back(self, state: dict[str, Any], likes: dict[str, list[Tensor]], outer: Named) -> None:
         """Restores the method's state, with flat tensors made from the named tensors, as long as `likes`."""
         own = state["method"]
-        if state["layout"] != str(self.parallel.layout):
+        if moved := state["layout"] != str(self.parallel.layout):
             own["places"] = 0  # drops numbers that need the same number of ranks
             own.pop("order", None)  # names match the parameters
+            if isinstance(self.method, CO2) and self.method.config.fragments == 1:  # auto, where ranks hold stages
+                own.pop("fragments", None)
         for key, flats in self._flats(own):
             for i, bucket in enumerate(self._buckets):
                 pieces = [outer[f"co2.{key}.{self._wholes[id(p)][0]}"] for p in bucket.params]
                 whole = torch.cat([local_shard(t).to(flats[i].device).reshape(-1) for t in pieces])
                 flats[i] = torch.cat([self._part(whole, bucket, likes[key][i]), flats[i]])
         self.method.load_state_dict(under_rank(own))
-        if isinstance(self.method, CO2) and self.method.share:  # its part of the momentum differs from the leader's
-            self.method.share.recount()
+        if moved and self._share:
+            self._share.resliced()
 
 
 def placed(own: Tensor, like: Tensor) -> Tensor:
@@ -289,98 +289,3 @@ def read_model(target: Path) -> Named:
             name, t = name.replace(part[0], "c_attn."), torch.cat(parts)
         whole[name] = t.mT.contiguous() if re.search(r"c_(attn|proj|fc)\.weight$", name) else t
     return whole
-
-
-# -- the run ----------------------------------------------------------------------------------------------------------
-
-
-T = TypeVar("T")
-
-
-class LaidOut(Fixed):
-    """One rank of a run under a layout. A data-parallel worker, which gets its own batches, is tp * pp ranks."""
-
-    parallel: Parallel
-    _held: Resharded
-
-    def meet(self) -> None:
-        """Joins the other ranks, opens the run folder, and seeds all ranks for the same weights."""
-        run, r = self.run, self.run.recipe
-        self.layout, self._finite = Layout.parse(r.layout), True
-        self._made_group = join(run.device, r.timeout, settings(r))
-        self.folder.open(r, run.world_size, run.device)
-        place = self.layout.place(run.rank)
-        run.data_rank = place.island * self.layout.dp + place.data
-        run.data_workers = self.layout.data_workers
-        torch.manual_seed(r.seed * 1_000_003)
-
-    def shard(self, model: nn.Module, compute: torch.dtype) -> nn.Module:
-        """This rank's part of the whole model. FSDP2 gathers parameters in dtype `compute`."""
-        run = self.run
-        self.parallel = Parallel(model, self.layout, run.device, compute=compute, timeout=run.recipe.timeout)
-        self._draw_anew()
-        return self.parallel
-
-    def _draw_anew(self) -> None:
-        """Seeds random numbers, such as dropout's, by data-parallel worker and stage. Ranks of tp draw alike."""
-        run = self.run
-        torch.manual_seed(mix(run.recipe.seed, run.data_rank, self.parallel.place.stage, run.step))
-
-    def shard_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        return shard_optimizer(optimizer, self.parallel.mesh, 1) if self.layout.zero == 1 else optimizer
-
-    def gathered(self) -> contextlib.AbstractContextManager[None]:
-        """Keeps FSDP2's parameters gathered for evaluations, where workers may have different numbers of batches."""
-        zero: Any = self.layout.zero
-        return gathered(nn.ModuleList(self.parallel.parts), zero)
-
-    def make_method(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,  # noqa: ARG002
-    ) -> tuple[nn.Module, Method]:
-        """CO2 between islands. With one island, whose ranks are synchronous, a method that only counts steps."""
-        run, r = self.run, self.run.recipe
-        options: dict[str, Any] = {"timeout": r.timeout, "link": run.link}
-        if self.layout.islands == 1:
-            return model, DDP(model, average_buffers=False, synchronous=True, hooks=[run.requests], **options)
-        return model, self.parallel.co2(r.co2, hooks=[run.requests, run.snapshots], **options)
-
-    def begin(self, trained: Trained, samples: int, epoch: int) -> float:
-        self._held = Resharded(self.parallel, trained.optimizer, trained.method)
-        return super().begin(trained, samples, epoch)
-
-    def batches(self, make: Callable[[Any, int, int, int, int], Iterator[T]], start: int, total: int) -> Iterator[T]:
-        """The batches of this rank's data-parallel worker."""
-        return make(self.run.recipe, self.run.data_rank, self.run.data_workers, start, total)
-
-    def sum(self, values: Tensor) -> Tensor:
-        """Sums over data-parallel workers. Ranks outside the last stage pass zeros."""
-        return super().sum(values) / self.layout.tp
-
-    # -- checkpoints ----------------------------------------------------------------------------------------
-
-    def save(self) -> None:
-        """Writes a checkpoint. Waits for the all-reduce in flight, and until the files are written."""
-        run, trained = self.run, self._trained
-        with run.clock.paused():
-            self.rounds.read()
-            groups = [group_settings(group) for group in trained.optimizer.param_groups]
-            others = self._counted() | {"schedule": trained.schedule.state_dict(), "groups": groups}
-            self._finite = self._held.save(self.folder.checkpoints, run.step, self.folder.attempt, others)
-
-    def saved(self) -> bool:
-        return self._finite
-
-    def _resume(self) -> float:
-        """Restores the newest checkpoint, of any layout. Returns the seconds of training before it."""
-        trained = self._trained
-        found = self._held.load(self.folder.checkpoints)
-        if found is None:
-            return 0.0
-        trained.schedule.load_state_dict(found["schedule"])
-        for group, saved in zip(trained.optimizer.param_groups, found["groups"], strict=False):
-            group.update(saved)
-        seconds = self._count_on(found)
-        self._draw_anew()
-        return seconds

@@ -1,4 +1,4 @@
-from training.script import launch
+from training.start.script import launch
 
 if __name__ == "__main__":
     from training.plan.command import main

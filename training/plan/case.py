@@ -17,9 +17,9 @@ import torch
 
 from core.checkpoint.stored import parse_json, reason
 from core.errors import UserError
-from training.data import from_home
+from training.data.files import from_home
 from training.recipe import find
-from training.workers import least_seconds
+from training.start.workers import least_seconds
 
 # bytes per value that an activation function keeps in addition to its input and its result
 ACTIVATIONS = {"gelu": 0, "gelu_pytorch_tanh": 0, "gelu_new": 12, "silu": 0}
@@ -420,8 +420,7 @@ class Software:
 
     Attributes:
         value: Bytes of a value in matrix products.
-        gloo: Whether FSDP2 does not communicate during computation, a reduce-scatter is an all-reduce, and a broadcast
-            uses a tree.
+        gloo: Whether FSDP2 does not communicate during computation, and a reduce-scatter is an all-reduce.
         reserve: Bytes that no part counts.
     """
 

@@ -12,8 +12,8 @@ from time import perf_counter
 import tyro
 
 from core.errors import UserError
-from training.data import paths_from_home
-from training.layouts.layout import Layout
+from training.data.files import paths_from_home
+from training.layout import Layout
 from training.plan import methods, time
 from training.plan.case import (
     FLOAT32,
@@ -36,7 +36,7 @@ COLUMNS = "{:>2} {:<28} {:<13} {:<24} {:>6} {:>8} {:>10} {:>6} {:>6} {:>7}"
 TITLES = ("", "layout", "micro, again", "tau, format, merge", "GB", "s/step", "tokens/s", "MFU", "bubble", "exposed")
 LOSS = (
     "loss is left out: after 2,000 steps of a 0.07 M model tau 24 cost 4.6 +- 0.5 % against ddp, tau 2 1.6 +- 0.2 % "
-    "(results/loss.md); layouts within 1 % are ordered by tau"
+    "(results/loss.md); layouts within 1 % are ordered by tau; a round sends one payload, not fragments"
 )
 
 

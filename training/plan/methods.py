@@ -7,18 +7,17 @@ an all-reduce of A seconds:
                                  as in training/plan/time.py
     local, slowmo, diloco        (tau T + B + A) / tau                      the loop waits for the all-reduce
     overlap_local, co2           (max(tau T, A) + B) / tau                  the all-reduce runs under the next round
-    co2 recommended              the same, with tau and compression chosen as in core/tau.py
+    co2 recommended              the same, with tau, compression and fragments that core/tau.py chooses from T, A, B
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import tyro
 
 from core.config import CO2Config
+from core.doctor.report import choose
 from core.errors import UserError
-from core.tau import COST, smallest_tau
 from training.plan.case import BITS, FORMATS, GREATEST, SMALLEST, collective
 from training.plan.time import last_bucket, under_backward
 
@@ -51,6 +50,7 @@ class Speed:
     """A method's predicted speed.
 
     Attributes:
+        fragments: Parts of the payload whose all-reduces follow each other in a round.
         step_seconds: Seconds per local step, communication included.
         allreduce_seconds: Seconds of an all-reduce.
         exposed_seconds: Seconds per round in which the loop waits.
@@ -60,6 +60,7 @@ class Speed:
     method: str
     workers: int
     tau: int
+    fragments: int
     compression: str
     step_seconds: float
     allreduce_seconds: float
@@ -78,9 +79,11 @@ class Speed:
 
 def predict(method: str, work: Work, workers: int, tau: int = 48) -> Speed:
     """The speed of one of METHODS. ddp and the recommended settings do not read tau."""
-    compression, boundary = "float32", work.boundary
+    compression, boundary, fragments = "float32", work.boundary, 1
     if method == RECOMMENDED:
-        tau, compression = recommended(work, workers)
+        seconds = {kind: work.allreduce(workers, kind) for kind in ("float32", "int4")}
+        chosen = choose(CO2Config.recommended(), workers, work.step, seconds, boundary)
+        tau, compression, fragments = chosen["tau"], chosen["compression"], chosen["fragments"]
     if method == "ddp":
         tau, boundary = 1, 0.0
     whole = work.allreduce(workers, compression)
@@ -92,23 +95,7 @@ def predict(method: str, work: Work, workers: int, tau: int = 48) -> Speed:
         exposed = whole if method in BLOCKING else max(0.0, whole - tau * work.step)
     step = work.step + (boundary + exposed) / tau
     sent = 2 * (workers - 1) / workers * FORMATS[compression] * work.parameters / tau
-    return Speed(method, workers, tau, compression, step, whole, exposed, sent)
-
-
-def recommended(work: Work, workers: int) -> tuple[int, str]:
-    """The tau and the format that CO2Config.recommended settles on.
-
-    The format is int4, unless a float32 average arrives within a local step or needs no larger tau. tau outlasts the
-    all-reduce by the config's margin, and keeps a boundary's own work at COST of the time.
-    """
-    config = CO2Config.recommended(workers)
-    seconds = {compression: work.allreduce(workers, compression) for compression in ("int4", "float32")}
-    least = max(1, math.ceil(work.boundary / (COST * work.step)))
-    taus = {
-        compression: max(least, smallest_tau(s, work.step, config.tau_margin)) for compression, s in seconds.items()
-    }
-    compression = "float32" if seconds["float32"] <= work.step or taus["float32"] <= taus["int4"] else "int4"
-    return min(taus[compression], config.tau_max), compression
+    return Speed(method, workers, tau, fragments, compression, step, whole, exposed, sent)
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
@@ -152,13 +139,14 @@ def table(options: Options) -> Iterator[str]:
     """The lines of the table, with every method at every number of workers."""
     o = options
     work = Work(o.parameters, o.step, o.gbit * 1e9 / BITS, o.latency, o.boundary, o.trees)
-    titles = "workers", "method", "tau", "compression", "steps/s", "exposed", "MB/step", "all-reduce"
-    yield "{:>7}  {:<16}{:>4}  {:<11}{:>9}{:>9}{:>10}{:>13}".format(*titles)
+    titles = "workers", "method", "tau", "fragments", "compression", "steps/s", "exposed", "MB/step", "all-reduce"
+    yield "{:>7}  {:<16}{:>4}{:>11}  {:<11}{:>9}{:>9}{:>10}{:>13}".format(*titles)
     for workers in o.workers:
         for method in METHODS:
             s = predict(method, work, workers, o.tau)
             speed = f"{s.steps_per_second:>9.4g}{s.exposed_share:>9.1%}{s.bytes_sent / 1e6:>10.4g}"
-            yield f"{workers:>7,}  {method:<16}{s.tau:>4}  {s.compression:<11}{speed}{s.allreduce_seconds:>11.4g} s"
+            chosen = f"{s.tau:>4}{s.fragments:>11}  {s.compression:<11}"
+            yield f"{workers:>7,}  {method:<16}{chosen}{speed}{s.allreduce_seconds:>11.4g} s"
 
 
 def main(argv: Sequence[str]) -> None:

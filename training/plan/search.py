@@ -10,7 +10,7 @@ from functools import cached_property
 import numpy as np
 
 from core.errors import UserError
-from training.layouts.layout import Layout
+from training.layout import Layout
 from training.plan.case import AXES, FORMATS, MERGES, RECOMPUTE, Case, Layouts, Numbers
 from training.plan.memory import memory
 from training.plan.time import seconds
@@ -30,12 +30,6 @@ def named(c: Case) -> Layout:
     x, m = c.layout, int(c.micro_batches)
     sizes = {axis: int(getattr(x, axis)) for axis in NAMED}
     return Layout(**sizes, microbatches=m if m > 1 else 0)
-
-
-def holds(name: Layout, c: Case) -> Numbers:
-    """A mask of the layouts with this name. A name without micro-batches matches any number of them."""
-    same = [np.broadcast_to(getattr(c.layout, axis) == getattr(name, axis), c.layout.shape) for axis in NAMED]
-    return np.all([*same, *([c.micro_batches == name.microbatches] if name.microbatches else [])], axis=0)
 
 
 # -- invalid layouts --------------------------------------------------------------------------------------------------
@@ -111,7 +105,7 @@ def steps(c: Case, split: tuple[int, int, int, int], only: Layout | None = None)
     Args:
         c: The model, the cluster and the batch.
         split: (t, p, d, I).
-        only: Keeps the chunks and micro-batches of this name.
+        only: Keeps the chunks, micro-batches and ZeRO stage of this name.
     """
     tp, pp, dp, islands = split
     share = c.batch // (dp * islands)
@@ -124,7 +118,7 @@ def steps(c: Case, split: tuple[int, int, int, int], only: Layout | None = None)
         methods = [(tau, *kind) for tau in TAUS for kind in kinds]
     chunks, zeros = CHUNKS if pp > 1 else (1,), range(4 if dp > 1 else 1)
     if only is not None:
-        chunks = (only.v,)
+        chunks, zeros = (only.v,), (only.zero,)
     inner = micros, chunks, zeros, range(len(RECOMPUTE))
     *axes, which = (axis.ravel() for axis in np.meshgrid(*inner, np.arange(len(methods)), indexing="ij"))
     one = np.ones_like(which)
@@ -224,8 +218,6 @@ def plan(case: Case, only: Layout | None = None) -> Plan:
     if whole:
         every = Layouts(*(np.concatenate([getattr(part, axis) for part in whole]) for axis in AXES))
         kept = sieve(replace(case, layout=every), OF_STEPS, dropped)
-    if only is not None and whole:
-        kept = replace(kept, layout=kept.layout[holds(only, kept)])
     if not kept.layout.shape[0]:
         raise UserError(
             f"no layout can be: failures by reason: {listed(dropped)}: give another --batch, --nodes or --per_node"

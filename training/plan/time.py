@@ -119,7 +119,6 @@ def data(c: Case) -> Numbers:
     left = np.where(by_ddp, ring(c, last_bucket(size)), 0.0)
     values = np.where(by_zero, s.value, WORD) * c.largest
     gathered = np.where(x.zero == 3, 2.0 * m, np.where(x.zero > 0, 1.0, 0.0)) / 2 * ring(c, values)
-    gathered = np.where((x.zero == 1) & s.gloo, broadcasts(c, values), gathered)
     return np.maximum(left, reduced - hidden) + np.maximum(0.0, gathered - prefetch * compute)
 
 
@@ -141,18 +140,6 @@ def ring(c: Case, size: Numbers) -> Numbers:
     x = c.layout
     many = np.where(x.zero >= 2, c.layers + 1, np.where(x.tp * x.pp > 1, 12 * c.layers, 1))
     return many * c.cluster.allreduce(size / many, x.dp, x.tp)
-
-
-def broadcasts(c: Case, size: Numbers) -> Numbers:
-    """`log2(q) size / inside + log2(d / q) q size / B + log2(d) 12 l/p A`: ZeroRedundancyOptimizer's broadcasts [O]
-
-    There is one broadcast per tensor, along gloo's binomial trees. The q ranks of a node share its network card.
-    """
-    x, k = c.layout, c.cluster
-    q = np.minimum(x.dp, np.maximum(1, k.per_node // x.tp))
-    wide = np.ceil(np.log2(x.dp / q)) * sent(c, q * size, x.dp, x.tp)
-    each = np.ceil(np.log2(x.dp)) * 12 * c.layers * k.hop(x.dp, x.tp)
-    return np.log2(q) * size / k.inside + wide + each
 
 
 def optimizer(c: Case) -> Numbers:

@@ -1,8 +1,7 @@
 """The progress of a run: this worker's place in it, its counters, and the state of what it trains."""
 
 import contextlib
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,12 +15,13 @@ from core.checkpoint.runs import load_model, load_optimizer, of_optimizer
 from core.groups import host_group
 from core.hooks import Requests, Snapshot
 from core.local_update import LocalUpdateMethod
+from training.counters import Averages, Period, Stopwatch
 from training.recipe import Recipe
-from training.workers import has_bfloat16, make_link, rank, world_size
+from training.start.workers import has_bfloat16, make_link, rank, world_size
 
 
 class Progress:
-    """The state that Run shares with its part for other workers (training/fixed.py, training/elastic.py).
+    """The state that Run shares with its part for other workers (training/loop/static_run.py, training/elastic.py).
 
     Under a layout several ranks count as one of the data_workers.
 
@@ -36,7 +36,7 @@ class Progress:
         self.step = self.total = 0
         self.clock = Stopwatch()
         self.means = Averages()
-        self.evaluation = Every(0)
+        self.evaluation = Period(0)
         self.link = make_link(recipe.link_mbit, device)
         self.scaler = torch.amp.GradScaler(device.type) if recipe.precision == "float16" else None
         by_time = recipe.interval("eval_every", 1)[1] > 0
@@ -84,7 +84,7 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Due:
+class Actions:
     """The actions that a loop has to take after a step."""
 
     evaluation: bool
@@ -92,77 +92,8 @@ class Due:
     stop: bool
 
 
-class Every:
-    """Says when an action that repeats every `period` steps (0: never) is due, if asked at some steps after `start`."""
-
-    def __init__(self, period: int, start: int = 0):
-        self.period = period
-        self._last = start
-
-    def due(self, step: int) -> bool:
-        """Returns whether the run has passed a multiple of the period since this was last True."""
-        if due := self.would_be(step):
-            self._last = step
-        return due
-
-    def would_be(self, step: int) -> bool:
-        """Returns the same as `due`, without recording the answer."""
-        return self.period > 0 and step // self.period > self._last // self.period
-
-
-class Averages:
-    """Running averages of scalars, kept on their device until they are read."""
-
-    def __init__(self) -> None:
-        self._sums: dict[str, Tensor] = {}
-        self._count = 0
-
-    def add(self, scalars: dict[str, Tensor]) -> None:
-        """Adds one step's values, each 0-d, always with the same names."""
-        for name, value in scalars.items():
-            self._sums[name] = self._sums.get(name, 0) + value.detach().float()
-        self._count += 1
-
-    def pop(self) -> dict[str, Tensor]:
-        """Returns the averages since the last call."""
-        means = {name: total / self._count for name, total in self._sums.items()}
-        self._sums, self._count = {}, 0
-        return means
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"sums": dict(self._sums), "count": self._count}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._sums, self._count = dict(state["sums"]), state["count"]
-
-
-class Stopwatch:
-    """Measures the seconds of training, without evaluations and checkpoints."""
-
-    def __init__(self) -> None:
-        self._seconds = 0.0
-        self._since: float | None = None  # start of the present interval
-
-    @property
-    def seconds(self) -> float:
-        return self._seconds + (time.perf_counter() - self._since if self._since is not None else 0.0)
-
-    def start(self, seconds: float = 0.0) -> None:
-        """Starts from `seconds`, the training time of the run that is resumed."""
-        self._seconds, self._since = seconds, time.perf_counter()
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Excludes the time of the block."""
-        self._seconds, self._since = self.seconds, None
-        try:
-            yield
-        finally:
-            self._since = time.perf_counter()
-
-
 @dataclass(frozen=True)
-class Trained:
+class TrainState:
     """The model and all that trains it, the parts of a checkpoint.
 
     Attributes:

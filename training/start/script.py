@@ -20,7 +20,7 @@ from typing import Any
 
 from core import UserError
 from core.errors import CollectiveError, DivergedError
-from training.workers import refuse, world_size
+from training.start.workers import refuse, world_size
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # to stop
 OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE)

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from core.checkpoint.stored import reason
 from core.errors import UserError
-from training.data import paths_from_home, share
+from training.data.files import paths_from_home, share
 from training.recipe import Recipe
-from training.weights import Weights, load_weights, read_names, read_recipe, read_weights
+from training.weights.read import Weights, load_weights, read_names, read_recipe, read_weights
 
 R = TypeVar("R", bound=Recipe)
 

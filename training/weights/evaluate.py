@@ -17,12 +17,13 @@ from torch import nn
 from core.checkpoint.runs import finished
 from core.checkpoint.stored import reason
 from core.errors import UserError
-from training.data import paths_from_home
-from training.folder import settings, table
-from training.progress import Progress
+from training.data.files import paths_from_home
+from training.folder.run_folder import table
+from training.folder.settings import settings
+from training.loop.progress import Progress
 from training.recipe import Recipe
-from training.weights import load_weights, read_config, read_recipe
-from training.workers import join, pick_device, rank, tune, world_size
+from training.start.workers import join, pick_device, rank, tune, world_size
+from training.weights.read import load_weights, read_config, read_recipe
 
 R = TypeVar("R", bound=Recipe)
 Results = dict[str, float]
@@ -45,10 +46,9 @@ class EvaluateOptions:
 
 
 class Evaluation(Progress):
-    """The part of training.run.Run that evaluations need, for a model that is not being trained."""
+    """The part of training.loop.run.Run that evaluations need, for a model that is not being trained."""
 
     draws = False  # pyright: ignore
-    given: EvaluateOptions
 
     def paused(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -57,9 +57,9 @@ class Evaluation(Progress):
         """Does nothing, because the command prints the results."""
 
 
-def evaluate_run(kind: type[R], open_task: Open[R], prog: str, options: Any = EvaluateOptions) -> None:
+def evaluate_run(kind: type[R], open_task: Open[R], prog: str) -> None:
     """Runs the command `prog` of the task with these recipes."""
-    given = paths_from_home(tyro.cli(options, prog=prog, console_outputs=rank() == 0))
+    given = paths_from_home(tyro.cli(EvaluateOptions, prog=prog, console_outputs=rank() == 0))
     recipe = read_recipe(given.run, kind)
     if given.out and rank() == 0:
         _check_file(given.out)
@@ -72,9 +72,7 @@ def evaluate_run(kind: type[R], open_task: Open[R], prog: str, options: Any = Ev
     model, evaluate = open_task(recipe)
     load_weights(model, given.weights or given.run, "weights" if given.weights else "run")
     model.to(device)
-    run = Evaluation(recipe, device)
-    run.given = given
-    results = evaluate(run)
+    results = evaluate(Evaluation(recipe, device))
     if rank() == 0:
         of = given.weights or f"{given.run}, {finished(given.run / 'checkpoints')[0]}"
         print(f"{recipe.name} {recipe.method}: {of}\n{table(results)}", flush=True)

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import sys
-import types
 import typing
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,9 +20,9 @@ from torch import Tensor, nn
 from core.checkpoint.runs import finished, load_newest, unlike, with_versions
 from core.checkpoint.stored import parse_json, plain_makers, reason, regular
 from core.errors import UserError
-from training.data import printable
+from training.data.files import printable
 from training.recipe import Recipe
-from training.workers import rank
+from training.start.workers import rank
 
 R = TypeVar("R", bound=Recipe)
 # under which libraries store weights, preferred first
@@ -127,12 +126,12 @@ def read_recipe(folder: Path, kind: type[R]) -> R:
         raise UserError(f"{folder} is a run of {made}: use its own task's command")
     try:
         return _rebuilt(kind(), stored)
-    except TypeError as error:
+    except (TypeError, ValueError, AttributeError, LookupError) as error:
         raise UserError(f"{folder / 'config.json'} is damaged ({error}): restore it") from None
 
 
 def _rebuilt(default: Any, stored: Any) -> Any:
-    """Returns `default` with the stored values. JSON has no paths and no tuples. Another type is a TypeError."""
+    """Returns `default` with the stored values. JSON has no paths and no tuples."""
     if not isinstance(stored, dict):
         raise TypeError(f"{stored!r:.60} in place of settings")
     hints, changes = typing.get_type_hints(type(default)), dict[str, Any]()
@@ -144,27 +143,8 @@ def _rebuilt(default: Any, stored: Any) -> Any:
             value = tuple(value)
         elif isinstance(value, str) and Path in (hints[name], *typing.get_args(hints[name])):
             value = Path(value)
-        if not _fits(value, hints[name]):
-            raise TypeError(f"{name}={value!r:.60}")
         changes[name] = value
     return dataclasses.replace(default, **changes)
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    """Returns whether a value has the type of a setting."""
-    kind, args = typing.get_origin(hint), typing.get_args(hint)
-    if kind in (typing.Union, types.UnionType):
-        return any(_fits(value, one) for one in args)
-    if kind is typing.Literal:
-        return value in args
-    if kind is tuple:
-        if not isinstance(value, tuple):
-            return False
-        of_each = args[:1] * len(value) if args[-1:] == (...,) else args
-        return len(value) == len(of_each) and all(map(_fits, value, of_each))
-    if hint in (int, float):
-        return isinstance(value, (int, hint)) and not isinstance(value, bool)
-    return hint is Any or isinstance(value, kind or hint)
 
 
 def run_weights(folder: Path, like: nn.Module) -> dict[str, Tensor]:

@@ -20,23 +20,25 @@ from core.checkpoint import stored
 from core.checkpoint.runs import random_state, set_random_state
 from core.errors import UserError
 from core.local_update import LocalUpdateMethod
-from training.data import mix
-from training.folder import RoundLog, RunFolder, settings
-from training.progress import Due, Progress, Trained
-from training.workers import join, largest_of_workers, make_mesh
+from training.data.samples import mix
+from training.folder.rounds import RoundLog
+from training.folder.run_folder import RunFolder
+from training.folder.settings import settings
+from training.loop.progress import Actions, Progress, TrainState
+from training.start.workers import join, largest_of_workers, make_mesh
 
 T = TypeVar("T")
 NEEDS = {"node": int, "rng": dict, "means": dict, "totals": dict}  # what _resume reads, see load_newest
 
 
-class Fixed:
+class StaticRun:
     """One worker's part in a run with a fixed set of workers.
 
     Attributes:
         mesh: [nodes, workers per node] if the workers of a node synchronize every step, else None.
     """
 
-    _trained: Trained
+    _trained: TrainState
 
     def __init__(self, run: Progress, folder: RunFolder, rounds: RoundLog):
         self.run, self.folder, self.rounds = run, folder, rounds
@@ -99,7 +101,7 @@ class Fixed:
             **r.own_settings,
         )
 
-    def begin(self, trained: Trained, samples: int, epoch: int) -> float:  # noqa: ARG002
+    def begin(self, trained: TrainState, samples: int, epoch: int) -> float:  # noqa: ARG002
         """Resumes if the recipe says so. Returns the seconds of training that led to the state."""
         self._trained, self._hand_over = trained, trained.hand_over
         seconds = self._resume() if self.run.recipe.resume else 0.0
@@ -110,7 +112,7 @@ class Fixed:
         """Yields the batches of steps `start` to `total`."""
         return make(self.run.recipe, self.run.rank, self.run.world_size, start, total)
 
-    def come_together(self, due: Due) -> Due:
+    def come_together(self, due: Actions) -> Actions:
         """Returns the same `due` on all workers.
 
         In a node a worker only receives requests from workers with the same place in other nodes.
@@ -118,7 +120,7 @@ class Fixed:
         run, method = self.run, self._trained.method
         if isinstance(method, LocalUpdateMethod) and method.total_world_size < run.world_size and method.at_boundary:
             assert self.mesh is not None
-            return Due(*map(bool, largest_of_workers([*vars(due).values()], self.mesh.get_group(1))))
+            return Actions(*map(bool, largest_of_workers([*vars(due).values()], self.mesh.get_group(1))))
         return due
 
     def sum(self, values: Tensor) -> Tensor:
@@ -220,7 +222,7 @@ class Fixed:
 
 
 def _zero() -> Any:
-    """Returns training.zero. It is imported on first use, because FSDP takes half a second to import."""
-    from training import zero
+    """Returns layouts/zero.py. It is imported on first use, because FSDP takes half a second to import."""
+    from training.layouts import zero
 
     return zero

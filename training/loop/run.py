@@ -24,14 +24,16 @@ from core.guards import failure
 from core.hooks import forget
 from core.local_update import LocalUpdateMethod
 from training.checks import check_batch_norm, check_start
+from training.counters import Period
 from training.elastic import Elastic
-from training.fixed import Fixed
-from training.folder import RoundLog, RunFolder
+from training.folder.rounds import RoundLog
+from training.folder.run_folder import RunFolder
+from training.loop.progress import Actions, Progress, TrainState
+from training.loop.static_run import StaticRun
 from training.optim import clip_gradients
-from training.progress import Due, Every, Progress, Trained
 from training.recipe import Recipe, momentum_note
-from training.script import StopSignal, lost_output
-from training.workers import check_compiler, pick_device, tune, world_size
+from training.start.script import StopSignal, lost_output
+from training.start.workers import check_compiler, pick_device, tune, world_size
 
 T = TypeVar("T")
 
@@ -50,7 +52,7 @@ class Run(Progress):
     """
 
     mesh: DeviceMesh | None
-    _trained: Trained
+    _trained: TrainState
     _now = staticmethod(time.monotonic)
 
     def __init__(self, recipe: Recipe):
@@ -59,9 +61,9 @@ class Run(Progress):
         tune(self.device, tf32=recipe.tf32, cudnn_benchmark=recipe.cudnn_benchmark)
         self.folder = RunFolder(recipe.folder, -1 if recipe.elastic else self.rank, self.clock)
         self.rounds = RoundLog(recipe, self.folder, self.device)
-        kind: Any = Elastic if recipe.elastic else Fixed
+        kind: Any = Elastic if recipe.elastic else StaticRun
         if recipe.layout:  # imported here, because torch's pipelines take a second
-            from training.layouts.resharded import LaidOut as kind
+            from training.loop.layout_run import LayoutRun as kind
         self._workers = kind(self, self.folder, self.rounds)
         self._minutes: dict[str, float] = {}  # of each request that repeats by time
         self._asked_at: dict[str, float] = {}  # seconds, by self._now
@@ -146,16 +148,16 @@ class Run(Progress):
         self.total = total
         extra = {"ema": self._ema, "scaler": self.scaler}
         extra = {name: part for name, part in extra.items() if part is not None}
-        self._trained = Trained(model, optimizer, schedule, method, self.recipe.method, self.snapshots, extra)
+        self._trained = TrainState(model, optimizer, schedule, method, self.recipe.method, self.snapshots, extra)
         if isinstance(method, LocalUpdateMethod):
             method.on_excluded = forget(optimizer)
         seconds = self._workers.begin(self._trained, samples, epoch)
         if self.rank == 0:
             self._tell_settings(total)
         r = self.recipe
-        self.evaluation = Every(r.interval("eval_every", epoch)[0], self.step)
+        self.evaluation = Period(r.interval("eval_every", epoch)[0], self.step)
         steps, minutes = r.interval("checkpoint_every", epoch)
-        self._saving = Every(steps, self.step)
+        self._saving = Period(steps, self.step)
         by_time = {"save": minutes, "evaluate": r.interval("eval_every", epoch)[1]}
         self._minutes = {name: minutes for name, minutes in by_time.items() if minutes}
         self._asked_at = dict.fromkeys(self._minutes, self._now())
@@ -205,7 +207,7 @@ class Run(Progress):
         """Whether the current step is the run's last."""
         return self.step + 1 == self.total
 
-    def after_step(self, closed: bool, **scalars: Tensor) -> Due:
+    def after_step(self, closed: bool, **scalars: Tensor) -> Actions:
         """Counts the optimizer step that was just taken, updates the progress bar, and logs.
 
         Evaluations, checkpoints and stops wait for a round's end. None is due at the run's last step.
@@ -231,7 +233,7 @@ class Run(Progress):
         running = self.step < self.total
         stops = running and self._granted("stop", bool(self._stop.number)) and (closed or dist.is_initialized())
         open_end = running and closed
-        due = Due(
+        due = Actions(
             evaluation=open_end and (self.evaluation.due(self.step) | self._minutes_over("evaluate")),
             checkpoint=open_end and (self._saving.due(self.step) | self._minutes_over("save")),
             stop=stops,

@@ -1,0 +1,1 @@
+"""How the processes of a run start together, and how a script ends: in one line, once, with nothing left behind."""
