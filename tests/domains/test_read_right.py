@@ -55,7 +55,7 @@ def pixels(folder: Path, index: int = 0) -> np.ndarray:
 # -- images -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["a.png", "a.tif", "a.pgm"])
+@pytest.mark.parametrize("name", ["a.png", "a.tif"])
 def test_16_bit_greys_keep_their_upper_bits(tmp_path: Path, name: str):
     path = save(Image.fromarray(RAMP), tmp_path / "train" / "x" / name)
     wanted = np.repeat((RAMP >> 8).astype(np.uint8)[..., None], 3, -1)
@@ -84,7 +84,7 @@ def test_pixels_without_a_range_are_refused(tmp_path: Path, values: np.ndarray, 
         LoadImage().transform({"img_path": str(path)})
 
 
-@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK"])
+@pytest.mark.parametrize("mode", ["1", "P", "RGBA", "CMYK"])
 def test_8_bit_modes_are_what_pillow_makes_of_them(tmp_path: Path, mode: str):
     colours = np.random.default_rng(0).integers(256, size=(8, 8, 3), dtype=np.uint8)
     path = save(Image.fromarray(colours).convert(mode), tmp_path / "train" / "x" / "a.tif")
@@ -301,12 +301,9 @@ BOM = "\ufeff"
         "One\na\n\x0c\nTwo\n",
         "One\r\na\r\n\x0c\r\nTwo\r\n",
         "One\ra\r\x0c\rTwo\r",
-        BOM + "One\na\n\x0c\nTwo\n",
         BOM + "One\r\na\r\n\x0c\r\n" + BOM + "Two\r\n",
         "One\na\n" + BOM + "\x0c\nTwo\n",
-        "One\na\n \x0c\t\nTwo\n",
         "One\na\n\xa0\x0c \nTwo\n",
-        "One\na\n\x0c\x0c\nTwo\n",
         "\x0c\nOne\na\n\x0c\nTwo\n\x0c",
     ],
 )
