@@ -411,7 +411,8 @@ class LocalUpdateMethod(Loop, SavedMethod, ABC):
             self.scalars.place.mul_(self.reducer.scale)
             self._deliver_scalars()
             self._is_last = finished and self._finished.item() > 1 - 1e-6  # an average may be rounded
-        is_empty = self._is_last and self._steps.item() == 0.0
+        # of a round that finish() has ended before, the other fragments are sent again
+        is_empty = finished and (self._is_last or self.fragment > 0) and self._steps.item() == 0.0
         for bucket, _ in self._own_buffers if not self.fragment else ():
             self._average_buffers(bucket, is_empty=is_empty)
         if not is_empty:

@@ -12,7 +12,7 @@ data. transformers' DataCollatorForLanguageModeling draws masks from one generat
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -65,7 +65,7 @@ class Corpus:
         mask: The mask token's id, or None as for pad.
         bos: The id that begins a masked model's window, or None if the end-of-text token does (all but RoBERTa's own).
         tokenizer: None if the folder has no tokenizer.json.
-        token_bytes: int64 [vocab_size], the number of UTF-8 bytes that each token represents.
+        token_bytes: int64 [vocab_size], the UTF-8 bytes of each token. None unless the tokenizer is byte-level.
     """
 
     folder: Path
@@ -105,7 +105,7 @@ def load_corpus(folder: Path) -> Corpus:
         raise UserError(f"{tokenizer_file} has other tokens than {folder / 'meta.json'} says: restore it, or remove it")
     files = (open_tokens(folder / f"{f}.bin", meta["dtype"], vocab_size, meta[f]) for f in ("train", "val"))
     ids = {key: meta[key] for key in ("eot", "pad", "mask", "bos")}
-    sizes = None if tokenizer is None else bytes_per_token(tokenizer)
+    sizes = bytes_per_token(tokenizer) if tokenizer is not None and is_byte_level(tokenizer) else None
     return Corpus(folder, *files, vocab_size, **ids, tokenizer=tokenizer, token_bytes=sizes)
 
 
@@ -205,6 +205,11 @@ def check_tokens(tokens: np.ndarray, vocab_size: int, file: Path) -> None:
         raise UserError(
             f"{file} holds token {largest}, outside its vocabulary of {vocab_size}: wrong tokenizer or dtype"
         )
+
+
+def is_byte_level(tokenizer: Tokenizer) -> bool:
+    """Returns whether each byte is a character of the vocabulary. A model's own tokenizer may have another decoder."""
+    return '"ByteLevel"' in json.dumps(json.loads(tokenizer.to_str())["decoder"])
 
 
 def bytes_per_token(tokenizer: Tokenizer) -> Tensor:
@@ -359,7 +364,7 @@ STAND_IN = "gpt2_pydoc_small"
 GUTENBERG_HELD_OUT = 4  # books; with seed 0 they are about 3 % of the text
 # Whole topics of the documentation, about a seventh of its text.
 PYDOC_HELD_OUT = ("calls", "formatstrings", "import", "objects", "raise", "typesmapping")
-_FORMAT = "2"  # part of every cache key; raise it if the files' content changes for the same source
+_FORMAT = "3"  # part of every cache key; raise it if the files' content changes for the same source
 
 
 def open_corpus(name: CorpusName, vocab_size: int) -> Corpus:
@@ -442,19 +447,11 @@ def open_text(folder: Path, tokenizer: Tokenizer, end: int) -> Corpus:
     """
     tokenizer = Tokenizer.from_str(tokenizer.to_str())  # encode_documents changes it
     files = {split: text_files([_text(folder, split)]) for split in ("train", "val")}
-
-    def build(target: Path) -> None:
-        for split, found in files.items():
-            encode_documents(tokenizer, Documents(found), target / f"{split}.bin", end)
-
     named = [(f"{split}/{file.name}".encode(), _content(file)) for split, found in files.items() for file in found]
-    contents = [part for pair in named for part in pair]
-    made = cached(f"text-{_key(*contents, tokenizer.to_str().encode(), str(end).encode())}", build)
-    size, dtype = vocabulary_size(tokenizer), token_dtype(tokenizer)
-    train, val = (open_tokens(made / f"{split}.bin", dtype, size) for split in files)
-    by_bytes = '"ByteLevel"' in json.dumps(json.loads(tokenizer.to_str())["decoder"])
-    sizes = bytes_per_token(tokenizer) if by_bytes else None
-    return Corpus(folder, train, val, size, end, tokenizer=tokenizer, token_bytes=sizes)
+    key = _key(*(part for pair in named for part in pair), tokenizer.to_str().encode(), str(end).encode())
+    texts = [Documents(found) for found in files.values()]
+    made = cached(f"text-{key}", lambda target: write_corpus(*texts, target, tokenizer, [], end))
+    return replace(load_corpus(made), folder=folder)
 
 
 def _content(path: Path) -> bytes:

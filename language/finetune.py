@@ -20,7 +20,7 @@ from language import pretrained, zo_replay
 from language.data import CausalObjective, open_text
 from language.prompts import PromptTask
 from language.train import TextTask, check_windows, learn
-from language.zeroth import Zeroth
+from language.zeroth import ZerothOrder
 from training.loop.run import Run
 
 
@@ -46,8 +46,8 @@ def tune(recipe: FinetuneRecipe) -> None:
         with run.averaged_weights():  # as evaluated
             if run.folder.writes:
                 pretrained.write_model(model, tokenizer, recipe.folder / "model")
-        if run.folder.writes and isinstance(method, Zeroth):
-            zo_replay.write(recipe.folder / "replay", recipe, method.order, before, run.device)
+        if run.folder.writes and isinstance(method, ZerothOrder):
+            zo_replay.write(recipe.folder / "replay", recipe, method, before)
 
 
 def open_task(recipe: FinetuneRecipe, tokenizer: Any, context: int) -> PromptTask | TextTask:

@@ -317,7 +317,12 @@ def _pieces(document: str) -> Iterator[str]:
 
 
 def write_corpus(
-    train: Iterable[str], val: Iterable[str], folder: Path, tokenizer: Tokenizer | int, sources: list[str]
+    train: Iterable[str],
+    val: Iterable[str],
+    folder: Path,
+    tokenizer: Tokenizer | int,
+    sources: list[str],
+    end: int | None = None,
 ) -> dict:
     """Writes a corpus into an empty folder, and returns the content of its meta.json.
 
@@ -327,20 +332,22 @@ def write_corpus(
         folder: The empty folder.
         tokenizer: The tokenizer to use, or the vocabulary size of a new one.
         sources: Names of the text's sources.
+        end: The id that ends a document. None means end_of_text's.
     """
     if isinstance(tokenizer, int):
         tokenizer = train_tokenizer(train, tokenizer)
+    eot = end_of_text(tokenizer) if end is None else end
     meta = dict(
         sources=sources,
         vocab_size=vocabulary_size(tokenizer),
         vocabulary=fingerprint(tokenizer),
         dtype=token_dtype(tokenizer),
-        eot=end_of_text(tokenizer),
+        eot=eot,
         bos=tokenizer.token_to_id(ROBERTAS_BEGIN),
         pad=tokenizer.token_to_id(PAD),
         mask=tokenizer.token_to_id(MASK),
-        train=asdict(encode_documents(tokenizer, train, folder / "train.bin")),
-        val=asdict(encode_documents(tokenizer, val, folder / "val.bin")),
+        train=asdict(encode_documents(tokenizer, train, folder / "train.bin", eot)),
+        val=asdict(encode_documents(tokenizer, val, folder / "val.bin", eot)),
     )
     (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     (folder / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")

@@ -3,7 +3,6 @@
 Nothing is downloaded, no pickle is read, and no code from a folder is run.
 """
 
-import os
 import re
 import shutil
 import sys
@@ -27,7 +26,7 @@ from core.errors import UserError
 from language.finetune_recipes import FinetuneRecipe, LoraConfig
 from language.model import blocks_of
 from language.prepare import vocabulary_size
-from training.data.files import share
+from training.data.files import build_whole, share
 from training.data.samples import mix, seeded
 from training.optim import recompute
 from training.start.workers import rank
@@ -178,23 +177,24 @@ def positions(model: nn.Module, context: int | None) -> int:
 
 def write_model(model: nn.Module, tokenizer: Any, target: Path) -> None:
     """Writes a folder in the opened folder's format, or peft's for adapters. It appears only when it is complete."""
-    fresh, old = (target.with_name(f".{target.name}.{what}") for what in ("tmp", "old"))
-    for path in (fresh, old):
-        shutil.rmtree(path, ignore_errors=True)
     of_transformers: Any = model
     if hasattr(of_transformers, "opened_use_cache"):
         of_transformers.config.use_cache = of_transformers.opened_use_cache
-    try:
-        fresh.mkdir(parents=True)
+    old = target.with_name(f".{target.name}.old")
+
+    def build(fresh: Path) -> None:
         of_transformers.save_pretrained(fresh)
         tokenizer.save_pretrained(fresh)
         share(fresh)
+        shutil.rmtree(old, ignore_errors=True)
+        if target.exists():
+            target.rename(old)
+
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        build_whole(target, build)
     except Exception as error:  # safetensors and tokenizers wrap the system's error in their own
-        shutil.rmtree(fresh, ignore_errors=True)
         raise UserError(f"{target}: cannot be written ({reason(error)}): make room, and give --resume") from None
-    if target.exists():
-        os.replace(target, old)
-    os.replace(fresh, target)
     shutil.rmtree(old, ignore_errors=True)
 
 

@@ -25,8 +25,6 @@ GPT2_VOCABULARY = 50257  # as in nanoGPT's prepare.py; the end-of-text token is 
 class RingsConfig:
     """Settings of balance rings."""
 
-    room: int | None = None
-    """Tokens of a row that fit in a worker's memory. Longer documents are split over workers. None: no limit."""
     costs: tuple[float, ...] = ()
     """Measured costs, to skip the measurement at the start, which prints them. The first four are seconds per layer for
     both passes: attention per squared token, the rest per token, a ring's hop, and each token of a hop. Two more give
@@ -54,9 +52,6 @@ class TextRecipe(Recipe):
     workers equal work and equally many tokens per round. tokens gives the next document to the worker with the fewest
     tokens. rings is as round among nodes, and the workers of a node (per_node) split long documents. none uses windows
     of the text, which run across documents, or equally many prompts per worker."""
-    crossing: float | None = None
-    """For balance round and rings, the length in tokens at which attention costs as much as the rest of the model. None
-    means 12 times the model's width."""
     rings: RingsConfig = field(default_factory=RingsConfig)
 
     def __post_init__(self) -> None:
@@ -65,10 +60,6 @@ class TextRecipe(Recipe):
             self._check_zeroth_order()
         self.check(loader_workers=(0, 1000))
         self.check_least(epoch_steps=1)
-        if self.crossing is not None and not self.crossing > 0:
-            raise UserError(f"crossing={self.crossing}: give tokens, above 0")
-        if self.crossing is not None and self.balance not in ("round", "rings"):
-            raise UserError(f"crossing={self.crossing} is balance round's own: leave it out, or add --balance round")
         if self.balance != "none":
             self._check_balance()
         if self.balance == "rings" or self.rings != RingsConfig():
@@ -107,14 +98,11 @@ class TextRecipe(Recipe):
 
     def _check_rings(self) -> None:
         """Refuses an island of one worker, and wrong settings of rings."""
-        room, costs = self.rings.room, self.rings.costs
+        costs = self.rings.costs
         if self.balance == "rings" and self.per_node == 1:
             raise UserError("balance='rings' with per_node=1: nobody could split a document; add --per_node 2 or more")
         if self.balance != "rings":
-            given = f"costs={costs}" if costs else f"room={room}"
-            raise UserError(f"rings.{given} is balance rings' own: leave it out, or add --balance rings")
-        if room is not None and room < 1:
-            raise UserError(f"rings.room={room}: give tokens, 1 or more")
+            raise UserError(f"rings.costs={costs} is balance rings' own: leave it out, or add --balance rings")
         if costs and (len(costs) not in (4, 6) or min(costs) < 0):
             raise UserError(f"rings.costs={' '.join(map(str, costs))}: give 4 or 6 numbers, 0 or more")
 

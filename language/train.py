@@ -47,7 +47,7 @@ from language.metrics import (
     token_loss,
 )
 from language.model import blocks_of, build_model, is_causal, make_optimizer
-from language.zeroth.method import Zeroth, of_run
+from language.zeroth import ZerothOrder, of_run
 from training.data.samples import generator, steps_per_epoch
 from training.elastic import repeated
 from training.layout import Layout
@@ -164,7 +164,7 @@ class TextTask:
         return evaluate(run, model, self.corpus, self.objective, self.texts if at_end else some)
 
 
-def learn(run: Run, recipe: TextRecipe, model: nn.Module, task: TextTask | PromptTask) -> Method | Zeroth | None:
+def learn(run: Run, recipe: TextRecipe, model: nn.Module, task: TextTask | PromptTask) -> Method | ZerothOrder | None:
     """Runs the loop: optimizer steps, method.step(), and at round boundaries evaluations and checkpoints.
 
     The model, from run.shard, stays in its mode, because fine-tuning has no dropout.
@@ -180,20 +180,23 @@ def learn(run: Run, recipe: TextRecipe, model: nn.Module, task: TextTask | Promp
     make = task.batches
     if recipe.method == "zo":
         wrapped, method = model, of_run(run, model, optimizer, blocks_of(model))
-        make = method.dealing(make)
+        place = method.data_rank, method.data_workers  # both workers of a pair get the same data
+        make = lambda recipe, rank, workers, start, total: task.batches(recipe, *place, start, total)  # noqa: E731
     else:
         wrapped, method = run.make_method(model, optimizer)
     run.begin(model, optimizer, schedule, method, epoch=epoch, total=total, samples=task.samples)
 
     wrapped.train(model.training)
     for batch in run.batches(dealt.following(method) if dealt else make):
-        if isinstance(method, Zeroth):  # two forward passes replace the gradient and its step
+        if isinstance(method, ZerothOrder):  # two forward passes replace the gradient, its step, and a round
+            method.lr = optimizer.param_groups[0]["lr"]
             loss = measure(run, recipe, method, batch)
         else:
             loss = backward(run, recipe, wrapped, batch)
             run.update(model, optimizer)
         schedule.step()
-        due = run.after_step(method.step(last=run.at_last_step), train_loss=loss)
+        closed = isinstance(method, ZerothOrder) or method.step(last=run.at_last_step)
+        due = run.after_step(closed, train_loss=loss)
         if due.evaluation:
             task.evaluate(run, model, at_end=False)
         if due.checkpoint:
@@ -227,14 +230,15 @@ def backward(run: Run, recipe: TextRecipe, wrapped: nn.Module, batch: Batch | Ro
     return batch.mean_loss(loss) if isinstance(batch, Rows) else loss
 
 
-def measure(run: Run, recipe: TextRecipe, method: Zeroth, batch: Batch) -> Tensor:
+def measure(run: Run, recipe: TextRecipe, method: ZerothOrder, batch: Batch) -> Tensor:
     """Takes a step of method zo. Returns this worker's average loss over the batch."""
     parts, predicted = micro_batches(run, recipe, batch)
 
     def mean_loss(model: nn.Module) -> Tensor:
         return torch.stack([part_loss(run, model, part) for part in parts]).sum() / predicted
 
-    return method.measure(mean_loss, count=int(predicted))
+    method.step(mean_loss, count=int(predicted))
+    return torch.tensor(method.own_loss, dtype=torch.float64)
 
 
 def micro_batches(run: Run, recipe: TextRecipe, batch: Batch | Rows) -> tuple[list[Part], Tensor | float]:

@@ -20,7 +20,7 @@ from core.errors import UserError
 from language import pretrained
 from language.finetune_recipes import RECIPES, FinetuneRecipe, LoraConfig
 from language.zeroth import ScalarLog, ZerothConfig, ZerothOrder
-from language.zeroth.order import digest, kind_of
+from language.zeroth.order import Noise, digest
 from training.data.files import from_home
 from training.start.script import launch
 
@@ -32,17 +32,12 @@ def tuned_digest(model: nn.Module) -> str:
     return digest([p.data for p in model.parameters() if p.requires_grad])
 
 
-def noise_kind(device: torch.device, config: ZerothConfig) -> str:
-    """Returns the kind of device that draws the noise. On another kind the same seed gives other numbers."""
-    return kind_of(device) if config.rng == "device" else "cpu"
-
-
-def write(folder: Path, recipe: FinetuneRecipe, zo: ZerothOrder, before: str, device: torch.device) -> None:
+def write(folder: Path, recipe: FinetuneRecipe, zo: ZerothOrder, before: str) -> None:
     """Writes OUT/replay after a run. `before` is the tuned_digest of the initial model."""
     folder.mkdir(parents=True, exist_ok=True)
     zo.log.save(folder / "scalars")
     made = {"recipe": {key: value for key, value in asdict(recipe).items() if key in KEPT}}
-    made |= {"before": before, "after": tuned_digest(zo.model), "noise": noise_kind(device, recipe.zeroth)}
+    made |= {"before": before, "after": tuned_digest(zo.model), "noise": zo.weights.noise.kind}
     (folder / "run.json").write_text(json.dumps(made, indent=1) + "\n")
 
 
@@ -80,7 +75,7 @@ def replay(run: Annotated[Path, tyro.conf.Positional], /, model: Path, out: Path
     if out.exists():
         raise UserError(f"{out} exists already: remove it, or give another --out")
     device = torch.device("cuda" if torch.cuda.is_available() and made["noise"] != "cpu" else "cpu")
-    if (here := noise_kind(device, recipe.zeroth)) != made["noise"]:
+    if (here := Noise(0, device).kind) != made["noise"]:
         raise UserError(f"{run}: its noise was drawn on {made['noise']}, here it is {here}: replay it on such a device")
     log = ScalarLog.load(run / "scalars")
     tuned = pretrained.open_model(recipe).to(device)

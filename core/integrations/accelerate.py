@@ -45,8 +45,8 @@ class CO2Training(CO2):
     """A core.CO2 that supports accelerate's gradient accumulation and checkpoints.
 
     Call step() after every batch and finish() before an evaluation. Log what metrics() returns. Inside the block,
-    save_state() first calls finish(). save_state() and load_state() also write and read each worker's own model,
-    optimizer, schedules and outer state, in co2/rankN.pt. A run that was saved between two epochs resumes bit for bit,
+    save_state() first calls finish(). save_state() and load_state() also write and read each worker's own optimizer,
+    schedules and outer state, in co2/rankN.pt. A run that was saved between two epochs resumes bit for bit,
     if a loader that shuffles has accelerate's use_seedable_sampler. In mid-epoch, skip the batches that were trained on
     with accelerate's skip_first_batches(). A new iteration draws from torch's global generator, which changes dropout,
     unless you give the DataLoader generator=torch.Generator(). Random augmentation in loading processes then begins
@@ -161,4 +161,4 @@ class _Checkpoint:
     def _parts(self) -> dict[str, Any]:
         co2, accelerator = self._co2, self._co2.accelerator
         schedules = {f"schedule{i}": schedule for i, schedule in enumerate(accelerator._schedulers)}
-        return {"model": self._model, "optimizer": co2.optimizer, **schedules, "scaler": accelerator.scaler, "co2": co2}
+        return {"optimizer": co2.optimizer, **schedules, "scaler": accelerator.scaler, "co2": co2}

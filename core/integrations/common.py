@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from ..checkpoint.runs import restore_optimizer, with_versions
+from ..checkpoint.runs import restore_optimizer
 from ..checkpoint.stored import plain_makers, reason, unreadable
 from ..co2 import CO2
 from ..config import CO2Config
@@ -198,7 +198,9 @@ def save_own(
     beside: Mapping[str, Any] | None = None,
     **parts: Any,
 ) -> None:
-    """Writes this worker's own state next to the trainer's checkpoint. Every worker must call it.
+    """Writes this worker's own state next to the trainer's checkpoint, which has the model, equal on all workers.
+
+    Every worker must call it.
 
     Args:
         folder: Local folder that all workers can reach.
@@ -215,11 +217,7 @@ def save_own(
     if "://" in str(folder):
         raise UserError(f"{folder}: each worker writes its own file: save to a folder that all workers can reach")
     written: dict[str, Any] = {"workers": _workers(), "rounds": parts["co2"].rounds}
-    for name, part in parts.items():
-        if part is not None:  # frozen parameters are the same on all workers
-            named = part.named_parameters(remove_duplicate=False) if isinstance(part, nn.Module) else ()
-            frozen = {name for name, p in named if not p.requires_grad}
-            written[name] = {key: value for key, value in part.state_dict().items() if key not in frozen}
+    written |= {name: part.state_dict() for name, part in parts.items() if part is not None}
     load = functools.partial(torch.load, weights_only=weights_only)
     problem = unreadable(written, remedy, load) or unreadable(dict(beside or {}), remedy, load)
     if problem := next(filter(None, of_all(problem)), ""):
@@ -248,24 +246,24 @@ def load_own(
         UserError: On all workers, if files are missing or are not of one checkpoint.
     """
     parts = {name: part for name, part in parts.items() if part is not None}
-    path, saved, problem = Path(folder, f"rank{rank}.pt"), dict[str, Any](), ""
-    any_file = next(path.parent.glob("rank*.pt"), None)
+    saved, problem, files = dict[str, Any](), "", len([*Path(folder).glob("rank*.pt")])
+    if not (path := Path(folder, f"rank{rank}.pt")).exists():
+        path = path.with_name(f"rank{rank % max(files, 1)}.pt")
     try:
         with torch.serialization.safe_globals(plain_makers()):  # a schedule computed by NumPy leaves its scalars
-            if any_file is None:
-                problem = f"{folder} is missing, as when a run without CO2 saved: load only the weights"
-            elif not path.exists():
-                workers = torch.load(any_file, map_location="cpu", weights_only=weights_only, mmap=True)["workers"]
-                path = path.with_name(f"rank{rank % workers}.pt")
-            saved = torch.load(path, map_location="cpu", weights_only=weights_only) if any_file else saved
-    except FileNotFoundError:
-        problem = f"{path} is missing: the files there {UNFINISHED}"
+            saved = torch.load(path, map_location="cpu", weights_only=weights_only) if files else saved
     except Exception as error:  # any error: a worker that raised here would leave the other workers waiting
         problem = f"{path} cannot be read ({reason(error)}): resume from an older checkpoint"
-    if saved and saved["workers"] != _workers():
+    if not files:
+        problem = f"{folder} is missing, as when a run without CO2 saved: load only the weights"
+    elif saved and saved["workers"] > files:
+        problem = f"{folder} has {files} of {saved['workers']} workers' files, which {UNFINISHED}"
+    elif saved and saved["workers"] != _workers():
         parts.pop("random", None)  # else several workers would draw the same
     if saved and (lacks := sorted(parts.keys() - saved.keys())):
-        problem = f"a file in {folder} holds no {lacks[0]}: resume with the settings of the run that saved it"
+        problem = (
+            problem or f"a file in {folder} holds no {lacks[0]}: resume with the settings of the run that saved it"
+        )
     reported = of_all((problem, f"{saved.get('workers')} {saved.get('rounds')}"))
     if problem := next((problem for problem, _ in reported if problem), ""):
         raise UserError(f"{who}: {problem}")
@@ -274,18 +272,8 @@ def load_own(
     for name, part in parts.items():
         if isinstance(part, torch.optim.Optimizer):
             restore_optimizer(part, saved[name])
-            continue
-        if not isinstance(part, nn.Module):
+        else:
             part.load_state_dict(saved[name])
-            continue
-        here = part.state_dict()  # frozen parameters are not in the file, so the model is loaded without `strict`
-        missing = part.load_state_dict(with_versions(saved[name], here), strict=False).missing_keys
-        frozen = {name for name, p in part.named_parameters(remove_duplicate=False) if not p.requires_grad}
-        if lacks := [name for name in missing if name in here and name not in frozen]:
-            raise UserError(
-                f"{who}: the files in {folder} hold no {lacks[0]}: resume with the model and the frozen parameters of "
-                "the run that saved them"
-            )
 
 
 def logged(stats: RoundStats) -> dict[str, float]:

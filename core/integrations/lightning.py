@@ -41,8 +41,8 @@ class CO2Strategy(InLoop, DDPStrategy):
     accumulate_grad_batches an update is several batches. The loggers get the last round's statistics under co2/ every
     log_every_n_steps.
 
-    Next to FILE.ckpt, a folder FILE.ckpt.co2 holds each worker's model, optimizer, schedules, outer state and torch's
-    random states. fit(ckpt_path=...) restores them exactly. The data is Lightning's part: a run that was saved between
+    Next to FILE.ckpt, a folder FILE.ckpt.co2 holds each worker's optimizer, schedules, outer state and torch's random
+    states. fit(ckpt_path=...) restores them exactly. The data is Lightning's part: a run that was saved between
     two epochs resumes bit for bit, if the DataLoader has generator=torch.Generator() or the model draws no random
     numbers. Random augmentation in loading processes begins anew. In mid-epoch, Lightning begins the epoch's batches
     anew, unless the loader has state_dict() and load_state_dict().
@@ -191,7 +191,7 @@ class CO2Strategy(InLoop, DDPStrategy):
     def _parts(self) -> dict[str, Any]:
         schedules = {f"schedule{i}": config.scheduler for i, config in enumerate(self.lr_scheduler_configs)}
         scaler = getattr(self.precision_plugin, "scaler", None)
-        parts = {"model": self._module, "optimizer": self.optimizers[0], **schedules, "scaler": scaler, "co2": self.co2}
+        parts = {"optimizer": self.optimizers[0], **schedules, "scaler": scaler, "co2": self.co2}
         return parts | {"random": _Random(self.root_device)}
 
     # -- the end --------------------------------------------------------------------------------------------------

@@ -19,21 +19,20 @@ from mmengine.runner import Runner
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..baselines.local import DiLoCoConfig, OverlapLocalConfig, SlowMoConfig
-from ..baselines.table import METHODS, make_method
+from ..baselines.table import METHODS, REGISTRY, make_method
 from ..buckets import read_blocks
 from ..compression.lgreco.choices import LGrecoConfig
 from ..config import CO2Config, CompressionConfig
 from ..errors import UserError
 from ..groups import local_world_size
 from ..hooks import forget
-from ..local_update import LocalUpdateMethod
 from ..nodes import node_mesh
 from ..stats import RoundStats
-from .common import check_model, check_optimizers, config_or_recommended, leave_at_exit, shield
+from .common import check_mesh, check_model, check_optimizers, config_or_recommended, leave_at_exit, shield
 
 WHO = "CO2Hook"
-OWN = {"co2": CO2Config, "diloco": DiLoCoConfig, "slowmo": SlowMoConfig, "overlap_local": OverlapLocalConfig}
+LOCAL = {name: spec for name, spec in REGISTRY.items() if name in METHODS and spec.local}
+OWN = {"co2": CO2Config} | {spec.settings.key: spec.settings.config for spec in LOCAL.values() if spec.settings}
 INNER = {"compression": CompressionConfig, "lgreco": LGrecoConfig}  # configs inside CO2Config and CompressionConfig
 
 
@@ -74,12 +73,11 @@ class CO2Hook(Hook):
     ):
         if sync_bn not in ("convert", "node", None):
             raise UserError(f"{WHO}: sync_bn={sync_bn!r}: choose convert or node")
-        if method not in METHODS or method == "ddp":
-            raise UserError(
-                f"{WHO}: method={method!r}: choose co2, diloco, local, overlap_local or slowmo; leave out for ddp"
-            )
+        if method not in LOCAL:
+            raise UserError(f"{WHO}: method={method!r}: choose {', '.join(LOCAL)}; leave the hook out for ddp")
         self.method_name, self.average_buffers, self.timeout, self.sync_bn = method, average_buffers, timeout, sync_bn
         self.recommended = method == "co2" and tau is None and not settings
+        check_mesh(WHO, settings)
         if other := settings.keys() - OWN:
             raise UserError(
                 f"{WHO} has no setting {min(other)!r}: it has method, tau, timeout, sync_bn, {', '.join(OWN)}"
@@ -101,9 +99,8 @@ class CO2Hook(Hook):
             raise UserError(f"{WHO}: the model is wrapped in {what}: leave model_wrapper_cfg out")
         layers = [m for m in runner.model.modules() if isinstance(m, nn.SyncBatchNorm)]
         if layers and self.sync_bn == "convert":
-            for (
-                layer
-            ) in layers:  # in place, because the optimizer has its parameters; mmengine's own needs mmcv's kernels
+            # in place, because the optimizer has its parameters; mmengine's own function needs mmcv's kernels
+            for layer in layers:
                 layer.__class__ = _BatchNorm  # pyright: ignore[reportAttributeAccessIssue]
         elif layers and self.sync_bn == "node" and (of_node := local_world_size()) > 1:
             # one group for all layers; the workers of a node close rounds at the same steps
@@ -128,8 +125,7 @@ class CO2Hook(Hook):
         how: dict[str, Any] = {"average_buffers": self.average_buffers, "timeout": self.timeout, **self.configs}
         how["average"] = next((hook.ema_model.module for hook in runner.hooks if isinstance(hook, EMAHook)), None)
         self.method = make_method(self.method_name, runner.model, lr=lambda: groups[0]["lr"], **how)[1]
-        if isinstance(self.method, LocalUpdateMethod):
-            self.method.on_excluded = forget(optim_wrapper.optimizer)
+        self.method.on_excluded = forget(optim_wrapper.optimizer)
         if runner.iter > 0:  # resumed; with load_from, a new training starts
             if self._saved is None:
                 raise UserError(f"{WHO}: the checkpoint was not trained with this hook: use load_from, without resume")

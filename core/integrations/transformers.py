@@ -50,15 +50,14 @@ class CO2Callback(InLoop, TrainerCallback):
     and has the last round's statistics under co2/. A round is tau updates. With gradient accumulation an update is
     several batches. BatchNorm's statistics are averaged.
 
-    A checkpoint's folder also holds each worker's model, optimizer, schedule and outer state, in co2/rankN.pt.
+    A checkpoint's folder also holds each worker's optimizer, schedule and outer state, in co2/rankN.pt.
     resume_from_checkpoint resumes from it bit for bit.
 
     average_tokens_across_devices is switched off, because it makes all workers wait in every step. Each worker then
     normalizes its loss by its own tokens.
 
     Args:
-        trainer: The Trainer, before train() is called. Add this callback after callbacks that request an evaluation or
-            a checkpoint.
+        trainer: The Trainer, before train() is called. Add this callback after callbacks that request a log.
         config: The settings. None uses CO2Config.recommended for these workers and steps.
         **options: Other arguments of core.CO2, such as timeout and schedule.
 
@@ -90,6 +89,8 @@ class CO2Callback(InLoop, TrainerCallback):
         around: Any = trainer
         around.train = functools.partial(self._train, around.train)
         around.log = functools.partial(self._log, around.log)
+        for name in ("evaluate", "_save_checkpoint"):
+            setattr(around, name, functools.partial(self._of_one_model, getattr(around, name)))
 
     def _train(self, train: Any, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Runs Trainer.train. After an exception, for which Trainer calls no callback, leaves the group at once."""
@@ -117,10 +118,14 @@ class CO2Callback(InLoop, TrainerCallback):
             logs |= logged(self._closed)
         log(logs, *args, **kwargs)
 
+    def _of_one_model(self, act: Any, *args: Any, **kwargs: Any) -> Any:
+        """Runs an evaluation or a save of Trainer, which callbacks may request at any step."""
+        self.to_one_model()
+        return act(*args, **kwargs)
+
     def _parts(self) -> dict[str, Any]:
         t: Any = self.trainer
-        parts = {"model": t.model, "optimizer": t.optimizer, "schedule": t.lr_scheduler, "scaler": t.accelerator.scaler}
-        return parts | {"co2": self.co2}
+        return {"optimizer": t.optimizer, "schedule": t.lr_scheduler, "scaler": t.accelerator.scaler, "co2": self.co2}
 
     # -- events ---------------------------------------------------------------------------------------------------
 
@@ -147,10 +152,6 @@ class CO2Callback(InLoop, TrainerCallback):
         self._log_due |= control.should_log  # a log waits for all workers, so it is written at a round boundary
         control.should_log = self._log_due and self.co2.at_boundary
         self._log_due &= not control.should_log
-
-    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        if control.should_evaluate or control.should_save:
-            self.to_one_model()
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if not args.save_only_model:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import training.prepared  # noqa: F401, transformers imports torchvision when it is installed
 
 # isort: split
+import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -34,7 +35,7 @@ from core.groups import local_world_size, new_group
 from core.local_update import LocalUpdateMethod
 from language.data import IGNORE
 from language.lengths.plan import Island, plan
-from language.lengths.ring import Shares, chunks, ring_attention
+from language.lengths.ring import Shares, chunks, ring_attention, wait_all
 from language.lengths.rounds import Order, by_tokens, cost, crossing_of, cut, deal, into_parts
 from language.metrics import token_loss
 from language.recipe import TextRecipe
@@ -245,49 +246,28 @@ REPEATS, SENT = 3, 12  # timings of a row, and of a message, whose first ones wa
 MESSAGES = 3  # per hop and layer: keys and values in both passes, and their gradients
 
 
-@dataclass(frozen=True)
-class Rings:
-    """The workers over which documents are split, and their costs."""
+def island_of(
+    recipe: TextRecipe, model: nn.Module, mesh: DeviceMesh, longest: int, autocast: AbstractContextManager[Any]
+) -> tuple[dist.ProcessGroup, Island]:
+    """Measures the costs of an island, unless the recipe gives them. Every worker must call it.
 
-    group: dist.ProcessGroup
-    island: Island
+    Args:
+        recipe: The settings.
+        model: The model, already prepared by attend_to_documents.
+        mesh: [islands, workers of an island].
+        longest: The most tokens of a document.
+        autocast: The precision of training.
 
-    @classmethod
-    def of(
-        cls, recipe: TextRecipe, model: nn.Module, mesh: DeviceMesh, longest: int, autocast: AbstractContextManager[Any]
-    ) -> Rings:
-        """Measures the costs of an island, unless the recipe gives them. Every worker must call it.
-
-        Args:
-            recipe: The settings.
-            model: The model, already prepared by attend_to_documents.
-            mesh: [islands, workers of an island].
-            longest: The most tokens of a document.
-            autocast: The precision of training.
-        """
-        device = next(model.parameters()).device
-        group = new_group(mesh.get_group("shard"), recipe.timeout, device)
-        assert group is not None
-        size, here = mesh.size(1), local_world_size()
-        nodes = size // here if 1 < here < size and size % here == 0 else 1
-        given = recipe.rings.costs
-        with autocast:
-            costs = given or measured(model, group, size // nodes, min(TOKENS, longest))
-        room = recipe.rings.room or float("inf")
-        island = Island(nodes, size // nodes, *costs[:2], costs[2:4], costs[4:] or costs[2:4], room)  # pyright: ignore
-        return cls(group, island)
-
-    def split(self, documents: Sequence[Document]) -> Packed:
-        """This worker's part of a row. A row with too many tokens for the island is split evenly."""
-        ends = torch.tensor([0, *(len(ids) for ids, _ in documents)]).cumsum(0)
-        room = max(self.island.room, int(ends[-1]) / self.island.size)
-        return pack_share(documents, plan(ends, replace(self.island, room=room)), self.group)
-
-    def __str__(self) -> str:
-        i = self.island
-        nodes = f" on {i.nodes} machines" if i.nodes > 1 else ""
-        costs = " ".join(f"{cost:.3g}" for cost in (i.attention, i.linear, *i.inside, *i.across))
-        return f"islands of {i.size} workers{nodes}; --rings.costs {costs}"
+    Returns:
+        The workers over which documents are split, and their costs.
+    """
+    group = new_group(mesh.get_group("shard"), recipe.timeout, next(model.parameters()).device)
+    assert group is not None
+    size, here = mesh.size(1), local_world_size()
+    nodes = size // here if 1 < here < size and size % here == 0 else 1
+    with autocast:
+        costs = recipe.rings.costs or measured(model, group, size // nodes, min(TOKENS, longest))
+    return group, Island(nodes, size // nodes, *costs[:2], costs[2:4], costs[4:] or costs[2:4])  # pyright: ignore
 
 
 # -- costs of a layer -----------------------------------------------------------------------------------------------
@@ -309,11 +289,18 @@ def measured(model: nn.Module, group: dist.ProcessGroup, devices: int, tokens: i
     tokens -= tokens % parts
     config: Any = model.config
     device = next(model.parameters()).device
+
+    def train(row: Packed) -> None:
+        logits = model(row.ids, position_ids=row.positions, documents=row.boundaries).logits
+        token_loss(logits, row.targets).backward()
+        model.zero_grad(set_to_none=True)
+
+    ones = torch.ones(tokens, dtype=torch.int64)  # all tokens are equal
+    rows = [pack([(ones[: tokens // n],) * 2] * n).to(device) for n in (1, parts)]
+    times = [least_seconds(functools.partial(train, row), device, REPEATS) for row in rows]
+    one, many = largest_of_workers(times, group)
     size = 2 if torch.is_autocast_enabled(device.type) else next(model.parameters()).element_size()
     nbytes = 2 * config.hidden_size * (2 * size + max(size, 4))  # per token: keys, values, their gradients
-    rows = [row_of(lengths).to(device) for lengths in ([tokens], [tokens // parts] * parts)]
-    times = [least_seconds(lambda row=row: trained_on(model, row), device, REPEATS) for row in rows]  # pyright: ignore
-    one, many = largest_of_workers(times, group)
     inside, across = (hop_of(group, ring, nbytes, tokens, device) for ring in (devices, dist.get_world_size(group)))
     layers = config.num_hidden_layers
     attention = max(0.0, one - many) / (layers * tokens**2 * (1 - 1 / parts)) if parts > 1 else 0.0
@@ -324,62 +311,24 @@ def measured(model: nn.Module, group: dist.ProcessGroup, devices: int, tokens: i
 def hop_of(
     group: dist.ProcessGroup, devices: int, nbytes: int, tokens: int, device: torch.device
 ) -> tuple[float, float]:
-    """Times a hop in rings of `devices` ranks.
+    """Times a hop in rings of `devices` consecutive ranks, in which each rank sends to the next one.
 
     Returns:
         The fixed seconds of a hop, and the seconds per token of `nbytes` bytes.
     """
-    sends = [exchange(group, devices, n, device) for n in (MESSAGES, MESSAGES + tokens * nbytes)]
-    few, much = largest_of_workers([least_seconds(send, device, SENT) for send in sends], group)
-    return MESSAGES * few, max(0.0, much - few) / tokens
-
-
-def row_of(lengths: Sequence[int]) -> Packed:
-    """A row of documents with these lengths, in which all tokens are equal."""
-    return pack([(torch.ones(n, dtype=torch.int64), torch.ones(n, dtype=torch.int64)) for n in lengths])
-
-
-def trained_on(model: nn.Module, row: Packed) -> None:
-    """Runs a forward and a backward pass, and drops the gradients."""
-    logits = model(row.ids, position_ids=row.positions, documents=row.boundaries).logits
-    token_loss(logits, row.targets).backward()
-    model.zero_grad(set_to_none=True)
-
-
-def exchange(group: dist.ProcessGroup, devices: int, nbytes: int, device: torch.device) -> Callable[[], None]:
-    """A function that sends `nbytes` bytes to the next rank of a ring and receives as many.
-
-    Each `devices` consecutive ranks of the group form a ring.
-    """
     node, place = divmod(dist.get_rank(group), devices)
     following, before = (node * devices + (place + step) % devices for step in (1, -1))
-    ours, theirs = (torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
+    how: dict[str, Any] = {"group": group}
 
-    def send() -> None:
-        if devices == 1:
-            return
-        how: dict[str, Any] = {"group": group}
+    def send(ours: Tensor, theirs: Tensor) -> None:
         sends = dist.P2POp(dist.isend, ours, group_peer=following, **how)
-        works = dist.batch_isend_irecv([sends, dist.P2POp(dist.irecv, theirs, group_peer=before, **how)])
-        while works:
-            works.pop().wait()
+        wait_all(dist.batch_isend_irecv([sends, dist.P2POp(dist.irecv, theirs, group_peer=before, **how)]))
 
-    return send
-
-
-def check_precision(device: torch.device, precision: str) -> None:
-    """Raises UserError if ring attention has no kernel of this precision on the device."""
-    if device.type == "cuda" and precision == "float32":
-        raise UserError(f"balance='rings' with precision={precision!r}: on a GPU give --precision bfloat16 or float16")
-
-
-def check_room(tokens: float, room: int | None, workers: int) -> None:
-    """Raises UserError if an island does not hold `tokens`, of an average row or of the longest document."""
-    if room is not None and tokens > room * workers:
-        raise UserError(
-            f"a row of {tokens:,.0f} tokens, but {workers} workers of rings.room={room} hold {room * workers}: give a "
-            "larger --accumulate, a smaller --batch_size or --context, or more workers a node"
-        )
+    sizes = (MESSAGES, MESSAGES + tokens * nbytes)
+    pairs = ([torch.zeros(n, dtype=torch.uint8, device=device) for _ in range(2)] for n in sizes)
+    times = [least_seconds(functools.partial(send, *pair), device, SENT) for pair in pairs]
+    few, much = largest_of_workers(times, group)
+    return MESSAGES * few, max(0.0, much - few) / tokens
 
 
 # -- documents over rounds --------------------------------------------------------------------------------------------
@@ -432,14 +381,14 @@ class TextDocuments:
         self.tokens, self.lengths, self.sample_size = tokens, cut(inputs, context), context
         pieces = -(-inputs // context)
         number = np.arange(len(self.lengths)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-        self.anchor_params = np.repeat(begins, pieces) + context * number
+        self.begins = np.repeat(begins, pieces) + context * number
         self.targets = self.sizes = self.lengths
         longer, empty = int((pieces > 1).sum()), len(ends) - len(inputs)
         self.about = f"{len(inputs):,} documents, of which {longer:,} are longer than {context:,} tokens and are cut"
         self.about += f"; {empty:,} empty ones left out" if empty else ""
 
     def read(self, number: int) -> Document:
-        at, length = self.anchor_params[number], self.lengths[number]
+        at, length = self.begins[number], self.lengths[number]
         found = torch.from_numpy(self.tokens[at : at + length + 1].astype(np.int64))
         return found[:-1], found[1:]
 
@@ -452,13 +401,15 @@ class Dealt:
         documents: The documents.
         balance: tokens, round or rings.
         crossing: The length at which attention costs as much as the rest of the model.
-        rings: The island over which documents are split, with balance rings.
+        group: With balance rings, the island's workers, over which documents are split.
+        island: With balance rings, the island's costs.
     """
 
     documents: Documents
     balance: str
     crossing: float
-    rings: Rings | None = None
+    group: dist.ProcessGroup | None = None
+    island: Island | None = None
 
     @classmethod
     def of(cls, recipe: TextRecipe, model: nn.Module, documents: Documents, run: Run | None = None) -> Dealt:
@@ -471,24 +422,20 @@ class Dealt:
             run: With balance rings, its nodes are islands.
 
         Raises:
-            UserError: If there are too few documents, or the model or the memory does not fit.
+            UserError: If there are too few documents, or the model or the precision does not fit.
         """
         workers, n = recipe.data_workers(world_size()), len(documents.lengths)
         if n < workers:
             raise UserError(f"{n} documents over {workers} workers: give as many, or --balance none")
-        mesh = run.mesh if run is not None and recipe.balance == "rings" else None
-        if run is not None and mesh is not None:
-            check_precision(run.device, recipe.precision)
+        split = run is not None and recipe.balance == "rings"
+        if split and run.device.type == "cuda" and recipe.precision == "float32":  # the rings' kernels need 16 bits
+            raise UserError("balance='rings' with precision='float32': on a GPU give --precision bfloat16 or float16")
         attend_to_documents(model)
-        rings = None
-        if run is not None and mesh is not None:
-            tokens = recipe.batch_size * documents.lengths.sum() / documents.sizes.sum() * documents.sample_size
-            longest = int(documents.lengths.max())
-            check_room(max(tokens / workers / recipe.accumulate, longest), recipe.rings.room, mesh.size(1))
-            rings = Rings.of(recipe, model, mesh, longest, run.autocast())
         config: Any = model.config
-        width = getattr(config, "hidden_size", None) or config.width
-        dealt = cls(documents, recipe.balance, recipe.crossing or crossing_of(width), rings)
+        dealt = cls(documents, recipe.balance, crossing_of(getattr(config, "hidden_size", None) or config.width))
+        if split and run.mesh is not None:
+            group, island = island_of(recipe, model, run.mesh, int(documents.lengths.max()), run.autocast())
+            dealt = replace(dealt, group=group, island=island)
         if rank() == 0:
             tqdm.write(str(dealt), file=sys.stderr)
         return dealt
@@ -500,8 +447,12 @@ class Dealt:
 
     def __str__(self) -> str:
         crossing = f"; attention costs as the rest at {self.crossing:,.0f}" if self.balance != "tokens" else ""
-        rings = f"; {self.rings}" if self.rings else ""
-        return f"balance {self.balance}: {self.documents.about}{crossing}{rings}"
+        told = f"balance {self.balance}: {self.documents.about}{crossing}"
+        if (i := self.island) is not None:
+            nodes = f" on {i.nodes} machines" if i.nodes > 1 else ""
+            costs = " ".join(f"{cost:.3g}" for cost in (i.attention, i.linear, *i.inside, *i.across))
+            told += f"; islands of {i.size} workers{nodes}; --rings.costs {costs}"
+        return told
 
     def following(self, method: Method) -> Callable[..., Iterator[Rows]]:
         """The batches for Run.batches. Each round is assigned when its first batch is requested."""
@@ -515,7 +466,7 @@ class Dealt:
     @property
     def island_size(self) -> int:
         """The number of workers over which a row is split."""
-        return self.rings.island.size if self.rings else 1
+        return self.island.size if self.island is not None else 1
 
     def steps(
         self, recipe: TextRecipe, rank: int, workers: int, start: int, total: int, ahead: Callable[[], int]
@@ -538,6 +489,12 @@ class Dealt:
             yield from self._round(order.of(start, steps), steps, recipe.accumulate, rank, workers)
             start += steps
 
+    def row(self, documents: Sequence[Document]) -> Packed:
+        """A row of this worker, with balance rings its part of the island's row."""
+        if self.island is None:
+            return pack(documents)
+        return pack_share(documents, plan(_ends(documents), self.island), self.group)
+
     def owners(self, numbers: np.ndarray, workers: int) -> np.ndarray:
         """The worker of each document of a round, int64 [n]."""
         lengths, targets = self.documents.lengths[numbers], self.documents.targets[numbers]
@@ -547,15 +504,14 @@ class Dealt:
 
     def _round(self, numbers: np.ndarray, steps: int, rows: int, rank: int, workers: int) -> Iterator[Rows]:
         d, mine = self.documents, numbers[self.owners(numbers, workers) == rank]
-        lengths, group = d.lengths, self.rings.group if self.rings else None
+        lengths = d.lengths
         predicted = max(float(d.targets[numbers].sum()) / (steps * workers), 1.0) / self.island_size
         of_step = into_parts(lengths[mine], steps)
         for step in range(steps):
             some = mine[of_step == step]
             of_row = into_parts(lengths[some], rows)  # the number of rows does not change a step's documents
             held = ([d.read(number) for number in some[of_row == row].tolist()] for row in range(rows))
-            split = self.rings.split if self.rings else pack
-            yield Rows([split(documents) for documents in held], predicted, group)
+            yield Rows([self.row(documents) for documents in held], predicted, self.group)
 
 
 def steps_ahead(method: Method) -> int:

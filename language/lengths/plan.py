@@ -14,10 +14,8 @@ Every rank computes the same plan from the same arguments, so all sums are Pytho
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import NamedTuple
 
 from torch import Tensor
 
@@ -26,7 +24,6 @@ from core.errors import UserError
 Ring = tuple[int, ...]
 Load = tuple[float, float, float]  # seconds of attention, seconds of hops, tokens
 GRAIN = 0.01  # share of a device's work: documents that cost less stay whole
-NEVER = sys.float_info.max  # seconds
 TRIALS = 6  # halvings of the interval that contains the deadline
 
 
@@ -41,7 +38,6 @@ class Island:
         linear: Seconds of the rest per token.
         inside: Seconds of a hop inside a node, fixed and per token sent.
         across: The same for a ring over several nodes.
-        room: Tokens that fit in a device's memory.
     """
 
     nodes: int
@@ -50,7 +46,6 @@ class Island:
     linear: float
     inside: tuple[float, float]
     across: tuple[float, float]
-    room: float = math.inf
 
     def __post_init__(self) -> None:
         if min(self.nodes, self.devices) < 1:
@@ -93,14 +88,8 @@ class Loads:
         self.work, self.hops, self.tokens, self.busy = ([0.0] * island.size for _ in range(4))
 
     def after(self, ring: Ring, load: Load) -> float:
-        """Busy seconds of a ring's busiest device after adding a load. inf if a device has no room."""
+        """Busy seconds of a ring's busiest device after adding a load."""
         work, hops, tokens = load
-        if len(ring) == 1 and self.island.room == math.inf:  # faster, because most documents stay whole
-            (device,) = ring
-            spent = max(self.work[device] + work, self.hops[device] + hops)
-            return spent + self.island.linear * (self.tokens[device] + tokens)
-        if max(self.tokens[device] for device in ring) + tokens > self.island.room * (1 + 1e-9):
-            return math.inf
         return max(
             max(self.work[device] + work, self.hops[device] + hops)
             + self.island.linear * (self.tokens[device] + tokens)
@@ -134,27 +123,16 @@ def plan(documents: Tensor, island: Island) -> list[Ring]:
 
     Returns:
         For each document the ranks that hold it. A rank may get no token.
-
-    Raises:
-        UserError: If the devices' memory does not hold the tokens.
     """
     lengths = documents.diff().tolist()
-    if sum(lengths) > island.room * island.size:
-        raise UserError(
-            f"{sum(lengths)} tokens in a step, but {island.size} devices hold {island.room * island.size:g}: "
-            "give a step fewer documents, or more devices"
-        )
-    items = items_of(lengths, island)
-    if island.room < math.inf and placed(NEVER, items, lengths, island) is None:  # memory is too tight for all else
-        return [tuple(range(island.size))] * len(lengths)
     bound = least_seconds(lengths, island)
     low, high = bound, bound * (1 + GRAIN / 2)
-    while (best := placed(high, items, lengths, island)) is None:
+    while (best := placed(high, lengths, island)) is None:
         low, high = high, high * 1.2
     enough = (1 + GRAIN) * bound
     for _ in range(TRIALS if layer_seconds(lengths, best, island) > enough else 0):
         middle = (low + high) / 2
-        if (rings := placed(middle, items, lengths, island)) is None:
+        if (rings := placed(middle, lengths, island)) is None:
             low = middle
         else:
             high, best = middle, min(best, rings, key=lambda r: layer_seconds(lengths, r, island))
@@ -172,41 +150,26 @@ def least_seconds(lengths: Sequence[int], island: Island) -> float:
     return max(share, alone, 1e-9)  # costs may all be 0
 
 
-class Item(NamedTuple):
-    """A document to place."""
-
-    number: int
-    share: Load  # on one device
-    whole: bool  # it costs too little to be split
-
-
-def items_of(lengths: Sequence[int], island: Island) -> list[Item]:
-    """All documents, from the longest to the shortest."""
-    grain = GRAIN * sum(map(island.whole, lengths)) / island.size
-    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    loads = ((island.attention * lengths[i] ** 2, 0.0, float(lengths[i])) for i in order)
-    return [Item(i, load, island.whole(lengths[i]) < grain) for i, load in zip(order, loads, strict=True)]
-
-
-def placed(deadline: float, items: list[Item], lengths: Sequence[int], island: Island) -> list[Ring] | None:
-    """Puts each document on the first ring that meets the deadline.
+def placed(deadline: float, lengths: Sequence[int], island: Island) -> list[Ring] | None:
+    """Puts each document, from the longest to the shortest, on the first ring that meets the deadline.
 
     Returns:
-        Each document's ring. None if a document meets the deadline on no ring.
+        Each document's ring. None if a document meets the deadline on no ring, or is too cheap to be split.
     """
-    loads = Loads(island)
+    loads, grain = Loads(island), GRAIN * sum(map(island.whole, lengths)) / island.size
     rings: list[Ring] = [()] * len(lengths)
-    for item in items:
+    for number in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        length = lengths[number]
         for ring in candidates(loads):
-            if len(ring) > 1 and item.whole:
+            if len(ring) > 1 and island.whole(length) < grain:
                 return None
-            load = item.share if len(ring) == 1 else island.share(lengths[item.number], ring)
+            load = island.share(length, ring)
             if loads.after(ring, load) <= deadline:
                 break
         else:
             return None
         loads.add(ring, load)
-        rings[item.number] = ring
+        rings[number] = ring
     return rings
 
 
@@ -214,8 +177,6 @@ def candidates(loads: Loads) -> Iterator[Ring]:
     """Rings to try: the least busy device, then 2, 3, ... devices of the least busy node, then of all nodes."""
     island, busy = loads.island, loads.busy
     yield (busy.index(min(busy)),)
-    if island.room < math.inf:
-        yield (loads.tokens.index(min(loads.tokens)),)
     order = sorted(range(island.size), key=busy.__getitem__)
     nodes = [[d for d in order if d // island.devices == node] for node in range(island.nodes)]
     for g in range(2, island.devices + 1):

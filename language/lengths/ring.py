@@ -170,7 +170,7 @@ class _RingAttention(torch.autograd.Function):
             for p in shares.pieces:
                 if hop < len(p.ring):
                     _add_block(out, lse, q, here[p.number], p, hop)
-            _wait(works)
+            wait_all(works)
             here = coming
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
@@ -201,13 +201,13 @@ class _RingAttention(torch.autograd.Function):
                 for p in shares.pieces:
                     if len(p.ring) == 1:
                         d.own[:, p.rows] += d.block(torch.stack([k[p.rows], v[p.rows]]), p, 0)
-            _wait(sent)
+            wait_all(sent)
             for p in split:
                 if hop == 0 or hop == len(p.ring):
                     d.own[:, p.rows] += grads[p.number] if hop == 0 else arriving[p.number]
                 elif p.number in arriving:
                     grads[p.number] += arriving[p.number]
-            _wait(works)
+            wait_all(works)
             travelling = [p for p in active if hop]
             arriving = {p.number: p.room(k, hop + 1, lse.dtype) for p in travelling}
             sent = shares.exchange(travelling, grads, arriving, 1)
@@ -252,7 +252,7 @@ def _add_block(out: Tensor, lse: Tensor, q: Tensor, visitor: Tensor, p: Piece, h
     lse[rows] = both
 
 
-def _wait(works: list[Any]) -> None:
+def wait_all(works: list[Any]) -> None:
     """Waits and drops the works, because a second wait on a send or receive of gloo never returns."""
     while works:
         works.pop().wait()

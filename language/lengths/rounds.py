@@ -49,8 +49,6 @@ def cost(lengths: np.ndarray, crossing: float) -> np.ndarray:
     Returns:
         float64 [n].
     """
-    if not crossing > 0:
-        raise UserError(f"crossing={crossing}: give the tokens at which attention costs as the rest, above 0")
     return lengths.astype(np.float64) * (lengths + crossing)
 
 
@@ -196,8 +194,7 @@ def into_parts(lengths: np.ndarray, parts: int) -> np.ndarray:
     Returns:
         The part of each document, int64 [n].
     """
-    part, have = np.empty(len(lengths), dtype=np.int64), [0] * parts
-    for i in np.argsort(-lengths, kind="stable").tolist():
-        part[i] = emptiest = have.index(min(have))
-        have[emptiest] += int(lengths[i])
+    longest_first = np.argsort(-lengths, kind="stable")
+    part = np.empty(len(lengths), dtype=np.int64)
+    part[longest_first] = by_tokens(lengths[longest_first], parts)
     return part

@@ -1,7 +1,7 @@
 """Training a model that does not fit the device: its blocks are in host memory and are uploaded one at a time.
 
-While block i computes, block i + 1 is uploaded and block i - 1 is offloaded (threads on a CPU, streams on a GPU). The
-first block is uploaded during the embedding. A block's update is applied when it is next uploaded (ZO2's idea), so each
+While block i computes, block i + 1 is uploaded and block i - 1 is offloaded, in streams of the GPU. The first block is
+uploaded during the embedding. A block's update is applied when it is next uploaded (ZO2's idea), so each
 pass uploads a block once, and a step offloads it once. The device holds three blocks, and the other parameters twice.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -48,8 +47,7 @@ class BlockStream:
         for t in [*model.parameters(), *model.buffers()]:
             if id(t) not in in_blocks:
                 t.data = t.data.to(self.device)
-        if weights.config.rng == "device":
-            weights.noise = Noise(weights.config.seed, self.device)
+        weights.noise = Noise(weights.config.seed, self.device)
         self.window = Window(self.blocks, self.device)
         self._rest = ScratchCopy(model, weights, [p for p in weights.params if id(p) not in in_blocks])
         self._deferred: list[Update] = []  # updates of the rest
@@ -172,7 +170,7 @@ def _refuse(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
 
 
 class Lane:
-    """Runs copies one after another during computation, in a thread on a CPU and in a stream on a GPU.
+    """Runs copies one after another during computation, in a stream of a GPU. On a CPU it copies at once.
 
     Attributes:
         bytes: Bytes of all copies.
@@ -181,7 +179,6 @@ class Lane:
     def __init__(self, device: torch.device):
         self._device, self.bytes = device, 0
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._thread = None if self._stream else ThreadPoolExecutor(1)
 
     def copy(self, target: Tensor, source: Tensor, after: Any = None) -> Any:
         """Starts a copy after all work queued on the device.
@@ -195,9 +192,8 @@ class Lane:
             A handle for `wait`.
         """
         self.bytes += source.nbytes
-        if self._thread is not None:
-            return self._thread.submit(lambda: (after and after.result(), target.copy_(source)))
-        assert self._stream is not None
+        if self._stream is None:
+            return target.copy_(source)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         if after is not None:
             self._stream.wait_event(after)
@@ -208,17 +204,10 @@ class Lane:
 
 def wait(copy: Any, device: torch.device, *, host: bool = False) -> None:
     """Waits for a copy. On a GPU only the current stream waits, unless `host` is True."""
-    if isinstance(copy, Future):
-        copy.result()
-    elif copy is not None and host:
+    if isinstance(copy, torch.cuda.Event) and host:
         copy.synchronize()
-    elif copy is not None:
+    elif isinstance(copy, torch.cuda.Event):
         torch.cuda.current_stream(device).wait_event(copy)
-
-
-def aligned(nbytes: int) -> int:
-    """Rounds up to a multiple of ALIGNED."""
-    return -(-nbytes // ALIGNED) * ALIGNED
 
 
 class Block:
@@ -237,7 +226,7 @@ class Block:
         self._places, self.nbytes = [], 0
         for t in self.tensors:
             self._places.append(self.nbytes)
-            self.nbytes += aligned(t.nbytes)
+            self.nbytes += -(-t.nbytes // ALIGNED) * ALIGNED
         self.host = (pinned if device.type == "cuda" else torch.empty)(self.nbytes, dtype=torch.uint8)
         for t, view in zip(self.tensors, self.views(self.host), strict=True):
             view.copy_(t.data)

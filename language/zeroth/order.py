@@ -28,9 +28,8 @@ import warnings
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import takewhile
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -40,7 +39,9 @@ from core.buckets import check_group, check_inputs, is_dtensor
 from core.errors import CollectiveError, DivergedError, UserError, is_number, require
 from core.groups import broadcast, compare, leave_group, new_group
 from core.guards import failure
+from core.hooks import Requests
 from core.local_update import Loop
+from core.stats import RoundStats
 from core.testing.link import Link
 from training.data.samples import mix
 
@@ -60,8 +61,6 @@ class ZerothConfig:
     pairs: bool | None = None
     """Ranks 2 i and 2 i + 1 use the same data, one at W + eps z, one at W - eps z. Without pairs every worker measures
     both. None: pairs if the number of workers is even."""
-    rng: Literal["device", "host"] = "device"
-    """Where z is drawn. Different kinds of devices draw different numbers, so a mix of them needs host."""
 
     def __post_init__(self) -> None:
         require(self, is_number(self.eps) and 0 < self.eps < math.inf, "eps", "give a number above 0, such as 1e-3")
@@ -70,7 +69,6 @@ class ZerothConfig:
         seeds = type(self.seed) is int and 0 <= self.seed < 1 << 63
         require(self, seeds, "seed", "give a whole number from 0 to 2^63 - 1")
         require(self, self.pairs in (None, True, False), "pairs", "give True, False or None")
-        require(self, self.rng in ("device", "host"), "rng", "choose device or host")
 
 
 @dataclass(frozen=True)
@@ -213,12 +211,11 @@ class ScalarLog:
 
     def updates(self, first: int = 0) -> list[Update]:
         """The updates of the steps from `first` on."""
-        found, rates = [], dict(self.lrs)
-        lr = next((rate for step, rate in reversed(self.lrs) if step <= first), 0.0)
-        for step in range(first, len(self)):
+        found, rates, lr = [], dict(self.lrs), 0.0
+        for step, g in enumerate(self.g):
             lr = rates.get(step, lr)
-            found.append(Update(step, lr, self.g[step]))
-        return found
+            found.append(Update(step, lr, g))
+        return found[first:]
 
     def beyond(self, known: ScalarLog) -> list[Update]:
         """The steps of this log that follow the steps of `known`.
@@ -280,31 +277,27 @@ class Noise:
 
     Args:
         seed: The seed of the run.
-        device: The generator's device, of the same kind on all workers. CUDA devices of one model draw alike.
+        device: The device that draws, of the same kind on all workers. CUDA devices of one model draw alike.
     """
 
     def __init__(self, seed: int, device: torch.device):
         self.seed, self.device = seed, device
         self._generator = torch.Generator(device)
 
-    def chunk(
-        self, step: int, tensor: int, number: int, numel: int, out: torch.device, into: Tensor | None = None
-    ) -> Tensor:
+    def chunk(self, step: int, tensor: int, number: int, numel: int, into: Tensor | None = None) -> Tensor:
         """Draws elements number * CHUNK to number * CHUNK + numel of a tensor's z.
 
         Returns:
-            float32 [numel] on device `out`; `into`, if it is given.
+            float32 [numel]; `into`, if it is given.
         """
-        into = torch.empty(numel, dtype=torch.float32, device=out) if into is None else into
+        into = torch.empty(numel, dtype=torch.float32, device=self.device) if into is None else into
         self._generator.manual_seed(mix(self.seed, step, 0, tensor, number))  # the 0 keeps saved scalars valid
-        if self.device == out:
-            return into.normal_(generator=self._generator)
-        return into.copy_(torch.randn(numel, generator=self._generator, dtype=torch.float32, device=self.device))
+        return into.normal_(generator=self._generator)
 
-
-def kind_of(device: torch.device) -> str:
-    """The kind of a device. Devices of one kind draw the same numbers."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    @property
+    def kind(self) -> str:
+        """The kind of the device. Devices of one kind draw the same numbers."""
+        return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type
 
 
 class Weights:
@@ -330,8 +323,7 @@ class Weights:
             if not p.is_contiguous():
                 raise UserError(f"{name} is not contiguous: give it contiguous memory before")
         check_inputs(self.params, self.params, ())
-        device = self.params[0].device if config.rng == "device" else torch.device("cpu")
-        self.noise = Noise(config.seed, device)
+        self.noise = Noise(config.seed, self.params[0].device)
 
     @torch.no_grad()
     def perturb(self, index: int, w: Tensor, out: Tensor, step: int, sign: int) -> None:
@@ -359,7 +351,7 @@ class Weights:
 
     def _z(self, step: int, index: int, number: int, like: Tensor, into: Tensor | None) -> Tensor:
         """A chunk of z in float32, in `into` if given. In float64 if `like` is."""
-        z = self.noise.chunk(step, index, number, like.numel(), like.device, into)
+        z = self.noise.chunk(step, index, number, like.numel(), into)
         return z.double() if like.dtype == torch.float64 else z
 
 
@@ -491,17 +483,18 @@ class ZerothOrder(Loop):
         lr: The learning rate. A schedule may set the attribute before each step.
         timeout: Seconds until a missing worker is an error.
         link: An emulated slow link.
+        requests: A hook whose numbers travel with the losses.
         make_forward: Where the weights are stored: ScratchCopy, or blocks.BlockStream.
 
     Attributes:
         log: The ScalarLog of the run.
         place: The part of a step that this worker measures.
-        news: Extra numbers that this worker sends in the next step, equally many on all workers.
-        heard: Their sums over the workers.
         own_loss: This worker's loss in the last step.
-        bytes_sent: Bytes that this worker sent in the last step.
-        exposed_seconds: Seconds that it waited for the exchange in the last step.
+        stats: Statistics of the last step. Each step is a round, and the exchange of scalars its communication.
     """
+
+    tau = 1
+    compression = None  # there are no gradients to compress
 
     def __init__(
         self,
@@ -511,10 +504,11 @@ class ZerothOrder(Loop):
         lr: float,
         timeout: float = 600.0,
         link: Link | None = None,
+        requests: Requests | None = None,
         make_forward: Callable[[nn.Module, Weights], Forward] = ScratchCopy,
     ):
         self.model, self.config, self.lr = model, config or ZerothConfig(), lr
-        self._timeout, self._link = timeout, link
+        self._timeout, self._link, self._requests = timeout, link, requests or Requests()
         rank, workers = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self.place = Place.make(rank, workers, self.config)
         self.group: dist.ProcessGroup | None = None
@@ -526,15 +520,12 @@ class ZerothOrder(Loop):
         if self.group is not None:
             self._meet(self.group)
         self.log = ScalarLog(self.config.seed, self.config.weight_decay)
-        self.news: list[float] = []
-        self.heard: list[float] = []
         self._dropped = 0  # steps in a row
-        self.own_loss = math.nan
-        self.bytes_sent, self.exposed_seconds = 0, 0.0
+        self.own_loss, self.stats = math.nan, RoundStats()
 
     def _meet(self, group: dist.ProcessGroup) -> None:
         """Compares settings and shapes among workers, and broadcasts rank 0's tensors."""
-        drawn = f"z drawn on {kind_of(self.weights.noise.device)} (with rng='host' all draw alike)"
+        drawn = f"z drawn on {self.weights.noise.kind}"
         names = [f"{name} {tuple(p.shape)}" for name, p in zip(self.weights.names, self.weights.params, strict=True)]
         tensors = [*self.model.parameters(), *self.model.buffers()]
         compare((str(self.config), drawn, f"{len(names)} tensors", *names), tensors, group)
@@ -544,6 +535,8 @@ class ZerothOrder(Loop):
     def steps(self) -> int:
         """The number of steps taken."""
         return len(self.log)
+
+    rounds = steps
 
     @property
     def data_rank(self) -> int:
@@ -577,14 +570,15 @@ class ZerothOrder(Loop):
         with evaluating(self.model):
             sides = self._measure(loss, count, number, signs)
         self.own_loss = sum(sides) / (len(signs) * count) if count else math.nan
-        row = [*sides, float(count)]
-        rows, self.bytes_sent, self.exposed_seconds = exchange([*row, *self.news], number, self.group, self._link)
+        row = [*sides, float(count), *self._requests.take()]
+        rows, bytes_sent, waited = exchange(row, number, self.group, self._link)
         plus, minus = self.place.combine(rows)
-        self.heard = [math.fsum(numbers) for numbers in zip(*(r[len(row) :] for r in rows), strict=True)]
+        self._requests.receive([math.fsum(numbers) for numbers in zip(*(r[NUMBERS:] for r in rows), strict=True)])
+        self._requests.grant()
+        self.stats = RoundStats(number + 1, local_steps=1, bytes_sent=bytes_sent)
+        self.stats.exposed_seconds = self.stats.allreduce_seconds = waited
         update = Update(number, self.lr, (plus - minus) / (2 * self.config.eps))
-        self._forward.apply(update)
-        self.log.append(update)
-        self._dropped = self._dropped + 1 if update.dropped else 0
+        self._take(update)
         if self._dropped == 1 and self.place.rank == 0:
             warnings.warn(f"step {number} is dropped: a loss is not finite on some worker", stacklevel=3)
         if self._dropped >= PATIENCE:
@@ -593,6 +587,11 @@ class ZerothOrder(Loop):
                 "look at the data"
             )
         return StepResult(number, (plus + minus) / 2, update.g, update.dropped)
+
+    def _take(self, update: Update) -> None:
+        self._forward.apply(update)
+        self.log.append(update)
+        self._dropped = self._dropped + 1 if update.dropped else 0
 
     def _measure(self, loss: Loss, count: float, step: int, signs: tuple[int, ...]) -> list[float]:
         """This worker's summed losses at each side. 0 for a side that another worker measures."""
@@ -612,6 +611,16 @@ class ZerothOrder(Loop):
     def inference(self) -> contextlib.AbstractContextManager[None]:
         """A context in which the model can be called with all updates applied, as for an evaluation."""
         return self._forward.inference()
+
+    def sync_for_eval(self) -> bool:
+        """Applies the deferred updates."""
+        self.flush()
+        return True
+
+    @contextlib.contextmanager
+    def averaged_model(self) -> Iterator[bool]:
+        with self.inference():
+            yield True
 
     def finish(self) -> None:
         """Applies every update. Call it at the end."""
@@ -647,8 +656,8 @@ class ZerothOrder(Loop):
             self._forward.apply(Update(*update))
 
     def _lasting(self) -> dict[str, Any]:
-        """The settings that a resumed run must share. pairs and rng may change."""
-        return asdict(self.config) | {"pairs": None, "rng": None}
+        """The settings that a resumed run must share. pairs may change."""
+        return asdict(self.config) | {"pairs": None}
 
     @torch.no_grad()
     def replay(self, log: ScalarLog) -> None:
@@ -658,8 +667,5 @@ class ZerothOrder(Loop):
             UserError: If the log has other settings or is from another run.
         """
         for update in log.beyond(self.log):
-            self._forward.apply(update)
-            self.log.append(update)
-        dropped = takewhile(lambda update: update.dropped, reversed(self.log.updates()))
-        self._dropped = len([*dropped])
+            self._take(update)
         self.flush()

@@ -119,6 +119,20 @@ def test_each_slice_equals_the_specification(shapes: str):
                 assert (mine - theirs[rank]).abs().max() <= 1e-12, f"{c}, step {step}"
 
 
+@on_ranks(2)
+def test_finish_moves_nothing_if_no_worker_has_taken_a_step_since_another(rank: int):
+    params = model("several")
+    co2 = CO2(params, config(fragments=3, outer_momentum=0.3))
+    for step in range(8):
+        local_step(params, rank, step)
+        co2.step()
+    co2.finish()
+    ended = flat(params)
+    co2.finish()
+    assert torch.equal(flat(params), ended)
+    co2.close()
+
+
 def test_a_run_resumes_bit_for_bit_with_any_fragment_in_flight():
     c = config(fragments=3, delay=2, outer_momentum=0.3, compression=CompressionConfig("int4"))
     cases = [(c, "several", STEPS, save_at) for save_at in (0, 7, 8, 12, 13)]

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -90,16 +89,10 @@ def test_answers_score_in_a_batch_as_each_by_itself(models: dict[str, Path], kin
     [
         (['{"prompt": "a", "answer": '], "line 1 is no JSON"),
         ([{"prompt": "a", "answer": " b"}, {"prompt": "a"}], 'line 2 has no text as its "answer": add it'),
-        ([{"prompt": 3, "answer": " b"}], 'line 1 has no text as its "prompt"'),
         (["[1]"], 'line 1 has no text as its "prompt"'),
         (["", " "], "holds no prompt"),
-        ([{"prompt": "a", "answer": " b"}], "has 1 answers: a classification has 2 to 100"),
-        ([{"prompt": "a", "answer": f" {i}"} for i in range(101)], "has 101 answers"),
-        (
-            [{"prompt": "a", "answer": " b"}, {"prompt": "film " * 60, "answer": "c"}],
-            "line 2 has .* tokens .* reads 48",
-        ),
-        ([{"prompt": "It", "answer": "was"}, {"prompt": " ", "answer": "great"}], 'line 2 has no text as its "prompt"'),
+        ([{"prompt": "a", "answer": f" {i}"} for i in range(101)], "has 101 answers: a classification has 2 to 100"),
+        ([{"prompt": "a", "answer": " b"}, {"prompt": "film " * 60, "answer": "c"}], "line 2 has .* tokens .* reads"),
         ([{"prompt": "w", "answer": "as"}, {"prompt": "It", "answer": " was"}], "no token is the prompt's"),
     ],
 )
@@ -185,11 +178,6 @@ def set_key(key: str, value: object) -> Callable[[Path], object]:
     return lambda file: file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
 
 
-def keep_few(file: Path) -> None:
-    tensors = load_file(file)
-    save_file({name: tensors[name] for name in list(tensors)[3:]}, file, {"format": "pt"})
-
-
 def move_token(file: Path) -> None:
     """Gives a token an id behind a gap."""
     content = json.loads(file.read_text())
@@ -206,20 +194,14 @@ def add_tensors(*names: str) -> Callable[[Path], None]:
     [
         ("config.json", Path.unlink, "config.json is missing"),
         ("config.json", lambda file: file.write_text("{"), "config.json is damaged"),
-        ("config.json", lambda file: file.write_text("[]"), "config.json is damaged"),
-        ("config.json", set_key("model_type", "nope"), "no causal language model of model_type 'nope'"),
         ("config.json", set_key("model_type", "vit"), "no causal language model of model_type 'vit'"),
         ("config.json", set_key("n_layer", 3), "12 tensors are missing, such as transformer.h.2.attn"),
-        ("config.json", set_key("n_layer", 1), "11 tensors have no place in the model of .*, such as transformer.h.1"),
         ("model.safetensors", add_tensors("lora.weight"), "1 tensors have no place .*, such as lora.weight:"),
         ("config.json", set_key("n_embd", 16), "tensors have another shape than config.json says"),
         ("config.json", set_key("n_head", 3), "cannot be opened"),
         ("model.safetensors", Path.unlink, "has no .*safetensors: convert"),
-        ("model.safetensors", lambda file: file.write_bytes(file.read_bytes()[:1000]), "damaged"),
         ("model.safetensors", lambda file: file.write_bytes(file.read_bytes()[:-1000]), "damaged"),
-        ("model.safetensors", lambda file: file.write_bytes(b"no tensors" * 100), "damaged"),
         ("model.safetensors", lambda file: file.write_bytes(b""), "damaged"),
-        ("model.safetensors", keep_few, "3 tensors are missing"),
         ("tokenizer.json", Path.unlink, "has no tokenizer: add its files"),
         ("tokenizer.json", lambda file: file.write_text("{}"), "cannot be opened"),
         ("tokenizer.json", move_token, "its tokenizer has 501 tokens, its model 448: they are not one pair"),
@@ -282,12 +264,6 @@ def test_patterns_choose_what_is_tuned(models: dict[str, Path]):
     assert not any("self_attn" in name or ".0.mlp" in name for name in tuned)
     with pytest.raises(UserError, match=r"trainable='\*bias' matches no parameter: their names are model.embed_tokens"):
         pretrained.open_model(recipe_of(models["llama"], trainable=("*bias",)))
-
-
-def test_lora_without_peft_is_one_line(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(UserError, match="lora.rank=4 needs peft: pip install peft, or choose .* by --trainable"):
-        pretrained.open_model(recipe_of(models["opt"], lora=LoraConfig(4)))
 
 
 def test_lora_puts_equal_adapters_in_and_writes_them_alone(models: dict[str, Path], tmp_path: Path):

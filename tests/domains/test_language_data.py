@@ -5,7 +5,6 @@ import json
 import lzma
 import sys
 import types
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -34,12 +33,10 @@ from language.data import (
 )
 from language.prepare import (
     Documents,
-    encode_documents,
     prepare,
     read_documents,
     split_documents,
     text_files,
-    token_dtype,
     train_tokenizer,
 )
 from language.recipes import gpt2_pydoc_small
@@ -73,7 +70,7 @@ def test_windows_do_not_overlap_and_cover_the_text_in_each_epoch():
     assert len(origins) > 1, "the cut moves"
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 6])
+@pytest.mark.parametrize("world_size", [2, 3])
 def test_global_batches_are_the_same_for_every_number_of_workers(world_size):
     shares = [_starts(MASKED, rank=rank, world_size=world_size) for rank in range(world_size)]
     assert all(share.shape == (40, 6 // world_size) for share in shares)
@@ -110,10 +107,9 @@ def test_batches_do_not_depend_on_loader_processes_or_resuming(objective):
         assert torch.equal(inputs, same) and torch.equal(targets, wanted)
 
 
-@pytest.mark.parametrize(("objective", "samples"), [(CausalObjective(400), 1), (MaskedObjective(1200, 50, 0, 2), 0)])
-def test_too_little_text_is_refused(objective, samples):
-    with pytest.raises(UserError, match=rf"batch_size=6 \(global\) exceeds the {samples} training samples"):
-        _starts(objective)
+def test_too_little_text_is_refused():
+    with pytest.raises(UserError, match=r"batch_size=6 \(global\) exceeds the 1 training samples"):
+        _starts(CausalObjective(400))
 
 
 def test_masking_follows_the_15_80_10_10_rule_never_predicts_the_end_and_changes_with_the_epoch_alone():
@@ -139,8 +135,8 @@ def test_masking_follows_the_15_80_10_10_rule_never_predicts_the_end_and_changes
     assert not torch.equal(targets(0, [0, 1, 2]), targets(1, [0, 1, 2]))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
-@pytest.mark.parametrize("n_tokens", [17, 100, 129, 130])
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("n_tokens", [17, 129, 130])
 def test_held_out_windows_predict_every_token_once(world_size, n_tokens):
     predicted = [
         target
@@ -182,7 +178,6 @@ def test_nanogpt_files_are_read_without_meta(tmp_path):
 
 BESIDE = {
     "meta.pkl": b"any pickle: it is not read",
-    "tokenizer.model": b"",
     "vocab.json": json.dumps({"a": 0, "<|endoftext|>": 31999}).encode(),
     "tokenizer.json": json.dumps({"model": {"vocab": {"a": 50256}}, "added_tokens": []}).encode(),
 }
@@ -224,38 +219,33 @@ def test_token_files_that_cannot_be_right_are_named(tmp_path):
     with pytest.raises(UserError, match=r"no token file .*train\.bin"):
         load_corpus(odd)
     broken = _nanogpt(tmp_path / "broken", [1])
-    for content in ("[]", "{", '"O"', "5"):
+    for content in ("[]", "{", json.dumps({"vocab_size": 5})):
         (broken / "meta.json").write_text(content)
         with pytest.raises(UserError, match=r"meta\.json is damaged"):
             load_corpus(broken)
     whole = {"vocab_size": 5, "dtype": "uint16", "eot": 4, "pad": None, "mask": None}
     whole |= {"train": {"tokens": 1}, "val": {"tokens": 1}}
     (broken / "meta.json").write_text(json.dumps(whole))
-    for content in ("{}", "[]", "", "{", "[" * 100_000, "\0"):
+    for content in ("{}", "", "[" * 100_000):
         (broken / "tokenizer.json").write_text(content)
         with pytest.raises(UserError, match=r"broken/tokenizer\.json cannot be read .*next to them, or remove it"):
             load_corpus(broken)
-    (broken / "meta.json").write_text(json.dumps({"vocab_size": 5}))
-    with pytest.raises(UserError, match=r"meta\.json is damaged"):
-        load_corpus(broken)
 
 
-META = [
-    ("dtype", "O"), ("dtype", "float64"), ("dtype", None), ("dtype", ["uint16"]), ("vocab_size", 0),
-    ("vocab_size", -5), ("vocab_size", 1e20), ("vocab_size", "300"), ("vocab_size", 10),
-    ("eot", 300), ("eot", None), ("eot", -1), ("eot", 1.5), ("pad", 1000), ("mask", -2), ("bos", 10**9), ("bos", "x"),
-    ("train", None), ("val", 7), ("train", {"tokens": 7}), ("val", {"tokens": "x"}), ("train", {"tokens": -1}),
-]  # fmt: skip
+META = {
+    "dtype": ("O", ["uint16"]), "vocab_size": (1e20, 10), "eot": (None, 1.5), "pad": (1000,), "mask": (-2,),
+    "bos": ("x",), "train": (None, {"tokens": 7}), "val": ({"tokens": -1},),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("key", "wrong"), META)
-def test_a_meta_that_its_tokens_contradict_is_refused(tmp_path, key, wrong):
+@pytest.mark.parametrize("key", META)
+def test_a_meta_that_its_tokens_contradict_is_refused(tmp_path, key):
     counts = {"train": {"tokens": 400, "documents": 1, "bytes": 400}}
     meta = dict(
         vocab_size=300, dtype="uint16", eot=0, pad=1, mask=2, bos=None, sources=[], val=counts["train"], **counts
     )
     folder = _nanogpt(tmp_path / "owt", np.arange(400) % 300)
-    for changes in ({}, {key: wrong}):
+    for changes in ({}, *({key: wrong} for wrong in META[key])):
         (folder / "meta.json").write_text(json.dumps(meta | changes))
         with pytest.raises(UserError) if changes else contextlib.nullcontext():
             load_corpus(folder)
@@ -303,21 +293,18 @@ def test_every_token_of_nanogpts_files_is_checked_once(tmp_path: Path, monkeypat
     open_corpus("openwebtext", 50257)
     ends = 1_000_000  # tokens at each end of a file, which are checked whenever it is opened
     fail = lambda part, *_: len(part) <= ends or pytest.fail("checked again")  # noqa: E731
-    monkeypatch.setattr("language.data.check_tokens", fail)
-    open_corpus("openwebtext", 50257)
-    monkeypatch.undo()
-    monkeypatch.setenv("CO2_DATA", str(tmp_path))
-    monkeypatch.setenv("CO2_CACHE", str(tmp_path / "cache"))
+    with monkeypatch.context() as patch:
+        patch.setattr("language.data.check_tokens", fail)
+        open_corpus("openwebtext", 50257)
     tokens[1_500_000] = 60_000  # neither in the first million nor in the last
     tokens.tofile(folder / "train.bin")
     with pytest.raises(UserError, match="train.bin holds token 60000, outside its vocabulary of 50257"):
         open_corpus("openwebtext", 50257)
 
 
-@pytest.mark.parametrize("dtype", ["uint32", "int64"])
-def test_wider_numbers_without_meta_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str):
+def test_wider_numbers_without_meta_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("CO2_DATA", str(tmp_path))
-    _nanogpt(tmp_path / "openwebtext", [50256, 31848, 7, 11], dtype)
+    _nanogpt(tmp_path / "openwebtext", [50256, 31848, 7, 11], "uint32")
     with pytest.raises(UserError, match="train.bin: every second uint16 is 0, .*: write it as uint16"):
         open_corpus("openwebtext", 50257)
 
@@ -373,14 +360,9 @@ def test_json_lines_are_a_document_each(tmp_path):
     with lzma.open(tmp_path / "b.jsonl.xz", "wt") as file:
         file.write(lines)
     assert list(Documents(text_files([tmp_path]))) == BOOKS * 2
-    for broken in ('{"texts": "a"}', "{", '["text"]', '{"text": 3}', "7"):
+    for broken in ('{"texts": "a"}', "{", '{"text": 3}', "7"):
         (tmp_path / "c.jsonl").write_text(f'{{"text": "a"}}\n{broken}\n')
         with pytest.raises(UserError, match=r'c.jsonl, line 2: expected a JSON object with a "text"'):
-            list(read_documents(tmp_path / "c.jsonl"))
-    reasons = {'{"text": "\\ud800"}': "surrogates not allowed", f'{{"n": {"1" * 5000}}}': "Exceeds the limit"}
-    for line, reason in reasons.items():
-        (tmp_path / "c.jsonl").write_text(line)
-        with pytest.raises(UserError, match=rf"line 1: .*{reason}.*: correct the line, or remove it$"):
             list(read_documents(tmp_path / "c.jsonl"))
 
 
@@ -408,19 +390,6 @@ def test_what_datasets_has_saved_is_read_by_it(tmp_path, monkeypatch):
     columns["text"][3] = None
     with pytest.raises(UserError, match='saved/train, row 3 from 0: its "text" is NoneType, not a string: remove'):
         list(read_documents(saved / "train"))
-    columns.clear()
-    with pytest.raises(UserError, match='reads no column "text" from it'):
-        list(read_documents(saved / "train"))
-
-
-@pytest.mark.parametrize(
-    "text", ["one", "one\n", "one\n\x0c\ntwo", "one\n\n\x0c\n\ntwo\n", "a\x0cb\n\x0c\nc\r\n\x0c\r\nd", "\n\x0c\n one"]
-)
-def test_documents_are_those_of_splitting_the_whole_text(tmp_path, text):
-    file = tmp_path / "x.txt"
-    file.write_bytes(text.encode())
-    parts = text.replace("\r\n", "\n").split("\n\x0c\n")
-    assert list(read_documents(file)) == [part for part in parts if part.strip()]
 
 
 def test_token_files_decode_to_the_documents_and_count_their_bytes(library, tmp_path):
@@ -464,13 +433,6 @@ def test_long_documents_are_encoded_in_pieces_without_loss(tmp_path, monkeypatch
     assert corpus.tokenizer.decode(corpus.train[:-1].tolist()) == document
 
 
-def test_more_than_65536_tokens_are_stored_as_uint32():
-    def sized(n: int) -> Tokenizer:
-        return Tokenizer(models.WordLevel({str(i): i for i in range(n)}, unk_token="0"))
-
-    assert token_dtype(sized(65536)) == "uint16" and token_dtype(sized(65537)) == "uint32"
-
-
 def test_ids_may_have_gaps(library: Path, tmp_path: Path):
     (tokenizer := train_tokenizer(BOOKS, 300)).save(str(tmp_path / "whole.json"))
     content = json.loads((tmp_path / "whole.json").read_text())
@@ -483,16 +445,11 @@ def test_ids_may_have_gaps(library: Path, tmp_path: Path):
     assert corpus.token_bytes[corpus.train.astype(np.int64)].sum() == gaps["train"]["bytes"]
 
 
-def test_bytes_per_token_counts_utf8_bytes(library, tmp_path):
-    prepare((library,), out=tmp_path / "out", vocab_size=320)
-    tokenizer = load_corpus(tmp_path / "out").tokenizer
+def test_bytes_per_token_are_of_utf8_also_of_an_added_token_that_is_not_special():
+    tokenizer = train_tokenizer(BOOKS, 320)
     counts = bytes_per_token(tokenizer)
     assert counts[:3].tolist() == [0, 0, 0] and sorted(counts[3:259].tolist()) == [1] * 256
     assert counts[tokenizer.encode("日本 — 7").ids].sum() == len("日本 — 7".encode())
-
-
-def test_an_added_token_that_is_not_special_counts_its_bytes(library, tmp_path):
-    tokenizer = train_tokenizer(BOOKS, 300)
     tokenizer.add_tokens(["    "])
     ids, counts = tokenizer.encode("a    b").ids, bytes_per_token(tokenizer)
     assert ids[1] == tokenizer.token_to_id("    ") and counts[ids].tolist() == [1, 4, 1]
@@ -527,27 +484,12 @@ def test_a_text_is_read_once_and_none_is_left_out(tmp_path: Path):
         (folder / name).unlink()
 
 
-def _bad_input(tmp_path: Path, kind: str) -> Path:
-    file = tmp_path / ("bad.txt.xz" if "xz" in kind else "bad.txt")
-    if kind == "empty folder":
-        file = tmp_path / "none"
-        file.mkdir()
-    elif kind == "cut off xz":
-        file.write_bytes(lzma.compress(b"some text " * 1000)[:40])
-    elif kind == "other suffix":
-        file = tmp_path / "table.csv"
-        file.write_text("a,b")
-    elif kind != "missing":
-        content = {"empty": b"", "blank": b" \n\n", "not utf-8": b"caf\xe9 au lait", "no xz": b"plain text"}
-        file.write_bytes(content[kind])
-    return file
-
-
 @pytest.mark.parametrize(
-    "kind", ["empty", "blank", "not utf-8", "no xz", "cut off xz", "missing", "empty folder", "other suffix"]
+    ("name", "content"),
+    [("a.txt", b" \n\n"), ("a.txt.xz", b"no xz"), ("a.xz", lzma.compress(b"text " * 999)[:40]), ("a.csv", b"a,b")],
 )
-def test_bad_input_is_one_line_that_names_the_file(tmp_path, kind):
-    file = _bad_input(tmp_path, kind)
+def test_bad_input_is_one_line_that_names_the_file(tmp_path, name, content):
+    (file := tmp_path / name).write_bytes(content)
     with pytest.raises(UserError) as caught:
         prepare((file,), out=tmp_path / "out", vocab_size=300)
     assert str(file) in str(caught.value) and "\n" not in str(caught.value)
@@ -555,12 +497,11 @@ def test_bad_input_is_one_line_that_names_the_file(tmp_path, kind):
 
 
 def test_bad_values_name_themselves(library, tmp_path):
-    for n in (6, 0, -3):
+    for n in (6, 0):
         with pytest.raises(UserError, match=f"hold out {n} of 6 documents"):
             prepare((library,), out=tmp_path / "out", vocab_size=300, hold_out=n)
-    for few in (200, -1):
-        with pytest.raises(UserError, match=f"vocab-size {few}"):
-            prepare((library,), out=tmp_path / "out", vocab_size=few)
+    with pytest.raises(UserError, match="vocab-size 200"):
+        prepare((library,), out=tmp_path / "out", vocab_size=200)
     with pytest.raises(UserError, match="exists already"):
         prepare((library,), out=library, vocab_size=300)
     assert [path.name for path in tmp_path.iterdir()] == ["library"], "no half-made folder is left behind"
@@ -591,18 +532,6 @@ def test_a_full_disk_leaves_nothing_in_the_cache(cache: Path, tmp_path: Path):
         open_text(tmp_path, tokenizer, 0)
     corpus = open_text(tmp_path, tokenizer, 0)
     assert tokenizer.decode(corpus.val[:-1]) == "".join(BOOKS)
-
-
-def test_room_that_returns_loses_no_token(tmp_path: Path):
-    def documents() -> Iterator[str]:
-        with room(300):
-            yield from BOOKS[:3]
-        yield from BOOKS[3:]
-
-    tokenizer = train_tokenizer(BOOKS, 300)
-    encode_documents(tokenizer, documents(), tmp_path / "some.bin")
-    encode_documents(tokenizer, BOOKS, tmp_path / "all.bin")
-    assert (tmp_path / "some.bin").read_bytes() == (tmp_path / "all.bin").read_bytes()
 
 
 def robertas(folder: Path) -> Path:

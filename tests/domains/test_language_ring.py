@@ -7,11 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from core.testing import run_distributed
-from language.lengths.dealt import attend_to_documents
-from language.lengths.ring import Shares
+from language.data import IGNORE
+from language.lengths.dealt import Document, attend_to_documents, pack_share
 from tests.tiny_models import CONFIGS
 
-VOCABULARY, IGNORED = 50, -100
+VOCABULARY = 50
 LENGTHS = [100, 37, 5, 1, 60, 3]
 RINGS = {
     "all ranks": [(2, 0, 3, 1), (1, 3), (0,), (2,), (3, 2, 1), (0, 1, 2, 3)],
@@ -19,27 +19,15 @@ RINGS = {
 }
 
 
-def documents() -> list[Tensor]:
+def documents() -> list[Document]:
+    """Their last tokens predict nothing."""
     generator = torch.Generator().manual_seed(0)
-    return [torch.randint(VOCABULARY, (n,), generator=generator) for n in LENGTHS]
-
-
-def following(document: Tensor) -> Tensor:
-    """Each token's target; the last one has none."""
-    return torch.cat([document[1:], document.new_full((1,), IGNORED)])
-
-
-def shared(whole: list[Tensor], rings: list[tuple[int, ...]], ranks: int) -> tuple[Tensor, Tensor, Shares]:
-    """Ids and targets of this rank's tokens, [tokens]; a rank without any gets a document of one token."""
-    idle = sorted(set(range(ranks)) - {rank for ring in rings for rank in ring})
-    whole, rings = [*whole, *(torch.zeros(1, dtype=torch.int64) for _ in idle)], [*rings, *((rank,) for rank in idle)]
-    shares = Shares(torch.tensor([0, *map(len, whole)]).cumsum(0), rings)
-    targets = torch.cat([following(document) for document in whole])
-    return torch.cat(whole)[shares.indices], targets[shares.indices], shares
+    texts = [torch.randint(VOCABULARY, (n,), generator=generator) for n in LENGTHS]
+    return [(ids, torch.cat([ids[1:], ids.new_full((1,), IGNORE)])) for ids in texts]
 
 
 def summed(logits: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
+    return F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
 
 
 def build(kind: str) -> nn.Module:
@@ -65,9 +53,9 @@ def steps_in_rings(rank: int, ranks: int, kinds: tuple[str, ...]) -> list[Tensor
         attend_to_documents(model)
         for rings in RINGS.values():
             model.zero_grad()
-            ids, targets, shares = shared(documents(), rings, ranks)
-            logits = model(ids[None], position_ids=shares.positions[None], documents=shares).logits[0]
-            loss = summed(logits, targets) / sum(n - 1 for n in LENGTHS)
+            row = pack_share(documents(), rings)
+            logits = model(row.ids, position_ids=row.positions, documents=row.boundaries).logits[0]
+            loss = summed(logits, row.targets[0]) / sum(n - 1 for n in LENGTHS)
             loss.backward()
             result = torch.cat([loss.detach().reshape(1), *(p.grad.reshape(-1) for p in model.parameters())])
             dist.all_reduce(result)
@@ -80,7 +68,7 @@ def test_a_step_on_four_ranks_is_that_of_one_process():
     expected, total = [], sum(n - 1 for n in LENGTHS)
     for kind in (kinds := ("gpt2", "llama")):
         model = build(kind)
-        loss = sum(summed(model(d[None]).logits[0], following(d)) for d in documents()) / total
+        loss = sum(summed(model(ids[None]).logits[0], targets) for ids, targets in documents()) / total
         loss.backward()
         whole = torch.cat([loss.detach().reshape(1), *(p.grad.reshape(-1) for p in model.parameters())])
         expected += [whole] * len(RINGS)

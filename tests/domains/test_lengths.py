@@ -1,14 +1,17 @@
 """Whole documents dealt over rounds, and rows that hold several of them."""
 
-import math
 import os
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 
+import training.prepared  # noqa: F401, transformers imports torchvision when it is installed
+
+# isort: split
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
 from core import CO2, CO2Config, UserError
@@ -81,7 +84,7 @@ def test_each_document_comes_once_an_epoch_whatever_the_rounds_are():
     assert not np.array_equal(whole[0], order_of(4, seed=1).of(0, 1))
 
 
-@pytest.mark.parametrize("workers", [2, 3, 5])
+@pytest.mark.parametrize("workers", [2, 5])
 def test_the_longest_documents_are_held_over_until_there_is_one_for_each_worker(workers: int):
     order = order_of(workers)
     for step in range(0, 2 * order.steps - 5, 5):
@@ -92,14 +95,9 @@ def wait(loads: np.ndarray) -> float:
     return 1 - loads.mean() / loads.max()
 
 
-GRID = [
-    (log_normal, 8192, 4), (log_normal, 2048, 16), (github_like, 32768, 4), (github_like, 32768, 16),
-    (prolong_like, 65536, 4), (prolong_like, 65536, 16),
-]  # fmt: skip
-
-
 @pytest.mark.parametrize(
-    ("law", "longest", "workers"), [GRID[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in GRID[1:])]
+    ("law", "longest", "workers"),
+    [(log_normal, 8192, 4), pytest.param(prolong_like, 65536, 16, marks=pytest.mark.slow)],
 )
 def test_a_round_is_even_in_work_and_in_tokens(law: Callable[..., np.ndarray], longest: int, workers: int):
     """The marks: a mean wait of 1 % at tau 24 and 3 % at tau 6, tokens within 1 % at tau 24."""
@@ -130,15 +128,6 @@ def test_exchanges_even_out_what_the_first_deal_leaves_and_a_workers_steps_are_f
     lengths = np.array([64] * 6 + [7, 9, 30, 1, 1, 4])
     part = rounds.into_parts(lengths, 6)
     assert np.bincount(part, lengths, 6).max() <= 64 + 30 and np.bincount(part[:6]).tolist() == [1] * 6
-
-
-def test_the_crossing_is_where_attention_costs_as_the_rest():
-    at = rounds.crossing_of(768)
-    (found,) = rounds.cost(np.array([at]), at)
-    assert at == 9216 and found == 2 * at * at
-    for bad in (0, -1, math.nan):
-        with pytest.raises(UserError, match="give the tokens at which"):
-            rounds.cost(np.ones(2), bad)
 
 
 # -- documents ----------------------------------------------------------------------------------------------------
@@ -263,14 +252,8 @@ def build(kind: str) -> nn.Module:
     elif kind == "own gpt2":
         made = models.build_model("gpt2_tiny", vocab_size=97, context=64, dropout=0.0)
     else:
-        made = models_of(kind)
+        made = transformers.AutoModelForCausalLM.from_config(CONFIGS[kind]).eval()
     return made if kind == "transnormer" else made.double()
-
-
-def models_of(kind: str) -> nn.Module:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_config(CONFIGS[kind]).eval()
 
 
 LENGTHS = [1, 2, 40, 3, 17, 1, 29, 8]
@@ -307,7 +290,7 @@ def packed_loss(model: nn.Module, row: dealt.Packed) -> Tensor:
     return loss64(model(row.ids, position_ids=row.positions, documents=row.boundaries).logits, row.targets)
 
 
-@pytest.mark.parametrize("kind", ["own gpt2", "llama", "opt", "transnormer"])
+@pytest.mark.parametrize("kind", ["own gpt2", "llama", "transnormer"])
 def test_packed_documents_are_those_of_a_row_each(kind: str):
     expected, reference = one_a_row(kind)
     model = build(kind)
@@ -338,11 +321,8 @@ def packed_on_ranks(rank: int, ranks: int, kind: str) -> float:
     )
 
 
-@pytest.mark.parametrize(
-    ("ranks", "kind"), [(3, "gpt2"), *(pytest.param(n, "llama", marks=pytest.mark.slow) for n in (2, 4))]
-)
-def test_packed_rows_of_several_ranks_sum_to_the_reference(ranks: int, kind: str):
-    assert max(run_distributed(packed_on_ranks, ranks, kind)) < 1e-10
+def test_packed_rows_of_several_ranks_sum_to_the_reference():
+    assert max(run_distributed(packed_on_ranks, 3, "gpt2")) < 1e-10
 
 
 def test_a_padded_batch_is_what_it_was():
@@ -385,16 +365,9 @@ class Deaf(nn.Module):
 
 
 def windowed() -> nn.Module:
-    from transformers import MistralConfig, MistralForCausalLM
-
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
-    return MistralForCausalLM(MistralConfig(vocab_size=97, num_key_value_heads=2, sliding_window=3, **sizes))
-
-
-def with_layers() -> nn.Module:
-    model = build("gpt2")
-    model.config.layer_types = ["full_attention", "linear_attention"]  # pyright: ignore
-    return model
+    sizes |= {"vocab_size": 97, "num_key_value_heads": 2, "sliding_window": 3}
+    return transformers.MistralForCausalLM(transformers.MistralConfig(**sizes))
 
 
 @pytest.mark.parametrize(
@@ -403,16 +376,8 @@ def with_layers() -> nn.Module:
         (Deaf, "Deaf mixes the documents of a row"),
         (lambda: nn.Linear(1, 1), "Linear has no attention that could be told of documents"),
         (windowed, "attention to documents knows no window, the model's is 3"),
-        (with_layers, "GPT2LMHeadModel has layers of linear_attention"),
     ],
 )
 def test_models_that_would_mix_documents_are_refused(make: Callable[[], nn.Module], message: str):
     with pytest.raises(UserError, match=message):
         dealt.attend_to_documents(make())
-
-
-def test_dropout_on_attention_is_refused():
-    model = models.build_model("gpt2_tiny", vocab_size=97, context=64, dropout=0.1)
-    dealt.attend_to_documents(model)
-    with pytest.raises(UserError, match="attention to documents has no dropout, the model's is 0.1: set it to 0"):
-        packed_loss(model, dealt.pack(documents()))

@@ -54,7 +54,7 @@ def pixels(folder: Path, index: int = 0) -> np.ndarray:
 # -- images -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["a.png", "a.tif", "a.pgm"])
+@pytest.mark.parametrize("name", ["a.png", "a.tif"])
 def test_16_bit_greys_keep_their_upper_bits(tmp_path: Path, name: str):
     path = save(Image.fromarray(RAMP), tmp_path / "train" / "x" / name)
     wanted = np.repeat((RAMP >> 8).astype(np.uint8)[..., None], 3, -1)
@@ -264,12 +264,9 @@ BOM = "\ufeff"
         "One\na\n\x0c\nTwo\n",
         "One\r\na\r\n\x0c\r\nTwo\r\n",
         "One\ra\r\x0c\rTwo\r",
-        BOM + "One\na\n\x0c\nTwo\n",
         BOM + "One\r\na\r\n\x0c\r\n" + BOM + "Two\r\n",
         "One\na\n" + BOM + "\x0c\nTwo\n",
-        "One\na\n \x0c\t\nTwo\n",
         "One\na\n\xa0\x0c \nTwo\n",
-        "One\na\n\x0c\x0c\nTwo\n",
         "\x0c\nOne\na\n\x0c\nTwo\n\x0c",
     ],
 )

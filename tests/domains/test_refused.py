@@ -44,8 +44,6 @@ REFUSED: list[tuple[Recipe, dict[str, Any], str]] = [
     (ZO, {"elastic": True}, "elastic does not go with method='zo'"),
     (DIGITS, {"method": "zo"}, "method='zo' is not of this task"),
     # whole documents
-    (DOCUMENTS, {"crossing": 0.0}, "crossing=0.0: give tokens, above 0"),
-    (DOCUMENTS, {"crossing": 9.0, "balance": "tokens"}, "crossing=9.0 is balance round's own: leave it out"),
     (DOCUMENTS, {"dropout": 0.1}, "does not go with dropout=0.1, which attention to documents lacks"),
     (DOCUMENTS, {"model": "roberta_tiny"}, "does not go with model=roberta_tiny"),
     (DOCUMENTS, {"model": "transnormer_tiny"}, "whose attention costs no square: add --balance tokens"),
@@ -54,7 +52,7 @@ REFUSED: list[tuple[Recipe, dict[str, Any], str]] = [
     (ISLANDS, {"per_node": 1}, "balance='rings' with per_node=1: nobody could split a document; add --per_node 2"),
     (ISLANDS, {"zero": 2}, "zero=2, whose parameters are not whole when a ring's costs are measured"),
     (ISLANDS, {"dry_run": True}, "does not go with dry_run"),
-    (ISLANDS, {"rings": RingsConfig(room=0)}, "rings.room=0: give tokens, 1 or more"),
+    (ISLANDS, {"rings": RingsConfig(costs=(1.0, 2.0))}, "rings.costs=1.0 2.0: give 4 or 6 numbers, 0 or more"),
     (ISLANDS, {"rings": RingsConfig(costs=(1.0, -2.0, 0.0, 0.0))}, "give 4 or 6 numbers, 0 or more"),
     (ISLANDS, {"balance": "round", "per_node": 1}, "is balance rings' own: leave it out, or add"),
     # workers that come and go
@@ -100,7 +98,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "autoencoder.latent": (1, 1e6), "autoencoder.folding_width": (1, 1e6), "mae.groups": (2, 1e6),
     "mae.group_size": (1, 1e6), "mae.mask_ratio": (1e-9, 1 - 1e-9), "mae.dim": (1, 1e6), "mae.depth": (1, 1e4),
     "mae.heads": (1, 1e6), "mae.decoder_depth": (1, 1e4), "mae.drop_path": BELOW_ONE, "points": (1, 1e6),
-    "emd_points": (1, 1e9), "crossing": (5e-324, 1e9),
+    "emd_points": (1, 1e9),
 }  # fmt: skip
 NUMBERS = (-1, 0, math.nan, math.inf, -math.inf, 1e308, -1e308, 1e20, 10**20, 1e-320, -0.5, 1.5)
 

@@ -25,7 +25,7 @@ SAMPLES = 12  # of a step, over all workers
 class Net(nn.Module):
     """Tied weights, a norm, biases and dropout."""
 
-    def __init__(self, dtype: torch.dtype = torch.float64):
+    def __init__(self):
         super().__init__()
         torch.manual_seed(7)
         self.embed = nn.Linear(6, 10, bias=False)
@@ -35,91 +35,64 @@ class Net(nn.Module):
         self.back.weight = nn.Parameter(self.back.weight.detach())
         self.head = nn.Linear(6, 10, bias=False)
         self.head.weight = self.embed.weight
-        self.to(dtype)
+        self.double()
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.back(self.drop(self.norm(self.embed(x)).tanh())))
 
 
-def batch(step: int, dtype: torch.dtype = torch.float64) -> Tensor:
+def batch(step: int) -> Tensor:
     """All workers' samples of a step: [SAMPLES, 6]."""
-    return torch.randn(SAMPLES, 6, generator=torch.Generator().manual_seed(1000 + step), dtype=dtype)
+    return torch.randn(SAMPLES, 6, generator=torch.Generator().manual_seed(1000 + step), dtype=torch.float64)
 
 
 def losses_of(model: nn.Module, x: Tensor) -> Tensor:
     return (model(x) - x.sum(1, keepdim=True)).pow(2).mean(1)
 
 
-def share(step: int, rank: int, workers: int, dtype: torch.dtype = torch.float64) -> Tensor:
+def share(step: int, rank: int, workers: int) -> Tensor:
     """Uneven shares: the first has twice as many samples as each of the others, roughly."""
     sizes = [SAMPLES // (workers + 1)] * workers
     sizes[0] += SAMPLES - sum(sizes)
-    return batch(step, dtype).split(sizes)[rank]
+    return batch(step).split(sizes)[rank]
 
 
 def rate(step: int) -> float:
     return 0.02 / (1 + step // 20)
 
 
-def step_of(zo: ZerothOrder, model: nn.Module, step: int, dtype: torch.dtype = torch.float64):
-    x = share(step, zo.data_rank, zo.data_workers, dtype)
+def step_of(zo: ZerothOrder, step: int):
+    x = share(step, zo.data_rank, zo.data_workers)
     zo.lr = rate(step)
     return zo.step(lambda m: losses_of(m, x).mean(), count=len(x))
-
-
-Direction = Callable[[int, int], Tensor]  # z of (step, tensor), of the tensor's shape
-
-
-def train(
-    weights: list[Tensor],
-    loss: Callable[[list[Tensor], int, int], tuple[float, float]],
-    z: Direction,
-    *,
-    lr: Callable[[int], float],
-    eps: float,
-    steps: int,
-    groups: int = 1,
-    weight_decay: float = 0.0,
-) -> list[Tensor]:
-    """The weights after `steps` steps. loss(weights, step, group): the sum over the group's samples, and their number.
-    A step's update has the rate of that step."""
-    for step in range(steps):
-        means = []
-        for sign in (1, -1):
-            moved = [w + sign * eps * z(step, i) for i, w in enumerate(weights)]
-            sums = [loss(moved, step, group) for group in range(groups)]
-            means.append(sum(s for s, _ in sums) / sum(n for _, n in sums))
-        g = (means[0] - means[1]) / (2 * eps)
-        if math.isfinite(g):
-            for i, w in enumerate(weights):
-                decayed = w if w.ndim >= 2 else 0 * w
-                weights[i] = w - lr(step) * (g * z(step, i) + weight_decay * decayed)
-    return weights
 
 
 # -- against the reference --------------------------------------------------------------------------------------------
 
 
-def expected(config: ZerothConfig, groups: int, steps: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    """By the reference, on the joined data."""
-    model = Net(dtype).eval()
+def expected(config: ZerothConfig, steps: int) -> list[Tensor]:
+    """The reference: the weights after `steps` steps on the joined data. A step's update has the rate of that step."""
+    model = Net().eval()
     names = [name for name, _ in model.named_parameters()]
     weights = [p.detach().clone() for p in model.parameters()]
     noise = Noise(config.seed, CPU)
 
     def z(step: int, tensor: int) -> Tensor:
         w = weights[tensor]
-        return noise.chunk(step, tensor, 0, w.numel(), CPU).view(w.shape).to(w.dtype)
+        return noise.chunk(step, tensor, 0, w.numel()).view(w.shape).to(w.dtype)
 
-    def loss(moved: list[Tensor], step: int, group: int) -> tuple[float, float]:
-        x = share(step, group, groups, dtype)
+    def mean_loss(step: int, sign: int) -> float:
+        moved, x = [w + sign * config.eps * z(step, i) for i, w in enumerate(weights)], batch(step)
         values = torch.func.functional_call(model, dict(zip(names, moved, strict=True)), (x,))
-        found = (values - x.sum(1, keepdim=True)).pow(2).mean(1)
-        return float(found.sum()), len(x)
+        return float((values - x.sum(1, keepdim=True)).pow(2).mean())
 
     with torch.no_grad():
-        how = {"groups": groups, "weight_decay": config.weight_decay}
-        return train(weights, loss, z, lr=rate, eps=config.eps, steps=steps, **how)
+        for step in range(steps):
+            g = (mean_loss(step, 1) - mean_loss(step, -1)) / (2 * config.eps)
+            for i, w in enumerate(weights):
+                decay = config.weight_decay if w.ndim >= 2 else 0.0
+                weights[i] = w - rate(step) * (g * z(step, i) + decay * w)
+    return weights
 
 
 def on_mesh(rank: int, world_size: int, configs: list[ZerothConfig]) -> list[tuple[list[str], list]]:
@@ -131,7 +104,7 @@ def on_mesh(rank: int, world_size: int, configs: list[ZerothConfig]) -> list[tup
         zo = ZerothOrder(model, config, lr=1.0, timeout=60)
         hashes = []
         for step in range(STEPS[min(number, 1)]):
-            step_of(zo, model, step)
+            step_of(zo, step)
             hashes.append(digest(list(model.parameters())))
         zo.finish()
         found.append((hashes, [p.detach() for p in model.parameters()]))
@@ -148,38 +121,19 @@ def test_every_mesh_gives_what_one_process_would(workers):
     """[D, 1] and [D, 2] for D of 1 to 6, to 1e-12, and with the same bits on all workers after every step."""
     results = [on_mesh(0, 1, CONFIGS)] if workers == 1 else run_distributed(on_mesh, workers, CONFIGS, timeout=240)
     for number, config in enumerate(CONFIGS):
-        pairs, steps = workers % 2 == 0 if config.pairs is None else config.pairs, STEPS[min(number, 1)]
-        reference = expected(config, workers // 2 if pairs else workers, steps)
+        reference = expected(config, steps := STEPS[min(number, 1)])
         hashes, params = results[0][number]
         assert all(result[number][0] == hashes for result in results), config
         assert len(set(hashes)) == steps, "every step moves the weights"
         torch.testing.assert_close(params, reference, rtol=0, atol=1e-12, msg=lambda m, c=config: f"{c}: {m}")
 
 
-def test_the_estimates_are_unbiased():
-    """The mean of g z over 1,000 steps is the gradient of a quadratic, within 3 standard deviations of a mean of
-    so many; the central difference is exact there."""
-    model = nn.Linear(8, 1, bias=False).double()
-    target = torch.linspace(-1, 1, 8, dtype=torch.float64)
-    curvature = torch.arange(1.0, 9.0, dtype=torch.float64)
-    gradient = curvature * (model.weight.detach()[0] - target)
-    zo = ZerothOrder(model, ZerothConfig(eps=1e-2), lr=0.0)
-    for _ in range(1000):
-        zo.step(lambda m: (curvature * (m.weight[0] - target) ** 2).sum() / 2, count=1)
-    z = torch.stack([zo.weights.noise.chunk(t, 0, 0, 8, CPU) for t in range(1000)]).double()
-    estimates = torch.tensor(zo.log.g)[:, None] * z
-    deviation = estimates.std(0) / len(z) ** 0.5
-    assert ((estimates.mean(0) - gradient).abs() < 3 * deviation).all() and (deviation < 0.1 * gradient.norm()).all()
-
-
 def test_noise_is_free_of_order_and_can_be_sliced():
     noise, again = Noise(0, CPU), Noise(0, CPU)
-    pieces = [noise.chunk(3, 2, number, CHUNK, CPU) for number in (0, 1)]
-    assert torch.equal(again.chunk(3, 2, 1, CHUNK, CPU), pieces[1])
-    assert torch.equal(again.chunk(3, 2, 0, CHUNK, CPU), pieces[0])
+    pieces = [noise.chunk(3, 2, number, CHUNK) for number in (0, 1)]
+    assert torch.equal(again.chunk(3, 2, 1, CHUNK), pieces[1]) and torch.equal(again.chunk(3, 2, 0, CHUNK), pieces[0])
     keys = [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1)]
-    drawn = torch.stack([noise.chunk(*key, 1000, CPU) for key in keys])
-    drawn = torch.cat([drawn, Noise(1, CPU).chunk(0, 0, 0, 1000, CPU)[None]])
+    drawn = torch.stack([*(noise.chunk(*key, 1000) for key in keys), Noise(1, CPU).chunk(0, 0, 0, 1000)])
     correlation = torch.corrcoef(drawn) - torch.eye(len(drawn))
     assert correlation.abs().max() < 0.15
     assert abs(float(pieces[0].mean())) < 0.005 and abs(float(pieces[0].var()) - 1) < 0.01
@@ -196,29 +150,13 @@ def test_a_tensor_of_several_chunks_is_perturbed_and_updated_as_a_whole():
         return 1.0 if len(seen) == 1 else 0.0
 
     zo.step(loss, count=1)
-    z = torch.cat([Noise(0, CPU).chunk(0, 0, i, n, CPU) for i, n in enumerate((CHUNK, 1_100_000 - CHUNK))])
+    z = torch.cat([Noise(0, CPU).chunk(0, 0, i, n) for i, n in enumerate((CHUNK, 1_100_000 - CHUNK))])
     z = z.view(start.shape)
     torch.testing.assert_close(seen, [start + 0.5 * z, start - 0.5 * z])
     torch.testing.assert_close(model.weight.detach(), start - z)  # g = (1 - 0) / (2 eps) = 1
 
 
-# -- what the released code gets wrong ------------------------------------------------------------------------------
-
-
-def after(config: ZerothConfig, steps: int, lr: float = 0.01) -> Tensor:
-    model = Net()
-    zo = ZerothOrder(model, config, lr=lr)
-    for step in range(steps):
-        x = batch(step)
-        zo.step(lambda m, x=x: losses_of(m, x).mean(), SAMPLES)
-    zo.finish()
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
-
-
-def test_the_last_update_is_applied_seed_0_is_a_seed_and_a_slope_of_zero_does_not_skip_the_weight_decay():
-    assert not torch.equal(after(ZerothConfig(), 1), after(ZerothConfig(), 0))
-    assert torch.equal(after(ZerothConfig(seed=0), 3), after(ZerothConfig(seed=0), 3))
-    assert not torch.equal(after(ZerothConfig(seed=0), 3), after(ZerothConfig(seed=1), 3))
+def test_a_slope_of_zero_does_not_skip_the_weight_decay():
     model = Net()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     zo = ZerothOrder(model, ZerothConfig(weight_decay=0.5), lr=0.1)
@@ -267,12 +205,9 @@ def test_a_dropped_step_is_told_once_in_a_row_and_ten_end_the_run():
 # -- traffic --------------------------------------------------------------------------------------------------------
 
 
-def collectives_of_a_step(rank: int, world_size: int) -> list[tuple[list[str], int]]:
-    """By the width of a model, what three steps call, and how many bytes the last one sends."""
-    return [calls_of(nn.Linear(width, 10)) for width in (10, 10_000)]
-
-
-def calls_of(model: nn.Module) -> tuple[list[str], int]:
+def calls_of_a_step(rank: int, world_size: int) -> tuple[list[str], int]:
+    """What three steps call, and how many bytes the last one sends."""
+    model = nn.Linear(1000, 10)
     zo = ZerothOrder(model, lr=0.01, timeout=60)
     called, send = [], dist.all_to_all_single
 
@@ -286,12 +221,12 @@ def calls_of(model: nn.Module) -> tuple[list[str], int]:
         for _ in range(3):
             zo.step(lambda m: m.weight.sum(), count=2)
     zo.close()
-    return called, zo.bytes_sent
+    return called, zo.stats.bytes_sent
 
 
 def test_a_step_sends_three_numbers_to_each_worker_in_one_collective():
-    for found in run_distributed(collectives_of_a_step, 4):
-        assert found == [(["torch.float64 (4, 3)"] * 3, 3 * 24)] * 2
+    for found in run_distributed(calls_of_a_step, 4):
+        assert found == (["torch.float64 (4, 3)"] * 3, 3 * 24)
 
 
 # -- what is refused, and what is changed while it measures ---------------------------------------------------------
@@ -330,9 +265,7 @@ def test_a_step_leaves_modes_frozen_tensors_and_after_a_loss_that_fails_all_weig
     ("build", "message"),
     [
         (lambda: ZerothConfig(eps=0.0), "eps=0.0: give a number above 0"),
-        (lambda: ZerothConfig(eps=math.nan), "eps=nan"),
         (lambda: ZerothConfig(eps="1e-3"), "eps='1e-3'"),  # pyright: ignore[reportArgumentType]
-        (lambda: ZerothConfig(weight_decay="0"), "weight_decay='0'"),  # pyright: ignore[reportArgumentType]
         (lambda: ZerothConfig(weight_decay=-1.0), "weight_decay=-1.0"),
         (lambda: ZerothConfig(seed=-1), "seed=-1"),
         (lambda: ZerothOrder(Net(), ZerothConfig(pairs=True), lr=0.1), "pairs=True with 1 worker: a pair is two"),
@@ -363,7 +296,7 @@ DIFFERENCES = {
     "seed": "seed=0",
     "frozen": "5 tensors, against 3",
     "dtype": "'torch.float64'), against ((",
-    "device": "z drawn on cpu (with rng='host' all draw alike), against z drawn on a GPU",
+    "device": "z drawn on cpu, against z drawn on a GPU",
 }
 
 
@@ -375,7 +308,7 @@ def differing(rank: int, world_size: int) -> list[str]:
         model = frozen_but("weight") if what == "frozen" and rank else Net()
         model = model.bfloat16() if what == "dtype" and rank else model
         kind = "a GPU" if what == "device" and rank else "cpu"
-        with mock.patch("language.zeroth.order.kind_of", lambda device, kind=kind: kind):
+        with mock.patch.object(Noise, "kind", kind):
             with pytest.raises(UserError) as told:
                 ZerothOrder(model, config, lr=0.1, timeout=60)
             said.append(str(told.value))
@@ -385,11 +318,7 @@ def differing(rank: int, world_size: int) -> list[str]:
 def test_workers_that_differ_are_refused():
     for said in run_distributed(differing, 2):
         for message, text in zip(DIFFERENCES.values(), said, strict=True):
-            assert (
-                text.startswith("workers differ: rank 0 has")
-                and message in text
-                and text.endswith("of rank 1: give all workers the same")
-            )
+            assert text.startswith("workers differ: rank 0 has") and message in text
 
 
 def test_nobody_trains_alone_where_others_were_started(monkeypatch: pytest.MonkeyPatch):
@@ -428,12 +357,12 @@ def interrupted(rank: int, world_size: int, config: ZerothConfig) -> tuple[list,
 
     (model, zo), (other, resumed) = new(), new()
     for step in range(7):
-        step_of(zo, model, step)
+        step_of(zo, step)
     other.load_state_dict(model.state_dict())
     resumed.load_state_dict(zo.state_dict())
     for step in range(7, 15):
-        for each, net in ((zo, model), (resumed, other)):
-            step_of(each, net, step)
+        for each in (zo, resumed):
+            step_of(each, step)
     zo.finish()
     resumed.finish()
     numbers = zo.log.g.tobytes()
@@ -486,12 +415,9 @@ def test_scalars_of_another_run_are_refused(tmp_path):
     other.step(lambda m: losses_of(m, batch(1)).mean(), SAMPLES)
     with pytest.raises(UserError, match="of another run than this one"):
         other.replay(log)
-    (tmp_path / "log").write_bytes((tmp_path / "log").read_bytes()[:-3])
-    with pytest.raises(UserError, match="no whole list of a zeroth-order run's scalars"):
-        ScalarLog.load(tmp_path / "log")
-    for text in (b"", b"[]\n", b"{}\n", b'{"format": 1}\n', b"\xff\n"):
+    for text in ((tmp_path / "log").read_bytes()[:-3], b"[]\n", b'{"format": 1}\n', b"\xff\n"):
         (tmp_path / "log").write_bytes(text)
-        with pytest.raises(UserError, match="no whole list"):
+        with pytest.raises(UserError, match="no whole list of a zeroth-order run's scalars"):
             ScalarLog.load(tmp_path / "log")
     with pytest.raises(UserError, match=r"the checkpoint has eps=0.001, here 0.1: resume with its settings"):
         ZerothOrder(Net(), ZerothConfig(eps=0.1), lr=0.1).load_state_dict(zo.state_dict())

@@ -92,7 +92,7 @@ def compared(rank: int, world_size: int, config: ZerothConfig, blocks: int = BLO
     return same(model, plain)
 
 
-@pytest.mark.parametrize("shape", [(BLOCKS, 1), (1, 1), (2, 1), (3, 1), (4, 2)])
+@pytest.mark.parametrize("shape", [(BLOCKS, 1), (1, 1), (2, 1), (4, 2)])
 def test_streamed_blocks_give_the_same_bits(shape: tuple[int, int]):
     """Any number of blocks, also with a norm between them."""
     assert compared(0, 1, ZerothConfig(weight_decay=0.1 if shape == (BLOCKS, 1) else 0.0), *shape)
@@ -179,26 +179,6 @@ def test_a_run_resumes_where_updates_were_put_off():
     assert same(model, other) and same(model, plain)
 
 
-def test_a_model_whose_loss_fails_is_left_as_it_was():
-    model, zo, _ = streamed(ZerothConfig())
-    calls = []
-
-    def loss(m: nn.Module) -> Tensor:
-        found = loss_of(m, batch(0))
-        calls.append(found)
-        if len(calls) == 2:
-            raise ZeroDivisionError
-        return found
-
-    with pytest.raises(ZeroDivisionError):
-        zo.step(loss, 4)
-    assert same(model, Model())
-    with pytest.raises(IndexError):
-        zo.step(lambda m: loss_of(m, batch(0) + 20), 4)
-    assert same(model, Model()), "also where the embedding fails, which is perturbed meanwhile"
-    one_step(0, zo)
-
-
 def test_an_update_that_was_put_off_is_there_after_a_loss_that_fails():
     """A block takes it when it comes by: here in the first of two passes, and the second never comes."""
 
@@ -214,6 +194,8 @@ def test_an_update_that_was_put_off_is_there_after_a_loss_that_fails():
         one_step(0, one)
     with pytest.raises(ZeroDivisionError):
         zo.step(fails, 4)
+    with pytest.raises(IndexError):
+        zo.step(lambda m: loss_of(m, batch(0) + 20), 4)  # in the embedding, which is perturbed meanwhile
     for one in (zo, plain):
         one.flush()
     assert same(model, other)
@@ -229,29 +211,6 @@ def test_frozen_tensors_of_a_block_go_along():
     zo.flush()
     changed = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
     assert changed == {f"blocks.{i}.2.weight" for i in range(BLOCKS)}
-
-
-class Scaled(nn.Module):
-    """A norm within a module that has tensors of its own, of which one is the norm's, too."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(8)
-        self.bias, self.scale = self.norm.bias, nn.Parameter(torch.ones(8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.scale * (self.norm(x) + self.bias) * self.scale
-
-
-def test_modules_of_no_block_may_lie_in_each_other():
-    nets = Model(), Model()
-    for net in nets:
-        net.norm = Scaled()
-    whole, (_, zo, _) = ZerothOrder(nets[0], lr=0.1), streamed(ZerothConfig(), nets[1])
-    for step in range(3):
-        both_step(step, zo, whole)
-    zo.finish()
-    assert same(*nets)
 
 
 @pytest.mark.parametrize(

@@ -163,21 +163,13 @@ def test_a_replay_that_would_give_another_model_is_refused(folder: Path, tmp_pat
     run = shutil.copytree(folder / "zo" / "replay", tmp_path / "replay")
     with pytest.raises(UserError, match="is not the model that .* was tuned from"):
         zo_replay.replay(run, folder / "ddp" / "model", tmp_path / "out")
-    with pytest.raises(UserError, match="exists already"):
-        zo_replay.replay(run, folder / "model", tmp_path)
     scalars = bytearray((run / "scalars").read_bytes())
     scalars[-2] ^= 1  # in the last number's exponent
     (run / "scalars").write_bytes(scalars)
     with pytest.raises(UserError, match="do not lead to the model"):
         zo_replay.replay(run, folder / "model", tmp_path / "out")
-    (run / "scalars").write_bytes(scalars[:-8])
-    with pytest.raises(UserError, match="no whole list"):
-        zo_replay.replay(run, folder / "model", tmp_path / "out")
     (run / "run.json").write_text("{}")
     with pytest.raises(UserError, match="run.json is damaged"):
-        zo_replay.replay(run, folder / "model", tmp_path / "out")
-    (run / "run.json").unlink()
-    with pytest.raises(UserError, match="run.json is missing"):
         zo_replay.replay(run, folder / "model", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

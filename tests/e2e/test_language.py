@@ -193,12 +193,10 @@ def test_half_as_many_parts_of_a_batch_as_workers_in_pairs_and_neither_gradients
     recipe = RECIPES["gpt2_zo_small"]
     with torch.device("meta"):
         model = make_model(recipe, pad=1)
-    needs = checks.estimate(recipe, model, world_size=4)
+    needs, streamed = (checks.estimate(replace(recipe, offload=offload), model, 4) for offload in (False, True))
     assert needs.gradients == needs.optimizer == 0 and needs.method == needs.parameters
-    streamed = checks.estimate(replace(recipe, offload=True), model, 4)
-    h = model.transformer.h
-    block = checks.size_of(h[0].parameters())
-    rest = needs.parameters - len(h) * block
+    block = checks.size_of(model.transformer.h[0].parameters())
+    rest = needs.parameters - len(model.transformer.h) * block
     assert streamed.parameters == 2 * rest + 3 * block and streamed.method == 0
 
 

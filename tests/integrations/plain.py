@@ -23,6 +23,7 @@ from tests.problems import flat
 
 EXAMPLES, BATCH, EPOCHS, TAU = 48, 2, 3, 5  # with two workers an epoch has 12 batches: no whole number of rounds
 PAPER = CO2Config(tau=TAU, outer_momentum=0.4)
+FRAGMENTS = CO2Config(tau=6, merge="keep_local", delay=2, gap="none", outer_momentum=0.2, fragments=3)
 Batch = tuple[Tensor, Tensor]
 
 

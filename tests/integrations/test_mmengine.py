@@ -17,6 +17,7 @@ from tests.on_ranks import on_ranks
 
 PRELOAD += ["mmengine.runner", "core.integrations.mmengine"]
 SAVED = 4  # iterations; gradients are accumulated over three
+FRAGMENTS = {"merge": "keep_local", "delay": 1, "gap": "none", "fragments": 2}
 
 
 def built(rank: int, folder: Path, probe: Any, loading: int = 0) -> Any:
@@ -44,7 +45,7 @@ def built(rank: int, folder: Path, probe: Any, loading: int = 0) -> Any:
         train_cfg={"by_epoch": False, "max_iters": 8},
         optim_wrapper={"optimizer": {"type": "SGD", "lr": 0.01}, "accumulative_counts": 3},
         default_hooks={"checkpoint": {"type": "CheckpointHook", "by_epoch": False, "interval": SAVED}, "logger": None},
-        custom_hooks=[CO2Hook(tau=2), EMAHook(momentum=0.5), probe],
+        custom_hooks=[CO2Hook(tau=2, co2=FRAGMENTS), EMAHook(momentum=0.5), probe],
         log_level="ERROR",
     )
 

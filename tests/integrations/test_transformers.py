@@ -160,9 +160,8 @@ def test_trains_as_the_plain_loop(rank: int, workers: int, tmp_path: Path) -> No
     if workers == 2:
         own = run(f"{folder}/b", gradient_accumulation_steps=5, max_grad_norm=0.5)
         plain.assert_equal(own["trace"], plain.train(batches, micro=5, clip=0.5))
-        config = CO2Config(tau=3, gap="norm")
-        own = run(f"{folder}/c", config, bf16=True, max_steps=7)
-        plain.assert_equal(own["trace"], plain.train(batches, config, updates=7, dtype=torch.bfloat16))
+        own = run(f"{folder}/c", plain.FRAGMENTS, bf16=True, max_steps=9)
+        plain.assert_equal(own["trace"], plain.train(batches, plain.FRAGMENTS, updates=9, dtype=torch.bfloat16))
         Path(folder, f"passed{plain.TAU - 1}").unlink(missing_ok=True)
         torch.distributed.barrier()
         own = run(
@@ -210,15 +209,15 @@ def test_evaluations_and_checkpoints_are_of_one_model_and_logs_wait_for_a_bounda
 
 
 def mid_round(rank: int, workers: int, folder: str) -> None:
-    """A checkpoint that a callback behind ours asks for in mid-round is gone on from, bit for bit."""
+    """A checkpoint that a callback behind ours asks for in mid-round is of one model, and gone on from bit for bit."""
 
     def ask(state: Any, control: Any, callback: Any) -> None:
         control.should_save = state.global_step == 13
 
-    whole: Any = run(f"{folder}/mid", watch=ask)
-    assert whole["saved"] == [(13, False)]
-    plain.assert_equal(whole["trace"], plain.train(plain.in_turn(rank, workers)))
-    again: Any = run(f"{folder}/again", model=ForTrainer(9), resume=f"{folder}/mid/checkpoint-13")
+    config = plain.FRAGMENTS  # one is in flight there
+    whole: Any = run(f"{folder}/mid", config, watch=ask)
+    assert whole["saved"] == [(13, True)]
+    again: Any = run(f"{folder}/again", config, model=ForTrainer(9), resume=f"{folder}/mid/checkpoint-13")
     plain.assert_equal([*again["trace"], again["end"]], [*whole["trace"][13:], whole["end"]])
 
 

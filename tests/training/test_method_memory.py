@@ -25,7 +25,7 @@ from core.config import CompressionConfig, LGrecoConfig
 from core.local_update import LocalUpdateMethod
 from core.nodes import node_mesh
 from core.testing import run_distributed
-from language.zeroth import Zeroth, ZerothConfig
+from language.zeroth import ZerothOrder
 from tests.training.live import Live
 from training import checks
 from training.recipe import Recipe
@@ -142,7 +142,7 @@ def trains(name: str) -> tuple[float, float, float]:
     with counted.patch, host, pick, small_segments(), counted.live, torch.no_grad():
         method = make(recipe, model, mesh)
         counted.made()
-        for _ in range(4 if not isinstance(method, Zeroth) else 0):
+        for _ in range(4 if not isinstance(method, ZerothOrder) else 0):
             one_round(method, model)
             counted.round_ended()
     always = counted.always
@@ -153,7 +153,7 @@ def trains(name: str) -> tuple[float, float, float]:
 
 def make(recipe: Recipe, model: nn.Module, mesh: Any) -> Any:
     if recipe.method == "zo":
-        return Zeroth(model[:-1], ZerothConfig(), lr=lambda: 0.1)
+        return ZerothOrder(model[:-1], lr=0.1)
     if recipe.method == "ddp":
         return GradientCompression(model, recipe.ddp_compression, group=None, timeout=60.0, link=None)
     settings = {"co2": recipe.co2, "shard": recipe.shard, **recipe.own_settings}
