@@ -24,6 +24,7 @@ from torch import _foreach_zero_ as zero_each  # pyright: ignore[reportPrivateIm
 from torch.nn.parameter import is_lazy
 
 from .errors import UserError, env_number
+from .stats import read_blocks
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -280,11 +281,6 @@ def copy(to: Sequence[Tensor], source: Sequence[Tensor], *, queued: bool = False
 def rescale(flat: Tensor, scale: float | Tensor) -> None:
     """Multiplies in place by a number or a 0-d tensor on any device."""
     flat.mul_(scale.to(flat) if isinstance(scale, Tensor) else scale)
-
-
-def read_blocks(t: Tensor) -> bool:
-    """Returns whether the host would wait for the device to read a number of this tensor."""
-    return t.is_cuda
 
 
 def has_triton(device: torch.device) -> bool:

@@ -61,7 +61,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import outer, shares
-from .buckets import BucketShare, all_finite, elements, is_dtensor, local_shard, read_blocks, tensors_of, unique
+from .buckets import BucketShare, all_finite, elements, is_dtensor, local_shard, tensors_of, unique
 from .comm import Reducer, all_reduce
 from .config import CO2Config, CommonArgs, Schedule, build_args, check_share, named_rule, scheduled
 from .errors import UserError
@@ -71,7 +71,7 @@ from .local_update import OWN_SCALARS, LocalUpdateMethod, ReduceResult
 from .nodes import Node
 from .shares import Fragment, Share, SharedMethod, slices
 from .state import on_host, zero
-from .stats import RoundStats, defer
+from .stats import RoundStats, defer, read_blocks
 
 OWN = len(OWN_SCALARS)  # scalars that travel with every fragment
 

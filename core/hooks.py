@@ -18,7 +18,6 @@ from .buckets import (
     State,
     copy,
     local_shard,
-    read_blocks,
     same_values,
     views,
     wipe,
@@ -27,7 +26,7 @@ from .buckets import (
 from .comm import AsyncAllReduce, Reducer
 from .errors import UserError
 from .nodes import Node
-from .stats import HostCopy, RoundClock
+from .stats import HostCopy, RoundClock, read_blocks
 
 OneHook = TypeVar("OneHook", bound="Hook")
 

@@ -33,7 +33,6 @@ from .buckets import (
     keep_unchanged,
     local_shard,
     make_buckets,
-    read_blocks,
     rescale,
     tensors_of,
     unique,
@@ -44,7 +43,7 @@ from .hooks import Hook, ReductionInfo, SyncSchedule, check_hooks
 from .nodes import Node
 from .shares import Share
 from .state import SavedMethod
-from .stats import AsyncReadback, RoundClock, RoundStats, plus
+from .stats import AsyncReadback, RoundClock, RoundStats, plus, read_blocks
 
 OWN_SCALARS = {"finished": 1, "steps": 1, "weight": 1}  # in every all-reduce
 CHANGED = "changed"  # scalars: per buffer that is not sent, how many workers have changed it

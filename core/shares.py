@@ -47,7 +47,6 @@ from .buckets import (
     make_buckets,
     on_device,
     pinned,
-    read_blocks,
     views,
     wipe,
 )
@@ -57,6 +56,7 @@ from .guards.workers import OutlierFilter
 from .hooks import HookedMethod
 from .nodes import Held, Node
 from .outer import FusedOuterStep, OuterStep
+from .stats import read_blocks
 
 ALPHA, M_SQUARES, STEP_SQUARES, EXCLUDED, WHOLE = range(5)  # of Share.numbers
 

@@ -102,7 +102,7 @@ def test_statistics_of_shared_state_go_off_before_what_follows_is_launched(monke
 
 
 def reads_in_rounds(co2: CO2 | CO2, params: list[nn.Parameter]) -> list[str]:
-    """As on a device: where reading is free, a worker that is not left out is spared a pass (buckets.read_blocks)."""
+    """As on a device: where reading is free, a worker that is not left out is spared a pass (stats.read_blocks)."""
     with pytest.MonkeyPatch.context() as patch:
         for module in (buckets, hooks, local_update):
             patch.setattr(module, "read_blocks", lambda t: True)
