@@ -20,9 +20,10 @@ from torch import Tensor
 
 # one kernel for many tensors, as in torch's optimizers
 from torch import _foreach_add_ as add_each  # pyright: ignore[reportPrivateImportUsage]
+from torch import _foreach_copy_ as copy_each  # pyright: ignore[reportPrivateImportUsage]
 from torch import _foreach_sub_ as sub_each  # pyright: ignore[reportPrivateImportUsage]
 
-from .buckets import copy, copy_where, elements, group_pieces, views
+from .buckets import copy_where, elements, group_pieces, views
 
 EPS = 1e-12  # keeps Lambda finite if a pseudo-gradient is exactly zero
 # Elements updated at a time. On a CPU their tensors, some 5 MiB in float32, stay in the cache. A GPU needs few kernels,
@@ -306,7 +307,8 @@ def staleness_gap(m: Tensor, rule: Rule, last_step: Tensor | None = None) -> Ten
 def continue_from(s: Segment, rule: Rule) -> None:
     """The merge, in the precision of x."""
     if rule.merge == "restart":
-        return copy(s.params, s.x_views)
+        copy_each(s.params, s.x_views)
+        return
     for p, x, snapshot in zip(s.params, s.x_views, s.snapshot, strict=True):
         p.copy_(keep_local(x, p.to(x.dtype), snapshot))
 
@@ -367,7 +369,8 @@ class OuterStep:
         self.locate()
         for s in self.segments:
             self.take_difference(s)
-            copy(s.snapshot, s.params[: len(s.snapshot)])
+            if s.snapshot:
+                copy_each(s.snapshot, s.params)
 
     @torch.no_grad()
     def restart(self, where: Tensor | None = None) -> None:
@@ -379,7 +382,7 @@ class OuterStep:
         self.locate()
         for s in self.segments:
             if where is None:
-                copy(s.params, s.x_views)
+                copy_each(s.params, s.x_views)
             else:
                 copy_where(where, s.params, s.x_views)
                 copy_where(where, s.snapshot, s.params[: len(s.snapshot)])
