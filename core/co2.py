@@ -71,7 +71,7 @@ from .local_update import OWN_SCALARS, LocalUpdateMethod, ReduceResult
 from .nodes import Node
 from .shares import Fragment, Share, SharedMethod, slices
 from .state import on_host, zero
-from .stats import RoundStats, defer, read_blocks
+from .stats import RoundStats, defer
 
 OWN = len(OWN_SCALARS)  # scalars that travel with every fragment
 
@@ -166,8 +166,7 @@ class CO2(LocalUpdateMethod, SharedMethod):
     def _build(self, params: Iterable[Tensor], c: CO2Config, schedule: Schedule | None, **built: Any) -> None:
         """The rest of the constructor, which elastic_co2 calls with other arguments."""
         self._given, self._schedule = c, schedule  # self.config: what holds in the current round
-        self.config = c = scheduled(c, schedule, 0)
-        c.check_stable()
+        self._use(c := scheduled(c, schedule, 0))
         super().__init__(params, **built)
         self._starts_near_anchor = c.merge != "restart"
         self.in_paper_order = c.merge != "keep_local" and c.is_a_round_late
@@ -378,25 +377,14 @@ class CO2(LocalUpdateMethod, SharedMethod):
     def _start_fragment(self, i: int, *, finished: bool = False) -> None:
         """Step 3 of a fragment that carries neither buffers nor hooks' scalars."""
         self._enter(i)
-        fragment = self.fragments[i]
-        self.local_steps_sent = self.late
-        if finished and not self.late and self.share is None:
+        fragment, steps = self.fragments[i], self.late
+        idle = finished and not steps
+        if idle and self.share is None:
             self._restart(of=fragment)  # p + (x - snapshot) may have been rounded
-        self._take(idle=finished and not self.late)
-        self._finished.fill_(self._is_last)
-        self._steps.fill_(self.local_steps_sent)
-        self._weight.fill_(1.0)
-        excluded = self.hook(OutlierFilter).before_allreduce()
-        if excluded is not None and (read_blocks(excluded) or excluded):
-            self.exclude(excluded)
-            self._restart_from_anchor(excluded)
-            self._report_excluded(excluded)
+        self._take(idle=idle)
         fragment.lag = -self.local_steps
-        self._sent_tau = self.sync_schedule.tau
-        self.growth = self._sent_tau / self._arrived_tau
         self.reducer.become(self.fragments[0].reducer.kind)
-        self._between += 1
-        self.allreduce.launch(self.stages())
+        self._launch([self.hook(OutlierFilter).before_allreduce], steps, finished=self._is_last)
         if self.config.delay == 0:
             self._merge(finished=finished)
 
@@ -434,7 +422,8 @@ class CO2(LocalUpdateMethod, SharedMethod):
             state["fragments"] = [
                 [f.lag, {name: on_host(value) for name, value in f.held.items()}] for f in self.fragments
             ]
-            state |= {"at": self.fragment, "between": self._between, "reached_in": self._reached_in}
+            between = self.allreduce.launched - self.rounds  # all-reduces of other fragments than the first
+            state |= {"at": self.fragment, "between": between, "reached_in": self._reached_in}
         return state
 
     # -- the outer step ----------------------------------------------------------------------------------------
@@ -477,6 +466,9 @@ class CO2(LocalUpdateMethod, SharedMethod):
         if arrived:
             stats.momentum_norm = self._momentum_norm = squares.sqrt()
             stats.gap_mean, stats.gap_max, stats.clipped_share = gaps / numel, largest_gap, clipped / numel
+            if "squares" in self.scalars.sizes and not self.is_cut:  # see OutlierFilter
+                squares = self.scalars["squares"]
+                stats.consensus_distance = outer.consensus_distance(squares, self._weight, delta_norm)
 
     def _restart_from_anchor(self, where: Tensor | None = None) -> None:
         if self.config.merge != "restart" and self.share is None:  # with restart or in a node, a merge itself does it
@@ -541,8 +533,15 @@ class CO2(LocalUpdateMethod, SharedMethod):
 
     def _begin_round(self, number: int) -> None:
         if self._schedule is not None:
-            self.config = scheduled(self._given, self._schedule, number)
-            self.config.check_stable()
+            self._use(scheduled(self._given, self._schedule, number))
+
+    def _use(self, c: CO2Config) -> None:
+        """Takes the settings of a round. Those that a schedule may change are compared between the workers."""
+        c.check_stable()
+        self.config = c
+        numbers = c.outer_lr, c.outer_momentum, c.clip  # as floats, because 1 prints as 1.0
+        alpha, beta, phi = (None if number is None else float(number) for number in numbers)
+        self.settings = {"outer_lr": alpha, "outer_momentum": beta, "clip": phi}
 
     def _signature(self) -> Any:
         settings = asdict(self.config)
@@ -551,8 +550,3 @@ class CO2(LocalUpdateMethod, SharedMethod):
         if self.share is not None:
             settings |= {"shard": self.share.shard, "offload": self.share.offload}
         return settings
-
-    def settings(self) -> Any:
-        c = self.config  # floats: 1 prints as 1.0
-        alpha, beta, phi = float(c.outer_lr), float(c.outer_momentum), c.clip if c.clip is None else float(c.clip)
-        return {"tau": float(self.sync_schedule.tau), "outer_lr": alpha, "outer_momentum": beta, "clip": phi}

@@ -67,6 +67,8 @@ class HookedMethod:
         anchors: Where rounds begin, one flat tensor per bucket. Empty if it is not kept.
         broadcasts_state: Whether the next all-reduce also sends rank 0's state to all workers. A hook may set it.
         clock: Measures the rounds.
+        rounds: Rounds closed so far, including the rounds of finish().
+        settings: The outer step's settings in this round. They and tau are compared in every round.
         local_steps: Steps since the last boundary. `local_steps_sent` counts the steps of the last all-reduce.
         growth: tau of the round whose all-reduce started last, over the tau of the average before.
         _given_buffers: The averaged buffers, by their index in `buffers`. `_buffers` are their local tensors.
@@ -91,7 +93,8 @@ class HookedMethod:
     replicated: list[Tensor]
     anchors: list[Tensor]
     clock: RoundClock
-    local_steps = local_steps_sent = 0
+    settings: Mapping[str, float | None] = {}
+    rounds = local_steps = local_steps_sent = 0
     growth = 1.0
     broadcasts_state = False
     timed_from = 0  # the first all-reduce without the buffers that nobody changes; its time is the first that counts
@@ -99,18 +102,12 @@ class HookedMethod:
     _buffers: list[Tensor]
     _given_buffers: dict[int, Tensor]
     _starts_near_anchor = False  # whether rounds begin near `anchors`, not exactly there
-    _between = 0  # all-reduces of other fragments than the first
     _saved_at: tuple[int, int] | None = None  # rounds and local steps at which state_dict() was last called
 
     @property
     def begins_apart(self) -> bool:
         """Whether this worker may begin a round away from `anchors`."""
         return self._starts_near_anchor
-
-    @property
-    def rounds(self) -> int:
-        """Rounds closed so far, including the rounds of finish()."""
-        return self.allreduce.launched - self._between
 
     @property
     def tau(self) -> int:
@@ -142,10 +139,6 @@ class HookedMethod:
     def is_log_rank(self) -> bool:
         """Whether this process prints what concerns all workers."""
         return self.allreduce.rank == 0 and self.node.rank == 0
-
-    def settings(self) -> Any:
-        """Settings that must be equal on all workers, compared in every round."""
-        return self.tau
 
     @property
     def late(self) -> int:

@@ -122,6 +122,22 @@ def keep_local(x: Tensor, p: Tensor, snapshot: Tensor) -> Tensor:
     return x + (p - snapshot)
 
 
+def consensus_distance(squares: Tensor, weight: Tensor, mean_norm: Tensor) -> Tensor:
+    """Returns how far the workers' parameters were from their average when they sent, 0-d float64.
+
+    It is the root of mean_i ||x^i - mean||^2. Worker i sends d^i = x - x^i with one x on all workers, so this is
+    mean_i ||d^i||^2 - ||mean d||^2. As a difference of two squares it cannot resolve less than a thousandth of
+    ||mean d||, and it includes what a compression rounds.
+
+    Args:
+        squares: The sum of ||d^i||^2 over the workers that count, 0-d.
+        weight: The number of these workers, in the unit of `squares`, 0-d.
+        mean_norm: ||mean d||, 0-d.
+    """
+    mean = torch.where(weight > 0, squares.double() / weight.double(), 0.0)
+    return (mean - mean_norm.to(mean).square()).clamp(min=0).sqrt()
+
+
 # -- stability, on a quadratic whose error tau local steps reduce by the share rho -----------------------------------
 
 

@@ -223,8 +223,8 @@ class SavedMethod(HookedMethod):
                 "the checkpoint's parameters have other shapes, or another order: give the parameters in the order in "
                 "which the run that wrote it gave them, such as model.parameters()"
             )
-        self._between = state.get("between", 0)
-        self.allreduce.restore(state["rounds"] + self._between, state["in_flight"])
+        self.rounds = state["rounds"]
+        self.allreduce.restore(self.rounds + state.get("between", 0), state["in_flight"])
         for reducer in self._reducers():
             reducer.become(state["reducer"])
         changing = state.get("changing")  # an older version saved none, and sent all
