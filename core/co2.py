@@ -60,8 +60,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from . import outer, shares
-from .buckets import BucketShare, all_finite, elements, is_dtensor, local_shard, tensors_of, unique
+from . import outer
+from .buckets import all_finite, is_dtensor, local_shard, tensors_of, unique
 from .comm import Reducer, all_reduce
 from .config import CO2Config, CommonArgs, Schedule, build_args, check_share, named_rule, scheduled
 from .errors import UserError
@@ -69,7 +69,7 @@ from .groups import Holders, groups_of, refuse_fsdp, refuse_shards
 from .guards.workers import OutlierFilter
 from .local_update import OWN_SCALARS, LocalUpdateMethod, ReduceResult
 from .nodes import Node
-from .shares import Fragment, Share, SharedMethod, slices
+from .shares import Fragment, Share, SharedMethod, make_outer_step, parts_at, sent_parts, slices_of
 from .state import on_host, zero
 from .stats import RoundStats, defer
 
@@ -179,23 +179,13 @@ class CO2(LocalUpdateMethod, SharedMethod):
         # workers (replicated state), and rounds begin there (anchor).
         self._x = self.replicated = self.anchors = self.state.new("outer_iterate", of_params=True)
         self._m = self.state.new("outer_momentum")
-        absent = [None] * len(self.buckets)
         # keep_local: this worker's parameters when the all-reduce started
-        snapshots = self.state.new("snapshot", of_params=True, own=True) if c.merge == "keep_local" else absent
+        self._snapshots = self.state.new("snapshot", of_params=True, own=True) if c.merge == "keep_local" else []
         # Nesterov takes another direction than m in step 7. The next gap needs it.
         self._directions = self.state.new("outer_step") if c.nesterov and c.gap != "none" else []
-        flats = zip(self.buckets, self._x, self._m, snapshots, self._directions or absent, strict=True)
-        outer_steps = [
-            shares.make_outer_step(b.params, b.payload, x, m, snapshot, direction, nesterov=c.nesterov)
-            for b, x, m, snapshot, direction in flats
-            if b.numel  # a bucket may hold only buffers
-        ]
-        self._snapshots = self.state.get("snapshot", [])
         self._last_alpha = 0.0  # outer_lr of the last outer step; 0 if the last boundary took none
         self._momentum_norm = torch.zeros((), dtype=torch.float64, device=self.allreduce.device)
-        self.fragments = [Fragment(self.buckets, outer_steps, self._directions, self.reducer)]
-        if isinstance(c.fragments, int) and c.fragments > 1:
-            self._cut(c.fragments)
+        self._cut(c.fragments if isinstance(c.fragments, int) else 1)
 
     # -- the boundary ------------------------------------------------------------------------------------------
 
@@ -341,30 +331,30 @@ class CO2(LocalUpdateMethod, SharedMethod):
     def _cut(self, count: int) -> None:
         """Cuts the payloads into fragments while nothing is in flight. Error feedback begins anew."""
         lag = max((fragment.lag for fragment in self.fragments), default=0)
-        fragments, self.is_cut, nesterov = list[Fragment](), count > 1, self.config.nesterov
-        share, make = self.share, lambda parts: self._make_reducer(parts, self.scalars, self.allreduce)
-        if share is not None:
-            for i, places in enumerate(share.cut(count)):
-                parts = share.sent_parts(self.buckets, places, OWN if i else None)
-                fragments.append(Fragment(parts, [], [], make(parts)))
-        for i in range(count if share is None else 0):
-            parts, outer_steps, directions = list[BucketShare](), list[outer.OuterStep](), list[Tensor]()
-            for k, (b, x, m) in enumerate(zip(self.buckets, self._x, self._m, strict=True)):
-                place = slices(b.numel, count)[i]
-                payload, pieces = b.payload[place], elements(b.params, place.start, place.stop)
-                parts.append(BucketShare(b, payload, len(payload), pieces, OWN if i else None))
-                directions += [d[place] for d in self._directions[k : k + 1]]
-                if len(payload):
-                    flats = payload, x[place], m[place], self._snapshots[k][place]
-                    where: Any = {"start": place.start, "nesterov": nesterov}
-                    d = directions[-1] if self._directions else None
-                    outer_steps.append(shares.make_outer_step(b.params, *flats, d, **where))
-            fragments.append(Fragment(parts, outer_steps, directions, make(parts)))
-        for fragment in fragments:
-            fragment.lag, fragment.held = lag, {name: zero(getattr(self, name)) for name in self.numbers}
-            fragment.held["_arrived_tau"] = self._arrived_tau
+        fragments, share, self.is_cut = list[Fragment](), self.share, count > 1
+        owned, is_first = share is not None and share.shard, not self.fragments
+        for i, places in enumerate(slices_of(self.buckets, count) if share is None else share.cut(count)):
+            parts, reducer = self.buckets, self.reducer
+            if share is not None or self.is_cut:
+                parts = sent_parts(self.node, self.buckets, places, OWN if i else None, owned=owned)
+            if self.is_cut or not is_first:  # else the constructor has made it
+                reducer = self._make_reducer(parts, self.scalars, self.allreduce)
+            held = {name: zero(getattr(self, name)) for name in self.numbers} | {"_arrived_tau": self._arrived_tau}
+            steps, directions = ([], []) if share is not None else self._outer_steps(places)
+            fragments.append(Fragment(parts, steps, directions, reducer, lag, held))
         self.fragments, self.fragment = fragments, 0
         self.reducer, self.sent_payloads = fragments[0].reducer, fragments[0].payloads
+
+    def _outer_steps(self, places: Sequence[slice]) -> tuple[list[outer.OuterStep], list[Tensor]]:
+        """Returns steps 3 to 7 on a slice of each payload, and the slices of the last directions."""
+        payloads, absent = [b.payload for b in self.buckets], [None] * len(self.buckets)
+        flats = [parts_at(f, places) for f in (payloads, self._x, self._m, self._snapshots, self._directions)]
+        steps = [
+            make_outer_step(b.params, *of_bucket, start=place.start, nesterov=self.config.nesterov)
+            for b, place, *of_bucket in zip(self.buckets, places, *(f or absent for f in flats), strict=True)
+            if len(of_bucket[0])  # a bucket may hold only buffers
+        ]
+        return steps, flats[-1]
 
     def _enter(self, i: int) -> None:
         """Makes fragment i the current one."""
@@ -483,8 +473,9 @@ class CO2(LocalUpdateMethod, SharedMethod):
 
     def _start_from_params(self) -> None:
         super()._start_from_params()
+        for fragment in self.fragments:
+            fragment.lag = 0
         if self.is_cut:
-            self.fragments = ()
             self._cut(self.config.fragments if isinstance(self.config.fragments, int) else 1)
         if self.share is not None:
             self.share.start_from_params()

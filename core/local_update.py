@@ -41,7 +41,7 @@ from .comm import AsyncAllReduce, Reducer, Stage, all_reduce, send_first
 from .errors import UserError
 from .hooks import Hook, ReductionInfo, SyncSchedule, check_hooks
 from .nodes import Node
-from .shares import Share
+from .shares import Share, sent_parts
 from .state import SavedMethod
 from .stats import AsyncReadback, RoundClock, RoundStats, plus, read_blocks
 
@@ -198,7 +198,7 @@ class LocalUpdateMethod(Loop, SavedMethod, ABC):
         self.scalars.attach(self.buckets[0].scalars)
         # 0-d views into the first bucket, so the all-reduce sums what is written to them
         self._finished, self._steps, self._weight = (self.scalars[name] for name in OWN_SCALARS)
-        sent = self.buckets if share is None else share.sent_parts(self.buckets)
+        sent = self.buckets if share is None else sent_parts(share.node, self.buckets, owned=share.shard)
         self.reducer = reducer(sent, self.scalars, self.allreduce)
         self._scale: float | Tensor = self.reducer.scale
         self.state, self.replicated, self.anchors = State(self.buckets), list[Tensor](), list[Tensor]()

@@ -117,6 +117,11 @@ def slices(numel: int, count: int, multiple: int = 1) -> list[slice]:
     return [slice(a, b) for a, b in pairwise(ends)]
 
 
+def slices_of(buckets: Sequence[Bucket], count: int) -> list[Sequence[slice]]:
+    """Returns for each of `count` fragments its slice of each whole payload."""
+    return [*zip(*(slices(b.numel, count) for b in buckets), strict=True)]
+
+
 def slices_alike(sizes: Sequence[tuple[int, int]], count: int) -> list[slice]:
     """Returns slices of tensors that the ranks of a node shard. All ranks cut a tensor that all hold at one element.
 
@@ -129,6 +134,28 @@ def slices_alike(sizes: Sequence[tuple[int, int]], count: int) -> list[slice]:
         reached = (min(max(cut.stop - start, 0), whole) for start, (_, whole) in zip(starts, sizes, strict=False))
         ends.append(sum(-(-own * n // max(1, whole)) for n, (own, whole) in zip(reached, sizes, strict=True)))
     return [slice(a, b) for a, b in pairwise(ends)]
+
+
+def sent_parts(
+    node: Node,
+    buckets: Sequence[Bucket],
+    places: Sequence[slice] | None = None,
+    scalars: int | None = None,
+    *,
+    owned: bool = False,
+) -> list[BucketShare]:
+    """Returns what a rank sends to the other nodes: its shares, or the slices `places` of them.
+
+    A worker by itself is a node with one share, the whole. `scalars`: see BucketShare. With `owned`, each worker owns a
+    part, which includes padding.
+    """
+    parts, shares = list[BucketShare](), node.own_shares(buckets)
+    for b, g, place in zip(buckets, shares, places or [slice(0, len(g)) for g in shares], strict=True):
+        start, flat = node.row * len(g) + place.start, g[place]
+        pieces = elements(b.params, start, start + len(flat))
+        numel = len(flat) if owned else sum(p.numel() for p in pieces)
+        parts.append(BucketShare(b, flat, numel, pieces, scalars))
+    return parts
 
 
 class SharedMethod(HookedMethod):
@@ -220,22 +247,6 @@ class Share:
         parts = self.node.parts * (workers * self._unit if self.shard else 1)
         return make_buckets(params, buffers, scalars, parts, pinned if self.offload else None)
 
-    def sent_parts(
-        self, buckets: Sequence[Bucket], places: Sequence[slice] | None = None, scalars: int | None = None
-    ) -> list[BucketShare]:
-        """Returns what this rank sends to the other nodes: its shares, or slices of them. scalars: see BucketShare."""
-        parts, shares = list[BucketShare](), self.of_node(buckets)
-        for b, g, place in zip(buckets, shares, places or [slice(0, len(g)) for g in shares], strict=True):
-            start, flat = self.node.row * len(g) + place.start, g[place]
-            pieces = elements(b.params, start, start + len(flat))
-            numel = len(flat) if self.shard else sum(p.numel() for p in pieces)  # an owner's part includes padding
-            parts.append(BucketShare(b, flat, numel, pieces, scalars))
-        return parts
-
-    def of_node(self, buckets: Sequence[Bucket]) -> list[Tensor]:
-        """Returns this rank's share of each payload, 1-d, with its padding."""
-        return [shares[self.node.row] for shares in self.node.shares(buckets)]
-
     def owned(self, flats: Sequence[Tensor]) -> list[Tensor]:
         """Returns what this rank owns of flat tensors as long as its shares."""
         group, allreduce = self.method.allreduce.group, self.method.allreduce
@@ -251,7 +262,7 @@ class Share:
             self._stream = torch.cuda.Stream(method.params[0].device)
         if inner is not None and c.delay == "auto":
             self._votes = Votes(new_group(inner, timeout, torch.device("cpu"), "gloo", overlap=True))
-        self.g = self.of_node(buckets)
+        self.g = self.node.own_shares(buckets)
         own, state = self.owned(self.g), method.state
         lone = self.shard and method.in_paper_order  # then no worker holds the whole x between two boundaries
         self.x = state["outer_iterate"] = [torch.zeros_like(g) for g in (own if lone else self.g)]

@@ -71,7 +71,7 @@ def host_reads() -> Operations:
 def test_a_round_reads_nothing_from_the_device(gap: Any, clip: float | None, monkeypatch: pytest.MonkeyPatch):
     """With the plain pass, which runs on a GPU where Triton is not installed; the one for CPUs reads its sums."""
     params = problems.odd_parameters()
-    monkeypatch.setattr("core.shares.make_outer_step", lambda *flats, start=0, nesterov: OuterStep(*flats))
+    monkeypatch.setattr("core.co2.make_outer_step", lambda *flats, start=0, nesterov: OuterStep(*flats))
     config = CO2Config(tau=2, gap=gap, clip=clip, outer_lr=0.4)
     assert reads_in_rounds(CO2(params, config, buffers=[torch.zeros(3)]), params) == []
 
