@@ -235,7 +235,7 @@ class Share:
         self.stats: dict[str, Tensor] = {}
         self._votes: Votes | None = None
         self._stream: torch.cuda.Stream | None = None
-        self._event: torch.cuda.Event | None = None
+        self._copies: list[Copies] = []  # the last ones in that stream
         self._checked = self._idle = self._copied = False
 
     # -- made with the method ------------------------------------------------------------------------------------------
@@ -465,7 +465,7 @@ class Share:
         m, node, s = self.method, self.node, self.now
         yield BACKGROUND
         if self.offload:
-            yield [self], 0  # the copies to the host
+            yield self._copies, 0  # to the host
             if self._copied:  # not at the end of finish(), for buffers alone
                 self._differences()
             self._copied = False
@@ -583,8 +583,7 @@ class Share:
         self._stream.wait_stream(compute)
         with torch.cuda.stream(self._stream):
             yield
-            self._event = torch.cuda.Event()
-            self._event.record(self._stream)
+            self._copies = [Copies(self._stream)]
         compute.wait_stream(self._stream)
 
     def drain(self) -> None:
@@ -594,12 +593,19 @@ class Share:
         if self._votes is not None:
             self._votes.read()
 
-    def is_completed(self) -> bool:
-        return self._event is None or self._event.query()
 
-    def wait(self, timeout: Any = None) -> None:
-        if self._event is not None:
-            self._event.synchronize()
+class Copies:
+    """The copies between a GPU and the host that were queued in a stream so far, as pending work."""
+
+    def __init__(self, stream: torch.cuda.Stream):
+        self._end = torch.cuda.Event()
+        self._end.record(stream)
+
+    def is_completed(self) -> bool:
+        return self._end.query()
+
+    def wait(self, timeout: Any = None) -> None:  # noqa: ARG002
+        self._end.synchronize()
 
 
 def parts_at(flats: Sequence[Tensor], places: Sequence[slice]) -> list[Tensor]:
