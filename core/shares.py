@@ -159,21 +159,13 @@ def sent_parts(
 
 
 class SharedMethod(HookedMethod):
-    """The part of a CO2 that its Share reads and writes.
+    """What a Share reads and writes of its CO2."""
 
-    Attributes:
-        config: The settings of the current round.
-        fragments: The parts of the payload that a round sends in turn.
-        in_paper_order: Whether the average is merged at the next boundary.
-        share_numbers: See Share.numbers.
-        spoilt: In the paper's order: whether this rank's last difference was not finite, 0-d bool.
-    """
-
-    config: Any
-    fragments: Sequence[Fragment]
-    in_paper_order: bool
-    share_numbers: Tensor
-    spoilt: Tensor
+    config: Any  # the settings of the current round
+    fragments: Sequence[Fragment]  # the parts of the payload that a round sends in turn
+    in_paper_order: bool  # whether the average is merged at the next boundary
+    share_numbers: Tensor  # see Share.numbers
+    spoilt: Tensor  # in the paper's order: whether this rank's last difference was not finite, 0-d bool
 
 
 @dataclass
