@@ -137,7 +137,6 @@ class UsageChecks(Hook):
         if not is_new:
             return
         self._number = {id(p): i for i, p in enumerate(method.trained)}
-        self._learned = [p for p in (*method.trained, *self._model_params) if p.requires_grad]
         self._params = method.params
         self._devices = [p.device for p in self._params]
         self._process = os.getpid()
@@ -182,21 +181,13 @@ class UsageChecks(Hook):
             )
 
     def before_allreduce(self) -> None:
-        """Searches for modules once, and reports parameters that are frozen now, or that no method averages."""
+        """Searches for modules once, and reports parameters that no method averages."""
         m = self.method
         if not self._rounds:
             refuse_fsdp(m.trained, m.allreduce.group)  # a module may have been wrapped after the method was made
             buffers = [b for bucket in m.buckets for b in bucket.given]
             _warn_of_synchronous([*m.trained, *self._model_params], buffers, m.allreduce.group)
         self._rounds += 1
-        if (frozen := [p for p in self._learned if not p.requires_grad]) and m.local_steps:
-            self._learned = []
-            warnings.warn(
-                f"{len(frozen)} parameters, the first of shape {list(frozen[0].shape)}, were frozen after "
-                f"{m.name} was made, and its outer step still moves them: if they stay frozen, call finish() and make "
-                "it again",
-                stacklevel=2,
-            )
         for number in [number for number, p in self._frozen.items() if p.requires_grad]:
             self._unmanaged[number] = tuple(self._frozen.pop(number).shape)
         if not self._unmanaged:
