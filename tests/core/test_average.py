@@ -259,11 +259,13 @@ def test_what_one_worker_gives_otherwise_is_an_error_on_all():
     for said in run_distributed(unlike, 2, timeout=120):
         assert "rank 0 has (2,), against (3,)" in said[0] or "against ((3,)" in said[0], said[0]
         assert "against average= with 1 tensors of rank 1" in said[1], said[1]
-        assert "rank 0 has (2,) torch.float32, against (3,) torch.float32 of rank 1" in said[2]
-        assert "rank 0 has 1 tensors, rank 1 has 0: give the same on all workers" in said[3]
+        assert "rank 0 has ((2,), 'torch.float32'), against ((3,), 'torch.float32') of rank 1" in said[2]
+        assert "rank 0 has 1 tensors, against 0 tensors of rank 1: give all workers the same" in said[3]
         assert "meta device" in said[4]
         assert "KeyError: 'z'" in said[5]
-        assert "rank 0 has 0 tensors, rank 1 has 4" in said[6] and "every worker must take one" in said[6]
+        assert (
+            "rank 0 has 0 tensors, against 4 tensors of rank 1" in said[6] and "every worker must take one" in said[6]
+        )
         assert said[7:] == ["nothing", "nothing"]
 
 
