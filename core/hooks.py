@@ -68,7 +68,8 @@ class HookedMethod:
     anchors: list[Tensor]  # where rounds begin; empty if it is not kept
     broadcasts_state = False  # whether the next all-reduce also sends rank 0's state to all; a hook may set it
     clock: RoundClock  # measures the rounds
-    rounds = 0  # closed so far, including the rounds of finish()
+    rounds = 0
+    """Rounds closed so far, including the rounds of finish()."""
     settings: Mapping[str, float | None] = {}  # of the outer step in this round: compared in every round, as tau is
     local_steps = local_steps_sent = 0  # since the last boundary, and of the last all-reduce
     growth = 1.0  # tau of the round whose all-reduce started last, over the tau of the average before
@@ -164,7 +165,8 @@ class Hook:
         per_worker_scalars: The same, with a place for each worker.
         alike: Tensors that start as on the first worker.
         compared: A description that must be equal on all workers. "" for none.
-        method: The method that calls this hook.
+        method: The method that calls this hook. A hook may read what HookedMethod lists. A training loop needs none of
+            these names, and they may change.
     """
 
     name = ""
