@@ -319,7 +319,10 @@ class CO2(LocalUpdateMethod, SharedMethod):
             self._merge_early(at_boundary=True)
         if may_merge and self.is_cut and self._reached_in != self.rounds:  # lags differ between workers
             self._reached_in = self.rounds
-            self._reach_with_fragments()
+            stats, self.clock.stats = self.clock.stats, RoundStats()  # tau auto counts no evaluations
+            self._end_fragments(finished=False)
+            self.clock.stats = stats
+            self._params_updated(at_boundary=True)
         return super()._reach_common_model()
 
     @property
@@ -390,13 +393,6 @@ class CO2(LocalUpdateMethod, SharedMethod):
             self._enter(0)
         is_last, self._is_last = self._is_last, False
         return is_last
-
-    def _reach_with_fragments(self) -> None:
-        """Merges all fragments at a boundary, before an evaluation."""
-        stats, self.clock.stats = self.clock.stats, RoundStats()  # tau auto counts no evaluations
-        self._end_fragments(finished=False)
-        self.clock.stats = stats
-        self._params_updated(at_boundary=True)
 
     def _reducers(self) -> list[Reducer]:
         return [fragment.reducer for fragment in self.fragments] or [self.reducer]
