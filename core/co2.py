@@ -183,6 +183,7 @@ class CO2(LocalUpdateMethod, SharedMethod):
         self._snapshots = self.state.new("snapshot", of_params=True, own=True) if c.merge == "keep_local" else []
         # Nesterov takes another direction than m in step 7. The next gap needs it.
         self._directions = self.state.new("outer_step") if c.nesterov and c.gap != "none" else []
+        self._squares = self.scalars["squares"] if "squares" in self.scalars.sizes else None  # see OutlierFilter
         self._last_alpha = 0.0  # outer_lr of the last outer step; 0 if the last boundary took none
         self._momentum_norm = torch.zeros((), dtype=torch.float64, device=self.allreduce.device)
         self._cut(c.fragments if isinstance(c.fragments, int) else 1)
@@ -452,9 +453,8 @@ class CO2(LocalUpdateMethod, SharedMethod):
         if arrived:
             stats.momentum_norm = self._momentum_norm = squares.sqrt()
             stats.gap_mean, stats.gap_max, stats.clipped_share = gaps / numel, largest_gap, clipped / numel
-            if "squares" in self.scalars.sizes and not self.is_cut:  # see OutlierFilter
-                squares = self.scalars["squares"]
-                stats.consensus_distance = outer.consensus_distance(squares, self._weight, delta_norm)
+            if self._squares is not None and not self.is_cut:  # hooks' scalars belong to the whole payload
+                stats.consensus_distance = outer.consensus_distance(self._squares, self._weight, delta_norm)
 
     def _restart_from_anchor(self, where: Tensor | None = None) -> None:
         if self.config.merge != "restart" and self.share is None:  # with restart or in a node, a merge itself does it
