@@ -69,8 +69,8 @@ from .groups import Holders, groups_of, refuse_fsdp, refuse_shards
 from .guards.workers import OutlierFilter
 from .local_update import OWN_SCALARS, LocalUpdateMethod, ReduceResult
 from .nodes import Node
-from .shares import Fragment, Share, SharedMethod, make_outer_step, parts_at, sent_parts, slices_of
-from .state import on_host, zero
+from .shares import SAVED, Fragment, Share, SharedMethod, make_outer_step, parts_at, sent_parts, slices_of
+from .state import REQUIRED, on_host
 from .stats import RoundStats, defer
 
 OWN = len(OWN_SCALARS)  # scalars that travel with every fragment
@@ -110,7 +110,7 @@ class CO2(LocalUpdateMethod, SharedMethod):
 
     name = "CO2"
     sends_differences = _needs_global_norms = True  # see LocalUpdateMethod
-    numbers = ("_last_alpha", "_momentum_norm")  # saved in checkpoints
+    _required = (*REQUIRED, "fragments")
     fragments: Sequence[Fragment] = ()
     _reached_in = -1  # the round whose boundary has merged all fragments for an evaluation
 
@@ -184,8 +184,6 @@ class CO2(LocalUpdateMethod, SharedMethod):
         # Nesterov takes another direction than m in step 7. The next gap needs it.
         self._directions = self.state.new("outer_step") if c.nesterov and c.gap != "none" else []
         self._squares = self.scalars["squares"] if "squares" in self.scalars.sizes else None  # see OutlierFilter
-        self._last_alpha = 0.0  # outer_lr of the last outer step; 0 if the last boundary took none
-        self._momentum_norm = torch.zeros((), dtype=torch.float64, device=self.allreduce.device)
         self._cut(c.fragments if isinstance(c.fragments, int) else 1)
 
     # -- the boundary ------------------------------------------------------------------------------------------
@@ -202,7 +200,7 @@ class CO2(LocalUpdateMethod, SharedMethod):
         # The parameters may differ from x by a rounding of keep_local. That is no progress, so it must not be sent.
         idle = finished and not self.local_steps
         if idle and self.share is None:
-            self._restart(of=self.fragments[self.fragment])
+            self._restart(of=self._now)
         if self.in_paper_order:
             return self._close_in_paper_order(finished=finished)
         for fragment in self.fragments:
@@ -220,7 +218,7 @@ class CO2(LocalUpdateMethod, SharedMethod):
         """Step 3 of the current fragment's merge on arrival."""
         if self.share is not None:
             self.share.take(idle=idle)
-        for outer_step in self.fragments[self.fragment].outer_steps:
+        for outer_step in self._now.outer_steps:
             outer_step.take()
 
     def _close_in_paper_order(self, *, finished: bool) -> bool:
@@ -231,7 +229,7 @@ class CO2(LocalUpdateMethod, SharedMethod):
         """
         result = self._wait_allreduce(finished=finished) if self.allreduce.in_flight else None  # step 2
         if result and result.is_empty:
-            self._last_alpha = 0.0
+            self._now.last_alpha = 0.0
             return True
         if self.share is not None:  # steps 4 to 7 have run in the background
             self._continue_from_share(self.share, result)
@@ -244,16 +242,17 @@ class CO2(LocalUpdateMethod, SharedMethod):
 
     def _continue_from_share(self, share: Share, result: ReduceResult | None) -> None:
         """Step 3 of a node, whose steps 4 to 7 have run in the background. Reports an exclusion."""
-        excluded = share.excluded() & ~self.spoilt & (result is not None)
+        spoilt = self._now.spoilt
+        excluded = share.excluded() & ~spoilt & (result is not None)
         self.clock.stats.__dict__.update(defer(share.stats))  # before the next launch, which reuses their memory
         if result and result.is_last:
             share.end()
         else:
             # the background judges the payload later, but the optimizer's state would affect the next round, too
-            self.spoilt.copy_(~all_finite(p for b in self.buckets for p in b.params))
+            spoilt.copy_(~all_finite(p for b in self.buckets for p in b.params))
             share.take(idle=False)
             self._begin_round(self.rounds + 1)  # the background takes the outer step with the settings of its merge
-        self._report_excluded(self.spoilt | excluded)
+        self._report_excluded(spoilt | excluded)
 
     # -- merge on arrival --------------------------------------------------------------------------------------
 
@@ -289,13 +288,13 @@ class CO2(LocalUpdateMethod, SharedMethod):
             # A number that is not finite is in all fragments after a local step, so all of them restart at once.
             if self.is_cut and not self.fragment and self.hook(OutlierFilter).excludes_this:
                 self.allreduce.in_foreground(share.restart, "the restart of an excluded node")
-                self._report_excluded(torch.ones_like(self.spoilt))
+                self._report_excluded(torch.ones_like(share.excluded()))
             return result
         if not result.is_empty:
             self._outer_step(takes_difference=False)  # 4 to 7
         if result.is_last:  # nothing is stale any more
-            self._restart(of=self.fragments[self.fragment])
-            self._last_alpha = 0.0
+            self._restart(of=self._now)
+            self._now.last_alpha = 0.0
         return result
 
     @torch.inference_mode(False)
@@ -332,6 +331,11 @@ class CO2(LocalUpdateMethod, SharedMethod):
 
     # -- fragments in turn: see Fragment -------------------------------------------------------------------
 
+    @property
+    def _now(self) -> Fragment:
+        """The current fragment."""
+        return self.fragments[self.fragment]
+
     def _cut(self, count: int) -> None:
         """Cuts the payloads into fragments while nothing is in flight. Error feedback begins anew."""
         lag = max((fragment.lag for fragment in self.fragments), default=0)
@@ -343,9 +347,9 @@ class CO2(LocalUpdateMethod, SharedMethod):
                 parts = sent_parts(self.node, self.buckets, places, OWN if i else None, owned=owned)
             if self.is_cut or not is_first:  # else the constructor has made it
                 reducer = self._make_reducer(parts, self.scalars, self.allreduce)
-            held = {name: zero(getattr(self, name)) for name in self.numbers} | {"_arrived_tau": self._arrived_tau}
             steps, directions = ([], []) if share is not None else self._outer_steps(places)
-            fragments.append(Fragment(parts, steps, directions, reducer, lag, held))
+            device = self.params[0].device
+            fragments.append(Fragment(parts, steps, directions, reducer, device, self._arrived_tau, lag))
         self.fragments, self.fragment = fragments, 0
         self.reducer, self.sent_payloads = fragments[0].reducer, fragments[0].payloads
 
@@ -362,11 +366,9 @@ class CO2(LocalUpdateMethod, SharedMethod):
 
     def _enter(self, i: int) -> None:
         """Makes fragment i the current one."""
-        current = self.fragments[self.fragment]
-        current.held = {name: getattr(self, name) for name in ("_arrived_tau", *self.numbers)}
-        self.fragment, self.reducer, self.sent_payloads = i, self.fragments[i].reducer, self.fragments[i].payloads
-        for name, value in self.fragments[i].held.items():
-            setattr(self, name, value)
+        self._now.arrived_tau = self._arrived_tau
+        self.fragment, now = i, self.fragments[i]
+        self.reducer, self.sent_payloads, self._arrived_tau = now.reducer, now.payloads, now.arrived_tau
 
     def _start_fragment(self, i: int, *, finished: bool = False) -> None:
         """Step 3 of a fragment that carries neither buffers nor hooks' scalars."""
@@ -400,18 +402,15 @@ class CO2(LocalUpdateMethod, SharedMethod):
 
     @property
     def late(self) -> int:
-        return self.local_steps + (self.fragments[self.fragment].lag if self.is_cut else 0)
+        return self.local_steps + (self._now.lag if self.is_cut else 0)
 
     def _local_state(self) -> dict[str, Any]:
         state = super()._local_state()
-        if self.is_cut:
-            self._enter(self.fragment)
-            state["fragments"] = [
-                [f.lag, {name: on_host(value) for name, value in f.held.items()}] for f in self.fragments
-            ]
-            between = self.allreduce.launched - self.rounds  # all-reduces of other fragments than the first
-            state |= {"at": self.fragment, "between": between, "reached_in": self._reached_in}
-        return state
+        self._now.arrived_tau = self._arrived_tau
+        fragments = [{name: on_host(getattr(fragment, name)) for name in SAVED} for fragment in self.fragments]
+        between = self.allreduce.launched - self.rounds  # all-reduces of other fragments than the first
+        cut = {"at": self.fragment, "between": between, "reached_in": self._reached_in}
+        return state | {"fragments": fragments} | (cut if self.is_cut else {})
 
     # -- the outer step ----------------------------------------------------------------------------------------
 
@@ -423,18 +422,18 @@ class CO2(LocalUpdateMethod, SharedMethod):
             arrived: Whether the payloads hold sums. If not, as in the first round, x and m stay.
             takes_difference: Whether the pass also writes step 3's difference to the payload.
         """
-        c, stats, fragment = self.config, self.clock.stats, self.fragments[self.fragment]
-        numel = fragment.numel
+        c, stats, fragment = self.config, self.clock.stats, self._now
+        numel, last_alpha = fragment.numel, fragment.last_alpha
         if arrived:
             # Delta = _scale * payload. _scale is one over the number of workers, without excluded ones.
             delta_norm = stats.pseudo_gradient_norm = self._scale * outer.norm(fragment.payloads)
-            last_step_norm = self._last_alpha * self._momentum_norm
+            last_step_norm = last_alpha * fragment.momentum_norm
             if self._directions and c.gap == "norm":
-                last_step_norm = self._last_alpha * outer.norm([step for step in fragment.directions if len(step)])
+                last_step_norm = last_alpha * outer.norm([step for step in fragment.directions if len(step)])
             rule = outer.Rule(
                 beta=outer.carried(c.outer_momentum, self.growth),  # beta, unless tau has changed
                 alpha=c.outer_lr,
-                last_alpha=self._last_alpha,
+                last_alpha=last_alpha,
                 phi=c.clip,
                 scale=self._scale,
                 delta_rms=delta_norm / numel**0.5 if c.gap == "elementwise" else None,
@@ -449,9 +448,9 @@ class CO2(LocalUpdateMethod, SharedMethod):
             rule = outer.Rule(nesterov=c.outer_momentum if c.nesterov else None, merge=c.merge)
         # [4]: the sums of m^2 and of Lambda, the largest Lambda, and how many elements were clipped
         squares, gaps, largest_gap, clipped = outer.run_all(fragment.outer_steps, rule)
-        self._last_alpha = float(rule.alpha)
+        fragment.last_alpha = float(rule.alpha)
         if arrived:
-            stats.momentum_norm = self._momentum_norm = squares.sqrt()
+            stats.momentum_norm = fragment.momentum_norm = squares.sqrt()
             stats.gap_mean, stats.gap_max, stats.clipped_share = gaps / numel, largest_gap, clipped / numel
             if self._squares is not None and not self.is_cut:  # hooks' scalars belong to the whole payload
                 stats.consensus_distance = outer.consensus_distance(self._squares, self._weight, delta_norm)
@@ -471,6 +470,7 @@ class CO2(LocalUpdateMethod, SharedMethod):
         super()._start_from_params()
         for fragment in self.fragments:
             fragment.lag = 0
+            fragment.begin()
         if self.is_cut:
             self._cut(self.config.fragments if isinstance(self.config.fragments, int) else 1)
         if self.share is not None:
@@ -487,8 +487,8 @@ class CO2(LocalUpdateMethod, SharedMethod):
         if self.share is not None:
             self.allreduce.drain()
             self.share.drain()
-        count = len(state.get("fragments", [0]))
-        if count != len(self.fragments or [0]):
+        saved = state.get("fragments", ())
+        if (count := len(saved)) not in (0, len(self.fragments)):
             if self.config.fragments != "auto":
                 raise UserError(
                     f"the checkpoint has {count} fragments, not {self.config.fragments}: resume with the settings that "
@@ -500,10 +500,10 @@ class CO2(LocalUpdateMethod, SharedMethod):
             self.fragment, self._reached_in = state["at"], state.get("reached_in", -1)
             self.reducer = self.fragments[self.fragment].reducer
         super()._load_local_state(state)
-        for fragment, (lag, held) in zip(self.fragments, state.get("fragments", []), strict=False):
-            tensors = {name: n for name, n in held.items() if isinstance(n, Tensor)}
-            tensors = {name: n.to(getattr(self, name), copy=True) for name, n in tensors.items()}
-            fragment.lag, fragment.held = lag, held | tensors
+        for fragment, numbers in zip(self.fragments, saved, strict=True):
+            for name, value in numbers.items():
+                own = getattr(fragment, name)
+                setattr(fragment, name, value.to(own, copy=True) if isinstance(value, Tensor) else value)
 
     def close(self) -> None:
         """Leaves the process groups. Call finish() first."""

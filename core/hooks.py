@@ -74,7 +74,6 @@ class HookedMethod:
     local_steps = local_steps_sent = 0  # since the last boundary, and of the last all-reduce
     growth = 1.0  # tau of the round whose all-reduce started last, over the tau of the average before
     sends_differences = False  # whether payloads are differences: zero if nothing has moved
-    numbers: Sequence[str] = ()  # attributes for checkpoints: plain numbers or 0-d tensors
     timed_from = 0  # the first all-reduce without the buffers that nobody changes; its time is the first that counts
     fragment, is_cut = 0, False  # the fragment of the last all-reduce, and whether there are several: see Fragment
     _given_buffers: dict[int, Tensor]  # the averaged buffers, by their index in `buffers`

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -94,20 +94,36 @@ class Fragment:
         outer_steps: Steps 3 to 7 on the slices.
         directions: The slices of the last step under Nesterov momentum with a gap.
         reducer: Reduces the parts.
+        device: The parameters' device.
+        arrived_tau: tau of the round whose average arrived last.
         lag: Local steps from the start of its last all-reduce to the last boundary; negative if it has started since.
-        held: The method's numbers that belong to this fragment, by attribute, while another fragment is current.
+        last_alpha: outer_lr of its last outer step; 0 if the last boundary took none.
+        momentum_norm: The norm of its m, 0-d float64.
+        numbers: On a node in place of the last two, see Share. [5] float64.
+        spoilt: On a node in the paper's order, whether this rank's last difference was not finite, 0-d bool.
     """
 
     parts: Sequence[Bucket | BucketShare]
     outer_steps: list[outer.OuterStep]
     directions: list[Tensor]
     reducer: Reducer
+    device: torch.device
+    arrived_tau: int
     lag: int = 0
-    held: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self):
         self.payloads = [part.payload for part in self.parts]
         self.numel = sum(part.numel for part in self.parts)
+        self.begin()
+
+    def begin(self) -> None:
+        """Sets the numbers to those of a fragment that has taken no outer step."""
+        numbers = torch.zeros(6, dtype=torch.float64, device=self.payloads[0].device)
+        self.last_alpha, self.momentum_norm, self.numbers = 0.0, numbers[5], numbers[:5]
+        self.spoilt = torch.zeros((), dtype=torch.bool, device=self.device)
+
+
+SAVED = ("arrived_tau", "lag", "last_alpha", "momentum_norm", "numbers", "spoilt")  # of a Fragment, in checkpoints
 
 
 def slices(numel: int, count: int, multiple: int = 1) -> list[slice]:
@@ -164,8 +180,6 @@ class SharedMethod(HookedMethod):
     config: Any  # the settings of the current round
     fragments: Sequence[Fragment]  # the parts of the payload that a round sends in turn
     in_paper_order: bool  # whether the average is merged at the next boundary
-    share_numbers: Tensor  # see Share.numbers
-    spoilt: Tensor  # in the paper's order: whether this rank's last difference was not finite, 0-d bool
 
 
 @dataclass
@@ -249,7 +263,6 @@ class Share:
     def attach(self, method: SharedMethod, timeout: float, inner: dist.ProcessGroup | None) -> None:
         """Makes the outer state, when the method has its buckets."""
         self.method, buckets, c = method, method.buckets, method.config
-        device = buckets[0].flat.device
         if self.offload and method.params[0].is_cuda:
             self._stream = torch.cuda.Stream(method.params[0].device)
         if inner is not None and c.delay == "auto":
@@ -271,9 +284,6 @@ class Share:
             state["outer_step"] = self._directions
         # No checkpoint holds the snapshot: when its average has arrived, the payload holds the change.
         self._snapshots = [torch.zeros_like(g) for g in self.g] if c.merge == "keep_local" else []
-        method.share_numbers = torch.zeros(5, dtype=torch.float64, device=device)
-        method.spoilt = torch.zeros((), dtype=torch.bool, device=method.params[0].device)
-        method.numbers = ("share_numbers", "spoilt")
         self._layout: list[tuple[int, tuple[int, ...]]] = []
         self.host = [pinned(len(g), b.dtype) for b, g in zip(buckets, self.g, strict=True) if self.offload]
 
@@ -311,7 +321,7 @@ class Share:
 
     @property
     def numbers(self) -> Tensor:
-        return self.method.share_numbers
+        return self.method.fragments[self.method.fragment].numbers
 
     def _lay_out(self) -> None:
         """Finds the live parameters in all fragments, again if a storage has moved."""
@@ -447,7 +457,7 @@ class Share:
 
     def excluded(self) -> Tensor:
         """Returns whether the average that has arrived leaves out this node, 0-d bool on the parameters' device."""
-        return on_device(self.numbers[EXCLUDED] > 0, self.method.spoilt.device)
+        return on_device(self.numbers[EXCLUDED] > 0, self.method.params[0].device)
 
     # -- in the background ---------------------------------------------------------------------------------------------
 

@@ -80,9 +80,9 @@ def test_a_round_of_shared_state_reads_nothing_and_keeps_its_numbers_in_place():
     """Its numbers are written in another stream than the one that reads them."""
     params = problems.odd_parameters()
     co2 = CO2(params, CO2Config(tau=2), shard=True)
-    place = co2.share_numbers.data_ptr()
+    place = co2.fragments[0].numbers.data_ptr()
     assert reads_in_rounds(co2, params) == []
-    assert place == co2.share_numbers.data_ptr()
+    assert place == co2.fragments[0].numbers.data_ptr()
 
 
 def test_statistics_of_shared_state_go_off_before_what_follows_is_launched(monkeypatch: pytest.MonkeyPatch):
