@@ -278,8 +278,7 @@ class Share:
             state["next_outer_iterate"] = self._next_x
         self.m = state["outer_momentum"] = [torch.zeros_like(g) for g in own]
         directed = c.nesterov and (c.gap != "none" or method.in_paper_order)
-        directions: Sequence[Tensor | None] = [torch.zeros_like(g) for g in own] if directed else [None] * len(own)
-        self._directions = [d for d in directions if d is not None]
+        self._directions = [torch.zeros_like(g) for g in own] if directed else []
         if directed:
             state["outer_step"] = self._directions
         # No checkpoint holds the snapshot: when its average has arrived, the payload holds the change.
