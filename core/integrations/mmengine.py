@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..baselines.local import DiLoCoConfig, OverlapLocalConfig, SlowMoConfig
 from ..baselines.table import METHODS, make_method
+from ..buckets import read_blocks
 from ..compression.lgreco.choices import LGrecoConfig
 from ..config import CO2Config, CompressionConfig
 from ..errors import UserError
@@ -28,7 +29,7 @@ from ..groups import local_world_size
 from ..hooks import forget
 from ..local_update import LocalUpdateMethod
 from ..nodes import node_mesh
-from ..stats import RoundStats, read_blocks
+from ..stats import RoundStats
 from .common import check_model, check_optimizers, config_or_recommended, leave_at_exit, shield
 
 WHO = "CO2Hook"
