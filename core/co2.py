@@ -427,6 +427,8 @@ class CO2(LocalUpdateMethod, SharedMethod):
         if arrived:
             # Delta = _scale * payload. _scale is one over the number of workers, without excluded ones.
             delta_norm = stats.pseudo_gradient_norm = self._scale * outer.norm(fragment.payloads)
+            if self._squares is not None and not self.is_cut:  # hooks' scalars belong to the whole payload
+                stats.consensus_distance = outer.consensus_distance(self._squares, self._weight, delta_norm)
             last_step_norm = last_alpha * fragment.momentum_norm
             if self._directions and c.gap == "norm":
                 last_step_norm = last_alpha * outer.norm([step for step in fragment.directions if len(step)])
@@ -452,8 +454,6 @@ class CO2(LocalUpdateMethod, SharedMethod):
         if arrived:
             stats.momentum_norm = fragment.momentum_norm = squares.sqrt()
             stats.gap_mean, stats.gap_max, stats.clipped_share = gaps / numel, largest_gap, clipped / numel
-            if self._squares is not None and not self.is_cut:  # hooks' scalars belong to the whole payload
-                stats.consensus_distance = outer.consensus_distance(self._squares, self._weight, delta_norm)
 
     def _restart_from_anchor(self, where: Tensor | None = None) -> None:
         if self.config.merge != "restart" and self.share is None:  # with restart or in a node, a merge itself does it
