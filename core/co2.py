@@ -523,7 +523,7 @@ class CO2(LocalUpdateMethod, SharedMethod):
             self._use(scheduled(self._given, self._schedule, number))
 
     def _use(self, c: CO2Config) -> None:
-        """Takes the settings of a round. Those that a schedule may change are compared between the workers."""
+        """Uses these settings from now on. The workers compare the settings that a schedule may change."""
         c.check_stable()
         self.config = c
         numbers = c.outer_lr, c.outer_momentum, c.clip  # as floats, because 1 prints as 1.0

@@ -48,7 +48,7 @@ class ReductionInfo(NamedTuple):
 
 
 class HookedMethod:
-    """What hooks read of a LocalUpdateMethod. Lists of flat tensors have one per bucket."""
+    """The part of a LocalUpdateMethod that hooks read. Lists of flat tensors have one per bucket."""
 
     name = ""  # for messages
     worker_label = "rank"  # what messages call a worker, before its number

@@ -117,7 +117,7 @@ class Fragment:
         self.begin()
 
     def begin(self) -> None:
-        """Sets the numbers to those of a fragment that has taken no outer step."""
+        """Resets the numbers, as if no outer step had been taken."""
         numbers = torch.zeros(6, dtype=torch.float64, device=self.payloads[0].device)
         self.last_alpha, self.momentum_norm, self.numbers = 0.0, numbers[5], numbers[:5]
         self.spoilt = torch.zeros((), dtype=torch.bool, device=self.device)
@@ -175,7 +175,7 @@ def sent_parts(
 
 
 class SharedMethod(HookedMethod):
-    """What a Share reads and writes of its CO2."""
+    """The part of a CO2 that its Share reads and writes."""
 
     config: Any  # the settings of the current round
     fragments: Sequence[Fragment]  # the parts of the payload that a round sends in turn
