@@ -169,13 +169,13 @@ def test_a_fresh_import_loads_nothing_of_the_harness():
 
 
 BUDGETS = {
-    "core": 6240,  # the files of the folder itself
+    "core": 6215,  # the files of the folder itself
     "core/baselines": 1041,
     "core/checkpoint": 1001,
     "core/compression": 2000,
     "core/doctor": 594,
     "core/elastic": 1476,
-    "core/guards": 1160,
+    "core/guards": 1100,
     "core/integrations": 1179,
     "core/testing": 221,
     "training": 7875,
@@ -186,7 +186,7 @@ BUDGETS = {
     "bench": 4764,
     "results": 1340,
     "examples": 630,
-    "tests": 38461,
+    "tests": 38030,
 }
 """Room -> the lines that its Python files may have. Cutting lowers a number; only a reason raises one."""
 
