@@ -52,7 +52,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, Unpack
 
 import torch
@@ -432,18 +432,9 @@ class CO2(LocalUpdateMethod, SharedMethod):
             last_step_norm = last_alpha * fragment.momentum_norm
             if self._directions and c.gap == "norm":
                 last_step_norm = last_alpha * outer.norm([step for step in fragment.directions if len(step)])
-            rule = outer.Rule(
-                beta=outer.carried(c.outer_momentum, self.growth),  # beta, unless tau has changed
-                alpha=c.outer_lr,
-                last_alpha=last_alpha,
-                phi=c.clip,
-                scale=self._scale,
-                delta_rms=delta_norm / numel**0.5 if c.gap == "elementwise" else None,
-                gap=outer.gap_scalar(last_step_norm, delta_norm) if c.gap == "norm" else None,
-                nesterov=c.outer_momentum if c.nesterov else None,
-                merge=c.merge,
-                takes_difference=takes_difference,
-            )
+            rule = outer.rule_of(c, self.growth, delta_norm, last_step_norm, numel)
+            rule = replace(rule, last_alpha=last_alpha, scale=self._scale)
+            rule = replace(rule, merge=c.merge, takes_difference=takes_difference)
         else:
             for bucket in self.buckets:
                 bucket.payload.zero_()  # the rule multiplies it by 0, and 0 times a NaN is a NaN

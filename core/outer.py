@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -242,6 +242,21 @@ class Rule:
     """How the worker continues."""
     takes_difference: bool = True
     """Whether step 3 follows from the parameters now, and d holds it afterwards. Otherwise `take` has run before."""
+
+
+def rule_of(c: Any, growth: float, delta_norm: Tensor, last_step_norm: Tensor, numel: int) -> Rule:
+    """Returns what follows for the Rule from the settings `c`, a CO2Config.
+
+    The norms of Delta and of x_{t,0} - x_{t-1,0} are over the same `numel` elements. `growth`: see carried.
+    """
+    return Rule(
+        beta=carried(c.outer_momentum, growth),  # beta, unless tau has changed
+        alpha=c.outer_lr,
+        phi=c.clip,
+        delta_rms=delta_norm / max(1, numel) ** 0.5 if c.gap == "elementwise" else None,
+        gap=gap_scalar(last_step_norm, delta_norm) if c.gap == "norm" else None,
+        nesterov=c.outer_momentum if c.nesterov else None,
+    )
 
 
 @dataclass(frozen=True)

@@ -379,7 +379,7 @@ class Share:
         with self.own_stream():
             copy(self.now.copies, [p for p, _ in self.now.own], queued=True)
             if self.method.in_paper_order:
-                self._restart()
+                self._take_payload()
 
     def _differences(self) -> None:
         """g <- x - p, and in the paper's order x <- g and p <- g before, in segments that fit a cache.
@@ -417,7 +417,7 @@ class Share:
         pairs = self.now.own + self.now.others
         return [p for p, _ in pairs], [x for _, x in pairs]
 
-    def _restart(self) -> None:
+    def _take_payload(self) -> None:
         """p <- payload."""
         copy(*self._pairs(), queued=True)
 
@@ -435,7 +435,7 @@ class Share:
     @torch.no_grad()
     def end(self) -> None:
         """The parameters become x_{t+1,0} at the end of finish(). The payload holds it, and nothing is stale."""
-        self._restart()
+        self._take_payload()
         self.numbers[ALPHA].zero_()
         if self.method.in_paper_order:
             copy(self.x, self.owned(self.g) if self._next_x else self.g)
@@ -445,7 +445,7 @@ class Share:
         """The merge on arrival: p <- p + D for keep_local, otherwise p <- payload. One pass, without a wait."""
         whole = self.numbers[WHOLE] > 0
         if not self._snapshots or (not read_blocks(whole) and whole):
-            return self._restart()
+            return self._take_payload()
         params, changes = self._pairs()
         if read_blocks(whole):  # a GPU is not read: there p <- 0 + x
             wipe(params, whole)
@@ -531,17 +531,9 @@ class Share:
         delta_norm, m_norm, step_norm = sums.sqrt().unbind()
         delta_norm, last_alpha = scale * delta_norm, numbers[ALPHA].clone()
         alpha = moved.double() * c.outer_lr
-        rule = outer.Rule(
-            beta=torch.where(moved, torch.full_like(alpha, outer.carried(c.outer_momentum, m.growth)), 1.0),
-            alpha=alpha,
-            last_alpha=last_alpha,
-            phi=c.clip,
-            scale=torch.where(moved, scale, 0.0),
-            delta_rms=delta_norm / max(1, s.numel) ** 0.5 if c.gap == "elementwise" else None,
-            gap=outer.gap_scalar(last_alpha * step_norm, delta_norm) if c.gap == "norm" else None,
-            nesterov=c.outer_momentum if c.nesterov else None,
-            takes_difference=False,
-        )
+        rule = outer.rule_of(c, m.growth, delta_norm, last_alpha * step_norm, s.numel)
+        rule = replace(rule, last_alpha=last_alpha, scale=torch.where(moved, scale, 0.0), takes_difference=False)
+        rule = replace(rule, beta=torch.where(moved, torch.full_like(alpha, rule.beta), 1.0), alpha=alpha)
         if not read_blocks(moved):  # the fused pass takes plain numbers
             rule = replace(rule, beta=float(rule.beta), alpha=float(alpha), scale=float(rule.scale))
             rule = rule if moved else outer.Rule(nesterov=rule.nesterov, takes_difference=False)
