@@ -24,6 +24,7 @@ from torch import _foreach_zero_ as zero_each  # pyright: ignore[reportPrivateIm
 from torch.nn.parameter import is_lazy
 
 from .errors import UserError, env_number
+from .stats import read_blocks
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -282,11 +283,6 @@ def rescale(flat: Tensor, scale: float | Tensor) -> None:
     flat.mul_(scale.to(flat) if isinstance(scale, Tensor) else scale)
 
 
-def read_blocks(t: Tensor) -> bool:
-    """Returns whether the host would wait for the device to read a number of this tensor."""
-    return t.is_cuda
-
-
 def has_triton(device: torch.device) -> bool:
     """Returns whether Triton's kernels run on this device. CUDA builds of torch for Linux include Triton."""
     return device.type == "cuda" and _has_triton()
@@ -480,7 +476,8 @@ def group_pieces(params: Sequence[Tensor], limit: int) -> Iterator[list[Tensor]]
     """
     group: list[Tensor] = []
     filled = 0
-    for piece in (piece for p in params for piece in _pieces(p.detach(), limit)):
+    cuts = ((p.detach(), start) for p in params for start in range(0, p.numel(), limit))
+    for piece in (piece for p, start in cuts for piece in _elements(p, start, min(start + limit, p.numel()))):
         if filled + piece.numel() > limit:  # the group is full
             yield group
             group, filled = [], 0
@@ -515,19 +512,6 @@ def _elements(p: Tensor, first: int, last: int) -> list[Tensor]:
     found = _elements(p[a - 1], first - (a - 1) * n, n) if first < a * n else []
     found += [p[a:b]] if a < b else []
     return found + (_elements(p[b], 0, last - b * n) if b * n < last else [])
-
-
-def _pieces(p: Tensor, limit: int) -> Iterator[Tensor]:
-    """Yields views of at most `limit` elements that cover p in row-major order, flat if p is contiguous."""
-    if p.is_contiguous():
-        yield from (piece for piece in p.view(-1).split(limit) if piece.numel())
-    elif p.numel() <= limit:
-        yield p
-    elif rows := limit // p[0].numel():
-        yield from p.split(rows)
-    else:
-        for row in p:
-            yield from _pieces(row, limit)
 
 
 def tensors_of(given: Iterable[Any], name: str) -> list[Tensor]:

@@ -54,7 +54,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, Unpack
 
 import torch
@@ -62,8 +62,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from . import outer, shares
-from .buckets import BucketShare, all_finite, elements, is_dtensor, local_shard, read_blocks, tensors_of, unique
+from . import outer
+from .buckets import all_finite, is_dtensor, local_shard, tensors_of, unique
 from .comm import Reducer, all_reduce
 from .config import CO2Config, CommonArgs, Schedule, build_args, check_share, named_rule, scheduled
 from .errors import UserError
@@ -71,8 +71,8 @@ from .groups import Holders, groups_of, refuse_fsdp, refuse_shards
 from .guards.workers import OutlierFilter
 from .local_update import OWN_SCALARS, LocalUpdateMethod, ReduceResult
 from .nodes import Node
-from .shares import Fragment, Share, SharedMethod, slices
-from .state import on_host, zero
+from .shares import SAVED, Fragment, Share, SharedMethod, make_outer_step, parts_at, sent_parts, slices_of
+from .state import REQUIRED, on_host
 from .stats import RoundStats, defer
 
 OWN = len(OWN_SCALARS)  # scalars that travel with every fragment
@@ -112,7 +112,7 @@ class CO2(LocalUpdateMethod, SharedMethod):
 
     name = "CO2"
     sends_differences = _needs_global_norms = True  # see LocalUpdateMethod
-    numbers = ("_last_alpha", "_momentum_norm")  # saved in checkpoints
+    _required = (*REQUIRED, "fragments")
     fragments: Sequence[Fragment] = ()
     _reached_in = -1  # the round whose boundary has merged all fragments for an evaluation
 
@@ -168,8 +168,7 @@ class CO2(LocalUpdateMethod, SharedMethod):
     def _build(self, params: Iterable[Tensor], c: CO2Config, schedule: Schedule | None, **built: Any) -> None:
         """The rest of the constructor, which elastic_co2 calls with other arguments."""
         self._given, self._schedule = c, schedule  # self.config: what holds in the current round
-        self.config = c = scheduled(c, schedule, 0)
-        c.check_stable()
+        self._use(c := scheduled(c, schedule, 0))
         super().__init__(params, **built)
         self._starts_near_anchor = c.merge != "restart"
         self.in_paper_order = c.merge != "keep_local" and c.is_a_round_late
@@ -182,23 +181,12 @@ class CO2(LocalUpdateMethod, SharedMethod):
         # workers (replicated state), and rounds begin there (anchor).
         self._x = self.replicated = self.anchors = self.state.new("outer_iterate", of_params=True)
         self._m = self.state.new("outer_momentum")
-        absent = [None] * len(self.buckets)
         # keep_local: this worker's parameters when the all-reduce started
-        snapshots = self.state.new("snapshot", of_params=True, own=True) if c.merge == "keep_local" else absent
+        self._snapshots = self.state.new("snapshot", of_params=True, own=True) if c.merge == "keep_local" else []
         # Nesterov takes another direction than m in step 7. The next gap needs it.
         self._directions = self.state.new("outer_step") if c.nesterov and c.gap != "none" else []
-        flats = zip(self.buckets, self._x, self._m, snapshots, self._directions or absent, strict=True)
-        outer_steps = [
-            shares.make_outer_step(b.params, b.payload, x, m, snapshot, direction, nesterov=c.nesterov)
-            for b, x, m, snapshot, direction in flats
-            if b.numel  # a bucket may hold only buffers
-        ]
-        self._snapshots = self.state.get("snapshot", [])
-        self._last_alpha = 0.0  # outer_lr of the last outer step; 0 if the last boundary took none
-        self._momentum_norm = torch.zeros((), dtype=torch.float64, device=self.allreduce.device)
-        self.fragments = [Fragment(self.buckets, outer_steps, self._directions, self.reducer)]
-        if isinstance(c.fragments, int) and c.fragments > 1:
-            self._cut(c.fragments)
+        self._squares = self.scalars["squares"] if "squares" in self.scalars.sizes else None  # see OutlierFilter
+        self._cut(c.fragments if isinstance(c.fragments, int) else 1)
 
     # -- the boundary ------------------------------------------------------------------------------------------
 
@@ -214,7 +202,7 @@ class CO2(LocalUpdateMethod, SharedMethod):
         # The parameters may differ from x by a rounding of keep_local. That is no progress, so it must not be sent.
         idle = finished and not self.local_steps
         if idle and self.share is None:
-            self._restart(of=self.fragments[self.fragment])
+            self._restart(of=self._now)
         if self.in_paper_order:
             return self._close_in_paper_order(finished=finished)
         for fragment in self.fragments:
@@ -232,7 +220,7 @@ class CO2(LocalUpdateMethod, SharedMethod):
         """Step 3 of the current fragment's merge on arrival."""
         if self.share is not None:
             self.share.take(idle=idle)
-        for outer_step in self.fragments[self.fragment].outer_steps:
+        for outer_step in self._now.outer_steps:
             outer_step.take()
 
     def _close_in_paper_order(self, *, finished: bool) -> bool:
@@ -243,7 +231,7 @@ class CO2(LocalUpdateMethod, SharedMethod):
         """
         result = self._wait_allreduce(finished=finished) if self.allreduce.in_flight else None  # step 2
         if result and result.is_empty:
-            self._last_alpha = 0.0
+            self._now.last_alpha = 0.0
             return True
         if self.share is not None:  # steps 4 to 7 have run in the background
             self._continue_from_share(self.share, result)
@@ -256,16 +244,17 @@ class CO2(LocalUpdateMethod, SharedMethod):
 
     def _continue_from_share(self, share: Share, result: ReduceResult | None) -> None:
         """Step 3 of a node, whose steps 4 to 7 have run in the background. Reports an exclusion."""
-        excluded = share.excluded() & ~self.spoilt & (result is not None)
+        spoilt = self._now.spoilt
+        excluded = share.excluded() & ~spoilt & (result is not None)
         self.clock.stats.__dict__.update(defer(share.stats))  # before the next launch, which reuses their memory
         if result and result.is_last:
             share.end()
         else:
             # the background judges the payload later, but the optimizer's state would affect the next round, too
-            self.spoilt.copy_(~all_finite(p for b in self.buckets for p in b.params))
+            spoilt.copy_(~all_finite(p for b in self.buckets for p in b.params))
             share.take(idle=False)
             self._begin_round(self.rounds + 1)  # the background takes the outer step with the settings of its merge
-        self._report_excluded(self.spoilt | excluded)
+        self._report_excluded(spoilt | excluded)
 
     # -- merge on arrival --------------------------------------------------------------------------------------
 
@@ -301,13 +290,13 @@ class CO2(LocalUpdateMethod, SharedMethod):
             # A number that is not finite is in all fragments after a local step, so all of them restart at once.
             if self.is_cut and not self.fragment and self.hook(OutlierFilter).excludes_this:
                 self.allreduce.in_foreground(share.restart, "the restart of an excluded node")
-                self._report_excluded(torch.ones_like(self.spoilt))
+                self._report_excluded(torch.ones_like(share.excluded()))
             return result
         if not result.is_empty:
             self._outer_step(takes_difference=False)  # 4 to 7
         if result.is_last:  # nothing is stale any more
-            self._restart(of=self.fragments[self.fragment])
-            self._last_alpha = 0.0
+            self._restart(of=self._now)
+            self._now.last_alpha = 0.0
         return result
 
     @torch.inference_mode(False)
@@ -332,7 +321,10 @@ class CO2(LocalUpdateMethod, SharedMethod):
             self._merge_early(at_boundary=True)
         if may_merge and self.is_cut and self._reached_in != self.rounds:  # lags differ between workers
             self._reached_in = self.rounds
-            self._reach_with_fragments()
+            stats, self.clock.stats = self.clock.stats, RoundStats()  # tau auto counts no evaluations
+            self._end_fragments(finished=False)
+            self.clock.stats = stats
+            self._params_updated(at_boundary=True)
         return super()._reach_common_model()
 
     @property
@@ -341,64 +333,56 @@ class CO2(LocalUpdateMethod, SharedMethod):
 
     # -- fragments in turn: see Fragment -------------------------------------------------------------------
 
+    @property
+    def _now(self) -> Fragment:
+        """The current fragment."""
+        return self.fragments[self.fragment]
+
     def _cut(self, count: int) -> None:
         """Cuts the payloads into fragments while nothing is in flight. Error feedback begins anew."""
         lag = max((fragment.lag for fragment in self.fragments), default=0)
-        fragments, self.is_cut, nesterov = list[Fragment](), count > 1, self.config.nesterov
-        share, make = self.share, lambda parts: self._make_reducer(parts, self.scalars, self.allreduce)
-        if share is not None:
-            for i, places in enumerate(share.cut(count)):
-                parts = share.sent_parts(self.buckets, places, OWN if i else None)
-                fragments.append(Fragment(parts, [], [], make(parts)))
-        for i in range(count if share is None else 0):
-            parts, outer_steps, directions = list[BucketShare](), list[outer.OuterStep](), list[Tensor]()
-            for k, (b, x, m) in enumerate(zip(self.buckets, self._x, self._m, strict=True)):
-                place = slices(b.numel, count)[i]
-                payload, pieces = b.payload[place], elements(b.params, place.start, place.stop)
-                parts.append(BucketShare(b, payload, len(payload), pieces, OWN if i else None))
-                directions += [d[place] for d in self._directions[k : k + 1]]
-                if len(payload):
-                    flats = payload, x[place], m[place], self._snapshots[k][place]
-                    where: Any = {"start": place.start, "nesterov": nesterov}
-                    d = directions[-1] if self._directions else None
-                    outer_steps.append(shares.make_outer_step(b.params, *flats, d, **where))
-            fragments.append(Fragment(parts, outer_steps, directions, make(parts)))
-        for fragment in fragments:
-            fragment.lag, fragment.held = lag, {name: zero(getattr(self, name)) for name in self.numbers}
-            fragment.held["_arrived_tau"] = self._arrived_tau
+        fragments, share, self.is_cut = list[Fragment](), self.share, count > 1
+        owned, is_first = share is not None and share.shard, not self.fragments
+        for i, places in enumerate(slices_of(self.buckets, count) if share is None else share.cut(count)):
+            parts, reducer = self.buckets, self.reducer
+            if share is not None or self.is_cut:
+                parts = sent_parts(self.node, self.buckets, places, OWN if i else None, owned=owned)
+            if self.is_cut or not is_first:  # else the constructor has made it
+                reducer = self._make_reducer(parts, self.scalars, self.allreduce)
+            steps, directions = ([], []) if share is not None else self._outer_steps(places)
+            device = self.params[0].device
+            fragments.append(Fragment(parts, steps, directions, reducer, device, self._arrived_tau, lag))
         self.fragments, self.fragment = fragments, 0
         self.reducer, self.sent_payloads = fragments[0].reducer, fragments[0].payloads
 
+    def _outer_steps(self, places: Sequence[slice]) -> tuple[list[outer.OuterStep], list[Tensor]]:
+        """Returns steps 3 to 7 on a slice of each payload, and the slices of the last directions."""
+        payloads, absent = [b.payload for b in self.buckets], [None] * len(self.buckets)
+        flats = [parts_at(f, places) for f in (payloads, self._x, self._m, self._snapshots, self._directions)]
+        steps = [
+            make_outer_step(b.params, *of_bucket, start=place.start, nesterov=self.config.nesterov)
+            for b, place, *of_bucket in zip(self.buckets, places, *(f or absent for f in flats), strict=True)
+            if len(of_bucket[0])  # a bucket may hold only buffers
+        ]
+        return steps, flats[-1]
+
     def _enter(self, i: int) -> None:
         """Makes fragment i the current one."""
-        current = self.fragments[self.fragment]
-        current.held = {name: getattr(self, name) for name in ("_arrived_tau", *self.numbers)}
-        self.fragment, self.reducer, self.sent_payloads = i, self.fragments[i].reducer, self.fragments[i].payloads
-        for name, value in self.fragments[i].held.items():
-            setattr(self, name, value)
+        self._now.arrived_tau = self._arrived_tau
+        self.fragment, now = i, self.fragments[i]
+        self.reducer, self.sent_payloads, self._arrived_tau = now.reducer, now.payloads, now.arrived_tau
 
     def _start_fragment(self, i: int, *, finished: bool = False) -> None:
         """Step 3 of a fragment that carries neither buffers nor hooks' scalars."""
         self._enter(i)
-        fragment = self.fragments[i]
-        self.local_steps_sent = self.late
-        if finished and not self.late and self.share is None:
+        fragment, steps = self.fragments[i], self.late
+        idle = finished and not steps
+        if idle and self.share is None:
             self._restart(of=fragment)  # p + (x - snapshot) may have been rounded
-        self._take(idle=finished and not self.late)
-        self._finished.fill_(self._is_last)
-        self._steps.fill_(self.local_steps_sent)
-        self._weight.fill_(1.0)
-        excluded = self.hook(OutlierFilter).before_allreduce()
-        if excluded is not None and (read_blocks(excluded) or excluded):
-            self.exclude(excluded)
-            self._restart_from_anchor(excluded)
-            self._report_excluded(excluded)
+        self._take(idle=idle)
         fragment.lag = -self.local_steps
-        self._sent_tau = self.sync_schedule.tau
-        self.growth = self._sent_tau / self._arrived_tau
         self.reducer.become(self.fragments[0].reducer.kind)
-        self._between += 1
-        self.allreduce.launch(self.stages())
+        self._launch([self.hook(OutlierFilter).before_allreduce], steps, finished=self._is_last)
         if self.config.delay == 0:
             self._merge(finished=finished)
 
@@ -415,29 +399,20 @@ class CO2(LocalUpdateMethod, SharedMethod):
         is_last, self._is_last = self._is_last, False
         return is_last
 
-    def _reach_with_fragments(self) -> None:
-        """Merges all fragments at a boundary, before an evaluation."""
-        stats, self.clock.stats = self.clock.stats, RoundStats()  # tau auto counts no evaluations
-        self._end_fragments(finished=False)
-        self.clock.stats = stats
-        self._params_updated(at_boundary=True)
-
     def _reducers(self) -> list[Reducer]:
         return [fragment.reducer for fragment in self.fragments] or [self.reducer]
 
     @property
     def late(self) -> int:
-        return self.local_steps + (self.fragments[self.fragment].lag if self.is_cut else 0)
+        return self.local_steps + (self._now.lag if self.is_cut else 0)
 
     def _local_state(self) -> dict[str, Any]:
         state = super()._local_state()
-        if self.is_cut:
-            self._enter(self.fragment)
-            state["fragments"] = [
-                [f.lag, {name: on_host(value) for name, value in f.held.items()}] for f in self.fragments
-            ]
-            state |= {"at": self.fragment, "between": self._between, "reached_in": self._reached_in}
-        return state
+        self._now.arrived_tau = self._arrived_tau
+        fragments = [{name: on_host(getattr(fragment, name)) for name in SAVED} for fragment in self.fragments]
+        between = self.allreduce.launched - self.rounds  # all-reduces of other fragments than the first
+        cut = {"at": self.fragment, "between": between, "reached_in": self._reached_in}
+        return state | {"fragments": fragments} | (cut if self.is_cut else {})
 
     # -- the outer step ----------------------------------------------------------------------------------------
 
@@ -449,35 +424,28 @@ class CO2(LocalUpdateMethod, SharedMethod):
             arrived: Whether the payloads hold sums. If not, as in the first round, x and m stay.
             takes_difference: Whether the pass also writes step 3's difference to the payload.
         """
-        c, stats, fragment = self.config, self.clock.stats, self.fragments[self.fragment]
-        numel = fragment.numel
+        c, stats, fragment = self.config, self.clock.stats, self._now
+        numel, last_alpha = fragment.numel, fragment.last_alpha
         if arrived:
             # Delta = _scale * payload. _scale is one over the number of workers, without excluded ones.
             delta_norm = stats.pseudo_gradient_norm = self._scale * outer.norm(fragment.payloads)
-            last_step_norm = self._last_alpha * self._momentum_norm
+            if self._squares is not None and not self.is_cut:  # hooks' scalars belong to the whole payload
+                stats.consensus_distance = outer.consensus_distance(self._squares, self._weight, delta_norm)
+            last_step_norm = last_alpha * fragment.momentum_norm
             if self._directions and c.gap == "norm":
-                last_step_norm = self._last_alpha * outer.norm([step for step in fragment.directions if len(step)])
-            rule = outer.Rule(
-                beta=outer.carried(c.outer_momentum, self.growth),  # beta, unless tau has changed
-                alpha=c.outer_lr,
-                last_alpha=self._last_alpha,
-                phi=c.clip,
-                scale=self._scale,
-                delta_rms=delta_norm / numel**0.5 if c.gap == "elementwise" else None,
-                gap=outer.gap_scalar(last_step_norm, delta_norm) if c.gap == "norm" else None,
-                nesterov=c.outer_momentum if c.nesterov else None,
-                merge=c.merge,
-                takes_difference=takes_difference,
-            )
+                last_step_norm = last_alpha * outer.norm([step for step in fragment.directions if len(step)])
+            rule = outer.rule_of(c, self.growth, delta_norm, last_step_norm, numel)
+            rule = replace(rule, last_alpha=last_alpha, scale=self._scale)
+            rule = replace(rule, merge=c.merge, takes_difference=takes_difference)
         else:
             for bucket in self.buckets:
                 bucket.payload.zero_()  # the rule multiplies it by 0, and 0 times a NaN is a NaN
             rule = outer.Rule(nesterov=c.outer_momentum if c.nesterov else None, merge=c.merge)
         # [4]: the sums of m^2 and of Lambda, the largest Lambda, and how many elements were clipped
         squares, gaps, largest_gap, clipped = outer.run_all(fragment.outer_steps, rule)
-        self._last_alpha = float(rule.alpha)
+        fragment.last_alpha = float(rule.alpha)
         if arrived:
-            stats.momentum_norm = self._momentum_norm = squares.sqrt()
+            stats.momentum_norm = fragment.momentum_norm = squares.sqrt()
             stats.gap_mean, stats.gap_max, stats.clipped_share = gaps / numel, largest_gap, clipped / numel
 
     def _restart_from_anchor(self, where: Tensor | None = None) -> None:
@@ -493,8 +461,10 @@ class CO2(LocalUpdateMethod, SharedMethod):
 
     def _start_from_params(self) -> None:
         super()._start_from_params()
+        for fragment in self.fragments:
+            fragment.lag = 0
+            fragment.begin()
         if self.is_cut:
-            self.fragments = ()
             self._cut(self.config.fragments if isinstance(self.config.fragments, int) else 1)
         if self.share is not None:
             self.share.start_from_params()
@@ -510,8 +480,8 @@ class CO2(LocalUpdateMethod, SharedMethod):
         if self.share is not None:
             self.allreduce.drain()
             self.share.drain()
-        count = len(state.get("fragments", [0]))
-        if count != len(self.fragments or [0]):
+        saved = state.get("fragments", ())
+        if (count := len(saved)) not in (0, len(self.fragments)):
             if self.config.fragments != "auto":
                 raise UserError(
                     f"the checkpoint has {count} fragments, not {self.config.fragments}: resume with the settings that "
@@ -523,10 +493,10 @@ class CO2(LocalUpdateMethod, SharedMethod):
             self.fragment, self._reached_in = state["at"], state.get("reached_in", -1)
             self.reducer = self.fragments[self.fragment].reducer
         super()._load_local_state(state)
-        for fragment, (lag, held) in zip(self.fragments, state.get("fragments", []), strict=False):
-            tensors = {name: n for name, n in held.items() if isinstance(n, Tensor)}
-            tensors = {name: n.to(getattr(self, name), copy=True) for name, n in tensors.items()}
-            fragment.lag, fragment.held = lag, held | tensors
+        for fragment, numbers in zip(self.fragments, saved, strict=True):
+            for name, value in numbers.items():
+                own = getattr(fragment, name)
+                setattr(fragment, name, value.to(own, copy=True) if isinstance(value, Tensor) else value)
 
     def close(self) -> None:
         """Leaves the process groups. Call finish() first."""
@@ -543,8 +513,15 @@ class CO2(LocalUpdateMethod, SharedMethod):
 
     def _begin_round(self, number: int) -> None:
         if self._schedule is not None:
-            self.config = scheduled(self._given, self._schedule, number)
-            self.config.check_stable()
+            self._use(scheduled(self._given, self._schedule, number))
+
+    def _use(self, c: CO2Config) -> None:
+        """Uses these settings from now on. The workers compare the settings that a schedule may change."""
+        c.check_stable()
+        self.config = c
+        numbers = c.outer_lr, c.outer_momentum, c.clip  # as floats, because 1 prints as 1.0
+        alpha, beta, phi = (None if number is None else float(number) for number in numbers)
+        self.settings = {"outer_lr": alpha, "outer_momentum": beta, "clip": phi}
 
     def _signature(self) -> Any:
         settings = asdict(self.config)
@@ -553,8 +530,3 @@ class CO2(LocalUpdateMethod, SharedMethod):
         if self.share is not None:
             settings |= {"shard": self.share.shard, "offload": self.share.offload}
         return settings
-
-    def settings(self) -> Any:
-        c = self.config  # floats: 1 prints as 1.0
-        alpha, beta, phi = float(c.outer_lr), float(c.outer_momentum), c.clip if c.clip is None else float(c.clip)
-        return {"tau": float(self.sync_schedule.tau), "outer_lr": alpha, "outer_momentum": beta, "clip": phi}

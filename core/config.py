@@ -23,7 +23,7 @@ from .groups import backend_for, check_names, refuse_shards
 from .guards import failure
 from .guards.extra import ExtraAverage, Given
 from .guards.usage import UsageChecks
-from .guards.workers import ConsensusDistance, OutlierFilter, ReplicaChecksum
+from .guards.workers import OutlierFilter, ReplicaChecksum
 from .hooks import Hook, MasterWeightSync, SyncSchedule
 from .outer import Merge
 from .tau import AdaptiveTau, TauHook, TauTuner
@@ -488,9 +488,8 @@ def build_args(
     tau_hook = tau_hook_for(c, workers)
     masters = tensors_of(args.get("model_params", ()), "parameters")
     extra = args.get("average")
-    outliers = OutlierFilter(c.outlier)
     # in the order in which they are called
-    hooks = [outliers, ConsensusDistance(outliers), tau_hook, ReplicaChecksum(), *more]
+    hooks = [OutlierFilter(c.outlier), tau_hook, ReplicaChecksum(), *more]
     hooks += [MasterWeightSync(masters)] if masters else []
     if extra is not None and not (isinstance(extra, list | tuple) and not extra):
         hooks.append(ExtraAverage(extra))

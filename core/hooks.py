@@ -18,7 +18,6 @@ from .buckets import (
     State,
     copy,
     local_shard,
-    read_blocks,
     same_values,
     views,
     wipe,
@@ -27,7 +26,7 @@ from .buckets import (
 from .comm import AsyncAllReduce, Reducer
 from .errors import UserError
 from .nodes import Node
-from .stats import HostCopy, RoundClock
+from .stats import HostCopy, RoundClock, read_blocks
 
 OneHook = TypeVar("OneHook", bound="Hook")
 
@@ -49,69 +48,43 @@ class ReductionInfo(NamedTuple):
 
 
 class HookedMethod:
-    """The part of a LocalUpdateMethod that hooks read.
-
-    Attributes:
-        allreduce: The workers' group, and the all-reduce in flight.
-        node: The ranks that hold one model together. A process that holds the whole model is a node by itself.
-        trained: The parameters that require a gradient, as given.
-        params: Their local tensors, in the same order.
-        hooks: In the order in which they are called.
-        share: This rank's part of the outer state on a node, see shares.py. None for a worker by itself.
-        sync_schedule: Decides when a round ends.
-        buckets: The flat tensors of the all-reduce, one per dtype and device.
-        sent_payloads: The payloads of the next all-reduce at a boundary.
-        scalars: The numbers that travel with it, by name.
-        reducer: Sums or averages the buckets.
-        state: State that persists from round to round, by name: one flat tensor per bucket.
-        replicated: The part of it that is equal on all workers.
-        anchors: Where rounds begin, one flat tensor per bucket. Empty if it is not kept.
-        broadcasts_state: Whether the next all-reduce also sends rank 0's state to all workers. A hook may set it.
-        clock: Measures the rounds.
-        local_steps: Steps since the last boundary. `local_steps_sent` counts the steps of the last all-reduce.
-        growth: tau of the round whose all-reduce started last, over the tau of the average before.
-        _given_buffers: The averaged buffers, by their index in `buffers`. `_buffers` are their local tensors.
-    """
+    """The part of a LocalUpdateMethod that hooks read. Lists of flat tensors have one per bucket."""
 
     name = ""  # for messages
     worker_label = "rank"  # what messages call a worker, before its number
+    allreduce: AsyncAllReduce  # the workers' group, and the all-reduce in flight
+    node: Node  # the ranks that hold one model together: one, if each process holds the whole model
+    trained: list[Tensor]  # the parameters that require a gradient, as given
+    params: list[Tensor]  # their local tensors, in the same order
+    hooks: list[Hook]  # in the order in which they are called
+    share: Any  # this rank's part of the outer state on a node, see shares.py; None for a worker by itself
+    sync_schedule: Any  # decides when a round ends
+    buckets: list[Bucket]  # the flat tensors of the all-reduce, one per dtype and device
+    sent_payloads: list[Tensor]  # the payloads of the next all-reduce at a boundary
+    scalars: Scalars  # the numbers that travel with it, by name
+    reducer: Reducer  # sums or averages the buckets
+    state: State  # flat tensors that persist from round to round, by name
+    replicated: list[Tensor]  # the part of it that is equal on all workers
+    anchors: list[Tensor]  # where rounds begin; empty if it is not kept
+    broadcasts_state = False  # whether the next all-reduce also sends rank 0's state to all; a hook may set it
+    clock: RoundClock  # measures the rounds
+    rounds = 0
+    """Rounds closed so far, including the rounds of finish()."""
+    settings: Mapping[str, float | None] = {}  # of the outer step in this round: compared in every round, as tau is
+    local_steps = local_steps_sent = 0  # since the last boundary, and of the last all-reduce
+    growth = 1.0  # tau of the round whose all-reduce started last, over the tau of the average before
     sends_differences = False  # whether payloads are differences: zero if nothing has moved
-    numbers: Sequence[str] = ()  # attributes for checkpoints: plain numbers or 0-d tensors
-    allreduce: AsyncAllReduce
-    node: Node
-    share: Any
-    sync_schedule: Any
-    hooks: list[Hook]
-    trained: list[Tensor]
-    params: list[Tensor]
-    buckets: list[Bucket]
-    sent_payloads: list[Tensor]
-    scalars: Scalars
-    reducer: Reducer
-    state: State
-    replicated: list[Tensor]
-    anchors: list[Tensor]
-    clock: RoundClock
-    local_steps = local_steps_sent = 0
-    growth = 1.0
-    broadcasts_state = False
     timed_from = 0  # the first all-reduce without the buffers that nobody changes; its time is the first that counts
     fragment, is_cut = 0, False  # the fragment of the last all-reduce, and whether there are several: see Fragment
-    _buffers: list[Tensor]
-    _given_buffers: dict[int, Tensor]
+    _given_buffers: dict[int, Tensor]  # the averaged buffers, by their index in `buffers`
+    _buffers: list[Tensor]  # their local tensors
     _starts_near_anchor = False  # whether rounds begin near `anchors`, not exactly there
-    _between = 0  # all-reduces of other fragments than the first
     _saved_at: tuple[int, int] | None = None  # rounds and local steps at which state_dict() was last called
 
     @property
     def begins_apart(self) -> bool:
         """Whether this worker may begin a round away from `anchors`."""
         return self._starts_near_anchor
-
-    @property
-    def rounds(self) -> int:
-        """Rounds closed so far, including the rounds of finish()."""
-        return self.allreduce.launched - self._between
 
     @property
     def tau(self) -> int:
@@ -143,10 +116,6 @@ class HookedMethod:
     def is_log_rank(self) -> bool:
         """Whether this process prints what concerns all workers."""
         return self.allreduce.rank == 0 and self.node.rank == 0
-
-    def settings(self) -> Any:
-        """Settings that must be equal on all workers, compared in every round."""
-        return self.tau
 
     @property
     def late(self) -> int:
@@ -195,7 +164,8 @@ class Hook:
         per_worker_scalars: The same, with a place for each worker.
         alike: Tensors that start as on the first worker.
         compared: A description that must be equal on all workers. "" for none.
-        method: The method that calls this hook.
+        method: The method that calls this hook. A hook may read what HookedMethod lists. A training loop needs none of
+            these names, and they may change.
     """
 
     name = ""

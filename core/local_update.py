@@ -33,7 +33,6 @@ from .buckets import (
     keep_unchanged,
     local_shard,
     make_buckets,
-    read_blocks,
     rescale,
     tensors_of,
     unique,
@@ -42,9 +41,9 @@ from .comm import AsyncAllReduce, Reducer, Stage, all_reduce, send_first
 from .errors import UserError
 from .hooks import Hook, ReductionInfo, SyncSchedule, check_hooks
 from .nodes import Node
-from .shares import Share
+from .shares import Share, sent_parts
 from .state import SavedMethod
-from .stats import AsyncReadback, RoundClock, RoundStats, plus
+from .stats import AsyncReadback, RoundClock, RoundStats, plus, read_blocks
 
 OWN_SCALARS = {"finished": 1, "steps": 1, "weight": 1}  # in every all-reduce
 CHANGED = "changed"  # scalars: per buffer that is not sent, how many workers have changed it
@@ -199,7 +198,7 @@ class LocalUpdateMethod(Loop, SavedMethod, ABC):
         self.scalars.attach(self.buckets[0].scalars)
         # 0-d views into the first bucket, so the all-reduce sums what is written to them
         self._finished, self._steps, self._weight = (self.scalars[name] for name in OWN_SCALARS)
-        sent = self.buckets if share is None else share.sent_parts(self.buckets)
+        sent = self.buckets if share is None else sent_parts(share.node, self.buckets, owned=share.shard)
         self.reducer = reducer(sent, self.scalars, self.allreduce)
         self._scale: float | Tensor = self.reducer.scale
         self.state, self.replicated, self.anchors = State(self.buckets), list[Tensor](), list[Tensor]()
@@ -369,12 +368,17 @@ class LocalUpdateMethod(Loop, SavedMethod, ABC):
     def _start_allreduce(self, *, finished: bool) -> None:
         """Starts the all-reduce of the payloads, the buffers' values and the scalars, and returns at once."""
         self._fill_buffers()
-        self.local_steps_sent = self.local_steps
+        self._launch(self._before_allreduce, self.local_steps, finished=finished)
+        self.rounds, self.local_steps = self.rounds + 1, 0
+
+    def _launch(self, calls: Sequence[Callable[[], Tensor | None]], steps: int, *, finished: bool) -> None:
+        """Starts an all-reduce of `steps` local steps. The hooks' `calls` judge before, and write what travels."""
+        self.local_steps_sent = steps
         self._finished.fill_(finished)
-        self._steps.fill_(self.local_steps_sent)
+        self._steps.fill_(steps)
         self._weight.fill_(1.0)
-        for before_allreduce in self._before_allreduce:
-            excluded = before_allreduce()
+        judged = [before_allreduce() for before_allreduce in calls]
+        for excluded in judged:
             if excluded is not None and (read_blocks(excluded) or excluded):  # a GPU's is not read here
                 self.exclude(excluded)
                 self._restart_from_anchor(excluded)
@@ -382,11 +386,11 @@ class LocalUpdateMethod(Loop, SavedMethod, ABC):
         self._sent_tau = self.sync_schedule.tau
         self.growth = self._sent_tau / self._arrived_tau
         self.allreduce.launch(self.stages())
-        self.local_steps = 0
 
     def stages(self) -> Iterator[Stage]:
         """The collectives of an all-reduce, one after the other. They run in the background."""
-        return self._reduction() if self.share is None else self.share.stages(self._reduction())
+        reduction = self._reduction()
+        yield from reduction if self.share is None else self.share.stages(reduction)
 
     def _reduction(self) -> Iterator[Stage]:
         """The collectives among the workers. The first ones send rank 0's state to all if a hook has asked for it."""
@@ -422,7 +426,7 @@ class LocalUpdateMethod(Loop, SavedMethod, ABC):
     def _note_times(self) -> None:
         """Adds an all-reduce that has arrived to the round's statistics."""
         stats, allreduce = self.clock.stats, self.allreduce
-        stats.round, stats.bytes_sent = allreduce.launched - self._between, stats.bytes_sent + allreduce.bytes_sent
+        stats.round, stats.bytes_sent = self.rounds, stats.bytes_sent + allreduce.bytes_sent
         times = allreduce.exposed, allreduce.seconds
         if self.is_cut:  # a round's statistics add its fragments
             times = plus(stats.exposed_seconds, times[0]), plus(stats.allreduce_seconds, times[1])
@@ -508,8 +512,8 @@ class LocalUpdateMethod(Loop, SavedMethod, ABC):
             has_finished = self._close_round(finished=finished)
             for on_round_end in self._on_round_end:
                 on_round_end()
-            self.sync_schedule.begin(rounds := self.rounds)
-            self._begin_round(rounds)
+            self.sync_schedule.begin(self.rounds)
+            self._begin_round(self.rounds)
             self._first_step = 1
             self._params_updated(at_boundary=True)
         return has_finished
@@ -521,7 +525,7 @@ class LocalUpdateMethod(Loop, SavedMethod, ABC):
         """
         if not self._on_reduced_scalars and CHANGED not in self.scalars.sizes:
             return
-        allreduce, processes = self.allreduce, self.total_world_size
+        allreduce, processes = self.allreduce, self.allreduce.world_size * self.node.size
         info = ReductionInfo(self.rounds - 1, processes, allreduce.world_size, allreduce.generation)
         numbers = self.scalars.place * processes
         if arrived := self._readback.exchange(numbers.cpu() if allreduce.is_elastic else numbers, info):

@@ -237,6 +237,10 @@ class Node:
         """Returns each payload as the shares of all ranks, [parts, n], with padding."""
         return [b.flat[: b.padded].view(self.parts, -1) for b in buckets]
 
+    def own_shares(self, buckets: Sequence[Bucket]) -> list[Tensor]:
+        """Returns this rank's share of each payload, 1-d, with its padding."""
+        return [shares[self.row] for shares in self.shares(buckets)]
+
     def sum(self, tensors: Sequence[Tensor]) -> Iterator[Stage]:
         """Sums tensors over the inner group, in place."""
         if self.group is not None:

@@ -13,16 +13,17 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 # one kernel for many tensors, as in torch's optimizers
 from torch import _foreach_add_ as add_each  # pyright: ignore[reportPrivateImportUsage]
+from torch import _foreach_copy_ as copy_each  # pyright: ignore[reportPrivateImportUsage]
 from torch import _foreach_sub_ as sub_each  # pyright: ignore[reportPrivateImportUsage]
 
-from .buckets import copy, copy_where, elements, group_pieces, views
+from .buckets import copy_where, elements, group_pieces, views
 
 EPS = 1e-12  # keeps Lambda finite if a pseudo-gradient is exactly zero
 # Elements updated at a time. On a CPU their tensors, some 5 MiB in float32, stay in the cache. A GPU needs few kernels,
@@ -119,6 +120,22 @@ def keep_local(x: Tensor, p: Tensor, snapshot: Tensor) -> Tensor:
     LOSCAR-SGD (arXiv 2605.20866), hivemind's delta rule and CoCoD-SGD do the same.
     """
     return x + (p - snapshot)
+
+
+def consensus_distance(squares: Tensor, weight: Tensor, mean_norm: Tensor) -> Tensor:
+    """Returns how far the workers' parameters were from their average when they sent, 0-d float64.
+
+    It is the root of mean_i ||x^i - mean||^2. Worker i sends d^i = x - x^i with one x on all workers, so this is
+    mean_i ||d^i||^2 - ||mean d||^2. As a difference of two squares it cannot resolve less than a thousandth of
+    ||mean d||, and it includes what a compression rounds.
+
+    Args:
+        squares: The sum of ||d^i||^2 over the workers that count, 0-d.
+        weight: The number of these workers, in the unit of `squares`, 0-d.
+        mean_norm: ||mean d||, 0-d.
+    """
+    mean = torch.where(weight > 0, squares.double() / weight.double(), 0.0)
+    return (mean - mean_norm.to(mean).square()).clamp(min=0).sqrt()
 
 
 # -- stability, on a quadratic whose error tau local steps reduce by the share rho -----------------------------------
@@ -227,6 +244,21 @@ class Rule:
     """Whether step 3 follows from the parameters now, and d holds it afterwards. Otherwise `take` has run before."""
 
 
+def rule_of(c: Any, growth: float, delta_norm: Tensor, last_step_norm: Tensor, numel: int) -> Rule:
+    """Returns what follows for the Rule from the settings `c`, a CO2Config.
+
+    The norms of Delta and of x_{t,0} - x_{t-1,0} are over the same `numel` elements. `growth`: see carried.
+    """
+    return Rule(
+        beta=carried(c.outer_momentum, growth),  # beta, unless tau has changed
+        alpha=c.outer_lr,
+        phi=c.clip,
+        delta_rms=delta_norm / max(1, numel) ** 0.5 if c.gap == "elementwise" else None,
+        gap=gap_scalar(last_step_norm, delta_norm) if c.gap == "norm" else None,
+        nesterov=c.outer_momentum if c.nesterov else None,
+    )
+
+
 @dataclass(frozen=True)
 class Segment:
     """A part of a bucket.
@@ -306,7 +338,8 @@ def staleness_gap(m: Tensor, rule: Rule, last_step: Tensor | None = None) -> Ten
 def continue_from(s: Segment, rule: Rule) -> None:
     """The merge, in the precision of x."""
     if rule.merge == "restart":
-        return copy(s.params, s.x_views)
+        copy_each(s.params, s.x_views)
+        return
     for p, x, snapshot in zip(s.params, s.x_views, s.snapshot, strict=True):
         p.copy_(keep_local(x, p.to(x.dtype), snapshot))
 
@@ -367,7 +400,8 @@ class OuterStep:
         self.locate()
         for s in self.segments:
             self.take_difference(s)
-            copy(s.snapshot, s.params[: len(s.snapshot)])
+            if s.snapshot:
+                copy_each(s.snapshot, s.params)
 
     @torch.no_grad()
     def restart(self, where: Tensor | None = None) -> None:
@@ -379,7 +413,7 @@ class OuterStep:
         self.locate()
         for s in self.segments:
             if where is None:
-                copy(s.params, s.x_views)
+                copy_each(s.params, s.x_views)
             else:
                 copy_where(where, s.params, s.x_views)
                 copy_where(where, s.snapshot, s.params[: len(s.snapshot)])

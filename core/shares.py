@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -47,7 +47,6 @@ from .buckets import (
     make_buckets,
     on_device,
     pinned,
-    read_blocks,
     views,
     wipe,
 )
@@ -57,6 +56,7 @@ from .guards.workers import OutlierFilter
 from .hooks import HookedMethod
 from .nodes import Held, Node
 from .outer import FusedOuterStep, OuterStep
+from .stats import read_blocks
 
 ALPHA, M_SQUARES, STEP_SQUARES, EXCLUDED, WHOLE = range(5)  # of Share.numbers
 
@@ -94,20 +94,36 @@ class Fragment:
         outer_steps: Steps 3 to 7 on the slices.
         directions: The slices of the last step under Nesterov momentum with a gap.
         reducer: Reduces the parts.
+        device: The parameters' device.
+        arrived_tau: tau of the round whose average arrived last.
         lag: Local steps from the start of its last all-reduce to the last boundary; negative if it has started since.
-        held: The method's numbers that belong to this fragment, by attribute, while another fragment is current.
+        last_alpha: outer_lr of its last outer step; 0 if the last boundary took none.
+        momentum_norm: The norm of its m, 0-d float64.
+        numbers: On a node in place of the last two, see Share. [5] float64.
+        spoilt: On a node in the paper's order, whether this rank's last difference was not finite, 0-d bool.
     """
 
     parts: Sequence[Bucket | BucketShare]
     outer_steps: list[outer.OuterStep]
     directions: list[Tensor]
     reducer: Reducer
+    device: torch.device
+    arrived_tau: int
     lag: int = 0
-    held: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self):
         self.payloads = [part.payload for part in self.parts]
         self.numel = sum(part.numel for part in self.parts)
+        self.begin()
+
+    def begin(self) -> None:
+        """Resets the numbers, as if no outer step had been taken."""
+        numbers = torch.zeros(6, dtype=torch.float64, device=self.payloads[0].device)
+        self.last_alpha, self.momentum_norm, self.numbers = 0.0, numbers[5], numbers[:5]
+        self.spoilt = torch.zeros((), dtype=torch.bool, device=self.device)
+
+
+SAVED = ("arrived_tau", "lag", "last_alpha", "momentum_norm", "numbers", "spoilt")  # of a Fragment, in checkpoints
 
 
 def slices(numel: int, count: int, multiple: int = 1) -> list[slice]:
@@ -115,6 +131,11 @@ def slices(numel: int, count: int, multiple: int = 1) -> list[slice]:
     unit = UNIT if multiple == 1 and numel >= 8 * count * UNIT else multiple
     ends = [min(numel, -(-numel * i // (count * unit)) * unit) for i in range(count + 1)]
     return [slice(a, b) for a, b in pairwise(ends)]
+
+
+def slices_of(buckets: Sequence[Bucket], count: int) -> list[Sequence[slice]]:
+    """Returns for each of `count` fragments its slice of each whole payload."""
+    return [*zip(*(slices(b.numel, count) for b in buckets), strict=True)]
 
 
 def slices_alike(sizes: Sequence[tuple[int, int]], count: int) -> list[slice]:
@@ -131,22 +152,34 @@ def slices_alike(sizes: Sequence[tuple[int, int]], count: int) -> list[slice]:
     return [slice(a, b) for a, b in pairwise(ends)]
 
 
-class SharedMethod(HookedMethod):
-    """The part of a CO2 that its Share reads and writes.
+def sent_parts(
+    node: Node,
+    buckets: Sequence[Bucket],
+    places: Sequence[slice] | None = None,
+    scalars: int | None = None,
+    *,
+    owned: bool = False,
+) -> list[BucketShare]:
+    """Returns what a rank sends to the other nodes: its shares, or the slices `places` of them.
 
-    Attributes:
-        config: The settings of the current round.
-        fragments: The parts of the payload that a round sends in turn.
-        in_paper_order: Whether the average is merged at the next boundary.
-        share_numbers: See Share.numbers.
-        spoilt: In the paper's order: whether this rank's last difference was not finite, 0-d bool.
+    A worker by itself is a node with one share, the whole. `scalars`: see BucketShare. With `owned`, each worker owns a
+    part, which includes padding.
     """
+    parts, shares = list[BucketShare](), node.own_shares(buckets)
+    for b, g, place in zip(buckets, shares, places or [slice(0, len(g)) for g in shares], strict=True):
+        start, flat = node.row * len(g) + place.start, g[place]
+        pieces = elements(b.params, start, start + len(flat))
+        numel = len(flat) if owned else sum(p.numel() for p in pieces)
+        parts.append(BucketShare(b, flat, numel, pieces, scalars))
+    return parts
 
-    config: Any
-    fragments: Sequence[Fragment]
-    in_paper_order: bool
-    share_numbers: Tensor
-    spoilt: Tensor
+
+class SharedMethod(HookedMethod):
+    """The part of a CO2 that its Share reads and writes."""
+
+    config: Any  # the settings of the current round
+    fragments: Sequence[Fragment]  # the parts of the payload that a round sends in turn
+    in_paper_order: bool  # whether the average is merged at the next boundary
 
 
 @dataclass
@@ -208,7 +241,7 @@ class Share:
         self.stats: dict[str, Tensor] = {}
         self._votes: Votes | None = None
         self._stream: torch.cuda.Stream | None = None
-        self._event: torch.cuda.Event | None = None
+        self._copies: list[Copies] = []  # the last ones in that stream
         self._checked = self._idle = self._copied = False
         self._merges_all = False  # see resliced
 
@@ -221,22 +254,6 @@ class Share:
         parts = self.node.parts * (workers * self._unit if self.shard else 1)
         return make_buckets(params, buffers, scalars, parts, pinned if self.offload else None)
 
-    def sent_parts(
-        self, buckets: Sequence[Bucket], places: Sequence[slice] | None = None, scalars: int | None = None
-    ) -> list[BucketShare]:
-        """Returns what this rank sends to the other nodes: its shares, or slices of them. scalars: see BucketShare."""
-        parts, shares = list[BucketShare](), self.of_node(buckets)
-        for b, g, place in zip(buckets, shares, places or [slice(0, len(g)) for g in shares], strict=True):
-            start, flat = self.node.row * len(g) + place.start, g[place]
-            pieces = elements(b.params, start, start + len(flat))
-            numel = len(flat) if self.shard else sum(p.numel() for p in pieces)  # an owner's part includes padding
-            parts.append(BucketShare(b, flat, numel, pieces, scalars))
-        return parts
-
-    def of_node(self, buckets: Sequence[Bucket]) -> list[Tensor]:
-        """Returns this rank's share of each payload, 1-d, with its padding."""
-        return [shares[self.node.row] for shares in self.node.shares(buckets)]
-
     def owned(self, flats: Sequence[Tensor]) -> list[Tensor]:
         """Returns what this rank owns of flat tensors as long as its shares."""
         group, allreduce = self.method.allreduce.group, self.method.allreduce
@@ -247,12 +264,11 @@ class Share:
     def attach(self, method: SharedMethod, timeout: float, inner: dist.ProcessGroup | None) -> None:
         """Makes the outer state, when the method has its buckets."""
         self.method, buckets, c = method, method.buckets, method.config
-        device = buckets[0].flat.device
         if self.offload and method.params[0].is_cuda:
             self._stream = torch.cuda.Stream(method.params[0].device)
         if inner is not None and c.delay == "auto":
             self._votes = Votes(new_group(inner, timeout, torch.device("cpu"), "gloo", overlap=True))
-        self.g = self.of_node(buckets)
+        self.g = self.node.own_shares(buckets)
         own, state = self.owned(self.g), method.state
         lone = self.shard and method.in_paper_order  # then no worker holds the whole x between two boundaries
         self.x = state["outer_iterate"] = [torch.zeros_like(g) for g in (own if lone else self.g)]
@@ -263,15 +279,11 @@ class Share:
             state["next_outer_iterate"] = self._next_x
         self.m = state["outer_momentum"] = [torch.zeros_like(g) for g in own]
         directed = c.nesterov and (c.gap != "none" or method.in_paper_order)
-        directions: Sequence[Tensor | None] = [torch.zeros_like(g) for g in own] if directed else [None] * len(own)
-        self._directions = [d for d in directions if d is not None]
+        self._directions = [torch.zeros_like(g) for g in own] if directed else []
         if directed:
             state["outer_step"] = self._directions
         # No checkpoint holds the snapshot: when its average has arrived, the payload holds the change.
         self._snapshots = [torch.zeros_like(g) for g in self.g] if c.merge == "keep_local" else []
-        method.share_numbers = torch.zeros(5, dtype=torch.float64, device=device)
-        method.spoilt = torch.zeros((), dtype=torch.bool, device=method.params[0].device)
-        method.numbers = ("share_numbers", "spoilt")
         self._layout: list[tuple[int, tuple[int, ...]]] = []
         self.host = [pinned(len(g), b.dtype) for b, g in zip(buckets, self.g, strict=True) if self.offload]
 
@@ -309,7 +321,7 @@ class Share:
 
     @property
     def numbers(self) -> Tensor:
-        return self.method.share_numbers
+        return self.method.fragments[self.method.fragment].numbers
 
     def _lay_out(self) -> None:
         """Finds the live parameters in all fragments, again if a storage has moved."""
@@ -368,7 +380,7 @@ class Share:
         with self.own_stream():
             copy(self.now.copies, [p for p, _ in self.now.own], queued=True)
             if self.method.in_paper_order:
-                self._restart()
+                self._take_payload()
 
     def _differences(self) -> None:
         """g <- x - p, and in the paper's order x <- g and p <- g before, in segments that fit a cache.
@@ -407,7 +419,7 @@ class Share:
         pairs = [pair for s in merged for pair in s.own + s.others]
         return [p for p, _ in pairs], [x for _, x in pairs]
 
-    def _restart(self) -> None:
+    def _take_payload(self) -> None:
         """p <- payload."""
         copy(*self._pairs(), queued=True)
 
@@ -429,7 +441,7 @@ class Share:
     @torch.no_grad()
     def end(self) -> None:
         """The parameters become x_{t+1,0} at the end of finish(). The payload holds it, and nothing is stale."""
-        self._restart()
+        self._take_payload()
         self.numbers[ALPHA].zero_()
         if self.method.in_paper_order:
             copy(self.x, self.owned(self.g) if self._next_x else self.g)
@@ -439,7 +451,7 @@ class Share:
         """The merge on arrival: p <- p + D for keep_local, otherwise p <- payload. One pass, without a wait."""
         whole = self.numbers[WHOLE] > 0
         if not self._snapshots or (not read_blocks(whole) and whole):
-            return self._restart()
+            return self._take_payload()
         params, changes = self._pairs()
         if read_blocks(whole):  # a GPU is not read: there p <- 0 + x
             wipe(params, whole)
@@ -450,7 +462,7 @@ class Share:
 
     def excluded(self) -> Tensor:
         """Returns whether the average that has arrived leaves out this node, 0-d bool on the parameters' device."""
-        return on_device(self.numbers[EXCLUDED] > 0, self.method.spoilt.device)
+        return on_device(self.numbers[EXCLUDED] > 0, self.method.params[0].device)
 
     # -- in the background ---------------------------------------------------------------------------------------------
 
@@ -460,7 +472,7 @@ class Share:
         m, node, s = self.method, self.node, self.now
         yield BACKGROUND
         if self.offload:
-            yield [self], 0  # the copies to the host
+            yield self._copies, 0  # to the host
             if self._copied:  # not at the end of finish(), for buffers alone
                 self._differences()
             self._copied = False
@@ -525,17 +537,9 @@ class Share:
         delta_norm, m_norm, step_norm = sums.sqrt().unbind()
         delta_norm, last_alpha = scale * delta_norm, numbers[ALPHA].clone()
         alpha = moved.double() * c.outer_lr
-        rule = outer.Rule(
-            beta=torch.where(moved, torch.full_like(alpha, outer.carried(c.outer_momentum, m.growth)), 1.0),
-            alpha=alpha,
-            last_alpha=last_alpha,
-            phi=c.clip,
-            scale=torch.where(moved, scale, 0.0),
-            delta_rms=delta_norm / max(1, s.numel) ** 0.5 if c.gap == "elementwise" else None,
-            gap=outer.gap_scalar(last_alpha * step_norm, delta_norm) if c.gap == "norm" else None,
-            nesterov=c.outer_momentum if c.nesterov else None,
-            takes_difference=False,
-        )
+        rule = outer.rule_of(c, m.growth, delta_norm, last_alpha * step_norm, s.numel)
+        rule = replace(rule, last_alpha=last_alpha, scale=torch.where(moved, scale, 0.0), takes_difference=False)
+        rule = replace(rule, beta=torch.where(moved, torch.full_like(alpha, rule.beta), 1.0), alpha=alpha)
         if not read_blocks(moved):  # the fused pass takes plain numbers
             rule = replace(rule, beta=float(rule.beta), alpha=float(alpha), scale=float(rule.scale))
             rule = rule if moved else outer.Rule(nesterov=rule.nesterov, takes_difference=False)
@@ -601,8 +605,7 @@ class Share:
         self._stream.wait_stream(compute)
         with torch.cuda.stream(self._stream):
             yield
-            self._event = torch.cuda.Event()
-            self._event.record(self._stream)
+            self._copies = [Copies(self._stream)]
         compute.wait_stream(self._stream)
 
     def drain(self) -> None:
@@ -612,12 +615,19 @@ class Share:
         if self._votes is not None:
             self._votes.read()
 
-    def is_completed(self) -> bool:
-        return self._event is None or self._event.query()
 
-    def wait(self, timeout: Any = None) -> None:
-        if self._event is not None:
-            self._event.synchronize()
+class Copies:
+    """The copies between a GPU and the host that were queued in a stream so far, as pending work."""
+
+    def __init__(self, stream: torch.cuda.Stream):
+        self._end = torch.cuda.Event()
+        self._end.record(stream)
+
+    def is_completed(self) -> bool:
+        return self._end.query()
+
+    def wait(self, timeout: Any = None) -> None:  # noqa: ARG002
+        self._end.synchronize()
 
 
 def parts_at(flats: Sequence[Tensor], places: Sequence[slice]) -> list[Tensor]:

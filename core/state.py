@@ -18,11 +18,6 @@ from .hooks import HookedMethod
 from .stats import AsyncReadback
 
 
-def zero(value: Any) -> Any:
-    """Returns 0 as a number or tensor like `value`."""
-    return torch.zeros_like(value) if isinstance(value, Tensor) else type(value)()
-
-
 def under_rank(state: dict[str, Any]) -> dict[str, Any]:
     """Returns a worker's own state under a key with its rank.
 
@@ -52,18 +47,18 @@ def _rank() -> int:
 REQUIRED = ("method", "flats", "workers", "places", "reducer", "taus")  # keys in every method's part of a checkpoint
 
 
-def check_run(state: Mapping[str, Any], method: str, workers: int, *, equal: bool) -> None:
-    """Raises UserError if an older version or another method wrote a checkpoint.
+def check_run(state: Mapping[str, Any], method: str, workers: int, required: Sequence[str], *, equal: bool) -> None:
+    """Raises UserError if another method or an older version, without a `required` key, wrote a checkpoint.
 
     The same holds for another number of workers, unless all workers had `equal` outer states.
     """
-    if missing := [key for key in REQUIRED if key not in state]:
+    if (other := state.get("method", method)) != method:
+        raise UserError(f"the checkpoint is of {other}, not {method}: resume with its method")
+    if missing := [key for key in required if key not in state]:
         raise UserError(
             f"the checkpoint's state has no {missing[0]!r}, so an older version wrote it: resume with that version, or "
             "start afresh"
         )
-    if state["method"] != method:
-        raise UserError(f"the checkpoint is of {state['method']}, not {method}: resume with its method")
     if state["workers"] != workers and not equal:
         raise UserError(
             f"the checkpoint is of {state['workers']} workers, here there are {workers}, and each held a part of the "
@@ -115,6 +110,7 @@ class SavedMethod(HookedMethod):
     """The part of a LocalUpdateMethod that saves and restores its state."""
 
     _unsaved: Collection[str] = ()  # names in `state` that no later outer step reads: zeros after a resume
+    _required: Sequence[str] = REQUIRED
     _own_buffers: list[tuple[Bucket, list[Tensor]]]
     _changing: set[int] | None
     _sent: set[int] | None
@@ -160,8 +156,6 @@ class SavedMethod(HookedMethod):
             flat.zero_()
         for name in self.state:
             self.state.begin(name)
-        for name in self.numbers:
-            setattr(self, name, zero(getattr(self, name)))
         self._attach_again()
 
     def _attach_again(self) -> None:
@@ -192,12 +186,12 @@ class SavedMethod(HookedMethod):
             "hooks": {hook.name: on_host(hook.state_dict()) for hook in self.hooks if hook.name},
             "first_buffers": on_host([b.first_values for b, _ in self._own_buffers]),
             "changing": None if self._changing is None else sorted(self._changing),
-        } | {name.removeprefix("_"): on_host(getattr(self, name)) for name in self.numbers}
+        }
 
     def _load_local_state(self, state: dict[str, Any]) -> None:
         """Restores what _local_state returned."""
         workers = self.allreduce.world_size
-        check_run(state, self.name, workers, equal=bool(self.replicated) or not self.state)
+        check_run(state, self.name, workers, self._required, equal=bool(self.replicated) or not self.state)
         kind = state["reducer"] if self.reducer.changes else self.reducer.kind
         if state["in_flight"] and (state["reducer"] == Reducer.kind) != (kind == Reducer.kind):
             raise UserError(  # one holds a sum, the other a mean
@@ -223,8 +217,8 @@ class SavedMethod(HookedMethod):
                 "the checkpoint's parameters have other shapes, or another order: give the parameters in the order in "
                 "which the run that wrote it gave them, such as model.parameters()"
             )
-        self._between = state.get("between", 0)
-        self.allreduce.restore(state["rounds"] + self._between, state["in_flight"])
+        self.rounds = state["rounds"]
+        self.allreduce.restore(self.rounds + state.get("between", 0), state["in_flight"])
         for reducer in self._reducers():
             reducer.become(state["reducer"])
         changing = state.get("changing")  # an older version saved none, and sent all
@@ -238,9 +232,6 @@ class SavedMethod(HookedMethod):
         for name, flats in self._residual().items():  # error feedback of another worker's rounding, or of another run's
             for flat in flats if not residual or (others and name.endswith("error_feedback")) else []:
                 flat.zero_()
-        for name in self.numbers:
-            value, held = state[name.removeprefix("_")], getattr(self, name)
-            setattr(self, name, value.to(held, copy=True) if isinstance(held, Tensor) else value)
         self.scalars["finished"].zero_()  # a resumed run may train on
         self._readback = AsyncReadback()
         self.local_steps, self._ended = state["local_steps"], None

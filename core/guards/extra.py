@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..buckets import copy, is_dtensor, local_shard, overlapping, unique, views, writes
 from ..comm import Stage, sum_flats
 from ..errors import UserError
-from ..groups import of_all
+from ..groups import compare, of_all
 from ..hooks import Hook, HookedMethod
 
 Tensors = Iterable[Tensor] | nn.Module
@@ -103,25 +103,15 @@ class ExtraAverage(Hook):
                 problem = f"average: the function failed with {type(error).__name__}: {error}"
         group, node = self.method.allreduce.group, self.method.node
         assert group is not None
-        mine = [f"{tuple(t.shape)} {t.dtype}" for t in map(local_shard, found)]
-        ranks, reports = dist.get_process_group_ranks(group), of_all((equal, problem, mine), group)
-        first = reports[0][2]
-        for rank, (_, theirs, kinds) in zip(ranks, reports, strict=True):
-            if problem:
-                break
-            if theirs:
-                problem = f"rank {rank}: {theirs}"
-            elif len(kinds) != len(first):
-                problem = (
-                    f"average: rank {ranks[0]} has {len(first)} tensors, rank {rank} has {len(kinds)}: give the same "
-                    "on all workers; an optimizer makes its tensors in its first step, so every worker must take one"
-                )
-            elif different := [pair for pair in zip(first, kinds, strict=True) if pair[0] != pair[1]]:
-                problem = (
-                    "average: workers differ: rank {} has {}, against {} of rank {}: give the same tensors in the same "
-                    "order on all workers"
-                ).format(ranks[0], *different[0], rank)
-        numbers = [float(bool(problem)), float(not all(ready for ready, _, _ in reports))]
+        ranks, reports = dist.get_process_group_ranks(group), of_all((equal, problem), group)
+        others = [f"rank {rank}: {theirs}" for rank, (_, theirs) in zip(ranks, reports, strict=True) if theirs]
+        try:
+            compare((), [local_shard(t) for t in found], group)
+        except UserError as error:
+            remedy = "an optimizer makes its tensors in its first step, so every worker must take one"
+            others.append(f"average: {error}; {remedy}")
+        problem = problem or next(iter(others), "")
+        numbers = [float(bool(problem)), float(not all(ready for ready, _ in reports))]
         states = torch.tensor(numbers, device=self.method.allreduce.device)
         _wait(node.sum([states]))  # the results of the other workers of a node
         failed, unequal = states.tolist()

@@ -127,8 +127,7 @@ class UsageChecks(Hook):
         self._uncounted = 0  # optimizer steps of these parameters since the last boundary
         self._optimizers = weakref.WeakKeyDictionary[torch.optim.Optimizer, int]()  # -> their number of parameters
         self._own = weakref.WeakSet[torch.optim.Optimizer]()  # optimizers of the method's parameters
-        self._unmanaged: dict[int, tuple[int, ...]] = {}  # shapes of optimizers' parameters that no method averages
-        self._frozen = dict[int, Tensor]()  # such parameters that need no gradient
+        self._unmanaged: dict[int, Tensor] = {}  # optimizers' parameters that no method averages, also frozen ones
 
     def attach(self, method: HookedMethod) -> None:
         is_new = not hasattr(self, "method")
@@ -137,7 +136,6 @@ class UsageChecks(Hook):
         if not is_new:
             return
         self._number = {id(p): i for i, p in enumerate(method.trained)}
-        self._learned = [p for p in (*method.trained, *self._model_params) if p.requires_grad]
         self._params = method.params
         self._devices = [p.device for p in self._params]
         self._process = os.getpid()
@@ -182,27 +180,17 @@ class UsageChecks(Hook):
             )
 
     def before_allreduce(self) -> None:
-        """Searches for modules once, and reports parameters that are frozen now, or that no method averages."""
+        """Searches for modules once, and reports parameters that no method averages."""
         m = self.method
         if not self._rounds:
             refuse_fsdp(m.trained, m.allreduce.group)  # a module may have been wrapped after the method was made
             buffers = [b for bucket in m.buckets for b in bucket.given]
             _warn_of_synchronous([*m.trained, *self._model_params], buffers, m.allreduce.group)
         self._rounds += 1
-        if (frozen := [p for p in self._learned if not p.requires_grad]) and m.local_steps:
-            self._learned = []
-            warnings.warn(
-                f"{len(frozen)} parameters, the first of shape {list(frozen[0].shape)}, were frozen after "
-                f"{m.name} was made, and its outer step still moves them: if they stay frozen, call finish() and make "
-                "it again",
-                stacklevel=2,
-            )
-        for number in [number for number, p in self._frozen.items() if p.requires_grad]:
-            self._unmanaged[number] = tuple(self._frozen.pop(number).shape)
-        if not self._unmanaged:
+        if not (found := [p for p in self._unmanaged.values() if p.requires_grad]):
             return
-        shapes, self._unmanaged = [*self._unmanaged.values()], {}
-        what = f"{len(shapes)} parameters that no method averages, the first of shape {list(shapes[0])}"
+        self._unmanaged = {number: p for number, p in self._unmanaged.items() if not p.requires_grad}
+        what = f"{len(found)} parameters that no method averages, the first of shape {list(found[0].shape)}"
         if self._steps > 1 and not self._trained:
             raise UserError(
                 f"the optimizer trains {what}, and none of the {len(self._params)} given to {m.name} has "
@@ -249,9 +237,7 @@ class UsageChecks(Hook):
             self._trained |= self._steps > 0 and self._start != writes(self._params)
             self._steps += 1
             known = {id(p) for checks in list(_active) for p in checks.method.trained}
-            others = {id(p): p for p in params if id(p) not in known}
-            self._frozen |= {number: p for number, p in others.items() if not p.requires_grad}
-            self._unmanaged |= {number: tuple(p.shape) for number, p in others.items() if p.requires_grad}
+            self._unmanaged |= {id(p): p for p in params if id(p) not in known}
             zero, group = _imported(*ZERO), self.method.allreduce.group
             if mine and zero is not None and isinstance(optimizer, zero) and group is not None:
                 over = _ranks(group) & _ranks(vars(optimizer)["process_group"])

@@ -32,6 +32,8 @@ class OutlierFilter(Hook):
     and restarts the worker from the outer iterate. A jump to a level that lasts, as at a learning-rate restart, is a
     jump once. EDiT (arXiv 2412.07210) excludes workers in a similar way.
 
+    The square of the norm travels, too, for outer.consensus_distance.
+
     Args:
         factor: An update has jumped if it exceeds this multiple of the worker's running average. None excludes only
             updates that are not finite.
@@ -44,7 +46,7 @@ class OutlierFilter(Hook):
             have a row each.
     """
 
-    name, per_worker_scalars = "outlier_filter", {"excluded": 1}
+    name, scalars, per_worker_scalars = "outlier_filter", {"squares": 1}, {"excluded": 1}
 
     def __init__(self, factor: float | None = 10.0):
         self.factor, self.count, self.excludes_this = factor, 0, False
@@ -58,17 +60,19 @@ class OutlierFilter(Hook):
         self.names = [f"{method.worker_label} {rank}" for rank in ranks]
         self.state = torch.zeros(3, dtype=torch.float64, device=method.allreduce.device)
         self.verdict = torch.zeros((), dtype=torch.float64, device=method.allreduce.device)
-        self._verdicts = method.scalars["excluded"].view(-1)
+        self._verdicts, self._square = method.scalars["excluded"].view(-1), method.scalars["squares"]
         self._repeats, self._generation = [0] * len(self.names), 0
         self._of_others: Tensor | None = None  # the worst verdict on other fragments than the first since its last one
 
     def before_allreduce(self) -> Tensor | None:
-        if self.method.share is not None:
+        m = self.method
+        if m.share is not None:
             return None  # the method calls judge() with the norm of the whole node
-        buffer = (
-            None if self.method.fragment else first_nonfinite(self.method.buckets)
-        )  # buffers travel with the first fragment
-        return self.judge(norm(self.method.sent_payloads).double(), buffer)
+        buffer = None if m.fragment else first_nonfinite(m.buckets)  # buffers travel with the first fragment
+        excluded = self.judge(norm(m.sent_payloads).double(), buffer)
+        if m.sends_differences and not m.is_cut:  # it needs the whole difference in one all-reduce
+            self._square.copy_(torch.where(excluded, 0.0, self.size.square()))
+        return excluded
 
     def on_reduced_scalars(self, sums: Mapping[str, Sequence[float]], info: ReductionInfo) -> None:
         """Warns of excluded workers.
@@ -195,49 +199,6 @@ def owner_of(buffer: Tensor) -> str:
     return ""
 
 
-class ConsensusDistance(Hook):
-    """Records RoundStats.consensus_distance: how far the workers' parameters were from their average.
-
-    It is the root of mean_i ||x^i - mean||^2 when the all-reduce started. Worker i sends d^i = x - x^i with one x on
-    all workers, so this is mean_i ||d^i||^2 - ||mean d||^2. As a difference of two squares it cannot resolve less than
-    a thousandth of the pseudo-gradient's norm, and it includes what a compression rounds. It needs a method that sends
-    differences from an equal outer iterate.
-    """
-
-    scalars = {"squares": 1}
-
-    def __init__(self, outlier_filter: OutlierFilter):
-        self._filter = outlier_filter
-
-    def attach(self, method: HookedMethod) -> None:
-        super().attach(method)
-        self._weight, self._squares = method.scalars["weight"], method.scalars["squares"]
-        self._square: Tensor | None = None  # mean_i ||d^i||^2 of the last all-reduce, 0-d
-
-    @torch.no_grad()
-    def before_allreduce(self) -> None:
-        m = self.method
-        if m.sends_differences and m.share is None and not m.is_cut:
-            # an excluded worker has weight 0, and its size may be NaN
-            square = self._filter.size.square().to(self._weight)
-            self._squares.copy_(torch.where(self._weight > 0, self._weight * square, 0.0))
-
-    @torch.no_grad()
-    def after_allreduce(self) -> None:
-        weight = self._weight.double()
-        if not self.method.is_cut:  # it needs the whole update in one all-reduce
-            self._square = torch.where(weight > 0, self._squares.double() / weight, 0.0)
-
-    @torch.no_grad()
-    def on_round_end(self) -> None:
-        stats = self.method.clock.stats
-        mean = stats.pseudo_gradient_norm
-        # mean_i ||d^i||^2 - ||mean d||^2
-        if self._square is not None and isinstance(mean, Tensor) and self.method.share is None:
-            stats.consensus_distance = (self._square - mean.to(self._square).square()).clamp(min=0).sqrt()
-        self._square = None
-
-
 PARTS = 16  # parts of the replicated state; a round's checksum reads one, which is 1/4 byte per parameter
 REPAIR_EVERY = 100  # minimum rounds between two broadcasts of the state: 2 % of CO2's bytes
 
@@ -259,14 +220,17 @@ class ReplicaChecksum(Hook):
         self._places = method.scalars["settings"], method.scalars["replicas"]
         self._repair_in: int | None = None  # the generation in which replicas were found to differ
         self._repaired = (0, -REPAIR_EVERY)  # the generation and the round of the last repair
+        self._most = method.allreduce.most * method.node.size  # processes that a sum may be over
+
+    def _settings(self) -> dict[str, float | None]:
+        return {"tau": float(self.method.sync_schedule.tau), **self.method.settings}
 
     def before_allreduce(self) -> None:
         m = self.method
-        most = max(m.allreduce.most, m.total_world_size)
         number, turn = divmod(m.rounds, m.node.size)  # the ranks of a node take turns, because their shares differ
-        settings = m.settings()
-        replicas = checksum(m.replicated, number, most) if m.replicated and turn == m.node.rank else 0
-        for places, c in zip(self._places, (checksum_of(settings, most), replicas), strict=True):
+        settings = checksum_of(self._settings(), self._most)
+        replicas = checksum(m.replicated, number, self._most) if m.replicated and turn == m.node.rank else 0
+        for places, c in zip(self._places, (settings, replicas), strict=True):
             for place, value in zip(places, (c, c * c), strict=True):
                 place.copy_(value) if isinstance(value, Tensor) else place.fill_(value)
         if self._repair_in == m.allreduce.generation and m.allreduce.group is not None:
@@ -283,7 +247,7 @@ class ReplicaChecksum(Hook):
         m = self.method
         if not equal(sums["settings"], info.total_world_size):
             raise UserError(
-                f"workers differ in their settings in round {info.round}, and this worker has {m.settings()}: "
+                f"workers differ in their settings in round {info.round}, and this worker has {self._settings()}: "
                 "a schedule must return the same on all workers, from the round's number only"
             )
         equal_replicas = equal(sums["replicas"], info.workers)

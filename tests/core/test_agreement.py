@@ -49,10 +49,10 @@ def test_what_a_gpu_tells_late_is_of_as_many_workers_as_there_were(monkeypatch: 
     bare.scalars["settings"].copy_(torch.tensor([5.0, 25.0]))  # means, as of workers who all tell the same
     bare.scalars["replicas"].copy_(torch.tensor([7.0, 49.0]))
     bare.scalars["excluded"][2] = 1 / 3
-    bare.allreduce.launched = 1
+    bare.rounds = 1
     bare._deliver_scalars()
     bare.allreduce.world_size = 2
-    bare.allreduce.launched = 2
+    bare.rounds = 2
     with pytest.warns(UserWarning, match="rank 2 is excluded from the average of round 0"):
         bare._deliver_scalars()
     assert not bare.stats.drifted
@@ -102,7 +102,7 @@ def test_replicas_that_drift_apart_are_noticed_and_made_equal_again(rank: int, w
 def test_every_worker_of_a_node_compares_all_parts_of_its_share(rank: int):
     params = [nn.Parameter(torch.linspace(-1, 1, 1600))]
     co2 = CO2(params, CO2Config(tau=1, outer_momentum=0.0), mesh=node_mesh("cpu", 2))
-    co2.allreduce.launched = 3 * PARTS
+    co2.rounds = 3 * PARTS
     if rank == 2:
         co2.share.g[0][60] += 1e-4  # x_{1,0}, of 800 elements: in part 1, which is odd
     seen = 0.0

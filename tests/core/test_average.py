@@ -1,91 +1,24 @@
-"""average=: models that are evaluated and are not the parameters are equal on all workers, and as good as DDP's."""
+"""average=: tensors that are evaluated and are not the parameters are equal on all workers."""
 
 import copy
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from core import CO2, CO2Config, CompressionConfig, UserError, node_mesh
 from core.baselines import DiLoCo, LocalSGD, OverlapLocalSGD, SlowMo
 from core.testing import run_distributed
 
-WORKERS, STEPS = 2, 120
 
-
-class ScheduleFree(torch.optim.Optimizer):
-    """Schedule-Free (Defazio et al. 2024), with SGD. In train mode the parameters are y, in eval mode x."""
-
-    def __init__(self, params: Any, lr: float, beta: float = 0.9, warmup: int = 10):
-        super().__init__(params, {"lr": lr})
-        self.beta, self.warmup, self.k, self.weights, self.training = beta, warmup, 0, 0.0, True
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        assert self.training
-        self.k += 1
-        for group in self.param_groups:
-            lr = group["lr"] * min(1.0, self.k / self.warmup)
-            self.weights += lr**2
-            c = lr**2 / self.weights
-            for p in group["params"]:
-                state, g = self.state[p], p.grad
-                if "z" not in state:
-                    state["z"] = p.clone()
-                p.lerp_(state["z"], c).add_(g, alpha=lr * (self.beta * (1 - c) - 1))
-                state["z"].sub_(g, alpha=lr)
-
-    def eval(self) -> None:
-        self._move(1 - 1 / self.beta, training=False)
-
-    def train(self) -> None:
-        self._move(1 - self.beta, training=True)
-
-    @torch.no_grad()
-    def _move(self, share: float, *, training: bool) -> None:
-        if self.training != training:
-            for p, state in self.state.items():
-                p.lerp_(state["z"], share)
-        self.training = training
-
-    def z(self) -> list[Tensor]:
-        return [self.state[p]["z"] for group in self.param_groups for p in group["params"]]
-
-
-class Trained(NamedTuple):
-    """step: follows backward(). average: for CO2. evaluated: gives the model to evaluate, at the end."""
-
-    step: Callable[[], Any]
-    average: Any
-    evaluated: Callable[[], nn.Module]
-
-
-def schedule_free(model: nn.Module, **settings: Any) -> Trained:
-    optimizer = ScheduleFree(model.parameters(), **settings)
-    return Trained(optimizer.step, optimizer.z, lambda: (optimizer.eval(), model)[1])
-
-
-def followed(model: nn.Module, follow: Callable[[], Any], ema: nn.Module) -> Trained:
-    optimizer = torch.optim.AdamW(model.parameters(), 0.02)
-    return Trained(lambda: (optimizer.step(), follow()), ema, lambda: ema)
-
-
-def ema(model: nn.Module) -> Trained:
-    ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
-    return followed(model, lambda: ema.update_parameters(model), ema)
-
-
-KINDS: dict[str, Callable[[nn.Module], Trained]] = {
-    "schedule-free SGD": partial(schedule_free, lr=0.2),
-    "EMA": ema,
-}
+def momenta(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Tensors that an optimizer makes in its first step."""
+    return [optimizer.state[p]["momentum_buffer"] for group in optimizer.param_groups for p in group["params"]]
 
 
 def net(seed: int) -> nn.Module:
@@ -103,47 +36,8 @@ def loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
     return (model(inputs) - targets).square().mean()
 
 
-@torch.no_grad()
-def held_out(model: nn.Module) -> float:
-    return sum(float(loss(model, *batch(number, 999))) for number in range(40)) / 40
-
-
-def train(model: nn.Module, trained: Trained, rank: int, after: Callable[[], Any]) -> None:
-    for number in range(STEPS):
-        model.zero_grad()
-        loss(model, *batch(number, 100 + rank)).backward()
-        trained.step()
-        after()
-
-
 def floats(model: nn.Module) -> Tensor:
     return torch.cat([t.detach().flatten() for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()])
-
-
-def ends(rank: int, world_size: int) -> dict[str, tuple[Tensor, float, float]]:
-    """By kind: the evaluated model, and its held-out loss with CO2 and with DDP."""
-    found: dict[str, tuple[Tensor, float, float]] = {}
-    for kind, make in KINDS.items():
-        model, other = net(1), net(1)
-        trained = make(model)
-        config = CO2Config.recommended(world_size, STEPS, tau=3)
-        config = replace(config, delay=1, compression=CompressionConfig("int4"))  # no times decide
-        co2 = CO2(model.parameters(), config, average=trained.average)
-        train(model, trained, rank, co2.step)
-        co2.finish()
-        co2.close()
-        ours, plain = trained.evaluated(), make(other)
-        train(DistributedDataParallel(other), plain, rank, lambda: None)
-        found[kind] = floats(ours), held_out(ours), held_out(plain.evaluated())
-    return found
-
-
-def test_workers_evaluate_one_model_which_is_as_good_as_ddps():
-    first, second = run_distributed(ends, WORKERS, timeout=240)
-    for kind in KINDS:
-        (mine, ours, ddp), (theirs, *_) = first[kind], second[kind]
-        assert torch.equal(mine, theirs), f"{kind}: the workers' evaluated models differ"
-        assert ddp < 0.5 * held_out(net(1)) and ours <= ddp, (kind, ours, ddp)
 
 
 # -- each method, and what sync_for_eval() does --------------------------------------------------------------------
@@ -249,11 +143,11 @@ def test_nodes_average_whole_tensors_over_all_and_shards_across_nodes():
 
 
 def uneven(rank: int, world_size: int) -> list[tuple[Tensor, Tensor]]:
-    """Worker 1 has more batches; finish(), more steps, finish() again. The parameters and z at each finish()."""
+    """Worker 1 has more batches; finish(), more steps, finish() again. Parameters and momenta at each finish()."""
     model = net(0)
-    optimizer = ScheduleFree(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     frozen = nn.Parameter(torch.ones(2), requires_grad=False)
-    co2 = CO2([*model.parameters(), frozen], CO2Config.recommended(2, tau=2), average=optimizer.z)
+    co2 = CO2([*model.parameters(), frozen], CO2Config.recommended(2, tau=2), average=partial(momenta, optimizer))
     co2.finish()  # no worker has taken a step: there is nothing to average
     found = []
     for steps in (3 + 4 * rank, 2):
@@ -263,7 +157,7 @@ def uneven(rank: int, world_size: int) -> list[tuple[Tensor, Tensor]]:
             optimizer.zero_grad()
             co2.step()
         co2.finish()
-        found.append((floats(model), torch.cat([z.flatten() for z in optimizer.z()])))
+        found.append((floats(model), torch.cat([z.flatten() for z in momenta(optimizer)])))
         assert not any(t.isnan().any() for t in found[-1])
     co2.close()
     return found
@@ -324,10 +218,10 @@ def unlike(rank: int, world_size: int) -> list[str]:
 
     def attempt(steps: int, **given: Any) -> None:
         model = net(0)
-        optimizer = ScheduleFree(model.parameters(), lr=0.1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
         try:
-            if given.get("average") == "z":
-                given["average"] = optimizer.z
+            if given.get("average") == "momenta":
+                given["average"] = partial(momenta, optimizer)
             method = LocalSGD(model.parameters(), 4, **given)
             for number in range(steps):
                 loss(model, *batch(number, rank)).backward()
@@ -346,9 +240,9 @@ def unlike(rank: int, world_size: int) -> list[str]:
     attempt(1, average=lambda: [torch.zeros(2)] * (1 - rank))
     attempt(1, average=lambda: [torch.zeros(2, device="meta" if rank else "cpu")])
     attempt(1, average=lambda: {}["z"] if rank else [torch.zeros(2)])
-    attempt(rank, average="z")  # worker 0 has taken no step
-    attempt(0, average="z")
-    attempt(4, average="z")
+    attempt(rank, average="momenta")  # worker 0 has taken no step
+    attempt(0, average="momenta")
+    attempt(4, average="momenta")
     return said
 
 
@@ -356,11 +250,13 @@ def test_what_one_worker_gives_otherwise_is_an_error_on_all():
     for said in run_distributed(unlike, 2, timeout=120):
         assert "rank 0 has (2,), against (3,)" in said[0] or "against ((3,)" in said[0], said[0]
         assert "against average= with 1 tensors of rank 1" in said[1], said[1]
-        assert "rank 0 has (2,) torch.float32, against (3,) torch.float32 of rank 1" in said[2]
-        assert "rank 0 has 1 tensors, rank 1 has 0: give the same on all workers" in said[3]
+        assert "rank 0 has ((2,), 'torch.float32'), against ((3,), 'torch.float32') of rank 1" in said[2]
+        assert "rank 0 has 1 tensors, against 0 tensors of rank 1: give all workers the same" in said[3]
         assert "meta device" in said[4]
         assert "KeyError: 'z'" in said[5]
-        assert "rank 0 has 0 tensors, rank 1 has 4" in said[6] and "every worker must take one" in said[6]
+        assert (
+            "rank 0 has 0 tensors, against 4 tensors of rank 1" in said[6] and "every worker must take one" in said[6]
+        )
         assert said[7:] == ["nothing", "nothing"]
 
 
@@ -403,22 +299,22 @@ def resumed(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
     found = []
     for cut in (False, True):
         model = net(0)
-        trained = ema(model)
-        co2 = CO2(model.parameters(), CO2Config.paper(2), average=trained.average)
+        ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
+        co2 = CO2(model.parameters(), CO2Config.paper(2), average=ema)
         for number in range(8):
             if cut and number == 4:
-                held = co2.state_dict(), copy.deepcopy(model.state_dict()), copy.deepcopy(trained.average.state_dict())
+                held = co2.state_dict(), copy.deepcopy(model.state_dict()), copy.deepcopy(ema.state_dict())
                 co2.finish()
                 co2.close()
-                co2 = CO2(model.parameters(), CO2Config.paper(2), average=trained.average)
+                co2 = CO2(model.parameters(), CO2Config.paper(2), average=ema)
                 co2.load_state_dict(held[0])
                 model.load_state_dict(held[1])
-                trained.average.load_state_dict(held[2])
+                ema.load_state_dict(held[2])
             write(model, rank, number)
-            trained.average.update_parameters(model)
+            ema.update_parameters(model)
             co2.step()
         co2.finish()
-        found.append(torch.cat([floats(model), floats(trained.average)]))
+        found.append(torch.cat([floats(model), floats(ema)]))
     return found[0], found[1]
 
 

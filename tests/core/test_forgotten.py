@@ -79,15 +79,7 @@ def unfrozen(model, optimizer, co2, train):
         co2.step()
 
 
-def frozen_later(model, optimizer, co2, train):
-    for step in range(12):
-        model[0].requires_grad_(step < 7)
-        train(optimizer)
-        co2.step()
-
-
 WRONG = {
-    frozen_later: "2 parameters, the first of shape [4, 4], were frozen after CO2 was made",
     never: "5 optimizer steps since the last round of CO2 are discarded",
     tail_alone: "5 optimizer steps since the last round of CO2 are discarded",
     a_new_optimizer_of_other_parameters: "an optimizer trains",

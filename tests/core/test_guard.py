@@ -402,22 +402,6 @@ def test_a_count_of_steps_in_host_memory_is_reset_as_soon_as_the_host_knows(monk
     assert not spoilt._optimizer_step_pre_hooks and not kept._optimizer_step_pre_hooks
 
 
-def test_what_an_optimiser_has_gathered_is_wiped_at_once(monkeypatch: pytest.MonkeyPatch):
-    """On a GPU that is one kernel at every boundary, however many parameters there are."""
-    params = [nn.Parameter(torch.ones(n)) for n in (2, 3, 4)]
-    adam, plain = torch.optim.Adam(params, lr=0.1), torch.optim.SGD(params, lr=0.1)
-    for p in params:
-        p.grad = torch.ones_like(p)
-    adam.step()
-    plain.step()
-    calls: list[int] = []
-    monkeypatch.setattr("core.hooks.wipe", lambda flats, where: calls.append(len(flats)))
-    forget(adam)(torch.tensor(True))
-    assert calls == [3 * len(adam.state)], "two moments and a count of steps of each"
-    monkeypatch.undo()
-    forget(plain)(torch.tensor(True))  # has gathered nothing
-
-
 def test_a_round_that_a_schedule_makes_longer_is_no_jump():
     """Drift grows with the steps, and the size is divided by their square root only."""
     p = nn.Parameter(torch.zeros(3))

@@ -71,7 +71,7 @@ def host_reads() -> Operations:
 def test_a_round_reads_nothing_from_the_device(gap: Any, clip: float | None, monkeypatch: pytest.MonkeyPatch):
     """With the plain pass, which runs on a GPU where Triton is not installed; the one for CPUs reads its sums."""
     params = problems.odd_parameters()
-    monkeypatch.setattr("core.shares.make_outer_step", lambda *flats, start=0, nesterov: OuterStep(*flats))
+    monkeypatch.setattr("core.co2.make_outer_step", lambda *flats, start=0, nesterov: OuterStep(*flats))
     config = CO2Config(tau=2, gap=gap, clip=clip, outer_lr=0.4)
     assert reads_in_rounds(CO2(params, config, buffers=[torch.zeros(3)]), params) == []
 
@@ -80,9 +80,9 @@ def test_a_round_of_shared_state_reads_nothing_and_keeps_its_numbers_in_place():
     """Its numbers are written in another stream than the one that reads them."""
     params = problems.odd_parameters()
     co2 = CO2(params, CO2Config(tau=2), shard=True)
-    place = co2.share_numbers.data_ptr()
+    place = co2.fragments[0].numbers.data_ptr()
     assert reads_in_rounds(co2, params) == []
-    assert place == co2.share_numbers.data_ptr()
+    assert place == co2.fragments[0].numbers.data_ptr()
 
 
 def test_statistics_of_shared_state_go_off_before_what_follows_is_launched(monkeypatch: pytest.MonkeyPatch):
@@ -102,7 +102,7 @@ def test_statistics_of_shared_state_go_off_before_what_follows_is_launched(monke
 
 
 def reads_in_rounds(co2: CO2 | CO2, params: list[nn.Parameter]) -> list[str]:
-    """As on a device: where reading is free, a worker that is not left out is spared a pass (buckets.read_blocks)."""
+    """As on a device: where reading is free, a worker that is not left out is spared a pass (stats.read_blocks)."""
     with pytest.MonkeyPatch.context() as patch:
         for module in (buckets, hooks, local_update):
             patch.setattr(module, "read_blocks", lambda t: True)

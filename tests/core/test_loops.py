@@ -8,11 +8,9 @@ otherwise is compared, too: it must differ, or the comparison would see nothing.
 import contextlib
 import copy
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from itertools import product
 from typing import Any, NamedTuple
 
 import pytest
@@ -64,30 +62,20 @@ def everything(model: nn.Module) -> Tensor:
     return problems.flat([*model.parameters(), *model.buffers()])
 
 
-def train(parts: Parts, rank: int, steps: range = range(STEPS), **hooks: Any) -> Tensor:
-    """The plain loop. Returns all parameters and buffers after every step and after finish(), [steps + 1, n].
-
-    hooks: `ready` is called when the gradients are there, `stepped` before the method's step, `look` after it.
-    """
+def train(parts: Parts, rank: int, look: Callable[[Parts, int], None] = lambda *_: None) -> Tensor:
+    """The plain loop. Returns all parameters and buffers after every step and after finish(), [steps + 1, n]."""
     model, optimizer, method = parts
-    hooks, trace = defaultdict(lambda: lambda *_: None, hooks), []
-    for step in steps:
+    trace = []
+    for step in range(STEPS):
         problems.loss(model, batch(rank, step)).backward()
-        hooks["ready"]()
         optimizer.step()
         optimizer.zero_grad()
-        hooks["stepped"]()
         method.step()
-        hooks["look"](parts, step)
+        look(parts, step)
         trace.append(everything(model))
-    return ended(parts, trace)
-
-
-def ended(parts: Parts, trace: list[Tensor]) -> Tensor:
-    """The trace of a loop, with what finish() leaves as its last row, [steps + 1, n]."""
-    parts.method.finish()
-    parts.method.close()
-    return torch.stack([*trace, everything(parts.model)])
+    method.finish()
+    method.close()
+    return torch.stack([*trace, everything(model)])
 
 
 def check(traces: dict[str, Tensor], differ: tuple[str, ...] = (), tolerance: float = 0.0) -> None:
@@ -121,90 +109,6 @@ def evaluations(rank: int, world_size: int) -> None:
             traces[loop] = train(build(name, net(), link=SLOW_LINK), rank, look=partial(evaluate, seen, mode))
         check(traces, differ=("without eval()",))
         assert seen == ({"boundary", "mid-round"} if name in ("co2", "overlap_local") else set()), name
-
-
-class Trainer(NamedTuple):
-    """Calls hooks, as a framework's trainer does, and passes a closure to the optimiser. micro: over how many batches
-    gradients are added. limit: of their norm. zero, method: the hooks that zero them and call the method's step."""
-
-    parts: Parts
-    micro: int = 1
-    limit: float = 0.1
-    zero: str = "after"
-    set_to_none: bool = True
-    method: str = "batch end"
-
-    def hook(self, name: str) -> None:
-        if name == self.zero:
-            self.parts.optimizer.zero_grad(self.set_to_none)
-        if name == self.method:
-            self.parts.method.step()
-
-    def training_step(self, data: Any, last: bool) -> Tensor:
-        loss = problems.loss(self.parts.model, data) / self.micro
-        loss.backward()
-        self.hook("backward")
-        if last:
-            nn.utils.clip_grad_norm_(self.parts.model.parameters(), self.limit)
-        return loss
-
-    def fit(self, rank: int) -> Tensor:
-        self.parts.optimizer.register_step_post_hook(lambda *_: self.hook("optimiser"))
-        trace = []
-        for step in range(STEPS):
-            *first, last = zip(*(t.chunk(self.micro) for t in batch(rank, step)), strict=True)
-            for data in first:
-                self.training_step(data, last=False)
-            self.parts.optimizer.step(partial(self.training_step, last, last=True))
-            for name in ("before", "batch end", "after"):
-                self.hook(name)
-            trace.append(everything(self.parts.model))
-        return ended(self.parts, trace)
-
-
-def trainers(rank: int, world_size: int) -> None:
-    """Hooks leave the order of all operations as it is, so bit for bit. Accumulation adds a batch's gradients in
-    another order; it is tested without BatchNorm, which would see other batches."""
-    hooks: dict[str, Any] = {f"{z} {n}": {"zero": z, "set_to_none": n} for z in ("before", "after") for n in (0, 1)}
-    hooks |= {"optimiser": {"method": "optimiser"}, "never": {"zero": "never"}, "no limit": {"limit": 1e9}}
-    micro: dict[str, Any] = {"accumulated": {"micro": 4}, "a step each": {"micro": 4, "method": "backward"}}
-    for name, model, variants in (("co2", net, hooks), *product(NAMES, [problems.small_net], [micro])):
-        parts = build(name, model())
-        clip = partial(nn.utils.clip_grad_norm_, list(parts.model.parameters()), Trainer(parts).limit)
-        traces = {"plain": train(parts, rank, ready=clip)}
-        traces |= {k: Trainer(build(name, model()), **v).fit(rank) for k, v in variants.items()}
-        check(traces, differ=("never", "no limit", "a step each"), tolerance=0.0 if model is net else 1e-9)
-
-
-class ByHand(torch.optim.Optimizer):
-    """SGD with momentum, numbers of their own for weights and biases, and a learning rate that falls every step."""
-
-    @torch.no_grad()
-    def step(self) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        group = self.param_groups[0]
-        for p in group["params"]:
-            share, decay = (1, 0.05) if p.dim() > 1 else (1 / 3, 0.0)
-            velocity = self.state[p]["velocity"] = 0.9 * self.state[p].get("velocity", 0) + p.grad + decay * p
-            p -= share * group["lr"] * velocity
-        group["lr"] *= 0.9
-
-
-def groups_and_schedules(rank: int, world_size: int) -> None:
-    """By hand, products are rounded in another order. SlowMo divides by the learning rate of now, so that a schedule
-    which steps after it is another training; no other method sees when the schedule steps."""
-    for name in NAMES:
-        model = net()
-        traces = {"by hand": train(build(name, model, optimizer=ByHand(model.parameters(), {"lr": 0.3})), rank)}
-        for loop, factor in (("both", 0.9), ("late", 0.9), ("one group", 0.9), ("constant", 1.0)):
-            model = net()
-            weights, biases = ([p for p in model.parameters() if (p.dim() > 1) is matrix] for matrix in (True, False))
-            two = [{"params": weights, "weight_decay": 0.05}, {"params": biases, "lr": 0.1, "weight_decay": 0.0}]
-            optimizer = sgd(model.parameters() if loop == "one group" else two)
-            schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, factor)
-            when: Any = {"look": lambda *_, s=schedule: s.step()} if loop == "late" else {"stepped": schedule.step}
-            traces[loop] = train(build(name, model, optimizer=optimizer), rank, **when)
-        check(traces, ("one group", "constant") + ("late",) * (name == "slowmo"), tolerance=1e-9)
-        assert torch.equal(traces["both"], traces["late"]) is (name != "slowmo")
 
 
 def construction(rank: int, world_size: int) -> None:
@@ -278,10 +182,9 @@ def channels_last(rank: int, world_size: int) -> None:
         check(traces, tolerance=1e-9)
 
 
-TESTED = (evaluations, trainers, groups_and_schedules, construction, tied_weights, compiled, channels_last)
+TESTED = (evaluations, construction, tied_weights, compiled, channels_last)
 
-
-WHOLE = (trainers, groups_and_schedules, compiled, channels_last)
+WHOLE = (compiled, channels_last)
 
 
 @pytest.mark.parametrize(

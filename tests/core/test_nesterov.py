@@ -4,7 +4,6 @@ tests/core/test_resume.py resumes it, tests/core/test_reference.py has its limit
 """
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,8 +17,8 @@ from core.compression.formats import BLOCK, decode, encode
 from core.config import CO2Config
 from core.testing.reference import Reference
 from tests import problems
-from tests.on_ranks import alike, on_ranks
-from tests.problems import LR, Settings, assert_traces_equal, check_grid, flat, gradient, sgd_step, train_reference
+from tests.on_ranks import on_ranks
+from tests.problems import LR, Settings, assert_traces_equal, check_grid, flat, gradient, train_reference
 
 STEPS = 14  # tau = 4 does not divide it
 BASE = Settings(tau=4, outer_momentum=0.3, outer_lr=0.6, clip=0.1, allow_unstable=True, nesterov=True)
@@ -37,57 +36,6 @@ def grid() -> list[Settings]:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_equals_the_reference_round_by_round(world_size: int):
     check_grid(world_size, grid(), STEPS)
-
-
-@pytest.mark.parametrize("gap", ["none", "norm", "elementwise"])
-@on_ranks(2)
-def test_merged_as_soon_as_it_arrives(rank: int, gap: Any):
-    """Every average has arrived before the next local step, which is delay 1."""
-    params = problems.odd_parameters()
-    start, settings = flat(params), replace(KEEP, gap=gap, delay="auto")
-    co2, trace, merged = settings.build(params), [], []
-    for step in range(STEPS):
-        sgd_step(params, rank, step)
-        co2.allreduce.drain()
-        if co2.step():
-            trace.append(flat(params))
-            merged.append(co2.stats.merged_after)
-    co2.finish()
-    co2.close()
-    expected = train_reference(replace(settings, delay=1), 2, STEPS, start, rank)
-    assert_traces_equal([*trace, flat(params)], expected)
-    assert alike(flat(params)) and merged[1:] == [1, 1]
-
-
-@on_ranks(2)
-def test_with_a_late_peer(rank: int, tmp_path: Path):
-    """Rank 1 comes to its second boundary only after rank 0 has gone a local step past it, and waits in the next."""
-    gate, params = tmp_path / "gate", problems.odd_parameters()
-    start, settings = flat(params), replace(KEEP, gap="norm", delay=2)
-    co2, trace = settings.build(params), []
-    for step in range(STEPS):
-        sgd_step(params, rank, step)
-        if rank == 1 and step == 7:
-            problems.wait_for(gate)
-        if co2.step():
-            trace.append(flat(params))
-        if rank == 0 and step == 8:
-            assert not co2.allreduce.done(), "the peer has not sent, yet the average is there"
-            gate.touch()
-    co2.finish()
-    co2.close()
-    assert_traces_equal([*trace, flat(params)], train_reference(settings, 2, STEPS, start, rank))
-    assert alike(flat(params))
-
-
-@on_ranks(2)
-def test_workers_that_end_after_unlike_steps_are_equal(rank: int):
-    params = problems.odd_parameters()
-    co2 = replace(KEEP, gap="elementwise", delay=2).build(params)
-    problems.take_steps(co2, params, rank, range(5 + 6 * rank))
-    co2.finish()
-    co2.close()
-    assert alike(flat(params), *co2._x, *co2._m, *co2._directions)
 
 
 class Rounding:

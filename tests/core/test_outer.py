@@ -233,8 +233,9 @@ def test_pieces_cover_a_transposed_tensor_in_order():
     for shape, dims in (((6, 5), (1, 0)), ((3, 4, 5, 2), (0, 2, 3, 1)), ((2, 50), (1, 0))):
         t = torch.arange(torch.Size(shape).numel()).view(shape).permute(dims)
         for limit in (1, 7, 10, 1000):
-            parts = list(flats._pieces(t, limit))
-            assert all(part.numel() <= limit for part in parts)
+            groups = list(flats.group_pieces([t], limit))
+            parts = [part for group in groups for part in group]
+            assert all(sum(part.numel() for part in group) <= limit for group in groups)
             assert torch.equal(torch.cat([part.reshape(-1) for part in parts]), t.reshape(-1))
 
 

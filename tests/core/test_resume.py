@@ -196,27 +196,12 @@ def test_a_checkpoint_that_does_not_fit_leaves_the_wire_alone():
     assert reader.reducer.kind == "float32", "what one worker alone takes"
 
 
-def as_before(own: dict[str, Any]) -> dict[str, Any]:
-    """A worker's part of a checkpoint as versions wrote it that knew no hooks and no reducers by name."""
-    hooks, kept = own["hooks"], own["state"] | own["residual"]
-    old = {key: own[key] for key in ("method", "flats", "in_flight", "workers", "local_steps", "rounds")}
-    return old | {
-        "state": kept,
-        "guard": hooks["outlier_filter"],
-        "tuner": None,
-        "pace": None,
-        "tau": 2,
-        "sync_steps": 0,
-    }
-
-
-@pytest.mark.parametrize("build", [CO2, partial(CO2, shard=True)])
-def test_a_checkpoint_of_an_older_version_is_refused_in_one_line(build: Any):
-    co2 = build(params(3), CO2_2)
-    old = under_rank(as_before(of_rank(saved_by(co2))))
-    said = refusal(co2.load_state_dict, old)
+def test_a_checkpoint_of_an_older_version_is_refused_in_one_line():
+    co2 = CO2(params(3), CO2_2)
+    old = of_rank(saved_by(co2))
+    del old["places"]
+    said = refusal(co2.load_state_dict, under_rank(old))
     assert said.startswith("the checkpoint's state has no 'places', so an older version wrote it: resume ")
-    assert said.endswith("or start afresh")
 
 
 @pytest.mark.parametrize(("compression", "to"), [("auto", "float32"), ("float32", "auto")])
@@ -314,19 +299,6 @@ def test_a_second_snapshot_waits_for_the_first():
     assert given == ["first"]
     snapshot.hand_over()
     assert given == ["first", "second"]
-
-
-def test_state_dict_is_a_copy():
-    p = params(3)
-    co2 = CO2(p, CO2_2)
-    state = of_rank(saved_by(co2))
-    kept = [f.clone() for fs in state["state"].values() for f in fs] + [f.clone() for f in state["flats"]]
-    for _ in range(4):
-        with torch.no_grad():
-            p[0].add_(1.0)
-        co2.step()
-    now = [f for fs in state["state"].values() for f in fs] + list(state["flats"])
-    assert all(torch.equal(a, b) for a, b in zip(now, kept, strict=True))
 
 
 def test_an_object_that_diverged_can_go_back_to_a_finished_checkpoint():
