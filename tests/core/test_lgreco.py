@@ -174,17 +174,21 @@ def test_costs_by_hand():
     assert sent_bytes(layer, parse("top0.01"), 1) == 96, "one worker decides as one of two"
 
 
-def test_formats_merge_where_padding_costs_more_than_they_save():
-    """Two layers of 8,000 elements, of which int4 loses no more than int8 does, and two of 64: one needs int8, one is
-    of zeros. The zeros could do with int2, which alone is a block for each worker; in int4's last there is room."""
-    layers = [Layer(0, 0, n, n, 1, 4, (n,)) for n in (8000, 8000, 64, 64)]
-    decider = Decider(layers, "int8", LGrecoConfig(), 4)
+def test_padding_counts_and_never_costs_more_than_the_uniform_setting():
+    """Each int format is padded to a block for each worker. Two layers of 8,000 elements, of which int4 loses no more
+    than int8 does, and two of 64: one needs int8, one is of zeros. Without the large ones, two formats cost more."""
     large, hard, zeros = {2: 9.0, 4: 1.0, 8: 1.0}, {2: 9.0, 4: 9.0, 8: 2.0}, {}
-    curves = [[each.get(int(c.value), 0.0) for c in decider.choices] for each in (large, large, hard, zeros)]
-    found = decider.decide(torch.tensor(curves).double(), decider.uniform, 1)
-    assert [str(c) for c in found.choices] == ["int4", "int4", "int8", "int4"]
-    assert [sum(found.bytes), found.uniform_bytes] == pytest.approx([6 * (16 * 132 + 260), 6 * 16 * 260])
+
+    def decided(like: str, sizes: list[int], errors: list[dict[int, float]]) -> Any:
+        decider = Decider([Layer(0, 0, n, n, 1, 4, (n,)) for n in sizes], like, LGrecoConfig(), 4)
+        curves = [[each.get(int(c.value), 0.0) for c in decider.choices] for each in errors]
+        return decider.decide(torch.tensor(curves).double(), decider.uniform, 1)
+
+    found = decided("int8", [8000, 8000, 64, 64], [large, large, hard, zeros])
+    assert [str(c) for c in found.choices] == ["int4", "int4", "int8", "int2"]
+    assert [sum(found.bytes), found.uniform_bytes] == pytest.approx([6 * (16 * 132 + 260 + 68), 6 * 16 * 260])
     assert sum(found.errors) <= 4, "the uniform setting's"
+    assert [str(c) for c in decided("int4", [64, 64], [large, zeros]).choices] == ["int4", "int4"]
 
 
 def test_curves_by_hand():

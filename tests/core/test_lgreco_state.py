@@ -15,12 +15,10 @@ from core.compression.lgreco import reducer
 from core.compression.lgreco.choices import (
     BINS,
     RAW,
-    SAMPLE,
     Clock,
     LGrecoConfig,
     allocate,
     family,
-    largest,
     parse,
     total,
 )
@@ -183,19 +181,6 @@ def test_dtypes_together_send_what_each_alone_does(like: str):
     first, second = landed(list(kinds))
     assert torch.equal(first, *landed([torch.bfloat16])) and second.any()
     assert like == "rank2" or torch.equal(second, *landed([torch.float32]))  # Q is drawn by the layer's number
-
-
-def test_the_largest_are_those_of_topk():
-    """Of many elements with the help of a sample: also where most are equal, or not finite, or the sample misleads."""
-    x = torch.randn(100_000, generator=generator(3)).abs()
-    misleading = x.clone()
-    misleading[:: len(x) // SAMPLE] = 9.0
-    for values in (x, misleading, torch.where(x > 3, x, 0.0), torch.where(x > 3.5, float("nan"), x), x**9):
-        for k in (1, 100, 10_000, 49_000):
-            found = largest(values, k)
-            assert len(found.unique()) == k
-            want = values.topk(k).values
-            torch.testing.assert_close(values[found].sort(descending=True).values, want, rtol=0, atol=0, equal_nan=True)
 
 
 def test_decisions_come_at_fixed_reductions_twice_as_far_apart_up_to_every():
