@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from ..config import (
     CompressionConfig,
     Schedule,
     check_share,
+    named,
     of_kind,
 )
 from ..errors import UserError
@@ -249,7 +250,7 @@ def make_method(
         UserError: For an unknown method, or settings that it does not support.
     """
     spec = spec_of(name)
-    co2 = replace(of_kind(co2, CO2Config, "co2"))  # names all settings, so that CO2 does not warn
+    co2 = named(of_kind(co2, CO2Config, "co2"))
     if not isinstance(model, nn.Module):
         raise UserError(f"model: a {type(model).__name__} is given: give the module itself")
     of_torch = {key: settings.pop(key) for key in OF_TORCH if name == "ddp" and key in settings}

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any
 
-from ..config import CO2Config, tau_hook_for
+from ..config import CO2Config, tuner_for
 from ..tau import smallest_tau
 
 STEPS = (0.01, 0.03, 0.1, 0.3, 1.0)  # seconds of a local step, if the user gives none
@@ -31,9 +31,8 @@ def choose(
         seconds: Seconds of an all-reduce, by format.
         boundary: Seconds of the work at a round boundary.
     """
-    tuned = tau_hook_for(config, workers)
-    assert tuned is not None and workers > 1, "one worker has nothing to send"
-    tuner = tuned.tuner
+    tuner = tuner_for(config, workers)
+    assert tuner is not None and workers > 1, "one worker has nothing to send"
     for number in range(ROUNDS):
         tuner.receive(number, [step], [seconds[tuner.compression]], [boundary])
     tau, took, float32 = tuner.tau, seconds[tuner.compression], seconds["float32"]

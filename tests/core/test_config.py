@@ -3,7 +3,6 @@
 import copy
 import pickle
 import warnings
-from collections.abc import Callable
 from dataclasses import FrozenInstanceError, fields, replace
 from typing import Any
 
@@ -46,25 +45,19 @@ def params() -> list[nn.Parameter]:
     return list(nn.Linear(2, 2).parameters())
 
 
-@pytest.mark.parametrize(
-    "build",
-    [
-        lambda: CO2(params(), CO2Config(tau=6)),
-        lambda: CO2(params(), CO2Config(6)),
-        lambda: CO2(params(), pickle.loads(pickle.dumps(CO2Config(6)))),
-        lambda: CO2(params(), CO2Config(6)),
-        lambda: attach(torch.optim.SGD(ones := params(), 0.1), ones, CO2Config(6)).__enter__(),
-    ],
-)
-def test_a_config_with_tau_alone_is_told_which_rule_it_is(build: Callable[[], Any]):
-    with pytest.warns(UserWarning, match=r"^CO2Config\(tau=6\) .*CO2Config.paper\(tau=6\)") as seen:
-        build()
-    assert [warning.filename for warning in seen] == [__file__], "the user's line"
+def test_a_config_with_tau_alone_is_told_which_rule_it_is():
+    paper = r"^CO2Config\(tau=6\) .*CO2Config.paper\(tau=6\)"
+    with pytest.warns(UserWarning, match=paper) as seen:
+        CO2(params(), CO2Config(tau=6))
+        CO2(params(), pickle.loads(pickle.dumps(CO2Config(6))))
+    assert [warning.filename for warning in seen] == [__file__] * 2, "the user's line"
+    with pytest.warns(UserWarning, match=paper):
+        attach(torch.optim.SGD(ones := params(), 0.1), ones, CO2Config(6)).__enter__()
 
 
 def test_a_config_that_names_its_rule_is_told_nothing():
     named = [CO2Config.paper(6), CO2Config.recommended(1, 100, tau=6), CO2Config(6, gap="norm")]
-    named += [CO2Config(6, outer_momentum=0.5), replace(CO2Config(6)), *copy.deepcopy(named)]
+    named += [CO2Config(6, outer_momentum=0.2), *copy.deepcopy(named)]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for config in named:

@@ -32,7 +32,7 @@ from core import (
 from core import comm as collectives
 from core.comm import AsyncAllReduce
 from core.nodes import node_mesh
-from core.tau import TauHook
+from core.tau import AdaptiveTau
 from core.testing import run_distributed
 from tests import problems
 from tests.on_ranks import on_ranks
@@ -263,7 +263,7 @@ def test_a_wire_is_changed_in_the_computations_own_stream(background: AsyncAllRe
 
     monkeypatch.setattr(co2.reducer, "become", noted)
     for compression in ("int4", "float32"):
-        co2.hook(TauHook).tuner.compression = compression
+        co2.hook(AdaptiveTau).tuner.compression = compression
         co2.step()
         assert co2.reducer.kind == compression and changes.pop() == (compression, 0)
     background.close()
