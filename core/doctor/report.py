@@ -14,8 +14,6 @@ ROUNDS = 40  # rounds after which a tuner that always gets the same times has se
 WIDTH, FIRST = 100, 13  # columns of the screen, and of a line's name
 COLUMNS = "{:<11}{:<4}{:<12}{:<12}{:<8}{:<9}{:<7}{:<10}{:<6}{}"
 TITLES = ("local step", "tau", "compression", "fragments", "exposed", "boundary", "DDP", "DDP int4", "r", "take")
-# over int4, by r: results/seconds.md, "What hiding is worth"
-MAP = "DDP up to r 5, hidden rounds of 2 to 6 steps up to r 20, then hidden rounds of 6 steps or more"
 LINKS = {"within": "in a node", "across": "across nodes", "all": "all workers"}
 
 
@@ -122,7 +120,6 @@ def screen(report: Mapping[str, Any]) -> str:
             shares = ", ".join(f"{name} {c[f'{name}_share']:.1%}" for name in ("exposed", "boundary", "inside"))
             what = f"of {report['per_node']} with DDP inside, {_time(c['step_seconds'])}: tau {c['tau']}"
             line("  nodes", f"{what}, {c['compression']}, {shares}, take {c['take']}")
-        line("  map", f"first at a loss (small models, int4): {MAP}")
         reason = f"{choices[0]['reason']}; with float32 {choices[0]['float32_tau']} steps"
         line("  why", reason if len(choices) == 1 else "--step_ms gives your own step, and says why")
         line("  call", "CO2(model.parameters(), CO2Config.recommended(steps=N), buffers=model.buffers())")
