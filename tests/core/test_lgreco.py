@@ -82,7 +82,7 @@ def once(mean: Mean, rank: int, round: int, steps: float = 1.0) -> Tensor:
 
 
 def of_rounds(rank: int, like: str, config: LGrecoConfig) -> list[Any]:
-    """What lands in each round, the buffers' mean, and the values of what is sent next."""
+    """What lands in each round, the buffers' mean, and the values of what is sent."""
     mean, seen = built(like, config), []
     for round in range(ROUNDS):
         landed = once(mean, rank, round)
@@ -99,8 +99,8 @@ def test_equals_all_workers_in_one_process(world_size: int):
         expected, switches = Reference(SHAPES, world_size, like, config, torch.float64), set()
         for round in range(ROUNDS):
             rows = [torch.stack([written(r, round, i) for r in range(world_size)]) for i in range(len(SHAPES))]
-            landed = torch.cat(expected.reduce(rows))
             chosen = torch.tensor([c.value for c in expected.chosen], dtype=torch.float64)
+            landed = torch.cat(expected.reduce(rows))
             switches.add(tuple(chosen.tolist()))
             first = results[0][number][round]
             torch.testing.assert_close(first[0], landed, rtol=1e-9, atol=1e-9)
@@ -134,12 +134,12 @@ def test_bytes_sent_are_those_allocated(rank: int, workers: int):
     """Of each family, of a large and a small model, by the stages' count, which another test holds to the kernel's."""
     for shapes, like in ((LARGE, "int4"), (LARGE, "top0.01"), (LARGE, "rank4"), (SMALL, "int4"), (SMALL, "rank4")):
         mean = mean_of(lgreco(like, first=2), shapes)
-        for round in range(3):  # in the second it decides
-            chosen = list(mean.reducer.chosen)
+        for round in range(3):  # decides from the second
             draw = torch.randn(mean.buckets[0].numel, generator=generator(rank, round))
             mean.buckets[0].payload.copy_(draw * torch.linspace(0.01, 3, len(draw)) ** 3)
             mean.reduce()
-        allocated, told = sum(padded_bytes(mean.reducer.layers, chosen, workers)), mean.reducer.allocation
+        chosen, told = list(mean.reducer.chosen), mean.reducer.allocation
+        allocated = sum(padded_bytes(mean.reducer.layers, chosen, workers))
         assert told is None or sum(told.bytes) == pytest.approx(allocated) and allocated <= told.uniform_bytes
         assert mean.allreduce.bytes_sent == pytest.approx(allocated, rel=0.02), f"{like}: {[*map(str, chosen)]}"
         mean.close()

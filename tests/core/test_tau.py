@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import core.tau
-from core import CO2, CO2Config, CompressionConfig, UserError, make_method
+from core import CO2, CO2Config, CompressionConfig
 from core.buckets import copy
 from core.hooks import ReductionInfo, Requests
 from core.state import of_rank, under_rank
@@ -181,12 +181,6 @@ def test_the_cap_says_what_stays_exposed():
     assert TauTuner(tau_max=2).tau == 2
 
 
-@pytest.mark.parametrize("name", ["local", "slowmo"])
-def test_methods_that_hide_nothing_refuse_auto(name: str):
-    with pytest.raises(UserError, match="hides no communication"):
-        make_method(name, nn.Linear(2, 2), co2=CO2Config(tau="auto"))
-
-
 def receives(tuner: TauTuner, n: int, allreduce: float, boundary: float = 0.0, step: float = 0.1) -> None:
     for _ in range(n):
         tuner.receive(0, [step, step], [allreduce, allreduce], [boundary, 0.0])
@@ -337,21 +331,6 @@ def test_a_link_that_slows_down_makes_rounds_longer(rank: int):
     co2.finish()
     decisions = [(d.old, d.new) for d in co2.hook(AdaptiveTau).tuner.decisions]
     assert slow >= 3 * fast and decisions == [(2, fast), (fast, slow)]
-
-
-@pytest.mark.slow
-@on_ranks(2)
-def test_tau_max_caps_and_overlap_local_sgd_has_it_too(rank: int):
-    core.tau.COST = 1.0
-    params, model = problems.odd_parameters(), nn.ParameterList(problems.odd_parameters())
-    co2 = CO2(params, replace(AUTO, tau_max=6), link=ThrottledLink(0.1))
-    capped = paced(co2, params, rank, 60)
-    co2.finish()
-    _, overlap = make_method("overlap_local", model, co2=AUTO, link=ThrottledLink(0.1))
-    taus = paced(overlap, list(model.parameters()), rank, 100)
-    overlap.finish()
-    assert total_world_size((capped, taus)) == [(capped, taus)] * 2
-    assert max(capped) == 6 and max(taus) > 6
 
 
 @on_ranks(2)

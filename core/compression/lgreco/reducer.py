@@ -4,9 +4,9 @@
     at fixed reductions, before anything is sent (Clock):
         e[l, c] = ||G_l - C_c(G_l)|| for each layer and choice
         the errors' average over the workers, which is summed with this reduction
-    when it arrives (over NCCL, at the beginning of the next reduction), equally on every worker:
+    at the beginning of the next reduction, equally on every worker:
         the fewest bytes whose summed errors stay within the uniform setting's (core/compression/lgreco/choices.py)
-        the next reduction sends in the new ways; the error feedback moves along
+        it sends in the new ways; the error feedback moves along
 
 We follow the abstract and the released code of L-GreCo. The released code also sums the last ten reductions. It
 allocates ranks only, from the first worker's errors.
@@ -25,7 +25,6 @@ from torch import Tensor
 from ...buckets import Bucket, BucketShare, Part, Scalars, copy
 from ...comm import BACKGROUND, Reducer, Stage, sum_flats
 from ...errors import UserError, log
-from ...groups import moved_by_nccl
 from ...stats import HostCopy
 from ..formats import BLOCK, INTS, NarrowFormat
 from ..quantized import Quantized, chunk_of
@@ -211,15 +210,6 @@ class LGreco(Reducer):
             if group is not None:
                 yield sum_flats([asked], group)
             self._receive(asked, number)
-            if self._at_once(group):
-                self._decide()
-
-    def _at_once(self, group: dist.ProcessGroup | None) -> bool:
-        """Returns whether the curves have arrived when the steps end.
-
-        Over NCCL they are only queued then, so the next reduction reads them, and the host waits for them.
-        """
-        return group is None or not moved_by_nccl(group, self._asked.device)
 
     # -- the allocation -------------------------------------------------------------------------------------
 
