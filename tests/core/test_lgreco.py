@@ -23,7 +23,6 @@ from core.compression.lgreco.choices import (
     uniform,
 )
 from core.config import CompressionConfig
-from core.elastic.joining import check_elastic
 from core.testing import run_distributed
 from tests.core.lgreco_reference import Reference
 from tests.core.test_gradient_compression import LGRECO, net, step
@@ -252,15 +251,6 @@ def test_bad_lgreco_settings(name: str, value: Any):
         LGrecoConfig(**{name: value})
 
 
-CO2S = {
-    "paper": {},
-    "keep_local": {"merge": "keep_local", "delay": "auto", "gap": "none", "outer_momentum": 0.0},
-    "delay 1": {"merge": "keep_local", "delay": 1, "gap": "norm"},
-    "auto": {"tau": "auto", "tau_max": 4},
-    "nesterov": {"nesterov": True},
-}
-
-
 def made(config: CO2Config) -> tuple[nn.Sequential, torch.optim.Optimizer, Any]:
     model = net()
     return model, torch.optim.SGD(model.parameters(), lr=0.1), make_method("co2", model, co2=config, timeout=30.0)[1]
@@ -285,23 +275,6 @@ def ended(run: tuple[nn.Sequential, torch.optim.Optimizer, Any]) -> tuple[Tensor
     return seen
 
 
-@pytest.mark.slow
-@on_ranks(2, timeout=120)
-def test_co2_with_every_rule(rank: int):
-    seen = set()
-    for name, settings in CO2S.items():
-        for compression in LGRECO.values() if name == "paper" else [LGRECO["rank2"]]:
-            config = CO2Config(**({"tau": 2, "outer_lr": 0.7} | settings), compression=compression)
-            run = made(config)
-            go(run, rank, range(24 + rank))  # they end at different steps
-            ours, chosen = ended(run)
-            assert alike(ours) and ours.isfinite().all() and total_world_size(chosen) == [chosen] * 2, (
-                f"{name} {compression.like}"
-            )
-            seen.add(tuple(chosen))
-    assert len(seen) > 2
-
-
 @on_ranks(2, timeout=120)
 def test_one_workers_nan_reaches_nobody(rank: int):
     """A worker's parameters are no numbers in the second round, which decides."""
@@ -322,16 +295,3 @@ def test_co2_resumes_with_its_allocation(rank: int):
         for run in (first, second):
             go(run, rank, range(8, 20))
         assert torch.equal(ended(first)[0], ended(second)[0])
-
-
-def test_workers_that_come_and_go_are_refused():
-    with pytest.raises(
-        UserError,
-        match="^elastic does not go with compression.format='lgreco': a round that a loss interrupts is sent ",
-    ):
-        check_elastic(CO2Config(tau=2, compression=LGRECO["int4"]))
-
-
-def test_owners_of_parts_are_refused():
-    with pytest.raises(UserError, match="compression.format='lgreco' with shard=True: no worker owns part"):
-        make_method("co2", net(), co2=CO2Config(tau=2, compression=LGRECO["int4"]), shard=True)
