@@ -135,7 +135,7 @@ class LGreco(Reducer):
     - `error_feedback`, `mean_error_feedback`: the residuals, in an order that follows the allocation.
     - `allocation`: the choices' values, the number of columns of `q` in use, and the clock.
     - `q`: the factors of low rank.
-    - `summed`: G's sum so far, in the buckets' own order, and the number of its summands.
+    - `summed`: G's sum so far for each layer, and the number of its summands.
     - `asked`: the curves that no decision has used yet, and the reduction that computed them.
 
     Args:
@@ -174,7 +174,7 @@ class LGreco(Reducer):
         highest = (decider.offered * ranks).amax(1).int().tolist()
         self._q = [flats[z.bucket].new_zeros(z.columns * r) for z, r in zip(self.layers, highest, strict=True)]
         self._values, self._filled = (torch.zeros(many, dtype=torch.float64, device="cpu") for _ in range(2))
-        self._sums = [] if decider.fixed else [b.flat.new_zeros(b.numel) for b in buckets]
+        self._sums = [] if decider.fixed else [flats[z.bucket].new_zeros(z.numel) for z in self.layers]
         self._summands = flats[0].new_zeros(1, dtype=torch.float64)
         # the reduction that computed curves; 0: none are pending
         self._asked_by = torch.zeros(1, dtype=torch.float64, device="cpu")
@@ -218,17 +218,14 @@ class LGreco(Reducer):
         if self.decider.fixed or not self.clock.counts(number):
             return
         self._summands += bucket == 0
-        layout, sums = self._layouts[bucket], self._sum_views()
+        layout = self._layouts[bucket]
         for i, values in layout.values.items():
-            sums[i].add_(torch.where(own, values + layout.held[i], 0.0))
-
-    def _sum_views(self) -> list[Tensor]:
-        return [self._sums[z.bucket][z.start : z.start + z.numel] for z in self.layers]
+            self._sums[i].add_(torch.where(own, values + layout.held[i], 0.0))
 
     def _ask(self, number: int) -> Tensor:
         """Returns this worker's errors, float64 [layers, choices], and resets the sum."""
         rows, count = [], self._summands.clamp(min=1)
-        for i, (layer, wanted) in enumerate(zip(self.layers, self._sum_views(), strict=True)):
+        for i, (layer, wanted) in enumerate(zip(self.layers, self._sums, strict=True)):
             row = curve(wanted, layer, self.decider.choices, self.decider.offered[i].tolist(), i)
             rows.append(torch.where(row.isinf(), 0.0, row) / count)  # infinity would hide another worker's NaN
         for flat in (*self._sums, self._summands):
