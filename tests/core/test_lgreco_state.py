@@ -117,7 +117,7 @@ def test_nothing_is_lost_between_any_two_ways_of_sending(rank: int, workers: int
     ranks rise Q is warm in its first columns alone."""
     for like, names in OF_FAMILY.items():
         mean = mean_of(lgreco(like, rule="uniform"), SHARED, torch.float64)
-        ways = [c for c in family(parse(like), 0.5, 2) if str(c) in names]
+        ways = [c for c in family(parse(like)) if str(c) in names]
         assert len(ways) == len(names)
         for first, second in itertools.product(ways, ways):
             for flat in state_of(mean):
@@ -138,7 +138,7 @@ def test_nothing_is_lost_between_any_two_ways_of_sending(rank: int, workers: int
         mean.close()
 
 
-@pytest.mark.parametrize("setting", SETTINGS[:5], ids=lambda s: s[0])
+@pytest.mark.parametrize("setting", SETTINGS[:4], ids=lambda s: s[0])
 @pytest.mark.parametrize("at", [1, 3, 4])
 def test_a_resumed_reducer_goes_on_bit_for_bit(setting: Any, at: int):
     train(first := built(*setting), range(at))

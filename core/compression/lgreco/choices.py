@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 
 from ...buckets import Scalars
 from ...comm import Stage, all_gather, sum_flats
-from ...errors import UserError, is_number, is_whole
+from ...errors import UserError, is_whole
 from .. import quantized
 from ..formats import BITS, BLOCK, BLOCK_BYTES, encode
 
@@ -28,10 +28,6 @@ class LGrecoConfig:
 
     rule: Rule = "lgreco"
     """lgreco minimizes the bytes within the error of the uniform setting. uniform uses that setting for all layers."""
-    lowest_rank: float = 0.5
-    """The lowest rank to try, as a multiple of the uniform rank (gamma in L-GreCo)."""
-    highest_rank: float = 2.0
-    """The highest rank to try, as a multiple of the uniform rank (beta in L-GreCo)."""
     every: int | None = None
     """The most reductions between two decisions. None means 20 rounds of CO2, or 100 steps of ddp."""
     first: int | None = None
@@ -39,11 +35,9 @@ class LGrecoConfig:
     two decisions doubles up to `every`."""
 
     def __post_init__(self) -> None:
-        low, high, whole = self.lowest_rank, self.highest_rank, "give a whole number of reductions, 1 or more"
+        whole = "give a whole number of reductions, 1 or more"
         for name, ok, remedy in (
             ("rule", self.rule in get_args(Rule), f"choose one of {', '.join(get_args(Rule))}"),
-            ("lowest_rank", is_number(low) and 0 < low <= 1, "give a number in (0, 1]"),
-            ("highest_rank", is_number(high) and 1 <= high < math.inf, "give a finite number, 1 or more"),
             ("every", self.every is None or is_whole(self.every), whole),
             ("first", self.first is None or is_whole(self.first), whole),
         ):
@@ -53,6 +47,7 @@ class LGrecoConfig:
 
 Kind = Literal["raw", "int", "top", "rank"]
 INT_BITS = sorted(BITS.values())
+LOWEST, HIGHEST = 0.5, 2  # ranks to try, as multiples of the uniform rank (gamma and beta in L-GreCo)
 POINTS = 9  # densities to try, geometric, from a tenth of the given density to ten times it
 
 
@@ -174,19 +169,12 @@ def uniform(layer: Layer, like: Choice) -> Choice:
     return like if halves and layer.offers(like) else RAW
 
 
-def family(like: Choice, lowest: float, highest: float, most: float = math.inf) -> list[Choice]:
-    """Returns the choices of the uniform setting's kind, without repetitions.
-
-    Args:
-        like: The uniform setting.
-        lowest: Lowest rank, as a multiple of the uniform rank.
-        highest: Highest rank, as a multiple of the uniform rank.
-        most: The highest rank that any layer can have.
-    """
+def family(like: Choice, most: float = math.inf) -> list[Choice]:
+    """Returns the choices of the uniform setting's kind, without repetitions. No layer can have a rank above `most`."""
     if like.kind == "int":
         found = [Choice("int", bits) for bits in INT_BITS]
     elif like.kind == "rank":
-        ranks = range(max(1, int(lowest * like.value)), int(min(highest * like.value, most)) + 1)
+        ranks = range(max(1, int(LOWEST * like.value)), int(min(HIGHEST * like.value, most)) + 1)
         found = [Choice("rank", r) for r in ranks]
     else:
         values = [like.value * 10 ** (2 * i / (POINTS - 1) - 1) for i in range(POINTS)]
@@ -432,7 +420,7 @@ class Decider:
         if all(choice == RAW for choice in self.uniform):
             raise UserError(f"compression.like={like!r} would save nothing in any parameter of this model: give less")
         most = max(min(layer.rows, layer.columns) for layer in layers)
-        self.choices = family(wanted, config.lowest_rank, config.highest_rank, most)
+        self.choices = family(wanted, most)
         self.offered = torch.tensor([may_take(layer, self.choices, wanted) for layer in layers], device="cpu")
         sizes = [[sent_bytes(z, c, world_size) for c in self.choices] for z in layers]
         self.sizes = torch.tensor(sizes, device="cpu").double()
