@@ -40,9 +40,10 @@ from bench.peers.adapters import PEERS, Task, Trainer
 from bench.report import Asked, Metrics, Summary, require, require_company
 from core.baselines.table import make_method
 from core.errors import UserError
+from core.hooks import SyncSchedule
 from core.local_update import LocalUpdateMethod
 from core.nodes import node_mesh
-from core.tau import CALIBRATION_TAU, SyncSchedule
+from core.tau import CALIBRATION_TAU
 from core.testing.link import ThrottledLink
 from training.data import steps_per_epoch
 from training.optim import clip_gradients, lr_factor

@@ -23,9 +23,9 @@ from .guards import failure
 from .guards.extra import ExtraAverage, Given
 from .guards.usage import UsageChecks
 from .guards.workers import ConsensusDistance, OutlierFilter, ReplicaChecksum
-from .hooks import Hook, MasterWeightSync
+from .hooks import Hook, MasterWeightSync, SyncSchedule
 from .outer import Merge
-from .tau import AdaptiveTau, SyncSchedule, TauTuner
+from .tau import AdaptiveTau, TauTuner
 from .testing.link import Link, allreduce_over
 
 LARGE = 1e4  # far above any outer learning rate that trains
@@ -181,8 +181,8 @@ class CO2Config:
     compression: CompressionConfig = field(default_factory=CompressionConfig)
     """How averages are compressed, also with local, overlap_local and slowmo. ddp has ddp_compression."""
 
-    _is_named: ClassVar[bool] = False  # whether paper() or make_method() has made it
-    _workers: ClassVar[int | None] = None  # as given to recommended()
+    is_named: ClassVar[bool] = False  # whether paper() or make_method() has made it
+    expected_workers: ClassVar[int | None] = None  # as given to recommended()
 
     def __post_init__(self) -> None:
         lasts = is_whole(self.tau) or self.tau == "auto"
@@ -342,7 +342,7 @@ class CO2Config:
         late: dict[str, Any] = {"gap": "none", "merge": "keep_local", "delay": "auto", "outer_momentum": momentum}
         late["fragments"] = "auto"
         config = cls(tau=tau, tau_max=tau_max, compression=CompressionConfig("auto"), **late)
-        object.__setattr__(config, "_workers", workers)
+        object.__setattr__(config, "expected_workers", workers)
         return config
 
 
@@ -392,14 +392,14 @@ def check_share(c: CO2Config, *, shard: bool, split: bool = False, held: bool = 
 def named(config: CO2Config) -> CO2Config:
     """Returns a copy of which CO2 does not warn that it is the paper's rule."""
     config = replace(config)
-    object.__setattr__(config, "_is_named", True)
+    object.__setattr__(config, "is_named", True)
     return config
 
 
 def named_rule(config: CO2Config | None) -> CO2Config:
     """Returns the config or the default. Warns if all settings but tau are the defaults, and the rule was not named."""
     c = of_kind(config, CO2Config, "config")
-    if not c._is_named and c == CO2Config(c.tau):
+    if not c.is_named and c == CO2Config(c.tau):
         _warn_user(
             f"CO2Config(tau={c.tau!r}) with nothing else is our reading of the paper's rule. On short runs its loss is "
             f"higher than with CO2Config.recommended(steps=N, tau={c.tau!r}). Use that, or CO2Config.paper(tau="
@@ -475,10 +475,10 @@ def build_args(
         raise UserError(f"hooks={more!r}: give a list of them")
     check_names(group := args.get("group"))
     workers = dist.get_world_size(group) if dist.is_initialized() else 1
-    if allreduce is None and c._workers not in (None, workers):  # elastic workers come and go
+    if allreduce is None and c.expected_workers not in (None, workers):  # elastic workers come and go
         _warn_user(
-            f"CO2Config.recommended(workers={c._workers}), and {workers} average here: give it neither that number "
-            "nor steps in its place, as recommended(steps=N); on a mesh a worker is a node"
+            f"CO2Config.recommended(workers={c.expected_workers}), and {workers} average here: give it neither that "
+            "number nor steps in its place, as recommended(steps=N); on a mesh a worker is a node"
         )
     tau: Any = c.tau if schedule is None else lambda number: scheduled(c, schedule, number).tau
     tuner = tuner_for(c, workers)

@@ -40,12 +40,11 @@ from .buckets import (
 )
 from .comm import AsyncAllReduce, Reducer, Stage, all_reduce, send_first
 from .errors import UserError
-from .hooks import Hook, ReductionInfo, check_hooks
+from .hooks import Hook, ReductionInfo, SyncSchedule, check_hooks
 from .nodes import Node
 from .shares import Share
 from .state import SavedMethod
 from .stats import AsyncReadback, RoundClock, RoundStats, plus
-from .tau import SyncSchedule
 
 OWN_SCALARS = {"finished": 1, "steps": 1, "weight": 1}  # in every all-reduce
 CHANGED = "changed"  # scalars: per buffer that is not sent, how many workers have changed it

@@ -1,4 +1,4 @@
-"""When rounds end and averages are merged, and tau from measured times: the fewest local steps that hide an all-reduce.
+"""Chooses tau from times measured during training: the fewest local steps that hide an all-reduce.
 
 With fragments auto, an all-reduce that takes longer than LATE local steps is cut into as many parts. tau then leaves
 little more time than the link needs, because parts are fresh wherever they arrive in a round. Two more choices follow
@@ -17,8 +17,8 @@ from typing import Any
 
 from torch import Tensor
 
-from .errors import UserError, log
-from .hooks import Hook, HookedMethod, ReductionInfo
+from .errors import log
+from .hooks import Hook, HookedMethod, ReductionInfo, SyncSchedule
 from .stats import RoundStats, ready
 
 CALIBRATION_TAU = 2  # local steps per round until the first times; 4 took longer to a loss that falls fast
@@ -339,41 +339,6 @@ class TauTuner:
         self._received = self._extra_steps = self._rounds_of_waits = 0
         self._tested_against, self._own_times = None, [0.0] * NUMBERS
         self._untested = [other for other in self.compressions if other != self.compression]
-
-
-class SyncSchedule:
-    """Decides when a round ends, and when an average that has arrived is merged in mid-round.
-
-    Args:
-        tau: Local steps per round, or a function from a round's number to them.
-        delay: See CO2Config.
-
-    Attributes:
-        tau: Local steps of the current round.
-        fragments: In how many fragments the next round's all-reduces follow each other. None if that stays as it is.
-    """
-
-    fragments: int | None = None
-
-    def __init__(self, tau: Any, delay: int | str = "boundary"):
-        self._given, self.delay = tau, delay
-        self.begin(0)
-
-    def begin(self, number: int) -> None:
-        """Round `number` begins, counted from 0."""
-        self.tau = self._given(number) if callable(self._given) else self._given
-        if not isinstance(self.tau, int) or self.tau < 1:
-            raise UserError(f"tau={self.tau!r}: give a whole number of local steps, 1 or more")
-
-    def go_on(self, tau: int) -> None:
-        """A checkpoint in mid-round was loaded, in a round that had begun with `tau`. A given tau replaces it."""
-
-    def merges(self, method: HookedMethod) -> bool:
-        """Whether to merge the average in flight after this local step, which ends no round."""
-        if self.delay != "auto":
-            return method.late == self.delay
-        arrived = method.allreduce.arrived()
-        return arrived if method.share is None else method.share.has_arrived(arrived)
 
 
 class AdaptiveTau(SyncSchedule, Hook):

@@ -275,9 +275,9 @@ class LGreco(Reducer):
             layout.means.zero_()
         self.chosen = choices
         self._lay_out()
-        for old, new in zip(before, self._layouts, strict=True):
+        for old, new, errors in zip(before, self._layouts, self.errors, strict=True):
             kept = [held.clone() for held in old.held.values()]
-            new.errors.zero_()
+            errors.zero_()
             copy([*new.held.values()], kept)
         self._values.copy_(torch.tensor([c.value for c in choices], dtype=torch.float64, device="cpu"))
 
