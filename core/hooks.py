@@ -438,6 +438,7 @@ class SyncSchedule:
         fragments: In how many fragments the next round's all-reduces follow each other. None if that stays as it is.
     """
 
+    tau: int
     fragments: int | None = None
 
     def __init__(self, tau: Any, delay: int | str = "boundary"):
@@ -446,9 +447,10 @@ class SyncSchedule:
 
     def begin(self, number: int) -> None:
         """Round `number` begins, counted from 0."""
-        self.tau = self._given(number) if callable(self._given) else self._given
-        if not isinstance(self.tau, int) or self.tau < 1:
-            raise UserError(f"tau={self.tau!r}: give a whole number of local steps, 1 or more")
+        tau: Any = self._given(number) if callable(self._given) else self._given
+        if not isinstance(tau, int) or tau < 1:
+            raise UserError(f"tau={tau!r}: give a whole number of local steps, 1 or more")
+        self.tau = tau
 
     def go_on(self, tau: int) -> None:
         """A checkpoint in mid-round was loaded, in a round that had begun with `tau`. A given tau replaces it."""

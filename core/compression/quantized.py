@@ -173,7 +173,7 @@ class Quantized(Reducer):
         held: The residuals by name. There are none in float32.
     """
 
-    feeds_back = HELD_BACK  # the stages with error feedback
+    feeds_back: Sequence[str] = HELD_BACK  # the stages with error feedback
 
     def __init__(
         self,
@@ -196,14 +196,14 @@ class Quantized(Reducer):
 
     def _use(self, kind: Any, memory: tuple[list[Tensor], list[Tensor]] | None = None) -> None:
         """Uses a format, or one per bucket, with these residuals or new ones."""
-        self.kind = kind if isinstance(kind, str) else "mixed"
-        self.compressions: list[NarrowFormat] = [kind] * len(self.buckets) if self.kind == kind else list(kind)
+        self.kind, formats = (kind, [kind] * len(self.buckets)) if isinstance(kind, str) else ("mixed", [*kind])
+        self.compressions: list[Any] = formats
         narrow = self.kind != Reducer.kind
         self.scale = 1.0 if narrow or self.plain is None else self.plain.scale
         new = memory or (
             nothing_held_back(self.buckets, self.world_size).values() if narrow and self.feeds_back else ()
         )
-        self.held = dict(zip(self.feeds_back, new, strict=False))
+        self.held: dict[str, list[Tensor]] = dict(zip(self.feeds_back, new, strict=False))
 
     @property
     def state(self) -> dict[str, list[Tensor]]:  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -26,7 +26,7 @@ from ...buckets import Bucket, BucketShare, Part, Scalars, copy
 from ...comm import BACKGROUND, Reducer, Stage, sum_flats
 from ...errors import UserError, log
 from ...stats import HostCopy
-from ..formats import BLOCK, INTS, NarrowFormat
+from ..formats import BLOCK, INTS
 from ..quantized import Quantized, chunk_of
 from .choices import Allocation, Choice, Clock, Decider, Layer, LGrecoConfig, curve, fill, low_rank, moved, top_k
 
@@ -57,7 +57,7 @@ class Layout:
             kind: [i for i in mine if chosen[i] == kind] for kind in (*INTS, "top", "rank", "raw")
         }
         starts: dict[int, int] = {}
-        ints: list[tuple[NarrowFormat, slice, slice, slice]] = []  # elements, the same with padding, a worker's chunk
+        ints: list[Any] = []  # format; slices of the elements, of the same with padding, and of a worker's chunk
         begin = end = place = 0
         for kind, members in of_kind.items():
             begin = end
