@@ -208,7 +208,7 @@ def top_k(
     order, so that all workers hold the same bits.
 
     Args:
-        layers: Of each layer d, [numel], which the average replaces, then e, [numel], and k.
+        layers: For each layer d, [numel], which the average replaces, then e, [numel], and k.
         scalars: The scalars that travel with the layers.
         world_size: Number of workers.
         group: The workers. None means one worker.
@@ -253,7 +253,7 @@ def low_rank(
     (torch's powerSGD_hook has one rank for all layers, and needs DistributedDataParallel.)
 
     Args:
-        layers: Of each layer d, [rows, columns], which D replaces, then e, [rows, columns], and Q, [columns, r].
+        layers: For each layer d, [rows, columns], which D replaces, then e, [rows, columns], and Q, [columns, r].
         scalars, world_size, group: See top_k.
     """
     own = moved(scalars)

@@ -44,7 +44,7 @@ class Layout:
     Attributes:
         values: Each layer's elements in staging, 1-d, in the bucket's order.
         held: Each layer's elements in the errors, 1-d, in the bucket's order.
-        residuals: Of each int format, the memory of error feedback's two stages.
+        residuals: The memory of error feedback's two stages, for each int format.
         senders: Functions from the group to the stages of a reduction, which run together.
     """
 
