@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
-from typing import Any, ClassVar, Literal, TypedDict, TypeVar, get_args
+from typing import Any, ClassVar, Literal, TypedDict, TypeVar, cast, get_args
 
 import torch.distributed as dist
 from torch import Tensor
@@ -16,7 +15,7 @@ from torch import Tensor
 from . import outer
 from .buckets import Bucket, BucketShare, Scalars, tensors_of
 from .comm import AsyncAllReduce, Reducer, all_reduce
-from .compression.formats import BLOCK, BLOCK_BYTES, UniformFormat
+from .compression.formats import BLOCK, BLOCK_BYTES, NarrowFormat, UniformFormat
 from .compression.lgreco.choices import LGrecoConfig, parse
 from .errors import UserError, is_number, is_whole, require
 from .groups import backend_for, check_names, refuse_shards
@@ -26,7 +25,7 @@ from .guards.usage import UsageChecks
 from .guards.workers import OutlierFilter, ReplicaChecksum
 from .hooks import Hook, MasterWeightSync, SyncSchedule
 from .outer import Merge
-from .tau import AdaptiveTau, TauHook, TauTuner
+from .tau import AdaptiveTau, TauTuner
 from .testing.link import Link, allreduce_over
 
 LARGE = 1e4  # far above any outer learning rate that trains
@@ -111,29 +110,37 @@ class CompressionConfig:
         return {compression: BLOCK_BYTES.get(compression, 4 * BLOCK) / BLOCK for compression in formats}
 
     def reducer(
-        self, buckets: Sequence[Any], scalars: Scalars, rank: int, world_size: int, *, owned: bool = False
+        self,
+        buckets: Sequence[Any],
+        scalars: Scalars,
+        rank: int,
+        world_size: int,
+        *,
+        owned: bool = False,
+        plain: Reducer | None = None,
     ) -> Reducer:
         """Makes the Reducer of this format, which is not float32, for buckets or their parts.
 
-        With `owned`, each worker gets only the average of the part that it owns.
+        With `owned`, each worker gets only the average of the part that it owns. With auto, `plain` sums float32.
         """
         workers = rank, world_size
         if self.format == "lgreco":
             from .compression.lgreco.reducer import LGreco
 
             return LGreco(buckets, scalars, *workers, self.like, self.lgreco)
-        assert self.format not in ("float32", "auto")
         from .compression.quantized import OwnedQuantized, Quantized
 
-        return (OwnedQuantized if owned else Quantized)(buckets, scalars, *workers, self.format, self.error_feedback)
+        make, first = OwnedQuantized if owned else Quantized, [*self.choices][0 if world_size > 1 else -1]
+        changes = plain if self.format == "auto" else None
+        return make(buckets, scalars, *workers, cast(NarrowFormat, first), self.error_feedback, plain=changes)
 
 
 @dataclass(frozen=True)
 class CO2Config:
     """The settings of CO2. The defaults equal the example that the authors released.
 
-    `CO2Config.recommended` and `CO2Config.paper` name the two sets of settings. CO2 warns if it gets a CO2Config(tau=N)
-    with no other setting, which is the paper's rule.
+    `CO2Config.recommended` and `CO2Config.paper` name the two sets of settings. CO2 warns if it gets CO2Config(tau=N),
+    which is the paper's rule.
     """
 
     tau: int | Literal["auto"] = 48
@@ -174,14 +181,8 @@ class CO2Config:
     compression: CompressionConfig = field(default_factory=CompressionConfig)
     """How averages are compressed, also with local, overlap_local and slowmo. ddp has ddp_compression."""
 
-    _names_no_rule: ClassVar[bool] = False
-    _workers: ClassVar[int | None] = None  # as given to recommended()
-
-    # __init__ and __post_init__ cannot distinguish a given setting from a default.
-    def __new__(cls, *args: Any, **given: Any) -> CO2Config:
-        config = super().__new__(cls)
-        object.__setattr__(config, "_names_no_rule", len(args) <= 1 and given.keys() <= {"tau"})
-        return config
+    is_named: ClassVar[bool] = False  # whether paper() or make_method() has made it
+    expected_workers: ClassVar[int | None] = None  # as given to recommended()
 
     def __post_init__(self) -> None:
         lasts = is_whole(self.tau) or self.tau == "auto"
@@ -279,23 +280,6 @@ class CO2Config:
         """
         return 0.25 if self.is_a_round_late else 1.5
 
-    def check_rule(self) -> None:
-        """Rank 0 warns if only tau was given, which is the paper's rule."""
-        if self._names_no_rule:
-            _warn_user(
-                f"CO2Config(tau={self.tau!r}) with nothing else is our reading of the paper's rule. On short runs its "
-                f"loss is higher than with CO2Config.recommended(steps=N, tau={self.tau!r}). Use that, or "
-                f"CO2Config.paper(tau={self.tau!r}) for the paper's rule without this warning"
-            )
-
-    def check_workers(self, workers: int) -> None:
-        """Rank 0 warns if `recommended` was given another number than that number of workers."""
-        if self._workers not in (None, workers):
-            _warn_user(
-                f"CO2Config.recommended(workers={self._workers}), and {workers} average here: give it neither that "
-                "number nor steps in its place, as recommended(steps=N); on a mesh a worker is a node"
-            )
-
     @property
     def cuts(self) -> bool:
         """Whether the number of fragments is chosen from measured times."""
@@ -322,7 +306,7 @@ class CO2Config:
         """
         rule: dict[str, Any] = {"outer_lr": 1.0, "outer_momentum": 0.5, "gap": "elementwise", "clip": 1.0}
         rule |= {"merge": "restart", "delay": "boundary"}
-        return cls(tau=tau, **rule | settings)
+        return named(cls(tau=tau, **rule | settings))
 
     @classmethod
     def recommended(
@@ -358,7 +342,7 @@ class CO2Config:
         late: dict[str, Any] = {"gap": "none", "merge": "keep_local", "delay": "auto", "outer_momentum": momentum}
         late["fragments"] = "auto"
         config = cls(tau=tau, tau_max=tau_max, compression=CompressionConfig("auto"), **late)
-        object.__setattr__(config, "_workers", workers)
+        object.__setattr__(config, "expected_workers", workers)
         return config
 
 
@@ -405,21 +389,29 @@ def check_share(c: CO2Config, *, shard: bool, split: bool = False, held: bool = 
         )
 
 
+def named(config: CO2Config) -> CO2Config:
+    """Returns a copy of which CO2 does not warn that it is the paper's rule."""
+    config = replace(config)
+    object.__setattr__(config, "is_named", True)
+    return config
+
+
 def named_rule(config: CO2Config | None) -> CO2Config:
-    """Returns the config or the default, and warns if only tau was given."""
-    (c := of_kind(config, CO2Config, "config")).check_rule()
+    """Returns the config or the default. Warns if all settings but tau are the defaults, and the rule was not named."""
+    c = of_kind(config, CO2Config, "config")
+    if not c.is_named and c == CO2Config(c.tau):
+        _warn_user(
+            f"CO2Config(tau={c.tau!r}) with nothing else is our reading of the paper's rule. On short runs its loss is "
+            f"higher than with CO2Config.recommended(steps=N, tau={c.tau!r}). Use that, or CO2Config.paper(tau="
+            f"{c.tau!r}) for the paper's rule without this warning"
+        )
     return c
 
 
 def _warn_user(text: str) -> None:
-    """Warns on rank 0, at the first line outside of this package."""
-    if dist.is_initialized() and dist.get_rank():
-        return
-    level, inside = 1, (__name__.partition(".")[0], "contextlib")
-    frame: Any = inspect.currentframe()
-    while frame.f_back and str(frame.f_globals.get("__name__")).partition(".")[0] in inside:
-        level, frame = level + 1, frame.f_back
-    warnings.warn(text, stacklevel=level)
+    """Warns on rank 0, at the line that makes the method."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        warnings.warn(text, stacklevel=4)
 
 
 def of_kind(given: Any, kind: type[Config], name: str) -> Config:
@@ -483,58 +475,60 @@ def build_args(
         raise UserError(f"hooks={more!r}: give a list of them")
     check_names(group := args.get("group"))
     workers = dist.get_world_size(group) if dist.is_initialized() else 1
-    if allreduce is None:  # elastic workers come and go
-        c.check_workers(workers)
-    tau_hook = tau_hook_for(c, workers)
+    if allreduce is None and c.expected_workers not in (None, workers):  # elastic workers come and go
+        _warn_user(
+            f"CO2Config.recommended(workers={c.expected_workers}), and {workers} average here: give it neither that "
+            "number nor steps in its place, as recommended(steps=N); on a mesh a worker is a node"
+        )
+    tau: Any = c.tau if schedule is None else lambda number: scheduled(c, schedule, number).tau
+    tuner = tuner_for(c, workers)
+    pacing = SyncSchedule(tau, c.delay) if tuner is None else AdaptiveTau(tau, c.delay, tuner)
     masters = tensors_of(args.get("model_params", ()), "parameters")
     extra = args.get("average")
     # in the order in which they are called
-    hooks = [OutlierFilter(c.outlier), tau_hook, ReplicaChecksum(), *more]
+    choosing: list[Hook] = [pacing] if isinstance(pacing, AdaptiveTau) else []
+    hooks: list[Hook] = [OutlierFilter(c.outlier), *choosing, ReplicaChecksum(), *more]
     hooks += [MasterWeightSync(masters)] if masters else []
     if extra is not None and not (isinstance(extra, list | tuple) and not extra):
         hooks.append(ExtraAverage(extra))
     hooks.append(UsageChecks(masters))
-    tau: Any = c.tau if schedule is None else lambda number: scheduled(c, schedule, number).tau
-    fixed = tau_hook is None and c.delay == "boundary"  # no choice from measured times, and no merge within a round
     of_group = {name: given for name, given in args.items() if name in ("group", "timeout")}
     make = allreduce or allreduce_over(args.get("link"))
     return {
-        "sync_schedule": SyncSchedule(tau) if fixed else AdaptiveTau(tau, c.delay, tau_hook),
+        "sync_schedule": pacing,
         "buffers": args.get("buffers", ()),
         # with delay 0 the worker waits at once
         "allreduce": functools.partial(make, overlap=overlap and c.delay != 0, failures=failure, **of_group),
-        "reducer": _reducer(c.compression, tau_hook, owned),
-        "hooks": [hook for hook in hooks if hook is not None],
+        "reducer": _reducer(c.compression, owned),
+        "hooks": hooks,
     }
 
 
-def tau_hook_for(c: CO2Config, workers: int) -> TauHook | None:
-    """Returns the hook that receives the workers' times, or None if nothing is chosen from them.
+def tuner_for(c: CO2Config, workers: int) -> TauTuner | None:
+    """Returns what decides from the workers' times, or None if nothing is chosen from them.
 
-    The choices are tau, the compression, and the local step at which a worker waits for an average.
+    The choices are tau, the compression, the fragments, and the local step at which a worker waits for an average.
     """
     formats = c.compression.choices if workers > 1 else dict([*c.compression.choices.items()][-1:])
     given = None if c.tau == "auto" else c.tau
     cuts = c.cuts and workers > 1
     if given is not None and len(formats) == 1 and not cuts and (c.delay != "auto" or workers == 1):
         return None
-    return TauHook(TauTuner(c.tau_max, c.tau_margin, formats, given=given, cuts=cuts))
+    return TauTuner(c.tau_max, c.tau_margin, formats, given=given, cuts=cuts)
 
 
 def _reducer(
-    compression: CompressionConfig, tau_hook: TauHook | None, owned: bool
+    compression: CompressionConfig, owned: bool
 ) -> Callable[[Sequence[Bucket | BucketShare], Scalars, AsyncAllReduce], Reducer]:
     """Returns the function that makes the Reducer."""
-    if compression.format == "float32":
-        return functools.partial(all_reduce, owned=owned)
-    if compression.format == "auto":
-        from .compression.quantized import AutoCompression
 
-        first = tau_hook.tuner.compression if tau_hook else [*compression.choices][-1]  # one worker uses the last
-        return functools.partial(AutoCompression, first, compression.error_feedback, owned=owned)
-    return lambda buckets, scalars, allreduce: compression.reducer(
-        buckets, scalars, allreduce.rank, allreduce.world_size, owned=owned
-    )
+    def make(buckets: Sequence[Bucket | BucketShare], scalars: Scalars, allreduce: AsyncAllReduce) -> Reducer:
+        plain = all_reduce(buckets, scalars, allreduce, owned=owned)
+        if compression.format == "float32":
+            return plain
+        return compression.reducer(buckets, scalars, allreduce.rank, allreduce.world_size, owned=owned, plain=plain)
+
+    return make
 
 
 def build_args_of_other(

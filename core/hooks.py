@@ -401,27 +401,33 @@ class SyncSchedule:
 
     Args:
         tau: Local steps per round, or a function from a round's number to them.
+        delay: See CO2Config.
 
     Attributes:
         tau: Local steps of the current round.
         fragments: In how many fragments the next round's all-reduces follow each other. None if that stays as it is.
     """
 
+    tau: int
     fragments: int | None = None
 
-    def __init__(self, tau: int | Callable[[int], int]):
-        self._given = tau
+    def __init__(self, tau: Any, delay: int | str = "boundary"):
+        self._given, self.delay = tau, delay
         self.begin(0)
 
     def begin(self, number: int) -> None:
         """Round `number` begins, counted from 0."""
-        self.tau = self._given(number) if callable(self._given) else self._given
-        if not isinstance(self.tau, int) or self.tau < 1:
-            raise UserError(f"tau={self.tau!r}: give a whole number of local steps, 1 or more")
+        tau: Any = self._given(number) if callable(self._given) else self._given
+        if not isinstance(tau, int) or tau < 1:
+            raise UserError(f"tau={tau!r}: give a whole number of local steps, 1 or more")
+        self.tau = tau
 
     def go_on(self, tau: int) -> None:
         """A checkpoint in mid-round was loaded, in a round that had begun with `tau`. A given tau replaces it."""
 
-    def merges(self, method: HookedMethod) -> bool:  # noqa: ARG002
+    def merges(self, method: HookedMethod) -> bool:
         """Whether to merge the average in flight after this local step, which ends no round."""
-        return False
+        if self.delay != "auto":
+            return method.late == self.delay
+        arrived = method.allreduce.arrived()
+        return arrived if method.share is None else method.share.has_arrived(arrived)

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from statistics import fmean, median
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 
@@ -111,9 +111,8 @@ class TauTuner:
         self._tested_against: tuple[str, int, float] | None = None
         self.decisions: list[TauDecision] = []
         self._received = 0  # rounds whose times have arrived; negative after a change of compression
-        self._steps: deque[float] = deque(maxlen=WINDOW)
-        self._allreduces: deque[float] = deque(maxlen=WINDOW)
-        self._boundaries: deque[float] = deque(maxlen=WINDOW)
+        # seconds of a local step, an all-reduce and a boundary in each of the last rounds
+        self._times = deque[tuple[float, float, float]](maxlen=WINDOW)
         self._own_times = [0.0] * NUMBERS  # this worker's latest times
         self._extra_steps = 0  # part of `needed` that the network does not require
         self._waits = deque[float](maxlen=WAITS)  # this worker's wait in each round since the last adjustment
@@ -127,12 +126,22 @@ class TauTuner:
         If local steps take a varying time on varying workers, this wait costs all of them time. If even the worker that
         waits least loses more than COST of its time, steps are added. A worker that is always slow waits for nobody.
         """
-        if self._allreduces:
-            return smallest_tau(median(self._allreduces), median(self._steps), SLACK) + self._extra_steps
-        if not self.decisions:
+        if self._times:
+            step, allreduce = self._medians()
+        elif self.decisions:  # the compression has changed since
+            step, allreduce = self.decisions[-1].step_seconds, self.decisions[-1].allreduce_seconds
+        else:
             return None
-        last = self.decisions[-1]  # the compression has changed since
-        return smallest_tau(last.allreduce_seconds, last.step_seconds, SLACK) + self._extra_steps
+        return smallest_tau(allreduce, step, SLACK) + self._extra_steps
+
+    def _medians(self) -> tuple[float, float]:
+        """Returns the seconds of a local step and of an all-reduce."""
+        steps, allreduces, _ = zip(*self._times, strict=True)
+        return median(steps), median(allreduces)
+
+    def follow(self, tau: int) -> None:
+        """A round begins with a tau that the user has given."""
+        self.given = self.tau = tau
 
     def write_times(self, stats: RoundStats, before: RoundStats, rank: int, places: Tensor) -> None:
         """Writes this worker's latest times to its `places`, [NUMBERS * workers]. Other workers write 0 there.
@@ -178,9 +187,7 @@ class TauTuner:
         self._received += 1
         if self._received <= WARM_UP:
             return self._first_guess(round, max(steps), min(allreduces))
-        self._steps.append(max(steps))
-        self._allreduces.append(min(allreduces))
-        self._boundaries.append(max(boundary_seconds))
+        self._times.append((max(steps), min(allreduces), max(boundary_seconds)))
         self._rounds_of_waits += 1
         if self._rounds_of_waits == WAITS:
             self._adjust_extra(min(waited))
@@ -194,11 +201,11 @@ class TauTuner:
         required = smallest_tau(allreduce, step, self._margin(step, allreduce))
         if self.given or self.decisions or required <= self.tau:
             return None
-        return self._decided(round, required, step, allreduce, self._reason(step, allreduce, 0.0, required))
+        return self._decided(round, required, step, allreduce)
 
     def _adjust_extra(self, waited: float) -> None:
         """Adapts the extra steps of `needed` to the wait per round of the worker that waits least."""
-        step = median(self._steps)
+        step, _ = self._medians()
         share = waited / (self.tau * step)
         if share > COST and (self.needed or 0) < self.tau:  # else they wait for the network at the boundary
             self._extra_steps += math.ceil(waited / step)
@@ -209,26 +216,22 @@ class TauTuner:
 
     def _decide(self, round: int) -> TauDecision | None:
         """Returns a change of the compression or of tau, if the medians call for one."""
-        step, allreduce = median(self._steps), median(self._allreduces)
-        boundary = min(self._boundaries)  # disturbances only lengthen it
+        step, allreduce = self._medians()
+        boundary = min(seconds for _, _, seconds in self._times)  # disturbances only lengthen it
         margin = self._margin(step, allreduce)
         required = max(smallest_tau(allreduce, step, margin), smallest_tau(boundary / COST, step, 0.0))
         if change := self._change_compression(step, allreduce, required):
             tau, expected, why = change
-            return self._decided(round, tau, step, expected, why)
-        wanted = self._wanted(step, allreduce, self.given or min(required, self.tau_max))
-        misfits = not wanted / 1.5 <= self.fragments <= 2 * wanted or (wanted == 1) != (self.fragments == 1)
-        if self.given and not misfits:
-            return None
+            return self._decided(round, tau, step, expected, why=why)
         new = self.given or min(required, self.tau_max)
+        wanted = self._wanted(step, allreduce, new)
+        misfits = not wanted / 1.5 <= self.fragments <= 2 * wanted or (wanted == 1) != (self.fragments == 1)
         # tau stays until half of the margin is used up
         least = max(smallest_tau(allreduce, step, margin / 2), smallest_tau(boundary / COST, step, -0.25))
-        fits = self.tau >= least
-        wasteful = new <= 0.75 * self.tau
-        stays = not misfits and (new == self.tau or (fits and not wasteful))
-        if self.decisions and stays:  # the first decision is always reported
+        stays = new == self.tau or (self.tau >= least and new > 0.75 * self.tau)
+        if stays and not misfits and (self.decisions or self.given):  # else the first decision is always reported
             return None
-        return self._decided(round, new, step, allreduce, self._reason(step, allreduce, boundary, required))
+        return self._decided(round, required, step, allreduce, boundary)
 
     def _margin(self, step: float, allreduce: float) -> float:
         """Returns the share by which the local steps exceed the all-reduce."""
@@ -245,14 +248,16 @@ class TauTuner:
         fit = (n for n in range(most, 1, -1) if n * (math.ceil(steps / n - 1e-9) + self.vote) <= tau)
         return next(fit, 1)
 
-    def _decided(self, round: int, new: int, step: float, allreduce: float, why: str) -> TauDecision:
+    def _decided(
+        self, round: int, required: int, step: float, allreduce: float, boundary: float = 0.0, why: str = ""
+    ) -> TauDecision:
         """Records a decision, and applies it."""
-        new = self.given or min(new, self.tau_max)
-        self.fragments = self._wanted(step, allreduce, new)
-        decision = TauDecision(round, self.tau, new, step, allreduce, why, self.compression, self.fragments)
-        self.tau = decision.new
-        self.decisions.append(decision)
-        return decision
+        why, old = why or self._reason(step, allreduce, boundary, required), self.tau
+        self.tau = self.given or min(required, self.tau_max)
+        self.fragments = self._wanted(step, allreduce, self.tau)
+        settings = self.compression, self.fragments
+        self.decisions.append(TauDecision(round, old, self.tau, step, allreduce, why, *settings))
+        return self.decisions[-1]
 
     def _change_compression(self, step: float, allreduce: float, required: int) -> tuple[int, float, str] | None:
         """Starts or ends the test of a compression if it is time. The present one needs `required` local steps.
@@ -279,8 +284,7 @@ class TauTuner:
         else:
             return None
         self._received = -SETTLE
-        for times in (self._steps, self._allreduces, self._boundaries):
-            times.clear()
+        self._times.clear()
         return tau, expected, why
 
     def _reason(self, step: float, allreduce: float, boundary: float, required: int) -> str:
@@ -297,14 +301,15 @@ class TauTuner:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state for a checkpoint."""
+        steps, allreduces, boundaries = [*map(list, zip(*self._times, strict=True))] or ([], [], [])
         return {
             "tau": self.tau,
             "heard": self._received,
             "fragments": self.fragments,
             "decisions": [astuple(d) for d in self.decisions],
-            "steps": list(self._steps),
-            "allreduces": list(self._allreduces),
-            "boundaries": list(self._boundaries),
+            "steps": steps,
+            "allreduces": allreduces,
+            "boundaries": boundaries,
             "compression": (self.compression, list(self._untested), self._tested_against),
             "waits": (self._extra_steps, list(self._waits), self._rounds_of_waits),
         }
@@ -321,38 +326,45 @@ class TauTuner:
         self.tau, self._received = self.given or min(state["tau"], self.tau_max), state["heard"]
         self.decisions = [TauDecision(*d) for d in state["decisions"]]
         self.fragments = state.get("fragments", 1) if self.cuts else 1
-        self._steps = deque(state["steps"], maxlen=WINDOW)
-        self._allreduces = deque(state["allreduces"], maxlen=WINDOW)
-        self._boundaries = deque(state["boundaries"], maxlen=WINDOW)
+        self._times.clear()
+        self._times.extend(zip(state["steps"], state["allreduces"], state["boundaries"], strict=True))
         self.compression, self._untested, self._tested_against = compression, list(untested), tested_against
         self._extra_steps, waits, self._rounds_of_waits = state.get("waits", (0, [], 0))
         self._waits = deque(waits, maxlen=WAITS)
 
     def measure_again(self) -> None:
         """Forgets all times, and tests the other compressions again. tau and the compression stay until then."""
-        for times in (self._steps, self._allreduces, self._boundaries, self._waits):
-            times.clear()
+        self._times.clear()
+        self._waits.clear()
         self._received = self._extra_steps = self._rounds_of_waits = 0
         self._tested_against, self._own_times = None, [0.0] * NUMBERS
         self._untested = [other for other in self.compressions if other != self.compression]
 
 
-class TauHook(Hook):
-    """Exchanges the workers' times, and lets TauTuner decide.
+class AdaptiveTau(SyncSchedule, Hook):
+    """Exchanges the workers' times, lets TauTuner decide, and applies the decisions.
+
+    Args:
+        tau: Local steps per round, or a function from a round's number to them. Not used if the tuner chooses tau.
+        delay: See CO2Config.
+        tuner: Decides from the times.
 
     Attributes:
-        tuner: Decides from the times.
         chooses: Whether tau is chosen. False if the user gave it.
         decision: The decision of the last boundary, or None.
     """
 
     name, per_worker_scalars = "tau", {"times": NUMBERS}
 
-    def __init__(self, tuner: TauTuner):
+    def __init__(self, tau: int | str | Callable[[int], Any], delay: int | str, tuner: TauTuner):
         self.tuner, self.chooses = tuner, tuner.given is None
         self.decision: TauDecision | None = None
         self._decided: TauDecision | None = None  # takes effect at the end of the round
         self._timed: list[bool] = []  # elastic: at each place, whether the last sums had a worker's times
+        self._logged: int | None = None  # the last wait in the log
+        super().__init__(tau, delay)
+
+    # -- as a hook ---------------------------------------------------------------------------------------------
 
     def attach(self, method: Any) -> None:
         super().attach(method)
@@ -367,13 +379,13 @@ class TauHook(Hook):
 
     def on_reduced_scalars(self, sums: Mapping[str, Sequence[float]], info: ReductionInfo) -> None:
         times = [t * info.workers / info.total_world_size for t in sums["times"]]  # the ranks of a node share a place
-        step, allreduce, boundary, waited = (times[0::NUMBERS], times[1::NUMBERS], times[2::NUMBERS], times[3::NUMBERS])
+        step, allreduce, *others = (times[i::NUMBERS] for i in range(NUMBERS))
         before, self._timed = self._timed, [a * b > 0 for a, b in zip(step, allreduce, strict=True)]
         if self.method.allreduce.is_elastic and any(before) and before != self._timed:
             # A worker has left or joined. All find that in the same sums. The next times may include the change.
             self.tuner.measure_again()
             return
-        self._decided = self.tuner.receive(self.method.allreduce.launched, step, allreduce, boundary, waited)
+        self._decided = self.tuner.receive(self.method.allreduce.launched, step, allreduce, *others)
 
     def on_round_end(self) -> None:
         self.decision, self._decided = self._decided, None
@@ -387,63 +399,35 @@ class TauHook(Hook):
         if state.get("places", places := self.method.allreduce.places) != places:  # an older version saved none
             self.tuner.measure_again()
 
-
-class AdaptiveTau(SyncSchedule):
-    """The sync schedule for CO2Config's tau and delay.
-
-    Args:
-        tau: Returns a round's local steps from its number.
-        delay: See CO2Config.
-        tau_hook: Receives the workers' times. None if nothing is chosen from them.
-    """
-
-    def __init__(
-        self,
-        tau: Callable[[int], int],
-        delay: int | Literal["boundary", "auto"] = "boundary",
-        tau_hook: TauHook | None = None,
-    ):
-        self.delay, self.tau_hook = delay, tau_hook
-        self._logged: int | None = None  # the last wait in the log
-        super().__init__(tau)
-
-    @property
-    def decision(self) -> TauDecision | None:
-        """The decision of tau auto at the last boundary, or None."""
-        return self.tau_hook.decision if self.tau_hook is not None else None
+    # -- as a schedule -----------------------------------------------------------------------------------------
 
     @property
     def fragments(self) -> int | None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.tau_hook.tuner.fragments if self.tau_hook is not None and self.tau_hook.tuner.cuts else None
+        return self.tuner.fragments if self.tuner.cuts else None
 
     def begin(self, number: int) -> None:
-        if self.tau_hook is not None:
-            self._log(self.tau_hook, number)
-        if self.tau_hook is not None and self.tau_hook.chooses:
-            self.tau = self.tau_hook.tuner.tau
-            return
-        super().begin(number)
-        if self.tau_hook is not None:
-            self.tau_hook.tuner.given = self.tau_hook.tuner.tau = self.tau
+        self._log(number)
+        if self.chooses:
+            self.tau = self.tuner.tau
+        else:
+            super().begin(number)
+            self.tuner.follow(self.tau)
 
-    def _log(self, hook: TauHook, number: int) -> None:
+    def _log(self, number: int) -> None:
         """Reports the decision of this boundary, and with delay auto a new wait, on the rank that reports."""
-        d, needed = hook.decision, hook.tuner.needed if self.delay == "auto" else None
-        if d is not None and hook.method.is_log_rank:
+        d, needed = self.decision, self.tuner.needed if self.delay == "auto" else None
+        if d is not None and self.method.is_log_rank:
             parts = f", {d.fragments} fragments" if d.fragments > 1 else ""
             settings = number, d.new, d.old, d.compression, parts, d.reason
             log.info("round %d: tau %d (it was %d), compression %s%s: %s", *settings)
-        if needed not in (None, self._logged) and hook.method.is_log_rank:
+        if needed not in (None, self._logged) and self.method.is_log_rank:
             log.info("round %d: a worker waits for an average after %d local steps at most", number, needed)
         self._logged = needed
 
     def go_on(self, tau: int) -> None:
-        if self.tau_hook is not None and self.tau_hook.chooses:
+        if self.chooses:
             self.tau = tau
 
     def merges(self, method: HookedMethod) -> bool:
-        if self.delay != "auto":
-            return method.late == self.delay
-        due = self.tau_hook is not None and not method.is_cut and method.local_steps == self.tau_hook.tuner.needed
-        arrived = method.allreduce.arrived()
-        return due or (arrived if method.share is None else method.share.has_arrived(arrived))
+        due = self.delay == "auto" and not method.is_cut and method.local_steps == self.tuner.needed
+        return due or super().merges(method)

@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from core.baselines.table import Method
 from core.checkpoint import runs as checkpoint
 from core.checkpoint import stored
+from core.config import named
 from core.elastic.allreduce import ElasticAllReduce
 from core.elastic.island import Island
 from core.elastic.joining import Joining, elastic_co2
@@ -126,7 +127,7 @@ class Elastic:
         options["hooks"] = [self.run.requests, self.run.snapshots]
         options["buffers"] = list(model.buffers()) if r.average_buffers else []
         options["classes"] = self.island.classes if self.island else None
-        self.method, self.joining = elastic_co2(model.parameters(), r.co2, **options)
+        self.method, self.joining = elastic_co2(model.parameters(), named(r.co2), **options)
         self.workers = self.joining.allreduce
         self.workers.tell = self._tell
         self.workers.on_change = self._on_change

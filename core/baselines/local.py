@@ -28,9 +28,12 @@ class Blocking(LocalUpdateMethod):
     Args:
         params: See LocalUpdateMethod.
         tau: Local steps per round.
-        compression: How the average is compressed for the network.
+        compression: How the average is compressed for the network. Anchors are then kept, because rounding the
+            parameters themselves would lose more than a round changes them.
         **args: See CommonArgs.
     """
+
+    _keeps_anchors = False
 
     def __init__(
         self,
@@ -44,11 +47,13 @@ class Blocking(LocalUpdateMethod):
         super().__init__(
             given := tensors_of(params, "parameters"), **build_args_of_other(given, shared, args, overlap=False)
         )
+        if self._keeps_anchors or shared.compression.format != "float32":
+            self.replicated = self.anchors = self.state.new("outer_iterate", of_params=True)
 
     def _close_round(self, *, finished: bool) -> bool:
         for bucket, start in itertools.zip_longest(self.buckets, self.anchors):
             bucket.flatten(bucket.payload)
-            if start is not None:  # send a difference, see LocalSGD
+            if start is not None:
                 torch.sub(start, bucket.payload, out=bucket.payload)
         self._start_allreduce(finished=finished)
         result = self._wait_allreduce(finished=finished)
@@ -66,25 +71,11 @@ class Blocking(LocalUpdateMethod):
 class LocalSGD(Blocking):
     """Local-SGD (Stich, ICLR 2019): averages the parameters every tau local steps, and waits.
 
-    With a compression it sends differences from the last average, at the cost of a copy of the parameters. Rounding the
-    parameters themselves would lose more than a round changes them.
-
-    Blocking lists its arguments.
+    With a compression it sends differences from the last average, at the cost of a copy of the parameters. Blocking
+    lists the arguments.
     """
 
     name = "LocalSGD"
-
-    def __init__(
-        self,
-        params: Iterable[Tensor],
-        tau: int,
-        *,
-        compression: CompressionConfig | None = None,
-        **args: Unpack[CommonArgs],
-    ):
-        super().__init__(params, tau, compression=compression, **args)
-        if compression is not None and compression.format != "float32":
-            self.replicated = self.anchors = self.state.new("outer_iterate", of_params=True)
 
     def _apply(self) -> None:
         for bucket, start in itertools.zip_longest(self.buckets, self.anchors):
@@ -120,7 +111,7 @@ class SlowMo(Blocking):
         lr: Returns gamma, the current inner learning rate. None means a constant one, which cancels.
     """
 
-    name = "SlowMo"
+    name, _keeps_anchors = "SlowMo", True
 
     def __init__(
         self,
@@ -135,12 +126,11 @@ class SlowMo(Blocking):
         self.config = of_kind(config, SlowMoConfig, "config")
         super().__init__(params, tau, compression=compression, **args)
         self._lr = lr or (lambda: 1.0)
-        self._x = self.replicated = self.anchors = self.state.new("outer_iterate", of_params=True)
         self._u = self.state.new("outer_momentum")
 
     def _apply(self) -> None:
         gamma = max(self._lr(), 1e-12)  # a schedule may end at exactly 0
-        for bucket, x, u in zip(self.buckets, self._x, self._u, strict=True):
+        for bucket, x, u in zip(self.buckets, self.anchors, self._u, strict=True):
             # u <- beta u + mean_i (x - x^i) / gamma
             u.mul_(carried(self.config.outer_momentum, self.growth)).add_(bucket.payload, alpha=1 / gamma)
             x.sub_(u, alpha=self.config.outer_lr * gamma)

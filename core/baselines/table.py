@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -19,9 +20,11 @@ from ..config import (
     CompressionConfig,
     Schedule,
     check_share,
+    named,
     of_kind,
 )
 from ..errors import UserError
+from ..groups import check_mesh
 from ..guards.extra import Given
 from ..hooks import Hook
 from ..local_update import LocalUpdateMethod
@@ -56,27 +59,16 @@ class MethodArgs:
     def params(self) -> list[Tensor]:
         return list(self.model.parameters())
 
-    @property
-    def tau(self) -> int:
-        """Local steps per round. UserError for auto, which chooses the fewest that hide the communication."""
-        if self.co2.tau == "auto":
-            raise UserError("tau='auto' with a method that hides no communication: give a number of local steps")
-        return self.co2.tau
 
-
-@dataclass(frozen=True)
-class Settings:
-    """A method's own settings.
-
-    Attributes:
-        key: The keyword of make_method, and the prefix of the train scripts' options, --KEY.NAME.
-        config: Their dataclass.
-        help: Shown with these options.
-    """
+class Settings(NamedTuple):
+    """A method's own settings: their key in make_method and the options --KEY.NAME, their dataclass, and their help."""
 
     key: str
     config: type
     help: str = ""
+
+
+OF_OUTER_STEP = ("merge", "delay", "nesterov", "outlier")  # settings that comparisons do not share
 
 
 @dataclass(frozen=True)
@@ -112,22 +104,21 @@ class MethodSpec:
 
         Comparisons may share CO2's settings of the outer step, but not its other settings.
         """
-        c, remedy = given.co2, "leave it out"
-        unread = [(key, getattr(given, key)) for key in ("shard", "offload", "schedule") if key not in self.takes]
-        found = [key if key == "schedule" else f"{key}={value!r}" for key, value in unread if value]
+        c, remedy, default = given.co2, "leave it out", CO2Config()
+        unread = {key: getattr(given, key) for key in ("shard", "offload", "schedule") if key not in self.takes}
+        found = {key: value for key, value in unread.items() if value}
         if not self.reads_co2 and not found:
-            if c.compression.format != "float32" and "compression" not in self.takes:
-                found, remedy = (
-                    [f"compression.format={c.compression.format!r}"],
-                    "set ddp_compression" if self.name == "ddp" else remedy,
-                )
-            else:
+            if "compression" in self.takes:
                 c.compression.check_given()
-                own = ("merge", "delay", "nesterov", "outlier")
-                changed = [key for key in own if getattr(c, key) != getattr(CO2Config(), key)]
-                found = [f"{key}={getattr(c, key)!r}" for key in changed]
-        if found:
-            raise UserError(f"{found[0]} is CO2's own, method {self.name!r} does not have it: {remedy}")
+            elif c.compression.format != "float32":
+                found["compression.format"] = c.compression.format
+                remedy = "set ddp_compression" if self.name == "ddp" else remedy
+            found |= {k: value for k in OF_OUTER_STEP if (value := getattr(c, k)) != getattr(default, k)}
+        for key, value in found.items():
+            what = key if callable(value) else f"{key}={value!r}"
+            raise UserError(f"{what} is CO2's own, method {self.name!r} does not have it: {remedy}")
+        if self.kind == "blocking" and c.tau == "auto":
+            raise UserError("tau='auto' with a method that hides no communication: give a number of local steps")
         self.check(given)
 
 
@@ -159,27 +150,20 @@ def _check_ddp(given: MethodArgs) -> None:
         )
 
 
-def _local(given: MethodArgs) -> tuple[nn.Module, Any]:
-    """Makes LocalSGD."""
-    return given.model, LocalSGD(given.params, given.tau, compression=given.co2.compression, **given.args)
+def _with_rounds(make: Callable[..., Any], given: MethodArgs, **more: Any) -> tuple[nn.Module, Any]:
+    """Makes another method with local steps."""
+    more |= {"compression": given.co2.compression, **given.args}
+    return given.model, make(given.params, given.co2.tau, *([given.own] if given.own else []), **more)
 
 
 def _overlap_local(given: MethodArgs) -> tuple[nn.Module, Any]:
     """Makes OverlapLocalSGD."""
-    c = given.co2
-    more: dict[str, Any] = {"tau_max": c.tau_max, "compression": c.compression, **given.args}
-    return given.model, OverlapLocalSGD(given.params, c.tau, given.own, **more)
+    return _with_rounds(OverlapLocalSGD, given, tau_max=given.co2.tau_max)
 
 
 def _slowmo(given: MethodArgs) -> tuple[nn.Module, Any]:
     """Makes SlowMo."""
-    more: dict[str, Any] = {"lr": given.lr, "compression": given.co2.compression, **given.args}
-    return given.model, SlowMo(given.params, given.tau, given.own, **more)
-
-
-def _diloco(given: MethodArgs) -> tuple[nn.Module, Any]:
-    """Makes DiLoCo."""
-    return given.model, DiLoCo(given.params, given.tau, given.own, compression=given.co2.compression, **given.args)
+    return _with_rounds(SlowMo, given, lr=given.lr)
 
 
 OF_CO2, COMPRESSION = frozenset({"shard", "offload", "schedule", "elastic"}), frozenset({"compression"})
@@ -197,10 +181,10 @@ def register(spec: MethodSpec) -> None:
 
 register(MethodSpec("co2", _co2, "hidden", check=_check_co2, reads_co2=True, takes=OF_CO2))
 register(MethodSpec("ddp", _ddp, "synchronous", OF_DDP, check=_check_ddp))
-register(MethodSpec("diloco", _diloco, "blocking", OF_DILOCO, check=lambda given: given.tau, takes=COMPRESSION))
-register(MethodSpec("local", _local, "blocking", check=lambda given: given.tau, takes=COMPRESSION))
+register(MethodSpec("diloco", partial(_with_rounds, DiLoCo), "blocking", OF_DILOCO, takes=COMPRESSION))
+register(MethodSpec("local", partial(_with_rounds, LocalSGD), "blocking", takes=COMPRESSION))
 register(MethodSpec("overlap_local", _overlap_local, "hidden", OF_OVERLAP, takes=COMPRESSION))
-register(MethodSpec("slowmo", _slowmo, "blocking", OF_SLOWMO, check=lambda given: given.tau, takes=COMPRESSION))
+register(MethodSpec("slowmo", _slowmo, "blocking", OF_SLOWMO, takes=COMPRESSION))
 METHODS = tuple(REGISTRY)
 Method = LocalUpdateMethod | DDP
 
@@ -249,7 +233,7 @@ def make_method(
         UserError: For an unknown method, or settings that it does not support.
     """
     spec = spec_of(name)
-    co2 = replace(of_kind(co2, CO2Config, "co2"))  # names all settings, so that CO2 does not warn
+    co2 = named(of_kind(co2, CO2Config, "co2"))
     if not isinstance(model, nn.Module):
         raise UserError(f"model: a {type(model).__name__} is given: give the module itself")
     of_torch = {key: settings.pop(key) for key in OF_TORCH if name == "ddp" and key in settings}
@@ -259,8 +243,6 @@ def make_method(
     if average is not None and spec.local:
         options["average"] = average
     if mesh is not None and spec.local:
-        from ..groups import check_mesh
-
         check_mesh(mesh)
         if not any(map(is_dtensor, model.parameters())):  # sharded models synchronize themselves
             # averages a node's gradients in every step

@@ -274,14 +274,10 @@ def unlike(theirs: dict[str, Any], mine: dict[str, Any]) -> str:
             break
     else:
         return ""
-    split = [[name.split(".") for name in sorted(names)] for names in (theirs, mine)]
-    bare = [{tuple(part for part in name if part not in WRAPPERS) for name in names} for names in split]
-    if bare[0] != bare[1] or split[0] == split[1]:
-        return f"{name} is {was} there, {here} here"
-    parts = [{part for name in names for part in name if part in WRAPPERS} for names in split]
-    there, here = (", ".join(f"'{part}.'" for part in sorted(one - other)) for one, other in (parts, parts[::-1]))
-    where = f"{there} there, not here" if there else f"{here} here, not there"
-    return f"the names have the prefix {where}, as a wrapper gives it: save and load the model inside the wrapper"
+    bare = [sorted(".".join(p for p in n.split(".") if p not in WRAPPERS) for n in names) for names in (theirs, mine)]
+    wrapped = bare[0] == bare[1] and theirs.keys() != mine.keys()
+    remedy = ", as a wrapper gives names a prefix: save and load the model inside the wrapper" if wrapped else ""
+    return f"{name} is {was} there, {here} here{remedy}"
 
 
 def new_attempt(folder: Path) -> str:

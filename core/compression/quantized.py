@@ -15,8 +15,8 @@ ICML 2019). The scalars, and buffers such as BatchNorm's statistics, travel unco
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from collections.abc import Generator, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..buckets import Bucket, BucketShare, Part, Scalars, has_triton
-from ..comm import BACKGROUND, AsyncAllReduce, Reducer, Stage, all_gather, all_reduce
+from ..comm import BACKGROUND, Reducer, Stage, all_gather
 from . import formats as compressions
 from .formats import BLOCK, BLOCK_BYTES, NarrowFormat
 
@@ -156,8 +156,8 @@ class Quantized(Reducer):
 
     Only the parameters' part of a bucket is rounded; all else is sent uncompressed. If no worker has moved (the scalars
     "steps" and "weight"), the caller discards the average, and the residuals stay, as they do for an excluded worker. A
-    single worker encodes and decodes as well, so that it trains as one of many. Error feedback, `state`, costs one copy
-    of the parameters, and 1 / n of a copy for the second stage.
+    single worker encodes and decodes as well, so that it trains as one of many. Error feedback costs one copy of the
+    parameters, and 1 / n of a copy for the second stage.
 
     Args:
         buckets: The buckets or their parts.
@@ -167,7 +167,13 @@ class Quantized(Reducer):
         compression: The format of all buckets, or one format per bucket.
         error_feedback: Whether to keep residuals.
         memory: Residuals of both stages, one tensor per bucket, [workers x chunk] and [chunk]. None allocates them.
+        plain: The reducer of float32, if `become` may change the format.
+
+    Attributes:
+        held: The residuals by name. There are none in float32.
     """
+
+    feeds_back: Sequence[str] = HELD_BACK  # the stages with error feedback
 
     def __init__(
         self,
@@ -178,24 +184,44 @@ class Quantized(Reducer):
         compression: NarrowFormat | Sequence[NarrowFormat],
         error_feedback: bool = True,
         memory: tuple[list[Tensor], list[Tensor]] | None = None,
+        plain: Reducer | None = None,
     ):
-        self.buckets, self.scalars = buckets, scalars
-        self.kind = compression if isinstance(compression, str) else "mixed"
-        self.compressions: list[NarrowFormat] = (
-            [compression] * len(buckets) if isinstance(compression, str) else list(compression)
-        )
+        self.buckets, self.scalars, self.plain, self.changes = buckets, scalars, plain, plain is not None
         self.rank, self.world_size = rank, world_size
-        self.scale = 1.0
         self.device = buckets[0].flat.device
         self.chunks = [chunk_of(b.numel, world_size) for b in buckets]
-        self.state: dict[str, list[Tensor]] = {}
-        self._errors: list[Tensor | None] = [None] * len(buckets)
-        self._mean_errors: list[Tensor | None] = [None] * len(buckets)
-        if error_feedback:
-            own, means = memory or nothing_held_back(buckets, world_size).values()
-            self._errors, self._mean_errors = [*own], [*means]
-            self.state = dict(zip(HELD_BACK, (own, means), strict=True))
+        self.feeds_back = self.feeds_back if error_feedback else ()
         self._codec = make_codec(self.device)
+        self._use(compression, memory)
+
+    def _use(self, kind: Any, memory: tuple[list[Tensor], list[Tensor]] | None = None) -> None:
+        """Uses a format, or one per bucket, with these residuals or new ones."""
+        self.kind, formats = (kind, [kind] * len(self.buckets)) if isinstance(kind, str) else ("mixed", [*kind])
+        self.compressions: list[Any] = formats
+        narrow = self.kind != Reducer.kind
+        self.scale = 1.0 if narrow or self.plain is None else self.plain.scale
+        new = memory or (
+            nothing_held_back(self.buckets, self.world_size).values() if narrow and self.feeds_back else ()
+        )
+        self.held: dict[str, list[Tensor]] = dict(zip(self.feeds_back, new, strict=False))
+
+    @property
+    def state(self) -> dict[str, list[Tensor]]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Residuals, with the same keys and shapes for any format: a checkpoint of another format fits."""
+        if self.held or not self.feeds_back:
+            return self.held
+        zeros = nothing_held_back(self.buckets, self.world_size, "cpu")
+        return {name: zeros[name] for name in self.feeds_back}
+
+    def become(self, kind: str) -> None:
+        """Changes the format, if it may change, while nothing is in flight. The old one's residuals join the payload.
+
+        On a GPU this must not run in the background's stream: memory that is freed there would be used again while that
+        stream still reads it.
+        """
+        if self.changes and kind != self.kind:
+            self.release()
+            self._use(kind)
 
     @property
     def rests(self) -> list[int]:
@@ -203,14 +229,12 @@ class Quantized(Reducer):
         return [-(-len(b.values) // self.world_size) for b in self.buckets]
 
     def stages(self, group: dist.ProcessGroup | None, number: int) -> Iterator[Stage]:
-        yield BACKGROUND  # the encoding
-        sent = self._outgoing()
-        received = sent
-        if group is not None:
-            received = torch.empty_like(sent)
-            work = dist.all_to_all_single(received, sent, group=group, async_op=True)
-            assert work is not None
-            yield [work], (self.world_size - 1) * sent.shape[1]
+        exact = self.plain if self.kind == Reducer.kind else None
+        yield from exact.stages(group, number) if exact else self._stages(group)
+
+    def _stages(self, group: dist.ProcessGroup | None) -> Iterator[Stage]:
+        """Yields the stages of a narrow format."""
+        received = yield from self._exchange(group)
         mean = self._average(received)
         means = mean[None]
         if group is not None:
@@ -218,11 +242,26 @@ class Quantized(Reducer):
             yield all_gather(means, mean, group)
         self._unpack(means)
 
+    def _exchange(self, group: dist.ProcessGroup | None) -> Generator[Stage, None, Tensor]:
+        """Yields the first stage, and returns what the workers have sent to this one, uint8 [workers, bytes]."""
+        yield BACKGROUND  # the encoding
+        sent = received = self._outgoing()
+        if group is not None:
+            received = torch.empty_like(sent)
+            work = dist.all_to_all_single(received, sent, group=group, async_op=True)
+            assert work is not None
+            yield [work], (self.world_size - 1) * sent.shape[1]
+        return received
+
     def of_bucket(self, i: int, group: dist.ProcessGroup | None, number: int, turn: int) -> Iterator[Stage]:  # noqa: ARG002
-        memory: Any = [[flats[i]] for flats in self.state.values()] or None
+        memory: Any = [[flats[i]] for flats in self.held.values()] or None
         workers, compression = (self.rank, self.world_size), self.compressions[i]
         one = Quantized([self.buckets[i]], self.scalars, *workers, compression, memory is not None, memory)
         return one.stages(group, number)
+
+    def _errors(self, stage: int) -> Sequence[Tensor | None]:
+        """Returns the residuals of stage 0 or 1, one per bucket."""
+        return self.held.get(HELD_BACK[stage], [None] * len(self.buckets))
 
     def _layout(self) -> list[int]:
         """Returns the bytes for one worker: every bucket's encoded chunk, then every bucket's share of the rest."""
@@ -239,8 +278,8 @@ class Quantized(Reducer):
         message = torch.empty(n, sum(layout), dtype=torch.uint8, device=self.device)
         parts = message.split(layout, dim=1)
         moved = self.scalars["steps"] * self.scalars["weight"] != 0
-        for i, (bucket, rest) in enumerate(zip(self.buckets, self.rests, strict=True)):
-            self._codec.encode(bucket.payload, parts[i], self.compressions[i], self._errors[i], moved)
+        for i, (bucket, rest, error) in enumerate(zip(self.buckets, self.rests, self._errors(0), strict=True)):
+            self._codec.encode(bucket.payload, parts[i], self.compressions[i], error, moved)
             rows = pad(bucket.values, (0, n * rest - len(bucket.values))).view(n, rest)
             parts[count + i].copy_(rows.view(torch.uint8))
         parts[-1].copy_(scalars.clone().view(torch.uint8).expand(n, -1))  # the clone is aligned
@@ -257,7 +296,7 @@ class Quantized(Reducer):
         moved = self.scalars["steps"] * self.scalars["weight"] != 0
         payload = received.new_empty(sum(layout))
         out = payload.split(layout)
-        for i, (bucket, error) in enumerate(zip(self.buckets, self._mean_errors, strict=True)):
+        for i, (bucket, error) in enumerate(zip(self.buckets, self._errors(1), strict=True)):
             self._codec.average(parts[i], out[i], self.compressions[i], bucket.flat.dtype, error, moved)
             values = self._codec.mean(_raw(parts[count + i], bucket.flat.dtype))
             out[count + i].copy_(values.view(torch.uint8))
@@ -276,15 +315,13 @@ class Quantized(Reducer):
 
         Each worker holds the second stage's residuals of one chunk.
         """
-        held = zip(self.buckets, self._errors, self._mean_errors, self.chunks, strict=True)
+        held = zip(self.buckets, self._errors(0), self._errors(1), self.chunks, strict=True)
         for bucket, own, mean, chunk in held:
-            if own is None:
-                continue
-            bucket.payload.add_(own[: bucket.numel])
-            if mean is None:
-                continue
-            part = bucket.payload[self.rank * chunk : (self.rank + 1) * chunk]
-            part.add_(mean[: len(part)], alpha=self.world_size)
+            if own is not None:
+                bucket.payload.add_(own[: bucket.numel])
+            if mean is not None:
+                part = bucket.payload[self.rank * chunk : (self.rank + 1) * chunk]
+                part.add_(mean[: len(part)], alpha=self.world_size)
 
 
 class OwnedQuantized(Quantized):
@@ -294,19 +331,10 @@ class OwnedQuantized(Quantized):
     there is one encoding, and one residual. Each payload has a whole number of blocks for each worker.
     """
 
-    def __init__(self, *args: Any):
-        super().__init__(*args)
-        self._mean_errors = [None] * len(self.buckets)
-        self.state = {name: self.state[name] for name in HELD_BACK[:1] if self.state}
+    feeds_back = HELD_BACK[:1]
 
-    def stages(self, group: dist.ProcessGroup | None, number: int) -> Iterator[Stage]:
-        yield BACKGROUND
-        sent = received = self._outgoing()
-        if group is not None:
-            received = torch.empty_like(sent)
-            work = dist.all_to_all_single(received, sent, group=group, async_op=True)
-            assert work is not None
-            yield [work], (self.world_size - 1) * sent.shape[1]
+    def _stages(self, group: dist.ProcessGroup | None) -> Iterator[Stage]:
+        received = yield from self._exchange(group)
         scalars, count = self.buckets[0].scalars, len(self.buckets)
         *parts, last = received.split([*self._layout(), scalars.nbytes], dim=1)
         scalars.copy_(self._codec.mean(_raw(last, scalars.dtype)))
@@ -333,62 +361,3 @@ def _raw(payload: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns uint8 [rows, bytes] as [rows, elements]. The clone is aligned."""
     rows, size = payload.shape
     return payload.flatten().clone().view(dtype).view(rows, size // dtype.itemsize)
-
-
-class AutoCompression(Reducer):
-    """A reducer that can change its format: the hook for tau calls `become` before a launch.
-
-    Args:
-        kind: The first format.
-        error_feedback: Whether to keep residuals.
-        buckets: The method's buckets.
-        scalars: The scalars that are summed with them.
-        allreduce: The method's all-reduce.
-        owned: Whether each worker gets only the average of the part that it owns.
-    """
-
-    changes = True
-
-    def __init__(
-        self,
-        kind: str,
-        error_feedback: bool,
-        buckets: Sequence[Bucket | BucketShare],
-        scalars: Scalars,
-        allreduce: AsyncAllReduce,
-        *,
-        owned: bool = False,
-    ):
-        self._feeds_back, self._owned = error_feedback, owned
-        self._buckets, self._scalars, self._allreduce = buckets, scalars, allreduce
-        self.kind, self._now = "", cast(Reducer, None)
-        self.become(kind)
-
-    @property
-    def state(self) -> dict[str, list[Tensor]]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Residuals, with the same keys and shapes for any format."""
-        if self._now.state or not self._feeds_back:
-            return self._now.state
-        held = nothing_held_back(self._buckets, self._allreduce.world_size, "cpu")
-        return {name: held[name] for name in HELD_BACK[: 1 if self._owned else 2]}
-
-    def become(self, kind: str) -> None:
-        """Changes the format, while nothing is in flight. The old format's residuals join the payload.
-
-        On a GPU this must not run in the background's stream: memory that is freed there would be used again while that
-        stream still reads it.
-        """
-        if kind == self.kind:
-            return
-        if isinstance(self._now, Quantized):
-            self._now.release()
-        self.kind, allreduce = kind, self._allreduce
-        if kind == "float32":
-            self._now = all_reduce(self._buckets, self._scalars, allreduce, owned=self._owned)
-        else:
-            settings = allreduce.rank, allreduce.world_size, cast(NarrowFormat, kind), self._feeds_back
-            self._now = (OwnedQuantized if self._owned else Quantized)(self._buckets, self._scalars, *settings)
-        self.scale = self._now.scale
-
-    def stages(self, group: dist.ProcessGroup | None, number: int) -> Iterator[Stage]:
-        yield from self._now.stages(group, number)

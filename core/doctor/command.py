@@ -15,7 +15,6 @@ import socket
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -95,9 +94,9 @@ def diagnose(asked: argparse.Namespace) -> dict[str, Any]:
         own = own_facts()
         if env_number("WORLD_SIZE", 1) == 1:
             return header([own], asked.params)
-        backend = "cpu:gloo,cuda:nccl" if own.device == "cuda" else "gloo"
+        backend = "cpu:gloo,cuda:nccl" if own["alike"]["device"] == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(seconds=asked.timeout))
-        facts = [Facts(**of_rank) for of_rank in of_all(vars(own))]
+        facts = of_all(own)
     except UserError:
         raise
     except (RuntimeError, ValueError) as error:
@@ -108,7 +107,7 @@ def diagnose(asked: argparse.Namespace) -> dict[str, Any]:
             measure(found, asked, nodes_of(facts))
         of_all(None)  # rank 0, which holds the store, must not leave first
     except (RuntimeError, UserError) as error:  # a failed collective, or settings that CO2 refuses
-        found["failures"].append(f"rank {own.rank}: {_short(error)}")
+        found["failures"].append(f"rank {own['rank']}: {_short(error)}")
     else:
         dist.destroy_process_group()
     return found
@@ -121,14 +120,13 @@ def measure(found: dict[str, Any], asked: argparse.Namespace, nodes: list[list[i
         found["failures"].append(wrong)
         return
     params, workers = found["params"], found["workers"]
-    found["boundary_seconds"] = boundary(params, device, asked.timeout)
+    found["boundary_seconds"] = own = boundary(params, device, asked.timeout)
     of_links = links(nodes, device)
     found["links"] |= {name: link.as_dict() for name, link in of_links.items()}
     found["compressions"] = compressions(params, of_links["all"], device, asked.timeout)
     config, steps = CO2Config.recommended(), [asked.step_ms / 1e3] if asked.step_ms else reports.STEPS
     seconds = {name: compression["seconds"] for name, compression in found["compressions"].items()}
-    boundary_seconds = found["boundary_seconds"]
-    found["settings"] = [reports.choose(config, workers, step, seconds, boundary_seconds) for step in steps]
+    found["settings"] = [reports.choose(config, workers, step, seconds, own) for step in steps]
     if asked.per_node is None:
         return
     mesh = node_mesh(device.type, asked.per_node, asked.timeout)
@@ -140,37 +138,16 @@ def measure(found: dict[str, Any], asked: argparse.Namespace, nodes: list[list[i
     seconds = {name: compression["seconds"] for name, compression in of_nodes.items()}
     found["per_node"], found["node_compressions"], found["node_settings"] = mesh.size(1), of_nodes, []
     for alone in found["settings"]:
-        nodes_of_step = reports.choose(config, mesh.size(0), alone["step_seconds"], seconds, boundary_seconds)
-        found["node_settings"].append(reports.place(nodes_of_step, alone, inside))
+        of_step = reports.choose(config, mesh.size(0), alone["step_seconds"], seconds, own)
+        found["node_settings"].append(reports.place(of_step, alone, inside))
 
 
-@dataclass(frozen=True)
-class Facts:
-    """The facts about one worker.
+def own_facts(env: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """Returns the facts about this process, and sets its GPU by its local rank. Raises UserError if it has no such GPU.
 
-    Attributes:
-        rank: The worker's rank.
-        host: Name and network namespace of a machine. Workers on the same host need no link.
-        hostname: The machine's name.
-        alike: Versions and settings that must be equal on all workers.
-        device: "cuda" or "cpu".
-        device_name: Name of the GPU or the processor.
-        memory: Bytes of its GPU, or its share of the host's memory.
-        infiniband: Why NCCL finds no InfiniBand, see `no_infiniband`.
+    `host` is the machine's name and network namespace: workers on the same host need no link. `alike` must be equal on
+    all workers. `memory` has the bytes of its GPU, or of its share of the host's memory.
     """
-
-    rank: int
-    host: str
-    hostname: str
-    alike: dict[str, str]
-    device: str
-    device_name: str
-    memory: int
-    infiniband: str = ""
-
-
-def own_facts(env: Mapping[str, str] = os.environ) -> Facts:
-    """Returns this process's facts, and sets its GPU by its local rank. Raises UserError if it has no such GPU."""
     hostname, device, namespace = socket.gethostname(), "cuda" if torch.cuda.is_available() else "cpu", ""
     with contextlib.suppress(OSError):
         namespace = os.readlink("/proc/self/ns/net")
@@ -184,9 +161,15 @@ def own_facts(env: Mapping[str, str] = os.environ) -> Facts:
     else:
         name = f"{os.uname().machine} ({os.cpu_count()} cores)"
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // max(1, local_world_size(env))
-    alike = {"torch": torch.__version__, "co2": __version__, "device": device}
-    lacks = no_infiniband(env) if device == "cuda" else ""
-    return Facts(env_number("RANK", 0, env), f"{hostname} {namespace}", hostname, alike, device, name, memory, lacks)
+    return {
+        "rank": env_number("RANK", 0, env),
+        "host": f"{hostname} {namespace}",
+        "hostname": hostname,
+        "alike": {"torch": torch.__version__, "co2": __version__, "device": device},
+        "device": name,
+        "memory": memory,
+        "infiniband": no_infiniband(env) if device == "cuda" else "",
+    }
 
 
 def no_infiniband(env: Mapping[str, str] = os.environ, devices: Path = Path("/dev/infiniband")) -> str:
@@ -210,39 +193,41 @@ def no_infiniband(env: Mapping[str, str] = os.environ, devices: Path = Path("/de
     return ""
 
 
-def nodes_of(facts: Sequence[Facts]) -> list[list[int]]:
+def nodes_of(facts: Sequence[dict[str, Any]]) -> list[list[int]]:
     """Returns the ranks grouped by host, in the order of each host's first rank."""
-    return [[f.rank for f in facts if f.host == host] for host in dict.fromkeys(f.host for f in facts)]
+    hosts = dict.fromkeys(f["host"] for f in facts)
+    return [[f["rank"] for f in facts if f["host"] == host] for host in hosts]
 
 
-def failures(facts: Sequence[Facts]) -> list[str]:
+def failures(facts: Sequence[dict[str, Any]]) -> list[str]:
     """Returns the reasons why a run would fail, one line each."""
     found = []
-    for name in facts[0].alike:
+    for name in facts[0]["alike"]:
         ranks: dict[str, list[str]] = {}
         for f in facts:
-            ranks.setdefault(f.alike[name], []).append(str(f.rank))
+            ranks.setdefault(f["alike"][name], []).append(str(f["rank"]))
         listed = "; ".join(f"{value} on rank {', '.join(of)}" for value, of in ranks.items())
         found += [f"{name} differs: {listed}: use the same on all nodes"] if len(ranks) > 1 else []
     return found
 
 
-def header(facts: Sequence[Facts], params: float) -> dict[str, Any]:
+def header(facts: Sequence[dict[str, Any]], params: float) -> dict[str, Any]:
     """Returns the part of the report that needs no measurement."""
     nodes, first = [[facts[rank] for rank in node] for node in nodes_of(facts)], facts[0]
-    sizes, memory = {len(node) for node in nodes}, min(f.memory for f in facts)
+    sizes, kind, memory = {len(node) for node in nodes}, first["alike"]["device"], min(f["memory"] for f in facts)
+    named = [(n[0]["hostname"], [f["rank"] for f in n], n[0]["device"]) for n in nodes]
     return {
         "format": 1,  # raise it if a key that the planner reads changes
         "params": max(1, round(params)),
         "workers": len(facts),
         "workers_per_node": sizes.pop() if len(sizes) == 1 else None,
-        "nodes": [{"hostname": n[0].hostname, "ranks": [f.rank for f in n], "device": n[0].device_name} for n in nodes],
-        "backend": "nccl" if first.device == "cuda" else "gloo",
-        "device": {"type": first.device, "name": first.device_name, "memory_bytes_per_worker": memory},
+        "nodes": [dict(zip(("hostname", "ranks", "device"), node, strict=True)) for node in named],
+        "backend": "nccl" if kind == "cuda" else "gloo",
+        "device": {"type": kind, "name": first["device"], "memory_bytes_per_worker": memory},
         "links": {"within": None, "across": None, "all": None},
         "compressions": {},
         "boundary_seconds": None,
         "settings": [],
-        "infiniband": next((f"on rank {f.rank}, {f.infiniband}" for f in facts if f.infiniband), ""),
+        "infiniband": next((f"on rank {f['rank']}, {f['infiniband']}" for f in facts if f["infiniband"]), ""),
         "failures": failures(facts),
     }

@@ -20,7 +20,7 @@ from ..groups import host_group, of_all
 SMALLEST, MOST_BYTES = 4, 1 << 28  # bytes of an all-reduce
 FROM, REPEATS, LONG = 1 << 12, 5, 0.6  # bytes of the second size; repeats; seconds after which sizes stop growing
 SAMPLE_SECONDS, MOST_PARAMS, MOST_ALONE, ROUNDS = 0.6, 1 << 25, 1 << 24, 3  # MOST_ALONE: parameters without a link
-FORMATS: tuple[Format, ...] = ("float32", "int8", "int4")
+FORMATS: tuple[Format, ...] = ("float32", "int4")  # between which compression auto chooses
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any
 
-from ..config import CO2Config, tau_hook_for
+from ..config import CO2Config, tuner_for
 from ..tau import smallest_tau
 
 STEPS = (0.01, 0.03, 0.1, 0.3, 1.0)  # seconds of a local step, if the user gives none
@@ -14,8 +14,6 @@ ROUNDS = 40  # rounds after which a tuner that always gets the same times has se
 WIDTH, FIRST = 100, 13  # columns of the screen, and of a line's name
 COLUMNS = "{:<11}{:<4}{:<12}{:<12}{:<8}{:<9}{:<7}{:<10}{:<6}{}"
 TITLES = ("local step", "tau", "compression", "fragments", "exposed", "boundary", "DDP", "DDP int4", "r", "take")
-# over int4, by r: results/seconds.md, "What hiding is worth"
-MAP = "DDP up to r 5, hidden rounds of 2 to 6 steps up to r 20, then hidden rounds of 6 steps or more"
 LINKS = {"within": "in a node", "across": "across nodes", "all": "all workers"}
 
 
@@ -31,9 +29,8 @@ def choose(
         seconds: Seconds of an all-reduce, by format.
         boundary: Seconds of the work at a round boundary.
     """
-    tuned = tau_hook_for(config, workers)
-    assert tuned is not None and workers > 1, "one worker has nothing to send"
-    tuner = tuned.tuner
+    tuner = tuner_for(config, workers)
+    assert tuner is not None and workers > 1, "one worker has nothing to send"
     for number in range(ROUNDS):
         tuner.receive(number, [step], [seconds[tuner.compression]], [boundary])
     tau, took, float32 = tuner.tau, seconds[tuner.compression], seconds["float32"]
@@ -123,7 +120,6 @@ def screen(report: Mapping[str, Any]) -> str:
             shares = ", ".join(f"{name} {c[f'{name}_share']:.1%}" for name in ("exposed", "boundary", "inside"))
             what = f"of {report['per_node']} with DDP inside, {_time(c['step_seconds'])}: tau {c['tau']}"
             line("  nodes", f"{what}, {c['compression']}, {shares}, take {c['take']}")
-        line("  map", f"first at a loss (small models, int4): {MAP}")
         reason = f"{choices[0]['reason']}; with float32 {choices[0]['float32_tau']} steps"
         line("  why", reason if len(choices) == 1 else "--step_ms gives your own step, and says why")
         line("  call", "CO2(model.parameters(), CO2Config.recommended(steps=N), buffers=model.buffers())")

@@ -45,7 +45,7 @@ class ElasticReducer(Reducer):
         """Undoes a failed attempt. The buckets still hold what this worker has sent."""
 
 
-class ElasticQuantized(Quantized, ElasticReducer):
+class ElasticQuantized(Quantized, ElasticReducer):  # pyright: ignore[reportIncompatibleVariableOverride]
     """Averages copies of the buckets in a narrow format.
 
     Error feedback costs one copy of the parameters, and 2 / n of a copy for the residual of averages. While the number

@@ -15,7 +15,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import distributed_c10d
 
 from core import CO2, CO2Config, CompressionConfig, make_method
 from core.baselines.table import METHODS
@@ -199,36 +198,6 @@ def test_a_rank_that_vanishes_is_no_success():
     assert run_distributed(die_on_rank_1, 2, expect_death=(1,)) == ["alive", None]
 
 
-class SlowToMeet:
-    """An argument on whose arrival rank 1 is set to have made its connections half a second before it knows."""
-
-    def __reduce__(self) -> Any:
-        return slow_to_meet, ()
-
-
-def slow_to_meet() -> list[float]:
-    make, met = distributed_c10d._new_process_group_helper, []
-
-    def slow(world_size: int, rank: int, *args: Any, **options: Any) -> Any:
-        found = make(world_size, rank, *args, **options)
-        time.sleep(0.5 * rank)
-        met.append(time.monotonic())
-        return found
-
-    distributed_c10d._new_process_group_helper = slow
-    return met
-
-
-def when_called(rank: int, world_size: int, met: list[float]) -> tuple[float, float]:
-    return met[0], time.monotonic()
-
-
-def test_no_rank_is_called_before_all_have_met():
-    """It could end its group, whose connections others are still making."""
-    (first, called), (second, _) = run_distributed(when_called, 2, SlowToMeet())
-    assert first < second < called
-
-
 MBIT = 8.0  # a million bytes a second
 
 
@@ -239,13 +208,6 @@ def test_reservations_queue_one_behind_the_other():
     assert first >= start + 0.1
     assert second - first == pytest.approx(0.05)
     assert time.perf_counter() < second, "reserving must not wait"
-
-
-def test_an_idle_link_does_not_save_up_time():
-    link = ThrottledLink(MBIT)
-    link.reserve(1_000)
-    time.sleep(0.05)
-    assert link.reserve(20_000) >= time.perf_counter() + 0.02 - 1e-3
 
 
 @on_ranks(3)

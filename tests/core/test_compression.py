@@ -136,21 +136,6 @@ def test_nothing_is_divided_by_a_plain_number(compression: Any):
     assert len(divisors.seen) > 2 and all(isinstance(d, Tensor) for d in divisors.seen), divisors.seen
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("compression", NARROW)
-def test_cuda_gives_the_same_mean(compression: Any):
-    x = torch.randn(3 * BLOCK, generator=generator(0)) * 1e-4
-    seen = []
-    for device in ("cpu", "cuda"):
-        p, buffer = torch.zeros(700, device=device), torch.zeros(5, device=device)
-        mean = Mean([p], {"steps": 1, "weight": 1}, CompressionConfig(compression).reducer, buffers=[buffer])
-        for _ in range(3):
-            mean.buckets[0].flat[:705] = x[:705].to(device)
-            mean.reduce(2.0)
-        seen.append([mean.buckets[0].flat.cpu(), *(f.cpu() for fs in mean.reducer.state.values() for f in fs)])
-    assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
-
-
 def test_another_backend_is_refused_with_the_reason():
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
@@ -323,31 +308,21 @@ def move(rank: int) -> Tensor:
 MOVES = 28
 
 
-def constant_moves(rank: int, world_size: int, rests: bool, feedbacks: tuple[bool, ...]) -> list[Any]:
-    """With each delay and with and without error feedback; see moved_constantly."""
-    configs = [replace(PLAIN, delay=delay, error_feedback=feedback) for delay in (0, 1) for feedback in feedbacks]
-    return [moved_constantly(rank, world_size, config, rests) for config in configs]
-
-
-def moved_constantly(rank: int, world_size: int, config: Settings, rests: bool) -> tuple[Tensor, float, list[Tensor]]:
-    """MOVES rounds of `move`: parameters, their largest distance from the exact mean, state.
-
-    rests: finish() now and then, which sends means of nothing.
-    """
-    p = nn.Parameter(torch.zeros(20, dtype=torch.float64))
-    exact = sum(move(r) for r in range(world_size)) / world_size
-    co2 = config.build([p])
-    worst = 0.0
-    for round in range(MOVES):
-        with torch.no_grad():
-            p.sub_(move(rank))
-        co2.step()
-        if rests and round % 10 == 9:
-            co2.finish()
-        arrived = round + 1 - config.delay
-        worst = worst if rests else max(worst, (p.detach() + arrived * exact).abs().max().item())
-    co2.finish()
-    return p.detach().clone(), worst, [f.clone() for fs in co2.reducer.state.values() for f in fs]
+def constant_moves(rank: int, world_size: int) -> list[tuple[Tensor, list[Tensor]]]:
+    """MOVES rounds of `move` with each delay: parameters, state. finish() now and then sends means of nothing."""
+    found = []
+    for delay in (0, 1):
+        p = nn.Parameter(torch.zeros(20, dtype=torch.float64))
+        co2 = replace(PLAIN, delay=delay).build([p])
+        for round in range(MOVES):
+            with torch.no_grad():
+                p.sub_(move(rank))
+            co2.step()
+            if round % 10 == 9:
+                co2.finish()
+        co2.finish()
+        found.append((p.detach().clone(), [f.clone() for fs in co2.reducer.state.values() for f in fs]))
+    return found
 
 
 PLAIN = Settings(
@@ -355,20 +330,11 @@ PLAIN = Settings(
 )
 
 
-@pytest.mark.slow
-def test_error_feedback_keeps_the_drift_bounded():
-    """By half a step at each encoding, a step being a seventh of the largest. Else the mean, 0.03685, never arrives."""
-    drifts = [drift for _, drift, _ in run_distributed(constant_moves, 2, False, (True, False))[0]]
-    for delay, (bounded, unbounded) in enumerate((drifts[:2], drifts[2:])):
-        assert bounded <= 2 * (1.5 / 7 / 2) * 1.1  # the feedback makes the largest a little larger
-        assert unbounded == pytest.approx((MOVES - delay) * 0.03685, rel=1e-6)
-
-
 def test_nothing_is_lost_not_even_where_empty_means_are_thrown_away():
     """What arrived and what is held back are the sum of all moves: finish() sends means that nobody uses."""
-    for results in zip(*run_distributed(constant_moves, 3, True, (True,)), strict=True):
-        own = sum(r[2][0][:20] for r in results) / 3
-        of_means = results[0][2][1][:20]  # all 20 elements are in worker 0's chunk
+    for results in zip(*run_distributed(constant_moves, 3), strict=True):
+        own = sum(r[1][0][:20] for r in results) / 3
+        of_means = results[0][1][1][:20]  # all 20 elements are in worker 0's chunk
         assert own.abs().max() > 1e-3 and of_means.abs().max() > 1e-3, "both hold something back"
         total = MOVES * sum(move(r) for r in range(3)) / 3
         torch.testing.assert_close(own + of_means - results[0][0], total, rtol=0, atol=1e-11)

@@ -16,22 +16,21 @@ import torch.distributed as dist
 
 from core import CO2Config
 from core.doctor import command, measure
-from core.doctor.command import Facts, failures, header, own_facts
+from core.doctor.command import failures, header, own_facts
 from core.doctor.measure import Link, extrapolated
 from core.doctor.report import choose, place, screen
 from core.testing import run_distributed
 from tests.scripts import Mistakes, run_script
 
-FACT = Facts(
-    rank=0,
-    host="a",
-    hostname="a",
-    alike={"torch": "2.9", "co2": "0.1.0", "device": "cpu"},
-    device="cpu",
-    device_name="cpu",
-    memory=1 << 34,
-)
-OTHER = replace(FACT, rank=1, host="b", hostname="b")
+FACT: dict[str, Any] = {
+    "rank": 0,
+    "host": "a",
+    "hostname": "a",
+    "alike": {"torch": "2.9", "co2": "0.1.0", "device": "cpu"},
+    "device": "cpu",
+    "memory": 1 << 34,
+    "infiniband": "",
+}
 
 
 def ring(workers: int, rate: float, swallowed: float = 0.0, latency: float = 1e-3) -> Link:
@@ -50,10 +49,8 @@ def test_a_links_rate_and_latency(workers: int, rate: float):
 
 
 def test_a_line_is_never_below_nothing():
-    assert Link(2, [(4, 2.0)]).line == (0.0, 0.5)
     noise = Link(2, [(4, 2.0), (5, 1.0)])
-    assert noise.line[1] > 0 and noise.seconds(10) == pytest.approx(2.0)
-    assert Link(2, [(4, 0.1), (5, 1.0)]).seconds(1) > 0
+    assert noise.line[1] > 0 and noise.seconds(10) == pytest.approx(2.0) and Link(2, [(4, 2.0)]).line == (0.0, 0.5)
 
 
 def test_a_sample_is_extrapolated_by_the_links_rate_and_its_own_work():
@@ -104,23 +101,19 @@ def test_nodes_are_taken_where_they_lose_less_with_ddp_inside():
 
 
 def test_nodes_are_hosts():
-    apart = [replace(FACT, rank=rank, host="ab"[rank % 2]) for rank in range(4)]
+    apart = [FACT | {"rank": rank, "host": "ab"[rank % 2]} for rank in range(4)]
     found = header(apart, 1e6)
     assert [node["ranks"] for node in found["nodes"]] == [[0, 2], [1, 3]] and found["workers_per_node"] == 2
     assert header(apart[:3], 1e6)["workers_per_node"] is None, "nodes of unlike numbers"
     assert "workers      4 on 2 nodes (a), gloo" in screen(found) and not found["failures"]
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"torch": "2.8"}, "torch differs: 2.9 on rank 0, 2; 2.8 on rank 1: use the same on all nodes"),
-        ({"device": "cuda"}, "device differs: cpu on rank 0, 2; cuda on rank 1"),
-    ],
-)
-def test_what_would_make_a_run_fail(change: dict[str, Any], says: str):
-    (found,) = failures([FACT, replace(OTHER, alike=FACT.alike | change), replace(OTHER, rank=2)])
-    assert found.startswith(says)
+def test_what_would_make_a_run_fail():
+    other = FACT | {"rank": 1, "alike": FACT["alike"] | {"torch": "2.8", "device": "cuda"}}
+    assert failures([FACT, other, FACT | {"rank": 2}]) == [
+        "torch differs: 2.9 on rank 0, 2; 2.8 on rank 1: use the same on all nodes",
+        "device differs: cpu on rank 0, 2; cuda on rank 1: use the same on all nodes",
+    ]
 
 
 def test_a_worker_with_a_gpu(monkeypatch: pytest.MonkeyPatch):
@@ -135,7 +128,7 @@ def test_a_worker_with_a_gpu(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(torch.cuda, name, stand_in)
     monkeypatch.setattr(command, "no_infiniband", lambda env: "libibverbs finds no device")
     found = own_facts({"LOCAL_RANK": "3"})
-    assert (found.rank, found.device, found.device_name, found.memory) == (0, "cuda", "NVIDIA H100", 80 << 30)
+    assert (found["rank"], found["device"], found["memory"]) == (0, "NVIDIA H100", 80 << 30)
     assert chosen == [3] and header([found], 1e6)["backend"] == "nccl"
     (line,) = [line for line in screen(header([found], 1e6)).splitlines() if "NCCL" in line]
     assert line == "InfiniBand   on rank 0, libibverbs finds no device; NCCL uses TCP there"
@@ -240,7 +233,7 @@ def test_the_command_on_two_nodes_of_two(tmp_path: Path):
     for link in found["links"].values():
         assert link["bandwidth_bits_per_second"] > 0 and 0 < link["latency_seconds"] < 1
     assert (found["format"], found["workers"], found["workers_per_node"], found["params"]) == (1, 4, 2, 200000)
-    assert set(found["compressions"]) == {"float32", "int8", "int4"}
+    assert set(found["compressions"]) == {"float32", "int4"}
     (settings,), (of_nodes,) = found["settings"], found["node_settings"]
     assert found["per_node"] == 2 and of_nodes["take"] in ("nodes", settings["take"]) and "  nodes      of 2" in said
     assert settings["step_seconds"] == 0.05 and settings["tau"] >= 1 and settings["compression"] in ("int4", "float32")
@@ -298,11 +291,6 @@ def test_a_rank_that_does_not_come(ends: Any, rank: str, says: str):
     told = [line for line in err.splitlines() if line.startswith("error: ")]
     assert (status, out, len(told)) == (1, "", 1) and says in told[0], err
     assert told[0].startswith(f"error: rank {rank}: ") and time.monotonic() - began < 30
-
-
-def test_a_variable_that_is_no_number_is_one_line(ends: Any):
-    status, out, err = ends("--params", "1e4", RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="zz")
-    assert (status, out, err.count("\n")) == (1, "", 1) and "'zz'" in err
 
 
 def test_more_workers_than_gpus_are_one_line(ends: Any, monkeypatch: pytest.MonkeyPatch):

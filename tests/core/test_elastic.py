@@ -19,7 +19,7 @@ from core import CO2, CO2Config, CompressionConfig, testing
 from core.elastic.allreduce import ElasticAllReduce
 from core.elastic.joining import elastic_co2
 from core.elastic.members import Members, Over
-from core.tau import NUMBERS, TauHook, TauTuner
+from core.tau import NUMBERS, AdaptiveTau, TauTuner
 from tests import problems
 from tests.problems import flat, sgd_step
 
@@ -105,7 +105,7 @@ class Worker:
         self.closed: dict[int, int] = {}  # its step
         self.taus: dict[int, int] = {}  # tau of the next round
         if settings.get("tau") == "auto":
-            say_times(method.hook(TauHook).tuner, self.rank)
+            say_times(method.hook(AdaptiveTau).tuner, self.rank)
         self.trace: dict[int, Any] = {}  # the outer iterate
 
     def take_step(self, where: str, when: int) -> None:

@@ -11,16 +11,13 @@ import torch
 from torch import Tensor
 
 from core import CO2, CO2Config, UserError
-from core.compression.lgreco import reducer
 from core.compression.lgreco.choices import (
     BINS,
     RAW,
-    SAMPLE,
     Clock,
     LGrecoConfig,
     allocate,
     family,
-    largest,
     parse,
     total,
 )
@@ -60,11 +57,12 @@ def test_a_layer_that_is_not_finite_keeps_its_choice_and_the_others_go_on(like: 
     train(mean, range(2))
     before = list(mean.reducer.chosen)
     train(mean, range(2, 3), lambda i, round: float("nan") if i == 4 else 10.0**i)
+    bad = [bool(v.isnan().any()) for v in in_bucket(mean.buckets[0].payload, mean.reducer.layers, range(len(SHAPES)))]
+    assert bad[4], "what is not finite is seen by all"
+    train(mean, range(3, 4))  # decides
     assert mean.reducer.chosen[4] == before[4] and mean.reducer.allocation.number == 3
     assert like == "rank4" or list(mean.reducer.chosen) != before
     assert "layers 4 are not finite and keep what they have" in mean.reducer.allocation.reason
-    bad = [bool(v.isnan().any()) for v in in_bucket(mean.buckets[0].payload, mean.reducer.layers, range(len(SHAPES)))]
-    assert bad[4], "what is not finite is seen by all"
 
 
 @pytest.mark.parametrize("bad", [0.0, float("nan"), float("inf")])
@@ -119,7 +117,7 @@ def test_nothing_is_lost_between_any_two_ways_of_sending(rank: int, workers: int
     ranks rise Q is warm in its first columns alone."""
     for like, names in OF_FAMILY.items():
         mean = mean_of(lgreco(like, rule="uniform"), SHARED, torch.float64)
-        ways = [c for c in family(parse(like), 0.5, 2) if str(c) in names]
+        ways = [c for c in family(parse(like)) if str(c) in names]
         assert len(ways) == len(names)
         for first, second in itertools.product(ways, ways):
             for flat in state_of(mean):
@@ -140,7 +138,7 @@ def test_nothing_is_lost_between_any_two_ways_of_sending(rank: int, workers: int
         mean.close()
 
 
-@pytest.mark.parametrize("setting", SETTINGS[:5], ids=lambda s: s[0])
+@pytest.mark.parametrize("setting", SETTINGS[:4], ids=lambda s: s[0])
 @pytest.mark.parametrize("at", [1, 3, 4])
 def test_a_resumed_reducer_goes_on_bit_for_bit(setting: Any, at: int):
     train(first := built(*setting), range(at))
@@ -185,19 +183,6 @@ def test_dtypes_together_send_what_each_alone_does(like: str):
     assert like == "rank2" or torch.equal(second, *landed([torch.float32]))  # Q is drawn by the layer's number
 
 
-def test_the_largest_are_those_of_topk():
-    """Of many elements with the help of a sample: also where most are equal, or not finite, or the sample misleads."""
-    x = torch.randn(100_000, generator=generator(3)).abs()
-    misleading = x.clone()
-    misleading[:: len(x) // SAMPLE] = 9.0
-    for values in (x, misleading, torch.where(x > 3, x, 0.0), torch.where(x > 3.5, float("nan"), x), x**9):
-        for k in (1, 100, 10_000, 49_000):
-            found = largest(values, k)
-            assert len(found.unique()) == k
-            want = values.topk(k).values
-            torch.testing.assert_close(values[found].sort(descending=True).values, want, rtol=0, atol=0, equal_nan=True)
-
-
 def test_decisions_come_at_fixed_reductions_twice_as_far_apart_up_to_every():
     clock, decided, counted = Clock(100, 10), list[int](), list[int]()
     for number in range(1, 400):
@@ -207,25 +192,6 @@ def test_decisions_come_at_fixed_reductions_twice_as_far_apart_up_to_every():
             clock.plan(number)
     assert decided == [10, 20, 40, 80, 160, 260, 360]
     assert counted == [n for d in [*decided, 460] for n in range(d - 9, d + 1) if n < 400]
-
-
-@pytest.mark.parametrize("setting", SETTINGS[:5], ids=lambda s: s[0])
-def test_over_nccl_the_launch_after_decides_the_same(setting: Any, monkeypatch: pytest.MonkeyPatch):
-    """As if decided at once, also from a checkpoint in between: means of one choice are equal but for rounding,
-    for a BLAS rounds one product in two ways by where in memory it lies."""
-    at_once, later, first = built(*setting), built(*setting), built(*setting)
-    monkeypatch.setattr(reducer.LGreco, "_at_once", lambda self, group: self is at_once.reducer)
-    for round in range(7):
-        train(at_once, range(round, round + 1)), train(later, range(round, round + 1))
-        torch.testing.assert_close(at_once.buckets[0].payload, later.buckets[0].payload, rtol=1e-12, atol=1e-12)
-    assert later.reducer.allocation is not None
-    train(first, range(3))
-    train(again := going_on(first, setting), range(3, 7))
-    assert again.reducer.chosen == later.reducer.chosen
-    torch.testing.assert_close(again.buckets[0].payload, later.buckets[0].payload, rtol=1e-12, atol=1e-12)
-
-
-NAN, INF = float("nan"), float("inf")
 
 
 def table(seed: int, layers: int, choices: int) -> tuple[Tensor, Tensor, list[int]]:

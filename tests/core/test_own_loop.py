@@ -31,7 +31,7 @@ from tests.on_ranks import alike, on_ranks, total_world_size
 from tests.problems import flat, refusal
 
 TAU, STEPS = 3, 10
-PAPERS = CO2Config(tau=TAU, outer_momentum=0.5)
+PAPERS = CO2Config.paper(TAU)
 KEEP = replace(
     CO2Config.recommended(2), tau=TAU, delay=2, compression=CompressionConfig("int4")
 )  # what no time decides

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from core import CO2, CO2Config, CompressionConfig, UserError
 from core.baselines.local import OverlapLocalSGD, SlowMo, SlowMoConfig
-from core.config import Schedule, build_args, tau_hook_for
+from core.config import Schedule, build_args, tuner_for
 from core.outer import carried
 from core.tau import AdaptiveTau
 from core.testing.reference import Reference
@@ -43,12 +43,12 @@ def test_the_choice_of_a_wire_knows_the_tau_of_now():
     ramp = (3, 6, 12)
     built = build_args(config, {}, lambda number: {"tau": ramp[number]})
     assert not isinstance(built["sync_schedule"], AdaptiveTau), "one worker alone has no format to choose"
-    tuned = tau_hook_for(config, 2)
-    assert tuned is not None
-    pacing = AdaptiveTau(lambda number: ramp[number], tau_hook=tuned)
+    tuner = tuner_for(config, 2)
+    assert tuner is not None
+    pacing = AdaptiveTau(lambda number: ramp[number], config.delay, tuner)
     for number, tau in enumerate(ramp):
         pacing.begin(number)
-        assert pacing.tau == tuned.tuner.tau == tau
+        assert pacing.tau == tuner.tau == tau
 
 
 def test_a_schedule_that_turns_the_order_of_a_round_round_is_refused():

@@ -17,7 +17,7 @@ from core import CO2Config, CompressionConfig, UserError, testing
 from core.checkpoint import runs as checkpoint
 from core.elastic.joining import elastic_co2
 from core.elastic.members import Members
-from core.tau import TauHook
+from core.tau import AdaptiveTau
 from tests.runs import Loop, logged, rows, summary
 from training import elastic as elastic
 from training.data.samples import generator, worker_batches
@@ -105,7 +105,7 @@ def test_the_recommended_settings_go_with_it():
     assert co2.compression.format == "auto" and Recipe(elastic=True, co2=co2).co2 == co2
     method, joining = elastic_co2([nn.Parameter(torch.zeros(2))], co2, members=Members(dist.HashStore(), "0.0"))
     assert method.config == replace(co2, compression=CompressionConfig(), fragments=1)
-    assert method.hooks[0] is joining and not any(isinstance(hook, TauHook) for hook in method.hooks)
+    assert method.hooks[0] is joining and not any(isinstance(hook, AdaptiveTau) for hook in method.hooks)
 
 
 # -- whole runs -----------------------------------------------------------------------------------------------

@@ -116,7 +116,7 @@ class Counted:
 @contextlib.contextmanager
 def small_segments() -> Iterator[None]:
     """Encodes and updates little at once, as beside a large model; without the scratch memory of the CPU's own pass."""
-    places = [(outer, "SEGMENT", SEGMENT), (quantized, "SEGMENT", SEGMENT), (decide, "ROWS", SEGMENT // 256)]
+    places = [(outer, "SEGMENT", SEGMENT), (quantized, "SEGMENT", SEGMENT)]
     places.append((shares, "FusedOuterStep", outer.OuterStep))
     with contextlib.ExitStack() as patches:
         for place in places:

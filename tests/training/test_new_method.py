@@ -39,10 +39,9 @@ class Partway(Blocking):
 
 ENTRY = MethodSpec(
     "partway",
-    lambda given: (given.model, Partway(given.params, given.tau, given.own, **given.args)),
+    lambda given: (given.model, Partway(given.params, given.co2.tau, given.own, **given.args)),
     "blocking",
     Settings("partway", PartwayConfig, "Of method partway."),
-    check=lambda given: given.tau,
 )
 
 REFUSED: dict[str, dict[str, Any]] = {

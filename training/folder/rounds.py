@@ -142,7 +142,7 @@ class RoundLog:
         self._folder.note(step, "lgreco", f"L-GreCo: {found.reason}")
         if self._folder.writes:
             self._folder.writer.add_text("lgreco/layers", found.table(), step)
-        numbers = {"bytes": sum(found.bytes), "uniform_bytes": found.uniform_bytes, "seconds": sum(found.seconds)}
+        numbers = {"bytes": sum(found.bytes), "uniform_bytes": found.uniform_bytes}
         self._folder.log(step, {f"lgreco/{name}": value for name, value in numbers.items()})
 
 

@@ -29,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from core import CO2, CO2Config
 from core.buckets import local_shard
 from core.comm import set_timeout
+from core.config import named
 from core.errors import UserError
 from core.nodes import node_mesh
 from training.layout import Layout, Place
@@ -469,4 +470,4 @@ class Parallel(nn.Module):
             **options: More arguments of core.CO2.
         """
         shards = self.holders() if self.layout.is_cut else False
-        return CO2(self.parameters(), config, mesh=self._islands, shards=shards, **options)
+        return CO2(self.parameters(), named(config), mesh=self._islands, shards=shards, **options)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,9 +15,9 @@ from torch.nn.functional import pad
 
 from ...buckets import Scalars
 from ...comm import Stage, all_gather, sum_flats
-from ...errors import UserError, is_number, is_whole
-from ..formats import BITS, BLOCK, BLOCK_BYTES, LEVELS
-from ..quantized import chunk_of
+from ...errors import UserError, is_whole
+from .. import quantized
+from ..formats import BITS, BLOCK, BLOCK_BYTES, encode
 
 Rule = Literal["lgreco", "uniform"]
 
@@ -29,10 +28,6 @@ class LGrecoConfig:
 
     rule: Rule = "lgreco"
     """lgreco minimizes the bytes within the error of the uniform setting. uniform uses that setting for all layers."""
-    lowest_rank: float = 0.5
-    """The lowest rank to try, as a multiple of the uniform rank (gamma in L-GreCo)."""
-    highest_rank: float = 2.0
-    """The highest rank to try, as a multiple of the uniform rank (beta in L-GreCo)."""
     every: int | None = None
     """The most reductions between two decisions. None means 20 rounds of CO2, or 100 steps of ddp."""
     first: int | None = None
@@ -40,11 +35,9 @@ class LGrecoConfig:
     two decisions doubles up to `every`."""
 
     def __post_init__(self) -> None:
-        low, high, whole = self.lowest_rank, self.highest_rank, "give a whole number of reductions, 1 or more"
+        whole = "give a whole number of reductions, 1 or more"
         for name, ok, remedy in (
             ("rule", self.rule in get_args(Rule), f"choose one of {', '.join(get_args(Rule))}"),
-            ("lowest_rank", is_number(low) and 0 < low <= 1, "give a number in (0, 1]"),
-            ("highest_rank", is_number(high) and 1 <= high < math.inf, "give a finite number, 1 or more"),
             ("every", self.every is None or is_whole(self.every), whole),
             ("first", self.first is None or is_whole(self.first), whole),
         ):
@@ -54,6 +47,7 @@ class LGrecoConfig:
 
 Kind = Literal["raw", "int", "top", "rank"]
 INT_BITS = sorted(BITS.values())
+LOWEST, HIGHEST = 0.5, 2  # ranks to try, as multiples of the uniform rank (gamma and beta in L-GreCo)
 POINTS = 9  # densities to try, geometric, from a tenth of the given density to ten times it
 
 
@@ -148,7 +142,7 @@ def padded_bytes(layers: Sequence[Layer], choices: Sequence[Choice], world_size:
     for members in together.values():
         elements = sum(layers[i].numel for i in members)
         for i in members:
-            sizes[i] *= n * chunk_of(elements, n) / elements
+            sizes[i] *= n * quantized.chunk_of(elements, n) / elements
     return sizes
 
 
@@ -175,19 +169,12 @@ def uniform(layer: Layer, like: Choice) -> Choice:
     return like if halves and layer.offers(like) else RAW
 
 
-def family(like: Choice, lowest: float, highest: float, most: float = math.inf) -> list[Choice]:
-    """Returns the choices of the uniform setting's kind, without repetitions.
-
-    Args:
-        like: The uniform setting.
-        lowest: Lowest rank, as a multiple of the uniform rank.
-        highest: Highest rank, as a multiple of the uniform rank.
-        most: The highest rank that any layer can have.
-    """
+def family(like: Choice, most: float = math.inf) -> list[Choice]:
+    """Returns the choices of the uniform setting's kind, without repetitions. No layer can have a rank above `most`."""
     if like.kind == "int":
         found = [Choice("int", bits) for bits in INT_BITS]
     elif like.kind == "rank":
-        ranks = range(max(1, int(lowest * like.value)), int(min(highest * like.value, most)) + 1)
+        ranks = range(max(1, int(LOWEST * like.value)), int(min(HIGHEST * like.value, most)) + 1)
         found = [Choice("rank", r) for r in ranks]
     else:
         values = [like.value * 10 ** (2 * i / (POINTS - 1) - 1) for i in range(POINTS)]
@@ -203,7 +190,6 @@ def may_take(layer: Layer, choices: Sequence[Choice], like: Choice) -> list[bool
     return [layer.offers(c) and c != RAW for c in choices]
 
 
-SAMPLE = 1 << 13  # elements
 ROUNDING = 16  # times epsilon times a column's norm: a remainder below this is rounding error
 
 
@@ -212,38 +198,26 @@ def moved(scalars: Scalars) -> Tensor:
     return scalars["steps"] * scalars["weight"] != 0
 
 
-# -- top-k --------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Sparse:
-    """A layer's k largest elements.
-
-    Attributes:
-        values: 1-d view of its elements; the average replaces them.
-        error: 1-d view of its error feedback.
-        k: Number of elements to send.
-    """
-
-    values: Tensor
-    error: Tensor
-    k: int
-
-
 def top_k(
-    layers: Sequence[Sparse], scalars: Scalars, world_size: int, group: dist.ProcessGroup | None
+    layers: Sequence[tuple[Tensor, Tensor, int]], scalars: Scalars, world_size: int, group: dist.ProcessGroup | None
 ) -> Iterator[Stage]:
     """Averages each worker's k largest elements, which all workers gather.
 
     With movement a worker sends from d + e, and sets e <- d + e - sent. Without movement it sends from d, and sets
     e <- e + d - sent. The message is bytes: all values, then all indices in their layers as int32. Sums go in rank
     order, so that all workers hold the same bits.
+
+    Args:
+        layers: For each layer d, [numel], which the average replaces, then e, [numel], and k.
+        scalars: The scalars that travel with the layers.
+        world_size: Number of workers.
+        group: The workers. None means one worker.
     """
     own, values, indices = moved(scalars), list[Tensor](), list[Tensor]()
-    for layer in layers:
-        kept = layer.error.add_(layer.values)
-        send = torch.where(own, kept, layer.values)
-        where = largest(send.abs(), layer.k)
+    for d, e, k in layers:
+        kept = e.add_(d)
+        send = torch.where(own, kept, d)
+        where = send.abs().topk(k, sorted=False).indices  # NaN is the largest
         values.append(send[where])
         indices.append(where.int())
         kept[where] -= values[-1]
@@ -252,58 +226,20 @@ def top_k(
     if group is not None:
         received = sent.new_empty(world_size, len(sent))
         yield all_gather(received, sent, group)
-    dtype, counts = layers[0].values.dtype, [layer.k for layer in layers]
-    for layer in layers:
-        layer.values.zero_()
+    dtype, counts = values[0].dtype, [k for _, _, k in layers]
+    for d, _, _ in layers:
+        d.zero_()
     for row in received:
         pieces = row.split([sum(counts) * dtype.itemsize, sum(counts) * 4])
         of_row = (p.clone().view(kind).split(counts) for p, kind in zip(pieces, (dtype, torch.int32), strict=True))
-        for layer, value, index in zip(layers, *of_row, strict=True):
-            layer.values.index_add_(0, index, value)  # no index appears twice in a row
-    for layer in layers:
-        layer.values.div_(len(received))
-
-
-def largest(magnitudes: Tensor, k: int) -> Tensor:
-    """Returns the places of the k largest, int64 [k] in any order. NaN is the largest.
-
-    On a CPU topk takes many times as long as reading. So for many elements it only gets the elements above a threshold,
-    which is chosen from a sample such that more than k of them reach it.
-
-    Args:
-        magnitudes: Shape [n], none negative.
-        k: Number of places.
-    """
-    n, stride = len(magnitudes), len(magnitudes) // SAMPLE
-    few = 1.25 * k / n * SAMPLE + 16  # of the sample, so that more than k of all elements follow, almost surely
-    if stride >= 8 and few < SAMPLE / 4 and not magnitudes.is_cuda:
-        least = magnitudes[::stride].topk(int(few), sorted=False).values.amin()
-        where = (magnitudes < least).logical_not_().nonzero().view(-1)  # includes NaN
-        if k <= len(where) <= n / 4:
-            return where[magnitudes[where].topk(k, sorted=False).indices]
-    return magnitudes.topk(k, sorted=False).indices
-
-
-# -- low rank -----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Factored:
-    """A layer as two factors of rank r.
-
-    Attributes:
-        values: [rows, columns] view of its elements; the product of the factors replaces them.
-        error: [rows, columns] view of its error feedback.
-        q: [columns, r], kept from one iteration to the next.
-    """
-
-    values: Tensor
-    error: Tensor
-    q: Tensor
+        for (d, _, _), value, index in zip(layers, *of_row, strict=True):
+            d.index_add_(0, index, value)  # no index appears twice in a row
+    for d, _, _ in layers:
+        d.div_(len(received))
 
 
 def low_rank(
-    layers: Sequence[Factored], scalars: Scalars, world_size: int, group: dist.ProcessGroup | None
+    layers: Sequence[tuple[Tensor, Tensor, Tensor]], scalars: Scalars, world_size: int, group: dist.ProcessGroup | None
 ) -> Iterator[Stage]:
     """Averages over the workers and projects, one power iteration per reduction (PowerSGD, Vogels et al., NeurIPS
     2019).
@@ -315,10 +251,14 @@ def low_rank(
     A column of Q stays as it was if the new one is zero or not finite, because from zeros orth would make the first
     unit vectors. If no worker then uses a matrix's first rows, as in an embedding, nothing would ever be sent again.
     (torch's powerSGD_hook has one rank for all layers, and needs DistributedDataParallel.)
+
+    Args:
+        layers: For each layer d, [rows, columns], which D replaces, then e, [rows, columns], and Q, [columns, r].
+        scalars, world_size, group: See top_k.
     """
     own = moved(scalars)
-    sends = [torch.where(own, layer.error.add_(layer.values), layer.values) for layer in layers]
-    flat, factors = _flat([product(m, layer.q) for m, layer in zip(sends, layers, strict=True)])
+    sends = [torch.where(own, e.add_(d), d) for d, e, _ in layers]
+    flat, factors = _flat([product(m, q) for m, (_, _, q) in zip(sends, layers, strict=True)])
     if group is not None:
         yield sum_flats([flat], group)
     orthogonal = [orthonormal(p) for p in factors]  # the sum and the average give the same result
@@ -327,10 +267,10 @@ def low_rank(
         yield sum_flats([flat], group)
     flat.div_(world_size)
     anyone = moved(scalars).to(flat.dtype)  # if no worker has moved, the caller discards the average
-    for layer, p, q in zip(layers, orthogonal, factors, strict=True):
-        layer.q.copy_(torch.where(q.isfinite().all(0) & (q != 0).any(0), q, layer.q))
-        torch.matmul(p, q.T, out=layer.values)
-        layer.error.addcmul_(layer.values, anyone, value=-1)
+    for (d, e, q), p, new in zip(layers, orthogonal, factors, strict=True):
+        q.copy_(torch.where(new.isfinite().all(0) & (new != 0).any(0), new, q))
+        torch.matmul(p, new.T, out=d)
+        e.addcmul_(d, anyone, value=-1)
 
 
 def product(matrix: Tensor, thin: Tensor) -> Tensor:
@@ -370,7 +310,6 @@ def _flat(matrices: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
 
 
 NOISE = 1e-12  # share of a sum below which a value is the sum's rounding error
-ROWS, GPU_ROWS = 128, 1 << 13  # blocks at once: the temporaries of all formats stay in a CPU's cache
 ITERATIONS = 5  # power iterations, as in the released code
 
 
@@ -392,21 +331,16 @@ def curve(values: Tensor, layer: Layer, choices: Sequence[Choice], offered: Sequ
         if ok:
             kinds[choice.kind].append(i)
     errors = dict.fromkeys(kinds["raw"], torch.zeros_like(squares))
-    if ints := kinds["int"]:  # rounded to nearest, as core/compression/formats.py does
-        levels = [LEVELS[choices[i].compression] for i in ints]
-        sums = torch.zeros(len(ints), dtype=torch.float64, device=values.device)
-        blocks_of_all = pad(values, (0, -len(values) % BLOCK)).view(-1, BLOCK)
-        for blocks in blocks_of_all.split(GPU_ROWS if values.is_cuda else ROWS):
-            top = torch.maximum(blocks.amax(1), -blocks.amin(1)).float()
-            scale = torch.stack([top / level for level in levels])  # [formats, blocks]
-            scale = scale.masked_fill_(scale == 0, 1.0)[..., None]
-            y = blocks / scale
-            lost = torch.linalg.vector_norm(y.sub_(y.round()), dim=-1, keepdim=True)
-            sums += (lost.double() * scale).square_().sum((1, 2))
-        errors |= zip(ints, sums.sqrt().unbind(), strict=True)
+    parts = pad(values, (0, -len(values) % BLOCK)).split(quantized.GPU_SEGMENT if values.is_cuda else quantized.SEGMENT)
+    for i in kinds["int"]:
+        norms = []
+        for part in parts:
+            encode(part, choices[i].compression, lost=(lost := part.clone()))
+            norms.append(torch.linalg.vector_norm(lost, dtype=torch.float64))
+        errors[i] = torch.linalg.vector_norm(torch.stack(norms))
     if tops := kinds["top"]:  # the norm of all elements but the k largest, for each k
-        counts, magnitudes = [layer.kept(choices[i].value) for i in tops], values.abs()
-        largest_first = magnitudes[largest(magnitudes, max(counts))].sort(descending=True).values
+        counts = [layer.kept(choices[i].value) for i in tops]
+        largest_first = values.abs().topk(max(counts)).values
         lost = squares - largest_first.double().square_().cumsum(0)
         lost = torch.where(lost > NOISE * squares, lost, 0.0).sqrt()
         errors |= {i: lost[k - 1] for i, k in zip(tops, counts, strict=True)}
@@ -441,7 +375,6 @@ class Allocation:
         bytes: Bytes that a worker sends for each layer in a reduction, padding included.
         errors: Each layer's error, averaged over the workers.
         uniform_bytes: Bytes of a reduction with the uniform setting.
-        seconds: Seconds to compute the curves, and to decide.
     """
 
     number: int
@@ -451,15 +384,14 @@ class Allocation:
     bytes: Sequence[float]
     errors: Sequence[float]
     uniform_bytes: float
-    seconds: tuple[float, float] = (0.0, 0.0)
 
-    def table(self, names: Sequence[str] = ()) -> str:
-        """Returns the layers as a Markdown table, by name or by number."""
+    def table(self) -> str:
+        """Returns the layers as a Markdown table, by number."""
         lines = ["| layer | shape | sent as | bytes | error |", "|---|---|---|---|---|"]
         rows = zip(self.layers, self.choices, self.bytes, self.errors, strict=True)
         for i, (layer, choice, size, error) in enumerate(rows):
             shape = " x ".join(map(str, layer.shape)) or "1"
-            lines.append(f"| {names[i] if names else i} | {shape} | {choice} | {size:.0f} | {error:.3g} |")
+            lines.append(f"| {i} | {shape} | {choice} | {size:.0f} | {error:.3g} |")
         return "\n".join(lines)
 
 
@@ -488,7 +420,7 @@ class Decider:
         if all(choice == RAW for choice in self.uniform):
             raise UserError(f"compression.like={like!r} would save nothing in any parameter of this model: give less")
         most = max(min(layer.rows, layer.columns) for layer in layers)
-        self.choices = family(wanted, config.lowest_rank, config.highest_rank, most)
+        self.choices = family(wanted, most)
         self.offered = torch.tensor([may_take(layer, self.choices, wanted) for layer in layers], device="cpu")
         sizes = [[sent_bytes(z, c, world_size) for c in self.choices] for z in layers]
         self.sizes = torch.tensor(sizes, device="cpu").double()
@@ -524,22 +456,13 @@ class Decider:
             errors: float64 [layers, choices], infinite for a choice that is not offered.
             known: The layers whose errors are finite.
         """
-        layers = [self.layers[i] for i in known]
-
-        def size(picked: list[int]) -> float:
-            return math.fsum(padded_bytes(layers, [self.choices[c] for c in picked], self.world_size))
-
-        like = [self.choices.index(self.uniform[i]) for i in known]
+        layers, like = [self.layers[i] for i in known], [self.choices.index(self.uniform[i]) for i in known]
         picked = allocate(errors[known], self.sizes[known], like)
-        # Each int format is padded to whole blocks. If that costs more than the format saves, all its layers move to a
-        # wider format that other layers use, if their errors do not grow.
-        ints = sorted((c for c in set(picked) if self.choices[c].kind == "int"), key=lambda c: self.choices[c].value)
-        for narrow, wide in itertools.combinations(ints, 2):
-            moving = [i for i, c in zip(known, picked, strict=True) if c == narrow]
-            tried = [wide if c == narrow else c for c in picked]
-            if all(errors[i, wide] <= errors[i, narrow] for i in moving) and size(tried) < size(picked):
-                picked = tried
-        return like if size(like) < size(picked) else picked
+        least, most = (
+            math.fsum(padded_bytes(layers, [self.choices[c] for c in found], self.world_size))
+            for found in (picked, like)
+        )
+        return like if most < least else picked  # int formats of few elements may cost more padding than they save
 
 
 class Clock:
@@ -594,23 +517,22 @@ def allocate(errors: Tensor, sizes: Tensor, reference: Sequence[int], *, bins: i
         cost = torch.where(errors > 0, bins + 1, 0)
     best = torch.full((len(cost) + 1, bins + 1), float("inf"), dtype=torch.float64, device="cpu")
     best[0] = 0.0  # [layers, b]: the smallest size of the first layers within b bins
-    candidates: list[list[tuple[int, float, int]]] = []  # bins, size and choice, for each layer
-    for layer, (q_of, size_of) in enumerate(zip(cost.tolist(), sizes.tolist(), strict=True)):
-        worth: list[tuple[int, float, int]] = []  # no other choice is better in both numbers
-        for q, size, c in sorted(zip(q_of, size_of, range(len(q_of)), strict=True)):
-            if q <= bins and (not worth or size < worth[-1][1]):
-                worth.append((q, size, c))
+    candidates = [
+        [*zip(*rows, range(len(rows[0])), strict=True)] for rows in zip(cost.tolist(), sizes.tolist(), strict=True)
+    ]
+    for layer, of_layer in enumerate(candidates):
         before, following = best[layer], best[layer + 1]
-        for q, size, _ in worth:
-            torch.minimum(following[q:], before[: bins + 1 - q] + size, out=following[q:])
-        candidates.append(worth)
+        for q, size, _ in of_layer:
+            if q <= bins:
+                torch.minimum(following[q:], before[: bins + 1 - q] + size, out=following[q:])
     if best[-1, bins].isinf():
         return list(reference)
     b = int((best[-1] <= best[-1, bins]).nonzero()[0])  # the fewest bins that reach the smallest size
     picked: list[int] = []
     for layer in reversed(range(len(cost))):
         least, before = float(best[layer + 1, b]), best[layer]
-        q, _, c = next(c for c in candidates[layer] if c[0] <= b and float(before[b - c[0]]) + c[1] == least)
+        fits = (c for c in sorted(candidates[layer]) if c[0] <= b and float(before[b - c[0]]) + c[1] == least)
+        q, _, c = next(fits)
         picked.insert(0, c)
         b -= q
     return list(reference) if total(sizes, picked) > total(sizes, reference) else picked

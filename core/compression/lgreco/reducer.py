@@ -4,9 +4,9 @@
     at fixed reductions, before anything is sent (Clock):
         e[l, c] = ||G_l - C_c(G_l)|| for each layer and choice
         the errors' average over the workers, which is summed with this reduction
-    when it arrives (over NCCL, at the beginning of the next reduction), equally on every worker:
+    at the beginning of the next reduction, equally on every worker:
         the fewest bytes whose summed errors stay within the uniform setting's (core/compression/lgreco/choices.py)
-        the next reduction sends in the new ways; the error feedback moves along
+        it sends in the new ways; the error feedback moves along
 
 We follow the abstract and the released code of L-GreCo. The released code also sums the last ten reductions. It
 allocates ranks only, from the first worker's errors.
@@ -14,10 +14,9 @@ allocates ranks only, from the first worker's errors.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,29 +25,14 @@ from torch import Tensor
 from ...buckets import Bucket, BucketShare, Part, Scalars, copy
 from ...comm import BACKGROUND, Reducer, Stage, sum_flats
 from ...errors import UserError, log
-from ...groups import moved_by_nccl
-from ...stats import HostCopy, Seconds, between, mark
-from ..formats import BLOCK, INTS, NarrowFormat
+from ...stats import HostCopy
+from ..formats import BLOCK, INTS
 from ..quantized import Quantized, chunk_of
-from .choices import (
-    Allocation,
-    Choice,
-    Clock,
-    Decider,
-    Factored,
-    Layer,
-    LGrecoConfig,
-    Sparse,
-    curve,
-    fill,
-    low_rank,
-    moved,
-    top_k,
-)
+from .choices import Allocation, Choice, Clock, Decider, Layer, LGrecoConfig, curve, fill, low_rank, moved, top_k
 
 
 class Layout:
-    """The places of one bucket's layers in staging and in error feedback's memory, for one allocation.
+    """One bucket's layers in staging and in error feedback's memory, and what sends them, for one allocation.
 
     First come the layers of each int format, padded to whole blocks per worker, then top-k and low rank. Uncompressed
     layers and the buffers come last.
@@ -60,38 +44,55 @@ class Layout:
     Attributes:
         values: Each layer's elements in staging, 1-d, in the bucket's order.
         held: Each layer's elements in the errors, 1-d, in the bucket's order.
-        of_kind: The layers of each kind.
+        residuals: The memory of error feedback's two stages, for each int format.
+        senders: Functions from the group to the stages of a reduction, which run together.
     """
 
     def __init__(self, number: int, of: LGreco):
-        self.bucket, layers, allocation, world_size = of.buckets[number], of.layers, of.chosen, of.world_size
-        self.world_size, bucket = world_size, self.bucket
-        self.staging, self.errors, self.means = of.staging[number], of.errors[number], of.means[number]
+        self.bucket, layers, n = of.buckets[number], of.layers, of.world_size
+        staging, errors, self.means = of.staging[number], of.errors[number], of.means[number]
         mine = [i for i, layer in enumerate(layers) if layer.bucket == number]
-        self.of_kind = {k: [i for i in mine if allocation[i].kind == k] for k in ("int", "top", "rank", "raw")}
+        chosen = {i: of.chosen[i].compression if of.chosen[i].kind == "int" else of.chosen[i].kind for i in mine}
+        of_kind: dict[Any, list[int]] = {
+            kind: [i for i in mine if chosen[i] == kind] for kind in (*INTS, "top", "rank", "raw")
+        }
         starts: dict[int, int] = {}
-        self._ints: list[
-            tuple[NarrowFormat, int, int, int]
-        ] = []  # format, start, elements, elements of a worker's chunk
-        begin = end = 0
-        for compression in INTS:
+        ints: list[Any] = []  # format; slices of the elements, of the same with padding, and of a worker's chunk
+        begin = end = place = 0
+        for kind, members in of_kind.items():
             begin = end
-            for i in (i for i in self.of_kind["int"] if allocation[i].compression == compression):
+            for i in members:
                 starts[i], end = end, end + layers[i].numel
-            if chunk := chunk_of(end - begin, world_size):
-                self._ints.append((compression, begin, end - begin, chunk))
-            end = begin + world_size * chunk
-        for kind in ("top", "rank", "raw"):
-            begin = end
-            for i in self.of_kind[kind]:
-                starts[i], end = end, end + layers[i].numel
+            if kind in INTS:
+                chunk, own = chunk_of(end - begin, n), slice(begin, end)
+                end = begin + n * chunk
+                ints += [(kind, own, slice(begin, end), slice(place, place + chunk))] if chunk else []
+                place += chunk
         self.values, self.held = (
-            {i: flat[starts[i] : starts[i] + layers[i].numel] for i in mine} for flat in (self.staging, self.errors)
+            {i: flat[starts[i] : starts[i] + layers[i].numel] for i in mine} for flat in (staging, errors)
         )
-        self._payload = in_bucket(bucket.payload, layers, mine)
-        self._plain = self.staging[begin : end + len(bucket.values)]  # uncompressed layers, and the buffers
-        self._buffers = self.staging[end : end + len(bucket.values)]
-        self.values_sent = len(bucket.values)
+        self._payload = in_bucket(self.bucket.payload, layers, mine)
+        self.values_sent = len(self.bucket.values)
+        plain = staging[begin : end + self.values_sent]  # uncompressed layers, and the buffers
+        self._buffers = plain[end - begin :]
+        # at least one part, because the first one also has the uncompressed layers and the buffers
+        ints = ints or [(INTS[0], *3 * [slice(0)])]
+        parts = list[Part]()
+        for _, own, _, _ in ints:
+            values = staging[own]
+            parts.append(Part(staging, len(values), values, plain, self.bucket.scalars))
+            plain = plain[:0]
+        self.residuals = [(errors[padded], self.means[chunk]) for _, _, padded, chunk in ints]
+        memory = [own for own, _ in self.residuals], [means for _, means in self.residuals]
+        quantized = Quantized(parts, of.scalars, of.rank, n, [kind for kind, *_ in ints], memory=memory)
+        self.senders: list[Callable[..., Iterator[Stage]]] = [partial(quantized.stages, number=0)]
+        if top := of_kind["top"]:
+            sparse = [(self.values[i], self.held[i], layers[i].kept(of.chosen[i].value)) for i in top]
+            self.senders.append(partial(top_k, sparse, of.scalars, n))
+        if ranks := of_kind["rank"]:
+            rows = {i: (layers[i].rows, -1) for i in ranks}
+            factored = [(self.values[i].view(rows[i]), self.held[i].view(rows[i]), of.q_of(i)) for i in ranks]
+            self.senders.append(partial(low_rank, factored, of.scalars, n))
 
     def gather(self) -> None:
         """Copies the bucket's payload and buffers to staging."""
@@ -102,18 +103,6 @@ class Layout:
         """Copies staging back to the bucket."""
         copy(self._payload, [*self.values.values()])
         self.bucket.values.copy_(self._buffers)
-
-    def parts(self) -> Iterator[tuple[Part, NarrowFormat, Tensor, Tensor]]:
-        """Yields the layers of each int format with the memory of error feedback's two stages.
-
-        There is at least one part. The first part also has the uncompressed layers and the buffers.
-        """
-        plain, place = self._plain, 0
-        for compression, begin, size, chunk in self._ints or [(INTS[0], 0, 0, 0)]:
-            own = self.errors[begin : begin + self.world_size * chunk]
-            part = Part(self.staging, size, self.staging[begin : begin + size], plain, self.bucket.scalars)
-            yield part, compression, own, self.means[place : place + chunk]
-            plain, place = plain[:0], place + chunk
 
 
 def layers_of(buckets: Sequence[Bucket | BucketShare]) -> list[Layer]:
@@ -146,7 +135,7 @@ class LGreco(Reducer):
     - `error_feedback`, `mean_error_feedback`: the residuals, in an order that follows the allocation.
     - `allocation`: the choices' values, the number of columns of `q` in use, and the clock.
     - `q`: the factors of low rank.
-    - `summed`: G's sum so far, in the buckets' own order, and the number of its summands.
+    - `summed`: G's sum so far for each layer, and the number of its summands.
     - `asked`: the curves that no decision has used yet, and the reduction that computed them.
 
     Args:
@@ -169,7 +158,7 @@ class LGreco(Reducer):
         like: str,
         config: LGrecoConfig,
     ):
-        self.buckets, self.scalars, self.config = buckets, scalars, config
+        self.buckets, self.scalars = buckets, scalars
         self.rank, self.world_size, self.scale = rank, world_size, 1.0
         self.clock = Clock(config.every or EVERY, config.first or FIRST)
         self.layers = layers_of(buckets)
@@ -185,13 +174,12 @@ class LGreco(Reducer):
         highest = (decider.offered * ranks).amax(1).int().tolist()
         self._q = [flats[z.bucket].new_zeros(z.columns * r) for z, r in zip(self.layers, highest, strict=True)]
         self._values, self._filled = (torch.zeros(many, dtype=torch.float64, device="cpu") for _ in range(2))
-        self._sums = [] if decider.fixed else [b.flat.new_zeros(b.numel) for b in buckets]
+        self._sums = [] if decider.fixed else [flats[z.bucket].new_zeros(z.numel) for z in self.layers]
         self._summands = flats[0].new_zeros(1, dtype=torch.float64)
         # the reduction that computed curves; 0: none are pending
         self._asked_by = torch.zeros(1, dtype=torch.float64, device="cpu")
         self._asked = flats[0].new_zeros(many * len(decider.choices), dtype=torch.float64)
         self._coming: tuple[int, HostCopy | None] = (0, None)  # that reduction, and the copy of its curves to the host
-        self._took: Seconds = 0.0  # to compute the last curves
         self.state = {
             "error_feedback": self.errors,
             "mean_error_feedback": self.means,
@@ -212,7 +200,7 @@ class LGreco(Reducer):
         layout = self._layouts[i]
         layout.gather()
         self._sum_up(number, moved(self.scalars), i)
-        parts = [stages(group) for stages in self._senders[i]]
+        parts = [stages(group) for stages in layout.senders]
         # The steps of these reductions run together: the first step of each, then the second of each, in this order.
         while stages := [stage for part in parts if (stage := next(part, None)) is not None]:
             yield [work for works, _ in stages for work in works], sum(sent for _, sent in stages)
@@ -222,15 +210,6 @@ class LGreco(Reducer):
             if group is not None:
                 yield sum_flats([asked], group)
             self._receive(asked, number)
-            if self._at_once(group):
-                self._decide()
-
-    def _at_once(self, group: dist.ProcessGroup | None) -> bool:
-        """Returns whether the curves have arrived when the steps end.
-
-        Over NCCL they are only queued then, so the next reduction reads them, and the host waits for them.
-        """
-        return group is None or not moved_by_nccl(group, self._asked.device)
 
     # -- the allocation -------------------------------------------------------------------------------------
 
@@ -239,26 +218,20 @@ class LGreco(Reducer):
         if self.decider.fixed or not self.clock.counts(number):
             return
         self._summands += bucket == 0
-        layout, sums = self._layouts[bucket], self._sum_views()
+        layout = self._layouts[bucket]
         for i, values in layout.values.items():
-            sums[i].add_(torch.where(own, values + layout.held[i], 0.0))
-
-    def _sum_views(self) -> list[Tensor]:
-        return [self._sums[z.bucket][z.start : z.start + z.numel] for z in self.layers]
+            self._sums[i].add_(torch.where(own, values + layout.held[i], 0.0))
 
     def _ask(self, number: int) -> Tensor:
         """Returns this worker's errors, float64 [layers, choices], and resets the sum."""
-        began = mark(self._asked.device)
         rows, count = [], self._summands.clamp(min=1)
-        for i, (layer, wanted) in enumerate(zip(self.layers, self._sum_views(), strict=True)):
+        for i, (layer, wanted) in enumerate(zip(self.layers, self._sums, strict=True)):
             row = curve(wanted, layer, self.decider.choices, self.decider.offered[i].tolist(), i)
             rows.append(torch.where(row.isinf(), 0.0, row) / count)  # infinity would hide another worker's NaN
         for flat in (*self._sums, self._summands):
             flat.zero_()
-        asked = torch.stack(rows)
-        self._took = between(began, mark(asked.device))
         self._asked_by.fill_(number)
-        return asked
+        return torch.stack(rows)
 
     def _receive(self, asked: Tensor, number: int) -> None:
         """Keeps the errors, averaged over the workers from their sums, for `_decide`.
@@ -279,15 +252,13 @@ class LGreco(Reducer):
         # The host waits only for the copy, and not for later work. After a checkpoint is loaded it waits for all work.
         heard = coming.read() if coming and asked_by == number else self._asked.tolist()
         table = torch.tensor(heard, dtype=torch.float64, device="cpu").view(len(self.layers), -1)
-        began = time.perf_counter()
         self.clock.plan(number)
         if (table == NOBODY).all():
             return False
         curves = torch.where(table == NOT_FINITE, float("nan"), table)
-        found = self.decider.decide(curves, self.chosen, number)
+        self.allocation = found = self.decider.decide(curves, self.chosen, number)
         if list(found.choices) != list(self.chosen):
             self._switch(found.choices)
-        self.allocation = replace(found, seconds=(float(self._took), time.perf_counter() - began))
         if self.rank == 0:
             log.info("all-reduce %d: lgreco: %s", number, found.reason)
         return True
@@ -298,15 +269,15 @@ class LGreco(Reducer):
         for layout in before:
             # This worker's residual of the averages that it encoded belongs to all workers. So n times this residual
             # is added to the worker's own residual. Nothing is lost, and nothing is sent.
-            for _, _, own, means in layout.parts():
+            for own, means in layout.residuals:
                 chunk = len(means)
                 own[self.rank * chunk : (self.rank + 1) * chunk].add_(means, alpha=self.world_size)
             layout.means.zero_()
         self.chosen = choices
         self._lay_out()
-        for old, new in zip(before, self._layouts, strict=True):
+        for old, new, errors in zip(before, self._layouts, self.errors, strict=True):
             kept = [held.clone() for held in old.held.values()]
-            new.errors.zero_()
+            errors.zero_()
             copy([*new.held.values()], kept)
         self._values.copy_(torch.tensor([c.value for c in choices], dtype=torch.float64, device="cpu"))
 
@@ -327,29 +298,13 @@ class LGreco(Reducer):
             self._lay_out()
         for i, (choice, filled) in enumerate(zip(found, self._filled.tolist(), strict=True)):
             if choice.kind == "rank":
-                fill(self._q_of(i), int(filled), seed=i)
+                fill(self.q_of(i), int(filled), seed=i)
                 self._filled[i] = int(choice.value)
 
-    # -- the senders ----------------------------------------------------------------------------------------
-
-    def _q_of(self, layer: int) -> Tensor:
+    def q_of(self, layer: int) -> Tensor:
         """Returns the layer's Q, [columns, the chosen rank]."""
         return self._q[layer].view(self.layers[layer].columns, -1)[:, : int(self.chosen[layer].value)]
 
     def _lay_out(self) -> None:
-        """Builds the senders of the present allocation over views of the memory."""
-        n, chosen = self.world_size, self.chosen
+        """Lays out the present allocation."""
         self._layouts = [Layout(i, self) for i in range(len(self.buckets))]
-        self._senders: list[list[Callable[..., Iterator[Stage]]]] = []  # by bucket
-        for layout in self._layouts:
-            parts, compressions, own, means = map(list, zip(*layout.parts(), strict=True))
-            ints = Quantized(parts, self.scalars, self.rank, n, compressions, memory=(own, means))
-            self._senders.append(senders := [partial(ints.stages, number=0)])
-            values, held = layout.values, layout.held
-            if top := layout.of_kind["top"]:
-                sparse = [Sparse(values[i], held[i], self.layers[i].kept(chosen[i].value)) for i in top]
-                senders.append(partial(top_k, sparse, self.scalars, n))
-            if ranks := layout.of_kind["rank"]:
-                rows = {i: (self.layers[i].rows, -1) for i in ranks}
-                factored = [Factored(values[i].view(rows[i]), held[i].view(rows[i]), self._q_of(i)) for i in ranks]
-                senders.append(partial(low_rank, factored, self.scalars, n))
