@@ -539,7 +539,7 @@ class Share:
         alpha = moved.double() * c.outer_lr
         rule = outer.rule_of(c, m.growth, delta_norm, last_alpha * step_norm, s.numel)
         rule = replace(rule, last_alpha=last_alpha, scale=torch.where(moved, scale, 0.0), takes_difference=False)
-        rule = replace(rule, beta=torch.where(moved, torch.full_like(alpha, rule.beta), 1.0), alpha=alpha)
+        rule = replace(rule, beta=torch.where(moved, torch.full_like(alpha, float(rule.beta)), 1.0), alpha=alpha)
         if not read_blocks(moved):  # the fused pass takes plain numbers
             rule = replace(rule, beta=float(rule.beta), alpha=float(alpha), scale=float(rule.scale))
             rule = rule if moved else outer.Rule(nesterov=rule.nesterov, takes_difference=False)
