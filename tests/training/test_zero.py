@@ -17,9 +17,9 @@ from core import CO2Config, UserError, make_method
 from core.buckets import local_shard
 from core.nodes import node_mesh
 from core.testing import run_distributed
+from core.testing.reference import Reference
 from tests import problems
 from tests.problems import batch, flat, loss
-from tests.reference import Reference
 from training.layouts.zero import gathered, shard_model, shard_optimizer
 from training.start.workers import make_mesh
 
