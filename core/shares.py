@@ -565,11 +565,7 @@ class Share:
         numbers[STEP_SQUARES].copy_(m_squares)
 
     def without_merged(self, flats: Sequence[Tensor]) -> None:
-        """Zeros the elements of saved payloads that are not in flight, where the payload keeps a change that is merged.
-
-        Args:
-            flats: Copies of the buckets' flat tensors.
-        """
+        """Zeros saved payloads, copies of the buckets' flat tensors, outside of the change in flight."""
         for bucket, flat, place in zip(self.method.buckets, flats, self.now.places, strict=True):
             rows = flat[: bucket.padded].view(self.node.parts, -1)
             rows[:, : place.start] = 0
@@ -579,13 +575,11 @@ class Share:
     def resliced(self) -> None:
         """Adapts a state that ranks with other shares have saved, in which fragments had other elements.
 
-        Every fragment's sums of squares are counted. The change in flight, outside of whose elements the saved payload
-        is zero, is merged in all fragments.
+        Every fragment's sums of squares are counted. The change in flight is merged in all fragments: see above.
         """
         method = self.method
         for i, s in enumerate(self._slices):
-            numbers = self.numbers if i == method.fragment else method.fragments[i].held["share_numbers"]
-            self._count(s, numbers, _square(s.m) - self.node.surplus(s.m, s.held))
+            self._count(s, method.fragments[i].numbers, _square(s.m) - self.node.surplus(s.m, s.held))
         self._merges_all = bool(self._snapshots) and method.allreduce.in_flight
         if self._merges_all and self.numbers[WHOLE] > 0:  # every parameter becomes x
             self._fill()
