@@ -67,8 +67,8 @@ def train(
     looks: bool = True,
 ) -> list[tuple[int, bool, Tensor]]:
     """Of each boundary the batch, whether sync_for_eval() says that workers are alike, and everything. save: batch ->
-    folder. resume: a batch, and the folder that was written behind it. stepped: called with the number of
-    updates. looks: whether boundaries are."""
+    folder. resume: a batch, and the folder that was written behind it. stepped: called with the number of updates.
+    looks: whether there is something of boundaries, where sync_for_eval() may merge."""
     boundaries = []
     if resume[1]:
         accelerator.load_state(resume[1])
