@@ -13,17 +13,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from core import (
-    CO2,
-    CO2Config,
-    CompressionConfig,
-    DiLoCo,
-    LocalSGD,
-    OverlapLocalSGD,
-    SlowMo,
-    UserError,
-    node_mesh,
-)
+from core import CO2, CO2Config, CompressionConfig, UserError, node_mesh
+from core.baselines import DiLoCo, LocalSGD, OverlapLocalSGD, SlowMo
 from core.testing import run_distributed
 
 WORKERS, STEPS = 2, 120
