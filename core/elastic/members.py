@@ -305,8 +305,7 @@ class Members:
             took = min(time.monotonic() - store.waited_at, seconds)
             self._form_within = min(max(FORM_WITHIN[0], 2 * took), FORM_WITHIN[1])
         for group in (self.script_group, self.group):
-            assert group is not None
-            set_timeout(group, self.timeout)
+            set_timeout(group, self.timeout)  # pyright: ignore[reportArgumentType]  # both are there
         return reports
 
     def _connect(self, what: str, within: timedelta) -> dist.ProcessGroup:

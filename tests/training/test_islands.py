@@ -148,7 +148,7 @@ def test_without_a_loss_it_is_a_run_with_nodes(tmp_path: Path, how: str):
                 torch.testing.assert_close(torch.tensor(mine), torch.tensor(its), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("format", ["float32", "int4"])
+@pytest.mark.parametrize("format", [pytest.param("float32", marks=pytest.mark.slow), "int4"])
 def test_the_ranks_of_an_island_merge_together(tmp_path: Path, format: Any):
     """On arrival, of which only the leader knows. `ends` compares the ranks of each island at each boundary."""
     compression = CompressionConfig(format)
